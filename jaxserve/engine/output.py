@@ -1,0 +1,131 @@
+"""From committed token ids to what the user sees: text, stop strings, `RequestOutput`s."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from jaxserve.request import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
+from jaxserve.sampling_params import OutputKind
+
+if TYPE_CHECKING:
+    from jaxserve.scheduler import Sequence
+    from jaxserve.tokenizers import DetokenizerStream, Tokenizer
+
+
+class StopMatcher:
+    """Finds the first stop string in a growing text, looking at each character a bounded number of times."""
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._stops = stops
+        self._reach = max(map(len, stops)) - 1  # characters that may be the beginning of a stop string
+        self._tail = ""
+
+    def push(self, piece: str) -> tuple[str, str | None]:
+        """Returns (text that is certain not to belong to a stop string, the stop string found or None)."""
+        text = self._tail + piece
+        found = min(((at, -len(stop), stop) for stop in self._stops if (at := text.find(stop)) >= 0), default=None)
+        if found is not None:
+            self._tail = ""
+            return text[: found[0]], found[2]
+        keep = self._num_held(text)
+        self._tail = text[len(text) - keep :]
+        return text[: len(text) - keep], None
+
+    def flush(self) -> str:
+        """Returns what was held back, now that no more text comes."""
+        tail, self._tail = self._tail, ""
+        return tail
+
+    def _num_held(self, text: str) -> int:
+        for length in range(min(self._reach, len(text)), 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stops):
+                return length
+        return 0
+
+
+class OutputStream:
+    """What one sequence has produced, as the user will read it."""
+
+    def __init__(self, sequence: Sequence, tokenizer: Tokenizer | None) -> None:
+        params = sequence.request.params
+        self.sequence = sequence
+        self._kind = params.output_kind
+        self._stops = StopMatcher(params.stop) if params.stop else None
+        self._detokenizer: DetokenizerStream | None = None
+        if tokenizer is not None and params.detokenize:
+            self._detokenizer = tokenizer.new_stream(params.skip_special_tokens, sequence.request.prompt_token_ids)
+        self._pieces: list[str] = []
+        self._num_sent_pieces = 0
+        self._num_sent_tokens = 0
+        self._first_token_time: float | None = None
+
+    def push(self, token_id: int) -> str | None:
+        """Adds a token; returns the stop string that it completed, if it did."""
+        if self._first_token_time is None:
+            self._first_token_time = time.monotonic()
+        if self._detokenizer is None or self._hides_last_token():
+            return None
+        piece = self._detokenizer.push(token_id)
+        return self._add(piece) if piece else None
+
+    def flush(self) -> str | None:
+        """Adds what was held back at the end of the sequence; a stop string may still be completed."""
+        if self._detokenizer is None:
+            return None
+        stop = self._add(self._detokenizer.flush())
+        if stop is None and self._stops is not None:
+            self._pieces.append(self._stops.flush())
+        return stop
+
+    def make_output(self, stop_string: str | None = None) -> RequestOutput:
+        """Returns the request's output so far, or what is new since the last call with OutputKind.DELTA."""
+        sequence, request = self.sequence, self.sequence.request
+        is_delta = self._kind is OutputKind.DELTA
+        text = "".join(self._pieces[self._num_sent_pieces if is_delta else 0 :])
+        first_token = sequence.num_prompt_tokens + (self._num_sent_tokens if is_delta else 0)
+        token_ids = sequence.token_ids[first_token:]
+        self._num_sent_pieces = len(self._pieces)
+        self._num_sent_tokens += len(token_ids) if is_delta else 0
+        finished = sequence.finish_reason is not None
+        reason = str(sequence.finish_reason) if finished else None
+        stop_reason = stop_string if stop_string is not None else sequence.stop_token_id
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=list(request.prompt_token_ids) if finished or not is_delta else [],
+            outputs=[CompletionOutput(sequence.index, text, token_ids, reason, stop_reason)],
+            finished=finished,
+            num_cached_tokens=sequence.num_cached_tokens,
+            metrics=self._measure() if finished else None,
+            error=sequence.error,
+        )
+
+    def wants_output(self) -> bool:
+        """Whether a step's progress is to be shown before the end."""
+        return self._kind is not OutputKind.FINAL_ONLY
+
+    def _add(self, piece: str) -> str | None:
+        if self._stops is None:
+            self._pieces.append(piece)
+            return None
+        certain, stop = self._stops.push(piece)
+        self._pieces.append(certain)
+        if stop is not None and self.sequence.request.params.include_stop_str_in_output:
+            self._pieces.append(stop)
+        return stop
+
+    def _hides_last_token(self) -> bool:
+        """A token that stopped the sequence is not text, unless the user wants to see what stopped it."""
+        sequence = self.sequence
+        return sequence.finish_reason is FinishReason.STOP and not sequence.request.params.include_stop_str_in_output
+
+    def _measure(self) -> RequestMetrics:
+        sequence = self.sequence
+        return RequestMetrics(
+            arrival_time=sequence.request.arrival_time,
+            first_scheduled_time=sequence.first_scheduled_time,
+            first_token_time=self._first_token_time,
+            finished_time=time.monotonic(),
+            num_preemptions=sequence.num_preemptions,
+        )

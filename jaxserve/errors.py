@@ -1,0 +1,60 @@
+"""Every error a user can meet, by what they have to change.
+
+Each message names the field, the value that was refused and what would work. `field` and `value` are also attributes,
+so that a server can answer with `param=` without parsing text.
+"""
+
+from __future__ import annotations
+
+_MAX_ECHO = 100  # characters of a caller's value that an error repeats
+
+
+class JaxServeError(Exception):
+    """Base of all errors that jaxserve raises on purpose."""
+
+
+class _FieldError(JaxServeError, ValueError):
+    """An error about one named value."""
+
+    def __init__(self, message: str, *, field: str, value: object = None) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.value = value
+
+
+class InvalidRequestError(_FieldError):
+    """A request cannot be served as asked: a bad parameter, an empty or too long prompt, an unknown token id."""
+
+
+class ConfigError(_FieldError):
+    """An engine option or a model's `config.json` is malformed, unknown or contradicts another."""
+
+
+class WeightsError(_FieldError):
+    """A checkpoint is missing, truncated, or does not hold exactly the tensors that the model needs."""
+
+
+class TokenizerError(_FieldError):
+    """Tokenizer files or a chat template are missing or malformed."""
+
+
+class CapacityError(_FieldError):
+    """The device's memory cannot hold what was asked for; the message says what would fit."""
+
+
+class MissingProgramError(JaxServeError, RuntimeError):
+    """A step needs a program that was not compiled before ready: always a fault of jaxserve, never of the caller."""
+
+
+class DeviceStepError(JaxServeError, RuntimeError):
+    """The device failed while running a step; the requests of that step end with `finish_reason="error"`."""
+
+
+class NonFiniteLogitsError(JaxServeError, ArithmeticError):
+    """The model produced NaN or infinite logits for one row; only that request ends."""
+
+
+def shorten(value: object) -> str:
+    """Returns `repr(value)`, cut to a length that is safe to print in an error."""
+    text = repr(value)
+    return text if len(text) <= _MAX_ECHO else text[: _MAX_ECHO - 3] + "..."

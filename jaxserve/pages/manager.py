@@ -1,0 +1,195 @@
+"""The pages of each sequence: growing with its tokens, shrinking behind its windows, found again by their content."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as TokenIds
+from dataclasses import dataclass, field
+
+from jaxserve.pages.pool import NULL_PAGE, PagePool
+from jaxserve.pages.prefix import extend_keys
+
+CHUNK_EDGE = 32  # chunks start at multiples of this many tokens, so that kernels never read-modify-write a tile
+
+PageUpdate = tuple[int, int, int]  # (group, index in the row's page table, page id)
+
+
+@dataclass(frozen=True, slots=True)
+class PageGroup:
+    """Layers that share one page table, as the host sees them."""
+
+    num_pages: int  # the null page included
+    window: int | None = None  # tokens a query can see, itself included; None: all
+
+
+@dataclass(slots=True)
+class SequencePages:
+    """What one sequence holds. Only `PageManager` writes it.
+
+    `page_ids[g][i]` is the page of tokens [i * page_size, (i + 1) * page_size) in group g, or the null page once they
+    left the group's window.
+    """
+
+    salt: str
+    page_ids: tuple[list[int], ...]
+    keys: list[bytes] = field(default_factory=list)  # content keys of the leading full pages; kept through preemption
+    num_reserved_tokens: int = 0  # tokens that the pages have room for
+    num_published: int = 0  # leading pages that are in the prefix index, or were offered to it
+    num_trimmed: list[int] = field(default_factory=list)  # per group: leading entries that are null
+
+
+class PageManager:
+    """Reserves, shares, trims, publishes and releases the pages of sequences over all groups.
+
+    A page with more than one owner is never written: only whole pages before the first token to compute are shared.
+    """
+
+    def __init__(
+        self, groups: TokenIds[PageGroup], *, page_size: int, max_chunk: int, enable_prefix_caching: bool
+    ) -> None:
+        self.page_size = page_size
+        self.groups = tuple(groups)
+        self.pools = tuple(PagePool(group.num_pages) for group in groups)
+        self._max_chunk = max_chunk
+        self._caching = enable_prefix_caching
+        self._hit_grid = math.lcm(page_size, CHUNK_EDGE) // page_size  # pages
+
+    def new_sequence(self, salt: str) -> SequencePages:
+        return SequencePages(salt, tuple([] for _ in self.groups), num_trimmed=[0] * len(self.groups))
+
+    def first_unfit_group(self, num_tokens: int) -> tuple[int, int] | None:
+        """Returns (pages needed, pages there are) of a group that cannot hold the sequence even when empty."""
+        for group in self.groups:
+            needed = self._pages_for(num_tokens)
+            if (most := self._most_pages(group)) is not None:
+                needed = min(needed, most)
+            if needed > group.num_pages - 1:
+                return needed, group.num_pages - 1
+        return None
+
+    def attach_prefix(self, pages: SequencePages, token_ids: TokenIds[int]) -> int:
+        """Shares the longest cached prefix with a sequence that holds nothing; returns its length in tokens.
+
+        At least one token is left to compute, and every group has the pages that the next query can see.
+        """
+        num_pages = self._match(pages, token_ids) if self._caching else 0
+        for g, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
+            first = self._first_visible_page(group, num_pages * self.page_size)
+            entries = pages.page_ids[g]
+            entries.extend([NULL_PAGE] * min(first, num_pages))
+            for key in pages.keys[first:num_pages]:
+                page = pool.lookup(key)
+                assert page is not None  # _match saw it, and nothing was allocated since
+                pool.share(page)
+                entries.append(page)
+            pages.num_trimmed[g] = min(first, num_pages)
+        pages.num_reserved_tokens = num_pages * self.page_size
+        pages.num_published = num_pages
+        return num_pages * self.page_size
+
+    def list_updates(self, pages: SequencePages) -> list[PageUpdate]:
+        """Returns the table entries of all pages that the sequence holds."""
+        return [(g, i, page) for g, ids in enumerate(pages.page_ids) for i, page in enumerate(ids) if page]
+
+    def has_room(self, pages: SequencePages, num_tokens: int) -> bool:
+        """Whether every pool could now hold `num_tokens` of the sequence."""
+        for g, group in enumerate(self.groups):
+            held = len(pages.page_ids[g])
+            needed = self._pages_for(num_tokens) - held
+            if (most := self._most_pages(group)) is not None:
+                needed = min(needed, most - (held - pages.num_trimmed[g]))
+            if needed > self.pools[g].num_available:
+                return False
+        return True
+
+    def reserve(self, pages: SequencePages, num_computed: int, num_tokens: int) -> list[PageUpdate] | None:
+        """Makes room for tokens [num_computed, num_tokens); returns the new table entries, or None when a pool is full.
+
+        With None nothing was reserved, though pages behind the windows may have been freed.
+        """
+        self._trim(pages, num_computed)
+        count = self._pages_for(num_tokens)
+        if any(count - len(ids) > pool.num_available for ids, pool in zip(pages.page_ids, self.pools, strict=True)):
+            return None
+        updates: list[PageUpdate] = []
+        for g, (entries, pool) in enumerate(zip(pages.page_ids, self.pools, strict=True)):
+            for index in range(len(entries), count):
+                page = pool.allocate()
+                entries.append(page)
+                updates.append((g, index, page))
+        pages.num_reserved_tokens = max(pages.num_reserved_tokens, count * self.page_size)
+        return updates
+
+    def next_publish(self, pages: SequencePages) -> int:
+        """Returns the number of computed tokens from which `publish` has something to do."""
+        return (pages.num_published + 1) * self.page_size if self._caching else 2**62
+
+    def publish(self, pages: SequencePages, token_ids: TokenIds[int], num_computed: int) -> None:
+        """Puts the pages that are full after `num_computed` committed tokens into the prefix index."""
+        num_full = num_computed // self.page_size
+        self._extend_keys(pages, token_ids, num_full)
+        for index in range(pages.num_published, num_full):
+            for pool, entries in zip(self.pools, pages.page_ids, strict=True):
+                if entries[index] != NULL_PAGE:  # it may have left the window before its step was committed
+                    pool.publish(entries[index], pages.keys[index])
+        pages.num_published = max(pages.num_published, num_full)
+
+    def release(self, pages: SequencePages) -> None:
+        """Gives all pages back, the last first, so that the tail of a shared prefix is evicted before its head."""
+        for g, (pool, entries) in enumerate(zip(self.pools, pages.page_ids, strict=True)):
+            pool.release(reversed(entries))
+            entries.clear()
+            pages.num_trimmed[g] = 0
+        pages.num_reserved_tokens = 0
+        pages.num_published = 0
+
+    def drop_prefix_index(self) -> None:
+        """Forgets all cached content, as after new weights or a rebuilt device pool."""
+        for pool in self.pools:
+            pool.drop_index()
+
+    def check(self) -> None:
+        """Raises AssertionError when an invariant of a pool does not hold."""
+        for pool in self.pools:
+            pool.check()
+
+    def _pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def _most_pages(self, group: PageGroup) -> int | None:
+        """The most pages that one sequence ever holds in a windowed group: the window, a chunk, and a started page."""
+        return None if group.window is None else self._pages_for(group.window + self._max_chunk) + 1
+
+    def _first_visible_page(self, group: PageGroup, position: int) -> int:
+        """The first page that a query at `position` or later can see."""
+        return 0 if group.window is None else max(0, position - group.window + 1) // self.page_size
+
+    def _trim(self, pages: SequencePages, num_computed: int) -> None:
+        for g, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
+            start, entries = pages.num_trimmed[g], pages.page_ids[g]
+            stop = min(self._first_visible_page(group, num_computed), len(entries))
+            if stop > start:
+                pool.release(entries[start:stop])
+                entries[start:stop] = [NULL_PAGE] * (stop - start)
+                pages.num_trimmed[g] = stop
+
+    def _extend_keys(self, pages: SequencePages, token_ids: TokenIds[int], num_pages: int) -> None:
+        extend_keys(pages.keys, token_ids, page_size=self.page_size, num_pages=num_pages, salt=pages.salt)
+
+    def _match(self, pages: SequencePages, token_ids: TokenIds[int]) -> int:
+        """Returns the most leading pages, on the hit grid, of which every group has what the next query can see."""
+        limit = (len(token_ids) - 1) // self.page_size
+        self._extend_keys(pages, token_ids, limit)
+        runs = []  # runs[g][n]: how many pages directly before page n are present in group g
+        for pool in self.pools:
+            run = [0]
+            for key in pages.keys[:limit]:
+                run.append(run[-1] + 1 if pool.lookup(key) is not None else 0)
+            runs.append(run)
+        for num_pages in range(limit - limit % self._hit_grid, 0, -self._hit_grid):
+            if all(
+                run[num_pages] >= num_pages - self._first_visible_page(group, num_pages * self.page_size)
+                for run, group in zip(runs, self.groups, strict=True)
+            ):
+                return num_pages
+        return 0

@@ -1,0 +1,128 @@
+"""The pool of KV pages of one group: reference counts, the free list, and the index of pages with a known prefix.
+
+A page id is in one of four states, and each function below moves it between two of them:
+
+    null        page 0: padded rows write there, nobody owns it
+    free        content unknown                     allocate: free -> referenced
+    referenced  owned by one or more sequences      release:  referenced -> cached if published, else free
+    cached      no owner, content known by its key  share: cached -> referenced; allocate, as eviction: likewise
+
+Invariants, checked by `check`:
+    I1  free + cached + referenced = num_pages - 1
+    I2  no page is twice in the free list, nor in two states
+    I3  a referenced page has a count >= 1, every other page a count of 0
+    I4  the index and the pages' keys are inverse of each other; every cached page has a key, no free page has one
+    I5  page 0 is never handed out
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+NULL_PAGE = 0
+
+
+class PagePool:
+    """Hands out the page ids 1..num_pages-1; never-published pages first, then the least recently used cached one."""
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 2:
+            raise ValueError(f"num_pages: a pool needs the null page and one more, got {num_pages}")
+        self.num_pages = num_pages
+        self._counts = [0] * num_pages
+        self._free = list(range(num_pages - 1, 0, -1))  # a stack: page 1 on top
+        self._cached: dict[int, None] = {}  # in order of release: the first is the least recently used
+        self._keys: list[bytes | None] = [None] * num_pages
+        self._index: dict[bytes, int] = {}
+
+    @property
+    def num_available(self) -> int:
+        """Pages that `allocate` can hand out now."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_referenced(self) -> int:
+        return self.num_pages - 1 - self.num_available
+
+    def allocate(self) -> int:
+        """Returns a page with unknown content and one owner. The caller has looked at `num_available`."""
+        if self._free:
+            page = self._free.pop()
+        else:
+            page = next(iter(self._cached))
+            del self._cached[page]
+            self._forget(page)
+        self._counts[page] = 1
+        return page
+
+    def lookup(self, key: bytes) -> int | None:
+        """Returns the page published under `key`; it stays reusable until it is shared."""
+        return self._index.get(key)
+
+    def share(self, page: int) -> None:
+        """Adds an owner to a page that `lookup` returned."""
+        if self._counts[page] == 0:
+            del self._cached[page]
+        self._counts[page] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Takes one owner from each page; null pages are passed over."""
+        counts = self._counts
+        for page in pages:
+            if page == NULL_PAGE:
+                continue
+            if counts[page] <= 0:
+                raise AssertionError(f"page {page} was released by somebody who does not own it")
+            counts[page] -= 1
+            if counts[page] == 0:
+                if self._keys[page] is None:
+                    self._free.append(page)
+                else:
+                    self._cached[page] = None
+
+    def publish(self, page: int, key: bytes) -> None:
+        """Makes a full, referenced page findable.
+
+        The first page published under a key keeps it: tables are append-only, so equal pages are not merged.
+        """
+        if self._keys[page] is None and key not in self._index:
+            self._keys[page] = key
+            self._index[key] = page
+
+    def drop_index(self) -> None:
+        """Forgets every published page, as after new weights or a lost device pool."""
+        self._free.extend(self._cached)
+        self._cached.clear()
+        self._index.clear()
+        self._keys = [None] * self.num_pages
+
+    def check(self) -> None:
+        """Raises AssertionError when an invariant does not hold."""
+        free, cached = set(self._free), set(self._cached)
+        referenced = {page for page, count in enumerate(self._counts) if count > 0}
+        _assert(len(free) == len(self._free), "I2: a page is twice in the free list")
+        _assert(not (free & cached or free & referenced or cached & referenced), "I2: a page is in two states")
+        _assert(len(free) + len(cached) + len(referenced) == self.num_pages - 1, "I1: pages are lost")
+        _assert(NULL_PAGE not in free | cached | referenced, "I5: the null page was handed out")
+        _assert(min(self._counts) >= 0, "I3: a count is negative")
+        keyed = {page: key for page, key in enumerate(self._keys) if key is not None}
+        _assert(keyed == {page: key for key, page in self._index.items()}, "I4: index and keys differ")
+        _assert(
+            cached <= keyed.keys() and not free & keyed.keys(),
+            "I4: a cached page has no key, or a free one has",
+        )
+
+    def _forget(self, page: int) -> None:
+        key = self._keys[page]
+        if key is not None:
+            del self._index[key]
+            self._keys[page] = None
+
+
+def _assert(holds: bool, what: str) -> None:
+    if not holds:
+        raise AssertionError(what)

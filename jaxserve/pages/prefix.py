@@ -1,0 +1,28 @@
+"""Names for page contents: a chained hash over everything that a page's KV depends on."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from array import array
+from collections.abc import Sequence
+
+# A key per process: page keys cannot be predicted or precomputed by whoever sends prompts.
+_PROCESS_KEY = secrets.token_bytes(32)
+
+
+def root_key(salt: str) -> bytes:
+    """Returns the key that stands before a sequence's first page; requests with different salts never share pages."""
+    return hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=32, key=_PROCESS_KEY).digest()
+
+
+def extend_keys(keys: list[bytes], token_ids: Sequence[int], *, page_size: int, num_pages: int, salt: str) -> None:
+    """Appends the keys of full pages to `keys` until it holds `num_pages` of them.
+
+    A key covers the page's tokens and, through its parent, all tokens before them and the salt.
+    """
+    parent = keys[-1] if keys else root_key(salt)
+    for page in range(len(keys), num_pages):
+        tokens = array("q", token_ids[page * page_size : (page + 1) * page_size])
+        parent = hashlib.blake2b(parent + tokens.tobytes(), digest_size=32, key=_PROCESS_KEY).digest()
+        keys.append(parent)

@@ -1,0 +1,72 @@
+"""What goes into the engine and what comes out: plain values, no arrays."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+
+from jaxserve.errors import JaxServeError
+from jaxserve.sampling_params import SamplingParams
+
+
+class FinishReason(Enum):
+    """Why a sequence ended; `error` carries a typed error on the output."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the user asked, as the engine admits it."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    prompt: str | None = None  # None when the user gave token ids
+    eos_token_ids: tuple[int, ...] = ()  # empty with ignore_eos
+    seed: int = 0  # 64 bits; the user's, or drawn at admission and kept through preemption and replay
+    cache_salt: str = ""  # requests share prefix pages only with requests of the same salt
+    arrival_time: float = field(default_factory=time.monotonic)
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One completion of a request, so far or finished (vLLM's names)."""
+
+    index: int
+    text: str  # cumulative, or what is new with OutputKind.DELTA; empty with detokenize=False
+    token_ids: list[int]
+    finish_reason: str | None = None  # stop, length, abort, error
+    stop_reason: int | str | None = None  # the stop token id or stop string that matched; None for EOS
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Monotonic times in seconds; None: not reached yet."""
+
+    arrival_time: float
+    first_scheduled_time: float | None
+    first_token_time: float | None
+    finished_time: float | None
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What a request has produced (vLLM's names)."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache
+    metrics: RequestMetrics | None = None
+    error: JaxServeError | None = None  # set when finish_reason is "error"

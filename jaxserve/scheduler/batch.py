@@ -1,0 +1,65 @@
+"""Who has a row of the persistent batch, and who may still get a token from a step in flight."""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left, insort
+
+from jaxserve.scheduler.policy import age
+from jaxserve.scheduler.sequence import Sequence, SequenceStatus
+
+
+class Batch:
+    """Rows, tickets and the two lists of running sequences, both by age.
+
+    `decoding` sequences have exactly one token of work, and it is on the device; `prefilling` ones have theirs on the
+    host. A ticket outlives its row: a preempted sequence still receives the tokens that were in flight.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self.decoding: list[Sequence] = []
+        self.prefilling: list[Sequence] = []
+        self.by_ticket: dict[int, Sequence] = {}
+        self._free_rows = list(range(num_rows - 1, -1, -1))
+        self._tickets = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self.decoding) + len(self.prefilling)
+
+    @property
+    def is_full(self) -> bool:
+        return not self._free_rows
+
+    def join(self, sequence: Sequence) -> None:
+        """Gives a sequence a row and a fresh ticket."""
+        self.revoke_ticket(sequence)
+        sequence.ticket, sequence.row = next(self._tickets), self._free_rows.pop()
+        sequence.status = SequenceStatus.RUNNING
+        self.by_ticket[sequence.ticket] = sequence
+        insort(self.prefilling, sequence, key=age)
+
+    def start_decoding(self, sequence: Sequence) -> None:
+        """Marks that the sequence's next token will be on the device."""
+        _remove(self.prefilling, sequence)
+        insort(self.decoding, sequence, key=age)
+
+    def leave(self, sequence: Sequence) -> bool:
+        """Takes the row back; the ticket stays. Returns whether the sequence was decoding."""
+        was_decoding = _remove(self.decoding, sequence)
+        if not was_decoding:
+            _remove(self.prefilling, sequence)
+        self._free_rows.append(sequence.row)
+        sequence.row = -1
+        return was_decoding
+
+    def revoke_ticket(self, sequence: Sequence) -> None:
+        """Whatever is in flight for the sequence will find nobody."""
+        self.by_ticket.pop(sequence.ticket, None)
+
+
+def _remove(by_age: list[Sequence], sequence: Sequence) -> bool:
+    index = bisect_left(by_age, age(sequence), key=age)
+    if index < len(by_age) and by_age[index] is sequence:
+        del by_age[index]
+        return True
+    return False

@@ -1,0 +1,54 @@
+"""A step's plan while it is being made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from jaxserve.pages.manager import PageUpdate
+from jaxserve.scheduler.plan import ChunkWork, RowSet, StepPlan
+from jaxserve.scheduler.sequence import Sequence
+
+
+@dataclass(slots=True)
+class Draft:
+    """Work can be taken out again, because a preemption may strike a sequence that was planned already."""
+
+    budget: int  # tokens left
+    prefix_updates: int  # page-table entries left for the prefixes of admitted sequences
+    decoding: list[Sequence] = field(default_factory=list)
+    chunks: dict[int, ChunkWork] = field(default_factory=dict)  # by row
+    row_sets: list[RowSet] = field(default_factory=list)
+    page_updates: list[tuple[int, int, int, int]] = field(default_factory=list)
+    has_preempted: bool = False
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.decoding and not self.chunks
+
+    def add_chunk(self, chunk: ChunkWork) -> None:
+        self.chunks[chunk.row] = chunk
+        self.budget -= len(chunk.token_ids)
+
+    def add_pages(self, row: int, updates: Iterable[PageUpdate]) -> None:
+        self.page_updates.extend((group, row, index, page) for group, index, page in updates)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes the sequence's work back, if it has any here; its page updates are overwritten when the row is set."""
+        if (chunk := self.chunks.pop(sequence.row, None)) is not None:
+            sequence.num_computed_tokens = chunk.start
+            self.budget += len(chunk.token_ids)
+        elif sequence in self.decoding:
+            self.decoding.remove(sequence)
+            sequence.num_computed_tokens -= 1
+            self.budget += 1
+
+    def freeze(self, step_id: int) -> StepPlan:
+        return StepPlan(
+            step_id=step_id,
+            decode_rows=tuple([sequence.row for sequence in self.decoding]),
+            decode_tickets=tuple([sequence.ticket for sequence in self.decoding]),
+            chunks=tuple(self.chunks.values()),
+            row_sets=tuple(self.row_sets),
+            page_updates=tuple(self.page_updates),
+        )

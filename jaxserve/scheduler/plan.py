@@ -1,0 +1,61 @@
+"""What one step does: the only thing that crosses from the scheduler to the runtime.
+
+A plan is frozen and picklable and refers to no Sequence: those move on before the device does, and other hosts replay
+the same plans. Rows that decode are columns rather than objects, because there may be a thousand of them in each step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxserve.sampling_params import SamplingParams
+
+# A ticket names one admission of one sequence, (sequence id, epoch) in one number: outputs are matched by it, so that a
+# row which was given to another sequence in the meantime, or one readmitted after a fault, never gets a foreign token.
+Ticket = int
+
+
+@dataclass(frozen=True, slots=True)
+class RowSet:
+    """A row of the persistent batch that begins a new life in this step."""
+
+    row: int
+    num_computed_tokens: int  # where its first work starts: the length of its cached prefix
+    params: SamplingParams
+    seed: int
+    sequence_index: int  # which of the request's sequences it is
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkWork:
+    """Tokens of a row that the device does not have yet."""
+
+    row: int
+    ticket: Ticket
+    start: int  # position of the first token
+    token_ids: tuple[int, ...]
+    samples: bool  # whether it reaches the row's last token
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One scheduler iteration = one device execution. The step's rows are `decode_rows`, then those of `chunks`."""
+
+    step_id: int
+    decode_rows: tuple[int, ...]  # each computes the token that the device sampled last for it, and samples the next
+    decode_tickets: tuple[Ticket, ...]
+    chunks: tuple[ChunkWork, ...]
+    row_sets: tuple[RowSet, ...]
+    page_updates: tuple[tuple[int, int, int, int], ...]  # (group, row, index in the row's page table, page id)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.decode_rows) + len(self.chunks)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decode_rows) + sum(len(chunk.token_ids) for chunk in self.chunks)

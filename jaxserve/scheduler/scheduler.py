@@ -1,0 +1,272 @@
+"""Continuous batching: every step, each running sequence's computed tokens catch up with its tokens.
+
+There is no prefill mode and no decode mode. Chunked prefill, prefix hits, preempted sequences and newly sampled tokens
+are one rule: work = num_tokens - num_computed_tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Sequence as Ids
+from dataclasses import dataclass, field
+
+from jaxserve.errors import CapacityError, InvalidRequestError, JaxServeError, NonFiniteLogitsError
+from jaxserve.pages.manager import PageManager
+from jaxserve.request import FinishReason, Request
+from jaxserve.scheduler.batch import Batch
+from jaxserve.scheduler.draft import Draft
+from jaxserve.scheduler.plan import ChunkWork, RowSet, StepPlan
+from jaxserve.scheduler.policy import age, choose_victim, chunk_length
+from jaxserve.scheduler.sequence import NON_FINITE, Sequence, SequenceStatus
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """The static bounds that the compiled programs impose on every plan."""
+
+    max_num_seqs: int  # rows
+    max_num_batched_tokens: int  # tokens of a step
+    max_model_len: int  # tokens of a sequence
+    max_prefix_updates: int  # page-table entries of admitted prefixes in one step
+
+
+@dataclass(slots=True)
+class Commit:
+    """What a step brought: the sequences that got a token, in the order of `token_ids`, and those that ended."""
+
+    sequences: list[Sequence] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    finished: list[Sequence] = field(default_factory=list)
+
+
+class Scheduler:
+    """Admits, plans, preempts and commits. `plan` may run again before the last plan's tokens are committed."""
+
+    def __init__(self, limits: SchedulerLimits, pages: PageManager) -> None:
+        self.limits = limits
+        self.pages = pages
+        self.waiting: deque[Sequence] = deque()  # preempted sequences first
+        self.batch = Batch(limits.max_num_seqs)
+        self._by_request: dict[str, Sequence] = {}
+        self._orders, self._steps = itertools.count(), itertools.count()
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._by_request)
+
+    def add(self, request: Request) -> Sequence:
+        """Queues a request, or refuses what could never run.
+
+        Raises:
+            InvalidRequestError: the prompt leaves no room for an output token, or the id is in use.
+            CapacityError: the sequence would not fit the empty KV pool.
+        """
+        num_prompt, limit = len(request.prompt_token_ids), self.limits.max_model_len
+        if num_prompt == 0:
+            raise InvalidRequestError("is empty; give at least one token", field="prompt", value=request.prompt)
+        if num_prompt >= limit:
+            message = (
+                f"This model's maximum context length is {limit} tokens, and the prompt alone has {num_prompt}; "
+                f"at most {limit - 1} leave room for an answer"
+            )
+            raise InvalidRequestError(message, field="prompt", value=num_prompt)
+        if request.request_id in self._by_request:
+            raise InvalidRequestError("is already running", field="request_id", value=request.request_id)
+        wanted = request.params.max_tokens
+        max_num_tokens = limit if wanted is None else min(limit, num_prompt + wanted)
+        if (unfit := self.pages.first_unfit_group(max_num_tokens)) is not None:
+            message = f"{max_num_tokens} tokens need {unfit[0]} KV pages, and the whole pool has {unfit[1]}"
+            raise CapacityError(message, field="max_tokens", value=wanted)
+        sequence = Sequence(request, self.pages.new_sequence(request.cache_salt), max_num_tokens)
+        sequence.order = next(self._orders)
+        self._by_request[request.request_id] = sequence
+        self.waiting.append(sequence)
+        return sequence
+
+    def finish(self, request_id: str, reason: FinishReason, error: JaxServeError | None = None) -> Sequence | None:
+        """Ends a request in whatever state it is; None when it is unknown or has ended already.
+
+        What steps in flight still compute for it is dropped at their commit.
+        """
+        sequence = self._by_request.pop(request_id, None)
+        if sequence is None:
+            return None
+        if sequence.status is SequenceStatus.RUNNING:
+            self._leave_batch(sequence)
+        else:
+            self.waiting.remove(sequence)
+        self.batch.revoke_ticket(sequence)
+        sequence.status, sequence.finish_reason, sequence.error = SequenceStatus.FINISHED, reason, error
+        return sequence
+
+    # Planning
+
+    def plan(self) -> StepPlan | None:
+        """Returns the next step, or None when nothing can be computed before a commit (or at all)."""
+        draft = Draft(self.limits.max_num_batched_tokens, self.limits.max_prefix_updates)
+        self._plan_decodes(draft)
+        for sequence in self.batch.prefilling.copy():
+            if sequence.status is SequenceStatus.RUNNING:  # else preempted a moment ago, for an older one
+                self._plan_chunk(draft, sequence)
+        if not draft.has_preempted:  # else what was freed goes to those who run
+            self._admit(draft)
+        return None if draft.is_empty else draft.freeze(next(self._steps))
+
+    def _plan_decodes(self, draft: Draft) -> None:
+        planned = draft.decoding
+        for sequence in self.batch.decoding:  # a preemption shortens this list only behind, or at, the current place
+            position = sequence.num_computed_tokens
+            if position >= sequence.max_num_tokens - 1:
+                continue  # its last token is in flight
+            if position >= sequence.pages.num_reserved_tokens and not self._reserve(draft, sequence, position + 1):
+                continue
+            sequence.num_computed_tokens = position + 1
+            planned.append(sequence)
+        draft.budget -= len(planned)
+
+    def _plan_chunk(self, draft: Draft, sequence: Sequence) -> None:
+        start = sequence.num_computed_tokens
+        work = len(sequence.token_ids) - start
+        length = chunk_length(start, work, draft.budget)
+        if length == 0 or not self._reserve(draft, sequence, start + length):
+            return
+        tokens = tuple(sequence.token_ids[start : start + length])
+        chunk = ChunkWork(sequence.row, sequence.ticket, start, tokens, samples=length == work)
+        draft.add_chunk(chunk)
+        sequence.num_computed_tokens = chunk.end
+        if chunk.samples:
+            self.batch.start_decoding(sequence)
+
+    def _admit(self, draft: Draft) -> None:
+        while self.waiting and not self.batch.is_full and draft.budget > 0:
+            sequence = self.waiting[0]
+            if sequence.num_awaited_tokens:
+                return  # its tokens are not all here yet
+            num_cached = self.pages.attach_prefix(sequence.pages, sequence.token_ids)
+            updates = self.pages.list_updates(sequence.pages)
+            length = chunk_length(num_cached, len(sequence.token_ids) - num_cached, draft.budget)
+            has_room = self.pages.has_room(sequence.pages, len(sequence.token_ids))
+            if length == 0 or not has_room or len(updates) > draft.prefix_updates:
+                self.pages.release(sequence.pages)
+                return
+            self.waiting.popleft()
+            self._join_batch(sequence, num_cached)
+            request = sequence.request
+            draft.row_sets.append(RowSet(sequence.row, num_cached, request.params, request.seed, sequence.index))
+            draft.prefix_updates -= len(updates)
+            draft.add_pages(sequence.row, updates)
+            self._plan_chunk(draft, sequence)
+
+    def _reserve(self, draft: Draft, sequence: Sequence, num_tokens: int) -> bool:
+        """Reserves pages, preempting younger sequences as needed; False when `sequence` itself had to go."""
+        while True:
+            updates = self.pages.reserve(sequence.pages, sequence.num_computed_tokens, num_tokens)
+            if updates is not None:
+                draft.add_pages(sequence.row, updates)
+                return True
+            victim = choose_victim(self.batch)
+            self._preempt(draft, victim)
+            if victim is sequence:
+                return False
+
+    def _preempt(self, draft: Draft, sequence: Sequence) -> None:
+        draft.has_preempted = True
+        sampling_chunk = sequence.row in draft.chunks and draft.chunks[sequence.row].samples
+        draft.remove(sequence)
+        in_flight = sequence.num_computed_tokens + 1 - len(sequence.token_ids)
+        was_decoding = self._leave_batch(sequence) and not sampling_chunk
+        sequence.num_awaited_tokens = in_flight if was_decoding else 0
+        self._requeue(sequence)
+
+    # Commit
+
+    def commit(self, plan: StepPlan, token_ids: Ids[int]) -> Commit:
+        """Writes a step's sampled ids, one per row of the plan, into the sequences that are still there to take them.
+
+        NON_FINITE in place of an id ends that sequence, and its page does not enter the prefix index.
+        """
+        commit = Commit()
+        by_ticket, take = self.batch.by_ticket, self._take
+        for ticket, token_id in zip(plan.decode_tickets, token_ids):  # noqa: B905  the chunks' ids follow
+            sequence = by_ticket.get(ticket)
+            if sequence is not None:
+                take(sequence, token_id, commit)
+        for chunk, token_id in zip(plan.chunks, token_ids[len(plan.decode_tickets) :], strict=True):
+            sequence = by_ticket.get(chunk.ticket)
+            if sequence is None:
+                continue
+            if chunk.samples or token_id == NON_FINITE:
+                take(sequence, token_id, commit)
+            elif chunk.end >= sequence.publish_from and sequence.status is SequenceStatus.RUNNING:
+                self._publish(sequence, chunk.end)
+        return commit
+
+    def _take(self, sequence: Sequence, token_id: int, commit: Commit) -> None:
+        tokens = sequence.token_ids
+        num_computed = len(tokens)
+        if token_id in sequence.stop_ids:
+            if token_id == NON_FINITE:
+                self._end_non_finite(sequence, commit)
+                return
+            reason = FinishReason.STOP
+            sequence.stop_token_id = None if token_id in sequence.request.eos_token_ids else token_id
+        else:
+            reason = FinishReason.LENGTH if num_computed + 1 >= sequence.max_num_tokens else None
+        tokens.append(token_id)
+        commit.sequences.append(sequence)
+        commit.token_ids.append(token_id)
+        if sequence.num_awaited_tokens:
+            sequence.num_awaited_tokens -= 1
+        elif num_computed >= sequence.publish_from:
+            self._publish(sequence, num_computed)
+        if reason is not None:
+            self._end(sequence, reason, commit)
+
+    def _end_non_finite(self, sequence: Sequence, commit: Commit) -> None:
+        error = NonFiniteLogitsError(f"request {sequence.request.request_id}: the model's logits are not finite")
+        self._end(sequence, FinishReason.ERROR, commit, error)
+
+    def _end(
+        self, sequence: Sequence, reason: FinishReason, commit: Commit, error: JaxServeError | None = None
+    ) -> None:
+        if self.finish(sequence.request.request_id, reason, error) is not None:
+            commit.finished.append(sequence)
+
+    def _publish(self, sequence: Sequence, num_computed: int) -> None:
+        self.pages.publish(sequence.pages, sequence.token_ids, num_computed)
+        sequence.publish_from = self.pages.next_publish(sequence.pages)
+
+    # Membership
+
+    def requeue_running(self) -> None:
+        """Sends every running sequence back to wait and forgets all cached pages: the device lost its state.
+
+        Tokens in flight will not come; the same ones are sampled again, because seeds stay with their requests.
+        """
+        for sequence in sorted((*self.batch.decoding, *self.batch.prefilling), key=age, reverse=True):
+            self._leave_batch(sequence)
+            self._requeue(sequence)
+        for sequence in self.waiting:
+            self.batch.revoke_ticket(sequence)
+            sequence.num_awaited_tokens = 0
+        self.pages.drop_prefix_index()
+
+    def _join_batch(self, sequence: Sequence, num_cached: int) -> None:
+        self.batch.join(sequence)
+        sequence.num_computed_tokens = num_cached
+        sequence.publish_from = self.pages.next_publish(sequence.pages)
+        if sequence.first_scheduled_time is None:
+            sequence.first_scheduled_time = time.monotonic()
+            sequence.num_cached_tokens = num_cached
+
+    def _leave_batch(self, sequence: Sequence) -> bool:
+        self.pages.release(sequence.pages)
+        sequence.publish_from = 0
+        return self.batch.leave(sequence)
+
+    def _requeue(self, sequence: Sequence) -> None:
+        sequence.status = SequenceStatus.PREEMPTED
+        sequence.num_preemptions += 1
+        self.waiting.appendleft(sequence)

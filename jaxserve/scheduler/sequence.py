@@ -1,0 +1,60 @@
+"""One completion of a request while it is being worked on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from jaxserve.errors import JaxServeError
+from jaxserve.pages.manager import SequencePages
+from jaxserve.request import FinishReason, Request
+
+NON_FINITE = -1  # what the device reports in place of a token id for a row whose logits are not finite
+
+
+class SequenceStatus(Enum):
+    WAITING = auto()  # never admitted
+    RUNNING = auto()  # has a row and pages
+    PREEMPTED = auto()  # lost both; waits to be computed again
+    FINISHED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Only the scheduler writes it. Work to do = num_tokens - num_computed_tokens; a step lets the second catch up.
+
+    `num_computed_tokens` counts what has been *planned*: the device may still be at it. `token_ids` holds what has been
+    *committed*. While a row decodes, the difference is the tokens in flight.
+    """
+
+    request: Request
+    pages: SequencePages
+    max_num_tokens: int  # prompt and output together
+    token_ids: list[int] = field(init=False)
+    stop_ids: frozenset[int] = field(init=False)  # every value that ends the sequence, NON_FINITE among them
+    index: int = 0  # among the request's sequences
+    status: SequenceStatus = SequenceStatus.WAITING
+    order: int = -1  # of arrival; preemption takes the youngest
+    ticket: int = -1
+    row: int = -1
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0  # at the first admission: of the prompt, found in the prefix cache
+    num_awaited_tokens: int = 0  # of a preempted sequence: sampled by steps that are not committed yet
+    publish_from: int = 0  # computed tokens from which a full page can enter the prefix index
+    num_preemptions: int = 0
+    first_scheduled_time: float | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    error: JaxServeError | None = None
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.request.prompt_token_ids)
+        self.stop_ids = frozenset((*self.request.eos_token_ids, *self.request.params.stop_token_ids, NON_FINITE))
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]

@@ -1,0 +1,268 @@
+"""The engine over a fake device, with a pool far too small, under every order of add, step, abort and fault."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from jaxserve.engine.engine import Engine
+from jaxserve.errors import CapacityError, DeviceStepError, InvalidRequestError, NonFiniteLogitsError
+from jaxserve.pages import PageGroup, PageManager
+from jaxserve.request import Request, RequestOutput
+from jaxserve.sampling_params import OutputKind, SamplingParams
+from jaxserve.scheduler import Scheduler, SchedulerLimits, SequenceStatus
+from tests.fake_device import FakeDevice, continue_alone
+
+MAX_MODEL_LEN = 160
+VOCAB = 211
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Every request ends, with the tokens it gets alone or with a reason; no page is leaked, lost or shared wrongly."""
+
+    @initialize(
+        page_size=st.sampled_from([4, 32]),
+        tokens_of_pool=st.integers(1, 300),
+        window=st.sampled_from([None, 5, 40]),
+        rows=st.integers(1, 5),
+        extra_budget=st.sampled_from([32, 50, 200]),
+        caching=st.booleans(),
+        overlap=st.booleans(),
+    )
+    def start(
+        self,
+        page_size: int,
+        tokens_of_pool: int,
+        window: int | None,
+        rows: int,
+        extra_budget: int,
+        caching: bool,
+        overlap: bool,
+    ) -> None:
+        num_pages = 2 + tokens_of_pool // page_size
+        groups = [PageGroup(num_pages)]
+        if window is not None:
+            groups.append(PageGroup(max(2, num_pages // 2), window))
+        self.windows = [group.window for group in groups]
+        budget = rows + extra_budget
+        self.pages = PageManager(groups, page_size=page_size, max_chunk=budget, enable_prefix_caching=caching)
+        limits = SchedulerLimits(
+            rows, budget, MAX_MODEL_LEN, max_prefix_updates=len(groups) * MAX_MODEL_LEN // page_size
+        )
+        self.device = FakeDevice(groups, page_size=page_size, vocab_size=VOCAB)
+        self.engine = Engine(Scheduler(limits, self.pages), self.device, overlap=overlap)
+        self.requests: dict[str, Request] = {}
+        self.finished: dict[str, RequestOutput] = {}
+        self.aborted: set[str] = set()
+        self.struck = False
+        self.count = 0
+
+    @rule(
+        length=st.integers(1, MAX_MODEL_LEN + 2),
+        shared=st.integers(0, 90),
+        max_tokens=st.one_of(st.none(), st.integers(1, 50)),
+        stop=st.lists(st.integers(0, VOCAB - 1), max_size=2),
+        salt=st.sampled_from(["", "tenant"]),
+    )
+    def add(self, length: int, shared: int, max_tokens: int | None, stop: list[int], salt: str) -> None:
+        self.count += 1
+        common = [7 * i % VOCAB for i in range(min(shared, length))]
+        prompt = (*common, *((self.count * 31 + i) % VOCAB for i in range(length - len(common))))
+        params = SamplingParams(
+            temperature=0, max_tokens=max_tokens, stop_token_ids=stop, output_kind=OutputKind.FINAL_ONLY
+        )
+        request = Request(f"r{self.count}", prompt, params, cache_salt=salt)
+        try:
+            self.engine.add_request(request)
+        except (CapacityError, InvalidRequestError) as refusal:
+            assert refusal.field in ("prompt", "max_tokens")
+            assert length >= MAX_MODEL_LEN or self.pages.first_unfit_group(
+                min(MAX_MODEL_LEN, length + (max_tokens or 999))
+            )
+        else:
+            self.requests[request.request_id] = request
+
+    @rule(times=st.integers(1, 6))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            self.collect(self.engine.step())
+
+    @rule(pick=st.integers(0, 10**6))
+    def abort(self, pick: int) -> None:
+        live = sorted(self.requests.keys() - self.finished.keys())
+        if live:
+            request_id = live[pick % len(live)]
+            output = self.engine.abort_request(request_id)
+            assert output is not None and output.outputs[0].finish_reason == "abort"
+            self.aborted.add(request_id)
+            self.collect([output])
+        assert self.engine.abort_request("nobody") is None
+
+    @rule()
+    def strike(self) -> None:
+        """The next step fails on the device."""
+        self.device.fail_next = RuntimeError("struck")
+        self.struck = True
+
+    def collect(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            assert output.finished and output.request_id not in self.finished
+            self.finished[output.request_id] = output
+
+    @invariant()
+    def pools_hold(self) -> None:
+        if not hasattr(self, "pages"):
+            return
+        self.pages.check()
+        batch = self.engine.scheduler.batch
+        owners = [sequence.pages for sequence in (*batch.decoding, *batch.prefilling)]
+        for g, pool in enumerate(self.pages.pools):
+            owned = [page for pages in owners for page in pages.page_ids[g] if page]
+            assert len(set(owned)) == pool.num_referenced
+            assert len(owned) == sum(pool._counts)
+        assert all(
+            s.status is not SequenceStatus.RUNNING and not any(s.pages.page_ids) for s in self.engine.scheduler.waiting
+        )
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        work = sum(len(r.prompt_token_ids) + 60 for r in self.requests.values())
+        for _ in range(20 * work + 10):
+            if not self.engine.has_unfinished:
+                break
+            self.collect(self.engine.step())
+        assert not self.engine.has_unfinished, "no progress"
+        assert self.finished.keys() == self.requests.keys()
+        for request_id, request in self.requests.items():
+            self.check_output(request, self.finished[request_id])
+        assert all(pool.num_referenced == 0 for pool in self.pages.pools)
+        self.pages.check()
+        if not self.device.plans:
+            return
+        limits = self.engine.scheduler.limits
+        assert max(plan.num_tokens for plan in self.device.plans) <= limits.max_num_batched_tokens
+        assert max(plan.num_rows for plan in self.device.plans) <= limits.max_num_seqs
+
+    def check_output(self, request: Request, output: RequestOutput) -> None:
+        completion = output.outputs[0]
+        wanted = min(request.params.max_tokens or MAX_MODEL_LEN, MAX_MODEL_LEN - len(request.prompt_token_ids))
+        alone = continue_alone(request.prompt_token_ids, wanted, self.windows, VOCAB)
+        stops = [i for i, token in enumerate(alone) if token in request.params.stop_token_ids]
+        expected = alone[: stops[0] + 1] if stops else alone
+        if completion.finish_reason in ("abort", "error"):
+            assert request.request_id in self.aborted or (self.struck and isinstance(output.error, DeviceStepError))
+            assert completion.token_ids == expected[: len(completion.token_ids)]
+            return
+        assert completion.token_ids == expected
+        assert completion.finish_reason == ("stop" if stops else "length")
+        assert completion.stop_reason == (alone[stops[0]] if stops else None)
+
+
+EngineMachine.TestCase.settings = settings(
+    max_examples=250,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # shrinking takes minutes: the failing seed is printed
+    print_blob=True,
+)
+TestEngineMachine = EngineMachine.TestCase
+
+
+def make_engine(**changes: object) -> tuple[Engine, FakeDevice]:
+    options: dict = {"num_pages": 40, "rows": 4, "budget": 64, "caching": True, "overlap": True} | changes
+    groups = [PageGroup(options["num_pages"])]
+    pages = PageManager(groups, page_size=32, max_chunk=options["budget"], enable_prefix_caching=options["caching"])
+    limits = SchedulerLimits(options["rows"], options["budget"], 512, max_prefix_updates=16)
+    device = FakeDevice(groups, page_size=32)
+    return Engine(Scheduler(limits, pages), device, overlap=options["overlap"]), device
+
+
+def run(engine: Engine, requests: list[Request]) -> dict[str, RequestOutput]:
+    for request in requests:
+        engine.add_request(request)
+    done = {}
+    while engine.has_unfinished:
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+    return done
+
+
+def greedy(request_id: str, prompt: range | list[int], max_tokens: int, **changes: object) -> Request:
+    return Request(request_id, tuple(prompt), SamplingParams(temperature=0, max_tokens=max_tokens), **changes)  # type: ignore[arg-type]
+
+
+def test_prefix_hit_equals_miss_and_is_reported() -> None:
+    engine, device = make_engine()
+    prompt = list(range(100))
+    first = run(engine, [greedy("a", prompt, 10)])["a"]
+    second = run(engine, [greedy("b", prompt, 10)])["b"]
+    other_tenant = run(engine, [greedy("c", prompt, 10, cache_salt="other")])["c"]
+    assert first.outputs[0].token_ids == second.outputs[0].token_ids == other_tenant.outputs[0].token_ids
+    assert (first.num_cached_tokens, second.num_cached_tokens, other_tenant.num_cached_tokens) == (0, 96, 0)
+    assert [len(plan.chunks[0].token_ids) for plan in device.plans if plan.chunks] == [64, 36, 4, 64, 36]
+
+
+def test_whole_prompt_cached_still_computes_one_page() -> None:
+    engine, _ = make_engine()
+    run(engine, [greedy("a", range(64), 4)])
+    assert run(engine, [greedy("b", range(64), 4)])["b"].num_cached_tokens == 32
+
+
+def test_preempted_equals_not_preempted() -> None:
+    tight, device = make_engine(num_pages=8, caching=False)
+    requests = [greedy(f"r{i}", range(i, i + 33), 60) for i in range(3)]
+    outputs = run(tight, requests)
+    assert sum(output.metrics.num_preemptions for output in outputs.values() if output.metrics) > 0
+    for request in requests:
+        alone = continue_alone(request.prompt_token_ids, 60, [None], device.vocab_size)
+        assert outputs[request.request_id].outputs[0].token_ids == alone
+
+
+def test_overlap_equals_plain_loop_and_wastes_one_row_a_stop() -> None:
+    requests = [greedy(f"r{i}", range(i, i + 40), 20) for i in range(6)]
+    overlapped, device = make_engine(overlap=True)
+    plain, plain_device = make_engine(overlap=False)
+    first, second = run(overlapped, requests), run(plain, requests)
+    assert {k: v.outputs[0].token_ids for k, v in first.items()} == {
+        k: v.outputs[0].token_ids for k, v in second.items()
+    }
+    assert sum(p.num_tokens for p in device.plans) == sum(
+        p.num_tokens for p in plain_device.plans
+    )  # length is foreseen
+
+
+def test_non_finite_row_ends_alone_and_is_not_cached() -> None:
+    engine, device = make_engine(rows=2)
+    device.poison_rows = {0}
+    outputs = run(engine, [greedy("bad", range(40), 5), greedy("good", range(100, 140), 5)])
+    assert outputs["bad"].outputs[0].finish_reason == "error"
+    assert isinstance(outputs["bad"].error, NonFiniteLogitsError)
+    assert outputs["good"].outputs[0].token_ids == continue_alone(range(100, 140), 5, [None], device.vocab_size)
+    device.poison_rows = set()
+    assert run(engine, [greedy("again", range(40), 5)])["again"].num_cached_tokens == 0
+
+
+def test_failed_step_ends_its_requests_and_spares_the_waiting() -> None:
+    engine, device = make_engine(rows=1)
+    engine.add_request(greedy("hit", range(40), 5))
+    engine.add_request(greedy("spared", range(50, 90), 5))
+    device.fail_next = RuntimeError("out of memory")
+    outputs = run(engine, [])
+    assert isinstance(outputs["hit"].error, DeviceStepError)
+    assert outputs["spared"].outputs[0].token_ids == continue_alone(range(50, 90), 5, [None], device.vocab_size)
+
+
+def test_refusals_name_the_field() -> None:
+    engine, _ = make_engine(num_pages=4)
+    with pytest.raises(InvalidRequestError, match="prompt: is empty"):
+        engine.add_request(greedy("a", [], 5))
+    with pytest.raises(InvalidRequestError, match="maximum context length is 512 tokens"):
+        engine.add_request(greedy("b", range(600), 5))
+    with pytest.raises(CapacityError, match=r"max_tokens: 300 tokens need 10 KV pages, and the whole pool has 3"):
+        engine.add_request(greedy("c", range(40), 260))
+    engine.add_request(greedy("d", range(4), 5))
+    with pytest.raises(InvalidRequestError, match="request_id"):
+        engine.add_request(greedy("d", range(4), 5))

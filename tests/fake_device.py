@@ -1,0 +1,101 @@
+"""A device that can be computed by hand: it stores token ids in pages and samples a hash of what it reads back.
+
+It obeys plans exactly as the real step does: page tables and positions live here, decode rows take the token that was
+sampled last. A lost page, a stale table entry or a page shared by accident shows as a different token.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from collections import defaultdict
+from collections.abc import Sequence
+
+from jaxserve.pages import PageGroup
+from jaxserve.scheduler import StepPlan
+
+
+def next_token(token_ids: Sequence[int], windows: Sequence[int | None], vocab_size: int) -> int:
+    """What the fake device samples after `token_ids`, computed from the tokens themselves."""
+    visible = [token_ids if window is None else token_ids[-window:] for window in windows]
+    return (
+        zlib.crc32(b"|".join(array("q", ids).tobytes() for ids in visible) + bytes([len(token_ids) % 251])) % vocab_size
+    )
+
+
+def continue_alone(prompt: Sequence[int], num_tokens: int, windows: Sequence[int | None], vocab_size: int) -> list[int]:
+    """What a request gets when nothing else is in the world."""
+    ids = list(prompt)
+    for _ in range(num_tokens):
+        ids.append(next_token(ids, windows, vocab_size))
+    return ids[len(prompt) :]
+
+
+class FakeFuture:
+    def __init__(self, token_ids: list[int], error: Exception | None = None) -> None:
+        self._token_ids, self._error = token_ids, error
+
+    def result(self) -> list[int]:
+        if self._error is not None:
+            raise self._error
+        return self._token_ids
+
+
+class FakeDevice:
+    """Implements `engine.Runner`."""
+
+    def __init__(self, groups: Sequence[PageGroup], *, page_size: int, vocab_size: int = 1009) -> None:
+        self.groups, self.page_size, self.vocab_size = groups, page_size, vocab_size
+        self.fail_next: Exception | None = None
+        self.poison_rows: set[int] = set()
+        self.plans: list[StepPlan] = []
+        self.reset()
+
+    def reset(self) -> None:
+        self._memory: dict[tuple[int, int, int], int] = {}  # (group, page, offset) -> token id
+        self._tables: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)  # (group, row) -> index -> page
+        self._num_computed: dict[int, int] = {}
+        self._last_token: dict[int, int] = {}
+
+    def dispatch(self, plan: StepPlan) -> FakeFuture:
+        self.plans.append(plan)
+        if self.fail_next is not None:
+            error, self.fail_next = self.fail_next, None
+            return FakeFuture([], error)
+        entries = [update[:3] for update in plan.page_updates]
+        assert len(entries) == len(set(entries)), "one table entry is written twice in a step"
+        for group, row, index, page in plan.page_updates:
+            assert 0 < page < self.groups[group].num_pages
+            self._tables[group, row][index] = page
+        for row_set in plan.row_sets:
+            self._num_computed[row_set.row] = row_set.num_computed_tokens
+            self._last_token.pop(row_set.row, None)
+        rows = [*plan.decode_rows, *(chunk.row for chunk in plan.chunks)]
+        assert len(rows) == len(set(rows)), "one row works twice in a step"
+        work = [(row, (self._last_token[row],), True) for row in plan.decode_rows]
+        work += [(chunk.row, chunk.token_ids, chunk.samples) for chunk in plan.chunks]
+        for chunk in plan.chunks:
+            assert chunk.start == self._num_computed[chunk.row], "the host and the device disagree on positions"
+        for row, token_ids, _ in work:
+            self._write(row, token_ids)
+        return FakeFuture([self._sample(row) if samples else 0 for row, _, samples in work])
+
+    def _write(self, row: int, token_ids: Sequence[int]) -> None:
+        start = self._num_computed[row]
+        for group in range(len(self.groups)):
+            for position, token_id in enumerate(token_ids, start):
+                page = self._tables[group, row][position // self.page_size]
+                self._memory[group, page, position % self.page_size] = token_id
+        self._num_computed[row] = start + len(token_ids)
+
+    def _read(self, group: int, row: int) -> list[int]:
+        stop, window = self._num_computed[row], self.groups[group].window
+        start = 0 if window is None else max(0, stop - window)
+        table = self._tables[group, row]
+        return [self._memory[group, table[p // self.page_size], p % self.page_size] for p in range(start, stop)]
+
+    def _sample(self, row: int) -> int:
+        visible = [self._read(group, row) for group in range(len(self.groups))]
+        data = b"|".join(array("q", ids).tobytes() for ids in visible) + bytes([self._num_computed[row] % 251])
+        token = self._last_token[row] = zlib.crc32(data) % self.vocab_size
+        return -1 if row in self.poison_rows else token
