@@ -43,7 +43,7 @@ class CompletionOutput:
     index: int
     text: str  # cumulative, or what is new with OutputKind.DELTA; empty with detokenize=False
     token_ids: list[int]
-    finish_reason: str | None = None  # stop, length, abort, error
+    finish_reason: str | None = None  # stop, length, abort, error; None: it goes on
     stop_reason: int | str | None = None  # the stop token id or stop string that matched; None for EOS
 
 

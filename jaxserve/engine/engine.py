@@ -71,6 +71,10 @@ class Engine:
         stream.flush()
         return stream.make_output()
 
+    def abort_all(self) -> list[RequestOutput]:
+        """Ends every request."""
+        return [output for request_id in list(self._streams) if (output := self.abort_request(request_id)) is not None]
+
     def step(self) -> list[RequestOutput]:
         """Runs one turn of the loop; returns what became visible."""
         ready, self._in_flight = self._in_flight, None
@@ -107,7 +111,7 @@ class Engine:
             stop_string = stream.push(token_id)
             if stop_string is not None or sequence.finish_reason is not None:
                 outputs.append(self._close(stream, stop_string))
-            elif stream.wants_output():
+            elif stream.shows_progress:
                 outputs.append(stream.make_output())
         for sequence in commit.finished:  # those that ended without a token
             if (stream := streams.get(sequence.request.request_id)) is not None:

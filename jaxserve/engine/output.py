@@ -51,22 +51,26 @@ class OutputStream:
         params = sequence.request.params
         self.sequence = sequence
         self._kind = params.output_kind
+        self.shows_progress = params.output_kind is not OutputKind.FINAL_ONLY
         self._stops = StopMatcher(params.stop) if params.stop else None
         self._detokenizer: DetokenizerStream | None = None
         if tokenizer is not None and params.detokenize:
             self._detokenizer = tokenizer.new_stream(params.skip_special_tokens, sequence.request.prompt_token_ids)
+        self._push = self._detokenizer.push if self._detokenizer is not None else None
+        self._hides_stop = not params.include_stop_str_in_output
+        self._request_id, self._prompt = sequence.request.request_id, sequence.request.prompt
+        self._prompt_token_ids = list(sequence.request.prompt_token_ids)  # shared by all outputs of the request
         self._pieces: list[str] = []
-        self._num_sent_pieces = 0
-        self._num_sent_tokens = 0
+        self._first_token = sequence.num_prompt_tokens  # that the next output shows
         self._first_token_time: float | None = None
 
     def push(self, token_id: int) -> str | None:
         """Adds a token; returns the stop string that it completed, if it did."""
         if self._first_token_time is None:
             self._first_token_time = time.monotonic()
-        if self._detokenizer is None or self._hides_last_token():
-            return None
-        piece = self._detokenizer.push(token_id)
+        if self._push is None or (self.sequence.finish_reason is FinishReason.STOP and self._hides_stop):
+            return None  # a token that stopped the sequence is not text
+        piece = self._push(token_id)
         return self._add(piece) if piece else None
 
     def flush(self) -> str | None:
@@ -80,30 +84,20 @@ class OutputStream:
 
     def make_output(self, stop_string: str | None = None) -> RequestOutput:
         """Returns the request's output so far, or what is new since the last call with OutputKind.DELTA."""
-        sequence, request = self.sequence, self.sequence.request
-        is_delta = self._kind is OutputKind.DELTA
-        text = "".join(self._pieces[self._num_sent_pieces if is_delta else 0 :])
-        first_token = sequence.num_prompt_tokens + (self._num_sent_tokens if is_delta else 0)
-        token_ids = sequence.token_ids[first_token:]
-        self._num_sent_pieces = len(self._pieces)
-        self._num_sent_tokens += len(token_ids) if is_delta else 0
-        finished = sequence.finish_reason is not None
-        reason = str(sequence.finish_reason) if finished else None
-        stop_reason = stop_string if stop_string is not None else sequence.stop_token_id
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt=request.prompt,
-            prompt_token_ids=list(request.prompt_token_ids) if finished or not is_delta else [],
-            outputs=[CompletionOutput(sequence.index, text, token_ids, reason, stop_reason)],
-            finished=finished,
-            num_cached_tokens=sequence.num_cached_tokens,
-            metrics=self._measure() if finished else None,
-            error=sequence.error,
+        sequence = self.sequence
+        token_ids = sequence.token_ids[self._first_token :]
+        completion = CompletionOutput(sequence.index, "".join(self._pieces), token_ids)
+        if self._kind is OutputKind.DELTA:
+            self._pieces.clear()
+            self._first_token += len(token_ids)
+        output = RequestOutput(
+            self._request_id, self._prompt, self._prompt_token_ids, [completion], False, sequence.num_cached_tokens
         )
-
-    def wants_output(self) -> bool:
-        """Whether a step's progress is to be shown before the end."""
-        return self._kind is not OutputKind.FINAL_ONLY
+        if sequence.finish_reason is not None:
+            completion.finish_reason = str(sequence.finish_reason)
+            completion.stop_reason = sequence.stop_token_id if stop_string is None else stop_string
+            output.finished, output.metrics, output.error = True, self._measure(), sequence.error
+        return output
 
     def _add(self, piece: str) -> str | None:
         if self._stops is None:
@@ -111,14 +105,9 @@ class OutputStream:
             return None
         certain, stop = self._stops.push(piece)
         self._pieces.append(certain)
-        if stop is not None and self.sequence.request.params.include_stop_str_in_output:
+        if stop is not None and not self._hides_stop:
             self._pieces.append(stop)
         return stop
-
-    def _hides_last_token(self) -> bool:
-        """A token that stopped the sequence is not text, unless the user wants to see what stopped it."""
-        sequence = self.sequence
-        return sequence.finish_reason is FinishReason.STOP and not sequence.request.params.include_stop_str_in_output
 
     def _measure(self) -> RequestMetrics:
         sequence = self.sequence

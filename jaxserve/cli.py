@@ -1,0 +1,182 @@
+"""The command line: `jaxserve generate | chat | plan | doctor`. Flags are generated from the config's fields."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import Field
+from typing import Any
+
+from jaxserve.config import EngineConfig, list_options
+from jaxserve.errors import JaxServeError
+from jaxserve.sampling_params import SamplingParams
+
+_SAMPLING_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "temperature": (float, "0 is greedy"),
+    "top_p": (float, "keep the likeliest tokens that make up this share"),
+    "top_k": (int, "keep this many of the likeliest tokens; 0: all"),
+    "min_p": (float, "drop tokens less likely than this share of the likeliest"),
+    "max_tokens": (int, "longest answer"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit status. Errors that a user can mend are one line on standard error."""
+    parser = _make_parser()
+    args = parser.parse_args(argv)
+    try:
+        args.run(args)
+    except JaxServeError as error:
+        print(f"jaxserve: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    from jaxserve import __version__
+
+    parser = argparse.ArgumentParser(prog="jaxserve", description="Batched inference of language models in JAX.")
+    parser.add_argument("--version", action="version", version=f"jaxserve {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    generate = _add_command(commands, "generate", _generate, "continue prompts and print the answers")
+    generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="default: one prompt a line from standard input")
+    generate.add_argument("--chat", action="store_true", help="send each prompt as a user's message")
+    chat = _add_command(commands, "chat", _chat, "talk to a model; answers stream as they are generated")
+    chat.add_argument("--system", metavar="TEXT", help="the system message")
+    for command in (generate, chat):
+        _add_sampling_flags(command)
+    plan = _add_command(commands, "plan", _plan, "print the memory plan of a model without loading a weight")
+    plan.add_argument("--device", metavar="KIND", help="plan for a device that is not here: h200, h100, v5e, ...")
+    _add_command(commands, "doctor", _doctor, "print devices, versions, kernels and the programs that would compile")
+    return parser
+
+
+def _add_command(
+    commands: Any, name: str, run: Callable[[argparse.Namespace], None], text: str
+) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=text, description=text.capitalize() + ".")
+    command.set_defaults(run=run)
+    command.add_argument("--config", metavar="FILE", help="TOML file of options; flags win over it")
+    sections: dict[str, Any] = {}
+    for section, option in list_options():
+        if section not in sections:
+            sections[section] = command.add_argument_group(f"{section} options")
+        _add_flag(sections[section], option)
+    return command
+
+
+def _add_flag(group: Any, option: Field[Any]) -> None:
+    names = [f"--{name.replace('_', '-')}" for name in (option.name, *option.metadata["aliases"])]
+    text, choices = option.metadata["help"], option.metadata["choices"]
+    kind = str(option.type).removesuffix(" | None")
+    if kind == "bool":
+        group.add_argument(*names, dest=option.name, action=argparse.BooleanOptionalAction, default=None, help=text)
+        return
+    convert = {"int": int, "float": float, "str": str}[kind]
+    if option.default is not None and str(option.default) and "default:" not in text:
+        text = f"{text} (default: {option.default})"
+    metavar = None if choices else kind.upper()
+    group.add_argument(
+        *names, dest=option.name, type=convert, choices=choices or None, metavar=metavar, help=text.replace("%", "%%")
+    )
+
+
+def _add_sampling_flags(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("sampling")
+    for name, (convert, text) in _SAMPLING_FLAGS.items():
+        group.add_argument(f"--{name.replace('_', '-')}", type=convert, metavar=convert.__name__.upper(), help=text)
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end an answer before this text; repeatable")
+    group.add_argument("--ignore-eos", action="store_true", default=None, help="go on to --max-tokens")
+
+
+def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    given = {option.name: getattr(args, option.name) for _, option in list_options()}
+    given = {name: value for name, value in given.items() if value is not None}
+    if args.config is None:
+        return given
+    config = EngineConfig.from_toml(args.config, **given)
+    return {option.name: getattr(getattr(config, section), option.name) for section, option in list_options()}
+
+
+def _sampling_params(args: argparse.Namespace, base: SamplingParams, **defaults: Any) -> SamplingParams:
+    from dataclasses import replace
+
+    names = (*_SAMPLING_FLAGS, "stop", "ignore_eos")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return replace(base, **(defaults | given))
+
+
+def _generate(args: argparse.Namespace) -> None:
+    from jaxserve import LLM
+
+    prompts = args.prompts or [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    llm = LLM(**_engine_options(args))
+    params = _sampling_params(args, llm.get_default_sampling_params(), max_tokens=128)
+    if args.chat:
+        outputs = llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params)
+    else:
+        outputs = llm.generate(prompts, params)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        if len(prompts) > 1:
+            print(f"--- {prompt}")
+        print(output.outputs[0].text.strip("\n"))
+
+
+def _chat(args: argparse.Namespace) -> None:
+    import asyncio
+
+    asyncio.run(_converse(args))
+
+
+async def _converse(args: argparse.Namespace) -> None:
+    import asyncio
+
+    from jaxserve import AsyncLLM, OutputKind
+
+    llm = AsyncLLM(**_engine_options(args))
+    params = _sampling_params(args, llm.get_default_sampling_params(), max_tokens=256, output_kind=OutputKind.DELTA)
+    history = [{"role": "system", "content": args.system}] if args.system else []
+    try:
+        while (text := await asyncio.to_thread(_ask)) is not None:
+            history.append({"role": "user", "content": text})
+            answer = ""
+            async for output in llm.chat(history, params):
+                answer += output.outputs[0].text
+                print(output.outputs[0].text, end="", flush=True)
+            print()
+            history.append({"role": "assistant", "content": answer})
+    finally:
+        llm.shutdown()
+
+
+def _ask() -> str | None:
+    """Reads the user's next message; None at the end of input."""
+    try:
+        while not (text := input("you> " if sys.stdin.isatty() else "").strip()):
+            pass
+    except EOFError:
+        return None
+    return text
+
+
+def _plan(args: argparse.Namespace) -> None:
+    from jaxserve.engine.build import locate_model, resolve_model
+    from jaxserve.runtime.doctor import print_plan
+
+    config = EngineConfig.from_options(**_engine_options(args))
+    print_plan(config, resolve_model(config, locate_model(config.model, need_weights=False)), args.device)
+
+
+def _doctor(args: argparse.Namespace) -> None:
+    from jaxserve.engine.build import locate_model, resolve_model
+    from jaxserve.runtime.doctor import print_report
+
+    config = EngineConfig.from_options(**_engine_options(args))
+    print_report(config, resolve_model(config, locate_model(config.model, need_weights=False)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

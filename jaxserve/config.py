@@ -1,0 +1,220 @@
+"""The options of an engine: nested frozen dataclasses, each validating itself. The environment is read here only.
+
+Names are vLLM's where it has the option; `aliases` in a field's metadata are accepted as well. The command line and
+TOML files are generated from the fields, so an option exists everywhere or nowhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from jaxserve.errors import ConfigError, shorten
+
+DEMO_MODEL = "demo"
+MIN_CHUNK = 32  # tokens that a full batch of decoding rows must leave for a prompt in each step
+
+
+def _option(default: Any, text: str, *aliases: str, choices: tuple[Any, ...] = ()) -> Any:
+    return field(default=default, metadata={"help": text, "aliases": aliases, "choices": choices})
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """What to serve."""
+
+    model: str = _option(DEMO_MODEL, "checkpoint directory, Hugging Face model id, preset name, or 'demo'")
+    tokenizer: str | None = _option(None, "directory of the tokenizer, when it is not the model's")
+    skip_tokenizer_init: bool = _option(False, "work on token ids only")
+    revision: str | None = _option(None, "branch, tag or commit of a Hugging Face model id")
+    dtype: str = _option("auto", "of weights and activations", choices=("auto", "float32", "bfloat16", "float16"))
+    load_format: str = _option(
+        "auto",
+        "where weights come from; dummy: random, made on the device",
+        choices=("auto", "safetensors", "orbax", "dummy"),
+    )
+    max_model_len: int | None = _option(
+        None, "tokens of a prompt and its answer together; default: what the model supports"
+    )
+    seed: int = _option(0, "from which seeds of unseeded requests and dummy weights are drawn")
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        _check_at_least(self, max_model_len=2, seed=0)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOptions:
+    """The KV cache."""
+
+    page_size: int | None = _option(None, "tokens of a KV page; default: cpu 32, gpu 64, tpu 128", "block_size")
+    kv_cache_dtype: str = _option("auto", "auto: that of the model", choices=("auto", "float32", "bfloat16", "float16"))
+    enable_prefix_caching: bool = _option(True, "reuse the KV of equal prompt beginnings")
+    num_kv_pages_override: int | None = _option(
+        None, "pages of the largest pool, whatever memory there is", "num_gpu_blocks_override"
+    )
+    device_memory_utilization: float = _option(0.9, "share of a device's memory to plan with", "gpu_memory_utilization")
+    kv_cache_memory_bytes: int | None = _option(None, "bytes of KV pools per device, in place of the plan's")
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        _check_at_least(self, num_kv_pages_override=2, kv_cache_memory_bytes=1)
+        if self.page_size is not None and (self.page_size < 8 or self.page_size & (self.page_size - 1)):
+            raise ConfigError(
+                f"must be a power of two, at least 8, got {self.page_size}", field="page_size", value=self.page_size
+            )
+        share = self.device_memory_utilization
+        if not isinstance(share, int | float) or not math.isfinite(share) or not 0 < share <= 1:
+            raise ConfigError(
+                f"must be in (0, 1], got {shorten(share)}", field="device_memory_utilization", value=share
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOptions:
+    """How much runs at once."""
+
+    max_num_seqs: int | None = _option(None, "rows of the batch; default: cpu 32, gpu 256, tpu 128")
+    max_num_batched_tokens: int | None = _option(None, "tokens of a step; default: cpu 512, gpu 2048, tpu 2048")
+    async_scheduling: bool = _option(True, "plan and dispatch the next step while one runs")
+
+    def __post_init__(self) -> None:
+        _check_at_least(self, max_num_seqs=1, max_num_batched_tokens=MIN_CHUNK + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelOptions:
+    """How devices share the model."""
+
+    tensor_parallel_size: int = _option(1, "devices over which heads, ffn and vocabulary are split", "tp")
+
+    def __post_init__(self) -> None:
+        _check_at_least(self, tensor_parallel_size=1)
+
+
+@dataclass(frozen=True, slots=True)
+class CompileOptions:
+    """Which programs exist, and where compiled ones are kept."""
+
+    attention_impl: str = _option(
+        "auto", "attention kernel; a name that cannot run here is refused", choices=("auto", "xla", "reference")
+    )
+    compilation_cache_dir: str | None = _option(
+        None, "of JAX's persistent cache; default: ~/.cache/jaxserve/xla; '' for none"
+    )
+    compile_threads: int = _option(0, "programs compiled at once; 0: one per core, at most 8")
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        _check_at_least(self, compile_threads=0)
+
+    @property
+    def cache_dir(self) -> Path | None:
+        """Where compiled programs are kept between starts, or None."""
+        if self.compilation_cache_dir is not None:
+            return Path(self.compilation_cache_dir) if self.compilation_cache_dir else None
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        return Path(home) / "jaxserve" / "xla"
+
+
+_PLATFORM_DEFAULTS = {
+    "cpu": {"page_size": 32, "max_num_seqs": 32, "max_num_batched_tokens": 512},
+    "gpu": {"page_size": 64, "max_num_seqs": 256, "max_num_batched_tokens": 2048},
+    "tpu": {"page_size": 128, "max_num_seqs": 128, "max_num_batched_tokens": 2048},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """All options of one engine."""
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    cache: CacheOptions = field(default_factory=CacheOptions)
+    scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
+    compile: CompileOptions = field(default_factory=CompileOptions)
+
+    @classmethod
+    def from_options(cls, **options: Any) -> EngineConfig:
+        """Builds the config from flat options by name or alias.
+
+        Raises:
+            ConfigError: an option is unknown (the nearest name is suggested), given twice, or out of range.
+        """
+        names = {name: (section, f.name) for section, f in list_options() for name in (f.name, *f.metadata["aliases"])}
+        chosen: dict[str, dict[str, Any]] = {}
+        for name, value in options.items():
+            if name not in names:
+                near = difflib.get_close_matches(name, names, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(names))}"
+                raise ConfigError(f"not an option; {hint}", field=name, value=value)
+            section, canonical = names[name]
+            if canonical in chosen.setdefault(section, {}):
+                raise ConfigError(f"given twice, also by an alias of {canonical}", field=name, value=value)
+            chosen[section][canonical] = value
+        sections = {f.name: f.default_factory for f in fields(cls)}
+        return cls(**{section: sections[section](**values) for section, values in chosen.items()})  # type: ignore[operator, misc]
+
+    @classmethod
+    def from_toml(cls, path: str | Path, **overrides: Any) -> EngineConfig:
+        """Reads options from a TOML file, flat or in the sections' tables; `overrides` win."""
+        try:
+            document = tomllib.loads(Path(path).read_text())
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"cannot be read: {error}", field="config", value=str(path)) from error
+        flat: dict[str, Any] = {}
+        for name, value in document.items():
+            flat.update(value if isinstance(value, Mapping) else {name: value})
+        return cls.from_options(**(flat | overrides))
+
+    def resolve(self, platform: str) -> EngineConfig:
+        """Fills in what depends on the platform ("cpu", "gpu", "tpu") and checks how the options fit together."""
+        defaults = _PLATFORM_DEFAULTS[platform]
+        scheduler = _fill(self.scheduler, defaults)
+        rows = scheduler.max_num_seqs
+        if self.scheduler.max_num_batched_tokens is None:
+            scheduler = replace(
+                scheduler, max_num_batched_tokens=max(scheduler.max_num_batched_tokens, rows + MIN_CHUNK)
+            )
+        if scheduler.max_num_batched_tokens < rows + MIN_CHUNK:
+            least = f"max_num_seqs + {MIN_CHUNK} = {rows + MIN_CHUNK}"
+            message = f"must be at least {least}, so that prompts progress beside a full batch"
+            raise ConfigError(message, field="max_num_batched_tokens", value=scheduler.max_num_batched_tokens)
+        return replace(self, cache=_fill(self.cache, defaults), scheduler=scheduler)
+
+
+def list_options() -> Iterator[tuple[str, Field[Any]]]:
+    """Yields (section, field) of every option."""
+    for section in fields(EngineConfig):
+        for option in fields(section.default_factory):  # type: ignore[arg-type]
+            yield section.name, option
+
+
+def _fill(options: Any, defaults: Mapping[str, int]) -> Any:
+    missing = {
+        f.name: defaults[f.name] for f in fields(options) if f.name in defaults and getattr(options, f.name) is None
+    }
+    return dataclasses.replace(options, **missing)
+
+
+def _check_choices(options: Any) -> None:
+    for f in fields(options):
+        value, choices = getattr(options, f.name), f.metadata["choices"]
+        if choices and value not in choices:
+            raise ConfigError(f"must be one of {', '.join(choices)}, got {shorten(value)}", field=f.name, value=value)
+
+
+def _check_at_least(options: Any, **minima: int) -> None:
+    for name, least in minima.items():
+        value = getattr(options, name)
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ConfigError(f"must be an integer of at least {least}, got {shorten(value)}", field=name, value=value)

@@ -1,0 +1,179 @@
+"""Assembles an engine from options: finds the model, reads its weights, plans, compiles, and wires the loop."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxserve.config import DEMO_MODEL, EngineConfig, ModelOptions
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.progress import show_progress
+from jaxserve.engine.prompts import RequestFactory
+from jaxserve.errors import ConfigError
+from jaxserve.pages import PageManager
+from jaxserve.presets import demo_model_dir, load_preset
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from jaxserve.models.base import DecoderConfig
+    from jaxserve.request import RequestOutput
+    from jaxserve.runtime.memory import CachePlan
+    from jaxserve.runtime.runner import ModelRunner
+    from jaxserve.runtime.startup import Shapes
+    from jaxserve.tokenizers import Tokenizer
+
+_DEFAULT_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p")  # that generation_config.json may set
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """Where a model was found. `path` is None for a preset, which has no files."""
+
+    path: Path | None
+    hf_config: dict[str, Any]
+    generation_config: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ReadyEngine:
+    """An engine after its last compilation, and what was decided on the way."""
+
+    engine: Engine
+    requests: RequestFactory
+    tokenizer: Tokenizer | None
+    default_params: SamplingParams
+    shapes: Shapes
+    plan: CachePlan
+    runner: ModelRunner
+
+    def update_weights(self, tree: Any, *, abort: bool) -> list[RequestOutput]:
+        """Swaps the weights while the device is idle; see `LLM.update_weights`."""
+        from jaxserve.models.registry import param_specs
+        from jaxserve.weights.update import check_update
+
+        canonical = check_update(param_specs(self.shapes.model), tree)
+        outputs = self.engine.drain()
+        outputs += self.engine.abort_all() if abort else []
+        self.runner.write_params(canonical)
+        self.engine.scheduler.requeue_running()
+        return outputs
+
+
+def locate_model(options: ModelOptions, *, need_weights: bool = True) -> ModelFiles:
+    """Finds a model by what the user called it: the demo model, a preset, a directory or a model id.
+
+    Raises:
+        ConfigError: there is none, or a preset was asked for weights.
+    """
+    from jaxserve.weights import read_generation_config, read_hf_config, resolve_checkpoint
+
+    preset = load_preset(options.model)
+    if preset is not None and not Path(options.model).is_dir():
+        if need_weights and options.load_format != "dummy":
+            message = f"{options.model!r} is a preset and has no weights; add load_format='dummy', or give a checkpoint"
+            raise ConfigError(message, field="load_format", value=options.load_format)
+        return ModelFiles(None, preset, {})
+    if options.model == DEMO_MODEL:
+        path = demo_model_dir()
+    else:
+        path = resolve_checkpoint(options.model, options.revision)
+    return ModelFiles(path, read_hf_config(path), read_generation_config(path))
+
+
+def resolve_model(config: EngineConfig, files: ModelFiles) -> DecoderConfig:
+    """Returns the model in its final dtype, length and head layout.
+
+    Raises:
+        ConfigError: names the option or the config.json key that cannot work.
+    """
+    from jaxserve.models.decoder import expand_kv_heads
+    from jaxserve.models.registry import parse_config
+
+    model = parse_config(files.hf_config)
+    if config.model.dtype != "auto":
+        model = dataclasses.replace(model, dtype=config.model.dtype)
+    max_model_len = config.model.max_model_len
+    model = model.with_max_model_len(model.max_supported_len if max_model_len is None else max_model_len)
+    return expand_kv_heads(model, config.parallel.tensor_parallel_size)
+
+
+def build_engine(config: EngineConfig, *, show_bars: bool = True) -> ReadyEngine:
+    """Does everything that must be done before the first request.
+
+    Raises:
+        ConfigError, WeightsError, TokenizerError, CapacityError: name what to change.
+    """
+    files = locate_model(config.model)
+    tokenizer = load_model_tokenizer(config.model, files)
+    from jaxserve.runtime.startup import make_shapes, page_groups, start_runner
+    from jaxserve.sharding import make_mesh
+
+    mesh = make_mesh(config.parallel.tensor_parallel_size)
+    shapes = make_shapes(config, resolve_model(config, files), mesh.devices.flat[0].platform)
+    params = load_params(config, files, shapes, mesh, show_bars=show_bars)
+    with show_progress("Compiling programs", enabled=show_bars) as report:
+        runner, plan = start_runner(shapes, mesh, params, lambda name, done, total: report(done, total, name))
+    options = shapes.config
+    assert options.cache.page_size is not None and options.scheduler.max_num_batched_tokens is not None
+    pages = PageManager(
+        page_groups(shapes, plan),
+        page_size=options.cache.page_size,
+        max_chunk=options.scheduler.max_num_batched_tokens,
+        enable_prefix_caching=options.cache.enable_prefix_caching,
+    )
+    scheduler = Scheduler(shapes.limits, pages)
+    engine = Engine(scheduler, runner, tokenizer=tokenizer, overlap=options.scheduler.async_scheduling)
+    factory = RequestFactory(
+        tokenizer,
+        vocab_size=shapes.model.vocab_size,
+        eos_token_ids=shapes.model.eos_token_ids,
+        seed=options.model.seed,
+    )
+    defaults = {key: files.generation_config[key] for key in _DEFAULT_SAMPLING_KEYS if key in files.generation_config}
+    return ReadyEngine(engine, factory, tokenizer, SamplingParams(**defaults), shapes, plan, runner)
+
+
+def load_model_tokenizer(options: ModelOptions, files: ModelFiles) -> Tokenizer | None:
+    """Returns the tokenizer; None when the user works on token ids, or a preset has none."""
+    from jaxserve.tokenizers import load_tokenizer
+
+    if options.skip_tokenizer_init:
+        return None
+    if options.tokenizer is not None:
+        return load_tokenizer(options.tokenizer)
+    return load_tokenizer(files.path) if files.path is not None else None
+
+
+def load_params(config: EngineConfig, files: ModelFiles, shapes: Shapes, mesh: Mesh, *, show_bars: bool = True) -> Any:
+    """Returns the runtime tree of parameters, read or made where it will lie."""
+    from jaxserve.models.registry import ignored_weights, param_specs, weight_sources
+    from jaxserve.runtime.params import to_runtime
+    from jaxserve.sharding import DEFAULT_RULES
+    from jaxserve.weights import checkpoint_format, load_safetensors, make_dummy_params, restore_params
+
+    model = shapes.model
+    specs = param_specs(model)
+    if config.model.load_format == "dummy":
+        params = make_dummy_params(specs, mesh=mesh, rules=DEFAULT_RULES, seed=config.model.seed)
+        return to_runtime(params, shapes.stack_mode)
+    assert files.path is not None  # locate_model allows presets with dummy weights only
+    load_format = config.model.load_format
+    if (checkpoint_format(files.path) if load_format == "auto" else load_format) == "orbax":
+        params = restore_params(files.path, specs, mesh=mesh, rules=DEFAULT_RULES)
+    else:
+        with show_progress("Loading weights", enabled=show_bars, unit="bytes") as report:
+            params = load_safetensors(
+                files.path,
+                specs,
+                weight_sources(model),
+                ignored_weights(model),
+                mesh=mesh,
+                rules=DEFAULT_RULES,
+                progress=report,
+            )
+    return to_runtime(params, shapes.stack_mode)

@@ -1,0 +1,122 @@
+"""From what users pass as prompts to admitted `Request`s; everything wrong with one is found here."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jaxserve.errors import InvalidRequestError, TokenizerError, shorten
+from jaxserve.request import Request
+from jaxserve.sampling_params import MAX_SEED, SamplingParams
+
+if TYPE_CHECKING:
+    from jaxserve.tokenizers import Tokenizer
+
+Message = Mapping[str, Any]  # {"role": ..., "content": text}
+Prompt = str | Mapping[str, Any]  # text, {"prompt": text} or {"prompt_token_ids": ids}
+
+
+class RequestFactory:
+    """Tokenizes, validates, and gives every request its seed."""
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, *, vocab_size: int, eos_token_ids: Iterable[int], seed: int
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        own = tokenizer.eos_token_ids if tokenizer is not None else ()
+        self._eos_token_ids = tuple(dict.fromkeys((*own, *eos_token_ids)))
+        self._random = random.Random(seed)
+        self._counter = itertools.count()
+
+    def make(
+        self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None, cache_salt: str = ""
+    ) -> Request:
+        """Returns the request to continue a prompt.
+
+        Raises:
+            InvalidRequestError: names what is wrong with the prompt or with what the parameters ask of it.
+        """
+        text, token_ids = self._read(prompt)
+        return self._make(text, token_ids, params, request_id, cache_salt)
+
+    def make_chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams,
+        *,
+        add_generation_prompt: bool = True,
+        request_id: str | None = None,
+        cache_salt: str = "",
+    ) -> Request:
+        """Returns the request to answer a conversation, through the tokenizer's own chat template.
+
+        Raises:
+            InvalidRequestError: names what is wrong with the messages or the parameters.
+            TokenizerError: there is no tokenizer, or it has no chat template.
+        """
+        from jaxserve.tokenizers.chat import encode_chat
+
+        if self._tokenizer is None:
+            raise TokenizerError("there is none, so messages cannot be rendered", field="tokenizer")
+        text, ids = encode_chat(self._tokenizer, messages, add_generation_prompt=add_generation_prompt)
+        return self._make(text, self._check_token_ids(ids), params, request_id, cache_salt)
+
+    def _make(
+        self, text: str | None, token_ids: tuple[int, ...], params: SamplingParams, request_id: str | None, salt: str
+    ) -> Request:
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError("must be SamplingParams", field="sampling_params", value=params)
+        if not token_ids:
+            raise InvalidRequestError("is empty; give at least one token", field="prompt", value=text)
+        if params.stop and self._tokenizer is None:
+            raise InvalidRequestError(
+                "stop strings need a tokenizer, and there is none", field="stop", value=params.stop
+            )
+        for token_id in params.stop_token_ids or ():
+            self._check_token_id("stop_token_ids", token_id)
+        return Request(
+            request_id=request_id if request_id is not None else f"request-{next(self._counter)}",
+            prompt_token_ids=token_ids,
+            params=params,
+            prompt=text,
+            eos_token_ids=() if params.ignore_eos else self._eos_token_ids,
+            seed=params.seed if params.seed is not None else self._random.randint(0, MAX_SEED),
+            cache_salt=salt,
+        )
+
+    def _read(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
+        if isinstance(prompt, Mapping):
+            if prompt.keys() == {"prompt_token_ids"}:
+                return None, self._check_token_ids(prompt["prompt_token_ids"])
+            if prompt.keys() != {"prompt"}:
+                message = (
+                    f"must have either 'prompt' or 'prompt_token_ids', and nothing else; got {shorten(list(prompt))}"
+                )
+                raise InvalidRequestError(message, field="prompt", value=prompt)
+            prompt = prompt["prompt"]
+        if not isinstance(prompt, str):
+            message = f"must be text, or a mapping with 'prompt' or 'prompt_token_ids'; got {shorten(prompt)}"
+            raise InvalidRequestError(message, field="prompt", value=prompt)
+        if self._tokenizer is None:
+            message = "is text, and there is no tokenizer; give {'prompt_token_ids': [...]}"
+            raise InvalidRequestError(message, field="prompt", value=prompt)
+        if not prompt:
+            raise InvalidRequestError("is empty; give at least one character", field="prompt", value=prompt)
+        return prompt, self._check_token_ids(self._tokenizer.encode(prompt))
+
+    def _check_token_ids(self, token_ids: object) -> tuple[int, ...]:
+        if not isinstance(token_ids, Sequence) or isinstance(token_ids, str | bytes):
+            message = f"must be a list of integers, got {shorten(token_ids)}"
+            raise InvalidRequestError(message, field="prompt_token_ids", value=token_ids)
+        for token_id in token_ids:
+            self._check_token_id("prompt_token_ids", token_id)
+        return tuple(token_ids)
+
+    def _check_token_id(self, field: str, token_id: object) -> None:
+        is_integer = isinstance(token_id, int) and not isinstance(token_id, bool)
+        if not is_integer or not 0 <= token_id < self._vocab_size:
+            message = f"must be token ids in [0, {self._vocab_size}), got {shorten(token_id)}"
+            raise InvalidRequestError(message, field=field, value=token_id)

@@ -1,0 +1,151 @@
+"""What a model is, as data: its numbers, its parameters, and where a checkpoint keeps them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxserve.errors import ConfigError
+from jaxserve.layers.attention import AttentionConfig
+from jaxserve.layers.embedding import EmbeddingConfig
+from jaxserve.layers.mlp import MLPConfig
+from jaxserve.layers.norm import NormConfig
+from jaxserve.layers.rope import RopeConfig
+from jaxserve.sharding import Axes
+
+if TYPE_CHECKING:
+    from jaxserve.models.hf_config import HFConfig
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One parameter: everything needed to allocate, shard or initialise it.
+
+    `axes` are logical (sharding.py); `init` is "normal" (standard deviation 0.02), "zeros" or "ones".
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    axes: Axes
+    init: str
+
+
+@dataclass(frozen=True)
+class WeightSource:
+    """Which tensors of a checkpoint make one canonical parameter.
+
+    `build` takes the tensors as numpy arrays in the order of `names`, of shapes `shapes` and any one dtype, and
+    returns the parameter in that dtype. It raises WeightsError, naming the tensor, when a shape differs.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    build: Callable[..., np.ndarray]
+
+
+@dataclass(frozen=True)
+class KVGroup:
+    """Layers that share one page table. `window`: tokens each query sees, itself included; None for all."""
+
+    layers: tuple[int, ...]
+    window: int | None
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What may differ between the layers of one model."""
+
+    window: int | None
+    rope: RopeConfig
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """A decoder-only transformer, complete and hashable: the static argument of every model function.
+
+    `max_position_embeddings` is the trained length; `max_model_len` the longest sequence to serve, which chooses the
+    rotary frequencies (layers/rope.py) and makes windows at least that long no windows at all. Set it by
+    `with_max_model_len`. `family` is the `model_type` whose file names the weights.
+    """
+
+    family: str
+    hidden_size: int
+    layers: tuple[LayerKind, ...]
+    attention: AttentionConfig
+    mlp: MLPConfig
+    norm: NormConfig
+    embedding: EmbeddingConfig
+    max_position_embeddings: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self.embedding.vocab_size
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return len(self.layers)
+
+    @property
+    def max_supported_len(self) -> int:
+        """The longest sequence the position embeddings of every layer are meant for."""
+        return min(kind.rope.max_length(self.max_position_embeddings) for kind in self.layers)
+
+    @functools.cached_property
+    def windows(self) -> tuple[int | None, ...]:
+        """Per layer, how many tokens a query sees, itself included; None where no sequence can exceed the window."""
+        limits = (kind.window for kind in self.layers)
+        return tuple(None if limit is None or limit >= self.max_model_len else limit for limit in limits)
+
+    @functools.cached_property
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        """Groups of layers with equal windows, full attention first, then by growing window."""
+        ordered = sorted(set(self.windows), key=lambda window: 0 if window is None else window)
+        return tuple(
+            KVGroup(layers=tuple(i for i, w in enumerate(self.windows) if w == window), window=window)
+            for window in ordered
+        )
+
+    def with_max_model_len(self, max_model_len: int) -> DecoderConfig:
+        """Returns the config for sequences of at most `max_model_len` tokens; ConfigError above `max_supported_len`."""
+        if not 1 <= max_model_len <= self.max_supported_len:
+            raise ConfigError(
+                f"{max_model_len} is outside what the model's positions support, 1 to {self.max_supported_len}",
+                field="max_model_len",
+                value=max_model_len,
+            )
+        return dataclasses.replace(self, max_model_len=max_model_len)
+
+
+REQUIRED = object()  # in `Family.keys`: the architecture has no default for this key
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model family: how its config.json reads and what its checkpoint calls the parameters.
+
+    `keys` lists every config.json key the family knows, with the default the reference implementation uses when the
+    key is absent; `ignored_keys` those that files carry and the reference does not read. `layer_sources(config,
+    prefix)` gives the sources of one layer by canonical leaf name, for tensor names that begin with `prefix`
+    ("model.layers.0"). `trunk` and `head` are the checkpoint's names of the decoder and its output head,
+    `ignored_weights` patterns of tensors that a decoder does not need.
+    """
+
+    model_type: str
+    architecture: str
+    keys: Mapping[str, object]
+    parse: Callable[[HFConfig], DecoderConfig]
+    layer_sources: Callable[[DecoderConfig, str], dict[str, WeightSource]]
+    ignored_keys: tuple[str, ...] = ()
+    trunk: str = "model"
+    head: str = "lm_head"
+    ignored_weights: tuple[str, ...] = ()

@@ -1,0 +1,159 @@
+"""What the families' config readers share."""
+
+from __future__ import annotations
+
+from jaxserve.errors import ConfigError, shorten
+from jaxserve.layers.attention import AttentionConfig
+from jaxserve.layers.embedding import EmbeddingConfig
+from jaxserve.layers.mlp import ACTIVATIONS, MLPConfig
+from jaxserve.layers.norm import NormConfig
+from jaxserve.layers.rope import RopeConfig
+from jaxserve.models.base import REQUIRED, DecoderConfig, LayerKind
+from jaxserve.models.hf_config import HFConfig
+from jaxserve.models.rope_config import parse_rope, rope_parameters
+
+# Keys of every family. Sizes have no default here, because files always state them; families that may leave them out
+# override the entry.
+DECODER_KEYS: dict[str, object] = {
+    "vocab_size": REQUIRED,
+    "hidden_size": REQUIRED,
+    "intermediate_size": REQUIRED,
+    "num_hidden_layers": REQUIRED,
+    "num_attention_heads": REQUIRED,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "max_position_embeddings": REQUIRED,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "eos_token_id": None,
+    "dtype": None,
+    "torch_dtype": None,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "rope_parameters": None,
+}
+
+_MAX_LAYERS = 1024
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def read_num_layers(config: HFConfig) -> int:
+    """Returns L; a bound keeps a mistyped number from building a model that fills memory."""
+    return config.integer("num_hidden_layers", maximum=_MAX_LAYERS)
+
+
+def read_rope(config: HFConfig, head_dim: int) -> RopeConfig:
+    """Returns the one rotary embedding of a model whose layers share it.
+
+    A top-level `original_max_position_embeddings` overrides the one inside the rope object, as in the reference.
+    """
+    parameters = rope_parameters(config)
+    original = config.optional_integer("original_max_position_embeddings")
+    scaled = (parameters.get("rope_type") or parameters.get("type")) in ("llama3", "yarn", "longrope")
+    if original is not None and scaled:
+        parameters["original_max_position_embeddings"] = original
+    return parse_rope(parameters, head_dim=head_dim, max_position_embeddings=config.integer("max_position_embeddings"))
+
+
+def read_attention(
+    config: HFConfig,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    qkv_bias: bool = False,
+    out_bias: bool = False,
+    qk_norm: bool = False,
+) -> AttentionConfig:
+    """Returns the attention numbers; `scale` defaults to 1 / sqrt(head_dim)."""
+    num_heads = config.integer("num_attention_heads")
+    num_kv_heads = config.optional_integer("num_key_value_heads") or num_heads
+    if num_heads % num_kv_heads:
+        raise ConfigError(
+            f"{num_kv_heads} does not divide num_attention_heads {num_heads}", field="num_key_value_heads"
+        )
+    head_dim = config.optional_integer("head_dim")
+    if head_dim is None:
+        hidden_size = config.integer("hidden_size")
+        if hidden_size % num_heads:
+            raise ConfigError(
+                f"{hidden_size} is not a multiple of num_attention_heads {num_heads}", field="hidden_size"
+            )
+        head_dim = hidden_size // num_heads
+    return AttentionConfig(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        scale=head_dim**-0.5 if scale is None else scale,
+        softcap=softcap,
+        qkv_bias=qkv_bias,
+        out_bias=out_bias,
+        qk_norm=qk_norm,
+    )
+
+
+def read_layer_types(config: HFConfig, default: list[str]) -> list[str]:
+    """Returns "full_attention" or "sliding_attention" per layer: the file's `layer_types`, else `default`."""
+    types, num_layers = config.get("layer_types"), read_num_layers(config)
+    if types is None:
+        return default
+    if not isinstance(types, list) or len(types) != num_layers or set(types) - {_FULL, _SLIDING}:
+        raise ConfigError(
+            f"must be {num_layers} entries of {_FULL} or {_SLIDING}, not {shorten(types)}",
+            field="layer_types",
+            value=types,
+        )
+    return types
+
+
+def window_layers(
+    types: list[str], window: int | None, rope: RopeConfig, sliding_rope: RopeConfig | None = None
+) -> tuple[LayerKind, ...]:
+    """Returns layers of which the type "sliding_attention" has the window, and its own rotary embedding if given."""
+    if window is None and _SLIDING in types:
+        raise ConfigError("must be an integer when layer_types has sliding_attention", field="sliding_window")
+    kinds = {_FULL: LayerKind(None, rope), _SLIDING: LayerKind(window, sliding_rope or rope)}
+    return tuple(kinds[kind] for kind in types)
+
+
+def alternate_layer_types(num_layers: int, period: int) -> list[str]:
+    """Returns layer types of which each `period`-th is full attention, the others sliding."""
+    return [_SLIDING if (index + 1) % period else _FULL for index in range(num_layers)]
+
+
+def build_config(
+    config: HFConfig,
+    family: str,
+    *,
+    layers: tuple[LayerKind, ...],
+    attention: AttentionConfig,
+    norm: NormConfig | None = None,
+    activation_key: str = "hidden_act",
+    mlp_bias: bool = False,
+    embed_scale: float | None = None,
+    final_softcap: float | None = None,
+) -> DecoderConfig:
+    """Returns the decoder with the numbers that every family reads alike."""
+    trained_length = config.integer("max_position_embeddings")
+    return DecoderConfig(
+        family=family,
+        hidden_size=config.integer("hidden_size"),
+        layers=layers,
+        attention=attention,
+        mlp=MLPConfig(
+            intermediate_size=config.integer("intermediate_size"),
+            activation=config.choice(activation_key, ACTIVATIONS),
+            bias=mlp_bias,
+        ),
+        norm=norm or NormConfig(eps=config.number("rms_norm_eps")),
+        embedding=EmbeddingConfig(
+            vocab_size=config.integer("vocab_size"),
+            tied=config.flag("tie_word_embeddings"),
+            scale=embed_scale,
+            softcap=final_softcap,
+        ),
+        max_position_embeddings=trained_length,
+        max_model_len=trained_length,
+        eos_token_ids=config.eos_token_ids(),
+        dtype=config.dtype(),
+    )

@@ -1,0 +1,84 @@
+"""Gemma 2: soft caps, windows on every other layer, norms around each block, scaled embeddings."""
+
+from __future__ import annotations
+
+from jaxserve.layers.norm import NormConfig
+from jaxserve.models.base import DecoderConfig, Family, WeightSource
+from jaxserve.models.common import (
+    DECODER_KEYS,
+    alternate_layer_types,
+    build_config,
+    read_attention,
+    read_layer_types,
+    read_num_layers,
+    read_rope,
+    window_layers,
+)
+from jaxserve.models.hf_config import HFConfig
+from jaxserve.models.parameters import attention_sources, mlp_sources, norm_sources
+
+KEYS = DECODER_KEYS | {
+    "vocab_size": 256000,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 8192,
+    "original_max_position_embeddings": None,
+    "tie_word_embeddings": True,
+    "eos_token_id": 1,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attention_bias": False,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "layer_types": None,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
+
+IGNORED_KEYS = ("hidden_act", "sliding_window_size")  # `hidden_activation` and `sliding_window` stand beside them
+
+
+def parse(config: HFConfig) -> DecoderConfig:
+    """Reads a Gemma 2 config.json."""
+    bias = config.flag("attention_bias")
+    attention = read_attention(
+        config,
+        scale=config.number("query_pre_attn_scalar") ** -0.5,
+        softcap=config.optional_number("attn_logit_softcapping"),
+        qkv_bias=bias,
+        out_bias=bias,
+    )
+    types = read_layer_types(config, alternate_layer_types(read_num_layers(config), 2))
+    return build_config(
+        config,
+        "gemma2",
+        layers=window_layers(types, config.optional_integer("sliding_window"), read_rope(config, attention.head_dim)),
+        attention=attention,
+        norm=NormConfig(eps=config.number("rms_norm_eps"), unit_offset=True, block_outputs=True),
+        activation_key="hidden_activation",
+        embed_scale=config.integer("hidden_size") ** 0.5,
+        final_softcap=config.optional_number("final_logit_softcapping"),
+    )
+
+
+def layer_sources(config: DecoderConfig, prefix: str) -> dict[str, WeightSource]:
+    """Separate projections, a norm before and after each block."""
+    return (
+        norm_sources(
+            config,
+            {
+                "attn_norm": f"{prefix}.input_layernorm.weight",
+                "attn_out_norm": f"{prefix}.post_attention_layernorm.weight",
+                "mlp_norm": f"{prefix}.pre_feedforward_layernorm.weight",
+                "mlp_out_norm": f"{prefix}.post_feedforward_layernorm.weight",
+            },
+        )
+        | attention_sources(config, f"{prefix}.self_attn")
+        | mlp_sources(config, f"{prefix}.mlp")
+    )
+
+
+FAMILY = Family("gemma2", "Gemma2ForCausalLM", KEYS, parse, layer_sources, ignored_keys=IGNORED_KEYS)

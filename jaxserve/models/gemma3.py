@@ -1,0 +1,123 @@
+"""Gemma 3 text: five windowed layers to one global, each kind with its own rotary base, and head norms.
+
+The multimodal checkpoints ("gemma3") are read for their language model alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jaxserve.errors import ConfigError
+from jaxserve.layers.norm import NormConfig
+from jaxserve.models import gemma2
+from jaxserve.models.base import REQUIRED, DecoderConfig, Family, LayerKind, WeightSource
+from jaxserve.models.common import (
+    alternate_layer_types,
+    build_config,
+    read_attention,
+    read_layer_types,
+    read_num_layers,
+    window_layers,
+)
+from jaxserve.models.gemma2 import IGNORED_KEYS
+from jaxserve.models.hf_config import HFConfig, check_mapping
+from jaxserve.models.parameters import norm_sources
+from jaxserve.models.rope_config import parse_rope
+
+KEYS = {key: value for key, value in gemma2.KEYS.items() if key != "original_max_position_embeddings"} | {
+    "vocab_size": 262208,
+    "max_position_embeddings": 131072,
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 10000.0,
+    "sliding_window_pattern": 6,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+}
+
+MULTIMODAL_KEYS: dict[str, object] = {
+    "text_config": REQUIRED,
+    "tie_word_embeddings": None,
+    "eos_token_id": None,
+    "dtype": None,
+    "torch_dtype": None,
+}
+
+
+def parse(config: HFConfig) -> DecoderConfig:
+    """Reads the config.json of a Gemma 3 text model."""
+    config.require_off("attn_logit_softcapping")  # the reference accepts a value and does not apply it
+    bias = config.flag("attention_bias")
+    scale = config.number("query_pre_attn_scalar") ** -0.5
+    attention = read_attention(config, scale=scale, qkv_bias=bias, out_bias=bias, qk_norm=True)
+    return build_config(
+        config,
+        "gemma3_text",
+        layers=_read_layers(config, attention.head_dim),
+        attention=attention,
+        norm=NormConfig(eps=config.number("rms_norm_eps"), unit_offset=True, block_outputs=True),
+        activation_key="hidden_activation",
+        embed_scale=config.integer("hidden_size") ** 0.5,
+        final_softcap=config.optional_number("final_logit_softcapping"),
+    )
+
+
+def parse_multimodal(config: HFConfig) -> DecoderConfig:
+    """Reads `text_config`; what the outer object says about the language model as well goes before it."""
+    text = config.mapping("text_config")
+    if text.get("model_type", "gemma3_text") != "gemma3_text":
+        raise ConfigError("only gemma3_text is supported", field="text_config.model_type", value=text["model_type"])
+    outer = {key: config.get(key) for key in MULTIMODAL_KEYS if key != "text_config"}
+    merged = text | {key: value for key, value in outer.items() if value is not None}
+    return replace(parse(HFConfig(merged, KEYS, IGNORED_KEYS)), family="gemma3")
+
+
+def _read_layers(config: HFConfig, head_dim: int) -> tuple[LayerKind, ...]:
+    """Rotary parameters come per layer type, or in the older form, where `rope_scaling` is for full layers only."""
+    by_type = config.mapping("rope_parameters")
+    for key in by_type:
+        if key not in ("full_attention", "sliding_attention"):
+            raise ConfigError(
+                "must hold one object for full_attention and one for sliding_attention",
+                field="rope_parameters",
+                value=key,
+            )
+    new_full, new_sliding = (
+        check_mapping(f"rope_parameters.{key}", by_type.get(key)) for key in ("full_attention", "sliding_attention")
+    )
+    full = {"rope_theta": config.get("rope_theta")} | new_full | config.mapping("rope_scaling")
+    sliding = {"rope_theta": config.get("rope_local_base_freq")} | new_sliding
+    trained_length = config.integer("max_position_embeddings")
+    rope, sliding_rope = (
+        parse_rope(parameters, head_dim=head_dim, max_position_embeddings=trained_length)
+        for parameters in (full, sliding)
+    )
+    period = config.integer("sliding_window_pattern")
+    types = read_layer_types(config, alternate_layer_types(read_num_layers(config), period))
+    return window_layers(types, config.optional_integer("sliding_window"), rope, sliding_rope)
+
+
+def layer_sources(config: DecoderConfig, prefix: str) -> dict[str, WeightSource]:
+    """Gemma 2's names and the two head norms."""
+    heads = {"q_norm": f"{prefix}.self_attn.q_norm.weight", "k_norm": f"{prefix}.self_attn.k_norm.weight"}
+    return gemma2.layer_sources(config, prefix) | norm_sources(config, heads)
+
+
+FAMILY = Family("gemma3_text", "Gemma3ForCausalLM", KEYS, parse, layer_sources, ignored_keys=IGNORED_KEYS)
+
+MULTIMODAL_FAMILY = Family(
+    "gemma3",
+    "Gemma3ForConditionalGeneration",
+    MULTIMODAL_KEYS,
+    parse_multimodal,
+    layer_sources,
+    ignored_keys=(
+        "vision_config",
+        "mm_tokens_per_image",
+        "boi_token_index",
+        "eoi_token_index",
+        "image_token_index",
+    ),
+    trunk="language_model.model",
+    head="language_model.lm_head",
+    ignored_weights=(r"vision_tower\..*", r"multi_modal_projector\..*"),
+)

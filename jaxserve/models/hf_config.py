@@ -1,0 +1,153 @@
+"""Reading a checkpoint's config.json: typed, by known keys only, and every refusal names the key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from jaxserve.errors import ConfigError, shorten
+from jaxserve.models.base import REQUIRED
+
+# fmt: off
+# Keys that never change what an inference pass computes, whatever their value.
+_HARMLESS = frozenset({
+    "architectures", "model_type", "transformers_version", "_name_or_path", "name_or_path", "_commit_hash",
+    "auto_map", "use_cache", "initializer_range", "attention_dropout", "hidden_dropout", "attn_pdrop",
+    "embd_pdrop", "resid_pdrop", "classifier_dropout", "pretraining_tp", "output_attentions",
+    "output_hidden_states", "return_dict", "torchscript", "bos_token_id", "pad_token_id", "sep_token_id",
+    "cls_token_id", "unk_token_id", "mask_token_id", "decoder_start_token_id", "forced_bos_token_id",
+    "forced_eos_token_id", "tokenizer_class", "prefix", "task_specific_params", "problem_type", "id2label",
+    "label2id", "num_labels", "finetuning_task", "use_bfloat16", "tf_legacy_loss", "_attn_implementation",
+    "_attn_implementation_internal", "_attn_implementation_autoset", "attn_implementation",
+    "cache_implementation", "is_decoder", "gradient_checkpointing", "_sliding_window_pattern", "max_length",
+    "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty",
+    "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty",
+    "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences",
+    "output_scores", "return_dict_in_generate", "remove_invalid_values", "exponential_decay_length_penalty",
+    "suppress_tokens", "begin_suppress_tokens", "unsloth_version", "unsloth_fixed",
+})
+
+# Keys that are harmless only while null, false, zero or empty.
+_HARMLESS_IF_OFF = frozenset({
+    "is_encoder_decoder", "add_cross_attention", "tie_encoder_decoder", "cross_attention_hidden_size",
+    "chunk_size_feed_forward", "pruned_heads", "rope_interleaved", "use_bidirectional_attention",
+    "quantization_config", "use_mrope",
+})
+# fmt: on
+
+_MAX_INTEGER = 2**31 - 1  # sizes and token ids are 32-bit on devices
+_MAX_NUMBER = 1e12  # far above any published number, and float32 keeps it finite
+_DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "half": "float16", "float": "float32"}
+
+
+class HFConfig:
+    """A config.json read through one family's list of known keys.
+
+    Reading a key outside the list is a mistake of the family's file (KeyError); a key of the file outside the list
+    raises ConfigError here, so that nothing a checkpoint asks for is silently left out.
+    """
+
+    def __init__(self, raw: Mapping[str, object], keys: Mapping[str, object], ignored_keys: Iterable[str] = ()) -> None:
+        self._raw = raw
+        self._keys = keys
+        known = keys.keys() | _HARMLESS | set(ignored_keys)
+        for key, value in raw.items():
+            if key in known or value is None or (not value and key in _HARMLESS_IF_OFF):
+                continue
+            raise ConfigError(
+                f"{shorten(value)} is not supported for this architecture, which knows {', '.join(sorted(keys))}",
+                field=key,
+                value=value,
+            )
+
+    def get(self, key: str) -> object:
+        """Returns the value as it stands in the file, else the family's default; ConfigError if it must be there."""
+        default = self._keys[key]
+        value = self._raw.get(key, default)
+        if value is REQUIRED:
+            raise ConfigError("is missing from the model's config.json", field=key)
+        return value
+
+    def integer(self, key: str, *, minimum: int = 1, maximum: int = _MAX_INTEGER) -> int:
+        """Returns an integer within the bounds."""
+        return check_integer(key, self.get(key), minimum=minimum, maximum=maximum)
+
+    def optional_integer(self, key: str) -> int | None:
+        """Returns an integer of at least 1, or None where the file says null."""
+        value = self.get(key)
+        return None if value is None else check_integer(key, value)
+
+    def number(self, key: str) -> float:
+        """Returns a number above zero."""
+        return check_number(key, self.get(key))
+
+    def optional_number(self, key: str) -> float | None:
+        """Returns a number above zero, or None where the file says null."""
+        value = self.get(key)
+        return None if value is None else check_number(key, value)
+
+    def flag(self, key: str) -> bool:
+        """Returns a boolean; null counts as false."""
+        value = self.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise ConfigError(f"must be true or false, not {shorten(value)}", field=key, value=value)
+        return bool(value)
+
+    def choice(self, key: str, choices: Iterable[str]) -> str:
+        """Returns one of `choices`."""
+        value, allowed = self.get(key), sorted(choices)
+        if not isinstance(value, str) or value not in allowed:
+            raise ConfigError(
+                f"{shorten(value)} is not supported; known are {', '.join(allowed)}", field=key, value=value
+            )
+        return value
+
+    def mapping(self, key: str) -> dict[str, object]:
+        """Returns a copy of a JSON object; null counts as empty."""
+        return check_mapping(key, self.get(key))
+
+    def require_off(self, *keys: str) -> None:
+        """Raises ConfigError unless each key is absent, null, false or zero."""
+        for key in keys:
+            value = self.get(key)
+            if value is not None and value is not False and value != 0:
+                raise ConfigError(f"only null or false is supported, not {shorten(value)}", field=key, value=value)
+
+    def dtype(self) -> str:
+        """Returns the checkpoint's dtype: "float32" where the file does not say."""
+        key = "dtype" if self._raw.get("dtype") is not None else "torch_dtype"
+        value = self._raw.get(key)
+        name = "float32" if value is None else str(value).removeprefix("torch.")
+        if name not in _DTYPES:
+            raise ConfigError(
+                f"{shorten(value)} is not supported; known are float32, bfloat16, float16", field=key, value=value
+            )
+        return _DTYPES[name]
+
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Returns the end tokens, none if the file names none."""
+        value = self.get("eos_token_id")
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        return tuple(check_integer("eos_token_id", token_id, minimum=0) for token_id in ids)
+
+
+def check_integer(key: str, value: object, *, minimum: int = 1, maximum: int = _MAX_INTEGER) -> int:
+    """Returns `value` if it is an integer within the bounds; raises ConfigError naming `key`."""
+    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+        raise ConfigError(
+            f"must be an integer from {minimum} to {maximum}, not {shorten(value)}", field=key, value=value
+        )
+    return value
+
+
+def check_number(key: str, value: object) -> float:
+    """Returns `value` as a float if it is above 0 and of a sane size; raises ConfigError naming `key`."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MAX_NUMBER:
+        raise ConfigError(f"must be a number above 0, not {shorten(value)}", field=key, value=value)
+    return float(value)
+
+
+def check_mapping(key: str, value: object) -> dict[str, object]:
+    """Returns a copy of a JSON object, null counting as empty; raises ConfigError naming `key`."""
+    if value is not None and not isinstance(value, Mapping):
+        raise ConfigError(f"must be an object or null, not {shorten(value)}", field=key, value=value)
+    return dict(value or {})

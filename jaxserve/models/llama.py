@@ -1,0 +1,49 @@
+"""Llama 2 and 3.x, and everything published in their form."""
+
+from __future__ import annotations
+
+from jaxserve.models.base import DecoderConfig, Family, LayerKind, WeightSource
+from jaxserve.models.common import DECODER_KEYS, build_config, read_attention, read_num_layers, read_rope
+from jaxserve.models.hf_config import HFConfig
+from jaxserve.models.parameters import attention_sources, mlp_sources, norm_sources
+
+KEYS = DECODER_KEYS | {
+    "max_position_embeddings": 2048,
+    "original_max_position_embeddings": None,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+
+
+def parse(config: HFConfig) -> DecoderConfig:
+    """Reads a Llama config.json."""
+    bias = config.flag("attention_bias")
+    attention = read_attention(config, qkv_bias=bias, out_bias=bias)
+    kind = LayerKind(window=None, rope=read_rope(config, attention.head_dim))
+    return build_config(
+        config,
+        "llama",
+        layers=(kind,) * read_num_layers(config),
+        attention=attention,
+        mlp_bias=config.flag("mlp_bias"),
+    )
+
+
+def layer_sources(config: DecoderConfig, prefix: str) -> dict[str, WeightSource]:
+    """Separate projections, one norm before each block."""
+    return (
+        norm_sources(
+            config,
+            {
+                "attn_norm": f"{prefix}.input_layernorm.weight",
+                "mlp_norm": f"{prefix}.post_attention_layernorm.weight",
+            },
+        )
+        | attention_sources(config, f"{prefix}.self_attn")
+        | mlp_sources(config, f"{prefix}.mlp")
+    )
+
+
+FAMILY = Family("llama", "LlamaForCausalLM", KEYS, parse, layer_sources)

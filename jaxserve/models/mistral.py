@@ -1,0 +1,27 @@
+"""Mistral: Llama with a sliding window on every layer, where the file gives one."""
+
+from __future__ import annotations
+
+from jaxserve.models import llama
+from jaxserve.models.base import DecoderConfig, Family, LayerKind
+from jaxserve.models.common import DECODER_KEYS, build_config, read_attention, read_num_layers, read_rope
+from jaxserve.models.hf_config import HFConfig
+
+KEYS = DECODER_KEYS | {
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "original_max_position_embeddings": None,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "sliding_window": 4096,
+}
+
+
+def parse(config: HFConfig) -> DecoderConfig:
+    """Reads a Mistral config.json; a missing `sliding_window` means 4096, null means none."""
+    attention = read_attention(config)
+    kind = LayerKind(window=config.optional_integer("sliding_window"), rope=read_rope(config, attention.head_dim))
+    return build_config(config, "mistral", layers=(kind,) * read_num_layers(config), attention=attention)
+
+
+FAMILY = Family("mistral", "MistralForCausalLM", KEYS, parse, llama.layer_sources)

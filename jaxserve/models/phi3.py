@@ -1,0 +1,67 @@
+"""Phi-3, 3.5 and Phi-4-mini: Llama with fused tensors, a partly rotated head and LongRoPE."""
+
+from __future__ import annotations
+
+from jaxserve.errors import ConfigError
+from jaxserve.models.base import DecoderConfig, Family, LayerKind, WeightSource
+from jaxserve.models.common import DECODER_KEYS, build_config, read_attention, read_num_layers
+from jaxserve.models.hf_config import HFConfig
+from jaxserve.models.parameters import fused_attention_sources, fused_mlp_sources, norm_sources
+from jaxserve.models.rope_config import parse_rope, rope_parameters
+
+KEYS = DECODER_KEYS | {
+    "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 4096,
+    "partial_rotary_factor": None,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 32000,
+    "hidden_act": "silu",
+    "sliding_window": None,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "lm_head_bias": False,
+}
+
+_OLD_NAMES = ("su", "yarn")  # what early Phi-3 files call LongRoPE
+
+
+def parse(config: HFConfig) -> DecoderConfig:
+    """Reads a Phi-3 config.json."""
+    config.require_off("attention_bias", "mlp_bias", "lm_head_bias")
+    attention = read_attention(config)
+    parameters = rope_parameters(config)
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    parameters["rope_type"] = kind = "longrope" if kind in _OLD_NAMES else kind
+    if kind not in ("default", "longrope"):
+        raise ConfigError("Phi-3 has default and longrope only", field="rope_type", value=kind)
+    parameters["original_max_position_embeddings"] = config.get("original_max_position_embeddings")
+    if parameters.get("partial_rotary_factor") is None:
+        parameters["partial_rotary_factor"] = config.get("partial_rotary_factor")
+    rope = parse_rope(
+        parameters,
+        head_dim=attention.head_dim,
+        max_position_embeddings=config.integer("max_position_embeddings"),
+        partial=True,
+    )
+    layer = LayerKind(window=config.optional_integer("sliding_window"), rope=rope)
+    return build_config(config, "phi3", layers=(layer,) * read_num_layers(config), attention=attention)
+
+
+def layer_sources(config: DecoderConfig, prefix: str) -> dict[str, WeightSource]:
+    """Fused projections, one norm before each block."""
+    return (
+        norm_sources(
+            config,
+            {
+                "attn_norm": f"{prefix}.input_layernorm.weight",
+                "mlp_norm": f"{prefix}.post_attention_layernorm.weight",
+            },
+        )
+        | fused_attention_sources(config, f"{prefix}.self_attn")
+        | fused_mlp_sources(config, f"{prefix}.mlp")
+    )
+
+
+FAMILY = Family(
+    "phi3", "Phi3ForCausalLM", KEYS, parse, layer_sources, ignored_keys=("interpolate_factor", "full_attn_mod")
+)

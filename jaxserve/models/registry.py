@@ -1,0 +1,98 @@
+"""The model families, and the functions that need to know which one a model is of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from jaxserve.errors import ConfigError, shorten
+from jaxserve.models import gemma2, gemma3, llama, mistral, phi3, qwen2, qwen3
+from jaxserve.models.base import DecoderConfig, Family, WeightSource
+from jaxserve.models.hf_config import HFConfig
+from jaxserve.models.parameters import decoder_specs, plain_source
+
+FAMILIES: dict[str, Family] = {
+    family.model_type: family
+    for family in (
+        llama.FAMILY,
+        mistral.FAMILY,
+        qwen2.FAMILY,
+        qwen3.FAMILY,
+        gemma2.FAMILY,
+        gemma3.FAMILY,
+        gemma3.MULTIMODAL_FAMILY,
+        phi3.FAMILY,
+    )
+}
+
+
+def parse_config(hf_config: Mapping[str, object]) -> DecoderConfig:
+    """Returns the model that a config.json describes, for sequences up to its trained length.
+
+    Raises ConfigError, naming the key, for an unknown architecture, an unknown key that is not known to be harmless,
+    and values that are malformed or not supported.
+    """
+    if not isinstance(hf_config, Mapping):
+        raise ConfigError(f"must be a JSON object, not {shorten(hf_config)}", field="config.json", value=hf_config)
+    family = _find_family(hf_config)
+    return family.parse(HFConfig(hf_config, family.keys, family.ignored_keys))
+
+
+def _find_family(hf_config: Mapping[str, object]) -> Family:
+    model_type, architectures = hf_config.get("model_type"), hf_config.get("architectures")
+    supported = ", ".join(family.architecture for family in FAMILIES.values())
+    if model_type is not None:
+        if not isinstance(model_type, str) or model_type not in FAMILIES:
+            raise ConfigError(
+                f"{shorten(model_type)} is not supported; known are {', '.join(FAMILIES)}",
+                field="model_type",
+                value=model_type,
+            )
+        family = FAMILIES[model_type]
+        if architectures and architectures != [family.architecture]:
+            raise ConfigError(
+                f"{shorten(architectures)} is not supported; known are {supported}",
+                field="architectures",
+                value=architectures,
+            )
+        return family
+    for family in FAMILIES.values():
+        if architectures == [family.architecture]:
+            return family
+    raise ConfigError(
+        f"{shorten(architectures)} is not supported; known are {supported}", field="architectures", value=architectures
+    )
+
+
+def param_specs(config: DecoderConfig) -> dict[str, object]:
+    """Returns the canonical tree of ParamSpec: `embed`, `layers` (one dict per layer), `final_norm`, and `lm_head`."""
+    return decoder_specs(config)
+
+
+def weight_sources(config: DecoderConfig) -> dict[str, WeightSource]:
+    """Returns where a checkpoint keeps each canonical parameter, by dotted path ("layers.0.qkv").
+
+    Covers exactly the leaves of `param_specs(config)`; no tensor name occurs twice.
+    """
+    family = FAMILIES[config.family]
+    table = (config.vocab_size, config.hidden_size)
+    sources = {
+        "embed": plain_source(f"{family.trunk}.embed_tokens.weight", table),
+        "final_norm": plain_source(f"{family.trunk}.norm.weight", (config.hidden_size,)),
+    }
+    if not config.embedding.tied:
+        sources["lm_head"] = plain_source(f"{family.head}.weight", table)
+    for index in range(config.num_layers):
+        for leaf, source in family.layer_sources(config, f"{family.trunk}.layers.{index}").items():
+            sources[f"layers.{index}.{leaf}"] = source
+    return sources
+
+
+def ignored_weights(config: DecoderConfig) -> tuple[str, ...]:
+    """Returns patterns, to be matched in full, of tensors that a checkpoint may hold without need.
+
+    These are rotary frequencies (old files), the parts of a multimodal model around its decoder, and a stored copy of
+    a tied head.
+    """
+    family = FAMILIES[config.family]
+    patterns = (r".*\.rotary_emb\.inv_freq", *family.ignored_weights)
+    return (*patterns, rf"{family.head.replace('.', r'\.')}\.weight") if config.embedding.tied else patterns

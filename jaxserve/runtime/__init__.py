@@ -1,0 +1,1 @@
+"""The boundary between host and device: `StepPlan`s in, token ids out."""

@@ -1,0 +1,83 @@
+"""The closed set of shapes that programs are compiled for."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from jaxserve.config import MIN_CHUNK
+from jaxserve.errors import MissingProgramError
+
+_MAX_PROGRAMS = {"cpu": 12, "gpu": 40, "tpu": 40}
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Bucket:
+    """Padded shape of a forward program. With tokens == rows every row has one token: a decode bucket."""
+
+    tokens: int  # T
+    rows: int  # S
+
+    @property
+    def is_decode(self) -> bool:
+        return self.tokens == self.rows
+
+    def __str__(self) -> str:
+        return f"decode {self.rows}" if self.is_decode else f"mixed {self.tokens}x{self.rows}"
+
+
+class BucketTable:
+    """Finds the smallest bucket that holds a step: decode buckets for one token a row, mixed ones with all rows."""
+
+    def __init__(self, decode_rows: Iterable[int], mixed_tokens: Iterable[int], max_num_seqs: int) -> None:
+        self._decode_rows = sorted(set(decode_rows))
+        self._mixed_tokens = sorted(set(mixed_tokens))
+        self._max_num_seqs = self._decode_rows[-1]
+        if self._max_num_seqs < max_num_seqs:
+            raise ValueError(f"decode_rows: the largest must hold max_num_seqs={max_num_seqs}, got {self._decode_rows}")
+        decode = [Bucket(rows, rows) for rows in self._decode_rows]
+        self.buckets = (*decode, *(Bucket(tokens, self._max_num_seqs) for tokens in self._mixed_tokens))
+
+    @property
+    def row_counts(self) -> tuple[int, ...]:
+        """The row buckets of sample programs."""
+        return tuple(self._decode_rows)
+
+    @property
+    def largest(self) -> Bucket:
+        return self.buckets[-1]
+
+    def find(self, num_tokens: int, num_rows: int) -> Bucket:
+        """Returns the bucket of a step with `num_tokens` over `num_rows`; MissingProgramError when there is none."""
+        if num_tokens == num_rows and num_rows <= self._max_num_seqs:
+            rows = self._decode_rows[bisect_left(self._decode_rows, num_rows)]
+            return Bucket(rows, rows)
+        if num_rows > self._max_num_seqs or num_tokens > self._mixed_tokens[-1]:
+            raise MissingProgramError(f"no program for a step of {num_tokens} tokens in {num_rows} rows")
+        return Bucket(self._mixed_tokens[bisect_left(self._mixed_tokens, num_tokens)], self._max_num_seqs)
+
+
+def make_buckets(platform: str, max_num_seqs: int, max_num_batched_tokens: int) -> BucketTable:
+    """Returns the finest geometric buckets whose programs are few enough for the platform to compile at a start.
+
+    The smallest decode bucket on CPU has two rows: XLA's bf16 product with a single row is many times slower there.
+    """
+    rows, least = (max(2, max_num_seqs), 2) if platform == "cpu" else (max_num_seqs, 1)
+    factor = 4 if platform == "cpu" else 2
+    while True:
+        decode = _grow(least, rows, factor)
+        mixed = _grow(max(64, rows + MIN_CHUNK), max(max_num_batched_tokens, rows + MIN_CHUNK), factor)
+        if len(mixed) + 3 * len(decode) <= _MAX_PROGRAMS[platform]:  # a decode size: one forward, two sample programs
+            return BucketTable(decode, mixed, max_num_seqs)
+        factor *= 2
+
+
+def _grow(first: int, last: int, factor: int) -> list[int]:
+    """Returns sizes from `first` to `last`, divided by `factor` from the top, the large ones in whole chunks."""
+    sizes = [last]
+    while sizes[-1] > first:
+        size = -(-sizes[-1] // factor)
+        size = -(-size // MIN_CHUNK) * MIN_CHUNK if size > MIN_CHUNK else size
+        sizes.append(max(first, size))
+    return sizes

@@ -1,0 +1,176 @@
+"""The memory plan: what everything but the KV pools takes, and how many pages the rest is.
+
+No engine may run out of memory after it is ready. So the plan is made from what the compiled programs say of
+themselves, before the pools exist, and the pools are made once.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from pallas_kernels.layout import page_bytes, pool_shape
+from pallas_kernels.spec import KVSpec
+
+from jaxserve.errors import CapacityError
+from jaxserve.models.base import DecoderConfig, KVGroup, ParamSpec
+from jaxserve.models.decoder import CacheLayout
+from jaxserve.sharding import DEFAULT_RULES
+
+GIB = 2**30
+_CPU_SHARE = 0.25  # of the memory this process may use
+_GROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+@dataclass(frozen=True)
+class DeviceUse:
+    """Bytes on each device beside the KV pools."""
+
+    params: int
+    temporaries: int  # of the program that needs most
+    code: int  # of all programs
+    state: int  # rows, and two steps' inputs and outputs
+    reserve: int  # modules and command buffers appear at first execution
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, f.name) for f in fields(self))
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """How the KV pools are laid out. Sizes are of one device; pages are the same on all."""
+
+    spec: KVSpec  # K is that of the whole model
+    num_pages: tuple[int, ...]  # per KV group, the null page included
+    layout: CacheLayout
+    num_devices: int
+
+    @property
+    def pool_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Global shapes [pages of all layers, 2K, page_size, H]; groups of equal specs share a pool."""
+        total = sum(self.num_pages[group] for group in self.layout.groups)
+        return (pool_shape(self.spec, total),)
+
+    @property
+    def bytes_per_device(self) -> int:
+        pages = sum(self.num_pages[group] for group in self.layout.groups)
+        return pages * page_bytes(self.spec) // self.num_devices
+
+
+def plan_cache(
+    config: DecoderConfig,
+    *,
+    page_size: int,
+    kv_dtype: str,
+    max_chunk: int,
+    num_devices: int,
+    budget: int,
+    max_sequences: int | None = None,
+    override: int | None = None,
+) -> CachePlan:
+    """Divides `budget` bytes per device among the KV groups, so that each holds the same number of full sequences.
+
+    `max_sequences` bounds the pools where more would never be used; `override` fixes the pages of the group that needs
+    most, whatever the budget.
+
+    Raises:
+        CapacityError: not even one sequence of `config.max_model_len` tokens fits; says which length would.
+    """
+    spec = KVSpec(config.attention.num_kv_heads, config.attention.head_dim, page_size, kv_dtype)
+    needs = [_pages_of_sequence(group, config.max_model_len, page_size, max_chunk) for group in config.kv_groups]
+    page_costs = [len(group.layers) * page_bytes(spec) // num_devices for group in config.kv_groups]
+    sequence_cost = sum(need * cost for need, cost in zip(needs, page_costs, strict=True))
+    if override is not None:
+        counts = [max(2, round(override * need / max(needs))) for need in needs]
+    else:
+        sequences = (budget - sum(page_costs)) / sequence_cost  # each group has a null page as well
+        if sequences < 1:
+            raise CapacityError(
+                _explain_shortage(config, budget, needs, page_costs), field="max_model_len", value=config.max_model_len
+            )
+        if max_sequences is not None:
+            sequences = min(sequences, float(max_sequences))
+        counts = [max(need, _round_down(int(need * sequences))) + 1 for need in needs]
+    group_of = {layer: g for g, group in enumerate(config.kv_groups) for layer in group.layers}
+    groups = tuple(group_of[layer] for layer in range(config.num_layers))
+    offsets = np.cumsum([0, *(counts[group] for group in groups)])[:-1].tolist()
+    layout = CacheLayout(pools=(0,) * config.num_layers, page_offsets=tuple(offsets), groups=groups)
+    return CachePlan(spec, tuple(counts), layout, num_devices)
+
+
+def host_memory_bytes() -> int:
+    """Returns what this process may use: the container's limit, or the machine's memory."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in _GROUP_LIMITS:
+        try:
+            text = path.read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            limits.append(int(text))
+    return min(limits)
+
+
+def device_memory_bytes(device: jax.Device) -> int | None:
+    """Returns what the allocator of an accelerator may hand out; None on CPU."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    return stats["bytes_limit"] if stats else None
+
+
+def cache_budget(limit: int | None, share: float, use: DeviceUse | None) -> int:
+    """Returns the bytes that KV pools may take on a device with `limit` bytes (None: the CPU)."""
+    if limit is None:
+        return int(host_memory_bytes() * _CPU_SHARE)
+    if use is None:
+        raise ValueError("use: an accelerator's plan needs the compiled programs' own figures")
+    budget = int(limit * share) - use.total
+    if budget <= 0:
+        message = (
+            f"{share:g} of {limit / GIB:.2f} GiB leaves nothing for KV: parameters take {use.params / GIB:.2f} GiB "
+            f"and programs {(use.total - use.params) / GIB:.2f} GiB; raise it, shard over more devices, "
+            "or lower max_num_batched_tokens"
+        )
+        raise CapacityError(message, field="device_memory_utilization", value=share)
+    return budget
+
+
+def params_bytes(specs: Any, num_devices: int) -> int:
+    """Returns what a tree of parameter specs takes on each device."""
+    total = 0
+    for spec in jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, ParamSpec)):
+        is_sharded = any(axis is not None for axis in DEFAULT_RULES.spec(spec.axes))
+        size = math.prod(spec.shape) * jnp.dtype(spec.dtype).itemsize
+        total += size // num_devices if is_sharded else size
+    return total
+
+
+def _pages_of_sequence(group: KVGroup, num_tokens: int, page_size: int, max_chunk: int) -> int:
+    whole = -(-num_tokens // page_size)
+    return whole if group.window is None else min(whole, -(-(group.window + max_chunk) // page_size) + 1)
+
+
+def _round_down(count: int) -> int:
+    """Keeps two significant digits: the page count is baked into every program, and the compile cache should hit."""
+    scale = 10 ** max(0, len(str(count)) - 2)
+    return count // scale * scale
+
+
+def _explain_shortage(config: DecoderConfig, budget: int, needs: list[int], page_costs: list[int]) -> str:
+    cost = sum(need * page_cost for need, page_cost in zip(needs, page_costs, strict=True)) + sum(page_costs)
+    page_size = -(-config.max_model_len // max(needs))
+    windowed = sum(n * c for n, c, g in zip(needs, page_costs, config.kv_groups, strict=True) if g.window is not None)
+    growing = sum(c for c, g in zip(page_costs, config.kv_groups, strict=True) if g.window is None)
+    pages = (budget - windowed - sum(page_costs)) // growing if growing else 0
+    fits = f"max_model_len={pages * page_size} ({pages} pages) would fit" if pages > 0 else "no length would fit"
+    cost_gib, left_gib = cost / GIB, max(budget, 0) / GIB
+    return (
+        f"one sequence of {config.max_model_len} tokens needs {cost_gib:.3f} GiB of KV pages, and {left_gib:.3f} GiB "
+        f"are left; {fits}; or raise kv_cache_memory_bytes, device_memory_utilization or tensor_parallel_size"
+    )

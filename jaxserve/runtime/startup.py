@@ -1,0 +1,232 @@
+"""From options and parameters to a runner that is ready: memory planned, every program compiled and run once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from pallas_kernels.api import choose_impl
+
+from jaxserve.config import EngineConfig
+from jaxserve.layers.stack import StackMode, stack_specs
+from jaxserve.models.base import DecoderConfig, ParamSpec
+from jaxserve.models.registry import param_specs
+from jaxserve.pages import PageGroup
+from jaxserve.runtime.buckets import BucketTable, make_buckets
+from jaxserve.runtime.compile import (
+    ProgramInputs,
+    Progress,
+    compile_forward,
+    compile_programs,
+    compile_sample,
+    enable_persistent_cache,
+)
+from jaxserve.runtime.inputs import InputLayout, StateShape
+from jaxserve.runtime.memory import (
+    CachePlan,
+    DeviceUse,
+    cache_budget,
+    device_memory_bytes,
+    params_bytes,
+    plan_cache,
+)
+from jaxserve.runtime.params import WeightWriter
+from jaxserve.runtime.runner import ModelRunner
+from jaxserve.runtime.state import row_state_specs
+from jaxserve.runtime.step import StepModel
+from jaxserve.scheduler import SchedulerLimits
+from jaxserve.sharding import DEFAULT_RULES, KV_POOL_AXES
+
+_PROBE_PAGES = 8  # of the pool that programs are compiled against before the real one can be sized
+_CODE_PER_PROGRAM = 8 * 2**20  # bytes, when it cannot be asked
+_RESERVE = 512 * 2**20  # bytes an accelerator takes for modules and command buffers at first execution
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Everything that is static about one engine, before memory is known."""
+
+    config: EngineConfig  # resolved
+    model: DecoderConfig
+    platform: str
+    num_devices: int
+    buckets: BucketTable
+    state: StateShape
+    kv_dtype: str
+    impl: str
+
+    @property
+    def page_size(self) -> int:
+        assert self.config.cache.page_size is not None  # resolved
+        return self.config.cache.page_size
+
+    @property
+    def stack_mode(self) -> StackMode:
+        """CPU copies slices of stacked arrays in each step; accelerators want few leaves."""
+        return "unrolled" if self.platform == "cpu" else "stacked"
+
+    @property
+    def limits(self) -> SchedulerLimits:
+        scheduler, updates = self.config.scheduler, self.state.groups * self.state.pages_per_row
+        assert scheduler.max_num_seqs is not None and scheduler.max_num_batched_tokens is not None
+        max_len = self.model.max_model_len
+        return SchedulerLimits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, max_len, updates)
+
+
+def make_shapes(config: EngineConfig, model: DecoderConfig, platform: str) -> Shapes:
+    """Fixes all static sizes; `model` is already expanded for the devices and has its final `max_model_len`.
+
+    Raises:
+        ConfigError: the options do not fit together or the attention implementation cannot run here.
+    """
+    config = config.resolve(platform)
+    scheduler, page_size = config.scheduler, config.cache.page_size
+    assert scheduler.max_num_seqs and scheduler.max_num_batched_tokens and page_size
+    buckets = make_buckets(platform, scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+    groups, pages_per_row = len(model.kv_groups), -(-model.max_model_len // page_size)
+    rows = max(buckets.row_counts)
+    new_pages = rows + -(-scheduler.max_num_batched_tokens // page_size)  # of running rows, in one step
+    state = StateShape(
+        groups=groups,
+        rows=rows + 1,
+        pages_per_row=pages_per_row,
+        max_page_updates=groups * (new_pages + pages_per_row),  # and of admitted prefixes
+    )
+    kv_dtype = model.dtype if config.cache.kv_cache_dtype == "auto" else config.cache.kv_cache_dtype
+    impl = config.compile.attention_impl
+    impl = choose_impl(platform)[0] if impl == "auto" else impl
+    return Shapes(config, model, platform, config.parallel.tensor_parallel_size, buckets, state, kv_dtype, impl)
+
+
+def abstract_params(shapes: Shapes, mesh: Mesh) -> Any:
+    """Returns the runtime tree of parameters as abstract sharded arrays."""
+    specs = stack_specs(param_specs(shapes.model), shapes.stack_mode)
+
+    def abstract(spec: ParamSpec) -> jax.ShapeDtypeStruct:
+        sharding = DEFAULT_RULES.sharding(mesh, spec.axes)
+        return jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype), sharding=sharding)
+
+    return jax.tree.map(abstract, specs, is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
+
+
+def describe_programs(shapes: Shapes, plan: CachePlan, mesh: Mesh) -> tuple[StepModel, ProgramInputs]:
+    """Returns the static side and the abstract arguments of all programs for pools of a planned size."""
+    pool_sharding = DEFAULT_RULES.sharding(mesh, KV_POOL_AXES)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    dtype = jnp.dtype(shapes.kv_dtype)
+    model = StepModel(shapes.model, plan.layout, shapes.page_size, mesh if mesh.size > 1 else None, shapes.impl)
+    inputs = ProgramInputs(
+        params=abstract_params(shapes, mesh),
+        cache=tuple(jax.ShapeDtypeStruct(shape, dtype, sharding=pool_sharding) for shape in plan.pool_shapes),
+        rows=row_state_specs(shapes.state, replicated),
+        state_shape=shapes.state,
+        replicated=replicated,
+    )
+    return model, inputs
+
+
+def plan_pools(shapes: Shapes, *, budget: int) -> CachePlan:
+    """Returns the KV pools for `budget` bytes per device, or for the pages that the options insist on."""
+    cache, scheduler = shapes.config.cache, shapes.config.scheduler
+    assert scheduler.max_num_batched_tokens is not None
+    return plan_cache(
+        shapes.model,
+        page_size=shapes.page_size,
+        kv_dtype=shapes.kv_dtype,
+        max_chunk=scheduler.max_num_batched_tokens,
+        num_devices=shapes.num_devices,
+        budget=budget if cache.kv_cache_memory_bytes is None else cache.kv_cache_memory_bytes,
+        max_sequences=scheduler.max_num_seqs if shapes.platform == "cpu" else None,
+        override=cache.num_kv_pages_override,
+    )
+
+
+def measure_use(shapes: Shapes, mesh: Mesh) -> DeviceUse:
+    """Compiles the programs that need most, against a small pool, and adds up what they say of themselves."""
+    scheduler = shapes.config.scheduler
+    assert scheduler.max_num_batched_tokens is not None
+    probe = plan_cache(
+        shapes.model,
+        page_size=shapes.page_size,
+        kv_dtype=shapes.kv_dtype,
+        max_chunk=scheduler.max_num_batched_tokens,
+        num_devices=shapes.num_devices,
+        budget=0,
+        override=_PROBE_PAGES,
+    )
+    model, inputs = describe_programs(shapes, probe, mesh)
+    rows = max(shapes.buckets.row_counts)
+    forward = compile_forward(model, inputs, shapes.buckets.largest)
+    samples = [compile_sample(model, inputs, rows, greedy) for greedy in (True, False)]
+    used = [program.memory_analysis() for program in (forward, *samples)]
+    num_rows = len(shapes.buckets.row_counts)
+    code = used[0].generated_code_size_in_bytes * len(shapes.buckets.buckets)
+    code += sum(use.generated_code_size_in_bytes for use in used[1:]) * num_rows
+    return _sum_use(shapes, max(use.temp_size_in_bytes for use in used), code)
+
+
+def estimate_use(shapes: Shapes) -> DeviceUse:
+    """Estimates the same by formula, for devices that are not here."""
+    model, bucket = shapes.model, shapes.buckets.largest
+    size = jnp.dtype(model.dtype).itemsize
+    width = (
+        2 * model.hidden_size
+        + (model.attention.num_heads + 2 * model.attention.num_kv_heads) * (model.attention.head_dim)
+        + 2 * model.mlp.intermediate_size
+    )
+    temporaries = 2 * bucket.tokens * width * size + 2 * bucket.rows * model.vocab_size * 4
+    num_programs = len(shapes.buckets.buckets) + 2 * len(shapes.buckets.row_counts)
+    return _sum_use(shapes, temporaries, num_programs * _CODE_PER_PROGRAM)
+
+
+def _sum_use(shapes: Shapes, temporaries: int, code: int) -> DeviceUse:
+    state = shapes.state
+    rows = 4 * state.rows * (2 + state.groups * state.pages_per_row)
+    packed = 4 * InputLayout(shapes.buckets.largest, state).size
+    logits = 4 * shapes.buckets.largest.rows * shapes.model.vocab_size
+    return DeviceUse(
+        params=params_bytes(param_specs(shapes.model), shapes.num_devices),
+        temporaries=temporaries,
+        code=code,
+        state=rows + 2 * (packed + logits),
+        reserve=_RESERVE,
+    )
+
+
+def start_runner(
+    shapes: Shapes, mesh: Mesh, params: Mapping[str, Any], progress: Progress | None = None
+) -> tuple[ModelRunner, CachePlan]:
+    """Plans memory, compiles and runs every program; `params` is the runtime tree.
+
+    Raises:
+        CapacityError: the device cannot hold one sequence of `max_model_len` tokens.
+    """
+    enable_persistent_cache(shapes.config.compile.cache_dir)
+    limit = device_memory_bytes(mesh.devices.flat[0])
+    use = None if limit is None else measure_use(shapes, mesh)
+    budget = cache_budget(limit, shapes.config.cache.device_memory_utilization, use)
+    plan = plan_pools(shapes, budget=budget)
+    model, inputs = describe_programs(shapes, plan, mesh)
+    threads = shapes.config.compile.compile_threads
+    programs = compile_programs(model, inputs, shapes.buckets, threads=threads, progress=progress)
+    runner = ModelRunner(
+        programs,
+        shapes.buckets,
+        params=params,
+        writer=WeightWriter(params, shapes.stack_mode),
+        state_specs=(inputs.cache, inputs.rows),
+        state_shape=shapes.state,
+        input_sharding=inputs.replicated,
+    )
+    runner.warm_up()
+    return runner, plan
+
+
+def page_groups(shapes: Shapes, plan: CachePlan) -> tuple[PageGroup, ...]:
+    """Returns the pools as the host manages them."""
+    groups = shapes.model.kv_groups
+    return tuple(PageGroup(pages, group.window) for pages, group in zip(plan.num_pages, groups, strict=True))

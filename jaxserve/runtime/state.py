@@ -1,0 +1,47 @@
+"""What lives on the device between steps and is always donated: the KV pools and the rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jaxserve.runtime.inputs import StateShape
+
+if TYPE_CHECKING:
+    from jax.sharding import Sharding
+
+KVCache = tuple[jax.Array, ...]  # pools [layers * num_pages, 2K, page_size, H]
+
+
+@flax.struct.dataclass
+class RowState:
+    """Everything else; positions, lengths and write slots are derived from it inside the programs."""
+
+    last_token: Int[Array, " R"]  # what each row sampled last
+    num_computed: Int[Array, " R"]
+    page_table: Int[Array, "G R M"]
+
+
+def row_state_specs(shape: StateShape, sharding: Sharding) -> RowState:
+    """Returns the abstract values of the rows."""
+
+    def spec(*dims: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, jnp.int32, sharding=sharding)
+
+    return RowState(
+        last_token=spec(shape.rows),
+        num_computed=spec(shape.rows),
+        page_table=spec(shape.groups, shape.rows, shape.pages_per_row),
+    )
+
+
+def make_zeros(specs: tuple[KVCache, RowState]) -> tuple[KVCache, RowState]:
+    """Returns zeroed state on the device, each array made where it will lie.
+
+    Zeroed, because a masked page slot is still read: uninitialised memory could hold NaN.
+    """
+    return jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype, device=spec.sharding), specs)

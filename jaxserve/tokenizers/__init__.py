@@ -1,0 +1,13 @@
+"""Text to token ids and back, incremental detokenizing, and chat templates.
+
+Host-only: nothing here imports jax, and the tokenizer libraries and jinja2 are imported when a tokenizer is loaded or
+a template is rendered, so that this package costs nothing to import.
+"""
+
+from __future__ import annotations
+
+from jaxserve.tokenizers.load import load_tokenizer
+from jaxserve.tokenizers.stream import DetokenizerStream
+from jaxserve.tokenizers.tokenizer import Tokenizer
+
+__all__ = ["DetokenizerStream", "Tokenizer", "load_tokenizer"]

@@ -1,0 +1,204 @@
+"""The small files that stand beside a tokenizer: `tokenizer_config.json` and its companions."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxserve.errors import TokenizerError, shorten
+
+MAX_VOCAB_SIZE = 2**22  # tables by token id are allocated to the largest id: a wild id must not fill the memory
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, slots=True)
+class AddedTokenEntry:
+    """A token that stands beside the trained vocabulary. `lstrip` and `rstrip`: it swallows the blanks there."""
+
+    token_id: int
+    text: str
+    special: bool
+    lstrip: bool = False
+    rstrip: bool = False
+    normalized: bool = False
+    single_word: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerMetadata:
+    """What the files beside a tokenizer say about it; None or empty: they do not say."""
+
+    named_tokens: dict[str, str]  # "bos_token" to "<s>", ...
+    extra_special: tuple[str, ...]  # further texts that are special tokens
+    added_tokens: tuple[AddedTokenEntry, ...]  # by id
+    tokenizer_class: str | None  # of transformers
+    add_bos: bool | None
+    add_eos: bool | None
+    legacy: bool  # sentencepiece: text after a special token starts with a space of its own
+    chat_template: str | None
+    eos_token_ids: tuple[int, ...]  # generation_config.json's, else config.json's
+
+
+def read_metadata(directory: Path) -> TokenizerMetadata:
+    """Reads the files beside a tokenizer; each of them may be absent.
+
+    Raises:
+        TokenizerError: one of them is malformed; the message names the file and the key.
+    """
+    config = read_json(directory / "tokenizer_config.json") or {}
+    token_map = read_json(directory / "special_tokens_map.json") or {}
+    named: dict[str, str] = {}
+    for name in NAMED_TOKENS:
+        text = _read_string(config[name] if name in config else token_map.get(name), name)
+        if text:
+            named[name] = text
+    return TokenizerMetadata(
+        named_tokens=named,
+        extra_special=_read_extra_special(config) or _read_extra_special(token_map),
+        added_tokens=_read_added_tokens(directory, config),
+        tokenizer_class=_read_string(config.get("tokenizer_class"), "tokenizer_class"),
+        add_bos=_read_flag(config, "add_bos_token"),
+        add_eos=_read_flag(config, "add_eos_token"),
+        legacy=_read_flag(config, "legacy") or False,
+        chat_template=_read_chat_template(directory, config),
+        eos_token_ids=_read_eos_token_ids(directory),
+    )
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Returns the object in a JSON file, None when there is no such file.
+
+    Raises:
+        TokenizerError: the file is unreadable, is not JSON, or holds no object.
+    """
+    text = read_text(path)
+    return None if text is None else parse_json(text, path)
+
+
+def read_text(path: Path) -> str | None:
+    """Returns a UTF-8 file's text, None when there is no such file.
+
+    Raises:
+        TokenizerError: the file is unreadable or not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(f"cannot read {path}: {error}", field=path.name, value=str(path)) from error
+
+
+def parse_json(text: str, path: Path) -> dict[str, Any]:
+    """Returns the object that a JSON file's text holds; `path` is named in the error.
+
+    Raises:
+        TokenizerError: the text is not JSON or holds no object.
+    """
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise TokenizerError(
+            f"{path} is not valid JSON ({error}); it may be truncated: copy it again from the checkpoint",
+            field=path.name,
+            value=str(path),
+        ) from error
+    if not isinstance(value, dict):
+        raise TokenizerError(f"{path} must hold a JSON object", field=path.name, value=str(path))
+    return value
+
+
+def _read_string(value: Any, name: str) -> str | None:
+    """Reads a text; a token is also given as an object with `content`."""
+    text = value.get("content") if isinstance(value, dict) else value
+    if text is None or isinstance(text, str):
+        return text
+    raise TokenizerError(f"must be a string or an object with 'content', got {shorten(value)}", field=name, value=value)
+
+
+def _read_extra_special(config: dict[str, Any]) -> tuple[str, ...]:
+    texts: list[str] = []
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        entries = config.get(name) or []
+        if isinstance(entries, dict):  # name to token
+            entries = list(entries.values())
+        if not isinstance(entries, list):
+            raise TokenizerError(f"must be a list, got {shorten(entries)}", field=name, value=entries)
+        texts += [text for entry in entries if (text := _read_string(entry, name))]
+    return tuple(dict.fromkeys(texts))
+
+
+def _read_added_tokens(directory: Path, config: dict[str, Any]) -> tuple[AddedTokenEntry, ...]:
+    """Of `added_tokens_decoder`, else of `added_tokens.json`, whose tokens count as special: it does not say."""
+    name = "added_tokens_decoder"
+    decoder = config.get(name)
+    if decoder is None:
+        name = "added_tokens.json"
+        plain = read_json(directory / name) or {}
+        decoder = {token_id: {"content": text, "special": True} for text, token_id in plain.items()}
+    if not isinstance(decoder, dict):
+        raise TokenizerError(f"must be an object, got {shorten(decoder)}", field=name, value=decoder)
+    entries: dict[int, AddedTokenEntry] = {}
+    for key, value in decoder.items():
+        token_id = _read_token_id(key, name)
+        text = _read_string(value, name)
+        if not text or token_id in entries:
+            raise TokenizerError(
+                f"token {token_id} needs one text that is not empty, got {shorten(value)}", field=name, value=value
+            )
+        options = value if isinstance(value, dict) else {}
+        flags = {
+            flag: options.get(flag) is True for flag in ("special", "lstrip", "rstrip", "normalized", "single_word")
+        }
+        entries[token_id] = AddedTokenEntry(token_id, text, **flags)
+    return tuple(entries[token_id] for token_id in sorted(entries))
+
+
+def _read_token_id(value: Any, name: str) -> int:
+    if isinstance(value, str) and value.isdecimal() and len(value) < 12:
+        value = int(value)
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MAX_VOCAB_SIZE:
+        return value
+    raise TokenizerError(
+        f"token ids must be integers from 0 to {MAX_VOCAB_SIZE - 1}, got {shorten(value)}", field=name, value=value
+    )
+
+
+def _read_flag(config: dict[str, Any], name: str) -> bool | None:
+    value = config.get(name)
+    if value is None or isinstance(value, bool):
+        return value
+    raise TokenizerError(f"must be true or false, got {shorten(value)}", field=name, value=value)
+
+
+def _read_chat_template(directory: Path, config: dict[str, Any]) -> str | None:
+    """Of `chat_template.jinja`, else of `tokenizer_config.json`: a string, or a list of named templates."""
+    from_file = read_text(directory / "chat_template.jinja")
+    if from_file is not None:
+        return from_file
+    value = config.get("chat_template")
+    if value is None or isinstance(value, str):
+        return value
+    try:
+        named = {entry["name"]: entry["template"] for entry in value}
+        template = named.get("default")
+    except (TypeError, KeyError):
+        template = value
+    if template is None or isinstance(template, str):
+        return template
+    raise TokenizerError(
+        "must be a string or a list of objects with 'name' and 'template'", field="chat_template", value=value
+    )
+
+
+def _read_eos_token_ids(directory: Path) -> tuple[int, ...]:
+    config = read_json(directory / "generation_config.json")
+    if config is None:  # a model without one generates by its config.json
+        config = read_json(directory / "config.json") or {}
+    value = config.get("eos_token_id")
+    if value is None:
+        return ()
+    ids = value if isinstance(value, list) else [value]
+    return tuple(_read_token_id(token_id, "eos_token_id") for token_id in ids)

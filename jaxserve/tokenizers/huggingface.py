@@ -1,0 +1,263 @@
+"""`tokenizer.json` files, through the `tokenizers` library."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from jaxserve.errors import InvalidRequestError, TokenizerError
+from jaxserve.tokenizers.decoders import make_piece_table
+from jaxserve.tokenizers.files import (
+    MAX_VOCAB_SIZE,
+    AddedTokenEntry,
+    TokenizerMetadata,
+    parse_json,
+    read_metadata,
+    read_text,
+)
+from jaxserve.tokenizers.stream import DetokenizerStream
+from jaxserve.tokenizers.tokenizer import compile_special_pattern, require_text, require_token_ids
+
+if TYPE_CHECKING:
+    import tokenizers
+
+# transformers' classes that go by add_bos_token and add_eos_token. For all others, and without those keys, the
+# post-processor of tokenizer.json decides.
+_FLAG_CLASSES = frozenset({"LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer"})
+
+
+def load_huggingface(path: Path) -> HuggingFaceTokenizer:
+    """Loads a `tokenizer.json` and the JSON files beside it.
+
+    Raises:
+        TokenizerError: a file is missing, truncated or malformed, or they contradict each other.
+    """
+    from tokenizers import Tokenizer
+
+    text = read_text(path)
+    if text is None:
+        raise TokenizerError(f"{path} does not exist", field=path.name, value=str(path))
+    content = parse_json(text, path)
+    try:
+        library = Tokenizer.from_str(text)
+    except Exception as error:  # the library raises bare `Exception`
+        raise TokenizerError(
+            f"{path} is not a tokenizer that `tokenizers` can read ({error}); save it again with the newest "
+            "transformers, or upgrade the `tokenizers` package",
+            field=path.name,
+            value=str(path),
+        ) from error
+    library.no_truncation()  # saved settings of a training run, which transformers ignores as well
+    library.no_padding()
+    metadata = read_metadata(path.parent)
+    _complete_added_tokens(library, content, metadata, path)
+    return HuggingFaceTokenizer(library, metadata, path)
+
+
+@final
+class HuggingFaceTokenizer:
+    """A `Tokenizer` over the `tokenizers` library. Ids are those of transformers' fast tokenizer for the same files."""
+
+    def __init__(self, library: tokenizers.Tokenizer, metadata: TokenizerMetadata, path: Path) -> None:
+        self._with_special = library
+        self._plain = _copy_without_special(library)
+        self.vocab_size = _get_vocab_size(library, path)
+        self.special_tokens = _read_special_tokens(library, metadata)
+        self.special_ids = frozenset(self.special_tokens.values())
+        self.special_pattern: re.Pattern[str] = compile_special_pattern(self.special_tokens)
+        self.chat_template = metadata.chat_template
+        self._prefix, self._suffix = _read_affixes(library, metadata, path)
+        self.named_tokens = dict(metadata.named_tokens)
+        if "bos_token" not in self.named_tokens and len(self._prefix) == 1:  # a tokenizer.json on its own
+            self.named_tokens["bos_token"] = library.id_to_token(self._prefix[0])
+        self.bos_token_id = self._get_named_id("bos_token")
+        eos = self._get_named_id("eos_token")
+        self.eos_token_ids = tuple(dict.fromkeys([*([] if eos is None else [eos]), *metadata.eos_token_ids]))
+        self._never_from_text = self.special_ids - {self._get_named_id("unk_token")}
+        self._decoder = json.loads(library.decoder.__getstate__()) if library.decoder else None
+        texts = map(library.id_to_token, range(self.vocab_size))
+        self._table = make_piece_table(texts, self.special_ids, self._decoder)
+
+    def encode(
+        self, text: str, add_special_tokens: bool = True, *, allow_special: bool = False, escape: str = ""
+    ) -> list[int]:
+        """See `Tokenizer.encode`.
+
+        An escaped special token splits the text: blanks that the special tokens beside it would swallow (`rstrip`)
+        then stay.
+        """
+        require_text(text, "prompt")
+        if not allow_special:
+            ids = self._encode_plain(text)
+        elif escape and escape in text:
+            ids = self._encode_escaped(text, escape)
+        else:
+            ids = self._with_special.encode(text, add_special_tokens=False).ids
+        return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """See `Tokenizer.decode`.
+
+        Equal to the library's, but for a run of byte pieces (`<0xE2>`) that is not UTF-8: the library shows all of
+        its bytes as U+FFFD, also those of whole characters, which could then never be streamed.
+        """
+        require_token_ids(ids)
+        if self._table is None:
+            return self._with_special.decode(
+                [token_id for token_id in ids if token_id < self.vocab_size], skip_special_tokens
+            )
+        stream = self.new_stream(skip_special_tokens)
+        return stream.push_many(ids) + stream.flush()
+
+    def new_stream(self, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()) -> DetokenizerStream:
+        """See `Tokenizer.new_stream`."""
+        if self._table is None:
+            raise TokenizerError(
+                "text cannot be streamed through this decoder; ByteLevel, Metaspace and Replace/ByteFallback/Fuse/"
+                "Strip can. Use detokenize=False",
+                field="decoder",
+                value=self._decoder,
+            )
+        return DetokenizerStream(self._table, skip_special_tokens=skip_special_tokens, prompt_ids=prompt_ids)
+
+    def _encode_plain(self, text: str) -> list[int]:
+        ids = self._plain.encode(text, add_special_tokens=False).ids
+        if not self._never_from_text.isdisjoint(ids):  # a vocabulary that holds the special texts as plain pieces
+            found = next(token_id for token_id in ids if token_id in self._never_from_text)
+            token = self._plain.id_to_token(found)
+            raise InvalidRequestError(
+                f"spells the special token {token!r}, which this tokenizer cannot keep as plain text",
+                field="prompt",
+                value=token,
+            )
+        return ids
+
+    def _encode_escaped(self, text: str, escape: str) -> list[int]:
+        ids: list[int] = []
+        start = 0
+        for match in self.special_pattern.finditer(text):
+            ids += self._encode_plain(text[start : match.start()].replace(escape, ""))
+            ids.append(self.special_tokens[match[0]])
+            start = match.end()
+        return ids + self._encode_plain(text[start:].replace(escape, ""))
+
+    def _get_named_id(self, name: str) -> int | None:
+        text = self.named_tokens.get(name)
+        return None if text is None else self._with_special.token_to_id(text)
+
+
+def _complete_added_tokens(
+    library: tokenizers.Tokenizer, content: dict[str, Any], metadata: TokenizerMetadata, path: Path
+) -> None:
+    """Adds the tokens that only the other files name, and marks the named ones as special, as transformers does."""
+    from tokenizers import AddedToken
+
+    for entry in metadata.added_tokens:
+        if library.token_to_id(entry.text) is None:
+            _add_token(library, entry)
+    listed = {token["content"]: token["id"] for token in content.get("added_tokens") or []}
+    for text, token_id in {**listed, **{e.text: e.token_id for e in metadata.added_tokens}}.items():
+        actual = library.token_to_id(text)
+        if actual != token_id:
+            raise TokenizerError(
+                f"{path} and the files beside it give the added token {text!r} the id {token_id}, but by its place in "
+                f"the vocabulary it has {actual}; save the tokenizer again with transformers",
+                field=path.name,
+                value=token_id,
+            )
+    known = library.get_added_tokens_decoder()
+    for text in dict.fromkeys([*metadata.named_tokens.values(), *metadata.extra_special]):
+        token_id = library.token_to_id(text)
+        if token_id is None:  # a name without a token, such as a default pad_token: nothing can produce it
+            continue
+        token = known.get(token_id) or AddedToken(text, normalized=False)
+        if not token.special:
+            token.special = True
+            library.add_special_tokens([token])
+
+
+def _add_token(library: tokenizers.Tokenizer, entry: AddedTokenEntry) -> None:
+    from tokenizers import AddedToken
+
+    token = AddedToken(
+        entry.text,
+        special=entry.special,
+        lstrip=entry.lstrip,
+        rstrip=entry.rstrip,
+        normalized=entry.normalized,
+        single_word=entry.single_word,
+    )
+    (library.add_special_tokens if entry.special else library.add_tokens)([token])
+
+
+def _copy_without_special(library: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """Returns a tokenizer over the same vocabulary (shared, not copied) for which special tokens are plain text.
+
+    The library has a switch for that, but it is state of the tokenizer: threads that encode prompts and chats at the
+    same time would race for it.
+    """
+    from tokenizers import Tokenizer
+
+    plain = Tokenizer(library.model)
+    plain.normalizer = library.normalizer
+    plain.pre_tokenizer = library.pre_tokenizer
+    for _, token in sorted(library.get_added_tokens_decoder().items()):
+        (plain.add_special_tokens if token.special else plain.add_tokens)([token])
+    plain.encode_special_tokens = True
+    return plain
+
+
+def _get_vocab_size(library: tokenizers.Tokenizer, path: Path) -> int:
+    largest = max(library.get_vocab(with_added_tokens=True).values(), default=-1)
+    if not 0 <= largest < MAX_VOCAB_SIZE:
+        raise TokenizerError(
+            f"{path}: the largest token id is {largest}; 0 to {MAX_VOCAB_SIZE - 1} are possible",
+            field=path.name,
+            value=largest,
+        )
+    return largest + 1
+
+
+def _read_special_tokens(library: tokenizers.Tokenizer, metadata: TokenizerMetadata) -> dict[str, int]:
+    special = {
+        token.content: token_id
+        for token_id, token in sorted(library.get_added_tokens_decoder().items())
+        if token.special
+    }
+    for text in [*metadata.named_tokens.values(), *metadata.extra_special]:
+        token_id = library.token_to_id(text)
+        if token_id is not None:
+            special[text] = token_id
+    return special
+
+
+def _read_affixes(
+    library: tokenizers.Tokenizer, metadata: TokenizerMetadata, path: Path
+) -> tuple[list[int], list[int]]:
+    """Returns the ids that stand before and after an encoded text."""
+    encoding = library.encode("a", add_special_tokens=True)
+    from_text = [at for at, sequence in enumerate(encoding.sequence_ids) if sequence is not None]
+    first, last = (from_text[0], from_text[-1]) if from_text else (len(encoding.ids), len(encoding.ids))
+    prefix, suffix = encoding.ids[:first], encoding.ids[last + 1 :]
+    if (metadata.tokenizer_class or "").removesuffix("Fast") not in _FLAG_CLASSES:
+        return prefix, suffix
+    if metadata.add_bos is not None:
+        prefix = _find_named(library, metadata, "bos_token", path) if metadata.add_bos else []
+    if metadata.add_eos is not None:
+        suffix = _find_named(library, metadata, "eos_token", path) if metadata.add_eos else []
+    return prefix, suffix
+
+
+def _find_named(library: tokenizers.Tokenizer, metadata: TokenizerMetadata, name: str, path: Path) -> list[int]:
+    text = metadata.named_tokens.get(name)
+    if text is None:  # asked for, but there is none: transformers adds nothing then
+        return []
+    token_id = library.token_to_id(text)
+    if token_id is None:
+        raise TokenizerError(
+            f"tokenizer_config.json asks for {name} {text!r}, which {path} does not hold", field=name, value=text
+        )
+    return [token_id]

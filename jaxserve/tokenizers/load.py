@@ -1,0 +1,59 @@
+"""Finds a checkpoint's tokenizer and loads it with the library it was made for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jaxserve.errors import TokenizerError
+from jaxserve.tokenizers.tokenizer import Tokenizer
+
+_WHAT_WORKS = "a tokenizer.json, or one sentencepiece .model file (tokenizer.model)"
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Loads the tokenizer of a checkpoint.
+
+    Args:
+        path: a checkpoint's directory (tokenizer.json is taken first, then tokenizer.model, then a single other
+            .model file), or one of these files itself. The JSON files beside it are read as well.
+
+    Raises:
+        TokenizerError: no tokenizer is there, or a file is missing, truncated or malformed; the message names the
+            file and what would work.
+    """
+    file = _find_tokenizer_file(Path(path))
+    if file.suffix == ".json":
+        from jaxserve.tokenizers.huggingface import load_huggingface
+
+        return load_huggingface(file)
+    from jaxserve.tokenizers.sentencepiece import load_sentencepiece
+
+    return load_sentencepiece(file)
+
+
+def _find_tokenizer_file(path: Path) -> Path:
+    if path.is_file():
+        if path.suffix in (".json", ".model"):
+            return path
+        raise TokenizerError(f"{path} is neither; give {_WHAT_WORKS}", field="tokenizer", value=str(path))
+    if not path.is_dir():
+        raise TokenizerError(
+            f"{path} does not exist; give a directory with {_WHAT_WORKS}", field="tokenizer", value=str(path)
+        )
+    for name in ("tokenizer.json", "tokenizer.model"):
+        if (path / name).is_file():
+            return path / name
+    models = sorted(path.glob("*.model"))
+    if len(models) == 1:
+        return models[0]
+    if models:
+        names = ", ".join(model.name for model in models)
+        raise TokenizerError(
+            f"{path} holds several .model files ({names}); give the path of one", field="tokenizer", value=str(path)
+        )
+    raise TokenizerError(
+        f"{path} holds no tokenizer; needed is {_WHAT_WORKS}. (vocab.json and merges.txt alone are not read: load and "
+        "save that tokenizer once with transformers, which writes tokenizer.json)",
+        field="tokenizer",
+        value=str(path),
+    )

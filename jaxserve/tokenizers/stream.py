@@ -1,0 +1,127 @@
+"""Incremental detokenizing over a table from token id to text.
+
+`tokenizers.decoders.DecodeStream` decodes a window of ids again for every token, and it raises once a byte that was
+already shown turns out to belong to an invalid run. A table has neither problem: what a token adds to the text depends
+on at most three bytes that came before it.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+EACH_BYTE = "jaxserve.each_byte"  # codec error handler: U+FFFD for each invalid byte
+
+
+def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeDecodeError):
+        raise error
+    return "\ufffd" * (error.end - error.start), error.end
+
+
+codecs.register_error(EACH_BYTE, _replace_each_byte)
+
+
+class Leading(Enum):
+    """What the first piece of a text loses; `Metaspace` and sentencepiece models put a space before the first word."""
+
+    KEEP = "keep"  # nothing
+    ONE_SPACE = "one space"
+    SPACES = "spaces"  # one space a piece until a piece leaves text
+    ALL_SPACES = "all spaces"  # every space in the first piece
+
+
+@dataclass(frozen=True, slots=True)
+class PieceTable:
+    """What each token id adds to a text.
+
+    A piece is a `str` when its text stands for itself, else `bytes`: part of a UTF-8 sequence.
+    """
+
+    pieces: list[str | bytes]  # by token id, special tokens as their text; "" for an id without a token
+    visible: list[str | bytes]  # the same with "" for special tokens
+    leading: Leading
+    errors: str  # codec error handler: "replace" (one U+FFFD per broken sequence) or EACH_BYTE
+
+
+class DetokenizerStream:
+    """Turns output token ids into text, token by token; constant work per token.
+
+    The pieces of text and `flush` joined are the decoded output. A prompt before the output decides whether the first
+    word keeps its space, and a character that the prompt began is completed by the output.
+    """
+
+    __slots__ = ("_at_start", "_clear", "_inherited", "_pending", "_pieces", "_table")
+
+    def __init__(self, table: PieceTable, *, skip_special_tokens: bool, prompt_ids: Sequence[int] = ()) -> None:
+        self._table = table
+        self._pieces = table.visible if skip_special_tokens else table.pieces
+        self._pending = self._find_open_bytes(prompt_ids)
+        self._inherited = bool(self._pending)  # the pending bytes are the prompt's alone
+        self._at_start = table.leading is not Leading.KEEP and not any(map(self._get_piece, prompt_ids))
+        self._clear = not (self._pending or self._at_start)  # the next piece, if a `str`, is text as it stands
+
+    def push(self, token_id: int) -> str:
+        """Returns the text that became certain with this token; "" while a character is incomplete.
+
+        `token_id` is at least 0; an id that is not in the vocabulary has no text.
+        """
+        try:
+            piece = self._pieces[token_id]
+        except IndexError:
+            return ""
+        if self._clear and type(piece) is str:
+            return piece
+        return self._push_at_edge(piece)
+
+    def push_many(self, token_ids: Sequence[int]) -> str:
+        """Returns the text that became certain with these tokens."""
+        push = self.push
+        return "".join([push(token_id) for token_id in token_ids])
+
+    def flush(self) -> str:
+        """Returns what is left at the end of the output: U+FFFD for a character that stayed incomplete."""
+        pending, self._pending = self._pending, b""
+        self._clear = not self._at_start
+        if self._inherited:
+            return ""
+        return codecs.utf_8_decode(pending, self._table.errors, True)[0]
+
+    def _push_at_edge(self, piece: str | bytes) -> str:
+        """`push` at the start of a text or inside a character."""
+        if not piece:
+            return ""
+        if self._at_start:
+            piece = self._trim_leading(piece)
+        data = piece.encode() if isinstance(piece, str) else piece
+        if self._inherited:
+            self._inherited = False
+            if data[0] & 0xC0 != 0x80:
+                self._pending = b""  # the prompt's last character was broken: that is no part of the output
+        data = self._pending + data
+        text, consumed = codecs.utf_8_decode(data, self._table.errors, False)
+        self._pending = data[consumed:]
+        self._clear = not (self._pending or self._at_start)
+        return text
+
+    def _trim_leading(self, piece: str | bytes) -> str | bytes:
+        leading = self._table.leading
+        if isinstance(piece, str):
+            piece = piece.replace(" ", "") if leading is Leading.ALL_SPACES else piece.removeprefix(" ")
+        self._at_start = leading is Leading.SPACES and not piece
+        return piece
+
+    def _get_piece(self, token_id: int) -> str | bytes:
+        return self._pieces[token_id] if 0 <= token_id < len(self._pieces) else ""
+
+    def _find_open_bytes(self, prompt_ids: Sequence[int]) -> bytes:
+        """Returns the bytes of a character that the prompt's last tokens began and did not finish: three at most."""
+        tail = b""
+        for token_id in reversed(prompt_ids[-4:]):
+            piece = self._get_piece(token_id)
+            if not isinstance(piece, bytes):
+                break
+            tail = piece + tail
+        return tail[codecs.utf_8_decode(tail, self._table.errors, False)[1] :]

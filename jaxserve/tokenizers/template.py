@@ -1,0 +1,124 @@
+"""Chat templates: Jinja that came with a downloaded model, rendered in a sandbox.
+
+A template may not reach Python's internals, files or the network, and its output is bounded. It can still burn
+processor time, so whoever serves strangers renders in a worker with a time limit.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from jaxserve.errors import InvalidRequestError, TokenizerError, shorten
+
+if TYPE_CHECKING:
+    from jinja2 import Environment, Template
+    from jinja2.parser import Parser
+    from jinja2.runtime import Context
+
+MAX_RENDERED_CHARS = 2**24
+_MAX_EXPONENT = 1024
+
+
+def render_template(template: str, messages: list[dict[str, str]], variables: Mapping[str, Any]) -> str:
+    """Returns the text that a template makes of messages.
+
+    Raises:
+        InvalidRequestError: the template refuses the messages, or the text is too long.
+        TokenizerError: the template is not valid Jinja, does what the sandbox forbids, or fails.
+    """
+    compiled = _compile(template)
+    chunks: list[str] = []
+    size = 0
+    try:
+        for chunk in compiled.generate(messages=messages, tools=None, documents=None, **variables):
+            chunks.append(chunk)
+            size += len(chunk)
+            if size > MAX_RENDERED_CHARS:
+                break
+    except _RefusedError as error:
+        raise InvalidRequestError(f"refused by the chat template: {error}", field="messages") from error
+    except Exception as error:  # a template is foreign code
+        raise TokenizerError(
+            f"the template failed on these messages: {type(error).__name__}: {shorten(str(error))}",
+            field="chat_template",
+        ) from error
+    if size > MAX_RENDERED_CHARS:
+        raise InvalidRequestError(
+            f"the rendered conversation is longer than {MAX_RENDERED_CHARS} characters", field="messages"
+        )
+    return "".join(chunks)
+
+
+class _RefusedError(Exception):
+    """The template called `raise_exception`."""
+
+
+def _raise_exception(message: object) -> None:
+    raise _RefusedError(shorten(str(message)))
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own `tojson` escapes for HTML; templates are written for transformers, whose filter does not."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+@functools.lru_cache(maxsize=16)
+def _compile(template: str) -> Template:
+    from jinja2 import TemplateError
+
+    try:
+        return _make_environment().from_string(template)
+    except (TemplateError, RecursionError, SyntaxError, ValueError) as error:
+        raise TokenizerError(
+            f"the template is not valid Jinja: {type(error).__name__}: {shorten(str(error))}", field="chat_template"
+        ) from error
+
+
+@functools.cache
+def _make_environment() -> Environment:
+    """Returns the environment that chat templates are written for, without a loader or a way to Python's internals."""
+    from jinja2 import ext, nodes
+    from jinja2.exceptions import SecurityError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class GenerationTag(ext.Extension):
+        """Renders the body of `{% generation %}`, which marks the assistant's text for training."""
+
+        tags = frozenset({"generation"})
+
+        def parse(self, parser: Parser) -> nodes.Scope:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body).set_lineno(line)
+
+    class ChatEnvironment(ImmutableSandboxedEnvironment):
+        intercepted_binops = frozenset({"*", "**"})
+
+        def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+            """Refuses results that would fill the memory: "a" * 10**10."""
+            for value, times in ((left, right), (right, left)) if operator == "*" else ():
+                size = len(value) * times if isinstance(value, str | list | tuple) else 0
+                if size > MAX_RENDERED_CHARS:
+                    raise SecurityError(f"a sequence of {size} elements")
+            if operator == "**" and abs(right) > _MAX_EXPONENT:
+                raise SecurityError(f"an exponent of {right}")
+            return super().call_binop(context, operator, left, right)
+
+    environment = ChatEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, ext.loopcontrols])
+    environment.filters["tojson"] = _to_json
+    del environment.globals["lipsum"]
+    environment.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": lambda form: datetime.now().strftime(form),
+    }
+    return environment

@@ -1,0 +1,66 @@
+"""JSON objects from files that nobody vouches for: strict, and every failure is a ValueError with a plain reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jaxserve.errors import ConfigError, shorten
+
+
+def parse_json_object(data: bytes) -> dict[str, Any]:
+    """Returns the JSON object in `data` (UTF-8).
+
+    Raises ValueError for anything else: bad UTF-8 or JSON, another kind of value, nesting too deep to parse, or an
+    object at any depth that holds one key twice (the parser would silently keep the last).
+    """
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_reject_doubled_keys)
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8 text (byte {error.start})") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is not JSON: {error.msg} at line {error.lineno} column {error.colno}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"holds a {type(value).__name__} where an object is expected")
+    return value
+
+
+def read_hf_config(path: Path) -> dict[str, Any]:
+    """Returns the `config.json` of the checkpoint directory `path` as it stands, unchecked beyond being an object.
+
+    Raises ConfigError naming the file when it is absent, unreadable or malformed.
+    """
+    file = path / "config.json"
+    if not file.exists():
+        raise ConfigError(f"there is no config.json in {path}; it is part of every checkpoint", field=str(file))
+    return _read_config_file(file)
+
+
+def read_generation_config(path: Path) -> dict[str, Any]:
+    """Returns `generation_config.json` of the directory `path`, or {} where there is none.
+
+    Raises ConfigError naming the file when it is unreadable or malformed.
+    """
+    file = path / "generation_config.json"
+    return _read_config_file(file) if file.exists() else {}
+
+
+def _read_config_file(file: Path) -> dict[str, Any]:
+    try:
+        return parse_json_object(file.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}", field=str(file)) from error
+    except ValueError as error:
+        raise ConfigError(str(error), field=str(file)) from error
+
+
+def _reject_doubled_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
+        seen: set[str] = set()
+        doubled = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"holds the key {shorten(doubled)} twice")
+    return entries

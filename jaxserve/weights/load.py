@@ -1,0 +1,150 @@
+"""Streaming a safetensors checkpoint into sharded device arrays, one parameter at a time."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxserve.errors import WeightsError
+from jaxserve.models.base import ParamSpec, WeightSource
+from jaxserve.sharding import AxisRules
+from jaxserve.weights.paths import count_bytes, flatten_specs, unflatten
+from jaxserve.weights.place import cast_host, place_host
+from jaxserve.weights.reader import LOADABLE_DTYPES, SafetensorsCheckpoint, list_names, open_checkpoint
+
+Progress = Callable[[int, int], None]  # (bytes done, bytes in all), counted in the dtype of the parameters
+
+
+def load_safetensors(
+    path: Path,
+    specs: Any,
+    sources: Mapping[str, WeightSource],
+    ignored: tuple[str, ...] = (),
+    *,
+    mesh: Mesh,
+    rules: AxisRules,
+    progress: Progress | None = None,
+) -> Any:
+    """Returns the canonical tree of `specs` with its parameters, sharded over `mesh`, from the checkpoint at `path`.
+
+    `sources` tells by dotted path which tensors make a parameter; tensors whose whole name matches a pattern of
+    `ignored` may be there and are not read. F32, BF16 and F16 tensors are cast to the dtype of the spec.
+
+    Host memory: files are mapped and read through the page cache. Beside that, buffers exist for one parameter at a
+    time and take at most twice its bytes (three times where float32 is narrowed to 16 bits); JAX's own transfer may
+    stage one copy more. On CPU the parameters themselves are host memory, too.
+
+    Raises WeightsError, before anything is put on a device, when a file is missing or corrupt, or when the checkpoint
+    does not hold exactly the expected tensors in the expected shapes and loadable dtypes; while loading when float16
+    cannot hold a value.
+    """
+    stream = stream_safetensors(path, specs, sources, ignored, mesh=mesh, rules=rules, progress=progress)
+    return unflatten(specs, dict(stream))
+
+
+def stream_safetensors(
+    path: Path,
+    specs: Any,
+    sources: Mapping[str, WeightSource],
+    ignored: tuple[str, ...] = (),
+    *,
+    mesh: Mesh,
+    rules: AxisRules,
+    progress: Progress | None = None,
+) -> Iterator[tuple[str, jax.Array]]:
+    """Yields (dotted path, array) of each parameter that `load_safetensors` would return, each ready on its devices.
+
+    For callers that keep another tree than the canonical one, and must not hold the model twice. The files and tensors
+    are checked when the first item is asked for.
+    """
+    flat, _ = flatten_specs(specs)
+    checkpoint = open_checkpoint(path)
+    check_tensors(checkpoint, flat, sources, ignored)
+    total, done = sum(map(count_bytes, flat.values())), 0
+    if progress is not None:
+        progress(done, total)
+    names = list(flat)
+    for name, following in zip(names, [*names[1:], None], strict=True):
+        spec, source = flat[name], sources[name]
+        if following is not None:
+            _for_each(sources[following], checkpoint.prefetch)
+        array = place_host(_build_host(checkpoint, name, spec, source), rules.sharding(mesh, spec.axes))
+        array.block_until_ready()  # the transfer may still read the host buffers
+        _for_each(source, checkpoint.release)
+        done += count_bytes(spec)
+        if progress is not None:
+            progress(done, total)
+        yield name, array
+
+
+def check_tensors(
+    checkpoint: SafetensorsCheckpoint,
+    specs: Mapping[str, ParamSpec],
+    sources: Mapping[str, WeightSource],
+    ignored: tuple[str, ...] = (),
+) -> None:
+    """Checks names, shapes and dtypes of all tensors against what the parameters (by dotted path) need.
+
+    Raises WeightsError naming the first few tensors that are missing, have no place, are wanted by two parameters, or
+    have another shape or a dtype that cannot be loaded.
+    """
+    if specs.keys() != sources.keys():
+        odd = sorted(specs.keys() ^ sources.keys())
+        raise WeightsError(f"parameters and their sources disagree: {list_names(odd)}", field="sources")
+    wanted = [name for source in sources.values() for name in source.names]
+    doubled = sorted(name for name, count in Counter(wanted).items() if count > 1)
+    if doubled:
+        raise WeightsError(f"{len(doubled)} tensors are mapped twice: {list_names(doubled)}", field="sources")
+    patterns = [re.compile(pattern) for pattern in ignored]
+    missing = sorted(set(wanted) - checkpoint.names)
+    unmapped = sorted(
+        name for name in checkpoint.names.difference(wanted) if not any(pattern.fullmatch(name) for pattern in patterns)
+    )
+    complaints = []
+    if missing:
+        complaints.append(f"lacks {len(missing)} of {len(wanted)} tensors: {list_names(missing)}")
+    if unmapped:
+        complaints.append(f"holds {len(unmapped)} tensors the model has no place for: {list_names(unmapped)}")
+    if complaints:
+        raise WeightsError("the checkpoint " + ", and ".join(complaints), field=str(checkpoint.path))
+    for source in sources.values():
+        for name, shape in zip(source.names, source.shapes, strict=True):
+            _check_tensor(checkpoint, name, shape)
+
+
+def _check_tensor(checkpoint: SafetensorsCheckpoint, name: str, shape: tuple[int, ...]) -> None:
+    found, dtype = checkpoint.shape(name), checkpoint.dtype_name(name)
+    if found != shape:
+        raise WeightsError(f"has shape {found}, the model's config needs {shape}", field=name, value=found)
+    if dtype not in LOADABLE_DTYPES:
+        loadable = ", ".join(sorted(LOADABLE_DTYPES))
+        raise WeightsError(f"is stored as {dtype}; only {loadable} can be loaded", field=name, value=dtype)
+
+
+def _build_host(checkpoint: SafetensorsCheckpoint, name: str, spec: ParamSpec, source: WeightSource) -> np.ndarray:
+    """Returns one parameter in the shape and dtype of its spec, as a view of the mapped file where that is possible."""
+    tensors = [checkpoint.read(tensor) for tensor in source.names]
+    width = jnp.dtype(spec.dtype).itemsize
+    if len({tensor.dtype for tensor in tensors}) > 1 or tensors[0].dtype.itemsize > width:
+        # `build` needs one dtype; and narrowing first keeps its temporaries at the smaller size
+        tensors = [
+            cast_host(tensor, spec.dtype, name=tensor_name)
+            for tensor, tensor_name in zip(tensors, source.names, strict=True)
+        ]
+    value = source.build(*tensors)
+    if value.shape != spec.shape:
+        raise WeightsError(f"built as {value.shape}, the model needs {spec.shape}", field=name, value=value.shape)
+    return cast_host(value, spec.dtype, name=source.names[0])
+
+
+def _for_each(source: WeightSource, action: Callable[[str], None]) -> None:
+    for name in source.names:
+        action(name)

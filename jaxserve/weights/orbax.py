@@ -1,0 +1,102 @@
+"""Canonical parameters as an Orbax checkpoint: what is converted once restores fast, onto any mesh.
+
+`path/config.json` is the model's config as Hugging Face writes it, `path/params/` the tree. A directory with the
+folder `params` is complete: Orbax writes elsewhere and renames.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxserve.errors import WeightsError
+from jaxserve.sharding import AxisRules
+from jaxserve.weights.paths import flatten_specs, unflatten
+from jaxserve.weights.reader import list_names
+
+PARAMS_FOLDER = "params"
+_FLOATS = ("bfloat16", "float16", "float32")
+
+
+def save_params(path: Path, params: Any, hf_config: Mapping[str, Any]) -> None:
+    """Writes the canonical tree `params` and `hf_config` into the directory `path`, made where it does not exist.
+
+    Returns when everything is on disk. Raises WeightsError when `path` already holds parameters or cannot be written.
+    """
+    import orbax.checkpoint as ocp
+
+    folder = path.resolve() / PARAMS_FOLDER
+    if folder.exists():
+        raise WeightsError("already exists; choose another directory, or remove it first", field=str(folder))
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if jax.process_index() == 0:
+            (path / "config.json").write_text(json.dumps(dict(hf_config), indent=2) + "\n", encoding="utf-8")
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(folder, params)
+            checkpointer.wait_until_finished()
+    except OSError as error:
+        raise WeightsError(f"cannot be written: {error}", field=str(path)) from error
+
+
+def restore_params(path: Path, specs: Any, *, mesh: Mesh, rules: AxisRules) -> Any:
+    """Returns the canonical tree of `specs` from the Orbax checkpoint in the directory `path`, sharded over `mesh`.
+
+    The mesh may differ from the one that saved; each device reads its own shards. Parameters are cast to the dtype of
+    their spec while reading. Raises WeightsError when there is no checkpoint, when it holds other parameters or shapes
+    than `specs` (named), or when its data is damaged.
+    """
+    import orbax.checkpoint as ocp
+
+    folder = path.resolve() / PARAMS_FOLDER
+    if not (folder / "_METADATA").is_file():
+        raise WeightsError("there is no Orbax checkpoint here", field=str(folder))
+    flat, _ = flatten_specs(specs)
+    targets = {
+        name: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype), sharding=rules.sharding(mesh, spec.axes))
+        for name, spec in flat.items()
+    }
+    with ocp.StandardCheckpointer() as checkpointer:
+        _check_stored(_read_metadata(checkpointer, folder), targets, str(folder))
+        try:
+            return checkpointer.restore(folder, unflatten(specs, targets))
+        except Exception as error:  # Orbax has no error type of its own: damaged files surface as almost anything
+            raise WeightsError(f"damaged checkpoint: {_reason(error)}", field=str(folder)) from error
+
+
+def _read_metadata(checkpointer: Any, folder: Path) -> dict[str, Any]:
+    """Returns the stored arrays' metadata (`shape`, `dtype`) by dotted path."""
+    try:
+        metadata = checkpointer.metadata(folder).item_metadata
+    except Exception as error:  # as above; most damage gives None instead
+        raise WeightsError(f"damaged checkpoint: {_reason(error)}", field=str(folder)) from error
+    if metadata is None:
+        raise WeightsError("damaged checkpoint: its index of arrays cannot be read", field=str(folder))
+    leaves, _ = jax.tree_util.tree_flatten_with_path(metadata.tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def _check_stored(found: Mapping[str, Any], targets: Mapping[str, jax.ShapeDtypeStruct], folder: str) -> None:
+    missing, unmapped = sorted(targets.keys() - found.keys()), sorted(found.keys() - targets.keys())
+    if missing or unmapped:
+        parts = [f"lacks {list_names(missing)}"] * bool(missing)
+        parts += [f"holds {list_names(unmapped)}, which the model has no place for"] * bool(unmapped)
+        raise WeightsError("the checkpoint " + ", and ".join(parts), field=folder)
+    for name, target in targets.items():
+        shape, dtype = tuple(found[name].shape), str(found[name].dtype)
+        if shape != target.shape:
+            raise WeightsError(f"has shape {shape}, the model's config needs {target.shape}", field=name, value=shape)
+        if dtype not in _FLOATS:
+            raise WeightsError(
+                f"is stored as {dtype}; only {', '.join(_FLOATS)} can be loaded", field=name, value=dtype
+            )
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no details'])[0][:200]}"

@@ -1,0 +1,174 @@
+"""Tensors of a safetensors checkpoint as views of memory-mapped files: opening reads headers only."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from jaxserve.errors import WeightsError, shorten
+from jaxserve.weights.header import TensorEntry, parse_header
+from jaxserve.weights.json_files import parse_json_object
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+LOADABLE_DTYPES: Mapping[str, np.dtype] = {
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype(np.float16),
+    "F32": np.dtype(np.float32),
+}
+
+
+@dataclass(frozen=True)
+class _Location:
+    entry: TensorEntry
+    file: str
+    data: mmap.mmap
+
+
+class SafetensorsCheckpoint:
+    """All tensors of one checkpoint by name. The files stay mapped as long as this object or a view of it lives."""
+
+    def __init__(self, path: Path, locations: Mapping[str, _Location]) -> None:
+        self.path = path
+        self._locations = locations
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all tensors."""
+        return frozenset(self._locations)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of the tensor as stored; KeyError for an unknown name."""
+        return self._locations[name].entry.shape
+
+    def dtype_name(self, name: str) -> str:
+        """The format's name of the stored element type, such as "BF16"."""
+        return self._locations[name].entry.dtype
+
+    def read(self, name: str) -> np.ndarray:
+        """Returns the tensor as a read-only view of the mapped file: no bytes are copied, or read before they are used.
+
+        The dtype must be one of LOADABLE_DTYPES (KeyError otherwise). The view may be unaligned.
+        """
+        location = self._locations[name]
+        entry, dtype = location.entry, LOADABLE_DTYPES[location.entry.dtype]
+        count = (entry.end - entry.start) // dtype.itemsize
+        if count == 0:
+            return np.empty(entry.shape, dtype)
+        return np.frombuffer(location.data, dtype, count, offset=entry.start).reshape(entry.shape)
+
+    def prefetch(self, name: str) -> None:
+        """Asks the system to read the tensor's bytes from disk soon. A hint: views stay valid whatever comes of it."""
+        self._advise(name, "MADV_WILLNEED")
+
+    def release(self, name: str) -> None:
+        """Tells the system that the tensor's bytes are not needed soon, so that they leave this process's memory."""
+        self._advise(name, "MADV_DONTNEED")
+
+    def _advise(self, name: str, advice: str) -> None:
+        if not hasattr(mmap, advice):  # systems without madvise only lose the hint
+            return
+        location = self._locations[name]
+        start = location.entry.start // mmap.PAGESIZE * mmap.PAGESIZE
+        length = location.entry.end - start
+        if length > 0:
+            location.data.madvise(getattr(mmap, advice), start, length)
+
+
+def open_checkpoint(path: Path) -> SafetensorsCheckpoint:
+    """Opens `model.safetensors`, or the shards that `model.safetensors.index.json` lists, in the directory `path`.
+
+    Raises WeightsError (field = the file) when files are missing, truncated or corrupt; when both forms are there;
+    when the index and the shards disagree: a listed tensor is not in its shard, one stands in two shards, or a shard
+    holds one that the index does not list.
+    """
+    single, index = path / _SINGLE, path / _INDEX
+    if single.exists() and index.exists():
+        message = f"{_SINGLE} and {_INDEX} are both there; remove the one that is out of date"
+        raise WeightsError(message, field=str(path))
+    if index.exists():
+        return SafetensorsCheckpoint(path, _open_shards(path, _read_weight_map(index), str(index)))
+    if single.exists():
+        return SafetensorsCheckpoint(path, _map_file(single))
+    raise WeightsError(_describe_missing(path), field=str(path))
+
+
+def _describe_missing(path: Path) -> str:
+    message = f"there is neither {_SINGLE} nor {_INDEX}"
+    pickled = sorted(file.name for suffix in ("bin", "pt", "pth") for file in path.glob(f"*.{suffix}"))
+    if pickled:
+        message += f"; {pickled[0]} is a pickle, which can run code and is never read: convert it to safetensors"
+    return message
+
+
+def _read_weight_map(index: Path) -> dict[str, str]:
+    try:
+        weight_map = parse_json_object(index.read_bytes()).get("weight_map")
+    except OSError as error:
+        raise WeightsError(f"cannot be read: {error.strerror}", field=str(index)) from error
+    except ValueError as error:
+        raise WeightsError(f"corrupt index: it {error}", field=str(index)) from error
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise WeightsError("corrupt index: weight_map must be an object that is not empty", field=str(index))
+    for name, shard in weight_map.items():
+        # a plain name: an index must not make us open files elsewhere
+        if not isinstance(shard, str) or not shard.endswith(".safetensors") or {"/", "\\", "\0"} & set(shard):
+            message = f"tensor {shorten(name)} is listed in {shorten(shard)}, which is no shard of this directory"
+            raise WeightsError(f"corrupt index: {message}", field=str(index), value=name)
+    return weight_map
+
+
+def _open_shards(path: Path, weight_map: Mapping[str, str], index: str) -> dict[str, _Location]:
+    shards = sorted(set(weight_map.values()))
+    missing = [shard for shard in shards if not (path / shard).exists()]
+    if missing:
+        raise WeightsError(
+            f"{len(missing)} of {len(shards)} shards that the index lists are missing; download them: "
+            f"{list_names(missing)}",
+            field=str(path / missing[0]),
+        )
+    locations: dict[str, _Location] = {}
+    for shard in shards:
+        for name, location in _map_file(path / shard).items():
+            if name in locations:
+                first = Path(locations[name].file).name
+                message = f"tensor {shorten(name)} stands in two shards, {first} and {shard}"
+                raise WeightsError(message, field=location.file, value=name)
+            locations[name] = location
+    for name, shard in weight_map.items():
+        if name not in locations or Path(locations[name].file).name != shard:
+            raise WeightsError(
+                f"tensor {shorten(name)} is missing, though {_INDEX} lists it here",
+                field=str(path / shard),
+                value=name,
+            )
+    unlisted = sorted(locations.keys() - weight_map.keys())
+    if unlisted:
+        message = f"the shards hold {len(unlisted)} tensors that the index does not list: {list_names(unlisted)}"
+        raise WeightsError(message, field=index, value=unlisted[0])
+    return locations
+
+
+def _map_file(file: Path) -> dict[str, _Location]:
+    try:
+        with file.open("rb") as stream:
+            # An empty file cannot be mapped, and has no header either.
+            empty = stream.seek(0, 2) == 0
+            data = None if empty else mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"cannot be read: {error}", field=str(file)) from error
+    if data is None:
+        raise WeightsError("truncated: the file is empty", field=str(file))
+    return {name: _Location(entry, str(file), data) for name, entry in parse_header(data, str(file)).items()}
+
+
+def list_names(names: list[str], limit: int = 4) -> str:
+    """Returns the first few of `names` for an error message, and how many more there are."""
+    shown = ", ".join(shorten(name) for name in names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

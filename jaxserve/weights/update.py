@@ -1,0 +1,79 @@
+"""New weights from the caller's own process, checked before anything is swapped."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxserve.errors import WeightsError, shorten
+from jaxserve.weights.paths import flatten_specs
+from jaxserve.weights.reader import list_names
+
+_FLOATS = ("bfloat16", "float16", "float32")
+
+
+def check_update(specs: Any, new_params: Any) -> dict[str, np.ndarray | jax.Array]:
+    """Returns the arrays of `new_params`, untouched, by dotted path in the order of `specs`.
+
+    `new_params` is the canonical nested tree, a flat mapping of dotted paths ("layers.3.qkv"), any mixture of the two,
+    or an `nnx.State` whose paths are the canonical ones. Its leaves are numpy or JAX arrays of the shapes of `specs`,
+    in bfloat16, float16 or float32: `place_parameter` casts them to the dtype of the spec.
+
+    Raises WeightsError naming the paths that are missing, unknown or given twice, and the first leaf that is no array,
+    was deleted (donated), or has another shape or dtype.
+    """
+    flat, _ = flatten_specs(specs)
+    leaves: dict[str, Any] = {}
+    for name, leaf in _walk("", _to_plain(new_params)):
+        if name in leaves:
+            raise WeightsError("is given twice", field=name)
+        leaves[name] = leaf
+    missing, unknown = sorted(flat.keys() - leaves.keys()), sorted(leaves.keys() - flat.keys())
+    if missing or unknown:
+        parts = [f"lack {len(missing)} of {len(flat)} parameters: {list_names(missing)}"] * bool(missing)
+        parts += [f"hold {len(unknown)} that the model does not have: {list_names(unknown)}"] * bool(unknown)
+        raise WeightsError("the new weights " + ", and ".join(parts), field="new_params")
+    for name, spec in flat.items():
+        _check_leaf(name, leaves[name], spec.shape)
+    return {name: leaves[name] for name in flat}
+
+
+def _to_plain(new_params: Any) -> Any:
+    nnx = sys.modules.get("flax.nnx")  # whoever holds a State has imported it; nobody else should pay for it
+    if nnx is None:
+        return new_params
+    if isinstance(new_params, nnx.Module):
+        raise WeightsError("is an nnx.Module; pass nnx.state(module, nnx.Param)", field="new_params")
+    return nnx.to_pure_dict(new_params) if isinstance(new_params, nnx.State) else new_params
+
+
+def _walk(prefix: str, node: Any) -> Iterator[tuple[str, Any]]:
+    """Yields (dotted path, leaf); list positions and integer keys are path parts alike."""
+    if isinstance(node, Mapping):
+        children = node.items()
+    elif isinstance(node, list | tuple):
+        children = enumerate(node)
+    else:
+        yield prefix, node
+        return
+    for key, child in children:
+        if not isinstance(key, str | int):
+            raise WeightsError(
+                f"key {shorten(key)} under {prefix!r} is neither a name nor a position", field="new_params"
+            )
+        yield from _walk(f"{prefix}.{key}" if prefix else str(key), child)
+
+
+def _check_leaf(name: str, leaf: Any, shape: tuple[int, ...]) -> None:
+    if not isinstance(leaf, np.ndarray | jax.Array):
+        raise WeightsError(f"must be a numpy or JAX array, not {type(leaf).__name__}", field=name)
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        raise WeightsError("is a deleted array; it was donated to another computation", field=name)
+    if leaf.shape != shape:
+        raise WeightsError(f"has shape {leaf.shape}, the model needs {shape}", field=name, value=leaf.shape)
+    if str(leaf.dtype) not in _FLOATS:
+        raise WeightsError(f"has dtype {leaf.dtype}; it must be one of {', '.join(_FLOATS)}", field=name)

@@ -1,0 +1,188 @@
+"""Host time per step: the real engine loop on a device that does nothing.
+
+The device's two programs are jitted no-ops that take the real argument tree of the 8B preset (the stacked form that
+accelerators use; every dimension shrunk to one, because only the number of leaves costs the host). Everything before
+and after them is what serves users: scheduler, pages, packing, transfer, dispatch, commit, detokenizing, outputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from jaxserve.engine.engine import Engine
+from jaxserve.layers.stack import stack_specs
+from jaxserve.models.base import ParamSpec
+from jaxserve.models.registry import param_specs, parse_config
+from jaxserve.pages import PageGroup, PageManager
+from jaxserve.presets import load_preset
+from jaxserve.request import Request
+from jaxserve.runtime.buckets import BucketTable
+from jaxserve.runtime.inputs import StateShape
+from jaxserve.runtime.params import WeightWriter
+from jaxserve.runtime.runner import ModelRunner, Programs
+from jaxserve.runtime.state import row_state_specs
+from jaxserve.runtime.step import SampleInputs
+from jaxserve.sampling_params import OutputKind, SamplingParams
+from jaxserve.scheduler import Scheduler, SchedulerLimits
+
+PRESET = "llama-3.1-8b"
+PAGE_SIZE = 64
+CONTEXT = 4096
+PROMPT = 64
+PARTS = ("plan", "inputs", "dispatch", "commit", "detokenize")
+
+
+class Stopwatch:
+    """Adds up what wrapped functions take, without the wrapped functions they call."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self._stack: list[float] = []
+
+    def wrap(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._stack.append(0.0)
+            start = time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                taken = time.thread_time() - start
+                self.seconds[part] += taken - self._stack.pop()
+                if self._stack:
+                    self._stack[-1] += taken
+
+        return timed
+
+
+def make_null_runner(max_rows: int, buckets: BucketTable) -> ModelRunner:
+    """Returns the real runner over programs that hand their donated state back untouched."""
+    config = parse_config(load_preset(PRESET) or {})
+    device = jax.devices()[0]
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    is_spec = lambda leaf: isinstance(leaf, ParamSpec)  # noqa: E731
+    specs = stack_specs(param_specs(config), "stacked")
+    params = jax.tree.map(lambda s: jnp.zeros((1,) * len(s.shape), s.dtype, device=sharding), specs, is_leaf=is_spec)
+    pages_per_row = CONTEXT // PAGE_SIZE
+    state = StateShape(1, max_rows + 1, pages_per_row, 2 * max_rows + pages_per_row)
+    cache = (jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.bfloat16, sharding=sharding),)
+
+    def null_forward(params: Any, cache: Any, rows: Any, packed: Any, *, num_rows: int) -> Any:
+        del params, packed
+        blank = jnp.zeros((num_rows, 1), jnp.int32)
+        return cache, rows, SampleInputs(jnp.zeros((1, 1)), blank[:, 0], blank[:, 0], blank)
+
+    def null_sample(rows: Any, selected: SampleInputs) -> Any:
+        return rows, jnp.arange(selected.row_ids.shape[0], dtype=jnp.int32) % 97 + 32
+
+    forward, sample = {}, {}
+    for bucket in buckets.buckets:
+        step = functools.partial(null_forward, num_rows=bucket.rows)
+        forward[bucket] = jax.jit(step, donate_argnums=(1, 2), keep_unused=True)
+        sample[bucket.rows, True] = sample[bucket.rows, False] = jax.jit(null_sample, donate_argnums=0)
+    runner = ModelRunner(
+        Programs(forward, sample),
+        buckets,
+        params=params,
+        writer=WeightWriter(params, "unrolled"),
+        state_specs=(cache, row_state_specs(state, sharding)),
+        state_shape=state,
+        input_sharding=sharding,
+    )
+    runner.warm_up()
+    return runner
+
+
+class _Characters:
+    """A tokenizer with a table look-up for a stream: what the engine adds to detokenizing, not the library's time."""
+
+    eos_token_ids = ()
+
+    def new_stream(self, *_: Any) -> _Characters:
+        return self
+
+    def push(self, token_id: int) -> str:
+        return chr(token_id)
+
+    def flush(self) -> str:
+        return ""
+
+
+def measure(rows: int, steps: int, tokenizer: Any) -> dict[str, float]:
+    """Returns microseconds of CPU per step, by part, with `rows` rows decoding and every output streamed."""
+    buckets = BucketTable([rows], [rows + 4096], rows)
+    runner = make_null_runner(rows, buckets)
+    total_pages = rows * CONTEXT // PAGE_SIZE + 1
+    pages = PageManager(
+        [PageGroup(total_pages)], page_size=PAGE_SIZE, max_chunk=rows + 4096, enable_prefix_caching=True
+    )
+    scheduler = Scheduler(SchedulerLimits(rows, rows + 4096, CONTEXT, CONTEXT // PAGE_SIZE), pages)
+    engine = Engine(scheduler, runner, tokenizer=tokenizer)
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, output_kind=OutputKind.DELTA)
+    for index in range(rows):
+        engine.add_request(Request(f"r{index}", tuple(range(index, index + PROMPT)), params))
+    while len(scheduler.batch.decoding) < rows:
+        engine.step()
+    watch = Stopwatch()
+    scheduler.plan = watch.wrap("plan", scheduler.plan)  # type: ignore[method-assign]
+    scheduler.commit = watch.wrap("commit", scheduler.commit)  # type: ignore[method-assign]
+    runner._run = watch.wrap("dispatch", runner._run)  # type: ignore[method-assign]
+    runner.dispatch = watch.wrap("inputs", runner.dispatch)  # type: ignore[method-assign]
+    engine._show = watch.wrap("detokenize", engine._show)  # type: ignore[method-assign]
+    samples: list[dict[str, float]] = []
+    for _ in range(steps):
+        watch.seconds = dict.fromkeys(PARTS, 0.0)
+        engine.step()
+        samples.append(watch.seconds)
+    return {part: 1e6 * statistics.median(sample[part] for sample in samples) for part in PARTS}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128, 256, 512, 1024])
+    parser.add_argument("--steps", type=int, default=200, help="steps measured per size (default: 200)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
+    parser.add_argument("--tokenizer", metavar="DIR", help="detokenize with this one (default: a table look-up)")
+    args = parser.parse_args()
+    tokenizer: Any = _Characters()
+    if args.tokenizer:
+        from jaxserve.tokenizers import load_tokenizer
+
+        tokenizer = load_tokenizer(args.tokenizer)
+    gc.freeze()
+    table = Table(title=f"Host time per step, microseconds (median of {args.steps} steps; argument tree: {PRESET})")
+    for column in ("rows", *PARTS, "loop", "aim", "loop / aim"):
+        table.add_column(column, justify="right")
+    figures = []
+    for rows in args.rows:
+        parts = measure(rows, args.steps, tokenizer)
+        loop, aim = sum(parts.values()) - parts["detokenize"], 100 + 1.0 * rows
+        figures.append(
+            {"rows": rows, "total_us": sum(parts.values()), "loop_us": loop, "aim_us": aim}
+            | {f"{part}_us": value for part, value in parts.items()}
+        )
+        cells = (f"{parts[part]:.0f}" for part in PARTS)
+        table.add_row(str(rows), *cells, f"{loop:.0f}", f"{aim:.0f}", f"{loop / aim:.2f}")
+    console = Console()
+    console.print(table)
+    console.print("loop = plan + inputs + dispatch + commit; aim = 100 us + 1.0 us x rows; detokenize: aim 2 us x rows")
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    np.seterr(all="raise")
+    main()

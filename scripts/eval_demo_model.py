@@ -1,0 +1,75 @@
+"""Asks the demo model, through the engine, questions that its training never showed; fails when too few are right.
+
+The guard of every feature: a mistake in caching, batching, sampling or weights shows here as lost accuracy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from demo_lm.scoring import evaluate, export_scores, list_problems, show_scores
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from jaxserve import LLM
+
+_MAX_TOKENS = 128  # the longest expected answer has about 70
+
+
+def main() -> int:
+    """Evaluates and prints a table; 0 when every skill reaches its threshold, else 1."""
+    arguments = _parse_arguments()
+    console = Console()
+    from jaxserve import LLM
+
+    llm = LLM(arguments.model, **dict(arguments.option))
+    problems = list_problems(arguments.num_addition, arguments.num_json)
+    scores = evaluate(lambda questions: ask(llm, questions), problems)
+    console.print(show_scores(scores))
+    for problem, answer in scores.wrong[: arguments.show]:
+        console.print(f"asked     {problem.question}\nexpected  {problem.expected}\nanswered  {answer}\n", markup=False)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(export_scores(scores), indent=2) + "\n")
+    return 0 if scores.passes() else 1
+
+
+def ask(llm: LLM, questions: Sequence[str]) -> list[str]:
+    """Greedy answers of the engine, all questions submitted at once, each as a chat of one message."""
+    from jaxserve import SamplingParams
+
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    outputs = llm.chat(chats, SamplingParams(temperature=0.0, max_tokens=_MAX_TOKENS))
+    return [output.outputs[0].text for output in outputs]
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo", help="what LLM() takes (%(default)s)")
+    parser.add_argument("--num-addition", type=int, default=500, help="sums to ask for (%(default)s)")
+    parser.add_argument("--num-json", type=int, default=100, help="records to ask for (%(default)s)")
+    parser.add_argument(
+        "--option", type=_read_option, action="append", default=[], metavar="NAME=VALUE",
+        help="engine option, VALUE in JSON or plain text, e.g. enable_prefix_caching=false; may be repeated",
+    )  # fmt: skip
+    parser.add_argument("--json", type=Path, help="write shares, counts and wrong answers to this file")
+    parser.add_argument("--show", type=int, default=5, help="wrong answers to print (%(default)s)")
+    return parser.parse_args()
+
+
+def _read_option(text: str) -> tuple[str, object]:
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

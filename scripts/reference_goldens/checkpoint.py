@@ -1,0 +1,138 @@
+"""Random checkpoints of a golden case: weights, files, and the older spelling of config.json."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from .spec import SMALL, Case
+
+Config = Any
+Model = Any
+
+
+def build_config(case: Case, overrides: dict[str, Any] | None = None) -> Config:
+    """The transformers config of `case`, some keys replaced by `overrides`."""
+    # Rope dictionaries are edited in place by the config classes, so each config gets its own copy.
+    keys = copy.deepcopy({**SMALL, **case.config, **(overrides or {})})
+    return AutoConfig.for_model(case.family, **keys)
+
+
+def build_model(config: Config) -> Model:
+    """An eager-attention f32 model with unset weights."""
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+
+
+def fix_rope_length(model: Model, seq_len: int | None) -> None:
+    """Evaluates dynamic rope scaling at `seq_len` for good, whatever length the model later sees.
+
+    transformers recomputes the frequencies as a sequence grows while cached keys keep the older ones, so its
+    result depends on how the sequence was cut into forward passes. Pinning the length removes that.
+    """
+    if seq_len is None:
+        return
+    rotary = model.model.rotary_emb
+    inv_freq, rotary.attention_scaling = ROPE_INIT_FUNCTIONS["dynamic"](model.config, seq_len=seq_len)
+    rotary.inv_freq.copy_(inv_freq)
+    rotary.rope_type = "default"
+
+
+def choose_norm_centre(case: Case, name: str) -> float:
+    """The mean of a norm's stored weights.
+
+    A tied head favours the token it just read, for ever, unless sublayers outweigh the embedding in the residual
+    stream: so tied cases have small embeddings, and large weights in Gemma's post norms and the final norm.
+    """
+    is_gemma = case.family.startswith("gemma")
+    scale = 1.0
+    if name == "model.norm.weight":
+        scale = case.final_norm
+    elif is_gemma and "post_" in name:
+        scale = 3.0
+    return scale - 1.0 if is_gemma else scale  # Gemma adds one to what is stored
+
+
+def draw_weight(case: Case, name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """Random values of one parameter, a function of (seed, name) only; rounded to the checkpoint's dtype."""
+    rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+    values = rng.standard_normal(shape)
+    if "norm" in name:
+        values = choose_norm_centre(case, name) + 0.2 * values
+    elif name.endswith(".bias"):
+        values = 0.3 * values
+    elif "embed_tokens" in name:
+        values = case.embed_std * values
+    elif "lm_head" in name:
+        values = case.head_std * values
+    else:
+        values = case.linear_std * values
+    dtype = getattr(torch, case.dtype)
+    return torch.from_numpy(values.astype(np.float32)).to(dtype).to(torch.float32)
+
+
+def fill_weights(case: Case, model: Model, seed: int) -> None:
+    """Sets every parameter of `model` from `seed`."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(draw_weight(case, name, tuple(parameter.shape), seed))
+
+
+def save_checkpoint(case: Case, model: Model, folder: Path) -> None:
+    """Writes config.json, the safetensors files (with an index when sharded) and generation_config.json."""
+    if folder.exists():
+        shutil.rmtree(folder)
+    stored = copy.deepcopy(model).to(getattr(torch, case.dtype))
+    options = {"max_shard_size": case.shard_size} if case.shard_size else {}
+    stored.save_pretrained(folder, **options)
+    if case.legacy_config:
+        keys = json.loads((folder / "config.json").read_text())
+        text = json.dumps(spell_config_old_style(keys), indent=2, sort_keys=True) + "\n"
+        (folder / "config_legacy.json").write_text(text)
+
+
+def load_checkpoint(folder: Path, case: Case, config_name: str = "config.json") -> Model:
+    """The f32 model of the files in `folder`; 16-bit weights are widened, nothing is computed in 16 bits."""
+    config = AutoConfig.from_pretrained(folder / config_name)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, config=config, attn_implementation="eager", dtype=torch.float32
+    ).eval()
+    fix_rope_length(model, case.rope_seq_len)
+    return model
+
+
+def spell_config_old_style(keys: dict[str, Any]) -> dict[str, Any]:
+    """The same config as transformers 4 wrote it: rope_theta, rope_scaling, torch_dtype, layer patterns."""
+    old = copy.deepcopy(keys)
+    old["transformers_version"] = "4.40.0"
+    old["torch_dtype"] = old.pop("dtype")
+    rope = old.pop("rope_parameters")
+    if old["model_type"] == "gemma3_text":
+        old["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+        old["sliding_window_pattern"] = old.pop("_sliding_window_pattern")
+    old["rope_theta"] = rope.pop("rope_theta")
+    rope_type = rope.pop("rope_type")
+    rope.pop("partial_rotary_factor", None)
+    if rope_type == "default":
+        old["rope_scaling"] = None
+    elif rope_type == "llama3" or old["model_type"] == "gemma3_text":  # younger than the key's renaming
+        old["rope_scaling"] = {"rope_type": rope_type, **rope}
+    elif old["model_type"] == "phi3":
+        factors = {key: rope[key] for key in ("short_factor", "long_factor")}
+        old["rope_scaling"] = {"type": rope_type, **factors}
+    else:
+        old["rope_scaling"] = {"type": rope_type, **rope}
+    if old["model_type"] in ("qwen2", "gemma2", "gemma3_text"):
+        old.pop("layer_types")  # derived from max_window_layers or the family's pattern then
+    if old["model_type"] == "qwen2" and old["sliding_window"] is None:
+        old["sliding_window"] = 16  # switched off by use_sliding_window, as in published Qwen2 files
+    return old

@@ -1,0 +1,68 @@
+"""What end-to-end tests share: small engines on golden checkpoints, and a look at the logits they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxserve import LLM, SamplingParams
+from jaxserve.scheduler import StepPlan
+from tests.golden_cases import GoldenCase, load_case
+
+MAX_MODEL_LEN = 160
+
+
+def make_llm(case: str | GoldenCase, **options: Any) -> LLM:
+    """A small engine: few buckets, so that it compiles in seconds, and chunks, so that prompts are cut."""
+    case = load_case(case) if isinstance(case, str) else case
+    defaults = {
+        "dtype": "float32",
+        "max_model_len": MAX_MODEL_LEN,
+        "skip_tokenizer_init": True,
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 64,
+        "compilation_cache_dir": "",
+        "show_progress": False,
+    }
+    return LLM(str(case.path), **(defaults | options))
+
+
+def greedy(max_tokens: int = 64, **changes: Any) -> SamplingParams:
+    return SamplingParams(**({"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True} | changes))
+
+
+def generate_ids(llm: LLM, prompts: Sequence[Sequence[int]], params: Any) -> list[list[int]]:
+    outputs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+class LogitsRecorder:
+    """Keeps the logits [V] of every (prompt, position) that an engine computes."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.logits: dict[tuple[tuple[int, ...], int], np.ndarray] = {}
+        runner, self._batch = llm.ready.runner, llm.ready.engine.scheduler.batch
+        self._dispatch = runner.dispatch
+        self._selected: Any = None
+        for bucket, program in runner._programs.forward.items():
+            runner._programs.forward[bucket] = self._keep(program)
+        runner.dispatch = self._record  # type: ignore[method-assign]
+
+    def _keep(self, program: Any) -> Any:
+        def call(*args: Any) -> Any:
+            cache, rows, selected = program(*args)
+            self._selected = jax.device_get(selected.logits)
+            return cache, rows, selected
+
+        return call
+
+    def _record(self, plan: StepPlan) -> Any:
+        future = self._dispatch(plan)
+        tickets = (*plan.decode_tickets, *(chunk.ticket for chunk in plan.chunks))
+        for ticket, logits in zip(tickets, self._selected, strict=False):
+            sequence = self._batch.by_ticket[ticket]
+            self.logits[sequence.request.prompt_token_ids, sequence.num_computed_tokens - 1] = logits
+        return future

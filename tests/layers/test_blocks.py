@@ -1,0 +1,109 @@
+"""Norms, products, the feed-forward block and the two vocabulary matrices against numpy in float64."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.layers.embedding import EmbeddingConfig, embed_tokens, project_to_vocab
+from jaxserve.layers.linear import project
+from jaxserve.layers.mlp import ACTIVATIONS, MLPConfig, gated_mlp
+from jaxserve.layers.norm import NormConfig, rms_norm
+
+RNG = np.random.default_rng(0)
+
+
+def draw(*shape: int) -> np.ndarray:
+    return RNG.standard_normal(shape).astype(np.float32)
+
+
+def test_norm_is_root_mean_square():
+    x, weight = draw(5, 16), draw(16)
+    normed = x / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(rms_norm(NormConfig(eps=1e-5), x, weight), normed * weight, rtol=1e-5)
+    np.testing.assert_allclose(
+        rms_norm(NormConfig(eps=1e-5, unit_offset=True), x, weight), normed * (1 + weight), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_norm_rounds_where_the_family_rounds():
+    x, weight = jnp.asarray(draw(64, 32), jnp.bfloat16), jnp.asarray(draw(32), jnp.bfloat16)
+    wide, wide_weight = np.asarray(x, np.float32), np.asarray(weight, np.float32)
+    normed = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + np.float32(1e-6))
+    rounded_first = (jnp.asarray(normed).astype(jnp.bfloat16).astype(jnp.float32) * wide_weight).astype(jnp.bfloat16)
+    rounded_last = jnp.asarray(normed * (1 + wide_weight)).astype(jnp.bfloat16)
+    llama = rms_norm(NormConfig(eps=1e-6), x, weight)
+    gemma = rms_norm(NormConfig(eps=1e-6, unit_offset=True), x, weight)
+    assert llama.dtype == gemma.dtype == jnp.bfloat16
+    assert (np.asarray(llama) == np.asarray(rounded_first)).mean() > 0.99  # rsqrt may differ in the last bit
+    assert (np.asarray(gemma) == np.asarray(rounded_last)).mean() > 0.99
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("num_in", "x", "weight"),
+    [(1, (4, 48), (48, 3, 5, 16)), (1, (4, 48), (48, 2, 96)), (2, (4, 6, 16), (6, 16, 48)), (1, (4, 96), (96, 48))],
+)
+def test_a_projection_is_one_product_without_copies_of_the_weight(num_in, x, weight, dtype):
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape in (x, weight)]
+    compiled = jax.jit(lambda x, w: project(x, w, num_in=num_in)).lower(*shapes).compile()
+    operations = re.findall(r"= \S+ ([a-z-]+)\(", compiled.as_text())
+    assert operations.count("dot") == 1
+    assert not {"transpose", "copy", "convert"} & set(operations)
+
+
+def test_projection_values_bias_and_mismatch():
+    x, weight, bias = draw(4, 6, 16), draw(6, 16, 8), draw(8)
+    expected = np.einsum("tnh,nhd->td", x.astype(np.float64), weight) + bias
+    np.testing.assert_allclose(project(x, weight, bias, num_in=2), expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="do not match"):
+        project(x, weight, num_in=1)
+
+
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+@pytest.mark.parametrize("bias", [False, True])
+def test_gated_mlp(activation: str, bias: bool):
+    params = {"gate_up": draw(8, 2, 12), "down": draw(12, 8)}
+    if bias:
+        params |= {"gate_up_bias": draw(2, 12), "down_bias": draw(8)}
+    params = {name: jnp.asarray(leaf) for name, leaf in params.items()}
+    x = draw(3, 8)
+    gate = x @ params["gate_up"][:, 0] + (params["gate_up_bias"][0] if bias else 0)
+    up = x @ params["gate_up"][:, 1] + (params["gate_up_bias"][1] if bias else 0)
+    expected = (ACTIVATIONS[activation](gate) * up) @ params["down"] + (params["down_bias"] if bias else 0)
+    config = MLPConfig(intermediate_size=12, activation=activation, bias=bias)
+    np.testing.assert_allclose(gated_mlp(config, params, jnp.asarray(x)), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_two_gelus_are_the_ones_their_names_say():
+    x = np.linspace(-4, 4, 41, dtype=np.float32)
+    tanh = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    np.testing.assert_allclose(ACTIVATIONS["gelu_pytorch_tanh"](x), tanh, atol=1e-6)
+    np.testing.assert_allclose(ACTIVATIONS["gelu"](x), x * (1 + jax.scipy.special.erf(x / np.sqrt(2))) / 2, atol=1e-6)
+    assert np.abs(np.asarray(ACTIVATIONS["gelu"](x)) - tanh).max() > 1e-4
+
+
+def test_embedding_scale_is_rounded_to_the_weights_dtype():
+    table = jnp.asarray(draw(7, 12), jnp.bfloat16)
+    config = EmbeddingConfig(vocab_size=7, tied=True, scale=59.87)
+    got = embed_tokens(config, table, jnp.array([3, 0]))
+    np.testing.assert_array_equal(got, table[jnp.array([3, 0])] * jnp.bfloat16(59.75))
+
+
+def test_ids_outside_the_vocabulary_give_finite_rows():
+    got = embed_tokens(EmbeddingConfig(vocab_size=7, tied=True), jnp.asarray(draw(7, 12)), jnp.array([-1, 7, 2**30]))
+    assert np.isfinite(got).all()
+
+
+def test_logits_are_float32_and_softly_capped():
+    hidden, table = jnp.asarray(draw(3, 12), jnp.bfloat16), jnp.asarray(draw(7, 12), jnp.bfloat16)
+    plain = project_to_vocab(EmbeddingConfig(vocab_size=7, tied=True), table, hidden)
+    capped = project_to_vocab(EmbeddingConfig(vocab_size=7, tied=True, softcap=2.0), table, hidden)
+    expected = np.asarray(hidden, np.float64) @ np.asarray(table, np.float64).T
+    assert plain.dtype == capped.dtype == jnp.float32
+    np.testing.assert_allclose(plain, expected, atol=1e-5)
+    np.testing.assert_allclose(capped, 2.0 * np.tanh(expected / 2.0), atol=1e-5)

@@ -1,0 +1,137 @@
+"""The smallest thing that runs a model: fixed page tables, no scheduler, no engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from safetensors import safe_open
+
+from jaxserve.layers.stack import StackMode, stack_params, stack_specs
+from jaxserve.models.base import DecoderConfig, ParamSpec
+from jaxserve.models.decoder import CacheLayout, compute_logits, forward
+from jaxserve.models.registry import param_specs, weight_sources
+from jaxserve.sharding import DEFAULT_RULES, KV_POOL_AXES
+from pallas_kernels.spec import prepare_batch
+
+PAGE_SIZE = 16
+
+
+def read_tensors(folder: Path) -> dict[str, np.ndarray]:
+    """All tensors of a checkpoint's safetensors files."""
+    tensors = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "numpy") as file:
+            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 not a dict
+    return tensors
+
+
+def build_params(config: DecoderConfig, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """The canonical tree, in `config.dtype`; fails on shapes that differ from the specs."""
+    specs = param_specs(config)
+    params: dict[str, Any] = {"layers": [{} for _ in config.layers]}
+    for path, source in weight_sources(config).items():
+        leaf = source.build(*(tensors[name] for name in source.names))
+        *parents, name = path.split(".")
+        tree, spec_tree = params, specs
+        if parents:
+            tree, spec_tree = params["layers"][int(parents[1])], specs["layers"][int(parents[1])]
+        assert leaf.shape == spec_tree[name].shape, path
+        tree[name] = jnp.asarray(leaf).astype(config.dtype)
+    assert jax.tree.structure(params) == jax.tree.structure(specs)
+    return params
+
+
+def make_tensors(config: DecoderConfig, seed: int) -> dict[str, np.ndarray]:
+    """Random float32 tensors under the checkpoint's names; norm weights lie around their neutral value."""
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    for path, source in weight_sources(config).items():
+        centre = 1.0 if path.endswith("_norm") and not config.norm.unit_offset else 0.0
+        for name, shape in zip(source.names, source.shapes, strict=True):
+            scale = 0.3 if len(shape) == 1 else 1.5 / math.sqrt(shape[-1])
+            tensors[name] = (centre + scale * rng.standard_normal(shape)).astype(np.float32)
+    return tensors
+
+
+def shard_params(config: DecoderConfig, params: Mapping[str, Any], mesh: Mesh, mode: StackMode) -> Any:
+    """The runtime tree, every leaf where its spec puts it."""
+    specs = stack_specs(param_specs(config), mode)
+
+    def place(spec: ParamSpec, leaf: jax.Array) -> jax.Array:
+        return jax.device_put(leaf, DEFAULT_RULES.sharding(mesh, spec.axes))
+
+    return jax.tree.map(place, specs, stack_params(params, mode))
+
+
+class NaiveRunner:
+    """Holds one pool and runs rows of tokens through a model, one jitted program per token count."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        params: Any,
+        num_rows: int,
+        *,
+        mesh: Mesh | None = None,
+        impl: str | None = "xla",
+        pages_per_row: int | None = None,
+    ) -> None:
+        self.config, self.params, self.num_rows = config, params, num_rows
+        per_row = pages_per_row or -(-config.max_model_len // PAGE_SIZE)
+        num_pages = num_rows * per_row + 1
+        order = np.random.default_rng(0).permutation(num_rows * per_row) + 1  # page 0 is the null page
+        self.page_table = jnp.asarray(order.reshape(num_rows, per_row), jnp.int32)
+        self.lengths = np.zeros(num_rows, np.int32)
+        attention, num_layers = config.attention, config.num_layers
+        shape = (num_layers * num_pages, 2 * attention.num_kv_heads, PAGE_SIZE, attention.head_dim)
+        pool = jnp.zeros(shape, config.dtype)
+        if mesh is not None:
+            pool = jax.device_put(pool, DEFAULT_RULES.sharding(mesh, KV_POOL_AXES))
+        self.cache = (pool,)
+        groups = {layer: index for index, group in enumerate(config.kv_groups) for layer in group.layers}
+        layout = CacheLayout(
+            pools=(0,) * num_layers,
+            page_offsets=tuple(layer * num_pages for layer in range(num_layers)),
+            groups=tuple(groups[layer] for layer in range(num_layers)),
+        )
+
+        def step(params, token_ids, cache, seq_lens, query_start_loc):
+            batch = prepare_batch(
+                self.page_table,
+                seq_lens,
+                query_start_loc,
+                jnp.array([0, 0, num_rows], jnp.int32),
+                num_tokens=token_ids.shape[0],
+                page_size=PAGE_SIZE,
+                max_query_len=token_ids.shape[0],
+            )
+            batches = (batch,) * len(config.kv_groups)
+            hidden, cache = forward(config, params, token_ids, cache, batches, layout=layout, mesh=mesh, impl=impl)
+            return compute_logits(config, params, hidden), cache
+
+        self.step = jax.jit(step)
+
+    def run(self, rows: Sequence[Sequence[int]], pad_to: int | None = None) -> list[np.ndarray]:
+        """Appends tokens to every row and returns each row's logits [len(row), V]; padding holds odd tokens."""
+        lengths = [len(row) for row in rows]
+        starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        ids = np.full(pad_to or starts[-1], self.config.vocab_size - 1, np.int32)
+        ids[: starts[-1]] = np.concatenate([np.asarray(row, np.int32) for row in rows])
+        self.lengths = self.lengths + np.asarray(lengths, np.int32)
+        logits, self.cache = self.step(
+            self.params, jnp.asarray(ids), self.cache, jnp.asarray(self.lengths), jnp.asarray(starts)
+        )
+        logits = np.asarray(logits)
+        return [logits[start : start + length] for start, length in zip(starts, lengths, strict=False)]
+
+
+def unused_tensors(config: DecoderConfig, tensors: Mapping[str, np.ndarray]) -> set[str]:
+    """Names that no parameter is made of."""
+    return set(tensors) - {name for source in weight_sources(config).values() for name in source.names}

@@ -1,0 +1,199 @@
+"""Configs that must be refused, and by which name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.errors import ConfigError
+from jaxserve.models.hf_config import HFConfig
+from jaxserve.models.registry import FAMILIES, parse_config
+
+FOLDER = Path(__file__).resolve().parents[2] / "configs" / "models"
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+
+
+def refused_field(config: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(config)
+    return caught.value.field
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"model_type": "mamba"}, "model_type"),
+        ({"model_type": 3}, "model_type"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "architectures"),
+        ({"model_type": None, "architectures": ["GPT2LMHeadModel"]}, "architectures"),
+        ({"num_experts": 8}, "num_experts"),
+        ({"sliding_window": 128}, "sliding_window"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"is_encoder_decoder": True}, "is_encoder_decoder"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"hidden_act": "mish"}, "hidden_act"),
+        ({"hidden_act": ["silu"]}, "hidden_act"),
+        ({"vocab_size": None}, "vocab_size"),
+        ({"vocab_size": "128"}, "vocab_size"),
+        ({"vocab_size": True}, "vocab_size"),
+        ({"hidden_size": 0}, "hidden_size"),
+        ({"hidden_size": 62}, "hidden_size"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"head_dim": 15}, "head_dim"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ({"attention_bias": 1}, "attention_bias"),
+        ({"torch_dtype": "int8"}, "torch_dtype"),
+        ({"dtype": "float64"}, "dtype"),
+        ({"eos_token_id": ["</s>"]}, "eos_token_id"),
+        ({"rope_theta": 0}, "rope_theta"),
+        ({"rope_scaling": "linear"}, "rope_scaling"),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, "rope_type"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_parameters.factor"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "alpha": 1.0}}, "rope_parameters.alpha"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        (
+            {"rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 4, "high_freq_factor": 4}},
+            "high_freq_factor",
+        ),
+        ({"rope_scaling": LONGROPE | {"long_factor": [1.0] * 7}}, "rope_parameters.long_factor"),
+        ({"rope_scaling": LONGROPE | {"short_factor": [0.0] * 8}}, "rope_parameters.short_factor"),
+    ],
+)
+def test_the_refused_key_is_named(change: dict[str, object], field: str):
+    assert refused_field(LLAMA | change) == field
+
+
+@pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"])
+def test_a_missing_size_is_named(key: str):
+    assert refused_field({name: value for name, value in LLAMA.items() if name != key}) == key
+
+
+@pytest.mark.parametrize("config", [[], None, "llama", 3])
+def test_something_else_than_an_object_is_refused(config: object):
+    assert refused_field(config) == "config.json"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"use_cache": False, "pretraining_tp": 2, "attention_dropout": 0.1, "bos_token_id": 5, "auto_map": {}},
+        {"unknown_but_null": None, "is_encoder_decoder": False, "quantization_config": None},
+        {"architectures": None},
+        {"model_type": None},
+    ],
+)
+def test_harmless_keys_change_nothing(change: dict[str, object]):
+    assert parse_config(LLAMA | change) == parse_config(LLAMA)
+
+
+def test_families_refuse_what_they_do_not_compute():
+    gemma3 = json.loads((FOLDER / "gemma-3-1b.json").read_text())
+    assert refused_field(gemma3 | {"attn_logit_softcapping": 50.0}) == "attn_logit_softcapping"
+    assert refused_field(gemma3 | {"use_bidirectional_attention": True}) == "use_bidirectional_attention"
+    assert refused_field(gemma3 | {"layer_types": ["chunked_attention"] * 26}) == "layer_types"
+    assert refused_field(gemma3 | {"sliding_window": None}) == "sliding_window"
+    assert refused_field(gemma3 | {"rope_parameters": {"rope_type": "default"}}) == "rope_parameters"
+    phi3 = json.loads((FOLDER / "phi-3-mini-4k.json").read_text())
+    assert refused_field(phi3 | {"attention_bias": True}) == "attention_bias"
+    assert refused_field(phi3 | {"rope_scaling": {"type": "linear", "factor": 2.0}}) == "rope_type"
+    qwen2 = json.loads((FOLDER / "qwen2.5-0.5b.json").read_text())
+    assert refused_field(qwen2 | {"layer_types": ["sliding_attention"] * 24}) == "sliding_window"
+
+
+@pytest.mark.parametrize("length", [0, -1, 2049])
+def test_lengths_the_positions_do_not_support_are_refused(length: int):
+    with pytest.raises(ConfigError, match="max_model_len"):
+        parse_config(LLAMA).with_max_model_len(length)
+
+
+def test_scaled_positions_reach_further():
+    linear = parse_config(LLAMA | {"rope_scaling": {"type": "linear", "factor": 4.0}})
+    assert linear.max_supported_len == 8192 and linear.max_model_len == 2048
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    assert parse_config(LLAMA | {"rope_scaling": yarn}).max_supported_len == 4096
+
+
+def test_multimodal_gemma3_is_read_for_its_decoder():
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+    outer = {"model_type": "gemma3", "text_config": text, "vision_config": {"x": 1}, "eos_token_id": [1, 106]}
+    config = parse_config(outer | {"torch_dtype": "bfloat16"})
+    assert (config.num_layers, config.vocab_size, config.attention.num_kv_heads) == (34, 262208, 4)
+    assert (config.eos_token_ids, config.dtype) == ((1, 106), "bfloat16")
+    assert refused_field(outer | {"text_config": text | {"model_type": "llama"}}) == "text_config.model_type"
+    assert refused_field(outer | {"text_config": text | {"experts": 2}}) == "experts"
+
+
+class RecordingKeys(dict):
+    """A family's keys that remembers which were asked for."""
+
+    def __init__(self, keys: Mapping[str, object]) -> None:
+        super().__init__(keys)
+        self.read: set[str] = set()
+
+    def __getitem__(self, key: str) -> object:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-2-7b", "mistral-7b-v0.1", "qwen2.5-7b", "qwen3-8b", "gemma-2-2b", "gemma-3-1b", "phi-3-mini-4k"]
+)
+def test_every_known_key_is_read(name: str):
+    """A key in a family's list that nothing reads would be accepted and ignored."""
+    raw = json.loads((FOLDER / f"{name}.json").read_text())
+    family = FAMILIES[raw["model_type"]]
+    keys = RecordingKeys(family.keys)
+    family.parse(
+        HFConfig(raw | {"use_sliding_window": True} if "use_sliding_window" in keys else raw, keys, family.ignored_keys)
+    )
+    assert set(keys) - keys.read <= {"dtype", "torch_dtype"}  # these two are read straight from the file
+
+
+BIG = 10**400
+ODD_VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 300),
+    st.sampled_from([BIG, -BIG, 2**31, 1e308, 1e-308, float("inf"), float("nan"), "", "silu", "default", "yarn"]),
+    st.lists(st.sampled_from([0, 1.0, "full_attention", None, BIG]), max_size=3),
+    st.dictionaries(
+        st.sampled_from(["rope_type", "type", "factor", "rope_theta", "full_attention", "short_factor"]),
+        st.one_of(st.sampled_from(["linear", "dynamic", "yarn", "longrope", None, BIG, 0]), st.floats(), st.just({})),
+        max_size=3,
+    ),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), name=st.sampled_from(["llama-3.1-8b", "gemma-3-1b", "phi-3-mini-128k", "qwen2.5-0.5b"]))
+def test_any_value_is_understood_or_refused(data: st.DataObject, name: str):
+    raw = json.loads((FOLDER / f"{name}.json").read_text())
+    keys = sorted(FAMILIES[raw["model_type"]].keys | raw.keys())
+    for key in data.draw(st.lists(st.sampled_from(keys), min_size=1, max_size=2)):
+        raw[key] = data.draw(ODD_VALUES, label=key)
+    try:
+        config = parse_config(raw)
+    except ConfigError as error:
+        assert error.field and len(str(error)) < 1500
+        return
+    assert config.max_supported_len >= config.max_model_len
+    for rope in {kind.rope for kind in config.layers}:
+        assert np.isfinite(rope.inverse_frequencies(config.max_supported_len)).all()
+        assert 0 < rope.attention_factor < np.inf

@@ -1,0 +1,82 @@
+"""The model functions against the answers of Hugging Face transformers: whole texts, ragged, in one batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jaxserve.models.registry import parse_config
+from tests.golden_cases import CASES, list_cases_with_legacy_config, load_case
+from tests.models.naive import NaiveRunner, build_params, read_tensors, unused_tensors
+
+RELATIVE = 1e-4  # of the case's largest logit
+
+# One per family, and the options that meet in few places; the others are as slow and fail together with one of these.
+QUICK = {
+    "llama_gqa",
+    "llama_head16_kv1",
+    "llama_bias",
+    "llama_rope_yarn",
+    "mistral_window",
+    "qwen2_window",
+    "qwen3_bias_window",
+    "gemma2",
+    "gemma3_text",
+    "phi3_longrope_long",
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
+def test_logits_and_greedy_tokens_equal_the_reference(name: str):
+    case = load_case(name)
+    config = replace(parse_config(case.config), dtype="float32").with_max_model_len(case.max_model_len)
+    tensors = read_tensors(case.path)
+    assert not unused_tensors(config, tensors)
+    runner = NaiveRunner(config, build_params(config, tensors), len(case.prompts))
+    texts = [prompt + greedy[:-1] for prompt, greedy in zip(case.prompts, case.greedy, strict=True)]
+    for row, logits in enumerate(runner.run(texts)):
+        expected = case.logits[row]
+        np.testing.assert_allclose(
+            logits[case.logit_positions[row]], expected, rtol=0, atol=RELATIVE * case.largest_logit
+        )
+        assert logits[len(case.prompts[row]) - 1 :].argmax(-1).tolist() == case.greedy[row]
+
+
+@pytest.mark.parametrize("name", list_cases_with_legacy_config())
+def test_old_and_new_spellings_of_a_config_are_one_model(name: str):
+    case = load_case(name)
+    assert parse_config(case.legacy_config) == parse_config(case.config)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "qwen3_bias_window", "phi3_longrope_long"])
+def test_chunks_and_padding_change_nothing(name: str):
+    case = load_case(name)
+    config = replace(parse_config(case.config), dtype="float32").with_max_model_len(case.max_model_len)
+    params = build_params(config, read_tensors(case.path))
+    texts = [(prompt + greedy)[:24] for prompt, greedy in zip(case.prompts, case.greedy, strict=True)]
+    whole = NaiveRunner(config, params, len(texts)).run(texts)
+    chunked = NaiveRunner(config, params, len(texts))
+    parts = [chunked.run([text[start : start + 8] for text in texts], pad_to=48) for start in (0, 8, 16)]
+    for row, expected in enumerate(whole):
+        joined = np.concatenate([part[row] for part in parts])
+        np.testing.assert_allclose(joined, expected, rtol=0, atol=1e-5 * case.largest_logit)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["llama_gqa", "gemma2", "qwen3"])
+def test_sixteen_bit_models_stay_near_float32(name: str, dtype: str):
+    case = load_case(name)
+    config = replace(parse_config(case.config), dtype=dtype).with_max_model_len(case.max_model_len)
+    runner = NaiveRunner(config, build_params(config, read_tensors(case.path)), len(case.prompts))
+    texts = [prompt + greedy[:-1] for prompt, greedy in zip(case.prompts, case.greedy, strict=True)]
+    outputs = runner.run(texts)
+    assert runner.cache[0].dtype == dtype and outputs[0].dtype == np.float32
+    errors = [
+        np.abs(logits[positions] - expected).mean()
+        for logits, positions, expected in zip(outputs, case.logit_positions, case.logits, strict=True)
+    ]
+    assert np.mean(errors) < {"bfloat16": 0.006, "float16": 0.0008}[dtype] * case.largest_logit

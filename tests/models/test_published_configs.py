@@ -1,0 +1,63 @@
+"""The packaged config.json files of well-known models, against the parameter counts their publishers state."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxserve.models.registry import param_specs, parse_config, weight_sources
+
+FOLDER = Path(__file__).resolve().parents[2] / "configs" / "models"
+
+PARAMETERS = {
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-3-1b": 999_885_952,
+    "llama-2-7b": 6_738_415_616,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.2-1b": 1_235_814_400,
+    "mistral-7b-v0.1": 7_241_732_096,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "phi-3-mini-128k": 3_821_079_552,
+    "phi-3-mini-4k": 3_821_079_552,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+}
+
+
+def read_config(name: str):
+    return parse_config(json.loads((FOLDER / f"{name}.json").read_text()))
+
+
+def test_every_file_is_listed_here():
+    assert {path.stem for path in FOLDER.glob("*.json")} == set(PARAMETERS)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameter_count_is_the_published_one(name: str):
+    config = read_config(name)
+    assert sum(math.prod(spec.shape) for spec in jax.tree.leaves(param_specs(config))) == PARAMETERS[name]
+    assert (
+        sum(math.prod(shape) for source in weight_sources(config).values() for shape in source.shapes)
+        == (PARAMETERS[name])
+    )
+
+
+def test_windows_make_kv_groups():
+    gemma = read_config("gemma-3-1b")
+    assert [(len(group.layers), group.window) for group in gemma.kv_groups] == [(4, None), (22, 512)]
+    assert gemma.kv_groups[0].layers == (5, 11, 17, 23)
+    assert gemma.layers[5].rope.theta == 1e6 and gemma.layers[0].rope.theta == 1e4
+    mistral = read_config("mistral-7b-v0.1")
+    assert [(len(group.layers), group.window) for group in mistral.kv_groups] == [(32, 4096)]
+
+
+def test_a_window_that_no_sequence_exceeds_is_no_window():
+    config = read_config("gemma-2-2b").with_max_model_len(4096)
+    assert [(len(group.layers), group.window) for group in config.kv_groups] == [(26, None)]
+    assert len(config.with_max_model_len(4097).kv_groups) == 2

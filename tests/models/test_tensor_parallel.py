@@ -1,0 +1,63 @@
+"""Meshes: what fits, and that four devices compute what one does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxserve.errors import ConfigError
+from jaxserve.models.decoder import expand_kv_heads
+from jaxserve.models.registry import param_specs, parse_config
+
+ROOT = Path(__file__).resolve().parents[2]
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 128,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 6,
+    "head_dim": 16,
+}
+
+
+def test_sizes_that_do_not_fit_are_refused_with_those_that_do():
+    config = parse_config(LLAMA)
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size: 4 .* sizes that work: \[1, 2, 3, 6, 12\]"):
+        expand_kv_heads(config, 4)
+    for size in (0, -1, 24):
+        with pytest.raises(ConfigError, match="tensor_parallel_size"):
+            expand_kv_heads(config, size)
+    for size in (1, 2, 3, 6, 12):
+        assert expand_kv_heads(config, size).attention.num_kv_heads % size == 0
+
+
+def test_an_odd_vocabulary_is_whole_on_every_device():
+    specs = param_specs(expand_kv_heads(parse_config(LLAMA | {"vocab_size": 331}), 3))
+    assert specs["embed"].axes == specs["lm_head"].axes == (None, None)
+    assert param_specs(expand_kv_heads(parse_config(LLAMA), 2))["embed"].axes == ("vocab", None)
+
+
+def test_one_device_changes_nothing():
+    config = parse_config(LLAMA)
+    assert expand_kv_heads(config, 1) == config
+
+
+def test_four_devices_equal_one():
+    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    script = Path(__file__).with_name("run_tensor_parallel.py")
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env=env | {"PYTHONPATH": f"{ROOT}{os.pathsep}{env.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["llama", "one_kv_head_odd_vocabulary", "gemma2"]

@@ -1,0 +1,134 @@
+"""Checkpoint names and the layouts built from them."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxserve.errors import WeightsError
+from jaxserve.models.decoder import expand_kv_heads
+from jaxserve.models.registry import ignored_weights, param_specs, parse_config, weight_sources
+from tests.golden_cases import CASES, load_case
+from tests.models.naive import make_tensors, read_tensors
+
+TINY = {
+    "model_type": "llama",
+    "vocab_size": 32,
+    "hidden_size": 8,
+    "intermediate_size": 6,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 4,
+    "attention_bias": True,
+    "mlp_bias": True,
+}
+
+
+def list_paths(tree: dict[str, object]) -> set[str]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {".".join(str(getattr(key, "key", getattr(key, "idx", None))) for key in path) for path, _ in leaves}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sources_cover_specs_and_checkpoint_exactly(name: str):
+    case = load_case(name)
+    config, tensors = parse_config(case.config), read_tensors(case.path)
+    sources = weight_sources(config)
+    assert set(sources) == list_paths(param_specs(config))
+    names = [tensor for source in sources.values() for tensor in source.names]
+    assert len(names) == len(set(names))
+    assert set(names) == set(tensors)
+    for source in sources.values():
+        assert source.shapes == tuple(tensors[tensor].shape for tensor in source.names)
+
+
+def test_qkv_holds_each_kv_head_with_its_queries():
+    config = parse_config(TINY)
+    tensors = make_tensors(config, seed=0)
+    prefix = "model.layers.1.self_attn"
+    for leaf, suffix in (("qkv", "weight"), ("qkv_bias", "bias")):
+        source = weight_sources(config)[f"layers.1.{leaf}"]
+        built = source.build(*(tensors[name] for name in source.names))
+        q, k, v = (tensors[f"{prefix}.{part}_proj.{suffix}"] for part in "qkv")
+        for kv_head in range(3):
+            for slot, rows in enumerate(
+                [q[8 * kv_head : 8 * kv_head + 4], q[8 * kv_head + 4 : 8 * kv_head + 8]]
+                + [part[4 * kv_head : 4 * kv_head + 4] for part in (k, v)]
+            ):
+                np.testing.assert_array_equal(built[..., kv_head, slot, :], rows.T)
+
+
+def test_expansion_repeats_each_kv_head_beside_its_queries():
+    config = parse_config(TINY)
+    wide = expand_kv_heads(config, 6)
+    assert wide.attention.num_kv_heads == 6 and wide.attention.group_size == 1
+    assert param_specs(wide)["layers"][0]["qkv"].shape == (8, 6, 3, 4)
+    tensors = make_tensors(config, seed=1)
+    source, wide_source = (weight_sources(c)["layers.0.qkv"] for c in (config, wide))
+    assert source.names == wide_source.names and source.shapes == wide_source.shapes
+    narrow_qkv = source.build(*(tensors[name] for name in source.names))
+    wide_qkv = wide_source.build(*(tensors[name] for name in source.names))
+    for head in range(6):
+        np.testing.assert_array_equal(wide_qkv[:, head, 0], narrow_qkv[:, head // 2, head % 2])
+        np.testing.assert_array_equal(wide_qkv[:, head, 1:], narrow_qkv[:, head // 2, 2:])
+
+
+def test_other_layouts_are_plain_transposes():
+    config = parse_config(TINY)
+    tensors, sources = make_tensors(config, seed=2), weight_sources(config)
+    prefix = "model.layers.0"
+
+    def build(leaf: str) -> np.ndarray:
+        return sources[f"layers.0.{leaf}"].build(*(tensors[name] for name in sources[f"layers.0.{leaf}"].names))
+
+    np.testing.assert_array_equal(build("o").reshape(24, 8), tensors[f"{prefix}.self_attn.o_proj.weight"].T)
+    np.testing.assert_array_equal(build("down"), tensors[f"{prefix}.mlp.down_proj.weight"].T)
+    np.testing.assert_array_equal(build("gate_up")[:, 0], tensors[f"{prefix}.mlp.gate_proj.weight"].T)
+    np.testing.assert_array_equal(build("gate_up")[:, 1], tensors[f"{prefix}.mlp.up_proj.weight"].T)
+    np.testing.assert_array_equal(build("gate_up_bias")[1], tensors[f"{prefix}.mlp.up_proj.bias"])
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32])
+def test_tensors_keep_their_dtype_and_bits(dtype: type):
+    config = replace(parse_config(TINY | {"hidden_size": 40, "intermediate_size": 70}), dtype="bfloat16")
+    source = weight_sources(config)["layers.0.down"]
+    tensor = np.random.default_rng(0).standard_normal((40, 70)).astype(dtype)
+    built = source.build(tensor)
+    assert built.dtype == dtype and built.flags.c_contiguous
+    np.testing.assert_array_equal(built.view(np.uint8), np.ascontiguousarray(tensor.T).view(np.uint8))
+
+
+def test_a_tensor_of_another_shape_is_named():
+    config = parse_config(TINY)
+    source = weight_sources(config)["layers.0.down"]
+    with pytest.raises(WeightsError, match=r"model\.layers\.0\.mlp\.down_proj\.weight: has shape \(6, 8\)"):
+        source.build(np.zeros((6, 8), np.float32))
+
+
+def test_ignored_weights_are_known_by_name_only():
+    def is_ignored(config: dict[str, object], name: str) -> bool:
+        return any(re.fullmatch(pattern, name) for pattern in ignored_weights(parse_config(config)))
+
+    assert is_ignored(TINY, "model.layers.7.self_attn.rotary_emb.inv_freq")
+    assert not is_ignored(TINY, "model.layers.7.self_attn.k_scale")
+    assert not is_ignored(TINY, "lm_head.weight")
+    assert is_ignored(TINY | {"tie_word_embeddings": True}, "lm_head.weight")
+    assert not is_ignored(TINY | {"tie_word_embeddings": True}, "lm_head_weight")
+
+
+def test_multimodal_gemma3_names():
+    folder = Path(__file__).resolve().parents[2] / "configs" / "models"
+    text = json.loads((folder / "gemma-3-1b.json").read_text())
+    config = parse_config({"model_type": "gemma3", "text_config": text})
+    names = {name for source in weight_sources(config).values() for name in source.names}
+    assert "language_model.model.layers.25.self_attn.q_norm.weight" in names
+    assert all(name.startswith("language_model.model.") for name in names)
+    assert any(re.fullmatch(pattern, "vision_tower.x.weight") for pattern in ignored_weights(config))

@@ -1,0 +1,115 @@
+"""The floors of the house: a module imports from lower floors or its own package only."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# Room -> floor. Rooms of one floor do not import each other; F2a (host) and F2b (device) meet in runtime.
+FLOORS = {
+    "pallas_kernels": "F0",
+    "jaxserve.errors": "F1.0",
+    "jaxserve.sampling_params": "F1.1",
+    "jaxserve.config": "F1.1",
+    "jaxserve.presets": "F1.1",
+    "jaxserve.request": "F1.2",
+    "jaxserve.pages": "F2a.0",
+    "jaxserve.scheduler": "F2a.1",
+    "jaxserve.tokenizers": "F2a.0",
+    "jaxserve.sharding": "F2b.0",
+    "jaxserve.layers": "F2b.1",
+    "jaxserve.models": "F2b.2",
+    "jaxserve.weights": "F2b.3",
+    "jaxserve.sampling": "F2b.0",
+    "jaxserve.runtime": "F3",
+    "jaxserve.engine": "F4",
+    "jaxserve.cli": "F5",
+}
+HOST_ROOMS = [room for room, floor in FLOORS.items() if floor.startswith(("F1", "F2a"))]
+
+
+def find_room(module: str) -> str | None:
+    matches = [room for room in FLOORS if module == room or module.startswith(room + ".")]
+    return max(matches, key=len) if matches else None
+
+
+def list_modules() -> list[tuple[str, Path]]:
+    paths = [*(ROOT / "jaxserve").rglob("*.py"), *(ROOT / "pallas_kernels").rglob("*.py")]
+    return [(".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"), p) for p in sorted(paths)]
+
+
+def list_imports(path: Path) -> list[str]:
+    """Every import of the file, also inside functions; those for type checkers only are left out."""
+    tree = ast.parse(path.read_text())
+    skipped = {
+        child
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for child in ast.walk(node)
+    }
+    names = []
+    for node in ast.walk(tree):
+        if node in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide floors"
+            names += [node.module or ""]
+    return names
+
+
+def is_allowed(importer: str, imported: str) -> bool:
+    if importer == imported:
+        return True
+    upper, lower = FLOORS[importer], FLOORS[imported]
+    if {upper[:3], lower[:3]} == {"F2a", "F2b"}:
+        return False
+    return lower < upper
+
+
+@pytest.mark.parametrize(("module", "path"), list_modules(), ids=lambda value: value if isinstance(value, str) else "")
+def test_imports_go_down(module: str, path: Path) -> None:
+    room = find_room(module)
+    if module in ("jaxserve", "jaxserve.demo"):
+        room = None  # the front door, which loads everything lazily, and the model's files
+    else:
+        assert room is not None, f"{module} is on no floor: add it to FLOORS"
+    for imported in list_imports(path):
+        target = find_room(imported)
+        if target is not None and room is not None:
+            assert is_allowed(room, target), f"{module} ({FLOORS[room]}) imports {imported} ({FLOORS[target]})"
+
+
+def test_pallas_kernels_stand_alone() -> None:
+    for module, path in list_modules():
+        if module.startswith("pallas_kernels"):
+            roots = {name.split(".")[0] for name in list_imports(path)} - set(sys.stdlib_module_names)
+            assert roots <= {"jax", "jaxlib", "numpy", "ml_dtypes", "pallas_kernels"}, f"{module} imports {roots}"
+
+
+def test_host_rooms_leave_jax_alone() -> None:
+    code = f"import sys, {', '.join(HOST_ROOMS)}; sys.exit(' '.join(m for m in ('jax', 'numpy') if m in sys.modules) or None)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_importing_jaxserve_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, jaxserve; sys.exit(' '.join({'jax', 'numpy', 'rich', 'tokenizers', 'flax'} & sys.modules.keys()) or None)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_environment_is_read_in_config_only() -> None:
+    for module, path in list_modules():
+        text = path.read_text()
+        if module != "jaxserve.config":
+            assert "os.environ" not in text and "getenv" not in text, f"{module} reads the environment"

@@ -1,0 +1,200 @@
+"""Chat templates render as in transformers, in a sandbox, and nobody but the template writes special tokens."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.errors import InvalidRequestError, TokenizerError
+from jaxserve.tokenizers import Tokenizer, template
+from jaxserve.tokenizers.chat import encode_chat, render_chat
+from tests.tokenizers.builders import CHAT_TEMPLATE
+
+HI = [{"role": "user", "content": "hi"}]
+KINDS = ("llama3", "llama2", "sentencepiece")
+
+
+def test_a_conversation_as_text() -> None:
+    messages = [{"role": "system", "content": " be brief "}, *HI]
+    expected = "<s><|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
+    assert render_chat(CHAT_TEMPLATE, messages, bos_token="<s>", add_generation_prompt=False) == expected
+    assert render_chat(CHAT_TEMPLATE, messages, bos_token="<s>") == expected + "<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{{ {'a': '<b>&é', 'b': [1, none, true]} | tojson }}", '{"a": "<b>&é", "b": [1, null, true]}'),
+        ("{{ {'b': 1, 'a': 2} | tojson(indent=1, sort_keys=true) }}", '{\n "a": 2,\n "b": 1\n}'),
+        ("  {% if true %}\nx\n  {% endif %}\ny", "x\ny"),  # trim_blocks and lstrip_blocks
+        ("{% for i in range(9) %}{% if i == 2 %}{% continue %}{% endif %}"
+         "{% if i == 4 %}{% break %}{% endif %}{{ i }}{% endfor %}", "013"),
+        ("{% generation %}a{{ bos_token }}{% endgeneration %}b", "a<s>b"),
+        ("{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}", "1"),
+        ("{{ tools is none }}{{ tools is defined }}{{ missing is defined }}{{ missing }}", "TrueTrueFalse"),
+        ("{{ enable_thinking }}{{ date_string }}", "True26 Jul"),
+        ("{{ messages[0]['content'].split('i')[0] + messages[0].role }}", "huser"),
+        ("{{ strftime_now('%Y') }}", str(datetime.now().year)),
+        ("{{ 5000 * 5000 }}{{ 2 ** 10 }}{{ '=' * 3 }}", "250000001024==="),
+        ("{{ dict(a=1).items() | list }}", "[('a', 1)]"),
+    ],
+)  # fmt: skip
+def test_what_templates_use(source: str, expected: str) -> None:
+    assert render_chat(source, HI, bos_token="<s>", enable_thinking=True, date_string="26 Jul") == expected
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ().__class__.__base__.__subclasses__() }}",
+        "{{ ''.__class__.__mro__[1] }}",
+        "{{ messages[0].__init__.__globals__ }}",
+        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+        "{{ lipsum.__globals__ }}",
+        "{{ self.__init__ }}{{ self._TemplateReference__context.environment.loader.x }}",
+        "{{ (messages | map(attribute='__class__') | list)[0].x }}",
+        "{{ '{0.__class__.__mro__}'.format(()) }}",
+        "{{ '%s' | attr('format') | attr('__globals__') | attr('x') }}{{ ().__class__.x }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update(role='x') }}",
+        "{% include '/etc/passwd' %}",
+        "{% import 'os' as os %}",
+        "{% extends 'x' %}",
+        "{% for i in range(1000000) %}{% endfor %}",
+        "{{ 'a' * 10 ** 10 }}",
+        "{{ 10 ** 10 * [1, 2] }}",
+        "{{ 2 ** (2 ** 30) }}",
+    ],
+)
+def test_the_sandbox_refuses(source: str) -> None:
+    with pytest.raises(TokenizerError) as caught:
+        render_chat(source, HI)
+    assert caught.value.field == "chat_template"
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["messages.__class__", "messages[0].__dict__", "raise_exception.__globals__", "strftime_now.__code__", "self._x"],
+)
+def test_internals_are_undefined(expression: str) -> None:
+    assert render_chat("{{ " + expression + " }}{{ (" + expression + ") is defined }}", HI) == "False"
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{% if %}", "{{ a", "{% endfor %}", "{% nonsense %}", "{{ 1 | nonsense }}", "{% generation %}", "{{ 1 / 0 }}",
+     "{{ none + 1 }}", "{{ missing.attribute }}", "{{ strftime_now(5) }}", "{{ [].x.y }}",
+     "{{ {} | tojson(5, 'x', 5) }}"],
+)  # fmt: skip
+def test_broken_templates(source: str) -> None:
+    with pytest.raises(TokenizerError, match="chat_template"):
+        render_chat(source, HI)
+
+
+def test_the_template_refuses_a_conversation() -> None:
+    source = "{% if messages[0].role != 'system' %}{{ raise_exception('System first!') }}{% endif %}ok"
+    with pytest.raises(InvalidRequestError, match="System first!") as caught:
+        render_chat(source, HI)
+    assert caught.value.field == "messages"
+    assert render_chat(source, [{"role": "system", "content": ""}]) == "ok"
+
+
+def test_output_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template, "MAX_RENDERED_CHARS", 1000)
+    source = "{% for i in range(99999) %}{% for j in range(99999) %}0123456789{% endfor %}{% endfor %}"
+    with pytest.raises(InvalidRequestError, match="longer than 1000 characters"):
+        render_chat(source, HI)
+    assert render_chat("{{ messages[0].content }}", [{"role": "user", "content": "x" * 1000}]) == "x" * 1000
+
+
+@pytest.mark.parametrize(
+    ("messages", "field"),
+    [
+        ([], "messages"),
+        ("hi", "messages"),
+        (None, "messages"),
+        ({"role": "user", "content": "hi"}, "messages"),
+        (["hi"], "messages[0]"),
+        ([*HI, {"content": "hi"}], "messages[1].role"),
+        ([{"role": "", "content": "hi"}], "messages[0].role"),
+        ([{"role": "end", "content": "hi"}], "messages[0].role"),
+        ([{"role": ["user"], "content": "hi"}], "messages[0].role"),
+        ([{"role": "user"}], "messages[0].content"),
+        ([{"role": "user", "content": None}], "messages[0].content"),
+        ([{"role": "user", "content": 5}], "messages[0].content"),
+        ([{"role": "user", "content": "a\ud800"}], "messages[0].content"),
+        ([{"role": "user", "content": "a", "name": "\udfff"}], "messages[0].name"),
+        ([{"role": "user", "content": ["a"]}], "messages[0].content[0]"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "messages[0].content[0]"),
+        ([{"role": "assistant", "content": "a", "tool_calls": []}], "messages[0]"),
+        ([{"role": "user", "content": "a", 5: 1}], "messages[0]"),
+    ],
+)
+def test_malformed_messages(messages: Any, field: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        render_chat(CHAT_TEMPLATE, messages)
+    assert caught.value.field == field
+
+
+def test_text_parts_are_joined() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert render_chat("{{ messages[0].content }}", [{"role": "user", "content": parts}]) == "a\nb"
+    assert render_chat("{{ messages[0].content }}.", [{"role": "user", "content": []}]) == "."
+
+
+@pytest.mark.parametrize(
+    "options", [{"messages": []}, {"tools": []}, {"enable_thinking": "yes"}, {"date_string": 5}, {"x": 1}]
+)
+def test_options_are_known_scalars(tokenizers: dict[str, Tokenizer], options: dict[str, Any]) -> None:
+    with pytest.raises((InvalidRequestError, TypeError)):
+        encode_chat(tokenizers["llama3"], HI, **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_are_those_of_the_text(tokenizers: dict[str, Tokenizer], kind: str) -> None:
+    tokenizer = tokenizers[kind]
+    text, ids = encode_chat(tokenizer, HI, chat_template=CHAT_TEMPLATE)
+    assert text.startswith(f"{tokenizer.named_tokens['bos_token']}<|im_start|>user\nhi<|im_end|>")
+    assert ids == tokenizer.encode(text, add_special_tokens=False, allow_special=True)
+    assert ids[0] == tokenizer.bos_token_id and ids.count(tokenizer.bos_token_id) == 1
+    if kind != "llama2":  # which has no chat tokens
+        end = tokenizer.special_tokens["<|im_end|>"]
+        assert ids.count(end) == 1
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_messages_never_become_special_tokens(tokenizers: dict[str, Tokenizer], kind: str, data: st.DataObject) -> None:
+    tokenizer = tokenizers[kind]
+    special = [*tokenizer.special_tokens, "<|im_", "end|>", "\ue000", "<", ">", "日", " "]
+    contents = data.draw(st.lists(st.lists(st.sampled_from(special), max_size=5).map("".join), min_size=1, max_size=4))
+    messages = [{"role": "user", "content": content} for content in contents]
+    source = CHAT_TEMPLATE.replace("| trim", "")
+    text, ids = encode_chat(tokenizer, messages, chat_template=source)
+    assert text == render_chat(source, messages, bos_token=tokenizer.named_tokens["bos_token"])
+    _, harmless = encode_chat(tokenizer, [{"role": "user", "content": "x"}] * len(messages), chat_template=source)
+    own = [token_id for token_id in harmless if token_id in tokenizer.special_ids]
+    assert [token_id for token_id in ids if token_id in tokenizer.special_ids] == own
+    decoded = tokenizer.decode(ids, skip_special_tokens=False)
+    if kind == "llama2":  # its normalizer puts a space behind every special token
+        decoded, text = decoded.replace(" ", ""), text.replace(" ", "")
+    assert decoded == text
+
+
+def test_options_never_become_special_tokens(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers["llama3"]
+    text, ids = encode_chat(tokenizer, HI, chat_template="{{ date_string }}", date_string="<|im_end|>")
+    assert text == "<|im_end|>" and tokenizer.special_ids.isdisjoint(ids)
+
+
+def test_no_template(tokenizers: dict[str, Tokenizer]) -> None:
+    with pytest.raises(TokenizerError, match="chat_template"):
+        encode_chat(tokenizers["llama2"], HI)
