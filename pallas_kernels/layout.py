@@ -45,22 +45,21 @@ def update_kv_pages(
 
 
 def gather_heads(kv_pages: jax.Array, page_ids: jax.Array, *, flat: bool) -> tuple[jax.Array, jax.Array]:
-    """Keys and values of the pages [..., C] of each tile: two arrays [..., K, C * page_size, H], never transposed.
+    """Keys and values of C pages for each of W tiles, `page_ids` [W, C]: two arrays [W, K, C * page_size, H].
 
-    `flat` reads each head's part of a page as one run and keeps the reshape behind it out of the copy: on CPU a copy
-    loop over H alone is unrolled into scalar moves, twice as slow. Elsewhere merging tiled axes could copy the pool.
+    `flat` copies each head's part of a page as one run and keeps the reshape behind it out of that loop: on CPU a
+    loop over H alone is unrolled into scalar moves, at half the speed. Elsewhere merging tiled axes could copy the
+    pool.
     """
     _, heads, page_size, head_dim = kv_pages.shape
-    num_kv_heads, num_block_pages = heads // 2, page_ids.shape[-1]
-    rows = page_ids[..., None, :] * heads + 2 * jnp.arange(num_kv_heads, dtype=jnp.int32)[:, None]  # [..., K, C]
+    num_tiles, num_block_pages = page_ids.shape
+    rows = page_ids[:, None, :] * heads + jnp.arange(0, heads, 2, dtype=jnp.int32)[:, None]  # [W, K, C]
     head_rows = kv_pages.reshape((-1, page_size * head_dim) if flat else (-1, page_size, head_dim))
-    shape = (*page_ids.shape[:-1], num_kv_heads, num_block_pages * page_size, head_dim)
-
-    def gather(rows: jax.Array) -> jax.Array:
-        found = head_rows.at[rows].get(mode="clip", wrap_negative_indices=False)
-        return (jax.lax.optimization_barrier(found) if flat else found).reshape(shape)
-
-    return gather(rows), gather(rows + 1)
+    found = [head_rows.at[row].get(mode="clip", wrap_negative_indices=False) for row in (rows, rows + 1)]
+    if flat:
+        found = jax.lax.optimization_barrier(found)
+    k, v = (run.reshape(num_tiles, heads // 2, num_block_pages * page_size, head_dim) for run in found)
+    return k, v
 
 
 def gather_logical(

@@ -82,14 +82,12 @@ def _attend_group(
 
     def run_block(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         largest, total, mixed = carry
-        first = (blocks + index)[:, None]  # [W, 1]
-        columns = first * block_pages + jnp.arange(block_pages, dtype=jnp.int32)
+        columns = (blocks + index)[:, None] * block_pages + jnp.arange(block_pages, dtype=jnp.int32)  # [W, C]
         page_ids = jnp.take_along_axis(table, columns, axis=1, mode="clip") + page_offset
         k, v = gather_heads(kv_pages, page_ids, flat=batch.bounded)
-        key_positions = first * block_tokens + jnp.arange(block_tokens, dtype=jnp.int32)  # [W, E]
+        key_positions = columns[:, :1] * page_size + jnp.arange(block_tokens, dtype=jnp.int32)  # [W, E]
         is_key = (key_positions >= begins[:, None]) & (key_positions < ends[:, None])
-        v = jnp.where(is_key[:, None, :, None], v, 0)  # a stale slot may hold NaN, and 0 * NaN is NaN
-
+        v = jnp.where(is_key[:, None, :, None], v, 0)  # a stale slot may hold NaN, which a weight of 0 does not remove
         scores = jnp.einsum("wkqh,wkeh->wkqe", q, k.astype(dtype), preferred_element_type=jnp.float32) * params.scale
         if params.softcap is not None:
             scores = params.softcap * jnp.tanh(scores / params.softcap)

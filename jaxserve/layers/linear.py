@@ -14,23 +14,21 @@ def project(
     *,
     num_in: int = 1,
 ) -> Float[Array, "*batch_and_out"]:
-    """Contracts the last `num_in` axes of `x` with the first `num_in` of `weight`, in the dtype of `x`.
+    """Contracts the last `num_in` axes of `x` with the first `num_in` of `weight`; returns the dtype of `x`.
 
-    Sums are kept in float32 whatever the dtype. The contraction is flattened to two matrices, which costs nothing in
-    row-major order, so that every backend takes its plain matrix product.
+    Several contracted or remaining axes are one matrix product to XLA, as they are adjacent in row-major order: no
+    backend copies or transposes the weight.
     """
-    batch, in_shape, out_shape = x.shape[:-num_in], weight.shape[:num_in], weight.shape[num_in:]
-    if x.shape[len(batch) :] != in_shape:
+    if x.shape[x.ndim - num_in :] != weight.shape[:num_in]:
         raise ValueError(f"x: last axes of {x.shape} do not match the first {num_in} of weight {weight.shape}")
-    dimensions = (tuple(range(len(batch), x.ndim)), tuple(range(num_in)))
+    contracted = (tuple(range(x.ndim - num_in, x.ndim)), tuple(range(num_in)))
     out = lax.dot_general(
         x,
         weight,
-        (dimensions, ((), ())),
+        (contracted, ((), ())),
         precision=matmul_precision(x.dtype),
         preferred_element_type=x.dtype,
     )
-    assert out.shape == (*batch, *out_shape)
     return out if bias is None else out + bias
 
 

@@ -15,13 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from pallas_kernels.layout import page_bytes, pool_shape
-from pallas_kernels.spec import KVSpec
 
 from jaxserve.errors import CapacityError
 from jaxserve.models.base import DecoderConfig, KVGroup, ParamSpec
 from jaxserve.models.decoder import CacheLayout
 from jaxserve.sharding import DEFAULT_RULES
+from pallas_kernels.layout import page_bytes, pool_shape
+from pallas_kernels.spec import KVSpec
 
 GIB = 2**30
 _CPU_SHARE = 0.25  # of the memory this process may use
@@ -78,7 +78,7 @@ def plan_cache(
     """Divides `budget` bytes per device among the KV groups, so that each holds the same number of full sequences.
 
     `max_sequences` bounds the pools where more would never be used; `override` fixes the pages of the group that needs
-    most, whatever the budget.
+    most, whatever the budget; windowed groups get what one sequence needs at least.
 
     Raises:
         CapacityError: not even one sequence of `config.max_model_len` tokens fits; says which length would.
@@ -88,7 +88,9 @@ def plan_cache(
     page_costs = [len(group.layers) * page_bytes(spec) // num_devices for group in config.kv_groups]
     sequence_cost = sum(need * cost for need, cost in zip(needs, page_costs, strict=True))
     if override is not None:
-        counts = [max(2, round(override * need / max(needs))) for need in needs]
+        shares = [max(2, round(override * need / max(needs))) for need in needs]
+        groups = zip(config.kv_groups, needs, shares, strict=True)  # a windowed sequence never needs more than `need`
+        counts = [share if group.window is None else max(share, need + 1) for group, need, share in groups]
     else:
         sequences = (budget - sum(page_costs)) / sequence_cost  # each group has a null page as well
         if sequences < 1:

@@ -127,13 +127,13 @@ class SentencePieceTokenizer:
             ids += model.encode(segment[start : match.start() + 1])
             start, model = match.start() + 1, self._continuing
         ids += model.encode(segment[start:])
-        for text, token_id in self._found_in_text.items():
-            if token_id in ids:
-                raise InvalidRequestError(
-                    f"spells the special token {text!r}, which this tokenizer cannot keep as plain text",
-                    field="prompt",
-                    value=text,
-                )
+        if not set(self._found_in_text.values()).isdisjoint(ids):
+            token = self._found_pattern.search(segment)[0]
+            raise InvalidRequestError(
+                f"spells the special token {token!r}, which this tokenizer cannot keep as plain text",
+                field="prompt",
+                value=token,
+            )
         return ids
 
     def _get_id(self, text: str) -> int:

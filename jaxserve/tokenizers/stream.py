@@ -119,7 +119,7 @@ class DetokenizerStream:
     def _find_open_bytes(self, prompt_ids: Sequence[int]) -> bytes:
         """Returns the bytes of a character that the prompt's last tokens began and did not finish: three at most."""
         tail = b""
-        for token_id in reversed(prompt_ids[-4:]):
+        for token_id in reversed(prompt_ids[-3:]):
             piece = self._get_piece(token_id)
             if not isinstance(piece, bytes):
                 break

@@ -8,19 +8,17 @@ from typing import Literal
 from jaxserve.errors import ConfigError, shorten
 from jaxserve.weights.orbax import PARAMS_FOLDER
 
-# What a download may bring. Nothing pickled, and no files in folders (original weights, other frameworks' exports).
-_WANTED = (
-    "config.json",
+# Files that make a checkpoint complete beside its weights and config.json.
+COMPANION_FILES = (
     "generation_config.json",
-    "model.safetensors",
-    "model-*.safetensors",
-    "model.safetensors.index.json",
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template*",
     "*.model",
 )
+_WEIGHT_FILES = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
+# Never wanted: anything that can run code, and folders (original weights, other frameworks' exports).
 _UNWANTED = ("*/*", "*.bin", "*.pt", "*.pth", "*.pkl", "*.py")
 
 _HOW_ELSE = (
@@ -63,7 +61,10 @@ def _download(model: str, revision: str | None) -> Path:
     where = f"no directory of that name, and {model!r} on the Hugging Face hub"
     try:
         folder = snapshot_download(
-            model, revision=revision, allow_patterns=list(_WANTED), ignore_patterns=list(_UNWANTED)
+            model,
+            revision=revision,
+            allow_patterns=["config.json", *_WEIGHT_FILES, *COMPANION_FILES],
+            ignore_patterns=list(_UNWANTED),
         )
     except errors.HFValidationError as error:
         message = f"there is no directory {shorten(model)}, and it is not a hub id ('owner/name'). {_HOW_ELSE}"

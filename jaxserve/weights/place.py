@@ -55,11 +55,14 @@ def place_parameter(
 ) -> jax.Array:
     """Returns a copy of `value` (any float dtype) in `dtype` and `sharding`, for `update_weights`.
 
-    `value` stays the caller's to change, delete or donate; the result is the engine's to donate. Compiles nothing: a
-    JAX array of another dtype is cast on the host. Raises WeightsError as `cast_host` does.
+    `value` stays the caller's to change, delete or donate; the result is the engine's to donate. Compiles nothing, so
+    casts of JAX arrays, and the split of one that lies on a single device, go through the host. Raises WeightsError as
+    `cast_host` does.
     """
     if isinstance(value, jax.Array) and value.dtype == jnp.dtype(dtype):
-        return jax.device_put(value, sharding, may_alias=False)
+        splits = len(value.sharding.device_set) == 1 < len(sharding.device_set)
+        if not splits:
+            return jax.device_put(value, sharding, may_alias=False)
     host = np.asarray(value)
     cast = cast_host(host, dtype, name=name)
     return place_host(host.copy() if cast is host else cast, sharding)

@@ -9,7 +9,7 @@ from demo_lm import tasks
 from demo_lm.glossary import load_glossary
 from demo_lm.questions import draw_question
 
-SHARES = {"addition": 0.46, "glossary": 0.30, "json": 0.14, "story": 0.10}
+SHARES = {"addition": 0.42, "glossary": 0.32, "json": 0.17, "story": 0.09}
 """How often each skill is drawn, by turns (not by tokens)."""
 
 _SYSTEM_PROMPTS = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 from demo_lm.glossary import Entry
+from demo_lm.tasks import draw_invented_word
 
 TEMPLATES = (
     "What is {t}?",
@@ -49,6 +50,36 @@ TEMPLATES = (
     "My teacher asked me about {t}. What do I answer?",
     "A question about {t}: what is it?",
     "Let me ask about {t}.",
+    "What does {t} do?",
+    "What role does {t} play?",
+    "What is the point of {t}?",
+    "What is the idea behind {t}?",
+    "What is special about {t}?",
+    "What problem does {t} solve?",
+    "Why does {t} matter?",
+    "Why do people talk about {t}?",
+    "Why is {t} such a big topic?",
+    "Why would an engine have {t}?",
+    "How does {t} help?",
+    "How does {t} work?",
+    "How does jaxserve use {t}?",
+    "How should I think about {t}?",
+    "How is {t} used?",
+    "When do I need {t}?",
+    "When does {t} matter in practice?",
+    "Where is {t} used?",
+    "Where do I meet {t} in this engine?",
+    "Which role has {t} in serving?",
+    "Does jaxserve have {t}?",
+    "Is {t} part of this engine?",
+    "I saw {t} in a log file. Explain it.",
+    "I forgot what {t} is.",
+    "A user asked for {t}, what does he want?",
+    "We discussed {t} today. What was it again?",
+    "People say that {t} matters. Why?",
+    "Say something about {t}.",
+    "Give me the facts on {t}.",
+    "Let us look at {t}.",
     "{t}?",
     "{t}",
     "{t}, please",
@@ -71,15 +102,31 @@ HELD_OUT_TEMPLATES = (
 )
 """Wordings that training never uses."""
 
+# fmt: off
 _OPENERS = (
     "Hi! ", "Hello, ", "Hey, ", "Please: ", "Quick question: ", "One more question: ", "Okay. ", "So, ", "Sorry, ",
     "I have a question. ", "I am reading the manual. ", "We talked about serving. ", "My friend is new here. ",
     "Yesterday I read a paper. ", "In simple words: ", "Could you help? ", "Briefly: ", "For my notes: ",
-)  # fmt: skip
+)
+_WHO = (
+    "My friend", "Our team", "A student", "My sister", "The customer", "A new user", "My neighbor", "The author",
+    "Our manager", "My father", "Somebody", "A visitor", "The other group", "My boss", "A developer", "Everybody",
+)
+_DOES = (
+    "asks for help", "reads the manual", "wrote a report", "likes this topic", "runs a server", "knows a lot",
+    "gave a talk", "wants to learn", "has a problem", "made a joke", "works on kernels", "found a bug",
+    "bought a GPU", "sent me a link", "is curious", "was here",
+)
+_WHEN = ("today", "this week", "last night", "on Monday", "again", "in May", "at noon", "all day", "in Paris", "here")
 _CLOSERS = (
     " Thanks!", " Thank you.", " Please be brief.", " One sentence, please.", " Keep it short.", " I am new to this.",
     " I am curious.", " It is for a talk.", " My boss wants to know.", " I never heard of it.",
-)  # fmt: skip
+)
+_FILLER = frozenset((
+    "what", "is", "does", "mean", "the", "a", "an", "me", "about", "you", "i", "to", "we", "are", "explain", "please",
+    "can", "could", "tell", "do", "when", "of", "in", "and", "it", "how", "why", "for", "my", "use", "used", "which",
+))
+# fmt: on
 
 
 def list_training_questions(entry: Entry) -> tuple[str, ...]:
@@ -99,44 +146,47 @@ def draw_question(rng: random.Random, entry: Entry) -> str:
 
     Never returns one of the held-out questions of `entry`, whatever the case of its letters.
     """
-    own = not entry.names or rng.random() < 0.35
-    text = rng.choice(entry.asks) if own else rng.choice(TEMPLATES).format(t=rng.choice(entry.names))
-    question = _disturb(rng, _capitalize(text))
-    held_out = {other.lower() for other in list_held_out_questions(entry)}
-    return _capitalize(text) if question.lower() in held_out else question
+    held_out = {question.lower() for question in list_held_out_questions(entry)}
+    while True:
+        own = not entry.names or rng.random() < 0.3
+        text = rng.choice(entry.asks) if own else rng.choice(TEMPLATES).format(t=rng.choice(entry.names))
+        question = _disturb(rng, _capitalize(text), spare=entry.names)
+        if question.lower() not in held_out:
+            return question
 
 
-def _disturb(rng: random.Random, question: str) -> str:
-    """Adds an opener or a closer, drops filler words, changes case or end mark, each now and then."""
-    if rng.random() < 0.15:
-        question = _drop_filler(rng, question)
+def _disturb(rng: random.Random, question: str, spare: tuple[str, ...]) -> str:
+    """Garbles filler words outside of `spare`, adds sentences around, changes case or end mark: each sometimes."""
+    if rng.random() < 0.2:
+        question = _garble(rng, question, spare)
     if rng.random() < 0.25:
-        opener = rng.choice(_OPENERS)
-        question = opener + question[:1].lower() + question[1:] if rng.random() < 0.5 else opener + question
+        question = question[:1].lower() + question[1:]
+    chance = rng.random()
+    if chance < 0.2:
+        question = rng.choice(_OPENERS) + question
+    elif chance < 0.4:
+        question = f"{rng.choice(_WHO)} {rng.choice(_DOES)} {rng.choice(_WHEN)}. {question}"
     if rng.random() < 0.15:
         question += rng.choice(_CLOSERS)
-    if rng.random() < 0.2:
-        question = question[:1].lower() + question[1:]
-    elif rng.random() < 0.05:
+    if rng.random() < 0.05:
         question = question.lower()
     if rng.random() < 0.15:
         question = question.rstrip("?.!")
-    return question or "?"
+    return question
 
 
-# fmt: off
-_FILLER = frozenset((
-    "what", "is", "does", "mean", "the", "a", "an", "me", "about", "you", "i", "to", "we", "are", "explain", "please",
-    "can", "could", "tell", "do", "when", "of", "in", "and", "it",
-))
-# fmt: on
-
-
-def _drop_filler(rng: random.Random, question: str) -> str:
-    """Loses each filler word with probability one half; the words that carry the subject stay."""
-    words = question.split(" ")
-    kept = [word for word in words if word.lower().strip("?.,:") not in _FILLER or rng.random() < 0.5]
-    return " ".join(kept) or question
+def _garble(rng: random.Random, question: str, spare: tuple[str, ...]) -> str:
+    """Drops filler words or replaces them by invented ones; what carries the subject stays as it is."""
+    name = max((name for name in spare if name.lower() in question.lower()), key=len, default="")
+    kept = set(name.lower().split())
+    words = []
+    for word in question.split(" "):
+        bare = word.lower().strip("?.,:!")
+        if bare not in _FILLER or bare in kept or rng.random() < 0.5:
+            words.append(word)
+        elif rng.random() < 0.5:
+            words.append(draw_invented_word(rng))
+    return " ".join(words) or question
 
 
 def _capitalize(text: str) -> str:

@@ -140,6 +140,12 @@ def draw_story(rng: random.Random) -> tuple[str, str]:
     return rng.choice(wordings).format(name=name, animal=animal), _write_story(rng, name, animal)
 
 
+def draw_invented_word(rng: random.Random) -> str:
+    """One or two syllables in lower case, most of them no word of any language."""
+    syllables = (rng.choice(_STARTS) + rng.choice(_VOWELS) for _ in range(rng.randint(1, 2)))
+    return "".join(syllables) + rng.choice(_ENDS)
+
+
 def _write_story(rng: random.Random, name: str, animal: str) -> str:
     """Five sentences with one hero, one friend, one lost thing and one place."""
     mood, place, thing = rng.choice(_MOODS), rng.choice(_PLACES), rng.choice(_THINGS)
@@ -167,10 +173,7 @@ def _draw_number(rng: random.Random, short: float) -> int:
 
 def _draw_name(rng: random.Random) -> str:
     """A common name, or as often an invented one, so that copying is learned and not a list of names."""
-    if rng.random() < 0.5:
-        return rng.choice(_NAMES)
-    syllables = (rng.choice(_STARTS) + rng.choice(_VOWELS) for _ in range(rng.randint(1, 2)))
-    return ("".join(syllables) + rng.choice(_ENDS)).capitalize()
+    return rng.choice(_NAMES) if rng.random() < 0.5 else draw_invented_word(rng).capitalize()
 
 
 def _hash_share(text: str) -> float:

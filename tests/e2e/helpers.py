@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +15,7 @@ from jaxserve.scheduler import StepPlan
 from tests.golden_cases import GoldenCase, load_case
 
 MAX_MODEL_LEN = 160
+PROGRAMS = Path(tempfile.gettempdir()) / "jaxserve-test-programs"  # equal programs of different tests compile once
 
 
 def make_llm(case: str | GoldenCase, **options: Any) -> LLM:
@@ -24,7 +27,7 @@ def make_llm(case: str | GoldenCase, **options: Any) -> LLM:
         "skip_tokenizer_init": True,
         "max_num_seqs": 3,
         "max_num_batched_tokens": 64,
-        "compilation_cache_dir": "",
+        "compilation_cache_dir": str(PROGRAMS),
         "show_progress": False,
     }
     return LLM(str(case.path), **(defaults | options))

@@ -1,4 +1,4 @@
-"""The packaged config.json files of well-known models, against the parameter counts their publishers state."""
+"""The packaged config.json files: well-known models against the parameter counts their publishers state."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ PARAMETERS = {
     "qwen2.5-7b": 7_615_616_512,
     "qwen3-0.6b": 596_049_920,
     "qwen3-8b": 8_190_735_360,
+    "llama-30m": 33_563_136,  # published by nobody: for benchmarks on CPUs
 }
 
 

@@ -40,6 +40,15 @@ def test_encode_equals_the_library(kind: str, text: str, request: pytest.Fixture
         assert tokenizer.encode(text, special, allow_special=True) == expected
 
 
+@pytest.mark.parametrize("kind", ["llama3", "llama2"])
+def test_every_token_decodes_as_in_the_library(kind: str, request: pytest.FixtureRequest) -> None:
+    tokenizer, library = cached_pair(request.getfixturevalue(kind))
+    for token_id in range(tokenizer.vocab_size):
+        for ids in ([token_id], [tokenizer.bos_token_id, token_id, token_id]):
+            assert tokenizer.decode(ids) == library.decode(ids)
+            assert tokenizer.decode(ids, False) == library.decode(ids, skip_special_tokens=False)
+
+
 @LIMITS
 @given(data=st.data())
 def test_byte_level_decode_equals_the_library(llama3: Path, data: st.DataObject) -> None:

@@ -110,6 +110,7 @@ def test_a_character_shows_with_its_last_byte(text: str, cut: int) -> None:
     [
         ("日".encode()[:2], "日".encode()[2:], "日"),  # begun by the prompt, finished by the output
         ("😀".encode()[:1], "😀".encode()[1:] + b"!", "😀!"),
+        ("x日😀".encode()[:-1], "😀".encode()[3:], "😀"),
         ("日".encode()[:2], b"A", "A"),  # the prompt's broken character is no output
         ("日".encode()[:2], b"", ""),
         ("😀".encode()[:1], "😀".encode()[1:3], "\ufffd"),  # still open at the end

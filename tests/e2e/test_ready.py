@@ -1,0 +1,157 @@
+"""After ready: nothing compiles, nothing crosses to the device but what is put there, nothing stays behind."""
+
+from __future__ import annotations
+
+import logging
+import random
+
+import jax
+import numpy as np
+import pytest
+
+from jaxserve import LLM, SamplingParams
+from jaxserve.errors import InvalidRequestError, MissingProgramError, NonFiniteLogitsError, WeightsError
+from jaxserve.request import Request
+from jaxserve.scheduler import StepPlan
+from tests.e2e.helpers import generate_ids, greedy, make_llm
+
+VOCAB = 331
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return make_llm("llama_gqa", max_num_seqs=5, max_num_batched_tokens=96, num_kv_pages_override=16)
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind(llm: LLM) -> object:
+    yield
+    scheduler = llm.ready.engine.scheduler
+    assert not scheduler.has_unfinished and not scheduler.waiting and len(scheduler.batch) == 0
+    scheduler.pages.check()
+    assert all(pool.num_referenced == 0 for pool in scheduler.pages.pools)
+
+
+def run_mixed_load(llm: LLM) -> list[list[int]]:
+    rng = random.Random(1)
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.choice([1, 3, 32, 64, 100]))] for _ in range(24)]
+    params = [
+        SamplingParams(
+            temperature=rng.choice([0, 0.7]), top_p=rng.choice([1, 0.8]), seed=i, max_tokens=rng.randint(1, 30)
+        )
+        for i in range(24)
+    ]
+    return generate_ids(llm, prompts, params)
+
+
+def test_nothing_compiles_after_ready(llm: LLM) -> None:
+    compiled: list[str] = []
+
+    def listen(event: str, *_: object, **__: object) -> None:
+        if "compil" in event or "trace" in event or "lower" in event:
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        run_mixed_load(llm)
+        assert compiled == []
+        jax.jit(lambda x: x * 3.25)(np.float32(2))
+        assert compiled, "the listener must see a compilation when there is one"
+    finally:
+        jax.monitoring.clear_event_listeners()
+
+
+def test_only_the_explicit_transfer_is_made(llm: LLM) -> None:
+    with jax.transfer_guard("disallow"):
+        run_mixed_load(llm)
+
+
+def test_programs_are_few(llm: LLM) -> None:
+    assert len(llm.ready.runner._programs) <= 12
+
+
+def test_a_step_without_a_program_is_an_error_not_a_compilation(llm: LLM) -> None:
+    plan = StepPlan(0, tuple(range(6)), tuple(range(6)), (), (), ())
+    with pytest.raises(MissingProgramError, match="6 tokens in 6 rows"):
+        llm.ready.runner.dispatch(plan)
+
+
+def test_pool_is_updated_in_place(llm: LLM) -> None:
+    runner = llm.ready.runner
+    pool_bytes = sum(pool.nbytes for pool in runner._cache)
+    for program in runner._programs.forward.values():
+        analysis = program.memory_analysis()
+        assert analysis.alias_size_in_bytes >= pool_bytes
+    before = runner._cache[0].unsafe_buffer_pointer()
+    generate_ids(llm, [[1, 2, 3]], greedy(3))
+    assert runner._cache[0].unsafe_buffer_pointer() == before
+
+
+def test_bad_requests_name_the_field_and_harm_nobody(llm: LLM) -> None:
+    good = {"prompt_token_ids": [5, 6, 7]}
+    expected = generate_ids(llm, [[5, 6, 7]], greedy(8))
+    bad_prompts = [
+        ("", "prompt"),
+        ({"prompt_token_ids": []}, "prompt"),
+        ({"prompt_token_ids": [VOCAB]}, "prompt_token_ids"),
+        ({"prompt_token_ids": [-1]}, "prompt_token_ids"),
+        ({"prompt_token_ids": [1.5]}, "prompt_token_ids"),
+        ({"prompt_token_ids": [True]}, "prompt_token_ids"),
+        ({"prompt_token_ids": "12"}, "prompt_token_ids"),
+        ({"prompt_token_ids": [1] * 500}, "prompt"),
+        ({"tokens": [1]}, "prompt"),
+        (17, "prompt"),
+    ]
+    for prompt, field in bad_prompts:
+        with pytest.raises(InvalidRequestError) as caught:
+            llm.generate([good, prompt], greedy(8), use_tqdm=False)
+        assert caught.value.field == field, prompt
+    assert generate_ids(llm, [[5, 6, 7]], greedy(8)) == expected
+
+
+def test_non_finite_logits_end_one_request() -> None:
+    llm = make_llm("llama_tied")
+    expected = generate_ids(llm, [[5, 6, 7]], greedy(6))
+    embed = jax.device_get(llm.ready.runner.params["embed"]).copy()
+    embed[11] = np.nan  # tied: row 11 of the head is NaN as well, for everybody
+    name = "embed"
+    canonical = {**jax.device_get(llm.ready.runner.params), name: embed}
+    llm.update_weights(canonical)
+    outputs = llm.generate([{"prompt_token_ids": [5, 6, 7]}], greedy(6), use_tqdm=False)
+    assert outputs[0].outputs[0].finish_reason == "error"
+    assert isinstance(outputs[0].error, NonFiniteLogitsError)
+    embed[11] = 0
+    llm.update_weights(canonical)
+    assert len(generate_ids(llm, [[5, 6, 7]], greedy(6))[0]) == len(expected[0])
+
+
+def test_update_weights_swaps_in_place_and_keeps_running_requests() -> None:
+    llm = make_llm("llama_gqa")
+    original = jax.device_get(llm.ready.runner.params)
+    first = generate_ids(llm, [[5, 6, 7, 8]], greedy(12))
+    changed = jax.tree.map(lambda leaf: leaf * np.float32(1.5) if leaf.ndim > 1 else leaf.copy(), original)
+    llm.update_weights(changed)
+    second = generate_ids(llm, [[5, 6, 7, 8]], greedy(12))
+    assert second != first
+    jax.tree.map(lambda leaf: leaf.fill(np.nan), changed)  # the caller's arrays stay the caller's
+    assert generate_ids(llm, [[5, 6, 7, 8]], greedy(12)) == second
+    engine = llm.ready.engine
+    engine.add_request(Request("running", (5, 6, 7, 8), greedy(12)))
+    for _ in range(4):
+        engine.step()
+    llm.update_weights(original)
+    outputs = []
+    while engine.has_unfinished:
+        outputs += engine.step()
+    assert outputs[-1].metrics is not None and outputs[-1].metrics.num_preemptions == 1
+    assert len(outputs[-1].outputs[0].token_ids) == 12
+    assert generate_ids(llm, [[5, 6, 7, 8]], greedy(12)) == first
+    with pytest.raises(WeightsError, match="lack"):
+        llm.update_weights({"embed": original["embed"]})
+    assert generate_ids(llm, [[5, 6, 7, 8]], greedy(12)) == first
+
+
+def test_logging_is_quiet(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        generate_ids(llm, [[1, 2]], greedy(2))
+    assert caplog.records == []
