@@ -65,7 +65,7 @@ def ragged_paged_attention(
     return _find_impl(impl)(q, kv_pages, batch, params=params, page_offset=page_offset)
 
 
-def _find_impl(impl: str | None):  # noqa: ANN202
+def _find_impl(impl: str | None):
     name = choose_impl(traced_platform())[0] if impl is None else impl
     if name in _PLANNED:
         raise NotImplementedError(f"impl {name!r} is not in this release; use impl='xla' (any device) or None")

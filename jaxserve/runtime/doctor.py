@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import jax
-from pallas_kernels.api import choose_impl
-from pallas_kernels.layout import page_bytes
 from rich.console import Console
 from rich.table import Table
 
@@ -24,6 +22,8 @@ from jaxserve.runtime.memory import (
 )
 from jaxserve.runtime.startup import Shapes, estimate_use, make_shapes, measure_use, plan_pools
 from jaxserve.sharding import make_mesh
+from pallas_kernels.api import choose_impl
+from pallas_kernels.layout import page_bytes
 
 if TYPE_CHECKING:
     from jaxserve.config import EngineConfig

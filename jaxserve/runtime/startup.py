@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from pallas_kernels.api import choose_impl
 
 from jaxserve.config import EngineConfig
 from jaxserve.layers.stack import StackMode, stack_specs
@@ -40,6 +39,7 @@ from jaxserve.runtime.state import row_state_specs
 from jaxserve.runtime.step import StepModel
 from jaxserve.scheduler import SchedulerLimits
 from jaxserve.sharding import DEFAULT_RULES, KV_POOL_AXES
+from pallas_kernels.api import choose_impl
 
 _PROBE_PAGES = 8  # of the pool that programs are compiled against before the real one can be sized
 _CODE_PER_PROGRAM = 8 * 2**20  # bytes, when it cannot be asked

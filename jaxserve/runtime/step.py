@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
-from pallas_kernels.spec import prepare_batch
 
 from jaxserve.models.base import DecoderConfig
 from jaxserve.models.decoder import CacheLayout, compute_logits
@@ -24,6 +23,7 @@ from jaxserve.runtime.rows import SAMPLING_FIELDS
 from jaxserve.runtime.state import KVCache, RowState
 from jaxserve.sampling import SamplingInputs, finite_rows, sample, sample_greedy
 from jaxserve.scheduler.sequence import NON_FINITE
+from pallas_kernels.spec import prepare_batch
 
 _FLOAT_FIELDS = ("temperature", "top_p", "min_p")
 

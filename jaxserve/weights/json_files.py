@@ -8,6 +8,8 @@ from typing import Any
 
 from jaxserve.errors import ConfigError, shorten
 
+_MAX_DIGITS = 40  # of an integer; Python itself stops at 4,300 with advice that does not fit here
+
 
 def parse_json_object(data: bytes) -> dict[str, Any]:
     """Returns the JSON object in `data` (UTF-8).
@@ -16,7 +18,7 @@ def parse_json_object(data: bytes) -> dict[str, Any]:
     object at any depth that holds one key twice (the parser would silently keep the last).
     """
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_reject_doubled_keys)
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_reject_doubled_keys, parse_int=_parse_int)
     except RecursionError:
         raise ValueError("is nested too deeply") from None
     except UnicodeDecodeError as error:
@@ -55,6 +57,12 @@ def _read_config_file(file: Path) -> dict[str, Any]:
         raise ConfigError(f"cannot be read: {error.strerror}", field=str(file)) from error
     except ValueError as error:
         raise ConfigError(str(error), field=str(file)) from error
+
+
+def _parse_int(digits: str) -> int:
+    if len(digits) > _MAX_DIGITS:
+        raise ValueError(f"holds a number of {len(digits)} digits")
+    return int(digits)
 
 
 def _reject_doubled_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

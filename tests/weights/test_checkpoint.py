@@ -159,7 +159,7 @@ def test_configs(tmp_path: Path) -> None:
         (b"null", "holds a NoneType"),
         (b'{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' twice"),
         (b"[" * 200_000, "nested too deeply"),
-        (b'{"a": ' + b"1" * 5000 + b"}", "digits"),
+        (b'{"a": ' + b"1" * 5000 + b"}", "holds a number of 5000 digits"),
     ],
 )
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])

@@ -48,6 +48,12 @@ def test_neighbours_and_streams_are_independent() -> None:
     assert np.linalg.matrix_rank(values["a"]) == 300
 
 
+def test_streams_are_not_windows_of_one_sequence() -> None:
+    """Large parameters would repeat each other if their streams were shifted or permuted copies."""
+    first, second = (np.asarray(dummy._normal((4096,), np.uint32(stream))) for stream in (0, 1))
+    assert len(np.intersect1d(first, second)) < 40  # 2 expected by chance among 2**23 values
+
+
 def test_no_bits_give_infinity() -> None:
     ends = dummy._to_normal(np.array([0, 1, 2**32 - 1, 2**32 - 512], np.uint32))
     assert (np.abs(ends) < 0.11).all() and (np.abs(ends) > 0.09).all()

@@ -1,0 +1,85 @@
+"""`AsyncLLM`: streams, errors of one request, aborts, and shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from jaxserve import LLM, AsyncLLM, OutputKind, RequestOutput, SamplingParams
+from jaxserve.errors import InvalidRequestError
+from tests.e2e.helpers import PROGRAMS
+
+OPTIONS = {"max_num_seqs": 4, "max_model_len": 256, "compilation_cache_dir": str(PROGRAMS), "show_progress": False}
+QUESTION = [{"role": "user", "content": "What is a KV cache?"}]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[AsyncLLM]:
+    engine = AsyncLLM(**OPTIONS)
+    yield engine
+    scheduler = engine._ready.engine.scheduler
+    engine.shutdown()
+    assert not scheduler.has_unfinished and all(pool.num_referenced == 0 for pool in scheduler.pages.pools)
+    engine.shutdown()  # twice is no fault
+
+
+async def collect(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
+    return [output async for output in stream]
+
+
+def test_streams_give_what_generate_gives(llm: AsyncLLM) -> None:
+    prompts = ["Once upon a time", "There was a", "In the morning", "A", "name: Ada"]
+    params = SamplingParams(temperature=0, max_tokens=20, output_kind=OutputKind.DELTA)
+
+    async def run() -> list[list[RequestOutput]]:
+        return await asyncio.gather(*(collect(llm.generate(prompt, params)) for prompt in prompts))
+
+    streams = asyncio.run(run())
+    expected = LLM(**OPTIONS).generate(prompts, SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)
+    for stream, whole in zip(streams, expected, strict=True):
+        assert "".join(output.outputs[0].text for output in stream) == whole.outputs[0].text
+        assert [i for output in stream for i in output.outputs[0].token_ids] == whole.outputs[0].token_ids
+        assert stream[-1].finished and len(stream) > 1
+
+
+def test_chat_is_cumulative_by_default(llm: AsyncLLM) -> None:
+    outputs = asyncio.run(collect(llm.chat(QUESTION, SamplingParams(temperature=0, max_tokens=40))))
+    texts = [output.outputs[0].text for output in outputs]
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
+    assert outputs[-1].metrics is not None and outputs[-1].metrics.first_token_time is not None
+
+
+def test_a_bad_request_fails_alone(llm: AsyncLLM) -> None:
+    async def run() -> list[object]:
+        good = collect(llm.generate("Once", SamplingParams(temperature=0, max_tokens=10)))
+        too_long = collect(llm.generate({"prompt_token_ids": [5] * 400}))
+        no_text = collect(llm.generate(""))
+        return await asyncio.gather(good, too_long, no_text, return_exceptions=True)
+
+    good, too_long, no_text = asyncio.run(run())
+    assert isinstance(good, list) and len(good[-1].outputs[0].token_ids) == 10
+    assert isinstance(too_long, InvalidRequestError) and "maximum context length is 256" in str(too_long)
+    assert isinstance(no_text, InvalidRequestError)
+
+
+def test_abort_and_leaving_early_free_the_rows(llm: AsyncLLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+
+    async def run() -> str | None:
+        async for _ in llm.generate("Once upon a time", params):
+            break
+        reason = None
+        async for output in llm.generate("Once upon a time", params, request_id="mine"):
+            if len(output.outputs[0].token_ids) == 3:
+                await llm.abort("mine")
+            reason = output.outputs[0].finish_reason
+        await llm.abort("mine")  # it has ended: nothing happens
+        await llm.abort("never seen")
+        return reason
+
+    assert asyncio.run(run()) == "abort"
+    again = asyncio.run(collect(llm.generate("Once", SamplingParams(temperature=0, max_tokens=3))))
+    assert again[-1].finished

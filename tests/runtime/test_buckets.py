@@ -1,0 +1,45 @@
+"""The closed set of program shapes holds every step that a scheduler may plan, and stays small."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.errors import MissingProgramError
+from jaxserve.runtime.buckets import Bucket, make_buckets
+
+LIMITS = {"cpu": 12, "gpu": 40, "tpu": 40}
+
+
+@given(st.sampled_from(["cpu", "gpu", "tpu"]), st.integers(1, 1024), st.integers(0, 8192), st.data())
+def test_every_legal_step_has_a_small_enough_bucket(platform: str, rows: int, extra: int, data: st.DataObject) -> None:
+    budget = rows + 32 + extra
+    table = make_buckets(platform, rows, budget)
+    assert len(table.buckets) + 2 * len(table.row_counts) <= LIMITS[platform]
+    num_rows = data.draw(st.integers(1, rows))
+    num_tokens = data.draw(st.integers(num_rows, budget))
+    bucket = table.find(num_tokens, num_rows)
+    assert bucket in table.buckets
+    assert bucket.tokens >= num_tokens and bucket.rows >= num_rows
+    assert bucket.is_decode == (num_tokens == num_rows)
+    smaller = [b for b in table.buckets if b.is_decode == bucket.is_decode and b < bucket]
+    assert all(b.tokens < num_tokens or b.rows < num_rows for b in smaller)
+
+
+def test_defaults_on_cpu() -> None:
+    table = make_buckets("cpu", 32, 512)
+    assert table.row_counts == (2, 8, 32)
+    assert [b.tokens for b in table.buckets if not b.is_decode] == [64, 128, 512]
+
+
+def test_a_single_row_is_padded_to_two_on_cpu_only() -> None:
+    assert make_buckets("cpu", 1, 64).find(1, 1) == Bucket(2, 2)
+    assert make_buckets("gpu", 1, 64).find(1, 1) == Bucket(1, 1)
+
+
+def test_what_does_not_fit_is_an_error() -> None:
+    table = make_buckets("cpu", 8, 64)
+    for tokens, rows in ((65, 8), (9, 9), (20, 9)):
+        with pytest.raises(MissingProgramError, match=f"{tokens} tokens in {rows} rows"):
+            table.find(tokens, rows)

@@ -1,0 +1,76 @@
+"""Packing: what the host writes is what the program reads, and padding touches nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.runtime.buckets import Bucket
+from jaxserve.runtime.inputs import KEEP, ON_DEVICE, InputLayout, StateShape, pack
+from jaxserve.runtime.rows import SAMPLING_FIELDS, RowMirror
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduler import ChunkWork, RowSet, StepPlan
+
+STATE = StateShape(groups=2, rows=9, pages_per_row=5, max_page_updates=20)
+
+
+def make_plan(decodes: list[int], chunks: list[tuple[int, int, bool]], new_rows: set[int]) -> StepPlan:
+    """`chunks`: (row, number of tokens, samples)."""
+    work = tuple(ChunkWork(row, 100 + row, 32, tuple(range(row, row + n)), samples) for row, n, samples in chunks)
+    params = SamplingParams(temperature=0.5, top_k=-1, top_p=0.25, min_p=0.125)
+    sets = tuple(RowSet(row, 32, params, 2**40 + row, 0) for row, _, _ in chunks if row in new_rows)
+    updates = tuple((g, row, 1, 7 + row) for row, _, _ in chunks for g in range(2))
+    return StepPlan(3, tuple(decodes), tuple(decodes), work, sets, updates)
+
+
+@given(st.integers(0, 4), st.lists(st.tuples(st.integers(1, 6), st.booleans()), max_size=4), st.booleans())
+def test_round_trip(num_decodes: int, sizes: list[tuple[int, bool]], are_new: bool) -> None:
+    if not num_decodes and not sizes:
+        return
+    decodes = list(range(num_decodes))
+    chunks = [(4 + i, n, samples) for i, (n, samples) in enumerate(sizes)]
+    plan = make_plan(decodes, chunks, {row for row, _, _ in chunks} if are_new else set())
+    mirror = RowMirror(STATE.rows)
+    mirror.apply(plan.row_sets)
+    layout = InputLayout(Bucket(32, 8), STATE)
+    packed, all_greedy = pack(plan, layout, mirror)
+    views = layout.views(packed)
+    num_rows = plan.num_rows
+    assert all_greedy == (not plan.row_sets)
+    assert views.row_ids.tolist() == [*decodes, *(row for row, _, _ in chunks), *[8] * (8 - num_rows)]
+    lengths = [1] * num_decodes + [n for _, n, _ in chunks]
+    assert np.diff(views.query_start_loc).tolist() == lengths + [0] * (8 - num_rows)
+    assert views.samples.tolist()[:num_rows] == [1] * num_decodes + [int(samples) for _, _, samples in chunks]
+    assert not views.samples[num_rows:].any()
+    tokens = [ON_DEVICE] * num_decodes + [t for chunk in plan.chunks for t in chunk.token_ids]
+    assert views.token_ids.tolist()[: len(tokens)] == tokens
+    starts = [KEEP] * num_decodes + [32 if are_new else KEEP] * len(chunks)
+    assert views.starts.tolist() == starts + [KEEP] * (8 - num_rows)
+    assert views.distribution.tolist() == [num_decodes, num_decodes, num_rows]
+    table = np.zeros((2, 9, 5), int).reshape(-1)
+    table[views.page_entries] = views.page_ids
+    table = table.reshape(2, 9, 5)
+    for row, _, _ in chunks:
+        assert (table[:, row, 1] == 7 + row).all()
+    assert table.sum() == sum(2 * (7 + row) for row, _, _ in chunks)
+    check_sampling(views.sampling[num_decodes:num_rows], plan)
+
+
+def check_sampling(sampling: np.ndarray, plan: StepPlan) -> None:
+    for columns, row_set in zip(sampling, plan.row_sets, strict=False):
+        values = dict(zip(SAMPLING_FIELDS, columns, strict=True))
+        seed = int(np.uint32(values["seed_low"])) + (int(np.uint32(values["seed_high"])) << 32)
+        assert seed == row_set.seed
+        floats = {name: values[name].view(np.float32) for name in ("temperature", "top_p", "min_p")}
+        assert floats == {"temperature": 0.5, "top_p": 0.25, "min_p": 0.125}
+        assert values["top_k"] == 0
+
+
+def test_every_step_gets_its_own_buffer() -> None:
+    layout, mirror = InputLayout(Bucket(8, 8), STATE), RowMirror(STATE.rows)
+    plan = make_plan([0, 1], [], set())
+    first, _ = pack(plan, layout, mirror)
+    second, _ = pack(plan, layout, mirror)
+    assert not np.shares_memory(first, second)
+    assert first.dtype == np.int32 and first.size == layout.size

@@ -1,0 +1,80 @@
+"""The memory plan: every byte is accounted for, groups share fairly, and refusals say what would fit."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from jaxserve.config import EngineConfig
+from jaxserve.errors import CapacityError
+from jaxserve.models.base import DecoderConfig
+from jaxserve.models.registry import param_specs, parse_config
+from jaxserve.presets import load_preset
+from jaxserve.runtime.doctor import DEVICE_KINDS
+from jaxserve.runtime.memory import GIB, cache_budget, params_bytes, plan_cache
+from jaxserve.runtime.startup import estimate_use, make_shapes, plan_pools
+
+
+def load_model(name: str, max_model_len: int) -> DecoderConfig:
+    return parse_config(load_preset(name) or {}).with_max_model_len(max_model_len)
+
+
+def plan(model: DecoderConfig, budget: int, **changes: int | None) -> object:
+    options = {"page_size": 64, "kv_dtype": "bfloat16", "max_chunk": 2048, "num_devices": 1} | changes
+    return plan_cache(model, budget=budget, **options)  # type: ignore[arg-type]
+
+
+def test_pools_take_the_budget_and_no_more() -> None:
+    model = load_model("llama-3.1-8b", 8192)
+    made = plan(model, 20 * GIB)
+    assert 0.9 * 20 * GIB < made.bytes_per_device <= 20 * GIB
+    tokens = (made.num_pages[0] - 1) * 64
+    assert made.bytes_per_device == made.num_pages[0] * 64 * 131072  # KV bytes of a token, published for this model
+    assert len(str(tokens // 64).rstrip("0")) <= 2, "pages are on the coarse grid"
+    assert made.layout.page_offsets == tuple(layer * made.num_pages[0] for layer in range(32))
+    assert plan(model, 20 * GIB, num_devices=4).num_pages[0] > 3.5 * made.num_pages[0]
+
+
+def test_windowed_groups_get_what_their_windows_need() -> None:
+    model = load_model("gemma-2-2b", 8192)
+    made = plan(model, 8 * GIB)
+    full, windowed = made.num_pages
+    assert 0.7 < (windowed / full) / ((4096 + 2048) / 8192) < 1.2
+    assert made.bytes_per_device <= 8 * GIB
+    assert set(made.layout.groups) == {0, 1}
+
+
+def test_shortage_says_which_length_fits() -> None:
+    model = load_model("llama-3.1-8b", 131072)
+    with pytest.raises(CapacityError, match=r"needs 16\.0") as caught:
+        plan(model, 4 * GIB)
+    fitting = int(re.search(r"max_model_len=(\d+)", str(caught.value))[1])  # type: ignore[index]
+    assert 32000 <= fitting < 33000
+    assert plan(model.with_max_model_len(fitting), 4 * GIB).num_pages[0] * 64 >= fitting
+    with pytest.raises(CapacityError):
+        plan(model.with_max_model_len(fitting + 64), 4 * GIB)
+
+
+def test_override_fixes_the_pages() -> None:
+    assert plan(load_model("llama-3.1-8b", 8192), 0, override=17).num_pages == (17,)
+    assert plan(load_model("llama-3.1-8b", 8192), 900 * GIB, max_sequences=3).num_pages == (380 + 1,)
+
+
+def test_plan_of_a_device_that_is_not_here() -> None:
+    model, config = load_model("llama-3.1-8b", 131072), EngineConfig()
+    shapes = make_shapes(config, model, "gpu")
+    use = estimate_use(shapes)
+    budget = cache_budget(DEVICE_KINDS["h200"].memory, 0.9, use)
+    made = plan_pools(shapes, budget=budget)
+    total = use.total + made.bytes_per_device
+    assert 0.8 * 141e9 < total <= 0.9 * 141e9
+    assert use.params == 2 * 8_030_261_248
+    with pytest.raises(CapacityError, match=r"parameters take 14\.96 GiB"):
+        cache_budget(DEVICE_KINDS["v5e"].memory, 0.9, use)
+
+
+def test_sharded_parameters_count_once_over_the_devices() -> None:
+    specs = param_specs(load_model("llama-3.1-8b", 8192))
+    whole, quarter = params_bytes(specs, 1), params_bytes(specs, 4)
+    assert whole / 4 < quarter < whole / 4 * 1.001  # norms are on every device

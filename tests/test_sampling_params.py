@@ -1,0 +1,86 @@
+"""Sampling parameters: defaults, ranges, and refusal of what is not supported."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve import SamplingParams
+from jaxserve.errors import InvalidRequestError
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", "1"),
+        ("temperature", True),
+        ("temperature", None),
+        ("top_p", 0.0),
+        ("top_p", 1.01),
+        ("top_p", math.nan),
+        ("min_p", -0.01),
+        ("min_p", 1.5),
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("seed", -1),
+        ("seed", 2**64),
+        ("seed", 0.5),
+        ("max_tokens", 0),
+        ("max_tokens", -3),
+        ("stop", ["a"] * 17),
+        ("stop", [""]),
+        ("stop", [3]),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", ["x"]),
+        ("stop_token_ids", list(range(257))),
+        ("ignore_eos", 1),
+        ("output_kind", "delta"),
+    ],
+)
+def test_bad_values_name_the_field(name: str, value: object) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        SamplingParams(**{name: value})  # type: ignore[arg-type]
+    assert caught.value.field == name
+
+
+@pytest.mark.parametrize("name", ["n", "logprobs", "presence_penalty", "logit_bias", "best_of", "nonsense"])
+def test_parameters_that_do_not_exist_are_refused_not_ignored(name: str) -> None:
+    with pytest.raises(InvalidRequestError, match="not a supported sampling parameter") as caught:
+        SamplingParams(**{name: 1})
+    assert caught.value.field == name
+
+
+def test_a_typo_gets_a_hint() -> None:
+    with pytest.raises(InvalidRequestError, match="did you mean 'temperature'"):
+        SamplingParams(temprature=0.5)  # type: ignore[call-arg]
+
+
+def test_stop_takes_one_string_or_many() -> None:
+    assert SamplingParams(stop="end").stop == ("end",)
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+    assert SamplingParams().stop == () and SamplingParams().stop_token_ids == ()
+    with pytest.raises(InvalidRequestError, match="detokenize"):
+        SamplingParams(stop="end", detokenize=False)
+
+
+@given(
+    st.floats(0, 100),
+    st.floats(0, 1, exclude_min=True),
+    st.integers(-1, 2**31 - 1),
+    st.floats(0, 1),
+    st.one_of(st.none(), st.integers(0, 2**63 - 1)),
+)
+def test_good_values_survive_copies(
+    temperature: float, top_p: float, top_k: int, min_p: float, seed: int | None
+) -> None:
+    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed)
+    assert pickle.loads(pickle.dumps(params)) == params == dataclasses.replace(params)
+    assert params.is_greedy == (temperature == 0)
