@@ -153,6 +153,14 @@ def params_bytes(specs: Any, num_devices: int) -> int:
     return total
 
 
+def format_bytes(count: int) -> str:
+    """Returns a size as people read it, in GiB, MiB or KiB."""
+    for unit, size in (("GiB", GIB), ("MiB", 2**20)):
+        if count >= size / 2:
+            return f"{count / size:.2f} {unit}"
+    return f"{count / 1024:.1f} KiB"
+
+
 def _pages_of_sequence(group: KVGroup, num_tokens: int, page_size: int, max_chunk: int) -> int:
     whole = -(-num_tokens // page_size)
     return whole if group.window is None else min(whole, -(-(group.window + max_chunk) // page_size) + 1)
@@ -171,8 +179,6 @@ def _explain_shortage(config: DecoderConfig, budget: int, needs: list[int], page
     growing = sum(c for c, g in zip(page_costs, config.kv_groups, strict=True) if g.window is None)
     pages = (budget - windowed - sum(page_costs)) // growing if growing else 0
     fits = f"max_model_len={pages * page_size} ({pages} pages) would fit" if pages > 0 else "no length would fit"
-    cost_gib, left_gib = cost / GIB, max(budget, 0) / GIB
-    return (
-        f"one sequence of {config.max_model_len} tokens needs {cost_gib:.3f} GiB of KV pages, and {left_gib:.3f} GiB "
+    left = format_bytes(max(budget, 0))
+    return f"one sequence of {config.max_model_len} tokens needs {format_bytes(cost)} of KV pages, and {left} "
         f"are left; {fits}; or raise kv_cache_memory_bytes, device_memory_utilization or tensor_parallel_size"
-    )

@@ -12,7 +12,12 @@ from tests.golden_cases import CASES, list_cases_with_legacy_config, load_case
 RELATIVE = 1e-4  # of the case's largest logit
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("llama_gqa", "llama_head96", "gemma2", "phi3")  # the others are marked slow
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
 def test_engine_equals_transformers(name: str) -> None:
     case = load_case(name)
     llm = make_llm(case)
