@@ -180,5 +180,7 @@ def _explain_shortage(config: DecoderConfig, budget: int, needs: list[int], page
     pages = (budget - windowed - sum(page_costs)) // growing if growing else 0
     fits = f"max_model_len={pages * page_size} ({pages} pages) would fit" if pages > 0 else "no length would fit"
     left = format_bytes(max(budget, 0))
-    return f"one sequence of {config.max_model_len} tokens needs {format_bytes(cost)} of KV pages, and {left} "
-        f"are left; {fits}; or raise kv_cache_memory_bytes, device_memory_utilization or tensor_parallel_size"
+    return (
+        f"one sequence of {config.max_model_len} tokens needs {format_bytes(cost)} of KV pages, and {left} are left; "
+        f"{fits}; or raise kv_cache_memory_bytes, device_memory_utilization or tensor_parallel_size"
+    )
