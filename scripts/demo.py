@@ -12,7 +12,7 @@ import argparse
 import random
 import statistics
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +23,7 @@ from rich.table import Table
 from jaxserve import LLM, RequestOutput, SamplingParams
 
 ROWS = 32
+ANSWERS_SHOWN = 2  # of each skill
 NAMES = ("Ada", "Grace", "Alan", "Edsger", "Barbara", "Donald", "Leslie", "Frances")
 QUESTIONS = (
     "What is continuous batching?",
@@ -58,22 +59,17 @@ class Result:
         return self.tokens / self.seconds
 
 
-def make_conversations(count: int, rng: random.Random) -> list[list[dict[str, str]]]:
-    """Returns messages of every skill that the demo model has, in random order."""
-    texts = []
-    for index in range(count):
-        kind = index % 4
-        if kind == 0:
-            texts.append(f"What is {rng.randint(10, 999)} + {rng.randint(10, 999)}?")
-        elif kind == 1:
-            texts.append(rng.choice(QUESTIONS))
-        elif kind == 2:
-            people = f"name: {rng.choice(NAMES)}, age: {rng.randint(18, 90)}"
-            texts.append(f"Turn this into JSON: {people}")
-        else:
-            texts.append("Tell me a short story.")
-    rng.shuffle(texts)
-    return [[{"role": "user", "content": text}] for text in texts]
+def make_questions(count: int, rng: random.Random) -> list[tuple[str, str]]:
+    """Returns (skill, question) pairs over every skill that the demo model has, in random order."""
+    makers: dict[str, Callable[[], str]] = {
+        "addition": lambda: f"What is {rng.randint(10, 999)} + {rng.randint(10, 999)}?",
+        "glossary": lambda: rng.choice(QUESTIONS),
+        "json": lambda: f"Turn this into JSON: name: {rng.choice(NAMES)}, age: {rng.randint(18, 90)}",
+        "story": lambda: "Tell me a short story.",
+    }
+    skills = [list(makers)[index % len(makers)] for index in range(count)]
+    rng.shuffle(skills)
+    return [(skill, makers[skill]()) for skill in skills]
 
 
 class LiveView:
@@ -81,13 +77,11 @@ class LiveView:
 
     def __init__(self, llm: LLM, total: int) -> None:
         self._ready, self._total = llm.ready, total
-        self._start, self._rates = time.perf_counter(), deque[tuple[float, int]](maxlen=40)
+        self._start = time.perf_counter()
         self.done = 0
 
     def __rich__(self) -> Table:
         scheduler, counts = self._ready.engine.scheduler, self._ready.runner.counts
-        self._rates.append((time.perf_counter(), counts.useful_tokens))
-        (first, before), (last, after) = self._rates[0], self._rates[-1]
         pool = scheduler.pages.pools[0]
         steps = ", ".join(f"{bucket}: {number}" for bucket, number in sorted(counts.steps.items()))
         table = Table(title="jaxserve", min_width=64)
@@ -98,16 +92,17 @@ class LiveView:
         table.add_row(
             "KV pages in use / cached / all", f"{pool.num_referenced} / {pool.num_cached} / {pool.num_pages - 1}"
         )
-        table.add_row("tokens computed per second", f"{(after - before) / max(1e-9, last - first):,.0f}")
+        rate = counts.useful_tokens / (time.perf_counter() - self._start)
+        table.add_row("tokens computed per second", f"{rate:,.0f}")
         table.add_row("steps by bucket", steps or "none yet")
         table.add_row("useful / padded tokens", f"{counts.useful_tokens / max(1, counts.padded_tokens):.2f}")
         return table
 
 
-def answer_live(llm: LLM, conversations: Sequence[list[dict[str, str]]], console: Console) -> list[RequestOutput]:
-    """Answers all conversations at once, showing the engine while it does."""
+def answer_live(llm: LLM, questions: Sequence[str], console: Console) -> list[RequestOutput]:
+    """Answers all questions at once, showing the engine while it does."""
     ready, params = llm.ready, SamplingParams(temperature=0, max_tokens=96)
-    requests = [ready.requests.make_chat(messages, params) for messages in conversations]
+    requests = [ready.requests.make_chat([{"role": "user", "content": text}], params) for text in questions]
     for request in requests:
         ready.engine.add_request(request)
     view, outputs = LiveView(llm, len(requests)), {}
@@ -115,6 +110,7 @@ def answer_live(llm: LLM, conversations: Sequence[list[dict[str, str]]], console
         while ready.engine.has_unfinished:
             outputs.update((output.request_id, output) for output in ready.engine.step() if output.finished)
             view.done = len(outputs)
+    console.print()
     return [outputs[request.request_id] for request in requests]
 
 
@@ -203,14 +199,12 @@ def main() -> None:
     start = time.perf_counter()
     llm = LLM(max_num_seqs=ROWS, enable_prefix_caching=True)
     console.print(f"Ready after {time.perf_counter() - start:.1f} s; nothing is compiled from here on.")
-    conversations = make_conversations(args.num_prompts, rng)
-    outputs = answer_live(llm, conversations, console)
+    questions = make_questions(args.num_prompts, rng)
+    outputs = answer_live(llm, [question for _, question in questions], console)
     shown: Counter[str] = Counter()
-    for messages, output in zip(conversations, outputs, strict=True):
-        question = messages[0]["content"]
-        kind = question.split()[0] + question[-1]
-        shown[kind] += 1
-        if shown[kind] <= 2:
+    for (skill, question), output in zip(questions, outputs, strict=True):
+        shown[skill] += 1
+        if shown[skill] <= ANSWERS_SHOWN:
             console.print(f"[bold]> {question}[/]\n{output.outputs[0].text.strip()}", highlight=False)
     compare(llm, make_load(args.num_requests, llm.ready.shapes.model.vocab_size, rng), console)
 
