@@ -56,10 +56,10 @@ class ReadyEngine:
         from jaxserve.models.registry import param_specs
         from jaxserve.weights.update import check_update
 
-        canonical = check_update(param_specs(self.shapes.model), tree)
+        updates = check_update(param_specs(self.shapes.model), tree)
         outputs = self.engine.drain()
         outputs += self.engine.abort_all() if abort else []
-        self.runner.write_params(canonical)
+        self.runner.write_params(updates)
         self.engine.scheduler.requeue_running()
         return outputs
 
@@ -151,6 +151,7 @@ def load_model_tokenizer(options: ModelOptions, files: ModelFiles) -> Tokenizer 
 
 def load_params(config: EngineConfig, files: ModelFiles, shapes: Shapes, mesh: Mesh, *, show_bars: bool = True) -> Any:
     """Returns the runtime tree of parameters, read or made where it will lie."""
+    from jaxserve.layers.stack import stack_specs
     from jaxserve.models.registry import ignored_weights, param_specs, weight_sources
     from jaxserve.runtime.params import to_runtime
     from jaxserve.sharding import DEFAULT_RULES
@@ -159,8 +160,8 @@ def load_params(config: EngineConfig, files: ModelFiles, shapes: Shapes, mesh: M
     model = shapes.model
     specs = param_specs(model)
     if config.model.load_format == "dummy":
-        params = make_dummy_params(specs, mesh=mesh, rules=DEFAULT_RULES, seed=config.model.seed)
-        return to_runtime(params, shapes.stack_mode)
+        specs = stack_specs(specs, shapes.stack_mode)
+        return make_dummy_params(specs, mesh=mesh, rules=DEFAULT_RULES, seed=config.model.seed)
     assert files.path is not None  # locate_model allows presets with dummy weights only
     load_format = config.model.load_format
     if (checkpoint_format(files.path) if load_format == "auto" else load_format) == "orbax":

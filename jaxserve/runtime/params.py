@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.layers.stack import StackMode, get_leaf, locate_leaf, set_leaf, write_layer
+from jaxserve.weights import place_parameter
 
 
 def to_runtime(params: dict[str, Any], mode: StackMode) -> dict[str, Any]:
@@ -34,32 +35,24 @@ class WeightWriter:
             for leaf in jax.tree.leaves(params["layers"]):
                 self._programs.setdefault(_kind(leaf), _compile_write(leaf))
 
-    def write(self, params: dict[str, Any], canonical: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the tree with the leaves of a canonical tree in place of the old ones, which must not be used again.
+    def write(self, params: dict[str, Any], updates: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the tree with canonical leaves (dotted name -> array) in place of the old ones, now not to be used.
 
         A leaf takes the dtype of the one it replaces. The caller keeps his arrays: whatever he does with them later,
         donating them to a training step included, does not reach the engine.
         """
-        for key_path, value in jax.tree_util.tree_leaves_with_path(canonical):
-            name = jax.tree_util.keystr(key_path, simple=True, separator=".")
+        for name, value in updates.items():
             path, layer = locate_leaf(name, self._mode)
             old = get_leaf(params, path)
             if layer is None:
-                new = _place(value, old.dtype, old.sharding)
+                new = place_parameter(value, old.dtype, old.sharding, name=name)
             else:
                 program = self._programs[_kind(old)]
                 value_sharding, index_sharding = program.input_shardings[0][1:]
                 index = jax.device_put(np.int32(layer), index_sharding)
-                new = program(old, _place(value, old.dtype, value_sharding), index)
+                new = program(old, place_parameter(value, old.dtype, value_sharding, name=name), index)
             params = set_leaf(params, path, new)
         return params
-
-
-def _place(value: Any, dtype: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    """Copies a leaf to the device; a cast happens on the host, because on the device it would be a new program."""
-    if isinstance(value, jax.Array) and value.dtype == dtype:
-        return jax.device_put(value, sharding, may_alias=False)
-    return jax.device_put(np.array(jax.device_get(value), dtype=dtype), sharding)
 
 
 def _kind(leaf: jax.Array) -> tuple[tuple[int, ...], str, jax.sharding.Sharding]:

@@ -87,9 +87,9 @@ class ModelRunner:
         self._cache, self._rows = make_zeros(self._state_specs)
         self._mirror = RowMirror(self._state_shape.rows)
 
-    def write_params(self, canonical: Mapping[str, Any]) -> None:
-        """Replaces all parameters by those of a canonical tree; the steps in flight have been waited for."""
-        self.params = self._writer.write(self.params, canonical)
+    def write_params(self, updates: Mapping[str, Any]) -> None:
+        """Replaces parameters by canonical name; the steps in flight have been waited for."""
+        self.params = self._writer.write(self.params, updates)
 
     def warm_up(self) -> None:
         """Runs every program once on nothing but padding."""

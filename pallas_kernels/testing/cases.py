@@ -1,0 +1,152 @@
+"""The shapes and batches that every implementation is tested on, and hostile inputs made from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.layout import pool_shape
+from pallas_kernels.spec import AttnParams, KVSpec
+
+# Largest difference from the float32 reference on the same rounded inputs, for values of order one.
+TOLERANCE = {"float32": 2e-5, "bfloat16": 3e-2, "float16": 4e-3}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model's shape and one batch. `rows` are (tokens already in pages, new tokens), one-token rows first."""
+
+    name: str
+    rows: tuple[tuple[int, int], ...]
+    num_heads: int = 4
+    spec: KVSpec = field(default_factory=lambda: KVSpec(2, 64, 16, "float32"))
+    window: int | None = None
+    softcap: float | None = None
+    max_rows: int = 8  # S
+    max_tokens: int = 64  # T
+    table_width: int = 12  # M
+    max_query_len: int | None = None
+
+    @property
+    def params(self) -> AttnParams:
+        return AttnParams(scale=self.spec.head_dim**-0.5, window=self.window, softcap=self.softcap)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A case's arrays: arguments of `attend_with_update` and `prepare_batch`, in numpy."""
+
+    q: np.ndarray  # [T, N, H]
+    k: np.ndarray  # [T, K, H]
+    v: np.ndarray  # [T, K, H]
+    kv_pages: np.ndarray  # [num_layers * num_pages, 2K, page_size, H]
+    page_table: np.ndarray  # [S, M]
+    seq_lens: np.ndarray  # [S]
+    query_start_loc: np.ndarray  # [S + 1]
+    distribution: np.ndarray  # [3]
+    num_pages: int  # of one layer
+    num_layers: int
+
+    @property
+    def meta(self) -> tuple[np.ndarray, ...]:
+        return self.page_table, self.seq_lens, self.query_start_loc, self.distribution
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are not padding."""
+        return int(self.query_start_loc[-1])
+
+
+def make_inputs(case: Case, seed: int = 0, *, num_layers: int = 2) -> Inputs:
+    """Hostile inputs: pages permuted, NaN in every slot and on every page that holds nothing (the null page too), the
+    unused entries of the table, and those that left the window, naming pages of other rows or of nobody."""
+    rng = np.random.default_rng(seed)
+    spec, num_rows = case.spec, len(case.rows)
+    assert num_rows <= case.max_rows and sum(new for _, new in case.rows) <= case.max_tokens, case
+    num_pages = 1 + sum(-(-sum(row) // spec.page_size) for row in case.rows) + 3  # some pages are nobody's
+    kv_pages = np.full(pool_shape(spec, num_layers * num_pages), np.nan, np.float32)
+    free = list(rng.permutation(np.arange(1, num_pages)))
+
+    page_table = rng.integers(0, num_pages, (case.max_rows, case.table_width)).astype(np.int32)
+    seq_lens = rng.integers(0, 99, case.max_rows).astype(np.int32)  # of padding rows: anything
+    query_lens = np.zeros(case.max_rows, np.int32)
+    for row, (computed, new) in enumerate(case.rows):
+        seq_lens[row], query_lens[row] = computed + new, new
+        oldest = 0 if case.window is None else max(0, computed - case.window + 1)  # of the keys any query sees
+        for index in range(-(-(computed + new) // spec.page_size)):
+            page = free.pop()
+            slots = np.arange(index * spec.page_size, (index + 1) * spec.page_size)
+            if slots[-1] < oldest:
+                continue  # the page left the window: its entry stays stale
+            page_table[row, index] = page
+            for layer in range(num_layers):
+                held = kv_pages[layer * num_pages + page]
+                held[:, slots < computed] = rng.standard_normal((held.shape[0], np.sum(slots < computed), spec.head_dim))
+
+    ends = np.cumsum(query_lens)
+    num_single = next((row for row, (_, new) in enumerate(case.rows) if new > 1), num_rows)
+    dtype = jnp.dtype(spec.dtype)
+    shape = (case.max_tokens, spec.num_kv_heads, spec.head_dim)
+    return Inputs(
+        q=rng.standard_normal((case.max_tokens, case.num_heads, spec.head_dim)).astype(dtype),
+        k=rng.standard_normal(shape).astype(dtype),
+        v=rng.standard_normal(shape).astype(dtype),
+        kv_pages=kv_pages.astype(dtype),
+        page_table=page_table,
+        seq_lens=seq_lens,
+        query_start_loc=np.concatenate([[0], ends]).astype(np.int32),
+        distribution=np.array([num_single, num_rows, num_rows], np.int32),
+        num_pages=num_pages,
+        num_layers=num_layers,
+    )
+
+
+def largest_error(case: Case, out: jax.Array, expected: jax.Array, num_tokens: int) -> float:
+    """Largest difference over the tokens that are not padding, as a share of the case's tolerance (fine below 1)."""
+    found, wanted = (np.asarray(array, np.float32)[:num_tokens] for array in (out, expected))
+    assert np.isfinite(np.asarray(out, np.float32)).all(), f"{case.name}: padding must be finite too"
+    return float(np.max(np.abs(found - wanted), initial=0)) / TOLERANCE[case.spec.dtype]
+
+
+_DECODE = ((0, 1), (1, 1), (15, 1), (16, 1), (100, 1), (150, 1), (191, 1))
+_MIXED = ((0, 1), (40, 1), (130, 1), (0, 17), (16, 16), (31, 2), (120, 9))
+
+
+def _shape(num_heads: int, num_kv_heads: int, head_dim: int, dtype: str = "float32", page_size: int = 16) -> dict:
+    return {"num_heads": num_heads, "spec": KVSpec(num_kv_heads, head_dim, page_size, dtype)}
+
+
+CASES = [
+    Case("decode", _DECODE, max_tokens=8, max_query_len=1),
+    Case("decode full bucket", (*_DECODE, (5, 1)), max_tokens=8, max_query_len=1),
+    Case("decode one row of many", ((70, 1),), max_tokens=8, max_query_len=1),
+    Case("decode window", _DECODE, max_tokens=8, max_query_len=1, window=20),
+    Case("decode window of one", _DECODE, max_tokens=8, max_query_len=1, window=1),
+    Case("decode softcap", _DECODE, max_tokens=8, max_query_len=1, softcap=2.0),
+    Case("mixed", _MIXED),
+    Case("mixed window softcap", _MIXED, window=13, softcap=5.0),
+    Case("mixed window of a page", _MIXED, window=16),
+    Case("one-token rows among the chunks", ((60, 1), (0, 5), (33, 1), (9, 1), (0, 2)), max_query_len=5),
+    Case("one prompt", ((0, 64),)),
+    Case("one chunk deep in its row", ((128, 64),)),
+    Case("a chunk over many tiles", ((50, 100),), max_tokens=128),
+    Case("nothing", ()),
+    Case("all padding decode", (), max_tokens=8, max_query_len=1),
+    Case("heads 8:1", _MIXED, **_shape(8, 1, 64)),
+    Case("heads 8:2 of 128", _MIXED, **_shape(8, 2, 128)),
+    Case("heads 4:4", _MIXED, **_shape(4, 4, 64)),
+    Case("heads 3:1 of 16", _MIXED, **_shape(3, 1, 16)),
+    Case("heads of 24", _MIXED, **_shape(4, 2, 24)),
+    Case("heads of 80", _MIXED, **_shape(4, 2, 80)),
+    Case("heads of 96 window", _MIXED, **_shape(4, 2, 96), window=40),
+    Case("bfloat16", _MIXED, **_shape(8, 4, 64, "bfloat16")),
+    Case("bfloat16 decode", _DECODE, **_shape(8, 4, 128, "bfloat16"), max_tokens=8, max_query_len=1),
+    Case("float16", _MIXED, **_shape(8, 4, 64, "float16")),
+    Case("pages of 64", _MIXED, **_shape(4, 2, 64, page_size=64), table_width=3),
+    Case("pages of 128", _MIXED, **_shape(4, 2, 64, "bfloat16", page_size=128), table_width=2),
+    Case("pages wider than a block", _MIXED, **_shape(4, 2, 32, page_size=256), table_width=1),
+    Case("pages of 1", ((0, 1), (9, 1), (3, 6)), **_shape(4, 2, 16, page_size=1)),
+]

@@ -1,0 +1,45 @@
+"""The oracle against attention written out in numpy, one query at a time, with no pages at all."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pallas_kernels.layout import gather_logical
+from pallas_kernels.testing.cases import CASES, Case, Inputs, make_inputs
+from tests.pallas_kernels.runner import LAYER, run_case
+
+
+def attend_naively(case: Case, inputs: Inputs, keys: list[np.ndarray], values: list[np.ndarray]) -> np.ndarray:
+    """[T', N, H] over whole texts: `keys` and `values` hold [length, K, H] of each row."""
+    group_size = case.num_heads // case.spec.num_kv_heads
+    out = np.zeros((inputs.num_tokens, case.num_heads, case.spec.head_dim))
+    token = 0
+    for (computed, new), k, v in zip(case.rows, keys, values, strict=True):
+        for position in range(computed, computed + new):
+            oldest = 0 if case.window is None else max(0, position - case.window + 1)
+            for head in range(case.num_heads):
+                seen = slice(oldest, position + 1)
+                scores = k[seen, head // group_size] @ inputs.q[token, head].astype(np.float64) * case.params.scale
+                if case.softcap is not None:
+                    scores = case.softcap * np.tanh(scores / case.softcap)
+                weights = np.exp(scores - scores.max())
+                out[token, head] = weights / weights.sum() @ v[seen, head // group_size]
+            token += 1
+    return out
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.spec.dtype == "float32"], ids=lambda case: case.name)
+def test_reference_is_attention(case: Case) -> None:
+    inputs = make_inputs(case)
+    out, kv_pages = run_case(case, inputs, impl="reference")
+    keys, values = [], []
+    for row, (computed, new) in enumerate(case.rows):
+        k, v = gather_logical(
+            kv_pages, inputs.page_table[row], computed + new, case.spec, page_offset=LAYER * inputs.num_pages
+        )
+        keys.append(k.astype(np.float64))
+        values.append(v.astype(np.float64))
+    expected = attend_naively(case, inputs, keys, values)
+    np.testing.assert_allclose(out[: inputs.num_tokens], expected, atol=1e-5)
+    assert not np.any(out[inputs.num_tokens :]), "padding is 0 in the reference"

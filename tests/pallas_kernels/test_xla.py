@@ -1,0 +1,91 @@
+"""The portable implementation against the oracle, on the shared cases and on random batches, in both loop modes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.spec import KVSpec
+from pallas_kernels.testing.cases import CASES, Case, largest_error, make_inputs
+from tests.pallas_kernels.runner import LAYER, run_case
+
+MODES = [True, False]
+
+
+@pytest.mark.parametrize("bounded", MODES, ids=["bounded", "static"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_cases(case: Case, bounded: bool) -> None:
+    inputs = make_inputs(case)
+    out, _ = run_case(case, inputs, bounded=bounded)
+    expected, _ = run_case(case, inputs, impl="reference")
+    assert out.dtype == inputs.q.dtype
+    assert largest_error(case, out, expected, inputs.num_tokens) < 1
+
+
+# Few static shapes, so that compiling does not dominate; all the rest is drawn.
+SHAPES = [
+    Case("decode", (), max_tokens=8, max_query_len=1, table_width=20),
+    Case("decode window", (), max_tokens=8, max_query_len=1, table_width=20, window=37),
+    Case("mixed", (), max_tokens=48, table_width=20),
+    Case("mixed window softcap", (), 6, KVSpec(2, 24, 8, "bfloat16"), 21, 3.0, 6, 40, 24),
+]
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Case:
+    """A shape with rows that fit it: one-token rows, then chunks, each somewhere in a text."""
+    shape = draw(st.sampled_from(SHAPES))
+    capacity = shape.table_width * shape.spec.page_size
+    num_rows = draw(st.integers(0, shape.max_rows))
+    num_single = num_rows if shape.max_query_len == 1 else draw(st.integers(0, num_rows))
+    left = shape.max_tokens - num_rows
+    rows = []
+    for row in range(num_rows):
+        extra = 0 if row < num_single else draw(st.integers(0, left))
+        left -= extra
+        rows.append((draw(st.integers(0, capacity - 1 - extra)), 1 + extra))
+    return replace(shape, rows=tuple(rows))
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=batches(), bounded=st.sampled_from(MODES), seed=st.integers(0, 2**32 - 1))
+def test_random_batches(case: Case, bounded: bool, seed: int) -> None:
+    inputs = make_inputs(case, seed)
+    out, _ = run_case(case, inputs, bounded=bounded)
+    expected, _ = run_case(case, inputs, impl="reference")
+    assert largest_error(case, out, expected, inputs.num_tokens) < 1
+
+
+@pytest.mark.parametrize("bounded", MODES, ids=["bounded", "static"])
+def test_a_row_alone_gives_the_same_answer(bounded: bool) -> None:
+    """A row's answer does not depend on its neighbours' lengths, nor on where their pages lie."""
+    case = Case("together", ((100, 1), (3, 1), (20, 30)))
+    inputs = make_inputs(case)
+    together, _ = run_case(case, inputs, bounded=bounded)
+    for row, (begin, end) in enumerate(zip(inputs.query_start_loc[:3], inputs.query_start_loc[1:4], strict=True)):
+        query_lens = np.where(np.arange(case.max_rows) == row, np.diff(inputs.query_start_loc), 0)
+        pad = np.zeros_like(inputs.q)
+        alone_inputs = replace(
+            inputs,
+            q=np.concatenate([inputs.q[begin:end], pad])[: case.max_tokens],
+            k=np.concatenate([inputs.k[begin:end], pad[:, :2]])[: case.max_tokens],
+            v=np.concatenate([inputs.v[begin:end], pad[:, :2]])[: case.max_tokens],
+            query_start_loc=np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32),
+        )
+        alone, _ = run_case(case, alone_inputs, bounded=bounded)
+        np.testing.assert_allclose(alone[: end - begin], together[begin:end], atol=2e-6)
+
+
+def test_nan_in_one_row_stays_in_it() -> None:
+    case = Case("three", ((100, 1), (90, 1), (20, 30)))
+    inputs = make_inputs(case)
+    poisoned = inputs.kv_pages.copy()
+    poisoned[LAYER * inputs.num_pages + inputs.page_table[1, 0]] = np.nan
+    out, _ = run_case(case, replace(inputs, kv_pages=poisoned))
+    clean, _ = run_case(case, inputs)
+    assert np.isnan(out[1]).all()
+    np.testing.assert_array_equal(np.delete(out, 1, axis=0), np.delete(clean, 1, axis=0))

@@ -1,0 +1,78 @@
+"""The whole step, compiled against a large pool: the pool is donated, never copied."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from jaxserve.config import EngineConfig
+from jaxserve.models.registry import parse_config
+from jaxserve.runtime.compile import compile_forward
+from jaxserve.runtime.memory import plan_cache
+from jaxserve.runtime.startup import Shapes, describe_programs, make_shapes, measure_use, start_runner
+from jaxserve.sharding import make_mesh
+from tests.golden_cases import load_case
+
+
+def make_small_shapes(case: str) -> Shapes:
+    config = EngineConfig.from_options(max_num_seqs=4, max_num_batched_tokens=64, compilation_cache_dir="")
+    return make_shapes(config, parse_config(load_case(case).config).with_max_model_len(160), "cpu")
+
+
+@pytest.mark.parametrize("case", ["llama_gqa", "gemma2"])
+def test_pool_is_not_copied(case: str) -> None:
+    shapes = make_small_shapes(case)
+    plan = plan_cache(
+        shapes.model, page_size=32, kv_dtype="float32", max_chunk=64, num_devices=1, budget=0, override=4000
+    )
+    model, inputs = describe_programs(shapes, plan, make_mesh(1))
+    for bucket in (shapes.buckets.buckets[0], shapes.buckets.largest):
+        analysis = compile_forward(model, inputs, bucket).memory_analysis()
+        assert plan.bytes_per_device > 40 * 2**20
+        assert analysis.alias_size_in_bytes >= plan.bytes_per_device
+        assert analysis.temp_size_in_bytes < plan.bytes_per_device / 10
+
+
+def test_programs_say_what_they_use() -> None:
+    use = measure_use(make_small_shapes("llama_gqa"), make_mesh(1))
+    assert use.params > 0 and use.temporaries > 0 and use.state > 0
+    assert use.total == use.params + use.temporaries + use.code + use.state + use.reserve
+
+
+@pytest.mark.slow
+def test_stacked_parameters_give_the_same_step() -> None:
+    """The accelerators' form of the parameters, on CPU: same canonical weights, same logits, same in-place update."""
+    import dataclasses
+
+    from jaxserve.models.registry import param_specs
+    from jaxserve.runtime.params import to_runtime
+    from jaxserve.sampling_params import SamplingParams
+    from jaxserve.scheduler import ChunkWork, RowSet, StepPlan
+    from jaxserve.sharding import DEFAULT_RULES
+    from jaxserve.weights import check_update, make_dummy_params
+
+    shapes, mesh = make_small_shapes("gemma2"), make_mesh(1)
+    params = SamplingParams(temperature=0)
+    plan = StepPlan(
+        0,
+        (),
+        (),
+        (ChunkWork(0, 0, 0, (5, 6, 7), samples=True),),
+        (RowSet(0, 0, params, 0, 0),),
+        ((0, 0, 0, 1), (1, 0, 0, 1)),
+    )
+    decode = StepPlan(1, (0,), (0,), (), (), ())
+    ids = []
+    for platform in ("cpu", "gpu"):  # "gpu" chooses the stacked form; everything is placed on the CPU all the same
+        case = dataclasses.replace(shapes, platform=platform)
+        tree = make_dummy_params(param_specs(case.model), mesh=mesh, rules=DEFAULT_RULES, seed=3)
+        runner, _ = start_runner(case, mesh, to_runtime(tree, case.stack_mode))
+        assert isinstance(runner.params["layers"], dict) == (platform == "gpu")
+        first = [runner.dispatch(step).result() for step in (plan, *[decode] * 5)]
+        canonical = make_dummy_params(param_specs(case.model), mesh=mesh, rules=DEFAULT_RULES, seed=4)
+        runner.write_params(check_update(param_specs(case.model), jax.device_get(canonical)))
+        runner.reset()
+        second = [runner.dispatch(step).result() for step in (plan, *[decode] * 5)]
+        assert first != second
+        ids.append((first, second))
+    assert ids[0] == ids[1]
