@@ -35,7 +35,7 @@ def test_only_the_future_fetches() -> None:
 
 def test_the_rule_sees_what_it_forbids() -> None:
     assert "runtime/memory.py" not in STEP_PATH
-    assert find_fetches("runtime/params.py"), "the weight writer fetches, so the rule must see it there"
+    assert find_fetches("weights/place.py"), "new weights pass through the host, and the rule must see it there"
 
 
 def test_device_put_stands_once() -> None:

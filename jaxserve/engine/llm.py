@@ -114,8 +114,9 @@ class LLM:
                 engine.add_request(request)
             with show_progress("Generating", enabled=use_tqdm, unit="requests") as report:
                 while engine.has_unfinished:
-                    outputs.update((output.request_id, output) for output in engine.step() if output.finished)
-                    report(len(outputs), len(requests))
+                    for output in engine.step():  # each is the last of its request
+                        outputs[output.request_id] = output
+                        report(len(outputs), len(requests))
         except BaseException:  # an interrupt as well: the engine is left as it was found
             for request in requests:
                 engine.abort_request(request.request_id)

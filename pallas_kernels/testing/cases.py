@@ -66,7 +66,7 @@ def make_inputs(case: Case, seed: int = 0, *, num_layers: int = 2) -> Inputs:
     rng = np.random.default_rng(seed)
     spec, num_rows = case.spec, len(case.rows)
     assert num_rows <= case.max_rows and sum(new for _, new in case.rows) <= case.max_tokens, case
-    num_pages = 1 + sum(-(-sum(row) // spec.page_size) for row in case.rows) + 3  # some pages are nobody's
+    num_pages = 2 + case.max_rows * case.table_width  # the null page, and at least one that is nobody's
     kv_pages = np.full(pool_shape(spec, num_layers * num_pages), np.nan, np.float32)
     free = list(rng.permutation(np.arange(1, num_pages)))
 
@@ -84,7 +84,9 @@ def make_inputs(case: Case, seed: int = 0, *, num_layers: int = 2) -> Inputs:
             page_table[row, index] = page
             for layer in range(num_layers):
                 held = kv_pages[layer * num_pages + page]
-                held[:, slots < computed] = rng.standard_normal((held.shape[0], np.sum(slots < computed), spec.head_dim))
+                held[:, slots < computed] = rng.standard_normal(
+                    (held.shape[0], np.sum(slots < computed), spec.head_dim)
+                )
 
     ends = np.cumsum(query_lens)
     num_single = next((row for row, (_, new) in enumerate(case.rows) if new > 1), num_rows)

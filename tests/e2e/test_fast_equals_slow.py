@@ -101,8 +101,8 @@ def test_windowed_groups_equal_with_and_without_pressure() -> None:
     case = load_case("gemma2")
     rng = random.Random(5)
     vocab = int(case.config["vocab_size"])
-    prompts = [[rng.randrange(3, vocab) for _ in range(rng.randint(50, 70))] for _ in range(6)]
-    params = [greedy(40) for _ in prompts]
+    prompts = [[rng.randrange(3, vocab) for _ in range(rng.randint(10, 30))] for _ in range(6)]
+    params = [greedy(70) for _ in prompts]
     wide, tight = make_llm(case), make_llm(case, num_kv_pages_override=8, page_size=16)
     expected = generate_ids(wide, prompts, params)
     outputs = tight.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)

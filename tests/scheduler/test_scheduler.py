@@ -1,0 +1,94 @@
+"""Planning: the token budget, the order of rows, chunks on their grid, preemption of the youngest."""
+
+from __future__ import annotations
+
+import pickle
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.pages import PageGroup, PageManager
+from jaxserve.request import FinishReason, Request
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduler import Scheduler, SchedulerLimits, Sequence, SequenceStatus
+from jaxserve.scheduler.policy import chunk_length
+
+
+def make_scheduler(rows: int = 4, budget: int = 64, num_pages: int = 40, caching: bool = False) -> Scheduler:
+    pages = PageManager([PageGroup(num_pages)], page_size=32, max_chunk=budget, enable_prefix_caching=caching)
+    return Scheduler(SchedulerLimits(rows, budget, 512, 16), pages)
+
+
+def add(scheduler: Scheduler, name: str, length: int, max_tokens: int = 50) -> Sequence:
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    return scheduler.add(Request(name, tuple(range(length)), params))
+
+
+@given(st.integers(0, 500), st.integers(1, 500), st.integers(0, 300))
+def test_unfinished_chunks_end_on_the_grid(start: int, work: int, budget: int) -> None:
+    start -= start % 32
+    length = chunk_length(start, work, budget)
+    assert 0 <= length <= min(work, budget)
+    assert length == work or (start + length) % 32 == 0
+    assert length == work or length > budget - 32, "no more than a tile of the budget is left unused"
+
+
+def test_decodes_come_first_and_prompts_take_the_rest() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, "a", 10)
+    first = scheduler.plan()
+    assert first is not None and [len(chunk.token_ids) for chunk in first.chunks] == [10]
+    add(scheduler, "b", 200)
+    second = scheduler.plan()
+    assert second is not None
+    assert second.decode_rows == (first.chunks[0].row,)
+    assert [(chunk.start, len(chunk.token_ids), chunk.samples) for chunk in second.chunks] == [(0, 32, False)]
+    assert second.num_tokens == 33 <= scheduler.limits.max_num_batched_tokens
+
+
+def test_planning_goes_on_before_tokens_are_known_and_stops_where_it_must() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, "a", 10, max_tokens=3)
+    plans = [scheduler.plan() for _ in range(4)]
+    assert [plan.num_tokens if plan else None for plan in plans] == [10, 1, 1, None]
+    for plan, token in zip(plans, (7, 8, 9), strict=False):
+        commit = scheduler.commit(plan, [token])  # type: ignore[arg-type]
+    assert [sequence.finish_reason for sequence in commit.finished] == [FinishReason.LENGTH]
+    assert commit.sequences[0].output_token_ids == [7, 8, 9]
+    assert not scheduler.has_unfinished
+
+
+def test_plans_travel() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, "a", 40)
+    plan = scheduler.plan()
+    assert pickle.loads(pickle.dumps(plan)) == plan
+
+
+def test_the_youngest_is_preempted_and_still_gets_its_token() -> None:
+    scheduler = make_scheduler(num_pages=5)
+    old, young = add(scheduler, "old", 60, 60), add(scheduler, "young", 60, 60)
+    plans = [scheduler.plan(), scheduler.plan()]
+    while young.status is SequenceStatus.RUNNING:
+        plan = plans.pop(0)
+        assert plan is not None
+        scheduler.commit(plan, [1] * plan.num_rows)
+        plans.append(scheduler.plan())
+    assert old.status is SequenceStatus.RUNNING and young.num_preemptions == 1
+    assert (young.num_awaited_tokens, young.pages.page_ids[0]) == (1, [])
+    known = len(young.token_ids)
+    in_flight = plans.pop(0)
+    assert in_flight is not None and young.ticket in in_flight.decode_tickets
+    scheduler.commit(in_flight, [1] * in_flight.num_rows)
+    assert (len(young.token_ids), young.num_awaited_tokens) == (known + 1, 0)
+
+
+def test_tokens_of_an_ended_request_find_nobody() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, "a", 10)
+    plan = scheduler.plan()
+    assert scheduler.finish("a", FinishReason.ABORT) is not None
+    assert scheduler.finish("a", FinishReason.ABORT) is None
+    assert plan is not None and scheduler.commit(plan, [5]).sequences == []
+    again = add(scheduler, "a", 10)
+    assert again.token_ids == list(range(10))
