@@ -9,22 +9,14 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
-    "attend_with_update": "api",
-    "choose_impl": "api",
-    "ragged_paged_attention": "api",
-    "update_kv_pages": "api",
-    "gather_logical": "layout",
-    "page_bytes": "layout",
-    "pool_shape": "layout",
-    "AttnParams": "spec",
-    "BatchMeta": "spec",
-    "KVSpec": "spec",
-    "prepare_batch": "spec",
+    "api": ("attend_with_update", "choose_impl", "ragged_paged_attention", "update_kv_pages"),
+    "layout": ("gather_logical", "page_bytes", "pool_shape"),
+    "spec": ("AttnParams", "BatchMeta", "KVSpec", "prepare_batch"),
 }
-__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 
 from pallas_kernels import reference, xla
@@ -65,7 +67,7 @@ def ragged_paged_attention(
     return _find_impl(impl)(q, kv_pages, batch, params=params, page_offset=page_offset)
 
 
-def _find_impl(impl: str | None):
+def _find_impl(impl: str | None) -> Callable[..., jax.Array]:
     name = choose_impl(traced_platform())[0] if impl is None else impl
     if name in _PLANNED:
         raise NotImplementedError(f"impl {name!r} is not in this release; use impl='xla' (any device) or None")
@@ -81,7 +83,7 @@ def _check_shapes(q: jax.Array, kv_pages: jax.Array, batch: BatchMeta) -> None:
         raise ValueError(f"q has {num_heads} heads, which the pool's {heads} rows (2 per KV head) do not divide")
     if head_dim != pool_head_dim or page_size != batch.page_size:
         raise ValueError(
-            f"kv_pages {kv_pages.shape} do not fit head_dim {head_dim} of q and page_size {batch.page_size} of the batch"
+            f"kv_pages {kv_pages.shape} do not fit q's head_dim {head_dim} and the batch's page_size {batch.page_size}"
         )
     if batch.positions.shape != (num_tokens,):
         raise ValueError(f"q has {num_tokens} tokens, the batch {batch.positions.shape[0]}")

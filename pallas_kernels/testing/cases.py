@@ -82,11 +82,9 @@ def make_inputs(case: Case, seed: int = 0, *, num_layers: int = 2) -> Inputs:
             if slots[-1] < oldest:
                 continue  # the page left the window: its entry stays stale
             page_table[row, index] = page
-            for layer in range(num_layers):
-                held = kv_pages[layer * num_pages + page]
-                held[:, slots < computed] = rng.standard_normal(
-                    (held.shape[0], np.sum(slots < computed), spec.head_dim)
-                )
+            filled = int(np.sum(slots < computed))
+            shape = (num_layers, 2 * spec.num_kv_heads, filled, spec.head_dim)
+            kv_pages[page::num_pages, :, :filled] = rng.standard_normal(shape)
 
     ends = np.cumsum(query_lens)
     num_single = next((row for row, (_, new) in enumerate(case.rows) if new > 1), num_rows)
@@ -118,37 +116,35 @@ _MIXED = ((0, 1), (40, 1), (130, 1), (0, 17), (16, 16), (31, 2), (120, 9))
 
 
 def _shape(num_heads: int, num_kv_heads: int, head_dim: int, dtype: str = "float32", page_size: int = 16) -> dict:
-    return {"num_heads": num_heads, "spec": KVSpec(num_kv_heads, head_dim, page_size, dtype)}
+    return {
+        "num_heads": num_heads,
+        "spec": KVSpec(num_kv_heads, head_dim, page_size, dtype),
+        "table_width": -(-192 // page_size),
+    }
 
 
 CASES = [
     Case("decode", _DECODE, max_tokens=8, max_query_len=1),
     Case("decode full bucket", (*_DECODE, (5, 1)), max_tokens=8, max_query_len=1),
     Case("decode one row of many", ((70, 1),), max_tokens=8, max_query_len=1),
-    Case("decode window", _DECODE, max_tokens=8, max_query_len=1, window=20),
+    Case("decode all padding", (), max_tokens=8, max_query_len=1),
+    Case("decode window softcap", _DECODE, max_tokens=8, max_query_len=1, window=20, softcap=2.0),
     Case("decode window of one", _DECODE, max_tokens=8, max_query_len=1, window=1),
-    Case("decode softcap", _DECODE, max_tokens=8, max_query_len=1, softcap=2.0),
+    Case("decode 4:4 bfloat16", _DECODE, max_tokens=8, max_query_len=1, **_shape(4, 4, 64, "bfloat16")),
     Case("mixed", _MIXED),
+    Case("mixed one prompt", ((0, 64),)),
+    Case("mixed one chunk deep in its row", ((128, 64),)),
+    Case("mixed all padding", ()),
     Case("mixed window softcap", _MIXED, window=13, softcap=5.0),
     Case("mixed window of a page", _MIXED, window=16),
-    Case("one-token rows among the chunks", ((60, 1), (0, 5), (33, 1), (9, 1), (0, 2)), max_query_len=5),
-    Case("one prompt", ((0, 64),)),
-    Case("one chunk deep in its row", ((128, 64),)),
+    Case("short chunks", ((60, 1), (0, 5), (33, 1), (9, 1), (0, 2)), max_query_len=5),
     Case("a chunk over many tiles", ((50, 100),), max_tokens=128),
-    Case("nothing", ()),
-    Case("all padding decode", (), max_tokens=8, max_query_len=1),
-    Case("heads 8:1", _MIXED, **_shape(8, 1, 64)),
-    Case("heads 8:2 of 128", _MIXED, **_shape(8, 2, 128)),
-    Case("heads 4:4", _MIXED, **_shape(4, 4, 64)),
-    Case("heads 3:1 of 16", _MIXED, **_shape(3, 1, 16)),
-    Case("heads of 24", _MIXED, **_shape(4, 2, 24)),
-    Case("heads of 80", _MIXED, **_shape(4, 2, 80)),
-    Case("heads of 96 window", _MIXED, **_shape(4, 2, 96), window=40),
-    Case("bfloat16", _MIXED, **_shape(8, 4, 64, "bfloat16")),
-    Case("bfloat16 decode", _DECODE, **_shape(8, 4, 128, "bfloat16"), max_tokens=8, max_query_len=1),
-    Case("float16", _MIXED, **_shape(8, 4, 64, "float16")),
-    Case("pages of 64", _MIXED, **_shape(4, 2, 64, page_size=64), table_width=3),
-    Case("pages of 128", _MIXED, **_shape(4, 2, 64, "bfloat16", page_size=128), table_width=2),
-    Case("pages wider than a block", _MIXED, **_shape(4, 2, 32, page_size=256), table_width=1),
-    Case("pages of 1", ((0, 1), (9, 1), (3, 6)), **_shape(4, 2, 16, page_size=1)),
+    Case("8:4 bfloat16", _MIXED, **_shape(8, 4, 64, "bfloat16")),
+    Case("8:1 float16", _MIXED, **_shape(8, 1, 64, "float16")),
+    Case("8:2 of 128 bfloat16, pages of 128", _MIXED, **_shape(8, 2, 128, "bfloat16", 128)),
+    Case("3:1 of 16, pages of 8", _MIXED, **_shape(3, 1, 16, page_size=8)),
+    Case("heads of 80, pages of 64", _MIXED, **_shape(4, 2, 80, page_size=64)),
+    Case("heads of 96, window", _MIXED, **_shape(4, 2, 96), window=40),
+    Case("pages wider than a block", _MIXED, **_shape(4, 2, 32, page_size=256)),
+    Case("pages of one token", ((0, 1), (9, 1), (3, 6)), **_shape(2, 1, 16, page_size=1)),
 ]

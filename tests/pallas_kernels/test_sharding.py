@@ -1,0 +1,58 @@
+"""Under shard_map over KV heads, with its checks of varying axes on, each device attends with its own heads."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pallas_kernels
+
+PROGRAM = """
+import jax, numpy as np
+from jax.sharding import AxisType, PartitionSpec as P
+from pallas_kernels import attend_with_update, prepare_batch
+from pallas_kernels.testing.cases import CASES, largest_error, make_inputs
+from tests.pallas_kernels.runner import run_case
+
+assert jax.device_count() == 2
+mesh = jax.make_mesh((2,), ("heads",), axis_types=(AxisType.Auto,))
+by_head = P(None, "heads")
+for case in (case for case in CASES if case.name in ("mixed", "decode window softcap")):
+    for impl, bounded in (("xla", True), ("xla", False), ("reference", None)):
+        inputs = make_inputs(case)
+
+        def step(q, k, v, pool, *meta):
+            batch = prepare_batch(
+                *meta, num_tokens=q.shape[0], page_size=16, max_query_len=case.max_query_len, bounded=bounded
+            )
+            def attend(q, k, v, pool, batch):
+                return attend_with_update(
+                    q, k, v, pool, batch, params=case.params, page_offset=inputs.num_pages, impl=impl
+                )
+            return jax.shard_map(
+                attend, mesh=mesh, in_specs=(by_head, by_head, by_head, by_head, P()), out_specs=(by_head, by_head)
+            )(q, k, v, pool, batch)
+
+        arguments = (inputs.q, inputs.k, inputs.v, inputs.kv_pages, *inputs.meta)
+        out, pool = jax.jit(step)(*arguments)
+        expected, expected_pool = run_case(case, inputs, impl="reference")
+        assert largest_error(case, out, expected, inputs.num_tokens) < 1, (case.name, impl, bounded)
+        null_page = inputs.num_pages
+        pools = [np.delete(np.asarray(array), null_page, 0) for array in (pool, expected_pool)]
+        np.testing.assert_array_equal(*pools)
+"""
+
+
+def test_two_devices_give_what_one_gives() -> None:
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(pallas_kernels.__file__).parents[1],
+        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
