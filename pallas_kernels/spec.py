@@ -105,6 +105,7 @@ def prepare_batch(
         raise ValueError(f"max_query_len must be at least 1 or None, got {max_query_len}")
     query_lens = jnp.diff(query_start_loc)
     seq_lens = jnp.where(query_lens > 0, seq_lens, 0)
+    # Entries past a row's end are read too, then masked: let them all be one page, which stays in the cache.
     used = jnp.arange(width, dtype=jnp.int32) * page_size < seq_lens[:, None]
     page_table = jnp.where(used, page_table, 0)
 

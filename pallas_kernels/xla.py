@@ -14,7 +14,9 @@ from pallas_kernels.layout import gather_heads
 from pallas_kernels.spec import AttnParams, BatchMeta
 from pallas_kernels.worklist import TileList
 
-BLOCK_TOKENS = 128  # keys per step of the online softmax
+# Keys per step of the online softmax. One-token rows are bound by memory and want few, long steps; a chunk's tile has
+# work enough in each, and short prompts then skip more.
+TOKEN_BLOCK, CHUNK_BLOCK = 128, 64
 MASKED = -1e30  # finite, so that a row without keys stays finite
 
 
@@ -66,7 +68,7 @@ def _attend_group(
     _, heads, page_size, _ = kv_pages.shape
     num_kv_heads = heads // 2
     group_size = num_heads // num_kv_heads
-    block_pages = max(1, BLOCK_TOKENS // page_size)
+    block_pages = max(1, (TOKEN_BLOCK if tile_tokens == 1 else CHUNK_BLOCK) // page_size)
     block_tokens = block_pages * page_size
     dtype = jnp.promote_types(q.dtype, kv_pages.dtype)
 

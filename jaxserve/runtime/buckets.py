@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -63,21 +64,28 @@ def make_buckets(platform: str, max_num_seqs: int, max_num_batched_tokens: int) 
 
     The smallest decode bucket on CPU has two rows: XLA's bf16 product with a single row is many times slower there.
     """
-    rows, least = (max(2, max_num_seqs), 2) if platform == "cpu" else (max_num_seqs, 1)
-    factor = 4 if platform == "cpu" else 2
-    while True:
-        decode = _grow(least, rows, factor)
-        mixed = _grow(max(64, rows + MIN_CHUNK), max(max_num_batched_tokens, rows + MIN_CHUNK), factor)
-        if len(mixed) + 3 * len(decode) <= _MAX_PROGRAMS[platform]:  # a decode size: one forward, two sample programs
-            return BucketTable(decode, mixed, max_num_seqs)
+    limit, factor = _MAX_PROGRAMS[platform], 4 if platform == "cpu" else 2
+    least, rows = (2, max(2, max_num_seqs)) if platform == "cpu" else (1, max_num_seqs)
+    decode = _divide(rows, least, factor)
+    while 3 * len(decode) > limit - 2:  # a decode size is a forward and two sample programs
         factor *= 2
+        decode = _divide(rows, least, factor)
+    first = max(64, rows + MIN_CHUNK)
+    return BucketTable(
+        decode, _spread(first, max(first, max_num_batched_tokens), limit - 3 * len(decode)), max_num_seqs
+    )
 
 
-def _grow(first: int, last: int, factor: int) -> list[int]:
-    """Returns sizes from `first` to `last`, divided by `factor` from the top, the large ones in whole chunks."""
+def _divide(last: int, least: int, factor: int) -> list[int]:
+    """Returns `last`, `last` / `factor`, ... down to `least`."""
     sizes = [last]
-    while sizes[-1] > first:
-        size = -(-sizes[-1] // factor)
-        size = -(-size // MIN_CHUNK) * MIN_CHUNK if size > MIN_CHUNK else size
-        sizes.append(max(first, size))
+    while sizes[-1] > least:
+        sizes.append(max(least, -(-sizes[-1] // factor)))
     return sizes
+
+
+def _spread(first: int, last: int, most: int) -> list[int]:
+    """Returns at most `most` sizes from `first` to `last`, in equal ratios of 1.5 or more, in whole chunks between."""
+    steps = min(most - 1, math.ceil(math.log(last / first) / math.log(1.5)))
+    between = [first * (last / first) ** (index / steps) for index in range(1, steps)]
+    return [first, *(min(last, math.ceil(size / MIN_CHUNK) * MIN_CHUNK) for size in between), last]

@@ -30,7 +30,7 @@ def test_every_legal_step_has_a_small_enough_bucket(platform: str, rows: int, ex
 def test_defaults_on_cpu() -> None:
     table = make_buckets("cpu", 32, 512)
     assert table.row_counts == (2, 8, 32)
-    assert [b.tokens for b in table.buckets if not b.is_decode] == [64, 128, 512]
+    assert [b.tokens for b in table.buckets if not b.is_decode] == [64, 192, 512]
 
 
 def test_a_single_row_is_padded_to_two_on_cpu_only() -> None:
