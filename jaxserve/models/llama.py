@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxserve.models.base import DecoderConfig, Family, LayerKind, WeightSource
 from jaxserve.models.common import DECODER_KEYS, build_config, read_attention, read_num_layers, read_rope
 from jaxserve.models.hf_config import HFConfig
-from jaxserve.models.parameters import attention_sources, mlp_sources, norm_sources
+from jaxserve.models.parameters import attention_sources, mlp_sources, pre_norm_sources
 
 KEYS = DECODER_KEYS | {
     "max_position_embeddings": 2048,
@@ -34,13 +34,7 @@ def parse(config: HFConfig) -> DecoderConfig:
 def layer_sources(config: DecoderConfig, prefix: str) -> dict[str, WeightSource]:
     """Separate projections, one norm before each block."""
     return (
-        norm_sources(
-            config,
-            {
-                "attn_norm": f"{prefix}.input_layernorm.weight",
-                "mlp_norm": f"{prefix}.post_attention_layernorm.weight",
-            },
-        )
+        pre_norm_sources(config, prefix)
         | attention_sources(config, f"{prefix}.self_attn")
         | mlp_sources(config, f"{prefix}.mlp")
     )

@@ -149,6 +149,12 @@ def norm_sources(config: DecoderConfig, names: dict[str, str]) -> dict[str, Weig
     return {leaf: plain_source(name, (sizes.get(leaf, config.hidden_size),)) for leaf, name in names.items()}
 
 
+def pre_norm_sources(config: DecoderConfig, prefix: str) -> dict[str, WeightSource]:
+    """The two norms of a layer that has one before each block, by the names that most families give them."""
+    names = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    return norm_sources(config, {leaf: f"{prefix}.{name}.weight" for leaf, name in names.items()})
+
+
 def _projection_rows(config: DecoderConfig) -> tuple[int, int]:
     """Rows of the checkpoint's q projection, and of its k and v projections."""
     attention = config.attention

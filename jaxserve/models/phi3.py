@@ -6,7 +6,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.models.base import DecoderConfig, Family, LayerKind, WeightSource
 from jaxserve.models.common import DECODER_KEYS, build_config, read_attention, read_num_layers
 from jaxserve.models.hf_config import HFConfig
-from jaxserve.models.parameters import fused_attention_sources, fused_mlp_sources, norm_sources
+from jaxserve.models.parameters import fused_attention_sources, fused_mlp_sources, pre_norm_sources
 from jaxserve.models.rope_config import parse_rope, rope_parameters
 
 KEYS = DECODER_KEYS | {
@@ -50,13 +50,7 @@ def parse(config: HFConfig) -> DecoderConfig:
 def layer_sources(config: DecoderConfig, prefix: str) -> dict[str, WeightSource]:
     """Fused projections, one norm before each block."""
     return (
-        norm_sources(
-            config,
-            {
-                "attn_norm": f"{prefix}.input_layernorm.weight",
-                "mlp_norm": f"{prefix}.post_attention_layernorm.weight",
-            },
-        )
+        pre_norm_sources(config, prefix)
         | fused_attention_sources(config, f"{prefix}.self_attn")
         | fused_mlp_sources(config, f"{prefix}.mlp")
     )
