@@ -50,6 +50,10 @@ class DeviceStepError(JaxServeError, RuntimeError):
     """The device failed while running a step; the requests of that step end with `finish_reason="error"`."""
 
 
+class EngineStoppedError(JaxServeError, RuntimeError):
+    """The engine met a fault of its own on the host and serves nobody any more; the message carries the cause."""
+
+
 class NonFiniteLogitsError(JaxServeError, ArithmeticError):
     """The model produced NaN or infinite logits for one row; only that request ends."""
 

@@ -11,7 +11,7 @@ from typing import Any
 from jaxserve.config import DEMO_MODEL, EngineConfig
 from jaxserve.engine.build import build_engine
 from jaxserve.engine.prompts import Message, Prompt
-from jaxserve.errors import JaxServeError
+from jaxserve.errors import EngineStoppedError, JaxServeError
 from jaxserve.request import Request, RequestOutput
 from jaxserve.sampling_params import SamplingParams
 
@@ -30,6 +30,7 @@ class AsyncLLM:
         self._ready = build_engine(config, show_bars=show_progress)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._deliver: dict[str, _Deliver] = {}  # the engine thread's
+        self._stopped: EngineStoppedError | None = None
         self._thread = threading.Thread(target=self._turn, name="jaxserve-engine", daemon=True)
         self._thread.start()
 
@@ -42,6 +43,7 @@ class AsyncLLM:
 
         Raises:
             InvalidRequestError, CapacityError: this request cannot be served; others are not affected.
+            EngineStoppedError: the engine itself has failed.
         """
         params = sampling_params or self._ready.default_params
         request = await asyncio.to_thread(self._ready.requests.make, prompt, params, request_id=request_id)
@@ -94,6 +96,12 @@ class AsyncLLM:
     # Everything below runs on the engine's thread.
 
     def _turn(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:
+            self._stop_serving(error)
+
+    def _serve(self) -> None:
         engine = self._ready.engine
         while True:
             try:
@@ -108,7 +116,20 @@ class AsyncLLM:
             self._abort(request_id)
         engine.drain()
 
+    def _stop_serving(self, error: Exception) -> None:
+        """Tells whoever waits, and whoever still comes: nobody hangs because of a fault of ours."""
+        self._stopped = EngineStoppedError(f"the engine stopped: {error!r}")
+        self._stopped.__cause__ = error
+        for deliver in self._deliver.values():
+            deliver(self._stopped)
+        self._deliver.clear()
+        while (job := self._inbox.get()) is not None:
+            job()
+
     def _add(self, request: Request, deliver: _Deliver) -> None:
+        if self._stopped is not None:
+            deliver(self._stopped)
+            return
         try:
             self._ready.engine.add_request(request)
         except JaxServeError as error:
@@ -117,7 +138,7 @@ class AsyncLLM:
             self._deliver[request.request_id] = deliver
 
     def _abort(self, request_id: str) -> None:
-        output = self._ready.engine.abort_request(request_id)
+        output = self._ready.engine.abort_request(request_id) if self._stopped is None else None
         if output is not None:
             self._hand_out([output])
 

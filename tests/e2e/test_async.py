@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from jaxserve import LLM, AsyncLLM, OutputKind, RequestOutput, SamplingParams
-from jaxserve.errors import InvalidRequestError
+from jaxserve.errors import EngineStoppedError, InvalidRequestError
 from tests.e2e.helpers import PROGRAMS
 
 OPTIONS = {"max_num_seqs": 4, "max_model_len": 256, "compilation_cache_dir": str(PROGRAMS), "show_progress": False}
@@ -63,6 +63,24 @@ def test_a_bad_request_fails_alone(llm: AsyncLLM) -> None:
     assert isinstance(good, list) and len(good[-1].outputs[0].token_ids) == 10
     assert isinstance(too_long, InvalidRequestError) and "maximum context length is 256" in str(too_long)
     assert isinstance(no_text, InvalidRequestError)
+
+
+def test_a_fault_of_the_host_reaches_everybody_and_nobody_hangs() -> None:
+    engine = AsyncLLM(**OPTIONS)
+
+    def fail() -> None:
+        raise ZeroDivisionError("a bug")
+
+    async def run() -> list[object]:
+        running = asyncio.create_task(collect(engine.generate("Once", SamplingParams(max_tokens=200, ignore_eos=True))))
+        await asyncio.sleep(0.05)
+        engine._ready.engine.scheduler.plan = fail  # type: ignore[method-assign, assignment]
+        late = collect(engine.generate("Once", SamplingParams(max_tokens=2)))
+        return await asyncio.wait_for(asyncio.gather(running, late, return_exceptions=True), timeout=60)
+
+    for outcome in asyncio.run(run()):
+        assert isinstance(outcome, EngineStoppedError) and "a bug" in str(outcome)
+    engine.shutdown()
 
 
 def test_abort_and_leaving_early_free_the_rows(llm: AsyncLLM) -> None:
