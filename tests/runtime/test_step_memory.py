@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import pytest
 
 from jaxserve.config import EngineConfig
-from jaxserve.models.registry import parse_config
+from jaxserve.models.registry import param_specs, parse_config
+from jaxserve.runtime import startup
 from jaxserve.runtime.compile import compile_forward
 from jaxserve.runtime.memory import plan_cache
+from jaxserve.runtime.params import to_runtime
 from jaxserve.runtime.startup import Shapes, describe_programs, make_shapes, measure_use, start_runner
-from jaxserve.sharding import make_mesh
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduler import ChunkWork, RowSet, StepPlan
+from jaxserve.sharding import DEFAULT_RULES, make_mesh
+from jaxserve.weights import check_update, make_dummy_params
 from tests.golden_cases import load_case
 
 
@@ -40,17 +47,21 @@ def test_programs_say_what_they_use() -> None:
 
 
 @pytest.mark.slow
+def test_pools_take_what_the_programs_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The accelerator's way of planning, with a device that says it has one GiB."""
+    limit = 2**30
+    monkeypatch.setattr(startup, "device_memory_bytes", lambda device: limit)
+    shapes, mesh = dataclasses.replace(make_small_shapes("llama_gqa"), platform="gpu"), make_mesh(1)
+    tree = make_dummy_params(param_specs(shapes.model), mesh=mesh, rules=DEFAULT_RULES, seed=0)
+    runner, plan = start_runner(shapes, mesh, to_runtime(tree, shapes.stack_mode))
+    used = measure_use(shapes, mesh).total + plan.bytes_per_device
+    assert 0.8 * limit < used <= 0.9 * limit
+    assert sum(pool.nbytes for pool in runner._cache) == plan.bytes_per_device
+
+
+@pytest.mark.slow
 def test_stacked_parameters_give_the_same_step() -> None:
     """The accelerators' form of the parameters, on CPU: same canonical weights, same logits, same in-place update."""
-    import dataclasses
-
-    from jaxserve.models.registry import param_specs
-    from jaxserve.runtime.params import to_runtime
-    from jaxserve.sampling_params import SamplingParams
-    from jaxserve.scheduler import ChunkWork, RowSet, StepPlan
-    from jaxserve.sharding import DEFAULT_RULES
-    from jaxserve.weights import check_update, make_dummy_params
-
     shapes, mesh = make_small_shapes("gemma2"), make_mesh(1)
     params = SamplingParams(temperature=0)
     plan = StepPlan(
