@@ -151,9 +151,8 @@ def load_model_tokenizer(options: ModelOptions, files: ModelFiles) -> Tokenizer 
 
 def load_params(config: EngineConfig, files: ModelFiles, shapes: Shapes, mesh: Mesh, *, show_bars: bool = True) -> Any:
     """Returns the runtime tree of parameters, read or made where it will lie."""
-    from jaxserve.layers.stack import stack_specs
+    from jaxserve.layers.stack import stack_params, stack_specs
     from jaxserve.models.registry import ignored_weights, param_specs, weight_sources
-    from jaxserve.runtime.params import to_runtime
     from jaxserve.sharding import DEFAULT_RULES
     from jaxserve.weights import checkpoint_format, load_safetensors, make_dummy_params, restore_params
 
@@ -177,4 +176,4 @@ def load_params(config: EngineConfig, files: ModelFiles, shapes: Shapes, mesh: M
                 rules=DEFAULT_RULES,
                 progress=report,
             )
-    return to_runtime(params, shapes.stack_mode)
+    return stack_params(params, shapes.stack_mode)

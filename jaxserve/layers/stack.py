@@ -25,23 +25,16 @@ Tree = Mapping[str, Any]
 LeafPath = tuple[str | int, ...]
 
 
-def stack_params(params: Tree, mode: StackMode) -> Tree:
-    """Returns the runtime tree of a canonical tree of arrays.
+def stack_params(params: dict[str, Any], mode: StackMode) -> dict[str, Any]:
+    """Returns the runtime tree of a canonical tree of arrays, and empties the canonical one's layers.
 
-    Stacking holds both forms of one leaf at a time if the caller drops `params`; loaders that must not hold a model
-    twice write slices instead (`locate_leaf`, `write_layer`).
+    So stacking holds one leaf twice, never the whole model.
     """
     if mode == "unrolled":
-        return dict(params)
-    return {**params, "layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *params["layers"])}
-
-
-def unstack_params(params: Tree) -> Tree:
-    """Returns the canonical tree of a runtime tree of either form."""
-    if isinstance(params["layers"], list):
-        return dict(params)
-    num_layers = len(jax.tree.leaves(params["layers"])[0])
-    return {**params, "layers": [layer_params(params, index) for index in range(num_layers)]}
+        return params
+    layers = params["layers"]
+    stacked = {name: jnp.stack([layer.pop(name) for layer in layers]) for name in list(layers[0])}
+    return {**params, "layers": stacked}
 
 
 def stack_specs(specs: Tree, mode: StackMode) -> Tree:

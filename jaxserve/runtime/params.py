@@ -13,15 +13,6 @@ from jaxserve.layers.stack import StackMode, get_leaf, locate_leaf, set_leaf, wr
 from jaxserve.weights import place_parameter
 
 
-def to_runtime(params: dict[str, Any], mode: StackMode) -> dict[str, Any]:
-    """Turns a canonical tree into the runtime tree, emptying it: stacking holds one leaf twice, not the model."""
-    if mode == "unrolled":
-        return params
-    layers = params["layers"]
-    stacked = {name: jnp.stack([layer.pop(name) for layer in layers]) for name in list(layers[0])}
-    return {**params, "layers": stacked}
-
-
 class WeightWriter:
     """Replaces leaves of a runtime tree, one at a time, each as soon as it has arrived on the device.
 

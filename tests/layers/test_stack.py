@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,12 +16,22 @@ from jaxserve.layers.stack import (
     set_leaf,
     stack_params,
     stack_specs,
-    unstack_params,
     write_layer,
 )
 from jaxserve.models.base import ParamSpec
 
 MODES = ["unrolled", "stacked"]
+
+
+def copy_containers(tree: dict[str, Any]) -> dict[str, Any]:
+    return jax.tree.map(lambda leaf: leaf, tree)
+
+
+def unstack(params: dict[str, Any]) -> dict[str, Any]:
+    """The canonical tree of a runtime tree of either form."""
+    layers = params["layers"]
+    num_layers = len(layers) if isinstance(layers, list) else len(jax.tree.leaves(layers)[0])
+    return {**params, "layers": [layer_params(params, index) for index in range(num_layers)]}
 
 
 def make_tree() -> dict[str, object]:
@@ -36,8 +48,8 @@ def assert_trees_equal(left: object, right: object) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_round_trip(mode: str):
     tree = make_tree()
-    runtime = stack_params(tree, mode)
-    assert_trees_equal(unstack_params(runtime), tree)
+    runtime = stack_params(copy_containers(tree), mode)
+    assert_trees_equal(unstack(runtime), tree)
     for index, layer in enumerate(tree["layers"]):
         assert_trees_equal(layer_params(runtime, index), layer)
 
@@ -53,7 +65,7 @@ def test_specs_stack_like_their_arrays(mode: str):
     specs = jax.tree.map(lambda leaf: ParamSpec(leaf.shape, "float32", (None,) * leaf.ndim, "normal"), tree)
     stacked = stack_specs(specs, mode)
     shapes = jax.tree.map(lambda spec: spec.shape, stacked, is_leaf=lambda node: isinstance(node, ParamSpec))
-    assert shapes == jax.tree.map(lambda leaf: leaf.shape, stack_params(tree, mode))
+    assert shapes == jax.tree.map(lambda leaf: leaf.shape, stack_params(copy_containers(tree), mode))
     assert all(len(spec.axes) == len(spec.shape) for spec in jax.tree.leaves(stacked))
     if mode == "stacked":
         assert stacked["layers"]["qkv"].axes == ("layers", None, None)
@@ -63,16 +75,16 @@ def test_specs_stack_like_their_arrays(mode: str):
 @pytest.mark.parametrize("name", ["embed", "layers.0.o", "layers.2.qkv"])
 def test_replacing_one_leaf_changes_that_leaf_only(mode: str, name: str):
     tree = make_tree()
-    runtime = stack_params(tree, mode)
+    runtime = stack_params(copy_containers(tree), mode)
     path, index = locate_leaf(name, mode)
     canonical_path, _ = locate_leaf(name, "unrolled")
     value = jnp.full(get_leaf(tree, canonical_path).shape, 7.0)
     write = jax.jit(write_layer, donate_argnums=0)
     old = get_leaf(runtime, path)
     new = value if index is None else write(jnp.copy(old), value, jnp.int32(index))
-    changed = unstack_params(set_leaf(runtime, path, new))
+    changed = unstack(set_leaf(runtime, path, new))
     assert_trees_equal(changed, set_leaf(tree, canonical_path, value))
-    assert_trees_equal(unstack_params(runtime), tree)
+    assert_trees_equal(unstack(runtime), tree)
 
 
 def test_writing_a_layer_is_one_program_for_all_layers():

@@ -8,11 +8,11 @@ import jax
 import pytest
 
 from jaxserve.config import EngineConfig
+from jaxserve.layers.stack import stack_params
 from jaxserve.models.registry import param_specs, parse_config
 from jaxserve.runtime import startup
 from jaxserve.runtime.compile import compile_forward
 from jaxserve.runtime.memory import plan_cache
-from jaxserve.runtime.params import to_runtime
 from jaxserve.runtime.startup import Shapes, describe_programs, make_shapes, measure_use, start_runner
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import ChunkWork, RowSet, StepPlan
@@ -53,7 +53,7 @@ def test_pools_take_what_the_programs_leave(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(startup, "device_memory_bytes", lambda device: limit)
     shapes, mesh = dataclasses.replace(make_small_shapes("llama_gqa"), platform="gpu"), make_mesh(1)
     tree = make_dummy_params(param_specs(shapes.model), mesh=mesh, rules=DEFAULT_RULES, seed=0)
-    runner, plan = start_runner(shapes, mesh, to_runtime(tree, shapes.stack_mode))
+    runner, plan = start_runner(shapes, mesh, stack_params(tree, shapes.stack_mode))
     used = measure_use(shapes, mesh).total + plan.bytes_per_device
     assert 0.8 * limit < used <= 0.9 * limit
     assert sum(pool.nbytes for pool in runner._cache) == plan.bytes_per_device
@@ -77,7 +77,7 @@ def test_stacked_parameters_give_the_same_step() -> None:
     for platform in ("cpu", "gpu"):  # "gpu" chooses the stacked form; everything is placed on the CPU all the same
         case = dataclasses.replace(shapes, platform=platform)
         tree = make_dummy_params(param_specs(case.model), mesh=mesh, rules=DEFAULT_RULES, seed=3)
-        runner, _ = start_runner(case, mesh, to_runtime(tree, case.stack_mode))
+        runner, _ = start_runner(case, mesh, stack_params(tree, case.stack_mode))
         assert isinstance(runner.params["layers"], dict) == (platform == "gpu")
         first = [runner.dispatch(step).result() for step in (plan, *[decode] * 5)]
         canonical = make_dummy_params(param_specs(case.model), mesh=mesh, rules=DEFAULT_RULES, seed=4)
