@@ -18,7 +18,7 @@ from jaxserve.tokenizers.files import (
     read_metadata,
     read_text,
 )
-from jaxserve.tokenizers.stream import DetokenizerStream
+from jaxserve.tokenizers.stream import DetokenizerStream, PieceTable
 from jaxserve.tokenizers.tokenizer import compile_special_pattern, require_text, require_token_ids
 
 if TYPE_CHECKING:
@@ -114,6 +114,13 @@ class HuggingFaceTokenizer:
 
     def new_stream(self, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()) -> DetokenizerStream:
         """See `Tokenizer.new_stream`."""
+        return DetokenizerStream(self._require_table(), skip_special_tokens=skip_special_tokens, prompt_ids=prompt_ids)
+
+    def list_token_bytes(self) -> list[bytes]:
+        """See `Tokenizer.list_token_bytes`."""
+        return self._require_table().list_bytes()
+
+    def _require_table(self) -> PieceTable:
         if self._table is None:
             raise TokenizerError(
                 "text cannot be streamed through this decoder; ByteLevel, Metaspace and Replace/ByteFallback/Fuse/"
@@ -121,7 +128,7 @@ class HuggingFaceTokenizer:
                 field="decoder",
                 value=self._decoder,
             )
-        return DetokenizerStream(self._table, skip_special_tokens=skip_special_tokens, prompt_ids=prompt_ids)
+        return self._table
 
     def _encode_plain(self, text: str) -> list[int]:
         ids = self._plain.encode(text, add_special_tokens=False).ids

@@ -112,6 +112,10 @@ class SentencePieceTokenizer:
         """See `Tokenizer.new_stream`."""
         return DetokenizerStream(self._table, skip_special_tokens=skip_special_tokens, prompt_ids=prompt_ids)
 
+    def list_token_bytes(self) -> list[bytes]:
+        """See `Tokenizer.list_token_bytes`."""
+        return self._table.list_bytes()
+
     def _encode_segment(self, segment: str, first: bool, escape: str) -> list[int]:
         """Encodes text without special tokens; `first`: it begins the prompt."""
         if escape:

@@ -45,6 +45,10 @@ class PieceTable:
     leading: Leading
     errors: str  # codec error handler: "replace" (one U+FFFD per broken sequence) or EACH_BYTE
 
+    def list_bytes(self) -> list[bytes]:
+        """Returns the pieces as UTF-8."""
+        return [piece.encode() if isinstance(piece, str) else piece for piece in self.pieces]
+
 
 class DetokenizerStream:
     """Turns output token ids into text, token by token; constant work per token.

@@ -59,6 +59,14 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def list_token_bytes(self) -> list[bytes]:
+        """Returns what each token id adds to a text that has begun, special tokens as their text; b"" without a token.
+
+        Raises:
+            TokenizerError: this tokenizer's decoder needs the whole text (its message names the decoder).
+        """
+        ...
+
 
 def compile_special_pattern(texts: Iterable[str]) -> re.Pattern[str]:
     """Returns a pattern that matches any of the texts, the longest first; nothing when there are none."""

@@ -36,6 +36,19 @@ def test_pieces_are_the_decoded_text(tokenizers: dict[str, Tokenizer], kind: str
 
 @pytest.mark.parametrize("kind", KINDS)
 @LIMITS
+@given(data=st.data())
+def test_token_bytes_are_what_each_token_adds(tokenizers: dict[str, Tokenizer], kind: str, data: st.DataObject) -> None:
+    tokenizer = tokenizers[kind]
+    tokens = tokenizer.list_token_bytes()
+    assert len(tokens) == tokenizer.vocab_size
+    prompt, ids = tokenizer.encode("hello", False), data.draw(ids_of(tokenizer))
+    text = b"".join(tokens[token_id] for token_id in ids)
+    if codecs.utf_8_decode(text, "ignore", True)[0].encode() == text:  # no broken characters, which decoding replaces
+        assert "".join(push_all(tokenizer.new_stream(False, prompt), ids)).encode() == text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@LIMITS
 @given(text=TEXT)
 def test_text_survives_and_no_character_is_split(tokenizers: dict[str, Tokenizer], kind: str, text: str) -> None:
     tokenizer = tokenizers[kind]

@@ -1,0 +1,28 @@
+"""What can go wrong with a grammar after its request was accepted, or without the request being at fault."""
+
+from __future__ import annotations
+
+import re
+
+from jaxserve.errors import JaxServeError
+
+_MAX_MESSAGE = 300
+
+
+class MatcherError(JaxServeError, RuntimeError):
+    """A sequence's grammar refused a token, met a limit or failed; only that sequence ends."""
+
+
+class CheckerError(JaxServeError, RuntimeError):
+    """The process that checks grammars could not be started: a fault of the host, never of the request."""
+
+
+def shorten_message(message: str) -> str:
+    """Returns llguidance's message on one line, without its state, traces and excess."""
+    if "NoExtensionBias" in message:
+        return "no text can match it"
+    for mark in ("<state>", "<backtrace>", "<grammar>", "<non-verbose/>"):
+        message = message.split(mark, 1)[0]
+    reason = re.search(r"^error: (.*)$", message, re.MULTILINE)  # the regex parser's, after the whole regex
+    text = " ".join((f"invalid regex: {reason[1]}" if reason else message).split())
+    return text if len(text) <= _MAX_MESSAGE else text[: _MAX_MESSAGE - 3] + "..."

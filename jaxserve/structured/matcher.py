@@ -1,0 +1,200 @@
+"""Where one sequence stands in its grammar."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, final
+
+from jaxserve.structured.errors import MatcherError, shorten_message
+
+if TYPE_CHECKING:
+    import numpy as np
+    from llguidance import LLMatcher
+
+    from jaxserve.structured.compiler import Grammar
+
+_WORD_BITS = 32
+
+
+@final
+class Matcher:
+    """The tokens of one sequence so far, and what may come next.
+
+    A token that is refused changes nothing. The parser behind it stops for good when it meets one of its limits; it is
+    then built anew from the tokens, once, because another sequence that shares its lexer may have caused that; when it
+    stops again the sequence fails. One thread at a time, others wait.
+    """
+
+    def __init__(self, grammar: Grammar, shard: int) -> None:
+        self.grammar = grammar
+        self.version = 0  # changes with every change of the tokens: a mask is of one version
+        self.mask_job: Any = None  # the pool's: the mask that was asked for last
+        self._shard = shard
+        self._native: LLMatcher = grammar.fork(shard)
+        self._ids: list[int] = []
+        self._has_ended = False  # by EOS
+        self._is_eos_outside = False  # the parser had stopped before EOS and did not see it
+        self._was_recovered = False
+        self._lock = threading.Lock()
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens accepted so far, EOS included."""
+        return tuple(self._ids)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing may follow, but EOS if it has not come yet: the sequence can end without waiting for it."""
+        with self._lock:
+            return self._has_ended or (self._native.is_stopped() and not self._native.is_error())
+
+    @property
+    def is_accepting(self) -> bool:
+        """Whether the text so far is whole: EOS may come now, though more may as well."""
+        with self._lock:
+            return self._has_ended or self._native.is_accepting()
+
+    def accept(self, token_id: int) -> None:
+        """Takes the token that the sequence got.
+
+        Raises:
+            MatcherError: the grammar does not allow it here; the matcher is as before.
+        """
+        with self._lock:
+            self._accept(token_id)
+            self.version += 1
+
+    def rollback(self, num_tokens: int) -> None:
+        """Takes back the newest tokens.
+
+        Raises:
+            ValueError: there are not so many.
+        """
+        with self._lock:
+            if not 0 <= num_tokens <= len(self._ids):
+                raise ValueError(f"num_tokens: {num_tokens} of {len(self._ids)} tokens cannot be taken back")
+            if num_tokens == 0:
+                return
+            kept = self._ids[: len(self._ids) - num_tokens]
+            num_native = num_tokens - self._is_eos_outside
+            if num_native == 0 or self._native.rollback(num_native):
+                self._ids, self._has_ended, self._is_eos_outside = kept, False, False
+            else:  # a Lark rule with max_tokens cannot be taken back
+                self._restart(self.grammar.fork(self._shard), kept)
+            self.version += 1
+
+    def replay(self, token_ids: Sequence[int]) -> None:
+        """Starts anew with these tokens.
+
+        Raises:
+            MatcherError: the grammar does not allow one of them.
+        """
+        with self._lock:
+            self.version += 1
+            self._restart(self.grammar.fork(self._shard), token_ids)
+
+    def fill_mask(self, row: np.ndarray) -> None:
+        """Writes which tokens may come next.
+
+        Args:
+            row: uint32 [at least ceil(V / 32)], contiguous; bit i % 32 of word i // 32 is token i. Words beyond the
+                vocabulary become 0. EOS is allowed exactly when the text is whole. Where the grammar forces a text,
+                only the tokens that the tokenizer itself would use for it are allowed.
+
+        Raises:
+            MatcherError: the grammar met a limit, or no token can continue the text. The row is all zeros then.
+        """
+        vocabulary = self.grammar.vocabulary
+        num_words = -(-len(vocabulary.tokens) // _WORD_BITS)
+        if row.ndim != 1 or row.itemsize != 4 or row.shape[0] < num_words or not row.flags.c_contiguous:
+            raise ValueError(f"row: needs {num_words} contiguous uint32, got {row.dtype} {row.shape}")
+        row[num_words:] = 0
+        with self._lock:
+            if self._has_ended or (self._native.is_stopped() and not self._native.is_error()):
+                row[:num_words] = 0
+                for token_id in vocabulary.eos_token_ids:
+                    row[token_id // _WORD_BITS] |= 1 << (token_id % _WORD_BITS)
+                return
+            address, num_bytes = row.ctypes.data, num_words * 4
+            self._native.unsafe_compute_mask_ptr(address, num_bytes)
+            if self._native.is_error():  # the library has filled in a mask of EOS
+                row[:num_words] = 0
+                self._recover()
+                self._native.unsafe_compute_mask_ptr(address, num_bytes)
+            if self._native.is_error():
+                row[:num_words] = 0
+                raise self._make_error()
+
+    def forced_tokens(self) -> list[int]:
+        """Returns the tokens that must come next, as the tokenizer would write the forced text; often none.
+
+        Never waits: none are known while another thread computes this matcher's mask.
+        """
+        if not self._lock.acquire(blocking=False):
+            return []
+        try:
+            if self._has_ended or self._native.is_stopped():
+                return []
+            return self._native.compute_ff_tokens()
+        finally:
+            self._lock.release()
+
+    def copy(self) -> Matcher:
+        """Returns an independent matcher at the same place, in some tens of microseconds."""
+        other = object.__new__(Matcher)
+        with self._lock:
+            other.grammar, other.version, other.mask_job = self.grammar, self.version, None
+            other._shard, other._ids = self._shard, list(self._ids)
+            other._native = self._native.deep_copy()
+            other._has_ended, other._is_eos_outside = self._has_ended, self._is_eos_outside
+            other._was_recovered = self._was_recovered
+        other._lock = threading.Lock()
+        return other
+
+    def _accept(self, token_id: int) -> None:
+        is_taken = self._consume(token_id)
+        if not is_taken and self._native.is_error():
+            self._recover()
+            is_taken = self._consume(token_id)
+        if not is_taken and self._native.is_error():
+            raise self._make_error()
+        if not is_taken:
+            where = "after its end" if self._has_ended else f"as token {len(self._ids) + 1} of the output"
+            raise MatcherError(f"the grammar does not allow the token id {token_id} {where}")
+
+    def _consume(self, token_id: int) -> bool:
+        """Advances by one token; False: it is not allowed, or the parser has stopped with an error."""
+        vocabulary = self.grammar.vocabulary
+        if self._has_ended or not 0 <= token_id < len(vocabulary.tokens):
+            return False
+        is_eos = token_id in vocabulary.eos_token_ids
+        if self._native.is_stopped():
+            is_taken = self._is_eos_outside = is_eos and not self._native.is_error()
+        else:
+            is_taken = self._native.try_consume_tokens([token_id]) == 1
+        if is_taken:
+            self._has_ended = is_eos
+            self._ids.append(token_id)
+        return is_taken
+
+    def _recover(self) -> None:
+        """Replaces a parser that has stopped with an error by one with a lexer of its own, once for each sequence."""
+        if self._was_recovered:
+            raise self._make_error()
+        self._was_recovered = True
+        native = self.grammar.compile()
+        self.grammar.renew(self._shard, native)
+        self._restart(native, self._ids)
+
+    def _restart(self, native: LLMatcher, token_ids: Sequence[int]) -> None:
+        self._native = native
+        self._ids, self._has_ended, self._is_eos_outside = [], False, False
+        for token_id in token_ids:
+            if not self._consume(token_id):
+                raise self._make_error(token_id)
+
+    def _make_error(self, token_id: int | None = None) -> MatcherError:
+        if self._native.is_error():
+            return MatcherError(f"the grammar cannot go on: {shorten_message(self._native.get_error())}")
+        return MatcherError(f"the grammar does not allow the token id {token_id} as token {len(self._ids) + 1}")

@@ -1,0 +1,152 @@
+"""Masks of a step's rows, computed in threads while the device works."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, final
+
+from jaxserve.structured.matcher import Matcher
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_MAX_THREADS = 8
+
+
+@final
+class _Job:
+    """One mask. It may outlive its batch, and a later batch of the same matcher then waits for it as well."""
+
+    __slots__ = ("error", "is_done", "matcher", "row", "version", "waiting")
+
+    def __init__(self, matcher: Matcher, row: np.ndarray, batch: MaskBatch) -> None:
+        self.matcher = matcher
+        self.row = row  # uint32 [ceil(V / 32)]
+        self.version = matcher.version
+        self.waiting: list[MaskBatch] = [batch]
+        self.is_done = False
+        self.error: Exception | None = None
+
+
+@final
+class MaskBatch:
+    """The masks of one step."""
+
+    def __init__(self, masks: np.ndarray) -> None:
+        self.masks = masks  # uint32 [S, ceil(V / 32)]; a row counts once `collect` says that it is ready
+        self.errors: dict[int, Exception] = {}  # by row, filled by `collect`: only this row has failed
+        self.jobs: list[_Job | None] = []  # by row; None: the row has no grammar
+        self.borrowed: list[int] = []  # rows whose mask another row's job computes
+        self.num_open = 0
+        self.all_done = threading.Event()
+
+
+@final
+class MaskPool:
+    """Threads that fill the rows of one array each step.
+
+    llguidance releases the GIL while it computes a mask. A task is one row, so that a slow row keeps no other waiting.
+    """
+
+    def __init__(self, vocab_size: int, num_threads: int | None = None) -> None:
+        """`vocab_size`: columns of the logits. `num_threads`: None: one per core, 2 to 8; they start with the first."""
+        self._num_words = -(-vocab_size // 32)
+        self._num_threads = num_threads or min(max(os.cpu_count() or 1, 2), _MAX_THREADS)
+        self._tasks: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()  # guards num_open, is_done and waiting
+
+    def start(self, matchers: Sequence[Matcher | None]) -> MaskBatch:
+        """Begins the masks of all rows; None is a row without a grammar, ready at once with every bit set.
+
+        A mask that is still being computed for the same tokens is not begun again: the new batch takes it over when it
+        is done. Until then the matcher must not be given a token (that would wait for the mask).
+        """
+        import numpy as np
+
+        batch = MaskBatch(np.full((len(matchers), self._num_words), 0xFFFFFFFF, np.uint32))
+        new: list[_Job] = []
+        with self._lock:
+            for index, matcher in enumerate(matchers):
+                job = None if matcher is None else self._find_job(matcher, batch)
+                if job is None and matcher is not None:
+                    job = matcher.mask_job = _Job(matcher, batch.masks[index], batch)
+                    batch.num_open += 1
+                    new.append(job)
+                elif job is not None:
+                    batch.borrowed.append(index)
+                batch.jobs.append(job)
+            if batch.num_open == 0:
+                batch.all_done.set()
+        if new and not self._threads:
+            self._start_threads()
+        for job in new:
+            self._tasks.put(job)
+        return batch
+
+    def collect(self, batch: MaskBatch, timeout_s: float | None = None) -> np.ndarray:
+        """Waits for a batch, at most some seconds (None: without end, 0: not at all); may be called again.
+
+        Returns:
+            bool [S]: rows whose mask is ready. A row is not ready when it is late (a later `collect` of this batch, or
+            of one that a later `start` makes, finds it) or when it failed, which `batch.errors` then shows.
+        """
+        import numpy as np
+
+        batch.all_done.wait(timeout_s)
+        ready = np.ones(len(batch.jobs), bool)
+        for index, job in enumerate(batch.jobs):
+            if job is None:
+                continue
+            if not job.is_done or job.error is not None:
+                ready[index] = False
+                if job.is_done and job.error is not None:
+                    batch.errors[index] = job.error
+        for index in batch.borrowed:
+            job = batch.jobs[index]
+            if job is not None and ready[index]:
+                batch.masks[index] = job.row
+        return ready
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Ends the threads, each after the mask that it is computing."""
+        for _ in self._threads:
+            self._tasks.put(None)
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+        self._threads = []
+
+    def _find_job(self, matcher: Matcher, batch: MaskBatch) -> _Job | None:
+        """Returns the job that computes or has computed the mask of these tokens, if there is one."""
+        job: _Job | None = matcher.mask_job
+        if job is None or job.version != matcher.version or job.error is not None:
+            return None
+        if not job.is_done:
+            job.waiting.append(batch)
+            batch.num_open += 1
+        return job
+
+    def _start_threads(self) -> None:
+        for index in range(self._num_threads):
+            thread = threading.Thread(target=self._run, name=f"jaxserve-masks-{index}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def _run(self) -> None:
+        while (job := self._tasks.get()) is not None:
+            try:
+                job.matcher.fill_mask(job.row)
+            except Exception as error:  # of this row only: the thread serves every other
+                job.error = error
+            with self._lock:
+                job.is_done = True
+                for batch in job.waiting:
+                    batch.num_open -= 1
+                    if batch.num_open == 0:
+                        batch.all_done.set()
+                job.waiting = []

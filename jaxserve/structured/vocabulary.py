@@ -1,0 +1,83 @@
+"""A tokenizer's vocabulary, as llguidance needs it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, final
+
+from jaxserve.errors import InvalidRequestError, JaxServeError
+from jaxserve.tokenizers import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+_MARK = "\x02"  # a character that no merge spans: what follows it is encoded as a continuation
+
+
+@final
+class Vocabulary:
+    """The bytes of every token, and how text that a grammar forces becomes tokens.
+
+    llguidance asks for an object with these attributes, which it copies, and calls it from its own threads.
+    """
+
+    is_tokenizer_wrapper = True  # how llguidance knows such an object
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        """`vocab_size`: rows of the model's output; tokens beyond it are left out, missing ones have no bytes."""
+        self._tokenizer = tokenizer
+        tokens = tokenizer.list_token_bytes()[:vocab_size]
+        self.tokens: list[bytes] = tokens + [b""] * (vocab_size - len(tokens))
+        self.eos_token_ids = [token_id for token_id in tokenizer.eos_token_ids if token_id < vocab_size]
+        if not self.eos_token_ids:
+            raise InvalidRequestError(
+                "needs a tokenizer with an EOS token: without one no output could end", field="structured_outputs"
+            )
+        special = {token_id for token_id in tokenizer.special_ids if token_id < vocab_size}
+        self.special_token_ids = sorted(special | set(self.eos_token_ids))
+        self.eos_token_id = self.eos_token_ids[0]
+        self.bos_token_id = tokenizer.bos_token_id
+        self.native: LLTokenizer = _make_native(self)
+
+    def __call__(self, text: str) -> list[int]:
+        """Returns ids whose bytes are exactly the text's: the tokenizer's own, or else the longest matches.
+
+        A tokenizer that puts a space before the first word is asked to continue a text. Never raises: llguidance
+        would take that for a fault of its own.
+        """
+        data = text.encode()
+        try:
+            ids = self._tokenizer.encode(text, add_special_tokens=False)
+            if self._join(ids) == data:
+                return ids
+            ids = self._tokenizer.encode(_MARK + text, add_special_tokens=False)
+        except JaxServeError:  # the text spells a special token that this tokenizer cannot keep as plain text
+            return self.native.greedy_tokenize(text)
+        for at in range(1, min(len(ids), 3) + 1):
+            if self._join(ids[:at]).endswith(_MARK.encode()) and self._join(ids[at:]) == data:
+                return ids[at:]
+        return self.native.greedy_tokenize(text)
+
+    def _join(self, ids: list[int]) -> bytes:
+        size = len(self.tokens)
+        return b"".join([self.tokens[token_id] if token_id < size else b"" for token_id in ids])
+
+
+def import_llguidance() -> None:
+    """Raises an error that says what to install where llguidance is missing.
+
+    Raises:
+        InvalidRequestError: llguidance cannot be imported.
+    """
+    try:
+        import llguidance  # noqa: F401
+    except ImportError as error:
+        raise InvalidRequestError(
+            f"needs the package llguidance, which cannot be imported ({error}); pip install 'llguidance>=1.8'",
+            field="structured_outputs",
+        ) from error
+
+
+def _make_native(vocabulary: Vocabulary) -> LLTokenizer:
+    from llguidance import LLTokenizer
+
+    return LLTokenizer(vocabulary, eos_token=vocabulary.eos_token_ids)  # type: ignore[arg-type]
