@@ -28,6 +28,11 @@ class SamplingInputs:
     seed_high: Int[Array, " S"]  # 32 bits, int32 or uint32
     sequence_index: Int32[Array, " S"]  # which of a request's n sequences
     positions: Int32[Array, " S"]  # of the token being sampled
+    # Only `shape_logits` reads the rest, beside the row's line of the `SamplerState`; without it they may be None.
+    presence: Float[Array, " S"] | None = None  # 0: off
+    frequency: Float[Array, " S"] | None = None  # 0: off
+    repetition: Float[Array, " S"] | None = None  # above 0; 1: off
+    has_edits: Int[Array, " S"] | Bool[Array, " S"] | None = None  # 0: nothing but `sample` touches the row
 
 
 def finite_rows(logits: Float[Array, "S V"]) -> Bool[Array, " S"]:
@@ -36,13 +41,20 @@ def finite_rows(logits: Float[Array, "S V"]) -> Bool[Array, " S"]:
     return jnp.all(logits < jnp.inf, axis=-1) & (jnp.max(logits, axis=-1) > -jnp.inf)
 
 
+def mask_padding(logits: Float[Array, "S V"], vocab_size: int | None) -> Float[Array, "S V"]:
+    """Bans the ids from `vocab_size` on; None: there are none."""
+    if vocab_size is None or vocab_size == logits.shape[-1]:
+        return logits
+    return jnp.where(jnp.arange(logits.shape[-1]) < vocab_size, logits, -jnp.inf)
+
+
 def sample_greedy(logits: Float[Array, "S V"], *, vocab_size: int | None = None) -> Int32[Array, " S"]:
     """Returns the likeliest id of each row, the lowest on ties; ids from `vocab_size` on are padding, never chosen.
 
     A row that `finite_rows` refuses gets an arbitrary id below `vocab_size`.
     """
     last = (logits.shape[-1] if vocab_size is None else vocab_size) - 1
-    logits = _mask_padding(logits, vocab_size)
+    logits = mask_padding(logits, vocab_size)
     # Two plain reductions: XLA:CPU runs them as vectors, and its argmax (a reduction of pairs) ten times slower.
     largest = jnp.max(logits, axis=-1, keepdims=True)
     ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
@@ -56,7 +68,7 @@ def sample(logits: Float[Array, "S V"], inputs: SamplingInputs, *, vocab_size: i
     token nor one from `vocab_size` on. Rows of temperature 0 get `sample_greedy`'s id, rows that `finite_rows` refuses
     an arbitrary one below `vocab_size`. Filters and their treatment of ties: `find_thresholds`.
     """
-    logits = _mask_padding(logits, vocab_size)
+    logits = mask_padding(logits, vocab_size)
     logits = jnp.pad(logits, ((0, 0), (0, -logits.shape[-1] % BLOCK)), constant_values=-jnp.inf)
     greedy = inputs.temperature < _GREEDY_BELOW
     scale = 1 / jnp.where(greedy, 1, inputs.temperature)  # a greedy row stays free of NaN, though nobody reads it
@@ -68,12 +80,6 @@ def sample(logits: Float[Array, "S V"], inputs: SamplingInputs, *, vocab_size: i
     keys = row_keys(inputs.seed_low, inputs.seed_high, inputs.sequence_index, inputs.positions, Purpose.SAMPLE)
     drawn = _draw(weights, jax.vmap(jax.random.uniform)(keys))
     return jnp.where(greedy, sample_greedy(logits, vocab_size=vocab_size), drawn)
-
-
-def _mask_padding(logits: Float[Array, "S V"], vocab_size: int | None) -> Float[Array, "S V"]:
-    if vocab_size is None or vocab_size == logits.shape[-1]:
-        return logits
-    return jnp.where(jnp.arange(logits.shape[-1]) < vocab_size, logits, -jnp.inf)
 
 
 def _draw(weights: Float[Array, "S V"], uniforms: Float[Array, " S"]) -> Int32[Array, " S"]:

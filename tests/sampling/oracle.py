@@ -1,8 +1,13 @@
-"""The sampler's meaning in float64, by sorting: which tokens a row keeps, and with what probability it draws them."""
+"""The sampler's meaning, token by token: how a row is shaped, which tokens it keeps, how likely it draws them."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
+
+if TYPE_CHECKING:
+    from tests.sampling.cases import RowCase
 
 
 def kept_tokens(
@@ -35,3 +40,30 @@ def probabilities(logits: np.ndarray, temperature: float, **filters: float) -> n
 def _scaled(logits: np.ndarray, temperature: float) -> np.ndarray:
     logits = logits.astype(np.float64)
     return (logits - logits.max()) / temperature
+
+
+def shape_row(logits: np.ndarray, case: RowCase) -> np.ndarray:
+    """Returns f32[V]: one row's logits after everything that comes before the temperature, as vLLM words it."""
+    if not case.is_on:
+        return logits
+    shaped = [np.float32(value) for value in logits]
+    for token in range(len(shaped)):
+        if case.allowed is not None and token not in case.allowed:
+            shaped[token] = np.float32(-np.inf)
+    for word in case.bad_words:
+        begin = word[:-1]
+        if case.output[len(case.output) - len(begin) :] == begin and len(begin) <= len(case.output):
+            shaped[word[-1]] = np.float32(-np.inf)
+    if len(case.output) < case.min_tokens:
+        for token in case.banned:
+            if token < len(shaped):
+                shaped[token] = np.float32(-np.inf)
+    for token, bias in case.bias.items():
+        shaped[token] += np.float32(bias)
+    for token in set(case.prompt) | set(case.output):
+        factor = np.float32(case.repetition)
+        shaped[token] = shaped[token] / factor if shaped[token] > 0 else shaped[token] * factor
+    for token in set(case.output):
+        shaped[token] -= np.float32(case.frequency) * np.float32(case.output.count(token))
+        shaped[token] -= np.float32(case.presence)
+    return np.array(shaped, np.float32)

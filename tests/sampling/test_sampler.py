@@ -9,50 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sampling import SamplingInputs, finite_rows, sample, sample_greedy, sampler, thresholds
+from jaxserve.sampling import finite_rows, sample, sample_greedy, sampler, thresholds
+from tests.sampling.cases import chi_square, make_inputs, make_logits, mixed_inputs, take
 from tests.sampling.oracle import kept_tokens, probabilities
 
-DTYPES = {
-    "temperature": np.float32,
-    "top_k": np.int32,
-    "top_p": np.float32,
-    "min_p": np.float32,
-    "seed_low": np.uint32,
-    "seed_high": np.uint32,
-    "sequence_index": np.int32,
-    "positions": np.int32,
-}
 run = jax.jit(sample, static_argnames="vocab_size")
-
-
-def make_inputs(rows: int, **columns) -> SamplingInputs:
-    columns = {"temperature": 1, "top_p": 1, "seed_low": np.arange(rows), **columns}
-    return SamplingInputs(
-        **{name: np.broadcast_to(np.asarray(columns.get(name, 0), dtype), rows) for name, dtype in DTYPES.items()}
-    )
-
-
-def mixed_inputs(rows: int, seed: int) -> SamplingInputs:
-    rng = np.random.default_rng(seed)
-    return make_inputs(
-        rows,
-        temperature=rng.choice([0, 0.3, 0.8, 1, 2.5], rows),
-        top_k=rng.choice([0, 0, 1, 20, 200], rows),
-        top_p=rng.choice([1, 1, 0.95, 0.5], rows),
-        min_p=rng.choice([0, 0, 0.05], rows),
-        seed_low=rng.integers(0, 2**32, rows),
-        seed_high=rng.integers(0, 2**31, rows),
-        sequence_index=rng.integers(0, 4, rows),
-        positions=rng.integers(0, 5000, rows),
-    )
-
-
-def make_logits(rows: int, size: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).normal(size=(rows, size)).astype(np.float32) * 4
-
-
-def take(inputs: SamplingInputs, rows) -> SamplingInputs:
-    return jax.tree.map(lambda column: column[rows], inputs)
 
 
 @pytest.mark.parametrize("size", [1, 128, 331, 8192, 32000])
@@ -145,19 +106,6 @@ CASES = {
     "min_p": {"temperature": 1.0, "min_p": 0.05},
     "all": {"temperature": 1.3, "top_k": 100, "top_p": 0.9, "min_p": 0.002},
 }
-
-
-def chi_square(ids: np.ndarray, expected: np.ndarray) -> float:
-    """How many standard deviations the statistic lies above its mean; tokens expected < 8 times are pooled."""
-    expected = expected * len(ids)
-    counts = np.bincount(ids, minlength=len(expected)).astype(float)
-    common = expected >= 8
-    counts = np.append(counts[common], counts[~common].sum())
-    expected = np.append(expected[common], expected[~common].sum())
-    counts, expected = counts[(expected > 0) | (counts > 0)], expected[(expected > 0) | (counts > 0)]
-    statistic = np.sum((counts - expected) ** 2 / np.maximum(expected, 1e-9))
-    freedom = max(len(counts) - 1, 1)
-    return (statistic - freedom) / np.sqrt(2 * freedom)
 
 
 @pytest.mark.parametrize(("case", "size", "vary"), [

@@ -1,0 +1,112 @@
+"""Log-probabilities of tokens: of the logits as the model made them, before anything shapes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Float32, Int, Int32
+
+from jaxserve.sampling.sampler import mask_padding
+from jaxserve.sampling.thresholds import BLOCK
+
+PROMPT_BLOCK = 64  # tokens of a prompt whose logits exist at a time
+_SELECTED_WIDTH = 2048  # XLA:TPU sorts what is narrower instead of selecting from it, and compiles that for seconds
+
+
+class TokenScores(NamedTuple):
+    """One row per token that was chosen; column 0 is that token, the k likeliest follow, likeliest first."""
+
+    values: Float32[Array, "S k+1"]  # log-probabilities
+    ids: Int32[Array, "S k+1"]
+    rank: Int32[Array, " S"]  # of the chosen token: 1 + the number of strictly likelier ones
+
+
+def score_all(logits: Float[Array, "S V"], *, vocab_size: int) -> Float32[Array, "S V"]:
+    """Returns the log-probability of every token; -inf from `vocab_size` on."""
+    logits = mask_padding(logits.astype(jnp.float32), vocab_size)
+    largest, log_sum = _normalize(logits)
+    return (logits - largest) - log_sum
+
+
+def score_tokens(logits: Float[Array, "S V"], ids: Int[Array, " S"], k: int, *, vocab_size: int) -> TokenScores:
+    """Scores the token `ids[s]` of every row and finds the row's `k` likeliest, the lowest id first among equals.
+
+    A token has the same bits in column 0 as among the likeliest, and in `score_all`. A row with NaN or +inf gets NaN.
+    """
+    if not 0 <= k <= vocab_size:
+        raise ValueError(f"k: {k} likeliest tokens of a vocabulary of {vocab_size}")
+    logits = mask_padding(logits.astype(jnp.float32), vocab_size)
+    ids = ids.astype(jnp.int32)[:, None]
+    chosen = jnp.take_along_axis(logits, ids, axis=1, mode="clip")
+    rank = 1 + jnp.sum(logits > chosen, axis=-1, dtype=jnp.int32)
+    likeliest, likeliest_ids = _find_likeliest(logits, k)
+    largest, log_sum = _normalize(logits)
+    values = (jnp.concatenate([chosen, likeliest], axis=1) - largest) - log_sum
+    return TokenScores(values, jnp.concatenate([ids, likeliest_ids], axis=1), rank)
+
+
+def score_prompt(
+    hidden: Float[Array, "T D"],
+    compute_logits: Callable[[Float[Array, "n D"]], Float[Array, "n V"]],
+    targets: Int[Array, " T"],
+    k: int,
+    *,
+    vocab_size: int,
+) -> TokenScores:
+    """Scores `targets[t]` under the logits of `hidden[t]`, for every position of a step, T rows in all.
+
+    The logits of `PROMPT_BLOCK` positions exist at a time, never [T, V]. The token at position p is scored by the
+    hidden state of position p - 1: the caller shifts.
+    """
+    num_tokens = len(targets)
+    block = min(PROMPT_BLOCK, num_tokens)
+    missing = -num_tokens % block
+    hidden = jnp.pad(hidden, ((0, missing), (0, 0))).reshape(-1, block, hidden.shape[-1])
+    targets = jnp.pad(targets, (0, missing)).reshape(-1, block)
+
+    def score_block(inputs: tuple[Array, Array]) -> TokenScores:
+        states, tokens = inputs
+        return score_tokens(compute_logits(states), tokens, k, vocab_size=vocab_size)
+
+    scores = lax.map(score_block, (hidden, targets))
+    return jax.tree.map(lambda blocks: blocks.reshape(-1, *blocks.shape[2:])[:num_tokens], scores)
+
+
+def _normalize(logits: Float32[Array, "S V"]) -> tuple[Float32[Array, "S 1"], Float32[Array, "S 1"]]:
+    """Returns the largest logit and the logarithm of the sum of exp(logit - largest)."""
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    sums = jnp.sum(_split(jnp.exp(logits - largest), 0), axis=-1)  # by blocks first: sums of few terms round less
+    return largest, jnp.log(jnp.sum(sums, axis=-1, keepdims=True))
+
+
+def _find_likeliest(logits: Float32[Array, "S V"], k: int) -> tuple[Float32[Array, "S k"], Int32[Array, "S k"]]:
+    """The k largest logits and their ids: first the k blocks with the largest maxima, then the best within those.
+
+    A token outside these blocks is preceded by the largest token of each of them, so it is not among the k likeliest.
+    The wide top_k that this avoids sorts the whole row on some devices and takes ten times as long on CPU.
+    """
+    blocks = _split(logits, -jnp.inf)
+    maxima = _drop_sign_of_zero(jnp.max(blocks, axis=-1))
+    padding = max(0, _SELECTED_WIDTH - maxima.shape[1])
+    maxima = jnp.pad(maxima, ((0, 0), (0, padding)), constant_values=-jnp.inf)
+    _, chosen = lax.top_k(maxima, min(k, blocks.shape[1]))
+    chosen = jnp.sort(chosen, axis=-1)  # in vocabulary order again, so that among equals the lowest id comes first
+    candidates = jnp.take_along_axis(blocks, chosen[:, :, None], axis=1).reshape(len(logits), -1)
+    values, places = lax.top_k(_drop_sign_of_zero(candidates), k)
+    ids = jnp.take_along_axis(chosen, places // BLOCK, axis=1) * BLOCK + places % BLOCK
+    return values, ids.astype(jnp.int32)
+
+
+def _drop_sign_of_zero(values: Float32[Array, "S n"]) -> Float32[Array, "S n"]:
+    """top_k ranks 0.0 above -0.0, which are equal."""
+    return jnp.where(values == 0, 0, values)
+
+
+def _split(array: Array, fill: float) -> Array:
+    """[S, V] to [S, ceil(V / BLOCK), BLOCK]."""
+    padded = jnp.pad(array, ((0, 0), (0, -array.shape[-1] % BLOCK)), constant_values=fill)
+    return padded.reshape(len(array), -1, BLOCK)

@@ -1,0 +1,191 @@
+"""What sampling remembers of each row: the tokens so far, and what the request forbids or favours.
+
+It lies on the device beside the rows of the persistent batch and is always donated. A row that uses none of it has its
+switch off (`SamplingInputs.has_edits`): whatever its line still holds from an earlier row then counts for nothing, so
+no line is ever reset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, fields, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float32, Int, Int32, UInt32
+
+from jaxserve.sampling_params import MAX_BAD_WORD_TOKENS
+
+MAX_EDITS = 640  # 300 biases, 256 stop ids, and 84 for EOS ids
+MAX_BAD_WORDS = 64
+WORD_BITS = 32  # tokens per word of a bit mask
+
+ANY_TOKEN = -1  # before a bad word of fewer tokens than there is room for
+_NO_TOKEN = -1  # in `recent`, where nothing was sampled yet
+_NEVER = -2  # as the tokens of a bad word: equal to nothing that can be in `recent`
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SamplerState:
+    """One line per row of the persistent batch."""
+
+    token_stats: Int32[Array, "R V"]  # 2 x (times sampled so far) + (1 if the token is in the prompt)
+    recent: Int32[Array, "R H"]  # the last MAX_BAD_WORD_TOKENS - 1 sampled tokens, newest last; -1: none
+    # Edits and words lie in the order of the tokens whose logits they change, and unused ones change the last logit by
+    # -0.0, that is not at all: a scatter of sorted indices, of which none is out of range, is the cheapest everywhere.
+    edit_ids: Int32[Array, "R E"]  # tokens whose logits change, each once
+    edit_values: Float32[Array, "R E"]  # what is added to the logit
+    edit_until: Int32[Array, "R E"]  # but at positions below this one the token is banned
+    bad_words: Int32[Array, "R W L"]  # tokens of each word, right-aligned behind ANY_TOKEN
+    allowed: UInt32[Array, "R N"]  # bit i % 32 of word i // 32: token i may be chosen
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RowSetting:
+    """One row's line of every field of `SamplerState`."""
+
+    token_stats: Int32[np.ndarray, " V"]
+    recent: Int32[np.ndarray, " H"]
+    edit_ids: Int32[np.ndarray, " E"]
+    edit_values: Float32[np.ndarray, " E"]
+    edit_until: Int32[np.ndarray, " E"]
+    bad_words: Int32[np.ndarray, "W L"]
+    allowed: UInt32[np.ndarray, " N"]
+
+
+def sampler_state_specs(num_rows: int, num_logits: int, sharding: jax.sharding.Sharding | None = None) -> SamplerState:
+    """Returns the abstract values of the state for logits [S, num_logits]; zeros will do to begin with."""
+    line = make_row_setting(num_logits, (), ())
+    return SamplerState(
+        **{
+            name: jax.ShapeDtypeStruct((num_rows, *array.shape), array.dtype, sharding=sharding)
+            for name, array in _lines(line).items()
+        }
+    )
+
+
+def make_row_setting(
+    num_logits: int,
+    prompt_ids: Sequence[int],
+    output_ids: Sequence[int],
+    *,
+    logit_bias: Mapping[int, float] | None = None,
+    allowed_ids: Iterable[int] | None = None,
+    bad_words: Sequence[Sequence[int]] = (),
+    banned_ids: Iterable[int] = (),
+    banned_until: int = 0,
+) -> RowSetting:
+    """Returns what a row is set to when it is admitted, on the host and in fresh arrays.
+
+    Args:
+        num_logits: the width V of the logits.
+        prompt_ids: the request's prompt.
+        output_ids: what was sampled before a preemption; the row continues as if it had never left.
+        logit_bias: what to add to the logits of which tokens; finite.
+        allowed_ids: the only tokens that may be chosen; None: all.
+        bad_words: token lists that must not appear in the output, of 1 to MAX_BAD_WORD_TOKENS tokens each.
+        banned_ids: tokens not to be chosen at a position below `banned_until`: for `min_tokens` the EOS and stop ids,
+            until len(prompt_ids) + min_tokens. Ids that no logit belongs to are ignored, they cannot be sampled anyway.
+        banned_until: the first position at which they may be chosen.
+
+    Raises:
+        ValueError: an id is not below `num_logits`, or there are more edits, words or tokens than a line holds.
+    """
+    output = _check_ids("output_ids", output_ids, num_logits)
+    stats = 2 * np.bincount(output, minlength=num_logits).astype(np.int32)
+    stats[_check_ids("prompt_ids", prompt_ids, num_logits)] |= 1
+    tail = output[max(0, len(output) - MAX_BAD_WORD_TOKENS + 1) :]
+    recent = np.full(MAX_BAD_WORD_TOKENS - 1, _NO_TOKEN, np.int32)
+    recent[len(recent) - len(tail) :] = tail
+    allowed = np.ones(num_logits, bool)
+    if allowed_ids is not None:
+        allowed[:] = False
+        allowed[_check_ids("allowed_ids", list(allowed_ids), num_logits)] = True
+    bias = logit_bias or {}
+    banned = {token for token in banned_ids if 0 <= token < num_logits}
+    _check_ids("logit_bias", list(bias), num_logits)
+    edit_ids, edit_values, edit_until = _make_edits(bias, banned, banned_until, num_logits)
+    words = _make_bad_words(bad_words, num_logits)
+    return RowSetting(stats, recent, edit_ids, edit_values, edit_until, words, pack_bits(allowed))
+
+
+def pack_bits(allowed: Bool[np.ndarray, "*S V"]) -> UInt32[np.ndarray, "*S N"]:
+    """Packs a mask of tokens into words of 32 bits, the first token in the lowest bit; the rest of the last is 0."""
+    missing = -allowed.shape[-1] % WORD_BITS
+    padded = np.pad(allowed, [(0, 0)] * (allowed.ndim - 1) + [(0, missing)])
+    return np.packbits(padded, axis=-1, bitorder="little").view("<u4").astype(np.uint32)
+
+
+def set_row(state: SamplerState, row: Int[Array, ""], setting: RowSetting) -> SamplerState:
+    """Writes one row's line of everything. `state` is to be donated: nothing else of it moves."""
+    lines = _lines(setting)
+    return SamplerState(
+        **{
+            name: lax.dynamic_update_index_in_dim(field, lines[name], row, axis=0)
+            for name, field in _lines(state).items()
+        }
+    )
+
+
+def record(
+    state: SamplerState, row_ids: Int[Array, " S"], ids: Int[Array, " S"], keep: Bool[Array, " S"]
+) -> SamplerState:
+    """Counts the token that each row sampled, for rows that `keep` names: they sample, and their switch is on.
+
+    `state` is to be donated: only S entries of the counts and S lines of `recent` are written. No row may be named
+    twice by rows that are kept. An id that no logit belongs to (a report in place of a token) is not counted.
+    """
+    num_rows, num_logits = state.token_stats.shape
+    kept = keep & (ids >= 0) & (ids < num_logits)
+    targets = jnp.where(kept, row_ids, num_rows)  # one behind the last line: dropped
+    shifted = jnp.concatenate([state.recent[row_ids, 1:], ids[:, None].astype(jnp.int32)], axis=1)
+    return replace(
+        state,
+        token_stats=state.token_stats.at[targets, ids].add(2, mode="drop"),
+        recent=state.recent.at[targets].set(shifted, mode="drop"),
+    )
+
+
+def _lines(lines: SamplerState | RowSetting) -> dict[str, Array | np.ndarray]:
+    return {field.name: getattr(lines, field.name) for field in fields(lines)}
+
+
+def _make_edits(
+    bias: Mapping[int, float], banned: Set[int], until: int, num_logits: int
+) -> tuple[Int32[np.ndarray, " E"], Float32[np.ndarray, " E"], Int32[np.ndarray, " E"]]:
+    """One edit per token, also where it is both banned and biased."""
+    tokens = sorted({*bias, *banned})
+    if len(tokens) > MAX_EDITS:
+        raise ValueError(f"{len(tokens)} biased and banned tokens are more than the {MAX_EDITS} edits of a row")
+    ids = np.full(MAX_EDITS, num_logits - 1, np.int32)
+    values = np.full(MAX_EDITS, -0.0, np.float32)
+    untils = np.zeros(MAX_EDITS, np.int32)
+    ids[: len(tokens)] = tokens
+    values[: len(tokens)] = [bias.get(token, -0.0) for token in tokens]
+    untils[: len(tokens)] = [until if token in banned else 0 for token in tokens]
+    return ids, values, untils
+
+
+def _make_bad_words(bad_words: Sequence[Sequence[int]], num_logits: int) -> Int32[np.ndarray, "W L"]:
+    if len(bad_words) > MAX_BAD_WORDS:
+        raise ValueError(f"bad_words: {len(bad_words)} token lists are more than the {MAX_BAD_WORDS} of a row")
+    words = np.full((MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS), _NEVER, np.int32)
+    words[:, -1] = num_logits - 1
+    for line, word in zip(words, bad_words, strict=False):
+        if not 1 <= len(word) <= MAX_BAD_WORD_TOKENS:
+            raise ValueError(f"bad_words: a word of {len(word)} tokens; 1 to {MAX_BAD_WORD_TOKENS} will do")
+        line[: -len(word)] = ANY_TOKEN
+        line[-len(word) :] = _check_ids("bad_words", word, num_logits)
+    return words[np.argsort(words[:, -1], kind="stable")]
+
+
+def _check_ids(name: str, ids: Sequence[int], num_logits: int) -> Int32[np.ndarray, " n"]:
+    array = np.asarray(ids, np.int64).reshape(-1)
+    wrong = array[(array < 0) | (array >= num_logits)]
+    if len(wrong):
+        raise ValueError(f"{name}: token id {wrong[0]} has no logit; ids from 0 to {num_logits - 1} do")
+    return array.astype(np.int32)
