@@ -6,13 +6,15 @@ RUN := $(VENV)/bin/python
 OLDEST_JAX := 0.11.2
 PIP_FLAGS := --quiet --disable-pip-version-check
 
-.PHONY: setup demo test test-fast test-oldest lint format bench-host reference-env goldens clean help
+.PHONY: setup demo test test-fast test-oldest test-kernels test-kernels-full lint format bench-host reference-env goldens clean help
 
 help:
 	@echo "make demo            serve a hundred prompts three ways with the model that ships in the package"
 	@echo "make test            the whole test suite"
 	@echo "make test-fast       without the tests marked slow"
 	@echo "make test-oldest     the fast tests on the oldest supported jax ($(OLDEST_JAX))"
+	@echo "make test-kernels    compile every kernel and a sharded step for GPU and TPU, none of which needs to be here"
+	@echo "make test-kernels-full   the same with every tuning entry and all layers, on the oldest jax too"
 	@echo "make lint            ruff, as CI runs it"
 	@echo "make bench-host      host time per step on a device that does nothing"
 	@echo "make reference-env   the separate environment (Python 3.11, torch, transformers) that makes goldens"
@@ -43,6 +45,14 @@ $(OLDEST)/.ready: pyproject.toml
 test-oldest: $(OLDEST)/.ready
 	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal -m 'not slow'
 
+test-kernels: setup $(OLDEST)/.ready
+	$(RUN) scripts/test_kernels.py
+	$(OLDEST)/bin/python scripts/test_kernels.py --lower-only
+
+test-kernels-full: setup $(OLDEST)/.ready
+	$(RUN) scripts/test_kernels.py --full
+	$(OLDEST)/bin/python scripts/test_kernels.py --full
+
 lint: setup
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
@@ -66,4 +76,4 @@ goldens: reference-env
 	.venv-reference/bin/python scripts/make_reference_goldens.py
 
 clean:
-	rm -rf $(VENV) $(OLDEST) .venv-reference .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) .venv-reference .wheels .pytest_cache .ruff_cache .hypothesis

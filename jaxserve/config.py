@@ -19,6 +19,7 @@ from typing import Any
 from jaxserve.errors import ConfigError, shorten
 
 DEMO_MODEL = "demo"
+ATTENTION_IMPLS = ("auto", "xla", "reference", "gpu", "tpu", "gpu_interpret", "tpu_interpret")
 MIN_CHUNK = 32  # tokens that a full batch of decoding rows must leave for a prompt in each step
 
 
@@ -55,7 +56,11 @@ class CacheOptions:
     """The KV cache."""
 
     page_size: int | None = _option(None, "tokens of a KV page; default: cpu 32, gpu 64, tpu 128", "block_size")
-    kv_cache_dtype: str = _option("auto", "auto: that of the model", choices=("auto", "float32", "bfloat16", "float16"))
+    kv_cache_dtype: str = _option(
+        "auto",
+        "auto: that of the model; fp8: e4m3, scaled by the checkpoint's scales or not at all",
+        choices=("auto", "float32", "bfloat16", "float16", "fp8"),
+    )
     enable_prefix_caching: bool = _option(True, "reuse the KV of equal prompt beginnings")
     num_kv_pages_override: int | None = _option(
         None, "pages of the largest pool, whatever memory there is", "num_gpu_blocks_override"
@@ -104,16 +109,17 @@ class CompileOptions:
     """Which programs exist, and where compiled ones are kept."""
 
     attention_impl: str = _option(
-        "auto", "attention kernel; a name that cannot run here is refused", choices=("auto", "xla", "reference")
+        "auto", "attention kernel; a name that cannot run here is refused", choices=ATTENTION_IMPLS
     )
     compilation_cache_dir: str | None = _option(
         None, "of JAX's persistent cache; default: ~/.cache/jaxserve/xla; '' for none"
     )
+    max_logprobs: int = _option(20, "most likeliest tokens a request may ask for; -1: any number, all tokens included")
     compile_threads: int = _option(0, "programs compiled at once; 0: one per core, at most 8")
 
     def __post_init__(self) -> None:
         _check_choices(self)
-        _check_at_least(self, compile_threads=0)
+        _check_at_least(self, compile_threads=0, max_logprobs=-1)
 
     @property
     def cache_dir(self) -> Path | None:

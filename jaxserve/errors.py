@@ -58,6 +58,14 @@ class NonFiniteLogitsError(JaxServeError, ArithmeticError):
     """The model produced NaN or infinite logits for one row; only that request ends."""
 
 
+class NoTokenLeftError(_FieldError):
+    """A request's constraints (allowed tokens, biases, bad words, a grammar) together forbid every token; it ends."""
+
+
+class GrammarError(_FieldError):
+    """A request's grammar met one of its limits while its text was written; it ends, with what it has so far."""
+
+
 def shorten(value: object) -> str:
     """Returns `repr(value)`, cut to a length that is safe to print in an error."""
     text = repr(value)

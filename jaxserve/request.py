@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from jaxserve.errors import JaxServeError
 from jaxserve.sampling_params import SamplingParams
@@ -32,8 +33,22 @@ class Request:
     prompt: str | None = None  # None when the user gave token ids
     eos_token_ids: tuple[int, ...] = ()  # empty with ignore_eos
     seed: int = 0  # 64 bits; the user's, or drawn at admission and kept through preemption and replay
+    bad_words: tuple[tuple[int, ...], ...] = ()  # those of the parameters as tokens
+    grammar: Any = None  # compiled from `params.structured_outputs`
     cache_salt: str = ""  # requests share prefix pages only with requests of the same salt
     arrival_time: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """How likely a token was, before anything changed the model's logits (vLLM's names)."""
+
+    logprob: float
+    rank: int | None = None  # 1: none was likelier
+    decoded_token: str | None = None  # None without a tokenizer
+
+
+TokenLogprobs = dict[int, Logprob]  # of one position: the chosen token and the likeliest ones, by id
 
 
 @dataclass(slots=True)
@@ -45,6 +60,8 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: str | None = None  # stop, length, abort, error; None: it goes on
     stop_reason: int | str | None = None  # the stop token id or stop string that matched; None for EOS
+    cumulative_logprob: float | None = None  # of all its tokens so far; None unless logprobs were asked for
+    logprobs: list[TokenLogprobs] | None = None  # one per token in `token_ids`
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,3 +87,4 @@ class RequestOutput:
     num_cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache
     metrics: RequestMetrics | None = None
     error: JaxServeError | None = None  # set when finish_reason is "error"
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # one per prompt token, None for the first

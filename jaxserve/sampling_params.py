@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
 
 from jaxserve.errors import InvalidRequestError, shorten
+from jaxserve.structured_params import StructuredOutputsParams
 
 MAX_STOP_STRINGS = 16  # evaluation harnesses send a task's strings plus the text of EOS: four are too few
 MAX_STOP_TOKEN_IDS = 256
 MAX_SEED = 2**63 - 1
+MAX_COMPLETIONS = 128  # n
+MAX_LOGIT_BIAS = 300
+MAX_BAD_WORD_TOKENS = 8  # of one of them
+MAX_BAD_WORDS = 32  # each is banned at the beginning of a text and after a space
 
 
 class OutputKind(Enum):
@@ -28,12 +33,17 @@ class OutputKind(Enum):
 class SamplingParams:
     """How to choose tokens and when to stop. Names and defaults are vLLM's.
 
-    The order of the filters is vLLM's too: temperature, then min_p, then top_k, then top_p over what is left.
+    The order is vLLM's too: allowed tokens, bad words, logit bias and min_tokens, penalties, temperature, then min_p,
+    then top_k, then top_p over what is left. Log-probabilities are those of the model, before all of it.
 
     Raises:
         InvalidRequestError: a value is out of range or not finite, or a parameter is not known.
     """
 
+    n: int = 1  # completions of one prompt, each with its own randomness
+    presence_penalty: float = 0.0  # in [-2, 2]: off the logit of every token that the output has
+    frequency_penalty: float = 0.0  # in [-2, 2]: the same, times how often it has it
+    repetition_penalty: float = 1.0  # in [0.01, 2]: divides the logits above 0 of tokens that prompt or output have
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0  # in (0, 1]
     top_k: int = 0  # 0 or -1: all tokens
@@ -43,8 +53,18 @@ class SamplingParams:
     stop: Sequence[str] | str | None = None  # normalised to a tuple
     stop_token_ids: Sequence[int] | None = None  # normalised to a tuple
     ignore_eos: bool = False
+    min_tokens: int = 0  # neither EOS nor a stop id before so many
+    logprobs: int | None = None  # of the chosen token and of so many likeliest; 0: of the chosen one only; -1: of all
+    prompt_logprobs: int | None = None  # the same for every token of the prompt but the first; not -1
+    logit_bias: Mapping[int, float] | None = None  # in [-100, 100], by token id
+    allowed_token_ids: Sequence[int] | None = None  # nothing else is chosen; normalised to a tuple
+    bad_words: Sequence[str] | None = None  # texts that the output never has; normalised to a tuple
+    structured_outputs: StructuredOutputsParams | None = None
+    extra_args: Mapping[str, float] | None = None  # of the engine's own logits processor
+    truncate_prompt_tokens: int | None = None  # keep the last so many tokens of the prompt; -1: as many as fit
     detokenize: bool = True
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True  # always: no tokenizer that is served here does otherwise
     include_stop_str_in_output: bool = False
     output_kind: OutputKind = OutputKind.CUMULATIVE
 
@@ -64,24 +84,75 @@ class SamplingParams:
         _require_number("top_p", self.top_p, low=0.0, high=1.0, low_open=True)
         _require_number("min_p", self.min_p, low=0.0, high=1.0)
         _require_integer("top_k", self.top_k, low=-1, high=2**31 - 1)
+        _require_integer("n", self.n, low=1, high=MAX_COMPLETIONS)
+        _require_number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
+        _require_number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
+        _require_number("repetition_penalty", self.repetition_penalty, low=0.01, high=2.0)
         if self.seed is not None:
             _require_integer("seed", self.seed, low=0, high=MAX_SEED)
         if self.max_tokens is not None:
             _require_integer("max_tokens", self.max_tokens, low=1, high=2**31 - 1)
-        for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
+        _require_integer("min_tokens", self.min_tokens, low=0, high=2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            message = f"must be at most max_tokens {self.max_tokens}, got {self.min_tokens}"
+            raise InvalidRequestError(message, field="min_tokens", value=self.min_tokens)
+        for name, low in (("logprobs", -1), ("prompt_logprobs", 0), ("truncate_prompt_tokens", -1)):
+            if getattr(self, name) is not None:
+                _require_integer(name, getattr(self, name), low=low, high=2**31 - 1)
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidRequestError("must be -1 or at least 1, got 0", field="truncate_prompt_tokens", value=0)
+        for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError("must be true or false", field=name, value=getattr(self, name))
+        if not self.spaces_between_special_tokens:
+            message = "cannot be false: tokens are joined as their tokenizer does"
+            raise InvalidRequestError(message, field="spaces_between_special_tokens", value=False)
+        if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputsParams):
+            raise InvalidRequestError(
+                "must be StructuredOutputsParams", field="structured_outputs", value=self.structured_outputs
+            )
         if not isinstance(self.output_kind, OutputKind):
             raise InvalidRequestError("must be an OutputKind", field="output_kind", value=self.output_kind)
+        self._normalise()
+
+    def _normalise(self) -> None:
         object.__setattr__(self, "stop", _normalise_stop(self.stop))
         object.__setattr__(self, "stop_token_ids", _normalise_stop_token_ids(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _normalise_logit_bias(self.logit_bias))
+        object.__setattr__(self, "allowed_token_ids", _normalise_allowed_ids(self.allowed_token_ids))
+        object.__setattr__(self, "bad_words", _normalise_bad_words(self.bad_words))
+        if self.extra_args is not None:
+            object.__setattr__(self, "extra_args", _normalise_extra_args(self.extra_args))
         if self.stop and not self.detokenize:
             raise InvalidRequestError("stop strings need detokenize=True", field="stop", value=self.stop)
 
     @property
     def is_greedy(self) -> bool:
-        """Whether every token is the most likely one, so that the plain sample program will do."""
+        """Whether every token is the most likely one."""
         return self.temperature == 0.0
+
+    @property
+    def shapes_logits(self) -> bool:
+        """Whether something changes logits before a token is chosen from them, so that the row needs its own state."""
+        return bool(
+            self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1
+            or self.min_tokens
+            or self.logit_bias
+            or self.allowed_token_ids is not None
+            or self.bad_words
+            or self.extra_args is not None
+        )
+
+
+_FLAGS = (
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+)
 
 
 def _require_number(name: str, value: object, *, low: float, high: float, low_open: bool = False) -> None:
@@ -118,3 +189,57 @@ def _normalise_stop_token_ids(ids: Sequence[int] | None) -> tuple[int, ...]:
     for token_id in ids:
         _require_integer("stop_token_ids", token_id, low=0, high=2**31 - 1)
     return ids
+
+
+def _normalise_logit_bias(bias: object) -> dict[int, float] | None:
+    """JSON has no integer keys, so texts of integers are taken as well."""
+    if bias is None:
+        return None
+    if not isinstance(bias, Mapping):
+        raise InvalidRequestError(f"must map token ids to biases, got {shorten(bias)}", field="logit_bias", value=bias)
+    if len(bias) > MAX_LOGIT_BIAS:
+        message = f"at most {MAX_LOGIT_BIAS} tokens, got {len(bias)}"
+        raise InvalidRequestError(message, field="logit_bias", value=len(bias))
+    found = {}
+    for key, value in bias.items():
+        token_id = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 11 else key
+        _require_integer("logit_bias", token_id, low=0, high=2**31 - 1)
+        _require_number("logit_bias", value, low=-100.0, high=100.0)
+        found[token_id] = float(value)
+    return found
+
+
+def _normalise_allowed_ids(ids: Sequence[int] | None) -> tuple[int, ...] | None:
+    if ids is None:
+        return None
+    if not isinstance(ids, Sequence) or isinstance(ids, str | bytes) or not ids:
+        message = f"must be a list of at least one token id, got {shorten(ids)}"
+        raise InvalidRequestError(message, field="allowed_token_ids", value=ids)
+    for token_id in ids:
+        _require_integer("allowed_token_ids", token_id, low=0, high=2**31 - 1)
+    return tuple(ids)
+
+
+def _normalise_bad_words(words: object) -> tuple[str, ...]:
+    if words is None:
+        return ()
+    if not isinstance(words, Sequence) or isinstance(words, str | bytes):
+        raise InvalidRequestError(f"must be a list of texts, got {shorten(words)}", field="bad_words", value=words)
+    if len(words) > MAX_BAD_WORDS:
+        raise InvalidRequestError(f"at most {MAX_BAD_WORDS} texts, got {len(words)}", field="bad_words", value=words)
+    for word in words:
+        if not isinstance(word, str) or not word.strip():
+            raise InvalidRequestError(
+                f"must be texts that are not empty, got {shorten(word)}", field="bad_words", value=words
+            )
+    return tuple(words)
+
+
+def _normalise_extra_args(arguments: object) -> dict[str, float]:
+    if not isinstance(arguments, Mapping):
+        raise InvalidRequestError(f"must map names to numbers, got {shorten(arguments)}", field="extra_args")
+    for name, value in arguments.items():
+        if not isinstance(name, str):
+            raise InvalidRequestError(f"must have names as keys, got {shorten(name)}", field="extra_args", value=name)
+        _require_number("extra_args", value, low=-3e38, high=3e38)
+    return {name: float(value) for name, value in arguments.items()}

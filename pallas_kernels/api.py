@@ -1,31 +1,17 @@
-"""What callers call. Chooses the implementation, at trace time; an explicit choice that cannot work raises."""
+"""What callers call. The batch says which implementation answers (`prepare_batch`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 import jax
+import jax.numpy as jnp
 
-from pallas_kernels import reference, xla
-from pallas_kernels.layout import update_kv_pages
-from pallas_kernels.platform import traced_platform
-from pallas_kernels.spec import AttnParams, BatchMeta
+from pallas_kernels.backends import find_backend
+from pallas_kernels.layout import read_format, update_kv_pages
+from pallas_kernels.spec import AttnParams, BatchMeta, HeadParams
 
-__all__ = ["attend_with_update", "choose_impl", "ragged_paged_attention", "update_kv_pages"]
-
-_IMPLS = {"reference": reference.attend, "xla": xla.attend}
-_PLANNED = ("gpu", "tpu")
-
-
-def choose_impl(platform: str) -> tuple[str, str]:
-    """The implementation that `impl=None` means on "cpu", "gpu" (or "cuda", "rocm") or "tpu", and why, for users."""
-    if platform == "cpu":
-        return "xla", "portable attention; its loops end where the batch does"
-    if platform == "tpu":
-        return "xla", "portable attention with static loops; this release has no TPU kernel"
-    if platform in ("gpu", "cuda", "rocm"):
-        return "xla", "portable attention with static loops; this release has no GPU kernel"
-    raise ValueError(f"platform must be cpu, gpu, cuda, rocm or tpu, got {platform!r}")
+_PLAIN_HEADS = HeadParams()
 
 
 def attend_with_update(
@@ -36,21 +22,45 @@ def attend_with_update(
     batch: BatchMeta,
     *,
     params: AttnParams,
+    heads: HeadParams = _PLAIN_HEADS,
     page_offset: int | jax.Array = 0,
-    impl: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Writes the step's keys and values into their pages, then attends: the one call of a model.
 
     Returns the attention [T, N, H] in q's dtype and the pool. Donate the pool: the write is then in place. Tokens
-    after the last row's are padding: they write to the null page, and what they attend to is finite but arbitrary.
-    N and K may be one device's share under shard_map. Nothing in unused slots, not even NaN, reaches a result.
+    after the last row's are padding: they write to the null page or nowhere, and what they attend to is finite but
+    arbitrary. N and K may be one device's share under shard_map. Nothing in unused slots, not even NaN, reaches a
+    result.
     """
-    _check_shapes(q, kv_pages, batch)
-    if k.shape != v.shape or k.shape != (q.shape[0], kv_pages.shape[1] // 2, q.shape[2]):
+    _check_shapes(q, kv_pages, batch, params, heads)
+    if k.shape != v.shape or k.shape != (q.shape[0], batch.shape.spec.num_kv_heads, q.shape[2]):
         raise ValueError(f"q {q.shape} and kv_pages {kv_pages.shape} do not fit k {k.shape} and v {v.shape}")
-    attend = _find_impl(impl)
-    kv_pages = update_kv_pages(k, v, kv_pages, batch, page_offset=page_offset)
-    return attend(q, kv_pages, batch, params=params, page_offset=page_offset), kv_pages
+    backend = find_backend(batch.impl)
+    if backend.fused:
+        return _attend_fused(q, k, v, kv_pages, batch, heads, jnp.asarray(page_offset, jnp.int32), params)
+    kv_pages = update_kv_pages(k, v, kv_pages, batch, heads=heads, page_offset=page_offset)
+    out = backend.module.attend(
+        q, kv_pages, batch, params=params, heads=heads, page_offset=page_offset, interpret=backend.interpret
+    )
+    return out, kv_pages
+
+
+@partial(jax.jit, static_argnums=7)
+def _attend_fused(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    kv_pages: jax.Array,
+    batch: BatchMeta,
+    heads: HeadParams,
+    page_offset: jax.Array,
+    params: AttnParams,
+) -> tuple[jax.Array, jax.Array]:
+    """A function of its own, so that a model's equal layers are traced and lowered once."""
+    backend = find_backend(batch.impl)
+    return backend.module.attend_with_update(
+        q, k, v, kv_pages, batch, params=params, heads=heads, page_offset=page_offset, interpret=backend.interpret
+    )
 
 
 def ragged_paged_attention(
@@ -59,31 +69,33 @@ def ragged_paged_attention(
     batch: BatchMeta,
     *,
     params: AttnParams,
+    heads: HeadParams = _PLAIN_HEADS,
     page_offset: int | jax.Array = 0,
-    impl: str | None = None,
 ) -> jax.Array:
     """Attention [T, N, H] in q's dtype over pages that already hold the keys and values of the step's tokens."""
-    _check_shapes(q, kv_pages, batch)
-    return _find_impl(impl)(q, kv_pages, batch, params=params, page_offset=page_offset)
+    _check_shapes(q, kv_pages, batch, params, heads)
+    backend = find_backend(batch.impl)
+    return backend.module.attend(
+        q, kv_pages, batch, params=params, heads=heads, page_offset=page_offset, interpret=backend.interpret
+    )
 
 
-def _find_impl(impl: str | None) -> Callable[..., jax.Array]:
-    name = choose_impl(traced_platform())[0] if impl is None else impl
-    if name in _PLANNED:
-        raise NotImplementedError(f"impl {name!r} is not in this release; use impl='xla' (any device) or None")
-    if name not in _IMPLS:
-        raise ValueError(f"impl must be one of {', '.join(sorted((*_IMPLS, *_PLANNED)))} or None, got {name!r}")
-    return _IMPLS[name]
-
-
-def _check_shapes(q: jax.Array, kv_pages: jax.Array, batch: BatchMeta) -> None:
+def _check_shapes(q: jax.Array, kv_pages: jax.Array, batch: BatchMeta, params: AttnParams, heads: HeadParams) -> None:
     num_tokens, num_heads, head_dim = q.shape
-    _, heads, page_size, pool_head_dim = kv_pages.shape
-    if heads % 2 or num_heads % (heads // 2):
-        raise ValueError(f"q has {num_heads} heads, which the pool's {heads} rows (2 per KV head) do not divide")
-    if head_dim != pool_head_dim or page_size != batch.page_size:
+    shape, spec = batch.shape, batch.shape.spec
+    if (num_heads, head_dim) != (shape.num_heads, spec.head_dim):
         raise ValueError(
-            f"kv_pages {kv_pages.shape} do not fit q's head_dim {head_dim} and the batch's page_size {batch.page_size}"
+            f"q has {num_heads} heads of {head_dim}, the batch is for {shape.num_heads} of {spec.head_dim}"
         )
+    form = read_format(kv_pages.shape, head_dim)
+    if form.num_kv_heads != spec.num_kv_heads or kv_pages.shape[2] != spec.page_size or kv_pages.dtype != spec.dtype:
+        raise ValueError(f"kv_pages {kv_pages.dtype}{list(kv_pages.shape)} do not fit the batch's {spec}")
     if batch.positions.shape != (num_tokens,):
         raise ValueError(f"q has {num_tokens} tokens, the batch {batch.positions.shape[0]}")
+    if params.window != shape.window:
+        raise ValueError(f"params.window is {params.window}, the batch was prepared for {shape.window}")
+    wanted = {"sinks": num_heads, "k_scale": spec.num_kv_heads, "v_scale": spec.num_kv_heads}
+    for name, size in wanted.items():
+        array = getattr(heads, name)
+        if array is not None and array.shape != (size,):
+            raise ValueError(f"heads.{name} must be [{size}], one per head, got {array.shape}")

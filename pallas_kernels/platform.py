@@ -10,3 +10,19 @@ def traced_platform() -> str:
     device = jax.sharding.get_abstract_mesh().abstract_device
     platform = jax.default_backend() if device is None else device.platform
     return "gpu" if platform in ("cuda", "rocm") else platform
+
+
+def traced_device_kind() -> str:
+    """What the device calls itself, e.g. "NVIDIA H200", "TPU v5 lite" or "cpu"."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.devices()[0].device_kind if device is None else device.device_kind
+
+
+def traced_core_count() -> int:
+    """Multiprocessors of the GPU, or cores of the TPU, being traced for; 1 for a CPU, where kernels are interpreted."""
+    if traced_platform() == "cpu":
+        return 1
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None:
+        return device.num_cores or 1
+    return int(getattr(jax.devices()[0], "core_count", 1))

@@ -8,7 +8,24 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.spec import AttnParams, BatchMeta
+from pallas_kernels.layout import gather_heads
+from pallas_kernels.spec import AttnParams, AttnShape, BatchMeta, HeadParams
+from pallas_kernels.worklist import StepRows
+
+
+def choose_layout(head_dim: int) -> str:
+    """Any would do."""
+    return "plain"
+
+
+def find_obstacle(shape: AttnShape) -> str | None:
+    """It does every shape."""
+    return None
+
+
+def plan_work(rows: StepRows, shape: AttnShape, *, config: None = None) -> tuple[()]:
+    """It needs no plan."""
+    return ()
 
 
 def attend(
@@ -17,39 +34,52 @@ def attend(
     batch: BatchMeta,
     *,
     params: AttnParams,
+    heads: HeadParams,
     page_offset: int | jax.Array,
+    interpret: bool = False,
 ) -> jax.Array:
     """Attention [T, N, H] in q's dtype over pages that already hold this step's keys and values; 0 for padding."""
-    num_tokens, _, head_dim = q.shape
+    num_tokens, num_heads, head_dim = q.shape
     num_rows, width = batch.page_table.shape
-    _, heads, page_size, _ = kv_pages.shape
-    group_size = q.shape[1] // (heads // 2)
-    tokens, key_positions = jnp.arange(num_tokens), jnp.arange(width * page_size)
+    group_size = batch.shape.group_size
+    tokens, key_positions = jnp.arange(num_tokens), jnp.arange(width * batch.shape.spec.page_size)
 
     def attend_row(row: jax.Array) -> jax.Array:
         begin, end = batch.query_start_loc[row], batch.query_start_loc[row + 1]
         length = batch.seq_lens[row]
-        pages = kv_pages.at[batch.page_table[row] + page_offset].get(mode="clip")  # [M, 2K, page_size, H]
-        logical = pages.swapaxes(1, 2).reshape(-1, heads, head_dim).astype(jnp.float32)  # [M * page_size, 2K, H]
         oldest = 0 if params.window is None else length - (end - begin) - params.window + 1
         held = (key_positions >= oldest) & (key_positions < length)
-        logical = jnp.where(held[:, None, None], logical, 0)
-        k = jnp.repeat(logical[:, 0::2], group_size, axis=1)  # [M * page_size, N, H]
-        v = jnp.repeat(logical[:, 1::2], group_size, axis=1)
+        pages = gather_heads(kv_pages, batch.page_table[row][None] + page_offset, head_dim, flat=False)
+        k, v = (
+            _repeat(
+                jnp.where(held[:, None], half[0].astype(jnp.float32), 0), scale, group_size
+            )  # [N, M * page_size, H]
+            for half, scale in zip(pages, (heads.k_scale, heads.v_scale), strict=True)
+        )
 
         # Every token of the step asks; below, only the answers to the row's own are kept.
         positions = length - end + tokens
         seen = held & (key_positions <= positions[:, None])  # [T, M * page_size]
         if params.window is not None:
             seen &= key_positions > positions[:, None] - params.window
-        scores = _product("tnh,enh->tne", q.astype(jnp.float32), k) * params.scale
+        scores = _product("tnh,neh->tne", q.astype(jnp.float32), k) * params.scale
         if params.softcap is not None:
             scores = params.softcap * jnp.tanh(scores / params.softcap)
-        weights = jax.nn.softmax(jnp.where(seen[:, None], scores, -jnp.inf), axis=-1)
-        answer = _product("tne,enh->tnh", weights, v)
+        scores = jnp.where(seen[:, None], scores, -jnp.inf)
+        if heads.sinks is not None:  # one more key, whose value is nothing
+            sinks = jnp.broadcast_to(heads.sinks.astype(jnp.float32)[:, None], (num_tokens, num_heads, 1))
+            scores = jnp.concatenate([scores, sinks], axis=-1)
+        weights = jax.nn.softmax(scores, axis=-1)[..., : key_positions.shape[0]]
+        answer = _product("tne,neh->tnh", weights, v)
         return jnp.where(((tokens >= begin) & (tokens < end))[:, None, None], answer, 0)
 
     return jnp.sum(jax.lax.map(attend_row, jnp.arange(num_rows)), axis=0).astype(q.dtype)
+
+
+def _repeat(half: jax.Array, scale: jax.Array | None, group_size: int) -> jax.Array:
+    """[K, E, H] of stored keys or values -> [N, E, H] as the query heads see them."""
+    half = half if scale is None else half * scale[:, None, None]
+    return jnp.repeat(half, group_size, axis=0)
 
 
 def _product(subscripts: str, left: jax.Array, right: jax.Array) -> jax.Array:

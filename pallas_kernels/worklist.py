@@ -1,8 +1,9 @@
 """Work lists: the batch cut into tiles of queries, once per step, shared by all layers.
 
 A tile is a run of consecutive new tokens of one row. Lists have a static length (the worst case of the bucket), the
-used tiles first, longest context first: neighbours then have nearly equal work, so a loop over groups of tiles wastes
-little, and a loop with a traced bound never sees the unused ones.
+used tiles first. "longest" lists the longest context first: neighbours then have nearly equal work, so a loop over
+groups of tiles wastes little, and a loop with a traced bound never sees the unused ones. "row" keeps the order of the
+text, for kernels that write a tile's keys before the next one reads them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,29 @@ import jax
 import jax.numpy as jnp
 
 _STATIC = {"static": True}
+LONGEST, BY_ROW = "longest", "row"
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """The rows of one step as every list is made from them."""
+
+    query_start_loc: jax.Array  # [S + 1] i32
+    query_lens: jax.Array  # [S] i32, new tokens; 0 for padding rows
+    seq_lens: jax.Array  # [S] i32, with the new tokens; 0 for padding rows
+    distribution: jax.Array  # [3] i32, cumulative ends of (one-token, chunk, mixed) rows
+    num_tokens: int  # T
+    max_query_len: int | None  # no row has more; None: nothing is known
+
+    @property
+    def is_decode(self) -> bool:
+        """No row has more than one token."""
+        return self.max_query_len == 1
+
+    def lens_between(self, begin: int | jax.Array, end: int | jax.Array) -> jax.Array:
+        """`query_lens` of the rows in [begin, end), 0 for all others: [S]."""
+        index = jnp.arange(self.query_lens.shape[0])
+        return jnp.where((index >= begin) & (index < end), self.query_lens, 0)
 
 
 @partial(jax.tree_util.register_dataclass)
@@ -30,53 +54,46 @@ class TileList:
     group: int = field(metadata=_STATIC)
 
 
-def list_token_tiles(query_start_loc: jax.Array, query_lens: jax.Array, seq_lens: jax.Array, *, group: int) -> TileList:
+def list_token_tiles(rows: StepRows, query_lens: jax.Array, *, group: int = 1, order: str = LONGEST) -> TileList:
     """One tile per row with a query; `query_lens` [S] is 0 for rows to leave out, else 1."""
-    rows = jnp.arange(query_lens.shape[0], dtype=jnp.int32)
-    return _sort_tiles(rows, query_start_loc[:-1], query_lens, seq_lens - 1, tile_tokens=1, group=group)
+    ids = jnp.arange(query_lens.shape[0], dtype=jnp.int32)
+    columns = (ids, rows.query_start_loc[:-1], query_lens, rows.seq_lens - 1)
+    return _finish(columns, tile_tokens=1, group=group, order=order)
 
 
 def list_chunk_tiles(
-    query_start_loc: jax.Array,
-    query_lens: jax.Array,
-    seq_lens: jax.Array,
-    *,
-    num_tokens: int,
-    tile_tokens: int,
-    group: int,
+    rows: StepRows, query_lens: jax.Array, *, tile_tokens: int, group: int = 1, order: str = LONGEST
 ) -> TileList:
-    """Rows of any `query_lens` [S] cut every `tile_tokens` queries.
+    """Rows of any `query_lens` [S] cut every `tile_tokens` queries; 0 leaves a row out.
 
     n non-empty rows need at most num_tokens // tile_tokens + n tiles, because a row of q tokens needs
     (q - 1) // tile_tokens + 1 of them.
     """
     num_rows = query_lens.shape[0]
-    num_tiles = num_tokens // tile_tokens + min(num_rows, num_tokens)
+    num_tiles = rows.num_tokens // tile_tokens + min(num_rows, rows.num_tokens)
     ends = jnp.cumsum((query_lens + tile_tokens - 1) // tile_tokens)  # [S], tiles up to and with the row
     tiles = jnp.arange(num_tiles, dtype=jnp.int32)
-    rows = jnp.sum(ends[None, :] <= tiles[:, None], axis=1, dtype=jnp.int32)
-    used = rows < num_rows
-    rows = jnp.minimum(rows, num_rows - 1)
-    before = jnp.where(rows > 0, ends[rows - 1], 0)  # tiles of earlier rows
+    ids = jnp.sum(ends[None, :] <= tiles[:, None], axis=1, dtype=jnp.int32)
+    used = ids < num_rows
+    ids = jnp.minimum(ids, num_rows - 1)
+    before = jnp.where(ids > 0, ends[ids - 1], 0)  # tiles of earlier rows
     done = (tiles - before) * tile_tokens  # queries of the row in its earlier tiles
-    return _sort_tiles(
-        rows,
-        query_start_loc[rows] + done,
-        jnp.where(used, jnp.clip(query_lens[rows] - done, 0, tile_tokens), 0),
-        seq_lens[rows] - query_lens[rows] + done,
-        tile_tokens=tile_tokens,
-        group=group,
+    columns = (
+        ids,
+        rows.query_start_loc[ids] + done,
+        jnp.where(used, jnp.clip(query_lens[ids] - done, 0, tile_tokens), 0),
+        rows.seq_lens[ids] - query_lens[ids] + done,
     )
+    return _finish(columns, tile_tokens=tile_tokens, group=group, order=order)
 
 
-def _sort_tiles(
-    rows: jax.Array, starts: jax.Array, counts: jax.Array, positions: jax.Array, *, tile_tokens: int, group: int
-) -> TileList:
-    group = min(group, rows.shape[0])
-    padding = -rows.shape[0] % group
-    columns = [jnp.pad(column.astype(jnp.int32), (0, padding)) for column in (rows, starts, counts, positions)]
-    _, _, counts, positions = columns
-    order = jnp.argsort(jnp.where(counts > 0, -(positions + counts), 1))
+def _finish(columns: tuple[jax.Array, ...], *, tile_tokens: int, group: int, order: str) -> TileList:
+    """Pads (rows, starts, counts, positions) to whole groups and puts them in order, unused tiles last."""
+    group = min(group, columns[0].shape[0])
+    padding = -columns[0].shape[0] % group
+    padded = [jnp.pad(column.astype(jnp.int32), (0, padding)) for column in columns]
+    _, _, counts, positions = padded
+    rank = -(positions + counts) if order == LONGEST else 0
+    ranks = jnp.argsort(jnp.where(counts > 0, rank, 1), stable=True)
     num_groups = (jnp.sum(counts > 0, dtype=jnp.int32) + group - 1) // group
-    rows, starts, counts, positions = (column[order] for column in columns)
-    return TileList(rows, starts, counts, positions, num_groups, tile_tokens, group)
+    return TileList(*(column[ranks] for column in padded), num_groups, tile_tokens, group)

@@ -6,18 +6,69 @@ of queries (`worklist.py`). Nothing of the size of a context is ever materialise
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.layout import gather_heads
-from pallas_kernels.spec import AttnParams, BatchMeta
-from pallas_kernels.worklist import TileList
+from pallas_kernels.platform import traced_platform
+from pallas_kernels.spec import AttnParams, AttnShape, BatchMeta, HeadParams
+from pallas_kernels.worklist import StepRows, TileList, list_chunk_tiles, list_token_tiles
 
 # Keys per step of the online softmax. One-token rows are bound by memory and want few, long steps; a chunk's tile has
 # work enough in each, and short prompts then skip more.
 TOKEN_BLOCK, CHUNK_BLOCK = 128, 64
+TILE_TOKENS = 32  # queries per tile of a chunk
+# How many one-token rows, and how many tiles of chunks, are attended together: few where a loop over groups follows
+# the batch (each group then stops at its own longest context), many where its length is fixed.
+BOUNDED_GROUPS = (8, 4)
+STATIC_GROUPS = (64, 64)
 MASKED = -1e30  # finite, so that a row without keys stays finite
+
+
+@dataclass(frozen=True)
+class XlaConfig:
+    """`bounded`: loops have traced bounds and end with the batch. By default on CPU only: a GPU would wait for the
+    host at each of them; there bounds are static, and what lies behind the batch is masked."""
+
+    bounded: bool
+
+
+@partial(jax.tree_util.register_dataclass)
+@dataclass(frozen=True)
+class XlaWork:
+    """All queries of the step, each in one tile of one list."""
+
+    tiles: tuple[TileList, ...]
+    config: XlaConfig = field(metadata={"static": True})
+
+
+def choose_layout(head_dim: int) -> str:
+    """Any head size as it is."""
+    return "plain"
+
+
+def find_obstacle(shape: AttnShape) -> str | None:
+    """It does every shape."""
+    return None
+
+
+def plan_work(rows: StepRows, shape: AttnShape, *, config: XlaConfig | None = None) -> XlaWork:
+    """One-token rows in one list, the others cut into chunk tiles in a second, which a decode bucket does not have."""
+    config = config or XlaConfig(bounded=traced_platform() == "cpu")
+    groups = BOUNDED_GROUPS if config.bounded else STATIC_GROUPS
+    if rows.is_decode:
+        return XlaWork((list_token_tiles(rows, rows.query_lens, group=groups[0]),), config)
+    num_rows, num_single = rows.query_lens.shape[0], rows.distribution[0]
+    longest = rows.num_tokens if rows.max_query_len is None else min(rows.max_query_len, rows.num_tokens)
+    singles = list_token_tiles(rows, rows.lens_between(0, num_single), group=groups[0])
+    chunks = list_chunk_tiles(
+        rows, rows.lens_between(num_single, num_rows), tile_tokens=min(TILE_TOKENS, longest), group=groups[1]
+    )
+    return XlaWork((singles, chunks), config)
 
 
 def attend(
@@ -26,23 +77,25 @@ def attend(
     batch: BatchMeta,
     *,
     params: AttnParams,
+    heads: HeadParams,
     page_offset: int | jax.Array,
+    interpret: bool = False,
 ) -> jax.Array:
     """Attention [T, N, H] in q's dtype over pages that already hold this step's keys and values."""
-    out = _fill(q, q.shape, 0, q.dtype)
-    for tiles in batch.tiles:
+    bounded, out = batch.work.config.bounded, _fill(q, q.shape, 0, q.dtype)
+    for tiles in batch.work.tiles:
         num_groups = tiles.rows.shape[0] // tiles.group
 
         def run_group(index: jax.Array | int, out: jax.Array, tiles: TileList = tiles) -> jax.Array:
             group = _slice_group(tiles, index)
             tokens = group.starts[:, None] + jnp.arange(tiles.tile_tokens, dtype=jnp.int32)  # [W, B]
             found = _attend_group(
-                q.at[tokens].get(mode="clip"), kv_pages, batch, group, params, page_offset=page_offset
+                q.at[tokens].get(mode="clip"), kv_pages, batch, group, params, heads, page_offset=page_offset
             )
             is_query = jnp.arange(tiles.tile_tokens) < group.counts[:, None]
             return out.at[jnp.where(is_query, tokens, q.shape[0])].set(found.astype(out.dtype), mode="drop")
 
-        out = lax.fori_loop(0, tiles.num_groups if batch.bounded else num_groups, run_group, out)
+        out = lax.fori_loop(0, tiles.num_groups if bounded else num_groups, run_group, out)
     return out
 
 
@@ -60,17 +113,18 @@ def _attend_group(
     batch: BatchMeta,
     group: TileList,  # W tiles of B queries
     params: AttnParams,
+    heads: HeadParams,
     *,
     page_offset: int | jax.Array,
 ) -> jax.Array:
     """Attention of W tiles [W, B, N, H], each over its own keys, block by block from the first block that it sees."""
     width, tile_tokens, num_heads, head_dim = q.shape
-    _, heads, page_size, _ = kv_pages.shape
-    num_kv_heads = heads // 2
-    group_size = num_heads // num_kv_heads
+    bounded, page_size = batch.work.config.bounded, batch.shape.spec.page_size
+    num_kv_heads, group_size = batch.shape.spec.num_kv_heads, batch.shape.group_size
     block_pages = max(1, (TOKEN_BLOCK if tile_tokens == 1 else CHUNK_BLOCK) // page_size)
     block_tokens = block_pages * page_size
-    dtype = jnp.promote_types(q.dtype, kv_pages.dtype)
+    is_narrow = kv_pages.dtype.itemsize == 1  # 8-bit pages are read in the query's dtype
+    dtype = q.dtype if is_narrow else jnp.promote_types(q.dtype, kv_pages.dtype)
 
     # Queries of a KV head side by side: [W, K, B * G, H].
     q = q.reshape(width, tile_tokens, num_kv_heads, group_size, head_dim).swapaxes(1, 2)
@@ -83,40 +137,58 @@ def _attend_group(
     query_positions = group.positions[:, None] + jnp.arange(tile_tokens, dtype=jnp.int32)  # [W, B]
 
     def run_block(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        largest, total, mixed = carry
         columns = (blocks + index)[:, None] * block_pages + jnp.arange(block_pages, dtype=jnp.int32)  # [W, C]
         page_ids = jnp.take_along_axis(table, columns, axis=1, mode="clip") + page_offset
-        k, v = gather_heads(kv_pages, page_ids, flat=batch.bounded)
+        k, v = gather_heads(kv_pages, page_ids, head_dim, flat=bounded)
         key_positions = columns[:, :1] * page_size + jnp.arange(block_tokens, dtype=jnp.int32)  # [W, E]
         is_key = (key_positions >= begins[:, None]) & (key_positions < ends[:, None])
         v = jnp.where(is_key[:, None, :, None], v, 0)  # a stale slot may hold NaN, which a weight of 0 does not remove
-        scores = jnp.einsum("wkqh,wkeh->wkqe", q, k.astype(dtype), preferred_element_type=jnp.float32) * params.scale
-        if params.softcap is not None:
-            scores = params.softcap * jnp.tanh(scores / params.softcap)
         seen = is_key[:, None] & (key_positions[:, None] <= query_positions[:, :, None])  # [W, B, E]
         if params.window is not None:
             seen &= key_positions[:, None] > query_positions[:, :, None] - params.window
         seen = jnp.repeat(seen, group_size, axis=1)[:, None]  # [W, 1, B * G, E]
-        scores = jnp.where(seen, scores, MASKED)
+        scores = jnp.where(seen, _score(q, k.astype(dtype), params, heads), MASKED)
+        return _mix(carry, scores, v.astype(dtype))
 
-        new_largest = jnp.maximum(largest, jnp.max(scores, axis=-1))
-        weights = jnp.exp(scores - new_largest[..., None])
-        shrink = jnp.exp(largest - new_largest)
-        total = total * shrink + jnp.sum(weights, axis=-1)
-        added = jnp.einsum(
-            "wkqe,wkeh->wkqh", weights.astype(dtype), v.astype(dtype), preferred_element_type=jnp.float32
-        )
-        return new_largest, total, mixed * shrink[..., None] + added
-
-    shape = q.shape[:-1]
-    carry = (_fill(q, shape, MASKED), _fill(q, shape, 0), _fill(q, q.shape, 0))
     limit = -(-table.shape[1] // block_pages)
     if params.window is not None:  # a tile's keys span window + B - 1 tokens, anywhere in a block
         limit = min(limit, (params.window + tile_tokens - 2) // block_tokens + 2)
-    _, total, mixed = lax.fori_loop(0, num_blocks if batch.bounded else limit, run_block, carry)
+    carry = _begin(q, heads, tile_tokens)
+    _, total, mixed = lax.fori_loop(0, num_blocks if bounded else limit, run_block, carry)
     out = mixed / jnp.maximum(total, 1e-30)[..., None]
+    out = out if heads.v_scale is None else out * heads.v_scale[:, None, None]
     out = out.reshape(width, num_kv_heads, tile_tokens, group_size, head_dim).swapaxes(1, 2)
     return out.reshape(width, tile_tokens, num_heads, head_dim)
+
+
+def _score(q: jax.Array, k: jax.Array, params: AttnParams, heads: HeadParams) -> jax.Array:
+    """[W, K, Q, H] against [W, K, E, H] -> [W, K, Q, E] in float32."""
+    scale = params.scale if heads.k_scale is None else params.scale * heads.k_scale[:, None, None]
+    scores = jnp.einsum("wkqh,wkeh->wkqe", q, k, preferred_element_type=jnp.float32) * scale
+    return scores if params.softcap is None else params.softcap * jnp.tanh(scores / params.softcap)
+
+
+def _begin(q: jax.Array, heads: HeadParams, tile_tokens: int) -> tuple[jax.Array, ...]:
+    """What the online softmax carries before the first key: largest score, total weight, mixed values."""
+    _, num_kv_heads, num_queries, _ = q.shape
+    if heads.sinks is None:
+        largest, total = _fill(q, q.shape[:-1], MASKED), _fill(q, q.shape[:-1], 0)
+    else:  # the sink is a key that all see, without a value
+        sinks = heads.sinks.astype(jnp.float32).reshape(num_kv_heads, 1, -1)
+        sinks = jnp.tile(sinks, (1, tile_tokens, 1)).reshape(num_kv_heads, num_queries)
+        largest, total = _fill(q, q.shape[:-1], 0) + sinks, _fill(q, q.shape[:-1], 1)
+    return largest, total, _fill(q, q.shape, 0)
+
+
+def _mix(carry: tuple[jax.Array, ...], scores: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+    """One step of the online softmax, with scores [W, K, Q, E] of E more keys and their values [W, K, E, H]."""
+    largest, total, mixed = carry
+    new_largest = jnp.maximum(largest, jnp.max(scores, axis=-1))
+    weights = jnp.exp(scores - new_largest[..., None])
+    shrink = jnp.exp(largest - new_largest)
+    total = total * shrink + jnp.sum(weights, axis=-1)
+    added = jnp.einsum("wkqe,wkeh->wkqh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    return new_largest, total, mixed * shrink[..., None] + added
 
 
 def _fill(like: jax.Array, shape: tuple[int, ...], value: float, dtype: jnp.dtype = jnp.float32) -> jax.Array:

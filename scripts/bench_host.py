@@ -33,9 +33,11 @@ from jaxserve.request import Request
 from jaxserve.runtime.buckets import BucketTable
 from jaxserve.runtime.inputs import StateShape
 from jaxserve.runtime.params import WeightWriter
+from jaxserve.runtime.rows import SampleVariant
 from jaxserve.runtime.runner import ModelRunner, Programs
 from jaxserve.runtime.state import row_state_specs
 from jaxserve.runtime.step import SampleInputs
+from jaxserve.sampling import sampler_state_specs
 from jaxserve.sampling_params import OutputKind, SamplingParams
 from jaxserve.scheduler import Scheduler, SchedulerLimits
 
@@ -83,26 +85,25 @@ def make_null_runner(max_rows: int, buckets: BucketTable) -> ModelRunner:
     def null_forward(params: Any, cache: Any, rows: Any, packed: Any, *, num_rows: int) -> Any:
         del params, packed
         blank = jnp.zeros((num_rows, 1), jnp.int32)
-        return cache, rows, SampleInputs(jnp.zeros((1, 1)), blank[:, 0], blank[:, 0], blank)
+        return cache, rows, SampleInputs(jnp.zeros((1, 1)), blank[:, 0], blank[:, 0], blank), None
 
     def null_sample(rows: Any, selected: SampleInputs) -> Any:
         return rows, jnp.arange(selected.row_ids.shape[0], dtype=jnp.int32) % 97 + 32
 
-    forward, sample = {}, {}
+    programs = Programs()
     for bucket in buckets.buckets:
         step = functools.partial(null_forward, num_rows=bucket.rows)
-        forward[bucket] = jax.jit(step, donate_argnums=(1, 2), keep_unused=True)
-        sample[bucket.rows, True] = sample[bucket.rows, False] = jax.jit(null_sample, donate_argnums=0)
+        programs.forward[bucket] = jax.jit(step, donate_argnums=(1, 2), keep_unused=True)
+        programs.sample[bucket.rows, SampleVariant.GREEDY] = jax.jit(null_sample, donate_argnums=0)
     runner = ModelRunner(
-        Programs(forward, sample),
+        programs,
         buckets,
         params=params,
         writer=WeightWriter(params, "unrolled"),
-        state_specs=(cache, row_state_specs(state, sharding)),
+        state_specs=(cache, row_state_specs(state, sharding), sampler_state_specs(1, 1, sharding)),
         state_shape=state,
         input_sharding=sharding,
     )
-    runner.warm_up()
     return runner
 
 
@@ -140,7 +141,8 @@ def measure(rows: int, steps: int, tokenizer: Any) -> dict[str, float]:
     scheduler.plan = watch.wrap("plan", scheduler.plan)  # type: ignore[method-assign]
     scheduler.commit = watch.wrap("commit", scheduler.commit)  # type: ignore[method-assign]
     runner._run = watch.wrap("dispatch", runner._run)  # type: ignore[method-assign]
-    runner.dispatch = watch.wrap("inputs", runner.dispatch)  # type: ignore[method-assign]
+    runner.choose = watch.wrap("dispatch", runner.choose)  # type: ignore[method-assign]
+    runner.start = watch.wrap("inputs", runner.start)  # type: ignore[method-assign]
     engine._show = watch.wrap("detokenize", engine._show)  # type: ignore[method-assign]
     samples: list[dict[str, float]] = []
     for _ in range(steps):

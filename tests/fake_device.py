@@ -10,9 +10,12 @@ import zlib
 from array import array
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 from jaxserve.pages import PageGroup
-from jaxserve.scheduler import StepPlan
+from jaxserve.pages.manager import CHUNK_EDGE
+from jaxserve.scheduler import StepOutputs, StepPlan
+from jaxserve.scheduler.sequence import MASK_LATE
 
 
 def next_token(token_ids: Sequence[int], windows: Sequence[int | None], vocab_size: int) -> int:
@@ -35,10 +38,26 @@ class FakeFuture:
     def __init__(self, token_ids: list[int], error: Exception | None = None) -> None:
         self._token_ids, self._error = token_ids, error
 
-    def result(self) -> list[int]:
+    def result(self) -> StepOutputs:
         if self._error is not None:
             raise self._error
-        return self._token_ids
+        return StepOutputs(self._token_ids)
+
+
+class FakeStep:
+    """Chooses when it is asked to: a row with a late mask keeps its last token."""
+
+    def __init__(self, device: FakeDevice, work: list[tuple[int, bool]], error: Exception | None = None) -> None:
+        self._device, self._work, self._error = device, work, error
+
+    def choose(self, mask: Any = None) -> FakeFuture:
+        if self._error is not None:
+            return FakeFuture([], self._error)
+        late = [False] * len(self._work) if mask is None else [not line.any() for line in mask]
+        ids = []
+        for (row, samples), is_late in zip(self._work, late, strict=True):
+            ids.append(MASK_LATE if is_late else self._device.sample(row) if samples else 0)
+        return FakeFuture(ids)
 
 
 class FakeDevice:
@@ -57,11 +76,11 @@ class FakeDevice:
         self._num_computed: dict[int, int] = {}
         self._last_token: dict[int, int] = {}
 
-    def dispatch(self, plan: StepPlan) -> FakeFuture:
+    def start(self, plan: StepPlan) -> FakeStep:
         self.plans.append(plan)
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
-            return FakeFuture([], error)
+            return FakeStep(self, [], error)
         entries = [update[:3] for update in plan.page_updates]
         assert len(entries) == len(set(entries)), "one table entry is written twice in a step"
         for group, row, index, page in plan.page_updates:
@@ -75,10 +94,14 @@ class FakeDevice:
         work = [(row, (self._last_token[row],), True) for row in plan.decode_rows]
         work += [(chunk.row, chunk.token_ids, chunk.samples) for chunk in plan.chunks]
         for chunk in plan.chunks:
+            if len(chunk.token_ids) == 1 and chunk.start == self._num_computed[chunk.row] - 1:
+                self._num_computed[chunk.row] -= 1  # computed again, because its mask was late
+                continue
             assert chunk.start == self._num_computed[chunk.row], "the host and the device disagree on positions"
+            assert chunk.start % CHUNK_EDGE == 0, "kernels rely on it"
         for row, token_ids, _ in work:
             self._write(row, token_ids)
-        return FakeFuture([self._sample(row) if samples else 0 for row, _, samples in work])
+        return FakeStep(self, [(row, samples) for row, _, samples in work])
 
     def _write(self, row: int, token_ids: Sequence[int]) -> None:
         start = self._num_computed[row]
@@ -94,7 +117,7 @@ class FakeDevice:
         table = self._tables[group, row]
         return [self._memory[group, table[p // self.page_size], p % self.page_size] for p in range(start, stop)]
 
-    def _sample(self, row: int) -> int:
+    def sample(self, row: int) -> int:
         visible = [self._read(group, row) for group in range(len(self.groups))]
         data = b"|".join(array("q", ids).tobytes() for ids in visible) + bytes([self._num_computed[row] % 251])
         token = self._last_token[row] = zlib.crc32(data) % self.vocab_size

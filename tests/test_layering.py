@@ -15,13 +15,16 @@ ROOT = Path(__file__).parents[1]
 FLOORS = {
     "pallas_kernels": "F0",
     "jaxserve.errors": "F1.0",
-    "jaxserve.sampling_params": "F1.1",
+    "jaxserve.structured_params": "F1.1",
+    "jaxserve.sampling_params": "F1.2",
     "jaxserve.config": "F1.1",
+    "jaxserve.logits_processor": "F1.1",
     "jaxserve.presets": "F1.1",
-    "jaxserve.request": "F1.2",
+    "jaxserve.request": "F1.3",
     "jaxserve.pages": "F2a.0",
     "jaxserve.scheduler": "F2a.1",
     "jaxserve.tokenizers": "F2a.0",
+    "jaxserve.structured": "F2a.1",
     "jaxserve.sharding": "F2b.0",
     "jaxserve.layers": "F2b.1",
     "jaxserve.models": "F2b.2",
@@ -106,7 +109,7 @@ def test_host_rooms_leave_jax_alone() -> None:
 
 
 def test_importing_jaxserve_loads_nothing_heavy() -> None:
-    assert find_loaded("jaxserve", "jax numpy rich tokenizers flax") == ""
+    assert find_loaded("jaxserve", "jax numpy rich tokenizers flax llguidance") == ""
     assert find_loaded("jaxserve.layers.norm", "jax numpy") != "", "the check must see what is loaded"
 
 

@@ -42,6 +42,39 @@ from jaxserve.errors import InvalidRequestError
         ("stop_token_ids", ["x"]),
         ("stop_token_ids", list(range(257))),
         ("ignore_eos", 1),
+        ("n", 0),
+        ("n", 129),
+        ("n", 10**6),
+        ("n", True),
+        ("presence_penalty", 2.1),
+        ("presence_penalty", math.nan),
+        ("frequency_penalty", -math.inf),
+        ("repetition_penalty", 0.001),
+        ("repetition_penalty", 3),
+        ("min_tokens", -1),
+        ("min_tokens", 17),
+        ("logprobs", -2),
+        ("logprobs", 1.0),
+        ("prompt_logprobs", -1),
+        ("truncate_prompt_tokens", 0),
+        ("logit_bias", [1]),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {"x": 1.0}),
+        ("logit_bias", {"9" * 400: 1.0}),
+        ("logit_bias", {1: 101}),
+        ("logit_bias", {1: math.nan}),
+        ("logit_bias", dict.fromkeys(range(301), 0.5)),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [-1]),
+        ("allowed_token_ids", "12"),
+        ("bad_words", "word"),
+        ("bad_words", [" "]),
+        ("bad_words", ["a"] * 33),
+        ("structured_outputs", {"regex": "a"}),
+        ("spaces_between_special_tokens", False),
+        ("extra_args", [1]),
+        ("extra_args", {"a": math.inf}),
+        ("extra_args", {1: 1}),
         ("output_kind", "delta"),
     ],
 )
@@ -51,7 +84,7 @@ def test_bad_values_name_the_field(name: str, value: object) -> None:
     assert caught.value.field == name
 
 
-@pytest.mark.parametrize("name", ["n", "logprobs", "presence_penalty", "logit_bias", "best_of", "nonsense"])
+@pytest.mark.parametrize("name", ["best_of", "use_beam_search", "guided_json", "nonsense"])
 def test_parameters_that_do_not_exist_are_refused_not_ignored(name: str) -> None:
     with pytest.raises(InvalidRequestError, match="not a supported sampling parameter") as caught:
         SamplingParams(**{name: 1})
@@ -61,6 +94,21 @@ def test_parameters_that_do_not_exist_are_refused_not_ignored(name: str) -> None
 def test_a_typo_gets_a_hint() -> None:
     with pytest.raises(InvalidRequestError, match="did you mean 'temperature'"):
         SamplingParams(temprature=0.5)  # type: ignore[call-arg]
+
+
+def test_what_needs_state_on_the_device() -> None:
+    assert not SamplingParams(temperature=0.3, top_k=4, seed=1, logprobs=3, stop="x").shapes_logits
+    for options in (
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": -0.1},
+        {"repetition_penalty": 1.1},
+        {"min_tokens": 1},
+        {"logit_bias": {"3": 1}},
+        {"allowed_token_ids": [1]},
+        {"bad_words": ["no"]},
+    ):
+        assert SamplingParams(**options).shapes_logits, options
+    assert SamplingParams(logit_bias={"3": 1}).logit_bias == {3: 1.0}, "JSON has texts as keys"
 
 
 def test_stop_takes_one_string_or_many() -> None:

@@ -12,6 +12,7 @@ from jaxserve.config import DEMO_MODEL, EngineConfig
 from jaxserve.engine.build import build_engine
 from jaxserve.engine.prompts import Message, Prompt
 from jaxserve.errors import EngineStoppedError, JaxServeError
+from jaxserve.logits_processor import LogitsProcessor
 from jaxserve.request import Request, RequestOutput
 from jaxserve.sampling_params import SamplingParams
 
@@ -25,9 +26,16 @@ class AsyncLLM:
     through `call_soon_threadsafe`. Options and errors are those of `LLM`.
     """
 
-    def __init__(self, model: str = DEMO_MODEL, *, show_progress: bool = True, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str = DEMO_MODEL,
+        *,
+        show_progress: bool = True,
+        logits_processor: LogitsProcessor | None = None,
+        **options: Any,
+    ) -> None:
         config = EngineConfig.from_options(model=str(model), **options)
-        self._ready = build_engine(config, show_bars=show_progress)
+        self._ready = build_engine(config, show_bars=show_progress, processor=logits_processor)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._deliver: dict[str, _Deliver] = {}  # the engine thread's
         self._stopped: EngineStoppedError | None = None

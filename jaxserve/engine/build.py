@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.progress import show_progress
 from jaxserve.engine.prompts import RequestFactory
 from jaxserve.errors import ConfigError
+from jaxserve.logits_processor import LogitsProcessor
 from jaxserve.pages import PageManager
 from jaxserve.presets import demo_model_dir, load_preset
 from jaxserve.sampling_params import SamplingParams
@@ -27,7 +29,14 @@ if TYPE_CHECKING:
     from jaxserve.runtime.startup import Shapes
     from jaxserve.tokenizers import Tokenizer
 
-_DEFAULT_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p")  # that generation_config.json may set
+_log = logging.getLogger(__name__)
+_DEFAULT_SAMPLING_KEYS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+)  # of its keys
 
 
 @dataclass(frozen=True)
@@ -99,10 +108,30 @@ def resolve_model(config: EngineConfig, files: ModelFiles) -> DecoderConfig:
         model = dataclasses.replace(model, dtype=config.model.dtype)
     max_model_len = config.model.max_model_len
     model = model.with_max_model_len(model.max_supported_len if max_model_len is None else max_model_len)
+    if config.cache.kv_cache_dtype == "fp8":
+        model = _add_kv_scales(config, files, model)
     return expand_kv_heads(model, config.parallel.tensor_parallel_size)
 
 
-def build_engine(config: EngineConfig, *, show_bars: bool = True) -> ReadyEngine:
+def _add_kv_scales(config: EngineConfig, files: ModelFiles, model: DecoderConfig) -> DecoderConfig:
+    """Returns the model with the checkpoint's scales of 8-bit keys and values, if it has any."""
+    from jaxserve.models.registry import find_kv_scales
+    from jaxserve.weights import checkpoint_format, read_tensor_shapes
+
+    scales = None
+    if files.path is not None and config.model.load_format != "dummy" and checkpoint_format(files.path) != "orbax":
+        scales = find_kv_scales(model, read_tensor_shapes(files.path))
+    if scales is None:
+        _log.warning(
+            "kv_cache_dtype is fp8 and the checkpoint has no scales for it: keys and values are stored unscaled, and "
+            "those beyond 448 are cut off"
+        )
+    return dataclasses.replace(model, attention=dataclasses.replace(model.attention, kv_scales=scales))
+
+
+def build_engine(
+    config: EngineConfig, *, show_bars: bool = True, processor: LogitsProcessor | None = None
+) -> ReadyEngine:
     """Does everything that must be done before the first request.
 
     Raises:
@@ -114,7 +143,11 @@ def build_engine(config: EngineConfig, *, show_bars: bool = True) -> ReadyEngine
     from jaxserve.sharding import make_mesh
 
     mesh = make_mesh(config.parallel.tensor_parallel_size)
-    shapes = make_shapes(config, resolve_model(config, files), mesh.devices.flat[0].platform)
+    device = mesh.devices.flat[0]
+    shapes = make_shapes(config, resolve_model(config, files), device.platform, device.device_kind)
+    shapes = dataclasses.replace(shapes, processor=processor)
+    fell_back = shapes.impl == "xla" and device.platform != "cpu"
+    _log.log(logging.WARNING if fell_back else logging.INFO, "attention: %s, %s", shapes.impl, shapes.impl_reason)
     params = load_params(config, files, shapes, mesh, show_bars=show_bars)
     with show_progress("Compiling programs", enabled=show_bars) as report:
         runner, plan = start_runner(shapes, mesh, params, lambda name, done, total: report(done, total, name))
@@ -127,12 +160,21 @@ def build_engine(config: EngineConfig, *, show_bars: bool = True) -> ReadyEngine
         enable_prefix_caching=options.cache.enable_prefix_caching,
     )
     scheduler = Scheduler(shapes.limits, pages)
-    engine = Engine(scheduler, runner, tokenizer=tokenizer, overlap=options.scheduler.async_scheduling)
+    engine = Engine(
+        scheduler,
+        runner,
+        vocab_size=shapes.model.vocab_size,
+        tokenizer=tokenizer,
+        overlap=options.scheduler.async_scheduling,
+    )
     factory = RequestFactory(
         tokenizer,
         vocab_size=shapes.model.vocab_size,
         eos_token_ids=shapes.model.eos_token_ids,
         seed=options.model.seed,
+        max_model_len=shapes.model.max_model_len,
+        max_logprobs=options.compile.max_logprobs,
+        processor=processor,
     )
     defaults = {key: files.generation_config[key] for key in _DEFAULT_SAMPLING_KEYS if key in files.generation_config}
     return ReadyEngine(engine, factory, tokenizer, SamplingParams(**defaults), shapes, plan, runner)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Ids
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from jaxserve.engine.output import OutputStream
-from jaxserve.errors import DeviceStepError, JaxServeError
+from jaxserve.engine.grammars import GrammarRows
+from jaxserve.engine.logprobs import LogprobReader
+from jaxserve.engine.output import OutputStream, RequestStream
+from jaxserve.errors import DeviceStepError, GrammarError, JaxServeError
 from jaxserve.request import FinishReason, Request, RequestOutput
-from jaxserve.scheduler import Commit, Scheduler, StepPlan
+from jaxserve.scheduler import Commit, Scheduler, Sequence, StepOutputs, StepPlan
 
 if TYPE_CHECKING:
     from jaxserve.tokenizers import Tokenizer
@@ -17,15 +18,24 @@ if TYPE_CHECKING:
 class StepFuture(Protocol):
     """A step that the device is working on."""
 
-    def result(self) -> Ids[int]:
-        """Waits, and returns one id per row of the plan (NON_FINITE: the row's logits were not finite)."""
+    def result(self) -> StepOutputs:
+        """Waits, and returns what the step brought."""
+        ...
+
+
+class StartedStep(Protocol):
+    """A step of which the model runs, and the tokens are still to be chosen."""
+
+    def choose(self, mask: Any = None) -> StepFuture:
+        """Starts the choice. `mask` [rows of the plan, words of the vocabulary] uint32 has the bits of the tokens that
+        may come; a line of 0 stands for a mask that is late: its row samples nothing."""
         ...
 
 
 class Runner(Protocol):
     """The device as the engine sees it; `tests/fake_device.py` is one that can be computed by hand."""
 
-    def dispatch(self, plan: StepPlan) -> StepFuture:
+    def start(self, plan: StepPlan) -> StartedStep:
         """Starts a step behind those already started, and returns at once."""
         ...
 
@@ -45,13 +55,23 @@ class Engine:
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, *, tokenizer: Tokenizer | None = None, overlap: bool = True
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        vocab_size: int = 0,
+        tokenizer: Tokenizer | None = None,
+        overlap: bool = True,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
+        self._grammars = GrammarRows(vocab_size)
+        self._num_faults = 0
         self._tokenizer = tokenizer
         self._overlap = overlap
-        self._streams: dict[str, OutputStream] = {}
+        self._reader = LogprobReader(tokenizer)
+        self._streams: dict[Sequence, OutputStream] = {}
+        self._requests: dict[str, list[OutputStream]] = {}  # unfinished ones
         self._in_flight: InFlight | None = None
 
     @property
@@ -60,33 +80,71 @@ class Engine:
 
     def add_request(self, request: Request) -> None:
         """Queues a request; raises InvalidRequestError or CapacityError when it can never run."""
-        sequence = self.scheduler.add(request)
-        self._streams[request.request_id] = OutputStream(sequence, self._tokenizer)
+        sequences = self.scheduler.add(request)
+        group = RequestStream(request, self._reader)
+        streams = [OutputStream(sequence, group, self._tokenizer, self._reader) for sequence in sequences]
+        self._requests[request.request_id] = streams
+        self._streams.update(zip(sequences, streams, strict=True))
+        self._grammars.add(sequences)
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """Ends a request and returns what it had produced; None when it is unknown or has ended."""
-        if self.scheduler.finish(request_id, FinishReason.ABORT) is None:
+        ended = self.scheduler.finish(request_id, FinishReason.ABORT)
+        streams = [self._streams[sequence] for sequence in ended]
+        if not streams:
             return None
-        stream = self._streams.pop(request_id)
-        stream.flush()
-        return stream.make_output()
+        for stream in streams:
+            stream.flush()
+        outputs = [self._close(stream, None) for stream in streams]
+        last = outputs[-1]
+        assert last is not None  # the last to end is always shown
+        if streams[0].group.shows_progress:
+            last.outputs = sorted((o.outputs[0] for o in outputs if o), key=lambda completion: completion.index)
+        return last
 
     def abort_all(self) -> list[RequestOutput]:
         """Ends every request."""
-        return [output for request_id in list(self._streams) if (output := self.abort_request(request_id)) is not None]
+        return [output for request_id in list(self._requests) if (output := self.abort_request(request_id)) is not None]
 
     def step(self) -> list[RequestOutput]:
         """Runs one turn of the loop; returns what became visible."""
         ready, self._in_flight = self._in_flight, None
         plan = self.scheduler.plan()
-        if plan is not None:
-            try:
-                self._in_flight = plan, self.runner.dispatch(plan)
-            except Exception as error:
-                return [*self._commit(ready), *self._recover(plan, error)]
-            if not self._overlap:
-                ready, self._in_flight = self._in_flight, None
+        if plan is None:
+            return self._commit(ready)
+        try:
+            started = self.runner.start(plan)
+            if self._grammars.is_needed(plan, self.scheduler.batch):
+                return self._step_masked(plan, started, ready)
+            self._in_flight = plan, started.choose()
+        except Exception as error:
+            return [*self._commit(ready), *self._recover(plan, error)]
+        if not self._overlap:
+            ready, self._in_flight = self._in_flight, None
         return self._commit(ready)
+
+    def _step_masked(self, plan: StepPlan, started: StartedStep, ready: InFlight | None) -> list[RequestOutput]:
+        """Goes on with a step whose masks need the tokens of the one before it; the model runs meanwhile."""
+        num_faults = self._num_faults
+        outputs = self._commit(ready)
+        if self._num_faults > num_faults:
+            return outputs  # the state that this step began with is gone, its rows are queued again
+        try:
+            masks = self._grammars.make_masks(plan, self.scheduler.batch)
+            future = started.choose(masks.mask)
+        except Exception as error:
+            return [*outputs, *self._recover(plan, error)]
+        for sequence in masks.late:
+            self.scheduler.batch.compute_again(sequence)
+        for sequence, token_ids in masks.jumps:
+            outputs += self._show(self.scheduler.extend(sequence, token_ids))
+        for sequence, error in masks.failed:
+            self.scheduler.finish_sequence(sequence, FinishReason.ERROR, error)
+            outputs += self._show(Commit(finished=[sequence]))
+        if self._overlap:
+            self._in_flight = plan, future
+            return outputs
+        return [*outputs, *self._commit((plan, future))]
 
     def drain(self) -> list[RequestOutput]:
         """Commits the step in flight without planning another; afterwards the device is idle."""
@@ -98,34 +156,64 @@ class Engine:
             return []
         plan, future = ready
         try:
-            token_ids = future.result()
+            outputs = future.result()
         except Exception as error:
             return self._recover(plan, error)
-        return self._show(self.scheduler.commit(plan, token_ids))
+        if outputs.prompt_scores is not None:
+            self._add_prompt_scores(plan, outputs.prompt_scores)
+        return self._show(self.scheduler.commit(plan, outputs.token_ids), outputs.scores)
 
-    def _show(self, commit: Commit) -> list[RequestOutput]:
-        outputs: list[RequestOutput] = []
+    def _add_prompt_scores(self, plan: StepPlan, scores: Any) -> None:
+        row = len(plan.decode_rows)
+        for chunk in plan.chunks:
+            sequence = self.scheduler.batch.by_ticket.get(chunk.ticket)
+            if sequence is not None and (found := self._streams[sequence].group.prompt_logprobs) is not None:
+                found.add(scores, row, chunk.start, len(chunk.token_ids))
+            row += len(chunk.token_ids)
+
+    def _show(self, commit: Commit, scores: Any = None) -> list[RequestOutput]:
+        outputs: list[RequestOutput | None] = []
         streams = self._streams
+        if scores is not None:
+            for sequence, token_id, index in zip(commit.sequences, commit.token_ids, commit.indices, strict=True):
+                streams[sequence].add_logprobs(scores, index, token_id)
         for sequence, token_id in zip(commit.sequences, commit.token_ids, strict=True):
-            stream = streams[sequence.request.request_id]
+            stream = streams.get(sequence)
+            if stream is None:
+                continue  # a jump that a stop string cut short
             stop_string = stream.push(token_id)
+            self._advance_grammar(sequence, token_id)
             if stop_string is not None or sequence.finish_reason is not None:
+                stop_string = stop_string if stop_string is not None else stream.flush()
                 outputs.append(self._close(stream, stop_string))
             elif stream.shows_progress:
                 outputs.append(stream.make_output())
         for sequence in commit.finished:  # those that ended without a token
-            if (stream := streams.get(sequence.request.request_id)) is not None:
-                outputs.append(self._close(stream, None))
-        return outputs
+            if (stream := streams.get(sequence)) is not None:
+                outputs.append(self._close(stream, stream.flush()))
+        return [output for output in outputs if output is not None]
 
-    def _close(self, stream: OutputStream, stop_string: str | None) -> RequestOutput:
+    def _advance_grammar(self, sequence: Sequence, token_id: int) -> None:
+        """Ends the sequence where its grammar says so, or cannot go on."""
+        try:
+            if self._grammars.accept(sequence, token_id):
+                self.scheduler.finish_sequence(sequence, FinishReason.STOP)
+        except GrammarError as error:
+            self.scheduler.finish_sequence(sequence, FinishReason.ERROR, error)
+
+    def _close(self, stream: OutputStream, stop_string: str | None) -> RequestOutput | None:
+        """Ends a sequence's stream; returns what the user gets to see of it now."""
         sequence = stream.sequence
-        stop_string = stop_string if stop_string is not None else stream.flush()
         if stop_string is not None:
-            self.scheduler.finish(sequence.request.request_id, FinishReason.STOP)
+            self.scheduler.finish_sequence(sequence, FinishReason.STOP)
             sequence.finish_reason = FinishReason.STOP  # also where the length limit was reached at the same token
-        del self._streams[sequence.request.request_id]
-        return stream.make_output(stop_string)
+        del self._streams[sequence]
+        self._grammars.drop(sequence)
+        request_id = sequence.request.request_id
+        self._requests[request_id].remove(stream)
+        if not self._requests[request_id]:
+            del self._requests[request_id]
+        return stream.group.collect(stream.make_output(stop_string))
 
     def _recover(self, failed: StepPlan, error: Exception) -> list[RequestOutput]:
         """Ends the requests of a failed step, requeues all others and gives the device a fresh state.
@@ -133,13 +221,15 @@ class Engine:
         The failed step consumed the donated state, so a step behind it is lost as well, through no fault of its rows.
         """
         self._in_flight = None
+        self._num_faults += 1
         typed = error if isinstance(error, JaxServeError) else DeviceStepError(f"step {failed.step_id}: {error}")
         outputs = []
         for ticket in (*failed.decode_tickets, *(chunk.ticket for chunk in failed.chunks)):
             sequence = self.scheduler.batch.by_ticket.get(ticket)
             if sequence is not None:
-                self.scheduler.finish(sequence.request.request_id, FinishReason.ERROR, typed)
-                outputs.append(self._close(self._streams[sequence.request.request_id], None))
+                self.scheduler.finish_sequence(sequence, FinishReason.ERROR, typed)
+                stream = self._streams[sequence]
+                outputs.append(self._close(stream, stream.flush()))
         self.scheduler.requeue_running()
         self.runner.reset()
-        return outputs
+        return [output for output in outputs if output is not None]

@@ -7,10 +7,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxserve.config import DEMO_MODEL, EngineConfig
+from jaxserve.engine.beam import BeamSearchOutput, BeamSearchParams, search_beams
 from jaxserve.engine.build import ReadyEngine, build_engine
 from jaxserve.engine.progress import show_progress
 from jaxserve.engine.prompts import Message, Prompt
 from jaxserve.errors import InvalidRequestError, TokenizerError
+from jaxserve.logits_processor import LogitsProcessor
 from jaxserve.request import Request, RequestOutput
 from jaxserve.sampling_params import OutputKind, SamplingParams
 
@@ -25,15 +27,23 @@ class LLM:
         model: a checkpoint directory, a Hugging Face model id, a preset's name (with `load_format="dummy"`), or
             nothing for the demo model.
         show_progress: bars for loading and compiling, on a terminal.
+        logits_processor: a function of your own in the sampler; see `LogitsProcessor`.
         options: everything in `jaxserve.config`, by name.
 
     Raises:
         ConfigError, WeightsError, TokenizerError, CapacityError: name what to change.
     """
 
-    def __init__(self, model: str = DEMO_MODEL, *, show_progress: bool = True, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str = DEMO_MODEL,
+        *,
+        show_progress: bool = True,
+        logits_processor: LogitsProcessor | None = None,
+        **options: Any,
+    ) -> None:
         config = EngineConfig.from_options(model=str(model), **options)
-        self._ready: ReadyEngine = build_engine(config, show_bars=show_progress)
+        self._ready: ReadyEngine = build_engine(config, show_bars=show_progress, processor=logits_processor)
 
     @property
     def ready(self) -> ReadyEngine:
@@ -106,6 +116,34 @@ class LLM:
             for conversation, each in zip(conversations, params, strict=True)
         ]
         return self._run(requests, use_tqdm=use_tqdm)
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = True
+    ) -> list[BeamSearchOutput]:
+        """Returns the likeliest texts that continue each prompt, best first.
+
+        Raises:
+            InvalidRequestError: a prompt cannot be served, or `max_logprobs` is below twice the width.
+        """
+        requests = self._ready.requests
+        many = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        plain = SamplingParams(max_tokens=params.max_tokens, output_kind=OutputKind.FINAL_ONLY)
+        texts = [list(requests.make(prompt, plain).prompt_token_ids) for prompt in many]
+
+        def generate(token_ids: list[list[int]], step: SamplingParams) -> list[RequestOutput]:
+            made = [requests.make({"prompt_token_ids": ids}, step) for ids in token_ids]
+            return self._run(made, use_tqdm=False)
+
+        eos_token_ids = requests.make({"prompt_token_ids": texts[0]}, plain).eos_token_ids if texts else ()
+        with show_progress("Searching", enabled=use_tqdm, unit="prompts"):
+            found = search_beams(texts, params, generate, eos_token_ids)
+        if self._ready.tokenizer is None:
+            return found
+        decode = self._ready.tokenizer.decode
+        return [
+            BeamSearchOutput([replace(beam, text=decode(beam.token_ids)) for beam in output.sequences])
+            for output in found
+        ]
 
     def _run(self, requests: Sequence[Request], *, use_tqdm: bool) -> list[RequestOutput]:
         engine, outputs = self._ready.engine, {}

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from jaxserve.request import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
+from jaxserve.engine.logprobs import LogprobReader, PromptLogprobs
+from jaxserve.request import (
+    CompletionOutput,
+    FinishReason,
+    Request,
+    RequestMetrics,
+    RequestOutput,
+    TokenLogprobs,
+)
 from jaxserve.sampling_params import OutputKind
 
 if TYPE_CHECKING:
@@ -44,12 +52,41 @@ class StopMatcher:
         return 0
 
 
+class RequestStream:
+    """What a request's sequences have produced together."""
+
+    def __init__(self, request: Request, reader: LogprobReader) -> None:
+        params = request.params
+        self.num_open = params.n  # sequences that go on
+        self.done: list[CompletionOutput] = []  # those that have ended, where only the whole is shown
+        self.shows_progress = params.output_kind is not OutputKind.FINAL_ONLY
+        self.prompt_token_ids = list(request.prompt_token_ids)  # shared by all outputs of the request
+        self.prompt_logprobs: PromptLogprobs | None = None
+        if params.prompt_logprobs is not None:
+            self.prompt_logprobs = PromptLogprobs(request.prompt_token_ids, params.prompt_logprobs, reader)
+
+    def collect(self, output: RequestOutput) -> RequestOutput | None:
+        """Takes the last output of a sequence; returns what the user gets of it now."""
+        self.num_open -= 1
+        output.finished = self.num_open == 0
+        if self.shows_progress:
+            return output
+        self.done += output.outputs
+        output.outputs = sorted(self.done, key=lambda completion: completion.index)
+        return output if output.finished else None
+
+
 class OutputStream:
     """What one sequence has produced, as the user will read it."""
 
-    def __init__(self, sequence: Sequence, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, sequence: Sequence, group: RequestStream, tokenizer: Tokenizer | None, reader: LogprobReader
+    ) -> None:
         params = sequence.request.params
-        self.sequence = sequence
+        self.sequence, self.group = sequence, group
+        self.num_logprobs, self._reader = params.logprobs, reader
+        self._logprobs: list[TokenLogprobs] = []
+        self._cumulative_logprob = 0.0
         self._kind = params.output_kind
         self.shows_progress = params.output_kind is not OutputKind.FINAL_ONLY
         self._stops = StopMatcher(params.stop) if params.stop else None
@@ -59,7 +96,6 @@ class OutputStream:
         self._push = self._detokenizer.push if self._detokenizer is not None else None
         self._hides_stop = not params.include_stop_str_in_output
         self._request_id, self._prompt = sequence.request.request_id, sequence.request.prompt
-        self._prompt_token_ids = list(sequence.request.prompt_token_ids)  # shared by all outputs of the request
         self._pieces: list[str] = []
         self._first_token = sequence.num_prompt_tokens  # that the next output shows
         self._first_token_time: float | None = None
@@ -72,6 +108,13 @@ class OutputStream:
             return None  # a token that stopped the sequence is not text
         piece = self._push(token_id)
         return self._add(piece) if piece else None
+
+    def add_logprobs(self, scores: Any, row: int, token_id: int) -> None:
+        """Adds the scores of a token, where the request asked for them."""
+        if self.num_logprobs is not None:
+            found = self._reader.read(scores, row, token_id, self.num_logprobs)
+            self._logprobs.append(found)
+            self._cumulative_logprob += found[token_id].logprob
 
     def flush(self) -> str | None:
         """Adds what was held back at the end of the sequence; a stop string may still be completed."""
@@ -87,16 +130,26 @@ class OutputStream:
         sequence = self.sequence
         token_ids = sequence.token_ids[self._first_token :]
         completion = CompletionOutput(sequence.index, "".join(self._pieces), token_ids)
+        if self.num_logprobs is not None:
+            completion.cumulative_logprob, completion.logprobs = self._cumulative_logprob, self._logprobs.copy()
         if self._kind is OutputKind.DELTA:
             self._pieces.clear()
+            self._logprobs.clear()
             self._first_token += len(token_ids)
         output = RequestOutput(
-            self._request_id, self._prompt, self._prompt_token_ids, [completion], False, sequence.num_cached_tokens
+            self._request_id,
+            self._prompt,
+            self.group.prompt_token_ids,
+            [completion],
+            False,
+            sequence.num_cached_tokens,
         )
+        if self.group.prompt_logprobs is not None:
+            output.prompt_logprobs = self.group.prompt_logprobs.found
         if sequence.finish_reason is not None:
             completion.finish_reason = str(sequence.finish_reason)
             completion.stop_reason = sequence.stop_token_id if stop_string is None else stop_string
-            output.finished, output.metrics, output.error = True, self._measure(), sequence.error
+            output.metrics, output.error = self._measure(), sequence.error
         return output
 
     def _add(self, piece: str) -> str | None:

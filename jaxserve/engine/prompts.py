@@ -5,11 +5,14 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.errors import InvalidRequestError, TokenizerError, shorten
+from jaxserve.logits_processor import LogitsProcessor
 from jaxserve.request import Request
-from jaxserve.sampling_params import MAX_SEED, SamplingParams
+from jaxserve.sampling_params import MAX_BAD_WORD_TOKENS, MAX_SEED, SamplingParams
+from jaxserve.structured_params import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from jaxserve.tokenizers import Tokenizer
@@ -22,10 +25,21 @@ class RequestFactory:
     """Tokenizes, validates, and gives every request its seed."""
 
     def __init__(
-        self, tokenizer: Tokenizer | None, *, vocab_size: int, eos_token_ids: Iterable[int], seed: int
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        vocab_size: int,
+        eos_token_ids: Iterable[int],
+        seed: int,
+        max_model_len: int,
+        max_logprobs: int,
+        processor: LogitsProcessor | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._max_model_len, self._max_logprobs = max_model_len, max_logprobs
+        self._processor = processor
+        self._grammars: Any = None  # their compiler, made with the first one
         own = tokenizer.eos_token_ids if tokenizer is not None else ()
         self._eos_token_ids = tuple(dict.fromkeys((*own, *eos_token_ids)))
         self._random = random.Random(seed)
@@ -75,8 +89,15 @@ class RequestFactory:
             raise InvalidRequestError(
                 "stop strings need a tokenizer, and there is none", field="stop", value=params.stop
             )
-        for token_id in params.stop_token_ids or ():
-            self._check_token_id("stop_token_ids", token_id)
+        for field in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token_id in getattr(params, field) or ():
+                self._check_token_id(field, token_id)
+        for field in ("logprobs", "prompt_logprobs"):
+            self._check_logprobs(field, getattr(params, field))
+        if params.extra_args is not None:
+            params = replace(params, extra_args=self._order_arguments(params.extra_args))
+        if params.truncate_prompt_tokens is not None:
+            token_ids, text = self._truncate(token_ids, params.truncate_prompt_tokens), None
         return Request(
             request_id=request_id if request_id is not None else f"request-{next(self._counter)}",
             prompt_token_ids=token_ids,
@@ -85,7 +106,58 @@ class RequestFactory:
             eos_token_ids=() if params.ignore_eos else self._eos_token_ids,
             seed=params.seed if params.seed is not None else self._random.randint(0, MAX_SEED),
             cache_salt=salt,
+            bad_words=tuple(self._tokenize_bad_words(params.bad_words)),
+            grammar=self._compile_grammar(params.structured_outputs),
         )
+
+    def _compile_grammar(self, params: StructuredOutputsParams | None) -> Any:
+        if params is None:
+            return None
+        if self._tokenizer is None:
+            message = "needs a tokenizer, and there is none"
+            raise InvalidRequestError(message, field="structured_outputs", value=params)
+        if self._grammars is None:
+            from jaxserve.structured import GrammarCompiler
+
+            self._grammars = GrammarCompiler(self._tokenizer, vocab_size=self._vocab_size)
+        return self._grammars.compile(params)
+
+    def _check_logprobs(self, field: str, count: int | None) -> None:
+        most = self._max_logprobs
+        if count is None or most < 0 or 0 <= count <= most:
+            return
+        message = f"at most {most} likeliest tokens, got {'all' if count < 0 else count}; max_logprobs raises the limit"
+        raise InvalidRequestError(message, field=field, value=count)
+
+    def _order_arguments(self, arguments: Mapping[str, float]) -> dict[str, float]:
+        """Those of the logits processor, in the order that it declares."""
+        if self._processor is None:
+            message = "this engine has no logits_processor that would read them"
+            raise InvalidRequestError(message, field="extra_args", value=arguments)
+        names = self._processor.arguments
+        if arguments.keys() != set(names):
+            message = f"must be {', '.join(names) or 'empty'}, got {shorten(list(arguments))}"
+            raise InvalidRequestError(message, field="extra_args", value=arguments)
+        return {name: arguments[name] for name in names}
+
+    def _truncate(self, token_ids: tuple[int, ...], count: int) -> tuple[int, ...]:
+        """The last `count` tokens (-1: as many as leave room for one more)."""
+        return token_ids[-(self._max_model_len - 1 if count < 0 else count) :]
+
+    def _tokenize_bad_words(self, words: Sequence[str]) -> Iterable[tuple[int, ...]]:
+        """Each word as it begins a text and as it goes on after a space, as vLLM does it."""
+        if words and self._tokenizer is None:
+            raise InvalidRequestError("bad words need a tokenizer, and there is none", field="bad_words", value=words)
+        for word in words:
+            assert self._tokenizer is not None
+            plain = word.lstrip()
+            spaced = tuple(self._tokenizer.encode(f" {plain}", add_special_tokens=False))
+            bare = tuple(self._tokenizer.encode(plain, add_special_tokens=False))
+            for tokens in dict.fromkeys((bare, spaced)):
+                if not 1 <= len(tokens) <= MAX_BAD_WORD_TOKENS:
+                    message = f"at most {MAX_BAD_WORD_TOKENS} tokens each; {shorten(word)} has {len(tokens)}"
+                    raise InvalidRequestError(message, field="bad_words", value=word)
+                yield tokens
 
     def _read(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
         if isinstance(prompt, Mapping):

@@ -14,7 +14,16 @@ from jaxserve.layers.norm import NormConfig, rms_norm
 from jaxserve.layers.rope import rotate
 from jaxserve.sharding import DEFAULT_RULES, KV_POOL_AXES
 from pallas_kernels.api import attend_with_update
-from pallas_kernels.spec import AttnParams, BatchMeta
+from pallas_kernels.spec import AttnParams, BatchMeta, HeadParams
+
+
+@dataclass(frozen=True)
+class KVScales:
+    """Scales of 8-bit keys and values that a checkpoint brings: tensors of `shape` whose names follow `name`, with
+    {part} for k or v, below the layer's own."""
+
+    name: str
+    shape: tuple[int, ...]  # () or [1] for the whole layer, or one per KV head
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,7 @@ class AttentionConfig:
     out_bias: bool = False
     qk_norm: bool = False
     kv_repeats: int = 1
+    kv_scales: KVScales | None = None
 
     @property
     def group_size(self) -> int:
@@ -42,12 +52,11 @@ class AttentionConfig:
 
 @dataclass(frozen=True)
 class PagedCall:
-    """Where and how one layer attends: its window, its share of the pool, the devices and the implementation."""
+    """Where one layer attends: its window, its share of the pool, the devices."""
 
     window: int | None
     page_offset: int
     mesh: Mesh | None
-    impl: str | None
 
 
 def attention_block(
@@ -64,6 +73,7 @@ def attention_block(
     """Returns the block's output and the pool with this step's K and V written.
 
     Parameters: `qkv` [D, K, G + 2, H] holds, per KV head, its G query heads, then K, then V; `o` is [N, H, D].
+    `k_scale` and `v_scale` [K], where there are any, are those of 8-bit pages.
     """
     tokens, group = x.shape[0], config.group_size
     qkv = project(x, params["qkv"], params.get("qkv_bias"))  # [T, K, G + 2, H]
@@ -72,7 +82,8 @@ def attention_block(
     if config.qk_norm:
         q, k = rms_norm(norm, q, params["q_norm"]), rms_norm(norm, k, params["k_norm"])
     q, k = rotate(q, *rotary), rotate(k, *rotary)
-    out, kv_pages = _attend(config, call, q=q, k=k, v=v, kv_pages=kv_pages, batch=batch)
+    heads = HeadParams(k_scale=params.get("k_scale"), v_scale=params.get("v_scale"))
+    out, kv_pages = _attend(config, call, q=q, k=k, v=v, heads=heads, kv_pages=kv_pages, batch=batch)
     return project(out, params["o"], params.get("o_bias"), num_in=2), kv_pages
 
 
@@ -83,6 +94,7 @@ def _attend(
     q: Float[Array, "T N H"],
     k: Float[Array, "T K H"],
     v: Float[Array, "T K H"],
+    heads: HeadParams,
     kv_pages: jax.Array,
     batch: BatchMeta,
 ) -> tuple[Float[Array, "T N H"], jax.Array]:
@@ -90,22 +102,23 @@ def _attend(
     attn_params = AttnParams(scale=config.scale, window=call.window, softcap=config.softcap)
 
     def attend(
-        q: jax.Array, k: jax.Array, v: jax.Array, kv_pages: jax.Array, batch: BatchMeta
+        q: jax.Array, k: jax.Array, v: jax.Array, heads: HeadParams, kv_pages: jax.Array, batch: BatchMeta
     ) -> tuple[jax.Array, jax.Array]:
         return attend_with_update(
-            q, k, v, kv_pages, batch, params=attn_params, page_offset=call.page_offset, impl=call.impl
+            q, k, v, kv_pages, batch, params=attn_params, heads=heads, page_offset=call.page_offset
         )
 
     if call.mesh is None:
-        return attend(q, k, v, kv_pages, batch)
+        return attend(q, k, v, heads, kv_pages, batch)
     by_head = DEFAULT_RULES.spec((None, "heads", None))
     by_kv_head = DEFAULT_RULES.spec((None, "kv_heads", None))
+    scales = jax.tree.map(lambda _: DEFAULT_RULES.spec(("kv_heads",)), heads)
     pool = DEFAULT_RULES.spec(KV_POOL_AXES)
     sharded = jax.shard_map(
         attend,
         mesh=call.mesh,
-        in_specs=(by_head, by_kv_head, by_kv_head, pool, PartitionSpec()),
+        in_specs=(by_head, by_kv_head, by_kv_head, scales, pool, PartitionSpec()),
         out_specs=(by_head, pool),
         check_vma=False,  # kernels state no varying axes
     )
-    return sharded(q, k, v, kv_pages, batch)
+    return sharded(q, k, v, heads, kv_pages, batch)

@@ -43,12 +43,11 @@ def forward(
     *,
     layout: CacheLayout,
     mesh: Mesh | None,
-    impl: str | None = None,
 ) -> tuple[Float[Array, "T D"], tuple[jax.Array, ...]]:
     """Runs all layers over one step's flat tokens, writing their K and V into the pools.
 
-    `params` is a runtime tree (layers/stack.py) of `config.dtype`, sharded by its specs if there is a mesh; `impl` is
-    handed to the attention kernels. Returns the residual stream *before* the final norm, and the pools.
+    `params` is a runtime tree (layers/stack.py) of `config.dtype`, sharded by its specs if there is a mesh. Returns
+    the residual stream *before* the final norm, and the pools.
     """
     x = embed_tokens(config.embedding, params["embed"], token_ids)
     positions = batches[0].positions
@@ -58,7 +57,7 @@ def forward(
     pools = list(cache)
     for index, kind in enumerate(config.layers):
         pool = layout.pools[index]
-        call = PagedCall(window=config.windows[index], page_offset=layout.page_offsets[index], mesh=mesh, impl=impl)
+        call = PagedCall(window=config.windows[index], page_offset=layout.page_offsets[index], mesh=mesh)
         layer = layer_params(params, index)
         attended, pools[pool] = attention_block(
             config.attention,

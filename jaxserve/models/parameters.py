@@ -3,7 +3,8 @@
 Canonical names per layer: `attn_norm` [D], `qkv` [D, K, G + 2, H] (per KV head its G query heads, then K, then V, so
 that tensor parallelism cuts one axis and keeps K and V together), `o` [N, H, D], `mlp_norm` [D], `gate_up` [D, 2, F],
 `down` [F, D]; where the model has them `q_norm` and `k_norm` [H], `attn_out_norm` and `mlp_out_norm` [D], and the
-biases `qkv_bias` [K, G + 2, H], `o_bias` [D], `gate_up_bias` [2, F], `down_bias` [D].
+biases `qkv_bias` [K, G + 2, H], `o_bias` [D], `gate_up_bias` [2, F], `down_bias` [D], and the scales `k_scale` and
+`v_scale` [K] of 8-bit pages, always float32.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ def _layer_specs(config: DecoderConfig) -> dict[str, ParamSpec]:
         specs["qkv_bias"] = spec((kv_heads, slots, head_dim), ("kv_heads", None, None), "zeros")
     if attention.out_bias:
         specs["o_bias"] = spec((hidden,), (None,), "zeros")
+    if attention.kv_scales is not None:
+        specs["k_scale"] = specs["v_scale"] = ParamSpec((kv_heads,), "float32", ("kv_heads",), "ones")
     if mlp.bias:
         specs["gate_up_bias"] = spec((2, ffn), (None, "ffn"), "zeros")
         specs["down_bias"] = spec((hidden,), (None,), "zeros")
@@ -113,6 +116,24 @@ def fused_attention_sources(config: DecoderConfig, prefix: str) -> dict[str, Wei
     return {
         "qkv": _source((f"{prefix}.qkv_proj.weight",), (shape,), split_and_fuse),
         "o": _output_source(config, f"{prefix}.o_proj.weight"),
+    }
+
+
+def kv_scale_sources(config: DecoderConfig, prefix: str) -> dict[str, WeightSource]:
+    """`k_scale` and `v_scale` of the layer under `prefix`, if the checkpoint has them."""
+    attention = config.attention
+    if attention.kv_scales is None:
+        return {}
+
+    def spread(tensor: np.ndarray) -> np.ndarray:
+        heads = attention.num_kv_heads // attention.kv_repeats
+        return np.repeat(np.broadcast_to(tensor, (heads,)), attention.kv_repeats)
+
+    return {
+        f"{part}_scale": _source(
+            (f"{prefix}.{attention.kv_scales.name.format(part=part)}",), (attention.kv_scales.shape,), spread
+        )
+        for part in ("k", "v")
     }
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from jaxserve.errors import ConfigError, shorten
+from jaxserve.layers.attention import KVScales
 from jaxserve.models import gemma2, gemma3, llama, mistral, phi3, qwen2, qwen3
 from jaxserve.models.base import DecoderConfig, Family, WeightSource
 from jaxserve.models.hf_config import HFConfig
-from jaxserve.models.parameters import decoder_specs, plain_source
+from jaxserve.models.parameters import decoder_specs, kv_scale_sources, plain_source
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -23,6 +25,21 @@ FAMILIES: dict[str, Family] = {
         phi3.FAMILY,
     )
 }
+
+
+# What checkpoints call the scales of 8-bit keys and values, below a layer's name.
+KV_SCALE_NAMES = ("self_attn.{part}_scale", "self_attn.{part}_proj.{part}_scale")
+
+
+def find_kv_scales(config: DecoderConfig, shape_of: Mapping[str, tuple[int, ...]]) -> KVScales | None:
+    """Returns how a checkpoint with these tensor shapes keeps the scales of 8-bit keys and values; None if it does
+    not."""
+    prefix = f"{FAMILIES[config.family].trunk}.layers.0"
+    for name in KV_SCALE_NAMES:
+        shape = shape_of.get(f"{prefix}.{name.format(part='k')}")
+        if shape is not None:
+            return KVScales(name, shape)
+    return None
 
 
 def parse_config(hf_config: Mapping[str, object]) -> DecoderConfig:
@@ -82,7 +99,8 @@ def weight_sources(config: DecoderConfig) -> dict[str, WeightSource]:
     if not config.embedding.tied:
         sources["lm_head"] = plain_source(f"{family.head}.weight", table)
     for index in range(config.num_layers):
-        for leaf, source in family.layer_sources(config, f"{family.trunk}.layers.{index}").items():
+        prefix = f"{family.trunk}.layers.{index}"
+        for leaf, source in (family.layer_sources(config, prefix) | kv_scale_sources(config, prefix)).items():
             sources[f"layers.{index}.{leaf}"] = source
     return sources
 
@@ -90,9 +108,11 @@ def weight_sources(config: DecoderConfig) -> dict[str, WeightSource]:
 def ignored_weights(config: DecoderConfig) -> tuple[str, ...]:
     """Returns patterns, to be matched in full, of tensors that a checkpoint may hold without need.
 
-    These are rotary frequencies (old files), the parts of a multimodal model around its decoder, and a stored copy of
-    a tied head.
+    These are rotary frequencies (old files), the parts of a multimodal model around its decoder, a stored copy of a
+    tied head, and the scales of 8-bit keys and values, where pages have more bits.
     """
     family = FAMILIES[config.family]
     patterns = (r".*\.rotary_emb\.inv_freq", *family.ignored_weights)
+    if config.attention.kv_scales is None:
+        patterns += tuple(rf".*\.{re.escape(name).replace(r'\{part\}', '[kv]')}" for name in KV_SCALE_NAMES)
     return (*patterns, rf"{family.head.replace('.', r'\.')}\.weight") if config.embedding.tied else patterns

@@ -32,6 +32,7 @@ class SequencePages:
 
     salt: str
     page_ids: tuple[list[int], ...]
+    is_cached: bool = True  # its pages enter the prefix index, and it looks there for its own
     keys: list[bytes] = field(default_factory=list)  # content keys of the leading full pages; kept through preemption
     num_reserved_tokens: int = 0  # tokens that the pages have room for
     num_published: int = 0  # leading pages that are in the prefix index, or were offered to it
@@ -51,11 +52,13 @@ class PageManager:
         self.groups = tuple(groups)
         self.pools = tuple(PagePool(group.num_pages) for group in groups)
         self._max_chunk = max_chunk
-        self._caching = enable_prefix_caching
+        self.enable_prefix_caching = enable_prefix_caching
         self._hit_grid = math.lcm(page_size, CHUNK_EDGE) // page_size  # pages
 
-    def new_sequence(self, salt: str) -> SequencePages:
-        return SequencePages(salt, tuple([] for _ in self.groups), num_trimmed=[0] * len(self.groups))
+    def new_sequence(self, salt: str, *, cache: bool | None = None) -> SequencePages:
+        """`cache`: whether its pages are shared by content; by default as the manager was told."""
+        is_cached = self.enable_prefix_caching if cache is None else cache
+        return SequencePages(salt, tuple([] for _ in self.groups), is_cached, num_trimmed=[0] * len(self.groups))
 
     def first_unfit_group(self, num_tokens: int) -> tuple[int, int] | None:
         """Returns (pages needed, pages there are) of a group that cannot hold the sequence even when empty."""
@@ -72,7 +75,7 @@ class PageManager:
 
         At least one token is left to compute, and every group has the pages that the next query can see.
         """
-        num_pages = self._match(pages, token_ids) if self._caching else 0
+        num_pages = self._match(pages, token_ids) if pages.is_cached else 0
         for g, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
             first = self._first_visible_page(group, num_pages * self.page_size)
             entries = pages.page_ids[g]
@@ -122,7 +125,7 @@ class PageManager:
 
     def next_publish(self, pages: SequencePages) -> int:
         """Returns the number of computed tokens from which `publish` has something to do."""
-        return (pages.num_published + 1) * self.page_size if self._caching else 2**62
+        return (pages.num_published + 1) * self.page_size if pages.is_cached else 2**62
 
     def publish(self, pages: SequencePages, token_ids: TokenIds[int], num_computed: int) -> None:
         """Puts the pages that are full after `num_computed` committed tokens into the prefix index."""
@@ -178,7 +181,7 @@ class PageManager:
 
     def _match(self, pages: SequencePages, token_ids: TokenIds[int]) -> int:
         """Returns the most leading pages, on the hit grid, of which every group has what the next query can see."""
-        limit = (len(token_ids) - 1) // self.page_size
+        limit = max(0, len(token_ids) - 1) // self.page_size
         self._extend_keys(pages, token_ids, limit)
         runs = []  # runs[g][n]: how many pages directly before page n are present in group g
         for pool in self.pools:

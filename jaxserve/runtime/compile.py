@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +16,21 @@ from jax.sharding import Sharding
 
 from jaxserve.runtime.buckets import Bucket, BucketTable
 from jaxserve.runtime.inputs import InputLayout, StateShape
+from jaxserve.runtime.rows import SampleVariant
 from jaxserve.runtime.runner import Programs
 from jaxserve.runtime.state import KVCache, RowState
-from jaxserve.runtime.step import SampleInputs, StepModel, choose_tokens, forward
+from jaxserve.runtime.step import (
+    SampleInputs,
+    StepModel,
+    choose_shaped_tokens,
+    choose_tokens,
+    forward,
+    head_params,
+    score_prompt_tokens,
+    score_step,
+)
+from jaxserve.sampling import SamplerState, make_row_setting, set_row
+from jaxserve.sampling.state import WORD_BITS
 
 Progress = Callable[[str, int, int], None]  # (what was done, how many, of how many)
 
@@ -30,8 +42,13 @@ class ProgramInputs:
     params: Any
     cache: KVCache
     rows: RowState
+    sampler: SamplerState
     state_shape: StateShape
     replicated: Sharding
+
+    def spec(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        """An array that is whole on every device."""
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
 
 
 def enable_persistent_cache(directory: Path | None) -> None:
@@ -46,54 +63,115 @@ def enable_persistent_cache(directory: Path | None) -> None:
 
 def compile_forward(model: StepModel, inputs: ProgramInputs, bucket: Bucket) -> Any:
     """Compiles the forward program of one bucket."""
+    return trace_forward(model, inputs, bucket).lower().compile()
+
+
+def trace_forward(model: StepModel, inputs: ProgramInputs, bucket: Bucket) -> Any:
+    """Traces the forward program of one bucket; what it is lowered for is the caller's to say."""
     layout = InputLayout(bucket, inputs.state_shape)
     step = functools.partial(forward, model=model, layout=layout)
     packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32, sharding=inputs.replicated)
-    outputs = (_shardings(inputs.cache), _shardings(inputs.rows), inputs.replicated)
+    outputs = (_shardings(inputs.cache), _shardings(inputs.rows), inputs.replicated, inputs.replicated)
     jitted = jax.jit(step, donate_argnums=(1, 2), out_shardings=outputs)
-    return jitted.lower(inputs.params, inputs.cache, inputs.rows, packed).compile()
+    return jitted.trace(inputs.params, inputs.cache, inputs.rows, packed)
 
 
-def compile_sample(model: StepModel, inputs: ProgramInputs, rows: int, greedy: bool) -> Any:
-    """Compiles the plain (greedy) or the full sample program of one row bucket."""
-    step = functools.partial(choose_tokens, model=model, greedy=greedy)
-    layout = InputLayout(Bucket(rows, rows), inputs.state_shape)
-    sampling = layout.views(layout.new()).sampling
+def compile_sample(model: StepModel, inputs: ProgramInputs, rows: int, variant: SampleVariant) -> Any:
+    """Compiles one sample program of one row bucket."""
+    selected = _selected(model, inputs, rows)
+    if variant <= SampleVariant.RANDOM:
+        step = functools.partial(choose_tokens, model=model, greedy=variant is SampleVariant.GREEDY)
+        jitted = jax.jit(step, donate_argnums=(0,), out_shardings=(_shardings(inputs.rows), inputs.replicated))
+        return jitted.lower(inputs.rows, selected).compile()
+    outputs = _shardings(inputs.rows), _shardings(inputs.sampler), inputs.replicated
+    masks = inputs.spec((rows, mask_words(model)), jnp.uint32) if variant is SampleVariant.MASKED else None
+    step = functools.partial(choose_shaped_tokens, model=model)
+    jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=outputs)
+    return jitted.lower(inputs.rows, inputs.sampler, selected, masks).compile()
 
-    def spec(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=inputs.replicated)
 
-    selected = SampleInputs(
-        logits=spec((rows, model.config.vocab_size), jnp.float32),
-        row_ids=spec((rows,), jnp.int32),
-        samples=spec((rows,), jnp.int32),
-        sampling=spec(sampling.shape, jnp.int32),
-    )
-    jitted = jax.jit(step, donate_argnums=(0,), out_shardings=(_shardings(inputs.rows), inputs.replicated))
-    return jitted.lower(inputs.rows, selected).compile()
+def compile_score(model: StepModel, inputs: ProgramInputs, rows: int, max_logprobs: int) -> Any:
+    """Compiles the log-probabilities of one row bucket's tokens."""
+    step = functools.partial(score_step, model=model, max_logprobs=max_logprobs)
+    jitted = jax.jit(step, out_shardings=inputs.replicated)
+    return jitted.lower(_selected(model, inputs, rows), inputs.spec((rows,), jnp.int32)).compile()
+
+
+def compile_score_prompt(model: StepModel, inputs: ProgramInputs, bucket: Bucket, max_logprobs: int) -> Any:
+    """Compiles the log-probabilities of the prompt tokens of one mixed bucket."""
+    step = functools.partial(score_prompt_tokens, model=model, max_logprobs=max(0, max_logprobs))
+    hidden = inputs.spec((bucket.tokens, model.config.hidden_size), model.config.dtype)
+    jitted = jax.jit(step, out_shardings=inputs.replicated)
+    return jitted.lower(head_params(inputs.params), hidden, inputs.spec((bucket.tokens,), jnp.int32)).compile()
+
+
+def compile_set_row(model: StepModel, inputs: ProgramInputs) -> Any:
+    """Compiles what writes one row's line of the sampler's state."""
+    line = make_row_setting(model.config.vocab_size, (), ())
+    line = jax.tree.map(lambda array: inputs.spec(array.shape, array.dtype), line)
+    jitted = jax.jit(set_row, donate_argnums=(0,), out_shardings=_shardings(inputs.sampler))
+    return jitted.lower(inputs.sampler, inputs.spec((), jnp.int32), line).compile()
+
+
+def mask_words(model: StepModel) -> int:
+    """32-bit words of a mask of all tokens."""
+    return -(-model.config.vocab_size // WORD_BITS)
 
 
 def compile_programs(
-    model: StepModel, inputs: ProgramInputs, buckets: BucketTable, *, threads: int = 0, progress: Progress | None = None
+    model: StepModel,
+    inputs: ProgramInputs,
+    buckets: BucketTable,
+    *,
+    max_logprobs: int,
+    threads: int = 0,
+    progress: Progress | None = None,
 ) -> Programs:
     """Compiles every program of the table, several at once: XLA works outside the interpreter's lock."""
     threads = threads or min(8, os.cpu_count() or 1)
-    programs = Programs({}, {})
+    programs = Programs()
     with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
-        jobs = {}
-        for bucket in sorted(buckets.buckets, reverse=True):  # the longest first
-            jobs[pool.submit(compile_forward, model, inputs, bucket)] = programs.forward, bucket, str(bucket)
-        for rows in buckets.row_counts:
-            for greedy in (True, False):
-                name = f"sample {rows} {'plain' if greedy else 'full'}"
-                job = pool.submit(compile_sample, model, inputs, rows, greedy)
-                jobs[job] = programs.sample, (rows, greedy), name
+        jobs = {
+            pool.submit(compile_one): (name, table, key)
+            for name, table, key, compile_one in _list_jobs(programs, model, inputs, buckets, max_logprobs)
+        }
         for done, job in enumerate(as_completed(jobs), 1):
-            table, key, name = jobs[job]
+            name, table, key = jobs[job]
             table[key] = job.result()
             if progress is not None:
                 progress(name, done, len(jobs))
     return programs
+
+
+_Job = tuple[str, dict[Any, Any], Any, Callable[[], Any]]  # (name for users, where it belongs, its key there, compile)
+
+
+def _list_jobs(
+    programs: Programs, model: StepModel, inputs: ProgramInputs, buckets: BucketTable, max_logprobs: int
+) -> Iterator[_Job]:
+    bind = functools.partial
+    for bucket in sorted(buckets.buckets, reverse=True):  # the longest first
+        yield str(bucket), programs.forward, bucket, bind(compile_forward, model, inputs, bucket)
+        if not bucket.is_decode:
+            compile_one = bind(compile_score_prompt, model, inputs, bucket, max_logprobs)
+            yield f"score prompt {bucket.tokens}", programs.score_prompt, bucket, compile_one
+    for rows in buckets.row_counts:
+        for variant in SampleVariant:
+            compile_one = bind(compile_sample, model, inputs, rows, variant)
+            yield f"sample {rows} {variant.name.lower()}", programs.sample, (rows, variant), compile_one
+        yield f"score {rows}", programs.score, rows, bind(compile_score, model, inputs, rows, max_logprobs)
+    yield "set row", programs.set_row, None, bind(compile_set_row, model, inputs)
+
+
+def _selected(model: StepModel, inputs: ProgramInputs, rows: int) -> SampleInputs:
+    """What a forward program of `rows` rows hands over."""
+    layout = InputLayout(Bucket(rows, rows), inputs.state_shape)
+    return SampleInputs(
+        logits=inputs.spec((rows, model.config.vocab_size), jnp.float32),
+        row_ids=inputs.spec((rows,), jnp.int32),
+        samples=inputs.spec((rows,), jnp.int32),
+        sampling=inputs.spec(layout.views(layout.new()).sampling.shape, jnp.int32),
+    )
 
 
 def _shardings(specs: Any) -> Any:

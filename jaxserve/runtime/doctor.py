@@ -20,9 +20,9 @@ from jaxserve.runtime.memory import (
     device_memory_bytes,
     host_memory_bytes,
 )
+from jaxserve.runtime.rows import SampleVariant
 from jaxserve.runtime.startup import Shapes, estimate_use, make_shapes, measure_use, plan_pools
 from jaxserve.sharding import make_mesh
-from pallas_kernels.api import choose_impl
 from pallas_kernels.layout import page_bytes
 
 if TYPE_CHECKING:
@@ -36,19 +36,20 @@ class DeviceKind:
     """A device that can be planned for without being here."""
 
     platform: str
+    name: str  # as JAX calls it
     memory: int  # bytes
 
 
 DEVICE_KINDS = {
-    "h200": DeviceKind("gpu", 141 * 10**9),
-    "h100": DeviceKind("gpu", 80 * 10**9),
-    "a100-80g": DeviceKind("gpu", 80 * 10**9),
-    "a100-40g": DeviceKind("gpu", 40 * 10**9),
-    "l4": DeviceKind("gpu", 24 * 10**9),
-    "t4": DeviceKind("gpu", 16 * 10**9),
-    "v5e": DeviceKind("tpu", 16 * GIB),
-    "v6e": DeviceKind("tpu", 32 * GIB),
-    "v7x": DeviceKind("tpu", 96 * GIB),  # of each of a chip's two devices
+    "h200": DeviceKind("gpu", "NVIDIA H200", 141 * 10**9),
+    "h100": DeviceKind("gpu", "NVIDIA H100 80GB HBM3", 80 * 10**9),
+    "a100-80g": DeviceKind("gpu", "NVIDIA A100-SXM4-80GB", 80 * 10**9),
+    "a100-40g": DeviceKind("gpu", "NVIDIA A100-SXM4-40GB", 40 * 10**9),
+    "l4": DeviceKind("gpu", "NVIDIA L4", 24 * 10**9),
+    "t4": DeviceKind("gpu", "Tesla T4", 16 * 10**9),
+    "v5e": DeviceKind("tpu", "TPU v5 lite", 16 * GIB),
+    "v6e": DeviceKind("tpu", "TPU v6 lite", 32 * GIB),
+    "v7x": DeviceKind("tpu", "TPU7x", 96 * GIB),  # of each of a chip's two devices
 }
 
 
@@ -65,12 +66,15 @@ def print_report(config: EngineConfig, model: DecoderConfig) -> None:
     console.print(devices)
     versions = {name: _version(name) for name in _PACKAGES}
     console.print("[bold]Versions[/]", ", ".join(f"{name} {found}" for name, found in versions.items() if found))
-    name, reason = choose_impl(jax.default_backend())
-    console.print(f"[bold]Attention kernel[/] {name}: {reason}")
-    shapes = make_shapes(config, model, jax.default_backend())
+    shapes = make_shapes(config, model, jax.default_backend(), jax.devices()[0].device_kind)
+    console.print(f"[bold]Attention[/] {shapes.impl}: {shapes.impl_reason}")
     console.print("[bold]Forward programs[/]", ", ".join(map(str, shapes.buckets.buckets)))
     console.print(
-        "[bold]Sample programs[/]", "plain and full for", ", ".join(map(str, shapes.buckets.row_counts)), "rows"
+        "[bold]Sample programs[/]",
+        ", ".join(variant.name.lower() for variant in SampleVariant),
+        "and scores for",
+        ", ".join(map(str, shapes.buckets.row_counts)),
+        "rows",
     )
     cache_dir = shapes.config.compile.cache_dir
     console.print(f"[bold]Compile cache[/] {cache_dir or 'none'}")
@@ -88,12 +92,14 @@ def print_plan(config: EngineConfig, model: DecoderConfig, device: str | None) -
     share = config.cache.device_memory_utilization
     if device is not None:
         kind = DEVICE_KINDS[device]
-        shapes, limit = make_shapes(config, model, kind.platform), kind.memory
+        shapes, limit = make_shapes(config, model, kind.platform, kind.name), kind.memory
         use, source = estimate_use(shapes), "Formulas for a device that is not attached: a few percent may be wrong."
         budget = cache_budget(limit, share, use)
     else:
         mesh = make_mesh(config.parallel.tensor_parallel_size)
-        shapes, here = make_shapes(config, model, jax.default_backend()), device_memory_bytes(jax.devices()[0])
+        attached = jax.devices()[0]
+        shapes = make_shapes(config, model, jax.default_backend(), attached.device_kind)
+        here = device_memory_bytes(attached)
         limit = host_memory_bytes() if here is None else here
         use = estimate_use(shapes) if here is None else measure_use(shapes, mesh)
         source = "On CPU, KV takes what a full batch needs, at most a quarter of the memory; programs are estimated."
@@ -115,7 +121,11 @@ def _make_table(name: str, limit: int, use: DeviceUse, plan: CachePlan, shapes: 
     rows = [
         ("parameters", use.params, f"{model.family}, {model.num_layers} layers, {model.dtype}"),
         ("temporaries", use.temporaries, f"of the largest program, {largest}"),
-        ("programs", use.code, f"{len(shapes.buckets.buckets)} forward, {2 * len(shapes.buckets.row_counts)} sample"),
+        (
+            "programs",
+            use.code,
+            f"{len(shapes.buckets.buckets)} forward, {len(SampleVariant) * len(shapes.buckets.row_counts)} sample",
+        ),
         ("state", use.state, f"rows, and inputs and outputs of two steps of {largest.rows} rows"),
         ("reserve", use.reserve, "modules and command buffers of the first execution"),
     ]

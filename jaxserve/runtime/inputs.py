@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxserve.pages.manager import CHUNK_EDGE
 from jaxserve.runtime.buckets import Bucket
 from jaxserve.runtime.rows import NUM_SAMPLING_FIELDS, RowMirror
 from jaxserve.scheduler.plan import StepPlan
@@ -88,8 +89,8 @@ class InputLayout:
         )
 
 
-def pack(plan: StepPlan, layout: InputLayout, mirror: RowMirror) -> tuple[np.ndarray, bool]:
-    """Returns the packed inputs of a plan, and whether all its rows are greedy.
+def pack(plan: StepPlan, layout: InputLayout, mirror: RowMirror) -> np.ndarray:
+    """Returns the packed inputs of a plan.
 
     The mirror knows the rows' sampling parameters already.
     """
@@ -105,7 +106,9 @@ def pack(plan: StepPlan, layout: InputLayout, mirror: RowMirror) -> tuple[np.nda
     if plan.chunks:
         _pack_chunks(plan, views)
     ends[num_rows:] = ends[num_rows - 1]
-    views.distribution[:] = (num_decodes, num_decodes, num_rows)
+    # The scheduler begins chunks on an edge, but for tokens that are computed again.
+    on_edge = all(chunk.start % CHUNK_EDGE == 0 for chunk in plan.chunks)
+    views.distribution[:] = (num_decodes, num_rows if on_edge else num_decodes, num_rows)
     if plan.page_updates:
         updates = np.array(plan.page_updates, np.int32)
         entries = (updates[:, 0] * state.rows + updates[:, 1]) * state.pages_per_row + updates[:, 2]
@@ -113,15 +116,14 @@ def pack(plan: StepPlan, layout: InputLayout, mirror: RowMirror) -> tuple[np.nda
         views.page_ids[: len(updates)] = updates[:, 3]
     row_ids = row_ids[:num_rows]
     views.sampling[:num_rows] = mirror.sampling[row_ids]
-    return packed, mirror.all_greedy(row_ids)
+    return packed
 
 
 def _pack_chunks(plan: StepPlan, views: StepInputs) -> None:
-    starts = {row_set.row: row_set.num_computed_tokens for row_set in plan.row_sets}
     at = len(plan.decode_rows)
     for index, chunk in enumerate(plan.chunks, at):
         views.row_ids[index] = chunk.row
-        views.starts[index] = starts.get(chunk.row, KEEP)
+        views.starts[index] = chunk.start
         views.samples[index] = chunk.samples
         views.token_ids[at : at + len(chunk.token_ids)] = chunk.token_ids
         at += len(chunk.token_ids)

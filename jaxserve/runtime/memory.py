@@ -67,8 +67,7 @@ class CachePlan:
 def plan_cache(
     config: DecoderConfig,
     *,
-    page_size: int,
-    kv_dtype: str,
+    spec: KVSpec,
     max_chunk: int,
     num_devices: int,
     budget: int,
@@ -77,14 +76,14 @@ def plan_cache(
 ) -> CachePlan:
     """Divides `budget` bytes per device among the KV groups, so that each holds the same number of full sequences.
 
+    `spec` is that of the whole model's pages.
     `max_sequences` bounds the pools where more would never be used; `override` fixes the pages of the group that needs
     most, whatever the budget; windowed groups get what one sequence needs at least.
 
     Raises:
         CapacityError: not even one sequence of `config.max_model_len` tokens fits; says which length would.
     """
-    spec = KVSpec(config.attention.num_kv_heads, config.attention.head_dim, page_size, kv_dtype)
-    needs = [_pages_of_sequence(group, config.max_model_len, page_size, max_chunk) for group in config.kv_groups]
+    needs = [_pages_of_sequence(group, config.max_model_len, spec.page_size, max_chunk) for group in config.kv_groups]
     page_costs = [len(group.layers) * page_bytes(spec) // num_devices for group in config.kv_groups]
     sequence_cost = sum(need * cost for need, cost in zip(needs, page_costs, strict=True))
     if override is not None:

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
 
 import numpy as np
 
+from jaxserve.logits_processor import MAX_ARGUMENTS
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler.plan import RowSet
 
 # Columns of `RowMirror.sampling`, in this order; floats as their bits, the seed as two words.
-SAMPLING_FIELDS = ("seed_low", "seed_high", "sequence_index", "temperature", "top_k", "top_p", "min_p")
+_INTEGER_FIELDS = ("seed_low", "seed_high", "sequence_index", "top_k", "has_edits", "has_extra")
+FLOAT_FIELDS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
+EXTRA_FIELDS = tuple(f"extra_{index}" for index in range(MAX_ARGUMENTS))  # arguments of the engine's logits processor
+SAMPLING_FIELDS = (*_INTEGER_FIELDS, *FLOAT_FIELDS, *EXTRA_FIELDS)
 NUM_SAMPLING_FIELDS = len(SAMPLING_FIELDS)
+
+
+class SampleVariant(IntEnum):
+    """The sample programs, each doing what those before it do; a step takes the least that serves all its rows."""
+
+    GREEDY = 0
+    RANDOM = 1  # temperature and the filters
+    FULL = 2  # everything that changes logits
+    MASKED = 3  # and masks of tokens, which the host sends for this step
 
 
 class RowMirror:
@@ -18,18 +33,51 @@ class RowMirror:
 
     def __init__(self, num_rows: int) -> None:
         self.sampling = np.zeros((num_rows, NUM_SAMPLING_FIELDS), np.int32)
-        self._is_greedy = np.ones(num_rows, bool)
+        self._variants = np.zeros(num_rows, np.int8)
+        self._wants_scores = np.zeros(num_rows, bool)
+        self._scores_prompt = np.zeros(num_rows, bool)
 
     def apply(self, row_sets: Iterable[RowSet]) -> None:
         """Records the rows that begin a new life."""
         for row_set in row_sets:
             params = row_set.params
-            floats = np.array([params.temperature, params.top_p, params.min_p], np.float32).view(np.int32)
+            extra = list((params.extra_args or {}).values())  # in the order that the processor declares
+            floats = np.array(
+                [
+                    params.temperature,
+                    params.top_p,
+                    params.min_p,
+                    params.presence_penalty,
+                    params.frequency_penalty,
+                    params.repetition_penalty,
+                    *extra,
+                    *[0.0] * (MAX_ARGUMENTS - len(extra)),
+                ],
+                np.float32,
+            )
             seed = np.array([row_set.seed & 0xFFFFFFFF, row_set.seed >> 32], np.uint32).view(np.int32)
-            top_k = max(params.top_k, 0)
-            self.sampling[row_set.row] = (*seed, row_set.sequence_index, floats[0], top_k, floats[1], floats[2])
-            self._is_greedy[row_set.row] = params.is_greedy
+            switches = params.shapes_logits, params.extra_args is not None
+            integers = *seed, row_set.sequence_index, max(params.top_k, 0), *switches
+            self.sampling[row_set.row] = (*integers, *floats.view(np.int32))
+            self._variants[row_set.row] = find_variant(params)
+            self._wants_scores[row_set.row] = params.logprobs is not None
+            self._scores_prompt[row_set.row] = params.prompt_logprobs is not None
 
-    def all_greedy(self, rows: np.ndarray) -> bool:
-        """Whether the plain sample program serves these rows [S]."""
-        return bool(self._is_greedy[rows].all())
+    def find_variant(self, rows: Sequence[int]) -> SampleVariant:
+        """Returns the sample program that serves these rows [S]."""
+        return SampleVariant(self._variants[rows].max(initial=SampleVariant.GREEDY))
+
+    def wants_scores(self, rows: Sequence[int]) -> bool:
+        """Whether log-probabilities of a step's tokens are needed for any of its rows [S]."""
+        return bool(self._wants_scores[rows].any())
+
+    def scores_prompt(self, row: int) -> bool:
+        """Whether the row's prompt tokens are to be scored."""
+        return bool(self._scores_prompt[row])
+
+
+def find_variant(params: SamplingParams) -> SampleVariant:
+    """Returns the least program that serves a request, masks aside."""
+    if params.shapes_logits:
+        return SampleVariant.FULL
+    return SampleVariant.GREEDY if params.is_greedy else SampleVariant.RANDOM

@@ -8,14 +8,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxserve.errors import MissingProgramError
 from jaxserve.runtime.buckets import Bucket, BucketTable
 from jaxserve.runtime.inputs import InputLayout, StateShape, pack
 from jaxserve.runtime.params import WeightWriter
-from jaxserve.runtime.rows import RowMirror
+from jaxserve.runtime.rows import RowMirror, SampleVariant
 from jaxserve.runtime.state import KVCache, RowState, make_zeros
-from jaxserve.scheduler.plan import StepPlan
+from jaxserve.runtime.step import SampleInputs, head_params
+from jaxserve.sampling import RowSetting, SamplerState, make_row_setting
+from jaxserve.scheduler.plan import RowSet, StepOutputs, StepPlan
 
 
 @dataclasses.dataclass(slots=True)
@@ -31,33 +34,56 @@ class StepCounts:
 class Programs:
     """Every compiled program; one that is missing is an error, never a compilation."""
 
-    forward: dict[Bucket, Any]
-    sample: dict[tuple[int, bool], Any]  # by rows and whether it is the plain (greedy) one
+    forward: dict[Bucket, Any] = dataclasses.field(default_factory=dict)
+    sample: dict[tuple[int, SampleVariant], Any] = dataclasses.field(default_factory=dict)
+    score: dict[int, Any] = dataclasses.field(default_factory=dict)  # by rows
+    score_prompt: dict[Bucket, Any] = dataclasses.field(default_factory=dict)
+    set_row: dict[None, Any] = dataclasses.field(default_factory=dict)
 
-    def get_forward(self, bucket: Bucket) -> Any:
-        return _get(self.forward, bucket, "forward")
-
-    def get_sample(self, rows: int, greedy: bool) -> Any:
-        return _get(self.sample, (rows, greedy), "sample")
+    def get(self, kind: str, key: Any) -> Any:
+        """Returns a program; MissingProgramError when it was not compiled."""
+        programs = getattr(self, kind)
+        if key not in programs:
+            raise MissingProgramError(f"no {kind} program was compiled for {key}; there are {list(programs)}")
+        return programs[key]
 
     def __len__(self) -> int:
-        return len(self.forward) + len(self.sample)
+        return sum(len(getattr(self, field.name)) for field in dataclasses.fields(self))
 
 
 class StepFuture:
-    """A step's sampled ids, on their way to the host since the dispatch."""
+    """A step's outputs, on their way to the host since the dispatch."""
 
-    def __init__(self, token_ids: jax.Array, num_rows: int) -> None:
-        self._token_ids, self._num_rows = token_ids, num_rows
-        token_ids.copy_to_host_async()
+    def __init__(self, outputs: tuple[jax.Array, Any, Any], num_rows: int) -> None:
+        self._outputs, self._num_rows = outputs, num_rows
+        for array in jax.tree.leaves(outputs):
+            array.copy_to_host_async()
 
-    def result(self) -> list[int]:
-        """Waits for the device; returns one id per row of the plan."""
-        return jax.device_get(self._token_ids)[: self._num_rows].tolist()
+    def result(self) -> StepOutputs:
+        """Waits for the device."""
+        token_ids, scores, prompt_scores = jax.device_get(self._outputs)
+        return StepOutputs(token_ids[: self._num_rows].tolist(), scores, prompt_scores)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StartedStep:
+    """A step of which the model runs already, and the tokens are still to be chosen."""
+
+    runner: ModelRunner
+    bucket: Bucket
+    num_rows: int
+    variant: SampleVariant
+    wants_scores: bool
+    selected: SampleInputs
+    prompt_scores: Any
+
+    def choose(self, mask: np.ndarray | None = None) -> StepFuture:
+        """Starts the choice; `mask` [num_rows, words of the vocabulary] uint32: bits of the tokens that may come."""
+        return self.runner.choose(self, mask)
 
 
 class ModelRunner:
-    """Owns the parameters and the donated state. `dispatch` returns before the device has done anything."""
+    """Owns the parameters and the donated state. Nothing here waits for the device."""
 
     def __init__(
         self,
@@ -66,7 +92,7 @@ class ModelRunner:
         *,
         params: Any,
         writer: WeightWriter,
-        state_specs: tuple[KVCache, RowState],
+        state_specs: tuple[KVCache, RowState, SamplerState],
         state_shape: StateShape,
         input_sharding: jax.sharding.Sharding,
     ) -> None:
@@ -79,12 +105,14 @@ class ModelRunner:
         self._state_specs = state_specs
         self._state_shape = state_shape
         self._input_sharding = input_sharding
+        self._vocab_size = state_specs[2].token_stats.shape[1]
+        self._mask_words = state_specs[2].allowed.shape[1]
         self.reset()
 
     def reset(self) -> None:
         """Makes zeroed pools and rows, as at the start and after a step that failed."""
-        self._cache = self._rows = None  # before the new ones: there is no room for two
-        self._cache, self._rows = make_zeros(self._state_specs)
+        self._cache = self._rows = self._sampler = None  # before the new ones: there is no room for two
+        self._cache, self._rows, self._sampler = make_zeros(self._state_specs)
         self._mirror = RowMirror(self._state_shape.rows)
 
     def write_params(self, updates: Mapping[str, Any]) -> None:
@@ -93,31 +121,98 @@ class ModelRunner:
 
     def warm_up(self) -> None:
         """Runs every program once on nothing but padding."""
+        self._set_row(self._state_shape.padding_row, make_row_setting(self._vocab_size, (), ()))
         for bucket, layout in self._layouts.items():
-            for greedy in (True, False):
-                self._run(bucket, greedy, layout.new())
-        jax.block_until_ready((self._cache, self._rows))
+            selected, hidden = self._run(bucket, layout.new())
+            targets = None if bucket.is_decode else np.zeros(bucket.tokens, np.int32)
+            prompt_scores = self._score_prompt(bucket, hidden, targets)
+            for variant in SampleVariant:
+                step = StartedStep(self, bucket, 0, variant, True, selected, prompt_scores)
+                mask = np.zeros((0, self._mask_words), np.uint32) if variant is SampleVariant.MASKED else None
+                step.choose(mask).result()
 
     def dispatch(self, plan: StepPlan) -> StepFuture:
-        """Starts a step; MissingProgramError when no program holds it."""
+        """Starts a whole step; MissingProgramError when no program holds it."""
+        return self.start(plan).choose()
+
+    def start(self, plan: StepPlan) -> StartedStep:
+        """Starts the model's part of a step; MissingProgramError when no program holds it."""
         bucket = self._buckets.find(plan.num_tokens, plan.num_rows)
         self._mirror.apply(plan.row_sets)
-        packed, greedy = pack(plan, self._layouts[bucket], self._mirror)
-        token_ids = self._run(bucket, greedy, packed)
+        for row_set in plan.row_sets:
+            if row_set.history is not None:
+                self._set_row(row_set.row, _make_setting(self._vocab_size, row_set))
+        selected, hidden = self._run(bucket, pack(plan, self._layouts[bucket], self._mirror))
         self.counts.steps[bucket] += 1
         self.counts.useful_tokens += plan.num_tokens
         self.counts.padded_tokens += bucket.tokens
-        return StepFuture(token_ids, plan.num_rows)
+        rows = [*plan.decode_rows, *(chunk.row for chunk in plan.chunks)]
+        return StartedStep(
+            self,
+            bucket,
+            plan.num_rows,
+            self._mirror.find_variant(rows),
+            self._mirror.wants_scores(rows),
+            selected,
+            self._score_prompt(bucket, hidden, self._find_targets(plan, bucket)),
+        )
 
-    def _run(self, bucket: Bucket, greedy: bool, packed: Any) -> jax.Array:
-        forward, sample = self._programs.get_forward(bucket), self._programs.get_sample(bucket.rows, greedy)
-        inputs = jax.device_put(packed, self._input_sharding)
-        self._cache, self._rows, selected = forward(self.params, self._cache, self._rows, inputs)
-        self._rows, token_ids = sample(self._rows, selected)
-        return token_ids
+    def choose(self, step: StartedStep, mask: np.ndarray | None) -> StepFuture:
+        """See `StartedStep.choose`."""
+        rows, variant = step.bucket.rows, step.variant if mask is None else SampleVariant.MASKED
+        program = self._programs.get("sample", (rows, variant))
+        if variant <= SampleVariant.RANDOM:
+            self._rows, token_ids = program(self._rows, step.selected)
+        else:
+            sent = None if mask is None else self._send(_pad_mask(mask, rows))
+            self._rows, self._sampler, token_ids = program(self._rows, self._sampler, step.selected, sent)
+        scores = self._programs.get("score", rows)(step.selected, token_ids) if step.wants_scores else None
+        return StepFuture((token_ids, scores, step.prompt_scores), step.num_rows)
+
+    def _run(self, bucket: Bucket, packed: np.ndarray) -> tuple[SampleInputs, Any]:
+        forward = self._programs.get("forward", bucket)
+        self._cache, self._rows, selected, hidden = forward(self.params, self._cache, self._rows, self._send(packed))
+        return selected, hidden
+
+    def _set_row(self, row: int, setting: RowSetting) -> None:
+        self._sampler = self._programs.get("set_row", None)(self._sampler, *self._send((np.int32(row), setting)))
+
+    def _score_prompt(self, bucket: Bucket, hidden: Any, targets: np.ndarray | None) -> Any:
+        if targets is None:
+            return None
+        return self._programs.get("score_prompt", bucket)(head_params(self.params), hidden, self._send(targets))
+
+    def _find_targets(self, plan: StepPlan, bucket: Bucket) -> np.ndarray | None:
+        """The token after each token of the step [T]; None when no prompt is to be scored."""
+        if not any(self._mirror.scores_prompt(chunk.row) for chunk in plan.chunks):
+            return None
+        targets, at = np.zeros(bucket.tokens, np.int32), len(plan.decode_rows)
+        for chunk in plan.chunks:
+            targets[at : at + len(chunk.token_ids)] = (*chunk.token_ids[1:], chunk.next_token)
+            at += len(chunk.token_ids)
+        return targets
+
+    def _send(self, arrays: Any) -> Any:
+        return jax.device_put(arrays, self._input_sharding)
 
 
-def _get(programs: dict[Any, Any], key: Any, kind: str) -> Any:
-    if key not in programs:
-        raise MissingProgramError(f"no {kind} program was compiled for {key}; there are {list(programs)}")
-    return programs[key]
+def _make_setting(vocab_size: int, row_set: RowSet) -> RowSetting:
+    params, history = row_set.params, row_set.history
+    assert history is not None
+    return make_row_setting(
+        vocab_size,
+        history.token_ids[: history.num_prompt_tokens],
+        history.token_ids[history.num_prompt_tokens :],
+        logit_bias=params.logit_bias,
+        allowed_ids=params.allowed_token_ids,
+        bad_words=history.bad_words,
+        banned_ids=history.stop_ids if params.min_tokens else (),
+        banned_until=history.num_prompt_tokens + params.min_tokens,
+    )
+
+
+def _pad_mask(mask: np.ndarray, rows: int) -> np.ndarray:
+    """Padding rows may choose anything."""
+    padded = np.full((rows, mask.shape[1]), 2**32 - 1, np.uint32)
+    padded[: len(mask)] = mask
+    return padded

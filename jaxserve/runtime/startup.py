@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -11,8 +12,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config import EngineConfig
+from jaxserve.errors import ConfigError
 from jaxserve.layers.stack import StackMode, stack_specs
-from jaxserve.models.base import DecoderConfig, ParamSpec
+from jaxserve.logits_processor import LogitsProcessor
+from jaxserve.models.base import DecoderConfig, KVGroup, ParamSpec
 from jaxserve.models.registry import param_specs
 from jaxserve.pages import PageGroup
 from jaxserve.runtime.buckets import BucketTable, make_buckets
@@ -34,13 +37,17 @@ from jaxserve.runtime.memory import (
     plan_cache,
 )
 from jaxserve.runtime.params import WeightWriter
+from jaxserve.runtime.rows import SampleVariant
 from jaxserve.runtime.runner import ModelRunner
 from jaxserve.runtime.state import row_state_specs
 from jaxserve.runtime.step import StepModel
+from jaxserve.sampling import sampler_state_specs
 from jaxserve.scheduler import SchedulerLimits
 from jaxserve.sharding import DEFAULT_RULES, KV_POOL_AXES
-from pallas_kernels.api import choose_impl
+from pallas_kernels.backends import choose_layout, resolve_impl
+from pallas_kernels.spec import AttnShape, KVSpec
 
+_KV_DTYPES = {"fp8": "float8_e4m3fn"}  # as users call them
 _PROBE_PAGES = 8  # of the pool that programs are compiled against before the real one can be sized
 _CODE_PER_PROGRAM = 8 * 2**20  # bytes, when it cannot be asked
 _RESERVE = 512 * 2**20  # bytes an accelerator takes for modules and command buffers at first execution
@@ -56,13 +63,15 @@ class Shapes:
     num_devices: int
     buckets: BucketTable
     state: StateShape
-    kv_dtype: str
+    spec: KVSpec  # of the whole model's pages
     impl: str
+    impl_reason: str  # for users
+    processor: LogitsProcessor | None = None
 
     @property
-    def page_size(self) -> int:
-        assert self.config.cache.page_size is not None  # resolved
-        return self.config.cache.page_size
+    def attention(self) -> tuple[AttnShape, ...]:
+        """Of each KV group, on one device."""
+        return tuple(_attention_shape(self.model, self.spec, group, self.num_devices) for group in self.model.kv_groups)
 
     @property
     def stack_mode(self) -> StackMode:
@@ -77,7 +86,12 @@ class Shapes:
         return SchedulerLimits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, max_len, updates)
 
 
-def make_shapes(config: EngineConfig, model: DecoderConfig, platform: str) -> Shapes:
+def _attention_shape(model: DecoderConfig, spec: KVSpec, group: KVGroup, num_devices: int) -> AttnShape:
+    share = replace(spec, num_kv_heads=spec.num_kv_heads // num_devices)
+    return AttnShape(model.attention.num_heads // num_devices, share, model.dtype, group.window)
+
+
+def make_shapes(config: EngineConfig, model: DecoderConfig, platform: str, device_kind: str) -> Shapes:
     """Fixes all static sizes; `model` is already expanded for the devices and has its final `max_model_len`.
 
     Raises:
@@ -96,10 +110,27 @@ def make_shapes(config: EngineConfig, model: DecoderConfig, platform: str) -> Sh
         pages_per_row=pages_per_row,
         max_page_updates=groups * (new_pages + pages_per_row),  # and of admitted prefixes
     )
-    kv_dtype = model.dtype if config.cache.kv_cache_dtype == "auto" else config.cache.kv_cache_dtype
-    impl = config.compile.attention_impl
-    impl = choose_impl(platform)[0] if impl == "auto" else impl
-    return Shapes(config, model, platform, config.parallel.tensor_parallel_size, buckets, state, kv_dtype, impl)
+    spec, impl, reason = _choose_attention(config, model, platform, device_kind)
+    return Shapes(config, model, platform, config.parallel.tensor_parallel_size, buckets, state, spec, impl, reason)
+
+
+def _choose_attention(
+    config: EngineConfig, model: DecoderConfig, platform: str, device_kind: str
+) -> tuple[KVSpec, str, str]:
+    """Returns the pages, the implementation that attends to them, and why it does."""
+    attention, wanted = model.attention, config.compile.attention_impl
+    assert config.cache.page_size is not None  # resolved
+    dtype = _KV_DTYPES.get(config.cache.kv_cache_dtype, config.cache.kv_cache_dtype)
+    dtype = model.dtype if dtype == "auto" else dtype
+    spec = KVSpec(attention.num_kv_heads, attention.head_dim, config.cache.page_size, dtype)
+    shape = _attention_shape(model, spec, model.kv_groups[0], config.parallel.tensor_parallel_size)
+    try:
+        impl, reason = resolve_impl(
+            None if wanted == "auto" else wanted, shape, platform=platform, device_kind=device_kind
+        )
+    except ValueError as error:
+        raise ConfigError(str(error), field="attention_impl", value=wanted) from error
+    return replace(spec, layout=choose_layout(impl, attention.head_dim)), impl, reason
 
 
 def abstract_params(shapes: Shapes, mesh: Mesh) -> Any:
@@ -117,12 +148,14 @@ def describe_programs(shapes: Shapes, plan: CachePlan, mesh: Mesh) -> tuple[Step
     """Returns the static side and the abstract arguments of all programs for pools of a planned size."""
     pool_sharding = DEFAULT_RULES.sharding(mesh, KV_POOL_AXES)
     replicated = NamedSharding(mesh, PartitionSpec())
-    dtype = jnp.dtype(shapes.kv_dtype)
-    model = StepModel(shapes.model, plan.layout, shapes.page_size, mesh if mesh.size > 1 else None, shapes.impl)
+    dtype = jnp.dtype(shapes.spec.dtype)
+    step_mesh = mesh if mesh.size > 1 else None
+    model = StepModel(shapes.model, plan.layout, shapes.attention, step_mesh, shapes.impl, shapes.processor)
     inputs = ProgramInputs(
         params=abstract_params(shapes, mesh),
         cache=tuple(jax.ShapeDtypeStruct(shape, dtype, sharding=pool_sharding) for shape in plan.pool_shapes),
         rows=row_state_specs(shapes.state, replicated),
+        sampler=sampler_state_specs(shapes.state.rows, shapes.model.vocab_size, replicated),
         state_shape=shapes.state,
         replicated=replicated,
     )
@@ -135,8 +168,7 @@ def plan_pools(shapes: Shapes, *, budget: int) -> CachePlan:
     assert scheduler.max_num_batched_tokens is not None
     return plan_cache(
         shapes.model,
-        page_size=shapes.page_size,
-        kv_dtype=shapes.kv_dtype,
+        spec=shapes.spec,
         max_chunk=scheduler.max_num_batched_tokens,
         num_devices=shapes.num_devices,
         budget=budget if cache.kv_cache_memory_bytes is None else cache.kv_cache_memory_bytes,
@@ -151,8 +183,7 @@ def measure_use(shapes: Shapes, mesh: Mesh) -> DeviceUse:
     assert scheduler.max_num_batched_tokens is not None
     probe = plan_cache(
         shapes.model,
-        page_size=shapes.page_size,
-        kv_dtype=shapes.kv_dtype,
+        spec=shapes.spec,
         max_chunk=scheduler.max_num_batched_tokens,
         num_devices=shapes.num_devices,
         budget=0,
@@ -161,7 +192,7 @@ def measure_use(shapes: Shapes, mesh: Mesh) -> DeviceUse:
     model, inputs = describe_programs(shapes, probe, mesh)
     rows = max(shapes.buckets.row_counts)
     forward = compile_forward(model, inputs, shapes.buckets.largest)
-    samples = [compile_sample(model, inputs, rows, greedy) for greedy in (True, False)]
+    samples = [compile_sample(model, inputs, rows, variant) for variant in SampleVariant]
     used = [program.memory_analysis() for program in (forward, *samples)]
     num_rows = len(shapes.buckets.row_counts)
     code = used[0].generated_code_size_in_bytes * len(shapes.buckets.buckets)
@@ -179,13 +210,15 @@ def estimate_use(shapes: Shapes) -> DeviceUse:
         + 2 * model.mlp.intermediate_size
     )
     temporaries = 2 * bucket.tokens * width * size + 2 * bucket.rows * model.vocab_size * 4
-    num_programs = len(shapes.buckets.buckets) + 2 * len(shapes.buckets.row_counts)
+    num_programs = len(shapes.buckets.buckets) + len(SampleVariant) * len(shapes.buckets.row_counts)
     return _sum_use(shapes, temporaries, num_programs * _CODE_PER_PROGRAM)
 
 
 def _sum_use(shapes: Shapes, temporaries: int, code: int) -> DeviceUse:
     state = shapes.state
-    rows = 4 * state.rows * (2 + state.groups * state.pages_per_row)
+    sampler = sampler_state_specs(1, shapes.model.vocab_size)
+    line = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in jax.tree.leaves(sampler))
+    rows = state.rows * (4 * (2 + state.groups * state.pages_per_row) + line)
     packed = 4 * InputLayout(shapes.buckets.largest, state).size
     logits = 4 * shapes.buckets.largest.rows * shapes.model.vocab_size
     return DeviceUse(
@@ -212,13 +245,20 @@ def start_runner(
     plan = plan_pools(shapes, budget=budget)
     model, inputs = describe_programs(shapes, plan, mesh)
     threads = shapes.config.compile.compile_threads
-    programs = compile_programs(model, inputs, shapes.buckets, threads=threads, progress=progress)
+    programs = compile_programs(
+        model,
+        inputs,
+        shapes.buckets,
+        max_logprobs=shapes.config.compile.max_logprobs,
+        threads=threads,
+        progress=progress,
+    )
     runner = ModelRunner(
         programs,
         shapes.buckets,
         params=params,
         writer=WeightWriter(params, shapes.stack_mode),
-        state_specs=(inputs.cache, inputs.rows),
+        state_specs=(inputs.cache, inputs.rows, inputs.sampler),
         state_shape=shapes.state,
         input_sharding=inputs.replicated,
     )

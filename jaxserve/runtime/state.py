@@ -39,7 +39,7 @@ def row_state_specs(shape: StateShape, sharding: Sharding) -> RowState:
     )
 
 
-def make_zeros(specs: tuple[KVCache, RowState]) -> tuple[KVCache, RowState]:
+def make_zeros[T](specs: T) -> T:
     """Returns zeroed state on the device, each array made where it will lie.
 
     Zeroed, because a masked page slot is still read: uninitialised memory could hold NaN.

@@ -1,31 +1,47 @@
-"""THE two functions that run on the device in every step.
+"""THE two functions that run on the device in every step, and those that only some steps need.
 
 forward: unpack the inputs, bring the rows up to date, run the layers (writing and reading KV), take one logits row per
-row of the step. sample: choose the tokens. Everything before them is numpy, everything after is host.
+row of the step. choose: the tokens, plainly or from logits that are shaped first. Everything before them is numpy,
+everything after is host. Scores of tokens, and of a prompt's, are programs of their own beside them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
+from jaxserve.logits_processor import LogitsProcessor
 from jaxserve.models.base import DecoderConfig
 from jaxserve.models.decoder import CacheLayout, compute_logits
 from jaxserve.models.decoder import forward as run_layers
 from jaxserve.runtime.inputs import KEEP, ON_DEVICE, InputLayout, StepInputs
-from jaxserve.runtime.rows import SAMPLING_FIELDS
+from jaxserve.runtime.rows import EXTRA_FIELDS, FLOAT_FIELDS, SAMPLING_FIELDS
 from jaxserve.runtime.state import KVCache, RowState
-from jaxserve.sampling import SamplingInputs, finite_rows, sample, sample_greedy
-from jaxserve.scheduler.sequence import NON_FINITE
-from pallas_kernels.spec import prepare_batch
-
-_FLOAT_FIELDS = ("temperature", "top_p", "min_p")
+from jaxserve.sampling import (
+    SamplerState,
+    SamplingInputs,
+    TokenScores,
+    finite_rows,
+    mask_logits,
+    record,
+    sample,
+    sample_greedy,
+    score_all,
+    score_prompt,
+    score_tokens,
+    shape_logits,
+)
+from jaxserve.scheduler.sequence import MASK_LATE, NO_TOKEN_LEFT, NON_FINITE
+from pallas_kernels.batch import prepare_batch
+from pallas_kernels.spec import AttnShape
 
 
 @dataclass(frozen=True)
@@ -34,9 +50,10 @@ class StepModel:
 
     config: DecoderConfig
     layout: CacheLayout
-    page_size: int
+    shapes: tuple[AttnShape, ...]  # of each KV group, on one device
     mesh: Mesh | None  # None on a single device
-    impl: str | None
+    impl: str
+    processor: LogitsProcessor | None = None
 
 
 @flax.struct.dataclass
@@ -51,8 +68,11 @@ class SampleInputs:
 
 def forward(
     params: Any, cache: KVCache, rows: RowState, packed: Int[Array, " I"], *, model: StepModel, layout: InputLayout
-) -> tuple[KVCache, RowState, SampleInputs]:
-    """One step of one bucket up to the logits. `cache` and `rows` are donated."""
+) -> tuple[KVCache, RowState, SampleInputs, Float[Array, "T D"] | None]:
+    """One step of one bucket up to the logits. `cache` and `rows` are donated.
+
+    A mixed bucket also gives the hidden states, from which the tokens of prompts can be scored.
+    """
     inputs = layout.views(packed)
     rows, seq_lens = _advance(rows, inputs)
     groups, num_rows, width = rows.page_table.shape
@@ -65,19 +85,18 @@ def forward(
             inputs.query_start_loc,
             inputs.distribution,
             num_tokens=layout.bucket.tokens,
-            page_size=model.page_size,
+            shape=model.shapes[group],
             max_query_len=1 if layout.bucket.is_decode else None,
+            impl=model.impl,
         )
         for group in range(groups)
     )
     tokens = _token_ids(rows, inputs)
-    hidden, cache = run_layers(
-        model.config, params, tokens, cache, batches, layout=model.layout, mesh=model.mesh, impl=model.impl
-    )
+    hidden, cache = run_layers(model.config, params, tokens, cache, batches, layout=model.layout, mesh=model.mesh)
     last = jnp.maximum(inputs.query_start_loc[1:] - 1, 0)
     logits = compute_logits(model.config, params, hidden[last])
     selected = SampleInputs(logits, inputs.row_ids, inputs.samples, inputs.sampling)
-    return cache, replace(rows, page_table=page_table), selected
+    return cache, replace(rows, page_table=page_table), selected, None if layout.bucket.is_decode else hidden
 
 
 def choose_tokens(
@@ -85,17 +104,72 @@ def choose_tokens(
 ) -> tuple[RowState, Int[Array, " S"]]:
     """Samples one id per row; returns them, with NON_FINITE for rows whose logits are not. `rows` is donated.
 
-    The plain program (`greedy`) and the full one give a greedy row the same id.
+    Every program gives a greedy row the same id.
     """
     logits, vocab_size = selected.logits, model.config.vocab_size
     if greedy:
         ids = sample_greedy(logits, vocab_size=vocab_size)
     else:
-        positions = rows.num_computed[selected.row_ids]  # of the token that follows what is computed
-        ids = sample(logits, _unpack_sampling(selected.sampling, positions), vocab_size=vocab_size)
+        ids = sample(logits, _unpack_sampling(rows, selected), vocab_size=vocab_size)
+    return _keep(rows, selected, ids), jnp.where(finite_rows(logits), ids, NON_FINITE)
+
+
+def choose_shaped_tokens(
+    rows: RowState,
+    sampler: SamplerState,
+    selected: SampleInputs,
+    mask: UInt32[Array, "S W"] | None,
+    *,
+    model: StepModel,
+) -> tuple[RowState, SamplerState, Int[Array, " S"]]:
+    """As `choose_tokens`, from logits that masks, biases and penalties have shaped. `rows` and `sampler` are donated.
+
+    NO_TOKEN_LEFT in place of an id: a row's parameters together forbid every token. MASK_LATE: the row's line of `mask`
+    is 0, so it samples nothing and its last token stays.
+    """
+    logits, vocab_size = selected.logits, model.config.vocab_size
+    inputs = _unpack_sampling(rows, selected)
+    shaped = logits if mask is None else mask_logits(logits, mask)
+    shaped = shape_logits(shaped, inputs, sampler, selected.row_ids, vocab_size=vocab_size)
+    if model.processor is not None:
+        shaped = _process(shaped, selected, model.processor)
+    ids = sample(shaped, inputs, vocab_size=vocab_size)
+    reported = jnp.where(finite_rows(shaped), ids, NO_TOKEN_LEFT)
+    if mask is not None:
+        is_late = ~jnp.any(mask != 0, axis=1)
+        reported = jnp.where(is_late, MASK_LATE, reported)
+        selected = replace(selected, samples=jnp.where(is_late, 0, selected.samples))
+    sampler = record(sampler, selected.row_ids, ids, (selected.samples == 1) & (inputs.has_edits == 1))
+    return _keep(rows, selected, ids), sampler, jnp.where(finite_rows(logits), reported, NON_FINITE)
+
+
+def score_step(
+    selected: SampleInputs, token_ids: Int[Array, " S"], *, model: StepModel, max_logprobs: int
+) -> TokenScores | Float[Array, "S V"]:
+    """Log-probabilities of the sampled tokens and of the likeliest; of all tokens with `max_logprobs` -1."""
+    vocab_size = model.config.vocab_size
+    if max_logprobs < 0:
+        return score_all(selected.logits, vocab_size=vocab_size)
+    return score_tokens(selected.logits, token_ids, max_logprobs, vocab_size=vocab_size)
+
+
+def score_prompt_tokens(
+    params: Any, hidden: Float[Array, "T D"], targets: Int[Array, " T"], *, model: StepModel, max_logprobs: int
+) -> TokenScores:
+    """Log-probabilities of the token that follows each token of a step, and of the likeliest there."""
+    logits = partial(compute_logits, model.config, params)
+    return score_prompt(hidden, logits, targets, max_logprobs, vocab_size=model.config.vocab_size)
+
+
+def head_params(params: Any) -> dict[str, Any]:
+    """What logits need of the parameters."""
+    return {name: leaf for name, leaf in params.items() if name in ("embed", "lm_head", "final_norm")}
+
+
+def _keep(rows: RowState, selected: SampleInputs, ids: Int[Array, " S"]) -> RowState:
+    """The rows that sample have the id as their last token."""
     kept = jnp.where(selected.samples == 1, ids, rows.last_token[selected.row_ids])
-    rows = replace(rows, last_token=rows.last_token.at[selected.row_ids].set(kept))
-    return rows, jnp.where(finite_rows(logits), ids, NON_FINITE)
+    return replace(rows, last_token=rows.last_token.at[selected.row_ids].set(kept))
 
 
 def _advance(rows: RowState, inputs: StepInputs) -> tuple[RowState, Int[Array, " S"]]:
@@ -113,7 +187,18 @@ def _token_ids(rows: RowState, inputs: StepInputs) -> Int[Array, " T"]:
     return jnp.where(inputs.token_ids == ON_DEVICE, last, inputs.token_ids)
 
 
-def _unpack_sampling(bits: Int[Array, "S F"], positions: Int[Array, " S"]) -> SamplingInputs:
-    columns = {name: bits[:, index] for index, name in enumerate(SAMPLING_FIELDS)}
-    floats = {name: lax.bitcast_convert_type(columns[name], jnp.float32) for name in _FLOAT_FIELDS}
+def _process(logits: Float[Array, "S V"], selected: SampleInputs, processor: LogitsProcessor) -> Float[Array, "S V"]:
+    """Runs the engine's own processor on the rows that ask for it."""
+    fields = dict(zip(SAMPLING_FIELDS, selected.sampling.T, strict=True))
+    columns = [lax.bitcast_convert_type(fields[name], jnp.float32) for name in EXTRA_FIELDS]
+    arguments = dict(zip(processor.arguments, columns, strict=False))
+    processed = jax.vmap(processor.function)(logits, arguments).astype(logits.dtype)
+    return jnp.where(fields["has_extra"][:, None] == 1, processed, logits)
+
+
+def _unpack_sampling(rows: RowState, selected: SampleInputs) -> SamplingInputs:
+    names = [name for name in SAMPLING_FIELDS if name not in (*EXTRA_FIELDS, "has_extra")]
+    columns = {name: selected.sampling[:, SAMPLING_FIELDS.index(name)] for name in names}
+    floats = {name: lax.bitcast_convert_type(columns[name], jnp.float32) for name in FLOAT_FIELDS}
+    positions = rows.num_computed[selected.row_ids]  # of the token that follows what is computed
     return SamplingInputs(**(columns | floats), positions=positions)

@@ -43,6 +43,21 @@ class Batch:
         _remove(self.prefilling, sequence)
         insort(self.decoding, sequence, key=age)
 
+    def resume_prefilling(self, sequence: Sequence) -> bool:
+        """Undoes `start_decoding`: the next token is on the host; False when the sequence does not decode."""
+        if not _remove(self.decoding, sequence):
+            return False
+        insort(self.prefilling, sequence, key=age)
+        return True
+
+    def compute_again(self, sequence: Sequence) -> None:
+        """Lets a decoding sequence compute its last token once more: in the step in flight it does not sample.
+
+        All its tokens are committed.
+        """
+        if self.resume_prefilling(sequence):
+            sequence.num_computed_tokens -= 1
+
     def leave(self, sequence: Sequence) -> bool:
         """Takes the row back; the ticket stays. Returns whether the sequence was decoding."""
         was_decoding = _remove(self.decoding, sequence)

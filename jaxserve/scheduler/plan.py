@@ -7,12 +7,23 @@ the same plans. Rows that decode are columns rather than objects, because there 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from jaxserve.sampling_params import SamplingParams
 
 # A ticket names one admission of one sequence, (sequence id, epoch) in one number: outputs are matched by it, so that a
 # row which was given to another sequence in the meantime, or one readmitted after a fault, never gets a foreign token.
 Ticket = int
+
+
+@dataclass(frozen=True, slots=True)
+class RowHistory:
+    """What the sampler must know of a row whose parameters look back at its tokens."""
+
+    token_ids: tuple[int, ...]  # prompt and output so far
+    num_prompt_tokens: int
+    stop_ids: tuple[int, ...]  # that `min_tokens` keeps away, EOS among them
+    bad_words: tuple[tuple[int, ...], ...]  # as tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +35,7 @@ class RowSet:
     params: SamplingParams
     seed: int
     sequence_index: int  # which of the request's sequences it is
+    history: RowHistory | None = None  # only where `params.shapes_logits`
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +47,21 @@ class ChunkWork:
     start: int  # position of the first token
     token_ids: tuple[int, ...]
     samples: bool  # whether it reaches the row's last token
+    next_token: int = 0  # that follows the chunk, where it is in the prompt: what its last token is scored for
 
     @property
     def end(self) -> int:
         return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutputs:
+    """What the host learns of a step. Scores are numpy: log-probabilities [S, k + 1], ids [S, k + 1] and ranks [S] of
+    the chosen token and the k likeliest; or log-probabilities [S, V] alone."""
+
+    token_ids: list[int]  # one per row of the plan, or a report in its place (sequence.py)
+    scores: Any = None  # None: no row asked
+    prompt_scores: Any = None  # the same with one line per token of the step, for the token that follows it
 
 
 @dataclass(frozen=True, slots=True)

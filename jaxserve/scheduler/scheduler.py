@@ -12,24 +12,15 @@ from collections import deque
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 
-from jaxserve.errors import CapacityError, InvalidRequestError, JaxServeError, NonFiniteLogitsError
+from jaxserve.errors import InvalidRequestError, JaxServeError
 from jaxserve.pages.manager import PageManager
 from jaxserve.request import FinishReason, Request
 from jaxserve.scheduler.batch import Batch
 from jaxserve.scheduler.draft import Draft
 from jaxserve.scheduler.plan import ChunkWork, RowSet, StepPlan
 from jaxserve.scheduler.policy import age, choose_victim, chunk_length
-from jaxserve.scheduler.sequence import NON_FINITE, Sequence, SequenceStatus
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """The static bounds that the compiled programs impose on every plan."""
-
-    max_num_seqs: int  # rows
-    max_num_batched_tokens: int  # tokens of a step
-    max_model_len: int  # tokens of a sequence
-    max_prefix_updates: int  # page-table entries of admitted prefixes in one step
+from jaxserve.scheduler.requests import SchedulerLimits, explain_report, let_siblings_in, make_sequences
+from jaxserve.scheduler.sequence import MASK_LATE, NON_FINITE, Sequence, SequenceStatus
 
 
 @dataclass(slots=True)
@@ -38,6 +29,7 @@ class Commit:
 
     sequences: list[Sequence] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)  # of each token's row in the step
     finished: list[Sequence] = field(default_factory=list)
 
 
@@ -49,57 +41,68 @@ class Scheduler:
         self.pages = pages
         self.waiting: deque[Sequence] = deque()  # preempted sequences first
         self.batch = Batch(limits.max_num_seqs)
-        self._by_request: dict[str, Sequence] = {}
+        self._by_request: dict[str, list[Sequence]] = {}  # unfinished ones
         self._orders, self._steps = itertools.count(), itertools.count()
 
     @property
     def has_unfinished(self) -> bool:
         return bool(self._by_request)
 
-    def add(self, request: Request) -> Sequence:
-        """Queues a request, or refuses what could never run.
+    def add(self, request: Request) -> list[Sequence]:
+        """Queues a request, or refuses what could never run; returns its n sequences.
+
+        All but the first wait until the prompt is computed, and then find its pages by their content.
 
         Raises:
             InvalidRequestError: the prompt leaves no room for an output token, or the id is in use.
             CapacityError: the sequence would not fit the empty KV pool.
         """
-        num_prompt, limit = len(request.prompt_token_ids), self.limits.max_model_len
-        if num_prompt == 0:
-            raise InvalidRequestError("is empty; give at least one token", field="prompt", value=request.prompt)
-        if num_prompt >= limit:
-            message = (
-                f"This model's maximum context length is {limit} tokens, and the prompt alone has {num_prompt}; "
-                f"at most {limit - 1} leave room for an answer"
-            )
-            raise InvalidRequestError(message, field="prompt", value=num_prompt)
         if request.request_id in self._by_request:
             raise InvalidRequestError("is already running", field="request_id", value=request.request_id)
-        wanted = request.params.max_tokens
-        max_num_tokens = limit if wanted is None else min(limit, num_prompt + wanted)
-        if (unfit := self.pages.first_unfit_group(max_num_tokens)) is not None:
-            message = f"{max_num_tokens} tokens need {unfit[0]} KV pages, and the whole pool has {unfit[1]}"
-            raise CapacityError(message, field="max_tokens", value=wanted)
-        sequence = Sequence(request, self.pages.new_sequence(request.cache_salt), max_num_tokens)
-        sequence.order = next(self._orders)
-        self._by_request[request.request_id] = sequence
-        self.waiting.append(sequence)
-        return sequence
+        sequences = make_sequences(request, self.limits.max_model_len, self.pages)
+        for sequence in sequences:
+            sequence.order = next(self._orders)
+        self._by_request[request.request_id] = sequences.copy()
+        self.waiting.append(sequences[0])
+        return sequences
 
-    def finish(self, request_id: str, reason: FinishReason, error: JaxServeError | None = None) -> Sequence | None:
-        """Ends a request in whatever state it is; None when it is unknown or has ended already.
+    def finish(self, request_id: str, reason: FinishReason, error: JaxServeError | None = None) -> list[Sequence]:
+        """Ends what is left of a request in whatever state it is; nothing is, when it is unknown or has ended already.
 
         What steps in flight still compute for it is dropped at their commit.
         """
-        sequence = self._by_request.pop(request_id, None)
-        if sequence is None:
-            return None
+        sequences = self._by_request.get(request_id, []).copy()
+        for sequence in reversed(sequences):  # siblings that wait go before the first, which would let them in
+            self.finish_sequence(sequence, reason, error)
+        return sequences
+
+    def finish_sequence(self, sequence: Sequence, reason: FinishReason, error: JaxServeError | None = None) -> bool:
+        """Ends one sequence; False when it has ended already."""
+        if sequence.status is SequenceStatus.FINISHED:
+            return False
         if sequence.status is SequenceStatus.RUNNING:
             self._leave_batch(sequence)
-        else:
+        elif sequence in self.waiting:
             self.waiting.remove(sequence)
         self.batch.revoke_ticket(sequence)
         sequence.status, sequence.finish_reason, sequence.error = SequenceStatus.FINISHED, reason, error
-        return sequence
+        others = self._by_request[sequence.request.request_id]
+        others.remove(sequence)
+        let_siblings_in(sequence, self.waiting)
+        if not others:
+            del self._by_request[sequence.request.request_id]
+        return True
+
+    def extend(self, sequence: Sequence, token_ids: Ids[int]) -> Commit:
+        """Appends tokens that need no device to choose them: a running sequence then computes them as a chunk.
+
+        In the step in flight it does not sample. Returns what was added, as a commit of it.
+        """
+        if not self.batch.resume_prefilling(sequence):
+            return Commit()
+        sequence.token_ids += token_ids
+        count = len(token_ids)
+        return Commit([sequence] * count, list(token_ids), [-1] * count)
 
     # Planning
 
@@ -133,7 +136,8 @@ class Scheduler:
         if length == 0 or not self._reserve(draft, sequence, start + length):
             return
         tokens = tuple(sequence.token_ids[start : start + length])
-        chunk = ChunkWork(sequence.row, sequence.ticket, start, tokens, samples=length == work)
+        next_token = sequence.token_ids[start + length] if length < work else 0
+        chunk = ChunkWork(sequence.row, sequence.ticket, start, tokens, length == work, next_token)
         draft.add_chunk(chunk)
         sequence.num_computed_tokens = chunk.end
         if chunk.samples:
@@ -144,7 +148,7 @@ class Scheduler:
             sequence = self.waiting[0]
             if sequence.num_awaited_tokens:
                 return  # its tokens are not all here yet
-            num_cached = self.pages.attach_prefix(sequence.pages, sequence.token_ids)
+            num_cached = self.pages.attach_prefix(sequence.pages, sequence.sharable_tokens)
             updates = self.pages.list_updates(sequence.pages)
             length = chunk_length(num_cached, len(sequence.token_ids) - num_cached, draft.budget)
             has_room = self.pages.has_room(sequence.pages, len(sequence.token_ids))
@@ -153,8 +157,10 @@ class Scheduler:
                 return
             self.waiting.popleft()
             self._join_batch(sequence, num_cached)
-            request = sequence.request
-            draft.row_sets.append(RowSet(sequence.row, num_cached, request.params, request.seed, sequence.index))
+            request, history = sequence.request, sequence.history()
+            draft.row_sets.append(
+                RowSet(sequence.row, num_cached, request.params, request.seed, sequence.index, history)
+            )
             draft.prefix_updates -= len(updates)
             draft.add_pages(sequence.row, updates)
             self._plan_chunk(draft, sequence)
@@ -185,30 +191,32 @@ class Scheduler:
     def commit(self, plan: StepPlan, token_ids: Ids[int]) -> Commit:
         """Writes a step's sampled ids, one per row of the plan, into the sequences that are still there to take them.
 
-        NON_FINITE in place of an id ends that sequence, and its page does not enter the prefix index.
+        A report in place of an id ends that sequence, and its page does not enter the prefix index; but MASK_LATE does
+        nothing.
         """
         commit = Commit()
         by_ticket, take = self.batch.by_ticket, self._take
-        for ticket, token_id in zip(plan.decode_tickets, token_ids):  # noqa: B905  the chunks' ids follow
+        for index, (ticket, token_id) in enumerate(zip(plan.decode_tickets, token_ids)):  # noqa: B905 chunks' follow
             sequence = by_ticket.get(ticket)
             if sequence is not None:
-                take(sequence, token_id, commit)
-        for chunk, token_id in zip(plan.chunks, token_ids[len(plan.decode_tickets) :], strict=True):
+                take(sequence, token_id, index, commit)
+        num_decodes = len(plan.decode_tickets)
+        for index, (chunk, token_id) in enumerate(zip(plan.chunks, token_ids[num_decodes:], strict=True), num_decodes):
             sequence = by_ticket.get(chunk.ticket)
             if sequence is None:
                 continue
             if chunk.samples or token_id == NON_FINITE:
-                take(sequence, token_id, commit)
+                take(sequence, token_id, index, commit)
             elif chunk.end >= sequence.publish_from and sequence.status is SequenceStatus.RUNNING:
                 self._publish(sequence, chunk.end)
         return commit
 
-    def _take(self, sequence: Sequence, token_id: int, commit: Commit) -> None:
+    def _take(self, sequence: Sequence, token_id: int, index: int, commit: Commit) -> None:
         tokens = sequence.token_ids
         num_computed = len(tokens)
         if token_id in sequence.stop_ids:
-            if token_id == NON_FINITE:
-                self._end_non_finite(sequence, commit)
+            if token_id < 0:
+                self._take_report(sequence, token_id, commit)
                 return
             reason = FinishReason.STOP
             sequence.stop_token_id = None if token_id in sequence.request.eos_token_ids else token_id
@@ -217,21 +225,25 @@ class Scheduler:
         tokens.append(token_id)
         commit.sequences.append(sequence)
         commit.token_ids.append(token_id)
+        commit.indices.append(index)
         if sequence.num_awaited_tokens:
             sequence.num_awaited_tokens -= 1
         elif num_computed >= sequence.publish_from:
             self._publish(sequence, num_computed)
+        if sequence.siblings:
+            let_siblings_in(sequence, self.waiting)
         if reason is not None:
             self._end(sequence, reason, commit)
 
-    def _end_non_finite(self, sequence: Sequence, commit: Commit) -> None:
-        error = NonFiniteLogitsError(f"request {sequence.request.request_id}: the model's logits are not finite")
-        self._end(sequence, FinishReason.ERROR, commit, error)
+    def _take_report(self, sequence: Sequence, report: int, commit: Commit) -> None:
+        """What the device says in place of a token; `Batch.compute_again` has seen to masks that were late."""
+        if report != MASK_LATE:
+            self._end(sequence, FinishReason.ERROR, commit, explain_report(sequence, report))
 
     def _end(
         self, sequence: Sequence, reason: FinishReason, commit: Commit, error: JaxServeError | None = None
     ) -> None:
-        if self.finish(sequence.request.request_id, reason, error) is not None:
+        if self.finish_sequence(sequence, reason, error):
             commit.finished.append(sequence)
 
     def _publish(self, sequence: Sequence, num_computed: int) -> None:

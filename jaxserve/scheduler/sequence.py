@@ -8,8 +8,11 @@ from enum import Enum, auto
 from jaxserve.errors import JaxServeError
 from jaxserve.pages.manager import SequencePages
 from jaxserve.request import FinishReason, Request
+from jaxserve.scheduler.plan import RowHistory
 
-NON_FINITE = -1  # what the device reports in place of a token id for a row whose logits are not finite
+# What the device reports in place of a token id: the row's logits are not finite; its parameters forbid every token; it
+# was not to sample, because its mask came too late.
+NON_FINITE, NO_TOKEN_LEFT, MASK_LATE = -1, -2, -3
 
 
 class SequenceStatus(Enum):
@@ -31,8 +34,9 @@ class Sequence:
     pages: SequencePages
     max_num_tokens: int  # prompt and output together
     token_ids: list[int] = field(init=False)
-    stop_ids: frozenset[int] = field(init=False)  # every value that ends the sequence, NON_FINITE among them
+    stop_ids: frozenset[int] = field(init=False)  # every value that ends the sequence, the device's reports among them
     index: int = 0  # among the request's sequences
+    siblings: list[Sequence] = field(default_factory=list)  # of the first: those that wait for its prompt's pages
     status: SequenceStatus = SequenceStatus.WAITING
     order: int = -1  # of arrival; preemption takes the youngest
     ticket: int = -1
@@ -49,11 +53,26 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_token_ids)
-        self.stop_ids = frozenset((*self.request.eos_token_ids, *self.request.params.stop_token_ids, NON_FINITE))
+        reports = NON_FINITE, NO_TOKEN_LEFT, MASK_LATE
+        self.stop_ids = frozenset((*self.request.eos_token_ids, *self.request.params.stop_token_ids, *reports))
 
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.request.prompt_token_ids)
+
+    @property
+    def sharable_tokens(self) -> list[int]:
+        """Those whose computed pages it may take over: none while its prompt is to be scored, token by token."""
+        is_scored = self.request.params.prompt_logprobs is not None and len(self.token_ids) == self.num_prompt_tokens
+        return [] if is_scored and self.index == 0 else self.token_ids
+
+    def history(self) -> RowHistory | None:
+        """What the sampler needs of it on admission."""
+        request = self.request
+        if not request.params.shapes_logits:
+            return None
+        stop_ids = (*request.eos_token_ids, *request.params.stop_token_ids)
+        return RowHistory(tuple(self.token_ids), self.num_prompt_tokens, stop_ids, request.bad_words)
 
     @property
     def output_token_ids(self) -> list[int]:

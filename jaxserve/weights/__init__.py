@@ -6,6 +6,7 @@ from jaxserve.weights.json_files import read_generation_config, read_hf_config
 from jaxserve.weights.load import load_safetensors, stream_safetensors
 from jaxserve.weights.orbax import restore_params, save_params
 from jaxserve.weights.place import place_parameter
+from jaxserve.weights.reader import read_tensor_shapes
 from jaxserve.weights.update import check_update
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "place_parameter",
     "read_generation_config",
     "read_hf_config",
+    "read_tensor_shapes",
     "resolve_checkpoint",
     "restore_params",
     "save_params",

@@ -99,6 +99,12 @@ def open_checkpoint(path: Path) -> SafetensorsCheckpoint:
     raise WeightsError(_describe_missing(path), field=str(path))
 
 
+def read_tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of every tensor of the checkpoint at `path`, from the files' headers only."""
+    checkpoint = open_checkpoint(path)
+    return {name: checkpoint.shape(name) for name in checkpoint.names}
+
+
 def _describe_missing(path: Path) -> str:
     message = f"there is neither {_SINGLE} nor {_INDEX}"
     pickled = sorted(file.name for suffix in ("bin", "pt", "pth") for file in path.glob(f"*.{suffix}"))

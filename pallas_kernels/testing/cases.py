@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.layout import pool_shape
-from pallas_kernels.spec import AttnParams, KVSpec
+from pallas_kernels.layout import pool_shape, read_format
+from pallas_kernels.spec import AttnParams, AttnShape, HeadParams, KVSpec
 
-# Largest difference from the float32 reference on the same rounded inputs, for values of order one.
+# Largest difference from the float32 reference on the same rounded inputs, for values of order one, by q's dtype.
 TOLERANCE = {"float32": 2e-5, "bfloat16": 3e-2, "float16": 4e-3}
 
 
@@ -25,14 +25,29 @@ class Case:
     spec: KVSpec = field(default_factory=lambda: KVSpec(2, 64, 16, "float32"))
     window: int | None = None
     softcap: float | None = None
+    sinks: bool = False
     max_rows: int = 8  # S
     max_tokens: int = 64  # T
     table_width: int = 12  # M
     max_query_len: int | None = None
+    num_chunks: int = 0  # rows after the one-token ones that are in the chunk class: they begin at multiples of 32
 
     @property
     def params(self) -> AttnParams:
         return AttnParams(scale=self.spec.head_dim**-0.5, window=self.window, softcap=self.softcap)
+
+    @property
+    def dtype(self) -> str:
+        """Of q: that of the pages, where a query can have it."""
+        return self.spec.dtype if self.spec.dtype in TOLERANCE else "bfloat16"
+
+    @property
+    def shape(self) -> AttnShape:
+        return AttnShape(self.num_heads, self.spec, self.dtype, self.window)
+
+    def with_layout(self, layout: str) -> Case:
+        """The same case on pages of another layout."""
+        return replace(self, spec=replace(self.spec, layout=layout))
 
 
 @dataclass(frozen=True)
@@ -47,6 +62,7 @@ class Inputs:
     seq_lens: np.ndarray  # [S]
     query_start_loc: np.ndarray  # [S + 1]
     distribution: np.ndarray  # [3]
+    heads: HeadParams
     num_pages: int  # of one layer
     num_layers: int
 
@@ -84,35 +100,55 @@ def make_inputs(case: Case, seed: int = 0, *, num_layers: int = 2) -> Inputs:
             page_table[row, index] = page
             filled = int(np.sum(slots < computed))
             shape = (num_layers, 2 * spec.num_kv_heads, filled, spec.head_dim)
-            kv_pages[page::num_pages, :, :filled] = rng.standard_normal(shape)
+            kv_pages[page::num_pages, :, :filled] = _store(rng.standard_normal(shape), spec)
 
     ends = np.cumsum(query_lens)
     num_single = next((row for row, (_, new) in enumerate(case.rows) if new > 1), num_rows)
-    dtype = jnp.dtype(spec.dtype)
-    shape = (case.max_tokens, spec.num_kv_heads, spec.head_dim)
+    dtype, shape = jnp.dtype(case.dtype), (case.max_tokens, spec.num_kv_heads, spec.head_dim)
     return Inputs(
         q=rng.standard_normal((case.max_tokens, case.num_heads, spec.head_dim)).astype(dtype),
         k=rng.standard_normal(shape).astype(dtype),
         v=rng.standard_normal(shape).astype(dtype),
-        kv_pages=kv_pages.astype(dtype),
+        kv_pages=kv_pages.astype(jnp.dtype(spec.dtype)),
         page_table=page_table,
         seq_lens=seq_lens,
         query_start_loc=np.concatenate([[0], ends]).astype(np.int32),
-        distribution=np.array([num_single, num_rows, num_rows], np.int32),
+        distribution=np.array([num_single, num_single + case.num_chunks, num_rows], np.int32),
+        heads=_make_heads(case, rng),
         num_pages=num_pages,
         num_layers=num_layers,
     )
+
+
+def _store(values: np.ndarray, spec: KVSpec) -> np.ndarray:
+    """[..., 2K, tokens, H] as a page of the spec's layout keeps them."""
+    form = read_format(pool_shape(spec, 1), spec.head_dim)
+    if form.paired:
+        return np.concatenate([values[..., 0::2, :, :], values[..., 1::2, :, :]], axis=-1)
+    padding = [(0, 0)] * (values.ndim - 1)
+    return np.pad(values, (*padding, (0, form.width - form.head_dim)))
+
+
+def _make_heads(case: Case, rng: np.random.Generator) -> HeadParams:
+    """Sinks where the case has them, scales where its pages have 8 bits: not all 1, so that a lost one shows."""
+    sinks = rng.standard_normal(case.num_heads).astype(np.float32) if case.sinks else None
+    if case.spec.dtype in TOLERANCE:
+        return HeadParams(sinks=sinks)
+    k_scale, v_scale = rng.uniform(0.5, 1.5, (2, case.spec.num_kv_heads)).astype(np.float32)
+    return HeadParams(sinks, k_scale, v_scale)
 
 
 def largest_error(case: Case, out: jax.Array, expected: jax.Array, num_tokens: int) -> float:
     """Largest difference over the tokens that are not padding, as a share of the case's tolerance (fine below 1)."""
     found, wanted = (np.asarray(array, np.float32)[:num_tokens] for array in (out, expected))
     assert np.isfinite(np.asarray(out, np.float32)).all(), f"{case.name}: padding must be finite too"
-    return float(np.max(np.abs(found - wanted), initial=0)) / TOLERANCE[case.spec.dtype]
+    return float(np.max(np.abs(found - wanted), initial=0)) / TOLERANCE[case.dtype]
 
 
 _DECODE = ((0, 1), (1, 1), (15, 1), (16, 1), (100, 1), (150, 1), (191, 1))
 _MIXED = ((0, 1), (40, 1), (130, 1), (0, 17), (16, 16), (31, 2), (120, 9))
+_CHUNKS = ((40, 1), (130, 1), (0, 32), (64, 40), (96, 7))
+_FP8 = "float8_e4m3fn"
 
 
 def _shape(num_heads: int, num_kv_heads: int, head_dim: int, dtype: str = "float32", page_size: int = 16) -> dict:
@@ -146,5 +182,44 @@ CASES = [
     Case("heads of 80, pages of 64", _MIXED, **_shape(4, 2, 80, page_size=64)),
     Case("heads of 96, window", _MIXED, **_shape(4, 2, 96), window=40),
     Case("pages wider than a block", _MIXED, **_shape(4, 2, 32, page_size=256)),
+    Case("decode sinks", _DECODE, max_tokens=8, max_query_len=1, sinks=True, **_shape(4, 2, 64, "bfloat16")),
+    Case(
+        "decode 8:1 of 128, window, softcap, sinks",
+        _DECODE,
+        max_tokens=8,
+        max_query_len=1,
+        window=40,
+        softcap=3.0,
+        sinks=True,
+        **_shape(8, 1, 128, "bfloat16", 32),
+    ),
+    Case("decode 8:2 of 256 float16", _DECODE, max_tokens=8, max_query_len=1, **_shape(8, 2, 256, "float16", 64)),
+    Case("decode 16:1 of 128", _DECODE, max_tokens=8, max_query_len=1, **_shape(16, 1, 128, "bfloat16", 64)),
+    Case("decode fp8 8:2 of 128", _DECODE, max_tokens=8, max_query_len=1, **_shape(8, 2, 128, _FP8, 64)),
+    Case(
+        "decode fp8 4:4 of 64, window", _DECODE, max_tokens=8, max_query_len=1, window=70, **_shape(4, 4, 64, _FP8, 32)
+    ),
+    Case("drafts verified", ((60, 3), (0, 5), (33, 2), (9, 5)), max_query_len=5, **_shape(8, 2, 128, "bfloat16")),
+    Case(
+        "drafts verified, 3:1, window, sinks",
+        ((60, 3), (31, 2)),
+        max_query_len=3,
+        window=9,
+        sinks=True,
+        **_shape(3, 1, 64, "bfloat16"),
+    ),
+    Case("mixed 8:2 of 128 bfloat16, sinks", _MIXED, sinks=True, **_shape(8, 2, 128, "bfloat16", 32)),
+    Case("mixed 4:1 of 256 bfloat16", _MIXED, **_shape(4, 1, 256, "bfloat16", 64)),
+    Case("mixed fp8 8:2 of 128", _MIXED, **_shape(8, 2, 128, _FP8, 64)),
+    Case("mixed fp8 4:2 of 64, window, softcap", _MIXED, window=30, softcap=4.0, **_shape(4, 2, 64, _FP8, 32)),
+    Case("chunks", _CHUNKS, num_chunks=3, max_tokens=128, **_shape(8, 2, 128, "bfloat16", 32)),
+    Case(
+        "chunks and others, window",
+        (*_CHUNKS, (17, 3)),
+        num_chunks=3,
+        max_tokens=128,
+        window=50,
+        **_shape(4, 2, 64, "bfloat16", 64),
+    ),
     Case("pages of one token", ((0, 1), (9, 1), (3, 6)), **_shape(2, 1, 16, page_size=1)),
 ]

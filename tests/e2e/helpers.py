@@ -48,24 +48,24 @@ class LogitsRecorder:
     def __init__(self, llm: LLM) -> None:
         self.logits: dict[tuple[tuple[int, ...], int], np.ndarray] = {}
         runner, self._batch = llm.ready.runner, llm.ready.engine.scheduler.batch
-        self._dispatch = runner.dispatch
+        self._start = runner.start
         self._selected: Any = None
         for bucket, program in runner._programs.forward.items():
             runner._programs.forward[bucket] = self._keep(program)
-        runner.dispatch = self._record  # type: ignore[method-assign]
+        runner.start = self._record  # type: ignore[method-assign]
 
     def _keep(self, program: Any) -> Any:
         def call(*args: Any) -> Any:
-            cache, rows, selected = program(*args)
+            cache, rows, selected, hidden = program(*args)
             self._selected = jax.device_get(selected.logits)
-            return cache, rows, selected
+            return cache, rows, selected, hidden
 
         return call
 
     def _record(self, plan: StepPlan) -> Any:
-        future = self._dispatch(plan)
+        started = self._start(plan)
         tickets = (*plan.decode_tickets, *(chunk.ticket for chunk in plan.chunks))
         for ticket, logits in zip(tickets, self._selected, strict=False):
             sequence = self._batch.by_ticket[ticket]
             self.logits[sequence.request.prompt_token_ids, sequence.num_computed_tokens - 1] = logits
-        return future
+        return started

@@ -67,7 +67,9 @@ def test_only_the_explicit_transfer_is_made(llm: LLM) -> None:
 
 
 def test_programs_are_few(llm: LLM) -> None:
-    assert len(llm.ready.runner._programs) <= 12
+    programs = llm.ready.runner._programs
+    assert len(programs.forward) + 2 * len(programs.score) <= 12, "of every step: forward, greedy and random"
+    assert len(programs.sample) == 4 * len(programs.score) and len(programs) <= 30
 
 
 def test_a_step_without_a_program_is_an_error_not_a_compilation(llm: LLM) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from jaxserve.models.base import DecoderConfig, ParamSpec
 from jaxserve.models.decoder import CacheLayout, compute_logits, forward
 from jaxserve.models.registry import param_specs, weight_sources
 from jaxserve.sharding import DEFAULT_RULES, KV_POOL_AXES
-from pallas_kernels.spec import prepare_batch
+from pallas_kernels import AttnShape, KVSpec, pool_shape, prepare_batch
 
 PAGE_SIZE = 16
 
@@ -90,8 +91,11 @@ class NaiveRunner:
         self.page_table = jnp.asarray(order.reshape(num_rows, per_row), jnp.int32)
         self.lengths = np.zeros(num_rows, np.int32)
         attention, num_layers = config.attention, config.num_layers
-        shape = (num_layers * num_pages, 2 * attention.num_kv_heads, PAGE_SIZE, attention.head_dim)
-        pool = jnp.zeros(shape, config.dtype)
+        devices = 1 if mesh is None else mesh.size
+        spec = KVSpec(attention.num_kv_heads // devices, attention.head_dim, PAGE_SIZE, config.dtype)
+        self.shape = AttnShape(attention.num_heads // devices, spec, config.dtype)
+        whole = dataclasses.replace(spec, num_kv_heads=attention.num_kv_heads)
+        pool = jnp.zeros(pool_shape(whole, num_layers * num_pages), config.dtype)
         if mesh is not None:
             pool = jax.device_put(pool, DEFAULT_RULES.sharding(mesh, KV_POOL_AXES))
         self.cache = (pool,)
@@ -103,17 +107,20 @@ class NaiveRunner:
         )
 
         def step(params, token_ids, cache, seq_lens, query_start_loc):
-            batch = prepare_batch(
-                self.page_table,
-                seq_lens,
-                query_start_loc,
-                jnp.array([0, 0, num_rows], jnp.int32),
-                num_tokens=token_ids.shape[0],
-                page_size=PAGE_SIZE,
-                max_query_len=token_ids.shape[0],
+            rows = {
+                "page_table": self.page_table,
+                "seq_lens": seq_lens,
+                "query_start_loc": query_start_loc,
+                "distribution": jnp.array([0, 0, num_rows], jnp.int32),
+                "num_tokens": token_ids.shape[0],
+                "max_query_len": token_ids.shape[0],
+                "impl": impl,
+            }
+            batches = tuple(
+                prepare_batch(shape=dataclasses.replace(self.shape, window=group.window), **rows)
+                for group in config.kv_groups
             )
-            batches = (batch,) * len(config.kv_groups)
-            hidden, cache = forward(config, params, token_ids, cache, batches, layout=layout, mesh=mesh, impl=impl)
+            hidden, cache = forward(config, params, token_ids, cache, batches, layout=layout, mesh=mesh)
             return compute_logits(config, params, hidden), cache
 
         self.step = jax.jit(

@@ -118,7 +118,9 @@ def test_ignored_weights_are_known_by_name_only():
         return any(re.fullmatch(pattern, name) for pattern in ignored_weights(parse_config(config)))
 
     assert is_ignored(TINY, "model.layers.7.self_attn.rotary_emb.inv_freq")
-    assert not is_ignored(TINY, "model.layers.7.self_attn.k_scale")
+    assert is_ignored(TINY, "model.layers.7.self_attn.k_scale"), "pages of 16 bits need no scales"
+    assert is_ignored(TINY, "model.layers.7.self_attn.v_proj.v_scale")
+    assert not is_ignored(TINY, "model.layers.7.self_attn.v_proj.weight_scale")
     assert not is_ignored(TINY, "lm_head.weight")
     assert is_ignored(TINY | {"tie_word_embeddings": True}, "lm_head.weight")
     assert not is_ignored(TINY | {"tie_word_embeddings": True}, "lm_head_weight")

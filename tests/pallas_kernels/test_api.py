@@ -13,7 +13,17 @@ import numpy as np
 import pytest
 
 import pallas_kernels
-from pallas_kernels import AttnParams, attend_with_update, choose_impl, prepare_batch, ragged_paged_attention
+from pallas_kernels import (
+    AttnParams,
+    AttnShape,
+    HeadParams,
+    KVSpec,
+    attend_with_update,
+    choose_impl,
+    prepare_batch,
+    ragged_paged_attention,
+    resolve_impl,
+)
 from pallas_kernels.spec import BatchMeta
 from pallas_kernels.testing.cases import CASES, Inputs, largest_error, make_inputs
 from tests.pallas_kernels.runner import run_case
@@ -29,14 +39,28 @@ def inputs() -> Inputs:
 
 @pytest.fixture(scope="module")
 def batch(inputs: Inputs) -> BatchMeta:
-    prepare = partial(prepare_batch, num_tokens=CASE.max_tokens, page_size=16, max_query_len=None)
+    prepare = partial(prepare_batch, num_tokens=CASE.max_tokens, shape=CASE.shape, max_query_len=None)
     return jax.jit(prepare)(*inputs.meta)
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu", "cuda", "tpu"])
-def test_choice_says_why(platform: str) -> None:
-    name, reason = choose_impl(platform)
-    assert name == "xla" and len(reason) > 20
+@pytest.mark.parametrize(
+    ("platform", "kind", "name"),
+    [
+        ("cpu", "cpu", "xla"),
+        ("gpu", "NVIDIA H200", "gpu"),
+        ("cuda", "NVIDIA H100 80GB HBM3", "gpu"),
+        ("gpu", "NVIDIA A100-SXM4-40GB", "xla"),
+        ("gpu", "NVIDIA L4", "xla"),
+        ("gpu", "NVIDIA B200", "xla"),
+        ("tpu", "TPU v5 lite", "tpu"),
+        ("tpu", "TPU v6 lite", "tpu"),
+        ("tpu", "TPU7x", "tpu"),
+        ("tpu", "TPU v4", "xla"),
+    ],
+)
+def test_choice_says_why(platform: str, kind: str, name: str) -> None:
+    chosen, reason = choose_impl(platform, kind)
+    assert chosen == name and len(reason) > 20 and (platform == "cpu" or kind in reason)
 
 
 def test_unknown_platform_is_refused() -> None:
@@ -45,14 +69,34 @@ def test_unknown_platform_is_refused() -> None:
 
 
 @pytest.mark.parametrize("impl", ["tpu", "gpu"])
-def test_planned_impl_says_what_works(inputs: Inputs, batch: BatchMeta, impl: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"'{impl}'.*impl='xla'"):
-        attend_with_update(inputs.q, inputs.k, inputs.v, inputs.kv_pages, batch, params=PARAMS, impl=impl)
+def test_a_kernel_asked_for_by_name_that_cannot_run_raises(impl: str) -> None:
+    with pytest.raises(ValueError, match=f"'{impl}' cannot run: it runs on {impl}, this is cpu.*impl='xla'"):
+        resolve_impl(impl, CASE.shape)
+    shape = AttnShape(4, KVSpec(2, 128, 64, "float16"), "float16")
+    other = {"gpu": ("tpu", "TPU v6 lite"), "tpu": ("gpu", "NVIDIA H200")}[impl]
+    with pytest.raises(ValueError, match=f"'{impl}' cannot run"):
+        resolve_impl(impl, shape, platform=other[0], device_kind=other[1])
 
 
-def test_unknown_impl_is_refused(inputs: Inputs, batch: BatchMeta) -> None:
-    with pytest.raises(ValueError, match=r"gpu, reference, tpu, xla or None, got 'cuda'"):
-        ragged_paged_attention(inputs.q, inputs.kv_pages, batch, params=PARAMS, impl="cuda")
+def test_a_kernel_on_a_device_too_old_for_it_raises_by_name_and_falls_back_by_default() -> None:
+    shape, ampere = AttnShape(4, KVSpec(2, 128, 64, "bfloat16"), "bfloat16"), ("gpu", "NVIDIA A100-SXM4-40GB")
+    with pytest.raises(ValueError, match=r"'gpu' cannot run: .*Hopper.*A100"):
+        resolve_impl("gpu", shape, platform=ampere[0], device_kind=ampere[1])
+    name, reason = resolve_impl(None, shape, platform=ampere[0], device_kind=ampere[1])
+    assert name == "xla" and "A100" in reason
+
+
+def test_a_shape_that_no_kernel_does_falls_back_with_the_reason() -> None:
+    shape = AttnShape(4, KVSpec(2, 128, 64, "float32"), "float32")
+    name, reason = resolve_impl(None, shape, platform="gpu", device_kind="NVIDIA H200")
+    assert name == "xla" and "float32" in reason
+    with pytest.raises(ValueError, match=r"'gpu' cannot run: .*float32"):
+        resolve_impl("gpu", shape, platform="gpu", device_kind="NVIDIA H200")
+
+
+def test_unknown_impl_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"xla, gpu, .* or None, got 'cuda'"):
+        resolve_impl("cuda", CASE.shape)
 
 
 def test_attention_alone_equals_attention_after_update(inputs: Inputs, batch: BatchMeta) -> None:
@@ -64,9 +108,10 @@ def test_attention_alone_equals_attention_after_update(inputs: Inputs, batch: Ba
 
 
 def test_query_of_another_dtype_than_the_pool(inputs: Inputs) -> None:
-    rounded = replace(inputs, kv_pages=inputs.kv_pages.astype("bfloat16"))
-    out, kv_pages = run_case(CASE, rounded)
-    expected, _ = run_case(CASE, rounded, impl="reference")
+    case = replace(CASE, spec=replace(CASE.spec, dtype="bfloat16"))
+    rounded = replace(inputs, kv_pages=inputs.kv_pages.astype("bfloat16"))  # q stays float32
+    out, kv_pages = run_case(case, rounded)
+    expected, _ = run_case(case, rounded, impl="reference")
     assert out.dtype == np.float32 and kv_pages.dtype == "bfloat16"
     assert largest_error(CASE, out, expected, inputs.num_tokens) < 1, "matmuls in float32, though the pool is not"
 
@@ -75,12 +120,13 @@ def test_query_of_another_dtype_than_the_pool(inputs: Inputs) -> None:
     ("changes", "message"),
     [
         ({"q": np.zeros((64, 3, 64))}, "3 heads"),
-        ({"q": np.zeros((64, 4, 32))}, "head_dim 32"),
+        ({"q": np.zeros((64, 4, 32))}, "4 heads of 32"),
         ({"q": np.zeros((32, 4, 64))}, "32 tokens"),
         ({"k": np.zeros((64, 1, 64))}, r"k \(64, 1, 64\)"),
         ({"v": np.zeros((63, 2, 64))}, r"v \(63, 2, 64\)"),
-        ({"kv_pages": np.zeros((9, 4, 8, 64))}, "page_size 16"),
-        ({"kv_pages": np.zeros((9, 3, 16, 64))}, "3 rows"),
+        ({"kv_pages": np.zeros((9, 4, 8, 64), np.float32)}, "page_size=16"),
+        ({"kv_pages": np.zeros((9, 4, 16, 64), np.float16)}, "float16.*dtype='float32'"),
+        ({"kv_pages": np.zeros((9, 3, 16, 64), np.float32)}, "2K, page_size"),
     ],
 )
 def test_shapes_that_do_not_fit_are_named(
@@ -89,6 +135,16 @@ def test_shapes_that_do_not_fit_are_named(
     bad = replace(inputs, **changes)
     with pytest.raises(ValueError, match=message):
         attend_with_update(bad.q, bad.k, bad.v, bad.kv_pages, batch, params=PARAMS)
+
+
+def test_head_params_and_window_must_fit(inputs: Inputs, batch: BatchMeta) -> None:
+    arrays = inputs.q, inputs.k, inputs.v, inputs.kv_pages, batch
+    with pytest.raises(ValueError, match=r"heads.k_scale must be \[2\].*\(4,\)"):
+        attend_with_update(*arrays, params=PARAMS, heads=HeadParams(k_scale=np.ones(4)))
+    with pytest.raises(ValueError, match=r"heads.sinks must be \[4\]"):
+        attend_with_update(*arrays, params=PARAMS, heads=HeadParams(sinks=np.ones(2)))
+    with pytest.raises(ValueError, match="window is 8, the batch was prepared for None"):
+        attend_with_update(*arrays, params=AttnParams(scale=1.0, window=8))
 
 
 def test_importing_the_package_loads_nothing() -> None:

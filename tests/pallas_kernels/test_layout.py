@@ -9,8 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import AttnParams, KVSpec, attend_with_update, gather_logical, page_bytes, pool_shape, prepare_batch
+from pallas_kernels import (
+    AttnParams,
+    AttnShape,
+    KVSpec,
+    attend_with_update,
+    gather_logical,
+    page_bytes,
+    pool_shape,
+    prepare_batch,
+)
+from pallas_kernels.layout import read_format, saturate
 from pallas_kernels.testing.cases import CASES, Case, make_inputs
+from pallas_kernels.xla import XlaConfig
 from tests.pallas_kernels.runner import LAYER, run_case
 
 BY_NAME = {case.name: case for case in CASES}
@@ -24,18 +35,48 @@ def test_sizes(dtype: str, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [BY_NAME["mixed"], BY_NAME["8:4 bfloat16"], BY_NAME["decode"]], ids=lambda case: case.name
+    ("head_dim", "layout", "rows", "width"),
+    [
+        (64, "plain", 4, 64),
+        (64, "paired", 2, 128),
+        (80, "padded", 4, 128),
+        (128, "padded", 4, 128),
+        (96, "plain", 4, 96),
+    ],
 )
-def test_update_writes_its_slots_and_no_other(case: Case) -> None:
+def test_formats_are_read_back_from_shapes(head_dim: int, layout: str, rows: int, width: int) -> None:
+    shape = pool_shape(KVSpec(2, head_dim, 16, "bfloat16", layout), 9)
+    assert shape == (9, rows, 16, width)
+    form = read_format(shape, head_dim)
+    assert (form.num_kv_heads, form.head_dim, form.width, form.paired) == (2, head_dim, width, layout == "paired")
+
+
+def test_a_pool_of_other_heads_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"\(9, 4, 16, 64\) hold no heads of 32"):
+        read_format((9, 4, 16, 64), 32)
+
+
+def test_eight_bit_pages_saturate() -> None:
+    values = jnp.array([[[1e6, -1e6, 448.0, 500.0, 0.25]]])
+    assert saturate(values, jnp.float8_e4m3fn).astype(jnp.float32).tolist() == [[[448, -448, 448, 448, 0.25]]]
+    halved = saturate(values, jnp.float8_e4m3fn, jnp.array([2.0]))
+    assert halved.astype(jnp.float32).tolist() == [[[448, -448, 224, 256, 0.125]]], "500 / 2 rounds to 256"
+    assert bool(jnp.isinf(saturate(values, jnp.float16)[0, 0, 0])), "wider floats are cast as ever"
+
+
+@pytest.mark.parametrize("name", ["mixed", "8:4 bfloat16", "decode", "mixed fp8 8:2 of 128"])
+def test_update_writes_its_slots_and_no_other(name: str) -> None:
+    case = BY_NAME[name]
     inputs = make_inputs(case)
     _, kv_pages = run_case(case, inputs)
-    expected = inputs.kv_pages.copy()
-    token = 0
+    expected, dtype, token = inputs.kv_pages.copy(), inputs.kv_pages.dtype, 0
+    k = np.asarray(saturate(inputs.k, dtype, inputs.heads.k_scale))
+    v = np.asarray(saturate(inputs.v, dtype, inputs.heads.v_scale))
     for row, (computed, new) in enumerate(case.rows):
         for position in range(computed, computed + new):
             page = LAYER * inputs.num_pages + inputs.page_table[row, position // case.spec.page_size]
-            expected[page, 0::2, position % case.spec.page_size] = inputs.k[token]
-            expected[page, 1::2, position % case.spec.page_size] = inputs.v[token]
+            expected[page, 0::2, position % case.spec.page_size] = k[token]
+            expected[page, 1::2, position % case.spec.page_size] = v[token]
             token += 1
     bits, expected_bits = (np.ascontiguousarray(pool).view(np.uint8) for pool in (kv_pages, expected))
     null_page = LAYER * inputs.num_pages  # takes the padding: whatever it holds is right
@@ -65,7 +106,8 @@ def test_layers_share_a_donated_pool_in_place(bounded: bool, max_query_len: int 
 
     @partial(jax.jit, donate_argnums=1)
     def step(q: jax.Array, pool: jax.Array, *meta: jax.Array) -> tuple[jax.Array, jax.Array]:
-        batch = prepare_batch(*meta, num_tokens=tokens, page_size=32, max_query_len=max_query_len, bounded=bounded)
+        shape, config = AttnShape(4, spec, "float32"), XlaConfig(bounded)
+        batch = prepare_batch(*meta, num_tokens=tokens, shape=shape, max_query_len=max_query_len, config=config)
         for layer in range(layers):  # as in a model, a layer's K and V come from the answer of the one before
             k, v = q[:, :2], q[:, 2:]
             q, pool = attend_with_update(

@@ -10,27 +10,27 @@ from pathlib import Path
 import pallas_kernels
 
 PROGRAM = """
-import jax, numpy as np
+import dataclasses, jax, numpy as np
 from jax.sharding import AxisType, PartitionSpec as P
 from pallas_kernels import attend_with_update, prepare_batch
 from pallas_kernels.testing.cases import CASES, largest_error, make_inputs
+from pallas_kernels.xla import XlaConfig
 from tests.pallas_kernels.runner import run_case
 
 assert jax.device_count() == 2
 mesh = jax.make_mesh((2,), ("heads",), axis_types=(AxisType.Auto,))
 by_head = P(None, "heads")
 for case in (case for case in CASES if case.name in ("mixed", "decode window softcap")):
-    for impl, bounded in (("xla", True), ("xla", False), ("reference", None)):
+    share = dataclasses.replace(case.shape, num_heads=2, spec=dataclasses.replace(case.spec, num_kv_heads=1))
+    for impl, config in (("xla", XlaConfig(True)), ("xla", XlaConfig(False)), ("reference", None)):
         inputs = make_inputs(case)
 
         def step(q, k, v, pool, *meta):
             batch = prepare_batch(
-                *meta, num_tokens=q.shape[0], page_size=16, max_query_len=case.max_query_len, bounded=bounded
+                *meta, num_tokens=q.shape[0], shape=share, max_query_len=case.max_query_len, impl=impl, config=config
             )
             def attend(q, k, v, pool, batch):
-                return attend_with_update(
-                    q, k, v, pool, batch, params=case.params, page_offset=inputs.num_pages, impl=impl
-                )
+                return attend_with_update(q, k, v, pool, batch, params=case.params, page_offset=inputs.num_pages)
             return jax.shard_map(
                 attend, mesh=mesh, in_specs=(by_head, by_head, by_head, by_head, P()), out_specs=(by_head, by_head)
             )(q, k, v, pool, batch)
@@ -38,7 +38,7 @@ for case in (case for case in CASES if case.name in ("mixed", "decode window sof
         arguments = (inputs.q, inputs.k, inputs.v, inputs.kv_pages, *inputs.meta)
         out, pool = jax.jit(step)(*arguments)
         expected, expected_pool = run_case(case, inputs, impl="reference")
-        assert largest_error(case, out, expected, inputs.num_tokens) < 1, (case.name, impl, bounded)
+        assert largest_error(case, out, expected, inputs.num_tokens) < 1, (case.name, impl, config)
         null_page = inputs.num_pages
         pools = [np.delete(np.asarray(array), null_page, 0) for array in (pool, expected_pool)]
         np.testing.assert_array_equal(*pools)

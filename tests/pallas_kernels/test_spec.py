@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import AttnParams, KVSpec, prepare_batch
+from pallas_kernels import AttnParams, AttnShape, KVSpec, prepare_batch
 from pallas_kernels.spec import BatchMeta
 
 PAGE_SIZE, ROWS, WIDTH, TOKENS = 4, 6, 30, 100
+SHAPE = AttnShape(1, KVSpec(1, 16, PAGE_SIZE, "float32"), "float32")
 
 
 @pytest.mark.parametrize(
@@ -21,6 +22,10 @@ PAGE_SIZE, ROWS, WIDTH, TOKENS = 4, 6, 30, 100
         ("head_dim", lambda: KVSpec(1, -1, 16, "float32")),
         ("page_size", lambda: KVSpec(1, 64, 0, "float32")),
         ("int8", lambda: KVSpec(1, 64, 16, "int8")),
+        ("layout", lambda: KVSpec(1, 64, 16, "float32", "tiled")),
+        ("'paired' is for head_dim 64", lambda: KVSpec(1, 128, 16, "float32", "paired")),
+        ("'padded' is not for head_dim 64", lambda: KVSpec(1, 64, 16, "float32", "padded")),
+        ("num_heads", lambda: AttnShape(3, KVSpec(2, 64, 16, "float32"), "float32")),
         ("window", lambda: AttnParams(scale=1.0, window=0)),
         ("softcap", lambda: AttnParams(scale=1.0, softcap=-1.0)),
         ("softcap", lambda: AttnParams(scale=1.0, softcap=float("nan"))),
@@ -34,7 +39,7 @@ def test_bad_specs_are_refused_by_name(field: str, make) -> None:
 @jax.jit
 def prepare(page_table: np.ndarray, seq_lens: np.ndarray, query_start_loc: np.ndarray, dist: np.ndarray) -> BatchMeta:
     return prepare_batch(
-        page_table, seq_lens, query_start_loc, dist, num_tokens=TOKENS, page_size=PAGE_SIZE, max_query_len=None
+        page_table, seq_lens, query_start_loc, dist, num_tokens=TOKENS, shape=SHAPE, max_query_len=None
     )
 
 
@@ -72,7 +77,7 @@ def test_derived_fields(rows: tuple[list[int], list[int]], seed: int) -> None:
     assert (batch.token_rows[padding] == ROWS - 1).all()
 
     found = []
-    for tiles in batch.tiles:
+    for tiles in batch.work.tiles:
         used = tiles.counts > 0
         assert tiles.rows.shape[0] % tiles.group == 0
         assert used.sum() <= tiles.num_groups * tiles.group < used.sum() + tiles.group, "no group is empty"
@@ -87,9 +92,9 @@ def test_derived_fields(rows: tuple[list[int], list[int]], seed: int) -> None:
 def test_shapes_that_do_not_fit_are_refused() -> None:
     table, lens, starts, dist = np.zeros((4, 2), int), np.zeros(4, int), np.zeros(4, int), np.zeros(3, int)
     with pytest.raises(ValueError, match=r"query_start_loc \[5\].*\(4,\)"):
-        prepare_batch(table, lens, starts, dist, num_tokens=4, page_size=4, max_query_len=1)
+        prepare_batch(table, lens, starts, dist, num_tokens=4, shape=SHAPE, max_query_len=1)
     with pytest.raises(ValueError, match="max_query_len"):
-        prepare_batch(table, lens, np.zeros(5, int), dist, num_tokens=4, page_size=4, max_query_len=0)
+        prepare_batch(table, lens, np.zeros(5, int), dist, num_tokens=4, shape=SHAPE, max_query_len=0)
 
 
 @pytest.mark.parametrize(("platform", "bounded"), [("cpu", True), ("gpu", False), ("cuda", False), ("tpu", False)])
@@ -97,5 +102,7 @@ def test_loops_are_traced_on_cpu_only(platform: str, bounded: bool) -> None:
     device = jax.sharding.AbstractDevice(device_kind="any", num_cores=1, platform=platform)
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
         shapes = [jax.ShapeDtypeStruct(shape, np.int32) for shape in ((4, 2), (4,), (5,), (3,))]
-        batch = jax.eval_shape(lambda *meta: prepare_batch(*meta, num_tokens=4, page_size=4, max_query_len=1), *shapes)
-    assert batch.bounded is bounded
+        batch = jax.eval_shape(
+            lambda *meta: prepare_batch(*meta, num_tokens=4, shape=SHAPE, max_query_len=1, impl="xla"), *shapes
+        )
+    assert batch.work.config.bounded is bounded

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels.spec import KVSpec
 from pallas_kernels.testing.cases import CASES, Case, largest_error, make_inputs
+from pallas_kernels.xla import XlaConfig
 from tests.pallas_kernels.runner import LAYER, run_case
 
 MODES = [True, False]
@@ -23,17 +24,28 @@ def test_cases(case: Case) -> None:
 
 
 # Head shapes and dtypes are alike in both modes; loops, windows and tiles are not.
-@pytest.mark.parametrize("case", [c for c in CASES if c.spec == CASES[0].spec], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [c for c in CASES if c.spec == CASES[0].spec or c.sinks], ids=lambda case: case.name)
 def test_cases_with_static_loops(case: Case) -> None:
     check_case(case, bounded=False)
 
 
 def check_case(case: Case, *, bounded: bool) -> None:
     inputs = make_inputs(case)
-    out, _ = run_case(case, inputs, bounded=bounded)
+    out, _ = run_case(case, inputs, config=XlaConfig(bounded))
     expected, _ = run_case(case, inputs, impl="reference")
     assert out.dtype == inputs.q.dtype
     assert largest_error(case, out, expected, inputs.num_tokens) < 1
+
+
+@pytest.mark.parametrize("layout", ["padded", "paired"])
+@pytest.mark.parametrize("bounded", MODES, ids=["bounded", "static"])
+def test_layouts_of_kernels_read_alike(layout: str, bounded: bool) -> None:
+    shape = {"spec": KVSpec(2, 64 if layout == "paired" else 80, 16, "float32")}
+    case = Case("mixed", ((0, 1), (40, 1), (0, 17), (31, 2)), window=30, **shape)
+    plain, other = make_inputs(case), make_inputs(case.with_layout(layout))
+    out, _ = run_case(case, plain, config=XlaConfig(bounded))
+    same, _ = run_case(case.with_layout(layout), other, config=XlaConfig(bounded))
+    assert largest_error(case, same, out, plain.num_tokens) < 1
 
 
 # Few static shapes, so that compiling does not dominate; all the rest is drawn.
@@ -41,7 +53,7 @@ SHAPES = [
     Case("decode", (), max_tokens=8, max_query_len=1, table_width=20),
     Case("decode window", (), max_tokens=8, max_query_len=1, table_width=20, window=37),
     Case("mixed", (), max_tokens=48, table_width=20),
-    Case("mixed window softcap", (), 6, KVSpec(2, 24, 8, "bfloat16"), 21, 3.0, 6, 40, 24),
+    Case("mixed window softcap", (), 6, KVSpec(2, 24, 8, "bfloat16"), 21, 3.0, False, 6, 40, 24),
 ]
 
 
@@ -65,7 +77,7 @@ def batches(draw: st.DrawFn) -> Case:
 @given(case=batches(), bounded=st.sampled_from(MODES), seed=st.integers(0, 2**32 - 1))
 def test_random_batches(case: Case, bounded: bool, seed: int) -> None:
     inputs = make_inputs(case, seed)
-    out, _ = run_case(case, inputs, bounded=bounded)
+    out, _ = run_case(case, inputs, config=XlaConfig(bounded))
     expected, _ = run_case(case, inputs, impl="reference")
     assert largest_error(case, out, expected, inputs.num_tokens) < 1
 
@@ -75,7 +87,7 @@ def test_a_row_alone_gives_the_same_answer(bounded: bool) -> None:
     """A row's answer does not depend on its neighbours' lengths, nor on where their pages lie."""
     case = Case("together", ((100, 1), (3, 1), (20, 30)))
     inputs = make_inputs(case)
-    together, _ = run_case(case, inputs, bounded=bounded)
+    together, _ = run_case(case, inputs, config=XlaConfig(bounded))
     for row, (begin, end) in enumerate(zip(inputs.query_start_loc[:3], inputs.query_start_loc[1:4], strict=True)):
         query_lens = np.where(np.arange(case.max_rows) == row, np.diff(inputs.query_start_loc), 0)
         pad = np.zeros_like(inputs.q)
@@ -86,7 +98,7 @@ def test_a_row_alone_gives_the_same_answer(bounded: bool) -> None:
             v=np.concatenate([inputs.v[begin:end], pad[:, :2]])[: case.max_tokens],
             query_start_loc=np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32),
         )
-        alone, _ = run_case(case, alone_inputs, bounded=bounded)
+        alone, _ = run_case(case, alone_inputs, config=XlaConfig(bounded))
         np.testing.assert_allclose(alone[: end - begin], together[begin:end], atol=2e-6)
 
 
@@ -106,5 +118,5 @@ def test_static_mode_never_asks_the_device_how_far_to_go(bounded: bool) -> None:
     """XLA on a GPU reads the predicate of such a loop back to the host, and waits for it."""
     case = next(case for case in CASES if case.name == "mixed window softcap")
     inputs = make_inputs(case)
-    jaxpr = str(jax.make_jaxpr(lambda: run_case(case, inputs, bounded=bounded))())
+    jaxpr = str(jax.make_jaxpr(lambda: run_case(case, inputs, config=XlaConfig(bounded)))())
     assert ("while[" in jaxpr) is bounded and "cond[" not in jaxpr

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from jaxserve.runtime.buckets import Bucket
 from jaxserve.runtime.inputs import KEEP, ON_DEVICE, InputLayout, StateShape, pack
-from jaxserve.runtime.rows import SAMPLING_FIELDS, RowMirror
+from jaxserve.runtime.rows import SAMPLING_FIELDS, RowMirror, SampleVariant
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import ChunkWork, RowSet, StepPlan
 
@@ -34,10 +34,11 @@ def test_round_trip(num_decodes: int, sizes: list[tuple[int, bool]], are_new: bo
     mirror = RowMirror(STATE.rows)
     mirror.apply(plan.row_sets)
     layout = InputLayout(Bucket(32, 8), STATE)
-    packed, all_greedy = pack(plan, layout, mirror)
+    packed = pack(plan, layout, mirror)
     views = layout.views(packed)
     num_rows = plan.num_rows
-    assert all_greedy == (not plan.row_sets)
+    variant = mirror.find_variant([*decodes, *(row for row, _, _ in chunks)])
+    assert variant is (SampleVariant.RANDOM if plan.row_sets else SampleVariant.GREEDY)
     assert views.row_ids.tolist() == [*decodes, *(row for row, _, _ in chunks), *[8] * (8 - num_rows)]
     lengths = [1] * num_decodes + [n for _, n, _ in chunks]
     assert np.diff(views.query_start_loc).tolist() == lengths + [0] * (8 - num_rows)
@@ -45,9 +46,9 @@ def test_round_trip(num_decodes: int, sizes: list[tuple[int, bool]], are_new: bo
     assert not views.samples[num_rows:].any()
     tokens = [ON_DEVICE] * num_decodes + [t for chunk in plan.chunks for t in chunk.token_ids]
     assert views.token_ids.tolist()[: len(tokens)] == tokens
-    starts = [KEEP] * num_decodes + [32 if are_new else KEEP] * len(chunks)
+    starts = [KEEP] * num_decodes + [32] * len(chunks)
     assert views.starts.tolist() == starts + [KEEP] * (8 - num_rows)
-    assert views.distribution.tolist() == [num_decodes, num_decodes, num_rows]
+    assert views.distribution.tolist() == [num_decodes, num_rows, num_rows]
     table = np.zeros((2, 9, 5), int).reshape(-1)
     table[views.page_entries] = views.page_ids
     table = table.reshape(2, 9, 5)
@@ -70,7 +71,7 @@ def check_sampling(sampling: np.ndarray, plan: StepPlan) -> None:
 def test_every_step_gets_its_own_buffer() -> None:
     layout, mirror = InputLayout(Bucket(8, 8), STATE), RowMirror(STATE.rows)
     plan = make_plan([0, 1], [], set())
-    first, _ = pack(plan, layout, mirror)
-    second, _ = pack(plan, layout, mirror)
+    first = pack(plan, layout, mirror)
+    second = pack(plan, layout, mirror)
     assert not np.shares_memory(first, second)
     assert first.dtype == np.int32 and first.size == layout.size

@@ -14,6 +14,7 @@ from jaxserve.presets import load_preset
 from jaxserve.runtime.doctor import DEVICE_KINDS
 from jaxserve.runtime.memory import GIB, cache_budget, params_bytes, plan_cache
 from jaxserve.runtime.startup import estimate_use, make_shapes, plan_pools
+from pallas_kernels import KVSpec
 
 
 def load_model(name: str, max_model_len: int) -> DecoderConfig:
@@ -21,7 +22,8 @@ def load_model(name: str, max_model_len: int) -> DecoderConfig:
 
 
 def plan(model: DecoderConfig, budget: int, **changes: int | None) -> object:
-    options = {"page_size": 64, "kv_dtype": "bfloat16", "max_chunk": 2048, "num_devices": 1} | changes
+    spec = KVSpec(model.attention.num_kv_heads, model.attention.head_dim, 64, "bfloat16")
+    options = {"spec": spec, "max_chunk": 2048, "num_devices": 1} | changes
     return plan_cache(model, budget=budget, **options)  # type: ignore[arg-type]
 
 
@@ -63,7 +65,8 @@ def test_override_fixes_the_pages() -> None:
 
 def test_plan_of_a_device_that_is_not_here() -> None:
     model, config = load_model("llama-3.1-8b", 131072), EngineConfig()
-    shapes = make_shapes(config, model, "gpu")
+    shapes = make_shapes(config, model, "gpu", "NVIDIA H200")
+    assert shapes.impl == "gpu" and "H200" in shapes.impl_reason
     use = estimate_use(shapes)
     budget = cache_budget(DEVICE_KINDS["h200"].memory, 0.9, use)
     made = plan_pools(shapes, budget=budget)

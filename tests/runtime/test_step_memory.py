@@ -23,15 +23,13 @@ from tests.golden_cases import load_case
 
 def make_small_shapes(case: str) -> Shapes:
     config = EngineConfig.from_options(max_num_seqs=4, max_num_batched_tokens=64, compilation_cache_dir="")
-    return make_shapes(config, parse_config(load_case(case).config).with_max_model_len(160), "cpu")
+    return make_shapes(config, parse_config(load_case(case).config).with_max_model_len(160), "cpu", "cpu")
 
 
 @pytest.mark.parametrize("case", ["llama_gqa", "gemma2"])
 def test_pool_is_not_copied(case: str) -> None:
     shapes = make_small_shapes(case)
-    plan = plan_cache(
-        shapes.model, page_size=32, kv_dtype="float32", max_chunk=64, num_devices=1, budget=0, override=4000
-    )
+    plan = plan_cache(shapes.model, spec=shapes.spec, max_chunk=64, num_devices=1, budget=0, override=4000)
     model, inputs = describe_programs(shapes, plan, make_mesh(1))
     for bucket in (shapes.buckets.buckets[0], shapes.buckets.largest):
         analysis = compile_forward(model, inputs, bucket).memory_analysis()
@@ -79,11 +77,11 @@ def test_stacked_parameters_give_the_same_step() -> None:
         tree = make_dummy_params(param_specs(case.model), mesh=mesh, rules=DEFAULT_RULES, seed=3)
         runner, _ = start_runner(case, mesh, stack_params(tree, case.stack_mode))
         assert isinstance(runner.params["layers"], dict) == (platform == "gpu")
-        first = [runner.dispatch(step).result() for step in (plan, *[decode] * 5)]
+        first = [runner.dispatch(step).result().token_ids for step in (plan, *[decode] * 5)]
         canonical = make_dummy_params(param_specs(case.model), mesh=mesh, rules=DEFAULT_RULES, seed=4)
         runner.write_params(check_update(param_specs(case.model), jax.device_get(canonical)))
         runner.reset()
-        second = [runner.dispatch(step).result() for step in (plan, *[decode] * 5)]
+        second = [runner.dispatch(step).result().token_ids for step in (plan, *[decode] * 5)]
         assert first != second
         ids.append((first, second))
     assert ids[0] == ids[1]

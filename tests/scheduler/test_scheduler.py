@@ -21,7 +21,8 @@ def make_scheduler(rows: int = 4, budget: int = 64, num_pages: int = 40, caching
 
 def add(scheduler: Scheduler, name: str, length: int, max_tokens: int = 50) -> Sequence:
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
-    return scheduler.add(Request(name, tuple(range(length)), params))
+    (sequence,) = scheduler.add(Request(name, tuple(range(length)), params))
+    return sequence
 
 
 @given(st.integers(0, 500), st.integers(1, 500), st.integers(0, 300))
@@ -87,8 +88,8 @@ def test_tokens_of_an_ended_request_find_nobody() -> None:
     scheduler = make_scheduler()
     add(scheduler, "a", 10)
     plan = scheduler.plan()
-    assert scheduler.finish("a", FinishReason.ABORT) is not None
-    assert scheduler.finish("a", FinishReason.ABORT) is None
+    assert len(scheduler.finish("a", FinishReason.ABORT)) == 1
+    assert scheduler.finish("a", FinishReason.ABORT) == []
     assert plan is not None and scheduler.commit(plan, [5]).sequences == []
     again = add(scheduler, "a", 10)
     assert again.token_ids == list(range(10))

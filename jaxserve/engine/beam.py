@@ -1,0 +1,106 @@
+"""Beam search, as its own call: the likeliest texts rather than likely tokens one after the other.
+
+Each step asks the engine for one token of every beam, with the likeliest candidates; the prefix cache keeps what the
+beams have in common. The scoring is that of the reference libraries: the sum of log-probabilities over
+length ** length_penalty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from jaxserve.errors import InvalidRequestError, shorten
+from jaxserve.request import RequestOutput
+from jaxserve.sampling_params import OutputKind, SamplingParams
+
+Generate = Callable[[list[list[int]], SamplingParams], list[RequestOutput]]
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchParams:
+    """What a beam search keeps and when it ends (vLLM's names).
+
+    Raises:
+        InvalidRequestError: a value is out of range.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    length_penalty: float = 1.0  # above 1 favours longer texts
+
+    def __post_init__(self) -> None:
+        for name in ("beam_width", "max_tokens"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise InvalidRequestError(f"must be an integer of at least 1, got {shorten(value)}", field=name)
+        if not isinstance(self.length_penalty, int | float) or not -10 <= self.length_penalty <= 10:
+            message = f"must be a number in [-10, 10], got {shorten(self.length_penalty)}"
+            raise InvalidRequestError(message, field="length_penalty", value=self.length_penalty)
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchSequence:
+    """One beam."""
+
+    token_ids: list[int]  # without the prompt; an EOS that ended it included
+    cum_logprob: float
+    finish_reason: str | None = None  # stop, length; None while it grows
+    text: str = ""
+
+    def score(self, length_penalty: float) -> float:
+        return self.cum_logprob / max(1, len(self.token_ids)) ** length_penalty
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchOutput:
+    """The best beams of one prompt, best first."""
+
+    sequences: list[BeamSearchSequence]
+
+
+def search_beams(
+    prompts: Sequence[list[int]], params: BeamSearchParams, generate: Generate, eos_token_ids: Sequence[int]
+) -> list[BeamSearchOutput]:
+    """Returns the `beam_width` best texts of every prompt; `generate` makes one token of each given text."""
+    step = SamplingParams(
+        temperature=0,
+        max_tokens=1,
+        ignore_eos=True,  # the search itself ends a beam at EOS
+        logprobs=2 * params.beam_width,
+        detokenize=False,
+        output_kind=OutputKind.FINAL_ONLY,
+    )
+    ends = set() if params.ignore_eos else set(eos_token_ids)
+    growing = [[BeamSearchSequence([], 0.0)] for _ in prompts]
+    done: list[list[BeamSearchSequence]] = [[] for _ in prompts]
+    for _ in range(params.max_tokens):
+        places = [(index, beam) for index, beams in enumerate(growing) for beam in beams]
+        if not places:
+            break
+        outputs = iter(generate([[*prompts[index], *beam.token_ids] for index, beam in places], step))
+        for index, beams in enumerate(growing):
+            grown = [longer for beam in beams for longer in _grow(beam, next(outputs), ends)]
+            grown.sort(key=lambda beam: -beam.cum_logprob)
+            done[index] += [beam for beam in grown[: 2 * params.beam_width] if beam.finish_reason]
+            growing[index] = [beam for beam in grown if beam.finish_reason is None][: params.beam_width]
+    for index, beams in enumerate(growing):
+        done[index] += [replace(beam, finish_reason="length") for beam in beams]
+        done[index].sort(key=lambda beam: -beam.score(params.length_penalty))
+    return [BeamSearchOutput(beams[: params.beam_width]) for beams in done]
+
+
+def _grow(beam: BeamSearchSequence, output: RequestOutput, ends: set[int]) -> list[BeamSearchSequence]:
+    """The beam with each of its likeliest next tokens."""
+    if output.error is not None:
+        raise output.error
+    completion = output.outputs[0]
+    if not completion.logprobs:  # it has filled the model's context
+        return [replace(beam, finish_reason="length")]
+    return [
+        BeamSearchSequence(
+            [*beam.token_ids, token_id], beam.cum_logprob + entry.logprob, "stop" if token_id in ends else None
+        )
+        for token_id, entry in completion.logprobs[0].items()
+    ]

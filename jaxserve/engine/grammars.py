@@ -1,0 +1,119 @@
+"""Sequences whose text must have a form: their matchers, and the masks of the steps that they are in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from jaxserve.errors import GrammarError
+
+if TYPE_CHECKING:
+    from jaxserve.scheduler import Batch, Sequence, StepPlan
+    from jaxserve.structured import Matcher
+
+MASK_TIMEOUT = 0.02  # seconds that a step waits for masks, while the device is at it; late rows sit the step out
+_SHORTEST_JUMP = 2  # forced tokens; one comes as fast through its mask
+
+
+@dataclass(slots=True)
+class StepMasks:
+    """What a step's rows may choose from."""
+
+    mask: Any  # uint32 [rows of the plan, words of the vocabulary]; a line of 0: the row samples nothing
+    late: list[Sequence] = field(default_factory=list)  # their masks will be ready in a later step
+    failed: list[tuple[Sequence, GrammarError]] = field(default_factory=list)
+    jumps: list[tuple[Sequence, list[int]]] = field(default_factory=list)  # tokens that the grammar leaves no choice of
+
+
+class GrammarRows:
+    """Keeps a matcher per unfinished sequence with a grammar."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._pool: Any = None  # made with the first grammar
+        self._matchers: dict[Sequence, Matcher] = {}
+
+    def add(self, sequences: Iterable[Sequence]) -> None:
+        """Begins the sequences of a request that has a grammar."""
+        for sequence in sequences:
+            if sequence.request.grammar is not None:
+                self._matchers[sequence] = sequence.request.grammar.new_matcher()
+
+    def drop(self, sequence: Sequence) -> None:
+        """Forgets a sequence that has ended."""
+        self._matchers.pop(sequence, None)
+
+    def accept(self, sequence: Sequence, token_id: int) -> bool:
+        """Takes a token; returns whether the text is complete, so that nothing may follow.
+
+        Raises:
+            GrammarError: the grammar cannot go on.
+        """
+        matcher = self._matchers.get(sequence)
+        if matcher is None:
+            return False
+        from jaxserve.structured import MatcherError
+
+        try:
+            matcher.accept(token_id)
+        except MatcherError as error:
+            raise _explain(sequence, error) from error
+        return matcher.is_finished
+
+    def is_needed(self, plan: StepPlan, batch: Batch) -> bool:
+        """Whether a row of the plan has a grammar."""
+        return bool(self._matchers) and any(sequence in self._matchers for sequence in _find_rows(plan, batch))
+
+    def make_masks(self, plan: StepPlan, batch: Batch) -> StepMasks:
+        """Masks of a plan of which all earlier steps are committed."""
+        rows = _find_rows(plan, batch)
+        matchers = [None if row is None else self._matchers.get(row) for row in rows]
+        # A chunk that does not reach its row's last token samples nothing.
+        for index, chunk in enumerate(plan.chunks, len(plan.decode_rows)):
+            if not chunk.samples:
+                matchers[index] = None
+        jumps = {index: tokens for index, row in enumerate(rows) if (tokens := _find_jump(row, matchers[index]))}
+        if self._pool is None:
+            from jaxserve.structured import MaskPool
+
+            self._pool = MaskPool(self._vocab_size)
+        work = self._pool.start([None if index in jumps else matcher for index, matcher in enumerate(matchers)])
+        ready = self._pool.collect(work, MASK_TIMEOUT)
+        found = StepMasks(work.masks)
+        for index, row in enumerate(rows):
+            if row is None or (ready[index] and index not in jumps):
+                continue
+            if index in work.errors:
+                found.failed.append((row, _explain(row, work.errors[index])))
+                continue
+            if index in jumps:
+                found.jumps.append((row, jumps[index]))
+            else:
+                found.late.append(row)
+        # The pool's threads may still be at work on late rows of its own array.
+        found.mask = work.masks.copy()
+        found.mask[[*(index for index, is_ready in enumerate(ready) if not is_ready), *jumps]] = 0
+        return found
+
+
+def _find_rows(plan: StepPlan, batch: Batch) -> list[Sequence | None]:
+    """The sequence of each row; None where it has ended since it was planned."""
+    tickets = (*plan.decode_tickets, *(chunk.ticket for chunk in plan.chunks))
+    return [batch.by_ticket.get(ticket) for ticket in tickets]
+
+
+def _find_jump(sequence: Sequence | None, matcher: Matcher | None) -> list[int]:
+    """Tokens that come next without a choice, and that nobody needs the device for."""
+    if sequence is None or matcher is None:
+        return []
+    params = sequence.request.params
+    if params.shapes_logits or params.logprobs is not None:
+        return []  # the device counts the row's tokens, or scores them
+    tokens = matcher.forced_tokens()[: sequence.max_num_tokens - len(sequence.token_ids) - 1]
+    stop = next((index for index, token in enumerate(tokens) if token in sequence.stop_ids), len(tokens))
+    return tokens[:stop] if stop >= _SHORTEST_JUMP else []
+
+
+def _explain(sequence: Sequence, error: Exception) -> GrammarError:
+    return GrammarError(f"request {sequence.request.request_id}: {error}", field="structured_outputs")

@@ -1,0 +1,57 @@
+"""From scored arrays to what users read of log-probabilities."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxserve.request import Logprob, TokenLogprobs
+
+if TYPE_CHECKING:
+    from jaxserve.tokenizers import Tokenizer
+
+
+class LogprobReader:
+    """Reads rows of a step's scores (`StepOutputs`), naming tokens by their text."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+
+    def read(self, scores: Any, row: int, token_id: int, count: int) -> TokenLogprobs:
+        """Returns the chosen token's entry, then those of the `count` likeliest (-1: of all tokens)."""
+        if isinstance(scores, np.ndarray):
+            return self._read_all(scores[row], token_id, count)
+        values, ids, ranks = scores
+        line, line_ids = values[row].tolist(), ids[row].tolist()
+        found = {token_id: Logprob(line[0], int(ranks[row]), self._text(token_id))}
+        for rank, (other, value) in enumerate(zip(line_ids[1 : count + 1], line[1 : count + 1], strict=True), 1):
+            found.setdefault(other, Logprob(value, rank, self._text(other)))
+        return found
+
+    def _read_all(self, line: np.ndarray, token_id: int, count: int) -> TokenLogprobs:
+        """From the log-probabilities of the whole vocabulary [V]."""
+        chosen = float(line[token_id])
+        found = {token_id: Logprob(chosen, 1 + int(np.sum(line > chosen)), self._text(token_id))}
+        count = len(line) if count < 0 else min(count, len(line))
+        likeliest = np.argsort(-line, kind="stable")[:count].tolist()
+        for rank, other in enumerate(likeliest, 1):
+            found.setdefault(other, Logprob(float(line[other]), rank, self._text(other)))
+        return found
+
+    def _text(self, token_id: int) -> str | None:
+        return None if self._tokenizer is None else self._tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+class PromptLogprobs:
+    """The scores of a prompt, as its chunks come."""
+
+    def __init__(self, prompt_token_ids: tuple[int, ...], count: int, reader: LogprobReader) -> None:
+        self._tokens, self._count, self._reader = prompt_token_ids, count, reader
+        self.found: list[TokenLogprobs | None] = [None] * len(prompt_token_ids)
+
+    def add(self, scores: Any, first_row: int, start: int, length: int) -> None:
+        """Takes the scores of the tokens that follow positions [start, start + length), in rows from `first_row`."""
+        for offset in range(min(length, len(self._tokens) - 1 - start)):
+            position = start + offset + 1
+            self.found[position] = self._reader.read(scores, first_row + offset, self._tokens[position], self._count)

@@ -1,0 +1,70 @@
+"""From a request to its sequences, or to why it can never run."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from jaxserve.errors import CapacityError, InvalidRequestError, JaxServeError, NonFiniteLogitsError, NoTokenLeftError
+from jaxserve.pages.manager import PageManager
+from jaxserve.request import Request
+from jaxserve.scheduler.sequence import NO_TOKEN_LEFT, Sequence, SequenceStatus
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """The static bounds that the compiled programs impose on every plan."""
+
+    max_num_seqs: int  # rows
+    max_num_batched_tokens: int  # tokens of a step
+    max_model_len: int  # tokens of a sequence
+    max_prefix_updates: int  # page-table entries of admitted prefixes in one step
+
+
+def make_sequences(request: Request, max_model_len: int, pages: PageManager) -> list[Sequence]:
+    """Returns a request's n sequences.
+
+    They share the pages of the prompt by its content; without a prefix cache among themselves only, under a name of
+    their own.
+
+    Raises:
+        InvalidRequestError: the prompt leaves no room for an output token.
+        CapacityError: a sequence would not fit the empty KV pool.
+    """
+    num_prompt, wanted = len(request.prompt_token_ids), request.params.max_tokens
+    if num_prompt == 0:
+        raise InvalidRequestError("is empty; give at least one token", field="prompt", value=request.prompt)
+    if num_prompt >= max_model_len:
+        message = (
+            f"This model's maximum context length is {max_model_len} tokens, and the prompt alone has {num_prompt}; "
+            f"at most {max_model_len - 1} leave room for an answer"
+        )
+        raise InvalidRequestError(message, field="prompt", value=num_prompt)
+    most = max_model_len if wanted is None else min(max_model_len, num_prompt + wanted)
+    if (unfit := pages.first_unfit_group(most)) is not None:
+        message = f"{most} tokens need {unfit[0]} KV pages, and the whole pool has {unfit[1]}"
+        raise CapacityError(message, field="max_tokens", value=wanted)
+    count = request.params.n
+    shares_alone = count > 1 and not pages.enable_prefix_caching
+    salt = f"n of {request.request_id}" if shares_alone else request.cache_salt
+    cache = True if shares_alone else None
+    sequences = [Sequence(request, pages.new_sequence(salt, cache=cache), most, index=index) for index in range(count)]
+    sequences[0].siblings = sequences[1:]
+    return sequences
+
+
+def let_siblings_in(first: Sequence, waiting: deque[Sequence]) -> None:
+    """The prompt is computed, or will not be: the request's other sequences queue in order of arrival."""
+    siblings, first.siblings = first.siblings, []
+    for sequence in siblings:
+        if sequence.status is SequenceStatus.WAITING:
+            place = next((i for i, other in enumerate(waiting) if other.order > sequence.order), len(waiting))
+            waiting.insert(place, sequence)
+
+
+def explain_report(sequence: Sequence, report: int) -> JaxServeError:
+    """Returns what ends a sequence for which the device reported something in place of a token."""
+    name = sequence.request.request_id
+    if report == NO_TOKEN_LEFT:
+        return NoTokenLeftError(f"request {name}: its constraints together forbid every token", field="logit_bias")
+    return NonFiniteLogitsError(f"request {name}: the model's logits are not finite")

@@ -1,0 +1,113 @@
+"""The implementations: their names, which one a device gets and why, and which shapes each can do.
+
+An implementation is a module with
+
+- `choose_layout(head_dim) -> str`, the page layout it wants (spec.LAYOUTS);
+- `find_obstacle(shape: AttnShape) -> str | None`, why it cannot do a shape, in words for users;
+- `plan_work(rows: StepRows, shape: AttnShape, *, config) -> pytree`, the step cut into its units of work, by `config`
+  (its own tuning dataclass) or, if that is None, by what its table says for the device;
+- `attend(q, kv_pages, batch, *, params, heads, page_offset, interpret) -> out`;
+- where `fused`, also `attend_with_update(q, k, v, kv_pages, batch, *, ...) -> (out, kv_pages)`.
+
+`*_interpret` runs a kernel on CPU in its interpreter, with race detection: for tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from importlib import import_module
+from types import ModuleType
+
+from pallas_kernels.platform import traced_device_kind, traced_platform
+from pallas_kernels.spec import AttnShape
+
+_HOPPER = ("H100", "H200", "H800", "H20", "GH200")  # compute capability 9.0, as device kinds name it
+_TPUS = ("TPU v5 lite", "TPU v5e", "TPU v5p", "TPU v5", "TPU v6 lite", "TPU v6e", "TPU7x", "TPU v7", "TPU v7x")
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation. `platform` is where it runs; None: anywhere."""
+
+    path: str
+    platform: str | None = None
+    interpret: bool = False
+    fused: bool = False  # writes keys and values itself
+
+    @property
+    def module(self) -> ModuleType:
+        return import_module(self.path)
+
+
+_BACKENDS = {
+    "reference": Backend("pallas_kernels.reference"),
+    "xla": Backend("pallas_kernels.xla"),
+    "gpu": Backend("pallas_kernels.gpu.attention", platform="gpu", fused=True),
+    "gpu_interpret": Backend("pallas_kernels.gpu.attention", platform="cpu", interpret=True, fused=True),
+    "tpu": Backend("pallas_kernels.tpu.attention", platform="tpu", fused=True),
+    "tpu_interpret": Backend("pallas_kernels.tpu.attention", platform="cpu", interpret=True, fused=True),
+}
+
+
+def find_backend(name: str) -> Backend:
+    """The implementation of that name; ValueError lists those there are."""
+    if name not in _BACKENDS:
+        raise ValueError(f"impl must be one of {', '.join(_BACKENDS)} or None, got {name!r}")
+    return _BACKENDS[name]
+
+
+def choose_impl(platform: str, device_kind: str = "") -> tuple[str, str]:
+    """The implementation that `impl=None` means on a device, before its shapes are known, and why, for users.
+
+    `platform` is "cpu", "gpu" (or "cuda", "rocm") or "tpu"; `device_kind` as JAX names it.
+    """
+    if platform == "cpu":
+        return "xla", "portable attention; its loops end where the batch does"
+    if platform == "tpu":
+        if any(device_kind.startswith(kind) for kind in _TPUS):
+            return "tpu", f"Pallas kernels with fused KV update, compiled for {device_kind}"
+        return "xla", f"portable attention: the TPU kernels are for v5e and later, this is {device_kind or 'unknown'}"
+    if platform in ("gpu", "cuda", "rocm"):
+        if any(kind in device_kind for kind in _HOPPER):
+            return "gpu", f"Pallas kernels for Hopper, compiled for {device_kind}"
+        return "xla", f"portable attention: the GPU kernels need Hopper (sm_90), this is {device_kind or 'unknown'}"
+    raise ValueError(f"platform must be cpu, gpu, cuda, rocm or tpu, got {platform!r}")
+
+
+def resolve_impl(
+    impl: str | None, shape: AttnShape, *, platform: str | None = None, device_kind: str | None = None
+) -> tuple[str, str]:
+    """The implementation to run a shape with, and why; its pages should then have `choose_layout`'s layout.
+
+    The device is by default the one being traced for.
+
+    Raises:
+        ValueError: `impl` was asked for by name and cannot run on the device or do the shape.
+    """
+    platform = traced_platform() if platform is None else platform
+    device_kind = traced_device_kind() if device_kind is None else device_kind
+    name, reason = choose_impl(platform, device_kind)
+    if impl is not None:
+        backend = find_backend(impl)
+        if impl == name or backend.platform is None:
+            obstacle = None
+        elif backend.platform != platform:
+            obstacle = f"it runs on {backend.platform}, this is {platform}"
+        else:
+            obstacle = None if backend.interpret else reason
+        obstacle = obstacle or _find_obstacle(impl, shape)
+        if obstacle is not None:
+            raise ValueError(f"impl {impl!r} cannot run: {obstacle}; use impl='xla' or None")
+        return impl, "asked for by name"
+    obstacle = _find_obstacle(name, shape)
+    return (name, reason) if obstacle is None else ("xla", f"portable attention: {obstacle}")
+
+
+def _find_obstacle(impl: str, shape: AttnShape) -> str | None:
+    spec = replace(shape.spec, layout=choose_layout(impl, shape.spec.head_dim))
+    return find_backend(impl).module.find_obstacle(replace(shape, spec=spec))
+
+
+def choose_layout(impl: str, head_dim: int) -> str:
+    """The page layout (spec.LAYOUTS) that an implementation wants."""
+    return find_backend(impl).module.choose_layout(head_dim)

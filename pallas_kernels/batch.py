@@ -1,0 +1,78 @@
+"""What all layers of a step share, derived once from its rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.backends import find_backend, resolve_impl
+from pallas_kernels.spec import AttnShape, BatchMeta
+from pallas_kernels.worklist import StepRows
+
+
+def prepare_batch(
+    page_table: jax.Array,  # [S, M] i32
+    seq_lens: jax.Array,  # [S] i32
+    query_start_loc: jax.Array,  # [S + 1] i32
+    distribution: jax.Array,  # [3] i32
+    *,
+    num_tokens: int,
+    shape: AttnShape,
+    max_query_len: int | None,
+    impl: str | None = None,
+    config: Any = None,
+) -> BatchMeta:
+    """Derives, once per step and inside jit, what the layers of `shape` share.
+
+    Rows are sorted: [0, d0) have one token; [d0, d1) have one or more, the first at a position that is a multiple of
+    32; [d1, d2) one or more anywhere; the rest are padding (`query_start_loc` flat there; what `seq_lens` and the table
+    say of them is ignored). Entries of the table beyond a row's tokens may be anything. `max_query_len` is what the
+    caller knows of every row (1: a decode bucket), None for nothing.
+
+    `impl` chooses the implementation (None: the best for the device this is traced for; ValueError, if one that was
+    asked for cannot do it) and `config` is its tuning (None: what its table says).
+    """
+    num_rows, width = page_table.shape
+    if seq_lens.shape != (num_rows,) or query_start_loc.shape != (num_rows + 1,) or distribution.shape != (3,):
+        raise ValueError(
+            f"page_table {page_table.shape} wants seq_lens [{num_rows}], query_start_loc [{num_rows + 1}] and "
+            f"distribution [3], got {seq_lens.shape}, {query_start_loc.shape} and {distribution.shape}"
+        )
+    if max_query_len is not None and max_query_len < 1:
+        raise ValueError(f"max_query_len must be at least 1 or None, got {max_query_len}")
+    name, _ = resolve_impl(impl, shape)
+    backend = find_backend(name)
+    obstacle = backend.module.find_obstacle(shape)  # of the layout that the pages really have
+    if obstacle is not None:
+        raise ValueError(f"impl {name!r} cannot run: {obstacle}")
+    page_size = shape.spec.page_size
+    query_lens = jnp.diff(query_start_loc)
+    seq_lens = jnp.where(query_lens > 0, seq_lens, 0)
+    # Entries past a row's end are read too, then masked: let them all be one page, which stays in the cache.
+    used = jnp.arange(width, dtype=jnp.int32) * page_size < seq_lens[:, None]
+    page_table = jnp.where(used, page_table, 0)
+
+    tokens = jnp.arange(num_tokens, dtype=jnp.int32)
+    token_rows = jnp.sum(query_start_loc[None, 1:] <= tokens[:, None], axis=1, dtype=jnp.int32)
+    is_token = token_rows < num_rows
+    token_rows = jnp.minimum(token_rows, num_rows - 1)
+    first = seq_lens - query_lens  # [S], position of the row's first new token
+    positions = jnp.where(is_token, first[token_rows] + tokens - query_start_loc[token_rows], 0)
+    write_pages = jnp.where(is_token, page_table[token_rows, jnp.minimum(positions // page_size, width - 1)], 0)
+    rows = StepRows(query_start_loc, query_lens, seq_lens, distribution, num_tokens, max_query_len)
+    return BatchMeta(
+        page_table=page_table,
+        seq_lens=seq_lens,
+        query_start_loc=query_start_loc,
+        distribution=distribution,
+        positions=positions,
+        token_rows=token_rows,
+        write_pages=write_pages,
+        write_offsets=positions % page_size,
+        work=backend.module.plan_work(rows, shape, config=config),
+        shape=shape,
+        impl=name,
+        max_query_len=max_query_len,
+    )

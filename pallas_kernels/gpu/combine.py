@@ -1,0 +1,124 @@
+"""Joins the units of a row: the second launch of a decode step, small beside the first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.gpu import compat
+from pallas_kernels.gpu.decode_kernel import MASKED
+
+_BLOCK_COLUMNS = 64  # of a head, per block
+_UNROLL = 4  # units read at once, so that a row of many does not wait for each
+
+
+def combine_units(
+    outputs: jax.Array,  # [W, C, width], each unit's attention, normalised
+    logs: jax.Array,  # [W, C] f32, base-2 logarithms of the sums of weights
+    row_first_unit: jax.Array,  # [S] i32
+    row_num_units: jax.Array,  # [S] i32
+    *,
+    sinks: jax.Array | None,  # [C] f32, base 2: a logit without a value
+    v_scale: jax.Array | None,  # [C] f32
+    dtype: jnp.dtype,
+    interpret: bool,
+) -> jax.Array:
+    """[S, C, width] of `dtype`: the average of a row's units by their weights; zeros for a row without any."""
+    num_columns, width = outputs.shape[1:]
+    body = _CombineKernel(
+        num_slots=outputs.shape[0], has_sinks=sinks is not None, has_scale=v_scale is not None, dtype=jnp.dtype(dtype)
+    )
+    run = compat.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((row_num_units.shape[0], num_columns, width), dtype),
+        grid=(row_num_units.shape[0], num_columns // compat.WGMMA_ROWS, width // _BLOCK_COLUMNS),
+        grid_names=("row", "rows", "columns"),
+        scratch_types=[compat.tile_smem((compat.WGMMA_ROWS, _BLOCK_COLUMNS), dtype)],
+        compiler_params=compat.compiler_params(),
+        interpret=compat.interpret_params(interpret),
+        kernel_name="combine_units",
+    )
+    extra = [array for array in (sinks, v_scale) if array is not None]
+    return run(outputs, logs, row_first_unit, row_num_units, *extra)
+
+
+@dataclass(frozen=True)
+class _CombineKernel:
+    """The kernel's body and what is static about it: one warpgroup per row, 64 query rows and 64 columns."""
+
+    num_slots: int
+    has_sinks: bool
+    has_scale: bool
+    dtype: jnp.dtype
+
+    @property
+    def __name__(self) -> str:
+        return "combine_units"
+
+    def __call__(self, *refs: jax.Ref) -> None:
+        outputs, logs, row_first_unit, row_num_units, *extra, out, staging = refs
+        row = lax.axis_index("row")
+        first, count = row_first_unit[row], row_num_units[row]
+        rows = pl.ds(pl.multiple_of(lax.axis_index("rows") * compat.WGMMA_ROWS, 8), compat.WGMMA_ROWS)
+        columns = pl.ds(pl.multiple_of(lax.axis_index("columns") * _BLOCK_COLUMNS, 8), _BLOCK_COLUMNS)
+        tile = (compat.WGMMA_ROWS, _BLOCK_COLUMNS)
+
+        @pl.when(count == 0)
+        def _() -> None:
+            staging[...] = compat.full(tile, 0.0, self.dtype)
+
+        @pl.when(count > 0)
+        def _() -> None:
+            extra_refs = list(extra)
+            if self.has_sinks:  # a unit of one key, before all others
+                largest, total = compat.load_column(extra_refs.pop(0).at[rows]), compat.full(tile[:1], 1.0)
+            else:
+                largest, total = compat.full(tile[:1], MASKED), compat.full(tile[:1], 0.0)
+            step = partial(self.join, refs=(outputs, logs), place=(rows, columns), first=first, count=count)
+            num_steps = lax.div(count + _UNROLL - 1, _UNROLL)
+            acc, _, total = lax.fori_loop(0, num_steps, step, (compat.full(tile, 0.0), largest, total))
+            acc = acc / compat.spread(total, tile)
+            if self.has_scale:
+                acc = acc * compat.spread(compat.load_column(extra_refs.pop(0).at[rows]), tile)
+            staging[...] = acc.astype(self.dtype)
+
+        # Stores of 16-bit tiles from registers would write half sectors.
+        compat.commit_smem()
+        compat.copy_smem_to_gmem(staging, out.at[row, rows, columns])
+        compat.wait_smem_to_gmem(0)
+
+    def join(
+        self,
+        index: jax.Array,
+        carry: tuple[jax.Array, jax.Array, jax.Array],
+        *,
+        refs: tuple[jax.Ref, jax.Ref],
+        place: tuple[pl.Slice, pl.Slice],
+        first: jax.Array,
+        count: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Adds the next units. Those beyond the row's last are that one again, with weight 0."""
+        acc, largest, total = carry
+        (outputs, logs), (rows, columns) = refs, place
+        members = [index * _UNROLL + offset for offset in range(_UNROLL)]
+        slots = [first + jnp.minimum(member, count - 1) for member in members]
+        tiles = [compat.load_tile(outputs.at[slot, rows, columns]) for slot in slots]
+        weights = [
+            compat.load_column(logs.at[slot, rows]) + jnp.where(member < count, 0.0, 2 * MASKED)
+            for slot, member in zip(slots, members, strict=True)
+        ]
+        new_largest = largest
+        for weight in weights:
+            new_largest = jnp.maximum(new_largest, weight)
+        shrink = jnp.exp2(largest - new_largest)
+        acc, total = acc * compat.spread(shrink, acc.shape), total * shrink
+        for tile, weight in zip(tiles, weights, strict=True):
+            share = jnp.exp2(weight - new_largest)
+            acc = acc + tile.astype(jnp.float32) * compat.spread(share, acc.shape)
+            total = total + share
+        return acc, new_largest, total

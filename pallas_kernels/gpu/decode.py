@@ -1,0 +1,179 @@
+"""Paged attention of rows with few queries, on Hopper: bound by memory, one block per (unit, KV head).
+
+The G * Qp query rows of a KV head fill part of the 64 rows of a wgmma; the rest of them is wasted, which costs nothing
+here. Rows are cut into units by `splits.py` and joined by `combine.py`; the body is in `decode_kernel.py` and
+`decode_memory.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.gpu import compat, splits
+from pallas_kernels.gpu.decode_kernel import DecodeKernel
+from pallas_kernels.gpu.decode_memory import QUERY_ROWS
+from pallas_kernels.gpu.splits import SplitList
+from pallas_kernels.layout import pool_shape
+from pallas_kernels.platform import traced_core_count
+from pallas_kernels.spec import AttnParams, AttnShape
+from pallas_kernels.worklist import StepRows
+
+VERSION = 1  # of the kernel: what was measured with another one does not count
+_BLOCK_RESERVE = 1024 + 1024  # bytes: what an SM keeps per block, and room for barriers
+_MAX_STAGES = 6
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """The tuning of the kernel."""
+
+    tile_tokens: int = 64  # keys per step of the softmax
+    stages: int = 3  # tiles of keys, and of values, in flight
+    ctas_per_sm: int = 2
+    num_sms: int = 132
+    min_split_tokens: int = 512  # no unit is shorter, unless its row is
+    unit_cost: int = 3  # in tiles, beyond those of a unit: splits are chosen by it
+
+    def __post_init__(self) -> None:
+        if self.tile_tokens not in (64, 128):
+            raise ValueError(f"DecodeConfig.tile_tokens must be 64 or 128, got {self.tile_tokens}")
+        if self.stages < 2:
+            raise ValueError(f"DecodeConfig.stages must be at least 2, got {self.stages}")
+        if self.ctas_per_sm not in (1, 2):
+            raise ValueError(f"DecodeConfig.ctas_per_sm must be 1 or 2, got {self.ctas_per_sm}")
+        for name, least in (("num_sms", 1), ("min_split_tokens", 1), ("unit_cost", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"DecodeConfig.{name} must be at least {least}, got {getattr(self, name)}")
+
+
+def default_config(shape: AttnShape) -> DecodeConfig:
+    """Two blocks per SM, where each then has at least three stages, so that one computes while the other waits."""
+    for ctas_per_sm, wanted in ((2, 3), (1, 2)):
+        room = min(compat.MAX_SMEM_BYTES, compat.SM_SMEM_BYTES // ctas_per_sm - _BLOCK_RESERVE)
+        fitting = [stages for stages in range(2, _MAX_STAGES + 1) if count_smem_bytes(shape, stages) <= room]
+        if fitting and fitting[-1] >= wanted:
+            return DecodeConfig(stages=fitting[-1], ctas_per_sm=ctas_per_sm, num_sms=traced_core_count())
+    raise ValueError(f"no ring of two tiles of {shape.spec} fits the shared memory of a block")
+
+
+def count_smem_bytes(shape: AttnShape, stages: int, tile_tokens: int = 64) -> int:
+    """Of a block's tiles."""
+    config = DecodeConfig(tile_tokens=tile_tokens, stages=stages)
+    body = _make_body(shape, config, AttnParams(1.0), num_rows=8, max_queries=1, has_k_scale=False, interpret=False)
+    return compat.smem_bytes(*body.list_tiles().values())
+
+
+def compute_dtype(shape: AttnShape) -> jnp.dtype:
+    """Of the operands of wgmma. 8-bit floats widen to float16 exactly, and have no conversion to bfloat16."""
+    return jnp.dtype("float16" if jnp.dtype(shape.spec.dtype).itemsize == 1 else shape.spec.dtype)
+
+
+def fits(max_query_len: int, group_size: int) -> bool:
+    """Whether the queries of a row and KV head, padded to a power of two, fill no more than one wgmma."""
+    return group_size * pad_queries(max_query_len) <= QUERY_ROWS
+
+
+def pad_queries(max_query_len: int) -> int:
+    """Qp: the power of two from `max_query_len`."""
+    return 1 << (max_query_len - 1).bit_length()
+
+
+def plan_splits(
+    rows: StepRows, query_lens: jax.Array, shape: AttnShape, config: DecodeConfig, *, max_query_len: int
+) -> SplitList:
+    """Units for the rows of `query_lens` [S]: 0 for those to leave out, at most `max_query_len` for the others."""
+    num_blocks, num_kv_heads = config.ctas_per_sm * config.num_sms, shape.spec.num_kv_heads
+    return splits.list_splits(
+        query_lens,
+        rows.seq_lens,
+        num_slots=splits.count_unit_slots(query_lens.shape[0], num_kv_heads, num_blocks),
+        num_kv_heads=num_kv_heads,
+        num_blocks=num_blocks,
+        tile_tokens=config.tile_tokens,
+        min_split_tiles=-(-config.min_split_tokens // config.tile_tokens),
+        unit_cost=config.unit_cost,
+        max_queries=pad_queries(max_query_len),
+        window=shape.window,
+    )
+
+
+def attend_units(
+    q: jax.Array,  # [S, K, R, width] of the compute dtype, R query rows of a KV head: a multiple of 8, at most 64
+    kv_pages: jax.Array,  # [num_pages, 2K, page_size, width]
+    page_table: jax.Array,  # [S, M] i32
+    work: SplitList,  # W units
+    shape: AttnShape,
+    config: DecodeConfig,
+    *,
+    params: AttnParams,
+    k_scale: jax.Array | None,  # [K] f32
+    page_offset: int | jax.Array,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of every unit's keys alone.
+
+    Query row r of a KV head is query r % Qp of its row, of query head r // Qp in the group. Returns
+    outputs [W, C, width] of the compute dtype, normalised, and the logarithms to base 2 of the sums of their
+    weights [W, C] f32, very negative for a query that sees none of the unit's keys. Row h * R + r of the C rows is KV
+    head h's row r; C is a multiple of 64. What belongs to no unit, or to no KV head, is not written.
+    """
+    num_kv_heads, num_rows, width = q.shape[1:]
+    body = _make_body(
+        shape,
+        config,
+        params,
+        num_rows=num_rows,
+        max_queries=work.max_queries,
+        has_k_scale=k_scale is not None,
+        interpret=interpret,
+    )
+    num_slots, columns = work.units.shape[0], round_up(num_kv_heads * num_rows, compat.WGMMA_ROWS)
+    run = compat.kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct((num_slots, columns, width), q.dtype),
+            jax.ShapeDtypeStruct((num_slots, columns), jnp.float32),
+        ),
+        grid=(num_slots, num_kv_heads),  # the last axis runs fastest: heads of a unit share pages
+        grid_names=("unit", "head"),
+        num_threads=2,
+        thread_name="warpgroup",
+        scratch_types=body.make_scratch(),
+        compiler_params=compat.compiler_params(),
+        interpret=compat.interpret_params(interpret),
+    )
+    offset = jnp.asarray(page_offset, jnp.int32).reshape(1)
+    return run(q, kv_pages, page_table, work.units, offset, *([] if k_scale is None else [k_scale]))
+
+
+def round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+def _make_body(
+    shape: AttnShape,
+    config: DecodeConfig,
+    params: AttnParams,
+    *,
+    num_rows: int,
+    max_queries: int,
+    has_k_scale: bool,
+    interpret: bool,
+) -> DecodeKernel:
+    return DecodeKernel(
+        params=params,
+        num_rows=num_rows,
+        width=pool_shape(shape.spec, 1)[-1],
+        page_size=shape.spec.page_size,
+        max_queries=max_queries,
+        dtype=compute_dtype(shape),
+        page_dtype=jnp.dtype(shape.spec.dtype),
+        has_k_scale=has_k_scale,
+        tile_tokens=config.tile_tokens,
+        stages=config.stages,
+        ctas_per_sm=config.ctas_per_sm,
+        interpret=interpret,
+    )

@@ -1,0 +1,183 @@
+"""The compute side of the decode kernel: what a block does with one unit and one KV head.
+
+Of its two warpgroups, the memory one (`decode_memory.py`) fills rings of tiles, and the compute one runs the online
+softmax over them (Milakov and Gimelshein, 2018; FlashAttention's recurrence), in base 2.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.gpu import compat, splits
+from pallas_kernels.gpu.decode_memory import PART_COLUMNS, QUERY_ROWS, DecodeRing, Scratch, Unit
+
+MASKED = -1e30  # finite, so that a query without keys stays finite
+LOG2_E = math.log2(math.e)
+# Registers of a thread of the compute warpgroup, by blocks per SM. The largest number that a kernel asks for is what
+# every thread is launched with, so two blocks of 256 threads have 65536 / 512 = 128.
+_COMPUTE_REGISTERS = {1: 232, 2: 128}
+_MEMORY_REGISTERS = 40
+
+Carry = tuple[jax.Array, jax.Array, jax.Array]
+
+
+@dataclass(frozen=True)
+class DecodeKernel(DecodeRing):
+    """The kernel's body."""
+
+    @property
+    def __name__(self) -> str:
+        return "paged_decode"
+
+    def __call__(self, *refs: jax.Ref, **scratch: jax.Ref) -> None:
+        q_ref, pages, table, units, offset, *k_scale, outputs, logs = refs
+        scratch["keys"], scratch["logs"] = scratch.pop("keys_then_logs")
+        slot = lax.axis_index("unit")
+        length = units[slot, splits.LENGTH]
+        unit = Unit(
+            slot=slot,
+            head=lax.axis_index("head"),
+            row=units[slot, splits.ROW],
+            first_tile=units[slot, splits.FIRST_TILE],
+            num_tiles=units[slot, splits.NUM_TILES],
+            length=length,
+            begin=length - (units[slot, splits.NUM_QUERIES] if self.max_queries > 1 else 1),
+        )
+        warpgroup = lax.axis_index("warpgroup")
+
+        @pl.when((warpgroup == 1) & (unit.num_tiles > 0))
+        def _() -> None:
+            if self.is_narrow:
+                self.fetch_narrow(unit, pages, table, offset[0], scratch)
+            else:
+                compat.set_max_registers(_MEMORY_REGISTERS, action="decrease")
+                self.fetch(unit, pages, table, offset[0], scratch)
+
+        @pl.when((warpgroup == 0) & (unit.num_tiles > 0))
+        def _() -> None:
+            compat.set_max_registers(_COMPUTE_REGISTERS[self.ctas_per_sm], action="increase")
+            self.compute(unit, q_ref, k_scale, outputs, logs, scratch)
+
+    def compute(
+        self,
+        unit: Unit,
+        q_ref: jax.Ref,
+        k_scale: list[jax.Ref],
+        outputs: jax.Ref,
+        logs: jax.Ref,
+        scratch: Scratch,
+    ) -> None:
+        """The unit's attention, from query rows to its two outputs."""
+        # The rows of the tile beyond R stay undefined. No row meets another one, and they are not copied out.
+        rows = pl.ds(0, self.num_rows)
+        compat.copy_gmem_to_smem(q_ref.at[unit.row, unit.head], scratch["q"].at[rows], scratch["q_loaded"])
+        compat.barrier_wait(scratch["q_loaded"])
+        factor = self.params.scale * k_scale[0][unit.head] if self.has_k_scale else self.params.scale
+        carry = (
+            compat.full((QUERY_ROWS, self.width), 0.0),
+            compat.full((QUERY_ROWS,), MASKED),
+            compat.full((QUERY_ROWS,), 0.0),
+        )
+        step = partial(self.attend_tile, unit=unit, factor=factor, scratch=scratch)
+        acc, largest, total = lax.fori_loop(0, unit.num_tiles, step, carry)
+        scratch["q"][...] = (acc / compat.spread(total, acc.shape)).astype(self.dtype)
+        scratch["logs"][...] = largest + jnp.log2(total)
+        compat.commit_smem()
+        columns = pl.ds(pl.multiple_of(unit.head * self.num_rows, 8), self.num_rows)
+        compat.copy_smem_to_gmem(scratch["q"].at[rows], outputs.at[unit.slot, columns])
+        compat.copy_smem_to_gmem(scratch["logs"].at[rows], logs.at[unit.slot, columns])
+        compat.wait_smem_to_gmem(0)
+
+    def attend_tile(
+        self, index: jax.Array, carry: Carry, *, unit: Unit, factor: float | jax.Array, scratch: Scratch
+    ) -> Carry:
+        """One step of the online softmax; the largest scores are in base 2."""
+        acc, largest, total = carry
+        slot = lax.rem(index, self.num_slots)
+        start = (unit.first_tile + index) * self.tile_tokens
+        keys, values = scratch["keys"].at[slot], scratch["values"].at[slot]
+        is_awaited = index + self.num_slots < unit.num_tiles  # the slot, by a later tile
+        is_strange = self.holds_strangers(start, unit)
+
+        # First of all, while no scores take registers: two blocks per SM leave 128 a thread.
+        @pl.when(is_strange)
+        def _() -> None:
+            compat.barrier_wait(scratch["values_loaded"].at[slot])
+            self.clean(values, start, unit)
+            compat.commit_smem()
+
+        compat.barrier_wait(scratch["keys_loaded"].at[slot])
+        scores = compat.multiply_qk(scratch["q"], keys)
+        pl.when(is_awaited)(partial(compat.barrier_arrive, scratch["keys_freed"].at[slot]))
+        scores = self.scale_scores(scores, factor)
+        mask = partial(self.mask, start, unit)
+        if self.params.softcap is None:
+            scores = lax.cond(self.is_edge(start, unit), mask, lambda scores: scores, scores)
+        else:  # with a branch, the soft cap takes more registers than there are
+            scores = mask(scores)
+
+        new_largest = jnp.maximum(largest, jnp.max(scores, axis=1))
+        shrink = jnp.exp2(largest - new_largest)
+        weights = jnp.exp2(scores - compat.spread(new_largest, scores.shape))
+        total = total * shrink + jnp.sum(weights, axis=1)
+        acc = acc * compat.spread(shrink, acc.shape)
+        weights = weights.astype(self.dtype)
+
+        @pl.when(~is_strange)
+        def _() -> None:
+            compat.barrier_wait(scratch["values_loaded"].at[slot])
+
+        acc = compat.multiply_pv(acc, weights, values, interpret=self.interpret)
+        pl.when(is_awaited)(partial(compat.barrier_arrive, scratch["values_freed"].at[slot]))
+        return acc, new_largest, total
+
+    def scale_scores(self, scores: jax.Array, factor: float | jax.Array) -> jax.Array:
+        """Raw scores to base 2, through the soft cap."""
+        if self.params.softcap is None:
+            return scores * (factor * LOG2_E)
+        return jnp.tanh(scores * (factor / self.params.softcap)) * (self.params.softcap * LOG2_E)
+
+    def is_edge(self, start: jax.Array, unit: Unit) -> jax.Array:
+        """Whether some query of the row does not see all of the tile."""
+        edge = start + self.tile_tokens > unit.begin + 1
+        if self.params.window is not None:
+            edge |= start < unit.length - self.params.window
+        return edge
+
+    def mask(self, start: jax.Array, unit: Unit, scores: jax.Array) -> jax.Array:
+        """Scores of keys that a query does not see become MASKED."""
+        keys = compat.iota(scores.shape, 1)
+        last = unit.length - 1 - start  # seen by the row's last query, in keys of the tile
+        if self.max_queries > 1:
+            queries = compat.iota(scores.shape, 0) & (self.max_queries - 1)
+            last = jnp.minimum(queries + (unit.begin - start), last)
+        seen = keys <= last
+        if self.params.window is not None:
+            seen &= keys > last - self.params.window
+        return jnp.where(seen, scores, MASKED)
+
+    def holds_strangers(self, start: jax.Array, unit: Unit) -> jax.Array:
+        """Whether the tile has slots that hold nothing of what the row's queries see: they may be NaN."""
+        strange = start + self.tile_tokens > unit.length
+        if self.params.window is not None:
+            strange |= start <= unit.begin - self.params.window
+        return strange
+
+    def clean(self, values: jax.Ref, start: jax.Array, unit: Unit) -> None:
+        """Zeroes the values of such slots: a weight of 0 does not remove NaN."""
+        keys = compat.iota((self.tile_tokens, PART_COLUMNS), 0)
+        held = keys < unit.length - start
+        if self.params.window is not None:
+            held &= keys > unit.begin - start - self.params.window
+
+        @pl.loop(0, self.width // PART_COLUMNS)
+        def _(index: jax.Array) -> None:
+            part = values.at[:, pl.ds(pl.multiple_of(index * PART_COLUMNS, PART_COLUMNS), PART_COLUMNS)]
+            part[...] = jnp.where(held, part[...], jnp.zeros((), self.dtype))

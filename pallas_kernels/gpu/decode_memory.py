@@ -1,0 +1,191 @@
+"""The memory side of the decode kernel: a block's shared memory, and the warpgroup that fills it.
+
+Tiles of keys and of values go through rings. Pages of 16 bits get there by TMA. Pages of 8 bits go to rings of their
+own by TMA, and the memory warpgroup widens them into those that the compute warpgroup reads: wgmma takes 8-bit operands
+only with the summed axis contiguous, which that of the values is not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.gpu import compat
+from pallas_kernels.spec import AttnParams
+
+QUERY_ROWS = compat.WGMMA_ROWS  # of the tile of queries; G * Qp of them are used
+PART_COLUMNS = 64  # of a tile that pass through registers at once
+
+Scratch = dict[str, jax.Ref]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What a block works on; scalars."""
+
+    slot: jax.Array
+    head: jax.Array
+    row: jax.Array
+    first_tile: jax.Array
+    num_tiles: jax.Array
+    length: jax.Array  # tokens of the row
+    begin: jax.Array  # position of its first query
+
+
+@dataclass(frozen=True)
+class DecodeRing:
+    """What is static about a block, its shared memory, and the warpgroup that fills it."""
+
+    params: AttnParams
+    num_rows: int  # R
+    width: int  # of a stored head
+    page_size: int
+    max_queries: int  # Qp
+    dtype: jnp.dtype  # of queries, weights and outputs
+    page_dtype: jnp.dtype
+    has_k_scale: bool
+    tile_tokens: int
+    stages: int
+    ctas_per_sm: int
+    interpret: bool
+
+    @property
+    def is_narrow(self) -> bool:
+        return self.page_dtype != self.dtype
+
+    @property
+    def num_slots(self) -> int:
+        """Tiles in the ring that the compute warpgroup reads: widened ones are made while others are used."""
+        return 1 if self.is_narrow else self.stages
+
+    @property
+    def box(self) -> int:
+        """Tokens of one TMA copy: a page, or as much of one as a tile takes."""
+        return min(self.page_size, self.tile_tokens)
+
+    def list_tiles(self) -> dict[str, tuple[tuple[int, ...], jnp.dtype]]:
+        """Shapes and dtypes of the tiles in shared memory, by the names the body has for them."""
+        tile = (self.tile_tokens, self.width)
+        tiles = {"q": ((QUERY_ROWS, self.width), self.dtype)}  # later the output
+        for name in ("keys", "values"):
+            tiles[name] = ((self.num_slots, *tile), self.dtype)
+            if self.is_narrow:
+                tiles[f"narrow_{name}"] = ((self.stages, *tile), self.page_dtype)
+        return tiles
+
+    def make_scratch(self) -> dict[str, object]:
+        """Shared memory and barriers of a block."""
+        # Half a swizzle of 8-bit elements is what passes through registers at once.
+        swizzles = dict.fromkeys(("narrow_keys", "narrow_values"), PART_COLUMNS)
+        scratch = {
+            name: compat.tile_smem(shape, dtype, swizzles.get(name))
+            for name, (shape, dtype) in self.list_tiles().items()
+        }
+        # A tile of its own for the logarithms would take 1 KiB, which two blocks per SM do not have.
+        logs = compat.SMEM((QUERY_ROWS,), jnp.float32)
+        scratch["keys_then_logs"] = compat.SmemUnion(scratch.pop("keys"), logs)
+        copied = compat.Barrier(num_arrivals=self.tile_tokens // self.box, num_barriers=self.stages)
+        for name in ("keys", "values"):
+            if self.is_narrow:
+                scratch[f"narrow_{name}_loaded"] = copied
+            scratch[f"{name}_loaded"] = compat.Barrier(num_barriers=1) if self.is_narrow else copied
+            scratch[f"{name}_freed"] = compat.Barrier(num_barriers=self.num_slots)
+        return scratch | {"q_loaded": compat.Barrier()}
+
+    def find_pages(
+        self, index: jax.Array, unit: Unit, table: jax.Ref, offset: jax.Array, num_pages: int
+    ) -> tuple[jax.Array, ...]:
+        """The pages of a tile. Beyond the row's last page they are that one again, to be masked."""
+        start = (unit.first_tile + index) * self.tile_tokens
+        last = lax.div(unit.length - 1, self.page_size)
+        columns = [lax.div(start + box, self.page_size) for box in range(0, self.tile_tokens, self.box)]
+        found = [table[unit.row, jnp.minimum(column, last)] for column in columns]
+        return tuple(jnp.clip(page + offset, 0, num_pages - 1) for page in found)
+
+    def copy_tile(
+        self,
+        index: jax.Array,
+        ids: tuple[jax.Array, ...],
+        unit: Unit,
+        sources: tuple[jax.Ref, jax.Array],  # the pool, and a row of its pages
+        ring: jax.Ref,
+        loaded: jax.Ref,
+    ) -> None:
+        """Starts the copies that fill a slot of the ring."""
+        slot = lax.rem(index, self.stages)
+        pages, page_row = sources
+        # A tile begins in a page's middle only where pages are larger than tiles.
+        is_part = self.page_size > self.tile_tokens
+        start = lax.rem((unit.first_tile + index) * self.tile_tokens, self.page_size) if is_part else 0
+        for box, page in enumerate(ids):
+            compat.copy_gmem_to_smem(
+                pages.at[page, page_row, pl.ds(start, self.box)],
+                ring.at[slot, pl.ds(box * self.box, self.box)],
+                loaded.at[slot],
+            )
+
+    def fetch(self, unit: Unit, pages: jax.Ref, table: jax.Ref, offset: jax.Array, scratch: Scratch) -> None:
+        """Fills the rings, slot after slot as the compute warpgroup frees them."""
+        find_pages = partial(self.find_pages, unit=unit, table=table, offset=offset, num_pages=pages.shape[0])
+
+        def step(index: jax.Array, ids: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            # The next tile's ids are asked for a tile ahead: they arrive while this one waits for its slot.
+            next_ids = find_pages(index + 1)
+            for part, name in enumerate(("keys", "values")):
+
+                @pl.when(index >= self.stages)
+                def _(name: str = name) -> None:
+                    compat.barrier_wait(scratch[f"{name}_freed"].at[lax.rem(index, self.stages)])
+
+                source = (pages, 2 * unit.head + part)
+                self.copy_tile(index, ids, unit, source, scratch[name], scratch[f"{name}_loaded"])
+            return next_ids
+
+        lax.fori_loop(0, unit.num_tiles, step, find_pages(jnp.int32(0)))
+
+    def fetch_narrow(self, unit: Unit, pages: jax.Ref, table: jax.Ref, offset: jax.Array, scratch: Scratch) -> None:
+        """Keeps the narrow rings `stages - 1` tiles ahead, and widens tile after tile.
+
+        A narrow slot is read and refilled by this warpgroup alone, so it needs no barrier to be free.
+        """
+        find_pages = partial(self.find_pages, unit=unit, table=table, offset=offset, num_pages=pages.shape[0])
+
+        def start(index: jax.Array, ids: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            next_ids = find_pages(index + 1)
+            for part, name in enumerate(("narrow_keys", "narrow_values")):
+                source = (pages, 2 * unit.head + part)
+                self.copy_tile(index, ids, unit, source, scratch[name], scratch[f"{name}_loaded"])
+            return next_ids
+
+        def step(index: jax.Array, ids: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            ahead = index + self.stages - 1
+            ids = lax.cond(ahead < unit.num_tiles, start, lambda _, ids: ids, ahead, ids)
+            slot = lax.rem(index, self.stages)
+            for name in ("keys", "values"):
+                compat.barrier_wait(scratch[f"narrow_{name}_loaded"].at[slot])
+
+                @pl.when(index > 0)
+                def _(name: str = name) -> None:
+                    compat.barrier_wait(scratch[f"{name}_freed"].at[0])
+
+                self.widen(scratch[f"narrow_{name}"].at[slot], scratch[name].at[0])
+                compat.commit_smem()
+                compat.barrier_arrive(scratch[f"{name}_loaded"].at[0])
+            return ids
+
+        num_first = jnp.minimum(unit.num_tiles, self.stages - 1)
+        ids = lax.fori_loop(0, num_first, start, find_pages(jnp.int32(0)))
+        lax.fori_loop(0, unit.num_tiles, step, ids)
+
+    def widen(self, tile: jax.Ref, wide: jax.Ref) -> None:
+        """Copies an 8-bit tile to one of the compute dtype."""
+
+        @pl.loop(0, self.width // PART_COLUMNS)
+        def _(index: jax.Array) -> None:
+            columns = pl.ds(pl.multiple_of(index * PART_COLUMNS, PART_COLUMNS), PART_COLUMNS)
+            wide[:, columns] = compat.load_narrow(tile.at[:, columns]).astype(self.dtype)

@@ -1,0 +1,208 @@
+"""Attention of chunks of queries on Hopper: prompts, pieces of them behind a cached prefix, and long drafts.
+
+Queries are cut into tiles of 128 rows, one row per (query, head of the group); `prefill_kernel.py` attends one tile
+and KV head per block. XLA packs queries into tiles and takes the answers out of them again, so that the kernel has no
+alignment to care for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.gpu import compat
+from pallas_kernels.gpu.prefill_kernel import LOG2E, build_kernel
+from pallas_kernels.gpu.prefill_static import NUM_COMPUTE, TILE_ROWS, Static, count_bytes, list_scratch
+from pallas_kernels.spec import AttnParams, AttnShape, BatchMeta, HeadParams
+from pallas_kernels.worklist import StepRows, TileList, list_chunk_tiles
+
+VERSION = 1  # of the kernel: tuning tables made for another one do not hold
+WIDTHS = (64, 128, 256)  # stored head sizes
+NUM_THREADS = NUM_COMPUTE + 1
+BARRIER_BYTES = 1024  # more than the barriers take
+
+
+@dataclass(frozen=True)
+class PrefillConfig:
+    """Tuning of the kernel. A ring of `stages` key tiles of `keys` tokens each; pages of 8 bits pass through another of
+    `raw_stages` before it. `registers` are per thread of a compute warpgroup and of the memory warpgroup."""
+
+    keys: int = 128
+    stages: int = 2
+    raw_stages: int = 0
+    registers: tuple[int, int] = (224, 56)
+
+    def __post_init__(self) -> None:
+        if self.keys % 64 or not 64 <= self.keys <= 256:
+            raise ValueError(f"PrefillConfig.keys must be 64, 128, 192 or 256, got {self.keys}")
+        if self.stages < 1 or self.raw_stages < 0:
+            raise ValueError(f"PrefillConfig.stages must be at least 1, got {self.stages} and {self.raw_stages} raw")
+        if any(count % 8 for count in self.registers):
+            raise ValueError(f"PrefillConfig.registers must be multiples of 8, got {self.registers}")
+
+
+def default_config(shape: AttnShape) -> PrefillConfig:
+    """The longest ring that fits, of tiles that leave a warpgroup's accumulators in registers."""
+    width = _stored_width(shape)
+    keys = 64 if width == 256 else 128
+    if _is_narrow(shape):
+        # The memory warpgroup holds a piece of keys or values while it widens them.
+        return PrefillConfig(keys=keys, stages=2, raw_stages=1 if width == 256 else 2, registers=(216, 72))
+    return PrefillConfig(keys=keys, stages={64: 4, 128: 3, 256: 2}[width])
+
+
+def plan_tiles(rows: StepRows, query_lens: jax.Array, shape: AttnShape, config: PrefillConfig) -> TileList:
+    """Tiles of the rows with `query_lens` [S] > 0, longest first: blocks start in this order, so none ends late."""
+    return list_chunk_tiles(rows, query_lens, tile_tokens=count_tile_tokens(shape))
+
+
+def count_tile_tokens(shape: AttnShape) -> int:
+    """Queries of a tile: a power of two, so that the kernel finds a row's query without dividing."""
+    return 1 << ((TILE_ROWS // shape.group_size).bit_length() - 1)
+
+
+def attend_chunks(
+    q: jax.Array,  # [T, N, H]
+    kv_pages: jax.Array,  # [num_pages, 2K, page_size, stored H]
+    batch: BatchMeta,
+    tiles: TileList,
+    config: PrefillConfig,
+    *,
+    params: AttnParams,
+    heads: HeadParams,
+    page_offset: int | jax.Array,
+    interpret: bool,
+) -> jax.Array:
+    """Attention [T, N, H] in q's dtype of the queries in `tiles`, over pages that hold their keys; 0 for others."""
+    static = _fix_static(q, kv_pages, batch.shape, config, params, heads, interpret=interpret)
+    packed = _pack(q.astype(static.dtype), tiles, static, batch.shape)
+    operands = [
+        packed,
+        kv_pages,
+        batch.page_table,
+        jnp.asarray(page_offset, jnp.int32).reshape(1),
+        tiles.rows,
+        tiles.counts,
+        tiles.positions,
+        _scale_scores(params, heads, batch.shape),
+    ]
+    if heads.sinks is not None:
+        operands.append(_spread_sinks(heads.sinks, tiles, batch.shape))
+    num_tiles, num_kv_heads = packed.shape[:2]
+    # The last axis of the grid varies fastest. Tiles come longest first, and the heads of a tile are equally long: so
+    # the blocks start in order of their length, and those that run together read neighbouring pages of few rows.
+    answers = compat.kernel(
+        build_kernel(static),
+        out_type=jax.ShapeDtypeStruct(packed.shape, packed.dtype),
+        scratch_types=list_scratch(static),
+        grid=(num_tiles, num_kv_heads),
+        grid_names=("tile", "head"),
+        num_threads=NUM_THREADS,
+        thread_name="warpgroup",
+        compiler_params=compat.compiler_params(),
+        interpret=compat.interpret_params(interpret),
+    )(*operands)
+    return _unpack(answers, tiles, batch.shape, heads, q)
+
+
+def _stored_width(shape: AttnShape) -> int:
+    return shape.spec.head_dim if shape.spec.layout == "plain" else -(-shape.spec.head_dim // 128) * 128
+
+
+def _is_narrow(shape: AttnShape) -> bool:
+    return jnp.dtype(shape.spec.dtype).itemsize == 1
+
+
+def _fix_static(
+    q: jax.Array,
+    kv_pages: jax.Array,
+    shape: AttnShape,
+    config: PrefillConfig,
+    params: AttnParams,
+    heads: HeadParams,
+    *,
+    interpret: bool,
+) -> Static:
+    page_size, width = kv_pages.shape[2:]
+    narrow = _is_narrow(shape)
+    static = Static(
+        tile_tokens=count_tile_tokens(shape),
+        page_size=page_size,
+        width=width,
+        keys=config.keys,
+        stages=config.stages,
+        raw_stages=max(config.raw_stages, 1) if narrow else 0,
+        registers=config.registers,
+        dtype="float16" if narrow else q.dtype.name,  # 8 bits convert to no other 16
+        page_dtype=kv_pages.dtype.name,
+        window=params.window,
+        softcap=params.softcap,
+        has_sinks=heads.sinks is not None,
+        interpret=interpret,
+    )
+    _check(static, shape)
+    return static
+
+
+def _check(static: Static, shape: AttnShape) -> None:
+    if static.width not in WIDTHS:
+        raise ValueError(f"stored heads must have one of {WIDTHS} elements, got {static.width}")
+    if shape.group_size > 16:
+        raise ValueError(f"query heads per KV head must be at most 16, got {shape.group_size}")
+    if static.dtype not in ("bfloat16", "float16") or (not static.is_narrow and static.page_dtype != static.dtype):
+        raise ValueError(
+            f"pages must have q's dtype, bfloat16 or float16, or 8 bits, got {static.page_dtype} for q {static.dtype}"
+        )
+    if static.box % 8 or static.keys % static.box or static.page_size % static.box:
+        raise ValueError(f"pages of {static.page_size} tokens do not fill key tiles of {static.keys}: use 16 to 256")
+    size = count_bytes(static) + BARRIER_BYTES
+    if size > compat.MAX_SMEM_BYTES:
+        raise ValueError(
+            f"PrefillConfig wants {size} bytes of shared memory of {compat.MAX_SMEM_BYTES}: fewer stages or keys do"
+        )
+
+
+def _pack(q: jax.Array, tiles: TileList, static: Static, shape: AttnShape) -> jax.Array:
+    """[T, N, H] -> [n, K, TILE_ROWS, stored H]; rows without a query are 0, or another's query."""
+    num_tiles, tile_tokens = tiles.rows.shape[0], tiles.tile_tokens
+    num_kv_heads, group_size = shape.spec.num_kv_heads, shape.group_size
+    tokens = tiles.starts[:, None] + jnp.arange(tile_tokens, dtype=jnp.int32)  # [n, B]
+    found = q.at[tokens].get(mode="clip").reshape(num_tiles, tile_tokens, num_kv_heads, group_size, q.shape[-1])
+    found = found.transpose(0, 2, 3, 1, 4).reshape(num_tiles, num_kv_heads, group_size * tile_tokens, q.shape[-1])
+    padding = (TILE_ROWS - group_size * tile_tokens, static.width - q.shape[-1])
+    return jnp.pad(found, ((0, 0), (0, 0), (0, padding[0]), (0, padding[1])))
+
+
+def _unpack(answers: jax.Array, tiles: TileList, shape: AttnShape, heads: HeadParams, q: jax.Array) -> jax.Array:
+    """[n, K, TILE_ROWS, stored H] -> [T, N, H] like q. A gather of what the step has, however long the list is."""
+    num_tiles, num_kv_heads = answers.shape[:2]
+    group_size, tile_tokens, num_tokens = shape.group_size, tiles.tile_tokens, q.shape[0]
+    index = jnp.arange(tile_tokens, dtype=jnp.int32)
+    tokens = jnp.where(index < tiles.counts[:, None], tiles.starts[:, None] + index, num_tokens)  # [n, B]
+    # Where each token's answer is: the index of its tile times tile_tokens plus its place there; -1 for none.
+    places = jnp.arange(num_tiles * tile_tokens, dtype=jnp.int32)
+    places = jnp.full((num_tokens,), -1, jnp.int32).at[tokens.reshape(-1)].set(places, mode="drop")
+
+    answers = answers[:, :, : group_size * tile_tokens, : q.shape[-1]]
+    answers = answers.reshape(num_tiles, num_kv_heads, group_size, tile_tokens, q.shape[-1])
+    answers = answers.transpose(0, 3, 1, 2, 4).reshape(num_tiles * tile_tokens, *q.shape[1:])
+    found = jnp.where((places >= 0)[:, None, None], answers.at[jnp.maximum(places, 0)].get(mode="clip"), 0)
+    if heads.v_scale is not None:
+        found = found.astype(jnp.float32) * jnp.repeat(heads.v_scale, group_size)[:, None]
+    return found.astype(q.dtype)
+
+
+def _scale_scores(params: AttnParams, heads: HeadParams, shape: AttnShape) -> jax.Array:
+    """[K] f32: raw scores times this are in base 2, or, if they are to be capped, the argument of tanh."""
+    scale = params.scale * LOG2E if params.softcap is None else params.scale / params.softcap
+    scales = jnp.full((shape.spec.num_kv_heads,), scale, jnp.float32)
+    return scales if heads.k_scale is None else scales * heads.k_scale.astype(jnp.float32)
+
+
+def _spread_sinks(sinks: jax.Array, tiles: TileList, shape: AttnShape) -> jax.Array:
+    """[N] -> [K, TILE_ROWS] f32 in base 2, in the order of a tile's rows; padding rows have 0."""
+    spread = jnp.repeat(sinks.astype(jnp.float32) * LOG2E, tiles.tile_tokens)
+    spread = spread.reshape(shape.spec.num_kv_heads, shape.group_size * tiles.tile_tokens)
+    return jnp.pad(spread, ((0, 0), (0, TILE_ROWS - spread.shape[1])))

@@ -1,0 +1,189 @@
+"""The kernel behind `prefill.py`: one block of three warpgroups per (tile of queries, KV head).
+
+The structure is FlashAttention-3's (Shah et al., 2024): a memory warpgroup walks the tile's keys and keeps a ring of
+shared memory full by TMA, page by page; two compute warpgroups hold 64 query rows each and take turns, so that the
+softmax of one runs while the other uses the tensor cores.
+
+All three see the same range of keys, cut into key tiles of `keys` tokens (a "block" below, counted from the row's
+first token), so that every barrier gets the same number of arrivals whatever the masks are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.gpu import compat
+from pallas_kernels.gpu.prefill_memory import load_narrow, load_plain
+from pallas_kernels.gpu.prefill_static import NUM_COMPUTE, ROWS, Operands, Scratch, Span, Static, find_span
+
+LOG2E = math.log2(math.e)
+LEAST = -1e30  # largest score of a row that has seen no key: finite, so that rescaling never computes inf - inf
+
+type Carry = tuple[jax.Array, jax.Array, jax.Array]  # mixed values [ROWS, H], largest score [ROWS], weight [ROWS]
+
+
+def build_kernel(static: Static) -> Callable[..., None]:
+    """The body: takes `Operands` (without sinks if there are none) and, by name, `Scratch`."""
+
+    def prefill_kernel(*refs: jax.Ref, **scratch: jax.Ref) -> None:
+        refs = refs if static.has_sinks else (*refs[:8], None, *refs[8:])
+        operands = Operands(*refs)
+        buffers = Scratch(**{name: scratch.get(name) for name in Scratch._fields})
+        tile, head = lax.axis_index("tile"), lax.axis_index("head")
+        warpgroup = lax.axis_index("warpgroup")
+        count = operands.counts[tile]
+
+        @pl.when(count > 0)  # unused tiles are the last of the grid: their blocks end here
+        def _run() -> None:
+            span = find_span(static, operands.positions[tile], count)
+
+            @pl.when(warpgroup == NUM_COMPUTE)
+            def _load() -> None:
+                compat.set_max_registers(static.registers[1], action="decrease")
+                load = load_narrow if static.is_narrow else load_plain
+                load(static, operands, buffers, span, operands.rows[tile], head)
+
+            @pl.when(warpgroup < NUM_COMPUTE)
+            def _compute() -> None:
+                compat.set_max_registers(static.registers[0], action="increase")
+                _attend(static, operands, buffers, span, tile, head, warpgroup)
+
+    return prefill_kernel
+
+
+def _attend(
+    static: Static,
+    operands: Operands,
+    buffers: Scratch,
+    span: Span,
+    tile: jax.Array,
+    head: jax.Array,
+    warpgroup: jax.Array,
+) -> None:
+    """Attention of one warpgroup's 64 query rows."""
+    rows = pl.ds(pl.multiple_of(warpgroup * ROWS, ROWS), ROWS)
+    queries = buffers.q.at[warpgroup]
+    compat.copy_gmem_to_smem(operands.q.at[tile, head, rows], queries, buffers.q_full.at[warpgroup])
+    if static.has_sinks:  # a key that all see, without a value
+        largest = compat.load_column(operands.sinks.at[head, rows])
+        total = compat.full((ROWS,), 1.0)
+    else:
+        largest, total = compat.full((ROWS,), LEAST), compat.full((ROWS,), 0.0)
+    carry = compat.full((ROWS, static.width), 0.0), largest, total
+    scale = operands.scales[head]
+    compat.barrier_wait(buffers.q_full.at[warpgroup])
+
+    def take_turns() -> None:
+        compat.barrier_arrive(buffers.turn)
+        compat.barrier_wait(buffers.turn)
+
+    def await_keys(block: jax.Array) -> None:
+        compat.barrier_wait(buffers.k_full.at[lax.rem(block - span.first, static.stages)])
+
+    def free(barriers: jax.Ref, block: jax.Array, slot: jax.Array) -> None:
+        # The interpreter of JAX 0.11 wants every completion of a barrier awaited: the last ones would not be.
+        pl.when(block + static.stages < span.last)(lambda: compat.barrier_arrive(barriers.at[slot]))
+
+    def attend_block(block: jax.Array, carry: Carry, *, masked: bool) -> Carry:
+        mixed, largest, total = carry
+        slot = lax.rem(block - span.first, static.stages)
+        scores = _score(queries, buffers.k.at[slot], take_turns)
+        free(buffers.k_free, block, slot)
+        weights, shrink, largest = _weigh(static, scores, largest, scale, span, block, warpgroup, masked=masked)
+        mixed = mixed * compat.spread(shrink, mixed.shape)
+        total = total * shrink + weights.sum(axis=1)
+        weights = weights.astype(static.dtype)
+        # The softmax ends before the turn begins, else the tensor cores would wait for it.
+        mixed, largest, total, weights = lax.optimization_barrier((mixed, largest, total, weights))
+        compat.barrier_arrive(buffers.turn)
+        compat.barrier_wait(buffers.v_full.at[slot])
+        compat.barrier_wait(buffers.turn)
+        await_next = partial(pl.when(block + 1 < span.last), partial(await_keys, block + 1))
+        mixed = _mix(static, mixed, weights, buffers.v.at[slot], await_next)
+        free(buffers.v_free, block, slot)
+        return mixed, largest, total
+
+    await_keys(span.first)
+    # The second warpgroup is half a step behind; the first waits for it at the end.
+    pl.when(warpgroup == 1)(take_turns)
+    attend_whole, attend_masked = partial(attend_block, masked=False), partial(attend_block, masked=True)
+    if static.window is not None:
+        carry = lax.fori_loop(span.first, span.inner, attend_masked, carry)
+    carry = lax.fori_loop(span.inner, span.outer, attend_whole, carry)
+    mixed, _, total = lax.fori_loop(span.outer, span.last, attend_masked, carry)
+    pl.when(warpgroup == 0)(take_turns)
+
+    share = 1.0 / jnp.maximum(total, 1e-30)  # of a row that sees no key, 0 stays 0
+    queries[...] = (mixed * compat.spread(share, mixed.shape)).astype(static.dtype)
+    compat.commit_smem()
+    compat.copy_smem_to_gmem(queries, operands.out.at[tile, head, rows])
+    compat.wait_smem_to_gmem(0)
+
+
+def _score(queries: jax.Ref, keys: jax.Ref, while_running: Callable[[], None]) -> jax.Array:
+    """queries [ROWS, H] @ keys [keys, H].T in f32; `while_running` is called once the tensor cores have begun."""
+
+    def product(acc: jax.Ref) -> jax.Array:
+        plgpu.wgmma(acc, queries, keys.T)
+        while_running()
+        return acc[...]
+
+    return pl.run_scoped(product, plgpu.ACC((ROWS, keys.shape[0]), jnp.float32))
+
+
+def _mix(
+    static: Static, mixed: jax.Array, weights: jax.Array, values: jax.Ref, while_running: Callable[[], None]
+) -> jax.Array:
+    """mixed [ROWS, H] f32 + weights [ROWS, keys] @ values [keys, H]; `while_running` as in `_score`.
+
+    The interpreter has no product with an operand in registers: there it is `compat.multiply_pv`'s.
+    """
+    if static.interpret:
+        mixed = compat.multiply_pv(mixed, weights, values, interpret=True)
+        while_running()
+        return mixed
+
+    def product(acc: jax.Ref) -> None:
+        plgpu.wgmma(acc, weights, values)
+        while_running()
+
+    return pl.run_state(product)(plgpu.ACC.init(mixed))
+
+
+def _weigh(
+    static: Static,
+    scores: jax.Array,  # [ROWS, keys] f32, raw
+    largest: jax.Array,  # [ROWS] f32, in base 2
+    scale: jax.Array,
+    span: Span,
+    block: jax.Array,
+    warpgroup: jax.Array,
+    *,
+    masked: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Unnormalised weights, what the sums before shrink by, and the new largest score."""
+    if static.softcap is not None:
+        scores = jnp.tanh(scores * scale)
+        scale = static.softcap * LOG2E
+    if masked:
+        rows = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=compat.WGMMA.reduce(1)) + warpgroup * ROWS
+        queries = (rows & (static.tile_tokens - 1)) + (span.position - block * static.keys)
+        # How far back from the query each key is. Rows behind the tile's queries may see what they like: their answers
+        # are dropped.
+        distances = compat.spread(queries, scores.shape) - compat.iota(scores.shape, 1)
+        if static.window is None:
+            seen = distances >= 0
+        else:
+            seen = distances.astype(jnp.uint32) < static.window  # negative ones become large
+        scores = jnp.where(seen, scores, -jnp.inf)
+    new_largest = jnp.maximum(largest, scores.max(axis=1) * scale)
+    weights = jnp.exp2(scores * scale - compat.spread(new_largest, scores.shape))
+    return weights, jnp.exp2(largest - new_largest), new_largest

@@ -1,0 +1,150 @@
+"""What the parts of the prefill kernel share: what it was compiled for, its operands and scratch, and a tile's keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.gpu import compat
+
+NUM_COMPUTE = 2  # warpgroups with queries; one more moves memory
+ROWS = compat.WGMMA_ROWS  # query rows of each
+TILE_ROWS = NUM_COMPUTE * ROWS
+
+
+@dataclass(frozen=True)
+class Static:
+    """What a compiled kernel is for. Everything in it is known when tracing."""
+
+    tile_tokens: int  # queries of a tile; a power of two
+    page_size: int
+    width: int  # elements of a stored head (H)
+    keys: int  # per key tile
+    stages: int  # key tiles in the ring
+    raw_stages: int  # 8-bit key tiles in the ring before it; 0 if pages have the dtype of q
+    registers: tuple[int, int]  # per thread of a compute warpgroup and of the memory warpgroup
+    dtype: str  # of q, and of keys and values in the ring
+    page_dtype: str
+    window: int | None
+    softcap: float | None
+    has_sinks: bool
+    interpret: bool
+
+    @property
+    def box(self) -> int:
+        """Tokens that one TMA copy brings: a page, or as much of it as fits a key tile."""
+        return min(self.page_size, self.keys)
+
+    @property
+    def boxes(self) -> int:
+        """Copies that fill a key tile."""
+        return self.keys // self.box
+
+    @property
+    def is_narrow(self) -> bool:
+        return self.raw_stages > 0
+
+
+class Operands(NamedTuple):
+    """Device memory. The arrays of length n say what each tile is."""
+
+    q: jax.Ref  # [n, K, TILE_ROWS, H], row g * tile_tokens + j is query j of the group's head g
+    kv_pages: jax.Ref  # [num_pages, 2K, page_size, H]
+    page_table: jax.Ref  # [S, M] i32
+    page_offset: jax.Ref  # [1] i32
+    rows: jax.Ref  # [n] i32
+    counts: jax.Ref  # [n] i32
+    positions: jax.Ref  # [n] i32
+    scales: jax.Ref  # [K] f32, of raw scores; with log2(e) in it unless scores are capped
+    sinks: jax.Ref | None  # [K, TILE_ROWS] f32, in base 2, in the order of q's rows
+    out: jax.Ref  # as q
+
+
+class Scratch(NamedTuple):
+    """Shared memory and barriers of a block."""
+
+    q: jax.Ref  # [NUM_COMPUTE, ROWS, H]; the output leaves through it
+    k: jax.Ref  # [stages, keys, H]
+    v: jax.Ref  # [stages, keys, H]
+    raw_k: jax.Ref | None  # [raw_stages, keys, H]
+    raw_v: jax.Ref | None
+    q_full: jax.Ref
+    k_full: jax.Ref
+    v_full: jax.Ref
+    k_free: jax.Ref  # both compute warpgroups are done with the slot
+    v_free: jax.Ref
+    v_edge: jax.Ref | None  # values of the first and of the last key tile that have yet to be cleaned
+    raw_k_full: jax.Ref | None
+    raw_v_full: jax.Ref | None
+    turn: jax.Ref  # both compute warpgroups swap between tensor cores and softmax
+
+
+class Span(NamedTuple):
+    """The keys of a tile, i32 scalars: [begin, end), in key tiles [first, last), without masks in [inner, outer)."""
+
+    position: jax.Array  # of the first query
+    begin: jax.Array
+    end: jax.Array
+    first: jax.Array
+    inner: jax.Array
+    outer: jax.Array
+    last: jax.Array
+
+    @property
+    def steps(self) -> jax.Array:
+        return self.last - self.first
+
+
+def list_scratch(static: Static) -> dict[str, object]:
+    """Scratch types by the names in `Scratch`."""
+    ring = (static.stages, static.keys, static.width)
+    tiles = {
+        "q": compat.tile_smem((NUM_COMPUTE, ROWS, static.width), static.dtype),
+        "k": compat.tile_smem(ring, static.dtype),
+        "v": compat.tile_smem(ring, static.dtype),
+    }
+    barriers = {
+        "q_full": compat.Barrier(num_barriers=NUM_COMPUTE),
+        "k_free": compat.Barrier(num_arrivals=NUM_COMPUTE, num_barriers=static.stages),
+        "v_free": compat.Barrier(num_arrivals=NUM_COMPUTE, num_barriers=static.stages),
+        "turn": compat.Barrier(num_arrivals=NUM_COMPUTE),
+    }
+    arrivals = 1 if static.is_narrow else static.boxes
+    barriers["k_full"] = compat.Barrier(num_arrivals=arrivals, num_barriers=static.stages)
+    barriers["v_full"] = compat.Barrier(num_arrivals=arrivals, num_barriers=static.stages)
+    if static.is_narrow:
+        raw = (static.raw_stages, static.keys, static.width)
+        for name in ("raw_k", "raw_v"):
+            tiles[name] = compat.tile_smem(raw, static.page_dtype)
+            barriers[f"{name}_full"] = compat.Barrier(num_arrivals=static.boxes, num_barriers=static.raw_stages)
+    else:
+        barriers["v_edge"] = compat.Barrier(num_arrivals=static.boxes, num_barriers=2)
+    return tiles | barriers
+
+
+def count_bytes(static: Static) -> int:
+    """Shared memory of the tiles."""
+    ring = (2 * static.stages, static.keys, static.width)
+    raw = (2 * static.raw_stages, static.keys, static.width)
+    queries = (TILE_ROWS, static.width)
+    return compat.smem_bytes((queries, static.dtype), (ring, static.dtype), (raw, static.page_dtype))
+
+
+def find_span(static: Static, position: jax.Array, count: jax.Array) -> Span:
+    """Only what some query of the tile sees is read; key tiles that all of them see whole need no mask."""
+    keys, window = static.keys, static.window
+    end = position + count
+    last = lax.div(end + keys - 1, keys)
+    outer = lax.div(position + 1, keys)
+    if window is None:
+        zero = position * 0  # not a constant: the kernel's loops take none where they nest
+        return Span(position, zero, end, zero, zero, outer, last)
+    begin = jnp.maximum(position - window + 1, 0)
+    first = lax.div(begin, keys)
+    # The last query's window begins at end - window, the latest of all.
+    inner = jnp.minimum(lax.div(jnp.maximum(end - window, 0) + keys - 1, keys), last)
+    return Span(position, begin, end, first, inner, jnp.maximum(outer, inner), last)

@@ -1,0 +1,106 @@
+"""The work list of the decode kernel: rows cut into runs of key tiles, once per step, shared by all layers.
+
+A unit is (row, run of its tiles); one block of the kernel works on a unit and a KV head. Long rows are cut into
+several, so that a few rows fill the device and a long one does not outlast the others (split keys, as in
+Flash-Decoding, Dao et al. 2023); `combine.py` joins them again. The number of unit slots W is static.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+_GROWTH = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0, 64.0)  # split lengths tried, as shares of the shortest
+
+# Columns of `SplitList.units`.
+ROW, FIRST_TILE, NUM_TILES, LENGTH, NUM_QUERIES = range(5)
+UNIT_COLUMNS = 8  # 32 bytes: a unit is read in one transaction
+
+
+@partial(jax.tree_util.register_dataclass)
+@dataclass(frozen=True)
+class SplitList:
+    """Units, the used ones first, those of a row next to each other and in the order of its text."""
+
+    units: jax.Array  # [W, UNIT_COLUMNS] i32: row, first tile, tiles (0: unused), the row's tokens and queries
+    row_first_unit: jax.Array  # [S] i32
+    row_num_units: jax.Array  # [S] i32, 0 for a row that is not in the list
+    tile_tokens: int = field(metadata={"static": True})
+    max_queries: int = field(metadata={"static": True})  # of a row, rounded up to a power of two (Qp)
+
+
+def count_unit_slots(num_rows: int, num_kv_heads: int, num_blocks: int) -> int:
+    """W: one unit per row, and as many more as let the device run `num_blocks` blocks at once, twice over."""
+    return num_rows + max(1, -(-2 * num_blocks // num_kv_heads))
+
+
+def list_splits(
+    query_lens: jax.Array,  # [S] i32, new tokens of the rows to list, 0 for all others
+    seq_lens: jax.Array,  # [S] i32, with the new tokens
+    *,
+    num_slots: int,  # W, more than S
+    num_kv_heads: int,
+    num_blocks: int,  # that the device runs at once
+    tile_tokens: int,
+    min_split_tiles: int,
+    unit_cost: int,  # of a unit beyond its tiles, in tiles: a block's start, filling its ring, its part of the join
+    max_queries: int,
+    window: int | None,
+) -> SplitList:
+    """Cuts every row into units of nearly equal length, by the split length that promises the shortest launch.
+
+    With n_i tiles in row i and a split length L, row i has ceil(n_i / L) units; sum(n_i) / (W - S) <= L keeps their
+    sum within W. Tiles that no query of the row sees, before the window, are in no unit.
+    """
+    num_rows = query_lens.shape[0]
+    used = query_lens > 0
+    ends = jnp.where(used, (seq_lens + tile_tokens - 1) // tile_tokens, 0)
+    firsts = jnp.zeros_like(ends)
+    if window is not None:
+        firsts = jnp.where(used, jnp.maximum(seq_lens - query_lens - window + 1, 0) // tile_tokens, 0)
+    num_tiles = ends - firsts  # [S]
+    split = _choose_split(num_tiles, num_slots - num_rows, num_kv_heads, num_blocks, min_split_tiles, unit_cost)
+    row_units = (num_tiles + split - 1) // split  # [S]
+    row_ends = jnp.cumsum(row_units)
+    slots = jnp.arange(num_slots, dtype=jnp.int32)
+    rows = jnp.sum(row_ends[None, :] <= slots[:, None], axis=1, dtype=jnp.int32)  # [W]; S for unused slots
+    is_unit = rows < num_rows
+    rows = jnp.minimum(rows, num_rows - 1)
+    index = slots - (row_ends - row_units)[rows]  # of the unit in its row
+    # The first `longer` units of a row have one tile more than the others.
+    parts = jnp.maximum(row_units, 1)[rows]
+    shorter, longer = num_tiles[rows] // parts, num_tiles[rows] % parts
+    first_tiles = firsts[rows] + index * shorter + jnp.minimum(index, longer)
+    columns = [rows, first_tiles, shorter + (index < longer), seq_lens[rows], query_lens[rows]]
+    units = jnp.stack([jnp.where(is_unit, column, 0).astype(jnp.int32) for column in columns], axis=1)
+    return SplitList(
+        units=jnp.pad(units, ((0, 0), (0, UNIT_COLUMNS - len(columns)))),
+        row_first_unit=(row_ends - row_units).astype(jnp.int32),
+        row_num_units=row_units.astype(jnp.int32),
+        tile_tokens=tile_tokens,
+        max_queries=max_queries,
+    )
+
+
+def _choose_split(
+    num_tiles: jax.Array, spare_slots: int, num_kv_heads: int, num_blocks: int, min_split_tiles: int, unit_cost: int
+) -> jax.Array:
+    """The split length in tiles: [] i32.
+
+    A launch of blocks of equal length takes whole waves of them; one of unequal length at most what the device needs
+    for all tiles, and the longest block. The smaller of the two stands for the launch, and the best of a few lengths
+    is taken (FlashInfer weighs waves against merging in the same way).
+    """
+    total = jnp.sum(num_tiles)
+    shortest = jnp.maximum(min_split_tiles, (total + spare_slots - 1) // spare_slots)
+    lengths = jnp.ceil(shortest * jnp.asarray(_GROWTH, jnp.float32)).astype(jnp.int32)  # [C]
+    row_units = (num_tiles[None, :] + lengths[:, None] - 1) // lengths[:, None]  # [C, S]
+    parts = jnp.maximum(row_units, 1)
+    longest = jnp.max((num_tiles + parts - 1) // parts, axis=1) + unit_cost  # [C]
+    blocks = num_kv_heads * jnp.sum(row_units, axis=1)
+    waves = (blocks + num_blocks - 1) // num_blocks
+    shared = (num_kv_heads * total + blocks * unit_cost) // num_blocks + longest
+    return lengths[jnp.argmin(jnp.minimum(waves * longest, shared))]

@@ -1,0 +1,243 @@
+"""Compiles the kernels for a device that is not attached, and prints what its compiler says: one JSON line a program.
+
+    python -m pallas_kernels.testing.compile_gate h200 --json
+
+A child process: a compiler may abort it, and one process holds one target's compiler. Its parent puts the compiler's
+wheels on the path and sets the target's environment (`scripts/test_kernels.py`). With `--lower-only` neither is needed:
+then the programs are lowered to the kernels' own language, which finds less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import mlir
+from jaxlib.mlir import ir
+
+from pallas_kernels import attend_with_update, choose_layout, page_bytes, pool_shape, prepare_batch, resolve_impl
+from pallas_kernels.spec import AttnShape, HeadParams
+from pallas_kernels.testing.gate_report import KernelUse, ProgramReport, merge_uses, parse_ptxas, parse_tpu_kernels
+from pallas_kernels.testing.gate_shapes import GateProgram, list_programs, list_tuned_programs
+from pallas_kernels.testing.targets import TARGETS, Target, find_target, open_devices, trace_for
+
+POOL_BYTES = 2**32  # so large that no copy of it can hide among temporaries
+NUM_LAYERS = 2
+PLATFORMS = {"gpu": "cuda", "tpu": "tpu"}  # as lowering calls them
+
+
+@contextlib.contextmanager
+def capture_output() -> Iterator[Callable[[], str]]:
+    """Collects what C++ code writes to standard output; the function it gives returns that, also afterwards."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 1)
+        text: list[str] = []
+
+        def read() -> str:
+            return text[0]
+
+        try:
+            yield read
+        finally:
+            sys.stdout.flush()
+            os.dup2(kept, 1)
+            os.close(kept)
+            file.seek(0)
+            text.append(file.read().decode(errors="replace"))
+
+
+def list_launches(lowered: Any) -> list[KernelUse]:
+    """The Pallas kernels in a lowered program, with what their own code says of them."""
+    launches: list[KernelUse] = []
+
+    def visit(operation: Any) -> Any:
+        if operation.name == "stablehlo.custom_call":
+            target = ir.StringAttr(operation.attributes["call_target_name"]).value
+            if target.startswith("mosaic_gpu"):
+                launches.extend(_read_gpu_kernel(operation))
+            elif target == "tpu_custom_call":
+                launches.append(KernelUse(ir.StringAttr(operation.attributes["kernel_name"]).value))
+        return ir.WalkResult.ADVANCE
+
+    lowered.compiler_ir("stablehlo").operation.walk(visit)
+    return list(dict.fromkeys(launches))  # a kernel of many layers is one
+
+
+def _read_gpu_kernel(call: Any) -> list[KernelUse]:
+    """Mosaic keeps its module inside the call; a launch there has the sizes of its block and its shared memory."""
+    from jax.experimental.mosaic import gpu as mosaic_gpu
+
+    code = ir.StringAttr(ir.DictAttr(call.attributes["mhlo.backend_config"])["module"]).value_bytes
+    digest = hashlib.sha256(code).hexdigest()[:16]
+    found: list[KernelUse] = []
+    context = mlir.make_ir_context()
+    mosaic_gpu.dialect.register_dialect(context)
+    context.allow_unregistered_dialects = True
+    with context:
+        module = ir.Module.parse(code)
+        name = ir.StringAttr(module.operation.attributes["sym_name"]).value
+
+        def visit(operation: Any) -> Any:
+            if operation.name.endswith("gpu.launch"):
+                # Operands: tokens, grid (3), block (3), cluster (0 or 3), fallback cluster (0 or 3), shared memory.
+                counts = list(ir.DenseI32ArrayAttr(operation.attributes["operandSegmentSizes"]))
+                block = [_read_constant(operation.operands[sum(counts[:index])]) for index in (4, 5, 6)]
+                shared = _read_constant(operation.operands[sum(counts[:10])]) if counts[10] else 0
+                found.append(KernelUse(name, digest, threads=math.prod(block), shared_memory_bytes=shared))
+            return ir.WalkResult.ADVANCE
+
+        module.operation.walk(visit)
+    return found
+
+
+def _read_constant(value: Any) -> int:
+    return ir.IntegerAttr(value.owner.attributes["value"]).value
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A target and how far its programs are compiled. Without devices they are lowered only, which needs no compiler.
+
+    `seen` remembers what ptxas said: a process compiles equal kernels of different programs once.
+    """
+
+    target: Target
+    devices: Sequence[Any] = ()
+    seen: dict[str, KernelUse] = field(default_factory=dict)
+
+    def measure(self, report: ProgramReport, trace: Callable[[], Any]) -> ProgramReport:
+        """Fills in what lowering and compiling a traced program say. Errors are part of the report: they fail the
+        gate, and the programs after this one are still to be compiled."""
+        start = time.perf_counter()
+        try:
+            with trace_for(self.target):
+                report = self._compile(report, trace())
+        except Exception as error:  # whatever a compiler raises
+            report = replace(report, error=f"{type(error).__name__}: {error}")
+        return replace(report, seconds=time.perf_counter() - start)
+
+    def _compile(self, report: ProgramReport, traced: Any) -> ProgramReport:
+        if not self.devices:
+            lowered = traced.lower(lowering_platforms=(PLATFORMS[self.target.platform],))
+            return replace(report, kernels=tuple(list_launches(lowered)))
+        lowered = traced.lower()
+        kernels = list_launches(lowered)
+        with capture_output() as read_output:
+            compiled = lowered.compile()
+        if self.target.platform == "gpu":
+            kernels = merge_uses(kernels, parse_ptxas(read_output()), self.seen)
+        else:
+            kernels = parse_tpu_kernels(compiled.as_text())
+        memory = compiled.memory_analysis()
+        return replace(
+            report,
+            is_compiled=True,
+            argument_bytes=memory.argument_size_in_bytes,
+            alias_bytes=memory.alias_size_in_bytes,
+            temp_bytes=memory.temp_size_in_bytes,
+            code_bytes=memory.generated_code_size_in_bytes,
+            kernels=tuple(kernels),
+        )
+
+
+def measure_attention(gate: Gate, program: GateProgram, *, impl: str) -> ProgramReport:
+    """Compiles one layer's attention with its update, as a model calls it."""
+    target = gate.target
+    shape = program.shape.attention(program.page_size)
+    report = ProgramReport(program.name, target.name, impl=impl)
+    chosen, reason = resolve_impl(None, shape, platform=target.platform, device_kind=target.device_kind)
+    if impl == target.platform and (chosen == impl) == (target.platform in dict(program.shape.portable)):
+        return replace(report, error=f"GateShape.portable says otherwise: {chosen} is chosen: {reason}")
+    if impl == target.platform:
+        report = replace(report, impl=chosen, reason=reason)
+    shape = replace(shape, spec=replace(shape.spec, layout=choose_layout(report.impl, shape.spec.head_dim)))
+    layer_pages = POOL_BYTES // (NUM_LAYERS * page_bytes(shape.spec))
+    arrays = _describe_arguments(program, shape, gate.devices, NUM_LAYERS * layer_pages)
+    report = replace(report, donated_bytes=NUM_LAYERS * layer_pages * page_bytes(shape.spec))
+
+    def attend(kv_pages: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, heads: HeadParams, meta: Any) -> Any:
+        batch = prepare_batch(
+            *meta, num_tokens=program.num_tokens, shape=shape, max_query_len=program.max_query_len, impl=report.impl
+        )
+        options = {"params": program.shape.params, "heads": heads, "page_offset": layer_pages}
+        return attend_with_update(q, k, v, kv_pages, batch, **options)
+
+    jitted = jax.jit(attend, donate_argnames="kv_pages")
+    return gate.measure(report, lambda: jitted.trace(**arrays))
+
+
+def _describe_arguments(
+    program: GateProgram, shape: AttnShape, devices: Sequence[Any], num_pages: int
+) -> dict[str, Any]:
+    """Abstract arrays of one step on one device."""
+    sharding = jax.sharding.SingleDeviceSharding(devices[0]) if devices else None
+
+    def describe(dims: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype), sharding=sharding)
+
+    spec, num_tokens, num_rows = shape.spec, program.num_tokens, program.num_rows
+    per_head = describe((spec.num_kv_heads,), jnp.float32) if jnp.dtype(spec.dtype).itemsize == 1 else None
+    sinks = describe((shape.num_heads,), jnp.float32) if program.shape.sinks else None
+    new = describe((num_tokens, spec.num_kv_heads, spec.head_dim), shape.dtype)
+    return {
+        "kv_pages": describe(pool_shape(spec, num_pages), spec.dtype),
+        "q": describe((num_tokens, shape.num_heads, spec.head_dim), shape.dtype),
+        "k": new,
+        "v": new,
+        "heads": HeadParams(sinks, per_head, per_head),
+        "meta": (
+            describe((num_rows, program.table_width)),
+            describe((num_rows,)),
+            describe((num_rows + 1,)),
+            describe((3,)),
+        ),
+    }
+
+
+def make_parser(description: str) -> argparse.ArgumentParser:
+    """Arguments that every child process of the gate takes."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", choices=TARGETS)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="programs of these names (default: all)")
+    parser.add_argument("--full", action="store_true", help="the slow ones as well")
+    parser.add_argument("--lower-only", action="store_true", help="without the target's compiler")
+    parser.add_argument("--impl", default=None, help="default: the target's kernels")
+    parser.add_argument("--json", action="store_true", help="one JSON line a program")
+    parser.add_argument("--list", action="store_true", help="the programs' names, and no more")
+    return parser
+
+
+def print_report(report: ProgramReport, *, as_json: bool) -> None:
+    """One line, at once: the parent must know how far a process that aborts has come."""
+    print(report.to_json() if as_json else report, flush=True)
+
+
+def main() -> None:
+    args = make_parser(__doc__ or "").parse_args()
+    target = find_target(args.target)
+    programs = list_programs(target) + (list_tuned_programs(target) if args.full else [])
+    if args.list:
+        print(*(program.name for program in programs), sep="\n")
+        return
+    gate = Gate(target, [] if args.lower_only else open_devices(target))
+    for program in programs:
+        if args.only is None or program.name in args.only:
+            impl = args.impl or target.platform
+            print_report(measure_attention(gate, program, impl=impl), as_json=args.json)
+
+
+if __name__ == "__main__":
+    main()

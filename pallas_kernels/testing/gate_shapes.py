@@ -1,0 +1,127 @@
+"""The attention of real models, named once: what the gate compiles for every target."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pallas_kernels.spec import AttnParams, AttnShape, KVSpec
+from pallas_kernels.testing.targets import Target
+from pallas_kernels.tune.table import DATA, KERNELS, read_entries
+
+MIXED_TOKENS = 2048  # T of the mixed bucket
+DRAFT_LEN = 5  # tokens that a row has at most when drafts are verified: four of them and the last sampled
+DRAFT_ROWS = 64
+MAX_MODEL_LEN = 8192
+TUNED_WINDOW = 4096  # of tuning entries, which only say whether there is one
+FP8 = "float8_e4m3fn"
+
+
+@dataclass(frozen=True)
+class GateShape:
+    """One layer on one device. `portable` maps a platform to the reason why its kernels do not do this shape: the gate
+    then wants `find_obstacle` to say so, and fails when it no longer does."""
+
+    name: str
+    num_heads: int  # N
+    num_kv_heads: int  # K
+    head_dim: int  # H
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    dtype: str = "bfloat16"  # of q
+    kv_dtype: str = "bfloat16"
+    max_len: int = MAX_MODEL_LEN
+    portable: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def params(self) -> AttnParams:
+        return AttnParams(scale=self.head_dim**-0.5, window=self.window, softcap=self.softcap)
+
+    def attention(self, page_size: int) -> AttnShape:
+        """On pages of the plain layout; the implementation chooses its own."""
+        spec = KVSpec(self.num_kv_heads, self.head_dim, page_size, self.kv_dtype)
+        return AttnShape(self.num_heads, spec, self.dtype, self.window)
+
+
+@dataclass(frozen=True)
+class GateProgram:
+    """One program: a shape and a bucket."""
+
+    name: str
+    shape: GateShape
+    num_tokens: int  # T
+    num_rows: int  # S
+    max_query_len: int | None
+    page_size: int
+
+    @property
+    def table_width(self) -> int:
+        """M."""
+        return -(-self.shape.max_len // self.page_size)
+
+
+SHAPES = (
+    GateShape("llama-8b", 32, 8, 128),
+    GateShape("llama-8b, one of 8 devices", 4, 1, 128),
+    GateShape("llama-8b, fp8 pages", 32, 8, 128, kv_dtype=FP8),
+    GateShape("llama-7b, no groups", 32, 32, 128),
+    GateShape("llama-1b, heads of 64", 32, 8, 64),
+    GateShape("gemma, heads of 256, window, softcap", 8, 4, 256, window=4096, softcap=50.0),
+    GateShape("heads of 64, window, sinks", 64, 8, 64, window=128, sinks=True),
+    GateShape("llama-8b, long rows", 32, 8, 128, max_len=32768),
+)
+
+
+def list_programs(target: Target) -> list[GateProgram]:
+    """The gate's programs for a target, each shape in the decode bucket and in the mixed one; drafts for the first."""
+    programs = []
+    for shape in SHAPES:
+        decode = GateProgram(
+            f"decode: {shape.name}",
+            shape,
+            num_tokens=target.num_rows,
+            num_rows=target.num_rows,
+            max_query_len=1,
+            page_size=target.page_size,
+        )
+        mixed = replace(decode, name=f"mixed: {shape.name}", num_tokens=MIXED_TOKENS, max_query_len=None)
+        programs += [decode, mixed]
+    first = programs[0]
+    drafts = replace(
+        first,
+        name=f"drafts: {first.shape.name}",
+        num_tokens=DRAFT_ROWS * DRAFT_LEN,
+        num_rows=DRAFT_ROWS,
+        max_query_len=DRAFT_LEN,
+    )
+    return [*programs, drafts]
+
+
+def list_tuned_programs(target: Target, directory: Path = DATA) -> list[GateProgram]:
+    """A program for every entry of the target's tuning tables, whose shape and bucket make the kernel choose it."""
+    programs = []
+    for kernel in KERNELS:
+        for index, entry in enumerate(read_entries(directory, target.device_kind, kernel)):
+            key, is_decode = entry.key, kernel.endswith("decode")
+            shape = GateShape(
+                f"{kernel} {index}",
+                key.num_heads,
+                key.num_kv_heads,
+                key.head_dim,
+                window=TUNED_WINDOW if key.window else None,
+                dtype=key.dtype,
+                kv_dtype=key.kv_dtype,
+                max_len=key.max_len or MAX_MODEL_LEN,
+            )
+            programs.append(
+                GateProgram(
+                    f"tuned: {shape.name}",
+                    shape,
+                    num_tokens=key.tokens,
+                    num_rows=key.tokens if is_decode else min(key.tokens, target.num_rows),
+                    max_query_len=1 if is_decode else None,
+                    page_size=key.page_size,
+                )
+            )
+    return programs

@@ -1,0 +1,165 @@
+"""Devices that programs are compiled for while none of them is attached, as data.
+
+A TPU's compiler ships as a library that knows each topology by name. A GPU's compiler wants the device described in the
+text form of XLA's `GpuTargetConfigProto`; what stands here are the published limits of the part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh
+
+MIB = 2**20
+
+_H200_LIMITS = {
+    "threads_per_block_limit": 1024,
+    "threads_per_warp": 32,
+    "threads_per_core_limit": 2048,
+    "thread_dim_limit_x": 1024,
+    "thread_dim_limit_y": 1024,
+    "thread_dim_limit_z": 64,
+    "block_dim_limit_x": 2**31 - 1,
+    "block_dim_limit_y": 2**16 - 1,
+    "block_dim_limit_z": 2**16 - 1,
+    "registers_per_core_limit": 65536,
+    "registers_per_block_limit": 65536,
+    "shared_memory_per_block": 48 * 1024,
+    "shared_memory_per_block_optin": 227 * 1024,
+    "shared_memory_per_core": 228 * 1024,
+    "core_count": 132,
+    "fpus_per_core": 128,
+    "clock_rate_ghz": 1.98,
+    "l2_cache_size": 50 * MIB,
+    "memory_bandwidth": 4_800_000_000_000,
+    "device_memory_size": 143_771 * MIB,
+}
+_H200_TEXT = {
+    "device_vendor": "NVIDIA Corporation",
+    "name": "NVIDIA H200",
+    "driver_version": "13.0.0",
+    "runtime_version": "13.0.0",
+    "compile_time_toolkit_version": "13.0.0",
+    "dnn_version": "9.12.0",
+}
+
+
+def describe_hopper(limits: Mapping[str, int | float], texts: Mapping[str, str]) -> str:
+    """The text proto of a device of compute capability 9.0. Without the accelerated features there is no wgmma."""
+    lines = [f"  {name}: {value}" for name, value in limits.items()]
+    lines += [f'  {name}: "{value}"' for name, value in texts.items()]
+    lines += ["  cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }"]
+    dnn = "dnn_version_info { major: 9 minor: 12 patch: 0 }"
+    tail = f'platform_name: "CUDA"\n{dnn}\ndevice_description_str: "{texts["name"]}"\n'
+    return "gpu_device_info {\n" + "\n".join(lines) + "\n}\n" + tail
+
+
+@dataclass(frozen=True)
+class Target:
+    """One kind of device. `topology` is the one that the compiler is asked for; it has eight chips or cores on TPU,
+    so that one description serves a single device and tensor parallelism over eight."""
+
+    name: str
+    platform: str  # "gpu" or "tpu"
+    device_kind: str  # as JAX names it, and as tuning tables are filed
+    num_cores: int  # of one JAX device: multiprocessors of a GPU
+    topology: str
+    page_size: int
+    num_rows: int  # S of the decode bucket
+    memory_bytes: int  # of one device
+    vmem_bytes: int | None = None
+    shared_memory_bytes: int | None = None  # that one block may ask for
+    target_config: str | None = None
+    # What the parent sets before the compiler is loaded. Several processes at once would otherwise meet at its lock.
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def abstract_mesh(self) -> AbstractMesh:
+        """The context in which code traced for one device sees what it is traced for."""
+        device = AbstractDevice(device_kind=self.device_kind, num_cores=self.num_cores, platform=self.platform)
+        return AbstractMesh((), (), abstract_device=device)
+
+
+# The processes run on the CPU, and never take a program from a cache: then its compiler would have said nothing.
+_ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false", "TF_CPP_MIN_LOG_LEVEL": "3"}
+_TPU_ENVIRONMENT = {
+    **_ENVIRONMENT,
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+_GPU_ENVIRONMENT = {**_ENVIRONMENT, "MOSAIC_GPU_DUMP_PTXAS": "1"}
+
+
+def _tpu(name: str, device_kind: str, topology: str, *, memory_bytes: int, vmem_bytes: int) -> Target:
+    return Target(
+        name,
+        "tpu",
+        device_kind,
+        num_cores=1,
+        topology=topology,
+        page_size=128,
+        num_rows=128,
+        memory_bytes=memory_bytes,
+        vmem_bytes=vmem_bytes,
+        environment=_TPU_ENVIRONMENT,
+    )
+
+
+TARGETS = {
+    target.name: target
+    for target in (
+        Target(
+            "h200",
+            "gpu",
+            _H200_TEXT["name"],
+            num_cores=int(_H200_LIMITS["core_count"]),
+            topology="1x1x1",
+            page_size=64,
+            num_rows=256,
+            memory_bytes=int(_H200_LIMITS["device_memory_size"]),
+            shared_memory_bytes=int(_H200_LIMITS["shared_memory_per_block_optin"]),
+            target_config=describe_hopper(_H200_LIMITS, _H200_TEXT),
+            environment=_GPU_ENVIRONMENT,
+        ),
+        _tpu("v5e", "TPU v5 lite", "v5e:2x4", memory_bytes=17_200_000_000, vmem_bytes=128 * MIB),
+        _tpu("v6e", "TPU v6 lite", "v6e:2x4", memory_bytes=34_400_000_000, vmem_bytes=128 * MIB),
+        _tpu("tpu7x", "TPU7x", "tpu7x:2x2x1", memory_bytes=103_000_000_000, vmem_bytes=64 * MIB),
+    )
+}
+
+
+def find_target(name: str) -> Target:
+    """The target of that name; ValueError lists those there are."""
+    if name not in TARGETS:
+        raise ValueError(f"target must be one of {', '.join(TARGETS)}, got {name!r}")
+    return TARGETS[name]
+
+
+def open_devices(target: Target) -> list[Any]:
+    """Devices to compile for. Loads the target's compiler, which must be importable in this process.
+
+    Raises:
+        ValueError: the compiler there calls the device by another name than the target does.
+    """
+    if target.target_config is None:
+        description = topologies.get_topology_desc(target.topology, "tpu")
+    else:
+        options = {"target_config": target.target_config, "topology": target.topology}
+        description = topologies.get_topology_desc(platform="cuda", **options)
+    devices = list(description.devices)
+    if devices[0].device_kind != target.device_kind:
+        raise ValueError(f"target.device_kind is {target.device_kind!r}, the compiler says {devices[0].device_kind!r}")
+    return devices
+
+
+def trace_for(target: Target) -> Any:
+    """A context in which `resolve_impl` and kernels see the target instead of the device of this process."""
+    return jax.sharding.use_abstract_mesh(target.abstract_mesh)

@@ -1,0 +1,214 @@
+"""The TPU implementation: attention with a fused update of the pages, for v5e and later.
+
+One-token rows and all others have a kernel each. Both want their operands by KV head and in whole tiles; this module
+packs them and unpacks the results.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.layout import LANES, join_heads, read_format
+from pallas_kernels.spec import PAIRED_HEAD_DIM, AttnParams, AttnShape, BatchMeta, HeadParams
+from pallas_kernels.tpu import decode, prefill
+from pallas_kernels.tpu.config import (
+    TABLE_LIMIT,
+    TpuConfig,
+    compute_dtype,
+    count_sublanes,
+    default_config,
+    find_overflow,
+    pad_group,
+)
+from pallas_kernels.tpu.decode import attend_rows
+from pallas_kernels.tpu.prefill import attend_tiles
+from pallas_kernels.tpu.softmax import LOG2E, find_factor
+from pallas_kernels.tpu.tiles import TilePlan, plan_tiles
+from pallas_kernels.tune import tune
+from pallas_kernels.worklist import StepRows
+
+VERSIONS = {"tpu_decode": decode.VERSION, "tpu_prefill": prefill.VERSION}  # of the kernels that tables are for
+_LARGEST_GROUP = 32
+_QUERY_DTYPES = ("bfloat16", "float32")
+_PAGE_DTYPES = ("bfloat16", "float32", "float8_e4m3fn")
+
+
+@partial(jax.tree_util.register_dataclass)
+@dataclass(frozen=True)
+class TpuWork:
+    """The tiles of the rows that are not one-token rows; None in a decode bucket."""
+
+    tiles: TilePlan | None
+    config: TpuConfig = field(metadata={"static": True})
+
+
+def choose_layout(head_dim: int) -> str:
+    """Rows of pages fill the 128 lanes."""
+    if head_dim == PAIRED_HEAD_DIM:
+        return "paired"
+    return "padded" if head_dim % LANES else "plain"
+
+
+def find_obstacle(shape: AttnShape) -> str | None:
+    """Why it cannot do a shape."""
+    spec = shape.spec
+    if shape.dtype not in _QUERY_DTYPES:
+        return f"queries are {shape.dtype}, the kernels take {' and '.join(_QUERY_DTYPES)}"
+    if spec.dtype not in _PAGE_DTYPES:
+        return f"pages are {spec.dtype}, the kernels take {', '.join(_PAGE_DTYPES)}"
+    if spec.layout != choose_layout(spec.head_dim):
+        return f"heads of {spec.head_dim} need the layout {choose_layout(spec.head_dim)!r}, got {spec.layout!r}"
+    sublanes = count_sublanes(spec.dtype)
+    if spec.page_size % sublanes:
+        return f"page_size of {spec.dtype} pages must be a multiple of {sublanes}, got {spec.page_size}"
+    if shape.group_size > _LARGEST_GROUP:
+        return f"at most {_LARGEST_GROUP} query heads may share a KV head, got {shape.group_size}"
+    return find_overflow(shape)
+
+
+def find_config(shape: AttnShape, num_tokens: int, *, max_query_len: int | None) -> TpuConfig:
+    """By the device's table, else by formula."""
+    formula = default_config(shape, max_query_len=max_query_len)
+    return TpuConfig(
+        tune("tpu_decode", VERSIONS["tpu_decode"], formula.decode, shape, tokens=num_tokens),
+        tune("tpu_prefill", VERSIONS["tpu_prefill"], formula.chunk, shape, tokens=num_tokens),
+    )
+
+
+def plan_work(rows: StepRows, shape: AttnShape, *, config: TpuConfig | None = None) -> TpuWork:
+    """Tiles of all rows that are not one-token rows."""
+    config = config or find_config(shape, rows.num_tokens, max_query_len=rows.max_query_len)
+    return TpuWork(None if rows.is_decode else plan_tiles(rows, config.chunk.tile_tokens), config)
+
+
+def attend(
+    q: jax.Array,  # [T, N, H]
+    kv_pages: jax.Array,
+    batch: BatchMeta,
+    *,
+    params: AttnParams,
+    heads: HeadParams,
+    page_offset: int | jax.Array,
+    interpret: bool = False,
+) -> jax.Array:
+    """Attention [T, N, H] in q's dtype over pages that already hold this step's keys and values."""
+    return _attend(q, None, kv_pages, batch, params, heads, page_offset=page_offset, interpret=interpret)[0]
+
+
+def attend_with_update(
+    q: jax.Array,  # [T, N, H]
+    k: jax.Array,  # [T, K, H]
+    v: jax.Array,  # [T, K, H]
+    kv_pages: jax.Array,
+    batch: BatchMeta,
+    *,
+    params: AttnParams,
+    heads: HeadParams,
+    page_offset: int | jax.Array,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention [T, N, H] in q's dtype and the pool with the step's keys and values, in place where it is donated.
+
+    The null page is not written. Unused slots next to a written one may change.
+    """
+    new = join_heads(k, v, kv_pages, heads)  # [T, rows of a page, width]
+    return _attend(q, new, kv_pages, batch, params, heads, page_offset=page_offset, interpret=interpret)
+
+
+def _attend(
+    q: jax.Array,
+    new: jax.Array | None,
+    kv_pages: jax.Array,
+    batch: BatchMeta,
+    params: AttnParams,
+    heads: HeadParams,
+    *,
+    page_offset: int | jax.Array,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    num_tokens, num_heads, head_dim = q.shape
+    num_rows, table_width = batch.page_table.shape
+    _check_table(num_rows, table_width)
+    form, shape, work = read_format(kv_pages.shape, head_dim), batch.shape, batch.work
+    num_kv_heads, group = shape.spec.num_kv_heads, shape.group_size
+    options = {"params": params, "paired": form.paired, "out_dtype": q.dtype, "interpret": interpret}
+    factors = _make_factors(num_kv_heads, params, heads)
+    page_offset = jnp.asarray(page_offset, jnp.int32)
+    # [T, K, G, width]: padding of the keys' and, in pairs, the values' lanes adds nothing to a product.
+    grouped = q.reshape(num_tokens, num_kv_heads, group, head_dim).astype(compute_dtype(shape))
+    grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, 0), (0, form.width - head_dim)))
+
+    num_single = jnp.minimum(batch.distribution[0], min(num_rows, num_tokens))
+    by_rows = work.config.decode.rows_per_step
+    # One-token rows come first: row r has token r.
+    spread = partial(_fit_first, size=-(-min(num_rows, num_tokens) // by_rows) * by_rows)
+    out, kv_pages = attend_rows(
+        jnp.pad(spread(grouped), ((0, 0), (0, 0), (0, pad_group(shape) - group), (0, 0))),
+        None if new is None else spread(new),
+        kv_pages,
+        spread(batch.seq_lens),
+        spread(batch.page_table).reshape(-1),
+        num_single,
+        page_offset,
+        factors,
+        _spread_sinks(heads, num_kv_heads, pad_group(shape)),
+        config=work.config.decode,
+        **options,
+    )
+    tokens = jnp.arange(num_tokens, dtype=jnp.int32)
+    out = jnp.where((tokens < num_single)[:, None, None, None], _fit_first(out[:, :, :group], num_tokens), 0)
+    if work.tiles is not None:
+        padding = -num_tokens % work.tiles.tile_tokens
+        found, kv_pages = attend_tiles(
+            jnp.pad(grouped.transpose(1, 2, 0, 3), ((0, 0), (0, 0), (0, padding), (0, 0))),
+            None if new is None else jnp.pad(new.swapaxes(0, 1), ((0, 0), (0, padding), (0, 0))),
+            kv_pages,
+            work.tiles,
+            batch.page_table.reshape(-1),
+            page_offset,
+            factors,
+            None if heads.sinks is None else heads.sinks.astype(jnp.float32) * LOG2E,
+            table_width=table_width,
+            config=work.config.chunk,
+            **options,
+        )
+        is_tiled = (tokens >= num_single) & (tokens < batch.query_start_loc[-1])
+        out = jnp.where(is_tiled[:, None, None, None], found[:, :, :num_tokens].transpose(2, 0, 1, 3), out)
+    values = out[..., form.width - head_dim :] if form.paired else out[..., :head_dim]
+    return values.reshape(num_tokens, num_heads, head_dim), kv_pages
+
+
+def _check_table(num_rows: int, table_width: int) -> None:
+    if num_rows * table_width * 4 > TABLE_LIMIT:
+        raise ValueError(
+            f"page_table has {num_rows} rows of {table_width} pages; the kernels keep it in SMEM, which has room for "
+            f"{TABLE_LIMIT // 4 // table_width} rows of that width or {TABLE_LIMIT // 4 // num_rows} pages in so many "
+            f"rows: lower max_num_seqs or max_model_len, or raise page_size"
+        )
+
+
+def _make_factors(num_kv_heads: int, params: AttnParams, heads: HeadParams) -> jax.Array:
+    """[2 * K] f32: of scores, then of outputs."""
+    scores = jnp.full((num_kv_heads,), find_factor(params.scale, params.softcap), jnp.float32)
+    outputs = jnp.ones((num_kv_heads,), jnp.float32)
+    scores = scores if heads.k_scale is None else scores * heads.k_scale
+    return jnp.concatenate([scores, outputs if heads.v_scale is None else outputs * heads.v_scale])
+
+
+def _fit_first(array: jax.Array, size: int) -> jax.Array:
+    """The first `size` of an array, with zeros after its end."""
+    array = array[:size]
+    return jnp.pad(array, ((0, size - array.shape[0]), *[(0, 0)] * (array.ndim - 1)))
+
+
+def _spread_sinks(heads: HeadParams, num_kv_heads: int, group: int) -> jax.Array | None:
+    """[N] -> [K, group, 128] in base 2."""
+    if heads.sinks is None:
+        return None
+    sinks = heads.sinks.astype(jnp.float32).reshape(num_kv_heads, -1) * LOG2E
+    sinks = jnp.pad(sinks, ((0, 0), (0, group - sinks.shape[1])))
+    return jnp.broadcast_to(sinks[:, :, None], (num_kv_heads, group, LANES))

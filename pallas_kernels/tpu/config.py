@@ -1,0 +1,170 @@
+"""Block sizes of the TPU kernels: what can be tuned, and a formula that fits any shape into the VMEM of any TPU."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import jax.numpy as jnp
+
+from pallas_kernels.layout import LANES, page_bytes, pool_shape
+from pallas_kernels.spec import AttnShape
+
+VMEM_BUDGET = 24 << 20  # bytes of all buffers of a kernel: the smallest VMEM has 64 MiB, and spills can double the use
+VMEM_LIMIT = 48 << 20  # bytes that the compiler may use
+TABLE_LIMIT = 512 << 10  # bytes of a page table in SMEM, which has 1 MiB
+SUBLANES = 8  # rows of a tile of 32-bit elements; narrower ones have more
+MIN_TILE_TOKENS = 32
+
+_DECODE_BLOCK_BYTES = 3 << 20  # enough in flight to cover the latency of the fastest HBM
+_CHUNK_BLOCK_BYTES = 2 << 20
+_NUM_LEAST_BUFFERS = 2
+_TILE_ROWS = 512  # query rows of a KV head per tile of a chunk
+_COMPUTE_TOKENS = 512
+_LONG_COMPUTE_TOKENS = 1024  # of one-token rows with few KV heads, whose steps do not fill each other's gaps
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Of the kernel for one-token rows."""
+
+    pages_per_block: int  # pages moved together
+    compute_tokens: int  # keys per step of the softmax; a multiple of 128 and of the page size
+    num_buffers: int = 3  # blocks in VMEM: one is worked on while the others are filled
+    rows_per_step: int = 8  # rows per step of the grid
+
+    def __post_init__(self) -> None:
+        _check_sizes(self.pages_per_block, self.compute_tokens)
+        if self.num_buffers < 2 or self.rows_per_step < 1:
+            raise ValueError(
+                f"DecodeConfig needs num_buffers >= 2 and rows_per_step >= 1, got {self.num_buffers} and "
+                f"{self.rows_per_step}"
+            )
+
+
+@dataclass(frozen=True)
+class ChunkConfig:
+    """Of the kernel for all other rows."""
+
+    pages_per_block: int
+    compute_tokens: int
+    tile_tokens: int  # positions per tile of queries; a power of two
+
+    def __post_init__(self) -> None:
+        _check_sizes(self.pages_per_block, self.compute_tokens)
+        if self.tile_tokens < MIN_TILE_TOKENS or self.tile_tokens & (self.tile_tokens - 1):
+            raise ValueError(
+                f"ChunkConfig.tile_tokens must be a power of two of at least {MIN_TILE_TOKENS}, got {self.tile_tokens}"
+            )
+
+
+@dataclass(frozen=True)
+class TpuConfig:
+    """Static tuning of both kernels."""
+
+    decode: DecodeConfig
+    chunk: ChunkConfig
+
+
+def _check_sizes(pages_per_block: int, compute_tokens: int) -> None:
+    if pages_per_block < 1:
+        raise ValueError(f"pages_per_block must be at least 1, got {pages_per_block}")
+    if compute_tokens < LANES or compute_tokens % LANES:
+        raise ValueError(f"compute_tokens must be a multiple of {LANES}, got {compute_tokens}")
+
+
+def count_sublanes(dtype: str | jnp.dtype) -> int:
+    """Rows of a tile: 8 of 32 bits, 16 of 16, 32 of 8. Copies begin and end between tiles."""
+    return SUBLANES * 4 // jnp.dtype(dtype).itemsize
+
+
+def compute_dtype(shape: AttnShape) -> jnp.dtype:
+    """Of both operands of the matrix products. 8-bit pages are raised to the query's dtype."""
+    pages = jnp.dtype(shape.spec.dtype)
+    return jnp.dtype(shape.dtype) if pages.itemsize == 1 else jnp.promote_types(shape.dtype, pages)
+
+
+def pad_group(shape: AttnShape) -> int:
+    """Query heads per KV head (G), rounded up to whole tiles of the products' operand."""
+    sublanes = count_sublanes(compute_dtype(shape))
+    return -(-shape.group_size // sublanes) * sublanes
+
+
+def find_write_unit(page_size: int) -> int:
+    """Tokens per copy of a chunk's keys to their pages: whole tiles of sublanes of any dtype, within one page."""
+    return math.gcd(32, page_size)
+
+
+def default_config(shape: AttnShape, table_width: int | None = None, *, max_query_len: int | None = None) -> TpuConfig:
+    """Block sizes by formula, for a page table of `table_width` pages per row (None: of any width)."""
+    spec = shape.spec
+    bytes_per_page = page_bytes(spec)
+    step = count_step_pages(spec.page_size)
+    widest = None if table_width is None else -(-table_width // step) * step
+    if shape.window is not None:
+        reach = -(-(shape.window // spec.page_size + 2) // step) * step
+        widest = reach if widest is None else min(reach, widest)
+
+    def fit(budget: int) -> int:
+        block = max(step, budget // bytes_per_page // step * step)
+        return block if widest is None else min(block, widest)
+
+    block = fit(_DECODE_BLOCK_BYTES)
+    buffers = max(_NUM_LEAST_BUFFERS, min(4, VMEM_BUDGET * 3 // 4 // (block * bytes_per_page)))
+    compute = _LONG_COMPUTE_TOKENS if spec.num_kv_heads <= 4 else _COMPUTE_TOKENS
+    decode = DecodeConfig(block, _fit_compute(block, spec.page_size, compute), buffers)
+    block = fit(_CHUNK_BLOCK_BYTES)
+    tile = _fit_tile(shape, _NUM_LEAST_BUFFERS * block * bytes_per_page, max_query_len)
+    return TpuConfig(decode, ChunkConfig(block, _fit_compute(block, spec.page_size, _COMPUTE_TOKENS), tile))
+
+
+def count_step_pages(page_size: int) -> int:
+    """Pages of the least compute block, which has whole pages and whole lanes."""
+    return math.lcm(LANES, page_size) // page_size
+
+
+def _fit_compute(block: int, page_size: int, limit: int) -> int:
+    """The most keys for one step of the softmax, up to `limit`, that divide a block of `block` pages."""
+    step = count_step_pages(page_size)
+    steps = block // step
+    sizes = (n for n in range(1, steps + 1) if steps % n == 0)
+    best = max(n for n in sizes if n == 1 or n * step * page_size <= limit)
+    return best * step * page_size
+
+
+def find_overflow(shape: AttnShape) -> str | None:
+    """Why not even the smallest blocks of a shape fit into VMEM, if they do not."""
+    spec = shape.spec
+    needed = _NUM_LEAST_BUFFERS * count_step_pages(spec.page_size) * page_bytes(spec)
+    needed += MIN_TILE_TOKENS * shape.group_size * _count_tile_bytes(shape)
+    if needed <= VMEM_BUDGET:
+        return None
+    return f"its smallest blocks take {needed >> 20} MiB of VMEM, of {VMEM_BUDGET >> 20}: a smaller page_size may help"
+
+
+def _count_tile_bytes(shape: AttnShape) -> int:
+    """VMEM per query row of a tile, over all KV heads: q and the output, both double-buffered; accumulator, maximum and
+    sum in float32. The tile's own keys take less than the output does."""
+    width = pool_shape(shape.spec, 1)[-1]
+    return shape.spec.num_kv_heads * (4 * width * jnp.dtype(shape.dtype).itemsize + 4 * width + 8 * LANES)
+
+
+def _fit_tile(shape: AttnShape, buffer_bytes: int, max_query_len: int | None) -> int:
+    """Positions per tile: enough rows for the matrix unit, no more than VMEM holds beside the pages' buffers."""
+    rows = min(_TILE_ROWS, (VMEM_BUDGET - buffer_bytes) // _count_tile_bytes(shape))
+    longest = 1 << 30 if max_query_len is None else max_query_len
+    tile = MIN_TILE_TOKENS
+    while tile < longest and 2 * tile * shape.group_size <= rows:
+        tile *= 2
+    return tile
+
+
+def clip_blocks[C: (DecodeConfig, ChunkConfig)](config: C, page_size: int, table_width: int) -> C:
+    """The same with blocks no wider than the table, after a check of them against the page size."""
+    step = config.compute_tokens // page_size
+    if config.compute_tokens % page_size or config.pages_per_block % step:
+        raise ValueError(
+            f"{type(config).__name__}: compute_tokens {config.compute_tokens} must be a multiple of the page size "
+            f"{page_size} and divide the {config.pages_per_block * page_size} tokens of a block"
+        )
+    return replace(config, pages_per_block=min(config.pages_per_block, -(-table_width // step) * step))

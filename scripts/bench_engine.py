@@ -1,0 +1,181 @@
+"""Decode steps of the whole engine against the device's limit, with random weights.
+
+Per batch size B and context: B requests are prefilled, and once all decode, the time of a step is measured while the
+engine runs as it does for users (next step planned while one runs). The limit of a step is
+max(W / BW, F / P) + KV / BW: the weights W are streamed while F operations run on them, then the pages KV are read; BW
+and P are a copy and a matmul measured in the same run. `--dry-run` uses a tiny shape, to see that all of it works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from device_limits import DeviceLimits, measure_limits
+from rich.console import Console
+from rich.table import Table
+
+from jaxserve import LLM, SamplingParams
+from jaxserve.request import Request
+from pallas_kernels.layout import page_bytes
+
+BATCHES = (1, 8, 32, 64, 128, 256)
+CONTEXTS = (1024, 4096)
+DRY_RUN = {"preset": "llama-30m", "batches": (1, 2), "contexts": (64,), "steps": 4}
+_SETTLE = 4  # steps after the last prefill that are not counted
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measured combination. Seconds are per step."""
+
+    batch: int
+    context: int
+    seconds: float
+    limit: float
+
+    @property
+    def share(self) -> float:
+        return self.limit / self.seconds
+
+
+def streamed_bytes(llm: LLM) -> int:
+    """Bytes of the weights that every step reads: all but an embedding table that is only looked up."""
+    shapes, params = llm.ready.shapes, llm.ready.runner.params
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    return total if shapes.model.embedding.tied else total - params["embed"].nbytes
+
+
+def step_limit(llm: LLM, limits: DeviceLimits, batch: int, context: int) -> float:
+    """Seconds that no engine can beat on one device, by the formula above."""
+    weights = streamed_bytes(llm)
+    parameters = weights / jnp.dtype(llm.ready.shapes.model.dtype).itemsize
+    spec, groups = llm.ready.plan.spec, llm.ready.shapes.model.kv_groups
+    token_bytes = page_bytes(spec) / spec.page_size
+    keys = sum(len(group.layers) * min(context, group.window or context) for group in groups)
+    matmuls = max(weights / limits.bytes_per_second, 2 * parameters * batch / limits.flops_per_second)
+    return matmuls + batch * keys * token_bytes / limits.bytes_per_second
+
+
+def make_requests(llm: LLM, batch: int, context: int, steps: int) -> Iterator[Request]:
+    """Prompts of random tokens, a little shorter than the context, so that the measured steps lie around it."""
+    rng = random.Random(batch * 100_003 + context)
+    size, length = llm.ready.shapes.model.vocab_size, context - steps // 2
+    params = SamplingParams(temperature=0, max_tokens=2 * steps + 2 * _SETTLE + batch, ignore_eos=True)
+    for _ in range(batch):
+        ids = [rng.randrange(3, size) for _ in range(length)]
+        yield llm.ready.requests.make({"prompt_token_ids": ids}, params)
+
+
+def measure(llm: LLM, limits: DeviceLimits, batch: int, context: int, steps: int) -> Point:
+    """Prefills the batch, then times decode steps until `steps` are done; the requests are aborted after it."""
+    engine = llm.ready.engine
+    requests = list(make_requests(llm, batch, context, steps))
+    for request in requests:
+        engine.add_request(request)
+    while len(engine.scheduler.batch.decoding) < batch:
+        engine.step()
+    for _ in range(_SETTLE):
+        engine.step()
+    start = time.perf_counter()
+    for _ in range(steps):
+        engine.step()
+    seconds = (time.perf_counter() - start) / steps
+    assert len(engine.scheduler.batch.decoding) == batch, "a row was preempted or ended while the clock ran"
+    engine.abort_all()
+    engine.drain()
+    return Point(batch, context, seconds, step_limit(llm, limits, batch, context))
+
+
+def can_hold(llm: LLM, batch: int, context: int, steps: int) -> bool:
+    """Whether the pools hold the batch to the end of the measurement."""
+    spec, tokens = llm.ready.plan.spec, context + 2 * steps + 2 * _SETTLE + batch
+    pages = batch * (-(-tokens // spec.page_size) + 1)
+    return pages < min(llm.ready.plan.num_pages) and tokens <= llm.ready.shapes.model.max_model_len
+
+
+def print_points(console: Console, llm: LLM, limits: DeviceLimits, points: list[Point], skipped: list[str]) -> None:
+    shapes = llm.ready.shapes
+    spec = llm.ready.plan.spec
+    title = (
+        f"{shapes.model.family} {streamed_bytes(llm) / 1e9:.2f} GB streamed, {shapes.model.dtype}, KV {spec.dtype}, "
+        f"{shapes.impl} on {limits.device}: {limits.bytes_per_second / 1e12:.2f} TB/s, "
+        f"{limits.flops_per_second / 1e12:.1f} TFLOP/s"
+    )
+    table = Table(title=title)
+    for column in ("batch", "context", "ms per step", "limit", "share of the limit", "tokens/s"):
+        table.add_column(column, justify="right")
+    for point in points:
+        table.add_row(
+            str(point.batch),
+            str(point.context),
+            f"{1e3 * point.seconds:.3f}",
+            f"{1e3 * point.limit:.3f}",
+            f"{point.share:.0%}",
+            f"{point.batch / point.seconds:,.0f}",
+        )
+    console.print(table)
+    for text in skipped:
+        console.print(f"not measured: {text}")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="llama-3.1-8b", help="model preset or checkpoint (default: %(default)s)")
+    parser.add_argument("--load-format", default="dummy", help="dummy: random weights (default)")
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--attention-impl", default="auto")
+    parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
+    parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS))
+    parser.add_argument("--steps", type=int, default=64, help="decode steps per point (default: %(default)s)")
+    parser.add_argument("--dry-run", action="store_true", help="a tiny shape on any device, in a minute")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    if args.dry_run:
+        for name, value in DRY_RUN.items():
+            setattr(args, name, value)
+    return args
+
+
+def main() -> None:
+    args, console = parse_args(), Console()
+    limits = measure_limits()
+    start = time.perf_counter()
+    options: dict[str, Any] = {"max_num_batched_tokens": 128} if args.dry_run else {}
+    llm = LLM(
+        args.preset,
+        load_format=args.load_format,
+        skip_tokenizer_init=True,
+        kv_cache_dtype=args.kv_cache_dtype,
+        attention_impl=args.attention_impl,
+        max_num_seqs=max(args.batches),
+        max_model_len=max(args.contexts) + 4 * args.steps + max(args.batches) + 64,
+        enable_prefix_caching=False,
+        **options,
+    )
+    console.print(f"ready after {time.perf_counter() - start:.1f} s, {llm.ready.plan.num_pages[0]:,} pages")
+    points, skipped = [], []
+    for context in args.contexts:
+        for batch in args.batches:
+            if not can_hold(llm, batch, context, args.steps):
+                skipped.append(f"{batch} rows of {context} tokens do not fit the KV pools")
+                continue
+            points.append(measure(llm, limits, batch, context, args.steps))
+            console.print(f"{batch} rows of {context}: {1e3 * points[-1].seconds:.3f} ms, {points[-1].share:.0%}")
+    print_points(console, llm, limits, points, skipped)
+    if args.json:
+        found = [vars(point) | {"share": point.share} for point in points]
+        document = {"jax": jax.__version__, "limits": limits.asdict(), "points": found, "not_measured": skipped}
+        args.json.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Compiles whole engine steps for devices that are not attached: the largest decode and mixed programs of an 8B model.
+
+A child process of `scripts/test_kernels.py`, like `pallas_kernels.testing.compile_gate`, which says what it needs. The
+program is the engine's own, with pools of the size that the engine would plan; the arguments are abstract.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from jax.sharding import AbstractMesh, AxisType
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.build import ModelFiles, resolve_model
+from jaxserve.presets import load_preset
+from jaxserve.runtime.buckets import Bucket
+from jaxserve.runtime.compile import trace_forward
+from jaxserve.runtime.memory import cache_budget
+from jaxserve.runtime.startup import Shapes, describe_programs, estimate_use, make_shapes, plan_pools
+from jaxserve.sharding import TENSOR_AXIS, make_mesh
+from pallas_kernels.testing.compile_gate import Gate, make_parser, print_report
+from pallas_kernels.testing.gate_report import ProgramReport
+from pallas_kernels.testing.targets import Target, find_target, open_devices
+
+PRESET = "llama-3.1-8b"
+NUM_DEVICES = {"gpu": 1, "tpu": 8}
+FEW_LAYERS = 4  # what goes wrong in a step goes wrong in two layers; all of them are for the full gate
+MEMORY_SHARE = 0.9
+
+
+def make_step_shapes(target: Target, *, num_layers: int | None, impl: str) -> Shapes:
+    """What the engine would serve the preset with on the target, whole or with fewer layers."""
+    hf_config = dict(load_preset(PRESET) or {})
+    if num_layers is not None:
+        hf_config["num_hidden_layers"] = num_layers
+    num_devices = NUM_DEVICES[target.platform]
+    config = EngineConfig.from_options(
+        model=PRESET, load_format="dummy", tensor_parallel_size=num_devices, attention_impl=impl
+    )
+    model = resolve_model(config, ModelFiles(None, hf_config, {}))
+    return make_shapes(config, model, target.platform, target.device_kind)
+
+
+def make_target_mesh(gate: Gate, num_devices: int) -> Any:
+    """A mesh of devices to compile for, or an abstract one, for which programs can be lowered without a compiler."""
+    if gate.devices:
+        return make_mesh(num_devices, gate.devices)
+    device = gate.target.abstract_mesh.abstract_device
+    return AbstractMesh((num_devices,), (TENSOR_AXIS,), axis_types=(AxisType.Auto,), abstract_device=device)
+
+
+def measure_step(gate: Gate, name: str, shapes: Shapes, mesh: Any, bucket: Bucket) -> ProgramReport:
+    """Compiles one forward program against pools that fill the device."""
+    budget = cache_budget(gate.target.memory_bytes, MEMORY_SHARE, estimate_use(shapes))
+    plan = plan_pools(shapes, budget=budget)
+    model, inputs = describe_programs(shapes, plan, mesh)
+    report = ProgramReport(
+        name, gate.target.name, impl=shapes.impl, reason=shapes.impl_reason, donated_bytes=plan.bytes_per_device
+    )
+    return gate.measure(report, partial(trace_forward, model, inputs, bucket))
+
+
+def main() -> None:
+    args = make_parser(__doc__ or "").parse_args()
+    target = find_target(args.target)
+    num_layers = None if args.full else FEW_LAYERS
+    shapes = make_step_shapes(target, num_layers=num_layers, impl=args.impl or target.platform)
+    buckets = {
+        f"step {bucket}: {PRESET}, {shapes.model.num_layers} layers, {shapes.num_devices} devices": bucket
+        for bucket in (Bucket(max(shapes.buckets.row_counts), max(shapes.buckets.row_counts)), shapes.buckets.largest)
+    }
+    if args.list:
+        print(*buckets, sep="\n")
+        return
+    gate = Gate(target, [] if args.lower_only else open_devices(target))
+    mesh = make_target_mesh(gate, shapes.num_devices)
+    for name, bucket in buckets.items():
+        if args.only is None or name in args.only:
+            print_report(measure_step(gate, name, shapes, mesh, bucket), as_json=args.json)
+
+
+if __name__ == "__main__":
+    main()

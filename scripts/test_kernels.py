@@ -1,0 +1,236 @@
+"""Compiles every kernel, and whole engine steps, for an H200 and three TPUs, none of which needs to be here.
+
+The devices' own compilers come as wheels, which this installs once into `.wheels/`. A program fails if its compiler
+refuses it, if a kernel spills registers or exceeds a memory of the device, or if the donated KV pool is copied. What
+this does not show are results, hangs and speed. `--lower-only` wants no compiler and finds less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import requires, version
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from pallas_kernels.testing.gate_report import ProgramReport, find_faults, read_report
+from pallas_kernels.testing.targets import TARGETS, Target
+
+ROOT = Path(__file__).parents[1]
+WHEELS = ROOT / ".wheels"
+MARKER = ".complete"  # written last: a folder without it is not whole
+INSTALL_SECONDS = 900
+CHILD_SECONDS = 1800
+LOG_COLUMNS = 160
+KERNELS = ("-m", "pallas_kernels.testing.compile_gate")
+STEPS = ("scripts/compile_step.py",)
+STEP_TARGETS = ("h200", "v5e", "v6e")
+
+
+class MissingWheelsError(Exception):
+    """The wheels of a compiler cannot be installed; says why."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One child program and the target that it compiles for."""
+
+    command: tuple[str, ...]
+    target: Target
+
+
+def list_requirements(platform: str) -> list[str]:
+    """What pip installs to compile for a platform with the jax of this environment.
+
+    Never an unpinned libtpu: the newest one belongs to a jax that is not released yet. The CUDA compiler is not tied to
+    jax, within its major version.
+    """
+    if platform == "gpu":
+        plugins = [f"jax-cuda13-{part}=={version('jax')}" for part in ("pjrt", "plugin")]
+        return [*plugins, "nvidia-cuda-nvcc>=13.0.48,<14", "nvidia-nvvm>=13.0.48,<14"]
+    pins = [line.split(";")[0].strip() for line in requires("jax") or () if line.startswith("libtpu")]
+    if len(pins) != 1 or "==" not in pins[0]:
+        raise MissingWheelsError(f"jax {version('jax')} pins no libtpu: {pins}")
+    return pins
+
+
+def prepare_wheels(platform: str, directory: Path, console: Console) -> Path:
+    """Returns the folder with a platform's compiler, installed if it is not there.
+
+    Raises:
+        MissingWheelsError: pip failed; what it said.
+    """
+    folder = directory / f"{platform}-{version('jax')}"
+    requirements = list_requirements(platform)
+    marker = folder / MARKER
+    if marker.exists() and marker.read_text().split("\n") == requirements:
+        return folder
+    console.print(f"Installing {', '.join(requirements)} into {folder}")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--upgrade"]
+    try:
+        subprocess.run(
+            [*pip, "--target", str(folder), *requirements],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=INSTALL_SECONDS,
+        )
+    except subprocess.CalledProcessError as error:
+        raise MissingWheelsError(f"pip: {error.stderr.strip().splitlines()[-1:]}") from error
+    except subprocess.TimeoutExpired as error:
+        raise MissingWheelsError(f"pip took more than {INSTALL_SECONDS} s") from error
+    marker.write_text("\n".join(requirements))
+    return folder
+
+
+def make_environment(target: Target, wheels: Path | None) -> dict[str, str]:
+    """The environment of a child: the target's variables, and its compiler's wheels before everything else."""
+    paths = [str(wheels)] if wheels is not None else []
+    if "PYTHONPATH" in os.environ:
+        paths.append(os.environ["PYTHONPATH"])
+    return os.environ | dict(target.environment) | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+def run_job(job: Job, options: Sequence[str], wheels: Path | None, only: Sequence[str] | None) -> list[ProgramReport]:
+    """Runs one child over all its programs. One that aborts its process is reported and the next process goes on behind
+    it."""
+    environment = make_environment(job.target, wheels)
+    command = [sys.executable, *job.command, job.target.name, *options]
+    listed = subprocess.run(
+        [*command, "--list"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    if listed.returncode != 0:
+        return [ProgramReport(" ".join(job.command), job.target.name, error=tail(listed.stderr))]
+    names = [name for name in listed.stdout.splitlines() if only is None or name in only]
+    reports: list[ProgramReport] = []
+    while len(reports) < len(names):
+        rest = names[len(reports) :]
+        found, failure = run_child([*command, "--json", "--only", *rest], environment, len(rest))
+        reports += found
+        if len(found) < len(rest):
+            reports.append(ProgramReport(rest[len(found)], job.target.name, error=failure))
+    return reports
+
+
+def run_child(command: Sequence[str], environment: dict[str, str], expected: int) -> tuple[list[ProgramReport], str]:
+    """Returns the reports that a child printed, and, if it printed fewer than expected, how it ended."""
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=CHILD_SECONDS
+        )
+        output, errors, how = done.stdout, done.stderr, f"the process ended with {done.returncode}"
+    except subprocess.TimeoutExpired as timeout:
+        output, errors = (
+            text.decode() if isinstance(text, bytes) else text or "" for text in (timeout.stdout, timeout.stderr)
+        )
+        how = f"no end after {CHILD_SECONDS} s"
+    reports = [read_report(line) for line in output.splitlines() if line.startswith("{")]
+    return reports[:expected], f"{how}: {tail(errors)}"
+
+
+def tail(text: str, lines: int = 6) -> str:
+    """The last lines of a process's standard error, where compilers say why they abort."""
+    return "\n".join(text.strip().splitlines()[-lines:])
+
+
+def make_table(title: str, reports: Iterable[ProgramReport]) -> Table:
+    """One row a program, one line a kernel."""
+    table = Table(title=title)
+    for column in ("program", "device", "s", "temp MB", "kernel", "registers", "spilled", "shared / VMEM KB", ""):
+        table.add_column(column, justify="left" if column in ("program", "device", "kernel", "") else "right")
+    for report in reports:
+        kernels = tuple(dict.fromkeys(replace(kernel, digest="") for kernel in report.kernels))
+        lines = (
+            "\n".join(kernel.name for kernel in kernels) or (report.reason if report.impl == "xla" else ""),
+            "\n".join(show(kernel.registers) for kernel in kernels),
+            "\n".join(show(kernel.spill_bytes) for kernel in kernels),
+            "\n".join(show(kernel.shared_memory_bytes or kernel.vmem_bytes, 1024) for kernel in kernels),
+        )
+        faults = find_faults(report, TARGETS[report.target])
+        verdict = "[green]ok[/]" if not faults else "[red]FAILED[/]"
+        temporaries = show(report.temp_bytes if report.is_compiled else None, 10**6)
+        table.add_row(report.name, report.target, f"{report.seconds:.1f}", temporaries, *lines, verdict)
+    return table
+
+
+def show(value: int | None, unit: int = 1) -> str:
+    """A figure in units, or a dash for one that is not known."""
+    return "-" if value is None else f"{value / unit:,.0f}"
+
+
+def judge(reports: Sequence[ProgramReport], console: Console) -> int:
+    """Prints what failed and why; returns how many did. No program at all is a failure as well."""
+    failed = 0
+    for report in reports:
+        faults = find_faults(report, TARGETS[report.target])
+        failed += bool(faults)
+        for fault in faults:
+            console.print(f"FAILED: {report.name} for {report.target}: {fault}", style="red", markup=False)
+    if not reports:
+        console.print("FAILED: nothing was compiled", style="red")
+    return failed + (not reports)
+
+
+def make_console() -> Console:
+    """A terminal as wide as it is, a log wide enough for a line per program."""
+    console = Console(soft_wrap=True)
+    return console if console.is_terminal else Console(soft_wrap=True, width=LOG_COLUMNS)
+
+
+def list_jobs(targets: Sequence[str]) -> list[Job]:
+    """The longest first."""
+    steps = [Job(STEPS, TARGETS[name]) for name in targets if name in STEP_TARGETS]
+    return [*steps, *(Job(KERNELS, TARGETS[name]) for name in targets)]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="programs of these names (default: all)")
+    parser.add_argument("--full", action="store_true", help="every entry of the tuning tables, every layer of the step")
+    parser.add_argument("--lower-only", action="store_true", help="without the devices' compilers")
+    parser.add_argument("--impl", help="another implementation than the targets' own kernels, e.g. xla")
+    parser.add_argument("--wheels", type=Path, default=WHEELS, help="where compilers are installed (default: .wheels)")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at once (default: 2)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the reports there as well")
+    return parser
+
+
+def main() -> int:
+    args = make_parser().parse_args()
+    console, start = make_console(), time.perf_counter()
+    options = [flag for flag, wanted in (("--full", args.full), ("--lower-only", args.lower_only)) if wanted]
+    options += ["--impl", args.impl] if args.impl else []
+    wheels: dict[str, Path | None] = {}
+    skipped = []
+    for platform in dict.fromkeys(TARGETS[name].platform for name in args.targets):
+        try:
+            wheels[platform] = None if args.lower_only else prepare_wheels(platform, args.wheels, console)
+        except MissingWheelsError as error:
+            skipped.append(f"SKIPPED: nothing was compiled for {platform}: its compiler is not here: {error}")
+    jobs = [job for job in list_jobs(args.targets) if job.target.platform in wheels]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        found = pool.map(lambda job: run_job(job, options, wheels[job.target.platform], args.only), jobs)
+        reports = [report for batch in found for report in batch]
+    kind = "Lowered" if args.lower_only else "Compiled"
+    title = f"{kind} with jax {version('jax')} in {time.perf_counter() - start:.0f} s"
+    console.print(make_table(title, reports))
+    failed = judge(reports, console) if jobs else 0
+    for line in skipped:
+        console.print(line, style="bold yellow", markup=False)
+    if args.json:
+        args.json.write_text(json.dumps([asdict(report) for report in reports], indent=1) + "\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

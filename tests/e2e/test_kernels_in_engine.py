@@ -1,0 +1,81 @@
+"""The whole engine with the accelerators' kernels, interpreted on CPU: a tiny model, a few steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxserve import LLM
+from jaxserve.errors import ConfigError
+from tests.e2e.helpers import LogitsRecorder, generate_ids, greedy
+
+PROMPTS = [[5, 9, 2], list(range(1, 41))]  # one within a chunk's tile, one over a page's edge
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers, two query heads of 64 on one KV head: what every kernel can do."""
+    folder = tmp_path_factory.mktemp("tiny")
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.2,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def make_tiny(folder: Path, **options: object) -> LLM:
+    return LLM(
+        str(folder),
+        **{
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "max_num_seqs": 2,
+            "max_num_batched_tokens": 64,
+            "page_size": 32,
+            "num_kv_pages_override": 9,
+            "compilation_cache_dir": "",
+            "show_progress": False,
+        }
+        | options,
+    )
+
+
+@pytest.mark.slow
+def test_tpu_kernels_serve_the_same_tokens(tiny: Path) -> None:
+    expected = generate_ids(make_tiny(tiny, dtype="float32"), PROMPTS, greedy(4))
+    llm = make_tiny(tiny, dtype="float32", attention_impl="tpu_interpret")
+    assert llm.ready.runner._cache[0].shape[1:] == (1, 32, 128), "keys and values side by side"
+    assert generate_ids(llm, PROMPTS, greedy(4)) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("impl", ["tpu_interpret", "gpu_interpret"])
+def test_kernels_compute_the_same_logits_in_sixteen_bits(tiny: Path, impl: str) -> None:
+    found = []
+    for attention in ("xla", impl):
+        llm = make_tiny(tiny, dtype="bfloat16", attention_impl=attention)
+        recorder = LogitsRecorder(llm)
+        generate_ids(llm, PROMPTS, greedy(3))
+        found.append([recorder.logits[tuple(prompt), len(prompt) - 1] for prompt in PROMPTS])
+    expected, logits = np.array(found)
+    assert np.abs(logits - expected).max() < 0.02 * np.abs(expected).max()
+
+
+def test_a_kernel_that_cannot_run_here_is_refused_by_name(tiny: Path) -> None:
+    with pytest.raises(ConfigError, match=r"attention_impl: impl 'gpu' cannot run: it runs on gpu, this is cpu"):
+        make_tiny(tiny, attention_impl="gpu")
+    with pytest.raises(ConfigError, match=r"attention_impl: impl 'gpu_interpret' cannot run: .*float32"):
+        make_tiny(tiny, dtype="float32", attention_impl="gpu_interpret")

@@ -1,0 +1,104 @@
+"""Structured output through the whole engine, with the demo model and with overlap."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from jaxserve import LLM, SamplingParams, StructuredOutputsParams
+from jaxserve.errors import InvalidRequestError
+from tests.e2e.helpers import PROGRAMS
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(max_num_seqs=4, max_num_batched_tokens=64, compilation_cache_dir=str(PROGRAMS), show_progress=False)
+
+
+def ask(llm: LLM, params: list[SamplingParams]) -> list[str]:
+    outputs = llm.generate(["Describe a person."] * len(params), params, use_tqdm=False)
+    assert all(output.outputs[0].finish_reason in ("stop", "length") for output in outputs), outputs
+    return [output.outputs[0].text for output in outputs]
+
+
+def make(seed: int = 0, **constraint: object) -> SamplingParams:
+    structured = StructuredOutputsParams(**constraint)
+    return SamplingParams(temperature=1.0, seed=seed, max_tokens=120, structured_outputs=structured)
+
+
+def test_forms_hold_beside_rows_without_one(llm: LLM) -> None:
+    import jsonschema
+
+    plain = SamplingParams(temperature=0, max_tokens=20)
+    params = [
+        make(1, json=SCHEMA, disable_any_whitespace=True),
+        plain,
+        make(2, regex=r"[a-f]{3}-\d{4}"),
+        make(3, choice=["yes", "no", "maybe"]),
+    ]
+    person, free, code, word = ask(llm, params)
+    jsonschema.validate(json.loads(person), SCHEMA)
+    assert re.fullmatch(r"[a-f]{3}-\d{4}", code) and word in ("yes", "no", "maybe")
+    assert free == ask(llm, [plain])[0], "neighbours do not change a row"
+
+
+def test_many_seeds_and_more_requests_than_rows(llm: LLM) -> None:
+    for text in ask(llm, [make(seed, json=SCHEMA, disable_any_whitespace=True) for seed in range(12)]):
+        found = json.loads(text)
+        assert set(found) == {"name", "age", "tags"} and 0 <= found["age"] <= 120
+
+
+def test_batched_equals_alone_and_overlap_changes_nothing(llm: LLM) -> None:
+    params = [make(seed, json=SCHEMA, disable_any_whitespace=True) for seed in (5, 6, 7)]
+    together = ask(llm, params)
+    assert [ask(llm, [each])[0] for each in params] == together
+    plain_loop = LLM(
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        async_scheduling=False,
+        compilation_cache_dir=str(PROGRAMS),
+        show_progress=False,
+    )
+    assert ask(plain_loop, params) == together
+
+
+def test_completions_have_matchers_of_their_own(llm: LLM) -> None:
+    structured = StructuredOutputsParams(regex=r"\d{6}")
+    (output,) = llm.generate(
+        ["A number:"],
+        SamplingParams(n=3, temperature=1.0, seed=1, max_tokens=20, structured_outputs=structured),
+        use_tqdm=False,
+    )
+    assert all(re.fullmatch(r"\d{6}", completion.text) for completion in output.outputs)
+
+
+def test_forced_text_is_jumped_over(llm: LLM) -> None:
+    counts = llm.ready.runner.counts
+    before = sum(counts.steps.values())
+    forced = "the quick brown fox jumps over the lazy dog and runs away"
+    (text,) = ask(llm, [make(0, regex=forced)])
+    steps = sum(counts.steps.values()) - before
+    assert text == forced
+    tokens = len(llm.get_tokenizer().encode(forced, add_special_tokens=False))
+    assert steps < tokens / 2, f"{steps} steps for {tokens} tokens that the grammar forces"
+
+
+def test_hostile_grammars_are_refused_and_harm_nobody(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match=r"structured_outputs\.regex"):
+        ask(llm, [make(0, regex="(unclosed")])
+    with pytest.raises(InvalidRequestError, match=r"structured_outputs\.json"):
+        ask(llm, [make(0, json={"type": "object", "not": {"required": ["a"]}, "unknownKeyword": 3})])
+    assert ask(llm, [make(3, choice=["yes"])]) == ["yes"]

@@ -1,0 +1,73 @@
+"""Beam search against exhaustive search over a toy model of a few tokens."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+
+from jaxserve.engine.beam import BeamSearchParams, search_beams
+from jaxserve.errors import InvalidRequestError
+from jaxserve.request import CompletionOutput, Logprob, RequestOutput
+from jaxserve.sampling_params import SamplingParams
+
+VOCAB, EOS = 4, 3
+
+
+def next_logprobs(token_ids: list[int]) -> list[float]:
+    """Any distribution that depends on the whole text."""
+    weights = [1 + (7 * sum(token_ids) + 3 * len(token_ids) + 5 * token * token) % 11 for token in range(VOCAB)]
+    return [math.log(weight / sum(weights)) for weight in weights]
+
+
+def generate(prompts: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
+    outputs = []
+    for prompt in prompts:
+        scores = next_logprobs(prompt)
+        order = sorted(range(VOCAB), key=lambda token: -scores[token])[: params.logprobs]
+        found = {token: Logprob(scores[token]) for token in order}
+        outputs.append(RequestOutput("r", None, prompt, [CompletionOutput(0, "", order[:1], logprobs=[found])], True))
+    return outputs
+
+
+def score_all(prompt: list[int], length: int) -> dict[tuple[int, ...], float]:
+    """Every text of up to `length` tokens that ends at EOS or at the length, with its log-probability."""
+    found = {}
+    for size in range(1, length + 1):
+        for text in itertools.product(range(VOCAB), repeat=size):
+            if EOS in text[:-1] or (size < length and text[-1] != EOS):
+                continue
+            found[text] = sum(next_logprobs([*prompt, *text[:at]])[token] for at, token in enumerate(text))
+    return found
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0])
+def test_a_wide_beam_finds_what_exhaustive_search_finds(penalty: float) -> None:
+    exact = score_all([1, 2], 3)
+    best = sorted(exact, key=lambda text: -exact[text] / len(text) ** penalty)
+    (output,) = search_beams([[1, 2]], BeamSearchParams(64, 3, length_penalty=penalty), generate, [EOS])
+    found = [tuple(beam.token_ids) for beam in output.sequences]
+    assert [exact[text] for text in found] == pytest.approx([exact[text] for text in best])
+    for beam in output.sequences:
+        assert beam.cum_logprob == pytest.approx(exact[tuple(beam.token_ids)])
+        assert beam.finish_reason == ("stop" if beam.token_ids[-1] == EOS else "length")
+
+
+def test_several_prompts_do_not_mix() -> None:
+    params = BeamSearchParams(2, 4)
+    together = search_beams([[0], [1, 1], [2]], params, generate, [EOS])
+    assert together == [search_beams([prompt], params, generate, [EOS])[0] for prompt in ([0], [1, 1], [2])]
+    assert all(len(output.sequences) == 2 for output in together)
+
+
+def test_eos_may_be_ignored() -> None:
+    (output,) = search_beams([[0]], BeamSearchParams(3, 4, ignore_eos=True), generate, [EOS])
+    assert all(len(beam.token_ids) == 4 and beam.finish_reason == "length" for beam in output.sequences)
+
+
+@pytest.mark.parametrize("options", [{"beam_width": 0}, {"max_tokens": 1.5}, {"length_penalty": math.nan}])
+def test_bad_values_name_the_field(options: dict[str, float]) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        BeamSearchParams(**({"beam_width": 2, "max_tokens": 2} | options))
+    assert caught.value.field in options

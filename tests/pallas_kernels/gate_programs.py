@@ -1,0 +1,125 @@
+"""Small programs for the gate itself, good and bad ones; run as a child process: `... gate_programs TARGET NAME`."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.testing.compile_gate import Gate, print_report
+from pallas_kernels.testing.gate_report import ProgramReport
+from pallas_kernels.testing.targets import TARGETS, open_devices
+
+ROWS, COLUMNS = 128, 128
+
+
+def copy_through_smem(x: jax.Array) -> jax.Array:
+    """Double of x [ROWS, n], all of it in shared memory at once."""
+
+    def copy_block(x_ref: jax.Ref, out_ref: jax.Ref, block: jax.Ref, barrier: jax.Ref) -> None:
+        plgpu.copy_gmem_to_smem(x_ref, block, barrier)
+        plgpu.barrier_wait(barrier)
+        block[...] = block[...] * 2
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(block, out_ref)
+        plgpu.wait_smem_to_gmem(0)
+
+    scratch = [plgpu.SMEM(x.shape, x.dtype), plgpu.Barrier()]
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return plgpu.kernel(copy_block, out_type=out, scratch_types=scratch)(x)
+
+
+def hold_too_much(x: jax.Array) -> jax.Array:
+    """Carries [ROWS, 2 * COLUMNS] of float32 through a loop: 256 registers in each of 128 threads, which have 255."""
+
+    def hold_block(x_ref: jax.Ref, out_ref: jax.Ref, block: jax.Ref, barrier: jax.Ref) -> None:
+        plgpu.copy_gmem_to_smem(x_ref, block, barrier)
+        plgpu.barrier_wait(barrier)
+        start = block[...].astype(jnp.float32)
+        held = jax.lax.fori_loop(0, 9, lambda _, held: held * held + start, start)
+        block[...] = held.astype(block.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(block, out_ref)
+        plgpu.wait_smem_to_gmem(0)
+
+    shape = (ROWS, 2 * COLUMNS)
+    out = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    scratch = [plgpu.SMEM(shape, jnp.bfloat16), plgpu.Barrier()]
+    x = jnp.tile(x, (1, 2)).astype(jnp.bfloat16)
+    return plgpu.kernel(hold_block, out_type=out, scratch_types=scratch)(x)
+
+
+def double_blocks(x: jax.Array) -> jax.Array:
+    """A TPU kernel that its compiler takes."""
+
+    def run(x_ref: jax.Ref, out_ref: jax.Ref) -> None:
+        out_ref[...] = x_ref[...] * 2
+
+    return pl.pallas_call(run, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), name="double_blocks")(x)
+
+
+def slice_lanes(x: jax.Array) -> jax.Array:
+    """One that lowers and that the compiler refuses: a slice of lanes at an offset that nobody knows."""
+
+    def run(x_ref: jax.Ref, out_ref: jax.Ref) -> None:
+        start = x_ref[0, 0].astype(jnp.int32)
+        out_ref[...] = x_ref[:, pl.ds(start, 64)]
+
+    return pl.pallas_call(run, out_shape=jax.ShapeDtypeStruct((x.shape[0], 64), x.dtype), name="slice_lanes")(x)
+
+
+def fill_vmem(x: jax.Array) -> jax.Array:
+    """One whose scratch is larger than any VMEM."""
+
+    def run(x_ref: jax.Ref, out_ref: jax.Ref, scratch: jax.Ref) -> None:
+        scratch[...] = jnp.full(scratch.shape, x_ref[0, 0])
+        out_ref[...] = scratch[: x_ref.shape[0], : x_ref.shape[1]]
+
+    return pl.pallas_call(
+        run,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        scratch_shapes=[pltpu.VMEM((1 << 16, 1 << 10), jnp.float32)],
+        name="fill_vmem",
+    )(x)
+
+
+def write_slot(pool: jax.Array) -> jax.Array:
+    """In place, if the pool is donated."""
+    return pool.at[3].set(1)
+
+
+KERNELS: dict[str, tuple[Callable[[jax.Array], jax.Array], int]] = {  # and columns of the argument
+    "copy_through_smem": (copy_through_smem, COLUMNS),
+    "too much shared memory": (copy_through_smem, 4 * COLUMNS),
+    "hold_too_much": (hold_too_much, COLUMNS),
+    "double_blocks": (double_blocks, COLUMNS),
+    "slice_lanes": (slice_lanes, COLUMNS),
+    "fill_vmem": (fill_vmem, COLUMNS),
+}
+
+
+def measure(gate: Gate, name: str) -> ProgramReport:
+    """What the gate says of one of them."""
+    sharding = jax.sharding.SingleDeviceSharding(gate.devices[0]) if gate.devices else None
+    if name in KERNELS:
+        function, columns = KERNELS[name]
+        x = jax.ShapeDtypeStruct((ROWS, columns), jnp.float32, sharding=sharding)
+        report = ProgramReport(name, gate.target.name, impl=gate.target.platform)
+        return gate.measure(report, lambda: jax.jit(function).trace(x))
+    pool = jax.ShapeDtypeStruct((1 << 12, 1 << 8), jnp.float32, sharding=sharding)
+    report = ProgramReport(name, gate.target.name, impl="xla", donated_bytes=4 << 20)
+    jitted = jax.jit(write_slot, donate_argnums=(0,) if name == "donated pool" else ())
+    return gate.measure(report, functools.partial(jitted.trace, pool))
+
+
+if __name__ == "__main__":
+    chosen = TARGETS[sys.argv[1]]
+    opened = Gate(chosen, open_devices(chosen))
+    for wanted in sys.argv[2:]:
+        print_report(measure(opened, wanted), as_json=True)

@@ -1,0 +1,229 @@
+"""The gate: what it reads from compilers, what it lets pass, and that the real compilers refuse what it relies on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import jax
+import pytest
+
+from pallas_kernels.testing.compile_gate import Gate, capture_output
+from pallas_kernels.testing.gate_report import (
+    KernelUse,
+    ProgramReport,
+    find_faults,
+    merge_uses,
+    parse_ptxas,
+    parse_tpu_kernels,
+    read_report,
+)
+from pallas_kernels.testing.gate_shapes import SHAPES, list_programs, list_tuned_programs
+from pallas_kernels.testing.targets import TARGETS, find_target
+from pallas_kernels.tune import KERNELS, TuneKey
+from scripts.test_kernels import MARKER, WHEELS, list_requirements, make_environment
+from tests.pallas_kernels.gate_programs import COLUMNS, ROWS, measure
+
+ROOT = Path(__file__).parents[2]
+H200, V5E = TARGETS["h200"], TARGETS["v5e"]
+
+PTXAS = """
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'decode_mosaic_gpu_kernel' for 'sm_90a'
+ptxas info    : Function properties for decode_mosaic_gpu_kernel
+    32 bytes stack frame, 24 bytes spill stores, 36 bytes spill loads
+ptxas info    : Used 128 registers, used 2 barriers, 32 bytes cumulative stack size
+ptxas info    : Compiling entry function 'combine_mosaic_gpu_kernel' for 'sm_90a'
+ptxas info    : Function properties for combine_mosaic_gpu_kernel
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 40 registers, used 1 barriers, 1 bytes smem
+"""
+
+
+def make_call(name: str, size: int) -> str:
+    config = f'{{"memory_space":"1","offset":"0","size":"{size}"}},{{"memory_space":"5","offset":"0","size":"7"}}'
+    call = f'  %{name} = f32[8]{{0:T(8)S(1)}} custom-call(%x.1), custom_call_target="tpu_custom_call", backend_config='
+    return call + f'{{"scoped_memory_configs":[],"used_scoped_memory_configs":[{config}],"retry_config":{{}}}}'
+
+
+def make_gpu_report() -> ProgramReport:
+    kernel = KernelUse("decode", registers=128, spill_bytes=0, stack_bytes=0, threads=256, shared_memory_bytes=100_000)
+    return ProgramReport(
+        "decode",
+        "h200",
+        is_compiled=True,
+        argument_bytes=3000,
+        alias_bytes=2000,
+        temp_bytes=100,
+        donated_bytes=2000,
+        impl="gpu",
+        kernels=(kernel,),
+    )
+
+
+def make_tpu_report() -> ProgramReport:
+    return replace(make_gpu_report(), target="v5e", impl="tpu", kernels=(KernelUse("decode", vmem_bytes=1 << 20),))
+
+
+def with_kernel(**changes: int | None) -> ProgramReport:
+    report = make_gpu_report()
+    return replace(report, kernels=(replace(report.kernels[0], **changes),))
+
+
+def test_ptxas_is_read() -> None:
+    decode, combine = parse_ptxas(PTXAS)
+    assert (decode.name, decode.registers, decode.spill_bytes, decode.stack_bytes) == (
+        "decode_mosaic_gpu_kernel",
+        128,
+        60,
+        32,
+    )
+    assert (combine.registers, combine.spill_bytes) == (40, 0)
+
+
+def test_figures_of_a_kernel_that_was_compiled_before_are_remembered() -> None:
+    launches = [KernelUse("decode", "d1", shared_memory_bytes=9), KernelUse("combine", "c1", shared_memory_bytes=5)]
+    seen: dict[str, KernelUse] = {}
+    first = merge_uses(launches, parse_ptxas(PTXAS), seen)
+    assert [(use.spill_bytes, use.registers, use.shared_memory_bytes) for use in first] == [(60, 128, 9), (0, 40, 5)]
+    assert merge_uses(launches, [], seen) == first
+    (unknown,) = merge_uses([KernelUse("decode", "d2")], [], seen)
+    assert unknown.registers is None, "another kernel of the same name is not the one that was seen"
+
+
+def test_vmem_of_the_largest_call_of_a_name_is_read() -> None:
+    hlo = "\n".join(["HloModule x", make_call("decode.3", 100), make_call("decode.4", 300), make_call("chunk", 200)])
+    assert parse_tpu_kernels(hlo) == [KernelUse("decode", vmem_bytes=300), KernelUse("chunk", vmem_bytes=200)]
+
+
+def test_reports_travel_as_a_line() -> None:
+    report = make_gpu_report()
+    assert "\n" not in report.to_json() and read_report(report.to_json()) == report
+
+
+@pytest.mark.parametrize("report", [make_gpu_report(), make_tpu_report()], ids=["gpu", "tpu"])
+def test_what_is_in_order_passes(report: ProgramReport) -> None:
+    assert find_faults(report, TARGETS[report.target]) == []
+
+
+@pytest.mark.parametrize(
+    ("report", "message"),
+    [
+        (with_kernel(spill_bytes=4), "decode: 4 bytes of registers spill"),
+        (with_kernel(shared_memory_bytes=232_449), "232,449 bytes of shared memory, the h200 has 232,448"),
+        (with_kernel(shared_memory_bytes=None), "shared memory is unknown"),
+        (with_kernel(registers=None, spill_bytes=None), "ptxas said nothing"),
+        (replace(make_gpu_report(), kernels=()), "no Pallas kernel"),
+        (replace(make_gpu_report(), alias_bytes=1999), "the donated pool is copied: 2,000 bytes"),
+        (replace(make_gpu_report(), temp_bytes=2000), "room for a second pool"),
+        (replace(make_gpu_report(), argument_bytes=1 << 40), "bytes of arguments and temporaries, the h200 has"),
+        (replace(make_gpu_report(), error="RuntimeError: refused"), "refused"),
+        (replace(make_tpu_report(), kernels=(KernelUse("k", vmem_bytes=(128 << 20) + 1),)), "of VMEM, the v5e has"),
+        (replace(make_tpu_report(), kernels=(KernelUse("k"),)), "VMEM is unknown"),
+    ],
+)
+def test_what_is_not_in_order_fails(report: ProgramReport, message: str) -> None:
+    (fault,) = find_faults(report, TARGETS[report.target])
+    assert message in fault
+
+
+def test_a_lowered_program_is_judged_by_what_lowering_says() -> None:
+    lowered = replace(with_kernel(registers=None, spill_bytes=None), is_compiled=False, alias_bytes=0)
+    assert find_faults(lowered, H200) == []
+    assert find_faults(replace(lowered, kernels=()), H200) != []
+
+
+def test_output_of_compilers_is_captured() -> None:
+    with capture_output() as read_output:
+        os.write(1, b"from below\n")
+    assert read_output() == "from below\n"
+
+
+def test_targets_have_a_name() -> None:
+    with pytest.raises(ValueError, match=r"h200, v5e, v6e, tpu7x, got 'v7x'"):
+        find_target("v7x")
+    assert "shared_memory_per_block_optin: 232448" in str(H200.target_config)
+    assert H200.shared_memory_bytes == 232_448
+
+
+def test_programs_have_different_names_and_every_bucket() -> None:
+    for target in TARGETS.values():
+        programs = list_programs(target)
+        assert len({program.name for program in programs}) == len(programs) == 2 * len(SHAPES) + 1
+        assert {program.max_query_len for program in programs} == {1, None, 5}
+
+
+def test_every_tuning_entry_is_a_program(tmp_path: Path) -> None:
+    key = TuneKey(16, 2, 128, 64, "bfloat16", "float8_e4m3fn", window=True, tokens=48, max_len=4096)
+    for kernel in ("gpu_decode", "gpu_prefill"):
+        entry = {"kernel": kernel, "version": KERNELS[kernel], "key": asdict(key), "config": {}, "measured": None}
+        path = tmp_path / H200.device_kind / f"{kernel}.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps([entry]))
+    decode, prefill = list_tuned_programs(H200, tmp_path)
+    shape = decode.shape.attention(decode.page_size)
+    assert (shape.num_heads, shape.spec.num_kv_heads, shape.spec.dtype) == (16, 2, "float8_e4m3fn")
+    assert shape.window is not None and decode.table_width == 64
+    assert (decode.num_tokens, decode.num_rows, decode.max_query_len) == (48, 48, 1)
+    assert (prefill.num_tokens, prefill.max_query_len) == (48, None)
+    assert list_tuned_programs(V5E, tmp_path) == []
+
+
+@pytest.fixture
+def fresh_traces() -> Iterator[None]:
+    """A trace of one target must not be found by the next."""
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.usefixtures("fresh_traces")
+def test_shared_memory_is_known_without_a_compiler() -> None:
+    report = measure(Gate(H200), "copy_through_smem")
+    assert find_faults(report, H200) == []
+    (kernel,) = report.kernels
+    assert kernel.threads == 128
+    assert ROWS * COLUMNS * 4 <= (kernel.shared_memory_bytes or 0) < ROWS * COLUMNS * 4 + 1024
+    assert "shared memory" in measure(Gate(H200), "too much shared memory").error
+
+
+def compile_in_child(target: str, *names: str) -> list[ProgramReport]:
+    """Reports of the real compiler; skips the test where it is not installed."""
+    platform = TARGETS[target].platform
+    wheels = WHEELS / f"{platform}-{jax.__version__}"
+    if not (wheels / MARKER).exists() or (wheels / MARKER).read_text().split("\n") != list_requirements(platform):
+        pytest.skip(f"the compiler for {platform} is not installed: `make test-kernels` does that")
+    command = [sys.executable, "-m", "tests.pallas_kernels.gate_programs", target, *names]
+    environment = make_environment(TARGETS[target], wheels)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [read_report(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.slow
+def test_the_gpu_compiler_passes_a_good_kernel_and_not_one_that_spills() -> None:
+    good, spilling, kept, copied = compile_in_child(
+        "h200", "copy_through_smem", "hold_too_much", "donated pool", "pool that is not donated"
+    )
+    assert find_faults(good, H200) == [] and good.kernels[0].registers
+    (fault,) = find_faults(spilling, H200)
+    assert "registers spill" in fault
+    assert find_faults(kept, H200) == []
+    assert any("pool is copied" in fault for fault in find_faults(copied, H200))
+
+
+@pytest.mark.slow
+def test_the_tpu_compiler_passes_a_good_kernel_and_refuses_bad_ones() -> None:
+    good, bad, large, kept, copied = compile_in_child(
+        "v5e", "double_blocks", "slice_lanes", "fill_vmem", "donated pool", "pool that is not donated"
+    )
+    assert find_faults(good, V5E) == [] and (good.kernels[0].vmem_bytes or 0) > 0
+    assert "slice" in bad.error and not bad.is_compiled
+    assert "vmem" in large.error
+    assert find_faults(kept, V5E) == []
+    assert any("pool is copied" in fault for fault in find_faults(copied, V5E))

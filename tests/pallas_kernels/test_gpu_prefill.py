@@ -1,0 +1,217 @@
+"""The Hopper prefill kernel in its interpreter, with race detection, against the reference; and lowered for CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import prepare_batch, reference
+from pallas_kernels.gpu import compat, prefill, prefill_kernel
+from pallas_kernels.gpu.prefill import PrefillConfig
+from pallas_kernels.layout import pool_shape, update_kv_pages
+from pallas_kernels.spec import AttnShape, HeadParams, KVSpec
+from pallas_kernels.testing.cases import Case, Inputs, largest_error, make_inputs
+from pallas_kernels.worklist import StepRows
+
+FP8 = "float8_e4m3fn"
+SMALL = PrefillConfig(keys=64, stages=2)  # a short row then wraps around the ring and has all kinds of key tiles
+
+
+def make_case(
+    name: str,
+    rows: tuple[tuple[int, int], ...],
+    *,
+    heads: tuple[int, int, int] = (4, 1, 64),  # N, K, H
+    page_size: int = 16,
+    dtype: str = "bfloat16",
+    layout: str = "plain",
+    **options: Any,
+) -> Case:
+    num_heads, num_kv_heads, head_dim = heads
+    spec = KVSpec(num_kv_heads, head_dim, page_size, dtype, layout)
+    return Case(name, rows, num_heads, spec, max_rows=4, table_width=max(-(-192 // page_size), 2), **options)
+
+
+CASES = [
+    (make_case("a prompt", ((0, 40),), page_size=64), None),
+    (make_case("deep chunks of two heads", ((150, 40), (0, 5)), heads=(8, 2, 128)), SMALL),
+    (make_case("a chunk of many key tiles", ((150, 40),), page_size=32), PrefillConfig(keys=64, stages=1)),
+    (make_case("one-token rows left out", ((33, 1), (70, 1), (64, 33)), page_size=32), None),
+    (make_case("window", ((150, 40),), page_size=32, window=100), SMALL),
+    (make_case("window within a key tile", ((150, 20), (0, 9)), page_size=64, window=13), None),
+    (
+        make_case("window, softcap, sinks", ((140, 40),), heads=(6, 2, 128), window=70, softcap=3.0, sinks=True),
+        PrefillConfig(keys=64, stages=3),
+    ),
+    (make_case("sinks", ((31, 33),), heads=(4, 2, 64), sinks=True), None),
+    (make_case("1:1", ((10, 60),), heads=(1, 1, 128), page_size=128), None),
+    (make_case("5:1", ((60, 40),), heads=(5, 1, 64)), None),
+    (make_case("7:1 float16", ((60, 20),), heads=(7, 1, 64), dtype="float16"), None),
+    (make_case("12:1", ((60, 20),), heads=(12, 1, 64)), SMALL),
+    (make_case("16:1, pages wider than key tiles", ((270, 20),), heads=(16, 1, 64), page_size=256), None),
+    (make_case("heads of 256", ((100, 30),), heads=(2, 1, 256), page_size=128, dtype="float16"), None),
+    (make_case("heads of 80, padded", ((50, 30),), heads=(2, 1, 80), layout="padded"), None),
+    (make_case("fp8", ((150, 40),), heads=(4, 2, 128), page_size=64, dtype=FP8), None),
+    (
+        make_case(
+            "fp8, window, softcap", ((150, 40),), heads=(3, 1, 64), page_size=32, dtype=FP8, window=70, softcap=2.0
+        ),
+        PrefillConfig(keys=64, stages=2, raw_stages=1, registers=(216, 72)),
+    ),
+    (make_case("fp8 of 256, sinks", ((90, 10),), heads=(2, 1, 256), page_size=64, dtype=FP8, sinks=True), None),
+    (make_case("nothing", ()), None),
+]
+
+
+@partial(jax.jit, static_argnames=("case", "config", "call"))
+def _attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    kv_pages: jax.Array,
+    heads: HeadParams,
+    meta: tuple[jax.Array, ...],
+    page_offset: jax.Array,
+    *,
+    case: Case,
+    config: PrefillConfig | None,
+    call: object,  # a new one compiles anew, as is needed where an operation was broken on purpose
+) -> tuple[jax.Array, jax.Array]:
+    """The kernel's answer for rows of more than one token, and the reference's for all."""
+    batch = prepare_batch(*meta, num_tokens=q.shape[0], shape=case.shape, max_query_len=None, impl="reference")
+    kv_pages = update_kv_pages(k, v, kv_pages, batch, heads=heads, page_offset=page_offset)
+    rows = StepRows(*meta[2:3], jnp.diff(meta[2]), batch.seq_lens, batch.distribution, q.shape[0], None)
+    config = config or prefill.default_config(case.shape)
+    wanted = rows.lens_between(batch.distribution[0], case.max_rows)
+    tiles = prefill.plan_tiles(rows, wanted, case.shape, config)
+    options = {"params": case.params, "heads": heads, "page_offset": page_offset}
+    found = prefill.attend_chunks(q, kv_pages, batch, tiles, config, interpret=True, **options)
+    return found, reference.attend(q, kv_pages, batch, **options)
+
+
+def run(case: Case, inputs: Inputs, config: PrefillConfig | None = None) -> tuple[np.ndarray, np.ndarray]:
+    arrays = (inputs.q, inputs.k, inputs.v, inputs.kv_pages, inputs.heads, inputs.meta, np.int32(inputs.num_pages))
+    found, expected = _attend(*arrays, case=case, config=config, call=object())
+    return np.asarray(found), np.asarray(expected)
+
+
+@pytest.mark.parametrize(("case", "config"), CASES, ids=lambda value: getattr(value, "name", ""))
+def test_equals_reference(case: Case, config: PrefillConfig | None) -> None:
+    inputs = make_inputs(case)
+    found, expected = run(case, inputs, config)
+    assert not compat.found_races()
+    num_single = int(inputs.distribution[0])
+    answered = slice(num_single, inputs.num_tokens)
+    assert largest_error(case, found[answered], expected[answered], inputs.num_tokens) < 1
+    others = np.delete(found, np.arange(found.shape[0])[answered], axis=0)
+    assert not others.any()  # tokens of no tile
+
+
+def is_caught(case: Case, config: PrefillConfig) -> bool:
+    """Whether the interpreter objects, or says what it would: JAX 0.11 goes on after a race."""
+    try:
+        run(case, make_inputs(case), config)
+    except Exception as error:
+        compat.reset_interpreter()
+        return "race" in str(error).lower()
+    return compat.found_races()
+
+
+def without(name: str, function: Callable[..., None]) -> Callable[..., None]:
+    """`function` with one of compat's operations left out."""
+
+    def broken(*args: Any) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(compat, name, lambda *_: None)
+            function(*args)
+
+    return broken
+
+
+def test_answer_without_commit_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case("a prompt", ((0, 40),), page_size=64)
+    monkeypatch.setattr(prefill_kernel, "_attend", without("commit_smem", prefill_kernel._attend))
+    assert is_caught(case, SMALL)
+
+
+def test_cleaning_before_arrival_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case("one key tile, cut", ((0, 40),), page_size=64)  # its memory warpgroup waits for nothing else
+    monkeypatch.setattr(prefill_kernel, "load_plain", without("barrier_wait", prefill_kernel.load_plain))
+    assert is_caught(case, SMALL)
+
+
+def test_refilling_without_waiting_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case("no key tile is cut", ((128, 64),), page_size=64)
+    monkeypatch.setattr(prefill_kernel, "load_plain", without("barrier_wait", prefill_kernel.load_plain))
+    assert is_caught(case, PrefillConfig(keys=64, stages=1))
+
+
+def lower(num_heads: int, spec: KVSpec, dtype: str = "bfloat16", *, config: PrefillConfig | None = None) -> str:
+    """The kernel's call as MLIR for CUDA: layouts, shared memory and the shapes of products are checked on the way."""
+    shape, num_tokens, num_rows = AttnShape(num_heads, spec, dtype), 64, 4
+    case = Case("lowered", (), num_heads, spec)
+    config = config or prefill.default_config(shape)
+
+    def call(q: jax.Array, kv_pages: jax.Array, *meta: jax.Array) -> jax.Array:
+        batch = prepare_batch(*meta, num_tokens=num_tokens, shape=shape, max_query_len=None, impl="reference")
+        rows = StepRows(meta[2], jnp.diff(meta[2]), meta[1], meta[3], num_tokens, None)
+        tiles = prefill.plan_tiles(rows, rows.query_lens, shape, config)
+        options = {"params": case.params, "heads": HeadParams(), "page_offset": 0, "interpret": False}
+        return prefill.attend_chunks(q, kv_pages, batch, tiles, config, **options)
+
+    meta = [jax.ShapeDtypeStruct(size, jnp.int32) for size in ((num_rows, 4), (num_rows,), (num_rows + 1,), (3,))]
+    q = jax.ShapeDtypeStruct((num_tokens, num_heads, spec.head_dim), jnp.dtype(dtype))
+    kv_pages = jax.ShapeDtypeStruct(pool_shape(spec, 16), jnp.dtype(spec.dtype))
+    return jax.jit(call).trace(q, kv_pages, *meta).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "spec"),
+    [(32, KVSpec(8, 128, 64, "bfloat16")), (8, KVSpec(4, 256, 64, "bfloat16")), (4, KVSpec(1, 64, 16, FP8))],
+    ids=["heads of 128", "heads of 256", "fp8 heads of 64"],
+)
+def test_lowers_for_cuda(num_heads: int, spec: KVSpec) -> None:
+    assert "mosaic_gpu" in lower(num_heads, spec)
+
+
+def test_default_configs_fit_shared_memory() -> None:
+    for head_dim in (64, 128, 256):
+        for dtype in ("bfloat16", FP8):
+            config = prefill.default_config(AttnShape(8, KVSpec(2, head_dim, 64, dtype), "bfloat16"))
+            assert config.stages >= 2 and sum(config.registers) + config.registers[0] <= 3 * 168
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "spec", "config", "complaint"),
+    [
+        (4, KVSpec(1, 96, 64, "bfloat16"), PrefillConfig(), "stored heads"),
+        (17, KVSpec(1, 64, 64, "bfloat16"), PrefillConfig(), "at most 16"),
+        (4, KVSpec(1, 64, 64, "float32"), PrefillConfig(), "q's dtype"),
+        (4, KVSpec(1, 64, 96, "bfloat16"), PrefillConfig(), "96 tokens"),
+        (4, KVSpec(1, 128, 64, "bfloat16"), PrefillConfig(stages=4), "shared memory"),
+    ],
+    ids=["width", "group", "dtype", "page_size", "smem"],
+)
+def test_refuses_what_it_cannot_do(num_heads: int, spec: KVSpec, config: PrefillConfig, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        lower(num_heads, spec, config=config)
+
+
+@pytest.mark.parametrize("options", [{"keys": 32}, {"stages": 0}, {"registers": (230, 40)}])
+def test_config_refuses(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"PrefillConfig.{next(iter(options))}"):
+        PrefillConfig(**options)
+
+
+def test_tile_tokens_are_a_power_of_two() -> None:
+    found = {}
+    for group_size in range(1, 17):
+        found[group_size] = prefill.count_tile_tokens(AttnShape(group_size, KVSpec(1, 64, 16, "bfloat16"), "bfloat16"))
+        assert found[group_size] * group_size <= prefill.TILE_ROWS < 2 * found[group_size] * group_size
+    assert found[1] == 128 and found[3] == 32 and found[4] == 32 and found[5] == 16 and found[16] == 8

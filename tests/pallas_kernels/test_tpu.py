@@ -1,0 +1,160 @@
+"""The TPU kernels in their interpreter, on the shared cases, against the oracle; the pool after them too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import gather_logical, prepare_batch, ragged_paged_attention
+from pallas_kernels.testing.cases import CASES, Case, Inputs, largest_error, make_inputs
+from pallas_kernels.tpu.attention import choose_layout, find_obstacle
+from pallas_kernels.tpu.config import ChunkConfig, DecodeConfig, TpuConfig, count_step_pages
+from tests.pallas_kernels.runner import LAYER, run_case
+from tests.pallas_kernels.tpu_faults import find_race, quick_interpreter
+
+QUICK = {  # compiling takes the time: of each shape that must not break unseen, one
+    "decode",
+    "decode one row of many",
+    "decode all padding",
+    "decode 8:1 of 128, window, softcap, sinks",
+    "decode fp8 8:2 of 128",
+    "mixed",
+    "mixed one prompt",
+    "mixed one chunk deep in its row",
+    "mixed all padding",
+    "heads of 96, window",
+    "chunks",
+}
+TPU_CASES = [case.with_layout(choose_layout(case.spec.head_dim)) for case in CASES]
+TPU_CASES = [case for case in TPU_CASES if find_obstacle(case.shape) is None]
+assert {case.name for case in TPU_CASES} >= QUICK, "a case was renamed"
+
+
+@pytest.fixture(autouse=True)
+def _quick_interpreter() -> Any:
+    with quick_interpreter():
+        yield
+
+
+def small_config(case: Case) -> TpuConfig:
+    """The least blocks: rows have several, and tiles too, so that every hand-over happens."""
+    pages = count_step_pages(case.spec.page_size)
+    tokens = pages * case.spec.page_size
+    return TpuConfig(DecodeConfig(pages, tokens, num_buffers=2, rows_per_step=2), ChunkConfig(pages, tokens, 32))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name, marks=[] if case.name in QUICK else pytest.mark.slow) for case in TPU_CASES],
+)
+def test_cases(case: Case) -> None:
+    check_case(case, small_config(case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["decode", "mixed", "chunks and others, window", "drafts verified"])
+def test_default_blocks(name: str) -> None:
+    check_case(find_case(name), None)
+
+
+@pytest.mark.slow
+def test_more_buffers_than_blocks() -> None:
+    """The ring runs several rows ahead; its last copies are for rows that do not exist."""
+    case = find_case("decode one row of many")
+    small = small_config(case)
+    check_case(replace(case, rows=((70, 1), (3, 1))), replace(small, decode=replace(small.decode, num_buffers=4)))
+
+
+def check_case(case: Case, config: TpuConfig | None) -> None:
+    inputs = make_inputs(case)
+    out, pool = run_case(case, inputs, impl="tpu_interpret", config=config)
+    expected, expected_pool = run_case(case, inputs, impl="reference")
+    assert out.dtype == inputs.q.dtype and not find_race()
+    assert largest_error(case, out, expected, inputs.num_tokens) < 1
+    check_pool(case, inputs, pool, expected_pool)
+
+
+def check_pool(case: Case, inputs: Inputs, pool: jax.Array, expected: jax.Array) -> None:
+    """Every row's tokens are what they should be; no other page has changed by a bit."""
+    before, after = (np.asarray(array).view(np.uint8) for array in (inputs.kv_pages, pool))
+    may_change = set()
+    for row, (computed, new) in enumerate(case.rows):
+        table, size = inputs.page_table[row], case.spec.page_size
+        may_change |= {
+            int(page) + LAYER * inputs.num_pages for page in table[computed // size : -(-(computed + new) // size)]
+        }
+        first = 0 if case.window is None else max(0, computed - case.window + 1) // size  # older pages are stale
+        held = [
+            gather_logical(
+                array, table[first:], computed + new - first * size, case.spec, page_offset=LAYER * inputs.num_pages
+            )
+            for array in (pool, expected)
+        ]
+        for found, wanted in zip(*held, strict=True):
+            np.testing.assert_array_equal(found.view(np.uint8), wanted.view(np.uint8))
+    untouched = [page for page in range(before.shape[0]) if page not in may_change]
+    np.testing.assert_array_equal(after[untouched], before[untouched])
+
+
+def find_case(name: str) -> Case:
+    return next(case for case in TPU_CASES if case.name == name)
+
+
+@pytest.mark.parametrize("name", [pytest.param("decode", marks=pytest.mark.slow), "chunks and others, window"])
+def test_attention_alone(name: str) -> None:
+    """Pages that already hold the step's keys: the same answer, and nothing is written."""
+    case = find_case(name)
+    inputs = make_inputs(case)
+    expected, pool = run_case(case, inputs, impl="reference")
+
+    @jax.jit
+    def attend(q: jax.Array, pool: jax.Array, *meta: jax.Array) -> jax.Array:
+        batch = prepare_batch(
+            *meta,
+            num_tokens=case.max_tokens,
+            shape=case.shape,
+            max_query_len=case.max_query_len,
+            impl="tpu_interpret",
+            config=small_config(case),
+        )
+        offset = LAYER * inputs.num_pages
+        return ragged_paged_attention(q, pool, batch, params=case.params, heads=inputs.heads, page_offset=offset)
+
+    out = attend(inputs.q, pool, *inputs.meta)
+    assert largest_error(case, out, expected, inputs.num_tokens) < 1 and not find_race()
+
+
+def test_nan_in_one_row_stays_in_it() -> None:
+    """Neither a row's pages nor its new tokens reach rows whose tiles share a block with its own."""
+    case = find_case("mixed")
+    inputs, row = make_inputs(case), 5
+    begin, end = inputs.query_start_loc[row : row + 2]
+    pages, v = inputs.kv_pages.copy(), inputs.v.copy()
+    pages[LAYER * inputs.num_pages + inputs.page_table[row, 0]] = np.nan
+    v[begin:end] = np.nan
+    config = small_config(case)
+    out, _ = run_case(case, replace(inputs, kv_pages=pages, v=v), impl="tpu_interpret", config=config)
+    clean, _ = run_case(case, inputs, impl="tpu_interpret", config=config)
+    assert np.isnan(out[begin:end]).all()
+    np.testing.assert_array_equal(np.delete(out, slice(begin, end), 0), np.delete(clean, slice(begin, end), 0))
+
+
+def test_two_steps_follow_each_other() -> None:
+    """A chunk, then one token: what the first step wrote, right behind older tokens, the second reads."""
+    first = replace(find_case("mixed"), name="chunk", rows=((37, 40),))
+    second = replace(find_case("decode"), name="token", rows=((77, 1),))
+    inputs = make_inputs(first)
+    following = make_inputs(second, seed=1)
+    pools = []
+    for impl in ("tpu_interpret", "reference"):
+        _, pool = run_case(first, inputs, impl=impl, config=small_config(first) if "tpu" in impl else None)
+        pool = jnp.asarray(pool)
+        step = replace(following, kv_pages=pool, page_table=inputs.page_table, num_pages=inputs.num_pages)
+        out, _ = run_case(second, step, impl=impl, config=small_config(second) if "tpu" in impl else None)
+        pools.append(out)
+    assert largest_error(second, *pools, 1) < 1

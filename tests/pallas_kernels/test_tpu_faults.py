@@ -1,0 +1,60 @@
+"""The interpreter does find what it is trusted to find: a kernel with a wait left out fails a test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+
+import jax
+import pytest
+
+from pallas_kernels.testing.cases import Case
+from pallas_kernels.tpu import decode, pages, prefill
+from tests.pallas_kernels.test_tpu import check_case, find_case, small_config
+from tests.pallas_kernels.tpu_faults import forget_failure, quick_interpreter
+
+
+@pytest.fixture(autouse=True)
+def _fresh_kernels() -> Iterator[None]:
+    """What was compiled with a fault must not serve another test, nor the other way round."""
+    jax.clear_caches()
+    with quick_interpreter():
+        yield
+    forget_failure()
+
+
+def is_right(case: Case) -> bool:
+    """Whether a case runs without a race, to the right answer and pool."""
+    try:
+        check_case(case, small_config(case))
+    except (RuntimeError, jax.errors.JaxRuntimeError) as error:
+        assert "race" in str(error).lower(), error
+        return False
+    except AssertionError:
+        return False
+    return True
+
+
+def test_kernels_without_a_fault_are_right() -> None:
+    assert is_right(find_case("decode one row of many"))
+
+
+@pytest.mark.parametrize(
+    ("name", "module"), [("decode one row of many", pages), ("mixed one chunk deep in its row", prefill)]
+)
+def test_a_missing_wait_is_found(name: str, module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In `pages` keys are read before they have arrived; in `prefill` before they were written."""
+    monkeypatch.setattr(module, "wait_copy", lambda copy: None)
+    assert not is_right(find_case(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "module"), [("decode", decode), ("mixed one chunk deep in its row", pages)])
+def test_other_missing_waits_are_found(name: str, module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "wait_copy", lambda copy: None)
+    assert not is_right(find_case(name))
+
+
+def test_values_that_are_nobodys_must_be_cleaned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages.PageBlocks, "clean", lambda *_, **__: None)
+    assert not is_right(find_case("decode one row of many"))

@@ -1,0 +1,202 @@
+"""The tuning table: what it finds, what it refuses, and that nothing in it is dead."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pallas_kernels.testing.targets import TARGETS
+from pallas_kernels.tune import KERNELS, TuneKey, lookup, table
+from pallas_kernels.tune.table import DATA, read_entries
+
+KEY = TuneKey(
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    page_size=64,
+    dtype="bfloat16",
+    kv_dtype="bfloat16",
+    window=False,
+    tokens=256,
+    max_len=8192,
+)
+KIND, KERNEL = "NVIDIA H200", "gpu_decode"
+VERSION = KERNELS[KERNEL]
+FIGURES = {"us": 12.5, "gb_per_s": 3000.0, "jax": "0.12.0.1", "driver": "580", "date": "2026-11-21"}
+
+
+def make_raw(**changes: Any) -> dict[str, Any]:
+    entry = {"kernel": KERNEL, "version": VERSION, "key": asdict(KEY), "config": {"stages": 3}, "measured": None}
+    return entry | changes
+
+
+def make_entry(key: TuneKey = KEY, **changes: Any) -> dict[str, Any]:
+    return make_raw(key=asdict(key), **changes)
+
+
+@pytest.fixture(autouse=True)
+def fresh_cache() -> Iterator[None]:
+    """Tables are read once per process."""
+    read_entries.cache_clear()
+    table._log_miss.cache_clear()
+    yield
+    read_entries.cache_clear()
+
+
+def write(directory: Path, *entries: Any, text: str | None = None) -> Path:
+    path = directory / KIND / f"{KERNEL}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(entries) if text is None else text)
+    return directory
+
+
+def find(directory: Path, key: TuneKey = KEY, version: int = VERSION) -> dict[str, Any] | None:
+    return lookup(KERNEL, version, KIND, key, directory=directory)
+
+
+def test_an_equal_key_is_found_among_near_ones(tmp_path: Path) -> None:
+    near = make_entry(replace(KEY, tokens=128), config={"stages": 2})
+    write(tmp_path, near, make_entry(measured=FIGURES))
+    assert find(tmp_path) == {"stages": 3}
+
+
+def test_the_nearest_bucket_is_found(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        make_entry(replace(KEY, tokens=64), config={"stages": 1}),
+        make_entry(replace(KEY, tokens=256, max_len=16384), config={"stages": 2}),
+    )
+    assert find(tmp_path, replace(KEY, tokens=48)) == {"stages": 1}
+    assert find(tmp_path) == {"stages": 2}
+    assert find(tmp_path, replace(KEY, tokens=64, max_len=None)) == {"stages": 1}
+    assert find(tmp_path, replace(KEY, tokens=4)) is None, "a factor of 16 away"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_heads": 64},
+        {"num_kv_heads": 4},
+        {"head_dim": 64},
+        {"page_size": 128},
+        {"dtype": "float16"},
+        {"kv_dtype": "float8_e4m3fn"},
+        {"window": True},
+    ],
+)
+def test_other_shapes_find_nothing(tmp_path: Path, changes: dict[str, Any]) -> None:
+    write(tmp_path, make_entry())
+    assert find(tmp_path, replace(KEY, **changes)) is None
+
+
+def test_other_versions_and_devices_find_nothing(tmp_path: Path) -> None:
+    write(tmp_path, make_entry())
+    assert find(tmp_path, version=VERSION + 1) is None
+    assert lookup(KERNEL, VERSION, "NVIDIA H100 80GB HBM3", KEY, directory=tmp_path) is None
+    assert lookup("gpu_prefill", KERNELS["gpu_prefill"], KIND, KEY, directory=tmp_path) is None
+    with pytest.raises(ValueError, match=r"kernel must be one of .*, got 'gpu_decod'"):
+        lookup("gpu_decod", VERSION, KIND, KEY, directory=tmp_path)
+
+
+def test_a_miss_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, logger="pallas_kernels.tune.table"):
+        for _ in range(3):
+            assert find(tmp_path) is None
+    assert len(caplog.records) == 1 and KERNEL in caplog.text and KIND in caplog.text
+
+
+def test_what_is_found_is_the_callers_own(tmp_path: Path) -> None:
+    write(tmp_path, make_entry())
+    found = find(tmp_path)
+    assert found is not None
+    found["stages"] = 9
+    assert find(tmp_path) == {"stages": 3}
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (7, r"\[0\]: must be an object"),
+        (make_entry(version="1"), r"\[0\]\.version: '1' is of the wrong type"),
+        (make_entry(colour="red"), r"\[0\]\.colour: unknown field"),
+        ({key: value for key, value in make_entry().items() if key != "config"}, r"\[0\]\.config: missing"),
+        (make_raw(key=asdict(KEY) | {"tokens": None}), r"\[0\]\.key\.tokens: None is of the wrong type"),
+        (make_raw(key=asdict(KEY) | {"tokens": 0}), r"\[0\]\.key\.tokens: must be at least 1, got 0"),
+        (make_raw(key=asdict(KEY) | {"num_heads": True}), r"\[0\]\.key\.num_heads: True is of the wrong type"),
+        (make_raw(key={"num_heads": 4}), r"\[0\]\.key\.num_kv_heads: missing"),
+        (make_entry(measured=FIGURES | {"us": "fast"}), r"\[0\]\.measured\.us: 'fast' is of the wrong type"),
+        (make_entry(measured=FIGURES | {"tflop_per_s": 1.0}), r"\[0\]\.measured: must have one of"),
+        (make_entry(measured={"us": 1.0}), r"\[0\]\.measured: must have one of"),
+    ],
+)
+def test_a_malformed_entry_is_named(tmp_path: Path, entry: Any, message: str) -> None:
+    write(tmp_path, entry)
+    with pytest.raises(ValueError, match=rf"{KIND}/{KERNEL}\.json{message}"):
+        find(tmp_path)
+
+
+def test_a_malformed_file_is_named(tmp_path: Path) -> None:
+    write(tmp_path, text="[{")
+    with pytest.raises(ValueError, match=rf"{KIND}/{KERNEL}\.json: not JSON"):
+        find(tmp_path)
+    read_entries.cache_clear()
+    write(tmp_path, text="{}")
+    with pytest.raises(ValueError, match="must be a list of entries, got dict"):
+        find(tmp_path)
+
+
+def read_sources() -> str:
+    """The code of all kernels."""
+    return "".join(path.read_text() for room in ("gpu", "tpu") for path in (DATA.parents[1] / room).glob("*.py"))
+
+
+def list_dead_entries(directory: Path, sources: str) -> list[str]:
+    """Entries that no kernel reads, and why. A kernel's code says its name where it looks itself up."""
+    dead = []
+    for path in sorted(directory.glob("*/*")):
+        where, kind = f"{path.parent.name}/{path.name}", path.parent.name
+        if kind not in {target.device_kind for target in TARGETS.values()}:
+            dead.append(f"{where}: no target of the gate is a {kind}, so that nothing compiles it")
+        elif path.suffix != ".json" or path.stem not in KERNELS:
+            dead.append(f"{where}: no kernel of that name has a table")
+        elif f'"{path.stem}"' not in sources:
+            dead.append(f"{where}: its kernel never looks itself up")
+        else:
+            dead += [f"{where}: {reason}" for reason in _list_unread(directory, kind, path.stem)]
+    return dead
+
+
+def _list_unread(directory: Path, kind: str, kernel: str) -> Iterator[str]:
+    for index, entry in enumerate(read_entries(directory, kind, kernel)):
+        if entry.kernel != kernel:
+            yield f"entry {index} is of {entry.kernel}"
+        elif entry.version != KERNELS[kernel]:
+            yield f"entry {index} is of version {entry.version}, the kernel has {KERNELS[kernel]}"
+        elif lookup(kernel, KERNELS[kernel], kind, entry.key, directory=directory) != entry.config:
+            yield f"entry {index} is never found: another has its key"
+
+
+def test_no_entry_that_ships_is_dead() -> None:
+    assert list_dead_entries(DATA, read_sources()) == []
+
+
+def test_dead_entries_are_found(tmp_path: Path) -> None:
+    write(tmp_path, make_entry(), make_entry(config={"stages": 4}), make_entry(version=VERSION + 1))
+    other = make_entry(replace(KEY, tokens=1), kernel="gpu_prefill")
+    path = tmp_path / KIND / f"{KERNEL}.json"
+    path.write_text(json.dumps([*json.loads(path.read_text()), other]))
+    (tmp_path / KIND / "unknown.json").write_text("[]")
+    (tmp_path / "Abacus").mkdir()
+    (tmp_path / "Abacus" / f"{KERNEL}.json").write_text("[]")
+    sources = f'lookup("{KERNEL}", 1, kind, key)'
+    found = "\n".join(list_dead_entries(tmp_path, sources))
+    assert len(found.splitlines()) == 5
+    for reason in ("entry 1 is never found", "entry 2 is of version", "entry 3 is of gpu_prefill", "Abacus", "unknown"):
+        assert reason in found
+    assert "never looks itself up" in "\n".join(list_dead_entries(tmp_path, "no code"))

@@ -1,0 +1,46 @@
+"""The instruments for accelerators run to their end on a machine without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_script(name: str, *args: str) -> str:
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / name, "--dry-run", *args],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "COLUMNS": "160"},
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("impl", ["xla", "gpu_interpret", "tpu_interpret"])
+def test_bench_kernels(tmp_path: Path, impl: str) -> None:
+    output = run_script("bench_kernels.py", "--impl", impl, "--json", str(tmp_path / "found.json"))
+    assert "2 cases right, 0 wrong" in output
+    document = json.loads((tmp_path / "found.json").read_text())
+    assert document["impl"] == impl and not document["failures"] and len(document["rows"]) == 2
+    for row in document["rows"]:
+        assert row["share"] > 0 and all(isinstance(seconds, float) for seconds in row["seconds"].values()), row
+
+
+@pytest.mark.slow
+def test_bench_engine(tmp_path: Path) -> None:
+    output = run_script("bench_engine.py", "--json", str(tmp_path / "found.json"))
+    assert "share of the limit" in output
+    document = json.loads((tmp_path / "found.json").read_text())
+    assert [point["batch"] for point in document["points"]] == [1, 2] and not document["not_measured"]
+    assert all(point["seconds"] > 0 and point["limit"] > 0 for point in document["points"])

@@ -1,0 +1,103 @@
+"""The parent of the compile gate: it goes on behind a child that dies, says what it skips, and fails what failed."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.metadata import requires
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from pallas_kernels.testing.gate_report import ProgramReport
+from pallas_kernels.testing.targets import TARGETS
+from scripts.test_kernels import Job, judge, list_requirements, main, make_table, run_job
+
+ROOT = Path(__file__).parents[2]
+GOOD = ProgramReport("good", "v5e", impl="xla", is_compiled=True)
+
+CHILD = """
+import os, sys
+from pallas_kernels.testing.gate_report import ProgramReport
+from pallas_kernels.testing.compile_gate import make_parser
+args = make_parser("").parse_args()
+names = ["first", "aborts", "last"]
+if args.list:
+    print(*names, sep="\\n")
+    sys.exit()
+for name in names:
+    if name in args.only:
+        if name == "aborts":
+            print("LLVM ERROR: cannot select", file=sys.stderr, flush=True)
+            os.abort()
+        print(ProgramReport(name, args.target, impl="xla", is_compiled=True).to_json(), flush=True)
+"""
+
+
+def run_script(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "scripts/test_kernels.py", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=False)
+
+
+def make_job(tmp_path: Path, code: str) -> Job:
+    path = tmp_path / "child.py"
+    path.write_text(code)
+    return Job((str(path),), TARGETS["v5e"])
+
+
+def test_the_gate_goes_on_behind_a_program_that_aborts(tmp_path: Path) -> None:
+    first, aborted, last = run_job(make_job(tmp_path, CHILD), (), None, None)
+    assert (first.name, first.error, last.name, last.error) == ("first", "", "last", "")
+    assert aborted.name == "aborts" and "ended with -6" in aborted.error and "LLVM ERROR" in aborted.error
+
+
+def test_only_the_programs_asked_for_are_run(tmp_path: Path) -> None:
+    (last,) = run_job(make_job(tmp_path, CHILD), (), None, ["last", "of another child"])
+    assert last.name == "last"
+
+
+def test_a_child_that_cannot_start_is_a_failure(tmp_path: Path) -> None:
+    (report,) = run_job(make_job(tmp_path, "raise ImportError('no kernels')"), (), None, None)
+    assert "no kernels" in report.error
+    assert judge([report], Console(file=io.StringIO())) == 1
+
+
+def test_failures_are_counted_and_said() -> None:
+    text = io.StringIO()
+    bad = replace(GOOD, name="bad", alias_bytes=1, donated_bytes=2)
+    assert judge([GOOD, bad, replace(bad, error="refused")], Console(file=text, width=200)) == 2
+    assert "FAILED: bad for v5e: the donated pool is copied" in text.getvalue() and "refused" in text.getvalue()
+    assert judge([GOOD], Console(file=text)) == 0
+    assert judge([], Console(file=text)) == 1, "a gate without programs passes nothing"
+    Console(file=text, width=200).print(make_table("Compiled", [GOOD, bad]))
+    assert "FAILED" in text.getvalue() and "good" in text.getvalue()
+
+
+def test_a_failure_is_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    for reports, status in (([GOOD], 0), ([GOOD, replace(GOOD, error="refused")], 1)):
+        monkeypatch.setattr("scripts.test_kernels.run_job", lambda *_, reports=reports: reports)
+        monkeypatch.setattr(sys, "argv", ["test_kernels.py", "--lower-only", "--targets", "v5e"])
+        assert main() == status
+
+
+def test_a_compiler_that_cannot_be_installed_is_skipped_aloud(tmp_path: Path) -> None:
+    done = run_script("--targets", "v5e", "--wheels", str(tmp_path / "wheels"), PIP_NO_INDEX="1")
+    assert done.returncode == 0, done.stderr
+    assert "SKIPPED: nothing was compiled for tpu" in done.stdout and "libtpu" in done.stdout
+
+
+def test_libtpu_is_the_one_that_this_jax_wants() -> None:
+    (pin,) = list_requirements("tpu")
+    assert any(line.startswith(pin) for line in requires("jax") or ()) and "==" in pin
+    assert all("=" in requirement for requirement in list_requirements("gpu"))
+
+
+@pytest.mark.slow
+def test_kernels_are_lowered_without_a_compiler() -> None:
+    done = run_script("--lower-only", "--impl", "xla", "--targets", "v5e", "--only", "decode: llama-8b")
+    assert done.returncode == 0, done.stdout
+    assert "decode: llama-8b" in done.stdout and "Lowered with jax" in done.stdout
