@@ -13,9 +13,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def run_script(name: str, *args: str) -> str:
+def run_script(name: str, *args: str, flag: str = "--dry-run") -> str:
     done = subprocess.run(
-        [sys.executable, ROOT / "scripts" / name, "--dry-run", *args],
+        [sys.executable, ROOT / "scripts" / name, flag, *args],
         capture_output=True,
         text=True,
         check=False,
@@ -44,3 +44,21 @@ def test_bench_engine(tmp_path: Path) -> None:
     document = json.loads((tmp_path / "found.json").read_text())
     assert [point["batch"] for point in document["points"]] == [1, 2] and not document["not_measured"]
     assert all(point["seconds"] > 0 and point["limit"] > 0 for point in document["points"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("impl", ["gpu_interpret", "tpu_interpret"])
+def test_tune_kernels(tmp_path: Path, impl: str) -> None:
+    output = run_script("tune_kernels.py", "--impl", impl, "--output", str(tmp_path))
+    assert output.count("times the formula's rate") == 2 and "wrong" not in output
+    for path in tmp_path.rglob("*.json"):  # only where something beat the formula
+        for entry in json.loads(path.read_text()):
+            assert entry["kernel"] == path.stem and entry["measured"]["us"] > 0
+
+
+@pytest.mark.slow
+def test_bench_structured(tmp_path: Path) -> None:
+    output = run_script("bench_structured.py", "--json", str(tmp_path / "found.json"), flag="--quick")
+    assert "structured, ms" in output
+    (found,) = json.loads((tmp_path / "found.json").read_text())
+    assert found["structured"]["open_rows"] == 4 and found["structured"]["tokens_per_step"] > 3
