@@ -161,7 +161,16 @@ class Engine:
             return self._recover(plan, error)
         if outputs.prompt_scores is not None:
             self._add_prompt_scores(plan, outputs.prompt_scores)
-        return self._show(self.scheduler.commit(plan, outputs.token_ids), outputs.scores)
+        commit = self.scheduler.commit(plan, outputs.token_ids)
+        if outputs.scores is not None:
+            self._add_scores(plan, commit, outputs.scores)
+        return self._show(commit)
+
+    def _add_scores(self, plan: StepPlan, commit: Commit, scores: Any) -> None:
+        tickets = (*plan.decode_tickets, *(chunk.ticket for chunk in plan.chunks))
+        rows = {ticket: row for row, ticket in enumerate(tickets)}
+        for sequence, token_id in zip(commit.sequences, commit.token_ids, strict=True):
+            self._streams[sequence].add_logprobs(scores, rows[sequence.ticket], token_id)
 
     def _add_prompt_scores(self, plan: StepPlan, scores: Any) -> None:
         row = len(plan.decode_rows)
@@ -171,18 +180,16 @@ class Engine:
                 found.add(scores, row, chunk.start, len(chunk.token_ids))
             row += len(chunk.token_ids)
 
-    def _show(self, commit: Commit, scores: Any = None) -> list[RequestOutput]:
+    def _show(self, commit: Commit) -> list[RequestOutput]:
         outputs: list[RequestOutput | None] = []
-        streams = self._streams
-        if scores is not None:
-            for sequence, token_id, index in zip(commit.sequences, commit.token_ids, commit.indices, strict=True):
-                streams[sequence].add_logprobs(scores, index, token_id)
+        streams, has_grammars = self._streams, bool(self._grammars)
         for sequence, token_id in zip(commit.sequences, commit.token_ids, strict=True):
             stream = streams.get(sequence)
             if stream is None:
                 continue  # a jump that a stop string cut short
             stop_string = stream.push(token_id)
-            self._advance_grammar(sequence, token_id)
+            if has_grammars:
+                self._advance_grammar(sequence, token_id)
             if stop_string is not None or sequence.finish_reason is not None:
                 stop_string = stop_string if stop_string is not None else stream.flush()
                 outputs.append(self._close(stream, stop_string))

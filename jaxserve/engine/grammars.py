@@ -34,6 +34,10 @@ class GrammarRows:
         self._pool: Any = None  # made with the first grammar
         self._matchers: dict[Sequence, Matcher] = {}
 
+    def __bool__(self) -> bool:
+        """Whether any unfinished sequence has a grammar."""
+        return bool(self._matchers)
+
     def add(self, sequences: Iterable[Sequence]) -> None:
         """Begins the sequences of a request that has a grammar."""
         for sequence in sequences:

@@ -89,8 +89,8 @@ class InputLayout:
         )
 
 
-def pack(plan: StepPlan, layout: InputLayout, mirror: RowMirror) -> np.ndarray:
-    """Returns the packed inputs of a plan.
+def pack(plan: StepPlan, layout: InputLayout, mirror: RowMirror) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the packed inputs of a plan, and the rows that it works on [num_rows].
 
     The mirror knows the rows' sampling parameters already.
     """
@@ -116,7 +116,7 @@ def pack(plan: StepPlan, layout: InputLayout, mirror: RowMirror) -> np.ndarray:
         views.page_ids[: len(updates)] = updates[:, 3]
     row_ids = row_ids[:num_rows]
     views.sampling[:num_rows] = mirror.sampling[row_ids]
-    return packed
+    return packed, row_ids
 
 
 def _pack_chunks(plan: StepPlan, views: StepInputs) -> None:

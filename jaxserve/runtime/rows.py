@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from enum import IntEnum
 
 import numpy as np
@@ -26,6 +26,9 @@ class SampleVariant(IntEnum):
     RANDOM = 1  # temperature and the filters
     FULL = 2  # everything that changes logits
     MASKED = 3  # and masks of tokens, which the host sends for this step
+
+
+_VARIANTS = tuple(SampleVariant)
 
 
 class RowMirror:
@@ -63,11 +66,11 @@ class RowMirror:
             self._wants_scores[row_set.row] = params.logprobs is not None
             self._scores_prompt[row_set.row] = params.prompt_logprobs is not None
 
-    def find_variant(self, rows: Sequence[int]) -> SampleVariant:
+    def find_variant(self, rows: np.ndarray) -> SampleVariant:
         """Returns the sample program that serves these rows [S]."""
-        return SampleVariant(self._variants[rows].max(initial=SampleVariant.GREEDY))
+        return _VARIANTS[self._variants[rows].max()]
 
-    def wants_scores(self, rows: Sequence[int]) -> bool:
+    def wants_scores(self, rows: np.ndarray) -> bool:
         """Whether log-probabilities of a step's tokens are needed for any of its rows [S]."""
         return bool(self._wants_scores[rows].any())
 

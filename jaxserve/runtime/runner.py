@@ -51,18 +51,25 @@ class Programs:
         return sum(len(getattr(self, field.name)) for field in dataclasses.fields(self))
 
 
+NO_SCORES = None, None  # of tokens, and of prompts
+
+
 class StepFuture:
     """A step's outputs, on their way to the host since the dispatch."""
 
-    def __init__(self, outputs: tuple[jax.Array, Any, Any], num_rows: int) -> None:
-        self._outputs, self._num_rows = outputs, num_rows
-        for array in jax.tree.leaves(outputs):
-            array.copy_to_host_async()
+    def __init__(self, token_ids: jax.Array, scores: tuple[Any, Any], num_rows: int) -> None:
+        self._token_ids, self._scores, self._num_rows = token_ids, scores, num_rows
+        token_ids.copy_to_host_async()
+        if scores != NO_SCORES:
+            for array in jax.tree.leaves(scores):
+                array.copy_to_host_async()
 
     def result(self) -> StepOutputs:
         """Waits for the device."""
-        token_ids, scores, prompt_scores = jax.device_get(self._outputs)
-        return StepOutputs(token_ids[: self._num_rows].tolist(), scores, prompt_scores)
+        token_ids = jax.device_get(self._token_ids)[: self._num_rows].tolist()
+        if self._scores == NO_SCORES:
+            return StepOutputs(token_ids)
+        return StepOutputs(token_ids, *jax.device_get(self._scores))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -142,11 +149,11 @@ class ModelRunner:
         for row_set in plan.row_sets:
             if row_set.history is not None:
                 self._set_row(row_set.row, _make_setting(self._vocab_size, row_set))
-        selected, hidden = self._run(bucket, pack(plan, self._layouts[bucket], self._mirror))
+        packed, rows = pack(plan, self._layouts[bucket], self._mirror)
+        selected, hidden = self._run(bucket, packed)
         self.counts.steps[bucket] += 1
         self.counts.useful_tokens += plan.num_tokens
         self.counts.padded_tokens += bucket.tokens
-        rows = [*plan.decode_rows, *(chunk.row for chunk in plan.chunks)]
         return StartedStep(
             self,
             bucket,
@@ -167,7 +174,7 @@ class ModelRunner:
             sent = None if mask is None else self._send(_pad_mask(mask, rows))
             self._rows, self._sampler, token_ids = program(self._rows, self._sampler, step.selected, sent)
         scores = self._programs.get("score", rows)(step.selected, token_ids) if step.wants_scores else None
-        return StepFuture((token_ids, scores, step.prompt_scores), step.num_rows)
+        return StepFuture(token_ids, (scores, step.prompt_scores), step.num_rows)
 
     def _run(self, bucket: Bucket, packed: np.ndarray) -> tuple[SampleInputs, Any]:
         forward = self._programs.get("forward", bucket)

@@ -29,7 +29,6 @@ class Commit:
 
     sequences: list[Sequence] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    indices: list[int] = field(default_factory=list)  # of each token's row in the step
     finished: list[Sequence] = field(default_factory=list)
 
 
@@ -101,8 +100,7 @@ class Scheduler:
         if not self.batch.resume_prefilling(sequence):
             return Commit()
         sequence.token_ids += token_ids
-        count = len(token_ids)
-        return Commit([sequence] * count, list(token_ids), [-1] * count)
+        return Commit([sequence] * len(token_ids), list(token_ids))
 
     # Planning
 
@@ -196,22 +194,21 @@ class Scheduler:
         """
         commit = Commit()
         by_ticket, take = self.batch.by_ticket, self._take
-        for index, (ticket, token_id) in enumerate(zip(plan.decode_tickets, token_ids)):  # noqa: B905 chunks' follow
+        for ticket, token_id in zip(plan.decode_tickets, token_ids):  # noqa: B905  the chunks' ids follow
             sequence = by_ticket.get(ticket)
             if sequence is not None:
-                take(sequence, token_id, index, commit)
-        num_decodes = len(plan.decode_tickets)
-        for index, (chunk, token_id) in enumerate(zip(plan.chunks, token_ids[num_decodes:], strict=True), num_decodes):
+                take(sequence, token_id, commit)
+        for chunk, token_id in zip(plan.chunks, token_ids[len(plan.decode_tickets) :], strict=True):
             sequence = by_ticket.get(chunk.ticket)
             if sequence is None:
                 continue
             if chunk.samples or token_id == NON_FINITE:
-                take(sequence, token_id, index, commit)
+                take(sequence, token_id, commit)
             elif chunk.end >= sequence.publish_from and sequence.status is SequenceStatus.RUNNING:
                 self._publish(sequence, chunk.end)
         return commit
 
-    def _take(self, sequence: Sequence, token_id: int, index: int, commit: Commit) -> None:
+    def _take(self, sequence: Sequence, token_id: int, commit: Commit) -> None:
         tokens = sequence.token_ids
         num_computed = len(tokens)
         if token_id in sequence.stop_ids:
@@ -225,7 +222,6 @@ class Scheduler:
         tokens.append(token_id)
         commit.sequences.append(sequence)
         commit.token_ids.append(token_id)
-        commit.indices.append(index)
         if sequence.num_awaited_tokens:
             sequence.num_awaited_tokens -= 1
         elif num_computed >= sequence.publish_from:

@@ -34,10 +34,11 @@ def test_round_trip(num_decodes: int, sizes: list[tuple[int, bool]], are_new: bo
     mirror = RowMirror(STATE.rows)
     mirror.apply(plan.row_sets)
     layout = InputLayout(Bucket(32, 8), STATE)
-    packed = pack(plan, layout, mirror)
+    packed, rows = pack(plan, layout, mirror)
     views = layout.views(packed)
     num_rows = plan.num_rows
-    variant = mirror.find_variant([*decodes, *(row for row, _, _ in chunks)])
+    assert rows.tolist() == [*decodes, *(row for row, _, _ in chunks)]
+    variant = mirror.find_variant(rows)
     assert variant is (SampleVariant.RANDOM if plan.row_sets else SampleVariant.GREEDY)
     assert views.row_ids.tolist() == [*decodes, *(row for row, _, _ in chunks), *[8] * (8 - num_rows)]
     lengths = [1] * num_decodes + [n for _, n, _ in chunks]
@@ -71,7 +72,7 @@ def check_sampling(sampling: np.ndarray, plan: StepPlan) -> None:
 def test_every_step_gets_its_own_buffer() -> None:
     layout, mirror = InputLayout(Bucket(8, 8), STATE), RowMirror(STATE.rows)
     plan = make_plan([0, 1], [], set())
-    first = pack(plan, layout, mirror)
-    second = pack(plan, layout, mirror)
+    first, _ = pack(plan, layout, mirror)
+    second, _ = pack(plan, layout, mirror)
     assert not np.shares_memory(first, second)
     assert first.dtype == np.int32 and first.size == layout.size
