@@ -6,7 +6,7 @@ RUN := $(VENV)/bin/python
 OLDEST_JAX := 0.11.2
 PIP_FLAGS := --quiet --disable-pip-version-check
 
-.PHONY: setup demo test test-fast test-oldest test-kernels test-kernels-full lint format bench-host reference-env goldens clean help
+.PHONY: setup demo test test-fast test-oldest test-kernels test-kernels-full lint format bench-host reference-env goldens sampling-goldens clean help
 
 help:
 	@echo "make demo            serve a hundred prompts three ways with the model that ships in the package"
@@ -19,6 +19,7 @@ help:
 	@echo "make bench-host      host time per step on a device that does nothing"
 	@echo "make reference-env   the separate environment (Python 3.11, torch, transformers) that makes goldens"
 	@echo "make goldens         build the parity goldens anew in it"
+	@echo "make sampling-goldens   and what its logits processors make of random logits"
 
 setup: $(VENV)/.ready
 
@@ -74,6 +75,9 @@ reference-env: .venv-reference/.ready
 
 goldens: reference-env
 	.venv-reference/bin/python scripts/make_reference_goldens.py
+
+sampling-goldens: reference-env
+	.venv-reference/bin/python scripts/make_sampling_goldens.py
 
 clean:
 	rm -rf $(VENV) $(OLDEST) .venv-reference .wheels .pytest_cache .ruff_cache .hypothesis

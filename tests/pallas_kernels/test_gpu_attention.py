@@ -1,0 +1,42 @@
+"""The GPU implementation as a whole, interpreted: both kernels and the write, on the shared cases."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pallas_kernels.backends import choose_layout, find_backend
+from pallas_kernels.gpu import compat
+from pallas_kernels.testing.cases import CASES, Case, largest_error, make_inputs
+from tests.pallas_kernels.runner import LAYER, run_case
+
+IMPL = "gpu_interpret"
+
+
+def with_layout(case: Case) -> Case:
+    return case.with_layout(choose_layout(IMPL, case.spec.head_dim))
+
+
+ALLOWED = [with_layout(c) for c in CASES if find_backend(IMPL).module.find_obstacle(with_layout(c).shape) is None]
+MIXED = [case for case in ALLOWED if case.max_query_len is None]
+
+
+def test_the_cases_cover_both_kernels() -> None:
+    assert len(ALLOWED) - len(MIXED) >= 8 and len(MIXED) >= 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MIXED, ids=lambda case: case.name)
+def test_mixed_steps(case: Case, capfd: pytest.CaptureFixture[str]) -> None:
+    inputs = make_inputs(case)
+    try:
+        out, kv_pages = run_case(case, inputs, impl=IMPL)
+    except Exception:
+        compat.reset_interpreter()
+        raise
+    expected, expected_pages = run_case(case, inputs, impl="reference")
+    assert largest_error(case, out, expected, inputs.num_tokens) < 1
+    assert "RACE DETECTED" not in "".join(capfd.readouterr())
+    null_page = LAYER * inputs.num_pages
+    pools = [np.delete(np.asarray(pool).view(np.uint8), null_page, 0) for pool in (kv_pages, expected_pages)]
+    np.testing.assert_array_equal(*pools)
