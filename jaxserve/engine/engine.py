@@ -114,11 +114,13 @@ class Engine:
             return self._commit(ready)
         try:
             started = self.runner.start(plan)
-            if self._grammars.is_needed(plan, self.scheduler.batch):
-                return self._step_masked(plan, started, ready)
-            self._in_flight = plan, started.choose()
+            is_masked = self._grammars.is_needed(plan, self.scheduler.batch)
+            if not is_masked:
+                self._in_flight = plan, started.choose()
         except Exception as error:
             return [*self._commit(ready), *self._recover(plan, error)]
+        if is_masked:
+            return self._step_masked(plan, started, ready)
         if not self._overlap:
             ready, self._in_flight = self._in_flight, None
         return self._commit(ready)

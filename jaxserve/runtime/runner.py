@@ -51,23 +51,20 @@ class Programs:
         return sum(len(getattr(self, field.name)) for field in dataclasses.fields(self))
 
 
-NO_SCORES = None, None  # of tokens, and of prompts
-
-
 class StepFuture:
-    """A step's outputs, on their way to the host since the dispatch."""
+    """A step's outputs, on their way to the host since the dispatch. `scores`: of tokens and of prompts, or None."""
 
-    def __init__(self, token_ids: jax.Array, scores: tuple[Any, Any], num_rows: int) -> None:
+    def __init__(self, token_ids: jax.Array, scores: tuple[Any, Any] | None, num_rows: int) -> None:
         self._token_ids, self._scores, self._num_rows = token_ids, scores, num_rows
         token_ids.copy_to_host_async()
-        if scores != NO_SCORES:
+        if scores is not None:
             for array in jax.tree.leaves(scores):
                 array.copy_to_host_async()
 
     def result(self) -> StepOutputs:
         """Waits for the device."""
         token_ids = jax.device_get(self._token_ids)[: self._num_rows].tolist()
-        if self._scores == NO_SCORES:
+        if self._scores is None:
             return StepOutputs(token_ids)
         return StepOutputs(token_ids, *jax.device_get(self._scores))
 
@@ -138,10 +135,6 @@ class ModelRunner:
                 mask = np.zeros((0, self._mask_words), np.uint32) if variant is SampleVariant.MASKED else None
                 step.choose(mask).result()
 
-    def dispatch(self, plan: StepPlan) -> StepFuture:
-        """Starts a whole step; MissingProgramError when no program holds it."""
-        return self.start(plan).choose()
-
     def start(self, plan: StepPlan) -> StartedStep:
         """Starts the model's part of a step; MissingProgramError when no program holds it."""
         bucket = self._buckets.find(plan.num_tokens, plan.num_rows)
@@ -173,6 +166,8 @@ class ModelRunner:
         else:
             sent = None if mask is None else self._send(_pad_mask(mask, rows))
             self._rows, self._sampler, token_ids = program(self._rows, self._sampler, step.selected, sent)
+        if not step.wants_scores and step.prompt_scores is None:
+            return StepFuture(token_ids, None, step.num_rows)
         scores = self._programs.get("score", rows)(step.selected, token_ids) if step.wants_scores else None
         return StepFuture(token_ids, (scores, step.prompt_scores), step.num_rows)
 

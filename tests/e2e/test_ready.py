@@ -75,7 +75,7 @@ def test_programs_are_few(llm: LLM) -> None:
 def test_a_step_without_a_program_is_an_error_not_a_compilation(llm: LLM) -> None:
     plan = StepPlan(0, tuple(range(6)), tuple(range(6)), (), (), ())
     with pytest.raises(MissingProgramError, match="6 tokens in 6 rows"):
-        llm.ready.runner.dispatch(plan)
+        llm.ready.runner.start(plan)
 
 
 def test_pool_is_updated_in_place(llm: LLM) -> None:

@@ -77,11 +77,11 @@ def test_stacked_parameters_give_the_same_step() -> None:
         tree = make_dummy_params(param_specs(case.model), mesh=mesh, rules=DEFAULT_RULES, seed=3)
         runner, _ = start_runner(case, mesh, stack_params(tree, case.stack_mode))
         assert isinstance(runner.params["layers"], dict) == (platform == "gpu")
-        first = [runner.dispatch(step).result().token_ids for step in (plan, *[decode] * 5)]
+        first = [runner.start(step).choose().result().token_ids for step in (plan, *[decode] * 5)]
         canonical = make_dummy_params(param_specs(case.model), mesh=mesh, rules=DEFAULT_RULES, seed=4)
         runner.write_params(check_update(param_specs(case.model), jax.device_get(canonical)))
         runner.reset()
-        second = [runner.dispatch(step).result().token_ids for step in (plan, *[decode] * 5)]
+        second = [runner.start(step).choose().result().token_ids for step in (plan, *[decode] * 5)]
         assert first != second
         ids.append((first, second))
     assert ids[0] == ids[1]
