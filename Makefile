@@ -6,11 +6,13 @@ RUN := $(VENV)/bin/python
 OLDEST_JAX := 0.11.2
 PIP_FLAGS := --quiet --disable-pip-version-check
 
-.PHONY: setup demo test test-fast test-oldest test-kernels test-kernels-full lint format bench-host reference-env goldens sampling-goldens clean help
+.PHONY: setup demo test test-fast test-oldest test-kernels test-kernels-full test-server soak lint format bench-host reference-env goldens sampling-goldens clean help
 
 help:
 	@echo "make demo            serve a hundred prompts three ways with the model that ships in the package"
-	@echo "make test            the whole test suite"
+	@echo "make test            the test suite, the server's own tests aside"
+	@echo "make test-server     the HTTP server's: real processes, OpenAI's clients, faults, the page in a browser"
+	@echo "make soak            ten minutes of mixed load on a server: memory, pages and files must stay flat"
 	@echo "make test-fast       without the tests marked slow"
 	@echo "make test-oldest     the fast tests on the oldest supported jax ($(OLDEST_JAX))"
 	@echo "make test-kernels    compile every kernel and a sharded step for GPU and TPU, none of which needs to be here"
@@ -33,7 +35,13 @@ demo: setup
 	$(RUN) scripts/demo.py
 
 test: setup
-	$(RUN) -m pytest -n 2 --dist worksteal
+	$(RUN) -m pytest -n 2 --dist worksteal --ignore tests/server
+
+test-server: setup
+	$(RUN) -m pytest -n 2 --dist worksteal tests/server
+
+soak: setup
+	$(RUN) scripts/soak_server.py --minutes 10
 
 test-fast: setup
 	$(RUN) -m pytest -n 2 --dist worksteal -m 'not slow'
@@ -44,7 +52,7 @@ $(OLDEST)/.ready: pyproject.toml
 	touch $@
 
 test-oldest: $(OLDEST)/.ready
-	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal -m 'not slow'
+	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal -m 'not slow' --ignore tests/server
 
 test-kernels: setup $(OLDEST)/.ready
 	$(RUN) scripts/test_kernels.py

@@ -1,15 +1,16 @@
-"""The command line: `jaxserve generate | chat | plan | doctor`. Flags are generated from the config's fields."""
+"""The command line: `jaxserve serve | generate | chat | run-batch | plan | doctor`. Flags are the configs' fields."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import Field
 from typing import Any
 
-from jaxserve.config import EngineConfig, list_options
-from jaxserve.errors import JaxServeError
+from jaxserve.config import EngineConfig
+from jaxserve.errors import ConfigError, JaxServeError
+from jaxserve.options import list_options, read_options
 from jaxserve.sampling_params import SamplingParams
 
 _SAMPLING_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
@@ -41,6 +42,8 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jaxserve", description="Batched inference of language models in JAX.")
     parser.add_argument("--version", action="version", version=f"jaxserve {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    serve = _add_command(commands, "serve", _serve, "answer over HTTP as OpenAI's API does", with_server=True)
+    serve.add_argument("served", nargs="?", metavar="MODEL", help="the same as --model")
     generate = _add_command(commands, "generate", _generate, "continue prompts and print the answers")
     generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="default: one prompt a line from standard input")
     generate.add_argument("--chat", action="store_true", help="send each prompt as a user's message")
@@ -55,17 +58,25 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def _add_command(
-    commands: Any, name: str, run: Callable[[argparse.Namespace], None], text: str
+    commands: Any, name: str, run: Callable[[argparse.Namespace], None], text: str, *, with_server: bool = False
 ) -> argparse.ArgumentParser:
     command = commands.add_parser(name, help=text, description=text.capitalize() + ".")
     command.set_defaults(run=run)
     command.add_argument("--config", metavar="FILE", help="TOML file of options; flags win over it")
     sections: dict[str, Any] = {}
-    for section, option in list_options():
+    for section, option in _list_flags(with_server):
         if section not in sections:
             sections[section] = command.add_argument_group(f"{section} options")
         _add_flag(sections[section], option)
     return command
+
+
+def _list_flags(with_server: bool) -> Iterator[tuple[str, Field[Any]]]:
+    yield from list_options(EngineConfig)
+    if with_server:
+        from jaxserve.server.options import ServerConfig
+
+        yield from list_options(ServerConfig)
 
 
 def _add_flag(group: Any, option: Field[Any]) -> None:
@@ -74,6 +85,9 @@ def _add_flag(group: Any, option: Field[Any]) -> None:
     kind = str(option.type).removesuffix(" | None")
     if kind == "bool":
         group.add_argument(*names, dest=option.name, action=argparse.BooleanOptionalAction, default=None, help=text)
+        return
+    if kind.startswith("tuple"):
+        group.add_argument(*names, dest=option.name, action="append", default=None, metavar="TEXT", help=text)
         return
     convert = {"int": int, "float": float, "str": str}[kind]
     if option.default is not None and str(option.default) and "default:" not in text:
@@ -92,13 +106,24 @@ def _add_sampling_flags(command: argparse.ArgumentParser) -> None:
     group.add_argument("--ignore-eos", action="store_true", default=None, help="go on to --max-tokens")
 
 
-def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    given = {option.name: getattr(args, option.name) for _, option in list_options()}
-    given = {name: value for name, value in given.items() if value is not None}
+def _read_flags(args: argparse.Namespace, config: type) -> dict[str, Any]:
+    """Returns what the flags say of a config's options, and the file where they say nothing."""
+    names = {option.name: option for _, option in list_options(config)}
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     if args.config is None:
         return given
-    config = EngineConfig.from_toml(args.config, **given)
-    return {option.name: getattr(getattr(config, section), option.name) for section, option in list_options()}
+    return {name: value for name, value in read_options(args.config).items() if _belongs(name, args, names)} | given
+
+
+def _belongs(name: str, args: argparse.Namespace, names: Mapping[str, Field[Any]]) -> bool:
+    """Whether a file's option is meant for this config: a server's file holds the options of two."""
+    aliases = {alias for option in names.values() for alias in option.metadata["aliases"]}
+    return name in names or name in aliases or not hasattr(args, name)
+
+
+def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    return _read_flags(args, EngineConfig)
 
 
 def _sampling_params(args: argparse.Namespace, base: SamplingParams, **defaults: Any) -> SamplingParams:
@@ -107,6 +132,20 @@ def _sampling_params(args: argparse.Namespace, base: SamplingParams, **defaults:
     names = (*_SAMPLING_FLAGS, "stop", "ignore_eos")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     return replace(base, **(defaults | given))
+
+
+def _serve(args: argparse.Namespace) -> None:
+    from jaxserve.server.launch import serve
+    from jaxserve.server.options import ServerConfig
+
+    if args.served is not None:
+        if args.model is not None:
+            raise ConfigError(f"given twice, also as {args.served!r}", field="model", value=args.model)
+        args.model = args.served
+    serve(
+        EngineConfig.from_options(**_read_flags(args, EngineConfig)),
+        ServerConfig.from_options(**_read_flags(args, ServerConfig)),
+    )
 
 
 def _generate(args: argparse.Namespace) -> None:

@@ -1,76 +1,71 @@
 """The options of an engine: nested frozen dataclasses, each validating itself. The environment is read here only.
 
-Names are vLLM's where it has the option; `aliases` in a field's metadata are accepted as well. The command line and
-TOML files are generated from the fields, so an option exists everywhere or nowhere.
+Names are vLLM's where it has the option. The command line and TOML files are generated from the fields, so an option
+exists everywhere or nowhere.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import os
-import tomllib
-from collections.abc import Iterator, Mapping
-from dataclasses import Field, dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from jaxserve.errors import ConfigError, shorten
+from jaxserve.options import build_config, check_at_least, check_choices, option, read_options
 
 DEMO_MODEL = "demo"
 ATTENTION_IMPLS = ("auto", "xla", "reference", "gpu", "tpu", "gpu_interpret", "tpu_interpret")
 MIN_CHUNK = 32  # tokens that a full batch of decoding rows must leave for a prompt in each step
 
 
-def _option(default: Any, text: str, *aliases: str, choices: tuple[Any, ...] = ()) -> Any:
-    return field(default=default, metadata={"help": text, "aliases": aliases, "choices": choices})
-
-
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
     """What to serve."""
 
-    model: str = _option(DEMO_MODEL, "checkpoint directory, Hugging Face model id, preset name, or 'demo'")
-    tokenizer: str | None = _option(None, "directory of the tokenizer, when it is not the model's")
-    skip_tokenizer_init: bool = _option(False, "work on token ids only")
-    revision: str | None = _option(None, "branch, tag or commit of a Hugging Face model id")
-    dtype: str = _option("auto", "of weights and activations", choices=("auto", "float32", "bfloat16", "float16"))
-    load_format: str = _option(
+    model: str = option(DEMO_MODEL, "checkpoint directory, Hugging Face model id, preset name, or 'demo'")
+    tokenizer: str | None = option(None, "directory of the tokenizer, when it is not the model's")
+    skip_tokenizer_init: bool = option(False, "work on token ids only")
+    revision: str | None = option(None, "branch, tag or commit of a Hugging Face model id")
+    dtype: str = option("auto", "of weights and activations", choices=("auto", "float32", "bfloat16", "float16"))
+    load_format: str = option(
         "auto",
         "where weights come from; dummy: random, made on the device",
         choices=("auto", "safetensors", "orbax", "dummy"),
     )
-    max_model_len: int | None = _option(
+    max_model_len: int | None = option(
         None, "tokens of a prompt and its answer together; default: what the model supports"
     )
-    seed: int = _option(0, "from which seeds of unseeded requests and dummy weights are drawn")
+    seed: int = option(0, "from which seeds of unseeded requests and dummy weights are drawn")
 
     def __post_init__(self) -> None:
-        _check_choices(self)
-        _check_at_least(self, max_model_len=2, seed=0)
+        check_choices(self)
+        check_at_least(self, max_model_len=2, seed=0)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheOptions:
     """The KV cache."""
 
-    page_size: int | None = _option(None, "tokens of a KV page; default: cpu 32, gpu 64, tpu 128", "block_size")
-    kv_cache_dtype: str = _option(
+    page_size: int | None = option(None, "tokens of a KV page; default: cpu 32, gpu 64, tpu 128", "block_size")
+    kv_cache_dtype: str = option(
         "auto",
         "auto: that of the model; fp8: e4m3, scaled by the checkpoint's scales or not at all",
         choices=("auto", "float32", "bfloat16", "float16", "fp8"),
     )
-    enable_prefix_caching: bool = _option(True, "reuse the KV of equal prompt beginnings")
-    num_kv_pages_override: int | None = _option(
+    enable_prefix_caching: bool = option(True, "reuse the KV of equal prompt beginnings")
+    num_kv_pages_override: int | None = option(
         None, "pages of the largest pool, whatever memory there is", "num_gpu_blocks_override"
     )
-    device_memory_utilization: float = _option(0.9, "share of a device's memory to plan with", "gpu_memory_utilization")
-    kv_cache_memory_bytes: int | None = _option(None, "bytes of KV pools per device, in place of the plan's")
+    device_memory_utilization: float = option(0.9, "share of a device's memory to plan with", "gpu_memory_utilization")
+    kv_cache_memory_bytes: int | None = option(None, "bytes of KV pools per device, in place of the plan's")
 
     def __post_init__(self) -> None:
-        _check_choices(self)
-        _check_at_least(self, num_kv_pages_override=2, kv_cache_memory_bytes=1)
+        check_choices(self)
+        check_at_least(self, num_kv_pages_override=2, kv_cache_memory_bytes=1)
         if self.page_size is not None and (self.page_size < 8 or self.page_size & (self.page_size - 1)):
             raise ConfigError(
                 f"must be a power of two, at least 8, got {self.page_size}", field="page_size", value=self.page_size
@@ -86,40 +81,52 @@ class CacheOptions:
 class SchedulerOptions:
     """How much runs at once."""
 
-    max_num_seqs: int | None = _option(None, "rows of the batch; default: cpu 32, gpu 256, tpu 128")
-    max_num_batched_tokens: int | None = _option(None, "tokens of a step; default: cpu 512, gpu 2048, tpu 2048")
-    async_scheduling: bool = _option(True, "plan and dispatch the next step while one runs")
+    max_num_seqs: int | None = option(None, "rows of the batch; default: cpu 32, gpu 256, tpu 128")
+    max_num_batched_tokens: int | None = option(None, "tokens of a step; default: cpu 512, gpu 2048, tpu 2048")
+    async_scheduling: bool = option(True, "plan and dispatch the next step while one runs")
+    max_num_queued_reqs: int | None = option(
+        None, "sequences that may wait for their first step; a server refuses more; default: no limit"
+    )
+    max_num_queued_tokens: int | None = option(
+        None, "prompt tokens of sequences that wait for their first step; default: no limit"
+    )
 
     def __post_init__(self) -> None:
-        _check_at_least(self, max_num_seqs=1, max_num_batched_tokens=MIN_CHUNK + 1)
+        check_at_least(
+            self,
+            max_num_seqs=1,
+            max_num_batched_tokens=MIN_CHUNK + 1,
+            max_num_queued_reqs=1,
+            max_num_queued_tokens=1,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelOptions:
     """How devices share the model."""
 
-    tensor_parallel_size: int = _option(1, "devices over which heads, ffn and vocabulary are split", "tp")
+    tensor_parallel_size: int = option(1, "devices over which heads, ffn and vocabulary are split", "tp")
 
     def __post_init__(self) -> None:
-        _check_at_least(self, tensor_parallel_size=1)
+        check_at_least(self, tensor_parallel_size=1)
 
 
 @dataclass(frozen=True, slots=True)
 class CompileOptions:
     """Which programs exist, and where compiled ones are kept."""
 
-    attention_impl: str = _option(
+    attention_impl: str = option(
         "auto", "attention kernel; a name that cannot run here is refused", choices=ATTENTION_IMPLS
     )
-    compilation_cache_dir: str | None = _option(
+    compilation_cache_dir: str | None = option(
         None, "of JAX's persistent cache; default: ~/.cache/jaxserve/xla; '' for none"
     )
-    max_logprobs: int = _option(20, "most likeliest tokens a request may ask for; -1: any number, all tokens included")
-    compile_threads: int = _option(0, "programs compiled at once; 0: one per core, at most 8")
+    max_logprobs: int = option(20, "most likeliest tokens a request may ask for; -1: any number, all tokens included")
+    compile_threads: int = option(0, "programs compiled at once; 0: one per core, at most 8")
 
     def __post_init__(self) -> None:
-        _check_choices(self)
-        _check_at_least(self, compile_threads=0, max_logprobs=-1)
+        check_choices(self)
+        check_at_least(self, compile_threads=0, max_logprobs=-1)
 
     @property
     def cache_dir(self) -> Path | None:
@@ -128,6 +135,11 @@ class CompileOptions:
             return Path(self.compilation_cache_dir) if self.compilation_cache_dir else None
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         return Path(home) / "jaxserve" / "xla"
+
+
+def read_api_keys() -> tuple[str, ...]:
+    """Returns the keys that the environment gives to a server, separated by commas in JAXSERVE_API_KEY."""
+    return tuple(key for key in os.environ.get("JAXSERVE_API_KEY", "").split(",") if key)
 
 
 _PLATFORM_DEFAULTS = {
@@ -154,31 +166,12 @@ class EngineConfig:
         Raises:
             ConfigError: an option is unknown (the nearest name is suggested), given twice, or out of range.
         """
-        names = {name: (section, f.name) for section, f in list_options() for name in (f.name, *f.metadata["aliases"])}
-        chosen: dict[str, dict[str, Any]] = {}
-        for name, value in options.items():
-            if name not in names:
-                near = difflib.get_close_matches(name, names, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(names))}"
-                raise ConfigError(f"not an option; {hint}", field=name, value=value)
-            section, canonical = names[name]
-            if canonical in chosen.setdefault(section, {}):
-                raise ConfigError(f"given twice, also by an alias of {canonical}", field=name, value=value)
-            chosen[section][canonical] = value
-        sections = {f.name: f.default_factory for f in fields(cls)}
-        return cls(**{section: sections[section](**values) for section, values in chosen.items()})  # type: ignore[operator, misc]
+        return build_config(cls, options)
 
     @classmethod
     def from_toml(cls, path: str | Path, **overrides: Any) -> EngineConfig:
         """Reads options from a TOML file, flat or in the sections' tables; `overrides` win."""
-        try:
-            document = tomllib.loads(Path(path).read_text())
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise ConfigError(f"cannot be read: {error}", field="config", value=str(path)) from error
-        flat: dict[str, Any] = {}
-        for name, value in document.items():
-            flat.update(value if isinstance(value, Mapping) else {name: value})
-        return cls.from_options(**(flat | overrides))
+        return build_config(cls, read_options(path) | overrides)
 
     def resolve(self, platform: str) -> EngineConfig:
         """Fills in what depends on the platform ("cpu", "gpu", "tpu") and checks how the options fit together."""
@@ -196,31 +189,8 @@ class EngineConfig:
         return replace(self, cache=_fill(self.cache, defaults), scheduler=scheduler)
 
 
-def list_options() -> Iterator[tuple[str, Field[Any]]]:
-    """Yields (section, field) of every option."""
-    for section in fields(EngineConfig):
-        for option in fields(section.default_factory):  # type: ignore[arg-type]
-            yield section.name, option
-
-
 def _fill(options: Any, defaults: Mapping[str, int]) -> Any:
     missing = {
         f.name: defaults[f.name] for f in fields(options) if f.name in defaults and getattr(options, f.name) is None
     }
     return dataclasses.replace(options, **missing)
-
-
-def _check_choices(options: Any) -> None:
-    for f in fields(options):
-        value, choices = getattr(options, f.name), f.metadata["choices"]
-        if choices and value not in choices:
-            raise ConfigError(f"must be one of {', '.join(choices)}, got {shorten(value)}", field=f.name, value=value)
-
-
-def _check_at_least(options: Any, **minima: int) -> None:
-    for name, least in minima.items():
-        value = getattr(options, name)
-        if value is None:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ConfigError(f"must be an integer of at least {least}, got {shorten(value)}", field=name, value=value)

@@ -54,6 +54,19 @@ class EngineStoppedError(JaxServeError, RuntimeError):
     """The engine met a fault of its own on the host and serves nobody any more; the message carries the cause."""
 
 
+class QueueFullError(JaxServeError, RuntimeError):
+    """As much waits already as may; the request was not queued, and can be tried again later."""
+
+    def __init__(self, message: str, *, limit: int, queued: int) -> None:
+        super().__init__(message)
+        self.limit = limit
+        self.queued = queued
+
+
+class DeadlineError(JaxServeError, RuntimeError):
+    """A request's deadline has passed; it ends with what it has so far."""
+
+
 class NonFiniteLogitsError(JaxServeError, ArithmeticError):
     """The model produced NaN or infinite logits for one row; only that request ends."""
 

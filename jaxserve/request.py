@@ -10,14 +10,17 @@ from typing import Any
 from jaxserve.errors import JaxServeError
 from jaxserve.sampling_params import SamplingParams
 
+PRIORITIES = range(-(2**31), 2**31)
+
 
 class FinishReason(Enum):
-    """Why a sequence ended; `error` carries a typed error on the output."""
+    """Why a sequence ended; with `error` and `timeout` the output carries a typed error."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    TIMEOUT = "timeout"
 
     def __str__(self) -> str:
         return self.value
@@ -37,6 +40,8 @@ class Request:
     grammar: Any = None  # compiled from `params.structured_outputs`
     cache_salt: str = ""  # requests share prefix pages only with requests of the same salt
     arrival_time: float = field(default_factory=time.monotonic)
+    priority: int = 0  # smaller ones run first (as in vLLM); in PRIORITIES
+    deadline: float | None = None  # monotonic time in seconds at which it ends, whatever it has by then
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +63,7 @@ class CompletionOutput:
     index: int
     text: str  # cumulative, or what is new with OutputKind.DELTA; empty with detokenize=False
     token_ids: list[int]
-    finish_reason: str | None = None  # stop, length, abort, error; None: it goes on
+    finish_reason: str | None = None  # stop, length, abort, error, timeout; None: it goes on
     stop_reason: int | str | None = None  # the stop token id or stop string that matched; None for EOS
     cumulative_logprob: float | None = None  # of all its tokens so far; None unless logprobs were asked for
     logprobs: list[TokenLogprobs] | None = None  # one per token in `token_ids`
@@ -86,5 +91,5 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache
     metrics: RequestMetrics | None = None
-    error: JaxServeError | None = None  # set when finish_reason is "error"
+    error: JaxServeError | None = None  # set when finish_reason is "error" or "timeout"
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # one per prompt token, None for the first

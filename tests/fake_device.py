@@ -14,6 +14,8 @@ from typing import Any
 
 from jaxserve.pages import PageGroup
 from jaxserve.pages.manager import CHUNK_EDGE
+from jaxserve.runtime.buckets import Bucket
+from jaxserve.runtime.counts import StepCounts
 from jaxserve.scheduler import StepOutputs, StepPlan
 from jaxserve.scheduler.sequence import MASK_LATE
 
@@ -69,6 +71,8 @@ class FakeDevice:
         self.poison_rows: set[int] = set()
         self.wants_edges = True
         self.plans: list[StepPlan] = []
+        self.counts = StepCounts()
+        self.num_programs, self.num_compiles = 1, 0
         self.reset()
 
     def reset(self) -> None:
@@ -79,6 +83,7 @@ class FakeDevice:
 
     def start(self, plan: StepPlan) -> FakeStep:
         self.plans.append(plan)
+        self.counts.count(Bucket(plan.num_tokens, plan.num_rows), plan.num_tokens)
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
             return FakeStep(self, [], error)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.config import EngineConfig, list_options
+from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
+from jaxserve.options import list_options
 
 
 def test_flat_options_find_their_section() -> None:
@@ -66,9 +67,9 @@ def test_toml_flat_or_in_tables_and_flags_win(tmp_path: Path) -> None:
 
 
 def test_every_option_has_one_name_and_a_help_text() -> None:
-    names = [name for _, option in list_options() for name in (option.name, *option.metadata["aliases"])]
+    names = [name for _, option in list_options(EngineConfig) for name in (option.name, *option.metadata["aliases"])]
     assert len(names) == len(set(names))
-    assert all(option.metadata["help"] for _, option in list_options())
+    assert all(option.metadata["help"] for _, option in list_options(EngineConfig))
 
 
 def test_cache_dir_follows_the_desktop_convention(monkeypatch: pytest.MonkeyPatch) -> None:

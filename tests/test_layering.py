@@ -17,7 +17,8 @@ FLOORS = {
     "jaxserve.errors": "F1.0",
     "jaxserve.structured_params": "F1.1",
     "jaxserve.sampling_params": "F1.2",
-    "jaxserve.config": "F1.1",
+    "jaxserve.options": "F1.1",
+    "jaxserve.config": "F1.2",
     "jaxserve.logits_processor": "F1.1",
     "jaxserve.presets": "F1.1",
     "jaxserve.request": "F1.3",
@@ -32,7 +33,8 @@ FLOORS = {
     "jaxserve.sampling": "F2b.0",
     "jaxserve.runtime": "F3",
     "jaxserve.engine": "F4",
-    "jaxserve.cli": "F5",
+    "jaxserve.server": "F5",
+    "jaxserve.cli": "F6",
 }
 HOST_ROOMS = [room for room, floor in FLOORS.items() if floor.startswith(("F1", "F2a"))]
 

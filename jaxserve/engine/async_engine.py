@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import queue
-import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxserve.config import DEMO_MODEL, EngineConfig
-from jaxserve.engine.build import build_engine
+from jaxserve.engine.build import ReadyEngine, build_engine
+from jaxserve.engine.inbox import OutputInbox
+from jaxserve.engine.progress import ShowProgress, choose_progress, hide_progress
 from jaxserve.engine.prompts import Message, Prompt
-from jaxserve.errors import EngineStoppedError, JaxServeError
+from jaxserve.engine.thread import EngineThread
+from jaxserve.errors import EngineStoppedError
 from jaxserve.logits_processor import LogitsProcessor
 from jaxserve.request import Request, RequestOutput
 from jaxserve.sampling_params import SamplingParams
 
-_Deliver = Callable[[RequestOutput | JaxServeError], None]
+if TYPE_CHECKING:
+    from jaxserve.engine.engine import Engine
 
 
 class AsyncLLM:
     """Streams generations to any number of coroutines.
 
     The engine belongs to one thread, which alone touches it: coroutines leave work in a queue, and outputs come back
-    through `call_soon_threadsafe`. Options and errors are those of `LLM`.
+    to their event loop. Options and errors are those of `LLM`.
     """
 
     def __init__(
@@ -35,19 +37,58 @@ class AsyncLLM:
         **options: Any,
     ) -> None:
         config = EngineConfig.from_options(model=str(model), **options)
-        self._ready = build_engine(config, show_bars=show_progress, processor=logits_processor)
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._deliver: dict[str, _Deliver] = {}  # the engine thread's
-        self._stopped: EngineStoppedError | None = None
-        self._thread = threading.Thread(target=self._turn, name="jaxserve-engine", daemon=True)
-        self._thread.start()
+        self._start(config, progress=choose_progress(show_progress), processor=logits_processor)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: EngineConfig,
+        *,
+        progress: ShowProgress = hide_progress,
+        on_stop: Callable[[EngineStoppedError], None] | None = None,
+    ) -> AsyncLLM:
+        """Builds one from validated options.
+
+        Args:
+            progress: told how far loading and compiling are.
+            on_stop: called on the engine's thread when it met a fault of its own.
+        """
+        llm = cls.__new__(cls)
+        llm._start(config, progress=progress, on_stop=on_stop)
+        return llm
+
+    def _start(
+        self,
+        config: EngineConfig,
+        *,
+        progress: ShowProgress,
+        processor: LogitsProcessor | None = None,
+        on_stop: Callable[[EngineStoppedError], None] | None = None,
+    ) -> None:
+        self._ready = build_engine(config, progress=progress, processor=processor)
+        self._thread = EngineThread(self._ready.engine, on_stop)
+
+    @property
+    def ready(self) -> ReadyEngine:
+        """The parts the engine is made of. Whatever runs steps belongs to the engine's thread: see `call`."""
+        return self._ready
+
+    @property
+    def stopped(self) -> EngineStoppedError | None:
+        """Why the engine serves nobody any more; None while it does."""
+        return self._thread.stopped
+
+    def stalled_seconds(self) -> float:
+        """How long the engine has been at its present step; 0 without work."""
+        return self._thread.stalled_seconds()
 
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> AsyncIterator[RequestOutput]:
         """Yields what the request has produced, after each step that brought something (see `OutputKind`).
 
-        Leaving the iteration early, or cancelling the task, aborts the request.
+        A reader that falls behind gets what it missed in one output. Leaving the iteration early, or cancelling the
+        task, aborts the request.
 
         Raises:
             InvalidRequestError, CapacityError: this request cannot be served; others are not affected.
@@ -55,7 +96,7 @@ class AsyncLLM:
         """
         params = sampling_params or self._ready.default_params
         request = await asyncio.to_thread(self._ready.requests.make, prompt, params, request_id=request_id)
-        async for output in self._stream(request):
+        async for output in self.stream([request]):
             yield output
 
     async def chat(
@@ -64,8 +105,23 @@ class AsyncLLM:
         """Like `generate`, for a conversation, through the tokenizer's own chat template."""
         params = sampling_params or self._ready.default_params
         request = await asyncio.to_thread(self._ready.requests.make_chat, messages, params, request_id=request_id)
-        async for output in self._stream(request):
+        async for output in self.stream([request]):
             yield output
+
+    async def stream(self, requests: Sequence[Request]) -> AsyncIterator[RequestOutput]:
+        """Runs requests of `ready.requests` together and yields their outputs as they come.
+
+        Raises:
+            JaxServeError: one of them cannot be served, so none of them is.
+        """
+        inbox = OutputInbox(requests)
+        self._thread.submit(requests, inbox)
+        try:
+            while not inbox.is_done:
+                yield await inbox.get()
+        finally:
+            if left := inbox.open_requests:
+                self._thread.abort(list(left))
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns what the model's generation_config.json recommends."""
@@ -73,89 +129,12 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> None:
         """Ends a request; its stream gets a last output with finish_reason "abort". Unknown ids are ignored."""
-        self._inbox.put(lambda: self._abort(request_id))
+        self._thread.abort([request_id])
+
+    async def call(self, function: Callable[[Engine], Any]) -> Any:
+        """Runs a function on the engine's thread between two steps, and returns what it returns."""
+        return await asyncio.wrap_future(self._thread.call(function))
 
     def shutdown(self) -> None:
         """Aborts what is running and stops the thread. Calling it again does nothing."""
-        self._inbox.put(None)
-        self._thread.join()
-
-    async def _stream(self, request: Request) -> AsyncIterator[RequestOutput]:
-        loop = asyncio.get_running_loop()
-        outputs: asyncio.Queue[RequestOutput | JaxServeError] = asyncio.Queue()
-
-        def deliver(item: RequestOutput | JaxServeError) -> None:
-            loop.call_soon_threadsafe(outputs.put_nowait, item)
-
-        self._inbox.put(lambda: self._add(request, deliver))
-        finished = False
-        try:
-            while not finished:
-                item = await outputs.get()
-                if isinstance(item, JaxServeError):
-                    finished = True
-                    raise item
-                finished = item.finished
-                yield item
-        finally:
-            if not finished:
-                self._inbox.put(lambda: self._abort(request.request_id))
-
-    # Everything below runs on the engine's thread.
-
-    def _turn(self) -> None:
-        try:
-            self._serve()
-        except Exception as error:
-            self._stop_serving(error)
-
-    def _serve(self) -> None:
-        engine = self._ready.engine
-        while True:
-            try:
-                job = self._inbox.get(block=not engine.has_unfinished)
-            except queue.Empty:
-                self._hand_out(engine.step())
-                continue
-            if job is None:
-                break
-            job()
-        for request_id in list(self._deliver):
-            self._abort(request_id)
-        engine.drain()
-
-    def _stop_serving(self, error: Exception) -> None:
-        """Tells whoever waits, and whoever still comes: nobody hangs because of a fault of ours."""
-        self._stopped = EngineStoppedError(f"the engine stopped: {error!r}")
-        self._stopped.__cause__ = error
-        for deliver in self._deliver.values():
-            deliver(self._stopped)
-        self._deliver.clear()
-        while (job := self._inbox.get()) is not None:
-            job()
-
-    def _add(self, request: Request, deliver: _Deliver) -> None:
-        if self._stopped is not None:
-            deliver(self._stopped)
-            return
-        try:
-            self._ready.engine.add_request(request)
-        except JaxServeError as error:
-            deliver(error)
-        else:
-            self._deliver[request.request_id] = deliver
-
-    def _abort(self, request_id: str) -> None:
-        output = self._ready.engine.abort_request(request_id) if self._stopped is None else None
-        if output is not None:
-            self._hand_out([output])
-
-    def _hand_out(self, outputs: list[RequestOutput]) -> None:
-        for output in outputs:
-            deliver = self._deliver.pop(output.request_id) if output.finished else self._deliver[output.request_id]
-            try:
-                deliver(output)
-            except RuntimeError:  # the reader's event loop is closed: nobody is left to read
-                if not output.finished:
-                    del self._deliver[output.request_id]
-                    self._ready.engine.abort_request(output.request_id)
+        self._thread.shutdown()

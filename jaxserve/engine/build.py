@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxserve.config import DEMO_MODEL, EngineConfig, ModelOptions
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.progress import show_progress
+from jaxserve.engine.progress import ShowProgress, hide_progress
 from jaxserve.engine.prompts import RequestFactory
 from jaxserve.errors import ConfigError
 from jaxserve.logits_processor import LogitsProcessor
@@ -130,7 +130,7 @@ def _add_kv_scales(config: EngineConfig, files: ModelFiles, model: DecoderConfig
 
 
 def build_engine(
-    config: EngineConfig, *, show_bars: bool = True, processor: LogitsProcessor | None = None
+    config: EngineConfig, *, progress: ShowProgress = hide_progress, processor: LogitsProcessor | None = None
 ) -> ReadyEngine:
     """Does everything that must be done before the first request.
 
@@ -148,8 +148,8 @@ def build_engine(
     shapes = dataclasses.replace(shapes, processor=processor)
     fell_back = shapes.impl == "xla" and device.platform != "cpu"
     _log.log(logging.WARNING if fell_back else logging.INFO, "attention: %s, %s", shapes.impl, shapes.impl_reason)
-    params = load_params(config, files, shapes, mesh, show_bars=show_bars)
-    with show_progress("Compiling programs", enabled=show_bars) as report:
+    params = load_params(config, files, shapes, mesh, progress=progress)
+    with progress("Compiling programs") as report:
         runner, plan = start_runner(shapes, mesh, params, lambda name, done, total: report(done, total, name))
     options = shapes.config
     assert options.cache.page_size is not None and options.scheduler.max_num_batched_tokens is not None
@@ -191,7 +191,9 @@ def load_model_tokenizer(options: ModelOptions, files: ModelFiles) -> Tokenizer 
     return load_tokenizer(files.path) if files.path is not None else None
 
 
-def load_params(config: EngineConfig, files: ModelFiles, shapes: Shapes, mesh: Mesh, *, show_bars: bool = True) -> Any:
+def load_params(
+    config: EngineConfig, files: ModelFiles, shapes: Shapes, mesh: Mesh, *, progress: ShowProgress = hide_progress
+) -> Any:
     """Returns the runtime tree of parameters, read or made where it will lie."""
     from jaxserve.layers.stack import stack_params, stack_specs
     from jaxserve.models.registry import ignored_weights, param_specs, weight_sources
@@ -208,7 +210,7 @@ def load_params(config: EngineConfig, files: ModelFiles, shapes: Shapes, mesh: M
     if (checkpoint_format(files.path) if load_format == "auto" else load_format) == "orbax":
         params = restore_params(files.path, specs, mesh=mesh, rules=DEFAULT_RULES)
     else:
-        with show_progress("Loading weights", enabled=show_bars, unit="bytes") as report:
+        with progress("Loading weights", unit="bytes") as report:
             params = load_safetensors(
                 files.path,
                 specs,

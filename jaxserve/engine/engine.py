@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxserve.engine.grammars import GrammarRows
 from jaxserve.engine.logprobs import LogprobReader
 from jaxserve.engine.output import OutputStream, RequestStream
-from jaxserve.errors import DeviceStepError, GrammarError, JaxServeError
+from jaxserve.engine.stats import EngineCounts
+from jaxserve.errors import DeadlineError, DeviceStepError, GrammarError, JaxServeError
 from jaxserve.request import FinishReason, Request, RequestOutput
-from jaxserve.scheduler import Commit, Scheduler, Sequence, StepOutputs, StepPlan
+from jaxserve.scheduler import Commit, Deadlines, Scheduler, Sequence, StepOutputs, StepPlan
 
 if TYPE_CHECKING:
+    from jaxserve.runtime.counts import StepCounts
     from jaxserve.tokenizers import Tokenizer
 
 
@@ -34,6 +38,18 @@ class StartedStep(Protocol):
 
 class Runner(Protocol):
     """The device as the engine sees it; `tests/fake_device.py` is one that can be computed by hand."""
+
+    counts: StepCounts
+
+    @property
+    def num_programs(self) -> int:
+        """Compiled programs that steps can use."""
+        ...
+
+    @property
+    def num_compiles(self) -> int:
+        """XLA compilations of this process since it was ready."""
+        ...
 
     def start(self, plan: StepPlan) -> StartedStep:
         """Starts a step behind those already started, and returns at once."""
@@ -62,11 +78,14 @@ class Engine:
         vocab_size: int = 0,
         tokenizer: Tokenizer | None = None,
         overlap: bool = True,
+        clock: Callable[[], float] = time.monotonic,  # of deadlines
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
+        self.counts = EngineCounts()
         self._grammars = GrammarRows(vocab_size)
-        self._num_faults = 0
+        self._deadlines = Deadlines()
+        self._clock = clock
         self._tokenizer = tokenizer
         self._overlap = overlap
         self._reader = LogprobReader(tokenizer)
@@ -80,7 +99,11 @@ class Engine:
 
     def add_request(self, request: Request) -> None:
         """Queues a request; raises InvalidRequestError or CapacityError when it can never run."""
+        if not self.has_unfinished:
+            self.counts.begin()
         sequences = self.scheduler.add(request)
+        if request.deadline is not None:
+            self._deadlines.add(request.request_id, request.deadline)
         group = RequestStream(request, self._reader)
         streams = [OutputStream(sequence, group, self._tokenizer, self._reader) for sequence in sequences]
         self._requests[request.request_id] = streams
@@ -89,7 +112,12 @@ class Engine:
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """Ends a request and returns what it had produced; None when it is unknown or has ended."""
-        ended = self.scheduler.finish(request_id, FinishReason.ABORT)
+        return self._end_request(request_id, FinishReason.ABORT)
+
+    def _end_request(
+        self, request_id: str, reason: FinishReason, error: JaxServeError | None = None
+    ) -> RequestOutput | None:
+        ended = self.scheduler.finish(request_id, reason, error)
         streams = [self._streams[sequence] for sequence in ended]
         if not streams:
             return None
@@ -107,7 +135,19 @@ class Engine:
         return [output for request_id in list(self._requests) if (output := self.abort_request(request_id)) is not None]
 
     def step(self) -> list[RequestOutput]:
-        """Runs one turn of the loop; returns what became visible."""
+        """Ends what is past its deadline and runs one turn of the loop; returns what became visible."""
+        if self._deadlines and (late := self._deadlines.pop_expired(self._clock())):
+            return [*self._end_late(late), *self._turn()]
+        return self._turn()
+
+    def _end_late(self, request_ids: list[str]) -> list[RequestOutput]:
+        outputs = []
+        for request_id in request_ids:
+            error = DeadlineError(f"request {request_id}: its deadline passed before it was finished")
+            outputs.append(self._end_request(request_id, FinishReason.TIMEOUT, error))
+        return [output for output in outputs if output is not None]
+
+    def _turn(self) -> list[RequestOutput]:
         ready, self._in_flight = self._in_flight, None
         plan = self.scheduler.plan()
         if plan is None:
@@ -127,9 +167,9 @@ class Engine:
 
     def _step_masked(self, plan: StepPlan, started: StartedStep, ready: InFlight | None) -> list[RequestOutput]:
         """Goes on with a step whose masks need the tokens of the one before it; the model runs meanwhile."""
-        num_faults = self._num_faults
+        num_faults = self.counts.num_faults
         outputs = self._commit(ready)
-        if self._num_faults > num_faults:
+        if self.counts.num_faults > num_faults:
             return outputs  # the state that this step began with is gone, its rows are queued again
         try:
             masks = self._grammars.make_masks(plan, self.scheduler.batch)
@@ -158,7 +198,7 @@ class Engine:
             return []
         plan, future = ready
         try:
-            outputs = future.result()
+            outputs = self.counts.wait(future)
         except Exception as error:
             return self._recover(plan, error)
         if outputs.prompt_scores is not None:
@@ -222,6 +262,7 @@ class Engine:
         self._requests[request_id].remove(stream)
         if not self._requests[request_id]:
             del self._requests[request_id]
+            self._deadlines.drop(request_id)
         return stream.group.collect(stream.make_output(stop_string))
 
     def _recover(self, failed: StepPlan, error: Exception) -> list[RequestOutput]:
@@ -230,7 +271,7 @@ class Engine:
         The failed step consumed the donated state, so a step behind it is lost as well, through no fault of its rows.
         """
         self._in_flight = None
-        self._num_faults += 1
+        self.counts.num_faults += 1
         typed = error if isinstance(error, JaxServeError) else DeviceStepError(f"step {failed.step_id}: {error}")
         outputs = []
         for ticket in (*failed.decode_tickets, *(chunk.ticket for chunk in failed.chunks)):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jaxserve.config import DEMO_MODEL, EngineConfig
 from jaxserve.engine.beam import BeamSearchOutput, BeamSearchParams, search_beams
 from jaxserve.engine.build import ReadyEngine, build_engine
-from jaxserve.engine.progress import show_progress
+from jaxserve.engine.progress import choose_progress
 from jaxserve.engine.prompts import Message, Prompt
 from jaxserve.errors import InvalidRequestError, TokenizerError
 from jaxserve.logits_processor import LogitsProcessor
@@ -43,7 +43,7 @@ class LLM:
         **options: Any,
     ) -> None:
         config = EngineConfig.from_options(model=str(model), **options)
-        self._ready: ReadyEngine = build_engine(config, show_bars=show_progress, processor=logits_processor)
+        self._ready: ReadyEngine = build_engine(config, progress=choose_progress(show_progress), processor=logits_processor)
 
     @property
     def ready(self) -> ReadyEngine:
@@ -135,7 +135,7 @@ class LLM:
             return self._run(made, use_tqdm=False)
 
         eos_token_ids = requests.make({"prompt_token_ids": texts[0]}, plain).eos_token_ids if texts else ()
-        with show_progress("Searching", enabled=use_tqdm, unit="prompts"):
+        with choose_progress(use_tqdm)("Searching", unit="prompts"):
             found = search_beams(texts, params, generate, eos_token_ids)
         if self._ready.tokenizer is None:
             return found
@@ -150,7 +150,7 @@ class LLM:
         try:
             for request in requests:
                 engine.add_request(request)
-            with show_progress("Generating", enabled=use_tqdm, unit="requests") as report:
+            with choose_progress(use_tqdm)("Generating", unit="requests") as report:
                 while engine.has_unfinished:
                     for output in engine.step():  # each is the last of its request
                         outputs[output.request_id] = output

@@ -10,15 +10,29 @@ from typing import TYPE_CHECKING, Any
 
 from jaxserve.errors import InvalidRequestError, TokenizerError, shorten
 from jaxserve.logits_processor import LogitsProcessor
-from jaxserve.request import Request
+from jaxserve.request import PRIORITIES, Request
 from jaxserve.sampling_params import MAX_BAD_WORD_TOKENS, MAX_SEED, SamplingParams
 from jaxserve.structured_params import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from jaxserve.tokenizers import Tokenizer
 
+_INFINITY = float("inf")
+
 Message = Mapping[str, Any]  # {"role": ..., "content": text}
 Prompt = str | Mapping[str, Any]  # text, {"prompt": text} or {"prompt_token_ids": ids}
+
+
+def check_schedule(priority: object, deadline: object) -> None:
+    """Raises InvalidRequestError when a request cannot be ordered by its priority or ended at its deadline."""
+    if not isinstance(priority, int) or isinstance(priority, bool) or priority not in PRIORITIES:
+        message = f"must be an integer in [{PRIORITIES.start}, {PRIORITIES.stop}), got {shorten(priority)}"
+        raise InvalidRequestError(message, field="priority", value=priority)
+    if deadline is None:
+        return
+    if not isinstance(deadline, int | float) or isinstance(deadline, bool) or not -_INFINITY < deadline < _INFINITY:
+        message = f"must be a finite time in seconds of time.monotonic(), got {shorten(deadline)}"
+        raise InvalidRequestError(message, field="deadline", value=deadline)
 
 
 class RequestFactory:
@@ -46,26 +60,48 @@ class RequestFactory:
         self._counter = itertools.count()
 
     def make(
-        self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None, cache_salt: str = ""
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        cache_salt: str = "",
+        priority: int = 0,
+        deadline: float | None = None,
     ) -> Request:
         """Returns the request to continue a prompt.
+
+        Args:
+            cache_salt: pages of prompts are shared only between requests of equal salts.
+            priority: smaller ones run first; of equal ones, those that came first.
+            deadline: on the clock of `time.monotonic`; what is not finished by then ends with a DeadlineError.
 
         Raises:
             InvalidRequestError: names what is wrong with the prompt or with what the parameters ask of it.
         """
+        check_schedule(priority, deadline)
         text, token_ids = self._read(prompt)
-        return self._make(text, token_ids, params, request_id, cache_salt)
+        request = self._make(text, token_ids, params, request_id)
+        return replace(request, cache_salt=cache_salt, priority=priority, deadline=deadline)
 
     def make_chat(
         self,
         messages: Sequence[Message],
         params: SamplingParams,
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         request_id: str | None = None,
         cache_salt: str = "",
+        priority: int = 0,
+        deadline: float | None = None,
+        **template_options: Any,
     ) -> Request:
-        """Returns the request to answer a conversation, through the tokenizer's own chat template.
+        """Returns the request to answer a conversation, through a chat template: the tokenizer's own if none is given.
+
+        The arguments are those of `encode_chat` (tools, templates and their variables) and of `make`.
 
         Raises:
             InvalidRequestError: names what is wrong with the messages or the parameters.
@@ -75,11 +111,21 @@ class RequestFactory:
 
         if self._tokenizer is None:
             raise TokenizerError("there is none, so messages cannot be rendered", field="tokenizer")
-        text, ids = encode_chat(self._tokenizer, messages, add_generation_prompt=add_generation_prompt)
-        return self._make(text, self._check_token_ids(ids), params, request_id, cache_salt)
+        check_schedule(priority, deadline)
+        text, ids = encode_chat(
+            self._tokenizer,
+            messages,
+            tools=tools,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **template_options,
+        )
+        request = self._make(text, self._check_token_ids(ids), params, request_id)
+        return replace(request, cache_salt=cache_salt, priority=priority, deadline=deadline)
 
     def _make(
-        self, text: str | None, token_ids: tuple[int, ...], params: SamplingParams, request_id: str | None, salt: str
+        self, text: str | None, token_ids: tuple[int, ...], params: SamplingParams, request_id: str | None
     ) -> Request:
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError("must be SamplingParams", field="sampling_params", value=params)
@@ -105,7 +151,6 @@ class RequestFactory:
             prompt=text,
             eos_token_ids=() if params.ignore_eos else self._eos_token_ids,
             seed=params.seed if params.seed is not None else self._random.randint(0, MAX_SEED),
-            cache_salt=salt,
             bad_words=tuple(self._tokenize_bad_words(params.bad_words)),
             grammar=self._compile_grammar(params.structured_outputs),
         )

@@ -100,6 +100,19 @@ class PagePool:
         self._index.clear()
         self._keys = [None] * self.num_pages
 
+    def draw(self, max_cells: int) -> str:
+        """Returns the pages' states in order, at most `max_cells` digits, each for equally many pages or one fewer.
+
+        0: free, 1: cached, 2: one owner, 3: several owners; the largest of a cell's pages.
+        """
+        pages, cells = self.num_pages - 1, min(max_cells, self.num_pages - 1)
+        digits = []
+        for cell in range(cells):  # slices, because a pool may have a million pages
+            start, stop = 1 + cell * pages // cells, 1 + (cell + 1) * pages // cells
+            owners = max(self._counts[start:stop])
+            digits.append("3" if owners > 1 else "2" if owners else "1" if any(self._keys[start:stop]) else "0")
+        return "".join(digits)
+
     def check(self) -> None:
         """Raises AssertionError when an invariant does not hold."""
         free, cached = set(self._free), set(self._cached)

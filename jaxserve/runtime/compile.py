@@ -51,6 +51,24 @@ class ProgramInputs:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
 
 
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"  # also sent when the persistent cache has the program
+
+
+@functools.cache  # one listener a process
+def watch_compiles() -> Callable[[], int]:
+    """Returns a function that tells how many programs XLA compiled in this process since the first call of this one."""
+    count = 0
+
+    def listen(event: str, seconds: float, **_: Any) -> None:
+        nonlocal count
+        del seconds
+        if event == _COMPILE_EVENT:
+            count += 1
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    return lambda: count
+
+
 def enable_persistent_cache(directory: Path | None) -> None:
     """Lets JAX keep compiled programs in `directory` between starts; None leaves its settings alone."""
     if directory is None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -12,6 +11,7 @@ import numpy as np
 
 from jaxserve.errors import MissingProgramError
 from jaxserve.runtime.buckets import Bucket, BucketTable
+from jaxserve.runtime.counts import StepCounts
 from jaxserve.runtime.inputs import InputLayout, StateShape, pack
 from jaxserve.runtime.params import WeightWriter
 from jaxserve.runtime.rows import RowMirror, SampleVariant
@@ -19,15 +19,6 @@ from jaxserve.runtime.state import KVCache, RowState, make_zeros
 from jaxserve.runtime.step import SampleInputs, head_params
 from jaxserve.sampling import RowSetting, SamplerState, make_row_setting
 from jaxserve.scheduler.plan import RowSet, StepOutputs, StepPlan
-
-
-@dataclasses.dataclass(slots=True)
-class StepCounts:
-    """What has been run since the start, for tables and metrics."""
-
-    steps: collections.Counter[Bucket] = dataclasses.field(default_factory=collections.Counter)
-    useful_tokens: int = 0
-    padded_tokens: int = 0  # the useful ones included
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,9 +90,11 @@ class ModelRunner:
         state_specs: tuple[KVCache, RowState, SamplerState],
         state_shape: StateShape,
         input_sharding: jax.sharding.Sharding,
+        count_compiles: Callable[[], int] = lambda: 0,
     ) -> None:
         self.params = params
         self.counts = StepCounts()
+        self._count_compiles, self._compiles_before = count_compiles, 0
         self._programs = programs
         self._buckets = buckets
         self._layouts = {bucket: InputLayout(bucket, state_shape) for bucket in buckets.buckets}
@@ -112,6 +105,16 @@ class ModelRunner:
         self._vocab_size = state_specs[2].token_stats.shape[1]
         self._mask_words = state_specs[2].allowed.shape[1]
         self.reset()
+
+    @property
+    def num_programs(self) -> int:
+        """Compiled programs that steps can use."""
+        return len(self._programs)
+
+    @property
+    def num_compiles(self) -> int:
+        """XLA compilations of this process since `warm_up`."""
+        return self._count_compiles() - self._compiles_before
 
     def reset(self) -> None:
         """Makes zeroed pools and rows, as at the start and after a step that failed."""
@@ -134,6 +137,7 @@ class ModelRunner:
                 step = StartedStep(self, bucket, 0, variant, True, selected, prompt_scores)
                 mask = np.zeros((0, self._mask_words), np.uint32) if variant is SampleVariant.MASKED else None
                 step.choose(mask).result()
+        self._compiles_before = self._count_compiles()
 
     def start(self, plan: StepPlan) -> StartedStep:
         """Starts the model's part of a step; MissingProgramError when no program holds it."""
@@ -144,9 +148,7 @@ class ModelRunner:
                 self._set_row(row_set.row, _make_setting(self._vocab_size, row_set))
         packed, rows = pack(plan, self._layouts[bucket], self._mirror)
         selected, hidden = self._run(bucket, packed)
-        self.counts.steps[bucket] += 1
-        self.counts.useful_tokens += plan.num_tokens
-        self.counts.padded_tokens += bucket.tokens
+        self.counts.count(bucket, plan.num_tokens)
         return StartedStep(
             self,
             bucket,

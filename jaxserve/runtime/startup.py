@@ -26,6 +26,7 @@ from jaxserve.runtime.compile import (
     compile_programs,
     compile_sample,
     enable_persistent_cache,
+    watch_compiles,
 )
 from jaxserve.runtime.inputs import InputLayout, StateShape
 from jaxserve.runtime.memory import (
@@ -83,7 +84,14 @@ class Shapes:
         scheduler, updates = self.config.scheduler, self.state.groups * self.state.pages_per_row
         assert scheduler.max_num_seqs is not None and scheduler.max_num_batched_tokens is not None
         max_len = self.model.max_model_len
-        return SchedulerLimits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, max_len, updates)
+        return SchedulerLimits(
+            scheduler.max_num_seqs,
+            scheduler.max_num_batched_tokens,
+            max_len,
+            updates,
+            scheduler.max_num_queued_reqs,
+            scheduler.max_num_queued_tokens,
+        )
 
 
 def _attention_shape(model: DecoderConfig, spec: KVSpec, group: KVGroup, num_devices: int) -> AttnShape:
@@ -261,6 +269,7 @@ def start_runner(
         state_specs=(inputs.cache, inputs.rows, inputs.sampler),
         state_shape=shapes.state,
         input_sharding=inputs.replicated,
+        count_compiles=watch_compiles(),
     )
     runner.warm_up()
     return runner, plan

@@ -1,6 +1,7 @@
 """Which tokens are computed next: sequences in, `StepPlan`s out, sampled ids back in. Host only: no jax."""
 
 from jaxserve.scheduler.batch import Batch
+from jaxserve.scheduler.deadlines import Deadlines
 from jaxserve.scheduler.plan import ChunkWork, RowHistory, RowSet, StepOutputs, StepPlan
 from jaxserve.scheduler.scheduler import Commit, Scheduler, SchedulerLimits
 from jaxserve.scheduler.sequence import Sequence, SequenceStatus
@@ -9,6 +10,7 @@ __all__ = [
     "Batch",
     "ChunkWork",
     "Commit",
+    "Deadlines",
     "RowHistory",
     "RowSet",
     "Scheduler",

@@ -10,6 +10,19 @@ from jaxserve.scheduler.plan import ChunkWork, RowSet, StepPlan
 from jaxserve.scheduler.sequence import Sequence
 
 
+def make_row_set(sequence: Sequence) -> RowSet:
+    """Returns what begins the life of a sequence that was just admitted."""
+    request = sequence.request
+    return RowSet(
+        sequence.row,
+        sequence.num_computed_tokens,
+        request.params,
+        request.seed,
+        sequence.index,
+        sequence.history(),
+    )
+
+
 @dataclass(slots=True)
 class Draft:
     """Work can be taken out again, because a preemption may strike a sequence that was planned already."""

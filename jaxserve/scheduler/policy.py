@@ -11,13 +11,24 @@ if TYPE_CHECKING:
     from jaxserve.scheduler.batch import Batch
 
 
+_ARRIVALS = 2**48  # sequences that one priority can count: more than an engine meets in its life
+
+
+def make_order(priority: int, arrival: int) -> int:
+    """Returns one number that sorts by priority, the smallest first, and then by arrival."""
+    return priority * _ARRIVALS + arrival
+
+
 def age(sequence: Sequence) -> int:
-    """Sort key of the running sequences: the oldest first, so that it always progresses."""
+    """Sort key of waiting and running sequences: the first in it runs first, goes last, and so always progresses.
+
+    Within a priority it is the order of arrival; a sequence of smaller priority counts as older.
+    """
     return sequence.order
 
 
 def choose_victim(batch: Batch) -> Sequence:
-    """Returns whom to preempt when pages run out: the youngest, so that the oldest always progresses."""
+    """Returns whom to preempt when pages run out: the youngest by `age`, so that the oldest always progresses."""
     return max((*batch.decoding[-1:], *batch.prefilling[-1:]), key=age)
 
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 
 from jaxserve.errors import CapacityError, InvalidRequestError, JaxServeError, NonFiniteLogitsError, NoTokenLeftError
 from jaxserve.pages.manager import PageManager
 from jaxserve.request import Request
 from jaxserve.scheduler.sequence import NO_TOKEN_LEFT, Sequence, SequenceStatus
+from jaxserve.scheduler.waiting import WaitingQueue
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """The static bounds that the compiled programs impose on every plan."""
+    """The static bounds that the compiled programs impose on every plan, and those of the queue."""
 
     max_num_seqs: int  # rows
     max_num_batched_tokens: int  # tokens of a step
     max_model_len: int  # tokens of a sequence
     max_prefix_updates: int  # page-table entries of admitted prefixes in one step
+    max_num_queued_reqs: int | None = None  # sequences that may wait for their first admission; for servers
+    max_num_queued_tokens: int | None = None  # and tokens of their prompts
 
 
 def make_sequences(request: Request, max_model_len: int, pages: PageManager) -> list[Sequence]:
@@ -53,13 +55,12 @@ def make_sequences(request: Request, max_model_len: int, pages: PageManager) -> 
     return sequences
 
 
-def let_siblings_in(first: Sequence, waiting: deque[Sequence]) -> None:
-    """The prompt is computed, or will not be: the request's other sequences queue in order of arrival."""
+def let_siblings_in(first: Sequence, waiting: WaitingQueue) -> None:
+    """The prompt is computed, or will not be: the request's other sequences queue."""
     siblings, first.siblings = first.siblings, []
     for sequence in siblings:
         if sequence.status is SequenceStatus.WAITING:
-            place = next((i for i, other in enumerate(waiting) if other.order > sequence.order), len(waiting))
-            waiting.insert(place, sequence)
+            waiting.push(sequence)
 
 
 def explain_report(sequence: Sequence, report: int) -> JaxServeError:

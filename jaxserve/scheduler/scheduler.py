@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import deque
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 
@@ -16,11 +15,13 @@ from jaxserve.errors import InvalidRequestError, JaxServeError
 from jaxserve.pages.manager import PageManager
 from jaxserve.request import FinishReason, Request
 from jaxserve.scheduler.batch import Batch
-from jaxserve.scheduler.draft import Draft
-from jaxserve.scheduler.plan import ChunkWork, RowSet, StepPlan
-from jaxserve.scheduler.policy import age, choose_victim, chunk_length
+from jaxserve.scheduler.counts import SchedulerCounts
+from jaxserve.scheduler.draft import Draft, make_row_set
+from jaxserve.scheduler.plan import ChunkWork, StepPlan
+from jaxserve.scheduler.policy import choose_victim, chunk_length, make_order
 from jaxserve.scheduler.requests import SchedulerLimits, explain_report, let_siblings_in, make_sequences
 from jaxserve.scheduler.sequence import MASK_LATE, NON_FINITE, Sequence, SequenceStatus
+from jaxserve.scheduler.waiting import WaitingQueue
 
 
 @dataclass(slots=True)
@@ -38,10 +39,11 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits, pages: PageManager) -> None:
         self.limits = limits
         self.pages = pages
-        self.waiting: deque[Sequence] = deque()  # preempted sequences first
+        self.waiting = WaitingQueue()
         self.batch = Batch(limits.max_num_seqs)
+        self.counts = SchedulerCounts()
         self._by_request: dict[str, list[Sequence]] = {}  # unfinished ones
-        self._orders, self._steps = itertools.count(), itertools.count()
+        self._arrivals, self._steps = itertools.count(), itertools.count()
 
     @property
     def has_unfinished(self) -> bool:
@@ -60,10 +62,15 @@ class Scheduler:
             raise InvalidRequestError("is already running", field="request_id", value=request.request_id)
         sequences = make_sequences(request, self.limits.max_model_len, self.pages)
         for sequence in sequences:
-            sequence.order = next(self._orders)
+            sequence.order = make_order(request.priority, next(self._arrivals))
         self._by_request[request.request_id] = sequences.copy()
-        self.waiting.append(sequences[0])
+        self.waiting.enter(sequences)
         return sequences
+
+    def refuse_if_full(self, *requests: Request) -> None:
+        """Raises QueueFullError when too much waits already; `add` itself does not ask: a batch may be of any size."""
+        limits = self.limits
+        self.waiting.refuse_if_full(requests, limits.max_num_queued_reqs, limits.max_num_queued_tokens)
 
     def finish(self, request_id: str, reason: FinishReason, error: JaxServeError | None = None) -> list[Sequence]:
         """Ends what is left of a request in whatever state it is; nothing is, when it is unknown or has ended already.
@@ -81,7 +88,7 @@ class Scheduler:
             return False
         if sequence.status is SequenceStatus.RUNNING:
             self._leave_batch(sequence)
-        elif sequence in self.waiting:
+        else:
             self.waiting.remove(sequence)
         self.batch.revoke_ticket(sequence)
         sequence.status, sequence.finish_reason, sequence.error = SequenceStatus.FINISHED, reason, error
@@ -143,7 +150,7 @@ class Scheduler:
 
     def _admit(self, draft: Draft) -> None:
         while self.waiting and not self.batch.is_full and draft.budget > 0:
-            sequence = self.waiting[0]
+            sequence = self.waiting.first
             if sequence.num_awaited_tokens:
                 return  # its tokens are not all here yet
             num_cached = self.pages.attach_prefix(sequence.pages, sequence.sharable_tokens)
@@ -153,12 +160,8 @@ class Scheduler:
             if length == 0 or not has_room or len(updates) > draft.prefix_updates:
                 self.pages.release(sequence.pages)
                 return
-            self.waiting.popleft()
-            self._join_batch(sequence, num_cached)
-            request, history = sequence.request, sequence.history()
-            draft.row_sets.append(
-                RowSet(sequence.row, num_cached, request.params, request.seed, sequence.index, history)
-            )
+            self._join_batch(self.waiting.pop(), num_cached)
+            draft.row_sets.append(make_row_set(sequence))
             draft.prefix_updates -= len(updates)
             draft.add_pages(sequence.row, updates)
             self._plan_chunk(draft, sequence)
@@ -212,8 +215,9 @@ class Scheduler:
         tokens = sequence.token_ids
         num_computed = len(tokens)
         if token_id in sequence.stop_ids:
-            if token_id < 0:
-                self._take_report(sequence, token_id, commit)
+            if token_id < 0:  # a report; `Batch.compute_again` has seen to masks that were late
+                if token_id != MASK_LATE:
+                    self._end(sequence, FinishReason.ERROR, commit, explain_report(sequence, token_id))
                 return
             reason = FinishReason.STOP
             sequence.stop_token_id = None if token_id in sequence.request.eos_token_ids else token_id
@@ -230,11 +234,6 @@ class Scheduler:
             let_siblings_in(sequence, self.waiting)
         if reason is not None:
             self._end(sequence, reason, commit)
-
-    def _take_report(self, sequence: Sequence, report: int, commit: Commit) -> None:
-        """What the device says in place of a token; `Batch.compute_again` has seen to masks that were late."""
-        if report != MASK_LATE:
-            self._end(sequence, FinishReason.ERROR, commit, explain_report(sequence, report))
 
     def _end(
         self, sequence: Sequence, reason: FinishReason, commit: Commit, error: JaxServeError | None = None
@@ -253,7 +252,7 @@ class Scheduler:
 
         Tokens in flight will not come; the same ones are sampled again, because seeds stay with their requests.
         """
-        for sequence in sorted((*self.batch.decoding, *self.batch.prefilling), key=age, reverse=True):
+        for sequence in (*self.batch.decoding, *self.batch.prefilling):
             self._leave_batch(sequence)
             self._requeue(sequence)
         for sequence in self.waiting:
@@ -268,6 +267,7 @@ class Scheduler:
         if sequence.first_scheduled_time is None:
             sequence.first_scheduled_time = time.monotonic()
             sequence.num_cached_tokens = num_cached
+            self.counts.count_admission(sequence, num_cached)
 
     def _leave_batch(self, sequence: Sequence) -> bool:
         self.pages.release(sequence.pages)
@@ -277,4 +277,5 @@ class Scheduler:
     def _requeue(self, sequence: Sequence) -> None:
         sequence.status = SequenceStatus.PREEMPTED
         sequence.num_preemptions += 1
-        self.waiting.appendleft(sequence)
+        self.counts.num_preemptions += 1
+        self.waiting.push(sequence)

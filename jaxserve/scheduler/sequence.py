@@ -38,7 +38,7 @@ class Sequence:
     index: int = 0  # among the request's sequences
     siblings: list[Sequence] = field(default_factory=list)  # of the first: those that wait for its prompt's pages
     status: SequenceStatus = SequenceStatus.WAITING
-    order: int = -1  # of arrival; preemption takes the youngest
+    order: int = -1  # by priority, then by arrival; preemption takes the largest
     ticket: int = -1
     row: int = -1
     num_computed_tokens: int = 0

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxserve.errors import InvalidRequestError, TokenizerError, shorten
+from jaxserve.tokenizers.messages import check_messages, check_tools
 from jaxserve.tokenizers.template import render_template
 from jaxserve.tokenizers.tokenizer import Tokenizer, require_text
 
-# Not every name: some templates write '<|' + role + '|>', and a role "end" would then end the turn.
-ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "ipython"})
 OPTIONS: Mapping[str, type] = {  # variables of well-known templates that a caller may set
     "enable_thinking": bool,
     "thinking": bool,
@@ -19,31 +18,37 @@ OPTIONS: Mapping[str, type] = {  # variables of well-known templates that a call
     "date_string": str,
     "tools_in_user_message": bool,
 }
-_TEXT_FIELDS = ("name", "reasoning_content")
 
 
 def encode_chat(
     tokenizer: Tokenizer,
     messages: Sequence[Mapping[str, Any]],
     *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
     chat_template: str | None = None,
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
     **options: bool | str,
 ) -> tuple[str, list[int]]:
     """Returns a conversation as the prompt's text and token ids.
 
-    The template writes BOS if the model wants one, so none is added. Text in `messages` that spells a special token
-    (`<|im_end|>`) stays plain text: nobody ends a turn but the template.
+    The template writes BOS if the model wants one, so none is added. Text of the caller that spells a special token
+    (`<|im_end|>`) stays plain text, in messages, calls, results, tools and options: nobody ends a turn but the
+    template.
 
     Args:
         tokenizer: gives the template, its variables bos_token, eos_token, ..., and the ids.
-        messages: dicts with `role` and `content`: a string, or a list of `{"type": "text", "text": ...}`.
+        messages: dicts with `role` and `content`: a string, or a list of `{"type": "text", "text": ...}`; also what
+            OpenAI's clients send back when tools are called.
+        tools: what the model may call: `{"type": "function", "function": {"name", "description", "parameters"}}`.
         chat_template: Jinja source to take instead of the tokenizer's own.
         add_generation_prompt: end with the beginning of the assistant's answer.
+        continue_final_message: end with the content of the last message, which is the assistant's, as it is: the model
+            goes on with it. Needs `add_generation_prompt=False`.
         options: further variables of the template, of `OPTIONS`.
 
     Raises:
-        InvalidRequestError: messages or options are malformed, or the template refuses the conversation.
+        InvalidRequestError: messages, tools or options are malformed, or the template refuses the conversation.
         TokenizerError: there is no template, or it is broken.
     """
     template = tokenizer.chat_template if chat_template is None else chat_template
@@ -52,82 +57,47 @@ def encode_chat(
             "the tokenizer has none; pass chat_template=, or put a chat_template.jinja beside it",
             field="chat_template",
         )
-    checked = check_messages(messages)
+    checked, described = check_messages(messages), check_tools(tools)
     _check_options(options)
-    escape = _choose_escape(tokenizer.special_pattern, template, [*checked, options])
-    if escape:
-        checked = [_protect(message, tokenizer.special_pattern, escape) for message in checked]
-        options = _protect(options, tokenizer.special_pattern, escape)
+    if continue_final_message:
+        _require_continuable(checked, add_generation_prompt)
+    texts = list(_list_texts([checked, described, options]))
+    pattern = tokenizer.special_pattern
+    escape = ""
+    if any(map(pattern.search, texts)):
+        escape = _choose_unused(template, texts)
+        checked, described, options = (_protect(value, pattern, escape) for value in (checked, described, options))
+    end = ""
+    if continue_final_message:  # where the content ends in the text is known by a character that occurs nowhere else
+        end = _choose_unused(template + escape, texts)
+        checked[-1]["content"] += end
     variables = {**tokenizer.named_tokens, **options, "add_generation_prompt": add_generation_prompt}
-    text = render_template(template, checked, variables)
+    text = render_template(template, checked, variables, tools=described)
+    if end:
+        text = _cut_at(text, end, f"messages[{len(checked) - 1}].content")
     ids = tokenizer.encode(text, add_special_tokens=False, allow_special=True, escape=escape)
     return text.replace(escape, "") if escape else text, ids
 
 
-def render_chat(
-    template: str,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    add_generation_prompt: bool = True,
-    bos_token: str = "",
-    eos_token: str = "",
-    **options: bool | str,
-) -> str:
-    """Returns a conversation as text. See `encode_chat`, which also keeps special tokens out of the messages."""
-    checked = check_messages(messages)
-    _check_options(options)
-    variables = {"bos_token": bos_token, "eos_token": eos_token, **options}
-    return render_template(template, checked, {**variables, "add_generation_prompt": add_generation_prompt})
+def _require_continuable(messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> None:
+    field = f"messages[{len(messages) - 1}]"
+    if add_generation_prompt:
+        message = "contradicts add_generation_prompt, which begins a new answer; set that one to false"
+        raise InvalidRequestError(message, field="continue_final_message", value=True)
+    if messages[-1]["role"] != "assistant":
+        message = "must be 'assistant' with continue_final_message, which goes on with an answer"
+        raise InvalidRequestError(message, field=f"{field}.role", value=messages[-1]["role"])
+    if "tool_calls" in messages[-1]:
+        message = "cannot be continued; continue_final_message goes on with content"
+        raise InvalidRequestError(message, field=f"{field}.tool_calls")
 
 
-def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Returns a copy of the messages with their content as one string each; parts are joined by newlines.
-
-    Raises:
-        InvalidRequestError: there is none, or one is malformed or holds something other than text.
-    """
-    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
-        raise InvalidRequestError(
-            f"must be a list of at least one message, got {shorten(messages)}", field="messages", value=messages
-        )
-    return [_check_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
-
-
-def _check_message(message: Any, field: str) -> dict[str, str]:
-    if not isinstance(message, Mapping):
-        raise InvalidRequestError(
-            f"must be an object with 'role' and 'content', got {shorten(message)}", field=field, value=message
-        )
-    for key in message:
-        if key not in ("role", "content", *_TEXT_FIELDS):
-            raise InvalidRequestError(
-                f"{shorten(key)} is not supported; role, content, {' and '.join(_TEXT_FIELDS)} are",
-                field=field,
-                value=key,
-            )
-    role = message.get("role")
-    if not isinstance(role, str) or role not in ROLES:
-        raise InvalidRequestError(
-            f"must be one of {', '.join(sorted(ROLES))}, got {shorten(role)}", field=f"{field}.role", value=role
-        )
-    checked = {"role": role, "content": _join_content(message.get("content"), f"{field}.content")}
-    for name in _TEXT_FIELDS:
-        if message.get(name) is not None:
-            checked[name] = require_text(message[name], f"{field}.{name}")
-    return checked
-
-
-def _join_content(content: Any, field: str) -> str:
-    if not isinstance(content, list):
-        return require_text(content, field)
-    texts = []
-    for at, part in enumerate(content):
-        if not isinstance(part, Mapping) or part.get("type") != "text":
-            raise InvalidRequestError(
-                f"only parts of type 'text' are supported, got {shorten(part)}", field=f"{field}[{at}]", value=part
-            )
-        texts.append(require_text(part.get("text"), f"{field}[{at}].text"))
-    return "\n".join(texts)
+def _cut_at(text: str, end: str, field: str) -> str:
+    at = text.rfind(end)
+    if at < 0:
+        message = "is not written by the chat template, so continue_final_message cannot go on with it"
+        raise InvalidRequestError(message, field=field)
+    return text[:at]
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
@@ -144,32 +114,43 @@ def _check_options(options: Mapping[str, Any]) -> None:
             require_text(value, name)
 
 
-def _choose_escape(pattern: re.Pattern[str], template: str, inputs: Sequence[Mapping[str, bool | str]]) -> str:
-    """Returns a character of the private use area that occurs nowhere, or "" when no input spells a special token."""
-    texts = [value for values in inputs for value in values.values() if isinstance(value, str)]
-    if not any(map(pattern.search, texts)):
-        return ""
+def _list_texts(value: Any) -> Iterator[str]:
+    """Every string inside a JSON value, also the keys of objects."""
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict):
+            waiting += [*value, *value.values()]
+        elif isinstance(value, list):
+            waiting += value
+
+
+def _choose_unused(template: str, texts: Sequence[str]) -> str:
+    """Returns a character of the private use area that occurs nowhere."""
     used = set(template).union(*texts)
     for code in range(0xE000, 0xF900):
         if chr(code) not in used:
             return chr(code)
     raise InvalidRequestError(
-        "spells special tokens and uses every character of the private use area; leave one of them out",
+        "uses every character of the private use area, one of which is needed here; leave one of them out",
         field="messages",
     )
 
 
-def _protect(values: Mapping[str, Any], pattern: re.Pattern[str], escape: str) -> dict[str, Any]:
-    """Returns the values with the escape behind each character of a special token's text."""
-
-    def split(match: re.Match[str]) -> str:
-        return escape.join([*match[0], ""])
-
-    protected = {key: pattern.sub(split, value) if isinstance(value, str) else value for key, value in values.items()}
-    for value in protected.values():
-        if isinstance(value, str) and (match := pattern.search(value)):
-            raise InvalidRequestError(
-                f"holds the special token {match[0]!r}, one character that cannot be kept as plain text",
-                field="messages",
-            )
+def _protect(value: Any, pattern: re.Pattern[str], escape: str) -> Any:
+    """Returns a JSON value with the escape behind each character of a special token's text."""
+    if isinstance(value, dict):
+        return {_protect(key, pattern, escape): _protect(item, pattern, escape) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_protect(item, pattern, escape) for item in value]
+    if not isinstance(value, str):
+        return value
+    protected = pattern.sub(lambda match: escape.join([*match[0], ""]), value)
+    if match := pattern.search(protected):
+        raise InvalidRequestError(
+            f"holds the special token {match[0]!r}, one character that cannot be kept as plain text",
+            field="messages",
+        )
     return protected

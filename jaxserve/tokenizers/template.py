@@ -23,8 +23,14 @@ MAX_RENDERED_CHARS = 2**24
 _MAX_EXPONENT = 1024
 
 
-def render_template(template: str, messages: list[dict[str, str]], variables: Mapping[str, Any]) -> str:
-    """Returns the text that a template makes of messages.
+def render_template(
+    template: str,
+    messages: list[dict[str, Any]],
+    variables: Mapping[str, Any],
+    *,
+    tools: list[dict[str, Any]] | None = None,
+) -> str:
+    """Returns the text that a template makes of messages and the tools that they may call.
 
     Raises:
         InvalidRequestError: the template refuses the messages, or the text is too long.
@@ -34,7 +40,7 @@ def render_template(template: str, messages: list[dict[str, str]], variables: Ma
     chunks: list[str] = []
     size = 0
     try:
-        for chunk in compiled.generate(messages=messages, tools=None, documents=None, **variables):
+        for chunk in compiled.generate(messages=messages, tools=tools, documents=None, **variables):
             chunks.append(chunk)
             size += len(chunk)
             if size > MAX_RENDERED_CHARS:

@@ -69,10 +69,11 @@ def test_errors_are_one_line_and_exit_2(arguments: list[str], message: str, caps
 
 
 def test_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
-    from jaxserve.config import list_options
+    from jaxserve.config import EngineConfig
+    from jaxserve.options import list_options
 
     with pytest.raises(SystemExit):
         main(["generate", "--help"])
     shown = capsys.readouterr().out
-    for _, option in list_options():
+    for _, option in list_options(EngineConfig):
         assert f"--{option.name.replace('_', '-')}" in shown

@@ -13,6 +13,7 @@ from jaxserve.pages import PageGroup, PageManager
 from jaxserve.request import Request, RequestOutput
 from jaxserve.sampling_params import OutputKind, SamplingParams
 from jaxserve.scheduler import Scheduler, SchedulerLimits, SequenceStatus
+from tests.engine.helpers import greedy, make_engine, run
 from tests.fake_device import FakeDevice, continue_alone
 
 MAX_MODEL_LEN = 160
@@ -170,28 +171,6 @@ EngineMachine.TestCase.settings = settings(
     print_blob=True,
 )
 TestEngineMachine = EngineMachine.TestCase
-
-
-def make_engine(**changes: object) -> tuple[Engine, FakeDevice]:
-    options: dict = {"num_pages": 40, "rows": 4, "budget": 64, "caching": True, "overlap": True} | changes
-    groups = [PageGroup(options["num_pages"])]
-    pages = PageManager(groups, page_size=32, max_chunk=options["budget"], enable_prefix_caching=options["caching"])
-    limits = SchedulerLimits(options["rows"], options["budget"], 512, max_prefix_updates=16)
-    device = FakeDevice(groups, page_size=32)
-    return Engine(Scheduler(limits, pages), device, overlap=options["overlap"]), device
-
-
-def run(engine: Engine, requests: list[Request]) -> dict[str, RequestOutput]:
-    for request in requests:
-        engine.add_request(request)
-    done = {}
-    while engine.has_unfinished:
-        done |= {output.request_id: output for output in engine.step() if output.finished}
-    return done
-
-
-def greedy(request_id: str, prompt: range | list[int], max_tokens: int, **changes: object) -> Request:
-    return Request(request_id, tuple(prompt), SamplingParams(temperature=0, max_tokens=max_tokens), **changes)  # type: ignore[arg-type]
 
 
 def test_prefix_hit_equals_miss_and_is_reported() -> None:

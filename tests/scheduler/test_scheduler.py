@@ -14,14 +14,20 @@ from jaxserve.scheduler import Scheduler, SchedulerLimits, Sequence, SequenceSta
 from jaxserve.scheduler.policy import chunk_length
 
 
-def make_scheduler(rows: int = 4, budget: int = 64, num_pages: int = 40, caching: bool = False) -> Scheduler:
+def make_scheduler(
+    rows: int = 4,
+    budget: int = 64,
+    num_pages: int = 40,
+    caching: bool = False,
+    queue: tuple[int | None, int | None] = (None, None),
+) -> Scheduler:
     pages = PageManager([PageGroup(num_pages)], page_size=32, max_chunk=budget, enable_prefix_caching=caching)
-    return Scheduler(SchedulerLimits(rows, budget, 512, 16), pages)
+    return Scheduler(SchedulerLimits(rows, budget, 512, 16, *queue), pages)
 
 
-def add(scheduler: Scheduler, name: str, length: int, max_tokens: int = 50) -> Sequence:
+def add(scheduler: Scheduler, name: str, length: int, max_tokens: int = 50, priority: int = 0) -> Sequence:
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
-    (sequence,) = scheduler.add(Request(name, tuple(range(length)), params))
+    (sequence,) = scheduler.add(Request(name, tuple(range(length)), params, priority=priority))
     return sequence
 
 
@@ -82,6 +88,33 @@ def test_the_youngest_is_preempted_and_still_gets_its_token() -> None:
     assert in_flight is not None and young.ticket in in_flight.decode_tickets
     scheduler.commit(in_flight, [1] * in_flight.num_rows)
     assert (len(young.token_ids), young.num_awaited_tokens) == (known + 1, 0)
+
+
+def test_smaller_priorities_are_admitted_first() -> None:
+    scheduler = make_scheduler(rows=1)
+    late, usual, second, urgent = (
+        add(scheduler, name, 5, 1, p) for name, p in [("z", 3), ("a", 0), ("b", 0), ("c", -1)]
+    )
+    assert list(scheduler.waiting) == [urgent, usual, second, late]
+    order = []
+    while scheduler.has_unfinished:
+        plan = scheduler.plan()
+        assert plan is not None
+        order += scheduler.commit(plan, [1]).finished
+    assert order == [urgent, usual, second, late]
+
+
+def test_the_lowest_priority_is_preempted_though_it_is_the_oldest() -> None:
+    scheduler = make_scheduler(num_pages=5)
+    first, urgent = add(scheduler, "first", 60, 60, priority=1), add(scheduler, "urgent", 60, 60, priority=0)
+    while first.status is not SequenceStatus.PREEMPTED:
+        plan = scheduler.plan()
+        assert plan is not None
+        scheduler.commit(plan, [1] * plan.num_rows)
+    assert urgent.status is SequenceStatus.RUNNING and scheduler.counts.num_preemptions == 1
+    later = add(scheduler, "later", 5, 5, priority=1)
+    before = add(scheduler, "before", 5, 5, priority=0)
+    assert list(scheduler.waiting) == [before, first, later]
 
 
 def test_tokens_of_an_ended_request_find_nobody() -> None:

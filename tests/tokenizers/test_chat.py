@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -11,11 +14,41 @@ from hypothesis import strategies as st
 
 from jaxserve.errors import InvalidRequestError, TokenizerError
 from jaxserve.tokenizers import Tokenizer, template
-from jaxserve.tokenizers.chat import encode_chat, render_chat
+from jaxserve.tokenizers.chat import encode_chat
 from tests.tokenizers.builders import CHAT_TEMPLATE
 
 HI = [{"role": "user", "content": "hi"}]
 KINDS = ("llama3", "llama2", "sentencepiece")
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+}
+
+
+class TextTokenizer:
+    """What `encode_chat` asks of a tokenizer where only the text matters: no special tokens, one id per character."""
+
+    chat_template = None
+    special_pattern = re.compile("(?!)")
+
+    def __init__(self, bos_token: str) -> None:
+        self.named_tokens = {"bos_token": bos_token}
+
+    def encode(self, text: str, **_options: Any) -> list[int]:
+        return list(map(ord, text))
+
+
+def render_chat(template: str, messages: Sequence[Mapping[str, Any]], *, bos_token: str = "<s>", **options: Any) -> str:
+    tokenizer: Any = TextTokenizer(bos_token)
+    return encode_chat(tokenizer, messages, chat_template=template, **options)[0]
+
+
+def call(arguments: Any, name: str = "f", **more: Any) -> dict[str, Any]:
+    return {"id": "call_1", "type": "function", "function": {"name": name, "arguments": arguments}, **more}
+
+
+def calling(*calls: Any, **more: Any) -> list[dict[str, Any]]:
+    return [{"role": "assistant", "content": None, "tool_calls": list(calls), **more}]
 
 
 def test_a_conversation_as_text() -> None:
@@ -132,13 +165,111 @@ def test_output_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         ([{"role": "user", "content": ["a"]}], "messages[0].content[0]"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "messages[0].content[0]"),
-        ([{"role": "assistant", "content": "a", "tool_calls": []}], "messages[0]"),
         ([{"role": "user", "content": "a", 5: 1}], "messages[0]"),
+        ([{"role": "user", "content": "a", "tool_calls": [call("{}")]}], "messages[0]"),
+        ([{"role": "user", "content": "a", "tool_call_id": "x"}], "messages[0]"),
+        ([{"role": "user", "content": "a", "reasoning_content": "x"}], "messages[0]"),
+        ([{"role": "assistant", "content": "a", "refusal": "no"}], "messages[0]"),
+        ([{"role": "assistant", "content": "a", "function_call": {"name": "f"}}], "messages[0]"),
+        ([{"role": "assistant", "content": "a", "audio": {"id": "x"}}], "messages[0]"),
+        ([{"role": "assistant", "content": None, "tool_calls": []}], "messages[0].content"),
+        ([{"role": "assistant", "content": "a", "reasoning": 5}], "messages[0].reasoning"),
+        ([{"role": "tool", "tool_call_id": "x"}], "messages[0].content"),
+        ([{"role": "tool", "tool_call_id": 5, "content": "a"}], "messages[0].tool_call_id"),
+        ([*HI, *calling("x")], "messages[1].tool_calls[0]"),
+        ([{"role": "assistant", "content": "a", "tool_calls": {"id": 1}}], "messages[0].tool_calls"),
+        (calling({"id": "a", "type": "function"}), "messages[0].tool_calls[0]"),
+        (calling(call("{}", extra=1)), "messages[0].tool_calls[0]"),
+        (calling(call("{}", type="custom")), "messages[0].tool_calls[0].type"),
+        (calling(call("{}", id=5)), "messages[0].tool_calls[0].id"),
+        (calling(call("{}", name="")), "messages[0].tool_calls[0].function.name"),
+        (calling({"function": {"arguments": "{}"}}), "messages[0].tool_calls[0].function.name"),
+        (calling({"function": {"name": "f", "strict": True}}), "messages[0].tool_calls[0].function"),
+        *(
+            (calling(call("{}"), call(arguments)), "messages[0].tool_calls[1].function.arguments")
+            for arguments in (
+                "{",
+                "[]",
+                '"a"',
+                "nonsense",
+                5,
+                [],
+                '{"a": NaN}',
+                '{"a": 1e999}',
+                '{"a": "\\ud800"}',
+                '{"\\udc00": 1}',
+                '{"a": ' * 65 + "1" + "}" * 65,
+                '{"a":' * 100_000,
+                '{"a": ' + "9" * 5000 + "}",
+                {"a": {1, 2}},
+                {5: 1},
+            )
+        ),
     ],
 )
 def test_malformed_messages(messages: Any, field: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         render_chat(CHAT_TEMPLATE, messages)
+    assert caught.value.field == field
+
+
+def test_calls_reach_the_template_as_objects() -> None:
+    source = "{{ messages | tojson }}"
+    messages = [
+        {"role": "assistant", "content": None, "refusal": None, "annotations": [], "audio": None, "function_call": None,
+         "tool_calls": [call('{"b": [1, null], "a": "é"}', index=0)], "reasoning": "hm"},
+        {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "5"}], "name": "f"},
+        {"role": "assistant", "content": "done", "tool_calls": None, "reasoning_content": "r", "reasoning": "s"},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "g", "arguments": {"x": 1.5}}},
+                                             call(""), call(None)]},
+    ]  # fmt: skip
+    assert json.loads(render_chat(source, messages)) == [
+        {"role": "assistant", "content": "", "reasoning_content": "hm",
+         "tool_calls": [call({"b": [1, None], "a": "é"})]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "5", "name": "f"},
+        {"role": "assistant", "content": "done", "reasoning_content": "r"},
+        {"role": "assistant", "content": "",
+         "tool_calls": [{"type": "function", "function": {"name": "g", "arguments": {"x": 1.5}}},
+                        call({}), call({})]},
+    ]  # fmt: skip
+    assert list(json.loads(render_chat("{{ messages[0].tool_calls[0].function | tojson }}", messages))) == [
+        "name", "arguments",
+    ]  # fmt: skip
+
+
+def test_tools_reach_the_template() -> None:
+    source = "{% if tools is not none %}{{ tools | tojson }}{% endif %}"
+    assert json.loads(render_chat(source, HI, tools=[WEATHER])) == [WEATHER]
+    assert render_chat(source, HI, tools=[]) == render_chat(source, HI) == ""
+
+
+def test_going_on_with_the_last_message() -> None:
+    def cut(content: str, source: str = CHAT_TEMPLATE) -> str:
+        messages = [*HI, {"role": "assistant", "content": content}]
+        return render_chat(source, messages, add_generation_prompt=False, continue_final_message=True)
+
+    start = "<s><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert cut("Sure, ") == start + "Sure, "
+    assert cut("m") == start + "m"  # also where the closing mark holds the same letters
+    assert cut("") == start
+    assert cut("\ue000") == start + "\ue000"
+    assert cut("ab", "{% for m in messages %}{{ m.content }}/{{ m.content }};{% endfor %}") == "hi/hi;ab/ab"
+    with pytest.raises(InvalidRequestError, match="not written by the chat template") as caught:
+        cut("a", "{{ messages[0].content }}")
+    assert caught.value.field == "messages[1].content"
+
+
+@pytest.mark.parametrize(
+    ("messages", "prompt", "field"),
+    [
+        ([{"role": "assistant", "content": "a"}], True, "continue_final_message"),
+        (HI, False, "messages[0].role"),
+        ([*HI, *calling(call("{}"))], False, "messages[1].tool_calls"),
+    ],
+)
+def test_what_cannot_be_continued(messages: Any, prompt: bool, field: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        render_chat(CHAT_TEMPLATE, messages, add_generation_prompt=prompt, continue_final_message=True)
     assert caught.value.field == field
 
 
@@ -149,7 +280,16 @@ def test_text_parts_are_joined() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"messages": []}, {"tools": []}, {"enable_thinking": "yes"}, {"date_string": 5}, {"x": 1}]
+    "options",
+    [
+        {"messages": []},
+        {"tools": [5]},
+        {"tools": {}},
+        {"tools": [{"a": object()}]},
+        {"enable_thinking": "yes"},
+        {"date_string": 5},
+        {"x": 1},
+    ],
 )
 def test_options_are_known_scalars(tokenizers: dict[str, Tokenizer], options: dict[str, Any]) -> None:
     with pytest.raises((InvalidRequestError, TypeError)):
@@ -193,6 +333,33 @@ def test_options_never_become_special_tokens(tokenizers: dict[str, Tokenizer]) -
     tokenizer = tokenizers["llama3"]
     text, ids = encode_chat(tokenizer, HI, chat_template="{{ date_string }}", date_string="<|im_end|>")
     assert text == "<|im_end|>" and tokenizer.special_ids.isdisjoint(ids)
+
+
+@pytest.mark.parametrize("kind", ["llama3", "sentencepiece"])
+def test_tools_and_calls_never_become_special_tokens(tokenizers: dict[str, Tokenizer], kind: str) -> None:
+    tokenizer, end = tokenizers[kind], "<|im_end|>"
+    tool = {"type": "function", "function": {"name": "f", "description": end, "parameters": {"enum": [end], end: [1]}}}
+    messages = [
+        *calling(call({end: {"a": [end, 1, None]}}, id=end)),
+        {"role": "tool", "tool_call_id": end, "content": f"{end}x"},
+        {"role": "assistant", "content": f"so {end}", "reasoning_content": end},
+    ]
+    source = "{{ tools | tojson }}<|im_end|>{{ messages | tojson }}<|im_end|>{{ messages[-1].content }}<|im_end|>"
+    text, ids = encode_chat(tokenizer, messages, tools=[tool], chat_template=source)
+    assert ids.count(tokenizer.special_tokens[end]) == 3
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    tools, rest = text.split("]<|im_end|>[")
+    assert json.loads(tools + "]") == [tool]
+    assert rest.count(end) == 10
+    cut, ids = encode_chat(
+        tokenizer,
+        messages,
+        tools=[tool],
+        chat_template=source,
+        add_generation_prompt=False,
+        continue_final_message=True,
+    )
+    assert text.removesuffix(end) == cut and ids.count(tokenizer.special_tokens[end]) == 2
 
 
 def test_no_template(tokenizers: dict[str, Tokenizer]) -> None:

@@ -1,0 +1,154 @@
+"""The thread that turns an engine, and alone touches it."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.inbox import Item, OutputInbox
+from jaxserve.errors import EngineStoppedError, JaxServeError
+from jaxserve.request import Request, RequestOutput
+
+
+class EngineThread:
+    """Everyone else leaves work in a queue. Outputs of a step go to each event loop in one call.
+
+    Args:
+        on_stop: called on this thread when the engine met a fault of its own and serves nobody any more.
+    """
+
+    def __init__(self, engine: Engine, on_stop: Callable[[EngineStoppedError], None] | None = None) -> None:
+        self._engine = engine
+        self._on_stop = on_stop
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._inboxes: dict[str, OutputInbox] = {}
+        self._stopped: EngineStoppedError | None = None
+        self._last_turn = time.monotonic()
+        self._thread = threading.Thread(target=self._turn, name="jaxserve-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def stopped(self) -> EngineStoppedError | None:
+        """Why the engine serves nobody any more."""
+        return self._stopped
+
+    def stalled_seconds(self) -> float:
+        """How long ago the engine last finished a turn of its loop, while it has work; 0 without any."""
+        return time.monotonic() - self._last_turn if self._engine.has_unfinished else 0.0
+
+    def submit(self, requests: Sequence[Request], inbox: OutputInbox) -> None:
+        """Queues requests together: when one is refused, none of them runs."""
+        self._jobs.put(lambda: self._add(requests, inbox))
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Ends requests; each gets a last output with finish_reason "abort". Unknown ones are ignored."""
+        self._jobs.put(lambda: self._abort(request_ids))
+
+    def call(self, function: Callable[[Engine], Any]) -> Future[Any]:
+        """Runs a function on the engine's thread, between two steps."""
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function(self._engine))
+            except Exception as error:
+                future.set_exception(error)
+
+        self._jobs.put(run)
+        return future
+
+    def shutdown(self) -> None:
+        """Aborts what is running and ends the thread. Calling it again does nothing."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    # Everything below runs on the thread itself.
+
+    def _turn(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:
+            self._stop_serving(error)
+
+    def _serve(self) -> None:
+        engine = self._engine
+        while True:
+            try:
+                job = self._jobs.get(block=not engine.has_unfinished)
+            except queue.Empty:
+                outputs = engine.step()
+                self._last_turn = time.monotonic()
+                self._hand_out(outputs)
+                continue
+            if job is None:
+                break
+            self._last_turn = time.monotonic()
+            job()
+        self._abort(list(self._inboxes))
+        engine.drain()
+
+    def _stop_serving(self, error: Exception) -> None:
+        """Tells whoever waits, and whoever still comes: nobody hangs because of a fault of ours."""
+        self._stopped = EngineStoppedError(f"the engine stopped: {error!r}")
+        self._stopped.__cause__ = error
+        if self._on_stop is not None:
+            self._on_stop(self._stopped)
+        self._deliver([(inbox, self._stopped) for inbox in set(self._inboxes.values())])
+        self._inboxes.clear()
+        while (job := self._jobs.get()) is not None:
+            job()
+
+    def _add(self, requests: Sequence[Request], inbox: OutputInbox) -> None:
+        if self._stopped is not None:
+            self._deliver([(inbox, self._stopped)])
+            return
+        added: list[str] = []
+        try:
+            self._engine.scheduler.refuse_if_full(*requests)
+            for request in requests:
+                self._engine.add_request(request)
+                added.append(request.request_id)
+        except JaxServeError as error:
+            for request_id in added:
+                self._engine.abort_request(request_id)
+            self._deliver([(inbox, error)])
+        else:
+            self._inboxes.update(dict.fromkeys(added, inbox))
+
+    def _abort(self, request_ids: Sequence[str]) -> None:
+        if self._stopped is None:
+            outputs = [self._engine.abort_request(request_id) for request_id in request_ids]
+            self._hand_out([output for output in outputs if output is not None])
+
+    def _hand_out(self, outputs: Sequence[RequestOutput]) -> None:
+        inboxes = self._inboxes
+        self._deliver(
+            [
+                (inboxes.pop(output.request_id) if output.finished else inboxes[output.request_id], output)
+                for output in outputs
+            ]
+        )
+
+    def _deliver(self, items: Sequence[tuple[OutputInbox, Item]]) -> None:
+        by_loop: defaultdict[asyncio.AbstractEventLoop, list[tuple[OutputInbox, Item]]] = defaultdict(list)
+        for item in items:
+            by_loop[item[0].loop].append(item)
+        for loop, those in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_put_all, those)
+            except RuntimeError:  # the event loop is closed: nobody is left to read
+                for request_id in [name for name, inbox in self._inboxes.items() if inbox.loop is loop]:
+                    del self._inboxes[request_id]
+                    self._engine.abort_request(request_id)
+
+
+def _put_all(items: Sequence[tuple[OutputInbox, Item]]) -> None:
+    for inbox, item in items:
+        inbox.put(item)

@@ -1,0 +1,85 @@
+"""Options as fields of nested frozen dataclasses: declared once, then known to Python, TOML files and the command line.
+
+A config is a dataclass of sections, a section a dataclass of options. `aliases` in a field's metadata are other names
+under which the option is accepted.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, field, fields
+from pathlib import Path
+from typing import Any
+
+from jaxserve.errors import ConfigError, shorten
+
+
+def option(default: Any, text: str, *aliases: str, choices: tuple[Any, ...] = ()) -> Any:
+    """Declares an option; `text` is its help."""
+    return field(default=default, metadata={"help": text, "aliases": aliases, "choices": choices})
+
+
+def list_options(config: type) -> Iterator[tuple[str, Field[Any]]]:
+    """Yields (section, field) of every option of a config."""
+    for section in fields(config):
+        for each in fields(section.default_factory):  # type: ignore[arg-type]
+            yield section.name, each
+
+
+def build_config[C](config: type[C], options: Mapping[str, Any]) -> C:
+    """Builds a config from flat options by name or alias.
+
+    Raises:
+        ConfigError: an option is unknown (the nearest name is suggested), given twice, or out of range.
+    """
+    names = {
+        name: (section, f.name) for section, f in list_options(config) for name in (f.name, *f.metadata["aliases"])
+    }
+    chosen: dict[str, dict[str, Any]] = {}
+    for name, value in options.items():
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(names))}"
+            raise ConfigError(f"not an option; {hint}", field=name, value=value)
+        section, canonical = names[name]
+        if canonical in chosen.setdefault(section, {}):
+            raise ConfigError(f"given twice, also by an alias of {canonical}", field=name, value=value)
+        chosen[section][canonical] = value
+    sections = {f.name: f.default_factory for f in fields(config)}  # type: ignore[arg-type]
+    return config(**{section: sections[section](**values) for section, values in chosen.items()})  # type: ignore[operator, misc]
+
+
+def read_options(path: str | Path) -> dict[str, Any]:
+    """Returns the options of a TOML file, flat, whether they stand in the sections' tables or not.
+
+    Raises:
+        ConfigError: the file is missing or no TOML.
+    """
+    try:
+        document = tomllib.loads(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"cannot be read: {error}", field="config", value=str(path)) from error
+    flat: dict[str, Any] = {}
+    for name, value in document.items():
+        flat.update(value if isinstance(value, Mapping) else {name: value})
+    return flat
+
+
+def check_choices(options: Any) -> None:
+    """Refuses values that are not among the choices of their option."""
+    for f in fields(options):
+        value, choices = getattr(options, f.name), f.metadata["choices"]
+        if choices and value not in choices:
+            raise ConfigError(f"must be one of {', '.join(choices)}, got {shorten(value)}", field=f.name, value=value)
+
+
+def check_at_least(options: Any, **minima: int) -> None:
+    """Refuses what is no integer, or is below its minimum. None, where it is allowed, passes."""
+    for name, least in minima.items():
+        value = getattr(options, name)
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ConfigError(f"must be an integer of at least {least}, got {shorten(value)}", field=name, value=value)

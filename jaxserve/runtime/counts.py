@@ -1,0 +1,28 @@
+"""What has been run on the device since the start, for tables and metrics."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass, field
+
+from jaxserve.runtime.buckets import Bucket
+
+STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # and one more for what is above
+
+
+@dataclass(slots=True)
+class StepCounts:
+    """Only the runner writes it; any thread may read."""
+
+    steps: Counter[Bucket] = field(default_factory=Counter)
+    useful_tokens: int = 0
+    padded_tokens: int = 0  # the useful ones included
+    num_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKEN_BOUNDS) + 1))  # steps
+
+    def count(self, bucket: Bucket, num_tokens: int) -> None:
+        """Counts a step that was started."""
+        self.steps[bucket] += 1
+        self.useful_tokens += num_tokens
+        self.padded_tokens += bucket.tokens
+        self.num_by_tokens[bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += 1

@@ -1,0 +1,22 @@
+"""What the scheduler has done since the start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxserve.scheduler.sequence import Sequence
+
+
+@dataclass(slots=True)
+class SchedulerCounts:
+    """Only the scheduler writes it; any thread may read."""
+
+    num_preemptions: int = 0
+    prefix_queries: int = 0  # prompt tokens that were looked up in the prefix cache, at first admissions
+    prefix_hits: int = 0  # those that were found
+
+    def count_admission(self, sequence: Sequence, num_cached: int) -> None:
+        """Counts a sequence that runs for the first time."""
+        if sequence.pages.is_cached:
+            self.prefix_queries += sequence.num_prompt_tokens
+            self.prefix_hits += num_cached

@@ -1,0 +1,106 @@
+"""Puts the server together: routes, what stands in front of them, and the page at `/`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp
+
+from jaxserve import __version__
+from jaxserve.errors import JaxServeError
+from jaxserve.server.documents import install_document
+from jaxserve.server.errors import ApiError, to_api_error
+from jaxserve.server.gate import AccessLog, Guard
+from jaxserve.server.routes import admin, chat, completions, health, responses, tokens
+from jaxserve.server.state import ServerState
+
+_PAGE_HEADERS = {
+    "content-security-policy": "default-src 'none'; style-src 'self' 'unsafe-inline'; "
+    "script-src 'self' 'unsafe-inline'; connect-src 'self'; img-src 'self' data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-cache",
+}
+_PAGE_TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
+
+
+def make_app(state: ServerState, keys: Sequence[bytes] = ()) -> ASGIApp:
+    """Returns the server's ASGI application; `keys` are hashes of the keys that let a client in."""
+    app: ASGIApp = Guard(make_api(state), state, keys)
+    access = state.config.access
+    if access.allowed_origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=access.allowed_origins,
+            allow_methods=access.allowed_methods,
+            allow_headers=access.allowed_headers,
+            expose_headers=("x-request-id", "retry-after"),
+        )
+    return AccessLog(app, state)
+
+
+def make_api(state: ServerState) -> FastAPI:
+    """Returns the routes, with nothing in front of them."""
+    docs = not state.config.logs.disable_fastapi_docs
+    app = FastAPI(
+        title="jaxserve",
+        version=__version__,
+        description="An OpenAI-compatible server. Endpoints and fields are OpenAI's, with vLLM's further ones.",
+        openapi_url="/openapi.json" if docs else None,
+        redoc_url=None,
+        exception_handlers=dict.fromkeys((ApiError, JaxServeError, Exception), _answer_error)
+        | {HTTPException: _answer_http_error},
+    )
+    app.state.server = state
+    for room in (completions, chat, responses, tokens, health):
+        app.include_router(room.router)
+    _add_page(app)
+    install_document(app)
+    return app
+
+
+def make_admin_app(state: ServerState) -> FastAPI:
+    """Returns what is served on the admin port: profiling, and what tells how the server is."""
+    app = FastAPI(title="jaxserve admin", version=__version__, openapi_url=None)
+    app.state.server = state
+    app.include_router(admin.router)
+    app.include_router(health.router)
+    return app
+
+
+async def _answer_error(request: Request, error: Exception) -> JSONResponse:
+    state: ServerState = request.app.state.server
+    return to_api_error(error, state.retry_after()).to_response()
+
+
+async def _answer_http_error(request: Request, error: Exception) -> JSONResponse:
+    """What the framework refuses by itself: unknown paths and methods."""
+    assert isinstance(error, HTTPException)
+    text = {404: "There is nothing at this path.", 405: "This path does not take this method."}
+    message = text.get(error.status_code, "The request is not valid.")
+    return ApiError(error.status_code, message, headers=error.headers).to_response()
+
+
+def _add_page(app: FastAPI) -> None:
+    """Serves the playground's files, read once: no path of a request ever names a file."""
+    folder = resources.files("jaxserve.server") / "playground"
+    for file in sorted(folder.iterdir(), key=lambda each: each.name):
+        kind = _PAGE_TYPES.get(file.name.rpartition(".")[2])
+        if kind is None:
+            continue
+        path = "/" if file.name == "index.html" else f"/playground/{file.name}"
+        app.add_api_route(path, _make_page(file.read_bytes(), kind), methods=["GET"], include_in_schema=False)
+
+
+def _make_page(content: bytes, kind: str) -> Any:
+    async def show() -> Response:
+        return Response(content, media_type=kind, headers=_PAGE_HEADERS)
+
+    return show

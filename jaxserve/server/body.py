@@ -1,0 +1,52 @@
+"""From the bytes of a request to a checked body."""
+
+from __future__ import annotations
+
+import asyncio
+
+from pydantic import ValidationError
+from starlette.requests import ClientDisconnect, Request
+
+from jaxserve.server.errors import ApiError, explain_validation
+from jaxserve.server.gate import too_large
+from jaxserve.server.protocol.fields import Body
+from jaxserve.server.state import ServerState
+
+_PARSE_HERE = 64 * 2**10  # bytes that are parsed on the event loop, in less than a millisecond
+
+
+async def read_body[B: Body](request: Request, kind: type[B], state: ServerState) -> B:
+    """Returns the body, of which nothing unknown is let pass.
+
+    Raises:
+        ApiError: 400 for what is malformed, 408 when it does not come, 413 when it is too large.
+    """
+    raw = await _collect(request, state)
+    try:
+        if len(raw) <= _PARSE_HERE:
+            body = kind.model_validate_json(raw)
+        else:
+            body = await state.run_in_thread(kind.model_validate_json, raw)
+    except ValidationError as error:
+        raise explain_validation(error) from None
+    body.refuse_unsupported()
+    return body
+
+
+async def _collect(request: Request, state: ServerState) -> bytes:
+    limits = state.config.limits
+    pieces: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(limits.body_timeout):
+            async for piece in request.stream():
+                size += len(piece)
+                if size > limits.max_body_bytes:
+                    raise too_large(limits.max_body_bytes)
+                pieces.append(piece)
+    except TimeoutError:
+        message = f"The body did not arrive within {limits.body_timeout:g} s."
+        raise ApiError(408, message, code="body_timeout", headers={"Connection": "close"}) from None
+    except ClientDisconnect:
+        raise ApiError(499, "The client has gone.", code="client_gone") from None
+    return b"".join(pieces)

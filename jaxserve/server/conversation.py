@@ -1,0 +1,81 @@
+"""From the body of a chat request to what the engine runs, and how its answer is to be read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.errors import InvalidRequestError
+from jaxserve.request import Request
+from jaxserve.server.prompts import list_limits, read_form, template_options
+from jaxserve.server.protocol.chat import ChatCompletionRequest
+from jaxserve.server.state import ServerState
+from jaxserve.server.tools import AnswerParser, ToolSet, make_answer_parser, needs_special_tokens, read_tools
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A chat request as the engine takes it."""
+
+    request: Request
+    tools: ToolSet | None
+    tool_parser: str | None
+    reasoning_parser: str | None
+
+    def make_parser(self) -> AnswerParser | None:
+        """Returns what reads the text of one completion; None where all of it is content."""
+        if self.tools is None and self.reasoning_parser is None:
+            return None
+        is_constrained = self.request.grammar is not None
+        prompt = self.request.prompt or ""
+        return make_answer_parser(
+            self.tool_parser, self.reasoning_parser, self.tools, prompt=prompt, is_constrained=is_constrained
+        )
+
+
+def read_conversation(body: ChatCompletionRequest, state: ServerState, options: dict[str, Any]) -> Conversation:
+    """Returns the conversation with its prompt rendered and its parameters checked.
+
+    Raises:
+        InvalidRequestError: names the field.
+        TokenizerError: there is no template, or it fails on these messages.
+    """
+    ready = state.engine.ready
+    tools = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+    if tools is not None and tools.choice == "auto":
+        _require_auto(body, state)
+    form = read_form(body)
+    forced = tools.structured_outputs() if tools is not None else None
+    if forced is not None and form is not None:
+        raise InvalidRequestError("contradicts tool_choice; give one of them", field="response_format", value=None)
+    more: dict[str, Any] = {"structured_outputs": forced or form, **list_limits(body)}
+    more["max_tokens"] = _read_max_tokens(body)
+    if body.logprobs:
+        more["logprobs"] = body.top_logprobs or 0
+    reasoning = state.config.serving.reasoning_parser if body.include_reasoning is not False else None
+    tool_parser = state.tool_parser if tools is not None else None
+    if needs_special_tokens(reasoning) or (needs_special_tokens(tool_parser) and forced is None):
+        more["skip_special_tokens"] = False
+    params = body.to_sampling_params(ready.default_params, **more)
+    shown = tools.describe() if tools is not None else None
+    request = ready.requests.make_chat(body.messages, params, tools=shown, **template_options(body, state), **options)
+    return Conversation(request, tools, tool_parser, reasoning)
+
+
+def _require_auto(body: ChatCompletionRequest, state: ServerState) -> None:
+    """Refuses to leave calls to a model that does not know how to write them."""
+    if not state.config.serving.enable_auto_tool_choice:
+        message = "'auto' is switched off here (enable_auto_tool_choice); required, none and a function's name are not"
+    elif state.tool_parser is None:
+        message = "'auto' needs a model that was taught to call tools, and this one's template shows none; use required"
+    else:
+        return
+    raise InvalidRequestError(message, field="tool_choice", value=body.tool_choice)
+
+
+def _read_max_tokens(body: ChatCompletionRequest) -> int | None:
+    both = body.max_tokens, body.max_completion_tokens
+    if None not in both and both[0] != both[1]:
+        message = f"contradicts max_completion_tokens {both[1]}"
+        raise InvalidRequestError(message, field="max_tokens", value=both[0])
+    return both[0] if both[0] is not None else both[1]

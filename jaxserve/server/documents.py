@@ -1,0 +1,69 @@
+"""What the OpenAPI document says of routes that read their bodies themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from jaxserve.server.protocol.tokens import ErrorBody
+
+_REFERENCE = "#/components/schemas/{model}"
+_documented: list[tuple[type[BaseModel], str]] = [(ErrorBody, "serialization")]
+_REFUSALS = {
+    "400": "The request cannot be served; the body names the field.",
+    "401": "No valid API key.",
+    "404": "The model does not exist here.",
+    "408": "The body did not arrive in time.",
+    "413": "The body is too large.",
+    "415": "The body is not plain JSON.",
+    "429": "The queue is full; Retry-After says when to come again.",
+    "500": "The request failed on the device.",
+    "503": "The server starts or shuts down.",
+    "504": "The request's deadline passed.",
+}
+
+
+def document(
+    request: type[BaseModel] | None, answer: type[BaseModel] | None = None, *, streams: bool = False
+) -> dict[str, Any]:
+    """Returns what a route's decorator takes so that the document shows its body and its answers."""
+    for model, mode in ((request, "validation"), (answer, "serialization")):
+        if model is not None:
+            _documented.append((model, mode))
+    content: dict[str, Any] = {}
+    if answer is not None:
+        content["application/json"] = {"schema": _refer(answer)}
+    if streams:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    responses: dict[str, Any] = {"200": {"description": "The answer.", **({"content": content} if content else {})}}
+    extra: dict[str, Any] = {"responses": responses}
+    if request is not None:
+        extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": _refer(request)}}}
+        responses |= {
+            status: {"description": text, "content": {"application/json": {"schema": _refer(ErrorBody)}}}
+            for status, text in _REFUSALS.items()
+        }
+    return {"response_model": None, "openapi_extra": extra}
+
+
+def install_document(app: FastAPI) -> None:
+    """Makes `app.openapi` name the bodies of all routes."""
+
+    def make() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schema = get_openapi(title=app.title, version=app.version, routes=app.routes, description=app.description)
+            unique = list(dict.fromkeys(_documented))
+            _, definitions = models_json_schema(unique, ref_template=_REFERENCE)  # type: ignore[arg-type]
+            schema.setdefault("components", {}).setdefault("schemas", {}).update(definitions.get("$defs", {}))
+            app.openapi_schema = schema
+        return app.openapi_schema
+
+    app.openapi = make  # type: ignore[method-assign]
+
+
+def _refer(model: type[BaseModel]) -> dict[str, str]:
+    return {"$ref": _REFERENCE.format(model=model.__name__)}

@@ -1,0 +1,128 @@
+"""Errors as OpenAI's clients read them: a status, and a body that names the field."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from jaxserve import errors
+from jaxserve.errors import JaxServeError, shorten
+
+_log = logging.getLogger(__name__)
+_CONTEXT_LENGTH = "This model's maximum context length is"  # what client libraries look for
+_OURS = "The server failed on this request; the reason is in its log."
+_FAILURES = {
+    "non_finite_logits": "The model's logits for this request are not finite.",
+    "device_step_failed": "The device failed on a step of this request; the engine goes on.",
+    "engine_stopped": "The engine has failed; the server ends.",
+}
+_STATUS: tuple[tuple[type[JaxServeError], int, str], ...] = (
+    (errors.QueueFullError, 429, "rate_limit_exceeded"),
+    (errors.DeadlineError, 504, "timeout"),
+    (errors.NonFiniteLogitsError, 500, "non_finite_logits"),
+    (errors.DeviceStepError, 500, "device_step_failed"),
+    (errors.EngineStoppedError, 500, "engine_stopped"),
+    (errors.InvalidRequestError, 400, "invalid_value"),
+    (errors.CapacityError, 400, "invalid_value"),
+    (errors.TokenizerError, 400, "invalid_value"),
+    (errors.NoTokenLeftError, 400, "invalid_value"),
+    (errors.GrammarError, 400, "invalid_value"),
+)
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+
+
+class ApiError(Exception):
+    """A refusal with its HTTP status."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON object that says it."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error"),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def to_response(self) -> JSONResponse:
+        """The whole answer."""
+        return JSONResponse(self.body, self.status, self.headers)
+
+
+def to_api_error(error: Exception, retry_after: int = 1) -> ApiError:
+    """Returns what a client gets to see of an error. Only errors meant for users say more than that there was one."""
+    if isinstance(error, ApiError):
+        return error
+    for kind, status, code in _STATUS:
+        if isinstance(error, kind):
+            return _explain(error, status, code, retry_after)
+    _log.error("an error of ours", exc_info=error)
+    return ApiError(500, _OURS, code="internal_error")
+
+
+def _explain(error: JaxServeError, status: int, code: str, retry_after: int) -> ApiError:
+    message, field = str(error), getattr(error, "field", None)
+    headers = {}
+    if status == 429:
+        headers["Retry-After"] = str(retry_after)
+    if status == 504:
+        headers["x-should-retry"] = "false"  # else clients ask the same again, to wait as long again
+    if status == 500:
+        _log.error("a request failed: %s", message)
+        message = _FAILURES[code]
+    if (at := message.find(_CONTEXT_LENGTH)) >= 0:
+        message, code = message[at:], "context_length_exceeded"
+    return ApiError(status, message, param=field, code=code, headers=headers)
+
+
+def explain_validation(error: ValidationError) -> ApiError:
+    """Returns the most telling complaint about a body."""
+    found = error.errors(include_url=False, include_context=False)
+    worst = max(found, key=lambda each: (each["type"] == "extra_forbidden", len(each["loc"])))
+    param = ".".join(str(part) for part in worst["loc"] if not _is_type_name(part)) or None
+    if worst["type"] == "json_invalid":
+        return ApiError(400, f"The body is not valid JSON: {worst['msg']}", code="invalid_json")
+    if worst["type"] == "extra_forbidden":
+        return ApiError(
+            400, f"Unknown parameter: {shorten(param)}.", param=shorten(param)[1:-1], code="unknown_parameter"
+        )
+    if worst["type"] == "missing":
+        return ApiError(400, f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
+    message = f"Invalid value for '{param}': {worst['msg'].lower()}, got {shorten(worst['input'])}."
+    return ApiError(400, message, param=param, code="invalid_value")
+
+
+def _is_type_name(part: object) -> bool:
+    """Unions put the names of their branches into the path."""
+    return isinstance(part, str) and (part in ("str", "int", "float", "bool") or "[" in part)
+
+
+async def answer_error(request: Request, error: Exception) -> JSONResponse:
+    """FastAPI's handler for every error of a route."""
+    return to_api_error(error).to_response()

@@ -1,0 +1,173 @@
+"""What every request passes before it meets a route: its number and its line in the log, then the guard."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import re
+import secrets
+import time
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxserve.errors import ConfigError
+from jaxserve.server.errors import ApiError, to_api_error
+from jaxserve.server.logs import log_access
+from jaxserve.server.options import AccessOptions
+from jaxserve.server.state import ServerState, not_serving
+
+_OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready", "/ping"})  # that need no key
+_WORK_PATHS = frozenset(  # that keep the engine, or the threads in front of it, busy
+    {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/tokenize", "/detokenize"}
+)
+_STATIC = "/playground/"  # holds no data; what it fetches needs the key
+_CLIENT_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_GONE = 499  # what the log says of a client that left before its answer was whole
+
+
+class AccessLog:
+    """Gives every request a number, and writes down how it ended."""
+
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        self._app, self._state = app, state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started, status, ended, gone = time.monotonic(), 0, False, False
+        request_id = secrets.token_hex(8)
+        notes = scope.setdefault("state", {})
+        notes["request_id"], notes["arrival"] = request_id, started
+        label = _read_label(scope)
+
+        async def tracked_send(message: Message) -> None:
+            nonlocal status, ended
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", (label or request_id).encode())]
+            elif not message.get("more_body", False):
+                ended = True
+            await send(message)
+
+        async def tracked_receive() -> Message:
+            nonlocal gone
+            message = await receive()
+            gone |= message["type"] == "http.disconnect" and not ended
+            return message
+
+        try:
+            await self._app(scope, tracked_receive, tracked_send)
+        except Exception as error:
+            if not status:  # else it is logged, and the client has an answer or sees that it is cut short
+                await to_api_error(error).to_response()(scope, receive, tracked_send)
+        finally:
+            seconds = time.monotonic() - started
+            route = getattr(scope.get("route"), "path", "other")
+            status = _GONE if gone else status or 500
+            self._state.metrics.observe_http(route, scope["method"], status, seconds)
+            if self._state.config.logs.access_log:
+                log_access(label or request_id, scope, status, seconds)
+
+
+class Guard:
+    """Lets in whoever has a key, as long as the body is JSON and bearable. Paths are compared as they came."""
+
+    def __init__(self, app: ASGIApp, state: ServerState, keys: Sequence[bytes]) -> None:
+        self._app, self._state, self._keys = app, state, keys
+        self._root = state.config.listen.root_path
+        self._hosts = frozenset(state.config.listen.allowed_hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        path = scope["path"].removeprefix(self._root)
+        try:
+            self._check(scope, path)
+            counted = self._state.count_stream() if path in _WORK_PATHS else contextlib.nullcontext()
+            with counted:
+                await self._app(scope, receive, send)
+        except ApiError as refusal:  # routes have handlers of their own
+            await refusal.to_response()(scope, receive, send)
+
+    def _check(self, scope: Scope, path: str) -> None:
+        headers = Headers(scope=scope)
+        if self._hosts and _strip_port(headers.get("host", "")) not in self._hosts:
+            raise ApiError(403, "The Host header names a host that this server does not answer to.")
+        if self._keys and path not in _OPEN_PATHS and not path.startswith(_STATIC):
+            scope["state"]["salt"] = self._find_key(headers.get("authorization", ""))
+        if path in _WORK_PATHS and not self._state.serves:
+            raise not_serving(self._state.phase)
+        if scope["method"] == "POST":
+            self._check_body(headers)
+
+    def _find_key(self, authorization: str) -> str:
+        """Returns what keeps the key's cached prefixes apart; every key is compared, whatever was found before."""
+        scheme, _, key = authorization.partition(" ")
+        digest = hash_key(key.strip()) if scheme.lower() == "bearer" else b""
+        found = [hmac.compare_digest(digest, known) for known in self._keys]
+        if not any(found):
+            message = "A valid API key is needed: send the header 'Authorization: Bearer KEY'."
+            raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        return digest.hex() if len(self._keys) > 1 else ""
+
+    def _check_body(self, headers: Headers) -> None:
+        if headers.get("content-encoding", "identity") != "identity":
+            raise ApiError(415, "Compressed bodies are not taken.", code="unsupported_content_encoding")
+        kind = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise ApiError(415, "The body must be application/json.", code="unsupported_media_type")
+        length = headers.get("content-length", "0")
+        limit = self._state.config.limits.max_body_bytes
+        if length.isdigit() and int(length[:20]) > limit:
+            raise too_large(limit)
+
+
+def too_large(limit: int) -> ApiError:
+    """The refusal of a body beyond the limit."""
+    return ApiError(413, f"The body is larger than {limit} bytes.", code="body_too_large")
+
+
+def hash_key(key: str) -> bytes:
+    """Returns what the server keeps of a key."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def read_keys(options: AccessOptions, environment: Sequence[str]) -> tuple[bytes, ...]:
+    """Returns the hashes of all keys that the options, their file and the environment give.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key is empty or too short to keep anyone out.
+    """
+    keys = [*options.api_key, *environment]
+    if options.api_key_file is not None:
+        try:
+            with open(options.api_key_file, encoding="utf-8") as file:
+                keys += [line.strip() for line in file if line.strip()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot be read: {error}", field="api_key_file", value=options.api_key_file) from error
+    for key in keys:
+        if len(key) < 8 or not key.isascii() or not key.isprintable() or " " in key:
+            message = "each needs at least 8 printable ASCII characters and no blanks"
+            raise ConfigError(message, field="api_key", value=None)
+    return tuple(dict.fromkeys(hash_key(key) for key in keys))
+
+
+def _strip_port(host: str) -> str:
+    name, colon, port = host.rpartition(":")
+    return name if colon and port.isdigit() else host
+
+
+def _read_label(scope: Scope) -> str | None:
+    """The client's own number for the request, if it is a sane one."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id" and _CLIENT_ID.fullmatch(text := value[:129].decode("latin-1")):
+            return text
+    return None

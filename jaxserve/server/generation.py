@@ -1,0 +1,154 @@
+"""Runs the engine's requests that one HTTP request stands for, and keeps their account."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+
+from jaxserve.request import Request, RequestOutput
+from jaxserve.server.errors import to_api_error
+from jaxserve.server.protocol.fields import EngineFields, PromptTokensDetails, Usage
+from jaxserve.server.state import Phase, ServerState, not_serving
+
+
+@dataclass(slots=True)
+class Account:
+    """Tokens of everything that one HTTP request runs."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+    def to_usage(self) -> Usage:
+        """Returns it as clients read it."""
+        total = self.prompt_tokens + self.completion_tokens
+        details = PromptTokensDetails(cached_tokens=self.cached_tokens)
+        return Usage(
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.completion_tokens,
+            total_tokens=total,
+            prompt_tokens_details=details,
+        )
+
+
+@dataclass(slots=True)
+class _Course:
+    """What is known of one of the engine's requests while it runs."""
+
+    position: int  # among the requests of the HTTP request
+    request: Request
+    last_time: dict[int, float] = field(default_factory=dict)  # of each completion's last chunk
+    num_tokens: dict[int, int] = field(default_factory=dict)  # of each completion
+
+
+class Generation:
+    """The engine's requests of one HTTP request, run together. Leaving `outputs` early aborts what still runs."""
+
+    def __init__(
+        self, state: ServerState, requests: Sequence[Request], http: HttpRequest, *, operation: str = "text_completion"
+    ) -> None:
+        self._state = state
+        self._requests = requests
+        self._http = http
+        self._operation = operation
+        self._courses = {request.request_id: _Course(at, request) for at, request in enumerate(requests)}
+        self._engine = state.engine
+        self.account = Account(prompt_tokens=sum(len(request.prompt_token_ids) for request in requests))
+
+    async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+        """Yields (position of the request, output) as they come.
+
+        Raises:
+            ApiError: the engine refused a request or failed on it; the others are aborted.
+        """
+        metrics, courses = self._state.metrics, self._courses
+        for request in self._requests:
+            metrics.start_request(request)
+        running = dict(courses)
+        try:
+            async for output in self._engine.stream(self._requests):
+                course = courses[output.request_id]
+                if output.finished:
+                    del running[output.request_id]
+                    self._finish(course, output)
+                else:
+                    self._observe(course, output)
+                if output.error is not None:
+                    raise output.error
+                if output.finished and output.outputs[-1].finish_reason == "abort":
+                    raise not_serving(Phase.DRAINING)
+                yield course.position, output
+        except GeneratorExit:
+            raise
+        except Exception as error:
+            refusal = to_api_error(error, self._state.retry_after())
+            if refusal.status == 429:
+                metrics.count("queue_full")
+            for _ in running:
+                metrics.end_request("error")
+            running.clear()
+            raise refusal from error
+        finally:
+            for _ in running:
+                metrics.end_request("abort")
+            notes = self._http.state  # for the access log
+            notes.prompt_tokens, notes.output_tokens = self.account.prompt_tokens, self.account.completion_tokens
+
+    def _observe(self, course: _Course, output: RequestOutput) -> None:
+        """Notes one chunk of a stream."""
+        now, completion = time.monotonic(), output.outputs[0]
+        count, index = len(completion.token_ids), completion.index
+        if not count:
+            return
+        self.account.completion_tokens += count
+        last = course.last_time.get(index)
+        if last is not None:
+            self._state.metrics.observe_gap(now - last, count)
+            course.num_tokens[index] += count
+        else:
+            num_prompt = len(output.prompt_token_ids) if not course.last_time else 0
+            self._state.metrics.observe_first_token(now - course.request.arrival_time, num_prompt, count)
+            course.num_tokens[index] = count
+        course.last_time[index] = now
+
+    def _finish(self, course: _Course, output: RequestOutput) -> None:
+        streamed = sum(course.num_tokens.values())
+        for completion in output.outputs:
+            self.account.completion_tokens += len(completion.token_ids)
+            before = course.num_tokens.get(completion.index, 0)
+            course.num_tokens[completion.index] = before + len(completion.token_ids)
+        self.account.cached_tokens += output.num_cached_tokens
+        params = course.request.params
+        self._state.metrics.finish_request(
+            output, params.max_tokens, params.n, num_tokens=list(course.num_tokens.values()), num_streamed=streamed
+        )
+        self._state.note_finish()
+        total = sum(course.num_tokens.values())
+        headers = self._http.headers
+        self._state.tracer.trace_request(course.request, output, total, operation=self._operation, headers=headers)
+
+
+def make_request_options(http: HttpRequest, body: EngineFields, state: ServerState) -> dict[str, Any]:
+    """Returns what `RequestFactory` takes beside prompt and parameters: its salt, priority and deadline."""
+    notes = http.state
+    limit = state.config.limits.request_timeout
+    seconds = min((each for each in (body.timeout, limit) if each is not None), default=None)
+    salt = f"{getattr(notes, 'salt', '')}{body.cache_salt or ''}"
+    return {
+        "cache_salt": salt,
+        "priority": body.priority,
+        "deadline": None if seconds is None else notes.arrival + seconds,
+    }
+
+
+def name_requests(requests: Sequence[Request], http: HttpRequest) -> list[Request]:
+    """Returns the requests under the HTTP request's own number, which nobody else can use, from its arrival on."""
+    notes = http.state
+    return [
+        replace(request, request_id=f"{notes.request_id}-{at}", arrival_time=notes.arrival)
+        for at, request in enumerate(requests)
+    ]

@@ -1,0 +1,221 @@
+"""`jaxserve serve`: listens at once, loads and compiles behind a closed door, serves, and drains."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import ssl
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+import uvicorn
+from starlette.types import ASGIApp
+
+from jaxserve.config import EngineConfig, read_api_keys
+from jaxserve.engine.async_engine import AsyncLLM
+from jaxserve.engine.stats import read_stats
+from jaxserve.errors import ConfigError, EngineStoppedError, JaxServeError
+from jaxserve.server.app import make_admin_app, make_app
+from jaxserve.server.gate import read_keys
+from jaxserve.server.http import make_protocol
+from jaxserve.server.logs import configure_logging
+from jaxserve.server.metrics import ServerMetrics
+from jaxserve.server.options import ServerConfig
+from jaxserve.server.state import Phase, ServerState
+from jaxserve.server.status_line import StatusLine
+from jaxserve.server.tracing import make_tracer
+
+_log = logging.getLogger(__name__)
+_SWITCH_INTERVAL = 0.001  # seconds: the engine's thread must not wait long for the event loop to let go of the GIL
+_CLOSING_TIME = 2  # seconds that connections get to close after the last answer
+_NO_KEY_HINT = "add --api-key, or --allow-no-key if whatever reaches the port may use it"
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, whose first signal drains and whose second ends."""
+
+    def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
+        super().__init__(config)
+        self._state = state
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining: asyncio.Task[None] | None = None
+        self.failure: JaxServeError | None = None  # why the process must end with an error
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listens, and begins to build the engine."""
+        await super().startup(sockets)
+        self._loop = asyncio.get_running_loop()
+        _log.info("listening on %s", self._address())
+        threading.Thread(target=self._build, name="jaxserve-start", daemon=True).start()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called by signals: the first one drains, the second ends at once."""
+        if self._state.phase is Phase.DRAINING or self._state.llm is None or self._loop is None:
+            self.should_exit = self.force_exit = True
+            return
+        self._state.phase = Phase.DRAINING
+        _log.info("%s: draining, for at most %g s", signal.Signals(sig).name, self._timeout)
+        self._loop.call_soon_threadsafe(self._start_draining)
+
+    def stop(self, failure: JaxServeError) -> None:
+        """Ends the process with an error; may be called from any thread."""
+        self._state.phase, self.failure = Phase.FAILED, failure
+        _log.critical("%s", failure)
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.call_later, 1.0, self._exit)  # after the last answers
+
+    def _address(self) -> str:
+        listen = self._state.config.listen
+        if listen.uds is not None:
+            return listen.uds
+        name = f"[{listen.host}]" if ":" in listen.host else listen.host
+        port = self.servers[0].sockets[0].getsockname()[1]
+        return f"{'https' if listen.ssl_certfile else 'http'}://{name}:{port}{listen.root_path}"
+
+    @property
+    def _timeout(self) -> float:
+        return self._state.config.serving.shutdown_timeout
+
+    def _exit(self) -> None:
+        self.should_exit = True
+
+    def _start_draining(self) -> None:
+        self._draining = asyncio.ensure_future(self._drain())
+
+    async def _drain(self) -> None:
+        """Waits for the running requests; those that take too long get an error and end."""
+        deadline = asyncio.get_running_loop().time() + self._timeout
+        while self._state.num_streams and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.02)
+        if self._state.num_streams and self._state.llm is not None:
+            _log.warning("%d requests are aborted: the time to drain is over", self._state.num_streams)
+            await asyncio.to_thread(self._state.llm.shutdown)
+            await asyncio.sleep(0.2)
+        self.should_exit = True
+
+    def _build(self) -> None:
+        """Runs on a thread of its own: the event loop answers /health meanwhile."""
+        state = self._state
+        try:
+            llm = AsyncLLM.from_config(state.engine_config, progress=state.show_progress, on_stop=self.stop)
+        except JaxServeError as error:
+            self.stop(error)
+            return
+        except Exception as error:
+            _log.critical("the engine could not be built", exc_info=error)
+            self.stop(EngineStoppedError(f"the engine could not be built: {error!r}"))
+            return
+        state.open(llm)
+        _log.info("ready: %s", ", ".join(state.names))
+
+
+def make_state(engine: EngineConfig, config: ServerConfig) -> ServerState:
+    """Returns the state of a server that has not begun to start.
+
+    Raises:
+        ConfigError: a file that the options name cannot be read, or a parser's name is unknown.
+    """
+    from jaxserve.server.tools import REASONING_PARSERS, TOOL_PARSERS
+
+    serving = config.serving
+    name = (serving.served_model_name or (engine.model.model,))[0]
+    metrics = ServerMetrics(name, prefix=config.logs.metrics_prefix)
+    tracer = make_tracer(config.logs.otlp_traces_endpoint, "jaxserve")
+    state = ServerState(config, engine, metrics, tracer, template_variables=serving.template_variables())
+    if serving.chat_template is not None:
+        try:
+            state.chat_template = Path(serving.chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            message = f"cannot be read: {error}"
+            raise ConfigError(message, field="chat_template", value=serving.chat_template) from error
+    for field, value, known in (
+        ("tool_call_parser", serving.tool_call_parser, ("auto", "none", *TOOL_PARSERS)),
+        ("reasoning_parser", serving.reasoning_parser, (None, *REASONING_PARSERS)),
+    ):
+        if value not in known:
+            names = ", ".join(str(each) for each in known if each is not None)
+            raise ConfigError(f"must be one of {names}, got {value!r}", field=field, value=value)
+    return state
+
+
+def serve(engine: EngineConfig, config: ServerConfig) -> None:
+    """Serves until a signal comes.
+
+    Raises:
+        ConfigError: the options do not fit together.
+        JaxServeError: the engine could not be built, or failed.
+    """
+    configure_logging(config.logs.log_level, json=config.logs.log_format == "json")
+    state = make_state(engine, config)
+    keys = read_keys(config.access, read_api_keys())
+    if not keys and not config.is_local and not config.access.allow_no_key:
+        message = f"{config.listen.host!r} is open to other machines and no key guards it; {_NO_KEY_HINT}"
+        raise ConfigError(message, field="host", value=config.listen.host)
+    server = Server(_configure(config, make_app(state, keys)), state)
+    sys.setswitchinterval(_SWITCH_INTERVAL)
+    asyncio.run(_run(server, state), loop_factory=server.config.get_loop_factory())
+    if state.llm is not None and server.failure is None:
+        state.llm.shutdown()
+    if server.failure is not None:
+        raise server.failure
+
+
+async def _run(server: Server, state: ServerState) -> None:
+    listen = state.config.listen
+    tasks = [asyncio.ensure_future(_report_status(state))]
+    if listen.admin_port is not None:
+        options = uvicorn.Config(make_admin_app(state), port=listen.admin_port, lifespan="off", log_config=None)
+        tasks.append(asyncio.ensure_future(QuietServer(options).serve()))
+    try:
+        await server.serve()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks, timeout=_CLOSING_TIME)
+
+
+def _configure(config: ServerConfig, app: ASGIApp) -> uvicorn.Config:
+    listen, limits = config.listen, config.limits
+    return uvicorn.Config(
+        app,
+        host=listen.host,
+        port=listen.port,
+        uds=listen.uds,
+        ssl_keyfile=listen.ssl_keyfile,
+        ssl_certfile=listen.ssl_certfile,
+        ssl_ca_certs=listen.ssl_ca_certs,
+        ssl_cert_reqs=ssl.CERT_REQUIRED if listen.ssl_ca_certs is not None else ssl.CERT_NONE,
+        root_path=listen.root_path,
+        http=make_protocol(limits.max_header_bytes, limits.body_timeout),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        limit_concurrency=limits.max_connections,
+        timeout_keep_alive=max(1, round(limits.keep_alive_timeout)),
+        timeout_graceful_shutdown=_CLOSING_TIME,
+    )
+
+
+async def _report_status(state: ServerState) -> None:
+    """Logs what the engine does, from its first request on."""
+    while state.llm is None:
+        await asyncio.sleep(0.2)
+    engine = state.llm.ready.engine
+    rows, interval = engine.scheduler.limits.max_num_seqs, state.config.logs.status_interval
+    await StatusLine(state.metrics, lambda: read_stats(engine), max_rows=rows, interval=interval).run()
+
+
+class QuietServer(uvicorn.Server):
+    """A second server of the same process, which leaves the signals to the first."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Captures none."""
+        yield

@@ -1,0 +1,111 @@
+"""Log-probabilities as OpenAI's clients read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxserve.errors import TokenizerError
+from jaxserve.request import Logprob, TokenLogprobs
+from jaxserve.tokenizers import Tokenizer
+
+_LEAST = -9999.0  # stands for minus infinity, which JSON cannot say
+
+
+class TokenTexts:
+    """What each token is, as text and as bytes: a character may be spread over several tokens."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._bytes: Sequence[bytes] | None = None
+
+    def find_bytes(self, token_id: int, text: str) -> list[int]:
+        """Returns the token's own bytes, also where they are no whole character."""
+        if self._bytes is None:
+            try:
+                self._bytes = self._tokenizer.list_token_bytes() if self._tokenizer is not None else ()
+            except TokenizerError:
+                self._bytes = ()
+        return list(self._bytes[token_id] if token_id < len(self._bytes) else text.encode("utf-8", "replace"))
+
+    def to_chat(self, token_ids: Sequence[int], found: Sequence[TokenLogprobs], count: int) -> list[dict[str, Any]]:
+        """Returns `choices[].logprobs.content`: each token with its `count` likeliest alternatives."""
+        return [
+            {
+                **self._describe(token_id, entries[token_id]),
+                "top_logprobs": [self._describe(other, entries[other]) for other in _list_likeliest(entries, count)],
+            }
+            for token_id, entries in zip(token_ids, found, strict=True)
+        ]
+
+    def _describe(self, token_id: int, logprob: Logprob) -> dict[str, Any]:
+        text = _name(token_id, logprob)
+        return {"token": text, "logprob": _bound(logprob.logprob), "bytes": self.find_bytes(token_id, text)}
+
+
+def to_completion(
+    token_ids: Sequence[int],
+    found: Sequence[TokenLogprobs | None],
+    count: int,
+    offset: int,
+    first: str = "",
+    hidden: frozenset[int] = frozenset(),
+) -> dict[str, Any]:
+    """Returns `choices[].logprobs` of a completion.
+
+    Args:
+        found: of each token; None for the first of a prompt.
+        offset: characters in front of the first token.
+        first: text of the first token, where it has no entry.
+        hidden: ids of tokens that the text does not show.
+    """
+    tokens: list[str] = []
+    values: list[float | None] = []
+    tops: list[dict[str, float] | None] = []
+    offsets: list[int] = []
+    for token_id, entries in zip(token_ids, found, strict=True):
+        offsets.append(offset)
+        if entries is None:
+            name, value, top = first, None, None
+        else:
+            name, value = _name(token_id, entries[token_id]), _bound(entries[token_id].logprob)
+            top = {_name(o, entries[o]): _bound(entries[o].logprob) for o in _list_likeliest(entries, count)}
+        tokens.append(name)
+        values.append(value)
+        tops.append(top)
+        offset += 0 if token_id in hidden else len(name)
+    return {
+        "text_offset": offsets,
+        "token_logprobs": values,
+        "tokens": tokens,
+        "top_logprobs": tops if count else None,
+    }
+
+
+def to_prompt_logprobs(found: Sequence[TokenLogprobs | None] | None) -> list[dict[str, Any] | None] | None:
+    """Returns vLLM's `prompt_logprobs`: one mapping from token id to its entry per token of the prompt."""
+    if found is None:
+        return None
+    return [
+        None
+        if entries is None
+        else {
+            str(token_id): {"logprob": _bound(e.logprob), "rank": e.rank, "decoded_token": e.decoded_token}
+            for token_id, e in entries.items()
+        }
+        for entries in found
+    ]
+
+
+def _list_likeliest(entries: TokenLogprobs, count: int) -> list[int]:
+    """The ids of the `count` likeliest tokens; the chosen one comes first in `entries` whatever its rank is."""
+    ranked = sorted(entries, key=lambda token_id: entries[token_id].rank or 0)
+    return ranked[:count]
+
+
+def _name(token_id: int, logprob: Logprob) -> str:
+    return logprob.decoded_token if logprob.decoded_token is not None else f"token_id:{token_id}"
+
+
+def _bound(value: float) -> float:
+    return max(value, _LEAST)

@@ -1,0 +1,229 @@
+"""The log: one line for each event, for people or as JSON; never a prompt, an answer or a key.
+
+Lines are written by a thread of their own: a terminal that is held, or a pipe that nobody reads, must not stop the
+event loop. When too many wait they are dropped and counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json as jsonlib
+import logging
+import math
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from typing import Any, TextIO
+
+from jaxserve.errors import CapacityError, ConfigError, TokenizerError, WeightsError
+
+_MAX_WAITING = 10_000  # lines
+_MAX_MESSAGE = 8192  # characters
+_MAX_CLIENT_TEXT = 200  # characters of what a client made up: paths, ids
+_FLUSH_SECONDS = 2.0
+_OURS = "jaxserve"
+_LIBRARIES = ("asyncio", "uvicorn", "opentelemetry")  # whose warnings belong in the same log
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_COLOURS = {logging.DEBUG: "2", logging.WARNING: "33", logging.ERROR: "31", logging.CRITICAL: "1;31"}
+_QUIET_PATHS = ("/health", "/health/live", "/health/ready", "/ping", "/metrics")  # asked every few seconds by machines
+_WITHHELD = "(message withheld: it may repeat what a client sent)"
+_SAFE_ERRORS = (ConfigError, WeightsError, TokenizerError, CapacityError)  # ValueErrors about what the operator gave
+
+_CONTROLS = (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A), 0xFEFF)
+_ESCAPES = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _CONTROLS}
+_ESCAPES |= {code: f"\\u{code:04x}" for code in range(0xD800, 0xE000)}  # halves of characters, which no file takes
+_ESCAPES |= {ord("\n"): "\\n", ord("\r"): "\\r", ord("\t"): "\\t"}
+
+_access = logging.getLogger("jaxserve.access")
+
+
+def configure_logging(level: str, json: bool = False, stream: TextIO | None = None) -> LogWriter:
+    """Sends the log to a stream (standard error), in place of what an earlier call set up.
+
+    Returns the handler; its `flush` waits until all lines are written, as `logging.shutdown` does at exit.
+    """
+    stream = stream or sys.stderr
+    handler = LogWriter(stream)
+    handler.setFormatter(JsonFormatter() if json else TextFormatter(colour=stream.isatty()))
+    number = logging.getLevelNamesMapping()[level.upper()]
+    replaced = set()
+    for name in (_OURS, *_LIBRARIES):
+        logger = logging.getLogger(name)
+        for old in [h for h in logger.handlers if isinstance(h, LogWriter)]:
+            logger.removeHandler(old)
+            replaced.add(old)
+        logger.addHandler(handler)
+        logger.propagate = False
+        logger.setLevel(number if name == _OURS else max(number, logging.WARNING))
+    for old in replaced:
+        old.close()
+    return handler
+
+
+def log_access(request_id: str, scope: Mapping[str, Any], status: int, seconds: float) -> None:
+    """Logs a finished HTTP request; status 499: the client left before the answer's end.
+
+    Probes that went well are logged at level debug only. Tokens are in the line when a route has left
+    `prompt_tokens` and `output_tokens` in the scope's state.
+    """
+    path = scope["path"]  # without the query, which could carry a key
+    level = logging.DEBUG if status < 400 and path in _QUIET_PATHS else logging.INFO
+    if not _access.isEnabledFor(level):
+        return
+    notes, client = scope.get("state", {}), scope.get("client")
+    fields = {
+        "request_id": request_id[:_MAX_CLIENT_TEXT],
+        "client": client[0] if client else "local",  # nobody's address on a Unix socket
+        "method": scope["method"][:20],
+        "path": path[:_MAX_CLIENT_TEXT],
+        "status": status,
+        "seconds": round(seconds, 6),
+        "prompt_tokens": notes.get("prompt_tokens"),
+        "output_tokens": notes.get("output_tokens"),
+    }
+    fields = {name: value for name, value in fields.items() if value is not None}
+    tokens = f"  {fields['prompt_tokens']}+{fields.get('output_tokens', 0)} tokens" if "prompt_tokens" in fields else ""
+    text = f"{status} {fields['method']} {fields['path']}  {seconds:.3f} s{tokens}  {fields['client']}"
+    _access.log(level, "%s  %s", text, fields["request_id"], extra=fields)
+
+
+class LogWriter(logging.Handler):
+    """Hands lines to a thread that writes them."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self.dropped = 0
+        self._closed = False
+        self._stream = stream
+        self._lines: queue.Queue[str | threading.Event | None] = queue.Queue(_MAX_WAITING)
+        self._thread = threading.Thread(target=self._write_lines, name="jaxserve-log", daemon=True)
+        self._thread.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Formats the record here, as its arguments may change later."""
+        try:
+            self._lines.put_nowait(self.format(record) + "\n")
+        except queue.Full:
+            self.dropped += 1
+        except Exception:
+            self.handleError(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Counts a record that cannot be formatted; logging's own way would print its arguments, whatever they hold."""
+        self.dropped += 1
+
+    def flush(self) -> None:
+        """Waits until what was logged so far is written, but not for ever."""
+        if self._closed or threading.current_thread() is self._thread:
+            return
+        done = threading.Event()
+        try:
+            self._lines.put(done, timeout=_FLUSH_SECONDS)
+        except queue.Full:
+            return
+        done.wait(_FLUSH_SECONDS)
+
+    def close(self) -> None:
+        """Writes what is left and ends the thread. Calling it again does nothing."""
+        self.flush()
+        self._closed = True
+        with contextlib.suppress(queue.Full):
+            self._lines.put_nowait(None)
+        super().close()
+
+    def _write_lines(self) -> None:
+        while (line := self._lines.get()) is not None:
+            if isinstance(line, threading.Event):
+                line.set()
+                continue
+            try:
+                self._stream.write(line)
+                self._stream.flush()
+            except (OSError, ValueError):  # a full disk, a closed pipe: the server goes on
+                self.dropped += 1
+
+
+class TextFormatter(logging.Formatter):
+    """Lines for people: time, level, room of the house, message. Lines of a traceback follow indented."""
+
+    def __init__(self, colour: bool) -> None:
+        super().__init__()
+        self._colour = colour
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Returns the line, without its end."""
+        when = time.strftime("%m-%d %H:%M:%S", time.localtime(record.created))
+        room = record.name.removeprefix(_OURS + ".").removeprefix("server.")
+        line = f"{when} {record.levelname:<8}{escape(room):<14} {_read_message(record)}"
+        if self._colour and record.levelno in _COLOURS:
+            line = f"\x1b[{_COLOURS[record.levelno]}m{line}\x1b[0m"
+        return "\n    | ".join([line, *_read_traceback(record)])
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line, with the fields that the message came with."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Returns the line, without its end."""
+        fields: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": escape(record.name),
+            "message": _read_message(record),
+        }
+        if trace := _read_traceback(record):
+            fields["exception"] = "\n".join(trace)
+        fields |= {escape(k): _plain(v) for k, v in vars(record).items() if k not in _STANDARD and k not in fields}
+        return jsonlib.dumps(fields, allow_nan=False)
+
+
+def escape(text: str) -> str:
+    """Returns the text without characters that could end a line, colour it, reorder it, or not be written at all."""
+    return text.translate(_ESCAPES)
+
+
+def _read_message(record: logging.LogRecord) -> str:
+    message = record.getMessage().rstrip("\n")
+    if record.name == "asyncio":  # below the first line it prints futures, with results and exceptions in full
+        message = message.partition("\n")[0]
+    if len(message) > _MAX_MESSAGE:
+        message = message[:_MAX_MESSAGE] + f"... ({len(message)} characters)"
+    return escape(message)
+
+
+def _plain(value: object) -> object:
+    if value is None or isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    return escape(str(value)[:_MAX_MESSAGE])
+
+
+def _read_traceback(record: logging.LogRecord) -> list[str]:
+    """Returns the lines of the record's exception and of those that led to it, escaped."""
+    error = record.exc_info[1] if record.exc_info else None
+    return [] if error is None else [escape(line) for line in _list_trace(error, set())]
+
+
+def _list_trace(error: BaseException, seen: set[int]) -> Iterator[str]:
+    """Yields an exception, its frames, then its causes and members."""
+    seen.add(id(error))
+    yield f"{type(error).__qualname__}: {_describe(error)}"
+    for entry in traceback.format_tb(error.__traceback__):
+        yield from entry.rstrip("\n").split("\n")
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    members = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    for word, other in (("caused by ", cause), *(("with ", member) for member in members)):
+        if other is not None and id(other) not in seen and len(seen) < 20:
+            lines = _list_trace(other, seen)
+            yield word + next(lines)
+            yield from lines
+
+
+def _describe(error: BaseException) -> str:
+    """Returns an exception's message, unless its kind is made to quote input, as pydantic's and our own are."""
+    if isinstance(error, ValueError | LookupError) and not isinstance(error, _SAFE_ERRORS):
+        return _WITHHELD
+    return str(error)[:_MAX_MESSAGE]

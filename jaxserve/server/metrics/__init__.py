@@ -1,0 +1,6 @@
+"""What the server counts and measures, and how Prometheus reads it."""
+
+from jaxserve.server.metrics.histogram import Histogram, RecentHistogram
+from jaxserve.server.metrics.recorder import EVENTS, STATES, Event, ServerMetrics
+
+__all__ = ["EVENTS", "STATES", "Event", "Histogram", "RecentHistogram", "ServerMetrics"]

@@ -1,0 +1,89 @@
+"""Counting values by bounds, at a cost that the path of each streamed token can bear."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+
+WINDOW_SECONDS = 30.0  # percentiles are of the last one to two windows
+
+
+class Histogram:
+    """How many values fell below which bound, and their sum. One thread writes; there is no lock."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)  # ascending and finite; one more bucket holds what is above the last
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        """Counts one value; a bound itself belongs to the bucket that it closes."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+
+class RecentHistogram(Histogram):
+    """A histogram that also tells what came in the last 30 to 60 seconds."""
+
+    __slots__ = ("_begins", "_clock", "_current", "_previous", "_turns_at")
+
+    def __init__(self, bounds: Sequence[float], clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(bounds)
+        self._clock = clock
+        self._previous = self._current = list(self.counts)  # the counts when each window began
+        self._begins = clock()  # of the window before the present one
+        self._turns_at = self._begins + WINDOW_SECONDS
+
+    def observe(self, value: float) -> None:
+        """Counts one value, in the present window too."""
+        if self._clock() >= self._turns_at:
+            self._turn()
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def find_quantiles(self, *quantiles: float) -> list[float | None]:
+        """Returns quantiles of the recent values, interpolated within buckets; None when nothing came."""
+        recent = self._count_recent()
+        return [interpolate(self.bounds, recent, quantile) for quantile in quantiles]
+
+    def find_rate(self) -> float:
+        """Returns how many values came per second, of late."""
+        recent = sum(self._count_recent())
+        return recent / max(self._clock() - self._begins, 1.0)
+
+    def _count_recent(self) -> list[int]:
+        if self._clock() >= self._turns_at:
+            self._turn()
+        return [now - before for now, before in zip(self.counts, self._previous, strict=True)]
+
+    def _turn(self) -> None:
+        """Begins a window. After a pause longer than one, the past is forgotten altogether."""
+        now = self._clock()
+        counts = list(self.counts)
+        if now < self._turns_at + WINDOW_SECONDS:
+            self._previous, self._begins = self._current, self._turns_at - WINDOW_SECONDS
+        else:
+            self._previous, self._begins = counts, now
+        self._current = counts
+        self._turns_at = now + WINDOW_SECONDS
+
+
+def interpolate(bounds: Sequence[float], counts: Sequence[int], quantile: float) -> float | None:
+    """Returns the value below which that share of the counted values lies, or None when there are none.
+
+    Values are taken to lie evenly between 0 or the bound before and the bound; what is above the last bound counts as
+    that bound.
+    """
+    total = sum(counts)
+    if not total:
+        return None
+    wanted, below, lower = quantile * total, 0, 0.0
+    for upper, count in zip(bounds, counts, strict=False):
+        if count and below + count >= wanted:
+            return lower + (upper - lower) * (wanted - below) / count
+        below += count
+        lower = upper
+    return lower

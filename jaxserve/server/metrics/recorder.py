@@ -1,0 +1,219 @@
+"""What the event loop notes while it serves."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from jaxserve.errors import ConfigError, NonFiniteLogitsError
+from jaxserve.request import FinishReason, Request, RequestMetrics, RequestOutput
+from jaxserve.server.metrics.histogram import Histogram, RecentHistogram
+
+if TYPE_CHECKING:
+    from jaxserve.engine.stats import EngineStats
+
+Event = Literal["queue_full", "client_disconnects", "slow_readers", "non_finite_logits"]
+EVENTS: tuple[Event, ...] = ("queue_full", "client_disconnects", "slow_readers", "non_finite_logits")
+STATES = ("starting", "warming", "ready", "draining", "failed")
+
+_MAX_HANDLERS = 64  # of label `handler`; routes are fewer, and a mistake must not fill the memory
+_METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
+_OTHER = "other"
+# What a request counts as when any of its completions ended so, the worst first.
+_BROKEN_OFF = (FinishReason.ERROR.value, FinishReason.ABORT.value, FinishReason.TIMEOUT.value)
+
+_GAPS = (
+    *(0.0005, 0.001, 0.002, 0.003, 0.004, 0.005, 0.0065, 0.008, 0.01, 0.0125, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05),
+    *(0.065, 0.08, 0.1, 0.125, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0),
+)
+_FIRST_TOKEN = (
+    *(0.001, 0.002, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.065, 0.08, 0.1, 0.15, 0.2, 0.25, 0.35, 0.5),
+    *(0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
+)
+_DURATIONS = (
+    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0),
+    *(60.0, 120.0, 240.0, 480.0, 960.0, 1920.0),
+)
+_HTTP_DURATIONS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 600.0)
+_TOKENS = tuple(step * 10**power for power in range(6) for step in (1, 2, 5))
+_COMPLETIONS = (1, 2, 5, 10, 20, 50, 100)
+
+
+class ServerMetrics:
+    """Counts and measures what one server does. Only its event loop calls it.
+
+    Times of a request are those of requests that ended by themselves (stop, length): one that a client left or that
+    failed says nothing about how fast answers come.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        *,
+        prefix: str = "jaxserve",
+        cache_config: Mapping[str, object] | None = None,
+        states: Sequence[str] = STATES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Starts with everything at zero.
+
+        Args:
+            prefix: of all names but those of the HTTP layer; "vllm" lets dashboards made for vLLM work.
+            cache_config: labels of `cache_config_info`; may be assigned later, when the engine is ready.
+            states: every value that `render` is called with, in the order of a server's life.
+        """
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", prefix):
+            raise ConfigError("must be letters, digits and _", field="metrics_prefix", value=prefix)
+        self.model_name = model_name
+        self.prefix = prefix
+        self.cache_config = dict(cache_config or {})
+        self.states = tuple(states)
+        self.num_requests = 0
+        self.prompt_tokens = 0
+        self.generation_tokens = 0
+        self.finished = {reason.value: 0 for reason in FinishReason}
+        self._ends = RecentHistogram((), clock)
+        self.events: dict[str, int] = dict.fromkeys(EVENTS, 0)
+        self.http_requests: dict[tuple[str, str, str], int] = {}
+        self.http_seconds: dict[tuple[str, str], Histogram] = {}
+        self._handlers: set[str] = set()
+        self.first_token_seconds = RecentHistogram(_FIRST_TOKEN, clock)
+        self.gap_seconds = RecentHistogram(_GAPS, clock)
+        self.seconds_per_token = Histogram(_GAPS)
+        self.request_seconds = Histogram(_DURATIONS)
+        self.queue_seconds = Histogram(_DURATIONS)
+        self.prefill_seconds = Histogram(_DURATIONS)
+        self.decode_seconds = Histogram(_DURATIONS)
+        self.inference_seconds = Histogram(_DURATIONS)
+        self.request_prompt_tokens = Histogram(_TOKENS)
+        self.request_generation_tokens = Histogram(_TOKENS)
+        self.longest_generation_tokens = Histogram(_TOKENS)
+        self.asked_completions = Histogram(_COMPLETIONS)
+        self.asked_tokens = Histogram(_TOKENS)
+
+    def start_request(self, request: Request) -> None:
+        """Notes that the engine took a request. `finish_request` or `end_request` must follow, once."""
+        self.num_requests += 1
+        self.request_prompt_tokens.observe(len(request.prompt_token_ids))
+
+    def observe_first_token(self, seconds: float, num_prompt_tokens: int, num_tokens: int = 1) -> None:
+        """Notes the first chunk of a stream: the seconds since the request arrived, and how many tokens it has."""
+        self.first_token_seconds.observe(seconds)
+        self.prompt_tokens += num_prompt_tokens
+        self.generation_tokens += num_tokens
+
+    def observe_gap(self, seconds: float, num_tokens: int = 1) -> None:
+        """Notes a later chunk of a stream: the seconds since the one before, and how many tokens it has."""
+        self.gap_seconds.observe(seconds)
+        self.generation_tokens += num_tokens
+
+    def finish_request(
+        self,
+        output: RequestOutput,
+        max_tokens: int | None,
+        n: int,
+        *,
+        num_tokens: Sequence[int] | None = None,
+        num_streamed: int = 0,
+    ) -> None:
+        """Notes the last output of a request.
+
+        Args:
+            max_tokens: what the request may have at most for each completion.
+            n: how many completions it asked for.
+            num_tokens: of each completion; None: the output has all of them, so its kind is not DELTA.
+            num_streamed: how many of its tokens `observe_first_token` and `observe_gap` were told of. 0: it was not
+                streamed, and the time of its first token is taken from the output.
+        """
+        counts = [len(c.token_ids) for c in output.outputs] if num_tokens is None else list(num_tokens)
+        times = output.metrics
+        if not num_streamed and times is not None and times.first_token_time is not None:
+            self.first_token_seconds.observe(times.first_token_time - times.arrival_time)
+            self.prompt_tokens += len(output.prompt_token_ids)
+        self.generation_tokens += sum(counts) - num_streamed
+        reason = find_reason(output)
+        self.end_request(reason)
+        if isinstance(output.error, NonFiniteLogitsError):
+            self.count("non_finite_logits")
+        self.asked_completions.observe(n)
+        if max_tokens is not None:
+            self.asked_tokens.observe(max_tokens)
+        self.request_generation_tokens.observe(sum(counts))
+        self.longest_generation_tokens.observe(max(counts, default=0))
+        if times is not None and reason not in _BROKEN_OFF:
+            self._observe_times(times, max(counts, default=0))
+
+    def end_request(self, reason: str) -> None:
+        """Notes that a request ended without a last output: "abort" when its client left, "error" when it broke."""
+        self.finished[reason] += 1
+        self._ends.observe(0.0)
+
+    def finished_per_second(self) -> float:
+        """Returns how many requests ended per second in the last half minute or more."""
+        return self._ends.find_rate()
+
+    def observe_http(self, handler: str | None, method: str, status: int, seconds: float) -> None:
+        """Notes an answered HTTP request; `handler` is the template of its route, None when it met none."""
+        if handler is None or (handler not in self._handlers and len(self._handlers) >= _MAX_HANDLERS):
+            handler = _OTHER
+        else:
+            self._handlers.add(handler)
+        if method not in _METHODS:
+            method = _OTHER
+        key = (handler, method, str(status) if 100 <= status < 600 else _OTHER)
+        self.http_requests[key] = self.http_requests.get(key, 0) + 1
+        if key[:2] not in self.http_seconds:
+            self.http_seconds[key[:2]] = Histogram(_HTTP_DURATIONS)
+        self.http_seconds[key[:2]].observe(seconds)
+
+    def count(self, event: Event) -> None:
+        """Notes one of the rare events."""
+        self.events[event] += 1
+
+    def latency_snapshot(self) -> dict[str, dict[str, float | None]]:
+        """Returns percentiles of the last half minute or more in milliseconds; None where nothing came."""
+        named = {"ttft_ms": self.first_token_seconds, "itl_ms": self.gap_seconds}
+        return {name: _find_milliseconds(histogram) for name, histogram in named.items()}
+
+    def render(self, accept: str | None, stats: EngineStats | None, state: str) -> tuple[bytes, str]:
+        """Returns everything in the format that an Accept header asks for, and its content type.
+
+        Without `stats` (the engine is still starting) the engine's own are left out.
+        """
+        from jaxserve.server.metrics.exposition import render
+
+        return render(self, accept, stats, state)
+
+    def _observe_times(self, times: RequestMetrics, num_tokens: int) -> None:
+        arrival, scheduled = times.arrival_time, times.first_scheduled_time
+        first, last = times.first_token_time, times.finished_time
+        if last is None:
+            return
+        self.request_seconds.observe(last - arrival)
+        if scheduled is not None:
+            self.queue_seconds.observe(scheduled - arrival)
+            self.inference_seconds.observe(last - scheduled)
+        if first is not None:
+            self.decode_seconds.observe(last - first)
+            if scheduled is not None:
+                self.prefill_seconds.observe(first - scheduled)
+            if num_tokens > 1:
+                self.seconds_per_token.observe((last - first) / (num_tokens - 1))
+
+
+def find_reason(output: RequestOutput) -> str:
+    """Returns one finish reason for a request: what broke off any completion, else "length" before "stop"."""
+    reasons = {completion.finish_reason for completion in output.outputs}
+    for reason in _BROKEN_OFF:
+        if reason in reasons:
+            return reason
+    if output.error is not None:
+        return FinishReason.ERROR.value
+    return (FinishReason.LENGTH if FinishReason.LENGTH.value in reasons else FinishReason.STOP).value
+
+
+def _find_milliseconds(histogram: RecentHistogram) -> dict[str, float | None]:
+    p50, p99 = (None if s is None else s * 1000 for s in histogram.find_quantiles(0.5, 0.99))
+    return {"p50": p50, "p99": p99}

@@ -1,0 +1,159 @@
+"""The options of `jaxserve serve` beside the engine's: where it listens, whom it lets in, what it bears and shows."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxserve.errors import ConfigError, shorten
+from jaxserve.options import build_config, check_at_least, check_choices, option
+from jaxserve.sampling_params import MAX_COMPLETIONS
+
+_LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True, slots=True)
+class ListenOptions:
+    """Where the server listens."""
+
+    host: str = option("127.0.0.1", "address to listen on; others than this machine's own need an API key")
+    port: int = option(8000, "port to listen on; 0: any free one")
+    uds: str | None = option(None, "listen on this Unix socket instead")
+    admin_port: int | None = option(None, "port of 127.0.0.1 for /start_profile and /stop_profile; default: none")
+    ssl_keyfile: str | None = option(None, "private key (PEM) for TLS")
+    ssl_certfile: str | None = option(None, "certificate (PEM) for TLS")
+    ssl_ca_certs: str | None = option(None, "certificates (PEM) that clients' own must be signed by")
+    root_path: str = option("", "path under which a proxy publishes the server")
+    allowed_hosts: tuple[str, ...] = option((), "Host headers to answer to; default: any")
+
+    def __post_init__(self) -> None:
+        check_at_least(self, port=0, admin_port=1)
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            raise ConfigError("TLS needs ssl_keyfile and ssl_certfile", field="ssl_certfile", value=self.ssl_certfile)
+
+
+@dataclass(frozen=True, slots=True)
+class AccessOptions:
+    """Who may use it."""
+
+    api_key: tuple[str, ...] = option((), "a key that clients must send; repeatable; also JAXSERVE_API_KEY=key,key")
+    api_key_file: str | None = option(None, "file with one key a line")
+    allow_no_key: bool = option(False, "listen on a public address without any key")
+    allowed_origins: tuple[str, ...] = option((), "web origins that may call from a browser (CORS); default: none")
+    allowed_methods: tuple[str, ...] = option(("GET", "POST"), "methods that those origins may use")
+    allowed_headers: tuple[str, ...] = option(("Authorization", "Content-Type"), "headers that those origins may send")
+
+
+@dataclass(frozen=True, slots=True)
+class LimitOptions:
+    """What it bears. What is beyond is refused at once, by name."""
+
+    max_body_bytes: int = option(32 * 2**20, "bytes of a request's body")
+    max_header_bytes: int = option(16 * 2**10, "bytes of a request's head", "h11_max_incomplete_event_size")
+    max_connections: int = option(4096, "connections at once")
+    max_streams: int = option(2048, "requests being answered at once; more get 429")
+    max_prompts: int = option(1024, "prompts of one completion or embedding request")
+    max_n: int = option(MAX_COMPLETIONS, "completions of one prompt")
+    request_timeout: float | None = option(None, "seconds after which a request is ended, whatever it asked for")
+    body_timeout: float = option(60.0, "seconds for a request's head and for its body to arrive")
+    slow_reader_timeout: float = option(60.0, "seconds that a client may leave a stream unread")
+    keep_alive_timeout: float = option(5.0, "seconds that an idle connection stays open")
+    template_timeout: float = option(30.0, "seconds for templates, tokenizing and grammars of one request")
+
+    def __post_init__(self) -> None:
+        check_at_least(self, max_body_bytes=1, max_header_bytes=1024, max_connections=1, max_streams=1)
+        check_at_least(self, max_prompts=1, max_n=1)
+        if self.max_n > MAX_COMPLETIONS:
+            raise ConfigError(f"at most {MAX_COMPLETIONS}, got {self.max_n}", field="max_n", value=self.max_n)
+        for name in (
+            "request_timeout",
+            "body_timeout",
+            "slow_reader_timeout",
+            "keep_alive_timeout",
+            "template_timeout",
+        ):
+            _require_seconds(name, getattr(self, name))
+
+
+@dataclass(frozen=True, slots=True)
+class ServingOptions:
+    """How it serves the model."""
+
+    served_model_name: tuple[str, ...] = option((), "the model's name for clients; repeatable; default: its own")
+    chat_template: str | None = option(None, "file with the Jinja template to take in place of the tokenizer's own")
+    allow_request_chat_template: bool = option(False, "let requests bring a template of their own")
+    default_chat_template_kwargs: str | None = option(None, "variables of the template, as a JSON object")
+    enable_auto_tool_choice: bool = option(True, "let the model call tools when the request leaves the choice to it")
+    tool_call_parser: str = option("auto", "how the model writes tool calls; auto: as its template does; none")
+    reasoning_parser: str | None = option(None, "how the model writes its reasoning: deepseek_r1, qwen3")
+    enable_force_include_usage: bool = option(False, "end every stream with its usage")
+    serve_while_warming: bool = option(False, "answer, with fewer programs, while the others are still compiled")
+    shutdown_timeout: float = option(30.0, "seconds for running requests to end after SIGTERM")
+    watchdog_timeout: float = option(60.0, "seconds without a step, while there is work, until /health fails")
+
+    def __post_init__(self) -> None:
+        _require_seconds("shutdown_timeout", self.shutdown_timeout, least=0.0)
+        _require_seconds("watchdog_timeout", self.watchdog_timeout)
+        self.template_variables()
+
+    def template_variables(self) -> dict[str, Any]:
+        """The defaults of the chat template's variables; ConfigError when they are no JSON object."""
+        try:
+            values = json.loads(self.default_chat_template_kwargs or "{}")
+        except ValueError:
+            values = None
+        if not isinstance(values, dict):
+            name, value = "default_chat_template_kwargs", self.default_chat_template_kwargs
+            raise ConfigError(f"must be a JSON object, got {shorten(value)}", field=name, value=value)
+        return values
+
+
+@dataclass(frozen=True, slots=True)
+class LogOptions:
+    """What it shows of itself. Prompts, answers and keys are never logged."""
+
+    log_level: str = option("info", "of its own messages", choices=("debug", "info", "warning", "error"))
+    log_format: str = option("text", "for people, or one JSON object a line", choices=("text", "json"))
+    status_interval: float = option(10.0, "seconds between lines that say what the engine does; 0: none")
+    access_log: bool = option(True, "one line for each request")
+    metrics_prefix: str = option("jaxserve", "of metrics' names; 'vllm' lets dashboards made for vLLM work")
+    otlp_traces_endpoint: str | None = option(None, "where to send OpenTelemetry spans (OTLP over HTTP)")
+    disable_fastapi_docs: bool = option(False, "no /docs and /openapi.json")
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        _require_seconds("status_interval", self.status_interval, least=0.0)
+        if not self.metrics_prefix.isidentifier():
+            raise ConfigError("must be a plain word", field="metrics_prefix", value=self.metrics_prefix)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """All options of the server."""
+
+    listen: ListenOptions = field(default_factory=ListenOptions)
+    access: AccessOptions = field(default_factory=AccessOptions)
+    limits: LimitOptions = field(default_factory=LimitOptions)
+    serving: ServingOptions = field(default_factory=ServingOptions)
+    logs: LogOptions = field(default_factory=LogOptions)
+
+    @classmethod
+    def from_options(cls, **options: Any) -> ServerConfig:
+        """Builds the config from flat options; ConfigError names what is wrong."""
+        return build_config(cls, options)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can connect."""
+        return self.listen.uds is not None or self.listen.host in _LOCAL_HOSTS
+
+
+def _require_seconds(name: str, value: float | None, least: float | None = None) -> None:
+    if value is None:
+        return
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or value < (least or 0) or (least is None and value == 0):
+        bound = f"at least {least:g}" if least is not None else "above 0"
+        raise ConfigError(f"must be seconds {bound}, got {shorten(value)}", field=name, value=value)

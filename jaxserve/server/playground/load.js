@@ -1,0 +1,71 @@
+// "Send 40 at once": enough short prompts to see rows join and leave.
+
+import { ask, readEvents } from "./api.js";
+
+// Browsers open six connections to a server. The live view and the chat need one each, so the forty prompts travel in
+// four requests, each with a limit of its own; every prompt is a sequence of its own in the engine.
+const LIMITS = [24, 56, 104, 176];
+const EACH = 10;
+const NAMES = ["Ada", "Grace", "Alan", "Edsger", "Barbara", "Donald", "Leslie", "Frances"];
+const QUESTIONS = [
+  "What is continuous batching?", "What is a KV cache?", "What does TTFT mean?", "What is prefill?",
+  "Why are KV caches divided into pages?", "What is preemption?", "What is prefix caching?",
+];
+const pick = (items) => items[Math.floor(Math.random() * items.length)];
+const number = (low, high) => low + Math.floor(Math.random() * (high - low));
+const MAKERS = [
+  () => pick(QUESTIONS),
+  () => "Tell me a short story.",
+  () => `What is ${number(10, 999)} + ${number(10, 999)}?`,
+  () => `Turn this into JSON: name: ${pick(NAMES)}, age: ${number(18, 90)}`,
+];
+
+const button = document.getElementById("load");
+const note = document.getElementById("load-note");
+let running = null;
+
+export const isLoading = () => running !== null;
+export const stopLoad = () => running?.abort();
+
+export function setUpLoad(readModel) {
+  button.addEventListener("click", () => (running ? stopLoad() : sendAll(readModel())));
+}
+
+async function sendAll(model) {
+  const controller = new AbortController();
+  running = controller;
+  button.textContent = "Stop them";
+  const total = LIMITS.length * EACH;
+  let done = 0;
+  const show = () => { note.textContent = `${done} of ${total} finished`; };
+  show();
+  const results = await Promise.allSettled(LIMITS.map(async (maxTokens) => {
+    const questions = Array.from({ length: EACH }, (_, at) => MAKERS[at % MAKERS.length]());
+    const prompt = await render(questions, model, controller.signal);
+    const body = { model: model ?? undefined, prompt, max_tokens: maxTokens, temperature: 0.7, stream: true };
+    for await (const event of readEvents(await ask("/v1/completions", { body, signal: controller.signal }))) {
+      for (const choice of event.choices ?? []) if (choice.finish_reason) done += 1;
+      show();
+    }
+  }));
+  const failed = results.find((result) => result.status === "rejected");
+  if (controller.signal.aborted) note.textContent = `stopped; ${done} of ${total} finished`;
+  else if (failed) note.textContent = `${done} of ${total} finished; ${failed.reason.message}`;
+  running = null;
+  button.textContent = "Send 40 at once";
+}
+
+/** Returns the prompts as the model's chat template has them, in tokens; as text where the server tells no tokens. */
+async function render(questions, model, signal) {
+  try {
+    const prompts = [];
+    for (const content of questions) {
+      const body = { model: model ?? undefined, messages: [{ role: "user", content }] };
+      prompts.push((await (await ask("/tokenize", { body, signal })).json()).tokens);
+    }
+    return prompts.every(Array.isArray) ? prompts : questions;
+  } catch (error) {
+    if (error.name === "AbortError" || error.status === 401) throw error;
+    return questions;
+  }
+}

@@ -1,0 +1,80 @@
+"""From what bodies say of prompts, conversations and forms to what the engine takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxserve.errors import InvalidRequestError
+from jaxserve.server.protocol.chat import ChatCompletionRequest
+from jaxserve.server.protocol.fields import SamplingFields
+from jaxserve.server.protocol.tokens import TokenizeRequest
+from jaxserve.server.state import ServerState
+from jaxserve.structured_params import StructuredOutputsParams
+
+
+def list_prompts(prompt: Any, most: int, field: str) -> list[dict[str, Any]]:
+    """Returns each prompt as `RequestFactory` takes it, from any of the forms that OpenAI allows.
+
+    Raises:
+        InvalidRequestError: there are none or too many.
+    """
+    if isinstance(prompt, str):
+        return [{"prompt": prompt}]
+    if prompt and isinstance(prompt[0], int):
+        return [{"prompt_token_ids": prompt}]
+    if not 1 <= len(prompt) <= most:
+        raise InvalidRequestError(f"must hold 1 to {most} prompts, got {len(prompt)}", field=field, value=len(prompt))
+    return [{"prompt": each} if isinstance(each, str) else {"prompt_token_ids": each} for each in prompt]
+
+
+def check_count(count: int | None, state: ServerState) -> None:
+    """Refuses more completions of one prompt than the server allows."""
+    most = state.config.limits.max_n
+    if count is not None and count > most:
+        raise InvalidRequestError(f"at most {most}, got {count}", field="n", value=count)
+
+
+def read_form(body: Any) -> StructuredOutputsParams | None:
+    """Returns the form that the answer must have, from whichever field gives it; None for plain text."""
+    if body.response_format is not None and body.structured_outputs is not None:
+        message = "contradicts response_format; give one of them"
+        raise InvalidRequestError(message, field="structured_outputs", value=None)
+    given = body.response_format or body.structured_outputs
+    return None if given is None else given.to_params()
+
+
+def list_limits(body: SamplingFields) -> dict[str, Any]:
+    """Returns the sampling parameters that no field of `SamplingFields` stands for by the same name."""
+    return {} if body.truncate_prompt_tokens is None else {"truncate_prompt_tokens": body.truncate_prompt_tokens}
+
+
+def template_options(body: ChatCompletionRequest | TokenizeRequest, state: ServerState) -> dict[str, Any]:
+    """Returns what `encode_chat` takes beside the messages.
+
+    Raises:
+        InvalidRequestError: the request brings a template of its own, which this server does not let it.
+    """
+    options: dict[str, Any] = {**state.template_variables, **(body.chat_template_kwargs or {})}
+    options["chat_template"] = state.chat_template
+    options["add_generation_prompt"] = body.add_generation_prompt is not False and not body.continue_final_message
+    options["continue_final_message"] = bool(body.continue_final_message)
+    own: str | None = getattr(body, "chat_template", None)
+    if own is not None:
+        if not state.config.serving.allow_request_chat_template:
+            message = "templates of requests are not rendered here (allow_request_chat_template)"
+            raise InvalidRequestError(message, field="chat_template", value=own)
+        options["chat_template"] = own
+    if getattr(body, "reasoning_effort", None) is not None:
+        options["reasoning_effort"] = body.reasoning_effort  # type: ignore[union-attr]
+    return options
+
+
+def render_conversation(body: TokenizeRequest, state: ServerState) -> tuple[str, list[int]]:
+    """Returns a conversation as text and as token ids."""
+    from jaxserve.tokenizers.chat import encode_chat
+
+    tokenizer = state.engine.ready.tokenizer
+    assert tokenizer is not None and body.messages is not None
+    messages: list[Mapping[str, Any]] = list(body.messages)
+    return encode_chat(tokenizer, messages, tools=body.tools, **template_options(body, state))

@@ -1,0 +1,57 @@
+"""`/v1/completions`."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel
+
+from jaxserve.server.protocol.fields import Prompts, ResponseFormat, SamplingFields, Usage
+
+
+class CompletionRequest(SamplingFields):
+    """Prompts to go on with: one or many, as text or as token ids."""
+
+    prompt: Prompts
+    max_tokens: int | None = 16
+    echo: bool | None = None
+    logprobs: int | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+    response_format: ResponseFormat | None = None
+    add_special_tokens: bool | None = None
+    refused: ClassVar[dict[str, str]] = {
+        "suffix": "the models served here do not fill in",
+        "add_special_tokens": "send token ids to have none added",
+    }
+
+
+class CompletionLogprobs(BaseModel):
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: Literal["stop", "length", "content_filter"] | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+
+
+class Completion(BaseModel):
+    """The answer, or one chunk of it."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    system_fingerprint: str | None = None
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+    service_tier: str | None = None

@@ -1,0 +1,199 @@
+"""What the bodies of several endpoints have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, FailFast, Field
+
+from jaxserve.errors import InvalidRequestError
+from jaxserve.sampling_params import OutputKind, SamplingParams
+from jaxserve.structured_params import StructuredOutputsParams
+
+
+class _AtFirst(FailFast):
+    """A wrong list is refused at its first wrong item: a report of each would be longer than the list."""
+
+    __hash__ = object.__hash__  # pydantic's own cannot stand in a union
+
+
+Texts = Annotated[list[str], _AtFirst()]
+Ids = Annotated[list[int], _AtFirst()]
+Prompts = str | Texts | Ids | Annotated[list[Ids], _AtFirst()]
+
+
+class Body(BaseModel):
+    """A request's body: nothing is converted, nothing unknown is let pass."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    # Fields that OpenAI's clients may send and that would change the answer if we had them, with what we can do.
+    refused: ClassVar[dict[str, str]] = {}
+
+    def refuse_unsupported(self) -> None:
+        """Refuses by name what is known and not supported.
+
+        Raises:
+            InvalidRequestError: names the field and what would work.
+        """
+        for name, instead in self.refused.items():
+            value = getattr(self, name)
+            if value not in (None, False, [], {}):
+                raise InvalidRequestError(f"is not supported; {instead}", field=name, value=value)
+
+
+class StreamOptions(Body):
+    """What a stream holds beside the answer."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    refused: ClassVar[dict[str, str]] = {"include_obfuscation": "leave it out"}
+
+
+class StructuredOutputs(Body):
+    """The form of the answer, by vLLM's names."""
+
+    json_schema: dict[str, Any] | str | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Texts | None = None
+    grammar: str | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+
+    def to_params(self) -> StructuredOutputsParams:
+        """Returns it as the engine takes it."""
+        given = self.model_dump(by_alias=True, exclude_unset=True)
+        return StructuredOutputsParams(**given)
+
+
+class JsonSchema(Body):
+    """A named schema."""
+
+    name: str = Field(max_length=64)
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None  # the answer always keeps to the schema
+
+
+class ResponseFormat(Body):
+    """The form of the answer, by OpenAI's names."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def to_params(self) -> StructuredOutputsParams | None:
+        """Returns it as the engine takes it; None for plain text."""
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return StructuredOutputsParams(json_object=True)
+        if self.json_schema is None or self.json_schema.schema_ is None:
+            message = "needs json_schema with a schema when type is json_schema"
+            raise InvalidRequestError(message, field="response_format", value=self.type)
+        return StructuredOutputsParams(json=self.json_schema.schema_)
+
+
+class EngineFields(Body):
+    """How the engine treats a request, whatever it is."""
+
+    model: str | None = None  # default: the one that is served
+    user: str | None = Field(None, max_length=512)  # a label; nothing is made of it
+    priority: int = 0  # smaller runs first
+    timeout: float | None = Field(None, gt=0)  # seconds until the request is ended; ours
+    cache_salt: str | None = Field(None, max_length=256)  # requests of different salts share no cached prefixes
+    truncate_prompt_tokens: int | None = None
+
+
+class SamplingFields(EngineFields):
+    """How tokens are chosen: OpenAI's fields and vLLM's, each as `SamplingParams` knows it."""
+
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | Texts | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    # vLLM's
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Ids | None = None
+    allowed_token_ids: Ids | None = None
+    bad_words: Texts | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputs | None = None
+    extra_args: dict[str, float] | None = None
+    # of streams
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    return_token_ids: bool | None = None
+
+    _SAMPLING: ClassVar[tuple[str, ...]] = (
+        "frequency_penalty",
+        "presence_penalty",
+        "logit_bias",
+        "n",
+        "seed",
+        "stop",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "min_tokens",
+        "ignore_eos",
+        "stop_token_ids",
+        "allowed_token_ids",
+        "bad_words",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "include_stop_str_in_output",
+        "prompt_logprobs",
+        "extra_args",
+    )
+
+    def to_sampling_params(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
+        """Returns the parameters of a request: what it says, and the model's defaults for the rest.
+
+        Raises:
+            InvalidRequestError: names the field that is out of range.
+        """
+        given = {name: value for name in self._SAMPLING if (value := getattr(self, name)) is not None}
+        more.setdefault("output_kind", OutputKind.DELTA if self.stream else OutputKind.FINAL_ONLY)
+        return dataclasses.replace(defaults, **(given | more))
+
+    def check_stream(self) -> None:
+        """Refuses options of a stream where there is none."""
+        if self.stream_options is not None:
+            self.stream_options.refuse_unsupported()
+            if not self.stream:
+                message = "is only allowed when stream is true"
+                raise InvalidRequestError(message, field="stream_options", value=True)
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether the stream is to end with its usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int = 0
+
+
+class Usage(BaseModel):
+    """Tokens of a request and its answers together."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    total_tokens: int = 0
+    prompt_tokens_details: PromptTokensDetails | None = None

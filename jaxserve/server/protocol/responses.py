@@ -1,0 +1,95 @@
+"""`/v1/responses`."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, Field
+
+from jaxserve.server.protocol.fields import Body, ResponseFormat, SamplingFields
+
+
+class TextFormat(Body):
+    """The form of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = Field(None, max_length=64)
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None  # the answer always keeps to the schema
+
+    def to_response_format(self) -> ResponseFormat:
+        """Returns it as chat completions have it."""
+        schema = {"name": self.name or "answer", "schema": self.schema_} if self.type == "json_schema" else None
+        return ResponseFormat.model_validate({"type": self.type, "json_schema": schema})
+
+
+class TextOptions(Body):
+    format: TextFormat | None = None
+    verbosity: str | None = None
+    refused: ClassVar[dict[str, str]] = {"verbosity": "say it in a message"}
+
+
+class ReasoningOptions(Body):
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+    refused: ClassVar[dict[str, str]] = {
+        "summary": "the reasoning itself is given",
+        "generate_summary": "the reasoning itself is given",
+    }
+
+
+class ResponseRequest(SamplingFields):
+    """A conversation to answer, in the form of OpenAI's newer interface. Text only; nothing is stored."""
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None  # a label
+    prompt_cache_key: str | None = None  # a hint: prefixes are shared whatever it says
+    truncation: Literal["auto", "disabled"] | None = None
+    store: bool | None = None
+    background: bool | None = None
+    previous_response_id: str | None = None
+    conversation: str | dict[str, Any] | None = None
+    prompt: dict[str, Any] | None = None
+    include: list[str] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    max_tool_calls: int | None = None
+    top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    refused: ClassVar[dict[str, str]] = {
+        "store": "nothing is stored here; send false or leave it out",
+        "background": "nothing is stored here",
+        "previous_response_id": "nothing is stored here; send the whole conversation as input",
+        "conversation": "nothing is stored here; send the whole conversation as input",
+        "prompt": "nothing is stored here; send the text as input",
+        "include": "leave it out",
+        "tools": "use /v1/chat/completions for tools",
+        "max_tool_calls": "use /v1/chat/completions for tools",
+        "top_logprobs": "use /v1/chat/completions for log-probabilities",
+        "n": "send the request several times",
+        "prompt_logprobs": "use /v1/completions",
+        "stream_options": "usage is in the last event anyway",
+        "return_token_ids": "use /v1/chat/completions",
+    }
+
+
+class ResponseAnswer(BaseModel):
+    """The answer; its items are checked by OpenAI's own types in the tests."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: float
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    model: str
+    output: list[dict[str, Any]]
+    usage: dict[str, Any] | None = None
+    error: dict[str, Any] | None = None
+    incomplete_details: dict[str, Any] | None = None

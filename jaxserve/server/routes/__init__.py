@@ -1,0 +1,1 @@
+"""One module per family of endpoints. Routes read a body, run the engine, and write what clients expect."""

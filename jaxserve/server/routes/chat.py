@@ -1,0 +1,241 @@
+"""`/v1/chat/completions`: conversations to answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+from json.encoder import encode_basestring_ascii as quote
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from jaxserve.errors import InvalidRequestError
+from jaxserve.request import CompletionOutput, RequestOutput
+from jaxserve.request import Request as EngineRequest
+from jaxserve.server.body import read_body
+from jaxserve.server.conversation import Conversation, read_conversation
+from jaxserve.server.documents import document
+from jaxserve.server.generation import Generation, make_request_options, name_requests
+from jaxserve.server.logprobs import to_prompt_logprobs
+from jaxserve.server.prompts import check_count
+from jaxserve.server.protocol.chat import ChatCompletion, ChatCompletionRequest
+from jaxserve.server.state import ServerState
+from jaxserve.server.stream import ChunkWriter, EventStream, run_while_connected
+from jaxserve.server.tools import AnswerParser, CallArguments, CallStart, Content, Piece, Reasoning
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions", **document(ChatCompletionRequest, ChatCompletion, streams=True))
+async def create_chat_completion(http: Request) -> Response:
+    """Answers a conversation."""
+    state: ServerState = http.app.state.server
+    body = await read_body(http, ChatCompletionRequest, state)
+    model = state.check_model(body.model)
+    check_body(body, state)
+    options = make_request_options(http, body, state)
+    conversation = await state.run_in_thread(read_conversation, body, state, options)
+    (request,) = name_requests([conversation.request], http)
+    answer = _Answer(body, model, state, replace(conversation, request=request), http)
+    if body.stream:
+        return EventStream(await run_while_connected(http, answer.start_stream(), state), state)
+    return JSONResponse(await run_while_connected(http, answer.collect(), state))
+
+
+def check_body(body: ChatCompletionRequest, state: ServerState) -> None:
+    """Refuses what contradicts itself or the server's limits.
+
+    Raises:
+        InvalidRequestError: names the field.
+    """
+    body.check_stream()
+    check_count(body.n, state)
+    if body.top_logprobs is not None and not body.logprobs:
+        message = "is only allowed when logprobs is true"
+        raise InvalidRequestError(message, field="top_logprobs", value=body.top_logprobs)
+    if body.modalities not in (None, ["text"]):
+        raise InvalidRequestError("answers are text only", field="modalities", value=body.modalities)
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One completion while it is written."""
+
+    parser: AnswerParser | None  # None: the text is the content
+    has_begun: bool = False
+
+
+class _Answer:
+    """One HTTP request's completions."""
+
+    def __init__(
+        self, body: ChatCompletionRequest, model: str, state: ServerState, conversation: Conversation, http: Request
+    ) -> None:
+        self._body, self._state, self._conversation = body, state, conversation
+        self._request: EngineRequest = conversation.request
+        self._params = conversation.request.params
+        self._generation = Generation(state, [conversation.request], http, operation="chat")
+        self._choices = [_Choice(conversation.make_parser()) for _ in range(self._params.n)]
+        self._head = {
+            "id": f"chatcmpl-{self._request.request_id.partition('-')[0]}",
+            "object": "chat.completion.chunk" if body.stream else "chat.completion",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": state.fingerprint,
+        }
+        if body.service_tier is not None:
+            self._head["service_tier"] = "default"
+
+    async def collect(self) -> dict[str, Any]:
+        """Returns the whole answer."""
+        found: dict[str, Any] = {}
+        choices = []
+        async for _, output in self._generation.outputs():
+            choices = [self._render_whole(completion) for completion in output.outputs]
+            if self._body.prompt_logprobs is not None:
+                found["prompt_logprobs"] = to_prompt_logprobs(output.prompt_logprobs)
+            if self._body.return_token_ids:
+                found["prompt_token_ids"] = output.prompt_token_ids
+        return {**self._head, "choices": choices, "usage": self._usage(), **found}
+
+    async def start_stream(self) -> AsyncIterator[bytes]:
+        """Returns the pieces of the answer; errors before the first of them are raised here."""
+        outputs = self._generation.outputs()
+        try:
+            first = await anext(outputs)
+        except BaseException:
+            await outputs.aclose()
+            raise
+        return self._stream(first, outputs)
+
+    async def _stream(
+        self, first: tuple[int, RequestOutput], outputs: AsyncIterator[tuple[int, RequestOutput]]
+    ) -> AsyncIterator[bytes]:
+        shows_usage = self._body.wants_usage or self._state.config.serving.enable_force_include_usage
+        writer = ChunkWriter(self._head, shows_usage=shows_usage)
+        head, tail = writer.head, writer.tail
+        is_plain = self._params.logprobs is None and not self._body.return_token_ids
+        try:
+            item: tuple[int, RequestOutput] | None = first
+            while item is not None:
+                for completion in item[1].outputs:
+                    choice = self._choices[completion.index]
+                    if choice.has_begun and is_plain and choice.parser is None and completion.finish_reason is None:
+                        if completion.text:
+                            delta = f'{{"content":{quote(completion.text)}}}'
+                            rest = '"logprobs":null,"finish_reason":null}'
+                            yield f'{head}{{"index":{completion.index},"delta":{delta},{rest}{tail}'.encode()
+                    else:
+                        for each in self._render_pieces(choice, completion, item[1]):
+                            yield writer.write(each)
+                item = await anext(outputs, None)
+            if shows_usage:
+                yield writer.write_usage(self._usage())
+        finally:
+            await outputs.aclose()  # type: ignore[attr-defined]
+
+    def _render_pieces(
+        self, choice: _Choice, completion: CompletionOutput, output: RequestOutput
+    ) -> list[dict[str, Any]]:
+        """Returns the chunks that say what is new of one choice."""
+        chunks = []
+        if not choice.has_begun:
+            choice.has_begun = True
+            first = self._make_chunk(completion.index, {"role": "assistant", "content": ""})
+            if self._body.return_token_ids:
+                first["prompt_token_ids"] = output.prompt_token_ids
+            chunks.append(first)
+        is_last = completion.finish_reason is not None
+        deltas = [_to_delta(piece) for piece in _parse(choice, completion.text, is_last)]
+        logprobs = self._read_logprobs(completion)
+        if not deltas and (logprobs or (self._body.return_token_ids and completion.token_ids)):
+            deltas = [{}]  # tokens whose text is still held back
+        for at, delta in enumerate(deltas):
+            chunk = self._make_chunk(completion.index, delta)
+            if at == 0:
+                chunk["logprobs"] = logprobs
+                if self._body.return_token_ids:
+                    chunk["token_ids"] = completion.token_ids
+            chunks.append(chunk)
+        if is_last:
+            chunk = self._make_chunk(completion.index, {})
+            chunk["finish_reason"] = self._find_reason(choice, completion)
+            chunk["stop_reason"] = completion.stop_reason
+            chunks.append(chunk)
+        return chunks
+
+    def _make_chunk(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def _render_whole(self, completion: CompletionOutput) -> dict[str, Any]:
+        choice = self._choices[completion.index]
+        message = _collect_message(_parse(choice, completion.text, is_last=True))
+        found: dict[str, Any] = {
+            "index": completion.index,
+            "message": message,
+            "logprobs": self._read_logprobs(completion),
+            "finish_reason": self._find_reason(choice, completion),
+            "stop_reason": completion.stop_reason,
+        }
+        if self._body.return_token_ids:
+            found["token_ids"] = completion.token_ids
+        return found
+
+    def _read_logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
+        if completion.logprobs is None:
+            return None
+        texts, count = self._state.token_texts, self._body.top_logprobs or 0
+        return {"content": texts.to_chat(completion.token_ids, completion.logprobs, count), "refusal": None}
+
+    def _find_reason(self, choice: _Choice, completion: CompletionOutput) -> str | None:
+        calls = choice.parser is not None and choice.parser.saw_calls
+        return "tool_calls" if calls and completion.finish_reason == "stop" else completion.finish_reason
+
+    def _usage(self) -> dict[str, Any]:
+        return self._generation.account.to_usage().model_dump()
+
+
+def _parse(choice: _Choice, text: str, is_last: bool) -> Sequence[Piece]:
+    """Returns what new text means: content, reasoning, pieces of calls."""
+    if choice.parser is None:
+        return [Content(text)] if text else []
+    pieces = choice.parser.push(text) if text else []
+    return [*pieces, *choice.parser.finish()] if is_last else pieces
+
+
+def _to_delta(piece: Piece) -> dict[str, Any]:
+    match piece:
+        case Content(text):
+            return {"content": text}
+        case Reasoning(text):
+            return {"reasoning_content": text}
+        case CallStart(index, call_id, name):
+            function = {"name": name, "arguments": ""}
+            return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
+        case CallArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
+def _collect_message(pieces: Sequence[Piece]) -> dict[str, Any]:
+    """Returns the message that all pieces make together."""
+    content: list[str] = []
+    reasoning: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for piece in pieces:
+        match piece:
+            case Content(text):
+                content.append(text)
+            case Reasoning(text):
+                reasoning.append(text)
+            case CallStart(_, call_id, name):
+                calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}})
+            case CallArguments(index, text):
+                calls[index]["function"]["arguments"] += text
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(content), "refusal": None}
+    if calls:
+        message["tool_calls"], message["content"] = calls, message["content"] or None
+    if reasoning:
+        message["reasoning_content"] = "".join(reasoning)
+    return message

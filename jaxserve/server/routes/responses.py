@@ -1,0 +1,271 @@
+"""`/v1/responses`: conversations to answer, in OpenAI's newer form. The stream is a list of typed events."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from jaxserve.errors import InvalidRequestError, shorten
+from jaxserve.request import Request as EngineRequest
+from jaxserve.request import RequestOutput
+from jaxserve.server.body import read_body
+from jaxserve.server.documents import document
+from jaxserve.server.errors import ApiError
+from jaxserve.server.generation import Generation, make_request_options, name_requests
+from jaxserve.server.prompts import list_limits
+from jaxserve.server.protocol.responses import ResponseAnswer, ResponseRequest
+from jaxserve.server.state import ServerState
+from jaxserve.server.stream import EventStream, encode_event, run_while_connected
+from jaxserve.server.tools import Content, Piece, Reasoning, make_answer_parser, needs_special_tokens
+
+router = APIRouter()
+_TEXT_PARTS = ("input_text", "output_text", "text")
+
+
+@router.post("/v1/responses", **document(ResponseRequest, ResponseAnswer, streams=True))
+async def create_response(http: Request) -> Response:
+    """Answers a text or a conversation."""
+    state: ServerState = http.app.state.server
+    body = await read_body(http, ResponseRequest, state)
+    model = state.check_model(body.model)
+    for options in (body.text, body.reasoning):
+        if options is not None:
+            options.refuse_unsupported()
+    if body.truncation == "auto":
+        raise InvalidRequestError("'auto' is not supported; use disabled", field="truncation", value="auto")
+    engine_options = make_request_options(http, body, state)
+    request = await state.run_in_thread(_make_request, body, state, engine_options)
+    (request,) = name_requests([request], http)
+    answer = _Answer(body, model, state, request, http)
+    if body.stream:
+        pieces = await run_while_connected(http, answer.start_stream(), state)
+        return EventStream(pieces, state, end=b"", render_error=answer.render_error)
+    return JSONResponse(await run_while_connected(http, answer.collect(), state))
+
+
+def _make_request(body: ResponseRequest, state: ServerState, options: dict[str, Any]) -> EngineRequest:
+    ready = state.engine.ready
+    form = None
+    if body.text is not None and body.text.format is not None:
+        form = body.text.format.to_response_format().to_params()
+    if body.structured_outputs is not None:
+        if form is not None:
+            raise InvalidRequestError("contradicts text.format; give one of them", field="structured_outputs")
+        form = body.structured_outputs.to_params()
+    more: dict[str, Any] = {"structured_outputs": form, "max_tokens": body.max_output_tokens, **list_limits(body)}
+    if needs_special_tokens(state.config.serving.reasoning_parser):
+        more["skip_special_tokens"] = False
+    params = body.to_sampling_params(ready.default_params, **more)
+    variables: dict[str, Any] = {**state.template_variables, **(body.chat_template_kwargs or {})}
+    if body.reasoning is not None and body.reasoning.effort is not None:
+        variables["reasoning_effort"] = body.reasoning.effort
+    messages = _read_messages(body)
+    return ready.requests.make_chat(messages, params, chat_template=state.chat_template, **variables, **options)
+
+
+def _read_messages(body: ResponseRequest) -> list[dict[str, Any]]:
+    """Returns the input as messages of a chat.
+
+    Raises:
+        InvalidRequestError: an item is no message of text.
+    """
+    messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    if isinstance(body.input, str):
+        return [*messages, {"role": "user", "content": body.input}]
+    for at, item in enumerate(body.input):
+        name = f"input[{at}]"
+        if item.get("type", "message") != "message":
+            message = f"must be a message, got {shorten(item.get('type'))}"
+            raise InvalidRequestError(message, field=f"{name}.type", value=item.get("type"))
+        content = item.get("content")
+        if isinstance(content, list):
+            content = [_read_part(part, f"{name}.content[{number}]") for number, part in enumerate(content)]
+        messages.append({"role": item.get("role"), "content": content})
+    return messages
+
+
+def _read_part(part: Any, name: str) -> dict[str, Any]:
+    if not isinstance(part, dict) or part.get("type") not in _TEXT_PARTS:
+        raise InvalidRequestError(f"only text is supported, got {shorten(part)}", field=name, value=part)
+    return {"type": "text", "text": part.get("text")}
+
+
+@dataclass(slots=True)
+class _Item:
+    """One item of the answer: its reasoning or its message."""
+
+    kind: str  # message or reasoning
+    item_id: str
+    index: int
+    texts: list[str] = field(default_factory=list)
+
+    @property
+    def part_kind(self) -> str:
+        return "output_text" if self.kind == "message" else "reasoning_text"
+
+    def render(self, status: str) -> dict[str, Any]:
+        """Returns the item as clients read it."""
+        content = [] if status == "in_progress" else [self.render_part()]
+        found = {"id": self.item_id, "type": self.kind, "status": status, "content": content}
+        return found | ({"role": "assistant"} if self.kind == "message" else {"summary": []})
+
+    def render_part(self, text: str | None = None) -> dict[str, Any]:
+        """Returns the one part that an item has."""
+        found = {"type": self.part_kind, "text": "".join(self.texts) if text is None else text}
+        return found | ({"annotations": [], "logprobs": []} if self.kind == "message" else {})
+
+
+class _Answer:
+    """One HTTP request's answer, whole or as events."""
+
+    def __init__(
+        self, body: ResponseRequest, model: str, state: ServerState, request: EngineRequest, http: Request
+    ) -> None:
+        self._body, self._model = body, model
+        self._number = request.request_id.partition("-")[0]
+        self._created = time.time()
+        self._generation = Generation(state, [request], http, operation="chat")
+        self._parser = make_answer_parser(
+            None,
+            state.config.serving.reasoning_parser,
+            prompt=request.prompt or "",
+            is_constrained=request.grammar is not None,
+        )
+        self._items: list[_Item] = []
+        self._sequence = itertools.count()
+        self._reason: str | None = None
+
+    async def collect(self) -> dict[str, Any]:
+        """Returns the whole answer."""
+        async for _, output in self._generation.outputs():
+            for _event in self._read(output):
+                pass
+        return self._render(*self._find_status())
+
+    async def start_stream(self) -> AsyncIterator[bytes]:
+        """Returns the events; errors before the first output are raised here."""
+        outputs = self._generation.outputs()
+        try:
+            first = await anext(outputs)
+        except BaseException:
+            await outputs.aclose()
+            raise
+        return self._stream(first, outputs)
+
+    def render_error(self, error: ApiError) -> bytes:
+        """Returns the event that ends a stream which failed."""
+        return self._event("error", code=error.code, message=error.message, param=error.param)
+
+    async def _stream(
+        self, first: tuple[int, RequestOutput], outputs: AsyncIterator[tuple[int, RequestOutput]]
+    ) -> AsyncIterator[bytes]:
+        try:
+            yield self._event("response.created", response=self._render("in_progress"))
+            yield self._event("response.in_progress", response=self._render("in_progress"))
+            item: tuple[int, RequestOutput] | None = first
+            while item is not None:
+                for event in self._read(item[1]):
+                    yield event
+                item = await anext(outputs, None)
+            status, details = self._find_status()
+            yield self._event(f"response.{status}", response=self._render(status, details))
+        finally:
+            await outputs.aclose()  # type: ignore[attr-defined]
+
+    def _read(self, output: RequestOutput) -> Iterator[bytes]:
+        """Takes an output into the items; yields what happened to them."""
+        completion = output.outputs[0]
+        pieces: Sequence[Piece] = self._parser.push(completion.text) if completion.text else ()
+        if completion.finish_reason is not None:
+            pieces = [*pieces, *self._parser.finish()]
+            self._reason = completion.finish_reason
+        for piece in pieces:
+            if isinstance(piece, Content | Reasoning):
+                kind = "message" if isinstance(piece, Content) else "reasoning"
+                if not self._items or self._items[-1].kind != kind:
+                    yield from self._close_item()
+                    yield from self._open_item(kind)
+                item = self._items[-1]
+                item.texts.append(piece.text)
+                extra = {"logprobs": []} if kind == "message" else {}
+                yield self._event(f"response.{item.part_kind}.delta", item, delta=piece.text, **extra)
+        if completion.finish_reason is not None:
+            if not self._items:
+                yield from self._open_item("message")
+            yield from self._close_item()
+
+    def _open_item(self, kind: str) -> Iterator[bytes]:
+        prefix = "msg" if kind == "message" else "rs"
+        item = _Item(kind, f"{prefix}_{self._number}{len(self._items)}", len(self._items))
+        self._items.append(item)
+        shown = item.render("in_progress")
+        yield self._event("response.output_item.added", output_index=item.index, item=shown)
+        yield self._event("response.content_part.added", item, part=item.render_part(""))
+
+    def _close_item(self) -> Iterator[bytes]:
+        if not self._items:
+            return
+        item = self._items[-1]
+        extra = {"logprobs": []} if item.kind == "message" else {}
+        yield self._event(f"response.{item.part_kind}.done", item, text="".join(item.texts), **extra)
+        yield self._event("response.content_part.done", item, part=item.render_part())
+        shown = item.render(self._find_status()[0])
+        yield self._event("response.output_item.done", output_index=item.index, item=shown)
+
+    def _event(self, kind: str, inside: _Item | None = None, **values: Any) -> bytes:
+        """Returns one event; those of a part say which item it is inside of."""
+        if inside is not None:
+            values |= {"item_id": inside.item_id, "output_index": inside.index, "content_index": 0}
+        return encode_event({"type": kind, "sequence_number": next(self._sequence), **values}, kind)
+
+    def _find_status(self) -> tuple[str, dict[str, str] | None]:
+        if self._reason == "length":
+            return "incomplete", {"reason": "max_output_tokens"}
+        return "completed", None
+
+    def _render(self, status: str, details: dict[str, str] | None = None) -> dict[str, Any]:
+        body, ended = self._body, status != "in_progress"
+        form = {"type": "text"}
+        if body.text is not None and body.text.format is not None:
+            form = body.text.format.model_dump(by_alias=True, exclude_none=True)
+        return {
+            "id": f"resp_{self._number}",
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": details,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "model": self._model,
+            "output": [item.render(status) for item in self._items] if ended else [],
+            "parallel_tool_calls": True,
+            "previous_response_id": None,
+            "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+            "store": False,
+            "temperature": body.temperature,
+            "text": {"format": form},
+            "tool_choice": "auto",
+            "tools": [],
+            "top_p": body.top_p,
+            "truncation": "disabled",
+            "usage": self._usage() if ended else None,
+            "user": body.user,
+            "metadata": body.metadata or {},
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        account = self._generation.account
+        return {
+            "input_tokens": account.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": account.cached_tokens},
+            "output_tokens": account.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": account.prompt_tokens + account.completion_tokens,
+        }

@@ -1,0 +1,154 @@
+"""`/v1/models`, `/tokenize`, `/detokenize` and `/v1/embeddings`."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import numpy as np
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse
+
+from jaxserve.errors import InvalidRequestError
+from jaxserve.request import Request as EngineRequest
+from jaxserve.server.body import read_body
+from jaxserve.server.documents import document
+from jaxserve.server.errors import ApiError
+from jaxserve.server.generation import Generation, make_request_options, name_requests
+from jaxserve.server.prompts import list_prompts, render_conversation
+from jaxserve.server.protocol.tokens import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    EmbeddingList,
+    EmbeddingRequest,
+    ModelList,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from jaxserve.server.state import ServerState
+from jaxserve.server.stream import run_while_connected
+from jaxserve.tokenizers import Tokenizer
+
+router = APIRouter()
+
+
+@router.get("/v1/models", **document(None, ModelList))
+async def list_models(http: Request) -> JSONResponse:
+    """The one model that is served, under each of its names."""
+    state: ServerState = http.app.state.server
+    return JSONResponse({"object": "list", "data": [_describe_model(state, name) for name in state.names]})
+
+
+@router.get("/v1/models/{name:path}", **document(None))
+async def get_model(http: Request, name: str) -> JSONResponse:
+    """The model, by one of its names."""
+    state: ServerState = http.app.state.server
+    return JSONResponse(_describe_model(state, state.check_model(name)))
+
+
+def _describe_model(state: ServerState, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": state.created,
+        "owned_by": "jaxserve",
+        "root": state.engine_config.model.model,
+        "parent": None,
+        "max_model_len": state.engine.ready.shapes.model.max_model_len,
+    }
+
+
+@router.post("/tokenize", **document(TokenizeRequest, TokenizeResponse))
+async def tokenize(http: Request) -> JSONResponse:
+    """The token ids of a text or of a conversation."""
+    state: ServerState = http.app.state.server
+    body = await read_body(http, TokenizeRequest, state)
+    state.check_model(body.model)
+    return JSONResponse(await state.run_in_thread(_tokenize, body, state))
+
+
+def _tokenize(body: TokenizeRequest, state: ServerState) -> dict[str, Any]:
+    tokenizer = _require_tokenizer(state)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequestError("give either prompt or messages", field="prompt", value=body.prompt)
+    if body.prompt is not None:
+        adds = body.add_special_tokens is not False
+        token_ids = tokenizer.encode(body.prompt, add_special_tokens=adds)
+    else:
+        token_ids = render_conversation(body, state)[1]
+    texts = [tokenizer.decode([each], skip_special_tokens=False) for each in token_ids]
+    return {
+        "count": len(token_ids),
+        "max_model_len": state.engine.ready.shapes.model.max_model_len,
+        "tokens": token_ids,
+        "token_strs": texts if body.return_token_strs else None,
+    }
+
+
+@router.post("/detokenize", **document(DetokenizeRequest, DetokenizeResponse))
+async def detokenize(http: Request) -> JSONResponse:
+    """The text of token ids."""
+    state: ServerState = http.app.state.server
+    body = await read_body(http, DetokenizeRequest, state)
+    state.check_model(body.model)
+    most = state.engine.ready.shapes.model.max_model_len
+    if len(body.tokens) > most:
+        raise InvalidRequestError(f"at most {most} ids, got {len(body.tokens)}", field="tokens", value=None)
+    text = await state.run_in_thread(_require_tokenizer(state).decode, body.tokens, False)
+    return JSONResponse({"prompt": text})
+
+
+@router.post("/v1/embeddings", **document(EmbeddingRequest, EmbeddingList))
+async def create_embeddings(http: Request) -> JSONResponse:
+    """Where each text lies in the model's space: the last token's state, at length 1."""
+    state: ServerState = http.app.state.server
+    body = await read_body(http, EmbeddingRequest, state)
+    model = state.check_model(body.model)
+    width = state.engine.ready.shapes.model.hidden_size
+    if body.dimensions is not None and body.dimensions > width:
+        raise InvalidRequestError(f"at most {width}, got {body.dimensions}", field="dimensions", value=body.dimensions)
+    options = make_request_options(http, body, state)
+    requests = await state.run_in_thread(_make_requests, body, state, options)
+    return JSONResponse(
+        await run_while_connected(http, _embed(body, model, name_requests(requests, http), http), state)
+    )
+
+
+def _make_requests(body: EmbeddingRequest, state: ServerState, options: dict[str, Any]) -> list[EngineRequest]:
+    make, most = state.engine.ready.requests.make_embedding, state.config.limits.max_prompts
+    cut = body.truncate_prompt_tokens
+    return [make(each, truncate_prompt_tokens=cut, **options) for each in list_prompts(body.input, most, "input")]
+
+
+async def _embed(body: EmbeddingRequest, model: str, requests: list[EngineRequest], http: Request) -> dict[str, Any]:
+    generation = Generation(http.app.state.server, requests, http, operation="embeddings")
+    found: dict[int, np.ndarray] = {}
+    async for position, output in generation.outputs():
+        vector = np.asarray(output.embedding, np.float32)
+        if body.dimensions is not None:
+            vector = vector[: body.dimensions] / max(float(np.linalg.norm(vector[: body.dimensions])), 1e-12)
+        found[position] = vector
+    as_text = body.encoding_format == "base64"
+    data = [
+        {
+            "object": "embedding",
+            "index": position,
+            "embedding": base64.b64encode(vector.tobytes()).decode() if as_text else vector.tolist(),
+        }
+        for position, vector in sorted(found.items())
+    ]
+    usage = generation.account.to_usage()
+    total = usage.prompt_tokens
+    return {
+        "object": "list",
+        "data": data,
+        "model": model,
+        "usage": {"prompt_tokens": total, "total_tokens": total, "completion_tokens": 0},
+    }
+
+
+def _require_tokenizer(state: ServerState) -> Tokenizer:
+    tokenizer = state.engine.ready.tokenizer
+    if tokenizer is None:
+        raise ApiError(400, "This server works on token ids only: it has no tokenizer.", code="no_tokenizer")
+    return tokenizer

@@ -1,0 +1,184 @@
+"""What the server is doing: starting, warming, ready, draining or failed; and what all its routes share."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from jaxserve import __version__
+from jaxserve.config import EngineConfig
+from jaxserve.engine.async_engine import AsyncLLM
+from jaxserve.engine.progress import Report
+from jaxserve.server.errors import ApiError
+from jaxserve.server.logprobs import TokenTexts
+from jaxserve.server.metrics import ServerMetrics
+from jaxserve.server.options import ServerConfig
+from jaxserve.server.tools import guess_tool_parser
+from jaxserve.server.tracing import NullTracer, Tracer
+
+_log = logging.getLogger(__name__)
+_RECENT = 60.0  # seconds over which the pace of answers is taken
+_PREPARING_THREADS = 4  # that render templates, tokenize and compile grammars
+
+
+class Phase(StrEnum):
+    STARTING = "starting"  # loading weights
+    WARMING = "warming"  # compiling programs
+    READY = "ready"
+    DRAINING = "draining"  # ends what runs, takes nothing new
+    FAILED = "failed"  # the engine met a fault of its own: the process ends
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far the start is."""
+
+    title: str = ""
+    done: float = 0
+    total: float = 1
+    note: str = ""
+
+
+@dataclass(slots=True)
+class ServerState:
+    """One per server. The event loop's thread alone writes it, `progress` and the phase of a start aside."""
+
+    config: ServerConfig
+    engine_config: EngineConfig
+    metrics: ServerMetrics
+    tracer: Tracer = field(default_factory=NullTracer)
+    phase: Phase = Phase.STARTING
+    progress: Progress = field(default_factory=Progress)
+    llm: AsyncLLM | None = None
+    chat_template: str | None = None  # in place of the tokenizer's own
+    tool_parser: str | None = None  # how the model writes calls that it chooses to make
+    token_texts: TokenTexts = field(default_factory=lambda: TokenTexts(None))
+    template_variables: dict[str, Any] = field(default_factory=dict)  # of every request that does not set them
+    created: int = field(default_factory=lambda: int(time.time()))
+    num_streams: int = 0  # requests being answered
+    finish_times: deque[float] = field(default_factory=lambda: deque(maxlen=64))  # of the last requests
+    profile_dir: str | None = None  # of the trace that is being taken
+    threads: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(_PREPARING_THREADS, thread_name_prefix="jaxserve-prepare")
+    )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """By which clients know the model; the first is what answers carry."""
+        return self.config.serving.served_model_name or (self.engine_config.model.model,)
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with the version and with the engine's options."""
+        digest = hashlib.sha256(repr(self.engine_config).encode()).hexdigest()
+        return f"jaxserve-{__version__}-{digest[:8]}"
+
+    @property
+    def serves(self) -> bool:
+        """Whether requests are taken."""
+        return self.llm is not None and self.phase in (Phase.READY, Phase.WARMING)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether there is work and no step has ended for too long."""
+        return self.llm is not None and self.llm.stalled_seconds() > self.config.serving.watchdog_timeout
+
+    @property
+    def engine(self) -> AsyncLLM:
+        """The engine; ApiError 503 as long as it takes nothing."""
+        if self.llm is None or not self.serves:
+            raise not_serving(self.phase)
+        return self.llm
+
+    def open(self, llm: AsyncLLM) -> None:
+        """Begins to serve."""
+        ready, parser = llm.ready, self.config.serving.tool_call_parser
+        template = self.chat_template or (ready.tokenizer.chat_template if ready.tokenizer is not None else None)
+        self.tool_parser = guess_tool_parser(template) if parser == "auto" else None if parser == "none" else parser
+        self.token_texts = TokenTexts(ready.tokenizer)
+        cache = ready.shapes.config.cache
+        self.metrics.cache_config = {
+            "page_size": cache.page_size,
+            "num_pages": max(ready.plan.num_pages),
+            "dtype": ready.shapes.spec.dtype,
+            "enable_prefix_caching": cache.enable_prefix_caching,
+        }
+        self.llm, self.phase = llm, Phase.READY
+
+    def check_model(self, name: str | None) -> str:
+        """Returns what the answer calls the model; ApiError 404 when another one was meant."""
+        if name is None:
+            return self.names[0]
+        if name not in self.names:
+            known = ", ".join(self.names)
+            message = f"The model {name[:100]!r} does not exist here; there is {known}."
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return name
+
+    @contextmanager
+    def count_stream(self) -> Iterator[None]:
+        """Counts a request while it is answered; ApiError 429 when there are too many."""
+        if self.num_streams >= self.config.limits.max_streams:
+            self.metrics.count("queue_full")
+            message = f"The server answers {self.num_streams} requests already, as many as it may; try again."
+            raise ApiError(429, message, code="too_many_streams", headers={"Retry-After": str(self.retry_after())})
+        self.num_streams += 1
+        try:
+            yield
+        finally:
+            self.num_streams -= 1
+
+    def retry_after(self) -> int:
+        """Seconds after which a request that is refused now has a chance: those that wait, at the present pace."""
+        times = self.finish_times
+        if len(times) < 2 or time.monotonic() - times[0] > _RECENT:
+            return 1
+        pace = len(times) / max(1e-3, time.monotonic() - times[0])
+        return max(1, min(60, math.ceil(self.num_streams / pace / 2)))
+
+    def note_finish(self) -> None:
+        """Remembers that a request has ended just now."""
+        self.finish_times.append(time.monotonic())
+
+    async def run_in_thread(self, function: Any, *args: Any) -> Any:
+        """Runs what would hold up the event loop; ApiError 400 when it takes too long."""
+        seconds = self.config.limits.template_timeout
+        try:
+            async with asyncio.timeout(seconds):
+                return await asyncio.get_running_loop().run_in_executor(self.threads, function, *args)
+        except TimeoutError:
+            message = f"Preparing this request took more than {seconds:g} s: a template, text or grammar is too large."
+            raise ApiError(400, message, code="preparation_timeout") from None
+
+    @contextmanager
+    def show_progress(self, title: str, *, unit: str = "") -> Iterator[Report]:
+        """Keeps how far the start is, for /health, and logs each piece of it."""
+        self.progress = Progress(title)
+        if title.startswith("Compiling"):
+            self.phase = Phase.WARMING
+        start = time.monotonic()
+
+        def report(done: float, total: float, note: str = "") -> None:
+            self.progress = Progress(title, done, total, note)
+
+        yield report
+        _log.info("%s: %.1f s", title, time.monotonic() - start)
+
+
+def not_serving(phase: Phase) -> ApiError:
+    """Says why nothing is served now."""
+    reason = {
+        Phase.DRAINING: "The server is shutting down.",
+        Phase.FAILED: "The engine has failed; the server is shutting down.",
+    }.get(phase, f"The server is {phase}; GET /health says how far it is.")
+    return ApiError(503, reason, code=f"server_{phase}", headers={"Retry-After": "5"})

@@ -1,0 +1,151 @@
+"""Answers that come in pieces: server-sent events to readers that may be slow, or gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from jaxserve.server.errors import ApiError, to_api_error
+from jaxserve.server.state import ServerState
+
+_log = logging.getLogger(__name__)
+DONE = b"data: [DONE]\n\n"
+_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+def to_json(value: Any) -> str:
+    """Returns compact JSON, in ASCII."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":"))
+
+
+def encode_event(value: Any, name: str | None = None) -> bytes:
+    """Returns one event with a JSON object in it."""
+    head = f"event: {name}\n" if name is not None else ""
+    return f"{head}data: {to_json(value)}\n\n".encode()
+
+
+class ChunkWriter:
+    """Writes the chunks of one stream, whose heads and tails are all alike."""
+
+    def __init__(self, head: Mapping[str, Any], *, shows_usage: bool) -> None:
+        self._values = head
+        self.head = f'data: {to_json(head)[:-1]},"choices":['
+        self.tail = '],"usage":null}\n\n' if shows_usage else "]}\n\n"
+
+    def write(self, choice: Mapping[str, Any]) -> bytes:
+        """Returns the chunk with one choice in it."""
+        return f"{self.head}{to_json(choice)}{self.tail}".encode()
+
+    def write_usage(self, usage: Mapping[str, Any]) -> bytes:
+        """Returns the last chunk, without choices."""
+        return encode_event({**self._values, "choices": [], "usage": usage})
+
+
+class EventStream(Response):
+    """Sends pieces as they come, and stops when the client leaves or does not read.
+
+    Nothing is queued here: while a client does not read, its outputs wait in the engine's inbox, merged. An error in
+    the middle is an event of its own.
+    """
+
+    def __init__(
+        self,
+        pieces: AsyncIterator[bytes],
+        state: ServerState,
+        *,
+        end: bytes = DONE,
+        render_error: Callable[[ApiError], bytes] = lambda error: encode_event(error.body),
+    ) -> None:
+        super().__init__(None, 200, _HEADERS)
+        self._pieces, self._state, self._end, self._render_error = pieces, state, end, render_error
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.ensure_future(self._send_all(send))
+        leaving = asyncio.ensure_future(_wait_for_leave(receive))
+        try:
+            await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if not sending.done():
+                self._state.metrics.count("client_disconnects")
+        finally:
+            leaving.cancel()
+            sending.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await sending
+
+    async def _send_all(self, send: Send) -> None:
+        limit = self._state.config.limits.slow_reader_timeout
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        stalled = False
+
+        def give_up() -> None:
+            nonlocal stalled
+            stalled = True
+            task.cancel()
+
+        # One timer for the whole stream: it looks back at what has been sent instead of being set for each piece.
+        num_sent, seen, timer = 0, -1, None
+
+        def look() -> None:
+            nonlocal seen, timer
+            if is_sending and num_sent == seen:
+                give_up()
+                return
+            seen, timer = num_sent, loop.call_later(limit, look)
+
+        is_sending = False
+        timer = loop.call_later(limit, look)
+        try:
+            async for piece in self._pieces:
+                is_sending = True
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                is_sending, num_sent = False, num_sent + 1
+            await send({"type": "http.response.body", "body": self._end, "more_body": False})
+        except asyncio.CancelledError:
+            if stalled:
+                self._state.metrics.count("slow_readers")
+                _log.warning("a stream was not read for %g s and is aborted", limit)
+            raise
+        except Exception as error:
+            body = self._render_error(to_api_error(error)) + self._end
+            await send({"type": "http.response.body", "body": body, "more_body": False})
+        finally:
+            timer.cancel()
+            await self._pieces.aclose()  # type: ignore[attr-defined]  # generators all of them
+
+
+async def run_while_connected[T](request: Request, work: Coroutine[Any, Any, T], state: ServerState) -> T:
+    """Returns what the work returns, and cancels it when the client leaves.
+
+    Raises:
+        ApiError: 499, which nobody reads but the log.
+    """
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_wait_for_leave(request.receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            state.metrics.count("client_disconnects")
+            raise ApiError(499, "The client has gone.", code="client_gone")
+        return working.result()
+    finally:
+        leaving.cancel()
+        if not working.done():
+            working.cancel()
+            await asyncio.wait((working,))
+
+
+async def _wait_for_leave(receive: Receive) -> None:
+    """Returns when the client has gone; its body has been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

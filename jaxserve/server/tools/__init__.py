@@ -1,0 +1,32 @@
+"""Calls of tools and reasoning: what a request asks for, and what a model's text holds. Host text only."""
+
+from __future__ import annotations
+
+from jaxserve.server.tools.parsers import (
+    REASONING_PARSERS,
+    TOOL_PARSERS,
+    AnswerParser,
+    guess_tool_parser,
+    make_answer_parser,
+    needs_special_tokens,
+)
+from jaxserve.server.tools.pieces import CallArguments, CallStart, Content, Piece, Reasoning, ToolParser
+from jaxserve.server.tools.spec import Tool, ToolSet, read_tools
+
+__all__ = [
+    "REASONING_PARSERS",
+    "TOOL_PARSERS",
+    "AnswerParser",
+    "CallArguments",
+    "CallStart",
+    "Content",
+    "Piece",
+    "Reasoning",
+    "Tool",
+    "ToolParser",
+    "ToolSet",
+    "guess_tool_parser",
+    "make_answer_parser",
+    "needs_special_tokens",
+    "read_tools",
+]

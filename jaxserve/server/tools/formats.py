@@ -1,0 +1,213 @@
+"""How families of models write calls into their text, as data, and the one parser that reads all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from jaxserve.server.tools.calls import CallReader, JsonCallReader, NamedCallReader, begins_name
+from jaxserve.server.tools.marks import BLANKS, count_overlap
+from jaxserve.server.tools.pieces import (
+    Content,
+    Piece,
+    make_call_id,
+    make_short_call_id,
+    merge_pieces,
+)
+
+_TEXT, _CALL, _BARE = "text", "call", "bare call"  # a bare one has no mark in front
+_MARK = "mark"  # inside what may become the opener
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """What stands around the calls of an answer.
+
+    `leads` are the states between text and call: each maps the words that may come next, blanks aside, to the state
+    behind them. The first character of an opener occurs in no word but at its begin, so where a word fails, an opener
+    cannot have begun inside it.
+    """
+
+    leads: Mapping[str, Mapping[str, str]]
+    opener: str | None = None  # begins calls anywhere in text
+    start: str = _TEXT  # state at the begin of the answer
+    has_named_calls: bool = False  # behind the opener may stand `f{...}`
+    needs_arguments: bool = False  # an object without arguments is no call
+    make_id: Callable[[], str] = make_call_id
+
+
+HERMES = CallFormat(
+    opener="<tool_call>",
+    leads={
+        "open": {"{": _CALL},
+        "after": {"</tool_call>": _TEXT, "<tool_call>": "open"},
+    },
+)
+LLAMA3_JSON = CallFormat(
+    opener="<|python_tag|>",
+    start="start",
+    leads={
+        "start": {"{": _BARE, "<|python_tag|>": "open"},
+        "open": {"{": _CALL},
+        "after": {";": "next", "{": _BARE, "<|python_tag|>": "open"},
+        "next": {"{": _BARE, "<|python_tag|>": "open"},
+    },
+    needs_arguments=True,
+)
+MISTRAL = CallFormat(
+    opener="[TOOL_CALLS]",
+    leads={
+        "open": {"[": "array", "{": _CALL},
+        "array": {"{": _CALL},
+        "after": {",": "next", "]": _TEXT},
+        "next": {"{": _CALL},
+    },
+    has_named_calls=True,
+    make_id=make_short_call_id,
+)
+FORCED_ARRAY = CallFormat(  # what `ToolSet.structured_outputs` makes of tool_choice="required"
+    start="start",
+    leads={
+        "start": {"[": "array"},
+        "array": {"{": _CALL},
+        "after": {",": "next", "]": _TEXT},
+        "next": {"{": _CALL},
+    },
+)
+
+
+class CallTextParser:
+    """Separates calls from text as it comes.
+
+    What is no call comes out as content, unchanged; blanks beside calls belong to their marks. An object that has only
+    begun when the text ends is a call if its name and the begin of its arguments are there.
+
+    Args:
+        form: what to look for.
+        names: the functions there are; an unmarked object must name one of them.
+    """
+
+    def __init__(self, form: CallFormat, names: Collection[str] | None = None) -> None:
+        self._form, self._names = form, names
+        self._state = form.start
+        self._reader: CallReader | None = None
+        self._partial = ""  # of a word in a lead
+        self._raw: list[str] = []  # of a lead, in case no call follows
+        self._blanks: list[str] = []  # at the end of the content: part of it only if more content follows
+        self._after_call = False
+        self._num_calls = 0
+        self._out: list[Piece] = []
+
+    def push(self, text: str) -> list[Piece]:
+        at = 0
+        while at < len(text):
+            if self._reader is not None:
+                at = self._read_call(self._reader, text, at)
+            elif self._state == _TEXT:
+                at = self._read_text(text, at)
+            else:
+                at = self._read_lead(text, at)
+        return self._flush()
+
+    def finish(self) -> list[Piece]:
+        if self._reader is not None:
+            if self._reader.started:
+                self._after_call = True
+            else:
+                self._say("".join(self._reader.raw))
+        elif self._state not in (_TEXT, "after", "next"):  # those two are the rest of an envelope that was cut off
+            self._say("".join(self._raw) + self._partial)
+        if not self._after_call:
+            self._out.append(Content("".join(self._blanks)))
+        self._reader, self._state, self._partial = None, _TEXT, ""
+        self._raw, self._blanks = [], []
+        return self._flush()
+
+    def _flush(self) -> list[Piece]:
+        pieces, self._out = merge_pieces(self._out), []
+        return pieces
+
+    def _say(self, text: str) -> None:
+        body = text.rstrip(BLANKS)
+        if body:
+            self._out += [Content("".join(self._blanks)), Content(body)]
+            self._blanks.clear()
+            self._after_call = False
+        self._blanks.append(text[len(body) :])
+
+    def _read_text(self, text: str, at: int) -> int:
+        opener = self._form.opener
+        found = -1 if opener is None else text.find(opener, at)
+        if opener is not None and found >= 0:
+            self._say(text[at:found])
+            self._enter("open", opener)
+            return found + len(opener)
+        num_held = 0 if opener is None else count_overlap(text, at, opener)
+        self._say(text[at : len(text) - num_held])
+        if num_held:
+            self._enter(_MARK)
+            self._partial = text[len(text) - num_held :]
+        return len(text)
+
+    def _enter(self, state: str, word: str = "") -> None:
+        if self._state == _TEXT:
+            self._raw = []
+        self._state, self._partial = state, ""
+        self._raw.append(word)
+
+    def _read_lead(self, text: str, at: int) -> int:
+        character = text[at]
+        partial = self._partial + character
+        words = {str(self._form.opener): "open"} if self._state == _MARK else self._form.leads[self._state]
+        following = words.get(partial)
+        if not self._partial and character in BLANKS:
+            self._raw.append(character)
+        elif following in (_CALL, _BARE):
+            self._begin_call(following == _BARE)
+            return at
+        elif following == _TEXT:
+            self._state, self._partial, self._raw = _TEXT, "", []
+        elif following is not None:
+            self._enter(following, partial)
+        elif any(word.startswith(partial) for word in words):
+            self._partial = partial
+        else:
+            self._leave_lead(character)
+            return at
+        return at + 1
+
+    def _leave_lead(self, character: str) -> None:
+        """No word of the state goes on with this character."""
+        if self._state == "open" and not self._partial and self._form.has_named_calls and begins_name(character):
+            self._reader = NamedCallReader(self._num_calls, self._form.make_id, self._raw)
+            return
+        self._say("".join(self._raw) + self._partial)
+        self._state, self._partial, self._raw = _TEXT, "", []
+
+    def _begin_call(self, is_bare: bool) -> None:
+        self._reader = JsonCallReader(
+            self._num_calls,
+            self._form.make_id,
+            self._raw,
+            names=self._names if is_bare else None,
+            needs_arguments=self._form.needs_arguments,
+        )
+
+    def _read_call(self, reader: CallReader, text: str, at: int) -> int:
+        was_started = reader.started
+        pieces: list[Piece] = []
+        at = reader.push(text, at, pieces)
+        if reader.started and not was_started:
+            self._num_calls += 1
+            self._blanks.clear()
+        self._out += pieces
+        if reader.ended:
+            self._reader, self._partial = None, ""
+            if reader.started:
+                self._after_call, self._raw = True, []
+                keeps_list = not reader.broken and isinstance(reader, JsonCallReader)
+                self._state = "after" if keeps_list else _TEXT
+            else:
+                self._say("".join(reader.raw))
+                self._state, self._raw = _TEXT, []
+        return at

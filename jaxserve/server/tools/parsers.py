@@ -1,0 +1,132 @@
+"""From the names of parsers to what reads an answer.
+
+Marks of calls and of reasoning are special tokens in some checkpoints, so the text that these parsers get must show
+special tokens (`needs_special_tokens`). The token that stopped a sequence is never part of its text, so no parser looks
+for one; any other special token that a model writes outside its calls is content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from jaxserve.errors import ConfigError
+from jaxserve.server.tools.forced import make_forced_parser
+from jaxserve.server.tools.formats import HERMES, LLAMA3_JSON, MISTRAL, CallFormat, CallTextParser
+from jaxserve.server.tools.pieces import CallArguments, CallStart, Content, Piece, ToolParser, make_call_id
+from jaxserve.server.tools.reasoning import ReasoningParser, find_inside
+from jaxserve.server.tools.spec import ToolSet
+
+TOOL_PARSERS: Mapping[str, CallFormat] = {"hermes": HERMES, "llama3_json": LLAMA3_JSON, "mistral": MISTRAL}
+REASONING_PARSERS: Mapping[str, bool] = {  # name -> whether the text starts inside, where the prompt does not say
+    "deepseek_r1": True,
+    "qwen3": False,
+}
+
+
+class AnswerParser:
+    """Reads one answer of a model: reasoning first, then content and calls. Without parsers all text is content."""
+
+    def __init__(
+        self, reasoning: ReasoningParser | None = None, tools: ToolParser | None = None, *, max_calls: int | None = None
+    ) -> None:
+        self._reasoning, self._tools, self._max_calls = reasoning, tools, max_calls
+        self._saw_calls = False
+
+    @property
+    def saw_calls(self) -> bool:
+        """Whether a call has begun."""
+        return self._saw_calls
+
+    def push(self, text: str) -> list[Piece]:
+        """Takes the next text; returns what is certain by now."""
+        if self._reasoning is None:
+            return self._read_content(text)
+        return self._read_pieces(self._reasoning.push(text))
+
+    def finish(self) -> list[Piece]:
+        """Returns what was held back, now that no more text comes."""
+        pieces = self._read_pieces(self._reasoning.finish()) if self._reasoning is not None else []
+        return pieces + self._keep(self._tools.finish()) if self._tools is not None else pieces
+
+    def _read_pieces(self, pieces: list[Piece]) -> list[Piece]:
+        read: list[Piece] = []
+        for piece in pieces:
+            read += self._read_content(piece.text) if isinstance(piece, Content) else [piece]
+        return read
+
+    def _read_content(self, text: str) -> list[Piece]:
+        if self._tools is not None:
+            return self._keep(self._tools.push(text))
+        return [Content(text)] if text else []
+
+    def _keep(self, pieces: list[Piece]) -> list[Piece]:
+        """Drops calls beyond those allowed."""
+        most = self._max_calls
+        kept = [p for p in pieces if most is None or not isinstance(p, CallStart | CallArguments) or p.index < most]
+        self._saw_calls = self._saw_calls or any(isinstance(piece, CallStart) for piece in kept)
+        return kept
+
+
+def make_answer_parser(
+    tool_parser: str | None = None,
+    reasoning_parser: str | None = None,
+    toolset: ToolSet | None = None,
+    *,
+    prompt: str = "",
+    is_constrained: bool = False,
+) -> AnswerParser:
+    """Returns a parser for one answer.
+
+    Calls are looked for only where the request has tools and leaves the model free (`tool_choice` "auto"), or forces
+    them. A grammar shapes an answer from its first token, so a forced answer has no reasoning.
+
+    Args:
+        tool_parser: of `TOOL_PARSERS`.
+        reasoning_parser: of `REASONING_PARSERS`.
+        toolset: the tools of the request. With `parallel=False` calls behind the first are dropped.
+        prompt: the text that the answer continues: whether it ends with a mark of reasoning counts for more than what
+            is usual with that parser.
+        is_constrained: a grammar of the request's own shapes the answer.
+
+    Raises:
+        ConfigError: there is no parser of that name.
+    """
+    form = _find("tool_call_parser", TOOL_PARSERS, tool_parser)
+    starts_inside = _find("reasoning_parser", REASONING_PARSERS, reasoning_parser)
+    max_calls = 1 if toolset is not None and not toolset.parallel else None
+    if toolset is not None and toolset.is_forced:
+        make_id: Callable[[], str] = form.make_id if form is not None else make_call_id
+        return AnswerParser(tools=make_forced_parser(toolset.named, make_id), max_calls=max_calls)
+    reasoning = None
+    if starts_inside is not None and not is_constrained:
+        found = find_inside(prompt)
+        reasoning = ReasoningParser(starts_inside=starts_inside if found is None else found)
+    tools = None
+    if form is not None and toolset is not None and toolset.choice == "auto" and not is_constrained:
+        tools = CallTextParser(form, toolset.names)
+    return AnswerParser(reasoning, tools, max_calls=max_calls)
+
+
+def needs_special_tokens(name: str | None) -> bool:
+    """Returns whether text for this parser, of calls or of reasoning, must show special tokens: all have such marks."""
+    return name in TOOL_PARSERS or name in REASONING_PARSERS
+
+
+def guess_tool_parser(chat_template: str | None) -> str | None:
+    """Returns the parser for the calls that a chat template writes, None if it writes none or another form."""
+    template = chat_template or ""
+    if "[TOOL_CALLS]" in template:
+        return "mistral"
+    if "<tool_call>" in template:  # some families write XML between the same marks
+        return None if "<function=" in template or "<arg_key>" in template else "hermes"
+    if ("<|python_tag|>" in template or "ipython" in template) and "parameters" in template:
+        return "llama3_json"
+    return None
+
+
+def _find[T](option: str, known: Mapping[str, T], name: str | None) -> T | None:
+    if name is None:
+        return None
+    if name not in known:
+        raise ConfigError(f"must be one of {', '.join(known)}, got {name!r}", field=option, value=name)
+    return known[name]

@@ -1,0 +1,122 @@
+"""What a model writes for itself before its answer: `<think>` ... `</think>`."""
+
+from __future__ import annotations
+
+from jaxserve.server.tools.marks import BLANKS, count_overlap
+from jaxserve.server.tools.pieces import Content, Piece, Reasoning, merge_pieces
+
+_OPEN, _CLOSE = "<think>", "</think>"
+
+
+def find_inside(prompt: str) -> bool | None:
+    """Returns whether a prompt ends inside reasoning (True) or right behind it (False); None if it does not say."""
+    end = prompt[-100:].rstrip(BLANKS)
+    if end.endswith(_OPEN):
+        return True
+    return False if end.endswith(_CLOSE) else None
+
+
+class ReasoningParser:
+    """Separates reasoning from the answer as they come; blanks beside the marks belong to the marks.
+
+    The first mark counts only at the begin of the text. Behind the second one everything is content, and without it
+    everything is reasoning.
+
+    Args:
+        starts_inside: the prompt ends with the first mark, so that the text may begin without it.
+    """
+
+    def __init__(self, *, starts_inside: bool) -> None:
+        self._starts_inside = starts_inside
+        self._state = "begin"  # then "gap" behind the first mark, "inside", "behind" the second one, "content"
+        self._blanks: list[str] = []  # which may turn out to stand beside a mark
+        self._partial = ""  # of a mark
+        self._out: list[Piece] = []
+
+    def push(self, text: str) -> list[Piece]:
+        """Takes the next text; returns what is certain by now."""
+        at = 0
+        while at < len(text) and self._state != "content":
+            if self._state == "begin":
+                at = self._read_begin(text, at)
+            elif self._state == "inside":
+                at = self._read_inside(text, at)
+            elif text[at] in BLANKS:
+                at += 1
+            else:
+                self._state = "inside" if self._state == "gap" else "content"
+        self._out.append(Content(text[at:]))
+        return self._flush()
+
+    def finish(self) -> list[Piece]:
+        """Returns what was held back, now that no more text comes."""
+        held = "".join(self._blanks) + self._partial
+        if self._state == "inside":
+            self._out.append(Reasoning(held))
+        elif self._state == "begin":
+            self._out.append(Reasoning(self._partial) if self._starts_inside else Content(held))
+        self._blanks, self._partial, self._state = [], "", "content"
+        return self._flush()
+
+    def _flush(self) -> list[Piece]:
+        pieces, self._out = merge_pieces(self._out), []
+        return pieces
+
+    def _read_begin(self, text: str, at: int) -> int:
+        character = text[at]
+        partial = self._partial + character
+        if not self._partial and character in BLANKS:
+            self._blanks.append(character)
+        elif partial == _OPEN:
+            self._state, self._partial, self._blanks = "gap", "", []
+        elif _OPEN.startswith(partial):
+            self._partial = partial
+        else:
+            self._leave_begin()
+            return at
+        return at + 1
+
+    def _leave_begin(self) -> None:
+        """The text does not begin with the mark."""
+        held, self._partial = self._partial, ""
+        if not self._starts_inside:
+            self._out.append(Content("".join(self._blanks) + held))
+            self._state, self._blanks = "content", []
+            return
+        self._state, self._blanks = "inside", []
+        if _CLOSE.startswith(held):
+            self._partial = held
+        else:
+            self._say(held)
+
+    def _read_inside(self, text: str, at: int) -> int:
+        if self._partial:
+            partial = self._partial + text[at]
+            if partial == _CLOSE:
+                self._close()
+            elif _CLOSE.startswith(partial):
+                self._partial = partial
+            else:
+                self._say(self._partial)
+                self._partial = ""
+                return at
+            return at + 1
+        found = text.find(_CLOSE, at)
+        if found >= 0:
+            self._say(text[at:found])
+            self._close()
+            return found + len(_CLOSE)
+        end = len(text) - count_overlap(text, at, _CLOSE)
+        self._say(text[at:end])
+        self._partial = text[end:]
+        return len(text)
+
+    def _close(self) -> None:
+        self._state, self._partial, self._blanks = "behind", "", []
+
+    def _say(self, text: str) -> None:
+        body = text.rstrip(BLANKS)
+        if body:
+            self._out += [Reasoning("".join(self._blanks)), Reasoning(body)]
+            self._blanks.clear()
+        self._blanks.append(text[len(body) :])

@@ -1,0 +1,218 @@
+"""The tools of a request: what the model may call, and whether it has to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jaxserve.errors import InvalidRequestError, shorten
+from jaxserve.server.tools.schemas import move_schema
+from jaxserve.structured_params import StructuredOutputsParams
+from jaxserve.tokenizers.messages import copy_json
+from jaxserve.tokenizers.tokenizer import require_text
+
+MAX_TOOLS = 128
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_CHOICES = ("auto", "none", "required")
+_FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # JSON Schema of its arguments; None: it has none
+
+    @property
+    def arguments_schema(self) -> dict[str, Any]:
+        """The schema that its arguments must match: always an object."""
+        if not self.parameters:
+            return {"type": "object", "properties": {}, "additionalProperties": False}
+        return self.parameters if "type" in self.parameters else {"type": "object", **self.parameters}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSet:
+    """The tools of one request and how they may be used, valid as a whole."""
+
+    tools: tuple[Tool, ...]
+    choice: Literal["auto", "none", "required", "named"] = "auto"
+    named: str | None = None  # with choice "named"
+    parallel: bool = True  # one answer may hold several calls
+    names: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", frozenset(tool.name for tool in self.tools))
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether the answer must be a call, so that a grammar shapes all of it."""
+        return self.choice in ("required", "named")
+
+    def describe(self) -> list[dict[str, Any]] | None:
+        """Returns the tools as chat templates expect them; None with choice "none", where the model sees none."""
+        if self.choice == "none":
+            return None
+        described = []
+        for tool in self.tools:
+            function: dict[str, Any] = {"name": tool.name}
+            if tool.description is not None:
+                function["description"] = tool.description
+            function["parameters"] = tool.parameters or {"type": "object", "properties": {}}
+            described.append({"type": "function", "function": function})
+        return described
+
+    def structured_outputs(self) -> StructuredOutputsParams | None:
+        """Returns the form of a forced answer, None where the model is free.
+
+        A named function's answer is the object of its arguments. A required call's answer is an array of objects with
+        `name` and `parameters`.
+
+        Raises:
+            InvalidRequestError: the schemas are too large, too deep, or refer to what cannot be found.
+        """
+        if not self.is_forced:
+            return None
+        if self.choice == "named":
+            at = next(at for at, tool in enumerate(self.tools) if tool.name == self.named)
+            schema, where = self.tools[at].arguments_schema, f"tools[{at}].function.parameters"
+        else:
+            schema, where = self._make_array_schema(), "tools"
+        try:
+            # Blanks between the tokens of JSON are a loop that weak models do not leave.
+            return StructuredOutputsParams(json=schema, disable_any_whitespace=True)
+        except InvalidRequestError as error:
+            reason = str(error).removeprefix(f"{error.field}: ")
+            raise InvalidRequestError(f"as the schema of a forced call: {reason}", field=where) from error
+
+    def _make_array_schema(self) -> dict[str, Any]:
+        definitions, calls = {}, []
+        for at, tool in enumerate(self.tools):
+            place = f"tool{at}"
+            definitions[place] = move_schema(
+                tool.arguments_schema, f"#/$defs/{place}", f"tools[{at}].function.parameters"
+            )
+            calls.append(
+                {
+                    "type": "object",
+                    "properties": {"name": {"const": tool.name}, "parameters": {"$ref": f"#/$defs/{place}"}},
+                    "required": ["name", "parameters"],
+                    "additionalProperties": False,
+                }
+            )
+        schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": definitions}
+        return schema if self.parallel else {**schema, "maxItems": 1}
+
+
+def read_tools(
+    tools: Sequence[Mapping[str, Any]] | None,
+    tool_choice: str | Mapping[str, Any] | None = None,
+    parallel: bool | None = True,
+) -> ToolSet | None:
+    """Returns the tools of a request, None if it has none.
+
+    Args:
+        tools: as OpenAI's chat API takes them. `strict` is accepted: forced calls always match their schema, those of
+            "auto" are the model's own.
+        tool_choice: "auto" (the default), "none", "required", or a function by name.
+        parallel: the request's `parallel_tool_calls`.
+
+    Raises:
+        InvalidRequestError: names the part that is malformed, unknown or missing.
+    """
+    if tools is not None and (not isinstance(tools, Sequence) or isinstance(tools, str | bytes)):
+        raise InvalidRequestError(f"must be a list of objects, got {shorten(tools)}", field="tools", value=tools)
+    if not tools:
+        if tool_choice not in (None, "none"):
+            message = f"{shorten(tool_choice)} needs tools, and there are none"
+            raise InvalidRequestError(message, field="tool_choice", value=tool_choice)
+        return None
+    if len(tools) > MAX_TOOLS:
+        raise InvalidRequestError(f"at most {MAX_TOOLS}, got {len(tools)}", field="tools", value=len(tools))
+    known: dict[str, Tool] = {}
+    for at, entry in enumerate(tools):
+        tool = _read_tool(entry, f"tools[{at}]")
+        if tool.name in known:
+            message = f"{tool.name!r} is the name of another tool too; each needs its own"
+            raise InvalidRequestError(message, field=f"tools[{at}].function.name", value=tool.name)
+        known[tool.name] = tool
+    if not isinstance(parallel, bool | None):
+        message = f"must be true or false, got {shorten(parallel)}"
+        raise InvalidRequestError(message, field="parallel_tool_calls", value=parallel)
+    choice, named = _read_choice(tool_choice, known)
+    return ToolSet(tuple(known.values()), choice, named, parallel is not False)
+
+
+def _read_tool(entry: Any, where: str) -> Tool:
+    function = _require_function(entry, where)
+    where = f"{where}.function"
+    _require_known(function, _FUNCTION_FIELDS, where)
+    name, description = function.get("name"), function.get("description")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        message = f"must be 1 to 64 of the characters a-z, A-Z, 0-9, _ and -, got {shorten(name)}"
+        raise InvalidRequestError(message, field=f"{where}.name", value=name)
+    if description is not None:
+        require_text(description, f"{where}.description")
+    if not isinstance(function.get("strict"), bool | None):
+        message = f"must be true or false, got {shorten(function['strict'])}"
+        raise InvalidRequestError(message, field=f"{where}.strict", value=function["strict"])
+    return Tool(name, description, _read_parameters(function.get("parameters"), f"{where}.parameters"))
+
+
+def _read_parameters(parameters: Any, where: str) -> dict[str, Any] | None:
+    if parameters is None:
+        return None
+    if not isinstance(parameters, Mapping):
+        message = f"must be a JSON Schema of an object, got {shorten(parameters)}"
+        raise InvalidRequestError(message, field=where, value=parameters)
+    copied: dict[str, Any] = copy_json(parameters, where)
+    if copied.get("type", "object") != "object":
+        message = f"must be 'object', as arguments are, got {shorten(copied['type'])}"
+        raise InvalidRequestError(message, field=f"{where}.type", value=copied["type"])
+    return copied
+
+
+def _read_choice(
+    choice: Any, known: Mapping[str, Tool]
+) -> tuple[Literal["auto", "none", "required", "named"], str | None]:
+    if choice is None:
+        return "auto", None
+    if isinstance(choice, str):
+        if choice not in _CHOICES:
+            message = f"must be {', '.join(_CHOICES)} or a function by name, got {shorten(choice)}"
+            raise InvalidRequestError(message, field="tool_choice", value=choice)
+        return choice, None  # type: ignore[return-value]
+    function = _require_function(choice, "tool_choice")
+    _require_known(function, ("name",), "tool_choice.function")
+    name = function.get("name")
+    if not isinstance(name, str) or name not in known:
+        message = f"must be the name of one of the tools, got {shorten(name)}"
+        raise InvalidRequestError(message, field="tool_choice.function.name", value=name)
+    return "named", name
+
+
+def _require_function(entry: Any, where: str) -> Mapping[str, Any]:
+    """Returns the function of `{"type": "function", "function": {...}}`."""
+    if not isinstance(entry, Mapping):
+        message = f"must be an object with 'type' and 'function', got {shorten(entry)}"
+        raise InvalidRequestError(message, field=where, value=entry)
+    if entry.get("type") != "function":
+        message = f"only 'function' is supported, got {shorten(entry.get('type'))}"
+        raise InvalidRequestError(message, field=f"{where}.type", value=entry.get("type"))
+    _require_known(entry, ("type", "function"), where)
+    function = entry.get("function")
+    if not isinstance(function, Mapping):
+        message = f"must be an object with 'name', got {shorten(function)}"
+        raise InvalidRequestError(message, field=f"{where}.function", value=function)
+    return function
+
+
+def _require_known(values: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    for key in values:
+        if key not in known:
+            message = f"{shorten(key)} is not supported; {', '.join(known)} are"
+            raise InvalidRequestError(message, field=where, value=key)

@@ -1,0 +1,172 @@
+"""The messages and tools of a conversation, checked and in the shape that chat templates are written for."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxserve.errors import InvalidRequestError, shorten
+from jaxserve.tokenizers.tokenizer import require_text
+
+# Not every name: some templates write '<|' + role + '|>', and a role "end" would then end the turn.
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "ipython"})
+MAX_JSON_NESTING = 64  # of a tool and of a call's arguments
+_FIELDS = ("role", "content", "name")
+_TEXT_FIELDS = ("name", "tool_call_id", "reasoning_content", "reasoning")
+_ASSISTANT_FIELDS = (*_FIELDS, "reasoning_content", "reasoning", "tool_calls")
+_TOOL_FIELDS = (*_FIELDS, "tool_call_id")
+_EMPTY_FIELDS = ("refusal", "annotations", "audio", "function_call")  # in answers that clients send back; no template
+_CALL_FIELDS = ("id", "type", "function", "index")  # the index is left over from a stream of deltas
+
+
+def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns a copy of the messages with their content as one string each; parts are joined by newlines.
+
+    The arguments of tool calls become objects, which is what templates expect; `reasoning` becomes
+    `reasoning_content`; an assistant's message that calls tools or reasons may lack content, which is then "".
+
+    Raises:
+        InvalidRequestError: there is none, or one is malformed or holds something other than text.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
+        raise InvalidRequestError(
+            f"must be a list of at least one message, got {shorten(messages)}", field="messages", value=messages
+        )
+    return [_check_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
+
+
+def check_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Returns a copy of the descriptions of tools, None if there are none: templates ask `tools is not none`.
+
+    Raises:
+        InvalidRequestError: one is no JSON object.
+    """
+    if tools is None:
+        return None
+    if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
+        raise InvalidRequestError(f"must be a list of objects, got {shorten(tools)}", field="tools", value=tools)
+    return [_copy_object(tool, f"tools[{at}]") for at, tool in enumerate(tools)] or None
+
+
+def _check_message(message: Any, field: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise InvalidRequestError(
+            f"must be an object with 'role' and 'content', got {shorten(message)}", field=field, value=message
+        )
+    role = message.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise InvalidRequestError(
+            f"must be one of {', '.join(sorted(ROLES))}, got {shorten(role)}", field=f"{field}.role", value=role
+        )
+    known = _FIELDS
+    if role in ("assistant", "tool", "function", "ipython"):
+        known = _ASSISTANT_FIELDS if role == "assistant" else _TOOL_FIELDS
+    for key, value in message.items():
+        if key not in known and not (key in (*_ASSISTANT_FIELDS, *_EMPTY_FIELDS) and value in (None, [])):
+            message_text = f"{shorten(key)} is not supported in a message of {role}; {', '.join(known)} are"
+            raise InvalidRequestError(message_text, field=field, value=key)
+    texts = {key: require_text(message[key], f"{field}.{key}") for key in _TEXT_FIELDS if message.get(key) is not None}
+    reasoning = texts.pop("reasoning", None)
+    if reasoning is not None:
+        texts.setdefault("reasoning_content", reasoning)
+    calls = _check_calls(message.get("tool_calls"), f"{field}.tool_calls")
+    content = message.get("content")
+    if content is None and (calls or "reasoning_content" in texts):
+        content = ""  # not None: templates trim it, add it to text, ask for its length
+    checked = {"role": role, "content": _join_content(content, f"{field}.content"), **texts}
+    return {**checked, "tool_calls": calls} if calls else checked
+
+
+def _join_content(content: Any, field: str) -> str:
+    if not isinstance(content, list):
+        return require_text(content, field)
+    texts = []
+    for at, part in enumerate(content):
+        if not isinstance(part, Mapping) or part.get("type") != "text":
+            raise InvalidRequestError(
+                f"only parts of type 'text' are supported, got {shorten(part)}", field=f"{field}[{at}]", value=part
+            )
+        texts.append(require_text(part.get("text"), f"{field}[{at}].text"))
+    return "\n".join(texts)
+
+
+def _check_calls(calls: Any, field: str) -> list[dict[str, Any]]:
+    if calls is None:
+        return []
+    if not isinstance(calls, list | tuple):
+        raise InvalidRequestError(f"must be a list, got {shorten(calls)}", field=field, value=calls)
+    return [_check_call(call, f"{field}[{at}]") for at, call in enumerate(calls)]
+
+
+def _check_call(call: Any, field: str) -> dict[str, Any]:
+    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+        raise InvalidRequestError(
+            f"must be an object with 'id', 'type' and 'function', got {shorten(call)}", field=field, value=call
+        )
+    for values, known, where in (
+        (call, _CALL_FIELDS, field),
+        (call["function"], ("name", "arguments"), f"{field}.function"),
+    ):
+        for key in values:
+            if key not in known:
+                message = f"{shorten(key)} is not supported; {', '.join(known)} are"
+                raise InvalidRequestError(message, field=where, value=key)
+    if call.get("type", "function") != "function":
+        raise InvalidRequestError(
+            f"must be 'function', got {shorten(call['type'])}", field=f"{field}.type", value=call["type"]
+        )
+    name = require_text(call["function"].get("name"), f"{field}.function.name")
+    if not name:
+        raise InvalidRequestError("is empty", field=f"{field}.function.name", value=name)
+    arguments = _read_arguments(call["function"].get("arguments"), f"{field}.function.arguments")
+    checked = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return checked if call.get("id") is None else {"id": require_text(call["id"], f"{field}.id"), **checked}
+
+
+def _read_arguments(arguments: Any, field: str) -> dict[str, Any]:
+    """Returns a call's arguments from their JSON text, or from the object itself; none at all are {}."""
+    if arguments is None or arguments == "":
+        return {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:  # ValueError: also an integer too long to read
+            reason = "too deeply nested" if isinstance(error, RecursionError) else str(error)
+            message = f"must be the JSON text of an object: {reason}"
+            raise InvalidRequestError(message, field=field, value=arguments) from None
+    return _copy_object(arguments, field)
+
+
+def _copy_object(value: Any, field: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise InvalidRequestError(f"must be a JSON object, got {shorten(value)}", field=field, value=value)
+    copied = copy_json(value, field)
+    assert isinstance(copied, dict)
+    return copied
+
+
+def copy_json(value: Any, field: str, *, max_nesting: int = MAX_JSON_NESTING) -> Any:
+    """Returns a copy of a JSON value as plain dicts, lists, strings, numbers, booleans and None.
+
+    Raises:
+        InvalidRequestError: it holds something else, text that UTF-8 cannot hold, a number that JSON cannot, or nests
+            too deeply.
+    """
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, str):
+        return require_text(value, field)
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    if isinstance(value, Mapping | list | tuple):
+        if max_nesting == 0:
+            raise InvalidRequestError(f"nested more than {MAX_JSON_NESTING} levels deep", field=field)
+        if isinstance(value, Mapping):
+            return {
+                require_text(key, field): copy_json(item, field, max_nesting=max_nesting - 1)
+                for key, item in value.items()
+            }
+        return [copy_json(item, field, max_nesting=max_nesting - 1) for item in value]
+    raise InvalidRequestError(f"must be JSON, got {shorten(value)}", field=field, value=value)

@@ -1,0 +1,40 @@
+"""Small engines over the fake device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from jaxserve.engine.engine import Engine
+from jaxserve.pages import PageGroup, PageManager
+from jaxserve.request import Request, RequestOutput
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduler import Scheduler, SchedulerLimits
+from tests.fake_device import FakeDevice
+
+
+def make_engine(
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    queue: tuple[int | None, int | None] = (None, None),
+    **changes: object,
+) -> tuple[Engine, FakeDevice]:
+    options: dict = {"num_pages": 40, "rows": 4, "budget": 64, "caching": True, "overlap": True} | changes
+    groups = [PageGroup(options["num_pages"])]
+    pages = PageManager(groups, page_size=32, max_chunk=options["budget"], enable_prefix_caching=options["caching"])
+    limits = SchedulerLimits(options["rows"], options["budget"], 512, 16, *queue)
+    device = FakeDevice(groups, page_size=32)
+    return Engine(Scheduler(limits, pages), device, overlap=options["overlap"], clock=clock), device
+
+
+def run(engine: Engine, requests: list[Request]) -> dict[str, RequestOutput]:
+    for request in requests:
+        engine.add_request(request)
+    done = {}
+    while engine.has_unfinished:
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+    return done
+
+
+def greedy(request_id: str, prompt: range | list[int], max_tokens: int, **changes: object) -> Request:
+    return Request(request_id, tuple(prompt), SamplingParams(temperature=0, max_tokens=max_tokens), **changes)  # type: ignore[arg-type]

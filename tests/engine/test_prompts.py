@@ -1,0 +1,75 @@
+"""From prompts to requests: when they run and until when, and what a chat template is told."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from jaxserve.engine.prompts import RequestFactory
+from jaxserve.errors import InvalidRequestError
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.tokenizers import chat
+
+IDS = {"prompt_token_ids": [5, 6, 7]}
+PARAMS = SamplingParams(temperature=0)
+
+
+def make_factory(tokenizer: Any = None) -> RequestFactory:
+    return RequestFactory(tokenizer, vocab_size=50, eos_token_ids=(), seed=0, max_model_len=64, max_logprobs=5)
+
+
+def test_priority_deadline_and_salt_reach_the_request() -> None:
+    request = make_factory().make(IDS, PARAMS, request_id="a", cache_salt="s", priority=-(2**31), deadline=12)
+    assert (request.request_id, request.cache_salt, request.priority, request.deadline) == ("a", "s", -(2**31), 12)
+    plain = make_factory().make(IDS, PARAMS)
+    assert (plain.priority, plain.deadline, plain.cache_salt) == (0, None, "")
+
+
+@pytest.mark.parametrize("priority", [2**31, -(2**31) - 1, 1.0, True, None, "1", math.nan])
+def test_bad_priorities_are_named(priority: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=r"priority: must be an integer in \[-2147483648, 2147483648\)"):
+        make_factory().make(IDS, PARAMS, priority=priority)
+
+
+@pytest.mark.parametrize("deadline", [math.nan, math.inf, -math.inf, "soon", True])
+def test_bad_deadlines_are_named(deadline: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="deadline: must be a finite time"):
+        make_factory().make(IDS, PARAMS, deadline=deadline)
+
+
+class Plain:
+    eos_token_ids = ()
+
+
+def test_everything_about_a_conversation_reaches_its_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def encode(tokenizer: Any, messages: Any, **options: Any) -> tuple[str, list[int]]:
+        seen.update(options)
+        return "text", [1, 2]
+
+    monkeypatch.setattr(chat, "encode_chat", encode)
+    tool = {"type": "function", "function": {"name": "f"}}
+    request = make_factory(Plain()).make_chat(
+        [{"role": "user", "content": "hi"}],
+        PARAMS,
+        tools=[tool],
+        chat_template="{{ 1 }}",
+        add_generation_prompt=False,
+        continue_final_message=True,
+        enable_thinking=True,
+        priority=3,
+        deadline=4.5,
+        cache_salt="s",
+    )
+    assert (request.prompt, request.prompt_token_ids) == ("text", (1, 2))
+    assert (request.priority, request.deadline, request.cache_salt) == (3, 4.5, "s")
+    assert seen == {
+        "tools": [tool],
+        "chat_template": "{{ 1 }}",
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+        "enable_thinking": True,
+    }

@@ -1,0 +1,97 @@
+"""The queue: sorted by priority and arrival whatever comes back to it, and its totals are those of what is in it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.errors import QueueFullError
+from jaxserve.request import PRIORITIES, FinishReason, Request
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduler import Sequence, SequenceStatus
+from jaxserve.scheduler.policy import make_order
+from jaxserve.scheduler.waiting import WaitingQueue
+from tests.scheduler.test_scheduler import make_scheduler
+
+
+def make_request(name: str, length: int = 3, n: int = 1, priority: int = 0) -> Request:
+    params = SamplingParams(temperature=0.5, max_tokens=4, n=n)
+    return Request(name, tuple(range(length)), params, priority=priority)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([*PRIORITIES[:2], -1, 0, 1, *PRIORITIES[-2:]]), st.integers(0, 2**40)), min_size=2
+    )
+)
+def test_order_is_priority_then_arrival(keys: list[tuple[int, int]]) -> None:
+    assert sorted(keys) == sorted(keys, key=lambda key: make_order(*key))
+
+
+@given(st.lists(st.tuples(st.sampled_from(["add", "pop", "back", "end"]), st.integers(0, 9)), max_size=40))
+def test_queue_is_sorted_and_counted(actions: list[tuple[str, int]]) -> None:
+    scheduler, queue = make_scheduler(), WaitingQueue()
+    waiting: list[Sequence] = []
+    running: list[Sequence] = []
+    for count, (action, value) in enumerate(actions):
+        if action == "add":
+            pages = scheduler.pages.new_sequence("")
+            sequence = Sequence(make_request(f"r{count}", 1 + value), pages, 50, order=make_order(value % 3 - 1, count))
+            queue.enter([sequence])
+            waiting.append(sequence)
+        elif action == "pop" and waiting:
+            sequence = queue.first
+            assert sequence is min(waiting, key=lambda each: each.order)
+            assert queue.pop() is sequence
+            sequence.status = SequenceStatus.RUNNING
+            waiting.remove(sequence)
+            running.append(sequence)
+        elif action == "back" and running:
+            sequence = running.pop(value % len(running))
+            sequence.status = SequenceStatus.PREEMPTED
+            queue.push(sequence)
+            waiting.append(sequence)
+        elif action == "end" and waiting:
+            sequence = waiting.pop(value % len(waiting))
+            queue.remove(sequence)
+        assert list(queue) == sorted(waiting, key=lambda each: each.order)
+        new = [each for each in waiting if each.status is SequenceStatus.WAITING]
+        assert (queue.num_new, queue.num_new_tokens) == (len(new), sum(each.num_prompt_tokens for each in new))
+
+
+def test_a_full_queue_refuses_and_says_which_limit() -> None:
+    scheduler = make_scheduler(queue=(3, 20))
+    scheduler.refuse_if_full(make_request("large", 30, n=9))  # nothing waits: it would never get in otherwise
+    scheduler.add(make_request("a", 5, n=2))
+    scheduler.refuse_if_full(make_request("b", 15))
+    with pytest.raises(QueueFullError, match=r"2 sequences wait.*max_num_queued_reqs=3; try again") as caught:
+        scheduler.refuse_if_full(make_request("b", 1), make_request("c", 1))
+    assert (caught.value.limit, caught.value.queued) == (3, 2)
+    with pytest.raises(QueueFullError, match=r"5 prompt tokens wait, and 16 more .*max_num_queued_tokens=20") as caught:
+        scheduler.refuse_if_full(make_request("b", 16))
+    assert (caught.value.limit, caught.value.queued) == (20, 5)
+    scheduler.add(make_request("c", 400))  # a batch is not limited
+
+
+def test_only_first_admissions_count() -> None:
+    scheduler = make_scheduler(rows=4, queue=(1, None))
+    scheduler.add(make_request("a", 10, n=2))
+    assert (scheduler.waiting.num_new, scheduler.waiting.num_new_tokens) == (2, 10)
+    plan = scheduler.plan()
+    assert plan is not None and (scheduler.waiting.num_new, scheduler.waiting.num_new_tokens) == (1, 0)
+    with pytest.raises(QueueFullError):
+        scheduler.refuse_if_full(make_request("b"))  # the second completion waits for its prompt's pages
+    scheduler.commit(plan, [7])
+    scheduler.plan()
+    assert (scheduler.waiting.num_new, len(scheduler.waiting)) == (0, 0)
+    scheduler.requeue_running()
+    assert (scheduler.waiting.num_new, len(scheduler.waiting)) == (0, 2)
+    scheduler.refuse_if_full(make_request("b"))
+
+
+def test_requests_that_end_while_they_wait_make_room() -> None:
+    scheduler = make_scheduler(queue=(3, 100))
+    scheduler.add(make_request("a", 10, n=3))
+    scheduler.finish("a", FinishReason.ABORT)
+    assert (scheduler.waiting.num_new, scheduler.waiting.num_new_tokens, len(scheduler.waiting)) == (0, 0, 0)

@@ -1,0 +1,17 @@
+"""One server with the demo model for all tests of a module that only need one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.server.running import RunningServer, run_server
+
+SMALL = ("--max-num-seqs", "8", "--max-num-batched-tokens", "128", "--max-model-len", "1024")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with run_server(*SMALL) as running:
+        yield running

@@ -1,0 +1,32 @@
+"""Counters of an engine, all different, for tests of what shows them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxserve.engine.stats import EngineStats, PoolStats, StepTokens
+from jaxserve.runtime.counts import STEP_TOKEN_BOUNDS
+
+
+def make_stats(**changes: Any) -> EngineStats:
+    """Returns the counters after a few steps."""
+    values: dict[str, Any] = {
+        "num_running": 3,
+        "num_waiting": 2,
+        "num_queued_tokens": 77,
+        "num_preemptions": 4,
+        "prefix_queries": 1000,
+        "prefix_hits": 250,
+        "num_steps": 6,
+        "steps": {"8x8": 5, "512x32": 1},
+        "useful_tokens": 9016,
+        "padded_tokens": 984,
+        "step_tokens": StepTokens(STEP_TOKEN_BOUNDS, (4, 0, 1, *[0] * (len(STEP_TOKEN_BOUNDS) - 3), 1), 9016),
+        "num_faults": 1,
+        "wait_seconds": 8.5,
+        "busy_seconds": 1.5,
+        "num_compiles": 0,
+        "num_programs": 14,
+        "pools": (PoolStats(10, 9, 1), PoolStats(100, 25, 30)),
+    }
+    return EngineStats(**(values | changes))

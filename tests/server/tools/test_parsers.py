@@ -1,0 +1,145 @@
+"""The one parser that the server uses per answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jaxserve.errors import ConfigError
+from jaxserve.server.tools import (
+    REASONING_PARSERS,
+    TOOL_PARSERS,
+    CallArguments,
+    CallStart,
+    Content,
+    Reasoning,
+    ToolSet,
+    guess_tool_parser,
+    make_answer_parser,
+    needs_special_tokens,
+    read_tools,
+)
+from tests.server.tools.helpers import read, summarise
+
+TOOLS = [{"type": "function", "function": {"name": name}} for name in "fg"]
+F, G = '{"name": "f", "arguments": {"a": 1}}', '{"name": "g", "arguments": {}}'
+HERMES_TEXT = f"Hm.\n<tool_call>\n{F}\n</tool_call>\n<tool_call>\n{G}\n</tool_call>"
+CALLS = [("f", '{"a": 1}'), ("g", "{}")]
+R = Reasoning
+
+
+def tools(choice: Any = "auto", parallel: bool = True) -> ToolSet | None:
+    return read_tools(TOOLS, choice, parallel)
+
+
+def test_without_parsers_text_is_content() -> None:
+    parser = make_answer_parser()
+    assert [parser.push(text) for text in ("", " a<think>", HERMES_TEXT)] == [
+        [], [Content(" a<think>")], [Content(HERMES_TEXT)],
+    ]  # fmt: skip
+    assert parser.finish() == [] and not parser.saw_calls
+
+
+@pytest.mark.parametrize(
+    ("options", "text", "expected"),
+    [
+        (("hermes", None, tools()), HERMES_TEXT, ["Hm.", *CALLS]),
+        (("hermes", None, tools(parallel=False)), HERMES_TEXT, ["Hm.", CALLS[0]]),
+        (("hermes", None, None), HERMES_TEXT, [HERMES_TEXT]),
+        (("hermes", None, tools("none")), HERMES_TEXT, [HERMES_TEXT]),
+        ((None, None, tools()), HERMES_TEXT, [HERMES_TEXT]),
+        (("llama3_json", None, tools()), F, CALLS[:1]),
+        (("llama3_json", None, tools()), F.replace('"f"', '"h"'), [F.replace('"f"', '"h"')]),
+        (("mistral", None, tools()), f"[TOOL_CALLS] [{F}, {G}]", CALLS),
+        (("hermes", "qwen3", tools()), f"<think>\nx <tool_call>{F}\n</think>\n\n{HERMES_TEXT}",
+         [R(f"x <tool_call>{F}"), "Hm.", *CALLS]),
+        (("hermes", "deepseek_r1", tools()), f"x</think>\n\n<tool_call>{F}", [R("x"), CALLS[0]]),
+        (("llama3_json", "deepseek_r1", tools()), f"x</think>\n\n{F}", [R("x"), CALLS[0]]),
+        (("hermes", "deepseek_r1", tools()), f"x <tool_call>{F}", [R(f"x <tool_call>{F}")]),
+        ((None, "qwen3", None), "<think>a</think>b", [R("a"), "b"]),
+        ((None, "qwen3", None), "a</think>b", ["a</think>b"]),
+        ((None, "deepseek_r1", None), "a</think>b", [R("a"), "b"]),
+        (("hermes", "deepseek_r1", tools("required")),
+         '[{"name":"f","parameters":{"a": 1}},{"name":"g","parameters":{}}]', CALLS),
+        (("hermes", None, tools("required", False)), f"[{F},{G}]", CALLS[:1]),
+        ((None, "qwen3", tools({"type": "function", "function": {"name": "f"}})), '{"a": 1}', CALLS[:1]),
+        ((None, None, tools({"type": "function", "function": {"name": "f"}})), '{"a": "b', [("f", '{"a": "b')]),
+        ((None, None, tools({"type": "function", "function": {"name": "f"}})), "", []),
+    ],
+)  # fmt: skip
+def test_answers(options: Any, text: str, expected: list[Any]) -> None:
+    for parts in ([text], text):
+        parser = make_answer_parser(*options)
+        assert summarise(read(parser, parts)) == expected
+        assert parser.saw_calls is any(isinstance(item, tuple) for item in expected)
+
+
+def test_what_was_held_back_comes_in_order() -> None:
+    parser = make_answer_parser("hermes", "qwen3", tools())
+    assert parser.push("<think>a</think>b <tool") == [R("a"), Content("b")]
+    assert parser.finish() == [Content(" <tool")]
+    parser = make_answer_parser("hermes", "qwen3", tools())
+    assert parser.push("<thi") == [] and parser.finish() == [Content("<thi")]
+
+
+def test_forced_calls_come_as_they_grow() -> None:
+    parser = make_answer_parser(None, None, tools("required"))
+    pieces = [parser.push(part) for part in ('[{"name":"', 'f","param', 'eters":{"a', '":1}', "}", "]")]
+    start = pieces[2][0]
+    assert isinstance(start, CallStart) and start.name == "f" and start.call_id.startswith("call_")
+    assert pieces == [[], [], [start, CallArguments(0, '{"a')], [CallArguments(0, '":1}')], [], []]
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_forced_calls_have_the_ids_of_their_family(choice: Any) -> None:
+    text = f"[{F}]" if choice == "required" else "{}"
+    for name, length in (("mistral", 9), ("hermes", 29), (None, 29)):
+        start = make_answer_parser(name, None, tools(choice)).push(text)[0]
+        assert isinstance(start, CallStart) and len(start.call_id) == length
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "text", "expected"),
+    [
+        ("qwen3", "<|assistant|>\n<think>\n", "a</think>b", [R("a"), "b"]),
+        ("deepseek_r1", "<think>\n\n</think>\n\n", "b", ["b"]),
+        ("deepseek_r1", "<|assistant|>", "a</think>b", [R("a"), "b"]),
+    ],
+)
+def test_the_prompt_says_where_reasoning_begins(name: str, prompt: str, text: str, expected: list[Any]) -> None:
+    assert summarise(read(make_answer_parser(None, name, prompt=prompt), [text])) == expected
+
+
+def test_a_grammar_of_the_request_leaves_no_room_for_marks() -> None:
+    parser = make_answer_parser("llama3_json", "deepseek_r1", tools(), is_constrained=True)
+    assert summarise(read(parser, [F])) == [F]
+
+
+def test_names() -> None:
+    assert set(TOOL_PARSERS) == {"hermes", "llama3_json", "mistral"}
+    assert set(REASONING_PARSERS) == {"deepseek_r1", "qwen3"}
+    assert all(map(needs_special_tokens, [*TOOL_PARSERS, *REASONING_PARSERS])) and not needs_special_tokens(None)
+    for arguments, field in ((("x", None), "tool_call_parser"), ((None, "x"), "reasoning_parser")):
+        with pytest.raises(ConfigError) as caught:
+            make_answer_parser(*arguments)
+        assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (None, None),
+        ("", None),
+        ("{{ messages }}", None),
+        ("... [TOOL_CALLS] [ ...", "mistral"),
+        ("within <tool_call></tool_call> XML tags:\n<tool_call>\n{'name': ...", "hermes"),
+        ("<tool_call>\n<function=example>", None),
+        ("<tool_call>{name}\n<arg_key>", None),
+        ("{%- if message.role == 'ipython' %}{{ '\"parameters\": ' }}", "llama3_json"),
+        ('{{- \'<|python_tag|>\' + x }} {"name": f, "parameters": p}', "llama3_json"),
+        ("{%- if message.role == 'ipython' %}", None),
+    ],
+)
+def test_guesses(template: str | None, expected: str | None) -> None:
+    assert guess_tool_parser(template) == expected

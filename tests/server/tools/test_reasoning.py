@@ -1,0 +1,96 @@
+"""Reasoning is told apart from the answer, with and without its first mark."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.server.tools import Content, Reasoning
+from jaxserve.server.tools.reasoning import ReasoningParser, find_inside
+from tests.server.tools.helpers import CountedText, cut, join_text, read, summarise
+
+R = Reasoning
+CASES: list[tuple[bool, str, list[Any]]] = [
+    (False, "<think>\na b\n</think>\n\nHi ", [R("a b"), "Hi "]),
+    (False, " <think>a</think>b", [R("a"), "b"]),
+    (False, "<think>\n\n</think>\n\nHi", ["Hi"]),
+    (False, "<think></think>", []),
+    (False, "Hi <think>a</think>", ["Hi <think>a</think>"]),
+    (False, "a</think>b", ["a</think>b"]),
+    (False, "\n Hi\n", ["\n Hi\n"]),
+    (False, "<think>a <b \n", [R("a <b \n")]),
+    (False, "<think>a</think>b<think>c</think>", [R("a"), "b<think>c</think>"]),
+    (False, "<think>a</thin", [R("a</thin")]),
+    (False, "<thin", ["<thin"]),
+    (False, "<think>", []),
+    (False, " \n", [" \n"]),
+    (False, "", []),
+    (True, "a b\n</think>\n\nHi", [R("a b"), "Hi"]),
+    (True, "\n<think>\na</think>Hi", [R("a"), "Hi"]),
+    (True, "</think>Hi", ["Hi"]),
+    (True, "\n</think>\n Hi", ["Hi"]),
+    (True, "<b></think>Hi", [R("<b>"), "Hi"]),
+    (True, "<</think>Hi", [R("<"), "Hi"]),
+    (True, "a </thinking> b", [R("a </thinking> b")]),
+    (True, "a <think> b</think>c", [R("a <think> b"), "c"]),
+    (True, "<thi", [R("<thi")]),
+    (True, "", []),
+]
+
+
+@pytest.mark.parametrize(("starts_inside", "text", "expected"), CASES)
+def test_examples(starts_inside: bool, text: str, expected: list[Any]) -> None:
+    for parts in ([text], text):
+        assert summarise(read(ReasoningParser(starts_inside=starts_inside), parts)) == expected
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    starts_inside=st.booleans(),
+    texts=st.lists(st.sampled_from(["<think>", "</think>", "<", "</", "think>", " ", "\n"]) | st.text(max_size=3)),
+    places=st.lists(st.integers(0, 10_000), max_size=9),
+)
+def test_any_cut_gives_the_same_and_nothing_is_lost(starts_inside: bool, texts: list[str], places: list[int]) -> None:
+    text = "".join(texts)
+    pieces = read(ReasoningParser(starts_inside=starts_inside), cut(text, places))
+    assert summarise(pieces) == summarise(read(ReasoningParser(starts_inside=starts_inside), [text]))
+    rest = text.lstrip(" \t\n\r")
+    if not starts_inside and not rest.startswith("<think>"):
+        assert summarise(pieces) == ([text] if text else [])
+    elif "</think>" not in rest:
+        assert join_text(pieces) == rest.removeprefix("<think>").lstrip(" \t\n\r")
+    else:
+        begin, end = rest.removeprefix("<think>").split("</think>", 1)
+        assert join_text(pieces) == begin.strip(" \t\n\r") + end.lstrip(" \t\n\r")
+
+
+def test_reasoning_comes_as_it_grows() -> None:
+    parser = ReasoningParser(starts_inside=True)
+    assert [parser.push(part) for part in ("a", "b \n", "c</th", "ink>", "\n", "d ", "e")] == [
+        [R("a")], [R("b")], [R(" \nc")], [], [], [Content("d ")], [Content("e")],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [("", None), ("<|assistant|>", None), ("a<think>\n", True), ("a<think>", True), ("<think>\n\n</think>\n\n", False),
+     ("<think> a", None)],
+)  # fmt: skip
+def test_prompts_that_say_where_the_answer_begins(prompt: str, expected: bool | None) -> None:
+    assert find_inside(prompt) is expected
+
+
+@pytest.mark.parametrize("unit", ["<", "</", "</think", "\n", "a ", "<think>", "</think>"])
+def test_work_grows_with_the_text(unit: str) -> None:
+    def count(num_units: int) -> int:
+        parser, text = ReasoningParser(starts_inside=True), unit * num_units
+        CountedText.num_seen = 0
+        for at in range(0, len(text), 5):
+            parser.push(CountedText(text[at : at + 5]))
+        parser.finish()
+        return CountedText.num_seen
+
+    assert 0 < count(2000) <= 2.2 * count(1000)
