@@ -41,6 +41,7 @@ class Request:
     cache_salt: str = ""  # requests share prefix pages only with requests of the same salt
     arrival_time: float = field(default_factory=time.monotonic)
     priority: int = 0  # smaller ones run first (as in vLLM); in PRIORITIES
+    embeds: bool = False  # it ends with its prompt, and its last hidden state is what is asked for
     deadline: float | None = None  # monotonic time in seconds at which it ends, whatever it has by then
 
 
@@ -93,3 +94,15 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     error: JaxServeError | None = None  # set when finish_reason is "error" or "timeout"
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # one per prompt token, None for the first
+    embedding: list[float] | None = None  # of the prompt, where it was asked for
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """Where a prompt lies in the model's space."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    embedding: list[float]  # of length 1
+    num_cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache

@@ -6,12 +6,13 @@ two places that touch weights and compile are replaced.
     python scripts/bench_server_null.py serve --rows 256 --ms 20
     python scripts/bench_server_null.py generate --rows 256 --ms 20 --tokens 256
 
-With `--profile FILE`, SIGUSR1 starts to sample the event loop's thread, and a second one writes the file.
+With `--profile FILE`, SIGUSR1 starts to sample the threads, and a second one writes the file.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import resource
@@ -20,13 +21,15 @@ import sys
 import threading
 import time
 from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import numpy as np
 
-from jaxserve import LLM, EngineConfig, SamplingParams
+from jaxserve import LLM, SamplingParams
+from jaxserve.config import EngineConfig
 from jaxserve.engine import build
 from jaxserve.presets import demo_model_dir
 from jaxserve.runtime import startup
@@ -37,6 +40,7 @@ from jaxserve.tokenizers import load_tokenizer
 
 _DRAWN = 1 << 16  # tokens that are drawn once and then repeated
 _SAMPLE_SECONDS = 0.002
+_SAMPLED = ("MainThread", "jaxserve-engine")  # which live as long as the server
 
 
 class SlowStep:
@@ -97,49 +101,58 @@ def install(seconds: float, rows: int) -> None:
 
 
 class Sampler:
-    """Looks at one thread every two milliseconds, and charges where it is with the CPU it used since the last look.
+    """Looks at both threads that work all the time every two milliseconds, and charges where each is with the CPU it used since the last look.
 
-    A sample is taken when the thread lets go of the interpreter's lock: what C code does is charged to its caller.
+    A look is taken when a thread lets go of the interpreter's lock: what C code does is charged to its caller.
     """
 
-    def __init__(self, path: Path, thread: int) -> None:
-        self._path, self._thread = path, thread
-        self._clock = time.pthread_getcpuclockid(thread)
-        self._own: Counter[str] = Counter()
-        self._with_callees: Counter[str] = Counter()
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._threads: dict[str, _Charges] = {}
         self._running: threading.Event | None = None
 
     def toggle(self, *_: Any) -> None:
         """Starts, or ends and writes what was found."""
         if self._running is None:
             self._running = threading.Event()
-            threading.Thread(target=self._sample, args=(self._running,), daemon=True).start()
+            self._threads = {}
+            threading.Thread(target=self._sample, args=(self._running,), name="sampler", daemon=True).start()
         else:
             self._running.set()
             self._running = None
 
     def _sample(self, end: threading.Event) -> None:
-        self._own.clear(), self._with_callees.clear()
-        before = start = time.clock_gettime(self._clock)
+        clocks = {each: time.pthread_getcpuclockid(each.ident or 0) for each in threading.enumerate() if each.name in _SAMPLED}
+        before = {each: time.clock_gettime(clock) for each, clock in clocks.items()}
         while not end.wait(_SAMPLE_SECONDS):
-            frame = sys._current_frames()[self._thread]
-            now = time.clock_gettime(self._clock)
-            self._charge(frame, now - before)
-            before = now
-        document = {"seconds": before - start, "own": dict(self._own), "with_callees": dict(self._with_callees)}
+            frames = sys._current_frames()
+            for each, clock in clocks.items():
+                now = time.clock_gettime(clock)
+                self._threads.setdefault(each.name, _Charges()).add(frames[each.ident or 0], now - before[each])
+                before[each] = now
         partial = self._path.with_suffix(".partial")
-        partial.write_text(json.dumps(document))
+        partial.write_text(json.dumps({name: dataclasses.asdict(each) for name, each in self._threads.items()}))
         partial.rename(self._path)
 
-    def _charge(self, frame: FrameType | None, seconds: float) -> None:
+
+@dataclass
+class _Charges:
+    """Seconds of one thread by function."""
+
+    seconds: float = 0.0
+    own: Counter[str] = field(default_factory=Counter)
+    with_callees: Counter[str] = field(default_factory=Counter)
+
+    def add(self, frame: FrameType | None, seconds: float) -> None:
+        self.seconds += seconds
         if frame is not None:
-            self._own[_name(frame)] += seconds
+            self.own[_name(frame)] += seconds
         seen = set()
         while frame is not None:
             seen.add(_name(frame))
             frame = frame.f_back
         for name in seen:
-            self._with_callees[name] += seconds
+            self.with_callees[name] += seconds
 
 
 def _name(frame: FrameType) -> str:
@@ -153,7 +166,7 @@ def serve(config: EngineConfig, profile: Path | None) -> None:
     from jaxserve.server.options import ServerConfig
 
     if profile is not None:
-        signal.signal(signal.SIGUSR1, Sampler(profile, threading.get_ident()).toggle)
+        signal.signal(signal.SIGUSR1, Sampler(profile).toggle)
     limits = {"max_streams": 8192, "max_connections": 8192}
     launch.serve(config, ServerConfig.from_options(port=0, shutdown_timeout=1.0, **limits))
 

@@ -12,6 +12,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from jaxserve.pages import PageGroup
 from jaxserve.pages.manager import CHUNK_EDGE
 from jaxserve.runtime.buckets import Bucket
@@ -28,6 +30,16 @@ def next_token(token_ids: Sequence[int], windows: Sequence[int | None], vocab_si
     )
 
 
+def embed_alone(prompt: Sequence[int], windows: Sequence[int | None]) -> list[float]:
+    """What the fake device gives as a prompt's embedding."""
+    return _hash([prompt if window is None else prompt[-window:] for window in windows], len(prompt))
+
+
+def _hash(visible: Sequence[Sequence[int]], length: int) -> list[float]:
+    code = zlib.crc32(b"|".join(array("q", ids).tobytes() for ids in visible) + bytes([length % 251]))
+    return [float(code % 4096), float(code // 4096 % 4096)]  # that float32 holds
+
+
 def continue_alone(prompt: Sequence[int], num_tokens: int, windows: Sequence[int | None], vocab_size: int) -> list[int]:
     """What a request gets when nothing else is in the world."""
     ids = list(prompt)
@@ -37,13 +49,13 @@ def continue_alone(prompt: Sequence[int], num_tokens: int, windows: Sequence[int
 
 
 class FakeFuture:
-    def __init__(self, token_ids: list[int], error: Exception | None = None) -> None:
-        self._token_ids, self._error = token_ids, error
+    def __init__(self, token_ids: list[int], error: Exception | None = None, embeddings: Any = None) -> None:
+        self._token_ids, self._error, self._embeddings = token_ids, error, embeddings
 
     def result(self) -> StepOutputs:
         if self._error is not None:
             raise self._error
-        return StepOutputs(self._token_ids)
+        return StepOutputs(self._token_ids, embeddings=self._embeddings)
 
 
 class FakeStep:
@@ -59,7 +71,7 @@ class FakeStep:
         ids = []
         for (row, samples), is_late in zip(self._work, late, strict=True):
             ids.append(MASK_LATE if is_late else self._device.sample(row) if samples else 0)
-        return FakeFuture(ids)
+        return FakeFuture(ids, embeddings=self._device.embed(self._work))
 
 
 class FakeDevice:
@@ -80,6 +92,7 @@ class FakeDevice:
         self._tables: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)  # (group, row) -> index -> page
         self._num_computed: dict[int, int] = {}
         self._last_token: dict[int, int] = {}
+        self._embeds: dict[int, bool] = {}
 
     def start(self, plan: StepPlan) -> FakeStep:
         self.plans.append(plan)
@@ -95,6 +108,7 @@ class FakeDevice:
         for row_set in plan.row_sets:
             self._num_computed[row_set.row] = row_set.num_computed_tokens
             self._last_token.pop(row_set.row, None)
+            self._embeds[row_set.row] = row_set.embeds
         rows = [*plan.decode_rows, *(chunk.row for chunk in plan.chunks)]
         assert len(rows) == len(set(rows)), "one row works twice in a step"
         work = [(row, (self._last_token[row],), True) for row in plan.decode_rows]
@@ -122,6 +136,15 @@ class FakeDevice:
         start = 0 if window is None else max(0, stop - window)
         table = self._tables[group, row]
         return [self._memory[group, table[p // self.page_size], p % self.page_size] for p in range(start, stop)]
+
+    def embed(self, work: list[tuple[int, bool]]) -> np.ndarray | None:
+        """One line per row of the step; NaN where nobody asked, None where nobody did at all."""
+        lines = np.full((len(work), 2), np.nan, np.float32)
+        asked = [(index, row) for index, (row, samples) in enumerate(work) if samples and self._embeds[row]]
+        for index, row in asked:
+            visible = [self._read(group, row) for group in range(len(self.groups))]
+            lines[index] = _hash(visible, self._num_computed[row])
+        return lines if asked else None
 
     def sample(self, row: int) -> int:
         visible = [self._read(group, row) for group in range(len(self.groups))]

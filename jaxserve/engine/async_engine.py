@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.config import DEMO_MODEL, EngineConfig
@@ -96,8 +97,9 @@ class AsyncLLM:
         """
         params = sampling_params or self._ready.default_params
         request = await asyncio.to_thread(self._ready.requests.make, prompt, params, request_id=request_id)
-        async for output in self.stream([request]):
-            yield output
+        async with aclosing(self.stream([request])) as outputs:
+            async for output in outputs:
+                yield output
 
     async def chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, request_id: str | None = None
@@ -105,10 +107,11 @@ class AsyncLLM:
         """Like `generate`, for a conversation, through the tokenizer's own chat template."""
         params = sampling_params or self._ready.default_params
         request = await asyncio.to_thread(self._ready.requests.make_chat, messages, params, request_id=request_id)
-        async for output in self.stream([request]):
-            yield output
+        async with aclosing(self.stream([request])) as outputs:
+            async for output in outputs:
+                yield output
 
-    async def stream(self, requests: Sequence[Request]) -> AsyncIterator[RequestOutput]:
+    async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[RequestOutput]:
         """Runs requests of `ready.requests` together and yields their outputs as they come.
 
         Raises:

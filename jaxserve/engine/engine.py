@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
+from jaxserve.engine.embeddings import read_embedding
 from jaxserve.engine.grammars import GrammarRows
 from jaxserve.engine.logprobs import LogprobReader
 from jaxserve.engine.output import OutputStream, RequestStream
@@ -203,6 +204,8 @@ class Engine:
             return self._recover(plan, error)
         if outputs.prompt_scores is not None:
             self._add_prompt_scores(plan, outputs.prompt_scores)
+        if outputs.embeddings is not None:
+            self._add_embeddings(plan, outputs.embeddings)
         commit = self.scheduler.commit(plan, outputs.token_ids)
         if outputs.scores is not None:
             self._add_scores(plan, commit, outputs.scores)
@@ -221,6 +224,12 @@ class Engine:
             if sequence is not None and (found := self._streams[sequence].group.prompt_logprobs) is not None:
                 found.add(scores, row, chunk.start, len(chunk.token_ids))
             row += len(chunk.token_ids)
+
+    def _add_embeddings(self, plan: StepPlan, vectors: Any) -> None:
+        for row, chunk in enumerate(plan.chunks, len(plan.decode_rows)):
+            sequence = self.scheduler.batch.by_ticket.get(chunk.ticket)
+            if sequence is not None and sequence.request.embeds and chunk.samples:
+                self._streams[sequence].group.embedding = read_embedding(vectors, row)
 
     def _show(self, commit: Commit) -> list[RequestOutput]:
         outputs: list[RequestOutput | None] = []

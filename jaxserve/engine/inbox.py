@@ -47,6 +47,7 @@ class OutputInbox:
         """Takes what the engine says, and wakes the reader."""
         if isinstance(item, JaxServeError):
             self._error = item
+            self._open.clear()  # none of them runs, so none may be aborted: another's request can have the same id
         else:
             if item.finished:
                 self._open.discard(item.request_id)

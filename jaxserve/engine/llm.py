@@ -13,7 +13,7 @@ from jaxserve.engine.progress import choose_progress
 from jaxserve.engine.prompts import Message, Prompt
 from jaxserve.errors import InvalidRequestError, TokenizerError
 from jaxserve.logits_processor import LogitsProcessor
-from jaxserve.request import Request, RequestOutput
+from jaxserve.request import EmbeddingOutput, Request, RequestOutput
 from jaxserve.sampling_params import OutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -43,7 +43,9 @@ class LLM:
         **options: Any,
     ) -> None:
         config = EngineConfig.from_options(model=str(model), **options)
-        self._ready: ReadyEngine = build_engine(config, progress=choose_progress(show_progress), processor=logits_processor)
+        self._ready: ReadyEngine = build_engine(
+            config, progress=choose_progress(show_progress), processor=logits_processor
+        )
 
     @property
     def ready(self) -> ReadyEngine:
@@ -116,6 +118,39 @@ class LLM:
             for conversation, each in zip(conversations, params, strict=True)
         ]
         return self._run(requests, use_tqdm=use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: bool = True,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[EmbeddingOutput]:
+        """Returns where each prompt lies in the model's space, in order.
+
+        An embedding is the hidden state of the prompt's last token after the final norm, in float32 and divided by its
+        L2 norm. Prompts share batches, chunks and the prefix cache with everything else that runs.
+
+        Args:
+            prompts: as for `generate`.
+            use_tqdm: show a progress bar on a terminal.
+            truncate_prompt_tokens: keep the last so many tokens of each prompt; -1: as many as fit.
+
+        Raises:
+            InvalidRequestError, CapacityError: a prompt cannot be served; nothing is computed then.
+            NonFiniteLogitsError, DeviceStepError: the model or the device failed on one of them.
+        """
+        many = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        make = self._ready.requests.make_embedding
+        requests = [make(prompt, truncate_prompt_tokens=truncate_prompt_tokens) for prompt in many]
+        found = []
+        for output in self._run(requests, use_tqdm=use_tqdm):
+            if output.error is not None:
+                raise output.error
+            assert output.embedding is not None  # it has ended without an error
+            name, text, ids = output.request_id, output.prompt, output.prompt_token_ids
+            found.append(EmbeddingOutput(name, text, ids, output.embedding, output.num_cached_tokens))
+        return found
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = True

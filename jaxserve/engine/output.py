@@ -61,6 +61,7 @@ class RequestStream:
         self.done: list[CompletionOutput] = []  # those that have ended, where only the whole is shown
         self.shows_progress = params.output_kind is not OutputKind.FINAL_ONLY
         self.prompt_token_ids = list(request.prompt_token_ids)  # shared by all outputs of the request
+        self.embedding: list[float] | None = None
         self.prompt_logprobs: PromptLogprobs | None = None
         if params.prompt_logprobs is not None:
             self.prompt_logprobs = PromptLogprobs(request.prompt_token_ids, params.prompt_logprobs, reader)
@@ -150,6 +151,7 @@ class OutputStream:
             completion.finish_reason = str(sequence.finish_reason)
             completion.stop_reason = sequence.stop_token_id if stop_string is None else stop_string
             output.metrics, output.error = self._measure(), sequence.error
+            output.embedding = self.group.embedding if sequence.error is None else None
         return output
 
     def _add(self, piece: str) -> str | None:

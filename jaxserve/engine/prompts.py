@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from jaxserve.errors import InvalidRequestError, TokenizerError, shorten
 from jaxserve.logits_processor import LogitsProcessor
 from jaxserve.request import PRIORITIES, Request
-from jaxserve.sampling_params import MAX_BAD_WORD_TOKENS, MAX_SEED, SamplingParams
+from jaxserve.sampling_params import MAX_BAD_WORD_TOKENS, MAX_SEED, OutputKind, SamplingParams
 from jaxserve.structured_params import StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -123,6 +123,36 @@ class RequestFactory:
         )
         request = self._make(text, self._check_token_ids(ids), params, request_id)
         return replace(request, cache_salt=cache_salt, priority=priority, deadline=deadline)
+
+    def make_embedding(
+        self,
+        prompt: Prompt,
+        *,
+        request_id: str | None = None,
+        cache_salt: str = "",
+        priority: int = 0,
+        deadline: float | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> Request:
+        """Returns the request for a prompt's embedding; the arguments are those of `make`.
+
+        Args:
+            truncate_prompt_tokens: keep the last so many tokens; -1: as many as fit.
+
+        Raises:
+            InvalidRequestError: names what is wrong.
+        """
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=1,
+            seed=0,
+            ignore_eos=True,
+            detokenize=False,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            output_kind=OutputKind.FINAL_ONLY,
+        )
+        options: dict[str, Any] = {"cache_salt": cache_salt, "priority": priority, "deadline": deadline}
+        return replace(self.make(prompt, params, request_id=request_id, **options), embeds=True)
 
     def _make(
         self, text: str | None, token_ids: tuple[int, ...], params: SamplingParams, request_id: str | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 import time
@@ -30,6 +31,7 @@ class EngineThread:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._inboxes: dict[str, OutputInbox] = {}
         self._stopped: EngineStoppedError | None = None
+        self._has_ended = False  # the thread takes no more jobs; whoever leaves one sees to its answer
         self._last_turn = time.monotonic()
         self._thread = threading.Thread(target=self._turn, name="jaxserve-engine", daemon=True)
         self._thread.start()
@@ -44,12 +46,12 @@ class EngineThread:
         return time.monotonic() - self._last_turn if self._engine.has_unfinished else 0.0
 
     def submit(self, requests: Sequence[Request], inbox: OutputInbox) -> None:
-        """Queues requests together: when one is refused, none of them runs."""
-        self._jobs.put(lambda: self._add(requests, inbox))
+        """Queues requests together: when one is refused, or too much waits already, none of them runs."""
+        self._put(lambda: self._add(requests, inbox))
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Ends requests; each gets a last output with finish_reason "abort". Unknown ones are ignored."""
-        self._jobs.put(lambda: self._abort(request_ids))
+        self._put(lambda: self._abort(request_ids))
 
     def call(self, function: Callable[[Engine], Any]) -> Future[Any]:
         """Runs a function on the engine's thread, between two steps."""
@@ -57,11 +59,13 @@ class EngineThread:
 
         def run() -> None:
             try:
+                if self._stopped is not None:
+                    raise self._stopped
                 future.set_result(function(self._engine))
             except Exception as error:
                 future.set_exception(error)
 
-        self._jobs.put(run)
+        self._put(run)
         return future
 
     def shutdown(self) -> None:
@@ -69,13 +73,29 @@ class EngineThread:
         self._jobs.put(None)
         self._thread.join()
 
-    # Everything below runs on the thread itself.
+    def _put(self, job: Callable[[], None]) -> None:
+        self._jobs.put(job)
+        if self._has_ended:
+            self._answer_left()
+
+    def _answer_left(self) -> None:
+        """Answers, on whatever thread, what was left in the queue when nobody serves any more."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if (job := self._jobs.get_nowait()) is not None:
+                    job()
+
+    # Everything below runs on the thread itself; what answers when the engine is stopped, on any.
 
     def _turn(self) -> None:
         try:
             self._serve()
+            self._stopped = EngineStoppedError("the engine was shut down")
         except Exception as error:
             self._stop_serving(error)
+        finally:
+            self._has_ended = True
+            self._answer_left()
 
     def _serve(self) -> None:
         engine = self._engine
@@ -96,14 +116,14 @@ class EngineThread:
 
     def _stop_serving(self, error: Exception) -> None:
         """Tells whoever waits, and whoever still comes: nobody hangs because of a fault of ours."""
-        self._stopped = EngineStoppedError(f"the engine stopped: {error!r}")
-        self._stopped.__cause__ = error
-        if self._on_stop is not None:
-            self._on_stop(self._stopped)
-        self._deliver([(inbox, self._stopped) for inbox in set(self._inboxes.values())])
+        self._stopped = _explain(error)
+        inboxes = set(self._inboxes.values())
         self._inboxes.clear()
-        while (job := self._jobs.get()) is not None:
-            job()
+        try:
+            if self._on_stop is not None:
+                self._on_stop(self._stopped)
+        finally:
+            self._deliver([(inbox, self._stopped) for inbox in inboxes])
 
     def _add(self, requests: Sequence[Request], inbox: OutputInbox) -> None:
         if self._stopped is not None:
@@ -119,6 +139,9 @@ class EngineThread:
             for request_id in added:
                 self._engine.abort_request(request_id)
             self._deliver([(inbox, error)])
+        except Exception as error:  # a fault of ours, of which those that run are told where it is caught
+            self._deliver([(inbox, _explain(error))])
+            raise
         else:
             self._inboxes.update(dict.fromkeys(added, inbox))
 
@@ -147,6 +170,12 @@ class EngineThread:
                 for request_id in [name for name, inbox in self._inboxes.items() if inbox.loop is loop]:
                     del self._inboxes[request_id]
                     self._engine.abort_request(request_id)
+
+
+def _explain(error: Exception) -> EngineStoppedError:
+    stopped = EngineStoppedError(f"the engine stopped: {error!r}")
+    stopped.__cause__ = error
+    return stopped
 
 
 def _put_all(items: Sequence[tuple[OutputInbox, Item]]) -> None:

@@ -26,6 +26,7 @@ from jaxserve.runtime.step import (
     choose_tokens,
     forward,
     head_params,
+    pool_last,
     score_prompt_tokens,
     score_step,
 )
@@ -123,6 +124,13 @@ def compile_score_prompt(model: StepModel, inputs: ProgramInputs, bucket: Bucket
     return jitted.lower(head_params(inputs.params), hidden, inputs.spec((bucket.tokens,), jnp.int32)).compile()
 
 
+def compile_pool(model: StepModel, inputs: ProgramInputs, rows: int) -> Any:
+    """Compiles the embeddings of one row bucket."""
+    jitted = jax.jit(functools.partial(pool_last, model=model), out_shardings=inputs.replicated)
+    last = inputs.spec((rows, model.config.hidden_size), model.config.dtype)
+    return jitted.lower(inputs.params["final_norm"], last).compile()
+
+
 def compile_set_row(model: StepModel, inputs: ProgramInputs) -> Any:
     """Compiles what writes one row's line of the sampler's state."""
     line = make_row_setting(model.config.vocab_size, (), ())
@@ -178,6 +186,7 @@ def _list_jobs(
             compile_one = bind(compile_sample, model, inputs, rows, variant)
             yield f"sample {rows} {variant.name.lower()}", programs.sample, (rows, variant), compile_one
         yield f"score {rows}", programs.score, rows, bind(compile_score, model, inputs, rows, max_logprobs)
+        yield f"pool {rows}", programs.pool, rows, bind(compile_pool, model, inputs, rows)
     yield "set row", programs.set_row, None, bind(compile_set_row, model, inputs)
 
 

@@ -39,6 +39,7 @@ class RowMirror:
         self._variants = np.zeros(num_rows, np.int8)
         self._wants_scores = np.zeros(num_rows, bool)
         self._scores_prompt = np.zeros(num_rows, bool)
+        self._embeds = np.zeros(num_rows, bool)
 
     def apply(self, row_sets: Iterable[RowSet]) -> None:
         """Records the rows that begin a new life."""
@@ -65,6 +66,7 @@ class RowMirror:
             self._variants[row_set.row] = find_variant(params)
             self._wants_scores[row_set.row] = params.logprobs is not None
             self._scores_prompt[row_set.row] = params.prompt_logprobs is not None
+            self._embeds[row_set.row] = row_set.embeds
 
     def find_variant(self, rows: np.ndarray) -> SampleVariant:
         """Returns the sample program that serves these rows [S]."""
@@ -77,6 +79,10 @@ class RowMirror:
     def scores_prompt(self, row: int) -> bool:
         """Whether the row's prompt tokens are to be scored."""
         return bool(self._scores_prompt[row])
+
+    def embeds(self, row: int) -> bool:
+        """Whether the row's last hidden state is what its request asks for."""
+        return bool(self._embeds[row])
 
 
 def find_variant(params: SamplingParams) -> SampleVariant:

@@ -16,7 +16,7 @@ from jaxserve.runtime.inputs import InputLayout, StateShape, pack
 from jaxserve.runtime.params import WeightWriter
 from jaxserve.runtime.rows import RowMirror, SampleVariant
 from jaxserve.runtime.state import KVCache, RowState, make_zeros
-from jaxserve.runtime.step import SampleInputs, head_params
+from jaxserve.runtime.step import HiddenStates, SampleInputs, head_params
 from jaxserve.sampling import RowSetting, SamplerState, make_row_setting
 from jaxserve.scheduler.plan import RowSet, StepOutputs, StepPlan
 
@@ -29,6 +29,7 @@ class Programs:
     sample: dict[tuple[int, SampleVariant], Any] = dataclasses.field(default_factory=dict)
     score: dict[int, Any] = dataclasses.field(default_factory=dict)  # by rows
     score_prompt: dict[Bucket, Any] = dataclasses.field(default_factory=dict)
+    pool: dict[int, Any] = dataclasses.field(default_factory=dict)  # by rows
     set_row: dict[None, Any] = dataclasses.field(default_factory=dict)
 
     def get(self, kind: str, key: Any) -> Any:
@@ -43,21 +44,25 @@ class Programs:
 
 
 class StepFuture:
-    """A step's outputs, on their way to the host since the dispatch. `scores`: of tokens and of prompts, or None."""
+    """A step's outputs, on their way to the host since the dispatch.
 
-    def __init__(self, token_ids: jax.Array, scores: tuple[Any, Any] | None, num_rows: int) -> None:
-        self._token_ids, self._scores, self._num_rows = token_ids, scores, num_rows
+    Args:
+        more: scores of tokens, scores of prompts and embeddings, each None where no row asked; None when none did.
+    """
+
+    def __init__(self, token_ids: jax.Array, more: tuple[Any, Any, Any] | None, num_rows: int) -> None:
+        self._token_ids, self._more, self._num_rows = token_ids, more, num_rows
         token_ids.copy_to_host_async()
-        if scores is not None:
-            for array in jax.tree.leaves(scores):
+        if more is not None:
+            for array in jax.tree.leaves(more):
                 array.copy_to_host_async()
 
     def result(self) -> StepOutputs:
         """Waits for the device."""
         token_ids = jax.device_get(self._token_ids)[: self._num_rows].tolist()
-        if self._scores is None:
+        if self._more is None:
             return StepOutputs(token_ids)
-        return StepOutputs(token_ids, *jax.device_get(self._scores))
+        return StepOutputs(token_ids, *jax.device_get(self._more))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,6 +76,7 @@ class StartedStep:
     wants_scores: bool
     selected: SampleInputs
     prompt_scores: Any
+    embeddings: Any
 
     def choose(self, mask: np.ndarray | None = None) -> StepFuture:
         """Starts the choice; `mask` [num_rows, words of the vocabulary] uint32: bits of the tokens that may come."""
@@ -132,9 +138,9 @@ class ModelRunner:
         for bucket, layout in self._layouts.items():
             selected, hidden = self._run(bucket, layout.new())
             targets = None if bucket.is_decode else np.zeros(bucket.tokens, np.int32)
-            prompt_scores = self._score_prompt(bucket, hidden, targets)
+            prompt_scores, embeddings = self._score_prompt(bucket, hidden, targets), self._pool(bucket, hidden)
             for variant in SampleVariant:
-                step = StartedStep(self, bucket, 0, variant, True, selected, prompt_scores)
+                step = StartedStep(self, bucket, 0, variant, True, selected, prompt_scores, embeddings)
                 mask = np.zeros((0, self._mask_words), np.uint32) if variant is SampleVariant.MASKED else None
                 step.choose(mask).result()
         self._compiles_before = self._count_compiles()
@@ -157,6 +163,7 @@ class ModelRunner:
             self._mirror.wants_scores(rows),
             selected,
             self._score_prompt(bucket, hidden, self._find_targets(plan, bucket)),
+            self._pool(bucket, hidden) if self._wants_embeddings(plan) else None,
         )
 
     def choose(self, step: StartedStep, mask: np.ndarray | None) -> StepFuture:
@@ -168,12 +175,12 @@ class ModelRunner:
         else:
             sent = None if mask is None else self._send(_pad_mask(mask, rows))
             self._rows, self._sampler, token_ids = program(self._rows, self._sampler, step.selected, sent)
-        if not step.wants_scores and step.prompt_scores is None:
+        if not step.wants_scores and step.prompt_scores is None and step.embeddings is None:
             return StepFuture(token_ids, None, step.num_rows)
         scores = self._programs.get("score", rows)(step.selected, token_ids) if step.wants_scores else None
-        return StepFuture(token_ids, (scores, step.prompt_scores), step.num_rows)
+        return StepFuture(token_ids, (scores, step.prompt_scores, step.embeddings), step.num_rows)
 
-    def _run(self, bucket: Bucket, packed: np.ndarray) -> tuple[SampleInputs, Any]:
+    def _run(self, bucket: Bucket, packed: np.ndarray) -> tuple[SampleInputs, HiddenStates]:
         forward = self._programs.get("forward", bucket)
         self._cache, self._rows, selected, hidden = forward(self.params, self._cache, self._rows, self._send(packed))
         return selected, hidden
@@ -181,10 +188,16 @@ class ModelRunner:
     def _set_row(self, row: int, setting: RowSetting) -> None:
         self._sampler = self._programs.get("set_row", None)(self._sampler, *self._send((np.int32(row), setting)))
 
-    def _score_prompt(self, bucket: Bucket, hidden: Any, targets: np.ndarray | None) -> Any:
+    def _score_prompt(self, bucket: Bucket, hidden: HiddenStates, targets: np.ndarray | None) -> Any:
         if targets is None:
             return None
-        return self._programs.get("score_prompt", bucket)(head_params(self.params), hidden, self._send(targets))
+        return self._programs.get("score_prompt", bucket)(head_params(self.params), hidden.every, self._send(targets))
+
+    def _pool(self, bucket: Bucket, hidden: HiddenStates) -> Any:
+        return self._programs.get("pool", bucket.rows)(self.params["final_norm"], hidden.last)
+
+    def _wants_embeddings(self, plan: StepPlan) -> bool:
+        return any(chunk.samples and self._mirror.embeds(chunk.row) for chunk in plan.chunks)
 
     def _find_targets(self, plan: StepPlan, bucket: Bucket) -> np.ndarray | None:
         """The token after each token of the step [T]; None when no prompt is to be scored."""

@@ -228,12 +228,13 @@ def _sum_use(shapes: Shapes, temporaries: int, code: int) -> DeviceUse:
     line = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in jax.tree.leaves(sampler))
     rows = state.rows * (4 * (2 + state.groups * state.pages_per_row) + line)
     packed = 4 * InputLayout(shapes.buckets.largest, state).size
-    logits = 4 * shapes.buckets.largest.rows * shapes.model.vocab_size
+    size = jnp.dtype(shapes.model.dtype).itemsize
+    selected = shapes.buckets.largest.rows * (4 * shapes.model.vocab_size + size * shapes.model.hidden_size)
     return DeviceUse(
         params=params_bytes(param_specs(shapes.model), shapes.num_devices),
         temporaries=temporaries,
         code=code,
-        state=rows + 2 * (packed + logits),
+        state=rows + 2 * (packed + selected),
         reserve=_RESERVE,
     )
 

@@ -2,7 +2,7 @@
 
 forward: unpack the inputs, bring the rows up to date, run the layers (writing and reading KV), take one logits row per
 row of the step. choose: the tokens, plainly or from logits that are shaped first. Everything before them is numpy,
-everything after is host. Scores of tokens, and of a prompt's, are programs of their own beside them.
+everything after is host. Scores of tokens, and of a prompt's, and embeddings are programs of their own beside them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, UInt32
 
+from jaxserve.layers.norm import rms_norm
 from jaxserve.logits_processor import LogitsProcessor
 from jaxserve.models.base import DecoderConfig
 from jaxserve.models.decoder import CacheLayout, compute_logits
@@ -43,6 +44,8 @@ from jaxserve.scheduler.sequence import MASK_LATE, NO_TOKEN_LEFT, NON_FINITE
 from pallas_kernels.batch import prepare_batch
 from pallas_kernels.spec import AttnShape
 
+_LEAST_LENGTH = 1e-12  # of an embedding that is normalised: zeros stay zeros
+
 
 @dataclass(frozen=True)
 class StepModel:
@@ -57,6 +60,14 @@ class StepModel:
 
 
 @flax.struct.dataclass
+class HiddenStates:
+    """What `forward` hands to the programs that only some steps need: the residual stream before the final norm."""
+
+    last: Float[Array, "S D"]  # of each row's last token
+    every: Float[Array, "T D"] | None  # of a mixed bucket: tokens of prompts can be scored from them
+
+
+@flax.struct.dataclass
 class SampleInputs:
     """What `forward` hands to `sample`: a row bucket's shapes only, so that the programs add up, not multiply."""
 
@@ -68,11 +79,8 @@ class SampleInputs:
 
 def forward(
     params: Any, cache: KVCache, rows: RowState, packed: Int[Array, " I"], *, model: StepModel, layout: InputLayout
-) -> tuple[KVCache, RowState, SampleInputs, Float[Array, "T D"] | None]:
-    """One step of one bucket up to the logits. `cache` and `rows` are donated.
-
-    A mixed bucket also gives the hidden states, from which the tokens of prompts can be scored.
-    """
+) -> tuple[KVCache, RowState, SampleInputs, HiddenStates]:
+    """One step of one bucket up to the logits. `cache` and `rows` are donated."""
     inputs = layout.views(packed)
     rows, seq_lens = _advance(rows, inputs)
     groups, num_rows, width = rows.page_table.shape
@@ -93,10 +101,11 @@ def forward(
     )
     tokens = _token_ids(rows, inputs)
     hidden, cache = run_layers(model.config, params, tokens, cache, batches, layout=model.layout, mesh=model.mesh)
-    last = jnp.maximum(inputs.query_start_loc[1:] - 1, 0)
-    logits = compute_logits(model.config, params, hidden[last])
+    last = hidden[jnp.maximum(inputs.query_start_loc[1:] - 1, 0)]
+    logits = compute_logits(model.config, params, last)
     selected = SampleInputs(logits, inputs.row_ids, inputs.samples, inputs.sampling)
-    return cache, replace(rows, page_table=page_table), selected, None if layout.bucket.is_decode else hidden
+    states = HiddenStates(last, None if layout.bucket.is_decode else hidden)
+    return cache, replace(rows, page_table=page_table), selected, states
 
 
 def choose_tokens(
@@ -159,6 +168,12 @@ def score_prompt_tokens(
     """Log-probabilities of the token that follows each token of a step, and of the likeliest there."""
     logits = partial(compute_logits, model.config, params)
     return score_prompt(hidden, logits, targets, max_logprobs, vocab_size=model.config.vocab_size)
+
+
+def pool_last(norm: Float[Array, " D"], last: Float[Array, "S D"], *, model: StepModel) -> Float[Array, "S D"]:
+    """Embeddings of what the rows have read: the last token's hidden state after the final norm, of length 1."""
+    pooled = rms_norm(model.config.norm, last, norm).astype(jnp.float32)
+    return pooled / jnp.maximum(jnp.linalg.norm(pooled, axis=1, keepdims=True), _LEAST_LENGTH)
 
 
 def head_params(params: Any) -> dict[str, Any]:

@@ -20,6 +20,7 @@ def make_row_set(sequence: Sequence) -> RowSet:
         request.seed,
         sequence.index,
         sequence.history(),
+        request.embeds,
     )
 
 

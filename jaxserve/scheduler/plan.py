@@ -36,6 +36,7 @@ class RowSet:
     seed: int
     sequence_index: int  # which of the request's sequences it is
     history: RowHistory | None = None  # only where `params.shapes_logits`
+    embeds: bool = False  # its last hidden state is what is asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ class StepOutputs:
     token_ids: list[int]  # one per row of the plan, or a report in its place (sequence.py)
     scores: Any = None  # None: no row asked
     prompt_scores: Any = None  # the same with one line per token of the step, for the token that follows it
+    embeddings: Any = None  # numpy float32 [S, D]; only lines of rows that asked, in their last step, mean something
 
 
 @dataclass(frozen=True, slots=True)

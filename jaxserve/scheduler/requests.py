@@ -45,7 +45,7 @@ def make_sequences(request: Request, max_model_len: int, pages: PageManager) -> 
     most = max_model_len if wanted is None else min(max_model_len, num_prompt + wanted)
     if (unfit := pages.first_unfit_group(most)) is not None:
         message = f"{most} tokens need {unfit[0]} KV pages, and the whole pool has {unfit[1]}"
-        raise CapacityError(message, field="max_tokens", value=wanted)
+        raise CapacityError(message, field="prompt" if request.embeds else "max_tokens", value=wanted)
     count = request.params.n
     shares_alone = count > 1 and not pages.enable_prefix_caching
     salt = f"n of {request.request_id}" if shares_alone else request.cache_salt

@@ -205,10 +205,13 @@ class Scheduler:
             sequence = by_ticket.get(chunk.ticket)
             if sequence is None:
                 continue
-            if chunk.samples or token_id == NON_FINITE:
+            ends = chunk.samples and sequence.request.embeds  # with its prompt
+            if token_id == NON_FINITE or (chunk.samples and not ends):
                 take(sequence, token_id, commit)
             elif chunk.end >= sequence.publish_from and sequence.status is SequenceStatus.RUNNING:
                 self._publish(sequence, chunk.end)
+            if ends:
+                self._end(sequence, FinishReason.STOP, commit)
         return commit
 
     def _take(self, sequence: Sequence, token_id: int, commit: Commit) -> None:

@@ -64,12 +64,13 @@ class WaitingQueue:
     def refuse_if_full(self, requests: List[Request], max_sequences: int | None, max_tokens: int | None) -> None:
         """Raises QueueFullError when the requests would make more wait than may; none is too large for an empty queue.
 
-        `n` x max_tokens is not reserved: only what waits for a first admission counts.
+        Without requests: when not even the smallest could wait. `n` x max_tokens is not reserved, and only what waits
+        for its first admission counts.
         """
         if not self.num_new:
             return
-        count = sum(request.params.n for request in requests)
-        tokens = sum(len(request.prompt_token_ids) for request in requests)
+        count = max(1, sum(request.params.n for request in requests))
+        tokens = max(1, sum(len(request.prompt_token_ids) for request in requests))
         for name, limit, waiting, more in (
             ("max_num_queued_reqs", max_sequences, self.num_new, count),
             ("max_num_queued_tokens", max_tokens, self.num_new_tokens, tokens),

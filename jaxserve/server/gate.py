@@ -17,7 +17,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.server.errors import ApiError, to_api_error
 from jaxserve.server.logs import log_access
 from jaxserve.server.options import AccessOptions
-from jaxserve.server.state import ServerState, not_serving
+from jaxserve.server.state import ServerState
 
 _OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready", "/ping"})  # that need no key
 _WORK_PATHS = frozenset(  # that keep the engine, or the threads in front of it, busy
@@ -103,8 +103,8 @@ class Guard:
             raise ApiError(403, "The Host header names a host that this server does not answer to.")
         if self._keys and path not in _OPEN_PATHS and not path.startswith(_STATIC):
             scope["state"]["salt"] = self._find_key(headers.get("authorization", ""))
-        if path in _WORK_PATHS and not self._state.serves:
-            raise not_serving(self._state.phase)
+        if path in _WORK_PATHS:
+            self._state.refuse_if_full()
         if scope["method"] == "POST":
             self._check_body(headers)
 
@@ -126,13 +126,14 @@ class Guard:
             raise ApiError(415, "The body must be application/json.", code="unsupported_media_type")
         length = headers.get("content-length", "0")
         limit = self._state.config.limits.max_body_bytes
-        if length.isdigit() and int(length[:20]) > limit:
+        if length.isdecimal() and int(length[:20]) > limit:
             raise too_large(limit)
 
 
 def too_large(limit: int) -> ApiError:
     """The refusal of a body beyond the limit."""
-    return ApiError(413, f"The body is larger than {limit} bytes.", code="body_too_large")
+    message = f"The body is larger than {limit} bytes."
+    return ApiError(413, message, code="body_too_large", headers={"Connection": "close"})
 
 
 def hash_key(key: str) -> bytes:

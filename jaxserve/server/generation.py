@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
 
 from jaxserve.request import Request, RequestOutput
+from jaxserve.sampling_params import OutputKind
 from jaxserve.server.errors import to_api_error
 from jaxserve.server.protocol.fields import EngineFields, PromptTokensDetails, Usage
 from jaxserve.server.state import Phase, ServerState, not_serving
@@ -70,20 +72,18 @@ class Generation:
             metrics.start_request(request)
         running = dict(courses)
         try:
-            async for output in self._engine.stream(self._requests):
-                course = courses[output.request_id]
-                if output.finished:
-                    del running[output.request_id]
-                    self._finish(course, output)
-                else:
+            async with aclosing(self._engine.stream(self._requests)) as outputs:
+                async for output in outputs:
+                    course = courses[output.request_id]
                     self._observe(course, output)
-                if output.error is not None:
-                    raise output.error
-                if output.finished and output.outputs[-1].finish_reason == "abort":
-                    raise not_serving(Phase.DRAINING)
-                yield course.position, output
-        except GeneratorExit:
-            raise
+                    if output.finished:
+                        del running[output.request_id]
+                        self._finish(course, output)
+                    if output.error is not None:
+                        raise output.error
+                    if output.finished and output.outputs[-1].finish_reason == "abort":
+                        raise not_serving(Phase.DRAINING)
+                    yield course.position, output
         except Exception as error:
             refusal = to_api_error(error, self._state.retry_after())
             if refusal.status == 429:
@@ -93,42 +93,44 @@ class Generation:
             running.clear()
             raise refusal from error
         finally:
-            for _ in running:
+            for course in running.values():
                 metrics.end_request("abort")
+                self._trace(course, None)
             notes = self._http.state  # for the access log
             notes.prompt_tokens, notes.output_tokens = self.account.prompt_tokens, self.account.completion_tokens
 
     def _observe(self, course: _Course, output: RequestOutput) -> None:
-        """Notes one chunk of a stream."""
-        now, completion = time.monotonic(), output.outputs[0]
-        count, index = len(completion.token_ids), completion.index
-        if not count:
-            return
-        self.account.completion_tokens += count
-        last = course.last_time.get(index)
-        if last is not None:
-            self._state.metrics.observe_gap(now - last, count)
-            course.num_tokens[index] += count
-        else:
-            num_prompt = len(output.prompt_token_ids) if not course.last_time else 0
-            self._state.metrics.observe_first_token(now - course.request.arrival_time, num_prompt, count)
-            course.num_tokens[index] = count
-        course.last_time[index] = now
+        """Counts the tokens of an output and, of a stream, the time since the one before it."""
+        streams = course.request.params.output_kind is OutputKind.DELTA
+        now = time.monotonic() if streams else 0.0
+        for completion in output.outputs:
+            count, index = len(completion.token_ids), completion.index
+            if not count:
+                continue
+            self.account.completion_tokens += count
+            before = course.num_tokens.get(index, 0)
+            course.num_tokens[index] = before + count
+            if not streams:
+                continue
+            if before:
+                self._state.metrics.observe_gap(now - course.last_time[index], count)
+            else:
+                num_prompt = len(output.prompt_token_ids) if not course.last_time else 0
+                self._state.metrics.observe_first_token(now - course.request.arrival_time, num_prompt, count)
+            course.last_time[index] = now
 
     def _finish(self, course: _Course, output: RequestOutput) -> None:
-        streamed = sum(course.num_tokens.values())
-        for completion in output.outputs:
-            self.account.completion_tokens += len(completion.token_ids)
-            before = course.num_tokens.get(completion.index, 0)
-            course.num_tokens[completion.index] = before + len(completion.token_ids)
+        counts = list(course.num_tokens.values())
+        streamed = sum(counts) if course.last_time else 0
         self.account.cached_tokens += output.num_cached_tokens
         params = course.request.params
         self._state.metrics.finish_request(
-            output, params.max_tokens, params.n, num_tokens=list(course.num_tokens.values()), num_streamed=streamed
+            output, params.max_tokens, params.n, num_tokens=counts, num_streamed=streamed
         )
-        self._state.note_finish()
-        total = sum(course.num_tokens.values())
-        headers = self._http.headers
+        self._trace(course, output)
+
+    def _trace(self, course: _Course, output: RequestOutput | None) -> None:
+        total, headers = sum(course.num_tokens.values()), self._http.headers
         self._state.tracer.trace_request(course.request, output, total, operation=self._operation, headers=headers)
 
 

@@ -5,48 +5,72 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from jaxserve.server.errors import ApiError
+
+_HEAD_END = b"\r\n\r\n"
 
 
 class LimitedHttp(HttpToolsProtocol):
-    """uvicorn's connection, which bounds neither the bytes of a head nor the time it takes to come."""
+    """uvicorn's connection, which bounds neither the bytes of a head nor the time that a silent client gets."""
 
-    max_head_bytes = 16 * 2**10  # both are set for a server by `make_protocol`
-    head_timeout = 60.0
+    max_head_bytes = 16 * 2**10  # all four are set for a server by `make_protocol`
+    head_timeout = 60.0  # also of a body that nobody wants any more
+    reading_timeout = 60.0  # of answers that are whole
+    max_connections = 4096
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._head_bytes = 0
+        self._head_bytes, self._head_tail = 0, b""
         self._in_head = True
-        self._head_timer: asyncio.TimerHandle | None = self.loop.call_later(self.head_timeout, self._give_up)
+        self._timer: asyncio.TimerHandle | None = None
+        self._start_timer()
+        self._num_unread = 0
+        self._looking = self.loop.call_later(self.reading_timeout, self._look)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._looking.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self._in_head:
+            self._start_timer()  # also for blanks between two requests, which begin none
             self._head_bytes += len(data)
             if self._head_bytes > self.max_head_bytes and not self._ends_head(data):
                 self._refuse_head()
                 return
+            self._head_tail = (self._head_tail + data[-3:])[-3:]
         super().data_received(data)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head = True
-        if self._head_timer is None:
-            self._head_timer = self.loop.call_later(self.head_timeout, self._give_up)
+        self._start_timer()
 
     def on_headers_complete(self) -> None:
-        self._in_head, self._head_bytes = False, 0
+        self._in_head = False
         self._stop_timer()
+        is_one_too_many = len(self.connections) > self.max_connections
+        self.app = _refuse_connection if is_one_too_many else self.config.loaded_app
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._in_head, self._head_bytes, self._head_tail = True, 0, b""
+        self._stop_timer()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.more_body:  # it was refused; what still comes of it is thrown away, but not for ever
+            self._start_timer()
 
     def _ends_head(self, data: bytes) -> bool:
         """Whether the head is within its limit, and what is beyond it belongs to the body."""
-        end = data.find(b"\r\n\r\n")
-        return end >= 0 and self._head_bytes - len(data) + end <= self.max_head_bytes
+        end = (self._head_tail + data).find(_HEAD_END) - len(self._head_tail)
+        return end >= -len(self._head_tail) and self._head_bytes - len(data) + end <= self.max_head_bytes
 
     def _refuse_head(self) -> None:
         self._stop_timer()
@@ -57,18 +81,48 @@ class LimitedHttp(HttpToolsProtocol):
         self.transport.close()
 
     def _give_up(self) -> None:
-        """No head came in time: nobody is answered."""
-        self._head_timer = None
-        if not self.transport.is_closing():
+        """The rest did not come in time: nobody is answered, except whoever still is."""
+        self._timer = None
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._start_timer()
+        elif not self.transport.is_closing():
             self.transport.close()
 
+    def _look(self) -> None:
+        """Drops an answer of which nothing was read since the last look. Streams see to theirs themselves."""
+        is_over = self.transport.is_closing() or self.cycle is None or self.cycle.response_complete
+        num_unread = self.transport.get_write_buffer_size() if is_over else 0
+        if num_unread and num_unread == self._num_unread:
+            self.transport.abort()  # `close` would wait for the client to read
+            return
+        self._num_unread = num_unread
+        self._looking = self.loop.call_later(self.reading_timeout, self._look)
+
+    def _start_timer(self) -> None:
+        if self._timer is None:
+            self._timer = self.loop.call_later(self.head_timeout, self._give_up)
+
     def _stop_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
-def make_protocol(max_head_bytes: int, head_timeout: float) -> type[LimitedHttp]:
+def make_protocol(
+    *, max_head_bytes: int, head_timeout: float, reading_timeout: float, max_connections: int
+) -> type[LimitedHttp]:
     """Returns the class of connections with these limits, as uvicorn wants it."""
-    limits: dict[str, Any] = {"max_head_bytes": max_head_bytes, "head_timeout": head_timeout}
+    limits: dict[str, Any] = {
+        "max_head_bytes": max_head_bytes,
+        "head_timeout": head_timeout,
+        "reading_timeout": reading_timeout,
+        "max_connections": max_connections,
+    }
     return type("BoundHttp", (LimitedHttp,), limits)
+
+
+async def _refuse_connection(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers in place of the app when there are too many connections."""
+    headers = {"Retry-After": "1", "Connection": "close"}
+    refusal = ApiError(503, "The server has as many connections as it may; try again.", headers=headers)
+    await refusal.to_response()(scope, receive, send)

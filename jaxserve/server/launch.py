@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import ssl
@@ -13,6 +14,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+
 import uvicorn
 from starlette.types import ASGIApp
 
@@ -32,7 +34,8 @@ from jaxserve.server.tracing import make_tracer
 
 _log = logging.getLogger(__name__)
 _SWITCH_INTERVAL = 0.001  # seconds: the engine's thread must not wait long for the event loop to let go of the GIL
-_CLOSING_TIME = 2  # seconds that connections get to close after the last answer
+_WATCH_INTERVAL = 0.5  # seconds
+_CLOSING_TIME = 2  # seconds that connections get to close after the last answer, and the engine for its last step
 _NO_KEY_HINT = "add --api-key, or --allow-no-key if whatever reaches the port may use it"
 
 
@@ -57,6 +60,7 @@ class Server(uvicorn.Server):
         """Called by signals: the first one drains, the second ends at once."""
         if self._state.phase is Phase.DRAINING or self._state.llm is None or self._loop is None:
             self.should_exit = self.force_exit = True
+            self.config.timeout_graceful_shutdown = 0
             return
         self._state.phase = Phase.DRAINING
         _log.info("%s: draining, for at most %g s", signal.Signals(sig).name, self._timeout)
@@ -65,7 +69,7 @@ class Server(uvicorn.Server):
     def stop(self, failure: JaxServeError) -> None:
         """Ends the process with an error; may be called from any thread."""
         self._state.phase, self.failure = Phase.FAILED, failure
-        _log.critical("%s", failure)
+        _log.critical("%s", failure, exc_info=failure.__cause__)
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.call_later, 1.0, self._exit)  # after the last answers
 
@@ -89,14 +93,18 @@ class Server(uvicorn.Server):
 
     async def _drain(self) -> None:
         """Waits for the running requests; those that take too long get an error and end."""
-        deadline = asyncio.get_running_loop().time() + self._timeout
-        while self._state.num_streams and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(0.02)
+        await self._wait_for_streams(self._timeout)
         if self._state.num_streams and self._state.llm is not None:
             _log.warning("%d requests are aborted: the time to drain is over", self._state.num_streams)
-            await asyncio.to_thread(self._state.llm.shutdown)
-            await asyncio.sleep(0.2)
+            _end_engine(self._state.llm)
+            await self._wait_for_streams(_CLOSING_TIME)
         self.should_exit = True
+
+    async def _wait_for_streams(self, seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + seconds
+        while self._state.num_streams and loop.time() < deadline:
+            await asyncio.sleep(0.02)
 
     def _build(self) -> None:
         """Runs on a thread of its own: the event loop answers /health meanwhile."""
@@ -125,7 +133,7 @@ def make_state(engine: EngineConfig, config: ServerConfig) -> ServerState:
     serving = config.serving
     name = (serving.served_model_name or (engine.model.model,))[0]
     metrics = ServerMetrics(name, prefix=config.logs.metrics_prefix)
-    tracer = make_tracer(config.logs.otlp_traces_endpoint, "jaxserve")
+    tracer = make_tracer(config.logs.otlp_traces_endpoint, "jaxserve", model=name)
     state = ServerState(config, engine, metrics, tracer, template_variables=serving.template_variables())
     if serving.chat_template is not None:
         try:
@@ -159,15 +167,35 @@ def serve(engine: EngineConfig, config: ServerConfig) -> None:
     server = Server(_configure(config, make_app(state, keys)), state)
     sys.setswitchinterval(_SWITCH_INTERVAL)
     asyncio.run(_run(server, state), loop_factory=server.config.get_loop_factory())
-    if state.llm is not None and server.failure is None:
-        state.llm.shutdown()
+    _end(server, state)
+
+
+def _end(server: Server, state: ServerState) -> None:
+    """Ends the engine and raises what has failed; what does not end by itself goes down with the process."""
+    leaves_threads = server.force_exit
+    if state.llm is not None and not server.force_exit:
+        ending = _end_engine(state.llm)
+        ending.join(_CLOSING_TIME)
+        if leaves_threads := ending.is_alive():
+            _log.error("the engine's last step does not end")
+    if leaves_threads:  # Python's own exit would wait for those that compile, prepare a prompt or wait for the device
+        logging.shutdown()
+        os._exit(0 if server.failure is None else 2)
+    state.tracer.shutdown()
     if server.failure is not None:
         raise server.failure
 
 
+def _end_engine(llm: AsyncLLM) -> threading.Thread:
+    """Aborts what runs; the thread that waits for the engine's last step is returned."""
+    ending = threading.Thread(target=llm.shutdown, name="jaxserve-end", daemon=True)
+    ending.start()
+    return ending
+
+
 async def _run(server: Server, state: ServerState) -> None:
     listen = state.config.listen
-    tasks = [asyncio.ensure_future(_report_status(state))]
+    tasks = [asyncio.ensure_future(_report_status(state)), asyncio.ensure_future(_watch_device(state))]
     if listen.admin_port is not None:
         options = uvicorn.Config(make_admin_app(state), port=listen.admin_port, lifespan="off", log_config=None)
         tasks.append(asyncio.ensure_future(QuietServer(options).serve()))
@@ -191,13 +219,17 @@ def _configure(config: ServerConfig, app: ASGIApp) -> uvicorn.Config:
         ssl_ca_certs=listen.ssl_ca_certs,
         ssl_cert_reqs=ssl.CERT_REQUIRED if listen.ssl_ca_certs is not None else ssl.CERT_NONE,
         root_path=listen.root_path,
-        http=make_protocol(limits.max_header_bytes, limits.body_timeout),
+        http=make_protocol(
+            max_head_bytes=limits.max_header_bytes,
+            head_timeout=limits.body_timeout,
+            reading_timeout=limits.slow_reader_timeout,
+            max_connections=limits.max_connections,
+        ),
         ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
-        limit_concurrency=limits.max_connections,
         timeout_keep_alive=max(1, round(limits.keep_alive_timeout)),
         timeout_graceful_shutdown=_CLOSING_TIME,
     )
@@ -210,6 +242,19 @@ async def _report_status(state: ServerState) -> None:
     engine = state.llm.ready.engine
     rows, interval = engine.scheduler.limits.max_num_seqs, state.config.logs.status_interval
     await StatusLine(state.metrics, lambda: read_stats(engine), max_rows=rows, interval=interval).run()
+
+
+async def _watch_device(state: ServerState) -> None:
+    """Logs when the device gets stuck, and when it goes on."""
+    was_stuck = False
+    while True:
+        await asyncio.sleep(_WATCH_INTERVAL)
+        if state.is_stuck != was_stuck:
+            was_stuck = not was_stuck
+            if was_stuck:
+                _log.critical("no step has ended for %g s: /health fails", state.config.serving.watchdog_timeout)
+            else:
+                _log.warning("the device goes on")
 
 
 class QuietServer(uvicorn.Server):

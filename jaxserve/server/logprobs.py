@@ -69,7 +69,7 @@ def to_completion(
             name, value, top = first, None, None
         else:
             name, value = _name(token_id, entries[token_id]), _bound(entries[token_id].logprob)
-            top = {_name(o, entries[o]): _bound(entries[o].logprob) for o in _list_likeliest(entries, count)}
+            top = _name_likeliest(token_id, entries, count)
         tokens.append(name)
         values.append(value)
         tops.append(top)
@@ -101,6 +101,14 @@ def _list_likeliest(entries: TokenLogprobs, count: int) -> list[int]:
     """The ids of the `count` likeliest tokens; the chosen one comes first in `entries` whatever its rank is."""
     ranked = sorted(entries, key=lambda token_id: entries[token_id].rank or 0)
     return ranked[:count]
+
+
+def _name_likeliest(token_id: int, entries: TokenLogprobs, count: int) -> dict[str, float]:
+    """Returns the `count` likeliest tokens by their texts, and the chosen one, as OpenAI's completions have them."""
+    shown: dict[str, float] = {}
+    for other in (*_list_likeliest(entries, count), token_id):
+        shown.setdefault(_name(other, entries[other]), _bound(entries[other].logprob))  # the likelier of equal texts
+    return shown
 
 
 def _name(token_id: int, logprob: Logprob) -> str:

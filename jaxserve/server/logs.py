@@ -67,11 +67,11 @@ def configure_logging(level: str, json: bool = False, stream: TextIO | None = No
 def log_access(request_id: str, scope: Mapping[str, Any], status: int, seconds: float) -> None:
     """Logs a finished HTTP request; status 499: the client left before the answer's end.
 
-    Probes that went well are logged at level debug only. Tokens are in the line when a route has left
-    `prompt_tokens` and `output_tokens` in the scope's state.
+    Probes are logged at level debug only: what a 503 of theirs means has a line of its own. Tokens are in the line when
+    a route has left `prompt_tokens` and `output_tokens` in the scope's state.
     """
     path = scope["path"]  # without the query, which could carry a key
-    level = logging.DEBUG if status < 400 and path in _QUIET_PATHS else logging.INFO
+    level = logging.DEBUG if path in _QUIET_PATHS and (status < 400 or status == 503) else logging.INFO
     if not _access.isEnabledFor(level):
         return
     notes, client = scope.get("state", {}), scope.get("client")

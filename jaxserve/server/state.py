@@ -7,7 +7,6 @@ import hashlib
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,7 +18,8 @@ from jaxserve import __version__
 from jaxserve.config import EngineConfig
 from jaxserve.engine.async_engine import AsyncLLM
 from jaxserve.engine.progress import Report
-from jaxserve.server.errors import ApiError
+from jaxserve.errors import QueueFullError
+from jaxserve.server.errors import ApiError, to_api_error
 from jaxserve.server.logprobs import TokenTexts
 from jaxserve.server.metrics import ServerMetrics
 from jaxserve.server.options import ServerConfig
@@ -27,7 +27,6 @@ from jaxserve.server.tools import guess_tool_parser
 from jaxserve.server.tracing import NullTracer, Tracer
 
 _log = logging.getLogger(__name__)
-_RECENT = 60.0  # seconds over which the pace of answers is taken
 _PREPARING_THREADS = 4  # that render templates, tokenize and compile grammars
 
 
@@ -66,7 +65,6 @@ class ServerState:
     template_variables: dict[str, Any] = field(default_factory=dict)  # of every request that does not set them
     created: int = field(default_factory=lambda: int(time.time()))
     num_streams: int = 0  # requests being answered
-    finish_times: deque[float] = field(default_factory=lambda: deque(maxlen=64))  # of the last requests
     profile_dir: str | None = None  # of the trace that is being taken
     threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(_PREPARING_THREADS, thread_name_prefix="jaxserve-prepare")
@@ -125,6 +123,14 @@ class ServerState:
             raise ApiError(404, message, param="model", code="model_not_found")
         return name
 
+    def refuse_if_full(self) -> None:
+        """Refuses a request before its body is read, where it could only be refused later; ApiError 429 or 503."""
+        try:
+            self.engine.ready.engine.scheduler.refuse_if_full()
+        except QueueFullError as error:
+            self.metrics.count("queue_full")
+            raise to_api_error(error, self.retry_after()) from error
+
     @contextmanager
     def count_stream(self) -> Iterator[None]:
         """Counts a request while it is answered; ApiError 429 when there are too many."""
@@ -140,15 +146,8 @@ class ServerState:
 
     def retry_after(self) -> int:
         """Seconds after which a request that is refused now has a chance: those that wait, at the present pace."""
-        times = self.finish_times
-        if len(times) < 2 or time.monotonic() - times[0] > _RECENT:
-            return 1
-        pace = len(times) / max(1e-3, time.monotonic() - times[0])
-        return max(1, min(60, math.ceil(self.num_streams / pace / 2)))
-
-    def note_finish(self) -> None:
-        """Remembers that a request has ended just now."""
-        self.finish_times.append(time.monotonic())
+        pace = self.metrics.finished_per_second()
+        return max(1, min(60, math.ceil(self.num_streams / pace / 2))) if pace > 0 else 1
 
     async def run_in_thread(self, function: Any, *args: Any) -> Any:
         """Runs what would hold up the event loop; ApiError 400 when it takes too long."""

@@ -85,7 +85,6 @@ class EventStream(Response):
         limit = self._state.config.limits.slow_reader_timeout
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         stalled = False
 
         def give_up() -> None:
@@ -103,22 +102,25 @@ class EventStream(Response):
                 return
             seen, timer = num_sent, loop.call_later(limit, look)
 
-        is_sending = False
+        is_sending = True
         timer = loop.call_later(limit, look)
         try:
-            async for piece in self._pieces:
-                is_sending = True
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-                is_sending, num_sent = False, num_sent + 1
-            await send({"type": "http.response.body", "body": self._end, "more_body": False})
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            is_sending, end = False, self._end
+            try:
+                async for piece in self._pieces:
+                    is_sending = True
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                    is_sending, num_sent = False, num_sent + 1
+            except Exception as error:
+                end = self._render_error(to_api_error(error)) + end
+            is_sending = True
+            await send({"type": "http.response.body", "body": end, "more_body": False})
         except asyncio.CancelledError:
             if stalled:
                 self._state.metrics.count("slow_readers")
                 _log.warning("a stream was not read for %g s and is aborted", limit)
             raise
-        except Exception as error:
-            body = self._render_error(to_api_error(error)) + self._end
-            await send({"type": "http.response.body", "body": body, "more_body": False})
         finally:
             timer.cancel()
             await self._pieces.aclose()  # type: ignore[attr-defined]  # generators all of them

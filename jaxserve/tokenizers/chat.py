@@ -97,7 +97,7 @@ def _cut_at(text: str, end: str, field: str) -> str:
     if at < 0:
         message = "is not written by the chat template, so continue_final_message cannot go on with it"
         raise InvalidRequestError(message, field=field)
-    return text[:at]
+    return text[:at].replace(end, "")
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

@@ -197,7 +197,7 @@ function finish(turn, facts) {
   const seconds = (facts.last - facts.first) / 1000;
   // The first token is TTFT's; the rate is of those after it.
   if (tokens > 1 && seconds > 0) line.append(make("span", "rate", `${Math.round((tokens - 1) / seconds).toLocaleString("en")} tokens/s`));
-  if (facts.first !== null) line.append(make("span", "ttft", `first after ${Math.round(facts.first - facts.started)} ms`));
+  if (facts.first !== null) line.append(make("span", "ttft", `TTFT ${Math.round(facts.first - facts.started)} ms`));
   if (facts.reason) line.append(make("span", "reason", ENDS[facts.reason] ?? facts.reason));
   if (!turn.failed) line.append(makeAgain("Regenerate"));
   if (line.childElementCount) turn.body.append(line);

@@ -8,6 +8,7 @@ import { drawStretch, Timeline } from "./timeline.js";
 
 const find = (id) => document.getElementById(id);
 const format = (number) => Math.round(number).toLocaleString("en");
+const shorten = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 }).format;
 const percent = (share) => (share > 0 && share < 0.01 ? "<1" : String(Math.round(share * 100)));
 
 export class EngineView {
@@ -30,6 +31,7 @@ export class EngineView {
 
   show(look) {
     if (typeof look.time !== "number") return;
+    if (look.rows) find("engine").classList.remove("blind");
     this.history.add(look);
     this.timeline.update(look.rows?.max);
     if (look.rows) this.#showRows(look);
@@ -90,18 +92,18 @@ export class EngineView {
   #showNumbers({ counters, latency }) {
     if (counters) {
       find("rate").textContent = format(this.history.rate("generation_tokens", 2));
-      find("rate-note").textContent = `${format(this.history.rate("prompt_tokens", 2))} of prompts`;
+      find("rate-note").textContent = `prompts ${format(this.history.rate("prompt_tokens", 2))}/s`;
       const [useful, padded] = ["useful_tokens", "padded_tokens"].map((name) => this.#recent(counters, name));
-      this.#showShare("padding", padded, useful + padded, "no steps yet");
+      this.#showShare("padding", padded, useful + padded);
       const [hits, queries] = ["prefix_hits", "prefix_queries"].map((name) => this.#recent(counters, name));
-      this.#showShare("prefix", hits, queries, "no prompts yet");
-      find("padding-note").textContent = `beside ${format(useful)} useful`;
-      find("prefix-note").textContent = `of ${format(queries)} tokens`;
+      this.#showShare("prefix", hits, queries);
+      if (useful + padded) find("padding-note").textContent = `of ${shorten(useful + padded)} positions`;
+      if (queries) find("prefix-note").textContent = `of ${shorten(queries)} tokens`;
     }
     for (const name of ["ttft", "itl"]) {
       const { p50 = null, p99 = null } = latency?.[`${name}_ms`] ?? {};
       showTime(find(name), p50);
-      find(`${name}-note`).textContent = p99 === null ? "p50" : `p50; p99 ${round(p99)} ms`;
+      find(`${name}-note`).textContent = p99 === null ? "p99 \u2013" : `p99 ${round(p99)} ms`;
     }
   }
 

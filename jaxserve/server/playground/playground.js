@@ -29,7 +29,8 @@ function setTheme(theme) {
     if (theme === "system") localStorage.removeItem("jaxserve.theme");
     else localStorage.setItem("jaxserve.theme", theme);
   } catch { /* for this visit only, then */ }
-  find("theme").textContent = `Theme: ${theme}`;
+  find("theme-name").textContent = theme;
+  find("theme").setAttribute("aria-label", `Theme: ${theme}`);
 }
 
 function setUpTheme(view) {
@@ -51,14 +52,13 @@ function openKey(isOpen) {
 
 function wantKey(wasWrong) {
   const form = find("key-form");
-  const wasOpen = !form.hidden && form.classList.contains("asked");
   form.classList.add("asked");
   find("key-why").textContent = (wasWrong ? "The server does not know this key. Please try another one. "
     : "This server answers to those who have a key. Please enter yours. ")
     + "It is kept in this tab only and is sent to this server and nowhere else.";
-  if (wasOpen && !wasWrong) return;
   openKey(true);
   find("key").select();
+  form.scrollIntoView({ block: "nearest" });
 }
 
 function setUpKey() {
@@ -122,7 +122,8 @@ async function loadModel() {
   model = data[0].id;
   setModel(model);
   const length = data[0].max_model_len;
-  find("model").textContent = length ? `${model}, ${length.toLocaleString("en")} tokens` : model;
+  find("model").textContent = model;
+  if (length) find("model-length").textContent = `${length.toLocaleString("en")} tokens of context`;
 }
 
 async function pollHealth() {

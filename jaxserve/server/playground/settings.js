@@ -67,13 +67,17 @@ export function setUpSettings(compose, announce) {
   form.addEventListener("input", () => { summarize(); store(); });
   form.addEventListener("reset", () => setTimeout(() => { summarize(); store(); }));
   form.addEventListener("submit", (event) => event.preventDefault());
-  document.getElementById("copy-curl").addEventListener("click", async () => {
+  const copy = document.getElementById("copy-curl");
+  copy.addEventListener("click", async () => {
+    let said = "Copied";
     try {
       await navigator.clipboard.writeText(toCurl(compose()));
-      announce("Copied as a curl command.");
     } catch (error) {
-      announce(`Not copied: ${error.message}`);
+      said = `Not copied: ${error.message}`;
     }
+    announce(said);
+    copy.textContent = said;
+    setTimeout(() => { copy.textContent = "Copy as curl"; }, 2500);
   });
 }
 

@@ -6,7 +6,7 @@ import { SPAN } from "./history.js";
 const GUTTER = 38; // pixels for labels at the left
 const DELAY = 0.3; // seconds shown late, so that time moves evenly between two looks
 const BANDS = [["waiting", "queue", 30], ["rate", "tok/s", 38]];
-const HINT = "One colour for each request; point at a bar, or tap it, to name it.";
+const HINT = "One colour a request. Point at or tap a bar to name it.";
 const FONT = "11px ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace";
 
 /** Draws one stretch of a sequence's life; `isStart` marks that it joined the batch here. */
@@ -28,12 +28,15 @@ export function drawStretch(context, x, y, width, height, name, isPrefill, isSta
 
 export class Timeline {
   constructor(canvas, readout, history, announce) {
-    Object.assign(this, { canvas, readout, history, announce, numRows: 0, arrived: 0, pointer: null, cursor: null });
+    Object.assign(this, { canvas, readout, history, announce, numRows: 32, arrived: 0, pointer: null, cursor: null });
     this.calm = matchMedia("(prefers-reduced-motion: reduce)");
     this.isVisible = true;
     this.span = SPAN;
     this.drawn = 0;
-    new IntersectionObserver(([entry]) => { this.isVisible = entry.isIntersecting; }).observe(canvas);
+    new IntersectionObserver(([entry]) => {
+      this.isVisible = entry.isIntersecting;
+      if (this.isVisible) this.draw();
+    }).observe(canvas);
     new ResizeObserver(() => this.draw()).observe(canvas.parentElement);
     this.#listen();
     requestAnimationFrame((now) => this.#animate(now));
@@ -74,7 +77,7 @@ export class Timeline {
     const width = this.canvas.parentElement.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight);
     const rows = Math.max(1, this.numRows);
     const rowHeight = Math.max(1, Math.min(22, Math.round(288 / rows)));
-    const top = 2;
+    const top = 6;
     const bottom = top + rows * rowHeight;
     const height = bottom + BANDS.reduce((sum, band) => sum + band[2] + 10, 0) + 18;
     return { width, plot: width - GUTTER, rows, rowHeight, top, bottom, height };

@@ -190,8 +190,10 @@ class _Answer:
         return {"content": texts.to_chat(completion.token_ids, completion.logprobs, count), "refusal": None}
 
     def _find_reason(self, choice: _Choice, completion: CompletionOutput) -> str | None:
-        calls = choice.parser is not None and choice.parser.saw_calls
-        return "tool_calls" if calls and completion.finish_reason == "stop" else completion.finish_reason
+        if completion.finish_reason != "stop" or choice.parser is None or not choice.parser.saw_calls:
+            return completion.finish_reason
+        tools = self._conversation.tools
+        return "stop" if tools is not None and tools.choice == "named" else "tool_calls"  # as OpenAI has it
 
     def _usage(self) -> dict[str, Any]:
         return self._generation.account.to_usage().model_dump()

@@ -12,8 +12,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.request import Request as EngineRequest
 from jaxserve.request import CompletionOutput, RequestOutput
+from jaxserve.request import Request as EngineRequest
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.body import read_body
 from jaxserve.server.documents import document

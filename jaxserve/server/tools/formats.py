@@ -117,7 +117,7 @@ class CallTextParser:
                 self._say("".join(self._reader.raw))
         elif self._state not in (_TEXT, "after", "next"):  # those two are the rest of an envelope that was cut off
             self._say("".join(self._raw) + self._partial)
-        if not self._after_call:
+        if self._blanks and not self._after_call:
             self._out.append(Content("".join(self._blanks)))
         self._reader, self._state, self._partial = None, _TEXT, ""
         self._raw, self._blanks = [], []
@@ -130,10 +130,11 @@ class CallTextParser:
     def _say(self, text: str) -> None:
         body = text.rstrip(BLANKS)
         if body:
-            self._out += [Content("".join(self._blanks)), Content(body)]
+            self._out.append(Content("".join(self._blanks) + body if self._blanks else body))
             self._blanks.clear()
             self._after_call = False
-        self._blanks.append(text[len(body) :])
+        if len(body) < len(text):
+            self._blanks.append(text[len(body) :])
 
     def _read_text(self, text: str, at: int) -> int:
         opener = self._form.opener

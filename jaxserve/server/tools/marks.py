@@ -6,8 +6,9 @@ BLANKS = " \t\n\r"
 
 
 def count_overlap(text: str, at: int, mark: str) -> int:
-    """Returns how many characters at the end of `text[at:]` may be the begin of the mark."""
-    for count in range(min(len(mark) - 1, len(text) - at), 0, -1):
-        if text.endswith(mark[:count]):
-            return count
-    return 0
+    """Returns how many characters at the end of `text[at:]` may be the begin of the mark.
+
+    The mark's first character must occur in it once.
+    """
+    begin = text.rfind(mark[0], max(at, len(text) - len(mark) + 1))
+    return len(text) - begin if begin >= 0 and mark.startswith(text[begin:]) else 0

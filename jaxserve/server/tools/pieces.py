@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import secrets
 import string
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -56,16 +55,17 @@ class ToolParser(Protocol):
         ...
 
 
-def merge_pieces(pieces: Iterable[Piece]) -> list[Piece]:
-    """Returns the pieces with neighbours of one kind joined, and without empty text."""
+def merge_pieces(pieces: list[Piece]) -> list[Piece]:
+    """Returns the pieces with neighbours of one kind joined; none has empty text."""
+    if len(pieces) < 2:  # nearly always
+        return pieces
     merged: list[Piece] = []
     for (kind, index), group in itertools.groupby(pieces, key=lambda piece: (type(piece), getattr(piece, "index", 0))):
         if kind is CallStart:
             merged += group
             continue
         text = "".join(piece.text for piece in group if not isinstance(piece, CallStart))
-        if text:
-            merged.append(CallArguments(index, text) if kind is CallArguments else kind(text))
+        merged.append(CallArguments(index, text) if kind is CallArguments else kind(text))
     return merged
 
 

@@ -45,18 +45,24 @@ class ReasoningParser:
                 at += 1
             else:
                 self._state = "inside" if self._state == "gap" else "content"
-        self._out.append(Content(text[at:]))
+        self._add(Content, text[at:])
         return self._flush()
 
     def finish(self) -> list[Piece]:
         """Returns what was held back, now that no more text comes."""
         held = "".join(self._blanks) + self._partial
         if self._state == "inside":
-            self._out.append(Reasoning(held))
+            self._add(Reasoning, held)
+        elif self._state == "begin" and self._starts_inside:
+            self._add(Reasoning, self._partial)
         elif self._state == "begin":
-            self._out.append(Reasoning(self._partial) if self._starts_inside else Content(held))
+            self._add(Content, held)
         self._blanks, self._partial, self._state = [], "", "content"
         return self._flush()
+
+    def _add(self, kind: type[Content | Reasoning], text: str) -> None:
+        if text:
+            self._out.append(kind(text))
 
     def _flush(self) -> list[Piece]:
         pieces, self._out = merge_pieces(self._out), []
@@ -80,7 +86,7 @@ class ReasoningParser:
         """The text does not begin with the mark."""
         held, self._partial = self._partial, ""
         if not self._starts_inside:
-            self._out.append(Content("".join(self._blanks) + held))
+            self._add(Content, "".join(self._blanks) + held)
             self._state, self._blanks = "content", []
             return
         self._state, self._blanks = "inside", []
@@ -117,6 +123,7 @@ class ReasoningParser:
     def _say(self, text: str) -> None:
         body = text.rstrip(BLANKS)
         if body:
-            self._out += [Reasoning("".join(self._blanks)), Reasoning(body)]
+            self._out.append(Reasoning("".join(self._blanks) + body if self._blanks else body))
             self._blanks.clear()
-        self._blanks.append(text[len(body) :])
+        if len(body) < len(text):
+            self._blanks.append(text[len(body) :])

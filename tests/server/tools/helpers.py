@@ -71,10 +71,10 @@ class CountedText(str):
         CountedText.num_seen += (found if found >= 0 else len(self)) - at + len(part)
         return found
 
+    def rfind(self, part: str, at: int = 0) -> int:  # type: ignore[override]
+        CountedText.num_seen += len(self) - at
+        return str.rfind(self, part, at)
+
     def rstrip(self, characters: str | None = None) -> str:
         CountedText.num_seen += len(self)
         return CountedText(str.rstrip(self, characters))
-
-    def endswith(self, suffix: Any, *where: int) -> bool:
-        CountedText.num_seen += len(suffix)
-        return str.endswith(self, suffix, *where)

@@ -38,6 +38,7 @@ CALLS = {
         ('<tool_call>{"name": "g", "arguments": "{\\"a\\": \\"\\\\u00e9\\"}"}</tool_call>',
          [("g", '{"a": "\\u00e9"}')]),
         ('<tool_call>{"name": "\\u0067", "arguments": {}, "arguments": {"a": 1}, "name": "h"}</tool_call>', [CALL_G]),
+        ('<tool_call>{"name": "g", "name": "h", "arguments": {}}</tool_call>', [CALL_G]),
     ],
     "llama3_json": [
         (LLAMA, [F]),
@@ -253,6 +254,8 @@ def test_text_that_was_cut_off(name: str, text: str, expected: list[Any]) -> Non
         ("hermes", f'<tool_call>{{"name": <tool_call>{G}</tool_call>', ['<tool_call>{"name":', CALL_G]),
         ("hermes", f"<tool_call>{G} oops", [CALL_G, " oops"]),
         ("mistral", f"[TOOL_CALLS] [{G}, oops]", [CALL_G, ", oops]"]),
+        ("mistral", "[TOOL_CALLS]g{}] x", [CALL_G, "] x"]),
+        ("mistral", f"[TOOL_CALLS] [{G[:-1]} ] x", [CALL_G, "] x"]),
         ("llama3_json", f"{G}; oops", [CALL_G, "; oops"]),
     ],
 )

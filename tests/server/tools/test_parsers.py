@@ -21,6 +21,7 @@ from jaxserve.server.tools import (
     read_tools,
 )
 from tests.server.tools.helpers import read, summarise
+from tests.test_layering import find_loaded
 
 TOOLS = [{"type": "function", "function": {"name": name}} for name in "fg"]
 F, G = '{"name": "f", "arguments": {"a": 1}}', '{"name": "g", "arguments": {}}'
@@ -143,3 +144,7 @@ def test_names() -> None:
 )
 def test_guesses(template: str | None, expected: str | None) -> None:
     assert guess_tool_parser(template) == expected
+
+
+def test_reading_answers_loads_nothing_heavy() -> None:
+    assert find_loaded("jaxserve.server.tools", "jax numpy fastapi pydantic tokenizers llguidance jinja2") == ""

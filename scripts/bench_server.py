@@ -1,0 +1,252 @@
+"""What serving over HTTP costs: CPU for each streamed chunk, latencies, and what it takes from the engine's pace.
+
+The server runs in a process of its own on a device that takes a fixed time for each step and computes nothing
+(`bench_server_null.py`); tokenizer, scheduler, detokenizing, application and HTTP are real. The client is this process,
+as light as Python can be. Three things are measured:
+
+1. The server's CPU microseconds per chunk while so many streams run: of the whole process, idle time subtracted, and
+   of its event loop alone (the rest is the engine's thread, which works without HTTP as well).
+2. Seconds to the first event when all streams begin at once, and between two events of one stream.
+3. The serving tax: the seconds of the same requests over HTTP and through `LLM.generate`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from bench_server_load import (
+    PROGRAM,
+    ServerProcess,
+    Wave,
+    count_cores,
+    make_chat_request,
+    make_completion_request,
+    run_server,
+)
+from rich.console import Console
+from rich.table import Table
+
+CONTEXT = 1900  # tokens that an answer of the demo model can have
+SETTLE_SECONDS, IDLE_SECONDS = 1.0, 2.0
+FIRST_SAMPLES = 64  # at least so many times to the first event, however few streams there are
+AIM_US, AIM_TAX = 20, 0.05
+QUANTILES = (0.5, 0.9, 0.99)
+PROFILE_LINES = 25
+PROFILED = {"MainThread": "event loop", "jaxserve-engine": "engine's thread"}
+
+
+def make_prompt(index: int) -> str:
+    """Returns a prompt of some dozens of tokens that shares none of its pages with the others'."""
+    return f"{index}: Tell me a story about a cat, a dog and {index % 97} birds that live in the same old house."
+
+
+async def measure_idle(server: ServerProcess) -> float:
+    """Returns the CPU seconds that a second without any request takes."""
+    await asyncio.sleep(1.0)
+    before, start = server.read_cpu(), time.perf_counter()
+    await asyncio.sleep(IDLE_SECONDS)
+    return (server.read_cpu().process - before.process) / (time.perf_counter() - start)
+
+
+async def measure_first(server: ServerProcess, streams: int, samples: int) -> list[float]:
+    """Returns seconds to first events, of waves that begin when the one before has ended."""
+    found: list[float] = []
+    while len(found) < samples:
+        requests = [make_chat_request(at, 2, make_prompt(len(found) + at)) for at in range(streams)]
+        wave = Wave(server.port, requests)
+        await wave.begin()
+        await wave.finish()
+        found += wave.first_times()
+    return found
+
+
+async def measure_streams(server: ServerProcess, streams: int, seconds: float, idle: float) -> dict[str, Any]:
+    """Measures a window in which all streams run and none begins or ends."""
+    wave = Wave(server.port, [make_chat_request(at, CONTEXT, make_prompt(at)) for at in range(streams)])
+    await wave.begin()
+    await asyncio.sleep(SETTLE_SECONDS)
+    tokens_before, tokens_start = await asyncio.to_thread(server.read_generated), time.perf_counter()
+    if server.profile is not None:
+        server.toggle_profile()
+    before, client, start = server.read_cpu(), time.process_time(), time.perf_counter()
+    wave.records = True
+    await asyncio.sleep(seconds)
+    wave.records = False
+    after, client, taken = server.read_cpu(), time.process_time() - client, time.perf_counter() - start
+    if server.profile is not None:
+        server.toggle_profile()
+    tokens = await asyncio.to_thread(server.read_generated) - tokens_before
+    tokens_rate = tokens / (time.perf_counter() - tokens_start)
+    await wave.close()
+    used, chunks = after.process - before.process - idle * taken, wave.num_events
+    loop = after.event_loop - before.event_loop
+    found = {
+        "streams": streams,
+        "chunks": chunks,
+        "chunks_per_second": chunks / taken,
+        "tokens_per_second": tokens_rate,
+        "cpu_us_per_chunk": 1e6 * used / chunks,
+        "event_loop_us_per_chunk": 1e6 * loop / chunks,
+        "other_threads_us_per_chunk": 1e6 * (used - loop) / chunks,
+        "server_cores": (after.process - before.process) / taken,
+        "client_cores": client / taken,
+        "ttft": wave.first_times(),
+        "itl": find_quantiles(wave.gaps),
+    }
+    if server.profile is not None:
+        found["profile"] = await asyncio.to_thread(server.read_profile)
+    return found
+
+
+def find_quantiles(values: Any) -> list[float]:
+    """Returns the 50th, 90th and 99th percentile."""
+    ordered = sorted(values)
+    return [ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in QUANTILES]
+
+
+async def measure_all(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Returns one line for each number of streams, all from one server."""
+    found = []
+    with run_server(max(args.streams), args.ms, profile=args.profile) as server:
+        await measure_first(server, 1, 4)
+        idle = await measure_idle(server)
+        for streams in args.streams:
+            samples = 0 if streams >= FIRST_SAMPLES else min(FIRST_SAMPLES, args.max_first)
+            ttft = await measure_first(server, streams, samples)
+            line = await measure_streams(server, streams, args.seconds, idle)
+            line["ttft"], line["idle_cores"] = find_quantiles(ttft or line["ttft"]), idle
+            found.append(line)
+            await asyncio.sleep(SETTLE_SECONDS)
+    return found
+
+
+async def measure_tax(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns medians of seconds for the same requests, over HTTP and inside a process."""
+    streams, tokens = args.tax_streams, args.tax_tokens
+    command = [sys.executable, str(PROGRAM), "generate", "--rows", str(streams), "--ms", str(args.ms)]
+    command += ["--tokens", str(tokens), "--repeats", str(args.repeats)]
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=True)
+    alone = json.loads(done.stdout.splitlines()[-1])
+    over_http = []
+    with run_server(streams, args.ms) as server:
+        await measure_first(server, 1, 4)
+        for _ in range(args.repeats):
+            requests = [make_completion_request(at, tokens, make_prompt(at)) for at in range(streams)]
+            wave, start = Wave(server.port, requests), time.perf_counter()
+            cpu = server.read_cpu().process
+            await wave.begin()
+            await wave.finish()
+            taken = time.perf_counter() - start
+            over_http.append({"seconds": taken, "cpu_seconds": server.read_cpu().process - cpu})
+            await asyncio.sleep(SETTLE_SECONDS)
+    total = streams * tokens
+    inside, outside = (statistics.median(each["seconds"] for each in runs) for runs in (alone, over_http))
+    cpu_inside, cpu_outside = (statistics.median(each["cpu_seconds"] for each in runs) for runs in (alone, over_http))
+    return {
+        "streams": streams,
+        "tokens": tokens,
+        "generate_tokens_per_second": total / inside,
+        "http_tokens_per_second": total / outside,
+        "generate_cpu_us_per_token": 1e6 * cpu_inside / total,
+        "http_cpu_us_per_token": 1e6 * cpu_outside / total,
+        "tax": 1 - inside / outside,
+        "runs": {"generate": alone, "http": over_http},
+    }
+
+
+def show_streams(lines: list[dict[str, Any]], args: argparse.Namespace, console: Console) -> None:
+    """Prints what streams cost and how long their events take."""
+    table = Table(title=f"Server CPU per streamed chunk, microseconds; steps of {args.ms:g} ms, {args.seconds:g} s each")
+    columns = ("streams", "chunks/s", "tokens/s", "process", "event loop", "other threads", "server cores")
+    for column in (*columns, "client cores"):
+        table.add_column(column, justify="right")
+    for line in lines:
+        us = [f"{line[name]:.1f}" for name in ("cpu_us_per_chunk", "event_loop_us_per_chunk")]
+        rates = (f"{line['chunks_per_second']:,.0f}", f"{line['tokens_per_second']:,.0f}")
+        cores = (f"{line['server_cores']:.2f}", f"{line['client_cores']:.2f}")
+        table.add_row(str(line["streams"]), *rates, *us, f"{line['other_threads_us_per_chunk']:.1f}", *cores)
+    console.print(table)
+    console.print(f"Aim: {AIM_US} us of the process; {lines[0]['idle_cores']:.1%} of a core when idle is subtracted.")
+    table = Table(title="Milliseconds to the first event (all streams begin at once), and between two events")
+    for column in ("streams", *(f"{name} p{100 * q:g}" for name in ("TTFT", "ITL") for q in QUANTILES)):
+        table.add_column(column, justify="right")
+    for line in lines:
+        table.add_row(str(line["streams"]), *(f"{1e3 * value:.1f}" for value in (*line["ttft"], *line["itl"])))
+    console.print(table)
+
+
+def show_tax(tax: dict[str, Any], args: argparse.Namespace, console: Console) -> None:
+    """Prints what HTTP takes from the engine's pace."""
+    title = f"Serving tax: {tax['streams']} requests of {tax['tokens']} tokens, steps of {args.ms:g} ms"
+    table = Table(title=f"{title}, median of {args.repeats}")
+    for column in ("", "tokens/s", "CPU us per token"):
+        table.add_column(column, justify="right")
+    for name, text in (("generate", "LLM.generate"), ("http", "over HTTP")):
+        rate, cpu = tax[f"{name}_tokens_per_second"], tax[f"{name}_cpu_us_per_token"]
+        table.add_row(text, f"{rate:,.0f}", f"{cpu:.1f}")
+    table.add_row("tax", f"{tax['tax']:.1%}", "")
+    console.print(table)
+    console.print(f"Aim: at most {AIM_TAX:.0%}.")
+
+
+def show_profile(line: dict[str, Any], console: Console) -> None:
+    """Prints where the threads spend their time."""
+    for thread, text in PROFILED.items():
+        found = line["profile"][thread]
+        for kind, what in (("own", "functions themselves"), ("with_callees", "functions with what they call")):
+            table = Table(title=f"{line['streams']} streams, {text}: microseconds per chunk of {what}")
+            table.add_column("us", justify="right")
+            table.add_column("share", justify="right")
+            table.add_column("function", overflow="fold")
+            top = sorted(found[kind].items(), key=lambda item: -item[1])[:PROFILE_LINES]
+            for name, seconds in top:
+                table.add_row(f"{1e6 * seconds / line['chunks']:.2f}", f"{seconds / found['seconds']:.1%}", name)
+            console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 64, 256, 1024])
+    parser.add_argument("--ms", type=float, default=20, help="what a step takes the device (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=8, help="of each window (default: %(default)s)")
+    parser.add_argument("--tax-streams", type=int, default=256, help="0: leave out the serving tax")
+    parser.add_argument("--tax-tokens", type=int, default=256, help="of each answer (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="of the serving tax (default: %(default)s)")
+    parser.add_argument("--profile", action="store_true", help="show where the server's time goes; slows it a bit")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
+    parser.add_argument("--dry-run", action="store_true", help="few streams and short windows, to test the script")
+    args = parser.parse_args()
+    args.max_first = FIRST_SAMPLES
+    if args.dry_run:
+        args.streams, args.seconds, args.max_first = [1, 8], 1.0, 4
+        args.tax_streams, args.tax_tokens, args.repeats = 8, 32, 1
+    if args.seconds + 2 * SETTLE_SECONDS > CONTEXT * args.ms / 1e3:
+        parser.error(f"--seconds: no answer is longer than {CONTEXT} tokens, {CONTEXT * args.ms / 1e3:g} s")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))
+    console = Console()
+    lines = uvloop.run(measure_all(args))
+    show_streams(lines, args, console)
+    tax = uvloop.run(measure_tax(args)) if args.tax_streams else None
+    if tax is not None:
+        show_tax(tax, args, console)
+    console.print(f"Server and client share the {count_cores()} cores of this machine.")
+    if args.profile:
+        for line in lines:
+            show_profile(line, console)
+    if args.json:
+        args.json.write_text(json.dumps({"streams": lines, "tax": tax}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
