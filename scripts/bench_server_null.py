@@ -12,7 +12,6 @@ With `--profile FILE`, SIGUSR1 starts to sample the threads, and a second one wr
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import resource
@@ -131,7 +130,7 @@ class Sampler:
                 self._threads.setdefault(each.name, _Charges()).add(frames[each.ident or 0], now - before[each])
                 before[each] = now
         partial = self._path.with_suffix(".partial")
-        partial.write_text(json.dumps({name: dataclasses.asdict(each) for name, each in self._threads.items()}))
+        partial.write_text(json.dumps({name: vars(each) for name, each in self._threads.items()}))
         partial.rename(self._path)
 
 

@@ -47,15 +47,17 @@ class AsyncLLM:
         *,
         progress: ShowProgress = hide_progress,
         on_stop: Callable[[EngineStoppedError], None] | None = None,
+        only_largest: bool = False,
     ) -> AsyncLLM:
         """Builds one from validated options.
 
         Args:
             progress: told how far loading and compiling are.
             on_stop: called on the engine's thread when it met a fault of its own.
+            only_largest: compile just the programs that hold any step; `compile_rest` does the others.
         """
         llm = cls.__new__(cls)
-        llm._start(config, progress=progress, on_stop=on_stop)
+        llm._start(config, progress=progress, on_stop=on_stop, only_largest=only_largest)
         return llm
 
     def _start(
@@ -65,9 +67,15 @@ class AsyncLLM:
         progress: ShowProgress,
         processor: LogitsProcessor | None = None,
         on_stop: Callable[[EngineStoppedError], None] | None = None,
+        only_largest: bool = False,
     ) -> None:
-        self._ready = build_engine(config, progress=progress, processor=processor)
+        self._ready = build_engine(config, progress=progress, processor=processor, only_largest=only_largest)
         self._thread = EngineThread(self._ready.engine, on_stop)
+
+    def compile_rest(self, progress: ShowProgress) -> None:
+        """Compiles what a start with `only_largest` left, on the caller's thread, while requests are answered."""
+        for change in self._ready.compile_rest(progress):
+            self._thread.call(lambda engine, change=change: change()).result()
 
     @property
     def ready(self) -> ReadyEngine:

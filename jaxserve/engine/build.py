@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,6 +60,15 @@ class ReadyEngine:
     shapes: Shapes
     plan: CachePlan
     runner: ModelRunner
+    mesh: Mesh
+
+    def compile_rest(self, progress: ShowProgress) -> Iterator[Callable[[], None]]:
+        """Compiles what a build with `only_largest` left; yields what has to run between two steps to use it."""
+        from jaxserve.runtime.startup import compile_rest
+
+        with progress("Compiling programs") as report:
+            note = lambda name, done, total: report(done, total, name)  # noqa: E731
+            yield from compile_rest(self.shapes, self.mesh, self.plan, self.runner, note)
 
     def update_weights(self, tree: Any, *, abort: bool) -> list[RequestOutput]:
         """Swaps the weights while the device is idle; see `LLM.update_weights`."""
@@ -130,9 +140,16 @@ def _add_kv_scales(config: EngineConfig, files: ModelFiles, model: DecoderConfig
 
 
 def build_engine(
-    config: EngineConfig, *, progress: ShowProgress = hide_progress, processor: LogitsProcessor | None = None
+    config: EngineConfig,
+    *,
+    progress: ShowProgress = hide_progress,
+    processor: LogitsProcessor | None = None,
+    only_largest: bool = False,
 ) -> ReadyEngine:
     """Does everything that must be done before the first request.
+
+    Args:
+        only_largest: compile the programs that hold any step, and no others: `ReadyEngine.compile_rest` does those.
 
     Raises:
         ConfigError, WeightsError, TokenizerError, CapacityError: name what to change.
@@ -150,7 +167,8 @@ def build_engine(
     _log.log(logging.WARNING if fell_back else logging.INFO, "attention: %s, %s", shapes.impl, shapes.impl_reason)
     params = load_params(config, files, shapes, mesh, progress=progress)
     with progress("Compiling programs") as report:
-        runner, plan = start_runner(shapes, mesh, params, lambda name, done, total: report(done, total, name))
+        note = lambda name, done, total: report(done, total, name)  # noqa: E731
+        runner, plan = start_runner(shapes, mesh, params, note, only_largest=only_largest)
     options = shapes.config
     assert options.cache.page_size is not None and options.scheduler.max_num_batched_tokens is not None
     pages = PageManager(
@@ -177,7 +195,7 @@ def build_engine(
         processor=processor,
     )
     defaults = {key: files.generation_config[key] for key in _DEFAULT_SAMPLING_KEYS if key in files.generation_config}
-    return ReadyEngine(engine, factory, tokenizer, SamplingParams(**defaults), shapes, plan, runner)
+    return ReadyEngine(engine, factory, tokenizer, SamplingParams(**defaults), shapes, plan, runner, mesh)
 
 
 def load_model_tokenizer(options: ModelOptions, files: ModelFiles) -> Tokenizer | None:

@@ -152,14 +152,19 @@ def compile_programs(
     max_logprobs: int,
     threads: int = 0,
     progress: Progress | None = None,
+    known: Programs | None = None,
 ) -> Programs:
-    """Compiles every program of the table, several at once: XLA works outside the interpreter's lock."""
+    """Returns every program of the table: those in `known`, and the others compiled.
+
+    Several are compiled at once: XLA works outside the interpreter's lock.
+    """
     threads = threads or min(8, os.cpu_count() or 1)
-    programs = Programs()
+    programs = Programs() if known is None else known.copy()
     with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
         jobs = {
             pool.submit(compile_one): (name, table, key)
             for name, table, key, compile_one in _list_jobs(programs, model, inputs, buckets, max_logprobs)
+            if key not in table
         }
         for done, job in enumerate(as_completed(jobs), 1):
             name, table, key = jobs[job]

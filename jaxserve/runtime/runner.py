@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -38,6 +39,10 @@ class Programs:
         if key not in programs:
             raise MissingProgramError(f"no {kind} program was compiled for {key}; there are {list(programs)}")
         return programs[key]
+
+    def copy(self) -> Programs:
+        """Returns a collection of the same programs, to which others can be added."""
+        return Programs(**{field.name: dict(getattr(self, field.name)) for field in dataclasses.fields(self)})
 
     def __len__(self) -> int:
         return sum(len(getattr(self, field.name)) for field in dataclasses.fields(self))
@@ -101,7 +106,7 @@ class ModelRunner:
         self.params = params
         self.counts = StepCounts()
         self._count_compiles, self._compiles_before = count_compiles, 0
-        self._programs = programs
+        self.programs = programs
         self._buckets = buckets
         self._layouts = {bucket: InputLayout(bucket, state_shape) for bucket in buckets.buckets}
         self._writer = writer
@@ -115,7 +120,7 @@ class ModelRunner:
     @property
     def num_programs(self) -> int:
         """Compiled programs that steps can use."""
-        return len(self._programs)
+        return len(self.programs)
 
     @property
     def num_compiles(self) -> int:
@@ -135,15 +140,37 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Runs every program once on nothing but padding."""
         self._set_row(self._state_shape.padding_row, make_row_setting(self._vocab_size, (), ()))
-        for bucket, layout in self._layouts.items():
-            selected, hidden = self._run(bucket, layout.new())
-            targets = None if bucket.is_decode else np.zeros(bucket.tokens, np.int32)
-            prompt_scores, embeddings = self._score_prompt(bucket, hidden, targets), self._pool(bucket, hidden)
-            for variant in SampleVariant:
-                step = StartedStep(self, bucket, 0, variant, True, selected, prompt_scores, embeddings)
-                mask = np.zeros((0, self._mask_words), np.uint32) if variant is SampleVariant.MASKED else None
-                step.choose(mask).result()
+        for bucket in self._buckets.buckets:
+            self._warm_up(bucket)
         self._compiles_before = self._count_compiles()
+
+    def list_additions(self, programs: Programs, buckets: BucketTable) -> Iterator[Callable[[], None]]:
+        """Yields what has to run between steps, one after the other, until steps can use the programs of `buckets`.
+
+        `programs` are all of them, those that are in use included.
+        """
+        known = self._buckets.buckets
+
+        def change() -> None:
+            self._buckets = buckets
+            self._compiles_before = self._count_compiles()
+
+        yield partial(setattr, self, "programs", programs)
+        for bucket in buckets.buckets:
+            if bucket not in known:
+                yield partial(self._warm_up, bucket)
+        yield change
+
+    def _warm_up(self, bucket: Bucket) -> None:
+        """Runs the programs of a bucket on padding: nothing that a row has is touched."""
+        layout = self._layouts.setdefault(bucket, InputLayout(bucket, self._state_shape))
+        selected, hidden = self._run(bucket, layout.new())
+        targets = None if bucket.is_decode else np.zeros(bucket.tokens, np.int32)
+        prompt_scores, embeddings = self._score_prompt(bucket, hidden, targets), self._pool(bucket, hidden)
+        for variant in SampleVariant:
+            step = StartedStep(self, bucket, 0, variant, True, selected, prompt_scores, embeddings)
+            mask = np.zeros((0, self._mask_words), np.uint32) if variant is SampleVariant.MASKED else None
+            step.choose(mask).result()
 
     def start(self, plan: StepPlan) -> StartedStep:
         """Starts the model's part of a step; MissingProgramError when no program holds it."""
@@ -169,7 +196,7 @@ class ModelRunner:
     def choose(self, step: StartedStep, mask: np.ndarray | None) -> StepFuture:
         """See `StartedStep.choose`."""
         rows, variant = step.bucket.rows, step.variant if mask is None else SampleVariant.MASKED
-        program = self._programs.get("sample", (rows, variant))
+        program = self.programs.get("sample", (rows, variant))
         if variant <= SampleVariant.RANDOM:
             self._rows, token_ids = program(self._rows, step.selected)
         else:
@@ -177,24 +204,24 @@ class ModelRunner:
             self._rows, self._sampler, token_ids = program(self._rows, self._sampler, step.selected, sent)
         if not step.wants_scores and step.prompt_scores is None and step.embeddings is None:
             return StepFuture(token_ids, None, step.num_rows)
-        scores = self._programs.get("score", rows)(step.selected, token_ids) if step.wants_scores else None
+        scores = self.programs.get("score", rows)(step.selected, token_ids) if step.wants_scores else None
         return StepFuture(token_ids, (scores, step.prompt_scores, step.embeddings), step.num_rows)
 
     def _run(self, bucket: Bucket, packed: np.ndarray) -> tuple[SampleInputs, HiddenStates]:
-        forward = self._programs.get("forward", bucket)
+        forward = self.programs.get("forward", bucket)
         self._cache, self._rows, selected, hidden = forward(self.params, self._cache, self._rows, self._send(packed))
         return selected, hidden
 
     def _set_row(self, row: int, setting: RowSetting) -> None:
-        self._sampler = self._programs.get("set_row", None)(self._sampler, *self._send((np.int32(row), setting)))
+        self._sampler = self.programs.get("set_row", None)(self._sampler, *self._send((np.int32(row), setting)))
 
     def _score_prompt(self, bucket: Bucket, hidden: HiddenStates, targets: np.ndarray | None) -> Any:
         if targets is None:
             return None
-        return self._programs.get("score_prompt", bucket)(head_params(self.params), hidden.every, self._send(targets))
+        return self.programs.get("score_prompt", bucket)(head_params(self.params), hidden.every, self._send(targets))
 
     def _pool(self, bucket: Bucket, hidden: HiddenStates) -> Any:
-        return self._programs.get("pool", bucket.rows)(self.params["final_norm"], hidden.last)
+        return self.programs.get("pool", bucket.rows)(self.params["final_norm"], hidden.last)
 
     def _wants_embeddings(self, plan: StepPlan) -> bool:
         return any(chunk.samples and self._mirror.embeds(chunk.row) for chunk in plan.chunks)

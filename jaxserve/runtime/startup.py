@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,7 +39,7 @@ from jaxserve.runtime.memory import (
 )
 from jaxserve.runtime.params import WeightWriter
 from jaxserve.runtime.rows import SampleVariant
-from jaxserve.runtime.runner import ModelRunner
+from jaxserve.runtime.runner import ModelRunner, Programs
 from jaxserve.runtime.state import row_state_specs
 from jaxserve.runtime.step import StepModel
 from jaxserve.sampling import sampler_state_specs
@@ -240,9 +240,17 @@ def _sum_use(shapes: Shapes, temporaries: int, code: int) -> DeviceUse:
 
 
 def start_runner(
-    shapes: Shapes, mesh: Mesh, params: Mapping[str, Any], progress: Progress | None = None
+    shapes: Shapes,
+    mesh: Mesh,
+    params: Mapping[str, Any],
+    progress: Progress | None = None,
+    *,
+    only_largest: bool = False,
 ) -> tuple[ModelRunner, CachePlan]:
     """Plans memory, compiles and runs every program; `params` is the runtime tree.
+
+    Args:
+        only_largest: leave all programs but those of the largest buckets, which hold any step, to `compile_rest`.
 
     Raises:
         CapacityError: the device cannot hold one sequence of `max_model_len` tokens.
@@ -253,18 +261,10 @@ def start_runner(
     budget = cache_budget(limit, shapes.config.cache.device_memory_utilization, use)
     plan = plan_pools(shapes, budget=budget)
     model, inputs = describe_programs(shapes, plan, mesh)
-    threads = shapes.config.compile.compile_threads
-    programs = compile_programs(
-        model,
-        inputs,
-        shapes.buckets,
-        max_logprobs=shapes.config.compile.max_logprobs,
-        threads=threads,
-        progress=progress,
-    )
+    buckets = shapes.buckets.take_largest() if only_largest else shapes.buckets
     runner = ModelRunner(
-        programs,
-        shapes.buckets,
+        _compile(shapes, model, inputs, buckets, progress),
+        buckets,
         params=params,
         writer=WeightWriter(params, shapes.stack_mode),
         state_specs=(inputs.cache, inputs.rows, inputs.sampler),
@@ -274,6 +274,35 @@ def start_runner(
     )
     runner.warm_up()
     return runner, plan
+
+
+def compile_rest(
+    shapes: Shapes, mesh: Mesh, plan: CachePlan, runner: ModelRunner, progress: Progress | None = None
+) -> Iterator[Callable[[], None]]:
+    """Compiles what `start_runner` left; yields what has to run between the steps of `runner` to use it."""
+    model, inputs = describe_programs(shapes, plan, mesh)
+    programs = _compile(shapes, model, inputs, shapes.buckets, progress, runner.programs)
+    return runner.list_additions(programs, shapes.buckets)
+
+
+def _compile(
+    shapes: Shapes,
+    model: StepModel,
+    inputs: ProgramInputs,
+    buckets: BucketTable,
+    progress: Progress | None,
+    known: Programs | None = None,
+) -> Programs:
+    options = shapes.config.compile
+    return compile_programs(
+        model,
+        inputs,
+        buckets,
+        max_logprobs=options.max_logprobs,
+        threads=options.compile_threads,
+        progress=progress,
+        known=known,
+    )
 
 
 def page_groups(shapes: Shapes, plan: CachePlan) -> tuple[PageGroup, ...]:

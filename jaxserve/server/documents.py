@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import FastAPI
@@ -16,6 +18,7 @@ _documented: list[tuple[type[BaseModel], str]] = [(ErrorBody, "serialization")]
 _REFUSALS = {
     "400": "The request cannot be served; the body names the field.",
     "401": "No valid API key.",
+    "403": "The Host header names another host.",
     "404": "The model does not exist here.",
     "408": "The body did not arrive in time.",
     "413": "The body is too large.",
@@ -28,9 +31,20 @@ _REFUSALS = {
 
 
 def document(
-    request: type[BaseModel] | None, answer: type[BaseModel] | None = None, *, streams: bool = False
+    request: type[BaseModel] | None,
+    answer: type[BaseModel] | None = None,
+    *,
+    streams: bool = False,
+    refusals: Sequence[str] = (),
+    states: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Returns what a route's decorator takes so that the document shows its body and its answers."""
+    """Returns what a route's decorator takes so that the document shows its body and its answers.
+
+    Args:
+        streams: the answer may be a stream of events.
+        refusals: statuses of errors; a route with a body has all of them.
+        states: further statuses of answers that are no errors, with what they mean.
+    """
     for model, mode in ((request, "validation"), (answer, "serialization")):
         if model is not None:
             _documented.append((model, mode))
@@ -43,10 +57,10 @@ def document(
     extra: dict[str, Any] = {"responses": responses}
     if request is not None:
         extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": _refer(request)}}}
-        responses |= {
-            status: {"description": text, "content": {"application/json": {"schema": _refer(ErrorBody)}}}
-            for status, text in _REFUSALS.items()
-        }
+    for status in _REFUSALS if request is not None else refusals:
+        content = {"application/json": {"schema": _refer(ErrorBody)}}
+        responses[status] = {"description": _REFUSALS[status], "content": content}
+    responses |= {status: {"description": text} for status, text in states.items()}
     return {"response_model": None, "openapi_extra": extra}
 
 
@@ -58,7 +72,9 @@ def install_document(app: FastAPI) -> None:
             schema = get_openapi(title=app.title, version=app.version, routes=app.routes, description=app.description)
             unique = list(dict.fromkeys(_documented))
             _, definitions = models_json_schema(unique, ref_template=_REFERENCE)  # type: ignore[arg-type]
-            schema.setdefault("components", {}).setdefault("schemas", {}).update(definitions.get("$defs", {}))
+            schema["components"] = {"schemas": definitions["$defs"]}
+            for operation in (each for path in schema["paths"].values() for each in path.values()):
+                operation["responses"].pop("422", None)  # what the framework would answer, if bodies were left to it
             app.openapi_schema = schema
         return app.openapi_schema
 

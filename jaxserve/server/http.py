@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
@@ -11,6 +12,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from jaxserve.server.errors import ApiError
 
 _HEAD_END = b"\r\n\r\n"
+_SEND_BUFFER = 256 * 2**10  # bytes that the kernel holds for a client; left alone, it takes megabytes for a sleeper
+    256 * 2**10
+)  # bytes that the kernel keeps for a client; left alone, it takes megabytes for one who sleeps
 
 
 class LimitedHttp(HttpToolsProtocol):
@@ -23,6 +27,8 @@ class LimitedHttp(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if (connection := transport.get_extra_info("socket")) is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
         self._head_bytes, self._head_tail = 0, b""
         self._in_head = True
         self._timer: asyncio.TimerHandle | None = None

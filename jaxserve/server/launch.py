@@ -110,7 +110,12 @@ class Server(uvicorn.Server):
         """Runs on a thread of its own: the event loop answers /health meanwhile."""
         state = self._state
         try:
-            llm = AsyncLLM.from_config(state.engine_config, progress=state.show_progress, on_stop=self.stop)
+            early, show = state.config.serving.serve_while_warming, state.show_progress
+            llm = AsyncLLM.from_config(state.engine_config, progress=show, on_stop=self.stop, only_largest=early)
+            state.open(llm)
+            if early:
+                _log.info("serving, with the largest programs only: %s", ", ".join(state.names))
+                llm.compile_rest(show)
         except JaxServeError as error:
             self.stop(error)
             return
@@ -118,7 +123,7 @@ class Server(uvicorn.Server):
             _log.critical("the engine could not be built", exc_info=error)
             self.stop(EngineStoppedError(f"the engine could not be built: {error!r}"))
             return
-        state.open(llm)
+        state.finish_warming()
         _log.info("ready: %s", ", ".join(state.names))
 
 

@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from jaxserve.errors import InvalidRequestError
+from jaxserve.errors import InvalidRequestError, shorten
 from jaxserve.server.protocol.chat import ChatCompletionRequest
 from jaxserve.server.protocol.fields import SamplingFields
 from jaxserve.server.protocol.tokens import TokenizeRequest
 from jaxserve.server.state import ServerState
 from jaxserve.structured_params import StructuredOutputsParams
+
+
+@contextmanager
+def name_fields(names: Mapping[str, str]) -> Iterator[None]:
+    """Makes errors about the engine's fields name those of the body, which differ where `names` says so.
+
+    Raises:
+        InvalidRequestError: the one that was raised inside, about the field that the client knows.
+    """
+    try:
+        yield
+    except InvalidRequestError as error:
+        for inner, outer in names.items():
+            rest = error.field.removeprefix(inner)
+            if error.field.startswith(inner) and rest[:1] in ("", ".", "["):
+                message = str(error).removeprefix(f"{error.field}: ")
+                raise InvalidRequestError(message, field=outer + rest, value=error.value) from error
+        raise
 
 
 def list_prompts(prompt: Any, most: int, field: str) -> list[dict[str, Any]]:
@@ -55,7 +74,7 @@ def template_options(body: ChatCompletionRequest | TokenizeRequest, state: Serve
     Raises:
         InvalidRequestError: the request brings a template of its own, which this server does not let it.
     """
-    options: dict[str, Any] = {**state.template_variables, **(body.chat_template_kwargs or {})}
+    options = read_variables(body.chat_template_kwargs, state)
     options["chat_template"] = state.chat_template
     options["add_generation_prompt"] = body.add_generation_prompt is not False and not body.continue_final_message
     options["continue_final_message"] = bool(body.continue_final_message)
@@ -68,6 +87,21 @@ def template_options(body: ChatCompletionRequest | TokenizeRequest, state: Serve
     if getattr(body, "reasoning_effort", None) is not None:
         options["reasoning_effort"] = body.reasoning_effort  # type: ignore[union-attr]
     return options
+
+
+def read_variables(given: Mapping[str, Any] | None, state: ServerState) -> dict[str, Any]:
+    """Returns the variables of the template. None of them can be an argument of the functions they pass through.
+
+    Raises:
+        InvalidRequestError: one is not known.
+    """
+    from jaxserve.tokenizers.chat import OPTIONS
+
+    for name, value in (given or {}).items():
+        if name not in OPTIONS:
+            message = f"not a variable that a request may set; known: {', '.join(OPTIONS)}"
+            raise InvalidRequestError(message, field=f"chat_template_kwargs.{shorten(name)[1:-1]}", value=value)
+    return {**state.template_variables, **(given or {})}
 
 
 def render_conversation(body: TokenizeRequest, state: ServerState) -> tuple[str, list[int]]:

@@ -111,7 +111,12 @@ class ServerState:
             "dtype": ready.shapes.spec.dtype,
             "enable_prefix_caching": cache.enable_prefix_caching,
         }
-        self.llm, self.phase = llm, Phase.READY
+        self.llm, self.phase = llm, Phase.WARMING
+
+    def finish_warming(self) -> None:
+        """Notes that every program is there; a server that drains already goes on doing so."""
+        if self.phase is Phase.WARMING:
+            self.phase = Phase.READY
 
     def check_model(self, name: str | None) -> str:
         """Returns what the answer calls the model; ApiError 404 when another one was meant."""

@@ -149,6 +149,9 @@ def test_sampling_and_labels(client: openai.OpenAI) -> None:
             "input[0].content[0]",
         ),
         ({"input": [{"role": "robot", "content": "hi"}]}, "input[0].role"),
+        ({"instructions": "Be brief.", "input": [{"role": "robot", "content": "hi"}]}, "input[0].role"),
+        ({"input": [{"role": "user", "content": "hi", "color": "red"}]}, "input[0]"),
+        ({"extra_body": {"chat_template_kwargs": {"request_id": "a"}}}, "chat_template_kwargs.request_id"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -175,7 +178,7 @@ def test_several_at_once(server: RunningServer) -> None:
 
             async def ask() -> str:
                 async with client.responses.stream(
-                    model=MODEL, input=ASK, temperature=0, max_output_tokens=16
+                    model=MODEL, input=ASK, temperature=0, max_output_tokens=64
                 ) as stream:
                     async for _ in stream:
                         pass

@@ -3,8 +3,9 @@
 import { ask, readEvents } from "./api.js";
 
 // Browsers open six connections to a server. The live view and the chat need one each, so the forty prompts travel in
-// four requests, each with a limit of its own; every prompt is a sequence of its own in the engine.
-const LIMITS = [24, 56, 104, 176];
+// four requests; every prompt is a sequence of its own in the engine. Each request has its own least and most tokens,
+// and between them its sequences end where they like, so that rows become free at different times.
+const LIMITS = [[12, 64], [64, 128], [144, 256], [256, 480]];
 const EACH = 10;
 const NAMES = ["Ada", "Grace", "Alan", "Edsger", "Barbara", "Donald", "Leslie", "Frances"];
 const QUESTIONS = [
@@ -27,11 +28,12 @@ let running = null;
 export const isLoading = () => running !== null;
 export const stopLoad = () => running?.abort();
 
+/** `readModel` returns the model's name and the tokens of its context, each null while unknown. */
 export function setUpLoad(readModel) {
   button.addEventListener("click", () => (running ? stopLoad() : sendAll(readModel())));
 }
 
-async function sendAll(model) {
+async function sendAll({ model, context }) {
   const controller = new AbortController();
   running = controller;
   button.textContent = "Stop them";
@@ -39,10 +41,11 @@ async function sendAll(model) {
   let done = 0;
   const show = () => { note.textContent = `${done} of ${total} finished`; };
   show();
-  const results = await Promise.allSettled(LIMITS.map(async (maxTokens) => {
+  const results = await Promise.allSettled(LIMITS.map(async (limits) => {
     const questions = Array.from({ length: EACH }, (_, at) => MAKERS[at % MAKERS.length]());
     const prompt = await render(questions, model, controller.signal);
-    const body = { model: model ?? undefined, prompt, max_tokens: maxTokens, temperature: 0.7, stream: true };
+    const [least, most] = limits.map((limit) => Math.min(limit, Math.floor((context ?? 4096) / 4)));
+    const body = { model: model ?? undefined, prompt, min_tokens: least, max_tokens: most, temperature: 1, stream: true };
     for await (const event of readEvents(await ask("/v1/completions", { body, signal: controller.signal }))) {
       for (const choice of event.choices ?? []) if (choice.finish_reason) done += 1;
       show();

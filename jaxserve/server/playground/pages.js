@@ -9,7 +9,7 @@ export function drawPage(context, x, y, size, state) {
   if (state === "0") {
     context.strokeStyle = color("page-free");
     context.lineWidth = 1;
-    if (size >= 6) context.strokeRect(x + 0.5, y + 0.5, size - 1, size - 1);
+    if (size >= 8) context.strokeRect(x + 0.5, y + 0.5, size - 1, size - 1);
     else { context.fillStyle = color("line"); context.fillRect(x, y, size, size); }
     return;
   }

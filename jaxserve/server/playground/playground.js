@@ -9,6 +9,7 @@ import { setUpSettings } from "./settings.js";
 const find = (id) => document.getElementById(id);
 const THEMES = ["system", "light", "dark"];
 let model = null;
+let context = null; // tokens
 let isLive = false;
 let keyChanged = () => {};
 
@@ -121,9 +122,9 @@ async function loadModel() {
   const { data } = await (await ask("/v1/models")).json();
   model = data[0].id;
   setModel(model);
-  const length = data[0].max_model_len;
+  context = data[0].max_model_len ?? null;
   find("model").textContent = model;
-  if (length) find("model-length").textContent = `${length.toLocaleString("en")} tokens of context`;
+  if (context) find("model-length").textContent = `${context.toLocaleString("en")} tokens of context`;
 }
 
 async function pollHealth() {
@@ -173,7 +174,7 @@ setUpTheme(view);
 setUpKey();
 setUpChat(announce);
 setUpSettings(() => compose(find("prompt").value || "Hello"), announce);
-setUpLoad(() => model);
+setUpLoad(() => ({ model, context }));
 setUpKeys();
 pollHealth();
 keepLive(view);

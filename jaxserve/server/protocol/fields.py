@@ -31,8 +31,11 @@ class Body(BaseModel):
     # Fields that OpenAI's clients may send and that would change the answer if we had them, with what we can do.
     refused: ClassVar[dict[str, str]] = {}
 
-    def refuse_unsupported(self) -> None:
+    def refuse_unsupported(self, inside: str = "") -> None:
         """Refuses by name what is known and not supported.
+
+        Args:
+            inside: the field that this is the value of, with a dot behind it.
 
         Raises:
             InvalidRequestError: names the field and what would work.
@@ -40,7 +43,7 @@ class Body(BaseModel):
         for name, instead in self.refused.items():
             value = getattr(self, name)
             if value not in (None, False, [], {}):
-                raise InvalidRequestError(f"is not supported; {instead}", field=name, value=value)
+                raise InvalidRequestError(f"is not supported; {instead}", field=f"{inside}{name}", value=value)
 
 
 class StreamOptions(Body):
@@ -175,7 +178,7 @@ class SamplingFields(EngineFields):
     def check_stream(self) -> None:
         """Refuses options of a stream where there is none."""
         if self.stream_options is not None:
-            self.stream_options.refuse_unsupported()
+            self.stream_options.refuse_unsupported("stream_options.")
             if not self.stream:
                 message = "is only allowed when stream is true"
                 raise InvalidRequestError(message, field="stream_options", value=True)

@@ -19,7 +19,7 @@ from jaxserve.server.body import read_body
 from jaxserve.server.documents import document
 from jaxserve.server.generation import Generation, make_request_options, name_requests
 from jaxserve.server.logprobs import to_completion, to_prompt_logprobs
-from jaxserve.server.prompts import check_count, list_limits, list_prompts, read_form
+from jaxserve.server.prompts import check_count, list_limits, list_prompts, name_fields, read_form
 from jaxserve.server.protocol.completions import Completion, CompletionRequest
 from jaxserve.server.state import ServerState
 from jaxserve.server.stream import ChunkWriter, EventStream, run_while_connected
@@ -59,6 +59,11 @@ def check_body(body: CompletionRequest, state: ServerState) -> None:
 
 def make_requests(body: CompletionRequest, state: ServerState, options: dict[str, Any]) -> list[EngineRequest]:
     """Returns one engine request for each prompt."""
+    with name_fields({"prompt_token_ids": "prompt"}):
+        return _make_requests(body, state, options)
+
+
+def _make_requests(body: CompletionRequest, state: ServerState, options: dict[str, Any]) -> list[EngineRequest]:
     ready = state.engine.ready
     defaults = replace(
         ready.default_params, max_tokens=max(1, body.max_tokens) if body.max_tokens is not None else None

@@ -8,14 +8,16 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from jaxserve import __version__
 from jaxserve.engine.stats import read_page_map, read_rows, read_stats
+from jaxserve.server.documents import document
 from jaxserve.server.state import Phase, ServerState
 from jaxserve.server.stream import EventStream, encode_event
 
 router = APIRouter()
+_NOT_READY = {"503": "It starts, warms, drains or has failed; /health says which."}
 _LIVE_INTERVAL = 0.25  # seconds between two looks at the engine
 _ID_CHARACTERS = 6  # of a request's number that the live view shows
 
@@ -34,8 +36,8 @@ def describe_health(state: ServerState) -> dict[str, Any]:
     return health
 
 
-@router.get("/health")
-@router.get("/health/ready")
+@router.get("/health", **document(None, refusals=("403",), states=_NOT_READY))
+@router.get("/health/ready", **document(None, refusals=("403",), states=_NOT_READY))
 async def get_health(http: Request) -> JSONResponse:
     """200 when requests are served and every program is compiled."""
     state: ServerState = http.app.state.server
@@ -43,7 +45,7 @@ async def get_health(http: Request) -> JSONResponse:
     return JSONResponse(describe_health(state), 200 if is_ready else 503)
 
 
-@router.get("/health/live")
+@router.get("/health/live", **document(None, refusals=("403",), states={"503": "A restart would help."}))
 async def get_liveness(http: Request) -> JSONResponse:
     """503 when restarting the process would help: the engine has failed, or its device is stuck."""
     state: ServerState = http.app.state.server
@@ -51,14 +53,14 @@ async def get_liveness(http: Request) -> JSONResponse:
     return JSONResponse(describe_health(state), 200 if is_alive else 503)
 
 
-@router.get("/ping")
+@router.get("/ping", response_class=Response, **document(None, refusals=("403",), states=_NOT_READY))
 async def ping(http: Request) -> Response:
     """The shortest answer there is, as SageMaker asks for it."""
     state: ServerState = http.app.state.server
     return Response(status_code=200 if state.phase is Phase.READY else 503)
 
 
-@router.get("/version")
+@router.get("/version", **document(None, refusals=("401", "403")))
 async def get_version() -> dict[str, str]:
     """Of jaxserve and of jax."""
     import jax
@@ -66,7 +68,7 @@ async def get_version() -> dict[str, str]:
     return {"version": __version__, "jax": jax.__version__}
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse, **document(None, refusals=("401", "403")))
 async def get_metrics(http: Request) -> Response:
     """Everything that is counted, for Prometheus."""
     state: ServerState = http.app.state.server
@@ -75,7 +77,7 @@ async def get_metrics(http: Request) -> Response:
     return Response(body, headers={"content-type": kind})
 
 
-@router.get("/live")
+@router.get("/live", response_class=Response, **document(None, streams=True, refusals=("401", "403")))
 async def watch_engine(http: Request) -> Response:
     """The engine's rows, pages and counters, four times a second, as events."""
     state: ServerState = http.app.state.server
@@ -86,6 +88,12 @@ async def _look_on(state: ServerState) -> AsyncIterator[bytes]:
     while state.phase is not Phase.FAILED:
         yield encode_event(await describe_engine(state))
         await asyncio.sleep(_LIVE_INTERVAL)
+
+
+def _shorten_id(request_id: str) -> str:
+    """Keeps what tells the prompts of one HTTP request apart."""
+    number, _, position = request_id.partition("-")
+    return f"{number[:_ID_CHARACTERS]}-{position}"
 
 
 async def describe_engine(state: ServerState) -> dict[str, Any]:
@@ -104,7 +112,7 @@ async def describe_engine(state: ServerState) -> dict[str, Any]:
         "running": [
             {
                 "row": row.row,
-                "id": row.request_id[:_ID_CHARACTERS],
+                "id": _shorten_id(row.request_id),
                 "prompt": row.num_prompt_tokens,
                 "computed": row.num_computed_tokens,
                 "tokens": row.num_tokens,

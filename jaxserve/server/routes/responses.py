@@ -18,14 +18,18 @@ from jaxserve.server.body import read_body
 from jaxserve.server.documents import document
 from jaxserve.server.errors import ApiError
 from jaxserve.server.generation import Generation, make_request_options, name_requests
-from jaxserve.server.prompts import list_limits
+from jaxserve.server.prompts import list_limits, name_fields, read_variables
 from jaxserve.server.protocol.responses import ResponseAnswer, ResponseRequest
 from jaxserve.server.state import ServerState
 from jaxserve.server.stream import EventStream, encode_event, run_while_connected
 from jaxserve.server.tools import Content, Piece, Reasoning, make_answer_parser, needs_special_tokens
 
 router = APIRouter()
-_TEXT_PARTS = ("input_text", "output_text", "text")
+_TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text")
+_ITEM_FIELDS = {  # of what goes in, which may be what came out
+    "message": ("type", "role", "content", "id", "status"),
+    "reasoning": ("type", "content", "summary", "id", "status"),
+}
 
 
 @router.post("/v1/responses", **document(ResponseRequest, ResponseAnswer, streams=True))
@@ -34,13 +38,14 @@ async def create_response(http: Request) -> Response:
     state: ServerState = http.app.state.server
     body = await read_body(http, ResponseRequest, state)
     model = state.check_model(body.model)
-    for options in (body.text, body.reasoning):
+    for name, options in (("text", body.text), ("reasoning", body.reasoning)):
         if options is not None:
-            options.refuse_unsupported()
+            options.refuse_unsupported(f"{name}.")
     if body.truncation == "auto":
         raise InvalidRequestError("'auto' is not supported; use disabled", field="truncation", value="auto")
     engine_options = make_request_options(http, body, state)
-    request = await state.run_in_thread(_make_request, body, state, engine_options)
+    with name_fields(_list_names(body)):
+        request = await state.run_in_thread(_make_request, body, state, engine_options)
     (request,) = name_requests([request], http)
     answer = _Answer(body, model, state, request, http)
     if body.stream:
@@ -62,15 +67,28 @@ def _make_request(body: ResponseRequest, state: ServerState, options: dict[str, 
     if needs_special_tokens(state.config.serving.reasoning_parser):
         more["skip_special_tokens"] = False
     params = body.to_sampling_params(ready.default_params, **more)
-    variables: dict[str, Any] = {**state.template_variables, **(body.chat_template_kwargs or {})}
+    variables = read_variables(body.chat_template_kwargs, state)
     if body.reasoning is not None and body.reasoning.effort is not None:
         variables["reasoning_effort"] = body.reasoning.effort
     messages = _read_messages(body)
     return ready.requests.make_chat(messages, params, chat_template=state.chat_template, **variables, **options)
 
 
+def _list_names(body: ResponseRequest) -> dict[str, str]:
+    """Returns how the body calls the engine's fields, the closest ones first."""
+    names = {"messages[0]": "instructions"} if body.instructions else {}
+    if isinstance(body.input, str):
+        names[f"messages[{len(names)}].content"] = "input"
+    else:
+        sources = [at for at, item in enumerate(body.input) if item.get("type") != "reasoning"]
+        names |= {f"messages[{len(names) + number}]": f"input[{at}]" for number, at in enumerate(sources)}
+    form = {} if body.structured_outputs is not None else {"structured_outputs.json": "text.format.schema"}
+    more = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
+    return names | form | more
+
+
 def _read_messages(body: ResponseRequest) -> list[dict[str, Any]]:
-    """Returns the input as messages of a chat.
+    """Returns the input as messages of a chat. Reasoning that a client sends back goes with the answer behind it.
 
     Raises:
         InvalidRequestError: an item is no message of text.
@@ -78,15 +96,26 @@ def _read_messages(body: ResponseRequest) -> list[dict[str, Any]]:
     messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
     if isinstance(body.input, str):
         return [*messages, {"role": "user", "content": body.input}]
+    reasoning: dict[str, str] = {}
     for at, item in enumerate(body.input):
-        name = f"input[{at}]"
-        if item.get("type", "message") != "message":
-            message = f"must be a message, got {shorten(item.get('type'))}"
-            raise InvalidRequestError(message, field=f"{name}.type", value=item.get("type"))
+        name, kind = f"input[{at}]", item.get("type", "message")
+        if not isinstance(kind, str) or kind not in _ITEM_FIELDS:
+            message = f"must be a message, got {shorten(kind)}"
+            raise InvalidRequestError(message, field=f"{name}.type", value=kind)
+        for key, value in item.items():
+            if key not in _ITEM_FIELDS[kind] and value is not None:
+                message = f"{shorten(key)} is not supported; {', '.join(_ITEM_FIELDS[kind])} are"
+                raise InvalidRequestError(message, field=name, value=key)
         content = item.get("content")
         if isinstance(content, list):
             content = [_read_part(part, f"{name}.content[{number}]") for number, part in enumerate(content)]
-        messages.append({"role": item.get("role"), "content": content})
+        if kind == "reasoning":
+            texts = [part["text"] for part in content or () if isinstance(part, dict)]
+            reasoning = {"reasoning_content": "".join(text for text in texts if isinstance(text, str))}
+            continue
+        follows = reasoning if item.get("role") == "assistant" else {}
+        messages.append({"role": item.get("role"), "content": content, **follows})
+        reasoning = {}
     return messages
 
 

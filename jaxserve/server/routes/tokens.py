@@ -15,12 +15,13 @@ from jaxserve.server.body import read_body
 from jaxserve.server.documents import document
 from jaxserve.server.errors import ApiError
 from jaxserve.server.generation import Generation, make_request_options, name_requests
-from jaxserve.server.prompts import list_prompts, render_conversation
+from jaxserve.server.prompts import list_prompts, name_fields, render_conversation
 from jaxserve.server.protocol.tokens import (
     DetokenizeRequest,
     DetokenizeResponse,
     EmbeddingList,
     EmbeddingRequest,
+    ModelCard,
     ModelList,
     TokenizeRequest,
     TokenizeResponse,
@@ -32,14 +33,14 @@ from jaxserve.tokenizers import Tokenizer
 router = APIRouter()
 
 
-@router.get("/v1/models", **document(None, ModelList))
+@router.get("/v1/models", **document(None, ModelList, refusals=("401", "403", "503")))
 async def list_models(http: Request) -> JSONResponse:
     """The one model that is served, under each of its names."""
     state: ServerState = http.app.state.server
     return JSONResponse({"object": "list", "data": [_describe_model(state, name) for name in state.names]})
 
 
-@router.get("/v1/models/{name:path}", **document(None))
+@router.get("/v1/models/{name:path}", **document(None, ModelCard, refusals=("401", "403", "404", "503")))
 async def get_model(http: Request, name: str) -> JSONResponse:
     """The model, by one of its names."""
     state: ServerState = http.app.state.server
@@ -117,7 +118,8 @@ async def create_embeddings(http: Request) -> JSONResponse:
 def _make_requests(body: EmbeddingRequest, state: ServerState, options: dict[str, Any]) -> list[EngineRequest]:
     make, most = state.engine.ready.requests.make_embedding, state.config.limits.max_prompts
     cut = body.truncate_prompt_tokens
-    return [make(each, truncate_prompt_tokens=cut, **options) for each in list_prompts(body.input, most, "input")]
+    with name_fields({"prompt": "input", "prompt_token_ids": "input"}):
+        return [make(each, truncate_prompt_tokens=cut, **options) for each in list_prompts(body.input, most, "input")]
 
 
 async def _embed(body: EmbeddingRequest, model: str, requests: list[EngineRequest], http: Request) -> dict[str, Any]:
