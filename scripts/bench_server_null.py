@@ -88,7 +88,7 @@ class SlowDevice:
 def install(seconds: float, rows: int) -> None:
     """Makes every engine that is built from here on run on a `SlowDevice`, with pages for all its rows."""
 
-    def start_runner(shapes: startup.Shapes, *_: Any) -> tuple[Any, Any]:
+    def start_runner(shapes: startup.Shapes, *_: Any, **__: Any) -> tuple[Any, Any]:
         pages = 1 + rows * shapes.state.pages_per_row
         plan = startup.plan_cache(
             shapes.model, spec=shapes.spec, max_chunk=rows, num_devices=1, budget=0, override=pages

@@ -14,6 +14,11 @@ from pydantic.json_schema import models_json_schema
 from jaxserve.server.protocol.tokens import ErrorBody
 
 _REFERENCE = "#/components/schemas/{model}"
+_EVENT = {  # each event of a stream
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
 _documented: list[tuple[type[BaseModel], str]] = [(ErrorBody, "serialization")]
 _REFUSALS = {
     "400": "The request cannot be served; the body names the field.",
@@ -52,14 +57,14 @@ def document(
     if answer is not None:
         content["application/json"] = {"schema": _refer(answer)}
     if streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {"schema": _EVENT}
     responses: dict[str, Any] = {"200": {"description": "The answer.", **({"content": content} if content else {})}}
     extra: dict[str, Any] = {"responses": responses}
     if request is not None:
         extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": _refer(request)}}}
+    refusal = {"application/json": {"schema": _refer(ErrorBody)}}
     for status in _REFUSALS if request is not None else refusals:
-        content = {"application/json": {"schema": _refer(ErrorBody)}}
-        responses[status] = {"description": _REFUSALS[status], "content": content}
+        responses[status] = {"description": _REFUSALS[status], "content": refusal}
     responses |= {status: {"description": text} for status, text in states.items()}
     return {"response_model": None, "openapi_extra": extra}
 

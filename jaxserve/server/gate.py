@@ -42,6 +42,7 @@ class AccessLog:
         request_id = secrets.token_hex(8)
         notes = scope.setdefault("state", {})
         notes["request_id"], notes["arrival"] = request_id, started
+        notes["send"] = send  # for the pieces of streams, which need no looking at
         label = _read_label(scope)
 
         async def tracked_send(message: Message) -> None:

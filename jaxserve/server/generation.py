@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -61,7 +61,17 @@ class Generation:
         self._engine = state.engine
         self.account = Account(prompt_tokens=sum(len(request.prompt_token_ids) for request in requests))
 
-    async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+    async def begin(self) -> AsyncGenerator[tuple[int, RequestOutput]]:
+        """Returns `outputs` when the first of them is there: errors before it still have an HTTP status to carry."""
+        outputs = self.outputs()
+        try:
+            first = await anext(outputs)
+        except BaseException:
+            await outputs.aclose()
+            raise
+        return _go_on(first, outputs)
+
+    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput]]:
         """Yields (position of the request, output) as they come.
 
         Raises:
@@ -132,6 +142,13 @@ class Generation:
     def _trace(self, course: _Course, output: RequestOutput | None) -> None:
         total, headers = sum(course.num_tokens.values()), self._http.headers
         self._state.tracer.trace_request(course.request, output, total, operation=self._operation, headers=headers)
+
+
+async def _go_on[T](first: T, rest: AsyncGenerator[T]) -> AsyncGenerator[T]:
+    async with aclosing(rest):
+        yield first
+        async for each in rest:
+            yield each
 
 
 def make_request_options(http: HttpRequest, body: EngineFields, state: ServerState) -> dict[str, Any]:

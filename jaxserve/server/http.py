@@ -12,9 +12,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from jaxserve.server.errors import ApiError
 
 _HEAD_END = b"\r\n\r\n"
-_SEND_BUFFER = 256 * 2**10  # bytes that the kernel holds for a client; left alone, it takes megabytes for a sleeper
-    256 * 2**10
-)  # bytes that the kernel keeps for a client; left alone, it takes megabytes for one who sleeps
+# Bytes that the kernel holds for a client. Left alone, it takes megabytes for each that sleeps.
+_SEND_BUFFER = 256 * 2**10
 
 
 class LimitedHttp(HttpToolsProtocol):

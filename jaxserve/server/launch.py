@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -123,8 +124,19 @@ class Server(uvicorn.Server):
             _log.critical("the engine could not be built", exc_info=error)
             self.stop(EngineStoppedError(f"the engine could not be built: {error!r}"))
             return
+        _calm_garbage_collector()
         state.finish_warming()
         _log.info("ready: %s", ", ".join(state.names))
+
+
+def _calm_garbage_collector() -> None:
+    """Leaves what the start has made out of every later collection, and collects less often.
+
+    Each collection also runs a callback of JAX; together they took a tenth of the process's time under load.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
 
 
 def make_state(engine: EngineConfig, config: ServerConfig) -> ServerState:

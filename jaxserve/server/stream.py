@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -58,7 +58,7 @@ class EventStream(Response):
 
     def __init__(
         self,
-        pieces: AsyncIterator[bytes],
+        pieces: AsyncGenerator[bytes],
         state: ServerState,
         *,
         end: bytes = DONE,
@@ -66,64 +66,69 @@ class EventStream(Response):
     ) -> None:
         super().__init__(None, 200, _HEADERS)
         self._pieces, self._state, self._end, self._render_error = pieces, state, end, render_error
+        self._watch: _StallWatch
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.ensure_future(self._send_all(send))
+        sending = asyncio.ensure_future(self._send_all(send, scope.get("state", {}).get("send", send)))
         leaving = asyncio.ensure_future(_wait_for_leave(receive))
+        watch = _StallWatch(sending, self._state.config.limits.slow_reader_timeout)
+        self._watch = watch
         try:
             await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if not sending.done():
+            if watch.has_stalled:
+                self._state.metrics.count("slow_readers")
+                _log.warning("a stream was not read for %g s and is aborted", watch.limit)
+            elif not sending.done():
                 self._state.metrics.count("client_disconnects")
         finally:
+            watch.stop()
             leaving.cancel()
             sending.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await sending
 
-    async def _send_all(self, send: Send) -> None:
-        limit = self._state.config.limits.slow_reader_timeout
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert task is not None
-        stalled = False
-
-        def give_up() -> None:
-            nonlocal stalled
-            stalled = True
-            task.cancel()
-
-        # One timer for the whole stream: it looks back at what has been sent instead of being set for each piece.
-        num_sent, seen, timer = 0, -1, None
-
-        def look() -> None:
-            nonlocal seen, timer
-            if is_sending and num_sent == seen:
-                give_up()
-                return
-            seen, timer = num_sent, loop.call_later(limit, look)
-
-        is_sending = True
-        timer = loop.call_later(limit, look)
+    async def _send_all(self, send: Send, send_piece: Send) -> None:
+        """Sends head, pieces and end; pieces go straight to the connection, past what only looks at head and end."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        watch, end = self._watch, self._end
         try:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            is_sending, end = False, self._end
-            try:
-                async for piece in self._pieces:
-                    is_sending = True
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
-                    is_sending, num_sent = False, num_sent + 1
-            except Exception as error:
-                end = self._render_error(to_api_error(error)) + end
-            is_sending = True
-            await send({"type": "http.response.body", "body": end, "more_body": False})
-        except asyncio.CancelledError:
-            if stalled:
-                self._state.metrics.count("slow_readers")
-                _log.warning("a stream was not read for %g s and is aborted", limit)
-            raise
+            async for piece in self._pieces:
+                watch.is_sending = True
+                await send_piece({"type": "http.response.body", "body": piece, "more_body": True})
+                watch.is_sending = False
+                watch.num_sent += 1
+        except Exception as error:
+            end = self._render_error(to_api_error(error)) + end
         finally:
-            timer.cancel()
-            await self._pieces.aclose()  # type: ignore[attr-defined]  # generators all of them
+            await self._pieces.aclose()
+        watch.is_sending = True
+        await send({"type": "http.response.body", "body": end, "more_body": False})
+
+
+class _StallWatch:
+    """Cancels a task that has been sending one and the same piece for too long.
+
+    One timer looks back at what has been sent, instead of one being set for each piece.
+    """
+
+    def __init__(self, task: asyncio.Future[None], limit: float) -> None:
+        self.limit = limit
+        self.is_sending, self.num_sent, self.has_stalled = True, 0, False
+        self._task, self._seen = task, -1
+        self._timer = task.get_loop().call_later(limit, self._look)
+
+    def stop(self) -> None:
+        """Ends the watch."""
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        if self.is_sending and self.num_sent == self._seen:
+            self.has_stalled = True
+            self._task.cancel()
+            return
+        self._seen = self.num_sent
+        self._timer = self._task.get_loop().call_later(self.limit, self._look)
 
 
 async def run_while_connected[T](request: Request, work: Coroutine[Any, Any, T], state: ServerState) -> T:

@@ -50,8 +50,8 @@ class LogitsRecorder:
         runner, self._batch = llm.ready.runner, llm.ready.engine.scheduler.batch
         self._start = runner.start
         self._selected: Any = None
-        for bucket, program in runner._programs.forward.items():
-            runner._programs.forward[bucket] = self._keep(program)
+        for bucket, program in runner.programs.forward.items():
+            runner.programs.forward[bucket] = self._keep(program)
         runner.start = self._record  # type: ignore[method-assign]
 
     def _keep(self, program: Any) -> Any:

@@ -67,7 +67,7 @@ def test_only_the_explicit_transfer_is_made(llm: LLM) -> None:
 
 
 def test_programs_are_few(llm: LLM) -> None:
-    programs = llm.ready.runner._programs
+    programs = llm.ready.runner.programs
     assert len(programs.forward) + 2 * len(programs.score) <= 12, "of every step: forward, greedy and random"
     assert len(programs.sample) == 4 * len(programs.score) and len(programs) <= 30
 
@@ -81,7 +81,7 @@ def test_a_step_without_a_program_is_an_error_not_a_compilation(llm: LLM) -> Non
 def test_pool_is_updated_in_place(llm: LLM) -> None:
     runner = llm.ready.runner
     pool_bytes = sum(pool.nbytes for pool in runner._cache)
-    for program in runner._programs.forward.values():
+    for program in runner.programs.forward.values():
         analysis = program.memory_analysis()
         assert analysis.alias_size_in_bytes >= pool_bytes
     before = runner._cache[0].unsafe_buffer_pointer()

@@ -8,13 +8,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from jaxserve.engine.engine import Engine
-from jaxserve.errors import CapacityError, DeviceStepError, InvalidRequestError, NonFiniteLogitsError
+from jaxserve.errors import (
+    CapacityError,
+    DeadlineError,
+    DeviceStepError,
+    InvalidRequestError,
+    NonFiniteLogitsError,
+    QueueFullError,
+)
 from jaxserve.pages import PageGroup, PageManager
 from jaxserve.request import Request, RequestOutput
 from jaxserve.sampling_params import OutputKind, SamplingParams
 from jaxserve.scheduler import Scheduler, SchedulerLimits, SequenceStatus
 from tests.engine.helpers import greedy, make_engine, run
-from tests.fake_device import FakeDevice, continue_alone
+from tests.fake_device import FakeDevice, continue_alone, embed_alone
 
 MAX_MODEL_LEN = 160
 VOCAB = 211
@@ -31,6 +38,7 @@ class EngineMachine(RuleBasedStateMachine):
         extra_budget=st.sampled_from([32, 50, 200]),
         caching=st.booleans(),
         overlap=st.booleans(),
+        queue=st.sampled_from([(None, None), (3, None), (None, 300), (6, 600)]),
     )
     def start(
         self,
@@ -41,6 +49,7 @@ class EngineMachine(RuleBasedStateMachine):
         extra_budget: int,
         caching: bool,
         overlap: bool,
+        queue: tuple[int | None, int | None],
     ) -> None:
         num_pages = 2 + tokens_of_pool // page_size
         groups = [PageGroup(num_pages)]
@@ -49,14 +58,14 @@ class EngineMachine(RuleBasedStateMachine):
         self.windows = [group.window for group in groups]
         budget = rows + extra_budget
         self.pages = PageManager(groups, page_size=page_size, max_chunk=budget, enable_prefix_caching=caching)
-        limits = SchedulerLimits(
-            rows, budget, MAX_MODEL_LEN, max_prefix_updates=len(groups) * MAX_MODEL_LEN // page_size
-        )
+        limits = SchedulerLimits(rows, budget, MAX_MODEL_LEN, len(groups) * MAX_MODEL_LEN // page_size, *queue)
         self.device = FakeDevice(groups, page_size=page_size, vocab_size=VOCAB)
-        self.engine = Engine(Scheduler(limits, self.pages), self.device, overlap=overlap)
+        self.now = 0.0
+        self.engine = Engine(Scheduler(limits, self.pages), self.device, overlap=overlap, clock=lambda: self.now)
         self.requests: dict[str, Request] = {}
         self.finished: dict[str, RequestOutput] = {}
         self.aborted: set[str] = set()
+        self.late: set[str] = set()
         self.struck = False
         self.count = 0
 
@@ -66,15 +75,40 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens=st.one_of(st.none(), st.integers(1, 50)),
         stop=st.lists(st.integers(0, VOCAB - 1), max_size=2),
         salt=st.sampled_from(["", "tenant"]),
+        priority=st.sampled_from([0, 0, 0, -1, 7]),
+        patience=st.sampled_from([None] * 7 + [0, 3, 30]),
+        kind=st.sampled_from([1] * 7 + [2, 3, "embedding"]),
+        asks=st.sampled_from([False, False, True]),
     )
-    def add(self, length: int, shared: int, max_tokens: int | None, stop: list[int], salt: str) -> None:
+    def add(
+        self,
+        length: int,
+        shared: int,
+        max_tokens: int | None,
+        stop: list[int],
+        salt: str,
+        priority: int,
+        patience: int | None,
+        kind: int | str,
+        asks: bool,
+    ) -> None:
         self.count += 1
         common = [7 * i % VOCAB for i in range(min(shared, length))]
         prompt = (*common, *((self.count * 31 + i) % VOCAB for i in range(length - len(common))))
-        params = SamplingParams(
-            temperature=0, max_tokens=max_tokens, stop_token_ids=stop, output_kind=OutputKind.FINAL_ONLY
+        embeds, n = kind == "embedding", kind if isinstance(kind, int) else 1
+        max_tokens = 1 if embeds else max_tokens
+        params = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop, n=n, output_kind=OutputKind.FINAL_ONLY)
+        request = Request(
+            f"r{self.count}",
+            prompt,
+            params,
+            cache_salt=salt,
+            priority=priority,
+            deadline=None if patience is None else self.now + patience,
+            embeds=embeds,
         )
-        request = Request(f"r{self.count}", prompt, params, cache_salt=salt)
+        if asks and self.is_refused(request):
+            return
         try:
             self.engine.add_request(request)
         except (CapacityError, InvalidRequestError) as refusal:
@@ -85,10 +119,31 @@ class EngineMachine(RuleBasedStateMachine):
         else:
             self.requests[request.request_id] = request
 
+    def is_refused(self, request: Request) -> bool:
+        """What waits for its first admission is counted anew, from the sequences themselves."""
+        scheduler = self.engine.scheduler
+        new = [sequence for sequence in self.engine._streams if sequence.status is SequenceStatus.WAITING]
+        tokens = sum(sequence.num_prompt_tokens for sequence in new if sequence.index == 0)
+        sizes = (len(new), request.params.n), (tokens, len(request.prompt_token_ids))
+        limits = scheduler.limits.max_num_queued_reqs, scheduler.limits.max_num_queued_tokens
+        full = [limit is not None and sum(size) > limit for size, limit in zip(sizes, limits, strict=True)]
+        try:
+            scheduler.refuse_if_full(request)
+        except QueueFullError as refusal:
+            assert new and (refusal.limit, refusal.queued) in list(zip(limits, (len(new), tokens), strict=True))
+            assert any(full)
+            return True
+        assert not new or not any(full)
+        return False
+
     @rule(times=st.integers(1, 6))
     def step(self, times: int) -> None:
         for _ in range(times):
-            self.collect(self.engine.step())
+            self.turn()
+
+    @rule(seconds=st.integers(1, 10))
+    def wait(self, seconds: int) -> None:
+        self.now += seconds
 
     @rule(pick=st.integers(0, 10**6))
     def abort(self, pick: int) -> None:
@@ -96,7 +151,7 @@ class EngineMachine(RuleBasedStateMachine):
         if live:
             request_id = live[pick % len(live)]
             output = self.engine.abort_request(request_id)
-            assert output is not None and output.outputs[0].finish_reason == "abort"
+            assert output is not None and "abort" in [completion.finish_reason for completion in output.outputs]
             self.aborted.add(request_id)
             self.collect([output])
         assert self.engine.abort_request("nobody") is None
@@ -106,6 +161,16 @@ class EngineMachine(RuleBasedStateMachine):
         """The next step fails on the device."""
         self.device.fail_next = RuntimeError("struck")
         self.struck = True
+
+    def turn(self) -> None:
+        """One step: whoever is late when it begins is gone when it ends."""
+        self.now += 0.25
+        live = self.requests.keys() - self.finished.keys()
+        deadlines = {name: self.requests[name].deadline for name in live}
+        late = {name for name, deadline in deadlines.items() if deadline is not None and deadline <= self.now}
+        self.late |= late
+        self.collect(self.engine.step())
+        assert late <= self.finished.keys()
 
     def collect(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
@@ -117,7 +182,8 @@ class EngineMachine(RuleBasedStateMachine):
         if not hasattr(self, "pages"):
             return
         self.pages.check()
-        batch = self.engine.scheduler.batch
+        scheduler = self.engine.scheduler
+        batch = scheduler.batch
         owners = [sequence.pages for sequence in (*batch.decoding, *batch.prefilling)]
         for g, pool in enumerate(self.pages.pools):
             owned = [page for pages in owners for page in pages.page_ids[g] if page]
@@ -126,20 +192,26 @@ class EngineMachine(RuleBasedStateMachine):
         assert all(
             s.status is not SequenceStatus.RUNNING and not any(s.pages.page_ids) for s in self.engine.scheduler.waiting
         )
+        for sequences in (scheduler.waiting, batch.decoding, batch.prefilling):
+            keys = [(sequence.request.priority, sequence.order) for sequence in sequences]
+            assert keys == sorted(keys)
+        unfinished = self.requests.keys() - self.finished.keys()
+        assert len(self.engine._deadlines) == sum(self.requests[name].deadline is not None for name in unfinished)
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
-        work = sum(len(r.prompt_token_ids) + 60 for r in self.requests.values())
+        work = sum(r.params.n * (len(r.prompt_token_ids) + 60) for r in self.requests.values())
         for _ in range(20 * work + 10):
             if not self.engine.has_unfinished:
                 break
-            self.collect(self.engine.step())
+            self.turn()
         assert not self.engine.has_unfinished, "no progress"
         assert self.finished.keys() == self.requests.keys()
         for request_id, request in self.requests.items():
             self.check_output(request, self.finished[request_id])
         assert all(pool.num_referenced == 0 for pool in self.pages.pools)
+        assert self.engine.scheduler.waiting.num_new == self.engine.scheduler.waiting.num_new_tokens == 0
         self.pages.check()
         if not self.device.plans:
             return
@@ -148,22 +220,31 @@ class EngineMachine(RuleBasedStateMachine):
         assert max(plan.num_rows for plan in self.device.plans) <= limits.max_num_seqs
 
     def check_output(self, request: Request, output: RequestOutput) -> None:
-        completion = output.outputs[0]
+        assert [completion.index for completion in output.outputs] == list(range(request.params.n))
         wanted = min(request.params.max_tokens or MAX_MODEL_LEN, MAX_MODEL_LEN - len(request.prompt_token_ids))
+        wanted = 0 if request.embeds else wanted
         alone = continue_alone(request.prompt_token_ids, wanted, self.windows, VOCAB)
         stops = [i for i, token in enumerate(alone) if token in request.params.stop_token_ids]
         expected = alone[: stops[0] + 1] if stops else alone
-        if completion.finish_reason in ("abort", "error"):
-            assert request.request_id in self.aborted or (self.struck and isinstance(output.error, DeviceStepError))
-            assert completion.token_ids == expected[: len(completion.token_ids)]
-            return
-        assert completion.token_ids == expected
-        assert completion.finish_reason == ("stop" if stops else "length")
-        assert completion.stop_reason == (alone[stops[0]] if stops else None)
+        reasons = {completion.finish_reason for completion in output.outputs}
+        assert len(reasons & {"abort", "error", "timeout"}) <= 1 or "error" in reasons
+        assert "abort" not in reasons or request.request_id in self.aborted
+        assert "error" not in reasons or self.struck
+        assert ("timeout" in reasons) == (request.request_id in self.late)
+        assert "timeout" not in reasons or isinstance(output.error, DeadlineError)
+        assert reasons != {"error"} or isinstance(output.error, DeviceStepError)
+        for completion in output.outputs:
+            if completion.finish_reason in ("abort", "error", "timeout"):
+                assert completion.token_ids == expected[: len(completion.token_ids)] and output.embedding is None
+                continue
+            assert completion.token_ids == expected
+            assert completion.finish_reason == ("stop" if stops or request.embeds else "length")
+            assert completion.stop_reason == (alone[stops[0]] if stops else None)
+            assert output.embedding == (embed_alone(request.prompt_token_ids, self.windows) if request.embeds else None)
 
 
 EngineMachine.TestCase.settings = settings(
-    max_examples=250,
+    max_examples=300,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from json.encoder import encode_basestring_ascii as quote
 from typing import Any
@@ -120,27 +121,17 @@ class _Answer:
         choices.sort(key=lambda choice: choice["index"])
         return {**self._head, "choices": choices, "usage": self._usage()}
 
-    async def start_stream(self) -> AsyncIterator[bytes]:
+    async def start_stream(self) -> AsyncGenerator[bytes]:
         """Returns the pieces of the answer; errors before the first of them are raised here."""
-        outputs = self._generation.outputs()
-        try:
-            first = await anext(outputs)
-        except BaseException:
-            await outputs.aclose()
-            raise
-        return self._stream(first, outputs)
+        return self._stream(await self._generation.begin())
 
-    async def _stream(
-        self, first: tuple[int, RequestOutput], outputs: AsyncIterator[tuple[int, RequestOutput]]
-    ) -> AsyncIterator[bytes]:
+    async def _stream(self, outputs: AsyncGenerator[tuple[int, RequestOutput]]) -> AsyncGenerator[bytes]:
         shows_usage = self._body.wants_usage or self._state.config.serving.enable_force_include_usage
         writer = ChunkWriter(self._head, shows_usage=shows_usage)
         head, tail = writer.head, writer.tail
         is_plain = self._params.logprobs is None and not self._body.echo and not self._body.return_token_ids
-        try:
-            item: tuple[int, RequestOutput] | None = first
-            while item is not None:
-                position, output = item
+        async with aclosing(outputs):
+            async for position, output in outputs:
                 for completion in output.outputs:
                     if is_plain and completion.finish_reason is None:
                         if completion.text:
@@ -150,11 +141,8 @@ class _Answer:
                             yield f"{head}{choice}{tail}".encode()
                     else:
                         yield writer.write(self._render(position, output, completion))
-                item = await anext(outputs, None)
             if shows_usage:
                 yield writer.write_usage(self._usage())
-        finally:
-            await outputs.aclose()  # type: ignore[attr-defined]
 
     def _render(self, position: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
         """Returns what is new of one choice."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -84,7 +84,7 @@ async def watch_engine(http: Request) -> Response:
     return EventStream(_look_on(state), state)
 
 
-async def _look_on(state: ServerState) -> AsyncIterator[bytes]:
+async def _look_on(state: ServerState) -> AsyncGenerator[bytes]:
     while state.phase is not Phase.FAILED:
         yield encode_event(await describe_engine(state))
         await asyncio.sleep(_LIVE_INTERVAL)

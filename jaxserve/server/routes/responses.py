@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -177,35 +178,19 @@ class _Answer:
                 pass
         return self._render(*self._find_status())
 
-    async def start_stream(self) -> AsyncIterator[bytes]:
+    async def start_stream(self) -> AsyncGenerator[bytes]:
         """Returns the events; errors before the first output are raised here."""
-        outputs = self._generation.outputs()
-        try:
-            first = await anext(outputs)
-        except BaseException:
-            await outputs.aclose()
-            raise
-        return self._stream(first, outputs)
+        return self._stream(await self._generation.begin())
 
-    def render_error(self, error: ApiError) -> bytes:
-        """Returns the event that ends a stream which failed."""
-        return self._event("error", code=error.code, message=error.message, param=error.param)
-
-    async def _stream(
-        self, first: tuple[int, RequestOutput], outputs: AsyncIterator[tuple[int, RequestOutput]]
-    ) -> AsyncIterator[bytes]:
-        try:
+    async def _stream(self, outputs: AsyncGenerator[tuple[int, RequestOutput]]) -> AsyncGenerator[bytes]:
+        async with aclosing(outputs):
             yield self._event("response.created", response=self._render("in_progress"))
             yield self._event("response.in_progress", response=self._render("in_progress"))
-            item: tuple[int, RequestOutput] | None = first
-            while item is not None:
-                for event in self._read(item[1]):
+            async for _, output in outputs:
+                for event in self._read(output):
                     yield event
-                item = await anext(outputs, None)
             status, details = self._find_status()
             yield self._event(f"response.{status}", response=self._render(status, details))
-        finally:
-            await outputs.aclose()  # type: ignore[attr-defined]
 
     def _read(self, output: RequestOutput) -> Iterator[bytes]:
         """Takes an output into the items; yields what happened to them."""
@@ -293,7 +278,7 @@ class _Answer:
         account = self._generation.account
         return {
             "input_tokens": account.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": account.cached_tokens},
+            "input_tokens_details": {"cached_tokens": account.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": account.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": account.prompt_tokens + account.completion_tokens,

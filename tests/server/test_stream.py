@@ -1,0 +1,278 @@
+"""Streams to clients that read, sleep or leave; and answers whose client leaves before they are there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+from starlette.requests import Request
+
+from jaxserve.errors import DeadlineError, DeviceStepError
+from jaxserve.server.errors import ApiError
+from jaxserve.server.state import ServerState
+from jaxserve.server.stream import DONE, ChunkWriter, EventStream, encode_event, run_while_connected
+from tests.server.asgi import Client, make_scope, make_state
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), timeout=20))  # type: ignore[arg-type]
+
+
+class Pieces:
+    """A generator of pieces that says whether it was closed."""
+
+    def __init__(self, *pieces: bytes | Exception, waits: bool = False, seconds: float = 0.0) -> None:
+        self.is_closed = False
+        self.num_made = 0
+        self.stream = self._make(pieces, waits, seconds)
+
+    async def _make(self, pieces: tuple[bytes | Exception, ...], waits: bool, seconds: float) -> AsyncIterator[bytes]:
+        try:
+            for piece in pieces:
+                await asyncio.sleep(seconds)
+                if isinstance(piece, Exception):
+                    raise piece
+                self.num_made += 1
+                yield piece
+            if waits:
+                await asyncio.Event().wait()
+        finally:
+            self.is_closed = True
+
+
+async def serve(pieces: Pieces, client: Client, state: ServerState) -> None:
+    await EventStream(pieces.stream, state)(make_scope("/"), client.receive, client.send)
+
+
+def ready(state: ServerState) -> Client:
+    """A client whose request has been read."""
+    client = Client()
+    client._body.clear()
+    return client
+
+
+def test_pieces_come_one_by_one_and_the_end_follows() -> None:
+    async def test() -> None:
+        state, pieces = make_state(), Pieces(b"data: 1\n\n", b"data: 2\n\n")
+        client = ready(state)
+        await serve(pieces, client, state)
+        answer = client.answer
+        assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+        assert "content-length" not in answer.headers and answer.headers["cache-control"] == "no-cache"
+        assert [m["body"] for m in answer.messages[1:]] == [b"data: 1\n\n", b"data: 2\n\n", DONE]
+        assert answer.is_whole and pieces.is_closed
+        assert not any(state.metrics.events.values())
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(DeadlineError("late"), "timeout"), (DeviceStepError("broken"), "device_step_failed")]
+)
+def test_an_error_in_the_middle_is_an_event(error: Exception, code: str) -> None:
+    async def test() -> None:
+        state, pieces = make_state(), Pieces(b"data: 1\n\n", error)
+        client = ready(state)
+        await serve(pieces, client, state)
+        event, end = client.answer.body.removeprefix(b"data: 1\n\n").split(b"\n\n", 1)
+        assert json.loads(event.removeprefix(b"data: "))["error"]["code"] == code
+        assert end == DONE and client.answer.is_whole and pieces.is_closed
+
+    run(test)
+
+
+def test_an_error_of_ours_says_nothing_of_us() -> None:
+    async def test() -> None:
+        state = make_state()
+        client = ready(state)
+        await serve(Pieces(b"data: 1\n\n", ZeroDivisionError("a secret")), client, state)
+        assert b"internal_error" in client.answer.body and b"secret" not in client.answer.body
+        assert client.answer.is_whole
+
+    run(test)
+
+
+def test_a_client_that_leaves_closes_the_pieces() -> None:
+    async def test() -> None:
+        state, pieces = make_state(), Pieces(b"data: 1\n\n", waits=True)
+        client = ready(state)
+        serving = asyncio.ensure_future(serve(pieces, client, state))
+        while pieces.num_made == 0:
+            await asyncio.sleep(0)
+        assert not serving.done()
+        client.left.set()
+        await serving
+        assert pieces.is_closed and not client.answer.is_whole
+        assert state.metrics.events["client_disconnects"] == 1 and state.metrics.events["slow_readers"] == 0
+
+    run(test)
+
+
+def test_a_client_that_has_left_before_closes_the_pieces() -> None:
+    async def test() -> None:
+        state, pieces = make_state(), Pieces(*[b"data: 1\n\n"] * 1000)
+        client = ready(state)
+        client.left.set()
+        await serve(pieces, client, state)
+        assert pieces.is_closed and pieces.num_made < 1000
+        assert state.metrics.events["client_disconnects"] == 1
+
+    run(test)
+
+
+@pytest.mark.parametrize("num_read", [0, 1, 3])
+def test_a_client_that_does_not_read_is_given_up(num_read: int) -> None:
+    async def test() -> None:
+        state, pieces = make_state(slow_reader_timeout=0.1), Pieces(*[b"data: 1\n\n"] * 1000)
+        client, count = ready(state), 0
+        client.reads.clear()
+        send = client.send
+
+        async def sleep_after_a_few(message: dict) -> None:
+            nonlocal count
+            count += 1
+            if count <= num_read:
+                client.answer.messages.append(message)
+            else:
+                await send(message)
+
+        client.send = sleep_after_a_few  # type: ignore[method-assign]
+        await serve(pieces, client, state)
+        assert pieces.num_made <= num_read + 1
+        assert pieces.is_closed or not num_read, "a generator that never began has nothing to close"
+        assert not client.answer.is_whole and len(client.answer.messages) == num_read
+        assert state.metrics.events["slow_readers"] == 1 and state.metrics.events["client_disconnects"] == 0
+
+    run(test)
+
+
+def test_an_error_for_a_client_that_does_not_read_holds_nobody() -> None:
+    async def test() -> None:
+        state = make_state(slow_reader_timeout=0.1)
+        pieces = Pieces(b"data: 1\n\n", DeadlineError("late"), seconds=0.01)
+        client = ready(state)
+        serving = asyncio.ensure_future(serve(pieces, client, state))
+        while len(client.answer.messages) < 2:
+            await asyncio.sleep(0)
+        client.reads.clear()
+        await serving
+        assert pieces.is_closed and state.metrics.events["slow_readers"] == 1
+
+    run(test)
+
+
+def test_slow_pieces_are_no_fault_of_the_client() -> None:
+    async def test() -> None:
+        state = make_state(slow_reader_timeout=0.05)
+        client = ready(state)
+        await serve(Pieces(b"data: 1\n\n", b"data: 2\n\n", seconds=0.3), client, state)
+        assert client.answer.is_whole and not any(state.metrics.events.values())
+
+    run(test)
+
+
+def test_a_client_that_reads_now_and_then_gets_everything() -> None:
+    async def test() -> None:
+        state, pieces = make_state(slow_reader_timeout=0.4), Pieces(*[b"data: 1\n\n"] * 12)
+        client = ready(state)
+        send = client.send
+
+        async def read_slowly(message: dict) -> None:
+            await asyncio.sleep(0.1)
+            await send(message)
+
+        client.send = read_slowly  # type: ignore[method-assign]
+        await serve(pieces, client, state)
+        assert client.answer.is_whole and client.answer.body.count(b"data: 1") == 12
+        assert not any(state.metrics.events.values())
+
+    run(test)
+
+
+def test_a_server_that_ends_closes_the_pieces() -> None:
+    async def test() -> None:
+        state, pieces = make_state(), Pieces(b"data: 1\n\n", waits=True)
+        serving = asyncio.ensure_future(serve(pieces, ready(state), state))
+        while pieces.num_made == 0:
+            await asyncio.sleep(0)
+        serving.cancel()
+        await asyncio.wait([serving])
+        assert serving.cancelled() and pieces.is_closed
+
+    run(test)
+
+
+def test_answers_are_not_worked_on_for_clients_that_left() -> None:
+    async def test() -> None:
+        state, client = make_state(), Client()
+        request = Request(make_scope("/"), client.receive)
+        await request.body()
+        stopped = asyncio.Event()
+
+        async def work() -> int:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await asyncio.sleep(0)
+                stopped.set()
+            return 1
+
+        waiting = asyncio.ensure_future(run_while_connected(request, work(), state))
+        await asyncio.sleep(0.01)
+        client.left.set()
+        with pytest.raises(ApiError) as caught:
+            await waiting
+        assert caught.value.status == 499 and stopped.is_set(), "the work has ended before anyone goes on"
+        assert state.metrics.events["client_disconnects"] == 1
+
+    run(test)
+
+
+def test_answers_and_errors_come_through() -> None:
+    async def test() -> None:
+        state = make_state()
+
+        async def work(error: Exception | None) -> int:
+            await asyncio.sleep(0)
+            if error is not None:
+                raise error
+            return 7
+
+        for error in (None, ApiError(400, "no"), ZeroDivisionError()):
+            client = Client()
+            request = Request(make_scope("/"), client.receive)
+            await request.body()
+            if error is None:
+                assert await run_while_connected(request, work(None), state) == 7
+            else:
+                with pytest.raises(type(error)):
+                    await run_while_connected(request, work(error), state)
+        assert not any(state.metrics.events.values())
+
+    run(test)
+
+
+def test_events_are_one_line_of_ascii() -> None:
+    event = encode_event({"text": "é\n\u2028\ud800", "none": None}, "name")
+    assert event.startswith(b"event: name\ndata: ") and event.endswith(b"\n\n") and event.isascii()
+    assert event.count(b"\n") == 3 and json.loads(event.split(b"data: ")[1])["text"] == "é\n\u2028\ud800"
+    with pytest.raises(ValueError, match="JSON"):
+        encode_event({"x": float("nan")})
+
+
+def test_chunks_are_what_their_parts_say() -> None:
+    head = {"id": "a", "object": "chunk"}
+    for shows_usage, more in ((True, {"usage": None}), (False, {})):
+        writer = ChunkWriter(head, shows_usage=shows_usage)
+        assert json.loads(writer.write({"index": 0}).removeprefix(b"data: ")) == {
+            **head,
+            "choices": [{"index": 0}],
+            **more,
+        }
+    assert json.loads(writer.write_usage({"t": 1}).removeprefix(b"data: ")) == {
+        **head,
+        "choices": [],
+        "usage": {"t": 1},
+    }

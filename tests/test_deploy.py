@@ -1,0 +1,261 @@
+"""What people deploy with says nothing that the command line, the routes and the files do not know."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from jaxserve import cli
+from jaxserve.config import EngineConfig
+from jaxserve.options import list_options
+from jaxserve.server.app import make_admin_app, make_api
+from jaxserve.server.launch import make_state
+from jaxserve.server.metrics import ServerMetrics
+from jaxserve.server.options import ServerConfig
+from jaxserve.server.protocol.chat import ChatCompletionRequest
+from jaxserve.server.protocol.completions import CompletionRequest
+from jaxserve.server.protocol.responses import ResponseRequest
+from jaxserve.server.protocol.tokens import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
+from tests.e2e.helpers import PROGRAMS
+from tests.server.conftest import SMALL
+from tests.server.engine_stats import make_stats
+from tests.server.running import run_server
+
+ROOT = Path(__file__).parents[1]
+DEPLOY = ROOT / "configs" / "deploy"
+DOC = (ROOT / "docs" / "serving.md").read_text()
+SCRIPT = ROOT / "scripts" / "tpu_vm.sh"
+NOTEBOOK = ROOT / "scripts" / "colab.ipynb"
+PRESETS = {"demo.toml": "cpu", "cpu.toml": "cpu", "h200.toml": "gpu", "v5e-8.toml": "tpu"}
+DOCKERFILES = ("Dockerfile.cpu", "Dockerfile.cuda")
+FOREIGN_FLAGS = {"--gpus", "--from-literal", "--yes", "--zone"}  # docker's, kubectl's, apt's, gcloud's
+REQUESTS = (
+    ChatCompletionRequest,
+    CompletionRequest,
+    ResponseRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
+
+
+def read_notebook() -> list[dict[str, Any]]:
+    notebook = json.loads(NOTEBOOK.read_text())
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    cells: list[dict[str, Any]] = notebook["cells"]
+    return cells
+
+
+def list_code() -> str:
+    return "\n\n".join("".join(cell["source"]) for cell in read_notebook() if cell["cell_type"] == "code")
+
+
+DOCUMENTS = {
+    "serving.md": DOC,
+    "kubernetes.yaml": (DEPLOY / "kubernetes.yaml").read_text(),
+    "tpu_vm.sh": SCRIPT.read_text(),
+    "colab.ipynb": list_code(),
+    **{name: (DEPLOY / name).read_text() for name in (*DOCKERFILES, *PRESETS)},
+}
+
+
+@cache
+def list_flags() -> frozenset[str]:
+    """Every flag of every command."""
+    subparsers = next(action for action in cli._make_parser()._actions if action.dest not in ("help", "version"))
+    assert isinstance(subparsers.choices, dict)
+    return frozenset(flag for each in subparsers.choices.values() for flag in each._option_string_actions)
+
+
+@cache
+def list_endpoints() -> frozenset[tuple[str, str]]:
+    """(method, path) of everything that is served, on either port."""
+    state = make_state(EngineConfig(), ServerConfig())
+    found = {
+        (method.upper(), path)
+        for app in (make_api(state), make_admin_app(state))
+        for path, methods in app.openapi()["paths"].items()
+        for method in methods
+    }
+    return frozenset(found | {("GET", "/"), ("GET", "/playground/..."), ("GET", "/docs"), ("GET", "/openapi.json")})
+
+
+def check_flags(arguments: list[str]) -> None:
+    """Reads arguments as `jaxserve serve` does; a key is there, as the environment gives it."""
+    args = cli._make_parser().parse_args(["serve", *arguments])
+    EngineConfig.from_options(**cli._read_flags(args, EngineConfig))
+    ServerConfig.from_options(**cli._read_flags(args, ServerConfig))
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_every_flag_that_is_named_exists(name: str) -> None:
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", DOCUMENTS[name]))
+    foreign = {"tpu_vm.sh": set(re.findall(r"^  (--[a-z-]+)", SCRIPT.read_text(), flags=re.M))}.get(name, set())
+    if name.startswith("Dockerfile"):  # instructions have flags of their own
+        foreign = {"--from", "--interval", "--timeout", "--start-period", "--retries", "--no-cache-dir"}
+        foreign |= {"--uid", "--no-create-home", "--home-dir"}
+    if name == "tpu_vm.sh":
+        foreign |= {"--quiet", "--disable-pip-version-check"}
+    assert named - foreign - FOREIGN_FLAGS <= list_flags()
+
+
+def test_every_flag_of_the_server_is_explained() -> None:
+    for _, option in list_options(ServerConfig):
+        flag = option.name.replace("_", "-")
+        assert re.search(rf"--(no-)?{flag}(?![\w-])", DOC), flag
+
+
+def test_endpoints_of_the_table_are_those_of_the_server() -> None:
+    table = DOC.partition("## Endpoints")[2].partition("\n## ")[0]
+    assert set(re.findall(r"`(GET|POST) (/[^`]*)`", table)) == list_endpoints()
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_every_path_that_is_named_is_served(name: str) -> None:
+    paths = {path for _, path in list_endpoints()}
+    pattern = r"(?<![\w.~}])/(?:v1|health|metrics|live|version|ping|tokenize|detokenize)(?:/[\w{}]+)*(?![\w./])"
+    named = set(re.findall(pattern, DOCUMENTS[name])) - {"/v1"}
+    assert named <= paths
+
+
+def test_every_field_of_a_request_is_explained() -> None:
+    for kind in REQUESTS:
+        for name in kind.model_fields:
+            assert f"`{name}`" in DOC, f"{kind.__name__}.{name}"
+
+
+def test_refused_fields_stand_in_the_table_of_refusals() -> None:
+    table = DOC.partition("| Refused |")[2].partition("\n\n")[0]
+    for kind in REQUESTS:
+        for name in kind.refused:
+            assert f"`{name}`" in table, f"{kind.__name__}.{name}"
+
+
+def test_codes_of_errors_are_those_of_the_source() -> None:
+    table = DOC.partition("## Errors")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`([a-z]+(?:_[a-z]+)+)`", table)) - {"invalid_request_error", "server_error"}
+    named = {name for name in named if not name.endswith("_error") or name == "internal_error"}
+    source = "\n".join(path.read_text() for path in (ROOT / "jaxserve" / "server").rglob("*.py"))
+    known = set(re.findall(r"\bcode=\"(\w+)\"", source)) | set(re.findall(r"\d{3}, \"(\w+)\"\)", source))
+    known |= {f"server_{state}" for state in ("starting", "warming", "draining", "failed")}
+    known |= set(re.findall(r"message, code = .*\"(\w+)\"$", source, flags=re.M))
+    assert (
+        named == known | {"timeout"} - {"timeout"} - set() if "timeout" not in known else named | {"timeout"} == known
+    )
+
+
+def test_metrics_of_the_table_are_those_that_are_rendered() -> None:
+    table = DOC.partition("| Metric |")[2].partition("\n\n")[0]
+    named = {name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.partition(" | ")[0])}
+    metrics = ServerMetrics("demo")
+    metrics.cache_config = {"page_size": 32}
+    text = metrics.render(None, make_stats(), "ready")[0].decode()
+    assert named == {name.removeprefix("jaxserve:") for name in re.findall(r"^# TYPE (\S+)", text, flags=re.M)}
+
+
+@pytest.mark.parametrize(("name", "platform"), PRESETS.items())
+def test_presets_are_options_in_their_sections(name: str, platform: str) -> None:
+    sections = tomllib.loads((DEPLOY / name).read_text())
+    places = {(place, option.name) for config in (EngineConfig, ServerConfig) for place, option in list_options(config)}
+    assert {(section, option) for section, options in sections.items() for option in options} <= places
+    args = cli._make_parser().parse_args(["serve", "--config", str(DEPLOY / name)])
+    engine = EngineConfig.from_options(**cli._read_flags(args, EngineConfig)).resolve(platform)
+    make_state(engine, ServerConfig.from_options(**cli._read_flags(args, ServerConfig)))
+    assert engine.model.model == sections["model"]["model"]
+
+
+def read_dockerfile(name: str) -> list[tuple[str, str]]:
+    text = "\n".join(line for line in (DEPLOY / name).read_text().splitlines() if not line.startswith("#"))
+    lines = text.replace("\\\n", " ").splitlines()
+    return [(word, rest.strip()) for word, _, rest in (line.partition(" ") for line in lines if line.strip())]
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_dockerfile_fits_the_checkout_and_the_command_line(name: str) -> None:
+    instructions = read_dockerfile(name)
+    found = dict(instructions)
+    assert found["ARG"] == "PYTHON_IMAGE=python:3.12-slim"
+    stages = [rest.partition(" AS ")[2] for word, rest in instructions if word == "FROM"]
+    for source in [rest for word, rest in instructions if word == "COPY"]:
+        *paths, _target = [part for part in source.split() if not part.startswith("--")]
+        if source.startswith("--from="):
+            assert source.split()[0].removeprefix("--from=") in stages
+        else:
+            assert all((ROOT / path).exists() for path in paths)
+    packaged = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    copied = " ".join(rest for word, rest in instructions if word == "COPY")
+    targets = packaged["tool"]["hatch"]["build"]["targets"]["wheel"]
+    for needed in (*targets["packages"], *targets["force-include"], packaged["project"]["readme"], "LICENSE"):
+        assert needed in copied.split()
+    extras = re.findall(r"'\.\[([\w,]+)\]'", " ".join(rest for word, rest in instructions if word == "RUN"))[0]
+    assert set(extras.split(",")) <= set(packaged["project"]["optional-dependencies"])
+    assert found["USER"] == "10001:10001" and found["STOPSIGNAL"] == "SIGTERM" and found["VOLUME"] == "/cache"
+    assert "XDG_CACHE_HOME=/cache" in found["ENV"].split()
+    assert json.loads(found["ENTRYPOINT"]) == ["jaxserve", "serve"]
+    check_flags(json.loads(found["CMD"]))
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+@pytest.mark.parametrize(("status", "expected"), [(200, 0), (503, 1)])
+def test_health_check_follows_the_status(name: str, status: int, expected: int) -> None:
+    class Answer(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status if self.path == "/health/live" else 404)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    command = json.loads(dict(read_dockerfile(name))["HEALTHCHECK"].partition("CMD ")[2])
+    with http.server.HTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        command = [sys.executable, command[1], command[2].replace(":8000/", f":{server.server_port}/")]
+        done = subprocess.run(command, capture_output=True, check=False, timeout=60)
+        server.shutdown()
+    assert done.returncode == expected
+
+
+def test_kubernetes_objects_fit_each_other_and_the_server() -> None:
+    objects = {each["kind"]: each for each in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())}
+    assert set(objects) == {"PersistentVolumeClaim", "Deployment", "Service"}
+    spec = objects["Deployment"]["spec"]
+    pod, labels = spec["template"]["spec"], spec["template"]["metadata"]["labels"]
+    assert spec["selector"]["matchLabels"] == labels == objects["Service"]["spec"]["selector"]
+    (container,) = pod["containers"]
+    check_flags(container["args"])
+    args = cli._make_parser().parse_args(["serve", *container["args"]])
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert ports["http"] == args.port and spec["template"]["metadata"]["annotations"]["prometheus.io/port"] == str(
+        args.port
+    )
+    assert [port["targetPort"] for port in objects["Service"]["spec"]["ports"]] == ["http"]
+    gets = {path for method, path in list_endpoints() if method == "GET"}
+    probes = {name: container[f"{name}Probe"] for name in ("startup", "readiness", "liveness")}
+    assert {probe["httpGet"]["path"] for probe in probes.values()} <= gets
+    assert probes["liveness"]["httpGet"]["path"] == "/health/live"
+    assert probes["startup"]["periodSeconds"] * probes["startup"]["failureThreshold"] >= 1800
+    pause = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert pod["terminationGracePeriodSeconds"] >= pause + args.shutdown_timeout + 10
+    name, _, tag = container["image"].rpartition(":")
+    assert name and tag not in ("", "latest")
+    assert pod["securityContext"]["runAsNonRoot"] and container["securityContext"]["readOnlyRootFilesystem"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/cache", "/tmp"}
+    claim = pod["volumes"][0]["persistentVolumeClaim"]["claimName"]
+    assert claim == objects["PersistentVolumeClaim"]["metadata"]["name"]
+    (variable,) = container["env"]
+    assert variable["name"] == "JAXSERVE_API_KEY" and "secretKeyRef" in variable["valueFrom"]
