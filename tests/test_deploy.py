@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
-import os
 import re
-import shlex
-import shutil
 import subprocess
 import sys
 import threading
@@ -16,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 
@@ -30,7 +28,7 @@ from jaxserve.server.protocol.chat import ChatCompletionRequest
 from jaxserve.server.protocol.completions import CompletionRequest
 from jaxserve.server.protocol.responses import ResponseRequest
 from jaxserve.server.protocol.tokens import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
-from tests.e2e.helpers import PROGRAMS
+from jaxserve.server.state import Phase
 from tests.server.conftest import SMALL
 from tests.server.engine_stats import make_stats
 from tests.server.running import run_server
@@ -146,16 +144,14 @@ def test_refused_fields_stand_in_the_table_of_refusals() -> None:
 
 
 def test_codes_of_errors_are_those_of_the_source() -> None:
-    table = DOC.partition("## Errors")[2].partition("\n## ")[0]
-    named = set(re.findall(r"`([a-z]+(?:_[a-z]+)+)`", table)) - {"invalid_request_error", "server_error"}
-    named = {name for name in named if not name.endswith("_error") or name == "internal_error"}
+    rows = DOC.partition("## Errors")[2].partition("\n## ")[0].splitlines()
+    named = {code for row in rows if row.startswith("|") for code in re.findall(r"`(\w+)`", row.split("|")[3])}
     source = "\n".join(path.read_text() for path in (ROOT / "jaxserve" / "server").rglob("*.py"))
-    known = set(re.findall(r"\bcode=\"(\w+)\"", source)) | set(re.findall(r"\d{3}, \"(\w+)\"\)", source))
-    known |= {f"server_{state}" for state in ("starting", "warming", "draining", "failed")}
+    known = set(re.findall(r"\bcode=\"(\w+)\"", source))  # of ApiError
+    known |= set(re.findall(r"\d{3}, \"(\w+)\"\),$", source, flags=re.M))  # of the engine's errors
     known |= set(re.findall(r"message, code = .*\"(\w+)\"$", source, flags=re.M))
-    assert (
-        named == known | {"timeout"} - {"timeout"} - set() if "timeout" not in known else named | {"timeout"} == known
-    )
+    known |= {f"server_{phase}" for phase in Phase if phase is not Phase.READY}
+    assert named - {"code"} == known
 
 
 def test_metrics_of_the_table_are_those_that_are_rendered() -> None:
@@ -239,9 +235,8 @@ def test_kubernetes_objects_fit_each_other_and_the_server() -> None:
     check_flags(container["args"])
     args = cli._make_parser().parse_args(["serve", *container["args"]])
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    assert ports["http"] == args.port and spec["template"]["metadata"]["annotations"]["prometheus.io/port"] == str(
-        args.port
-    )
+    scraped = spec["template"]["metadata"]["annotations"]["prometheus.io/port"]
+    assert ports["http"] == args.port == int(scraped)
     assert [port["targetPort"] for port in objects["Service"]["spec"]["ports"]] == ["http"]
     gets = {path for method, path in list_endpoints() if method == "GET"}
     probes = {name: container[f"{name}Probe"] for name in ("startup", "readiness", "liveness")}
@@ -259,3 +254,21 @@ def test_kubernetes_objects_fit_each_other_and_the_server() -> None:
     assert claim == objects["PersistentVolumeClaim"]["metadata"]["name"]
     (variable,) = container["env"]
     assert variable["name"] == "JAXSERVE_API_KEY" and "secretKeyRef" in variable["valueFrom"]
+
+
+@pytest.mark.slow
+def test_examples_of_the_document_run_against_a_server() -> None:
+    examples = re.findall(r"```python\n(.*?)```", DOC, flags=re.S)
+    assert examples
+    with run_server(*SMALL) as server:
+        for example in examples:
+            program = example.replace("http://127.0.0.1:8000", server.url)
+            assert program != example
+            done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+            assert done.returncode == 0, done.stderr[-2000:]
+            assert "attention keys" in done.stdout
+        refused = re.search(r"```json\n(.*?)```", DOC, flags=re.S)
+        assert refused is not None
+        body = {"messages": [{"role": "user", "content": "hi"}], "store": True}
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+        assert answer.status_code == 400 and answer.json() == json.loads(refused[1])

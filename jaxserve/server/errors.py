@@ -107,7 +107,10 @@ def explain_validation(error: ValidationError) -> ApiError:
     worst = max(found, key=lambda each: (each["type"] == "extra_forbidden", len(each["loc"])))
     param = ".".join(str(part) for part in worst["loc"] if not _is_type_name(part)) or None
     if worst["type"] == "json_invalid":
-        return ApiError(400, f"The body is not valid JSON: {worst['msg']}", code="invalid_json")
+        reason = worst["msg"].removeprefix("Invalid JSON: ")
+        return ApiError(400, f"The body is not valid JSON: {reason}.", code="invalid_json")
+    if not worst["loc"]:
+        return ApiError(400, f"The body must be a JSON object, got {shorten(worst['input'])}.", code="invalid_value")
     if worst["type"] == "extra_forbidden":
         return ApiError(
             400, f"Unknown parameter: {shorten(param)}.", param=shorten(param)[1:-1], code="unknown_parameter"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import socket
 import threading
@@ -193,7 +194,7 @@ def test_slow_readers_are_given_up_and_others_get_the_same(server: RunningServer
         wait_until(lambda: server.metric("jaxserve:slow_readers_total") >= 3, seconds=60)
         check_idle(server, text)
         assert any("was not read for 1 s" in line for line in server.lines)
-        wait_until(lambda: count_open_sockets(server) <= 4)  # of the three that sleep none
+        wait_until(lambda: count_open_sockets(server) == 0)  # not even those of the three that sleep
     finally:
         for sleeper in sleepers:
             sleeper.close()
@@ -233,21 +234,25 @@ def test_a_full_queue_refuses_at_once_and_loses_nothing() -> None:
     with run_server(*SMALL, "--max-num-queued-reqs", "4", "--request-timeout", "3") as server:
         text = probe(server)
 
-        def ask(number: int) -> tuple[int, float, str]:
+        data = make_request(COMPLETIONS, {"prompt": "Once", "max_tokens": 120, "ignore_eos": True, "temperature": 0})
+
+        def ask(client: socket.socket) -> tuple[int, float]:
             start = time.monotonic()
-            response = complete(server, max_tokens=120, ignore_eos=True, temperature=0)
-            seconds = time.monotonic() - start
-            if response.status_code == 429:
-                assert 1 <= int(response.headers["retry-after"]) <= 60 and seconds < 5
-                assert response.json()["error"]["type"] == "rate_limit_error"
-            return response.status_code, seconds, response.text
+            client.sendall(data)
+            head, _, body = read_all(client).decode().partition("\r\n\r\n")
+            seconds, status = time.monotonic() - start, int(head.split()[1])
+            if status == 429:
+                assert 1 <= int(head.lower().partition("retry-after: ")[2].split()[0]) <= 60
+                assert json.loads(body)["error"]["type"] == "rate_limit_error"
+            return status, seconds
 
         with ThreadPoolExecutor(60) as clients:
-            answers = list(clients.map(ask, range(60)))
-        counts = Counter(status for status, _, _ in answers)
+            answers = list(clients.map(ask, [connect(server) for _ in range(60)]))
+        counts = Counter(status for status, _ in answers)
         assert set(counts) == {200, 429} and counts[200] >= 8, counts
-        refusals = sorted(seconds for status, seconds, _ in answers if status == 429)
-        print(f"refused {len(refusals)} of 60, the slowest after {refusals[-1]:.3f} s")
+        slowest = max(seconds for status, seconds in answers if status == 429)
+        print(f"refused {counts[429]} of 60, the slowest after {slowest:.3f} s")
+        assert slowest < 5, "a refusal waits for nothing; generous, for machines that are busy"
         assert server.metric("jaxserve:queue_full_total") == counts[429]
         check_idle(server, text)
 

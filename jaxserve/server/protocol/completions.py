@@ -22,7 +22,6 @@ class CompletionRequest(SamplingFields):
     add_special_tokens: bool | None = None
     refused: ClassVar[dict[str, str]] = {
         "suffix": "the models served here do not fill in",
-        "add_special_tokens": "send token ids to have none added",
     }
 
 

@@ -66,14 +66,17 @@ def make_requests(body: CompletionRequest, state: ServerState, options: dict[str
 
 def _make_requests(body: CompletionRequest, state: ServerState, options: dict[str, Any]) -> list[EngineRequest]:
     ready = state.engine.ready
-    defaults = replace(
-        ready.default_params, max_tokens=max(1, body.max_tokens) if body.max_tokens is not None else None
-    )
+    defaults = replace(ready.default_params, max_tokens=body.max_tokens or (1 if body.max_tokens == 0 else None))
     more = {"logprobs": body.logprobs, "structured_outputs": read_form(body), **list_limits(body)}
     params = body.to_sampling_params(defaults, **more)
     if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
         params = replace(params, prompt_logprobs=body.logprobs)
     prompts = list_prompts(body.prompt, state.config.limits.max_prompts, "prompt")
+    if body.add_special_tokens is False and ready.tokenizer is not None:
+        encode = ready.tokenizer.encode
+        for prompt in prompts:
+            if "prompt" in prompt:
+                prompt["prompt_token_ids"] = encode(prompt.pop("prompt"), add_special_tokens=False)
     return [ready.requests.make(prompt, params, **options) for prompt in prompts]
 
 

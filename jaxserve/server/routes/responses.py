@@ -182,6 +182,10 @@ class _Answer:
         """Returns the events; errors before the first output are raised here."""
         return self._stream(await self._generation.begin())
 
+    def render_error(self, error: ApiError) -> bytes:
+        """Returns the event that ends a stream which failed."""
+        return self._event("error", code=error.code, message=error.message, param=error.param)
+
     async def _stream(self, outputs: AsyncGenerator[tuple[int, RequestOutput]]) -> AsyncGenerator[bytes]:
         async with aclosing(outputs):
             yield self._event("response.created", response=self._render("in_progress"))
