@@ -13,6 +13,15 @@ from jaxserve.errors import ConfigError, JaxServeError
 from jaxserve.options import list_options, read_options
 from jaxserve.sampling_params import SamplingParams
 
+_BATCH_OPTIONS = (  # of the server that matter without a socket
+    "served_model_name",
+    "chat_template",
+    "allow_request_chat_template",
+    "default_chat_template_kwargs",
+    "enable_auto_tool_choice",
+    "tool_call_parser",
+    "reasoning_parser",
+)
 _SAMPLING_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "temperature": (float, "0 is greedy"),
     "top_p": (float, "keep the likeliest tokens that make up this share"),
@@ -27,13 +36,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _make_parser()
     args = parser.parse_args(argv)
     try:
-        args.run(args)
+        status: int | None = args.run(args)
     except JaxServeError as error:
         print(f"jaxserve: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    return 0
+    return status or 0
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -51,6 +60,9 @@ def _make_parser() -> argparse.ArgumentParser:
     chat.add_argument("--system", metavar="TEXT", help="the system message")
     for command in (generate, chat):
         _add_sampling_flags(command)
+    _add_batch_flags(
+        _add_command(commands, "run-batch", _run_batch, "answer a file of requests in OpenAI's batch format")
+    )
     plan = _add_command(commands, "plan", _plan, "print the memory plan of a model without loading a weight")
     plan.add_argument("--device", metavar="KIND", help="plan for a device that is not here: h200, h100, v5e, ...")
     _add_command(commands, "doctor", _doctor, "print devices, versions, kernels and the programs that would compile")
@@ -58,7 +70,7 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def _add_command(
-    commands: Any, name: str, run: Callable[[argparse.Namespace], None], text: str, *, with_server: bool = False
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int | None], text: str, *, with_server: bool = False
 ) -> argparse.ArgumentParser:
     command = commands.add_parser(name, help=text, description=text.capitalize() + ".")
     command.set_defaults(run=run)
@@ -106,6 +118,27 @@ def _add_sampling_flags(command: argparse.ArgumentParser) -> None:
     group.add_argument("--ignore-eos", action="store_true", default=None, help="go on to --max-tokens")
 
 
+def _add_batch_flags(command: argparse.ArgumentParser) -> None:
+    from jaxserve.server.options import ServerConfig
+
+    command.add_argument("served", nargs="?", metavar="MODEL", help="the same as --model")
+    command.add_argument("-i", "--input-file", required=True, metavar="FILE", help="JSON lines to answer")
+    command.add_argument(
+        "-o",
+        "--output-file",
+        required=True,
+        metavar="FILE",
+        help="answers, in the order in which they are finished; what it holds already is not asked again",
+    )
+    command.add_argument(
+        "--max-concurrent", type=int, metavar="INT", help="requests at once (default: 4 for each row of the batch)"
+    )
+    group = command.add_argument_group("serving options")
+    for _, option in list_options(ServerConfig):
+        if option.name in _BATCH_OPTIONS:
+            _add_flag(group, option)
+
+
 def _read_flags(args: argparse.Namespace, config: type) -> dict[str, Any]:
     """Returns what the flags say of a config's options, and the file where they say nothing."""
     names = {option.name: option for _, option in list_options(config)}
@@ -138,14 +171,41 @@ def _serve(args: argparse.Namespace) -> None:
     from jaxserve.server.launch import serve
     from jaxserve.server.options import ServerConfig
 
-    if args.served is not None:
-        if args.model is not None:
-            raise ConfigError(f"given twice, also as {args.served!r}", field="model", value=args.model)
-        args.model = args.served
+    _take_model(args)
     serve(
         EngineConfig.from_options(**_read_flags(args, EngineConfig)),
         ServerConfig.from_options(**_read_flags(args, ServerConfig)),
     )
+
+
+def _take_model(args: argparse.Namespace) -> None:
+    """Lets a model be named without its flag."""
+    if args.served is not None:
+        if args.model is not None:
+            raise ConfigError(f"given twice, also as {args.served!r}", field="model", value=args.model)
+        args.model = args.served
+
+
+def _run_batch(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from jaxserve.server.batch import run_batch
+    from jaxserve.server.options import ServerConfig
+
+    _take_model(args)
+    given = {name: getattr(args, name) for name in _BATCH_OPTIONS if getattr(args, name) is not None}
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    if args.config is not None:
+        given = {name: value for name, value in read_options(args.config).items() if name in _BATCH_OPTIONS} | given
+    summary = run_batch(
+        EngineConfig.from_options(**_engine_options(args)),
+        ServerConfig.from_options(log_level="warning", access_log=False, **given),
+        Path(args.input_file),
+        Path(args.output_file),
+        max_concurrent=args.max_concurrent,
+    )
+    print(f"run-batch: {summary}", file=sys.stderr)
+    return 1 if summary.num_failed else 0
 
 
 def _generate(args: argparse.Namespace) -> None:

@@ -31,6 +31,7 @@ from bench_server_load import (
     count_cores,
     make_chat_request,
     make_completion_request,
+    read_busy,
     run_server,
 )
 from rich.console import Console
@@ -78,28 +79,33 @@ async def measure_streams(server: ServerProcess, streams: int, seconds: float, i
     tokens_before, tokens_start = await asyncio.to_thread(server.read_generated), time.perf_counter()
     if server.profile is not None:
         server.toggle_profile()
-    before, client, start = server.read_cpu(), time.process_time(), time.perf_counter()
+    before, client, busy, start = server.read_cpu(), time.process_time(), read_busy(), time.perf_counter()
     wave.records = True
     await asyncio.sleep(seconds)
     wave.records = False
     after, client, taken = server.read_cpu(), time.process_time() - client, time.perf_counter() - start
+    busy = read_busy() - busy
     if server.profile is not None:
         server.toggle_profile()
     tokens = await asyncio.to_thread(server.read_generated) - tokens_before
     tokens_rate = tokens / (time.perf_counter() - tokens_start)
+    num_ended = wave.num_ended
     await wave.close()
     used, chunks = after.process - before.process - idle * taken, wave.num_events
     loop = after.event_loop - before.event_loop
     found = {
         "streams": streams,
+        "ended": num_ended,
         "chunks": chunks,
         "chunks_per_second": chunks / taken,
         "tokens_per_second": tokens_rate,
         "cpu_us_per_chunk": 1e6 * used / chunks,
+        "kernel_us_per_chunk": 1e6 * (after.kernel - before.kernel) / chunks,
         "event_loop_us_per_chunk": 1e6 * loop / chunks,
         "other_threads_us_per_chunk": 1e6 * (used - loop) / chunks,
         "server_cores": (after.process - before.process) / taken,
         "client_cores": client / taken,
+        "other_cores": (busy - client - after.process + before.process) / taken,
         "ttft": wave.first_times(),
         "itl": find_quantiles(wave.gaps),
     }
@@ -166,17 +172,25 @@ async def measure_tax(args: argparse.Namespace) -> dict[str, Any]:
 
 def show_streams(lines: list[dict[str, Any]], args: argparse.Namespace, console: Console) -> None:
     """Prints what streams cost and how long their events take."""
-    table = Table(title=f"Server CPU per streamed chunk, microseconds; steps of {args.ms:g} ms, {args.seconds:g} s each")
-    columns = ("streams", "chunks/s", "tokens/s", "process", "event loop", "other threads", "server cores")
-    for column in (*columns, "client cores"):
+    table = Table(
+        title=f"Server CPU per streamed chunk, microseconds; steps of {args.ms:g} ms, {args.seconds:g} s each"
+    )
+    rates = ("chunks_per_second", "tokens_per_second")
+    costs = [f"{name}_us_per_chunk" for name in ("cpu", "kernel", "event_loop", "other_threads")]
+    cores = [f"{name}_cores" for name in ("server", "client", "other")]
+    for column in ("streams", "chunks/s", "tokens/s", "process", "in the kernel", "event loop", "other threads"):
+        table.add_column(column, justify="right")
+    for column in ("server cores", "client's", "others'"):
         table.add_column(column, justify="right")
     for line in lines:
-        us = [f"{line[name]:.1f}" for name in ("cpu_us_per_chunk", "event_loop_us_per_chunk")]
-        rates = (f"{line['chunks_per_second']:,.0f}", f"{line['tokens_per_second']:,.0f}")
-        cores = (f"{line['server_cores']:.2f}", f"{line['client_cores']:.2f}")
-        table.add_row(str(line["streams"]), *rates, *us, f"{line['other_threads_us_per_chunk']:.1f}", *cores)
+        cells = [f"{line[name]:,.0f}" for name in rates] + [f"{line[name]:.1f}" for name in costs]
+        table.add_row(str(line["streams"]), *cells, *(f"{line[name]:.2f}" for name in cores))
     console.print(table)
     console.print(f"Aim: {AIM_US} us of the process; {lines[0]['idle_cores']:.1%} of a core when idle is subtracted.")
+    for line in lines:
+        if line["ended"]:
+            text = "streams had ended before all were measured: the server did not begin them together"
+            console.print(f"[red]{line['ended']} of {line['streams']} {text}[/]")
     table = Table(title="Milliseconds to the first event (all streams begin at once), and between two events")
     for column in ("streams", *(f"{name} p{100 * q:g}" for name in ("TTFT", "ITL") for q in QUANTILES)):
         table.add_column(column, justify="right")

@@ -30,6 +30,7 @@ class CpuTimes:
     """Seconds of CPU that the server has used."""
 
     process: float
+    kernel: float  # of the process, in steps of 10 ms
     event_loop: float  # its main thread
 
 
@@ -66,7 +67,9 @@ class ServerProcess:
         pid = self.process.pid
         process_clock = (~pid << 3) | 2  # Linux's number for the CPU clock of a process
         main_thread = int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0])
-        return CpuTimes(time.clock_gettime(process_clock), main_thread / 1e9)
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        kernel = int(fields[12]) / os.sysconf("SC_CLK_TCK")
+        return CpuTimes(time.clock_gettime(process_clock), kernel, main_thread / 1e9)
 
     def read_generated(self) -> float:
         """Returns the tokens that it has generated so far."""
@@ -155,7 +158,7 @@ class Wave:
         self._port, self._requests = port, requests
         loop = asyncio.get_running_loop()
         self._all_begun, self._all_ended = loop.create_future(), loop.create_future()
-        self._num_begun = self._num_ended = 0
+        self._num_begun = self.num_ended = 0
         self._closes = False
         self.streams: list[Stream] = []
         self.records = False  # whether gaps and events are counted now
@@ -197,13 +200,13 @@ class Wave:
             self._all_begun.set_result(None)
 
     def note_end(self, stream: Stream) -> None:
-        self._num_ended += 1
+        self.num_ended += 1
         if not self._closes and not (stream.is_whole and b" 200 " in stream.head[:16]):
             error = RuntimeError(f"a stream was refused or cut short: {stream.head[:300]!r}")
             for future in (self._all_begun, self._all_ended):
                 if not future.done():
                     future.set_exception(error)
-        elif self._num_ended == len(self._requests) and not self._all_ended.done():
+        elif self.num_ended == len(self._requests) and not self._all_ended.done():
             self._all_ended.set_result(None)
 
 
@@ -223,6 +226,13 @@ def _encode(path: str, body: dict[str, Any]) -> bytes:
     content = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\ncontent-type: application/json\r\n"
     return f"{head}content-length: {len(content)}\r\n\r\n".encode() + content
+
+
+def read_busy() -> float:
+    """Returns the seconds of CPU that everything on this machine has used."""
+    first = Path("/proc/stat").read_text().partition("\n")[0].split()
+    user, nice, system, _, _, irq, softirq = map(int, first[1:8])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
 def count_cores() -> int:

@@ -1,4 +1,4 @@
-"""What `bench_server.py` measures, in a process of its own: the real server, or `LLM`, on a device that takes time only.
+"""What `bench_server.py` measures, in a process of its own: the server, or `LLM`, on a device that takes time only.
 
 Every step ends a fixed time after it began, with tokens of ordinary words; all the rest is what serves users. Only the
 two places that touch weights and compile are replaced.
@@ -100,7 +100,7 @@ def install(seconds: float, rows: int) -> None:
 
 
 class Sampler:
-    """Looks at both threads that work all the time every two milliseconds, and charges where each is with the CPU it used since the last look.
+    """Looks at both threads that work all the time, and charges where each is with its CPU time since the last look.
 
     A look is taken when a thread lets go of the interpreter's lock: what C code does is charged to its caller.
     """
@@ -121,7 +121,9 @@ class Sampler:
             self._running = None
 
     def _sample(self, end: threading.Event) -> None:
-        clocks = {each: time.pthread_getcpuclockid(each.ident or 0) for each in threading.enumerate() if each.name in _SAMPLED}
+        clocks = {
+            each: time.pthread_getcpuclockid(each.ident or 0) for each in threading.enumerate() if each.name in _SAMPLED
+        }
         before = {each: time.clock_gettime(clock) for each, clock in clocks.items()}
         while not end.wait(_SAMPLE_SECONDS):
             frames = sys._current_frames()

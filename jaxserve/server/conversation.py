@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.request import Request
-from jaxserve.server.prompts import list_limits, name_fields, read_form, template_options
+from jaxserve.server.prompts import list_limits, read_form, template_options
 from jaxserve.server.protocol.chat import ChatCompletionRequest
 from jaxserve.server.state import ServerState
 from jaxserve.server.tools import AnswerParser, ToolSet, make_answer_parser, needs_special_tokens, read_tools
@@ -35,11 +35,14 @@ class Conversation:
 
 def list_names(body: ChatCompletionRequest) -> dict[str, str]:
     """Returns how the body calls the engine's fields."""
-    names = {"logprobs": "top_logprobs"}
-    if body.max_completion_tokens is not None:
+    names = {name: f"chat_template_kwargs.{name}" for name in body.chat_template_kwargs or ()}
+    names |= {"logprobs": "top_logprobs", "prompt": "messages"}
+    if body.max_tokens is None:
         names["max_tokens"] = "max_completion_tokens"
     if body.response_format is not None:
         names["structured_outputs.json"] = "response_format.json_schema.schema"
+    elif body.structured_outputs is None:
+        names["structured_outputs.json"] = "tools"  # whose schemas shape a forced call
     return names
 
 
@@ -50,11 +53,6 @@ def read_conversation(body: ChatCompletionRequest, state: ServerState, options: 
         InvalidRequestError: names the field.
         TokenizerError: there is no template, or it fails on these messages.
     """
-    with name_fields(list_names(body)):
-        return _read_conversation(body, state, options)
-
-
-def _read_conversation(body: ChatCompletionRequest, state: ServerState, options: dict[str, Any]) -> Conversation:
     ready = state.engine.ready
     tools = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
     if tools is not None and tools.choice == "auto":

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from jaxserve.errors import InvalidRequestError, shorten
+from jaxserve.server.errors import ApiError
 from jaxserve.server.protocol.chat import ChatCompletionRequest
 from jaxserve.server.protocol.fields import SamplingFields
 from jaxserve.server.protocol.tokens import TokenizeRequest
@@ -20,16 +21,26 @@ def name_fields(names: Mapping[str, str]) -> Iterator[None]:
 
     Raises:
         InvalidRequestError: the one that was raised inside, about the field that the client knows.
+        ApiError: likewise.
     """
     try:
         yield
     except InvalidRequestError as error:
-        for inner, outer in names.items():
-            rest = error.field.removeprefix(inner)
-            if error.field.startswith(inner) and rest[:1] in ("", ".", "["):
-                message = str(error).removeprefix(f"{error.field}: ")
-                raise InvalidRequestError(message, field=outer + rest, value=error.value) from error
+        field = _translate(error.field, names)
+        message = str(error).removeprefix(f"{error.field}: ")
+        raise InvalidRequestError(message, field=field, value=error.value) from error
+    except ApiError as refusal:
+        if refusal.param is not None:
+            refusal.param = _translate(refusal.param, names)
         raise
+
+
+def _translate(field: str, names: Mapping[str, str]) -> str:
+    for inner, outer in names.items():
+        rest = field.removeprefix(inner)
+        if field.startswith(inner) and rest[:1] in ("", ".", "["):
+            return outer + rest
+    return field
 
 
 def list_prompts(prompt: Any, most: int, field: str) -> list[dict[str, Any]]:
@@ -76,7 +87,8 @@ def template_options(body: ChatCompletionRequest | TokenizeRequest, state: Serve
     """
     options = read_variables(body.chat_template_kwargs, state)
     options["chat_template"] = state.chat_template
-    options["add_generation_prompt"] = body.add_generation_prompt is not False and not body.continue_final_message
+    begins = body.add_generation_prompt
+    options["add_generation_prompt"] = not body.continue_final_message if begins is None else begins
     options["continue_final_message"] = bool(body.continue_final_message)
     own: str | None = getattr(body, "chat_template", None)
     if own is not None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,13 +13,13 @@ import pytest
 
 from jaxserve.engine import grammars
 from jaxserve.engine.engine import Engine
-from jaxserve.errors import GrammarError
+from jaxserve.errors import DeadlineError, GrammarError
 from jaxserve.pages import PageGroup, PageManager
 from jaxserve.request import Request, RequestOutput
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import Scheduler, SchedulerLimits
 from jaxserve.structured import MatcherError
-from tests.fake_device import FakeDevice, continue_alone
+from tests.fake_device import FakeDevice, continue_alone, embed_alone
 
 VOCAB, PAGE_SIZE, PROMPT = 1009, 16, tuple(range(3, 50))
 
@@ -28,6 +31,7 @@ class Matcher:
         self.slow, self.forced, self.stop_at, self.fail_at = slow, forced, stop_at, fail_at
         self.ids: list[int] = []
         self.version, self.mask_job = 0, None
+        self.held: threading.Event | None = None  # slow until it is set
 
     @property
     def is_finished(self) -> bool:
@@ -41,7 +45,7 @@ class Matcher:
         if len(self.ids) == self.fail_at:
             raise MatcherError("a limit was met")
         if len(self.ids) in self.slow:
-            time.sleep(3 * grammars.MASK_TIMEOUT)
+            self.held.wait(30) if self.held is not None else time.sleep(3 * grammars.MASK_TIMEOUT)
         row[:] = 2**32 - 1
 
     def forced_tokens(self) -> list[int]:
@@ -65,13 +69,13 @@ class Grammar:
         return self.matchers[-1]
 
 
-def make_engine(*, overlap: bool = True) -> Engine:
+def make_engine(*, overlap: bool = True, clock: Callable[[], float] = time.monotonic) -> Engine:
     groups = [PageGroup(60)]
     pages = PageManager(groups, page_size=PAGE_SIZE, max_chunk=96, enable_prefix_caching=True)
     scheduler = Scheduler(SchedulerLimits(4, 96, 200, 30), pages)
     device = FakeDevice(groups, page_size=PAGE_SIZE)
     device.wants_edges = False
-    return Engine(scheduler, device, vocab_size=VOCAB, overlap=overlap)
+    return Engine(scheduler, device, vocab_size=VOCAB, overlap=overlap, clock=clock)
 
 
 def run(engine: Engine, *requests: Request) -> dict[str, RequestOutput]:
@@ -131,6 +135,32 @@ def test_completions_have_matchers_of_their_own() -> None:
     (output,) = run(make_engine(), make("a", grammar, n=3)).values()
     assert len(grammar.matchers) == 3
     assert all(c.token_ids == continue_alone(PROMPT, 12, [None], VOCAB) for c in output.outputs)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_deadline_ends_a_request_while_its_mask_is_late(overlap: bool) -> None:
+    now = 0.0
+    engine = make_engine(overlap=overlap, clock=lambda: now)
+    late = Grammar(slow={3})
+    engine.add_request(dataclasses.replace(make("late", late), deadline=1.0))
+    engine.add_request(make("other", Grammar()))
+    late.matchers[0].held = threading.Event()
+    while len(late.matchers[0].ids) < 3:
+        engine.step()
+    engine.step()  # its mask is not there, and does not come
+    now = 1.0
+    (output,) = [output for output in engine.step() if output.finished]
+    assert isinstance(output.error, DeadlineError) and output.request_id == "late"
+    assert output.outputs[0].token_ids == continue_alone(PROMPT, 3, [None], VOCAB)
+    late.matchers[0].held.set()
+    assert run(engine)["other"].outputs[0].token_ids == continue_alone(PROMPT, 12, [None], VOCAB)
+
+
+def test_embeddings_beside_grammars() -> None:
+    vector = dataclasses.replace(make("vector", None, 1), embeds=True)
+    outputs = run(make_engine(), make("late", Grammar(slow={0, 1})), vector)
+    assert outputs["vector"].embedding == embed_alone(PROMPT, [None])
+    assert outputs["late"].outputs[0].token_ids == continue_alone(PROMPT, 12, [None], VOCAB)
 
 
 def test_a_step_that_fails_behind_a_masked_one_loses_no_other_request() -> None:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel
 
-from jaxserve.server.protocol.fields import ResponseFormat, SamplingFields, Usage
+from jaxserve.server.protocol.fields import Effort, ResponseFormat, SamplingFields, Usage
 
 
 class ChatCompletionRequest(SamplingFields):
@@ -21,7 +21,7 @@ class ChatCompletionRequest(SamplingFields):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: Effort | None = None
     metadata: dict[str, str] | None = None  # a label
     safety_identifier: str | None = None  # a label
     store: bool | None = None
@@ -32,6 +32,9 @@ class ChatCompletionRequest(SamplingFields):
     functions: list[dict[str, Any]] | None = None
     function_call: str | dict[str, Any] | None = None
     verbosity: str | None = None
+    moderation: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: str | None = None
     prompt_cache_key: str | None = None  # a hint: prefixes are shared whatever it says
     # vLLM's
     chat_template: str | None = None
@@ -48,6 +51,9 @@ class ChatCompletionRequest(SamplingFields):
         "functions": "use tools",
         "function_call": "use tool_choice",
         "verbosity": "say it in a message",
+        "moderation": "nothing is moderated here",
+        "prompt_cache_options": "prefixes are kept as long as there is room",
+        "prompt_cache_retention": "prefixes are kept as long as there is room",
         "echo": "the conversation is the client's already",
     }
 

@@ -42,8 +42,11 @@ class Body(BaseModel):
         """
         for name, instead in self.refused.items():
             value = getattr(self, name)
-            if value not in (None, False, [], {}):
+            if not (value is None or value is False or value == []):
                 raise InvalidRequestError(f"is not supported; {instead}", field=f"{inside}{name}", value=value)
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # how long to reason
 
 
 class StreamOptions(Body):

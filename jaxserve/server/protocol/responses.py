@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field
 
-from jaxserve.server.protocol.fields import Body, ResponseFormat, SamplingFields
+from jaxserve.server.protocol.fields import Body, Effort, ResponseFormat, SamplingFields
 
 
 class TextFormat(Body):
@@ -31,7 +31,7 @@ class TextOptions(Body):
 
 
 class ReasoningOptions(Body):
-    effort: str | None = None
+    effort: Effort | None = None
     summary: str | None = None
     generate_summary: str | None = None
     refused: ClassVar[dict[str, str]] = {
@@ -63,6 +63,13 @@ class ResponseRequest(SamplingFields):
     parallel_tool_calls: bool | None = None
     max_tool_calls: int | None = None
     top_logprobs: int | None = None
+    access_programs: Any = None
+    background_options: Any = None
+    context_management: Any = None
+    image: Any = None
+    moderation: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     refused: ClassVar[dict[str, str]] = {
         "store": "nothing is stored here; send false or leave it out",
@@ -74,6 +81,13 @@ class ResponseRequest(SamplingFields):
         "tools": "use /v1/chat/completions for tools",
         "max_tool_calls": "use /v1/chat/completions for tools",
         "top_logprobs": "use /v1/chat/completions for log-probabilities",
+        "access_programs": "there are none",
+        "background_options": "nothing runs in the background here",
+        "context_management": "send what the model is to see",
+        "image": "answers are text",
+        "moderation": "nothing is moderated here",
+        "prompt_cache_options": "prefixes are kept as long as there is room",
+        "prompt_cache_retention": "prefixes are kept as long as there is room",
         "n": "send the request several times",
         "prompt_logprobs": "use /v1/completions",
         "stream_options": "usage is in the last event anyway",

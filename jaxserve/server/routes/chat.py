@@ -16,11 +16,11 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve.request import CompletionOutput, RequestOutput
 from jaxserve.request import Request as EngineRequest
 from jaxserve.server.body import read_body
-from jaxserve.server.conversation import Conversation, read_conversation
+from jaxserve.server.conversation import Conversation, list_names, read_conversation
 from jaxserve.server.documents import document
 from jaxserve.server.generation import Generation, make_request_options, name_requests
 from jaxserve.server.logprobs import to_prompt_logprobs
-from jaxserve.server.prompts import check_count
+from jaxserve.server.prompts import check_count, name_fields
 from jaxserve.server.protocol.chat import ChatCompletion, ChatCompletionRequest
 from jaxserve.server.state import ServerState
 from jaxserve.server.stream import ChunkWriter, EventStream, run_while_connected
@@ -37,12 +37,13 @@ async def create_chat_completion(http: Request) -> Response:
     model = state.check_model(body.model)
     check_body(body, state)
     options = make_request_options(http, body, state)
-    conversation = await state.run_in_thread(read_conversation, body, state, options)
-    (request,) = name_requests([conversation.request], http)
-    answer = _Answer(body, model, state, replace(conversation, request=request), http)
-    if body.stream:
-        return EventStream(await run_while_connected(http, answer.start_stream(), state), state)
-    return JSONResponse(await run_while_connected(http, answer.collect(), state))
+    with name_fields(list_names(body)):
+        conversation = await state.run_in_thread(read_conversation, body, state, options)
+        (request,) = name_requests([conversation.request], http)
+        answer = _Answer(body, model, state, replace(conversation, request=request), http)
+        if body.stream:
+            return EventStream(await run_while_connected(http, answer.start_stream(), state), state)
+        return JSONResponse(await run_while_connected(http, answer.collect(), state))
 
 
 def check_body(body: ChatCompletionRequest, state: ServerState) -> None:

@@ -24,6 +24,7 @@ from jaxserve.server.protocol.responses import ResponseAnswer, ResponseRequest
 from jaxserve.server.state import ServerState
 from jaxserve.server.stream import EventStream, encode_event, run_while_connected
 from jaxserve.server.tools import Content, Piece, Reasoning, make_answer_parser, needs_special_tokens
+from jaxserve.tokenizers.tokenizer import require_text
 
 router = APIRouter()
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text")
@@ -77,14 +78,15 @@ def _make_request(body: ResponseRequest, state: ServerState, options: dict[str, 
 
 def _list_names(body: ResponseRequest) -> dict[str, str]:
     """Returns how the body calls the engine's fields, the closest ones first."""
-    names = {"messages[0]": "instructions"} if body.instructions else {}
+    names = {"messages[0].content": "instructions"} if body.instructions else {}
     if isinstance(body.input, str):
         names[f"messages[{len(names)}].content"] = "input"
     else:
         sources = [at for at, item in enumerate(body.input) if item.get("type") != "reasoning"]
         names |= {f"messages[{len(names) + number}]": f"input[{at}]" for number, at in enumerate(sources)}
     form = {} if body.structured_outputs is not None else {"structured_outputs.json": "text.format.schema"}
-    more = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
+    form |= {name: f"chat_template_kwargs.{name}" for name in body.chat_template_kwargs or ()}
+    more = {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
     return names | form | more
 
 
@@ -111,13 +113,18 @@ def _read_messages(body: ResponseRequest) -> list[dict[str, Any]]:
         if isinstance(content, list):
             content = [_read_part(part, f"{name}.content[{number}]") for number, part in enumerate(content)]
         if kind == "reasoning":
-            texts = [part["text"] for part in content or () if isinstance(part, dict)]
-            reasoning = {"reasoning_content": "".join(text for text in texts if isinstance(text, str))}
+            reasoning = {"reasoning_content": _join_texts(content, f"{name}.content")}
             continue
         follows = reasoning if item.get("role") == "assistant" else {}
         messages.append({"role": item.get("role"), "content": content, **follows})
         reasoning = {}
     return messages
+
+
+def _join_texts(parts: Any, name: str) -> str:
+    if not isinstance(parts, list | None):
+        raise InvalidRequestError(f"must be a list, got {shorten(parts)}", field=name, value=parts)
+    return "".join(require_text(part["text"], f"{name}[{number}].text") for number, part in enumerate(parts or ()))
 
 
 def _read_part(part: Any, name: str) -> dict[str, Any]:

@@ -1,0 +1,10 @@
+"""The HTTP server as a plain script: `python scripts/serve.py MODEL --port 8000` is `jaxserve serve MODEL ...`."""
+
+from __future__ import annotations
+
+import sys
+
+from jaxserve.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["serve", *sys.argv[1:]]))
