@@ -72,7 +72,7 @@ def _make_parser() -> argparse.ArgumentParser:
 def _add_command(
     commands: Any, name: str, run: Callable[[argparse.Namespace], int | None], text: str, *, with_server: bool = False
 ) -> argparse.ArgumentParser:
-    command = commands.add_parser(name, help=text, description=text.capitalize() + ".")
+    command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
     command.set_defaults(run=run)
     command.add_argument("--config", metavar="FILE", help="TOML file of options; flags win over it")
     sections: dict[str, Any] = {}

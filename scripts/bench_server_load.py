@@ -22,6 +22,8 @@ from typing import Any
 
 PROGRAM = Path(__file__).with_name("bench_server_null.py")
 START_SECONDS = 60.0
+_END = b"\r\n0\r\n\r\n"  # of a chunked answer
+_HEAD_SHOWN = 300  # bytes
 _ADDRESS = re.compile(r"listening on http://127\.0\.0\.1:(\d+)")
 
 
@@ -118,11 +120,10 @@ class Stream(asyncio.Protocol):
 
     def __init__(self, wave: Wave, request: bytes) -> None:
         self._wave, self._request = wave, request
-        self._half = False  # whether the last byte may be the first of two line ends
+        self._tail = b""  # the last bytes, for what comes in two pieces
         self.start, self.first, self.last = time.perf_counter(), 0.0, 0.0
         self.head = b""
         self.num_events = 0
-        self.is_whole = False
         self.transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -131,10 +132,11 @@ class Stream(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
-        count = data.count(b"\n\n") + (self._half and data[:1] == b"\n")
-        self._half = data[-1:] == b"\n" and data[-2:] != b"\n\n"
-        if not self.head:
-            self.head = data[:512]
+        tail = self._tail
+        count = data.count(b"\n\n") + (tail[-1:] == b"\n" and tail[-2:] != b"\n\n" and data[:1] == b"\n")
+        self._tail = (tail + data if len(data) < len(_END) else data)[-len(_END) :]
+        if len(self.head) < _HEAD_SHOWN:
+            self.head += data[:_HEAD_SHOWN]
         if count:
             if not self.num_events:
                 self.first = now
@@ -144,8 +146,11 @@ class Stream(asyncio.Protocol):
                 self._wave.num_events += count
             self.last = now
             self.num_events += count
-        if data.endswith(b"\r\n0\r\n\r\n") or data == b"0\r\n\r\n":
-            self.is_whole = True
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the answer is a good one and has all been received."""
+        return b" 200 " in self.head[:16] and self._tail == _END
 
     def connection_lost(self, error: Exception | None) -> None:
         self._wave.note_end(self)
@@ -201,8 +206,8 @@ class Wave:
 
     def note_end(self, stream: Stream) -> None:
         self.num_ended += 1
-        if not self._closes and not (stream.is_whole and b" 200 " in stream.head[:16]):
-            error = RuntimeError(f"a stream was refused or cut short: {stream.head[:300]!r}")
+        if not self._closes and not stream.is_whole:
+            error = RuntimeError(f"a stream was refused or cut short: {stream.head!r}")
             for future in (self._all_begun, self._all_ended):
                 if not future.done():
                     future.set_exception(error)

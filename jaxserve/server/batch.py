@@ -67,13 +67,14 @@ def run_batch(
     """
     if max_concurrent is not None and max_concurrent < 1:
         raise ConfigError(f"must be at least 1, got {max_concurrent}", field="max_concurrent", value=max_concurrent)
+    for name in ("max_num_queued_reqs", "max_num_queued_tokens"):
+        if (value := getattr(engine.scheduler, name)) is not None:
+            message = "is for servers; here max_concurrent bounds what waits, and nothing is refused for want of room"
+            raise ConfigError(message, field=name, value=value)
     configure_logging(server.logs.log_level)
     numbers = scan_input(input_file)
     if output_file.exists() and output_file.samefile(input_file):
         raise ConfigError("is the input file; give another one", field="output_file", value=str(output_file))
-    # The number of requests at once is bounded here, so the engine's own queue need not refuse any.
-    scheduler = replace(engine.scheduler, max_num_queued_reqs=None, max_num_queued_tokens=None)
-    engine = replace(engine, scheduler=scheduler)
     state = make_state(engine, server)
     output = BatchOutput(output_file, numbers)
     with contextlib.closing(output):

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.request import Request
-from jaxserve.server.prompts import list_limits, read_form, template_options
+from jaxserve.server.prompts import check_length, list_limits, read_form, template_options
 from jaxserve.server.protocol.chat import ChatCompletionRequest
 from jaxserve.server.state import ServerState
 from jaxserve.server.tools import AnswerParser, ToolSet, make_answer_parser, needs_special_tokens, read_tools
@@ -54,6 +54,7 @@ def read_conversation(body: ChatCompletionRequest, state: ServerState, options: 
         TokenizerError: there is no template, or it fails on these messages.
     """
     ready = state.engine.ready
+    check_length([body.messages, body.tools], state, "messages", cuts=body.truncate_prompt_tokens is not None)
     tools = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
     if tools is not None and tools.choice == "auto":
         _require_auto(body, state)

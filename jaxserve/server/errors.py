@@ -15,6 +15,7 @@ from jaxserve.errors import JaxServeError, shorten
 
 _log = logging.getLogger(__name__)
 _CONTEXT_LENGTH = "This model's maximum context length is"  # what client libraries look for
+_MOST_TEXT, _MOST_ECHO = 400, 100  # characters of a message, and of one word in it
 _OURS = "The server failed on this request; the reason is in its log."
 _FAILURES = {
     "non_finite_logits": "The model's logits for this request are not finite.",
@@ -98,14 +99,22 @@ def _explain(error: JaxServeError, status: int, code: str, retry_after: int) -> 
         message = _FAILURES[code]
     if (at := message.find(_CONTEXT_LENGTH)) >= 0:
         message, code = message[at:], "context_length_exceeded"
-    return ApiError(status, message, param=field, code=code, headers=headers)
+    return ApiError(status, _bound(message), param=field, code=code, headers=headers)
+
+
+def _bound(message: str) -> str:
+    """Libraries beneath quote whole lines of what they refuse; what is ours is short."""
+    words = (word if len(word) <= _MOST_ECHO else f"{word[: _MOST_ECHO - 3]}..." for word in message.split(" "))
+    text = " ".join(words)
+    return text if len(text) <= _MOST_TEXT else f"{text[: _MOST_TEXT - 3]}..."
 
 
 def explain_validation(error: ValidationError) -> ApiError:
     """Returns the most telling complaint about a body."""
     found = error.errors(include_url=False, include_context=False)
     worst = max(found, key=lambda each: (each["type"] == "extra_forbidden", len(each["loc"])))
-    param = ".".join(str(part) for part in worst["loc"] if not _is_type_name(part)) or None
+    parts = [part for part in worst["loc"] if not _is_type_name(part)]
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".") or None
     if worst["type"] == "json_invalid":
         reason = worst["msg"].removeprefix("Invalid JSON: ")
         return ApiError(400, f"The body is not valid JSON: {reason}.", code="invalid_json")

@@ -14,6 +14,7 @@ from jaxserve.server.errors import ApiError
 _HEAD_END = b"\r\n\r\n"
 # Bytes that the kernel holds for a client. Left alone, it takes megabytes for each that sleeps.
 _SEND_BUFFER = 256 * 2**10
+DROP_CONNECTION = "drop_connection"  # in a scope's state: closes without waiting for the client to read
 
 
 class LimitedHttp(HttpToolsProtocol):
@@ -52,6 +53,7 @@ class LimitedHttp(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self.scope["state"][DROP_CONNECTION] = self.transport.abort
         self._in_head = True
         self._start_timer()
 

@@ -14,6 +14,9 @@ from jaxserve.server.protocol.tokens import TokenizeRequest
 from jaxserve.server.state import ServerState
 from jaxserve.structured_params import StructuredOutputsParams
 
+_MOST_CHARACTERS = 16  # of a prompt for each token of the context: text has 3 to 5
+_MOST_CUT = 4  # times as many may come to be cut
+
 
 @contextmanager
 def name_fields(names: Mapping[str, str]) -> Iterator[None]:
@@ -56,6 +59,30 @@ def list_prompts(prompt: Any, most: int, field: str) -> list[dict[str, Any]]:
     if not 1 <= len(prompt) <= most:
         raise InvalidRequestError(f"must hold 1 to {most} prompts, got {len(prompt)}", field=field, value=len(prompt))
     return [{"prompt": each} if isinstance(each, str) else {"prompt_token_ids": each} for each in prompt]
+
+
+def check_length(texts: Any, state: ServerState, field: str, *, cuts: bool = False) -> None:
+    """Refuses what is certainly too long before a thread is kept busy with its tokens.
+
+    Args:
+        texts: a string, or a JSON value with strings in it.
+        cuts: only a part of it is to be read.
+
+    Raises:
+        InvalidRequestError: in the words of the engine, which says so of what is too long once it is tokens.
+    """
+    waiting, count = [texts], 0
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            count += len(value)
+        elif isinstance(value, list | dict):
+            waiting += value if isinstance(value, list) else value.values()
+    context = state.engine.ready.shapes.model.max_model_len
+    most = context * _MOST_CHARACTERS * (_MOST_CUT if cuts else 1)
+    if count > most:
+        message = f"This model's maximum context length is {context} tokens, and {count} characters are far too many"
+        raise InvalidRequestError(f"{message}; at most {most} are read", field=field, value=count)
 
 
 def check_count(count: int | None, state: ServerState) -> None:
@@ -122,5 +149,6 @@ def render_conversation(body: TokenizeRequest, state: ServerState) -> tuple[str,
 
     tokenizer = state.engine.ready.tokenizer
     assert tokenizer is not None and body.messages is not None
+    check_length([body.messages, body.tools], state, "messages")
     messages: list[Mapping[str, Any]] = list(body.messages)
     return encode_chat(tokenizer, messages, tools=body.tools, **template_options(body, state))

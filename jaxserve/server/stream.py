@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jaxserve.server.errors import ApiError, to_api_error
+from jaxserve.server.http import DROP_CONNECTION
 from jaxserve.server.state import ServerState
 
 _log = logging.getLogger(__name__)
@@ -79,6 +80,9 @@ class EventStream(Response):
             if watch.has_stalled:
                 self._state.metrics.count("slow_readers")
                 _log.warning("a stream was not read for %g s and is aborted", watch.limit)
+                if (drop := scope.get("state", {}).get(DROP_CONNECTION)) is not None:
+                    drop()
+                    await leaving
             elif not sending.done():
                 self._state.metrics.count("client_disconnects")
         finally:
@@ -90,9 +94,10 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send, send_piece: Send) -> None:
         """Sends head, pieces and end; pieces go straight to the connection, past what only looks at head and end."""
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         watch, end = self._watch, self._end
         try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            watch.is_sending = False
             async for piece in self._pieces:
                 watch.is_sending = True
                 await send_piece({"type": "http.response.body", "body": piece, "more_body": True})

@@ -194,6 +194,7 @@ def test_slow_readers_are_given_up_and_others_get_the_same(server: RunningServer
         wait_until(lambda: server.metric("jaxserve:slow_readers_total") >= 3, seconds=60)
         check_idle(server, text)
         assert any("was not read for 1 s" in line for line in server.lines)
+        assert not any(" ERROR " in line for line in server.lines)
         wait_until(lambda: count_open_sockets(server) == 0)  # not even those of the three that sleep
     finally:
         for sleeper in sleepers:

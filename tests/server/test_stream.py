@@ -11,6 +11,7 @@ from starlette.requests import Request
 
 from jaxserve.errors import DeadlineError, DeviceStepError
 from jaxserve.server.errors import ApiError
+from jaxserve.server.http import DROP_CONNECTION
 from jaxserve.server.state import ServerState
 from jaxserve.server.stream import DONE, ChunkWriter, EventStream, encode_event, run_while_connected
 from tests.server.asgi import Client, make_scope, make_state
@@ -43,7 +44,8 @@ class Pieces:
 
 
 async def serve(pieces: Pieces, client: Client, state: ServerState) -> None:
-    await EventStream(pieces.stream, state)(make_scope("/"), client.receive, client.send)
+    scope = make_scope("/", state={DROP_CONNECTION: client.left.set})
+    await EventStream(pieces.stream, state)(scope, client.receive, client.send)
 
 
 def ready(state: ServerState) -> Client:
@@ -143,6 +145,7 @@ def test_a_client_that_does_not_read_is_given_up(num_read: int) -> None:
         assert pieces.num_made <= num_read + 1
         assert pieces.is_closed or not num_read, "a generator that never began has nothing to close"
         assert not client.answer.is_whole and len(client.answer.messages) == num_read
+        assert client.left.is_set(), "its connection is dropped: closing it would wait for the client"
         assert state.metrics.events["slow_readers"] == 1 and state.metrics.events["client_disconnects"] == 0
 
     run(test)

@@ -20,7 +20,7 @@ from jaxserve.server.body import read_body
 from jaxserve.server.documents import document
 from jaxserve.server.generation import Generation, make_request_options, name_requests
 from jaxserve.server.logprobs import to_completion, to_prompt_logprobs
-from jaxserve.server.prompts import check_count, list_limits, list_prompts, name_fields, read_form
+from jaxserve.server.prompts import check_count, check_length, list_limits, list_prompts, name_fields, read_form
 from jaxserve.server.protocol.completions import Completion, CompletionRequest
 from jaxserve.server.state import ServerState
 from jaxserve.server.stream import ChunkWriter, EventStream, run_while_connected
@@ -36,11 +36,15 @@ async def create_completion(http: Request) -> Response:
     model = state.check_model(body.model)
     check_body(body, state)
     options = make_request_options(http, body, state)
-    requests = await state.run_in_thread(make_requests, body, state, options)
-    answer = _Answer(body, model, state, name_requests(requests, http), http)
-    if body.stream:
-        return EventStream(await run_while_connected(http, answer.start_stream(), state), state)
-    return JSONResponse(await run_while_connected(http, answer.collect(), state))
+    names = {"prompt_token_ids": "prompt"}
+    if body.response_format is not None:
+        names["structured_outputs.json"] = "response_format.json_schema.schema"
+    with name_fields(names):
+        requests = await state.run_in_thread(make_requests, body, state, options)
+        answer = _Answer(body, model, state, name_requests(requests, http), http)
+        if body.stream:
+            return EventStream(await run_while_connected(http, answer.start_stream(), state), state)
+        return JSONResponse(await run_while_connected(http, answer.collect(), state))
 
 
 def check_body(body: CompletionRequest, state: ServerState) -> None:
@@ -60,11 +64,6 @@ def check_body(body: CompletionRequest, state: ServerState) -> None:
 
 def make_requests(body: CompletionRequest, state: ServerState, options: dict[str, Any]) -> list[EngineRequest]:
     """Returns one engine request for each prompt."""
-    with name_fields({"prompt_token_ids": "prompt"}):
-        return _make_requests(body, state, options)
-
-
-def _make_requests(body: CompletionRequest, state: ServerState, options: dict[str, Any]) -> list[EngineRequest]:
     ready = state.engine.ready
     defaults = replace(ready.default_params, max_tokens=body.max_tokens or (1 if body.max_tokens == 0 else None))
     more = {"logprobs": body.logprobs, "structured_outputs": read_form(body), **list_limits(body)}
@@ -72,6 +71,8 @@ def _make_requests(body: CompletionRequest, state: ServerState, options: dict[st
     if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
         params = replace(params, prompt_logprobs=body.logprobs)
     prompts = list_prompts(body.prompt, state.config.limits.max_prompts, "prompt")
+    for prompt in prompts:
+        check_length(prompt.get("prompt"), state, "prompt", cuts=body.truncate_prompt_tokens is not None)
     if body.add_special_tokens is False and ready.tokenizer is not None:
         encode = ready.tokenizer.encode
         for prompt in prompts:

@@ -19,7 +19,7 @@ from jaxserve.server.body import read_body
 from jaxserve.server.documents import document
 from jaxserve.server.errors import ApiError
 from jaxserve.server.generation import Generation, make_request_options, name_requests
-from jaxserve.server.prompts import list_limits, name_fields, read_variables
+from jaxserve.server.prompts import check_length, list_limits, name_fields, read_variables
 from jaxserve.server.protocol.responses import ResponseAnswer, ResponseRequest
 from jaxserve.server.state import ServerState
 from jaxserve.server.stream import EventStream, encode_event, run_while_connected
@@ -40,20 +40,32 @@ async def create_response(http: Request) -> Response:
     state: ServerState = http.app.state.server
     body = await read_body(http, ResponseRequest, state)
     model = state.check_model(body.model)
+    check_body(body)
+    engine_options = make_request_options(http, body, state)
+    with name_fields(_list_names(body)):
+        request = await state.run_in_thread(_make_request, body, state, engine_options)
+        (request,) = name_requests([request], http)
+        answer = _Answer(body, model, state, request, http)
+        if body.stream:
+            pieces = await run_while_connected(http, answer.start_stream(), state)
+            return EventStream(pieces, state, end=b"", render_error=answer.render_error)
+        return JSONResponse(await run_while_connected(http, answer.collect(), state))
+
+
+def check_body(body: ResponseRequest) -> None:
+    """Refuses what is known and not supported.
+
+    Raises:
+        InvalidRequestError: names the field.
+    """
     for name, options in (("text", body.text), ("reasoning", body.reasoning)):
         if options is not None:
             options.refuse_unsupported(f"{name}.")
     if body.truncation == "auto":
         raise InvalidRequestError("'auto' is not supported; use disabled", field="truncation", value="auto")
-    engine_options = make_request_options(http, body, state)
-    with name_fields(_list_names(body)):
-        request = await state.run_in_thread(_make_request, body, state, engine_options)
-    (request,) = name_requests([request], http)
-    answer = _Answer(body, model, state, request, http)
-    if body.stream:
-        pieces = await run_while_connected(http, answer.start_stream(), state)
-        return EventStream(pieces, state, end=b"", render_error=answer.render_error)
-    return JSONResponse(await run_while_connected(http, answer.collect(), state))
+    if body.tool_choice not in (None, "auto", "none"):
+        message = f"{shorten(body.tool_choice)} needs tools; use /v1/chat/completions for them"
+        raise InvalidRequestError(message, field="tool_choice", value=body.tool_choice)
 
 
 def _make_request(body: ResponseRequest, state: ServerState, options: dict[str, Any]) -> EngineRequest:
@@ -73,6 +85,7 @@ def _make_request(body: ResponseRequest, state: ServerState, options: dict[str, 
     if body.reasoning is not None and body.reasoning.effort is not None:
         variables["reasoning_effort"] = body.reasoning.effort
     messages = _read_messages(body)
+    check_length(messages, state, "messages", cuts=body.truncate_prompt_tokens is not None)
     return ready.requests.make_chat(messages, params, chat_template=state.chat_template, **variables, **options)
 
 
@@ -270,13 +283,13 @@ class _Answer:
             "max_output_tokens": body.max_output_tokens,
             "model": self._model,
             "output": [item.render(status) for item in self._items] if ended else [],
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
             "store": False,
             "temperature": body.temperature,
             "text": {"format": form},
-            "tool_choice": "auto",
+            "tool_choice": body.tool_choice or "auto",
             "tools": [],
             "top_p": body.top_p,
             "truncation": "disabled",

@@ -9,13 +9,13 @@ import numpy as np
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse
 
-from jaxserve.errors import InvalidRequestError
+from jaxserve.errors import InvalidRequestError, shorten
 from jaxserve.request import Request as EngineRequest
 from jaxserve.server.body import read_body
 from jaxserve.server.documents import document
 from jaxserve.server.errors import ApiError
 from jaxserve.server.generation import Generation, make_request_options, name_requests
-from jaxserve.server.prompts import list_prompts, name_fields, render_conversation
+from jaxserve.server.prompts import check_length, list_prompts, name_fields, render_conversation
 from jaxserve.server.protocol.tokens import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -73,16 +73,19 @@ def _tokenize(body: TokenizeRequest, state: ServerState) -> dict[str, Any]:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("give either prompt or messages", field="prompt", value=body.prompt)
     if body.prompt is not None:
+        check_length(body.prompt, state, "prompt", cuts=True)
         adds = body.add_special_tokens is not False
         token_ids = tokenizer.encode(body.prompt, add_special_tokens=adds)
     else:
         token_ids = render_conversation(body, state)[1]
-    texts = [tokenizer.decode([each], skip_special_tokens=False) for each in token_ids]
+    texts = None
+    if body.return_token_strs:
+        texts = [tokenizer.decode([each], skip_special_tokens=False) for each in token_ids]
     return {
         "count": len(token_ids),
         "max_model_len": state.engine.ready.shapes.model.max_model_len,
         "tokens": token_ids,
-        "token_strs": texts if body.return_token_strs else None,
+        "token_strs": texts,
     }
 
 
@@ -95,6 +98,11 @@ async def detokenize(http: Request) -> JSONResponse:
     most = state.engine.ready.shapes.model.max_model_len
     if len(body.tokens) > most:
         raise InvalidRequestError(f"at most {most} ids, got {len(body.tokens)}", field="tokens", value=None)
+    size = state.engine.ready.shapes.model.vocab_size
+    for token_id in body.tokens:
+        if not 0 <= token_id < size:
+            message = f"must be token ids in [0, {size}), got {shorten(token_id)}"
+            raise InvalidRequestError(message, field="tokens", value=token_id)
     text = await state.run_in_thread(_require_tokenizer(state).decode, body.tokens, False)
     return JSONResponse({"prompt": text})
 
@@ -109,17 +117,19 @@ async def create_embeddings(http: Request) -> JSONResponse:
     if body.dimensions is not None and body.dimensions > width:
         raise InvalidRequestError(f"at most {width}, got {body.dimensions}", field="dimensions", value=body.dimensions)
     options = make_request_options(http, body, state)
-    requests = await state.run_in_thread(_make_requests, body, state, options)
-    return JSONResponse(
-        await run_while_connected(http, _embed(body, model, name_requests(requests, http), http), state)
-    )
+    with name_fields({"prompt": "input", "prompt_token_ids": "input"}):
+        requests = await state.run_in_thread(_make_requests, body, state, options)
+        return JSONResponse(
+            await run_while_connected(http, _embed(body, model, name_requests(requests, http), http), state)
+        )
 
 
 def _make_requests(body: EmbeddingRequest, state: ServerState, options: dict[str, Any]) -> list[EngineRequest]:
     make, most = state.engine.ready.requests.make_embedding, state.config.limits.max_prompts
-    cut = body.truncate_prompt_tokens
-    with name_fields({"prompt": "input", "prompt_token_ids": "input"}):
-        return [make(each, truncate_prompt_tokens=cut, **options) for each in list_prompts(body.input, most, "input")]
+    cut, prompts = body.truncate_prompt_tokens, list_prompts(body.input, most, "input")
+    for each in prompts:
+        check_length(each.get("prompt"), state, "input", cuts=cut is not None)
+    return [make(each, truncate_prompt_tokens=cut, **options) for each in prompts]
 
 
 async def _embed(body: EmbeddingRequest, model: str, requests: list[EngineRequest], http: Request) -> dict[str, Any]:
