@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import Field
 from typing import Any
 
@@ -140,19 +140,19 @@ def _add_batch_flags(command: argparse.ArgumentParser) -> None:
 
 
 def _read_flags(args: argparse.Namespace, config: type) -> dict[str, Any]:
-    """Returns what the flags say of a config's options, and the file where they say nothing."""
-    names = {option.name: option for _, option in list_options(config)}
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    """Returns what the flags say of a config's options, and the file where they say nothing.
+
+    A file may hold the options of the engine and of the server: each command takes its own.
+    """
+    from jaxserve.server.options import ServerConfig
+
+    names = [option.name for _, option in list_options(config)]
+    given = {name: value for name in names if (value := getattr(args, name, None)) is not None}
     if args.config is None:
         return given
-    return {name: value for name, value in read_options(args.config).items() if _belongs(name, args, names)} | given
-
-
-def _belongs(name: str, args: argparse.Namespace, names: Mapping[str, Field[Any]]) -> bool:
-    """Whether a file's option is meant for this config: a server's file holds the options of two."""
-    aliases = {alias for option in names.values() for alias in option.metadata["aliases"]}
-    return name in names or name in aliases or not hasattr(args, name)
+    others = ServerConfig if config is EngineConfig else EngineConfig
+    foreign = {name for _, option in list_options(others) for name in (option.name, *option.metadata["aliases"])}
+    return {name: value for name, value in read_options(args.config).items() if name not in foreign} | given
 
 
 def _engine_options(args: argparse.Namespace) -> dict[str, Any]:

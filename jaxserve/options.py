@@ -15,6 +15,13 @@ from typing import Any
 
 from jaxserve.errors import ConfigError, shorten
 
+_TYPES: dict[str, tuple[Any, str]] = {
+    "bool": (bool, "true or false"),
+    "int": (int, "an integer"),
+    "float": (int | float, "a number"),
+    "str": (str, "a text"),
+}
+
 
 def option(default: Any, text: str, *aliases: str, choices: tuple[Any, ...] = ()) -> Any:
     """Declares an option; `text` is its help."""
@@ -37,6 +44,7 @@ def build_config[C](config: type[C], options: Mapping[str, Any]) -> C:
     names = {
         name: (section, f.name) for section, f in list_options(config) for name in (f.name, *f.metadata["aliases"])
     }
+    types = {each.name: str(each.type) for _, each in list_options(config)}
     chosen: dict[str, dict[str, Any]] = {}
     for name, value in options.items():
         if name not in names:
@@ -46,9 +54,24 @@ def build_config[C](config: type[C], options: Mapping[str, Any]) -> C:
         section, canonical = names[name]
         if canonical in chosen.setdefault(section, {}):
             raise ConfigError(f"given twice, also by an alias of {canonical}", field=name, value=value)
-        chosen[section][canonical] = value
+        chosen[section][canonical] = _check_type(name, value, types[canonical])
     sections = {f.name: f.default_factory for f in fields(config)}  # type: ignore[arg-type]
     return config(**{section: sections[section](**values) for section, values in chosen.items()})  # type: ignore[operator, misc]
+
+
+def _check_type(name: str, value: Any, declared: str) -> Any:
+    """Returns the value as its option is declared: files and callers may give anything."""
+    kind = declared.removesuffix(" | None")
+    if value is None and kind != declared:
+        return None
+    if kind.startswith("tuple"):
+        if isinstance(value, list | tuple) and all(isinstance(each, str) for each in value):
+            return tuple(value)
+        raise ConfigError(f"must be a list of texts, got {shorten(value)}", field=name, value=value)
+    types, text = _TYPES[kind]
+    if not isinstance(value, types) or (isinstance(value, bool) and kind != "bool"):
+        raise ConfigError(f"must be {text}, got {shorten(value)}", field=name, value=value)
+    return value
 
 
 def read_options(path: str | Path) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from dataclasses import replace
 
 from jaxserve.errors import JaxServeError
 from jaxserve.request import Request, RequestOutput
@@ -76,9 +75,12 @@ class OutputInbox:
 
 
 def merge_deltas(older: RequestOutput, newer: RequestOutput) -> RequestOutput:
-    """Returns one output that says what two successive ones of the same completion say."""
+    """Makes the newer of two successive outputs of one completion say what both say; nobody else may hold them."""
     first, second = older.outputs[0], newer.outputs[0]
-    both = replace(second, text=first.text + second.text, token_ids=first.token_ids + second.token_ids)
+    second.text = first.text + second.text
+    first.token_ids.extend(second.token_ids)
+    second.token_ids = first.token_ids
     if first.logprobs is not None and second.logprobs is not None:
-        both.logprobs = first.logprobs + second.logprobs
-    return replace(newer, outputs=[both])
+        first.logprobs.extend(second.logprobs)
+        second.logprobs = first.logprobs
+    return newer

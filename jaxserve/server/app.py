@@ -55,8 +55,7 @@ def make_api(state: ServerState) -> FastAPI:
         description="An OpenAI-compatible server. Endpoints and fields are OpenAI's, with vLLM's further ones.",
         openapi_url="/openapi.json" if docs else None,
         redoc_url=None,
-        exception_handlers=dict.fromkeys((ApiError, JaxServeError, Exception), _answer_error)
-        | {HTTPException: _answer_http_error},
+        exception_handlers=_HANDLERS,
     )
     app.state.server = state
     for room in (completions, chat, responses, tokens, health):
@@ -68,7 +67,7 @@ def make_api(state: ServerState) -> FastAPI:
 
 def make_admin_app(state: ServerState) -> FastAPI:
     """Returns what is served on the admin port: profiling, and what tells how the server is."""
-    app = FastAPI(title="jaxserve admin", version=__version__, openapi_url=None)
+    app = FastAPI(title="jaxserve admin", version=__version__, openapi_url=None, exception_handlers=_HANDLERS)
     app.state.server = state
     app.include_router(admin.router)
     app.include_router(health.router)
@@ -86,6 +85,12 @@ async def _answer_http_error(request: Request, error: Exception) -> JSONResponse
     text = {404: "There is nothing at this path.", 405: "This path does not take this method."}
     message = text.get(error.status_code, "The request is not valid.")
     return ApiError(error.status_code, message, headers=error.headers).to_response()
+
+
+_HANDLERS: Any = {
+    **dict.fromkeys((ApiError, JaxServeError, Exception), _answer_error),
+    HTTPException: _answer_http_error,
+}
 
 
 def _add_page(app: FastAPI) -> None:

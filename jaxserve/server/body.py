@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import Any
 
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from jaxserve.server.errors import ApiError, explain_validation
 from jaxserve.server.gate import too_large
+from jaxserve.server.generation import make_request_options
 from jaxserve.server.protocol.fields import Body
 from jaxserve.server.state import ServerState
 
+_PREPARE_HERE = 2048  # bytes whose text is rendered and tokenized on the event loop
+_SLOW_FIELDS = ("response_format", "structured_outputs", "text", "tools", "bad_words", "chat_template")
 _PARSE_HERE = 64 * 2**10  # bytes that are parsed on the event loop, in less than a millisecond
 
 
@@ -31,6 +36,29 @@ async def read_body[B: Body](request: Request, kind: type[B], state: ServerState
         raise explain_validation(error) from None
     body.refuse_unsupported()
     return body
+
+
+async def prepare[B: Body, T](
+    request: Request, body: B, state: ServerState, make: Callable[[B, ServerState, dict[str, Any]], T]
+) -> T:
+    """Returns what `make` makes of a body: templates, tokens and grammars take as long as the text and the schemas are.
+
+    A short text is done at once: its way to a thread and back would take longer, all the more under load.
+    """
+    options = make_request_options(request, body, state)
+    if _is_short(request, body):
+        return make(body, state, options)
+    made: T = await state.run_in_thread(make, body, state, options)
+    return made
+
+
+def _is_short(request: Request, body: Body) -> bool:
+    length = request.headers.get("content-length", "")
+    if not (length.isdigit() and int(length[:20]) <= _PREPARE_HERE):
+        return False
+    if isinstance(getattr(body, "prompt", None), list) or isinstance(getattr(body, "input", None), list):
+        return False
+    return all(getattr(body, name, None) is None for name in _SLOW_FIELDS)
 
 
 async def _collect(request: Request, state: ServerState) -> bytes:

@@ -28,7 +28,7 @@ from jaxserve.server.gate import read_keys
 from jaxserve.server.http import make_protocol
 from jaxserve.server.logs import configure_logging
 from jaxserve.server.metrics import ServerMetrics
-from jaxserve.server.options import ServerConfig
+from jaxserve.server.options import ListenOptions, ServerConfig
 from jaxserve.server.state import Phase, ServerState
 from jaxserve.server.status_line import StatusLine
 from jaxserve.server.tracing import make_tracer
@@ -36,6 +36,8 @@ from jaxserve.server.tracing import make_tracer
 _log = logging.getLogger(__name__)
 _SWITCH_INTERVAL = 0.001  # seconds: the engine's thread must not wait long for the event loop to let go of the GIL
 _WATCH_INTERVAL = 0.5  # seconds
+_ACCEPTS_PER_TURN = 32
+_BACKLOG = 2048  # connections that the kernel keeps until they are taken
 _CLOSING_TIME = 2  # seconds that connections get to close after the last answer, and the engine for its last step
 _NO_KEY_HINT = "add --api-key, or --allow-no-key if whatever reaches the port may use it"
 
@@ -48,14 +50,15 @@ class Server(uvicorn.Server):
         self._state = state
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
+        self.building = threading.Thread(target=self._build, name="jaxserve-start", daemon=True)
         self.failure: JaxServeError | None = None  # why the process must end with an error
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listens, and begins to build the engine."""
-        await super().startup(sockets)
+        await super().startup(sockets or _open_sockets(self._state.config.listen))
         self._loop = asyncio.get_running_loop()
         _log.info("listening on %s", self._address())
-        threading.Thread(target=self._build, name="jaxserve-start", daemon=True).start()
+        self.building.start()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called by signals: the first one drains, the second ends at once."""
@@ -99,7 +102,7 @@ class Server(uvicorn.Server):
             _log.warning("%d requests are aborted: the time to drain is over", self._state.num_streams)
             _end_engine(self._state.llm)
             await self._wait_for_streams(_CLOSING_TIME)
-        self.should_exit = True
+        self._state.has_drained = self.should_exit = True
 
     async def _wait_for_streams(self, seconds: float) -> None:
         loop = asyncio.get_running_loop()
@@ -118,7 +121,8 @@ class Server(uvicorn.Server):
                 _log.info("serving, with the largest programs only: %s", ", ".join(state.names))
                 llm.compile_rest(show)
         except JaxServeError as error:
-            self.stop(error)
+            if state.phase is not Phase.DRAINING:  # else it ends while it still compiles, and that is no failure
+                self.stop(error)
             return
         except Exception as error:
             _log.critical("the engine could not be built", exc_info=error)
@@ -189,11 +193,12 @@ def serve(engine: EngineConfig, config: ServerConfig) -> None:
 
 def _end(server: Server, state: ServerState) -> None:
     """Ends the engine and raises what has failed; what does not end by itself goes down with the process."""
-    leaves_threads = server.force_exit
+    leaves_threads = server.force_exit or server.building.is_alive()
     if state.llm is not None and not server.force_exit:
         ending = _end_engine(state.llm)
         ending.join(_CLOSING_TIME)
-        if leaves_threads := ending.is_alive():
+        if ending.is_alive():
+            leaves_threads = True
             _log.error("the engine's last step does not end")
     if leaves_threads:  # Python's own exit would wait for those that compile, prepare a prompt or wait for the device
         logging.shutdown()
@@ -208,6 +213,26 @@ def _end_engine(llm: AsyncLLM) -> threading.Thread:
     ending = threading.Thread(target=llm.shutdown, name="jaxserve-end", daemon=True)
     ending.start()
     return ending
+
+
+def _open_sockets(listen: ListenOptions) -> list[socket.socket] | None:
+    """Returns the listening socket many times over, or None for a Unix socket, which uvicorn opens itself.
+
+    uvloop takes one connection from each socket in a turn of its loop. Under load a turn takes tens of milliseconds, so
+    with one socket the last of a thousand clients that come at once would wait for half a minute.
+
+    Raises:
+        ConfigError: the address cannot be listened on.
+    """
+    if listen.uds is not None:
+        return None
+    family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
+    try:
+        first = socket.create_server((listen.host, listen.port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        message = f"{listen.host}:{listen.port} cannot be listened on: {error.strerror or error}"
+        raise ConfigError(message, field="port", value=listen.port) from error
+    return [first, *(first.dup() for _ in range(_ACCEPTS_PER_TURN - 1))]
 
 
 async def _run(server: Server, state: ServerState) -> None:

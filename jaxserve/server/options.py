@@ -11,6 +11,7 @@ from jaxserve.errors import ConfigError, shorten
 from jaxserve.options import build_config, check_at_least, check_choices, option
 from jaxserve.sampling_params import MAX_COMPLETIONS
 
+_LAST_PORT = 65535
 _LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
@@ -30,6 +31,9 @@ class ListenOptions:
 
     def __post_init__(self) -> None:
         check_at_least(self, port=0, admin_port=1)
+        for name in ("port", "admin_port"):
+            if (getattr(self, name) or 0) > _LAST_PORT:
+                raise ConfigError(f"at most {_LAST_PORT}", field=name, value=getattr(self, name))
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigError("TLS needs ssl_keyfile and ssl_certfile", field="ssl_certfile", value=self.ssl_certfile)
 

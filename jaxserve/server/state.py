@@ -65,6 +65,7 @@ class ServerState:
     template_variables: dict[str, Any] = field(default_factory=dict)  # of every request that does not set them
     created: int = field(default_factory=lambda: int(time.time()))
     num_streams: int = 0  # requests being answered
+    has_drained: bool = False  # the last of them has ended, and the process ends: whoever only looks on is to stop
     profile_dir: str | None = None  # of the trace that is being taken
     threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(_PREPARING_THREADS, thread_name_prefix="jaxserve-prepare")

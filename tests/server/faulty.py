@@ -25,7 +25,7 @@ FAIL_RESULT = 9002  # it fails on the device
 NOT_FINITE = 9003  # this row's logits are not finite
 STUCK = 9004  # the step takes STUCK_SECONDS
 FAIL_PLAN = 9005  # a fault of the host: the scheduler raises
-STUCK_SECONDS = 4.0
+STUCK_SECONDS = 6.0
 SLOW = 9100  # and above: every step takes as many milliseconds more as the priority is above it
 
 

@@ -335,17 +335,17 @@ def test_a_failed_step_ends_its_requests_and_no_others(
 
 
 def test_requests_that_wait_outlive_a_failed_step(broken: RunningServer, its_text: str) -> None:
-    with ThreadPoolExecutor(16) as clients:
-        slow = {"max_tokens": 30, "temperature": 0, "ignore_eos": True, "priority": faulty.SLOW + 10}
-        before = [clients.submit(complete, broken, **slow) for _ in range(8)]
-        wait_until(lambda: broken.metric("jaxserve:num_requests_running") == 8)
-        failing = clients.submit(complete, broken, max_tokens=4, priority=faulty.FAIL_RESULT)
-        wait_until(lambda: broken.metric("jaxserve:num_requests_waiting") >= 1)
-        after = [clients.submit(complete, broken, max_tokens=4, temperature=0, priority=9999) for _ in range(6)]
-        assert {each.result().status_code for each in before} <= {200, 500}
-        assert failing.result().status_code == 500
-        texts = {each.result().json()["choices"][0]["text"] for each in after if each.result().status_code == 200}
-        assert len(texts) == 1
+    body = {"temperature": 0, "ignore_eos": True}
+    before = [open_stream(broken, max_tokens=80, priority=faulty.SLOW + 15, **body) for _ in range(8)]
+    wait_until(lambda: broken.metric("jaxserve:num_requests_running") == 8)
+    failing = open_stream(broken, max_tokens=4, priority=faulty.FAIL_RESULT)
+    after = [open_stream(broken, max_tokens=4, priority=9999, **body) for _ in range(6)]
+    assert b" 500 " in read_all(failing).splitlines()[0]
+    ends = [read_events(stream) for stream in after]
+    assert all(is_whole for _, is_whole in ends)
+    assert {join_text(events) for events, _ in ends} == {join_text(ends[0][0])} != {""}
+    for events, is_whole in map(read_events, before):  # those in the same step have failed with it
+        assert is_whole and (len(events) >= 70 or events[-1]["error"]["code"] == "device_step_failed")
     check_idle(broken, its_text)
 
 
@@ -376,7 +376,7 @@ def test_a_stuck_device_fails_the_probes_and_recovers(broken: RunningServer, its
 
 
 def test_one_stream_too_many_is_refused(broken: RunningServer, its_text: str) -> None:
-    body = {"max_tokens": 60, "ignore_eos": True, "temperature": 0, "priority": faulty.SLOW + 15}
+    body = {"max_tokens": 100, "ignore_eos": True, "temperature": 0, "priority": faulty.SLOW + 15}
     streams = [open_stream(broken, **body) for _ in range(24)]
     wait_until(
         lambda: broken.metric("jaxserve:num_requests_running") + broken.metric("jaxserve:num_requests_waiting") == 24

@@ -63,7 +63,7 @@ def is_draining(server: RunningServer) -> bool:
 
 
 def test_sigterm_lets_everyone_finish_and_takes_nothing_new() -> None:
-    body = {"max_tokens": 60, **SLOW_STEPS}
+    body = {"max_tokens": 100, **SLOW_STEPS}
     with run_faulty() as server, ThreadPoolExecutor(4) as clients:
         text = complete(server, **body).json()["choices"][0]["text"]
         with httpx.Client(timeout=60) as kept:
@@ -96,10 +96,13 @@ def test_sigterm_lets_everyone_finish_and_takes_nothing_new() -> None:
 
 
 def test_sigterm_of_an_idle_server_ends_it() -> None:
-    with run_faulty() as server, httpx.Client() as kept:
+    with run_faulty() as server, httpx.Client() as kept, connect(server) as watcher:
         probe(server)
         assert kept.get(server.url + "/ping").status_code == 200  # and its connection stays open
+        watcher.sendall(b"GET /live HTTP/1.1\r\nhost: a\r\n\r\n")
+        watcher.recv(1000)
         assert wait_for_end(server, send_term(server), 10) == 0
+        assert read_all(watcher).endswith(b"0\r\n\r\n"), "who looks on sees the end"
         assert not any("Traceback" in line for line in server.lines)
 
 
@@ -146,6 +149,21 @@ def test_sigterm_while_starting_ends_at_once(moment: str, tmp_path: Path) -> Non
         refused = complete(server, max_tokens=1)
         assert refused.status_code == 503 and refused.json()["error"]["code"] in ("server_starting", "server_warming")
         assert wait_for_end(server, send_term(server), 10) == 0
+    finally:
+        server.process.kill()
+
+
+def test_sigterm_while_the_rest_is_compiled_drains(tmp_path: Path) -> None:
+    server = launch(*SMALL, "--serve-while-warming", "--compilation-cache-dir", str(tmp_path))
+    try:
+        wait_until(lambda: any("largest programs only" in line for line in list(server.lines)), 200)
+        stream = open_stream(server, max_tokens=30, temperature=0, ignore_eos=True)
+        wait_until(lambda: server.metric("jaxserve:num_requests_running") == 1)
+        assert httpx.get(server.url + "/health").json()["status"] == "warming"
+        start = send_term(server)
+        assert read_events(stream)[1], "what runs ends whole"
+        assert wait_for_end(server, start, 60) == 0
+        assert not any("Traceback" in line for line in server.lines)
     finally:
         server.process.kill()
 

@@ -150,7 +150,7 @@ async function answer() {
 }
 
 async function stream(body, turn, facts, signal) {
-  const response = await ask("/v1/chat/completions", { body, signal });
+  const response = await ask("v1/chat/completions", { body, signal });
   for await (const event of readEvents(response)) {
     if (event.usage) facts.usage = event.usage;
     const choice = event.choices?.[0];

@@ -23,7 +23,7 @@ export class EngineView {
 
   /** Shows the engine until the stream ends; `onLook` is told of each look. Throws what `ask` throws. */
   async watch(onLook) {
-    for await (const look of readEvents(await ask("/live"))) {
+    for await (const look of readEvents(await ask("live"))) {
       this.show(look);
       onLook(look);
     }

@@ -46,7 +46,7 @@ async function sendAll({ model, context }) {
     const prompt = await render(questions, model, controller.signal);
     const [least, most] = limits.map((limit) => Math.min(limit, Math.floor((context ?? 4096) / 4)));
     const body = { model: model ?? undefined, prompt, min_tokens: least, max_tokens: most, temperature: 1, stream: true };
-    for await (const event of readEvents(await ask("/v1/completions", { body, signal: controller.signal }))) {
+    for await (const event of readEvents(await ask("v1/completions", { body, signal: controller.signal }))) {
       for (const choice of event.choices ?? []) if (choice.finish_reason) done += 1;
       show();
     }
@@ -64,7 +64,7 @@ async function render(questions, model, signal) {
     const prompts = [];
     for (const content of questions) {
       const body = { model: model ?? undefined, messages: [{ role: "user", content }] };
-      prompts.push((await (await ask("/tokenize", { body, signal })).json()).tokens);
+      prompts.push((await (await ask("tokenize", { body, signal })).json()).tokens);
     }
     return prompts.every(Array.isArray) ? prompts : questions;
   } catch (error) {

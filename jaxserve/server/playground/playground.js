@@ -97,7 +97,7 @@ function showState(state, note = "") {
 
 async function readHealth() {
   try {
-    const response = await fetch("/health", { cache: "no-store" });
+    const response = await fetch("health", { cache: "no-store" });
     const health = await response.json();
     return { ...health, isReady: response.ok };
   } catch {
@@ -119,7 +119,7 @@ function showHealth({ status, progress, isReady }) {
 }
 
 async function loadModel() {
-  const { data } = await (await ask("/v1/models")).json();
+  const { data } = await (await ask("v1/models")).json();
   model = data[0].id;
   setModel(model);
   context = data[0].max_model_len ?? null;

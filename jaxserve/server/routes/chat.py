@@ -15,10 +15,10 @@ from starlette.responses import JSONResponse, Response
 from jaxserve.errors import InvalidRequestError
 from jaxserve.request import CompletionOutput, RequestOutput
 from jaxserve.request import Request as EngineRequest
-from jaxserve.server.body import read_body
+from jaxserve.server.body import prepare, read_body
 from jaxserve.server.conversation import Conversation, list_names, read_conversation
 from jaxserve.server.documents import document
-from jaxserve.server.generation import Generation, make_request_options, name_requests
+from jaxserve.server.generation import Generation, name_requests
 from jaxserve.server.logprobs import to_prompt_logprobs
 from jaxserve.server.prompts import check_count, name_fields
 from jaxserve.server.protocol.chat import ChatCompletion, ChatCompletionRequest
@@ -36,9 +36,8 @@ async def create_chat_completion(http: Request) -> Response:
     body = await read_body(http, ChatCompletionRequest, state)
     model = state.check_model(body.model)
     check_body(body, state)
-    options = make_request_options(http, body, state)
     with name_fields(list_names(body)):
-        conversation = await state.run_in_thread(read_conversation, body, state, options)
+        conversation = await prepare(http, body, state, read_conversation)
         (request,) = name_requests([conversation.request], http)
         answer = _Answer(body, model, state, replace(conversation, request=request), http)
         if body.stream:

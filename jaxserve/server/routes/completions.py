@@ -16,9 +16,9 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve.request import CompletionOutput, RequestOutput
 from jaxserve.request import Request as EngineRequest
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.server.body import read_body
+from jaxserve.server.body import prepare, read_body
 from jaxserve.server.documents import document
-from jaxserve.server.generation import Generation, make_request_options, name_requests
+from jaxserve.server.generation import Generation, name_requests
 from jaxserve.server.logprobs import to_completion, to_prompt_logprobs
 from jaxserve.server.prompts import check_count, check_length, list_limits, list_prompts, name_fields, read_form
 from jaxserve.server.protocol.completions import Completion, CompletionRequest
@@ -35,12 +35,11 @@ async def create_completion(http: Request) -> Response:
     body = await read_body(http, CompletionRequest, state)
     model = state.check_model(body.model)
     check_body(body, state)
-    options = make_request_options(http, body, state)
     names = {"prompt_token_ids": "prompt"}
     if body.response_format is not None:
         names["structured_outputs.json"] = "response_format.json_schema.schema"
     with name_fields(names):
-        requests = await state.run_in_thread(make_requests, body, state, options)
+        requests = await prepare(http, body, state, make_requests)
         answer = _Answer(body, model, state, name_requests(requests, http), http)
         if body.stream:
             return EventStream(await run_while_connected(http, answer.start_stream(), state), state)

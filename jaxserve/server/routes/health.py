@@ -85,7 +85,7 @@ async def watch_engine(http: Request) -> Response:
 
 
 async def _look_on(state: ServerState) -> AsyncGenerator[bytes]:
-    while state.phase is not Phase.FAILED:
+    while state.phase is not Phase.FAILED and not state.has_drained:
         yield encode_event(await describe_engine(state))
         await asyncio.sleep(_LIVE_INTERVAL)
 

@@ -15,10 +15,10 @@ from starlette.responses import JSONResponse, Response
 from jaxserve.errors import InvalidRequestError, shorten
 from jaxserve.request import Request as EngineRequest
 from jaxserve.request import RequestOutput
-from jaxserve.server.body import read_body
+from jaxserve.server.body import prepare, read_body
 from jaxserve.server.documents import document
 from jaxserve.server.errors import ApiError
-from jaxserve.server.generation import Generation, make_request_options, name_requests
+from jaxserve.server.generation import Generation, name_requests
 from jaxserve.server.prompts import check_length, list_limits, name_fields, read_variables
 from jaxserve.server.protocol.responses import ResponseAnswer, ResponseRequest
 from jaxserve.server.state import ServerState
@@ -41,9 +41,8 @@ async def create_response(http: Request) -> Response:
     body = await read_body(http, ResponseRequest, state)
     model = state.check_model(body.model)
     check_body(body)
-    engine_options = make_request_options(http, body, state)
     with name_fields(_list_names(body)):
-        request = await state.run_in_thread(_make_request, body, state, engine_options)
+        request = await prepare(http, body, state, _make_request)
         (request,) = name_requests([request], http)
         answer = _Answer(body, model, state, request, http)
         if body.stream:

@@ -11,10 +11,10 @@ from starlette.responses import JSONResponse
 
 from jaxserve.errors import InvalidRequestError, shorten
 from jaxserve.request import Request as EngineRequest
-from jaxserve.server.body import read_body
+from jaxserve.server.body import prepare, read_body
 from jaxserve.server.documents import document
 from jaxserve.server.errors import ApiError
-from jaxserve.server.generation import Generation, make_request_options, name_requests
+from jaxserve.server.generation import Generation, name_requests
 from jaxserve.server.prompts import check_length, list_prompts, name_fields, render_conversation
 from jaxserve.server.protocol.tokens import (
     DetokenizeRequest,
@@ -116,9 +116,8 @@ async def create_embeddings(http: Request) -> JSONResponse:
     width = state.engine.ready.shapes.model.hidden_size
     if body.dimensions is not None and body.dimensions > width:
         raise InvalidRequestError(f"at most {width}, got {body.dimensions}", field="dimensions", value=body.dimensions)
-    options = make_request_options(http, body, state)
     with name_fields({"prompt": "input", "prompt_token_ids": "input"}):
-        requests = await state.run_in_thread(_make_requests, body, state, options)
+        requests = await prepare(http, body, state, _make_requests)
         return JSONResponse(
             await run_while_connected(http, _embed(body, model, name_requests(requests, http), http), state)
         )

@@ -1,0 +1,300 @@
+"""Who gets in, what leaves, and what listens: keys, logs, sockets, origins, TLS."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import openai
+import pytest
+
+from tests.server.conftest import SMALL
+from tests.server.running import START_SECONDS, RunningServer, launch, run_server
+
+FLAG, FILED, SECOND, ENVIRONED = "key-from-flag-1", "key-from-file-2", "key-from-file-3", "key-from-environment-4"
+KEYS = (FLAG, FILED, SECOND, ENVIRONED)
+ORIGIN = "https://page.example"
+OPEN = ("/", "/health", "/health/live", "/health/ready", "/ping")
+GUARDED = (
+    *("/v1/models", "/v1/models/demo", "/metrics", "/live", "/openapi.json", "/docs", "/version", "/tokenize"),
+    *("/detokenize", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/nothing", "/v1"),
+)
+# More than one page of tokens, so that a repetition finds some of them in the prefix cache.
+PROMPT = "The little dog walked to the garden and sat down under the tall tree. " * 6
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    path = tmp_path_factory.mktemp("keys") / "keys.txt"
+    path.write_text(f"{FILED}\n\n  {SECOND}  \n")
+    flags = ("--api-key", FLAG, "--api-key-file", str(path), "--allowed-origins", ORIGIN)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAXSERVE_API_KEY", f"{ENVIRONED},")
+        with run_server(*SMALL, *flags, "--log-format", "json") as running:
+            yield running
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def complete(server: RunningServer, key: str | None = None, **fields: Any) -> httpx.Response:
+    body = {"prompt": PROMPT, "max_tokens": 2, "temperature": 0, **fields}
+    return httpx.post(
+        f"{server.url}/v1/completions", json=body, headers=bearer(key) if key is not None else {}, timeout=60
+    )
+
+
+# --- keys
+
+
+def test_every_key_opens(guarded: RunningServer) -> None:
+    for key in KEYS:
+        assert complete(guarded, key).status_code == 200
+        assert openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=key).models.list().data[0].id == "demo"
+    assert httpx.get(f"{guarded.url}/v1/models", headers={"Authorization": f"bearer  {FLAG} "}).status_code == 200
+
+
+def test_everything_else_stays_closed(guarded: RunningServer) -> None:
+    wrong = [{}, *(bearer(key) for key in ("", "x", FLAG[:-1], f"{FLAG}x", FLAG.upper(), f"{FLAG},{FILED}", "é"))]
+    wrong += [{"authorization": FLAG}, {"authorization": f"Basic {FLAG}"}, {"api-key": FLAG}, {"x-api-key": FLAG}]
+    with httpx.Client(base_url=guarded.url) as http:
+        for headers in wrong:
+            raw = {name: value.encode() for name, value in headers.items()}
+            answer = http.get("/v1/models", headers=raw)
+            assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+            assert answer.json()["error"]["type"] == "authentication_error" and answer.json()["error"]["param"] is None
+        for path in GUARDED:
+            for method in ("GET", "POST", "OPTIONS", "HEAD", "PUT"):
+                assert http.request(method, path).status_code == 401, (method, path)
+            assert http.get(f"{path}?api_key={FLAG}").status_code == 401
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="wrong-key").models.list()
+
+
+def test_health_and_the_page_are_open(guarded: RunningServer) -> None:
+    with httpx.Client(base_url=guarded.url) as http:
+        for path in OPEN:
+            answer = http.get(path)
+            assert answer.status_code == 200, path
+            assert not any(key in answer.text for key in KEYS) and "demo" not in answer.headers.values()
+        page = http.get("/")
+        assert "default-src 'none'" in page.headers["content-security-policy"]
+        assert page.headers["x-content-type-options"] == "nosniff"
+        for name in re.findall(r'(?:src|href)="(/playground/[^"]+)"', page.text):
+            assert http.get(name).status_code == 200
+
+
+def test_no_way_of_writing_a_path_goes_around_the_key(guarded: RunningServer) -> None:
+    paths = [
+        *("//v1/models", "/v1//models", "/./v1/models", "/v1/../health", "/health/../v1/models", "/v1/%2e%2e/health"),
+        *("/%2f/v1/models", "/health%2f..%2fv1/models", "/health/", "/health?/v1/models", "/V1/models", "/v1/models/"),
+        *("http://a/v1/models", "/playground/../v1/models", "/playground/..%2fv1/models", "/health#/v1/models", "*"),
+        *("/health;/v1/models", "/v1/models%00", "/health%00/v1/models", "\\health", "/health\\..\\v1\\models"),
+    ]
+    for path in paths:
+        for host in ("a", "a/health", "a:80@b", "/health", ""):
+            status, answer = _send(guarded, f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n")
+            assert status != 200 or path.startswith("/health"), (path, host, answer)
+            assert b'"owned_by"' not in answer
+    heads = (
+        "X-Forwarded-Prefix: /health\r\nX-Original-URL: /health\r\nX-Rewrite-URL: /health\r\nX-Forwarded-For: 127.0.0.1"
+    )
+    assert _send(guarded, f"GET /v1/models HTTP/1.1\r\nHost: a\r\n{heads}\r\nConnection: close\r\n\r\n")[0] == 401
+    double = f"GET /v1/models HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer x\r\nAuthorization: Bearer {FLAG}\r\n"
+    assert _send(guarded, f"{double}Connection: close\r\n\r\n")[0] == 401
+
+
+def _send(server: RunningServer, text: str) -> tuple[int, bytes]:
+    address, found = urlsplit(server.url), b""
+    with socket.create_connection((address.hostname, address.port), timeout=10) as connection:
+        connection.sendall(text.encode())
+        while piece := connection.recv(2**16):
+            found += piece
+    return int(found.split(b" ", 2)[1]), found
+
+
+def test_keys_share_no_cached_prefixes(guarded: RunningServer) -> None:
+    def cached(key: str, **fields: Any) -> int:
+        answer = complete(guarded, key, prompt=f"Once there was a salt. {PROMPT}", **fields)
+        return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert cached(FLAG) == 0 < cached(FLAG)
+    assert cached(FILED) == 0 < cached(FILED)
+    assert cached(FLAG, cache_salt="mine") == 0 < cached(FLAG, cache_salt="mine")
+    assert cached(FLAG) > 0
+
+
+def test_logs_hold_neither_keys_nor_texts(guarded: RunningServer) -> None:
+    secret = "Xylophone-quartz-91"
+    complete(guarded, FLAG, prompt=f"{secret} {PROMPT}")
+    complete(guarded, f"wrong-{secret}")
+    complete(guarded, FLAG, prompt=f"{secret} " * 2000)
+    complete(guarded, FLAG, temperature=secret)
+    complete(guarded, FLAG, user=secret, cache_salt=secret, stop=[secret], bad_words=[secret], model=secret)
+    complete(guarded, FLAG, **{secret: secret})
+    complete(guarded, FLAG, structured_outputs={"regex": f"{secret}("})
+    url = f"{guarded.url}/v1/chat/completions"
+    body = {"messages": [{"role": "user", "content": secret}], "max_tokens": 20}
+    assert httpx.post(url, json=body, headers=bearer(FLAG)).status_code == 200
+    with httpx.stream("POST", url, json={**body, "stream": True, "max_tokens": 500}, headers=bearer(FLAG)) as stream:
+        next(stream.iter_lines())  # and away
+    httpx.get(f"{guarded.url}/v1/models?key={secret}", headers=bearer(FLAG))
+    httpx.get(f"{guarded.url}/v1/models", headers={**bearer(FLAG), "user-agent": secret, "referer": secret})
+    deadline = time.monotonic() + 10
+    while not any('"/v1/models"' in line for line in guarded.lines[-6:]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    text = "\n".join(guarded.lines)
+    assert "/v1/chat/completions" in text
+    assert secret not in text and "little dog" not in text
+    assert not any(key in text for key in KEYS)
+    assert not any(key in Path(f"/proc/{guarded.process.pid}/environ").read_text() for key in KEYS if key != ENVIRONED)
+    for line in guarded.lines:
+        json.loads(line)  # one object a line, whatever was sent
+
+
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        (("--host", "0.0.0.0"), "host"),
+        (("--host", "::"), "host"),
+        (("--host", "192.168.0.1"), "host"),
+        (("--api-key", "short"), "api_key"),
+        (("--api-key", "with a blank in it"), "api_key"),
+        (("--api-key-file", "/nowhere/keys"), "api_key_file"),
+        (("--ssl-certfile", "/nowhere/cert.pem"), "ssl_certfile"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_not_safe_does_not_start(flags: tuple[str, ...], names: str) -> None:
+    refused = launch(*flags)
+    assert refused.process.wait(60) == 2
+    for _ in range(100):
+        if refused.lines:
+            break
+        time.sleep(0.02)
+    assert len(refused.lines) == 1 and names in refused.lines[0], refused.lines
+    assert "short" not in refused.lines[0] and "blank in it" not in refused.lines[0]
+
+
+# --- origins
+
+
+def test_browsers_of_other_origins_are_let_in_by_option_only(guarded: RunningServer, server: RunningServer) -> None:
+    def ask(running: RunningServer, origin: str) -> httpx.Response:
+        headers = {"origin": origin, "access-control-request-method": "POST"}
+        headers["access-control-request-headers"] = "authorization,content-type"
+        return httpx.options(f"{running.url}/v1/chat/completions", headers=headers)
+
+    allowed = ask(guarded, ORIGIN)
+    assert allowed.status_code == 200 and allowed.headers["access-control-allow-origin"] == ORIGIN
+    assert "POST" in allowed.headers["access-control-allow-methods"]
+    assert "access-control-allow-credentials" not in allowed.headers
+    assert ask(guarded, "https://evil.example").headers.get("access-control-allow-origin") is None
+    answer = httpx.get(f"{guarded.url}/v1/models", headers={"origin": ORIGIN, **bearer(FLAG)})
+    assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == ORIGIN
+    assert httpx.get(f"{guarded.url}/v1/models", headers={"origin": ORIGIN}).status_code == 401
+    for origin in (ORIGIN, "null", server.url):
+        answer = ask(server, origin)
+        assert answer.status_code == 405
+        assert not any(name.startswith("access-control") for name in answer.headers)
+        plain = httpx.get(f"{server.url}/v1/models", headers={"origin": origin})
+        assert not any(name.startswith("access-control") for name in plain.headers)
+
+
+# --- sockets
+
+
+def test_only_the_port_listens_and_on_this_machine_only(server: RunningServer) -> None:
+    complete(server, structured_outputs={"choice": ["a", "b"]})  # starts the worker that checks grammars
+    found = [entry for pid in _list_family(server.process.pid) for entry in _list_sockets(pid)]
+    listening = {(address, port) for address, port, state in found if state == "0A"}
+    assert listening == {("0100007F", urlsplit(server.url).port)}
+    connected = {address for address, _, state in found if state != "0A"}
+    assert connected <= {"0100007F"}  # none to anywhere else
+
+
+def _list_family(pid: int) -> list[int]:
+    """The process and everything that it has started."""
+    found = [pid]
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        found += [each for child in (task / "children").read_text().split() for each in _list_family(int(child))]
+    return found
+
+
+def _list_sockets(pid: int) -> list[tuple[str, int, str]]:
+    """(address, port, state) of the process's own TCP and UDP sockets, as /proc/net has them."""
+    own = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            own |= set(re.findall(r"socket:\[(\d+)\]", os.readlink(link)))
+        except OSError:
+            continue  # closed meanwhile
+    found = []
+    for kind in ("tcp", "tcp6", "udp", "udp6"):
+        for line in Path(f"/proc/{pid}/net/{kind}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[9] in own:
+                address, _, port = fields[1].partition(":")
+                found.append((address, int(port, 16), fields[3] if kind.startswith("tcp") else "0A"))
+    return found
+
+
+def test_a_unix_socket_takes_the_place_of_the_port(tmp_path: Path) -> None:
+    path = tmp_path / "serve.sock"
+    running = launch(*SMALL, "--uds", str(path))
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://server") as http:
+            while time.monotonic() < deadline and running.process.poll() is None:
+                if path.exists() and http.get("/health").status_code in (200, 503):
+                    break
+                time.sleep(0.05)
+            assert http.get("/ping").status_code in (200, 503), running.lines
+            assert http.get("/version").json()["version"]
+        assert not [entry for entry in _list_sockets(running.process.pid) if entry[2] == "0A"]
+    finally:
+        assert running.stop() in (0, -15)
+
+
+# --- TLS
+
+
+def test_tls_with_a_certificate_of_ones_own(tmp_path: Path) -> None:
+    program = shutil.which("openssl")
+    if program is None:
+        pytest.skip("openssl is not installed, so there is no certificate to test TLS with")
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    command = [program, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(command, check=True, capture_output=True)
+    running = launch(*SMALL, "--ssl-keyfile", str(key), "--ssl-certfile", str(certificate), "--api-key", FLAG)
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while not running.url and time.monotonic() < deadline and running.process.poll() is None:
+            time.sleep(0.05)
+        assert running.url.startswith("https://"), running.lines
+        import ssl
+
+        context = ssl.create_default_context(cafile=str(certificate))
+        with httpx.Client(base_url=running.url, verify=context) as http:
+            assert http.get("/health").status_code in (200, 503)
+            assert http.get("/version").status_code == 401
+            assert http.get("/version", headers=bearer(FLAG)).status_code == 200
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{running.url}/health")  # nobody vouches for the certificate
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(f"{running.url.replace('https', 'http')}/health")
+    finally:
+        running.stop()
