@@ -24,6 +24,7 @@ from jaxserve.errors import CapacityError, ConfigError, TokenizerError, WeightsE
 _MAX_WAITING = 10_000  # lines
 _MAX_MESSAGE = 8192  # characters
 _MAX_CLIENT_TEXT = 200  # characters of what a client made up: paths, ids
+_GATHER_SECONDS = 0.02
 _FLUSH_SECONDS = 2.0
 _OURS = "jaxserve"
 _LIBRARIES = ("asyncio", "uvicorn", "opentelemetry")  # whose warnings belong in the same log
@@ -136,15 +137,24 @@ class LogWriter(logging.Handler):
         super().close()
 
     def _write_lines(self) -> None:
-        while (line := self._lines.get()) is not None:
-            if isinstance(line, threading.Event):
-                line.set()
-                continue
+        is_open = True
+        while is_open:
+            items = [self._lines.get()]
+            if isinstance(items[0], str):
+                time.sleep(_GATHER_SECONDS)  # under load one wakeup writes many lines
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    items.append(self._lines.get_nowait())
+            lines = [item for item in items if isinstance(item, str)]
             try:
-                self._stream.write(line)
+                self._stream.write("".join(lines))
                 self._stream.flush()
             except (OSError, ValueError):  # a full disk, a closed pipe: the server goes on
-                self.dropped += 1
+                self.dropped += len(lines)
+            for item in items:
+                if isinstance(item, threading.Event):
+                    item.set()
+            is_open = None not in items
 
 
 class TextFormatter(logging.Formatter):

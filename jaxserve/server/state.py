@@ -66,21 +66,20 @@ class ServerState:
     created: int = field(default_factory=lambda: int(time.time()))
     num_streams: int = 0  # requests being answered
     has_drained: bool = False  # the last of them has ended, and the process ends: whoever only looks on is to stop
+    fingerprint: str = ""  # changes with the version and with the engine's options
     profile_dir: str | None = None  # of the trace that is being taken
     threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(_PREPARING_THREADS, thread_name_prefix="jaxserve-prepare")
     )
 
+    def __post_init__(self) -> None:
+        digest = hashlib.sha256(repr(self.engine_config).encode()).hexdigest()
+        self.fingerprint = f"jaxserve-{__version__}-{digest[:8]}"
+
     @property
     def names(self) -> tuple[str, ...]:
         """By which clients know the model; the first is what answers carry."""
         return self.config.serving.served_model_name or (self.engine_config.model.model,)
-
-    @property
-    def fingerprint(self) -> str:
-        """Changes with the version and with the engine's options."""
-        digest = hashlib.sha256(repr(self.engine_config).encode()).hexdigest()
-        return f"jaxserve-{__version__}-{digest[:8]}"
 
     @property
     def serves(self) -> bool:

@@ -336,7 +336,8 @@ def test_a_failed_step_ends_its_requests_and_no_others(
 
 def test_requests_that_wait_outlive_a_failed_step(broken: RunningServer, its_text: str) -> None:
     body = {"temperature": 0, "ignore_eos": True}
-    before = [open_stream(broken, max_tokens=80, priority=faulty.SLOW + 15, **body) for _ in range(8)]
+    slow = {"priority": faulty.SLOW + 15, **body}
+    before = [open_stream(broken, max_tokens=80 + 10 * number, **slow) for number in range(8)]
     wait_until(lambda: broken.metric("jaxserve:num_requests_running") == 8)
     failing = open_stream(broken, max_tokens=4, priority=faulty.FAIL_RESULT)
     after = [open_stream(broken, max_tokens=4, priority=9999, **body) for _ in range(6)]
@@ -391,18 +392,36 @@ def test_one_stream_too_many_is_refused(broken: RunningServer, its_text: str) ->
     check_idle(broken, its_text)
 
 
-def test_tokenizing_megabytes_holds_up_nobody(broken: RunningServer, its_text: str) -> None:
-    prompt = "word " * 400_000
-    with ThreadPoolExecutor(1) as clients, httpx.Client() as client:
-        answer = clients.submit(httpx.post, broken.url + "/tokenize", json={"prompt": prompt}, timeout=120)
-        seconds = []
-        while not answer.done():
-            start = time.monotonic()
-            assert client.get(broken.url + "/ping", timeout=60).status_code == 200
-            seconds.append(time.monotonic() - start)
-            time.sleep(0.005)
-        assert answer.result().json()["count"] > 400_000
-    print(f"{len(seconds)} pings while 2 MB are tokenized, the slowest {max(seconds) * 1e3:.0f} ms")
+@pytest.mark.parametrize("path", [COMPLETIONS, "/tokenize"])
+def test_megabytes_of_text_are_refused_without_a_look_at_them(broken: RunningServer, its_text: str, path: str) -> None:
+    start = time.monotonic()
+    response = httpx.post(broken.url + path, json={"prompt": "word " * 400_000}, timeout=120)
+    assert response.status_code == 400 and response.json()["error"]["code"] == "context_length_exceeded"
+    assert time.monotonic() - start < 5
+    check_idle(broken, its_text)
+
+
+def test_preparing_prompts_holds_up_nobody(broken: RunningServer, its_text: str) -> None:
+    """A thousand prompts, each as long as may be, keep the tokenizer busy for seconds."""
+    is_done, seconds = threading.Event(), []
+
+    def ping() -> None:
+        with httpx.Client() as client:
+            while not is_done.is_set():
+                start = time.monotonic()
+                assert client.get(broken.url + "/ping", timeout=60).status_code == 200
+                seconds.append(time.monotonic() - start)
+                time.sleep(0.005)
+
+    pinging = threading.Thread(target=ping)
+    pinging.start()
+    try:
+        response = complete(broken, prompt=["word " * 1000] * 250 + ["long " * 1100], max_tokens=1)
+        assert response.status_code == 400 and response.json()["error"]["code"] == "context_length_exceeded"
+    finally:
+        is_done.set()
+        pinging.join()
+    print(f"{len(seconds)} pings while 250,000 words are tokenized, the slowest {max(seconds) * 1e3:.0f} ms")
     assert len(seconds) >= 5, "they were answered meanwhile"
     check_idle(broken, its_text)
 

