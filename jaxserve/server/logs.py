@@ -24,6 +24,7 @@ from jaxserve.errors import CapacityError, ConfigError, TokenizerError, WeightsE
 _MAX_WAITING = 10_000  # lines
 _MAX_MESSAGE = 8192  # characters
 _MAX_CLIENT_TEXT = 200  # characters of what a client made up: paths, ids
+_MAX_GATHERED = 256  # lines of one wakeup
 _GATHER_SECONDS = 0.02
 _FLUSH_SECONDS = 2.0
 _OURS = "jaxserve"
@@ -143,18 +144,23 @@ class LogWriter(logging.Handler):
             if isinstance(items[0], str):
                 time.sleep(_GATHER_SECONDS)  # under load one wakeup writes many lines
             with contextlib.suppress(queue.Empty):
-                while True:
+                while len(items) < _MAX_GATHERED:
                     items.append(self._lines.get_nowait())
-            lines = [item for item in items if isinstance(item, str)]
-            try:
-                self._stream.write("".join(lines))
+            for line in items:
+                if isinstance(line, str):
+                    self._write(line)
+            with contextlib.suppress(OSError, ValueError):
                 self._stream.flush()
-            except (OSError, ValueError):  # a full disk, a closed pipe: the server goes on
-                self.dropped += len(lines)
             for item in items:
                 if isinstance(item, threading.Event):
                     item.set()
             is_open = None not in items
+
+    def _write(self, line: str) -> None:
+        try:
+            self._stream.write(line)
+        except (OSError, ValueError):  # a full disk, a closed pipe: the server goes on
+            self.dropped += 1
 
 
 class TextFormatter(logging.Formatter):

@@ -118,12 +118,14 @@ def test_access_line_and_its_fields() -> None:
     assert {name: entry[name] for name in expected} == expected
 
 
-def test_probes_that_went_well_are_quiet() -> None:
+def test_probes_are_quiet_unless_they_fail() -> None:
     stream = io.StringIO()
     handler = configure_logging("info", stream=stream)
     log_access("a", make_scope(method="GET", path="/health/ready"), 200, 0.001)
     assert read_lines(handler, stream) == []
     log_access("b", make_scope(method="GET", path="/health/ready"), 503, 0.001)
+    assert read_lines(handler, stream) == []
+    log_access("c", make_scope(method="GET", path="/health/ready"), 500, 0.001)
     assert len(read_lines(handler, stream)) == 1
     configure_logging("debug", stream=stream)
     log_access("c", make_scope(method="GET", path="/metrics"), 200, 0.001)
@@ -226,7 +228,7 @@ def test_a_held_terminal_stops_nobody() -> None:
     handler = configure_logging("info", stream=stream)
     for number in range(12_000):
         logging.getLogger("jaxserve").info("%d", number)
-    assert handler.dropped >= 1_990, "what does not fit is dropped instead of waited for"
+    assert handler.dropped >= 1_700, "what does not fit is dropped instead of waited for"
     stream.go_on.set()
     lines = read_lines(handler, stream)
     assert len(lines) == 12_000 - handler.dropped

@@ -19,7 +19,7 @@ import openai
 import pytest
 
 from tests.server.conftest import SMALL
-from tests.server.running import START_SECONDS, RunningServer, launch, run_server
+from tests.server.running import START_SECONDS, RunningServer, launch
 
 FLAG, FILED, SECOND, ENVIRONED = "key-from-flag-1", "key-from-file-2", "key-from-file-3", "key-from-environment-4"
 KEYS = (FLAG, FILED, SECOND, ENVIRONED)
@@ -40,8 +40,12 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]
     flags = ("--api-key", FLAG, "--api-key-file", str(path), "--allowed-origins", ORIGIN)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAXSERVE_API_KEY", f"{ENVIRONED},")
-        with run_server(*SMALL, *flags) as running:
-            yield running
+        running = launch(*SMALL, *flags)
+    try:
+        running.wait_until_ready()
+        yield running
+    finally:
+        running.stop()
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -62,12 +66,18 @@ def test_every_key_opens(guarded: RunningServer) -> None:
     for key in KEYS:
         assert complete(guarded, key).status_code == 200
         assert openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=key).models.list().data[0].id == "demo"
-    assert httpx.get(f"{guarded.url}/v1/models", headers={"Authorization": f"bearer  {FLAG} "}).status_code == 200
+    assert httpx.get(f"{guarded.url}/v1/models", headers={"Authorization": f"bearer  {FLAG}"}).status_code == 200
 
 
 def test_everything_else_stays_closed(guarded: RunningServer) -> None:
-    wrong = [{}, *(bearer(key) for key in ("", "x", FLAG[:-1], f"{FLAG}x", FLAG.upper(), f"{FLAG},{FILED}", "é"))]
-    wrong += [{"authorization": FLAG}, {"authorization": f"Basic {FLAG}"}, {"api-key": FLAG}, {"x-api-key": FLAG}]
+    wrong = [{}, *(bearer(key) for key in ("x", FLAG[:-1], f"{FLAG}x", FLAG.upper(), f"{FLAG},{FILED}", "é"))]
+    wrong += [
+        {"authorization": FLAG},
+        {"authorization": "Bearer"},
+        {"authorization": f"Basic {FLAG}"},
+        {"api-key": FLAG},
+        {"x-api-key": FLAG},
+    ]
     with httpx.Client(base_url=guarded.url) as http:
         for headers in wrong:
             raw = {name: value.encode() for name, value in headers.items()}
