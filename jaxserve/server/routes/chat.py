@@ -137,7 +137,7 @@ class _Answer:
                 first["prompt_token_ids"] = output.prompt_token_ids
             chunks.append(first)
         is_last = completion.finish_reason is not None
-        deltas = [_to_delta(piece) for piece in _parse(choice, completion.text, is_last)]
+        deltas = [_to_delta(piece) for piece in self._read(choice, completion.text, is_last)]
         logprobs = self._read_logprobs(completion)
         if not deltas and (logprobs or (self._body.return_token_ids and completion.token_ids)):
             deltas = [{}]  # tokens whose text is still held back
@@ -155,12 +155,23 @@ class _Answer:
             chunks.append(chunk)
         return chunks
 
+    def _read(self, choice: _Choice, text: str, is_last: bool) -> Sequence[Piece]:
+        """Returns what new text means: content, reasoning where it is wanted, pieces of calls."""
+        if choice.parser is None:
+            return [Content(text)] if text else []
+        pieces = choice.parser.push(text) if text else []
+        if is_last:
+            pieces = [*pieces, *choice.parser.finish()]
+        if self._body.include_reasoning is False:
+            pieces = [piece for piece in pieces if not isinstance(piece, Reasoning)]
+        return pieces
+
     def _make_chunk(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def _render_whole(self, completion: CompletionOutput) -> dict[str, Any]:
         choice = self._choices[completion.index]
-        message = _collect_message(_parse(choice, completion.text, is_last=True))
+        message = _collect_message(self._read(choice, completion.text, is_last=True))
         found: dict[str, Any] = {
             "index": completion.index,
             "message": message,
@@ -186,14 +197,6 @@ class _Answer:
 
     def _usage(self) -> dict[str, Any]:
         return self._generation.account.to_usage().model_dump()
-
-
-def _parse(choice: _Choice, text: str, is_last: bool) -> Sequence[Piece]:
-    """Returns what new text means: content, reasoning, pieces of calls."""
-    if choice.parser is None:
-        return [Content(text)] if text else []
-    pieces = choice.parser.push(text) if text else []
-    return [*pieces, *choice.parser.finish()] if is_last else pieces
 
 
 def _to_delta(piece: Piece) -> dict[str, Any]:

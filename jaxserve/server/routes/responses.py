@@ -60,6 +60,9 @@ def check_body(body: ResponseRequest) -> None:
     for name, options in (("text", body.text), ("reasoning", body.reasoning)):
         if options is not None:
             options.refuse_unsupported(f"{name}.")
+    if body.tool_choice not in (None, "auto", "none"):
+        message = f"{shorten(body.tool_choice)} needs tools, and there are none"
+        raise InvalidRequestError(message, field="tool_choice", value=body.tool_choice)
     if body.truncation == "auto":
         raise InvalidRequestError("'auto' is not supported; use disabled", field="truncation", value="auto")
     if body.tool_choice not in (None, "auto", "none"):
