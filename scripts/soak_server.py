@@ -33,12 +33,13 @@ from soak_load import Load
 
 FLAGS = (
     *("--port", "0", "--max-num-seqs", "8", "--max-num-batched-tokens", "128", "--max-model-len", "1024"),
-    *("--slow-reader-timeout", "2", "--no-access-log", "--status-interval", "0"),
+    *("--slow-reader-timeout", "2", "--keep-alive-timeout", "1", "--no-access-log", "--status-interval", "0"),
 )
 GAUGES = ("num_requests_running", "num_requests_waiting", "num_queued_tokens", "kv_cache_usage_perc")
 MAX_GROWTH_MB, MAX_FDS = 100.0, 5  # between the middle and the end
 WARM_UP_SHARE, MAX_WARM_UP = 0.15, 60.0
 SAMPLE_SECONDS = 1.0
+CLOSING_SECONDS = 2.0  # until idle connections are closed
 START_SECONDS, IDLE_SECONDS = 300.0, 30.0
 LOG_LINES, SHOWN_FAILURES = 40, 10
 MIN_WIDTH = 110  # of a line, where nobody knows how wide the terminal is
@@ -131,7 +132,7 @@ async def wait_until_idle(server: Server, since: float) -> Sample:
     deadline = time.monotonic() + IDLE_SECONDS
     while any(server.look(since).gauges.values()) and time.monotonic() < deadline:
         await asyncio.sleep(0.1)
-    await asyncio.sleep(min(6.0, SAMPLE_SECONDS * 6))  # keep-alive ends after five seconds
+    await asyncio.sleep(CLOSING_SECONDS)
     return server.look(since)
 
 

@@ -27,15 +27,16 @@ async def read_body[B: Body](request: Request, kind: type[B], state: ServerState
         ApiError: 400 for what is malformed, 408 when it does not come, 413 when it is too large.
     """
     raw = await _collect(request, state)
-    try:
-        if len(raw) <= _PARSE_HERE:
-            body = kind.model_validate_json(raw)
-        else:
-            body = await state.run_in_thread(kind.model_validate_json, raw)
-    except ValidationError as error:
-        raise explain_validation(error) from None
+    body = _parse(raw, kind) if len(raw) <= _PARSE_HERE else await state.run_in_thread(_parse, raw, kind)
     body.refuse_unsupported()
     return body
+
+
+def _parse[B: Body](raw: bytes, kind: type[B]) -> B:
+    try:
+        return kind.model_validate_json(raw)
+    except ValidationError as error:
+        raise explain_validation(error) from None
 
 
 async def prepare[B: Body, T](

@@ -104,30 +104,37 @@ def _explain(error: JaxServeError, status: int, code: str, retry_after: int) -> 
 
 def _bound(message: str) -> str:
     """Libraries beneath quote whole lines of what they refuse; what is ours is short."""
-    words = (word if len(word) <= _MOST_ECHO else f"{word[: _MOST_ECHO - 3]}..." for word in message.split(" "))
+    words = (word if len(word) <= _MOST_ECHO else f"{word[: _MOST_ECHO - 3]}..." for word in message.split())
     text = " ".join(words)
     return text if len(text) <= _MOST_TEXT else f"{text[: _MOST_TEXT - 3]}..."
 
 
 def explain_validation(error: ValidationError) -> ApiError:
     """Returns the most telling complaint about a body."""
-    found = error.errors(include_url=False, include_context=False)
-    worst = max(found, key=lambda each: (each["type"] == "extra_forbidden", len(each["loc"])))
-    parts = [part for part in worst["loc"] if not _is_type_name(part)]
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".") or None
-    if worst["type"] == "json_invalid":
+    found = error.errors(include_url=False)
+    worst = max(found, key=lambda each: (each["type"] == "unknown_parameter", len(each["loc"])))
+    kind, parts = worst["type"], [part for part in worst["loc"] if not _is_type_name(part)]
+    if kind == "json_invalid":
         reason = worst["msg"].removeprefix("Invalid JSON: ")
         return ApiError(400, f"The body is not valid JSON: {reason}.", code="invalid_json")
-    if not worst["loc"]:
+    if kind == "unknown_parameter":
+        parts.append(worst["ctx"]["name"])
+    elif not parts:
         return ApiError(400, f"The body must be a JSON object, got {shorten(worst['input'])}.", code="invalid_value")
-    if worst["type"] == "extra_forbidden":
-        return ApiError(
-            400, f"Unknown parameter: {shorten(param)}.", param=shorten(param)[1:-1], code="unknown_parameter"
-        )
-    if worst["type"] == "missing":
+    # Names in it may be the client's own, and as long as it likes.
+    param = _quote("".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)[1:])
+    if kind == "unknown_parameter":
+        return ApiError(400, f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
+    if kind == "missing":
         return ApiError(400, f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
     message = f"Invalid value for '{param}': {worst['msg'].lower()}, got {shorten(worst['input'])}."
     return ApiError(400, message, param=param, code="invalid_value")
+
+
+def _quote(text: str) -> str:
+    """Returns text that is safe to show: on one line, and short."""
+    text = repr(text)[1:-1]
+    return text if len(text) <= _MOST_ECHO else f"{text[: _MOST_ECHO - 3]}..."
 
 
 def _is_type_name(part: object) -> bool:

@@ -128,10 +128,11 @@ def test_every_field_refuses_every_wrong_type(http: httpx.Client, path: str) -> 
 @pytest.mark.parametrize("path", GOOD)
 def test_unknown_and_missing_fields_are_named(http: httpx.Client, path: str) -> None:
     _, good = GOOD[path]
-    for name in ("best_friend", "Prompt", "", "__class__", "é" * 300, "Q" * 5000):
+    for name in ("best_friend", "Prompt", "", "str", "a[b]", "a.b", "__class__", "é" * 300, "Q" * 5000):
         answer = post(http, path, {**good, name: 1})
         check_refusal(answer, 400, code="unknown_parameter")
         assert name[:90] in answer.json()["error"]["message"] and answer.json()["error"]["param"].startswith(name[:90])
+    check_refusal(post(http, path, {**good, "a\nb\x1b": 1}), 400, "a\\nb\\x1b")
     needed = next(iter(good))
     check_refusal(post(http, path, {}), 400, needed)
     for wrong in (b"", b"null", b"[]", b'"a"', b"5", b"{", b"{}}", b"\xff\xfe{}", b"\xef\xbb\xbf{}", b"{'a': 1}"):
@@ -161,6 +162,34 @@ def test_every_field_of_the_official_client_is_known(http: httpx.Client, path: s
         answer = post(http, path, {**good, field: [{}] if kind == "array" else SAMPLES[kind]})
         check_refusal(answer, 400)
         assert answer.json()["error"]["param"].replace("[", ".").split(".")[0] == field
+
+
+LONG = 180_000
+FLOODS: list[tuple[str, Any]] = [
+    *((field, [1] * LONG) for field in ("messages", "input", "tools", "stop", "bad_words", "modalities", "include")),
+    *((field, ["a"] * LONG) for field in ("messages", "input", "stop_token_ids", "allowed_token_ids", "tokens")),
+    ("prompt", [[1.5]] * LONG),
+    ("prompt", ["a"] * LONG + [1]),
+    *((field, dict.fromkeys(map(str, range(LONG // 3)), "a")) for field in ("logit_bias", "extra_args")),
+    ("metadata", dict.fromkeys(map(str, range(LONG // 3)), 1)),
+    ("structured_outputs", dict.fromkeys(map(str, range(LONG // 3)), 1)),
+    ("chat_template_kwargs", dict.fromkeys(map(str, range(LONG // 3)), 1)),
+    ("temperature", [1] * LONG),
+    ("temperature", "Q" * LONG),
+    ("model", ["Q"] * LONG),
+]
+
+
+@pytest.mark.parametrize("path", GOOD)
+def test_a_flood_of_mistakes_gets_one_short_answer(http: httpx.Client, path: str) -> None:
+    model, good = GOOD[path]
+    known = {field.alias or name for name, field in model.model_fields.items()}
+    for field, value in FLOODS:
+        if field in known:
+            start = time.monotonic()
+            check_refusal(post(http, path, {**good, field: value}), 400)
+            assert time.monotonic() - start < 5
+    check_refusal(post(http, path, {**good, **dict.fromkeys(map(str, range(LONG // 3)), 1)}), 400, "0")
 
 
 # --- JSON
@@ -245,6 +274,7 @@ SAMPLING: list[tuple[dict[str, Any], str]] = [
         for key in ("-1", "1536", "99999999999", "a", "", "1.5", "\u0661", "Q" * 5000)
     ),
     *(({"logit_bias": {"5": value}}, "logit_bias") for value in (101, -100.5)),
+    ({"logit_bias": {"\n": None}}, "logit_bias.\\n"),
     ({"logit_bias": {str(number): 1 for number in range(301)}}, "logit_bias"),
     *(({"stop_token_ids": value}, "stop_token_ids") for value in ([-1], [1536], [2**70], [5] * 257)),
     *(({"allowed_token_ids": value}, "allowed_token_ids") for value in ([], [-1], [1536], [2**70])),
@@ -380,6 +410,8 @@ CHATS: list[tuple[dict[str, Any], str]] = [
     ({"reasoning_effort": "Q" * 300}, "reasoning_effort"),
     ({"echo": True}, "echo"),
     ({"metadata": {"a": 1}}, "metadata.a"),
+    ({"metadata": {"a": "Q" * 513}}, "metadata.a"),
+    ({"metadata": {str(number): "" for number in range(17)}}, "metadata"),
     ({"chat_template": "{{ 1 }}"}, "chat_template"),
     ({"chat_template": "{% for i in range(10**9) %}{% endfor %}"}, "chat_template"),
     *(

@@ -6,30 +6,30 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel
 
-from jaxserve.server.protocol.fields import Effort, ResponseFormat, SamplingFields, Usage
+from jaxserve.server.protocol.fields import Effort, Labels, Objects, ResponseFormat, SamplingFields, Texts, Usage
 
 
 class ChatCompletionRequest(SamplingFields):
     """A conversation to answer. Messages and tools are checked where they are read."""
 
-    messages: list[dict[str, Any]]
+    messages: Objects
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
-    metadata: dict[str, str] | None = None  # a label
+    metadata: Labels | None = None  # a label
     safety_identifier: str | None = None  # a label
     store: bool | None = None
-    modalities: list[str] | None = None
+    modalities: Texts | None = None
     audio: dict[str, Any] | None = None
     prediction: dict[str, Any] | None = None
     web_search_options: dict[str, Any] | None = None
-    functions: list[dict[str, Any]] | None = None
+    functions: Objects | None = None
     function_call: str | dict[str, Any] | None = None
     verbosity: str | None = None
     moderation: Any = None

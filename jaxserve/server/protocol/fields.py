@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.sampling_params import OutputKind, SamplingParams
+from jaxserve.sampling_params import MAX_LOGIT_BIAS, OutputKind, SamplingParams
 from jaxserve.structured_params import StructuredOutputsParams
 
 
@@ -18,9 +19,22 @@ class _AtFirst(FailFast):
     __hash__ = object.__hash__  # pydantic's own cannot stand in a union
 
 
+def _at_most(count: int) -> BeforeValidator:
+    """Refuses a mapping with more members before any of them is looked at, for the same reason."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > count:
+            raise PydanticCustomError("too_long", f"at most {count} members are possible")
+        return value
+
+    return BeforeValidator(check)
+
+
 Texts = Annotated[list[str], _AtFirst()]
 Ids = Annotated[list[int], _AtFirst()]
+Objects = Annotated[list[dict[str, Any]], _AtFirst()]
 Prompts = str | Texts | Ids | Annotated[list[Ids], _AtFirst()]
+Labels = Annotated[dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], _at_most(16)]
 
 
 class Body(BaseModel):
@@ -30,6 +44,16 @@ class Body(BaseModel):
 
     # Fields that OpenAI's clients may send and that would change the answer if we had them, with what we can do.
     refused: ClassVar[dict[str, str]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def refuse_unknown(cls, value: Any) -> Any:
+        """Refuses the first field that is not known: a report of each would be longer than the body."""
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        for name in value if isinstance(value, dict) else ():
+            if name not in known:
+                raise PydanticCustomError("unknown_parameter", "unknown parameter", {"name": name})
+        return value
 
     def refuse_unsupported(self, inside: str = "") -> None:
         """Refuses by name what is known and not supported.
@@ -117,7 +141,7 @@ class SamplingFields(EngineFields):
 
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], _at_most(MAX_LOGIT_BIAS)] | None = None
     n: int | None = None
     seed: int | None = None
     stop: str | Texts | None = None
@@ -137,7 +161,7 @@ class SamplingFields(EngineFields):
     include_stop_str_in_output: bool | None = None
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputs | None = None
-    extra_args: dict[str, float] | None = None
+    extra_args: Annotated[dict[str, float], _at_most(64)] | None = None
     # of streams
     stream: bool | None = None
     stream_options: StreamOptions | None = None

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field
 
-from jaxserve.server.protocol.fields import Body, Effort, ResponseFormat, SamplingFields
+from jaxserve.server.protocol.fields import Body, Effort, Labels, Objects, ResponseFormat, SamplingFields, Texts
 
 
 class TextFormat(Body):
@@ -43,12 +43,12 @@ class ReasoningOptions(Body):
 class ResponseRequest(SamplingFields):
     """A conversation to answer, in the form of OpenAI's newer interface. Text only; nothing is stored."""
 
-    input: str | list[dict[str, Any]]
+    input: str | Objects
     instructions: str | None = None
     max_output_tokens: int | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Labels | None = None  # a label
     safety_identifier: str | None = None  # a label
     prompt_cache_key: str | None = None  # a hint: prefixes are shared whatever it says
     truncation: Literal["auto", "disabled"] | None = None
@@ -57,8 +57,8 @@ class ResponseRequest(SamplingFields):
     previous_response_id: str | None = None
     conversation: str | dict[str, Any] | None = None
     prompt: dict[str, Any] | None = None
-    include: list[str] | None = None
-    tools: list[dict[str, Any]] | None = None
+    include: Texts | None = None
+    tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     max_tool_calls: int | None = None

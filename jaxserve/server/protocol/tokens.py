@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field
 
-from jaxserve.server.protocol.fields import Body, EngineFields, Ids, Prompts, Usage
+from jaxserve.server.protocol.fields import Body, EngineFields, Ids, Objects, Prompts, Usage
 
 
 class TokenizeRequest(Body):
@@ -14,8 +14,8 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: Objects | None = None
+    tools: Objects | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
