@@ -72,7 +72,13 @@ def _tokenize(body: TokenizeRequest, state: ServerState) -> dict[str, Any]:
     tokenizer = _require_tokenizer(state)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("give either prompt or messages", field="prompt", value=body.prompt)
+    if body.messages is not None and body.add_special_tokens:
+        message = "cannot be true with messages: the template writes them"
+        raise InvalidRequestError(message, field="add_special_tokens", value=True)
     if body.prompt is not None:
+        for name in ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+            if getattr(body, name) is not None:
+                raise InvalidRequestError("needs messages", field=name, value=getattr(body, name))
         check_length(body.prompt, state, "prompt", cuts=True)
         adds = body.add_special_tokens is not False
         token_ids = tokenizer.encode(body.prompt, add_special_tokens=adds)
