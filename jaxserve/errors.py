@@ -6,7 +6,12 @@ so that a server can answer with `param=` without parsing text.
 
 from __future__ import annotations
 
+import reprlib
+
 _MAX_ECHO = 100  # characters of a caller's value that an error repeats
+_REPR = reprlib.Repr()
+_REPR.maxlist = _REPR.maxtuple = _REPR.maxdict = _REPR.maxset = _MAX_ECHO // 2  # more could not be shown
+_REPR.maxstring = _REPR.maxlong = _REPR.maxother = 2 * _MAX_ECHO
 
 
 class JaxServeError(Exception):
@@ -80,6 +85,6 @@ class GrammarError(_FieldError):
 
 
 def shorten(value: object) -> str:
-    """Returns `repr(value)`, cut to a length that is safe to print in an error."""
-    text = repr(value)
+    """Returns `repr(value)`, cut to a length that is safe to print in an error; no more of it is read."""
+    text = repr(value[: _MAX_ECHO + 1]) if isinstance(value, str | bytes) else _REPR.repr(value)
     return text if len(text) <= _MAX_ECHO else text[: _MAX_ECHO - 3] + "..."

@@ -54,7 +54,9 @@ def make_api(state: ServerState) -> FastAPI:
         version=__version__,
         description="An OpenAI-compatible server. Endpoints and fields are OpenAI's, with vLLM's further ones.",
         openapi_url="/openapi.json" if docs else None,
+        docs_url=None,  # FastAPI's pages load their scripts from elsewhere
         redoc_url=None,
+        redirect_slashes=False,
         exception_handlers=_HANDLERS,
     )
     app.state.server = state

@@ -150,11 +150,16 @@ def make_state(engine: EngineConfig, config: ServerConfig) -> ServerState:
         ConfigError: a file that the options name cannot be read, or a parser's name is unknown.
     """
     from jaxserve.server.tools import REASONING_PARSERS, TOOL_PARSERS
+    from jaxserve.tokenizers.chat import OPTIONS
 
     serving = config.serving
     name = (serving.served_model_name or (engine.model.model,))[0]
     metrics = ServerMetrics(name, prefix=config.logs.metrics_prefix)
     tracer = make_tracer(config.logs.otlp_traces_endpoint, "jaxserve", model=name)
+    for variable in serving.template_variables():
+        if variable not in OPTIONS:
+            message = f"{variable!r} is no variable of a template that can be set; known: {', '.join(OPTIONS)}"
+            raise ConfigError(message, field="default_chat_template_kwargs", value=variable)
     state = ServerState(config, engine, metrics, tracer, template_variables=serving.template_variables())
     if serving.chat_template is not None:
         try:

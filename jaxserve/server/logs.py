@@ -61,6 +61,7 @@ def configure_logging(level: str, json: bool = False, stream: TextIO | None = No
         logger.addHandler(handler)
         logger.propagate = False
         logger.setLevel(number if name == _OURS else max(number, logging.WARNING))
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # it warns of every malformed request
     for old in replaced:
         old.close()
     return handler
@@ -101,16 +102,18 @@ class LogWriter(logging.Handler):
         self.dropped = 0
         self._closed = False
         self._stream = stream
-        self._lines: queue.Queue[str | threading.Event | None] = queue.Queue(_MAX_WAITING)
+        # Not a queue.Queue: a signal's handler that logs would wait for the lock which the thread under it holds.
+        self._lines: queue.SimpleQueue[str | threading.Event | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write_lines, name="jaxserve-log", daemon=True)
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Formats the record here, as its arguments may change later."""
-        try:
-            self._lines.put_nowait(self.format(record) + "\n")
-        except queue.Full:
+        if self._lines.qsize() >= _MAX_WAITING:
             self.dropped += 1
+            return
+        try:
+            self._lines.put(self.format(record) + "\n")
         except Exception:
             self.handleError(record)
 
@@ -123,18 +126,14 @@ class LogWriter(logging.Handler):
         if self._closed or threading.current_thread() is self._thread:
             return
         done = threading.Event()
-        try:
-            self._lines.put(done, timeout=_FLUSH_SECONDS)
-        except queue.Full:
-            return
+        self._lines.put(done)
         done.wait(_FLUSH_SECONDS)
 
     def close(self) -> None:
         """Writes what is left and ends the thread. Calling it again does nothing."""
         self.flush()
         self._closed = True
-        with contextlib.suppress(queue.Full):
-            self._lines.put_nowait(None)
+        self._lines.put(None)
         super().close()
 
     def _write_lines(self) -> None:

@@ -124,7 +124,7 @@ class LogOptions:
     access_log: bool = option(True, "one line for each request")
     metrics_prefix: str = option("jaxserve", "of metrics' names; 'vllm' lets dashboards made for vLLM work")
     otlp_traces_endpoint: str | None = option(None, "where to send OpenTelemetry spans (OTLP over HTTP)")
-    disable_fastapi_docs: bool = option(False, "no /docs and /openapi.json")
+    disable_fastapi_docs: bool = option(False, "no /openapi.json")
 
     def __post_init__(self) -> None:
         check_choices(self)

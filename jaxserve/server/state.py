@@ -27,6 +27,7 @@ from jaxserve.server.tools import guess_tool_parser
 from jaxserve.server.tracing import NullTracer, Tracer
 
 _log = logging.getLogger(__name__)
+_LONGEST_RETRY = 60  # seconds
 _PREPARING_THREADS = 4  # that render templates, tokenize and compile grammars
 
 
@@ -150,9 +151,8 @@ class ServerState:
             self.num_streams -= 1
 
     def retry_after(self) -> int:
-        """Seconds after which a request that is refused now has a chance: those that wait, at the present pace."""
-        pace = self.metrics.finished_per_second()
-        return max(1, min(60, math.ceil(self.num_streams / pace / 2))) if pace > 0 else 1
+        """Seconds after which a request that is refused now has a chance: half of what requests take."""
+        return max(1, min(_LONGEST_RETRY, math.ceil(self.metrics.mean_request_seconds() / 2)))
 
     async def run_in_thread(self, function: Any, *args: Any) -> Any:
         """Runs what would hold up the event loop; ApiError 400 when it takes too long."""

@@ -19,7 +19,7 @@ from tests.e2e.helpers import PROGRAMS
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 120.0
-_ADDRESS = re.compile(r"listening on (https?://\S+)")
+_ADDRESS = re.compile(r'listening on (https?://[^\s"]+)')
 
 
 @dataclass

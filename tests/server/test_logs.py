@@ -256,7 +256,7 @@ def test_configuring_again_replaces_the_handler() -> None:
     new = configure_logging("warning", stream=second)
     logging.getLogger("jaxserve").info("no")
     logging.getLogger("jaxserve").warning("yes")
-    logging.getLogger("uvicorn.error").warning("theirs")
+    logging.getLogger("asyncio").warning("theirs")
     assert [line[-6:] for line in read_lines(new, second)] == ["   yes", "theirs"]
     assert first.getvalue() == ""
     assert old not in logging.getLogger("jaxserve").handlers

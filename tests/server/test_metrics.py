@@ -125,16 +125,12 @@ def test_quantiles_forget() -> None:
     assert histogram.counts == [2, 0, 1, 0], "what Prometheus reads is never forgotten"
 
 
-def test_rate_of_finished_requests() -> None:
-    clock = Clock()
-    metrics = ServerMetrics("demo", clock=clock)
-    assert metrics.finished_per_second() == 0
-    for _ in range(100):
-        clock.now += 0.5
-        metrics.end_request("abort")
-    assert metrics.finished_per_second() == pytest.approx(2, rel=0.05)
-    clock.now += 3600
-    assert metrics.finished_per_second() == 0
+def test_mean_of_request_seconds() -> None:
+    metrics = ServerMetrics("demo")
+    assert metrics.mean_request_seconds() == 0
+    metrics.request_seconds.observe(1.0)
+    metrics.request_seconds.observe(4.0)
+    assert metrics.mean_request_seconds() == 2.5
 
 
 def test_every_known_name_is_there_with_its_kind() -> None:

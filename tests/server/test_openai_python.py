@@ -436,8 +436,8 @@ def test_a_full_server_refuses_and_the_client_tries_again(narrow: RunningServer)
     assert refused.value.code == "too_many_streams" and int(refused.value.response.headers["retry-after"]) >= 1
     found: list[str] = []
     asking = threading.Thread(target=lambda: found.append(complete(patient).choices[0].text))
-    asking.start()
     before = narrow.metric("http_requests_total", status="429")
+    asking.start()
     wait_for(lambda: narrow.metric("http_requests_total", status="429") > before)
     assert not found
     for stream in streams:

@@ -26,7 +26,7 @@ KEYS = (FLAG, FILED, SECOND, ENVIRONED)
 ORIGIN = "https://page.example"
 OPEN = ("/", "/health", "/health/live", "/health/ready", "/ping")
 GUARDED = (
-    *("/v1/models", "/v1/models/demo", "/metrics", "/live", "/openapi.json", "/docs", "/version", "/tokenize"),
+    *("/v1/models", "/v1/models/demo", "/metrics", "/live", "/openapi.json", "/version", "/tokenize"),
     *("/detokenize", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/nothing", "/v1"),
 )
 # More than one page of tokens, so that a repetition finds some of them in the prefix cache.

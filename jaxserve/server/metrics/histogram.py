@@ -28,14 +28,13 @@ class Histogram:
 class RecentHistogram(Histogram):
     """A histogram that also tells what came in the last 30 to 60 seconds."""
 
-    __slots__ = ("_begins", "_clock", "_current", "_previous", "_turns_at")
+    __slots__ = ("_clock", "_current", "_previous", "_turns_at")
 
     def __init__(self, bounds: Sequence[float], clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(bounds)
         self._clock = clock
         self._previous = self._current = list(self.counts)  # the counts when each window began
-        self._begins = clock()  # of the window before the present one
-        self._turns_at = self._begins + WINDOW_SECONDS
+        self._turns_at = clock() + WINDOW_SECONDS
 
     def observe(self, value: float) -> None:
         """Counts one value, in the present window too."""
@@ -46,27 +45,16 @@ class RecentHistogram(Histogram):
 
     def find_quantiles(self, *quantiles: float) -> list[float | None]:
         """Returns quantiles of the recent values, interpolated within buckets; None when nothing came."""
-        recent = self._count_recent()
-        return [interpolate(self.bounds, recent, quantile) for quantile in quantiles]
-
-    def find_rate(self) -> float:
-        """Returns how many values came per second, of late."""
-        recent = sum(self._count_recent())
-        return recent / max(self._clock() - self._begins, 1.0)
-
-    def _count_recent(self) -> list[int]:
         if self._clock() >= self._turns_at:
             self._turn()
-        return [now - before for now, before in zip(self.counts, self._previous, strict=True)]
+        recent = [now - before for now, before in zip(self.counts, self._previous, strict=True)]
+        return [interpolate(self.bounds, recent, quantile) for quantile in quantiles]
 
     def _turn(self) -> None:
         """Begins a window. After a pause longer than one, the past is forgotten altogether."""
         now = self._clock()
         counts = list(self.counts)
-        if now < self._turns_at + WINDOW_SECONDS:
-            self._previous, self._begins = self._current, self._turns_at - WINDOW_SECONDS
-        else:
-            self._previous, self._begins = counts, now
+        self._previous = self._current if now < self._turns_at + WINDOW_SECONDS else counts
         self._current = counts
         self._turns_at = now + WINDOW_SECONDS
 

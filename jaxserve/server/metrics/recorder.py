@@ -74,7 +74,6 @@ class ServerMetrics:
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.finished = {reason.value: 0 for reason in FinishReason}
-        self._ends = RecentHistogram((), clock)
         self.events: dict[str, int] = dict.fromkeys(EVENTS, 0)
         self.http_requests: dict[tuple[str, str, str], int] = {}
         self.http_seconds: dict[tuple[str, str], Histogram] = {}
@@ -148,11 +147,10 @@ class ServerMetrics:
     def end_request(self, reason: str) -> None:
         """Notes that a request ended without a last output: "abort" when its client left, "error" when it broke."""
         self.finished[reason] += 1
-        self._ends.observe(0.0)
 
-    def finished_per_second(self) -> float:
-        """Returns how many requests ended per second in the last half minute or more."""
-        return self._ends.find_rate()
+    def mean_request_seconds(self) -> float:
+        """Returns how long requests took that ended by themselves; 0 before the first."""
+        return self.request_seconds.total / max(1, sum(self.request_seconds.counts))
 
     def observe_http(self, handler: str | None, method: str, status: int, seconds: float) -> None:
         """Notes an answered HTTP request; `handler` is the template of its route, None when it met none."""

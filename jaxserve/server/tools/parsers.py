@@ -27,9 +27,14 @@ class AnswerParser:
     """Reads one answer of a model: reasoning first, then content and calls. Without parsers all text is content."""
 
     def __init__(
-        self, reasoning: ReasoningParser | None = None, tools: ToolParser | None = None, *, max_calls: int | None = None
+        self,
+        reasoning: ReasoningParser | None = None,
+        tools: ToolParser | None = None,
+        *,
+        max_calls: int | None = None,
+        is_forced: bool = False,
     ) -> None:
-        self._reasoning, self._tools, self._max_calls = reasoning, tools, max_calls
+        self._reasoning, self._tools, self._max_calls, self._is_forced = reasoning, tools, max_calls, is_forced
         self._saw_calls = False
 
     @property
@@ -63,6 +68,8 @@ class AnswerParser:
         """Drops calls beyond those allowed."""
         most = self._max_calls
         kept = [p for p in pieces if most is None or not isinstance(p, CallStart | CallArguments) or p.index < most]
+        if self._is_forced:  # what is no call is the cut-off beginning of one
+            kept = [piece for piece in kept if not isinstance(piece, Content)]
         self._saw_calls = self._saw_calls or any(isinstance(piece, CallStart) for piece in kept)
         return kept
 
@@ -96,12 +103,12 @@ def make_answer_parser(
     max_calls = 1 if toolset is not None and not toolset.parallel else None
     if toolset is not None and toolset.is_forced:
         make_id: Callable[[], str] = form.make_id if form is not None else make_call_id
-        return AnswerParser(tools=make_forced_parser(toolset.named, make_id), max_calls=max_calls)
-    reasoning = None
+        tools = make_forced_parser(toolset.named, make_id)
+        return AnswerParser(tools=tools, max_calls=max_calls, is_forced=True)
+    reasoning, tools = None, None
     if starts_inside is not None and not is_constrained:
         found = find_inside(prompt)
         reasoning = ReasoningParser(starts_inside=starts_inside if found is None else found)
-    tools = None
     if form is not None and toolset is not None and toolset.choice == "auto" and not is_constrained:
         tools = CallTextParser(form, toolset.names)
     return AnswerParser(reasoning, tools, max_calls=max_calls)
