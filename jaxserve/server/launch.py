@@ -73,7 +73,8 @@ class Server(uvicorn.Server):
     def stop(self, failure: JaxServeError) -> None:
         """Ends the process with an error; may be called from any thread."""
         self._state.phase, self.failure = Phase.FAILED, failure
-        _log.critical("%s", failure, exc_info=failure.__cause__)
+        fault = failure.__cause__ if isinstance(failure, EngineStoppedError) else None  # other errors say what to do
+        _log.critical("%s", failure, exc_info=fault)
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.call_later, 1.0, self._exit)  # after the last answers
 

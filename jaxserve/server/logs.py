@@ -173,7 +173,8 @@ class TextFormatter(logging.Formatter):
         """Returns the line, without its end."""
         when = time.strftime("%m-%d %H:%M:%S", time.localtime(record.created))
         room = record.name.removeprefix(_OURS + ".").removeprefix("server.")
-        line = f"{when} {record.levelname:<8}{escape(room):<14} {_read_message(record)}"
+        level = "FATAL" if record.levelno >= logging.CRITICAL else record.levelname
+        line = f"{when} {level:<8}{escape(room):<14} {_read_message(record)}"
         if self._colour and record.levelno in _COLOURS:
             line = f"\x1b[{_COLOURS[record.levelno]}m{line}\x1b[0m"
         return "\n    | ".join([line, *_read_traceback(record)])
