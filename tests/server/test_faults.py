@@ -193,7 +193,7 @@ def test_slow_readers_are_given_up_and_others_get_the_same(server: RunningServer
             assert list(clients.map(ask, prompts)) == alone
         wait_until(lambda: server.metric("jaxserve:slow_readers_total") >= 3, seconds=60)
         check_idle(server, text)
-        assert any("was not read for 1 s" in line for line in server.lines)
+        wait_until(lambda: any("was not read for 1 s" in line for line in list(server.lines)))
         assert not any(" ERROR " in line for line in server.lines)
         wait_until(lambda: count_open_sockets(server) == 0)  # not even those of the three that sleep
     finally:
@@ -330,7 +330,7 @@ def test_a_failed_step_ends_its_requests_and_no_others(
     last = read_all(running)  # it was in the same step
     assert b"device_step_failed" in last and last.rstrip().endswith(b"0")
     assert broken.metric("jaxserve:request_success_total", finished_reason="error") == failed + 2
-    assert any("as it was asked to" in line for line in broken.lines)
+    wait_until(lambda: any("as it was asked to" in line for line in list(broken.lines)))
     check_idle(broken, its_text)
 
 
@@ -372,7 +372,7 @@ def test_a_stuck_device_fails_the_probes_and_recovers(broken: RunningServer, its
         late = clients.submit(complete, broken, max_tokens=2)
         assert stuck.result().status_code == late.result().status_code == 200
     assert get_status(broken, "/health") == get_status(broken, "/health/live") == 200
-    assert any("no step has ended for 1 s" in line for line in broken.lines)
+    wait_until(lambda: any("no step has ended for 1 s" in line for line in list(broken.lines)))
     check_idle(broken, its_text)
 
 
