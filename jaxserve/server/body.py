@@ -17,7 +17,7 @@ from jaxserve.server.state import ServerState
 
 _PREPARE_HERE = 2048  # bytes whose text is rendered and tokenized on the event loop
 _SLOW_FIELDS = ("response_format", "structured_outputs", "text", "tools", "bad_words", "chat_template")
-_PARSE_HERE = 64 * 2**10  # bytes that are parsed on the event loop, in less than a millisecond
+_PARSE_HERE = 64 * 2**10  # bytes that are parsed on the event loop, in about a millisecond at worst
 
 
 async def read_body[B: Body](request: Request, kind: type[B], state: ServerState) -> B:
@@ -44,7 +44,7 @@ async def prepare[B: Body, T](
 ) -> T:
     """Returns what `make` makes of a body: templates, tokens and grammars take as long as the text and the schemas are.
 
-    A short text is done at once: its way to a thread and back would take longer, all the more under load.
+    A short text is done at once: that takes a fraction of a millisecond, and a thread would wait for the GIL to begin.
     """
     options = make_request_options(request, body, state)
     if _is_short(request, body):

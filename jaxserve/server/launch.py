@@ -137,7 +137,7 @@ class Server(uvicorn.Server):
 def _calm_garbage_collector() -> None:
     """Leaves what the start has made out of every later collection, and collects less often.
 
-    Each collection also runs a callback of JAX; together they took a tenth of the process's time under load.
+    Each collection also runs a callback of JAX; with 256 streams that took 38 % of the engine's thread.
     """
     gc.collect()
     gc.freeze()

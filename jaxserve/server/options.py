@@ -33,7 +33,9 @@ class ListenOptions:
         check_at_least(self, port=0, admin_port=1)
         for name in ("port", "admin_port"):
             if (getattr(self, name) or 0) > _LAST_PORT:
-                raise ConfigError(f"at most {_LAST_PORT}", field=name, value=getattr(self, name))
+                raise ConfigError(
+                    f"at most {_LAST_PORT}, got {getattr(self, name)}", field=name, value=getattr(self, name)
+                )
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigError("TLS needs ssl_keyfile and ssl_certfile", field="ssl_certfile", value=self.ssl_certfile)
 
@@ -130,7 +132,11 @@ class LogOptions:
         check_choices(self)
         _require_seconds("status_interval", self.status_interval, least=0.0)
         if not self.metrics_prefix.isidentifier():
-            raise ConfigError("must be a plain word", field="metrics_prefix", value=self.metrics_prefix)
+            raise ConfigError(
+                f"must be a plain word, got {shorten(self.metrics_prefix)}",
+                field="metrics_prefix",
+                value=self.metrics_prefix,
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ import contextlib
 import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from jaxserve.server.errors import ApiError, to_api_error
@@ -134,6 +134,27 @@ class _StallWatch:
             return
         self._seen = self.num_sent
         self._timer = self._task.get_loop().call_later(self.limit, self._look)
+
+
+class Answer(Protocol):
+    """What a route has begun: one HTTP request's answer, to be had whole or in pieces."""
+
+    async def collect(self) -> dict[str, Any]:
+        """Returns the whole answer."""
+        ...
+
+    async def start_stream(self) -> AsyncGenerator[bytes]:
+        """Returns the pieces of the answer; errors before the first of them are raised here."""
+        ...
+
+
+async def respond(
+    http: Request, answer: Answer, state: ServerState, *, streams: bool | None, **options: Any
+) -> Response:
+    """Returns an answer as its client asked for it; `options` are those of `EventStream`."""
+    if streams:
+        return EventStream(await run_while_connected(http, answer.start_stream(), state), state, **options)
+    return JSONResponse(await run_while_connected(http, answer.collect(), state))
 
 
 async def run_while_connected[T](request: Request, work: Coroutine[Any, Any, T], state: ServerState) -> T:

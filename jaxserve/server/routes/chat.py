@@ -10,7 +10,7 @@ from json.encoder import encode_basestring_ascii as quote
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.request import CompletionOutput, RequestOutput
@@ -23,7 +23,7 @@ from jaxserve.server.logprobs import to_prompt_logprobs
 from jaxserve.server.prompts import check_count, name_fields
 from jaxserve.server.protocol.chat import ChatCompletion, ChatCompletionRequest
 from jaxserve.server.state import ServerState
-from jaxserve.server.stream import ChunkWriter, EventStream, run_while_connected
+from jaxserve.server.stream import ChunkWriter, respond
 from jaxserve.server.tools import AnswerParser, CallArguments, CallStart, Content, Piece, Reasoning
 
 router = APIRouter()
@@ -40,9 +40,7 @@ async def create_chat_completion(http: Request) -> Response:
         conversation = await prepare(http, body, state, read_conversation)
         (request,) = name_requests([conversation.request], http)
         answer = _Answer(body, model, state, replace(conversation, request=request), http)
-        if body.stream:
-            return EventStream(await run_while_connected(http, answer.start_stream(), state), state)
-        return JSONResponse(await run_while_connected(http, answer.collect(), state))
+        return await respond(http, answer, state, streams=body.stream)
 
 
 def check_body(body: ChatCompletionRequest, state: ServerState) -> None:

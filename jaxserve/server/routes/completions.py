@@ -10,7 +10,7 @@ from json.encoder import encode_basestring_ascii as quote
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.request import CompletionOutput, RequestOutput
@@ -23,7 +23,7 @@ from jaxserve.server.logprobs import to_completion, to_prompt_logprobs
 from jaxserve.server.prompts import check_count, check_length, list_limits, list_prompts, name_fields, read_form
 from jaxserve.server.protocol.completions import Completion, CompletionRequest
 from jaxserve.server.state import ServerState
-from jaxserve.server.stream import ChunkWriter, EventStream, run_while_connected
+from jaxserve.server.stream import ChunkWriter, respond
 
 router = APIRouter()
 
@@ -41,9 +41,7 @@ async def create_completion(http: Request) -> Response:
     with name_fields(names):
         requests = await prepare(http, body, state, make_requests)
         answer = _Answer(body, model, state, name_requests(requests, http), http)
-        if body.stream:
-            return EventStream(await run_while_connected(http, answer.start_stream(), state), state)
-        return JSONResponse(await run_while_connected(http, answer.collect(), state))
+        return await respond(http, answer, state, streams=body.stream)
 
 
 def check_body(body: CompletionRequest, state: ServerState) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from jaxserve.errors import InvalidRequestError, shorten
 from jaxserve.request import Request as EngineRequest
@@ -22,7 +22,7 @@ from jaxserve.server.generation import Generation, name_requests
 from jaxserve.server.prompts import check_length, list_limits, name_fields, read_variables
 from jaxserve.server.protocol.responses import ResponseAnswer, ResponseRequest
 from jaxserve.server.state import ServerState
-from jaxserve.server.stream import EventStream, encode_event, run_while_connected
+from jaxserve.server.stream import encode_event, respond
 from jaxserve.server.tools import Content, Piece, Reasoning, make_answer_parser, needs_special_tokens
 from jaxserve.tokenizers.tokenizer import require_text
 
@@ -45,10 +45,8 @@ async def create_response(http: Request) -> Response:
         request = await prepare(http, body, state, _make_request)
         (request,) = name_requests([request], http)
         answer = _Answer(body, model, state, request, http)
-        if body.stream:
-            pieces = await run_while_connected(http, answer.start_stream(), state)
-            return EventStream(pieces, state, end=b"", render_error=answer.render_error)
-        return JSONResponse(await run_while_connected(http, answer.collect(), state))
+        options: dict[str, Any] = {"end": b"", "render_error": answer.render_error}
+        return await respond(http, answer, state, streams=body.stream, **options)
 
 
 def check_body(body: ResponseRequest) -> None:
@@ -60,9 +58,6 @@ def check_body(body: ResponseRequest) -> None:
     for name, options in (("text", body.text), ("reasoning", body.reasoning)):
         if options is not None:
             options.refuse_unsupported(f"{name}.")
-    if body.tool_choice not in (None, "auto", "none"):
-        message = f"{shorten(body.tool_choice)} needs tools, and there are none"
-        raise InvalidRequestError(message, field="tool_choice", value=body.tool_choice)
     if body.truncation == "auto":
         raise InvalidRequestError("'auto' is not supported; use disabled", field="truncation", value="auto")
     if body.tool_choice not in (None, "auto", "none"):

@@ -116,8 +116,8 @@ def read_tools(
     """Returns the tools of a request, None if it has none.
 
     Args:
-        tools: as OpenAI's chat API takes them. `strict` is accepted: forced calls always match their schema, those of
-            "auto" are the model's own.
+        tools: as OpenAI's chat API takes them. `strict` is refused with "auto": forced calls always match their schema,
+            those are the model's own.
         tool_choice: "auto" (the default), "none", "required", or a function by name.
         parallel: the request's `parallel_tool_calls`.
 
@@ -144,7 +144,17 @@ def read_tools(
         message = f"must be true or false, got {shorten(parallel)}"
         raise InvalidRequestError(message, field="parallel_tool_calls", value=parallel)
     choice, named = _read_choice(tool_choice, known)
+    if choice == "auto":
+        _refuse_strict(tools)
     return ToolSet(tuple(known.values()), choice, named, parallel is not False)
+
+
+def _refuse_strict(tools: Sequence[Mapping[str, Any]]) -> None:
+    """Refuses to promise what only a grammar could keep, where the model writes its calls freely."""
+    for at, entry in enumerate(tools):
+        if entry["function"].get("strict"):
+            message = "true needs tool_choice required or a function's name, where a grammar keeps it; or leave it out"
+            raise InvalidRequestError(message, field=f"tools[{at}].function.strict", value=True)
 
 
 def _read_tool(entry: Any, where: str) -> Tool:

@@ -49,7 +49,7 @@ def read(tools: list[dict[str, Any]], choice: Any = None, parallel: bool | None 
 
 
 def test_reading() -> None:
-    toolset = read([tool("f", CITY, description="d", strict=True), tool("g-2_G")])
+    toolset = read([tool("f", CITY, description="d", strict=False), tool("g-2_G")])
     assert (toolset.choice, toolset.named, toolset.parallel) == ("auto", None, True)
     assert toolset.names == {"f", "g-2_G"} and not toolset.is_forced and toolset.structured_outputs() is None
     assert toolset.describe() == [
@@ -57,6 +57,7 @@ def test_reading() -> None:
         tool("g-2_G", {"type": "object", "properties": {}}),
     ]
     assert read([tool("f")], "none").describe() is None
+    assert read([tool("f", strict=True)], "required").is_forced
     assert read([tool("f")], "auto", None).parallel and not read([tool("f")], "auto", False).parallel
     assert read([tool(f"f{n}") for n in range(128)]).tools[127].name == "f127"
     for tools in (None, []):
@@ -87,6 +88,7 @@ def test_reading() -> None:
         ([tool("f", description=5)], None, "tools[0].function.description"),
         ([tool("f", description="\ud800")], None, "tools[0].function.description"),
         ([tool("f", strict="yes")], None, "tools[0].function.strict"),
+        ([tool("f"), tool("g", strict=True)], None, "tools[1].function.strict"),
         ([tool("f", [])], None, "tools[0].function.parameters"),
         ([tool("f", "{}")], None, "tools[0].function.parameters"),
         ([tool("f", {"type": "string"})], None, "tools[0].function.parameters.type"),
