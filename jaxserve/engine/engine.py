@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from jaxserve.engine.embeddings import read_embedding
+from jaxserve.engine.extras import hand_out_prompts, hand_out_scores
 from jaxserve.engine.grammars import GrammarRows
 from jaxserve.engine.logprobs import LogprobReader
 from jaxserve.engine.output import OutputStream, RequestStream
@@ -202,34 +202,10 @@ class Engine:
             outputs = self.counts.wait(future)
         except Exception as error:
             return self._recover(plan, error)
-        if outputs.prompt_scores is not None:
-            self._add_prompt_scores(plan, outputs.prompt_scores)
-        if outputs.embeddings is not None:
-            self._add_embeddings(plan, outputs.embeddings)
+        hand_out_prompts(plan, outputs, self.scheduler.batch.by_ticket, self._streams)
         commit = self.scheduler.commit(plan, outputs.token_ids)
-        if outputs.scores is not None:
-            self._add_scores(plan, commit, outputs.scores)
+        hand_out_scores(plan, outputs, commit, self._streams)
         return self._show(commit)
-
-    def _add_scores(self, plan: StepPlan, commit: Commit, scores: Any) -> None:
-        tickets = (*plan.decode_tickets, *(chunk.ticket for chunk in plan.chunks))
-        rows = {ticket: row for row, ticket in enumerate(tickets)}
-        for sequence, token_id in zip(commit.sequences, commit.token_ids, strict=True):
-            self._streams[sequence].add_logprobs(scores, rows[sequence.ticket], token_id)
-
-    def _add_prompt_scores(self, plan: StepPlan, scores: Any) -> None:
-        row = len(plan.decode_rows)
-        for chunk in plan.chunks:
-            sequence = self.scheduler.batch.by_ticket.get(chunk.ticket)
-            if sequence is not None and (found := self._streams[sequence].group.prompt_logprobs) is not None:
-                found.add(scores, row, chunk.start, len(chunk.token_ids))
-            row += len(chunk.token_ids)
-
-    def _add_embeddings(self, plan: StepPlan, vectors: Any) -> None:
-        for row, chunk in enumerate(plan.chunks, len(plan.decode_rows)):
-            sequence = self.scheduler.batch.by_ticket.get(chunk.ticket)
-            if sequence is not None and sequence.request.embeds and chunk.samples:
-                self._streams[sequence].group.embedding = read_embedding(vectors, row)
 
     def _show(self, commit: Commit) -> list[RequestOutput]:
         outputs: list[RequestOutput | None] = []

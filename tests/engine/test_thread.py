@@ -6,8 +6,8 @@ import asyncio
 import dataclasses
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 
 import pytest
 
@@ -60,9 +60,29 @@ def fail() -> None:
     raise ZeroDivisionError("a bug of ours")
 
 
-def hold(thread: EngineThread, seconds: float = 0.05) -> None:
-    """Keeps the thread from stepping for a moment, so that what is submitted next is there together."""
-    thread.call(lambda engine: time.sleep(seconds))
+@asynccontextmanager
+async def hold(thread: EngineThread) -> AsyncIterator[None]:
+    """Keeps the thread from stepping, so that what is submitted inside is there together."""
+    gate = threading.Event()
+    thread.call(lambda engine: gate.wait(20))
+    try:
+        yield
+        await asyncio.sleep(0)  # the tasks that were made inside submit
+    finally:
+        gate.set()
+
+
+def brake(engine: Engine, num_steps: int) -> threading.Event:
+    """Lets the engine take some steps, and hold before the next one until the event is set."""
+    step, gate, left = engine.step, threading.Event(), iter(range(num_steps))
+
+    def wait() -> list[RequestOutput]:
+        if next(left, None) is None:
+            gate.wait(20)
+        return step()
+
+    engine.step = wait  # type: ignore[method-assign]
+    return gate
 
 
 def test_many_streams_get_what_they_would_get_alone() -> None:
@@ -101,8 +121,8 @@ def test_a_full_queue_refuses_at_once_and_harms_nobody() -> None:
     with start(engine) as thread:
 
         async def test() -> list[object]:
-            hold(thread)
-            each = (submit(thread, [greedy(f"r{n}", range(10), 20)]) for n in range(6))
+            async with hold(thread):
+                each = [asyncio.ensure_future(submit(thread, [greedy(f"r{n}", range(10), 20)])) for n in range(6)]
             return await asyncio.gather(*each, return_exceptions=True)
 
         outcomes = run(test)
@@ -116,11 +136,11 @@ def test_an_id_that_is_in_use_is_refused_and_its_owner_goes_on() -> None:
     with start(engine) as thread:
 
         async def test() -> list[object]:
-            hold(thread)
             request = greedy("mine", range(10), 40)
             first, second = OutputInbox([request]), OutputInbox([request])
-            thread.submit([request], first)
-            thread.submit([request], second)
+            async with hold(thread):
+                thread.submit([request], first)
+                thread.submit([request], second)
             return await asyncio.gather(read(first), leave(second), return_exceptions=True)
 
         async def leave(inbox: OutputInbox) -> None:
@@ -137,6 +157,7 @@ def test_an_id_that_is_in_use_is_refused_and_its_owner_goes_on() -> None:
 
 def test_abort_ends_a_stream_and_unknown_ids_are_ignored() -> None:
     engine, _ = make_engine()
+    gate = brake(engine, 5)
     with start(engine) as thread:
 
         async def test() -> None:
@@ -145,6 +166,7 @@ def test_abort_ends_a_stream_and_unknown_ids_are_ignored() -> None:
             thread.submit([request], inbox)
             await inbox.get()
             thread.abort(["nobody", "a", "a"])
+            gate.set()
             outputs = await read(inbox)
             assert outputs[-1].finished and outputs[-1].outputs[0].finish_reason == "abort"
             assert not await asyncio.wrap_future(thread.call(lambda engine: engine.scheduler.has_unfinished))
@@ -167,9 +189,10 @@ def test_a_failed_step_ends_its_requests_and_the_thread_goes_on() -> None:
     with start(engine) as thread:
 
         async def test() -> None:
-            hold(thread)
             device.fail_next = RuntimeError("the device broke")
-            outputs = await asyncio.gather(*(submit(thread, [greedy(f"r{n}", range(10), 5)]) for n in range(4)))
+            async with hold(thread):
+                each = [asyncio.ensure_future(submit(thread, [greedy(f"r{n}", range(10), 5)])) for n in range(4)]
+            outputs = await asyncio.gather(*each)
             errors = [output[-1].error for output in outputs]
             assert [isinstance(error, DeviceStepError) for error in errors] == [True, True, False, False]
             assert outputs[3][-1].outputs[0].token_ids == continue_alone(range(10), 5, [None], VOCABULARY)
@@ -180,19 +203,23 @@ def test_a_failed_step_ends_its_requests_and_the_thread_goes_on() -> None:
 
 def test_a_fault_of_the_engine_reaches_every_inbox_and_later_ones() -> None:
     engine, _ = make_engine()
+    gate = brake(engine, 5)
     told: list[EngineStoppedError] = []
     thread = EngineThread(engine, told.append)
 
     async def test() -> None:
-        request = stream("a", range(10), 400)
-        inbox = OutputInbox([request])
-        thread.submit([request], inbox)
-        await inbox.get()
-        hold(thread)
+        running = [stream(name, range(10), 400) for name in ("a", "b")]
+        inboxes = [OutputInbox([request]) for request in running]
+        async with hold(thread):
+            for request, inbox in zip(running, inboxes, strict=True):
+                thread.submit([request], inbox)
+        for inbox in inboxes:
+            await inbox.get()
         others = [asyncio.ensure_future(submit(thread, [greedy(f"r{n}", range(10), 5)])) for n in range(3)]
         await asyncio.sleep(0)
         engine.scheduler.plan = fail  # type: ignore[method-assign, assignment]
-        for reading in (read(inbox), *others, submit(thread, [greedy("late", range(10), 5)])):
+        gate.set()
+        for reading in (*map(read, inboxes), *others, submit(thread, [greedy("late", range(10), 5)])):
             with pytest.raises(EngineStoppedError, match="a bug of ours"):
                 await reading
         thread.abort(["a", "late"])
@@ -242,6 +269,7 @@ def test_who_waits_is_told_even_if_on_stop_fails() -> None:
 
 def test_after_shutdown_nobody_waits_for_ever() -> None:
     engine, _ = make_engine()
+    gate = brake(engine, 5)
     thread = EngineThread(engine)
 
     async def test() -> None:
@@ -249,7 +277,11 @@ def test_after_shutdown_nobody_waits_for_ever() -> None:
         inbox = OutputInbox([request])
         thread.submit([request], inbox)
         await inbox.get()
-        await asyncio.to_thread(thread.shutdown)
+        ending = asyncio.ensure_future(asyncio.to_thread(thread.shutdown))
+        while thread._jobs.empty():
+            await asyncio.sleep(0.001)
+        gate.set()
+        await ending
         assert (await read(inbox))[-1].outputs[0].finish_reason == "abort"
         with pytest.raises(EngineStoppedError, match="shut down"):
             await submit(thread, [greedy("late", range(10), 5)])

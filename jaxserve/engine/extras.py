@@ -1,0 +1,43 @@
+"""What a step brings beside tokens, handed to the streams that asked for it: each is None where nobody did."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxserve.engine.output import OutputStream
+    from jaxserve.scheduler import Commit, Sequence, StepOutputs, StepPlan
+
+
+def hand_out_prompts(
+    plan: StepPlan,
+    outputs: StepOutputs,
+    by_ticket: Mapping[int, Sequence],
+    streams: Mapping[Sequence, OutputStream],
+) -> None:
+    """Hands out what was read of prompts, before the commit lets any of their sequences end."""
+    if outputs.prompt_scores is None and outputs.embeddings is None:
+        return
+    line = row = len(plan.decode_rows)
+    for chunk in plan.chunks:
+        sequence = by_ticket.get(chunk.ticket)
+        if sequence is not None:
+            group = streams[sequence].group
+            if outputs.prompt_scores is not None and group.prompt_logprobs is not None:
+                group.prompt_logprobs.add(outputs.prompt_scores, line, chunk.start, len(chunk.token_ids))
+            if outputs.embeddings is not None and sequence.request.embeds and chunk.samples:
+                group.embedding = outputs.embeddings[row].tolist()
+        line, row = line + len(chunk.token_ids), row + 1
+
+
+def hand_out_scores(
+    plan: StepPlan, outputs: StepOutputs, commit: Commit, streams: Mapping[Sequence, OutputStream]
+) -> None:
+    """Hands out the scores of the tokens that were committed."""
+    if outputs.scores is None:
+        return
+    tickets = (*plan.decode_tickets, *(chunk.ticket for chunk in plan.chunks))
+    rows = {ticket: row for row, ticket in enumerate(tickets)}
+    for sequence, token_id in zip(commit.sequences, commit.token_ids, strict=True):
+        streams[sequence].add_logprobs(outputs.scores, rows[sequence.ticket], token_id)
