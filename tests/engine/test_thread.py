@@ -278,7 +278,7 @@ def test_after_shutdown_nobody_waits_for_ever() -> None:
         thread.submit([request], inbox)
         await inbox.get()
         ending = asyncio.ensure_future(asyncio.to_thread(thread.shutdown))
-        while thread._jobs.empty():
+        while thread._jobs.empty() and not ending.done():
             await asyncio.sleep(0.001)
         gate.set()
         await ending
