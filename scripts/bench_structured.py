@@ -1,8 +1,9 @@
 """What structured output costs per token: the real engine loop on a device that only takes time.
 
-The device answers a step a fixed time after it was started, with random tokens that its masks allow; everything on the
-host is real: scheduler, masks in threads, matchers, detokenizing. Rows with a JSON schema are compared with the same
-rows without one. `--quick` is for the tests.
+The device answers a step a fixed time after it was started, with random tokens that its masks and automata allow;
+everything on the host is real: scheduler, masks in threads, matchers, detokenizing. Rows with a JSON schema are
+compared with the same rows without one; and requests whose answer is one of a few texts, which automata serve, with
+the same requests served by masks. `--quick` is for the tests.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import json
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from jaxserve.pages import PageGroup, PageManager
 from jaxserve.presets import demo_model_dir
 from jaxserve.scheduler import Scheduler, SchedulerLimits, StepOutputs, StepPlan
 from jaxserve.scheduler.sequence import MASK_LATE
+from jaxserve.structured import TokenAutomaton
 from jaxserve.tokenizers import load_tokenizer
 
 PAGE_SIZE, CONTEXT = 64, 4096
@@ -45,16 +48,19 @@ SCHEMA = {
 }
 
 
+ANSWERS = StructuredOutputsParams(regex="[A-D][0-9][a-d]?")
+
+
 class SlowStep:
     """A step that began now and ends `seconds` later, however long the host takes to choose from it."""
 
-    def __init__(self, device: SlowDevice, num_rows: int) -> None:
-        self._device, self._num_rows = device, num_rows
+    def __init__(self, device: SlowDevice, rows: list[int]) -> None:
+        self._device, self._rows = device, rows
         begin = max(time.perf_counter(), device.busy_until)
         device.busy_until = self._end = begin + device.seconds
 
     def choose(self, mask: Any = None) -> SlowStep:
-        self._ids = self._device.draw(self._num_rows, mask)
+        self._ids = self._device.draw(self._rows, mask)
         self._end = max(self._end, time.perf_counter())
         return self
 
@@ -69,26 +75,43 @@ class SlowDevice:
     def __init__(self, seconds: float, vocab_size: int) -> None:
         self.seconds, self.busy_until, self.late = seconds, 0.0, 0
         self._vocab_size, self._rng = vocab_size, np.random.default_rng(0)
+        self._automata: dict[int, tuple[dict[int, dict[int, int]], int]] = {}  # by row: following states, and its own
 
     def start(self, plan: StepPlan) -> SlowStep:
-        return SlowStep(self, plan.num_rows)
+        for row_set in plan.row_sets:
+            self._automata.pop(row_set.row, None)
+            if row_set.history is not None and row_set.history.automaton is not None:
+                self._automata[row_set.row] = list_following(row_set.history.automaton), 0
+        return SlowStep(self, [*plan.decode_rows, *(chunk.row for chunk in plan.chunks)])
 
-    def draw(self, num_rows: int, mask: Any) -> list[int]:
-        if mask is None:
-            return self._rng.integers(3, self._vocab_size, num_rows).tolist()
-        ids = []
-        for line in mask:
-            allowed = np.flatnonzero(np.unpackbits(line.view(np.uint8), bitorder="little")[: self._vocab_size])
-            self.late += not len(allowed)
-            ids.append(int(self._rng.choice(allowed)) if len(allowed) else MASK_LATE)
+    def draw(self, rows: list[int], mask: Any) -> list[int]:
+        ids = self._rng.integers(3, self._vocab_size, len(rows)).tolist()
+        for index, row in enumerate(rows):
+            if row in self._automata:
+                following, state = self._automata[row]
+                ids[index] = int(self._rng.choice(list(following[state])))
+                self._automata[row] = following, following[state][ids[index]]
+            elif mask is not None:
+                bits = np.unpackbits(mask[index].view(np.uint8), bitorder="little")
+                allowed = np.flatnonzero(bits[: self._vocab_size])
+                self.late += not len(allowed)
+                ids[index] = int(self._rng.choice(allowed)) if len(allowed) else MASK_LATE
         return ids
 
     def reset(self) -> None:
         raise AssertionError("no step fails here")
 
 
-def measure(rows: int, seconds: float, steps: int, structured: StructuredOutputsParams | None) -> dict[str, float]:
-    """Returns milliseconds per step with `rows` rows decoding, and what came late."""
+def list_following(automaton: TokenAutomaton) -> dict[int, dict[int, int]]:
+    """The states after each token of each state."""
+    following: dict[int, dict[int, int]] = {}
+    for state, token, after in automaton.transitions:
+        following.setdefault(state, {})[token] = after
+    return following
+
+
+def make_engine(rows: int, seconds: float) -> tuple[Engine, RequestFactory, SlowDevice]:
+    """Returns an engine on a slow device, what makes its requests, and the device."""
     tokenizer = load_tokenizer(demo_model_dir())
     device = SlowDevice(seconds, tokenizer.vocab_size)
     limits = SchedulerLimits(rows, rows + 4096, CONTEXT, CONTEXT // PAGE_SIZE)
@@ -102,6 +125,26 @@ def measure(rows: int, seconds: float, steps: int, structured: StructuredOutputs
     requests = RequestFactory(
         tokenizer, vocab_size=tokenizer.vocab_size, eos_token_ids=(), seed=0, max_model_len=CONTEXT, max_logprobs=0
     )
+    return engine, requests, device
+
+
+def measure_answers(rows: int, seconds: float, count: int, *, has_automaton: bool) -> dict[str, float]:
+    """Returns milliseconds for each of `count` short answers, `rows` at a time, with an automaton or with masks."""
+    engine, requests, _ = make_engine(rows, seconds)
+    params = SamplingParams(max_tokens=None, structured_outputs=ANSWERS)
+    made = [requests.make("Is it so?", params) for _ in range(count)]
+    for request in made:
+        engine.add_request(request if has_automaton else replace(request, automaton=None))
+    start, tokens = time.perf_counter(), 0
+    while engine.has_unfinished:
+        outputs = engine.step()
+        tokens += sum(len(output.outputs[0].token_ids) for output in outputs if output.finished)
+    return {"ms_per_answer": 1e3 * (time.perf_counter() - start) / count, "tokens_per_answer": tokens / count}
+
+
+def measure(rows: int, seconds: float, steps: int, structured: StructuredOutputsParams | None) -> dict[str, float]:
+    """Returns milliseconds per step with `rows` rows decoding, and what came late."""
+    engine, requests, device = make_engine(rows, seconds)
     params = SamplingParams(max_tokens=None, ignore_eos=True, structured_outputs=structured)
     for _ in range(rows):
         engine.add_request(requests.make("People:", params))
@@ -146,8 +189,20 @@ def main() -> None:
         cells = (f"{free['ms_per_step']:.2f}", f"{formed['ms_per_step']:.2f}", f"{cost:+.1%}")
         table.add_row(str(rows), *cells, f"{formed['tokens_per_step']:.1f}", str(formed["late_rows"]))
     Console().print(table)
+    answers = [compare_answers(rows, args.ms / 1e3, args.steps) for rows in args.rows]
     if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        args.json.write_text(json.dumps({"schema": found, "answers": answers}, indent=1) + "\n")
+
+
+def compare_answers(rows: int, seconds: float, steps: int) -> dict[str, Any]:
+    """Measures short answers both ways and prints a line."""
+    count = max(4, rows * steps // 10)
+    masks, automata = (measure_answers(rows, seconds, count, has_automaton=has) for has in (False, True))
+    print(
+        f"{count} answers of {automata['tokens_per_answer']:.1f} tokens in {rows} rows: "
+        f"{masks['ms_per_answer']:.2f} ms each with masks, {automata['ms_per_answer']:.2f} ms with automata"
+    )
+    return {"rows": rows, "masks": masks, "automata": automata}
 
 
 if __name__ == "__main__":

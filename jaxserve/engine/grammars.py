@@ -33,6 +33,7 @@ class GrammarRows:
         self._vocab_size = vocab_size
         self._pool: Any = None  # made with the first grammar
         self._matchers: dict[Sequence, Matcher] = {}
+        self._masked: dict[Sequence, Matcher] = {}  # those of them that the device cannot follow by itself
 
     def __bool__(self) -> bool:
         """Whether any unfinished sequence has a grammar."""
@@ -43,10 +44,13 @@ class GrammarRows:
         for sequence in sequences:
             if sequence.request.grammar is not None:
                 self._matchers[sequence] = sequence.request.grammar.new_matcher()
+                if sequence.request.automaton is None:
+                    self._masked[sequence] = self._matchers[sequence]
 
     def drop(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended."""
         self._matchers.pop(sequence, None)
+        self._masked.pop(sequence, None)
 
     def accept(self, sequence: Sequence, token_id: int) -> bool:
         """Takes a token; returns whether the text is complete, so that nothing may follow.
@@ -66,13 +70,13 @@ class GrammarRows:
         return matcher.is_finished
 
     def is_needed(self, plan: StepPlan, batch: Batch) -> bool:
-        """Whether a row of the plan has a grammar."""
-        return bool(self._matchers) and any(sequence in self._matchers for sequence in _find_rows(plan, batch))
+        """Whether a row of the plan has a grammar that the device does not follow."""
+        return bool(self._masked) and any(sequence in self._masked for sequence in _find_rows(plan, batch))
 
     def make_masks(self, plan: StepPlan, batch: Batch) -> StepMasks:
         """Masks of a plan of which all earlier steps are committed."""
         rows = _find_rows(plan, batch)
-        matchers = [None if row is None else self._matchers.get(row) for row in rows]
+        matchers = [None if row is None else self._masked.get(row) for row in rows]
         # A chunk that does not reach its row's last token samples nothing.
         for index, chunk in enumerate(plan.chunks, len(plan.decode_rows)):
             if not chunk.samples:

@@ -174,6 +174,7 @@ class RequestFactory:
             params = replace(params, extra_args=self._order_arguments(params.extra_args))
         if params.truncate_prompt_tokens is not None:
             token_ids, text = self._truncate(token_ids, params.truncate_prompt_tokens), None
+        grammar = self._compile_grammar(params.structured_outputs)
         return Request(
             request_id=request_id if request_id is not None else f"request-{next(self._counter)}",
             prompt_token_ids=token_ids,
@@ -182,7 +183,8 @@ class RequestFactory:
             eos_token_ids=() if params.ignore_eos else self._eos_token_ids,
             seed=params.seed if params.seed is not None else self._random.randint(0, MAX_SEED),
             bad_words=tuple(self._tokenize_bad_words(params.bad_words)),
-            grammar=self._compile_grammar(params.structured_outputs),
+            grammar=grammar,
+            automaton=None if grammar is None or params.allowed_token_ids is not None else grammar.automaton,
         )
 
     def _compile_grammar(self, params: StructuredOutputsParams | None) -> Any:

@@ -8,7 +8,6 @@ from enum import IntEnum
 import numpy as np
 
 from jaxserve.logits_processor import MAX_ARGUMENTS
-from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler.plan import RowSet
 
 # Columns of `RowMirror.sampling`, in this order; floats as their bits, the seed as two words.
@@ -60,10 +59,10 @@ class RowMirror:
                 np.float32,
             )
             seed = np.array([row_set.seed & 0xFFFFFFFF, row_set.seed >> 32], np.uint32).view(np.int32)
-            switches = params.shapes_logits, params.extra_args is not None
+            switches = row_set.history is not None, params.extra_args is not None
             integers = *seed, row_set.sequence_index, max(params.top_k, 0), *switches
             self.sampling[row_set.row] = (*integers, *floats.view(np.int32))
-            self._variants[row_set.row] = find_variant(params)
+            self._variants[row_set.row] = find_variant(row_set)
             self._wants_scores[row_set.row] = params.logprobs is not None
             self._scores_prompt[row_set.row] = params.prompt_logprobs is not None
             self._embeds[row_set.row] = row_set.embeds
@@ -85,8 +84,8 @@ class RowMirror:
         return bool(self._embeds[row])
 
 
-def find_variant(params: SamplingParams) -> SampleVariant:
-    """Returns the least program that serves a request, masks aside."""
-    if params.shapes_logits:
+def find_variant(row_set: RowSet) -> SampleVariant:
+    """Returns the least program that serves a row, masks aside."""
+    if row_set.history is not None:
         return SampleVariant.FULL
-    return SampleVariant.GREEDY if params.is_greedy else SampleVariant.RANDOM
+    return SampleVariant.GREEDY if row_set.params.is_greedy else SampleVariant.RANDOM

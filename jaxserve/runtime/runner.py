@@ -252,6 +252,7 @@ def _make_setting(vocab_size: int, row_set: RowSet) -> RowSetting:
         bad_words=history.bad_words,
         banned_ids=history.stop_ids if params.min_tokens else (),
         banned_until=history.num_prompt_tokens + params.min_tokens,
+        automaton=history.automaton,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +17,16 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int, Int32, UInt32
 
+from jaxserve.sampling.automaton import WORD_BITS, advance, pack_allowed
 from jaxserve.sampling_params import MAX_BAD_WORD_TOKENS
+from jaxserve.structured_params import MAX_STATE_TRANSITIONS, MAX_TRANSITIONS
 
 MAX_EDITS = 640  # 300 biases, 256 stop ids, and 84 for EOS ids
 MAX_BAD_WORDS = 64
-WORD_BITS = 32  # tokens per word of a bit mask
 
 ANY_TOKEN = -1  # before a bad word of fewer tokens than there is room for
 _NO_TOKEN = -1  # in `recent`, where nothing was sampled yet
+NO_STATE = -1  # of a row without an automaton, and in transitions that are not used
 _NEVER = -2  # as the tokens of a bad word: equal to nothing that can be in `recent`
 
 
@@ -41,6 +44,22 @@ class SamplerState:
     edit_until: Int32[Array, "R E"]  # but at positions below this one the token is banned
     bad_words: Int32[Array, "R W L"]  # tokens of each word, right-aligned behind ANY_TOKEN
     allowed: UInt32[Array, "R N"]  # bit i % 32 of word i // 32: token i may be chosen
+    transitions: Int32[Array, "R T 3"]  # of the row's automaton (automaton.py)
+    state: Int32[Array, " R"]  # where in it the row is
+
+
+class Automaton(Protocol):
+    """All texts that a row may get (`structured.TokenAutomaton`)."""
+
+    transitions: tuple[tuple[int, int, int], ...]
+
+    def find_state(self, token_ids: Sequence[int]) -> int:
+        """Returns the state after an output."""
+        ...
+
+    def list_allowed(self, state: int) -> list[int]:
+        """Returns the tokens that may come in a state."""
+        ...
 
 
 @jax.tree_util.register_dataclass
@@ -55,6 +74,8 @@ class RowSetting:
     edit_until: Int32[np.ndarray, " E"]
     bad_words: Int32[np.ndarray, "W L"]
     allowed: UInt32[np.ndarray, " N"]
+    transitions: Int32[np.ndarray, "T 3"]
+    state: Int32[np.ndarray, ""]
 
 
 def sampler_state_specs(num_rows: int, num_logits: int, sharding: jax.sharding.Sharding | None = None) -> SamplerState:
@@ -78,6 +99,7 @@ def make_row_setting(
     bad_words: Sequence[Sequence[int]] = (),
     banned_ids: Iterable[int] = (),
     banned_until: int = 0,
+    automaton: Automaton | None = None,
 ) -> RowSetting:
     """Returns what a row is set to when it is admitted, on the host and in fresh arrays.
 
@@ -91,6 +113,7 @@ def make_row_setting(
         banned_ids: tokens not to be chosen at a position below `banned_until`: for `min_tokens` the EOS and stop ids,
             until len(prompt_ids) + min_tokens. Ids that no logit belongs to are ignored, they cannot be sampled anyway.
         banned_until: the first position at which they may be chosen.
+        automaton: what the output follows; not beside `allowed_ids`, whose place its tokens take.
 
     Raises:
         ValueError: an id is not below `num_logits`, or there are more edits, words or tokens than a line holds.
@@ -102,6 +125,10 @@ def make_row_setting(
     recent = np.full(MAX_BAD_WORD_TOKENS - 1, _NO_TOKEN, np.int32)
     recent[len(recent) - len(tail) :] = tail
     allowed = np.ones(num_logits, bool)
+    state = NO_STATE
+    if automaton is not None:
+        state = automaton.find_state(output.tolist())
+        allowed_ids = automaton.list_allowed(state)
     if allowed_ids is not None:
         allowed[:] = False
         allowed[_check_ids("allowed_ids", list(allowed_ids), num_logits)] = True
@@ -110,7 +137,9 @@ def make_row_setting(
     _check_ids("logit_bias", list(bias), num_logits)
     edit_ids, edit_values, edit_until = _make_edits(bias, banned, banned_until, num_logits)
     words = _make_bad_words(bad_words, num_logits)
-    return RowSetting(stats, recent, edit_ids, edit_values, edit_until, words, pack_bits(allowed))
+    return RowSetting(
+        stats, recent, edit_ids, edit_values, edit_until, words, pack_bits(allowed), *_make_automaton(automaton, state)
+    )
 
 
 def pack_bits(allowed: Bool[np.ndarray, "*S V"]) -> UInt32[np.ndarray, "*S N"]:
@@ -136,17 +165,22 @@ def record(
 ) -> SamplerState:
     """Counts the token that each row sampled, for rows that `keep` names: they sample, and their switch is on.
 
-    `state` is to be donated: only S entries of the counts and S lines of `recent` are written. No row may be named
+    `state` is to be donated: only S entries of the counts and S lines of others are written. No row may be named
     twice by rows that are kept. An id that no logit belongs to (a report in place of a token) is not counted.
     """
     num_rows, num_logits = state.token_stats.shape
     kept = keep & (ids >= 0) & (ids < num_logits)
     targets = jnp.where(kept, row_ids, num_rows)  # one behind the last line: dropped
     shifted = jnp.concatenate([state.recent[row_ids, 1:], ids[:, None].astype(jnp.int32)], axis=1)
+    states = advance(state.transitions, row_ids, state.state[row_ids], ids)
+    followers = jnp.where(states == NO_STATE, num_rows, targets)
+    allowed = pack_allowed(state.transitions, row_ids, states, state.allowed.shape[1])
     return replace(
         state,
         token_stats=state.token_stats.at[targets, ids].add(2, mode="drop"),
         recent=state.recent.at[targets].set(shifted, mode="drop"),
+        state=state.state.at[followers].set(states, mode="drop"),
+        allowed=state.allowed.at[followers].set(allowed, mode="drop"),
     )
 
 
@@ -181,6 +215,14 @@ def _make_bad_words(bad_words: Sequence[Sequence[int]], num_logits: int) -> Int3
         line[: -len(word)] = ANY_TOKEN
         line[-len(word) :] = _check_ids("bad_words", word, num_logits)
     return words[np.argsort(words[:, -1], kind="stable")]
+
+
+def _make_automaton(automaton: Automaton | None, state: int) -> tuple[Int32[np.ndarray, "T 3"], Int32[np.ndarray, ""]]:
+    """Unused transitions fill the rest, and the window of the last state."""
+    lines = np.full((MAX_TRANSITIONS + MAX_STATE_TRANSITIONS, 3), NO_STATE, np.int32)
+    if automaton is not None:
+        lines[: len(automaton.transitions)] = automaton.transitions
+    return lines, np.array(state, np.int32)
 
 
 def _check_ids(name: str, ids: Sequence[int], num_logits: int) -> Int32[np.ndarray, " n"]:

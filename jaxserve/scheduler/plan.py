@@ -24,6 +24,7 @@ class RowHistory:
     num_prompt_tokens: int
     stop_ids: tuple[int, ...]  # that `min_tokens` keeps away, EOS among them
     bad_words: tuple[tuple[int, ...], ...]  # as tokens
+    automaton: Any = None  # that the output follows
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class RowSet:
     params: SamplingParams
     seed: int
     sequence_index: int  # which of the request's sequences it is
-    history: RowHistory | None = None  # only where `params.shapes_logits`
+    history: RowHistory | None = None  # only where something shapes its logits
     embeds: bool = False  # its last hidden state is what is asked for
 
 

@@ -69,10 +69,10 @@ class Sequence:
     def history(self) -> RowHistory | None:
         """What the sampler needs of it on admission."""
         request = self.request
-        if not request.params.shapes_logits:
+        if not request.params.shapes_logits and request.automaton is None:
             return None
         stop_ids = (*request.eos_token_ids, *request.params.stop_token_ids)
-        return RowHistory(tuple(self.token_ids), self.num_prompt_tokens, stop_ids, request.bad_words)
+        return RowHistory(tuple(self.token_ids), self.num_prompt_tokens, stop_ids, request.bad_words, request.automaton)
 
     @property
     def output_token_ids(self) -> list[int]:

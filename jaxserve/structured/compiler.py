@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from jaxserve.errors import InvalidRequestError
+from jaxserve.structured.automaton import make_automaton
 from jaxserve.structured.checker import WORKER, Checker
 from jaxserve.structured.errors import MatcherError, shorten_message
 from jaxserve.structured.matcher import Matcher
@@ -31,6 +32,7 @@ MAX_GRAMMARS = 128
 MAX_CACHE_BYTES = 8 << 20  # of the constraints' texts
 _UNCERTAIN_S = 30.0  # how long a refusal is kept that a busy host may have caused
 _MAX_SHARDS = 8
+_SMALL_KINDS = ("choice", "regex")  # that may be small enough for an automaton; others hold free text
 _SHARD_LIMIT_S = 0.02  # a grammar that takes longer to compile has one shard
 # What one grammar may cost: at compilation about 20 ms of regexes, in a step about 20 ms, and about 30 MiB of lexer
 # states. Errors without the parser's state: it holds the caller's text.
@@ -64,6 +66,7 @@ class Grammar:
         if time.perf_counter() - start > _SHARD_LIMIT_S:
             num_shards = 1
         self._shards: list[LLMatcher | None] = [first, *[None] * (num_shards - 1)]
+        self.automaton = make_automaton(self) if params.kind in _SMALL_KINDS else None
 
     def new_matcher(self) -> Matcher:
         """Returns a matcher at the start of the output."""

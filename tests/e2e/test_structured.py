@@ -102,3 +102,61 @@ def test_hostile_grammars_are_refused_and_harm_nobody(llm: LLM) -> None:
     with pytest.raises(InvalidRequestError, match=r"structured_outputs\.json"):
         ask(llm, [make(0, json={"type": "object", "not": {"required": ["a"]}, "unknownKeyword": 3})])
     assert ask(llm, [make(3, choice=["yes"])]) == ["yes"]
+
+
+def follow(llm: LLM, params: list[SamplingParams], monkeypatch: pytest.MonkeyPatch) -> list[list[list[int]]]:
+    """What small grammars give without automata, and with them; token by token."""
+    found = []
+    for has_automata in (False, True):
+        with monkeypatch.context() as patch:
+            if not has_automata:
+                patch.setattr("jaxserve.structured.compiler._SMALL_KINDS", ())
+            llm.ready.requests._grammars = None  # it keeps compiled ones
+            outputs = llm.generate(["Is it so?"] * len(params), params, use_tqdm=False)
+        found.append([completion.token_ids for output in outputs for completion in output.outputs])
+    return found
+
+
+SMALL = [
+    {"choice": ["yes", "no"]},
+    {"choice": ["A", "B", "C", "D"]},
+    {"choice": ["a", "ab", "abc", "b"]},
+    {"regex": "(ab?c|b)(0|10)?"},
+    {"regex": "[1-3][0-2]?[ab]?"},
+]
+
+
+def test_small_grammars_need_no_masks_and_change_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = [make(seed, **options) for seed, options in enumerate(SMALL * 3)]
+    params += [
+        SamplingParams(temperature=0, max_tokens=20, structured_outputs=each.structured_outputs) for each in params
+    ]
+    params += [SamplingParams(temperature=0, max_tokens=20), make(5, json=SCHEMA, disable_any_whitespace=True)]
+    for beside in ({"n": 3}, {"frequency_penalty": 0.5, "min_tokens": 3}, {"logprobs": 2}, {"bad_words": ["yes"]}):
+        params.append(
+            SamplingParams(seed=8, max_tokens=20, structured_outputs=StructuredOutputsParams(**SMALL[0]), **beside)
+        )
+    with_masks, with_automata = follow(llm, params, monkeypatch)
+    assert with_masks == with_automata and len(with_masks) == len(params) + 2
+
+
+def test_small_grammars_are_followed_on_the_device(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No mask is made for them, also after a preemption, and a row can follow one after another."""
+    tight = LLM(
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        num_kv_pages_override=8,
+        page_size=8,
+        max_model_len=56,
+        compilation_cache_dir=str(PROGRAMS),
+        show_progress=False,
+    )
+    monkeypatch.setattr("jaxserve.engine.grammars.GrammarRows.make_masks", None)
+    regex = "[a-c][0-2]([a-c][0-2]?)?"
+    params = [make(seed, regex=regex) for seed in range(12)]
+    outputs = tight.generate(["Describe a person."] * len(params), params, use_tqdm=False)
+    texts = [output.outputs[0].text for output in outputs]
+    assert all(re.fullmatch(regex, text) for text in texts) and len(set(texts)) > 3
+    assert sum(output.metrics.num_preemptions for output in outputs if output.metrics) > 0
+    assert texts == ask(llm, params)
+    assert set(ask(tight, [make(seed, choice=["yes", "no"]) for seed in range(6)])) <= {"yes", "no"}

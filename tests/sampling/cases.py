@@ -98,7 +98,8 @@ def stale_state(num_rows: int, size: int) -> SamplerState:
     def fill(spec: jax.ShapeDtypeStruct) -> jax.Array:
         if spec.dtype == np.float32:
             return jnp.asarray(rng.normal(size=spec.shape), jnp.float32).at[:, ::3].set(-jnp.inf)
-        return jnp.asarray(np.sort(rng.integers(0, size, spec.shape), axis=1), spec.dtype)  # as tokens always lie there
+        tokens = np.sort(rng.integers(0, size, spec.shape), axis=-1)  # as they always lie there
+        return jnp.asarray(tokens, spec.dtype)
 
     return jax.tree.map(fill, specs)
 

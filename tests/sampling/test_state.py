@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +23,7 @@ from jaxserve.sampling import (
     set_row,
     shape_logits,
 )
+from jaxserve.sampling.state import NO_STATE
 from tests.sampling.cases import make_inputs, stale_state
 
 V = 331
@@ -146,7 +149,7 @@ def test_readmission_equals_recording_all_along(prompt, output, cut) -> None:
 
 
 def test_record_counts_kept_tokens_only() -> None:
-    state = stale_state(4, V)
+    state = replace(stale_state(4, V), state=jnp.full(4, NO_STATE))
     rows, ids = np.array([3, 0, 1, 2, 3]), np.array([5, V - 1, 0, -1, 6], np.int32)
     after = count(state, rows, ids, np.array([False, True, True, True, False]))  # row 3 is padding, twice
     for row, token in ((0, V - 1), (1, 0)):

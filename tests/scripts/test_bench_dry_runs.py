@@ -60,5 +60,7 @@ def test_tune_kernels(tmp_path: Path, impl: str) -> None:
 def test_bench_structured(tmp_path: Path) -> None:
     output = run_script("bench_structured.py", "--json", str(tmp_path / "found.json"), flag="--quick")
     assert "structured, ms" in output
-    (found,) = json.loads((tmp_path / "found.json").read_text())
+    written = json.loads((tmp_path / "found.json").read_text())
+    (found,), (answers,) = written["schema"], written["answers"]
+    assert answers["automata"]["tokens_per_answer"] >= 2 and answers["masks"]["ms_per_answer"] > 0
     assert found["structured"]["open_rows"] == 4 and found["structured"]["tokens_per_step"] > 3

@@ -47,8 +47,8 @@ def judge(*, growth=0.0, fds=0, threads=0, compiles=0, gauge=0.0, failure=None, 
     load, server = SimpleNamespace(tallies={"whole": tally}), SimpleNamespace(num_tracebacks=tracebacks)
     return sum(not right for *_, right in soak_server.judge(SimpleNamespace(idle=idle), load, server, status))
 
-assert judge() == judge(growth=90.0, fds=-5) == 0
-for wrong in ({"growth": 101.0}, {"fds": 6}, {"threads": 1}, {"compiles": 1}, {"gauge": 1.0}, {"failure": "x"},
+assert judge() == judge(growth=90.0, fds=-5, threads=4) == 0
+for wrong in ({"growth": 101.0}, {"fds": 6}, {"threads": 5}, {"compiles": 1}, {"gauge": 1.0}, {"failure": "x"},
               {"tracebacks": 1}, {"status": 2}):
     assert judge(**wrong) == 1, wrong
 """

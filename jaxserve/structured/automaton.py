@@ -1,0 +1,75 @@
+"""Grammars of a few short texts, written out as tokens, so that the device can follow them without the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+from jaxserve.structured.errors import MatcherError
+from jaxserve.structured_params import MAX_STATE_TRANSITIONS, MAX_TRANSITIONS
+
+if TYPE_CHECKING:
+    from jaxserve.structured.compiler import Grammar
+
+_LONGEST_RUN = 1  # forced token in a row: the engine jumps over more, and saves their steps
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TokenAutomaton:
+    """Every token that may come in every state, and the state after it.
+
+    A state's number is the index of its first transition; the first state is 0. EOS leads back to its own state.
+    """
+
+    transitions: tuple[tuple[int, int, int], ...]  # (state, token, next state), by state and then by token
+
+    def find_state(self, token_ids: Sequence[int]) -> int:
+        """Returns the state after an output; a token that may not come changes nothing."""
+        following = {(state, token): after for state, token, after in self.transitions}
+        state = 0
+        for token in token_ids:
+            state = following.get((state, token), state)
+        return state
+
+    def list_allowed(self, state: int) -> list[int]:
+        """Returns the tokens that may come in a state."""
+        return [token for at, token, _ in self.transitions if at == state]
+
+
+def make_automaton(grammar: Grammar) -> TokenAutomaton | None:
+    """Tries every token of every text; takes milliseconds.
+
+    States are texts: what may come depends on the text alone, not on the tokens that spell it.
+
+    Returns:
+        None: there are more than `MAX_TRANSITIONS`, or `MAX_STATE_TRANSITIONS` in one state; or forced tokens in a
+        row, which the engine jumps over.
+    """
+    import numpy as np
+
+    vocabulary = grammar.vocabulary
+    mask = np.zeros(-(-len(vocabulary.tokens) // 32), np.uint32)
+    states: dict[bytes, int] = {}
+    found: list[tuple[int, int, bytes]] = []
+    queue = {b"": grammar.new_matcher()}
+    try:
+        while queue:
+            text = next(iter(queue))
+            matcher = queue.pop(text)
+            states[text] = len(found)
+            matcher.fill_mask(mask)
+            tokens = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+            is_large = len(tokens) > MAX_STATE_TRANSITIONS or len(found) + len(tokens) > MAX_TRANSITIONS
+            if is_large or len(matcher.forced_tokens()) > _LONGEST_RUN:
+                return None
+            for token in tokens:
+                after = text if token in vocabulary.eos_token_ids else text + vocabulary.tokens[token]
+                found.append((states[text], token, after))
+                if after not in states and after not in queue:
+                    queue[after] = matcher.copy()
+                    queue[after].accept(token)
+    except MatcherError:  # one of the parser's limits; a matcher of a request meets it in its own time, if at all
+        return None
+    return TokenAutomaton(tuple((state, token, states[after]) for state, token, after in found))
