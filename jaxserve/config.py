@@ -7,7 +7,6 @@ exists everywhere or nowhere.
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -71,7 +70,7 @@ class CacheOptions:
                 f"must be a power of two, at least 8, got {self.page_size}", field="page_size", value=self.page_size
             )
         share = self.device_memory_utilization
-        if not isinstance(share, int | float) or not math.isfinite(share) or not 0 < share <= 1:
+        if not isinstance(share, int | float) or not 0 < share <= 1:
             raise ConfigError(
                 f"must be in (0, 1], got {shorten(share)}", field="device_memory_utilization", value=share
             )

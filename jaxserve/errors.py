@@ -9,7 +9,15 @@ from __future__ import annotations
 import reprlib
 
 _MAX_ECHO = 100  # characters of a caller's value that an error repeats
-_REPR = reprlib.Repr()
+
+
+class _Echo(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        """Python refuses to print integers of more than some thousand digits."""
+        return super().repr_int(x, level) if x.bit_length() < 4096 else f"an integer of {x.bit_length()} bits"
+
+
+_REPR = _Echo()
 _REPR.maxlist = _REPR.maxtuple = _REPR.maxdict = _REPR.maxset = _MAX_ECHO // 2  # more could not be shown
 _REPR.maxstring = _REPR.maxlong = _REPR.maxother = 2 * _MAX_ECHO
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
@@ -64,7 +64,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None  # keep the last so many tokens of the prompt; -1: as many as fit
     detokenize: bool = True
     skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True  # always: no tokenizer that is served here does otherwise
+    spaces_between_special_tokens: bool = True  # False: none that the decoder puts there, where they are shown
     include_stop_str_in_output: bool = False
     output_kind: OutputKind = OutputKind.CUMULATIVE
 
@@ -104,9 +104,6 @@ class SamplingParams:
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError("must be true or false", field=name, value=getattr(self, name))
-        if not self.spaces_between_special_tokens:
-            message = "cannot be false: tokens are joined as their tokenizer does"
-            raise InvalidRequestError(message, field="spaces_between_special_tokens", value=False)
         if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputsParams):
             raise InvalidRequestError(
                 "must be StructuredOutputsParams", field="structured_outputs", value=self.structured_outputs
@@ -117,7 +114,8 @@ class SamplingParams:
 
     def _normalise(self) -> None:
         object.__setattr__(self, "stop", _normalise_stop(self.stop))
-        object.__setattr__(self, "stop_token_ids", _normalise_stop_token_ids(self.stop_token_ids))
+        stop_ids = _normalise_token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+        object.__setattr__(self, "stop_token_ids", stop_ids)
         object.__setattr__(self, "logit_bias", _normalise_logit_bias(self.logit_bias))
         object.__setattr__(self, "allowed_token_ids", _normalise_allowed_ids(self.allowed_token_ids))
         object.__setattr__(self, "bad_words", _normalise_bad_words(self.bad_words))
@@ -157,7 +155,7 @@ _FLAGS = (
 
 def _require_number(name: str, value: object, *, low: float, high: float, low_open: bool = False) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not low <= value <= high or (low_open and value == low):
+    if not is_number or not low <= value <= high or abs(value) == math.inf or (low_open and value == low):
         bracket = "(" if low_open else "["
         message = f"must be a finite number in {bracket}{low:g}, {high:g}], got {shorten(value)}"
         raise InvalidRequestError(message, field=name, value=value)
@@ -169,26 +167,31 @@ def _require_integer(name: str, value: object, *, low: int, high: int) -> None:
         raise InvalidRequestError(message, field=name, value=value)
 
 
+def _require_list(name: str, items: object, *, of: str, most: int | None = None) -> tuple[Any, ...]:
+    """Returns the items; None is none."""
+    if items is None:
+        return ()
+    if not isinstance(items, Collection) or isinstance(items, str | bytes | Mapping):
+        raise InvalidRequestError(f"must be a list of {of}, got {shorten(items)}", field=name, value=items)
+    if most is not None and len(items) > most:
+        raise InvalidRequestError(f"at most {most} {of}, got {len(items)}", field=name, value=items)
+    return tuple(items)
+
+
 def _normalise_stop(stop: object) -> tuple[str, ...]:
-    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())  # type: ignore[call-overload]
-    if len(strings) > MAX_STOP_STRINGS:
-        raise InvalidRequestError(
-            f"at most {MAX_STOP_STRINGS} strings, got {len(strings)}", field="stop", value=strings
-        )
+    given = ((stop,) if stop else ()) if isinstance(stop, str) else stop
+    strings = _require_list("stop", given, of="strings", most=MAX_STOP_STRINGS)
     for string in strings:
         if not isinstance(string, str) or not string:
             raise InvalidRequestError(f"must be non-empty strings, got {shorten(string)}", field="stop", value=stop)
     return strings
 
 
-def _normalise_stop_token_ids(ids: Sequence[int] | None) -> tuple[int, ...]:
-    ids = tuple(ids or ())
-    if len(ids) > MAX_STOP_TOKEN_IDS:
-        message = f"at most {MAX_STOP_TOKEN_IDS} ids, got {len(ids)}"
-        raise InvalidRequestError(message, field="stop_token_ids", value=ids)
-    for token_id in ids:
-        _require_integer("stop_token_ids", token_id, low=0, high=2**31 - 1)
-    return ids
+def _normalise_token_ids(name: str, ids: object, most: int | None = None) -> tuple[int, ...]:
+    token_ids = _require_list(name, ids, of="token ids", most=most)
+    for token_id in token_ids:
+        _require_integer(name, token_id, low=0, high=2**31 - 1)
+    return token_ids
 
 
 def _normalise_logit_bias(bias: object) -> dict[int, float] | None:
@@ -209,30 +212,21 @@ def _normalise_logit_bias(bias: object) -> dict[int, float] | None:
     return found
 
 
-def _normalise_allowed_ids(ids: Sequence[int] | None) -> tuple[int, ...] | None:
-    if ids is None:
-        return None
-    if not isinstance(ids, Sequence) or isinstance(ids, str | bytes) or not ids:
-        message = f"must be a list of at least one token id, got {shorten(ids)}"
-        raise InvalidRequestError(message, field="allowed_token_ids", value=ids)
-    for token_id in ids:
-        _require_integer("allowed_token_ids", token_id, low=0, high=2**31 - 1)
-    return tuple(ids)
+def _normalise_allowed_ids(ids: object) -> tuple[int, ...] | None:
+    token_ids = _normalise_token_ids("allowed_token_ids", ids)
+    if ids is not None and not token_ids:
+        raise InvalidRequestError("must hold at least one token id, got none", field="allowed_token_ids", value=ids)
+    return token_ids or None
 
 
 def _normalise_bad_words(words: object) -> tuple[str, ...]:
-    if words is None:
-        return ()
-    if not isinstance(words, Sequence) or isinstance(words, str | bytes):
-        raise InvalidRequestError(f"must be a list of texts, got {shorten(words)}", field="bad_words", value=words)
-    if len(words) > MAX_BAD_WORDS:
-        raise InvalidRequestError(f"at most {MAX_BAD_WORDS} texts, got {len(words)}", field="bad_words", value=words)
-    for word in words:
+    texts = _require_list("bad_words", words, of="texts", most=MAX_BAD_WORDS)
+    for word in texts:
         if not isinstance(word, str) or not word.strip():
             raise InvalidRequestError(
                 f"must be texts that are not empty, got {shorten(word)}", field="bad_words", value=words
             )
-    return tuple(words)
+    return texts
 
 
 def _normalise_extra_args(arguments: object) -> dict[str, float]:

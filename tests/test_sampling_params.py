@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import pickle
 
@@ -71,7 +72,7 @@ from jaxserve.errors import InvalidRequestError
         ("bad_words", [" "]),
         ("bad_words", ["a"] * 33),
         ("structured_outputs", {"regex": "a"}),
-        ("spaces_between_special_tokens", False),
+        ("spaces_between_special_tokens", 0),
         ("extra_args", [1]),
         ("extra_args", {"a": math.inf}),
         ("extra_args", {1: 1}),
@@ -117,6 +118,13 @@ def test_stop_takes_one_string_or_many() -> None:
     assert SamplingParams().stop == () and SamplingParams().stop_token_ids == ()
     with pytest.raises(InvalidRequestError, match="detokenize"):
         SamplingParams(stop="end", detokenize=False)
+
+
+def test_flags_take_both_values() -> None:
+    flags = [f.name for f in dataclasses.fields(SamplingParams) if f.type == "bool"]
+    assert "spaces_between_special_tokens" in flags and len(flags) == 5
+    for name, value in itertools.product(flags, (True, False)):
+        assert getattr(SamplingParams(**{name: value}), name) is value
 
 
 @given(

@@ -93,7 +93,10 @@ class OutputStream:
         self._stops = StopMatcher(params.stop) if params.stop else None
         self._detokenizer: DetokenizerStream | None = None
         if tokenizer is not None and params.detokenize:
-            self._detokenizer = tokenizer.new_stream(params.skip_special_tokens, sequence.request.prompt_token_ids)
+            prompt_ids = sequence.request.prompt_token_ids
+            self._detokenizer = tokenizer.new_stream(
+                params.skip_special_tokens, prompt_ids, params.spaces_between_special_tokens
+            )
         self._push = self._detokenizer.push if self._detokenizer is not None else None
         self._hides_stop = not params.include_stop_str_in_output
         self._request_id, self._prompt = sequence.request.request_id, sequence.request.prompt

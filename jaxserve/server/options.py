@@ -163,7 +163,7 @@ class ServerConfig:
 def _require_seconds(name: str, value: float | None, least: float | None = None) -> None:
     if value is None:
         return
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or value < (least or 0) or (least is None and value == 0):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not (least or 0) <= value < math.inf or (least is None and value == 0):
         bound = f"at least {least:g}" if least is not None else "above 0"
         raise ConfigError(f"must be seconds {bound}, got {shorten(value)}", field=name, value=value)

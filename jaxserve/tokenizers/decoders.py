@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from jaxserve.tokenizers.stream import EACH_BYTE, Leading, PieceTable
+from jaxserve.tokenizers.stream import EACH_BYTE, Leading, PieceTable, join_added
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def make_piece_table(
-    texts: Iterable[str | None], special_ids: frozenset[int], decoder: dict[str, Any] | None
+    texts: Iterable[str | None],
+    special_ids: frozenset[int],
+    added: Mapping[int, str],
+    decoder: dict[str, Any] | None,
 ) -> PieceTable | None:
     """Returns what each token adds to a text, None when the decoder needs more than one token at a time.
 
     Args:
         texts: the vocabulary's token texts by id; None for an id without a token.
         special_ids: ids that `visible` hides.
+        added: special and other added tokens, by id.
         decoder: the `decoder` object of tokenizer.json. Known are `ByteLevel` (GPT-2, Llama 3, Qwen), sequences of
             `Replace`, `ByteFallback`, `Fuse` and a leading `Strip` (Llama 2, Mistral, Gemma, Phi-3), `Metaspace`, and
             none at all (words joined by spaces).
@@ -28,7 +32,7 @@ def make_piece_table(
         return None
     to_piece, leading, errors = rule
     pieces = ["" if text is None else to_piece(text) for text in texts]
-    return PieceTable(pieces, hide(pieces, special_ids), leading, errors)
+    return PieceTable(pieces, hide(pieces, special_ids), leading, errors, join_added(pieces, added))
 
 
 def hide(pieces: list[str | bytes], special_ids: frozenset[int]) -> list[str | bytes]:

@@ -18,7 +18,7 @@ from jaxserve.tokenizers.files import (
     read_metadata,
     read_text,
 )
-from jaxserve.tokenizers.stream import DetokenizerStream, PieceTable
+from jaxserve.tokenizers.stream import DetokenizerStream, PieceTable, open_stream
 from jaxserve.tokenizers.tokenizer import compile_special_pattern, require_text, require_token_ids
 
 if TYPE_CHECKING:
@@ -79,7 +79,9 @@ class HuggingFaceTokenizer:
         self._never_from_text = self.special_ids - {self._get_named_id("unk_token")}
         self._decoder = json.loads(library.decoder.__getstate__()) if library.decoder else None
         texts = map(library.id_to_token, range(self.vocab_size))
-        self._table = make_piece_table(texts, self.special_ids, self._decoder)
+        added = {token_id: token.content for token_id, token in library.get_added_tokens_decoder().items()}
+        added |= {token_id: text for text, token_id in self.special_tokens.items()}
+        self._table = make_piece_table(texts, self.special_ids, added, self._decoder)
 
     def encode(
         self, text: str, add_special_tokens: bool = True, *, allow_special: bool = False, escape: str = ""
@@ -112,9 +114,14 @@ class HuggingFaceTokenizer:
         stream = self.new_stream(skip_special_tokens)
         return stream.push_many(ids) + stream.flush()
 
-    def new_stream(self, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()) -> DetokenizerStream:
+    def new_stream(
+        self,
+        skip_special_tokens: bool = True,
+        prompt_ids: Sequence[int] = (),
+        spaces_between_special_tokens: bool = True,
+    ) -> DetokenizerStream:
         """See `Tokenizer.new_stream`."""
-        return DetokenizerStream(self._require_table(), skip_special_tokens=skip_special_tokens, prompt_ids=prompt_ids)
+        return open_stream(self._require_table(), skip_special_tokens, prompt_ids, spaces_between_special_tokens)
 
     def list_token_bytes(self) -> list[bytes]:
         """See `Tokenizer.list_token_bytes`."""

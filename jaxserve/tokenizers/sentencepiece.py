@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, final
 from jaxserve.errors import InvalidRequestError, TokenizerError
 from jaxserve.tokenizers.decoders import hide
 from jaxserve.tokenizers.files import AddedTokenEntry, TokenizerMetadata, read_metadata
-from jaxserve.tokenizers.stream import EACH_BYTE, DetokenizerStream, Leading, PieceTable
+from jaxserve.tokenizers.stream import EACH_BYTE, DetokenizerStream, Leading, PieceTable, join_added, open_stream
 from jaxserve.tokenizers.tokenizer import compile_special_pattern, require_text, require_token_ids
 
 if TYPE_CHECKING:
@@ -75,7 +75,10 @@ class SentencePieceTokenizer:
         self._prefix = [self.bos_token_id] if add_bos else []
         self._suffix = [eos] if metadata.add_eos and eos is not None else []
         self.chat_template = metadata.chat_template
-        self._table = PieceTable(pieces, hide(pieces, self.special_ids), _probe_leading(self._at_start), EACH_BYTE)
+        added = {entry.token_id: entry.text for entry in metadata.added_tokens}
+        added |= {token_id: text for text, token_id in self.special_tokens.items()}
+        leading, joined = _probe_leading(self._at_start), join_added(pieces, added)
+        self._table = PieceTable(pieces, hide(pieces, self.special_ids), leading, EACH_BYTE, joined)
 
     def encode(
         self, text: str, add_special_tokens: bool = True, *, allow_special: bool = False, escape: str = ""
@@ -108,9 +111,14 @@ class SentencePieceTokenizer:
         stream = self.new_stream(skip_special_tokens)
         return stream.push_many(ids) + stream.flush()
 
-    def new_stream(self, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()) -> DetokenizerStream:
+    def new_stream(
+        self,
+        skip_special_tokens: bool = True,
+        prompt_ids: Sequence[int] = (),
+        spaces_between_special_tokens: bool = True,
+    ) -> DetokenizerStream:
         """See `Tokenizer.new_stream`."""
-        return DetokenizerStream(self._table, skip_special_tokens=skip_special_tokens, prompt_ids=prompt_ids)
+        return open_stream(self._table, skip_special_tokens, prompt_ids, spaces_between_special_tokens)
 
     def list_token_bytes(self) -> list[bytes]:
         """See `Tokenizer.list_token_bytes`."""

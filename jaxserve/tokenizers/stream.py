@@ -8,8 +8,8 @@ on at most three bytes that came before it.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 
 EACH_BYTE = "jaxserve.each_byte"  # codec error handler: U+FFFD for each invalid byte
@@ -44,10 +44,30 @@ class PieceTable:
     visible: list[str | bytes]  # the same with "" for special tokens
     leading: Leading
     errors: str  # codec error handler: "replace" (one U+FFFD per broken sequence) or EACH_BYTE
+    joined: Mapping[int, str] = field(default_factory=dict)  # what `join_added` found
 
     def list_bytes(self) -> list[bytes]:
         """Returns the pieces as UTF-8."""
         return [piece.encode() if isinstance(piece, str) else piece for piece in self.pieces]
+
+
+def join_added(pieces: Sequence[str | bytes], texts: Mapping[int, str]) -> dict[int, str]:
+    """Returns added tokens by id as they stand right after another one: without the space that the decoder puts there.
+
+    Empty where the decoder puts none in front of any of them, as is usual. A token of nothing but blanks keeps them:
+    they are what it says.
+
+    Args:
+        pieces: what each token id adds to a text.
+        texts: special and other added tokens by id, as the vocabulary spells them.
+    """
+    joined: dict[int, str] = {}
+    for token_id, text in texts.items():
+        piece = pieces[token_id]
+        if isinstance(piece, str):
+            is_spaced = piece.startswith(" ") and piece != text and not piece.isspace()
+            joined[token_id] = piece[1:] if is_spaced else piece
+    return joined if any(pieces[token_id] != piece for token_id, piece in joined.items()) else {}
 
 
 class DetokenizerStream:
@@ -129,3 +149,32 @@ class DetokenizerStream:
                 break
             tail = piece + tail
         return tail[codecs.utf_8_decode(tail, self._table.errors, False)[1] :]
+
+
+class JoiningStream(DetokenizerStream):
+    """A stream that shows special tokens, and no space of the decoder's between two added ones.
+
+    The prompt's last token counts as the one before the first.
+    """
+
+    __slots__ = ("_after_added",)
+
+    def __init__(self, table: PieceTable, *, prompt_ids: Sequence[int] = ()) -> None:
+        super().__init__(table, skip_special_tokens=False, prompt_ids=prompt_ids)
+        self._after_added = any(token_id in table.joined for token_id in prompt_ids[-1:])
+
+    def push(self, token_id: int) -> str:
+        """See `DetokenizerStream.push`."""
+        piece = super().push(token_id)
+        joined = self._table.joined.get(token_id)
+        follows, self._after_added = self._after_added, joined is not None
+        return joined if follows and joined is not None else piece
+
+
+def open_stream(
+    table: PieceTable, skip_special_tokens: bool, prompt_ids: Sequence[int], spaces_between_special_tokens: bool
+) -> DetokenizerStream:
+    """Returns the stream that does what is asked for: the plain one wherever the text is the same."""
+    if skip_special_tokens or spaces_between_special_tokens or not table.joined:
+        return DetokenizerStream(table, skip_special_tokens=skip_special_tokens, prompt_ids=prompt_ids)
+    return JoiningStream(table, prompt_ids=prompt_ids)

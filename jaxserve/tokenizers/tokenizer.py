@@ -51,8 +51,19 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def new_stream(self, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()) -> DetokenizerStream:
+    def new_stream(
+        self,
+        skip_special_tokens: bool = True,
+        prompt_ids: Sequence[int] = (),
+        spaces_between_special_tokens: bool = True,
+    ) -> DetokenizerStream:
         """Returns a detokenizer for output that continues a prompt.
+
+        Args:
+            skip_special_tokens: whether special tokens have no text.
+            prompt_ids: the tokens of the prompt.
+            spaces_between_special_tokens: where special tokens are shown, False hides the space that some decoders
+                put between two adjacent added tokens.
 
         Raises:
             TokenizerError: this tokenizer's decoder needs the whole text (its message names the decoder).

@@ -28,7 +28,12 @@ class Letters:
     def __init__(self) -> None:
         self._held = ""
 
-    def new_stream(self, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()) -> Letters:
+    def new_stream(
+        self,
+        skip_special_tokens: bool = True,
+        prompt_ids: Sequence[int] = (),
+        spaces_between_special_tokens: bool = True,
+    ) -> Letters:
         assert tuple(prompt_ids) == PROMPT
         return Letters()
 

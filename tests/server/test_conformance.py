@@ -284,7 +284,6 @@ SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"cache_salt": "Q" * 257}, "cache_salt"),
     ({"user": "Q" * 513}, "user"),
     *(({"truncate_prompt_tokens": value}, "truncate_prompt_tokens") for value in (0, -2, 2**40)),
-    ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens"),
     ({"extra_args": {"a": 1}}, "extra_args"),
     ({"service_tier": "flex"}, "service_tier"),
     ({"stream_options": {}}, "stream_options"),
@@ -496,6 +495,24 @@ def test_values_that_cannot_be_served(http: httpx.Client, path: str) -> None:
         check_refusal(post(http, path, body), 400, param)
         if "stream" in model.model_fields and "stream" not in fields and param != "stream_options":
             check_refusal(post(http, path, {**body, "stream": True}), 400, param)
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT, RESPOND])
+def test_special_tokens_are_shown_with_and_without_spaces_between(http: httpx.Client, path: str) -> None:
+    """The demo model's decoder puts no space there, so both are the same; where it does, the streams' tests show it."""
+    body = {**GOOD[path][1], "temperature": 0, "skip_special_tokens": False, "ignore_eos": True}
+    body["allowed_token_ids"] = [1, 3]  # special tokens
+    answers = [post(http, path, {**body, "spaces_between_special_tokens": each}) for each in (True, False)]
+    assert [answer.status_code for answer in answers] == [200, 200]
+    true, false = (_read_text(path, answer.json()) for answer in answers)
+    assert true == false and re.fullmatch(r"(<s>|<\|user\|>){3}", true)
+
+
+def _read_text(path: str, body: dict[str, Any]) -> str:
+    if path == RESPOND:
+        return str(body["output"][0]["content"][0]["text"])
+    choice = body["choices"][0]
+    return str(choice["text"] if path == TEXT else choice["message"]["content"])
 
 
 def test_the_table_is_large() -> None:

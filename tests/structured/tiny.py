@@ -62,5 +62,10 @@ class TinyTokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return b"".join(self.list_token_bytes()[i] for i in ids).decode(errors="replace")
 
-    def new_stream(self, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()) -> DetokenizerStream:
+    def new_stream(
+        self,
+        skip_special_tokens: bool = True,
+        prompt_ids: Sequence[int] = (),
+        spaces_between_special_tokens: bool = True,
+    ) -> DetokenizerStream:
         return DetokenizerStream(self._table, skip_special_tokens=skip_special_tokens, prompt_ids=prompt_ids)

@@ -80,6 +80,19 @@ def make_llama2(directory: Path, **config: Any) -> Tokenizer:
     return library
 
 
+def make_words(directory: Path, decoder: decoders.Decoder | None) -> Tokenizer:
+    """Words and added tokens, special and plain ones; without a decoder the library joins them all by spaces."""
+    texts = ["<unk>", "cat", "▁sat", "!", "<a>", "▁<b>", " <c>", "<tool>", "▁▁"]
+    library = Tokenizer(models.WordLevel(dict(zip(texts, range(9), strict=True)), unk_token="<unk>"))
+    library.add_special_tokens(["<unk>", "<a>", "▁<b>", " <c>"])
+    library.add_tokens([AddedToken("<tool>", normalized=False), AddedToken("▁▁", normalized=False)])
+    library.pre_tokenizer = pre_tokenizers.Whitespace()
+    if decoder is not None:
+        library.decoder = decoder
+    library.save(str(directory / "tokenizer.json"))
+    return library
+
+
 def make_sentencepiece(directory: Path, **options: Any) -> sentencepiece.SentencePieceProcessor:
     """A sentencepiece BPE with byte pieces and single digits; keeps blanks as they are unless options say otherwise."""
     defaults: dict[str, Any] = {

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import codecs
+import itertools
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders
 
-from jaxserve.tokenizers import DetokenizerStream, Tokenizer, stream
+from jaxserve import SamplingParams
+from jaxserve.engine.output import OutputStream
+from jaxserve.request import Request
+from jaxserve.tokenizers import DetokenizerStream, Tokenizer, load_tokenizer, stream
 from jaxserve.tokenizers.stream import EACH_BYTE, Leading, PieceTable
+from tests.tokenizers import builders
 
 KINDS = ("llama3", "llama2", "sentencepiece")
 TEXT = st.text(st.one_of(st.characters(codec="utf-8"), st.sampled_from(" \n\té日本😀\u0301▁")), max_size=40)
@@ -175,3 +183,91 @@ def test_work_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(detokenizer._pending) <= 3
     detokenizer.flush()
     assert decoded <= 4 * len(data)
+
+
+# --- spaces_between_special_tokens=False
+
+FALLBACK = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+CAT, SAT, A, B, C, TOOL, BLANKS = 1, 2, 4, 5, 6, 7, 8
+
+
+def join(tokenizer: Tokenizer, ids: list[int], prompt_ids: tuple[int, ...] = ()) -> str:
+    return "".join(push_all(tokenizer.new_stream(False, prompt_ids, spaces_between_special_tokens=False), ids))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@LIMITS
+@given(data=st.data())
+def test_most_decoders_put_no_space_between_special_tokens(
+    tokenizers: dict[str, Tokenizer], kind: str, data: st.DataObject
+) -> None:
+    tokenizer = tokenizers[kind]
+    special = data.draw(st.lists(st.sampled_from(sorted(tokenizer.special_ids)), min_size=2))
+    assert " " not in tokenizer.decode(special, False)
+    ids = [*data.draw(ids_of(tokenizer)), *special, *data.draw(ids_of(tokenizer))]
+    assert join(tokenizer, ids) == tokenizer.decode(ids, False)
+    assert type(tokenizer.new_stream(False, (), False)) is DetokenizerStream, "which costs nothing"
+
+
+@pytest.mark.parametrize(
+    ("decoder", "ids", "text", "joined"),
+    [
+        (None, [A, A, CAT, A, TOOL, A], "<a> <a> cat <a> <tool> <a>", "<a><a> cat <a><tool><a>"),
+        (None, [A, C, A], "<a>  <c> <a>", "<a> <c><a>"),  # a token's own space is its text
+        (decoders.ByteLevel(), [A, A, C, TOOL, CAT], "<a><a> <c><tool>cat", "<a><a> <c><tool>cat"),
+        (decoders.Metaspace(), [A, B, B, CAT, B, SAT, B], "<a> <b> <b>cat <b> sat <b>", "<a><b><b>cat <b> sat <b>"),
+        (FALLBACK, [B, B, SAT, A, B, TOOL, C], " <b> <b> sat<a> <b><tool> <c>", " <b><b> sat<a><b><tool> <c>"),
+        (FALLBACK, [A, BLANKS, B], "<a>   <b>", "<a>  <b>"),  # blanks are what that token says
+    ],
+)
+def test_no_space_of_the_decoder_between_added_tokens(
+    tmp_path: Path, decoder: decoders.Decoder | None, ids: list[int], text: str, joined: str
+) -> None:
+    library = builders.make_words(tmp_path, decoder)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.decode(ids, False) == text == library.decode(ids, skip_special_tokens=False)
+    assert join(tokenizer, ids) == joined
+
+
+@pytest.mark.parametrize("decoder", [None, decoders.Metaspace(), FALLBACK])
+def test_only_adjacent_added_tokens_lose_a_space(tmp_path: Path, decoder: decoders.Decoder | None) -> None:
+    builders.make_words(tmp_path, decoder)
+    tokenizer = load_tokenizer(tmp_path)
+    for ids in itertools.product((CAT, SAT, A, B, TOOL, 99), repeat=3):
+        joined, plain = join(tokenizer, list(ids)), tokenizer.decode(ids, False)
+        pairs = [pair for pair in itertools.pairwise(ids) if min(pair) >= A and max(pair) <= TOOL]
+        spaced = [pair for pair in pairs if decoder is None or pair[1] == B]
+        assert len(plain) - len(joined) == len(spaced) and joined.replace(" ", "") == plain.replace(" ", "")
+        hiding = tokenizer.new_stream(True, (), False)
+        assert "".join(push_all(hiding, list(ids))) == tokenizer.decode(ids), "hidden tokens have no spaces between"
+
+
+def test_the_prompt_ends_with_a_special_token(tmp_path: Path) -> None:
+    builders.make_words(tmp_path, None)
+    tokenizer = load_tokenizer(tmp_path)
+    assert join(tokenizer, [A, A, CAT], (CAT, TOOL)) == "<a><a> cat"
+    assert join(tokenizer, [A, A, CAT], (CAT,)) == " <a><a> cat"
+    assert join(tokenizer, [CAT, A], (A,)) == " cat <a>"
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"spaces_between_special_tokens": False, "skip_special_tokens": False}, "<a><a> cat <a><tool>"),
+        ({"skip_special_tokens": False}, " <a> <a> cat <a> <tool>"),
+        ({"spaces_between_special_tokens": False}, " cat <tool>"),
+        ({}, " cat <tool>"),
+    ],
+)
+def test_requests_ask_for_it(tmp_path: Path, options: dict[str, Any], text: str) -> None:
+    builders.make_words(tmp_path, None)
+    request = Request("r", (CAT, A), SamplingParams(**options))
+    sequence = SimpleNamespace(
+        request=request, index=0, num_prompt_tokens=2, num_cached_tokens=0, token_ids=[], finish_reason=None
+    )
+    group = SimpleNamespace(prompt_token_ids=[CAT, A], prompt_logprobs=None)
+    output = OutputStream(sequence, group, load_tokenizer(tmp_path), None)  # type: ignore[arg-type]
+    for token_id in (A, A, CAT, A, TOOL):
+        output.push(token_id)
+    output.flush()
+    assert output.make_output().outputs[0].text == text
