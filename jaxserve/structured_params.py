@@ -17,6 +17,7 @@ MAX_WHITESPACE_BYTES = 256
 MAX_NESTING = 64  # of a schema's objects and arrays
 MAX_MEMBERS = 1_000  # of one object in a schema
 MAX_ITEMS = 4_096  # of one array in a schema (an enum), and of a choice
+LARGEST_INTEGER = 2**53  # in a schema
 MAX_CHOICE_BYTES = 1_024  # of one choice
 MAX_CHOICES_BYTES = 64 * 1024  # of all of them
 MAX_TRANSITIONS = 512  # of a choice or regex that the device follows by itself; a larger one needs masks
@@ -178,6 +179,9 @@ def _require_small(schema: dict[str, Any]) -> None:
         if num_values > MAX_SCHEMA_BYTES:  # every value takes a byte; one object named many times counts each time
             raise _refuse("json", f"at most {MAX_SCHEMA_BYTES} bytes, got more", None)
         if not isinstance(value, dict | list | tuple):
+            if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
+                message = f"{shorten(value)} is beyond 2**53, where llguidance rounds; a string could hold it"
+                raise _refuse("json", message, None)
             continue
         if depth > MAX_NESTING:
             raise _refuse("json", f"nested more than {MAX_NESTING} levels deep", None)
@@ -187,11 +191,21 @@ def _require_small(schema: dict[str, Any]) -> None:
             for name in value:
                 if not isinstance(name, str):
                     raise _refuse("json", f"is not JSON: the key {shorten(name)} is no string", name)
+            _require_distinct(value)
             stack += [(item, depth + 1) for item in value.values()]
         else:
             if len(value) > MAX_ITEMS:
                 raise _refuse("json", f"one array has {len(value)} items; at most {MAX_ITEMS} are possible", None)
             stack += [(item, depth + 1) for item in value]
+
+
+def _require_distinct(schema: dict[str, Any]) -> None:
+    """Refuses to count keys that are free: nothing keeps a model from writing one twice."""
+    least, required = schema.get("minProperties"), schema.get("required")
+    num_required = len(required) if isinstance(required, list | tuple) else 0
+    if isinstance(least, int) and least > max(1, num_required):
+        message = f"minProperties {least} can be promised for keys in required only, of which there are {num_required}"
+        raise _refuse("json", message, None)
 
 
 def _dump_limited(schema: dict[str, Any]) -> str:
