@@ -1,8 +1,12 @@
-"""What each sampling feature costs, beside the plainest choice of a token and beside the smallest step there could be.
+"""What each sampling feature costs, beside the plainest choice of a token and beside the model's step before it.
 
-The step is one product [B, D] x [D, V]: the head of a model of D channels, without layers and without attention. A
-real step takes longer, so the shares of it that are printed are upper limits. Features of one program are turned on by
-its inputs alone, as in the engine; times are the best of several runs.
+The step is a decode step of a preset with random weights in which nothing attends (`null_step.py`), up to the logits,
+which are those that the features get. A step with attention takes longer, so the shares of it that are printed are
+upper limits. Features of one program are turned on by its inputs alone, as in the engine, on every row but those that
+fill a bucket. Times are the best of several rounds; the rounds themselves are in the JSON.
+
+On Linux `MALLOC_ARENA_MAX=1 MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=34359738368` keeps memory between calls. Else
+glibc maps large buffers anew in each; without the first of the three still those of more than 32 MiB.
 """
 
 from __future__ import annotations
@@ -12,15 +16,18 @@ import functools
 import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from null_step import NullModel, NullStep, load_model, make_step
 from rich.console import Console
 from rich.table import Table
 
+from jaxserve.runtime.step import head_params, score_prompt_tokens
 from jaxserve.sampling import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
@@ -35,33 +42,41 @@ from jaxserve.sampling import (
     sample_greedy,
     sampler_state_specs,
     score_all,
-    score_prompt,
     score_tokens,
     set_row,
     shape_logits,
 )
 
+PRESETS = ["phi-3-mini-4k", "llama-3.2-1b", "gemma-3-1b"]  # the smallest with about 32k, 128k and 256k tokens
 PROMPT = 1000  # tokens of every row's prompt
 OUTPUT = 200  # and sampled so far
+FILTERS = {"top_k": 50, "top_p": 0.95, "min_p": 0.05}
 RANDOM = {
     "temperature": {},
-    "top_k": {"top_k": 50},
-    "top_p": {"top_p": 0.95},
-    "min_p": {"min_p": 0.05},
-    "top_k + top_p + min_p": {"top_k": 50, "top_p": 0.95, "min_p": 0.05},
+    **{name: {name: value} for name, value in FILTERS.items()},
+    "top_k + top_p + min_p": FILTERS,
 }
 PENALTIES = {"presence": 0.5, "frequency": 0.25, "repetition": 1.1}
+ALL_PLAIN = "all plain parameters"  # whatever a request can ask of sampling but grammars and log-probabilities
 
-Case = tuple[str, Callable[..., Any], tuple[Any, ...]]  # name, program, arguments
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured. With `make_state` the program takes a donated state first, and returns it first."""
+
+    name: str
+    program: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    make_state: Callable[[], Any] | None = None
 
 
-def make_inputs(rows: int, **values: float) -> SamplingInputs:
+def make_inputs(rows: int, bucket_rows: int, **values: float) -> SamplingInputs:
+    """Returns equal parameters for `rows` rows, and zeros for the padding behind them."""
     columns = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "presence": 0.0, "frequency": 0.0, "repetition": 1.0}
-    floats = {name: jnp.full(rows, values.get(name, value), jnp.float32) for name, value in columns.items()}
-    names = ("top_k", "seed_high", "sequence_index", "has_edits")
-    integers = {name: jnp.full(rows, values.get(name, 0), jnp.int32) for name in names}
-    positions = jnp.full(rows, PROMPT + OUTPUT, jnp.int32)
-    return SamplingInputs(**floats, **integers, seed_low=jnp.arange(rows), positions=positions)
+    columns |= dict.fromkeys(("top_k", "seed_high", "sequence_index", "has_edits"), 0) | {"positions": PROMPT + OUTPUT}
+    is_row = np.arange(bucket_rows) < rows
+    lines = {name: jnp.asarray(is_row * np.array(values.get(name, value))) for name, value in columns.items()}
+    return SamplingInputs(**lines, seed_low=jnp.arange(bucket_rows))
 
 
 def make_settings(vocab_size: int) -> dict[str, RowSetting]:
@@ -120,53 +135,53 @@ def run_all_scores(logits: jax.Array) -> Any:
     return score_all(logits, vocab_size=logits.shape[1])
 
 
-@jax.jit
-def run_head(hidden: jax.Array, head: jax.Array) -> jax.Array:
-    return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
-
-
-@jax.jit
-def run_prompt_scores(hidden: jax.Array, head: jax.Array) -> Any:
-    targets = jnp.arange(len(hidden))
-    return score_prompt(hidden, lambda states: run_head(states, head), targets, 5, vocab_size=head.shape[1])
-
-
-def make_cases(rows: int, head: jax.Array) -> Iterator[Case]:
-    """Yields what is measured, the two references first. A program that takes a state is given it by `measure`."""
-    hidden_size, vocab_size = head.shape
-    hidden = jax.random.normal(jax.random.key(1), (rows, hidden_size), head.dtype)
-    logits = run_head(hidden, head)
-    yield "step", run_head, (hidden, head)
-    yield "greedy", run_greedy, (logits,)
+def make_cases(rows: int, model: NullModel, step: NullStep) -> Iterator[Case]:
+    """Yields what is measured, the two references first."""
+    vocab_size, bucket_rows = model.decoder.vocab_size, step.bucket_rows
+    yield Case("step", step.run, (), step.make_state)
+    _, selected, hidden = step.run(step.make_state())
+    logits = selected.logits
+    yield Case("greedy", run_greedy, (logits,))
     for name, values in RANDOM.items():
-        yield name, run_random, (logits, make_inputs(rows, **values))
-    settings = make_settings(vocab_size)
-    yield "full: switched off", run_full, (settings["penalties"], logits, make_inputs(rows), None)
-    for name, setting in settings.items():
-        inputs = make_inputs(rows, has_edits=1, **(PENALTIES if name in ("penalties", "everything") else {}))
-        yield f"full: {name}", run_full, (setting, logits, inputs, None)
-    mask = jnp.full((rows, -(-vocab_size // 32)), 0x55555555, jnp.uint32)
-    inputs = make_inputs(rows, has_edits=1, **PENALTIES)
-    yield "masked: everything", run_full, (settings["everything"], logits, inputs, mask)
+        yield Case(name, run_random, (logits, make_inputs(rows, bucket_rows, **values)))
+    yield from make_full_cases(rows, logits)
     for k in (0, 5, 20):
-        yield f"greedy + logprobs {k}", functools.partial(run_scores, k=k), (logits,)
-    yield "logprobs of all", run_all_scores, (logits,)
-    yield "step + prompt_logprobs 5", run_prompt_scores, (hidden, head)
+        yield Case(f"greedy + logprobs {k}", functools.partial(run_scores, k=k), (logits,))
+    yield Case("logprobs of all", run_all_scores, (logits,))
+    score = jax.jit(functools.partial(score_prompt_tokens, model=step.model, max_logprobs=5))
+    targets = jnp.arange(bucket_rows) % vocab_size
+    yield Case("prompt_logprobs 5, head included", score, (head_params(model.params), hidden.last, targets))
 
 
-def measure(rows: int, case: Case) -> float:
+def make_full_cases(rows: int, logits: jax.Array) -> Iterator[Case]:
+    """Yields the cases of what changes logits."""
+    bucket_rows, vocab_size = logits.shape
+    settings = make_settings(vocab_size)
+    mask = jnp.full((bucket_rows, -(-vocab_size // 32)), 0x55555555, jnp.uint32)
+
+    def make_case(name: str, setting: str, mask: jax.Array | None = None, **values: float) -> Case:
+        inputs = make_inputs(rows, bucket_rows, **values)
+        state = functools.partial(fill_state, settings[setting], bucket_rows + 1)
+        return Case(name, run_full, (logits, inputs, mask), state)
+
+    yield make_case("full: switched off", "penalties")
+    for name in settings:
+        penalties = PENALTIES if name in ("penalties", "everything") else {}
+        yield make_case(f"full: {name}", name, has_edits=1, **penalties)
+    yield make_case(ALL_PLAIN, "everything", has_edits=1, **PENALTIES, **FILTERS)
+    yield make_case("masked: everything", "everything", mask, has_edits=1, **PENALTIES)
+
+
+def measure(case: Case) -> float:
     """Returns the seconds of a call, after one that does not count; an accelerator makes ten, and overlaps launches."""
-    _, program, arguments = case
     calls = 1 if jax.default_backend() == "cpu" else 10
-    state = None
-    if program is run_full:
-        setting, *rest = arguments
-        state, arguments = fill_state(setting, rows + 1), tuple(rest)
+    state = None if case.make_state is None else case.make_state()
     start = 0.0
     for number in range(calls + 1):
-        result = program(*arguments) if state is None else program(state, *arguments)
-        if state is not None:
-            state, *result = result
+        if state is None:
+            result = case.program(*case.arguments)
+        else:
+            state, *result = case.program(state, *case.arguments)
         if number == 0:
             jax.block_until_ready((result, state))
             start = time.perf_counter()
@@ -189,26 +204,30 @@ def measure_set_row(rows: int, vocab_size: int, repeats: int) -> float:
     return best
 
 
-def measure_point(rows: int, head: jax.Array, repeats: int) -> dict[str, Any]:
-    cases = list(make_cases(rows, head))
+def measure_point(rows: int, model: NullModel, repeats: int) -> dict[str, Any]:
+    decoder, step = model.decoder, make_step(model, rows, PROMPT + OUTPUT)
+    cases = list(make_cases(rows, model, step))
     # All cases in turn, again and again: what else the machine does then disturbs none of them more than the others.
-    rounds = [[measure(rows, case) for case in cases] for _ in range(repeats)]
-    seconds = {case[0]: min(times) for case, times in zip(cases, zip(*rounds, strict=True), strict=True)}
-    seconds["set_row (one)"] = measure_set_row(rows, head.shape[1], repeats)
-    specs = jax.tree.leaves(sampler_state_specs(1, head.shape[1]))
+    rounds = [{case.name: measure(case) for case in cases} for _ in range(repeats)]
+    seconds = {case.name: min(times[case.name] for times in rounds) for case in cases}
+    seconds["set_row (one)"] = measure_set_row(step.bucket_rows, decoder.vocab_size, repeats)
+    specs = jax.tree.leaves(sampler_state_specs(1, decoder.vocab_size))
     return {
+        "model": model.name,
+        "dtype": decoder.dtype,
         "rows": rows,
-        "vocab_size": head.shape[1],
-        "hidden_size": head.shape[0],
-        "dtype": str(head.dtype),
+        "bucket_rows": step.bucket_rows,
+        "vocab_size": decoder.vocab_size,
         "state_bytes_per_row": sum(spec.size * spec.dtype.itemsize for spec in specs),
         "seconds": seconds,
+        "rounds": rounds,
     }
 
 
 def show(console: Console, point: dict[str, Any]) -> None:
-    rows, vocab_size, seconds = point["rows"], point["vocab_size"], point["seconds"]
-    table = Table(title=f"B = {rows}, V = {vocab_size}, D = {point['hidden_size']}, {point['dtype']}")
+    rows, bucket_rows, seconds = point["rows"], point["bucket_rows"], point["seconds"]
+    bucket = "" if bucket_rows == rows else f" in a bucket of {bucket_rows}"
+    table = Table(title=f"B = {rows}{bucket}, V = {point['vocab_size']}; the step is of {point['model']}")
     for column in ("", "ms", "x greedy", "share of step"):
         table.add_column(column, justify="right" if column else "left")
     for name, taken in seconds.items():
@@ -218,26 +237,35 @@ def show(console: Console, point: dict[str, Any]) -> None:
     console.print(f"state: {point['state_bytes_per_row'] / 2**20:.2f} MiB per row")
 
 
+def measure_preset(
+    console: Console, preset: str, dtype: str, rows: list[int], repeats: int
+) -> Iterator[dict[str, Any]]:
+    """Yields the points of one model, of which no more than one is held at a time."""
+    model = load_model(preset, dtype)
+    for count in rows:
+        point = measure_point(count, model, repeats)
+        show(console, point)
+        yield point
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 256])
-    parser.add_argument("--vocab", type=int, nargs="+", default=[32_000, 128_256, 262_144])
-    parser.add_argument("--hidden", type=int, default=2048, help="channels of the head that stands for the step")
-    parser.add_argument("--dtype", help="of the head (default: float32 on CPU, else bfloat16)")
+    parser.add_argument(
+        "--presets", nargs="+", default=PRESETS, help="whose step and vocabulary it is (default: %(default)s)"
+    )
+    parser.add_argument("--dtype", default="auto", help="of the model (default: the preset's)")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does it run?")
     args = parser.parse_args()
     if args.quick:
-        args.rows, args.vocab, args.hidden, args.repeats = [4], [1000], 64, 2
-    dtype = jnp.dtype(args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
-    console, points = Console(), []
+        args.rows, args.presets, args.repeats = [1], ["llama-30m"], 2
+    console = Console()
     console.print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
-    for vocab_size in args.vocab:
-        head = jax.random.normal(jax.random.key(0), (args.hidden, vocab_size), dtype) * dtype.type(0.05)
-        for rows in args.rows:
-            points.append(measure_point(rows, head, args.repeats))
-            show(console, points[-1])
+    points: list[dict[str, Any]] = []
+    for preset in args.presets:
+        points += measure_preset(console, preset, args.dtype, args.rows, args.repeats)
     if args.json:
         document = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "points": points}
         args.json.write_text(json.dumps(document, indent=1) + "\n")

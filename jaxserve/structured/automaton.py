@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
@@ -11,6 +11,7 @@ from jaxserve.structured_params import MAX_STATE_TRANSITIONS, MAX_TRANSITIONS
 
 if TYPE_CHECKING:
     from jaxserve.structured.compiler import Grammar
+    from jaxserve.structured.vocabulary import Vocabulary
 
 _LONGEST_RUN = 1  # forced token in a row: the engine jumps over more, and saves their steps
 
@@ -44,14 +45,15 @@ def make_automaton(grammar: Grammar) -> TokenAutomaton | None:
     States are texts: what may come depends on the text alone, not on the tokens that spell it.
 
     Returns:
-        None: there are more than `MAX_TRANSITIONS`, or `MAX_STATE_TRANSITIONS` in one state; or forced tokens in a
-        row, which the engine jumps over.
+        None: there are more than `MAX_TRANSITIONS`, or `MAX_STATE_TRANSITIONS` in one state; or a text as the
+        tokenizer spells it has forced tokens in a row, which the engine jumps over.
     """
     import numpy as np
 
     vocabulary = grammar.vocabulary
     mask = np.zeros(-(-len(vocabulary.tokens) // 32), np.uint32)
     states: dict[bytes, int] = {}
+    runs: dict[bytes, int] = {}  # forced tokens from each state on
     found: list[tuple[int, int, bytes]] = []
     queue = {b"": grammar.new_matcher()}
     try:
@@ -61,9 +63,9 @@ def make_automaton(grammar: Grammar) -> TokenAutomaton | None:
             states[text] = len(found)
             matcher.fill_mask(mask)
             tokens = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
-            is_large = len(tokens) > MAX_STATE_TRANSITIONS or len(found) + len(tokens) > MAX_TRANSITIONS
-            if is_large or len(matcher.forced_tokens()) > _LONGEST_RUN:
+            if len(tokens) > MAX_STATE_TRANSITIONS or len(found) + len(tokens) > MAX_TRANSITIONS:
                 return None
+            runs[text] = len(matcher.forced_tokens())
             for token in tokens:
                 after = text if token in vocabulary.eos_token_ids else text + vocabulary.tokens[token]
                 found.append((states[text], token, after))
@@ -72,4 +74,15 @@ def make_automaton(grammar: Grammar) -> TokenAutomaton | None:
                     queue[after].accept(token)
     except MatcherError:  # one of the parser's limits; a matcher of a request meets it in its own time, if at all
         return None
+    texts = {after for state, token, after in found if token in vocabulary.eos_token_ids}
+    if any(runs.get(begun, 0) > _LONGEST_RUN for text in texts for begun in _spell(text, vocabulary)):
+        return None
     return TokenAutomaton(tuple((state, token, states[after]) for state, token, after in found))
+
+
+def _spell(text: bytes, vocabulary: Vocabulary) -> Iterator[bytes]:
+    """Yields what there is of a text before each of the tokenizer's own tokens for it."""
+    begun = b""
+    for token in vocabulary(text.decode(errors="replace")):
+        yield begun
+        begun += vocabulary.tokens[token]
