@@ -46,6 +46,11 @@ class BucketTable:
         return tuple(self._decode_rows)
 
     @property
+    def token_counts(self) -> tuple[int, ...]:
+        """The sizes of mixed buckets."""
+        return tuple(self._mixed_tokens)
+
+    @property
     def largest(self) -> Bucket:
         return self.buckets[-1]
 

@@ -91,6 +91,8 @@ class Shapes:
             updates,
             scheduler.max_num_queued_reqs,
             scheduler.max_num_queued_tokens,
+            # The time of an accelerator's small steps is that of reading the weights, whatever they are padded to.
+            self.buckets.token_counts if self.platform == "cpu" else (),
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from jaxserve.pages.manager import CHUNK_EDGE
@@ -9,6 +11,8 @@ from jaxserve.scheduler.sequence import Sequence
 
 if TYPE_CHECKING:
     from jaxserve.scheduler.batch import Batch
+    from jaxserve.scheduler.requests import SchedulerLimits
+    from jaxserve.scheduler.waiting import WaitingQueue
 
 
 _ARRIVALS = 2**48  # sequences that one priority can count: more than an engine meets in its life
@@ -30,6 +34,29 @@ def age(sequence: Sequence) -> int:
 def choose_victim(batch: Batch) -> Sequence:
     """Returns whom to preempt when pages run out: the youngest by `age`, so that the oldest always progresses."""
     return max((*batch.decoding[-1:], *batch.prefilling[-1:]), key=age)
+
+
+def choose_budget(limits: SchedulerLimits, batch: Batch, waiting: WaitingQueue) -> int:
+    """Returns how many tokens the next step may have.
+
+    Where padding costs time: a size that it fills, if fewer tokens then wait for the step after it than would be
+    padded otherwise.
+    """
+    sizes, most = limits.token_sizes, limits.max_num_batched_tokens
+    if not sizes:
+        return most
+    wanted = len(batch.decoding)
+    for sequence in batch.prefilling:
+        wanted += len(sequence.token_ids) - sequence.num_computed_tokens
+    for sequence in islice(waiting, limits.max_num_seqs - len(batch)):
+        if wanted >= most:
+            break
+        wanted += len(sequence.token_ids)  # fewer, if its prefix is cached: then the size is only not the best
+    index = bisect_left(sizes, wanted)
+    if index in (0, len(sizes)):
+        return min(most, sizes[min(index, len(sizes) - 1)])
+    smaller, larger = sizes[index - 1], sizes[index]
+    return min(most, smaller if larger - wanted > wanted - smaller else larger)
 
 
 def chunk_length(start: int, work: int, budget: int) -> int:

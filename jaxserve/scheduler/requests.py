@@ -21,6 +21,7 @@ class SchedulerLimits:
     max_prefix_updates: int  # page-table entries of admitted prefixes in one step
     max_num_queued_reqs: int | None = None  # sequences that may wait for their first admission; for servers
     max_num_queued_tokens: int | None = None  # and tokens of their prompts
+    token_sizes: tuple[int, ...] = ()  # that a step is padded to, ascending, where padding costs as much as tokens do
 
 
 def make_sequences(request: Request, max_model_len: int, pages: PageManager) -> list[Sequence]:

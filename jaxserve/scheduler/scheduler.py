@@ -18,7 +18,7 @@ from jaxserve.scheduler.batch import Batch
 from jaxserve.scheduler.counts import SchedulerCounts
 from jaxserve.scheduler.draft import Draft, make_row_set
 from jaxserve.scheduler.plan import ChunkWork, StepPlan
-from jaxserve.scheduler.policy import choose_victim, chunk_length, make_order
+from jaxserve.scheduler.policy import choose_budget, choose_victim, chunk_length, make_order
 from jaxserve.scheduler.requests import SchedulerLimits, explain_report, let_siblings_in, make_sequences
 from jaxserve.scheduler.sequence import MASK_LATE, NON_FINITE, Sequence, SequenceStatus
 from jaxserve.scheduler.waiting import WaitingQueue
@@ -113,7 +113,7 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """Returns the next step, or None when nothing can be computed before a commit (or at all)."""
-        draft = Draft(self.limits.max_num_batched_tokens, self.limits.max_prefix_updates)
+        draft = Draft(choose_budget(self.limits, self.batch, self.waiting), self.limits.max_prefix_updates)
         self._plan_decodes(draft)
         for sequence in self.batch.prefilling.copy():
             if sequence.status is SequenceStatus.RUNNING:  # else preempted a moment ago, for an older one

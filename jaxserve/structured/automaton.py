@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from jaxserve.structured.compiler import Grammar
     from jaxserve.structured.vocabulary import Vocabulary
 
+_TIME_LIMIT_S = 0.1  # usual ones take 1 to 10 ms; a hostile one some for each mask
 _LONGEST_RUN = 1  # forced token in a row: the engine jumps over more, and saves their steps
 
 
@@ -40,13 +42,13 @@ class TokenAutomaton:
 
 
 def make_automaton(grammar: Grammar) -> TokenAutomaton | None:
-    """Tries every token of every text; takes milliseconds.
+    """Tries every token of every text.
 
     States are texts: what may come depends on the text alone, not on the tokens that spell it.
 
     Returns:
         None: there are more than `MAX_TRANSITIONS`, or `MAX_STATE_TRANSITIONS` in one state; or a text as the
-        tokenizer spells it has forced tokens in a row, which the engine jumps over.
+        tokenizer spells it has forced tokens in a row, which the engine jumps over; or it takes too long.
     """
     import numpy as np
 
@@ -56,6 +58,7 @@ def make_automaton(grammar: Grammar) -> TokenAutomaton | None:
     runs: dict[bytes, int] = {}  # forced tokens from each state on
     found: list[tuple[int, int, bytes]] = []
     queue = {b"": grammar.new_matcher()}
+    deadline = time.perf_counter() + _TIME_LIMIT_S
     try:
         while queue:
             text = next(iter(queue))
@@ -63,7 +66,8 @@ def make_automaton(grammar: Grammar) -> TokenAutomaton | None:
             states[text] = len(found)
             matcher.fill_mask(mask)
             tokens = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
-            if len(tokens) > MAX_STATE_TRANSITIONS or len(found) + len(tokens) > MAX_TRANSITIONS:
+            is_large = len(tokens) > MAX_STATE_TRANSITIONS or len(found) + len(tokens) > MAX_TRANSITIONS
+            if is_large or time.perf_counter() > deadline:
                 return None
             runs[text] = len(matcher.forced_tokens())
             for token in tokens:

@@ -39,6 +39,7 @@ class EngineMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         overlap=st.booleans(),
         queue=st.sampled_from([(None, None), (3, None), (None, 300), (6, 600)]),
+        has_sizes=st.booleans(),
     )
     def start(
         self,
@@ -50,6 +51,7 @@ class EngineMachine(RuleBasedStateMachine):
         caching: bool,
         overlap: bool,
         queue: tuple[int | None, int | None],
+        has_sizes: bool,
     ) -> None:
         num_pages = 2 + tokens_of_pool // page_size
         groups = [PageGroup(num_pages)]
@@ -58,7 +60,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.windows = [group.window for group in groups]
         budget = rows + extra_budget
         self.pages = PageManager(groups, page_size=page_size, max_chunk=budget, enable_prefix_caching=caching)
-        limits = SchedulerLimits(rows, budget, MAX_MODEL_LEN, len(groups) * MAX_MODEL_LEN // page_size, *queue)
+        sizes = tuple(sorted({rows + 32, min(budget, rows + 70), budget})) if has_sizes else ()
+        limits = SchedulerLimits(rows, budget, MAX_MODEL_LEN, len(groups) * MAX_MODEL_LEN // page_size, *queue, sizes)
         self.device = FakeDevice(groups, page_size=page_size, vocab_size=VOCAB)
         self.now = 0.0
         self.engine = Engine(Scheduler(limits, self.pages), self.device, overlap=overlap, clock=lambda: self.now)

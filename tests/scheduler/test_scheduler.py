@@ -11,7 +11,7 @@ from jaxserve.pages import PageGroup, PageManager
 from jaxserve.request import FinishReason, Request
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import Scheduler, SchedulerLimits, Sequence, SequenceStatus
-from jaxserve.scheduler.policy import chunk_length
+from jaxserve.scheduler.policy import choose_budget, chunk_length
 
 
 def make_scheduler(
@@ -20,9 +20,10 @@ def make_scheduler(
     num_pages: int = 40,
     caching: bool = False,
     queue: tuple[int | None, int | None] = (None, None),
+    sizes: tuple[int, ...] = (),
 ) -> Scheduler:
     pages = PageManager([PageGroup(num_pages)], page_size=32, max_chunk=budget, enable_prefix_caching=caching)
-    return Scheduler(SchedulerLimits(rows, budget, 512, 16, *queue), pages)
+    return Scheduler(SchedulerLimits(rows, budget, 512, 16, *queue, sizes), pages)
 
 
 def add(scheduler: Scheduler, name: str, length: int, max_tokens: int = 50, priority: int = 0) -> Sequence:
@@ -38,6 +39,35 @@ def test_unfinished_chunks_end_on_the_grid(start: int, work: int, budget: int) -
     assert 0 <= length <= min(work, budget)
     assert length == work or (start + length) % 32 == 0
     assert length == work or length > budget - 32, "no more than a tile of the budget is left unused"
+
+
+@given(st.lists(st.integers(1, 300), max_size=8), st.integers(0, 4))
+def test_steps_fill_their_sizes_where_padding_costs(prompts: list[int], num_running: int) -> None:
+    """Of any prompts; whatever a step leaves for the next is less than it would be padded by."""
+    sizes = (64, 192, 512)
+    scheduler = make_scheduler(budget=512, num_pages=200, sizes=sizes)
+    for number in range(num_running):
+        add(scheduler, f"running {number}", 8)
+    assert scheduler.plan() is not None or not num_running
+    for number, length in enumerate(prompts):
+        add(scheduler, f"{number}", length)
+    wanted = num_running + sum(prompts[: 4 - num_running])
+    budget = choose_budget(scheduler.limits, scheduler.batch, scheduler.waiting)
+    assert budget in sizes
+    larger = min([size for size in sizes if size >= wanted], default=512)
+    assert budget == larger or wanted - budget < larger - wanted
+    plan = scheduler.plan()
+    assert (plan is None and wanted == 0) or (plan is not None and plan.num_tokens <= budget)
+
+
+def test_a_little_more_than_a_size_waits_for_the_next_step() -> None:
+    scheduler = make_scheduler(budget=512, num_pages=200, sizes=(64, 192, 512))
+    add(scheduler, "a", 200)
+    add(scheduler, "b", 40)
+    assert [plan.num_tokens if (plan := scheduler.plan()) else None for _ in range(4)] == [192, 48, 2, 2]
+    add(scheduler, "c", 500)
+    plan = scheduler.plan()
+    assert plan is not None and plan.num_tokens == 502, "no size below is nearly filled"
 
 
 def test_decodes_come_first_and_prompts_take_the_rest() -> None:

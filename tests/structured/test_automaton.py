@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.structured import Grammar, GrammarCompiler, TokenAutomaton
+from jaxserve.structured.automaton import make_automaton
 from jaxserve.structured_params import MAX_TRANSITIONS, StructuredOutputsParams
 from tests.structured.walks import list_allowed
 
@@ -92,3 +93,10 @@ def test_tokens_that_may_not_come_change_nothing(compiler: GrammarCompiler) -> N
     first = grammar.automaton.list_allowed(0)
     foreign = next(token for token in range(300) if token not in first)
     assert grammar.automaton.find_state([foreign, *first[:1]]) == grammar.automaton.find_state(first[:1]) != 0
+
+
+def test_what_takes_long_needs_masks(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammar = compile_one(compiler, SMALL["digits"])
+    assert make_automaton(grammar) == grammar.automaton
+    monkeypatch.setattr("jaxserve.structured.automaton._TIME_LIMIT_S", -1.0)
+    assert make_automaton(grammar) is None
