@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from jaxserve.structured.compiler import Grammar
     from jaxserve.structured.vocabulary import Vocabulary
 
-_TIME_LIMIT_S = 0.1  # usual ones take 1 to 10 ms; a hostile one some for each mask
+_TIME_LIMIT_S = 0.5  # usual ones take 1 to 10 ms; a hostile one some for each mask
 _LONGEST_RUN = 1  # forced token in a row: the engine jumps over more, and saves their steps
 
 
