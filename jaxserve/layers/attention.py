@@ -72,11 +72,12 @@ def attention_block(
 ) -> tuple[Float[Array, "T D"], jax.Array]:
     """Returns the block's output and the pool with this step's K and V written.
 
-    Parameters: `qkv` [D, K, G + 2, H] holds, per KV head, its G query heads, then K, then V; `o` is [N, H, D].
+    Parameters: `qkv` [D, K * (G + 2) * H] holds, per KV head, its G query heads, then K, then V; `o` is [N * H, D].
     `k_scale` and `v_scale` [K], where there are any, are those of 8-bit pages.
     """
     tokens, group = x.shape[0], config.group_size
-    qkv = project(x, params["qkv"], params.get("qkv_bias"))  # [T, K, G + 2, H]
+    qkv = project(x, params["qkv"], params.get("qkv_bias"))
+    qkv = qkv.reshape(tokens, config.num_kv_heads, group + 2, config.head_dim)
     q = qkv[:, :, :group].reshape(tokens, config.num_heads, config.head_dim)
     k, v = qkv[:, :, group], qkv[:, :, group + 1]
     if config.qk_norm:
@@ -84,7 +85,7 @@ def attention_block(
     q, k = rotate(q, *rotary), rotate(k, *rotary)
     heads = HeadParams(k_scale=params.get("k_scale"), v_scale=params.get("v_scale"))
     out, kv_pages = _attend(config, call, q=q, k=k, v=v, heads=heads, kv_pages=kv_pages, batch=batch)
-    return project(out, params["o"], params.get("o_bias"), num_in=2), kv_pages
+    return project(out.reshape(tokens, -1), params["o"], params.get("o_bias")), kv_pages
 
 
 def _attend(

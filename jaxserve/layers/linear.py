@@ -1,4 +1,7 @@
-"""Matrix products, each a single dot_general in the layout the weights are stored in."""
+"""Matrix products, each a single dot_general in the layout the weights are stored in.
+
+Weights have two axes: with more, a compiler may choose another layout for them, and copy them in every step to get it.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +11,13 @@ from jaxtyping import Array, Float
 
 
 def project(
-    x: Float[Array, "*batch_and_in"],
-    weight: Float[Array, "*in_and_out"],
-    bias: Float[Array, "*out"] | None = None,
-    *,
-    num_in: int = 1,
-) -> Float[Array, "*batch_and_out"]:
-    """Contracts the last `num_in` axes of `x` with the first `num_in` of `weight`; returns the dtype of `x`.
-
-    Several contracted or remaining axes are one matrix product to XLA, as they are adjacent in row-major order: no
-    backend copies or transposes the weight.
-    """
-    if x.shape[x.ndim - num_in :] != weight.shape[:num_in]:
-        raise ValueError(f"x: last axes of {x.shape} do not match the first {num_in} of weight {weight.shape}")
-    contracted = (tuple(range(x.ndim - num_in, x.ndim)), tuple(range(num_in)))
+    x: Float[Array, "T in"], weight: Float[Array, "in out"], bias: Float[Array, " out"] | None = None
+) -> Float[Array, "T out"]:
+    """Returns `x` times `weight`, in the dtype of `x`."""
     out = lax.dot_general(
         x,
         weight,
-        (contracted, ((), ())),
+        (((1,), (0,)), ((), ())),
         precision=matmul_precision(x.dtype),
         preferred_element_type=x.dtype,
     )

@@ -1,10 +1,10 @@
 """The parameters of a decoder: their specs, and how checkpoint tensors become them.
 
-Canonical names per layer: `attn_norm` [D], `qkv` [D, K, G + 2, H] (per KV head its G query heads, then K, then V, so
-that tensor parallelism cuts one axis and keeps K and V together), `o` [N, H, D], `mlp_norm` [D], `gate_up` [D, 2, F],
-`down` [F, D]; where the model has them `q_norm` and `k_norm` [H], `attn_out_norm` and `mlp_out_norm` [D], and the
-biases `qkv_bias` [K, G + 2, H], `o_bias` [D], `gate_up_bias` [2, F], `down_bias` [D], and the scales `k_scale` and
-`v_scale` [K] of 8-bit pages, always float32.
+Canonical names per layer: `attn_norm` [D], `qkv` [D, K * (G + 2) * H] (per KV head its G query heads, then K, then V,
+so that tensor parallelism cuts it between KV heads and keeps K and V together), `o` [N * H, D], `mlp_norm` [D],
+`gate_up` [2, D, F], `down` [F, D]; where the model has them `q_norm` and `k_norm` [H], `attn_out_norm` and
+`mlp_out_norm` [D], and the biases `qkv_bias` [K * (G + 2) * H], `o_bias` [D], `gate_up_bias` [2, F], `down_bias` [D],
+and the scales `k_scale` and `v_scale` [K] of 8-bit pages, always float32.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ def _layer_specs(config: DecoderConfig) -> dict[str, ParamSpec]:
 
     specs = {
         "attn_norm": _norm_spec(config, hidden),
-        "qkv": spec((hidden, kv_heads, slots, head_dim), (None, "kv_heads", None, None)),
-        "o": spec((heads, head_dim, hidden), ("heads", None, None)),
+        "qkv": spec((hidden, kv_heads * slots * head_dim), (None, "kv_heads")),
+        "o": spec((heads * head_dim, hidden), ("heads", None)),
         "mlp_norm": _norm_spec(config, hidden),
-        "gate_up": spec((hidden, 2, ffn), (None, None, "ffn")),
+        "gate_up": spec((2, hidden, ffn), (None, None, "ffn")),
         "down": spec((ffn, hidden), ("ffn", None)),
     }
     if attention.qk_norm:
         specs["q_norm"] = specs["k_norm"] = _norm_spec(config, head_dim)
     if attention.qkv_bias:
-        specs["qkv_bias"] = spec((kv_heads, slots, head_dim), ("kv_heads", None, None), "zeros")
+        specs["qkv_bias"] = spec((kv_heads * slots * head_dim,), ("kv_heads",), "zeros")
     if attention.out_bias:
         specs["o_bias"] = spec((hidden,), (None,), "zeros")
     if attention.kv_scales is not None:
@@ -185,12 +185,7 @@ def _projection_rows(config: DecoderConfig) -> tuple[int, int]:
 
 def _output_source(config: DecoderConfig, name: str) -> WeightSource:
     attention = config.attention
-    shape = (attention.num_heads, attention.head_dim, config.hidden_size)
-    return _source(
-        (name,),
-        ((config.hidden_size, shape[0] * shape[1]),),
-        lambda tensor: _transpose(tensor).reshape(shape),
-    )
+    return _source((name,), ((config.hidden_size, attention.num_heads * attention.head_dim),), _transpose)
 
 
 def _source(
@@ -212,7 +207,7 @@ def _build_checked(
 
 
 def _fuse_qkv(config: DecoderConfig, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """[N*H, D], [K*H, D], [K*H, D] -> [D, K, G + 2, H]; biases without D -> [K, G + 2, H]."""
+    """[N*H, D], [K*H, D], [K*H, D] -> [D, K * (G + 2) * H]; biases without D."""
     attention = config.attention
     kv_heads, group, head_dim = attention.num_kv_heads, attention.group_size, attention.head_dim
     parts = []
@@ -220,20 +215,25 @@ def _fuse_qkv(config: DecoderConfig, q: np.ndarray, k: np.ndarray, v: np.ndarray
         source = head // attention.kv_repeats
         parts.append(q[head * group * head_dim : (head + 1) * group * head_dim])
         parts += [tensor[source * head_dim : (source + 1) * head_dim] for tensor in (k, v)]
-    return _join_rows(parts).reshape(*q.shape[1:], kv_heads, group + 2, head_dim)
+    return _join_rows(parts)
 
 
 def _fuse_gate_up(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    """Two [F, D] -> [D, 2, F]; two biases [F] -> [2, F]."""
-    return _join_rows([gate, up]).reshape(*gate.shape[1:], 2, gate.shape[0])
+    """Two [F, D] -> [2, D, F]; two biases [F] -> [2, F]."""
+    if gate.ndim == 1:
+        return np.stack([gate, up])
+    out = np.empty((2, *gate.T.shape), gate.dtype)
+    for part, place in zip((gate, up), out, strict=True):
+        _join_rows([part], place)
+    return out
 
 
 def _transpose(matrix: np.ndarray) -> np.ndarray:
     return _join_rows([matrix])
 
 
-def _join_rows(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Returns the transpose of the parts laid one below the other; parts of one axis are only joined.
+def _join_rows(parts: Sequence[np.ndarray], out: np.ndarray | None = None) -> np.ndarray:
+    """Returns the transpose of the parts laid one below the other, in `out` if given; parts of one axis are joined.
 
     Copies in tiles of plain integers: numpy moves bfloat16 one call per element, and whole transposes miss the cache.
     """
@@ -241,11 +241,12 @@ def _join_rows(parts: Sequence[np.ndarray]) -> np.ndarray:
     words = [np.ascontiguousarray(part).view(f"u{dtype.itemsize}") for part in parts]
     if parts[0].ndim == 1:
         return np.concatenate(words).view(dtype)
-    out = np.empty((parts[0].shape[1], sum(len(part) for part in parts)), words[0].dtype)
-    column = 0
+    if out is None:
+        out = np.empty((parts[0].shape[1], sum(len(part) for part in parts)), dtype)
+    written, column = out.view(words[0].dtype), 0
     for part in words:
         for start in range(0, len(part), _TILE):
             tile = part[start : start + _TILE]
-            out[:, column : column + len(tile)] = tile.T
+            written[:, column : column + len(tile)] = tile.T
             column += len(tile)
-    return out.view(dtype)
+    return out

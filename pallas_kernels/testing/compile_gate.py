@@ -28,7 +28,14 @@ from jaxlib.mlir import ir
 
 from pallas_kernels import attend_with_update, choose_layout, page_bytes, pool_shape, prepare_batch, resolve_impl
 from pallas_kernels.spec import AttnShape, HeadParams
-from pallas_kernels.testing.gate_report import KernelUse, ProgramReport, merge_uses, parse_ptxas, parse_tpu_kernels
+from pallas_kernels.testing.gate_report import (
+    KernelUse,
+    ProgramReport,
+    list_copied_params,
+    merge_uses,
+    parse_ptxas,
+    parse_tpu_kernels,
+)
 from pallas_kernels.testing.gate_shapes import GateProgram, list_programs, list_tuned_programs
 from pallas_kernels.testing.targets import TARGETS, Target, find_target, open_devices, trace_for
 
@@ -150,6 +157,7 @@ class Gate:
             temp_bytes=memory.temp_size_in_bytes,
             code_bytes=memory.generated_code_size_in_bytes,
             kernels=tuple(kernels),
+            copied_params=tuple(list_copied_params(compiled.as_text())),
         )
 
 

@@ -14,6 +14,7 @@ _REGISTERS = re.compile(r"Used (\d+) registers")
 _FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _TPU_CALL = re.compile(r'%([\w-]+?)(?:\.\d+)* = .*custom_call_target="tpu_custom_call"')
 _VMEM = re.compile(r'"used_scoped_memory_configs":\[([^\]]*)\]')
+_COPIED_PARAM = re.compile(r' copy\(.*op_name="(params\[[^"]*)"')
 _VMEM_SIZE = re.compile(r'"memory_space":"1"[^}]*"size":"(\d+)"')
 
 
@@ -47,6 +48,7 @@ class ProgramReport:
     impl: str = ""  # that was asked for
     reason: str = ""  # why it is the portable one, where a target's kernels are known not to do a shape
     kernels: tuple[KernelUse, ...] = ()
+    copied_params: tuple[str, ...] = ()  # that the program brings into another layout, once or in every layer
     error: str = ""
 
     def to_json(self) -> str:
@@ -58,6 +60,7 @@ def read_report(line: str) -> ProgramReport:
     """The report of a line of `to_json`."""
     values = json.loads(line)
     values["kernels"] = tuple(KernelUse(**kernel) for kernel in values["kernels"])
+    values["copied_params"] = tuple(values["copied_params"])
     return ProgramReport(**values)
 
 
@@ -87,6 +90,11 @@ def parse_tpu_kernels(hlo: str) -> list[KernelUse]:
             size = sum(int(size) for size in _VMEM_SIZE.findall(used[1])) if used else 0
             sizes[found[1]] = max(size, sizes.get(found[1], 0))
     return [KernelUse(name, vmem_bytes=size) for name, size in sizes.items()]
+
+
+def list_copied_params(hlo: str) -> list[str]:
+    """The parameters of a compiled program of which it makes copies, by the names they are traced with."""
+    return sorted({found[1].replace("\\'", "'") for line in hlo.splitlines() if (found := _COPIED_PARAM.search(line))})
 
 
 def merge_uses(
@@ -124,6 +132,8 @@ def find_faults(report: ProgramReport, target: Target) -> list[str]:
         faults.append(
             f"the donated pool is copied: {report.donated_bytes:,} bytes, of which at most {report.alias_bytes:,} alias"
         )
+    if report.copied_params:
+        faults.append(f"weights are copied in every step: {', '.join(report.copied_params)}")
     needed = report.argument_bytes + report.temp_bytes
     if needed > target.memory_bytes:
         faults.append(f"{needed:,} bytes of arguments and temporaries, the {target.name} has {target.memory_bytes:,}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -44,36 +45,41 @@ def test_norm_rounds_where_the_family_rounds():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    ("num_in", "x", "weight"),
-    [(1, (4, 48), (48, 3, 5, 16)), (1, (4, 48), (48, 2, 96)), (2, (4, 6, 16), (6, 16, 48)), (1, (4, 96), (96, 48))],
-)
-def test_a_projection_is_one_product_without_copies_of_the_weight(num_in, x, weight, dtype):
-    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape in (x, weight)]
-    compiled = jax.jit(lambda x, w: project(x, w, num_in=num_in)).lower(*shapes).compile()
+def test_a_projection_is_one_product_without_copies_of_the_weight(dtype):
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((4, 96), (96, 48))]
+    compiled = jax.jit(project).lower(*shapes).compile()
     operations = re.findall(r"= \S+ ([a-z-]+)\(", compiled.as_text())
     assert operations.count("dot") == 1
     assert not {"transpose", "copy", "convert"} & set(operations)
 
 
-def test_projection_values_bias_and_mismatch():
-    x, weight, bias = draw(4, 6, 16), draw(6, 16, 8), draw(8)
-    expected = np.einsum("tnh,nhd->td", x.astype(np.float64), weight) + bias
-    np.testing.assert_allclose(project(x, weight, bias, num_in=2), expected, rtol=1e-5, atol=1e-5)
-    with pytest.raises(ValueError, match="do not match"):
-        project(x, weight, num_in=1)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_gated_block_is_two_products_without_copies_of_their_weights(dtype):
+    params = {"gate_up": jax.ShapeDtypeStruct((2, 64, 96), dtype), "down": jax.ShapeDtypeStruct((96, 64), dtype)}
+    compiled = jax.jit(partial(gated_mlp, MLPConfig(96, "silu"))).lower(params, jax.ShapeDtypeStruct((4, 64), dtype))
+    operations = re.findall(r"= (\S+) ([a-z-]+)\(", compiled.compile().as_text())
+    assert sum(name == "dot" for _, name in operations) == 2
+    assert all(name in ("parameter", "bitcast") for shape, name in operations if "64,96]" in shape)
+
+
+def test_projection_values_and_bias():
+    x, weight, bias = draw(4, 96), draw(96, 8), draw(8)
+    expected = x.astype(np.float64) @ weight + bias
+    np.testing.assert_allclose(project(x, weight, bias), expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(TypeError):
+        project(x, weight[1:])
 
 
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
 @pytest.mark.parametrize("bias", [False, True])
 def test_gated_mlp(activation: str, bias: bool):
-    params = {"gate_up": draw(8, 2, 12), "down": draw(12, 8)}
+    params = {"gate_up": draw(2, 8, 12), "down": draw(12, 8)}
     if bias:
         params |= {"gate_up_bias": draw(2, 12), "down_bias": draw(8)}
     params = {name: jnp.asarray(leaf) for name, leaf in params.items()}
     x = draw(3, 8)
-    gate = x @ params["gate_up"][:, 0] + (params["gate_up_bias"][0] if bias else 0)
-    up = x @ params["gate_up"][:, 1] + (params["gate_up_bias"][1] if bias else 0)
+    gate = x @ params["gate_up"][0] + (params["gate_up_bias"][0] if bias else 0)
+    up = x @ params["gate_up"][1] + (params["gate_up_bias"][1] if bias else 0)
     expected = (ACTIVATIONS[activation](gate) * up) @ params["down"] + (params["down_bias"] if bias else 0)
     config = MLPConfig(intermediate_size=12, activation=activation, bias=bias)
     np.testing.assert_allclose(gated_mlp(config, params, jnp.asarray(x)), expected, rtol=1e-4, atol=1e-4)

@@ -35,7 +35,7 @@ def check_case(hf_config: dict[str, object], mode: str) -> None:
     mesh = make_mesh(4)
     params = shard_params(wide, build_params(wide, tensors), mesh, mode)
     layer = params["layers"][0] if mode == "unrolled" else params["layers"]
-    for leaf, axis in (("qkv", -3), ("o", -3), ("gate_up", -1), ("down", -2)):
+    for leaf, axis in (("qkv", -1), ("o", -2), ("gate_up", -1), ("down", -2)):
         local = layer[leaf].addressable_shards[0].data.shape
         assert local[axis] * 4 == layer[leaf].shape[axis], leaf
     single = NaiveRunner(config, build_params(config, tensors), 3)

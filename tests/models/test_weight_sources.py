@@ -57,6 +57,7 @@ def test_qkv_holds_each_kv_head_with_its_queries():
     for leaf, suffix in (("qkv", "weight"), ("qkv_bias", "bias")):
         source = weight_sources(config)[f"layers.1.{leaf}"]
         built = source.build(*(tensors[name] for name in source.names))
+        built = built.reshape(*built.shape[:-1], 3, 4, 4)
         q, k, v = (tensors[f"{prefix}.{part}_proj.{suffix}"] for part in "qkv")
         for kv_head in range(3):
             for slot, rows in enumerate(
@@ -70,12 +71,12 @@ def test_expansion_repeats_each_kv_head_beside_its_queries():
     config = parse_config(TINY)
     wide = expand_kv_heads(config, 6)
     assert wide.attention.num_kv_heads == 6 and wide.attention.group_size == 1
-    assert param_specs(wide)["layers"][0]["qkv"].shape == (8, 6, 3, 4)
+    assert param_specs(wide)["layers"][0]["qkv"].shape == (8, 6 * 3 * 4)
     tensors = make_tensors(config, seed=1)
     source, wide_source = (weight_sources(c)["layers.0.qkv"] for c in (config, wide))
     assert source.names == wide_source.names and source.shapes == wide_source.shapes
-    narrow_qkv = source.build(*(tensors[name] for name in source.names))
-    wide_qkv = wide_source.build(*(tensors[name] for name in source.names))
+    narrow_qkv = source.build(*(tensors[name] for name in source.names)).reshape(8, 3, 4, 4)
+    wide_qkv = wide_source.build(*(tensors[name] for name in source.names)).reshape(8, 6, 3, 4)
     for head in range(6):
         np.testing.assert_array_equal(wide_qkv[:, head, 0], narrow_qkv[:, head // 2, head % 2])
         np.testing.assert_array_equal(wide_qkv[:, head, 1:], narrow_qkv[:, head // 2, 2:])
@@ -89,10 +90,10 @@ def test_other_layouts_are_plain_transposes():
     def build(leaf: str) -> np.ndarray:
         return sources[f"layers.0.{leaf}"].build(*(tensors[name] for name in sources[f"layers.0.{leaf}"].names))
 
-    np.testing.assert_array_equal(build("o").reshape(24, 8), tensors[f"{prefix}.self_attn.o_proj.weight"].T)
+    np.testing.assert_array_equal(build("o"), tensors[f"{prefix}.self_attn.o_proj.weight"].T)
     np.testing.assert_array_equal(build("down"), tensors[f"{prefix}.mlp.down_proj.weight"].T)
-    np.testing.assert_array_equal(build("gate_up")[:, 0], tensors[f"{prefix}.mlp.gate_proj.weight"].T)
-    np.testing.assert_array_equal(build("gate_up")[:, 1], tensors[f"{prefix}.mlp.up_proj.weight"].T)
+    np.testing.assert_array_equal(build("gate_up")[0], tensors[f"{prefix}.mlp.gate_proj.weight"].T)
+    np.testing.assert_array_equal(build("gate_up")[1], tensors[f"{prefix}.mlp.up_proj.weight"].T)
     np.testing.assert_array_equal(build("gate_up_bias")[1], tensors[f"{prefix}.mlp.up_proj.bias"])
 
 

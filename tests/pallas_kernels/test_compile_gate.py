@@ -18,6 +18,7 @@ from pallas_kernels.testing.gate_report import (
     KernelUse,
     ProgramReport,
     find_faults,
+    list_copied_params,
     merge_uses,
     parse_ptxas,
     parse_tpu_kernels,
@@ -101,8 +102,16 @@ def test_vmem_of_the_largest_call_of_a_name_is_read() -> None:
     assert parse_tpu_kernels(hlo) == [KernelUse("decode", vmem_bytes=300), KernelUse("chunk", vmem_bytes=200)]
 
 
+def test_copies_of_weights_are_found() -> None:
+    name = r"params[\'layers\'][\'qkv\']"
+    line = '  %copy.{} = bf16[4,8]{{0,1}} copy(%param.3), metadata={{op_name="{}"}}, backend_config={{}}'
+    hlo = "\n".join([line.format(1, name), line.format(2, name), line.format(3, "jit(f)/transpose"), "ROOT x"])
+    assert list_copied_params(hlo) == ["params['layers']['qkv']"]
+    assert list_copied_params(hlo.replace(" copy(", " slice(")) == []
+
+
 def test_reports_travel_as_a_line() -> None:
-    report = make_gpu_report()
+    report = replace(make_gpu_report(), copied_params=("params['layers']['qkv']",))
     assert "\n" not in report.to_json() and read_report(report.to_json()) == report
 
 
@@ -120,6 +129,7 @@ def test_what_is_in_order_passes(report: ProgramReport) -> None:
         (with_kernel(registers=None, spill_bytes=None), "ptxas said nothing"),
         (replace(make_gpu_report(), kernels=()), "no Pallas kernel"),
         (replace(make_gpu_report(), alias_bytes=1999), "the donated pool is copied: 2,000 bytes"),
+        (replace(make_tpu_report(), copied_params=("params['o']",)), "copied in every step: params['o']"),
         (replace(make_gpu_report(), temp_bytes=2000), "room for a second pool"),
         (replace(make_gpu_report(), argument_bytes=1 << 40), "bytes of arguments and temporaries, the h200 has"),
         (replace(make_gpu_report(), error="RuntimeError: refused"), "refused"),

@@ -60,10 +60,15 @@ def _logits(step: NullStep) -> np.ndarray:
 
 def _changes(model: NullModel) -> Iterator[tuple[str, dict[str, Any], Callable[[jax.Array], jax.Array]]]:
     """Yields each parameter's name, the dictionary it is in and a change of it; queries, keys and values apart."""
-    group = model.decoder.attention.group_size
+    attention = model.decoder.attention
+    group, heads = attention.group_size, (-1, attention.num_kv_heads, attention.group_size + 2, attention.head_dim)
+
+    def scale_slots(leaf: jax.Array, slots: slice) -> jax.Array:
+        return leaf.reshape(heads).at[:, :, slots].multiply(2).reshape(leaf.shape)
+
     for index, layer in enumerate(model.params["layers"]):
         for slots in (slice(group), slice(group, group + 1), slice(group + 1, None)):
-            yield "qkv", layer, lambda leaf, slots=slots: leaf.at[:, :, slots].multiply(2)
+            yield "qkv", layer, lambda leaf, slots=slots: scale_slots(leaf, slots)
         for name in set(layer) - {"qkv"}:
             yield name, layer, lambda leaf, index=index: leaf * (2 + index)
     for name in ("embed", "final_norm", "lm_head"):

@@ -27,7 +27,7 @@ def make_specs(dtype: str = "float32") -> dict[str, Any]:
     def layer() -> dict[str, ParamSpec]:
         return {
             "down": ParamSpec((F, D), dtype, ("ffn", None), "normal"),
-            "gate_up": ParamSpec((D, 2, F), dtype, (None, None, "ffn"), "normal"),
+            "gate_up": ParamSpec((2, D, F), dtype, (None, None, "ffn"), "normal"),
             "norm": ParamSpec((D,), dtype, (None,), "ones"),
         }
 
@@ -47,7 +47,7 @@ def make_sources() -> dict[str, WeightSource]:
         sources[f"{prefix}.gate_up"] = WeightSource(
             (f"{prefix}.gate.weight", f"{prefix}.up.weight"),
             ((F, D), (F, D)),
-            lambda gate, up: np.stack([gate.T, up.T], axis=1),
+            lambda gate, up: np.stack([gate.T, up.T]),
         )
         sources[f"{prefix}.norm"] = WeightSource((f"{prefix}.norm.weight",), ((D,),), lambda norm: norm)
     return sources
