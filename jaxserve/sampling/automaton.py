@@ -15,7 +15,7 @@ WORD_BITS = 32  # tokens per word of a bit mask
 
 
 def advance(
-    transitions: Int32[Array, "R E 3"], row_ids: Int[Array, " S"], states: Array, ids: Array
+    transitions: Int32[Array, "R T 3"], row_ids: Int[Array, " S"], states: Array, ids: Array
 ) -> Int[Array, " S"]:
     """Returns the state of each row after its token `ids[s]`; a token without a transition changes nothing."""
     found, is_of_state = _find_window(transitions, row_ids, states)
@@ -25,7 +25,7 @@ def advance(
 
 
 def pack_allowed(
-    transitions: Int32[Array, "R E 3"], row_ids: Int[Array, " S"], states: Int[Array, " S"], num_words: int
+    transitions: Int32[Array, "R T 3"], row_ids: Int[Array, " S"], states: Int[Array, " S"], num_words: int
 ) -> UInt32[Array, "S N"]:
     """Returns the tokens that may come in each row's state; bit i % 32 of word i // 32 is token i."""
     found, is_of_state = _find_window(transitions, row_ids, states)
@@ -36,7 +36,7 @@ def pack_allowed(
 
 
 def _find_window(
-    transitions: Int32[Array, "R E 3"], row_ids: Int[Array, " S"], states: Int[Array, " S"]
+    transitions: Int32[Array, "R T 3"], row_ids: Int[Array, " S"], states: Int[Array, " S"]
 ) -> tuple[Int32[Array, "S W 3"], Bool[Array, "S W"]]:
     window = jnp.maximum(states, 0)[:, None] + jnp.arange(MAX_STATE_TRANSITIONS)
     found = transitions[row_ids[:, None], window]

@@ -6,6 +6,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from jaxserve.structured_params import LARGEST_INTEGER
+
 Schema = dict[str, Any]
 
 
@@ -158,7 +160,7 @@ LEAVES = st.one_of(
     st.lists(st.one_of(st.text(max_size=4), st.integers(-9, 9), st.booleans(), st.none()), min_size=1, max_size=4).map(
         lambda values: {"enum": values}
     ),
-    st.one_of(st.text(max_size=5), st.integers()).map(lambda value: {"const": value}),
+    st.one_of(st.text(max_size=5), st.integers(-LARGEST_INTEGER, LARGEST_INTEGER)).map(lambda value: {"const": value}),
     st.sampled_from(["^[a-c]{2,4}$", "^(x|yy)+z$", "[Z@]", "^é?$"]).map(
         lambda pattern: {"type": "string", "pattern": pattern}
     ),
