@@ -179,7 +179,7 @@ def _require_list(name: str, items: object, *, of: str, most: int | None = None)
 
 
 def _normalise_stop(stop: object) -> tuple[str, ...]:
-    given = ((stop,) if stop else ()) if isinstance(stop, str) else stop
+    given = (stop,) if isinstance(stop, str) else stop
     strings = _require_list("stop", given, of="strings", most=MAX_STOP_STRINGS)
     for string in strings:
         if not isinstance(string, str) or not string:

@@ -38,6 +38,8 @@ from jaxserve.errors import InvalidRequestError
         ("max_tokens", -3),
         ("stop", ["a"] * 17),
         ("stop", [""]),
+        ("stop", ""),
+        ("stop", 5),
         ("stop", [3]),
         ("stop_token_ids", [-1]),
         ("stop_token_ids", ["x"]),
