@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxserve.errors import JaxServeError
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.token_automaton import TokenAutomaton
 
 PRIORITIES = range(-(2**31), 2**31)
 
@@ -38,7 +39,7 @@ class Request:
     seed: int = 0  # 64 bits; the user's, or drawn at admission and kept through preemption and replay
     bad_words: tuple[tuple[int, ...], ...] = ()  # those of the parameters as tokens
     grammar: Any = None  # compiled from `params.structured_outputs`
-    automaton: Any = None  # of the grammar, where the device follows it by itself and needs no masks
+    automaton: TokenAutomaton | None = None  # of the grammar, where the device follows it by itself and needs no masks
     cache_salt: str = ""  # requests share prefix pages only with requests of the same salt
     arrival_time: float = field(default_factory=time.monotonic)
     priority: int = 0  # smaller ones run first (as in vLLM); in PRIORITIES

@@ -20,8 +20,6 @@ MAX_ITEMS = 4_096  # of one array in a schema (an enum), and of a choice
 LARGEST_INTEGER = 2**53  # in a schema
 MAX_CHOICE_BYTES = 1_024  # of one choice
 MAX_CHOICES_BYTES = 64 * 1024  # of all of them
-MAX_TRANSITIONS = 512  # of a choice or regex that the device follows by itself; a larger one needs masks
-MAX_STATE_TRANSITIONS = 64  # of one of its states
 _CONSTRAINTS = ("json", "json_object", "regex", "choice", "grammar")
 _WHITESPACE_OPTIONS = ("disable_any_whitespace", "whitespace_pattern")
 # Options of a Lark rule that the engine could not honour: one temperature per request, and no text is taken back.

@@ -27,7 +27,7 @@ from jaxserve.pages import PageGroup, PageManager
 from jaxserve.presets import demo_model_dir
 from jaxserve.scheduler import Scheduler, SchedulerLimits, StepOutputs, StepPlan
 from jaxserve.scheduler.sequence import MASK_LATE
-from jaxserve.structured import TokenAutomaton
+from jaxserve.token_automaton import TokenAutomaton
 from jaxserve.tokenizers import load_tokenizer
 
 PAGE_SIZE, CONTEXT = 64, 4096

@@ -21,6 +21,7 @@ FLOORS = {
     "jaxserve.config": "F1.2",
     "jaxserve.logits_processor": "F1.1",
     "jaxserve.presets": "F1.1",
+    "jaxserve.token_automaton": "F1.1",
     "jaxserve.request": "F1.3",
     "jaxserve.pages": "F2a.0",
     "jaxserve.scheduler": "F2a.1",

@@ -41,8 +41,11 @@ def gated_mlp(config: MLPConfig, params: Mapping[str, Array], x: Float[Array, "T
 def _project_both(
     x: Float[Array, "T D"], weight: Float[Array, "2 D F"], bias: Float[Array, "2 F"] | None
 ) -> Float[Array, "2 T F"]:
-    """Two products in one launch. As one product of [D, 2, F] it is no faster, and TPU v5e's compiler then copies the
-    weights of all layers into another layout, in each layer."""
+    """Two products in one launch.
+
+    As one product of [D, 2, F] it is no faster on CPU, and TPU v5e's compiler then copies the weights of all layers into
+    another layout, in each layer.
+    """
     out = lax.dot_general(
         jnp.broadcast_to(x, (2, *x.shape)),
         weight,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Int32, UInt32
 
-from jaxserve.structured_params import MAX_STATE_TRANSITIONS
+from jaxserve.token_automaton import MAX_STATE_TRANSITIONS
 
 WORD_BITS = 32  # tokens per word of a bit mask
 

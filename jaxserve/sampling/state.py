@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from jaxtyping import Array, Bool, Float32, Int, Int32, UInt32
 
 from jaxserve.sampling.automaton import WORD_BITS, advance, pack_allowed
 from jaxserve.sampling_params import MAX_BAD_WORD_TOKENS
-from jaxserve.structured_params import MAX_STATE_TRANSITIONS, MAX_TRANSITIONS
+from jaxserve.token_automaton import MAX_STATE_TRANSITIONS, MAX_TRANSITIONS, TokenAutomaton
 
 MAX_EDITS = 640  # 300 biases, 256 stop ids, and 84 for EOS ids
 MAX_BAD_WORDS = 64
@@ -46,20 +45,6 @@ class SamplerState:
     allowed: UInt32[Array, "R N"]  # bit i % 32 of word i // 32: token i may be chosen
     transitions: Int32[Array, "R T 3"]  # of the row's automaton (automaton.py)
     state: Int32[Array, " R"]  # where in it the row is
-
-
-class Automaton(Protocol):
-    """All texts that a row may get (`structured.TokenAutomaton`)."""
-
-    transitions: tuple[tuple[int, int, int], ...]
-
-    def find_state(self, token_ids: Sequence[int]) -> int:
-        """Returns the state after an output."""
-        ...
-
-    def list_allowed(self, state: int) -> list[int]:
-        """Returns the tokens that may come in a state."""
-        ...
 
 
 @jax.tree_util.register_dataclass
@@ -99,7 +84,7 @@ def make_row_setting(
     bad_words: Sequence[Sequence[int]] = (),
     banned_ids: Iterable[int] = (),
     banned_until: int = 0,
-    automaton: Automaton | None = None,
+    automaton: TokenAutomaton | None = None,
 ) -> RowSetting:
     """Returns what a row is set to when it is admitted, on the host and in fresh arrays.
 
@@ -113,10 +98,10 @@ def make_row_setting(
         banned_ids: tokens not to be chosen at a position below `banned_until`: for `min_tokens` the EOS and stop ids,
             until len(prompt_ids) + min_tokens. Ids that no logit belongs to are ignored, they cannot be sampled anyway.
         banned_until: the first position at which they may be chosen.
-        automaton: what the output follows; not beside `allowed_ids`, whose place its tokens take.
+        automaton: what the output follows; its tokens take the place of `allowed_ids`.
 
     Raises:
-        ValueError: an id is not below `num_logits`, or there are more edits, words or tokens than a line holds.
+        ValueError: both `allowed_ids` and `automaton` are given; an id is not below `num_logits`, or there are more edits, words or tokens than a line holds.
     """
     output = _check_ids("output_ids", output_ids, num_logits)
     stats = 2 * np.bincount(output, minlength=num_logits).astype(np.int32)
@@ -127,6 +112,8 @@ def make_row_setting(
     allowed = np.ones(num_logits, bool)
     state = NO_STATE
     if automaton is not None:
+        if allowed_ids is not None:
+            raise ValueError("allowed_ids and automaton: a row can have one of them")
         state = automaton.find_state(output.tolist())
         allowed_ids = automaton.list_allowed(state)
     if allowed_ids is not None:
@@ -217,7 +204,9 @@ def _make_bad_words(bad_words: Sequence[Sequence[int]], num_logits: int) -> Int3
     return words[np.argsort(words[:, -1], kind="stable")]
 
 
-def _make_automaton(automaton: Automaton | None, state: int) -> tuple[Int32[np.ndarray, "T 3"], Int32[np.ndarray, ""]]:
+def _make_automaton(
+    automaton: TokenAutomaton | None, state: int
+) -> tuple[Int32[np.ndarray, "T 3"], Int32[np.ndarray, ""]]:
     """Unused transitions fill the rest, and the window of the last state."""
     lines = np.full((MAX_TRANSITIONS + MAX_STATE_TRANSITIONS, 3), NO_STATE, np.int32)
     if automaton is not None:

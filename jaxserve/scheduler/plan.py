@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.token_automaton import TokenAutomaton
 
 # A ticket names one admission of one sequence, (sequence id, epoch) in one number: outputs are matched by it, so that a
 # row which was given to another sequence in the meantime, or one readmitted after a fault, never gets a foreign token.
@@ -24,7 +25,7 @@ class RowHistory:
     num_prompt_tokens: int
     stop_ids: tuple[int, ...]  # that `min_tokens` keeps away, EOS among them
     bad_words: tuple[tuple[int, ...], ...]  # as tokens
-    automaton: Any = None  # that the output follows
+    automaton: TokenAutomaton | None = None  # that the output follows
 
 
 @dataclass(frozen=True, slots=True)

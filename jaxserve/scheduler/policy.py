@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -52,10 +51,8 @@ def choose_budget(limits: SchedulerLimits, batch: Batch, waiting: WaitingQueue) 
         if wanted >= most:
             break
         wanted += len(sequence.token_ids)  # fewer, if its prefix is cached: then the size is only not the best
-    index = bisect_left(sizes, wanted)
-    if index in (0, len(sizes)):
-        return min(most, sizes[min(index, len(sizes) - 1)])
-    smaller, larger = sizes[index - 1], sizes[index]
+    larger = next((size for size in sizes if size >= wanted), sizes[-1])
+    smaller = max((size for size in sizes if size < wanted), default=larger)
     return min(most, smaller if larger - wanted > wanted - smaller else larger)
 
 

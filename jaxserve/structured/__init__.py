@@ -7,7 +7,6 @@ compiled here), each of its sequences gets a `Matcher`, and a `MaskPool` fills t
 
 from __future__ import annotations
 
-from jaxserve.structured.automaton import TokenAutomaton
 from jaxserve.structured.compiler import Grammar, GrammarCompiler
 from jaxserve.structured.errors import CheckerError, MatcherError
 from jaxserve.structured.matcher import Matcher
@@ -21,5 +20,4 @@ __all__ = [
     "MaskPool",
     "Matcher",
     "MatcherError",
-    "TokenAutomaton",
 ]

@@ -1,14 +1,13 @@
-"""Grammars of a few short texts, written out as tokens, so that the device can follow them without the host."""
+"""Grammars of a few short texts become automata, so that the device can follow them without the host."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from jaxserve.structured.errors import MatcherError
-from jaxserve.structured_params import MAX_STATE_TRANSITIONS, MAX_TRANSITIONS
+from jaxserve.token_automaton import MAX_STATE_TRANSITIONS, MAX_TRANSITIONS, TokenAutomaton
 
 if TYPE_CHECKING:
     from jaxserve.structured.compiler import Grammar
@@ -16,29 +15,6 @@ if TYPE_CHECKING:
 
 _TIME_LIMIT_S = 0.5  # usual ones take 1 to 10 ms; a hostile one some for each mask
 _LONGEST_RUN = 1  # forced token in a row: the engine jumps over more, and saves their steps
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class TokenAutomaton:
-    """Every token that may come in every state, and the state after it.
-
-    A state's number is the index of its first transition; the first state is 0. EOS leads back to its own state.
-    """
-
-    transitions: tuple[tuple[int, int, int], ...]  # (state, token, next state), by state and then by token
-
-    def find_state(self, token_ids: Sequence[int]) -> int:
-        """Returns the state after an output; a token that may not come changes nothing."""
-        following = {(state, token): after for state, token, after in self.transitions}
-        state = 0
-        for token in token_ids:
-            state = following.get((state, token), state)
-        return state
-
-    def list_allowed(self, state: int) -> list[int]:
-        """Returns the tokens that may come in a state."""
-        return [token for at, token, _ in self.transitions if at == state]
 
 
 def make_automaton(grammar: Grammar) -> TokenAutomaton | None:

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sampling import make_row_setting, pack_bits, record, set_row
-from jaxserve.structured import TokenAutomaton
-from jaxserve.structured_params import MAX_STATE_TRANSITIONS, MAX_TRANSITIONS
+from jaxserve.token_automaton import MAX_STATE_TRANSITIONS, MAX_TRANSITIONS, TokenAutomaton
 from tests.sampling.cases import stale_state
 
 V, R = 331, 5

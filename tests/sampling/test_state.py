@@ -24,6 +24,7 @@ from jaxserve.sampling import (
     shape_logits,
 )
 from jaxserve.sampling.state import NO_STATE
+from jaxserve.token_automaton import TokenAutomaton
 from tests.sampling.cases import make_inputs, stale_state
 
 V = 331
@@ -106,6 +107,8 @@ def test_packed_bits_are_the_mask(size) -> None:
 def test_what_does_not_fit_is_refused_by_name(name, options) -> None:
     with pytest.raises(ValueError, match=name):
         make_row_setting(V if name != "edits" else 1000, [1], [2], **options)
+    with pytest.raises(ValueError, match="allowed_ids and automaton"):
+        make_row_setting(V, [1], [], allowed_ids=[1], automaton=TokenAutomaton(((0, 1, 0),)))
     with pytest.raises(ValueError, match=r"prompt_ids: token id 331"):
         make_row_setting(V, [331], [])
 

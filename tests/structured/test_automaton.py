@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.structured import Grammar, GrammarCompiler, TokenAutomaton
+from jaxserve.structured import Grammar, GrammarCompiler
 from jaxserve.structured.automaton import make_automaton
-from jaxserve.structured_params import MAX_TRANSITIONS, StructuredOutputsParams
+from jaxserve.structured_params import StructuredOutputsParams
+from jaxserve.token_automaton import MAX_TRANSITIONS, TokenAutomaton
 from tests.structured.walks import list_allowed
 
 SMALL = {
