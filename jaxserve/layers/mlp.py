@@ -43,8 +43,8 @@ def _project_both(
 ) -> Float[Array, "2 T F"]:
     """Two products in one launch.
 
-    As one product of [D, 2, F] it is no faster on CPU, and TPU v5e's compiler then copies the weights of all layers into
-    another layout, in each layer.
+    As one product of [D, 2, F] it is no faster on CPU, and TPU v5e's compiler then copies the weights of all layers
+    into another layout, in each layer.
     """
     out = lax.dot_general(
         jnp.broadcast_to(x, (2, *x.shape)),

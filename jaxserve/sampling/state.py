@@ -101,7 +101,8 @@ def make_row_setting(
         automaton: what the output follows; its tokens take the place of `allowed_ids`.
 
     Raises:
-        ValueError: both `allowed_ids` and `automaton` are given; an id is not below `num_logits`, or there are more edits, words or tokens than a line holds.
+        ValueError: an id is not below `num_logits`; there are more edits, words or tokens than a line holds; or both
+            `allowed_ids` and `automaton` are given.
     """
     output = _check_ids("output_ids", output_ids, num_logits)
     stats = 2 * np.bincount(output, minlength=num_logits).astype(np.int32)
