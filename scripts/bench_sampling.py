@@ -34,8 +34,10 @@ from jaxserve.sampling import (
     RowSetting,
     SamplerState,
     SamplingInputs,
-    finite_rows,
+    draw_uniforms,
+    is_finite,
     make_row_setting,
+    map_rows,
     mask_logits,
     record,
     sample,
@@ -104,12 +106,13 @@ def fill_state(setting: RowSetting, rows: int) -> SamplerState:
 
 @jax.jit
 def run_greedy(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return sample_greedy(logits), finite_rows(logits)
+    return map_rows(sample_greedy, logits)
 
 
 @jax.jit
 def run_random(logits: jax.Array, inputs: SamplingInputs) -> tuple[jax.Array, jax.Array]:
-    return sample(logits, inputs, vocab_size=logits.shape[1]), finite_rows(logits)
+    function = functools.partial(sample, vocab_size=logits.shape[1])
+    return map_rows(function, logits, inputs, draw_uniforms(inputs))
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -117,16 +120,19 @@ def run_full(state: SamplerState, logits: jax.Array, inputs: SamplingInputs, mas
     """`mask` None is the full variant, else the masked one."""
     rows, vocab_size = logits.shape
     row_ids = jnp.arange(rows)
-    allowed = logits if mask is None else mask_logits(logits, mask)
-    shaped = shape_logits(allowed, inputs, state, row_ids, vocab_size=vocab_size)
-    ids = sample(shaped, inputs, vocab_size=vocab_size)
-    state = record(state, row_ids, ids, inputs.has_edits != 0)
-    return state, ids, finite_rows(logits), finite_rows(shaped)
+
+    def choose(line: Any, mask: Any, row_id: Any, inputs: SamplingInputs, uniform: Any) -> tuple[jax.Array, ...]:
+        allowed = line if mask is None else mask_logits(line, mask)
+        shaped = shape_logits(allowed, inputs, state, row_id, vocab_size=vocab_size)
+        return *sample(shaped, inputs, uniform, vocab_size=vocab_size), is_finite(line)
+
+    ids, *flags = map_rows(choose, logits, mask, row_ids, inputs, draw_uniforms(inputs))
+    return record(state, row_ids, ids, inputs.has_edits != 0), ids, *flags
 
 
 @functools.partial(jax.jit, static_argnames="k")
 def run_scores(logits: jax.Array, k: int) -> Any:
-    ids = sample_greedy(logits)
+    ids, _ = map_rows(sample_greedy, logits)
     return ids, score_tokens(logits, ids, k, vocab_size=logits.shape[1])
 
 

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import flax.struct
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
@@ -30,7 +29,9 @@ from jaxserve.sampling import (
     SamplerState,
     SamplingInputs,
     TokenScores,
-    finite_rows,
+    draw_uniforms,
+    is_finite,
+    map_rows,
     mask_logits,
     record,
     sample,
@@ -115,12 +116,15 @@ def choose_tokens(
 
     Every program gives a greedy row the same id.
     """
-    logits, vocab_size = selected.logits, model.config.vocab_size
+    vocab_size = model.config.vocab_size
+
     if greedy:
-        ids = sample_greedy(logits, vocab_size=vocab_size)
+        ids, are_finite = map_rows(partial(sample_greedy, vocab_size=vocab_size), selected.logits)
     else:
-        ids = sample(logits, _unpack_sampling(rows, selected), vocab_size=vocab_size)
-    return _keep(rows, selected, ids), jnp.where(finite_rows(logits), ids, NON_FINITE)
+        inputs = _unpack_sampling(rows, selected)
+        function = partial(sample, vocab_size=vocab_size)
+        ids, are_finite = map_rows(function, selected.logits, inputs, draw_uniforms(inputs))
+    return _keep(rows, selected, ids), jnp.where(are_finite, ids, NON_FINITE)
 
 
 def choose_shaped_tokens(
@@ -136,20 +140,24 @@ def choose_shaped_tokens(
     NO_TOKEN_LEFT in place of an id: a row's parameters together forbid every token. MASK_LATE: the row's line of `mask`
     is 0, so it samples nothing and its last token stays.
     """
-    logits, vocab_size = selected.logits, model.config.vocab_size
+    vocab_size = model.config.vocab_size
     inputs = _unpack_sampling(rows, selected)
-    shaped = logits if mask is None else mask_logits(logits, mask)
-    shaped = shape_logits(shaped, inputs, sampler, selected.row_ids, vocab_size=vocab_size)
-    if model.processor is not None:
-        shaped = _process(shaped, selected, model.processor)
-    ids = sample(shaped, inputs, vocab_size=vocab_size)
-    reported = jnp.where(finite_rows(shaped), ids, NO_TOKEN_LEFT)
+
+    def choose(line: SampleInputs, mask: Array | None, inputs: SamplingInputs, uniform: Array) -> tuple[Array, ...]:
+        shaped = line.logits if mask is None else mask_logits(line.logits, mask)
+        shaped = shape_logits(shaped, inputs, sampler, line.row_ids, vocab_size=vocab_size)
+        if model.processor is not None:
+            shaped = _process(shaped, line, model.processor)
+        return *sample(shaped, inputs, uniform, vocab_size=vocab_size), is_finite(line.logits)
+
+    ids, are_left, are_finite = map_rows(choose, selected, mask, inputs, draw_uniforms(inputs))
+    reported = jnp.where(are_left, ids, NO_TOKEN_LEFT)
     if mask is not None:
         is_late = ~jnp.any(mask != 0, axis=1)
         reported = jnp.where(is_late, MASK_LATE, reported)
         selected = replace(selected, samples=jnp.where(is_late, 0, selected.samples))
     sampler = record(sampler, selected.row_ids, ids, (selected.samples == 1) & (inputs.has_edits == 1))
-    return _keep(rows, selected, ids), sampler, jnp.where(finite_rows(logits), reported, NON_FINITE)
+    return _keep(rows, selected, ids), sampler, jnp.where(are_finite, reported, NON_FINITE)
 
 
 def score_step(
@@ -202,13 +210,14 @@ def _token_ids(rows: RowState, inputs: StepInputs) -> Int[Array, " T"]:
     return jnp.where(inputs.token_ids == ON_DEVICE, last, inputs.token_ids)
 
 
-def _process(logits: Float[Array, "S V"], selected: SampleInputs, processor: LogitsProcessor) -> Float[Array, "S V"]:
-    """Runs the engine's own processor on the rows that ask for it."""
-    fields = dict(zip(SAMPLING_FIELDS, selected.sampling.T, strict=True))
+def _process(logits: Float[Array, " V"], line: SampleInputs, processor: LogitsProcessor) -> Float[Array, " V"]:
+    """Runs the engine's own processor on a row, if it asks for it."""
+    fields = dict(zip(SAMPLING_FIELDS, line.sampling, strict=True))
     columns = [lax.bitcast_convert_type(fields[name], jnp.float32) for name in EXTRA_FIELDS]
     arguments = dict(zip(processor.arguments, columns, strict=False))
-    processed = jax.vmap(processor.function)(logits, arguments).astype(logits.dtype)
-    return jnp.where(fields["has_extra"][:, None] == 1, processed, logits)
+    # No branch: where rows go together, one would copy for each row whatever arrays the function holds.
+    processed = processor.function(logits, arguments).astype(logits.dtype)
+    return jnp.where(fields["has_extra"] == 1, processed, logits)
 
 
 def _unpack_sampling(rows: RowState, selected: SampleInputs) -> SamplingInputs:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from jaxserve.sampling.by_row import map_rows
 from jaxserve.sampling.randomness import Purpose, row_keys
-from jaxserve.sampling.sampler import SamplingInputs, finite_rows, sample, sample_greedy
+from jaxserve.sampling.sampler import SamplingInputs, draw_uniforms, is_finite, sample, sample_greedy
 from jaxserve.sampling.scores import TokenScores, score_all, score_prompt, score_tokens
 from jaxserve.sampling.shaping import mask_logits, shape_logits
 from jaxserve.sampling.state import (
@@ -28,8 +29,10 @@ __all__ = [
     "SamplerState",
     "SamplingInputs",
     "TokenScores",
-    "finite_rows",
+    "draw_uniforms",
+    "is_finite",
     "make_row_setting",
+    "map_rows",
     "mask_logits",
     "pack_bits",
     "record",

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.sampling import RowSetting, SamplerState, SamplingInputs, make_row_setting, sampler_state_specs, set_row
+from jaxserve import sampling
+from jaxserve.sampling import (
+    RowSetting,
+    SamplerState,
+    SamplingInputs,
+    draw_uniforms,
+    make_row_setting,
+    map_rows,
+    sampler_state_specs,
+    set_row,
+)
 
 DTYPES = {
     "temperature": np.float32,
@@ -24,6 +35,33 @@ DTYPES = {
     "repetition": np.float32,
     "has_edits": np.int32,
 }
+
+
+# The functions of a row, as a step maps them over its rows.
+def sample(logits: jax.Array, inputs: SamplingInputs, *, vocab_size: int) -> jax.Array:
+    function = partial(sampling.sample, vocab_size=vocab_size)
+    return map_rows(function, jnp.asarray(logits), inputs, draw_uniforms(inputs))[0]
+
+
+def sample_greedy(logits: jax.Array, *, vocab_size: int | None = None) -> jax.Array:
+    return map_rows(partial(sampling.sample_greedy, vocab_size=vocab_size), jnp.asarray(logits))[0]
+
+
+def finite_rows(logits: jax.Array) -> jax.Array:
+    return map_rows(sampling.is_finite, jnp.asarray(logits))
+
+
+def mask_logits(logits: jax.Array, mask: jax.Array) -> jax.Array:
+    return map_rows(sampling.mask_logits, jnp.asarray(logits), mask)
+
+
+def shape_logits(
+    logits: jax.Array, inputs: SamplingInputs, state: SamplerState, row_ids: jax.Array, *, vocab_size: int
+) -> jax.Array:
+    def shape(line: jax.Array, inputs: SamplingInputs, row_id: jax.Array) -> jax.Array:
+        return sampling.shape_logits(line, inputs, state, row_id, vocab_size=vocab_size)
+
+    return map_rows(shape, jnp.asarray(logits), inputs, row_ids)
 
 
 @dataclass

@@ -7,24 +7,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sampling import (
-    finite_rows,
-    mask_logits,
-    pack_bits,
-    record,
-    sample,
-    sampler_state_specs,
-    shape_logits,
-)
+from jaxserve import sampling
+from jaxserve.sampling import pack_bits, record, sampler_state_specs
 from tests.sampling.cases import (
     RowCase,
     case_columns,
     chi_square,
+    finite_rows,
     make_inputs,
     make_logits,
     make_state,
+    mask_logits,
     mixed_inputs,
     random_case,
+    sample,
+    shape_logits,
     take,
 )
 from tests.sampling.oracle import probabilities, shape_row
@@ -310,7 +307,10 @@ def test_no_platform_branches_sorts_or_loops(platform) -> None:
     row_ids, words = jax.ShapeDtypeStruct((2,), jnp.int32), jax.ShapeDtypeStruct((2, 11), jnp.uint32)
 
     def shape_and_record(state, logits, inputs, row_ids, words):
-        shaped = shape_logits(mask_logits(logits, words), inputs, state, row_ids, vocab_size=331)
+        def shape_row(line, words, inputs, row_id):
+            return sampling.shape_logits(sampling.mask_logits(line, words), inputs, state, row_id, vocab_size=331)
+
+        shaped = jax.vmap(shape_row)(logits, words, inputs, row_ids)  # as `map_rows` does for accelerators
         return shaped, record(state, row_ids, row_ids, row_ids > 0)
 
     traced = jax.jit(shape_and_record).trace(

@@ -18,14 +18,12 @@ from jaxserve.sampling import (
     make_row_setting,
     pack_bits,
     record,
-    sample,
     sampler_state_specs,
     set_row,
-    shape_logits,
 )
 from jaxserve.sampling.state import NO_STATE
 from jaxserve.token_automaton import TokenAutomaton
-from tests.sampling.cases import make_inputs, stale_state
+from tests.sampling.cases import make_inputs, sample, shape_logits, stale_state
 
 V = 331
 write = jax.jit(set_row)

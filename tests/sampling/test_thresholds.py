@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from unittest import mock
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +10,7 @@ from hypothesis import strategies as st
 from jaxserve.sampling import thresholds
 from tests.sampling.oracle import kept_tokens
 
-FORMS = {"each_row": thresholds._search_each_row, "all_rows": thresholds._search_all_rows}
+FORMS = {"until_exact": thresholds.search_until_exact, "fixed": thresholds.search_fixed}
 FILTERS = {"temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "min_p": np.float32}
 OFF = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0}
 SLACK = 2e-6  # of a float32 cumulative mass and of a scaled logit
@@ -21,17 +19,19 @@ KINDS = ("normal", "tied", "masked", "constant", "one")
 
 @pytest.fixture(scope="module")
 def kept_by_form():
-    """`find_thresholds` with either form of the search: (logits, **filters) -> {form: bool[S, V]}."""
+    """`find_threshold` with either form of the search: (logits, **filters) -> {form: bool[S, V]}."""
 
-    def build(form):
-        def kept(logits, *, temperature, top_k, top_p, min_p):
-            size = logits.shape[1]
-            padded = jnp.pad(logits, ((0, 0), (0, -size % thresholds.BLOCK)), constant_values=-jnp.inf)
-            scaled = (padded - jnp.max(padded, axis=-1, keepdims=True)) * (1 / temperature)[:, None]
-            with mock.patch.object(thresholds, "_search_each_row", form):  # what CPU takes, at trace time
-                return (scaled >= thresholds.find_thresholds(scaled, top_k, top_p, min_p)[:, None])[:, :size]
+    def build(search):
+        def kept(row):
+            logits, temperature, top_k, top_p, min_p = row
+            size = len(logits)
+            padded = jnp.pad(logits, (0, -size % thresholds.BLOCK), constant_values=-jnp.inf)
+            scaled = (padded - jnp.max(padded)) * (1 / temperature)
+            filters = thresholds.make_filters(top_k, top_p, min_p, size)
+            blocks = scaled.reshape(-1, thresholds.BLOCK)
+            return (scaled >= thresholds.find_threshold(search, blocks, filters))[:size]
 
-        return jax.jit(kept)
+        return jax.jit(lambda logits, **columns: jax.lax.map(kept, (logits, *(columns[name] for name in FILTERS))))
 
     compiled = {name: build(form) for name, form in FORMS.items()}
 
@@ -136,20 +136,4 @@ def test_forms_keep_the_same_tokens(kept_by_form) -> None:
             top_p=rng.uniform(0.2, 1, 16),
             min_p=rng.choice([0, 0.01], 16),
         )
-        np.testing.assert_array_equal(kept["each_row"], kept["all_rows"], err_msg=kind)
-
-
-def test_form_for_accelerators_has_no_branch_and_no_open_loop() -> None:
-    row, numbers = jnp.zeros((2, 256)), jnp.zeros(2)
-    programs = {name: str(jax.make_jaxpr(form)(row, numbers, numbers, numbers)) for name, form in FORMS.items()}
-    assert "cond[" in programs["each_row"] and "while[" in programs["each_row"]
-    assert "cond[" not in programs["all_rows"] and "while[" not in programs["all_rows"]
-
-
-@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
-def test_no_platform_sorts_and_only_cpu_loops_over_rows(platform) -> None:
-    row, numbers, integers = (jax.ShapeDtypeStruct(*of) for of in (((2, 256), "f4"), ((2,), "f4"), ((2,), "i4")))
-    traced = jax.jit(thresholds.find_thresholds).trace(row, integers, numbers, numbers)
-    text = traced.lower(lowering_platforms=(platform,)).as_text()
-    assert "sort" not in text and "top_k" not in text
-    assert text.count("stablehlo.while") == (3 if platform == "cpu" else 2)  # a search each for top_k and top_p
+        np.testing.assert_array_equal(kept["until_exact"], kept["fixed"], err_msg=kind)

@@ -14,10 +14,10 @@ from jaxserve.sampling import (
     sampler_state_specs,
     score_all,
     set_row,
-    shape_logits,
 )
 from jaxserve.sampling.state import SamplerState
-from jaxserve.sampling.thresholds import BLOCK, find_thresholds
+from jaxserve.sampling.thresholds import find_threshold, make_filters, search_until_exact
+from tests.sampling.cases import shape_logits
 
 GOLDENS = dict(np.load(Path(__file__).parents[1] / "goldens" / "sampling.npz"))
 LOGITS, TOKENS = GOLDENS["logits"], GOLDENS["tokens"]
@@ -72,9 +72,8 @@ def test_bad_words() -> None:
 )
 def test_filters_keep_the_same_tokens(name: str, top_k: int, top_p: float, min_p: float) -> None:
     scaled = LOGITS - LOGITS.max(axis=1, keepdims=True)
-    padded = np.pad(scaled, ((0, 0), (0, -VOCAB % BLOCK)), constant_values=-np.inf)
-    columns = (jnp.full(ROWS, top_k), jnp.full(ROWS, top_p), jnp.full(ROWS, min_p))
-    thresholds = np.asarray(find_thresholds(jnp.asarray(padded), *columns))
+    filters = make_filters(jnp.int32(top_k), jnp.float32(top_p), jnp.float32(min_p), VOCAB)
+    thresholds = np.stack([find_threshold(search_until_exact, jnp.asarray(row), filters) for row in scaled])
     np.testing.assert_array_equal(scaled >= thresholds[:, None], np.isfinite(GOLDENS[name]))
 
 
