@@ -27,7 +27,9 @@ class SampleVariant(IntEnum):
     MASKED = 3  # and masks of tokens, which the host sends for this step
 
 
-_VARIANTS = tuple(SampleVariant)
+# Bits of `RowMirror._needs`.
+_RANDOM, _FULL, _SCORES = 1, 2, 4
+_NEEDS = {SampleVariant.GREEDY: 0, SampleVariant.RANDOM: _RANDOM, SampleVariant.FULL: _FULL}
 
 
 class RowMirror:
@@ -35,8 +37,7 @@ class RowMirror:
 
     def __init__(self, num_rows: int) -> None:
         self.sampling = np.zeros((num_rows, NUM_SAMPLING_FIELDS), np.int32)
-        self._variants = np.zeros(num_rows, np.int8)
-        self._wants_scores = np.zeros(num_rows, bool)
+        self._needs = np.zeros(num_rows, np.uint8)
         self._scores_prompt = np.zeros(num_rows, bool)
         self._embeds = np.zeros(num_rows, bool)
 
@@ -62,18 +63,16 @@ class RowMirror:
             switches = row_set.history is not None, params.extra_args is not None
             integers = *seed, row_set.sequence_index, max(params.top_k, 0), *switches
             self.sampling[row_set.row] = (*integers, *floats.view(np.int32))
-            self._variants[row_set.row] = find_variant(row_set)
-            self._wants_scores[row_set.row] = params.logprobs is not None
+            wants_scores = params.logprobs is not None
+            self._needs[row_set.row] = _NEEDS[find_variant(row_set)] | (_SCORES if wants_scores else 0)
             self._scores_prompt[row_set.row] = params.prompt_logprobs is not None
             self._embeds[row_set.row] = row_set.embeds
 
-    def find_variant(self, rows: np.ndarray) -> SampleVariant:
-        """Returns the sample program that serves these rows [S]."""
-        return _VARIANTS[self._variants[rows].max()]
-
-    def wants_scores(self, rows: np.ndarray) -> bool:
-        """Whether log-probabilities of a step's tokens are needed for any of its rows [S]."""
-        return bool(self._wants_scores[rows].any())
+    def find_needs(self, rows: np.ndarray) -> tuple[SampleVariant, bool]:
+        """Returns the sample program that serves these rows [S], and whether any of them wants log-probabilities."""
+        needs = int(np.bitwise_or.reduce(self._needs[rows]))
+        drawn = SampleVariant.RANDOM if needs & _RANDOM else SampleVariant.GREEDY
+        return SampleVariant.FULL if needs & _FULL else drawn, bool(needs & _SCORES)
 
     def scores_prompt(self, row: int) -> bool:
         """Whether the row's prompt tokens are to be scored."""

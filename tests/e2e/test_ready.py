@@ -64,6 +64,8 @@ def test_nothing_compiles_after_ready(llm: LLM) -> None:
 def test_only_the_explicit_transfer_is_made(llm: LLM) -> None:
     with jax.transfer_guard("disallow"):
         run_mixed_load(llm)
+    runner = llm.ready.runner  # what else the call that sends the inputs is given lies on the device already
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves((runner.params, runner._cache, runner._rows)))
 
 
 def test_programs_are_few(llm: LLM) -> None:

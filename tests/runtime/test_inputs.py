@@ -11,6 +11,7 @@ from jaxserve.runtime.inputs import KEEP, ON_DEVICE, InputLayout, StateShape, pa
 from jaxserve.runtime.rows import SAMPLING_FIELDS, RowMirror, SampleVariant
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import ChunkWork, RowSet, StepPlan
+from jaxserve.scheduler.plan import RowHistory
 
 STATE = StateShape(groups=2, rows=9, pages_per_row=5, max_page_updates=20)
 
@@ -38,7 +39,7 @@ def test_round_trip(num_decodes: int, sizes: list[tuple[int, bool]], are_new: bo
     views = layout.views(packed)
     num_rows = plan.num_rows
     assert rows.tolist() == [*decodes, *(row for row, _, _ in chunks)]
-    variant = mirror.find_variant(rows)
+    variant, _ = mirror.find_needs(rows)
     assert variant is (SampleVariant.RANDOM if plan.row_sets else SampleVariant.GREEDY)
     assert views.row_ids.tolist() == [*decodes, *(row for row, _, _ in chunks), *[8] * (8 - num_rows)]
     lengths = [1] * num_decodes + [n for _, n, _ in chunks]
@@ -76,3 +77,16 @@ def test_every_step_gets_its_own_buffer() -> None:
     second, _ = pack(plan, layout, mirror)
     assert not np.shares_memory(first, second)
     assert first.dtype == np.int32 and first.size == layout.size
+
+
+def test_a_step_needs_what_any_of_its_rows_needs() -> None:
+    mirror, history = RowMirror(8), RowHistory((1, 2), 2, (), ())
+    params = [SamplingParams(temperature=0), SamplingParams(), SamplingParams(temperature=0, logprobs=1)]
+    rows = [RowSet(row, 0, wish, 0, 0) for row, wish in enumerate(params)]
+    mirror.apply([*rows, RowSet(3, 0, params[0], 0, 0, history)])
+    greedy, drawn, full = SampleVariant.GREEDY, SampleVariant.RANDOM, SampleVariant.FULL
+    needs = {(0,): (greedy, False), (0, 1): (drawn, False), (2, 0): (greedy, True), (1, 2): (drawn, True)}
+    needs |= {(3,): (full, False), (0, 1, 3): (full, False), (0, 1, 2, 3): (full, True)}
+    assert {ids: mirror.find_needs(np.array(ids)) for ids in needs} == needs
+    mirror.apply([RowSet(3, 0, params[0], 0, 0)])  # a row's next life needs nothing of the last one's
+    assert mirror.find_needs(np.array([0, 3])) == (greedy, False)
