@@ -16,8 +16,8 @@ def map_rows(function: Callable[..., Any], *columns: Any) -> Any:
     all that is done with them, and a branch that a row does not take costs nothing. Elsewhere all rows go together: a
     `lax.cond` computes both sides, and must not close over arrays that all rows share, each row would get a copy.
     """
-    return lax.platform_dependent(
-        *columns,
-        cpu=lambda *columns: lax.map(lambda row: function(*row), columns),
-        default=jax.vmap(function),
-    )
+
+    def run_one(row: tuple[Any, ...]) -> Any:
+        return function(*lax.optimization_barrier(row))  # copied into the cache once, not by everything that reads it
+
+    return lax.platform_dependent(*columns, cpu=lambda *columns: lax.map(run_one, columns), default=jax.vmap(function))

@@ -51,7 +51,7 @@ def _is_finite(largest: Float[Array, ""]) -> Bool[Array, ""]:
     return (largest > -jnp.inf) & (largest < jnp.inf)
 
 
-def _mark_faults(logits: Float[Array, ...]) -> Float[Array, ...]:
+def _mark_faults(logits: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
     """NaN becomes +inf, which a maximum shows: XLA:CPU's does not always propagate NaN."""
     return jnp.where(logits < jnp.inf, logits, jnp.inf)
 
@@ -76,7 +76,7 @@ def sample_greedy(
     return _find_first(logits, largest, last), _is_finite(largest)
 
 
-def _find_first(logits: Float[Array, ...], value: Float[Array, ""], last: int) -> Int32[Array, ""]:
+def _find_first(logits: Float[Array, "*dims"], value: Float[Array, ""], last: int) -> Int32[Array, ""]:
     """The first place of `value`, or `last`. XLA:CPU's argmax (a reduction of pairs) takes ten times as long."""
     places = jnp.arange(logits.size, dtype=jnp.int32).reshape(logits.shape)
     return jnp.min(jnp.where(logits == value, places, last))

@@ -34,18 +34,18 @@ def shape_logits(
 ) -> Float[Array, " V"]:
     """Returns the logits that the likeliest token or a draw is then chosen from.
 
-    In vLLM's order: allowed tokens, bad words, banned and biased tokens, penalties. A row whose switch is off keeps its
-    bits; in every row ids from `vocab_size` on become -inf. If its parameters together leave no token, all are -inf:
-    `is_finite` of the result is then false, while it is true of `logits`.
+    As in vLLM's order: allowed tokens, bad words, banned and biased tokens, penalties. A row whose switch is off keeps
+    its bits; in every row ids from `vocab_size` on become -inf. If its parameters together leave no token, all are
+    -inf: `is_finite` of the result is then false, while it is true of `logits`.
     """
     # Outside the branch: where rows go together, one that read the whole state would get a copy of it for each row.
     line = jax.tree.map(lambda field: jnp.take(field, row_id, axis=0, mode="clip"), state)
 
     def shape() -> Array:
-        shaped = mask_logits(logits, line.allowed)
-        shaped = _ban_bad_words(shaped, line.bad_words, line.recent)
+        shaped = _ban_bad_words(logits, line.bad_words, line.recent)
         shaped = _add_edits(shaped, line, inputs.positions)
-        return _penalize(shaped, line.token_stats, inputs)
+        # Last, where it is one pass with the penalties: nothing brings a banned token back.
+        return mask_logits(_penalize(shaped, line.token_stats, inputs), line.allowed)
 
     return mask_padding(lax.cond(inputs.has_edits != 0, shape, lambda: logits), vocab_size)
 

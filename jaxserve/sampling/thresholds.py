@@ -65,7 +65,7 @@ def find_mass_target(filters: Filters, find_mass: Callable[[], Array]) -> Float3
     return lax.cond(filters.top_p < 1, lambda: filters.top_p * find_mass(), lambda: jnp.float32(jnp.inf))
 
 
-def sum_weights(scaled: Float[Array, ...], low: Float[Array, ""]) -> Float32[Array, ""]:
+def sum_weights(scaled: Float[Array, "*dims"], low: Float[Array, ""]) -> Float32[Array, ""]:
     """The mass of the tokens from `low` upwards."""
     return jnp.sum(jnp.where(scaled >= low, jnp.exp(scaled), 0))
 
