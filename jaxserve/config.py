@@ -17,7 +17,17 @@ from jaxserve.errors import ConfigError, shorten
 from jaxserve.options import build_config, check_at_least, check_choices, option, read_options
 
 DEMO_MODEL = "demo"
-ATTENTION_IMPLS = ("auto", "xla", "reference", "gpu", "tpu", "gpu_interpret", "tpu_interpret")
+ATTENTION_IMPLS = (
+    "auto",
+    "xla",
+    "reference",
+    "gpu",
+    "ampere",
+    "tpu",
+    "gpu_interpret",
+    "ampere_interpret",
+    "tpu_interpret",
+)
 MIN_CHUNK = 32  # tokens that a full batch of decoding rows must leave for a prompt in each step
 
 

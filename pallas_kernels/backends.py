@@ -22,15 +22,22 @@ from pallas_kernels.platform import traced_device_kind, traced_platform
 from pallas_kernels.spec import AttnShape
 
 _HOPPER = ("H100", "H200", "H800", "H20", "GH200")  # compute capability 9.0, as device kinds name it
+# Compute capability 8.0, 8.6 and 8.9, in the words of device kinds. "RTX 40" alone would be Turing's Quadro, too.
+_AMPERE = (
+    *("NVIDIA A10", "NVIDIA A16", "NVIDIA A2", "NVIDIA A30", "NVIDIA A40", "NVIDIA A800"),  # A10 is A100, too
+    *("NVIDIA L2", "NVIDIA L4"),  # and L20, L40
+    *("GeForce RTX 30", "GeForce RTX 40", "NVIDIA RTX A", "Ada Generation"),
+)
 _TPUS = ("TPU v5 lite", "TPU v5e", "TPU v5p", "TPU v5", "TPU v6 lite", "TPU v6e", "TPU7x", "TPU v7", "TPU v7x")
 
 
 @dataclass(frozen=True)
 class Backend:
-    """One implementation. `platform` is where it runs; None: anywhere."""
+    """One implementation. `platform` is where it runs (None: anywhere), on `devices`, in words for users."""
 
     path: str
     platform: str | None = None
+    devices: str = ""
     interpret: bool = False
     fused: bool = False  # writes keys and values itself
 
@@ -42,10 +49,12 @@ class Backend:
 _BACKENDS = {
     "reference": Backend("pallas_kernels.reference"),
     "xla": Backend("pallas_kernels.xla"),
-    "gpu": Backend("pallas_kernels.gpu.attention", platform="gpu", fused=True),
-    "gpu_interpret": Backend("pallas_kernels.gpu.attention", platform="cpu", interpret=True, fused=True),
-    "tpu": Backend("pallas_kernels.tpu.attention", platform="tpu", fused=True),
-    "tpu_interpret": Backend("pallas_kernels.tpu.attention", platform="cpu", interpret=True, fused=True),
+    "gpu": Backend("pallas_kernels.gpu.attention", "gpu", "Hopper (sm_90)", fused=True),
+    "gpu_interpret": Backend("pallas_kernels.gpu.attention", "cpu", interpret=True, fused=True),
+    "ampere": Backend("pallas_kernels.ampere.attention", "gpu", "Ampere or Ada (sm_80, sm_86 or sm_89)", fused=True),
+    "ampere_interpret": Backend("pallas_kernels.ampere.attention", "cpu", interpret=True, fused=True),
+    "tpu": Backend("pallas_kernels.tpu.attention", "tpu", "v5e and later", fused=True),
+    "tpu_interpret": Backend("pallas_kernels.tpu.attention", "cpu", interpret=True, fused=True),
 }
 
 
@@ -70,7 +79,10 @@ def choose_impl(platform: str, device_kind: str = "") -> tuple[str, str]:
     if platform in ("gpu", "cuda", "rocm"):
         if any(kind in device_kind for kind in _HOPPER):
             return "gpu", f"Pallas kernels for Hopper, compiled for {device_kind}"
-        return "xla", f"portable attention: the GPU kernels need Hopper (sm_90), this is {device_kind or 'unknown'}"
+        if any(kind in device_kind for kind in _AMPERE):
+            return "ampere", f"Pallas kernels for Ampere and Ada, compiled for {device_kind}"
+        needed = f"{_BACKENDS['gpu'].devices} or {_BACKENDS['ampere'].devices}"
+        return "xla", f"portable attention: the GPU kernels need {needed}, this is {device_kind or 'unknown'}"
     raise ValueError(f"platform must be cpu, gpu, cuda, rocm or tpu, got {platform!r}")
 
 
@@ -94,7 +106,7 @@ def resolve_impl(
         elif backend.platform != platform:
             obstacle = f"it runs on {backend.platform}, this is {platform}"
         else:
-            obstacle = None if backend.interpret else reason
+            obstacle = None if backend.interpret else f"it needs {backend.devices}, this is {device_kind or 'unknown'}"
         obstacle = obstacle or _find_obstacle(impl, shape)
         if obstacle is not None:
             raise ValueError(f"impl {impl!r} cannot run: {obstacle}; use impl='xla' or None")

@@ -65,7 +65,7 @@ def main() -> None:
     args = make_parser(__doc__ or "").parse_args()
     target = find_target(args.target)
     num_layers = None if args.full else FEW_LAYERS
-    shapes = make_step_shapes(target, num_layers=num_layers, impl=args.impl or target.platform)
+    shapes = make_step_shapes(target, num_layers=num_layers, impl=args.impl or target.impl)
     buckets = {
         f"step {bucket}: {PRESET}, {shapes.model.num_layers} layers, {shapes.num_devices} devices": bucket
         for bucket in (Bucket(max(shapes.buckets.row_counts), max(shapes.buckets.row_counts)), shapes.buckets.largest)

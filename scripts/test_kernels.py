@@ -1,4 +1,5 @@
-"""Compiles every kernel, and whole engine steps, for an H200 and three TPUs, none of which needs to be here.
+"""Compiles every kernel for an H200, an A100, an L4 and three TPUs, none of which needs to be here, and whole engine
+steps for three of them.
 
 The devices' own compilers come as wheels, which this installs once into `.wheels/`. A program fails if its compiler
 refuses it, if a kernel spills registers or exceeds a memory of the device, or if the donated KV pool is copied. What
@@ -196,7 +197,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--only", nargs="+", metavar="NAME", help="programs of these names (default: all)")
-    parser.add_argument("--full", action="store_true", help="every entry of the tuning tables, every layer of the step")
+    parser.add_argument(
+        "--full", action="store_true", help="every shape, every entry of the tuning tables, every layer of the step"
+    )
     parser.add_argument("--lower-only", action="store_true", help="without the devices' compilers")
     parser.add_argument("--impl", help="another implementation than the targets' own kernels, e.g. xla")
     parser.add_argument("--wheels", type=Path, default=WHEELS, help="where compilers are installed (default: .wheels)")

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.gpu import combine, decode, prefill
 from pallas_kernels.gpu.decode import DecodeConfig
-from pallas_kernels.gpu.decode_kernel import LOG2_E
 from pallas_kernels.gpu.decode_memory import QUERY_ROWS
-from pallas_kernels.gpu.splits import SplitList
+from pallas_kernels.gpu.key_tiles import LOG2_E
+from pallas_kernels.gpu.splits import SplitList, plan_splits
 from pallas_kernels.gpu.update import write_tokens
 from pallas_kernels.layout import pool_shape, read_format, update_kv_pages
 from pallas_kernels.spec import AttnParams, AttnShape, BatchMeta, HeadParams
@@ -98,11 +98,11 @@ def plan_work(rows: StepRows, shape: AttnShape, *, config: GpuConfig | None = No
     config = config or find_config(shape, rows.num_tokens)
     longest = rows.max_query_len
     if longest is not None and decode.fits(longest, shape.group_size):
-        units = decode.plan_splits(rows, rows.query_lens, shape, config.decode, max_query_len=longest)
+        units = plan_splits(rows, rows.query_lens, shape, config.decode, max_query_len=longest)
         return GpuWork(units, None, config)
     num_single, num_rows = rows.distribution[0], rows.query_lens.shape[0]
     singles = rows.lens_between(0, num_single)
-    units = decode.plan_splits(rows, singles, shape, config.decode, max_query_len=1)
+    units = plan_splits(rows, singles, shape, config.decode, max_query_len=1)
     chunks = prefill.plan_tiles(rows, rows.lens_between(num_single, num_rows), shape, config.prefill)
     return GpuWork(units, chunks, config)
 

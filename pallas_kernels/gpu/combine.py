@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.gpu import compat
-from pallas_kernels.gpu.decode_kernel import MASKED
+from pallas_kernels.gpu.key_tiles import MASKED
 
 _BLOCK_COLUMNS = 64  # of a head, per block
 _UNROLL = 4  # units read at once, so that a row of many does not wait for each

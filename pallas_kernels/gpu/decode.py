@@ -12,14 +12,13 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.gpu import compat, splits
+from pallas_kernels.gpu import compat
 from pallas_kernels.gpu.decode_kernel import DecodeKernel
 from pallas_kernels.gpu.decode_memory import QUERY_ROWS
-from pallas_kernels.gpu.splits import SplitList
+from pallas_kernels.gpu.splits import SplitList, pad_queries
 from pallas_kernels.layout import pool_shape
 from pallas_kernels.platform import traced_core_count
 from pallas_kernels.spec import AttnParams, AttnShape
-from pallas_kernels.worklist import StepRows
 
 VERSION = 1  # of the kernel: what was measured with another one does not count
 _BLOCK_RESERVE = 1024 + 1024  # bytes: what an SM keeps per block, and room for barriers
@@ -74,30 +73,6 @@ def compute_dtype(shape: AttnShape) -> jnp.dtype:
 def fits(max_query_len: int, group_size: int) -> bool:
     """Whether the queries of a row and KV head, padded to a power of two, fill no more than one wgmma."""
     return group_size * pad_queries(max_query_len) <= QUERY_ROWS
-
-
-def pad_queries(max_query_len: int) -> int:
-    """Qp: the power of two from `max_query_len`."""
-    return 1 << (max_query_len - 1).bit_length()
-
-
-def plan_splits(
-    rows: StepRows, query_lens: jax.Array, shape: AttnShape, config: DecodeConfig, *, max_query_len: int
-) -> SplitList:
-    """Units for the rows of `query_lens` [S]: 0 for those to leave out, at most `max_query_len` for the others."""
-    num_blocks, num_kv_heads = config.ctas_per_sm * config.num_sms, shape.spec.num_kv_heads
-    return splits.list_splits(
-        query_lens,
-        rows.seq_lens,
-        num_slots=splits.count_unit_slots(query_lens.shape[0], num_kv_heads, num_blocks),
-        num_kv_heads=num_kv_heads,
-        num_blocks=num_blocks,
-        tile_tokens=config.tile_tokens,
-        min_split_tiles=-(-config.min_split_tokens // config.tile_tokens),
-        unit_cost=config.unit_cost,
-        max_queries=pad_queries(max_query_len),
-        window=shape.window,
-    )
 
 
 def attend_units(

@@ -6,8 +6,7 @@ softmax over them (Milakov and Gimelshein, 2018; FlashAttention's recurrence), i
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -17,9 +16,8 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.gpu import compat, splits
 from pallas_kernels.gpu.decode_memory import PART_COLUMNS, QUERY_ROWS, DecodeRing, Scratch, Unit
+from pallas_kernels.gpu.key_tiles import MASKED
 
-MASKED = -1e30  # finite, so that a query without keys stays finite
-LOG2_E = math.log2(math.e)
 # Registers of a thread of the compute warpgroup, by blocks per SM. The largest number that a kernel asks for is what
 # every thread is launched with, so two blocks of 256 threads have 65536 / 512 = 128.
 _COMPUTE_REGISTERS = {1: 232, 2: 128}
@@ -48,7 +46,7 @@ class DecodeKernel(DecodeRing):
             first_tile=units[slot, splits.FIRST_TILE],
             num_tiles=units[slot, splits.NUM_TILES],
             length=length,
-            begin=length - (units[slot, splits.NUM_QUERIES] if self.max_queries > 1 else 1),
+            begin=length - 1,
         )
         warpgroup = lax.axis_index("warpgroup")
 
@@ -63,7 +61,14 @@ class DecodeKernel(DecodeRing):
         @pl.when((warpgroup == 0) & (unit.num_tiles > 0))
         def _() -> None:
             compat.set_max_registers(_COMPUTE_REGISTERS[self.ctas_per_sm], action="increase")
-            self.compute(unit, q_ref, k_scale, outputs, logs, scratch)
+            self.compute(self.read_begin(unit, units), q_ref, k_scale, outputs, logs, scratch)
+
+    def read_begin(self, unit: Unit, units: jax.Ref) -> Unit:
+        """The unit of a row with several queries. Where it is used and no earlier: kept from the start of the kernel,
+        their number would be one register too many."""
+        if self.max_queries == 1:
+            return unit
+        return replace(unit, begin=unit.length - units[unit.slot, splits.NUM_QUERIES])
 
     def compute(
         self,
@@ -123,6 +128,8 @@ class DecodeKernel(DecodeRing):
         else:  # with a branch, the soft cap takes more registers than there are
             scores = mask(scores)
 
+        # Scores are complete before their maximum is begun: both at once would take more registers.
+        scores = lax.optimization_barrier(scores)
         new_largest = jnp.maximum(largest, jnp.max(scores, axis=1))
         shrink = jnp.exp2(largest - new_largest)
         weights = jnp.exp2(scores - compat.spread(new_largest, scores.shape))
@@ -138,44 +145,10 @@ class DecodeKernel(DecodeRing):
         pl.when(is_awaited)(partial(compat.barrier_arrive, scratch["values_freed"].at[slot]))
         return acc, new_largest, total
 
-    def scale_scores(self, scores: jax.Array, factor: float | jax.Array) -> jax.Array:
-        """Raw scores to base 2, through the soft cap."""
-        if self.params.softcap is None:
-            return scores * (factor * LOG2_E)
-        return jnp.tanh(scores * (factor / self.params.softcap)) * (self.params.softcap * LOG2_E)
-
-    def is_edge(self, start: jax.Array, unit: Unit) -> jax.Array:
-        """Whether some query of the row does not see all of the tile."""
-        edge = start + self.tile_tokens > unit.begin + 1
-        if self.params.window is not None:
-            edge |= start < unit.length - self.params.window
-        return edge
-
-    def mask(self, start: jax.Array, unit: Unit, scores: jax.Array) -> jax.Array:
-        """Scores of keys that a query does not see become MASKED."""
-        keys = compat.iota(scores.shape, 1)
-        last = unit.length - 1 - start  # seen by the row's last query, in keys of the tile
-        if self.max_queries > 1:
-            queries = compat.iota(scores.shape, 0) & (self.max_queries - 1)
-            last = jnp.minimum(queries + (unit.begin - start), last)
-        seen = keys <= last
-        if self.params.window is not None:
-            seen &= keys > last - self.params.window
-        return jnp.where(seen, scores, MASKED)
-
-    def holds_strangers(self, start: jax.Array, unit: Unit) -> jax.Array:
-        """Whether the tile has slots that hold nothing of what the row's queries see: they may be NaN."""
-        strange = start + self.tile_tokens > unit.length
-        if self.params.window is not None:
-            strange |= start <= unit.begin - self.params.window
-        return strange
-
     def clean(self, values: jax.Ref, start: jax.Array, unit: Unit) -> None:
-        """Zeroes the values of such slots: a weight of 0 does not remove NaN."""
+        """Zeroes the values of slots that hold nothing of what the row's queries see."""
         keys = compat.iota((self.tile_tokens, PART_COLUMNS), 0)
-        held = keys < unit.length - start
-        if self.params.window is not None:
-            held &= keys > unit.begin - start - self.params.window
+        held = self.is_held(keys, start, unit)
 
         @pl.loop(0, self.width // PART_COLUMNS)
         def _(index: jax.Array) -> None:

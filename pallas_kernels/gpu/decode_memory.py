@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.gpu import compat
-from pallas_kernels.spec import AttnParams
+from pallas_kernels.gpu.key_tiles import KeyTiles
 
 QUERY_ROWS = compat.WGMMA_ROWS  # of the tile of queries; G * Qp of them are used
 PART_COLUMNS = 64  # of a tile that pass through registers at once
@@ -38,35 +38,15 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class DecodeRing:
-    """What is static about a block, its shared memory, and the warpgroup that fills it."""
+class DecodeRing(KeyTiles):
+    """A block's shared memory, and the warpgroup that fills it."""
 
-    params: AttnParams
-    num_rows: int  # R
-    width: int  # of a stored head
-    page_size: int
-    max_queries: int  # Qp
-    dtype: jnp.dtype  # of queries, weights and outputs
-    page_dtype: jnp.dtype
-    has_k_scale: bool
-    tile_tokens: int
-    stages: int
     ctas_per_sm: int
-    interpret: bool
-
-    @property
-    def is_narrow(self) -> bool:
-        return self.page_dtype != self.dtype
 
     @property
     def num_slots(self) -> int:
         """Tiles in the ring that the compute warpgroup reads: widened ones are made while others are used."""
         return 1 if self.is_narrow else self.stages
-
-    @property
-    def box(self) -> int:
-        """Tokens of one TMA copy: a page, or as much of one as a tile takes."""
-        return min(self.page_size, self.tile_tokens)
 
     def list_tiles(self) -> dict[str, tuple[tuple[int, ...], jnp.dtype]]:
         """Shapes and dtypes of the tiles in shared memory, by the names the body has for them."""
@@ -97,16 +77,6 @@ class DecodeRing:
             scratch[f"{name}_freed"] = compat.Barrier(num_barriers=self.num_slots)
         return scratch | {"q_loaded": compat.Barrier()}
 
-    def find_pages(
-        self, index: jax.Array, unit: Unit, table: jax.Ref, offset: jax.Array, num_pages: int
-    ) -> tuple[jax.Array, ...]:
-        """The pages of a tile. Beyond the row's last page they are that one again, to be masked."""
-        start = (unit.first_tile + index) * self.tile_tokens
-        last = lax.div(unit.length - 1, self.page_size)
-        columns = [lax.div(start + box, self.page_size) for box in range(0, self.tile_tokens, self.box)]
-        found = [table[unit.row, jnp.minimum(column, last)] for column in columns]
-        return tuple(jnp.clip(page + offset, 0, num_pages - 1) for page in found)
-
     def copy_tile(
         self,
         index: jax.Array,
@@ -131,7 +101,7 @@ class DecodeRing:
 
     def fetch(self, unit: Unit, pages: jax.Ref, table: jax.Ref, offset: jax.Array, scratch: Scratch) -> None:
         """Fills the rings, slot after slot as the compute warpgroup frees them."""
-        find_pages = partial(self.find_pages, unit=unit, table=table, offset=offset, num_pages=pages.shape[0])
+        find_pages = partial(self.find_pages, span=unit, table=table, offset=offset, num_pages=pages.shape[0])
 
         def step(index: jax.Array, ids: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             # The next tile's ids are asked for a tile ahead: they arrive while this one waits for its slot.
@@ -153,7 +123,7 @@ class DecodeRing:
 
         A narrow slot is read and refilled by this warpgroup alone, so it needs no barrier to be free.
         """
-        find_pages = partial(self.find_pages, unit=unit, table=table, offset=offset, num_pages=pages.shape[0])
+        find_pages = partial(self.find_pages, span=unit, table=table, offset=offset, num_pages=pages.shape[0])
 
         def start(index: jax.Array, ids: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             next_ids = find_pages(index + 1)

@@ -48,8 +48,7 @@ def default_config(shape: AttnShape) -> PrefillConfig:
     width = _stored_width(shape)
     keys = 64 if width == 256 else 128
     if _is_narrow(shape):
-        # The memory warpgroup holds a piece of keys or values while it widens them.
-        return PrefillConfig(keys=keys, stages=2, raw_stages=1 if width == 256 else 2, registers=(216, 72))
+        return PrefillConfig(keys=keys, stages=2, raw_stages=1 if width == 256 else 2)
     return PrefillConfig(keys=keys, stages={64: 4, 128: 3, 256: 2}[width])
 
 

@@ -9,9 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu import compat
-from pallas_kernels.gpu.prefill_static import Operands, Scratch, Span, Static
-
-PIECE = 64  # keys, and columns of 16 bits, held in registers at a time
+from pallas_kernels.gpu.prefill_static import PIECE, Operands, Scratch, Span, Static
 
 
 def _find_pages(static: Static, operands: Operands, row: jax.Array, block: jax.Array) -> list[jax.Array]:
@@ -153,14 +151,14 @@ def load_narrow(
 
 def _widen(static: Static, raw: jax.Ref, wide: jax.Ref, span: Span, block: jax.Array, *, is_value: bool) -> None:
     """Casts raw [keys, H] into wide; values of positions outside the span become 0."""
-    shape = (PIECE, static.width)
     for row in range(0, static.keys, PIECE):
-        piece = pl.ds(row, PIECE)
-        elements = compat.layout_cast(compat.load_narrow(raw.at[piece]).astype(wide.dtype), compat.WGMMA)
-        if is_value:
-            is_key = _find_keys(static, span, block * static.keys + row)
-            elements = jnp.where(compat.spread(is_key, shape), elements, jnp.zeros((), wide.dtype))
-        wide[piece] = elements
+        is_key = _find_keys(static, span, block * static.keys + row) if is_value else None
+        for column in range(0, static.width, PIECE):
+            piece = pl.ds(row, PIECE), pl.ds(column, PIECE)
+            elements = compat.layout_cast(compat.load_narrow(raw.at[piece]).astype(wide.dtype), compat.WGMMA)
+            if is_key is not None:
+                elements = jnp.where(compat.spread(is_key, elements.shape), elements, jnp.zeros((), wide.dtype))
+            wide[piece] = elements
 
 
 def _find_keys(static: Static, span: Span, first: jax.Array) -> jax.Array:

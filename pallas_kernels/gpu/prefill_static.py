@@ -14,6 +14,7 @@ from pallas_kernels.gpu import compat
 NUM_COMPUTE = 2  # warpgroups with queries; one more moves memory
 ROWS = compat.WGMMA_ROWS  # query rows of each
 TILE_ROWS = NUM_COMPUTE * ROWS
+PIECE = 64  # keys, and columns, that the memory warpgroup holds in registers at a time
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def list_scratch(static: Static) -> dict[str, object]:
     if static.is_narrow:
         raw = (static.raw_stages, static.keys, static.width)
         for name in ("raw_k", "raw_v"):
-            tiles[name] = compat.tile_smem(raw, static.page_dtype)
+            tiles[name] = compat.tile_smem(raw, static.page_dtype, PIECE)  # a slice of columns is of whole swizzles
             barriers[f"{name}_full"] = compat.Barrier(num_arrivals=static.boxes, num_barriers=static.raw_stages)
     else:
         barriers["v_edge"] = compat.Barrier(num_arrivals=static.boxes, num_barriers=2)

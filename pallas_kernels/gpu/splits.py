@@ -9,9 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+
+from pallas_kernels.spec import AttnShape
+from pallas_kernels.worklist import StepRows
 
 _GROWTH = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0, 64.0)  # split lengths tried, as shares of the shortest
 
@@ -35,6 +39,45 @@ class SplitList:
 def count_unit_slots(num_rows: int, num_kv_heads: int, num_blocks: int) -> int:
     """W: one unit per row, and as many more as let the device run `num_blocks` blocks at once, twice over."""
     return num_rows + max(1, -(-2 * num_blocks // num_kv_heads))
+
+
+class SplitTuning(Protocol):
+    """What a kernel's tuning says of its units."""
+
+    @property
+    def tile_tokens(self) -> int: ...
+    @property
+    def ctas_per_sm(self) -> int: ...
+    @property
+    def num_sms(self) -> int: ...
+    @property
+    def min_split_tokens(self) -> int: ...
+    @property
+    def unit_cost(self) -> int: ...
+
+
+def plan_splits(
+    rows: StepRows, query_lens: jax.Array, shape: AttnShape, config: SplitTuning, *, max_query_len: int
+) -> SplitList:
+    """Units for the rows of `query_lens` [S]: 0 for those to leave out, at most `max_query_len` for the others."""
+    num_blocks, num_kv_heads = config.ctas_per_sm * config.num_sms, shape.spec.num_kv_heads
+    return list_splits(
+        query_lens,
+        rows.seq_lens,
+        num_slots=count_unit_slots(query_lens.shape[0], num_kv_heads, num_blocks),
+        num_kv_heads=num_kv_heads,
+        num_blocks=num_blocks,
+        tile_tokens=config.tile_tokens,
+        min_split_tiles=-(-config.min_split_tokens // config.tile_tokens),
+        unit_cost=config.unit_cost,
+        max_queries=pad_queries(max_query_len),
+        window=shape.window,
+    )
+
+
+def pad_queries(max_query_len: int) -> int:
+    """Qp: the power of two from `max_query_len`."""
+    return 1 << (max_query_len - 1).bit_length()
 
 
 def list_splits(

@@ -221,5 +221,12 @@ CASES = [
         window=50,
         **_shape(4, 2, 64, "bfloat16", 64),
     ),
+    Case(
+        "chunks on edges of the step too, in the middle of pages",
+        ((96, 32), (32, 33), (17, 5)),
+        num_chunks=2,
+        max_tokens=96,
+        **_shape(8, 2, 128, "bfloat16", 64),
+    ),
     Case("pages of one token", ((0, 1), (9, 1), (3, 6)), **_shape(2, 1, 16, page_size=1)),
 ]

@@ -167,9 +167,9 @@ def measure_attention(gate: Gate, program: GateProgram, *, impl: str) -> Program
     shape = program.shape.attention(program.page_size)
     report = ProgramReport(program.name, target.name, impl=impl)
     chosen, reason = resolve_impl(None, shape, platform=target.platform, device_kind=target.device_kind)
-    if impl == target.platform and (chosen == impl) == (target.platform in dict(program.shape.portable)):
+    if impl == target.impl and (chosen == impl) == (target.impl in dict(program.shape.portable)):
         return replace(report, error=f"GateShape.portable says otherwise: {chosen} is chosen: {reason}")
-    if impl == target.platform:
+    if impl == target.impl:
         report = replace(report, impl=chosen, reason=reason)
     shape = replace(shape, spec=replace(shape.spec, layout=choose_layout(report.impl, shape.spec.head_dim)))
     layer_pages = POOL_BYTES // (NUM_LAYERS * page_bytes(shape.spec))
@@ -236,14 +236,14 @@ def print_report(report: ProgramReport, *, as_json: bool) -> None:
 def main() -> None:
     args = make_parser(__doc__ or "").parse_args()
     target = find_target(args.target)
-    programs = list_programs(target) + (list_tuned_programs(target) if args.full else [])
+    programs = list_programs(target, full=args.full) + (list_tuned_programs(target) if args.full else [])
     if args.list:
         print(*(program.name for program in programs), sep="\n")
         return
     gate = Gate(target, [] if args.lower_only else open_devices(target))
     for program in programs:
         if args.only is None or program.name in args.only:
-            impl = args.impl or target.platform
+            impl = args.impl or target.impl
             print_report(measure_attention(gate, program, impl=impl), as_json=args.json)
 
 

@@ -122,7 +122,7 @@ def find_faults(report: ProgramReport, target: Target) -> list[str]:
     if report.error:
         return [report.error]
     faults = []
-    if report.impl == target.platform and not report.kernels:
+    if report.impl == target.impl and not report.kernels:
         faults.append("there is no Pallas kernel in the program")
     for kernel in report.kernels:
         faults += _find_kernel_faults(kernel, target, is_compiled=report.is_compiled)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from pallas_kernels.spec import AttnParams, AttnShape, KVSpec
@@ -19,7 +19,7 @@ FP8 = "float8_e4m3fn"
 
 @dataclass(frozen=True)
 class GateShape:
-    """One layer on one device. `portable` maps a platform to the reason why its kernels do not do this shape: the gate
+    """One layer on one device. `portable` maps an implementation to the reason why it does not do this shape: the gate
     then wants `find_obstacle` to say so, and fails when it no longer does."""
 
     name: str
@@ -73,29 +73,35 @@ SHAPES = (
 )
 
 
-def list_programs(target: Target) -> list[GateProgram]:
-    """The gate's programs for a target, each shape in the decode bucket and in the mixed one; drafts for the first."""
-    programs = []
-    for shape in SHAPES:
-        decode = GateProgram(
-            f"decode: {shape.name}",
-            shape,
-            num_tokens=target.num_rows,
-            num_rows=target.num_rows,
-            max_query_len=1,
-            page_size=target.page_size,
-        )
-        mixed = replace(decode, name=f"mixed: {shape.name}", num_tokens=MIXED_TOKENS, max_query_len=None)
-        programs += [decode, mixed]
-    first = programs[0]
-    drafts = replace(
-        first,
-        name=f"drafts: {first.shape.name}",
-        num_tokens=DRAFT_ROWS * DRAFT_LEN,
-        num_rows=DRAFT_ROWS,
-        max_query_len=DRAFT_LEN,
-    )
-    return [*programs, drafts]
+# The buckets and shapes that need the most registers on Hopper, of those that have as many as they need. Other targets
+# compile them only if everything is asked for.
+TIGHT = (
+    ("drafts", GateShape("heads of 128, window", 32, 8, 128, window=4096)),
+    ("drafts", GateShape("heads of 128, window, softcap", 32, 8, 128, window=4096, softcap=50.0)),
+    ("mixed", GateShape("heads of 256, window, fp8 pages", 16, 8, 256, window=4096, kv_dtype=FP8)),
+)
+
+# Of a target whose kernels another one has too, with other tiles: what is compiled unless everything is asked for.
+SAMPLES = {"l4": ("llama-8b", "llama-8b, fp8 pages", "gemma, heads of 256, window, softcap")}
+
+
+def list_programs(target: Target, *, full: bool = True) -> list[GateProgram]:
+    """The gate's programs for a target, each shape in the decode bucket and in the mixed one; drafts for the first;
+    and the tight ones. If not `full`, those of them that every run of the gate compiles."""
+    sample = None if full else SAMPLES.get(target.name)
+    shapes = [shape for shape in SHAPES if sample is None or shape.name in sample]
+    programs = [_fill_bucket(bucket, shape, target) for shape in shapes for bucket in ("decode", "mixed")]
+    programs.append(_fill_bucket("drafts", shapes[0], target))
+    return programs + [_fill_bucket(bucket, shape, target) for bucket, shape in TIGHT if full or target.impl == "gpu"]
+
+
+def _fill_bucket(bucket: str, shape: GateShape, target: Target) -> GateProgram:
+    num_tokens, num_rows, max_query_len = {
+        "decode": (target.num_rows, target.num_rows, 1),
+        "mixed": (MIXED_TOKENS, target.num_rows, None),
+        "drafts": (DRAFT_ROWS * DRAFT_LEN, DRAFT_ROWS, DRAFT_LEN),
+    }[bucket]
+    return GateProgram(f"{bucket}: {shape.name}", shape, num_tokens, num_rows, max_query_len, target.page_size)
 
 
 def list_tuned_programs(target: Target, directory: Path = DATA) -> list[GateProgram]:

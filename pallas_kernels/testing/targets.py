@@ -16,10 +16,9 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 MIB = 2**20
 
-_H200_LIMITS = {
+_GPU_LIMITS = {  # of every GPU here
     "threads_per_block_limit": 1024,
     "threads_per_warp": 32,
-    "threads_per_core_limit": 2048,
     "thread_dim_limit_x": 1024,
     "thread_dim_limit_y": 1024,
     "thread_dim_limit_z": 64,
@@ -29,6 +28,10 @@ _H200_LIMITS = {
     "registers_per_core_limit": 65536,
     "registers_per_block_limit": 65536,
     "shared_memory_per_block": 48 * 1024,
+}
+_H200_LIMITS = {
+    **_GPU_LIMITS,
+    "threads_per_core_limit": 2048,
     "shared_memory_per_block_optin": 227 * 1024,
     "shared_memory_per_core": 228 * 1024,
     "core_count": 132,
@@ -38,9 +41,32 @@ _H200_LIMITS = {
     "memory_bandwidth": 4_800_000_000_000,
     "device_memory_size": 143_771 * MIB,
 }
-_H200_TEXT = {
+_A100_LIMITS = {  # of the part with 40 GB
+    **_GPU_LIMITS,
+    "threads_per_core_limit": 2048,
+    "shared_memory_per_block_optin": 163 * 1024,
+    "shared_memory_per_core": 164 * 1024,
+    "core_count": 108,
+    "fpus_per_core": 64,
+    "clock_rate_ghz": 1.41,
+    "l2_cache_size": 40 * MIB,
+    "memory_bandwidth": 1_555_000_000_000,
+    "device_memory_size": 40_960 * MIB,
+}
+_L4_LIMITS = {
+    **_GPU_LIMITS,
+    "threads_per_core_limit": 1536,
+    "shared_memory_per_block_optin": 99 * 1024,
+    "shared_memory_per_core": 100 * 1024,
+    "core_count": 58,
+    "fpus_per_core": 128,
+    "clock_rate_ghz": 2.04,
+    "l2_cache_size": 48 * MIB,
+    "memory_bandwidth": 300_000_000_000,
+    "device_memory_size": 23_034 * MIB,
+}
+_GPU_TEXT = {
     "device_vendor": "NVIDIA Corporation",
-    "name": "NVIDIA H200",
     "driver_version": "13.0.0",
     "runtime_version": "13.0.0",
     "compile_time_toolkit_version": "13.0.0",
@@ -48,14 +74,26 @@ _H200_TEXT = {
 }
 
 
-def describe_hopper(limits: Mapping[str, int | float], texts: Mapping[str, str]) -> str:
-    """The text proto of a device of compute capability 9.0. Without the accelerated features there is no wgmma."""
-    lines = [f"  {name}: {value}" for name, value in limits.items()]
-    lines += [f'  {name}: "{value}"' for name, value in texts.items()]
-    lines += ["  cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }"]
+def describe_gpu(name: str, capability: tuple[int, int], limits: Mapping[str, int | float]) -> str:
+    """The text proto of a device of that compute capability.
+
+    From 9.0 on it has the accelerated features: without them there is no wgmma.
+    """
+    major, minor = capability
+    features = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
+    lines = [f"  {key}: {value}" for key, value in limits.items()]
+    lines += [f'  {key}: "{value}"' for key, value in {**_GPU_TEXT, "name": name}.items()]
+    lines += [f"  cuda_compute_capability {{ major: {major} minor: {minor}{features} }}"]
     dnn = "dnn_version_info { major: 9 minor: 12 patch: 0 }"
-    tail = f'platform_name: "CUDA"\n{dnn}\ndevice_description_str: "{texts["name"]}"\n'
+    tail = f'platform_name: "CUDA"\n{dnn}\ndevice_description_str: "{name}"\n'
     return "gpu_device_info {\n" + "\n".join(lines) + "\n}\n" + tail
+
+
+@dataclass(frozen=True)
+class GpuDevice(AbstractDevice):
+    """A GPU that says what it can do, as Mosaic asks one that is there; of one that does not it thinks as of Hopper."""
+
+    compute_capability: str
 
 
 @dataclass(frozen=True)
@@ -71,7 +109,9 @@ class Target:
     page_size: int
     num_rows: int  # S of the decode bucket
     memory_bytes: int  # of one device
+    impl: str  # its kernels
     vmem_bytes: int | None = None
+    compute_capability: str | None = None  # of a GPU: "8.0"
     shared_memory_bytes: int | None = None  # that one block may ask for
     target_config: str | None = None
     # What the parent sets before the compiler is loaded. Several processes at once would otherwise meet at its lock.
@@ -80,8 +120,10 @@ class Target:
     @property
     def abstract_mesh(self) -> AbstractMesh:
         """The context in which code traced for one device sees what it is traced for."""
-        device = AbstractDevice(device_kind=self.device_kind, num_cores=self.num_cores, platform=self.platform)
-        return AbstractMesh((), (), abstract_device=device)
+        described = (self.device_kind, self.num_cores, self.platform)
+        if self.compute_capability is None:
+            return AbstractMesh((), (), abstract_device=AbstractDevice(*described))
+        return AbstractMesh((), (), abstract_device=GpuDevice(*described, self.compute_capability))
 
 
 # The processes run on the CPU, and never take a program from a cache: then its compiler would have said nothing.
@@ -98,6 +140,26 @@ _TPU_ENVIRONMENT = {
 _GPU_ENVIRONMENT = {**_ENVIRONMENT, "MOSAIC_GPU_DUMP_PTXAS": "1"}
 
 
+def _gpu(
+    name: str, device_kind: str, capability: tuple[int, int], limits: Mapping[str, int | float], *, impl: str
+) -> Target:
+    return Target(
+        name,
+        "gpu",
+        device_kind,
+        num_cores=int(limits["core_count"]),
+        topology="1x1x1",
+        page_size=64,
+        num_rows=256,
+        memory_bytes=int(limits["device_memory_size"]),
+        impl=impl,
+        compute_capability=f"{capability[0]}.{capability[1]}",
+        shared_memory_bytes=int(limits["shared_memory_per_block_optin"]),
+        target_config=describe_gpu(device_kind, capability, limits),
+        environment=_GPU_ENVIRONMENT,
+    )
+
+
 def _tpu(name: str, device_kind: str, topology: str, *, memory_bytes: int, vmem_bytes: int) -> Target:
     return Target(
         name,
@@ -108,6 +170,7 @@ def _tpu(name: str, device_kind: str, topology: str, *, memory_bytes: int, vmem_
         page_size=128,
         num_rows=128,
         memory_bytes=memory_bytes,
+        impl="tpu",
         vmem_bytes=vmem_bytes,
         environment=_TPU_ENVIRONMENT,
     )
@@ -116,19 +179,9 @@ def _tpu(name: str, device_kind: str, topology: str, *, memory_bytes: int, vmem_
 TARGETS = {
     target.name: target
     for target in (
-        Target(
-            "h200",
-            "gpu",
-            _H200_TEXT["name"],
-            num_cores=int(_H200_LIMITS["core_count"]),
-            topology="1x1x1",
-            page_size=64,
-            num_rows=256,
-            memory_bytes=int(_H200_LIMITS["device_memory_size"]),
-            shared_memory_bytes=int(_H200_LIMITS["shared_memory_per_block_optin"]),
-            target_config=describe_hopper(_H200_LIMITS, _H200_TEXT),
-            environment=_GPU_ENVIRONMENT,
-        ),
+        _gpu("h200", "NVIDIA H200", (9, 0), _H200_LIMITS, impl="gpu"),
+        _gpu("a100", "NVIDIA A100-SXM4-40GB", (8, 0), _A100_LIMITS, impl="ampere"),
+        _gpu("l4", "NVIDIA L4", (8, 9), _L4_LIMITS, impl="ampere"),
         _tpu("v5e", "TPU v5 lite", "v5e:2x4", memory_bytes=17_200_000_000, vmem_bytes=128 * MIB),
         _tpu("v6e", "TPU v6 lite", "v6e:2x4", memory_bytes=34_400_000_000, vmem_bytes=128 * MIB),
         _tpu("tpu7x", "TPU7x", "tpu7x:2x2x1", memory_bytes=103_000_000_000, vmem_bytes=64 * MIB),

@@ -4,6 +4,10 @@ A row's tiles run in order. A tile's own keys are in VMEM: they are attended the
 their way from its pages, and they are copied to the pages before the next tile reads them. Blocks of older keys come
 newest first: the page that holds both older and own keys has then arrived before it is written, and what must be kept
 of it is at hand.
+
+A tile whose keys begin on a unit of its page and of the step's tokens is copied from where the keys are. Of others, a
+copy is made first that is shifted by the difference. A row's class does not say which tiles those are: chunks begin on
+such a unit of their text, at any of the step's tokens.
 """
 
 from __future__ import annotations
@@ -138,6 +142,7 @@ def _attend_tile(  # noqa: PLR0915, a kernel
 
     row, token_block, position, begin, end = read_columns(tile)
     lead = lax.rem(position + begin, unit)  # older keys in the unit of the first own one
+    is_aligned = (lead == 0) & (lax.rem(begin, unit) == 0)  # units of `new` are then units of pages
 
     def find_span(tile: Scalar) -> tuple[Scalar, Scalar, Scalar, Scalar]:
         """The keys [oldest, newest) that a tile reads from pages; the first page to read and their number."""
@@ -172,10 +177,10 @@ def _attend_tile(  # noqa: PLR0915, a kernel
         def _fetch() -> None:
             fetch(following, index, 0)
 
-    def copy_unit(index: Scalar) -> Any:
-        """Of the tile's keys, from where they are staged to their page."""
+    def copy_unit(index: Scalar, keys: Ref, first: Scalar) -> Any:
+        """Of the tile's keys, which begin at `first` in `keys`, to their page."""
         token = position + begin - lead + index * unit
-        source = staged.at[:, pl.ds(pl.multiple_of(index * unit, unit), unit), :]
+        source = keys.at[:, pl.ds(pl.multiple_of(first + index * unit, unit), unit), :]
         offset = pl.multiple_of(lax.rem(token, page_size), unit)
         place = pool.at[blocks.find_page(row, token // page_size), :, pl.ds(offset, unit), :]
         return pltpu.make_async_copy(source, place, written)
@@ -208,7 +213,14 @@ def _attend_tile(  # noqa: PLR0915, a kernel
             is_older = lax.broadcasted_iota(jnp.int32, older.shape, 1) < lead
             staged[:, :unit, :] = jnp.where(is_older, older, staged[:, :unit, :])
 
-        repeat(num_units, lambda index: copy_unit(index).start())
+        @pl.when(is_aligned)
+        def _write_new() -> None:
+            # What follows the last key in its unit is another row's, and goes to a slot that is nobody's yet.
+            repeat(num_units, lambda index: copy_unit(index, new, begin).start())
+
+        @pl.when(jnp.logical_not(is_aligned))
+        def _write_staged() -> None:
+            repeat(num_units, lambda index: copy_unit(index, staged, 0).start())
 
     def key_row(head: Scalar) -> Scalar:
         return head if static.paired else 2 * head
@@ -323,7 +335,7 @@ def _attend_tile(  # noqa: PLR0915, a kernel
         fetch(tile, base, 0)
 
     if update:
-        stage_keys()
+        pl.when(jnp.logical_not(is_aligned))(stage_keys)
         attend_own_keys()
     else:
         repeat(num_kv_heads, lambda head: accumulator.reset(head, spread_sinks(head)), unroll=1)
@@ -346,4 +358,4 @@ def _attend_tile(  # noqa: PLR0915, a kernel
 
     repeat(num_kv_heads, finish_head, unroll=1)
     if update:
-        repeat(num_units, lambda index: wait_copy(copy_unit(index)))
+        repeat(num_units, lambda index: wait_copy(copy_unit(index, staged, 0)))  # either is as long

@@ -62,7 +62,7 @@ def test_tpu_kernels_serve_the_same_tokens(tiny: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("impl", ["tpu_interpret", "gpu_interpret"])
+@pytest.mark.parametrize("impl", ["tpu_interpret", "gpu_interpret", "ampere_interpret"])
 def test_kernels_compute_the_same_logits_in_sixteen_bits(tiny: Path, impl: str) -> None:
     found = []
     for attention in ("xla", impl):

@@ -49,8 +49,9 @@ def batch(inputs: Inputs) -> BatchMeta:
         ("cpu", "cpu", "xla"),
         ("gpu", "NVIDIA H200", "gpu"),
         ("cuda", "NVIDIA H100 80GB HBM3", "gpu"),
-        ("gpu", "NVIDIA A100-SXM4-40GB", "xla"),
-        ("gpu", "NVIDIA L4", "xla"),
+        ("gpu", "NVIDIA A100-SXM4-40GB", "ampere"),
+        ("gpu", "NVIDIA L4", "ampere"),
+        ("gpu", "Tesla T4", "xla"),
         ("gpu", "NVIDIA B200", "xla"),
         ("tpu", "TPU v5 lite", "tpu"),
         ("tpu", "TPU v6 lite", "tpu"),
@@ -78,12 +79,12 @@ def test_a_kernel_asked_for_by_name_that_cannot_run_raises(impl: str) -> None:
         resolve_impl(impl, shape, platform=other[0], device_kind=other[1])
 
 
-def test_a_kernel_on_a_device_too_old_for_it_raises_by_name_and_falls_back_by_default() -> None:
+def test_a_kernel_on_a_device_too_old_for_it_raises_by_name_and_gives_way_by_default() -> None:
     shape, ampere = AttnShape(4, KVSpec(2, 128, 64, "bfloat16"), "bfloat16"), ("gpu", "NVIDIA A100-SXM4-40GB")
     with pytest.raises(ValueError, match=r"'gpu' cannot run: .*Hopper.*A100"):
         resolve_impl("gpu", shape, platform=ampere[0], device_kind=ampere[1])
     name, reason = resolve_impl(None, shape, platform=ampere[0], device_kind=ampere[1])
-    assert name == "xla" and "A100" in reason
+    assert name == "ampere" and "A100" in reason
 
 
 def test_a_shape_that_no_kernel_does_falls_back_with_the_reason() -> None:

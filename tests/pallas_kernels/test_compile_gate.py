@@ -24,7 +24,7 @@ from pallas_kernels.testing.gate_report import (
     parse_tpu_kernels,
     read_report,
 )
-from pallas_kernels.testing.gate_shapes import SHAPES, list_programs, list_tuned_programs
+from pallas_kernels.testing.gate_shapes import SAMPLES, SHAPES, TIGHT, list_programs, list_tuned_programs
 from pallas_kernels.testing.targets import TARGETS, find_target
 from pallas_kernels.tune import KERNELS, TuneKey
 from scripts.test_kernels import MARKER, WHEELS, list_requirements, make_environment
@@ -155,7 +155,7 @@ def test_output_of_compilers_is_captured() -> None:
 
 
 def test_targets_have_a_name() -> None:
-    with pytest.raises(ValueError, match=r"h200, v5e, v6e, tpu7x, got 'v7x'"):
+    with pytest.raises(ValueError, match=r"h200, a100, l4, v5e, v6e, tpu7x, got 'v7x'"):
         find_target("v7x")
     assert "shared_memory_per_block_optin: 232448" in str(H200.target_config)
     assert H200.shared_memory_bytes == 232_448
@@ -164,8 +164,13 @@ def test_targets_have_a_name() -> None:
 def test_programs_have_different_names_and_every_bucket() -> None:
     for target in TARGETS.values():
         programs = list_programs(target)
-        assert len({program.name for program in programs}) == len(programs) == 2 * len(SHAPES) + 1
+        assert len({program.name for program in programs}) == len(programs) == 2 * len(SHAPES) + 1 + len(TIGHT)
         assert {program.max_query_len for program in programs} == {1, None, 5}
+        sample = list_programs(target, full=False)
+        assert sample == [program for program in programs if program in sample]
+        assert {program.max_query_len for program in sample} == {1, None, 5}
+        assert (len(sample) == len(programs)) == (target.name == "h200"), "the tight ones are Hopper's"
+        assert (len(sample) < len(programs) - len(TIGHT)) == (target.name in SAMPLES)
 
 
 def test_every_tuning_entry_is_a_program(tmp_path: Path) -> None:

@@ -49,7 +49,10 @@ def test_a_missing_wait_is_found(name: str, module: ModuleType, monkeypatch: pyt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "module"), [("decode", decode), ("mixed one chunk deep in its row", pages)])
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("decode", decode), ("mixed one chunk deep in its row", pages), ("a chunk over many tiles", prefill)],
+)
 def test_other_missing_waits_are_found(name: str, module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "wait_copy", lambda copy: None)
     assert not is_right(find_case(name))

@@ -1,0 +1,134 @@
+"""The implementation for Ampere and Ada GPUs: one Pallas kernel on Mosaic GPU, of mma.sync and cp.async.
+
+Rows with few queries (G * Qp <= 64) are cut into runs of their keys, which a second kernel joins; the others into tiles
+of 64 query rows, each over all its keys. A mixed step launches the kernel for both. The step's keys and values are
+written before.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.ampere import plan
+from pallas_kernels.ampere.combine import combine_units
+from pallas_kernels.ampere.compat import TILE_ROWS
+from pallas_kernels.ampere.launch import attend_units
+from pallas_kernels.ampere.packing import pack_tiles, unpack_tiles
+from pallas_kernels.ampere.plan import AmpereConfig, AmpereWork
+from pallas_kernels.gpu import attention as hopper
+from pallas_kernels.gpu.attention import pack_queries, unpack_queries
+from pallas_kernels.gpu.decode import compute_dtype
+from pallas_kernels.gpu.key_tiles import LOG2_E
+from pallas_kernels.layout import read_format, update_kv_pages
+from pallas_kernels.spec import AttnParams, AttnShape, BatchMeta, HeadParams
+from pallas_kernels.worklist import StepRows
+
+
+def choose_layout(head_dim: int) -> str:
+    """Heads of 64, 128 or 256 as they are, others padded."""
+    return hopper.choose_layout(head_dim)
+
+
+def find_obstacle(shape: AttnShape) -> str | None:
+    """Why the kernel cannot do a shape, in words for users: it does those that Hopper's do."""
+    return hopper.find_obstacle(shape)
+
+
+def plan_work(rows: StepRows, shape: AttnShape, *, config: AmpereConfig | None = None) -> AmpereWork:
+    """Splits for the rows of few queries, tiles for the others."""
+    return plan.plan_work(rows, shape, config or plan.default_config(shape))
+
+
+def attend_with_update(
+    q: jax.Array,  # [T, N, H]
+    k: jax.Array,  # [T, K, H]
+    v: jax.Array,  # [T, K, H]
+    kv_pages: jax.Array,  # [num_pages, 2K, page_size, H]
+    batch: BatchMeta,
+    *,
+    params: AttnParams,
+    heads: HeadParams,
+    page_offset: int | jax.Array,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention [T, N, H] in q's dtype and the pool with the step's keys and values, in place where it is donated."""
+    kv_pages = update_kv_pages(k, v, kv_pages, batch, heads=heads, page_offset=page_offset)
+    options = {"params": params, "heads": heads, "page_offset": page_offset, "interpret": interpret}
+    return attend(q, kv_pages, batch, **options), kv_pages
+
+
+def attend(
+    q: jax.Array,  # [T, N, H]
+    kv_pages: jax.Array,  # [num_pages, 2K, page_size, H]
+    batch: BatchMeta,
+    *,
+    params: AttnParams,
+    heads: HeadParams,
+    page_offset: int | jax.Array,
+    interpret: bool = False,
+) -> jax.Array:
+    """Attention [T, N, H] in q's dtype over pages that already hold this step's keys and values."""
+    work: AmpereWork = batch.work
+    options = {
+        "params": params,
+        "k_scale": heads.k_scale,
+        "page_offset": page_offset,
+        "tile_tokens": work.config.tile_tokens,
+        "stages": work.config.stages,
+        "interpret": interpret,
+    }
+    found, logs = _attend_few(q, kv_pages, batch, options)
+    if work.chunks is not None:
+        is_few = (batch.token_rows < batch.distribution[0])[:, None, None]
+        chunks = _attend_chunks(q, kv_pages, batch, options)
+        found, logs = jnp.where(is_few, found, chunks[0]), jnp.where(is_few, logs, chunks[1])
+    return _finish(found, logs, heads).astype(q.dtype)
+
+
+def _attend_few(
+    q: jax.Array, kv_pages: jax.Array, batch: BatchMeta, options: dict[str, object]
+) -> tuple[jax.Array, jax.Array]:
+    """The rows of `batch.work.few`: [T, N, H] and logs [T, N, 1]; other tokens get something finite."""
+    work, few = batch.work, batch.work.few
+    width = read_format(kv_pages.shape, q.shape[2]).width
+    packed = pack_queries(q, batch, few.max_queries, width).astype(compute_dtype(batch.shape))
+    num_kv_heads, num_rows = packed.shape[1:3]
+    outputs, logs = attend_units(
+        packed, kv_pages, batch.page_table, work.few_units, batch.shape, max_queries=few.max_queries, **options
+    )
+    logs = logs[:, :, :num_rows].reshape(logs.shape[0], -1)
+    logs = jnp.pad(logs, ((0, 0), (0, -logs.shape[1] % TILE_ROWS)))
+    outputs, logs = combine_units(
+        outputs, logs, few.row_first_unit, few.row_num_units, interpret=bool(options["interpret"])
+    )
+    by_head = (outputs.shape[0], num_kv_heads, num_rows, -1)
+    used = num_kv_heads * num_rows
+    found = unpack_queries(outputs[:, :used].reshape(by_head), batch, q.shape, few.max_queries)
+    logs = unpack_queries(logs[:, :used].reshape(by_head), batch, (*q.shape[:2], 1), few.max_queries)
+    return found, logs
+
+
+def _attend_chunks(
+    q: jax.Array, kv_pages: jax.Array, batch: BatchMeta, options: dict[str, object]
+) -> tuple[jax.Array, jax.Array]:
+    """The rows of `batch.work.chunks`: [T, N, H] and logs [T, N, 1]; 0 for other tokens."""
+    work, tiles = batch.work, batch.work.chunks
+    width = read_format(kv_pages.shape, q.shape[2]).width
+    packed = pack_tiles(q.astype(compute_dtype(batch.shape)), tiles, batch.shape, width)
+    outputs, logs = attend_units(
+        packed, kv_pages, batch.page_table, work.chunk_units, batch.shape, max_queries=tiles.tile_tokens, **options
+    )
+    outputs = outputs[:, : packed.shape[1] * packed.shape[2]].reshape(packed.shape)
+    logs = logs[:, :, : packed.shape[2], None]
+    return unpack_tiles(outputs, tiles, q.shape), unpack_tiles(logs, tiles, (*q.shape[:2], 1))
+
+
+def _finish(found: jax.Array, logs: jax.Array, heads: HeadParams) -> jax.Array:
+    """What a sink leaves of a query's weights, and the values' scale."""
+    found = found.astype(jnp.float32)
+    if heads.sinks is not None:
+        found *= 1 / (1 + jnp.exp2(heads.sinks.astype(jnp.float32)[:, None] * LOG2_E - logs))
+    if heads.v_scale is not None:
+        found *= jnp.repeat(heads.v_scale, found.shape[1] // heads.v_scale.shape[0])[:, None]
+    return found

@@ -1,0 +1,81 @@
+"""One launch of the kernel: attention of units of any kind."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.ampere import compat as ampere
+from pallas_kernels.ampere.kernel import AttentionKernel
+from pallas_kernels.gpu import compat
+from pallas_kernels.gpu.decode import compute_dtype, round_up
+from pallas_kernels.layout import pool_shape
+from pallas_kernels.spec import AttnParams, AttnShape
+
+
+def count_smem_bytes(shape: AttnShape, tile_tokens: int, stages: int) -> int:
+    """Of a block's tiles."""
+    tiling = {"tile_tokens": tile_tokens, "stages": stages, "num_rows": 8, "max_queries": 1}
+    body = _make_body(shape, AttnParams(1.0), has_k_scale=False, interpret=False, **tiling)
+    return compat.smem_bytes(*body.list_tiles().values())
+
+
+def attend_units(
+    q: jax.Array,  # [P, K, R, width] of the compute dtype, R query rows of a KV head: a multiple of 8, at most 64
+    kv_pages: jax.Array,  # [num_pages, 2K, page_size, width]
+    page_table: jax.Array,  # [S, M] i32
+    units: jax.Array,  # [W, UNIT_COLUMNS] i32
+    shape: AttnShape,
+    *,
+    params: AttnParams,
+    k_scale: jax.Array | None,  # [K] f32
+    page_offset: int | jax.Array,
+    max_queries: int,
+    tile_tokens: int,
+    stages: int,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of every unit's keys alone.
+
+    Query row r of a KV head is query r % max_queries of its unit, of query head r // max_queries in the group. Returns
+    outputs [W, C, width] of the compute dtype, normalised, and the logarithms to base 2 of the sums of their weights
+    [W, K, 64] f32, very negative for a query that sees none of the unit's keys. Row h * R + r of the C rows is KV head
+    h's row r; C is a multiple of 64. What belongs to no unit, or to no query row, is not written.
+    """
+    num_kv_heads, num_rows, width = q.shape[1:]
+    tiling = {"tile_tokens": tile_tokens, "stages": stages, "num_rows": num_rows, "max_queries": max_queries}
+    body = _make_body(shape, params, has_k_scale=k_scale is not None, interpret=interpret, **tiling)
+    num_units, columns = units.shape[0], round_up(num_kv_heads * num_rows, ampere.TILE_ROWS)
+    run = compat.kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct((num_units, columns, width), q.dtype),
+            jax.ShapeDtypeStruct((num_units, num_kv_heads, ampere.TILE_ROWS), jnp.float32),
+        ),
+        grid=(num_units, num_kv_heads),  # the last axis runs fastest: heads of a unit share pages
+        grid_names=("unit", "head"),
+        scratch_types=body.make_scratch(),
+        compiler_params=compat.compiler_params(),
+        interpret=compat.interpret_params(interpret),
+    )
+    if body.is_narrow:
+        kv_pages = jax.lax.bitcast_convert_type(kv_pages, ampere.NARROW)
+    offset = jnp.asarray(page_offset, jnp.int32).reshape(1)
+    return run(q, kv_pages, page_table, units, offset, *([] if k_scale is None else [k_scale]))
+
+
+def _make_body(
+    shape: AttnShape, params: AttnParams, *, has_k_scale: bool, interpret: bool, **tiling: int
+) -> AttentionKernel:
+    dtype = compute_dtype(shape)
+    is_narrow = jnp.dtype(shape.spec.dtype).itemsize == 1
+    return AttentionKernel(
+        params=params,
+        width=pool_shape(shape.spec, 1)[-1],
+        page_size=shape.spec.page_size,
+        dtype=dtype,
+        page_dtype=jnp.dtype(ampere.NARROW) if is_narrow else dtype,
+        has_k_scale=has_k_scale,
+        interpret=interpret,
+        **tiling,
+    )

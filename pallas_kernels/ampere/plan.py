@@ -1,0 +1,121 @@
+"""The tuning of the kernel, and the step cut into its units: (packed queries, run of key tiles of their row)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.ampere import kernel
+from pallas_kernels.ampere.compat import TILE_ROWS
+from pallas_kernels.ampere.launch import count_smem_bytes
+from pallas_kernels.gpu import splits
+from pallas_kernels.gpu.splits import SplitList, pad_queries
+from pallas_kernels.layout import pool_shape
+from pallas_kernels.platform import traced_core_count, traced_device_kind
+from pallas_kernels.spec import AttnShape
+from pallas_kernels.worklist import StepRows, TileList, list_chunk_tiles
+
+_KIB = 1024
+_LARGE_SMS = ("A100", "A800", "A30")  # compute capability 8.0
+# Shared memory of an SM of these, and of one of 8.6 or 8.9; a block can have all but 1 KiB of it.
+_LARGE_SM_BYTES, _SM_BYTES = 164 * _KIB, 100 * _KIB
+_BLOCK_RESERVE = 1 * _KIB  # that an SM keeps per block
+_MAX_STAGES = 4
+_WIDE = 256  # of a stored head, whose accumulators leave too few registers for the scores of 64 keys
+_STATIC = {"static": True}
+
+
+@dataclass(frozen=True)
+class AmpereConfig:
+    """The tuning of the kernel."""
+
+    tile_tokens: int = 32  # keys per step of the softmax
+    stages: int = 2  # tiles of keys and values in the ring: all but one are on their way while that is in use
+    ctas_per_sm: int = 2
+    num_sms: int = 108
+    min_split_tokens: int = 256  # no unit is shorter, unless its row is
+    unit_cost: int = 3  # in tiles, beyond those of a unit: splits are chosen by it
+
+    def __post_init__(self) -> None:
+        if self.tile_tokens not in (32, 64):
+            raise ValueError(f"AmpereConfig.tile_tokens must be 32 or 64, got {self.tile_tokens}")
+        least = {"stages": 2, "ctas_per_sm": 1, "num_sms": 1, "min_split_tokens": 1, "unit_cost": 0}
+        for name, value in least.items():
+            if getattr(self, name) < value:
+                raise ValueError(f"AmpereConfig.{name} must be at least {value}, got {getattr(self, name)}")
+
+
+@partial(jax.tree_util.register_dataclass)
+@dataclass(frozen=True)
+class AmpereWork:
+    """Every query of the step is in a row of `few` or in a tile of `chunks`; None where a step has none of that kind.
+
+    `few_units` and `chunk_units` [W, UNIT_COLUMNS] i32 are their units, as the kernel reads them.
+    """
+
+    few: SplitList | None
+    few_units: jax.Array | None
+    chunks: TileList | None
+    chunk_units: jax.Array | None
+    config: AmpereConfig = field(metadata=_STATIC)
+
+
+def default_config(shape: AttnShape) -> AmpereConfig:
+    """Two blocks per SM where a ring fits then, so that one computes while the other waits, of tiles of 64 keys where
+    they fit; the longest ring of these.
+
+    Raises:
+        ValueError: not even the smallest ring fits.
+    """
+    sm_bytes = find_sm_bytes()
+    for ctas_per_sm in (2, 1):
+        room = sm_bytes // ctas_per_sm - _BLOCK_RESERVE
+        for tile_tokens in (64, 32) if pool_shape(shape.spec, 1)[-1] < _WIDE else (32,):
+            fitting = [s for s in range(2, _MAX_STAGES + 1) if count_smem_bytes(shape, tile_tokens, s) <= room]
+            if fitting:
+                return AmpereConfig(tile_tokens, fitting[-1], ctas_per_sm, traced_core_count())
+    raise ValueError(f"no ring of two tiles of {shape.spec} fits the shared memory of a block")
+
+
+def find_sm_bytes() -> int:
+    """Shared memory of an SM of the device being traced for; the smaller size where that is not a GPU."""
+    return _LARGE_SM_BYTES if any(kind in traced_device_kind() for kind in _LARGE_SMS) else _SM_BYTES
+
+
+def plan_work(rows: StepRows, shape: AttnShape, config: AmpereConfig) -> AmpereWork:
+    """Splits for the rows of few queries, tiles for the others."""
+    longest = rows.max_query_len
+    if longest is not None and shape.group_size * pad_queries(longest) <= TILE_ROWS:
+        few = splits.plan_splits(rows, rows.query_lens, shape, config, max_query_len=longest)
+        return AmpereWork(few, _list_split_units(few), None, None, config)
+    num_single, num_rows = rows.distribution[0], rows.query_lens.shape[0]
+    few = splits.plan_splits(rows, rows.lens_between(0, num_single), shape, config, max_query_len=1)
+    tile_tokens = 1 << ((TILE_ROWS // shape.group_size).bit_length() - 1)
+    chunks = list_chunk_tiles(rows, rows.lens_between(num_single, num_rows), tile_tokens=tile_tokens)
+    return AmpereWork(few, _list_split_units(few), chunks, _list_chunk_units(chunks, shape, config), config)
+
+
+def _list_split_units(few: SplitList) -> jax.Array:
+    """A row's packed queries are where the row is."""
+    row, length = few.units[:, splits.ROW], few.units[:, splits.LENGTH]
+    begin = length - few.units[:, splits.NUM_QUERIES]
+    return _join_columns(row, row, few.units[:, splits.FIRST_TILE], few.units[:, splits.NUM_TILES], length, begin)
+
+
+def _list_chunk_units(chunks: TileList, shape: AttnShape, config: AmpereConfig) -> jax.Array:
+    """A tile of queries is one unit, over all the keys that it sees: there are as many tiles as blocks are wanted."""
+    ends = chunks.positions + chunks.counts
+    first = jnp.zeros_like(ends)
+    if shape.window is not None:
+        first = jnp.maximum(chunks.positions - shape.window + 1, 0) // config.tile_tokens
+    num_tiles = jnp.where(chunks.counts > 0, (ends + config.tile_tokens - 1) // config.tile_tokens - first, 0)
+    queries = jnp.arange(ends.shape[0], dtype=jnp.int32)
+    return _join_columns(queries, chunks.rows, first, num_tiles, ends, chunks.positions)
+
+
+def _join_columns(*columns: jax.Array) -> jax.Array:
+    units = jnp.stack(columns, axis=1).astype(jnp.int32)  # in the order of the kernel's column numbers
+    return jnp.pad(units, ((0, 0), (0, kernel.UNIT_COLUMNS - len(columns))))

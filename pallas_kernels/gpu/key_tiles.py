@@ -1,0 +1,116 @@
+"""Tiles of keys as the kernels of every GPU see them: where their pages are, and which of them a query sees."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.gpu import compat
+from pallas_kernels.spec import AttnParams
+
+MASKED = -1e30  # finite, so that a query without keys stays finite
+LOG2_E = math.log2(math.e)
+
+Ids = tuple[jax.Array, ...]
+
+
+class Span(Protocol):
+    """What the queries of a block see; scalars."""
+
+    @property
+    def row(self) -> jax.Array:
+        """Of the page table."""
+
+    @property
+    def first_tile(self) -> jax.Array:
+        """Of the row's, the first that the block reads."""
+
+    @property
+    def length(self) -> jax.Array:
+        """Tokens up to and with the last query's."""
+
+    @property
+    def begin(self) -> jax.Array:
+        """Position of the first query."""
+
+
+@dataclass(frozen=True)
+class KeyTiles:
+    """What is static about a block of a kernel that reads its row's keys tile by tile.
+
+    Row r of a tile's scores is query r % max_queries of the block's span; `start` is the position of its first key.
+    """
+
+    params: AttnParams
+    num_rows: int  # R
+    width: int  # of a stored head
+    page_size: int
+    max_queries: int  # Qp
+    dtype: jnp.dtype  # of queries, weights and outputs
+    page_dtype: jnp.dtype
+    has_k_scale: bool
+    tile_tokens: int
+    stages: int
+    interpret: bool
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether pages are widened on their way."""
+        return self.page_dtype != self.dtype
+
+    @property
+    def box(self) -> int:
+        """Tokens of one copy: a page, or as much of one as a tile takes."""
+        return min(self.page_size, self.tile_tokens)
+
+    def find_pages(self, index: jax.Array, span: Span, table: jax.Ref, offset: jax.Array, num_pages: int) -> Ids:
+        """The pages of a tile. Beyond the row's last page they are that one again, to be masked."""
+        start = (span.first_tile + index) * self.tile_tokens
+        last = lax.div(span.length - 1, self.page_size)
+        columns = [lax.div(start + box, self.page_size) for box in range(0, self.tile_tokens, self.box)]
+        found = [table[span.row, jnp.minimum(column, last)] for column in columns]
+        return tuple(jnp.clip(page + offset, 0, num_pages - 1) for page in found)
+
+    def scale_scores(self, scores: jax.Array, factor: float | jax.Array) -> jax.Array:
+        """Raw scores to base 2, through the soft cap."""
+        if self.params.softcap is None:
+            return scores * (factor * LOG2_E)
+        return jnp.tanh(scores * (factor / self.params.softcap)) * (self.params.softcap * LOG2_E)
+
+    def is_edge(self, start: jax.Array, span: Span) -> jax.Array:
+        """Whether some query does not see all of the tile."""
+        edge = start + self.tile_tokens > span.begin + 1
+        if self.params.window is not None:
+            edge |= start < span.length - self.params.window
+        return edge
+
+    def mask(self, start: jax.Array, span: Span, scores: jax.Array) -> jax.Array:
+        """Scores of keys that a query does not see become MASKED."""
+        keys = compat.iota(scores.shape, 1)
+        last = span.length - 1 - start  # seen by the last query, in keys of the tile
+        if self.max_queries > 1:
+            queries = compat.iota(scores.shape, 0) & (self.max_queries - 1)
+            last = jnp.minimum(queries + (span.begin - start), last)
+        seen = keys <= last
+        if self.params.window is not None:
+            seen &= keys > last - self.params.window
+        return jnp.where(seen, scores, MASKED)
+
+    def holds_strangers(self, start: jax.Array, span: Span) -> jax.Array:
+        """Whether the tile has slots that hold nothing of what the queries see: they may be NaN."""
+        strange = start + self.tile_tokens > span.length
+        if self.params.window is not None:
+            strange |= start <= span.begin - self.params.window
+        return strange
+
+    def is_held(self, keys: jax.Array, start: jax.Array, span: Span) -> jax.Array:
+        """Whether some query sees a key, by its number in the tile. A weight of 0 does not remove a value of NaN."""
+        held = keys < span.length - start
+        if self.params.window is not None:
+            held &= keys > span.begin - start - self.params.window
+        return held
