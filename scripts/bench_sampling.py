@@ -49,7 +49,7 @@ from jaxserve.sampling import (
     shape_logits,
 )
 
-PRESETS = ["phi-3-mini-4k", "llama-3.2-1b", "gemma-3-1b"]  # the smallest with about 32k, 128k and 256k tokens
+PRESETS = ["phi-3-mini-4k", "llama-3.2-1b", "gemma-2-2b", "gemma-3-1b"]  # small ones with 32k, 128k and 256k tokens
 PROMPT = 1000  # tokens of every row's prompt
 OUTPUT = 200  # and sampled so far
 FILTERS = {"top_k": 50, "top_p": 0.95, "min_p": 0.05}
