@@ -35,6 +35,13 @@ GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
         "min_split_tokens": (256, 512, 1024),
     },
     "gpu_prefill": {"keys": (64, 128), "stages": (2, 3, 4), "registers": ((232, 40), (240, 24))},
+    "ampere_decode": {
+        "tile_tokens": (32, 64),
+        "stages": (2, 3, 4),
+        "ctas_per_sm": (1, 2),
+        "min_split_tokens": (128, 256, 512),
+    },
+    "ampere_prefill": {"tile_tokens": (32, 64), "stages": (2, 3, 4)},
     "tpu_decode": {
         "pages_per_block": (4, 8, 16, 32),
         "compute_tokens": (256, 512, 1024),
@@ -43,7 +50,14 @@ GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "tpu_prefill": {"pages_per_block": (4, 8, 16), "compute_tokens": (256, 512, 1024), "tile_tokens": (64, 128, 256)},
 }
-_PARTS = {"gpu_decode": "decode", "gpu_prefill": "prefill", "tpu_decode": "decode", "tpu_prefill": "chunk"}
+_PARTS = {  # of the implementation's configuration
+    "gpu_decode": "decode",
+    "gpu_prefill": "prefill",
+    "ampere_decode": "decode",
+    "ampere_prefill": "prefill",
+    "tpu_decode": "decode",
+    "tpu_prefill": "chunk",
+}
 
 
 def list_candidates(kernel: str, formula: Any, *, dry_run: bool) -> Iterator[Any]:
@@ -71,8 +85,7 @@ def is_right(shape: Shape, impl: str, config: Any) -> bool:
 def tune(shape: Shape, impl: str, effort: Effort, console: Console, *, dry_run: bool) -> dict[str, Any] | None:
     """The best configuration of the kernel that a shape runs, as an entry of the table; None if the formula's is."""
     backend = find_backend(impl)
-    platform = impl.removesuffix("_interpret")
-    kernel = f"{platform}_{'decode' if shape.is_decode else 'prefill'}"
+    kernel = f"{impl.removesuffix('_interpret')}_{'decode' if shape.is_decode else 'prefill'}"
     num_heads, _, head_dim = shape.heads
     attention = AttnShape(num_heads, replace(shape.spec, layout=choose_layout(impl, head_dim)), shape.dtype)
     whole = backend.module.default_config(attention)
@@ -124,7 +137,7 @@ def save_entry(entry: dict[str, Any], directory: Path) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--impl", help="gpu or tpu; default: what this device gets")
+    parser.add_argument("--impl", help="gpu, ampere or tpu; default: what this device gets")
     parser.add_argument("--only", default="", help="only shapes whose label contains this text")
     parser.add_argument("--output", type=Path, default=DATA, metavar="FOLDER", help="default: the package's own table")
     parser.add_argument("--dry-run", action="store_true", help="small shapes and few candidates, interpreted on CPU")
@@ -133,7 +146,7 @@ def main() -> None:
     page_size = {"gpu": 64, "tpu": 128}.get(jax.default_backend(), 32)
     probe = next(list_shapes(page_size, dry_run=args.dry_run))
     impl, reason = resolve_impl(args.impl, AttnShape(probe.heads[0], probe.spec, probe.dtype))
-    if not impl.startswith(("gpu", "tpu")):
+    if not impl.startswith(("gpu", "ampere", "tpu")):
         raise SystemExit(f"nothing to tune: this device runs {impl!r} ({reason})")
     for shape in list_shapes(page_size, dry_run=args.dry_run):
         if args.only not in shape.label:

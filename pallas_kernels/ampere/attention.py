@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from pallas_kernels.ampere import plan
 from pallas_kernels.ampere.combine import combine_units
 from pallas_kernels.ampere.compat import TILE_ROWS
+from pallas_kernels.ampere.config import VERSIONS, AmpereConfig
 from pallas_kernels.ampere.launch import attend_units
 from pallas_kernels.ampere.packing import pack_tiles, unpack_tiles
-from pallas_kernels.ampere.plan import AmpereConfig, AmpereWork
+from pallas_kernels.ampere.plan import AmpereWork, default_config
 from pallas_kernels.gpu import attention as hopper
 from pallas_kernels.gpu.attention import pack_queries, unpack_queries
 from pallas_kernels.gpu.decode import compute_dtype
@@ -23,6 +24,8 @@ from pallas_kernels.gpu.key_tiles import LOG2_E
 from pallas_kernels.layout import read_format, update_kv_pages
 from pallas_kernels.spec import AttnParams, AttnShape, BatchMeta, HeadParams
 from pallas_kernels.worklist import StepRows
+
+__all__ = ["VERSIONS", "attend", "attend_with_update", "choose_layout", "default_config", "find_obstacle", "plan_work"]
 
 
 def choose_layout(head_dim: int) -> str:
@@ -37,7 +40,7 @@ def find_obstacle(shape: AttnShape) -> str | None:
 
 def plan_work(rows: StepRows, shape: AttnShape, *, config: AmpereConfig | None = None) -> AmpereWork:
     """Splits for the rows of few queries, tiles for the others."""
-    return plan.plan_work(rows, shape, config or plan.default_config(shape))
+    return plan.plan_work(rows, shape, config or plan.find_config(shape, rows.num_tokens))
 
 
 def attend_with_update(
@@ -74,8 +77,6 @@ def attend(
         "params": params,
         "k_scale": heads.k_scale,
         "page_offset": page_offset,
-        "tile_tokens": work.config.tile_tokens,
-        "stages": work.config.stages,
         "interpret": interpret,
     }
     found, logs = _attend_few(q, kv_pages, batch, options)
@@ -95,7 +96,14 @@ def _attend_few(
     packed = pack_queries(q, batch, few.max_queries, width).astype(compute_dtype(batch.shape))
     num_kv_heads, num_rows = packed.shape[1:3]
     outputs, logs = attend_units(
-        packed, kv_pages, batch.page_table, work.few_units, batch.shape, max_queries=few.max_queries, **options
+        packed,
+        kv_pages,
+        batch.page_table,
+        work.few_units,
+        batch.shape,
+        work.config.decode,
+        max_queries=few.max_queries,
+        **options,
     )
     logs = logs[:, :, :num_rows].reshape(logs.shape[0], -1)
     logs = jnp.pad(logs, ((0, 0), (0, -logs.shape[1] % TILE_ROWS)))
@@ -117,7 +125,14 @@ def _attend_chunks(
     width = read_format(kv_pages.shape, q.shape[2]).width
     packed = pack_tiles(q.astype(compute_dtype(batch.shape)), tiles, batch.shape, width)
     outputs, logs = attend_units(
-        packed, kv_pages, batch.page_table, work.chunk_units, batch.shape, max_queries=tiles.tile_tokens, **options
+        packed,
+        kv_pages,
+        batch.page_table,
+        work.chunk_units,
+        batch.shape,
+        work.config.prefill,
+        max_queries=tiles.tile_tokens,
+        **options,
     )
     outputs = outputs[:, : packed.shape[1] * packed.shape[2]].reshape(packed.shape)
     logs = logs[:, :, : packed.shape[2], None]

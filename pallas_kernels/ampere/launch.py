@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ampere import compat as ampere
+from pallas_kernels.ampere.config import UnitConfig
 from pallas_kernels.ampere.kernel import AttentionKernel
 from pallas_kernels.gpu import compat
 from pallas_kernels.gpu.decode import compute_dtype, round_up
@@ -26,13 +27,12 @@ def attend_units(
     page_table: jax.Array,  # [S, M] i32
     units: jax.Array,  # [W, UNIT_COLUMNS] i32
     shape: AttnShape,
+    config: UnitConfig,
     *,
     params: AttnParams,
     k_scale: jax.Array | None,  # [K] f32
     page_offset: int | jax.Array,
     max_queries: int,
-    tile_tokens: int,
-    stages: int,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of every unit's keys alone.
@@ -43,7 +43,8 @@ def attend_units(
     h's row r; C is a multiple of 64. What belongs to no unit, or to no query row, is not written.
     """
     num_kv_heads, num_rows, width = q.shape[1:]
-    tiling = {"tile_tokens": tile_tokens, "stages": stages, "num_rows": num_rows, "max_queries": max_queries}
+    tiling = {"tile_tokens": config.tile_tokens, "stages": config.stages}
+    tiling |= {"num_rows": num_rows, "max_queries": max_queries}
     body = _make_body(shape, params, has_k_scale=k_scale is not None, interpret=interpret, **tiling)
     num_units, columns = units.shape[0], round_up(num_kv_heads * num_rows, ampere.TILE_ROWS)
     run = compat.kernel(

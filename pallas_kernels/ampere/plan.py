@@ -1,4 +1,4 @@
-"""The tuning of the kernel, and the step cut into its units: (packed queries, run of key tiles of their row)."""
+"""Sizes for a device, and the step cut into units: (packed queries, run of key tiles of their row)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import jax.numpy as jnp
 
 from pallas_kernels.ampere import kernel
 from pallas_kernels.ampere.compat import TILE_ROWS
+from pallas_kernels.ampere.config import VERSIONS, AmpereConfig, UnitConfig
 from pallas_kernels.ampere.launch import count_smem_bytes
 from pallas_kernels.gpu import splits
 from pallas_kernels.gpu.splits import SplitList, pad_queries
 from pallas_kernels.layout import pool_shape
 from pallas_kernels.platform import traced_core_count, traced_device_kind
 from pallas_kernels.spec import AttnShape
+from pallas_kernels.tune import tune
 from pallas_kernels.worklist import StepRows, TileList, list_chunk_tiles
 
 _KIB = 1024
@@ -26,26 +28,6 @@ _BLOCK_RESERVE = 1 * _KIB  # that an SM keeps per block
 _MAX_STAGES = 4
 _WIDE = 256  # of a stored head, whose accumulators leave too few registers for the scores of 64 keys
 _STATIC = {"static": True}
-
-
-@dataclass(frozen=True)
-class AmpereConfig:
-    """The tuning of the kernel."""
-
-    tile_tokens: int = 32  # keys per step of the softmax
-    stages: int = 2  # tiles of keys and values in the ring: all but one are on their way while that is in use
-    ctas_per_sm: int = 2
-    num_sms: int = 108
-    min_split_tokens: int = 256  # no unit is shorter, unless its row is
-    unit_cost: int = 3  # in tiles, beyond those of a unit: splits are chosen by it
-
-    def __post_init__(self) -> None:
-        if self.tile_tokens not in (32, 64):
-            raise ValueError(f"AmpereConfig.tile_tokens must be 32 or 64, got {self.tile_tokens}")
-        least = {"stages": 2, "ctas_per_sm": 1, "num_sms": 1, "min_split_tokens": 1, "unit_cost": 0}
-        for name, value in least.items():
-            if getattr(self, name) < value:
-                raise ValueError(f"AmpereConfig.{name} must be at least {value}, got {getattr(self, name)}")
 
 
 @partial(jax.tree_util.register_dataclass)
@@ -76,8 +58,18 @@ def default_config(shape: AttnShape) -> AmpereConfig:
         for tile_tokens in (64, 32) if pool_shape(shape.spec, 1)[-1] < _WIDE else (32,):
             fitting = [s for s in range(2, _MAX_STAGES + 1) if count_smem_bytes(shape, tile_tokens, s) <= room]
             if fitting:
-                return AmpereConfig(tile_tokens, fitting[-1], ctas_per_sm, traced_core_count())
+                config = UnitConfig(tile_tokens, fitting[-1], ctas_per_sm, traced_core_count())
+                return AmpereConfig(config, config)
     raise ValueError(f"no ring of two tiles of {shape.spec} fits the shared memory of a block")
+
+
+def find_config(shape: AttnShape, num_tokens: int) -> AmpereConfig:
+    """By the device's table, else by formula."""
+    formula = default_config(shape)
+    return AmpereConfig(
+        tune("ampere_decode", VERSIONS["ampere_decode"], formula.decode, shape, tokens=num_tokens),
+        tune("ampere_prefill", VERSIONS["ampere_prefill"], formula.prefill, shape, tokens=num_tokens),
+    )
 
 
 def find_sm_bytes() -> int:
@@ -89,13 +81,13 @@ def plan_work(rows: StepRows, shape: AttnShape, config: AmpereConfig) -> AmpereW
     """Splits for the rows of few queries, tiles for the others."""
     longest = rows.max_query_len
     if longest is not None and shape.group_size * pad_queries(longest) <= TILE_ROWS:
-        few = splits.plan_splits(rows, rows.query_lens, shape, config, max_query_len=longest)
+        few = splits.plan_splits(rows, rows.query_lens, shape, config.decode, max_query_len=longest)
         return AmpereWork(few, _list_split_units(few), None, None, config)
     num_single, num_rows = rows.distribution[0], rows.query_lens.shape[0]
-    few = splits.plan_splits(rows, rows.lens_between(0, num_single), shape, config, max_query_len=1)
+    few = splits.plan_splits(rows, rows.lens_between(0, num_single), shape, config.decode, max_query_len=1)
     tile_tokens = 1 << ((TILE_ROWS // shape.group_size).bit_length() - 1)
     chunks = list_chunk_tiles(rows, rows.lens_between(num_single, num_rows), tile_tokens=tile_tokens)
-    return AmpereWork(few, _list_split_units(few), chunks, _list_chunk_units(chunks, shape, config), config)
+    return AmpereWork(few, _list_split_units(few), chunks, _list_chunk_units(chunks, shape, config.prefill), config)
 
 
 def _list_split_units(few: SplitList) -> jax.Array:
@@ -105,7 +97,7 @@ def _list_split_units(few: SplitList) -> jax.Array:
     return _join_columns(row, row, few.units[:, splits.FIRST_TILE], few.units[:, splits.NUM_TILES], length, begin)
 
 
-def _list_chunk_units(chunks: TileList, shape: AttnShape, config: AmpereConfig) -> jax.Array:
+def _list_chunk_units(chunks: TileList, shape: AttnShape, config: UnitConfig) -> jax.Array:
     """A tile of queries is one unit, over all the keys that it sees: there are as many tiles as blocks are wanted."""
     ends = chunks.positions + chunks.counts
     first = jnp.zeros_like(ends)

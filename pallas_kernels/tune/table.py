@@ -31,7 +31,14 @@ logger = logging.getLogger(__name__)
 DATA = Path(__file__).parent / "data"
 
 # The kernels that read the table. A version changes when old measurements say nothing of the new code.
-KERNELS = {"gpu_decode": 1, "gpu_prefill": 1, "tpu_decode": 1, "tpu_prefill": 1}
+KERNELS = {
+    "gpu_decode": 1,
+    "gpu_prefill": 1,
+    "ampere_decode": 1,
+    "ampere_prefill": 1,
+    "tpu_decode": 1,
+    "tpu_prefill": 1,
+}
 
 _ENTRY = {"kernel": str, "version": int, "key": dict, "config": dict, "measured": (dict, type(None))}
 _MEASURED = {"us": (int, float), "jax": str, "driver": str, "date": str}

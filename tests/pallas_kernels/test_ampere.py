@@ -12,7 +12,7 @@ import pytest
 
 from pallas_kernels.ampere import attention, compat
 from pallas_kernels.ampere.combine import combine_units
-from pallas_kernels.ampere.plan import AmpereConfig
+from pallas_kernels.ampere.config import AmpereConfig, UnitConfig
 from pallas_kernels.ampere.ring import TileRing
 from pallas_kernels.backends import choose_layout
 from pallas_kernels.gpu import compat as gpu
@@ -22,9 +22,10 @@ from tests.pallas_kernels.runner import LAYER, run_case
 
 IMPL = "ampere_interpret"
 # Few unit slots, because each costs the interpreter a block; rows are cut at 64 tokens.
-SPLIT = AmpereConfig(tile_tokens=32, stages=3, ctas_per_sm=1, num_sms=2, min_split_tokens=64, unit_cost=0)
-LARGE = replace(SPLIT, tile_tokens=64, stages=2)
-WHOLE = replace(SPLIT, num_sms=1, min_split_tokens=512)
+UNITS = UnitConfig(tile_tokens=32, stages=3, ctas_per_sm=1, num_sms=2, min_split_tokens=64, unit_cost=0)
+SPLIT = AmpereConfig(UNITS, UNITS)
+LARGE = AmpereConfig(replace(UNITS, tile_tokens=64), replace(UNITS, tile_tokens=64, stages=2))
+WHOLE = replace(SPLIT, decode=replace(UNITS, num_sms=1, min_split_tokens=512))
 # Of the shared cases these show what the others only show again.
 FAST = (
     "decode 8:1 of 128, window, softcap, sinks",
@@ -160,7 +161,7 @@ def test_copies_are_counted_as_waits_count_them(broken: pytest.MonkeyPatch) -> N
     broken.setattr(compat, "start_copy", note(started, compat.start_copy, None))
     broken.setattr(compat, "skip_copies", note(skipped, compat.skip_copies, 0))
     broken.setattr(compat, "wait_copies", note(waited, compat.wait_copies, 0))
-    case, stages = replace(SMALL, spec=replace(SMALL.spec, page_size=16)), WHOLE.stages
+    case, stages = replace(SMALL, spec=replace(SMALL.spec, page_size=16)), WHOLE.decode.stages
     run_case(case, make_inputs(case), impl=IMPL, config=WHOLE)
     fills, copies = stages, 2 * 2  # traced: those before the loop, and the one in it; two pages of keys, two of values
     assert len(started) == 1 + fills * copies and skipped == [copies] * fills

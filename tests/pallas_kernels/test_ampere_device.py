@@ -16,8 +16,8 @@ from jax.experimental.mosaic.gpu.fragmented_array import Replicated
 
 from pallas_kernels import AttnShape, KVSpec, choose_impl, prepare_batch, resolve_impl
 from pallas_kernels.ampere import compat, kernel, plan
+from pallas_kernels.ampere.config import AmpereConfig, UnitConfig
 from pallas_kernels.ampere.launch import count_smem_bytes
-from pallas_kernels.ampere.plan import AmpereConfig
 from pallas_kernels.backends import choose_layout
 from pallas_kernels.testing.compile_gate import Gate, measure_attention
 from pallas_kernels.testing.gate_report import find_faults
@@ -85,7 +85,7 @@ def test_a_step_on_the_device_gets_it(device: str) -> None:
     with trace_for(TARGETS[device]):
         batch = jax.eval_shape(prepare, *meta)
     assert batch.impl == "ampere"
-    assert batch.work.config.num_sms == TARGETS[device].num_cores
+    assert batch.work.config.decode.num_sms == TARGETS[device].num_cores
     assert batch.work.chunks.tile_tokens == 16  # of 4 query heads each: 64 query rows
 
 
@@ -96,7 +96,7 @@ def test_default_config_fits_shared_memory(device: str, head_dim: int, dtype: st
     shape = AttnShape(8, KVSpec(2, head_dim, 64, dtype, choose_layout("ampere", head_dim)), "bfloat16")
     target = TARGETS[device]
     with trace_for(target):
-        config, sm_bytes = plan.default_config(shape), plan.find_sm_bytes()
+        config, sm_bytes = plan.default_config(shape).prefill, plan.find_sm_bytes()
     size = count_smem_bytes(shape, config.tile_tokens, config.stages)
     assert size <= target.shared_memory_bytes == sm_bytes - 1024
     assert config.ctas_per_sm * (size + 1024) <= sm_bytes
@@ -104,16 +104,17 @@ def test_default_config_fits_shared_memory(device: str, head_dim: int, dtype: st
 
 def test_config_names_what_is_wrong() -> None:
     with pytest.raises(ValueError, match="tile_tokens must be 32 or 64, got 48"):
-        AmpereConfig(tile_tokens=48)
+        UnitConfig(tile_tokens=48)
     with pytest.raises(ValueError, match="stages must be at least 2, got 1"):
-        AmpereConfig(stages=1)
+        UnitConfig(stages=1)
 
 
 def test_units_of_a_mixed_step() -> None:
     """A row of one token, split; one of 20 queries behind 100 tokens, in tiles of 16; and one without any."""
     query_lens, seq_lens = jnp.asarray([1, 20, 0]), jnp.asarray([300, 120, 0])
     rows = StepRows(jnp.asarray([0, 1, 21, 21]), query_lens, seq_lens, jnp.asarray([1, 1, 2]), 24, None)
-    config = AmpereConfig(tile_tokens=32, ctas_per_sm=1, num_sms=4, min_split_tokens=96, unit_cost=0)
+    units = UnitConfig(tile_tokens=32, ctas_per_sm=1, num_sms=4, min_split_tokens=96, unit_cost=0)
+    config = AmpereConfig(units, units)
     work = plan.plan_work(rows, replace(SHAPE, window=40), config)
     columns = [kernel.QUERIES, kernel.ROW, kernel.FIRST_TILE, kernel.NUM_TILES, kernel.LENGTH, kernel.BEGIN]
     few = np.asarray(work.few_units)[:, columns]

@@ -47,7 +47,7 @@ def test_bench_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("impl", ["gpu_interpret", "tpu_interpret"])
+@pytest.mark.parametrize("impl", ["gpu_interpret", "ampere_interpret", "tpu_interpret"])
 def test_tune_kernels(tmp_path: Path, impl: str) -> None:
     output = run_script("tune_kernels.py", "--impl", impl, "--output", str(tmp_path))
     assert output.count("times the formula's rate") == 2 and "wrong" not in output
