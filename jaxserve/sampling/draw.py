@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -21,63 +22,54 @@ from jaxserve.sampling.thresholds import (
 NUM_CANDIDATE_BLOCKS = 128  # so at least as many tokens, and 16,384 at most
 
 
-def draw(
-    blocks: Float[Array, "n b"],
-    maxima: Float[Array, " n"],
-    scale: Float[Array, ""],
-    filters: Filters,
-    uniform: Float[Array, ""],
-) -> Int32[Array, ""]:
+class RowLogits(NamedTuple):
+    """A row of logits as it is drawn from."""
+
+    blocks: Float[Array, "n b"]  # the logits, `BLOCK` in each; -inf where there is no token
+    maxima: Float[Array, " n"]  # the largest of each block
+    scale: Float[Array, ""]  # 1 / temperature
+
+    def rescale(self, logits: Float[Array, "*dims"]) -> Float32[Array, "*dims"]:
+        """Some of its logits as `find_threshold` wants them: relative to the largest, divided by the temperature."""
+        return (logits - jnp.max(self.maxima)) * self.scale
+
+
+def draw(row: RowLogits, filters: Filters, uniform: Float[Array, ""]) -> Int32[Array, ""]:
     """Returns the token that `uniform` in [0, 1) falls on in the cumulative weights of the kept ones, in their order.
 
-    `blocks` are the logits, `BLOCK` in each, and `maxima` the largest of each; `scale` is 1 / temperature. What is kept
-    is `find_threshold`'s affair.
+    What is kept is `find_threshold`'s affair.
     """
     # XLA:GPU copies the predicate of a branch or of an open loop to the host and waits for it, at every step.
-    forms = {"cpu": draw_from_few, "default": draw_in_fixed_passes}
-    return lax.platform_dependent(blocks, maxima, scale, filters, uniform, **forms)
+    return lax.platform_dependent(row, filters, uniform, cpu=draw_from_few, default=draw_in_fixed_passes)
 
 
-def draw_in_fixed_passes(
-    blocks: Float[Array, "n b"],
-    maxima: Float[Array, " n"],
-    scale: Float[Array, ""],
-    filters: Filters,
-    uniform: Float[Array, ""],
-) -> Int32[Array, ""]:
+def draw_in_fixed_passes(row: RowLogits, filters: Filters, uniform: Float[Array, ""]) -> Int32[Array, ""]:
     """The form of `draw` for accelerators."""
-    scaled = (blocks - jnp.max(maxima)) * scale
+    scaled = row.rescale(row.blocks)
     return invert_cumulative(scaled, _weigh_from(find_threshold(search_fixed, scaled, filters)), uniform)
 
 
-def draw_from_few(
-    blocks: Float[Array, "n b"],
-    maxima: Float[Array, " n"],
-    scale: Float[Array, ""],
-    filters: Filters,
-    uniform: Float[Array, ""],
-) -> Int32[Array, ""]:
+def draw_from_few(row: RowLogits, filters: Filters, uniform: Float[Array, ""]) -> Int32[Array, ""]:
     """The form of `draw` for CPUs: from the blocks with the largest tokens, if the filters keep no token beside them.
 
     All tokens above `floor`, the smallest of these blocks' maxima, are in them. So nothing else counts if min_p lies
     above it, or there are k tokens above it, or their mass is what top_p wants.
     """
-    largest = jnp.max(maxima)
 
     def sum_all() -> Array:
-        return sum_weights((blocks - largest) * scale, filters.low)
+        return sum_weights(row.rescale(row.blocks), filters.low)
 
     def draw_from_all() -> Array:
-        scaled = (blocks - largest) * scale
+        scaled = row.rescale(row.blocks)
         return invert_cumulative(scaled, _weigh_from(find_threshold(search_until_exact, scaled, filters)), uniform)
 
-    if len(blocks) <= NUM_CANDIDATE_BLOCKS:
+    if len(row.blocks) <= NUM_CANDIDATE_BLOCKS:
         return draw_from_all()
 
     def narrow() -> Array:
-        top, chosen = lax.top_k(maxima, NUM_CANDIDATE_BLOCKS)
-        chosen, floor = jnp.sort(chosen), (top[-1] - largest) * scale  # in vocabulary order again
-        few = (blocks[chosen] - largest) * scale
+        top, chosen = lax.top_k(row.maxima, NUM_CANDIDATE_BLOCKS)
+        chosen, floor = jnp.sort(chosen), row.rescale(top[-1])  # in vocabulary order again
+        few = row.rescale(row.blocks[chosen])
         is_enough = (filters.low > floor) | (jnp.sum(few > floor) >= filters.count)
         low = search_until_exact(few, jnp.ones_like, filters.count, filters.low)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
-from jaxserve.sampling.draw import draw
+from jaxserve.sampling.draw import RowLogits, draw
 from jaxserve.sampling.randomness import Purpose, row_keys
 from jaxserve.sampling.thresholds import BLOCK, make_filters
 
@@ -101,7 +101,7 @@ def sample(
     def draw_one() -> Array:
         scale = 1 / jnp.where(is_greedy, 1, inputs.temperature)  # finite also where both sides are computed
         filters = make_filters(inputs.top_k, inputs.top_p, inputs.min_p, vocab_size)
-        return draw(blocks, maxima, scale, filters, uniform)
+        return draw(RowLogits(blocks, maxima, scale), filters, uniform)
 
     id_ = lax.cond(is_greedy, lambda: _find_first(blocks, largest, vocab_size - 1), draw_one)
     return id_, _is_finite(largest)

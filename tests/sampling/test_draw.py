@@ -36,7 +36,7 @@ def forms():
 
 def run_form(form, logits, filters, uniform) -> jax.Array:
     blocks = logits.reshape(-1, BLOCK)
-    return form(blocks, jnp.max(blocks, axis=-1), jnp.float32(1), filters, uniform)
+    return form(draw.RowLogits(blocks, jnp.max(blocks, axis=-1), jnp.float32(1)), filters, uniform)
 
 
 def _draw_from_four(*arguments) -> jax.Array:
@@ -131,7 +131,7 @@ def test_draw_never_meets_an_empty_entry(seed, kept, span, uniform) -> None:
 def test_form_for_accelerators_has_no_branch_and_no_open_loop() -> None:
     inputs = make_inputs(2, temperature=0.5, top_k=3, top_p=0.5)
     filters = make_filters(inputs.top_k, inputs.top_p, inputs.min_p, 32768)
-    arguments = (jnp.zeros((2, 256, BLOCK)), jnp.zeros((2, 256)), jnp.ones(2), filters, jnp.zeros(2))
+    arguments = (draw.RowLogits(jnp.zeros((2, 256, BLOCK)), jnp.zeros((2, 256)), jnp.ones(2)), filters, jnp.zeros(2))
     programs = [
         str(jax.make_jaxpr(jax.vmap(form))(*arguments)) for form in (draw.draw_from_few, draw.draw_in_fixed_passes)
     ]
