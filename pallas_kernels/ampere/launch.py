@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ampere import compat as ampere
-from pallas_kernels.ampere.config import UnitConfig
+from pallas_kernels.ampere.config import TileConfig
 from pallas_kernels.ampere.kernel import AttentionKernel
 from pallas_kernels.gpu import compat
 from pallas_kernels.gpu.decode import compute_dtype, round_up
@@ -27,7 +27,7 @@ def attend_units(
     page_table: jax.Array,  # [S, M] i32
     units: jax.Array,  # [W, UNIT_COLUMNS] i32
     shape: AttnShape,
-    config: UnitConfig,
+    config: TileConfig,
     *,
     params: AttnParams,
     k_scale: jax.Array | None,  # [K] f32

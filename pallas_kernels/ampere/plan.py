@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.ampere import kernel
 from pallas_kernels.ampere.compat import TILE_ROWS
-from pallas_kernels.ampere.config import VERSIONS, AmpereConfig, UnitConfig
+from pallas_kernels.ampere.config import VERSIONS, AmpereConfig, TileConfig, UnitConfig
 from pallas_kernels.ampere.launch import count_smem_bytes
 from pallas_kernels.gpu import splits
 from pallas_kernels.gpu.splits import SplitList, pad_queries
@@ -58,8 +58,8 @@ def default_config(shape: AttnShape) -> AmpereConfig:
         for tile_tokens in (64, 32) if pool_shape(shape.spec, 1)[-1] < _WIDE else (32,):
             fitting = [s for s in range(2, _MAX_STAGES + 1) if count_smem_bytes(shape, tile_tokens, s) <= room]
             if fitting:
-                config = UnitConfig(tile_tokens, fitting[-1], ctas_per_sm, traced_core_count())
-                return AmpereConfig(config, config)
+                units = UnitConfig(tile_tokens, fitting[-1], ctas_per_sm, traced_core_count())
+                return AmpereConfig(units, TileConfig(tile_tokens, fitting[-1]))
     raise ValueError(f"no ring of two tiles of {shape.spec} fits the shared memory of a block")
 
 
@@ -97,7 +97,7 @@ def _list_split_units(few: SplitList) -> jax.Array:
     return _join_columns(row, row, few.units[:, splits.FIRST_TILE], few.units[:, splits.NUM_TILES], length, begin)
 
 
-def _list_chunk_units(chunks: TileList, shape: AttnShape, config: UnitConfig) -> jax.Array:
+def _list_chunk_units(chunks: TileList, shape: AttnShape, config: TileConfig) -> jax.Array:
     """A tile of queries is one unit, over all the keys that it sees: there are as many tiles as blocks are wanted."""
     ends = chunks.positions + chunks.counts
     first = jnp.zeros_like(ends)

@@ -12,7 +12,7 @@ import pytest
 
 from pallas_kernels.ampere import attention, compat
 from pallas_kernels.ampere.combine import combine_units
-from pallas_kernels.ampere.config import AmpereConfig, UnitConfig
+from pallas_kernels.ampere.config import AmpereConfig, TileConfig, UnitConfig
 from pallas_kernels.ampere.ring import TileRing
 from pallas_kernels.backends import choose_layout
 from pallas_kernels.gpu import compat as gpu
@@ -23,8 +23,8 @@ from tests.pallas_kernels.runner import LAYER, run_case
 IMPL = "ampere_interpret"
 # Few unit slots, because each costs the interpreter a block; rows are cut at 64 tokens.
 UNITS = UnitConfig(tile_tokens=32, stages=3, ctas_per_sm=1, num_sms=2, min_split_tokens=64, unit_cost=0)
-SPLIT = AmpereConfig(UNITS, UNITS)
-LARGE = AmpereConfig(replace(UNITS, tile_tokens=64), replace(UNITS, tile_tokens=64, stages=2))
+SPLIT = AmpereConfig(UNITS, TileConfig(tile_tokens=32, stages=3))
+LARGE = AmpereConfig(replace(UNITS, tile_tokens=64), TileConfig(tile_tokens=64, stages=2))
 WHOLE = replace(SPLIT, decode=replace(UNITS, num_sms=1, min_split_tokens=512))
 # Of the shared cases these show what the others only show again.
 FAST = (

@@ -16,7 +16,7 @@ from jax.experimental.mosaic.gpu.fragmented_array import Replicated
 
 from pallas_kernels import AttnShape, KVSpec, choose_impl, prepare_batch, resolve_impl
 from pallas_kernels.ampere import compat, kernel, plan
-from pallas_kernels.ampere.config import AmpereConfig, UnitConfig
+from pallas_kernels.ampere.config import AmpereConfig, TileConfig, UnitConfig
 from pallas_kernels.ampere.launch import count_smem_bytes
 from pallas_kernels.backends import choose_layout
 from pallas_kernels.testing.compile_gate import Gate, measure_attention
@@ -96,7 +96,9 @@ def test_default_config_fits_shared_memory(device: str, head_dim: int, dtype: st
     shape = AttnShape(8, KVSpec(2, head_dim, 64, dtype, choose_layout("ampere", head_dim)), "bfloat16")
     target = TARGETS[device]
     with trace_for(target):
-        config, sm_bytes = plan.default_config(shape).prefill, plan.find_sm_bytes()
+        whole, sm_bytes = plan.default_config(shape), plan.find_sm_bytes()
+    config = whole.decode
+    assert (whole.prefill.tile_tokens, whole.prefill.stages) == (config.tile_tokens, config.stages)
     size = count_smem_bytes(shape, config.tile_tokens, config.stages)
     assert size <= target.shared_memory_bytes == sm_bytes - 1024
     assert config.ctas_per_sm * (size + 1024) <= sm_bytes
@@ -104,9 +106,11 @@ def test_default_config_fits_shared_memory(device: str, head_dim: int, dtype: st
 
 def test_config_names_what_is_wrong() -> None:
     with pytest.raises(ValueError, match="tile_tokens must be 32 or 64, got 48"):
-        UnitConfig(tile_tokens=48)
+        TileConfig(tile_tokens=48)
     with pytest.raises(ValueError, match="stages must be at least 2, got 1"):
         UnitConfig(stages=1)
+    with pytest.raises(ValueError, match=r"UnitConfig\.num_sms must be at least 1, got 0"):
+        UnitConfig(num_sms=0)
 
 
 def test_units_of_a_mixed_step() -> None:
@@ -114,7 +118,7 @@ def test_units_of_a_mixed_step() -> None:
     query_lens, seq_lens = jnp.asarray([1, 20, 0]), jnp.asarray([300, 120, 0])
     rows = StepRows(jnp.asarray([0, 1, 21, 21]), query_lens, seq_lens, jnp.asarray([1, 1, 2]), 24, None)
     units = UnitConfig(tile_tokens=32, ctas_per_sm=1, num_sms=4, min_split_tokens=96, unit_cost=0)
-    config = AmpereConfig(units, units)
+    config = AmpereConfig(units, TileConfig(tile_tokens=32))
     work = plan.plan_work(rows, replace(SHAPE, window=40), config)
     columns = [kernel.QUERIES, kernel.ROW, kernel.FIRST_TILE, kernel.NUM_TILES, kernel.LENGTH, kernel.BEGIN]
     few = np.asarray(work.few_units)[:, columns]
