@@ -134,7 +134,7 @@ def measure(rows: int, steps: int, tokenizer: Any) -> dict[str, float]:
     engine = Engine(scheduler, runner, tokenizer=tokenizer)
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, output_kind=OutputKind.DELTA)
     for index in range(rows):
-        engine.add_request(Request(f"r{index}", tuple(range(index, index + PROMPT)), params))
+        engine.add_request(Request(f"r{index}", tuple(range(index, index + PROMPT + index % PAGE_SIZE)), params))
     while len(scheduler.batch.decoding) < rows:
         engine.step()
     watch = Stopwatch()

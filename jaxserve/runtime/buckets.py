@@ -61,11 +61,10 @@ class BucketTable:
     def find(self, num_tokens: int, num_rows: int) -> Bucket:
         """Returns the bucket of a step with `num_tokens` over `num_rows`; MissingProgramError when there is none."""
         if num_tokens == num_rows and num_rows <= self._max_num_seqs:
-            rows = self._decode_rows[bisect_left(self._decode_rows, num_rows)]
-            return Bucket(rows, rows)
+            return self.buckets[bisect_left(self._decode_rows, num_rows)]
         if num_rows > self._max_num_seqs or num_tokens > self._mixed_tokens[-1]:
             raise MissingProgramError(f"no program for a step of {num_tokens} tokens in {num_rows} rows")
-        return Bucket(self._mixed_tokens[bisect_left(self._mixed_tokens, num_tokens)], self._max_num_seqs)
+        return self.buckets[len(self._decode_rows) + bisect_left(self._mixed_tokens, num_tokens)]
 
 
 def make_buckets(platform: str, max_num_seqs: int, max_num_batched_tokens: int) -> BucketTable:

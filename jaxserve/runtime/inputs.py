@@ -1,22 +1,21 @@
 """A step's inputs: one int32 array, packed by the host and unpacked at static offsets in the program.
 
 One array, because each transfer and each argument of a dispatch costs the host tens of microseconds. Floats travel as
-their bits. The array is allocated afresh for every step: on CPU the device may read the very buffer that numpy wrote.
+their bits. An array is never written again once it was sent: on CPU the device may read the very buffer that numpy
+wrote. Steps that decode the same rows send the same one.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxserve.pages.manager import CHUNK_EDGE
 from jaxserve.runtime.buckets import Bucket
-from jaxserve.runtime.rows import NUM_SAMPLING_FIELDS, RowMirror
+from jaxserve.runtime.rows import NUM_SAMPLING_FIELDS, RowMirror, SampleVariant
 from jaxserve.scheduler.plan import StepPlan
 
 KEEP = -1  # in `starts`: the row goes on where it is
@@ -89,34 +88,72 @@ class InputLayout:
         )
 
 
-def pack(plan: StepPlan, layout: InputLayout, mirror: RowMirror) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the packed inputs of a plan, and the rows that it works on [num_rows].
+@dataclass(frozen=True, slots=True)
+class PackedStep:
+    """What a step sends, and what its rows need of the programs after the forward one."""
 
-    The mirror knows the rows' sampling parameters already.
-    """
+    inputs: np.ndarray  # as the bucket's `InputLayout` says; read-only
+    variant: SampleVariant
+    wants_scores: bool
+
+
+class StepPacker:
+    """Packs plans. What a step of decoding rows sends is kept for the next one of the same rows."""
+
+    def __init__(self, mirror: RowMirror) -> None:
+        self._mirror = mirror
+        self._layout: InputLayout | None = None
+        self._decode_rows: tuple[int, ...] = ()
+        self._decodes: PackedStep | None = None
+
+    def pack(self, plan: StepPlan, layout: InputLayout) -> PackedStep:
+        """Returns the packed step of a plan, and has the mirror know the rows that begin a new life in it."""
+        if plan.row_sets:
+            self._mirror.apply(plan.row_sets)
+            self._layout = None
+        step = _pack_rows(plan, layout, self._mirror) if plan.chunks else self._pack_decodes(plan, layout)
+        if not plan.page_updates:
+            return step
+        return replace(step, inputs=_add_pages(step.inputs, plan, layout))
+
+    def _pack_decodes(self, plan: StepPlan, layout: InputLayout) -> PackedStep:
+        if self._decodes is None or self._layout is not layout or self._decode_rows != plan.decode_rows:
+            self._decodes = _pack_rows(plan, layout, self._mirror)
+            self._layout, self._decode_rows = layout, plan.decode_rows
+        return self._decodes
+
+
+def _pack_rows(plan: StepPlan, layout: InputLayout, mirror: RowMirror) -> PackedStep:
+    """Everything but the updates of page tables."""
     packed = layout.new()
-    views, state = layout.views(packed), layout.state
+    views = layout.views(packed)
     num_decodes, num_rows = len(plan.decode_rows), plan.num_rows
-    row_ids = views.row_ids
-    row_ids[:num_decodes] = plan.decode_rows
+    views.row_ids[:num_decodes] = plan.decode_rows
     views.samples[:num_decodes] = 1
     views.token_ids[:num_decodes] = ON_DEVICE
     ends = views.query_start_loc[1:]
-    ends[:num_decodes] = _count_up(num_decodes)
-    if plan.chunks:
-        _pack_chunks(plan, views)
+    ends[:num_decodes] = np.arange(1, num_decodes + 1, dtype=np.int32)
+    _pack_chunks(plan, views)
     ends[num_rows:] = ends[num_rows - 1]
     # The scheduler begins chunks on an edge, but for tokens that are computed again.
     on_edge = all(chunk.start % CHUNK_EDGE == 0 for chunk in plan.chunks)
     views.distribution[:] = (num_decodes, num_rows if on_edge else num_decodes, num_rows)
-    if plan.page_updates:
-        updates = np.array(plan.page_updates, np.int32)
-        entries = (updates[:, 0] * state.rows + updates[:, 1]) * state.pages_per_row + updates[:, 2]
-        views.page_entries[: len(updates)] = entries
-        views.page_ids[: len(updates)] = updates[:, 3]
-    row_ids = row_ids[:num_rows]
+    row_ids = views.row_ids[:num_rows]
     views.sampling[:num_rows] = mirror.sampling[row_ids]
-    return packed, row_ids
+    packed.flags.writeable = False
+    return PackedStep(packed, *mirror.find_needs(row_ids))
+
+
+def _add_pages(inputs: np.ndarray, plan: StepPlan, layout: InputLayout) -> np.ndarray:
+    """A copy that also sets the plan's entries of page tables."""
+    packed, state = inputs.copy(), layout.state
+    views = layout.views(packed)
+    updates = np.array(plan.page_updates, np.int32)
+    entries = (updates[:, 0] * state.rows + updates[:, 1]) * state.pages_per_row + updates[:, 2]
+    views.page_entries[: len(updates)] = entries
+    views.page_ids[: len(updates)] = updates[:, 3]
+    packed.flags.writeable = False
+    return packed
 
 
 def _pack_chunks(plan: StepPlan, views: StepInputs) -> None:
@@ -128,8 +165,3 @@ def _pack_chunks(plan: StepPlan, views: StepInputs) -> None:
         views.token_ids[at : at + len(chunk.token_ids)] = chunk.token_ids
         at += len(chunk.token_ids)
         views.query_start_loc[index + 1] = at
-
-
-@functools.lru_cache(maxsize=4096)
-def _count_up(count: int) -> Sequence[int]:
-    return np.arange(1, count + 1, dtype=np.int32)

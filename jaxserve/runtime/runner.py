@@ -13,7 +13,7 @@ import numpy as np
 from jaxserve.errors import MissingProgramError
 from jaxserve.runtime.buckets import Bucket, BucketTable
 from jaxserve.runtime.counts import StepCounts
-from jaxserve.runtime.inputs import InputLayout, StateShape, pack
+from jaxserve.runtime.inputs import InputLayout, StateShape, StepPacker
 from jaxserve.runtime.params import WeightWriter
 from jaxserve.runtime.rows import RowMirror, SampleVariant
 from jaxserve.runtime.state import KVCache, RowState, make_zeros
@@ -132,6 +132,7 @@ class ModelRunner:
         self._cache = self._rows = self._sampler = None  # before the new ones: there is no room for two
         self._cache, self._rows, self._sampler = make_zeros(self._state_specs)
         self._mirror = RowMirror(self._state_shape.rows)
+        self._packer = StepPacker(self._mirror)
 
     def write_params(self, updates: Mapping[str, Any]) -> None:
         """Replaces parameters by canonical name; the steps in flight have been waited for."""
@@ -175,20 +176,18 @@ class ModelRunner:
     def start(self, plan: StepPlan) -> StartedStep:
         """Starts the model's part of a step; MissingProgramError when no program holds it."""
         bucket = self._buckets.find(plan.num_tokens, plan.num_rows)
-        self._mirror.apply(plan.row_sets)
         for row_set in plan.row_sets:
             if row_set.history is not None:
                 self._set_row(row_set.row, _make_setting(self._vocab_size, row_set))
-        packed, rows = pack(plan, self._layouts[bucket], self._mirror)
-        selected, hidden = self._run(bucket, packed)
+        packed = self._packer.pack(plan, self._layouts[bucket])
+        selected, hidden = self._run(bucket, packed.inputs)
         self.counts.count(bucket, plan.num_tokens)
-        variant, wants_scores = self._mirror.find_needs(rows)
         return StartedStep(
             self,
             bucket,
             plan.num_rows,
-            variant,
-            wants_scores,
+            packed.variant,
+            packed.wants_scores,
             selected,
             self._score_prompt(bucket, hidden, self._find_targets(plan, bucket)),
             self._pool(bucket, hidden) if self._wants_embeddings(plan) else None,

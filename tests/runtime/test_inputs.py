@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.runtime.buckets import Bucket
-from jaxserve.runtime.inputs import KEEP, ON_DEVICE, InputLayout, StateShape, pack
+from jaxserve.runtime.inputs import KEEP, ON_DEVICE, InputLayout, StateShape, StepPacker
 from jaxserve.runtime.rows import SAMPLING_FIELDS, RowMirror, SampleVariant
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import ChunkWork, RowSet, StepPlan
@@ -32,15 +34,12 @@ def test_round_trip(num_decodes: int, sizes: list[tuple[int, bool]], are_new: bo
     decodes = list(range(num_decodes))
     chunks = [(4 + i, n, samples) for i, (n, samples) in enumerate(sizes)]
     plan = make_plan(decodes, chunks, {row for row, _, _ in chunks} if are_new else set())
-    mirror = RowMirror(STATE.rows)
-    mirror.apply(plan.row_sets)
     layout = InputLayout(Bucket(32, 8), STATE)
-    packed, rows = pack(plan, layout, mirror)
-    views = layout.views(packed)
+    step = StepPacker(RowMirror(STATE.rows)).pack(plan, layout)
+    views = layout.views(step.inputs)
     num_rows = plan.num_rows
-    assert rows.tolist() == [*decodes, *(row for row, _, _ in chunks)]
-    variant, _ = mirror.find_needs(rows)
-    assert variant is (SampleVariant.RANDOM if plan.row_sets else SampleVariant.GREEDY)
+    assert step.variant is (SampleVariant.RANDOM if plan.row_sets else SampleVariant.GREEDY)
+    assert step.inputs.dtype == np.int32 and step.inputs.size == layout.size
     assert views.row_ids.tolist() == [*decodes, *(row for row, _, _ in chunks), *[8] * (8 - num_rows)]
     lengths = [1] * num_decodes + [n for _, n, _ in chunks]
     assert np.diff(views.query_start_loc).tolist() == lengths + [0] * (8 - num_rows)
@@ -70,13 +69,40 @@ def check_sampling(sampling: np.ndarray, plan: StepPlan) -> None:
         assert values["top_k"] == 0
 
 
-def test_every_step_gets_its_own_buffer() -> None:
-    layout, mirror = InputLayout(Bucket(8, 8), STATE), RowMirror(STATE.rows)
-    plan = make_plan([0, 1], [], set())
-    first, _ = pack(plan, layout, mirror)
-    second, _ = pack(plan, layout, mirror)
-    assert not np.shares_memory(first, second)
-    assert first.dtype == np.int32 and first.size == layout.size
+LAYOUTS = [InputLayout(Bucket(4, 4), STATE), InputLayout(Bucket(8, 8), STATE), InputLayout(Bucket(32, 8), STATE)]
+WISHES = [SamplingParams(temperature=0), SamplingParams(top_p=0.5), SamplingParams(temperature=0, logprobs=1)]
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> StepPlan:
+    """Steps of few rows, so that many decode what the one before did; a row may begin anew in any of them."""
+    decodes = draw(st.sampled_from([(0,), (0, 1), (1, 0), (0, 1, 2)]))
+    chunks = (ChunkWork(3, 7, 32, (5, 6), True),) if draw(st.integers(0, 3)) == 0 else ()
+    starting = draw(st.lists(st.sampled_from([*decodes, 3]), max_size=1))
+    sets = tuple(RowSet(row, 0, draw(st.sampled_from(WISHES)), draw(st.integers(0, 9)), 0) for row in starting)
+    updates = tuple((0, row, 2, draw(st.integers(1, 9))) for row in draw(st.sampled_from([(), decodes])))
+    return StepPlan(0, decodes, decodes, chunks, sets, updates)
+
+
+@given(st.lists(st.tuples(plans(), st.integers(0, 1)), max_size=12))
+def test_what_is_kept_for_the_next_step_is_what_it_would_pack(steps: list[tuple[StepPlan, int]]) -> None:
+    packer, mirror, sent = StepPacker(RowMirror(STATE.rows)), RowMirror(STATE.rows), []
+    for plan, size in steps:
+        layout = LAYOUTS[2 if plan.chunks else size]
+        step, fresh = packer.pack(plan, layout), StepPacker(mirror).pack(plan, layout)
+        assert np.array_equal(step.inputs, fresh.inputs)
+        assert (step.variant, step.wants_scores) == (fresh.variant, fresh.wants_scores)
+        sent.append((step.inputs, step.inputs.copy()))
+    assert all(np.array_equal(inputs, copy) for inputs, copy in sent), "an array was written after it was sent"
+
+
+def test_steps_of_the_same_rows_send_the_same_array() -> None:
+    packer, plan = StepPacker(RowMirror(STATE.rows)), make_plan([0, 1], [], set())
+    first = packer.pack(plan, LAYOUTS[1]).inputs
+    assert packer.pack(plan, LAYOUTS[1]).inputs is first and not first.flags.writeable
+    paged = dataclasses.replace(plan, page_updates=((0, 1, 2, 3),))
+    assert not np.shares_memory(packer.pack(paged, LAYOUTS[1]).inputs, first)
+    assert packer.pack(plan, LAYOUTS[1]).inputs is first
 
 
 def test_a_step_needs_what_any_of_its_rows_needs() -> None:
