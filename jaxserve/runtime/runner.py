@@ -229,8 +229,11 @@ class ModelRunner:
         return any(chunk.samples and self._mirror.embeds(chunk.row) for chunk in plan.chunks)
 
     def _find_targets(self, plan: StepPlan, bucket: Bucket) -> np.ndarray | None:
-        """The token after each token of the step [T]; None when no prompt is to be scored."""
-        if not any(self._mirror.scores_prompt(chunk.row) for chunk in plan.chunks):
+        """The token after each token of the step [T]; None when no prompt is to be scored.
+
+        A single token ends its prompt, or follows it: the one after it is no prompt's.
+        """
+        if bucket.is_decode or not any(self._mirror.scores_prompt(chunk.row) for chunk in plan.chunks):
             return None
         targets, at = np.zeros(bucket.tokens, np.int32), len(plan.decode_rows)
         for chunk in plan.chunks:

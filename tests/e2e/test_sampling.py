@@ -106,6 +106,14 @@ def test_prompt_logprobs_are_those_of_the_model_whatever_is_cached(llm: LLM) -> 
     assert first.prompt_logprobs[-1][prompt[-1]].logprob == pytest.approx(generated, abs=1e-4)
 
 
+@pytest.mark.parametrize("length", [1, 2, 64, 65, 129])
+def test_prompts_are_scored_whatever_their_last_chunk_is(llm: LLM, length: int) -> None:
+    """One token alone is a step of decoding rows, which scores no prompt: it has nothing after it to score."""
+    (output,) = run(llm, [[5 + index % 60 for index in range(length)]], greedy(2, prompt_logprobs=0))
+    assert output.error is None and output.prompt_logprobs is not None
+    assert [found is None for found in output.prompt_logprobs] == [True] + [False] * (length - 1)
+
+
 def test_all_logprobs_when_the_engine_allows_them() -> None:
     llm = make_llm(CASE, max_logprobs=-1)
     (output,) = run(llm, PROMPTS[:1], greedy(2, logprobs=-1))
