@@ -123,5 +123,5 @@ def _find_jump(sequence: Sequence | None, matcher: Matcher | None) -> list[int]:
     return tokens[:stop] if stop >= _SHORTEST_JUMP else []
 
 
-def _explain(sequence: Sequence, error: Exception) -> GrammarError:
+def _explain(sequence: Sequence, error: BaseException) -> GrammarError:
     return GrammarError(f"request {sequence.request.request_id}: {error}", field="structured_outputs")

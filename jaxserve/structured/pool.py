@@ -29,7 +29,7 @@ class _Job:
         self.version = matcher.version
         self.waiting: list[MaskBatch] = [batch]
         self.is_done = False
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
 
 @final
@@ -38,7 +38,7 @@ class MaskBatch:
 
     def __init__(self, masks: np.ndarray) -> None:
         self.masks = masks  # uint32 [S, ceil(V / 32)]; a row counts once `collect` says that it is ready
-        self.errors: dict[int, Exception] = {}  # by row, filled by `collect`: only this row has failed
+        self.errors: dict[int, BaseException] = {}  # by row, filled by `collect`: only this row has failed
         self.jobs: list[_Job | None] = []  # by row; None: the row has no grammar
         self.borrowed: list[int] = []  # rows whose mask another row's job computes
         self.num_open = 0
@@ -141,7 +141,7 @@ class MaskPool:
         while (job := self._tasks.get()) is not None:
             try:
                 job.matcher.fill_mask(job.row)
-            except Exception as error:  # of this row only: the thread serves every other
+            except BaseException as error:  # a panic in Rust too, of this row only: the thread serves every other
                 job.error = error
             with self._lock:
                 job.is_done = True

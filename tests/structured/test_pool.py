@@ -44,9 +44,17 @@ class HeldMatcher:
         self._matcher.fill_mask(row)
 
 
+class Panic(BaseException):
+    """What a library in Rust raises."""
+
+
 class FailingMatcher(HeldMatcher):
+    def __init__(self, matcher: Matcher, error: BaseException) -> None:
+        super().__init__(matcher)
+        self._error = error
+
     def fill_mask(self, row: np.ndarray) -> None:
-        raise MatcherError("the grammar cannot go on")
+        raise self._error
 
 
 def compute_row(matcher: Matcher, like: np.ndarray) -> np.ndarray:
@@ -102,11 +110,12 @@ def test_an_unchanged_row_is_not_computed_again(pool: MaskPool, grammar: Grammar
     assert held.num_calls == 2
 
 
-def test_a_failed_row_fails_alone(pool: MaskPool, grammar: Grammar) -> None:
-    matchers = [grammar.new_matcher(), FailingMatcher(grammar.new_matcher()), grammar.new_matcher()]
+@pytest.mark.parametrize("error", [MatcherError("the grammar cannot go on"), Panic()])
+def test_a_failed_row_fails_alone(pool: MaskPool, grammar: Grammar, error: BaseException) -> None:
+    matchers = [grammar.new_matcher(), FailingMatcher(grammar.new_matcher(), error), grammar.new_matcher()]
     batch = pool.start(matchers)  # type: ignore[arg-type]
     assert pool.collect(batch, WAIT_S).tolist() == [True, False, True]
-    assert set(batch.errors) == {1} and isinstance(batch.errors[1], MatcherError)
+    assert batch.errors == {1: error}
     again = pool.start(matchers)  # type: ignore[arg-type]
     assert pool.collect(again, WAIT_S).tolist() == [True, False, True], "the threads survive"
 
