@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.config import DEMO_MODEL, EngineConfig
-from jaxserve.engine.build import ReadyEngine, build_engine
+from jaxserve.engine.build import ReadyEngine, RunningChoice, build_engine
 from jaxserve.engine.inbox import OutputInbox
 from jaxserve.engine.progress import ShowProgress, choose_progress, hide_progress
 from jaxserve.engine.prompts import Message, Prompt
@@ -132,7 +132,7 @@ class AsyncLLM:
                 yield await inbox.get()
         finally:
             if left := inbox.open_requests:
-                self._thread.abort(list(left))
+                self._thread.leave(list(left), inbox)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns what the model's generation_config.json recommends."""
@@ -141,6 +141,13 @@ class AsyncLLM:
     async def abort(self, request_id: str) -> None:
         """Ends a request; its stream gets a last output with finish_reason "abort". Unknown ids are ignored."""
         self._thread.abort([request_id])
+
+    async def update_weights(self, tree: Any, *, running: RunningChoice = "requeue") -> None:
+        """Swaps the model's weights between two steps; streams go on with the new ones, or end with "abort".
+
+        Arguments and errors are those of `LLM.update_weights`.
+        """
+        await asyncio.wrap_future(self._thread.advance(lambda _: self._ready.update_weights(tree, running)))
 
     async def call(self, function: Callable[[Engine], Any]) -> Any:
         """Runs a function on the engine's thread between two steps, and returns what it returns."""

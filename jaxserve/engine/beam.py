@@ -61,9 +61,17 @@ class BeamSearchOutput:
 
 
 def search_beams(
-    prompts: Sequence[list[int]], params: BeamSearchParams, generate: Generate, eos_token_ids: Sequence[int]
+    prompts: Sequence[list[int]],
+    params: BeamSearchParams,
+    generate: Generate,
+    eos_token_ids: Sequence[int],
+    *,
+    max_model_len: int,
 ) -> list[BeamSearchOutput]:
-    """Returns the `beam_width` best texts of every prompt; `generate` makes one token of each given text."""
+    """Returns the `beam_width` best texts of every prompt; `generate` makes one token of each given text.
+
+    Beams that have filled the model's context, prompt and text together, end as those of `max_tokens` do.
+    """
     step = SamplingParams(
         temperature=0,
         max_tokens=1,
@@ -75,13 +83,16 @@ def search_beams(
     ends = set() if params.ignore_eos else set(eos_token_ids)
     growing = [[BeamSearchSequence([], 0.0)] for _ in prompts]
     done: list[list[BeamSearchSequence]] = [[] for _ in prompts]
-    for _ in range(params.max_tokens):
-        places = [(index, beam) for index, beams in enumerate(growing) for beam in beams]
-        if not places:
+    for length in range(params.max_tokens):
+        # The first step takes every prompt: one that is too long is refused there.
+        fits = [length == 0 or len(prompt) + length < max_model_len for prompt in prompts]
+        active = [index for index, beams in enumerate(growing) if beams and fits[index]]
+        if not active:
             break
-        outputs = iter(generate([[*prompts[index], *beam.token_ids] for index, beam in places], step))
-        for index, beams in enumerate(growing):
-            grown = [longer for beam in beams for longer in _grow(beam, next(outputs), ends)]
+        texts = [[*prompts[index], *beam.token_ids] for index in active for beam in growing[index]]
+        outputs = iter(generate(texts, step))
+        for index in active:
+            grown = [longer for beam in growing[index] for longer in _grow(beam, next(outputs), ends)]
             grown.sort(key=lambda beam: -beam.cum_logprob)
             done[index] += [beam for beam in grown[: 2 * params.beam_width] if beam.finish_reason]
             growing[index] = [beam for beam in grown if beam.finish_reason is None][: params.beam_width]
@@ -96,8 +107,7 @@ def _grow(beam: BeamSearchSequence, output: RequestOutput, ends: set[int]) -> li
     if output.error is not None:
         raise output.error
     completion = output.outputs[0]
-    if not completion.logprobs:  # it has filled the model's context
-        return [replace(beam, finish_reason="length")]
+    assert completion.logprobs  # it has made a token
     return [
         BeamSearchSequence(
             [*beam.token_ids, token_id], beam.cum_logprob + entry.logprob, "stop" if token_id in ends else None

@@ -7,13 +7,13 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from jaxserve.config import DEMO_MODEL, EngineConfig, ModelOptions
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.progress import ShowProgress, hide_progress
 from jaxserve.engine.prompts import RequestFactory
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.logits_processor import LogitsProcessor
 from jaxserve.pages import PageManager
 from jaxserve.presets import demo_model_dir, load_preset
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from jaxserve.tokenizers import Tokenizer
 
 _log = logging.getLogger(__name__)
+RunningChoice = Literal["requeue", "abort"]  # what becomes of unfinished requests when weights change
 _DEFAULT_SAMPLING_KEYS = (
     "temperature",
     "top_p",
@@ -70,14 +71,16 @@ class ReadyEngine:
             note = lambda name, done, total: report(done, total, name)  # noqa: E731
             yield from compile_rest(self.shapes, self.mesh, self.plan, self.runner, note)
 
-    def update_weights(self, tree: Any, *, abort: bool) -> list[RequestOutput]:
+    def update_weights(self, tree: Any, running: RunningChoice) -> list[RequestOutput]:
         """Swaps the weights while the device is idle; see `LLM.update_weights`."""
         from jaxserve.models.registry import param_specs
         from jaxserve.weights.update import check_update
 
+        if running not in get_args(RunningChoice):
+            raise ConfigError(f"must be 'requeue' or 'abort', got {running!r}", field="running", value=running)
         updates = check_update(param_specs(self.shapes.model), tree)
         outputs = self.engine.drain()
-        outputs += self.engine.abort_all() if abort else []
+        outputs += self.engine.abort_all() if running == "abort" else []
         self.runner.write_params(updates)
         self.engine.scheduler.requeue_running()
         return outputs
@@ -154,8 +157,10 @@ def build_engine(
     Raises:
         ConfigError, WeightsError, TokenizerError, CapacityError: name what to change.
     """
+    config = make_cache_dir(config)
     files = locate_model(config.model)
     tokenizer = load_model_tokenizer(config.model, files)
+    default_params, eos_token_ids = read_default_params(files), read_end_tokens(files)
     from jaxserve.runtime.startup import make_shapes, page_groups, start_runner
     from jaxserve.sharding import make_mesh
 
@@ -188,14 +193,54 @@ def build_engine(
     factory = RequestFactory(
         tokenizer,
         vocab_size=shapes.model.vocab_size,
-        eos_token_ids=shapes.model.eos_token_ids,
+        eos_token_ids=(*shapes.model.eos_token_ids, *eos_token_ids),
         seed=options.model.seed,
         max_model_len=shapes.model.max_model_len,
         max_logprobs=options.compile.max_logprobs,
         processor=processor,
     )
-    defaults = {key: files.generation_config[key] for key in _DEFAULT_SAMPLING_KEYS if key in files.generation_config}
-    return ReadyEngine(engine, factory, tokenizer, SamplingParams(**defaults), shapes, plan, runner, mesh)
+    return ReadyEngine(engine, factory, tokenizer, default_params, shapes, plan, runner, mesh)
+
+
+def read_default_params(files: ModelFiles) -> SamplingParams:
+    """Returns what generation_config.json recommends; null there is as good as nothing.
+
+    Raises:
+        ConfigError: names the file and the key whose value no request may have.
+    """
+    given = {key: files.generation_config.get(key) for key in _DEFAULT_SAMPLING_KEYS}
+    try:
+        return SamplingParams(**{key: value for key, value in given.items() if value is not None})
+    except InvalidRequestError as error:
+        raise ConfigError(str(error), field="generation_config.json", value=error.value) from error
+
+
+def read_end_tokens(files: ModelFiles) -> tuple[int, ...]:
+    """Returns the end tokens of the model's own files, which hold whichever tokenizer is used, and without one."""
+    from jaxserve.tokenizers.files import read_eos_token_ids
+
+    return read_eos_token_ids(files.path) if files.path is not None else ()
+
+
+def make_cache_dir(config: EngineConfig) -> EngineConfig:
+    """Returns the config with its directory of compiled programs made, or without one where the default cannot be.
+
+    Raises:
+        ConfigError: the directory that was asked for cannot be made.
+    """
+    directory = config.compile.cache_dir
+    if directory is None:
+        return config
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = f"{directory} cannot be made ({error.strerror})"
+        if config.compile.compilation_cache_dir is not None:
+            message = f"{reason}; give another directory, or '' for none"
+            raise ConfigError(message, field="compilation_cache_dir", value=str(directory)) from error
+        _log.warning("compiled programs are not kept: %s; compilation_cache_dir takes another directory", reason)
+        return dataclasses.replace(config, compile=dataclasses.replace(config.compile, compilation_cache_dir=""))
+    return config
 
 
 def load_model_tokenizer(options: ModelOptions, files: ModelFiles) -> Tokenizer | None:

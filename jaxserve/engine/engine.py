@@ -105,7 +105,7 @@ class Engine:
         sequences = self.scheduler.add(request)
         if request.deadline is not None:
             self._deadlines.add(request.request_id, request.deadline)
-        group = RequestStream(request, self._reader)
+        group = RequestStream(sequences[0], self._reader)
         streams = [OutputStream(sequence, group, self._tokenizer, self._reader) for sequence in sequences]
         self._requests[request.request_id] = streams
         self._streams.update(zip(sequences, streams, strict=True))
@@ -189,6 +189,12 @@ class Engine:
             return outputs
         return [*outputs, *self._commit((plan, future))]
 
+    def reset(self) -> None:
+        """Gives the device a fresh state: what runs is queued again, what is in flight or cached is lost."""
+        self._in_flight = None
+        self.scheduler.requeue_running()
+        self.runner.reset()
+
     def drain(self) -> list[RequestOutput]:
         """Commits the step in flight without planning another; afterwards the device is idle."""
         ready, self._in_flight = self._in_flight, None
@@ -255,7 +261,6 @@ class Engine:
 
         The failed step consumed the donated state, so a step behind it is lost as well, through no fault of its rows.
         """
-        self._in_flight = None
         self.counts.num_faults += 1
         typed = error if isinstance(error, JaxServeError) else DeviceStepError(f"step {failed.step_id}: {error}")
         outputs = []
@@ -265,6 +270,5 @@ class Engine:
                 self.scheduler.finish_sequence(sequence, FinishReason.ERROR, typed)
                 stream = self._streams[sequence]
                 outputs.append(self._close(stream, stream.flush()))
-        self.scheduler.requeue_running()
-        self.runner.reset()
+        self.reset()
         return [output for output in outputs if output is not None]

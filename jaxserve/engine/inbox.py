@@ -19,15 +19,16 @@ class OutputInbox:
     its answers themselves. Only the thread of `loop` touches it.
     """
 
-    __slots__ = ("_adds_up", "_error", "_open", "_unread", "_waiter", "loop")
+    __slots__ = ("_adding_up", "_error", "_open", "_unread", "_waiter", "loop")
 
     def __init__(self, requests: Iterable[Request]) -> None:
         self.loop = asyncio.get_running_loop()
         self._open: set[str] = set()
-        self._adds_up = False
+        self._adding_up: set[str] = set()  # requests of which each output says what is new
         for request in requests:
             self._open.add(request.request_id)
-            self._adds_up |= request.params.output_kind is OutputKind.DELTA
+            if request.params.output_kind is OutputKind.DELTA:
+                self._adding_up.add(request.request_id)
         self._unread: dict[tuple[str, int], RequestOutput] = {}
         self._error: JaxServeError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -52,7 +53,7 @@ class OutputInbox:
                 self._open.discard(item.request_id)
             key = item.request_id, item.outputs[0].index if len(item.outputs) == 1 else -1
             unread = self._unread.pop(key, None)  # so that the last output of a request also stands last
-            if unread is not None and self._adds_up and key[1] >= 0:
+            if unread is not None and item.request_id in self._adding_up and key[1] >= 0:
                 item = merge_deltas(unread, item)
             self._unread[key] = item
         if self._waiter is not None:

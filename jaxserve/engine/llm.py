@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from jaxserve.config import DEMO_MODEL, EngineConfig
 from jaxserve.engine.beam import BeamSearchOutput, BeamSearchParams, search_beams
-from jaxserve.engine.build import ReadyEngine, build_engine
+from jaxserve.engine.build import ReadyEngine, RunningChoice, build_engine
 from jaxserve.engine.progress import choose_progress
 from jaxserve.engine.prompts import Message, Prompt
 from jaxserve.errors import InvalidRequestError, TokenizerError
@@ -62,7 +62,7 @@ class LLM:
         """Returns what the model's generation_config.json recommends."""
         return self._ready.default_params
 
-    def update_weights(self, tree: Any, *, running: Literal["requeue", "abort"] = "requeue") -> list[RequestOutput]:
+    def update_weights(self, tree: Any, *, running: RunningChoice = "requeue") -> list[RequestOutput]:
         """Swaps the model's weights without compiling anything.
 
         Waits for the step in flight, then writes leaf by leaf. What the prefix cache knows belongs to the old weights
@@ -76,8 +76,9 @@ class LLM:
 
         Raises:
             WeightsError: a leaf is missing, unknown or has another shape; the old weights stay.
+            ConfigError: `running` is something else.
         """
-        return self._ready.update_weights(tree, abort=running == "abort")
+        return self._ready.update_weights(tree, running)
 
     def generate(
         self,
@@ -171,7 +172,9 @@ class LLM:
 
         eos_token_ids = requests.make({"prompt_token_ids": texts[0]}, plain).eos_token_ids if texts else ()
         with choose_progress(use_tqdm)("Searching", unit="prompts"):
-            found = search_beams(texts, params, generate, eos_token_ids)
+            found = search_beams(
+                texts, params, generate, eos_token_ids, max_model_len=self._ready.shapes.model.max_model_len
+            )
         if self._ready.tokenizer is None:
             return found
         decode = self._ready.tokenizer.decode
@@ -190,10 +193,13 @@ class LLM:
                     for output in engine.step():  # each is the last of its request
                         outputs[output.request_id] = output
                         report(len(outputs), len(requests))
-        except BaseException:  # an interrupt as well: the engine is left as it was found
+        except BaseException as error:  # an interrupt as well: the engine is left able to work
             for request in requests:
                 engine.abort_request(request.request_id)
-            engine.drain()
+            if isinstance(error, Exception):
+                engine.drain()
+            else:  # it may have struck where a program had taken the device's state, and nobody took the new one
+                engine.reset()
             raise
         return [outputs[request.request_id] for request in requests]
 

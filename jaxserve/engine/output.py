@@ -6,10 +6,10 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.engine.logprobs import LogprobReader, PromptLogprobs
+from jaxserve.errors import JaxServeError
 from jaxserve.request import (
     CompletionOutput,
     FinishReason,
-    Request,
     RequestMetrics,
     RequestOutput,
     TokenLogprobs,
@@ -55,13 +55,15 @@ class StopMatcher:
 class RequestStream:
     """What a request's sequences have produced together."""
 
-    def __init__(self, request: Request, reader: LogprobReader) -> None:
-        params = request.params
+    def __init__(self, first: Sequence, reader: LogprobReader) -> None:
+        request, params = first.request, first.request.params
+        self.first = first  # of its sequences; the others find in the prefix cache what this one computes
         self.num_open = params.n  # sequences that go on
         self.done: list[CompletionOutput] = []  # those that have ended, where only the whole is shown
         self.shows_progress = params.output_kind is not OutputKind.FINAL_ONLY
         self.prompt_token_ids = list(request.prompt_token_ids)  # shared by all outputs of the request
         self.embedding: list[float] | None = None
+        self._error: JaxServeError | None = None  # of a sequence that has ended, where only the whole is shown
         self.prompt_logprobs: PromptLogprobs | None = None
         if params.prompt_logprobs is not None:
             self.prompt_logprobs = PromptLogprobs(request.prompt_token_ids, params.prompt_logprobs, reader)
@@ -73,6 +75,7 @@ class RequestStream:
         if self.shows_progress:
             return output
         self.done += output.outputs
+        output.error = self._error = output.error or self._error
         output.outputs = sorted(self.done, key=lambda completion: completion.index)
         return output if output.finished else None
 
@@ -101,11 +104,13 @@ class OutputStream:
         self._hides_stop = not params.include_stop_str_in_output
         self._request_id, self._prompt = sequence.request.request_id, sequence.request.prompt
         self._pieces: list[str] = []
-        self._first_token = sequence.num_prompt_tokens  # that the next output shows
+        # Tokens that the next output shows: those that were pushed, for a stop string may cut a jump short.
+        self._first_token = self._end_token = sequence.num_prompt_tokens
         self._first_token_time: float | None = None
 
     def push(self, token_id: int) -> str | None:
         """Adds a token; returns the stop string that it completed, if it did."""
+        self._end_token += 1
         if self._first_token_time is None:
             self._first_token_time = time.monotonic()
         if self._push is None or (self.sequence.finish_reason is FinishReason.STOP and self._hides_stop):
@@ -132,21 +137,21 @@ class OutputStream:
     def make_output(self, stop_string: str | None = None) -> RequestOutput:
         """Returns the request's output so far, or what is new since the last call with OutputKind.DELTA."""
         sequence = self.sequence
-        token_ids = sequence.token_ids[self._first_token :]
+        token_ids = sequence.token_ids[self._first_token : self._end_token]
         completion = CompletionOutput(sequence.index, "".join(self._pieces), token_ids)
         if self.num_logprobs is not None:
             completion.cumulative_logprob, completion.logprobs = self._cumulative_logprob, self._logprobs.copy()
         if self._kind is OutputKind.DELTA:
             self._pieces.clear()
             self._logprobs.clear()
-            self._first_token += len(token_ids)
+            self._first_token = self._end_token
         output = RequestOutput(
             self._request_id,
             self._prompt,
             self.group.prompt_token_ids,
             [completion],
             False,
-            sequence.num_cached_tokens,
+            self.group.first.num_cached_tokens,
         )
         if self.group.prompt_logprobs is not None:
             output.prompt_logprobs = self.group.prompt_logprobs.found

@@ -53,20 +53,34 @@ class EngineThread:
         """Ends requests; each gets a last output with finish_reason "abort". Unknown ones are ignored."""
         self._put(lambda: self._abort(request_ids))
 
+    def leave(self, request_ids: Sequence[str], inbox: OutputInbox) -> None:
+        """Ends requests of an inbox that nobody reads any more; others may have taken up the same ids, and go on."""
+
+        def abort_own() -> None:
+            self._abort([name for name in request_ids if self._inboxes.get(name) is inbox])
+
+        self._put(abort_own)
+
     def call(self, function: Callable[[Engine], Any]) -> Future[Any]:
-        """Runs a function on the engine's thread, between two steps."""
+        """Runs a function on the engine's thread, between two steps; not at all if the future is cancelled by then."""
         future: Future[Any] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 if self._stopped is not None:
                     raise self._stopped
                 future.set_result(function(self._engine))
-            except Exception as error:
+            except BaseException as error:  # what a library in Rust raises in a panic is no Exception
                 future.set_exception(error)
 
         self._put(run)
         return future
+
+    def advance(self, function: Callable[[Engine], Sequence[RequestOutput]]) -> Future[None]:
+        """Like `call`, for a function that returns outputs of requests: their readers get them."""
+        return self.call(lambda engine: self._hand_out(function(engine)))
 
     def shutdown(self) -> None:
         """Aborts what is running and ends the thread. Calling it again does nothing."""
@@ -91,7 +105,7 @@ class EngineThread:
         try:
             self._serve()
             self._stopped = EngineStoppedError("the engine was shut down")
-        except Exception as error:
+        except BaseException as error:  # a panic in Rust as well: nothing may end this thread unnoticed
             self._stop_serving(error)
         finally:
             self._has_ended = True
@@ -114,7 +128,7 @@ class EngineThread:
         self._abort(list(self._inboxes))
         engine.drain()
 
-    def _stop_serving(self, error: Exception) -> None:
+    def _stop_serving(self, error: BaseException) -> None:
         """Tells whoever waits, and whoever still comes: nobody hangs because of a fault of ours."""
         self._stopped = _explain(error)
         inboxes = set(self._inboxes.values())
@@ -139,7 +153,7 @@ class EngineThread:
             for request_id in added:
                 self._engine.abort_request(request_id)
             self._deliver([(inbox, error)])
-        except Exception as error:  # a fault of ours, of which those that run are told where it is caught
+        except BaseException as error:  # a fault of ours, of which those that run are told where it is caught
             self._deliver([(inbox, _explain(error))])
             raise
         else:
@@ -172,7 +186,7 @@ class EngineThread:
                     self._engine.abort_request(request_id)
 
 
-def _explain(error: Exception) -> EngineStoppedError:
+def _explain(error: BaseException) -> EngineStoppedError:
     stopped = EngineStoppedError(f"the engine stopped: {error!r}")
     stopped.__cause__ = error
     return stopped

@@ -18,5 +18,5 @@ class SchedulerCounts:
     def count_admission(self, sequence: Sequence, num_cached: int) -> None:
         """Counts a sequence that runs for the first time."""
         if sequence.pages.is_cached:
-            self.prefix_queries += sequence.num_prompt_tokens
+            self.prefix_queries += len(sequence.sharable_tokens)
             self.prefix_hits += num_cached

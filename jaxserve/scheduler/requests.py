@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from jaxserve.errors import CapacityError, InvalidRequestError, JaxServeError, NonFiniteLogitsError, NoTokenLeftError
@@ -9,6 +10,8 @@ from jaxserve.pages.manager import PageManager
 from jaxserve.request import Request
 from jaxserve.scheduler.sequence import NO_TOKEN_LEFT, Sequence, SequenceStatus
 from jaxserve.scheduler.waiting import WaitingQueue
+
+_shared_alone = itertools.count()  # numbers of requests that share pages among their own sequences: ids come again
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ def make_sequences(request: Request, max_model_len: int, pages: PageManager) -> 
         raise CapacityError(message, field="prompt" if request.embeds else "max_tokens", value=wanted)
     count = request.params.n
     shares_alone = count > 1 and not pages.enable_prefix_caching
-    salt = f"n of {request.request_id}" if shares_alone else request.cache_salt
+    salt = f"n of request {next(_shared_alone)}" if shares_alone else request.cache_salt
     cache = True if shares_alone else None
     sequences = [Sequence(request, pages.new_sequence(salt, cache=cache), most, index=index) for index in range(count)]
     sequences[0].siblings = sequences[1:]

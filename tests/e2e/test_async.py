@@ -6,10 +6,11 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Iterator
 
+import jax
 import pytest
 
 from jaxserve import LLM, AsyncLLM, OutputKind, RequestOutput, SamplingParams
-from jaxserve.errors import EngineStoppedError, InvalidRequestError
+from jaxserve.errors import EngineStoppedError, InvalidRequestError, WeightsError
 from tests.e2e.helpers import PROGRAMS
 
 OPTIONS = {"max_num_seqs": 4, "max_model_len": 256, "compilation_cache_dir": str(PROGRAMS), "show_progress": False}
@@ -101,3 +102,24 @@ def test_abort_and_leaving_early_free_the_rows(llm: AsyncLLM) -> None:
     assert asyncio.run(run()) == "abort"
     again = asyncio.run(collect(llm.generate("Once", SamplingParams(temperature=0, max_tokens=3))))
     assert again[-1].finished
+
+
+def test_weights_change_under_streams(llm: AsyncLLM) -> None:
+    """Readers get what ends meanwhile, and the others go on with the new weights."""
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, output_kind=OutputKind.DELTA)
+    weights = jax.device_get(llm.ready.runner.params)
+
+    async def run(running: str) -> list[RequestOutput]:
+        outputs = []
+        async for output in llm.generate("Once upon a time", params):
+            if not outputs:
+                await llm.update_weights(weights, running=running)  # type: ignore[arg-type]
+            outputs.append(output)
+        return outputs
+
+    for running, reason in (("requeue", "length"), ("abort", "abort")):
+        *_, last = asyncio.run(run(running))
+        assert last.finished and last.outputs[0].finish_reason == reason
+    assert last.metrics is not None and last.metrics.num_preemptions == 0
+    with pytest.raises(WeightsError):
+        asyncio.run(llm.update_weights({}))

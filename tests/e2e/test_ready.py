@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import random
+from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
 from jaxserve import LLM, SamplingParams
-from jaxserve.errors import InvalidRequestError, MissingProgramError, NonFiniteLogitsError, WeightsError
+from jaxserve.errors import ConfigError, InvalidRequestError, MissingProgramError, NonFiniteLogitsError, WeightsError
 from jaxserve.request import Request
 from jaxserve.scheduler import StepPlan
 from tests.e2e.helpers import generate_ids, greedy, make_llm
@@ -152,7 +154,29 @@ def test_update_weights_swaps_in_place_and_keeps_running_requests() -> None:
     assert generate_ids(llm, [[5, 6, 7, 8]], greedy(12)) == first
     with pytest.raises(WeightsError, match="lack"):
         llm.update_weights({"embed": original["embed"]})
+    with pytest.raises(ConfigError, match="running: must be 'requeue' or 'abort', got 'keep'"):
+        llm.update_weights(original, running="keep")  # type: ignore[arg-type]
     assert generate_ids(llm, [[5, 6, 7, 8]], greedy(12)) == first
+
+
+def test_an_interrupt_at_any_program_harms_no_later_call() -> None:
+    llm = make_llm("llama_gqa")
+    prompts, params = [[5, 6, 7, 8], [9] * 40], greedy(6, repetition_penalty=1.2, logprobs=1)
+    expected = generate_ids(llm, prompts, params)
+    programs = llm.ready.runner.programs
+
+    def interrupt(program: Any, *args: Any) -> None:
+        program(*args)  # it has taken the donated state, and what it gives back gets lost
+        raise KeyboardInterrupt
+
+    for kind in ("forward", "sample", "set_row", "score"):
+        known = dict(getattr(programs, kind))
+        for key, program in known.items():
+            getattr(programs, kind)[key] = partial(interrupt, program)
+        with pytest.raises(KeyboardInterrupt):
+            generate_ids(llm, prompts, params)
+        getattr(programs, kind).update(known)
+        assert generate_ids(llm, prompts, params) == expected, kind
 
 
 def test_logging_is_quiet(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:

@@ -96,6 +96,18 @@ def test_forced_text_is_jumped_over(llm: LLM) -> None:
     assert steps < tokens / 2, f"{steps} steps for {tokens} tokens that the grammar forces"
 
 
+def test_a_stop_string_in_forced_text_leaves_no_token_behind_it(llm: LLM) -> None:
+    structured = StructuredOutputsParams(regex="the quick brown fox jumps over the lazy dog and runs away")
+    options = {"temperature": 1.0, "seed": 0, "max_tokens": 60, "stop": ["x j"], "structured_outputs": structured}
+    found = []
+    for beside in ({}, {"logprobs": 0}):  # with scores nothing is jumped over
+        (output,) = llm.generate(["Describe a fox."], SamplingParams(**options, **beside), use_tqdm=False)
+        (completion,) = output.outputs
+        assert completion.text == "the quick brown fo" and completion.stop_reason == "x j"
+        found.append(completion.token_ids)
+    assert found[0] == found[1]
+
+
 def test_hostile_grammars_are_refused_and_harm_nobody(llm: LLM) -> None:
     with pytest.raises(InvalidRequestError, match=r"structured_outputs\.regex"):
         ask(llm, [make(0, regex="(unclosed")])

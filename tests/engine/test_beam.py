@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from jaxserve.engine.beam import BeamSearchParams, search_beams
+from jaxserve.engine.beam import BeamSearchOutput, BeamSearchParams, search_beams
 from jaxserve.errors import InvalidRequestError
 from jaxserve.request import CompletionOutput, Logprob, RequestOutput
 from jaxserve.sampling_params import SamplingParams
@@ -31,6 +31,10 @@ def generate(prompts: list[list[int]], params: SamplingParams) -> list[RequestOu
     return outputs
 
 
+def search(prompts: list[list[int]], params: BeamSearchParams) -> list[BeamSearchOutput]:
+    return search_beams(prompts, params, generate, [EOS], max_model_len=99)
+
+
 def score_all(prompt: list[int], length: int) -> dict[tuple[int, ...], float]:
     """Every text of up to `length` tokens that ends at EOS or at the length, with its log-probability."""
     found = {}
@@ -46,7 +50,7 @@ def score_all(prompt: list[int], length: int) -> dict[tuple[int, ...], float]:
 def test_a_wide_beam_finds_what_exhaustive_search_finds(penalty: float) -> None:
     exact = score_all([1, 2], 3)
     best = sorted(exact, key=lambda text: -exact[text] / len(text) ** penalty)
-    (output,) = search_beams([[1, 2]], BeamSearchParams(64, 3, length_penalty=penalty), generate, [EOS])
+    (output,) = search([[1, 2]], BeamSearchParams(64, 3, length_penalty=penalty))
     found = [tuple(beam.token_ids) for beam in output.sequences]
     assert [exact[text] for text in found] == pytest.approx([exact[text] for text in best])
     for beam in output.sequences:
@@ -56,14 +60,26 @@ def test_a_wide_beam_finds_what_exhaustive_search_finds(penalty: float) -> None:
 
 def test_several_prompts_do_not_mix() -> None:
     params = BeamSearchParams(2, 4)
-    together = search_beams([[0], [1, 1], [2]], params, generate, [EOS])
-    assert together == [search_beams([prompt], params, generate, [EOS])[0] for prompt in ([0], [1, 1], [2])]
+    together = search([[0], [1, 1], [2]], params)
+    assert together == [search([prompt], params)[0] for prompt in ([0], [1, 1], [2])]
     assert all(len(output.sequences) == 2 for output in together)
 
 
 def test_eos_may_be_ignored() -> None:
-    (output,) = search_beams([[0]], BeamSearchParams(3, 4, ignore_eos=True), generate, [EOS])
+    (output,) = search([[0]], BeamSearchParams(3, 4, ignore_eos=True))
     assert all(len(beam.token_ids) == 4 and beam.finish_reason == "length" for beam in output.sequences)
+
+
+def test_beams_end_where_the_context_does() -> None:
+    def refuse(prompts: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
+        assert all(len(prompt) < 6 for prompt in prompts)
+        return generate(prompts, params)
+
+    prompts, params = [[0], [1, 1, 1, 1], [1, 1, 1, 1, 1]], BeamSearchParams(3, 4, ignore_eos=True)
+    found = search_beams(prompts, params, refuse, [EOS], max_model_len=6)
+    assert [{len(beam.token_ids) for beam in output.sequences} for output in found] == [{4}, {2}, {1}]
+    assert all(beam.finish_reason == "length" for output in found for beam in output.sequences)
+    assert found[0] == search(prompts[:1], params)[0]
 
 
 @pytest.mark.parametrize("options", [{"beam_width": 0}, {"max_tokens": 1.5}, {"length_penalty": math.nan}])

@@ -235,7 +235,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert "error" not in reasons or self.struck
         assert ("timeout" in reasons) == (request.request_id in self.late)
         assert "timeout" not in reasons or isinstance(output.error, DeadlineError)
-        assert reasons != {"error"} or isinstance(output.error, DeviceStepError)
+        assert "error" not in reasons or isinstance(output.error, DeviceStepError | DeadlineError)
         for completion in output.outputs:
             if completion.finish_reason in ("abort", "error", "timeout"):
                 assert completion.token_ids == expected[: len(completion.token_ids)] and output.embedding is None
@@ -274,6 +274,28 @@ def test_whole_prompt_cached_still_computes_one_page() -> None:
     assert run(engine, [greedy("b", range(64), 4)])["b"].num_cached_tokens == 32
 
 
+@pytest.mark.parametrize("kind", list(OutputKind))
+def test_cached_tokens_are_those_that_the_request_found(kind: OutputKind) -> None:
+    engine, _ = make_engine()
+    params = SamplingParams(max_tokens=3, n=3, output_kind=kind)
+    for name, expected in (("cold", 0), ("warm", 96)):
+        engine.add_request(Request(name, tuple(range(100)), params))
+        outputs = []
+        while engine.has_unfinished:
+            outputs += engine.step()
+        assert {output.num_cached_tokens for output in outputs} == {expected}
+
+
+def test_without_a_prefix_cache_a_request_shares_with_itself_only() -> None:
+    engine, device = make_engine(caching=False)
+    params = SamplingParams(max_tokens=3, n=3, output_kind=OutputKind.FINAL_ONLY)
+    for _ in range(2):  # the id may come again
+        (output,) = run(engine, [Request("same", tuple(range(100)), params)]).values()
+        assert output.num_cached_tokens == 0
+        assert [len(chunk.token_ids) for plan in device.plans for chunk in plan.chunks] == [64, 36, 4, 4]
+        device.plans.clear()
+
+
 def test_preempted_equals_not_preempted() -> None:
     tight, device = make_engine(num_pages=8, caching=False)
     requests = [greedy(f"r{i}", range(i, i + 33), 60) for i in range(3)]
@@ -306,6 +328,22 @@ def test_non_finite_row_ends_alone_and_is_not_cached() -> None:
     assert outputs["good"].outputs[0].token_ids == continue_alone(range(100, 140), 5, [None], device.vocab_size)
     device.poison_rows = set()
     assert run(engine, [greedy("again", range(40), 5)])["again"].num_cached_tokens == 0
+
+
+def test_the_error_of_one_completion_is_that_of_its_request() -> None:
+    engine, device = make_engine(rows=2)
+    params = SamplingParams(max_tokens=5, n=3, output_kind=OutputKind.FINAL_ONLY)
+    engine.add_request(Request("a", tuple(range(40)), params))
+    for _ in range(3):
+        engine.step()
+    device.poison_rows = {0}
+    outputs = engine.step()
+    device.poison_rows = set()
+    while engine.has_unfinished:
+        outputs += engine.step()
+    (output,) = outputs
+    assert [completion.finish_reason for completion in output.outputs] == ["error", "length", "length"]
+    assert isinstance(output.error, NonFiniteLogitsError)
 
 
 def test_failed_step_ends_its_requests_and_spares_the_waiting() -> None:

@@ -72,6 +72,18 @@ def test_outputs_that_hold_everything_replace_each_other(kind: OutputKind) -> No
     run(test)
 
 
+def test_each_request_is_merged_as_its_own_kind_says() -> None:
+    async def test() -> None:
+        inbox = OutputInbox([make_request("delta"), make_request("whole", OutputKind.CUMULATIVE)])
+        for name, texts in (("delta", ("one ", "two")), ("whole", ("one ", "one two"))):
+            inbox.put(make_output(name, texts[0], [1]))
+            inbox.put(make_output(name, texts[1], [2], reason="stop", finished=True))
+        assert [(await inbox.get()).outputs[0].text for _ in range(2)] == ["one two", "one two"]
+        assert inbox.is_done
+
+    run(test)
+
+
 def test_completions_stay_apart_and_the_last_output_stands_last() -> None:
     async def test() -> None:
         inbox = OutputInbox([make_request("a", n=3)])

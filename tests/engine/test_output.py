@@ -45,19 +45,23 @@ class Letters:
         return self._held
 
 
-def run(params: SamplingParams) -> list[RequestOutput]:
+def make_engine() -> Engine:
     groups = [PageGroup(20)]
     pages = PageManager(groups, page_size=32, max_chunk=64, enable_prefix_caching=True)
-    engine = Engine(
+    return Engine(
         Scheduler(SchedulerLimits(2, 64, 200, 8), pages),
         FakeDevice(groups, page_size=32, vocab_size=VOCAB),
         tokenizer=Letters(),  # type: ignore[arg-type]
     )
+
+
+def run(params: SamplingParams) -> list[RequestOutput]:
+    engine = make_engine()
     engine.add_request(Request("r", PROMPT, params))
     outputs = []
     while engine.has_unfinished:
         outputs += engine.step()
-    assert all(pool.num_referenced == 0 for pool in pages.pools)
+    assert all(pool.num_referenced == 0 for pool in engine.scheduler.pages.pools)
     return outputs
 
 
@@ -106,6 +110,22 @@ def test_no_part_of_a_stop_string_is_ever_shown() -> None:
 def test_stop_string_that_begins_but_never_ends_is_text() -> None:
     stop = TEXT[-1] + "0"
     assert run(SamplingParams(temperature=0, max_tokens=40, stop=stop))[-1].outputs[0].text == TEXT
+
+
+@pytest.mark.parametrize("kind", list(OutputKind))
+def test_a_stop_string_in_a_jump_ends_text_and_ids_at_the_same_place(kind: OutputKind) -> None:
+    engine = make_engine()
+    engine.add_request(Request("r", PROMPT, SamplingParams(max_tokens=90, stop=["yz"], output_kind=kind)))
+    outputs = engine.step() + engine.step() + engine.drain()
+    (sequence,) = engine.scheduler.batch.decoding
+    word = [ord(letter) - ord("a") for letter in "xyzabc"]
+    outputs += engine._show(engine.scheduler.extend(sequence, word))
+    assert outputs[-1].finished and outputs[-1].outputs[0].stop_reason == "yz"
+    said = [output.outputs[0] for output in (outputs if kind is OutputKind.DELTA else outputs[-1:])]
+    assert [token for each in said for token in each.token_ids] == [*IDS[:2], *word[:4]]
+    assert "".join(each.text for each in said) == f"{TEXT[:2]}x"
+    shown = [len(output.outputs[0].token_ids) for output in outputs]
+    assert shown == {"cumulative": [1, 2, 3, 4, 5, 6], "delta": [1] * 6, "final_only": [6]}[kind.value]
 
 
 @pytest.mark.parametrize("include", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ import pytest
 
 from jaxserve.engine import stats
 from jaxserve.engine.stats import PoolStats, read_page_map, read_rows, read_stats
+from jaxserve.sampling_params import SamplingParams
 from tests.engine.helpers import greedy, make_engine, run
 
 
@@ -29,6 +31,14 @@ def test_steps_tokens_and_pools() -> None:
     assert (found.prefix_queries, found.prefix_hits) == (300, 96)
     assert found.pools == (PoolStats(39, 0, 6),)
     assert (found.num_running, found.num_waiting, found.num_queued_tokens) == (0, 0, 0)
+
+
+def test_only_prompts_that_are_looked_up_are_prefix_queries() -> None:
+    engine, _ = make_engine()
+    scored = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=0)
+    run(engine, [greedy("plain", range(70), 2)])
+    run(engine, [dataclasses.replace(greedy("scored", range(70), 2), params=scored)])
+    assert (read_stats(engine).prefix_queries, read_stats(engine).prefix_hits) == (70, 0)
 
 
 def test_what_is_at_work_now() -> None:

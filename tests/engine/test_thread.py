@@ -60,6 +60,14 @@ def fail() -> None:
     raise ZeroDivisionError("a bug of ours")
 
 
+class Panic(BaseException):
+    """What a library in Rust raises: no Exception."""
+
+
+def panic() -> None:
+    raise Panic("a bug of theirs")
+
+
 @asynccontextmanager
 async def hold(thread: EngineThread) -> AsyncIterator[None]:
     """Keeps the thread from stepping, so that what is submitted inside is there together."""
@@ -148,11 +156,27 @@ def test_an_id_that_is_in_use_is_refused_and_its_owner_goes_on() -> None:
             try:
                 await inbox.get()
             finally:
-                thread.abort(list(inbox.open_requests))
+                thread.leave(list(inbox.open_requests), inbox)
 
         first, second = run(test)
         assert isinstance(second, InvalidRequestError)
         assert isinstance(first, list) and len(first[-1].outputs[0].token_ids) == 40
+
+
+def test_who_leaves_before_the_refusal_ends_no_other_request_of_that_id() -> None:
+    engine, _ = make_engine()
+    with start(engine) as thread:
+
+        async def test() -> list[RequestOutput]:
+            request = greedy("mine", range(10), 40)
+            first, second = OutputInbox([request]), OutputInbox([request])
+            async with hold(thread):
+                thread.submit([request], first)
+                thread.submit([request], second)
+                thread.leave(list(second.open_requests), second)
+            return await read(first)
+
+        assert run(test)[-1].outputs[0].token_ids == continue_alone(range(10), 40, [None], VOCABULARY)
 
 
 def test_abort_ends_a_stream_and_unknown_ids_are_ignored() -> None:
@@ -182,6 +206,24 @@ def test_call_runs_between_steps_and_brings_errors_back() -> None:
         with pytest.raises(ZeroDivisionError):
             thread.call(lambda engine: fail()).result(10)
         assert thread.call(lambda engine: 7).result(10) == 7
+
+
+def test_a_call_that_nobody_waits_for_any_more_harms_nobody() -> None:
+    engine, _ = make_engine()
+    with start(engine) as thread:
+
+        async def test() -> list[RequestOutput]:
+            called: list[Engine] = []
+            async with hold(thread):
+                future = thread.call(called.append)
+                waiting = asyncio.ensure_future(asyncio.wrap_future(future))
+                await asyncio.sleep(0)
+                waiting.cancel()
+            outputs = await submit(thread, [greedy("a", range(10), 5)])
+            assert thread.stopped is None and future.cancelled() and not called
+            return outputs
+
+        assert run(test)[-1].outputs[0].token_ids == continue_alone(range(10), 5, [None], VOCABULARY)
 
 
 def test_a_failed_step_ends_its_requests_and_the_thread_goes_on() -> None:
@@ -232,13 +274,31 @@ def test_a_fault_of_the_engine_reaches_every_inbox_and_later_ones() -> None:
     assert len(told) == 1
 
 
-def test_a_fault_while_a_request_is_added_reaches_that_request_too() -> None:
+def test_a_panic_hangs_nobody() -> None:
     engine, _ = make_engine()
     thread = EngineThread(engine)
-    engine.add_request = lambda request: fail()  # type: ignore[method-assign, assignment]
 
     async def test() -> None:
-        with pytest.raises(EngineStoppedError, match="a bug of ours"):
+        with pytest.raises(Panic):
+            await asyncio.wrap_future(thread.call(lambda engine: panic()))
+        assert (await submit(thread, [greedy("fine", range(10), 5)]))[-1].finished
+        engine.scheduler.plan = panic  # type: ignore[method-assign, assignment]
+        for name in ("a", "late"):
+            with pytest.raises(EngineStoppedError, match="a bug of theirs"):
+                await submit(thread, [greedy(name, range(10), 5)])
+
+    run(test)
+    thread.shutdown()
+
+
+@pytest.mark.parametrize("fault", [fail, panic])
+def test_a_fault_while_a_request_is_added_reaches_that_request_too(fault: Callable[[], None]) -> None:
+    engine, _ = make_engine()
+    thread = EngineThread(engine)
+    engine.add_request = lambda request: fault()  # type: ignore[method-assign, assignment]
+
+    async def test() -> None:
+        with pytest.raises(EngineStoppedError, match="a bug of"):
             await submit(thread, [greedy("a", range(10), 5)])
 
     run(test)
