@@ -10,12 +10,12 @@ PIP_FLAGS := --quiet --disable-pip-version-check
 
 help:
 	@echo "make demo            serve a hundred prompts three ways with the model that ships in the package"
-	@echo "make test            the test suite, the server's own tests aside"
+	@echo "make test            the test suite; the server and the kernels have their own"
 	@echo "make test-server     the HTTP server's: real processes, OpenAI's clients, faults, the page in a browser"
 	@echo "make soak            ten minutes of mixed load on a server: memory, pages and files must stay flat"
 	@echo "make test-fast       without the tests marked slow"
 	@echo "make test-oldest     the fast tests on the oldest supported jax ($(OLDEST_JAX))"
-	@echo "make test-kernels    compile every kernel and a sharded step for GPU and TPU, none of which needs to be here"
+	@echo "make test-kernels    the kernels': values in interpreters, and every one compiled for its GPU or TPU, none of which needs to be here"
 	@echo "make test-kernels-full   the same with every tuning entry and all layers, on the oldest jax too"
 	@echo "make lint            ruff, as CI runs it"
 	@echo "make bench-host      host time per step on a device that does nothing"
@@ -35,7 +35,7 @@ demo: setup
 	$(RUN) scripts/demo.py
 
 test: setup
-	$(RUN) -m pytest -n 2 --dist worksteal --ignore tests/server
+	$(RUN) -m pytest -n 2 --dist worksteal --ignore tests/server --ignore tests/pallas_kernels
 
 test-server: setup
 	$(RUN) -m pytest -n 2 --dist worksteal tests/server
@@ -55,6 +55,7 @@ test-oldest: $(OLDEST)/.ready
 	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal -m 'not slow' --ignore tests/server
 
 test-kernels: setup $(OLDEST)/.ready
+	$(RUN) -m pytest -n 2 --dist worksteal tests/pallas_kernels
 	$(RUN) scripts/test_kernels.py
 	$(OLDEST)/bin/python scripts/test_kernels.py --lower-only
 
