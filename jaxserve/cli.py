@@ -6,12 +6,15 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import Field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError, JaxServeError
 from jaxserve.options import list_options, read_options
 from jaxserve.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxserve import AsyncLLM
 
 _BATCH_OPTIONS = (  # of the server that matter without a socket
     "served_model_name",
@@ -227,28 +230,28 @@ def _generate(args: argparse.Namespace) -> None:
 def _chat(args: argparse.Namespace) -> None:
     import asyncio
 
-    asyncio.run(_converse(args))
-
-
-async def _converse(args: argparse.Namespace) -> None:
-    import asyncio
-
     from jaxserve import AsyncLLM, OutputKind
 
     llm = AsyncLLM(**_engine_options(args))
     params = _sampling_params(args, llm.get_default_sampling_params(), max_tokens=256, output_kind=OutputKind.DELTA)
     history = [{"role": "system", "content": args.system}] if args.system else []
-    try:
-        while (text := await asyncio.to_thread(_ask)) is not None:
-            history.append({"role": "user", "content": text})
-            answer = ""
-            async for output in llm.chat(history, params):
-                answer += output.outputs[0].text
-                print(output.outputs[0].text, end="", flush=True)
-            print()
-            history.append({"role": "assistant", "content": answer})
-    finally:
-        llm.shutdown()
+    with asyncio.Runner() as runner:
+        try:
+            while (text := _ask()) is not None:  # outside of the loop, which would keep Ctrl-C from ending the wait
+                history.append({"role": "user", "content": text})
+                history.append({"role": "assistant", "content": runner.run(_answer(llm, history, params))})
+        finally:
+            llm.shutdown()
+
+
+async def _answer(llm: AsyncLLM, history: list[dict[str, str]], params: SamplingParams) -> str:
+    """Prints the answer to a conversation as it is generated, and returns it."""
+    answer = ""
+    async for output in llm.chat(history, params):
+        answer += output.outputs[0].text
+        print(output.outputs[0].text, end="", flush=True)
+    print()
+    return answer
 
 
 def _ask() -> str | None:

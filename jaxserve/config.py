@@ -139,10 +139,13 @@ class CompileOptions:
 
     @property
     def cache_dir(self) -> Path | None:
-        """Where compiled programs are kept between starts, or None."""
+        """Where compiled programs are kept between starts; None: nowhere, by choice or for lack of a home."""
         if self.compilation_cache_dir is not None:
             return Path(self.compilation_cache_dir) if self.compilation_cache_dir else None
-        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        try:
+            home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        except RuntimeError:  # a container's user without a name has none
+            return None
         return Path(home) / "jaxserve" / "xla"
 
 

@@ -77,3 +77,12 @@ def test_cache_dir_follows_the_desktop_convention(monkeypatch: pytest.MonkeyPatc
     assert EngineConfig().compile.cache_dir == Path("/somewhere/jaxserve/xla")
     assert EngineConfig.from_options(compilation_cache_dir="").compile.cache_dir is None
     assert EngineConfig.from_options(compilation_cache_dir="/c").compile.cache_dir == Path("/c")
+
+
+def test_without_a_home_there_is_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")  # as for a container's user without a name
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", find_home)
+    assert EngineConfig().compile.cache_dir is None

@@ -24,6 +24,7 @@ _HARMLESS = frozenset({
     "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences",
     "output_scores", "return_dict_in_generate", "remove_invalid_values", "exponential_decay_length_penalty",
     "suppress_tokens", "begin_suppress_tokens", "unsloth_version", "unsloth_fixed",
+    "transformers.js_config",
 })
 
 # Keys that are harmless only while null, false, zero or empty.

@@ -40,4 +40,6 @@ def layer_sources(config: DecoderConfig, prefix: str) -> dict[str, WeightSource]
     )
 
 
-FAMILY = Family("llama", "LlamaForCausalLM", KEYS, parse, layer_sources)
+FAMILY = Family(
+    "llama", "LlamaForCausalLM", KEYS, parse, layer_sources, ignored_keys=("is_llama_config", "max_sequence_length")
+)

@@ -63,7 +63,7 @@ def read_metadata(directory: Path) -> TokenizerMetadata:
         add_eos=_read_flag(config, "add_eos_token"),
         legacy=_read_flag(config, "legacy") or False,
         chat_template=_read_chat_template(directory, config),
-        eos_token_ids=_read_eos_token_ids(directory),
+        eos_token_ids=read_eos_token_ids(directory),
     )
 
 
@@ -174,7 +174,10 @@ def _read_flag(config: dict[str, Any], name: str) -> bool | None:
 
 
 def _read_chat_template(directory: Path, config: dict[str, Any]) -> str | None:
-    """Of `chat_template.jinja`, else of `tokenizer_config.json`: a string, or a list of named templates."""
+    """Of `chat_template.jinja`, else of `tokenizer_config.json`: a string, or a list of named templates.
+
+    Of those, "tool_use" is for conversations with tools, which "default" then does not show.
+    """
     from_file = read_text(directory / "chat_template.jinja")
     if from_file is not None:
         return from_file
@@ -183,17 +186,26 @@ def _read_chat_template(directory: Path, config: dict[str, Any]) -> str | None:
         return value
     try:
         named = {entry["name"]: entry["template"] for entry in value}
-        template = named.get("default")
+        template, tool_use = named.get("default"), named.get("tool_use")
     except (TypeError, KeyError):
-        template = value
-    if template is None or isinstance(template, str):
+        template, tool_use = value, None
+    if isinstance(template, str) and isinstance(tool_use, str):
+        # as if each stood alone: the signs keep blanks at the seams, a template loses one newline at its end
+        default, tool_use = (text.removesuffix("\n") for text in (template, tool_use))
+        return f"{{% if tools +%}}{tool_use}{{%+ else +%}}{default}{{%+ endif %}}"
+    if template is None or (isinstance(template, str) and tool_use is None):
         return template
     raise TokenizerError(
         "must be a string or a list of objects with 'name' and 'template'", field="chat_template", value=value
     )
 
 
-def _read_eos_token_ids(directory: Path) -> tuple[int, ...]:
+def read_eos_token_ids(directory: Path) -> tuple[int, ...]:
+    """Returns the end tokens of a checkpoint: generation_config.json's, else config.json's.
+
+    Raises:
+        TokenizerError: a file is malformed, or holds something else than token ids there.
+    """
     config = read_json(directory / "generation_config.json")
     if config is None:  # a model without one generates by its config.json
         config = read_json(directory / "config.json") or {}

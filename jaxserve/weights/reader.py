@@ -84,16 +84,17 @@ class SafetensorsCheckpoint:
 def open_checkpoint(path: Path) -> SafetensorsCheckpoint:
     """Opens `model.safetensors`, or the shards that `model.safetensors.index.json` lists, in the directory `path`.
 
-    Raises WeightsError (field = the file) when files are missing, truncated or corrupt; when both forms are there;
-    when the index and the shards disagree: a listed tensor is not in its shard, one stands in two shards, or a shard
-    holds one that the index does not list.
+    Raises WeightsError (field = the file) when files are missing, truncated or corrupt; when both forms are there and
+    the index does not list the single file; when the index and the shards disagree: a listed tensor is not in its
+    shard, one stands in two shards, or a shard holds one that the index does not list.
     """
     single, index = path / _SINGLE, path / _INDEX
-    if single.exists() and index.exists():
-        message = f"{_SINGLE} and {_INDEX} are both there; remove the one that is out of date"
-        raise WeightsError(message, field=str(path))
     if index.exists():
-        return SafetensorsCheckpoint(path, _open_shards(path, _read_weight_map(index), str(index)))
+        weight_map = _read_weight_map(index)
+        if single.exists() and _SINGLE not in weight_map.values():
+            message = f"{_SINGLE} and {_INDEX} are both there; remove the one that is out of date"
+            raise WeightsError(message, field=str(path))
+        return SafetensorsCheckpoint(path, _open_shards(path, weight_map, str(index)))
     if single.exists():
         return SafetensorsCheckpoint(path, _map_file(single))
     raise WeightsError(_describe_missing(path), field=str(path))

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import io
+import os
+import pty
 import re
+import select
+import signal
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -37,6 +43,52 @@ def test_chat_streams_and_remembers(capsys: pytest.CaptureFixture[str], monkeypa
     assert len(answers) >= 2 and "50" in answers[0]
 
 
+_CHAT = """
+import sys
+from types import SimpleNamespace
+import jaxserve
+from jaxserve.cli import main
+
+class Echo:
+    get_default_sampling_params = jaxserve.SamplingParams
+    shutdown = lambda self: print("stopped")
+
+    async def chat(self, history, params):
+        yield SimpleNamespace(outputs=[SimpleNamespace(text=f"{len(history)}:{history[-1]['content']}")])
+
+jaxserve.AsyncLLM = Echo
+sys.exit(main(["chat"]))
+"""
+
+
+def test_ctrl_c_at_the_prompt_ends_a_chat() -> None:
+    """The terminal is read where the interrupt arrives: a thread that waits for a line would outlive it."""
+    terminal, other = pty.openpty()
+    with subprocess.Popen([sys.executable, "-c", _CHAT], stdin=other, stdout=other, stderr=other) as chat:
+        os.close(other)
+        try:
+            _read_until(terminal, b"you> ")
+            os.write(terminal, b"hi\n")
+            assert b"1:hi" in _read_until(terminal, b"you> ")
+            for _ in range(10):  # one that comes between the prompt and the wait for a line does not end that wait
+                chat.send_signal(signal.SIGINT)
+                if select.select([terminal], [], [], 5)[0]:
+                    break
+            _read_until(terminal, b"stopped")
+            assert chat.wait(timeout=30) == 130
+        finally:
+            chat.kill()
+            os.close(terminal)
+
+
+def _read_until(terminal: int, end: bytes) -> bytes:
+    shown = b""
+    while end not in shown:
+        assert select.select([terminal], [], [], 60)[0], shown
+        shown += os.read(terminal, 1000)
+    return shown
+
+
 def test_plan_of_a_preset_without_weights(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "llama-3.1-8b", "--device", "h200"]) == 0
     shown = capsys.readouterr().out
@@ -66,6 +118,21 @@ def test_errors_are_one_line_and_exit_2(arguments: list[str], message: str, caps
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert message in error and error.startswith("jaxserve: ") and error.count("\n") == 1
+
+
+def test_a_cache_that_cannot_be_made_is_done_without_unless_it_was_asked_for(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    arguments = ["generate", "Once", "--max-tokens", "2", "--max-num-seqs", "1", "--max-num-batched-tokens", "33"]
+    assert main(arguments) == 0
+    assert "compiled programs are not kept" in caplog.text and capsys.readouterr().out.strip()
+    assert main([*arguments, "--compilation-cache-dir", str(tmp_path / "file" / "cache")]) == 2
+    assert capsys.readouterr().err.startswith("jaxserve: compilation_cache_dir: ")
 
 
 def test_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,6 +97,9 @@ def test_something_else_than_an_object_is_refused(config: object):
         {"unknown_but_null": None, "is_encoder_decoder": False, "quantization_config": None},
         {"architectures": None},
         {"model_type": None},
+        # what published files of Llama's form carry beside the architecture: SmolLM2, Vicuna
+        {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}},
+        {"max_sequence_length": 2048},
     ],
 )
 def test_harmless_keys_change_nothing(change: dict[str, object]):

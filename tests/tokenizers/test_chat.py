@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.errors import InvalidRequestError, TokenizerError
-from jaxserve.tokenizers import Tokenizer, template
+from jaxserve.tokenizers import Tokenizer, load_tokenizer, template
 from jaxserve.tokenizers.chat import encode_chat
+from tests.tokenizers import builders
 from tests.tokenizers.builders import CHAT_TEMPLATE
 
 HI = [{"role": "user", "content": "hi"}]
@@ -365,3 +367,14 @@ def test_tools_and_calls_never_become_special_tokens(tokenizers: dict[str, Token
 def test_no_template(tokenizers: dict[str, Tokenizer]) -> None:
     with pytest.raises(TokenizerError, match="chat_template"):
         encode_chat(tokenizers["llama2"], HI)
+
+
+def test_a_template_of_its_own_for_tools(tmp_path: Path) -> None:
+    """Hermes 2 and 3 keep two templates by name, of which the default one does not show tools."""
+    builders.make_byte_level(tmp_path)
+    default, tool_use = "plain {{ messages[0].content }}\n", "\n {%- set n = 1 %}\n with {{ tools | length }}\n  "
+    named = [{"name": "default", "template": default}, {"name": "tool_use", "template": tool_use}]
+    builders.write_json(tmp_path / "tokenizer_config.json", {"chat_template": named})
+    tokenizer = load_tokenizer(tmp_path)
+    for tools, source in ((None, default), ([], default), ([WEATHER], tool_use)):
+        assert encode_chat(tokenizer, HI, tools=tools)[0] == render_chat(source, HI, tools=tools)

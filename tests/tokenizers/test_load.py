@@ -105,6 +105,11 @@ def test_invalid_utf8(tmp_path: Path) -> None:
         ("tokenizer_config.json", {"chat_template": 1}, "chat_template"),
         ("tokenizer_config.json", {"chat_template": [{"name": "default"}]}, "chat_template"),
         ("tokenizer_config.json", {"chat_template": [{"name": "default", "template": 1}]}, "chat_template"),
+        (
+            "tokenizer_config.json",
+            {"chat_template": [{"name": "default", "template": "a"}, {"name": "tool_use", "template": 1}]},
+            "chat_template",
+        ),
         ("tokenizer_config.json", {"added_tokens_decoder": [1]}, "added_tokens_decoder"),
         ("tokenizer_config.json", {"added_tokens_decoder": {"-1": {"content": "a"}}}, "added_tokens_decoder"),
         ("tokenizer_config.json", {"added_tokens_decoder": {"9999999999": {"content": "a"}}}, "added_tokens_decoder"),

@@ -265,7 +265,7 @@ def test_requests_ask_for_it(tmp_path: Path, options: dict[str, Any], text: str)
     sequence = SimpleNamespace(
         request=request, index=0, num_prompt_tokens=2, num_cached_tokens=0, token_ids=[], finish_reason=None
     )
-    group = SimpleNamespace(prompt_token_ids=[CAT, A], prompt_logprobs=None)
+    group = SimpleNamespace(prompt_token_ids=[CAT, A], prompt_logprobs=None, first=sequence)
     output = OutputStream(sequence, group, load_tokenizer(tmp_path), None)  # type: ignore[arg-type]
     for token_id in (A, A, CAT, A, TOOL):
         output.push(token_id)

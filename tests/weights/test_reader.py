@@ -84,6 +84,13 @@ def test_both_forms(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
+def test_an_index_of_one_file(tmp_path: Path) -> None:
+    """Some converters write an index whatever the number of files: it says nothing else than the file."""
+    tensors = make_tensors()
+    write_shards(tmp_path, {"model.safetensors": tensors})
+    assert open_checkpoint(tmp_path).names == tensors.keys()
+
+
 def test_truncated_shard_is_named(tmp_path: Path) -> None:
     write_shards(tmp_path, split_shards(make_tensors()))
     shard = tmp_path / "model-00002-of-00003.safetensors"

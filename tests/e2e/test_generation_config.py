@@ -1,0 +1,49 @@
+"""What a checkpoint's generation_config.json says is what the engine does."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve import LLM, SamplingParams
+from jaxserve.errors import ConfigError
+from tests.e2e.helpers import PROGRAMS, generate_ids, greedy
+from tests.golden_cases import load_case
+from tests.tokenizers import builders
+
+CASE = load_case("llama_mha")
+
+
+def make_llm(directory: Path, generation_config: dict[str, Any], **options: Any) -> LLM:
+    shutil.copytree(CASE.path, directory)
+    (directory / "generation_config.json").write_text(json.dumps(generation_config))
+    defaults = {"max_model_len": 160, "max_num_seqs": 3, "max_num_batched_tokens": 64, "show_progress": False}
+    return LLM(str(directory), **(defaults | {"compilation_cache_dir": str(PROGRAMS)} | options))
+
+
+@pytest.mark.parametrize("with_tokenizer", [False, True])
+def test_its_end_tokens_end_answers_whichever_tokenizer_is_used(tmp_path: Path, with_tokenizer: bool) -> None:
+    tokens = CASE.greedy[0]
+    end = next(at for at in range(3, 40) if tokens[at] not in tokens[:at])  # config.json names another
+    options: dict[str, Any] = {"skip_tokenizer_init": True}
+    if with_tokenizer:
+        (tmp_path / "words").mkdir()
+        builders.make_words(tmp_path / "words", None)
+        options = {"tokenizer": str(tmp_path / "words")}
+    llm = make_llm(tmp_path / "model", {"eos_token_id": [2, tokens[end]]}, **options)
+    assert generate_ids(llm, CASE.prompts[:1], greedy(64, ignore_eos=False)) == [tokens[: end + 1]]
+
+
+def test_sampling_defaults_are_its_own_and_null_says_nothing(tmp_path: Path) -> None:
+    given = {"do_sample": False, "temperature": None, "top_p": None, "top_k": 7, "repetition_penalty": 1.05}
+    llm = make_llm(tmp_path / "model", given, skip_tokenizer_init=True)
+    assert llm.get_default_sampling_params() == SamplingParams(top_k=7, repetition_penalty=1.05)
+
+
+def test_values_out_of_range_are_refused_by_the_name_of_the_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"generation_config\.json: top_p: must be a finite number"):
+        make_llm(tmp_path / "model", {"top_p": 3}, skip_tokenizer_init=True)
