@@ -80,7 +80,7 @@ class Guard:
     def __init__(self, app: ASGIApp, state: ServerState, keys: Sequence[bytes]) -> None:
         self._app, self._state, self._keys = app, state, keys
         self._root = state.config.listen.root_path
-        self._hosts = frozenset(state.config.listen.allowed_hosts)
+        self._hosts = frozenset(host.lower() for host in state.config.listen.allowed_hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -100,7 +100,7 @@ class Guard:
 
     def _check(self, scope: Scope, path: str) -> None:
         headers = Headers(scope=scope)
-        if self._hosts and _strip_port(headers.get("host", "")) not in self._hosts:
+        if self._hosts and _strip_port(headers.get("host", "")).lower() not in self._hosts:
             raise ApiError(403, "The Host header names a host that this server does not answer to.")
         if self._keys and path not in _OPEN_PATHS and not path.startswith(_STATIC):
             scope["state"]["salt"] = self._find_key(headers.get("authorization", ""))

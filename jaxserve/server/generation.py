@@ -59,6 +59,7 @@ class Generation:
         self._operation = operation
         self._courses = {request.request_id: _Course(at, request) for at, request in enumerate(requests)}
         self._engine = state.engine
+        self._is_taken = False
         self.account = Account(prompt_tokens=sum(len(request.prompt_token_ids) for request in requests))
 
     async def begin(self) -> AsyncGenerator[tuple[int, RequestOutput]]:
@@ -78,12 +79,11 @@ class Generation:
             ApiError: the engine refused a request or failed on it; the others are aborted.
         """
         metrics, courses = self._state.metrics, self._courses
-        for request in self._requests:
-            metrics.start_request(request)
         running = dict(courses)
         try:
             async with aclosing(self._engine.stream(self._requests)) as outputs:
                 async for output in outputs:
+                    self._count_taken()
                     course = courses[output.request_id]
                     self._observe(course, output)
                     if output.finished:
@@ -98,16 +98,27 @@ class Generation:
             refusal = to_api_error(error, self._state.retry_after())
             if refusal.status == 429:
                 metrics.count("queue_full")
-            for _ in running:
-                metrics.end_request("error")
+            if self._is_taken or refusal.status >= 500:  # else the engine refused them before they were any
+                self._count_taken()
+                for _ in running:
+                    metrics.end_request("error")
             running.clear()
             raise refusal from error
         finally:
+            if running:
+                self._count_taken()
             for course in running.values():
                 metrics.end_request("abort")
                 self._trace(course, None)
             notes = self._http.state  # for the access log
             notes.prompt_tokens, notes.output_tokens = self.account.prompt_tokens, self.account.completion_tokens
+
+    def _count_taken(self) -> None:
+        """Counts the requests, once it is known that the engine took them."""
+        if not self._is_taken:
+            self._is_taken = True
+            for request in self._requests:
+                self._state.metrics.start_request(request)
 
     def _observe(self, course: _Course, output: RequestOutput) -> None:
         """Counts the tokens of an output and, of a stream, the time since the one before it."""

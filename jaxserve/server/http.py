@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from typing import Any
 
@@ -12,6 +13,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from jaxserve.server.errors import ApiError
 
 _HEAD_END = b"\r\n\r\n"
+_UPGRADE = re.compile(rb"(?i)(?<=\n)u(?=pgrade:)")
+_UPGRADE_NAME = b"upgrade:"
 # Bytes that the kernel holds for a client. Left alone, it takes megabytes for each that sleeps.
 _SEND_BUFFER = 256 * 2**10
 DROP_CONNECTION = "drop_connection"  # in a scope's state: closes without waiting for the client to read
@@ -30,6 +33,7 @@ class LimitedHttp(HttpToolsProtocol):
         if (connection := transport.get_extra_info("socket")) is not None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
         self._head_bytes, self._head_tail = 0, b""
+        self._held = b""
         self._in_head = True
         self._timer: asyncio.TimerHandle | None = None
         self._start_timer()
@@ -48,7 +52,8 @@ class LimitedHttp(HttpToolsProtocol):
             if self._head_bytes > self.max_head_bytes and not self._ends_head(data):
                 self._refuse_head()
                 return
-            self._head_tail = (self._head_tail + data[-3:])[-3:]
+            tail, self._head_tail = self._head_tail, (self._head_tail + data[-3:])[-3:]
+            data = self._pass_over_upgrade(tail, data)
         super().data_received(data)
 
     def on_message_begin(self) -> None:
@@ -78,6 +83,24 @@ class LimitedHttp(HttpToolsProtocol):
         """Whether the head is within its limit, and what is beyond it belongs to the body."""
         end = (self._head_tail + data).find(_HEAD_END) - len(self._head_tail)
         return end >= -len(self._head_tail) and self._head_bytes - len(data) + end <= self.max_head_bytes
+
+    def _pass_over_upgrade(self, tail: bytes, data: bytes) -> bytes:
+        """Returns data of a head in which no other protocol is wished for.
+
+        The server has none, so it may pass over the wish. The parser would take the body for what comes in the other
+        protocol, and then for the next request.
+
+        Args:
+            tail: the last bytes of the head before these.
+        """
+        begin = len(tail)
+        if self._held:  # the begin of a line, which the parser has not seen
+            tail, begin, self._held = b"\n" + self._held, 1, b""
+        head, mark, body = (tail + data).partition(_HEAD_END)
+        before, newline, line = head.rpartition(b"\n")
+        if newline and not mark and _UPGRADE_NAME.startswith(line.lower()):  # it may become the name
+            head, self._held = before + newline, line
+        return (_UPGRADE.sub(b"x", head) + mark + body)[begin:]
 
     def _refuse_head(self) -> None:
         self._stop_timer()

@@ -55,7 +55,14 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listens, and begins to build the engine."""
-        await super().startup(sockets or _open_sockets(self._state.config.listen))
+        listen = self._state.config.listen
+        try:
+            await super().startup(sockets or _open_sockets(listen))
+        except OSError as error:
+            if listen.uds is None:
+                raise
+            message = f"{listen.uds} cannot be listened on: {error.strerror or error}"
+            raise ConfigError(message, field="uds", value=listen.uds) from error
         self._loop = asyncio.get_running_loop()
         _log.info("listening on %s", self._address())
         self.building.start()
@@ -192,6 +199,7 @@ def serve(engine: EngineConfig, config: ServerConfig) -> None:
         message = f"{config.listen.host!r} is open to other machines and no key guards it; {_NO_KEY_HINT}"
         raise ConfigError(message, field="host", value=config.listen.host)
     server = Server(_configure(config, make_app(state, keys)), state)
+    _load_certificates(server.config, config.listen)
     sys.setswitchinterval(_SWITCH_INTERVAL)
     asyncio.run(_run(server, state), loop_factory=server.config.get_loop_factory())
     _end(server, state)
@@ -231,23 +239,40 @@ def _open_sockets(listen: ListenOptions) -> list[socket.socket] | None:
         ConfigError: the address cannot be listened on.
     """
     if listen.uds is not None:
+        _refuse_taken(listen.uds)
         return None
-    family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
-    try:
-        first = socket.create_server((listen.host, listen.port), family=family, backlog=_BACKLOG)
-    except OSError as error:
-        message = f"{listen.host}:{listen.port} cannot be listened on: {error.strerror or error}"
-        raise ConfigError(message, field="port", value=listen.port) from error
+    first = _open_socket(listen.host, listen.port, "port")
     return [first, *(first.dup() for _ in range(_ACCEPTS_PER_TURN - 1))]
+
+
+def _open_socket(host: str, port: int, field: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        message = f"{host}:{port} cannot be listened on: {error.strerror or error}"
+        raise ConfigError(message, field=field, value=port) from error
+
+
+def _refuse_taken(path: str) -> None:
+    """Raises ConfigError when somebody listens on a Unix socket, which would be taken away from them in silence."""
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(1.0)
+        try:
+            client.connect(path)
+        except OSError:
+            return
+    raise ConfigError(f"{path} cannot be listened on: somebody does already", field="uds", value=path)
 
 
 async def _run(server: Server, state: ServerState) -> None:
     listen = state.config.listen
     tasks = [asyncio.ensure_future(_report_status(state)), asyncio.ensure_future(_watch_device(state))]
-    if listen.admin_port is not None:
-        options = uvicorn.Config(make_admin_app(state), port=listen.admin_port, lifespan="off", log_config=None)
-        tasks.append(asyncio.ensure_future(QuietServer(options).serve()))
     try:
+        if listen.admin_port is not None:
+            options = uvicorn.Config(make_admin_app(state), lifespan="off", log_config=None)
+            opened = _open_socket("127.0.0.1", listen.admin_port, "admin_port")
+            tasks.append(asyncio.ensure_future(QuietServer(options).serve([opened])))
         await server.serve()
     finally:
         for task in tasks:
@@ -281,6 +306,16 @@ def _configure(config: ServerConfig, app: ASGIApp) -> uvicorn.Config:
         timeout_keep_alive=max(1, round(limits.keep_alive_timeout)),
         timeout_graceful_shutdown=_CLOSING_TIME,
     )
+
+
+def _load_certificates(config: uvicorn.Config, listen: ListenOptions) -> None:
+    """Reads the files that TLS needs; ConfigError names them when one cannot be used, which the libraries do not."""
+    try:
+        config.load()
+    except OSError as error:
+        files = ", ".join(each for each in (listen.ssl_certfile, listen.ssl_keyfile, listen.ssl_ca_certs) if each)
+        message = f"cannot be used ({files}): {error.strerror or error}"
+        raise ConfigError(message, field="ssl_certfile", value=listen.ssl_certfile) from error
 
 
 async def _report_status(state: ServerState) -> None:

@@ -50,6 +50,7 @@ def to_completion(
     offset: int,
     first: str = "",
     hidden: frozenset[int] = frozenset(),
+    echoed: str = "",
 ) -> dict[str, Any]:
     """Returns `choices[].logprobs` of a completion.
 
@@ -57,7 +58,8 @@ def to_completion(
         found: of each token; None for the first of a prompt.
         offset: characters in front of the first token.
         first: text of the first token, where it has no entry.
-        hidden: ids of tokens that the text does not show.
+        hidden: ids of tokens that an answer does not show.
+        echoed: the prompt in front of the answer, which shows some of them: those that its text has where they stand.
     """
     tokens: list[str] = []
     values: list[float | None] = []
@@ -73,7 +75,7 @@ def to_completion(
         tokens.append(name)
         values.append(value)
         tops.append(top)
-        offset += 0 if token_id in hidden else len(name)
+        offset += len(name) if token_id not in hidden or echoed.startswith(name, offset) else 0
     return {
         "text_offset": offsets,
         "token_logprobs": values,

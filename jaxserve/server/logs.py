@@ -74,7 +74,8 @@ def log_access(request_id: str, scope: Mapping[str, Any], status: int, seconds: 
     a route has left `prompt_tokens` and `output_tokens` in the scope's state.
     """
     path = scope["path"]  # without the query, which could carry a key
-    level = logging.DEBUG if path in _QUIET_PATHS and (status < 400 or status == 503) else logging.INFO
+    is_probe = path.removeprefix(scope.get("root_path", "")) in _QUIET_PATHS
+    level = logging.DEBUG if is_probe and (status < 400 or status == 503) else logging.INFO
     if not _access.isEnabledFor(level):
         return
     notes, client = scope.get("state", {}), scope.get("client")

@@ -38,6 +38,11 @@ class ListenOptions:
                 )
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigError("TLS needs ssl_keyfile and ssl_certfile", field="ssl_certfile", value=self.ssl_certfile)
+        if self.ssl_ca_certs is not None and self.ssl_certfile is None:
+            message = "needs ssl_keyfile and ssl_certfile: without TLS nobody is asked for a certificate"
+            raise ConfigError(message, field="ssl_ca_certs", value=self.ssl_ca_certs)
+        if self.uds == "":
+            raise ConfigError("must be a path, got ''", field="uds", value=self.uds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from jaxserve.server.protocol.chat import ChatCompletionRequest
 from jaxserve.server.protocol.fields import SamplingFields
 from jaxserve.server.protocol.tokens import TokenizeRequest
 from jaxserve.server.state import ServerState
+from jaxserve.server.tools import read_tools
 from jaxserve.structured_params import StructuredOutputsParams
 
 _MOST_CHARACTERS = 16  # of a prompt for each token of the context: text has 3 to 5
@@ -65,7 +66,7 @@ def check_length(texts: Any, state: ServerState, field: str, *, cuts: bool = Fal
     """Refuses what is certainly too long before a thread is kept busy with its tokens.
 
     Args:
-        texts: a string, or a JSON value with strings in it.
+        texts: a string, or a JSON value, of which templates show names and numbers too.
         cuts: only a part of it is to be read.
 
     Raises:
@@ -74,10 +75,12 @@ def check_length(texts: Any, state: ServerState, field: str, *, cuts: bool = Fal
     waiting, count = [texts], 0
     while waiting:
         value = waiting.pop()
-        if isinstance(value, str):
-            count += len(value)
-        elif isinstance(value, list | dict):
-            waiting += value if isinstance(value, list) else value.values()
+        count += len(value) if isinstance(value, str) else 1
+        if isinstance(value, dict):
+            waiting += value
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
     context = state.engine.ready.shapes.model.max_model_len
     most = context * _MOST_CHARACTERS * (_MOST_CUT if cuts else 1)
     if count > most:
@@ -144,11 +147,13 @@ def read_variables(given: Mapping[str, Any] | None, state: ServerState) -> dict[
 
 
 def render_conversation(body: TokenizeRequest, state: ServerState) -> tuple[str, list[int]]:
-    """Returns a conversation as text and as token ids."""
+    """Returns a conversation as text and as token ids, those of a chat with the same messages and tools."""
     from jaxserve.tokenizers.chat import encode_chat
 
     tokenizer = state.engine.ready.tokenizer
     assert tokenizer is not None and body.messages is not None
     check_length([body.messages, body.tools], state, "messages")
     messages: list[Mapping[str, Any]] = list(body.messages)
-    return encode_chat(tokenizer, messages, tools=body.tools, **template_options(body, state))
+    tools = read_tools(body.tools, "required" if body.tools else None)  # with "auto" strict ones would be refused
+    shown = tools.describe() if tools is not None else None
+    return encode_chat(tokenizer, messages, tools=shown, **template_options(body, state))

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import socket
+import time
 from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.server.conftest import SMALL
-from tests.server.running import run_server
+from tests.server.running import launch, run_server
 
 
 def find_free_port() -> int:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         return int(taken.getsockname()[1])
+
+
+def test_an_admin_port_that_is_taken_ends_the_start_with_a_reason() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        refused = launch("--admin-port", str(taken.getsockname()[1]))
+        try:
+            assert refused.process.wait(60) == 2
+        finally:
+            refused.process.kill()
+    deadline = time.monotonic() + 5
+    while not any("admin_port" in line for line in refused.lines) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert len(refused.lines) == 1 and "admin_port" in refused.lines[0], refused.lines
 
 
 @pytest.mark.slow

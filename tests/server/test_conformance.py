@@ -311,6 +311,10 @@ COUNTS: list[tuple[dict[str, Any], str]] = [
         "response_format.json_schema.schema",
     ),
     ({"response_format": {"type": "json_object"}, "structured_outputs": {"choice": ["a"]}}, "structured_outputs"),
+    *(
+        ({"response_format": {"type": kind, "json_schema": {"name": "a", "schema": {}}}}, "response_format.json_schema")
+        for kind in ("text", "json_object")
+    ),
 ]
 TEXTS: list[tuple[dict[str, Any], str]] = [
     *(({"prompt": value}, "prompt") for value in ("", [], [""], [[]], [[], [5]], ["a", ""], ["a"] * 1025)),
@@ -323,6 +327,9 @@ TEXTS: list[tuple[dict[str, Any], str]] = [
     ({"suffix": "x"}, "suffix"),
     ({"echo": True, "logprobs": 10**6}, "logprobs"),
 ]
+
+
+WIDE = ({"properties": {"Q" * 200_000: {}}}, {"enum": [1] * 50_000}, {"enum": [[]] * 50_000})  # without a long text
 
 
 def _message(role: str = "user", **fields: Any) -> dict[str, Any]:
@@ -423,6 +430,8 @@ CHATS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"continue_final_message": True}, "messages[0].role"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    *(({"tools": [_tool(name="f", parameters=schema)]}, "messages") for schema in WIDE),
 ]
 RESPONSES: list[tuple[dict[str, Any], str]] = [
     ({"input": []}, "input"),
@@ -441,6 +450,11 @@ RESPONSES: list[tuple[dict[str, Any], str]] = [
     ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
     ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "nope"}}}}, "text.format.schema"),
     ({"text": {"format": {"type": "json_object"}}, "structured_outputs": {"choice": ["a"]}}, "structured_outputs"),
+    *(
+        ({"text": {"format": {"type": kind, name: value}}}, f"text.format.{name}")
+        for kind in ("text", "json_object")
+        for name, value in {"schema": {"default": float("nan")}, "name": "a", "strict": True}.items()
+    ),
     ({"text": {"color": 1}}, "text.color"),
     ({"reasoning": {"effort": "enormous"}}, "reasoning.effort"),
     ({"tool_choice": "required"}, "tool_choice"),
@@ -466,6 +480,10 @@ TOKENS: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"prompt": None, "messages": []}, "messages"),
         ({"prompt": None, "messages": [{"role": "robot"}]}, "messages[0].role"),
         ({"prompt": None, "messages": HELLO, "tools": ["x"]}, "tools[0]"),
+        *(
+            ({"prompt": None, "messages": HELLO, "tools": [_tool(name="f", parameters=schema)]}, "messages")
+            for schema in WIDE
+        ),
         ({"prompt": None, "messages": HELLO, "chat_template_kwargs": {"self": 1}}, "chat_template_kwargs.self"),
         ({"prompt": "Q" * 200_000}, "prompt"),
         ({"prompt": None, "messages": HELLO, "add_special_tokens": True}, "add_special_tokens"),
@@ -619,6 +637,16 @@ def test_overlong_prompts_say_so_as_clients_expect(http: httpx.Client, path: str
             answer = post(http, path, {**body, **extra})
             check_refusal(answer, 400, field, "context_length_exceeded")
             assert answer.json()["error"]["message"].startswith("This model's maximum context length is 1024 tokens")
+
+
+def test_a_prompt_that_is_refused_counts_as_no_request(server: RunningServer, http: httpx.Client) -> None:
+    names = ("requests_total", "request_success_total", "request_prompt_tokens_count")
+    before = [server.metric(f"jaxserve:{name}") for name in names]
+    for body in ({"prompt": [5] * 2000}, {"prompt": [[5], [5] * 2000]}, {"prompt": [5] * 2000, "stream": True}):
+        check_refusal(post(http, TEXT, body), 400, "prompt", "context_length_exceeded")
+    assert [server.metric(f"jaxserve:{name}") for name in names] == before
+    assert post(http, TEXT, {"prompt": [[5], [6]], "max_tokens": 1}).status_code == 200
+    assert [server.metric(f"jaxserve:{name}") for name in names] == [count + 2 for count in before]
 
 
 def test_odd_but_legal_requests(http: httpx.Client) -> None:

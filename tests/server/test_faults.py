@@ -250,7 +250,7 @@ def test_a_full_queue_refuses_at_once_and_loses_nothing() -> None:
         with ThreadPoolExecutor(60) as clients:
             answers = list(clients.map(ask, [connect(server) for _ in range(60)]))
         counts = Counter(status for status, _ in answers)
-        assert set(counts) == {200, 429} and counts[200] >= 8, counts
+        assert set(counts) == {200, 429} and counts[200] >= 4, counts  # all may come before the first of them runs
         slowest = max(seconds for status, seconds in answers if status == 429)
         print(f"refused {counts[429]} of 60, the slowest after {slowest:.3f} s")
         assert slowest < 5, "a refusal waits for nothing; generous, for machines that are busy"
@@ -366,7 +366,7 @@ def test_a_stuck_device_fails_the_probes_and_recovers(broken: RunningServer, its
     with ThreadPoolExecutor(2) as clients:
         stuck = clients.submit(complete, broken, max_tokens=1, priority=faulty.STUCK)
         wait_until(lambda: get_status(broken, "/health") == 503)
-        assert get_status(broken, "/health/live") == get_status(broken, "/health/ready") == 503
+        assert {get_status(broken, path) for path in ("/health/live", "/health/ready", "/ping")} == {503}
         assert httpx.get(broken.url + "/health").json()["status"] == "stuck"
         assert get_status(broken, "/metrics") == 200, "what does not need the device is answered"
         late = clients.submit(complete, broken, max_tokens=2)

@@ -354,6 +354,7 @@ def test_one_stream_too_many_is_refused_and_others_are_not() -> None:
     [
         ("api.example.org", 200),
         ("api.example.org:8000", 200),
+        ("API.Example.org", 200),
         ("evil.example.org", 403),
         ("", 403),
         ("api.example.org.evil.org", 403),

@@ -226,6 +226,22 @@ def test_blanks_after_a_request_do_not_cut_its_answer(listening: Listening) -> N
         assert read_answer(client) == (200, b"1")
 
 
+@pytest.mark.parametrize("size", [1, 150, 1000])
+def test_a_wish_for_another_protocol_is_passed_over(listening: Listening, size: int) -> None:
+    """Java's own client asks for HTTP/2 that way with the first request of each connection, whatever its body."""
+    head = b"POST / HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\nHost: a\r\nContent-Length: %d\r\n"
+    body = b"GET /refuse HTTP/1.1\r\nupgrade: h2c\r\n\r\n"  # would be another request if it were not the body
+    data = head % len(body) + b"HTTP2-Settings: AAEAAEAA\r\nUpgrade: h2c\r\n\r\n" + body
+    with connected(listening) as client:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for _ in range(2):
+            for start in range(0, len(data), size):
+                client.sendall(data[start : start + size])
+            assert read_answer(client) == (200, str(len(body)).encode())
+        client.sendall(make_post(b"four"))
+        assert read_answer(client) == (200, b"4")
+
+
 def test_an_endless_body_that_was_refused_ends_the_connection(listening: Listening) -> None:
     with connected(listening) as client, pytest.raises(OSError):
         client.sendall(b"POST /refuse HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n")

@@ -133,6 +133,15 @@ def test_probes_are_quiet_unless_they_fail() -> None:
     assert "/metrics" in stream.getvalue()
 
 
+def test_probes_are_quiet_behind_a_proxys_path_too() -> None:
+    stream = io.StringIO()
+    handler = configure_logging("info", stream=stream)
+    log_access("a", make_scope(method="GET", path="/api/health", root_path="/api"), 200, 0.001)
+    assert read_lines(handler, stream) == []
+    log_access("b", make_scope(method="GET", path="/api/v1/models", root_path="/api"), 200, 0.001)
+    assert len(read_lines(handler, stream)) == 1
+
+
 def log_with_trace(error: Exception) -> None:
     try:
         raise error

@@ -197,6 +197,13 @@ def test_echo_with_logprobs_as_evaluation_harnesses_ask_for_it(client: openai.Op
     assert complete(client, echo=True, max_tokens=4).choices[0].text.startswith(STORY)
 
 
+def test_offsets_count_the_special_tokens_that_an_echo_shows(client: openai.OpenAI) -> None:
+    answer = complete(client, prompt=[1, 3, 1195, 2, 4], echo=True, logprobs=0, max_tokens=3)
+    text, found = answer.choices[0].text, answer.choices[0].logprobs
+    assert text.startswith("<s><|user|>") and "<|assistant|>" in text
+    assert all(text[at:].startswith(token) for at, token in zip(found.text_offset, found.tokens, strict=True))
+
+
 def test_stop_strings(client: openai.OpenAI) -> None:
     text = complete(client, max_tokens=40).choices[0].text
     word = text.split()[5]
@@ -349,6 +356,15 @@ def test_a_conversation_with_the_results_of_tools(narrow: RunningServer) -> None
         chunk.choices[0].delta.content or "" for chunk in chat(client, messages=told, tools=TOOLS, stream=True)
     )
     assert text == answer.choices[0].message.content
+
+
+def test_tools_are_tokenized_as_chats_show_them(narrow: RunningServer) -> None:
+    client, body = connect(narrow), {"messages": ASK, "tools": TOOLS}
+    shown: Any = client.post("/../tokenize", body=body, cast_to=object)
+    assert shown["count"] == chat(client, tools=TOOLS, max_tokens=1).usage.prompt_tokens
+    with pytest.raises(openai.BadRequestError) as refusal:
+        client.post("/../tokenize", body={**body, "tools": [{"type": "function"}]}, cast_to=object)
+    assert refusal.value.param == "tools[0].function"
 
 
 # --- embeddings and models

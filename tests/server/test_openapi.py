@@ -148,7 +148,7 @@ def test_chats_have_the_published_types(server: RunningServer, name: str) -> Non
     body = CHATS[name]
     if name != "usage":
         check(chat.ChatCompletion, ask(server, "/v1/chat/completions", body))
-    chunks = stream(server, "/v1/chat/completions", body)
+    chunks = stream(server, "/v1/chat/completions", {**body, "prompt_logprobs": None})  # which no chunk has room for
     assert len(chunks) > 2
     for chunk in chunks:
         check(chat.ChatCompletionChunk, chunk)

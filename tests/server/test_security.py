@@ -172,6 +172,14 @@ def test_logs_hold_neither_keys_nor_texts(guarded: RunningServer) -> None:
     assert not any(key in Path(f"/proc/{guarded.process.pid}/environ").read_text() for key in KEYS if key != ENVIRONED)
 
 
+def wait_for_refusal(refused: RunningServer) -> int:
+    """Returns the exit status of a server that is not to start, and ends one that does."""
+    try:
+        return refused.process.wait(60)
+    finally:
+        refused.process.kill()
+
+
 @pytest.mark.parametrize(
     ("flags", "names"),
     [
@@ -182,12 +190,17 @@ def test_logs_hold_neither_keys_nor_texts(guarded: RunningServer) -> None:
         (("--api-key", "with a blank in it"), "api_key"),
         (("--api-key-file", "/nowhere/keys"), "api_key_file"),
         (("--ssl-certfile", "/nowhere/cert.pem"), "ssl_certfile"),
+        (("--ssl-certfile", "/nowhere/cert.pem", "--ssl-keyfile", "/nowhere/key.pem"), "/nowhere/cert.pem"),
+        (("--ssl-certfile", __file__, "--ssl-keyfile", __file__), "ssl_certfile"),
+        (("--ssl-ca-certs", "/nowhere/ca.pem"), "ssl_ca_certs"),  # without TLS nobody is asked for a certificate
+        (("--uds", ""), "uds"),
+        (("--uds", "/nowhere/serve.sock"), "/nowhere/serve.sock"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_is_not_safe_does_not_start(flags: tuple[str, ...], names: str) -> None:
     refused = launch(*flags)
-    assert refused.process.wait(60) == 2
+    assert wait_for_refusal(refused) == 2
     for _ in range(100):
         if refused.lines:
             break
@@ -271,6 +284,8 @@ def test_a_unix_socket_takes_the_place_of_the_port(tmp_path: Path) -> None:
                 time.sleep(0.05)
             assert http.get("/ping").status_code in (200, 503), running.lines
             assert http.get("/version").json()["version"]
+            assert wait_for_refusal(launch("--uds", str(path))) == 2, "it would take the socket away"
+            assert http.get("/ping").status_code in (200, 503)
         assert not [entry for entry in _list_sockets(running.process.pid) if entry[2] == "0A"]
     finally:
         assert running.stop() in (0, -15)

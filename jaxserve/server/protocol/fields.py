@@ -115,6 +115,9 @@ class ResponseFormat(Body):
 
     def to_params(self) -> StructuredOutputsParams | None:
         """Returns it as the engine takes it; None for plain text."""
+        if self.type != "json_schema" and self.json_schema is not None:
+            message = f"needs type 'json_schema', got {self.type!r}"
+            raise InvalidRequestError(message, field="response_format.json_schema", value=self.type)
         if self.type == "text":
             return None
         if self.type == "json_object":

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field
 
+from jaxserve.errors import InvalidRequestError
 from jaxserve.server.protocol.fields import Body, Effort, Labels, Objects, ResponseFormat, SamplingFields, Texts
 
 
@@ -19,7 +20,15 @@ class TextFormat(Body):
     strict: bool | None = None  # the answer always keeps to the schema
 
     def to_response_format(self) -> ResponseFormat:
-        """Returns it as chat completions have it."""
+        """Returns it as chat completions have it.
+
+        Raises:
+            InvalidRequestError: there is a part of a schema, and the type is another one.
+        """
+        given = self.model_dump(by_alias=True, exclude_none=True, exclude={"type"})
+        if self.type != "json_schema" and given:
+            message = f"needs type 'json_schema', got {self.type!r}"
+            raise InvalidRequestError(message, field=f"response_format.{next(iter(given))}", value=self.type)
         schema = {"name": self.name or "answer", "schema": self.schema_} if self.type == "json_schema" else None
         return ResponseFormat.model_validate({"type": self.type, "json_schema": schema})
 

@@ -54,6 +54,9 @@ def check_body(body: ChatCompletionRequest, state: ServerState) -> None:
     if body.top_logprobs is not None and not body.logprobs:
         message = "is only allowed when logprobs is true"
         raise InvalidRequestError(message, field="top_logprobs", value=body.top_logprobs)
+    if body.stream and body.prompt_logprobs is not None:
+        message = "is only possible without stream"
+        raise InvalidRequestError(message, field="prompt_logprobs", value=body.prompt_logprobs)
     if body.modalities not in (None, ["text"]):
         raise InvalidRequestError("answers are text only", field="modalities", value=body.modalities)
 

@@ -163,7 +163,7 @@ class _Answer:
                 ids, entries = [*output.prompt_token_ids, *ids], [*(output.prompt_logprobs or []), *entries]
                 first = self._decode(ids[:1])
             count, offset = self._params.logprobs or 0, choice.num_characters
-            found["logprobs"] = to_completion(ids, entries, count, offset, first, self._hidden)
+            found["logprobs"] = to_completion(ids, entries, count, offset, first, self._hidden, prompt)
         found["text"] = prompt + text
         choice.num_characters += len(found["text"])
         found["finish_reason"] = "length" if self._echoes_only else completion.finish_reason

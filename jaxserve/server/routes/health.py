@@ -36,13 +36,16 @@ def describe_health(state: ServerState) -> dict[str, Any]:
     return health
 
 
+def _is_ready(state: ServerState) -> bool:
+    return state.phase is Phase.READY and not state.is_stuck
+
+
 @router.get("/health", **document(None, refusals=("403",), states=_NOT_READY))
 @router.get("/health/ready", **document(None, refusals=("403",), states=_NOT_READY))
 async def get_health(http: Request) -> JSONResponse:
     """200 when requests are served and every program is compiled."""
     state: ServerState = http.app.state.server
-    is_ready = state.phase is Phase.READY and not state.is_stuck
-    return JSONResponse(describe_health(state), 200 if is_ready else 503)
+    return JSONResponse(describe_health(state), 200 if _is_ready(state) else 503)
 
 
 @router.get("/health/live", **document(None, refusals=("403",), states={"503": "A restart would help."}))
@@ -57,7 +60,7 @@ async def get_liveness(http: Request) -> JSONResponse:
 async def ping(http: Request) -> Response:
     """The shortest answer there is, as SageMaker asks for it."""
     state: ServerState = http.app.state.server
-    return Response(status_code=200 if state.phase is Phase.READY else 503)
+    return Response(status_code=200 if _is_ready(state) else 503)
 
 
 @router.get("/version", **document(None, refusals=("401", "403")))
