@@ -22,11 +22,11 @@ MAX_CHOICE_BYTES = 1_024  # of one choice
 MAX_CHOICES_BYTES = 64 * 1024  # of all of them
 _CONSTRAINTS = ("json", "json_object", "regex", "choice", "grammar")
 _WHITESPACE_OPTIONS = ("disable_any_whitespace", "whitespace_pattern")
+# Strings, special tokens, comments and regular expressions of a Lark grammar: nothing in them is an option. What has no
+# end is llguidance's to refuse; here it goes on as far as it can, for a search behind each quote would take seconds.
+_LITERAL = re.compile(r'"(?:[^"\\\n]|\\.)*"?|<[^<>\s]+>?|(?:#|//)[^\n]*|/(?:[^/\\]|\\.)+/?')
 # Options of a Lark rule that the engine could not honour: one temperature per request, and no text is taken back.
-_STRING_LITERAL = re.compile(r'"(?:[^"\\\n]|\\.)*"')
-_UNSUPPORTED_RULE_OPTION = re.compile(
-    r"\[[^\]\"\n/]*\b(?:(temperature)\s*=\s*[\d.]|(stop)\s*=\s*(?:[\"/]|[A-Za-z_]))", re.ASCII
-)
+_UNSUPPORTED_RULE_OPTION = re.compile(r"\b(temperature|stop)\s*=", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +123,9 @@ def _require_grammar(grammar: str) -> None:
     _require_text("grammar", grammar, MAX_GRAMMAR_BYTES)
     if grammar.lstrip().startswith("{"):  # llguidance would take it for its own JSON form and skip these checks
         raise _refuse("grammar", "must be a Lark grammar, got a JSON object; a schema belongs in json", None)
-    found = _UNSUPPORTED_RULE_OPTION.search(_STRING_LITERAL.sub('""', grammar))
+    found = _UNSUPPORTED_RULE_OPTION.search(_LITERAL.sub('""', grammar))
     if found is not None:
-        option = found[1] or found[2]
+        option = found[1]
         instead = "use the request's temperature" if option == "temperature" else "use suffix= or lazy"
         raise _refuse("grammar", f"the rule option {option}= is not supported; {instead}", found[0])
 

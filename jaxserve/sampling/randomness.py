@@ -6,7 +6,7 @@ from enum import IntEnum
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Float32, Int, Key
 
 
 class Purpose(IntEnum):
@@ -36,3 +36,13 @@ def row_keys(
     for number in (sequence_index, positions, jnp.full_like(positions, purpose)):
         keys = jax.vmap(jax.random.fold_in)(keys, number)
     return keys
+
+
+def draw_numbers(keys: Key[Array, " S"]) -> Float32[Array, " S"]:
+    """Returns a number in [0, 1) per key, of 23 random bits: that of `jax.random.uniform` as JAX is set by default.
+
+    It is made from the bits of one more fold, because what `jax.random` makes of a key depends on settings of the
+    process (`jax_enable_x64`, `jax_threefry_partitionable`).
+    """
+    words = jax.random.key_data(jax.vmap(jax.random.fold_in)(keys, jnp.zeros(len(keys), jnp.uint32)))
+    return ((words[:, 0] ^ words[:, 1]) >> 9).astype(jnp.float32) * jnp.float32(2**-23)

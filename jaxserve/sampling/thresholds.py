@@ -19,6 +19,7 @@ BLOCK = 128  # tokens per partial sum over the vocabulary, and a vector register
 # Tokens below exp(-64) = 1.6e-28 times the weight of the likeliest are dropped: 23 random bits never reach them, and
 # above it every weight is a normal float32, so that "kept" and "weight > 0" are the same thing.
 LOWEST = -64.0
+_LEAST_TOP_P = 1e-30  # keeps the likeliest token as any smaller one does; a target of 0 would keep none
 _SPAN_BITS = 32  # bisection ends at 64 / 2**32 = 1.5e-8, a quarter of the rounding error of a weight near one
 _BITS_PER_PASS = 4  # of the fixed search: 15 sums in each of 8 passes, few kernels that read the row once or twice
 
@@ -45,7 +46,7 @@ class Filters(NamedTuple):
 def make_filters(top_k: Int[Array, ""], top_p: Float[Array, ""], min_p: Float[Array, ""], vocab_size: int) -> Filters:
     """A filter is off at `min_p` 0, `top_k` outside [1, vocab_size), `top_p` >= 1."""
     count = jnp.where((top_k > 0) & (top_k < vocab_size), top_k.astype(jnp.float32), jnp.inf)
-    return Filters(jnp.maximum(jnp.log(min_p), LOWEST), count, top_p)
+    return Filters(jnp.maximum(jnp.log(min_p), LOWEST), count, jnp.maximum(top_p, _LEAST_TOP_P))
 
 
 def find_threshold(search: Search, scaled: Float[Array, "n b"], filters: Filters) -> Float32[Array, ""]:

@@ -89,6 +89,15 @@ def test_the_token_is_the_one_that_the_number_falls_on(forms, kind, seed) -> Non
             assert ends[token] - weights[token] / weights.sum() - SLACK <= uniform <= ends[token] + SLACK, form
 
 
+def test_a_top_p_that_float32_cannot_hold_keeps_the_likeliest_token(forms) -> None:
+    rows, scaled = 8, make_scaled("masked", 8, 3)
+    top_k, min_p = np.int32([0, 1, 50, 0] * 2), np.float32([0, 0, 0, 0.1, 0, 0.5, 1, 1])
+    for top_p in (1e-38, 1e-50):
+        columns = np.full(rows, top_p, np.float32), min_p, np.full(rows, 0.5, np.float32)
+        for form, ids in forms(scaled, top_k, *columns).items():
+            np.testing.assert_array_equal(ids, scaled.argmax(axis=1), err_msg=f"{form} {top_p}")
+
+
 def test_few_blocks_do_for_steep_rows_and_not_for_flat_ones() -> None:
     """A draw over all tokens is made to fail, so that the form for CPUs shows when it needs one."""
 

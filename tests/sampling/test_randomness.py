@@ -3,7 +3,9 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from jaxserve.sampling import Purpose, row_keys
+from jaxserve.sampling import Purpose, draw_uniforms, row_keys
+from jaxserve.sampling.randomness import draw_numbers
+from tests.sampling.cases import make_inputs
 
 S = 64
 
@@ -28,6 +30,20 @@ def test_a_seed_draws_the_same_in_every_release() -> None:
     columns = ([1234, 1234, -1], [0, 5, 5], [0, 1, 0], [100, 7, 0])
     keys = row_keys(*(np.array(column, np.int32) for column in columns), Purpose.SAMPLE)
     np.testing.assert_array_equal(jax.vmap(jax.random.uniform)(keys), np.float32([1417765, 6487104, 3988105]) / 2**23)
+    names = ("seed_low", "seed_high", "sequence_index", "positions")
+    inputs = make_inputs(3, **{name: np.array(column) for name, column in zip(names, columns, strict=True)})
+    for setting in (jax.enable_x64(True), jax.threefry_partitionable(False), jax.default_prng_impl("rbg")):
+        with setting:  # of the process, and not our affair
+            drawn = jax.jit(draw_uniforms)(inputs)
+        assert drawn.dtype == np.float32
+        np.testing.assert_array_equal(drawn, np.float32([1417765, 6487104, 3988105]) / 2**23)
+
+
+def test_numbers_are_those_of_jax() -> None:
+    positions = np.arange(1000, dtype=np.int32)
+    zeros = np.zeros_like(positions)
+    keys = row_keys(zeros, zeros, zeros, positions, Purpose.SAMPLE)
+    np.testing.assert_array_equal(draw_numbers(keys), jax.vmap(jax.random.uniform)(keys))
 
 
 def test_seed_halves_may_travel_as_int32_bits() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -74,6 +75,11 @@ REFUSED = [
     ({"grammar": '{"grammars": []}'}, "structured_outputs.grammar", "Lark"),
     ({"grammar": 'start: a\na[temperature=0.5]: "x"'}, "structured_outputs.grammar", "temperature="),
     ({"grammar": 'start: a\na[lazy, stop="."]: /.*/'}, "structured_outputs.grammar", "stop="),
+    ({"grammar": 'start: a\na[capture="x", temperature=0.5]: /.*/'}, "structured_outputs.grammar", "temperature="),
+    ({"grammar": "start: a\na[suffix=/b/, temperature = 1]: /.*/"}, "structured_outputs.grammar", "temperature="),
+    ({"grammar": "start: a\na[temperature=+0.5]: /.*/"}, "structured_outputs.grammar", "temperature="),
+    ({"grammar": 'start: a /"/\na[stop="x"]: /"/ # "'}, "structured_outputs.grammar", "stop="),
+    ({"grammar": 'start: a </s>\na[stop="x"]: /b/'}, "structured_outputs.grammar", "stop="),
     ({"regex": "a", "disable_any_whitespace": True}, "structured_outputs.disable_any_whitespace", "not to regex"),
     ({"choice": ["a"], "whitespace_pattern": " "}, "structured_outputs.whitespace_pattern", "not to choice"),
     ({"json": {}, "whitespace_pattern": ""}, "structured_outputs.whitespace_pattern", "non-empty"),
@@ -110,6 +116,18 @@ def test_accepted() -> None:
     assert StructuredOutputsParams(choice=["b", "a", "b"]).choice == ("b", "a")
     text = 'start: "[stop=\\"x\\", temperature=1]" // comment'
     assert StructuredOutputsParams(grammar=text).grammar == text, "text in quotes is no option"
+    text = 'start: /[temperature=1]+"/ # a[stop="x"] would be one\n// [temperature=1]'
+    assert StructuredOutputsParams(grammar=text).grammar == text, "nor is a regex or a comment"
+
+
+@pytest.mark.parametrize(
+    "text", ['"' + '\\"' * 32_000, "/" + "\\/" * 32_000, "[" * 60_000, "[a" * 32_000, "<a" * 32_000]
+)
+def test_grammars_are_looked_at_in_no_time(text: str) -> None:
+    """Nothing else of the process runs meanwhile."""
+    start = time.process_time()
+    StructuredOutputsParams(grammar=text)
+    assert time.process_time() - start < 1
 
 
 @settings(max_examples=200, deadline=None)
