@@ -17,6 +17,7 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_SEED = 2**63 - 1
 MAX_COMPLETIONS = 128  # n
 MAX_LOGIT_BIAS = 300
+MAX_PROMPT_LOGPROBS = 20  # of an engine that allows all log-probabilities: those of a prompt are read from a list
 MAX_BAD_WORD_TOKENS = 8  # of one of them
 MAX_BAD_WORDS = 32  # each is banned at the beginning of a text and after a space
 
@@ -53,7 +54,7 @@ class SamplingParams:
     stop: Sequence[str] | str | None = None  # normalised to a tuple
     stop_token_ids: Sequence[int] | None = None  # normalised to a tuple
     ignore_eos: bool = False
-    min_tokens: int = 0  # neither EOS nor a stop id before so many
+    min_tokens: int = 0  # neither EOS nor a stop id before so many, and no search for stop strings in their text
     logprobs: int | None = None  # of the chosen token and of so many likeliest; 0: of the chosen one only; -1: of all
     prompt_logprobs: int | None = None  # the same for every token of the prompt but the first; not -1
     logit_bias: Mapping[int, float] | None = None  # in [-100, 100], by token id

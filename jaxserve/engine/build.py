@@ -161,7 +161,8 @@ def build_engine(
     files = locate_model(config.model)
     tokenizer = load_model_tokenizer(config.model, files)
     default_params, eos_token_ids = read_default_params(files), read_end_tokens(files)
-    from jaxserve.runtime.startup import make_shapes, page_groups, start_runner
+    from jaxserve.runtime.memory import device_memory_bytes
+    from jaxserve.runtime.startup import make_shapes, page_groups, require_room, start_runner
     from jaxserve.sharding import make_mesh
 
     mesh = make_mesh(config.parallel.tensor_parallel_size)
@@ -170,6 +171,7 @@ def build_engine(
     shapes = dataclasses.replace(shapes, processor=processor)
     fell_back = shapes.impl == "xla" and device.platform != "cpu"
     _log.log(logging.WARNING if fell_back else logging.INFO, "attention: %s, %s", shapes.impl, shapes.impl_reason)
+    require_room(shapes, device_memory_bytes(device))
     params = load_params(config, files, shapes, mesh, progress=progress)
     with progress("Compiling programs") as report:
         note = lambda name, done, total: report(done, total, name)  # noqa: E731

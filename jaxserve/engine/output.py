@@ -94,6 +94,7 @@ class OutputStream:
         self._kind = params.output_kind
         self.shows_progress = params.output_kind is not OutputKind.FINAL_ONLY
         self._stops = StopMatcher(params.stop) if params.stop else None
+        self._searched_from = sequence.num_prompt_tokens + params.min_tokens  # token whose text may hold a stop string
         self._detokenizer: DetokenizerStream | None = None
         if tokenizer is not None and params.detokenize:
             prompt_ids = sequence.request.prompt_token_ids
@@ -163,7 +164,7 @@ class OutputStream:
         return output
 
     def _add(self, piece: str) -> str | None:
-        if self._stops is None:
+        if self._stops is None or self._end_token <= self._searched_from:
             self._pieces.append(piece)
             return None
         certain, stop = self._stops.push(piece)

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any
 from jaxserve.errors import InvalidRequestError, TokenizerError, shorten
 from jaxserve.logits_processor import LogitsProcessor
 from jaxserve.request import PRIORITIES, Request
-from jaxserve.sampling_params import MAX_BAD_WORD_TOKENS, MAX_SEED, OutputKind, SamplingParams
+from jaxserve.sampling_params import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_PROMPT_LOGPROBS,
+    MAX_SEED,
+    OutputKind,
+    SamplingParams,
+)
 from jaxserve.structured_params import StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -201,6 +207,8 @@ class RequestFactory:
 
     def _check_logprobs(self, field: str, count: int | None) -> None:
         most = self._max_logprobs
+        if most < 0 and field == "prompt_logprobs":
+            most = MAX_PROMPT_LOGPROBS
         if count is None or most < 0 or 0 <= count <= most:
             return
         message = f"at most {most} likeliest tokens, got {'all' if count < 0 else count}; max_logprobs raises the limit"
@@ -234,7 +242,8 @@ class RequestFactory:
                 if not 1 <= len(tokens) <= MAX_BAD_WORD_TOKENS:
                     message = f"at most {MAX_BAD_WORD_TOKENS} tokens each; {shorten(word)} has {len(tokens)}"
                     raise InvalidRequestError(message, field="bad_words", value=word)
-                yield tokens
+                if max(tokens) < self._vocab_size:  # else no logit belongs to it, and the word cannot be sampled
+                    yield tokens
 
     def _read(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
         if isinstance(prompt, Mapping):

@@ -32,6 +32,7 @@ from jaxserve.runtime.step import (
 )
 from jaxserve.sampling import SamplerState, make_row_setting, set_row
 from jaxserve.sampling.state import WORD_BITS
+from jaxserve.sampling_params import MAX_PROMPT_LOGPROBS
 
 Progress = Callable[[str, int, int], None]  # (what was done, how many, of how many)
 
@@ -118,7 +119,8 @@ def compile_score(model: StepModel, inputs: ProgramInputs, rows: int, max_logpro
 
 def compile_score_prompt(model: StepModel, inputs: ProgramInputs, bucket: Bucket, max_logprobs: int) -> Any:
     """Compiles the log-probabilities of the prompt tokens of one mixed bucket."""
-    step = functools.partial(score_prompt_tokens, model=model, max_logprobs=max(0, max_logprobs))
+    most = max_logprobs if max_logprobs >= 0 else min(MAX_PROMPT_LOGPROBS, model.config.vocab_size)
+    step = functools.partial(score_prompt_tokens, model=model, max_logprobs=most)
     hidden = inputs.spec((bucket.tokens, model.config.hidden_size), model.config.dtype)
     jitted = jax.jit(step, out_shardings=inputs.replicated)
     return jitted.lower(head_params(inputs.params), hidden, inputs.spec((bucket.tokens,), jnp.int32)).compile()
@@ -166,11 +168,15 @@ def compile_programs(
             for name, table, key, compile_one in _list_jobs(programs, model, inputs, buckets, max_logprobs)
             if key not in table
         }
-        for done, job in enumerate(as_completed(jobs), 1):
-            name, table, key = jobs[job]
-            table[key] = job.result()
-            if progress is not None:
-                progress(name, done, len(jobs))
+        try:
+            for done, job in enumerate(as_completed(jobs), 1):
+                name, table, key = jobs[job]
+                table[key] = job.result()
+                if progress is not None:
+                    progress(name, done, len(jobs))
+        except BaseException:  # Ctrl-C, or a program that does not compile: nobody waits for those not begun
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     return programs
 
 

@@ -21,7 +21,7 @@ from jaxserve.runtime.memory import (
     host_memory_bytes,
 )
 from jaxserve.runtime.rows import SampleVariant
-from jaxserve.runtime.startup import Shapes, estimate_use, make_shapes, measure_use, plan_pools
+from jaxserve.runtime.startup import Shapes, estimate_use, make_shapes, measure_use, plan_pools, require_room
 from jaxserve.sharding import make_mesh
 from pallas_kernels.layout import page_bytes
 
@@ -101,6 +101,7 @@ def print_plan(config: EngineConfig, model: DecoderConfig, device: str | None) -
         shapes = make_shapes(config, model, jax.default_backend(), attached.device_kind)
         here = device_memory_bytes(attached)
         limit = host_memory_bytes() if here is None else here
+        require_room(shapes, here)
         use = estimate_use(shapes) if here is None else measure_use(shapes, mesh)
         source = "On CPU, KV takes what a full batch needs, at most a quarter of the memory; programs are estimated."
         source = source if here is None else "The compiled programs' own figures."

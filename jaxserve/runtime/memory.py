@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,16 @@ def cache_budget(limit: int | None, share: float, use: DeviceUse | None) -> int:
         )
         raise CapacityError(message, field="device_memory_utilization", value=share)
     return budget
+
+
+def refuse_shortage(limit: int, parts: Mapping[str, int]) -> None:
+    """Raises CapacityError, about the largest, when `parts` (bytes, by the option that decides them) exceed `limit`."""
+    total = sum(parts.values())
+    if total > limit:
+        field = max(parts, key=lambda name: parts[name])
+        shares = ", ".join(f"{format_bytes(size)} for {name}" for name, size in parts.items() if size)
+        message = f"{format_bytes(total)} are needed ({shares}) and there are {format_bytes(limit)}"
+        raise CapacityError(f"{message}; lower it, take a smaller dtype, or more devices", field=field)
 
 
 def params_bytes(specs: Any, num_devices: int) -> int:

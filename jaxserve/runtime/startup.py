@@ -34,8 +34,10 @@ from jaxserve.runtime.memory import (
     DeviceUse,
     cache_budget,
     device_memory_bytes,
+    host_memory_bytes,
     params_bytes,
     plan_cache,
+    refuse_shortage,
 )
 from jaxserve.runtime.params import WeightWriter
 from jaxserve.runtime.rows import SampleVariant
@@ -239,6 +241,23 @@ def _sum_use(shapes: Shapes, temporaries: int, code: int) -> DeviceUse:
         state=rows + 2 * (packed + selected),
         reserve=_RESERVE,
     )
+
+
+def require_room(shapes: Shapes, limit: int | None) -> None:
+    """Refuses what certainly does not fit, before weights are read and programs compiled.
+
+    Args:
+        limit: bytes that a device has; None on CPU, where all devices and their pools share the host's memory.
+
+    Raises:
+        CapacityError: says what takes how much of it.
+    """
+    use, count, cache = estimate_use(shapes), 1, 0
+    if limit is None:
+        limit, count = host_memory_bytes(), shapes.num_devices
+        cache = plan_pools(shapes, budget=cache_budget(None, 1.0, None)).bytes_per_device
+    parts = {"model": use.params, "max_num_seqs": use.state, "kv_cache_memory_bytes": cache}
+    refuse_shortage(limit, {name: count * size for name, size in parts.items()})
 
 
 def start_runner(

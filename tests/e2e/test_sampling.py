@@ -120,6 +120,10 @@ def test_all_logprobs_when_the_engine_allows_them() -> None:
     (found, _) = output.outputs[0].logprobs
     assert len(found) == llm.ready.shapes.model.vocab_size
     assert sum(np.exp(entry.logprob) for entry in found.values()) == pytest.approx(1, abs=1e-4)
+    (scored,) = run(llm, PROMPTS[1:2], greedy(1, prompt_logprobs=3))
+    assert scored.prompt_logprobs is not None and all(3 <= len(entry) <= 4 for entry in scored.prompt_logprobs[1:])
+    with pytest.raises(InvalidRequestError, match=r"prompt_logprobs: .*at most 20.*got 21"):
+        run(llm, PROMPTS[1:2], greedy(1, prompt_logprobs=21))
     with pytest.raises(InvalidRequestError, match=r"logprobs: .*at most 20.*got all"):
         run(make_llm(CASE), PROMPTS[:1], greedy(2, logprobs=-1))
 

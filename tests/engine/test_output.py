@@ -84,6 +84,15 @@ def test_kinds_say_the_same(kind: OutputKind) -> None:
         assert all(TEXT.startswith(c.text) for c in completions)
 
 
+@pytest.mark.parametrize("least", [0, 1, 5, 40])
+def test_text_before_min_tokens_is_not_searched(least: int) -> None:
+    stops = sorted(set(TEXT[:8]))
+    last = run(SamplingParams(temperature=0, min_tokens=least, max_tokens=40, stop=stops))[-1].outputs[0]
+    shown = max(0, least - 1) if least < 40 else 40  # text appears one token late
+    assert last.text == TEXT[:shown] and last.finish_reason == ("stop" if least < 40 else "length")
+    assert len(last.token_ids) == max(2, least + 1) if least < 40 else 40
+
+
 @pytest.mark.parametrize("include", [False, True])
 def test_stop_string_over_tokens_ends_the_text_before_or_after_it(include: bool) -> None:
     stop = TEXT[10:14]

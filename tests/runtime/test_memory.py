@@ -13,7 +13,7 @@ from jaxserve.models.registry import param_specs, parse_config
 from jaxserve.presets import load_preset
 from jaxserve.runtime.doctor import DEVICE_KINDS
 from jaxserve.runtime.memory import GIB, cache_budget, params_bytes, plan_cache
-from jaxserve.runtime.startup import estimate_use, make_shapes, plan_pools
+from jaxserve.runtime.startup import estimate_use, make_shapes, plan_pools, require_room
 from pallas_kernels import KVSpec
 
 
@@ -75,6 +75,19 @@ def test_plan_of_a_device_that_is_not_here() -> None:
     assert use.params == 2 * 8_030_261_248
     with pytest.raises(CapacityError, match=r"parameters take 14\.96 GiB"):
         cache_budget(DEVICE_KINDS["v5e"].memory, 0.9, use)
+
+
+def test_what_cannot_fit_is_refused_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, config = load_model("llama-3.1-8b", 8192), EngineConfig()
+    require_room(make_shapes(config, model, "gpu", "NVIDIA H200"), 16 * GIB)
+    with pytest.raises(CapacityError, match=r"^model: 15\.\d+ GiB are needed \(14\.96 GiB for .* are 12\.00 GiB"):
+        require_room(make_shapes(config, model, "gpu", "NVIDIA H200"), 12 * GIB)
+    monkeypatch.setattr("jaxserve.runtime.startup.host_memory_bytes", lambda: 16 * GIB)
+    with pytest.raises(CapacityError, match=r"^model: .*, [\d.]+ GiB for kv_cache_memory_bytes\)"):
+        require_room(make_shapes(config, model, "cpu", "cpu"), None)
+    many = EngineConfig.from_options(max_num_seqs=10**6)
+    with pytest.raises(CapacityError, match=r"^max_num_seqs: "):
+        require_room(make_shapes(many, load_model("llama-30m", 512), "cpu", "cpu"), None)
 
 
 def test_sharded_parameters_count_once_over_the_devices() -> None:
