@@ -54,9 +54,10 @@ $(OLDEST)/.ready: pyproject.toml
 test-oldest: $(OLDEST)/.ready
 	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal -m 'not slow' --ignore tests/server
 
+# The script fetches the compilers that some of the tests use.
 test-kernels: setup $(OLDEST)/.ready
-	$(RUN) -m pytest -n 2 --dist worksteal tests/pallas_kernels
 	$(RUN) scripts/test_kernels.py
+	$(RUN) -m pytest -n 2 --dist worksteal tests/pallas_kernels
 	$(OLDEST)/bin/python scripts/test_kernels.py --lower-only
 
 test-kernels-full: setup $(OLDEST)/.ready
