@@ -44,6 +44,7 @@ def test_chat_streams_and_remembers(capsys: pytest.CaptureFixture[str], monkeypa
 
 
 _CHAT = """
+import signal
 import sys
 from types import SimpleNamespace
 import jaxserve
@@ -57,6 +58,7 @@ class Echo:
         yield SimpleNamespace(outputs=[SimpleNamespace(text=f"{len(history)}:{history[-1]['content']}")])
 
 jaxserve.AsyncLLM = Echo
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in its background without one
 sys.exit(main(["chat"]))
 """
 
