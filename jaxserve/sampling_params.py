@@ -17,7 +17,7 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_SEED = 2**63 - 1
 MAX_COMPLETIONS = 128  # n
 MAX_LOGIT_BIAS = 300
-MAX_PROMPT_LOGPROBS = 20  # of an engine that allows all log-probabilities: those of a prompt are read from a list
+_MAX_PROMPT_LOGPROBS = 20  # of an engine that allows all log-probabilities: those of a prompt are read from a list
 MAX_BAD_WORD_TOKENS = 8  # of one of them
 MAX_BAD_WORDS = 32  # each is banned at the beginning of a text and after a space
 
@@ -28,6 +28,11 @@ class OutputKind(Enum):
     CUMULATIVE = "cumulative"  # after every step, everything so far
     DELTA = "delta"  # after every step, what is new
     FINAL_ONLY = "final_only"  # once, when the request has finished
+
+
+def limit_prompt_logprobs(max_logprobs: int) -> int:
+    """Returns how many likeliest tokens `prompt_logprobs` may ask for; `max_logprobs` is the engine's, -1 for all."""
+    return max_logprobs if max_logprobs >= 0 else _MAX_PROMPT_LOGPROBS
 
 
 @dataclass(frozen=True, slots=True)

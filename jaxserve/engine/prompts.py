@@ -13,10 +13,10 @@ from jaxserve.logits_processor import LogitsProcessor
 from jaxserve.request import PRIORITIES, Request
 from jaxserve.sampling_params import (
     MAX_BAD_WORD_TOKENS,
-    MAX_PROMPT_LOGPROBS,
     MAX_SEED,
     OutputKind,
     SamplingParams,
+    limit_prompt_logprobs,
 )
 from jaxserve.structured_params import StructuredOutputsParams
 
@@ -174,8 +174,8 @@ class RequestFactory:
         for field in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token_id in getattr(params, field) or ():
                 self._check_token_id(field, token_id)
-        for field in ("logprobs", "prompt_logprobs"):
-            self._check_logprobs(field, getattr(params, field))
+        _check_logprobs("logprobs", params.logprobs, self._max_logprobs)
+        _check_logprobs("prompt_logprobs", params.prompt_logprobs, limit_prompt_logprobs(self._max_logprobs))
         if params.extra_args is not None:
             params = replace(params, extra_args=self._order_arguments(params.extra_args))
         if params.truncate_prompt_tokens is not None:
@@ -204,15 +204,6 @@ class RequestFactory:
 
             self._grammars = GrammarCompiler(self._tokenizer, vocab_size=self._vocab_size)
         return self._grammars.compile(params)
-
-    def _check_logprobs(self, field: str, count: int | None) -> None:
-        most = self._max_logprobs
-        if most < 0 and field == "prompt_logprobs":
-            most = MAX_PROMPT_LOGPROBS
-        if count is None or most < 0 or 0 <= count <= most:
-            return
-        message = f"at most {most} likeliest tokens, got {'all' if count < 0 else count}; max_logprobs raises the limit"
-        raise InvalidRequestError(message, field=field, value=count)
 
     def _order_arguments(self, arguments: Mapping[str, float]) -> dict[str, float]:
         """Those of the logits processor, in the order that it declares."""
@@ -278,3 +269,11 @@ class RequestFactory:
         if not is_integer or not 0 <= token_id < self._vocab_size:
             message = f"must be token ids in [0, {self._vocab_size}), got {shorten(token_id)}"
             raise InvalidRequestError(message, field=field, value=token_id)
+
+
+def _check_logprobs(field: str, count: int | None, most: int) -> None:
+    """Raises InvalidRequestError when more than `most` likeliest tokens are wanted; -1 stands for all."""
+    if count is None or most < 0 or 0 <= count <= most:
+        return
+    message = f"at most {most} likeliest tokens, got {'all' if count < 0 else count}; max_logprobs raises the limit"
+    raise InvalidRequestError(message, field=field, value=count)

@@ -32,7 +32,7 @@ from jaxserve.runtime.step import (
 )
 from jaxserve.sampling import SamplerState, make_row_setting, set_row
 from jaxserve.sampling.state import WORD_BITS
-from jaxserve.sampling_params import MAX_PROMPT_LOGPROBS
+from jaxserve.sampling_params import limit_prompt_logprobs
 
 Progress = Callable[[str, int, int], None]  # (what was done, how many, of how many)
 
@@ -119,7 +119,7 @@ def compile_score(model: StepModel, inputs: ProgramInputs, rows: int, max_logpro
 
 def compile_score_prompt(model: StepModel, inputs: ProgramInputs, bucket: Bucket, max_logprobs: int) -> Any:
     """Compiles the log-probabilities of the prompt tokens of one mixed bucket."""
-    most = max_logprobs if max_logprobs >= 0 else min(MAX_PROMPT_LOGPROBS, model.config.vocab_size)
+    most = min(limit_prompt_logprobs(max_logprobs), model.config.vocab_size)
     step = functools.partial(score_prompt_tokens, model=model, max_logprobs=most)
     hidden = inputs.spec((bucket.tokens, model.config.hidden_size), model.config.dtype)
     jitted = jax.jit(step, out_shardings=inputs.replicated)

@@ -102,25 +102,23 @@ class StepPacker:
 
     def __init__(self, mirror: RowMirror) -> None:
         self._mirror = mirror
-        self._layout: InputLayout | None = None
-        self._decode_rows: tuple[int, ...] = ()
-        self._decodes: PackedStep | None = None
+        self._kept: tuple[tuple[InputLayout, tuple[int, ...]], PackedStep] | None = None  # by layout and rows
 
     def pack(self, plan: StepPlan, layout: InputLayout) -> PackedStep:
         """Returns the packed step of a plan, and has the mirror know the rows that begin a new life in it."""
         if plan.row_sets:
             self._mirror.apply(plan.row_sets)
-            self._layout = None
+            self._kept = None
         step = _pack_rows(plan, layout, self._mirror) if plan.chunks else self._pack_decodes(plan, layout)
         if not plan.page_updates:
             return step
         return replace(step, inputs=_add_pages(step.inputs, plan, layout))
 
     def _pack_decodes(self, plan: StepPlan, layout: InputLayout) -> PackedStep:
-        if self._decodes is None or self._layout is not layout or self._decode_rows != plan.decode_rows:
-            self._decodes = _pack_rows(plan, layout, self._mirror)
-            self._layout, self._decode_rows = layout, plan.decode_rows
-        return self._decodes
+        key = layout, plan.decode_rows
+        if self._kept is None or self._kept[0] != key:
+            self._kept = key, _pack_rows(plan, layout, self._mirror)
+        return self._kept[1]
 
 
 def _pack_rows(plan: StepPlan, layout: InputLayout, mirror: RowMirror) -> PackedStep:

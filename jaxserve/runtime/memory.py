@@ -25,6 +25,11 @@ from pallas_kernels.layout import page_bytes, pool_shape
 from pallas_kernels.spec import KVSpec
 
 GIB = 2**30
+_REMEDIES = {  # of what takes most
+    "model": "take a smaller dtype or model, or on accelerators raise tensor_parallel_size",
+    "max_num_seqs": "lower it",
+    "kv_cache_memory_bytes": "lower it, max_num_seqs or max_model_len",
+}
 _CPU_SHARE = 0.25  # of the memory this process may use
 _GROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
@@ -150,7 +155,7 @@ def refuse_shortage(limit: int, parts: Mapping[str, int]) -> None:
         field = max(parts, key=lambda name: parts[name])
         shares = ", ".join(f"{format_bytes(size)} for {name}" for name, size in parts.items() if size)
         message = f"{format_bytes(total)} are needed ({shares}) and there are {format_bytes(limit)}"
-        raise CapacityError(f"{message}; lower it, take a smaller dtype, or more devices", field=field)
+        raise CapacityError(f"{message}; {_REMEDIES[field]}", field=field, value=parts[field])
 
 
 def params_bytes(specs: Any, num_devices: int) -> int:

@@ -42,6 +42,10 @@ def test_bad_deadlines_are_named(deadline: Any) -> None:
 class Plain:
     eos_token_ids = ()
 
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Texts after a space are one token that the model, whose vocabulary is 50, has no logit for."""
+        return [50] if text.startswith(" ") else [7, 8]
+
 
 def test_everything_about_a_conversation_reaches_its_template(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
@@ -73,3 +77,8 @@ def test_everything_about_a_conversation_reaches_its_template(monkeypatch: pytes
         "continue_final_message": True,
         "enable_thinking": True,
     }
+
+
+def test_bad_words_of_tokens_without_a_logit_cannot_come_anyway() -> None:
+    request = make_factory(Plain()).make(IDS, SamplingParams(temperature=0, bad_words=["no"]))
+    assert request.bad_words == ((7, 8),)

@@ -139,16 +139,22 @@ def test_a_full_queue_refuses_at_once_and_harms_nobody() -> None:
         assert all(isinstance(outcome, list) for outcome in outcomes[:2])
 
 
+def submit_twice(thread: EngineThread) -> tuple[OutputInbox, OutputInbox]:
+    """One request of 40 tokens, from two readers."""
+    request = greedy("mine", range(10), 40)
+    inboxes = OutputInbox([request]), OutputInbox([request])
+    for inbox in inboxes:
+        thread.submit([request], inbox)
+    return inboxes
+
+
 def test_an_id_that_is_in_use_is_refused_and_its_owner_goes_on() -> None:
     engine, _ = make_engine()
     with start(engine) as thread:
 
         async def test() -> list[object]:
-            request = greedy("mine", range(10), 40)
-            first, second = OutputInbox([request]), OutputInbox([request])
             async with hold(thread):
-                thread.submit([request], first)
-                thread.submit([request], second)
+                first, second = submit_twice(thread)
             return await asyncio.gather(read(first), leave(second), return_exceptions=True)
 
         async def leave(inbox: OutputInbox) -> None:
@@ -168,11 +174,8 @@ def test_who_leaves_before_the_refusal_ends_no_other_request_of_that_id() -> Non
     with start(engine) as thread:
 
         async def test() -> list[RequestOutput]:
-            request = greedy("mine", range(10), 40)
-            first, second = OutputInbox([request]), OutputInbox([request])
             async with hold(thread):
-                thread.submit([request], first)
-                thread.submit([request], second)
+                first, second = submit_twice(thread)
                 thread.leave(list(second.open_requests), second)
             return await read(first)
 
