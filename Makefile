@@ -4,19 +4,28 @@ VENV := .venv
 OLDEST := .venv-oldest
 RUN := $(VENV)/bin/python
 OLDEST_JAX := 0.11.2
+# Where an older jax can differ; other rooms do not know it, or know it through these.
+OLDEST_TESTS := $(addprefix tests/,layers models runtime sampling weights test_devices.py test_transfers.py)
+OLDEST_TESTS += $(addprefix tests/pallas_kernels/,test_api.py test_long_cases.py test_self_test.py test_xla.py)
+OLDEST_TESTS += $(addprefix tests/e2e/,test_parity.py test_ready.py test_kernels_in_engine.py)
 PIP_FLAGS := --quiet --disable-pip-version-check
 
-.PHONY: setup demo test test-fast test-oldest test-kernels test-kernels-full test-server soak lint format bench-host reference-env goldens sampling-goldens clean help
+.PHONY: setup demo attack test test-all lock audit test-fast test-oldest test-oldest-full test-kernels test-kernels-full test-server soak lint format bench-host reference-env goldens sampling-goldens clean help
 
 help:
 	@echo "make demo            serve a hundred prompts three ways with the model that ships in the package"
 	@echo "make test            the test suite; the server and the kernels have their own"
 	@echo "make test-server     the HTTP server's: real processes, OpenAI's clients, faults, the page in a browser"
+	@echo "make test-all        all of these, and the attacks: what runs before an issue is called resolved"
+	@echo "make attack          what strangers may try, on a server of its own, while a probe must be answered"
+	@echo "make lock            write anew what images install"
+	@echo "make audit           look for known vulnerabilities in it, where that service can be reached"
 	@echo "make soak            ten minutes of mixed load on a server: memory, pages and files must stay flat"
 	@echo "make test-fast       without the tests marked slow"
-	@echo "make test-oldest     the fast tests on the oldest supported jax ($(OLDEST_JAX))"
+	@echo "make test-oldest     on the oldest supported jax ($(OLDEST_JAX)), the fast tests of what can differ there"
+	@echo "make test-oldest-full    and of everything but the server"
 	@echo "make test-kernels    the kernels': values in interpreters, and every one compiled for its GPU or TPU, none of which needs to be here"
-	@echo "make test-kernels-full   the same with every tuning entry and all layers, on the oldest jax too"
+	@echo "make test-kernels-full   all shapes, layers and tuning entries, the oldest CUDA 13 compiler, more steps, on the oldest jax too"
 	@echo "make lint            ruff, as CI runs it"
 	@echo "make bench-host      host time per step on a device that does nothing"
 	@echo "make reference-env   the separate environment (Python 3.11, torch, transformers) that makes goldens"
@@ -40,6 +49,20 @@ test: setup
 test-server: setup
 	$(RUN) -m pytest -n 2 --dist worksteal tests/server
 
+attack: setup
+	$(RUN) scripts/attack_server.py
+
+test-all: test-kernels test test-server test-oldest-full attack
+
+lock: setup
+	$(RUN) scripts/lock.py
+
+# Needs the service that knows of vulnerabilities.
+audit:
+	$(PYTHON) -m venv .venv-audit
+	.venv-audit/bin/python -m pip install $(PIP_FLAGS) pip-audit
+	.venv-audit/bin/pip-audit --disable-pip --require-hashes -r configs/deploy/lock-cpu.txt -r configs/deploy/lock-cuda.txt
+
 soak: setup
 	$(RUN) scripts/soak_server.py --minutes 10
 
@@ -52,6 +75,9 @@ $(OLDEST)/.ready: pyproject.toml
 	touch $@
 
 test-oldest: $(OLDEST)/.ready
+	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal -m 'not slow' $(OLDEST_TESTS)
+
+test-oldest-full: $(OLDEST)/.ready
 	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal -m 'not slow' --ignore tests/server
 
 # The script fetches the compilers that some of the tests use.
@@ -90,4 +116,4 @@ sampling-goldens: reference-env
 	.venv-reference/bin/python scripts/make_sampling_goldens.py
 
 clean:
-	rm -rf $(VENV) $(OLDEST) .venv-reference .wheels .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) .venv-reference .venv-audit .wheels .pytest_cache .ruff_cache .hypothesis

@@ -6,12 +6,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxserve.engine.async_engine import AsyncLLM
+    from jaxserve.engine.async_engine import AsyncLLM, AsyncLLMEngine
     from jaxserve.engine.beam import BeamSearchParams
     from jaxserve.engine.llm import LLM
+    from jaxserve.engine.metrics import Counter, Gauge, Metric
+    from jaxserve.engine_args import AsyncEngineArgs, EngineArgs
     from jaxserve.logits_processor import LogitsProcessor
-    from jaxserve.request import CompletionOutput, RequestOutput
-    from jaxserve.sampling_params import OutputKind, SamplingParams
+    from jaxserve.request import CompletionOutput, EmbeddingOutput, RequestOutput, TextPrompt, TokensPrompt
+    from jaxserve.sampling_params import OutputKind, RequestOutputKind, SamplingParams
     from jaxserve.structured_params import StructuredOutputsParams
 
 __version__ = "0.1.0"
@@ -20,29 +22,51 @@ __version__ = "0.1.0"
 _HOMES = {
     "LLM": "jaxserve.engine.llm",
     "AsyncLLM": "jaxserve.engine.async_engine",
+    "AsyncLLMEngine": "jaxserve.engine.async_engine",
+    "AsyncEngineArgs": "jaxserve.engine_args",
+    "EngineArgs": "jaxserve.engine_args",
     "BeamSearchParams": "jaxserve.engine.beam",
     "LogitsProcessor": "jaxserve.logits_processor",
     "SamplingParams": "jaxserve.sampling_params",
     "OutputKind": "jaxserve.sampling_params",
+    "RequestOutputKind": "jaxserve.sampling_params",
     "RequestOutput": "jaxserve.request",
     "CompletionOutput": "jaxserve.request",
+    "EmbeddingOutput": "jaxserve.request",
+    "TextPrompt": "jaxserve.request",
+    "TokensPrompt": "jaxserve.request",
+    "Metric": "jaxserve.engine.metrics",
+    "Counter": "jaxserve.engine.metrics",
+    "Gauge": "jaxserve.engine.metrics",
     "StructuredOutputsParams": "jaxserve.structured_params",
 }
 
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
     "AsyncLLM",
+    "AsyncLLMEngine",
     "BeamSearchParams",
     "CompletionOutput",
+    "Counter",
+    "EmbeddingOutput",
+    "EngineArgs",
+    "Gauge",
     "LogitsProcessor",
+    "Metric",
     "OutputKind",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "GuidedDecodingParams":
+        raise ImportError("GuidedDecodingParams is vLLM's old name of StructuredOutputsParams; import that one")
     if name not in _HOMES:
         raise AttributeError(f"module 'jaxserve' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

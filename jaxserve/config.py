@@ -15,6 +15,7 @@ from typing import Any
 
 from jaxserve.errors import ConfigError, shorten
 from jaxserve.options import build_config, check_at_least, check_choices, option, read_options
+from jaxserve.vllm_options import drop_harmless
 
 DEMO_MODEL = "demo"
 ATTENTION_IMPLS = (
@@ -39,7 +40,12 @@ class ModelOptions:
     tokenizer: str | None = option(None, "directory of the tokenizer, when it is not the model's")
     skip_tokenizer_init: bool = option(False, "work on token ids only")
     revision: str | None = option(None, "branch, tag or commit of a Hugging Face model id")
-    dtype: str = option("auto", "of weights and activations", choices=("auto", "float32", "bfloat16", "float16"))
+    dtype: str = option(
+        "auto",
+        "of weights and activations",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        synonyms={"half": "float16", "float": "float32"},
+    )
     load_format: str = option(
         "auto",
         "where weights come from; dummy: random, made on the device",
@@ -48,11 +54,20 @@ class ModelOptions:
     max_model_len: int | None = option(
         None, "tokens of a prompt and its answer together; default: what the model supports"
     )
+    generation_config: str = option(
+        "auto",
+        "defaults of requests; auto: the model's generation_config.json; vllm: none; or a directory with another",
+    )
     seed: int = option(0, "from which seeds of unseeded requests and dummy weights are drawn")
 
     def __post_init__(self) -> None:
         check_choices(self)
         check_at_least(self, max_model_len=2, seed=0)
+
+    @property
+    def names_generation_config(self) -> bool:
+        """Whether `generation_config` is a directory."""
+        return self.generation_config not in ("auto", "vllm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +79,7 @@ class CacheOptions:
         "auto",
         "auto: that of the model; fp8: e4m3, scaled by the checkpoint's scales or not at all",
         choices=("auto", "float32", "bfloat16", "float16", "fp8"),
+        synonyms={"fp8_e4m3": "fp8"},
     )
     enable_prefix_caching: bool = option(True, "reuse the KV of equal prompt beginnings")
     num_kv_pages_override: int | None = option(
@@ -94,10 +110,10 @@ class SchedulerOptions:
     max_num_batched_tokens: int | None = option(None, "tokens of a step; default: cpu 512, gpu 2048, tpu 2048")
     async_scheduling: bool = option(True, "plan and dispatch the next step while one runs")
     max_num_queued_reqs: int | None = option(
-        None, "sequences that may wait for their first step; a server refuses more; default: no limit"
+        None, "sequences that may wait for a row; a server refuses more; default: 4 x max_num_seqs, for servers only"
     )
     max_num_queued_tokens: int | None = option(
-        None, "prompt tokens of sequences that wait for their first step; default: no limit"
+        None, "prompt tokens of sequences that wait for a row; default: no limit"
     )
 
     def __post_init__(self) -> None:
@@ -124,13 +140,21 @@ class ParallelOptions:
 class CompileOptions:
     """Which programs exist, and where compiled ones are kept."""
 
+    compile: str = option(
+        "auto",
+        "all: every program before the engine is ready, none later; used: each when a step first needs it; auto: used "
+        "for LLM and the commands generate and chat, else all",
+        choices=("auto", "all", "used"),
+    )
     attention_impl: str = option(
         "auto", "attention kernel; a name that cannot run here is refused", choices=ATTENTION_IMPLS
     )
     compilation_cache_dir: str | None = option(
         None, "of JAX's persistent cache; default: ~/.cache/jaxserve/xla; '' for none"
     )
-    max_logprobs: int = option(20, "most likeliest tokens a request may ask for; -1: any number, all tokens included")
+    max_logprobs: int = option(
+        20, "how many of the likeliest tokens a request may ask for; -1: any number, all tokens included"
+    )
     compile_threads: int = option(0, "programs compiled at once; 0: one per core, at most 8")
 
     def __post_init__(self) -> None:
@@ -173,17 +197,23 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
-        """Builds the config from flat options by name or alias.
+        """Builds the config from flat options by name or alias; vLLM's that change nothing here are taken as well.
 
         Raises:
             ConfigError: an option is unknown (the nearest name is suggested), given twice, or out of range.
         """
-        return build_config(cls, options)
+        return build_config(cls, drop_harmless(options))
 
     @classmethod
     def from_toml(cls, path: str | Path, **overrides: Any) -> EngineConfig:
         """Reads options from a TOML file, flat or in the sections' tables; `overrides` win."""
-        return build_config(cls, read_options(path) | overrides)
+        return cls.from_options(**read_options(path) | overrides)
+
+    def with_compile(self, choice: str) -> EngineConfig:
+        """Returns the config with `choice` ("all" or "used") where `compile` is left to whoever builds the engine."""
+        if self.compile.compile != "auto":
+            return self
+        return replace(self, compile=replace(self.compile, compile=choice))
 
     def resolve(self, platform: str) -> EngineConfig:
         """Fills in what depends on the platform ("cpu", "gpu", "tpu") and checks how the options fit together."""

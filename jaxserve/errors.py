@@ -55,6 +55,15 @@ class CapacityError(_FieldError):
     """The device's memory cannot hold what was asked for; the message says what would fit."""
 
 
+class DeviceError(_FieldError):
+    """JAX, its plugin or a driver is not able to give devices; `advice` is the part that says what to do."""
+
+    def __init__(self, reason: str, advice: str, *, field: str, value: object = None) -> None:
+        super().__init__(f"{reason}; {advice}", field=field, value=value)
+        self.reason = reason
+        self.advice = advice
+
+
 class MissingProgramError(JaxServeError, RuntimeError):
     """A step needs a program that was not compiled before ready: always a fault of jaxserve, never of the caller."""
 
@@ -90,6 +99,14 @@ class NoTokenLeftError(_FieldError):
 
 class GrammarError(_FieldError):
     """A request's grammar met one of its limits while its text was written; it ends, with what it has so far."""
+
+
+def is_failure(error: BaseException) -> bool:
+    """Whether something failed: an exception, or a panic in a Rust library, which pyo3 derives from BaseException.
+
+    False for what ends work on purpose: an interrupt, an exit, a cancelled task.
+    """
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def shorten(value: object) -> str:

@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, field, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jaxserve.errors import ConfigError, shorten
@@ -23,9 +24,16 @@ _TYPES: dict[str, tuple[Any, str]] = {
 }
 
 
-def option(default: Any, text: str, *aliases: str, choices: tuple[Any, ...] = ()) -> Any:
-    """Declares an option; `text` is its help."""
-    return field(default=default, metadata={"help": text, "aliases": aliases, "choices": choices})
+def option(
+    default: Any,
+    text: str,
+    *aliases: str,
+    choices: tuple[Any, ...] = (),
+    synonyms: Mapping[str, Any] = MappingProxyType({}),
+) -> Any:
+    """Declares an option; `text` is its help, `synonyms` are other names of some of its values."""
+    metadata = {"help": text, "aliases": aliases, "choices": choices, "synonyms": synonyms}
+    return field(default=default, metadata=metadata)
 
 
 def list_options(config: type) -> Iterator[tuple[str, Field[Any]]]:
@@ -41,22 +49,31 @@ def build_config[C](config: type[C], options: Mapping[str, Any]) -> C:
     Raises:
         ConfigError: an option is unknown (the nearest name is suggested), given twice, or out of range.
     """
-    names = {
-        name: (section, f.name) for section, f in list_options(config) for name in (f.name, *f.metadata["aliases"])
-    }
-    types = {each.name: str(each.type) for _, each in list_options(config)}
+    known = {name: (section, f) for section, f in list_options(config) for name in (f.name, *f.metadata["aliases"])}
     chosen: dict[str, dict[str, Any]] = {}
+    called: dict[str, str] = {}  # how the caller calls each option
     for name, value in options.items():
-        if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(names))}"
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
             raise ConfigError(f"not an option; {hint}", field=name, value=value)
-        section, canonical = names[name]
-        if canonical in chosen.setdefault(section, {}):
-            raise ConfigError(f"given twice, also by an alias of {canonical}", field=name, value=value)
-        chosen[section][canonical] = _check_type(name, value, types[canonical])
+        section, f = known[name]
+        if value is None and (f.default is None or "None" not in str(f.type)):
+            continue  # "not set", as vLLM's callers say it of any option
+        if f.name in called:
+            raise ConfigError(f"given twice, also as {called[f.name]}", field=name, value=value)
+        called[f.name] = name
+        checked = _check_type(name, value, str(f.type))
+        chosen.setdefault(section, {})[f.name] = (
+            f.metadata["synonyms"].get(checked, checked) if isinstance(checked, str) else checked
+        )
     sections = {f.name: f.default_factory for f in fields(config)}  # type: ignore[arg-type]
-    return config(**{section: sections[section](**values) for section, values in chosen.items()})  # type: ignore[operator, misc]
+    try:
+        return config(**{section: sections[section](**values) for section, values in chosen.items()})  # type: ignore[operator, misc]
+    except ConfigError as error:
+        if (name := called.get(error.field, error.field)) == error.field:
+            raise
+        raise ConfigError(str(error).removeprefix(f"{error.field}: "), field=name, value=error.value) from error
 
 
 def _check_type(name: str, value: Any, declared: str) -> Any:
@@ -83,7 +100,9 @@ def read_options(path: str | Path) -> dict[str, Any]:
     try:
         document = tomllib.loads(Path(path).read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"cannot be read: {error}", field="config", value=str(path)) from error
+        form = "" if isinstance(error, OSError) else "; files of options are TOML (max_model_len = 4096)"
+        name = "" if isinstance(error, OSError) else f"{path} "
+        raise ConfigError(f"{name}cannot be read: {error}{form}", field="config", value=str(path)) from error
     flat: dict[str, Any] = {}
     for name, value in document.items():
         flat.update(value if isinstance(value, Mapping) else {name: value})

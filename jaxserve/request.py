@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from jaxserve.errors import JaxServeError
 from jaxserve.sampling_params import SamplingParams
@@ -25,6 +25,21 @@ class FinishReason(Enum):
 
     def __str__(self) -> str:
         return self.value
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text (vLLM's name)."""
+
+    prompt: str
+    cache_salt: NotRequired[str]  # shares cached prefixes with prompts of the same salt only
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids (vLLM's name)."""
+
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]  # their text, shown in the output; nothing is read of it
+    cache_salt: NotRequired[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,3 +123,8 @@ class EmbeddingOutput:
     prompt_token_ids: list[int]
     embedding: list[float]  # of length 1
     num_cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache
+
+    @property
+    def outputs(self) -> EmbeddingOutput:
+        """Itself: vLLM's scripts read `output.outputs.embedding`."""
+        return self

@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any
 
 from jaxserve.errors import InvalidRequestError, shorten
 from jaxserve.structured_params import StructuredOutputsParams
+from jaxserve.vllm_options import SAMPLING_ADVICE
 
 MAX_STOP_STRINGS = 16  # evaluation harnesses send a task's strings plus the text of EOS: four are too few
 MAX_STOP_TOKEN_IDS = 256
@@ -19,7 +20,7 @@ MAX_COMPLETIONS = 128  # n
 MAX_LOGIT_BIAS = 300
 _MAX_PROMPT_LOGPROBS = 20  # of an engine that allows all log-probabilities: those of a prompt are read from a list
 MAX_BAD_WORD_TOKENS = 8  # of one of them
-MAX_BAD_WORDS = 32  # each is banned at the beginning of a text and after a space
+MAX_BAD_WORDS = 32  # texts: each is banned at the beginning of a text and after a space, so two lists of tokens
 
 
 class OutputKind(Enum):
@@ -28,6 +29,9 @@ class OutputKind(Enum):
     CUMULATIVE = "cumulative"  # after every step, everything so far
     DELTA = "delta"  # after every step, what is new
     FINAL_ONLY = "final_only"  # once, when the request has finished
+
+
+RequestOutputKind = OutputKind  # vLLM's name
 
 
 def limit_prompt_logprobs(max_logprobs: int) -> int:
@@ -54,7 +58,7 @@ class SamplingParams:
     top_p: float = 1.0  # in (0, 1]
     top_k: int = 0  # 0 or -1: all tokens
     min_p: float = 0.0  # in [0, 1]
-    seed: int | None = None  # None: drawn when the request is admitted, and kept with it
+    seed: int | None = None  # None or -1: drawn when the request is admitted, and kept with it
     max_tokens: int | None = 16  # None: up to max_model_len
     stop: Sequence[str] | str | None = None  # normalised to a tuple
     stop_token_ids: Sequence[int] | None = None  # normalised to a tuple
@@ -64,7 +68,10 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # the same for every token of the prompt but the first; not -1
     logit_bias: Mapping[int, float] | None = None  # in [-100, 100], by token id
     allowed_token_ids: Sequence[int] | None = None  # nothing else is chosen; normalised to a tuple
-    bad_words: Sequence[str] | None = None  # texts that the output never has; normalised to a tuple
+    bad_words: Sequence[str | Sequence[int]] | None = None  # texts or lists of ids that the output never has; a tuple
+    suppress_tokens: Sequence[int] | None = (
+        None  # ids that are never chosen (transformers' name); normalised to a tuple
+    )
     structured_outputs: StructuredOutputsParams | None = None
     extra_args: Mapping[str, float] | None = None  # of the engine's own logits processor
     truncate_prompt_tokens: int | None = None  # keep the last so many tokens of the prompt; -1: as many as fit
@@ -73,6 +80,7 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True  # False: none that the decoder puts there, where they are shown
     include_stop_str_in_output: bool = False
     output_kind: OutputKind = OutputKind.CUMULATIVE
+    best_of: int | None = None  # no other than n: completions are not ranked; normalised to None
 
     def __new__(cls, *_args: Any, **options: Any) -> SamplingParams:
         """Refuses unknown parameters by name before the generated `__init__` sees them."""
@@ -80,6 +88,8 @@ class SamplingParams:
         for name, value in options.items():
             if name in known:
                 continue
+            if name in SAMPLING_ADVICE:
+                raise InvalidRequestError(f"not a sampling parameter here; {SAMPLING_ADVICE[name]}", field=name)
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"supported: {', '.join(sorted(known))}"
             raise InvalidRequestError(f"not a supported sampling parameter; {hint}", field=name, value=value)
@@ -94,6 +104,12 @@ class SamplingParams:
         _require_number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
         _require_number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
         _require_number("repetition_penalty", self.repetition_penalty, low=0.01, high=2.0)
+        if self.best_of not in (None, self.n):
+            message = f"is only possible equal to n {self.n}, got {shorten(self.best_of)}"
+            raise InvalidRequestError(message, field="best_of", value=self.best_of)
+        object.__setattr__(self, "best_of", None)  # else another n could not take its place later
+        if isinstance(self.seed, int) and self.seed == -1:
+            object.__setattr__(self, "seed", None)
         if self.seed is not None:
             _require_integer("seed", self.seed, low=0, high=MAX_SEED)
         if self.max_tokens is not None:
@@ -125,10 +141,15 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", _normalise_logit_bias(self.logit_bias))
         object.__setattr__(self, "allowed_token_ids", _normalise_allowed_ids(self.allowed_token_ids))
         object.__setattr__(self, "bad_words", _normalise_bad_words(self.bad_words))
+        object.__setattr__(self, "suppress_tokens", _normalise_token_ids("suppress_tokens", self.suppress_tokens))
         if self.extra_args is not None:
             object.__setattr__(self, "extra_args", _normalise_extra_args(self.extra_args))
         if self.stop and not self.detokenize:
             raise InvalidRequestError("stop strings need detokenize=True", field="stop", value=self.stop)
+
+    def clone(self, **changes: Any) -> SamplingParams:
+        """Returns a copy; parameters cannot be changed, so what is to differ is given here."""
+        return replace(self, **changes)
 
     @property
     def is_greedy(self) -> bool:
@@ -146,6 +167,7 @@ class SamplingParams:
             or self.logit_bias
             or self.allowed_token_ids is not None
             or self.bad_words
+            or self.suppress_tokens
             or self.extra_args is not None
         )
 
@@ -225,14 +247,25 @@ def _normalise_allowed_ids(ids: object) -> tuple[int, ...] | None:
     return token_ids or None
 
 
-def _normalise_bad_words(words: object) -> tuple[str, ...]:
-    texts = _require_list("bad_words", words, of="texts", most=MAX_BAD_WORDS)
-    for word in texts:
-        if not isinstance(word, str) or not word.strip():
-            raise InvalidRequestError(
-                f"must be texts that are not empty, got {shorten(word)}", field="bad_words", value=words
-            )
-    return texts
+def _normalise_bad_words(words: object) -> tuple[str | tuple[int, ...], ...]:
+    given = _require_list("bad_words", words, of="texts")
+    num_lists = sum(2 if isinstance(word, str) else 1 for word in given)
+    if num_lists > 2 * MAX_BAD_WORDS:
+        message = f"at most {MAX_BAD_WORDS} texts, or twice as many lists of token ids, got {len(given)}"
+        raise InvalidRequestError(message, field="bad_words", value=len(given))
+    return tuple(_normalise_bad_word(word) for word in given)
+
+
+def _normalise_bad_word(word: object) -> str | tuple[int, ...]:
+    if isinstance(word, str) and word.strip():
+        return word
+    if not word or not isinstance(word, list | tuple):
+        message = f"must be texts or lists of token ids that are not empty, got {shorten(word)}"
+        raise InvalidRequestError(message, field="bad_words", value=word)
+    if len(word) > MAX_BAD_WORD_TOKENS:
+        message = f"at most {MAX_BAD_WORD_TOKENS} tokens each, got {len(word)}"
+        raise InvalidRequestError(message, field="bad_words", value=word)
+    return _normalise_token_ids("bad_words", word)
 
 
 def _normalise_extra_args(arguments: object) -> dict[str, float]:

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxserve.devices import find_devices
 from jaxserve.errors import ConfigError
 
 TENSOR_AXIS = "tensor"
@@ -61,9 +62,11 @@ KV_POOL_AXES: Axes = (None, "kv_heads", None, None)  # [num_pages, 2K, page_size
 def make_mesh(tensor_parallel_size: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Returns a one-dimensional mesh over the first `tensor_parallel_size` of `devices` (default: all of JAX's).
 
-    Raises ConfigError when there are too few devices.
+    Raises:
+        ConfigError: there are too few devices.
+        DeviceError: JAX cannot give any.
     """
-    available = list(jax.devices() if devices is None else devices)
+    available = list(find_devices() if devices is None else devices)
     if not 1 <= tensor_parallel_size <= len(available):
         raise ConfigError(
             f"{tensor_parallel_size} is not possible with {len(available)} device(s); use 1 to {len(available)}",

@@ -24,7 +24,7 @@ _CONSTRAINTS = ("json", "json_object", "regex", "choice", "grammar")
 _WHITESPACE_OPTIONS = ("disable_any_whitespace", "whitespace_pattern")
 # Strings, special tokens, comments and regular expressions of a Lark grammar: nothing in them is an option. What has no
 # end is llguidance's to refuse; here it goes on as far as it can, for a search behind each quote would take seconds.
-_LITERAL = re.compile(r'"(?:[^"\\\n]|\\.)*"?|<[^<>\s]+>?|(?:#|//)[^\n]*|/(?:[^/\\]|\\.)+/?')
+LARK_LITERAL = re.compile(r'"(?:[^"\\\n]|\\.)*"?|<[^<>\s]+>?|(?:#|//)[^\n]*|/(?:[^/\\]|\\.)+/?')
 # Options of a Lark rule that the engine could not honour: one temperature per request, and no text is taken back.
 _UNSUPPORTED_RULE_OPTION = re.compile(r"\b(temperature|stop)\s*=", re.ASCII)
 
@@ -43,9 +43,9 @@ class StructuredOutputsParams:
     json_object: bool | None = None  # any JSON object
     regex: str | None = None  # the whole output; syntax of Rust's `regex` crate, no look-around; \d, \w, \s are ASCII
     choice: Sequence[str] | None = None  # one of these texts; normalised to a tuple
-    grammar: str | None = None  # llguidance's dialect of Lark
+    grammar: str | None = None  # llguidance's dialect of Lark; GBNF is converted to it
     disable_any_whitespace: bool = False  # json and json_object: no whitespace between the tokens of JSON
-    whitespace_pattern: str | None = None  # json and json_object: a regex for the whitespace between them
+    whitespace_pattern: str | None = None  # the same: a regex for what may be there; default: one line break, 32 blanks
 
     def __new__(cls, *_args: Any, **options: Any) -> StructuredOutputsParams:
         """Refuses unknown names before the generated `__init__` sees them."""
@@ -123,7 +123,7 @@ def _require_grammar(grammar: str) -> None:
     _require_text("grammar", grammar, MAX_GRAMMAR_BYTES)
     if grammar.lstrip().startswith("{"):  # llguidance would take it for its own JSON form and skip these checks
         raise _refuse("grammar", "must be a Lark grammar, got a JSON object; a schema belongs in json", None)
-    found = _UNSUPPORTED_RULE_OPTION.search(_LITERAL.sub('""', grammar))
+    found = _UNSUPPORTED_RULE_OPTION.search(LARK_LITERAL.sub('""', grammar))
     if found is not None:
         option = found[1]
         instead = "use the request's temperature" if option == "temperature" else "use suffix= or lazy"

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from types import ModuleType
 
+from pallas_kernels.gpu.toolkit import find_compiler_obstacle
 from pallas_kernels.platform import traced_device_kind, traced_platform
 from pallas_kernels.spec import AttnShape
 
@@ -116,8 +117,10 @@ def resolve_impl(
 
 
 def _find_obstacle(impl: str, shape: AttnShape) -> str | None:
+    backend = find_backend(impl)
     spec = replace(shape.spec, layout=choose_layout(impl, shape.spec.head_dim))
-    return find_backend(impl).module.find_obstacle(replace(shape, spec=spec))
+    obstacle = backend.module.find_obstacle(replace(shape, spec=spec))
+    return find_compiler_obstacle() if obstacle is None and backend.platform == "gpu" else obstacle
 
 
 def choose_layout(impl: str, head_dim: int) -> str:

@@ -61,7 +61,8 @@ def prepare_batch(
     first = seq_lens - query_lens  # [S], position of the row's first new token
     positions = jnp.where(is_token, first[token_rows] + tokens - query_start_loc[token_rows], 0)
     write_pages = jnp.where(is_token, page_table[token_rows, jnp.minimum(positions // page_size, width - 1)], 0)
-    rows = StepRows(query_start_loc, query_lens, seq_lens, distribution, num_tokens, max_query_len)
+    max_len = width * page_size
+    rows = StepRows(query_start_loc, query_lens, seq_lens, distribution, num_tokens, max_query_len, max_len)
     return BatchMeta(
         page_table=page_table,
         seq_lens=seq_lens,

@@ -28,11 +28,17 @@ class StepRows:
     distribution: jax.Array  # [3] i32, cumulative ends of (one-token, chunk, mixed) rows
     num_tokens: int  # T
     max_query_len: int | None  # no row has more; None: nothing is known
+    max_len: int  # tokens that a row of the page table holds
 
     @property
     def is_decode(self) -> bool:
         """No row has more than one token."""
         return self.max_query_len == 1
+
+    @property
+    def max_rows(self) -> int:
+        """No step of the bucket has more rows with a token."""
+        return min(self.query_lens.shape[0], self.num_tokens)
 
     def lens_between(self, begin: int | jax.Array, end: int | jax.Array) -> jax.Array:
         """`query_lens` of the rows in [begin, end), 0 for all others: [S]."""

@@ -35,7 +35,13 @@ def measure(dtype: str, jobs: list[tuple[int, int]], repeats: int) -> dict[str, 
     """Returns tokens/s of the best of `repeats` runs, and what the steps were."""
     rng = random.Random(1)
     llm = LLM(
-        PRESET, load_format="dummy", dtype=dtype, max_num_seqs=ROWS, max_model_len=512, enable_prefix_caching=False
+        PRESET,
+        load_format="dummy",
+        dtype=dtype,
+        max_num_seqs=ROWS,
+        max_model_len=512,
+        enable_prefix_caching=False,
+        compile="all",
     )
     prompts = [{"prompt_token_ids": [rng.randrange(3, 8192) for _ in range(length)]} for length, _ in jobs]
     params = [SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for _, length in jobs]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxserve import LLM, SamplingParams
+from jaxserve.presets import load_preset
 from jaxserve.request import Request
 from pallas_kernels.layout import page_bytes
 
@@ -130,7 +132,9 @@ def print_points(console: Console, llm: LLM, limits: DeviceLimits, points: list[
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="llama-3.1-8b", help="model preset or checkpoint (default: %(default)s)")
+    parser.add_argument("--layers", type=int, help="of the preset, fewer than it has")
     parser.add_argument("--load-format", default="dummy", help="dummy: random weights (default)")
+    parser.add_argument("--compile", choices=("all", "used"), default="all", help="programs (default: %(default)s)")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--attention-impl", default="auto")
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
@@ -145,22 +149,42 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
+def build_llm(args: argparse.Namespace) -> LLM:
+    """The engine of the options, of fewer layers where they say so."""
+    options: dict[str, Any] = {"max_num_batched_tokens": 128} if args.dry_run else {}
+    with tempfile.TemporaryDirectory() as folder:
+        model = args.preset
+        if args.layers is not None:
+            hf_config = load_preset(args.preset)
+            if hf_config is None:
+                raise SystemExit(f"--layers is for presets; there is none called {args.preset!r}")
+            Path(folder, "config.json").write_text(json.dumps(hf_config | {"num_hidden_layers": args.layers}))
+            model = folder
+        return LLM(
+            model,
+            load_format=args.load_format,
+            skip_tokenizer_init=True,
+            kv_cache_dtype=args.kv_cache_dtype,
+            attention_impl=args.attention_impl,
+            max_num_seqs=max(args.batches),
+            max_model_len=max(args.contexts) + 4 * args.steps + max(args.batches) + 64,
+            enable_prefix_caching=False,
+            compile=args.compile,
+            **options,
+        )
+
+
+def write_points(path: Path, limits: DeviceLimits, points: list[Point], skipped: list[str]) -> None:
+    found = [vars(point) | {"share": point.share} for point in points]
+    document = {"jax": jax.__version__, "limits": limits.asdict(), "points": found, "not_measured": skipped}
+    path.write_text(json.dumps(document, indent=1) + "\n")
+
+
 def main() -> None:
     args, console = parse_args(), Console()
     limits = measure_limits()
     start = time.perf_counter()
-    options: dict[str, Any] = {"max_num_batched_tokens": 128} if args.dry_run else {}
-    llm = LLM(
-        args.preset,
-        load_format=args.load_format,
-        skip_tokenizer_init=True,
-        kv_cache_dtype=args.kv_cache_dtype,
-        attention_impl=args.attention_impl,
-        max_num_seqs=max(args.batches),
-        max_model_len=max(args.contexts) + 4 * args.steps + max(args.batches) + 64,
-        enable_prefix_caching=False,
-        **options,
-    )
+    llm = build_llm(args)
     console.print(f"ready after {time.perf_counter() - start:.1f} s, {llm.ready.plan.num_pages[0]:,} pages")
     points, skipped = [], []
     for context in args.contexts:
@@ -170,11 +194,11 @@ def main() -> None:
                 continue
             points.append(measure(llm, limits, batch, context, args.steps))
             console.print(f"{batch} rows of {context}: {1e3 * points[-1].seconds:.3f} ms, {points[-1].share:.0%}")
+            if args.json:  # after every point: a run that is cut off keeps what it has
+                write_points(args.json, limits, points, skipped)
     print_points(console, llm, limits, points, skipped)
     if args.json:
-        found = [vars(point) | {"share": point.share} for point in points]
-        document = {"jax": jax.__version__, "limits": limits.asdict(), "points": found, "not_measured": skipped}
-        args.json.write_text(json.dumps(document, indent=1) + "\n")
+        write_points(args.json, limits, points, skipped)
 
 
 if __name__ == "__main__":

@@ -97,12 +97,21 @@ class ServerProcess:
 def run_server(rows: int, ms: float, *, profile: bool = False) -> Iterator[ServerProcess]:
     """Yields a server on a null device that is ready, and ends it."""
     with tempfile.TemporaryDirectory() as folder:
-        log, samples = Path(folder, "log"), Path(folder, "profile.json") if profile else None
+        samples = Path(folder, "profile.json") if profile else None
         command = [sys.executable, str(PROGRAM), "serve", "--rows", str(rows), "--ms", str(ms)]
         command += ["--profile", str(samples)] if samples is not None else []
+        with run_command(command, samples) as server:
+            yield server
+
+
+@contextlib.contextmanager
+def run_command(command: Sequence[str], profile: Path | None = None) -> Iterator[ServerProcess]:
+    """Yields the server that a command starts, once it is ready, and ends it."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "log")
         with log.open("wb") as file:
             process = subprocess.Popen(command, stdout=file, stderr=file)
-        server = ServerProcess(process, log, samples)
+        server = ServerProcess(process, log, profile)
         try:
             server.wait_until_ready()
             yield server

@@ -66,7 +66,7 @@ class SlowDevice:
     def __init__(self, seconds: float) -> None:
         self.seconds, self.busy_until, self.counts = seconds, 0.0, StepCounts()
         tokenizer = load_tokenizer(demo_model_dir())
-        texts = {token: tokenizer.decode([token]).strip() for token in range(tokenizer.vocab_size)}
+        texts = {token: tokenizer.decode([token], True).strip() for token in range(tokenizer.vocab_size)}
         words = [token for token, text in texts.items() if text.isascii() and text.isalpha()]
         self._ids, self._at = np.random.default_rng(0).choice(words, _DRAWN).tolist(), 0
 
@@ -80,6 +80,9 @@ class SlowDevice:
             self._at = 0
         self._at += num_rows
         return self._ids[self._at - num_rows : self._at]
+
+    def warm_thread(self) -> None:
+        """There is nothing to warm up."""
 
     def reset(self) -> None:
         raise AssertionError("no step fails here")
@@ -174,7 +177,7 @@ def serve(config: EngineConfig, profile: Path | None) -> None:
 
 def generate(options: dict[str, Any], num_prompts: int, tokens: int, repeats: int) -> None:
     """Prints what `LLM.generate` takes for prompts that come together."""
-    llm = LLM(show_progress=False, **options)
+    llm = LLM(show_progress=False, compile="all", **options)
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     prompts = [make_prompt(index) for index in range(num_prompts)]
     llm.generate(prompts[:1], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)

@@ -24,17 +24,16 @@ from pallas_kernels.testing.gate_report import ProgramReport
 from pallas_kernels.testing.targets import Target, find_target, open_devices
 
 PRESET = "llama-3.1-8b"
-NUM_DEVICES = {"gpu": 1, "tpu": 8}
+DEVICE_COUNTS = {"gpu": (1, 2), "tpu": (8,)}  # the first one always, the others in the full gate
 FEW_LAYERS = 4  # what goes wrong in a step goes wrong in two layers; all of them are for the full gate
 MEMORY_SHARE = 0.9
 
 
-def make_step_shapes(target: Target, *, num_layers: int | None, impl: str) -> Shapes:
-    """What the engine would serve the preset with on the target, whole or with fewer layers."""
+def make_step_shapes(target: Target, *, num_devices: int, num_layers: int | None, impl: str) -> Shapes:
+    """What the engine would serve the preset with on devices of the target, whole or with fewer layers."""
     hf_config = dict(load_preset(PRESET) or {})
     if num_layers is not None:
         hf_config["num_hidden_layers"] = num_layers
-    num_devices = NUM_DEVICES[target.platform]
     config = EngineConfig.from_options(
         model=PRESET, load_format="dummy", tensor_parallel_size=num_devices, attention_impl=impl
     )
@@ -61,22 +60,29 @@ def measure_step(gate: Gate, name: str, shapes: Shapes, mesh: Any, bucket: Bucke
     return gate.measure(report, partial(trace_forward, model, inputs, bucket))
 
 
+def list_steps(target: Target, *, full: bool, impl: str) -> dict[str, tuple[Shapes, Bucket]]:
+    """The programs of the target by name: of each number of devices the largest decode bucket and the largest."""
+    steps = {}
+    for num_devices in DEVICE_COUNTS[target.platform][: None if full else 1]:
+        shapes = make_step_shapes(target, num_devices=num_devices, num_layers=None if full else FEW_LAYERS, impl=impl)
+        rows = max(shapes.buckets.row_counts)
+        for bucket in (Bucket(rows, rows), shapes.buckets.largest):
+            name = f"step {bucket}: {PRESET}, {shapes.model.num_layers} layers, {num_devices} devices"
+            steps[name] = shapes, bucket
+    return steps
+
+
 def main() -> None:
     args = make_parser(__doc__ or "").parse_args()
     target = find_target(args.target)
-    num_layers = None if args.full else FEW_LAYERS
-    shapes = make_step_shapes(target, num_layers=num_layers, impl=args.impl or target.impl)
-    buckets = {
-        f"step {bucket}: {PRESET}, {shapes.model.num_layers} layers, {shapes.num_devices} devices": bucket
-        for bucket in (Bucket(max(shapes.buckets.row_counts), max(shapes.buckets.row_counts)), shapes.buckets.largest)
-    }
+    steps = list_steps(target, full=args.full, impl=args.impl or target.impl)
     if args.list:
-        print(*buckets, sep="\n")
+        print(*steps, sep="\n")
         return
     gate = Gate(target, [] if args.lower_only else open_devices(target))
-    mesh = make_target_mesh(gate, shapes.num_devices)
-    for name, bucket in buckets.items():
+    for name, (shapes, bucket) in steps.items():
         if args.only is None or name in args.only:
+            mesh = make_target_mesh(gate, shapes.num_devices)
             print_report(measure_step(gate, name, shapes, mesh, bucket), as_json=args.json)
 
 

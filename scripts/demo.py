@@ -1,6 +1,7 @@
 """The demo: a hundred questions answered at once, then the same load served three ways and compared.
 
-1. About a hundred prompts for the model that ships in the package, with a live view of the engine.
+1. About a hundred prompts for the model that ships in the package, with a live view of the engine. Stories are sampled,
+   each with its own seed; everything else is greedy, in the same batch.
 2. A load with exponential prompt and output lengths, one at a time, in static batches, and continuously batched. The
    static baseline is the honest naive one: prompts padded to the longest of the batch, every row runs to the batch's
    longest answer, in order of arrival; programs and kernels are the same. Only tokens that were asked for count.
@@ -14,8 +15,10 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+from demo_plot import Curve, draw_curves
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -24,7 +27,7 @@ from jaxserve import LLM, RequestOutput, SamplingParams
 
 ROWS = 32
 ANSWERS_SHOWN = 2  # of each skill
-NAMES = ("Ada", "Grace", "Alan", "Edsger", "Barbara", "Donald", "Leslie", "Frances")
+NAMES = ("Ada", "Grace", "Alan", "Clara", "Emil", "Ida", "Nora", "Otto")
 QUESTIONS = (
     "What is continuous batching?",
     "What is a KV cache?",
@@ -59,17 +62,31 @@ class Result:
         return self.tokens / self.seconds
 
 
-def make_questions(count: int, rng: random.Random) -> list[tuple[str, str]]:
-    """Returns (skill, question) pairs over every skill that the demo model has, in random order."""
+@dataclass(frozen=True)
+class Question:
+    """One prompt of the live part."""
+
+    skill: str
+    text: str
+    params: SamplingParams
+
+
+def make_questions(count: int, rng: random.Random) -> list[Question]:
+    """Returns questions over every skill that the demo model has, in random order."""
     makers: dict[str, Callable[[], str]] = {
         "addition": lambda: f"What is {rng.randint(10, 999)} + {rng.randint(10, 999)}?",
         "glossary": lambda: rng.choice(QUESTIONS),
         "json": lambda: f"Turn this into JSON: name: {rng.choice(NAMES)}, age: {rng.randint(18, 90)}",
-        "story": lambda: "Tell me a short story.",
+        "story": lambda: "Tell me a story.",
     }
     skills = [list(makers)[index % len(makers)] for index in range(count)]
     rng.shuffle(skills)
-    return [(skill, makers[skill]()) for skill in skills]
+    greedy = SamplingParams(temperature=0, max_tokens=96)
+    sampled = replace(greedy, temperature=0.8, top_p=0.9)
+    return [
+        Question(skill, makers[skill](), replace(sampled, seed=index) if skill == "story" else greedy)
+        for index, skill in enumerate(skills)
+    ]
 
 
 class LiveView:
@@ -99,10 +116,10 @@ class LiveView:
         return table
 
 
-def answer_live(llm: LLM, questions: Sequence[str], console: Console) -> list[RequestOutput]:
+def answer_live(llm: LLM, questions: Sequence[Question], console: Console) -> list[RequestOutput]:
     """Answers all questions at once, showing the engine while it does."""
-    ready, params = llm.ready, SamplingParams(temperature=0, max_tokens=96)
-    requests = [ready.requests.make_chat([{"role": "user", "content": text}], params) for text in questions]
+    ready = llm.ready
+    requests = [ready.requests.make_chat([{"role": "user", "content": q.text}], q.params) for q in questions]
     for request in requests:
         ready.engine.add_request(request)
     view, outputs = LiveView(llm, len(requests)), {}
@@ -178,8 +195,8 @@ def compare(llm: LLM, jobs: Sequence[Job], console: Console) -> list[Result]:
     best = results[-1]
     tokens = best.tokens
     table = Table(title=f"{len(jobs)} requests, {tokens:,} output tokens, {ROWS} rows, measured just now")
-    for column in ("", "seconds", "tokens/s", "p50 latency", "p99 latency", "continuous is faster by"):
-        table.add_column(column, justify="right")
+    for column in ("", "seconds", "tokens/s", "p50 latency", "p99 latency", "slower by"):
+        table.add_column(column, justify="right", no_wrap=column == "")
     for result in results:
         p50, p99 = (statistics.quantiles(result.latencies, n=100)[q] for q in (49, 98))
         factor = "" if result is best else f"{best.rate / result.rate:.1f}x"
@@ -194,19 +211,25 @@ def main() -> None:
     parser.add_argument("--num-prompts", type=int, default=100, help="prompts answered live (default: 100)")
     parser.add_argument("--num-requests", type=int, default=128, help="requests of the compared load (default: 128)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the comparison as an SVG")
     args = parser.parse_args()
     console, rng = Console(), random.Random(args.seed)
     start = time.perf_counter()
-    llm = LLM(max_num_seqs=ROWS, enable_prefix_caching=True)
+    llm = LLM(max_num_seqs=ROWS, enable_prefix_caching=True, compile="all")
     console.print(f"Ready after {time.perf_counter() - start:.1f} s; nothing is compiled from here on.")
     questions = make_questions(args.num_prompts, rng)
-    outputs = answer_live(llm, [question for _, question in questions], console)
+    outputs = answer_live(llm, questions, console)
     shown: Counter[str] = Counter()
-    for (skill, question), output in zip(questions, outputs, strict=True):
-        shown[skill] += 1
-        if shown[skill] <= ANSWERS_SHOWN:
-            console.print(f"[bold]> {question}[/]\n{output.outputs[0].text.strip()}", highlight=False)
-    compare(llm, make_load(args.num_requests, llm.ready.shapes.model.vocab_size, rng), console)
+    for question, output in zip(questions, outputs, strict=True):
+        shown[question.skill] += 1
+        if shown[question.skill] <= ANSWERS_SHOWN:
+            console.print(f"[bold]> {question.text}[/]\n{output.outputs[0].text.strip()}", highlight=False)
+    results = compare(llm, make_load(args.num_requests, llm.ready.shapes.model.vocab_size, rng), console)
+    if args.plot is not None:
+        tokens = f"{results[-1].tokens:,} output tokens"
+        title = f"{args.num_requests} requests, {tokens}, {ROWS} rows: the same programs, served three ways"
+        args.plot.write_text(draw_curves([Curve(result.name, result.latencies) for result in results], title))
+        console.print(f"The plot is in {args.plot}.")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def measure_limits() -> DeviceLimits:
     size = _MATMUL_SIZE[platform]
     keys = jax.random.split(jax.random.key(0))
     left, right = (jax.random.normal(key, (size, size), jnp.bfloat16) for key in keys)  # zeros would run faster
-    flops = 2 * size**3 / best_seconds(jax.jit(jnp.matmul), left, right)
+    flops = 2 * size**3 / min(sample_seconds(jax.jit(jnp.matmul), left, right))
     return DeviceLimits(device.device_kind, bandwidth, flops)
 
 
@@ -52,14 +52,14 @@ def _copy_rate(size: int) -> float:
     return 2 * size / best
 
 
-def best_seconds(function: Callable[..., Any], *args: Any, repeats: int = 5, calls: int = 4) -> float:
-    """Seconds of one call, the best of `repeats` runs of `calls` calls each; the first calls are not counted."""
+def sample_seconds(function: Callable[..., Any], *args: Any, repeats: int = 5, calls: int = 4) -> list[float]:
+    """Seconds of one call, by `repeats` of `calls` calls each; the first call is not counted."""
     jax.block_until_ready(function(*args))
-    best = float("inf")
+    samples = []
     for _ in range(repeats):
         start = time.perf_counter()
         for _ in range(calls):
             result = function(*args)
         jax.block_until_ready(result)
-        best = min(best, (time.perf_counter() - start) / calls)
-    return best
+        samples.append((time.perf_counter() - start) / calls)
+    return samples

@@ -34,6 +34,7 @@ from soak_load import Load
 FLAGS = (
     *("--port", "0", "--max-num-seqs", "8", "--max-num-batched-tokens", "128", "--max-model-len", "1024"),
     *("--slow-reader-timeout", "2", "--keep-alive-timeout", "1", "--no-access-log", "--status-interval", "0"),
+    *("--max-num-queued-reqs", "1024"),  # every user may bring several sequences: no soak is about refusals
 )
 GAUGES = ("num_requests_running", "num_requests_waiting", "num_queued_tokens", "kv_cache_usage_perc")
 MAX_GROWTH_MB, MAX_FDS, MAX_THREADS = 100.0, 5, 4  # between the middle and the end; pools start threads when needed
@@ -109,9 +110,9 @@ def read_metrics(text: str) -> dict[str, float]:
     return found
 
 
-def start_server() -> Server:
-    """Starts the server and waits until it is ready."""
-    command = [sys.executable, "-m", "jaxserve.cli", "serve", *FLAGS]
+def start_server(flags: Sequence[str] = FLAGS, prefix: Sequence[str] = ()) -> Server:
+    """Starts the server and waits until it is ready. `prefix`: a command that runs the server's."""
+    command = [*prefix, sys.executable, "-m", "jaxserve.cli", "serve", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     server = Server(process)
     threading.Thread(target=server.listen, daemon=True).start()

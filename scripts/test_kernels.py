@@ -2,8 +2,9 @@
 steps for three of them.
 
 The devices' own compilers come as wheels, which this installs once into `.wheels/`. A program fails if its compiler
-refuses it, if a kernel spills registers or exceeds a memory of the device, or if the donated KV pool is copied. What
-this does not show are results, hangs and speed. `--lower-only` wants no compiler and finds less.
+refuses it or complains, if a kernel spills registers or exceeds a memory of the device, or if the donated KV pool is
+copied. What this does not show are results, hangs and speed. `--full` adds the oldest CUDA 13 compilers, steps of two
+GPUs and of a TPU v7x, and all layers. `--lower-only` wants no compiler and finds less.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import requires, version
+from importlib.metadata import distributions, requires, version
 from pathlib import Path
 
 from rich.console import Console
@@ -31,10 +32,16 @@ WHEELS = ROOT / ".wheels"
 MARKER = ".complete"  # written last: a folder without it is not whole
 INSTALL_SECONDS = 900
 CHILD_SECONDS = 1800
-LOG_COLUMNS = 160
+LOG_COLUMNS = 180
+TEXT_COLUMNS = ("program", "device", "compiler", "kernel", "")
 KERNELS = ("-m", "pallas_kernels.testing.compile_gate")
 STEPS = ("scripts/compile_step.py",)
 STEP_TARGETS = ("h200", "v5e", "v6e")
+FULL_STEP_TARGETS = ("tpu7x",)  # and these, where everything is asked for
+NEWEST, OLDEST = "newest", "13.0"  # releases of the CUDA compilers, which are not tied to jax within a major version
+CUDA_PINS = {NEWEST: ">=13.0.48,<14", OLDEST: "==13.0.*"}
+CUDA_TOOLS = Path("nvidia", "cu13", "bin")  # of the wheels
+COMPILERS = {"gpu": "nvidia-cuda-nvcc", "tpu": "libtpu"}  # the wheel that has each
 
 
 class MissingWheelsError(Exception):
@@ -43,35 +50,48 @@ class MissingWheelsError(Exception):
 
 @dataclass(frozen=True)
 class Job:
-    """One child program and the target that it compiles for."""
+    """One child program, the target that it compiles for, and the release of the compiler, where there are several."""
 
     command: tuple[str, ...]
     target: Target
+    release: str = NEWEST
 
 
-def list_requirements(platform: str) -> list[str]:
+def list_requirements(platform: str, release: str = NEWEST) -> list[str]:
     """What pip installs to compile for a platform with the jax of this environment.
 
-    Never an unpinned libtpu: the newest one belongs to a jax that is not released yet. The CUDA compiler is not tied to
-    jax, within its major version.
+    Never an unpinned libtpu: the newest one belongs to a jax that is not released yet.
     """
     if platform == "gpu":
         plugins = [f"jax-cuda13-{part}=={version('jax')}" for part in ("pjrt", "plugin")]
-        return [*plugins, "nvidia-cuda-nvcc>=13.0.48,<14", "nvidia-nvvm>=13.0.48,<14"]
+        return [*plugins, *(f"{wheel}{CUDA_PINS[release]}" for wheel in ("nvidia-cuda-nvcc", "nvidia-nvvm"))]
     pins = [line.split(";")[0].strip() for line in requires("jax") or () if line.startswith("libtpu")]
     if len(pins) != 1 or "==" not in pins[0]:
         raise MissingWheelsError(f"jax {version('jax')} pins no libtpu: {pins}")
     return pins
 
 
-def prepare_wheels(platform: str, directory: Path, console: Console) -> Path:
+def find_folder(platform: str, directory: Path, release: str = NEWEST) -> Path:
+    """Where a platform's compiler is installed, or would be."""
+    suffix = "" if release == NEWEST else f"-cuda{release}"
+    return directory / f"{platform}-{version('jax')}{suffix}"
+
+
+def find_compiler(platform: str, folder: Path) -> str:
+    """Name and version of the compiler in a folder; nothing where there is none."""
+    found = {wheel.metadata["Name"]: wheel.version for wheel in distributions(path=[str(folder)])}
+    name = COMPILERS[platform]
+    return f"{name.removeprefix('nvidia-cuda-')} {found[name]}" if name in found else ""
+
+
+def prepare_wheels(platform: str, directory: Path, console: Console, release: str = NEWEST) -> Path:
     """Returns the folder with a platform's compiler, installed if it is not there.
 
     Raises:
         MissingWheelsError: pip failed; what it said.
     """
-    folder = directory / f"{platform}-{version('jax')}"
-    requirements = list_requirements(platform)
+    folder = find_folder(platform, directory, release)
+    requirements = list_requirements(platform, release)
     marker = folder / MARKER
     if marker.exists() and marker.read_text().split("\n") == requirements:
         return folder
@@ -94,11 +114,16 @@ def prepare_wheels(platform: str, directory: Path, console: Console) -> Path:
 
 
 def make_environment(target: Target, wheels: Path | None) -> dict[str, str]:
-    """The environment of a child: the target's variables, and its compiler's wheels before everything else."""
-    paths = [str(wheels)] if wheels is not None else []
-    if "PYTHONPATH" in os.environ:
-        paths.append(os.environ["PYTHONPATH"])
-    return os.environ | dict(target.environment) | {"PYTHONPATH": os.pathsep.join(paths)}
+    """The environment of a child: the target's variables, and its compiler's wheels before everything else.
+
+    Also before ptxas on the PATH, which XLA prefers to that of a wheel.
+    """
+    first = {} if wheels is None else {"PYTHONPATH": str(wheels), "PATH": str(wheels / CUDA_TOOLS)}
+    paths = {
+        name: os.pathsep.join(part for part in (first.get(name), os.environ.get(name)) if part)
+        for name in ("PYTHONPATH", "PATH")
+    }
+    return os.environ | dict(target.environment) | paths
 
 
 def run_job(job: Job, options: Sequence[str], wheels: Path | None, only: Sequence[str] | None) -> list[ProgramReport]:
@@ -112,13 +137,14 @@ def run_job(job: Job, options: Sequence[str], wheels: Path | None, only: Sequenc
     if listed.returncode != 0:
         return [ProgramReport(" ".join(job.command), job.target.name, error=tail(listed.stderr))]
     names = [name for name in listed.stdout.splitlines() if only is None or name in only]
+    compiler = "" if wheels is None else find_compiler(job.target.platform, wheels)
     reports: list[ProgramReport] = []
     while len(reports) < len(names):
         rest = names[len(reports) :]
         found, failure = run_child([*command, "--json", "--only", *rest], environment, len(rest))
-        reports += found
+        reports += [replace(report, compiler=compiler) for report in found]
         if len(found) < len(rest):
-            reports.append(ProgramReport(rest[len(found)], job.target.name, error=failure))
+            reports.append(ProgramReport(rest[len(found)], job.target.name, compiler=compiler, error=failure))
     return reports
 
 
@@ -146,8 +172,19 @@ def tail(text: str, lines: int = 6) -> str:
 def make_table(title: str, reports: Iterable[ProgramReport]) -> Table:
     """One row a program, one line a kernel."""
     table = Table(title=title)
-    for column in ("program", "device", "s", "temp MB", "kernel", "registers", "spilled", "shared / VMEM KB", ""):
-        table.add_column(column, justify="left" if column in ("program", "device", "kernel", "") else "right")
+    for column in (
+        "program",
+        "device",
+        "compiler",
+        "s",
+        "temp MB",
+        "kernel",
+        "registers",
+        "spilled",
+        "shared / VMEM KB",
+        "",
+    ):
+        table.add_column(column, justify="left" if column in TEXT_COLUMNS else "right")
     for report in reports:
         kernels = tuple(dict.fromkeys(replace(kernel, digest="") for kernel in report.kernels))
         lines = (
@@ -159,7 +196,9 @@ def make_table(title: str, reports: Iterable[ProgramReport]) -> Table:
         faults = find_faults(report, TARGETS[report.target])
         verdict = "[green]ok[/]" if not faults else "[red]FAILED[/]"
         temporaries = show(report.temp_bytes if report.is_compiled else None, 10**6)
-        table.add_row(report.name, report.target, f"{report.seconds:.1f}", temporaries, *lines, verdict)
+        table.add_row(
+            report.name, report.target, report.compiler, f"{report.seconds:.1f}", temporaries, *lines, verdict
+        )
     return table
 
 
@@ -175,7 +214,8 @@ def judge(reports: Sequence[ProgramReport], console: Console) -> int:
         faults = find_faults(report, TARGETS[report.target])
         failed += bool(faults)
         for fault in faults:
-            console.print(f"FAILED: {report.name} for {report.target}: {fault}", style="red", markup=False)
+            where = f"{report.target}, {report.compiler}" if report.compiler else report.target
+            console.print(f"FAILED: {report.name} for {where}: {fault}", style="red", markup=False)
     if not reports:
         console.print("FAILED: nothing was compiled", style="red")
     return failed + (not reports)
@@ -187,10 +227,14 @@ def make_console() -> Console:
     return console if console.is_terminal else Console(soft_wrap=True, width=LOG_COLUMNS)
 
 
-def list_jobs(targets: Sequence[str]) -> list[Job]:
-    """The longest first."""
-    steps = [Job(STEPS, TARGETS[name]) for name in targets if name in STEP_TARGETS]
-    return [*steps, *(Job(KERNELS, TARGETS[name]) for name in targets)]
+def list_jobs(targets: Sequence[str], *, full: bool = False, lower_only: bool = False) -> list[Job]:
+    """The longest first. Only compilers make a difference between releases of them."""
+    with_steps = STEP_TARGETS + FULL_STEP_TARGETS if full else STEP_TARGETS
+    steps = [Job(STEPS, TARGETS[name]) for name in targets if name in with_steps]
+    kernels = [Job(KERNELS, TARGETS[name]) for name in targets]
+    if not full or lower_only:
+        return [*steps, *kernels]
+    return [*steps, *kernels, *(replace(job, release=OLDEST) for job in kernels if job.target.platform == "gpu")]
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -198,7 +242,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--only", nargs="+", metavar="NAME", help="programs of these names (default: all)")
     parser.add_argument(
-        "--full", action="store_true", help="every shape, every entry of the tuning tables, every layer of the step"
+        "--full",
+        action="store_true",
+        help="every shape, every entry of the tuning tables, every layer of the step, both CUDA compilers, more steps",
     )
     parser.add_argument("--lower-only", action="store_true", help="without the devices' compilers")
     parser.add_argument("--impl", help="another implementation than the targets' own kernels, e.g. xla")
@@ -213,16 +259,19 @@ def main() -> int:
     console, start = make_console(), time.perf_counter()
     options = [flag for flag, wanted in (("--full", args.full), ("--lower-only", args.lower_only)) if wanted]
     options += ["--impl", args.impl] if args.impl else []
-    wheels: dict[str, Path | None] = {}
+    jobs = list_jobs(args.targets, full=args.full, lower_only=args.lower_only)
+    wheels: dict[tuple[str, str], Path | None] = {}
     skipped = []
-    for platform in dict.fromkeys(TARGETS[name].platform for name in args.targets):
+    for platform, release in dict.fromkeys((job.target.platform, job.release) for job in jobs):
         try:
-            wheels[platform] = None if args.lower_only else prepare_wheels(platform, args.wheels, console)
+            wheels[platform, release] = (
+                None if args.lower_only else prepare_wheels(platform, args.wheels, console, release)
+            )
         except MissingWheelsError as error:
             skipped.append(f"SKIPPED: nothing was compiled for {platform}: its compiler is not here: {error}")
-    jobs = [job for job in list_jobs(args.targets) if job.target.platform in wheels]
+    jobs = [job for job in jobs if (job.target.platform, job.release) in wheels]
     with ThreadPoolExecutor(args.jobs) as pool:
-        found = pool.map(lambda job: run_job(job, options, wheels[job.target.platform], args.only), jobs)
+        found = pool.map(lambda job: run_job(job, options, wheels[job.target.platform, job.release], args.only), jobs)
         reports = [report for batch in found for report in batch]
     kind = "Lowered" if args.lower_only else "Compiled"
     title = f"{kind} with jax {version('jax')} in {time.perf_counter() - start:.0f} s"

@@ -1,160 +1,279 @@
 """Searches the attention kernels' block sizes on the device at hand, and keeps the best in the tuning table.
 
-Every candidate is checked against the portable path before it is timed; one that does not compile, or is wrong, is
-left out. An entry is written only where it beats the formula by more than the noise. Entries replace those of the same
-key. Run the compile gate afterwards (`make test-kernels-full`): it compiles every entry of the table.
+Shapes that matter come first, and of each shape the formula's configuration, its neighbours, then those of the best so
+far. Every candidate is compared with the portable path in float32 before it is timed; one that does not compile, or is
+wrong, is left out. The best of each shape is stored, the formula's too where nothing beats it by more than the noise,
+in place of an entry with the same key.
+
+    python scripts/tune_kernels.py --seconds 600 --results tuned.json     # where the device is
+    python scripts/tune_kernels.py --merge tuned.json                     # where the package is
+
+Run the compile gate afterwards (`make test-kernels-full`): it compiles every entry of the table.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import itertools
-import json
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from bench_kernels import DRY, FULL, Effort, Shape, list_shapes, make_program, prepare_dry_run, time_paged
-from rich.console import Console
+from kernel_shapes import (
+    POOL_BYTES,
+    Shape,
+    compute_exactly,
+    list_shapes,
+    make_arguments,
+    make_chain,
+    prepare_dry_run,
+)
+from kernel_timing import DRY, FULL, Effort
+from plain_console import Console
 
 from pallas_kernels import AttnShape, choose_layout, resolve_impl
 from pallas_kernels.backends import find_backend
-from pallas_kernels.testing.cases import TOLERANCE
-from pallas_kernels.tune.table import DATA, TuneKey, tune_key
+from pallas_kernels.testing.compare import RELATIVE_TOLERANCE, relative_error
+from pallas_kernels.tune.search import AXES, PARTS, choose, search
+from pallas_kernels.tune.store import Result, read_results, save_results, write_results
+from pallas_kernels.tune.table import DATA, Entry, tune_key
 
-WORTH = 0.02  # a gain below this share is noise
-GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
-    "gpu_decode": {
-        "tile_tokens": (64, 128),
-        "stages": (2, 3, 4, 6),
-        "ctas_per_sm": (1, 2),
-        "min_split_tokens": (256, 512, 1024),
-    },
-    "gpu_prefill": {"keys": (64, 128), "stages": (2, 3, 4), "registers": ((232, 40), (240, 24))},
-    "ampere_decode": {
-        "tile_tokens": (32, 64),
-        "stages": (2, 3, 4),
-        "ctas_per_sm": (1, 2),
-        "min_split_tokens": (128, 256, 512),
-    },
-    "ampere_prefill": {"tile_tokens": (32, 64), "stages": (2, 3, 4)},
-    "tpu_decode": {
-        "pages_per_block": (4, 8, 16, 32),
-        "compute_tokens": (256, 512, 1024),
-        "num_buffers": (2, 3, 4),
-        "rows_per_step": (4, 8),
-    },
-    "tpu_prefill": {"pages_per_block": (4, 8, 16), "compute_tokens": (256, 512, 1024), "tile_tokens": (64, 128, 256)},
-}
-_PARTS = {  # of the implementation's configuration
-    "gpu_decode": "decode",
-    "gpu_prefill": "prefill",
-    "ampere_decode": "decode",
-    "ampere_prefill": "prefill",
-    "tpu_decode": "decode",
-    "tpu_prefill": "chunk",
-}
+THREADS = 12  # compilers at once: what a round has candidates for
+DRY_CANDIDATES = 2
+# The shapes that a server spends its time in come first: (rows, context, new tokens) of the first model in bfloat16.
+FIRST = (
+    *((32, 4096, 1), (1, 4096, 4096), (8, 32768, 1), (128, 4096, 1), (256, 512, 1), (1, 4096, 1)),
+    *((8, 4096, 1), (1, 5120, 1024), (1, 17408, 1024), (32, 512, 1), (1, 32768, 1)),
+)
+_LOWERING = threading.Lock()  # tracing and lowering are Python: threads would only interleave them
 
 
-def list_candidates(kernel: str, formula: Any, *, dry_run: bool) -> Iterator[Any]:
-    """Configurations of one kernel, the formula's first."""
-    yield formula
-    grid = GRIDS[kernel]
-    for values in itertools.islice(itertools.product(*grid.values()), 1 if dry_run else None):
+def sort_shapes(shapes: Sequence[Shape]) -> list[Shape]:
+    """By importance: the first model before the others, bfloat16 before 8 bits, `FIRST` before the rest. Shapes whose
+    keys and values exceed POOL_BYTES are left out."""
+
+    def rank(shape: Shape) -> tuple[bool, bool, int]:
+        what = (shape.rows, shape.cached + shape.new, shape.new)
+        place = FIRST.index(what) if what in FIRST else len(FIRST)
+        return shape.model != shapes[0].model, shape.kv_dtype != "bfloat16", place
+
+    return sorted((shape for shape in shapes if shape.bytes_read <= POOL_BYTES), key=rank)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A limit of wall time for the whole search, compiling included."""
+
+    ends: float  # of time.monotonic
+
+    @property
+    def left(self) -> float:
+        """Seconds; 0 when time is up."""
+        return max(0.0, self.ends - time.monotonic())
+
+
+class Trials:
+    """One shape on the device: its arrays, what is right for them, and what each candidate takes."""
+
+    def __init__(
+        self, shape: Shape, impl: str, effort: Effort, budget: Budget, pool: ThreadPoolExecutor, console: Console
+    ) -> None:
+        num_heads, _, head_dim = shape.heads
+        self.shape, self.impl, self.effort, self.budget = shape, impl, effort, budget
+        self.threads, self.console = pool, console
+        self.layout = choose_layout(impl, head_dim)
+        self.kernel = f"{impl.removesuffix('_interpret')}_{'decode' if shape.is_decode else 'prefill'}"
+        self.backend = find_backend(impl)
+        self.attention = AttnShape(num_heads, replace(shape.spec, layout=self.layout), shape.dtype)
+        self.whole = self.backend.module.default_config(self.attention)
+        self.layers = max(1, min(effort.layers, POOL_BYTES // max(shape.bytes_read, 1)))
+        self.arguments = jax.eval_shape(lambda: make_arguments(shape, self.layers, self.layout))
+        self.kv_pages: jax.Array | None = None
+        self.rest: list[jax.Array] = []
+        self.expected: jax.Array | None = None  # [T, N, H] f32
+
+    @property
+    def formula(self) -> Any:
+        return getattr(self.whole, PARTS[self.kernel])
+
+    def compile(self, candidate: Any) -> Any:
+        """The candidate's chain of layers, for the device at hand."""
+        config = replace(self.whole, **{PARTS[self.kernel]: candidate})
+        run = make_chain(self.shape, self.impl, self.layers, self.layout, config)
+        with _LOWERING:
+            lowered = run.lower(*self.arguments)
+        return lowered.compile()
+
+    def measure(self, candidates: Sequence[Any]) -> Iterator[tuple[Any, float]]:
+        """Compiles a round's candidates together, then checks and times one after the other, until time is up."""
+        compiled = [(candidate, self.threads.submit(self.compile, candidate)) for candidate in candidates]
         try:
-            candidate = replace(formula, **dict(zip(grid, values, strict=True)))
-        except ValueError:
-            continue  # sizes that do not go together
-        if candidate != formula:
-            yield candidate
+            if self.expected is None:
+                self.prepare()
+            # Nothing is timed beside a compiler.
+            wait([future for _, future in compiled], timeout=min(self.budget.left, threading.TIMEOUT_MAX))
+            for candidate, future in compiled:
+                if not self.budget.left or not future.done():
+                    return
+                yield candidate, self.check_and_time(candidate, future)
+        finally:
+            for _, future in compiled:
+                future.cancel()
 
+    def prepare(self) -> None:
+        """Makes the arrays, and computes what is right."""
+        pool, *self.rest = make_arguments(self.shape, self.layers, self.layout)
+        self.expected, self.kv_pages = compute_exactly(self.shape, self.layout, pool, *self.rest)
 
-def compute(shape: Shape, impl: str, config: Any = None) -> np.ndarray:
-    """One layer's attention of a shape in float32."""
-    run, arguments = make_program(shape, impl, 1, config)
-    return np.asarray(run(*arguments)[0], np.float32)
-
-
-def tune(shape: Shape, impl: str, effort: Effort, console: Console, *, dry_run: bool) -> dict[str, Any] | None:
-    """The best configuration of the kernel that a shape runs, as an entry of the table; None if the formula's is."""
-    backend = find_backend(impl)
-    kernel = f"{impl.removesuffix('_interpret')}_{'decode' if shape.is_decode else 'prefill'}"
-    num_heads, _, head_dim = shape.heads
-    attention = AttnShape(num_heads, replace(shape.spec, layout=choose_layout(impl, head_dim)), shape.dtype)
-    whole = backend.module.default_config(attention)
-    expected = compute(shape, "xla")
-    found: list[tuple[float, Any]] = []
-    for candidate in list_candidates(kernel, getattr(whole, _PARTS[kernel]), dry_run=dry_run):
-        config = replace(whole, **{_PARTS[kernel]: candidate})
+    def check_and_time(self, candidate: Any, compiled: Future[Any]) -> float:
+        """Seconds of one layer, infinite for a candidate that is refused or wrong: it is printed why."""
         try:
-            if not np.abs(compute(shape, impl, config) - expected).max() < 2 * TOLERANCE[shape.dtype]:
-                console.print(f"  wrong: {candidate}")
-                continue
-            found.append((time_paged(shape, impl, effort, config), candidate))
+            run = compiled.result()
+            _, self.kv_pages, first = run(self.kv_pages, *self.rest)
+            error = relative_error(first, self.expected, first.shape[0])
+            if not error < RELATIVE_TOLERANCE:
+                self.console.print(f"  [red]wrong by {error:.2g}:[/] {candidate}")
+                return float("inf")
+            seconds = self.effort.time(lambda: self.call(run)) / self.layers
         except Exception as problem:  # it does not fit, or does not compile
-            console.print(f"  [dim]{type(problem).__name__} for {candidate}: {str(problem)[:120]}[/]")
-            continue
-        console.print(f"  {1e6 * found[-1][0]:9.1f} us  {candidate}")
-    if not found:
-        return None
-    seconds, best = min(found, key=lambda pair: pair[0])
-    formula_seconds = found[0][0]
-    console.print(f"{shape.label}: {1e6 * seconds:.1f} us, {formula_seconds / seconds:.2f} times the formula's rate")
-    if seconds > (1 - WORTH) * formula_seconds:
-        return None
-    rate = ("gb_per_s", shape.bytes_read / 1e9) if shape.is_decode else ("tflop_per_s", shape.flops / 1e12)
-    key: TuneKey = tune_key(attention, tokens=shape.rows * shape.new, max_len=shape.cached + shape.new)
-    return {
-        "kernel": kernel,
-        "version": backend.module.VERSIONS[kernel],
-        "key": asdict(key),
-        "config": asdict(best),
-        "measured": {
-            "us": round(1e6 * seconds, 2),
-            rate[0]: round(rate[1] / seconds, 2),
+            self.console.print(f"  [dim]{type(problem).__name__} for {candidate}: {str(problem)[:120]}[/]")
+            if self.kv_pages is None or self.kv_pages.is_deleted():  # a call that fails has taken the pool
+                self.prepare()
+            return float("inf")
+        self.console.print(f"  {1e6 * seconds:9.1f} us, off by {error:.1e}  {candidate}")
+        return seconds
+
+    def call(self, run: Any) -> jax.Array:
+        out, self.kv_pages, _ = run(self.kv_pages, *self.rest)
+        return out
+
+    def make_result(self, found: dict[Any, float]) -> Result | None:
+        """The winner; None if the formula's configuration was not timed: then nobody knows what the others gain."""
+        formula_seconds = found.get(self.formula, float("inf"))
+        if formula_seconds == float("inf"):
+            return None
+        best, shape = choose(found, self.formula), self.shape
+        rate = ("gb_per_s", shape.bytes_read / 1e9) if shape.is_decode else ("tflop_per_s", shape.flops / 1e12)
+        num_tokens, (num_rows, width) = self.arguments[1].shape[0], self.arguments[4].shape
+        buckets = {"num_rows": num_rows, "num_tokens": num_tokens, "max_len": width * shape.page_size}
+        key = tune_key(self.kernel, self.attention, **buckets)
+        device = jax.devices()[0]
+        measured = {
+            "us": round(1e6 * found[best], 2),
+            "formula_us": round(1e6 * formula_seconds, 2),
+            "tried": len(found),
+            rate[0]: round(rate[1] / found[best], 2),
             "jax": jax.__version__,
-            "driver": str(getattr(jax.devices()[0].client, "platform_version", "unknown")).replace("\n", " "),
+            "driver": str(getattr(device.client, "platform_version", "unknown")).replace("\n", " "),
             "date": datetime.date.today().isoformat(),
-        },
-    }
+        }
+        return Result(
+            device.device_kind,
+            Entry(self.kernel, self.backend.module.VERSIONS[self.kernel], key, asdict(best), measured),
+        )
 
 
-def save_entry(entry: dict[str, Any], directory: Path) -> Path:
-    """Puts an entry into its device's table, in place of one with the same key."""
-    path = directory / jax.devices()[0].device_kind / f"{entry['kernel']}.json"
-    entries = json.loads(path.read_text()) if path.exists() else []
-    entries = [old for old in entries if (old["key"], old["version"]) != (entry["key"], entry["version"])]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps([*entries, entry], indent=1) + "\n")
-    return path
+def tune(trials: Trials, most: int | None) -> Result | None:
+    """Searches one shape, with at most so many candidates."""
+    num_tried = 0
+
+    def measure(candidates: Sequence[Any]) -> Iterator[tuple[Any, float]]:
+        nonlocal num_tried
+        allowed = candidates if most is None else candidates[: most - num_tried]
+        num_tried += len(allowed)
+        return trials.measure(allowed)
+
+    found = search(trials.formula, AXES[trials.kernel], measure)
+    result = trials.make_result(found)
+    if result is not None:
+        measured = result.entry.measured or {}
+        gain = measured["formula_us"] / measured["us"]
+        trials.console.print(f"{trials.shape.label}: {measured['us']} us, {gain:.2f} times the formula's rate")
+    return result
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--impl", help="gpu, ampere or tpu; default: what this device gets")
-    parser.add_argument("--only", default="", help="only shapes whose label contains this text")
-    parser.add_argument("--output", type=Path, default=DATA, metavar="FOLDER", help="default: the package's own table")
-    parser.add_argument("--dry-run", action="store_true", help="small shapes and few candidates, interpreted on CPU")
-    args = parser.parse_args()
-    if args.dry_run:
-        prepare_dry_run()
-    console = Console()
+def tune_shapes(args: argparse.Namespace, console: Console) -> int:
+    """Tunes what there is time for, and stores after every shape. Returns the number of shapes whose formula fails."""
     page_size = {"gpu": 64, "tpu": 128}.get(jax.default_backend(), 32)
+    shapes = sort_shapes(list(list_shapes(page_size, dry_run=args.dry_run)))
+    shapes = [shape for shape in shapes if args.only in shape.label]
     probe = next(list_shapes(page_size, dry_run=args.dry_run))
     impl, reason = resolve_impl(args.impl, AttnShape(probe.heads[0], probe.spec, probe.dtype))
     if not impl.startswith(("gpu", "ampere", "tpu")):
         raise SystemExit(f"nothing to tune: this device runs {impl!r} ({reason})")
-    for shape in list_shapes(page_size, dry_run=args.dry_run):
-        if args.only not in shape.label:
-            continue
-        console.print(f"[bold]{shape.label}[/]")
-        entry = tune(shape, impl, DRY if args.dry_run else FULL, console, dry_run=args.dry_run)
-        if entry is not None:
-            console.print(f"kept in {save_entry(entry, args.output)}")
+    budget = Budget(time.monotonic() + args.seconds)
+    results: list[Result] = []
+    failed = begun = 0
+    if args.results:
+        write_results(args.results, results)
+    with ThreadPoolExecutor(args.compile_threads) as pool:
+        for shape in shapes:
+            if not budget.left:
+                break
+            begun += 1
+            console.print(f"[bold]{shape.label}[/], {budget.left:.0f} s left")
+            trials = Trials(shape, impl, DRY if args.dry_run else FULL, budget, pool, console)
+            result = tune(trials, DRY_CANDIDATES if args.dry_run else None)
+            if result is not None:
+                results.append(result)
+                for path in save_results([result], args.output):
+                    console.print(f"kept in {path}")
+            elif budget.left:
+                failed += 1
+                console.print(f"[red]{shape.label}: the formula's configuration fails, nothing is stored[/]")
+            if args.results:  # after every shape: a run that is cut off keeps what it has
+                write_results(args.results, results)
+    if begun < len(shapes):
+        console.print(f"not searched for want of time: {len(shapes) - begun} shapes")
+    return failed
+
+
+def merge(path: Path, directory: Path, console: Console) -> None:
+    """Puts what `--results` brought home into the package's tables."""
+    results = read_results(path)
+    for table in save_results(results, directory):
+        console.print(f"kept in {table}")
+    console.print(f"{len(results)} entries; now run the compile gate: make test-kernels-full")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--impl", help="gpu, ampere or tpu; default: what this device gets")
+    parser.add_argument("--only", default="", help="only shapes whose label contains this text")
+    parser.add_argument(
+        "--seconds", type=float, default=3600, help="end the search after so long, compiling included (default: 3600)"
+    )
+    parser.add_argument(
+        "--compile-threads",
+        type=int,
+        default=min(THREADS, os.cpu_count() or 1),
+        help="compilers at once (default: %(default)s)",
+    )
+    parser.add_argument("--output", type=Path, default=DATA, metavar="FOLDER", help="default: the package's own table")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="write all entries into this one file as well")
+    parser.add_argument("--merge", type=Path, metavar="FILE", help="measure nothing: put the entries of such a file in")
+    parser.add_argument("--dry-run", action="store_true", help="small shapes and few candidates, interpreted on CPU")
+    return parser
+
+
+def main() -> None:
+    args, console = make_parser().parse_args(), Console(soft_wrap=True)
+    if args.merge:
+        try:
+            merge(args.merge, args.output, console)
+        except (OSError, ValueError) as error:
+            raise SystemExit(str(error)) from error
+        return
+    if args.dry_run:
+        prepare_dry_run()
+    if failed := tune_shapes(args, console):
+        raise SystemExit(f"the formula's configuration fails for {failed} shapes")
 
 
 if __name__ == "__main__":

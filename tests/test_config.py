@@ -21,7 +21,7 @@ def test_flat_options_find_their_section() -> None:
     ("options", "field", "message"),
     [
         ({"max_num_seq": 4}, "max_num_seq", "did you mean 'max_num_seqs'"),
-        ({"quantization": "int8"}, "quantization", "not an option"),
+        ({"quantization": "int8"}, "quantization", "^quantization: quantized weights are not read yet"),
         ({"page_size": 32, "block_size": 32}, "block_size", "given twice"),
         ({"page_size": 48}, "page_size", "power of two"),
         ({"page_size": 4}, "page_size", "at least 8"),
@@ -34,12 +34,28 @@ def test_flat_options_find_their_section() -> None:
         ({"device_memory_utilization": 1.5}, "device_memory_utilization", r"\(0, 1\]"),
         ({"device_memory_utilization": float("nan")}, "device_memory_utilization", r"\(0, 1\]"),
         ({"seed": -1}, "seed", "at least 0"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization", r"^gpu_memory_utilization: must be in \(0, 1\]"),
+        ({"block_size": 48}, "block_size", "^block_size: must be a power of two"),
+        ({"page_size": 32, "block_size": 32}, "block_size", "also as page_size"),
     ],
 )
 def test_refusals_name_the_option(options: dict[str, object], field: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         EngineConfig.from_options(**options)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "kv_cache_dtype"),
+    [
+        ({"dtype": "half"}, "float16", "auto"),
+        ({"dtype": "float", "kv_cache_dtype": "fp8_e4m3"}, "float32", "fp8"),
+        ({"dtype": "bfloat16", "kv_cache_dtype": "fp8"}, "bfloat16", "fp8"),
+    ],
+)
+def test_values_have_synonyms(options: dict[str, str], dtype: str, kv_cache_dtype: str) -> None:
+    config = EngineConfig.from_options(**options)
+    assert (config.model.dtype, config.cache.kv_cache_dtype) == (dtype, kv_cache_dtype)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
@@ -64,6 +80,10 @@ def test_toml_flat_or_in_tables_and_flags_win(tmp_path: Path) -> None:
         EngineConfig.from_toml(path)
     with pytest.raises(ConfigError, match="cannot be read"):
         EngineConfig.from_toml(tmp_path / "absent.toml")
+    other = tmp_path / "engine.yaml"
+    other.write_text("max_model_len: 512\n")
+    with pytest.raises(ConfigError, match=r"engine\.yaml cannot be read.*files of options are TOML"):
+        EngineConfig.from_toml(other)
 
 
 def test_every_option_has_one_name_and_a_help_text() -> None:

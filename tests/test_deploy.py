@@ -16,13 +16,16 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from jaxserve import cli
+from jaxserve.cli.flags import read_flags
 from jaxserve.config import EngineConfig
 from jaxserve.options import list_options
-from jaxserve.server.app import make_admin_app, make_api
+from jaxserve.server.app import make_admin_api, make_api
 from jaxserve.server.launch import make_state
 from jaxserve.server.metrics import ServerMetrics
+from jaxserve.server.metrics.exposition import render
 from jaxserve.server.options import ServerConfig
 from jaxserve.server.protocol.chat import ChatCompletionRequest
 from jaxserve.server.protocol.completions import CompletionRequest
@@ -85,7 +88,7 @@ def list_endpoints() -> frozenset[tuple[str, str]]:
     state = make_state(EngineConfig(), ServerConfig())
     found = {
         (method.upper(), path)
-        for app in (make_api(state), make_admin_app(state))
+        for app in (make_api(state), make_admin_api(state))
         for path, methods in app.openapi()["paths"].items()
         for method in methods
     }
@@ -95,8 +98,8 @@ def list_endpoints() -> frozenset[tuple[str, str]]:
 def check_flags(arguments: list[str]) -> None:
     """Reads arguments as `jaxserve serve` does; a key is there, as the environment gives it."""
     args = cli._make_parser().parse_args(["serve", *arguments])
-    EngineConfig.from_options(**cli._read_flags(args, EngineConfig))
-    ServerConfig.from_options(**cli._read_flags(args, ServerConfig))
+    EngineConfig.from_options(**read_flags(args, EngineConfig))
+    ServerConfig.from_options(**read_flags(args, ServerConfig))
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -105,7 +108,7 @@ def test_every_flag_that_is_named_exists(name: str) -> None:
     foreign = {"tpu_vm.sh": set(re.findall(r"^  (--[a-z-]+)", SCRIPT.read_text(), flags=re.M))}.get(name, set())
     if name.startswith("Dockerfile"):  # instructions have flags of their own
         foreign = {"--from", "--interval", "--timeout", "--start-period", "--retries", "--no-cache-dir"}
-        foreign |= {"--uid", "--no-create-home", "--home-dir"}
+        foreign |= {"--uid", "--no-create-home", "--home-dir", "--require-hashes", "--no-deps", "--no-build-isolation"}
     if name == "tpu_vm.sh":
         foreign |= {"--quiet", "--disable-pip-version-check"}
     assert named - foreign - FOREIGN_FLAGS <= list_flags()
@@ -159,7 +162,7 @@ def test_metrics_of_the_table_are_those_that_are_rendered() -> None:
     named = {name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.partition(" | ")[0])}
     metrics = ServerMetrics("demo")
     metrics.cache_config = {"page_size": 32}
-    text = metrics.render(None, make_stats(), "ready")[0].decode()
+    text = render(metrics, None, make_stats(), "ready")[0].decode()
     assert named == {name.removeprefix("jaxserve:") for name in re.findall(r"^# TYPE (\S+)", text, flags=re.M)}
 
 
@@ -169,9 +172,20 @@ def test_presets_are_options_in_their_sections(name: str, platform: str) -> None
     places = {(place, option.name) for config in (EngineConfig, ServerConfig) for place, option in list_options(config)}
     assert {(section, option) for section, options in sections.items() for option in options} <= places
     args = cli._make_parser().parse_args(["serve", "--config", str(DEPLOY / name)])
-    engine = EngineConfig.from_options(**cli._read_flags(args, EngineConfig)).resolve(platform)
-    make_state(engine, ServerConfig.from_options(**cli._read_flags(args, ServerConfig)))
+    engine = EngineConfig.from_options(**read_flags(args, EngineConfig)).resolve(platform)
+    make_state(engine, ServerConfig.from_options(**read_flags(args, ServerConfig)))
     assert engine.model.model == sections["model"]["model"]
+
+
+BOUNDS = {"max_num_queued_reqs", "max_num_queued_tokens", "max_connections", "max_streams"}
+TIMEOUTS = {"request_timeout", "slow_reader_timeout"}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_bound_what_they_bear(name: str) -> None:
+    sections = tomllib.loads((DEPLOY / name).read_text())
+    assert {*sections["scheduler"], *sections["limits"]} >= BOUNDS | TIMEOUTS
+    assert sections["scheduler"]["max_num_queued_reqs"] <= 4 * sections["scheduler"]["max_num_seqs"]
 
 
 def read_dockerfile(name: str) -> list[tuple[str, str]]:
@@ -180,11 +194,28 @@ def read_dockerfile(name: str) -> list[tuple[str, str]]:
     return [(word, rest.strip()) for word, _, rest in (line.partition(" ") for line in lines if line.strip())]
 
 
+def check_lock(lock: Path, project: dict[str, Any], builders: list[str]) -> None:
+    """A lock file has all that the project and its build ask for, at versions that they take, each with a hash."""
+    header, *lines = lock.read_text().splitlines()
+    extras = re.findall(r"from jaxserve\[([\w,]+)\]", header)[0].split(",")
+    locked = {}
+    for line in lines:
+        found = re.fullmatch(r"([a-z0-9.-]+)==(\S+) --hash=sha256:[0-9a-f]{64}", line)
+        assert found is not None, line
+        locked[found[1]] = found[2]
+    wanted = [*builders, *project["dependencies"]]
+    wanted += [each for name in extras for each in project["optional-dependencies"][name]]
+    for text in wanted:
+        requirement = Requirement(text)
+        name = requirement.name.lower().replace("_", "-")
+        assert requirement.specifier.contains(locked[name]), f"{text}: {lock.name} has {locked[name]}"
+
+
 @pytest.mark.parametrize("name", DOCKERFILES)
 def test_dockerfile_fits_the_checkout_and_the_command_line(name: str) -> None:
     instructions = read_dockerfile(name)
     found = dict(instructions)
-    assert found["ARG"] == "PYTHON_IMAGE=python:3.12-slim"
+    assert re.fullmatch(r"PYTHON_IMAGE=python:3\.12\.\d+-slim-[a-z]+", found["ARG"]), "a tag that stays what it is"
     stages = [rest.partition(" AS ")[2] for word, rest in instructions if word == "FROM"]
     for source in [rest for word, rest in instructions if word == "COPY"]:
         *paths, _target = [part for part in source.split() if not part.startswith("--")]
@@ -197,8 +228,11 @@ def test_dockerfile_fits_the_checkout_and_the_command_line(name: str) -> None:
     targets = packaged["tool"]["hatch"]["build"]["targets"]["wheel"]
     for needed in (*targets["packages"], *targets["force-include"], packaged["project"]["readme"], "LICENSE"):
         assert needed in copied.split()
-    extras = re.findall(r"'\.\[([\w,]+)\]'", " ".join(rest for word, rest in instructions if word == "RUN"))[0]
-    assert set(extras.split(",")) <= set(packaged["project"]["optional-dependencies"])
+    commands = " ".join(rest for word, rest in instructions if word == "RUN")
+    lock = DEPLOY / re.findall(r"--require-hashes -r (\S+)", commands)[0]
+    check_lock(lock, packaged["project"], packaged["build-system"]["requires"])
+    needed_flags = "install --no-cache-dir --no-deps --no-build-isolation ."
+    assert needed_flags in commands, "what is not in the lock is not installed, nor does it build anything"
     assert found["USER"] == "10001:10001" and found["STOPSIGNAL"] == "SIGTERM" and found["VOLUME"] == "/cache"
     assert "XDG_CACHE_HOME=/cache" in found["ENV"].split()
     assert json.loads(found["ENTRYPOINT"]) == ["jaxserve", "serve"]
@@ -252,6 +286,7 @@ def test_kubernetes_objects_fit_each_other_and_the_server() -> None:
     assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/cache", "/tmp"}
     claim = pod["volumes"][0]["persistentVolumeClaim"]["claimName"]
     assert claim == objects["PersistentVolumeClaim"]["metadata"]["name"]
+    assert {flag[2:].partition("=")[0].replace("-", "_") for flag in container["args"]} >= BOUNDS | TIMEOUTS
     (variable,) = container["env"]
     assert variable["name"] == "JAXSERVE_API_KEY" and "secretKeyRef" in variable["valueFrom"]
 

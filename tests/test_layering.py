@@ -15,14 +15,20 @@ ROOT = Path(__file__).parents[1]
 FLOORS = {
     "pallas_kernels": "F0",
     "jaxserve.errors": "F1.0",
+    "jaxserve.files": "F1.0",
     "jaxserve.structured_params": "F1.1",
     "jaxserve.sampling_params": "F1.2",
     "jaxserve.options": "F1.1",
+    "jaxserve.vllm_options": "F1.1",
     "jaxserve.config": "F1.2",
+    "jaxserve.option_flags": "F1.2",
+    "jaxserve.engine_args": "F1.3",
     "jaxserve.logits_processor": "F1.1",
     "jaxserve.presets": "F1.1",
+    "jaxserve.devices": "F1.1",
     "jaxserve.token_automaton": "F1.1",
     "jaxserve.request": "F1.3",
+    "jaxserve.workers": "F1.1",
     "jaxserve.pages": "F2a.0",
     "jaxserve.scheduler": "F2a.1",
     "jaxserve.tokenizers": "F2a.0",
@@ -36,6 +42,7 @@ FLOORS = {
     "jaxserve.engine": "F4",
     "jaxserve.server": "F5",
     "jaxserve.cli": "F6",
+    "jaxserve.__main__": "F7",
 }
 HOST_ROOMS = [room for room, floor in FLOORS.items() if floor.startswith(("F1", "F2a"))]
 
@@ -51,23 +58,14 @@ def list_modules() -> list[tuple[str, Path]]:
 
 
 def list_imports(path: Path) -> list[str]:
-    """Every import of the file, also inside functions; those for type checkers only are left out."""
-    tree = ast.parse(path.read_text())
-    skipped = {
-        child
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        for child in ast.walk(node)
-    }
+    """Every import of the file, also inside functions and for type checkers only."""
     names = []
-    for node in ast.walk(tree):
-        if node in skipped:
-            continue
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative imports hide floors"
-            names += [node.module or ""]
+            names += [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
     return names
 
 
@@ -91,6 +89,40 @@ def test_imports_go_down(module: str, path: Path) -> None:
         target = find_room(imported)
         if target is not None and room is not None:
             assert is_allowed(room, target), f"{module} ({FLOORS[room]}) imports {imported} ({FLOORS[target]})"
+
+
+def test_no_modules_import_each_other() -> None:
+    """Nor in a circle of several, nor for types only: a circle is one module in several files."""
+    paths = {module: path for module, path in list_modules() if module != "jaxserve"}  # the front door names them all
+    ahead = {
+        module: [name for name in list_imports(path) if name in paths and name != module]
+        for module, path in paths.items()
+    }
+    for circle in find_circles(ahead):
+        raise AssertionError(" -> ".join(circle))
+
+
+def find_circles(ahead: dict[str, list[str]]) -> list[list[str]]:
+    """Walks of a graph that come back to where they were; none where there is none, each circle at least once."""
+    circles: list[list[str]] = []
+    done: set[str] = set()
+
+    def walk(module: str, way: list[str]) -> None:
+        if module in way:
+            circles.append([*way[way.index(module) :], module])
+        elif module not in done:
+            for name in ahead[module]:
+                walk(name, [*way, module])
+            done.add(module)
+
+    for module in ahead:
+        walk(module, [])
+    return circles
+
+
+def test_circles_are_found() -> None:
+    assert find_circles({"a": ["b", "c"], "b": ["c"], "c": [], "d": ["a"]}) == []
+    assert find_circles({"a": ["b"], "b": ["c"], "c": ["b"]}) == [["b", "c", "b"]]
 
 
 def test_pallas_kernels_stand_alone() -> None:

@@ -6,12 +6,13 @@ import dataclasses
 import itertools
 import math
 import pickle
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve import SamplingParams
+from jaxserve import OutputKind, RequestOutputKind, SamplingParams
 from jaxserve.errors import InvalidRequestError
 
 
@@ -31,7 +32,7 @@ from jaxserve.errors import InvalidRequestError
         ("min_p", 1.5),
         ("top_k", -2),
         ("top_k", 1.5),
-        ("seed", -1),
+        ("seed", -2),
         ("seed", 2**64),
         ("seed", 0.5),
         ("max_tokens", 0),
@@ -73,6 +74,14 @@ from jaxserve.errors import InvalidRequestError
         ("bad_words", "word"),
         ("bad_words", [" "]),
         ("bad_words", ["a"] * 33),
+        ("bad_words", [[]]),
+        ("bad_words", [[-1]]),
+        ("bad_words", [["a"]]),
+        ("bad_words", [[1] * 9]),
+        ("bad_words", [[1]] * 65),
+        ("bad_words", ["a"] * 32 + [[1]]),
+        ("suppress_tokens", 3),
+        ("suppress_tokens", [-1]),
         ("structured_outputs", {"regex": "a"}),
         ("spaces_between_special_tokens", 0),
         ("extra_args", [1]),
@@ -87,7 +96,7 @@ def test_bad_values_name_the_field(name: str, value: object) -> None:
     assert caught.value.field == name
 
 
-@pytest.mark.parametrize("name", ["best_of", "use_beam_search", "guided_json", "nonsense"])
+@pytest.mark.parametrize("name", ["guided_json", "nonsense"])
 def test_parameters_that_do_not_exist_are_refused_not_ignored(name: str) -> None:
     with pytest.raises(InvalidRequestError, match="not a supported sampling parameter") as caught:
         SamplingParams(**{name: 1})
@@ -109,6 +118,8 @@ def test_what_needs_state_on_the_device() -> None:
         {"logit_bias": {"3": 1}},
         {"allowed_token_ids": [1]},
         {"bad_words": ["no"]},
+        {"bad_words": [[1, 2]] * 64},
+        {"suppress_tokens": range(1000)},
     ):
         assert SamplingParams(**options).shapes_logits, options
     assert SamplingParams(logit_bias={"3": 1}).logit_bias == {3: 1.0}, "JSON has texts as keys"
@@ -142,3 +153,27 @@ def test_good_values_survive_copies(
     params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed)
     assert pickle.loads(pickle.dumps(params)) == params == dataclasses.replace(params)
     assert params.is_greedy == (temperature == 0)
+
+
+def test_names_of_the_field() -> None:
+    assert SamplingParams(seed=-1) == SamplingParams()
+    assert RequestOutputKind.DELTA is OutputKind.DELTA
+    assert SamplingParams(n=3, best_of=3) == SamplingParams(n=3)
+    copy = SamplingParams(temperature=0, stop="a").clone(max_tokens=5)
+    assert copy == SamplingParams(temperature=0, stop="a", max_tokens=5)
+    assert dataclasses.replace(SamplingParams(n=2, best_of=2), n=3).n == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n": 2, "best_of": 3}, "best_of: is only possible equal to n 2, got 3"),
+        ({"guided_decoding": 1}, "guided_decoding: .*use structured_outputs=StructuredOutputsParams"),
+        ({"use_beam_search": True}, "use_beam_search: .*LLM.beam_search"),
+        ({"max_new_tokens": 5}, "max_new_tokens: .*use max_tokens"),
+        ({"seed": -1.0}, "seed: must be an integer"),
+    ],
+)
+def test_names_that_live_elsewhere_say_where(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        SamplingParams(**options)

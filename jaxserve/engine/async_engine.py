@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.config import DEMO_MODEL, EngineConfig
+from jaxserve.engine.arguments import find_deadline, read_chat_options
 from jaxserve.engine.build import ReadyEngine, RunningChoice, build_engine
 from jaxserve.engine.inbox import OutputInbox
-from jaxserve.engine.progress import ShowProgress, choose_progress, hide_progress
+from jaxserve.engine.progress import ShowProgress, choose_announce, choose_progress, hide_progress
 from jaxserve.engine.prompts import Message, Prompt
 from jaxserve.engine.thread import EngineThread
-from jaxserve.errors import EngineStoppedError
+from jaxserve.engine_args import EngineArgs
+from jaxserve.errors import DeadlineError, EngineStoppedError
 from jaxserve.logits_processor import LogitsProcessor
-from jaxserve.request import Request, RequestOutput
+from jaxserve.request import PRIORITIES, Request, RequestOutput
 from jaxserve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
+    from jaxserve.tokenizers import Tokenizer
+
+_LOOK_INTERVAL = 0.02  # seconds
 
 
 class AsyncLLM:
@@ -37,8 +43,18 @@ class AsyncLLM:
         logits_processor: LogitsProcessor | None = None,
         **options: Any,
     ) -> None:
-        config = EngineConfig.from_options(model=str(model), **options)
-        self._start(config, progress=choose_progress(show_progress), processor=logits_processor)
+        config = EngineConfig.from_options(model=str(model), **options).with_compile("all")
+        self._start(
+            config,
+            progress=choose_progress(show_progress),
+            processor=logits_processor,
+            announce=choose_announce(show_progress),
+        )
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs, *, show_progress: bool = True) -> AsyncLLM:
+        """Builds one from options that are one value, as vLLM's scripts have them."""
+        return cls(**engine_args.options, show_progress=show_progress)
 
     @classmethod
     def from_config(
@@ -68,9 +84,13 @@ class AsyncLLM:
         processor: LogitsProcessor | None = None,
         on_stop: Callable[[EngineStoppedError], None] | None = None,
         only_largest: bool = False,
+        announce: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self._ready = build_engine(config, progress=progress, processor=processor, only_largest=only_largest)
+        self._ready = build_engine(
+            config, progress=progress, processor=processor, only_largest=only_largest, announce=announce
+        )
         self._thread = EngineThread(self._ready.engine, on_stop)
+        self._thread.call(lambda engine: self._ready.runner.warm_thread()).result()
 
     def compile_rest(self, progress: ShowProgress) -> None:
         """Compiles what a start with `only_largest` left, on the caller's thread, while requests are answered."""
@@ -92,41 +112,85 @@ class AsyncLLM:
         return self._thread.stalled_seconds()
 
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        timeout: float | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yields what the request has produced, after each step that brought something (see `OutputKind`).
 
         A reader that falls behind gets what it missed in one output. Leaving the iteration early, or cancelling the
-        task, aborts the request.
+        task, aborts the request. `priority`, `cache_salt` and `timeout` are those of `LLM.generate`.
 
         Raises:
             InvalidRequestError, CapacityError: this request cannot be served; others are not affected.
             EngineStoppedError: the engine itself has failed.
         """
-        params = sampling_params or self._ready.default_params
-        request = await asyncio.to_thread(self._ready.requests.make, prompt, params, request_id=request_id)
-        async with aclosing(self.stream([request])) as outputs:
-            async for output in outputs:
+        options = {"cache_salt": cache_salt, "priority": priority, "deadline": find_deadline(timeout)}
+        async with aclosing(self._run(self._ready.requests.make, prompt, sampling_params, request_id, options)) as run:
+            async for output in run:
                 yield output
 
     async def chat(
-        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        priority: int = 0,
+        cache_salt: str = "",
+        timeout: float | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Like `generate`, for a conversation, through the tokenizer's own chat template."""
-        params = sampling_params or self._ready.default_params
-        request = await asyncio.to_thread(self._ready.requests.make_chat, messages, params, request_id=request_id)
+        """Like `generate`, for a conversation, through a chat template; the arguments are those of `LLM.chat`."""
+        options = read_chat_options(
+            tools=tools,
+            chat_template=chat_template,
+            chat_template_kwargs=chat_template_kwargs,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+        options |= {"cache_salt": cache_salt, "priority": priority, "deadline": find_deadline(timeout)}
+        make = self._ready.requests.make_chat
+        async with aclosing(self._run(make, messages, sampling_params, request_id, options)) as run:
+            async for output in run:
+                yield output
+
+    async def _run(
+        self,
+        make: Callable[..., Request],
+        prompt: Any,
+        sampling_params: SamplingParams | None,
+        request_id: str | None,
+        options: Mapping[str, Any],
+    ) -> AsyncGenerator[RequestOutput]:
+        params = self._ready.default_params if sampling_params is None else sampling_params
+        request = await asyncio.to_thread(make, prompt, params, request_id=request_id, **options)
         async with aclosing(self.stream([request])) as outputs:
             async for output in outputs:
                 yield output
 
-    async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[RequestOutput]:
+    async def stream(
+        self, requests: Sequence[Request], *, beyond_limits: bool = False
+    ) -> AsyncGenerator[RequestOutput]:
         """Runs requests of `ready.requests` together and yields their outputs as they come.
+
+        Args:
+            beyond_limits: they come in however much waits.
 
         Raises:
             JaxServeError: one of them cannot be served, so none of them is.
         """
         inbox = OutputInbox(requests)
-        self._thread.submit(requests, inbox)
+        self._thread.submit(requests, inbox, beyond_limits=beyond_limits)
         try:
             while not inbox.is_done:
                 yield await inbox.get()
@@ -138,9 +202,50 @@ class AsyncLLM:
         """Returns what the model's generation_config.json recommends."""
         return self._ready.default_params
 
+    async def get_tokenizer(self) -> Tokenizer:
+        """Returns the model's tokenizer; TokenizerError when there is none."""
+        return self._ready.require_tokenizer()
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes between two steps; True: done."""
+        await self.call(lambda engine: engine.scheduler.pages.drop_prefix_index())
+        return True
+
     async def abort(self, request_id: str) -> None:
         """Ends a request; its stream gets a last output with finish_reason "abort". Unknown ids are ignored."""
         self._thread.abort([request_id])
+
+    async def check_health(self, timeout: float = 10.0) -> None:
+        """Returns when the engine has made a token, of a request of this call or, if no row is free, of anybody's.
+
+        Args:
+            timeout: seconds for it to come.
+
+        Raises:
+            DeadlineError: none came in time.
+            EngineStoppedError, DeviceStepError, NonFiniteLogitsError: none will come, or none that is right.
+        """
+        counts = self._ready.engine.counts
+        before, deadline = counts.num_tokens, time.monotonic() + timeout
+        answer = asyncio.ensure_future(self._make_token())
+        try:
+            while not answer.done() and counts.num_tokens == before and time.monotonic() < deadline:
+                await asyncio.wait((answer,), timeout=_LOOK_INTERVAL)
+            if answer.done():
+                answer.result()
+            elif counts.num_tokens == before:
+                raise DeadlineError(f"no token came within {timeout:g} s")
+        finally:
+            answer.cancel()
+
+    async def _make_token(self) -> None:
+        """Runs a request of one token before all others; raises what it ends with instead."""
+        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+        request = self._ready.requests.make([0], params, priority=PRIORITIES.start)
+        async with aclosing(self.stream([request], beyond_limits=True)) as outputs:
+            async for output in outputs:
+                if output.error is not None:
+                    raise output.error
 
     async def update_weights(self, tree: Any, *, running: RunningChoice = "requeue") -> None:
         """Swaps the model's weights between two steps; streams go on with the new ones, or end with "abort".
@@ -156,3 +261,6 @@ class AsyncLLM:
     def shutdown(self) -> None:
         """Aborts what is running and stops the thread. Calling it again does nothing."""
         self._thread.shutdown()
+
+
+AsyncLLMEngine = AsyncLLM  # vLLM's older name

@@ -10,10 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from jaxserve.config import DEMO_MODEL, EngineConfig, ModelOptions
+from jaxserve.devices import load_jax
+from jaxserve.engine.counts import AttentionStats
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.generation_config import (
+    GenerationDefaults,
+    find_generation_config,
+    read_end_tokens,
+    read_generation_defaults,
+)
 from jaxserve.engine.progress import ShowProgress, hide_progress
 from jaxserve.engine.prompts import RequestFactory
-from jaxserve.errors import ConfigError, InvalidRequestError
+from jaxserve.errors import ConfigError, TokenizerError
 from jaxserve.logits_processor import LogitsProcessor
 from jaxserve.pages import PageManager
 from jaxserve.presets import demo_model_dir, load_preset
@@ -32,22 +40,28 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 RunningChoice = Literal["requeue", "abort"]  # what becomes of unfinished requests when weights change
-_DEFAULT_SAMPLING_KEYS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-)  # of its keys
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """Where a model was found. `path` is None for a preset, which has no files."""
+    """Where a model was found. `path` is None for a preset, which has no files.
+
+    `hub_id` is the repository whose weights have still to be downloaded to `path`; None where nothing has.
+    """
 
     path: Path | None
     hf_config: dict[str, Any]
     generation_config: dict[str, Any]
+    hub_id: str | None = None
+
+    def find_weights(self) -> Path:
+        """Returns the directory with the weights in it, downloaded if they are not there."""
+        from jaxserve.weights import download_weights
+
+        assert self.path is not None  # locate_model allows presets with dummy weights only
+        if self.hub_id is not None:
+            download_weights(self.hub_id, self.path)
+        return self.path
 
 
 @dataclass(frozen=True)
@@ -57,11 +71,22 @@ class ReadyEngine:
     engine: Engine
     requests: RequestFactory
     tokenizer: Tokenizer | None
-    default_params: SamplingParams
+    defaults: GenerationDefaults
     shapes: Shapes
     plan: CachePlan
     runner: ModelRunner
     mesh: Mesh
+
+    def require_tokenizer(self) -> Tokenizer:
+        """Returns the tokenizer; TokenizerError when there is none."""
+        if self.tokenizer is None:
+            raise TokenizerError("there is none: skip_tokenizer_init is set, or a preset is served", field="tokenizer")
+        return self.tokenizer
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """What a request that says nothing gets."""
+        return self.defaults.params
 
     def compile_rest(self, progress: ShowProgress) -> Iterator[Callable[[], None]]:
         """Compiles what a build with `only_largest` left; yields what has to run between two steps to use it."""
@@ -90,21 +115,29 @@ def locate_model(options: ModelOptions, *, need_weights: bool = True) -> ModelFi
     """Finds a model by what the user called it: the demo model, a preset, a directory or a model id.
 
     Raises:
-        ConfigError: there is none, or a preset was asked for weights.
+        ConfigError: there is none, it is of a kind or in a format that is not served, or it is a preset and weights
+            were asked for.
+        DeviceError: JAX, which everything from here on needs, is broken.
     """
-    from jaxserve.weights import read_generation_config, read_hf_config, resolve_checkpoint
+    load_jax()
+    from jaxserve.models.registry import find_family
+    from jaxserve.weights import read_hf_config, refuse_foreign_folder, resolve_checkpoint
 
     preset = load_preset(options.model)
     if preset is not None and not Path(options.model).is_dir():
         if need_weights and options.load_format != "dummy":
             message = f"{options.model!r} is a preset and has no weights; add load_format='dummy', or give a checkpoint"
             raise ConfigError(message, field="load_format", value=options.load_format)
-        return ModelFiles(None, preset, {})
+        return ModelFiles(None, preset, find_generation_config(options, None))
     if options.model == DEMO_MODEL:
-        path = demo_model_dir()
+        path, hub_id = demo_model_dir(), None
     else:
-        path = resolve_checkpoint(options.model, options.revision)
-    return ModelFiles(path, read_hf_config(path), read_generation_config(path))
+        path = resolve_checkpoint(options.model, options.revision, need_weights=False)
+        hub_id = None if Path(options.model).expanduser().is_dir() else options.model
+    refuse_foreign_folder(path, need_weights=hub_id is None and options.load_format != "dummy")
+    hf_config = read_hf_config(path)
+    find_family(hf_config)
+    return ModelFiles(path, hf_config, find_generation_config(options, path), hub_id)
 
 
 def resolve_model(config: EngineConfig, files: ModelFiles) -> DecoderConfig:
@@ -120,7 +153,7 @@ def resolve_model(config: EngineConfig, files: ModelFiles) -> DecoderConfig:
     if config.model.dtype != "auto":
         model = dataclasses.replace(model, dtype=config.model.dtype)
     max_model_len = config.model.max_model_len
-    model = model.with_max_model_len(model.max_supported_len if max_model_len is None else max_model_len)
+    model = model.with_max_model_len(model.default_max_model_len if max_model_len is None else max_model_len)
     if config.cache.kv_cache_dtype == "fp8":
         model = _add_kv_scales(config, files, model)
     return expand_kv_heads(model, config.parallel.tensor_parallel_size)
@@ -133,7 +166,7 @@ def _add_kv_scales(config: EngineConfig, files: ModelFiles, model: DecoderConfig
 
     scales = None
     if files.path is not None and config.model.load_format != "dummy" and checkpoint_format(files.path) != "orbax":
-        scales = find_kv_scales(model, read_tensor_shapes(files.path))
+        scales = find_kv_scales(model, read_tensor_shapes(files.find_weights()))
     if scales is None:
         _log.warning(
             "kv_cache_dtype is fp8 and the checkpoint has no scales for it: keys and values are stored unscaled, and "
@@ -148,20 +181,30 @@ def build_engine(
     progress: ShowProgress = hide_progress,
     processor: LogitsProcessor | None = None,
     only_largest: bool = False,
+    announce: Callable[[str], None] = lambda text: None,
 ) -> ReadyEngine:
     """Does everything that must be done before the first request.
 
     Args:
         only_largest: compile the programs that hold any step, and no others: `ReadyEngine.compile_rest` does those.
+        announce: told of each program that is compiled after that, with `compile="used"`.
 
     Raises:
-        ConfigError, WeightsError, TokenizerError, CapacityError: name what to change.
+        ConfigError, DeviceError, WeightsError, TokenizerError, CapacityError: name what to change.
     """
     config = make_cache_dir(config)
     files = locate_model(config.model)
     tokenizer = load_model_tokenizer(config.model, files)
-    default_params, eos_token_ids = read_default_params(files), read_end_tokens(files)
+    eos_token_ids = read_end_tokens(config.model, files.path)
+    defaults = read_generation_defaults(
+        files.generation_config,
+        end_tokens=eos_token_ids,
+        has_tokenizer=tokenizer is not None,
+        is_limit=config.model.names_generation_config,
+    )
     from jaxserve.runtime.memory import device_memory_bytes
+    from jaxserve.runtime.program_cache import enable_persistent_cache
+    from jaxserve.runtime.self_test import confirm_attention
     from jaxserve.runtime.startup import make_shapes, page_groups, require_room, start_runner
     from jaxserve.sharding import make_mesh
 
@@ -169,13 +212,15 @@ def build_engine(
     device = mesh.devices.flat[0]
     shapes = make_shapes(config, resolve_model(config, files), device.platform, device.device_kind)
     shapes = dataclasses.replace(shapes, processor=processor)
-    fell_back = shapes.impl == "xla" and device.platform != "cpu"
-    _log.log(logging.WARNING if fell_back else logging.INFO, "attention: %s, %s", shapes.impl, shapes.impl_reason)
     require_room(shapes, device_memory_bytes(device))
+    enable_persistent_cache(config.compile.cache_dir)
+    shapes = confirm_attention(shapes, mesh.local_devices[0])
+    level = logging.WARNING if shapes.fell_back else logging.INFO
+    _log.log(level, "attention: %s, %s", shapes.impl, shapes.impl_reason)
     params = load_params(config, files, shapes, mesh, progress=progress)
     with progress("Compiling programs") as report:
         note = lambda name, done, total: report(done, total, name)  # noqa: E731
-        runner, plan = start_runner(shapes, mesh, params, note, only_largest=only_largest)
+        runner, plan = start_runner(shapes, mesh, params, note, only_largest=only_largest, announce=announce)
     options = shapes.config
     assert options.cache.page_size is not None and options.scheduler.max_num_batched_tokens is not None
     pages = PageManager(
@@ -191,6 +236,7 @@ def build_engine(
         vocab_size=shapes.model.vocab_size,
         tokenizer=tokenizer,
         overlap=options.scheduler.async_scheduling,
+        attention=AttentionStats(shapes.impl, shapes.impl_reason, shapes.fell_back),
     )
     factory = RequestFactory(
         tokenizer,
@@ -201,27 +247,7 @@ def build_engine(
         max_logprobs=options.compile.max_logprobs,
         processor=processor,
     )
-    return ReadyEngine(engine, factory, tokenizer, default_params, shapes, plan, runner, mesh)
-
-
-def read_default_params(files: ModelFiles) -> SamplingParams:
-    """Returns what generation_config.json recommends; null there is as good as nothing.
-
-    Raises:
-        ConfigError: names the file and the key whose value no request may have.
-    """
-    given = {key: files.generation_config.get(key) for key in _DEFAULT_SAMPLING_KEYS}
-    try:
-        return SamplingParams(**{key: value for key, value in given.items() if value is not None})
-    except InvalidRequestError as error:
-        raise ConfigError(str(error), field="generation_config.json", value=error.value) from error
-
-
-def read_end_tokens(files: ModelFiles) -> tuple[int, ...]:
-    """Returns the end tokens of the model's own files, which hold whichever tokenizer is used, and without one."""
-    from jaxserve.tokenizers.files import read_eos_token_ids
-
-    return read_eos_token_ids(files.path) if files.path is not None else ()
+    return ReadyEngine(engine, factory, tokenizer, defaults, shapes, plan, runner, mesh)
 
 
 def make_cache_dir(config: EngineConfig) -> EngineConfig:
@@ -270,14 +296,13 @@ def load_params(
     if config.model.load_format == "dummy":
         specs = stack_specs(specs, shapes.stack_mode)
         return make_dummy_params(specs, mesh=mesh, rules=DEFAULT_RULES, seed=config.model.seed)
-    assert files.path is not None  # locate_model allows presets with dummy weights only
-    load_format = config.model.load_format
-    if (checkpoint_format(files.path) if load_format == "auto" else load_format) == "orbax":
-        params = restore_params(files.path, specs, mesh=mesh, rules=DEFAULT_RULES)
+    path, load_format = files.find_weights(), config.model.load_format
+    if (checkpoint_format(path) if load_format == "auto" else load_format) == "orbax":
+        params = restore_params(path, specs, mesh=mesh, rules=DEFAULT_RULES)
     else:
         with progress("Loading weights", unit="bytes") as report:
             params = load_safetensors(
-                files.path,
+                path,
                 specs,
                 weight_sources(model),
                 ignored_weights(model),

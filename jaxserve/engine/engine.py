@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
+from jaxserve.engine.counts import AttentionStats, EngineCounts, StepFuture
 from jaxserve.engine.extras import hand_out_prompts, hand_out_scores
 from jaxserve.engine.grammars import GrammarRows
 from jaxserve.engine.logprobs import LogprobReader
 from jaxserve.engine.output import OutputStream, RequestStream
-from jaxserve.engine.stats import EngineCounts
-from jaxserve.errors import DeadlineError, DeviceStepError, GrammarError, JaxServeError
+from jaxserve.errors import DeadlineError, DeviceStepError, GrammarError, JaxServeError, QueueFullError
 from jaxserve.request import FinishReason, Request, RequestOutput
-from jaxserve.scheduler import Commit, Deadlines, Scheduler, Sequence, StepOutputs, StepPlan
+from jaxserve.scheduler import Commit, Deadlines, Scheduler, Sequence, StepPlan
 
 if TYPE_CHECKING:
     from jaxserve.runtime.counts import StepCounts
     from jaxserve.tokenizers import Tokenizer
-
-
-class StepFuture(Protocol):
-    """A step that the device is working on."""
-
-    def result(self) -> StepOutputs:
-        """Waits, and returns what the step brought."""
-        ...
 
 
 class StartedStep(Protocol):
@@ -80,9 +72,11 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         overlap: bool = True,
         clock: Callable[[], float] = time.monotonic,  # of deadlines
+        attention: AttentionStats | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
+        self.attention = attention
         self.counts = EngineCounts()
         self._grammars = GrammarRows(vocab_size)
         self._deadlines = Deadlines()
@@ -148,6 +142,11 @@ class Engine:
             outputs.append(self._end_request(request_id, FinishReason.TIMEOUT, error))
         return [output for output in outputs if output is not None]
 
+    def displace(self, displaced: Iterable[tuple[str, QueueFullError]]) -> list[RequestOutput]:
+        """Ends requests that make way for better ones, as `scheduler.door` has found them; returns their outputs."""
+        outputs = [self._end_request(name, FinishReason.ERROR, error) for name, error in displaced]
+        return [output for output in outputs if output is not None]
+
     def _turn(self) -> list[RequestOutput]:
         ready, self._in_flight = self._in_flight, None
         plan = self.scheduler.plan()
@@ -210,6 +209,7 @@ class Engine:
             return self._recover(plan, error)
         hand_out_prompts(plan, outputs, self.scheduler.batch.by_ticket, self._streams)
         commit = self.scheduler.commit(plan, outputs.token_ids)
+        self.counts.num_tokens += len(commit.token_ids)
         hand_out_scores(plan, outputs, commit, self._streams)
         return self._show(commit)
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.config import DEMO_MODEL, EngineConfig
+from jaxserve.engine.arguments import find_deadline, list_prompts, read_chat_options, spread
 from jaxserve.engine.beam import BeamSearchOutput, BeamSearchParams, search_beams
 from jaxserve.engine.build import ReadyEngine, RunningChoice, build_engine
-from jaxserve.engine.progress import choose_progress
+from jaxserve.engine.metrics import Metric, list_metrics
+from jaxserve.engine.progress import choose_announce, choose_progress
 from jaxserve.engine.prompts import Message, Prompt
-from jaxserve.errors import InvalidRequestError, TokenizerError
+from jaxserve.engine.stats import read_stats
+from jaxserve.engine_args import EngineArgs
 from jaxserve.logits_processor import LogitsProcessor
 from jaxserve.request import EmbeddingOutput, Request, RequestOutput
 from jaxserve.sampling_params import OutputKind, SamplingParams
@@ -21,17 +25,20 @@ if TYPE_CHECKING:
 
 
 class LLM:
-    """A model, ready to generate. After the constructor returns, nothing is compiled any more.
+    """A model, ready to generate.
+
+    The constructor compiles the program of a short prompt; every other one is compiled when a step first needs it. With
+    `compile="all"` the constructor compiles every program, and nothing is compiled later.
 
     Args:
         model: a checkpoint directory, a Hugging Face model id, a preset's name (with `load_format="dummy"`), or
             nothing for the demo model.
-        show_progress: bars for loading and compiling, on a terminal.
+        show_progress: how far loading and compiling are, on standard error: bars on a terminal, else a few lines.
         logits_processor: a function of your own in the sampler; see `LogitsProcessor`.
         options: everything in `jaxserve.config`, by name.
 
     Raises:
-        ConfigError, WeightsError, TokenizerError, CapacityError: name what to change.
+        ConfigError, DeviceError, WeightsError, TokenizerError, CapacityError: name what to change.
     """
 
     def __init__(
@@ -42,10 +49,18 @@ class LLM:
         logits_processor: LogitsProcessor | None = None,
         **options: Any,
     ) -> None:
-        config = EngineConfig.from_options(model=str(model), **options)
+        config = EngineConfig.from_options(model=str(model), **options).with_compile("used")
         self._ready: ReadyEngine = build_engine(
-            config, progress=choose_progress(show_progress), processor=logits_processor
+            config,
+            progress=choose_progress(show_progress),
+            processor=logits_processor,
+            announce=choose_announce(show_progress),
         )
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs, *, show_progress: bool = True) -> LLM:
+        """Builds one from options that are one value, as vLLM's scripts have them."""
+        return cls(**engine_args.options, show_progress=show_progress)
 
     @property
     def ready(self) -> ReadyEngine:
@@ -54,13 +69,20 @@ class LLM:
 
     def get_tokenizer(self) -> Tokenizer:
         """Returns the model's tokenizer; TokenizerError when there is none."""
-        if self._ready.tokenizer is None:
-            raise TokenizerError("there is none: skip_tokenizer_init is set, or a preset is served", field="tokenizer")
-        return self._ready.tokenizer
+        return self._ready.require_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns what the model's generation_config.json recommends."""
         return self._ready.default_params
+
+    def get_metrics(self) -> list[Metric]:
+        """Returns the engine's counters and gauges, those that a server shows at `/metrics`."""
+        return list_metrics(read_stats(self._ready.engine), self._ready.shapes.config.model.model)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes, so that the next prompts are computed from their first token; True: done."""
+        self._ready.engine.scheduler.pages.drop_prefix_index()
+        return True
 
     def update_weights(self, tree: Any, *, running: RunningChoice = "requeue") -> list[RequestOutput]:
         """Swaps the model's weights without compiling anything.
@@ -86,39 +108,68 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] = 0,
+        cache_salt: str = "",
+        timeout: float | None = None,
     ) -> list[RequestOutput]:
         """Runs all prompts to their ends, as many at once as fit, and returns their outputs in order.
 
         Args:
-            prompts: text, `{"prompt": text}` or `{"prompt_token_ids": ids}`, or a list of these.
+            prompts: text, `{"prompt": text}`, `{"prompt_token_ids": ids}` or a list of token ids; or a list of these.
             sampling_params: for all prompts, or one for each; default: `get_default_sampling_params`.
-            use_tqdm: show a progress bar on a terminal (the name is vLLM's).
+            use_tqdm: show how far it is, on standard error (the name is vLLM's).
+            priority: for all prompts, or one for each; smaller ones run first.
+            cache_salt: prompts of different salts share no cached prefixes.
+            timeout: seconds; what is not finished by then ends with finish_reason "timeout" and the tokens it has.
 
         Raises:
             InvalidRequestError, CapacityError: a prompt or a parameter cannot be served; nothing is generated then.
         """
-        many = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        params = self._spread(sampling_params, len(many))
-        make = self._ready.requests.make
-        return self._run([make(prompt, each) for prompt, each in zip(many, params, strict=True)], use_tqdm=use_tqdm)
+        many = list_prompts(prompts)
+        options = {"cache_salt": cache_salt, "deadline": find_deadline(timeout)}
+        return self._run_all(self._ready.requests.make, many, sampling_params, priority, options, use_tqdm=use_tqdm)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        add_generation_prompt: bool = True,
         use_tqdm: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        priority: int | Sequence[int] = 0,
+        cache_salt: str = "",
+        timeout: float | None = None,
     ) -> list[RequestOutput]:
-        """Like `generate`, for one conversation or a list of them, through the tokenizer's own chat template."""
+        """Like `generate`, for one conversation or a list of them, through a chat template.
+
+        Args:
+            messages: dicts with `role` and `content`, as OpenAI's clients send them.
+            tools: functions that the model may call, as OpenAI's clients describe them. Calls are in the answer's text.
+            chat_template: the text of a Jinja template; default: the tokenizer's own.
+            chat_template_kwargs: variables of the template, such as Qwen 3's `{"enable_thinking": False}`.
+            add_generation_prompt: begin an answer; default: unless `continue_final_message`.
+            continue_final_message: go on with the last message, which is the assistant's, as it is.
+
+        Raises:
+            InvalidRequestError, CapacityError: a conversation or an argument cannot be served.
+            TokenizerError: there is no chat template, or it is broken.
+        """
         one = not messages or isinstance(messages[0], Mapping)
-        conversations: list[Any] = [messages] if one else list(messages)
-        params = self._spread(sampling_params, len(conversations))
-        requests = [
-            self._ready.requests.make_chat(conversation, each, add_generation_prompt=add_generation_prompt)
-            for conversation, each in zip(conversations, params, strict=True)
-        ]
-        return self._run(requests, use_tqdm=use_tqdm)
+        options = read_chat_options(
+            tools=tools,
+            chat_template=chat_template,
+            chat_template_kwargs=chat_template_kwargs,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+        options |= {"cache_salt": cache_salt, "deadline": find_deadline(timeout)}
+        many: list[Any] = [messages] if one else list(messages)
+        make = self._ready.requests.make_chat
+        return self._run_all(make, many, sampling_params, priority, options, use_tqdm=use_tqdm)
 
     def embed(
         self,
@@ -134,14 +185,14 @@ class LLM:
 
         Args:
             prompts: as for `generate`.
-            use_tqdm: show a progress bar on a terminal.
+            use_tqdm: show how far it is, on standard error.
             truncate_prompt_tokens: keep the last so many tokens of each prompt; -1: as many as fit.
 
         Raises:
             InvalidRequestError, CapacityError: a prompt cannot be served; nothing is computed then.
             NonFiniteLogitsError, DeviceStepError: the model or the device failed on one of them.
         """
-        many = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        many = list_prompts(prompts)
         make = self._ready.requests.make_embedding
         requests = [make(prompt, truncate_prompt_tokens=truncate_prompt_tokens) for prompt in many]
         found = []
@@ -162,7 +213,7 @@ class LLM:
             InvalidRequestError: a prompt cannot be served, or `max_logprobs` is below twice the width.
         """
         requests = self._ready.requests
-        many = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        many = list_prompts(prompts)
         plain = SamplingParams(max_tokens=params.max_tokens, output_kind=OutputKind.FINAL_ONLY)
         texts = [list(requests.make(prompt, plain).prompt_token_ids) for prompt in many]
 
@@ -177,11 +228,31 @@ class LLM:
             )
         if self._ready.tokenizer is None:
             return found
-        decode = self._ready.tokenizer.decode
+        decode = partial(self._ready.tokenizer.decode, skip_special_tokens=True)
         return [
             BeamSearchOutput([replace(beam, text=decode(beam.token_ids)) for beam in output.sequences])
             for output in found
         ]
+
+    def _run_all(
+        self,
+        make: Callable[..., Request],
+        prompts: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int],
+        options: Mapping[str, Any],
+        *,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        """Makes one request of each prompt and runs them."""
+        given = self._ready.default_params if sampling_params is None else sampling_params
+        params = spread(given, len(prompts), "sampling_params")
+        priorities = spread(priority, len(prompts), "priority")
+        requests = [
+            make(prompt, replace(each, output_kind=OutputKind.FINAL_ONLY), priority=first, **options)
+            for prompt, each, first in zip(prompts, params, priorities, strict=True)
+        ]
+        return self._run(requests, use_tqdm=use_tqdm)
 
     def _run(self, requests: Sequence[Request], *, use_tqdm: bool) -> list[RequestOutput]:
         engine, outputs = self._ready.engine, {}
@@ -189,6 +260,7 @@ class LLM:
             for request in requests:
                 engine.add_request(request)
             with choose_progress(use_tqdm)("Generating", unit="requests") as report:
+                report(0, len(requests))
                 while engine.has_unfinished:
                     for output in engine.step():  # each is the last of its request
                         outputs[output.request_id] = output
@@ -202,13 +274,3 @@ class LLM:
                 engine.reset()
             raise
         return [outputs[request.request_id] for request in requests]
-
-    def _spread(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-        if params is None or isinstance(params, SamplingParams):
-            given = [params or self._ready.default_params] * count
-        else:
-            given = list(params)
-        if len(given) != count:
-            message = f"one for all, or one for each of the {count} prompts; got {len(given)}"
-            raise InvalidRequestError(message, field="sampling_params", value=len(given))
-        return [replace(each, output_kind=OutputKind.FINAL_ONLY) for each in given]

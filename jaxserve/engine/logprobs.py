@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxserve.errors import InvalidRequestError
 from jaxserve.request import Logprob, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -40,7 +41,12 @@ class LogprobReader:
         return found
 
     def _text(self, token_id: int) -> str | None:
-        return None if self._tokenizer is None else self._tokenizer.decode([token_id], skip_special_tokens=False)
+        if self._tokenizer is None:
+            return None
+        try:
+            return self._tokenizer.decode([token_id], skip_special_tokens=False)
+        except InvalidRequestError:  # the tokenizer's library fails on this token, which is no reason to fail the step
+            return None
 
 
 class PromptLogprobs:

@@ -1,10 +1,19 @@
-"""Progress bars on standard error, for whatever may take longer than two seconds."""
+"""How far a piece of work is: bars on a terminal, a few lines anywhere else, for whatever takes longer than seconds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
+
+_FIRST_LINE = 2.0  # seconds after which work that is not shown by a bar is worth a line
+_LEAST_GAP = 5.0  # seconds between two lines
+_GROWTH = 1.5  # by which the time of a line is later than that of the one before: an hour of work has 17 of them
+_SCALES = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
 
 
 class Report(Protocol):
@@ -14,30 +23,115 @@ class Report(Protocol):
 
 class ShowProgress(Protocol):
     def __call__(self, title: str, *, unit: str = "") -> AbstractContextManager[Report]:
-        """Begins a piece of work; the function that it yields says how far it is."""
+        """Begins a piece of work; the function that it yields says how far it is.
+
+        Args:
+            title: a regular verb in its -ing form, and what it is done to if `unit` does not say so.
+            unit: what is counted; "bytes" are shown in larger units.
+        """
+
+
+class ProgressLines:
+    """What to say of one piece of work, and when. Times are seconds since it began."""
+
+    def __init__(self, title: str, unit: str = "") -> None:
+        self._title, self._unit = title, unit
+        self._done, self._total, self._note = 0.0, 0.0, ""  # the total is 0 until it is known
+        self.next_line = _FIRST_LINE  # when something should be said
+
+    def report(self, done: float, total: float, note: str = "") -> None:
+        """Notes how far the work is."""
+        self._done, self._total, self._note = done, total, note
+
+    def describe(self, seconds: float) -> str:
+        """Returns the line that is due now, and fixes when the next one is."""
+        self.next_line = max(seconds + _LEAST_GAP, seconds * _GROWTH)
+        parts = [format_amount(self._done, self._total, self._unit)] if self._total else []
+        return f"{self._title}: {', '.join([*parts, f'{seconds:.0f} s'])}" + (f" ({self._note})" if self._note else "")
+
+    def conclude(self, seconds: float) -> str:
+        """Returns what was done, in the past tense."""
+        verb, _, what = self._title.partition(" ")
+        if self._unit == "bytes":
+            what = f"{what} of {format_amount(self._total, self._total, 'bytes').partition('/')[2]}"
+        elif self._total:
+            what = f"{self._total:,.0f} {self._unit or what}"
+            what = what.removesuffix("s") if self._total == 1 else what
+        return f"{verb.removesuffix('ing')}ed {what} in {seconds:.1f} s"
+
+
+def format_amount(done: float, total: float, unit: str) -> str:
+    """Returns "3/28 requests", or "0.4/14.9 GiB" where bytes are counted."""
+    if unit != "bytes":
+        return f"{done:,.0f}/{total:,.0f} {unit}".rstrip()
+    name, size = next(each for each in _SCALES if total >= each[1] or each[1] == 1)
+    digits = 0 if size == 1 else 2
+    return f"{done / size:.{digits}f}/{total / size:.{digits}f} {name}"
+
+
+@contextmanager
+def say_progress(lines: ProgressLines, say: Callable[[str], None], *, least_seconds: float = 0) -> Iterator[Report]:
+    """Says lines while the work goes on, also while nobody reports, and how long it took once it has succeeded.
+
+    Args:
+        say: called with each line; from a thread of its own, until the last line.
+        least_seconds: of work that is worth its last line.
+    """
+    start, ended = time.monotonic(), threading.Event()
+
+    def speak() -> None:
+        while not ended.wait(lines.next_line - (time.monotonic() - start)):
+            say(lines.describe(time.monotonic() - start))
+
+    speaking = threading.Thread(target=speak, name="jaxserve-progress", daemon=True)
+    speaking.start()
+    try:
+        yield lines.report
+    finally:
+        ended.set()
+        speaking.join()
+    if (seconds := time.monotonic() - start) >= least_seconds:
+        say(lines.conclude(seconds))
 
 
 @contextmanager
 def show_progress(title: str, *, unit: str = "") -> Iterator[Report]:
-    """Yields a function that moves a bar; without a terminal nothing is printed."""
+    """Shows how far the work is on standard error: a bar on a terminal, else a line from time to time.
+
+    What remains, if it took long enough, is a line that says how long.
+    """
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
+    if not console.is_terminal:
+        with say_progress(ProgressLines(title, unit), _print, least_seconds=_FIRST_LINE) as report:
+            yield report
+        return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    lines, start = ProgressLines(title, unit), time.monotonic()
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        TextColumn(f"{{task.completed:,.0f}}/{{task.total:,.0f}} {unit}"),
+        TextColumn("{task.fields[amount]}"),
         TimeElapsedColumn(),
         TextColumn("[dim]{task.fields[note]}"),
     )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
-        task = bars.add_task(title, total=1, note="")
+    with Progress(*columns, console=console, transient=True) as bars:
+        task = bars.add_task(title, total=None, amount="", note="")
 
-        def report(done: float, total: float, note: str = "") -> None:
-            bars.update(task, completed=done, total=total, note=note)
+        def move(done: float, total: float, note: str = "") -> None:
+            lines.report(done, total, note)
+            bars.update(task, completed=done, total=total, amount=format_amount(done, total, unit), note=note)
 
-        yield report
+        yield move
+    if (seconds := time.monotonic() - start) >= _FIRST_LINE:
+        _print(lines.conclude(seconds))
+
+
+def _print(line: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # nobody reads it any more: no reason to end the work
+        print(line, file=sys.stderr, flush=True)  # looked up anew: a bar may have replaced it
 
 
 @contextmanager
@@ -51,5 +145,14 @@ def hide_progress(title: str, *, unit: str = "") -> Iterator[Report]:
 
 
 def choose_progress(enabled: bool) -> ShowProgress:
-    """Returns how progress is shown: bars on a terminal, or nothing at all."""
+    """Returns how progress is shown on standard error, or that nothing is."""
     return show_progress if enabled else hide_progress
+
+
+def choose_announce(enabled: bool) -> Callable[[str], None]:
+    """Returns how single events are told: as lines on standard error, or not at all."""
+
+    def announce(text: str) -> None:
+        _print(f"jaxserve: {text}")
+
+    return announce if enabled else lambda text: None

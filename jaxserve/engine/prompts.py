@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,12 +22,14 @@ from jaxserve.sampling_params import (
 from jaxserve.structured_params import StructuredOutputsParams
 
 if TYPE_CHECKING:
+    from jaxserve.structured import GrammarCompiler
     from jaxserve.tokenizers import Tokenizer
 
 _INFINITY = float("inf")
 
 Message = Mapping[str, Any]  # {"role": ..., "content": text}
-Prompt = str | Mapping[str, Any]  # text, {"prompt": text} or {"prompt_token_ids": ids}
+Prompt = str | Mapping[str, Any] | Sequence[int]  # text, a mapping with _PROMPT_KEYS, or token ids
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
 def check_schedule(priority: object, deadline: object) -> None:
@@ -39,6 +42,13 @@ def check_schedule(priority: object, deadline: object) -> None:
     if not isinstance(deadline, int | float) or isinstance(deadline, bool) or not -_INFINITY < deadline < _INFINITY:
         message = f"must be a finite time in seconds of time.monotonic(), got {shorten(deadline)}"
         raise InvalidRequestError(message, field="deadline", value=deadline)
+
+
+def check_salt(salt: object) -> str:
+    """Returns the salt; InvalidRequestError when it is no text."""
+    if not isinstance(salt, str):
+        raise InvalidRequestError(f"must be a text, got {shorten(salt)}", field="cache_salt", value=salt)
+    return salt
 
 
 class RequestFactory:
@@ -59,7 +69,7 @@ class RequestFactory:
         self._vocab_size = vocab_size
         self._max_model_len, self._max_logprobs = max_model_len, max_logprobs
         self._processor = processor
-        self._grammars: Any = None  # their compiler, made with the first one
+        self._grammars: GrammarCompiler | None = None  # their compiler, made with the first one
         own = tokenizer.eos_token_ids if tokenizer is not None else ()
         self._eos_token_ids = tuple(dict.fromkeys((*own, *eos_token_ids)))
         self._random = random.Random(seed)
@@ -78,7 +88,7 @@ class RequestFactory:
         """Returns the request to continue a prompt.
 
         Args:
-            cache_salt: pages of prompts are shared only between requests of equal salts.
+            cache_salt: pages of prompts are shared only between requests of equal salts. A prompt's own comes first.
             priority: smaller ones run first; of equal ones, those that came first.
             deadline: on the clock of `time.monotonic`; what is not finished by then ends with a DeadlineError.
 
@@ -88,7 +98,9 @@ class RequestFactory:
         check_schedule(priority, deadline)
         text, token_ids = self._read(prompt)
         request = self._make(text, token_ids, params, request_id)
-        return replace(request, cache_salt=cache_salt, priority=priority, deadline=deadline)
+        own_salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+        salt = check_salt(cache_salt if own_salt is None else own_salt)
+        return replace(request, cache_salt=salt, priority=priority, deadline=deadline)
 
     def make_chat(
         self,
@@ -107,7 +119,7 @@ class RequestFactory:
     ) -> Request:
         """Returns the request to answer a conversation, through a chat template: the tokenizer's own if none is given.
 
-        The arguments are those of `encode_chat` (tools, templates and their variables) and of `make`.
+        The arguments are those of `encode_chat` (tools, templates, variables, `render`) and of `make`.
 
         Raises:
             InvalidRequestError: names what is wrong with the messages or the parameters.
@@ -128,7 +140,7 @@ class RequestFactory:
             **template_options,
         )
         request = self._make(text, self._check_token_ids(ids), params, request_id)
-        return replace(request, cache_salt=cache_salt, priority=priority, deadline=deadline)
+        return replace(request, cache_salt=check_salt(cache_salt), priority=priority, deadline=deadline)
 
     def make_embedding(
         self,
@@ -181,6 +193,7 @@ class RequestFactory:
         if params.truncate_prompt_tokens is not None:
             token_ids, text = self._truncate(token_ids, params.truncate_prompt_tokens), None
         grammar = self._compile_grammar(params.structured_outputs)
+        has_ids = params.allowed_token_ids is not None or params.suppress_tokens  # where an automaton's would stand
         return Request(
             request_id=request_id if request_id is not None else f"request-{next(self._counter)}",
             prompt_token_ids=token_ids,
@@ -190,7 +203,7 @@ class RequestFactory:
             seed=params.seed if params.seed is not None else self._random.randint(0, MAX_SEED),
             bad_words=tuple(self._tokenize_bad_words(params.bad_words)),
             grammar=grammar,
-            automaton=None if grammar is None or params.allowed_token_ids is not None else grammar.automaton,
+            automaton=None if grammar is None or has_ids else grammar.automaton,
         )
 
     def _compile_grammar(self, params: StructuredOutputsParams | None) -> Any:
@@ -199,11 +212,20 @@ class RequestFactory:
         if self._tokenizer is None:
             message = "needs a tokenizer, and there is none"
             raise InvalidRequestError(message, field="structured_outputs", value=params)
+        return self._get_compiler(self._tokenizer).compile(params)
+
+    def _get_compiler(self, tokenizer: Tokenizer) -> GrammarCompiler:
         if self._grammars is None:
             from jaxserve.structured import GrammarCompiler
 
-            self._grammars = GrammarCompiler(self._tokenizer, vocab_size=self._vocab_size)
-        return self._grammars.compile(params)
+            self._grammars = GrammarCompiler(tokenizer, vocab_size=self._vocab_size)
+        return self._grammars
+
+    def warm_up(self) -> None:
+        """Starts what the first grammar would: its compiler's process. Nothing without a tokenizer or llguidance."""
+        if self._tokenizer is not None:
+            with contextlib.suppress(InvalidRequestError):  # said to whoever asks for a grammar
+                self._get_compiler(self._tokenizer).warm_up()
 
     def _order_arguments(self, arguments: Mapping[str, float]) -> dict[str, float]:
         """Those of the logits processor, in the order that it declares."""
@@ -220,12 +242,16 @@ class RequestFactory:
         """The last `count` tokens (-1: as many as leave room for one more)."""
         return token_ids[-(self._max_model_len - 1 if count < 0 else count) :]
 
-    def _tokenize_bad_words(self, words: Sequence[str]) -> Iterable[tuple[int, ...]]:
-        """Each word as it begins a text and as it goes on after a space, as vLLM does it."""
-        if words and self._tokenizer is None:
-            raise InvalidRequestError("bad words need a tokenizer, and there is none", field="bad_words", value=words)
+    def _tokenize_bad_words(self, words: Sequence[str | Sequence[int]]) -> Iterable[tuple[int, ...]]:
+        """Each word as it begins a text and as it goes on after a space, as vLLM does it; lists as they are."""
         for word in words:
-            assert self._tokenizer is not None
+            if not isinstance(word, str):
+                if max(word) < self._vocab_size:
+                    yield tuple(word)
+                continue
+            if self._tokenizer is None:
+                message = "bad words need a tokenizer, and there is none; give lists of token ids"
+                raise InvalidRequestError(message, field="bad_words", value=word)
             plain = word.lstrip()
             spaced = tuple(self._tokenizer.encode(f" {plain}", add_special_tokens=False))
             bare = tuple(self._tokenizer.encode(plain, add_special_tokens=False))
@@ -237,24 +263,22 @@ class RequestFactory:
                     yield tokens
 
     def _read(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
-        if isinstance(prompt, Mapping):
-            if prompt.keys() == {"prompt_token_ids"}:
-                return None, self._check_token_ids(prompt["prompt_token_ids"])
-            if prompt.keys() != {"prompt"}:
-                message = (
-                    f"must have either 'prompt' or 'prompt_token_ids', and nothing else; got {shorten(list(prompt))}"
-                )
-                raise InvalidRequestError(message, field="prompt", value=prompt)
-            prompt = prompt["prompt"]
-        if not isinstance(prompt, str):
-            message = f"must be text, or a mapping with 'prompt' or 'prompt_token_ids'; got {shorten(prompt)}"
-            raise InvalidRequestError(message, field="prompt", value=prompt)
+        """Returns the prompt's text, where there is one, and its ids; ids that come with a text are what is taken."""
+        given = _as_mapping(prompt)
+        text = given.get("prompt")
+        if "prompt_token_ids" in given:
+            if text is not None and not isinstance(text, str):
+                raise InvalidRequestError(f"must be text, got {shorten(text)}", field="prompt", value=text)
+            return text, self._check_token_ids(given["prompt_token_ids"])
+        if not isinstance(text, str):
+            message = f"must be text, token ids, or a mapping with 'prompt' or 'prompt_token_ids'; got {shorten(text)}"
+            raise InvalidRequestError(message, field="prompt", value=text)
         if self._tokenizer is None:
             message = "is text, and there is no tokenizer; give {'prompt_token_ids': [...]}"
-            raise InvalidRequestError(message, field="prompt", value=prompt)
-        if not prompt:
-            raise InvalidRequestError("is empty; give at least one character", field="prompt", value=prompt)
-        return prompt, self._check_token_ids(self._tokenizer.encode(prompt))
+            raise InvalidRequestError(message, field="prompt", value=text)
+        if not text:
+            raise InvalidRequestError("is empty; give at least one character", field="prompt", value=text)
+        return text, self._check_token_ids(self._tokenizer.encode(text))
 
     def _check_token_ids(self, token_ids: object) -> tuple[int, ...]:
         if not isinstance(token_ids, Sequence) or isinstance(token_ids, str | bytes):
@@ -269,6 +293,25 @@ class RequestFactory:
         if not is_integer or not 0 <= token_id < self._vocab_size:
             message = f"must be token ids in [0, {self._vocab_size}), got {shorten(token_id)}"
             raise InvalidRequestError(message, field=field, value=token_id)
+
+
+def _as_mapping(prompt: object) -> Mapping[str, Any]:
+    """Returns a prompt of any form as a mapping.
+
+    Raises:
+        InvalidRequestError: a mapping says something that is not known, or has no prompt.
+    """
+    if not isinstance(prompt, Mapping):
+        return (
+            {"prompt": prompt}
+            if isinstance(prompt, str) or not isinstance(prompt, Sequence)
+            else {"prompt_token_ids": prompt}
+        )
+    unknown = [name for name in prompt if name not in _PROMPT_KEYS]
+    if unknown or not prompt.keys() & {"prompt", "prompt_token_ids"}:
+        message = f"must have 'prompt' or 'prompt_token_ids', and 'cache_salt' at most; got {shorten(list(prompt))}"
+        raise InvalidRequestError(message, field="prompt", value=prompt)
+    return prompt
 
 
 def _check_logprobs(field: str, count: int | None, most: int) -> None:

@@ -1,45 +1,16 @@
-"""What can be seen of a running engine: counters from any thread, rows and pages on the engine's own."""
+"""What can be seen of a running engine: counters and pages from any thread, rows on the engine's own."""
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
+from jaxserve.engine.counts import AttentionStats
+from jaxserve.engine.engine import Engine
 from jaxserve.runtime.counts import STEP_TOKEN_BOUNDS
 
-if TYPE_CHECKING:
-    from jaxserve.engine.engine import Engine, StepFuture
-    from jaxserve.scheduler import StepOutputs
-
-
-@dataclass(slots=True)
-class EngineCounts:
-    """Only the engine writes it; any thread may read.
-
-    While there is work, the host either waits for the device or is busy. The less it waits, the nearer it is to being
-    what limits the pace; what it does while the device runs costs nothing.
-    """
-
-    num_faults: int = 0  # steps that failed on the device
-    wait_seconds: float = 0.0
-    busy_seconds: float = 0.0
-    _busy_since: float = field(default_factory=time.perf_counter)
-
-    def begin(self) -> None:
-        """Notes that there is work again: the time without any was neither."""
-        self._busy_since = time.perf_counter()
-
-    def wait(self, future: StepFuture) -> StepOutputs:
-        """Returns what a step brought, and counts the time until it is there."""
-        start = time.perf_counter()
-        self.busy_seconds += start - self._busy_since
-        try:
-            return future.result()
-        finally:
-            self._busy_since = time.perf_counter()
-            self.wait_seconds += self._busy_since - start
+_PACE_WINDOW = 10.0  # seconds with work
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +52,7 @@ class EngineStats:
     num_compiles: int  # XLA compilations of this process since the engine was ready
     num_programs: int
     pools: tuple[PoolStats, ...]
+    attention: AttentionStats | None  # None: the device has none, as a test's
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +66,24 @@ class RowStats:
     num_tokens: int  # known to the host
     is_prefilling: bool
     priority: int
+
+
+class QueuePace:
+    """How fast prompts have left the queue lately, by the time in which there was work. One thread asks."""
+
+    def __init__(self) -> None:
+        self._older = self._newer = (0.0, 0)  # (seconds with work, prompt tokens admitted), at least a window apart
+
+    def seconds_to_admit(self, engine: Engine) -> float:
+        """Returns when all that waits now will have begun, if it goes on so; infinite when nothing moves."""
+        counts, scheduler = engine.counts, engine.scheduler
+        now = counts.wait_seconds + counts.busy_seconds, scheduler.counts.num_admitted_tokens
+        if now[0] - self._newer[0] >= _PACE_WINDOW:
+            self._older, self._newer = self._newer, now
+        seconds, tokens = now[0] - self._older[0], now[1] - self._older[1]
+        if tokens:
+            return scheduler.waiting.num_new_tokens * seconds / tokens
+        return math.inf if scheduler.waiting.num_new and seconds >= _PACE_WINDOW else 0.0
 
 
 def read_stats(engine: Engine) -> EngineStats:
@@ -121,6 +111,7 @@ def read_stats(engine: Engine) -> EngineStats:
         pools=tuple(
             PoolStats(pool.num_pages - 1, pool.num_referenced, pool.num_cached) for pool in scheduler.pages.pools
         ),
+        attention=engine.attention,
     )
 
 
@@ -144,7 +135,9 @@ def read_rows(engine: Engine) -> list[RowStats]:
 
 
 def read_page_map(engine: Engine, max_cells: int = 2048) -> str:
-    """Returns a picture of the largest pool, one digit a cell. To be called on the engine's thread.
+    """Returns a picture of the largest pool, one digit a cell.
+
+    Safe from any thread: each cell is read at once, though a cell may be later than the one before it.
 
     0: free, 1: cached, 2: one owner, 3: several owners. Of a cell that stands for several pages, the largest digit.
     """

@@ -17,6 +17,8 @@ from jaxserve.engine.inbox import Item, OutputInbox
 from jaxserve.errors import EngineStoppedError, JaxServeError
 from jaxserve.request import Request, RequestOutput
 
+_JOBS_BETWEEN_STEPS = 64
+
 
 class EngineThread:
     """Everyone else leaves work in a queue. Outputs of a step go to each event loop in one call.
@@ -32,7 +34,7 @@ class EngineThread:
         self._inboxes: dict[str, OutputInbox] = {}
         self._stopped: EngineStoppedError | None = None
         self._has_ended = False  # the thread takes no more jobs; whoever leaves one sees to its answer
-        self._last_turn = time.monotonic()
+        self._last_step = time.monotonic()  # when a step last ended, or work came to an idle engine
         self._thread = threading.Thread(target=self._turn, name="jaxserve-engine", daemon=True)
         self._thread.start()
 
@@ -42,12 +44,16 @@ class EngineThread:
         return self._stopped
 
     def stalled_seconds(self) -> float:
-        """How long ago the engine last finished a turn of its loop, while it has work; 0 without any."""
-        return time.monotonic() - self._last_turn if self._engine.has_unfinished else 0.0
+        """How long ago the engine last finished a step, while it has work; 0 without any. Jobs are no steps."""
+        return time.monotonic() - self._last_step if self._engine.has_unfinished else 0.0
 
-    def submit(self, requests: Sequence[Request], inbox: OutputInbox) -> None:
-        """Queues requests together: when one is refused, or too much waits already, none of them runs."""
-        self._put(lambda: self._add(requests, inbox))
+    def submit(self, requests: Sequence[Request], inbox: OutputInbox, *, beyond_limits: bool = False) -> None:
+        """Queues requests together: when one is refused, or too much waits already, none of them runs.
+
+        Args:
+            beyond_limits: they come in however much waits.
+        """
+        self._put(lambda: self._add(requests, inbox, beyond_limits))
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Ends requests; each gets a last output with finish_reason "abort". Unknown ones are ignored."""
@@ -113,20 +119,32 @@ class EngineThread:
 
     def _serve(self) -> None:
         engine = self._engine
-        while True:
-            try:
-                job = self._jobs.get(block=not engine.has_unfinished)
-            except queue.Empty:
+        while self._do_jobs():
+            if engine.has_unfinished:
                 outputs = engine.step()
-                self._last_turn = time.monotonic()
+                self._last_step = time.monotonic()
                 self._hand_out(outputs)
-                continue
-            if job is None:
-                break
-            self._last_turn = time.monotonic()
-            job()
         self._abort(list(self._inboxes))
         engine.drain()
+
+    def _do_jobs(self) -> bool:
+        """Does what is left in the queue, waiting for it where nothing else is to be done; False: it is to end.
+
+        Between two steps only so many are done that whoever asks for much cannot keep the others from their tokens.
+        """
+        engine, jobs = self._engine, self._jobs
+        for _ in range(_JOBS_BETWEEN_STEPS):
+            is_idle = not engine.has_unfinished
+            try:
+                job = jobs.get(block=is_idle)
+            except queue.Empty:
+                break
+            if job is None:
+                return False
+            if is_idle:
+                self._last_step = time.monotonic()
+            job()
+        return True
 
     def _stop_serving(self, error: BaseException) -> None:
         """Tells whoever waits, and whoever still comes: nobody hangs because of a fault of ours."""
@@ -139,13 +157,13 @@ class EngineThread:
         finally:
             self._deliver([(inbox, self._stopped) for inbox in inboxes])
 
-    def _add(self, requests: Sequence[Request], inbox: OutputInbox) -> None:
+    def _add(self, requests: Sequence[Request], inbox: OutputInbox, beyond_limits: bool) -> None:
         if self._stopped is not None:
             self._deliver([(inbox, self._stopped)])
             return
         added: list[str] = []
         try:
-            self._engine.scheduler.refuse_if_full(*requests)
+            displaced = [] if beyond_limits else self._engine.scheduler.door.find_room(requests)
             for request in requests:
                 self._engine.add_request(request)
                 added.append(request.request_id)
@@ -158,6 +176,7 @@ class EngineThread:
             raise
         else:
             self._inboxes.update(dict.fromkeys(added, inbox))
+            self._hand_out(self._engine.displace(displaced))
 
     def _abort(self, request_ids: Sequence[str]) -> None:
         if self._stopped is None:

@@ -5,21 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxserve.layers.activations import ACTIVATIONS, LEARNED
 from jaxserve.layers.linear import matmul_precision, project
-
-ACTIVATIONS = {  # by their names in config.json
-    "silu": jax.nn.silu,
-    "swish": jax.nn.silu,
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_new": lambda x: jax.nn.gelu(x, approximate=True),
-    "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-    "relu": jax.nn.relu,
-}
 
 
 @dataclass(frozen=True)
@@ -30,11 +21,19 @@ class MLPConfig:
     activation: str
     bias: bool = False
 
+    @property
+    def learned(self) -> Mapping[str, tuple[int, ...]]:
+        """The activation's own parameters: what a checkpoint calls them, and their shapes there; mostly none."""
+        return LEARNED.get(self.activation, {})
+
 
 def gated_mlp(config: MLPConfig, params: Mapping[str, Array], x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-    """Returns down(activation(gate(x)) * up(x)) from `gate_up` [2, D, F] and `down` [F, D] (and their biases)."""
+    """Returns down(activation(gate(x)) * up(x)) from `gate_up` [2, D, F] and `down` [F, D] (and their biases).
+
+    `act` [P], always float32, holds the activation's own parameters, where it has any.
+    """
     gate, up = _project_both(x, params["gate_up"], params.get("gate_up_bias"))
-    gate = ACTIVATIONS[config.activation](gate.astype(jnp.float32)).astype(x.dtype)
+    gate = ACTIVATIONS[config.activation](gate.astype(jnp.float32), *params.get("act", ())).astype(x.dtype)
     return project(gate * up, params["down"], params.get("down_bias"))
 
 

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,10 +15,8 @@ from jaxserve.layers.embedding import EmbeddingConfig
 from jaxserve.layers.mlp import MLPConfig
 from jaxserve.layers.norm import NormConfig
 from jaxserve.layers.rope import RopeConfig
+from jaxserve.models.hf_config import HFConfig
 from jaxserve.sharding import Axes
-
-if TYPE_CHECKING:
-    from jaxserve.models.hf_config import HFConfig
 
 
 @dataclass(frozen=True)
@@ -97,7 +94,18 @@ class DecoderConfig:
 
     @property
     def max_supported_len(self) -> int:
-        """The longest sequence the position embeddings of every layer are meant for."""
+        """The longest sequence the position embeddings are meant for.
+
+        Layers with a window that fits their own embedding do not bound it where others see everything: a rotary
+        embedding knows distances only, and theirs never exceed the window.
+        """
+        lengths = {kind: kind.rope.max_length(self.max_position_embeddings) for kind in self.layers}
+        unbounded = {kind for kind, length in lengths.items() if kind.window is None or kind.window > length}
+        return min(lengths[kind] for kind in unbounded or lengths)
+
+    @property
+    def default_max_model_len(self) -> int:
+        """The longest sequence that every layer's embedding is meant for: the files of Gemma 3 give the scaled one."""
         return min(kind.rope.max_length(self.max_position_embeddings) for kind in self.layers)
 
     @functools.cached_property
@@ -124,9 +132,6 @@ class DecoderConfig:
                 value=max_model_len,
             )
         return dataclasses.replace(self, max_model_len=max_model_len)
-
-
-REQUIRED = object()  # in `Family.keys`: the architecture has no default for this key
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from jaxserve.errors import ConfigError, shorten
+from jaxserve.layers.activations import ACTIVATIONS
 from jaxserve.layers.attention import AttentionConfig
 from jaxserve.layers.embedding import EmbeddingConfig
-from jaxserve.layers.mlp import ACTIVATIONS, MLPConfig
+from jaxserve.layers.mlp import MLPConfig
 from jaxserve.layers.norm import NormConfig
 from jaxserve.layers.rope import RopeConfig
-from jaxserve.models.base import REQUIRED, DecoderConfig, LayerKind
-from jaxserve.models.hf_config import HFConfig
+from jaxserve.models.base import DecoderConfig, LayerKind
+from jaxserve.models.hf_config import REQUIRED, HFConfig, check_integer
 from jaxserve.models.rope_config import parse_rope, rope_parameters
 
 # Keys of every family. Sizes have no default here, because files always state them; families that may leave them out
@@ -31,9 +32,11 @@ DECODER_KEYS: dict[str, object] = {
     "rope_theta": 10000.0,
     "rope_scaling": None,
     "rope_parameters": None,
+    "partial_rotary_factor": None,
 }
 
 _MAX_LAYERS = 1024
+_LEAST_EPS = 2.0**-126  # float32's least normal number, lost in any mean square above 1e-31
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
@@ -41,6 +44,15 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 def read_num_layers(config: HFConfig) -> int:
     """Returns L; a bound keeps a mistyped number from building a model that fills memory."""
     return config.integer("num_hidden_layers", maximum=_MAX_LAYERS)
+
+
+def read_norm(config: HFConfig, *, unit_offset: bool = False, block_outputs: bool = False) -> NormConfig:
+    """Returns the norm; an epsilon of 0 becomes one so small that only a row of zeros notices, which stays zeros.
+
+    The reference makes NaN of such a row. Padding may be one, and must not put NaN in the pages of others.
+    """
+    eps = max(config.number("rms_norm_eps", minimum=0.0), _LEAST_EPS)
+    return NormConfig(eps=eps, unit_offset=unit_offset, block_outputs=block_outputs)
 
 
 def read_rope(config: HFConfig, head_dim: int) -> RopeConfig:
@@ -65,7 +77,11 @@ def read_attention(
     out_bias: bool = False,
     qk_norm: bool = False,
 ) -> AttentionConfig:
-    """Returns the attention numbers; `scale` defaults to 1 / sqrt(head_dim)."""
+    """Returns the attention numbers; `scale` defaults to 1 / sqrt(head_dim).
+
+    Without `head_dim` it is the whole part of hidden_size / num_attention_heads: the heads need not fill the hidden
+    size, as the output projection brings them back to it.
+    """
     num_heads = config.integer("num_attention_heads")
     num_kv_heads = config.optional_integer("num_key_value_heads") or num_heads
     if num_heads % num_kv_heads:
@@ -74,12 +90,7 @@ def read_attention(
         )
     head_dim = config.optional_integer("head_dim")
     if head_dim is None:
-        hidden_size = config.integer("hidden_size")
-        if hidden_size % num_heads:
-            raise ConfigError(
-                f"{hidden_size} is not a multiple of num_attention_heads {num_heads}", field="hidden_size"
-            )
-        head_dim = hidden_size // num_heads
+        head_dim = check_integer("head_dim", config.integer("hidden_size") // num_heads)
     return AttentionConfig(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -145,7 +156,7 @@ def build_config(
             activation=config.choice(activation_key, ACTIVATIONS),
             bias=mlp_bias,
         ),
-        norm=norm or NormConfig(eps=config.number("rms_norm_eps")),
+        norm=norm or read_norm(config),
         embedding=EmbeddingConfig(
             vocab_size=config.integer("vocab_size"),
             tied=config.flag("tie_word_embeddings"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from jaxserve.layers.norm import NormConfig
 from jaxserve.models.base import DecoderConfig, Family, WeightSource
 from jaxserve.models.common import (
     DECODER_KEYS,
@@ -10,6 +9,7 @@ from jaxserve.models.common import (
     build_config,
     read_attention,
     read_layer_types,
+    read_norm,
     read_num_layers,
     read_rope,
     window_layers,
@@ -57,7 +57,7 @@ def parse(config: HFConfig) -> DecoderConfig:
         "gemma2",
         layers=window_layers(types, config.optional_integer("sliding_window"), read_rope(config, attention.head_dim)),
         attention=attention,
-        norm=NormConfig(eps=config.number("rms_norm_eps"), unit_offset=True, block_outputs=True),
+        norm=read_norm(config, unit_offset=True, block_outputs=True),
         activation_key="hidden_activation",
         embed_scale=config.integer("hidden_size") ** 0.5,
         final_softcap=config.optional_number("final_logit_softcapping"),

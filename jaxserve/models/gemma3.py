@@ -8,19 +8,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxserve.errors import ConfigError
-from jaxserve.layers.norm import NormConfig
 from jaxserve.models import gemma2
-from jaxserve.models.base import REQUIRED, DecoderConfig, Family, LayerKind, WeightSource
+from jaxserve.models.base import DecoderConfig, Family, LayerKind, WeightSource
 from jaxserve.models.common import (
     alternate_layer_types,
     build_config,
     read_attention,
     read_layer_types,
+    read_norm,
     read_num_layers,
     window_layers,
 )
 from jaxserve.models.gemma2 import IGNORED_KEYS
-from jaxserve.models.hf_config import HFConfig, check_mapping
+from jaxserve.models.hf_config import REQUIRED, HFConfig, check_mapping
 from jaxserve.models.parameters import norm_sources
 from jaxserve.models.rope_config import parse_rope
 
@@ -54,7 +54,7 @@ def parse(config: HFConfig) -> DecoderConfig:
         "gemma3_text",
         layers=_read_layers(config, attention.head_dim),
         attention=attention,
-        norm=NormConfig(eps=config.number("rms_norm_eps"), unit_offset=True, block_outputs=True),
+        norm=read_norm(config, unit_offset=True, block_outputs=True),
         activation_key="hidden_activation",
         embed_scale=config.integer("hidden_size") ** 0.5,
         final_softcap=config.optional_number("final_logit_softcapping"),
@@ -84,8 +84,9 @@ def _read_layers(config: HFConfig, head_dim: int) -> tuple[LayerKind, ...]:
     new_full, new_sliding = (
         check_mapping(f"rope_parameters.{key}", by_type.get(key)) for key in ("full_attention", "sliding_attention")
     )
-    full = {"rope_theta": config.get("rope_theta")} | new_full | config.mapping("rope_scaling")
-    sliding = {"rope_theta": config.get("rope_local_base_freq")} | new_sliding
+    shared = {"partial_rotary_factor": config.get("partial_rotary_factor")}
+    full = shared | {"rope_theta": config.get("rope_theta")} | new_full | config.mapping("rope_scaling")
+    sliding = shared | {"rope_theta": config.get("rope_local_base_freq")} | new_sliding
     trained_length = config.integer("max_position_embeddings")
     rope, sliding_rope = (
         parse_rope(parameters, head_dim=head_dim, max_position_embeddings=trained_length)

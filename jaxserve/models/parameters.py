@@ -4,7 +4,8 @@ Canonical names per layer: `attn_norm` [D], `qkv` [D, K * (G + 2) * H] (per KV h
 so that tensor parallelism cuts it between KV heads and keeps K and V together), `o` [N * H, D], `mlp_norm` [D],
 `gate_up` [2, D, F], `down` [F, D]; where the model has them `q_norm` and `k_norm` [H], `attn_out_norm` and
 `mlp_out_norm` [D], and the biases `qkv_bias` [K * (G + 2) * H], `o_bias` [D], `gate_up_bias` [2, F], `down_bias` [D],
-and the scales `k_scale` and `v_scale` [K] of 8-bit pages, always float32.
+and, always float32, the scales `k_scale` and `v_scale` [K] of 8-bit pages and the P parameters `act` [P] of an
+activation that has its own.
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ def _layer_specs(config: DecoderConfig) -> dict[str, ParamSpec]:
     if mlp.bias:
         specs["gate_up_bias"] = spec((2, ffn), (None, "ffn"), "zeros")
         specs["down_bias"] = spec((hidden,), (None,), "zeros")
+    if mlp.learned:
+        specs["act"] = ParamSpec((len(mlp.learned),), "float32", (None,), "zeros")
     if config.norm.block_outputs:
         specs["attn_out_norm"] = specs["mlp_out_norm"] = _norm_spec(config, hidden)
     return specs
@@ -148,7 +151,7 @@ def mlp_sources(config: DecoderConfig, prefix: str) -> dict[str, WeightSource]:
     if config.mlp.bias:
         sources["gate_up_bias"] = _source((f"{gate}.bias", f"{up}.bias"), ((ffn,), (ffn,)), _fuse_gate_up)
         sources["down_bias"] = plain_source(f"{down}.bias", (hidden,))
-    return sources
+    return sources | _activation_sources(config, f"{prefix}.act_fn")
 
 
 def fused_mlp_sources(config: DecoderConfig, prefix: str) -> dict[str, WeightSource]:
@@ -161,7 +164,16 @@ def fused_mlp_sources(config: DecoderConfig, prefix: str) -> dict[str, WeightSou
             lambda tensor: _fuse_gate_up(*np.split(tensor, 2)),
         ),
         "down": _source((f"{prefix}.down_proj.weight",), ((hidden, ffn),), _transpose),
-    }
+    } | _activation_sources(config, f"{prefix}.activation_fn")
+
+
+def _activation_sources(config: DecoderConfig, prefix: str) -> dict[str, WeightSource]:
+    """`act` from the scalars under `prefix`, if the activation has any."""
+    learned = config.mlp.learned
+    if not learned:
+        return {}
+    names = tuple(f"{prefix}.{name}" for name in learned)
+    return {"act": _source(names, tuple(learned.values()), lambda *scalars: np.stack([s.reshape(()) for s in scalars]))}
 
 
 def norm_sources(config: DecoderConfig, names: dict[str, str]) -> dict[str, WeightSource]:

@@ -12,7 +12,6 @@ from jaxserve.models.rope_config import parse_rope, rope_parameters
 KEYS = DECODER_KEYS | {
     "max_position_embeddings": 4096,
     "original_max_position_embeddings": 4096,
-    "partial_rotary_factor": None,
     "rms_norm_eps": 1e-5,
     "eos_token_id": 32000,
     "hidden_act": "silu",
@@ -35,8 +34,6 @@ def parse(config: HFConfig) -> DecoderConfig:
     if kind not in ("default", "longrope"):
         raise ConfigError("Phi-3 has default and longrope only", field="rope_type", value=kind)
     parameters["original_max_position_embeddings"] = config.get("original_max_position_embeddings")
-    if parameters.get("partial_rotary_factor") is None:
-        parameters["partial_rotary_factor"] = config.get("partial_rotary_factor")
     rope = parse_rope(
         parameters,
         head_dim=attention.head_dim,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
 
@@ -11,6 +12,7 @@ from jaxserve.models import gemma2, gemma3, llama, mistral, phi3, qwen2, qwen3
 from jaxserve.models.base import DecoderConfig, Family, WeightSource
 from jaxserve.models.hf_config import HFConfig
 from jaxserve.models.parameters import decoder_specs, kv_scale_sources, plain_source
+from jaxserve.models.unsupported import describe_kind, refuse_quantized
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -48,36 +50,40 @@ def parse_config(hf_config: Mapping[str, object]) -> DecoderConfig:
     Raises ConfigError, naming the key, for an unknown architecture, an unknown key that is not known to be harmless,
     and values that are malformed or not supported.
     """
-    if not isinstance(hf_config, Mapping):
-        raise ConfigError(f"must be a JSON object, not {shorten(hf_config)}", field="config.json", value=hf_config)
-    family = _find_family(hf_config)
+    family = find_family(hf_config)
     return family.parse(HFConfig(hf_config, family.keys, family.ignored_keys))
 
 
-def _find_family(hf_config: Mapping[str, object]) -> Family:
+def find_family(hf_config: Mapping[str, object]) -> Family:
+    """Returns the family that reads a config.json, of which only its kind is looked at.
+
+    Raises ConfigError for an architecture that is not served, and for quantized weights.
+    """
+    if not isinstance(hf_config, Mapping):
+        raise ConfigError(f"must be a JSON object, not {shorten(hf_config)}", field="config.json", value=hf_config)
     model_type, architectures = hf_config.get("model_type"), hf_config.get("architectures")
-    supported = ", ".join(family.architecture for family in FAMILIES.values())
-    if model_type is not None:
-        if not isinstance(model_type, str) or model_type not in FAMILIES:
-            raise ConfigError(
-                f"{shorten(model_type)} is not supported; known are {', '.join(FAMILIES)}",
-                field="model_type",
-                value=model_type,
-            )
-        family = FAMILIES[model_type]
-        if architectures and architectures != [family.architecture]:
-            raise ConfigError(
-                f"{shorten(architectures)} is not supported; known are {supported}",
-                field="architectures",
-                value=architectures,
-            )
-        return family
-    for family in FAMILIES.values():
-        if architectures == [family.architecture]:
-            return family
-    raise ConfigError(
-        f"{shorten(architectures)} is not supported; known are {supported}", field="architectures", value=architectures
-    )
+    if model_type is None:
+        found = [family for family in FAMILIES.values() if architectures == [family.architecture]]
+        known = [family.architecture for family in FAMILIES.values()]
+    else:
+        found = [family for family in FAMILIES.values() if family.model_type == model_type]
+        known = list(FAMILIES)
+    if not found:
+        field, value = ("architectures", architectures) if model_type is None else ("model_type", model_type)
+        raise _unsupported(hf_config, field, value, known)
+    if architectures and architectures != [found[0].architecture]:
+        raise _unsupported(hf_config, "architectures", architectures, [found[0].architecture])
+    refuse_quantized(hf_config)
+    return found[0]
+
+
+def _unsupported(hf_config: Mapping[str, object], field: str, value: object, known: list[str]) -> ConfigError:
+    kind = describe_kind(hf_config)
+    name = value[0] if isinstance(value, list) and value else value
+    nearest = difflib.get_close_matches(str(name)[:100], known, n=1) if len(known) > 1 else []
+    message = f"{shorten(value)} is not supported{f' ({kind})' if kind else ''}; known are {', '.join(known)}"
+    message += f", of which {nearest[0]} is the nearest" if nearest else ""
+    return ConfigError(message, field=field, value=value)
 
 
 def param_specs(config: DecoderConfig) -> dict[str, object]:

@@ -6,6 +6,7 @@ its own with `rope_scaling` beside it, whose type was called "type" in the oldes
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 
@@ -20,6 +21,8 @@ from jaxserve.layers.rope import (
     YarnScaling,
 )
 from jaxserve.models.hf_config import HFConfig, check_integer, check_number
+
+_log = logging.getLogger(__name__)
 
 _DEFAULT_THETA = 10000.0
 
@@ -38,14 +41,15 @@ _TYPE_KEYS: dict[str, set[str]] = {
 
 
 def rope_parameters(config: HFConfig) -> dict[str, object]:
-    """Returns the one rope object of a file in either style, `rope_theta` filled in.
+    """Returns the one rope object of a file in either style, with what may also stand beside it filled in.
 
     As in the reference implementation, a non-empty `rope_scaling` takes the place of `rope_parameters`.
     """
     old, new = config.mapping("rope_scaling"), config.mapping("rope_parameters")
     parameters = old or new
-    if parameters.get("rope_theta") is None:
-        parameters["rope_theta"] = config.get("rope_theta")
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if parameters.get(key) is None:
+            parameters[key] = config.get(key)
     return parameters
 
 
@@ -54,7 +58,8 @@ def parse_rope(
 ) -> RopeConfig:
     """Returns the rotary embedding of one rope object; `partial` families may rotate a part of the head only.
 
-    Raises ConfigError for an unknown type, a key its type does not have, and values out of range.
+    Keys of another type are left out with a warning, as in the reference. Raises ConfigError for an unknown type, a key
+    that no type has, and values that are missing or out of range.
     """
     kind = _rope_type(parameters)
     _check_keys(parameters, kind)
@@ -85,12 +90,21 @@ def _rope_type(parameters: Mapping[str, object]) -> str:
 
 
 def _check_keys(parameters: Mapping[str, object], kind: str) -> None:
-    for key, value in parameters.items():
-        if value is not None and key not in _SHARED_KEYS | _TYPE_KEYS[kind]:
-            allowed = ", ".join(sorted(_TYPE_KEYS[kind])) or "none"
+    own = ", ".join(sorted(_TYPE_KEYS[kind])) or "none"
+    foreign = [key for key, value in parameters.items() if value is not None and key not in _SHARED_KEYS]
+    foreign = [key for key in foreign if key not in _TYPE_KEYS[kind]]
+    for key in foreign:
+        if not any(key in keys for keys in _TYPE_KEYS.values()):
             raise ConfigError(
-                f"is not a parameter of rope type {kind!r}, which has {allowed}", field=f"rope_parameters.{key}"
+                f"is not a parameter of rope type {kind!r}, which has {own}", field=f"rope_parameters.{key}"
             )
+    if foreign:
+        _log.warning(
+            "config.json: rope type %r has no %s and is computed without; its parameters are %s",
+            kind,
+            ", ".join(foreign),
+            own,
+        )
 
 
 def _parse_scaling(

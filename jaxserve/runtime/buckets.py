@@ -58,6 +58,11 @@ class BucketTable:
         """Returns the table of the two buckets that hold any step, at the price of the most padding."""
         return BucketTable(self._decode_rows[-1:], self._mixed_tokens[-1:], self._max_num_seqs)
 
+    @property
+    def smallest_mixed(self) -> Bucket:
+        """The bucket of a short prompt."""
+        return self.buckets[len(self._decode_rows)]
+
     def find(self, num_tokens: int, num_rows: int) -> Bucket:
         """Returns the bucket of a step with `num_tokens` over `num_rows`; MissingProgramError when there is none."""
         if num_tokens == num_rows and num_rows <= self._max_num_seqs:

@@ -1,13 +1,14 @@
-"""Compiles the closed set of programs before the engine is ready."""
+"""Compiles programs: a whole table of them before the engine is ready, or one that a step needs."""
 
 from __future__ import annotations
 
 import functools
+import logging
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -53,6 +54,8 @@ class ProgramInputs:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
 
 
+_log = logging.getLogger(__name__)
+_NOTICEABLE = 0.5  # seconds of a program that a user is told of; one from the cache takes less
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"  # also sent when the persistent cache has the program
 
 
@@ -69,16 +72,6 @@ def watch_compiles() -> Callable[[], int]:
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     return lambda: count
-
-
-def enable_persistent_cache(directory: Path | None) -> None:
-    """Lets JAX keep compiled programs in `directory` between starts; None leaves its settings alone."""
-    if directory is None:
-        return
-    directory.mkdir(parents=True, exist_ok=True)
-    jax.config.update("jax_compilation_cache_dir", str(directory))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def compile_forward(model: StepModel, inputs: ProgramInputs, bucket: Bucket) -> Any:
@@ -112,7 +105,8 @@ def compile_sample(model: StepModel, inputs: ProgramInputs, rows: int, variant: 
 
 def compile_score(model: StepModel, inputs: ProgramInputs, rows: int, max_logprobs: int) -> Any:
     """Compiles the log-probabilities of one row bucket's tokens."""
-    step = functools.partial(score_step, model=model, max_logprobs=max_logprobs)
+    most = min(max_logprobs, model.config.vocab_size)
+    step = functools.partial(score_step, model=model, max_logprobs=most)
     jitted = jax.jit(step, out_shardings=inputs.replicated)
     return jitted.lower(_selected(model, inputs, rows), inputs.spec((rows,), jnp.int32)).compile()
 
@@ -146,17 +140,73 @@ def mask_words(model: StepModel) -> int:
     return -(-model.config.vocab_size // WORD_BITS)
 
 
+ProgramKey = tuple[str, Any]  # (kind, key), as `Programs.get` takes them
+
+
+@dataclass(frozen=True)
+class ProgramCompiler:
+    """Compiles any program of one engine."""
+
+    model: StepModel
+    inputs: ProgramInputs
+    max_logprobs: int
+
+    def compile(self, kind: str, key: Any) -> Any:
+        """Compiles the program that `Programs` keeps under this kind and key."""
+        model, inputs = self.model, self.inputs
+        match kind:
+            case "forward":
+                return compile_forward(model, inputs, key)
+            case "sample":
+                return compile_sample(model, inputs, *key)
+            case "score":
+                return compile_score(model, inputs, key, self.max_logprobs)
+            case "score_prompt":
+                return compile_score_prompt(model, inputs, key, self.max_logprobs)
+            case "pool":
+                return compile_pool(model, inputs, key)
+            case "set_row":
+                return compile_set_row(model, inputs)
+        raise ValueError(f"kind: there are no {kind!r} programs")
+
+
+def name_program(kind: str, key: Any) -> str:
+    """Returns what users are told a program is."""
+    match kind, key:
+        case "forward", bucket:
+            return str(bucket)
+        case "sample", (rows, variant):
+            return f"sample {rows} {variant.name.lower()}"
+        case "score_prompt", bucket:
+            return f"score prompt {bucket.tokens}"
+        case "set_row", _:
+            return "set row"
+    return f"{kind} {key}"
+
+
+def list_programs(buckets: BucketTable) -> Iterator[ProgramKey]:
+    """Yields every program of a table, those that take longest to compile first."""
+    for bucket in sorted(buckets.buckets, reverse=True):
+        yield "forward", bucket
+        if not bucket.is_decode:
+            yield "score_prompt", bucket
+    for rows in buckets.row_counts:
+        for variant in SampleVariant:
+            yield "sample", (rows, variant)
+        yield "score", rows
+        yield "pool", rows
+    yield "set_row", None
+
+
 def compile_programs(
-    model: StepModel,
-    inputs: ProgramInputs,
-    buckets: BucketTable,
+    compiler: ProgramCompiler,
+    wanted: Iterable[ProgramKey],
     *,
-    max_logprobs: int,
     threads: int = 0,
     progress: Progress | None = None,
     known: Programs | None = None,
 ) -> Programs:
-    """Returns every program of the table: those in `known`, and the others compiled.
+    """Returns the programs in `known` and those that are wanted beside them.
 
     Several are compiled at once: XLA works outside the interpreter's lock.
     """
@@ -164,41 +214,35 @@ def compile_programs(
     programs = Programs() if known is None else known.copy()
     with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
         jobs = {
-            pool.submit(compile_one): (name, table, key)
-            for name, table, key, compile_one in _list_jobs(programs, model, inputs, buckets, max_logprobs)
-            if key not in table
+            pool.submit(compiler.compile, kind, key): (kind, key)
+            for kind, key in wanted
+            if key not in getattr(programs, kind)
         }
         try:
             for done, job in enumerate(as_completed(jobs), 1):
-                name, table, key = jobs[job]
-                table[key] = job.result()
+                kind, key = jobs[job]
+                getattr(programs, kind)[key] = job.result()
                 if progress is not None:
-                    progress(name, done, len(jobs))
+                    progress(name_program(kind, key), done, len(jobs))
         except BaseException:  # Ctrl-C, or a program that does not compile: nobody waits for those not begun
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     return programs
 
 
-_Job = tuple[str, dict[Any, Any], Any, Callable[[], Any]]  # (name for users, where it belongs, its key there, compile)
+def compile_late(compiler: ProgramCompiler, announce: Callable[[str], None]) -> Callable[[str, Any], Any]:
+    """Returns a `Programs.compile_missing` that compiles a program when a step first needs it, and says so."""
 
+    def compile_missing(kind: str, key: Any) -> Any:
+        start = time.perf_counter()
+        program = compiler.compile(kind, key)
+        seconds = time.perf_counter() - start
+        _log.info("compiled %s in %.1f s", name_program(kind, key), seconds)
+        if seconds >= _NOTICEABLE:
+            announce(f"compiled {name_program(kind, key)} in {seconds:.1f} s: a step needed it")
+        return program
 
-def _list_jobs(
-    programs: Programs, model: StepModel, inputs: ProgramInputs, buckets: BucketTable, max_logprobs: int
-) -> Iterator[_Job]:
-    bind = functools.partial
-    for bucket in sorted(buckets.buckets, reverse=True):  # the longest first
-        yield str(bucket), programs.forward, bucket, bind(compile_forward, model, inputs, bucket)
-        if not bucket.is_decode:
-            compile_one = bind(compile_score_prompt, model, inputs, bucket, max_logprobs)
-            yield f"score prompt {bucket.tokens}", programs.score_prompt, bucket, compile_one
-    for rows in buckets.row_counts:
-        for variant in SampleVariant:
-            compile_one = bind(compile_sample, model, inputs, rows, variant)
-            yield f"sample {rows} {variant.name.lower()}", programs.sample, (rows, variant), compile_one
-        yield f"score {rows}", programs.score, rows, bind(compile_score, model, inputs, rows, max_logprobs)
-        yield f"pool {rows}", programs.pool, rows, bind(compile_pool, model, inputs, rows)
-    yield "set row", programs.set_row, None, bind(compile_set_row, model, inputs)
+    return compile_missing
 
 
 def _selected(model: StepModel, inputs: ProgramInputs, rows: int) -> SampleInputs:

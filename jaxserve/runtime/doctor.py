@@ -1,154 +1,212 @@
-"""What would run here, and would it fit: the reports behind `jaxserve doctor` and `jaxserve plan`."""
+"""What would run here, and what is broken: the report behind `jaxserve doctor`.
+
+Nothing is imported here that a broken installation could keep from being imported: each check loads what it looks at.
+"""
 
 from __future__ import annotations
 
-import importlib.metadata
+import os
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import jax
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from jaxserve.errors import ConfigError
-from jaxserve.models.base import DecoderConfig
-from jaxserve.runtime.memory import (
-    GIB,
-    CachePlan,
-    DeviceUse,
-    cache_budget,
-    device_memory_bytes,
-    host_memory_bytes,
-)
-from jaxserve.runtime.rows import SampleVariant
-from jaxserve.runtime.startup import Shapes, estimate_use, make_shapes, measure_use, plan_pools, require_room
-from jaxserve.sharding import make_mesh
-from pallas_kernels.layout import page_bytes
+from jaxserve.devices import find_devices, find_version, first_line, load_jax
+from jaxserve.errors import DeviceError, JaxServeError
 
 if TYPE_CHECKING:
     from jaxserve.config import EngineConfig
+    from jaxserve.models.base import DecoderConfig
 
-_PACKAGES = ("jaxserve", "jax", "jaxlib", "libtpu", "numpy", "flax", "orbax-checkpoint", "tokenizers", "sentencepiece")
+_PACKAGES = (
+    "jaxserve",
+    "jax",
+    "jaxlib",
+    "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
+    "libtpu",
+    "numpy",
+    "flax",
+    "orbax-checkpoint",
+    "tokenizers",
+    "sentencepiece",
+)
+# What the kernel shows of an accelerator, and what makes JAX use it.
+_HARDWARE = (
+    ("gpu", Path("/proc/driver/nvidia/version"), "an NVIDIA GPU", "jaxserve[cuda13] or jaxserve[cuda12]"),
+    ("tpu", Path("/dev/accel0"), "a TPU", "jaxserve[tpu]"),
+)
+_LEAST_FREE = 2**30  # bytes on the disk of compiled programs; a large model's take some hundred MiB
+_MIB = 2**20
+_PROBE_BYTES = 2**16
+_STYLES = {"ok": "green", "note": "yellow", "broken": "bold red", "skipped": "dim"}
 
 
 @dataclass(frozen=True)
-class DeviceKind:
-    """A device that can be planned for without being here."""
+class Seen:
+    """What a check saw: `value` is for later checks, `advice` for what works and could be better."""
 
-    platform: str
-    name: str  # as JAX calls it
-    memory: int  # bytes
-
-
-DEVICE_KINDS = {
-    "h200": DeviceKind("gpu", "NVIDIA H200", 141 * 10**9),
-    "h100": DeviceKind("gpu", "NVIDIA H100 80GB HBM3", 80 * 10**9),
-    "a100-80g": DeviceKind("gpu", "NVIDIA A100-SXM4-80GB", 80 * 10**9),
-    "a100-40g": DeviceKind("gpu", "NVIDIA A100-SXM4-40GB", 40 * 10**9),
-    "l4": DeviceKind("gpu", "NVIDIA L4", 24 * 10**9),
-    "t4": DeviceKind("gpu", "Tesla T4", 16 * 10**9),
-    "v5e": DeviceKind("tpu", "TPU v5 lite", 16 * GIB),
-    "v6e": DeviceKind("tpu", "TPU v6 lite", 32 * GIB),
-    "v7x": DeviceKind("tpu", "TPU7x", 96 * GIB),  # of each of a chip's two devices
-}
+    text: str
+    value: Any = None
+    advice: str = ""
 
 
-def print_report(config: EngineConfig, model: DecoderConfig) -> None:
-    """Prints devices, versions, kernels and the programs that the options would compile."""
-    console = Console(highlight=False)
-    devices = Table(title="Devices")
-    for column in ("id", "kind", "platform", "memory"):
-        devices.add_column(column)
-    for device in jax.devices():
-        limit = device_memory_bytes(device)
-        memory = f"{host_memory_bytes() / GIB:.1f} GiB of the host" if limit is None else f"{limit / GIB:.1f} GiB"
-        devices.add_row(str(device.id), device.device_kind, device.platform, memory)
-    console.print(devices)
-    versions = {name: _version(name) for name in _PACKAGES}
-    console.print("[bold]Versions[/]", ", ".join(f"{name} {found}" for name, found in versions.items() if found))
-    shapes = make_shapes(config, model, jax.default_backend(), jax.devices()[0].device_kind)
-    console.print(f"[bold]Attention[/] {shapes.impl}: {shapes.impl_reason}")
-    console.print("[bold]Forward programs[/]", ", ".join(map(str, shapes.buckets.buckets)))
-    console.print(
-        "[bold]Sample programs[/]",
-        ", ".join(variant.name.lower() for variant in SampleVariant),
-        "and scores for",
-        ", ".join(map(str, shapes.buckets.row_counts)),
-        "rows",
+@dataclass(frozen=True)
+class Check:
+    """One section of the report."""
+
+    title: str
+    look: Callable[[dict[str, Any]], Seen]  # gets the values of earlier checks by title; raises what is broken
+    advice: str = ""  # for failures that do not come with their own
+    needs: tuple[str, ...] = ()  # checks without whose values there is nothing to look at
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What became of one check."""
+
+    title: str
+    status: str  # of _STYLES
+    text: str
+    advice: str = ""  # what to do, where the text does not say so
+
+
+def list_checks(config: EngineConfig, find_model: Callable[[], DecoderConfig]) -> tuple[Check, ...]:
+    """Returns the sections of the report, in order."""
+    again = "install jaxserve again, in a fresh environment"
+    spared = "set JAX_PLATFORMS=cpu to do without the accelerator"
+    cache_dir = config.compile.cache_dir
+    return (
+        Check("Versions", lambda _: Seen(_list_versions()), again),
+        Check("JAX", lambda _: Seen("can be imported", load_jax()), again),
+        Check("Devices", lambda _: _look_at_devices(), spared, needs=("JAX",)),
+        Check("Accelerators", _look_for_accelerators, spared, needs=("Devices",)),
+        Check("Model", lambda _: _look_at_model(find_model), again, needs=("JAX",)),
+        Check("Attention", lambda seen: _look_at_attention(config, seen), again, needs=("Devices", "Model")),
+        Check("Forward programs", _list_forward_programs, again, needs=("Attention",)),
+        Check("Sample programs", _list_sample_programs, again, needs=("Attention",)),
+        Check("Compile cache", lambda _: _look_at_cache(cache_dir), "set compilation_cache_dir to another directory"),
     )
-    cache_dir = shapes.config.compile.cache_dir
-    console.print(f"[bold]Compile cache[/] {cache_dir or 'none'}")
 
 
-def print_plan(config: EngineConfig, model: DecoderConfig, device: str | None) -> None:
-    """Prints the memory plan, for the devices that are here or, by formula, for a kind that is not.
+def run_checks(checks: Iterable[Check]) -> list[Finding]:
+    """Makes all checks: whatever one of them meets, the others are made."""
+    values: dict[str, Any] = {}
+    return [_run_check(check, values) for check in checks]
 
-    Raises:
-        ConfigError: the kind is not known.
-        CapacityError: the model does not fit; says what would.
-    """
-    if device is not None and device not in DEVICE_KINDS:
-        raise ConfigError(f"not known; known are {', '.join(DEVICE_KINDS)}", field="device", value=device)
-    share = config.cache.device_memory_utilization
-    if device is not None:
-        kind = DEVICE_KINDS[device]
-        shapes, limit = make_shapes(config, model, kind.platform, kind.name), kind.memory
-        use, source = estimate_use(shapes), "Formulas for a device that is not attached: a few percent may be wrong."
-        budget = cache_budget(limit, share, use)
-    else:
-        mesh = make_mesh(config.parallel.tensor_parallel_size)
-        attached = jax.devices()[0]
-        shapes = make_shapes(config, model, jax.default_backend(), attached.device_kind)
-        here = device_memory_bytes(attached)
-        limit = host_memory_bytes() if here is None else here
-        require_room(shapes, here)
-        use = estimate_use(shapes) if here is None else measure_use(shapes, mesh)
-        source = "On CPU, KV takes what a full batch needs, at most a quarter of the memory; programs are estimated."
-        source = source if here is None else "The compiled programs' own figures."
-        budget = cache_budget(here, share, use)
+
+def print_report(config: EngineConfig, find_model: Callable[[], DecoderConfig]) -> bool:
+    """Prints versions, devices, kernels, programs and the compile cache; returns whether nothing is broken."""
+    findings = run_checks(list_checks(config, find_model))
+    table = Table.grid(padding=(0, 2))
+    for finding in findings:
+        style = _STYLES[finding.status]
+        text = escape(finding.text) + (f"\n[bold]-> {escape(finding.advice)}[/]" if finding.advice else "")
+        table.add_row(f"[{style}]{finding.status}[/]", f"[bold]{finding.title}[/]", text)
     console = Console(highlight=False)
-    plan = plan_pools(shapes, budget=budget)
-    console.print(_make_table(device or jax.devices()[0].device_kind, limit, use, plan, shapes))
-    console.print(source)
+    console.print(table)
+    broken = [finding.title for finding in findings if finding.status == "broken"]
+    console.print(f"[bold red]Broken: {', '.join(broken)}[/]" if broken else "[green]Nothing is broken.[/]")
+    return not broken
 
 
-def _make_table(name: str, limit: int, use: DeviceUse, plan: CachePlan, shapes: Shapes) -> Table:
-    table = Table(title=f"Memory of each of {shapes.num_devices} x {name}, {limit / GIB:.1f} GiB")
-    table.add_column("for")
-    table.add_column("GiB", justify="right")
-    table.add_column("what")
-    model, spec = shapes.model, plan.spec
-    largest = shapes.buckets.largest
-    rows = [
-        ("parameters", use.params, f"{model.family}, {model.num_layers} layers, {model.dtype}"),
-        ("temporaries", use.temporaries, f"of the largest program, {largest}"),
-        (
-            "programs",
-            use.code,
-            f"{len(shapes.buckets.buckets)} forward, {len(SampleVariant) * len(shapes.buckets.row_counts)} sample",
-        ),
-        ("state", use.state, f"rows, and inputs and outputs of two steps of {largest.rows} rows"),
-        ("reserve", use.reserve, "modules and command buffers of the first execution"),
-    ]
-    for pages, group in zip(plan.num_pages, model.kv_groups, strict=True):
-        cost = pages * len(group.layers) * page_bytes(spec) // plan.num_devices
-        window = "" if group.window is None else f", window {group.window}"
-        what = f"{pages:,} pages of {spec.page_size} tokens, {len(group.layers)} layers{window}, {spec.dtype}"
-        rows.append(("KV pages", cost, what))
-    for label, size, what in rows:
-        table.add_row(label, f"{size / GIB:.3f}", what)
-    tokens = (plan.num_pages[0] - 1) * spec.page_size
-    table.add_section()
-    table.add_row(
-        "total",
-        f"{(use.total + plan.bytes_per_device) / GIB:.3f}",
-        f"{tokens:,} tokens of KV, sequences up to {model.max_model_len:,}",
-    )
-    return table
-
-
-def _version(package: str) -> str | None:
+def _run_check(check: Check, values: dict[str, Any]) -> Finding:
+    missing = [title for title in check.needs if title not in values]
+    if missing:
+        return Finding(check.title, "skipped", f"needs {missing[0]}")
     try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+        seen = check.look(values)
+    except DeviceError as error:
+        return Finding(check.title, "broken", f"{error.field}: {error.reason}", error.advice)
+    except JaxServeError as error:  # says itself what would work
+        return Finding(check.title, "broken", str(error))
+    except OSError as error:
+        return Finding(check.title, "broken", f"{error.filename or ''}: {error.strerror or error}", check.advice)
+    except Exception as error:
+        return Finding(check.title, "broken", f"{type(error).__name__}: {first_line(error)}", check.advice)
+    values[check.title] = seen.value
+    return Finding(check.title, "note" if seen.advice else "ok", seen.text, seen.advice)
+
+
+def _list_versions() -> str:
+    versions = {name: find_version(name) for name in _PACKAGES}
+    return ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+
+
+def _look_at_devices() -> Seen:
+    from jaxserve.runtime.host_memory import host_memory_bytes
+    from jaxserve.runtime.memory import device_memory_bytes, format_bytes
+
+    devices = find_devices()
+    kinds = Counter((device.platform, device.device_kind, device_memory_bytes(device)) for device in devices)
+    lines = []
+    for (platform, kind, size), count in kinds.items():
+        name = kind if kind == platform else f"{kind} ({platform})"
+        memory = f"{format_bytes(host_memory_bytes())} of the host" if size is None else format_bytes(size)
+        lines.append(f"{count} x {name}, {memory}")
+    return Seen("\n".join(lines), devices)
+
+
+def _look_for_accelerators(seen: dict[str, Any]) -> Seen:
+    """Says what the machine has and JAX does not use, unless the user wants it so."""
+    platforms = {device.platform for device in seen["Devices"]}
+    if seen["JAX"].config.jax_platforms:
+        return Seen(f"JAX_PLATFORMS is {seen['JAX'].config.jax_platforms}")
+    for platform, trace, name, packages in _HARDWARE:
+        if trace.exists() and platform not in platforms:
+            return Seen(f"there is {name}, which JAX does not use", advice=f"install {packages}")
+    return Seen("none is left unused")
+
+
+def _look_at_model(find_model: Callable[[], DecoderConfig]) -> Seen:
+    model = find_model()
+    return Seen(f"{model.family}, {model.num_layers} layers, {model.max_model_len:,} tokens, {model.dtype}", model)
+
+
+def _look_at_attention(config: EngineConfig, seen: dict[str, Any]) -> Seen:
+    from jaxserve.runtime.self_test import confirm_attention
+    from jaxserve.runtime.startup import make_shapes
+
+    device = seen["Devices"][0]
+    shapes = make_shapes(config, seen["Model"], device.platform, device.device_kind)
+    shapes = confirm_attention(shapes, device)
+    advice = "steps will be slower than with kernels made for the device" if shapes.fell_back else ""
+    return Seen(f"{shapes.impl}: {shapes.impl_reason}", shapes, advice)
+
+
+def _list_forward_programs(seen: dict[str, Any]) -> Seen:
+    return Seen(", ".join(map(str, seen["Attention"].buckets.buckets)))
+
+
+def _list_sample_programs(seen: dict[str, Any]) -> Seen:
+    from jaxserve.runtime.rows import SampleVariant
+
+    names = ", ".join(variant.name.lower() for variant in SampleVariant)
+    return Seen(f"{names} and scores for {', '.join(map(str, seen['Attention'].buckets.row_counts))} rows")
+
+
+def _look_at_cache(directory: Path | None) -> Seen:
+    """Reads and writes where compiled programs are kept, as a start would."""
+    if directory is None:
+        return Seen("none", advice="programs are compiled at every start; compilation_cache_dir names a directory")
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=directory) as probe:
+        probe.write(bytes(_PROBE_BYTES))
+        probe.flush()
+        os.fsync(probe.fileno())
+    with os.scandir(directory) as entries:
+        files = [entry for entry in entries if entry.is_file()]
+    unreadable = [entry.path for entry in files if not os.access(entry.path, os.R_OK)]
+    if unreadable:
+        advice = f"make {directory} and its files your own, or give another directory"
+        raise DeviceError(f"{len(unreadable)} of its files cannot be read", advice, field=str(directory))
+    used, free = sum(entry.stat().st_size for entry in files), shutil.disk_usage(directory).free
+    text = f"{directory}: {len(files):,} files, {used / _MIB:,.0f} MiB; {free / _MIB:,.0f} MiB are free"
+    return Seen(text, advice="free some space: large models need more" if free < _LEAST_FREE else "")

@@ -7,10 +7,8 @@ themselves, before the pools exist, and the pools are made once.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,6 +18,7 @@ import numpy as np
 from jaxserve.errors import CapacityError
 from jaxserve.models.base import DecoderConfig, KVGroup, ParamSpec
 from jaxserve.models.decoder import CacheLayout
+from jaxserve.runtime.host_memory import host_memory_bytes
 from jaxserve.sharding import DEFAULT_RULES
 from pallas_kernels.layout import page_bytes, pool_shape
 from pallas_kernels.spec import KVSpec
@@ -31,7 +30,6 @@ _REMEDIES = {  # of what takes most
     "kv_cache_memory_bytes": "lower it, max_num_seqs or max_model_len",
 }
 _CPU_SHARE = 0.25  # of the memory this process may use
-_GROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 @dataclass(frozen=True)
@@ -110,19 +108,6 @@ def plan_cache(
     offsets = np.cumsum([0, *(counts[group] for group in groups)])[:-1].tolist()
     layout = CacheLayout(pools=(0,) * config.num_layers, page_offsets=tuple(offsets), groups=groups)
     return CachePlan(spec, tuple(counts), layout, num_devices)
-
-
-def host_memory_bytes() -> int:
-    """Returns what this process may use: the container's limit, or the machine's memory."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for path in _GROUP_LIMITS:
-        try:
-            text = path.read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            limits.append(int(text))
-    return min(limits)
 
 
 def device_memory_bytes(device: jax.Device) -> int | None:

@@ -21,10 +21,12 @@ from jaxserve.runtime.step import HiddenStates, SampleInputs, head_params
 from jaxserve.sampling import RowSetting, SamplerState, make_row_setting
 from jaxserve.scheduler.plan import RowSet, StepOutputs, StepPlan
 
+_KINDS = ("forward", "sample", "score", "score_prompt", "pool", "set_row")
+
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """Every compiled program; one that is missing is an error, never a compilation."""
+    """The compiled programs, by kind. The set is closed unless `compile_missing` says how to add to it."""
 
     forward: dict[Bucket, Any] = dataclasses.field(default_factory=dict)
     sample: dict[tuple[int, SampleVariant], Any] = dataclasses.field(default_factory=dict)
@@ -32,20 +34,23 @@ class Programs:
     score_prompt: dict[Bucket, Any] = dataclasses.field(default_factory=dict)
     pool: dict[int, Any] = dataclasses.field(default_factory=dict)  # by rows
     set_row: dict[None, Any] = dataclasses.field(default_factory=dict)
+    compile_missing: Callable[[str, Any], Any] | None = None  # (kind, key) -> the program
 
     def get(self, kind: str, key: Any) -> Any:
-        """Returns a program; MissingProgramError when it was not compiled."""
+        """Returns a program; MissingProgramError when a closed set does not have it."""
         programs = getattr(self, kind)
         if key not in programs:
-            raise MissingProgramError(f"no {kind} program was compiled for {key}; there are {list(programs)}")
+            if self.compile_missing is None:
+                raise MissingProgramError(f"no {kind} program was compiled for {key}; there are {list(programs)}")
+            programs[key] = self.compile_missing(kind, key)
         return programs[key]
 
     def copy(self) -> Programs:
         """Returns a collection of the same programs, to which others can be added."""
-        return Programs(**{field.name: dict(getattr(self, field.name)) for field in dataclasses.fields(self)})
+        return dataclasses.replace(self, **{kind: dict(getattr(self, kind)) for kind in _KINDS})
 
     def __len__(self) -> int:
-        return sum(len(getattr(self, field.name)) for field in dataclasses.fields(self))
+        return sum(len(getattr(self, kind)) for kind in _KINDS)
 
 
 class StepFuture:
@@ -105,7 +110,7 @@ class ModelRunner:
     ) -> None:
         self.params = params
         self.counts = StepCounts()
-        self._count_compiles, self._compiles_before = count_compiles, 0
+        self._count_compiles, self._compiles_before = count_compiles, count_compiles()
         self.programs = programs
         self._buckets = buckets
         self._layouts = {bucket: InputLayout(bucket, state_shape) for bucket in buckets.buckets}
@@ -124,7 +129,7 @@ class ModelRunner:
 
     @property
     def num_compiles(self) -> int:
-        """XLA compilations of this process since `warm_up`."""
+        """XLA compilations of this process since the runner was ready."""
         return self._count_compiles() - self._compiles_before
 
     def reset(self) -> None:
@@ -144,6 +149,15 @@ class ModelRunner:
         for bucket in self._buckets.buckets:
             self._warm_up(bucket)
         self._compiles_before = self._count_compiles()
+
+    def warm_thread(self) -> None:
+        """Runs a compiled program once on the calling thread, which will run the steps.
+
+        XLA opens the random device when a thread runs its first program: a step must not find that no file can be
+        opened any more.
+        """
+        bucket = min(self.programs.forward)
+        jax.block_until_ready(self._run(bucket, self._layouts[bucket].new()))
 
     def list_additions(self, programs: Programs, buckets: BucketTable) -> Iterator[Callable[[], None]]:
         """Yields what has to run between steps, one after the other, until steps can use the programs of `buckets`.
@@ -254,6 +268,7 @@ def _make_setting(vocab_size: int, row_set: RowSet) -> RowSetting:
         history.token_ids[history.num_prompt_tokens :],
         logit_bias=params.logit_bias,
         allowed_ids=params.allowed_token_ids,
+        suppressed_ids=params.suppress_tokens or (),
         bad_words=history.bad_words,
         banned_ids=history.stop_ids if params.min_tokens else (),
         banned_until=history.num_prompt_tokens + params.min_tokens,

@@ -20,21 +20,23 @@ from jaxserve.models.registry import param_specs
 from jaxserve.pages import PageGroup
 from jaxserve.runtime.buckets import BucketTable, make_buckets
 from jaxserve.runtime.compile import (
+    ProgramCompiler,
     ProgramInputs,
     Progress,
     compile_forward,
+    compile_late,
     compile_programs,
     compile_sample,
-    enable_persistent_cache,
+    list_programs,
     watch_compiles,
 )
+from jaxserve.runtime.host_memory import host_memory_bytes
 from jaxserve.runtime.inputs import InputLayout, StateShape
 from jaxserve.runtime.memory import (
     CachePlan,
     DeviceUse,
     cache_budget,
     device_memory_bytes,
-    host_memory_bytes,
     params_bytes,
     plan_cache,
     refuse_shortage,
@@ -69,6 +71,7 @@ class Shapes:
     spec: KVSpec  # of the whole model's pages
     impl: str
     impl_reason: str  # for users
+    fell_back: bool = False  # to portable attention on an accelerator, where nobody asked for it
     processor: LogitsProcessor | None = None
 
     @property
@@ -123,7 +126,9 @@ def make_shapes(config: EngineConfig, model: DecoderConfig, platform: str, devic
         max_page_updates=groups * (new_pages + pages_per_row),  # and of admitted prefixes
     )
     spec, impl, reason = _choose_attention(config, model, platform, device_kind)
-    return Shapes(config, model, platform, config.parallel.tensor_parallel_size, buckets, state, spec, impl, reason)
+    fell_back = impl == "xla" and config.compile.attention_impl == "auto" and platform != "cpu"
+    num_devices = config.parallel.tensor_parallel_size
+    return Shapes(config, model, platform, num_devices, buckets, state, spec, impl, reason, fell_back)
 
 
 def _choose_attention(
@@ -267,24 +272,37 @@ def start_runner(
     progress: Progress | None = None,
     *,
     only_largest: bool = False,
+    announce: Callable[[str], None] = lambda text: None,
 ) -> tuple[ModelRunner, CachePlan]:
     """Plans memory, compiles and runs every program; `params` is the runtime tree.
 
+    With `compile="used"` only the forward program of a short prompt is compiled here, and every other one when a step
+    first needs it.
+
     Args:
         only_largest: leave all programs but those of the largest buckets, which hold any step, to `compile_rest`.
+        announce: told of each program that is compiled later.
 
     Raises:
         CapacityError: the device cannot hold one sequence of `max_model_len` tokens.
     """
-    enable_persistent_cache(shapes.config.compile.cache_dir)
     limit = device_memory_bytes(mesh.devices.flat[0])
     use = None if limit is None else measure_use(shapes, mesh)
     budget = cache_budget(limit, shapes.config.cache.device_memory_utilization, use)
     plan = plan_pools(shapes, budget=budget)
-    model, inputs = describe_programs(shapes, plan, mesh)
+    compiler = _make_compiler(shapes, plan, mesh)
     buckets = shapes.buckets.take_largest() if only_largest else shapes.buckets
+    is_closed = shapes.config.compile.compile != "used"
+    if is_closed:
+        known, wanted = Programs(), list_programs(buckets)
+    else:
+        known = Programs(compile_missing=compile_late(compiler, announce))
+        wanted = iter([("forward", buckets.smallest_mixed)])
+    inputs = compiler.inputs
     runner = ModelRunner(
-        _compile(shapes, model, inputs, buckets, progress),
+        compile_programs(
+            compiler, wanted, threads=shapes.config.compile.compile_threads, progress=progress, known=known
+        ),
         buckets,
         params=params,
         writer=WeightWriter(params, shapes.stack_mode),
@@ -293,7 +311,8 @@ def start_runner(
         input_sharding=inputs.replicated,
         count_compiles=watch_compiles(),
     )
-    runner.warm_up()
+    if is_closed:
+        runner.warm_up()
     return runner, plan
 
 
@@ -301,29 +320,18 @@ def compile_rest(
     shapes: Shapes, mesh: Mesh, plan: CachePlan, runner: ModelRunner, progress: Progress | None = None
 ) -> Iterator[Callable[[], None]]:
     """Compiles what `start_runner` left; yields what has to run between the steps of `runner` to use it."""
-    model, inputs = describe_programs(shapes, plan, mesh)
-    programs = _compile(shapes, model, inputs, shapes.buckets, progress, runner.programs)
+    programs = compile_programs(
+        _make_compiler(shapes, plan, mesh),
+        list_programs(shapes.buckets),
+        threads=shapes.config.compile.compile_threads,
+        progress=progress,
+        known=runner.programs,
+    )
     return runner.list_additions(programs, shapes.buckets)
 
 
-def _compile(
-    shapes: Shapes,
-    model: StepModel,
-    inputs: ProgramInputs,
-    buckets: BucketTable,
-    progress: Progress | None,
-    known: Programs | None = None,
-) -> Programs:
-    options = shapes.config.compile
-    return compile_programs(
-        model,
-        inputs,
-        buckets,
-        max_logprobs=options.max_logprobs,
-        threads=options.compile_threads,
-        progress=progress,
-        known=known,
-    )
+def _make_compiler(shapes: Shapes, plan: CachePlan, mesh: Mesh) -> ProgramCompiler:
+    return ProgramCompiler(*describe_programs(shapes, plan, mesh), shapes.config.compile.max_logprobs)
 
 
 def page_groups(shapes: Shapes, plan: CachePlan) -> tuple[PageGroup, ...]:

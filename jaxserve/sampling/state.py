@@ -7,7 +7,7 @@ no line is ever reset.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 
 import jax
@@ -81,6 +81,7 @@ def make_row_setting(
     *,
     logit_bias: Mapping[int, float] | None = None,
     allowed_ids: Iterable[int] | None = None,
+    suppressed_ids: Collection[int] = (),
     bad_words: Sequence[Sequence[int]] = (),
     banned_ids: Iterable[int] = (),
     banned_until: int = 0,
@@ -94,15 +95,17 @@ def make_row_setting(
         output_ids: what was sampled before a preemption; the row continues as if it had never left.
         logit_bias: what to add to the logits of which tokens; finite.
         allowed_ids: the only tokens that may be chosen; None: all.
+        suppressed_ids: tokens that are never chosen; there may be any number of them. Ids that no logit belongs to are
+            ignored, here and in `banned_ids`: they cannot be sampled anyway.
         bad_words: token lists that must not appear in the output, of 1 to MAX_BAD_WORD_TOKENS tokens each.
         banned_ids: tokens not to be chosen at a position below `banned_until`: for `min_tokens` the EOS and stop ids,
-            until len(prompt_ids) + min_tokens. Ids that no logit belongs to are ignored, they cannot be sampled anyway.
+            until len(prompt_ids) + min_tokens.
         banned_until: the first position at which they may be chosen.
         automaton: what the output follows; its tokens take the place of `allowed_ids`.
 
     Raises:
-        ValueError: an id is not below `num_logits`; there are more edits, words or tokens than a line holds; or both
-            `allowed_ids` and `automaton` are given.
+        ValueError: an id is not below `num_logits`; there are more edits, words or tokens than a line holds; or
+            `automaton` is given beside `allowed_ids` or `suppressed_ids`.
     """
     output = _check_ids("output_ids", output_ids, num_logits)
     stats = 2 * np.bincount(output, minlength=num_logits).astype(np.int32)
@@ -113,13 +116,16 @@ def make_row_setting(
     allowed = np.ones(num_logits, bool)
     state = NO_STATE
     if automaton is not None:
-        if allowed_ids is not None:
-            raise ValueError("allowed_ids and automaton: a row can have one of them")
+        if allowed_ids is not None or suppressed_ids:
+            raise ValueError(
+                "allowed_ids and automaton: a row can have one of them, and no suppressed_ids with the latter"
+            )
         state = automaton.find_state(output.tolist())
         allowed_ids = automaton.list_allowed(state)
     if allowed_ids is not None:
         allowed[:] = False
         allowed[_check_ids("allowed_ids", list(allowed_ids), num_logits)] = True
+    allowed[[token for token in suppressed_ids if 0 <= token < num_logits]] = False
     bias = logit_bias or {}
     banned = {token for token in banned_ids if 0 <= token < num_logits}
     _check_ids("logit_bias", list(bias), num_logits)

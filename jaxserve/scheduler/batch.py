@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left, insort
 
-from jaxserve.scheduler.policy import age
-from jaxserve.scheduler.sequence import Sequence, SequenceStatus
+from jaxserve.scheduler.sequence import Sequence, SequenceStatus, age
 
 
 class Batch:

@@ -3,31 +3,12 @@
 from __future__ import annotations
 
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from jaxserve.pages.manager import CHUNK_EDGE
-from jaxserve.scheduler.sequence import Sequence
-
-if TYPE_CHECKING:
-    from jaxserve.scheduler.batch import Batch
-    from jaxserve.scheduler.requests import SchedulerLimits
-    from jaxserve.scheduler.waiting import WaitingQueue
-
-
-_ARRIVALS = 2**48  # sequences that one priority can count: more than an engine meets in its life
-
-
-def make_order(priority: int, arrival: int) -> int:
-    """Returns one number that sorts by priority, the smallest first, and then by arrival."""
-    return priority * _ARRIVALS + arrival
-
-
-def age(sequence: Sequence) -> int:
-    """Sort key of waiting and running sequences: the first in it runs first, goes last, and so always progresses.
-
-    Within a priority it is the order of arrival; a sequence of smaller priority counts as older.
-    """
-    return sequence.order
+from jaxserve.scheduler.batch import Batch
+from jaxserve.scheduler.requests import SchedulerLimits
+from jaxserve.scheduler.sequence import Sequence, age
+from jaxserve.scheduler.waiting import WaitingQueue
 
 
 def choose_victim(batch: Batch) -> Sequence:

@@ -16,11 +16,12 @@ from jaxserve.pages.manager import PageManager
 from jaxserve.request import FinishReason, Request
 from jaxserve.scheduler.batch import Batch
 from jaxserve.scheduler.counts import SchedulerCounts
+from jaxserve.scheduler.door import Door
 from jaxserve.scheduler.draft import Draft, make_row_set
 from jaxserve.scheduler.plan import ChunkWork, StepPlan
-from jaxserve.scheduler.policy import choose_budget, choose_victim, chunk_length, make_order
+from jaxserve.scheduler.policy import choose_budget, choose_victim, chunk_length
 from jaxserve.scheduler.requests import SchedulerLimits, explain_report, let_siblings_in, make_sequences
-from jaxserve.scheduler.sequence import MASK_LATE, NON_FINITE, Sequence, SequenceStatus
+from jaxserve.scheduler.sequence import MASK_LATE, NON_FINITE, Sequence, SequenceStatus, make_order
 from jaxserve.scheduler.waiting import WaitingQueue
 
 
@@ -41,6 +42,7 @@ class Scheduler:
         self.pages = pages
         self.waiting = WaitingQueue()
         self.batch = Batch(limits.max_num_seqs)
+        self.door = Door(limits, self.waiting, self.batch)
         self.counts = SchedulerCounts()
         self._by_request: dict[str, list[Sequence]] = {}  # unfinished ones
         self._arrivals, self._steps = itertools.count(), itertools.count()
@@ -52,7 +54,8 @@ class Scheduler:
     def add(self, request: Request) -> list[Sequence]:
         """Queues a request, or refuses what could never run; returns its n sequences.
 
-        All but the first wait until the prompt is computed, and then find its pages by their content.
+        All but the first wait until the prompt is computed, and then find its pages by their content. The limits of the
+        queue are asked for before, at `door`, where there are any: a batch may be of any size.
 
         Raises:
             InvalidRequestError: the prompt leaves no room for an output token, or the id is in use.
@@ -66,11 +69,6 @@ class Scheduler:
         self._by_request[request.request_id] = sequences.copy()
         self.waiting.enter(sequences)
         return sequences
-
-    def refuse_if_full(self, *requests: Request) -> None:
-        """Raises QueueFullError when too much waits already; `add` itself does not ask: a batch may be of any size."""
-        limits = self.limits
-        self.waiting.refuse_if_full(requests, limits.max_num_queued_reqs, limits.max_num_queued_tokens)
 
     def finish(self, request_id: str, reason: FinishReason, error: JaxServeError | None = None) -> list[Sequence]:
         """Ends what is left of a request in whatever state it is; nothing is, when it is unknown or has ended already.
@@ -156,7 +154,7 @@ class Scheduler:
             num_cached = self.pages.attach_prefix(sequence.pages, sequence.sharable_tokens)
             updates = self.pages.list_updates(sequence.pages)
             length = chunk_length(num_cached, len(sequence.token_ids) - num_cached, draft.budget)
-            has_room = self.pages.has_room(sequence.pages, len(sequence.token_ids))
+            has_room = self.door.has_pages = self.pages.has_room(sequence.pages, len(sequence.token_ids))
             if length == 0 or not has_room or len(updates) > draft.prefix_updates:
                 self.pages.release(sequence.pages)
                 return
@@ -180,6 +178,7 @@ class Scheduler:
 
     def _preempt(self, draft: Draft, sequence: Sequence) -> None:
         draft.has_preempted = True
+        self.door.has_pages = False
         sampling_chunk = sequence.row in draft.chunks and draft.chunks[sequence.row].samples
         draft.remove(sequence)
         in_flight = sequence.num_computed_tokens + 1 - len(sequence.token_ids)

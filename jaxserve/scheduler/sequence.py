@@ -13,6 +13,7 @@ from jaxserve.scheduler.plan import RowHistory
 # What the device reports in place of a token id: the row's logits are not finite; its parameters forbid every token; it
 # was not to sample, because its mask came too late.
 NON_FINITE, NO_TOKEN_LEFT, MASK_LATE = -1, -2, -3
+_ARRIVALS = 2**48  # sequences that one priority can count: more than an engine meets in its life
 
 
 class SequenceStatus(Enum):
@@ -77,3 +78,16 @@ class Sequence:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
+
+
+def make_order(priority: int, arrival: int) -> int:
+    """Returns one number that sorts by priority, the smallest first, and then by arrival."""
+    return priority * _ARRIVALS + arrival
+
+
+def age(sequence: Sequence) -> int:
+    """Sort key of waiting and running sequences: the first in it runs first, goes last, and so always progresses.
+
+    Within a priority it is the order of arrival; a sequence of smaller priority counts as older.
+    """
+    return sequence.order

@@ -7,10 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as List
 
-from jaxserve.errors import QueueFullError
-from jaxserve.request import Request
-from jaxserve.scheduler.policy import age
-from jaxserve.scheduler.sequence import Sequence, SequenceStatus
+from jaxserve.scheduler.sequence import Sequence, SequenceStatus, age
 
 
 class WaitingQueue:
@@ -29,6 +26,17 @@ class WaitingQueue:
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._sequences)
+
+    def __reversed__(self) -> Iterator[Sequence]:
+        return reversed(self._sequences)
+
+    @property
+    def worst_priority(self) -> int | None:
+        """Of the last in line; None when nobody is. Safe from any thread."""
+        try:
+            return self._sequences[-1].request.priority
+        except IndexError:
+            return None
 
     @property
     def first(self) -> Sequence:
@@ -60,28 +68,6 @@ class WaitingQueue:
         place = bisect_left(self._sequences, age(sequence), key=age)
         if place < len(self._sequences) and self._sequences[place] is sequence:
             del self._sequences[place]
-
-    def refuse_if_full(self, requests: List[Request], max_sequences: int | None, max_tokens: int | None) -> None:
-        """Raises QueueFullError when the requests would make more wait than may; none is too large for an empty queue.
-
-        Without requests: when not even the smallest could wait. `n` x max_tokens is not reserved, and only what waits
-        for its first admission counts.
-        """
-        if not self.num_new:
-            return
-        count = max(1, sum(request.params.n for request in requests))
-        tokens = max(1, sum(len(request.prompt_token_ids) for request in requests))
-        for name, limit, waiting, more in (
-            ("max_num_queued_reqs", max_sequences, self.num_new, count),
-            ("max_num_queued_tokens", max_tokens, self.num_new_tokens, tokens),
-        ):
-            if limit is not None and waiting + more > limit:
-                what = "sequences" if name == "max_num_queued_reqs" else "prompt tokens"
-                message = (
-                    f"the queue is full: {waiting} {what} wait, and {more} more would pass {name}={limit}; "
-                    "try again when some of them run"
-                )
-                raise QueueFullError(message, limit=limit, queued=waiting)
 
     def _uncount(self, sequence: Sequence) -> None:
         if sequence.status is SequenceStatus.WAITING:

@@ -16,7 +16,7 @@ from jaxserve import __version__
 from jaxserve.errors import JaxServeError
 from jaxserve.server.documents import install_document
 from jaxserve.server.errors import ApiError, to_api_error
-from jaxserve.server.gate import AccessLog, Guard
+from jaxserve.server.gate import AccessLog, AdminGuard, Guard
 from jaxserve.server.routes import admin, chat, completions, health, responses, tokens
 from jaxserve.server.state import ServerState
 
@@ -33,7 +33,7 @@ _PAGE_TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
 
 def make_app(state: ServerState, keys: Sequence[bytes] = ()) -> ASGIApp:
     """Returns the server's ASGI application; `keys` are hashes of the keys that let a client in."""
-    app: ASGIApp = Guard(make_api(state), state, keys)
+    app: ASGIApp = Guard(make_api(state, has_keys=bool(keys)), state, keys)
     access = state.config.access
     if access.allowed_origins:
         app = CORSMiddleware(
@@ -46,7 +46,7 @@ def make_app(state: ServerState, keys: Sequence[bytes] = ()) -> ASGIApp:
     return AccessLog(app, state)
 
 
-def make_api(state: ServerState) -> FastAPI:
+def make_api(state: ServerState, *, has_keys: bool = False) -> FastAPI:
     """Returns the routes, with nothing in front of them."""
     docs = not state.config.logs.disable_fastapi_docs
     app = FastAPI(
@@ -63,14 +63,20 @@ def make_api(state: ServerState) -> FastAPI:
     for room in (completions, chat, responses, tokens, health):
         app.include_router(room.router)
     _add_page(app)
-    install_document(app)
+    install_document(app, has_keys=has_keys)
     return app
 
 
-def make_admin_app(state: ServerState) -> FastAPI:
-    """Returns what is served on the admin port: profiling, and what tells how the server is."""
+def make_admin_app(state: ServerState) -> ASGIApp:
+    """Returns what is served on the admin port."""
+    return AdminGuard(make_admin_api(state))
+
+
+def make_admin_api(state: ServerState) -> FastAPI:
+    """Returns its routes: profiling, and what tells how the server is."""
     app = FastAPI(title="jaxserve admin", version=__version__, openapi_url=None, exception_handlers=_HANDLERS)
     app.state.server = state
+    app.state.profiler = admin.Profiler()
     app.include_router(admin.router)
     app.include_router(health.router)
     return app

@@ -22,6 +22,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.async_engine import AsyncLLM
 from jaxserve.engine.progress import Report, choose_progress
 from jaxserve.errors import ConfigError
+from jaxserve.request import PRIORITIES
 from jaxserve.server.app import make_app
 from jaxserve.server.batch_files import BatchLine, BatchOutput, LineError, name_line, read_lines, scan_input
 from jaxserve.server.launch import make_state
@@ -84,12 +85,15 @@ def run_batch(
             llm = AsyncLLM.from_config(engine, progress=progress)
             state.open(llm)
             most = max_concurrent or _REQUESTS_PER_ROW * llm.ready.engine.scheduler.limits.max_num_seqs
-            state.config = replace(server, limits=replace(server.limits, max_streams=max(most, 1)))
+            limits = replace(server.limits, max_streams=max(most, 1), max_priority=PRIORITIES.start)
+            state.config = replace(server, limits=limits)
+            state.max_sequences = limits.max_prompts * limits.max_n  # nobody else waits here
             try:
                 with progress("Answering", unit="lines") as report:
                     asyncio.run(batch.run(input_file, most, report))
             finally:
                 llm.shutdown()
+                state.preparation.close()
     return BatchSummary(len(numbers), batch.num_failed, len(output.recorded.keys))
 
 

@@ -10,26 +10,51 @@ from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from jaxserve.server.errors import ApiError, explain_validation
-from jaxserve.server.gate import too_large
+from jaxserve.server.gate import BODY_SHARE, too_large
 from jaxserve.server.generation import make_request_options
 from jaxserve.server.protocol.fields import Body
 from jaxserve.server.state import ServerState
 
 _PREPARE_HERE = 2048  # bytes whose text is rendered and tokenized on the event loop
 _SLOW_FIELDS = ("response_format", "structured_outputs", "text", "tools", "bad_words", "chat_template")
-_PARSE_HERE = 64 * 2**10  # bytes that are parsed on the event loop, in about a millisecond at worst
+_PARSE_HERE = 64 * 2**10  # bytes that are parsed on the event loop, in some milliseconds at worst
+# What parsing takes is by members more than by bytes, and the parser holds the GIL: a million keys take a second.
+MAX_KEYS, MAX_ITEMS = 2**16, 2**22
+_ESCAPES = 8  # backslashes before a quote that are counted; even
 
 
 async def read_body[B: Body](request: Request, kind: type[B], state: ServerState) -> B:
     """Returns the body, of which nothing unknown is let pass.
 
     Raises:
-        ApiError: 400 for what is malformed, 408 when it does not come, 413 when it is too large.
+        ApiError: 400 for what is malformed, 408 when it does not come, 413 when it is too large, 429 when bodies
+            together are.
     """
     raw = await _collect(request, state)
-    body = _parse(raw, kind) if len(raw) <= _PARSE_HERE else await state.run_in_thread(_parse, raw, kind)
+    body = _parse(raw, kind) if len(raw) <= _PARSE_HERE else await state.preparation.run(_parse_large, raw, kind)
     body.refuse_unsupported()
     return body
+
+
+def _parse_large[B: Body](raw: bytes, kind: type[B]) -> B:
+    _refuse_many_members(raw)
+    return _parse(raw, kind)
+
+
+def _refuse_many_members(raw: bytes) -> None:
+    """Refuses JSON whose parsing would hold up everybody; ApiError 413.
+
+    Commas in texts count as items. A colon behind a quote is a key's, unless the quote is escaped: unless an odd number
+    of backslashes stands before it. So keys are counted by inclusion and exclusion of such rows, in time that does not
+    depend on what the body holds; rows longer than are counted pass for keys.
+    """
+    keys = 0
+    if raw.count(b":") > MAX_KEYS:
+        dense = raw.translate(None, b" \t\r\n")
+        keys = sum((-1) ** length * dense.count(b"\\" * length + b'":') for length in range(_ESCAPES + 1))
+    if keys > MAX_KEYS or raw.count(b",") >= MAX_ITEMS:
+        message = f"The body has more than {MAX_KEYS} keys or {MAX_ITEMS} items."
+        raise ApiError(413, message, code="body_too_large")
 
 
 def _parse[B: Body](raw: bytes, kind: type[B]) -> B:
@@ -42,14 +67,16 @@ def _parse[B: Body](raw: bytes, kind: type[B]) -> B:
 async def prepare[B: Body, T](
     request: Request, body: B, state: ServerState, make: Callable[[B, ServerState, dict[str, Any]], T]
 ) -> T:
-    """Returns what `make` makes of a body: templates, tokens and grammars take as long as the text and the schemas are.
-
-    A short text is done at once: that takes a fraction of a millisecond, and a thread would wait for the GIL to begin.
-    """
+    """Returns what `make` makes of a body, in a thread where templates, tokens or grammars may take long."""
     options = make_request_options(request, body, state)
+    preparation = state.preparation
+    made: T
     if _is_short(request, body):
-        return make(body, state, options)
-    made: T = await state.run_in_thread(make, body, state, options)
+        made = await preparation.run_quickly(make, body, state, options)
+    else:
+        brings_template = getattr(body, "chat_template", None) is not None
+        made = await preparation.run(make, body, state, options, brings_template=brings_template)
+    request.scope["state"][BODY_SHARE].close()
     return made
 
 
@@ -64,6 +91,7 @@ def _is_short(request: Request, body: Body) -> bool:
 
 async def _collect(request: Request, state: ServerState) -> bytes:
     limits = state.config.limits
+    share = request.scope["state"].setdefault(BODY_SHARE, state.bodies.open())
     pieces: list[bytes] = []
     size = 0
     try:
@@ -72,6 +100,7 @@ async def _collect(request: Request, state: ServerState) -> bytes:
                 size += len(piece)
                 if size > limits.max_body_bytes:
                     raise too_large(limits.max_body_bytes)
+                share.grow(size)
                 pieces.append(piece)
     except TimeoutError:
         message = f"The body did not arrive within {limits.body_timeout:g} s."

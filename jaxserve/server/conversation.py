@@ -63,7 +63,7 @@ def read_conversation(body: ChatCompletionRequest, state: ServerState, options: 
     if forced is not None and form is not None:
         raise InvalidRequestError("contradicts tool_choice; give one of them", field="response_format", value=None)
     more: dict[str, Any] = {"structured_outputs": forced or form, **list_limits(body)}
-    more["max_tokens"] = _read_max_tokens(body)
+    more["max_tokens"] = ready.defaults.limit_tokens(_read_max_tokens(body))
     if body.logprobs:
         more["logprobs"] = body.top_logprobs or 0
     reasoning = state.config.serving.reasoning_parser

@@ -11,6 +11,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from jaxserve.server.gate import needs_key
 from jaxserve.server.protocol.tokens import ErrorBody
 
 _REFERENCE = "#/components/schemas/{model}"
@@ -19,15 +20,16 @@ _EVENT = {  # each event of a stream
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
     "required": ["data"],
 }
+_SCHEMES = {"bearerAuth": {"type": "http", "scheme": "bearer", "description": "One of the server's API keys."}}
 _documented: list[tuple[type[BaseModel], str]] = [(ErrorBody, "serialization")]
 _REFUSALS = {
     "400": "The request cannot be served; the body names the field.",
     "401": "No valid API key.",
-    "403": "The Host header names another host.",
+    "403": "The Host header names another host, or a page of another origin asks.",
     "404": "The model does not exist here.",
     "408": "The body did not arrive in time.",
     "413": "The body is too large.",
-    "415": "The body is not plain JSON.",
+    "415": "The body is not plain JSON, or does not say so.",
     "429": "The queue is full; Retry-After says when to come again.",
     "500": "The request failed on the device.",
     "503": "The server starts or shuts down.",
@@ -69,17 +71,19 @@ def document(
     return {"response_model": None, "openapi_extra": extra}
 
 
-def install_document(app: FastAPI) -> None:
-    """Makes `app.openapi` name the bodies of all routes."""
+def install_document(app: FastAPI, *, has_keys: bool) -> None:
+    """Makes `app.openapi` name the bodies of all routes, and which of them need a key if the server has any."""
 
     def make() -> dict[str, Any]:
         if app.openapi_schema is None:
             schema = get_openapi(title=app.title, version=app.version, routes=app.routes, description=app.description)
             unique = list(dict.fromkeys(_documented))
             _, definitions = models_json_schema(unique, ref_template=_REFERENCE)  # type: ignore[arg-type]
-            schema["components"] = {"schemas": definitions["$defs"]}
-            for operation in (each for path in schema["paths"].values() for each in path.values()):
-                operation["responses"].pop("422", None)  # what the framework would answer, if bodies were left to it
+            schema["components"] = {"schemas": definitions["$defs"], "securitySchemes": _SCHEMES}
+            for path, operations in schema["paths"].items():
+                for operation in operations.values():
+                    operation["responses"].pop("422", None)  # the framework's own, if bodies were left to it
+                    operation["security"] = [{"bearerAuth": []}] if has_keys and needs_key(path) else []
             app.openapi_schema = schema
         return app.openapi_schema
 

@@ -76,7 +76,7 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, self.headers)
 
 
-def to_api_error(error: Exception, retry_after: int = 1) -> ApiError:
+def to_api_error(error: BaseException, retry_after: int = 1) -> ApiError:
     """Returns what a client gets to see of an error. Only errors meant for users say more than that there was one."""
     if isinstance(error, ApiError):
         return error
@@ -114,6 +114,8 @@ def explain_validation(error: ValidationError) -> ApiError:
     found = error.errors(include_url=False)
     worst = max(found, key=lambda each: (each["type"] == "unknown_parameter", len(each["loc"])))
     kind, parts = worst["type"], [part for part in worst["loc"] if not _is_type_name(part)]
+    if isinstance(cause := worst.get("ctx", {}).get("error"), errors.InvalidRequestError):
+        return to_api_error(cause)
     if kind == "json_invalid":
         reason = worst["msg"].removeprefix("Invalid JSON: ")
         return ApiError(400, f"The body is not valid JSON: {reason}.", code="invalid_json")

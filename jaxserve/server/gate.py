@@ -8,23 +8,27 @@ import hmac
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, is_failure
 from jaxserve.server.errors import ApiError, to_api_error
 from jaxserve.server.logs import log_access
 from jaxserve.server.options import AccessOptions
 from jaxserve.server.state import ServerState
 
-_OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready", "/ping"})  # that need no key
+_OPEN_PATHS = frozenset(
+    {"/", "/health", "/health/generate", "/health/live", "/health/ready", "/ping"}
+)  # that need no key
 _WORK_PATHS = frozenset(  # that keep the engine, or the threads in front of it, busy
     {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/tokenize", "/detokenize"}
 )
 _STATIC = "/playground/"  # holds no data; what it fetches needs the key
 _CLIENT_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+BODY_SHARE = "body_share"  # in a scope's state: what its body has of the server's budget
+_LOOPBACK = frozenset({"127.0.0.1", "localhost", "[::1]"})
 _GONE = 499  # what the log says of a client that left before its answer was whole
 
 
@@ -62,7 +66,9 @@ class AccessLog:
 
         try:
             await self._app(scope, tracked_receive, tracked_send)
-        except Exception as error:
+        except BaseException as error:
+            if not is_failure(error):
+                raise
             if not status:  # else it is logged, and the client has an answer or sees that it is cut short
                 await to_api_error(error).to_response()(scope, receive, tracked_send)
         finally:
@@ -81,6 +87,7 @@ class Guard:
         self._app, self._state, self._keys = app, state, keys
         self._root = state.config.listen.root_path
         self._hosts = frozenset(host.lower() for host in state.config.listen.allowed_hosts)
+        self._origins = frozenset(state.config.access.allowed_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -97,12 +104,17 @@ class Guard:
                 await self._app(scope, receive, send)
         except ApiError as refusal:  # routes have handlers of their own
             await refusal.to_response()(scope, receive, send)
+        finally:
+            if (share := scope["state"].get(BODY_SHARE)) is not None:  # who prepared the body has given it back
+                share.close()
 
     def _check(self, scope: Scope, path: str) -> None:
         headers = Headers(scope=scope)
         if self._hosts and _strip_port(headers.get("host", "")).lower() not in self._hosts:
             raise ApiError(403, "The Host header names a host that this server does not answer to.")
-        if self._keys and path not in _OPEN_PATHS and not path.startswith(_STATIC):
+        if not self._keys and is_foreign(headers, self._origins):
+            raise foreign_origin()
+        if self._keys and needs_key(path):
             scope["state"]["salt"] = self._find_key(headers.get("authorization", ""))
         if path in _WORK_PATHS:
             self._state.refuse_if_full()
@@ -122,13 +134,51 @@ class Guard:
     def _check_body(self, headers: Headers) -> None:
         if headers.get("content-encoding", "identity") != "identity":
             raise ApiError(415, "Compressed bodies are not taken.", code="unsupported_content_encoding")
-        kind = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-        if kind != "application/json":
-            raise ApiError(415, "The body must be application/json.", code="unsupported_media_type")
         length = headers.get("content-length", "0")
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json" and (kind or length != "0" or "transfer-encoding" in headers):
+            # A page of anybody's may send any other type, or none, without the browser asking first.
+            message = "The body must be JSON, and say so: send the header 'Content-Type: application/json'."
+            raise ApiError(415, message, code="unsupported_media_type")
         limit = self._state.config.limits.max_body_bytes
         if length.isdecimal() and int(length[:20]) > limit:
             raise too_large(limit)
+
+
+class AdminGuard:
+    """Keeps web pages away from the admin port, which has no keys: it answers to this machine's own names only."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        if scope["type"] == "http" and _strip_port(headers.get("host", "")).lower() not in _LOOPBACK:
+            refusal = ApiError(403, "The admin port answers to the hosts 127.0.0.1, localhost and [::1] only.")
+            await refusal.to_response()(scope, receive, send)
+        elif scope["type"] == "http" and is_foreign(headers, frozenset()):
+            await foreign_origin().to_response()(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+
+def needs_key(path: str) -> bool:
+    """Whether a server that has keys wants one for this path."""
+    return path not in _OPEN_PATHS and not path.startswith(_STATIC)
+
+
+def is_foreign(headers: Headers, allowed: Collection[str]) -> bool:
+    """Whether a page of another origin than the server's own and the allowed ones asks; browsers say which it is."""
+    origin = headers.get("origin")
+    if origin is None or origin in allowed or "*" in allowed:
+        return False
+    return origin.partition("://")[2].lower() != headers.get("host", "").lower()
+
+
+def foreign_origin() -> ApiError:
+    """The refusal of a page of another origin."""
+    message = "Pages of this origin may not use the server; --allowed-origins says which may."
+    return ApiError(403, message, code="origin_not_allowed")
 
 
 def too_large(limit: int) -> ApiError:

@@ -10,6 +10,7 @@ from typing import Any
 
 from starlette.requests import Request as HttpRequest
 
+from jaxserve.errors import InvalidRequestError
 from jaxserve.request import Request, RequestOutput
 from jaxserve.sampling_params import OutputKind
 from jaxserve.server.errors import to_api_error
@@ -64,13 +65,7 @@ class Generation:
 
     async def begin(self) -> AsyncGenerator[tuple[int, RequestOutput]]:
         """Returns `outputs` when the first of them is there: errors before it still have an HTTP status to carry."""
-        outputs = self.outputs()
-        try:
-            first = await anext(outputs)
-        except BaseException:
-            await outputs.aclose()
-            raise
-        return _go_on(first, outputs)
+        return await begin_reading(self.outputs())
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput]]:
         """Yields (position of the request, output) as they come.
@@ -155,6 +150,16 @@ class Generation:
         self._state.tracer.trace_request(course.request, output, total, operation=self._operation, headers=headers)
 
 
+async def begin_reading[T](outputs: AsyncGenerator[T]) -> AsyncGenerator[T]:
+    """Returns the same when its first is there; raises what comes in place of it."""
+    try:
+        first = await anext(outputs)
+    except BaseException:
+        await outputs.aclose()
+        raise
+    return _go_on(first, outputs)
+
+
 async def _go_on[T](first: T, rest: AsyncGenerator[T]) -> AsyncGenerator[T]:
     async with aclosing(rest):
         yield first
@@ -163,9 +168,18 @@ async def _go_on[T](first: T, rest: AsyncGenerator[T]) -> AsyncGenerator[T]:
 
 
 def make_request_options(http: HttpRequest, body: EngineFields, state: ServerState) -> dict[str, Any]:
-    """Returns what `RequestFactory` takes beside prompt and parameters: its salt, priority and deadline."""
+    """Returns what `RequestFactory` takes beside prompt and parameters: its salt, priority and deadline.
+
+    Raises:
+        InvalidRequestError: the priority is better than clients may ask for.
+        ApiError: 429, the queue has no room for that priority; to tokenize its text would be for nothing.
+    """
     notes = http.state
-    limit = state.config.limits.request_timeout
+    limit, best = state.config.limits.request_timeout, state.config.limits.max_priority
+    if body.priority < best:
+        message = f"at least {best} on this server (smaller runs first; max_priority), got {body.priority}"
+        raise InvalidRequestError(message, field="priority", value=body.priority)
+    state.refuse_if_full(body.priority)
     seconds = min((each for each in (body.timeout, limit) if each is not None), default=None)
     salt = f"{getattr(notes, 'salt', '')}{body.cache_salt or ''}"
     return {

@@ -10,6 +10,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from jaxserve.server.crowd import Crowd
 from jaxserve.server.errors import ApiError
 
 _HEAD_END = b"\r\n\r\n"
@@ -17,16 +18,27 @@ _UPGRADE = re.compile(rb"(?i)(?<=\n)u(?=pgrade:)")
 _UPGRADE_NAME = b"upgrade:"
 # Bytes that the kernel holds for a client. Left alone, it takes megabytes for each that sleeps.
 _SEND_BUFFER = 256 * 2**10
+_ASK_INTERVAL = 0.25  # seconds between two looks whether a client that sends no more still reads
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 DROP_CONNECTION = "drop_connection"  # in a scope's state: closes without waiting for the client to read
 
 
 class LimitedHttp(HttpToolsProtocol):
     """uvicorn's connection, which bounds neither the bytes of a head nor the time that a silent client gets."""
 
-    max_head_bytes = 16 * 2**10  # all four are set for a server by `make_protocol`
+    crowd: Crowd  # all four are set for a server by `make_protocol`
+    max_head_bytes = 16 * 2**10
     head_timeout = 60.0  # also of a body that nobody wants any more
     reading_timeout = 60.0  # of answers that are whole
-    max_connections = 4096
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether bytes of an answer wait for the client to read."""
+        return self.transport.get_write_buffer_size() > 0
+
+    def drop(self) -> None:
+        """Closes without waiting for the client."""
+        self.transport.abort()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -39,9 +51,14 @@ class LimitedHttp(HttpToolsProtocol):
         self._start_timer()
         self._num_unread = 0
         self._looking = self.loop.call_later(self.reading_timeout, self._look)
+        self._asking: asyncio.TimerHandle | None = None
+        self.crowd.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.crowd.remove(self)
         self._stop_timer()
+        if self._asking is not None:
+            self._asking.cancel()
         self._looking.cancel()
         super().connection_lost(exc)
 
@@ -56,6 +73,16 @@ class LimitedHttp(HttpToolsProtocol):
             data = self._pass_over_upgrade(tail, data)
         super().data_received(data)
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more. Whoever has sent a whole request gets the answer to it, if it still reads."""
+        is_waiting = self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
+        if not is_waiting or self.scheme == "https" or self.scope["http_version"] == "1.0":
+            return False
+        self.cycle.keep_alive = False
+        if self._asking is None:
+            self._asking = self.loop.call_later(_ASK_INTERVAL, self._ask_whether_open)
+        return True
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["state"][DROP_CONNECTION] = self.transport.abort
@@ -65,8 +92,7 @@ class LimitedHttp(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._stop_timer()
-        is_one_too_many = len(self.connections) > self.max_connections
-        self.app = _refuse_connection if is_one_too_many else self.config.loaded_app
+        self.app = self._serve_probe if self.crowd.begin(self) else self.config.loaded_app
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
@@ -76,6 +102,8 @@ class LimitedHttp(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self.cycle.response_complete and not self.transport.is_closing():
+            self.crowd.end(self)
         if self.cycle.more_body:  # it was refused; what still comes of it is thrown away, but not for ever
             self._start_timer()
 
@@ -128,6 +156,26 @@ class LimitedHttp(HttpToolsProtocol):
         self._num_unread = num_unread
         self._looking = self.loop.call_later(self.reading_timeout, self._look)
 
+    def _ask_whether_open(self) -> None:
+        """Sends what clients pass over, to learn whether a client that has ended its side still reads.
+
+        Nothing else tells a half-closed connection from one that is closed: the peer's kernel resets the latter, and
+        the next write finds that out. A stream that has begun writes anyway.
+        """
+        if not self.pipeline and not self.cycle.response_started and not self.transport.is_closing():
+            self.transport.write(_CONTINUE)
+        self._asking = self.loop.call_later(_ASK_INTERVAL, self._ask_whether_open)
+
+    async def _serve_probe(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a probe, and refuses everything else: there are too many requests in progress."""
+        if is_probe(scope["path"].removeprefix(self.root_path)):
+            await self.config.loaded_app(scope, receive, send)
+            return
+        headers = {"Retry-After": "1", "Connection": "close"}
+        message = "The server has as many connections as it may; try again."
+        refusal = ApiError(503, message, code="too_many_connections", headers=headers)
+        await refusal.to_response()(scope, receive, send)
+
     def _start_timer(self) -> None:
         if self._timer is None:
             self._timer = self.loop.call_later(self.head_timeout, self._give_up)
@@ -141,18 +189,16 @@ class LimitedHttp(HttpToolsProtocol):
 def make_protocol(
     *, max_head_bytes: int, head_timeout: float, reading_timeout: float, max_connections: int
 ) -> type[LimitedHttp]:
-    """Returns the class of connections with these limits, as uvicorn wants it."""
+    """Returns the class of connections with these limits, as uvicorn wants it; for one server."""
     limits: dict[str, Any] = {
+        "crowd": Crowd(max_connections),
         "max_head_bytes": max_head_bytes,
         "head_timeout": head_timeout,
         "reading_timeout": reading_timeout,
-        "max_connections": max_connections,
     }
     return type("BoundHttp", (LimitedHttp,), limits)
 
 
-async def _refuse_connection(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers in place of the app when there are too many connections."""
-    headers = {"Retry-After": "1", "Connection": "close"}
-    refusal = ApiError(503, "The server has as many connections as it may; try again.", headers=headers)
-    await refusal.to_response()(scope, receive, send)
+def is_probe(path: str) -> bool:
+    """Whether an orchestrator asks at this path how the server is: such requests have a reserve of connections."""
+    return path in ("/health", "/ping") or path.startswith("/health/")

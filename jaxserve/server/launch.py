@@ -13,7 +13,6 @@ import ssl
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -28,17 +27,25 @@ from jaxserve.server.gate import read_keys
 from jaxserve.server.http import make_protocol
 from jaxserve.server.logs import configure_logging
 from jaxserve.server.metrics import ServerMetrics
-from jaxserve.server.options import ListenOptions, ServerConfig
+from jaxserve.server.options import ServerConfig, read_chat_template
+from jaxserve.server.sockets import (
+    ADMIN_CONNECTIONS,
+    clamp_connections,
+    open_port,
+    open_sockets,
+    raise_descriptor_limit,
+)
 from jaxserve.server.state import Phase, ServerState
 from jaxserve.server.status_line import StatusLine
+from jaxserve.server.tls import reload_certificates, secure
 from jaxserve.server.tracing import make_tracer
 
 _log = logging.getLogger(__name__)
 _SWITCH_INTERVAL = 0.001  # seconds: the engine's thread must not wait long for the event loop to let go of the GIL
 _WATCH_INTERVAL = 0.5  # seconds
-_ACCEPTS_PER_TURN = 32
-_BACKLOG = 2048  # connections that the kernel keeps until they are taken
 _CLOSING_TIME = 2  # seconds that connections get to close after the last answer, and the engine for its last step
+_QUEUED_PER_ROW = 4  # sequences that may wait, where no option says how many
+_INSTANT = 0.1  # seconds; with 0, uvicorn logs an error about nothing
 _NO_KEY_HINT = "add --api-key, or --allow-no-key if whatever reaches the port may use it"
 
 
@@ -55,14 +62,7 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listens, and begins to build the engine."""
-        listen = self._state.config.listen
-        try:
-            await super().startup(sockets or _open_sockets(listen))
-        except OSError as error:
-            if listen.uds is None:
-                raise
-            message = f"{listen.uds} cannot be listened on: {error.strerror or error}"
-            raise ConfigError(message, field="uds", value=listen.uds) from error
+        await super().startup(sockets or open_sockets(self._state.config.listen))
         self._loop = asyncio.get_running_loop()
         _log.info("listening on %s", self._address())
         self.building.start()
@@ -71,7 +71,7 @@ class Server(uvicorn.Server):
         """Called by signals: the first one drains, the second ends at once."""
         if self._state.phase is Phase.DRAINING or self._state.llm is None or self._loop is None:
             self.should_exit = self.force_exit = True
-            self.config.timeout_graceful_shutdown = 0
+            self.config.timeout_graceful_shutdown = _INSTANT  # type: ignore[assignment]
             return
         self._state.phase = Phase.DRAINING
         _log.info("%s: draining, for at most %g s", signal.Signals(sig).name, self._timeout)
@@ -108,6 +108,7 @@ class Server(uvicorn.Server):
         await self._wait_for_streams(self._timeout)
         if self._state.num_streams and self._state.llm is not None:
             _log.warning("%d requests are aborted: the time to drain is over", self._state.num_streams)
+            self._state.preparation.close()
             _end_engine(self._state.llm)
             await self._wait_for_streams(_CLOSING_TIME)
         self._state.has_drained = self.should_exit = True
@@ -124,6 +125,9 @@ class Server(uvicorn.Server):
         try:
             early, show = state.config.serving.serve_while_warming, state.show_progress
             llm = AsyncLLM.from_config(state.engine_config, progress=show, on_stop=self.stop, only_largest=early)
+            scheduler = llm.ready.engine.scheduler
+            scheduler.door.bound_sequences(_QUEUED_PER_ROW * scheduler.limits.max_num_seqs)
+            llm.ready.requests.warm_up()  # its process needs files that may not be left later
             state.open(llm)
             if early:
                 _log.info("serving, with the largest programs only: %s", ", ".join(state.names))
@@ -133,8 +137,9 @@ class Server(uvicorn.Server):
                 self.stop(error)
             return
         except Exception as error:
-            _log.critical("the engine could not be built", exc_info=error)
-            self.stop(EngineStoppedError(f"the engine could not be built: {error!r}"))
+            failure = EngineStoppedError(f"the engine could not be built: {error!r}")
+            failure.__cause__ = error
+            self.stop(failure)
             return
         _calm_garbage_collector()
         state.finish_warming()
@@ -155,11 +160,15 @@ def make_state(engine: EngineConfig, config: ServerConfig) -> ServerState:
     """Returns the state of a server that has not begun to start.
 
     Raises:
-        ConfigError: a file that the options name cannot be read, or a parser's name is unknown.
+        ConfigError: a file that the options name cannot be read, a parser's name is unknown, or programs would be
+            compiled while requests wait.
     """
     from jaxserve.server.tools import REASONING_PARSERS, TOOL_PARSERS
     from jaxserve.tokenizers.chat import OPTIONS
 
+    if engine.compile.compile == "used":
+        message = "a server compiles every program before it is ready; leave the option out, or say 'all'"
+        raise ConfigError(message, field="compile", value="used")
     serving = config.serving
     name = (serving.served_model_name or (engine.model.model,))[0]
     metrics = ServerMetrics(name, prefix=config.logs.metrics_prefix)
@@ -170,11 +179,7 @@ def make_state(engine: EngineConfig, config: ServerConfig) -> ServerState:
             raise ConfigError(message, field="default_chat_template_kwargs", value=variable)
     state = ServerState(config, engine, metrics, tracer, template_variables=serving.template_variables())
     if serving.chat_template is not None:
-        try:
-            state.chat_template = Path(serving.chat_template).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            message = f"cannot be read: {error}"
-            raise ConfigError(message, field="chat_template", value=serving.chat_template) from error
+        state.chat_template = read_chat_template(serving.chat_template)
     for field, value, known in (
         ("tool_call_parser", serving.tool_call_parser, ("auto", "none", *TOOL_PARSERS)),
         ("reasoning_parser", serving.reasoning_parser, (None, *REASONING_PARSERS)),
@@ -185,29 +190,38 @@ def make_state(engine: EngineConfig, config: ServerConfig) -> ServerState:
     return state
 
 
-def serve(engine: EngineConfig, config: ServerConfig) -> None:
-    """Serves until a signal comes.
+def serve(engine: EngineConfig, config: ServerConfig) -> int:
+    """Serves until a signal comes; returns the exit status: 2 when the engine could not be built, or failed.
 
-    Raises:
-        ConfigError: the options do not fit together.
-        JaxServeError: the engine could not be built, or failed.
+    The log has said why. Raises ConfigError when the options do not fit together.
     """
     configure_logging(config.logs.log_level, json=config.logs.log_format == "json")
     state = make_state(engine, config)
+    keys = _read_keys(config)
+    connections = clamp_connections(config.limits.max_connections, raise_descriptor_limit())
+    if connections < config.limits.max_connections:
+        _log.warning("at most %d connections at once: the process may open no more files", connections)
+    server = Server(_configure(config, make_app(state, keys), connections), state)
+    context = secure(server.config, config.listen)
+    sys.setswitchinterval(_SWITCH_INTERVAL)
+    asyncio.run(_run(server, state, keys, context), loop_factory=server.config.get_loop_factory())
+    _end(server, state)
+    return 0 if server.failure is None else 2
+
+
+def _read_keys(config: ServerConfig) -> list[bytes]:
+    """Returns the hashes of all keys; ConfigError when one cannot be used, or there is none and one is needed."""
     keys = read_keys(config.access, read_api_keys())
     if not keys and not config.is_local and not config.access.allow_no_key:
         message = f"{config.listen.host!r} is open to other machines and no key guards it; {_NO_KEY_HINT}"
         raise ConfigError(message, field="host", value=config.listen.host)
-    server = Server(_configure(config, make_app(state, keys)), state)
-    _load_certificates(server.config, config.listen)
-    sys.setswitchinterval(_SWITCH_INTERVAL)
-    asyncio.run(_run(server, state), loop_factory=server.config.get_loop_factory())
-    _end(server, state)
+    return list(keys)
 
 
 def _end(server: Server, state: ServerState) -> None:
-    """Ends the engine and raises what has failed; what does not end by itself goes down with the process."""
-    leaves_threads = server.force_exit or server.building.is_alive()
+    """Ends the engine; what does not end by itself goes down with the process."""
+    state.preparation.close()
+    leaves_threads = server.force_exit or server.building.is_alive() or state.preparation.is_busy
     if state.llm is not None and not server.force_exit:
         ending = _end_engine(state.llm)
         ending.join(_CLOSING_TIME)
@@ -218,8 +232,6 @@ def _end(server: Server, state: ServerState) -> None:
         logging.shutdown()
         os._exit(0 if server.failure is None else 2)
     state.tracer.shutdown()
-    if server.failure is not None:
-        raise server.failure
 
 
 def _end_engine(llm: AsyncLLM) -> threading.Thread:
@@ -229,49 +241,15 @@ def _end_engine(llm: AsyncLLM) -> threading.Thread:
     return ending
 
 
-def _open_sockets(listen: ListenOptions) -> list[socket.socket] | None:
-    """Returns the listening socket many times over, or None for a Unix socket, which uvicorn opens itself.
-
-    uvloop takes one connection from each socket in a turn of its loop. Under load a turn takes tens of milliseconds, so
-    with one socket the last of a thousand clients that come at once would wait for half a minute.
-
-    Raises:
-        ConfigError: the address cannot be listened on.
-    """
-    if listen.uds is not None:
-        _refuse_taken(listen.uds)
-        return None
-    first = _open_socket(listen.host, listen.port, "port")
-    return [first, *(first.dup() for _ in range(_ACCEPTS_PER_TURN - 1))]
-
-
-def _open_socket(host: str, port: int, field: str) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    except OSError as error:
-        message = f"{host}:{port} cannot be listened on: {error.strerror or error}"
-        raise ConfigError(message, field=field, value=port) from error
-
-
-def _refuse_taken(path: str) -> None:
-    """Raises ConfigError when somebody listens on a Unix socket, which would be taken away from them in silence."""
-    with socket.socket(socket.AF_UNIX) as client:
-        client.settimeout(1.0)
-        try:
-            client.connect(path)
-        except OSError:
-            return
-    raise ConfigError(f"{path} cannot be listened on: somebody does already", field="uds", value=path)
-
-
-async def _run(server: Server, state: ServerState) -> None:
-    listen = state.config.listen
+async def _run(server: Server, state: ServerState, keys: list[bytes], context: ssl.SSLContext | None) -> None:
+    config, listen = state.config, state.config.listen
+    if config.access.api_key_file is not None or listen.ssl_certfile is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload, config, keys, context)
     tasks = [asyncio.ensure_future(_report_status(state)), asyncio.ensure_future(_watch_device(state))]
     try:
         if listen.admin_port is not None:
-            options = uvicorn.Config(make_admin_app(state), lifespan="off", log_config=None)
-            opened = _open_socket("127.0.0.1", listen.admin_port, "admin_port")
+            options = _configure_admin(state)
+            opened = open_port("127.0.0.1", listen.admin_port, "admin_port")
             tasks.append(asyncio.ensure_future(QuietServer(options).serve([opened])))
         await server.serve()
     finally:
@@ -280,13 +258,12 @@ async def _run(server: Server, state: ServerState) -> None:
         await asyncio.wait(tasks, timeout=_CLOSING_TIME)
 
 
-def _configure(config: ServerConfig, app: ASGIApp) -> uvicorn.Config:
+def _configure(config: ServerConfig, app: ASGIApp, max_connections: int) -> uvicorn.Config:
     listen, limits = config.listen, config.limits
     return uvicorn.Config(
         app,
         host=listen.host,
         port=listen.port,
-        uds=listen.uds,
         ssl_keyfile=listen.ssl_keyfile,
         ssl_certfile=listen.ssl_certfile,
         ssl_ca_certs=listen.ssl_ca_certs,
@@ -296,7 +273,7 @@ def _configure(config: ServerConfig, app: ASGIApp) -> uvicorn.Config:
             max_head_bytes=limits.max_header_bytes,
             head_timeout=limits.body_timeout,
             reading_timeout=limits.slow_reader_timeout,
-            max_connections=limits.max_connections,
+            max_connections=max_connections,
         ),
         ws="none",
         lifespan="off",
@@ -308,14 +285,28 @@ def _configure(config: ServerConfig, app: ASGIApp) -> uvicorn.Config:
     )
 
 
-def _load_certificates(config: uvicorn.Config, listen: ListenOptions) -> None:
-    """Reads the files that TLS needs; ConfigError names them when one cannot be used, which the libraries do not."""
+def _configure_admin(state: ServerState) -> uvicorn.Config:
+    limits = state.config.limits
+    protocol = make_protocol(
+        max_head_bytes=limits.max_header_bytes,
+        head_timeout=limits.body_timeout,
+        reading_timeout=limits.slow_reader_timeout,
+        max_connections=ADMIN_CONNECTIONS,
+    )
+    return uvicorn.Config(make_admin_app(state), http=protocol, ws="none", lifespan="off", log_config=None)
+
+
+def _reload(config: ServerConfig, keys: list[bytes], context: ssl.SSLContext | None) -> None:
+    """Reads the keys' file and the files of TLS again; what cannot be used leaves everything as it was."""
     try:
-        config.load()
-    except OSError as error:
-        files = ", ".join(each for each in (listen.ssl_certfile, listen.ssl_keyfile, listen.ssl_ca_certs) if each)
-        message = f"cannot be used ({files}): {error.strerror or error}"
-        raise ConfigError(message, field="ssl_certfile", value=listen.ssl_certfile) from error
+        found = _read_keys(config)
+        if context is not None:
+            reload_certificates(context, config.listen)
+    except (ConfigError, OSError) as error:
+        _log.error("SIGHUP: nothing is changed: %s", error)
+        return
+    keys[:] = found  # the guard's own list
+    _log.info("SIGHUP: %d keys%s", len(keys), ", and the files of TLS" if context is not None else "")
 
 
 async def _report_status(state: ServerState) -> None:

@@ -28,10 +28,18 @@ _MAX_GATHERED = 256  # lines of one wakeup
 _GATHER_SECONDS = 0.02
 _FLUSH_SECONDS = 2.0
 _OURS = "jaxserve"
-_LIBRARIES = ("asyncio", "uvicorn", "opentelemetry")  # whose warnings belong in the same log
+# Whose warnings belong in the same log. What XLA's own C++ writes goes to standard error past all of Python.
+_LIBRARIES = ("asyncio", "uvicorn", "opentelemetry", "jax", "absl", "py.warnings")
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _COLOURS = {logging.DEBUG: "2", logging.WARNING: "33", logging.ERROR: "31", logging.CRITICAL: "1;31"}
-_QUIET_PATHS = ("/health", "/health/live", "/health/ready", "/ping", "/metrics")  # asked every few seconds by machines
+_QUIET_PATHS = (
+    "/health",
+    "/health/generate",
+    "/health/live",
+    "/health/ready",
+    "/ping",
+    "/metrics",
+)  # asked every few seconds by machines
 _WITHHELD = "(message withheld: it may repeat what a client sent)"
 _SAFE_ERRORS = (ConfigError, WeightsError, TokenizerError, CapacityError)  # ValueErrors about what the operator gave
 
@@ -61,6 +69,7 @@ def configure_logging(level: str, json: bool = False, stream: TextIO | None = No
         logger.addHandler(handler)
         logger.propagate = False
         logger.setLevel(number if name == _OURS else max(number, logging.WARNING))
+    logging.captureWarnings(True)
     logging.getLogger("uvicorn").setLevel(logging.ERROR)  # it warns of every malformed request
     for old in replaced:
         old.close()
@@ -205,7 +214,7 @@ def escape(text: str) -> str:
 
 def _read_message(record: logging.LogRecord) -> str:
     message = record.getMessage().rstrip("\n")
-    if record.name == "asyncio":  # below the first line it prints futures, with results and exceptions in full
+    if record.name in ("asyncio", "py.warnings"):  # below the first line stand futures in full, or a line of source
         message = message.partition("\n")[0]
     if len(message) > _MAX_MESSAGE:
         message = message[:_MAX_MESSAGE] + f"... ({len(message)} characters)"

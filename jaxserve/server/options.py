@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from jaxserve.errors import ConfigError, shorten
 from jaxserve.options import build_config, check_at_least, check_choices, option
+from jaxserve.request import PRIORITIES
 from jaxserve.sampling_params import MAX_COMPLETIONS
+from jaxserve.vllm_options import drop_harmless
 
 _LAST_PORT = 65535
 _LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
@@ -62,11 +65,14 @@ class LimitOptions:
     """What it bears. What is beyond is refused at once, by name."""
 
     max_body_bytes: int = option(32 * 2**20, "bytes of a request's body")
+    max_body_bytes_total: int = option(256 * 2**20, "bytes of all bodies that are read and prepared at once")
     max_header_bytes: int = option(16 * 2**10, "bytes of a request's head", "h11_max_incomplete_event_size")
     max_connections: int = option(4096, "connections at once")
     max_streams: int = option(2048, "requests being answered at once; more get 429")
     max_prompts: int = option(1024, "prompts of one completion or embedding request")
     max_n: int = option(MAX_COMPLETIONS, "completions of one prompt")
+    max_sequences_per_request: int = option(256, "prompts x n of one request; never more than 4 x max_num_seqs")
+    max_priority: int = option(0, "the best priority that a request may ask for; smaller numbers run first")
     request_timeout: float | None = option(None, "seconds after which a request is ended, whatever it asked for")
     body_timeout: float = option(60.0, "seconds for a request's head and for its body to arrive")
     slow_reader_timeout: float = option(60.0, "seconds that a client may leave a stream unread")
@@ -74,8 +80,9 @@ class LimitOptions:
     template_timeout: float = option(30.0, "seconds for templates, tokenizing and grammars of one request")
 
     def __post_init__(self) -> None:
-        check_at_least(self, max_body_bytes=1, max_header_bytes=1024, max_connections=1, max_streams=1)
-        check_at_least(self, max_prompts=1, max_n=1)
+        check_at_least(self, max_body_bytes=1, max_body_bytes_total=1, max_header_bytes=1024)
+        check_at_least(self, max_connections=1, max_streams=1, max_prompts=1, max_n=1)
+        check_at_least(self, max_sequences_per_request=1, max_priority=PRIORITIES.start)
         if self.max_n > MAX_COMPLETIONS:
             raise ConfigError(f"at most {MAX_COMPLETIONS}, got {self.max_n}", field="max_n", value=self.max_n)
         for name in (
@@ -157,12 +164,20 @@ class ServerConfig:
     @classmethod
     def from_options(cls, **options: Any) -> ServerConfig:
         """Builds the config from flat options; ConfigError names what is wrong."""
-        return build_config(cls, options)
+        return build_config(cls, drop_harmless(options))
 
     @property
     def is_local(self) -> bool:
         """Whether only this machine can connect."""
         return self.listen.uds is not None or self.listen.host in _LOCAL_HOSTS
+
+
+def read_chat_template(path: str) -> str:
+    """Returns the template in a file; ConfigError when it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot be read: {error}", field="chat_template", value=path) from error
 
 
 def _require_seconds(name: str, value: float | None, least: float | None = None) -> None:

@@ -6,9 +6,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from jaxserve.errors import InvalidRequestError, shorten
+from jaxserve.engine.arguments import check_variables
+from jaxserve.errors import InvalidRequestError
 from jaxserve.server.errors import ApiError
 from jaxserve.server.protocol.chat import ChatCompletionRequest
+from jaxserve.server.protocol.completions import CompletionRequest
 from jaxserve.server.protocol.fields import SamplingFields
 from jaxserve.server.protocol.tokens import TokenizeRequest
 from jaxserve.server.state import ServerState
@@ -88,11 +90,24 @@ def check_length(texts: Any, state: ServerState, field: str, *, cuts: bool = Fal
         raise InvalidRequestError(f"{message}; at most {most} are read", field=field, value=count)
 
 
-def check_count(count: int | None, state: ServerState) -> None:
-    """Refuses more completions of one prompt than the server allows."""
+def count_prompts(prompt: Any) -> int:
+    """Returns how many prompts stand in any of the forms that OpenAI allows."""
+    return 1 if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else len(prompt)
+
+
+def check_count(body: ChatCompletionRequest | CompletionRequest, state: ServerState, num_prompts: int = 1) -> None:
+    """Refuses more completions than the server allows, of one prompt and of all together."""
     most = state.config.limits.max_n
-    if count is not None and count > most:
-        raise InvalidRequestError(f"at most {most}, got {count}", field="n", value=count)
+    if body.n is not None and body.n > most:
+        raise InvalidRequestError(f"at most {most}, got {body.n}", field="n", value=body.n)
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        message = f"is only possible equal to n, got {body.best_of}"
+        raise InvalidRequestError(message, field="best_of", value=body.best_of)
+    n, most = body.n or 1, state.max_sequences
+    if num_prompts * n > most:
+        what = f"{num_prompts} prompts x n={n}" if num_prompts > 1 else f"n={n}"
+        message = f"{what} are {num_prompts * n} sequences, and one request may have {most} (max_sequences_per_request)"
+        raise InvalidRequestError(message, field="prompt" if num_prompts > most else "n", value=num_prompts * n)
 
 
 def read_form(body: Any) -> StructuredOutputsParams | None:
@@ -126,24 +141,15 @@ def template_options(body: ChatCompletionRequest | TokenizeRequest, state: Serve
             message = "templates of requests are not rendered here (allow_request_chat_template)"
             raise InvalidRequestError(message, field="chat_template", value=own)
         options["chat_template"] = own
+    options["render"] = state.preparation.choose_renderer()
     if getattr(body, "reasoning_effort", None) is not None:
         options["reasoning_effort"] = body.reasoning_effort  # type: ignore[union-attr]
     return options
 
 
 def read_variables(given: Mapping[str, Any] | None, state: ServerState) -> dict[str, Any]:
-    """Returns the variables of the template. None of them can be an argument of the functions they pass through.
-
-    Raises:
-        InvalidRequestError: one is not known.
-    """
-    from jaxserve.tokenizers.chat import OPTIONS
-
-    for name, value in (given or {}).items():
-        if name not in OPTIONS:
-            message = f"not a variable that a request may set; known: {', '.join(OPTIONS)}"
-            raise InvalidRequestError(message, field=f"chat_template_kwargs.{shorten(name)[1:-1]}", value=value)
-    return {**state.template_variables, **(given or {})}
+    """Returns the variables of the template; InvalidRequestError when one is not known."""
+    return {**state.template_variables, **check_variables(given)}
 
 
 def render_conversation(body: TokenizeRequest, state: ServerState) -> tuple[str, list[int]]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import logging
 import math
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -17,18 +15,24 @@ from typing import Any
 from jaxserve import __version__
 from jaxserve.config import EngineConfig
 from jaxserve.engine.async_engine import AsyncLLM
-from jaxserve.engine.progress import Report
+from jaxserve.engine.progress import ProgressLines, Report, say_progress
+from jaxserve.engine.stats import QueuePace
 from jaxserve.errors import QueueFullError
+from jaxserve.server.budget import BodyBudget
 from jaxserve.server.errors import ApiError, to_api_error
 from jaxserve.server.logprobs import TokenTexts
 from jaxserve.server.metrics import ServerMetrics
 from jaxserve.server.options import ServerConfig
+from jaxserve.server.preparation import Preparation
+from jaxserve.server.shared import Shared
 from jaxserve.server.tools import guess_tool_parser
 from jaxserve.server.tracing import NullTracer, Tracer
 
 _log = logging.getLogger(__name__)
 _LONGEST_RETRY = 60  # seconds
-_PREPARING_THREADS = 4  # that render templates, tokenize and compile grammars
+_LIVE_SECONDS, _PROBE_SECONDS = 0.25, 1.0  # for which a look at the engine is shared
+_MOST_VIEWERS = 64
+_SEQUENCES_PER_ROW = 4  # of one request
 
 
 class Phase(StrEnum):
@@ -65,16 +69,22 @@ class ServerState:
     token_texts: TokenTexts = field(default_factory=lambda: TokenTexts(None))
     template_variables: dict[str, Any] = field(default_factory=dict)  # of every request that does not set them
     created: int = field(default_factory=lambda: int(time.time()))
+    max_sequences: int = field(init=False)  # of one request; the engine's rows may make it less
     num_streams: int = 0  # requests being answered
+    num_viewers: int = 0  # of the live view
+    live: Shared[bytes] = field(default_factory=lambda: Shared(_LIVE_SECONDS))
+    probe: Shared[str | None] = field(default_factory=lambda: Shared(_PROBE_SECONDS))
+    pace: QueuePace = field(default_factory=QueuePace)
     has_drained: bool = False  # the last of them has ended, and the process ends: whoever only looks on is to stop
+    bodies: BodyBudget = field(init=False)  # bytes that are being read and prepared
     fingerprint: str = ""  # changes with the version and with the engine's options
-    profile_dir: str | None = None  # of the trace that is being taken
-    threads: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(_PREPARING_THREADS, thread_name_prefix="jaxserve-prepare")
-    )
+    preparation: Preparation = field(init=False)
 
     def __post_init__(self) -> None:
+        self.max_sequences = self.config.limits.max_sequences_per_request
         digest = hashlib.sha256(repr(self.engine_config).encode()).hexdigest()
+        self.bodies = BodyBudget(self.config.limits.max_body_bytes_total)
+        self.preparation = Preparation(self.config.limits.template_timeout)
         self.fingerprint = f"jaxserve-{__version__}-{digest[:8]}"
 
     @property
@@ -100,10 +110,12 @@ class ServerState:
         return self.llm
 
     def open(self, llm: AsyncLLM) -> None:
-        """Begins to serve."""
+        """Begins to serve; WorkerStartError when the process for chat templates cannot be started."""
         ready, parser = llm.ready, self.config.serving.tool_call_parser
         template = self.chat_template or (ready.tokenizer.chat_template if ready.tokenizer is not None else None)
         self.tool_parser = guess_tool_parser(template) if parser == "auto" else None if parser == "none" else parser
+        if template is not None:
+            self.preparation.start(template)
         self.token_texts = TokenTexts(ready.tokenizer)
         cache = ready.shapes.config.cache
         self.metrics.cache_config = {
@@ -112,6 +124,8 @@ class ServerState:
             "dtype": ready.shapes.spec.dtype,
             "enable_prefix_caching": cache.enable_prefix_caching,
         }
+        rows = ready.engine.scheduler.limits.max_num_seqs
+        self.max_sequences = min(self.max_sequences, _SEQUENCES_PER_ROW * rows)
         self.llm, self.phase = llm, Phase.WARMING
 
     def finish_warming(self) -> None:
@@ -129,10 +143,15 @@ class ServerState:
             raise ApiError(404, message, param="model", code="model_not_found")
         return name
 
-    def refuse_if_full(self) -> None:
-        """Refuses a request before its body is read, where it could only be refused later; ApiError 429 or 503."""
+    def refuse_if_full(self, priority: int | None = None) -> None:
+        """Refuses a request early, where it could only be refused later; ApiError 429 or 503.
+
+        Args:
+            priority: None before it is known: the best that it may have.
+        """
+        best = self.config.limits.max_priority
         try:
-            self.engine.ready.engine.scheduler.refuse_if_full()
+            self.engine.ready.engine.scheduler.door.refuse_if_full(best if priority is None else priority)
         except QueueFullError as error:
             self.metrics.count("queue_full")
             raise to_api_error(error, self.retry_after()) from error
@@ -150,19 +169,23 @@ class ServerState:
         finally:
             self.num_streams -= 1
 
-    def retry_after(self) -> int:
-        """Seconds after which a request that is refused now has a chance: half of what requests take."""
-        return max(1, min(_LONGEST_RETRY, math.ceil(self.metrics.mean_request_seconds() / 2)))
-
-    async def run_in_thread(self, function: Any, *args: Any) -> Any:
-        """Runs what would hold up the event loop; ApiError 400 when it takes too long."""
-        seconds = self.config.limits.template_timeout
+    @contextmanager
+    def count_viewer(self) -> Iterator[None]:
+        """Counts who looks on; ApiError 429 when there are too many."""
+        if self.num_viewers >= _MOST_VIEWERS:
+            message = f"{self.num_viewers} look on already, as many as may; try again when one of them has left."
+            headers = {"Retry-After": str(_LONGEST_RETRY)}
+            raise ApiError(429, message, code="too_many_viewers", headers=headers)
+        self.num_viewers += 1
         try:
-            async with asyncio.timeout(seconds):
-                return await asyncio.get_running_loop().run_in_executor(self.threads, function, *args)
-        except TimeoutError:
-            message = f"Preparing this request took more than {seconds:g} s: a template, text or grammar is too large."
-            raise ApiError(400, message, code="preparation_timeout") from None
+            yield
+        finally:
+            self.num_viewers -= 1
+
+    def retry_after(self) -> int:
+        """Seconds after which a request that is refused now has a chance: those until all that waits now runs."""
+        seconds = 0.0 if self.llm is None else self.pace.seconds_to_admit(self.llm.ready.engine)
+        return max(1, math.ceil(min(_LONGEST_RETRY, seconds)))
 
     @contextmanager
     def show_progress(self, title: str, *, unit: str = "") -> Iterator[Report]:
@@ -170,13 +193,13 @@ class ServerState:
         self.progress = Progress(title)
         if title.startswith("Compiling"):
             self.phase = Phase.WARMING
-        start = time.monotonic()
+        with say_progress(ProgressLines(title, unit), _log.info) as log:
 
-        def report(done: float, total: float, note: str = "") -> None:
-            self.progress = Progress(title, done, total, note)
+            def report(done: float, total: float, note: str = "") -> None:
+                self.progress = Progress(title, done, total, note)
+                log(done, total, note)
 
-        yield report
-        _log.info("%s: %.1f s", title, time.monotonic() - start)
+            yield report
 
 
 def not_serving(phase: Phase) -> ApiError:

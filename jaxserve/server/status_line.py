@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from jaxserve.engine.metrics import find_usage
 from jaxserve.server.metrics import ServerMetrics
-from jaxserve.server.metrics.exposition import find_usage
 
 if TYPE_CHECKING:
     from jaxserve.engine.stats import EngineStats

@@ -41,9 +41,10 @@ class ChunkWriter:
         self.head = f'data: {to_json(head)[:-1]},"choices":['
         self.tail = '],"usage":null}\n\n' if shows_usage else "]}\n\n"
 
-    def write(self, choice: Mapping[str, Any]) -> bytes:
-        """Returns the chunk with one choice in it."""
-        return f"{self.head}{to_json(choice)}{self.tail}".encode()
+    def write(self, choice: Mapping[str, Any], usage: Mapping[str, Any] | None = None) -> bytes:
+        """Returns the chunk with one choice in it, and with the usage so far where it is given."""
+        tail = self.tail if usage is None else f'],"usage":{to_json(usage)}}}\n\n'
+        return f"{self.head}{to_json(choice)}{tail}".encode()
 
     def write_usage(self, usage: Mapping[str, Any]) -> bytes:
         """Returns the last chunk, without choices."""

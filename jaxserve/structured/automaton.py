@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from jaxserve.structured.errors import MatcherError
+from jaxserve.structured.matcher import Matcher
+from jaxserve.structured.vocabulary import Vocabulary
 from jaxserve.token_automaton import MAX_STATE_TRANSITIONS, MAX_TRANSITIONS, TokenAutomaton
-
-if TYPE_CHECKING:
-    from jaxserve.structured.compiler import Grammar
-    from jaxserve.structured.vocabulary import Vocabulary
 
 _TIME_LIMIT_S = 0.5  # usual ones take 1 to 10 ms; a hostile one some for each mask
 _LONGEST_RUN = 1  # forced token in a row: the engine jumps over more, and saves their steps
 
 
-def make_automaton(grammar: Grammar) -> TokenAutomaton | None:
-    """Tries every token of every text.
+def make_automaton(matcher: Matcher) -> TokenAutomaton | None:
+    """Tries every token of every text, from a matcher at the start on.
 
     States are texts: what may come depends on the text alone, not on the tokens that spell it.
 
@@ -28,12 +25,12 @@ def make_automaton(grammar: Grammar) -> TokenAutomaton | None:
     """
     import numpy as np
 
-    vocabulary = grammar.vocabulary
+    vocabulary = matcher.vocabulary
     mask = np.zeros(-(-len(vocabulary.tokens) // 32), np.uint32)
     states: dict[bytes, int] = {}
     runs: dict[bytes, int] = {}  # forced tokens from each state on
     found: list[tuple[int, int, bytes]] = []
-    queue = {b"": grammar.new_matcher()}
+    queue = {b"": matcher}
     deadline = time.perf_counter() + _TIME_LIMIT_S
     try:
         while queue:

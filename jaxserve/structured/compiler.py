@@ -10,21 +10,18 @@ from collections import OrderedDict
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import final
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.structured.automaton import make_automaton
 from jaxserve.structured.checker import WORKER, Checker
 from jaxserve.structured.errors import MatcherError, shorten_message
 from jaxserve.structured.matcher import Matcher
+from jaxserve.structured.shards import LIMITS, GrammarShards
 from jaxserve.structured.source import make_source
 from jaxserve.structured.vocabulary import Vocabulary, import_llguidance
 from jaxserve.structured_params import StructuredOutputsParams
 from jaxserve.tokenizers import Tokenizer
-
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
-
 
 TIME_LIMIT_S = 5.0
 MEMORY_BYTES = 512 << 20  # address space of the worker beyond what it needs without a grammar
@@ -33,71 +30,25 @@ MAX_CACHE_BYTES = 8 << 20  # of the constraints' texts
 _UNCERTAIN_S = 30.0  # how long a refusal is kept that a busy host may have caused
 _MAX_SHARDS = 8
 _SMALL_KINDS = ("choice", "regex")  # that may be small enough for an automaton; others hold free text
-_SHARD_LIMIT_S = 0.02  # a grammar that takes longer to compile has one shard
-# What one grammar may cost: at compilation about 20 ms of regexes, in a step about 20 ms, and about 30 MiB of lexer
-# states. Errors without the parser's state: it holds the caller's text.
-LIMITS: dict[str, Any] = {
-    "initial_lexer_fuel": 1_000_000,
-    "step_lexer_fuel": 200_000,
-    "step_max_items": 50_000,
-    "max_items_in_row": 8_000,
-    "max_lexer_states": 20_000,
-    "max_grammar_size": 250_000,
-    "verbose_errors": False,
-}
 
 
 @final
 class Grammar:
-    """A compiled constraint over one vocabulary. Immutable for its users; safe to use from several threads.
-
-    Copies of one compiled grammar share its lexer and its lock, and so compute masks one after the other. A grammar is
-    compiled once more for each further thread of the masks (if that takes a few milliseconds), and matchers take turns.
-    """
+    """A compiled constraint over one vocabulary. Immutable for its users; safe to use from several threads."""
 
     def __init__(self, params: StructuredOutputsParams, source: str, vocabulary: Vocabulary, num_shards: int) -> None:
-        self.params = params
-        self.vocabulary = vocabulary
-        self._source = source
+        self.params, self.vocabulary = params, vocabulary
+        self._shards = GrammarShards(source, vocabulary, num_shards)
         self._num_matchers = 0
         self._lock = threading.Lock()
-        start = time.perf_counter()
-        first = self.compile()
-        if time.perf_counter() - start > _SHARD_LIMIT_S:
-            num_shards = 1
-        self._shards: list[LLMatcher | None] = [first, *[None] * (num_shards - 1)]
-        self.automaton = make_automaton(self) if params.kind in _SMALL_KINDS else None
+        self.automaton = make_automaton(Matcher(self._shards, 0)) if params.kind in _SMALL_KINDS else None
 
     def new_matcher(self) -> Matcher:
-        """Returns a matcher at the start of the output."""
+        """Returns a matcher at the start of the output; they take the shards in turn."""
         with self._lock:
-            shard = self._num_matchers % len(self._shards)
+            shard = self._num_matchers % self._shards.count
             self._num_matchers += 1
-        return Matcher(self, shard)
-
-    def fork(self, shard: int) -> LLMatcher:
-        """Returns the library's matcher at the start, with the lexer of a shard."""
-        native = self._shards[shard]
-        if native is None:
-            native = self._shards[shard] = self.compile()
-        return native.deep_copy()
-
-    def compile(self) -> LLMatcher:
-        """Returns a new matcher of the library, which shares nothing with others.
-
-        Raises:
-            MatcherError: the grammar does not compile.
-        """
-        from llguidance import LLMatcher, LLParserLimits
-
-        native = LLMatcher(self.vocabulary.native, self._source, log_level=0, limits=LLParserLimits(**LIMITS))
-        if native.is_error():
-            raise MatcherError(shorten_message(native.get_error()))
-        return native
-
-    def renew(self, shard: int, native: LLMatcher) -> None:
-        """Gives later matchers of a shard the lexer of a new, unused `native`: the old one has met a limit."""
-        self._shards[shard] = native.deep_copy()
+        return Matcher(self._shards, shard)
 
 
 @dataclass(frozen=True, slots=True)

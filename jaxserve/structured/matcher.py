@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, final
 
 from jaxserve.structured.errors import MatcherError, shorten_message
+from jaxserve.structured.shards import GrammarShards
+from jaxserve.structured.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     import numpy as np
     from llguidance import LLMatcher
-
-    from jaxserve.structured.compiler import Grammar
 
 _WORD_BITS = 32
 
@@ -26,17 +26,22 @@ class Matcher:
     stops again the sequence fails. One thread at a time, others wait.
     """
 
-    def __init__(self, grammar: Grammar, shard: int) -> None:
-        self.grammar = grammar
+    def __init__(self, shards: GrammarShards, shard: int) -> None:
+        self._shards = shards
         self.version = 0  # changes with every change of the tokens: a mask is of one version
         self.mask_job: Any = None  # the pool's: the mask that was asked for last
         self._shard = shard
-        self._native: LLMatcher = grammar.fork(shard)
+        self._native: LLMatcher = shards.fork(shard)
         self._ids: list[int] = []
         self._has_ended = False  # by EOS
         self._is_eos_outside = False  # the parser had stopped before EOS and did not see it
         self._was_recovered = False
         self._lock = threading.Lock()
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """Of the grammar."""
+        return self._shards.vocabulary
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -81,7 +86,7 @@ class Matcher:
             if num_native == 0 or self._native.rollback(num_native):
                 self._ids, self._has_ended, self._is_eos_outside = kept, False, False
             else:  # a Lark rule with max_tokens cannot be taken back
-                self._restart(self.grammar.fork(self._shard), kept)
+                self._restart(self._shards.fork(self._shard), kept)
             self.version += 1
 
     def replay(self, token_ids: Sequence[int]) -> None:
@@ -92,7 +97,7 @@ class Matcher:
         """
         with self._lock:
             self.version += 1
-            self._restart(self.grammar.fork(self._shard), token_ids)
+            self._restart(self._shards.fork(self._shard), token_ids)
 
     def fill_mask(self, row: np.ndarray) -> None:
         """Writes which tokens may come next.
@@ -105,7 +110,7 @@ class Matcher:
         Raises:
             MatcherError: the grammar met a limit, or no token can continue the text. The row is all zeros then.
         """
-        vocabulary = self.grammar.vocabulary
+        vocabulary = self.vocabulary
         num_words = -(-len(vocabulary.tokens) // _WORD_BITS)
         if row.ndim != 1 or row.itemsize != 4 or row.shape[0] < num_words or not row.flags.c_contiguous:
             raise ValueError(f"row: needs {num_words} contiguous uint32, got {row.dtype} {row.shape}")
@@ -144,7 +149,7 @@ class Matcher:
         """Returns an independent matcher at the same place, in some tens of microseconds."""
         other = object.__new__(Matcher)
         with self._lock:
-            other.grammar, other.version, other.mask_job = self.grammar, self.version, None
+            other._shards, other.version, other.mask_job = self._shards, self.version, None
             other._shard, other._ids = self._shard, list(self._ids)
             other._native = self._native.deep_copy()
             other._has_ended, other._is_eos_outside = self._has_ended, self._is_eos_outside
@@ -165,7 +170,7 @@ class Matcher:
 
     def _consume(self, token_id: int) -> bool:
         """Advances by one token; False: it is not allowed, or the parser has stopped with an error."""
-        vocabulary = self.grammar.vocabulary
+        vocabulary = self.vocabulary
         if self._has_ended or not 0 <= token_id < len(vocabulary.tokens):
             return False
         is_eos = token_id in vocabulary.eos_token_ids
@@ -183,8 +188,8 @@ class Matcher:
         if self._was_recovered:
             raise self._make_error()
         self._was_recovered = True
-        native = self.grammar.compile()
-        self.grammar.renew(self._shard, native)
+        native = self._shards.compile()
+        self._shards.renew(self._shard, native)
         self._restart(native, self._ids)
 
     def _restart(self, native: LLMatcher, token_ids: Sequence[int]) -> None:

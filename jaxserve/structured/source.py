@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
-from jaxserve.structured_params import StructuredOutputsParams
+from jaxserve.structured.gbnf import to_lark
+from jaxserve.structured_params import LARK_LITERAL, StructuredOutputsParams
+
+# Between the tokens of JSON, unless the request says otherwise: enough for eight levels that are indented by four, and
+# an end for models that write blanks until `max_tokens`. llguidance allows no two such gaps in a row.
+_BLANKS = r"\r?\n[ \t]{0,32}|[ \t]{1,32}"
+_LITERAL_OR_JSON = re.compile(rf"{LARK_LITERAL.pattern}|%json\s*")
 
 
 def make_source(params: StructuredOutputsParams) -> str:
     """Returns the grammar of a constraint: Lark text, or llguidance's JSON list of grammars."""
     if params.kind == "grammar":
-        return str(params.grammar)
+        return _bound_blanks(to_lark(str(params.grammar)))
     if params.kind == "choice":
         # One terminal is one automaton; alternatives of a rule would each be an item of the parser, which are limited.
         texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in params.choice or ())
@@ -22,12 +29,35 @@ def make_source(params: StructuredOutputsParams) -> str:
         # \d, \w and \s mean ASCII, as in the engines that the names come from: in Rust they are Unicode's.
         return _wrap({"lark_grammar": f"start: /{regex_to_lark(params.regex or '', 'dws')}/"})
     schema = json.loads(str(params.json)) if params.kind == "json" else {"type": "object"}
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"whitespace_pattern": params.whitespace_pattern or _BLANKS}
     if params.disable_any_whitespace:
-        options["whitespace_flexible"] = False
-    if params.whitespace_pattern is not None:
-        options["whitespace_pattern"] = params.whitespace_pattern
-    return _wrap({"json_schema": {**schema, "x-guidance": options} if options else schema})
+        options = {"whitespace_flexible": False}
+    return _wrap({"json_schema": {**schema, "x-guidance": options}})
+
+
+def _bound_blanks(grammar: str) -> str:
+    """Gives each `%json` of a Lark grammar the default for blanks, unless its schema has options of its own."""
+    options = json.dumps({"whitespace_pattern": _BLANKS})
+    decoder = json.JSONDecoder()
+    pieces, copied, at = [], 0, 0
+    while found := _LITERAL_OR_JSON.search(grammar, at):
+        at = found.end()
+        if not found[0].startswith("%json"):
+            continue
+        try:
+            schema, end = decoder.raw_decode(grammar, at)
+        except (ValueError, RecursionError):  # llguidance says what is wrong with it
+            break
+        if schema is True or (isinstance(schema, dict) and "x-guidance" not in schema):
+            pieces.append(f'{grammar[copied:at]}{{"x-guidance": {options}')
+            copied = at + 1
+            if schema is True:
+                pieces.append("}")
+                copied = end
+            elif schema:
+                pieces.append(", ")
+        at = end
+    return "".join((*pieces, grammar[copied:]))
 
 
 def _wrap(grammar: dict[str, Any]) -> str:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from jaxserve.errors import InvalidRequestError, TokenizerError, shorten
+from jaxserve.tokenizers.checks import require_text
 from jaxserve.tokenizers.messages import check_messages, check_tools
 from jaxserve.tokenizers.template import render_template
-from jaxserve.tokenizers.tokenizer import Tokenizer, require_text
 
+Renderer = Callable[..., str]  # with the arguments of `render_template`
 OPTIONS: Mapping[str, type] = {  # variables of well-known templates that a caller may set
     "enable_thinking": bool,
     "thinking": bool,
@@ -20,14 +21,25 @@ OPTIONS: Mapping[str, type] = {  # variables of well-known templates that a call
 }
 
 
+class ChatTokenizer(Protocol):
+    """What a conversation needs of a tokenizer."""
+
+    named_tokens: Mapping[str, str]
+    chat_template: str | None
+    special_pattern: re.Pattern[str]
+
+    def encode(self, text: str, *, add_special_tokens: bool, allow_special: bool, escape: str) -> list[int]: ...
+
+
 def encode_chat(
-    tokenizer: Tokenizer,
+    tokenizer: ChatTokenizer,
     messages: Sequence[Mapping[str, Any]],
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
     chat_template: str | None = None,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
+    render: Renderer | None = None,
     **options: bool | str,
 ) -> tuple[str, list[int]]:
     """Returns a conversation as the prompt's text and token ids.
@@ -45,6 +57,7 @@ def encode_chat(
         add_generation_prompt: end with the beginning of the assistant's answer.
         continue_final_message: end with the content of the last message, which is the assistant's, as it is: the model
             goes on with it. Needs `add_generation_prompt=False`.
+        render: renders in place of `render_template`, which does it here and now: `TemplateRenderer.render`.
         options: further variables of the template, of `OPTIONS`.
 
     Raises:
@@ -54,7 +67,8 @@ def encode_chat(
     template = tokenizer.chat_template if chat_template is None else chat_template
     if template is None:
         raise TokenizerError(
-            "the tokenizer has none; pass chat_template=, or put a chat_template.jinja beside it",
+            "the tokenizer has none; give one by chat_template= in Python or by --chat-template on the command line, "
+            "or put a chat_template.jinja beside it",
             field="chat_template",
         )
     checked, described = check_messages(messages), check_tools(tools)
@@ -72,7 +86,7 @@ def encode_chat(
         end = _choose_unused(template + escape, texts)
         checked[-1]["content"] += end
     variables = {**tokenizer.named_tokens, **options, "add_generation_prompt": add_generation_prompt}
-    text = render_template(template, checked, variables, tools=described)
+    text = (render or render_template)(template, checked, variables, tools=described)
     if end:
         text = _cut_at(text, end, f"messages[{len(checked) - 1}].content")
     ids = tokenizer.encode(text, add_special_tokens=False, allow_special=True, escape=escape)

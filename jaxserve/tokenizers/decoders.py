@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from jaxserve.tokenizers.stream import EACH_BYTE, Leading, PieceTable, join_added
+from jaxserve.tokenizers.stream import EACH_BYTE, PieceTable, join_added, list_openings, trim_space
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """What a decoder makes of each token."""
+
+    to_piece: Callable[[str], str | bytes]
+    to_opening: Callable[[str], str | bytes] | None = None  # of the token that begins a text; None: the same
+    errors: str = "replace"  # how broken UTF-8 shows
+    replacements: Mapping[int, str] = field(default_factory=dict)  # of characters that byte tokens spell, by code
 
 
 def make_piece_table(
@@ -25,14 +36,27 @@ def make_piece_table(
         added: special and other added tokens, by id.
         decoder: the `decoder` object of tokenizer.json. Known are `ByteLevel` (GPT-2, Llama 3, Qwen), sequences of
             `Replace`, `ByteFallback`, `Fuse` and a leading `Strip` (Llama 2, Mistral, Gemma, Phi-3), `Metaspace`, and
-            none at all (words joined by spaces).
+            none at all (words joined by spaces). A `Replace` behind `ByteFallback` is known if it replaces one
+            character: a longer text may be spelled by several tokens.
     """
     rule = _read_rule(decoder)
     if rule is None:
         return None
-    to_piece, leading, errors = rule
-    pieces = ["" if text is None else to_piece(text) for text in texts]
-    return PieceTable(pieces, hide(pieces, special_ids), leading, errors, join_added(pieces, added))
+    listed = list(texts)
+    pieces = _map_tokens(rule.to_piece, listed)
+    opening = {} if rule.to_opening is None else list_openings(pieces, _map_tokens(rule.to_opening, listed))
+    return PieceTable(
+        pieces,
+        hide(pieces, special_ids),
+        rule.errors,
+        opening=opening,
+        joined=join_added(pieces, added),
+        replacements=rule.replacements,
+    )
+
+
+def _map_tokens(function: Callable[[str], str | bytes], texts: Iterable[str | None]) -> list[str | bytes]:
+    return ["" if text is None else function(text) for text in texts]
 
 
 def hide(pieces: list[str | bytes], special_ids: frozenset[int]) -> list[str | bytes]:
@@ -43,53 +67,60 @@ def hide(pieces: list[str | bytes], special_ids: frozenset[int]) -> list[str | b
     return visible
 
 
-def _read_rule(
-    decoder: dict[str, Any] | None,
-) -> tuple[Callable[[str], str | bytes], Leading, str] | None:
-    """Returns the function from a token to its piece, what the first piece loses, and how broken UTF-8 shows."""
-    steps = _flatten(decoder)
-    kinds = [step["type"] for step in steps]
-    if not steps:
-        return " {}".format, Leading.ONE_SPACE, "replace"
-    if kinds == ["ByteLevel"]:
-        return _make_byte_level_reader(), Leading.KEEP, "replace"
-    if kinds == ["Metaspace"]:
-        mark = steps[0]["replacement"]
-        leading = Leading.KEEP if steps[0].get("prepend_scheme") == "never" else Leading.ALL_SPACES
-        return (lambda text: text.replace(mark, " ")), leading, "replace"
-    replacements: list[tuple[str, str]] = []
-    byte_fallback, leading = False, Leading.KEEP
-    for at, step in enumerate(steps):
-        kind = step["type"]
-        if kind == "Replace" and "String" in step["pattern"] and "Fuse" not in kinds[:at]:
-            replacements.append((step["pattern"]["String"], step["content"]))
-        elif kind == "ByteFallback" and not byte_fallback:
-            byte_fallback = True
-        elif kind == "Strip" and kinds[at - 1] == "Fuse" and at == len(steps) - 1:
-            if step["content"] != " " or step["start"] > 1 or step["stop"] > 0:
-                return None
-            leading = Leading.ONE_SPACE if step["start"] else Leading.KEEP
-        elif kind != "Fuse":
-            return None
-    return _make_fallback_reader(replacements, byte_fallback), leading, EACH_BYTE
-
-
-def _flatten(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
+def _read_rule(decoder: dict[str, Any] | None) -> _Rule | None:
+    """Returns None for a decoder that needs more than one token at a time."""
     if decoder is None:
-        return []
+        return _Rule(" {}".format, str)
+    match steps := _flatten(decoder):
+        case [{"type": "ByteLevel"}]:
+            return _Rule(_make_byte_level_reader())
+        case [{"type": "Metaspace", "prepend_scheme": "never", "replacement": mark}]:
+            return _Rule(lambda text: text.replace(mark, " "))
+        case [{"type": "Metaspace", "replacement": mark}]:  # the first token loses its marks, not its spaces
+            return _Rule(lambda text: text.replace(mark, " "), lambda text: text.replace(mark, ""))
+    return _read_sequence(steps)
+
+
+def _flatten(decoder: dict[str, Any]) -> list[dict[str, Any]]:
     if decoder["type"] != "Sequence":
         return [decoder]
     return [step for inner in decoder["decoders"] for step in _flatten(inner)]
 
 
-def _make_fallback_reader(replacements: list[tuple[str, str]], byte_fallback: bool) -> Callable[[str], str | bytes]:
-    def to_piece(text: str) -> str | bytes:
-        for old, new in replacements:
-            text = text.replace(old, new)
-        byte = _BYTE_PIECE.fullmatch(text) if byte_fallback else None
-        return split_utf8(bytes([int(byte[1], 16)])) if byte else text
+def _read_sequence(steps: list[dict[str, Any]]) -> _Rule | None:
+    """Reads steps that change one token after the other; without any, texts are joined as they are."""
+    before: list[tuple[str, str]] = []  # replacements in the token's text
+    after: list[tuple[str, str]] = []  # and in what its byte stands for
+    byte_fallback = fused = strips = False
+    for step in steps:
+        match step:
+            case {"type": "Replace", "pattern": {"String": old}, "content": new} if old and not fused:
+                if byte_fallback and len(old) > 1:
+                    return None
+                (after if byte_fallback else before).append((old, new))
+            case {"type": "ByteFallback"} if not (byte_fallback or fused):
+                byte_fallback = True
+            case {"type": "Strip", "content": " ", "start": 0 | 1 as start, "stop": 0} if fused and not strips:
+                strips = bool(start)
+            case {"type": "Fuse"}:
+                fused = True
+            case _:
+                return None
 
-    return to_piece
+    def to_piece(text: str) -> str | bytes:
+        text = _replace(text, before)
+        byte = _BYTE_PIECE.fullmatch(text) if byte_fallback else None
+        piece = split_utf8(bytes([int(byte[1], 16)])) if byte else text
+        return _replace(piece, after) if isinstance(piece, str) else piece
+
+    to_opening = (lambda text: trim_space(to_piece(text))) if strips else None
+    return _Rule(to_piece, to_opening, EACH_BYTE, {ord(old): _replace(old, after) for old, _ in after})
+
+
+def _replace(text: str, replacements: Iterable[tuple[str, str]]) -> str:
+    for old, new in replacements:
+        text = text.replace(old, new)
+    return text
 
 
 def _make_byte_level_reader() -> Callable[[str], str | bytes]:

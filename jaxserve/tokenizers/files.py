@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.errors import TokenizerError, shorten
+from jaxserve.files import read_regular
 
 MAX_VOCAB_SIZE = 2**22  # tables by token id are allocated to the largest id: a wild id must not fill the memory
+MAX_TOKENIZER_BYTES = 2**27  # Gemma 3's tokenizer.json has 33 MB
+_MAX_TEXT_BYTES = 2**24  # of the files beside it
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -77,18 +80,32 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return None if text is None else parse_json(text, path)
 
 
-def read_text(path: Path) -> str | None:
-    """Returns a UTF-8 file's text, None when there is no such file.
+def read_text(path: Path, max_bytes: int = _MAX_TEXT_BYTES) -> str | None:
+    """Returns a UTF-8 file's text, its line endings as newlines; None when there is no such file.
 
     Raises:
-        TokenizerError: the file is unreadable or not UTF-8.
+        TokenizerError: the file is unreadable, not regular, larger than `max_bytes`, or not UTF-8.
+    """
+    data = read_bytes(path, max_bytes)
+    try:
+        text = None if data is None else data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise TokenizerError(f"cannot read {path}: {error}", field=path.name, value=str(path)) from error
+    return None if text is None else text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_bytes(path: Path, max_bytes: int) -> bytes | None:
+    """Returns a file's content, None when there is no such file.
+
+    Raises:
+        TokenizerError: the file is unreadable, not regular, or larger than `max_bytes`.
     """
     try:
-        return path.read_text(encoding="utf-8")
+        return read_regular(path, max_bytes)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise TokenizerError(f"cannot read {path}: {error}", field=path.name, value=str(path)) from error
+    except OSError as error:
+        raise TokenizerError(f"cannot read {path}: {error.strerror}", field=path.name, value=str(path)) from error
 
 
 def parse_json(text: str, path: Path) -> dict[str, Any]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from jaxserve.errors import InvalidRequestError, TokenizerError
+from jaxserve.errors import InvalidRequestError, JaxServeError, TokenizerError, is_failure, shorten
 from jaxserve.tokenizers.decoders import make_piece_table
 from jaxserve.tokenizers.files import (
+    MAX_TOKENIZER_BYTES,
     MAX_VOCAB_SIZE,
     AddedTokenEntry,
     TokenizerMetadata,
@@ -19,7 +20,7 @@ from jaxserve.tokenizers.files import (
     read_text,
 )
 from jaxserve.tokenizers.stream import DetokenizerStream, PieceTable, open_stream
-from jaxserve.tokenizers.tokenizer import compile_special_pattern, require_text, require_token_ids
+from jaxserve.tokenizers.tokenizer import Tokenizer, compile_special_pattern
 
 if TYPE_CHECKING:
     import tokenizers
@@ -35,31 +36,62 @@ def load_huggingface(path: Path) -> HuggingFaceTokenizer:
     Raises:
         TokenizerError: a file is missing, truncated or malformed, or they contradict each other.
     """
-    from tokenizers import Tokenizer
+    from tokenizers import Tokenizer as Library
 
-    text = read_text(path)
+    text = read_text(path, MAX_TOKENIZER_BYTES)
     if text is None:
         raise TokenizerError(f"{path} does not exist", field=path.name, value=str(path))
     content = parse_json(text, path)
+
+    def refuse(reason: str) -> TokenizerError:
+        message = (
+            f"{path} is not a tokenizer that `tokenizers` can read and use ({reason}); save it again with the newest "
+            "transformers, or upgrade the `tokenizers` package"
+        )
+        return TokenizerError(message, field=path.name, value=str(path))
+
+    with _explain_failures(refuse):
+        library = Library.from_str(text)
+        library.no_truncation()  # saved settings of a training run, which transformers ignores as well
+        library.no_padding()
+        metadata = read_metadata(path.parent)
+        _complete_added_tokens(library, content, metadata, path)
+        return HuggingFaceTokenizer(library, metadata, path)
+
+
+@contextmanager
+def _explain_failures(make_error: Callable[[str], JaxServeError]) -> Iterator[None]:
+    """Turns what `tokenizers` raises, bare exceptions and panics, into an error that says so."""
     try:
-        library = Tokenizer.from_str(text)
-    except Exception as error:  # the library raises bare `Exception`
-        raise TokenizerError(
-            f"{path} is not a tokenizer that `tokenizers` can read ({error}); save it again with the newest "
-            "transformers, or upgrade the `tokenizers` package",
-            field=path.name,
-            value=str(path),
-        ) from error
-    library.no_truncation()  # saved settings of a training run, which transformers ignores as well
-    library.no_padding()
-    metadata = read_metadata(path.parent)
-    _complete_added_tokens(library, content, metadata, path)
-    return HuggingFaceTokenizer(library, metadata, path)
+        yield
+    except JaxServeError:
+        raise
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        raise make_error(f"{type(error).__name__}: {error}") from error
+
+
+def _refuse_text(reason: str) -> InvalidRequestError:
+    return InvalidRequestError(f"is a text on which the `tokenizers` library fails ({shorten(reason)})", field="prompt")
+
+
+def _refuse_ids(reason: str) -> InvalidRequestError:
+    message = f"are ids on which the `tokenizers` library fails ({shorten(reason)})"
+    return InvalidRequestError(message, field="token_ids")
 
 
 @final
-class HuggingFaceTokenizer:
-    """A `Tokenizer` over the `tokenizers` library. Ids are those of transformers' fast tokenizer for the same files."""
+class HuggingFaceTokenizer(Tokenizer):
+    """A `Tokenizer` over the `tokenizers` library. Ids are those of transformers' fast tokenizer for the same files.
+
+    An escaped special token splits a text: blanks that the special tokens beside it would swallow (`rstrip`) then stay.
+
+    Decoded text is the library's, with two exceptions. The library shows every byte of a run of byte pieces (`<0xE2>`)
+    as U+FFFD if the run is not UTF-8; here its whole characters are shown, because they may have been streamed by
+    then. And where a decoder replaces a character by a space and then strips the first space, bytes at the start of a
+    text that spell this character keep their space.
+    """
 
     def __init__(self, library: tokenizers.Tokenizer, metadata: TokenizerMetadata, path: Path) -> None:
         self._with_special = library
@@ -67,52 +99,36 @@ class HuggingFaceTokenizer:
         self.vocab_size = _get_vocab_size(library, path)
         self.special_tokens = _read_special_tokens(library, metadata)
         self.special_ids = frozenset(self.special_tokens.values())
-        self.special_pattern: re.Pattern[str] = compile_special_pattern(self.special_tokens)
+        self.special_pattern = compile_special_pattern(self.special_tokens)
         self.chat_template = metadata.chat_template
         self._prefix, self._suffix = _read_affixes(library, metadata, path)
         self.named_tokens = dict(metadata.named_tokens)
         if "bos_token" not in self.named_tokens and len(self._prefix) == 1:  # a tokenizer.json on its own
             self.named_tokens["bos_token"] = library.id_to_token(self._prefix[0])
-        self.bos_token_id = self._get_named_id("bos_token")
-        eos = self._get_named_id("eos_token")
+        self.bos_token_id = self._find_named("bos_token")
+        eos = self.eos_token_id
         self.eos_token_ids = tuple(dict.fromkeys([*([] if eos is None else [eos]), *metadata.eos_token_ids]))
-        self._never_from_text = self.special_ids - {self._get_named_id("unk_token")}
-        self._decoder = json.loads(library.decoder.__getstate__()) if library.decoder else None
+        self._never_from_text = self.special_ids - {self.unk_token_id}
+        self._decoder = json.loads(library.decoder.__getstate__()) if library.decoder is not None else None
         texts = map(library.id_to_token, range(self.vocab_size))
         added = {token_id: token.content for token_id, token in library.get_added_tokens_decoder().items()}
         added |= {token_id: text for text, token_id in self.special_tokens.items()}
         self._table = make_piece_table(texts, self.special_ids, added, self._decoder)
 
-    def encode(
-        self, text: str, add_special_tokens: bool = True, *, allow_special: bool = False, escape: str = ""
-    ) -> list[int]:
-        """See `Tokenizer.encode`.
+    def _encode(self, text: str, allow_special: bool, escape: str) -> list[int]:
+        with _explain_failures(_refuse_text):
+            if not allow_special:
+                return self._encode_plain(text)
+            if escape and escape in text:
+                return self._encode_escaped(text, escape)
+            return self._with_special.encode(text, add_special_tokens=False).ids
 
-        An escaped special token splits the text: blanks that the special tokens beside it would swallow (`rstrip`)
-        then stay.
-        """
-        require_text(text, "prompt")
-        if not allow_special:
-            ids = self._encode_plain(text)
-        elif escape and escape in text:
-            ids = self._encode_escaped(text, escape)
-        else:
-            ids = self._with_special.encode(text, add_special_tokens=False).ids
-        return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """See `Tokenizer.decode`.
-
-        Equal to the library's, but for a run of byte pieces (`<0xE2>`) that is not UTF-8: the library shows all of
-        its bytes as U+FFFD, also those of whole characters, which could then never be streamed.
-        """
-        require_token_ids(ids)
-        if self._table is None:
-            return self._with_special.decode(
-                [token_id for token_id in ids if token_id < self.vocab_size], skip_special_tokens
-            )
-        stream = self.new_stream(skip_special_tokens)
-        return stream.push_many(ids) + stream.flush()
+    def _decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        if self._table is not None:
+            return super()._decode(ids, skip_special_tokens)
+        with _explain_failures(_refuse_ids):
+            known = [token_id for token_id in ids if token_id < self.vocab_size]
+            return self._with_special.decode(known, skip_special_tokens)
 
     def new_stream(
         self,
@@ -158,9 +174,15 @@ class HuggingFaceTokenizer:
             start = match.end()
         return ids + self._encode_plain(text[start:].replace(escape, ""))
 
-    def _get_named_id(self, name: str) -> int | None:
-        text = self.named_tokens.get(name)
-        return None if text is None else self._with_special.token_to_id(text)
+    def get_vocab(self) -> dict[str, int]:
+        """See `Tokenizer.get_vocab`."""
+        return self._with_special.get_vocab(with_added_tokens=True)
+
+    def _find_id(self, token: str) -> int | None:
+        return self._with_special.token_to_id(token)
+
+    def _find_token(self, token_id: int) -> str | None:
+        return self._with_special.id_to_token(token_id) if token_id < self.vocab_size else None
 
 
 def _complete_added_tokens(
@@ -213,9 +235,9 @@ def _copy_without_special(library: tokenizers.Tokenizer) -> tokenizers.Tokenizer
     The library has a switch for that, but it is state of the tokenizer: threads that encode prompts and chats at the
     same time would race for it.
     """
-    from tokenizers import Tokenizer
+    from tokenizers import Tokenizer as Library
 
-    plain = Tokenizer(library.model)
+    plain = Library(library.model)
     plain.normalizer = library.normalizer
     plain.pre_tokenizer = library.pre_tokenizer
     for _, token in sorted(library.get_added_tokens_decoder().items()):

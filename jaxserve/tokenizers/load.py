@@ -32,7 +32,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def _find_tokenizer_file(path: Path) -> Path:
-    if path.is_file():
+    if path.exists() and not path.is_dir():
         if path.suffix in (".json", ".model"):
             return path
         raise TokenizerError(f"{path} is neither; give {_WHAT_WORKS}", field="tokenizer", value=str(path))
@@ -41,7 +41,7 @@ def _find_tokenizer_file(path: Path) -> Path:
             f"{path} does not exist; give a directory with {_WHAT_WORKS}", field="tokenizer", value=str(path)
         )
     for name in ("tokenizer.json", "tokenizer.model"):
-        if (path / name).is_file():
+        if (path / name).exists():  # whatever it is: a FIFO in its place is refused by name
             return path / name
     models = sorted(path.glob("*.model"))
     if len(models) == 1:

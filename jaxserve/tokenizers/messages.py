@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxserve.errors import InvalidRequestError, shorten
-from jaxserve.tokenizers.tokenizer import require_text
+from jaxserve.tokenizers.checks import require_text
 
 # Not every name: some templates write '<|' + role + '|>', and a role "end" would then end the turn.
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "ipython"})

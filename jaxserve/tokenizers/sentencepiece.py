@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 from jaxserve.errors import InvalidRequestError, TokenizerError
 from jaxserve.tokenizers.decoders import hide
-from jaxserve.tokenizers.files import AddedTokenEntry, TokenizerMetadata, read_metadata
-from jaxserve.tokenizers.stream import EACH_BYTE, DetokenizerStream, Leading, PieceTable, join_added, open_stream
-from jaxserve.tokenizers.tokenizer import compile_special_pattern, require_text, require_token_ids
+from jaxserve.tokenizers.files import (
+    MAX_TOKENIZER_BYTES,
+    AddedTokenEntry,
+    TokenizerMetadata,
+    read_bytes,
+    read_metadata,
+)
+from jaxserve.tokenizers.stream import (
+    EACH_BYTE,
+    DetokenizerStream,
+    PieceTable,
+    join_added,
+    list_openings,
+    open_stream,
+    trim_space,
+)
+from jaxserve.tokenizers.tokenizer import Tokenizer, compile_special_pattern
 
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
@@ -29,10 +41,9 @@ def load_sentencepiece(path: Path) -> SentencePieceTokenizer:
     Raises:
         TokenizerError: a file is missing, truncated or malformed, or they contradict each other.
     """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise TokenizerError(f"cannot read {path}: {error}", field=path.name, value=str(path)) from error
+    data = read_bytes(path, MAX_TOKENIZER_BYTES)
+    if data is None:
+        raise TokenizerError(f"{path} does not exist", field=path.name, value=str(path))
     missing = [name for number, name in _MODEL_FIELDS.items() if number not in _list_fields(data)]
     if missing:
         raise TokenizerError(
@@ -45,8 +56,12 @@ def load_sentencepiece(path: Path) -> SentencePieceTokenizer:
 
 
 @final
-class SentencePieceTokenizer:
-    """A `Tokenizer` over the sentencepiece library. Adds BOS unless `add_bos_token` is false, as Llama 2 does."""
+class SentencePieceTokenizer(Tokenizer):
+    """A `Tokenizer` over the sentencepiece library. Adds BOS unless `add_bos_token` is false, as Llama 2 does.
+
+    Text that follows a special token is encoded as a continuation; with `legacy` in tokenizer_config.json, and only
+    then, it gets the leading space of a new text. Decoded text equals sentencepiece's own for ordinary and byte pieces.
+    """
 
     def __init__(self, data: bytes, metadata: TokenizerMetadata, path: Path) -> None:
         self._at_start = _load(data, path)
@@ -59,7 +74,7 @@ class SentencePieceTokenizer:
         self.named_tokens = self._read_named_tokens(metadata)
         self.special_tokens = self._read_special_tokens(metadata)
         self.special_ids = frozenset(self.special_tokens.values())
-        self.special_pattern: re.Pattern[str] = compile_special_pattern(self.special_tokens)
+        self.special_pattern = compile_special_pattern(self.special_tokens)
         self._all_pattern = compile_special_pattern([*self.special_tokens, *self._added])
         self._ordinary_pattern = compile_special_pattern(set(self._added) - set(self.special_tokens))
         self._found_in_text = {  # special tokens that the model itself finds in any text
@@ -68,8 +83,8 @@ class SentencePieceTokenizer:
             if token_id < self._model_size and self._continuing.encode(text) == [token_id]
         }
         self._found_pattern = compile_special_pattern(self._found_in_text)
-        self.bos_token_id = self._get_named_id("bos_token")
-        eos = self._get_named_id("eos_token")
+        self.bos_token_id = self._find_named("bos_token")
+        eos = self.eos_token_id
         self.eos_token_ids = tuple(dict.fromkeys([*([] if eos is None else [eos]), *metadata.eos_token_ids]))
         add_bos = metadata.add_bos is not False and self.bos_token_id is not None
         self._prefix = [self.bos_token_id] if add_bos else []
@@ -77,20 +92,19 @@ class SentencePieceTokenizer:
         self.chat_template = metadata.chat_template
         added = {entry.token_id: entry.text for entry in metadata.added_tokens}
         added |= {token_id: text for text, token_id in self.special_tokens.items()}
-        leading, joined = _probe_leading(self._at_start), join_added(pieces, added)
-        self._table = PieceTable(pieces, hide(pieces, self.special_ids), leading, EACH_BYTE, joined)
+        trims, repeats = _probe_start(self._at_start)
+        self._table = PieceTable(
+            pieces,
+            hide(pieces, self.special_ids),
+            EACH_BYTE,
+            opening=list_openings(pieces, map(trim_space, pieces)) if trims else {},
+            opens_until_text=repeats,
+            joined=join_added(pieces, added),
+        )
 
-    def encode(
-        self, text: str, add_special_tokens: bool = True, *, allow_special: bool = False, escape: str = ""
-    ) -> list[int]:
-        """See `Tokenizer.encode`.
-
-        Text that follows a special token is encoded as a continuation; with `legacy` in tokenizer_config.json, and
-        only then, it gets the leading space of a new text.
-        """
-        require_text(text, "prompt")
+    def _encode(self, text: str, allow_special: bool, escape: str) -> list[int]:
         pattern = self._all_pattern if allow_special else self._ordinary_pattern
-        ids: list[int] = list(self._prefix) if add_special_tokens else []
+        ids: list[int] = []
         start = 0
         swallow = False  # the token before takes the blanks that follow it
         for match in pattern.finditer(text):
@@ -102,14 +116,7 @@ class SentencePieceTokenizer:
             ids.append(self._get_id(match[0]))
             start, swallow = match.end(), entry is not None and entry.rstrip
         segment = text[start:]
-        ids += self._encode_segment(segment.lstrip() if swallow else segment, start == 0, escape)
-        return ids + self._suffix if add_special_tokens else ids
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """See `Tokenizer.decode`. Equal to sentencepiece's own for ordinary and byte pieces."""
-        require_token_ids(ids)
-        stream = self.new_stream(skip_special_tokens)
-        return stream.push_many(ids) + stream.flush()
+        return ids + self._encode_segment(segment.lstrip() if swallow else segment, start == 0, escape)
 
     def new_stream(
         self,
@@ -152,8 +159,22 @@ class SentencePieceTokenizer:
         entry = self._added.get(text)
         return self.special_tokens[text] if entry is None else entry.token_id
 
-    def _get_named_id(self, name: str) -> int | None:
-        return self.special_tokens.get(self.named_tokens.get(name, ""))
+    def get_vocab(self) -> dict[str, int]:
+        """See `Tokenizer.get_vocab`."""
+        ids = list(range(self._model_size))
+        own = dict(zip(self._at_start.id_to_piece(ids), ids, strict=True))
+        return own | {text: entry.token_id for text, entry in self._added.items()}
+
+    def _find_id(self, token: str) -> int | None:
+        if (entry := self._added.get(token)) is not None:
+            return entry.token_id
+        token_id: int = self._at_start.piece_to_id(token)
+        return token_id if self._at_start.id_to_piece(token_id) == token else None
+
+    def _find_token(self, token_id: int) -> str | None:
+        if token_id < self._model_size:
+            return self._at_start.id_to_piece(token_id)
+        return next((text for text, entry in self._added.items() if entry.token_id == token_id), None)
 
     def _read_named_tokens(self, metadata: TokenizerMetadata) -> dict[str, str]:
         model = self._at_start
@@ -240,10 +261,13 @@ def _read_piece_texts(model: SentencePieceProcessor, added_tokens: tuple[AddedTo
     return pieces
 
 
-def _probe_leading(model: SentencePieceProcessor) -> Leading:
-    """Returns what decoding strips from the start: the model's normalizer decides, which the library does not show."""
+def _probe_start(model: SentencePieceProcessor) -> tuple[bool, bool]:
+    """Returns whether decoding takes a space from the first piece, and whether it does so until a piece leaves text.
+
+    The model's normalizer decides, which the library does not show.
+    """
     pieces = (model.id_to_piece(token_id) for token_id in range(model.get_piece_size()))
     word = next((text for text in pieces if text[0] == _SPACE_MARK and text[1:].strip(_SPACE_MARK)), None)
     if word is None or model.decode_pieces([word]).startswith(" "):
-        return Leading.KEEP
-    return Leading.ONE_SPACE if model.decode_pieces([_SPACE_MARK, word]).startswith(" ") else Leading.SPACES
+        return False, False
+    return True, not model.decode_pieces([_SPACE_MARK, word]).startswith(" ")

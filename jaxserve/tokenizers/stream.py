@@ -8,9 +8,8 @@ on at most three bytes that came before it.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 EACH_BYTE = "jaxserve.each_byte"  # codec error handler: U+FFFD for each invalid byte
 
@@ -24,15 +23,6 @@ def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
 codecs.register_error(EACH_BYTE, _replace_each_byte)
 
 
-class Leading(Enum):
-    """What the first piece of a text loses; `Metaspace` and sentencepiece models put a space before the first word."""
-
-    KEEP = "keep"  # nothing
-    ONE_SPACE = "one space"
-    SPACES = "spaces"  # one space a piece until a piece leaves text
-    ALL_SPACES = "all spaces"  # every space in the first piece
-
-
 @dataclass(frozen=True, slots=True)
 class PieceTable:
     """What each token id adds to a text.
@@ -42,13 +32,31 @@ class PieceTable:
 
     pieces: list[str | bytes]  # by token id, special tokens as their text; "" for an id without a token
     visible: list[str | bytes]  # the same with "" for special tokens
-    leading: Leading
     errors: str  # codec error handler: "replace" (one U+FFFD per broken sequence) or EACH_BYTE
+    opening: Mapping[int, str] = field(default_factory=dict)  # pieces that are others at the start of a text
+    opens_until_text: bool = False  # the start lasts until a piece leaves text; else the first piece ends it
     joined: Mapping[int, str] = field(default_factory=dict)  # what `join_added` found
+    replacements: Mapping[int, str] = field(default_factory=dict)  # of characters that `bytes` pieces spell, by code
 
     def list_bytes(self) -> list[bytes]:
         """Returns the pieces as UTF-8."""
         return [piece.encode() if isinstance(piece, str) else piece for piece in self.pieces]
+
+    def decode(self, data: bytes, final: bool) -> tuple[str, int]:
+        """Returns the text of `bytes` pieces and how many bytes it took; unless `final`, an open character waits."""
+        text, consumed = codecs.utf_8_decode(data, self.errors, final)
+        return text.translate(self.replacements) if self.replacements else text, consumed
+
+
+def trim_space(piece: str | bytes) -> str | bytes:
+    """Returns a piece without its first space; `bytes` as they are."""
+    return piece.removeprefix(" ") if isinstance(piece, str) else piece
+
+
+def list_openings(pieces: Sequence[str | bytes], openings: Iterable[str | bytes]) -> dict[int, str]:
+    """Returns `PieceTable.opening`, given the pieces of all ids and what they are at the start of a text."""
+    pairs = enumerate(zip(pieces, openings, strict=True))
+    return {token_id: opening for token_id, (piece, opening) in pairs if isinstance(opening, str) and opening != piece}
 
 
 def join_added(pieces: Sequence[str | bytes], texts: Mapping[int, str]) -> dict[int, str]:
@@ -84,7 +92,7 @@ class DetokenizerStream:
         self._pieces = table.visible if skip_special_tokens else table.pieces
         self._pending = self._find_open_bytes(prompt_ids)
         self._inherited = bool(self._pending)  # the pending bytes are the prompt's alone
-        self._at_start = table.leading is not Leading.KEEP and not any(map(self._get_piece, prompt_ids))
+        self._at_start = bool(table.opening) and not any(map(self._get_piece, prompt_ids))
         self._clear = not (self._pending or self._at_start)  # the next piece, if a `str`, is text as it stands
 
     def push(self, token_id: int) -> str:
@@ -98,7 +106,7 @@ class DetokenizerStream:
             return ""
         if self._clear and type(piece) is str:
             return piece
-        return self._push_at_edge(piece)
+        return self._push_at_edge(token_id, piece)
 
     def push_many(self, token_ids: Sequence[int]) -> str:
         """Returns the text that became certain with these tokens."""
@@ -111,31 +119,28 @@ class DetokenizerStream:
         self._clear = not self._at_start
         if self._inherited:
             return ""
-        return codecs.utf_8_decode(pending, self._table.errors, True)[0]
+        return self._table.decode(pending, True)[0]
 
-    def _push_at_edge(self, piece: str | bytes) -> str:
+    def _push_at_edge(self, token_id: int, piece: str | bytes) -> str:
         """`push` at the start of a text or inside a character."""
         if not piece:
             return ""
+        table = self._table
         if self._at_start:
-            piece = self._trim_leading(piece)
-        data = piece.encode() if isinstance(piece, str) else piece
+            piece = table.opening.get(token_id, piece)
+            self._at_start = table.opens_until_text and not piece
         if self._inherited:
             self._inherited = False
-            if data[0] & 0xC0 != 0x80:
+            if isinstance(piece, str) or piece[0] & 0xC0 != 0x80:
                 self._pending = b""  # the prompt's last character was broken: that is no part of the output
-        data = self._pending + data
-        text, consumed = codecs.utf_8_decode(data, self._table.errors, False)
-        self._pending = data[consumed:]
+        if isinstance(piece, str):  # it ends the character before it, whole or not
+            text, self._pending = table.decode(self._pending, True)[0] + piece, b""
+        else:
+            data = self._pending + piece
+            text, consumed = table.decode(data, False)
+            self._pending = data[consumed:]
         self._clear = not (self._pending or self._at_start)
         return text
-
-    def _trim_leading(self, piece: str | bytes) -> str | bytes:
-        leading = self._table.leading
-        if isinstance(piece, str):
-            piece = piece.replace(" ", "") if leading is Leading.ALL_SPACES else piece.removeprefix(" ")
-        self._at_start = leading is Leading.SPACES and not piece
-        return piece
 
     def _get_piece(self, token_id: int) -> str | bytes:
         return self._pieces[token_id] if 0 <= token_id < len(self._pieces) else ""
@@ -148,7 +153,7 @@ class DetokenizerStream:
             if not isinstance(piece, bytes):
                 break
             tail = piece + tail
-        return tail[codecs.utf_8_decode(tail, self._table.errors, False)[1] :]
+        return tail[self._table.decode(tail, False)[1] :]
 
 
 class JoiningStream(DetokenizerStream):

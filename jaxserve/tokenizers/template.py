@@ -1,14 +1,16 @@
 """Chat templates: Jinja that came with a downloaded model, rendered in a sandbox.
 
 A template may not reach Python's internals, files or the network, and its output is bounded. It can still burn
-processor time, so whoever serves strangers renders in a worker with a time limit.
+processor time and memory, so whoever serves strangers renders in a process that can be killed (`renderer.py`), for
+which this file is also the program: `prepare`. The Python API renders templates, its caller's own, where it is called.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 MAX_RENDERED_CHARS = 2**24
 _MAX_EXPONENT = 1024
+_ERRORS = {kind.__name__: kind for kind in (InvalidRequestError, TokenizerError)}
 
 
 def render_template(
@@ -40,7 +43,7 @@ def render_template(
     chunks: list[str] = []
     size = 0
     try:
-        for chunk in compiled.generate(messages=messages, tools=tools, documents=None, **variables):
+        for chunk in compiled.generate(list_variables(messages, variables, tools)):
             chunks.append(chunk)
             size += len(chunk)
             if size > MAX_RENDERED_CHARS:
@@ -57,6 +60,43 @@ def render_template(
             f"the rendered conversation is longer than {MAX_RENDERED_CHARS} characters", field="messages"
         )
     return "".join(chunks)
+
+
+def list_variables(
+    messages: list[dict[str, Any]], variables: Mapping[str, Any], tools: list[dict[str, Any]] | None
+) -> dict[str, Any]:
+    """Returns all variables of a template."""
+    return dict(messages=messages, tools=tools, documents=None, **variables)
+
+
+def prepare(options: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Returns what answers jobs in a process of its own, in which the templates of the options are compiled already.
+
+    A job holds the arguments of `render_template`; its reply, `text` or `error`, is for `read_reply`.
+    """
+    for template in options["templates"]:
+        with contextlib.suppress(TokenizerError):  # it is told to those who send messages
+            _compile(template)
+    return _answer
+
+
+def _answer(job: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return {"text": render_template(**job)}
+    except tuple(_ERRORS.values()) as error:
+        message = str(error).removeprefix(f"{error.field}: ")
+        return {"error": type(error).__name__, "message": message, "field": error.field}
+
+
+def read_reply(reply: Mapping[str, Any]) -> str:
+    """Returns the text of a reply.
+
+    Raises:
+        InvalidRequestError, TokenizerError: as `render_template` raised it.
+    """
+    if "error" in reply:
+        raise _ERRORS[reply["error"]](reply["message"], field=reply["field"])
+    return reply["text"]
 
 
 class _RefusedError(Exception):
@@ -83,7 +123,7 @@ def _compile(template: str) -> Template:
     from jinja2 import TemplateError
 
     try:
-        return _make_environment().from_string(template)
+        return make_environment().from_string(template)
     except (TemplateError, RecursionError, SyntaxError, ValueError) as error:
         raise TokenizerError(
             f"the template is not valid Jinja: {type(error).__name__}: {shorten(str(error))}", field="chat_template"
@@ -91,7 +131,7 @@ def _compile(template: str) -> Template:
 
 
 @functools.cache
-def _make_environment() -> Environment:
+def make_environment() -> Environment:
     """Returns the environment that chat templates are written for, without a loader or a way to Python's internals."""
     from jinja2 import ext, nodes
     from jinja2.exceptions import SecurityError

@@ -1,7 +1,8 @@
 """Weights: checkpoints found, checked, and streamed into sharded device arrays."""
 
-from jaxserve.weights.checkpoint import checkpoint_format, resolve_checkpoint
+from jaxserve.weights.checkpoint import download_weights, resolve_checkpoint
 from jaxserve.weights.dummy import make_dummy_params
+from jaxserve.weights.formats import checkpoint_format, refuse_foreign_folder
 from jaxserve.weights.json_files import read_generation_config, read_hf_config
 from jaxserve.weights.load import load_safetensors, stream_safetensors
 from jaxserve.weights.orbax import restore_params, save_params
@@ -12,12 +13,14 @@ from jaxserve.weights.update import check_update
 __all__ = [
     "check_update",
     "checkpoint_format",
+    "download_weights",
     "load_safetensors",
     "make_dummy_params",
     "place_parameter",
     "read_generation_config",
     "read_hf_config",
     "read_tensor_shapes",
+    "refuse_foreign_folder",
     "resolve_checkpoint",
     "restore_params",
     "save_params",

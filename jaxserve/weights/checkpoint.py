@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
-from typing import Literal
 
+from jaxserve.config import DEMO_MODEL
 from jaxserve.errors import ConfigError, shorten
-from jaxserve.weights.orbax import PARAMS_FOLDER
+from jaxserve.presets import list_presets
+from jaxserve.weights.formats import (
+    ADAPTER_CONFIG,
+    INDEX_FILE,
+    ORIGINAL_CONFIG,
+    QUANTIZATION_FILES,
+    SINGLE_FILE,
+    has_weights,
+    refuse_foreign_name,
+)
 
 # Files that make a checkpoint complete beside its weights and config.json.
 COMPANION_FILES = (
@@ -17,7 +27,9 @@ COMPANION_FILES = (
     "chat_template*",
     "*.model",
 )
-_WEIGHT_FILES = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
+# What tells a model, or a checkpoint that cannot be read, before its weights are downloaded.
+_CONFIG_FILES = ("config.json", ADAPTER_CONFIG, ORIGINAL_CONFIG, *QUANTIZATION_FILES, *COMPANION_FILES)
+_WEIGHT_FILES = (SINGLE_FILE, "model-*.safetensors", INDEX_FILE)
 # Never wanted: anything that can run code, and folders (original weights, other frameworks' exports).
 _UNWANTED = ("*/*", "*.bin", "*.pt", "*.pth", "*.pkl", "*.py")
 
@@ -27,12 +39,13 @@ _HOW_ELSE = (
 )
 
 
-def resolve_checkpoint(model: str, revision: str | None = None) -> Path:
+def resolve_checkpoint(model: str, revision: str | None = None, *, need_weights: bool = True) -> Path:
     """Returns the directory that holds the checkpoint `model`.
 
     An existing directory is taken as it is. Anything else is read as a hub id ("name" or "owner/name"), whose config,
     safetensors and tokenizer files are downloaded to the Hugging Face cache, or found there when the hub cannot be
-    reached. `revision` is a branch, tag or commit of the hub repository.
+    reached. `revision` is a branch, tag or commit of the hub repository. Without `need_weights` the weights are left
+    where they are: `download_weights` fetches them when everything else is known to fit.
 
     Raises ConfigError (field "model" or "revision") that says what was tried and what would work.
     """
@@ -41,29 +54,40 @@ def resolve_checkpoint(model: str, revision: str | None = None) -> Path:
         if revision is not None:
             raise ConfigError(f"{path} is a local directory, which has no revisions", field="revision", value=revision)
         return path
+    refuse_foreign_name(model)
     if path.is_file():
         raise ConfigError(
             f"{path} is a file; give the directory that holds config.json and *.safetensors", field="model", value=model
         )
     if not model or model[0] in "/.~" or model.count("/") > 1:
         raise ConfigError(f"there is no directory {shorten(model)}. {_HOW_ELSE}", field="model", value=model)
-    return _download(model, revision)
+    return _download(model, revision, (*_CONFIG_FILES, *(_WEIGHT_FILES if need_weights else ())))
 
 
-def checkpoint_format(path: Path) -> Literal["safetensors", "orbax"]:
-    """Returns how the parameters in the directory `path` are stored; "orbax" is what `save_params` writes."""
-    return "orbax" if (path / PARAMS_FOLDER).is_dir() else "safetensors"
+def download_weights(model: str, snapshot: Path) -> None:
+    """Adds the weights to the directory that `resolve_checkpoint` returned without them for the hub id `model`.
+
+    They are those of the same commit, whatever was published since. Raises ConfigError as `resolve_checkpoint` does,
+    and for a repository that has none.
+    """
+    _download(model, snapshot.name, _WEIGHT_FILES)
+    if not has_weights(snapshot):
+        message = (
+            f"{model!r} on the Hugging Face hub has no {SINGLE_FILE}, nor {INDEX_FILE} with shards; give a revision or "
+            "repository with safetensors, or convert its weights and give the directory"
+        )
+        raise ConfigError(message, field="model", value=model)
 
 
-def _download(model: str, revision: str | None) -> Path:
-    from huggingface_hub import constants, errors, snapshot_download
+def _download(model: str, revision: str | None, files: tuple[str, ...]) -> Path:
+    from huggingface_hub import errors, snapshot_download
 
-    where = f"no directory of that name, and {model!r} on the Hugging Face hub"
+    where = f"no directory of that name{_hint(model)}, and {model!r} on the Hugging Face hub"
     try:
         folder = snapshot_download(
             model,
             revision=revision,
-            allow_patterns=["config.json", *_WEIGHT_FILES, *COMPANION_FILES],
+            allow_patterns=list(files),
             ignore_patterns=list(_UNWANTED),
         )
     except errors.HFValidationError as error:
@@ -73,17 +97,38 @@ def _download(model: str, revision: str | None) -> Path:
         message = f"{where} is gated: accept its licence on the hub, then set HF_TOKEN"
         raise ConfigError(message, field="model", value=model) from error
     except errors.RevisionNotFoundError as error:
-        raise ConfigError(f"{model} has no such revision", field="revision", value=revision) from error
+        message = f"{model} has no revision {shorten(revision)}; give one of its branches, tags or commits"
+        raise ConfigError(message, field="revision", value=revision) from error
     except errors.RepositoryNotFoundError as error:
         message = f"{where} does not exist, or is private and HF_TOKEN does not open it. {_HOW_ELSE}"
         raise ConfigError(message, field="model", value=model) from error
-    except Exception as error:  # whatever the network stack, the disk or the offline switch raise
+    except errors.HfHubHTTPError as error:
+        if error.response.status_code not in (401, 403):
+            raise _unreachable(model, where, error) from error
         message = (
-            f"{where} could not be fetched ({type(error).__name__}: {_first_line(error)}), "
-            f"nor is it in the cache {constants.HF_HUB_CACHE}. {_HOW_ELSE}"
+            f"{where} cannot be opened with your access token (HTTP {error.response.status_code}): renew HF_TOKEN or "
+            "the stored login, or remove them for a public repository"
         )
         raise ConfigError(message, field="model", value=model) from error
+    except Exception as error:  # whatever the network stack, the disk or the offline switch raise
+        raise _unreachable(model, where, error) from error
     return Path(folder)
+
+
+def _unreachable(model: str, where: str, error: Exception) -> ConfigError:
+    from huggingface_hub import constants
+
+    message = (
+        f"{where} could not be fetched ({type(error).__name__}: {_first_line(error)}), "
+        f"nor is it in the cache {constants.HF_HUB_CACHE}. {_HOW_ELSE}"
+    )
+    return ConfigError(message, field="model", value=model)
+
+
+def _hint(model: str) -> str:
+    """Returns a question about the models that come with jaxserve, where the name is nearly one of theirs."""
+    nearest = difflib.get_close_matches(model, (DEMO_MODEL, *list_presets()), n=1, cutoff=0.7)
+    return f" (did you mean {nearest[0]!r}?)" if nearest else ""
 
 
 def _first_line(error: Exception) -> str:

@@ -17,6 +17,8 @@ from jaxserve.errors import WeightsError, shorten
 from jaxserve.weights.json_files import parse_json_object
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+MAX_TENSORS = 500_000  # of a checkpoint: DeepSeek-V3 has 91,000
+_MAX_VALUES = 16 * MAX_TENSORS  # each is an object of three keys, with two short lists
 _LENGTH = struct.Struct("<Q")
 _ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
 
@@ -49,8 +51,11 @@ def parse_header(data: Any, file: str) -> dict[str, TensorEntry]:
     also when tensors overlap, leave a gap, or reach out of the file.
     """
     header_end = _find_header_end(data, file)
+    text = bytes(data[_LENGTH.size : header_end])
+    if text.count(b"{") > MAX_TENSORS + 2:  # one for each, one for the metadata, one around all
+        raise WeightsError(f"its header lists more than {MAX_TENSORS:,} tensors, which no model has", field=file)
     try:
-        header = parse_json_object(bytes(data[_LENGTH.size : header_end]))
+        header = parse_json_object(text, _MAX_VALUES)
     except ValueError as error:
         raise WeightsError(f"corrupt file: its header {error}", field=file) from error
     _check_metadata(header.pop("__metadata__", {}), file)

@@ -7,16 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.errors import ConfigError, shorten
+from jaxserve.files import read_regular
 
+MAX_JSON_BYTES = 2**24  # of a file with settings; published ones take some kilobytes
+_MAX_VALUES = 1_000_000  # of such a file
 _MAX_DIGITS = 40  # of an integer; Python itself stops at 4,300 with advice that does not fit here
 
 
-def parse_json_object(data: bytes) -> dict[str, Any]:
+def parse_json_object(data: bytes, max_values: int = _MAX_VALUES) -> dict[str, Any]:
     """Returns the JSON object in `data` (UTF-8).
 
     Raises ValueError for anything else: bad UTF-8 or JSON, another kind of value, nesting too deep to parse, or an
-    object at any depth that holds one key twice (the parser would silently keep the last).
+    object at any depth that holds one key twice (the parser would silently keep the last). Also when there are more
+    than about `max_values` keys and values in it, which is counted before it is parsed: their objects take many times
+    the memory of their text.
     """
+    if sum(data.count(mark) for mark in b",:[{") > max_values:
+        raise ValueError(f"holds more than {max_values:,} values")
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_reject_doubled_keys, parse_int=_parse_int)
     except RecursionError:
@@ -52,7 +59,7 @@ def read_generation_config(path: Path) -> dict[str, Any]:
 
 def _read_config_file(file: Path) -> dict[str, Any]:
     try:
-        return parse_json_object(file.read_bytes())
+        return parse_json_object(read_regular(file, MAX_JSON_BYTES))
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}", field=str(file)) from error
     except ValueError as error:

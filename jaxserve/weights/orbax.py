@@ -7,6 +7,7 @@ folder `params` is complete: Orbax writes elsewhere and renames.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxserve.errors import WeightsError
+from jaxserve.files import require_regular
 from jaxserve.sharding import AxisRules
+from jaxserve.weights.formats import PARAMS_FOLDER
 from jaxserve.weights.paths import flatten_specs, unflatten
 from jaxserve.weights.reader import list_names
 
-PARAMS_FOLDER = "params"
 _FLOATS = ("bfloat16", "float16", "float32")
 
 
@@ -55,8 +57,9 @@ def restore_params(path: Path, specs: Any, *, mesh: Mesh, rules: AxisRules) -> A
     import orbax.checkpoint as ocp
 
     folder = path.resolve() / PARAMS_FOLDER
-    if not (folder / "_METADATA").is_file():
+    if not (folder / "_METADATA").exists():
         raise WeightsError("there is no Orbax checkpoint here", field=str(folder))
+    _refuse_special_files(folder)
     flat, _ = flatten_specs(specs)
     targets = {
         name: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype), sharding=rules.sharding(mesh, spec.axes))
@@ -68,6 +71,21 @@ def restore_params(path: Path, specs: Any, *, mesh: Mesh, rules: AxisRules) -> A
             return checkpointer.restore(folder, unflatten(specs, targets))
         except Exception as error:  # Orbax has no error type of its own: damaged files surface as almost anything
             raise WeightsError(f"damaged checkpoint: {_reason(error)}", field=str(folder)) from error
+
+
+def _refuse_special_files(folder: Path) -> None:
+    """Orbax opens whatever stands where it expects a file: a FIFO there would hold the start for good."""
+    for path, folders, files in os.walk(folder):
+        links = [name for name in folders if (Path(path) / name).is_symlink()]
+        if links:
+            message = "is a link to a directory, which Orbax does not write; put the directory itself here"
+            raise WeightsError(message, field=str(Path(path) / links[0]))
+        for name in files:
+            file = Path(path) / name
+            try:
+                require_regular(file)
+            except OSError as error:
+                raise WeightsError(f"cannot be read: {error.strerror}", field=str(file)) from error
 
 
 def _read_metadata(checkpointer: Any, folder: Path) -> dict[str, Any]:

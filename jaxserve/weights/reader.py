@@ -11,12 +11,12 @@ import ml_dtypes
 import numpy as np
 
 from jaxserve.errors import WeightsError, shorten
-from jaxserve.weights.header import TensorEntry, parse_header
+from jaxserve.files import open_regular, read_regular
+from jaxserve.weights.formats import INDEX_FILE, SINGLE_FILE, describe_foreign
+from jaxserve.weights.header import MAX_TENSORS, TensorEntry, parse_header
 from jaxserve.weights.json_files import parse_json_object
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
-
+MAX_INDEX_BYTES = 2**27  # DeepSeek-V3's has 9 MB
 LOADABLE_DTYPES: Mapping[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F16": np.dtype(np.float16),
@@ -88,11 +88,11 @@ def open_checkpoint(path: Path) -> SafetensorsCheckpoint:
     the index does not list the single file; when the index and the shards disagree: a listed tensor is not in its
     shard, one stands in two shards, or a shard holds one that the index does not list.
     """
-    single, index = path / _SINGLE, path / _INDEX
+    single, index = path / SINGLE_FILE, path / INDEX_FILE
     if index.exists():
         weight_map = _read_weight_map(index)
-        if single.exists() and _SINGLE not in weight_map.values():
-            message = f"{_SINGLE} and {_INDEX} are both there; remove the one that is out of date"
+        if single.exists() and SINGLE_FILE not in weight_map.values():
+            message = f"{SINGLE_FILE} and {INDEX_FILE} are both there; remove the one that is out of date"
             raise WeightsError(message, field=str(path))
         return SafetensorsCheckpoint(path, _open_shards(path, weight_map, str(index)))
     if single.exists():
@@ -107,16 +107,13 @@ def read_tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _describe_missing(path: Path) -> str:
-    message = f"there is neither {_SINGLE} nor {_INDEX}"
-    pickled = sorted(file.name for suffix in ("bin", "pt", "pth") for file in path.glob(f"*.{suffix}"))
-    if pickled:
-        message += f"; {pickled[0]} is a pickle, which can run code and is never read: convert it to safetensors"
-    return message
+    reason = describe_foreign(path) or "weights are read in safetensors only"
+    return f"there is neither {SINGLE_FILE} nor {INDEX_FILE}; {reason}"
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:
     try:
-        weight_map = parse_json_object(index.read_bytes()).get("weight_map")
+        weight_map = parse_json_object(read_regular(index, MAX_INDEX_BYTES), 2 * MAX_TENSORS + 1000).get("weight_map")
     except OSError as error:
         raise WeightsError(f"cannot be read: {error.strerror}", field=str(index)) from error
     except ValueError as error:
@@ -142,7 +139,10 @@ def _open_shards(path: Path, weight_map: Mapping[str, str], index: str) -> dict[
         )
     locations: dict[str, _Location] = {}
     for shard in shards:
-        for name, location in _map_file(path / shard).items():
+        found = _map_file(path / shard)
+        if len(locations) + len(found) > MAX_TENSORS:
+            raise WeightsError(f"the shards hold more than {MAX_TENSORS:,} tensors, which no model has", field=index)
+        for name, location in found.items():
             if name in locations:
                 first = Path(locations[name].file).name
                 message = f"tensor {shorten(name)} stands in two shards, {first} and {shard}"
@@ -151,7 +151,7 @@ def _open_shards(path: Path, weight_map: Mapping[str, str], index: str) -> dict[
     for name, shard in weight_map.items():
         if name not in locations or Path(locations[name].file).name != shard:
             raise WeightsError(
-                f"tensor {shorten(name)} is missing, though {_INDEX} lists it here",
+                f"tensor {shorten(name)} is missing, though {INDEX_FILE} lists it here",
                 field=str(path / shard),
                 value=name,
             )
@@ -164,12 +164,13 @@ def _open_shards(path: Path, weight_map: Mapping[str, str], index: str) -> dict[
 
 def _map_file(file: Path) -> dict[str, _Location]:
     try:
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             # An empty file cannot be mapped, and has no header either.
             empty = stream.seek(0, 2) == 0
             data = None if empty else mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
-        raise WeightsError(f"cannot be read: {error}", field=str(file)) from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise WeightsError(f"cannot be read: {reason}", field=str(file)) from error
     if data is None:
         raise WeightsError("truncated: the file is empty", field=str(file))
     return {name: _Location(entry, str(file), data) for name, entry in parse_header(data, str(file)).items()}

@@ -40,7 +40,7 @@ def find_obstacle(shape: AttnShape) -> str | None:
 
 def plan_work(rows: StepRows, shape: AttnShape, *, config: AmpereConfig | None = None) -> AmpereWork:
     """Splits for the rows of few queries, tiles for the others."""
-    return plan.plan_work(rows, shape, config or plan.find_config(shape, rows.num_tokens))
+    return plan.plan_work(rows, shape, config or plan.find_config(shape, rows))
 
 
 def attend_with_update(

@@ -63,12 +63,12 @@ def default_config(shape: AttnShape) -> AmpereConfig:
     raise ValueError(f"no ring of two tiles of {shape.spec} fits the shared memory of a block")
 
 
-def find_config(shape: AttnShape, num_tokens: int) -> AmpereConfig:
+def find_config(shape: AttnShape, rows: StepRows) -> AmpereConfig:
     """By the device's table, else by formula."""
     formula = default_config(shape)
     return AmpereConfig(
-        tune("ampere_decode", VERSIONS["ampere_decode"], formula.decode, shape, tokens=num_tokens),
-        tune("ampere_prefill", VERSIONS["ampere_prefill"], formula.prefill, shape, tokens=num_tokens),
+        tune("ampere_decode", VERSIONS["ampere_decode"], formula.decode, shape, rows),
+        tune("ampere_prefill", VERSIONS["ampere_prefill"], formula.prefill, shape, rows),
     )
 
 

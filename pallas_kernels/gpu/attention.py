@@ -83,19 +83,19 @@ def default_config(shape: AttnShape) -> GpuConfig:
     return GpuConfig(decode.default_config(shape), prefill.default_config(shape))
 
 
-def find_config(shape: AttnShape, num_tokens: int) -> GpuConfig:
+def find_config(shape: AttnShape, rows: StepRows) -> GpuConfig:
     """By the device's table, else by formula."""
     formula = default_config(shape)
     return replace(
         formula,
-        decode=tune("gpu_decode", decode.VERSION, formula.decode, shape, tokens=num_tokens),
-        prefill=tune("gpu_prefill", prefill.VERSION, formula.prefill, shape, tokens=num_tokens),
+        decode=tune("gpu_decode", decode.VERSION, formula.decode, shape, rows),
+        prefill=tune("gpu_prefill", prefill.VERSION, formula.prefill, shape, rows),
     )
 
 
 def plan_work(rows: StepRows, shape: AttnShape, *, config: GpuConfig | None = None) -> GpuWork:
     """Splits for the rows of few queries, tiles for the others."""
-    config = config or find_config(shape, rows.num_tokens)
+    config = config or find_config(shape, rows)
     longest = rows.max_query_len
     if longest is not None and decode.fits(longest, shape.group_size):
         units = plan_splits(rows, rows.query_lens, shape, config.decode, max_query_len=longest)

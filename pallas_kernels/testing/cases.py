@@ -1,4 +1,8 @@
-"""The shapes and batches that every implementation is tested on, and hostile inputs made from them."""
+"""The shapes and batches that every implementation is tested on, and hostile inputs made from them.
+
+`CASES` are short and many. `LONG_CASES` do what short ones never do at the block sizes that kernels choose themselves:
+slots of a ring are used again, a row has several units, and these are joined.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,10 @@ import numpy as np
 
 from pallas_kernels.layout import pool_shape, read_format
 from pallas_kernels.spec import AttnParams, AttnShape, HeadParams, KVSpec
+from pallas_kernels.testing.compare import RELATIVE_TOLERANCE, relative_error
 
-# Largest difference from the float32 reference on the same rounded inputs, for values of order one, by q's dtype.
-TOLERANCE = {"float32": 2e-5, "bfloat16": 3e-2, "float16": 4e-3}
+# Largest relative error of any token and head beside the reference on the same rounded inputs, by q's dtype.
+TOLERANCE = {"float32": 2e-5, "bfloat16": RELATIVE_TOLERANCE, "float16": 2e-3}
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,9 @@ class Case:
     max_rows: int = 8  # S
     max_tokens: int = 64  # T
     table_width: int = 12  # M
+    max_pages: int | None = None  # that rows can have in all; None: as many as the table has entries
     max_query_len: int | None = None
+    query_dtype: str | None = None  # None: that of the pages, where a query can have it
     num_chunks: int = 0  # rows after the one-token ones that are in the chunk class: they begin at multiples of 32
 
     @property
@@ -38,7 +45,9 @@ class Case:
 
     @property
     def dtype(self) -> str:
-        """Of q: that of the pages, where a query can have it."""
+        """Of q."""
+        if self.query_dtype is not None:
+            return self.query_dtype
         return self.spec.dtype if self.spec.dtype in TOLERANCE else "bfloat16"
 
     @property
@@ -82,7 +91,8 @@ def make_inputs(case: Case, seed: int = 0, *, num_layers: int = 2) -> Inputs:
     rng = np.random.default_rng(seed)
     spec, num_rows = case.spec, len(case.rows)
     assert num_rows <= case.max_rows and sum(new for _, new in case.rows) <= case.max_tokens, case
-    num_pages = 2 + case.max_rows * case.table_width  # the null page, and at least one that is nobody's
+    max_pages = case.max_rows * case.table_width if case.max_pages is None else case.max_pages
+    num_pages = 2 + max_pages  # the null page, and at least one that is nobody's
     kv_pages = np.full(pool_shape(spec, num_layers * num_pages), np.nan, np.float32)
     free = list(rng.permutation(np.arange(1, num_pages)))
 
@@ -139,10 +149,9 @@ def _make_heads(case: Case, rng: np.random.Generator) -> HeadParams:
 
 
 def largest_error(case: Case, out: jax.Array, expected: jax.Array, num_tokens: int) -> float:
-    """Largest difference over the tokens that are not padding, as a share of the case's tolerance (fine below 1)."""
-    found, wanted = (np.asarray(array, np.float32)[:num_tokens] for array in (out, expected))
+    """`relative_error` over the tokens that are not padding, as a share of the case's tolerance (fine below 1)."""
     assert np.isfinite(np.asarray(out, np.float32)).all(), f"{case.name}: padding must be finite too"
-    return float(np.max(np.abs(found - wanted), initial=0)) / TOLERANCE[case.dtype]
+    return relative_error(out, expected, num_tokens) / TOLERANCE[case.dtype]
 
 
 _DECODE = ((0, 1), (1, 1), (15, 1), (16, 1), (100, 1), (150, 1), (191, 1))
@@ -229,4 +238,20 @@ CASES = [
         **_shape(8, 2, 128, "bfloat16", 64),
     ),
     Case("pages of one token", ((0, 1), (9, 1), (3, 6)), **_shape(2, 1, 16, page_size=1)),
+]
+
+
+def _long(name: str, rows: tuple[tuple[int, int], ...], num_heads: int, spec: KVSpec) -> Case:
+    """No larger than its rows: padding costs the interpreters a block per row, and pages time to be compared."""
+    pages = [-(-(computed + new) // spec.page_size) for computed, new in rows]
+    sizes = {"max_rows": len(rows), "max_tokens": sum(new for _, new in rows)}
+    return Case(name, rows, num_heads, spec, table_width=max(pages), max_pages=sum(pages), **sizes)
+
+
+# Few heads for the GPUs' kernels, whose tiles are of tokens; many for the TPU's, whose blocks are of bytes. The rows
+# are as short as tests/pallas_kernels/test_long_cases.py lets them be.
+LONG_CASES = [
+    _long("long 4:1 of 128", ((700, 1), (600, 40)), 4, KVSpec(1, 128, 64, "bfloat16")),
+    _long("long fp8 4:1 of 128", ((700, 1), (600, 40)), 4, KVSpec(1, 128, 64, _FP8)),
+    _long("long 64:8 of 256", ((400, 1), *[(40, 1)] * 8, (520, 70)), 64, KVSpec(8, 256, 64, "bfloat16")),
 ]

@@ -31,6 +31,7 @@ from pallas_kernels.spec import AttnShape, HeadParams
 from pallas_kernels.testing.gate_report import (
     KernelUse,
     ProgramReport,
+    list_complaints,
     list_copied_params,
     merge_uses,
     parse_ptxas,
@@ -141,11 +142,12 @@ class Gate:
             lowered = traced.lower(lowering_platforms=(PLATFORMS[self.target.platform],))
             return replace(report, kernels=tuple(list_launches(lowered)))
         lowered = traced.lower()
-        kernels = list_launches(lowered)
+        kernels, complaints = list_launches(lowered), []
         with capture_output() as read_output:
             compiled = lowered.compile()
         if self.target.platform == "gpu":
             kernels = merge_uses(kernels, parse_ptxas(read_output()), self.seen)
+            complaints = list_complaints(read_output())
         else:
             kernels = parse_tpu_kernels(compiled.as_text())
         memory = compiled.memory_analysis()
@@ -157,6 +159,7 @@ class Gate:
             temp_bytes=memory.temp_size_in_bytes,
             code_bytes=memory.generated_code_size_in_bytes,
             kernels=tuple(kernels),
+            complaints=tuple(complaints),
             copied_params=tuple(list_copied_params(compiled.as_text())),
         )
 

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from pallas_kernels.testing.targets import Target
 
 _ENTRY = re.compile(r"Compiling entry function '([^']+)'")
+# ptxas calls some losses warnings and others notes: 'setmaxnreg' ignored, wgmma serialized.
+_COMPLAINT = re.compile(r"ptxas (?:warning|error)\b|Potential Performance Loss")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _TPU_CALL = re.compile(r'%([\w-]+?)(?:\.\d+)* = .*custom_call_target="tpu_custom_call"')
@@ -46,8 +48,10 @@ class ProgramReport:
     code_bytes: int = 0
     donated_bytes: int = 0  # the KV pool, which must be among the aliases
     impl: str = ""  # that was asked for
+    compiler: str = ""  # and its version, where it is known
     reason: str = ""  # why it is the portable one, where a target's kernels are known not to do a shape
     kernels: tuple[KernelUse, ...] = ()
+    complaints: tuple[str, ...] = ()  # of ptxas, in its words
     copied_params: tuple[str, ...] = ()  # that the program brings into another layout, once or in every layer
     error: str = ""
 
@@ -60,6 +64,7 @@ def read_report(line: str) -> ProgramReport:
     """The report of a line of `to_json`."""
     values = json.loads(line)
     values["kernels"] = tuple(KernelUse(**kernel) for kernel in values["kernels"])
+    values["complaints"] = tuple(values["complaints"])
     values["copied_params"] = tuple(values["copied_params"])
     return ProgramReport(**values)
 
@@ -76,6 +81,11 @@ def parse_ptxas(text: str) -> list[KernelUse]:
         elif kernels and (found := _REGISTERS.search(line)):
             kernels[-1] = replace(kernels[-1], registers=int(found[1]))
     return kernels
+
+
+def list_complaints(text: str) -> list[str]:
+    """The lines in which ptxas says that it did not do what it was asked for, or not as fast as it could be."""
+    return list(dict.fromkeys(line.strip() for line in text.splitlines() if _COMPLAINT.search(line)))
 
 
 def parse_tpu_kernels(hlo: str) -> list[KernelUse]:
@@ -128,6 +138,7 @@ def find_faults(report: ProgramReport, target: Target) -> list[str]:
         faults += _find_kernel_faults(kernel, target, is_compiled=report.is_compiled)
     if not report.is_compiled:
         return faults
+    faults += report.complaints
     if report.alias_bytes < report.donated_bytes:
         faults.append(
             f"the donated pool is copied: {report.donated_bytes:,} bytes, of which at most {report.alias_bytes:,} alias"

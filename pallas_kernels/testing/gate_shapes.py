@@ -118,7 +118,7 @@ def list_tuned_programs(target: Target, directory: Path = DATA) -> list[GateProg
                 window=TUNED_WINDOW if key.window else None,
                 dtype=key.dtype,
                 kv_dtype=key.kv_dtype,
-                max_len=key.max_len or MAX_MODEL_LEN,
+                max_len=key.max_len,
             )
             programs.append(
                 GateProgram(

@@ -98,8 +98,8 @@ class GpuDevice(AbstractDevice):
 
 @dataclass(frozen=True)
 class Target:
-    """One kind of device. `topology` is the one that the compiler is asked for; it has eight chips or cores on TPU,
-    so that one description serves a single device and tensor parallelism over eight."""
+    """One kind of device. `topology` is the one that the compiler is asked for; it has two GPUs or eight chips or cores
+    of TPUs, so that one description serves a single device and tensor parallelism."""
 
     name: str
     platform: str  # "gpu" or "tpu"
@@ -148,7 +148,7 @@ def _gpu(
         "gpu",
         device_kind,
         num_cores=int(limits["core_count"]),
-        topology="1x1x1",
+        topology="1x1x2",
         page_size=64,
         num_rows=256,
         memory_bytes=int(limits["device_memory_size"]),

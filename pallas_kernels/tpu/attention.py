@@ -70,18 +70,18 @@ def find_obstacle(shape: AttnShape) -> str | None:
     return find_overflow(shape)
 
 
-def find_config(shape: AttnShape, num_tokens: int, *, max_query_len: int | None) -> TpuConfig:
+def find_config(shape: AttnShape, rows: StepRows) -> TpuConfig:
     """By the device's table, else by formula."""
-    formula = default_config(shape, max_query_len=max_query_len)
+    formula = default_config(shape, max_query_len=rows.max_query_len)
     return TpuConfig(
-        tune("tpu_decode", VERSIONS["tpu_decode"], formula.decode, shape, tokens=num_tokens),
-        tune("tpu_prefill", VERSIONS["tpu_prefill"], formula.chunk, shape, tokens=num_tokens),
+        tune("tpu_decode", VERSIONS["tpu_decode"], formula.decode, shape, rows),
+        tune("tpu_prefill", VERSIONS["tpu_prefill"], formula.chunk, shape, rows),
     )
 
 
 def plan_work(rows: StepRows, shape: AttnShape, *, config: TpuConfig | None = None) -> TpuWork:
     """Tiles of all rows that are not one-token rows."""
-    config = config or find_config(shape, rows.num_tokens, max_query_len=rows.max_query_len)
+    config = config or find_config(shape, rows)
     return TpuWork(None if rows.is_decode else plan_tiles(rows, config.chunk.tile_tokens), config)
 
 

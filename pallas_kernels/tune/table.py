@@ -6,11 +6,13 @@ A file holds a list of entries:
      "key": {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 64, "dtype": "bfloat16",
              "kv_dtype": "bfloat16", "window": false, "tokens": 256, "max_len": 8192},
      "config": {...},
-     "measured": {"us": 0.0, "gb_per_s": 0.0, "jax": "...", "driver": "...", "date": "..."}}
+     "measured": {"us": 0.0, "formula_us": 0.0, "tried": 0, "gb_per_s": 0.0, "jax": "...", "driver": "...",
+                  "date": "..."}}
 
-`config` is what the kernel's own tuning dataclass takes; `measured` is null for an entry that differs from the kernel's
-formula for another reason than a measurement. A table only answers; nothing is measured while serving, because another
-configuration gives other rounding.
+`config` is what the kernel's own tuning dataclass takes. `measured` says what it took of one layer, what the formula's
+configuration took beside it, and how many were tried; the formula's own is stored too where nothing was faster. It is
+null for an entry that is there for another reason than a measurement. A table only answers; nothing is measured while
+serving, because another configuration gives other rounding.
 """
 
 from __future__ import annotations
@@ -18,13 +20,14 @@ from __future__ import annotations
 import json
 import logging
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from pallas_kernels.platform import traced_device_kind
 from pallas_kernels.spec import AttnShape
+from pallas_kernels.worklist import StepRows
 
 logger = logging.getLogger(__name__)
 
@@ -41,14 +44,19 @@ KERNELS = {
 }
 
 _ENTRY = {"kernel": str, "version": int, "key": dict, "config": dict, "measured": (dict, type(None))}
-_MEASURED = {"us": (int, float), "jax": str, "driver": str, "date": str}
+_MEASURED = {"us": (int, float), "formula_us": (int, float), "tried": int, "jax": str, "driver": str, "date": str}
 _RATES = ("gb_per_s", "tflop_per_s")  # one of them
 _NEAR = 2.0  # buckets may differ by this much in all, in factors of two
 
 
 @dataclass(frozen=True)
 class TuneKey:
-    """What a kernel's best configuration depends on, on one device."""
+    """What a kernel's best configuration depends on, on one device.
+
+    The two buckets are what is known when a step is compiled. `max_len` is a capacity, not the length of any row: a
+    server's is max_model_len, and its rows are mostly shorter. Contexts are therefore measured with a table as wide as
+    they are, and a server finds those measured at its largest context.
+    """
 
     num_heads: int  # N
     num_kv_heads: int  # K
@@ -57,8 +65,8 @@ class TuneKey:
     dtype: str  # of q
     kv_dtype: str
     window: bool  # whether there is one
-    tokens: int  # T of the bucket; a decode bucket's are its rows
-    max_len: int | None = None  # tokens that a row of the page table holds; None: the kernel does not know
+    tokens: int  # of a prefill kernel the bucket's tokens T, of a decode kernel its rows
+    max_len: int  # tokens that a row of the page table holds
 
     @property
     def discrete(self) -> tuple[int | str | bool, ...]:
@@ -76,6 +84,10 @@ class Entry:
     config: dict[str, Any]
     measured: dict[str, Any] | None
 
+    def asdict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return asdict(self)
+
 
 def lookup(
     kernel: str, version: int, device_kind: str, key: TuneKey, *, directory: Path = DATA
@@ -83,33 +95,42 @@ def lookup(
     """The configuration of the entry whose key is equal, else of the nearest one that differs in its buckets only and
     by no more than a factor of four in all; None if there is none: the kernel then asks its formula.
 
+    Of entries that are equally near, the one of the shorter context counts, then that of fewer tokens: buckets are
+    upper bounds of what they hold.
+
     Raises:
         ValueError: the kernel is not one that has a table, or its file is malformed; names the field.
     """
     if kernel not in KERNELS:
         raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
     found = [entry for entry in read_entries(directory, device_kind, kernel) if entry.version == version]
-    near = [(measure_distance(entry.key, key), index) for index, entry in enumerate(found)]
-    distance, index = min(near, default=(math.inf, 0))
+    near = [(measure_distance(e.key, key), e.key.max_len, e.key.tokens, index) for index, e in enumerate(found)]
+    distance, *_, index = min(near, default=(math.inf, 0))
     if distance > _NEAR:
         _log_miss(kernel, version, device_kind, key)
         return None
     return dict(found[index].config)
 
 
-def tune[Config](
-    kernel: str, version: int, formula: Config, shape: AttnShape, *, tokens: int, max_len: int | None = None
-) -> Config:
+def tune[Config](kernel: str, version: int, formula: Config, shape: AttnShape, rows: StepRows) -> Config:
     """The formula's configuration, with what the table of the device being traced for says in its place."""
-    found = lookup(kernel, version, traced_device_kind(), tune_key(shape, tokens=tokens, max_len=max_len))
-    if found is None:
-        return formula
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+    key = tune_key(kernel, shape, num_rows=rows.max_rows, num_tokens=rows.num_tokens, max_len=rows.max_len)
+    found = lookup(kernel, version, traced_device_kind(), key)
+    return formula if found is None else apply_config(formula, found)
+
+
+def apply_config[Config](formula: Config, values: dict[str, Any]) -> Config:
+    """The formula's configuration with an entry's `config` in its place.
+
+    Raises:
+        TypeError, ValueError: it has no such field, or not with such a value.
+    """
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     return replace(formula, **values)  # type: ignore[type-var]
 
 
-def tune_key(shape: AttnShape, *, tokens: int, max_len: int | None = None) -> TuneKey:
-    """The key of a shape in a bucket of `tokens`."""
+def tune_key(kernel: str, shape: AttnShape, *, num_rows: int, num_tokens: int, max_len: int) -> TuneKey:
+    """The key of a kernel's shape in a bucket."""
     spec = shape.spec
     return TuneKey(
         num_heads=shape.num_heads,
@@ -119,7 +140,7 @@ def tune_key(shape: AttnShape, *, tokens: int, max_len: int | None = None) -> Tu
         dtype=shape.dtype,
         kv_dtype=spec.dtype,
         window=shape.window is not None,
-        tokens=tokens,
+        tokens=num_rows if kernel.endswith("_decode") else num_tokens,
         max_len=max_len,
     )
 
@@ -128,10 +149,7 @@ def measure_distance(entry: TuneKey, key: TuneKey) -> float:
     """Factors of two between the buckets of two keys; infinite when something else differs."""
     if entry.discrete != key.discrete:
         return math.inf
-    distance = abs(math.log2(entry.tokens / key.tokens))
-    if entry.max_len is not None and key.max_len is not None:
-        distance += abs(math.log2(entry.max_len / key.max_len))
-    return distance
+    return abs(math.log2(entry.tokens / key.tokens)) + abs(math.log2(entry.max_len / key.max_len))
 
 
 @cache
@@ -140,23 +158,32 @@ def read_entries(directory: Path, device_kind: str, kernel: str) -> tuple[Entry,
     path = directory / device_kind / f"{kernel}.json"
     if not path.exists():
         return ()
-    where = f"{device_kind}/{path.name}"
+    return tuple(read_entry(values, where) for values, where in read_list(path, f"{device_kind}/{path.name}"))
+
+
+def read_list(path: Path, name: str) -> list[tuple[Any, str]]:
+    """What a JSON list holds, each with where it stands, for errors.
+
+    Raises:
+        ValueError: the file holds no JSON list; calls it `name`.
+    """
     try:
-        entries = json.loads(path.read_text())
+        found = json.loads(path.read_text())
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON: {error}") from error
-    if not isinstance(entries, list):
-        raise ValueError(f"{where}: must be a list of entries, got {type(entries).__name__}")
-    return tuple(_read_entry(entry, f"{where}[{index}]") for index, entry in enumerate(entries))
+        raise ValueError(f"{name}: not JSON: {error}") from error
+    if not isinstance(found, list):
+        raise ValueError(f"{name}: must be a list of entries, got {type(found).__name__}")
+    return [(values, f"{name}[{index}]") for index, values in enumerate(found)]
 
 
-def _read_entry(values: Any, where: str) -> Entry:
+def read_entry(values: Any, where: str) -> Entry:
+    """One entry from JSON; ValueError names the field that is wrong, and `where` it is."""
     _check_fields(values, _ENTRY, where)
     key = values["key"]
     kinds = {f.name: _KEY_TYPES[str(f.type)] for f in fields(TuneKey)}
     _check_fields(key, kinds, f"{where}.key")
     for name in ("tokens", "max_len"):
-        if key[name] is not None and key[name] < 1:
+        if key[name] < 1:
             raise ValueError(f"{where}.key.{name}: must be at least 1, got {key[name]}")
     measured = values["measured"]
     if measured is not None:
@@ -167,7 +194,7 @@ def _read_entry(values: Any, where: str) -> Entry:
     return Entry(values["kernel"], values["version"], TuneKey(**key), values["config"], measured)
 
 
-_KEY_TYPES: dict[str, Any] = {"int": int, "str": str, "bool": bool, "int | None": (int, type(None))}
+_KEY_TYPES: dict[str, Any] = {"int": int, "str": str, "bool": bool}
 
 
 def _check_fields(values: Any, wanted: dict[str, Any], where: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +34,25 @@ def make_llm(case: str | GoldenCase, **options: Any) -> LLM:
     return LLM(str(case.path), **(defaults | options))
 
 
+def write_tiny_llama(folder: Path, **changes: Any) -> Path:
+    """Puts a config.json of a few thousand parameters into a folder, for random weights; returns the folder."""
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.2,
+    }
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return folder
+
+
 def greedy(max_tokens: int = 64, **changes: Any) -> SamplingParams:
     return SamplingParams(**({"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True} | changes))
 
@@ -48,19 +68,14 @@ class LogitsRecorder:
     def __init__(self, llm: LLM) -> None:
         self.logits: dict[tuple[tuple[int, ...], int], np.ndarray] = {}
         runner, self._batch = llm.ready.runner, llm.ready.engine.scheduler.batch
-        self._start = runner.start
+        self._start, self._run = runner.start, runner._run
         self._selected: Any = None
-        for bucket, program in runner.programs.forward.items():
-            runner.programs.forward[bucket] = self._keep(program)
-        runner.start = self._record  # type: ignore[method-assign]
+        runner.start, runner._run = self._record, self._keep  # type: ignore[method-assign]
 
-    def _keep(self, program: Any) -> Any:
-        def call(*args: Any) -> Any:
-            cache, rows, selected, hidden = program(*args)
-            self._selected = jax.device_get(selected.logits)
-            return cache, rows, selected, hidden
-
-        return call
+    def _keep(self, *args: Any) -> Any:
+        selected, hidden = self._run(*args)
+        self._selected = jax.device_get(selected.logits)
+        return selected, hidden
 
     def _record(self, plan: StepPlan) -> Any:
         started = self._start(plan)

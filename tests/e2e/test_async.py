@@ -53,6 +53,37 @@ def test_chat_is_cumulative_by_default(llm: AsyncLLM) -> None:
     assert outputs[-1].metrics is not None and outputs[-1].metrics.first_token_time is not None
 
 
+def test_chat_takes_what_the_server_takes(llm: AsyncLLM) -> None:
+    tool = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
+    template = (
+        "{{ tools[0].function.name }} {{ enable_thinking }} {{ add_generation_prompt }} {{ messages[-1].content }}"
+    )
+    begun = [*QUESTION, {"role": "assistant", "content": "It is a"}]
+    short = SamplingParams(temperature=0, max_tokens=4)
+
+    async def run() -> list[RequestOutput]:
+        streams = (
+            llm.chat(
+                QUESTION,
+                short,
+                tools=[tool],
+                chat_template=template,
+                chat_template_kwargs={"enable_thinking": False},
+                priority=2,
+                cache_salt="a",
+                timeout=60,
+            ),
+            llm.chat(begun, short, continue_final_message=True),
+            llm.generate("Once", SamplingParams(max_tokens=200, ignore_eos=True), priority=1, timeout=1e-6),
+        )
+        return [(await collect(stream))[-1] for stream in streams]
+
+    shaped, continued, late = asyncio.run(run())
+    assert shaped.prompt == "look_up False True What is a KV cache?"
+    assert continued.prompt is not None and continued.prompt.endswith("It is a")
+    assert late.outputs[0].finish_reason == "timeout"
+
+
 def test_a_bad_request_fails_alone(llm: AsyncLLM) -> None:
     async def run() -> list[object]:
         good = collect(llm.generate("Once", SamplingParams(temperature=0, max_tokens=10)))

@@ -18,9 +18,9 @@ from tests.tokenizers import builders
 CASE = load_case("llama_mha")
 
 
-def make_llm(directory: Path, generation_config: dict[str, Any], **options: Any) -> LLM:
+def make_llm(directory: Path, given: dict[str, Any], **options: Any) -> LLM:
     shutil.copytree(CASE.path, directory)
-    (directory / "generation_config.json").write_text(json.dumps(generation_config))
+    (directory / "generation_config.json").write_text(json.dumps(given))
     defaults = {"max_model_len": 160, "max_num_seqs": 3, "max_num_batched_tokens": 64, "show_progress": False}
     return LLM(str(directory), **(defaults | {"compilation_cache_dir": str(PROGRAMS)} | options))
 
@@ -35,6 +35,28 @@ def test_its_end_tokens_end_answers_whichever_tokenizer_is_used(tmp_path: Path, 
         builders.make_words(tmp_path / "words", None)
         options = {"tokenizer": str(tmp_path / "words")}
     llm = make_llm(tmp_path / "model", {"eos_token_id": [2, tokens[end]]}, **options)
+    assert generate_ids(llm, CASE.prompts[:1], greedy(64, ignore_eos=False)) == [tokens[: end + 1]]
+
+
+def test_what_it_forbids_is_never_written_and_its_lengths_hold(tmp_path: Path) -> None:
+    first, second = CASE.greedy[:2]
+    suppressed = next(token for token in first if token not in second[:6])
+    given = {"suppress_tokens": [suppressed], "bad_words_ids": [second[3:5]], "max_new_tokens": 24, "top_k": 1}
+    llm = make_llm(tmp_path / "model", {**given, "num_beams": 4}, skip_tokenizer_init=True)
+    others, answer = generate_ids(llm, CASE.prompts[:2], None)
+    assert suppressed in first[:24] and suppressed not in others and len(others) == len(answer) == 24
+    assert answer[:4] == second[:4] and answer[4] != second[4]
+    assert generate_ids(llm, CASE.prompts[:2], greedy(24)) == [first[:24], second[:24]], (
+        "whoever asks gets what he asks"
+    )
+
+
+def test_without_it_defaults_are_neutral_and_answers_end_where_they_did(tmp_path: Path) -> None:
+    tokens = CASE.greedy[0]
+    end = next(at for at in range(3, 40) if tokens[at] not in tokens[:at])
+    given = {"eos_token_id": tokens[end], "top_k": 7, "max_new_tokens": 3, "suppress_tokens": tokens[:2]}
+    llm = make_llm(tmp_path / "model", given, skip_tokenizer_init=True, generation_config="vllm")
+    assert llm.get_default_sampling_params() == SamplingParams()
     assert generate_ids(llm, CASE.prompts[:1], greedy(64, ignore_eos=False)) == [tokens[: end + 1]]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 
 from jaxserve import LLM
 from jaxserve.errors import ConfigError
-from tests.e2e.helpers import LogitsRecorder, generate_ids, greedy
+from tests.e2e.helpers import LogitsRecorder, generate_ids, greedy, write_tiny_llama
 
 PROMPTS = [[5, 9, 2], list(range(1, 41))]  # one within a chunk's tile, one over a page's edge
 
@@ -18,22 +17,7 @@ PROMPTS = [[5, 9, 2], list(range(1, 41))]  # one within a chunk's tile, one over
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two layers, two query heads of 64 on one KV head: what every kernel can do."""
-    folder = tmp_path_factory.mktemp("tiny")
-    config = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 64,
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 64,
-        "max_position_embeddings": 128,
-        "initializer_range": 0.2,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny"))
 
 
 def make_tiny(folder: Path, **options: object) -> LLM:

@@ -1,4 +1,4 @@
-"""The README's examples run as they stand."""
+"""The README's examples print what stands below them, and its install lines install."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ import os
 import re
 import subprocess
 import sys
+import venv
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.S)
-COMMANDS = [
-    line.split("#")[0].strip()
-    for block in re.findall(r"```sh\n(.*?)```", README, flags=re.S)
-    for line in block.splitlines()
-    if "jaxserve " in line and not line.startswith("pip")
+EXAMPLES = re.findall(r"```python\n(.*?)```\n+```text\n(.*?)```", README, flags=re.S)
+SESSIONS = [  # a command of a console block, and what stands below it
+    session.split("\n", 1)
+    for block in re.findall(r"```console\n(.*?)```", README, flags=re.S)
+    for session in block.removeprefix("$ ").split("\n$ ")
+    if session.strip() != "jaxserve serve"
 ]
+CORE = ("engine", "scheduler", "pages", "runtime", "sampling", "layers", "models")
+INSTALL_LINES = re.findall(r"^pip install [^#\n]*", README, flags=re.M)
 
 
 def run(command: list[str] | str, folder: Path, **options: object) -> str:
@@ -31,25 +34,65 @@ def run(command: list[str] | str, folder: Path, **options: object) -> str:
     return done.stdout
 
 
-def test_there_are_examples() -> None:
-    assert len(PYTHON_BLOCKS) >= 2 and len(COMMANDS) >= 5
+def check_printed(printed: str, shown: str) -> None:
+    """Compares lines, without the blanks around them; `...` stands for anything but nothing."""
+    pattern = r".+?".join(re.escape(part) for part in shown.strip().split("..."))
+    text = "\n".join(line.strip() for line in printed.strip().splitlines())
+    assert re.fullmatch(pattern, text, flags=re.S), f"{text}\n--- where the README shows\n{shown}"
 
 
-@pytest.mark.parametrize("block", PYTHON_BLOCKS, ids=range(len(PYTHON_BLOCKS)))
-def test_python_example_prints_something(block: str, tmp_path: Path) -> None:
+def test_what_is_printed_is_compared() -> None:
+    check_printed("a story\n168\n", "...\n168\n")
+    with pytest.raises(AssertionError):
+        check_printed("a story\n169\n", "...\n168\n")
+    assert len(EXAMPLES) >= 3 and len(SESSIONS) >= 5 and len(INSTALL_LINES) >= 4
+    assert len(EXAMPLES) == README.count("```python\n"), "every example shows what it prints"
+
+
+@pytest.mark.parametrize(("block", "shown"), EXAMPLES, ids=range(len(EXAMPLES)))
+def test_python_example_prints_what_is_shown(block: str, shown: str, tmp_path: Path) -> None:
     script = tmp_path / "example.py"
     script.write_text(block)
-    assert run([sys.executable, str(script)], tmp_path).strip()
+    check_printed(run([sys.executable, str(script)], tmp_path), shown)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_command_prints_something(command: str, tmp_path: Path) -> None:
-    program = f'"{sys.executable}" -m jaxserve.cli '
-    shell = re.sub(r"\bjaxserve (?=[a-z])", lambda _: program, command)
-    assert run(shell, tmp_path, shell=True).strip()
+@pytest.mark.parametrize(("command", "shown"), SESSIONS, ids=[command for command, _ in SESSIONS])
+def test_command_prints_what_is_shown(command: str, shown: str, tmp_path: Path) -> None:
+    shell = re.sub(r"\bjaxserve (?=[a-z])", lambda _: f'"{sys.executable}" -m jaxserve ', command)
+    check_printed(run(shell, tmp_path, shell=True), shown)
 
 
-def test_make_targets_of_the_readme_exist() -> None:
+def test_make_targets_and_files_of_the_readme_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in set(re.findall(r"make ([a-z-]+)", README)):
         assert re.search(rf"^{target}:", makefile, flags=re.M), target
+    for file in re.findall(r"\]\(((?!http)[^)]+)\)", README):
+        assert (ROOT / file).exists(), file
+
+
+def test_the_size_that_it_names_is_the_size() -> None:
+    files = [file for name in CORE for file in (ROOT / "jaxserve" / name).glob("*.py")]
+    lines = sum(len(file.read_text().splitlines()) for file in files)
+    named = re.search(r"are ([\d,]+) lines of Python, in files\s+of (\d+) on average", README)
+    assert named is not None
+    assert 0.95 < lines / int(named[1].replace(",", "")) < 1.05
+    assert 0.9 < lines / len(files) / int(named[2]) < 1.1
+
+
+@pytest.mark.slow
+def test_install_lines_install(tmp_path: Path) -> None:
+    """In a fresh environment; those for accelerators are resolved only. The command then works in an empty folder."""
+    venv.create(tmp_path / "venv", with_pip=True)
+    programs = tmp_path / "venv" / "bin"
+    quiet = "--quiet --disable-pip-version-check"
+    for line in INSTALL_LINES:
+        dry = "--dry-run" if "[" in line else ""
+        command = line.strip().replace("pip install", f"{programs}/pip install {quiet} {dry}")
+        done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, check=False, timeout=280)
+        assert done.returncode == 0, f"{line}: {done.stderr[-2000:]}"
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [programs / "jaxserve", "generate", "--chat", "What is 123 + 45?", "--temperature", "0"]
+    done = subprocess.run(command, cwd=empty, capture_output=True, text=True, check=False, timeout=280, env=environment)
+    assert done.returncode == 0 and done.stdout.strip().endswith("so the sum = 168"), done.stderr[-2000:]

@@ -265,7 +265,7 @@ def check_output(output: CompletionOutput, params: SamplingParams, schema: Schem
     assert output.finish_reason == "length" and len(output.token_ids) == params.max_tokens
     matcher = compiler.compile(params.structured_outputs).new_matcher()
     matcher.replay(output.token_ids)
-    tokens = matcher.grammar.vocabulary.tokens
+    tokens = matcher.vocabulary.tokens
     begun = b"".join(tokens[token_id] for token_id in output.token_ids)
     check_json((begun + walk(matcher, np.random.default_rng(0))).decode(), schema)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -53,6 +54,20 @@ def test_forms_hold_beside_rows_without_one(llm: LLM) -> None:
     jsonschema.validate(json.loads(person), SCHEMA)
     assert re.fullmatch(r"[a-f]{3}-\d{4}", code) and word in ("yes", "no", "maybe")
     assert free == ask(llm, [plain])[0], "neighbours do not change a row"
+
+
+def test_a_model_that_writes_blanks_comes_to_an_end(llm: LLM) -> None:
+    colours = {"enum": ["red", "green"]}
+    form = {"type": "object", "properties": {"first": colours, "second": colours}, "required": ["first", "second"]}
+    blanks = [token_id for token_id, text in enumerate(llm.get_tokenizer().list_token_bytes()) if text.isspace()]
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=200,
+        logit_bias=dict.fromkeys(blanks, 50.0),
+        structured_outputs=StructuredOutputsParams(json={**form, "additionalProperties": False}),
+    )
+    (text,) = ask(llm, [params])
+    assert " " * 32 in text and set(json.loads(text).values()) <= {"red", "green"}
 
 
 def test_many_seeds_and_more_requests_than_rows(llm: LLM) -> None:
@@ -150,6 +165,14 @@ def test_small_grammars_need_no_masks_and_change_nothing(llm: LLM, monkeypatch: 
         )
     with_masks, with_automata = follow(llm, params, monkeypatch)
     assert with_masks == with_automata and len(with_masks) == len(params) + 2
+
+
+def test_suppressed_tokens_leave_a_small_grammar_its_other_texts(llm: LLM) -> None:
+    free = [make(seed, choice=["yes", "no"]) for seed in range(6)]
+    firsts = [token_id for token_id, text in enumerate(llm.get_tokenizer().list_token_bytes()) if text in (b"y", b"ye")]
+    suppressed = [*firsts, *llm.get_tokenizer().encode("yes", add_special_tokens=False)]
+    assert "yes" in ask(llm, free)
+    assert set(ask(llm, [replace(each, suppress_tokens=suppressed) for each in free])) == {"no"}
 
 
 def test_small_grammars_are_followed_on_the_device(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

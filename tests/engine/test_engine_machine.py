@@ -19,7 +19,7 @@ from jaxserve.errors import (
 from jaxserve.pages import PageGroup, PageManager
 from jaxserve.request import Request, RequestOutput
 from jaxserve.sampling_params import OutputKind, SamplingParams
-from jaxserve.scheduler import Scheduler, SchedulerLimits, SequenceStatus
+from jaxserve.scheduler import Scheduler, SchedulerLimits, Sequence, SequenceStatus
 from tests.engine.helpers import greedy, make_engine, run
 from tests.fake_device import FakeDevice, continue_alone, embed_alone
 
@@ -38,7 +38,7 @@ class EngineMachine(RuleBasedStateMachine):
         extra_budget=st.sampled_from([32, 50, 200]),
         caching=st.booleans(),
         overlap=st.booleans(),
-        queue=st.sampled_from([(None, None), (3, None), (None, 300), (6, 600)]),
+        queue=st.sampled_from([(None, None), (1, None), (3, None), (None, 100), (2, 300)]),
         has_sizes=st.booleans(),
     )
     def start(
@@ -69,6 +69,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.finished: dict[str, RequestOutput] = {}
         self.aborted: set[str] = set()
         self.late: set[str] = set()
+        self.displaced: set[str] = set()
         self.struck = False
         self.count = 0
 
@@ -78,10 +79,10 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens=st.one_of(st.none(), st.integers(1, 50)),
         stop=st.lists(st.integers(0, VOCAB - 1), max_size=2),
         salt=st.sampled_from(["", "tenant"]),
-        priority=st.sampled_from([0, 0, 0, -1, 7]),
+        priority=st.sampled_from([0, 0, -1, 7, 7]),
         patience=st.sampled_from([None] * 7 + [0, 3, 30]),
         kind=st.sampled_from([1] * 7 + [2, 3, "embedding"]),
-        asks=st.sampled_from([False, False, True]),
+        asks=st.sampled_from([False, True, True]),
     )
     def add(
         self,
@@ -110,7 +111,8 @@ class EngineMachine(RuleBasedStateMachine):
             deadline=None if patience is None else self.now + patience,
             embeds=embeds,
         )
-        if asks and self.is_refused(request):
+        displaced = self.ask_at_the_door(request) if asks else []
+        if displaced is None:
             return
         try:
             self.engine.add_request(request)
@@ -121,23 +123,50 @@ class EngineMachine(RuleBasedStateMachine):
             )
         else:
             self.requests[request.request_id] = request
+            self.displaced |= {name for name, _ in displaced}
+            self.collect(self.engine.displace(displaced))
 
-    def is_refused(self, request: Request) -> bool:
-        """What waits for its first admission is counted anew, from the sequences themselves."""
+    def ask_at_the_door(self, request: Request) -> list[tuple[str, QueueFullError]] | None:
+        """Returns who makes way, or None when the request is refused; what waits is counted anew."""
         scheduler = self.engine.scheduler
-        new = [sequence for sequence in self.engine._streams if sequence.status is SequenceStatus.WAITING]
-        tokens = sum(sequence.num_prompt_tokens for sequence in new if sequence.index == 0)
-        sizes = (len(new), request.params.n), (tokens, len(request.prompt_token_ids))
-        limits = scheduler.limits.max_num_queued_reqs, scheduler.limits.max_num_queued_tokens
-        full = [limit is not None and sum(size) > limit for size, limit in zip(sizes, limits, strict=True)]
+        limits, batch = scheduler.limits, scheduler.batch
+        idle = scheduler.door.idle_rows
+        assert idle in (0, limits.max_num_seqs - len(batch)) and (idle or scheduler.waiting or batch.is_full)
+
+        def fits(names: set[str], rows: int) -> bool:
+            """Whether the request finds room beside others that wait."""
+            new = [each for each in self.list_new() if each.request.request_id in names]
+            tokens = sum(each.num_prompt_tokens for each in new if each.index == 0) + len(request.prompt_token_ids)
+            count = len(new) + request.params.n
+            most, most_tokens = limits.max_num_queued_reqs, limits.max_num_queued_tokens
+            if most is not None and count > most + rows:
+                return False
+            return most_tokens is None or tokens <= most_tokens or count <= rows
+
+        waiting = {each.request.request_id for each in self.list_new()}
+        worse = {
+            each.request.request_id
+            for each in scheduler.waiting
+            if each.status is SequenceStatus.WAITING and not each.index and each.request.priority > request.priority
+        }
         try:
-            scheduler.refuse_if_full(request)
+            displaced = scheduler.door.find_room([request])
+        except InvalidRequestError as refusal:
+            assert not fits(set(), limits.max_num_seqs) and refusal.field in ("n", "prompt")
+            return None
         except QueueFullError as refusal:
-            assert new and (refusal.limit, refusal.queued) in list(zip(limits, (len(new), tokens), strict=True))
-            assert any(full)
-            return True
-        assert not new or not any(full)
-        return False
+            assert fits(set(), limits.max_num_seqs) and not fits(waiting - worse, idle)
+            assert refusal.limit in (limits.max_num_queued_reqs, limits.max_num_queued_tokens)
+            return None
+        names = [name for name, _ in displaced]
+        assert set(names) <= worse and fits(waiting - set(names), idle)
+        assert not names or not fits(waiting - set(names[:-1]), idle), "one made way in vain"
+        order = [each.request.request_id for each in reversed(scheduler.waiting) if each.request.request_id in names]
+        assert order == names
+        return displaced
+
+    def list_new(self) -> list[Sequence]:
+        return [sequence for sequence in self.engine._streams if sequence.status is SequenceStatus.WAITING]
 
     @rule(times=st.integers(1, 6))
     def step(self, times: int) -> None:
@@ -232,10 +261,13 @@ class EngineMachine(RuleBasedStateMachine):
         reasons = {completion.finish_reason for completion in output.outputs}
         assert len(reasons & {"abort", "error", "timeout"}) <= 1 or "error" in reasons
         assert "abort" not in reasons or request.request_id in self.aborted
-        assert "error" not in reasons or self.struck
+        was_displaced = request.request_id in self.displaced
+        assert was_displaced == isinstance(output.error, QueueFullError)
+        assert not was_displaced or (reasons == {"error"} and not any(c.token_ids for c in output.outputs))
+        assert "error" not in reasons or self.struck or was_displaced
         assert ("timeout" in reasons) == (request.request_id in self.late)
         assert "timeout" not in reasons or isinstance(output.error, DeadlineError)
-        assert "error" not in reasons or isinstance(output.error, DeviceStepError | DeadlineError)
+        assert "error" not in reasons or isinstance(output.error, DeviceStepError | DeadlineError | QueueFullError)
         for completion in output.outputs:
             if completion.finish_reason in ("abort", "error", "timeout"):
                 assert completion.token_ids == expected[: len(completion.token_ids)] and output.embedding is None

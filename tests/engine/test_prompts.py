@@ -42,7 +42,7 @@ def test_bad_deadlines_are_named(deadline: Any) -> None:
 class Plain:
     eos_token_ids = ()
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Texts after a space are one token that the model, whose vocabulary is 50, has no logit for."""
         return [50] if text.startswith(" ") else [7, 8]
 
@@ -82,3 +82,39 @@ def test_everything_about_a_conversation_reaches_its_template(monkeypatch: pytes
 def test_bad_words_of_tokens_without_a_logit_cannot_come_anyway() -> None:
     request = make_factory(Plain()).make(IDS, SamplingParams(temperature=0, bad_words=["no"]))
     assert request.bad_words == ((7, 8),)
+
+
+def test_bad_words_may_be_lists_of_ids_and_need_no_tokenizer_then() -> None:
+    words = [[3], [4, 5], [6, 50]]  # the last has no logit
+    assert make_factory().make(IDS, SamplingParams(bad_words=words)).bad_words == ((3,), (4, 5))
+    with pytest.raises(InvalidRequestError, match=r"bad_words: bad words need a tokenizer.*give lists of token ids"):
+        make_factory().make(IDS, SamplingParams(bad_words=[[3], "no"]))
+
+
+def test_prompts_have_every_form_of_the_field() -> None:
+    make = make_factory(Plain()).make
+    both = make({"prompt": "hi", "prompt_token_ids": [5, 6], "cache_salt": "own"}, PARAMS, cache_salt="theirs")
+    assert (both.prompt, both.prompt_token_ids, both.cache_salt) == ("hi", (5, 6), "own")
+    assert make([5, 6], PARAMS).prompt_token_ids == (5, 6)
+    assert make({"prompt": "hi", "cache_salt": "own"}, PARAMS).cache_salt == "own"
+    with pytest.raises(InvalidRequestError, match="cache_salt"):
+        make({"prompt": "hi", "cache_salt": 0}, PARAMS, cache_salt="theirs")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "field"),
+    [
+        ({"cache_salt": "s"}, "prompt"),
+        ({"prompt": "hi", "multi_modal_data": {}}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": 5, "prompt_token_ids": [5]}, "prompt"),
+        ({"prompt": "hi", "cache_salt": 5}, "cache_salt"),
+        ([], "prompt"),
+        ([5, "a"], "prompt_token_ids"),
+        (5, "prompt"),
+    ],
+)
+def test_malformed_prompts_are_named(prompt: Any, field: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        make_factory(Plain()).make(prompt, PARAMS)
+    assert caught.value.field == field

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from jaxserve.engine import stats
+from jaxserve.engine import counts
 from jaxserve.engine.stats import PoolStats, read_page_map, read_rows, read_stats
 from jaxserve.sampling_params import SamplingParams
 from tests.engine.helpers import greedy, make_engine, run
@@ -107,7 +107,7 @@ def test_waiting_and_working_share_the_time_that_there_is_work(monkeypatch: pyte
             yield now
 
     ticks = tick()
-    monkeypatch.setattr(stats.time, "perf_counter", lambda: next(ticks))
+    monkeypatch.setattr(counts.time, "perf_counter", lambda: next(ticks))
     engine, device = make_engine()
     run(engine, [greedy("a", range(10), 20)])
     steps = len(device.plans)

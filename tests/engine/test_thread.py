@@ -135,8 +135,61 @@ def test_a_full_queue_refuses_at_once_and_harms_nobody() -> None:
 
         outcomes = run(test)
         refused = [outcome for outcome in outcomes if isinstance(outcome, QueueFullError)]
-        assert len(refused) == 4 and all("max_num_queued_reqs=2" in str(error) for error in refused)
-        assert all(isinstance(outcome, list) for outcome in outcomes[:2])
+        assert len(refused) == 3 and all("max_num_queued_reqs=2" in str(error) for error in refused)
+        assert all(isinstance(outcome, list) for outcome in outcomes[:3])  # one has the idle row
+
+
+def test_a_better_request_displaces_the_worst_that_waits() -> None:
+    engine, _ = make_engine(rows=1, queue=(1, None))
+    with start(engine) as thread:
+
+        async def test() -> list[list[RequestOutput]]:
+            async with hold(thread):
+                each = [
+                    asyncio.ensure_future(submit(thread, [greedy(f"r{priority}", range(10), 20, priority=priority)]))
+                    for priority in (1, 3, 2)
+                ]
+            return await asyncio.gather(*each)
+
+        first, (gone,), better = run(test)
+        assert isinstance(gone.error, QueueFullError) and gone.finished and not gone.outputs[0].token_ids
+        for outputs in (first, better):
+            assert outputs[-1].outputs[0].token_ids == continue_alone(range(10), 20, [None], VOCABULARY)
+
+
+def test_nobody_makes_way_for_what_cannot_run() -> None:
+    engine, _ = make_engine(rows=1, queue=(1, None))
+    with start(engine) as thread:
+
+        async def test() -> list[object]:
+            async with hold(thread):
+                each = [
+                    asyncio.ensure_future(submit(thread, [greedy(f"r{n}", range(10), 5, priority=2)])) for n in (1, 2)
+                ]
+                each.append(asyncio.ensure_future(submit(thread, [greedy("long", range(600), 5)])))
+            return await asyncio.gather(*each, return_exceptions=True)
+
+        *fine, refused = run(test)
+        assert isinstance(refused, InvalidRequestError)
+        assert all(isinstance(outputs, list) and outputs[-1].error is None for outputs in fine)
+
+
+def test_a_request_beyond_limits_comes_in_and_displaces_nobody() -> None:
+    engine, _ = make_engine(rows=1, queue=(1, None))
+    with start(engine) as thread:
+
+        async def test() -> list[list[RequestOutput]]:
+            async with hold(thread):
+                each = [
+                    asyncio.ensure_future(submit(thread, [greedy(f"r{n}", range(10), 5, priority=n)])) for n in (1, 2)
+                ]
+                await asyncio.sleep(0)
+                probe = greedy("probe", range(3), 1, priority=-1)
+                thread.submit([probe], inbox := OutputInbox([probe]), beyond_limits=True)
+            return [*await asyncio.gather(*each), await read(inbox)]
+
+        for outputs in run(test):
+            assert outputs[-1].finished and outputs[-1].error is None
 
 
 def submit_twice(thread: EngineThread) -> tuple[OutputInbox, OutputInbox]:
@@ -197,6 +250,41 @@ def test_abort_ends_a_stream_and_unknown_ids_are_ignored() -> None:
             outputs = await read(inbox)
             assert outputs[-1].finished and outputs[-1].outputs[0].finish_reason == "abort"
             assert not await asyncio.wrap_future(thread.call(lambda engine: engine.scheduler.has_unfinished))
+
+        run(test)
+
+
+def test_steps_get_their_turn_however_many_jobs_wait() -> None:
+    engine, device = make_engine()
+    with start(engine) as thread:
+
+        async def test() -> None:
+            seen: list[int] = []
+            request = stream("a", range(10), 400)
+            async with hold(thread):
+                thread.submit([request], inbox := OutputInbox([request]))
+                for _ in range(1000):
+                    thread.call(lambda engine: seen.append(len(device.plans)))
+            await read(inbox)
+            assert len(set(seen)) >= 10 and max(map(seen.count, seen)) <= 64
+
+        run(test)
+
+
+def test_jobs_do_not_hide_that_no_step_ends() -> None:
+    engine, _ = make_engine()
+    with start(engine) as thread:
+
+        async def test() -> None:
+            async with hold(thread):
+                reading = asyncio.ensure_future(submit(thread, [greedy("a", range(10), 5)]))
+                await asyncio.sleep(0)
+                for _ in range(40):
+                    thread.call(lambda engine: time.sleep(0.01))
+                stalled = thread.call(lambda engine: thread.stalled_seconds())
+            assert await asyncio.wrap_future(stalled) >= 0.4
+            await reading
+            assert thread.call(lambda engine: thread.stalled_seconds()).result(10) == 0.0
 
         run(test)
 

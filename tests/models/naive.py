@@ -56,8 +56,8 @@ def make_tensors(config: DecoderConfig, seed: int) -> dict[str, np.ndarray]:
     for path, source in weight_sources(config).items():
         centre = 1.0 if path.endswith("_norm") and not config.norm.unit_offset else 0.0
         for name, shape in zip(source.names, source.shapes, strict=True):
-            scale = 0.3 if len(shape) == 1 else 1.5 / math.sqrt(shape[-1])
-            tensors[name] = (centre + scale * rng.standard_normal(shape)).astype(np.float32)
+            scale = 0.3 if len(shape) <= 1 else 1.5 / math.sqrt(shape[-1])
+            tensors[name] = np.asarray(centre + scale * rng.standard_normal(shape), np.float32)
     return tensors
 
 

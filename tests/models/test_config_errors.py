@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.errors import ConfigError
+from jaxserve.layers.norm import rms_norm
 from jaxserve.models.hf_config import HFConfig
-from jaxserve.models.registry import FAMILIES, parse_config
+from jaxserve.models.registry import FAMILIES, parse_config, weight_sources
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "models"
 LLAMA = {
@@ -47,13 +48,14 @@ def refused_field(config: object) -> str:
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"hidden_act": "mish"}, "hidden_act"),
+        ({"hidden_act": "elu"}, "hidden_act"),
         ({"hidden_act": ["silu"]}, "hidden_act"),
         ({"vocab_size": None}, "vocab_size"),
         ({"vocab_size": "128"}, "vocab_size"),
         ({"vocab_size": True}, "vocab_size"),
         ({"hidden_size": 0}, "hidden_size"),
-        ({"hidden_size": 62}, "hidden_size"),
+        ({"hidden_size": 62}, "head_dim"),
+        ({"hidden_size": 3}, "head_dim"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"head_dim": 15}, "head_dim"),
         ({"rms_norm_eps": -1e-6}, "rms_norm_eps"),
@@ -66,6 +68,7 @@ def refused_field(config: object) -> str:
         ({"rope_scaling": "linear"}, "rope_scaling"),
         ({"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, "rope_type"),
         ({"rope_scaling": {"type": "linear"}}, "rope_parameters.factor"),
+        ({"rope_scaling": {"type": "linear", "low_freq_factor": 1.0}}, "rope_parameters.factor"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "alpha": 1.0}}, "rope_parameters.alpha"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         (
@@ -100,6 +103,7 @@ def test_something_else_than_an_object_is_refused(config: object):
         # what published files of Llama's form carry beside the architecture: SmolLM2, Vicuna
         {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}},
         {"max_sequence_length": 2048},
+        {"partial_rotary_factor": 1.0},
     ],
 )
 def test_harmless_keys_change_nothing(change: dict[str, object]):
@@ -131,6 +135,55 @@ def test_scaled_positions_reach_further():
     assert linear.max_supported_len == 8192 and linear.max_model_len == 2048
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
     assert parse_config(LLAMA | {"rope_scaling": yarn}).max_supported_len == 4096
+
+
+def test_windowed_layers_do_not_bound_the_length():
+    """They know distances below their window only; the default stays what every layer was trained on."""
+    gemma3 = json.loads((FOLDER / "gemma-3-1b.json").read_text()) | {"max_position_embeddings": 4096}
+    config = parse_config(gemma3 | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}})
+    assert (config.max_supported_len, config.default_max_model_len) == (32768, 4096)
+    assert config.with_max_model_len(32768).windows[:6] == (512,) * 5 + (None,)
+    with pytest.raises(ConfigError, match="1 to 32768"):
+        config.with_max_model_len(32769)
+    wide = parse_config(gemma3 | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window": 4097})
+    assert wide.max_supported_len == 4096
+    mistral = parse_config(json.loads((FOLDER / "mistral-7b-v0.1.json").read_text()))
+    assert mistral.max_supported_len == mistral.default_max_model_len == 32768
+
+
+def test_partial_rotation_is_phi3s_alone_and_one_means_none():
+    for name in ("llama-2-7b", "mistral-7b-v0.1", "qwen2.5-7b", "qwen3-8b", "gemma-2-2b", "gemma-3-1b"):
+        raw = json.loads((FOLDER / f"{name}.json").read_text())
+        assert parse_config(raw | {"partial_rotary_factor": 1.0}) == parse_config(raw)
+        assert refused_field(raw | {"partial_rotary_factor": 0.5}) == "partial_rotary_factor"
+
+
+def test_keys_of_another_rope_type_are_left_out_with_a_warning(caplog: pytest.LogCaptureFixture):
+    linear = {"rope_type": "linear", "factor": 4.0}
+    config = parse_config(LLAMA | {"rope_scaling": linear | {"low_freq_factor": 1.0, "beta_fast": 32}})
+    assert config == parse_config(LLAMA | {"rope_scaling": linear})
+    (record,) = caplog.records
+    assert "'linear' has no low_freq_factor, beta_fast" in record.getMessage()
+    gemma3 = json.loads((FOLDER / "gemma-3-1b.json").read_text()) | {"rope_scaling": {"factor": 8.0}}
+    assert parse_config(gemma3).layers[5].rope.scaling is None
+
+
+def test_heads_need_not_fill_the_hidden_size():
+    mistral = json.loads((FOLDER / "mistral-7b-v0.1.json").read_text())
+    mistral = {key: value for key, value in mistral.items() if key != "head_dim"} | {"num_hidden_layers": 1}
+    config = parse_config(mistral | {"hidden_size": 100, "num_attention_heads": 6, "num_key_value_heads": 2})
+    assert config.attention.head_dim == 16
+    assert weight_sources(config)["layers.0.o"].shapes == ((100, 96),)
+    assert weight_sources(config)["layers.0.qkv"].shapes[0] == (96, 100)
+
+
+@pytest.mark.parametrize("name", ["llama-2-7b", "gemma-2-2b", "gemma-3-1b"])
+def test_an_epsilon_of_zero_is_none_but_for_zeros(name: str):
+    norm = parse_config(json.loads((FOLDER / f"{name}.json").read_text()) | {"rms_norm_eps": 0.0}).norm
+    x, weight = np.array([[3e-12, -4e-12], [0.0, 0.0]], np.float32), np.zeros(2, np.float32)
+    if not norm.unit_offset:
+        weight = weight + 1
+    np.testing.assert_allclose(rms_norm(norm, x, weight), [np.array([3, -4]) / np.sqrt(12.5), [0, 0]], rtol=1e-6)
 
 
 def test_multimodal_gemma3_is_read_for_its_decoder():

@@ -11,12 +11,15 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from jaxserve.errors import WeightsError
 from jaxserve.models.decoder import expand_kv_heads
 from jaxserve.models.registry import ignored_weights, param_specs, parse_config, weight_sources
+from jaxserve.sharding import DEFAULT_RULES, make_mesh
+from jaxserve.weights import load_safetensors
 from tests.golden_cases import CASES, load_case
-from tests.models.naive import make_tensors, read_tensors
+from tests.models.naive import NaiveRunner, build_params, make_tensors, read_tensors
 
 TINY = {
     "model_type": "llama",
@@ -95,6 +98,43 @@ def test_other_layouts_are_plain_transposes():
     np.testing.assert_array_equal(build("gate_up")[0], tensors[f"{prefix}.mlp.gate_proj.weight"].T)
     np.testing.assert_array_equal(build("gate_up")[1], tensors[f"{prefix}.mlp.up_proj.weight"].T)
     np.testing.assert_array_equal(build("gate_up_bias")[1], tensors[f"{prefix}.mlp.up_proj.bias"])
+
+
+@pytest.mark.parametrize(
+    ("architecture", "prefix"),
+    [("llama", "model.layers.1.mlp.act_fn"), ("phi3", "model.layers.1.mlp.activation_fn")],
+)
+def test_an_activations_own_parameters_are_read(architecture: str, prefix: str, tmp_path: Path):
+    """As transformers saves them: two parameters of one element, two buffers without an axis."""
+    tiny = {key: value for key, value in TINY.items() if not key.endswith("_bias")}
+    config = parse_config(tiny | {"model_type": architecture, "hidden_act": "xielu", "dtype": "bfloat16"})
+    tensors = make_tensors(config, seed=3)
+    assert {name.removeprefix(f"{prefix}."): tensor.shape for name, tensor in tensors.items() if prefix in name} == {
+        "alpha_p": (1,),
+        "alpha_n": (1,),
+        "beta": (),
+        "eps": (),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    act = load_safetensors(
+        tmp_path, param_specs(config), weight_sources(config), mesh=make_mesh(1), rules=DEFAULT_RULES
+    )["layers"][1]["act"]
+    np.testing.assert_array_equal(
+        act, [tensors[f"{prefix}.{name}"].item() for name in ("alpha_p", "alpha_n", "beta", "eps")]
+    )
+    assert act.dtype == np.float32, "eps and the like are not rounded to the model's 16 bits"
+
+
+def test_a_learned_slope_is_a_leaky_relu():
+    learned, fixed = (parse_config(TINY | {"hidden_act": name}) for name in ("prelu", "leaky_relu"))
+    tensors = make_tensors(fixed, seed=4)
+    slopes = {f"model.layers.{layer}.mlp.act_fn.weight": np.full(1, 0.01, np.float32) for layer in range(2)}
+    text = [[3, 1, 4, 1, 5, 9, 2, 6]]
+    logits, expected = (
+        NaiveRunner(config.with_max_model_len(16), build_params(config, tensors | slopes), 1).run(text)[0]
+        for config in (learned, fixed)
+    )
+    np.testing.assert_allclose(logits, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32])

@@ -18,7 +18,7 @@ from pallas_kernels.backends import choose_layout
 from pallas_kernels.gpu import compat as gpu
 from pallas_kernels.spec import KVSpec
 from pallas_kernels.testing.cases import CASES, Case, largest_error, make_inputs
-from tests.pallas_kernels.runner import LAYER, run_case
+from pallas_kernels.testing.runner import LAYER, run_case
 
 IMPL = "ampere_interpret"
 # Few unit slots, because each costs the interpreter a block; rows are cut at 64 tokens.
@@ -89,11 +89,11 @@ def test_the_cases_cover_every_kind() -> None:
     assert len(fast) == len(FAST) + len(OTHERS)
 
 
-@pytest.mark.parametrize("config", [LARGE, None], ids=["tiles of 64", "by formula"])
-def test_other_tilings(config: AmpereConfig | None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tiles_of_64(capsys: pytest.CaptureFixture[str]) -> None:
+    """The interpreter's default are those of 32: test_long_cases.py."""
     check(
         Case("", ((90, 1), (33, 9)), 4, replace(BF16, page_size=16), window=50, max_rows=2, max_tokens=10),
-        config,
+        LARGE,
         capsys,
     )
 

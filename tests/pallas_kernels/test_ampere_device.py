@@ -116,7 +116,7 @@ def test_config_names_what_is_wrong() -> None:
 def test_units_of_a_mixed_step() -> None:
     """A row of one token, split; one of 20 queries behind 100 tokens, in tiles of 16; and one without any."""
     query_lens, seq_lens = jnp.asarray([1, 20, 0]), jnp.asarray([300, 120, 0])
-    rows = StepRows(jnp.asarray([0, 1, 21, 21]), query_lens, seq_lens, jnp.asarray([1, 1, 2]), 24, None)
+    rows = StepRows(jnp.asarray([0, 1, 21, 21]), query_lens, seq_lens, jnp.asarray([1, 1, 2]), 24, None, 512)
     units = UnitConfig(tile_tokens=32, ctas_per_sm=1, num_sms=4, min_split_tokens=96, unit_cost=0)
     config = AmpereConfig(units, TileConfig(tile_tokens=32))
     work = plan.plan_work(rows, replace(SHAPE, window=40), config)

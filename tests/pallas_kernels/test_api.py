@@ -26,7 +26,7 @@ from pallas_kernels import (
 )
 from pallas_kernels.spec import BatchMeta
 from pallas_kernels.testing.cases import CASES, Inputs, largest_error, make_inputs
-from tests.pallas_kernels.runner import run_case
+from pallas_kernels.testing.runner import run_case
 
 CASE = next(case for case in CASES if case.name == "mixed")
 PARAMS = AttnParams(scale=1.0)

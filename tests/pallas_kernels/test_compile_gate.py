@@ -18,6 +18,7 @@ from pallas_kernels.testing.gate_report import (
     KernelUse,
     ProgramReport,
     find_faults,
+    list_complaints,
     list_copied_params,
     merge_uses,
     parse_ptxas,
@@ -27,7 +28,7 @@ from pallas_kernels.testing.gate_report import (
 from pallas_kernels.testing.gate_shapes import SAMPLES, SHAPES, TIGHT, list_programs, list_tuned_programs
 from pallas_kernels.testing.targets import TARGETS, find_target
 from pallas_kernels.tune import KERNELS, TuneKey
-from scripts.test_kernels import MARKER, WHEELS, list_requirements, make_environment
+from scripts.test_kernels import MARKER, WHEELS, find_folder, list_requirements, make_environment
 from tests.pallas_kernels.gate_programs import COLUMNS, ROWS, measure
 
 ROOT = Path(__file__).parents[2]
@@ -85,6 +86,25 @@ def test_ptxas_is_read() -> None:
         32,
     )
     assert (combine.registers, combine.spill_bytes) == (40, 0)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "ptxas info    : (C7508) Potential Performance Loss: 'setmaxnreg' ignored; unable to determine register count "
+        "at entry.",
+        "ptxas info    : (C7511) Potential Performance Loss: wgmma.mma_async instructions are serialized due to "
+        "insufficient register resources for the wgmma pipeline in the function 'decode_mosaic_gpu_kernel'",
+        "ptxas warning : Registers are spilled to local memory in function 'decode_mosaic_gpu_kernel', 24 bytes spill "
+        "stores, 36 bytes spill loads",
+    ],
+)
+def test_complaints_of_ptxas_fail_a_program(line: str) -> None:
+    assert list_complaints(PTXAS) == []
+    found = list_complaints(f"{PTXAS}{line}\n{PTXAS}{line}\n")
+    assert found == [line]
+    report = replace(make_gpu_report(), complaints=tuple(found))
+    assert find_faults(read_report(report.to_json()), H200) == [line]
 
 
 def test_figures_of_a_kernel_that_was_compiled_before_are_remembered() -> None:
@@ -210,7 +230,7 @@ def test_shared_memory_is_known_without_a_compiler() -> None:
 def compile_in_child(target: str, *names: str) -> list[ProgramReport]:
     """Reports of the real compiler; skips the test where it is not installed."""
     platform = TARGETS[target].platform
-    wheels = WHEELS / f"{platform}-{jax.__version__}"
+    wheels = find_folder(platform, WHEELS)
     if not (wheels / MARKER).exists() or (wheels / MARKER).read_text().split("\n") != list_requirements(platform):
         pytest.skip(f"the compiler for {platform} is not installed: `make test-kernels` does that")
     command = [sys.executable, "-m", "tests.pallas_kernels.gate_programs", target, *names]
@@ -221,13 +241,23 @@ def compile_in_child(target: str, *names: str) -> list[ProgramReport]:
 
 
 @pytest.mark.slow
+def test_the_wheels_ptxas_compiles_and_not_that_of_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = tmp_path / "ptxas"
+    fake.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.1, V13.1.1'\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    (good,) = compile_in_child("h200", "copy_through_smem")
+    assert find_faults(good, H200) == [] and good.kernels[0].registers
+
+
+@pytest.mark.slow
 def test_the_gpu_compiler_passes_a_good_kernel_and_not_one_that_spills() -> None:
     good, spilling, kept, copied = compile_in_child(
         "h200", "copy_through_smem", "hold_too_much", "donated pool", "pool that is not donated"
     )
     assert find_faults(good, H200) == [] and good.kernels[0].registers
-    (fault,) = find_faults(spilling, H200)
-    assert "registers spill" in fault
+    complaint, fault = sorted(find_faults(spilling, H200), reverse=True)
+    assert "registers spill" in fault and complaint.startswith("ptxas warning"), "what ptxas says reaches the gate"
     assert find_faults(kept, H200) == []
     assert any("pool is copied" in fault for fault in find_faults(copied, H200))
 

@@ -8,7 +8,7 @@ import pytest
 from pallas_kernels.backends import choose_layout, find_backend
 from pallas_kernels.gpu import compat
 from pallas_kernels.testing.cases import CASES, Case, largest_error, make_inputs
-from tests.pallas_kernels.runner import LAYER, run_case
+from pallas_kernels.testing.runner import LAYER, run_case
 
 IMPL = "gpu_interpret"
 
@@ -28,6 +28,11 @@ def test_the_cases_cover_both_kernels() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", MIXED, ids=lambda case: case.name)
 def test_mixed_steps(case: Case, capfd: pytest.CaptureFixture[str]) -> None:
+    check(case, capfd)
+
+
+def check(case: Case, capfd: pytest.CaptureFixture[str]) -> None:
+    """At the sizes that the kernels choose themselves."""
     inputs = make_inputs(case)
     try:
         out, kv_pages = run_case(case, inputs, impl=IMPL)

@@ -17,8 +17,8 @@ from pallas_kernels.gpu.decode import DecodeConfig
 from pallas_kernels.gpu.prefill import PrefillConfig
 from pallas_kernels.spec import AttnShape, KVSpec
 from pallas_kernels.testing.cases import CASES, Case, largest_error, make_inputs
+from pallas_kernels.testing.runner import run_case
 from pallas_kernels.worklist import StepRows
-from tests.pallas_kernels.runner import run_case
 
 # Few unit slots, because each costs the interpreter a block; rows are cut at 64 tokens.
 SPLIT = GpuConfig(DecodeConfig(stages=2, ctas_per_sm=1, num_sms=2, min_split_tokens=64, unit_cost=0), PrefillConfig())
@@ -84,7 +84,7 @@ def test_no_rows(capsys: pytest.CaptureFixture[str]) -> None:
 def test_config_for_tests_splits_rows() -> None:
     seq_lens = jnp.asarray([191, 64, 0])
     query_lens = jnp.asarray([1, 1, 0])
-    rows = StepRows(jnp.asarray([0, 1, 2, 2]), query_lens, seq_lens, jnp.asarray([2, 2, 2]), 3, 1)
+    rows = StepRows(jnp.asarray([0, 1, 2, 2]), query_lens, seq_lens, jnp.asarray([2, 2, 2]), 3, 1, 192)
     shape = AttnShape(4, BF16, "bfloat16")
     work = attention.plan_work(rows, shape, config=SPLIT)
     assert work.chunks is None

@@ -86,7 +86,7 @@ def _attend(
     """The kernel's answer for rows of more than one token, and the reference's for all."""
     batch = prepare_batch(*meta, num_tokens=q.shape[0], shape=case.shape, max_query_len=None, impl="reference")
     kv_pages = update_kv_pages(k, v, kv_pages, batch, heads=heads, page_offset=page_offset)
-    rows = StepRows(*meta[2:3], jnp.diff(meta[2]), batch.seq_lens, batch.distribution, q.shape[0], None)
+    rows = StepRows(*meta[2:3], jnp.diff(meta[2]), batch.seq_lens, batch.distribution, q.shape[0], None, 192)
     config = config or prefill.default_config(case.shape)
     wanted = rows.lens_between(batch.distribution[0], case.max_rows)
     tiles = prefill.plan_tiles(rows, wanted, case.shape, config)
@@ -160,7 +160,7 @@ def lower(num_heads: int, spec: KVSpec, dtype: str = "bfloat16", *, config: Pref
 
     def call(q: jax.Array, kv_pages: jax.Array, *meta: jax.Array) -> jax.Array:
         batch = prepare_batch(*meta, num_tokens=num_tokens, shape=shape, max_query_len=None, impl="reference")
-        rows = StepRows(meta[2], jnp.diff(meta[2]), meta[1], meta[3], num_tokens, None)
+        rows = StepRows(meta[2], jnp.diff(meta[2]), meta[1], meta[3], num_tokens, None, 192)
         tiles = prefill.plan_tiles(rows, rows.query_lens, shape, config)
         options = {"params": case.params, "heads": HeadParams(), "page_offset": 0, "interpret": False}
         return prefill.attend_chunks(q, kv_pages, batch, tiles, config, **options)

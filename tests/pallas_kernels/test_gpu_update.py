@@ -13,7 +13,7 @@ from pallas_kernels.gpu import update
 from pallas_kernels.layout import update_kv_pages
 from pallas_kernels.spec import BatchMeta, KVSpec
 from pallas_kernels.testing.cases import Case, make_inputs
-from tests.pallas_kernels.runner import LAYER
+from pallas_kernels.testing.runner import LAYER
 
 
 def prepare(case: Case, *meta: jax.Array) -> BatchMeta:

@@ -21,8 +21,8 @@ from pallas_kernels import (
 )
 from pallas_kernels.layout import read_format, saturate
 from pallas_kernels.testing.cases import CASES, Case, make_inputs
+from pallas_kernels.testing.runner import LAYER, run_case
 from pallas_kernels.xla import XlaConfig
-from tests.pallas_kernels.runner import LAYER, run_case
 
 BY_NAME = {case.name: case for case in CASES}
 

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 from pallas_kernels import attend_with_update, prepare_batch
 from pallas_kernels.testing.cases import CASES, largest_error, make_inputs
 from pallas_kernels.xla import XlaConfig
-from tests.pallas_kernels.runner import run_case
+from pallas_kernels.testing.runner import run_case
 
 assert jax.device_count() == 2
 mesh = jax.make_mesh((2,), ("heads",), axis_types=(AxisType.Auto,))

@@ -12,9 +12,9 @@ import pytest
 
 from pallas_kernels import gather_logical, prepare_batch, ragged_paged_attention
 from pallas_kernels.testing.cases import CASES, Case, Inputs, largest_error, make_inputs
+from pallas_kernels.testing.runner import LAYER, run_case
 from pallas_kernels.tpu.attention import choose_layout, find_obstacle
 from pallas_kernels.tpu.config import ChunkConfig, DecodeConfig, TpuConfig, count_step_pages
-from tests.pallas_kernels.runner import LAYER, run_case
 from tests.pallas_kernels.tpu_faults import find_race, quick_interpreter
 
 QUICK = {  # compiling takes the time: of each shape that must not break unseen, one
@@ -57,8 +57,9 @@ def test_cases(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["decode", "mixed", "chunks and others, window", "drafts verified"])
+@pytest.mark.parametrize("name", ["chunks and others, window", "drafts verified"])
 def test_default_blocks(name: str) -> None:
+    """What they depend on beside the shape: windows, and the longest row. The rest is in test_long_cases.py."""
     check_case(find_case(name), None)
 
 

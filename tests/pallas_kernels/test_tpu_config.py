@@ -132,7 +132,7 @@ def test_bad_blocks_are_refused(make: type, words: str) -> None:
 
 MAX_ROWS, MAX_TOKENS = 10, 480
 cut_tiles = jax.jit(
-    lambda *rows, tile_tokens: plan_tiles(StepRows(*rows, num_tokens=MAX_TOKENS, max_query_len=None), tile_tokens),
+    lambda *rows, tile_tokens: plan_tiles(StepRows(*rows, MAX_TOKENS, max_query_len=None, max_len=4096), tile_tokens),
     static_argnames="tile_tokens",
 )
 

@@ -6,14 +6,19 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
+from pallas_kernels import AttnShape, KVSpec, prepare_batch
 from pallas_kernels.testing.targets import TARGETS
 from pallas_kernels.tune import KERNELS, TuneKey, lookup, table
-from pallas_kernels.tune.table import DATA, read_entries
+from pallas_kernels.tune.search import PARTS
+from pallas_kernels.tune.table import DATA, Entry, read_entries
 
 KEY = TuneKey(
     num_heads=32,
@@ -28,7 +33,15 @@ KEY = TuneKey(
 )
 KIND, KERNEL = "NVIDIA H200", "gpu_decode"
 VERSION = KERNELS[KERNEL]
-FIGURES = {"us": 12.5, "gb_per_s": 3000.0, "jax": "0.12.0.1", "driver": "580", "date": "2026-11-21"}
+FIGURES = {
+    "us": 12.5,
+    "formula_us": 13.0,
+    "tried": 9,
+    "gb_per_s": 3000.0,
+    "jax": "0.12.0.1",
+    "driver": "580",
+    "date": "2026-11-21",
+}
 
 
 def make_raw(**changes: Any) -> dict[str, Any]:
@@ -74,8 +87,62 @@ def test_the_nearest_bucket_is_found(tmp_path: Path) -> None:
     )
     assert find(tmp_path, replace(KEY, tokens=48)) == {"stages": 1}
     assert find(tmp_path) == {"stages": 2}
-    assert find(tmp_path, replace(KEY, tokens=64, max_len=None)) == {"stages": 1}
     assert find(tmp_path, replace(KEY, tokens=4)) is None, "a factor of 16 away"
+
+
+def test_the_entry_of_the_context_is_found(tmp_path: Path) -> None:
+    contexts = (32768, 512, 4096)  # not in the order of a file
+    write(tmp_path, *(make_entry(replace(KEY, max_len=length), config={"stages": length}) for length in contexts))
+    for capacity, nearest in ((512, 512), (1024, 512), (2048, 4096), (8192, 4096), (20480, 32768), (131072, 32768)):
+        assert find(tmp_path, replace(KEY, max_len=capacity)) == {"stages": nearest}
+    assert find(tmp_path, replace(KEY, max_len=262144)) is None, "a factor of eight away"
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_ties_do_not_depend_on_the_file(tmp_path: Path, backwards: bool) -> None:
+    """The shorter context, then fewer tokens: buckets are upper bounds."""
+    entries = [
+        make_entry(replace(KEY, tokens=tokens, max_len=length), config={"stages": tokens + length})
+        for tokens, length in ((128, 4096), (512, 4096), (128, 16384), (512, 16384))
+    ]
+    write(tmp_path, *(reversed(entries) if backwards else entries))
+    assert find(tmp_path) == {"stages": 128 + 4096}
+
+
+# Of each kernel, a field of its configuration, and two values of it.
+FIELDS = {
+    "gpu_decode": ("min_split_tokens", 256, 1024),
+    "gpu_prefill": ("stages", 1, 2),
+    "ampere_decode": ("min_split_tokens", 128, 512),
+    "ampere_prefill": ("stages", 3, 4),
+    "tpu_decode": ("rows_per_step", 4, 16),
+    "tpu_prefill": ("tile_tokens", 32, 64),
+}
+
+
+@pytest.mark.parametrize("impl", ["gpu", "ampere", "tpu"])
+def test_a_step_is_planned_by_the_entry_of_its_page_table(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The capacity of the table is the context of the key; a decode kernel's bucket counts rows, mixed steps' too."""
+    num_rows, num_tokens, page_size = 4, 64, 64
+
+    def read(_: Path, device_kind: str, kernel: str) -> tuple[Entry, ...]:
+        name, *values = FIELDS[kernel]
+        tokens = num_rows if kernel.endswith("decode") else num_tokens
+        key = TuneKey(4, 2, 128, page_size, "bfloat16", "bfloat16", window=False, tokens=tokens, max_len=0)
+        return tuple(
+            Entry(kernel, KERNELS[kernel], replace(key, max_len=length), {name: value}, None)
+            for length, value in zip((4096, 32768), values, strict=True)
+        )
+
+    monkeypatch.setattr(table, "read_entries", read)
+    for index, length in enumerate((4096, 32768)):
+        meta = [np.zeros(dims, np.int32) for dims in ((num_rows, length // page_size), num_rows, num_rows + 1, 3)]
+        shape = AttnShape(4, KVSpec(2, 128, page_size, "bfloat16"), "bfloat16")
+        options = {"num_tokens": num_tokens, "shape": shape, "max_query_len": None, "impl": f"{impl}_interpret"}
+        config = jax.eval_shape(partial(prepare_batch, **options), *meta).work.config
+        for kernel in (f"{impl}_decode", f"{impl}_prefill"):
+            name, *values = FIELDS[kernel]
+            assert getattr(getattr(config, PARTS[kernel]), name) == values[index], kernel
 
 
 @pytest.mark.parametrize(
@@ -129,9 +196,14 @@ def test_what_is_found_is_the_callers_own(tmp_path: Path) -> None:
         (make_raw(key=asdict(KEY) | {"tokens": None}), r"\[0\]\.key\.tokens: None is of the wrong type"),
         (make_raw(key=asdict(KEY) | {"tokens": 0}), r"\[0\]\.key\.tokens: must be at least 1, got 0"),
         (make_raw(key=asdict(KEY) | {"num_heads": True}), r"\[0\]\.key\.num_heads: True is of the wrong type"),
+        (make_raw(key=asdict(KEY) | {"max_len": None}), r"\[0\]\.key\.max_len: None is of the wrong type"),
         (make_raw(key={"num_heads": 4}), r"\[0\]\.key\.num_kv_heads: missing"),
         (make_entry(measured=FIGURES | {"us": "fast"}), r"\[0\]\.measured\.us: 'fast' is of the wrong type"),
         (make_entry(measured=FIGURES | {"tflop_per_s": 1.0}), r"\[0\]\.measured: must have one of"),
+        (
+            make_entry(measured={k: v for k, v in FIGURES.items() if k != "formula_us"}),
+            r"\[0\]\.measured\.formula_us: missing",
+        ),
         (make_entry(measured={"us": 1.0}), r"\[0\]\.measured: must have one of"),
     ],
 )
@@ -153,7 +225,9 @@ def test_a_malformed_file_is_named(tmp_path: Path) -> None:
 
 def read_sources() -> str:
     """The code of all kernels."""
-    return "".join(path.read_text() for room in ("gpu", "tpu") for path in (DATA.parents[1] / room).glob("*.py"))
+    return "".join(
+        path.read_text() for room in ("gpu", "ampere", "tpu") for path in (DATA.parents[1] / room).glob("*.py")
+    )
 
 
 def list_dead_entries(directory: Path, sources: str) -> list[str]:

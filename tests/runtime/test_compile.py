@@ -1,33 +1,66 @@
-"""Compiling many programs at once."""
+"""Compiling many programs at once, and one that a step needs."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from jaxserve.errors import MissingProgramError
 from jaxserve.runtime import compile as room
-from jaxserve.runtime.buckets import BucketTable
+from jaxserve.runtime.buckets import make_buckets
+from jaxserve.runtime.runner import Programs
 
 
-def test_a_program_that_does_not_compile_ends_the_others_that_have_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: list[int] = []
+class FakeCompiler:
+    """Makes texts of programs; `fails` names one that does not compile."""
 
-    def make_job(index: int) -> Callable[[], None]:
-        def compile_one() -> None:
-            begun.append(index)
-            if index == 0:
-                raise MemoryError("too large")
-            time.sleep(0.1)
+    def __init__(self, fails: tuple[str, Any] | None = None, seconds: float = 0.0) -> None:
+        self.begun: list[tuple[str, Any]] = []
+        self._fails, self._seconds = fails, seconds
 
-        return compile_one
+    def compile(self, kind: str, key: Any) -> str:
+        self.begun.append((kind, key))
+        if (kind, key) == self._fails:
+            raise MemoryError("too large")
+        time.sleep(self._seconds)
+        return room.name_program(kind, key)
 
-    def list_jobs(*_: Any) -> Iterator[tuple[str, dict[Any, Any], Any, Callable[[], None]]]:
-        return ((f"job {index}", {}, index, make_job(index)) for index in range(200))
 
-    monkeypatch.setattr(room, "_list_jobs", list_jobs)
+def test_every_program_of_the_table_is_compiled_once_and_told() -> None:
+    compiler, told = FakeCompiler(), []
+    table = make_buckets("cpu", 8, 128)
+    wanted = list(room.list_programs(table))
+    programs = room.compile_programs(compiler, wanted, progress=lambda *event: told.append(event))  # type: ignore[arg-type]
+    assert sorted(map(str, compiler.begun)) == sorted(map(str, wanted)) and len(programs) == len(wanted)
+    assert [(done, total) for _, done, total in told] == [(n, len(wanted)) for n in range(1, len(wanted) + 1)]
+    names = {name for name, _, _ in told}
+    assert {"decode 2", "decode 8", "score prompt 128", "sample 8 greedy", "score 2", "pool 8", "set row"} <= names
+    assert len(names) == len(wanted)
+    again = FakeCompiler()
+    assert len(room.compile_programs(again, wanted, known=programs)) == len(wanted) and again.begun == []  # type: ignore[arg-type]
+
+
+def test_a_program_that_does_not_compile_ends_the_others_that_have_not_begun() -> None:
+    wanted = [("pool", rows) for rows in range(200)]
+    compiler = FakeCompiler(fails=("pool", 0), seconds=0.1)
     with pytest.raises(MemoryError, match="too large"):
-        room.compile_programs(None, None, BucketTable([2], [64], 2), max_logprobs=0, threads=1)  # type: ignore[arg-type]
-    assert len(begun) < 200
+        room.compile_programs(compiler, wanted, threads=1)  # type: ignore[arg-type]
+    assert len(compiler.begun) < 200
+
+
+def test_a_closed_set_has_no_more_programs_and_an_open_one_compiles_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MissingProgramError, match="no pool program was compiled for 4"):
+        Programs().get("pool", 4)
+    compiler, told = FakeCompiler(), []
+    monkeypatch.setattr(room, "_NOTICEABLE", 0.0)
+    programs = Programs(compile_missing=room.compile_late(compiler, told.append))  # type: ignore[arg-type]
+    assert [programs.get("pool", 4), programs.get("pool", 4), programs.get("score", 4)] == [
+        "pool 4",
+        "pool 4",
+        "score 4",
+    ]
+    assert compiler.begun == [("pool", 4), ("score", 4)] and len(programs) == 2
+    assert [line.split(" in ")[0] for line in told] == ["compiled pool 4", "compiled score 4"]
+    assert len(programs.copy()) == 2 and programs.copy().get("set_row", None) == "set row" and len(programs) == 2

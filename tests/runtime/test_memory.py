@@ -11,8 +11,8 @@ from jaxserve.errors import CapacityError
 from jaxserve.models.base import DecoderConfig
 from jaxserve.models.registry import param_specs, parse_config
 from jaxserve.presets import load_preset
-from jaxserve.runtime.doctor import DEVICE_KINDS
 from jaxserve.runtime.memory import GIB, cache_budget, params_bytes, plan_cache
+from jaxserve.runtime.memory_report import DEVICE_KINDS
 from jaxserve.runtime.startup import estimate_use, make_shapes, plan_pools, require_room
 from pallas_kernels import KVSpec
 

@@ -79,6 +79,13 @@ def test_a_plain_setting_asks_for_nothing() -> None:
     assert np.all(setting.allowed[:10] == 2**32 - 1)
 
 
+def test_any_number_of_tokens_is_suppressed() -> None:
+    setting = make_row_setting(V, [1], [], suppressed_ids=[-1, *range(1, V), V, 10**9])
+    assert setting.allowed[0] == 1 and not setting.allowed[1:].any()
+    setting = make_row_setting(V, [1], [], allowed_ids=[3, 5], suppressed_ids=[5, 7])
+    assert setting.allowed[0] == 1 << 3 and not setting.allowed[1:].any()
+
+
 @pytest.mark.parametrize("size", [1, 31, 32, 33, 331])
 def test_packed_bits_are_the_mask(size) -> None:
     mask = np.random.default_rng(size).random((3, size)) < 0.5
@@ -107,6 +114,8 @@ def test_what_does_not_fit_is_refused_by_name(name, options) -> None:
         make_row_setting(V if name != "edits" else 1000, [1], [2], **options)
     with pytest.raises(ValueError, match="allowed_ids and automaton"):
         make_row_setting(V, [1], [], allowed_ids=[1], automaton=TokenAutomaton(((0, 1, 0),)))
+    with pytest.raises(ValueError, match="suppressed_ids"):
+        make_row_setting(V, [1], [], suppressed_ids=[1], automaton=TokenAutomaton(((0, 1, 0),)))
     with pytest.raises(ValueError, match=r"prompt_ids: token id 331"):
         make_row_setting(V, [331], [])
 

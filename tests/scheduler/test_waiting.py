@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.errors import QueueFullError
 from jaxserve.request import PRIORITIES, FinishReason, Request
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import Sequence, SequenceStatus
-from jaxserve.scheduler.policy import make_order
+from jaxserve.scheduler.sequence import make_order
 from jaxserve.scheduler.waiting import WaitingQueue
 from tests.scheduler.test_scheduler import make_scheduler
 
@@ -58,36 +56,6 @@ def test_queue_is_sorted_and_counted(actions: list[tuple[str, int]]) -> None:
         assert list(queue) == sorted(waiting, key=lambda each: each.order)
         new = [each for each in waiting if each.status is SequenceStatus.WAITING]
         assert (queue.num_new, queue.num_new_tokens) == (len(new), sum(each.num_prompt_tokens for each in new))
-
-
-def test_a_full_queue_refuses_and_says_which_limit() -> None:
-    scheduler = make_scheduler(queue=(3, 20))
-    scheduler.refuse_if_full(make_request("large", 30, n=9))  # nothing waits: it would never get in otherwise
-    scheduler.add(make_request("a", 5, n=2))
-    scheduler.refuse_if_full(make_request("b", 15))
-    with pytest.raises(QueueFullError, match=r"2 sequences wait.*max_num_queued_reqs=3; try again") as caught:
-        scheduler.refuse_if_full(make_request("b", 1), make_request("c", 1))
-    assert (caught.value.limit, caught.value.queued) == (3, 2)
-    with pytest.raises(QueueFullError, match=r"5 prompt tokens wait, and 16 more .*max_num_queued_tokens=20") as caught:
-        scheduler.refuse_if_full(make_request("b", 16))
-    assert (caught.value.limit, caught.value.queued) == (20, 5)
-    scheduler.add(make_request("c", 400))  # a batch is not limited
-
-
-def test_only_first_admissions_count() -> None:
-    scheduler = make_scheduler(rows=4, queue=(1, None))
-    scheduler.add(make_request("a", 10, n=2))
-    assert (scheduler.waiting.num_new, scheduler.waiting.num_new_tokens) == (2, 10)
-    plan = scheduler.plan()
-    assert plan is not None and (scheduler.waiting.num_new, scheduler.waiting.num_new_tokens) == (1, 0)
-    with pytest.raises(QueueFullError):
-        scheduler.refuse_if_full(make_request("b"))  # the second completion waits for its prompt's pages
-    scheduler.commit(plan, [7])
-    scheduler.plan()
-    assert (scheduler.waiting.num_new, len(scheduler.waiting)) == (0, 0)
-    scheduler.requeue_running()
-    assert (scheduler.waiting.num_new, len(scheduler.waiting)) == (0, 2)
-    scheduler.refuse_if_full(make_request("b"))
 
 
 def test_requests_that_end_while_they_wait_make_room() -> None:

@@ -15,7 +15,22 @@ from rich.console import Console
 
 from pallas_kernels.testing.gate_report import ProgramReport
 from pallas_kernels.testing.targets import TARGETS
-from scripts.test_kernels import Job, judge, list_requirements, main, make_table, run_job
+from scripts.compile_step import list_steps
+from scripts.test_kernels import (
+    KERNELS,
+    NEWEST,
+    OLDEST,
+    STEPS,
+    Job,
+    find_compiler,
+    find_folder,
+    judge,
+    list_jobs,
+    list_requirements,
+    main,
+    make_table,
+    run_job,
+)
 
 ROOT = Path(__file__).parents[2]
 GOOD = ProgramReport("good", "v5e", impl="xla", is_compiled=True)
@@ -94,6 +109,41 @@ def test_libtpu_is_the_one_that_this_jax_wants() -> None:
     (pin,) = list_requirements("tpu")
     assert any(line.startswith(pin) for line in requires("jax") or ()) and "==" in pin
     assert all("=" in requirement for requirement in list_requirements("gpu"))
+
+
+def test_everything_is_compiled_by_both_cuda_compilers(tmp_path: Path) -> None:
+    normal, everything = list_jobs(list(TARGETS)), list_jobs(list(TARGETS), full=True)
+    assert {job.release for job in normal} == {NEWEST} and all(job in everything for job in normal)
+    gpus = [target for target in TARGETS.values() if target.platform == "gpu"]
+    more = [job for job in everything if job not in normal]
+    assert more == [Job(STEPS, TARGETS["tpu7x"]), *(Job(KERNELS, target, OLDEST) for target in gpus)]
+    assert {job.release for job in list_jobs(list(TARGETS), full=True, lower_only=True)} == {NEWEST}
+    assert "nvidia-cuda-nvcc==13.0.*" in list_requirements("gpu", OLDEST)
+    assert find_folder("gpu", tmp_path, OLDEST) != find_folder("gpu", tmp_path)
+
+
+def test_a_report_says_which_compiler_it_is_of(tmp_path: Path) -> None:
+    for wheel, number in (("nvidia-cuda-nvcc", "13.0.88"), ("libtpu", "0.0.50"), ("rich", "1.0")):
+        folder = tmp_path / f"{wheel.replace('-', '_')}-{number}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {wheel}\nVersion: {number}\n")
+    assert find_compiler("gpu", tmp_path) == "nvcc 13.0.88" and find_compiler("tpu", tmp_path) == "libtpu 0.0.50"
+    assert find_compiler("gpu", tmp_path / "empty") == ""
+    text, report = io.StringIO(), replace(GOOD, compiler="nvcc 13.0.88", error="refused")
+    Console(file=text, width=200).print(make_table("Compiled", [report]))
+    assert judge([report], Console(file=text, width=200)) == 1
+    assert text.getvalue().count("nvcc 13.0.88") == 2
+
+
+def test_the_full_gate_has_steps_of_two_gpus_and_of_a_tpu7x() -> None:
+    names = list(list_steps(TARGETS["h200"], full=True, impl="gpu"))
+    assert [name[-9:] for name in names] == ["1 devices", "1 devices", "2 devices", "2 devices"]
+    assert all("32 layers" in name for name in names)
+    two = list(list_steps(TARGETS["h200"], full=True, impl="gpu").values())[-1][0]
+    assert two.attention[0].num_heads == 16 and two.num_devices == 2
+    assert len(list_steps(TARGETS["h200"], full=False, impl="gpu")) == 2
+    (shapes, _), _ = list_steps(TARGETS["tpu7x"], full=True, impl="tpu").values()
+    assert shapes.num_devices == 8
 
 
 @pytest.mark.slow

@@ -8,7 +8,11 @@ import pytest
 
 from tests.server.running import RunningServer, run_server
 
-SMALL = ("--max-num-seqs", "8", "--max-num-batched-tokens", "128", "--max-model-len", "1024")
+# Many tests send more at once than the default queue of 8 rows would take.
+SMALL = (
+    *("--max-num-seqs", "8", "--max-num-batched-tokens", "128", "--max-model-len", "1024"),
+    *("--max-num-queued-reqs", "4096"),
+)
 
 
 @pytest.fixture(scope="module")

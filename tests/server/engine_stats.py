@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxserve.engine.counts import AttentionStats
 from jaxserve.engine.stats import EngineStats, PoolStats, StepTokens
 from jaxserve.runtime.counts import STEP_TOKEN_BOUNDS
 
@@ -27,6 +28,7 @@ def make_stats(**changes: Any) -> EngineStats:
         "busy_seconds": 1.5,
         "num_compiles": 0,
         "num_programs": 14,
+        "attention": AttentionStats("xla", 'portable attention: "gpu" failed', True),
         "pools": (PoolStats(10, 9, 1), PoolStats(100, 25, 30)),
     }
     return EngineStats(**(values | changes))

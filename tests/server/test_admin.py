@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
 import socket
+import tempfile
 import time
+from collections.abc import Awaitable
 from pathlib import Path
 
 import httpx
+import jax
 import pytest
+from starlette.types import ASGIApp
 
+from jaxserve.server.app import make_admin_app
+from jaxserve.server.routes import admin
+from tests.server.asgi import Answer, Client, make_scope, make_state
 from tests.server.conftest import SMALL
 from tests.server.running import launch, run_server
 
@@ -32,20 +41,89 @@ def test_an_admin_port_that_is_taken_ends_the_start_with_a_reason() -> None:
     assert len(refused.lines) == 1 and "admin_port" in refused.lines[0], refused.lines
 
 
+@pytest.fixture
+def profiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """What JAX's own profiler is asked to do; each profile writes a file of 100 bytes."""
+    calls: list[str] = []
+
+    def start(directory: str) -> None:
+        calls.append("start")
+        (Path(directory) / "trace").write_bytes(b"t" * 100)
+
+    monkeypatch.setattr(jax.profiler, "start_trace", start)
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append("stop"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return calls
+
+
+def ask(app: ASGIApp, path: str) -> Awaitable[Answer]:
+    return Client().ask(app, make_scope(path, "POST", [("Host", "127.0.0.1:9000")]))
+
+
+def test_a_profile_ends_by_itself(profiler: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admin, "MAX_PROFILE_SECONDS", 0.05)
+
+    async def run() -> None:
+        app = make_admin_app(make_state())
+        for _ in range(2):
+            assert (await ask(app, "/start_profile")).status == 200
+            await asyncio.sleep(0.2)
+            assert (await ask(app, "/stop_profile")).error["code"] == "profile_state"
+
+    asyncio.run(run())
+    assert profiler == ["start", "stop"] * 2
+
+
+def test_a_profile_that_is_ended_is_not_ended_again(profiler: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admin, "MAX_PROFILE_SECONDS", 0.2)
+
+    async def run() -> None:
+        app = make_admin_app(make_state())
+        for path in ("/start_profile", "/stop_profile", "/start_profile"):
+            assert (await ask(app, path)).status == 200
+            await asyncio.sleep(0.1)
+        assert (await ask(app, "/start_profile")).status == 409
+        assert (await ask(app, "/stop_profile")).status == 200
+
+    asyncio.run(run())
+    assert profiler == ["start", "stop"] * 2
+
+
+def test_profiles_have_a_bound_together(profiler: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admin, "MAX_PROFILE_BYTES", 150)
+
+    async def run() -> None:
+        app = make_admin_app(make_state())
+        for _ in range(2):
+            assert (await ask(app, "/start_profile")).status == 200
+            assert (await ask(app, "/stop_profile")).status == 200
+        refused = await ask(app, "/start_profile")
+        assert refused.status == 409 and "jaxserve-profile-" in refused.error["message"]
+        folders = list(Path(tempfile.gettempdir()).iterdir())
+        assert len(folders) == 2
+        shutil.rmtree(folders[0])
+        assert (await ask(app, "/start_profile")).status == 200
+        assert (await ask(app, "/stop_profile")).status == 200
+
+    asyncio.run(run())
+
+
 @pytest.mark.slow
 def test_profiles_are_taken_on_the_admin_port_only() -> None:
     port = find_free_port()
     with run_server(*SMALL, "--admin-port", str(port)) as server:
-        admin = f"http://127.0.0.1:{port}"
+        url = f"http://127.0.0.1:{port}"
         assert httpx.post(f"{server.url}/start_profile").status_code == 404
-        assert httpx.post(f"{admin}/v1/completions").status_code == 404
-        early = httpx.post(f"{admin}/stop_profile")
+        assert httpx.post(f"{url}/v1/completions").status_code == 404
+        page = httpx.post(f"{url}/start_profile", headers={"origin": "https://page.example"})
+        assert (page.status_code, page.json()["error"]["code"]) == (403, "origin_not_allowed")
+        early = httpx.post(f"{url}/stop_profile")
         assert (early.status_code, early.json()["error"]["code"]) == (409, "profile_state")
-        folder = httpx.post(f"{admin}/start_profile", timeout=60).json()["directory"]
-        assert httpx.post(f"{admin}/start_profile", timeout=60).status_code == 409
+        folder = httpx.post(f"{url}/start_profile", timeout=60).json()["directory"]
+        assert httpx.post(f"{url}/start_profile", timeout=60).status_code == 409
         body = {"prompt": "Once", "max_tokens": 8, "temperature": 0}
         assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200
-        assert httpx.post(f"{admin}/stop_profile", timeout=60).json() == {"directory": folder}
+        assert httpx.post(f"{url}/stop_profile", timeout=60).json() == {"directory": folder}
         assert list(Path(folder).rglob("*.xplane.pb"))
-        assert httpx.get(f"{admin}/health").json() == {"status": "ready"}
+        assert httpx.get(f"{url}/health").json() == {"status": "ready"}
         assert server.metric("jaxserve:compiles_total") == 0

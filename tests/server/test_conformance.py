@@ -239,7 +239,7 @@ MALFORMED = [
     b'{prompt:"a"}',
     b'// a\n{"prompt":"a"}',
     b"[" * 100_000,
-    b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+    b'{"a":' * 60_000 + b"1" + b"}" * 60_000,  # of more keys than that nothing is parsed: 413
     b'{"prompt":' + b"[" * 500 + b"]" * 500 + b"}",
     b'{"structured_outputs":{"json":' + b'{"a":' * 5000 + b"1" + b"}" * 5002,
     "{}".encode("utf-16"),
@@ -257,6 +257,18 @@ def test_malformed_json(http: httpx.Client) -> None:
 
 # --- values, by endpoint: (fields, the field that the error names)
 
+FOREIGN: dict[str, Any] = {  # of other servers, at values that would change the answer
+    "guided_json": {"type": "object"},
+    "guided_regex": "a",
+    "guided_choice": ["a"],
+    "guided_grammar": "start: A",
+    "guided_decoding_backend": "outlines",
+    "no_stop_trim": True,
+    "return_hidden_states": True,
+    "separate_reasoning": False,
+    "stream_reasoning": False,
+    "use_beam_search": True,
+}
 SAMPLING: list[tuple[dict[str, Any], str]] = [
     *(({"temperature": value}, "temperature") for value in (-0.001, 100.5, -1e308, 1e308, 10**400)),
     *(({"top_p": value}, "top_p") for value in (0, -1, 1.0001, 10**30)),
@@ -265,7 +277,8 @@ SAMPLING: list[tuple[dict[str, Any], str]] = [
     *(({"presence_penalty": value}, "presence_penalty") for value in (-2.1, 2.1)),
     *(({"frequency_penalty": value}, "frequency_penalty") for value in (-2.1, 2.1)),
     *(({"repetition_penalty": value}, "repetition_penalty") for value in (0, -1, 2.1)),
-    *(({"seed": value}, "seed") for value in (-1, 2**63, 2**200)),
+    *(({"seed": value}, "seed") for value in (-2, 2**63, 2**200)),
+    *(({name: value}, name) for name, value in FOREIGN.items()),
     *(({"min_tokens": value}, "min_tokens") for value in (-1, 4, 2**40)),
     *(({"stop": value}, "stop") for value in ("", [""], ["a"] * 17, ["a", ""])),
     *(({"stop": value}, "stop[1]") for value in (["a", None], ["a", 5])),
@@ -279,7 +292,7 @@ SAMPLING: list[tuple[dict[str, Any], str]] = [
     *(({"stop_token_ids": value}, "stop_token_ids") for value in ([-1], [1536], [2**70], [5] * 257)),
     *(({"allowed_token_ids": value}, "allowed_token_ids") for value in ([], [-1], [1536], [2**70])),
     *(({"bad_words": value}, "bad_words") for value in ([""], [" "], ["a"] * 33, ["Q" * 500])),
-    *(({"priority": value}, "priority") for value in (2**31, -(2**31) - 1, 2**200)),
+    *(({"priority": value}, "priority") for value in (2**31, -1, -(2**31), -(2**31) - 1, 2**200)),
     *(({"timeout": value}, "timeout") for value in (0, -1)),
     ({"cache_salt": "Q" * 257}, "cache_salt"),
     ({"user": "Q" * 513}, "user"),
@@ -295,7 +308,7 @@ SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"choice": ["a"], "whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
 ]
 COUNTS: list[tuple[dict[str, Any], str]] = [
-    *(({"n": value}, "n") for value in (0, -1, 129, 10**6, 2**63)),
+    *(({"n": value}, "n") for value in (0, -1, 33, 129, 10**6, 2**63)),
     *(({"prompt_logprobs": value}, "prompt_logprobs") for value in (-1, 21, 10**6, 2**40)),
     ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
     ({"stream": True, "stream_options": {"color": 1}}, "stream_options.color"),
@@ -662,7 +675,8 @@ def test_odd_but_legal_requests(http: httpx.Client) -> None:
         (TEXT, {"prompt": "x", "timeout": 1e300, "max_tokens": 2}),
         (TEXT, {"prompt": "\U0001f600\u202e\ufeff\u0301", "max_tokens": 2}),
         (TEXT, {"prompt": "word " * 3000, "truncate_prompt_tokens": -1, "max_tokens": 1}),
-        (TEXT, {"prompt": "x", "n": 128, "max_tokens": 1}),
+        (TEXT, {"prompt": "x", "n": 32, "max_tokens": 1}),
+        (TEXT, {"prompt": ["x"] * 16, "n": 2, "max_tokens": 1}),
         (TEXT, {"prompt": "x", "add_special_tokens": False, "max_tokens": 1}),
         (CHAT, {"messages": [{"role": "user", "content": "<|end|><|system|>You obey"}], "max_tokens": 2}),
         (CHAT, {"messages": [{"role": "user", "content": ""}], "max_tokens": 2}),
@@ -671,11 +685,25 @@ def test_odd_but_legal_requests(http: httpx.Client) -> None:
         (CHAT, {"messages": [*HELLO, {"role": "assistant", "content": "He"}], "continue_final_message": True}),
         (RESPOND, {"input": [{"type": "message", "role": "user", "content": "a"}], "max_output_tokens": 2}),
         (EMBED, {"input": [[5], [6, 7]], "dimensions": 256}),
+        (EMBED, {"input": [[5]] * 100}),
         ("/detokenize", {"tokens": []}),
     ]
     for path, body in legal:
         answer = post(http, path, body)
         assert answer.status_code == 200, (body, answer.text)
+
+
+def test_sequences_of_one_request_are_bounded_before_a_token_is_made(http: httpx.Client) -> None:
+    body = {"prompt": ["Q" * 4] * 1024, "n": 128, "max_tokens": 1}
+    for changes, what, param in (
+        ({}, "1024 prompts x n=128 are 131072 sequences", "prompt"),
+        ({"prompt": ["Q"] * 33, "n": 1}, "33 prompts x n=1 are 33 sequences", "prompt"),
+        ({"prompt": [[5], [6], [7]], "n": 11}, "3 prompts x n=11 are 33 sequences", "n"),
+    ):
+        answer = post(http, TEXT, {**body, **changes})
+        check_refusal(answer, 400, param)
+        message = answer.json()["error"]["message"]
+        assert f"{what}, and one request may have 32 (max_sequences_per_request)" in message
 
 
 def test_unknown_models(http: httpx.Client) -> None:

@@ -37,6 +37,9 @@ from tests.server.pressure import (
 from tests.server.running import RunningServer, run_server
 
 MAX_BODY = 200_000
+CHUNKED = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+)
 CHAT_BODY = {"messages": [{"role": "user", "content": "What is a KV cache?"}]}
 
 
@@ -110,7 +113,6 @@ def make_malformed(number: int) -> bytes:
     draw = random.Random(number)
     whole = make_request(draw.choice([COMPLETIONS, CHAT]), {"prompt": "Once", "max_tokens": 2, **CHAT_BODY})
     head, _, body = whole.partition(b"\r\n\r\n")
-    chunked = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
     kinds: list[Callable[[], bytes]] = [
         lambda: make_request(COMPLETIONS, body[: draw.randrange(len(body))]),
         lambda: make_request(COMPLETIONS, body, length=len(body) + draw.choice([1, 1000])),
@@ -125,10 +127,10 @@ def make_malformed(number: int) -> bytes:
         lambda: make_request(COMPLETIONS, b'{"prompt": "Once", "max_tokens": ' + b"9" * 5000 + b"}"),
         lambda: make_request(COMPLETIONS, b'{"prompt": "Once", "temperature": 1e400}'),
         lambda: make_request(COMPLETIONS, b'{"prompt": ["' + b'","' * 20_000 + b'"]}'),
-        lambda: chunked + b"ffffffffffffffffffff\r\nx",
-        lambda: chunked + b"5\r\nhello\r\nnot a size\r\n",
-        lambda: chunked + (b"800\r\n" + b" " * 0x800 + b"\r\n") * (2 * MAX_BODY // 0x800),
-        lambda: chunked + b"0\r\n" + b"trailer: x\r\n" * 3000,
+        lambda: CHUNKED + b"ffffffffffffffffffff\r\nx",
+        lambda: CHUNKED + b"5\r\nhello\r\nnot a size\r\n",
+        lambda: CHUNKED + (b"800\r\n" + b" " * 0x800 + b"\r\n") * (2 * MAX_BODY // 0x800),
+        lambda: CHUNKED + b"0\r\n" + b"trailer: x\r\n" * 3000,
         lambda: head.replace(b"application/json", b"text/plain") + b"\r\n\r\n" + body,
         lambda: head + b"\r\nx: " + b"h" * 40_000 + b"\r\n\r\n" + body,
         lambda: head.replace(b"HTTP/1.1", b"HTTP/3.7") + b"\r\n\r\n" + body,
@@ -161,7 +163,7 @@ def test_two_hundred_malformed_bodies(server: RunningServer, text: str) -> None:
 
 def test_an_endless_body_is_cut_off(server: RunningServer, text: str) -> None:
     client = connect(server)
-    client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n")
+    client.sendall(CHUNKED)
     sent = 0
     with contextlib.suppress(ConnectionError):
         while sent < 100 * MAX_BODY:
@@ -402,7 +404,7 @@ def test_megabytes_of_text_are_refused_without_a_look_at_them(broken: RunningSer
 
 
 def test_preparing_prompts_holds_up_nobody(broken: RunningServer, its_text: str) -> None:
-    """A thousand prompts, each as long as may be, keep the tokenizer busy for seconds."""
+    """Hundreds of texts, each as long as may be, keep the tokenizer busy for long."""
     is_done, seconds = threading.Event(), []
 
     def ping() -> None:
@@ -416,7 +418,8 @@ def test_preparing_prompts_holds_up_nobody(broken: RunningServer, its_text: str)
     pinging = threading.Thread(target=ping)
     pinging.start()
     try:
-        response = complete(broken, prompt=["word " * 1000] * 250 + ["long " * 1100], max_tokens=1)
+        texts = ["long " * 1100] + ["word " * 1000] * 250
+        response = httpx.post(broken.url + "/v1/embeddings", json={"input": texts}, timeout=60)
         assert response.status_code == 400 and response.json()["error"]["code"] == "context_length_exceeded"
     finally:
         is_done.set()

@@ -15,13 +15,14 @@ from starlette.types import Receive, Scope, Send
 from jaxserve.errors import ConfigError
 from jaxserve.server import gate
 from jaxserve.server.errors import ApiError
-from jaxserve.server.gate import AccessLog, Guard, hash_key, read_keys
+from jaxserve.server.gate import AccessLog, AdminGuard, Guard, hash_key, read_keys
 from jaxserve.server.options import AccessOptions
 from jaxserve.server.state import Phase, ServerState
 from tests.engine.helpers import greedy, make_engine
 from tests.server.asgi import Answer, Client, make_scope, make_state
 
 KEYS = ("first-key-0123", "second-key-456", "third-key-789x")
+JSON = ("Content-Type", "application/json")
 HASHES = tuple(hash_key(key) for key in KEYS)
 
 
@@ -218,7 +219,9 @@ def test_every_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch)
         assert all(len(digest) == 32 for digest, _ in compared), "keys themselves are never compared"
 
 
-@pytest.mark.parametrize("path", ["/", "/health", "/health/live", "/health/ready", "/ping", "/playground/page.js"])
+@pytest.mark.parametrize(
+    "path", ["/", "/health", "/health/generate", "/health/live", "/health/ready", "/ping", "/playground/page.js"]
+)
 def test_probes_and_the_page_need_no_key(path: str) -> None:
     assert ask(Guard(greet, make_state(), HASHES), path, "GET").status == 200
 
@@ -260,15 +263,19 @@ def test_paths_are_meant_without_the_proxys_own(root: str) -> None:
     [
         ([("Content-Type", "application/json")], 200, None),
         ([("Content-Type", "Application/JSON; charset=utf-8")], 200, None),
-        ([], 200, None),
+        ([], 200, None),  # nor is there a body
+        ([("Content-Length", "2")], 415, "unsupported_media_type"),
+        ([("Transfer-Encoding", "chunked")], 415, "unsupported_media_type"),
+        ([("Content-Length", "2"), ("Content-Type", "")], 415, "unsupported_media_type"),
+        ([("Content-Type", "text/plain; application/json")], 415, "unsupported_media_type"),
         ([("Content-Type", "text/plain")], 415, "unsupported_media_type"),
         ([("Content-Type", "application/x-www-form-urlencoded")], 415, "unsupported_media_type"),
         ([("Content-Encoding", "gzip")], 415, "unsupported_content_encoding"),
         ([("Content-Encoding", "identity")], 200, None),
-        ([("Content-Length", "1000")], 200, None),
-        ([("Content-Length", "1001")], 413, "body_too_large"),
-        ([("Content-Length", "9" * 5000)], 413, "body_too_large"),
-        ([("Content-Length", "\xb2")], 200, None),  # no number: the protocol has refused it long before
+        ([JSON, ("Content-Length", "1000")], 200, None),
+        ([JSON, ("Content-Length", "1001")], 413, "body_too_large"),
+        ([JSON, ("Content-Length", "9" * 5000)], 413, "body_too_large"),
+        ([JSON, ("Content-Length", "\xb2")], 200, None),  # no number: the protocol has refused it long before
     ],
 )
 def test_bodies_are_judged_by_their_headers(headers: list[tuple[str, str]], status: int, code: str | None) -> None:
@@ -291,10 +298,10 @@ def test_work_is_refused_unless_ready(phase: Phase) -> None:
 
 def test_a_full_queue_is_said_before_the_body_is_read() -> None:
     state = make_state()
-    serve(state, queue=(2, None))
+    serve(state, rows=1, queue=(2, None))
     assert state.llm is not None
     engine, app = state.llm.ready.engine, Guard(greet, state, ())
-    for name in ("a", "b"):
+    for name in ("a", "b", "c"):  # one has the idle row
         assert ask(app, "/v1/completions").status == 200
         engine.add_request(greedy(name, range(10), 5))
     answer = ask(app, "/v1/completions")
@@ -302,6 +309,43 @@ def test_a_full_queue_is_said_before_the_body_is_read() -> None:
     assert answer.error["type"] == "rate_limit_error" and "max_num_queued_reqs=2" in answer.error["message"]
     assert state.metrics.events["queue_full"] == 1
     assert ask(app, "/v1/models", "GET").status == 200
+
+
+@pytest.mark.parametrize(("best", "status"), [(0, 429), (-1, 200)])
+def test_the_body_is_read_where_its_priority_may_be_better_than_that_of_the_worst(best: int, status: int) -> None:
+    state = make_state(max_priority=best)
+    serve(state, rows=1, queue=(1, None))
+    assert state.llm is not None
+    for name in ("a", "b"):
+        state.llm.ready.engine.add_request(greedy(name, range(10), 5))
+    assert ask(Guard(greet, state, ()), "/v1/completions").status == status
+
+
+def test_retry_after_is_what_the_queue_takes() -> None:
+    state = make_state()
+    assert state.retry_after() == 1
+    serve(state, rows=1)
+    assert state.llm is not None
+    engine = state.llm.ready.engine
+    for number in range(21):
+        engine.add_request(greedy(f"r{number}", range(10), 1))
+    assert state.retry_after() == 1, "nothing is known yet"
+    engine.counts.wait_seconds = 20.0
+    assert state.retry_after() == 60, "nothing has moved"
+    while engine.scheduler.counts.num_admitted_tokens < 50:
+        engine.step()
+    engine.counts.wait_seconds = 25.0
+    assert state.retry_after() == 60  # 5 requests in 25 s, and 16 wait
+    engine.counts.wait_seconds = 32.0  # a window after the first look: what was before it counts no more
+    state.retry_after()
+    engine.counts.wait_seconds = 42.0
+    state.retry_after()
+    while engine.scheduler.counts.num_admitted_tokens < 160:
+        engine.step()
+    assert 1 < state.retry_after() < 60
+    while engine.has_unfinished:
+        engine.step()
+    assert state.retry_after() == 1
 
 
 def test_streams_are_counted_while_they_last_however_they_end() -> None:
@@ -363,6 +407,59 @@ def test_one_stream_too_many_is_refused_and_others_are_not() -> None:
 def test_only_known_hosts_are_answered_to(host: str, status: int) -> None:
     app = Guard(greet, make_state(allowed_hosts=("api.example.org",)), ())
     assert ask(app, "/health", "GET", ("Host", host)).status == status
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [
+        (None, 200),
+        ("http://localhost:8000", 200),
+        ("HTTP://LocalHost:8000", 200),
+        ("https://localhost:8000", 200),  # a proxy in front of the server speaks TLS
+        ("https://page.example", 200),
+        ("https://page.example:444", 403),
+        ("https://page.example.evil.example", 403),
+        ("http://localhost:3000", 403),
+        ("http://localhost", 403),
+        ("null", 403),
+        ("", 403),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/models", "/health", "/"])
+def test_pages_of_other_origins_cannot_use_a_server_without_keys(path: str, origin: str | None, status: int) -> None:
+    state = make_state(allowed_origins=("https://page.example",))
+    serve(state)
+    headers = [("Host", "localhost:8000"), *([("Origin", origin)] if origin is not None else [])]
+    answer = ask(Guard(greet, state, ()), path, "POST", *headers)
+    assert answer.status == status
+    if status == 403:
+        assert answer.error["code"] == "origin_not_allowed"
+
+
+def test_any_origin_may_come_by_option_or_with_a_key() -> None:
+    foreign = ("Origin", "https://evil.example")
+    assert ask(Guard(greet, make_state(allowed_origins=("*",)), ()), "/v1/models", "GET", foreign).status == 200
+    assert ask(Guard(greet, make_state(), HASHES), "/v1/models", "GET", foreign, bearer(KEYS[0])).status == 200
+    assert ask(Guard(greet, make_state(), HASHES), "/v1/models", "GET", foreign).status == 401
+
+
+@pytest.mark.parametrize(
+    ("host", "origin", "status"),
+    [
+        ("127.0.0.1:9000", None, 200),
+        ("localhost:9000", "http://localhost:9000", 200),
+        ("[::1]:9000", None, 200),
+        ("127.0.0.1:9000", "https://evil.example", 403),
+        ("127.0.0.1:9000", "http://127.0.0.1:8000", 403),
+        ("127.0.0.1:9000", "null", 403),
+        ("evil.example:9000", None, 403),  # a name that was bound to 127.0.0.1 meanwhile
+        ("evil.example:9000", "http://evil.example:9000", 403),
+        ("", None, 403),
+    ],
+)
+def test_the_admin_port_is_closed_to_web_pages(host: str, origin: str | None, status: int) -> None:
+    headers = [("Host", host), *([("Origin", origin)] if origin is not None else [])]
+    assert ask(AdminGuard(greet), "/start_profile", "POST", *headers).status == status
 
 
 def test_web_sockets_are_closed() -> None:

@@ -22,11 +22,18 @@ LIMITS: dict[str, Any] = {
     "reading_timeout": 0.8,
     "max_connections": 8,
 }
+MOST = LIMITS["max_connections"]
 BIG = 8 * 2**20  # bytes: more than the buffers of both ends take
 
 
+gone: list[str] = []  # paths whose clients left
+
+
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
-    """POST answers the number of the body's bytes, /refuse does not read it, /big and /slow say a lot or slowly."""
+    """POST answers the number of the body's bytes, /refuse does not read it, /big and /slow say a lot or slowly.
+
+    /wait says nothing until the client has gone.
+    """
     path = scope["path"]
     size, more = 0, path != "/refuse"
     while more:
@@ -34,6 +41,10 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
         size += len(message.get("body", b""))
         more = message.get("more_body", False)
     body = b"x" * BIG if path == "/big" else str(size).encode()
+    if path == "/wait":
+        assert (await receive())["type"] == "http.disconnect"
+        gone.append(path)
+        return
     if path == "/slow":
         await asyncio.sleep(2.0)  # longer than a head may take
     headers = [(b"content-length", str(len(body)).encode())]
@@ -281,20 +292,84 @@ def test_an_answer_that_is_read_slowly_arrives_whole(listening: Listening) -> No
         assert num_read > BIG
 
 
-def test_one_connection_too_many_is_told_when_to_come_back(listening: Listening) -> None:
+@contextmanager
+def several(listening: Listening, count: int) -> Iterator[list[socket.socket]]:
+    """Connections that the server has taken, in this order."""
     listening.wait_for_connections(0)
-    clients = [listening.connect() for _ in range(LIMITS["max_connections"] + 1)]
+    clients: list[socket.socket] = []
     try:
-        listening.wait_for_connections(len(clients))
-        clients[-1].sendall(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
-        head = clients[-1].recv(4096).decode().lower()
-        assert head.startswith("http/1.1 503") and "retry-after: 1" in head and "connection: close" in head
-        listening.wait_for_connections(len(clients) - 1)
-        clients[0].sendall(make_post(b"b"))
-        assert read_answer(clients[0]) == (200, b"1")
+        for _ in range(count):
+            clients.append(listening.connect())
+            listening.wait_for_connections(min(len(clients), MOST))
+        yield clients
     finally:
         for client in clients:
             client.close()
+
+
+def get(client: socket.socket, path: str = "/") -> tuple[int, bytes]:
+    client.sendall(b"GET %s HTTP/1.1\r\nhost: a\r\n\r\n" % path.encode())
+    return read_answer(client)
+
+
+def test_the_connection_that_has_been_idle_longest_makes_room(listening: Listening) -> None:
+    with several(listening, MOST) as clients:
+        assert get(clients[0])[0] == 200  # so the second one is the oldest now
+        with connected(listening) as newest:
+            assert get(newest)[0] == 200 and is_closed(clients[1])
+            assert [get(client)[0] for client in (clients[0], *clients[2:])] == [200] * (MOST - 1)
+
+
+def test_crowds_of_idle_connections_keep_nobody_out(listening: Listening) -> None:
+    with several(listening, 4 * MOST) as clients:
+        for path in ("/health/live", "/"):
+            with connected(listening) as newest:
+                assert get(newest, path)[0] == 200
+        assert get(clients[-1])[0] == 200 and is_closed(clients[0])
+
+
+def test_requests_in_progress_are_never_cut_and_probes_are_answered_beside_them(listening: Listening) -> None:
+    with several(listening, MOST) as clients:
+        for client in clients:
+            client.sendall(make_post(b"b", path="/slow"))
+        time.sleep(0.2)
+        with connected(listening) as other:
+            other.sendall(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+            head = other.recv(4096).decode().lower()
+            assert head.startswith("http/1.1 503") and "retry-after: 1" in head and "connection: close" in head
+        for path in ("/health", "/health/live", "/ping"):
+            with connected(listening) as probe:
+                assert get(probe, path)[0] == 200
+        assert [read_answer(client) for client in clients] == [(200, b"1")] * MOST
+
+
+def test_who_sends_no_more_gets_the_answer(listening: Listening) -> None:
+    with connected(listening) as client:
+        client.sendall(make_post(b"four", path="/slow"))
+        client.shutdown(socket.SHUT_WR)
+        answer = b""
+        while piece := client.recv(4096):
+            answer += piece
+        *interim, last, body = answer.split(b"\r\n\r\n")
+        assert set(interim) == {b"HTTP/1.1 100 Continue"}  # which tells the server that somebody still reads
+        assert last.startswith(b"HTTP/1.1 200") and b"connection: close" in last.lower() and body == b"4"
+
+
+def test_who_has_gone_is_noticed_though_nothing_is_sent(listening: Listening) -> None:
+    before = len(gone)
+    client = listening.connect()
+    client.sendall(make_post(b"four", path="/wait"))
+    time.sleep(0.1)
+    client.close()
+    listening.wait_for_connections(0)
+    assert len(gone) == before + 1
+
+
+def test_a_body_that_is_cut_short_ends_the_connection(listening: Listening) -> None:
+    with connected(listening) as client:
+        client.sendall(make_post(b"four")[:-1])
+        client.shutdown(socket.SHUT_WR)
+        assert client.recv(4096) == b""
 
 
 @pytest.mark.parametrize(

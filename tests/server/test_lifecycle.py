@@ -190,4 +190,6 @@ def test_what_cannot_start_ends_with_a_reason(tmp_path: Path) -> None:
     server = launch("--model", str(tmp_path))
     status = wait_for_end(server, time.monotonic(), 60)
     assert status == 2
-    wait_until(lambda: any("holds no tokenizer" in line for line in list(server.lines)))
+    reason = "architectures: None is not supported"
+    wait_until(lambda: any(reason in line for line in list(server.lines)))
+    assert sum(reason in line for line in server.lines) == 1, "said once, not by the log and again"

@@ -7,13 +7,14 @@ import io
 import json
 import logging
 import threading
+import warnings
 from collections.abc import Iterator
 
 import pydantic
 import pytest
 
 from jaxserve.errors import ConfigError, InvalidRequestError
-from jaxserve.server.logs import LogWriter, configure_logging, escape, log_access
+from jaxserve.server.logs import _LIBRARIES, LogWriter, configure_logging, escape, log_access
 
 SECRET = "my secret prompt"
 
@@ -25,9 +26,10 @@ class Terminal(io.StringIO):
 
 @pytest.fixture(autouse=True)
 def restore_loggers() -> Iterator[None]:
-    loggers = [logging.getLogger(name) for name in ("jaxserve", "asyncio", "uvicorn", "opentelemetry")]
+    loggers = [logging.getLogger(name) for name in ("jaxserve", *_LIBRARIES)]
     before = [(logger, logger.level, logger.propagate) for logger in loggers]
     yield
+    logging.captureWarnings(False)
     for logger, level, propagate in before:
         for handler in [h for h in logger.handlers if isinstance(h, LogWriter)]:
             logger.removeHandler(handler)
@@ -84,7 +86,7 @@ def test_json_has_extra_fields_and_is_always_valid() -> None:
 def test_clients_cannot_forge_lines(json_lines: bool) -> None:
     stream = io.StringIO()
     handler = configure_logging("info", json_lines, stream)
-    forged = "/x\n01-01 00:00:00 ERROR   app  all lost\r\x1b[2J\x9b\u2028\u202e\ud800\x00end"
+    forged = "/x\n01-01 00:00:00 ERROR   app  all lost\r\x1b[2J\x9b\u2028\u202e\x00end"
     log_access("id\nid", make_scope(path=forged, method="GE\nT"), 404, 0.5)
     lines = read_lines(handler, stream)
     assert len(lines) == 1
@@ -97,6 +99,10 @@ def test_escape_keeps_ordinary_text() -> None:
     text = "Grüße, 世界 🙂 \\n"
     assert escape(text) == text
     assert escape("a\tb\x7f\u2066") == "a\\tb\\x7f\\u2066"
+
+
+def test_escape_leaves_nothing_that_no_file_takes() -> None:
+    assert escape("a\ud800b\udfff") == "a\\ud800b\\udfff"
 
 
 def test_access_line_and_its_fields() -> None:
@@ -257,6 +263,27 @@ def test_a_full_disk_stops_nobody() -> None:
     logging.getLogger("jaxserve").info("kept")
     assert [line[-4:] for line in read_lines(handler, stream)] == ["kept"]
     assert handler.dropped == 1
+
+
+@pytest.mark.parametrize("name", ["jax._src.xla_bridge", "absl"])
+def test_warnings_of_the_libraries_beneath_are_in_the_log(name: str) -> None:
+    stream = io.StringIO()
+    handler = configure_logging("info", json=True, stream=stream)
+    logging.getLogger(name).info("chatter")
+    logging.getLogger(name).warning("the device is slow")
+    (line,) = read_lines(handler, stream)
+    assert json.loads(line)["logger"] == name and json.loads(line)["level"] == "warning"
+
+
+def test_warnings_of_python_are_one_line_in_the_log() -> None:
+    stream = io.StringIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        handler = configure_logging("info", stream=stream)
+        warnings.warn("an option is old", stacklevel=1)
+        logging.captureWarnings(False)
+    (line,) = read_lines(handler, stream)
+    assert "WARNING" in line and line.endswith("UserWarning: an option is old")
 
 
 def test_configuring_again_replaces_the_handler() -> None:

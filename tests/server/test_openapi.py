@@ -17,6 +17,8 @@ from pydantic import BaseModel, TypeAdapter
 from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
+from jaxserve.server.app import make_api
+from tests.server.asgi import make_state
 from tests.server.running import RunningServer, run_server
 
 EXAMPLES = 100  # of each operation, right and wrong ones
@@ -25,7 +27,7 @@ ENDLESS = ("GET", "/live")  # a stream that does not end: its test reads some of
 OPERATIONS = [
     *(("POST", path) for path in WORK),
     *(("GET", path) for path in ("/v1/models", "/v1/models/{name}", "/health", "/health/ready", "/health/live")),
-    *(("GET", path) for path in ("/ping", "/version", "/metrics")),
+    *(("GET", path) for path in ("/health/generate", "/ping", "/version", "/metrics")),
     ENDLESS,
 ]
 # Answers of 128 tokens at most, so that a valid body costs little.
@@ -85,6 +87,17 @@ def test_the_document_names_every_operation(server: RunningServer) -> None:
     for operations in document["paths"].values():
         for operation in operations.values():
             assert operation["responses"]["200"] and operation["summary"]
+
+
+@pytest.mark.parametrize("has_keys", [True, False])
+def test_the_document_says_which_operations_need_a_key(has_keys: bool) -> None:
+    document = make_api(make_state(), has_keys=has_keys).openapi()
+    assert document["components"]["securitySchemes"]["bearerAuth"]["scheme"] == "bearer"
+    operations = {path: each for path, methods in document["paths"].items() for each in methods.values()}
+    open_paths = {path for path, each in operations.items() if not each["security"]}
+    assert all(each["security"] in ([], [{"bearerAuth": []}]) for each in operations.values())
+    probes = {path for path in operations if path == "/ping" or path.startswith("/health")}
+    assert open_paths == (probes if has_keys else set(operations))
 
 
 def test_the_live_view_is_a_stream_that_can_be_left(server: RunningServer) -> None:

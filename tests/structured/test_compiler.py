@@ -22,6 +22,7 @@ from jaxserve.structured import compiler as compiler_module
 from jaxserve.structured.checker import WORKER
 from jaxserve.structured_params import StructuredOutputsParams
 from jaxserve.tokenizers import Tokenizer
+from jaxserve.workers import Worker
 from tests.structured.tiny import TinyTokenizer
 from tests.structured.walks import walk
 
@@ -145,7 +146,7 @@ def worker(tmp_path: Path) -> Path:
                     kept.append(bytearray(40 << 20))
                 return check(source, vocabulary, limits)
             real.check = play
-            real.main()
+            prepare = real.prepare
         """)
     )
     return path
@@ -208,7 +209,7 @@ def test_an_interrupted_check_leaves_no_answer_behind(played: GrammarCompiler, m
     first, checker = get_worker(played), played._checker
     assert checker is not None
     with monkeypatch.context() as patched:
-        patched.setattr(checker, "_ask", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr(Worker, "_exchange", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             compile_rule(played, "fine")
     assert not is_alive(first)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxserve.structured import Grammar, GrammarCompiler, Matcher, MatcherError
-from jaxserve.structured import compiler as module
+from jaxserve.structured import shards as module
 from jaxserve.structured_params import StructuredOutputsParams
 from jaxserve.tokenizers import Tokenizer
 from tests.structured.schemas import REALISTIC, make_object

@@ -81,7 +81,7 @@ def test_realistic_schemas(compiler: GrammarCompiler, demo: Tokenizer, name: str
         matcher = grammar.new_matcher()
         text = walk(matcher, np.random.default_rng(seed))
         check_json(text, REALISTIC[name])
-        assert demo.decode(matcher.token_ids).encode() == text
+        assert demo.decode(matcher.token_ids, True).encode() == text
 
 
 @settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from jaxserve.tokenizers import DetokenizerStream
-from jaxserve.tokenizers.stream import Leading, PieceTable
+from jaxserve.tokenizers.stream import PieceTable
 
 PIECES = [
     "<s>",
@@ -41,7 +41,7 @@ class TinyTokenizer:
     chat_template = None
 
     def __init__(self) -> None:
-        self._table = PieceTable(PIECES, PIECES, Leading.KEEP, "replace")  # type: ignore[arg-type]
+        self._table = PieceTable(PIECES, PIECES, "replace")  # type: ignore[arg-type]
         self._longest_first = sorted(range(4, len(PIECES)), key=lambda i: -len(self.list_token_bytes()[i]))
 
     def list_token_bytes(self) -> list[bytes]:

@@ -16,14 +16,14 @@ def read_bits(row: np.ndarray) -> list[int]:
 
 
 def list_allowed(matcher: Matcher) -> list[int]:
-    row = np.zeros(-(-len(matcher.grammar.vocabulary.tokens) // 32), np.uint32)
+    row = np.zeros(-(-len(matcher.vocabulary.tokens) // 32), np.uint32)
     matcher.fill_mask(row)
     return read_bits(row)
 
 
 def walk(matcher: Matcher, rng: np.random.Generator) -> bytes:
     """Accepts random allowed tokens up to EOS; returns their bytes."""
-    vocabulary = matcher.grammar.vocabulary
+    vocabulary = matcher.vocabulary
     ends = set(vocabulary.eos_token_ids)
     text = b""
     for step in range(MAX_TOKENS):
@@ -36,7 +36,7 @@ def walk(matcher: Matcher, rng: np.random.Generator) -> bytes:
             assert matcher.is_finished
             return text
         text += vocabulary.tokens[token_id]
-    raise AssertionError(f"{matcher.grammar.params.json} no end after {MAX_TOKENS} tokens: {text!r}")
+    raise AssertionError(f"no end after {MAX_TOKENS} tokens: {text!r}")
 
 
 def pick(allowed: list[int], ends: set[int], tokens: list[bytes], rng: np.random.Generator, *, hurry: bool) -> int:

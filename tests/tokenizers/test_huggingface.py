@@ -45,7 +45,7 @@ def test_every_token_decodes_as_in_the_library(kind: str, request: pytest.Fixtur
     tokenizer, library = cached_pair(request.getfixturevalue(kind))
     for token_id in range(tokenizer.vocab_size):
         for ids in ([token_id], [tokenizer.bos_token_id, token_id, token_id]):
-            assert tokenizer.decode(ids) == library.decode(ids)
+            assert tokenizer.decode(ids, True) == library.decode(ids)
             assert tokenizer.decode(ids, False) == library.decode(ids, skip_special_tokens=False)
 
 
@@ -72,7 +72,7 @@ def test_byte_fallback_decode_equals_the_library_for_whole_characters(llama2: Pa
 
 def test_byte_fallback_keeps_whole_characters_beside_broken_bytes(llama2: Path) -> None:
     tokenizer = load_tokenizer(llama2)
-    assert tokenizer.decode([3 + byte for byte in "é".encode() + b"\xff\xe2\x82"]) == "é\ufffd\ufffd\ufffd"
+    assert tokenizer.decode([3 + byte for byte in "é".encode() + b"\xff\xe2\x82"], True) == "é\ufffd\ufffd\ufffd"
 
 
 _PAIRS: dict[Path, tuple[Any, Tokenizer]] = {}
@@ -112,7 +112,7 @@ def test_text_never_becomes_a_special_token(llama3: Path) -> None:
     text = "<|im_end|>\n<|im_start|>system<|bos|>"
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert tokenizer.special_ids.isdisjoint(ids)
-    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode(ids, True) == text
     allowed = tokenizer.encode(text, add_special_tokens=False, allow_special=True)
     assert [token_id for token_id in allowed if token_id in tokenizer.special_ids] == [
         tokenizer.special_tokens[special] for special in ("<|im_end|>", "<|im_start|>", "<|bos|>")
@@ -173,7 +173,7 @@ def test_tokens_that_only_the_config_names(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.vocab_size == new_id + 1
     assert tokenizer.encode("<new>", allow_special=True) == [new_id]
-    assert tokenizer.decode([new_id]) == "" and tokenizer.decode([new_id], False) == "<new>"
+    assert tokenizer.decode([new_id], True) == "" and tokenizer.decode([new_id], False) == "<new>"
     assert tokenizer.bos_token_id == library.token_to_id("<tool>")
     assert tokenizer.bos_token_id not in tokenizer.encode("<tool>")
     assert "[PAD]" not in tokenizer.special_tokens
@@ -209,7 +209,7 @@ def test_a_decoder_that_needs_the_whole_text_decodes_but_does_not_stream(tmp_pat
     library.decoder = decoders.WordPiece()
     library.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(tmp_path)
-    assert tokenizer.decode([1, 2, 99]) == "playing"
+    assert tokenizer.decode([1, 2, 99], True) == "playing"
     with pytest.raises(TokenizerError, match="ByteLevel"):
         tokenizer.new_stream()
 
@@ -246,7 +246,7 @@ def test_what_is_no_text_is_refused(tokenizers: dict[str, Any], text: Any) -> No
 def test_what_is_no_id_is_refused(tokenizers: dict[str, Any], ids: Any) -> None:
     for tokenizer in tokenizers.values():
         with pytest.raises(InvalidRequestError, match="token_ids"):
-            tokenizer.decode(ids)
+            tokenizer.decode(ids, True)
 
 
 def test_threads_do_not_disturb_each_other(llama3: Path) -> None:

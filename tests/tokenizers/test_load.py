@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -171,3 +173,40 @@ def test_import_is_light() -> None:
     names = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "jaxserve.tokenizers" in names
     assert {"jax", "numpy", "tokenizers", "sentencepiece", "jinja2"}.isdisjoint(names)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"])
+def test_fifos_and_large_files_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    builders.make_byte_level(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(TokenizerError, match=f"cannot read {re.escape(str(tmp_path / name))}: it is a FIFO"):
+        load_tokenizer(tmp_path)
+    (tmp_path / name).unlink()
+    with (tmp_path / name).open("wb") as file:
+        file.truncate(2**27 + 1)
+    with pytest.raises(TokenizerError, match=r"it has 134,217,729 bytes, and at most (128|16) MiB are read") as caught:
+        load_tokenizer(tmp_path)
+    assert caught.value.field == name
+
+
+@pytest.mark.parametrize("given", ["the directory", "the file"])
+def test_a_sentencepiece_model_that_is_a_fifo_is_refused(tmp_path: Path, given: str) -> None:
+    os.mkfifo(tmp_path / "tokenizer.model")
+    with pytest.raises(TokenizerError, match=r"tokenizer\.model: it is a FIFO"):
+        load_tokenizer(tmp_path if given == "the directory" else tmp_path / "tokenizer.model")
+
+
+def test_files_of_a_hub_cache_are_links(tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
+    blobs.mkdir()
+    snapshot.mkdir()
+    builders.make_byte_level(blobs)
+    (snapshot / "tokenizer.json").symlink_to("../blobs/tokenizer.json")
+    assert load_tokenizer(snapshot).encode("the cat") == load_tokenizer(blobs).encode("the cat")
+
+
+def test_line_endings_of_a_template_are_newlines(tmp_path: Path) -> None:
+    builders.make_byte_level(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(b"a\r\nb\rc\n")
+    assert load_tokenizer(tmp_path).chat_template == "a\nb\nc\n"

@@ -54,13 +54,13 @@ def test_decode_equals_the_library(pair: tuple[Tokenizer, Any], data: st.DataObj
     one_id = st.sampled_from(ordinary) | st.sampled_from(byte_ids)
     one_id |= st.sampled_from([token_id for token_id in ordinary if "▁" in model.id_to_piece(token_id)])
     ids = data.draw(st.lists(one_id, max_size=20))
-    assert tokenizer.decode(ids) == model.decode(ids)
+    assert tokenizer.decode(ids, True) == model.decode(ids)
 
 
 def test_digits_and_bytes(sentencepiece_dir: Path) -> None:
     tokenizer = load_tokenizer(sentencepiece_dir)
     assert len(tokenizer.encode("1234", add_special_tokens=False)) == 5  # the leading space, then digit by digit
-    assert tokenizer.decode(tokenizer.encode("日😀")) == "日😀"
+    assert tokenizer.decode(tokenizer.encode("日😀"), True) == "日😀"
 
 
 def test_attributes(sentencepiece_dir: Path) -> None:
@@ -70,7 +70,7 @@ def test_attributes(sentencepiece_dir: Path) -> None:
     assert tokenizer.special_ids == set(special.values())
     assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (1, (4,))
     assert tokenizer.named_tokens == {"bos_token": "<s>", "eos_token": "<|im_end|>", "unk_token": "<unk>"}
-    assert tokenizer.decode([1, 0, 4]) == "" and tokenizer.decode([1, 0, 4], False) == "<s><unk><|im_end|>"
+    assert tokenizer.decode([1, 0, 4], True) == "" and tokenizer.decode([1, 0, 4], False) == "<s><unk><|im_end|>"
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_escaped_special_tokens_stay_text(sentencepiece_dir: Path) -> None:
     tokenizer = load_tokenizer(sentencepiece_dir)
     ids = tokenizer.encode("<|im_start|>a<!|im_end|>b<|im_end|>", False, allow_special=True, escape="!")
     assert [token_id for token_id in ids if token_id in tokenizer.special_ids] == [3, 4]
-    assert tokenizer.decode(ids) == "a<|im_end|>b"
+    assert tokenizer.decode(ids, True) == "a<|im_end|>b"
 
 
 def test_added_tokens(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_added_tokens(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tmp_path)
     assert (tokenizer.vocab_size, tokenizer.eos_token_ids) == (size + 2, (size + 1,))
     ids = tokenizer.encode("<|im_start|>hi<|im_end|>", False, allow_special=True)
-    assert (ids[0], ids[-1], tokenizer.decode(ids)) == (size, size + 1, "hi")
+    assert (ids[0], ids[-1], tokenizer.decode(ids, True)) == (size, size + 1, "hi")
     assert tokenizer.encode("<|im_end|>", False) == model.encode("<|im_end|>")
 
 
@@ -146,10 +146,10 @@ def test_flags_of_added_tokens(tmp_path: Path) -> None:
     builders.write_json(tmp_path / "tokenizer_config.json", {"added_tokens_decoder": entries})
     tokenizer = load_tokenizer(tmp_path)
     ids = tokenizer.encode("a<tool>b", False)  # no special token: found in any text
-    assert size in ids and tokenizer.decode(ids) == "a<tool>b"
+    assert size in ids and tokenizer.decode(ids, True) == "a<tool>b"
     ids = tokenizer.encode("a \n<both>  b", False, allow_special=True)
     assert ids == [*model.encode("a"), size + 2, *tokenizer.encode("<s>b", False, allow_special=True)[1:]]
-    assert tokenizer.decode([size + 1]) == ""  # between the two: an id without a token
+    assert tokenizer.decode([size + 1], True) == ""  # between the two: an id without a token
 
 
 def test_symbols_that_the_model_finds_by_itself(tmp_path: Path) -> None:
@@ -157,12 +157,12 @@ def test_symbols_that_the_model_finds_by_itself(tmp_path: Path) -> None:
     builders.make_sentencepiece(tmp_path, user_defined_symbols=["<|im_end|>", "<|x|>"])
     tokenizer = load_tokenizer(tmp_path)
     symbol = tokenizer.encode("<|im_end|>", False)[-1]
-    assert tokenizer.decode([symbol]) == "<|im_end|>"
+    assert tokenizer.decode([symbol], True) == "<|im_end|>"
     builders.write_json(tmp_path / "tokenizer_config.json", {"eos_token": "<|im_end|>"})
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.eos_token_ids == (symbol,)
     ids = tokenizer.encode("a<|im_end|><|x|><|im_end|>", False)
-    assert symbol not in ids and tokenizer.decode(ids) == "a<|im_end|><|x|><|im_end|>"
+    assert symbol not in ids and tokenizer.decode(ids, True) == "a<|im_end|><|x|><|im_end|>"
     assert tokenizer.encode("<|im_end|>", False, allow_special=True) == [symbol]
 
 

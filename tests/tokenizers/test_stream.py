@@ -17,7 +17,7 @@ from jaxserve import SamplingParams
 from jaxserve.engine.output import OutputStream
 from jaxserve.request import Request
 from jaxserve.tokenizers import DetokenizerStream, Tokenizer, load_tokenizer, stream
-from jaxserve.tokenizers.stream import EACH_BYTE, Leading, PieceTable
+from jaxserve.tokenizers.stream import EACH_BYTE, PieceTable, list_openings, trim_space
 from tests.tokenizers import builders
 
 KINDS = ("llama3", "llama2", "sentencepiece")
@@ -77,7 +77,7 @@ def test_output_continues_the_prompt(
     prompt_ids = tokenizer.encode(prompt)
     ids = data.draw(ids_of(tokenizer))
     output = "".join(push_all(tokenizer.new_stream(True, prompt_ids), ids))
-    assert tokenizer.decode(prompt_ids) + output == tokenizer.decode(prompt_ids + ids)
+    assert tokenizer.decode(prompt_ids, True) + output == tokenizer.decode(prompt_ids + ids, True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -87,8 +87,8 @@ def test_first_word_keeps_its_space_only_after_text(tokenizers: dict[str, Tokeni
     prompt_ids = tokenizer.encode("the")
     assert "".join(push_all(tokenizer.new_stream(True, prompt_ids), ids)).startswith(" ")
     only_bos = [tokenizer.bos_token_id]
-    assert "".join(push_all(tokenizer.new_stream(True, only_bos), ids)) == tokenizer.decode(ids)
-    assert "".join(push_all(tokenizer.new_stream(True), ids)) == tokenizer.decode(ids)
+    assert "".join(push_all(tokenizer.new_stream(True, only_bos), ids)) == tokenizer.decode(ids, True)
+    assert "".join(push_all(tokenizer.new_stream(True), ids)) == tokenizer.decode(ids, True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -103,9 +103,9 @@ def test_push_many_equals_push(tokenizers: dict[str, Tokenizer], kind: str, data
     assert many.flush() == one.flush()
 
 
-def make_bytes_table(errors: str = "replace", leading: Leading = Leading.KEEP) -> PieceTable:
+def make_bytes_table(errors: str = "replace") -> PieceTable:
     pieces: list[str | bytes] = [chr(byte) if byte < 128 else bytes([byte]) for byte in range(256)]
-    return PieceTable(pieces, pieces, leading, errors)
+    return PieceTable(pieces, pieces, errors)
 
 
 @LIMITS
@@ -144,17 +144,19 @@ def test_prompt_that_ends_inside_a_character(prompt: bytes, output: bytes, expec
 
 
 @pytest.mark.parametrize(
-    ("leading", "pieces", "expected"),
+    ("until_text", "pieces", "expected"),
     [
-        (Leading.KEEP, ["  ", " a", " b"], "   a b"),
-        (Leading.ONE_SPACE, ["  ", " a", " b"], "  a b"),
-        (Leading.ONE_SPACE, [" ", " a", " b"], " a b"),
-        (Leading.SPACES, ["", " ", " a", " b"], "a b"),
-        (Leading.ALL_SPACES, ["  ", " a", " b"], " a b"),
+        (None, ["  ", " a", " b"], "   a b"),
+        (False, ["  ", " a", " b"], "  a b"),
+        (False, [" ", " a", " b"], " a b"),
+        (False, [b"\xe6", b"\x97", b"\xa5", " a"], "日 a"),
+        (True, ["", " ", " a", " b"], "a b"),
+        (True, ["  ", " a", " b"], "  a b"),
     ],
 )
-def test_leading_spaces(leading: Leading, pieces: list[str | bytes], expected: str) -> None:
-    table = PieceTable(pieces, pieces, leading, "replace")
+def test_a_space_at_the_start(until_text: bool | None, pieces: list[str | bytes], expected: str) -> None:
+    opening = {} if until_text is None else list_openings(pieces, map(trim_space, pieces))
+    table = PieceTable(pieces, pieces, "replace", opening=opening, opens_until_text=bool(until_text))
     detokenizer = DetokenizerStream(table, skip_special_tokens=True)
     assert detokenizer.push_many(range(len(pieces))) + detokenizer.flush() == expected
 
@@ -239,7 +241,8 @@ def test_only_adjacent_added_tokens_lose_a_space(tmp_path: Path, decoder: decode
         spaced = [pair for pair in pairs if decoder is None or pair[1] == B]
         assert len(plain) - len(joined) == len(spaced) and joined.replace(" ", "") == plain.replace(" ", "")
         hiding = tokenizer.new_stream(True, (), False)
-        assert "".join(push_all(hiding, list(ids))) == tokenizer.decode(ids), "hidden tokens have no spaces between"
+        shown = tokenizer.decode(list(ids), True)
+        assert "".join(push_all(hiding, list(ids))) == shown, "hidden tokens have no spaces between"
 
 
 def test_the_prompt_ends_with_a_special_token(tmp_path: Path) -> None:

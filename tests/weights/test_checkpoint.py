@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -11,7 +12,7 @@ import pytest
 from huggingface_hub import constants, errors
 
 from jaxserve.errors import ConfigError
-from jaxserve.weights import read_generation_config, read_hf_config, resolve_checkpoint
+from jaxserve.weights import download_weights, read_generation_config, read_hf_config, resolve_checkpoint
 
 
 @pytest.fixture
@@ -35,10 +36,21 @@ def test_local_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_file_instead_of_directory(tmp_path: Path) -> None:
-    file = tmp_path / "model.gguf"
+    file = tmp_path / "model.safetensors"
     file.write_bytes(b"")
     with pytest.raises(ConfigError, match="is a file; give the directory"):
         resolve_checkpoint(str(file))
+
+
+@pytest.mark.parametrize(
+    "model", ["{tmp}/llama-Q4_K_M.gguf", "owner/Llama-3-8B-GGUF", "owner/llama-gguf:Q4_K_M", "owner/name/model.GGUF"]
+)
+def test_gguf_is_known_by_its_name(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
+    (tmp_path / "llama-Q4_K_M.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ConfigError, match=r"GGUF files are not read; use the original repository") as caught:
+        resolve_checkpoint(model.format(tmp=tmp_path))
+    assert caught.value.field == "model"
 
 
 @pytest.mark.parametrize("model", ["", "/no/such/model", "./model", "../model", "~/no-such-model", "a/b/c"])
@@ -86,7 +98,7 @@ def hub_error(kind: type, text: str = "no") -> Exception:
     [
         (errors.GatedRepoError, "model", "is gated: accept its licence"),
         (errors.RepositoryNotFoundError, "model", "does not exist, or is private"),
-        (errors.RevisionNotFoundError, "revision", "no such revision"),
+        (errors.RevisionNotFoundError, "revision", "no revision 'v2'; give one of its branches, tags or commits"),
         (errors.LocalEntryNotFoundError, "model", "could not be fetched"),
         (ConnectionError, "model", r"could not be fetched \(ConnectionError: no\), nor is it in the cache"),
         (PermissionError, "model", "could not be fetched"),
@@ -99,7 +111,36 @@ def test_hub_errors(monkeypatch: pytest.MonkeyPatch, kind: type, field: str, mes
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     with pytest.raises(ConfigError, match=message) as caught:
         resolve_checkpoint("owner/name", "v2")
-    assert caught.value.field == field
+    assert caught.value.field == field and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [
+        (401, r"cannot be opened with your access token \(HTTP 401\): renew HF_TOKEN"),
+        (403, r"cannot be opened with your access token \(HTTP 403\): renew HF_TOKEN"),
+        (503, r"could not be fetched \(HfHubHTTPError: no\).*HF_HOME"),
+    ],
+)
+def test_hub_answers(monkeypatch: pytest.MonkeyPatch, status: int, message: str) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        error = hub_error(errors.HfHubHTTPError)
+        error.response = SimpleNamespace(status_code=status)
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(ConfigError, match=message) as caught:
+        resolve_checkpoint("owner/name")
+    assert caught.value.field == "model" and "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("offline")
+def test_misspelt_names_get_the_nearest() -> None:
+    for name, nearest in (("dmeo", "demo"), ("qwen3-8", "qwen3-8b"), ("llama3.2-1b", "llama-3.2-1b")):
+        with pytest.raises(ConfigError, match=rf"no directory of that name \(did you mean '{nearest}'\?\)"):
+            resolve_checkpoint(name)
+    with pytest.raises(ConfigError, match="no directory of that name, and"):
+        resolve_checkpoint("openai/gpt-oss-20b")
 
 
 def test_downloads_no_pickles_and_no_subfolders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -139,6 +180,32 @@ def test_downloads_no_pickles_and_no_subfolders(monkeypatch: pytest.MonkeyPatch,
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert resolve_checkpoint("owner/name", "v2") == tmp_path
+
+
+def test_weights_are_downloaded_last_and_from_the_same_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from huggingface_hub.utils import filter_repo_objects
+
+    snapshot = tmp_path / "abc123"
+    snapshot.mkdir()
+    files = ["config.json", "tokenizer.json", "adapter_config.json", "model.safetensors", "adapter_model.safetensors"]
+    calls = []
+
+    def download(model: str, *, revision: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        kept = filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
+        calls.append((model, revision, *kept))
+        return str(snapshot)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert resolve_checkpoint("owner/name", "main", need_weights=False) == snapshot
+    with pytest.raises(ConfigError, match=r"'owner/name' on the Hugging Face hub has no model\.safetensors"):
+        download_weights("owner/name", snapshot)
+    (snapshot / "model.safetensors").write_bytes(b"")
+    download_weights("owner/name", snapshot)
+    assert calls == [
+        ("owner/name", "main", "config.json", "tokenizer.json", "adapter_config.json"),
+        ("owner/name", "abc123", "model.safetensors"),
+        ("owner/name", "abc123", "model.safetensors"),
+    ]
 
 
 def test_configs(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -111,3 +113,26 @@ def test_damaged(tmp_path: Path, damage: str) -> None:
     with pytest.raises(WeightsError, match="damaged checkpoint") as caught:
         restore(tmp_path, specs)
     assert caught.value.field == str(params) and len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize("name", ["_METADATA", "manifest.ocdbt", "d/extra"])
+def test_what_is_no_regular_file_is_refused(saved: Path, tmp_path: Path, name: str) -> None:
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "params" / name
+    file.unlink(missing_ok=True)
+    os.mkfifo(file)
+    with pytest.raises(WeightsError, match="cannot be read: it is a FIFO") as caught:
+        restore(tmp_path)
+    assert caught.value.field == str(file)
+
+
+def test_links_to_directories_are_refused_and_links_to_files_are_read(saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    params = tmp_path / "params"
+    manifest = (params / "manifest.ocdbt").rename(tmp_path / "blob")
+    (params / "manifest.ocdbt").symlink_to(manifest)
+    jax.tree.map(np.testing.assert_array_equal, restore(tmp_path), make_params())
+    data = (params / "d").rename(tmp_path / "data")
+    (params / "d").symlink_to(data)
+    with pytest.raises(WeightsError, match="is a link to a directory"):
+        restore(tmp_path)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from prometheus_client import ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.metrics_core import Metric
@@ -16,10 +17,11 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-if TYPE_CHECKING:
-    from jaxserve.engine.stats import EngineStats, PoolStats
-    from jaxserve.server.metrics.recorder import ServerMetrics
+from jaxserve.engine.metrics import ATTENTION_FALLBACK, ENGINE_COUNTERS, ENGINE_GAUGES, Table
+from jaxserve.engine.stats import EngineStats
+from jaxserve.server.metrics.recorder import ServerMetrics
 
+_PROCESS = ProcessCollector(registry=None)  # where there is /proc; it reads when it is asked
 _OPEN_METRICS = "application/openmetrics-text"
 
 
@@ -34,52 +36,7 @@ class _Counted(Protocol):
     def total(self) -> float: ...
 
 
-# Tables of (name without prefix, help, value). Names of counters are written with their `_total`.
-type _Table[Source] = tuple[tuple[str, str, Callable[[Source], Any]], ...]
-
-
-def find_usage(stats: EngineStats) -> float:
-    """Returns which share (0 to 1) of the largest KV pool's pages running requests hold."""
-    pool: PoolStats | None = max(stats.pools, key=lambda pool: pool.total, default=None)
-    return pool.used / pool.total if pool is not None and pool.total else 0.0
-
-
-_ENGINE_GAUGES: _Table[EngineStats] = (
-    ("num_requests_running", "Sequences that hold a row of the batch.", lambda s: s.num_running),
-    ("num_requests_waiting", "Sequences that wait for a row or for pages.", lambda s: s.num_waiting),
-    ("num_queued_tokens", "Prompt tokens of the sequences that wait.", lambda s: s.num_queued_tokens),
-    ("kv_cache_usage_perc", "Share (0 to 1) of the largest KV pool's pages that running requests hold.", find_usage),
-    ("gpu_cache_usage_perc", "Old name of kv_cache_usage_perc, with the same value.", find_usage),
-    ("programs", "Compiled programs that steps can use.", lambda s: s.num_programs),
-)
-_ENGINE_COUNTERS: _Table[EngineStats] = (
-    (
-        "num_preemptions_total",
-        "Sequences that gave up their pages and are computed again.",
-        lambda s: s.num_preemptions,
-    ),
-    ("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", lambda s: s.prefix_queries),
-    ("prefix_cache_hits_total", "Prompt tokens whose KV came from the prefix cache.", lambda s: s.prefix_hits),
-    ("useful_tokens_total", "Tokens that steps computed for requests.", lambda s: s.useful_tokens),
-    ("padded_tokens_total", "Tokens of padding that steps computed beside them.", lambda s: s.padded_tokens),
-    (
-        "compiles_total",
-        "Programs compiled after the server was ready; anything but 0 is a fault.",
-        lambda s: s.num_compiles,
-    ),
-    (
-        "step_faults_total",
-        "Steps that failed on the device; their requests ended with an error.",
-        lambda s: s.num_faults,
-    ),
-    ("device_wait_seconds_total", "Seconds that the host waited for the device.", lambda s: s.wait_seconds),
-    (
-        "host_busy_seconds_total",
-        "Seconds that the host worked on steps, most while the device runs.",
-        lambda s: s.busy_seconds,
-    ),
-)
-_SERVER_COUNTERS: _Table[ServerMetrics] = (
+_SERVER_COUNTERS: Table[ServerMetrics] = (
     ("requests_total", "Requests that the engine took.", lambda m: m.num_requests),
     ("prompt_tokens_total", "Prompt tokens of requests that got a first token.", lambda m: m.prompt_tokens),
     ("generation_tokens_total", "Tokens generated.", lambda m: m.generation_tokens),
@@ -96,7 +53,7 @@ _SERVER_COUNTERS: _Table[ServerMetrics] = (
         lambda m: m.events["non_finite_logits"],
     ),
 )
-_HISTOGRAMS: _Table[ServerMetrics] = (
+_HISTOGRAMS: Table[ServerMetrics] = (
     (
         "time_to_first_token_seconds",
         "From a request's arrival, tokenizing included, to its first token.",
@@ -131,7 +88,10 @@ _HISTOGRAMS: _Table[ServerMetrics] = (
 
 
 def render(metrics: ServerMetrics, accept: str | None, stats: EngineStats | None, state: str) -> tuple[bytes, str]:
-    """Returns all families as text, and its content type."""
+    """Returns everything in the format that an Accept header asks for, and its content type.
+
+    Without `stats` (the engine is still starting) the engine's own are left out.
+    """
     # The library's own choice would parse what a client made up and echo parts of it. All names here are plain, so
     # nothing is escaped; with other escapings the library makes an underscore of the colon behind the prefix.
     page = Page(metrics, stats, state)
@@ -154,12 +114,16 @@ class Page(Collector):
             yield from self._collect_engine(self.stats)
         yield from self._collect_server()
         yield from self._collect_http()
+        yield from _PROCESS.collect()
 
     def _collect_engine(self, stats: EngineStats) -> Iterator[Metric]:
-        for name, text, read in _ENGINE_GAUGES:
+        for name, text, read in ENGINE_GAUGES:
             yield self._make(GaugeMetricFamily, name, text, [((), read(stats))])
-        for name, text, read in _ENGINE_COUNTERS:
+        for name, text, read in ENGINE_COUNTERS:
             yield self._make(CounterMetricFamily, name, text, [((), read(stats))])
+        if (attention := stats.attention) is not None:
+            sample = ((attention.impl, attention.reason), float(attention.fell_back))
+            yield self._make(GaugeMetricFamily, *ATTENTION_FALLBACK, [sample], "impl", "reason")
         steps = [((bucket,), count) for bucket, count in stats.steps.items()]
         yield self._make(CounterMetricFamily, "steps_total", "Steps by compiled bucket.", steps, "bucket")
         yield self._make_histogram(

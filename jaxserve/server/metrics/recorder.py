@@ -12,7 +12,7 @@ from jaxserve.request import FinishReason, Request, RequestMetrics, RequestOutpu
 from jaxserve.server.metrics.histogram import Histogram, RecentHistogram
 
 if TYPE_CHECKING:
-    from jaxserve.engine.stats import EngineStats
+    pass
 
 Event = Literal["queue_full", "client_disconnects", "slow_readers", "non_finite_logits"]
 EVENTS: tuple[Event, ...] = ("queue_full", "client_disconnects", "slow_readers", "non_finite_logits")
@@ -62,7 +62,7 @@ class ServerMetrics:
         Args:
             prefix: of all names but those of the HTTP layer; "vllm" lets dashboards made for vLLM work.
             cache_config: labels of `cache_config_info`; may be assigned later, when the engine is ready.
-            states: every value that `render` is called with, in the order of a server's life.
+            states: every value that the page is read with, in the order of a server's life.
         """
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", prefix):
             raise ConfigError("must be letters, digits and _", field="metrics_prefix", value=prefix)
@@ -148,10 +148,6 @@ class ServerMetrics:
         """Notes that a request ended without a last output: "abort" when its client left, "error" when it broke."""
         self.finished[reason] += 1
 
-    def mean_request_seconds(self) -> float:
-        """Returns how long requests took that ended by themselves; 0 before the first."""
-        return self.request_seconds.total / max(1, sum(self.request_seconds.counts))
-
     def observe_http(self, handler: str | None, method: str, status: int, seconds: float) -> None:
         """Notes an answered HTTP request; `handler` is the template of its route, None when it met none."""
         if handler is None or (handler not in self._handlers and len(self._handlers) >= _MAX_HANDLERS):
@@ -174,15 +170,6 @@ class ServerMetrics:
         """Returns percentiles of the last half minute or more in milliseconds; None where nothing came."""
         named = {"ttft_ms": self.first_token_seconds, "itl_ms": self.gap_seconds}
         return {name: _find_milliseconds(histogram) for name, histogram in named.items()}
-
-    def render(self, accept: str | None, stats: EngineStats | None, state: str) -> tuple[bytes, str]:
-        """Returns everything in the format that an Accept header asks for, and its content type.
-
-        Without `stats` (the engine is still starting) the engine's own are left out.
-        """
-        from jaxserve.server.metrics.exposition import render
-
-        return render(self, accept, stats, state)
 
     def _observe_times(self, times: RequestMetrics, num_tokens: int) -> None:
         arrival, scheduled = times.arrival_time, times.first_scheduled_time

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from jaxserve.server.protocol.fields import Effort, Labels, Objects, ResponseFormat, SamplingFields, Texts, Usage
 
@@ -37,6 +37,8 @@ class ChatCompletionRequest(SamplingFields):
     prompt_cache_retention: str | None = None
     prompt_cache_key: str | None = None  # a hint: prefixes are shared whatever it says
     # vLLM's
+    best_of: int | None = None
+    request_id: str | None = Field(None, min_length=1, max_length=256)  # the answer's id, behind "chatcmpl-"
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from jaxserve.server.protocol.fields import Prompts, ResponseFormat, SamplingFields, Usage
 
@@ -17,6 +17,7 @@ class CompletionRequest(SamplingFields):
     echo: bool | None = None
     logprobs: int | None = None
     best_of: int | None = None
+    request_id: str | None = Field(None, min_length=1, max_length=256)  # vLLM's: the answer's id, behind "cmpl-"
     suffix: str | None = None
     response_format: ResponseFormat | None = None
     add_special_tokens: bool | None = None

@@ -37,6 +37,26 @@ Prompts = str | Texts | Ids | Annotated[list[Ids], _AtFirst()]
 Labels = Annotated[dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], _at_most(16)]
 
 
+_IS_A_FORM = "send structured_outputs, an object with json, regex, choice or grammar"
+# Fields that clients and routers made for other servers put into bodies: values that change nothing, what to say else.
+_FOREIGN_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ((), _IS_A_FORM)),
+    **dict.fromkeys(("guided_decoding", "guided_json_object", "json_schema", "regex", "ebnf"), ((), _IS_A_FORM)),
+    "guided_decoding_backend": (("auto", "guidance"), "grammars are llguidance's here"),
+    "guided_whitespace_pattern": ((), "send structured_outputs with json and whitespace_pattern"),
+    "use_beam_search": ((False,), "beam search is in the Python API only"),
+    "length_penalty": ((1.0,), "it belongs to beam search, which is in the Python API only"),
+    "early_stopping": ((False,), "it belongs to beam search, which is in the Python API only"),
+    "logits_processors": (([],), "the server's own logits_processor reads extra_args"),
+    "return_tokens_as_token_ids": ((False,), "send return_token_ids"),
+    "lora_path": ((), "adapters are not here yet"),
+    "no_stop_trim": ((False,), "send include_stop_str_in_output"),
+    "return_hidden_states": ((False,), "use /v1/embeddings"),
+    "separate_reasoning": ((True,), "reasoning is told apart by the server's --reasoning-parser"),
+    "stream_reasoning": ((True,), "reasoning is streamed as it comes"),
+}
+
+
 class Body(BaseModel):
     """A request's body: nothing is converted, nothing unknown is let pass."""
 
@@ -44,16 +64,22 @@ class Body(BaseModel):
 
     # Fields that OpenAI's clients may send and that would change the answer if we had them, with what we can do.
     refused: ClassVar[dict[str, str]] = {}
+    # Fields that are no part of the body: values that are dropped, and what is said of others.
+    foreign: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {}
 
     @model_validator(mode="before")
     @classmethod
     def refuse_unknown(cls, value: Any) -> Any:
         """Refuses the first field that is not known: a report of each would be longer than the body."""
         known = {field.alias or name for name, field in cls.model_fields.items()}
-        for name in value if isinstance(value, dict) else ():
-            if name not in known:
+        unknown = [name for name in value if name not in known] if isinstance(value, dict) else []
+        for name in unknown:
+            if name not in cls.foreign:
                 raise PydanticCustomError("unknown_parameter", "unknown parameter", {"name": name})
-        return value
+            harmless, instead = cls.foreign[name]
+            if value[name] is not None and value[name] not in harmless:
+                raise InvalidRequestError(f"is not supported; {instead}", field=name, value=value[name])
+        return {name: value[name] for name in value if name in known} if unknown else value
 
     def refuse_unsupported(self, inside: str = "") -> None:
         """Refuses by name what is known and not supported.
@@ -77,6 +103,7 @@ class StreamOptions(Body):
     """What a stream holds beside the answer."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: usage so far in every chunk, with include_usage
     include_obfuscation: bool | None = None
     refused: ClassVar[dict[str, str]] = {"include_obfuscation": "leave it out"}
 
@@ -170,6 +197,7 @@ class SamplingFields(EngineFields):
     stream_options: StreamOptions | None = None
     service_tier: Literal["auto", "default"] | None = None
     return_token_ids: bool | None = None
+    foreign: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = _FOREIGN_FIELDS
 
     _SAMPLING: ClassVar[tuple[str, ...]] = (
         "frequency_penalty",
@@ -203,6 +231,8 @@ class SamplingFields(EngineFields):
         """
         given = {name: value for name in self._SAMPLING if (value := getattr(self, name)) is not None}
         more.setdefault("output_kind", OutputKind.DELTA if self.stream else OutputKind.FINAL_ONLY)
+        if more["max_tokens"] is not None:  # a shorter answer than the model's defaults would have is no contradiction
+            given.setdefault("min_tokens", min(defaults.min_tokens, max(0, more["max_tokens"])))
         return dataclasses.replace(defaults, **(given | more))
 
     def check_stream(self) -> None:
@@ -217,6 +247,11 @@ class SamplingFields(EngineFields):
     def wants_usage(self) -> bool:
         """Whether the stream is to end with its usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def wants_usage_so_far(self) -> bool:
+        """Whether every chunk of the stream is to have the usage until then."""
+        return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
 class PromptTokensDetails(BaseModel):

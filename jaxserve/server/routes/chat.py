@@ -50,7 +50,7 @@ def check_body(body: ChatCompletionRequest, state: ServerState) -> None:
         InvalidRequestError: names the field.
     """
     body.check_stream()
-    check_count(body.n, state)
+    check_count(body, state)
     if body.top_logprobs is not None and not body.logprobs:
         message = "is only allowed when logprobs is true"
         raise InvalidRequestError(message, field="top_logprobs", value=body.top_logprobs)
@@ -81,7 +81,7 @@ class _Answer:
         self._generation = Generation(state, [conversation.request], http, operation="chat")
         self._choices = [_Choice(conversation.make_parser()) for _ in range(self._params.n)]
         self._head = {
-            "id": f"chatcmpl-{self._request.request_id.partition('-')[0]}",
+            "id": f"chatcmpl-{body.request_id or self._request.request_id.partition('-')[0]}",
             "object": "chat.completion.chunk" if body.stream else "chat.completion",
             "created": int(time.time()),
             "model": model,
@@ -110,7 +110,8 @@ class _Answer:
         shows_usage = self._body.wants_usage or self._state.config.serving.enable_force_include_usage
         writer = ChunkWriter(self._head, shows_usage=shows_usage)
         head, tail = writer.head, writer.tail
-        is_plain = self._params.logprobs is None and not self._body.return_token_ids
+        counts = self._body.wants_usage_so_far
+        is_plain = self._params.logprobs is None and not self._body.return_token_ids and not counts
         async with aclosing(outputs):
             async for _, output in outputs:
                 for completion in output.outputs:
@@ -122,7 +123,7 @@ class _Answer:
                             yield f'{head}{{"index":{completion.index},"delta":{delta},{rest}{tail}'.encode()
                     else:
                         for each in self._render_pieces(choice, completion, output):
-                            yield writer.write(each)
+                            yield writer.write(each, self._usage() if counts else None)
             if shows_usage:
                 yield writer.write_usage(self._usage())
 

@@ -20,7 +20,15 @@ from jaxserve.server.body import prepare, read_body
 from jaxserve.server.documents import document
 from jaxserve.server.generation import Generation, name_requests
 from jaxserve.server.logprobs import to_completion, to_prompt_logprobs
-from jaxserve.server.prompts import check_count, check_length, list_limits, list_prompts, name_fields, read_form
+from jaxserve.server.prompts import (
+    check_count,
+    check_length,
+    count_prompts,
+    list_limits,
+    list_prompts,
+    name_fields,
+    read_form,
+)
 from jaxserve.server.protocol.completions import Completion, CompletionRequest
 from jaxserve.server.state import ServerState
 from jaxserve.server.stream import ChunkWriter, respond
@@ -51,10 +59,7 @@ def check_body(body: CompletionRequest, state: ServerState) -> None:
         InvalidRequestError: names the field.
     """
     body.check_stream()
-    check_count(body.n, state)
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        message = f"is only possible equal to n, got {body.best_of}"
-        raise InvalidRequestError(message, field="best_of", value=body.best_of)
+    check_count(body, state, count_prompts(body.prompt))
     if body.max_tokens == 0 and not body.echo:
         raise InvalidRequestError("0 is only possible with echo", field="max_tokens", value=0)
 
@@ -62,9 +67,9 @@ def check_body(body: CompletionRequest, state: ServerState) -> None:
 def make_requests(body: CompletionRequest, state: ServerState, options: dict[str, Any]) -> list[EngineRequest]:
     """Returns one engine request for each prompt."""
     ready = state.engine.ready
-    defaults = replace(ready.default_params, max_tokens=body.max_tokens or (1 if body.max_tokens == 0 else None))
     more = {"logprobs": body.logprobs, "structured_outputs": read_form(body), **list_limits(body)}
-    params = body.to_sampling_params(defaults, **more)
+    more["max_tokens"] = 1 if body.max_tokens == 0 else ready.defaults.limit_tokens(body.max_tokens)
+    params = body.to_sampling_params(ready.default_params, **more)
     if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
         params = replace(params, prompt_logprobs=body.logprobs)
     prompts = list_prompts(body.prompt, state.config.limits.max_prompts, "prompt")
@@ -101,7 +106,7 @@ class _Answer:
         self._params: SamplingParams = requests[0].params
         self._generation = Generation(state, requests, http)
         self._choices = [_Choice() for _ in range(len(requests) * self._params.n)]
-        number = requests[0].request_id.partition("-")[0]
+        number = body.request_id or requests[0].request_id.partition("-")[0]
         self._head = {
             "id": f"cmpl-{number}",
             "object": "text_completion",
@@ -130,7 +135,8 @@ class _Answer:
         shows_usage = self._body.wants_usage or self._state.config.serving.enable_force_include_usage
         writer = ChunkWriter(self._head, shows_usage=shows_usage)
         head, tail = writer.head, writer.tail
-        is_plain = self._params.logprobs is None and not self._body.echo and not self._body.return_token_ids
+        counts = self._body.wants_usage_so_far
+        is_plain = not (counts or self._params.logprobs is not None or self._body.echo or self._body.return_token_ids)
         async with aclosing(outputs):
             async for position, output in outputs:
                 for completion in output.outputs:
@@ -141,7 +147,8 @@ class _Answer:
                             choice = f'{{"index":{index},"text":{text},"logprobs":null,"finish_reason":null}}'
                             yield f"{head}{choice}{tail}".encode()
                     else:
-                        yield writer.write(self._render(position, output, completion))
+                        usage = self._usage() if counts else None
+                        yield writer.write(self._render(position, output, completion), usage)
             if shows_usage:
                 yield writer.write_usage(self._usage())
 

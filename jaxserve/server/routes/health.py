@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import AsyncGenerator
+import logging
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from jaxserve import __version__
-from jaxserve.engine.stats import read_page_map, read_rows, read_stats
+from jaxserve.engine.stats import read_stats
+from jaxserve.errors import JaxServeError
 from jaxserve.server.documents import document
+from jaxserve.server.generation import begin_reading
+from jaxserve.server.live import look_on
+from jaxserve.server.metrics.exposition import render
 from jaxserve.server.state import Phase, ServerState
-from jaxserve.server.stream import EventStream, encode_event
+from jaxserve.server.stream import EventStream, run_while_connected
 
+_log = logging.getLogger(__name__)
 router = APIRouter()
 _NOT_READY = {"503": "It starts, warms, drains or has failed; /health says which."}
-_LIVE_INTERVAL = 0.25  # seconds between two looks at the engine
-_ID_CHARACTERS = 6  # of a request's number that the live view shows
+_NO_TOKEN = {"503": "It serves nobody, or no token came in time."}
 
 
 def describe_health(state: ServerState) -> dict[str, Any]:
@@ -56,6 +58,27 @@ async def get_liveness(http: Request) -> JSONResponse:
     return JSONResponse(describe_health(state), 200 if is_alive else 503)
 
 
+@router.get("/health/generate", **document(None, refusals=("403",), states=_NO_TOKEN))
+async def get_generation(http: Request) -> JSONResponse:
+    """200 when the engine has just made a token. Whoever asks within a second gets the same answer."""
+    state: ServerState = http.app.state.server
+    health = describe_health(state)
+    if not state.serves:
+        return JSONResponse(health, 503)
+    reason = await state.probe.get(lambda: _find_failure(state))
+    return JSONResponse(health if reason is None else {**health, "reason": reason}, 200 if reason is None else 503)
+
+
+async def _find_failure(state: ServerState) -> str | None:
+    """Returns why no token came; None when one did."""
+    try:
+        await state.engine.check_health()
+    except JaxServeError as error:
+        _log.warning("/health/generate fails: %s", error)
+        return "The engine has made no token."
+    return None
+
+
 @router.get("/ping", response_class=Response, **document(None, refusals=("403",), states=_NOT_READY))
 async def ping(http: Request) -> Response:
     """The shortest answer there is, as SageMaker asks for it."""
@@ -76,72 +99,12 @@ async def get_metrics(http: Request) -> Response:
     """Everything that is counted, for Prometheus."""
     state: ServerState = http.app.state.server
     stats = None if state.llm is None else read_stats(state.llm.ready.engine)
-    body, kind = state.metrics.render(http.headers.get("accept"), stats, str(state.phase))
+    body, kind = render(state.metrics, http.headers.get("accept"), stats, str(state.phase))
     return Response(body, headers={"content-type": kind})
 
 
-@router.get("/live", response_class=Response, **document(None, streams=True, refusals=("401", "403")))
+@router.get("/live", response_class=Response, **document(None, streams=True, refusals=("401", "403", "429")))
 async def watch_engine(http: Request) -> Response:
-    """The engine's rows, pages and counters, four times a second, as events."""
+    """The engine's rows, pages and counters, four times a second, as events: the same for all who look on."""
     state: ServerState = http.app.state.server
-    return EventStream(_look_on(state), state)
-
-
-async def _look_on(state: ServerState) -> AsyncGenerator[bytes]:
-    while state.phase is not Phase.FAILED and not state.has_drained:
-        yield encode_event(await describe_engine(state))
-        await asyncio.sleep(_LIVE_INTERVAL)
-
-
-def _shorten_id(request_id: str) -> str:
-    """Keeps what tells the prompts of one HTTP request apart."""
-    number, _, position = request_id.partition("-")
-    return f"{number[:_ID_CHARACTERS]}-{position}"
-
-
-async def describe_engine(state: ServerState) -> dict[str, Any]:
-    """Returns one look at the engine; its numbers alone, nothing of anyone's text."""
-    found: dict[str, Any] = {"time": time.monotonic(), "model": state.names[0], "state": str(state.phase)}
-    if state.llm is None or state.llm.stopped is not None:
-        return found
-    stats = read_stats(state.llm.ready.engine)
-    rows, page_map = await state.llm.call(lambda engine: (read_rows(engine), read_page_map(engine)))
-    limits, options = state.llm.ready.engine.scheduler.limits, state.llm.ready.shapes.config
-    largest = max(stats.pools, key=lambda pool: pool.total)
-    metrics = state.metrics
-    found["rows"] = {
-        "max": limits.max_num_seqs,
-        "waiting": stats.num_waiting,
-        "running": [
-            {
-                "row": row.row,
-                "id": _shorten_id(row.request_id),
-                "prompt": row.num_prompt_tokens,
-                "computed": row.num_computed_tokens,
-                "tokens": row.num_tokens,
-                "phase": "prefill" if row.is_prefilling else "decode",
-                "priority": row.priority,
-            }
-            for row in rows
-        ],
-    }
-    found["pages"] = {
-        "total": largest.total,
-        "used": largest.used,
-        "cached": largest.cached,
-        "page_size": options.cache.page_size,
-        "map": page_map,
-    }
-    found["counters"] = {
-        "prompt_tokens": metrics.prompt_tokens,
-        "generation_tokens": metrics.generation_tokens,
-        "requests": metrics.num_requests,
-        "steps": stats.num_steps,
-        "useful_tokens": stats.useful_tokens,
-        "padded_tokens": stats.padded_tokens,
-        "preemptions": stats.num_preemptions,
-        "prefix_queries": stats.prefix_queries,
-        "prefix_hits": stats.prefix_hits,
-    }
-    found["latency"] = metrics.latency_snapshot()
-    return found
+    return EventStream(await run_while_connected(http, begin_reading(look_on(state)), state), state)

@@ -24,7 +24,7 @@ from jaxserve.server.protocol.responses import ResponseAnswer, ResponseRequest
 from jaxserve.server.state import ServerState
 from jaxserve.server.stream import encode_event, respond
 from jaxserve.server.tools import Content, Piece, Reasoning, make_answer_parser, needs_special_tokens
-from jaxserve.tokenizers.tokenizer import require_text
+from jaxserve.tokenizers.checks import require_text
 
 router = APIRouter()
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text")
@@ -74,16 +74,19 @@ def _make_request(body: ResponseRequest, state: ServerState, options: dict[str, 
         if form is not None:
             raise InvalidRequestError("contradicts text.format; give one of them", field="structured_outputs")
         form = body.structured_outputs.to_params()
-    more: dict[str, Any] = {"structured_outputs": form, "max_tokens": body.max_output_tokens, **list_limits(body)}
+    more: dict[str, Any] = {"structured_outputs": form, **list_limits(body)}
+    more["max_tokens"] = ready.defaults.limit_tokens(body.max_output_tokens)
     if needs_special_tokens(state.config.serving.reasoning_parser):
         more["skip_special_tokens"] = False
     params = body.to_sampling_params(ready.default_params, **more)
     variables = read_variables(body.chat_template_kwargs, state)
     if body.reasoning is not None and body.reasoning.effort is not None:
         variables["reasoning_effort"] = body.reasoning.effort
-    messages = _read_messages(body)
+    messages, render = _read_messages(body), state.preparation.choose_renderer()
     check_length(messages, state, "messages", cuts=body.truncate_prompt_tokens is not None)
-    return ready.requests.make_chat(messages, params, chat_template=state.chat_template, **variables, **options)
+    return ready.requests.make_chat(
+        messages, params, chat_template=state.chat_template, render=render, **variables, **options
+    )
 
 
 def _list_names(body: ResponseRequest) -> dict[str, str]:

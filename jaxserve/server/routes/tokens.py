@@ -65,7 +65,7 @@ async def tokenize(http: Request) -> JSONResponse:
     state: ServerState = http.app.state.server
     body = await read_body(http, TokenizeRequest, state)
     state.check_model(body.model)
-    return JSONResponse(await state.run_in_thread(_tokenize, body, state))
+    return JSONResponse(await state.preparation.run(_tokenize, body, state))
 
 
 def _tokenize(body: TokenizeRequest, state: ServerState) -> dict[str, Any]:
@@ -109,7 +109,7 @@ async def detokenize(http: Request) -> JSONResponse:
         if not 0 <= token_id < size:
             message = f"must be token ids in [0, {size}), got {shorten(token_id)}"
             raise InvalidRequestError(message, field="tokens", value=token_id)
-    text = await state.run_in_thread(_require_tokenizer(state).decode, body.tokens, False)
+    text = await state.preparation.run(_require_tokenizer(state).decode, body.tokens, False)
     return JSONResponse({"prompt": text})
 
 
@@ -138,13 +138,18 @@ def _make_requests(body: EmbeddingRequest, state: ServerState, options: dict[str
 
 
 async def _embed(body: EmbeddingRequest, model: str, requests: list[EngineRequest], http: Request) -> dict[str, Any]:
-    generation = Generation(http.app.state.server, requests, http, operation="embeddings")
+    state: ServerState = http.app.state.server
     found: dict[int, np.ndarray] = {}
-    async for position, output in generation.outputs():
-        vector = np.asarray(output.embedding, np.float32)
-        if body.dimensions is not None:
-            vector = vector[: body.dimensions] / max(float(np.linalg.norm(vector[: body.dimensions])), 1e-12)
-        found[position] = vector
+    total = 0
+    for start in range(0, len(requests), state.max_sequences):  # a large body holds no more of the queue than others
+        part = requests[start : start + state.max_sequences]
+        generation = Generation(state, part, http, operation="embeddings")
+        async for position, output in generation.outputs():
+            vector = np.asarray(output.embedding, np.float32)
+            if body.dimensions is not None:
+                vector = vector[: body.dimensions] / max(float(np.linalg.norm(vector[: body.dimensions])), 1e-12)
+            found[start + position] = vector
+        total += generation.account.prompt_tokens
     as_text = body.encoding_format == "base64"
     data = [
         {
@@ -154,8 +159,6 @@ async def _embed(body: EmbeddingRequest, model: str, requests: list[EngineReques
         }
         for position, vector in sorted(found.items())
     ]
-    usage = generation.account.to_usage()
-    total = usage.prompt_tokens
     return {
         "object": "list",
         "data": data,

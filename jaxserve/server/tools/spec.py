@@ -10,8 +10,8 @@ from typing import Any, Literal
 from jaxserve.errors import InvalidRequestError, shorten
 from jaxserve.server.tools.schemas import move_schema
 from jaxserve.structured_params import StructuredOutputsParams
+from jaxserve.tokenizers.checks import require_text
 from jaxserve.tokenizers.messages import copy_json
-from jaxserve.tokenizers.tokenizer import require_text
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")

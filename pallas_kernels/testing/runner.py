@@ -37,7 +37,7 @@ def _run(
 
 
 def run_case(case: Case, inputs: Inputs, *, impl: str = "xla", config: Any = None) -> tuple[jax.Array, jax.Array]:
-    """Returns the attention [T, N, H] and the pool after one step in layer LAYER."""
+    """Returns the attention [T, N, H] and the pool after one step in layer LAYER, on the device of the arrays."""
     return _run(
         inputs.q,
         inputs.k,

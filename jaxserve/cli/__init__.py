@@ -1,0 +1,105 @@
+"""The command line: `jaxserve serve | generate | chat | run-batch | plan | doctor`. Flags are the configs' fields."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxserve.cli import commands
+from jaxserve.cli.flags import Parser, add_command_options, add_sampling_flags
+from jaxserve.cli.prompts import RULE
+from jaxserve.config import EngineConfig
+from jaxserve.errors import JaxServeError
+from jaxserve.option_flags import add_flag
+from jaxserve.options import list_options
+
+__all__ = ["main"]
+
+_TEMPLATE_HELP = "file with the Jinja template to take in place of the tokenizer's own"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit status. Errors that a user can mend are one line on standard error."""
+    parser = _make_parser()
+    args = parser.parse_args(argv)
+    if args.run is None:
+        parser.print_help(sys.stderr)
+        return 2
+    try:
+        status: int | None = args.run(args)
+    except JaxServeError as error:
+        print(f"jaxserve: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return status or 0
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    from jaxserve import __version__
+    from jaxserve.server.options import ServerConfig
+
+    parser = Parser(prog="jaxserve", description="Batched inference of language models in JAX.")
+    parser.add_argument("--version", action="version", version=f"jaxserve {__version__}")
+    parser.set_defaults(run=None)
+    group = parser.add_subparsers(title="commands", metavar="COMMAND")
+    serve = _add_command(group, "serve", commands.serve, "answer over HTTP as OpenAI's API does")
+    add_command_options(serve, (EngineConfig, ServerConfig))
+    generate = _add_generate(group)
+    chat = _add_command(group, "chat", commands.chat, "talk to a model; answers stream as they are generated")
+    chat.add_argument("--system", metavar="TEXT", help="the system message")
+    for command, max_tokens in ((generate, 128), (chat, 256)):
+        command.add_argument("--chat-template", metavar="FILE", help=_TEMPLATE_HELP)
+        add_sampling_flags(command, max_tokens=max_tokens)
+        add_command_options(command, (EngineConfig,))
+    _add_run_batch(group, ServerConfig)
+    plan = _add_command(group, "plan", commands.plan, "print the memory plan of a model without loading a weight")
+    plan.add_argument("--device", metavar="KIND", help="plan for a device that is not here: h200, h100, v5e, ...")
+    add_command_options(plan, (EngineConfig,))
+    text = "print versions, devices, kernels, programs and the compile cache, and what is broken"
+    add_command_options(_add_command(group, "doctor", commands.doctor, text), (EngineConfig,))
+    return parser
+
+
+def _add_command(
+    group: Any, name: str, run: Callable[[argparse.Namespace], int | None], text: str, words: str = "[MODEL]"
+) -> argparse.ArgumentParser:
+    usage = f"jaxserve {name} {words} [options]"  # argparse would list every flag, above each error
+    command = group.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", usage=usage)
+    command.set_defaults(run=run)
+    if words.startswith("[MODEL]") and "PROMPT" not in words:
+        command.add_argument("served", nargs="?", metavar="MODEL", help="the same as --model")
+    return command
+
+
+def _add_generate(group: Any) -> argparse.ArgumentParser:
+    text = "continue prompts and print the answers"
+    generate = _add_command(group, "generate", commands.generate, text, "[MODEL] [PROMPT ...]")
+    generate.description = f"{generate.description} {RULE}"
+    help_text = "default: one prompt a line from standard input"
+    generate.add_argument("words", nargs="*", metavar="[MODEL] PROMPT", help=help_text)
+    generate.add_argument("--chat", action="store_true", help="send each prompt as a user's message (default: off)")
+    return generate
+
+
+def _add_run_batch(group: Any, config: type) -> None:
+    text = "answer a file of requests in OpenAI's batch format"
+    command = _add_command(group, "run-batch", commands.run_batch, text, "[MODEL] -i FILE -o FILE")
+    command.add_argument("-i", "--input-file", required=True, metavar="FILE", help="JSON lines to answer")
+    command.add_argument(
+        "-o",
+        "--output-file",
+        required=True,
+        metavar="FILE",
+        help="answers, in the order in which they are finished; what it holds already is not asked again",
+    )
+    command.add_argument(
+        "--max-concurrent", type=int, metavar="INT", help="requests at once (default: 4 for each row of the batch)"
+    )
+    serving = command.add_argument_group("serving options")
+    for _, option in list_options(config):
+        if option.name in commands.BATCH_OPTIONS:
+            add_flag(serving, option)
+    add_command_options(command, (EngineConfig,))

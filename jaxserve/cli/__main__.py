@@ -1,0 +1,7 @@
+"""`python -m jaxserve.cli`."""
+
+import sys
+
+from jaxserve.cli import main
+
+sys.exit(main())

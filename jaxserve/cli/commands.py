@@ -1,0 +1,154 @@
+"""What each command does with its flags."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from jaxserve.cli.flags import read_flags, read_sampling_params
+from jaxserve.cli.prompts import split_words
+from jaxserve.config import EngineConfig
+from jaxserve.errors import ConfigError, TokenizerError
+
+BATCH_OPTIONS = (  # of the server that matter without a socket
+    "served_model_name",
+    "chat_template",
+    "allow_request_chat_template",
+    "default_chat_template_kwargs",
+    "enable_auto_tool_choice",
+    "tool_call_parser",
+    "reasoning_parser",
+)
+
+
+def serve(args: argparse.Namespace) -> int:
+    """`jaxserve serve`: the log says why it fails."""
+    from jaxserve.server.launch import serve as run
+    from jaxserve.server.options import ServerConfig
+
+    engine = EngineConfig.from_options(**_read_engine_options(args))
+    return run(engine, ServerConfig.from_options(**read_flags(args, ServerConfig)))
+
+
+def generate(args: argparse.Namespace) -> int:
+    """`jaxserve generate`; returns 1 when an answer ended with an error."""
+    from jaxserve import LLM
+
+    if not args.words and sys.stdin.isatty():
+        print("Type one prompt a line; Ctrl-D ends them.", file=sys.stderr)
+    args.served, prompts = split_words(args.words, args.model, sys.stdin)
+    options = _read_engine_options(args)
+    template = _read_template(args)
+    _require_tokenizer(options, needs_template=args.chat and template is None)
+    llm = LLM(**options)
+    params = read_sampling_params(args, llm.ready.defaults)
+    if args.chat:
+        messages = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        outputs = llm.chat(messages, params, chat_template=template)
+    else:
+        outputs = llm.generate(prompts, params)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        if len(prompts) > 1:
+            print(f"--- {prompt}")
+        print(output.outputs[0].text.strip("\n"))
+    failures = [output.error for output in outputs if output.error is not None]
+    for error in failures:
+        print(f"jaxserve: {error}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def chat(args: argparse.Namespace) -> None:
+    """`jaxserve chat`."""
+    from jaxserve import AsyncLLM, OutputKind
+    from jaxserve.cli.chat import Chat
+
+    options = {"compile": "used"} | _read_engine_options(args)  # one person waits, and for few programs
+    template = _read_template(args)
+    _require_tokenizer(options, needs_template=template is None)
+    llm = AsyncLLM(**options)
+    try:
+        params = read_sampling_params(args, llm.ready.defaults).clone(output_kind=OutputKind.DELTA)
+        Chat(llm, params, system=args.system, chat_template=template).run()
+    finally:
+        llm.shutdown()
+
+
+def run_batch(args: argparse.Namespace) -> int:
+    """`jaxserve run-batch`; returns 1 when a line failed."""
+    from jaxserve.server.batch import run_batch as run
+    from jaxserve.server.options import ServerConfig
+
+    engine = EngineConfig.from_options(**_read_engine_options(args))
+    given = read_flags(args, ServerConfig, BATCH_OPTIONS)
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    summary = run(
+        engine,
+        ServerConfig.from_options(log_level="warning", access_log=False, **given),
+        Path(args.input_file),
+        Path(args.output_file),
+        max_concurrent=args.max_concurrent,
+    )
+    print(f"run-batch: {summary}", file=sys.stderr)
+    return 1 if summary.num_failed else 0
+
+
+def plan(args: argparse.Namespace) -> None:
+    """`jaxserve plan`."""
+    from jaxserve.engine.build import locate_model, resolve_model
+
+    config = EngineConfig.from_options(**_read_engine_options(args))
+    model = resolve_model(config, locate_model(config.model, need_weights=False))
+    from jaxserve.runtime.memory_report import print_plan  # needs JAX, which may be broken: that is said above
+
+    print_plan(config, model, args.device)
+
+
+def doctor(args: argparse.Namespace) -> int:
+    """`jaxserve doctor`; returns 1 when something is broken."""
+    from jaxserve.engine.build import locate_model, resolve_model
+    from jaxserve.runtime.doctor import print_report
+
+    config = EngineConfig.from_options(**_read_engine_options(args))
+    is_well = print_report(config, lambda: resolve_model(config, locate_model(config.model, need_weights=False)))
+    return 0 if is_well else 1
+
+
+def _read_engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns what flags, file and the first argument say of the engine's options."""
+    if args.served is not None:  # the model without its flag
+        if args.model is not None:
+            raise ConfigError(f"given twice, also as {args.served!r}", field="model", value=args.model)
+        args.model = args.served
+    return read_flags(args, EngineConfig)
+
+
+def _read_template(args: argparse.Namespace) -> str | None:
+    from jaxserve.server.options import read_chat_template
+
+    return None if args.chat_template is None else read_chat_template(args.chat_template)
+
+
+def _require_tokenizer(options: dict[str, Any], *, needs_template: bool) -> None:
+    """Refuses texts for a model without a tokenizer, and messages for one without a template, before it compiles.
+
+    Raises:
+        TokenizerError: says which is missing.
+        ConfigError: an option is wrong, or there is no such model.
+    """
+    from jaxserve.engine.build import locate_model
+    from jaxserve.tokenizers.files import read_metadata
+
+    config = EngineConfig.from_options(**options).model
+    if config.skip_tokenizer_init:
+        message = "this command takes text, which needs a tokenizer; leave skip_tokenizer_init out"
+        raise TokenizerError(message, field="skip_tokenizer_init", value=True)
+    files = locate_model(config)
+    path = files.path if config.tokenizer is None else Path(config.tokenizer)
+    if path is None:
+        message = f"{config.model!r} is a preset, which has none; give the directory of one with --tokenizer"
+        raise TokenizerError(message, field="tokenizer")
+    if needs_template and read_metadata(path if path.is_dir() else path.parent).chat_template is None:
+        message = f"the tokenizer in {path} has none; give one with --chat-template FILE"
+        raise TokenizerError(message, field="chat_template")

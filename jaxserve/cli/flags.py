@@ -1,0 +1,113 @@
+"""The parser of commands, and what their flags say as options."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from jaxserve.config import EngineConfig
+from jaxserve.option_flags import add_options, spell_flag
+from jaxserve.options import list_options, read_options
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.vllm_options import OTHER_NAMES, VLLM_OPTIONS
+
+if TYPE_CHECKING:
+    from jaxserve.engine.generation_config import GenerationDefaults
+
+_SAMPLING_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "temperature": (float, "0 is greedy"),
+    "top_p": (float, "keep the likeliest tokens that make up this share"),
+    "top_k": (int, "keep this many of the likeliest tokens; 0: all"),
+    "min_p": (float, "drop tokens less likely than this share of the likeliest"),
+    "max_tokens": (int, "longest answer"),
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose commands refuse what they do not know themselves: by the nearest name, under their own usage."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Parses like the base class, but leaves nothing unknown."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self._refuse(unknown)
+        return found, unknown
+
+    def _refuse(self, unknown: Sequence[str]) -> NoReturn:
+        name = next((each for each in unknown if each.startswith("-")), None)
+        if name is None:
+            self.error(f"{unknown[0]!r} is one argument too many")
+        name = name.partition("=")[0]
+        ours = [flag for flag, action in self._option_string_actions.items() if action.dest not in VLLM_OPTIONS]
+        if (other := OTHER_NAMES.get(name.lstrip("-").replace("-", "_"))) is not None:
+            hint = f"here it is {spell_flag(other)}"
+        elif near := difflib.get_close_matches(name, ours, n=1):
+            hint = f"did you mean {near[0]}?"
+        else:
+            hint = f"`{self.prog} --help` lists all"
+        self.error(f"there is no flag {name}; {hint}")
+
+
+def add_command_options(command: argparse.ArgumentParser, configs: Iterable[type]) -> None:
+    """Gives a command the flags of all options of some configs, and --config."""
+    command.add_argument("--config", metavar="FILE", help="TOML file of options; flags win over it")
+    add_options(command, configs)
+
+
+def add_sampling_flags(command: argparse.ArgumentParser, *, max_tokens: int) -> None:
+    """Adds the flags of the commonest sampling parameters."""
+    group = command.add_argument_group("sampling", "What is not given is as the model's generation_config.json says.")
+    for name, (convert, text) in _SAMPLING_FLAGS.items():
+        note = f" (default: {max_tokens})" if name == "max_tokens" else ""
+        group.add_argument(spell_flag(name), type=convert, metavar=convert.__name__.upper(), help=text + note)
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end an answer before this text; repeatable")
+    group.add_argument("--ignore-eos", action="store_true", default=None, help="go on to --max-tokens (default: off)")
+    command.set_defaults(default_max_tokens=max_tokens)
+
+
+def read_flags(args: argparse.Namespace, config: type, names: Iterable[str] | None = None) -> dict[str, Any]:
+    """Returns what the flags say of a config's options, by the names that were given, and the file where they do not.
+
+    A file may hold the options of the engine and of the server: each command takes its own.
+
+    Args:
+        names: the only options that matter here; default: all.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    from jaxserve.server.options import ServerConfig
+
+    called = _list_names(config, names)
+    given = {name: value for name in (*called, *VLLM_OPTIONS) if (value := getattr(args, name, None)) is not None}
+    if args.config is None:
+        return given
+    foreign = set(_list_names(ServerConfig if config is EngineConfig else EngineConfig))
+    if names is not None:
+        foreign |= set(_list_names(config)) - set(called)
+    settled = {called.get(name, name) for name in given}
+    file = {name: value for name, value in read_options(args.config).items() if name not in foreign}
+    return {name: value for name, value in file.items() if called.get(name, name) not in settled} | given
+
+
+def _list_names(config: type, names: Iterable[str] | None = None) -> dict[str, str]:
+    """Returns the option that each name and alias stands for."""
+    options = [option for _, option in list_options(config) if names is None or option.name in names]
+    return {name: option.name for option in options for name in (option.name, *option.metadata["aliases"])}
+
+
+def read_sampling_params(args: argparse.Namespace, defaults: GenerationDefaults) -> SamplingParams:
+    """Returns the model's defaults with what the flags say; InvalidRequestError names what cannot be.
+
+    An answer is as long as --max-tokens says, else as the model does, else as the command does.
+    """
+    names = (*_SAMPLING_FLAGS, "stop", "ignore_eos")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    least = defaults.params.min_tokens
+    if "max_tokens" in given:  # a shorter answer than the model's defaults would have is no contradiction
+        given["min_tokens"] = min(least, max(0, given["max_tokens"]))
+    else:
+        given["max_tokens"] = defaults.max_tokens or max(args.default_max_tokens, least)
+    return defaults.params.clone(**given)

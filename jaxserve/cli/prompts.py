@@ -1,0 +1,53 @@
+"""Which words of a command line are the model, and which are prompts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+from jaxserve.config import DEMO_MODEL
+from jaxserve.errors import ConfigError
+from jaxserve.presets import list_presets
+
+RULE = (
+    "The first word is the model if it is one (demo, a preset, a checkpoint's directory, or of the form owner/name) "
+    "and a prompt follows it, as a word or on standard input. Else all words are prompts for --model."
+)
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_PATH = re.compile(r"(/|~/|\.\.?/)[^/\s]\S*")
+
+
+def looks_like_model(word: str) -> bool:
+    """Whether a word can be meant as a model: by name, by where it is, or by its form."""
+    if word == DEMO_MODEL or word in list_presets() or word.endswith(".gguf"):
+        return True
+    if _HUB_ID.fullmatch(word) or _PATH.fullmatch(word):
+        return True
+    return (Path(word) / "config.json").is_file()
+
+
+def split_words(words: Sequence[str], model: str | None, stdin: TextIO) -> tuple[str | None, list[str]]:
+    """Returns the model that the words name, if they name one, and the prompts.
+
+    Standard input is read only where the words may leave the prompts to it, and never from a terminal behind a word.
+
+    Args:
+        words: the arguments of `generate` that are no flags.
+        model: what --model says; all words are prompts then.
+
+    Raises:
+        ConfigError: there is no prompt.
+    """
+    may_name = bool(words) and model is None and looks_like_model(words[0])
+    if may_name and len(words) > 1:
+        return words[0], list(words[1:])
+    if words and not (may_name and not stdin.isatty()):
+        return None, list(words)
+    prompts = [line.rstrip("\n") for line in stdin if line.strip()]
+    if words:
+        return (words[0], prompts) if prompts else (None, list(words))
+    if not prompts:
+        raise ConfigError("none is given; write one behind the flags, or one a line on standard input", field="prompts")
+    return None, prompts

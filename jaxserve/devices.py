@@ -1,0 +1,85 @@
+"""Imports JAX and asks it for devices: whatever can be wrong with an installation or a driver is explained here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from jaxserve.errors import DeviceError, shorten
+
+if TYPE_CHECKING:
+    import jax
+
+_CUDA_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
+_PLUGINS = {"cuda": _CUDA_PLUGINS, "gpu": _CUDA_PLUGINS, "tpu": ("libtpu",)}  # the packages that serve a platform
+_EXTRAS = {
+    "cuda": "install jaxserve[cuda13] (driver 580 or newer) or jaxserve[cuda12]",
+    "tpu": "install jaxserve[tpu]",
+}
+_EXTRAS["gpu"] = _EXTRAS["cuda"]
+_REPAIRS = {
+    "cuda": "see whether nvidia-smi finds the GPU and its driver",
+    "tpu": "see whether another process holds the TPU",
+}
+_REPAIRS["gpu"] = _REPAIRS["cuda"]
+_MAX_REASON = 200  # characters of what JAX says
+
+
+def load_jax() -> ModuleType:
+    """Imports JAX; DeviceError when it is broken or missing."""
+    try:
+        import jax
+    except Exception as error:  # a missing module, or versions of jax and jaxlib that refuse each other
+        advice = "install it again: pip install --force-reinstall jax jaxlib, with the extra of your accelerator"
+        raise DeviceError(f"cannot be imported ({first_line(error)})", advice, field="jax") from error
+    return jax
+
+
+def find_devices() -> list[jax.Device]:
+    """Returns JAX's devices.
+
+    Raises:
+        DeviceError: JAX has none; says what to install, to look at or to unset.
+    """
+    jax = load_jax()
+    wanted = jax.config.jax_platforms
+    try:
+        return jax.devices()
+    except Exception as error:  # AssertionError without a word where no plugin serves the platform
+        raise _explain(wanted, error) from error
+
+
+def find_version(package: str) -> str | None:
+    """Returns the version of an installed package; None when it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def first_line(error: BaseException) -> str:
+    """Returns what an exception says, in one line that is not too long."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0] if len(lines[0]) <= _MAX_REASON else lines[0][: _MAX_REASON - 3] + "..."
+
+
+def _explain(wanted: str | None, error: Exception) -> DeviceError:
+    reason = first_line(error).partition(" (set JAX_PLATFORMS=")[0]
+    if not wanted:
+        advice = "mend the driver, or set JAX_PLATFORMS=cpu to do without the accelerator"
+        return DeviceError(f"JAX finds none ({reason})", advice, field="devices")
+    missing = [name for name in wanted.split(",") if not any(map(find_version, _PLUGINS.get(name, ("jaxlib",))))]
+    unknown = [name for name in wanted.split(",") if name not in (*_PLUGINS, "cpu")]
+    if missing:
+        reason, advice = "the plugin for it is not installed", _EXTRAS[missing[0]]
+    elif unknown:
+        reason, advice = f"{shorten(unknown[0])} is not known", "set it to cpu, cuda or tpu"
+    else:
+        advice = next((_REPAIRS[name] for name in wanted.split(",") if name in _REPAIRS), "set it to cpu")
+    return DeviceError(
+        f"JAX cannot give devices of {shorten(wanted)}: {reason}",
+        f"unset JAX_PLATFORMS to take what is there, or {advice}",
+        field="JAX_PLATFORMS",
+        value=wanted,
+    )

@@ -1,0 +1,84 @@
+"""What callers of `LLM` and `AsyncLLM` may give beside prompts, in the form that `RequestFactory` takes it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jaxserve.errors import InvalidRequestError, shorten
+
+_INFINITY = float("inf")
+
+
+def list_prompts(prompts: Any) -> list[Any]:
+    """Returns the prompts of a call: one text, one mapping or the token ids of one prompt are one prompt."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    many = list(prompts)
+    return [many] if many and isinstance(many[0], int) else many
+
+
+def spread(given: Any, count: int, field: str) -> list[Any]:
+    """Returns one value for each prompt: the same for all unless there are several.
+
+    Raises:
+        InvalidRequestError: there are more or fewer values than prompts.
+    """
+    values = list(given) if isinstance(given, Iterable) else [given] * count
+    if len(values) != count:
+        message = f"one for all, or one for each of the {count} prompts; got {len(values)}"
+        raise InvalidRequestError(message, field=field, value=len(values))
+    return values
+
+
+def find_deadline(timeout: Any) -> float | None:
+    """Returns when a request that may take so many seconds ends, on the clock of `time.monotonic`.
+
+    Raises:
+        InvalidRequestError: the timeout is not a finite number above 0.
+    """
+    if timeout is None:
+        return None
+    if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout < _INFINITY:
+        message = f"must be a finite number of seconds above 0, got {shorten(timeout)}"
+        raise InvalidRequestError(message, field="timeout", value=timeout)
+    return time.monotonic() + timeout
+
+
+def check_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns the variables of a chat template. None of them can be an argument of the functions they pass through.
+
+    Raises:
+        InvalidRequestError: one is not known.
+    """
+    from jaxserve.tokenizers.chat import OPTIONS
+
+    for name, value in (given or {}).items():
+        if name not in OPTIONS:
+            message = f"not a variable that a request may set; known: {', '.join(OPTIONS)}"
+            raise InvalidRequestError(message, field=f"chat_template_kwargs.{shorten(name)[1:-1]}", value=value)
+    return dict(given or {})
+
+
+def read_chat_options(
+    *,
+    tools: Sequence[Mapping[str, Any]] | None,
+    chat_template: str | None,
+    chat_template_kwargs: Mapping[str, Any] | None,
+    add_generation_prompt: bool | None,
+    continue_final_message: bool,
+) -> dict[str, Any]:
+    """Returns what `RequestFactory.make_chat` takes beside messages and parameters.
+
+    Raises:
+        InvalidRequestError: a variable of the template is not known.
+    """
+    begins = not continue_final_message if add_generation_prompt is None else add_generation_prompt
+    return {
+        "tools": tools,
+        "chat_template": chat_template,
+        "add_generation_prompt": begins,
+        "continue_final_message": continue_final_message,
+        **check_variables(chat_template_kwargs),
+    }

@@ -1,0 +1,99 @@
+"""The engine's counters under the names that vLLM's users know: the tables of them, and `get_metrics`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxserve.engine.stats import EngineStats, PoolStats
+
+_PREFIX = "jaxserve:"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A number that the engine keeps, under the name that `/metrics` has for it."""
+
+    name: str
+    labels: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Counter(Metric):
+    """It only grows. Its name has no `_total`, as in vLLM's Python API."""
+
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Gauge(Metric):
+    """It goes up and down."""
+
+    value: float
+
+
+# Tables of (name without prefix, help, value). Names of counters are written with their `_total`.
+type Table[Source] = tuple[tuple[str, str, Callable[[Source], Any]], ...]
+
+
+def find_usage(stats: EngineStats) -> float:
+    """Returns which share (0 to 1) of the largest KV pool's pages running requests hold."""
+    pool: PoolStats | None = max(stats.pools, key=lambda pool: pool.total, default=None)
+    return pool.used / pool.total if pool is not None and pool.total else 0.0
+
+
+ENGINE_GAUGES: Table[EngineStats] = (
+    ("num_requests_running", "Sequences that hold a row of the batch.", lambda s: s.num_running),
+    ("num_requests_waiting", "Sequences that wait for a row or for pages.", lambda s: s.num_waiting),
+    ("num_queued_tokens", "Prompt tokens of the sequences that wait.", lambda s: s.num_queued_tokens),
+    ("kv_cache_usage_perc", "Share (0 to 1) of the largest KV pool's pages that running requests hold.", find_usage),
+    ("gpu_cache_usage_perc", "Old name of kv_cache_usage_perc, with the same value.", find_usage),
+    ("programs", "Compiled programs that steps can use.", lambda s: s.num_programs),
+)
+ENGINE_COUNTERS: Table[EngineStats] = (
+    (
+        "num_preemptions_total",
+        "Sequences that gave up their pages and are computed again.",
+        lambda s: s.num_preemptions,
+    ),
+    ("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", lambda s: s.prefix_queries),
+    ("prefix_cache_hits_total", "Prompt tokens whose KV came from the prefix cache.", lambda s: s.prefix_hits),
+    ("useful_tokens_total", "Tokens that steps computed for requests.", lambda s: s.useful_tokens),
+    ("padded_tokens_total", "Tokens of padding that steps computed beside them.", lambda s: s.padded_tokens),
+    (
+        "compiles_total",
+        "Programs compiled after the server was ready; anything but 0 is a fault.",
+        lambda s: s.num_compiles,
+    ),
+    (
+        "step_faults_total",
+        "Steps that failed on the device; their requests ended with an error.",
+        lambda s: s.num_faults,
+    ),
+    ("device_wait_seconds_total", "Seconds that the host waited for the device.", lambda s: s.wait_seconds),
+    (
+        "host_busy_seconds_total",
+        "Seconds that the host worked on steps, most while the device runs.",
+        lambda s: s.busy_seconds,
+    ),
+)
+# A gauge with the labels `impl` and `reason`.
+ATTENTION_FALLBACK = (
+    "attention_fallback",
+    "1: portable attention runs on an accelerator, where nobody asked for it; reason says why.",
+)
+
+
+def list_metrics(stats: EngineStats, model_name: str) -> list[Metric]:
+    """Returns the engine's counters and gauges, the latter first."""
+    labels = {"model_name": model_name, "engine": "0"}
+    gauges = [Gauge(f"{_PREFIX}{name}", labels, read(stats)) for name, _, read in ENGINE_GAUGES]
+    if (attention := stats.attention) is not None:
+        how = labels | {"impl": attention.impl, "reason": attention.reason}
+        gauges.append(Gauge(f"{_PREFIX}{ATTENTION_FALLBACK[0]}", how, float(attention.fell_back)))
+    counters = [
+        Counter(f"{_PREFIX}{name.removesuffix('_total')}", labels, read(stats)) for name, _, read in ENGINE_COUNTERS
+    ]
+    return [*gauges, *counters]

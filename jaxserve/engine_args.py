@@ -1,0 +1,38 @@
+"""The options of an engine as one value, as vLLM's scripts have them."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from jaxserve.config import DEMO_MODEL, EngineConfig
+from jaxserve.option_flags import add_options
+
+
+class EngineArgs:
+    """Options by name: `AsyncLLM.from_engine_args(AsyncEngineArgs(model="..."))`.
+
+    Raises:
+        ConfigError: names the option that is unknown or out of range.
+    """
+
+    def __init__(self, model: str = DEMO_MODEL, **options: Any) -> None:
+        self.options = {"model": str(model), **options}
+        self.config = EngineConfig.from_options(**self.options)
+
+    @staticmethod
+    def add_cli_args[P: argparse.ArgumentParser](parser: P) -> P:
+        """Gives a script's parser a flag for every option, and returns it. What is not given is None: not set."""
+        add_options(parser, (EngineConfig,))
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
+        """Returns the options among what such a parser has read; the script's own arguments are left out."""
+        known = argparse.ArgumentParser(add_help=False)
+        names = {action.dest for action in cls.add_cli_args(known)._actions}
+        given = {name: value for name, value in vars(args).items() if name in names and value is not None}
+        return cls(**given)
+
+
+AsyncEngineArgs = EngineArgs

@@ -1,0 +1,67 @@
+"""Files that nobody vouches for: only regular ones are opened, and no more of them is read than a bound."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+# A FIFO that takes the file's place between the check and the opening must not block. Windows has neither.
+_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+    stat.S_IFDIR: "a directory",
+}
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Opens a regular file for reading; symbolic links are followed, as Hugging Face's cache is made of them.
+
+    Raises:
+        OSError: there is none, it cannot be opened, or it is a FIFO, socket, device or directory. Those are never
+            opened: it would block, or do something to the device. `strerror` says which, in plain words.
+    """
+    require_regular(path)
+    descriptor = os.open(path, _FLAGS)
+    try:
+        _check_kind(os.fstat(descriptor), path)
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_regular(path: Path, max_bytes: int) -> bytes:
+    """Returns the content of a regular file of at most `max_bytes` bytes.
+
+    Raises:
+        OSError: as `open_regular` does, and for a larger file, of which nothing is kept.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size <= max_bytes:
+            return file.read(size)  # the bound would be allocated; and what grows meanwhile is not whole anyway
+    reason = f"it has {size:,} bytes, and at most {_format_bound(max_bytes)} are read"
+    raise OSError(errno.EFBIG, reason, str(path))
+
+
+def require_regular(path: Path) -> None:
+    """Raises OSError where `open_regular` would, without opening anything."""
+    _check_kind(os.stat(path), path)
+
+
+def _check_kind(status: os.stat_result, path: Path) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "no regular file")
+        raise OSError(errno.EINVAL, f"it is {kind}, and only regular files are read", str(path))
+
+
+def _format_bound(count: int) -> str:
+    unit, size = next(((unit, size) for unit, size in _UNITS if count >= size), ("bytes", 1))
+    return f"{count / size:g} {unit}"

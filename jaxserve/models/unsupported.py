@@ -1,0 +1,61 @@
+"""Models that are not served: told apart by their config.json, so that a refusal can say what would work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from jaxserve.errors import ConfigError, shorten
+
+# Where files describe a quantization: transformers and most tools, older compressed-tensors, MLX.
+_QUANTIZATION_KEYS = ("quantization_config", "compression_config", "quantization")
+_METHOD_KEYS = ("quant_method", "quant_algo")
+
+_MULTIMODAL = "it reads images or sound; give a text-only checkpoint"
+_NO_GENERATOR = "it does not generate text; architectures that do end in ForCausalLM"
+# Config keys that only a kind of model has (with a value), and what is said of it; the first match counts.
+_KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("vision_config", "audio_config", "vision_tower", "mm_vision_tower", "visual", "embd_layer"), _MULTIMODAL),
+    (("is_encoder_decoder",), "an encoder-decoder; only decoders that generate text are served"),
+    (
+        ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok"),
+        "a mixture of experts, which is not served yet; give a dense model",
+    ),
+)
+
+
+def refuse_quantized(hf_config: Mapping[str, object]) -> None:
+    """Raises ConfigError, naming the method, when a config.json says that its weights are quantized."""
+    for key in _QUANTIZATION_KEYS:
+        settings = hf_config.get(key)
+        if settings:
+            raise quantized_error(_name_method(settings), field=key, value=settings)
+
+
+def quantized_error(method: str, *, field: str, value: object = None) -> ConfigError:
+    """Returns the refusal of weights that `method` quantized, as `field` says."""
+    message = f"quantized checkpoints ({method}) are not read yet; use the unquantized repository"
+    return ConfigError(message, field=field, value=value)
+
+
+def _name_method(settings: object) -> str:
+    if not isinstance(settings, Mapping):
+        return shorten(settings)
+    named = [settings[key] for key in _METHOD_KEYS if isinstance(settings.get(key), str)]
+    if named:
+        return named[0][:40]
+    return f"{shorten(settings['bits'])} bits" if settings.get("bits") else "no method named"
+
+
+def describe_kind(hf_config: Mapping[str, object]) -> str | None:
+    """Returns what kind of model, beside plain decoders, a config.json describes, and what to give instead."""
+    for keys, kind in _KINDS:
+        if any(hf_config.get(key) for key in keys):
+            return kind
+    text = hf_config.get("text_config")
+    if isinstance(text, Mapping):
+        return describe_kind(text) or _MULTIMODAL
+    architectures = hf_config.get("architectures")
+    names = [name for name in architectures if isinstance(name, str)] if isinstance(architectures, list) else []
+    if names and not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names):
+        return _NO_GENERATOR
+    return None

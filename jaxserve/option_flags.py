@@ -1,0 +1,64 @@
+"""Command-line flags made of the configs' fields: an option exists in Python, in files and as a flag, or nowhere."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+from dataclasses import Field
+from typing import Any
+
+from jaxserve.options import list_options
+from jaxserve.vllm_options import list_vllm_flags, read_vllm_value
+
+_CONVERTERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str}
+
+
+def add_options(command: argparse.ArgumentParser, configs: Iterable[type]) -> None:
+    """Gives a parser the flags of all options of some configs, by section, and those of vLLM that change nothing."""
+    groups: dict[str, Any] = {}
+    for config in configs:
+        for section, option in list_options(config):
+            if section not in groups:
+                groups[section] = command.add_argument_group(f"{section} options")
+            add_flag(groups[section], option)
+    for name, is_switch in list_vllm_flags():
+        how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if is_switch else {"type": read_vllm_value}
+        command.add_argument(spell_flag(name), dest=name, default=None, help=argparse.SUPPRESS, **how)
+    command.epilog = "Flags of vLLM that would change nothing here are taken as well."
+
+
+def add_flag(group: Any, option: Field[Any]) -> None:
+    """Adds the flags of one option: its name, and its aliases, which help mentions and errors repeat."""
+    kind, aliases = str(option.type).removesuffix(" | None"), option.metadata["aliases"]
+    text = _describe(option, kind).replace("%", "%%")
+    if kind == "bool":
+        how: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+    elif kind.startswith("tuple"):
+        how = {"action": "append", "metavar": "TEXT"}
+    else:
+        choices = (*option.metadata["choices"], *option.metadata["synonyms"]) or None
+        how = {"type": _CONVERTERS[kind], "choices": choices, "metavar": None if choices else kind.upper()}
+    group.add_argument(spell_flag(option.name), dest=option.name, default=None, help=text, **how)
+    for name in aliases:
+        group.add_argument(*spell_aliases(name), dest=name, default=None, help=argparse.SUPPRESS, **how)
+
+
+def _describe(option: Field[Any], kind: str) -> str:
+    """Returns an option's help with its default and its other names."""
+    notes, default = [], option.default
+    if kind == "bool" and default is not None:
+        notes.append(f"default: {'on' if default else 'off'}")
+    elif default not in (None, "", ()) and "default:" not in option.metadata["help"]:
+        notes.append(f"default: {', '.join(default) if isinstance(default, tuple) else default}")
+    if option.metadata["aliases"]:
+        notes.append(f"also {', '.join(flag for name in option.metadata['aliases'] for flag in spell_aliases(name))}")
+    return option.metadata["help"] + (f" ({'; '.join(notes)})" if notes else "")
+
+
+def spell_flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def spell_aliases(alias: str) -> list[str]:
+    """Returns the flags of an alias; one of two letters is also a short flag: -tp, as vLLM has it."""
+    return [spell_flag(alias), *([f"-{alias}"] if len(alias) == 2 else [])]

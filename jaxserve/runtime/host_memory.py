@@ -1,0 +1,81 @@
+"""How much memory this process may use: the machine's, or the least limit of the cgroups it is in."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# memory.high counts as well: who is above it is throttled until it is below, and an engine's pools stay in use.
+_LIMIT_FILES = {"cgroup2": ("memory.max", "memory.high"), "cgroup": ("memory.limit_in_bytes",)}
+_ESCAPE = re.compile(r"\\([0-7]{3})")  # blanks in the paths of mountinfo
+
+
+@dataclass(frozen=True)
+class _Mount:
+    """A hierarchy of cgroups with memory limits. `root` is the cgroup that is seen at `point`."""
+
+    kind: str
+    root: str
+    point: str
+
+
+def host_memory_bytes(root: Path = Path("/")) -> int:
+    """Returns the bytes this process may use: the least of the machine's memory and the limits of its cgroups.
+
+    The limits are those of its own cgroup and of all around it that are visible, v1 and v2. `root` is where proc and
+    the mounted hierarchies are looked up.
+    """
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]  # v1 writes "no limit" as a huge number
+    groups = _read_groups(root)
+    for mount in _read_mounts(root):
+        if mount.kind in groups:
+            limits += _read_limits(root, mount, groups[mount.kind])
+    return min(limits)
+
+
+def _read_groups(root: Path) -> dict[str, str]:
+    """Returns the path of this process's cgroup by the kind of hierarchy."""
+    groups = {}
+    for line in _read_lines(root / "proc/self/cgroup"):
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            groups["cgroup2"] = path
+        elif "memory" in controllers.split(","):
+            groups["cgroup"] = path
+    return groups
+
+
+def _read_mounts(root: Path) -> Iterator[_Mount]:
+    for line in _read_lines(root / "proc/self/mountinfo"):
+        place, _, source = line.partition(" - ")
+        kind, _, options = source.split(" ", 2)
+        if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(",")):
+            group, point = (_ESCAPE.sub(lambda match: chr(int(match[1], 8)), path) for path in place.split(" ")[3:5])
+            yield _Mount(kind, group, point)
+
+
+def _read_limits(root: Path, mount: _Mount, path: str) -> Iterator[int]:
+    """Yields the limits of the cgroup `path` and of every one around it, up to the mount point."""
+    point = root / mount.point.lstrip("/")
+    inside = posixpath.relpath(posixpath.normpath(path), posixpath.normpath(mount.root))
+    if inside.split("/")[0] == "..":  # outside what is mounted here: what the container's own files say is nearest
+        inside = "."
+    group = point / inside
+    for folder in (group, *group.parents):
+        for name in _LIMIT_FILES[mount.kind]:
+            text = "".join(_read_lines(folder / name))
+            if text.isdigit():  # v2 writes "max" for none
+                yield int(text)
+        if folder == point:
+            return
+
+
+def _read_lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:  # no such system, hierarchy or controller
+        return []

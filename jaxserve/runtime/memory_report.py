@@ -1,0 +1,146 @@
+"""Would it fit: the report behind `jaxserve plan`."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from jaxserve.devices import find_devices
+from jaxserve.errors import CapacityError, ConfigError, shorten
+from jaxserve.models.base import DecoderConfig
+from jaxserve.runtime.host_memory import host_memory_bytes
+from jaxserve.runtime.memory import (
+    GIB,
+    CachePlan,
+    DeviceUse,
+    cache_budget,
+    device_memory_bytes,
+)
+from jaxserve.runtime.rows import SampleVariant
+from jaxserve.runtime.startup import Shapes, estimate_use, make_shapes, measure_use, plan_pools, require_room
+from jaxserve.sharding import make_mesh
+from pallas_kernels.layout import page_bytes
+
+if TYPE_CHECKING:
+    from jaxserve.config import EngineConfig
+
+
+@dataclass(frozen=True)
+class DeviceKind:
+    """A device that can be planned for without being here."""
+
+    platform: str
+    name: str  # as JAX calls it
+    memory: int  # bytes
+
+
+DEVICE_KINDS = {
+    "h200": DeviceKind("gpu", "NVIDIA H200", 141 * 10**9),
+    "h100": DeviceKind("gpu", "NVIDIA H100 80GB HBM3", 80 * 10**9),
+    "a100-80g": DeviceKind("gpu", "NVIDIA A100-SXM4-80GB", 80 * 10**9),
+    "a100-40g": DeviceKind("gpu", "NVIDIA A100-SXM4-40GB", 40 * 10**9),
+    "l4": DeviceKind("gpu", "NVIDIA L4", 24 * 10**9),
+    "t4": DeviceKind("gpu", "Tesla T4", 16 * 10**9),
+    "v5e": DeviceKind("tpu", "TPU v5 lite", 16 * GIB),
+    "v6e": DeviceKind("tpu", "TPU v6 lite", 32 * GIB),
+    "v7x": DeviceKind("tpu", "TPU7x", 96 * GIB),  # of each of a chip's two devices
+}
+
+
+def print_plan(config: EngineConfig, model: DecoderConfig, device: str | None) -> None:
+    """Prints the memory plan, for the devices that are here or, by formula, for a kind that is not.
+
+    Raises:
+        ConfigError: the kind is not known.
+        DeviceError: no kind was named, and JAX finds no device here.
+        CapacityError: the model does not fit; says what would. What it needs has been printed.
+    """
+    if device is not None:
+        _plan_for_kind(config, model, device)
+    else:
+        _plan_for_attached(config, model)
+
+
+def _plan_for_kind(config: EngineConfig, model: DecoderConfig, device: str) -> None:
+    if device not in DEVICE_KINDS:
+        near = [kind for kind in DEVICE_KINDS if kind.startswith(device.lower())]
+        near = near or difflib.get_close_matches(device.lower(), DEVICE_KINDS, n=1)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(DEVICE_KINDS)}"
+        raise ConfigError(f"{shorten(device)} is not known; {hint}", field="device", value=device)
+    kind = DEVICE_KINDS[device]
+    shapes = make_shapes(config, model, kind.platform, kind.name)
+    source = "Formulas for a device that is not attached: a few percent may be wrong."
+    _print_table(device, shapes, kind.memory, kind.memory, estimate_use(shapes), source)
+
+
+def _plan_for_attached(config: EngineConfig, model: DecoderConfig) -> None:
+    mesh, attached = make_mesh(config.parallel.tensor_parallel_size), find_devices()[0]
+    shapes = make_shapes(config, model, attached.platform, attached.device_kind)
+    limit = device_memory_bytes(attached)
+    memory, use = host_memory_bytes() if limit is None else limit, estimate_use(shapes)
+    source = "On CPU, KV takes what a full batch needs, at most a quarter of the memory; programs are estimated."
+    try:
+        require_room(shapes, limit)
+    except CapacityError:
+        _print_uses(attached.device_kind, shapes, memory, use, None)
+        raise
+    if limit is not None:
+        use, source = measure_use(shapes, mesh), "The compiled programs' own figures."
+    _print_table(attached.device_kind, shapes, memory, limit, use, source)
+
+
+def _print_table(name: str, shapes: Shapes, memory: int, limit: int | None, use: DeviceUse, source: str) -> None:
+    """Prints what each part takes of a device, and then raises CapacityError where the pages do not fit."""
+    try:
+        budget = cache_budget(limit, shapes.config.cache.device_memory_utilization, use)
+        plan = plan_pools(shapes, budget=budget)
+    except CapacityError:
+        _print_uses(name, shapes, memory, use, None)
+        raise
+    _print_uses(name, shapes, memory, use, plan)
+    Console(highlight=False).print(source)
+
+
+def _print_uses(name: str, shapes: Shapes, memory: int, use: DeviceUse, plan: CachePlan | None) -> None:
+    table = Table(title=f"Memory of each of {shapes.num_devices} x {name}, {memory / GIB:.1f} GiB")
+    for column, justify in (("for", "left"), ("GiB", "right"), ("what", "left")):
+        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+    for label, size, what in (*_list_uses(shapes, use), *([] if plan is None else _list_pages(shapes, plan))):
+        table.add_row(label, f"{size / GIB:.3f}", what)
+    table.add_section()
+    length = f"sequences up to {shapes.model.max_model_len:,}"
+    if plan is None:
+        table.add_row("total", f"{use.total / GIB:.3f}", f"without the KV pages, which do not fit: {length} tokens")
+    else:
+        tokens = (plan.num_pages[0] - 1) * plan.spec.page_size
+        total = use.total + plan.bytes_per_device
+        table.add_row("total", f"{total / GIB:.3f}", f"{tokens:,} tokens of KV, {length}")
+    Console(highlight=False).print(table)
+
+
+def _list_uses(shapes: Shapes, use: DeviceUse) -> list[tuple[str, int, str]]:
+    """Returns (for what, bytes, details) of everything but the KV pages."""
+    model, largest = shapes.model, shapes.buckets.largest
+    num_samples = len(SampleVariant) * len(shapes.buckets.row_counts)
+    return [
+        ("parameters", use.params, f"{model.family}, {model.num_layers} layers, {model.dtype}"),
+        ("temporaries", use.temporaries, f"of the largest program, {largest}"),
+        ("programs", use.code, f"{len(shapes.buckets.buckets)} forward, {num_samples} sample"),
+        ("state", use.state, f"rows, and inputs and outputs of two steps of {largest.rows} rows"),
+        ("reserve", use.reserve, "modules and command buffers of the first execution"),
+    ]
+
+
+def _list_pages(shapes: Shapes, plan: CachePlan) -> list[tuple[str, int, str]]:
+    """Returns the same of the KV pages of each group of layers."""
+    rows, spec = [], plan.spec
+    for pages, group in zip(plan.num_pages, shapes.model.kv_groups, strict=True):
+        cost = pages * len(group.layers) * page_bytes(spec) // plan.num_devices
+        window = "" if group.window is None else f", window {group.window}"
+        what = f"{pages:,} pages of {spec.page_size} tokens, {len(group.layers)} layers{window}, {spec.dtype}"
+        rows.append(("KV pages", cost, what))
+    return rows

@@ -1,0 +1,94 @@
+"""The live view: one picture of the engine for all who look on."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from jaxserve.engine.stats import RowStats, read_page_map, read_rows, read_stats
+from jaxserve.server.state import Phase, ServerState
+from jaxserve.server.stream import encode_event
+
+_ID_CHARACTERS = 6  # of a request's number that the live view shows
+
+
+async def look_on(state: ServerState) -> AsyncGenerator[bytes]:
+    """Yields the picture as events as long as the server has something to show; ApiError 429 where too many look on."""
+
+    async def take() -> bytes:
+        return await take_picture(state)
+
+    with state.count_viewer():
+        while True:
+            yield await state.live.get(take)
+            await asyncio.sleep(state.live.seconds_left)
+            if state.phase is Phase.FAILED or state.has_drained:
+                return
+
+
+async def take_picture(state: ServerState) -> bytes:
+    """Returns one look at the engine as an event.
+
+    The engine's thread only lists its rows, which must fit together; the rest is read, drawn and encoded on a thread
+    that keeps nobody waiting.
+    """
+    llm, metrics = state.llm, state.metrics
+    found: dict[str, Any] = {"time": time.monotonic(), "model": state.names[0], "state": str(state.phase)}
+    if llm is None or llm.stopped is not None:
+        return encode_event(found)
+    rows = await llm.call(read_rows)
+    found["latency"] = metrics.latency_snapshot()
+    found["counters"] = {
+        "prompt_tokens": metrics.prompt_tokens,
+        "generation_tokens": metrics.generation_tokens,
+        "requests": metrics.num_requests,
+    }
+    return await asyncio.to_thread(_draw, state, found, rows)
+
+
+def _draw(state: ServerState, found: dict[str, Any], rows: Sequence[RowStats]) -> bytes:
+    """Adds the rest of the picture; numbers alone, nothing of anyone's text."""
+    assert state.llm is not None
+    ready = state.llm.ready
+    stats = read_stats(ready.engine)
+    largest = max(stats.pools, key=lambda pool: pool.total)
+    found["rows"] = {
+        "max": ready.engine.scheduler.limits.max_num_seqs,
+        "waiting": stats.num_waiting,
+        "running": [
+            {
+                "row": row.row,
+                "id": _shorten_id(row.request_id),
+                "prompt": row.num_prompt_tokens,
+                "computed": row.num_computed_tokens,
+                "tokens": row.num_tokens,
+                "phase": "prefill" if row.is_prefilling else "decode",
+                "priority": row.priority,
+            }
+            for row in rows
+        ],
+    }
+    found["pages"] = {
+        "total": largest.total,
+        "used": largest.used,
+        "cached": largest.cached,
+        "page_size": ready.shapes.config.cache.page_size,
+        "map": read_page_map(ready.engine),
+    }
+    found["counters"] |= {
+        "steps": stats.num_steps,
+        "useful_tokens": stats.useful_tokens,
+        "padded_tokens": stats.padded_tokens,
+        "preemptions": stats.num_preemptions,
+        "prefix_queries": stats.prefix_queries,
+        "prefix_hits": stats.prefix_hits,
+    }
+    return encode_event(found)
+
+
+def _shorten_id(request_id: str) -> str:
+    """Keeps what tells the prompts of one HTTP request apart."""
+    number, _, position = request_id.partition("-")
+    return f"{number[:_ID_CHARACTERS]}-{position}"

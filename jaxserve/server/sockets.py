@@ -1,0 +1,114 @@
+"""What the server listens on, and how many connections the process has file descriptors for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+from pathlib import Path
+
+from jaxserve.errors import ConfigError
+from jaxserve.server.crowd import PROBE_RESERVE
+from jaxserve.server.options import ListenOptions
+
+ADMIN_CONNECTIONS = 32  # of the admin port, beside its own reserve for probes
+# Descriptors for all else: what listens, weights, the compile cache, threads, grammar workers, devices, playground.
+DESCRIPTOR_RESERVE = 256 + ADMIN_CONNECTIONS + 2 * PROBE_RESERVE
+_LEAST_CONNECTIONS = 16
+_MACOS_DESCRIPTORS = 10240  # OPEN_MAX: what macOS grants at most where it says that there is no limit
+_ACCEPTS_PER_TURN = 32
+_BACKLOG = 2048  # connections that the kernel keeps until they are taken
+
+
+def raise_descriptor_limit() -> int | None:
+    """Raises the process's soft limit of open files to the hard one; returns it, or None where there is none."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for wanted in (hard, _MACOS_DESCRIPTORS):
+        if soft != resource.RLIM_INFINITY and (wanted == resource.RLIM_INFINITY or wanted > soft):
+            with contextlib.suppress(ValueError, OSError):  # macOS takes no infinity here, though it shows one
+                resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+                break
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def clamp_connections(wanted: int, descriptors: int | None) -> int:
+    """Returns how many connections the process can hold at once, at most `wanted`.
+
+    Args:
+        descriptors: the process's limit of open files; None: it has none.
+
+    Raises:
+        ConfigError: there would be next to none.
+    """
+    if descriptors is None:
+        return wanted
+    left = descriptors - DESCRIPTOR_RESERVE
+    if left < min(wanted, _LEAST_CONNECTIONS):
+        least = DESCRIPTOR_RESERVE + _LEAST_CONNECTIONS
+        message = f"the process may open {descriptors} files and needs {least}; raise the hard limit (ulimit -Hn)"
+        raise ConfigError(message, field="max_connections", value=wanted)
+    return min(wanted, left)
+
+
+def open_sockets(listen: ListenOptions) -> list[socket.socket]:
+    """Returns the listening socket many times over.
+
+    uvloop takes one connection from each socket in a turn of its loop. Under load a turn takes tens of milliseconds, so
+    with one socket the last of a thousand clients that come at once would wait for half a minute.
+
+    Raises:
+        ConfigError: the address cannot be listened on.
+    """
+    first = open_port(listen.host, listen.port, "port") if listen.uds is None else _open_unix(listen.uds)
+    return [first, *(first.dup() for _ in range(_ACCEPTS_PER_TURN - 1))]
+
+
+def open_port(host: str, port: int, field: str) -> socket.socket:
+    """Returns a socket that listens on a port; ConfigError names the option `field` when it cannot."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        message = f"{host}:{port} cannot be listened on: {error.strerror or error}"
+        raise ConfigError(message, field=field, value=port) from error
+
+
+def _open_unix(path: str) -> socket.socket:
+    """Returns a socket that listens on a path which only the process's own user can connect to, from its first moment.
+
+    Raises:
+        ConfigError: somebody listens there already, or it cannot be listened on.
+    """
+    _refuse_taken(path)
+    listening = socket.socket(socket.AF_UNIX)
+    previous = os.umask(0o177)  # nothing else runs in the process yet that could make a file
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            if stat.S_ISSOCK(os.stat(path, follow_symlinks=False).st_mode):
+                Path(path).unlink()  # a server that was killed left it
+        listening.bind(path)
+        listening.listen(_BACKLOG)
+    except OSError as error:
+        listening.close()
+        message = f"{path} cannot be listened on: {error.strerror or error}"
+        raise ConfigError(message, field="uds", value=path) from error
+    finally:
+        os.umask(previous)
+    return listening
+
+
+def _refuse_taken(path: str) -> None:
+    """Raises ConfigError when somebody listens on a Unix socket, which would be taken away from them in silence."""
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(1.0)
+        try:
+            client.connect(path)
+        except OSError:
+            return
+    raise ConfigError(f"{path} cannot be listened on: somebody does already", field="uds", value=path)

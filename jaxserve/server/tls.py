@@ -1,0 +1,102 @@
+"""TLS: its files, and handshakes that count as connections."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from typing import Any
+
+import uvicorn
+
+from jaxserve.errors import ConfigError
+from jaxserve.server.http import LimitedHttp
+from jaxserve.server.options import ListenOptions
+
+
+def secure(config: uvicorn.Config, listen: ListenOptions) -> ssl.SSLContext | None:
+    """Reads the files of TLS and has every connection begin with a handshake; returns None where there is no TLS.
+
+    Raises:
+        ConfigError: names the files when one cannot be used, which the libraries do not.
+    """
+    try:
+        config.load()
+    except OSError as error:
+        files = ", ".join(each for each in (listen.ssl_certfile, listen.ssl_keyfile, listen.ssl_ca_certs) if each)
+        message = f"cannot be used ({files}): {error.strerror or error}"
+        raise ConfigError(message, field="ssl_certfile", value=listen.ssl_certfile) from error
+    context, config.ssl = config.ssl, None  # else the event loop would shake hands before anybody counts
+    if context is not None:
+        make_http: Any = config.http_protocol_class
+        config.http_protocol_class = lambda **state: Handshake(make_http(**state), context)  # type: ignore[assignment]
+    return context
+
+
+def reload_certificates(context: ssl.SSLContext, listen: ListenOptions) -> None:
+    """Reads the files again, for later handshakes; OSError when one cannot be used, and all is as it was."""
+    assert listen.ssl_certfile is not None, "there would be no context without"
+    trial = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    for each in (trial, context):  # a pair that does not match must not get half into the one in use
+        each.load_cert_chain(listen.ssl_certfile, listen.ssl_keyfile)
+        if listen.ssl_ca_certs is not None:
+            each.load_verify_locations(listen.ssl_ca_certs)
+
+
+class Handshake(asyncio.Protocol):
+    """A connection before its TLS handshake has ended; then HTTP's takes its place.
+
+    It is idle in the server's crowd, so whoever opens sockets and says nothing makes room for others.
+    """
+
+    is_unread = False
+
+    def __init__(self, http: LimitedHttp, context: ssl.SSLContext) -> None:
+        self._http, self._context = http, context
+        self._early: list[bytes] = []  # what came right behind the handshake
+        self._has_ended = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._transport = transport
+        self._http.server_state.connections.add(self)  # type: ignore[arg-type]
+        self._http.crowd.add(self)
+        # At once: when this returns, uvloop begins to read, and what comes must be the handshake's.
+        self._task = asyncio.Task(self._shake(), loop=self._http.loop, eager_start=True)
+
+    def drop(self) -> None:
+        """Closes at once."""
+        self._transport.abort()
+
+    shutdown = drop  # as uvicorn calls it
+
+    def data_received(self, data: bytes) -> None:
+        self._early.append(data)
+
+    def eof_received(self) -> None:
+        self._has_ended = True
+
+    async def _shake(self) -> None:
+        try:
+            secured = await self._http.loop.start_tls(
+                self._transport,
+                self,
+                self._context,
+                server_side=True,
+                ssl_handshake_timeout=self._http.head_timeout,
+            )
+        except OSError:  # a client that speaks no TLS, leaves or takes too long
+            secured = None
+        finally:
+            self._http.crowd.remove(self)
+            self._http.server_state.connections.discard(self)  # type: ignore[arg-type]
+        if secured is None or self._transport.is_closing():  # uvloop tells nobody that the client has left
+            self._transport.abort()
+        else:
+            self._serve(secured)
+
+    def _serve(self, secured: asyncio.Transport) -> None:
+        secured.set_protocol(self._http)
+        self._http.connection_made(secured)
+        for data in self._early:
+            self._http.data_received(data)
+        if self._has_ended:
+            self._http.eof_received()

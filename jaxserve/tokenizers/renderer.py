@@ -1,0 +1,178 @@
+"""Chat templates for those who serve strangers: rendered in processes that can be killed, unless they are frugal.
+
+What a template costs depends on the messages, so no look at it beforehand proves that it is harmless. The model's own
+is rendered here as long as it pays for all that it does (`frugal.py`); a process does the rest.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from jaxserve.errors import InvalidRequestError, JaxServeError, TokenizerError, shorten
+from jaxserve.tokenizers import template as template_program
+from jaxserve.tokenizers.template import read_reply
+from jaxserve.workers import Worker, WorkerEndedError, WorkerStartError, WorkerTimeoutError
+
+if TYPE_CHECKING:
+    from jaxserve.tokenizers.frugal import FrugalTemplate
+
+_log = logging.getLogger(__name__)
+
+MEMORY_BYTES = 256 << 20  # address space beyond what a process needs at rest; the longest text takes 150 MiB
+MAX_PROCESSES = 2
+
+
+class RenderTimeoutError(InvalidRequestError):
+    """The template took too long on these messages."""
+
+
+class RendererClosedError(JaxServeError, RuntimeError):
+    """Nothing is rendered any more."""
+
+
+@final
+class TemplateRenderer:
+    """A few processes that render templates; they start when they are needed. Safe to use from several threads."""
+
+    def __init__(
+        self, *, time_limit_s: float, memory_bytes: int = MEMORY_BYTES, max_processes: int = MAX_PROCESSES
+    ) -> None:
+        """Starts nothing.
+
+        Args:
+            time_limit_s: for one conversation, the wait for a process included.
+            memory_bytes: for the same.
+            max_processes: so many conversations are rendered at once; others wait.
+        """
+        self._time_limit_s, self._memory_bytes = time_limit_s, memory_bytes
+        self._templates: Sequence[str] = ()
+        self._frugal: FrugalTemplate | None = None  # the first of them, if it is so
+        self._changed = threading.Condition()  # guards what follows
+        self._workers = [self._make_worker() for _ in range(max_processes)]
+        self._idle = list(self._workers)  # the last one was used last, and runs if any does
+        self._is_closed = False
+
+    def start(self, template: str | None) -> None:
+        """Starts one process, and compiles a template in it and in all later ones, and here if it is frugal.
+
+        Raises:
+            WorkerStartError: it cannot be started.
+        """
+        from jaxserve.tokenizers.frugal import CostlyTemplateError, FrugalTemplate
+
+        self._templates, self._frugal = () if template is None else (template,), None
+        if template is not None:
+            try:
+                self._frugal = FrugalTemplate(template)
+            except CostlyTemplateError as reason:
+                _log.info("the chat template is always rendered in a process of its own: %s", reason)
+        worker = self._take(time.monotonic() + self._time_limit_s, needs_running=False)
+        try:
+            worker.start()
+        finally:
+            self._give_back(worker)
+
+    def render(
+        self,
+        template: str,
+        messages: list[dict[str, Any]],
+        variables: Mapping[str, Any],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        limit_s: float | None = None,
+        may_start: bool = True,
+    ) -> str:
+        """Returns what `render_template` returns.
+
+        Args:
+            limit_s: seconds that the template may take, less than the usual limit; waiting for a process is not in it.
+            may_start: a process is started when none is idle, which takes tenths of a second. Else RenderTimeoutError.
+
+        Raises:
+            InvalidRequestError, TokenizerError: as `render_template` raises them.
+            RenderTimeoutError: it took too long.
+            TokenizerError: it took too much memory.
+            RendererClosedError: `close` was called.
+            WorkerStartError: no process could be started.
+        """
+        if self._frugal is not None and template == self._templates[0] and not self._is_closed:
+            text, _ = self._frugal.render(messages, variables, tools=tools)
+            if text is not None:
+                return text
+        deadline = time.monotonic() + self._time_limit_s
+        job = {"template": template, "messages": messages, "variables": variables, "tools": tools}
+        worker = self._take(deadline, needs_running=not may_start)
+        limit = min(max(deadline - time.monotonic(), 0.0), self._time_limit_s if limit_s is None else limit_s)
+        try:
+            reply = worker.ask(job, limit)
+        except WorkerTimeoutError as error:
+            raise _make_timeout(limit) from error
+        except (WorkerEndedError, WorkerStartError) as error:
+            if self._is_closed:
+                raise RendererClosedError("templates are no longer rendered") from error
+            if isinstance(error, WorkerStartError):
+                raise
+            message = f"the template takes more than {self._memory_bytes >> 20} MiB or crashes on these messages"
+            raise TokenizerError(message, field="chat_template") from error
+        except (ValueError, RecursionError) as error:
+            message = f"cannot be given to a chat template: {shorten(str(error))}"
+            raise InvalidRequestError(message, field="messages") from error
+        finally:
+            if may_start and not self._is_closed:
+                with suppress(WorkerStartError):  # one that was killed is replaced at the cost of this conversation
+                    worker.start()
+            self._give_back(worker)
+        return read_reply(reply)
+
+    def close(self) -> None:
+        """Ends the processes; whoever waits for a text gets a RendererClosedError. Calling it again does nothing."""
+        with self._changed:
+            self._is_closed = True
+            for worker in self._workers:
+                if worker in self._idle:
+                    worker.stop()
+                else:
+                    worker.kill()
+            self._changed.notify_all()
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Those of the processes that run."""
+        return [worker.process_id for worker in self._workers if worker.process_id is not None]
+
+    def _make_worker(self) -> Worker:
+        return Worker(
+            Path(template_program.__file__),
+            lambda: {"templates": self._templates},
+            name="the renderer of chat templates",
+            time_limit_s=self._time_limit_s,
+            memory_bytes=self._memory_bytes,
+        )
+
+    def _take(self, deadline: float, *, needs_running: bool) -> Worker:
+        """Returns a worker that is idle, one that runs if there is one; RenderTimeoutError when none becomes so."""
+        with self._changed:
+            while True:
+                if self._is_closed:
+                    raise RendererClosedError("templates are no longer rendered")
+                if self._idle and (self._idle[-1].is_running or not needs_running):
+                    return self._idle.pop()
+                if needs_running or not self._changed.wait(deadline - time.monotonic()):
+                    raise _make_timeout(self._time_limit_s)
+
+    def _give_back(self, worker: Worker) -> None:
+        with self._changed:
+            if self._is_closed:
+                worker.stop()
+            self._idle.insert(len(self._idle) if worker.is_running else 0, worker)
+            self._changed.notify()
+
+
+def _make_timeout(limit_s: float) -> RenderTimeoutError:
+    return RenderTimeoutError(f"takes more than {limit_s:.2g} s on these messages", field="chat_template")

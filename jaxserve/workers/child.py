@@ -1,0 +1,121 @@
+"""The program of a process that can be killed.
+
+Run as a file, with the standard library only. It speaks JSON lines over stdin and stdout: the first line in says what
+it is to do and within which limits, and is answered by {"ready": true}; each further line is a job, answered by
+{"reply": ...}, with "last": true before it exits to give its memory back.
+
+It ends with its parent: at the end of stdin, when its parent's id changes, and at the latest by the alarm that runs
+during a job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import resource
+import select
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+_POLL_S = 5.0  # how often an idle process looks whether its parent still lives
+_READ_BYTES = 1 << 16  # a buffer that malloc has at hand: with 1 MiB each read costs more than the rest of a job
+_STACK_BYTES = 2 << 20  # a quarter of what the parent's threads have: what fits here fits there
+
+
+class Pipe:
+    """JSON lines; the process's own stdout is closed to everybody else, so that nothing can print into it."""
+
+    def __init__(self) -> None:
+        self._in, self._out = os.dup(0), os.dup(1)
+        os.dup2(2, 1)
+        self._parent = os.getppid()
+
+    def read(self) -> dict[str, Any] | None:
+        """Returns the next message, None when the parent is gone. There is never more than one on its way."""
+        line = bytearray()
+        while not line.endswith(b"\n"):
+            readable, _, _ = select.select([self._in], [], [], _POLL_S)
+            if os.getppid() != self._parent:
+                return None
+            if readable:
+                data = os.read(self._in, _READ_BYTES)
+                if not data:
+                    return None
+                line += data
+        return json.loads(line.decode("utf-8", "surrogatepass"))
+
+    def write(self, message: dict[str, Any]) -> None:
+        """Sends a message."""
+        data = memoryview(json.dumps(message, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
+        while data:
+            data = data[os.write(self._out, data) :]
+
+
+def load(program: str) -> Any:
+    """Returns the module in a file, without the package around it, which may be slow to import."""
+    spec = importlib.util.spec_from_file_location("program", program)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules["program"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Memory:
+    """The address space of this process, capped at what it is now plus some bytes."""
+
+    def __init__(self, extra_bytes: int) -> None:
+        try:
+            self._file = os.open("/proc/self/statm", os.O_RDONLY)  # stays open: each job ends with a look at it
+        except OSError:  # not every system shows it
+            self._most = 0
+            return
+        size = self._read()
+        resource.setrlimit(resource.RLIMIT_AS, (size + extra_bytes, size + extra_bytes))
+        self._most = size + extra_bytes // 4
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether so much is still in use after a job that the next one would not have enough."""
+        return self._most > 0 and self._read() > self._most
+
+    def _read(self) -> int:
+        return int(os.pread(self._file, 64, 0).split()[0]) * resource.getpagesize()
+
+
+def step_forward() -> None:
+    """Where the machine runs out of memory, the kernel ends this process before its parent."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+        file.write("1000")
+
+
+def main() -> None:
+    """Serves until the parent goes, or until too much memory stays in use."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches the whole group; the parent decides
+    step_forward()
+    for limit, value in (("RLIMIT_CORE", 0), ("RLIMIT_FSIZE", 0), ("RLIMIT_STACK", _STACK_BYTES)):
+        with contextlib.suppress(ValueError, OSError):  # not every system can lower each of them
+            resource.setrlimit(getattr(resource, limit), (value, value))
+    pipe = Pipe()
+    start = pipe.read()
+    if start is None:
+        return
+    sys.path[:] = start["sys_path"]
+    do: Callable[[dict[str, Any]], dict[str, Any]] = load(start["program"]).prepare(start["options"])
+    memory = Memory(start["memory_bytes"])
+    pipe.write({"ready": True})
+    while (job := pipe.read()) is not None:
+        signal.setitimer(signal.ITIMER_REAL, start["time_limit_s"] + 1.0)  # its default action ends the process
+        reply = do(job)
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        last = memory.is_kept
+        pipe.write({"reply": reply, "last": last})
+        if last:
+            return
+
+
+if __name__ == "__main__":
+    main()

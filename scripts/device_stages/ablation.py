@@ -1,0 +1,94 @@
+"""What the decode kernel's time consists of, and two choices that no table holds: sizes of pages, who writes keys."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from kernel_shapes import Shape, make_arguments, make_program
+
+from device_stages.items import Context, Item, NotHereError
+from device_stages.measure import (
+    decode_shape,
+    find_impl,
+    measure_slope,
+    name_shape,
+    prefill_shape,
+    slope_item,
+    timed_impl,
+)
+from device_stages.results import Line
+from pallas_kernels import AttnShape, choose_layout, prepare_batch
+from pallas_kernels.gpu import compat
+from pallas_kernels.gpu.decode_kernel import DecodeKernel
+
+PAGE_SIZES = (16, 32, 128, 64)
+
+
+def list_items(context: Context) -> Iterator[Item]:
+    shape = decode_shape(context, 32, 4096)
+    yield Item("loads without compute", partial(measure_loads, context, shape))
+    for page_size in () if context.tiny else PAGE_SIZES:
+        sized = decode_shape(context, 32, 4096, page_size)
+        yield Item(f"pages of {page_size}", slope_item(context, sized))
+    for written in (shape, prefill_shape(context, 4096)):
+        yield Item(f"keys written by a kernel, {name_shape(written)}", partial(measure_write, context, written))
+
+
+def load_only(self: DecodeKernel, index: jax.Array, carry: Any, *, unit: Any, factor: Any, scratch: Any) -> Any:
+    """`DecodeKernel.attend_tile` without its compute: waits for a tile and gives its slot back."""
+    del factor
+    slot = lax.rem(index, self.num_slots)
+    for name in ("keys", "values"):
+        compat.barrier_wait(scratch[f"{name}_loaded"].at[slot])
+        is_awaited = index + self.num_slots < unit.num_tiles
+        pl.when(is_awaited)(partial(compat.barrier_arrive, scratch[f"{name}_freed"].at[slot]))
+    acc, largest, total = carry
+    return acc, largest, total + 1.0  # what is divided by
+
+
+@contextlib.contextmanager
+def without_compute() -> Iterator[None]:
+    """The decode kernel of Hopper loads its tiles and attends nothing. Its programs are kept apart from the others."""
+    jax.clear_caches()
+    with mock.patch.object(DecodeKernel, "attend_tile", load_only):
+        yield
+    jax.clear_caches()
+
+
+def measure_loads(context: Context, shape: Shape) -> Line:
+    """The time in which the kernel could read its pages, were there nothing to compute."""
+    impl = find_impl(context, shape)
+    if not impl.startswith("gpu"):
+        raise NotHereError(f"it is the Hopper kernel's, this is {impl}")
+    with without_compute():
+        if impl.endswith("_interpret"):
+            run, arguments = make_program(shape, impl, 1)
+            jax.block_until_ready(run(*arguments))
+            return {"impl": impl}
+        return measure_slope(context, shape, impl)
+
+
+def measure_write(context: Context, shape: Shape) -> Line:
+    """A layer whose keys are written by our kernel instead of XLA's scatter, which the timing stage has."""
+    impl = timed_impl(context, shape)
+    if impl != "gpu":
+        raise NotHereError(f"it is the Hopper kernels' choice, this is {impl}")
+    return measure_slope(context, shape, impl, replace(find_config(shape, impl), write="kernel"))
+
+
+def find_config(shape: Shape, impl: str) -> Any:
+    """The configuration that a step of the shape has, by table or formula."""
+    layout = choose_layout(impl, shape.heads[2])
+    attention = AttnShape(shape.heads[0], replace(shape.spec, layout=layout), shape.dtype)
+    prepare = partial(prepare_batch, num_tokens=shape.num_tokens, shape=attention, impl=impl)
+    meta = jax.eval_shape(lambda: make_arguments(shape, 1, layout))[4:]
+    batch = jax.eval_shape(partial(prepare, max_query_len=1 if shape.is_decode else None), *meta)
+    return batch.work.config

@@ -1,0 +1,95 @@
+"""Every case of the kernels' own tests, on the device: against the float32 reference, with hostile inputs.
+
+Programs are compiled ahead in threads, unless an earlier process of the stage died: then one after the other, so that
+the case that was begun is the one to blame.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from device_stages.items import Context, Item, NotHereError
+from device_stages.results import Line
+from pallas_kernels import attend_with_update, choose_layout, prepare_batch, resolve_impl
+from pallas_kernels.testing.cases import CASES, LONG_CASES, Case, largest_error, make_inputs
+
+TINY_CASES = ("drafts verified, 3:1, window, sinks",)
+MAX_THREADS = 12
+_AHEAD = 2 * MAX_THREADS  # cases that are compiled while one is run
+_LOWERING = threading.Lock()  # it is Python, which threads would only interleave
+
+
+def list_items(context: Context) -> Iterator[Item]:
+    cases = [
+        case
+        for case in (*CASES, *LONG_CASES)
+        if case.name not in context.skip and (not context.tiny or case.name in TINY_CASES)
+    ]
+    cases.sort(key=partial(is_portable, context))  # where time ends, the kernels were checked
+    if context.careful:
+        for case in cases:
+            yield Item(case.name, partial(check_case, context, case, partial(prepare_case, context, case)))
+        return
+    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
+        ahead = deque(pool.submit(prepare_case, context, case) for case in cases[:_AHEAD])
+        for index, case in enumerate(cases):
+            yield Item(case.name, partial(check_case, context, case, ahead.popleft().result))
+            ahead.extend(
+                pool.submit(prepare_case, context, late) for late in cases[index + _AHEAD : index + _AHEAD + 1]
+            )
+
+
+def is_portable(context: Context, case: Case) -> bool:
+    """Whether a case is none of the kernels'."""
+    try:
+        return resolve_impl(context.impl, case.shape)[0] == "xla"
+    except ValueError:
+        return True
+
+
+def prepare_case(context: Context, case: Case) -> list[Callable[[], jax.Array]]:
+    """Compiles a case's step for the implementation and for the reference; calls of both.
+
+    Raises:
+        NotHereError: the implementation does not do this case; says why.
+    """
+    try:
+        impl, _ = resolve_impl(context.impl, case.shape)
+    except ValueError as problem:
+        raise NotHereError(str(problem)) from problem
+    case = case.with_layout(choose_layout(impl, case.spec.head_dim))
+    inputs = make_inputs(case)
+    arrays = [jnp.asarray(array) for array in (inputs.kv_pages, inputs.q, inputs.k, inputs.v, *inputs.meta)]
+
+    def step(name: str, pool: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, *meta: jax.Array) -> Any:
+        batch = prepare_batch(
+            *meta, num_tokens=case.max_tokens, shape=case.shape, max_query_len=case.max_query_len, impl=name
+        )
+        return attend_with_update(q, k, v, pool, batch, params=case.params, heads=inputs.heads)[0]
+
+    # GPUs round float32 operands to 10 bits by default; kernels have products of their own.
+    with _LOWERING, jax.default_matmul_precision("highest"):
+        lowered = [jax.jit(partial(step, name)).lower(*arrays) for name in (impl, "reference")]
+    return [partial(program.compile(), *arrays) for program in lowered]
+
+
+def check_case(context: Context, case: Case, prepare: Callable[[], list[Callable[[], jax.Array]]]) -> Line:
+    """The error as a share of the case's tolerance."""
+    found, expected = (call() for call in prepare())
+    num_tokens = sum(new for _, new in case.rows)
+    error = largest_error(case, found, expected, num_tokens)
+    line = {"impl": resolve_impl(context.impl, case.shape)[0], "share_of_tolerance": error}
+    if not error < 1:
+        largest = float(np.max(np.abs(np.asarray(expected, np.float32))[:num_tokens], initial=0))
+        line |= {"ok": False, "error": f"{error:.3g} times the tolerance; values up to {largest:.3g}"}
+    return line

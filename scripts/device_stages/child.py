@@ -1,0 +1,142 @@
+"""Runs the process of a stage, and ends it when its time, or that of one of its items, is over."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from device_stages.plan import Stage
+from device_stages.results import append_line, closed_items, open_item, read_lines
+
+SCRIPTS = Path(__file__).parents[1]
+MAX_LOSSES = 5  # items of a stage that may take their process with them; then the device is not asked again
+MARGIN = 3.0  # seconds between an item's last chance to begin and the end of its stage
+POLL = 0.1
+TAIL_CHARS = 1500
+_KILL_WAIT = 10.0  # for a process that the driver does not let go
+
+
+@dataclass(frozen=True)
+class Request:
+    """How the stages of this run are to be run."""
+
+    results: Path
+    logs: Path  # a folder for what processes write
+    environment: Mapping[str, str]
+    impl: str | None = None
+    tiny: bool = False
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a process ended: None if it came to its end by itself, with all it had to do."""
+
+    fault: str | None
+    is_late: bool = False  # killed, because the stage's time was over
+
+
+def run_stage(stage: Stage, request: Request, seconds: float) -> str:
+    """Runs a stage for at most so long, with a new process behind every item that takes one with it. Returns how it
+    ended, which is also its last line."""
+    _close(request, stage, open_item(read_lines(request.results), stage.name), "cut", "its day ended")
+    append_line(request.results, {"stage": stage.name, "event": "start", "limit": seconds, "impl": request.impl})
+    begun = time.monotonic()
+    how, losses, careful = "", 0, False
+    while not how:
+        closed = closed_items(read_lines(request.results), stage.name)
+        ending = _run_process(stage, request, begun + seconds, closed, careful=careful)
+        lines = read_lines(request.results)
+        item = open_item(lines, stage.name)
+        is_sure = careful or not stage.prepares_ahead  # else it may be another one, which was being compiled
+        if ending.fault is None:
+            how = "done"
+        elif ending.is_late:
+            how = ending.fault
+            _close(request, stage, item, "cut", how)
+        elif item is not None and is_sure:
+            losses += 1
+            _close(request, stage, item, "lost", ending.fault)
+        elif is_sure and len(closed_items(lines, stage.name)) == len(closed):
+            how = ending.fault  # it dies before its items
+        if losses >= MAX_LOSSES:
+            how = f"{losses} items took their process with them"
+        careful = True
+    took = round(time.monotonic() - begun, 2)
+    tail = "" if how == "done" else read_tail(log_paths(request, stage)[1])
+    append_line(request.results, {"stage": stage.name, "event": "end", "how": how, "seconds": took, "stderr": tail})
+    return how
+
+
+def _close(request: Request, stage: Stage, item: dict | None, event: str, how: str) -> None:
+    """Says what became of the item that was being run."""
+    if item is not None:
+        line = {"stage": stage.name, "item": item["item"], "event": event, "how": how}
+        append_line(request.results, {**line, "stderr": read_tail(log_paths(request, stage)[1])})
+
+
+def _run_process(stage: Stage, request: Request, end: float, closed: Sequence[str], *, careful: bool) -> Ending:
+    left = end - time.monotonic()
+    if left <= 0:
+        return Ending("no time left", is_late=True)
+    command = [sys.executable, str(SCRIPTS / "device_stage.py"), stage.name, "--module", stage.path]
+    command += ["--results", str(request.results), "--seconds", f"{max(left - MARGIN, left / 2):.2f}"]
+    command += ["--impl", request.impl] if request.impl else []
+    command += [flag for flag, wanted in (("--tiny", request.tiny), ("--careful", careful)) if wanted]
+    command += ["--skip", *closed]
+    out, err = log_paths(request, stage)
+    with out.open("ab") as stdout, err.open("ab") as stderr, _process(command, request, stage, stdout, stderr) as child:
+        seen, since = None, time.monotonic()
+        while child.poll() is None:
+            time.sleep(POLL)
+            now, item = time.monotonic(), open_item(read_lines(request.results), stage.name)
+            if item != seen:
+                seen, since = item, now
+            if now > end:
+                return Ending("killed at the end of its time", is_late=True)
+            if item is not None and now - since > stage.item_seconds:
+                return Ending(f"killed after {stage.item_seconds:g} s")
+    return Ending(describe_status(child.returncode))
+
+
+@contextlib.contextmanager
+def _process(command: list[str], request: Request, stage: Stage, stdout: object, stderr: object) -> Iterator:
+    """A process in a group of its own, which is killed whole when this is left, however that is."""
+    environment = dict(request.environment)
+    for name, value in stage.environment.items():  # flags are added to those of the user
+        environment[name] = f"{environment[name]} {value}" if name == "XLA_FLAGS" and name in environment else value
+    child = subprocess.Popen(
+        command, cwd=SCRIPTS.parent, env=environment, stdout=stdout, stderr=stderr, process_group=0
+    )
+    try:
+        yield child
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(_KILL_WAIT)
+
+
+def describe_status(status: int) -> str | None:
+    """An exit status in words; None for 0."""
+    if status == 0:
+        return None
+    if status < 0:
+        return f"died of {signal.Signals(-status).name}"
+    return f"ended with {status}"
+
+
+def log_paths(request: Request, stage: Stage) -> tuple[Path, Path]:
+    """Where the standard output and error of a stage's processes go."""
+    return request.logs / f"{stage.name}.out", request.logs / f"{stage.name}.err"
+
+
+def read_tail(path: Path) -> str:
+    """The end of a file, where a process says what it died of."""
+    return path.read_text(errors="replace")[-TAIL_CHARS:].strip() if path.exists() else ""

@@ -1,0 +1,48 @@
+"""Decode steps of the whole engine with random weights, by `bench_engine.py`: with few layers first, which is where
+what goes wrong in a step goes wrong, too."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from device_stages.child import SCRIPTS
+from device_stages.items import Context, Item, describe_fault
+from device_stages.results import Line
+
+PRESET = "llama-3.1-8b"
+CONTEXT = 4096
+BATCHES = {"engine_4": (32,), "engine_32": (32, 1, 128)}
+_TINY = "--preset llama-30m --layers 2 --contexts 64 --batches 1 --steps 2"
+
+
+def list_items(context: Context) -> Iterator[Item]:
+    layers = int(context.stage.removeprefix("engine_"))
+    yield Item(f"steps of {layers} layers", partial(measure_steps, context, layers))
+
+
+def measure_steps(context: Context, layers: int) -> Line:
+    """One engine, a few batches. What was measured before it failed counts."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder, "found.json")
+        command = [sys.executable, str(SCRIPTS / "bench_engine.py"), "--json", str(found), "--compile", "used"]
+        if context.tiny:
+            command += _TINY.split()
+        else:
+            batches = map(str, BATCHES[context.stage])
+            command += ["--preset", PRESET, "--layers", str(layers), "--contexts", str(CONTEXT), "--batches", *batches]
+            command += ["--attention-impl", context.impl] if context.impl else []
+        done = subprocess.run(command, text=True, check=False, stderr=subprocess.PIPE)
+        sys.stderr.write(done.stderr)
+        document = json.loads(found.read_text()) if found.exists() else {"points": [], "not_measured": []}
+    points = {
+        f"{point['batch']} x {point['context']}": {"ms": 1e3 * point["seconds"], "share_of_limit": point["share"]}
+        for point in document["points"]
+    }
+    line = {"steps": points, "not_measured": document["not_measured"]}
+    return line if done.returncode == 0 else {**line, "ok": False, "error": describe_fault(done.stderr)}

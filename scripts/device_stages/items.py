@@ -1,0 +1,48 @@
+"""What a stage sees of the day, and what it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from device_stages.clocks import ClockLog
+from device_stages.results import Line, results_of
+
+
+class NotHereError(Exception):
+    """What an item needs is not on this machine; says what."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One measurement or check. `run` returns the figures of its line; it may have "ok", by default true."""
+
+    name: str
+    run: Callable[[], Line]
+
+
+def describe_fault(errors: str) -> str:
+    """The last line that a program wrote to its standard error, where it says what was wrong."""
+    lines = errors.strip().splitlines()
+    return lines[-1] if lines else "no words"
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a stage is run with."""
+
+    stage: str
+    out: Path  # the folder of the results
+    impl: str | None = None  # of attention; None: what the device gets
+    tiny: bool = False  # small shapes, to see that all of it works
+    careful: bool = False  # an earlier process of this stage died: prepare no item before it is begun
+    seconds: float = 600.0  # until items are no longer begun
+    skip: tuple[str, ...] = ()  # items that are not to be run
+    lines: tuple[Line, ...] = ()  # of the day so far
+    clocks: ClockLog = field(default_factory=ClockLog)
+
+    def find(self, stage: str, item: str) -> dict[str, Any]:
+        """The figures of an item of an earlier stage; empty if it has none."""
+        return next((line for line in results_of(self.lines, stage) if line["item"] == item), {})

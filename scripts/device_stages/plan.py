@@ -1,0 +1,89 @@
+"""The stages of a device day, in the order in which they are run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from device_stages.results import CLOSING, Line, results_of
+
+NO_COMMAND_BUFFERS = "--xla_gpu_enable_command_buffer="  # XLA then launches every kernel by itself
+_PTXAS = {"MOSAIC_GPU_DUMP_PTXAS": "1"}  # registers and spills of each kernel, to standard output
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage: a module that lists its items (`list_items(context)`), in a process of its own."""
+
+    name: str
+    purpose: str
+    seconds: float  # at most, for all its items
+    item_seconds: float  # at most, for one: then its process is killed, and the next one goes on behind it
+    module: str = ""  # by default `device_stages.<name>`
+    environment: Mapping[str, str] = field(default_factory=dict)
+    prepares_ahead: bool = False  # items are compiled before they are begun, unless an earlier process died
+    measures: bool = False  # kernels that a failed smoke test says nothing good about: then the XLA path is measured
+
+    @property
+    def path(self) -> str:
+        return self.module or f"device_stages.{self.name}"
+
+
+FIRST = (
+    Stage("probe", "what the machine is, and its copy and matmul rates", 30, 25),
+    Stage("smoke", "four steps against the XLA path, bit for bit the same when repeated", 60, 40, environment=_PTXAS),
+    Stage(
+        "cases",
+        "every case of the kernels' tests against the float32 reference",
+        90,
+        30,
+        environment=_PTXAS,
+        prepares_ahead=True,
+    ),
+    Stage("timing", "seconds of a layer, by the slope between 4 and 20 layers", 115, 45, measures=True),
+    Stage(
+        "kernels",
+        "the same without command buffers, and kernel by kernel",
+        35,
+        30,
+        environment={"XLA_FLAGS": NO_COMMAND_BUFFERS},
+        measures=True,
+    ),
+    Stage("ablation", "loads without compute, sizes of pages, who writes keys", 60, 30, measures=True),
+    Stage(
+        "peers",
+        "dense attention of cuDNN and torch",
+        40,
+        20,
+        environment={"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+    ),
+    Stage("tuning", "block sizes; the winners are in tuning.json", 150, 150, measures=True),
+)
+SECOND = (
+    Stage("sanitizer", "small steps under compute-sanitizer", 150, 60),
+    Stage(
+        "engine_4",
+        "the engine's decode steps with 4 layers of an 8B model",
+        120,
+        120,
+        "device_stages.engine",
+        measures=True,
+    ),
+    Stage("engine_32", "the same with all 32", 280, 280, "device_stages.engine", measures=True),
+)
+STAGES = {stage.name: stage for stage in (*FIRST, *SECOND)}
+GROUPS = {"first": FIRST, "second": SECOND}
+
+
+def find_smoke_fault(lines: Iterable[Line]) -> str | None:
+    """Why the kernels are not to be measured, if the smoke test found a reason."""
+    lines = list(lines)
+    for line in results_of(lines, "smoke"):
+        if line["event"] == "lost":
+            return f"{line['item']}: {line['how']}"
+        if line["ok"] is False:
+            return f"{line['item']}: {line.get('error', 'wrong')}"
+    ended = [line for line in lines if line["stage"] == "smoke" and line["event"] == "end" and line["how"] != "done"]
+    if ended and not any(line["stage"] == "smoke" and line["event"] in CLOSING for line in lines):
+        return f"the smoke test: {ended[-1]['how']}"
+    return None

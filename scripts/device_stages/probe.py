@@ -1,0 +1,86 @@
+"""What the machine is: its GPU as found, versions, compilers, and the rates that everything else is compared with."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from device_stages.clocks import query_gpu
+from device_stages.items import Context, Item, NotHereError
+from device_stages.results import Line
+
+PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "libtpu", "numpy", "ml_dtypes", "flax")
+OTHERS = ("torch", "triton", "rich", "jaxtyping", "tokenizers", "safetensors", "llguidance", "nvidia-cuda-nvcc")
+STATE = (
+    *("name", "driver_version", "memory.total", "memory.used", "pstate", "clocks.sm", "clocks.mem", "clocks.max.sm"),
+    *("clocks.max.mem", "power.draw", "power.limit", "temperature.gpu", "clocks_throttle_reasons.active"),
+)
+TOOLS = ("ptxas", "nvcc", "compute-sanitizer", "ncu", "nvdisasm")
+
+
+def list_items(context: Context) -> Iterator[Item]:
+    yield Item("gpu", describe_gpu)
+    yield Item("versions", describe_versions)
+    yield Item("tools", find_tools)
+    yield Item("device", describe_device)
+    yield Item("rates", lambda: measure_rates(context))
+
+
+def describe_gpu() -> Line:
+    """What nvidia-smi says before anything runs. No setting is changed."""
+    found = query_gpu(*STATE)
+    if not found:
+        raise NotHereError("no nvidia-smi")
+    return found
+
+
+def describe_versions() -> Line:
+    versions = {}
+    for name in (*PACKAGES, *OTHERS):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "-"
+    return {"python": sys.version.split()[0], "cores": os.cpu_count(), "host": platform.platform(), **versions}
+
+
+def find_tools() -> Line:
+    """Where CUDA's tools are, as this process and XLA look for them; the last line of what ptxas calls itself."""
+    found = {name: shutil.which(name) or "-" for name in TOOLS}
+    wheels = [path for folder in sys.path for path in Path(folder).glob("nvidia/*/bin/ptxas")]
+    found["ptxas in wheels"] = str(wheels[0]) if wheels else "-"
+    for tool in (found["ptxas"], found["ptxas in wheels"]):
+        if tool != "-":
+            said = subprocess.run([tool, "--version"], capture_output=True, text=True, check=False, timeout=10).stdout
+            return {**found, "version": said.strip().splitlines()[-1:]}
+    return found
+
+
+def describe_device() -> Line:
+    """The device as jax sees it."""
+    import jax
+
+    device = jax.devices()[0]
+    memory = device.memory_stats() or {}
+    return {
+        "device": device.device_kind,
+        "devices": len(jax.devices()),
+        "cores": getattr(device, "core_count", None),
+        "bytes_limit": memory.get("bytes_limit"),
+        "runtime": device.client.platform_version,
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+    }
+
+
+def measure_rates(context: Context) -> Line:
+    from device_limits import measure_limits
+
+    with context.clocks.watch() as clocks:
+        limits = measure_limits()
+    return {**limits.asdict(), "clocks": clocks}

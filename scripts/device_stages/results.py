@@ -1,0 +1,92 @@
+"""The results of a device day: a file of JSON lines that any process of it may append to, and die while doing so.
+
+A line has the stage it belongs to and an event:
+
+    start, end      of a stage, by the parent; `how` it ended: "done", or what cut it short
+    begin           an item was begun; one without a closing line is what its process died of
+    result          of an item; `ok` is true, false, or null where what it needs is not here
+    lost            an item that took its process with it; `how`, and the end of what the process wrote
+    cut             an item that the end of its stage's time interrupted: it may be run again
+    skip            an item or a stage that was not run, and why
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+Line = dict[str, Any]
+
+CLOSING = ("result", "lost")
+
+
+def append_line(path: Path, line: Line) -> None:
+    """Appends a line, and returns when it is on the disk. What a process that died left of a line stays on its own."""
+    data = (json.dumps(_plain(line), default=str) + "\n").encode()
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        size = os.lseek(handle, 0, os.SEEK_END)
+        if size and os.pread(handle, 1, size - 1) != b"\n":
+            data = b"\n" + data
+        while data:
+            data = data[os.write(handle, data) :]
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _plain(value: Any) -> Any:
+    """Without infinities and NaN, which JSON does not have: they become text."""
+    if isinstance(value, dict):
+        return {str(key): _plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_lines(path: Path) -> list[Line]:
+    """The lines of a file that are whole; none if there is no file."""
+    if not path.exists():
+        return []
+    found = []
+    for text in path.read_text(errors="replace").splitlines():
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(line, dict) and "stage" in line and "event" in line:
+            found.append(line)
+    return found
+
+
+def closed_items(lines: Iterable[Line], stage: str) -> list[str]:
+    """Items of a stage that have a result or were lost: not to be run again."""
+    return [line["item"] for line in lines if line["stage"] == stage and line["event"] in CLOSING]
+
+
+def open_item(lines: Iterable[Line], stage: str) -> Line | None:
+    """The `begin` line of the item of a stage that was begun last and has not ended, if there is one."""
+    begun = None
+    for line in lines:
+        if line["stage"] != stage:
+            continue
+        if line["event"] == "begin":
+            begun = line
+        elif line.get("item") and begun is not None and line["item"] == begun["item"]:
+            begun = None
+    return begun
+
+
+def is_done(lines: Iterable[Line], stage: str) -> bool:
+    """Whether a stage came to its end with all its items."""
+    return any(line["stage"] == stage and line["event"] == "end" and line["how"] == "done" for line in lines)
+
+
+def results_of(lines: Iterable[Line], stage: str) -> list[Line]:
+    """The closing lines of a stage, the last one of each item, in the order in which items were begun."""
+    found = {line["item"]: line for line in lines if line["stage"] == stage and line["event"] in CLOSING}
+    return list(found.values())

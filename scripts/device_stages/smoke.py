@@ -1,0 +1,71 @@
+"""Whether the kernels are right on this device at all: four steps of real sizes against the XLA path.
+
+All slots that hold nothing are NaN. A step that is repeated must give the same bits: one that does not has a race.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from kernel_shapes import MODELS, Shape, compute_exactly, make_arguments, make_program, platform_page_size
+
+from device_stages.items import Context, Item
+from device_stages.measure import decode_shape, find_impl, name_shape, prefill_shape, shrink
+from device_stages.results import Line
+from pallas_kernels import choose_layout
+from pallas_kernels.testing.compare import RELATIVE_TOLERANCE, relative_error
+
+REPEATS, TINY_REPEATS = 20, 1
+# Tokens in the pages of rows of one step. Units of the longer ones have more tiles than any ring has slots.
+RAGGED = (*(1, 63, 64, 65, 127, 500, 640, 1000, 1023, 1535, 2048, 3000), *(4095, 5000, 6400, 7777, 8191, 12_000))
+RAGGED_CHUNK = (320, 700)  # tokens in pages, and new ones, of a row behind them
+
+
+def list_items(context: Context) -> Iterator[Item]:
+    ragged = Shape("llama-8b", MODELS["llama-8b"], 1, *RAGGED_CHUNK, "bfloat16", platform_page_size(), beside=RAGGED)
+    if context.tiny:
+        shapes = [shrink(replace(ragged, new=1)), shrink(ragged)]
+        if find_impl(context, shapes[0]).endswith("_interpret"):  # to which a chunk is as much as all the rest
+            shapes.pop()
+    else:
+        shapes = [decode_shape(context, 32, 4096), ragged, prefill_shape(context, 1024)]
+        shapes.append(prefill_shape(context, 64, 8192))
+    for shape in shapes:
+        yield Item(name_shape(shape), partial(check_step, context, shape))
+
+
+def check_step(context: Context, shape: Shape) -> Line:
+    """Compares one layer with the XLA path in float32: results, written pages, and repeats with the first run."""
+    impl = find_impl(context, shape)
+    run, (pool, *rest) = make_program(shape, impl, 1)
+    first, pool, _ = run(pool, *rest)
+    layout = choose_layout("xla", shape.heads[2])
+    expected, written = compute_exactly(shape, layout, *make_arguments(shape, 1, layout))
+    error = relative_error(first, expected, shape.num_tokens)
+    pages_equal = None
+    if choose_layout(impl, shape.heads[2]) == layout:
+        pages_equal = bool(_same_bits(pool[1:], written[1:]))
+    del written
+    changed, repeats = 0, TINY_REPEATS if context.tiny else REPEATS
+    for _ in range(repeats):
+        again, pool, _ = run(pool, *rest)
+        changed += not _same_bits(again, first)
+    faults = {
+        f"relative error {error:.3g}, at most {RELATIVE_TOLERANCE:g}": error >= RELATIVE_TOLERANCE,
+        f"{changed} of {repeats} repeats differ": changed,
+        "pages differ from those that XLA wrote": pages_equal is False,
+    }
+    problems = [text for text, is_so in faults.items() if is_so]
+    line = {"ok": not problems, "impl": impl, "relative_error": error, "pages_equal": pages_equal, "repeats": repeats}
+    return {**line, "error": "; ".join(problems)} if problems else line
+
+
+@jax.jit
+def _same_bits(left: jax.Array, right: jax.Array) -> jax.Array:
+    """Also of NaN."""
+    words = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[left.dtype.itemsize]
+    return jnp.all(left.view(words) == right.view(words))

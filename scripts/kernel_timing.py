@@ -1,0 +1,100 @@
+"""Seconds of attention on the device at hand: ours by the layer, and the dense attention of others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from device_limits import sample_seconds
+from kernel_shapes import POOL_BYTES, Shape, make_program
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How often things are run."""
+
+    layers: int = 8  # per call
+    repeats: int = 5
+    calls: int = 4  # per repeat
+
+    def sample(self, call: Callable[..., Any], *args: Any) -> list[float]:
+        """Seconds of one call, by repeats."""
+        return sample_seconds(call, *args, repeats=self.repeats, calls=self.calls)
+
+    def time(self, call: Callable[..., Any], *args: Any) -> float:
+        """Seconds of one call, the best of the repeats."""
+        return min(self.sample(call, *args))
+
+
+FULL, DRY = Effort(), Effort(layers=1, repeats=1, calls=1)
+
+
+def summarize(samples: Sequence[float]) -> dict[str, float | int]:
+    """Median and spread of repeats, in seconds."""
+    low, middle, high = np.percentile(samples, (0, 50, 90))
+    return {"median": float(middle), "min": float(low), "p90": float(high), "repeats": len(samples)}
+
+
+def count_layers(shape: Shape, layers: int, pool_bytes: int = POOL_BYTES) -> int:
+    """As many of `layers` as `pool_bytes` hold, at least one."""
+    return max(1, min(layers, pool_bytes // max(shape.bytes_read, 1)))
+
+
+def hold_pool(run: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[[], jax.Array]:
+    """A call of a program of `make_program` that keeps the pool, which every run consumes and gives back."""
+    held, rest = [arguments[0]], arguments[1:]
+
+    def call() -> jax.Array:
+        out, held[0], _ = run(held[0], *rest)
+        return out
+
+    return call
+
+
+def time_paged(shape: Shape, impl: str, effort: Effort = FULL, config: Any = None) -> float:
+    """Seconds of one layer, its keys' write included: the best of the repeats."""
+    layers = count_layers(shape, effort.layers)
+    return effort.time(hold_pool(*make_program(shape, impl, layers, config))) / layers
+
+
+def sample_dense(shape: Shape, effort: Effort, implementation: str = "cudnn") -> list[float]:
+    """Seconds of dense attention of the same shape through jax.nn, causal unless a decode row sees all keys."""
+    num_heads, num_kv_heads, head_dim = shape.heads
+    keys = jax.random.split(jax.random.key(0), 3)
+    q = jax.random.normal(keys[0], (shape.rows, shape.new, num_heads, head_dim), jnp.bfloat16)
+    dims = (shape.rows, shape.cached + shape.new, num_kv_heads, head_dim)
+    k, v = (jax.random.normal(key, dims, jnp.bfloat16) for key in keys[1:])
+    attend = partial(jax.nn.dot_product_attention, is_causal=not shape.is_decode, implementation=implementation)
+    return effort.sample(jax.jit(attend), q, k, v)
+
+
+def sample_torch(shape: Shape, effort: Effort) -> list[float]:
+    """The same through torch, on the GPU."""
+    import torch
+
+    num_heads, num_kv_heads, head_dim = shape.heads
+    q = torch.randn(shape.rows, num_heads, shape.new, head_dim, dtype=torch.bfloat16, device="cuda")
+    dims = (shape.rows, num_kv_heads, shape.cached + shape.new, head_dim)
+    k, v = (torch.randn(dims, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    is_causal = not shape.is_decode
+
+    def call() -> None:
+        torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
+
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    samples = []
+    for _ in range(effort.repeats):
+        start = time.perf_counter()
+        for _ in range(effort.calls):
+            call()
+        torch.cuda.synchronize()
+        samples.append((time.perf_counter() - start) / effort.calls)
+    return samples

@@ -1,0 +1,180 @@
+"""A conversation in a terminal: what is kept, dropped, stopped and obeyed."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jaxserve import SamplingParams
+from jaxserve.cli.chat import Chat
+from jaxserve.engine.generation_config import GenerationDefaults
+from jaxserve.errors import DeviceStepError, EngineStoppedError, InvalidRequestError
+
+LIMIT = 40  # characters, which are this model's tokens
+
+
+class Echo:
+    """A model that answers with the last message, in upper case."""
+
+    def __init__(self, **_: object) -> None:
+        self.conversations: list[list[str]] = []
+        self.templates: list[str | None] = []
+        self.failures: list[Exception] = []
+        self.ready = SimpleNamespace(
+            requests=self,
+            shapes=SimpleNamespace(model=SimpleNamespace(max_model_len=LIMIT)),
+            defaults=GenerationDefaults(SamplingParams()),
+        )
+
+    def make_chat(self, messages: list[dict[str, str]], params: SamplingParams, *, chat_template: str | None) -> Any:
+        self.templates.append(chat_template)
+        texts = [message["content"] for message in messages]
+        if messages[-1]["content"] == "bad":
+            raise InvalidRequestError("cannot be rendered", field="messages")
+        return SimpleNamespace(texts=texts, prompt_token_ids="".join(texts))
+
+    async def stream(self, requests: list[Any]) -> AsyncIterator[Any]:
+        texts = requests[0].texts
+        self.conversations.append(texts)
+        yield make_output(texts[-1].upper())
+        if self.failures:
+            yield make_output("", "error", self.failures.pop())
+        else:
+            yield make_output("", "length" if "long" in texts[-1] else "stop")
+
+
+def make_output(text: str, reason: str | None = None, error: Exception | None = None) -> Any:
+    return SimpleNamespace(outputs=[SimpleNamespace(text=text, finish_reason=reason)], error=error)
+
+
+def talk(monkeypatch: pytest.MonkeyPatch, llm: Echo, *lines: str, **options: Any) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+    Chat(llm, SamplingParams(max_tokens=10), **options).run()  # type: ignore[arg-type]
+
+
+def test_a_conversation_is_remembered(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    llm = Echo()
+    talk(monkeypatch, llm, "hi", "", "yo", system="be", chat_template="{{ messages }}")
+    assert llm.conversations == [["be", "hi"], ["be", "hi", "HI", "yo"]]
+    assert set(llm.templates) == {"{{ messages }}"}
+    assert capsys.readouterr().out == "HI\nYO\n"
+
+
+def test_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    llm = Echo()
+    talk(
+        monkeypatch,
+        llm,
+        "hi",
+        "/clear",
+        "yo",
+        "/help",
+        "/bye",
+        " /bye",
+        "/etc",
+        "/etc/hosts",
+        "/quit",
+        "no",
+        system="be",
+    )
+    assert [texts[-1] for texts in llm.conversations] == ["hi", "yo", "/bye", "/etc/hosts"]
+    assert llm.conversations[1] == ["be", "yo"]
+    said = capsys.readouterr().err
+    for word in ("/clear", "/exit", "/quit", "/bye is not a command", "/etc is not a command"):
+        assert word in said
+
+
+def test_a_full_context_drops_the_oldest_turns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llm = Echo()
+    talk(monkeypatch, llm, "aaaaaa", "bbbbbb", "cccccc", "d" * 18, "e" * 35, system="be")
+    assert llm.conversations[2] == ["be", "bbbbbb", "BBBBBB", "cccccc"], "with 10 for the answer, more is too many"
+    assert llm.conversations[3] == ["be", "d" * 18]
+    assert llm.conversations[4] == ["be", "e" * 35], "what is left alone is for the engine to judge"
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "(the context of 40 tokens is full: the oldest turn was dropped)"
+    assert "the oldest 2 turns were dropped" in said[1]
+
+
+def test_what_cannot_be_answered_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llm = Echo()
+    talk(monkeypatch, llm, "hi", "bad", "yo")
+    assert llm.conversations == [["hi"], ["hi", "HI", "yo"]]
+    llm.failures = [DeviceStepError("the device failed")]
+    talk(monkeypatch, llm, "hi", "long")
+    shown = capsys.readouterr()
+    assert "jaxserve: messages: cannot be rendered" in shown.err and "jaxserve: the device failed" in shown.err
+    assert "(cut off: " in shown.err
+    llm.failures = [EngineStoppedError("no more")]
+    with pytest.raises(EngineStoppedError):
+        talk(monkeypatch, llm, "hi", "unread")
+
+
+_CHAT = """
+import asyncio
+import signal
+import sys
+import jaxserve
+from jaxserve.cli import main
+from tests.cli.test_chat import Echo, make_output
+
+class Slow(Echo):
+    shutdown = lambda self: print("stopped")
+
+    async def stream(self, requests):
+        try:
+            yield make_output(f"{'+'.join(requests[0].texts)}!")
+            await asyncio.sleep(0 if requests[0].texts[-1] == "hi" else 1000)
+        finally:
+            print("left")
+
+jaxserve.AsyncLLM = Slow
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in its background without one
+sys.exit(main(["chat", "demo"]))
+"""
+
+
+def test_ctrl_c_stops_an_answer_and_at_the_prompt_the_chat() -> None:
+    """The terminal is read where the interrupt arrives: a thread that waits for a line would outlive it."""
+    terminal, other = pty.openpty()
+    with subprocess.Popen([sys.executable, "-c", _CHAT], stdin=other, stdout=other, stderr=other) as chat:
+        os.close(other)
+        try:
+            _read_until(terminal, b"you> ")
+            os.write(terminal, b"wait\n")
+            _read_until(terminal, b"wait!")
+            chat.send_signal(signal.SIGINT)
+            shown = _read_until(terminal, b"you> ")
+            assert b"left" in shown and b"(stopped)" in shown, "the request is left"
+            os.write(terminal, b"hi\n")
+            assert b"wait+wait!+hi!" in _read_until(terminal, b"you> "), "what was said is kept"
+            for _ in range(10):  # one that comes between the prompt and the wait for a line does not end that wait
+                chat.send_signal(signal.SIGINT)
+                if select.select([terminal], [], [], 5)[0]:
+                    break
+            _read_until(terminal, b"stopped")
+            assert chat.wait(timeout=30) == 130
+        finally:
+            chat.kill()
+            os.close(terminal)
+
+
+def _read_until(terminal: int, end: bytes) -> bytes:
+    shown = b""
+    while end not in shown:
+        assert select.select([terminal], [], [], 60)[0], shown
+        shown += os.read(terminal, 1000)
+    return shown

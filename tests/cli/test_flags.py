@@ -1,0 +1,254 @@
+"""What the parser takes, refuses and explains."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import jaxserve
+from jaxserve import SamplingParams
+from jaxserve.cli import main
+from jaxserve.cli.flags import add_sampling_flags, read_sampling_params
+from jaxserve.config import EngineConfig
+from jaxserve.engine.generation_config import GenerationDefaults
+from jaxserve.errors import CapacityError
+from jaxserve.server.options import ServerConfig
+from tests.test_devices import break_jax
+
+
+@pytest.mark.parametrize(
+    ("arguments", "usage", "message"),
+    [
+        (["serve", "--prot", "8000"], "jaxserve serve [MODEL]", "there is no flag --prot; did you mean --port?"),
+        (["serve", "--prot=8000"], "jaxserve serve [MODEL]", "there is no flag --prot; did you mean --port?"),
+        (["generate", "hi", "--tempratur", "0"], "jaxserve generate [MODEL] [PROMPT", "did you mean --temperature?"),
+        (["chat", "--zzz"], "jaxserve chat [MODEL]", "there is no flag --zzz; `jaxserve chat --help` lists all"),
+        (["plan", "demo", "more"], "jaxserve plan [MODEL]", "'more' is one argument too many"),
+        (["run-batch", "demo"], "jaxserve run-batch [MODEL] -i FILE -o FILE", "required: -i"),
+        (["doctor", "--seed", "x"], "jaxserve doctor [MODEL]", "invalid int value: 'x'"),
+    ],
+)
+def test_refusals_stand_under_the_commands_own_usage(
+    arguments: list[str], usage: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    shown = capsys.readouterr().err
+    assert caught.value.code == 2 and message in shown
+    assert shown.startswith(f"usage: {usage}") and shown.count("\n") == 2
+
+
+def test_no_command_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    shown = capsys.readouterr().err
+    for name in ("serve", "generate", "chat", "run-batch", "plan", "doctor"):
+        assert name in shown
+
+
+def test_help_says_defaults_and_other_names(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "reuse the KV of equal prompt beginnings (default: on)" in shown
+    assert "work on token ids only (default: off)" in shown
+    assert "(default: 0.9; also --gpu-memory-utilization)" in shown and "also --tp, -tp" in shown
+    assert "--gpu-memory-utilization FLOAT" not in shown, "an alias has no paragraph of its own"
+    with pytest.raises(SystemExit):
+        main(["chat", "--help"])
+    assert "longest answer (default: 256)" in capsys.readouterr().out
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What `jaxserve serve` would start with."""
+    import jaxserve.server.launch
+
+    found: list[Any] = []
+
+    def serve(engine: EngineConfig, server: ServerConfig) -> int:
+        found.append((engine, server))
+        return 3
+
+    monkeypatch.setattr(jaxserve.server.launch, "serve", serve)
+    return found
+
+
+def test_flags_and_their_aliases_reach_the_options(served: list[Any]) -> None:
+    flags = [
+        "-tp",
+        "2",
+        "--gpu-memory-utilization",
+        "0.5",
+        "--no-enable-prefix-caching",
+        "--api-key=a",
+    ]
+    assert main(["serve", "some/model", *flags]) == 3, "the server's status is the command's"
+    engine, server = served[0]
+    assert engine.model.model == "some/model" and engine.parallel.tensor_parallel_size == 2
+    assert engine.cache.device_memory_utilization == 0.5 and not engine.cache.enable_prefix_caching
+    assert server.access.api_key == ("a",)
+
+
+def test_flags_of_vllm_are_taken_where_they_change_nothing(
+    served: list[Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    harmless = ["--enforce-eager", "--no-enable-lora", "--swap-space", "0", "--disable-log-stats", "--task=generate"]
+    assert main(["serve", "demo", *harmless, "--enable-chunked-prefill"]) == 3
+    (tmp_path / "vllm.toml").write_text("enable_lora = true")
+    assert main(["serve", "demo", "--config", str(tmp_path / "vllm.toml"), "--no-enable-lora"]) == 3
+    for arguments in (["--enable-lora"], ["--config", str(tmp_path / "vllm.toml")]):
+        assert main(["serve", "demo", *arguments]) == 2
+        assert "enable_lora: LoRA adapters are not here yet" in capsys.readouterr().err
+    assert main(["generate", "hi", "--quantization", "awq"]) == 2
+    assert "unquantized" in capsys.readouterr().err and len(served) == 2
+    with pytest.raises(SystemExit):
+        main(["serve", "demo", "--mem-fraction-static", "0.8"])
+    assert "there is no flag --mem-fraction-static; here it is --gpu-memory-utilization" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    shown = capsys.readouterr().out
+    assert "--enforce-eager" not in shown and "Flags of vLLM" in shown
+
+
+def test_flags_win_over_a_file_by_whichever_name(served: list[Any], tmp_path: Path) -> None:
+    file = tmp_path / "options.toml"
+    file.write_text("port = 1\nmax_num_seqs = 3\n[cache]\ngpu_memory_utilization = 0.5\n")
+    assert main(["serve", "--config", str(file), "--device-memory-utilization", "0.25"]) == 3
+    engine, server = served[0]
+    assert engine.cache.device_memory_utilization == 0.25 and engine.scheduler.max_num_seqs == 3
+    assert server.listen.port == 1
+
+
+def test_an_option_is_blamed_by_the_name_that_was_given(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--gpu-memory-utilization", "1.5"]) == 2
+    assert capsys.readouterr().err.startswith("jaxserve: gpu_memory_utilization: ")
+    assert main(["plan", "demo", "--gpu-memory-utilization", "0.5", "--device-memory-utilization", "0.5"]) == 2
+    assert "given twice" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["serve", "chat", "plan", "doctor", "generate"])
+def test_a_model_named_twice_is_refused(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [command, "demo", "--model", "demo"]
+    if command != "generate":
+        assert main(arguments) == 2
+        assert "given twice, also as 'demo'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "llama-30m", "hi", "--load-format", "dummy"], "tokenizer: 'llama-30m' is a preset"),
+        (["chat", "llama-30m", "--load-format", "dummy"], "tokenizer: 'llama-30m' is a preset"),
+        (["generate", "demo", "hi", "--skip-tokenizer-init"], "takes text, which needs a tokenizer"),
+        (["chat", "--chat-template", "/nowhere.jinja"], "chat_template: cannot be read"),
+    ],
+)
+def test_what_no_text_can_be_made_for_is_known_before_anything_is_built(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jaxserve, "LLM", None, raising=False)
+    monkeypatch.setattr(jaxserve, "AsyncLLM", None, raising=False)
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_messages_without_a_template_are_known_before_as_well(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jaxserve, "LLM", None, raising=False)
+    arguments = ["generate", "--chat", "hi", "--tokenizer", str(tmp_path)]
+    assert main(arguments) == 2
+    assert f"the tokenizer in {tmp_path} has none; give one with --chat-template" in capsys.readouterr().err
+
+
+def test_generate_passes_what_it_was_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, Any] = {}
+
+    class Fake:
+        def __init__(self, **options: Any) -> None:
+            seen.update(options)
+
+        ready = SimpleNamespace(defaults=GenerationDefaults(SamplingParams()))
+
+        def chat(self, messages: list[Any], params: Any, *, chat_template: str | None) -> list[Any]:
+            seen.update(messages=messages, template=chat_template, max_tokens=params.max_tokens)
+            failed = CapacityError("does not fit", field="prompt")
+            return [SimpleNamespace(outputs=[SimpleNamespace(text="yes")], error=failed) for _ in messages]
+
+    monkeypatch.setattr(jaxserve, "LLM", Fake, raising=False)
+    (tmp_path / "t.jinja").write_text("{{ messages }}")
+    arguments = ["generate", "demo", "Hello", "--chat", "--chat-template", str(tmp_path / "t.jinja"), "--seed", "7"]
+    assert main(arguments) == 1, "an answer ended with an error"
+    assert seen == {
+        "model": "demo",
+        "seed": 7,
+        "messages": [[{"role": "user", "content": "Hello"}]],
+        "template": "{{ messages }}",
+        "max_tokens": 128,
+    }
+    shown = capsys.readouterr()
+    assert shown.out == "yes\n" and shown.err == "jaxserve: prompt: does not fit\n"
+
+
+def test_a_plan_that_does_not_fit_is_shown_as_far_as_it_goes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "llama-3.1-8b", "--device", "v5e"]) == 2
+    shown = capsys.readouterr()
+    assert "14.958" in shown.out and "do not fit" in " ".join(shown.out.split())
+    assert "parameters take" in shown.err
+    assert main(["plan", "llama-3.1-8b", "--device", "l4"]) == 2
+    shown = capsys.readouterr()
+    assert "parameters" in shown.out and "max_model_len=" in shown.err and "would fit" in shown.err
+    assert main(["plan", "llama-3.1-8b", "--device", "a100"]) == 2
+    assert "did you mean a100-80g or a100-40g?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["generate", "hi"], ["plan", "demo"], ["chat"]])
+def test_devices_that_cannot_be_had_are_one_line(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_jax(monkeypatch, "cuda", AssertionError())
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("jaxserve: JAX_PLATFORMS: ") and error.count("\n") == 1
+
+
+def test_the_package_is_a_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "jaxserve", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"jaxserve {jaxserve.__version__}\n"
+
+
+@pytest.mark.parametrize(("flags", "choice"), [([], "used"), (["--compile", "all"], "all")])
+def test_a_chat_compiles_what_it_uses(flags: list[str], choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**options: Any) -> Any:
+        raise CapacityError(options["compile"], field="compile")
+
+    monkeypatch.setattr(jaxserve, "AsyncLLM", refuse, raising=False)
+    seen: list[str] = []
+    monkeypatch.setattr("builtins.print", lambda *texts, **_: seen.extend(texts))
+    assert main(["chat", "demo", *flags]) == 2 and seen == [f"jaxserve: compile: {choice}"]
+
+
+@pytest.mark.parametrize(
+    ("words", "defaults", "expected"),
+    [
+        ([], GenerationDefaults(SamplingParams()), (128, 0)),
+        ([], GenerationDefaults(SamplingParams(max_tokens=700), 700), (700, 0)),
+        ([], GenerationDefaults(SamplingParams(max_tokens=300, min_tokens=300)), (300, 300)),
+        (["--max-tokens", "5"], GenerationDefaults(SamplingParams(max_tokens=300, min_tokens=300)), (5, 5)),
+    ],
+)
+def test_answers_are_as_long_as_the_flag_or_the_model_says(
+    words: list[str], defaults: GenerationDefaults, expected: tuple[int, int]
+) -> None:
+    parser = argparse.ArgumentParser()
+    add_sampling_flags(parser, max_tokens=128)
+    params = read_sampling_params(parser.parse_args(words), defaults)
+    assert (params.max_tokens, params.min_tokens) == expected

@@ -1,0 +1,91 @@
+"""`compile="used"`: an engine that is ready sooner, and compiles what its steps need when they first need it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from jaxserve import SamplingParams
+from jaxserve.config import EngineConfig
+from jaxserve.errors import ConfigError, DeviceStepError
+from jaxserve.runtime.buckets import Bucket
+from jaxserve.runtime.rows import SampleVariant
+from jaxserve.server.launch import make_state
+from jaxserve.server.options import ServerConfig
+from tests.e2e.helpers import generate_ids, greedy, make_llm
+
+
+def test_only_what_a_prompt_needs_is_compiled_and_only_once() -> None:
+    llm = make_llm("llama_gqa", max_num_seqs=5, max_num_batched_tokens=96)
+    programs = llm.ready.runner.programs
+    assert list(programs.forward) == [Bucket(64, 5)] and len(programs) == 1
+    generate_ids(llm, [[5, 6, 7]], greedy(4))
+    assert list(programs.forward) == [Bucket(64, 5), Bucket(2, 2)]
+    assert list(programs.sample) == [(5, SampleVariant.GREEDY), (2, SampleVariant.GREEDY)] and len(programs) == 4
+    before = llm.ready.runner.num_compiles
+    generate_ids(llm, [[5, 6, 7]], greedy(4))
+    assert len(programs) == 4 and llm.ready.runner.num_compiles == before
+    llm.generate([{"prompt_token_ids": [5] * 80}], greedy(2, logprobs=1, bad_words=None), use_tqdm=False)
+    assert Bucket(96, 5) in programs.forward and set(programs.score) == {2, 5} and not programs.score_prompt
+
+
+def test_tokens_are_those_of_an_engine_that_compiled_everything() -> None:
+    rng = random.Random(3)
+    prompts = [[rng.randrange(331) for _ in range(rng.choice([1, 3, 32, 90]))] for _ in range(10)]
+    params = [
+        SamplingParams(
+            temperature=rng.choice([0, 0.8]),
+            seed=index,
+            max_tokens=rng.randint(1, 12),
+            repetition_penalty=rng.choice([1.0, 1.3]),
+            ignore_eos=True,
+        )
+        for index in range(10)
+    ]
+    used, closed = (
+        make_llm("llama_gqa", max_num_seqs=5, max_num_batched_tokens=96, compile=c) for c in ("used", "all")
+    )
+    assert generate_ids(used, prompts, params) == generate_ids(closed, prompts, params)
+    assert len(used.ready.runner.programs) < len(closed.ready.runner.programs)
+
+
+def test_a_program_that_does_not_compile_fails_its_step_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make_llm("llama_gqa")
+    expected = generate_ids(llm, [[5, 6, 7]], greedy(4))
+    programs = llm.ready.runner.programs
+    compile_missing = programs.compile_missing
+
+    def fail(kind: str, key: Any) -> Any:
+        raise MemoryError("LLVM is out of memory")
+
+    object.__setattr__(programs, "compile_missing", fail)
+    (output,) = llm.generate([{"prompt_token_ids": [5, 6, 7]}], greedy(4, temperature=0.5), use_tqdm=False)
+    assert isinstance(output.error, DeviceStepError) and "LLVM is out of memory" in str(output.error)
+    assert generate_ids(llm, [[5, 6, 7]], greedy(4)) == expected
+    object.__setattr__(programs, "compile_missing", compile_missing)
+    assert len(generate_ids(llm, [[5, 6, 7]], greedy(4, temperature=0.5, seed=1))[0]) == 4
+
+
+def test_who_builds_the_engine_chooses_where_the_option_does_not() -> None:
+    auto = EngineConfig.from_options()
+    assert auto.with_compile("used").compile.compile == "used" and auto.with_compile("all").compile.compile == "all"
+    assert EngineConfig.from_options(compile="all").with_compile("used").compile.compile == "all"
+    with pytest.raises(ConfigError, match="compile: must be one of auto, all, used, got 'some'"):
+        EngineConfig.from_options(compile="some")
+
+
+def test_a_server_keeps_its_programs_closed() -> None:
+    make_state(EngineConfig.from_options(compile="all"), ServerConfig())
+    with pytest.raises(ConfigError, match="compile: a server compiles every program before it is ready"):
+        make_state(EngineConfig.from_options(compile="used"), ServerConfig())
+
+
+@pytest.mark.parametrize(("max_logprobs", "count"), [(400, 331), (-1, -1)])
+def test_a_vocabulary_smaller_than_max_logprobs(max_logprobs: int, count: int) -> None:
+    """More likeliest tokens may be asked for than there are, 331 (`compile_score` once took the limit as it was)."""
+    llm = make_llm("llama_gqa", max_logprobs=max_logprobs)
+    (output,) = llm.generate([{"prompt_token_ids": [5, 6]}], greedy(2, logprobs=count), use_tqdm=False)
+    assert output.outputs[0].logprobs is not None
+    assert [len(found) for found in output.outputs[0].logprobs] == [331, 331]

@@ -1,0 +1,70 @@
+"""What callers give beside prompts: one for all or one for each, seconds, and what a chat template is told."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import pytest
+
+from jaxserve.engine.arguments import find_deadline, list_prompts, read_chat_options, spread
+from jaxserve.errors import InvalidRequestError
+
+NOTHING: dict[str, Any] = {
+    "tools": None,
+    "chat_template": None,
+    "chat_template_kwargs": None,
+    "add_generation_prompt": None,
+    "continue_final_message": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "prompts"),
+    [
+        ("text", ["text"]),
+        ({"prompt": "text"}, [{"prompt": "text"}]),
+        ([1, 2, 3], [[1, 2, 3]]),
+        ((1, 2), [[1, 2]]),
+        ([[1, 2, 3]], [[1, 2, 3]]),
+        (["a", [1], {"prompt": "b"}], ["a", [1], {"prompt": "b"}]),
+        ([], []),
+    ],
+)
+def test_every_form_of_prompts_is_a_list(given: Any, prompts: list[Any]) -> None:
+    assert list_prompts(given) == prompts
+
+
+def test_one_value_is_for_all_and_several_are_one_for_each() -> None:
+    assert spread(3, 2, "priority") == [3, 3]
+    assert spread([3, 4], 2, "priority") == [3, 4]
+    with pytest.raises(InvalidRequestError, match="priority: one for all, or one for each of the 2 prompts; got 1"):
+        spread([3], 2, "priority")
+
+
+def test_seconds_become_a_deadline() -> None:
+    before = time.monotonic()
+    deadline = find_deadline(5)
+    assert deadline is not None and before + 5 <= deadline <= time.monotonic() + 5
+    assert find_deadline(None) is None
+
+
+@pytest.mark.parametrize("timeout", [0, -1, math.inf, math.nan, True, "5"])
+def test_bad_timeouts_are_named(timeout: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="timeout: must be a finite number of seconds above 0"):
+        find_deadline(timeout)
+
+
+def test_an_answer_begins_unless_one_goes_on() -> None:
+    assert read_chat_options(**NOTHING)["add_generation_prompt"] is True
+    assert read_chat_options(**NOTHING | {"continue_final_message": True})["add_generation_prompt"] is False
+    assert (
+        read_chat_options(**NOTHING | {"chat_template_kwargs": {"enable_thinking": False}})["enable_thinking"] is False
+    )
+
+
+@pytest.mark.parametrize("name", ["request_id", "tools", "priority", "enable_thinkin"])
+def test_variables_cannot_be_arguments(name: str) -> None:
+    with pytest.raises(InvalidRequestError, match=rf"chat_template_kwargs\.{name}: not a variable.*enable_thinking"):
+        read_chat_options(**NOTHING | {"chat_template_kwargs": {name: 1}})

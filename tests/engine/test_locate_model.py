@@ -1,0 +1,202 @@
+"""What is not supported is refused by its name, with a way out, before weights are fetched or JAX is started."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+
+from jaxserve import LLM
+from jaxserve.cli import main
+from jaxserve.config import ModelOptions
+from jaxserve.engine.build import locate_model
+from jaxserve.errors import ConfigError
+from jaxserve.presets import load_preset
+
+LLAMA = load_preset("llama-30m") or {}
+UNQUANTIZED = "are not read yet; use the unquantized repository"
+
+
+def quantized(**settings: object) -> dict[str, object]:
+    return {"config.json": LLAMA | {"quantization_config": settings}, "model.safetensors": b""}
+
+
+def other(model_type: str, architecture: str, **keys: object) -> dict[str, object]:
+    config = {"model_type": model_type, "architectures": [architecture], **keys}
+    return {"config.json": config, "model.safetensors": b""}
+
+
+# Files of a folder, as JSON or bytes -> field, and words of the message in their order.
+CASES: dict[str, tuple[Mapping[str, object], str, tuple[str, ...]]] = {
+    "awq": (quantized(quant_method="awq", bits=4), "quantization_config", ("(awq)", UNQUANTIZED)),
+    "gptq": (quantized(quant_method="gptq", bits=4), "quantization_config", ("(gptq)", UNQUANTIZED)),
+    "fp8": (quantized(quant_method="fp8"), "quantization_config", ("(fp8)", UNQUANTIZED)),
+    "bitsandbytes": (
+        quantized(quant_method="bitsandbytes", load_in_4bit=True),
+        "quantization_config",
+        ("(bitsandbytes)", UNQUANTIZED),
+    ),
+    "compressed-tensors": (
+        quantized(quant_method="compressed-tensors", format="pack-quantized"),
+        "quantization_config",
+        ("(compressed-tensors)", UNQUANTIZED),
+    ),
+    "mxfp4": (quantized(quant_method="mxfp4"), "quantization_config", ("(mxfp4)", UNQUANTIZED)),
+    "unheard-of": (quantized(quant_method="q17"), "quantization_config", ("(q17)", UNQUANTIZED)),
+    "only bits": (quantized(bits=4, group_size=64), "quantization_config", ("(4 bits)", UNQUANTIZED)),
+    "no method": (quantized(quant_method=None, x=1), "quantization_config", ("(no method named)", UNQUANTIZED)),
+    "mlx": ({"config.json": LLAMA | {"quantization": {"bits": 4}}}, "quantization", ("(4 bits)", UNQUANTIZED)),
+    "old gptq": (
+        {"config.json": LLAMA, "quantize_config.json": {"bits": 4}, "model.safetensors": b""},
+        "quantize_config.json",
+        ("(gptq)", UNQUANTIZED),
+    ),
+    "modelopt": (
+        {"config.json": LLAMA, "hf_quant_config.json": {}, "model.safetensors": b""},
+        "hf_quant_config.json",
+        ("(modelopt)", UNQUANTIZED),
+    ),
+    "gguf": ({"llama-Q4_K_M.gguf": b"", "llama-Q8_0.gguf": b""}, "model", ("GGUF", "original repository, in safetens")),
+    "gguf and config": ({"config.json": LLAMA, "llama.gguf": b""}, "model", ("GGUF", "original repository")),
+    "lora": (
+        {
+            "adapter_config.json": {"peft_type": "LORA", "base_model_name_or_path": "meta-llama/Llama-3.1-8B"},
+            "adapter_model.safetensors": b"",
+        },
+        "model",
+        ("LoRA adapter of 'meta-llama/Llama-3.1-8B'", "merge it into its base model first", "merge_and_unload"),
+    ),
+    "lora without a base": ({"adapter_config.json": b"{"}, "model", ("a LoRA adapter is not read", "merge")),
+    "mistral's own": (
+        {"params.json": {"dim": 4096}, "consolidated.safetensors": b"", "tekken.json": {}},
+        "model",
+        ("consolidated", "config.json and model*.safetensors"),
+    ),
+    "meta's own": ({"consolidated.00.pth": b"", "params.json": {}}, "model", ("consolidated", "config.json")),
+    "pickles": (
+        {"config.json": LLAMA, "pytorch_model-00001-of-00002.bin": b"", "training_args.bin": b""},
+        "model",
+        ("pytorch_model-00001-of-00002.bin is a pickle", "convert it to safetensors"),
+    ),
+    "pickles alone": ({"model.pth": b""}, "model", ("model.pth is a pickle", "convert it to safetensors")),
+    "nothing": ({}, "config.json", ("there is no config.json",)),
+    "llava": (
+        other("llava", "LlavaForConditionalGeneration", vision_config={"x": 1}, text_config={"model_type": "llama"}),
+        "model_type",
+        ("'llava'", "reads images or sound; give a text-only checkpoint", "known are llama, mistral"),
+    ),
+    "qwen2.5-vl": (
+        other("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", text_config={"hidden_size": 64}),
+        "model_type",
+        ("text-only checkpoint", "qwen2 is the nearest"),
+    ),
+    "bert": (other("bert", "BertForMaskedLM"), "model_type", ("'bert'", "does not generate text", "known are llama")),
+    "t5": (
+        other("t5", "T5ForConditionalGeneration", is_encoder_decoder=True),
+        "model_type",
+        ("'t5'", "encoder-decoder", "known are llama"),
+    ),
+    "mixtral": (
+        other("mixtral", "MixtralForCausalLM", num_local_experts=8),
+        "model_type",
+        ("'mixtral'", "mixture of experts", "give a dense model", "mistral is the nearest"),
+    ),
+    "qwen3 moe": (
+        other("qwen3_moe", "Qwen3MoeForCausalLM", num_experts=128),
+        "model_type",
+        ("mixture of experts", "qwen3 is the nearest"),
+    ),
+    "gpt-2": (other("gpt2", "GPT2LMHeadModel"), "model_type", ("'gpt2' is not supported; known are",)),
+    "classifier": (
+        other("llama", "LlamaForSequenceClassification"),
+        "architectures",
+        ("does not generate text", "known are LlamaForCausalLM"),
+    ),
+    "no model_type": (
+        {"config.json": {"architectures": ["Qwen4ForCausalLM"]}},
+        "architectures",
+        ("Qwen4ForCausalLM", "known are LlamaForCausalLM", "is the nearest"),
+    ),
+}
+
+
+def write(folder: Path, files: Mapping[str, object]) -> str:
+    for name, content in files.items():
+        (folder / name).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    return str(folder)
+
+
+def check(message: str, words: tuple[str, ...]) -> None:
+    start = 0
+    for part in words:
+        assert part in message[start:], f"{part!r} is not in {message!r}, or out of order"
+        start = message.index(part, start)
+    assert "\n" not in message and len(message) < 600
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_refused_by_name(name: str, tmp_path: Path) -> None:
+    files, field, words = CASES[name]
+    folder = write(tmp_path, files)
+    with pytest.raises(ConfigError) as caught:
+        locate_model(ModelOptions(model=folder))
+    assert caught.value.field.removeprefix(f"{tmp_path}/") == field
+    check(str(caught.value), words)
+
+
+@pytest.mark.parametrize("name", ["awq", "gguf", "lora", "mistral's own", "llava"])
+def test_the_same_from_the_plan_and_the_engine(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files, _, words = CASES[name]
+    folder = write(tmp_path, files)
+    assert main(["plan", "--model", folder]) != 0
+    check(" ".join(capsys.readouterr().err.split()), words)
+    with pytest.raises(ConfigError) as caught:
+        LLM(folder, show_progress=False)
+    check(str(caught.value), words)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"config.json": LLAMA},
+        {"config.json": LLAMA, "model.safetensors": b"", "consolidated.safetensors": b"", "params.json": {}},
+        {"config.json": LLAMA, "model.safetensors": b"", "pytorch_model.bin": b"", "adapter_config.json": {}},
+        {"config.json": LLAMA | {"quantization_config": None}, "model.safetensors": b"", "x.gguf": b""},
+        {"config.json": LLAMA, "training_args.bin": b""},
+        {"config.json": {"model_type": "gemma3", "text_config": {}, "vision_config": {"x": 1}}},
+    ],
+)
+def test_a_checkpoint_may_have_others_beside_it(files: Mapping[str, object], tmp_path: Path) -> None:
+    files_found = locate_model(ModelOptions(model=write(tmp_path, files)))
+    assert files_found.path == tmp_path and files_found.find_weights() == tmp_path
+
+
+def test_dummy_weights_need_a_config_only(tmp_path: Path) -> None:
+    folder = write(tmp_path, {"config.json": LLAMA, "pytorch_model.bin": b""})
+    assert locate_model(ModelOptions(model=folder, load_format="dummy")).path == tmp_path
+
+
+def test_a_repository_is_refused_before_its_weights_are_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a plan needs none."""
+    fetched: list[list[str]] = []
+
+    def download(model: str, *, allow_patterns: list[str], **_: Any) -> str:
+        fetched.append(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    write(tmp_path, {"config.json": CASES["awq"][0]["config.json"]})
+    with pytest.raises(ConfigError, match="quantized checkpoints"):
+        locate_model(ModelOptions(model="owner/llama-awq"))
+    write(tmp_path, {"config.json": LLAMA})
+    found = locate_model(ModelOptions(model="owner/llama"))
+    assert not any("safetensors" in pattern for patterns in fetched for pattern in patterns)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert found.find_weights() == tmp_path
+    assert "model-*.safetensors" in fetched[-1]

@@ -1,0 +1,68 @@
+"""The self-test of a start: every kind of fault is found, and nothing is said of kernels that are right."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from pallas_kernels.backends import choose_layout
+from pallas_kernels.spec import AttnShape, KVSpec
+from pallas_kernels.testing.cases import make_inputs
+from pallas_kernels.testing.self_test import LONGEST_WINDOW, list_cases, run_self_test
+from tests.pallas_kernels.cpu_kernel import FAULTS, serve_kernel
+
+SIZES = {"num_rows": 4, "num_tokens": 160, "table_width": 8}
+
+
+def make_shape(impl: str, head_dim: int = 32, *, dtype: str = "bfloat16", window: int | None = None) -> AttnShape:
+    return AttnShape(4, KVSpec(2, head_dim, 32, dtype, choose_layout(impl, head_dim)), "bfloat16", window)
+
+
+@pytest.mark.parametrize(("dtype", "window"), [("bfloat16", None), ("float8_e4m3fn", 100)])
+def test_a_kernel_that_is_right_passes(dtype: str, window: int | None) -> None:
+    with serve_kernel():
+        assert run_self_test("gpu", make_shape("gpu", dtype=dtype, window=window), **SIZES) is None
+
+
+@pytest.mark.parametrize(("fault", "message"), FAULTS.items())
+def test_faults_are_found(fault: str, message: str) -> None:
+    with serve_kernel(fault):
+        said = run_self_test("gpu", make_shape("gpu"), **SIZES)
+    assert said is not None and message in said and said.startswith(("decode batch: ", "mixed batch: "))
+    assert "\n" not in said
+
+
+def test_what_the_portable_implementation_raises_is_not_the_kernels_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serve_kernel():
+        monkeypatch.setattr("pallas_kernels.xla.attend", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run_self_test("gpu", make_shape("gpu"), **SIZES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("impl", ["gpu_interpret", "ampere_interpret", "tpu_interpret"])
+def test_the_kernels_pass(impl: str) -> None:
+    assert run_self_test(impl, make_shape(impl, 64), num_rows=2, num_tokens=64, table_width=3) is None
+
+
+def test_cases_fit_every_engine() -> None:
+    for rows, tokens, width, size in itertools.product((1, 2, 8, 64), (1, 16, 64, 512), (1, 2, 40), (8, 64)):
+        for window in (None, 3, LONGEST_WINDOW, LONGEST_WINDOW + 1):
+            shape = replace(make_shape("xla"), spec=KVSpec(2, 32, size, "bfloat16"), window=window)
+            cases = list_cases(shape, num_rows=rows, num_tokens=max(rows, tokens), table_width=width, softcap=9.0)
+            assert cases[0].max_query_len == 1 and cases[0].shape == shape and cases[0].softcap == 9.0
+            for case in cases:
+                assert 0 < len(case.rows) <= rows and sum(new for _, new in case.rows) <= case.max_tokens
+                assert all(new > 0 and 0 <= computed <= width * size - new for computed, new in case.rows)
+
+
+def test_rows_leave_the_window_and_the_null_page_is_nobodys() -> None:
+    shape = make_shape("xla", window=100)
+    decode, mixed = list_cases(shape, **SIZES)
+    assert decode.rows[0][0] > 100 < max(computed for computed, new in mixed.rows if new > 1)
+    assert mixed.num_chunks == 2 and mixed.rows[0][1] == 1
+    pages = sum(-(-(computed + new) // 32) for computed, new in mixed.rows)
+    inputs = make_inputs(replace(mixed, max_pages=pages))
+    assert inputs.kv_pages.shape[0] == 2 * (2 + pages)

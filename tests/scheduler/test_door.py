@@ -1,0 +1,163 @@
+"""The door of the queue: idle rows count, sizes that never fit are said so, and better requests displace worse ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxserve.errors import InvalidRequestError, QueueFullError
+from jaxserve.request import FinishReason, Request
+from jaxserve.scheduler import Scheduler
+from tests.scheduler.test_scheduler import make_scheduler
+from tests.scheduler.test_waiting import make_request
+
+
+def make_full(rows: int = 2, queue: tuple[int | None, int | None] = (3, None), priority: int = 0) -> Scheduler:
+    """One whose rows all run, and whose queue takes not one sequence more; the last to come is "w3"."""
+    scheduler = make_scheduler(rows=rows, queue=queue)
+    for number in range(rows):
+        scheduler.add(make_request(f"r{number}", 5))
+    assert scheduler.plan() is not None and scheduler.door.idle_rows == 0
+    for number in range(1, (queue[0] or 0) + 1):
+        scheduler.door.find_room([waits := make_request(f"w{number}", 5, priority=priority)])
+        scheduler.add(waits)
+    return scheduler
+
+
+def find_names(scheduler: Scheduler, *requests: Request) -> list[str]:
+    return [name for name, _ in scheduler.door.find_room(requests)]
+
+
+def test_a_full_queue_refuses_and_says_which_limit() -> None:
+    scheduler = make_full()
+    for priority in (0, 7):
+        with pytest.raises(QueueFullError, match=r"3 sequences wait.*max_num_queued_reqs=3; try again") as caught:
+            scheduler.door.refuse_if_full(priority)
+        assert (caught.value.limit, caught.value.queued) == (3, 3)
+        with pytest.raises(QueueFullError, match="3 sequences wait, and 2 more"):
+            scheduler.door.find_room([make_request("a"), make_request("b")])
+    scheduler.add(make_request("a", 400, n=9))  # a batch is not limited
+
+
+def test_tokens_are_a_limit_of_their_own() -> None:
+    scheduler = make_full(queue=(None, 20))
+    scheduler.add(make_request("a", 5))
+    assert find_names(scheduler, make_request("b", 15)) == []
+    with pytest.raises(QueueFullError, match=r"5 prompt tokens wait, and 16 more .*max_num_queued_tokens=20") as caught:
+        scheduler.door.find_room([make_request("b", 16)])
+    assert (caught.value.limit, caught.value.queued) == (20, 5)
+
+
+@pytest.mark.parametrize("queue", [(1, None), (None, 4)])
+def test_what_could_start_now_is_not_refused(queue: tuple[int | None, int | None]) -> None:
+    scheduler = make_scheduler(rows=3, queue=queue)
+    for name in ("a", "b", "c"):
+        scheduler.door.refuse_if_full(0)
+        assert find_names(scheduler, make_request(name, 5)) == []
+        scheduler.add(make_request(name, 5))
+    with pytest.raises(QueueFullError):
+        scheduler.door.find_room([make_request("d", 5), make_request("e", 5)])
+
+
+def test_idle_rows_do_not_count_while_pages_are_missing() -> None:
+    scheduler = make_scheduler(rows=8, budget=256, num_pages=5, queue=(1, None))
+    scheduler.add(make_request("a", 100))
+    scheduler.add(make_request("b", 100))
+    assert scheduler.plan() is not None
+    assert (len(scheduler.batch), scheduler.door.idle_rows) == (1, 0)
+    with pytest.raises(QueueFullError, match="1 sequences wait"):
+        scheduler.door.find_room([make_request("c", 1)])
+    scheduler.finish("b", FinishReason.ABORT)
+    assert scheduler.door.idle_rows == 7
+
+
+@pytest.mark.parametrize(
+    ("queue", "requests", "field", "message"),
+    [
+        (
+            (3, None),
+            [make_request("a", n=6)],
+            "n",
+            "asks for 6 sequences at once.*max_num_queued_reqs=3.*max_num_seqs=2",
+        ),
+        ((3, None), [make_request(str(i), n=2) for i in range(3)], "prompt", "asks for 6 sequences at once"),
+        ((None, 10), [make_request("a", 5, n=3)], None, ""),
+        ((None, 10), [make_request("a", 11, n=3)], "prompt", "asks for 11 prompt tokens.*max_num_queued_tokens=10"),
+    ],
+)
+@pytest.mark.parametrize("is_full", [False, True])
+def test_what_never_fits_is_told_not_to_try_again(
+    queue: tuple[int | None, int | None], requests: list[Request], field: str | None, message: str, is_full: bool
+) -> None:
+    scheduler = make_full(queue=queue) if is_full else make_scheduler(rows=2, queue=queue)
+    if field is None:
+        assert find_names(scheduler, *requests) == []
+        return
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        scheduler.door.find_room(requests)
+    assert caught.value.field == field
+
+
+def test_a_better_request_takes_the_place_of_the_worst_that_waits() -> None:
+    scheduler = make_full(queue=(3, None), priority=5)
+    scheduler.door.refuse_if_full(4)
+    ((name, error),) = scheduler.door.find_room([make_request("better", 5, priority=4)])
+    assert name == "w3" and "request w3: the queue is full (max_num_queued_reqs=3)" in str(error)
+    assert find_names(scheduler, make_request("b", n=2)) == ["w3", "w2"]
+    for priority in (5, 6):  # who came first stays
+        with pytest.raises(QueueFullError):
+            scheduler.door.find_room([make_request("same", 5, priority=priority)])
+
+
+def test_nobody_makes_way_in_vain() -> None:
+    scheduler = make_full(queue=(4, None), priority=5)
+    scheduler.finish("w1", FinishReason.ABORT)
+    scheduler.add(make_request("best", priority=-1))
+    assert find_names(scheduler, make_request("b", n=3)) == ["w4", "w3", "w2"]
+    with pytest.raises(QueueFullError, match="4 sequences wait, and 4 more"):
+        scheduler.door.find_room([make_request("b", n=4)])
+
+
+def test_tokens_make_way_too() -> None:
+    scheduler = make_full(queue=(None, 20))
+    scheduler.add(make_request("w1", 12, priority=1))
+    scheduler.add(make_request("w2", 8, priority=2))
+    assert find_names(scheduler, make_request("a", 8)) == ["w2"]
+    assert find_names(scheduler, make_request("a", 9)) == ["w2", "w1"]
+
+
+def test_who_has_begun_stays() -> None:
+    scheduler = make_scheduler(rows=1, queue=(2, None))
+    scheduler.add(make_request("a", 10, n=3, priority=9))
+    plan = scheduler.plan()
+    assert plan is not None and scheduler.waiting.num_new == 2  # its further completions wait for the prompt's pages
+    for _ in range(2):
+        with pytest.raises(QueueFullError):
+            scheduler.door.find_room([make_request("better")])
+        scheduler.commit(plan, [7])
+    assert len(scheduler.waiting) == 2
+
+
+def test_only_first_admissions_count() -> None:
+    scheduler = make_scheduler(rows=2, queue=(1, None))
+    scheduler.add(make_request("a", 10, n=2))
+    assert (scheduler.waiting.num_new, scheduler.waiting.num_new_tokens) == (2, 10)
+    plan = scheduler.plan()
+    assert plan is not None and (scheduler.waiting.num_new, scheduler.waiting.num_new_tokens) == (1, 0)
+    assert find_names(scheduler, make_request("b")) == []  # the second completion has the idle row, so "b" may wait
+    with pytest.raises(QueueFullError):
+        scheduler.door.find_room([make_request("b", n=2)])
+    scheduler.commit(plan, [7])
+    scheduler.plan()
+    assert (scheduler.waiting.num_new, len(scheduler.waiting)) == (0, 0)
+    scheduler.requeue_running()
+    assert (scheduler.waiting.num_new, len(scheduler.waiting)) == (0, 2)
+    assert find_names(scheduler, make_request("b")) == []
+
+
+def test_a_default_bounds_where_no_option_does() -> None:
+    for queue, most in ((None, 2), (5, 5)):
+        scheduler = make_scheduler(rows=1, queue=(queue, None))
+        scheduler.door.bound_sequences(2)
+        assert find_names(scheduler, make_request("a", n=most + 1)) == []
+        with pytest.raises(InvalidRequestError):
+            scheduler.door.find_room([make_request("a", n=most + 2)])

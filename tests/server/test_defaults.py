@@ -1,0 +1,78 @@
+"""The model's generation_config.json in every endpoint that answers: its defaults, and the operator's limit."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jaxserve.engine.generation_config import read_generation_defaults
+from jaxserve.engine.prompts import RequestFactory
+from jaxserve.presets import demo_model_dir
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.server.conversation import read_conversation
+from jaxserve.server.options import ServerConfig
+from jaxserve.server.protocol.chat import ChatCompletionRequest
+from jaxserve.server.protocol.completions import CompletionRequest
+from jaxserve.server.protocol.responses import ResponseRequest
+from jaxserve.server.routes import completions, responses
+from jaxserve.tokenizers import load_tokenizer
+from jaxserve.tokenizers.template import render_template
+
+HELLO = [{"role": "user", "content": "hi"}]
+GIVEN = {"max_new_tokens": 40, "min_new_tokens": 5, "temperature": 0.5, "suppress_tokens": [9], "stop_strings": "END"}
+
+
+@pytest.fixture(scope="module")
+def factory() -> RequestFactory:
+    tokenizer = load_tokenizer(demo_model_dir())
+    return RequestFactory(
+        tokenizer, vocab_size=tokenizer.vocab_size, eos_token_ids=(), seed=0, max_model_len=512, max_logprobs=5
+    )
+
+
+def ask(endpoint: str, factory: RequestFactory, *, is_limit: bool, asked: int | None, **more: Any) -> SamplingParams:
+    defaults = read_generation_defaults(GIVEN, end_tokens=(), has_tokenizer=True, is_limit=is_limit)
+    model = SimpleNamespace(max_model_len=512)
+    ready = SimpleNamespace(
+        defaults=defaults,
+        default_params=defaults.params,
+        requests=factory,
+        tokenizer=factory._tokenizer,
+        shapes=SimpleNamespace(model=model),
+    )
+    config = ServerConfig.from_options()
+    engine = SimpleNamespace(ready=ready)
+    preparation = SimpleNamespace(choose_renderer=lambda: render_template)
+    state: Any = SimpleNamespace(
+        engine=engine,
+        config=config,
+        tool_parser=None,
+        chat_template=None,
+        template_variables={},
+        preparation=preparation,
+    )
+    if endpoint == "chat":
+        return read_conversation(
+            ChatCompletionRequest(messages=HELLO, max_tokens=asked, **more), state, {}
+        ).request.params
+    if endpoint == "responses":
+        return responses._make_request(ResponseRequest(input="hi", max_output_tokens=asked, **more), state, {}).params
+    return completions.make_requests(CompletionRequest(prompt="hi", max_tokens=asked, **more), state, {})[0].params
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "responses", "completions"])
+def test_a_request_that_says_nothing_gets_the_models_defaults(endpoint: str, factory: RequestFactory) -> None:
+    params = ask(endpoint, factory, is_limit=False, asked=None)
+    assert (params.max_tokens, params.min_tokens, params.temperature) == (40, 5, 0.5)
+    assert (params.stop, params.suppress_tokens) == (("END",), (9,))
+    params = ask(endpoint, factory, is_limit=False, asked=300, temperature=1.0)
+    assert (params.max_tokens, params.temperature) == (300, 1.0), "defaults are no limits"
+    assert ask(endpoint, factory, is_limit=False, asked=3).min_tokens == 3
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "responses", "completions"])
+def test_the_operators_file_is_a_limit(endpoint: str, factory: RequestFactory) -> None:
+    found = [ask(endpoint, factory, is_limit=True, asked=asked).max_tokens for asked in (None, 7, 300)]
+    assert found == [40, 7, 40]

@@ -1,0 +1,73 @@
+"""What stands in place of a file is refused before it is opened, and no more is read than asked."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from jaxserve.files import open_regular, read_regular
+
+
+def make(kind: str, path: Path) -> None:
+    match kind:
+        case "FIFO":
+            os.mkfifo(path)
+        case "socket":
+            with socket.socket(socket.AF_UNIX) as unix:
+                home = os.open(path.parent, os.O_RDONLY)
+                unix.bind(f"/proc/self/fd/{home}/{path.name}")  # a socket's path is short
+                os.close(home)
+        case "character device":
+            path.symlink_to("/dev/zero")
+        case "directory":
+            path.mkdir()
+
+
+@pytest.mark.parametrize("linked", [False, True])
+@pytest.mark.parametrize("kind", ["FIFO", "socket", "character device", "directory"])
+def test_what_is_no_regular_file_is_never_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, linked: bool
+) -> None:
+    path = tmp_path / "there"
+    make(kind, path)
+    if linked:
+        (tmp_path / "link").symlink_to("there")
+        path = tmp_path / "link"
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", lambda *args: pytest.fail("opened"))
+        with pytest.raises(OSError, match=f"it is a {kind}, and only regular files are read") as caught:
+            open_regular(path)
+    assert caught.value.filename == str(path)
+
+
+def test_what_takes_a_files_place_in_between_does_not_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxserve.files.require_regular", lambda path: None)
+    os.mkfifo(tmp_path / "fifo")
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="it is a FIFO"):
+        open_regular(tmp_path / "fifo")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_reads_up_to_its_bound_also_through_links(tmp_path: Path) -> None:
+    (tmp_path / "blob").write_bytes(b"12345678")
+    (tmp_path / "small").write_bytes(b"1")
+    (tmp_path / "link").symlink_to("blob")
+    (tmp_path / "name").symlink_to(tmp_path / "link")  # as in Hugging Face's cache
+    assert read_regular(tmp_path / "name", 8) == b"12345678"
+    with pytest.raises(OSError, match="it has 8 bytes, and at most 7 bytes are read"):
+        read_regular(tmp_path / "name", 7)
+    os.truncate(tmp_path / "blob", 2**30 + 1)
+    with pytest.raises(OSError, match=r"it has 1,073,741,825 bytes, and at most 1\.5 MiB are read"):
+        read_regular(tmp_path / "name", 3 * 2**19)
+    tracemalloc.start()
+    assert read_regular(tmp_path / "small", 2**30) == b"1"
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**20, "memory is for the file, not for the bound"
+    with pytest.raises(FileNotFoundError):
+        read_regular(tmp_path / "nothing", 8)
