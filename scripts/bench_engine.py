@@ -53,7 +53,7 @@ def streamed_bytes(llm: LLM) -> int:
     """Bytes of the weights that every step reads: all but an embedding table that is only looked up."""
     shapes, params = llm.ready.shapes, llm.ready.runner.params
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    return total if shapes.model.embedding.tied else total - params["embed"].nbytes
+    return total if shapes.model.embedding.tied else total - params["embed"]["weight"].nbytes
 
 
 def step_limit(llm: LLM, limits: DeviceLimits, batch: int, context: int) -> float:

@@ -99,7 +99,7 @@ def make_null_runner(max_rows: int, buckets: BucketTable) -> ModelRunner:
         programs,
         buckets,
         params=params,
-        writer=WeightWriter(params, "unrolled"),
+        writer=WeightWriter(params),
         state_specs=(cache, row_state_specs(state, sharding), sampler_state_specs(1, 1, sharding)),
         state_shape=state,
         input_sharding=sharding,

@@ -1,20 +1,26 @@
-"""The attention block: fused projection, optional head norms, rotation, paged attention, output projection."""
+"""The attention block: fused projection, optional q and k norms, rotation, paged attention, output projection."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxserve.layers.linear import project
-from jaxserve.layers.norm import NormConfig, rms_norm
+from jaxserve.layers.context import LayerContext
+from jaxserve.layers.linear import Leaf, linear
+from jaxserve.layers.norm import NormConfig, normalize
 from jaxserve.layers.rope import rotate
 from jaxserve.sharding import DEFAULT_RULES, KV_POOL_AXES
 from pallas_kernels.api import attend_with_update
 from pallas_kernels.spec import AttnParams, BatchMeta, HeadParams
+
+QKNorm = Literal["shared", "per_head", "projection"]
+"""What a norm of q and k spans: each head with one weight [H] for all, each head with a weight of its own, or the
+whole projection."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +36,7 @@ class KVScales:
 class AttentionConfig:
     """`num_kv_heads` counts heads as stored; each stands for 1 / `kv_repeats` of a head of the checkpoint.
 
-    `qk_norm`: RMS norm over each q and k head before rotation. `scale` multiplies scores, `softcap` bounds them.
+    `qk_norm` applies before rotation. `scale` multiplies scores, `softcap` bounds them.
     """
 
     num_heads: int
@@ -40,7 +46,7 @@ class AttentionConfig:
     softcap: float | None = None
     qkv_bias: bool = False
     out_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: QKNorm | None = None
     kv_repeats: int = 1
     kv_scales: KVScales | None = None
 
@@ -50,76 +56,66 @@ class AttentionConfig:
         return self.num_heads // self.num_kv_heads
 
 
-@dataclass(frozen=True)
-class PagedCall:
-    """Where one layer attends: its window, its share of the pool, the devices."""
-
-    window: int | None
-    page_offset: int
-    mesh: Mesh | None
-
-
-def attention_block(
-    config: AttentionConfig,
-    norm: NormConfig,
-    params: Mapping[str, Array],
-    x: Float[Array, "T D"],
-    *,
-    rotary: tuple[Float[Array, "T half"], Float[Array, "T half"]],
-    kv_pages: jax.Array,  # [num_pages, 2K, page_size, H]
-    batch: BatchMeta,
-    call: PagedCall,
+def attend(
+    config: AttentionConfig, norm: NormConfig, leaves: Mapping[str, Any], x: Float[Array, "T D"], ctx: LayerContext
 ) -> tuple[Float[Array, "T D"], jax.Array]:
     """Returns the block's output and the pool with this step's K and V written.
 
     Parameters: `qkv` [D, K * (G + 2) * H] holds, per KV head, its G query heads, then K, then V; `o` is [N * H, D].
-    `k_scale` and `v_scale` [K], where there are any, are those of 8-bit pages.
+    `q_norm` and `k_norm` as `config.qk_norm` says. `k_scale` and `v_scale` [K], where there are any, are those of 8-bit
+    pages.
     """
     tokens, group = x.shape[0], config.group_size
-    qkv = project(x, params["qkv"], params.get("qkv_bias"))
-    qkv = qkv.reshape(tokens, config.num_kv_heads, group + 2, config.head_dim)
+    qkv = linear(ctx, leaves["qkv"], x).reshape(tokens, config.num_kv_heads, group + 2, config.head_dim)
     q = qkv[:, :, :group].reshape(tokens, config.num_heads, config.head_dim)
     k, v = qkv[:, :, group], qkv[:, :, group + 1]
-    if config.qk_norm:
-        q, k = rms_norm(norm, q, params["q_norm"]), rms_norm(norm, k, params["k_norm"])
-    q, k = rotate(q, *rotary), rotate(k, *rotary)
-    heads = HeadParams(k_scale=params.get("k_scale"), v_scale=params.get("v_scale"))
-    out, kv_pages = _attend(config, call, q=q, k=k, v=v, heads=heads, kv_pages=kv_pages, batch=batch)
-    return project(out.reshape(tokens, -1), params["o"], params.get("o_bias")), kv_pages
+    if config.qk_norm is not None:
+        q, k = (_normalize_heads(config, norm, leaves[f"{n}_norm"], heads) for n, heads in (("q", q), ("k", k)))
+    if ctx.rotary is not None:
+        q, k = rotate(q, *ctx.rotary), rotate(k, *ctx.rotary)
+    heads = HeadParams(k_scale=leaves.get("k_scale"), v_scale=leaves.get("v_scale"))
+    out, kv_pages = _attend_pages(config, ctx, q=q, k=k, v=v, heads=heads)
+    return linear(ctx, leaves["o"], out.reshape(tokens, -1), reduce=True), kv_pages
 
 
-def _attend(
+def _normalize_heads(
+    config: AttentionConfig, norm: NormConfig, leaf: Leaf, heads: Float[Array, "T n H"]
+) -> Float[Array, "T n H"]:
+    if config.qk_norm != "projection":
+        return normalize(norm, leaf, heads)
+    return normalize(norm, leaf, heads.reshape(heads.shape[0], -1)).reshape(heads.shape)
+
+
+def _attend_pages(
     config: AttentionConfig,
-    call: PagedCall,
+    ctx: LayerContext,
     *,
     q: Float[Array, "T N H"],
     k: Float[Array, "T K H"],
     v: Float[Array, "T K H"],
     heads: HeadParams,
-    kv_pages: jax.Array,
-    batch: BatchMeta,
 ) -> tuple[Float[Array, "T N H"], jax.Array]:
     """Paged attention; on a mesh every device attends with its own heads (kernels cannot be partitioned for us)."""
-    attn_params = AttnParams(scale=config.scale, window=call.window, softcap=config.softcap)
+    attn_params = AttnParams(scale=config.scale, window=ctx.window, softcap=config.softcap)
 
-    def attend(
+    def attend_here(
         q: jax.Array, k: jax.Array, v: jax.Array, heads: HeadParams, kv_pages: jax.Array, batch: BatchMeta
     ) -> tuple[jax.Array, jax.Array]:
         return attend_with_update(
-            q, k, v, kv_pages, batch, params=attn_params, heads=heads, page_offset=call.page_offset
+            q, k, v, kv_pages, batch, params=attn_params, heads=heads, page_offset=ctx.page_offset
         )
 
-    if call.mesh is None:
-        return attend(q, k, v, heads, kv_pages, batch)
+    if ctx.mesh is None:
+        return attend_here(q, k, v, heads, ctx.kv_pages, ctx.batch)
     by_head = DEFAULT_RULES.spec((None, "heads", None))
     by_kv_head = DEFAULT_RULES.spec((None, "kv_heads", None))
     scales = jax.tree.map(lambda _: DEFAULT_RULES.spec(("kv_heads",)), heads)
     pool = DEFAULT_RULES.spec(KV_POOL_AXES)
     sharded = jax.shard_map(
-        attend,
-        mesh=call.mesh,
+        attend_here,
+        mesh=ctx.mesh,
         in_specs=(by_head, by_kv_head, by_kv_head, scales, pool, PartitionSpec()),
         out_specs=(by_head, pool),
         check_vma=False,  # kernels state no varying axes
     )
-    return sharded(q, k, v, heads, kv_pages, batch)
+    return sharded(q, k, v, heads, ctx.kv_pages, ctx.batch)

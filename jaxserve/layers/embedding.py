@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxserve.layers.linear import matmul_precision
+from jaxserve.layers.context import StepContext
+from jaxserve.layers.linear import Leaf, linear
 
 
 @dataclass(frozen=True)
 class EmbeddingConfig:
-    """`tied`: the head is the embedding matrix. `scale` multiplies embeddings, `softcap` bounds logits.
+    """`tied`: the head is the embedding matrix. `scale` multiplies embeddings, `logit_scale` logits; `softcap` bounds
+    logits.
 
     `shard_vocab` is off where the vocabulary does not divide by the mesh: the two matrices are then whole everywhere.
     """
@@ -21,27 +22,22 @@ class EmbeddingConfig:
     vocab_size: int
     tied: bool
     scale: float | None = None
+    logit_scale: float | None = None
     softcap: float | None = None
     shard_vocab: bool = True
 
 
-def embed_tokens(
-    config: EmbeddingConfig, table: Float[Array, "V D"], token_ids: Int[Array, " T"]
-) -> Float[Array, "T D"]:
-    """Returns the rows of `table`; ids outside the vocabulary (padding only) give some row, never a fault."""
+def embed_tokens(config: EmbeddingConfig, leaf: Leaf, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
+    """Returns rows of the table [V, D]; ids outside the vocabulary (padding only) give some row, never a fault."""
+    table = leaf["weight"]
     rows = table.at[token_ids].get(mode="clip", wrap_negative_indices=False)
     return rows if config.scale is None else rows * jnp.asarray(config.scale, table.dtype)
 
 
-def project_to_vocab(
-    config: EmbeddingConfig, table: Float[Array, "V D"], hidden: Float[Array, "S D"]
-) -> Float[Array, "S V"]:
-    """Returns float32 logits: `hidden` times `table` (head or tied embedding), soft-capped where the model does so."""
-    logits = lax.dot_general(
-        hidden,
-        table,
-        (((1,), (1,)), ((), ())),
-        precision=matmul_precision(table.dtype),
-        preferred_element_type=jnp.float32,
-    )
+def project_to_vocab(config: EmbeddingConfig, leaf: Leaf, hidden: Float[Array, "S D"]) -> Float[Array, "S V"]:
+    """Returns float32 logits: `hidden` times the table [V, D] (head or tied embedding), scaled and soft-capped."""
+    # Each device has all logits of its share of the vocabulary: no sums are to meet.
+    logits = linear(StepContext(mesh=None), leaf, hidden, transposed=True, dtype=jnp.float32)
+    if config.logit_scale is not None:
+        logits = logits * config.logit_scale
     return logits if config.softcap is None else jnp.tanh(logits / config.softcap) * config.softcap

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation in the two roundings that model families use."""
+"""Normalisation in the forms and roundings that model families use."""
 
 from __future__ import annotations
 
@@ -8,27 +8,37 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxserve.layers.linear import Leaf
+
 
 @dataclass(frozen=True)
 class NormConfig:
-    """`unit_offset`: the stored weight is the difference from one, and is applied before rounding (Gemma).
+    """A root-mean-square norm, or with `centered` a LayerNorm, which subtracts the mean first.
 
-    `block_outputs`: the outputs of attention and feed-forward are normalised too, before they join the residual.
+    `unit_offset`: the stored weight is the difference from one. `wide`: weight and bias apply in float32, before the
+    result is rounded to the model's dtype; else the normalised value is rounded first.
     """
 
     eps: float
+    centered: bool = False
+    bias: bool = False
     unit_offset: bool = False
-    block_outputs: bool = False
+    wide: bool = False
 
 
-def rms_norm(config: NormConfig, x: Float[Array, "*batch D"], weight: Float[Array, " D"]) -> Float[Array, "*batch D"]:
-    """Normalises the last axis in float32 and returns the dtype of `x`.
+def normalize(config: NormConfig, leaf: Leaf, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+    """Normalises the last axis in float32; returns the dtype of `x`.
 
-    Rounding follows the family: Llama rounds the normalised value to the model's dtype and multiplies there; Gemma
-    multiplies by one plus the weight in float32 and rounds last.
+    The weight has the shape of the last axes of `x`: [D], or more where groups of D have weights of their own.
     """
     wide = x.astype(jnp.float32)
+    if config.centered:
+        wide -= jnp.mean(wide, axis=-1, keepdims=True)
     normed = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + config.eps)
-    if config.unit_offset:
-        return (normed * (1.0 + weight.astype(jnp.float32))).astype(x.dtype)
-    return weight * normed.astype(x.dtype)
+    weight, bias = leaf["weight"], leaf.get("bias")
+    if config.wide:
+        weight, bias = weight.astype(jnp.float32), None if bias is None else bias.astype(jnp.float32)
+    else:
+        normed = normed.astype(x.dtype)
+    normed = (1.0 + weight if config.unit_offset else weight) * normed
+    return (normed if bias is None else normed + bias).astype(x.dtype)

@@ -1,19 +1,20 @@
 """The one place that knows how parameters lie at run time.
 
 Canonical trees (files, checkpoints, `update_weights`) hold one dictionary per layer:
-`{"embed": ..., "layers": [{"qkv": ...}, ...], ...}`. At run time they are either
+`{"embed": ..., "layers": [{"qkv": {"weight": ...}, ...}, ...], ...}`. At run time they are either
 
 - "unrolled": the same tree. For CPUs, where a slice of a stacked array is copied each step.
-- "stacked": `{"embed": ..., "layers": {"qkv": [L, ...]}, ...}`. For accelerators: slices at static indices are free
-  there, and a dispatch with few leaves costs microseconds instead of hundreds.
+- "stacked": `layers` is a `LayerStack`, in which layers of equal leaves lie together. For accelerators: slices at
+  static indices are free there, and a dispatch with few leaves costs microseconds instead of hundreds.
 
-All layers of a model have equal leaves. The functions take trees of arrays and of parameter specs alike.
+Either way `tree["layers"][i]` are the leaves of layer i. The functions take trees of arrays and of parameter specs.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -22,68 +23,79 @@ from jax import lax
 
 StackMode = Literal["unrolled", "stacked"]
 Tree = Mapping[str, Any]
-LeafPath = tuple[str | int, ...]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("groups",), meta_fields=("places",))
+@dataclasses.dataclass(frozen=True)
+class LayerStack:
+    """Layers by groups of equal leaves [L, ...]; `places` has the group of each layer, and its index there."""
+
+    groups: tuple[Any, ...]
+    places: tuple[tuple[int, int], ...]
+
+    def __getitem__(self, layer: int) -> dict[str, Any]:
+        """Returns the leaves of one layer."""
+        group, index = self.places[layer]
+        return jax.tree.map(lambda leaf: leaf[index], self.groups[group])
 
 
 def stack_params(params: dict[str, Any], mode: StackMode) -> dict[str, Any]:
-    """Returns the runtime tree of a canonical tree of arrays, and empties the canonical one's layers.
+    """Returns the runtime tree of a canonical tree of arrays, and empties the layers of the canonical one.
 
     So stacking holds one leaf twice, never the whole model.
     """
     if mode == "unrolled":
         return params
-    layers = params["layers"]
-    stacked = {name: jnp.stack([layer.pop(name) for layer in layers]) for name in list(layers[0])}
-    return {**params, "layers": stacked}
+    places = _place_layers(params["layers"])
+    groups = tuple(_stack_leaves(members) for members in _gather(params["layers"], places))
+    return {**params, "layers": LayerStack(groups, places)}
 
 
 def stack_specs(specs: Tree, mode: StackMode) -> Tree:
     """Returns the runtime tree of a canonical tree of parameter specs (a layer axis leads `shape`, `axes`)."""
     if mode == "unrolled":
         return dict(specs)
-    num_layers = len(specs["layers"])
 
-    def stack(spec: Any) -> Any:
-        return dataclasses.replace(spec, shape=(num_layers, *spec.shape), axes=("layers", *spec.axes))
+    def stack(count: int, spec: Any) -> Any:
+        return dataclasses.replace(spec, shape=(count, *spec.shape), axes=("layers", *spec.axes))
 
-    return {**specs, "layers": jax.tree.map(stack, specs["layers"][0])}
-
-
-def layer_params(params: Tree, index: int) -> dict[str, Any]:
-    """Returns the leaves of one layer of a runtime tree; `index` is a Python integer."""
-    layers = params["layers"]
-    if isinstance(layers, list):
-        return layers[index]
-    return jax.tree.map(lambda leaf: leaf[index], layers)
+    places = _place_layers(specs["layers"])
+    groups = (jax.tree.map(partial(stack, len(members)), members[0]) for members in _gather(specs["layers"], places))
+    return {**specs, "layers": LayerStack(tuple(groups), places)}
 
 
-def locate_leaf(name: str, mode: StackMode) -> tuple[LeafPath, int | None]:
-    """Returns where a canonical leaf lies at run time: its path, and its index on the layer axis if stacked.
+def get_leaf(params: Tree, name: str) -> tuple[Any, int | None]:
+    """Returns the runtime leaf that holds a canonical one ("layers.3.qkv.weight"), and its index in a stack.
 
-    "layers.3.qkv" is (("layers", 3, "qkv"), None) unrolled and (("layers", "qkv"), 3) stacked.
+    Raises:
+        KeyError, IndexError, ValueError: there is no such leaf.
     """
-    parts = name.split(".")
-    if parts[0] != "layers":
-        return tuple(parts), None
-    if mode == "unrolled":
-        return ("layers", int(parts[1]), *parts[2:]), None
-    return ("layers", *parts[2:]), int(parts[1])
+    top, *path = name.split(".")
+    if top != "layers":
+        return _get(params[top], path), None
+    layers, layer = params["layers"], int(path[0])
+    if isinstance(layers, LayerStack):
+        group, index = layers.places[layer]
+        return _get(layers.groups[group], path[1:]), index
+    return _get(layers[layer], path[1:]), None
 
 
-def get_leaf(tree: Tree, path: LeafPath) -> Any:
-    """Returns the leaf at `path`; KeyError or IndexError when there is none."""
-    for key in path:
-        tree = tree[key]
-    return tree
+def set_leaf(params: Tree, name: str, value: Any) -> dict[str, Any]:
+    """Returns the runtime tree with another value where `get_leaf` found one; only containers on the way are copied."""
+    top, *path = name.split(".")
+    if top != "layers":
+        return {**params, top: _set(params[top], path, value)}
+    layers, layer = params["layers"], int(path[0])
+    if not isinstance(layers, LayerStack):
+        return {**params, "layers": _set_at(layers, layer, path[1:], value)}
+    groups = _set_at(layers.groups, layers.places[layer][0], path[1:], value)
+    return {**params, "layers": LayerStack(tuple(groups), layers.places)}
 
 
-def set_leaf(tree: Any, path: LeafPath, value: Any) -> Any:
-    """Returns `tree` with another leaf at `path`; only the containers on the way are copied."""
-    if not path:
-        return value
-    copy = list(tree) if isinstance(tree, list) else dict(tree)
-    copy[path[0]] = set_leaf(tree[path[0]], path[1:], value)
-    return copy
+def list_stacked(params: Tree) -> list[Any]:
+    """Returns the runtime leaves that hold several layers."""
+    layers = params["layers"]
+    return jax.tree.leaves(layers) if isinstance(layers, LayerStack) else []
 
 
 def write_layer(stacked: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
@@ -92,3 +104,46 @@ def write_layer(stacked: jax.Array, value: jax.Array, index: jax.Array) -> jax.A
     `index` may be traced: jitted with `stacked` donated this is one program per leaf shape, and works in place.
     """
     return lax.dynamic_update_index_in_dim(stacked, value.astype(stacked.dtype), index, axis=0)
+
+
+def _place_layers(layers: Sequence[Tree]) -> tuple[tuple[int, int], ...]:
+    """Returns the group of each layer, by first appearance, and its index there."""
+    members: dict[object, int] = {}
+    order: dict[object, int] = {}
+    places = []
+    for layer in layers:
+        leaves, structure = jax.tree.flatten(layer)
+        kind = structure, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
+        places.append((order.setdefault(kind, len(order)), members.setdefault(kind, 0)))
+        members[kind] += 1
+    return tuple(places)
+
+
+def _gather(layers: Sequence[Any], places: Sequence[tuple[int, int]]) -> list[list[Any]]:
+    groups: list[list[Any]] = [[] for _ in range(1 + max(group for group, _ in places))]
+    for layer, (group, _) in zip(layers, places, strict=True):
+        groups[group].append(layer)
+    return groups
+
+
+def _stack_leaves(members: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Stacks the leaves of equal dictionaries, taking each out of them."""
+    stacked = {}
+    for name in list(members[0]):
+        leaves = [member.pop(name) for member in members]
+        stacked[name] = _stack_leaves(leaves) if isinstance(leaves[0], dict) else jnp.stack(leaves)
+    return stacked
+
+
+def _get(tree: Any, path: Sequence[str]) -> Any:
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+def _set(tree: Any, path: Sequence[str], value: Any) -> Any:
+    return {**tree, path[0]: _set(tree[path[0]], path[1:], value)} if path else value
+
+
+def _set_at(trees: Sequence[Any], place: int, path: Sequence[str], value: Any) -> list[Any]:
+    return [_set(tree, path, value) if index == place else tree for index, tree in enumerate(trees)]

@@ -6,11 +6,15 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import jax
 import numpy as np
+from jaxtyping import Array, Float
 
 from jaxserve.errors import ConfigError
 from jaxserve.layers.attention import AttentionConfig
+from jaxserve.layers.context import LayerContext
 from jaxserve.layers.embedding import EmbeddingConfig
 from jaxserve.layers.mlp import MLPConfig
 from jaxserve.layers.norm import NormConfig
@@ -46,6 +50,18 @@ class WeightSource:
 
 
 @dataclass(frozen=True)
+class Parameter:
+    """A line of a model's table of parameters: what it is, and where a checkpoint keeps it."""
+
+    spec: ParamSpec
+    source: WeightSource
+
+
+Table = dict[str, Parameter]
+"""Parameters by canonical dotted name: "layers.3.qkv.weight", or "qkv.weight" in the table of one layer."""
+
+
+@dataclass(frozen=True)
 class KVGroup:
     """Layers that share one page table. `window`: tokens each query sees, itself included; None for all."""
 
@@ -55,10 +71,10 @@ class KVGroup:
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What may differ between the layers of one model."""
+    """What may differ between the layers of one model. `rope` is None in a layer without rotation."""
 
     window: int | None
-    rope: RopeConfig
+    rope: RopeConfig | None
 
 
 @dataclass(frozen=True)
@@ -67,7 +83,8 @@ class DecoderConfig:
 
     `max_position_embeddings` is the trained length; `max_model_len` the longest sequence to serve, which chooses the
     rotary frequencies (layers/rope.py) and makes windows at least that long no windows at all. Set it by
-    `with_max_model_len`. `family` is the `model_type` whose file names the weights.
+    `with_max_model_len`. `family` is the `model_type` whose file has the layer and names the weights.
+    `residual_scale` multiplies the output of each block.
     """
 
     family: str
@@ -81,6 +98,7 @@ class DecoderConfig:
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     dtype: str
+    residual_scale: float | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -99,14 +117,18 @@ class DecoderConfig:
         Layers with a window that fits their own embedding do not bound it where others see everything: a rotary
         embedding knows distances only, and theirs never exceed the window.
         """
-        lengths = {kind: kind.rope.max_length(self.max_position_embeddings) for kind in self.layers}
+        lengths = {kind: self._max_length(kind) for kind in self.layers}
         unbounded = {kind for kind, length in lengths.items() if kind.window is None or kind.window > length}
         return min(lengths[kind] for kind in unbounded or lengths)
 
     @property
     def default_max_model_len(self) -> int:
         """The longest sequence that every layer's embedding is meant for: the files of Gemma 3 give the scaled one."""
-        return min(kind.rope.max_length(self.max_position_embeddings) for kind in self.layers)
+        return min(map(self._max_length, self.layers))
+
+    def _max_length(self, kind: LayerKind) -> int:
+        trained_length = self.max_position_embeddings
+        return trained_length if kind.rope is None else kind.rope.max_length(trained_length)
 
     @functools.cached_property
     def windows(self) -> tuple[int | None, ...]:
@@ -135,22 +157,58 @@ class DecoderConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointLayer:
+    """One layer of a model in a checkpoint, where the names of its tensors begin with `prefix` ("model.layers.0")."""
+
+    config: DecoderConfig
+    index: int
+    prefix: str
+
+    @property
+    def kind(self) -> LayerKind:
+        """What is this layer's own."""
+        return self.config.layers[self.index]
+
+    def tensor(self, name: str) -> str:
+        """Returns the full name of a tensor of the layer."""
+        return f"{self.prefix}.{name}"
+
+
+@dataclass(frozen=True)
+class Trunk:
+    """What a checkpoint calls the modules around the layers; each layer's name is `layers` and its number."""
+
+    embed: str = "model.embed_tokens"
+    layers: str = "model.layers"
+    final_norm: str = "model.norm"
+    head: str = "lm_head"
+
+    def below(self, module: str) -> Trunk:
+        """Returns the same names below another module."""
+        return Trunk(*(f"{module}.{name}" for name in dataclasses.astuple(self)))
+
+
+Layer = Callable[
+    [DecoderConfig, Mapping[str, Any], Float[Array, "T D"], LayerContext], tuple[Float[Array, "T D"], jax.Array]
+]
+"""A layer's mathematics: (config, its leaves, residual stream, context) -> (residual stream, its KV pool)."""
+
+
+@dataclass(frozen=True)
 class Family:
-    """One model family: how its config.json reads and what its checkpoint calls the parameters.
+    """One model family: how its config.json reads, its layer, and what its checkpoint calls the parameters.
 
     `keys` lists every config.json key the family knows, with the default the reference implementation uses when the
-    key is absent; `ignored_keys` those that files carry and the reference does not read. `layer_sources(config,
-    prefix)` gives the sources of one layer by canonical leaf name, for tensor names that begin with `prefix`
-    ("model.layers.0"). `trunk` and `head` are the checkpoint's names of the decoder and its output head,
-    `ignored_weights` patterns of tensors that a decoder does not need.
+    key is absent; `ignored_keys` those that files carry and the reference does not read. `table` gives the parameters
+    of one layer. `ignored_weights` are patterns of tensors that a decoder does not need.
     """
 
     model_type: str
     architecture: str
     keys: Mapping[str, object]
     parse: Callable[[HFConfig], DecoderConfig]
-    layer_sources: Callable[[DecoderConfig, str], dict[str, WeightSource]]
+    layer: Layer
+    table: Callable[[CheckpointLayer], Table]
     ignored_keys: tuple[str, ...] = ()
-    trunk: str = "model"
-    head: str = "lm_head"
+    trunk: Trunk = Trunk()
     ignored_weights: tuple[str, ...] = ()

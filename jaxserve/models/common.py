@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxserve.errors import ConfigError, shorten
 from jaxserve.layers.activations import ACTIVATIONS
-from jaxserve.layers.attention import AttentionConfig
+from jaxserve.layers.attention import AttentionConfig, QKNorm
 from jaxserve.layers.embedding import EmbeddingConfig
 from jaxserve.layers.mlp import MLPConfig
 from jaxserve.layers.norm import NormConfig
@@ -46,13 +46,14 @@ def read_num_layers(config: HFConfig) -> int:
     return config.integer("num_hidden_layers", maximum=_MAX_LAYERS)
 
 
-def read_norm(config: HFConfig, *, unit_offset: bool = False, block_outputs: bool = False) -> NormConfig:
-    """Returns the norm; an epsilon of 0 becomes one so small that only a row of zeros notices, which stays zeros.
+def read_norm(config: HFConfig, key: str = "rms_norm_eps", **form: bool) -> NormConfig:
+    """Returns the norm, in the form that fields of NormConfig name.
 
-    The reference makes NaN of such a row. Padding may be one, and must not put NaN in the pages of others.
+    An epsilon of 0 becomes one so small that only a row of zeros notices, which stays zeros. The reference makes NaN of
+    such a row. Padding may be one, and must not put NaN in the pages of others.
     """
-    eps = max(config.number("rms_norm_eps", minimum=0.0), _LEAST_EPS)
-    return NormConfig(eps=eps, unit_offset=unit_offset, block_outputs=block_outputs)
+    eps = max(config.number(key, minimum=0.0), _LEAST_EPS)
+    return NormConfig(eps=eps, **form)
 
 
 def read_rope(config: HFConfig, head_dim: int) -> RopeConfig:
@@ -75,7 +76,7 @@ def read_attention(
     softcap: float | None = None,
     qkv_bias: bool = False,
     out_bias: bool = False,
-    qk_norm: bool = False,
+    qk_norm: QKNorm | None = None,
 ) -> AttentionConfig:
     """Returns the attention numbers; `scale` defaults to 1 / sqrt(head_dim).
 
@@ -118,7 +119,7 @@ def read_layer_types(config: HFConfig, default: list[str]) -> list[str]:
 
 
 def window_layers(
-    types: list[str], window: int | None, rope: RopeConfig, sliding_rope: RopeConfig | None = None
+    types: list[str], window: int | None, rope: RopeConfig | None, sliding_rope: RopeConfig | None = None
 ) -> tuple[LayerKind, ...]:
     """Returns layers of which the type "sliding_attention" has the window, and its own rotary embedding if given."""
     if window is None and _SLIDING in types:

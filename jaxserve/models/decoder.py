@@ -12,14 +12,12 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jaxserve.errors import ConfigError
-from jaxserve.layers.attention import PagedCall, attention_block
+from jaxserve.layers.context import LayerContext
 from jaxserve.layers.embedding import embed_tokens, project_to_vocab
-from jaxserve.layers.mlp import gated_mlp
-from jaxserve.layers.norm import rms_norm
+from jaxserve.layers.norm import normalize
 from jaxserve.layers.rope import rotary_table
-from jaxserve.layers.stack import layer_params
 from jaxserve.models.base import DecoderConfig
-from jaxserve.sharding import DEFAULT_RULES
+from jaxserve.models.registry import FAMILIES
 from pallas_kernels.spec import BatchMeta
 
 _MAX_DEVICES = 64  # sizes up to here are listed when a tensor parallel size is refused
@@ -27,9 +25,8 @@ _MAX_DEVICES = 64  # sizes up to here are listed when a tensor parallel size is 
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """Per layer: the index of its pool, its first page in that pool, and the index of its KV group."""
+    """Per layer: its first page in the pool, and the index of its KV group."""
 
-    pools: tuple[int, ...]
     page_offsets: tuple[int, ...]
     groups: tuple[int, ...]
 
@@ -38,63 +35,40 @@ def forward(
     config: DecoderConfig,
     params: Mapping[str, Any],
     token_ids: Int[Array, " T"],
-    cache: tuple[jax.Array, ...],  # pools [num_pages, 2K, page_size, H]
+    kv_pages: jax.Array,  # [num_pages, 2K, page_size, H]
     batches: tuple[BatchMeta, ...],  # one per KV group
     *,
     layout: CacheLayout,
     mesh: Mesh | None,
-) -> tuple[Float[Array, "T D"], tuple[jax.Array, ...]]:
-    """Runs all layers over one step's flat tokens, writing their K and V into the pools.
+) -> tuple[Float[Array, "T D"], jax.Array]:
+    """Runs all layers over one step's flat tokens, writing their K and V into the pool.
 
     `params` is a runtime tree (layers/stack.py) of `config.dtype`, sharded by its specs if there is a mesh. Returns
-    the residual stream *before* the final norm, and the pools.
+    the residual stream *before* the final norm, and the pool.
     """
+    layer = FAMILIES[config.family].layer
     x = embed_tokens(config.embedding, params["embed"], token_ids)
-    positions = batches[0].positions
-    tables = {
-        rope: rotary_table(rope, positions, config.max_model_len) for rope in {kind.rope for kind in config.layers}
-    }
-    pools = list(cache)
+    ropes = {kind.rope for kind in config.layers} - {None}
+    tables = {rope: rotary_table(rope, batches[0].positions, config.max_model_len) for rope in ropes}
     for index, kind in enumerate(config.layers):
-        pool = layout.pools[index]
-        call = PagedCall(window=config.windows[index], page_offset=layout.page_offsets[index], mesh=mesh)
-        layer = layer_params(params, index)
-        attended, pools[pool] = attention_block(
-            config.attention,
-            config.norm,
-            layer,
-            rms_norm(config.norm, x, layer["attn_norm"]),
-            rotary=tables[kind.rope],
-            kv_pages=pools[pool],
+        ctx = LayerContext(
+            mesh=mesh,
+            rotary=tables.get(kind.rope),
             batch=batches[layout.groups[index]],
-            call=call,
+            kv_pages=kv_pages,
+            page_offset=layout.page_offsets[index],
+            window=config.windows[index],
         )
-        x = _add(config, mesh, x, attended, layer.get("attn_out_norm"))
-        fed = gated_mlp(config.mlp, layer, rms_norm(config.norm, x, layer["mlp_norm"]))
-        x = _add(config, mesh, x, fed, layer.get("mlp_out_norm"))
-    return x, tuple(pools)
-
-
-def _add(
-    config: DecoderConfig,
-    mesh: Mesh | None,
-    x: Float[Array, "T D"],
-    block_output: Float[Array, "T D"],
-    out_norm: Float[Array, " D"] | None,
-) -> Float[Array, "T D"]:
-    """Adds a block's output to the residual stream, which is whole on every device: here the partial sums meet."""
-    if mesh is not None:
-        block_output = jax.lax.with_sharding_constraint(block_output, DEFAULT_RULES.sharding(mesh, (None, None)))
-    return x + (block_output if out_norm is None else rms_norm(config.norm, block_output, out_norm))
+        x, kv_pages = layer(config, params["layers"][index], x, ctx)
+    return x, kv_pages
 
 
 def compute_logits(
     config: DecoderConfig, params: Mapping[str, Any], hidden: Float[Array, "S D"]
 ) -> Float[Array, "S V"]:
     """Returns float32 logits of rows of `forward`'s hidden states: final norm, head (tied or not), soft cap."""
-    normed = rms_norm(config.norm, hidden, params["final_norm"])
-    table = params["embed"] if config.embedding.tied else params["lm_head"]
-    return project_to_vocab(config.embedding, table, normed)
+    normed = normalize(config.norm, params["final_norm"], hidden)
+    return project_to_vocab(config.embedding, params["embed" if config.embedding.tied else "lm_head"], normed)
 
 
 def expand_kv_heads(config: DecoderConfig, tensor_parallel_size: int) -> DecoderConfig:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from jaxserve.models.base import DecoderConfig, Family, WeightSource
+from jaxserve.models.base import CheckpointLayer, DecoderConfig, Family, Table
+from jaxserve.models.blocks import sandwich_layer
 from jaxserve.models.common import (
     DECODER_KEYS,
     alternate_layer_types,
@@ -15,7 +16,7 @@ from jaxserve.models.common import (
     window_layers,
 )
 from jaxserve.models.hf_config import HFConfig
-from jaxserve.models.parameters import attention_sources, mlp_sources, norm_sources
+from jaxserve.models.parameters import attention_params, layer_norm_params, mlp_params
 
 KEYS = DECODER_KEYS | {
     "vocab_size": 256000,
@@ -57,28 +58,24 @@ def parse(config: HFConfig) -> DecoderConfig:
         "gemma2",
         layers=window_layers(types, config.optional_integer("sliding_window"), read_rope(config, attention.head_dim)),
         attention=attention,
-        norm=read_norm(config, unit_offset=True, block_outputs=True),
+        norm=read_norm(config, unit_offset=True, wide=True),
         activation_key="hidden_activation",
         embed_scale=config.integer("hidden_size") ** 0.5,
         final_softcap=config.optional_number("final_logit_softcapping"),
     )
 
 
-def layer_sources(config: DecoderConfig, prefix: str) -> dict[str, WeightSource]:
+def list_layer_params(layer: CheckpointLayer) -> Table:
     """Separate projections, a norm before and after each block."""
-    return (
-        norm_sources(
-            config,
-            {
-                "attn_norm": f"{prefix}.input_layernorm.weight",
-                "attn_out_norm": f"{prefix}.post_attention_layernorm.weight",
-                "mlp_norm": f"{prefix}.pre_feedforward_layernorm.weight",
-                "mlp_out_norm": f"{prefix}.post_feedforward_layernorm.weight",
-            },
-        )
-        | attention_sources(config, f"{prefix}.self_attn")
-        | mlp_sources(config, f"{prefix}.mlp")
-    )
+    norms = {
+        "attn_norm": "input_layernorm",
+        "attn_out_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_out_norm": "post_feedforward_layernorm",
+    }
+    return layer_norm_params(layer, norms) | attention_params(layer) | mlp_params(layer)
 
 
-FAMILY = Family("gemma2", "Gemma2ForCausalLM", KEYS, parse, layer_sources, ignored_keys=IGNORED_KEYS)
+FAMILY = Family(
+    "gemma2", "Gemma2ForCausalLM", KEYS, parse, sandwich_layer, list_layer_params, ignored_keys=IGNORED_KEYS
+)

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from jaxserve.errors import ConfigError
 from jaxserve.models import gemma2
-from jaxserve.models.base import DecoderConfig, Family, LayerKind, WeightSource
+from jaxserve.models.base import DecoderConfig, Family, LayerKind, Trunk
+from jaxserve.models.blocks import sandwich_layer
 from jaxserve.models.common import (
     alternate_layer_types,
     build_config,
@@ -19,9 +20,8 @@ from jaxserve.models.common import (
     read_num_layers,
     window_layers,
 )
-from jaxserve.models.gemma2 import IGNORED_KEYS
+from jaxserve.models.gemma2 import IGNORED_KEYS, list_layer_params
 from jaxserve.models.hf_config import REQUIRED, HFConfig, check_mapping
-from jaxserve.models.parameters import norm_sources
 from jaxserve.models.rope_config import parse_rope
 
 KEYS = {key: value for key, value in gemma2.KEYS.items() if key != "original_max_position_embeddings"} | {
@@ -48,13 +48,13 @@ def parse(config: HFConfig) -> DecoderConfig:
     config.require_off("attn_logit_softcapping")  # the reference accepts a value and does not apply it
     bias = config.flag("attention_bias")
     scale = config.number("query_pre_attn_scalar") ** -0.5
-    attention = read_attention(config, scale=scale, qkv_bias=bias, out_bias=bias, qk_norm=True)
+    attention = read_attention(config, scale=scale, qkv_bias=bias, out_bias=bias, qk_norm="shared")
     return build_config(
         config,
         "gemma3_text",
         layers=_read_layers(config, attention.head_dim),
         attention=attention,
-        norm=read_norm(config, unit_offset=True, block_outputs=True),
+        norm=read_norm(config, unit_offset=True, wide=True),
         activation_key="hidden_activation",
         embed_scale=config.integer("hidden_size") ** 0.5,
         final_softcap=config.optional_number("final_logit_softcapping"),
@@ -97,20 +97,17 @@ def _read_layers(config: HFConfig, head_dim: int) -> tuple[LayerKind, ...]:
     return window_layers(types, config.optional_integer("sliding_window"), rope, sliding_rope)
 
 
-def layer_sources(config: DecoderConfig, prefix: str) -> dict[str, WeightSource]:
-    """Gemma 2's names and the two head norms."""
-    heads = {"q_norm": f"{prefix}.self_attn.q_norm.weight", "k_norm": f"{prefix}.self_attn.k_norm.weight"}
-    return gemma2.layer_sources(config, prefix) | norm_sources(config, heads)
-
-
-FAMILY = Family("gemma3_text", "Gemma3ForCausalLM", KEYS, parse, layer_sources, ignored_keys=IGNORED_KEYS)
+FAMILY = Family(
+    "gemma3_text", "Gemma3ForCausalLM", KEYS, parse, sandwich_layer, list_layer_params, ignored_keys=IGNORED_KEYS
+)
 
 MULTIMODAL_FAMILY = Family(
     "gemma3",
     "Gemma3ForConditionalGeneration",
     MULTIMODAL_KEYS,
     parse_multimodal,
-    layer_sources,
+    sandwich_layer,
+    list_layer_params,
     ignored_keys=(
         "vision_config",
         "mm_tokens_per_image",
@@ -118,7 +115,6 @@ MULTIMODAL_FAMILY = Family(
         "eoi_token_index",
         "image_token_index",
     ),
-    trunk="language_model.model",
-    head="language_model.lm_head",
+    trunk=Trunk().below("language_model"),
     ignored_weights=(r"vision_tower\..*", r"multi_modal_projector\..*"),
 )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from jaxserve.models.base import DecoderConfig, Family, LayerKind, WeightSource
+from jaxserve.models.base import CheckpointLayer, DecoderConfig, Family, LayerKind, Table
+from jaxserve.models.blocks import pre_norm_layer
 from jaxserve.models.common import DECODER_KEYS, build_config, read_attention, read_num_layers, read_rope
 from jaxserve.models.hf_config import HFConfig
-from jaxserve.models.parameters import attention_sources, mlp_sources, pre_norm_sources
+from jaxserve.models.parameters import attention_params, mlp_params, pre_norm_params
 
 KEYS = DECODER_KEYS | {
     "max_position_embeddings": 2048,
@@ -31,15 +32,17 @@ def parse(config: HFConfig) -> DecoderConfig:
     )
 
 
-def layer_sources(config: DecoderConfig, prefix: str) -> dict[str, WeightSource]:
+def list_layer_params(layer: CheckpointLayer) -> Table:
     """Separate projections, one norm before each block."""
-    return (
-        pre_norm_sources(config, prefix)
-        | attention_sources(config, f"{prefix}.self_attn")
-        | mlp_sources(config, f"{prefix}.mlp")
-    )
+    return pre_norm_params(layer) | attention_params(layer) | mlp_params(layer)
 
 
 FAMILY = Family(
-    "llama", "LlamaForCausalLM", KEYS, parse, layer_sources, ignored_keys=("is_llama_config", "max_sequence_length")
+    "llama",
+    "LlamaForCausalLM",
+    KEYS,
+    parse,
+    pre_norm_layer,
+    list_layer_params,
+    ignored_keys=("is_llama_config", "max_sequence_length"),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jaxserve.models import llama
 from jaxserve.models.base import DecoderConfig, Family, LayerKind
+from jaxserve.models.blocks import pre_norm_layer
 from jaxserve.models.common import DECODER_KEYS, build_config, read_attention, read_num_layers, read_rope
 from jaxserve.models.hf_config import HFConfig
 
@@ -24,4 +25,4 @@ def parse(config: HFConfig) -> DecoderConfig:
     return build_config(config, "mistral", layers=(kind,) * read_num_layers(config), attention=attention)
 
 
-FAMILY = Family("mistral", "MistralForCausalLM", KEYS, parse, llama.layer_sources)
+FAMILY = Family("mistral", "MistralForCausalLM", KEYS, parse, pre_norm_layer, llama.list_layer_params)

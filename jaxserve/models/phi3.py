@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from jaxserve.errors import ConfigError
-from jaxserve.models.base import DecoderConfig, Family, LayerKind, WeightSource
+from jaxserve.models.base import CheckpointLayer, DecoderConfig, Family, LayerKind, Table
+from jaxserve.models.blocks import pre_norm_layer
 from jaxserve.models.common import DECODER_KEYS, build_config, read_attention, read_num_layers
 from jaxserve.models.hf_config import HFConfig
-from jaxserve.models.parameters import fused_attention_sources, fused_mlp_sources, pre_norm_sources
+from jaxserve.models.parameters import fused_attention_params, fused_mlp_params, pre_norm_params, split_stacked
 from jaxserve.models.rope_config import parse_rope, rope_parameters
 
 KEYS = DECODER_KEYS | {
@@ -44,15 +45,18 @@ def parse(config: HFConfig) -> DecoderConfig:
     return build_config(config, "phi3", layers=(layer,) * read_num_layers(config), attention=attention)
 
 
-def layer_sources(config: DecoderConfig, prefix: str) -> dict[str, WeightSource]:
+def list_layer_params(layer: CheckpointLayer) -> Table:
     """Fused projections, one norm before each block."""
-    return (
-        pre_norm_sources(config, prefix)
-        | fused_attention_sources(config, f"{prefix}.self_attn")
-        | fused_mlp_sources(config, f"{prefix}.mlp")
-    )
+    attention = fused_attention_params(layer, "self_attn", qkv="qkv_proj", split=split_stacked, out="o_proj")
+    return pre_norm_params(layer) | attention | fused_mlp_params(layer)
 
 
 FAMILY = Family(
-    "phi3", "Phi3ForCausalLM", KEYS, parse, layer_sources, ignored_keys=("interpolate_factor", "full_attn_mod")
+    "phi3",
+    "Phi3ForCausalLM",
+    KEYS,
+    parse,
+    pre_norm_layer,
+    list_layer_params,
+    ignored_keys=("interpolate_factor", "full_attn_mod"),
 )

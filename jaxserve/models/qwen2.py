@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jaxserve.models import llama
 from jaxserve.models.base import DecoderConfig, Family, LayerKind
+from jaxserve.models.blocks import pre_norm_layer
 from jaxserve.models.common import (
     DECODER_KEYS,
     build_config,
@@ -44,4 +45,4 @@ def parse(config: HFConfig) -> DecoderConfig:
     return build_config(config, "qwen2", layers=read_layers(config, attention.head_dim), attention=attention)
 
 
-FAMILY = Family("qwen2", "Qwen2ForCausalLM", KEYS, parse, llama.layer_sources)
+FAMILY = Family("qwen2", "Qwen2ForCausalLM", KEYS, parse, pre_norm_layer, llama.list_layer_params)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from jaxserve.models import llama, qwen2
-from jaxserve.models.base import DecoderConfig, Family, WeightSource
+from jaxserve.models.base import DecoderConfig, Family
+from jaxserve.models.blocks import pre_norm_layer
 from jaxserve.models.common import build_config, read_attention
 from jaxserve.models.hf_config import HFConfig
-from jaxserve.models.parameters import norm_sources
 
 KEYS = qwen2.KEYS | {"head_dim": 128, "attention_bias": False}
 
@@ -14,14 +14,8 @@ KEYS = qwen2.KEYS | {"head_dim": 128, "attention_bias": False}
 def parse(config: HFConfig) -> DecoderConfig:
     """Reads a Qwen3 config.json."""
     bias = config.flag("attention_bias")
-    attention = read_attention(config, qkv_bias=bias, out_bias=bias, qk_norm=True)
+    attention = read_attention(config, qkv_bias=bias, out_bias=bias, qk_norm="shared")
     return build_config(config, "qwen3", layers=qwen2.read_layers(config, attention.head_dim), attention=attention)
 
 
-def layer_sources(config: DecoderConfig, prefix: str) -> dict[str, WeightSource]:
-    """Llama's names and the two head norms."""
-    heads = {"q_norm": f"{prefix}.self_attn.q_norm.weight", "k_norm": f"{prefix}.self_attn.k_norm.weight"}
-    return llama.layer_sources(config, prefix) | norm_sources(config, heads)
-
-
-FAMILY = Family("qwen3", "Qwen3ForCausalLM", KEYS, parse, layer_sources)
+FAMILY = Family("qwen3", "Qwen3ForCausalLM", KEYS, parse, pre_norm_layer, llama.list_layer_params)

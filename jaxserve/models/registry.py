@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from jaxserve.errors import ConfigError, shorten
 from jaxserve.layers.attention import KVScales
 from jaxserve.models import gemma2, gemma3, llama, mistral, phi3, qwen2, qwen3
-from jaxserve.models.base import DecoderConfig, Family, WeightSource
+from jaxserve.models.base import CheckpointLayer, DecoderConfig, Family, Table, WeightSource
 from jaxserve.models.hf_config import HFConfig
-from jaxserve.models.parameters import decoder_specs, kv_scale_sources, plain_source
+from jaxserve.models.parameters import kv_scale_params, trunk_params
 from jaxserve.models.unsupported import describe_kind, refuse_quantized
 
 FAMILIES: dict[str, Family] = {
@@ -36,7 +37,7 @@ KV_SCALE_NAMES = ("self_attn.{part}_scale", "self_attn.{part}_proj.{part}_scale"
 def find_kv_scales(config: DecoderConfig, shape_of: Mapping[str, tuple[int, ...]]) -> KVScales | None:
     """Returns how a checkpoint with these tensor shapes keeps the scales of 8-bit keys and values; None if it does
     not."""
-    prefix = f"{FAMILIES[config.family].trunk}.layers.0"
+    prefix = f"{FAMILIES[config.family].trunk.layers}.0"
     for name in KV_SCALE_NAMES:
         shape = shape_of.get(f"{prefix}.{name.format(part='k')}")
         if shape is not None:
@@ -86,29 +87,32 @@ def _unsupported(hf_config: Mapping[str, object], field: str, value: object, kno
     return ConfigError(message, field=field, value=value)
 
 
-def param_specs(config: DecoderConfig) -> dict[str, object]:
+def list_params(config: DecoderConfig) -> Table:
+    """Returns all parameters of a model by dotted path ("layers.0.qkv.weight"); no tensor occurs twice."""
+    family = FAMILIES[config.family]
+    table = trunk_params(config, family.trunk)
+    for index in range(config.num_layers):
+        layer = CheckpointLayer(config, index, f"{family.trunk.layers}.{index}")
+        params = family.table(layer) | kv_scale_params(layer)
+        table |= {f"layers.{index}.{name}": parameter for name, parameter in params.items()}
+    return table
+
+
+def param_specs(config: DecoderConfig) -> dict[str, Any]:
     """Returns the canonical tree of ParamSpec: `embed`, `layers` (one dict per layer), `final_norm`, and `lm_head`."""
-    return decoder_specs(config)
+    tree: dict[str, Any] = {"layers": [{} for _ in range(config.num_layers)]}
+    for name, parameter in list_params(config).items():
+        *path, last = name.split(".")
+        node = tree
+        for key in path:
+            node = node[int(key)] if isinstance(node, list) else node.setdefault(key, {})
+        node[last] = parameter.spec
+    return tree
 
 
 def weight_sources(config: DecoderConfig) -> dict[str, WeightSource]:
-    """Returns where a checkpoint keeps each canonical parameter, by dotted path ("layers.0.qkv").
-
-    Covers exactly the leaves of `param_specs(config)`; no tensor name occurs twice.
-    """
-    family = FAMILIES[config.family]
-    table = (config.vocab_size, config.hidden_size)
-    sources = {
-        "embed": plain_source(f"{family.trunk}.embed_tokens.weight", table),
-        "final_norm": plain_source(f"{family.trunk}.norm.weight", (config.hidden_size,)),
-    }
-    if not config.embedding.tied:
-        sources["lm_head"] = plain_source(f"{family.head}.weight", table)
-    for index in range(config.num_layers):
-        prefix = f"{family.trunk}.layers.{index}"
-        for leaf, source in (family.layer_sources(config, prefix) | kv_scale_sources(config, prefix)).items():
-            sources[f"layers.{index}.{leaf}"] = source
-    return sources
+    """Returns where a checkpoint keeps each canonical parameter, by dotted path: the leaves of `param_specs`."""
+    return {name: parameter.source for name, parameter in list_params(config).items()}
 
 
 def ignored_weights(config: DecoderConfig) -> tuple[str, ...]:
@@ -121,4 +125,4 @@ def ignored_weights(config: DecoderConfig) -> tuple[str, ...]:
     patterns = (r".*\.rotary_emb\.inv_freq", *family.ignored_weights)
     if config.attention.kv_scales is None:
         patterns += tuple(rf".*\.{re.escape(name).replace(r'\{part\}', '[kv]')}" for name in KV_SCALE_NAMES)
-    return (*patterns, rf"{family.head.replace('.', r'\.')}\.weight") if config.embedding.tied else patterns
+    return (*patterns, rf"{re.escape(family.trunk.head)}\.weight") if config.embedding.tied else patterns

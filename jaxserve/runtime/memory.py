@@ -106,7 +106,7 @@ def plan_cache(
     group_of = {layer: g for g, group in enumerate(config.kv_groups) for layer in group.layers}
     groups = tuple(group_of[layer] for layer in range(config.num_layers))
     offsets = np.cumsum([0, *(counts[group] for group in groups)])[:-1].tolist()
-    layout = CacheLayout(pools=(0,) * config.num_layers, page_offsets=tuple(offsets), groups=groups)
+    layout = CacheLayout(page_offsets=tuple(offsets), groups=groups)
     return CachePlan(spec, tuple(counts), layout, num_devices)
 
 

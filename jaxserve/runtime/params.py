@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.layers.stack import StackMode, get_leaf, locate_leaf, set_leaf, write_layer
+from jaxserve.layers.stack import get_leaf, list_stacked, set_leaf, write_layer
 from jaxserve.weights import place_parameter
 
 
@@ -19,12 +19,10 @@ class WeightWriter:
     A stacked leaf is written in place by a program that is compiled here, so that no update compiles anything.
     """
 
-    def __init__(self, params: Mapping[str, Any], mode: StackMode) -> None:
-        self._mode = mode
+    def __init__(self, params: Mapping[str, Any]) -> None:
         self._programs: dict[tuple[tuple[int, ...], str, jax.sharding.Sharding], Any] = {}
-        if mode == "stacked":
-            for leaf in jax.tree.leaves(params["layers"]):
-                self._programs.setdefault(_kind(leaf), _compile_write(leaf))
+        for leaf in list_stacked(params):
+            self._programs.setdefault(_kind(leaf), _compile_write(leaf))
 
     def write(self, params: dict[str, Any], updates: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the tree with canonical leaves (dotted name -> array) in place of the old ones, now not to be used.
@@ -33,16 +31,15 @@ class WeightWriter:
         donating them to a training step included, does not reach the engine.
         """
         for name, value in updates.items():
-            path, layer = locate_leaf(name, self._mode)
-            old = get_leaf(params, path)
-            if layer is None:
+            old, index = get_leaf(params, name)
+            if index is None:
                 new = place_parameter(value, old.dtype, old.sharding, name=name)
             else:
                 program = self._programs[_kind(old)]
                 value_sharding, index_sharding = program.input_shardings[0][1:]
-                index = jax.device_put(np.int32(layer), index_sharding)
-                new = program(old, place_parameter(value, old.dtype, value_sharding, name=name), index)
-            params = set_leaf(params, path, new)
+                place = jax.device_put(np.int32(index), index_sharding)
+                new = program(old, place_parameter(value, old.dtype, value_sharding, name=name), place)
+            params = set_leaf(params, name, new)
         return params
 
 

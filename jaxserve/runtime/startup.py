@@ -305,7 +305,7 @@ def start_runner(
         ),
         buckets,
         params=params,
-        writer=WeightWriter(params, shapes.stack_mode),
+        writer=WeightWriter(params),
         state_specs=(inputs.cache, inputs.rows, inputs.sampler),
         state_shape=shapes.state,
         input_sharding=inputs.replicated,

@@ -17,7 +17,8 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, UInt32
 
-from jaxserve.layers.norm import rms_norm
+from jaxserve.layers.linear import Leaf
+from jaxserve.layers.norm import normalize
 from jaxserve.logits_processor import LogitsProcessor
 from jaxserve.models.base import DecoderConfig
 from jaxserve.models.decoder import CacheLayout, compute_logits
@@ -101,12 +102,13 @@ def forward(
         for group in range(groups)
     )
     tokens = _token_ids(rows, inputs)
-    hidden, cache = run_layers(model.config, params, tokens, cache, batches, layout=model.layout, mesh=model.mesh)
+    (pool,) = cache
+    hidden, pool = run_layers(model.config, params, tokens, pool, batches, layout=model.layout, mesh=model.mesh)
     last = hidden[jnp.maximum(inputs.query_start_loc[1:] - 1, 0)]
     logits = compute_logits(model.config, params, last)
     selected = SampleInputs(logits, inputs.row_ids, inputs.samples, inputs.sampling)
     states = HiddenStates(last, None if layout.bucket.is_decode else hidden)
-    return cache, replace(rows, page_table=page_table), selected, states
+    return (pool,), replace(rows, page_table=page_table), selected, states
 
 
 def choose_tokens(
@@ -178,9 +180,9 @@ def score_prompt_tokens(
     return score_prompt(hidden, logits, targets, max_logprobs, vocab_size=model.config.vocab_size)
 
 
-def pool_last(norm: Float[Array, " D"], last: Float[Array, "S D"], *, model: StepModel) -> Float[Array, "S D"]:
+def pool_last(norm: Leaf, last: Float[Array, "S D"], *, model: StepModel) -> Float[Array, "S D"]:
     """Embeddings of what the rows have read: the last token's hidden state after the final norm, of length 1."""
-    pooled = rms_norm(model.config.norm, last, norm).astype(jnp.float32)
+    pooled = normalize(model.config.norm, norm, last).astype(jnp.float32)
     return pooled / jnp.maximum(jnp.linalg.norm(pooled, axis=1, keepdims=True), _LEAST_LENGTH)
 
 

@@ -46,7 +46,7 @@ def recover_state(llm: LLM, case: GoldenCase, prompt: int) -> np.ndarray:
     if (cap := case.config.get("final_logit_softcapping")) is not None:
         logits = cap * np.arctanh(logits / cap)
     params = llm.ready.runner.params
-    head = np.asarray(jax.device_get(params.get("lm_head", params["embed"])), np.float64)
+    head = np.asarray(jax.device_get(params.get("lm_head", params["embed"])["weight"]), np.float64)
     state, *_ = np.linalg.lstsq(head, logits, rcond=None)
     return state / np.linalg.norm(state)
 
@@ -142,9 +142,9 @@ def test_a_state_that_is_not_finite_ends_its_request_alone() -> None:
     llm = make_llm("llama_gqa")
     expected = embed(llm, [5, 6, 7])
     params = jax.device_get(llm.ready.runner.params)
-    embedding = params["embed"].copy()
+    embedding = params["embed"]["weight"].copy()
     embedding[11] = np.nan
-    llm.update_weights({**params, "embed": embedding})
+    llm.update_weights({**params, "embed": {"weight": embedding}})
     engine, make = llm.ready.engine, llm.ready.requests.make_embedding
     bad, good = make({"prompt_token_ids": [5, 11]}), make({"prompt_token_ids": [5, 6, 7]})
     engine.add_request(bad)

@@ -40,7 +40,7 @@ def test_orbax_checkpoint_is_the_same_model(tmp_path: Path) -> None:
 def test_sixteen_bit_models_follow_the_reference_for_a_while(dtype: str) -> None:
     case = load_case("llama_bf16" if dtype == "bfloat16" else "llama_f16")
     llm = make_llm(case, dtype=dtype)
-    assert llm.ready.runner.params["embed"].dtype == jnp.dtype(dtype)
+    assert llm.ready.runner.params["embed"]["weight"].dtype == jnp.dtype(dtype)
     assert llm.ready.runner._cache[0].dtype == jnp.dtype(dtype)
     tokens = generate_ids(llm, case.prompts, greedy(8))
     agreed = sum(
@@ -54,7 +54,7 @@ def test_kv_cache_may_be_narrower_than_the_model() -> None:
     case = load_case("llama_gqa")
     llm = make_llm(case, kv_cache_dtype="bfloat16")
     assert llm.ready.runner._cache[0].dtype == jnp.bfloat16
-    assert llm.ready.runner.params["embed"].dtype == jnp.float32
+    assert llm.ready.runner.params["embed"]["weight"].dtype == jnp.float32
     tokens = generate_ids(llm, case.prompts, greedy(8))
     assert [row[0] for row in tokens] == [ids[0] for ids in case.greedy]
 

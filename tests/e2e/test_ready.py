@@ -118,10 +118,9 @@ def test_bad_requests_name_the_field_and_harm_nobody(llm: LLM) -> None:
 def test_non_finite_logits_end_one_request() -> None:
     llm = make_llm("llama_tied")
     expected = generate_ids(llm, [[5, 6, 7]], greedy(6))
-    embed = jax.device_get(llm.ready.runner.params["embed"]).copy()
+    embed = jax.device_get(llm.ready.runner.params["embed"]["weight"]).copy()
     embed[11] = np.nan  # tied: row 11 of the head is NaN as well, for everybody
-    name = "embed"
-    canonical = {**jax.device_get(llm.ready.runner.params), name: embed}
+    canonical = {**jax.device_get(llm.ready.runner.params), "embed": {"weight": embed}}
     llm.update_weights(canonical)
     outputs = llm.generate([{"prompt_token_ids": [5, 6, 7]}], greedy(6), use_tqdm=False)
     assert outputs[0].outputs[0].finish_reason == "error"

@@ -11,8 +11,7 @@ import pytest
 
 from jaxserve.layers.stack import (
     get_leaf,
-    layer_params,
-    locate_leaf,
+    list_stacked,
     set_leaf,
     stack_params,
     stack_specs,
@@ -21,6 +20,7 @@ from jaxserve.layers.stack import (
 from jaxserve.models.base import ParamSpec
 
 MODES = ["unrolled", "stacked"]
+NUM_LAYERS = 5
 
 
 def copy_containers(tree: dict[str, Any]) -> dict[str, Any]:
@@ -28,16 +28,21 @@ def copy_containers(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def unstack(params: dict[str, Any]) -> dict[str, Any]:
-    """The canonical tree of a runtime tree of either form."""
-    layers = params["layers"]
-    num_layers = len(layers) if isinstance(layers, list) else len(jax.tree.leaves(layers)[0])
-    return {**params, "layers": [layer_params(params, index) for index in range(num_layers)]}
+    """Returns the canonical tree of a runtime tree of either form."""
+    return {**params, "layers": [params["layers"][index] for index in range(NUM_LAYERS)]}
 
 
 def make_tree() -> dict[str, object]:
+    """Layers 1 and 3 have a bias, layer 4 a longer leaf: three groups."""
     rng = np.random.default_rng(0)
-    layers = [{"qkv": jnp.asarray(rng.normal(size=(4, 2))), "o": jnp.asarray(rng.normal(size=3))} for _ in range(3)]
-    return {"embed": jnp.asarray(rng.normal(size=(5, 4))), "layers": layers, "final_norm": jnp.ones(4)}
+
+    def draw(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape))
+
+    layers = [{"qkv": {"weight": draw(4, 2)}, "o": draw(4 if index == 4 else 3)} for index in range(NUM_LAYERS)]
+    for index in (1, 3):
+        layers[index]["qkv"]["bias"] = draw(2)
+    return {"embed": {"weight": draw(5, 4)}, "layers": layers, "final_norm": {"weight": jnp.ones(4)}}
 
 
 def assert_trees_equal(left: object, right: object) -> None:
@@ -51,12 +56,16 @@ def test_round_trip(mode: str):
     runtime = stack_params(copy_containers(tree), mode)
     assert_trees_equal(unstack(runtime), tree)
     for index, layer in enumerate(tree["layers"]):
-        assert_trees_equal(layer_params(runtime, index), layer)
+        assert_trees_equal(runtime["layers"][index], layer)
 
 
-def test_stacking_leaves_few_leaves():
-    assert len(jax.tree.leaves(stack_params(make_tree(), "stacked"))) == 4
-    assert len(jax.tree.leaves(stack_params(make_tree(), "unrolled"))) == 8
+def test_layers_of_equal_leaves_lie_together():
+    runtime = stack_params(make_tree(), "stacked")
+    assert runtime["layers"].places == ((0, 0), (1, 0), (0, 1), (1, 1), (2, 0))
+    assert [len(leaf) for leaf in list_stacked(runtime)] == [2, 2, 2, 2, 2, 1, 1]
+    assert len(jax.tree.leaves(runtime)) == 9
+    unrolled = stack_params(make_tree(), "unrolled")
+    assert len(jax.tree.leaves(unrolled)) == 14 and not list_stacked(unrolled)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -68,22 +77,22 @@ def test_specs_stack_like_their_arrays(mode: str):
     assert shapes == jax.tree.map(lambda leaf: leaf.shape, stack_params(copy_containers(tree), mode))
     assert all(len(spec.axes) == len(spec.shape) for spec in jax.tree.leaves(stacked))
     if mode == "stacked":
-        assert stacked["layers"]["qkv"].axes == ("layers", None, None)
+        assert stacked["layers"].groups[0]["qkv"]["weight"].axes == ("layers", None, None)
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["embed", "layers.0.o", "layers.2.qkv"])
+@pytest.mark.parametrize(
+    "name", ["embed.weight", "layers.0.o", "layers.2.qkv.weight", "layers.3.qkv.bias", "layers.4.o"]
+)
 def test_replacing_one_leaf_changes_that_leaf_only(mode: str, name: str):
     tree = make_tree()
     runtime = stack_params(copy_containers(tree), mode)
-    path, index = locate_leaf(name, mode)
-    canonical_path, _ = locate_leaf(name, "unrolled")
-    value = jnp.full(get_leaf(tree, canonical_path).shape, 7.0)
+    value = jnp.full(get_leaf(tree, name)[0].shape, 7.0)
     write = jax.jit(write_layer, donate_argnums=0)
-    old = get_leaf(runtime, path)
+    old, index = get_leaf(runtime, name)
     new = value if index is None else write(jnp.copy(old), value, jnp.int32(index))
-    changed = unstack(set_leaf(runtime, path, new))
-    assert_trees_equal(changed, set_leaf(tree, canonical_path, value))
+    changed = unstack(set_leaf(runtime, name, new))
+    assert_trees_equal(changed, set_leaf(tree, name, value))
     assert_trees_equal(unstack(runtime), tree)
 
 

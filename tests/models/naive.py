@@ -41,8 +41,9 @@ def build_params(config: DecoderConfig, tensors: Mapping[str, np.ndarray]) -> di
         leaf = source.build(*(tensors[name] for name in source.names))
         *parents, name = path.split(".")
         tree, spec_tree = params, specs
-        if parents:
-            tree, spec_tree = params["layers"][int(parents[1])], specs["layers"][int(parents[1])]
+        for key in parents:
+            spec_tree = spec_tree[int(key) if isinstance(spec_tree, list) else key]
+            tree = tree[int(key)] if isinstance(tree, list) else tree.setdefault(key, {})
         assert leaf.shape == spec_tree[name].shape, path
         tree[name] = jnp.asarray(leaf).astype(config.dtype)
     assert jax.tree.structure(params) == jax.tree.structure(specs)
@@ -54,7 +55,7 @@ def make_tensors(config: DecoderConfig, seed: int) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     tensors = {}
     for path, source in weight_sources(config).items():
-        centre = 1.0 if path.endswith("_norm") and not config.norm.unit_offset else 0.0
+        centre = 1.0 if path.endswith("_norm.weight") and not config.norm.unit_offset else 0.0
         for name, shape in zip(source.names, source.shapes, strict=True):
             scale = 0.3 if len(shape) <= 1 else 1.5 / math.sqrt(shape[-1])
             tensors[name] = np.asarray(centre + scale * rng.standard_normal(shape), np.float32)
@@ -101,7 +102,6 @@ class NaiveRunner:
         self.cache = (pool,)
         groups = {layer: index for index, group in enumerate(config.kv_groups) for layer in group.layers}
         layout = CacheLayout(
-            pools=(0,) * num_layers,
             page_offsets=tuple(layer * num_pages for layer in range(num_layers)),
             groups=tuple(groups[layer] for layer in range(num_layers)),
         )
@@ -120,8 +120,8 @@ class NaiveRunner:
                 prepare_batch(shape=dataclasses.replace(self.shape, window=group.window), **rows)
                 for group in config.kv_groups
             )
-            hidden, cache = forward(config, params, token_ids, cache, batches, layout=layout, mesh=mesh)
-            return compute_logits(config, params, hidden), cache
+            hidden, pool = forward(config, params, token_ids, cache[0], batches, layout=layout, mesh=mesh)
+            return compute_logits(config, params, hidden), (pool,)
 
         self.step = jax.jit(
             step, compiler_options={"xla_backend_optimization_level": 0}

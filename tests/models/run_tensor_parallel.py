@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 
+from jaxserve.layers.stack import get_leaf
 from jaxserve.models.decoder import expand_kv_heads
 from jaxserve.models.registry import parse_config
 from jaxserve.sharding import make_mesh
@@ -34,10 +35,9 @@ def check_case(hf_config: dict[str, object], mode: str) -> None:
     tensors = make_tensors(config, seed=3)
     mesh = make_mesh(4)
     params = shard_params(wide, build_params(wide, tensors), mesh, mode)
-    layer = params["layers"][0] if mode == "unrolled" else params["layers"]
-    for leaf, axis in (("qkv", -1), ("o", -2), ("gate_up", -1), ("down", -2)):
-        local = layer[leaf].addressable_shards[0].data.shape
-        assert local[axis] * 4 == layer[leaf].shape[axis], leaf
+    for name, axis in (("qkv", -1), ("o", -2), ("gate_up", -1), ("down", -2)):
+        leaf, _ = get_leaf(params, f"layers.0.{name}.weight")
+        assert leaf.addressable_shards[0].data.shape[axis] * 4 == leaf.shape[axis], name
     single = NaiveRunner(config, build_params(config, tensors), 3)
     meshed = NaiveRunner(wide, params, 3, mesh=mesh)
     rng = np.random.default_rng(4)

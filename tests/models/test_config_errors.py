@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.errors import ConfigError
-from jaxserve.layers.norm import rms_norm
+from jaxserve.layers.norm import normalize
 from jaxserve.models.hf_config import HFConfig
 from jaxserve.models.registry import FAMILIES, parse_config, weight_sources
 
@@ -173,8 +173,8 @@ def test_heads_need_not_fill_the_hidden_size():
     mistral = {key: value for key, value in mistral.items() if key != "head_dim"} | {"num_hidden_layers": 1}
     config = parse_config(mistral | {"hidden_size": 100, "num_attention_heads": 6, "num_key_value_heads": 2})
     assert config.attention.head_dim == 16
-    assert weight_sources(config)["layers.0.o"].shapes == ((100, 96),)
-    assert weight_sources(config)["layers.0.qkv"].shapes[0] == (96, 100)
+    assert weight_sources(config)["layers.0.o.weight"].shapes == ((100, 96),)
+    assert weight_sources(config)["layers.0.qkv.weight"].shapes[0] == (96, 100)
 
 
 @pytest.mark.parametrize("name", ["llama-2-7b", "gemma-2-2b", "gemma-3-1b"])
@@ -183,7 +183,9 @@ def test_an_epsilon_of_zero_is_none_but_for_zeros(name: str):
     x, weight = np.array([[3e-12, -4e-12], [0.0, 0.0]], np.float32), np.zeros(2, np.float32)
     if not norm.unit_offset:
         weight = weight + 1
-    np.testing.assert_allclose(rms_norm(norm, x, weight), [np.array([3, -4]) / np.sqrt(12.5), [0, 0]], rtol=1e-6)
+    np.testing.assert_allclose(
+        normalize(norm, {"weight": weight}, x), [np.array([3, -4]) / np.sqrt(12.5), [0, 0]], rtol=1e-6
+    )
 
 
 def test_multimodal_gemma3_is_read_for_its_decoder():

@@ -40,8 +40,8 @@ def test_sizes_that_do_not_fit_are_refused_with_those_that_do():
 
 def test_an_odd_vocabulary_is_whole_on_every_device():
     specs = param_specs(expand_kv_heads(parse_config(LLAMA | {"vocab_size": 331}), 3))
-    assert specs["embed"].axes == specs["lm_head"].axes == (None, None)
-    assert param_specs(expand_kv_heads(parse_config(LLAMA), 2))["embed"].axes == ("vocab", None)
+    assert specs["embed"]["weight"].axes == specs["lm_head"]["weight"].axes == (None, None)
+    assert param_specs(expand_kv_heads(parse_config(LLAMA), 2))["embed"]["weight"].axes == ("vocab", None)
 
 
 def test_one_device_changes_nothing():

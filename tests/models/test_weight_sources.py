@@ -57,7 +57,7 @@ def test_qkv_holds_each_kv_head_with_its_queries():
     config = parse_config(TINY)
     tensors = make_tensors(config, seed=0)
     prefix = "model.layers.1.self_attn"
-    for leaf, suffix in (("qkv", "weight"), ("qkv_bias", "bias")):
+    for leaf, suffix in (("qkv.weight", "weight"), ("qkv.bias", "bias")):
         source = weight_sources(config)[f"layers.1.{leaf}"]
         built = source.build(*(tensors[name] for name in source.names))
         built = built.reshape(*built.shape[:-1], 3, 4, 4)
@@ -74,9 +74,9 @@ def test_expansion_repeats_each_kv_head_beside_its_queries():
     config = parse_config(TINY)
     wide = expand_kv_heads(config, 6)
     assert wide.attention.num_kv_heads == 6 and wide.attention.group_size == 1
-    assert param_specs(wide)["layers"][0]["qkv"].shape == (8, 6 * 3 * 4)
+    assert param_specs(wide)["layers"][0]["qkv"]["weight"].shape == (8, 6 * 3 * 4)
     tensors = make_tensors(config, seed=1)
-    source, wide_source = (weight_sources(c)["layers.0.qkv"] for c in (config, wide))
+    source, wide_source = (weight_sources(c)["layers.0.qkv.weight"] for c in (config, wide))
     assert source.names == wide_source.names and source.shapes == wide_source.shapes
     narrow_qkv = source.build(*(tensors[name] for name in source.names)).reshape(8, 3, 4, 4)
     wide_qkv = wide_source.build(*(tensors[name] for name in source.names)).reshape(8, 6, 3, 4)
@@ -93,11 +93,11 @@ def test_other_layouts_are_plain_transposes():
     def build(leaf: str) -> np.ndarray:
         return sources[f"layers.0.{leaf}"].build(*(tensors[name] for name in sources[f"layers.0.{leaf}"].names))
 
-    np.testing.assert_array_equal(build("o"), tensors[f"{prefix}.self_attn.o_proj.weight"].T)
-    np.testing.assert_array_equal(build("down"), tensors[f"{prefix}.mlp.down_proj.weight"].T)
-    np.testing.assert_array_equal(build("gate_up")[0], tensors[f"{prefix}.mlp.gate_proj.weight"].T)
-    np.testing.assert_array_equal(build("gate_up")[1], tensors[f"{prefix}.mlp.up_proj.weight"].T)
-    np.testing.assert_array_equal(build("gate_up_bias")[1], tensors[f"{prefix}.mlp.up_proj.bias"])
+    np.testing.assert_array_equal(build("o.weight"), tensors[f"{prefix}.self_attn.o_proj.weight"].T)
+    np.testing.assert_array_equal(build("down.weight"), tensors[f"{prefix}.mlp.down_proj.weight"].T)
+    np.testing.assert_array_equal(build("gate_up.weight")[0], tensors[f"{prefix}.mlp.gate_proj.weight"].T)
+    np.testing.assert_array_equal(build("gate_up.weight")[1], tensors[f"{prefix}.mlp.up_proj.weight"].T)
+    np.testing.assert_array_equal(build("gate_up.bias")[1], tensors[f"{prefix}.mlp.up_proj.bias"])
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_a_learned_slope_is_a_leaky_relu():
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32])
 def test_tensors_keep_their_dtype_and_bits(dtype: type):
     config = replace(parse_config(TINY | {"hidden_size": 40, "intermediate_size": 70}), dtype="bfloat16")
-    source = weight_sources(config)["layers.0.down"]
+    source = weight_sources(config)["layers.0.down.weight"]
     tensor = np.random.default_rng(0).standard_normal((40, 70)).astype(dtype)
     built = source.build(tensor)
     assert built.dtype == dtype and built.flags.c_contiguous
@@ -149,7 +149,7 @@ def test_tensors_keep_their_dtype_and_bits(dtype: type):
 
 def test_a_tensor_of_another_shape_is_named():
     config = parse_config(TINY)
-    source = weight_sources(config)["layers.0.down"]
+    source = weight_sources(config)["layers.0.down.weight"]
     with pytest.raises(WeightsError, match=r"model\.layers\.0\.mlp\.down_proj\.weight: has shape \(6, 8\)"):
         source.build(np.zeros((6, 8), np.float32))
 

@@ -59,7 +59,7 @@ def _logits(step: NullStep) -> np.ndarray:
 
 
 def _changes(model: NullModel) -> Iterator[tuple[str, dict[str, Any], Callable[[jax.Array], jax.Array]]]:
-    """Yields each parameter's name, the dictionary it is in and a change of it; queries, keys and values apart."""
+    """Yields the name of each leaf, the leaf and a change of its weight; queries, keys and values apart."""
     attention = model.decoder.attention
     group, heads = attention.group_size, (-1, attention.num_kv_heads, attention.group_size + 2, attention.head_dim)
 
@@ -68,11 +68,11 @@ def _changes(model: NullModel) -> Iterator[tuple[str, dict[str, Any], Callable[[
 
     for index, layer in enumerate(model.params["layers"]):
         for slots in (slice(group), slice(group, group + 1), slice(group + 1, None)):
-            yield "qkv", layer, lambda leaf, slots=slots: scale_slots(leaf, slots)
+            yield "qkv", layer["qkv"], lambda leaf, slots=slots: scale_slots(leaf, slots)
         for name in set(layer) - {"qkv"}:
-            yield name, layer, lambda leaf, index=index: leaf * (2 + index)
+            yield name, layer[name], lambda leaf, index=index: leaf * (2 + index)
     for name in ("embed", "final_norm", "lm_head"):
-        yield name, model.params, lambda leaf: leaf.at[..., ::2].multiply(2)
+        yield name, model.params[name], lambda leaf: leaf.at[..., ::2].multiply(2)
 
 
 def test_every_parameter_takes_part_in_the_null_step(model: NullModel, step: NullStep) -> None:
@@ -81,11 +81,11 @@ def test_every_parameter_takes_part_in_the_null_step(model: NullModel, step: Nul
     assert not np.array_equal(before[0], before[1])
     changes = list(_changes(model))
     assert len(changes) == 8 * 8 + 3
-    for name, tree, change in changes:
-        leaf = tree[name]
-        tree[name] = change(leaf)
+    for name, leaf, change in changes:
+        weight = leaf["weight"]
+        leaf["weight"] = change(weight)
         assert not np.allclose(before, _logits(step), atol=1e-5), name
-        tree[name] = leaf
+        leaf["weight"] = weight
     np.testing.assert_array_equal(before, _logits(step))
 
 

@@ -1,0 +1,35 @@
+"""What a layer of one step needs beside its parameters and its input."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from pallas_kernels.spec import BatchMeta
+
+Rotary = tuple[Float[Array, "T half"], Float[Array, "T half"]]  # cosines and sines of each token's angles
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What is the same in the whole step. `mesh` is None on a single device."""
+
+    mesh: Mesh | None
+
+
+@dataclass(frozen=True)
+class LayerContext(StepContext):
+    """The step as one layer sees it.
+
+    `rotary` is None in a layer without rotation. `kv_pages` is the pool that holds the layer's keys and values, from
+    page `page_offset` on; `window` counts the tokens that a query sees, itself included, None for all.
+    """
+
+    rotary: Rotary | None
+    batch: BatchMeta
+    kv_pages: jax.Array  # [num_pages, 2K, page_size, H]
+    page_offset: int
+    window: int | None
