@@ -84,7 +84,7 @@ class DecoderConfig:
     `max_position_embeddings` is the trained length; `max_model_len` the longest sequence to serve, which chooses the
     rotary frequencies (layers/rope.py) and makes windows at least that long no windows at all. Set it by
     `with_max_model_len`. `family` is the `model_type` whose file has the layer and names the weights.
-    `residual_scale` multiplies the output of each block.
+    `residual_scale` multiplies the output of each block. `parallel`: both blocks of a layer read its input.
     """
 
     family: str
@@ -98,7 +98,8 @@ class DecoderConfig:
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     dtype: str
-    residual_scale: float | None = None
+    residual_scale: float = 1.0
+    parallel: bool = False
 
     @property
     def vocab_size(self) -> int:
@@ -188,10 +189,14 @@ class Trunk:
         return Trunk(*(f"{module}.{name}" for name in dataclasses.astuple(self)))
 
 
-Layer = Callable[
-    [DecoderConfig, Mapping[str, Any], Float[Array, "T D"], LayerContext], tuple[Float[Array, "T D"], jax.Array]
-]
-"""A layer's mathematics: (config, its leaves, residual stream, context) -> (residual stream, its KV pool)."""
+Leaves = Mapping[str, Any]
+"""The parameters of one layer by canonical name, each a `Leaf`."""
+
+Stream = Float[Array, "T D"]
+"""The residual stream: what a layer reads, and adds to."""
+
+Layer = Callable[[DecoderConfig, Leaves, Stream, LayerContext], tuple[Stream, jax.Array]]
+"""The mathematics of a layer; returns the residual stream and the layer's KV pool."""
 
 
 @dataclass(frozen=True)

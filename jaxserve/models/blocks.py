@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable
 
 import jax
-from jaxtyping import Array, Float
 
 from jaxserve.layers.attention import attend
 from jaxserve.layers.context import LayerContext
 from jaxserve.layers.mlp import gated_mlp
 from jaxserve.layers.norm import normalize
-from jaxserve.models.base import DecoderConfig
+from jaxserve.models.base import DecoderConfig, Leaves, Stream
 
 
 def pre_norm_layer(
-    config: DecoderConfig, leaves: Mapping[str, Any], x: Float[Array, "T D"], ctx: LayerContext
-) -> tuple[Float[Array, "T D"], jax.Array]:
-    """Llama's: a norm before each block."""
-    attended, pages = attend(config.attention, config.norm, leaves, normalize(config.norm, leaves["attn_norm"], x), ctx)
-    x = x + attended
-    return x + gated_mlp(config.mlp, leaves, normalize(config.norm, leaves["mlp_norm"], x), ctx), pages
+    config: DecoderConfig,
+    leaves: Leaves,
+    x: Stream,
+    ctx: LayerContext,
+    *,
+    feed_forward: Callable[..., Stream] = gated_mlp,
+) -> tuple[Stream, jax.Array]:
+    """A norm before each block, as in Llama. With `config.parallel` both blocks read the layer's input."""
+    norm = config.norm
+    attended, pages = attend(config.attention, norm, leaves, normalize(norm, leaves["attn_norm"], x), ctx)
+    summed = x + attended
+    fed = feed_forward(config.mlp, leaves, normalize(norm, leaves["mlp_norm"], x if config.parallel else summed), ctx)
+    return summed + fed, pages
 
 
-def sandwich_layer(
-    config: DecoderConfig, leaves: Mapping[str, Any], x: Float[Array, "T D"], ctx: LayerContext
-) -> tuple[Float[Array, "T D"], jax.Array]:
-    """Gemma's: a norm before and one behind each block."""
+def sandwich_layer(config: DecoderConfig, leaves: Leaves, x: Stream, ctx: LayerContext) -> tuple[Stream, jax.Array]:
+    """A norm before and one behind each block, as in Gemma 2."""
     norm = config.norm
     attended, pages = attend(config.attention, norm, leaves, normalize(norm, leaves["attn_norm"], x), ctx)
     x = x + normalize(norm, leaves["attn_out_norm"], attended)

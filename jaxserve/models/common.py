@@ -10,7 +10,7 @@ from jaxserve.layers.mlp import MLPConfig
 from jaxserve.layers.norm import NormConfig
 from jaxserve.layers.rope import RopeConfig
 from jaxserve.models.base import DecoderConfig, LayerKind
-from jaxserve.models.hf_config import REQUIRED, HFConfig, check_integer
+from jaxserve.models.hf_config import REQUIRED, HFConfig, check_integer, check_mapping
 from jaxserve.models.rope_config import parse_rope, rope_parameters
 
 # Keys of every family. Sizes have no default here, because files always state them; families that may leave them out
@@ -35,6 +35,12 @@ DECODER_KEYS: dict[str, object] = {
     "partial_rotary_factor": None,
 }
 
+
+def omit(keys: dict[str, object], *names: str) -> dict[str, object]:
+    """Returns the keys of a family that does not know some of them."""
+    return {key: value for key, value in keys.items() if key not in names}
+
+
 _MAX_LAYERS = 1024
 _LEAST_EPS = 2.0**-126  # float32's least normal number, lost in any mean square above 1e-31
 
@@ -56,8 +62,8 @@ def read_norm(config: HFConfig, key: str = "rms_norm_eps", **form: bool) -> Norm
     return NormConfig(eps=eps, **form)
 
 
-def read_rope(config: HFConfig, head_dim: int) -> RopeConfig:
-    """Returns the one rotary embedding of a model whose layers share it.
+def read_rope(config: HFConfig, head_dim: int, *, partial: bool = False) -> RopeConfig:
+    """Returns the one rotary embedding of a model whose layers share it; `partial` as for `parse_rope`.
 
     A top-level `original_max_position_embeddings` overrides the one inside the rope object, as in the reference.
     """
@@ -66,7 +72,31 @@ def read_rope(config: HFConfig, head_dim: int) -> RopeConfig:
     scaled = (parameters.get("rope_type") or parameters.get("type")) in ("llama3", "yarn", "longrope")
     if original is not None and scaled:
         parameters["original_max_position_embeddings"] = original
-    return parse_rope(parameters, head_dim=head_dim, max_position_embeddings=config.integer("max_position_embeddings"))
+    trained_length = config.integer("max_position_embeddings")
+    return parse_rope(parameters, head_dim=head_dim, max_position_embeddings=trained_length, partial=partial)
+
+
+def read_typed_ropes(config: HFConfig, head_dim: int, *, sliding_theta: str) -> tuple[RopeConfig, RopeConfig]:
+    """Returns the rotary embeddings of full and of sliding layers.
+
+    They come per layer type, or in the older form, where `rope_scaling` is for full layers only. `sliding_theta` is the
+    key of the sliding layers' base in that form.
+    """
+    by_type = config.mapping("rope_parameters")
+    for key in by_type:
+        if key not in (_FULL, _SLIDING):
+            raise ConfigError(
+                f"must hold one object for {_FULL} and one for {_SLIDING}", field="rope_parameters", value=key
+            )
+    new_full, new_sliding = (check_mapping(f"rope_parameters.{key}", by_type.get(key)) for key in (_FULL, _SLIDING))
+    shared = {"partial_rotary_factor": config.get("partial_rotary_factor")}
+    full = shared | {"rope_theta": config.get("rope_theta")} | new_full | config.mapping("rope_scaling")
+    sliding = shared | {"rope_theta": config.get(sliding_theta)} | new_sliding
+    length = config.integer("max_position_embeddings")
+    rope, sliding_rope = (
+        parse_rope(parameters, head_dim=head_dim, max_position_embeddings=length) for parameters in (full, sliding)
+    )
+    return rope, sliding_rope
 
 
 def read_attention(
@@ -143,6 +173,7 @@ def build_config(
     activation_key: str = "hidden_act",
     mlp_bias: bool = False,
     embed_scale: float | None = None,
+    logit_scale: float | None = None,
     final_softcap: float | None = None,
 ) -> DecoderConfig:
     """Returns the decoder with the numbers that every family reads alike."""
@@ -162,6 +193,7 @@ def build_config(
             vocab_size=config.integer("vocab_size"),
             tied=config.flag("tie_word_embeddings"),
             scale=embed_scale,
+            logit_scale=logit_scale,
             softcap=final_softcap,
         ),
         max_position_embeddings=trained_length,

@@ -14,17 +14,18 @@ from jaxserve.models.blocks import sandwich_layer
 from jaxserve.models.common import (
     alternate_layer_types,
     build_config,
+    omit,
     read_attention,
     read_layer_types,
     read_norm,
     read_num_layers,
+    read_typed_ropes,
     window_layers,
 )
 from jaxserve.models.gemma2 import IGNORED_KEYS, list_layer_params
-from jaxserve.models.hf_config import REQUIRED, HFConfig, check_mapping
-from jaxserve.models.rope_config import parse_rope
+from jaxserve.models.hf_config import REQUIRED, HFConfig
 
-KEYS = {key: value for key, value in gemma2.KEYS.items() if key != "original_max_position_embeddings"} | {
+KEYS = omit(gemma2.KEYS, "original_max_position_embeddings") | {
     "vocab_size": 262208,
     "max_position_embeddings": 131072,
     "rope_theta": 1000000.0,
@@ -72,29 +73,10 @@ def parse_multimodal(config: HFConfig) -> DecoderConfig:
 
 
 def _read_layers(config: HFConfig, head_dim: int) -> tuple[LayerKind, ...]:
-    """Rotary parameters come per layer type, or in the older form, where `rope_scaling` is for full layers only."""
-    by_type = config.mapping("rope_parameters")
-    for key in by_type:
-        if key not in ("full_attention", "sliding_attention"):
-            raise ConfigError(
-                "must hold one object for full_attention and one for sliding_attention",
-                field="rope_parameters",
-                value=key,
-            )
-    new_full, new_sliding = (
-        check_mapping(f"rope_parameters.{key}", by_type.get(key)) for key in ("full_attention", "sliding_attention")
-    )
-    shared = {"partial_rotary_factor": config.get("partial_rotary_factor")}
-    full = shared | {"rope_theta": config.get("rope_theta")} | new_full | config.mapping("rope_scaling")
-    sliding = shared | {"rope_theta": config.get("rope_local_base_freq")} | new_sliding
-    trained_length = config.integer("max_position_embeddings")
-    rope, sliding_rope = (
-        parse_rope(parameters, head_dim=head_dim, max_position_embeddings=trained_length)
-        for parameters in (full, sliding)
-    )
+    ropes = read_typed_ropes(config, head_dim, sliding_theta="rope_local_base_freq")
     period = config.integer("sliding_window_pattern")
     types = read_layer_types(config, alternate_layer_types(read_num_layers(config), period))
-    return window_layers(types, config.optional_integer("sliding_window"), rope, sliding_rope)
+    return window_layers(types, config.optional_integer("sliding_window"), *ropes)
 
 
 FAMILY = Family(

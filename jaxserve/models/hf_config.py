@@ -114,6 +114,13 @@ class HFConfig:
             if value is not None and value is not False and value != 0:
                 raise ConfigError(f"only null or false is supported, not {shorten(value)}", field=key, value=value)
 
+    def require(self, **values: object) -> None:
+        """Raises ConfigError unless each key has this value or is absent; null counts as absent."""
+        for key, value in values.items():
+            found = self.get(key)
+            if found is not None and found != value:
+                raise ConfigError(f"only {shorten(value)} is supported, not {shorten(found)}", field=key, value=found)
+
     def dtype(self) -> str:
         """Returns the checkpoint's dtype: "float32" where the file does not say."""
         key = "dtype" if self._raw.get("dtype") is not None else "torch_dtype"

@@ -17,6 +17,8 @@ KEYS = DECODER_KEYS | {
     "mlp_bias": False,
 }
 
+IGNORED_KEYS = ("is_llama_config", "max_sequence_length")
+
 
 def parse(config: HFConfig) -> DecoderConfig:
     """Reads a Llama config.json."""
@@ -44,5 +46,5 @@ FAMILY = Family(
     parse,
     pre_norm_layer,
     list_layer_params,
-    ignored_keys=("is_llama_config", "max_sequence_length"),
+    ignored_keys=IGNORED_KEYS,
 )

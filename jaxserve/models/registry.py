@@ -9,7 +9,24 @@ from typing import Any
 
 from jaxserve.errors import ConfigError, shorten
 from jaxserve.layers.attention import KVScales
-from jaxserve.models import gemma2, gemma3, llama, mistral, phi3, qwen2, qwen3
+from jaxserve.models import (
+    cohere,
+    cohere2,
+    gemma2,
+    gemma3,
+    glm4,
+    gpt_neox,
+    granite,
+    llama,
+    mistral,
+    olmo2,
+    olmo3,
+    phi3,
+    qwen2,
+    qwen3,
+    smollm3,
+    starcoder2,
+)
 from jaxserve.models.base import CheckpointLayer, DecoderConfig, Family, Table, WeightSource
 from jaxserve.models.hf_config import HFConfig
 from jaxserve.models.parameters import kv_scale_params, trunk_params
@@ -26,6 +43,15 @@ FAMILIES: dict[str, Family] = {
         gemma3.FAMILY,
         gemma3.MULTIMODAL_FAMILY,
         phi3.FAMILY,
+        olmo2.FAMILY,
+        olmo3.FAMILY,
+        smollm3.FAMILY,
+        glm4.FAMILY,
+        granite.FAMILY,
+        cohere.FAMILY,
+        cohere2.FAMILY,
+        starcoder2.FAMILY,
+        gpt_neox.FAMILY,
     )
 }
 

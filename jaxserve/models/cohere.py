@@ -1,0 +1,74 @@
+"""Command-R and Aya: one LayerNorm a layer, which attention and feed-forward both read, and rotation of neighbours."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+
+from jaxserve.layers.attention import attend
+from jaxserve.layers.context import LayerContext
+from jaxserve.layers.mlp import gated_mlp
+from jaxserve.layers.norm import normalize
+from jaxserve.models.base import CheckpointLayer, DecoderConfig, Family, LayerKind, Leaves, Stream, Table
+from jaxserve.models.common import (
+    DECODER_KEYS,
+    build_config,
+    omit,
+    read_attention,
+    read_norm,
+    read_num_layers,
+    read_rope,
+)
+from jaxserve.models.hf_config import HFConfig
+from jaxserve.models.parameters import attention_params, layer_norm_params, mlp_params
+
+KEYS = omit(DECODER_KEYS, "rms_norm_eps") | {
+    "max_position_embeddings": 8192,
+    "original_max_position_embeddings": None,
+    "model_max_length": None,
+    "layer_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "eos_token_id": 255001,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "logit_scale": 0.0625,
+    "use_qk_norm": False,
+}
+
+
+def parse(config: HFConfig) -> DecoderConfig:
+    """Reads a Command-R config.json."""
+    bias = config.flag("attention_bias")
+    qk_norm = "per_head" if config.flag("use_qk_norm") else None
+    attention = read_attention(config, qkv_bias=bias, out_bias=bias, qk_norm=qk_norm)
+    kind = LayerKind(window=None, rope=read_rope(config, attention.head_dim))
+    norm = read_norm(config, "layer_norm_eps", centered=True, wide=True)
+    decoder = build_config(
+        config,
+        "cohere",
+        layers=(kind,) * read_num_layers(config),
+        attention=attention,
+        norm=norm,
+        logit_scale=config.number("logit_scale"),
+    )
+    # What its files call the longest sequence; `max_position_embeddings` is only how many the reference would cache.
+    length = config.optional_integer("model_max_length") or decoder.max_position_embeddings
+    return replace(decoder, max_position_embeddings=length, max_model_len=length)
+
+
+def apply_layer(config: DecoderConfig, leaves: Leaves, x: Stream, ctx: LayerContext) -> tuple[Stream, jax.Array]:
+    """One norm for both blocks."""
+    normed = normalize(config.norm, leaves["attn_norm"], x)
+    attended, pages = attend(config.attention, config.norm, leaves, normed, ctx)
+    return x + attended + gated_mlp(config.mlp, leaves, normed, ctx), pages
+
+
+def list_layer_params(layer: CheckpointLayer) -> Table:
+    """Separate projections, one norm."""
+    norms = layer_norm_params(layer, {"attn_norm": "input_layernorm"})
+    return norms | attention_params(layer, interleaved=True) | mlp_params(layer)
+
+
+FAMILY = Family("cohere", "CohereForCausalLM", KEYS, parse, apply_layer, list_layer_params)
