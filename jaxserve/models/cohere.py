@@ -21,7 +21,7 @@ from jaxserve.models.common import (
     read_rope,
 )
 from jaxserve.models.hf_config import HFConfig
-from jaxserve.models.parameters import attention_params, layer_norm_params, mlp_params
+from jaxserve.models.parameters import attention_params, mlp_params, norm_params
 
 KEYS = omit(DECODER_KEYS, "rms_norm_eps") | {
     "max_position_embeddings": 8192,
@@ -67,7 +67,7 @@ def apply_layer(config: DecoderConfig, leaves: Leaves, x: Stream, ctx: LayerCont
 
 def list_layer_params(layer: CheckpointLayer) -> Table:
     """Separate projections, one norm."""
-    norms = layer_norm_params(layer, {"attn_norm": "input_layernorm"})
+    norms = norm_params(layer, {"attn_norm": "input_layernorm"})
     return norms | attention_params(layer, interleaved=True) | mlp_params(layer)
 
 

@@ -16,7 +16,7 @@ from jaxserve.models.common import (
     window_layers,
 )
 from jaxserve.models.hf_config import HFConfig
-from jaxserve.models.parameters import attention_params, layer_norm_params, mlp_params
+from jaxserve.models.parameters import attention_params, mlp_params, norm_params
 
 KEYS = DECODER_KEYS | {
     "vocab_size": 256000,
@@ -73,7 +73,7 @@ def list_layer_params(layer: CheckpointLayer) -> Table:
         "mlp_norm": "pre_feedforward_layernorm",
         "mlp_out_norm": "post_feedforward_layernorm",
     }
-    return layer_norm_params(layer, norms) | attention_params(layer) | mlp_params(layer)
+    return norm_params(layer, norms) | attention_params(layer) | mlp_params(layer)
 
 
 FAMILY = Family(

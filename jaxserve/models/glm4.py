@@ -6,7 +6,7 @@ from jaxserve.models.base import CheckpointLayer, DecoderConfig, Family, LayerKi
 from jaxserve.models.blocks import sandwich_layer
 from jaxserve.models.common import DECODER_KEYS, build_config, read_attention, read_num_layers, read_rope
 from jaxserve.models.hf_config import HFConfig
-from jaxserve.models.parameters import attention_params, fused_mlp_params, layer_norm_params
+from jaxserve.models.parameters import attention_params, fused_mlp_params, norm_params
 
 KEYS = DECODER_KEYS | {
     "num_key_value_heads": 2,
@@ -36,7 +36,7 @@ def list_layer_params(layer: CheckpointLayer) -> Table:
         "mlp_norm": "post_attention_layernorm",
         "mlp_out_norm": "post_mlp_layernorm",
     }
-    return layer_norm_params(layer, norms) | attention_params(layer, interleaved=True) | fused_mlp_params(layer)
+    return norm_params(layer, norms) | attention_params(layer, interleaved=True) | fused_mlp_params(layer)
 
 
 FAMILY = Family("glm4", "Glm4ForCausalLM", KEYS, parse, sandwich_layer, list_layer_params)

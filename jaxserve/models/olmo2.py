@@ -11,7 +11,7 @@ from jaxserve.layers.norm import normalize
 from jaxserve.models.base import CheckpointLayer, DecoderConfig, Family, LayerKind, Leaves, Stream, Table
 from jaxserve.models.common import DECODER_KEYS, build_config, read_attention, read_norm, read_num_layers, read_rope
 from jaxserve.models.hf_config import HFConfig
-from jaxserve.models.parameters import attention_params, layer_norm_params, mlp_params
+from jaxserve.models.parameters import attention_params, mlp_params, norm_params
 
 KEYS = DECODER_KEYS | {
     "max_position_embeddings": 2048,
@@ -43,7 +43,7 @@ def apply_layer(config: DecoderConfig, leaves: Leaves, x: Stream, ctx: LayerCont
 def list_layer_params(layer: CheckpointLayer) -> Table:
     """Separate projections, a norm behind each block."""
     norms = {"attn_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"}
-    return layer_norm_params(layer, norms) | attention_params(layer) | mlp_params(layer)
+    return norm_params(layer, norms) | attention_params(layer) | mlp_params(layer)
 
 
 FAMILY = Family("olmo2", "Olmo2ForCausalLM", KEYS, parse, apply_layer, list_layer_params)

@@ -7,7 +7,7 @@ from jaxserve.models.base import CheckpointLayer, DecoderConfig, Family, LayerKi
 from jaxserve.models.blocks import pre_norm_layer
 from jaxserve.models.common import DECODER_KEYS, build_config, read_attention, read_num_layers
 from jaxserve.models.hf_config import HFConfig
-from jaxserve.models.parameters import fused_attention_params, fused_mlp_params, pre_norm_params, split_stacked
+from jaxserve.models.parameters import fused_attention_params, fused_mlp_params, pre_norm_params
 from jaxserve.models.rope_config import parse_rope, rope_parameters
 
 KEYS = DECODER_KEYS | {
@@ -47,8 +47,7 @@ def parse(config: HFConfig) -> DecoderConfig:
 
 def list_layer_params(layer: CheckpointLayer) -> Table:
     """Fused projections, one norm before each block."""
-    attention = fused_attention_params(layer, "self_attn", qkv="qkv_proj", split=split_stacked, out="o_proj")
-    return pre_norm_params(layer) | attention | fused_mlp_params(layer)
+    return pre_norm_params(layer) | fused_attention_params(layer) | fused_mlp_params(layer)
 
 
 FAMILY = Family(

@@ -19,6 +19,11 @@ CASES = {
         LLAMA | {"num_key_value_heads": 1, "attention_bias": True, "vocab_size": 131},
         "stacked",
     ),
+    "olmo2": (LLAMA | {"model_type": "olmo2", "num_key_value_heads": 2}, "stacked"),
+    "cohere": (
+        LLAMA | {"model_type": "cohere", "num_key_value_heads": 2, "use_qk_norm": True},
+        "stacked",
+    ),
     "gemma2": (
         SIZES
         | {"model_type": "gemma2", "num_attention_heads": 8, "num_key_value_heads": 2, "sliding_window": 8}
