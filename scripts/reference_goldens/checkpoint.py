@@ -24,6 +24,8 @@ def build_config(case: Case, overrides: dict[str, Any] | None = None) -> Config:
     """The transformers config of `case`, some keys replaced by `overrides`."""
     # Rope dictionaries are edited in place by the config classes, so each config gets its own copy.
     keys = copy.deepcopy({**SMALL, **case.config, **(overrides or {})})
+    if case.family == "gpt_neox":
+        keys.pop("num_key_value_heads")  # the family has no such key
     return AutoConfig.for_model(case.family, **keys)
 
 
@@ -65,11 +67,11 @@ def draw_weight(case: Case, name: str, shape: tuple[int, ...], seed: int) -> tor
     """Random values of one parameter, a function of (seed, name) only; rounded to the checkpoint's dtype."""
     rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
     values = rng.standard_normal(shape)
-    if "norm" in name:
-        values = choose_norm_centre(case, name) + 0.2 * values
-    elif name.endswith(".bias"):
+    if name.endswith(".bias"):
         values = 0.3 * values
-    elif "embed_tokens" in name:
+    elif "norm" in name:
+        values = choose_norm_centre(case, name) + 0.2 * values
+    elif "embed_tokens" in name or "embed_in" in name:
         values = case.embed_std * values
     elif "lm_head" in name:
         values = case.head_std * values
@@ -117,22 +119,51 @@ def spell_config_old_style(keys: dict[str, Any]) -> dict[str, Any]:
     rope = old.pop("rope_parameters")
     if old["model_type"] == "gemma3_text":
         old["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
-        rope = rope["full_attention"]
         old["sliding_window_pattern"] = old.pop("_sliding_window_pattern")
-    old["rope_theta"] = rope.pop("rope_theta")
-    rope_type = rope.pop("rope_type")
-    rope.pop("partial_rotary_factor", None)
-    if rope_type == "default":
-        old["rope_scaling"] = None
-    elif rope_type == "llama3" or old["model_type"] == "gemma3_text":  # younger than the key's renaming
-        old["rope_scaling"] = {"rope_type": rope_type, **rope}
-    elif old["model_type"] == "phi3":
-        factors = {key: rope[key] for key in ("short_factor", "long_factor")}
-        old["rope_scaling"] = {"type": rope_type, **factors}
+    rope = rope.get("full_attention", rope)
+    theta, share = rope.pop("rope_theta"), rope.pop("partial_rotary_factor", None)
+    if old["model_type"] == "gpt_neox":
+        old["rotary_emb_base"], old["rotary_pct"] = theta, share
     else:
-        old["rope_scaling"] = {"type": rope_type, **rope}
-    if old["model_type"] in ("qwen2", "gemma2", "gemma3_text"):
-        old.pop("layer_types")  # derived from max_window_layers or the family's pattern then
+        old["rope_theta"] = theta
+    if old["model_type"] == "glm4":
+        old["partial_rotary_factor"] = share
+    old["rope_scaling"] = spell_rope_scaling_old_style(old["model_type"], rope)
+    spell_layers_old_style(old)
     if old["model_type"] == "qwen2" and old["sliding_window"] is None:
         old["sliding_window"] = 16  # switched off by use_sliding_window, as in published Qwen2 files
     return old
+
+
+def spell_rope_scaling_old_style(model_type: str, rope: dict[str, Any]) -> dict[str, Any] | None:
+    """What `rope_scaling` held, of rope parameters without the base."""
+    rope_type = rope.pop("rope_type")
+    if rope_type == "default":
+        return None
+    if rope_type == "llama3" or model_type in ("gemma3_text", "olmo3"):  # younger than the key's renaming
+        return {"rope_type": rope_type, **rope}
+    if model_type == "phi3":
+        return {"type": rope_type, **{key: rope[key] for key in ("short_factor", "long_factor")}}
+    return {"type": rope_type, **rope}
+
+
+def spell_layers_old_style(old: dict[str, Any]) -> None:
+    """Takes out what `old` says of each layer where older keys, or the family, say the same."""
+    if old["model_type"] in ("qwen2", "gemma2", "gemma3_text", "olmo3", "smollm3", "cohere2"):
+        old.pop("layer_types")  # derived from max_window_layers, a pattern's length or the family's pattern then
+    if old["model_type"] == "smollm3":
+        interval = old["no_rope_layer_interval"]
+        if old["no_rope_layers"] == [int((i + 1) % interval != 0) for i in range(old["num_hidden_layers"])]:
+            old.pop("no_rope_layers")
+    if old["model_type"] == "cohere2":
+        old |= {
+            "sliding_window_pattern": 4,
+            "layer_switch": 4,
+            "order_of_interleaved_layers": "local_attn_first",
+            "position_embedding_type": "rope_gptj",
+            "rotary_pct": 1.0,
+            "use_embedding_sharing": True,
+            "use_gated_activation": True,
+            "use_parallel_block": True,
+            "use_parallel_embedding": True,
+        }

@@ -124,6 +124,72 @@ def test_families_refuse_what_they_do_not_compute():
     assert refused_field(qwen2 | {"layer_types": ["sliding_attention"] * 24}) == "sliding_window"
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "field"),
+    [
+        ("olmo-2-1b", {"clip_qkv": 8.0}, "clip_qkv"),
+        ("olmo-3-7b", {"sliding_window": None}, "sliding_window"),
+        ("olmo-3-7b", {"layer_types": ["chunked_attention"] * 32}, "layer_types"),
+        ("olmo-3-7b", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters"),
+        ("smollm3-3b", {"no_rope_layers": [1] * 35}, "no_rope_layers"),
+        ("smollm3-3b", {"no_rope_layers": ["1"] * 36}, "no_rope_layers"),
+        ("smollm3-3b", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval"),
+        (
+            "smollm3-3b",
+            {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 36},
+            "sliding_window",
+        ),
+        ("glm-4-9b-0414", {"head_dim": 127}, "head_dim"),
+        ("glm-4-9b-0414", {"partial_rotary_factor": 0.0}, "partial_rotary_factor"),
+        ("glm-4-9b-0414", {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
+        ("glm-4-9b-0414", {"mlp_bias": True}, "mlp_bias"),
+        ("granite-3.3-8b", {"logits_scaling": 0.0}, "logits_scaling"),
+        ("granite-3.3-8b", {"embedding_multiplier": "12"}, "embedding_multiplier"),
+        ("granite-3.3-8b", {"residual_multiplier": None}, "residual_multiplier"),
+        ("granite-3.3-8b", {"attention_multiplier": float("nan")}, "attention_multiplier"),
+        ("command-r-plus", {"logit_scale": None}, "logit_scale"),
+        ("command-r-plus", {"use_qk_norm": 1}, "use_qk_norm"),
+        ("command-r-plus", {"sliding_window": 4096}, "sliding_window"),
+        ("command-r7b", {"sliding_window": None}, "sliding_window"),
+        ("command-r7b", {"use_qk_norm": True}, "use_qk_norm"),
+        ("command-r7b", {"use_parallel_block": False}, "use_parallel_block"),
+        ("command-r7b", {"use_gated_activation": False}, "use_gated_activation"),
+        ("command-r7b", {"position_embedding_type": "rope_neox"}, "position_embedding_type"),
+        ("command-r7b", {"rotary_pct": 0.5}, "rotary_pct"),
+        ("starcoder2-3b", {"mlp_type": "gated"}, "mlp_type"),
+        ("starcoder2-3b", {"norm_type": "rms_norm"}, "norm_type"),
+        ("starcoder2-3b", {"hidden_act": "elu"}, "hidden_act"),
+        ("pythia-160m", {"rotary_pct": 0.3}, "head_dim"),  # 19 of 64 dimensions
+        ("pythia-160m", {"use_parallel_residual": "yes"}, "use_parallel_residual"),
+        ("pythia-160m", {"num_experts": 8}, "num_experts"),
+    ],
+)
+def test_newer_families_refuse_what_they_do_not_compute(name: str, change: dict[str, object], field: str):
+    assert refused_field(json.loads((FOLDER / f"{name}.json").read_text()) | change) == field
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("olmo-2-1b", {"num_key_value_heads": None}),
+        ("olmo-3-7b", {"layer_types": None}),
+        ("smollm3-3b", {"layer_types": None, "no_rope_layers": None, "no_rope_layer_interval": None}),
+        ("smollm3-3b", {"no_rope_layers": [1, 1, 1, 0] * 10, "sliding_window": 4096}),
+        ("glm-4-9b-0414", {"partial_rotary_factor": None}),
+        ("granite-3.3-8b", {"head_dim": 128}),
+        ("command-r7b", {"sliding_window_pattern": None}),
+        ("command-r7b", {"layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8}),
+        ("starcoder2-3b", {"tie_word_embeddings": True, "activation_function": "gelu", "layer_norm_epsilon": 1e-5}),
+        ("pythia-160m", {"rotary_pct": None, "rotary_emb_base": None, "use_parallel_residual": None}),
+        ("pythia-160m", {"partial_rotary_factor": 0.25, "rope_theta": 10000, "attention_bias": True}),
+    ],
+)
+def test_what_newer_families_leave_out_has_the_reference_default(name: str, change: dict[str, object]):
+    raw = json.loads((FOLDER / f"{name}.json").read_text())
+    changed = {key: value for key, value in (raw | change).items() if value is not None}
+    assert parse_config(changed) == parse_config(raw)
+
+
 @pytest.mark.parametrize("length", [0, -1, 2049])
 def test_lengths_the_positions_do_not_support_are_refused(length: int):
     with pytest.raises(ConfigError, match="max_model_len"):
@@ -151,8 +217,18 @@ def test_windowed_layers_do_not_bound_the_length():
     assert mistral.max_supported_len == mistral.default_max_model_len == 32768
 
 
-def test_partial_rotation_is_phi3s_alone_and_one_means_none():
-    for name in ("llama-2-7b", "mistral-7b-v0.1", "qwen2.5-7b", "qwen3-8b", "gemma-2-2b", "gemma-3-1b"):
+def test_partial_rotation_is_refused_where_the_reference_has_none():
+    whole = ("llama-2-7b", "mistral-7b-v0.1", "qwen2.5-7b", "qwen3-8b", "gemma-2-2b", "gemma-3-1b")
+    whole += (
+        "olmo-2-1b",
+        "olmo-3-7b",
+        "smollm3-3b",
+        "granite-3.3-8b",
+        "command-r-plus",
+        "command-r7b",
+        "starcoder2-3b",
+    )
+    for name in whole:
         raw = json.loads((FOLDER / f"{name}.json").read_text())
         assert parse_config(raw | {"partial_rotary_factor": 1.0}) == parse_config(raw)
         assert refused_field(raw | {"partial_rotary_factor": 0.5}) == "partial_rotary_factor"
@@ -211,7 +287,25 @@ class RecordingKeys(dict):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama-2-7b", "mistral-7b-v0.1", "qwen2.5-7b", "qwen3-8b", "gemma-2-2b", "gemma-3-1b", "phi-3-mini-4k"]
+    "name",
+    [
+        "llama-2-7b",
+        "mistral-7b-v0.1",
+        "qwen2.5-7b",
+        "qwen3-8b",
+        "gemma-2-2b",
+        "gemma-3-1b",
+        "phi-3-mini-4k",
+        "olmo-2-1b",
+        "olmo-3-7b",
+        "smollm3-3b",
+        "glm-4-9b-0414",
+        "granite-3.3-8b",
+        "command-r-plus",
+        "command-r7b",
+        "starcoder2-3b",
+        "pythia-160m",
+    ],
 )
 def test_every_known_key_is_read(name: str):
     """A key in a family's list that nothing reads would be accepted and ignored."""
@@ -239,8 +333,14 @@ ODD_VALUES = st.one_of(
 )
 
 
+HARD_TO_READ = (
+    *("llama-3.1-8b", "gemma-3-1b", "phi-3-mini-128k", "qwen2.5-0.5b"),
+    *("olmo-3-7b", "smollm3-3b", "glm-4-9b-0414", "granite-3.3-8b", "command-r-plus", "command-r7b", "pythia-160m"),
+)
+
+
 @settings(max_examples=300, deadline=None)
-@given(data=st.data(), name=st.sampled_from(["llama-3.1-8b", "gemma-3-1b", "phi-3-mini-128k", "qwen2.5-0.5b"]))
+@given(data=st.data(), name=st.sampled_from(HARD_TO_READ))
 def test_any_value_is_understood_or_refused(data: st.DataObject, name: str):
     raw = json.loads((FOLDER / f"{name}.json").read_text())
     keys = sorted(FAMILIES[raw["model_type"]].keys | raw.keys())

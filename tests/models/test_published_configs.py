@@ -14,19 +14,32 @@ from jaxserve.models.registry import param_specs, parse_config, weight_sources
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "models"
 
 PARAMETERS = {
+    "command-r-plus": 103_810_674_688,
+    "command-r-v01": 34_980_831_232,
+    "command-r7b": 8_028_033_024,
     "gemma-2-2b": 2_614_341_888,
     "gemma-3-1b": 999_885_952,
+    "glm-4-32b-0414": 32_566_081_536,
+    "glm-4-9b-0414": 9_400_279_040,
+    "gpt-neox-20b": 20_554_567_680,
+    "granite-3.3-8b": 8_170_864_640,
     "llama-2-7b": 6_738_415_616,
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.2-1b": 1_235_814_400,
     "mistral-7b-v0.1": 7_241_732_096,
     "mistral-7b-v0.3": 7_248_023_552,
+    "olmo-2-1b": 1_484_916_736,
+    "olmo-3-7b": 7_298_011_136,
     "phi-3-mini-128k": 3_821_079_552,
     "phi-3-mini-4k": 3_821_079_552,
+    "pythia-160m": 162_322_944,
     "qwen2.5-0.5b": 494_032_768,
     "qwen2.5-7b": 7_615_616_512,
     "qwen3-0.6b": 596_049_920,
     "qwen3-8b": 8_190_735_360,
+    "smollm3-3b": 3_075_098_624,
+    "starcoder2-15b": 15_957_889_024,
+    "starcoder2-3b": 3_030_371_328,
     "llama-30m": 33_563_136,  # published by nobody: for benchmarks on CPUs
 }
 
@@ -56,6 +69,15 @@ def test_windows_make_kv_groups():
     assert gemma.layers[5].rope.theta == 1e6 and gemma.layers[0].rope.theta == 1e4
     mistral = read_config("mistral-7b-v0.1")
     assert [(len(group.layers), group.window) for group in mistral.kv_groups] == [(32, 4096)]
+    starcoder2 = read_config("starcoder2-15b")
+    assert [(len(group.layers), group.window) for group in starcoder2.kv_groups] == [(40, 4096)]
+
+
+@pytest.mark.parametrize("name", ["olmo-3-7b", "command-r7b"])
+def test_three_windowed_layers_to_one_that_sees_all(name: str):
+    config = read_config(name)
+    assert [(len(group.layers), group.window) for group in config.kv_groups] == [(8, None), (24, 4096)]
+    assert config.kv_groups[0].layers == tuple(range(3, 32, 4))
 
 
 def test_a_window_that_no_sequence_exceeds_is_no_window():
