@@ -43,8 +43,8 @@ def _read_layers(config: HFConfig, head_dim: int) -> tuple[LayerKind, ...]:
     default = ["full_attention" if turns or window is None else "sliding_attention" for turns in rotates]
     types = read_layer_types(config, default)
     if window is None and "sliding_attention" in types:
-        message = "sliding_attention needs use_sliding_window and sliding_window"
-        raise ConfigError(message, field="layer_types", value=types)
+        message = "must be an integer, and use_sliding_window true, when layer_types has sliding_attention"
+        raise ConfigError(message, field="sliding_window")
     rope = read_rope(config, head_dim)
     return tuple(
         LayerKind(window if kind == "sliding_attention" else None, rope if turns else None)
@@ -54,9 +54,9 @@ def _read_layers(config: HFConfig, head_dim: int) -> tuple[LayerKind, ...]:
 
 def _read_rotation(config: HFConfig) -> list[bool]:
     """Returns whether each layer rotates: `no_rope_layers` holds 1 for those that do."""
-    num_layers, given = read_num_layers(config), config.get("no_rope_layers")
+    num_layers, interval = read_num_layers(config), config.integer("no_rope_layer_interval")
+    given = config.get("no_rope_layers")
     if given is None:
-        interval = config.integer("no_rope_layer_interval")
         return [(index + 1) % interval != 0 for index in range(num_layers)]
     if not isinstance(given, list) or len(given) < num_layers or any(value not in (0, 1) for value in given):
         message = f"must be at least {num_layers} entries of 0 or 1, not {shorten(given)}"
