@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Ids
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxserve.engine.counts import AttentionStats, EngineCounts, StepFuture
-from jaxserve.engine.extras import hand_out_prompts, hand_out_scores
+from jaxserve.engine.extras import find_lines, hand_out_prompts
 from jaxserve.engine.grammars import GrammarRows
 from jaxserve.engine.logprobs import LogprobReader
 from jaxserve.engine.output import OutputStream, RequestStream
-from jaxserve.errors import DeadlineError, DeviceStepError, GrammarError, JaxServeError, QueueFullError
+from jaxserve.errors import DeadlineError, DeviceStepError, JaxServeError, QueueFullError
 from jaxserve.request import FinishReason, Request, RequestOutput
 from jaxserve.scheduler import Commit, Deadlines, Scheduler, Sequence, StepPlan
 
@@ -208,21 +209,21 @@ class Engine:
         except Exception as error:
             return self._recover(plan, error)
         hand_out_prompts(plan, outputs, self.scheduler.batch.by_ticket, self._streams)
-        commit = self.scheduler.commit(plan, outputs.token_ids)
-        self.counts.num_tokens += len(commit.token_ids)
-        hand_out_scores(plan, outputs, commit, self._streams)
-        return self._show(commit)
+        lines = None if outputs.scores is None else find_lines(plan, outputs)
+        return self._show(self.scheduler.commit(plan, outputs), outputs.scores, lines)
 
-    def _show(self, commit: Commit) -> list[RequestOutput]:
+    def _show(self, commit: Commit, scores: Any = None, lines: Mapping[int, int] | None = None) -> list[RequestOutput]:
+        """Hands out what was committed; `scores` has the line `lines[ticket]` for the first id of each run."""
         outputs: list[RequestOutput | None] = []
         streams, has_grammars = self._streams, bool(self._grammars)
-        for sequence, token_id in zip(commit.sequences, commit.token_ids, strict=True):
-            stream = streams.get(sequence)
-            if stream is None:
-                continue  # a jump that a stop string cut short
-            stop_string = stream.push(token_id)
-            if has_grammars:
-                self._advance_grammar(sequence, token_id)
+        self.counts.num_tokens += sum(map(len, commit.runs))
+        for sequence, brought in zip(commit.sequences, commit.runs, strict=True):
+            stream = streams[sequence]
+            run = self._follow_grammar(sequence, brought) if has_grammars else brought
+            stop_string = stream.push(run)
+            if lines is not None:
+                num_dropped = len(sequence.token_ids) - stream.end_token  # what follows a stop string
+                stream.add_logprobs(scores, lines[sequence.ticket], run[: len(run) - num_dropped])
             if stop_string is not None or sequence.finish_reason is not None:
                 stop_string = stop_string if stop_string is not None else stream.flush()
                 outputs.append(self._close(stream, stop_string))
@@ -233,20 +234,29 @@ class Engine:
                 outputs.append(self._close(stream, stream.flush()))
         return [output for output in outputs if output is not None]
 
-    def _advance_grammar(self, sequence: Sequence, token_id: int) -> None:
-        """Ends the sequence where its grammar says so, or cannot go on."""
-        try:
-            if self._grammars.accept(sequence, token_id):
-                self.scheduler.finish_sequence(sequence, FinishReason.STOP)
-        except GrammarError as error:
-            self.scheduler.finish_sequence(sequence, FinishReason.ERROR, error)
+    def _follow_grammar(self, sequence: Sequence, run: Ids[int]) -> Ids[int]:
+        """Returns the run as far as the sequence's grammar goes; where it goes no further, the sequence ends."""
+        count, reason, error = self._grammars.accept(sequence, run)
+        if reason is None:
+            return run
+        if count < len(run) or sequence.error is not None:  # the end that the scheduler saw came later
+            self._cut(sequence, len(sequence.token_ids) - len(run) + count, reason, error)
+        else:
+            self.scheduler.finish_sequence(sequence, reason, error)
+        return run[:count]
+
+    def _cut(
+        self, sequence: Sequence, num_tokens: int, reason: FinishReason, error: JaxServeError | None = None
+    ) -> None:
+        """Ends a sequence after its first `num_tokens` tokens, whatever followed."""
+        self.counts.num_tokens -= len(sequence.token_ids) - num_tokens
+        self.scheduler.cut(sequence, num_tokens, reason, error)
 
     def _close(self, stream: OutputStream, stop_string: str | None) -> RequestOutput | None:
         """Ends a sequence's stream; returns what the user gets to see of it now."""
         sequence = stream.sequence
         if stop_string is not None:
-            self.scheduler.finish_sequence(sequence, FinishReason.STOP)
-            sequence.finish_reason = FinishReason.STOP  # also where the length limit was reached at the same token
+            self._cut(sequence, stream.end_token, FinishReason.STOP)
         del self._streams[sequence]
         self._grammars.drop(sequence)
         request_id = sequence.request.request_id

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jaxserve.engine.output import OutputStream
-    from jaxserve.scheduler import Commit, Sequence, StepOutputs, StepPlan
+    from jaxserve.scheduler import Sequence, StepOutputs, StepPlan
 
 
 def hand_out_prompts(
@@ -31,13 +32,8 @@ def hand_out_prompts(
         line, row = line + len(chunk.token_ids), row + 1
 
 
-def hand_out_scores(
-    plan: StepPlan, outputs: StepOutputs, commit: Commit, streams: Mapping[Sequence, OutputStream]
-) -> None:
-    """Hands out the scores of the tokens that were committed."""
-    if outputs.scores is None:
-        return
+def find_lines(plan: StepPlan, outputs: StepOutputs) -> dict[int, int]:
+    """Returns by ticket the line of the first id of each run."""
     tickets = (*plan.decode_tickets, *(chunk.ticket for chunk in plan.chunks))
-    rows = {ticket: row for row, ticket in enumerate(tickets)}
-    for sequence, token_id in zip(commit.sequences, commit.token_ids, strict=True):
-        streams[sequence].add_logprobs(outputs.scores, rows[sequence.ticket], token_id)
+    counts = [1] * len(tickets) if outputs.counts is None else outputs.counts
+    return dict(zip(tickets, accumulate(counts, initial=0), strict=False))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.errors import GrammarError
+from jaxserve.request import FinishReason
 
 if TYPE_CHECKING:
     from jaxserve.scheduler import Batch, Sequence, StepPlan
@@ -52,22 +54,24 @@ class GrammarRows:
         self._matchers.pop(sequence, None)
         self._masked.pop(sequence, None)
 
-    def accept(self, sequence: Sequence, token_id: int) -> bool:
-        """Takes a token; returns whether the text is complete, so that nothing may follow.
+    def accept(self, sequence: Sequence, run: Ids[int]) -> tuple[int, FinishReason | None, GrammarError | None]:
+        """Takes a run, up to the token that completes the text or that the grammar refuses.
 
-        Raises:
-            GrammarError: the grammar cannot go on.
+        Returns how many tokens of the run the sequence keeps, and why it ends there: None where it goes on.
         """
         matcher = self._matchers.get(sequence)
         if matcher is None:
-            return False
+            return len(run), None, None
         from jaxserve.structured import MatcherError
 
-        try:
-            matcher.accept(token_id)
-        except MatcherError as error:
-            raise _explain(sequence, error) from error
-        return matcher.is_finished
+        for count, token_id in enumerate(run, 1):
+            try:
+                matcher.accept(token_id)
+            except MatcherError as error:
+                return count, FinishReason.ERROR, _explain(sequence, error)
+            if matcher.is_finished:
+                return count, FinishReason.STOP, None
+        return len(run), None, None
 
     def is_needed(self, plan: StepPlan, batch: Batch) -> bool:
         """Whether a row of the plan has a grammar that the device does not follow."""

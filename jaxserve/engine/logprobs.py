@@ -14,19 +14,18 @@ if TYPE_CHECKING:
 
 
 class LogprobReader:
-    """Reads rows of a step's scores (`StepOutputs`), naming tokens by their text."""
+    """Reads lines of a step's scores (`StepOutputs`), naming tokens by their text."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
 
-    def read(self, scores: Any, row: int, token_id: int, count: int) -> TokenLogprobs:
+    def read(self, scores: Any, line: int, token_id: int, count: int) -> TokenLogprobs:
         """Returns the chosen token's entry, then those of the `count` likeliest (-1: of all tokens)."""
         if isinstance(scores, np.ndarray):
-            return self._read_all(scores[row], token_id, count)
-        values, ids, ranks = scores
-        line, line_ids = values[row].tolist(), ids[row].tolist()
-        found = {token_id: Logprob(line[0], int(ranks[row]), self._text(token_id))}
-        for rank, (other, value) in enumerate(zip(line_ids[1 : count + 1], line[1 : count + 1], strict=True), 1):
+            return self._read_all(scores[line], token_id, count)
+        values, ids, ranks = scores[0][line].tolist(), scores[1][line].tolist(), scores[2]
+        found = {token_id: Logprob(values[0], int(ranks[line]), self._text(token_id))}
+        for rank, (other, value) in enumerate(zip(ids[1 : count + 1], values[1 : count + 1], strict=True), 1):
             found.setdefault(other, Logprob(value, rank, self._text(other)))
         return found
 
@@ -56,8 +55,8 @@ class PromptLogprobs:
         self._tokens, self._count, self._reader = prompt_token_ids, count, reader
         self.found: list[TokenLogprobs | None] = [None] * len(prompt_token_ids)
 
-    def add(self, scores: Any, first_row: int, start: int, length: int) -> None:
-        """Takes the scores of the tokens that follow positions [start, start + length), in rows from `first_row`."""
+    def add(self, scores: Any, first_line: int, start: int, length: int) -> None:
+        """Takes the scores of the tokens that follow positions [start, start + length), in lines from `first_line`."""
         for offset in range(min(length, len(self._tokens) - 1 - start)):
             position = start + offset + 1
-            self.found[position] = self._reader.read(scores, first_row + offset, self._tokens[position], self._count)
+            self.found[position] = self._reader.read(scores, first_line + offset, self._tokens[position], self._count)

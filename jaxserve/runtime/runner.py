@@ -72,7 +72,8 @@ class StepFuture:
         token_ids = jax.device_get(self._token_ids)[: self._num_rows].tolist()
         if self._more is None:
             return StepOutputs(token_ids)
-        return StepOutputs(token_ids, *jax.device_get(self._more))
+        scores, prompt_scores, embeddings = jax.device_get(self._more)
+        return StepOutputs(token_ids, scores=scores, prompt_scores=prompt_scores, embeddings=embeddings)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

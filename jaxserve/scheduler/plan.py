@@ -6,7 +6,9 @@ the same plans. Rows that decode are columns rather than objects, because there 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from jaxserve.sampling_params import SamplingParams
@@ -59,13 +61,27 @@ class ChunkWork:
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """What the host learns of a step. Scores are numpy: log-probabilities [S, k + 1], ids [S, k + 1] and ranks [S] of
-    the chosen token and the k likeliest; or log-probabilities [S, V] alone."""
+    """What the host learns of a step: a run of tokens for each row of the plan, flat in `token_ids`, in row order.
 
-    token_ids: list[int]  # one per row of the plan, or a report in its place (sequence.py)
+    A run has at least one id. Where something went wrong, a sentinel (sequence.py) stands in place of its last id. The
+    run of a row that does not sample means nothing, sentinels apart.
+
+    Scores are numpy, one line per id: log-probabilities [N, k + 1], ids [N, k + 1] and ranks [N] of the chosen token
+    and the k likeliest; or log-probabilities [N, V] alone.
+    """
+
+    token_ids: list[int]  # [N]
+    counts: list[int] | None = None  # [S], the ids of each row; None: one each
     scores: Any = None  # None: no row asked
     prompt_scores: Any = None  # the same with one line per token of the step, for the token that follows it
     embeddings: Any = None  # numpy float32 [S, D]; only lines of rows that asked, in their last step, mean something
+
+    def split_runs(self) -> Iterator[Sequence[int]]:
+        """Returns an iterator over the rows' runs."""
+        if self.counts is None:
+            return zip(self.token_ids)  # tuples of one
+        ids = iter(self.token_ids)
+        return (tuple(islice(ids, count)) for count in self.counts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 
 from jaxserve.errors import CapacityError, InvalidRequestError, JaxServeError, NonFiniteLogitsError, NoTokenLeftError
 from jaxserve.pages.manager import PageManager
-from jaxserve.request import Request
-from jaxserve.scheduler.sequence import NO_TOKEN_LEFT, Sequence, SequenceStatus
+from jaxserve.request import FinishReason, Request
+from jaxserve.scheduler.sequence import MASK_LATE, NO_TOKEN_LEFT, Sequence, SequenceStatus
 from jaxserve.scheduler.waiting import WaitingQueue
 
 _shared_alone = itertools.count()  # numbers of requests that share pages among their own sequences: ids come again
@@ -67,9 +68,24 @@ def let_siblings_in(first: Sequence, waiting: WaitingQueue) -> None:
             waiting.push(sequence)
 
 
-def explain_report(sequence: Sequence, report: int) -> JaxServeError:
-    """Returns what ends a sequence for which the device reported something in place of a token."""
+def find_end(sequence: Sequence, run: Ids[int]) -> tuple[Ids[int], FinishReason | None, JaxServeError | None]:
+    """Returns what a sequence keeps of a run, and how it ends there: at its limit, a stop id or a sentinel; or None."""
+    room = sequence.max_num_tokens - len(sequence.token_ids)
+    run = run[:room]
+    for index, token_id in enumerate(run):
+        if token_id not in sequence.stop_ids:
+            continue
+        if token_id >= 0:
+            sequence.stop_token_id = None if token_id in sequence.request.eos_token_ids else token_id
+            return run[: index + 1], FinishReason.STOP, None
+        if token_id == MASK_LATE:  # `Batch.compute_again` has seen to it
+            return run[:index], None, None
+        return run[:index], FinishReason.ERROR, _explain(sequence, token_id)
+    return run, FinishReason.LENGTH if len(run) == room else None, None
+
+
+def _explain(sequence: Sequence, sentinel: int) -> JaxServeError:
     name = sequence.request.request_id
-    if report == NO_TOKEN_LEFT:
+    if sentinel == NO_TOKEN_LEFT:
         return NoTokenLeftError(f"request {name}: its constraints together forbid every token", field="logit_bias")
     return NonFiniteLogitsError(f"request {name}: the model's logits are not finite")

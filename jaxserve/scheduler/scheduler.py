@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Iterable
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 
@@ -18,19 +19,19 @@ from jaxserve.scheduler.batch import Batch
 from jaxserve.scheduler.counts import SchedulerCounts
 from jaxserve.scheduler.door import Door
 from jaxserve.scheduler.draft import Draft, make_row_set
-from jaxserve.scheduler.plan import ChunkWork, StepPlan
+from jaxserve.scheduler.plan import ChunkWork, StepOutputs, StepPlan
 from jaxserve.scheduler.policy import choose_budget, choose_victim, chunk_length
-from jaxserve.scheduler.requests import SchedulerLimits, explain_report, let_siblings_in, make_sequences
-from jaxserve.scheduler.sequence import MASK_LATE, NON_FINITE, Sequence, SequenceStatus, make_order
+from jaxserve.scheduler.requests import SchedulerLimits, find_end, let_siblings_in, make_sequences
+from jaxserve.scheduler.sequence import NON_FINITE, Sequence, SequenceStatus, make_order
 from jaxserve.scheduler.waiting import WaitingQueue
 
 
 @dataclass(slots=True)
 class Commit:
-    """What a step brought: the sequences that got a token, in the order of `token_ids`, and those that ended."""
+    """What a step brought: the sequences that got tokens, the run of each, and the sequences that ended."""
 
     sequences: list[Sequence] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
+    runs: list[Ids[int]] = field(default_factory=list)
     finished: list[Sequence] = field(default_factory=list)
 
 
@@ -105,9 +106,18 @@ class Scheduler:
         if not self.batch.resume_prefilling(sequence):
             return Commit()
         sequence.token_ids += token_ids
-        return Commit([sequence] * len(token_ids), list(token_ids))
+        return Commit([sequence], [token_ids])
 
-    # Planning
+    def cut(
+        self, sequence: Sequence, num_tokens: int, reason: FinishReason, error: JaxServeError | None = None
+    ) -> None:
+        """Ends a sequence after its first `num_tokens` tokens.
+
+        What follows in its last run is dropped, and so is the end that it may have met there.
+        """
+        self.finish_sequence(sequence, reason, error)
+        del sequence.token_ids[num_tokens:]
+        sequence.finish_reason, sequence.error, sequence.stop_token_id = reason, error, None
 
     def plan(self) -> StepPlan | None:
         """Returns the next step, or None when nothing can be computed before a commit (or at all)."""
@@ -121,16 +131,16 @@ class Scheduler:
         return None if draft.is_empty else draft.freeze(next(self._steps))
 
     def _plan_decodes(self, draft: Draft) -> None:
-        planned = draft.decoding
+        add = draft.decoding.append
         for sequence in self.batch.decoding:  # a preemption shortens this list only behind, or at, the current place
-            position = sequence.num_computed_tokens
-            if position >= sequence.max_num_tokens - 1:
+            end = sequence.num_computed_tokens + 1
+            if end >= sequence.max_num_tokens:
                 continue  # its last token is in flight
-            if position >= sequence.pages.num_reserved_tokens and not self._reserve(draft, sequence, position + 1):
+            if end > sequence.pages.num_reserved_tokens and not self._reserve(draft, sequence, end):
                 continue
-            sequence.num_computed_tokens = position + 1
-            planned.append(sequence)
-        draft.budget -= len(planned)
+            sequence.num_computed_tokens = end
+            add(sequence)
+        draft.budget -= len(draft.decoding)
 
     def _plan_chunk(self, draft: Draft, sequence: Sequence) -> None:
         start = sequence.num_computed_tokens
@@ -149,7 +159,7 @@ class Scheduler:
     def _admit(self, draft: Draft) -> None:
         while self.waiting and not self.batch.is_full and draft.budget > 0:
             sequence = self.waiting.first
-            if sequence.num_awaited_tokens:
+            if sequence.num_awaited_steps:
                 return  # its tokens are not all here yet
             num_cached = self.pages.attach_prefix(sequence.pages, sequence.sharable_tokens)
             updates = self.pages.list_updates(sequence.pages)
@@ -183,59 +193,55 @@ class Scheduler:
         draft.remove(sequence)
         in_flight = sequence.num_computed_tokens + 1 - len(sequence.token_ids)
         was_decoding = self._leave_batch(sequence) and not sampling_chunk
-        sequence.num_awaited_tokens = in_flight if was_decoding else 0
+        sequence.num_awaited_steps = in_flight if was_decoding else 0
         self._requeue(sequence)
 
-    # Commit
+    def commit(self, plan: StepPlan, outputs: StepOutputs) -> Commit:
+        """Writes the runs that a step brought into the sequences that are still there to take them.
 
-    def commit(self, plan: StepPlan, token_ids: Ids[int]) -> Commit:
-        """Writes a step's sampled ids, one per row of the plan, into the sequences that are still there to take them.
-
-        A report in place of an id ends that sequence, and its page does not enter the prefix index; but MASK_LATE does
-        nothing.
+        A sentinel ends its sequence, and the page does not enter the prefix index; but MASK_LATE does nothing.
         """
-        commit = Commit()
-        by_ticket, take = self.batch.by_ticket, self._take
-        for ticket, token_id in zip(plan.decode_tickets, token_ids):  # noqa: B905  the chunks' ids follow
-            sequence = by_ticket.get(ticket)
-            if sequence is not None:
-                take(sequence, token_id, commit)
-        for chunk, token_id in zip(plan.chunks, token_ids[len(plan.decode_tickets) :], strict=True):
-            sequence = by_ticket.get(chunk.ticket)
+        commit, runs = Commit(), outputs.split_runs()
+        self._take(plan.decode_tickets, runs, commit)
+        for chunk, run in zip(plan.chunks, runs, strict=True):
+            sequence = self.batch.by_ticket.get(chunk.ticket)
             if sequence is None:
                 continue
             ends = chunk.samples and sequence.request.embeds  # with its prompt
-            if token_id == NON_FINITE or (chunk.samples and not ends):
-                take(sequence, token_id, commit)
+            if run[-1] == NON_FINITE or (chunk.samples and not ends):
+                self._take((chunk.ticket,), (run,), commit)
+                if sequence.siblings and len(sequence.token_ids) > sequence.num_prompt_tokens:
+                    let_siblings_in(sequence, self.waiting)
             elif chunk.end >= sequence.publish_from and sequence.status is SequenceStatus.RUNNING:
                 self._publish(sequence, chunk.end)
             if ends:
                 self._end(sequence, FinishReason.STOP, commit)
         return commit
 
-    def _take(self, sequence: Sequence, token_id: int, commit: Commit) -> None:
-        tokens = sequence.token_ids
-        num_computed = len(tokens)
-        if token_id in sequence.stop_ids:
-            if token_id < 0:  # a report; `Batch.compute_again` has seen to masks that were late
-                if token_id != MASK_LATE:
-                    self._end(sequence, FinishReason.ERROR, commit, explain_report(sequence, token_id))
-                return
-            reason = FinishReason.STOP
-            sequence.stop_token_id = None if token_id in sequence.request.eos_token_ids else token_id
-        else:
-            reason = FinishReason.LENGTH if num_computed + 1 >= sequence.max_num_tokens else None
-        tokens.append(token_id)
-        commit.sequences.append(sequence)
-        commit.token_ids.append(token_id)
-        if sequence.num_awaited_tokens:
-            sequence.num_awaited_tokens -= 1
-        elif num_computed >= sequence.publish_from:
-            self._publish(sequence, num_computed)
-        if sequence.siblings:
-            let_siblings_in(sequence, self.waiting)
-        if reason is not None:
-            self._end(sequence, reason, commit)
+    def _take(self, tickets: Ids[int], runs: Iterable[Ids[int]], commit: Commit) -> None:
+        """Appends each run to the sequence that has the ticket, as far as the sequence goes."""
+        by_ticket, add_sequence, add_run = self.batch.by_ticket, commit.sequences.append, commit.runs.append
+        for ticket, brought in zip(tickets, runs):  # noqa: B905  other rows' runs may follow
+            sequence = by_ticket.get(ticket)
+            if sequence is None:
+                continue
+            tokens, run, reason = sequence.token_ids, brought, None
+            num_computed = len(tokens)
+            if len(run) > 1 or run[0] in sequence.stop_ids or num_computed + 1 >= sequence.max_num_tokens:
+                sequence.num_computed_tokens += len(run) - 1  # one was planned
+                run, reason, error = find_end(sequence, run)
+                num_computed += len(run) - 1
+            if run:
+                tokens.extend(run)
+                add_sequence(sequence)
+                add_run(run)
+                if num_computed >= sequence.publish_from:  # always, where it lost its row
+                    if sequence.num_awaited_steps:
+                        sequence.num_awaited_steps -= 1
+                    else:
+                        self._publish(sequence, num_computed)
+            if reason is not None:
+                self._end(sequence, reason, commit, error)
 
     def _end(
         self, sequence: Sequence, reason: FinishReason, commit: Commit, error: JaxServeError | None = None
@@ -247,8 +253,6 @@ class Scheduler:
         self.pages.publish(sequence.pages, sequence.token_ids, num_computed)
         sequence.publish_from = self.pages.next_publish(sequence.pages)
 
-    # Membership
-
     def requeue_running(self) -> None:
         """Sends every running sequence back to wait and forgets all cached pages: the device lost its state.
 
@@ -259,7 +263,7 @@ class Scheduler:
             self._requeue(sequence)
         for sequence in self.waiting:
             self.batch.revoke_ticket(sequence)
-            sequence.num_awaited_tokens = 0
+            sequence.num_awaited_steps = 0
         self.pages.drop_prefix_index()
 
     def _join_batch(self, sequence: Sequence, num_cached: int) -> None:

@@ -44,7 +44,7 @@ class Sequence:
     row: int = -1
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # at the first admission: of the prompt, found in the prefix cache
-    num_awaited_tokens: int = 0  # of a preempted sequence: sampled by steps that are not committed yet
+    num_awaited_steps: int = 0  # of a preempted sequence: those that sampled for it and are not committed yet
     publish_from: int = 0  # computed tokens from which a full page can enter the prefix index
     num_preemptions: int = 0
     first_scheduled_time: float | None = None

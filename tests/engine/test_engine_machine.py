@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -40,6 +42,7 @@ class EngineMachine(RuleBasedStateMachine):
         overlap=st.booleans(),
         queue=st.sampled_from([(None, None), (1, None), (3, None), (None, 100), (2, 300)]),
         has_sizes=st.booleans(),
+        longest_run=st.sampled_from([1, 1, 3, 8]),
     )
     def start(
         self,
@@ -52,6 +55,7 @@ class EngineMachine(RuleBasedStateMachine):
         overlap: bool,
         queue: tuple[int | None, int | None],
         has_sizes: bool,
+        longest_run: int,
     ) -> None:
         num_pages = 2 + tokens_of_pool // page_size
         groups = [PageGroup(num_pages)]
@@ -63,6 +67,8 @@ class EngineMachine(RuleBasedStateMachine):
         sizes = tuple(sorted({rows + 32, min(budget, rows + 70), budget})) if has_sizes else ()
         limits = SchedulerLimits(rows, budget, MAX_MODEL_LEN, len(groups) * MAX_MODEL_LEN // page_size, *queue, sizes)
         self.device = FakeDevice(groups, page_size=page_size, vocab_size=VOCAB)
+        lengths = random.Random(longest_run)
+        self.device.draw_length = lambda: lengths.randint(1, longest_run)
         self.now = 0.0
         self.engine = Engine(Scheduler(limits, self.pages), self.device, overlap=overlap, clock=lambda: self.now)
         self.requests: dict[str, Request] = {}

@@ -44,7 +44,7 @@ class FaultyFuture:
         time.sleep(max([0, *(p - SLOW for p in self._priorities)]) / 1000)
         if NOT_FINITE not in self._priorities:
             return outputs
-        pairs = zip(outputs.token_ids, self._priorities, strict=True)
+        pairs = zip(outputs.token_ids, self._priorities, strict=True)  # runs of one
         return dataclasses.replace(outputs, token_ids=[NON_FINITE if p == NOT_FINITE else token for token, p in pairs])
 
 
