@@ -141,7 +141,7 @@ def measure(rows: int, steps: int, tokenizer: Any) -> dict[str, float]:
     scheduler.plan = watch.wrap("plan", scheduler.plan)  # type: ignore[method-assign]
     scheduler.commit = watch.wrap("commit", scheduler.commit)  # type: ignore[method-assign]
     runner._run = watch.wrap("dispatch", runner._run)  # type: ignore[method-assign]
-    runner.choose = watch.wrap("dispatch", runner.choose)  # type: ignore[method-assign]
+    runner.sample = watch.wrap("dispatch", runner.sample)  # type: ignore[method-assign]
     runner.start = watch.wrap("inputs", runner.start)  # type: ignore[method-assign]
     engine._show = watch.wrap("detokenize", engine._show)  # type: ignore[method-assign]
     samples: list[dict[str, float]] = []

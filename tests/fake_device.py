@@ -59,12 +59,12 @@ class FakeFuture:
 
 
 class FakeStep:
-    """Chooses when it is asked to: a row with a late mask keeps its last token."""
+    """Samples when it is asked to: a row with a late mask keeps its last token."""
 
     def __init__(self, device: FakeDevice, work: list[tuple[int, bool]], error: Exception | None = None) -> None:
         self._device, self._work, self._error = device, work, error
 
-    def choose(self, mask: Any = None) -> FakeFuture:
+    def sample(self, mask: Any = None) -> FakeFuture:
         if self._error is not None:
             return FakeFuture(StepOutputs([]), self._error)
         late = [False] * len(self._work) if mask is None else [not line.any() for line in mask]
@@ -78,10 +78,10 @@ class FakeStep:
             lines += run[1]
         ids = [token_id for run in runs for token_id in run]
         counts = None if len(ids) == len(runs) else [len(run) for run in runs]
-        scores = None
+        logprobs = None
         if any(self._device.wants_logprobs[row] for row, _ in self._work):
-            scores = np.array(lines, np.float32), np.array([(i, i ^ 1) for i in ids]), np.full(len(ids), 3)
-        return FakeFuture(StepOutputs(ids, counts, scores=scores, embeddings=embeddings))
+            logprobs = np.array(lines, np.float32), np.array([(i, i ^ 1) for i in ids]), np.full(len(ids), 3)
+        return FakeFuture(StepOutputs(ids, counts, logprobs=logprobs, embeddings=embeddings))
 
 
 class FakeDevice:
@@ -114,17 +114,17 @@ class FakeDevice:
             return FakeStep(self, [], error)
         entries = [update[:3] for update in plan.page_updates]
         assert len(entries) == len(set(entries)), "one table entry is written twice in a step"
-        for row_set in plan.row_sets:
+        for new_row in plan.new_rows:
             for group in range(len(self.groups)):
-                self._tables[group, row_set.row].clear()
+                self._tables[group, new_row.row].clear()
         for group, row, index, page in plan.page_updates:
             assert 0 < page < self.groups[group].num_pages
             self._tables[group, row][index] = page
-        for row_set in plan.row_sets:
-            self._num_computed[row_set.row] = row_set.num_computed_tokens
-            self._last_token.pop(row_set.row, None)
-            self._embeds[row_set.row] = row_set.embeds
-            self.wants_logprobs[row_set.row] = row_set.params.logprobs is not None
+        for new_row in plan.new_rows:
+            self._num_computed[new_row.row] = new_row.num_computed_tokens
+            self._last_token.pop(new_row.row, None)
+            self._embeds[new_row.row] = new_row.embeds
+            self.wants_logprobs[new_row.row] = new_row.params.logprobs is not None
         rows = [*plan.decode_rows, *(chunk.row for chunk in plan.chunks)]
         assert len(rows) == len(set(rows)), "one row works twice in a step"
         work = [(row, (self._last_token[row],), True) for row in plan.decode_rows]

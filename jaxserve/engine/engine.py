@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class StartedStep(Protocol):
-    """A step of which the model runs, and the tokens are still to be chosen."""
+    """A step whose forward pass runs, and whose tokens have still to be sampled."""
 
-    def choose(self, mask: Any = None) -> StepFuture:
-        """Starts the choice. `mask` [rows of the plan, words of the vocabulary] uint32 has the bits of the tokens that
-        may come; a line of 0 stands for a mask that is late: its row samples nothing."""
+    def sample(self, mask: Any = None) -> StepFuture:
+        """Starts the sampling. `mask` [rows of the plan, words of the vocabulary] uint32 has the bits of the tokens
+        that are allowed; a line of 0 stands for a mask that is late: its row samples nothing."""
         ...
 
 
@@ -157,7 +157,7 @@ class Engine:
             started = self.runner.start(plan)
             is_masked = self._grammars.is_needed(plan, self.scheduler.batch)
             if not is_masked:
-                self._in_flight = plan, started.choose()
+                self._in_flight = plan, started.sample()
         except Exception as error:
             return [*self._commit(ready), *self._recover(plan, error)]
         if is_masked:
@@ -174,7 +174,7 @@ class Engine:
             return outputs  # the state that this step began with is gone, its rows are queued again
         try:
             masks = self._grammars.make_masks(plan, self.scheduler.batch)
-            future = started.choose(masks.mask)
+            future = started.sample(masks.mask)
         except Exception as error:
             return [*outputs, *self._recover(plan, error)]
         for sequence in masks.late:
@@ -209,11 +209,13 @@ class Engine:
         except Exception as error:
             return self._recover(plan, error)
         hand_out_prompts(plan, outputs, self.scheduler.batch.by_ticket, self._streams)
-        lines = None if outputs.scores is None else find_lines(plan, outputs)
-        return self._show(self.scheduler.commit(plan, outputs), outputs.scores, lines)
+        lines = None if outputs.logprobs is None else find_lines(plan, outputs)
+        return self._show(self.scheduler.commit(plan, outputs), outputs.logprobs, lines)
 
-    def _show(self, commit: Commit, scores: Any = None, lines: Mapping[int, int] | None = None) -> list[RequestOutput]:
-        """Hands out what was committed; `scores` has the line `lines[ticket]` for the first id of each run."""
+    def _show(
+        self, commit: Commit, logprobs: Any = None, lines: Mapping[int, int] | None = None
+    ) -> list[RequestOutput]:
+        """Hands out what was committed; `logprobs` has the line `lines[ticket]` for the first id of each run."""
         outputs: list[RequestOutput | None] = []
         streams, has_grammars = self._streams, bool(self._grammars)
         self.counts.num_tokens += sum(map(len, commit.runs))
@@ -223,7 +225,7 @@ class Engine:
             stop_string = stream.push(run)
             if lines is not None:
                 num_dropped = len(sequence.token_ids) - stream.end_token  # what follows a stop string
-                stream.add_logprobs(scores, lines[sequence.ticket], run[: len(run) - num_dropped])
+                stream.add_logprobs(logprobs, lines[sequence.ticket], run[: len(run) - num_dropped])
             if stop_string is not None or sequence.finish_reason is not None:
                 stop_string = stop_string if stop_string is not None else stream.flush()
                 outputs.append(self._close(stream, stop_string))

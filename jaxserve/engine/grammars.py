@@ -20,7 +20,7 @@ _SHORTEST_JUMP = 2  # forced tokens; one comes as fast through its mask
 
 @dataclass(slots=True)
 class StepMasks:
-    """What a step's rows may choose from."""
+    """Which tokens a step's rows may sample."""
 
     mask: Any  # uint32 [rows of the plan, words of the vocabulary]; a line of 0: the row samples nothing
     late: list[Sequence] = field(default_factory=list)  # their masks will be ready in a later step
@@ -121,7 +121,7 @@ def _find_jump(sequence: Sequence | None, matcher: Matcher | None) -> list[int]:
         return []
     params = sequence.request.params
     if params.shapes_logits or params.logprobs is not None:
-        return []  # the device counts the row's tokens, or scores them
+        return []  # the device counts the row's tokens, or the request wants their log-probabilities
     tokens = matcher.forced_tokens()[: sequence.max_num_tokens - len(sequence.token_ids) - 1]
     stop = next((index for index, token in enumerate(tokens) if token in sequence.stop_ids), len(tokens))
     return tokens[:stop] if stop >= _SHORTEST_JUMP else []

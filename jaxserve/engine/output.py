@@ -128,12 +128,12 @@ class OutputStream:
                 return stop
         return None
 
-    def add_logprobs(self, scores: Any, first_line: int, run: Ids[int]) -> None:
-        """Adds the scores of tokens whose lines begin at `first_line`, where the request asked for them."""
+    def add_logprobs(self, logprobs: Any, first_line: int, run: Ids[int]) -> None:
+        """Adds what the request wants of the log-probabilities of tokens, whose lines begin at `first_line`."""
         if self.num_logprobs is None:
             return
         for line, token_id in enumerate(run, first_line):
-            found = self._reader.read(scores, line, token_id, self.num_logprobs)
+            found = self._reader.read(logprobs, line, token_id, self.num_logprobs)
             self._logprobs.append(found)
             self._cumulative_logprob += found[token_id].logprob
 

@@ -2,7 +2,7 @@
 
 from jaxserve.scheduler.batch import Batch
 from jaxserve.scheduler.deadlines import Deadlines
-from jaxserve.scheduler.plan import ChunkWork, RowHistory, RowSet, StepOutputs, StepPlan
+from jaxserve.scheduler.plan import ChunkWork, NewRow, RowHistory, StepOutputs, StepPlan
 from jaxserve.scheduler.scheduler import Commit, Scheduler, SchedulerLimits
 from jaxserve.scheduler.sequence import Sequence, SequenceStatus
 
@@ -11,8 +11,8 @@ __all__ = [
     "ChunkWork",
     "Commit",
     "Deadlines",
+    "NewRow",
     "RowHistory",
-    "RowSet",
     "Scheduler",
     "SchedulerLimits",
     "Sequence",

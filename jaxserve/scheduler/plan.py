@@ -31,7 +31,7 @@ class RowHistory:
 
 
 @dataclass(frozen=True, slots=True)
-class RowSet:
+class NewRow:
     """A row of the persistent batch that begins a new life in this step."""
 
     row: int
@@ -52,7 +52,7 @@ class ChunkWork:
     start: int  # position of the first token
     token_ids: tuple[int, ...]
     samples: bool  # whether it reaches the row's last token
-    next_token: int = 0  # that follows the chunk, where it is in the prompt: what its last token is scored for
+    next_token: int = 0  # that follows the chunk, where it is in the prompt: the target of its last token
 
     @property
     def end(self) -> int:
@@ -66,14 +66,14 @@ class StepOutputs:
     A run has at least one id. Where something went wrong, a sentinel (sequence.py) stands in place of its last id. The
     run of a row that does not sample means nothing, sentinels apart.
 
-    Scores are numpy, one line per id: log-probabilities [N, k + 1], ids [N, k + 1] and ranks [N] of the chosen token
-    and the k likeliest; or log-probabilities [N, V] alone.
+    Log-probabilities are numpy, one line per id: values [N, k + 1], ids [N, k + 1] and ranks [N] of the sampled token
+    and the k likeliest; or those of all tokens [N, V] alone.
     """
 
     token_ids: list[int]  # [N]
     counts: list[int] | None = None  # [S], the ids of each row; None: one each
-    scores: Any = None  # None: no row asked
-    prompt_scores: Any = None  # the same with one line per token of the step, for the token that follows it
+    logprobs: Any = None  # None: no row asked
+    prompt_logprobs: Any = None  # the same with one line per token of the step, for the token that follows it
     embeddings: Any = None  # numpy float32 [S, D]; only lines of rows that asked, in their last step, mean something
 
     def split_runs(self) -> Iterator[Sequence[int]]:
@@ -92,7 +92,7 @@ class StepPlan:
     decode_rows: tuple[int, ...]  # each computes the token that the device sampled last for it, and samples the next
     decode_tickets: tuple[Ticket, ...]
     chunks: tuple[ChunkWork, ...]
-    row_sets: tuple[RowSet, ...]
+    new_rows: tuple[NewRow, ...]
     page_updates: tuple[tuple[int, int, int, int], ...]  # (group, row, index in the row's page table, page id)
 
     @property

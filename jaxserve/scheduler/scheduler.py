@@ -18,8 +18,8 @@ from jaxserve.request import FinishReason, Request
 from jaxserve.scheduler.batch import Batch
 from jaxserve.scheduler.counts import SchedulerCounts
 from jaxserve.scheduler.door import Door
-from jaxserve.scheduler.draft import Draft, make_row_set
 from jaxserve.scheduler.plan import ChunkWork, StepOutputs, StepPlan
+from jaxserve.scheduler.plan_builder import PlanBuilder, make_new_row
 from jaxserve.scheduler.policy import choose_budget, choose_victim, chunk_length
 from jaxserve.scheduler.requests import SchedulerLimits, find_end, let_siblings_in, make_sequences
 from jaxserve.scheduler.sequence import NON_FINITE, Sequence, SequenceStatus, make_order
@@ -99,7 +99,7 @@ class Scheduler:
         return True
 
     def extend(self, sequence: Sequence, token_ids: Ids[int]) -> Commit:
-        """Appends tokens that need no device to choose them: a running sequence then computes them as a chunk.
+        """Appends tokens that need no sampling: a running sequence then computes them as a chunk.
 
         In the step in flight it does not sample. Returns what was added, as a commit of it.
         """
@@ -121,76 +121,76 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """Returns the next step, or None when nothing can be computed before a commit (or at all)."""
-        draft = Draft(choose_budget(self.limits, self.batch, self.waiting), self.limits.max_prefix_updates)
-        self._plan_decodes(draft)
+        builder = PlanBuilder(choose_budget(self.limits, self.batch, self.waiting), self.limits.max_prefix_updates)
+        self._plan_decodes(builder)
         for sequence in self.batch.prefilling.copy():
             if sequence.status is SequenceStatus.RUNNING:  # else preempted a moment ago, for an older one
-                self._plan_chunk(draft, sequence)
-        if not draft.has_preempted:  # else what was freed goes to those who run
-            self._admit(draft)
-        return None if draft.is_empty else draft.freeze(next(self._steps))
+                self._plan_chunk(builder, sequence)
+        if not builder.has_preempted:  # else what was freed goes to those who run
+            self._admit(builder)
+        return None if builder.is_empty else builder.freeze(next(self._steps))
 
-    def _plan_decodes(self, draft: Draft) -> None:
-        add = draft.decoding.append
+    def _plan_decodes(self, builder: PlanBuilder) -> None:
+        add = builder.decoding.append
         for sequence in self.batch.decoding:  # a preemption shortens this list only behind, or at, the current place
             end = sequence.num_computed_tokens + 1
             if end >= sequence.max_num_tokens:
                 continue  # its last token is in flight
-            if end > sequence.pages.num_reserved_tokens and not self._reserve(draft, sequence, end):
+            if end > sequence.pages.num_reserved_tokens and not self._reserve(builder, sequence, end):
                 continue
             sequence.num_computed_tokens = end
             add(sequence)
-        draft.budget -= len(draft.decoding)
+        builder.budget -= len(builder.decoding)
 
-    def _plan_chunk(self, draft: Draft, sequence: Sequence) -> None:
+    def _plan_chunk(self, builder: PlanBuilder, sequence: Sequence) -> None:
         start = sequence.num_computed_tokens
         work = len(sequence.token_ids) - start
-        length = chunk_length(start, work, draft.budget)
-        if length == 0 or not self._reserve(draft, sequence, start + length):
+        length = chunk_length(start, work, builder.budget)
+        if length == 0 or not self._reserve(builder, sequence, start + length):
             return
         tokens = tuple(sequence.token_ids[start : start + length])
         next_token = sequence.token_ids[start + length] if length < work else 0
         chunk = ChunkWork(sequence.row, sequence.ticket, start, tokens, length == work, next_token)
-        draft.add_chunk(chunk)
+        builder.add_chunk(chunk)
         sequence.num_computed_tokens = chunk.end
         if chunk.samples:
             self.batch.start_decoding(sequence)
 
-    def _admit(self, draft: Draft) -> None:
-        while self.waiting and not self.batch.is_full and draft.budget > 0:
+    def _admit(self, builder: PlanBuilder) -> None:
+        while self.waiting and not self.batch.is_full and builder.budget > 0:
             sequence = self.waiting.first
             if sequence.num_awaited_steps:
                 return  # its tokens are not all here yet
             num_cached = self.pages.attach_prefix(sequence.pages, sequence.sharable_tokens)
             updates = self.pages.list_updates(sequence.pages)
-            length = chunk_length(num_cached, len(sequence.token_ids) - num_cached, draft.budget)
+            length = chunk_length(num_cached, len(sequence.token_ids) - num_cached, builder.budget)
             has_room = self.door.has_pages = self.pages.has_room(sequence.pages, len(sequence.token_ids))
-            if length == 0 or not has_room or len(updates) > draft.prefix_updates:
+            if length == 0 or not has_room or len(updates) > builder.prefix_updates:
                 self.pages.release(sequence.pages)
                 return
             self._join_batch(self.waiting.pop(), num_cached)
-            draft.row_sets.append(make_row_set(sequence))
-            draft.prefix_updates -= len(updates)
-            draft.add_pages(sequence.row, updates)
-            self._plan_chunk(draft, sequence)
+            builder.new_rows.append(make_new_row(sequence))
+            builder.prefix_updates -= len(updates)
+            builder.add_pages(sequence.row, updates)
+            self._plan_chunk(builder, sequence)
 
-    def _reserve(self, draft: Draft, sequence: Sequence, num_tokens: int) -> bool:
+    def _reserve(self, builder: PlanBuilder, sequence: Sequence, num_tokens: int) -> bool:
         """Reserves pages, preempting younger sequences as needed; False when `sequence` itself had to go."""
         while True:
             updates = self.pages.reserve(sequence.pages, sequence.num_computed_tokens, num_tokens)
             if updates is not None:
-                draft.add_pages(sequence.row, updates)
+                builder.add_pages(sequence.row, updates)
                 return True
             victim = choose_victim(self.batch)
-            self._preempt(draft, victim)
+            self._preempt(builder, victim)
             if victim is sequence:
                 return False
 
-    def _preempt(self, draft: Draft, sequence: Sequence) -> None:
-        draft.has_preempted = True
+    def _preempt(self, builder: PlanBuilder, sequence: Sequence) -> None:
+        builder.has_preempted = True
         self.door.has_pages = False
-        sampling_chunk = sequence.row in draft.chunks and draft.chunks[sequence.row].samples
-        draft.remove(sequence)
+        sampling_chunk = sequence.row in builder.chunks and builder.chunks[sequence.row].samples
+        builder.remove(sequence)
         in_flight = sequence.num_computed_tokens + 1 - len(sequence.token_ids)
         was_decoding = self._leave_batch(sequence) and not sampling_chunk
         sequence.num_awaited_steps = in_flight if was_decoding else 0

@@ -10,8 +10,8 @@ from jaxserve.pages.manager import SequencePages
 from jaxserve.request import FinishReason, Request
 from jaxserve.scheduler.plan import RowHistory
 
-# What the device reports in place of a token id: the row's logits are not finite; its parameters forbid every token; it
-# was not to sample, because its mask came too late.
+# Sentinels, which the device brings in place of a token id: the row's logits are not finite; its parameters forbid
+# every token; it did not sample, because its mask came too late.
 NON_FINITE, NO_TOKEN_LEFT, MASK_LATE = -1, -2, -3
 _ARRIVALS = 2**48  # sequences that one priority can count: more than an engine meets in its life
 
@@ -35,7 +35,7 @@ class Sequence:
     pages: SequencePages
     max_num_tokens: int  # prompt and output together
     token_ids: list[int] = field(init=False)
-    stop_ids: frozenset[int] = field(init=False)  # every value that ends the sequence, the device's reports among them
+    stop_ids: frozenset[int] = field(init=False)  # every value that ends the sequence, the sentinels among them
     index: int = 0  # among the request's sequences
     siblings: list[Sequence] = field(default_factory=list)  # of the first: those that wait for its prompt's pages
     status: SequenceStatus = SequenceStatus.WAITING
@@ -54,8 +54,8 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_token_ids)
-        reports = NON_FINITE, NO_TOKEN_LEFT, MASK_LATE
-        self.stop_ids = frozenset((*self.request.eos_token_ids, *self.request.params.stop_token_ids, *reports))
+        sentinels = NON_FINITE, NO_TOKEN_LEFT, MASK_LATE
+        self.stop_ids = frozenset((*self.request.eos_token_ids, *self.request.params.stop_token_ids, *sentinels))
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -63,9 +63,9 @@ class Sequence:
 
     @property
     def sharable_tokens(self) -> list[int]:
-        """Those whose computed pages it may take over: none while its prompt is to be scored, token by token."""
-        is_scored = self.request.params.prompt_logprobs is not None and len(self.token_ids) == self.num_prompt_tokens
-        return [] if is_scored and self.index == 0 else self.token_ids
+        """Those whose computed pages it may take over: none while the log-probabilities of its prompt are wanted."""
+        wants_all = self.request.params.prompt_logprobs is not None and len(self.token_ids) == self.num_prompt_tokens
+        return [] if wants_all and self.index == 0 else self.token_ids
 
     def history(self) -> RowHistory | None:
         """What the sampler needs of it on admission."""

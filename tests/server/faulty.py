@@ -52,8 +52,8 @@ class FaultyStep:
     def __init__(self, step: Any, priorities: Sequence[int]) -> None:
         self._step, self._priorities = step, priorities
 
-    def choose(self, mask: Any = None) -> FaultyFuture:
-        return FaultyFuture(self._step.choose(mask), self._priorities)
+    def sample(self, mask: Any = None) -> FaultyFuture:
+        return FaultyFuture(self._step.sample(mask), self._priorities)
 
 
 class FaultyRunner:
