@@ -114,7 +114,12 @@ def make_engine(rows: int, seconds: float) -> tuple[Engine, RequestFactory, Slow
     """Returns an engine on a slow device, what makes its requests, and the device."""
     tokenizer = load_tokenizer(demo_model_dir())
     device = SlowDevice(seconds, tokenizer.vocab_size)
-    limits = SchedulerLimits(rows, rows + 4096, CONTEXT, CONTEXT // PAGE_SIZE)
+    limits = SchedulerLimits(
+        max_num_seqs=rows,
+        max_num_batched_tokens=rows + 4096,
+        max_model_len=CONTEXT,
+        max_prefix_updates=CONTEXT // PAGE_SIZE,
+    )
     pages = PageManager(
         [PageGroup(rows * CONTEXT // PAGE_SIZE + 1)],
         page_size=PAGE_SIZE,

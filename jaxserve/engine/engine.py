@@ -8,10 +8,10 @@ from collections.abc import Sequence as Ids
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxserve.engine.counts import AttentionStats, EngineCounts, StepFuture
-from jaxserve.engine.extras import find_lines, hand_out_prompts
 from jaxserve.engine.grammars import GrammarRows
 from jaxserve.engine.logprobs import LogprobReader
 from jaxserve.engine.output import OutputStream, RequestStream
+from jaxserve.engine.prompt_outputs import hand_out_prompts
 from jaxserve.errors import DeadlineError, DeviceStepError, JaxServeError, QueueFullError
 from jaxserve.request import FinishReason, Request, RequestOutput
 from jaxserve.scheduler import Commit, Deadlines, Scheduler, Sequence, StepPlan
@@ -209,7 +209,7 @@ class Engine:
         except Exception as error:
             return self._recover(plan, error)
         hand_out_prompts(plan, outputs, self.scheduler.batch.by_ticket, self._streams)
-        lines = None if outputs.logprobs is None else find_lines(plan, outputs)
+        lines = None if outputs.logprobs is None else outputs.find_lines(plan)
         return self._show(self.scheduler.commit(plan, outputs), outputs.logprobs, lines)
 
     def _show(
@@ -276,7 +276,7 @@ class Engine:
         self.counts.num_faults += 1
         typed = error if isinstance(error, JaxServeError) else DeviceStepError(f"step {failed.step_id}: {error}")
         outputs = []
-        for ticket in (*failed.decode_tickets, *(chunk.ticket for chunk in failed.chunks)):
+        for ticket in failed.tickets:
             sequence = self.scheduler.batch.by_ticket.get(ticket)
             if sequence is not None:
                 self.scheduler.finish_sequence(sequence, FinishReason.ERROR, typed)

@@ -111,8 +111,7 @@ class GrammarRows:
 
 def _find_rows(plan: StepPlan, batch: Batch) -> list[Sequence | None]:
     """The sequence of each row; None where it has ended since it was planned."""
-    tickets = (*plan.decode_tickets, *(chunk.ticket for chunk in plan.chunks))
-    return [batch.by_ticket.get(ticket) for ticket in tickets]
+    return [batch.by_ticket.get(ticket) for ticket in plan.tickets]
 
 
 def _find_jump(sequence: Sequence | None, matcher: Matcher | None) -> list[int]:

@@ -1,21 +1,21 @@
-"""What one step does: the only thing that crosses from the scheduler to the runtime.
+"""What one step does, and what it brings: all that crosses between the scheduler and the runtime.
 
-A plan is frozen and picklable and refers to no Sequence: those move on before the device does, and other hosts replay
-the same plans. Rows that decode are columns rather than objects, because there may be a thousand of them in each step.
+A plan is frozen and picklable and refers to no Sequence: those move on before the device does. Rows that decode are
+columns rather than objects, because there may be a thousand of them in each step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any
 
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.token_automaton import TokenAutomaton
 
-# A ticket names one admission of one sequence, (sequence id, epoch) in one number: outputs are matched by it, so that a
-# row which was given to another sequence in the meantime, or one readmitted after a fault, never gets a foreign token.
+# A ticket is the number of one admission of one sequence. Outputs are matched by it, so that a row which was given to
+# another sequence in the meantime, or one readmitted after a fault, never gets a foreign token.
 Ticket = int
 
 
@@ -76,6 +76,11 @@ class StepOutputs:
     prompt_logprobs: Any = None  # the same with one line per token of the step, for the token that follows it
     embeddings: Any = None  # numpy float32 [S, D]; only lines of rows that asked, in their last step, mean something
 
+    def find_lines(self, plan: StepPlan) -> dict[Ticket, int]:
+        """Returns the line of the first id of each row's run."""
+        counts = [1] * plan.num_rows if self.counts is None else self.counts
+        return dict(zip(plan.tickets, accumulate(counts, initial=0), strict=False))
+
     def split_runs(self) -> Iterator[Sequence[int]]:
         """Returns an iterator over the rows' runs."""
         if self.counts is None:
@@ -94,6 +99,11 @@ class StepPlan:
     chunks: tuple[ChunkWork, ...]
     new_rows: tuple[NewRow, ...]
     page_updates: tuple[tuple[int, int, int, int], ...]  # (group, row, index in the row's page table, page id)
+
+    @property
+    def tickets(self) -> tuple[Ticket, ...]:
+        """Of all rows."""
+        return (*self.decode_tickets, *[chunk.ticket for chunk in self.chunks])
 
     @property
     def num_rows(self) -> int:

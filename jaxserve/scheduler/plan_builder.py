@@ -10,20 +10,6 @@ from jaxserve.scheduler.plan import ChunkWork, NewRow, StepPlan
 from jaxserve.scheduler.sequence import Sequence
 
 
-def make_new_row(sequence: Sequence) -> NewRow:
-    """Returns what begins the life of a sequence that was just admitted."""
-    request = sequence.request
-    return NewRow(
-        sequence.row,
-        sequence.num_computed_tokens,
-        request.params,
-        request.seed,
-        sequence.index,
-        sequence.history(),
-        request.embeds,
-    )
-
-
 @dataclass(slots=True)
 class PlanBuilder:
     """Work can be taken out again, because a preemption may strike a sequence that was planned already."""

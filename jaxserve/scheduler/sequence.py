@@ -8,7 +8,7 @@ from enum import Enum, auto
 from jaxserve.errors import JaxServeError
 from jaxserve.pages.manager import SequencePages
 from jaxserve.request import FinishReason, Request
-from jaxserve.scheduler.plan import RowHistory
+from jaxserve.scheduler.plan import NewRow, RowHistory
 
 # Sentinels, which the device brings in place of a token id: the row's logits are not finite; its parameters forbid
 # every token; it did not sample, because its mask came too late.
@@ -25,7 +25,7 @@ class SequenceStatus(Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Only the scheduler writes it. Work to do = num_tokens - num_computed_tokens; a step lets the second catch up.
+    """Work to do = num_tokens - num_computed_tokens; a step lets the second catch up. This package alone writes it.
 
     `num_computed_tokens` counts what has been *planned*: the device may still be at it. `token_ids` holds what has been
     *committed*. While a row decodes, the difference is the tokens in flight.
@@ -67,8 +67,20 @@ class Sequence:
         wants_all = self.request.params.prompt_logprobs is not None and len(self.token_ids) == self.num_prompt_tokens
         return [] if wants_all and self.index == 0 else self.token_ids
 
-    def history(self) -> RowHistory | None:
-        """What the sampler needs of it on admission."""
+    def make_new_row(self) -> NewRow:
+        """Returns what begins its life in the row that it just got."""
+        request = self.request
+        return NewRow(
+            self.row,
+            self.num_computed_tokens,
+            request.params,
+            request.seed,
+            self.index,
+            self._make_history(),
+            request.embeds,
+        )
+
+    def _make_history(self) -> RowHistory | None:
         request = self.request
         if not request.params.shapes_logits and request.automaton is None:
             return None

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from jaxserve.config import SchedulerOptions
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import (
     CapacityError,
@@ -65,7 +66,14 @@ class EngineMachine(RuleBasedStateMachine):
         budget = rows + extra_budget
         self.pages = PageManager(groups, page_size=page_size, max_chunk=budget, enable_prefix_caching=caching)
         sizes = tuple(sorted({rows + 32, min(budget, rows + 70), budget})) if has_sizes else ()
-        limits = SchedulerLimits(rows, budget, MAX_MODEL_LEN, len(groups) * MAX_MODEL_LEN // page_size, *queue, sizes)
+        limits = SchedulerLimits(
+            max_num_seqs=rows,
+            max_num_batched_tokens=budget,
+            max_model_len=MAX_MODEL_LEN,
+            max_prefix_updates=len(groups) * MAX_MODEL_LEN // page_size,
+            token_sizes=sizes,
+            options=SchedulerOptions(max_num_queued_reqs=queue[0], max_num_queued_tokens=queue[1]),
+        )
         self.device = FakeDevice(groups, page_size=page_size, vocab_size=VOCAB)
         lengths = random.Random(longest_run)
         self.device.draw_length = lambda: lengths.randint(1, longest_run)
@@ -144,7 +152,7 @@ class EngineMachine(RuleBasedStateMachine):
             new = [each for each in self.list_new() if each.request.request_id in names]
             tokens = sum(each.num_prompt_tokens for each in new if each.index == 0) + len(request.prompt_token_ids)
             count = len(new) + request.params.n
-            most, most_tokens = limits.max_num_queued_reqs, limits.max_num_queued_tokens
+            most, most_tokens = limits.options.max_num_queued_reqs, limits.options.max_num_queued_tokens
             if most is not None and count > most + rows:
                 return False
             return most_tokens is None or tokens <= most_tokens or count <= rows
@@ -162,7 +170,7 @@ class EngineMachine(RuleBasedStateMachine):
             return None
         except QueueFullError as refusal:
             assert fits(set(), limits.max_num_seqs) and not fits(waiting - worse, idle)
-            assert refusal.limit in (limits.max_num_queued_reqs, limits.max_num_queued_tokens)
+            assert refusal.limit in (limits.options.max_num_queued_reqs, limits.options.max_num_queued_tokens)
             return None
         names = [name for name, _ in displaced]
         assert set(names) <= worse and fits(waiting - set(names), idle)

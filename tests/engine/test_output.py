@@ -49,7 +49,9 @@ def make_engine() -> Engine:
     groups = [PageGroup(20)]
     pages = PageManager(groups, page_size=32, max_chunk=64, enable_prefix_caching=True)
     return Engine(
-        Scheduler(SchedulerLimits(2, 64, 200, 8), pages),
+        Scheduler(
+            SchedulerLimits(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=200, max_prefix_updates=8), pages
+        ),
         FakeDevice(groups, page_size=32, vocab_size=VOCAB),
         tokenizer=Letters(),  # type: ignore[arg-type]
     )

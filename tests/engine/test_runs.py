@@ -58,7 +58,7 @@ class Ends:
 def make_engine(draw_length: Callable[[], int], *, overlap: bool = True, num_pages: int = 80) -> Engine:
     groups = [PageGroup(num_pages, window) for window in WINDOWS]
     pages = PageManager(groups, page_size=32, max_chunk=96, enable_prefix_caching=True)
-    limits = SchedulerLimits(6, 96, 200, 30)
+    limits = SchedulerLimits(max_num_seqs=6, max_num_batched_tokens=96, max_model_len=200, max_prefix_updates=30)
     device = FakeDevice(groups, page_size=32, vocab_size=VOCAB)
     device.draw_length = draw_length
     return Engine(Scheduler(limits, pages), device, tokenizer=NamedLetters(), overlap=overlap)  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ import pickle
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxserve.config import SchedulerOptions
 from jaxserve.errors import NonFiniteLogitsError
 from jaxserve.pages import PageGroup, PageManager
 from jaxserve.request import FinishReason, Request
@@ -25,7 +26,15 @@ def make_scheduler(
     sizes: tuple[int, ...] = (),
 ) -> Scheduler:
     pages = PageManager([PageGroup(num_pages)], page_size=32, max_chunk=budget, enable_prefix_caching=caching)
-    return Scheduler(SchedulerLimits(rows, budget, 512, 16, *queue, sizes), pages)
+    limits = SchedulerLimits(
+        max_num_seqs=rows,
+        max_num_batched_tokens=budget,
+        max_model_len=512,
+        max_prefix_updates=16,
+        token_sizes=sizes,
+        options=SchedulerOptions(max_num_queued_reqs=queue[0], max_num_queued_tokens=queue[1]),
+    )
+    return Scheduler(limits, pages)
 
 
 def add(scheduler: Scheduler, name: str, length: int, max_tokens: int = 50, priority: int = 0) -> Sequence:

@@ -66,8 +66,7 @@ class FaultyRunner:
         return getattr(self._runner, name)
 
     def start(self, plan: StepPlan) -> FaultyStep:
-        tickets = (*plan.decode_tickets, *(chunk.ticket for chunk in plan.chunks))
-        rows = [self._scheduler.batch.by_ticket[ticket] for ticket in tickets]
+        rows = [self._scheduler.batch.by_ticket[ticket] for ticket in plan.tickets]
         priorities = [row.request.priority for row in rows]
         if FAIL_START in priorities:
             raise RuntimeError("the device took no step, as it was asked to")

@@ -1,14 +1,11 @@
-"""What a step brings beside tokens, handed to the streams that asked for it: each is None where nobody did."""
+"""What a step brings of prompts, log-probabilities and embeddings, handed to the requests that asked for it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import accumulate
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from jaxserve.engine.output import OutputStream
-    from jaxserve.scheduler import Sequence, StepOutputs, StepPlan
+from jaxserve.engine.output import OutputStream
+from jaxserve.scheduler import Sequence, StepOutputs, StepPlan
 
 
 def hand_out_prompts(
@@ -30,10 +27,3 @@ def hand_out_prompts(
             if outputs.embeddings is not None and sequence.request.embeds and chunk.samples:
                 group.embedding = outputs.embeddings[row].tolist()
         line, row = line + len(chunk.token_ids), row + 1
-
-
-def find_lines(plan: StepPlan, outputs: StepOutputs) -> dict[int, int]:
-    """Returns by ticket the line of the first id of each run."""
-    tickets = (*plan.decode_tickets, *(chunk.ticket for chunk in plan.chunks))
-    counts = [1] * len(tickets) if outputs.counts is None else outputs.counts
-    return dict(zip(tickets, accumulate(counts, initial=0), strict=False))
