@@ -130,7 +130,13 @@ def measure(rows: int, steps: int, tokenizer: Any) -> dict[str, float]:
     pages = PageManager(
         [PageGroup(total_pages)], page_size=PAGE_SIZE, max_chunk=rows + 4096, enable_prefix_caching=True
     )
-    scheduler = Scheduler(SchedulerLimits(rows, rows + 4096, CONTEXT, CONTEXT // PAGE_SIZE), pages)
+    limits = SchedulerLimits(
+        max_num_seqs=rows,
+        max_num_batched_tokens=rows + 4096,
+        max_model_len=CONTEXT,
+        max_prefix_updates=CONTEXT // PAGE_SIZE,
+    )
+    scheduler = Scheduler(limits, pages)
     engine = Engine(scheduler, runner, tokenizer=tokenizer)
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, output_kind=OutputKind.DELTA)
     for index in range(rows):
@@ -141,7 +147,7 @@ def measure(rows: int, steps: int, tokenizer: Any) -> dict[str, float]:
     scheduler.plan = watch.wrap("plan", scheduler.plan)  # type: ignore[method-assign]
     scheduler.commit = watch.wrap("commit", scheduler.commit)  # type: ignore[method-assign]
     runner._run = watch.wrap("dispatch", runner._run)  # type: ignore[method-assign]
-    runner.choose = watch.wrap("dispatch", runner.choose)  # type: ignore[method-assign]
+    runner.sample = watch.wrap("dispatch", runner.sample)  # type: ignore[method-assign]
     runner.start = watch.wrap("inputs", runner.start)  # type: ignore[method-assign]
     engine._show = watch.wrap("detokenize", engine._show)  # type: ignore[method-assign]
     samples: list[dict[str, float]] = []

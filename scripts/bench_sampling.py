@@ -27,14 +27,16 @@ from null_step import NullModel, NullStep, load_model, make_step
 from rich.console import Console
 from rich.table import Table
 
-from jaxserve.runtime.step import head_params, score_prompt_tokens
+from jaxserve.runtime.step import compute_prompt_logprobs, head_params
 from jaxserve.sampling import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
     RowSetting,
     SamplerState,
     SamplingInputs,
+    compute_logprobs,
     draw_uniforms,
+    gather_logprobs,
     is_finite,
     make_row_setting,
     map_rows,
@@ -43,8 +45,6 @@ from jaxserve.sampling import (
     sample,
     sample_greedy,
     sampler_state_specs,
-    score_all,
-    score_tokens,
     set_row,
     shape_logits,
 )
@@ -121,24 +121,24 @@ def run_full(state: SamplerState, logits: jax.Array, inputs: SamplingInputs, mas
     rows, vocab_size = logits.shape
     row_ids = jnp.arange(rows)
 
-    def choose(line: Any, mask: Any, row_id: Any, inputs: SamplingInputs, uniform: Any) -> tuple[jax.Array, ...]:
+    def sample_row(line: Any, mask: Any, row_id: Any, inputs: SamplingInputs, uniform: Any) -> tuple[jax.Array, ...]:
         allowed = line if mask is None else mask_logits(line, mask)
         shaped = shape_logits(allowed, inputs, state, row_id, vocab_size=vocab_size)
         return *sample(shaped, inputs, uniform, vocab_size=vocab_size), is_finite(line)
 
-    ids, *flags = map_rows(choose, logits, mask, row_ids, inputs, draw_uniforms(inputs))
+    ids, *flags = map_rows(sample_row, logits, mask, row_ids, inputs, draw_uniforms(inputs))
     return record(state, row_ids, ids, inputs.has_edits != 0), ids, *flags
 
 
 @functools.partial(jax.jit, static_argnames="k")
-def run_scores(logits: jax.Array, k: int) -> Any:
+def run_logprobs(logits: jax.Array, k: int) -> Any:
     ids, _ = map_rows(sample_greedy, logits)
-    return ids, score_tokens(logits, ids, k, vocab_size=logits.shape[1])
+    return ids, gather_logprobs(logits, ids, k, vocab_size=logits.shape[1])
 
 
 @jax.jit
-def run_all_scores(logits: jax.Array) -> Any:
-    return score_all(logits, vocab_size=logits.shape[1])
+def run_all_logprobs(logits: jax.Array) -> Any:
+    return compute_logprobs(logits, vocab_size=logits.shape[1])
 
 
 def make_cases(rows: int, model: NullModel, step: NullStep) -> Iterator[Case]:
@@ -152,11 +152,11 @@ def make_cases(rows: int, model: NullModel, step: NullStep) -> Iterator[Case]:
         yield Case(name, run_random, (logits, make_inputs(rows, bucket_rows, **values)))
     yield from make_full_cases(rows, logits)
     for k in (0, 5, 20):
-        yield Case(f"greedy + logprobs {k}", functools.partial(run_scores, k=k), (logits,))
-    yield Case("logprobs of all", run_all_scores, (logits,))
-    score = jax.jit(functools.partial(score_prompt_tokens, model=step.model, max_logprobs=5))
+        yield Case(f"greedy + logprobs {k}", functools.partial(run_logprobs, k=k), (logits,))
+    yield Case("logprobs of all", run_all_logprobs, (logits,))
+    program = jax.jit(functools.partial(compute_prompt_logprobs, model=step.model, max_logprobs=5))
     targets = jnp.arange(bucket_rows) % vocab_size
-    yield Case("prompt_logprobs 5, head included", score, (head_params(model.params), hidden.last, targets))
+    yield Case("prompt_logprobs 5, head included", program, (head_params(model.params), hidden.last, targets))
 
 
 def make_full_cases(rows: int, logits: jax.Array) -> Iterator[Case]:

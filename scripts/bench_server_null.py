@@ -49,7 +49,7 @@ class SlowStep:
         self._device, self._num_rows = device, num_rows
         device.busy_until = self._end = max(time.perf_counter(), device.busy_until) + device.seconds
 
-    def choose(self, mask: Any = None) -> SlowStep:
+    def sample(self, mask: Any = None) -> SlowStep:
         assert mask is None, "no request here has a form"
         return self
 

@@ -52,14 +52,14 @@ ANSWERS = StructuredOutputsParams(regex="[A-D][0-9][a-d]?")
 
 
 class SlowStep:
-    """A step that began now and ends `seconds` later, however long the host takes to choose from it."""
+    """A step that began now and ends `seconds` later, however long the host takes to sample from it."""
 
     def __init__(self, device: SlowDevice, rows: list[int]) -> None:
         self._device, self._rows = device, rows
         begin = max(time.perf_counter(), device.busy_until)
         device.busy_until = self._end = begin + device.seconds
 
-    def choose(self, mask: Any = None) -> SlowStep:
+    def sample(self, mask: Any = None) -> SlowStep:
         self._ids = self._device.draw(self._rows, mask)
         self._end = max(self._end, time.perf_counter())
         return self
@@ -78,10 +78,10 @@ class SlowDevice:
         self._automata: dict[int, tuple[dict[int, dict[int, int]], int]] = {}  # by row: following states, and its own
 
     def start(self, plan: StepPlan) -> SlowStep:
-        for row_set in plan.row_sets:
-            self._automata.pop(row_set.row, None)
-            if row_set.history is not None and row_set.history.automaton is not None:
-                self._automata[row_set.row] = list_following(row_set.history.automaton), 0
+        for new_row in plan.new_rows:
+            self._automata.pop(new_row.row, None)
+            if new_row.history is not None and new_row.history.automaton is not None:
+                self._automata[new_row.row] = list_following(new_row.history.automaton), 0
         return SlowStep(self, [*plan.decode_rows, *(chunk.row for chunk in plan.chunks)])
 
     def draw(self, rows: list[int], mask: Any) -> list[int]:
@@ -114,7 +114,12 @@ def make_engine(rows: int, seconds: float) -> tuple[Engine, RequestFactory, Slow
     """Returns an engine on a slow device, what makes its requests, and the device."""
     tokenizer = load_tokenizer(demo_model_dir())
     device = SlowDevice(seconds, tokenizer.vocab_size)
-    limits = SchedulerLimits(rows, rows + 4096, CONTEXT, CONTEXT // PAGE_SIZE)
+    limits = SchedulerLimits(
+        max_num_seqs=rows,
+        max_num_batched_tokens=rows + 4096,
+        max_model_len=CONTEXT,
+        max_prefix_updates=CONTEXT // PAGE_SIZE,
+    )
     pages = PageManager(
         [PageGroup(rows * CONTEXT // PAGE_SIZE + 1)],
         page_size=PAGE_SIZE,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,39 +49,50 @@ def continue_alone(prompt: Sequence[int], num_tokens: int, windows: Sequence[int
 
 
 class FakeFuture:
-    def __init__(self, token_ids: list[int], error: Exception | None = None, embeddings: Any = None) -> None:
-        self._token_ids, self._error, self._embeddings = token_ids, error, embeddings
+    def __init__(self, outputs: StepOutputs, error: Exception | None = None) -> None:
+        self._outputs, self._error = outputs, error
 
     def result(self) -> StepOutputs:
         if self._error is not None:
             raise self._error
-        return StepOutputs(self._token_ids, embeddings=self._embeddings)
+        return self._outputs
 
 
 class FakeStep:
-    """Chooses when it is asked to: a row with a late mask keeps its last token."""
+    """Samples when it is asked to: a row with a late mask keeps its last token."""
 
     def __init__(self, device: FakeDevice, work: list[tuple[int, bool]], error: Exception | None = None) -> None:
         self._device, self._work, self._error = device, work, error
 
-    def choose(self, mask: Any = None) -> FakeFuture:
+    def sample(self, mask: Any = None) -> FakeFuture:
         if self._error is not None:
-            return FakeFuture([], self._error)
+            return FakeFuture(StepOutputs([]), self._error)
         late = [False] * len(self._work) if mask is None else [not line.any() for line in mask]
-        ids = []
+        runs, lines = [], []
+        embeddings = self._device.embed(self._work)
         for (row, samples), is_late in zip(self._work, late, strict=True):
-            ids.append(MASK_LATE if is_late else self._device.sample(row) if samples else 0)
-        return FakeFuture(ids, embeddings=self._device.embed(self._work))
+            run = [MASK_LATE if is_late else 0], [(0.0, 0.0)]
+            if samples and not is_late:
+                run = self._device.sample_run(row, 1 if mask is not None else self._device.draw_length())
+            runs.append(run[0])
+            lines += run[1]
+        ids = [token_id for run in runs for token_id in run]
+        counts = None if len(ids) == len(runs) else [len(run) for run in runs]
+        logprobs = None
+        if any(self._device.wants_logprobs[row] for row, _ in self._work):
+            logprobs = np.array(lines, np.float32), np.array([(i, i ^ 1) for i in ids]), np.full(len(ids), 3)
+        return FakeFuture(StepOutputs(ids, counts, logprobs=logprobs, embeddings=embeddings))
 
 
 class FakeDevice:
-    """Implements `engine.Runner`."""
+    """Implements `engine.Runner`. A row that samples brings a run of `draw_length()` tokens, where it has the slots."""
 
     def __init__(self, groups: Sequence[PageGroup], *, page_size: int, vocab_size: int = 1009) -> None:
         self.groups, self.page_size, self.vocab_size = groups, page_size, vocab_size
         self.fail_next: Exception | None = None
         self.poison_rows: set[int] = set()
         self.wants_edges = True
+        self.draw_length: Callable[[], int] = lambda: 1
         self.plans: list[StepPlan] = []
         self.counts = StepCounts()
         self.num_programs, self.num_compiles = 1, 0
@@ -93,6 +104,7 @@ class FakeDevice:
         self._num_computed: dict[int, int] = {}
         self._last_token: dict[int, int] = {}
         self._embeds: dict[int, bool] = {}
+        self.wants_logprobs: dict[int, bool] = {}
 
     def start(self, plan: StepPlan) -> FakeStep:
         self.plans.append(plan)
@@ -102,13 +114,17 @@ class FakeDevice:
             return FakeStep(self, [], error)
         entries = [update[:3] for update in plan.page_updates]
         assert len(entries) == len(set(entries)), "one table entry is written twice in a step"
+        for new_row in plan.new_rows:
+            for group in range(len(self.groups)):
+                self._tables[group, new_row.row].clear()
         for group, row, index, page in plan.page_updates:
             assert 0 < page < self.groups[group].num_pages
             self._tables[group, row][index] = page
-        for row_set in plan.row_sets:
-            self._num_computed[row_set.row] = row_set.num_computed_tokens
-            self._last_token.pop(row_set.row, None)
-            self._embeds[row_set.row] = row_set.embeds
+        for new_row in plan.new_rows:
+            self._num_computed[new_row.row] = new_row.num_computed_tokens
+            self._last_token.pop(new_row.row, None)
+            self._embeds[new_row.row] = new_row.embeds
+            self.wants_logprobs[new_row.row] = new_row.params.logprobs is not None
         rows = [*plan.decode_rows, *(chunk.row for chunk in plan.chunks)]
         assert len(rows) == len(set(rows)), "one row works twice in a step"
         work = [(row, (self._last_token[row],), True) for row in plan.decode_rows]
@@ -146,7 +162,30 @@ class FakeDevice:
             lines[index] = _hash(visible, self._num_computed[row])
         return lines if asked else None
 
-    def sample(self, row: int) -> int:
+    def sample_run(self, row: int, length: int) -> tuple[list[int], list[tuple[float, float]]]:
+        """Samples up to `length` tokens one after the other, and how likely each and its neighbour are.
+
+        Whatever is planned, the row's next step has a slot for its last token: so far does the run go at most.
+        """
+        ids, lines = [], []
+        while True:
+            token = self._sample(row)
+            ids.append(token)
+            lines.append((-float(token % 89) - self._num_computed[row] / 256, -float(token % 83)))
+            next_slots = self._num_computed[row], self._num_computed[row] + 1
+            if (
+                token < 0
+                or len(ids) == length
+                or not all(
+                    position // self.page_size in self._tables[group, row]
+                    for position in next_slots
+                    for group in range(len(self.groups))
+                )
+            ):
+                return ids, lines
+            self._write(row, (token,))
+
+    def _sample(self, row: int) -> int:
         visible = [self._read(group, row) for group in range(len(self.groups))]
         data = b"|".join(array("q", ids).tobytes() for ids in visible) + bytes([self._num_computed[row] % 251])
         token = self._last_token[row] = zlib.crc32(data) % self.vocab_size

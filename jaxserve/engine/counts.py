@@ -26,7 +26,7 @@ class EngineCounts:
     """
 
     num_faults: int = 0  # steps that failed on the device
-    num_tokens: int = 0  # that steps brought
+    num_tokens: int = 0  # of answers, as they are handed out
     wait_seconds: float = 0.0
     busy_seconds: float = 0.0
     _busy_since: float = field(default_factory=time.perf_counter)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Ids
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxserve.engine.counts import AttentionStats, EngineCounts, StepFuture
-from jaxserve.engine.extras import hand_out_prompts, hand_out_scores
 from jaxserve.engine.grammars import GrammarRows
 from jaxserve.engine.logprobs import LogprobReader
 from jaxserve.engine.output import OutputStream, RequestStream
-from jaxserve.errors import DeadlineError, DeviceStepError, GrammarError, JaxServeError, QueueFullError
+from jaxserve.engine.prompt_outputs import hand_out_prompts
+from jaxserve.errors import DeadlineError, DeviceStepError, JaxServeError, QueueFullError
 from jaxserve.request import FinishReason, Request, RequestOutput
 from jaxserve.scheduler import Commit, Deadlines, Scheduler, Sequence, StepPlan
 
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class StartedStep(Protocol):
-    """A step of which the model runs, and the tokens are still to be chosen."""
+    """A step whose forward pass runs, and whose tokens have still to be sampled."""
 
-    def choose(self, mask: Any = None) -> StepFuture:
-        """Starts the choice. `mask` [rows of the plan, words of the vocabulary] uint32 has the bits of the tokens that
-        may come; a line of 0 stands for a mask that is late: its row samples nothing."""
+    def sample(self, mask: Any = None) -> StepFuture:
+        """Starts the sampling. `mask` [rows of the plan, words of the vocabulary] uint32 has the bits of the tokens
+        that are allowed; a line of 0 stands for a mask that is late: its row samples nothing."""
         ...
 
 
@@ -156,7 +157,7 @@ class Engine:
             started = self.runner.start(plan)
             is_masked = self._grammars.is_needed(plan, self.scheduler.batch)
             if not is_masked:
-                self._in_flight = plan, started.choose()
+                self._in_flight = plan, started.sample()
         except Exception as error:
             return [*self._commit(ready), *self._recover(plan, error)]
         if is_masked:
@@ -173,7 +174,7 @@ class Engine:
             return outputs  # the state that this step began with is gone, its rows are queued again
         try:
             masks = self._grammars.make_masks(plan, self.scheduler.batch)
-            future = started.choose(masks.mask)
+            future = started.sample(masks.mask)
         except Exception as error:
             return [*outputs, *self._recover(plan, error)]
         for sequence in masks.late:
@@ -208,21 +209,23 @@ class Engine:
         except Exception as error:
             return self._recover(plan, error)
         hand_out_prompts(plan, outputs, self.scheduler.batch.by_ticket, self._streams)
-        commit = self.scheduler.commit(plan, outputs.token_ids)
-        self.counts.num_tokens += len(commit.token_ids)
-        hand_out_scores(plan, outputs, commit, self._streams)
-        return self._show(commit)
+        lines = None if outputs.logprobs is None else outputs.find_lines(plan)
+        return self._show(self.scheduler.commit(plan, outputs), outputs.logprobs, lines)
 
-    def _show(self, commit: Commit) -> list[RequestOutput]:
+    def _show(
+        self, commit: Commit, logprobs: Any = None, lines: Mapping[int, int] | None = None
+    ) -> list[RequestOutput]:
+        """Hands out what was committed; `logprobs` has the line `lines[ticket]` for the first id of each run."""
         outputs: list[RequestOutput | None] = []
         streams, has_grammars = self._streams, bool(self._grammars)
-        for sequence, token_id in zip(commit.sequences, commit.token_ids, strict=True):
-            stream = streams.get(sequence)
-            if stream is None:
-                continue  # a jump that a stop string cut short
-            stop_string = stream.push(token_id)
-            if has_grammars:
-                self._advance_grammar(sequence, token_id)
+        self.counts.num_tokens += sum(map(len, commit.runs))
+        for sequence, brought in zip(commit.sequences, commit.runs, strict=True):
+            stream = streams[sequence]
+            run = self._follow_grammar(sequence, brought) if has_grammars else brought
+            stop_string = stream.push(run)
+            if lines is not None:
+                num_dropped = len(sequence.token_ids) - stream.end_token  # what follows a stop string
+                stream.add_logprobs(logprobs, lines[sequence.ticket], run[: len(run) - num_dropped])
             if stop_string is not None or sequence.finish_reason is not None:
                 stop_string = stop_string if stop_string is not None else stream.flush()
                 outputs.append(self._close(stream, stop_string))
@@ -233,20 +236,29 @@ class Engine:
                 outputs.append(self._close(stream, stream.flush()))
         return [output for output in outputs if output is not None]
 
-    def _advance_grammar(self, sequence: Sequence, token_id: int) -> None:
-        """Ends the sequence where its grammar says so, or cannot go on."""
-        try:
-            if self._grammars.accept(sequence, token_id):
-                self.scheduler.finish_sequence(sequence, FinishReason.STOP)
-        except GrammarError as error:
-            self.scheduler.finish_sequence(sequence, FinishReason.ERROR, error)
+    def _follow_grammar(self, sequence: Sequence, run: Ids[int]) -> Ids[int]:
+        """Returns the run as far as the sequence's grammar goes; where it goes no further, the sequence ends."""
+        count, reason, error = self._grammars.accept(sequence, run)
+        if reason is None:
+            return run
+        if count < len(run) or sequence.error is not None:  # the end that the scheduler saw came later
+            self._cut(sequence, len(sequence.token_ids) - len(run) + count, reason, error)
+        else:
+            self.scheduler.finish_sequence(sequence, reason, error)
+        return run[:count]
+
+    def _cut(
+        self, sequence: Sequence, num_tokens: int, reason: FinishReason, error: JaxServeError | None = None
+    ) -> None:
+        """Ends a sequence after its first `num_tokens` tokens, whatever followed."""
+        self.counts.num_tokens -= len(sequence.token_ids) - num_tokens
+        self.scheduler.cut(sequence, num_tokens, reason, error)
 
     def _close(self, stream: OutputStream, stop_string: str | None) -> RequestOutput | None:
         """Ends a sequence's stream; returns what the user gets to see of it now."""
         sequence = stream.sequence
         if stop_string is not None:
-            self.scheduler.finish_sequence(sequence, FinishReason.STOP)
-            sequence.finish_reason = FinishReason.STOP  # also where the length limit was reached at the same token
+            self._cut(sequence, stream.end_token, FinishReason.STOP)
         del self._streams[sequence]
         self._grammars.drop(sequence)
         request_id = sequence.request.request_id
@@ -264,7 +276,7 @@ class Engine:
         self.counts.num_faults += 1
         typed = error if isinstance(error, JaxServeError) else DeviceStepError(f"step {failed.step_id}: {error}")
         outputs = []
-        for ticket in (*failed.decode_tickets, *(chunk.ticket for chunk in failed.chunks)):
+        for ticket in failed.tickets:
             sequence = self.scheduler.batch.by_ticket.get(ticket)
             if sequence is not None:
                 self.scheduler.finish_sequence(sequence, FinishReason.ERROR, typed)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.errors import GrammarError
+from jaxserve.request import FinishReason
 
 if TYPE_CHECKING:
     from jaxserve.scheduler import Batch, Sequence, StepPlan
@@ -18,7 +20,7 @@ _SHORTEST_JUMP = 2  # forced tokens; one comes as fast through its mask
 
 @dataclass(slots=True)
 class StepMasks:
-    """What a step's rows may choose from."""
+    """Which tokens a step's rows may sample."""
 
     mask: Any  # uint32 [rows of the plan, words of the vocabulary]; a line of 0: the row samples nothing
     late: list[Sequence] = field(default_factory=list)  # their masks will be ready in a later step
@@ -52,22 +54,24 @@ class GrammarRows:
         self._matchers.pop(sequence, None)
         self._masked.pop(sequence, None)
 
-    def accept(self, sequence: Sequence, token_id: int) -> bool:
-        """Takes a token; returns whether the text is complete, so that nothing may follow.
+    def accept(self, sequence: Sequence, run: Ids[int]) -> tuple[int, FinishReason | None, GrammarError | None]:
+        """Takes a run, up to the token that completes the text or that the grammar refuses.
 
-        Raises:
-            GrammarError: the grammar cannot go on.
+        Returns how many tokens of the run the sequence keeps, and why it ends there: None where it goes on.
         """
         matcher = self._matchers.get(sequence)
         if matcher is None:
-            return False
+            return len(run), None, None
         from jaxserve.structured import MatcherError
 
-        try:
-            matcher.accept(token_id)
-        except MatcherError as error:
-            raise _explain(sequence, error) from error
-        return matcher.is_finished
+        for count, token_id in enumerate(run, 1):
+            try:
+                matcher.accept(token_id)
+            except MatcherError as error:
+                return count, FinishReason.ERROR, _explain(sequence, error)
+            if matcher.is_finished:
+                return count, FinishReason.STOP, None
+        return len(run), None, None
 
     def is_needed(self, plan: StepPlan, batch: Batch) -> bool:
         """Whether a row of the plan has a grammar that the device does not follow."""
@@ -107,8 +111,7 @@ class GrammarRows:
 
 def _find_rows(plan: StepPlan, batch: Batch) -> list[Sequence | None]:
     """The sequence of each row; None where it has ended since it was planned."""
-    tickets = (*plan.decode_tickets, *(chunk.ticket for chunk in plan.chunks))
-    return [batch.by_ticket.get(ticket) for ticket in tickets]
+    return [batch.by_ticket.get(ticket) for ticket in plan.tickets]
 
 
 def _find_jump(sequence: Sequence | None, matcher: Matcher | None) -> list[int]:
@@ -117,7 +120,7 @@ def _find_jump(sequence: Sequence | None, matcher: Matcher | None) -> list[int]:
         return []
     params = sequence.request.params
     if params.shapes_logits or params.logprobs is not None:
-        return []  # the device counts the row's tokens, or scores them
+        return []  # the device counts the row's tokens, or the request wants their log-probabilities
     tokens = matcher.forced_tokens()[: sequence.max_num_tokens - len(sequence.token_ids) - 1]
     stop = next((index for index, token in enumerate(tokens) if token in sequence.stop_ids), len(tokens))
     return tokens[:stop] if stop >= _SHORTEST_JUMP else []

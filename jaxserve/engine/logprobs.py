@@ -1,4 +1,4 @@
-"""From scored arrays to what users read of log-probabilities."""
+"""From the device's arrays to what users read of log-probabilities."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ if TYPE_CHECKING:
 
 
 class LogprobReader:
-    """Reads rows of a step's scores (`StepOutputs`), naming tokens by their text."""
+    """Reads lines of a step's log-probabilities (`StepOutputs`), naming tokens by their text."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
 
-    def read(self, scores: Any, row: int, token_id: int, count: int) -> TokenLogprobs:
-        """Returns the chosen token's entry, then those of the `count` likeliest (-1: of all tokens)."""
-        if isinstance(scores, np.ndarray):
-            return self._read_all(scores[row], token_id, count)
-        values, ids, ranks = scores
-        line, line_ids = values[row].tolist(), ids[row].tolist()
-        found = {token_id: Logprob(line[0], int(ranks[row]), self._text(token_id))}
-        for rank, (other, value) in enumerate(zip(line_ids[1 : count + 1], line[1 : count + 1], strict=True), 1):
+    def read(self, logprobs: Any, line: int, token_id: int, count: int) -> TokenLogprobs:
+        """Returns the sampled token's entry, then those of the `count` likeliest (-1: of all tokens)."""
+        if isinstance(logprobs, np.ndarray):
+            return self._read_all(logprobs[line], token_id, count)
+        values, ids, ranks = logprobs[0][line].tolist(), logprobs[1][line].tolist(), logprobs[2]
+        found = {token_id: Logprob(values[0], int(ranks[line]), self._text(token_id))}
+        for rank, (other, value) in enumerate(zip(ids[1 : count + 1], values[1 : count + 1], strict=True), 1):
             found.setdefault(other, Logprob(value, rank, self._text(other)))
         return found
 
@@ -50,14 +49,14 @@ class LogprobReader:
 
 
 class PromptLogprobs:
-    """The scores of a prompt, as its chunks come."""
+    """The log-probabilities of a prompt's tokens, as its chunks come."""
 
     def __init__(self, prompt_token_ids: tuple[int, ...], count: int, reader: LogprobReader) -> None:
         self._tokens, self._count, self._reader = prompt_token_ids, count, reader
         self.found: list[TokenLogprobs | None] = [None] * len(prompt_token_ids)
 
-    def add(self, scores: Any, first_row: int, start: int, length: int) -> None:
-        """Takes the scores of the tokens that follow positions [start, start + length), in rows from `first_row`."""
+    def add(self, logprobs: Any, first_line: int, start: int, length: int) -> None:
+        """Takes those of the tokens that follow positions [start, start + length), in lines from `first_line`."""
         for offset in range(min(length, len(self._tokens) - 1 - start)):
             position = start + offset + 1
-            self.found[position] = self._reader.read(scores, first_row + offset, self._tokens[position], self._count)
+            self.found[position] = self._reader.read(logprobs, first_line + offset, self._tokens[position], self._count)

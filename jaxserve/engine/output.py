@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence as Ids
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.engine.logprobs import LogprobReader, PromptLogprobs
 from jaxserve.errors import JaxServeError
 from jaxserve.request import (
     CompletionOutput,
-    FinishReason,
     RequestMetrics,
     RequestOutput,
     TokenLogprobs,
@@ -91,7 +91,7 @@ class OutputStream:
         self.num_logprobs, self._reader = params.logprobs, reader
         self._logprobs: list[TokenLogprobs] = []
         self._cumulative_logprob = 0.0
-        self._kind = params.output_kind
+        self._is_delta = params.output_kind is OutputKind.DELTA
         self.shows_progress = params.output_kind is not OutputKind.FINAL_ONLY
         self._stops = StopMatcher(params.stop) if params.stop else None
         self._searched_from = sequence.num_prompt_tokens + params.min_tokens  # token whose text may hold a stop string
@@ -103,26 +103,37 @@ class OutputStream:
             )
         self._push = self._detokenizer.push if self._detokenizer is not None else None
         self._hides_stop = not params.include_stop_str_in_output
+        self._hidden = sequence.stop_ids if self._hides_stop else ()  # a token that stops the sequence is not text
         self._request_id, self._prompt = sequence.request.request_id, sequence.request.prompt
         self._pieces: list[str] = []
-        # Tokens that the next output shows: those that were pushed, for a stop string may cut a jump short.
-        self._first_token = self._end_token = sequence.num_prompt_tokens
+        self._first_token = sequence.num_prompt_tokens  # of those that the next output shows
+        self.end_token = sequence.num_prompt_tokens  # behind the last that was pushed
         self._first_token_time: float | None = None
 
-    def push(self, token_id: int) -> str | None:
-        """Adds a token; returns the stop string that it completed, if it did."""
-        self._end_token += 1
+    def push(self, run: Ids[int]) -> str | None:
+        """Adds tokens, up to one that completes a stop string; returns that string."""
         if self._first_token_time is None:
             self._first_token_time = time.monotonic()
-        if self._push is None or (self.sequence.finish_reason is FinishReason.STOP and self._hides_stop):
-            return None  # a token that stopped the sequence is not text
-        piece = self._push(token_id)
-        return self._add(piece) if piece else None
+        if self._push is None:
+            self.end_token += len(run)
+            return None
+        for token_id in run:
+            self.end_token += 1
+            if token_id in self._hidden:
+                continue
+            piece = self._push(token_id)
+            if self._stops is None:
+                self._pieces.append(piece)
+            elif piece and (stop := self._add(piece)) is not None:
+                return stop
+        return None
 
-    def add_logprobs(self, scores: Any, row: int, token_id: int) -> None:
-        """Adds the scores of a token, where the request asked for them."""
-        if self.num_logprobs is not None:
-            found = self._reader.read(scores, row, token_id, self.num_logprobs)
+    def add_logprobs(self, logprobs: Any, first_line: int, run: Ids[int]) -> None:
+        """Adds what the request wants of the log-probabilities of tokens, whose lines begin at `first_line`."""
+        if self.num_logprobs is None:
+            return
+        for line, token_id in enumerate(run, first_line):
+            found = self._reader.read(logprobs, line, token_id, self.num_logprobs)
             self._logprobs.append(found)
             self._cumulative_logprob += found[token_id].logprob
 
@@ -138,14 +149,15 @@ class OutputStream:
     def make_output(self, stop_string: str | None = None) -> RequestOutput:
         """Returns the request's output so far, or what is new since the last call with OutputKind.DELTA."""
         sequence = self.sequence
-        token_ids = sequence.token_ids[self._first_token : self._end_token]
+        token_ids = sequence.token_ids[self._first_token : self.end_token]
         completion = CompletionOutput(sequence.index, "".join(self._pieces), token_ids)
         if self.num_logprobs is not None:
             completion.cumulative_logprob, completion.logprobs = self._cumulative_logprob, self._logprobs.copy()
-        if self._kind is OutputKind.DELTA:
+            if self._is_delta:
+                self._logprobs.clear()
+        if self._is_delta:
             self._pieces.clear()
-            self._logprobs.clear()
-            self._first_token = self._end_token
+            self._first_token = self.end_token
         output = RequestOutput(
             self._request_id,
             self._prompt,
@@ -164,7 +176,7 @@ class OutputStream:
         return output
 
     def _add(self, piece: str) -> str | None:
-        if self._stops is None or self._end_token <= self._searched_from:
+        if self._stops is None or self.end_token <= self._searched_from:
             self._pieces.append(piece)
             return None
         certain, stop = self._stops.push(piece)

@@ -23,13 +23,13 @@ from jaxserve.runtime.state import KVCache, RowState
 from jaxserve.runtime.step import (
     SampleInputs,
     StepModel,
-    choose_shaped_tokens,
-    choose_tokens,
+    compute_prompt_logprobs,
+    compute_step_logprobs,
     forward,
     head_params,
     pool_last,
-    score_prompt_tokens,
-    score_step,
+    sample_shaped_tokens,
+    sample_tokens,
 )
 from jaxserve.sampling import SamplerState, make_row_setting, set_row
 from jaxserve.sampling.state import WORD_BITS
@@ -93,28 +93,28 @@ def compile_sample(model: StepModel, inputs: ProgramInputs, rows: int, variant: 
     """Compiles one sample program of one row bucket."""
     selected = _selected(model, inputs, rows)
     if variant <= SampleVariant.RANDOM:
-        step = functools.partial(choose_tokens, model=model, greedy=variant is SampleVariant.GREEDY)
+        step = functools.partial(sample_tokens, model=model, greedy=variant is SampleVariant.GREEDY)
         jitted = jax.jit(step, donate_argnums=(0,), out_shardings=(_shardings(inputs.rows), inputs.replicated))
         return jitted.lower(inputs.rows, selected).compile()
     outputs = _shardings(inputs.rows), _shardings(inputs.sampler), inputs.replicated
     masks = inputs.spec((rows, mask_words(model)), jnp.uint32) if variant is SampleVariant.MASKED else None
-    step = functools.partial(choose_shaped_tokens, model=model)
+    step = functools.partial(sample_shaped_tokens, model=model)
     jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=outputs)
     return jitted.lower(inputs.rows, inputs.sampler, selected, masks).compile()
 
 
-def compile_score(model: StepModel, inputs: ProgramInputs, rows: int, max_logprobs: int) -> Any:
+def compile_logprobs(model: StepModel, inputs: ProgramInputs, rows: int, max_logprobs: int) -> Any:
     """Compiles the log-probabilities of one row bucket's tokens."""
     most = min(max_logprobs, model.config.vocab_size)
-    step = functools.partial(score_step, model=model, max_logprobs=most)
+    step = functools.partial(compute_step_logprobs, model=model, max_logprobs=most)
     jitted = jax.jit(step, out_shardings=inputs.replicated)
     return jitted.lower(_selected(model, inputs, rows), inputs.spec((rows,), jnp.int32)).compile()
 
 
-def compile_score_prompt(model: StepModel, inputs: ProgramInputs, bucket: Bucket, max_logprobs: int) -> Any:
+def compile_prompt_logprobs(model: StepModel, inputs: ProgramInputs, bucket: Bucket, max_logprobs: int) -> Any:
     """Compiles the log-probabilities of the prompt tokens of one mixed bucket."""
     most = min(limit_prompt_logprobs(max_logprobs), model.config.vocab_size)
-    step = functools.partial(score_prompt_tokens, model=model, max_logprobs=most)
+    step = functools.partial(compute_prompt_logprobs, model=model, max_logprobs=most)
     hidden = inputs.spec((bucket.tokens, model.config.hidden_size), model.config.dtype)
     jitted = jax.jit(step, out_shardings=inputs.replicated)
     return jitted.lower(head_params(inputs.params), hidden, inputs.spec((bucket.tokens,), jnp.int32)).compile()
@@ -159,10 +159,10 @@ class ProgramCompiler:
                 return compile_forward(model, inputs, key)
             case "sample":
                 return compile_sample(model, inputs, *key)
-            case "score":
-                return compile_score(model, inputs, key, self.max_logprobs)
-            case "score_prompt":
-                return compile_score_prompt(model, inputs, key, self.max_logprobs)
+            case "logprobs":
+                return compile_logprobs(model, inputs, key, self.max_logprobs)
+            case "prompt_logprobs":
+                return compile_prompt_logprobs(model, inputs, key, self.max_logprobs)
             case "pool":
                 return compile_pool(model, inputs, key)
             case "set_row":
@@ -177,8 +177,8 @@ def name_program(kind: str, key: Any) -> str:
             return str(bucket)
         case "sample", (rows, variant):
             return f"sample {rows} {variant.name.lower()}"
-        case "score_prompt", bucket:
-            return f"score prompt {bucket.tokens}"
+        case "prompt_logprobs", bucket:
+            return f"prompt logprobs {bucket.tokens}"
         case "set_row", _:
             return "set row"
     return f"{kind} {key}"
@@ -189,11 +189,11 @@ def list_programs(buckets: BucketTable) -> Iterator[ProgramKey]:
     for bucket in sorted(buckets.buckets, reverse=True):
         yield "forward", bucket
         if not bucket.is_decode:
-            yield "score_prompt", bucket
+            yield "prompt_logprobs", bucket
     for rows in buckets.row_counts:
         for variant in SampleVariant:
             yield "sample", (rows, variant)
-        yield "score", rows
+        yield "logprobs", rows
         yield "pool", rows
     yield "set_row", None
 

@@ -189,7 +189,7 @@ def _list_sample_programs(seen: dict[str, Any]) -> Seen:
     from jaxserve.runtime.rows import SampleVariant
 
     names = ", ".join(variant.name.lower() for variant in SampleVariant)
-    return Seen(f"{names} and scores for {', '.join(map(str, seen['Attention'].buckets.row_counts))} rows")
+    return Seen(f"{names} and log-probabilities for {', '.join(map(str, seen['Attention'].buckets.row_counts))} rows")
 
 
 def _look_at_cache(directory: Path | None) -> Seen:

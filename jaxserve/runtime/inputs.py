@@ -94,7 +94,7 @@ class PackedStep:
 
     inputs: np.ndarray  # as the bucket's `InputLayout` says; read-only
     variant: SampleVariant
-    wants_scores: bool
+    wants_logprobs: bool
 
 
 class StepPacker:
@@ -106,8 +106,8 @@ class StepPacker:
 
     def pack(self, plan: StepPlan, layout: InputLayout) -> PackedStep:
         """Returns the packed step of a plan, and has the mirror know the rows that begin a new life in it."""
-        if plan.row_sets:
-            self._mirror.apply(plan.row_sets)
+        if plan.new_rows:
+            self._mirror.apply(plan.new_rows)
             self._kept = None
         step = _pack_rows(plan, layout, self._mirror) if plan.chunks else self._pack_decodes(plan, layout)
         if not plan.page_updates:

@@ -8,7 +8,7 @@ from enum import IntEnum
 import numpy as np
 
 from jaxserve.logits_processor import MAX_ARGUMENTS
-from jaxserve.scheduler.plan import RowSet
+from jaxserve.scheduler.plan import NewRow
 
 # Columns of `RowMirror.sampling`, in this order; floats as their bits, the seed as two words.
 _INTEGER_FIELDS = ("seed_low", "seed_high", "sequence_index", "top_k", "has_edits", "has_extra")
@@ -28,7 +28,7 @@ class SampleVariant(IntEnum):
 
 
 # Bits of `RowMirror._needs`.
-_RANDOM, _FULL, _SCORES = 1, 2, 4
+_RANDOM, _FULL, _LOGPROBS = 1, 2, 4
 _NEEDS = {SampleVariant.GREEDY: 0, SampleVariant.RANDOM: _RANDOM, SampleVariant.FULL: _FULL}
 
 
@@ -38,13 +38,13 @@ class RowMirror:
     def __init__(self, num_rows: int) -> None:
         self.sampling = np.zeros((num_rows, NUM_SAMPLING_FIELDS), np.int32)
         self._needs = np.zeros(num_rows, np.uint8)
-        self._scores_prompt = np.zeros(num_rows, bool)
+        self._wants_prompt_logprobs = np.zeros(num_rows, bool)
         self._embeds = np.zeros(num_rows, bool)
 
-    def apply(self, row_sets: Iterable[RowSet]) -> None:
+    def apply(self, new_rows: Iterable[NewRow]) -> None:
         """Records the rows that begin a new life."""
-        for row_set in row_sets:
-            params = row_set.params
+        for new_row in new_rows:
+            params = new_row.params
             extra = list((params.extra_args or {}).values())  # in the order that the processor declares
             floats = np.array(
                 [
@@ -59,32 +59,32 @@ class RowMirror:
                 ],
                 np.float32,
             )
-            seed = np.array([row_set.seed & 0xFFFFFFFF, row_set.seed >> 32], np.uint32).view(np.int32)
-            switches = row_set.history is not None, params.extra_args is not None
-            integers = *seed, row_set.sequence_index, max(params.top_k, 0), *switches
-            self.sampling[row_set.row] = (*integers, *floats.view(np.int32))
-            wants_scores = params.logprobs is not None
-            self._needs[row_set.row] = _NEEDS[find_variant(row_set)] | (_SCORES if wants_scores else 0)
-            self._scores_prompt[row_set.row] = params.prompt_logprobs is not None
-            self._embeds[row_set.row] = row_set.embeds
+            seed = np.array([new_row.seed & 0xFFFFFFFF, new_row.seed >> 32], np.uint32).view(np.int32)
+            switches = new_row.history is not None, params.extra_args is not None
+            integers = *seed, new_row.sequence_index, max(params.top_k, 0), *switches
+            self.sampling[new_row.row] = (*integers, *floats.view(np.int32))
+            wants_logprobs = params.logprobs is not None
+            self._needs[new_row.row] = _NEEDS[find_variant(new_row)] | (_LOGPROBS if wants_logprobs else 0)
+            self._wants_prompt_logprobs[new_row.row] = params.prompt_logprobs is not None
+            self._embeds[new_row.row] = new_row.embeds
 
     def find_needs(self, rows: np.ndarray) -> tuple[SampleVariant, bool]:
         """Returns the sample program that serves these rows [S], and whether any of them wants log-probabilities."""
         needs = int(np.bitwise_or.reduce(self._needs[rows]))
         drawn = SampleVariant.RANDOM if needs & _RANDOM else SampleVariant.GREEDY
-        return SampleVariant.FULL if needs & _FULL else drawn, bool(needs & _SCORES)
+        return SampleVariant.FULL if needs & _FULL else drawn, bool(needs & _LOGPROBS)
 
-    def scores_prompt(self, row: int) -> bool:
-        """Whether the row's prompt tokens are to be scored."""
-        return bool(self._scores_prompt[row])
+    def wants_prompt_logprobs(self, row: int) -> bool:
+        """Whether the row's request asks for the log-probabilities of its prompt."""
+        return bool(self._wants_prompt_logprobs[row])
 
     def embeds(self, row: int) -> bool:
         """Whether the row's last hidden state is what its request asks for."""
         return bool(self._embeds[row])
 
 
-def find_variant(row_set: RowSet) -> SampleVariant:
+def find_variant(new_row: NewRow) -> SampleVariant:
     """Returns the least program that serves a row, masks aside."""
-    if row_set.history is not None:
+    if new_row.history is not None:
         return SampleVariant.FULL
-    return SampleVariant.GREEDY if row_set.params.is_greedy else SampleVariant.RANDOM
+    return SampleVariant.GREEDY if new_row.params.is_greedy else SampleVariant.RANDOM

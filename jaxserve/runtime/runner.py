@@ -19,9 +19,9 @@ from jaxserve.runtime.rows import RowMirror, SampleVariant
 from jaxserve.runtime.state import KVCache, RowState, make_zeros
 from jaxserve.runtime.step import HiddenStates, SampleInputs, head_params
 from jaxserve.sampling import RowSetting, SamplerState, make_row_setting
-from jaxserve.scheduler.plan import RowSet, StepOutputs, StepPlan
+from jaxserve.scheduler.plan import NewRow, StepOutputs, StepPlan
 
-_KINDS = ("forward", "sample", "score", "score_prompt", "pool", "set_row")
+_KINDS = ("forward", "sample", "logprobs", "prompt_logprobs", "pool", "set_row")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Programs:
 
     forward: dict[Bucket, Any] = dataclasses.field(default_factory=dict)
     sample: dict[tuple[int, SampleVariant], Any] = dataclasses.field(default_factory=dict)
-    score: dict[int, Any] = dataclasses.field(default_factory=dict)  # by rows
-    score_prompt: dict[Bucket, Any] = dataclasses.field(default_factory=dict)
+    logprobs: dict[int, Any] = dataclasses.field(default_factory=dict)  # by rows
+    prompt_logprobs: dict[Bucket, Any] = dataclasses.field(default_factory=dict)
     pool: dict[int, Any] = dataclasses.field(default_factory=dict)  # by rows
     set_row: dict[None, Any] = dataclasses.field(default_factory=dict)
     compile_missing: Callable[[str, Any], Any] | None = None  # (kind, key) -> the program
@@ -57,7 +57,8 @@ class StepFuture:
     """A step's outputs, on their way to the host since the dispatch.
 
     Args:
-        more: scores of tokens, scores of prompts and embeddings, each None where no row asked; None when none did.
+        more: log-probabilities of tokens and of prompts, and embeddings, each None where no row asked; None when none
+            did.
     """
 
     def __init__(self, token_ids: jax.Array, more: tuple[Any, Any, Any] | None, num_rows: int) -> None:
@@ -72,25 +73,26 @@ class StepFuture:
         token_ids = jax.device_get(self._token_ids)[: self._num_rows].tolist()
         if self._more is None:
             return StepOutputs(token_ids)
-        return StepOutputs(token_ids, *jax.device_get(self._more))
+        logprobs, prompt_logprobs, embeddings = jax.device_get(self._more)
+        return StepOutputs(token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs, embeddings=embeddings)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StartedStep:
-    """A step of which the model runs already, and the tokens are still to be chosen."""
+    """A step whose forward pass runs, and whose tokens have still to be sampled."""
 
     runner: ModelRunner
     bucket: Bucket
     num_rows: int
     variant: SampleVariant
-    wants_scores: bool
+    wants_logprobs: bool
     selected: SampleInputs
-    prompt_scores: Any
+    prompt_logprobs: Any
     embeddings: Any
 
-    def choose(self, mask: np.ndarray | None = None) -> StepFuture:
-        """Starts the choice; `mask` [num_rows, words of the vocabulary] uint32: bits of the tokens that may come."""
-        return self.runner.choose(self, mask)
+    def sample(self, mask: np.ndarray | None = None) -> StepFuture:
+        """Starts the sampling; `mask` [num_rows, words of the vocabulary] uint32: bits of the allowed tokens."""
+        return self.runner.sample(self, mask)
 
 
 class ModelRunner:
@@ -181,18 +183,18 @@ class ModelRunner:
         layout = self._layouts.setdefault(bucket, InputLayout(bucket, self._state_shape))
         selected, hidden = self._run(bucket, layout.new())
         targets = None if bucket.is_decode else np.zeros(bucket.tokens, np.int32)
-        prompt_scores, embeddings = self._score_prompt(bucket, hidden, targets), self._pool(bucket, hidden)
+        prompt_logprobs, embeddings = self._find_prompt_logprobs(bucket, hidden, targets), self._pool(bucket, hidden)
         for variant in SampleVariant:
-            step = StartedStep(self, bucket, 0, variant, True, selected, prompt_scores, embeddings)
+            step = StartedStep(self, bucket, 0, variant, True, selected, prompt_logprobs, embeddings)
             mask = np.zeros((0, self._mask_words), np.uint32) if variant is SampleVariant.MASKED else None
-            step.choose(mask).result()
+            step.sample(mask).result()
 
     def start(self, plan: StepPlan) -> StartedStep:
         """Starts the model's part of a step; MissingProgramError when no program holds it."""
         bucket = self._buckets.find(plan.num_tokens, plan.num_rows)
-        for row_set in plan.row_sets:
-            if row_set.history is not None:
-                self._set_row(row_set.row, _make_setting(self._vocab_size, row_set))
+        for new_row in plan.new_rows:
+            if new_row.history is not None:
+                self._set_row(new_row.row, _make_setting(self._vocab_size, new_row))
         packed = self._packer.pack(plan, self._layouts[bucket])
         selected, hidden = self._run(bucket, packed.inputs)
         self.counts.count(bucket, plan.num_tokens)
@@ -201,14 +203,14 @@ class ModelRunner:
             bucket,
             plan.num_rows,
             packed.variant,
-            packed.wants_scores,
+            packed.wants_logprobs,
             selected,
-            self._score_prompt(bucket, hidden, self._find_targets(plan, bucket)),
+            self._find_prompt_logprobs(bucket, hidden, self._find_targets(plan, bucket)),
             self._pool(bucket, hidden) if self._wants_embeddings(plan) else None,
         )
 
-    def choose(self, step: StartedStep, mask: np.ndarray | None) -> StepFuture:
-        """See `StartedStep.choose`."""
+    def sample(self, step: StartedStep, mask: np.ndarray | None) -> StepFuture:
+        """See `StartedStep.sample`."""
         rows, variant = step.bucket.rows, step.variant if mask is None else SampleVariant.MASKED
         program = self.programs.get("sample", (rows, variant))
         if variant <= SampleVariant.RANDOM:
@@ -216,10 +218,10 @@ class ModelRunner:
         else:
             sent = None if mask is None else self._send(_pad_mask(mask, rows))
             self._rows, self._sampler, token_ids = program(self._rows, self._sampler, step.selected, sent)
-        if not step.wants_scores and step.prompt_scores is None and step.embeddings is None:
+        if not step.wants_logprobs and step.prompt_logprobs is None and step.embeddings is None:
             return StepFuture(token_ids, None, step.num_rows)
-        scores = self.programs.get("score", rows)(step.selected, token_ids) if step.wants_scores else None
-        return StepFuture(token_ids, (scores, step.prompt_scores, step.embeddings), step.num_rows)
+        logprobs = self.programs.get("logprobs", rows)(step.selected, token_ids) if step.wants_logprobs else None
+        return StepFuture(token_ids, (logprobs, step.prompt_logprobs, step.embeddings), step.num_rows)
 
     def _run(self, bucket: Bucket, packed: np.ndarray) -> tuple[SampleInputs, HiddenStates]:
         forward = self.programs.get("forward", bucket)
@@ -231,10 +233,10 @@ class ModelRunner:
     def _set_row(self, row: int, setting: RowSetting) -> None:
         self._sampler = self.programs.get("set_row", None)(self._sampler, *self._send((np.int32(row), setting)))
 
-    def _score_prompt(self, bucket: Bucket, hidden: HiddenStates, targets: np.ndarray | None) -> Any:
+    def _find_prompt_logprobs(self, bucket: Bucket, hidden: HiddenStates, targets: np.ndarray | None) -> Any:
         if targets is None:
             return None
-        return self.programs.get("score_prompt", bucket)(head_params(self.params), hidden.every, self._send(targets))
+        return self.programs.get("prompt_logprobs", bucket)(head_params(self.params), hidden.every, self._send(targets))
 
     def _pool(self, bucket: Bucket, hidden: HiddenStates) -> Any:
         return self.programs.get("pool", bucket.rows)(self.params["final_norm"], hidden.last)
@@ -243,11 +245,11 @@ class ModelRunner:
         return any(chunk.samples and self._mirror.embeds(chunk.row) for chunk in plan.chunks)
 
     def _find_targets(self, plan: StepPlan, bucket: Bucket) -> np.ndarray | None:
-        """The token after each token of the step [T]; None when no prompt is to be scored.
+        """The token after each token of the step [T]; None when no prompt's log-probabilities are wanted.
 
         A single token ends its prompt, or follows it: the one after it is no prompt's.
         """
-        if bucket.is_decode or not any(self._mirror.scores_prompt(chunk.row) for chunk in plan.chunks):
+        if bucket.is_decode or not any(self._mirror.wants_prompt_logprobs(chunk.row) for chunk in plan.chunks):
             return None
         targets, at = np.zeros(bucket.tokens, np.int32), len(plan.decode_rows)
         for chunk in plan.chunks:
@@ -259,8 +261,8 @@ class ModelRunner:
         return jax.device_put(arrays, self._input_sharding)
 
 
-def _make_setting(vocab_size: int, row_set: RowSet) -> RowSetting:
-    params, history = row_set.params, row_set.history
+def _make_setting(vocab_size: int, new_row: NewRow) -> RowSetting:
+    params, history = new_row.params, new_row.history
     assert history is not None
     return make_row_setting(
         vocab_size,
@@ -277,7 +279,7 @@ def _make_setting(vocab_size: int, row_set: RowSet) -> RowSetting:
 
 
 def _pad_mask(mask: np.ndarray, rows: int) -> np.ndarray:
-    """Padding rows may choose anything."""
+    """Returns the mask for all rows of the bucket; padding rows may sample anything."""
     padded = np.full((rows, mask.shape[1]), 2**32 - 1, np.uint32)
     padded[: len(mask)] = mask
     return padded

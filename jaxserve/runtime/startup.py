@@ -88,16 +88,14 @@ class Shapes:
     def limits(self) -> SchedulerLimits:
         scheduler, updates = self.config.scheduler, self.state.groups * self.state.pages_per_row
         assert scheduler.max_num_seqs is not None and scheduler.max_num_batched_tokens is not None
-        max_len = self.model.max_model_len
         return SchedulerLimits(
-            scheduler.max_num_seqs,
-            scheduler.max_num_batched_tokens,
-            max_len,
-            updates,
-            scheduler.max_num_queued_reqs,
-            scheduler.max_num_queued_tokens,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            max_model_len=self.model.max_model_len,
+            max_prefix_updates=updates,
             # The time of an accelerator's small steps is that of reading the weights, whatever they are padded to.
-            self.buckets.token_counts if self.platform == "cpu" else (),
+            token_sizes=self.buckets.token_counts if self.platform == "cpu" else (),
+            options=scheduler,
         )
 
 

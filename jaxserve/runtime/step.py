@@ -1,8 +1,8 @@
 """THE two functions that run on the device in every step, and those that only some steps need.
 
 forward: unpack the inputs, bring the rows up to date, run the layers (writing and reading KV), take one logits row per
-row of the step. choose: the tokens, plainly or from logits that are shaped first. Everything before them is numpy,
-everything after is host. Scores of tokens, and of a prompt's, and embeddings are programs of their own beside them.
+row of the step. sample: the tokens, plainly or from logits that are shaped first. Everything before them is numpy,
+everything after is host. Log-probabilities, of tokens and of prompts, and embeddings are programs of their own.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from jaxserve.runtime.inputs import KEEP, ON_DEVICE, InputLayout, StepInputs
 from jaxserve.runtime.rows import EXTRA_FIELDS, FLOAT_FIELDS, SAMPLING_FIELDS
 from jaxserve.runtime.state import KVCache, RowState
 from jaxserve.sampling import (
+    LogprobArrays,
     SamplerState,
     SamplingInputs,
-    TokenScores,
+    compute_logprobs,
     draw_uniforms,
+    gather_logprobs,
+    gather_prompt_logprobs,
     is_finite,
     map_rows,
     mask_logits,
     record,
     sample,
     sample_greedy,
-    score_all,
-    score_prompt,
-    score_tokens,
     shape_logits,
 )
 from jaxserve.scheduler.sequence import MASK_LATE, NO_TOKEN_LEFT, NON_FINITE
@@ -66,7 +66,7 @@ class HiddenStates:
     """What `forward` hands to the programs that only some steps need: the residual stream before the final norm."""
 
     last: Float[Array, "S D"]  # of each row's last token
-    every: Float[Array, "T D"] | None  # of a mixed bucket: tokens of prompts can be scored from them
+    every: Float[Array, "T D"] | None  # of a mixed bucket: for the log-probabilities of prompts
 
 
 @flax.struct.dataclass
@@ -111,7 +111,7 @@ def forward(
     return (pool,), replace(rows, page_table=page_table), selected, states
 
 
-def choose_tokens(
+def sample_tokens(
     rows: RowState, selected: SampleInputs, *, model: StepModel, greedy: bool
 ) -> tuple[RowState, Int[Array, " S"]]:
     """Samples one id per row; returns them, with NON_FINITE for rows whose logits are not. `rows` is donated.
@@ -129,7 +129,7 @@ def choose_tokens(
     return _keep(rows, selected, ids), jnp.where(are_finite, ids, NON_FINITE)
 
 
-def choose_shaped_tokens(
+def sample_shaped_tokens(
     rows: RowState,
     sampler: SamplerState,
     selected: SampleInputs,
@@ -137,7 +137,7 @@ def choose_shaped_tokens(
     *,
     model: StepModel,
 ) -> tuple[RowState, SamplerState, Int[Array, " S"]]:
-    """As `choose_tokens`, from logits that masks, biases and penalties have shaped. `rows` and `sampler` are donated.
+    """As `sample_tokens`, from logits that masks, biases and penalties have shaped. `rows` and `sampler` are donated.
 
     NO_TOKEN_LEFT in place of an id: a row's parameters together forbid every token. MASK_LATE: the row's line of `mask`
     is 0, so it samples nothing and its last token stays.
@@ -145,39 +145,39 @@ def choose_shaped_tokens(
     vocab_size = model.config.vocab_size
     inputs = _unpack_sampling(rows, selected)
 
-    def choose(line: SampleInputs, mask: Array | None, inputs: SamplingInputs, uniform: Array) -> tuple[Array, ...]:
+    def sample_row(line: SampleInputs, mask: Array | None, inputs: SamplingInputs, uniform: Array) -> tuple[Array, ...]:
         shaped = line.logits if mask is None else mask_logits(line.logits, mask)
         shaped = shape_logits(shaped, inputs, sampler, line.row_ids, vocab_size=vocab_size)
         if model.processor is not None:
             shaped = _process(shaped, line, model.processor)
         return *sample(shaped, inputs, uniform, vocab_size=vocab_size), is_finite(line.logits)
 
-    ids, are_left, are_finite = map_rows(choose, selected, mask, inputs, draw_uniforms(inputs))
-    reported = jnp.where(are_left, ids, NO_TOKEN_LEFT)
+    ids, are_left, are_finite = map_rows(sample_row, selected, mask, inputs, draw_uniforms(inputs))
+    brought = jnp.where(are_left, ids, NO_TOKEN_LEFT)
     if mask is not None:
         is_late = ~jnp.any(mask != 0, axis=1)
-        reported = jnp.where(is_late, MASK_LATE, reported)
+        brought = jnp.where(is_late, MASK_LATE, brought)
         selected = replace(selected, samples=jnp.where(is_late, 0, selected.samples))
     sampler = record(sampler, selected.row_ids, ids, (selected.samples == 1) & (inputs.has_edits == 1))
-    return _keep(rows, selected, ids), sampler, jnp.where(are_finite, reported, NON_FINITE)
+    return _keep(rows, selected, ids), sampler, jnp.where(are_finite, brought, NON_FINITE)
 
 
-def score_step(
+def compute_step_logprobs(
     selected: SampleInputs, token_ids: Int[Array, " S"], *, model: StepModel, max_logprobs: int
-) -> TokenScores | Float[Array, "S V"]:
+) -> LogprobArrays | Float[Array, "S V"]:
     """Log-probabilities of the sampled tokens and of the likeliest; of all tokens with `max_logprobs` -1."""
     vocab_size = model.config.vocab_size
     if max_logprobs < 0:
-        return score_all(selected.logits, vocab_size=vocab_size)
-    return score_tokens(selected.logits, token_ids, max_logprobs, vocab_size=vocab_size)
+        return compute_logprobs(selected.logits, vocab_size=vocab_size)
+    return gather_logprobs(selected.logits, token_ids, max_logprobs, vocab_size=vocab_size)
 
 
-def score_prompt_tokens(
+def compute_prompt_logprobs(
     params: Any, hidden: Float[Array, "T D"], targets: Int[Array, " T"], *, model: StepModel, max_logprobs: int
-) -> TokenScores:
+) -> LogprobArrays:
     """Log-probabilities of the token that follows each token of a step, and of the likeliest there."""
     logits = partial(compute_logits, model.config, params)
-    return score_prompt(hidden, logits, targets, max_logprobs, vocab_size=model.config.vocab_size)
+    return gather_prompt_logprobs(hidden, logits, targets, max_logprobs, vocab_size=model.config.vocab_size)
 
 
 def pool_last(norm: Leaf, last: Float[Array, "S D"], *, model: StepModel) -> Float[Array, "S D"]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from jaxserve.sampling.by_row import map_rows
-from jaxserve.sampling.randomness import Purpose, row_keys
+from jaxserve.sampling.logprobs import LogprobArrays, compute_logprobs, gather_logprobs, gather_prompt_logprobs
+from jaxserve.sampling.randomness import row_keys
 from jaxserve.sampling.sampler import SamplingInputs, draw_uniforms, is_finite, sample, sample_greedy
-from jaxserve.sampling.scores import TokenScores, score_all, score_prompt, score_tokens
 from jaxserve.sampling.shaping import mask_logits, shape_logits
 from jaxserve.sampling.state import (
     MAX_BAD_WORD_TOKENS,
@@ -24,12 +24,14 @@ __all__ = [
     "MAX_BAD_WORDS",
     "MAX_BAD_WORD_TOKENS",
     "MAX_EDITS",
-    "Purpose",
+    "LogprobArrays",
     "RowSetting",
     "SamplerState",
     "SamplingInputs",
-    "TokenScores",
+    "compute_logprobs",
     "draw_uniforms",
+    "gather_logprobs",
+    "gather_prompt_logprobs",
     "is_finite",
     "make_row_setting",
     "map_rows",
@@ -40,9 +42,6 @@ __all__ = [
     "sample",
     "sample_greedy",
     "sampler_state_specs",
-    "score_all",
-    "score_prompt",
-    "score_tokens",
     "set_row",
     "shape_logits",
 ]

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int, Key
 
-
-class Purpose(IntEnum):
-    """What a draw at one position is for. The numbers decide every seeded output: never renumber.
-
-    1, 2 and 3 belong to accept, residual and draft (speculative decoding).
-    """
-
-    SAMPLE = 0
+_DRAW = 0  # folded in last: every seeded output depends on it
 
 
 def row_keys(
@@ -23,9 +14,8 @@ def row_keys(
     seed_high: Int[Array, " S"],
     sequence_index: Int[Array, " S"],
     positions: Int[Array, " S"],
-    purpose: int,
 ) -> Key[Array, " S"]:
-    """Returns `fold_in(fold_in(fold_in(key(seed), sequence_index), position), purpose)` for every row.
+    """Returns `fold_in(fold_in(fold_in(key(seed), sequence_index), position), 0)` for every row.
 
     `seed_low` and `seed_high` are the 32-bit halves of a 64-bit seed, as uint32 or as the same bits in int32; the key
     is the one that `jax.random.key(seed)` makes of them with 64-bit types enabled. The generator is always Threefry,
@@ -33,7 +23,7 @@ def row_keys(
     """
     data = jnp.stack([seed_high, seed_low], axis=-1).astype(jnp.uint32)
     keys = jax.random.wrap_key_data(data, impl="threefry2x32")
-    for number in (sequence_index, positions, jnp.full_like(positions, purpose)):
+    for number in (sequence_index, positions, jnp.full_like(positions, _DRAW)):
         keys = jax.vmap(jax.random.fold_in)(keys, number)
     return keys
 

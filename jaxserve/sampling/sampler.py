@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from jaxserve.sampling.draw import RowLogits, draw
-from jaxserve.sampling.randomness import Purpose, draw_numbers, row_keys
+from jaxserve.sampling.randomness import draw_numbers, row_keys
 from jaxserve.sampling.thresholds import BLOCK, make_filters
 
 _GREEDY_BELOW = 1e-5  # a colder row is greedy (vLLM's limit): 1 / temperature must stay far from overflow
@@ -38,7 +38,7 @@ class SamplingInputs:
 
 def draw_uniforms(inputs: SamplingInputs) -> Float32[Array, " S"]:
     """Returns the number in [0, 1) that decides each row's draw, from its seed, sequence and position alone."""
-    keys = row_keys(inputs.seed_low, inputs.seed_high, inputs.sequence_index, inputs.positions, Purpose.SAMPLE)
+    keys = row_keys(inputs.seed_low, inputs.seed_high, inputs.sequence_index, inputs.positions)
     return draw_numbers(keys)
 
 

@@ -160,7 +160,7 @@ def record(
     """Counts the token that each row sampled, for rows that `keep` names: they sample, and their switch is on.
 
     `state` is to be donated: only S entries of the counts and S lines of others are written. No row may be named
-    twice by rows that are kept. An id that no logit belongs to (a report in place of a token) is not counted.
+    twice by rows that are kept. An id that no logit belongs to (a sentinel) is not counted.
     """
     num_rows, num_logits = state.token_stats.shape
     kept = keep & (ids >= 0) & (ids < num_logits)

@@ -1,9 +1,11 @@
 """Which tokens are computed next: sequences in, `StepPlan`s out, sampled ids back in. Host only: no jax."""
 
-from jaxserve.scheduler.batch import Batch
+from jaxserve.scheduler.committer import Commit
 from jaxserve.scheduler.deadlines import Deadlines
-from jaxserve.scheduler.plan import ChunkWork, RowHistory, RowSet, StepOutputs, StepPlan
-from jaxserve.scheduler.scheduler import Commit, Scheduler, SchedulerLimits
+from jaxserve.scheduler.limits import SchedulerLimits
+from jaxserve.scheduler.plan import ChunkWork, NewRow, RowHistory, StepOutputs, StepPlan
+from jaxserve.scheduler.running import Batch
+from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.scheduler.sequence import Sequence, SequenceStatus
 
 __all__ = [
@@ -11,8 +13,8 @@ __all__ = [
     "ChunkWork",
     "Commit",
     "Deadlines",
+    "NewRow",
     "RowHistory",
-    "RowSet",
     "Scheduler",
     "SchedulerLimits",
     "Sequence",

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from jaxserve.errors import InvalidRequestError, QueueFullError
 from jaxserve.request import Request
-from jaxserve.scheduler.batch import Batch
-from jaxserve.scheduler.requests import SchedulerLimits
+from jaxserve.scheduler.limits import SchedulerLimits
+from jaxserve.scheduler.running import Batch
 from jaxserve.scheduler.sequence import SequenceStatus
 from jaxserve.scheduler.waiting import WaitingQueue
 
@@ -34,7 +34,8 @@ class Door:
     def __init__(self, limits: SchedulerLimits, waiting: WaitingQueue, batch: Batch) -> None:
         self.has_pages = True  # for the first in line, when the last step was planned; the scheduler says so
         self._waiting, self._batch, self._num_rows = waiting, batch, limits.max_num_seqs
-        self._most_sequences, self._most_tokens = limits.max_num_queued_reqs, limits.max_num_queued_tokens
+        self._most_sequences = limits.options.max_num_queued_reqs
+        self._most_tokens = limits.options.max_num_queued_tokens
 
     @property
     def idle_rows(self) -> int:

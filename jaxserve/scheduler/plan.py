@@ -1,19 +1,21 @@
-"""What one step does: the only thing that crosses from the scheduler to the runtime.
+"""What one step does, and what it brings: all that crosses between the scheduler and the runtime.
 
-A plan is frozen and picklable and refers to no Sequence: those move on before the device does, and other hosts replay
-the same plans. Rows that decode are columns rather than objects, because there may be a thousand of them in each step.
+A plan is frozen and picklable and refers to no Sequence: those move on before the device does. Rows that decode are
+columns rather than objects, because there may be a thousand of them in each step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, islice
 from typing import Any
 
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.token_automaton import TokenAutomaton
 
-# A ticket names one admission of one sequence, (sequence id, epoch) in one number: outputs are matched by it, so that a
-# row which was given to another sequence in the meantime, or one readmitted after a fault, never gets a foreign token.
+# A ticket is the number of one admission of one sequence. Outputs are matched by it, so that a row which was given to
+# another sequence in the meantime, or one readmitted after a fault, never gets a foreign token.
 Ticket = int
 
 
@@ -29,7 +31,7 @@ class RowHistory:
 
 
 @dataclass(frozen=True, slots=True)
-class RowSet:
+class NewRow:
     """A row of the persistent batch that begins a new life in this step."""
 
     row: int
@@ -50,7 +52,7 @@ class ChunkWork:
     start: int  # position of the first token
     token_ids: tuple[int, ...]
     samples: bool  # whether it reaches the row's last token
-    next_token: int = 0  # that follows the chunk, where it is in the prompt: what its last token is scored for
+    next_token: int = 0  # that follows the chunk, where it is in the prompt: the target of its last token
 
     @property
     def end(self) -> int:
@@ -59,13 +61,32 @@ class ChunkWork:
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """What the host learns of a step. Scores are numpy: log-probabilities [S, k + 1], ids [S, k + 1] and ranks [S] of
-    the chosen token and the k likeliest; or log-probabilities [S, V] alone."""
+    """What the host learns of a step: a run of tokens for each row of the plan, flat in `token_ids`, in row order.
 
-    token_ids: list[int]  # one per row of the plan, or a report in its place (sequence.py)
-    scores: Any = None  # None: no row asked
-    prompt_scores: Any = None  # the same with one line per token of the step, for the token that follows it
+    A run has at least one id. Where something went wrong, a sentinel (sequence.py) stands in place of its last id. The
+    run of a row that does not sample means nothing, sentinels apart.
+
+    Log-probabilities are numpy, one line per id: values [N, k + 1], ids [N, k + 1] and ranks [N] of the sampled token
+    and the k likeliest; or those of all tokens [N, V] alone.
+    """
+
+    token_ids: list[int]  # [N]
+    counts: list[int] | None = None  # [S], the ids of each row; None: one each
+    logprobs: Any = None  # None: no row asked
+    prompt_logprobs: Any = None  # the same with one line per token of the step, for the token that follows it
     embeddings: Any = None  # numpy float32 [S, D]; only lines of rows that asked, in their last step, mean something
+
+    def find_lines(self, plan: StepPlan) -> dict[Ticket, int]:
+        """Returns the line of the first id of each row's run."""
+        counts = [1] * plan.num_rows if self.counts is None else self.counts
+        return dict(zip(plan.tickets, accumulate(counts, initial=0), strict=False))
+
+    def split_runs(self) -> Iterator[Sequence[int]]:
+        """Returns an iterator over the rows' runs."""
+        if self.counts is None:
+            return zip(self.token_ids)  # tuples of one
+        ids = iter(self.token_ids)
+        return (tuple(islice(ids, count)) for count in self.counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +97,13 @@ class StepPlan:
     decode_rows: tuple[int, ...]  # each computes the token that the device sampled last for it, and samples the next
     decode_tickets: tuple[Ticket, ...]
     chunks: tuple[ChunkWork, ...]
-    row_sets: tuple[RowSet, ...]
+    new_rows: tuple[NewRow, ...]
     page_updates: tuple[tuple[int, int, int, int], ...]  # (group, row, index in the row's page table, page id)
+
+    @property
+    def tickets(self) -> tuple[Ticket, ...]:
+        """Of all rows."""
+        return (*self.decode_tickets, *[chunk.ticket for chunk in self.chunks])
 
     @property
     def num_rows(self) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import islice
 
 from jaxserve.pages.manager import CHUNK_EDGE
-from jaxserve.scheduler.batch import Batch
-from jaxserve.scheduler.requests import SchedulerLimits
+from jaxserve.scheduler.limits import SchedulerLimits
+from jaxserve.scheduler.running import Batch
 from jaxserve.scheduler.sequence import Sequence, age
 from jaxserve.scheduler.waiting import WaitingQueue
 

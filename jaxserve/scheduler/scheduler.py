@@ -1,283 +1,96 @@
-"""Continuous batching: every step, each running sequence's computed tokens catch up with its tokens.
-
-There is no prefill mode and no decode mode. Chunked prefill, prefix hits, preempted sequences and newly sampled tokens
-are one rule: work = num_tokens - num_computed_tokens.
-"""
+"""Continuous batching: requests come in, a planner says what each step computes, a committer takes what it brought."""
 
 from __future__ import annotations
 
-import itertools
-import time
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass, field
 
-from jaxserve.errors import InvalidRequestError, JaxServeError
+from jaxserve.errors import JaxServeError
 from jaxserve.pages.manager import PageManager
 from jaxserve.request import FinishReason, Request
-from jaxserve.scheduler.batch import Batch
+from jaxserve.scheduler.committer import Commit, Committer
 from jaxserve.scheduler.counts import SchedulerCounts
 from jaxserve.scheduler.door import Door
-from jaxserve.scheduler.draft import Draft, make_row_set
-from jaxserve.scheduler.plan import ChunkWork, StepPlan
-from jaxserve.scheduler.policy import choose_budget, choose_victim, chunk_length
-from jaxserve.scheduler.requests import SchedulerLimits, explain_report, let_siblings_in, make_sequences
-from jaxserve.scheduler.sequence import MASK_LATE, NON_FINITE, Sequence, SequenceStatus, make_order
+from jaxserve.scheduler.limits import SchedulerLimits
+from jaxserve.scheduler.plan import StepOutputs, StepPlan
+from jaxserve.scheduler.planner import Planner
+from jaxserve.scheduler.running import Batch
+from jaxserve.scheduler.sequence import Sequence
+from jaxserve.scheduler.unfinished import UnfinishedRequests
 from jaxserve.scheduler.waiting import WaitingQueue
 
 
-@dataclass(slots=True)
-class Commit:
-    """What a step brought: the sequences that got a token, in the order of `token_ids`, and those that ended."""
-
-    sequences: list[Sequence] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    finished: list[Sequence] = field(default_factory=list)
-
-
 class Scheduler:
-    """Admits, plans, preempts and commits. `plan` may run again before the last plan's tokens are committed."""
+    """What the engine sees of the parts in this package; each part holds its own state.
+
+    `plan` may run again before the last plan's tokens are committed.
+    """
 
     def __init__(self, limits: SchedulerLimits, pages: PageManager) -> None:
         self.limits = limits
         self.pages = pages
         self.waiting = WaitingQueue()
-        self.batch = Batch(limits.max_num_seqs)
+        self.batch = Batch(limits.max_num_seqs, pages)
         self.door = Door(limits, self.waiting, self.batch)
         self.counts = SchedulerCounts()
-        self._by_request: dict[str, list[Sequence]] = {}  # unfinished ones
-        self._arrivals, self._steps = itertools.count(), itertools.count()
+        self.planner = Planner(limits, pages, self.waiting, self.batch, self.door, self.counts)
+        self._unfinished = UnfinishedRequests(limits.max_model_len, pages, self.waiting, self.batch)
+        self._committer = Committer(pages, self.waiting, self.batch, self._unfinished)
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self._by_request)
+        return bool(self._unfinished)
 
     def add(self, request: Request) -> list[Sequence]:
         """Queues a request, or refuses what could never run; returns its n sequences.
 
         All but the first wait until the prompt is computed, and then find its pages by their content. The limits of the
-        queue are asked for before, at `door`, where there are any: a batch may be of any size.
+        queue are checked before, at `door`, where there are any: a batch may be of any size.
 
         Raises:
-            InvalidRequestError: the prompt leaves no room for an output token, or the id is in use.
+            InvalidRequestError: the prompt is empty or leaves no room for an output token, or the id is in use.
             CapacityError: the sequence would not fit the empty KV pool.
         """
-        if request.request_id in self._by_request:
-            raise InvalidRequestError("is already running", field="request_id", value=request.request_id)
-        sequences = make_sequences(request, self.limits.max_model_len, self.pages)
-        for sequence in sequences:
-            sequence.order = make_order(request.priority, next(self._arrivals))
-        self._by_request[request.request_id] = sequences.copy()
-        self.waiting.enter(sequences)
-        return sequences
+        return self._unfinished.add(request)
 
     def finish(self, request_id: str, reason: FinishReason, error: JaxServeError | None = None) -> list[Sequence]:
         """Ends what is left of a request in whatever state it is; nothing is, when it is unknown or has ended already.
 
         What steps in flight still compute for it is dropped at their commit.
         """
-        sequences = self._by_request.get(request_id, []).copy()
-        for sequence in reversed(sequences):  # siblings that wait go before the first, which would let them in
-            self.finish_sequence(sequence, reason, error)
-        return sequences
+        return self._unfinished.finish(request_id, reason, error)
 
     def finish_sequence(self, sequence: Sequence, reason: FinishReason, error: JaxServeError | None = None) -> bool:
         """Ends one sequence; False when it has ended already."""
-        if sequence.status is SequenceStatus.FINISHED:
-            return False
-        if sequence.status is SequenceStatus.RUNNING:
-            self._leave_batch(sequence)
-        else:
-            self.waiting.remove(sequence)
-        self.batch.revoke_ticket(sequence)
-        sequence.status, sequence.finish_reason, sequence.error = SequenceStatus.FINISHED, reason, error
-        others = self._by_request[sequence.request.request_id]
-        others.remove(sequence)
-        let_siblings_in(sequence, self.waiting)
-        if not others:
-            del self._by_request[sequence.request.request_id]
-        return True
+        return self._unfinished.finish_sequence(sequence, reason, error)
+
+    def plan(self) -> StepPlan | None:
+        """Returns the next step; None when nothing can be computed before a commit, or at all."""
+        return self.planner.plan()
+
+    def commit(self, plan: StepPlan, outputs: StepOutputs) -> Commit:
+        """Takes the runs that a step brought, each as far as its sequence goes; returns what was taken."""
+        return self._committer.commit(plan, outputs)
 
     def extend(self, sequence: Sequence, token_ids: Ids[int]) -> Commit:
-        """Appends tokens that need no device to choose them: a running sequence then computes them as a chunk.
+        """Appends tokens that need no sampling: a running sequence then computes them as a chunk.
 
         In the step in flight it does not sample. Returns what was added, as a commit of it.
         """
-        if not self.batch.resume_prefilling(sequence):
-            return Commit()
-        sequence.token_ids += token_ids
-        return Commit([sequence] * len(token_ids), list(token_ids))
+        return self._committer.extend(sequence, token_ids)
 
-    # Planning
-
-    def plan(self) -> StepPlan | None:
-        """Returns the next step, or None when nothing can be computed before a commit (or at all)."""
-        draft = Draft(choose_budget(self.limits, self.batch, self.waiting), self.limits.max_prefix_updates)
-        self._plan_decodes(draft)
-        for sequence in self.batch.prefilling.copy():
-            if sequence.status is SequenceStatus.RUNNING:  # else preempted a moment ago, for an older one
-                self._plan_chunk(draft, sequence)
-        if not draft.has_preempted:  # else what was freed goes to those who run
-            self._admit(draft)
-        return None if draft.is_empty else draft.freeze(next(self._steps))
-
-    def _plan_decodes(self, draft: Draft) -> None:
-        planned = draft.decoding
-        for sequence in self.batch.decoding:  # a preemption shortens this list only behind, or at, the current place
-            position = sequence.num_computed_tokens
-            if position >= sequence.max_num_tokens - 1:
-                continue  # its last token is in flight
-            if position >= sequence.pages.num_reserved_tokens and not self._reserve(draft, sequence, position + 1):
-                continue
-            sequence.num_computed_tokens = position + 1
-            planned.append(sequence)
-        draft.budget -= len(planned)
-
-    def _plan_chunk(self, draft: Draft, sequence: Sequence) -> None:
-        start = sequence.num_computed_tokens
-        work = len(sequence.token_ids) - start
-        length = chunk_length(start, work, draft.budget)
-        if length == 0 or not self._reserve(draft, sequence, start + length):
-            return
-        tokens = tuple(sequence.token_ids[start : start + length])
-        next_token = sequence.token_ids[start + length] if length < work else 0
-        chunk = ChunkWork(sequence.row, sequence.ticket, start, tokens, length == work, next_token)
-        draft.add_chunk(chunk)
-        sequence.num_computed_tokens = chunk.end
-        if chunk.samples:
-            self.batch.start_decoding(sequence)
-
-    def _admit(self, draft: Draft) -> None:
-        while self.waiting and not self.batch.is_full and draft.budget > 0:
-            sequence = self.waiting.first
-            if sequence.num_awaited_tokens:
-                return  # its tokens are not all here yet
-            num_cached = self.pages.attach_prefix(sequence.pages, sequence.sharable_tokens)
-            updates = self.pages.list_updates(sequence.pages)
-            length = chunk_length(num_cached, len(sequence.token_ids) - num_cached, draft.budget)
-            has_room = self.door.has_pages = self.pages.has_room(sequence.pages, len(sequence.token_ids))
-            if length == 0 or not has_room or len(updates) > draft.prefix_updates:
-                self.pages.release(sequence.pages)
-                return
-            self._join_batch(self.waiting.pop(), num_cached)
-            draft.row_sets.append(make_row_set(sequence))
-            draft.prefix_updates -= len(updates)
-            draft.add_pages(sequence.row, updates)
-            self._plan_chunk(draft, sequence)
-
-    def _reserve(self, draft: Draft, sequence: Sequence, num_tokens: int) -> bool:
-        """Reserves pages, preempting younger sequences as needed; False when `sequence` itself had to go."""
-        while True:
-            updates = self.pages.reserve(sequence.pages, sequence.num_computed_tokens, num_tokens)
-            if updates is not None:
-                draft.add_pages(sequence.row, updates)
-                return True
-            victim = choose_victim(self.batch)
-            self._preempt(draft, victim)
-            if victim is sequence:
-                return False
-
-    def _preempt(self, draft: Draft, sequence: Sequence) -> None:
-        draft.has_preempted = True
-        self.door.has_pages = False
-        sampling_chunk = sequence.row in draft.chunks and draft.chunks[sequence.row].samples
-        draft.remove(sequence)
-        in_flight = sequence.num_computed_tokens + 1 - len(sequence.token_ids)
-        was_decoding = self._leave_batch(sequence) and not sampling_chunk
-        sequence.num_awaited_tokens = in_flight if was_decoding else 0
-        self._requeue(sequence)
-
-    # Commit
-
-    def commit(self, plan: StepPlan, token_ids: Ids[int]) -> Commit:
-        """Writes a step's sampled ids, one per row of the plan, into the sequences that are still there to take them.
-
-        A report in place of an id ends that sequence, and its page does not enter the prefix index; but MASK_LATE does
-        nothing.
-        """
-        commit = Commit()
-        by_ticket, take = self.batch.by_ticket, self._take
-        for ticket, token_id in zip(plan.decode_tickets, token_ids):  # noqa: B905  the chunks' ids follow
-            sequence = by_ticket.get(ticket)
-            if sequence is not None:
-                take(sequence, token_id, commit)
-        for chunk, token_id in zip(plan.chunks, token_ids[len(plan.decode_tickets) :], strict=True):
-            sequence = by_ticket.get(chunk.ticket)
-            if sequence is None:
-                continue
-            ends = chunk.samples and sequence.request.embeds  # with its prompt
-            if token_id == NON_FINITE or (chunk.samples and not ends):
-                take(sequence, token_id, commit)
-            elif chunk.end >= sequence.publish_from and sequence.status is SequenceStatus.RUNNING:
-                self._publish(sequence, chunk.end)
-            if ends:
-                self._end(sequence, FinishReason.STOP, commit)
-        return commit
-
-    def _take(self, sequence: Sequence, token_id: int, commit: Commit) -> None:
-        tokens = sequence.token_ids
-        num_computed = len(tokens)
-        if token_id in sequence.stop_ids:
-            if token_id < 0:  # a report; `Batch.compute_again` has seen to masks that were late
-                if token_id != MASK_LATE:
-                    self._end(sequence, FinishReason.ERROR, commit, explain_report(sequence, token_id))
-                return
-            reason = FinishReason.STOP
-            sequence.stop_token_id = None if token_id in sequence.request.eos_token_ids else token_id
-        else:
-            reason = FinishReason.LENGTH if num_computed + 1 >= sequence.max_num_tokens else None
-        tokens.append(token_id)
-        commit.sequences.append(sequence)
-        commit.token_ids.append(token_id)
-        if sequence.num_awaited_tokens:
-            sequence.num_awaited_tokens -= 1
-        elif num_computed >= sequence.publish_from:
-            self._publish(sequence, num_computed)
-        if sequence.siblings:
-            let_siblings_in(sequence, self.waiting)
-        if reason is not None:
-            self._end(sequence, reason, commit)
-
-    def _end(
-        self, sequence: Sequence, reason: FinishReason, commit: Commit, error: JaxServeError | None = None
+    def cut(
+        self, sequence: Sequence, num_tokens: int, reason: FinishReason, error: JaxServeError | None = None
     ) -> None:
-        if self.finish_sequence(sequence, reason, error):
-            commit.finished.append(sequence)
+        """Ends a sequence after its first `num_tokens` tokens.
 
-    def _publish(self, sequence: Sequence, num_computed: int) -> None:
-        self.pages.publish(sequence.pages, sequence.token_ids, num_computed)
-        sequence.publish_from = self.pages.next_publish(sequence.pages)
-
-    # Membership
+        What follows in its last run is dropped, and so is the end that it may have met there.
+        """
+        self._committer.cut(sequence, num_tokens, reason, error)
 
     def requeue_running(self) -> None:
         """Sends every running sequence back to wait and forgets all cached pages: the device lost its state.
 
         Tokens in flight will not come; the same ones are sampled again, because seeds stay with their requests.
         """
-        for sequence in (*self.batch.decoding, *self.batch.prefilling):
-            self._leave_batch(sequence)
-            self._requeue(sequence)
-        for sequence in self.waiting:
-            self.batch.revoke_ticket(sequence)
-            sequence.num_awaited_tokens = 0
+        self.planner.requeue_running()
         self.pages.drop_prefix_index()
-
-    def _join_batch(self, sequence: Sequence, num_cached: int) -> None:
-        self.batch.join(sequence)
-        sequence.num_computed_tokens = num_cached
-        sequence.publish_from = self.pages.next_publish(sequence.pages)
-        if sequence.first_scheduled_time is None:
-            sequence.first_scheduled_time = time.monotonic()
-            sequence.num_cached_tokens = num_cached
-            self.counts.count_admission(sequence, num_cached)
-
-    def _leave_batch(self, sequence: Sequence) -> bool:
-        self.pages.release(sequence.pages)
-        sequence.publish_from = 0
-        return self.batch.leave(sequence)
-
-    def _requeue(self, sequence: Sequence) -> None:
-        sequence.status = SequenceStatus.PREEMPTED
-        sequence.num_preemptions += 1
-        self.counts.num_preemptions += 1
-        self.waiting.push(sequence)

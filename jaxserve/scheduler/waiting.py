@@ -56,6 +56,13 @@ class WaitingQueue:
         else:
             insort(self._sequences, sequence, key=age)
 
+    def push_siblings(self, first: Sequence) -> None:
+        """Queues the other sequences of a request: the prompt is computed, or will not be."""
+        siblings, first.siblings = first.siblings, []
+        for sequence in siblings:
+            if sequence.status is SequenceStatus.WAITING:
+                self.push(sequence)
+
     def pop(self) -> Sequence:
         """Takes out the first, which is about to be admitted."""
         sequence = self._sequences.popleft()

@@ -28,7 +28,7 @@ def test_only_what_a_prompt_needs_is_compiled_and_only_once() -> None:
     generate_ids(llm, [[5, 6, 7]], greedy(4))
     assert len(programs) == 4 and llm.ready.runner.num_compiles == before
     llm.generate([{"prompt_token_ids": [5] * 80}], greedy(2, logprobs=1, bad_words=None), use_tqdm=False)
-    assert Bucket(96, 5) in programs.forward and set(programs.score) == {2, 5} and not programs.score_prompt
+    assert Bucket(96, 5) in programs.forward and set(programs.logprobs) == {2, 5} and not programs.prompt_logprobs
 
 
 def test_tokens_are_those_of_an_engine_that_compiled_everything() -> None:
@@ -84,7 +84,7 @@ def test_a_server_keeps_its_programs_closed() -> None:
 
 @pytest.mark.parametrize(("max_logprobs", "count"), [(400, 331), (-1, -1)])
 def test_a_vocabulary_smaller_than_max_logprobs(max_logprobs: int, count: int) -> None:
-    """More likeliest tokens may be asked for than there are, 331 (`compile_score` once took the limit as it was)."""
+    """More likeliest tokens may be asked for than there are, 331 (`compile_logprobs` once took the limit as it was)."""
     llm = make_llm("llama_gqa", max_logprobs=max_logprobs)
     (output,) = llm.generate([{"prompt_token_ids": [5, 6]}], greedy(2, logprobs=count), use_tqdm=False)
     assert output.outputs[0].logprobs is not None

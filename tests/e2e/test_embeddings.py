@@ -74,7 +74,8 @@ def test_chunks_equal_the_whole(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> No
     scheduler, counts = llm.ready.engine.scheduler, llm.ready.runner.counts
     for budget, num_steps in ((64, 1), (35, 2)):
         scheduler.pages.drop_prefix_index()
-        monkeypatch.setattr(scheduler, "limits", dataclasses.replace(scheduler.limits, max_num_batched_tokens=budget))
+        limits = dataclasses.replace(scheduler.limits, max_num_batched_tokens=budget)
+        monkeypatch.setattr(scheduler.planner, "limits", limits)
         before = sum(counts.steps.values())
         found = embed(llm, LONG[:60])
         assert sum(counts.steps.values()) - before == num_steps

@@ -72,8 +72,8 @@ def test_only_the_explicit_transfer_is_made(llm: LLM) -> None:
 
 def test_programs_are_few(llm: LLM) -> None:
     programs = llm.ready.runner.programs
-    assert len(programs.forward) + 2 * len(programs.score) <= 12, "of every step: forward, greedy and random"
-    assert len(programs.sample) == 4 * len(programs.score) and len(programs) <= 30
+    assert len(programs.forward) + 2 * len(programs.logprobs) <= 12, "of every step: forward, greedy and random"
+    assert len(programs.sample) == 4 * len(programs.logprobs) and len(programs) <= 30
 
 
 def test_a_step_without_a_program_is_an_error_not_a_compilation(llm: LLM) -> None:
@@ -168,7 +168,7 @@ def test_an_interrupt_at_any_program_harms_no_later_call() -> None:
         program(*args)  # it has taken the donated state, and what it gives back gets lost
         raise KeyboardInterrupt
 
-    for kind in ("forward", "sample", "set_row", "score"):
+    for kind in ("forward", "sample", "set_row", "logprobs"):
         known = dict(getattr(programs, kind))
         for key, program in known.items():
             getattr(programs, kind)[key] = partial(interrupt, program)

@@ -115,7 +115,7 @@ def test_a_stop_string_in_forced_text_leaves_no_token_behind_it(llm: LLM) -> Non
     structured = StructuredOutputsParams(regex="the quick brown fox jumps over the lazy dog and runs away")
     options = {"temperature": 1.0, "seed": 0, "max_tokens": 60, "stop": ["x j"], "structured_outputs": structured}
     found = []
-    for beside in ({}, {"logprobs": 0}):  # with scores nothing is jumped over
+    for beside in ({}, {"logprobs": 0}):  # with log-probabilities nothing is jumped over
         (output,) = llm.generate(["Describe a fox."], SamplingParams(**options, **beside), use_tqdm=False)
         (completion,) = output.outputs
         assert completion.text == "the quick brown fo" and completion.stop_reason == "x j"

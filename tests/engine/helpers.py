@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from jaxserve.config import SchedulerOptions
 from jaxserve.engine.engine import Engine
 from jaxserve.pages import PageGroup, PageManager
 from jaxserve.request import Request, RequestOutput
@@ -22,7 +23,13 @@ def make_engine(
     options: dict = {"num_pages": 40, "rows": 4, "budget": 64, "caching": True, "overlap": True} | changes
     groups = [PageGroup(options["num_pages"])]
     pages = PageManager(groups, page_size=32, max_chunk=options["budget"], enable_prefix_caching=options["caching"])
-    limits = SchedulerLimits(options["rows"], options["budget"], 512, 16, *queue)
+    limits = SchedulerLimits(
+        max_num_seqs=options["rows"],
+        max_num_batched_tokens=options["budget"],
+        max_model_len=512,
+        max_prefix_updates=16,
+        options=SchedulerOptions(max_num_queued_reqs=queue[0], max_num_queued_tokens=queue[1]),
+    )
     device = FakeDevice(groups, page_size=32)
     return Engine(Scheduler(limits, pages), device, overlap=options["overlap"], clock=clock), device
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from jaxserve.config import SchedulerOptions
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import (
     CapacityError,
@@ -40,6 +43,7 @@ class EngineMachine(RuleBasedStateMachine):
         overlap=st.booleans(),
         queue=st.sampled_from([(None, None), (1, None), (3, None), (None, 100), (2, 300)]),
         has_sizes=st.booleans(),
+        longest_run=st.sampled_from([1, 1, 3, 8]),
     )
     def start(
         self,
@@ -52,6 +56,7 @@ class EngineMachine(RuleBasedStateMachine):
         overlap: bool,
         queue: tuple[int | None, int | None],
         has_sizes: bool,
+        longest_run: int,
     ) -> None:
         num_pages = 2 + tokens_of_pool // page_size
         groups = [PageGroup(num_pages)]
@@ -61,8 +66,17 @@ class EngineMachine(RuleBasedStateMachine):
         budget = rows + extra_budget
         self.pages = PageManager(groups, page_size=page_size, max_chunk=budget, enable_prefix_caching=caching)
         sizes = tuple(sorted({rows + 32, min(budget, rows + 70), budget})) if has_sizes else ()
-        limits = SchedulerLimits(rows, budget, MAX_MODEL_LEN, len(groups) * MAX_MODEL_LEN // page_size, *queue, sizes)
+        limits = SchedulerLimits(
+            max_num_seqs=rows,
+            max_num_batched_tokens=budget,
+            max_model_len=MAX_MODEL_LEN,
+            max_prefix_updates=len(groups) * MAX_MODEL_LEN // page_size,
+            token_sizes=sizes,
+            options=SchedulerOptions(max_num_queued_reqs=queue[0], max_num_queued_tokens=queue[1]),
+        )
         self.device = FakeDevice(groups, page_size=page_size, vocab_size=VOCAB)
+        lengths = random.Random(longest_run)
+        self.device.draw_length = lambda: lengths.randint(1, longest_run)
         self.now = 0.0
         self.engine = Engine(Scheduler(limits, self.pages), self.device, overlap=overlap, clock=lambda: self.now)
         self.requests: dict[str, Request] = {}
@@ -138,7 +152,7 @@ class EngineMachine(RuleBasedStateMachine):
             new = [each for each in self.list_new() if each.request.request_id in names]
             tokens = sum(each.num_prompt_tokens for each in new if each.index == 0) + len(request.prompt_token_ids)
             count = len(new) + request.params.n
-            most, most_tokens = limits.max_num_queued_reqs, limits.max_num_queued_tokens
+            most, most_tokens = limits.options.max_num_queued_reqs, limits.options.max_num_queued_tokens
             if most is not None and count > most + rows:
                 return False
             return most_tokens is None or tokens <= most_tokens or count <= rows
@@ -156,7 +170,7 @@ class EngineMachine(RuleBasedStateMachine):
             return None
         except QueueFullError as refusal:
             assert fits(set(), limits.max_num_seqs) and not fits(waiting - worse, idle)
-            assert refusal.limit in (limits.max_num_queued_reqs, limits.max_num_queued_tokens)
+            assert refusal.limit in (limits.options.max_num_queued_reqs, limits.options.max_num_queued_tokens)
             return None
         names = [name for name, _ in displaced]
         assert set(names) <= worse and fits(waiting - set(names), idle)

@@ -72,7 +72,8 @@ class Grammar:
 def make_engine(*, overlap: bool = True, clock: Callable[[], float] = time.monotonic) -> Engine:
     groups = [PageGroup(60)]
     pages = PageManager(groups, page_size=PAGE_SIZE, max_chunk=96, enable_prefix_caching=True)
-    scheduler = Scheduler(SchedulerLimits(4, 96, 200, 30), pages)
+    limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=96, max_model_len=200, max_prefix_updates=30)
+    scheduler = Scheduler(limits, pages)
     device = FakeDevice(groups, page_size=PAGE_SIZE)
     device.wants_edges = False
     return Engine(scheduler, device, vocab_size=VOCAB, overlap=overlap, clock=clock)

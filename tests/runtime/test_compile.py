@@ -36,7 +36,15 @@ def test_every_program_of_the_table_is_compiled_once_and_told() -> None:
     assert sorted(map(str, compiler.begun)) == sorted(map(str, wanted)) and len(programs) == len(wanted)
     assert [(done, total) for _, done, total in told] == [(n, len(wanted)) for n in range(1, len(wanted) + 1)]
     names = {name for name, _, _ in told}
-    assert {"decode 2", "decode 8", "score prompt 128", "sample 8 greedy", "score 2", "pool 8", "set row"} <= names
+    assert {
+        "decode 2",
+        "decode 8",
+        "prompt logprobs 128",
+        "sample 8 greedy",
+        "logprobs 2",
+        "pool 8",
+        "set row",
+    } <= names
     assert len(names) == len(wanted)
     again = FakeCompiler()
     assert len(room.compile_programs(again, wanted, known=programs)) == len(wanted) and again.begun == []  # type: ignore[arg-type]
@@ -56,11 +64,11 @@ def test_a_closed_set_has_no_more_programs_and_an_open_one_compiles_each_once(mo
     compiler, told = FakeCompiler(), []
     monkeypatch.setattr(room, "_NOTICEABLE", 0.0)
     programs = Programs(compile_missing=room.compile_late(compiler, told.append))  # type: ignore[arg-type]
-    assert [programs.get("pool", 4), programs.get("pool", 4), programs.get("score", 4)] == [
+    assert [programs.get("pool", 4), programs.get("pool", 4), programs.get("logprobs", 4)] == [
         "pool 4",
         "pool 4",
-        "score 4",
+        "logprobs 4",
     ]
-    assert compiler.begun == [("pool", 4), ("score", 4)] and len(programs) == 2
-    assert [line.split(" in ")[0] for line in told] == ["compiled pool 4", "compiled score 4"]
+    assert compiler.begun == [("pool", 4), ("logprobs", 4)] and len(programs) == 2
+    assert [line.split(" in ")[0] for line in told] == ["compiled pool 4", "compiled logprobs 4"]
     assert len(programs.copy()) == 2 and programs.copy().get("set_row", None) == "set row" and len(programs) == 2

@@ -38,7 +38,7 @@ def test_compilations_are_counted_once_each() -> None:
 def test_limits_of_the_queue_reach_the_scheduler() -> None:
     model = parse_config(load_case("llama_gqa").config).with_max_model_len(160)
     config = EngineConfig.from_options(max_num_queued_reqs=7, max_num_queued_tokens=900)
-    limits = make_shapes(config, model, "cpu", "cpu").limits
-    assert (limits.max_num_queued_reqs, limits.max_num_queued_tokens) == (7, 900)
-    limits = make_shapes(EngineConfig(), model, "cpu", "cpu").limits
-    assert (limits.max_num_queued_reqs, limits.max_num_queued_tokens) == (None, None)
+    options = make_shapes(config, model, "cpu", "cpu").limits.options
+    assert (options.max_num_queued_reqs, options.max_num_queued_tokens) == (7, 900)
+    options = make_shapes(EngineConfig(), model, "cpu", "cpu").limits.options
+    assert (options.max_num_queued_reqs, options.max_num_queued_tokens) == (None, None)

@@ -12,7 +12,7 @@ from jaxserve.runtime.buckets import Bucket
 from jaxserve.runtime.inputs import KEEP, ON_DEVICE, InputLayout, StateShape, StepPacker
 from jaxserve.runtime.rows import SAMPLING_FIELDS, RowMirror, SampleVariant
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.scheduler import ChunkWork, RowSet, StepPlan
+from jaxserve.scheduler import ChunkWork, NewRow, StepPlan
 from jaxserve.scheduler.plan import RowHistory
 
 STATE = StateShape(groups=2, rows=9, pages_per_row=5, max_page_updates=20)
@@ -22,7 +22,7 @@ def make_plan(decodes: list[int], chunks: list[tuple[int, int, bool]], new_rows:
     """`chunks`: (row, number of tokens, samples)."""
     work = tuple(ChunkWork(row, 100 + row, 32, tuple(range(row, row + n)), samples) for row, n, samples in chunks)
     params = SamplingParams(temperature=0.5, top_k=-1, top_p=0.25, min_p=0.125)
-    sets = tuple(RowSet(row, 32, params, 2**40 + row, 0) for row, _, _ in chunks if row in new_rows)
+    sets = tuple(NewRow(row, 32, params, 2**40 + row, 0) for row, _, _ in chunks if row in new_rows)
     updates = tuple((g, row, 1, 7 + row) for row, _, _ in chunks for g in range(2))
     return StepPlan(3, tuple(decodes), tuple(decodes), work, sets, updates)
 
@@ -38,7 +38,7 @@ def test_round_trip(num_decodes: int, sizes: list[tuple[int, bool]], are_new: bo
     step = StepPacker(RowMirror(STATE.rows)).pack(plan, layout)
     views = layout.views(step.inputs)
     num_rows = plan.num_rows
-    assert step.variant is (SampleVariant.RANDOM if plan.row_sets else SampleVariant.GREEDY)
+    assert step.variant is (SampleVariant.RANDOM if plan.new_rows else SampleVariant.GREEDY)
     assert step.inputs.dtype == np.int32 and step.inputs.size == layout.size
     assert views.row_ids.tolist() == [*decodes, *(row for row, _, _ in chunks), *[8] * (8 - num_rows)]
     lengths = [1] * num_decodes + [n for _, n, _ in chunks]
@@ -60,10 +60,10 @@ def test_round_trip(num_decodes: int, sizes: list[tuple[int, bool]], are_new: bo
 
 
 def check_sampling(sampling: np.ndarray, plan: StepPlan) -> None:
-    for columns, row_set in zip(sampling, plan.row_sets, strict=False):
+    for columns, new_row in zip(sampling, plan.new_rows, strict=False):
         values = dict(zip(SAMPLING_FIELDS, columns, strict=True))
         seed = int(np.uint32(values["seed_low"])) + (int(np.uint32(values["seed_high"])) << 32)
-        assert seed == row_set.seed
+        assert seed == new_row.seed
         floats = {name: values[name].view(np.float32) for name in ("temperature", "top_p", "min_p")}
         assert floats == {"temperature": 0.5, "top_p": 0.25, "min_p": 0.125}
         assert values["top_k"] == 0
@@ -79,7 +79,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
     decodes = draw(st.sampled_from([(0,), (0, 1), (1, 0), (0, 1, 2)]))
     chunks = (ChunkWork(3, 7, 32, (5, 6), True),) if draw(st.integers(0, 3)) == 0 else ()
     starting = draw(st.lists(st.sampled_from([*decodes, 3]), max_size=1))
-    sets = tuple(RowSet(row, 0, draw(st.sampled_from(WISHES)), draw(st.integers(0, 9)), 0) for row in starting)
+    sets = tuple(NewRow(row, 0, draw(st.sampled_from(WISHES)), draw(st.integers(0, 9)), 0) for row in starting)
     updates = tuple((0, row, 2, draw(st.integers(1, 9))) for row in draw(st.sampled_from([(), decodes])))
     return StepPlan(0, decodes, decodes, chunks, sets, updates)
 
@@ -91,7 +91,7 @@ def test_what_is_kept_for_the_next_step_is_what_it_would_pack(steps: list[tuple[
         layout = LAYOUTS[2 if plan.chunks else size]
         step, fresh = packer.pack(plan, layout), StepPacker(mirror).pack(plan, layout)
         assert np.array_equal(step.inputs, fresh.inputs)
-        assert (step.variant, step.wants_scores) == (fresh.variant, fresh.wants_scores)
+        assert (step.variant, step.wants_logprobs) == (fresh.variant, fresh.wants_logprobs)
         sent.append((step.inputs, step.inputs.copy()))
     assert all(np.array_equal(inputs, copy) for inputs, copy in sent), "an array was written after it was sent"
 
@@ -108,11 +108,11 @@ def test_steps_of_the_same_rows_send_the_same_array() -> None:
 def test_a_step_needs_what_any_of_its_rows_needs() -> None:
     mirror, history = RowMirror(8), RowHistory((1, 2), 2, (), ())
     params = [SamplingParams(temperature=0), SamplingParams(), SamplingParams(temperature=0, logprobs=1)]
-    rows = [RowSet(row, 0, wish, 0, 0) for row, wish in enumerate(params)]
-    mirror.apply([*rows, RowSet(3, 0, params[0], 0, 0, history)])
+    rows = [NewRow(row, 0, wish, 0, 0) for row, wish in enumerate(params)]
+    mirror.apply([*rows, NewRow(3, 0, params[0], 0, 0, history)])
     greedy, drawn, full = SampleVariant.GREEDY, SampleVariant.RANDOM, SampleVariant.FULL
     needs = {(0,): (greedy, False), (0, 1): (drawn, False), (2, 0): (greedy, True), (1, 2): (drawn, True)}
     needs |= {(3,): (full, False), (0, 1, 3): (full, False), (0, 1, 2, 3): (full, True)}
     assert {ids: mirror.find_needs(np.array(ids)) for ids in needs} == needs
-    mirror.apply([RowSet(3, 0, params[0], 0, 0)])  # a row's next life needs nothing of the last one's
+    mirror.apply([NewRow(3, 0, params[0], 0, 0)])  # a row's next life needs nothing of the last one's
     assert mirror.find_needs(np.array([0, 3])) == (greedy, False)

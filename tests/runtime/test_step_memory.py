@@ -15,7 +15,7 @@ from jaxserve.runtime.compile import compile_forward
 from jaxserve.runtime.memory import plan_cache
 from jaxserve.runtime.startup import Shapes, describe_programs, make_shapes, measure_use, start_runner
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.scheduler import ChunkWork, RowSet, StepPlan
+from jaxserve.scheduler import ChunkWork, NewRow, StepPlan
 from jaxserve.sharding import DEFAULT_RULES, make_mesh
 from jaxserve.weights import check_update, make_dummy_params
 from tests.golden_cases import load_case
@@ -67,7 +67,7 @@ def test_stacked_parameters_give_the_same_step() -> None:
         (),
         (),
         (ChunkWork(0, 0, 0, (5, 6, 7), samples=True),),
-        (RowSet(0, 0, params, 0, 0),),
+        (NewRow(0, 0, params, 0, 0),),
         ((0, 0, 0, 1), (1, 0, 0, 1)),
     )
     decode = StepPlan(1, (0,), (0,), (), (), ())
@@ -77,11 +77,11 @@ def test_stacked_parameters_give_the_same_step() -> None:
         tree = make_dummy_params(param_specs(case.model), mesh=mesh, rules=DEFAULT_RULES, seed=3)
         runner, _ = start_runner(case, mesh, stack_params(tree, case.stack_mode))
         assert isinstance(runner.params["layers"], dict) == (platform == "gpu")
-        first = [runner.start(step).choose().result().token_ids for step in (plan, *[decode] * 5)]
+        first = [runner.start(step).sample().result().token_ids for step in (plan, *[decode] * 5)]
         canonical = make_dummy_params(param_specs(case.model), mesh=mesh, rules=DEFAULT_RULES, seed=4)
         runner.write_params(check_update(param_specs(case.model), jax.device_get(canonical)))
         runner.reset()
-        second = [runner.start(step).choose().result().token_ids for step in (plan, *[decode] * 5)]
+        second = [runner.start(step).sample().result().token_ids for step in (plan, *[decode] * 5)]
         assert first != second
         ids.append((first, second))
     assert ids[0] == ids[1]

@@ -10,9 +10,9 @@ import pytest
 
 from jaxserve.sampling import (
     SamplingInputs,
+    compute_logprobs,
     make_row_setting,
     sampler_state_specs,
-    score_all,
     set_row,
 )
 from jaxserve.sampling.state import SamplerState
@@ -78,5 +78,5 @@ def test_filters_keep_the_same_tokens(name: str, top_k: int, top_p: float, min_p
 
 
 def test_log_probabilities() -> None:
-    found = score_all(jnp.asarray(LOGITS), vocab_size=VOCAB)
+    found = compute_logprobs(jnp.asarray(LOGITS), vocab_size=VOCAB)
     np.testing.assert_allclose(found, GOLDENS["logprobs"], rtol=1e-5, atol=1e-5)

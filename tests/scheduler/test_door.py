@@ -6,7 +6,7 @@ import pytest
 
 from jaxserve.errors import InvalidRequestError, QueueFullError
 from jaxserve.request import FinishReason, Request
-from jaxserve.scheduler import Scheduler
+from jaxserve.scheduler import Scheduler, StepOutputs
 from tests.scheduler.test_scheduler import make_scheduler
 from tests.scheduler.test_waiting import make_request
 
@@ -133,7 +133,7 @@ def test_who_has_begun_stays() -> None:
     for _ in range(2):
         with pytest.raises(QueueFullError):
             scheduler.door.find_room([make_request("better")])
-        scheduler.commit(plan, [7])
+        scheduler.commit(plan, StepOutputs([7]))
     assert len(scheduler.waiting) == 2
 
 
@@ -146,7 +146,7 @@ def test_only_first_admissions_count() -> None:
     assert find_names(scheduler, make_request("b")) == []  # the second completion has the idle row, so "b" may wait
     with pytest.raises(QueueFullError):
         scheduler.door.find_room([make_request("b", n=2)])
-    scheduler.commit(plan, [7])
+    scheduler.commit(plan, StepOutputs([7]))
     scheduler.plan()
     assert (scheduler.waiting.num_new, len(scheduler.waiting)) == (0, 0)
     scheduler.requeue_running()

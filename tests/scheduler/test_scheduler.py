@@ -7,11 +7,14 @@ import pickle
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxserve.config import SchedulerOptions
+from jaxserve.errors import NonFiniteLogitsError
 from jaxserve.pages import PageGroup, PageManager
 from jaxserve.request import FinishReason, Request
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.scheduler import Scheduler, SchedulerLimits, Sequence, SequenceStatus
+from jaxserve.scheduler import Scheduler, SchedulerLimits, Sequence, SequenceStatus, StepOutputs
 from jaxserve.scheduler.policy import choose_budget, chunk_length
+from jaxserve.scheduler.sequence import NON_FINITE
 
 
 def make_scheduler(
@@ -23,7 +26,15 @@ def make_scheduler(
     sizes: tuple[int, ...] = (),
 ) -> Scheduler:
     pages = PageManager([PageGroup(num_pages)], page_size=32, max_chunk=budget, enable_prefix_caching=caching)
-    return Scheduler(SchedulerLimits(rows, budget, 512, 16, *queue, sizes), pages)
+    limits = SchedulerLimits(
+        max_num_seqs=rows,
+        max_num_batched_tokens=budget,
+        max_model_len=512,
+        max_prefix_updates=16,
+        token_sizes=sizes,
+        options=SchedulerOptions(max_num_queued_reqs=queue[0], max_num_queued_tokens=queue[1]),
+    )
+    return Scheduler(limits, pages)
 
 
 def add(scheduler: Scheduler, name: str, length: int, max_tokens: int = 50, priority: int = 0) -> Sequence:
@@ -89,7 +100,7 @@ def test_planning_goes_on_before_tokens_are_known_and_stops_where_it_must() -> N
     plans = [scheduler.plan() for _ in range(4)]
     assert [plan.num_tokens if plan else None for plan in plans] == [10, 1, 1, None]
     for plan, token in zip(plans, (7, 8, 9), strict=False):
-        commit = scheduler.commit(plan, [token])  # type: ignore[arg-type]
+        commit = scheduler.commit(plan, StepOutputs([token]))  # type: ignore[arg-type]
     assert [sequence.finish_reason for sequence in commit.finished] == [FinishReason.LENGTH]
     assert commit.sequences[0].output_token_ids == [7, 8, 9]
     assert not scheduler.has_unfinished
@@ -109,15 +120,47 @@ def test_the_youngest_is_preempted_and_still_gets_its_token() -> None:
     while young.status is SequenceStatus.RUNNING:
         plan = plans.pop(0)
         assert plan is not None
-        scheduler.commit(plan, [1] * plan.num_rows)
+        scheduler.commit(plan, StepOutputs([1] * plan.num_rows))
         plans.append(scheduler.plan())
     assert old.status is SequenceStatus.RUNNING and young.num_preemptions == 1
-    assert (young.num_awaited_tokens, young.pages.page_ids[0]) == (1, [])
+    assert (young.num_awaited_steps, young.pages.page_ids[0]) == (1, [])
     known = len(young.token_ids)
     in_flight = plans.pop(0)
     assert in_flight is not None and young.ticket in in_flight.decode_tickets
-    scheduler.commit(in_flight, [1] * in_flight.num_rows)
-    assert (len(young.token_ids), young.num_awaited_tokens) == (known + 1, 0)
+    scheduler.commit(in_flight, StepOutputs([1] * in_flight.num_rows))
+    assert (len(young.token_ids), young.num_awaited_steps) == (known + 1, 0)
+
+
+def test_what_follows_the_end_within_a_run_is_dropped() -> None:
+    ends = {"limit": [1, 2, 3, 4, 5], "stop": [1, 2, 9, 4], "eos": [1, 8, 9, 3], "fault": [1, 2, 3, NON_FINITE, 4]}
+    kept = {"limit": [1, 2, 3, 4], "stop": [1, 2, 9], "eos": [1, 8], "fault": [1, 2, 3]}
+    reasons = dict(
+        zip(ends, (FinishReason.LENGTH, FinishReason.STOP, FinishReason.STOP, FinishReason.ERROR), strict=True)
+    )
+    scheduler = make_scheduler()
+    params = SamplingParams(max_tokens=4, stop_token_ids=[9])
+    found = {name: scheduler.add(Request(name, (5, 6), params, eos_token_ids=(8,)))[0] for name in ends}
+    plan = scheduler.plan()
+    assert plan is not None
+    ids = [token for run in ends.values() for token in run]
+    commit = scheduler.commit(plan, StepOutputs(ids, [len(run) for run in ends.values()]))
+    assert commit.runs == [tuple(run) for run in kept.values()] and commit.finished == list(found.values())
+    assert {name: sequence.output_token_ids for name, sequence in found.items()} == kept
+    assert {name: sequence.finish_reason for name, sequence in found.items()} == reasons
+    assert [sequence.stop_token_id for sequence in found.values()] == [None, 9, None, None]
+    assert isinstance(found["fault"].error, NonFiniteLogitsError) and not scheduler.has_unfinished
+
+
+def test_a_run_moves_what_is_computed_and_what_can_be_shared() -> None:
+    scheduler = make_scheduler(caching=True)
+    sequence = add(scheduler, "a", 30)
+    for runs, num_computed in (([3, 4, 5], 32), ([6], 33), ([7] * 8, 41)):
+        plan = scheduler.plan()
+        assert plan is not None
+        commit = scheduler.commit(plan, StepOutputs(runs, [len(runs)]))
+        assert commit.runs == [tuple(runs)] and sequence.num_computed_tokens == num_computed
+        assert sequence.num_computed_tokens == len(sequence.token_ids) - 1
+    assert sequence.pages.num_published == 1
 
 
 def test_smaller_priorities_are_admitted_first() -> None:
@@ -130,7 +173,7 @@ def test_smaller_priorities_are_admitted_first() -> None:
     while scheduler.has_unfinished:
         plan = scheduler.plan()
         assert plan is not None
-        order += scheduler.commit(plan, [1]).finished
+        order += scheduler.commit(plan, StepOutputs([1])).finished
     assert order == [urgent, usual, second, late]
 
 
@@ -140,7 +183,7 @@ def test_the_lowest_priority_is_preempted_though_it_is_the_oldest() -> None:
     while first.status is not SequenceStatus.PREEMPTED:
         plan = scheduler.plan()
         assert plan is not None
-        scheduler.commit(plan, [1] * plan.num_rows)
+        scheduler.commit(plan, StepOutputs([1] * plan.num_rows))
     assert urgent.status is SequenceStatus.RUNNING and scheduler.counts.num_preemptions == 1
     later = add(scheduler, "later", 5, 5, priority=1)
     before = add(scheduler, "before", 5, 5, priority=0)
@@ -153,6 +196,6 @@ def test_tokens_of_an_ended_request_find_nobody() -> None:
     plan = scheduler.plan()
     assert len(scheduler.finish("a", FinishReason.ABORT)) == 1
     assert scheduler.finish("a", FinishReason.ABORT) == []
-    assert plan is not None and scheduler.commit(plan, [5]).sequences == []
+    assert plan is not None and scheduler.commit(plan, StepOutputs([5])).sequences == []
     again = add(scheduler, "a", 10)
     assert again.token_ids == list(range(10))

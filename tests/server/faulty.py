@@ -44,7 +44,7 @@ class FaultyFuture:
         time.sleep(max([0, *(p - SLOW for p in self._priorities)]) / 1000)
         if NOT_FINITE not in self._priorities:
             return outputs
-        pairs = zip(outputs.token_ids, self._priorities, strict=True)
+        pairs = zip(outputs.token_ids, self._priorities, strict=True)  # runs of one
         return dataclasses.replace(outputs, token_ids=[NON_FINITE if p == NOT_FINITE else token for token, p in pairs])
 
 
@@ -52,8 +52,8 @@ class FaultyStep:
     def __init__(self, step: Any, priorities: Sequence[int]) -> None:
         self._step, self._priorities = step, priorities
 
-    def choose(self, mask: Any = None) -> FaultyFuture:
-        return FaultyFuture(self._step.choose(mask), self._priorities)
+    def sample(self, mask: Any = None) -> FaultyFuture:
+        return FaultyFuture(self._step.sample(mask), self._priorities)
 
 
 class FaultyRunner:
@@ -66,8 +66,7 @@ class FaultyRunner:
         return getattr(self._runner, name)
 
     def start(self, plan: StepPlan) -> FaultyStep:
-        tickets = (*plan.decode_tickets, *(chunk.ticket for chunk in plan.chunks))
-        rows = [self._scheduler.batch.by_ticket[ticket] for ticket in tickets]
+        rows = [self._scheduler.batch.by_ticket[ticket] for ticket in plan.tickets]
         priorities = [row.request.priority for row in rows]
         if FAIL_START in priorities:
             raise RuntimeError("the device took no step, as it was asked to")

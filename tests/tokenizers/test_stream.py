@@ -266,11 +266,16 @@ def test_requests_ask_for_it(tmp_path: Path, options: dict[str, Any], text: str)
     builders.make_words(tmp_path, None)
     request = Request("r", (CAT, A), SamplingParams(**options))
     sequence = SimpleNamespace(
-        request=request, index=0, num_prompt_tokens=2, num_cached_tokens=0, token_ids=[], finish_reason=None
+        request=request,
+        index=0,
+        num_prompt_tokens=2,
+        num_cached_tokens=0,
+        token_ids=[],
+        finish_reason=None,
+        stop_ids=frozenset(),
     )
     group = SimpleNamespace(prompt_token_ids=[CAT, A], prompt_logprobs=None, first=sequence)
     output = OutputStream(sequence, group, load_tokenizer(tmp_path), None)  # type: ignore[arg-type]
-    for token_id in (A, A, CAT, A, TOOL):
-        output.push(token_id)
+    output.push((A, A, CAT, A, TOOL))
     output.flush()
     assert output.make_output().outputs[0].text == text

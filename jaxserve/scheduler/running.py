@@ -1,10 +1,11 @@
-"""Who has a row of the persistent batch, and who may still get a token from a step in flight."""
+"""Who has a row of the persistent batch, and who may still get tokens from a step in flight."""
 
 from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, insort
 
+from jaxserve.pages.manager import PageManager
 from jaxserve.scheduler.sequence import Sequence, SequenceStatus, age
 
 
@@ -15,7 +16,8 @@ class Batch:
     host. A ticket outlives its row: a preempted sequence still receives the tokens that were in flight.
     """
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, pages: PageManager) -> None:
+        self._pages = pages
         self.decoding: list[Sequence] = []
         self.prefilling: list[Sequence] = []
         self.by_ticket: dict[int, Sequence] = {}
@@ -29,11 +31,12 @@ class Batch:
     def is_full(self) -> bool:
         return not self._free_rows
 
-    def join(self, sequence: Sequence) -> None:
-        """Gives a sequence a row and a fresh ticket."""
+    def join(self, sequence: Sequence, num_cached: int) -> None:
+        """Gives a sequence a row and a fresh ticket; it holds the pages of its first `num_cached` tokens already."""
         self.revoke_ticket(sequence)
         sequence.ticket, sequence.row = next(self._tickets), self._free_rows.pop()
-        sequence.status = SequenceStatus.RUNNING
+        sequence.status, sequence.num_computed_tokens = SequenceStatus.RUNNING, num_cached
+        sequence.publish_from = self._pages.next_publish(sequence.pages)
         self.by_ticket[sequence.ticket] = sequence
         insort(self.prefilling, sequence, key=age)
 
@@ -58,7 +61,9 @@ class Batch:
             sequence.num_computed_tokens -= 1
 
     def leave(self, sequence: Sequence) -> bool:
-        """Takes the row back; the ticket stays. Returns whether the sequence was decoding."""
+        """Takes back the row and the pages; the ticket stays. Returns whether the sequence was decoding."""
+        self._pages.release(sequence.pages)
+        sequence.publish_from = 0
         was_decoding = _remove(self.decoding, sequence)
         if not was_decoding:
             _remove(self.prefilling, sequence)

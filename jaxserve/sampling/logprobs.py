@@ -17,25 +17,26 @@ PROMPT_BLOCK = 64  # tokens of a prompt whose logits exist at a time
 _SELECTED_WIDTH = 2048  # XLA:TPU sorts what is narrower instead of selecting from it, and compiles that for seconds
 
 
-class TokenScores(NamedTuple):
-    """One row per token that was chosen; column 0 is that token, the k likeliest follow, likeliest first."""
+class LogprobArrays(NamedTuple):
+    """One row per token that was sampled; column 0 is that token, the k likeliest follow, likeliest first."""
 
     values: Float32[Array, "S k+1"]  # log-probabilities
     ids: Int32[Array, "S k+1"]
-    rank: Int32[Array, " S"]  # of the chosen token: 1 + the number of strictly likelier ones
+    rank: Int32[Array, " S"]  # of the sampled token: 1 + the number of strictly likelier ones
 
 
-def score_all(logits: Float[Array, "S V"], *, vocab_size: int) -> Float32[Array, "S V"]:
+def compute_logprobs(logits: Float[Array, "S V"], *, vocab_size: int) -> Float32[Array, "S V"]:
     """Returns the log-probability of every token; -inf from `vocab_size` on."""
     logits = mask_padding(logits.astype(jnp.float32), vocab_size)
     largest, log_sum = _normalize(logits)
     return (logits - largest) - log_sum
 
 
-def score_tokens(logits: Float[Array, "S V"], ids: Int[Array, " S"], k: int, *, vocab_size: int) -> TokenScores:
-    """Scores the token `ids[s]` of every row and finds the row's `k` likeliest, the lowest id first among equals.
+def gather_logprobs(logits: Float[Array, "S V"], ids: Int[Array, " S"], k: int, *, vocab_size: int) -> LogprobArrays:
+    """Returns those of each row's token `ids[s]` and of its `k` likeliest, the lowest id first among equals.
 
-    A token has the same bits in column 0 as among the likeliest, and in `score_all`. A row with NaN or +inf gets NaN.
+    A token has the same bits in column 0 as among the likeliest, and in `compute_logprobs`. A row with NaN or +inf gets
+    NaN.
     """
     if not 0 <= k <= vocab_size:
         raise ValueError(f"k: {k} likeliest tokens of a vocabulary of {vocab_size}")
@@ -46,21 +47,21 @@ def score_tokens(logits: Float[Array, "S V"], ids: Int[Array, " S"], k: int, *, 
     likeliest, likeliest_ids = _find_likeliest(logits, k)
     largest, log_sum = _normalize(logits)
     values = (jnp.concatenate([chosen, likeliest], axis=1) - largest) - log_sum
-    return TokenScores(values, jnp.concatenate([ids, likeliest_ids], axis=1), rank)
+    return LogprobArrays(values, jnp.concatenate([ids, likeliest_ids], axis=1), rank)
 
 
-def score_prompt(
+def gather_prompt_logprobs(
     hidden: Float[Array, "T D"],
     compute_logits: Callable[[Float[Array, "n D"]], Float[Array, "n V"]],
     targets: Int[Array, " T"],
     k: int,
     *,
     vocab_size: int,
-) -> TokenScores:
-    """Scores `targets[t]` under the logits of `hidden[t]`, for every position of a step, T rows in all.
+) -> LogprobArrays:
+    """Returns those of `targets[t]` under the logits of `hidden[t]`, for every position of a step, T rows in all.
 
-    The logits of `PROMPT_BLOCK` positions exist at a time, never [T, V]. The token at position p is scored by the
-    hidden state of position p - 1: the caller shifts.
+    The logits of `PROMPT_BLOCK` positions exist at a time, never [T, V]. The token at position p belongs to
+    the hidden state of position p - 1: the caller shifts.
     """
     num_tokens = len(targets)
     block = min(PROMPT_BLOCK, num_tokens)
@@ -68,12 +69,12 @@ def score_prompt(
     hidden = jnp.pad(hidden, ((0, missing), (0, 0))).reshape(-1, block, hidden.shape[-1])
     targets = jnp.pad(targets, (0, missing)).reshape(-1, block)
 
-    def score_block(inputs: tuple[Array, Array]) -> TokenScores:
+    def gather_block(inputs: tuple[Array, Array]) -> LogprobArrays:
         states, tokens = inputs
-        return score_tokens(compute_logits(states), tokens, k, vocab_size=vocab_size)
+        return gather_logprobs(compute_logits(states), tokens, k, vocab_size=vocab_size)
 
-    scores = lax.map(score_block, (hidden, targets))
-    return jax.tree.map(lambda blocks: blocks.reshape(-1, *blocks.shape[2:])[:num_tokens], scores)
+    found = lax.map(gather_block, (hidden, targets))
+    return jax.tree.map(lambda blocks: blocks.reshape(-1, *blocks.shape[2:])[:num_tokens], found)
 
 
 def _normalize(logits: Float32[Array, "S V"]) -> tuple[Float32[Array, "S 1"], Float32[Array, "S 1"]]:

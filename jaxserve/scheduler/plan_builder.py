@@ -6,33 +6,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from jaxserve.pages.manager import PageUpdate
-from jaxserve.scheduler.plan import ChunkWork, RowSet, StepPlan
+from jaxserve.scheduler.plan import ChunkWork, NewRow, StepPlan
 from jaxserve.scheduler.sequence import Sequence
 
 
-def make_row_set(sequence: Sequence) -> RowSet:
-    """Returns what begins the life of a sequence that was just admitted."""
-    request = sequence.request
-    return RowSet(
-        sequence.row,
-        sequence.num_computed_tokens,
-        request.params,
-        request.seed,
-        sequence.index,
-        sequence.history(),
-        request.embeds,
-    )
-
-
 @dataclass(slots=True)
-class Draft:
+class PlanBuilder:
     """Work can be taken out again, because a preemption may strike a sequence that was planned already."""
 
     budget: int  # tokens left
     prefix_updates: int  # page-table entries left for the prefixes of admitted sequences
     decoding: list[Sequence] = field(default_factory=list)
     chunks: dict[int, ChunkWork] = field(default_factory=dict)  # by row
-    row_sets: list[RowSet] = field(default_factory=list)
+    new_rows: list[NewRow] = field(default_factory=list)
     page_updates: list[tuple[int, int, int, int]] = field(default_factory=list)
     has_preempted: bool = False
 
@@ -63,6 +49,6 @@ class Draft:
             decode_rows=tuple([sequence.row for sequence in self.decoding]),
             decode_tickets=tuple([sequence.ticket for sequence in self.decoding]),
             chunks=tuple(self.chunks.values()),
-            row_sets=tuple(self.row_sets),
+            new_rows=tuple(self.new_rows),
             page_updates=tuple(self.page_updates),
         )

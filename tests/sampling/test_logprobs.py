@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.sampling import score_all, score_prompt, score_tokens
-from jaxserve.sampling.scores import TokenScores
+from jaxserve.sampling import compute_logprobs, gather_logprobs, gather_prompt_logprobs
+from jaxserve.sampling.logprobs import LogprobArrays
 from tests.sampling.cases import make_logits
 
-score = jax.jit(score_tokens, static_argnames=("k", "vocab_size"))
-score_each = jax.jit(score_all, static_argnames="vocab_size")
+gather = jax.jit(gather_logprobs, static_argnames=("k", "vocab_size"))
+compute_each = jax.jit(compute_logprobs, static_argnames="vocab_size")
 SIZES = [1, 5, 37, 331, 4096]
 
 
@@ -22,21 +22,21 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return wide - np.log(np.exp(wide).sum(axis=-1, keepdims=True))
 
 
-def assert_scores(scores: TokenScores, logits: np.ndarray, ids: np.ndarray, k: int) -> None:
+def assert_logprobs(found: LogprobArrays, logits: np.ndarray, ids: np.ndarray, k: int) -> None:
     expected = log_softmax(logits)
     likeliest = np.argsort(-logits, axis=-1, kind="stable")[:, :k]  # the lowest id first among equals
-    np.testing.assert_array_equal(scores.ids, np.concatenate([ids[:, None], likeliest], axis=1))
+    np.testing.assert_array_equal(found.ids, np.concatenate([ids[:, None], likeliest], axis=1))
     np.testing.assert_allclose(
-        scores.values, np.take_along_axis(expected, np.asarray(scores.ids), axis=1), rtol=2e-6, atol=2e-6
+        found.values, np.take_along_axis(expected, np.asarray(found.ids), axis=1), rtol=2e-6, atol=2e-6
     )
     chosen = np.take_along_axis(logits, ids[:, None], axis=1)
-    np.testing.assert_array_equal(scores.rank, 1 + (logits > chosen).sum(axis=-1))
+    np.testing.assert_array_equal(found.rank, 1 + (logits > chosen).sum(axis=-1))
 
 
 @pytest.mark.parametrize("k", [0, 1, 5, 20])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", ["normal", "tied", "constant", "masked"])
-def test_scores_are_numpys(kind, size, k) -> None:
+def test_logprobs_are_numpys(kind, size, k) -> None:
     k = min(k, size)
     logits, rng = make_logits(6, size, seed=k), np.random.default_rng(size)
     if kind == "tied":
@@ -47,9 +47,9 @@ def test_scores_are_numpys(kind, size, k) -> None:
         logits[:, 1:][rng.random((6, size - 1)) < 0.9] = -np.inf
     ids = rng.integers(0, size, 6).astype(np.int32)
     ids[0] = logits[0].argmax()
-    scores = score(logits, ids, k, vocab_size=size)
-    assert scores.values.shape == scores.ids.shape == (6, k + 1) and scores.rank[0] == 1
-    assert_scores(scores, logits, ids, k)
+    found = gather(logits, ids, k, vocab_size=size)
+    assert found.values.shape == found.ids.shape == (6, k + 1) and found.rank[0] == 1
+    assert_logprobs(found, logits, ids, k)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -57,13 +57,13 @@ def test_one_token_has_one_value(size) -> None:
     """Chosen, among the likeliest, or in the whole row; alone or in a batch: the same bits."""
     logits = make_logits(8, size)
     ids, k = logits.argmax(axis=-1).astype(np.int32), min(5, size)
-    together = score(logits, ids, k, vocab_size=size)
+    together = gather(logits, ids, k, vocab_size=size)
     np.testing.assert_array_equal(together.values[:, 0], together.values[:, 1])
-    everything = np.asarray(score_each(logits, vocab_size=size))
+    everything = np.asarray(compute_each(logits, vocab_size=size))
     np.testing.assert_array_equal(np.take_along_axis(everything, np.asarray(together.ids), axis=1), together.values)
     np.testing.assert_allclose(everything, log_softmax(logits), rtol=2e-6, atol=2e-6)
     for row in range(8):
-        alone = score(logits[row : row + 1], ids[row : row + 1], k, vocab_size=size)
+        alone = gather(logits[row : row + 1], ids[row : row + 1], k, vocab_size=size)
         for left, right in zip(alone, together, strict=True):
             np.testing.assert_array_equal(left[0], right[row])
 
@@ -72,17 +72,17 @@ def test_padding_takes_no_part() -> None:
     logits = make_logits(4, 384)
     logits[:, 331:] = 50
     ids = np.arange(4, dtype=np.int32)
-    assert_scores(score(logits, ids, 20, vocab_size=331), logits[:, :331], ids, 20)
-    everything = score_each(logits, vocab_size=331)
+    assert_logprobs(gather(logits, ids, 20, vocab_size=331), logits[:, :331], ids, 20)
+    everything = compute_each(logits, vocab_size=331)
     assert np.all(everything[:, 331:] == -np.inf) and np.isfinite(everything[:, :331]).all()
 
 
 @pytest.mark.parametrize("fault", [np.nan, np.inf])
-def test_a_faulty_row_has_no_scores_and_harms_no_other(fault) -> None:
+def test_a_faulty_row_has_no_logprobs_and_harms_no_other(fault) -> None:
     logits, ids = make_logits(3, 331), np.arange(3, dtype=np.int32)
-    expected = score(logits, ids, 5, vocab_size=331)
+    expected = gather(logits, ids, 5, vocab_size=331)
     logits[1, 200] = fault
-    found = score(logits, ids, 5, vocab_size=331)
+    found = gather(logits, ids, 5, vocab_size=331)
     assert np.isnan(found.values[1]).any()
     assert np.all((found.ids >= 0) & (found.ids < 384))
     for left, right in zip(found, expected, strict=True):
@@ -91,7 +91,7 @@ def test_a_faulty_row_has_no_scores_and_harms_no_other(fault) -> None:
 
 def test_more_tokens_than_there_are_is_refused() -> None:
     with pytest.raises(ValueError, match="k: 332 likeliest tokens of a vocabulary of 331"):
-        score_tokens(jnp.zeros((1, 384)), jnp.zeros(1, jnp.int32), 332, vocab_size=331)
+        gather_logprobs(jnp.zeros((1, 384)), jnp.zeros(1, jnp.int32), 332, vocab_size=331)
 
 
 def make_head(hidden_size: int, size: int) -> np.ndarray:
@@ -100,22 +100,24 @@ def make_head(hidden_size: int, size: int) -> np.ndarray:
 
 @pytest.mark.parametrize("num_tokens", [1, 63, 64, 130])
 @pytest.mark.parametrize("k", [0, 3])
-def test_prompt_scores_are_those_of_every_position(num_tokens, k) -> None:
+def test_prompt_logprobs_are_those_of_every_position(num_tokens, k) -> None:
     rng, head = np.random.default_rng(num_tokens), make_head(8, 331)
     hidden = rng.normal(size=(num_tokens, 8)).astype(np.float32)
     targets = rng.integers(0, 320, num_tokens).astype(np.int32)
     # Small integers: a product of matrices is then exact in any order, and so are the ties.
     hidden, head = np.round(hidden * 2), np.round(head * 2)
-    program = jax.jit(lambda hidden, targets: score_prompt(hidden, lambda h: h @ head, targets, k, vocab_size=320))
-    assert_scores(program(hidden, targets), (hidden @ head)[:, :320], targets, k)
+    program = jax.jit(
+        lambda hidden, targets: gather_prompt_logprobs(hidden, lambda h: h @ head, targets, k, vocab_size=320)
+    )
+    assert_logprobs(program(hidden, targets), (hidden @ head)[:, :320], targets, k)
 
 
-def test_prompt_scores_never_hold_all_logits() -> None:
+def test_prompt_logprobs_never_hold_all_logits() -> None:
     tokens, size = 2048, 2048
     shapes = [jax.ShapeDtypeStruct(*of) for of in (((tokens, 8), "f4"), ((tokens,), "i4"), ((8, size), "f4"))]
 
     def program(hidden, targets, head):
-        return score_prompt(hidden, lambda h: h @ head, targets, 5, vocab_size=size)
+        return gather_prompt_logprobs(hidden, lambda h: h @ head, targets, 5, vocab_size=size)
 
     memory = jax.jit(program).lower(*shapes).compile().memory_analysis()
     assert memory.temp_size_in_bytes < tokens * size * 4 / 6
@@ -124,7 +126,7 @@ def test_prompt_scores_never_hold_all_logits() -> None:
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
 def test_no_platform_sorts_the_vocabulary(platform) -> None:
     logits, ids = jax.ShapeDtypeStruct((2, 8192), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.int32)
-    text = score.trace(logits, ids, 20, vocab_size=8192).lower(lowering_platforms=(platform,)).as_text()
+    text = gather.trace(logits, ids, 20, vocab_size=8192).lower(lowering_platforms=(platform,)).as_text()
     sorted_widths = [
         int(width)
         for line in text.splitlines()

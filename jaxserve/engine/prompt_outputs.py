@@ -1,0 +1,29 @@
+"""What a step brings of prompts, log-probabilities and embeddings, handed to the requests that asked for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from jaxserve.engine.output import OutputStream
+from jaxserve.scheduler import Sequence, StepOutputs, StepPlan
+
+
+def hand_out_prompts(
+    plan: StepPlan,
+    outputs: StepOutputs,
+    by_ticket: Mapping[int, Sequence],
+    streams: Mapping[Sequence, OutputStream],
+) -> None:
+    """Hands out what was read of prompts, before the commit lets any of their sequences end."""
+    if outputs.prompt_logprobs is None and outputs.embeddings is None:
+        return
+    line = row = len(plan.decode_rows)
+    for chunk in plan.chunks:
+        sequence = by_ticket.get(chunk.ticket)
+        if sequence is not None:
+            group = streams[sequence].group
+            if outputs.prompt_logprobs is not None and group.prompt_logprobs is not None:
+                group.prompt_logprobs.add(outputs.prompt_logprobs, line, chunk.start, len(chunk.token_ids))
+            if outputs.embeddings is not None and sequence.request.embeds and chunk.samples:
+                group.embedding = outputs.embeddings[row].tolist()
+        line, row = line + len(chunk.token_ids), row + 1

@@ -1,0 +1,123 @@
+"""Committing: what steps brought becomes part of sequences, as far as these go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Ids
+from dataclasses import dataclass, field
+
+from jaxserve.errors import JaxServeError, NonFiniteLogitsError, NoTokenLeftError
+from jaxserve.pages.manager import PageManager
+from jaxserve.request import FinishReason
+from jaxserve.scheduler.plan import StepOutputs, StepPlan
+from jaxserve.scheduler.running import Batch
+from jaxserve.scheduler.sequence import MASK_LATE, NO_TOKEN_LEFT, NON_FINITE, Sequence, SequenceStatus
+from jaxserve.scheduler.unfinished import UnfinishedRequests
+from jaxserve.scheduler.waiting import WaitingQueue
+
+
+@dataclass(slots=True)
+class Commit:
+    """What a step brought: the sequences that got tokens, the run of each, and the sequences that ended."""
+
+    sequences: list[Sequence] = field(default_factory=list)
+    runs: list[Ids[int]] = field(default_factory=list)
+    finished: list[Sequence] = field(default_factory=list)
+
+
+class Committer:
+    """Appends tokens to sequences, ends those that are complete, and offers full pages to the prefix index."""
+
+    def __init__(self, pages: PageManager, waiting: WaitingQueue, batch: Batch, unfinished: UnfinishedRequests) -> None:
+        self._pages, self._waiting, self._batch, self._unfinished = pages, waiting, batch, unfinished
+
+    def commit(self, plan: StepPlan, outputs: StepOutputs) -> Commit:
+        """Writes the runs that a step brought into the sequences that are still there to take them.
+
+        A sentinel ends its sequence, and the page does not enter the prefix index; but MASK_LATE does nothing.
+        """
+        commit, runs = Commit(), outputs.split_runs()
+        self._take(plan.decode_tickets, runs, commit)
+        for chunk, run in zip(plan.chunks, runs, strict=True):
+            sequence = self._batch.by_ticket.get(chunk.ticket)
+            if sequence is None:
+                continue
+            ends = chunk.samples and sequence.request.embeds  # with its prompt
+            if run[-1] == NON_FINITE or (chunk.samples and not ends):
+                self._take((chunk.ticket,), (run,), commit)
+                if len(sequence.token_ids) > sequence.num_prompt_tokens:
+                    self._waiting.push_siblings(sequence)
+            elif chunk.end >= sequence.publish_from and sequence.status is SequenceStatus.RUNNING:
+                self._publish(sequence, chunk.end)
+            if ends:
+                self._end(sequence, FinishReason.STOP, None, commit)
+        return commit
+
+    def extend(self, sequence: Sequence, token_ids: Ids[int]) -> Commit:
+        """See `Scheduler.extend`."""
+        if not self._batch.resume_prefilling(sequence):
+            return Commit()
+        sequence.token_ids += token_ids
+        return Commit([sequence], [token_ids])
+
+    def cut(self, sequence: Sequence, num_tokens: int, reason: FinishReason, error: JaxServeError | None) -> None:
+        """See `Scheduler.cut`."""
+        self._unfinished.finish_sequence(sequence, reason, error)
+        del sequence.token_ids[num_tokens:]
+        sequence.finish_reason, sequence.error, sequence.stop_token_id = reason, error, None
+
+    def _take(self, tickets: Ids[int], runs: Iterable[Ids[int]], commit: Commit) -> None:
+        """Appends each run to the sequence that has the ticket, as far as the sequence goes."""
+        by_ticket, add_sequence, add_run = self._batch.by_ticket, commit.sequences.append, commit.runs.append
+        for ticket, brought in zip(tickets, runs):  # noqa: B905  other rows' runs may follow
+            sequence = by_ticket.get(ticket)
+            if sequence is None:
+                continue
+            tokens, run, reason = sequence.token_ids, brought, None
+            num_computed = len(tokens)
+            if len(run) > 1 or run[0] in sequence.stop_ids or num_computed + 1 >= sequence.max_num_tokens:
+                sequence.num_computed_tokens += len(run) - 1  # one was planned
+                run, reason, error = _find_end(sequence, run)
+                num_computed += len(run) - 1
+            if run:
+                tokens.extend(run)
+                add_sequence(sequence)
+                add_run(run)
+                if num_computed >= sequence.publish_from:  # always, where it lost its row
+                    if sequence.num_awaited_steps:
+                        sequence.num_awaited_steps -= 1
+                    else:
+                        self._publish(sequence, num_computed)
+            if reason is not None:
+                self._end(sequence, reason, error, commit)
+
+    def _end(self, sequence: Sequence, reason: FinishReason, error: JaxServeError | None, commit: Commit) -> None:
+        if self._unfinished.finish_sequence(sequence, reason, error):
+            commit.finished.append(sequence)
+
+    def _publish(self, sequence: Sequence, num_computed: int) -> None:
+        self._pages.publish(sequence.pages, sequence.token_ids, num_computed)
+        sequence.publish_from = self._pages.next_publish(sequence.pages)
+
+
+def _find_end(sequence: Sequence, run: Ids[int]) -> tuple[Ids[int], FinishReason | None, JaxServeError | None]:
+    """Returns what a sequence keeps of a run, and how it ends there: at its limit, a stop id or a sentinel; or None."""
+    room = sequence.max_num_tokens - len(sequence.token_ids)
+    run = run[:room]
+    for index, token_id in enumerate(run):
+        if token_id not in sequence.stop_ids:
+            continue
+        if token_id >= 0:
+            sequence.stop_token_id = None if token_id in sequence.request.eos_token_ids else token_id
+            return run[: index + 1], FinishReason.STOP, None
+        if token_id == MASK_LATE:  # `Batch.compute_again` has seen to it
+            return run[:index], None, None
+        return run[:index], FinishReason.ERROR, _explain(sequence, token_id)
+    return run, FinishReason.LENGTH if len(run) == room else None, None
+
+
+def _explain(sequence: Sequence, sentinel: int) -> JaxServeError:
+    name = sequence.request.request_id
+    if sentinel == NO_TOKEN_LEFT:
+        return NoTokenLeftError(f"request {name}: its constraints together forbid every token", field="logit_bias")
+    return NonFiniteLogitsError(f"request {name}: the model's logits are not finite")

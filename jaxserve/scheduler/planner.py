@@ -1,0 +1,137 @@
+"""Planning: every step, each running sequence's computed tokens catch up with its tokens.
+
+There is no prefill mode and no decode mode. Chunked prefill, prefix hits, preempted sequences and newly sampled tokens
+are one rule: work = num_tokens - num_computed_tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+from jaxserve.pages.manager import PageManager
+from jaxserve.scheduler.counts import SchedulerCounts
+from jaxserve.scheduler.door import Door
+from jaxserve.scheduler.limits import SchedulerLimits
+from jaxserve.scheduler.plan import ChunkWork, StepPlan
+from jaxserve.scheduler.plan_builder import PlanBuilder
+from jaxserve.scheduler.policy import choose_budget, choose_victim, chunk_length
+from jaxserve.scheduler.running import Batch
+from jaxserve.scheduler.sequence import Sequence, SequenceStatus
+from jaxserve.scheduler.waiting import WaitingQueue
+
+
+class Planner:
+    """Decides what each step computes: lets sequences run, reserves their pages, and preempts when pages run out."""
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        pages: PageManager,
+        waiting: WaitingQueue,
+        batch: Batch,
+        door: Door,
+        counts: SchedulerCounts,
+    ) -> None:
+        self.limits = limits
+        self._pages = pages
+        self._waiting, self._batch = waiting, batch
+        self._door, self._counts = door, counts
+        self._steps = itertools.count()
+
+    def plan(self) -> StepPlan | None:
+        """Returns the next step; None when nothing can be computed before a commit, or at all."""
+        budget = choose_budget(self.limits, self._batch, self._waiting)
+        builder = PlanBuilder(budget, self.limits.max_prefix_updates)
+        self._plan_decodes(builder)
+        for sequence in self._batch.prefilling.copy():
+            if sequence.status is SequenceStatus.RUNNING:  # else preempted a moment ago, for an older one
+                self._plan_chunk(builder, sequence)
+        if not builder.has_preempted:  # else what was freed goes to those who run
+            self._admit(builder)
+        return None if builder.is_empty else builder.freeze(next(self._steps))
+
+    def requeue_running(self) -> None:
+        """Sends every running sequence back to wait; what is in flight for any sequence will not come."""
+        for sequence in (*self._batch.decoding, *self._batch.prefilling):
+            self._batch.leave(sequence)
+            self._requeue(sequence)
+        for sequence in self._waiting:
+            self._batch.revoke_ticket(sequence)
+            sequence.num_awaited_steps = 0
+
+    def _plan_decodes(self, builder: PlanBuilder) -> None:
+        add = builder.decoding.append
+        for sequence in self._batch.decoding:  # a preemption shortens this list only behind, or at, the current place
+            end = sequence.num_computed_tokens + 1
+            if end >= sequence.max_num_tokens:
+                continue  # its last token is in flight
+            if end > sequence.pages.num_reserved_tokens and not self._reserve(builder, sequence, end):
+                continue
+            sequence.num_computed_tokens = end
+            add(sequence)
+        builder.budget -= len(builder.decoding)
+
+    def _plan_chunk(self, builder: PlanBuilder, sequence: Sequence) -> None:
+        start = sequence.num_computed_tokens
+        work = len(sequence.token_ids) - start
+        length = chunk_length(start, work, builder.budget)
+        if length == 0 or not self._reserve(builder, sequence, start + length):
+            return
+        tokens = tuple(sequence.token_ids[start : start + length])
+        next_token = sequence.token_ids[start + length] if length < work else 0
+        chunk = ChunkWork(sequence.row, sequence.ticket, start, tokens, length == work, next_token)
+        builder.add_chunk(chunk)
+        sequence.num_computed_tokens = chunk.end
+        if chunk.samples:
+            self._batch.start_decoding(sequence)
+
+    def _admit(self, builder: PlanBuilder) -> None:
+        pages = self._pages
+        while self._waiting and not self._batch.is_full and builder.budget > 0:
+            sequence = self._waiting.first
+            if sequence.num_awaited_steps:
+                return  # its tokens are not all here yet
+            num_cached = pages.attach_prefix(sequence.pages, sequence.sharable_tokens)
+            updates = pages.list_updates(sequence.pages)
+            length = chunk_length(num_cached, len(sequence.token_ids) - num_cached, builder.budget)
+            has_room = self._door.has_pages = pages.has_room(sequence.pages, len(sequence.token_ids))
+            if length == 0 or not has_room or len(updates) > builder.prefix_updates:
+                pages.release(sequence.pages)
+                return
+            self._batch.join(self._waiting.pop(), num_cached)
+            if sequence.first_scheduled_time is None:
+                sequence.first_scheduled_time, sequence.num_cached_tokens = time.monotonic(), num_cached
+                self._counts.count_admission(sequence, num_cached)
+            builder.new_rows.append(sequence.make_new_row())
+            builder.prefix_updates -= len(updates)
+            builder.add_pages(sequence.row, updates)
+            self._plan_chunk(builder, sequence)
+
+    def _reserve(self, builder: PlanBuilder, sequence: Sequence, num_tokens: int) -> bool:
+        """Reserves pages, preempting younger sequences as needed; False when `sequence` itself had to go."""
+        while True:
+            updates = self._pages.reserve(sequence.pages, sequence.num_computed_tokens, num_tokens)
+            if updates is not None:
+                builder.add_pages(sequence.row, updates)
+                return True
+            victim = choose_victim(self._batch)
+            self._preempt(builder, victim)
+            if victim is sequence:
+                return False
+
+    def _preempt(self, builder: PlanBuilder, sequence: Sequence) -> None:
+        builder.has_preempted = True
+        self._door.has_pages = False
+        sampling_chunk = sequence.row in builder.chunks and builder.chunks[sequence.row].samples
+        builder.remove(sequence)
+        in_flight = sequence.num_computed_tokens + 1 - len(sequence.token_ids)
+        was_decoding = self._batch.leave(sequence) and not sampling_chunk
+        sequence.num_awaited_steps = in_flight if was_decoding else 0
+        self._requeue(sequence)
+
+    def _requeue(self, sequence: Sequence) -> None:
+        sequence.status = SequenceStatus.PREEMPTED
+        sequence.num_preemptions += 1
+        self._counts.num_preemptions += 1
+        self._waiting.push(sequence)

@@ -1,0 +1,92 @@
+"""The requests that have not ended, each with those of its sequences that go on."""
+
+from __future__ import annotations
+
+import itertools
+
+from jaxserve.errors import CapacityError, InvalidRequestError, JaxServeError
+from jaxserve.pages.manager import PageManager
+from jaxserve.request import FinishReason, Request
+from jaxserve.scheduler.running import Batch
+from jaxserve.scheduler.sequence import Sequence, SequenceStatus, make_order
+from jaxserve.scheduler.waiting import WaitingQueue
+
+_shared_alone = itertools.count()  # numbers of requests that share pages among their own sequences: ids come again
+
+
+class UnfinishedRequests:
+    """Begins and ends sequences, whether they wait or run."""
+
+    def __init__(self, max_model_len: int, pages: PageManager, waiting: WaitingQueue, batch: Batch) -> None:
+        self._max_model_len, self._pages = max_model_len, pages
+        self._waiting, self._batch = waiting, batch
+        self._by_id: dict[str, list[Sequence]] = {}
+        self._arrivals = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def add(self, request: Request) -> list[Sequence]:
+        """Queues a request; see `Scheduler.add`."""
+        if request.request_id in self._by_id:
+            raise InvalidRequestError("is already running", field="request_id", value=request.request_id)
+        sequences = self._make_sequences(request)
+        for sequence in sequences:
+            sequence.order = make_order(request.priority, next(self._arrivals))
+        self._by_id[request.request_id] = sequences.copy()
+        self._waiting.enter(sequences)
+        return sequences
+
+    def finish(self, request_id: str, reason: FinishReason, error: JaxServeError | None) -> list[Sequence]:
+        """Ends what is left of a request, and returns it."""
+        sequences = self._by_id.get(request_id, []).copy()
+        for sequence in reversed(sequences):  # siblings that wait go before the first, which would queue them
+            self.finish_sequence(sequence, reason, error)
+        return sequences
+
+    def finish_sequence(self, sequence: Sequence, reason: FinishReason, error: JaxServeError | None = None) -> bool:
+        """Ends one sequence; False when it has ended already."""
+        if sequence.status is SequenceStatus.FINISHED:
+            return False
+        if sequence.status is SequenceStatus.RUNNING:
+            self._batch.leave(sequence)
+        else:
+            self._waiting.remove(sequence)
+        self._batch.revoke_ticket(sequence)
+        sequence.status, sequence.finish_reason, sequence.error = SequenceStatus.FINISHED, reason, error
+        others = self._by_id[sequence.request.request_id]
+        others.remove(sequence)
+        self._waiting.push_siblings(sequence)
+        if not others:
+            del self._by_id[sequence.request.request_id]
+        return True
+
+    def _make_sequences(self, request: Request) -> list[Sequence]:
+        """Returns the n sequences, or says why they can never run.
+
+        They share the pages of the prompt by its content; without a prefix cache among themselves only, under a name
+        of their own.
+        """
+        num_prompt, max_model_len = len(request.prompt_token_ids), self._max_model_len
+        if num_prompt == 0:
+            raise InvalidRequestError("is empty; give at least one token", field="prompt", value=request.prompt)
+        if num_prompt >= max_model_len:
+            message = (
+                f"This model's maximum context length is {max_model_len} tokens, and the prompt alone has "
+                f"{num_prompt}; at most {max_model_len - 1} leave room for an answer"
+            )
+            raise InvalidRequestError(message, field="prompt", value=num_prompt)
+        wanted, pages = request.params.max_tokens, self._pages
+        most = max_model_len if wanted is None else min(max_model_len, num_prompt + wanted)
+        if (unfit := pages.first_unfit_group(most)) is not None:
+            message = f"{most} tokens need {unfit[0]} KV pages, and the whole pool has {unfit[1]}"
+            raise CapacityError(message, field="prompt" if request.embeds else "max_tokens", value=wanted)
+        count = request.params.n
+        shares_alone = count > 1 and not pages.enable_prefix_caching
+        salt = f"n of request {next(_shared_alone)}" if shares_alone else request.cache_salt
+        cache = True if shares_alone else None
+        sequences = [
+            Sequence(request, pages.new_sequence(salt, cache=cache), most, index=index) for index in range(count)
+        ]
+        sequences[0].siblings = sequences[1:]
+        return sequences
