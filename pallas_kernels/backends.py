@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from types import ModuleType
 
-from pallas_kernels.gpu.toolkit import find_compiler_obstacle
+from pallas_kernels.mosaic_gpu.toolkit import find_compiler_obstacle
 from pallas_kernels.platform import traced_device_kind, traced_platform
 from pallas_kernels.spec import AttnShape
 
@@ -50,8 +50,8 @@ class Backend:
 _BACKENDS = {
     "reference": Backend("pallas_kernels.reference"),
     "xla": Backend("pallas_kernels.xla"),
-    "gpu": Backend("pallas_kernels.gpu.attention", "gpu", "Hopper (sm_90)", fused=True),
-    "gpu_interpret": Backend("pallas_kernels.gpu.attention", "cpu", interpret=True, fused=True),
+    "gpu": Backend("pallas_kernels.hopper.attention", "gpu", "Hopper (sm_90)", fused=True),
+    "gpu_interpret": Backend("pallas_kernels.hopper.attention", "cpu", interpret=True, fused=True),
     "ampere": Backend("pallas_kernels.ampere.attention", "gpu", "Ampere or Ada (sm_80, sm_86 or sm_89)", fused=True),
     "ampere_interpret": Backend("pallas_kernels.ampere.attention", "cpu", interpret=True, fused=True),
     "tpu": Backend("pallas_kernels.tpu.attention", "tpu", "v5e and later", fused=True),

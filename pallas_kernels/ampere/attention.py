@@ -15,27 +15,15 @@ from pallas_kernels.ampere.combine import combine_units
 from pallas_kernels.ampere.compat import TILE_ROWS
 from pallas_kernels.ampere.config import VERSIONS, AmpereConfig
 from pallas_kernels.ampere.launch import attend_units
-from pallas_kernels.ampere.packing import pack_tiles, unpack_tiles
 from pallas_kernels.ampere.plan import AmpereWork, default_config
-from pallas_kernels.gpu import attention as hopper
-from pallas_kernels.gpu.attention import pack_queries, unpack_queries
-from pallas_kernels.gpu.decode import compute_dtype
-from pallas_kernels.gpu.key_tiles import LOG2_E
 from pallas_kernels.layout import read_format, update_kv_pages
+from pallas_kernels.mosaic_gpu.key_tiles import LOG2_E
+from pallas_kernels.mosaic_gpu.packing import pack_queries, pack_tiles, unpack_queries, unpack_tiles
+from pallas_kernels.mosaic_gpu.shapes import choose_layout, compute_dtype, find_obstacle, round_up
 from pallas_kernels.spec import AttnParams, AttnShape, BatchMeta, HeadParams
 from pallas_kernels.worklist import StepRows
 
 __all__ = ["VERSIONS", "attend", "attend_with_update", "choose_layout", "default_config", "find_obstacle", "plan_work"]
-
-
-def choose_layout(head_dim: int) -> str:
-    """Heads of 64, 128 or 256 as they are, others padded."""
-    return hopper.choose_layout(head_dim)
-
-
-def find_obstacle(shape: AttnShape) -> str | None:
-    """Why the kernel cannot do a shape, in words for users: it does those that Hopper's do."""
-    return hopper.find_obstacle(shape)
 
 
 def plan_work(rows: StepRows, shape: AttnShape, *, config: AmpereConfig | None = None) -> AmpereWork:
@@ -123,7 +111,8 @@ def _attend_chunks(
     """The rows of `batch.work.chunks`: [T, N, H] and logs [T, N, 1]; 0 for other tokens."""
     work, tiles = batch.work, batch.work.chunks
     width = read_format(kv_pages.shape, q.shape[2]).width
-    packed = pack_tiles(q.astype(compute_dtype(batch.shape)), tiles, batch.shape, width)
+    num_rows = round_up(batch.shape.group_size * tiles.tile_tokens, 8)
+    packed = pack_tiles(q.astype(compute_dtype(batch.shape)), tiles, batch.shape, num_rows, width)
     outputs, logs = attend_units(
         packed,
         kv_pages,

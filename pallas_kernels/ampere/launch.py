@@ -8,9 +8,8 @@ import jax.numpy as jnp
 from pallas_kernels.ampere import compat as ampere
 from pallas_kernels.ampere.config import TileConfig
 from pallas_kernels.ampere.kernel import AttentionKernel
-from pallas_kernels.gpu import compat
-from pallas_kernels.gpu.decode import compute_dtype, round_up
-from pallas_kernels.layout import pool_shape
+from pallas_kernels.mosaic_gpu import compat
+from pallas_kernels.mosaic_gpu.shapes import compute_dtype, is_narrow, round_up, stored_width
 from pallas_kernels.spec import AttnParams, AttnShape
 
 
@@ -69,13 +68,12 @@ def _make_body(
     shape: AttnShape, params: AttnParams, *, has_k_scale: bool, interpret: bool, **tiling: int
 ) -> AttentionKernel:
     dtype = compute_dtype(shape)
-    is_narrow = jnp.dtype(shape.spec.dtype).itemsize == 1
     return AttentionKernel(
         params=params,
-        width=pool_shape(shape.spec, 1)[-1],
+        width=stored_width(shape),
         page_size=shape.spec.page_size,
         dtype=dtype,
-        page_dtype=jnp.dtype(ampere.NARROW) if is_narrow else dtype,
+        page_dtype=jnp.dtype(ampere.NARROW) if is_narrow(shape) else dtype,
         has_k_scale=has_k_scale,
         interpret=interpret,
         **tiling,

@@ -12,14 +12,17 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.gpu import compat
-from pallas_kernels.gpu.prefill_kernel import LOG2E, build_kernel
-from pallas_kernels.gpu.prefill_static import NUM_COMPUTE, TILE_ROWS, Static, count_bytes, list_scratch
+from pallas_kernels.hopper import wgmma
+from pallas_kernels.hopper.prefill_kernel import build_kernel
+from pallas_kernels.hopper.prefill_static import NUM_COMPUTE, TILE_ROWS, Static, count_bytes, list_scratch
+from pallas_kernels.mosaic_gpu import compat
+from pallas_kernels.mosaic_gpu.key_tiles import LOG2_E
+from pallas_kernels.mosaic_gpu.packing import count_tile_tokens, pack_tiles, unpack_tiles
+from pallas_kernels.mosaic_gpu.shapes import WIDTHS, is_narrow, stored_width
 from pallas_kernels.spec import AttnParams, AttnShape, BatchMeta, HeadParams
 from pallas_kernels.worklist import StepRows, TileList, list_chunk_tiles
 
 VERSION = 1  # of the kernel: tuning tables made for another one do not hold
-WIDTHS = (64, 128, 256)  # stored head sizes
 NUM_THREADS = NUM_COMPUTE + 1
 BARRIER_BYTES = 1024  # more than the barriers take
 
@@ -45,21 +48,16 @@ class PrefillConfig:
 
 def default_config(shape: AttnShape) -> PrefillConfig:
     """The longest ring that fits, of tiles that leave a warpgroup's accumulators in registers."""
-    width = _stored_width(shape)
+    width = stored_width(shape)
     keys = 64 if width == 256 else 128
-    if _is_narrow(shape):
+    if is_narrow(shape):
         return PrefillConfig(keys=keys, stages=2, raw_stages=1 if width == 256 else 2)
     return PrefillConfig(keys=keys, stages={64: 4, 128: 3, 256: 2}[width])
 
 
 def plan_tiles(rows: StepRows, query_lens: jax.Array, shape: AttnShape, config: PrefillConfig) -> TileList:
     """Tiles of the rows with `query_lens` [S] > 0, longest first: blocks start in this order, so none ends late."""
-    return list_chunk_tiles(rows, query_lens, tile_tokens=count_tile_tokens(shape))
-
-
-def count_tile_tokens(shape: AttnShape) -> int:
-    """Queries of a tile: a power of two, so that the kernel finds a row's query without dividing."""
-    return 1 << ((TILE_ROWS // shape.group_size).bit_length() - 1)
+    return list_chunk_tiles(rows, query_lens, tile_tokens=count_tile_tokens(shape, TILE_ROWS))
 
 
 def attend_chunks(
@@ -76,7 +74,7 @@ def attend_chunks(
 ) -> jax.Array:
     """Attention [T, N, H] in q's dtype of the queries in `tiles`, over pages that hold their keys; 0 for others."""
     static = _fix_static(q, kv_pages, batch.shape, config, params, heads, interpret=interpret)
-    packed = _pack(q.astype(static.dtype), tiles, static, batch.shape)
+    packed = pack_tiles(q.astype(static.dtype), tiles, batch.shape, TILE_ROWS, static.width)
     operands = [
         packed,
         kv_pages,
@@ -103,15 +101,10 @@ def attend_chunks(
         compiler_params=compat.compiler_params(),
         interpret=compat.interpret_params(interpret),
     )(*operands)
-    return _unpack(answers, tiles, batch.shape, heads, q)
-
-
-def _stored_width(shape: AttnShape) -> int:
-    return shape.spec.head_dim if shape.spec.layout == "plain" else -(-shape.spec.head_dim // 128) * 128
-
-
-def _is_narrow(shape: AttnShape) -> bool:
-    return jnp.dtype(shape.spec.dtype).itemsize == 1
+    found = unpack_tiles(answers, tiles, q.shape)
+    if heads.v_scale is not None:
+        found = found.astype(jnp.float32) * jnp.repeat(heads.v_scale, batch.shape.group_size)[:, None]
+    return found.astype(q.dtype)
 
 
 def _fix_static(
@@ -125,9 +118,9 @@ def _fix_static(
     interpret: bool,
 ) -> Static:
     page_size, width = kv_pages.shape[2:]
-    narrow = _is_narrow(shape)
+    narrow = is_narrow(shape)
     static = Static(
-        tile_tokens=count_tile_tokens(shape),
+        tile_tokens=count_tile_tokens(shape, TILE_ROWS),
         page_size=page_size,
         width=width,
         keys=config.keys,
@@ -157,51 +150,21 @@ def _check(static: Static, shape: AttnShape) -> None:
     if static.box % 8 or static.keys % static.box or static.page_size % static.box:
         raise ValueError(f"pages of {static.page_size} tokens do not fill key tiles of {static.keys}: use 16 to 256")
     size = count_bytes(static) + BARRIER_BYTES
-    if size > compat.MAX_SMEM_BYTES:
+    if size > wgmma.MAX_SMEM_BYTES:
         raise ValueError(
-            f"PrefillConfig wants {size} bytes of shared memory of {compat.MAX_SMEM_BYTES}: fewer stages or keys do"
+            f"PrefillConfig wants {size} bytes of shared memory of {wgmma.MAX_SMEM_BYTES}: fewer stages or keys do"
         )
-
-
-def _pack(q: jax.Array, tiles: TileList, static: Static, shape: AttnShape) -> jax.Array:
-    """[T, N, H] -> [n, K, TILE_ROWS, stored H]; rows without a query are 0, or another's query."""
-    num_tiles, tile_tokens = tiles.rows.shape[0], tiles.tile_tokens
-    num_kv_heads, group_size = shape.spec.num_kv_heads, shape.group_size
-    tokens = tiles.starts[:, None] + jnp.arange(tile_tokens, dtype=jnp.int32)  # [n, B]
-    found = q.at[tokens].get(mode="clip").reshape(num_tiles, tile_tokens, num_kv_heads, group_size, q.shape[-1])
-    found = found.transpose(0, 2, 3, 1, 4).reshape(num_tiles, num_kv_heads, group_size * tile_tokens, q.shape[-1])
-    padding = (TILE_ROWS - group_size * tile_tokens, static.width - q.shape[-1])
-    return jnp.pad(found, ((0, 0), (0, 0), (0, padding[0]), (0, padding[1])))
-
-
-def _unpack(answers: jax.Array, tiles: TileList, shape: AttnShape, heads: HeadParams, q: jax.Array) -> jax.Array:
-    """[n, K, TILE_ROWS, stored H] -> [T, N, H] like q. A gather of what the step has, however long the list is."""
-    num_tiles, num_kv_heads = answers.shape[:2]
-    group_size, tile_tokens, num_tokens = shape.group_size, tiles.tile_tokens, q.shape[0]
-    index = jnp.arange(tile_tokens, dtype=jnp.int32)
-    tokens = jnp.where(index < tiles.counts[:, None], tiles.starts[:, None] + index, num_tokens)  # [n, B]
-    # Where each token's answer is: the index of its tile times tile_tokens plus its place there; -1 for none.
-    places = jnp.arange(num_tiles * tile_tokens, dtype=jnp.int32)
-    places = jnp.full((num_tokens,), -1, jnp.int32).at[tokens.reshape(-1)].set(places, mode="drop")
-
-    answers = answers[:, :, : group_size * tile_tokens, : q.shape[-1]]
-    answers = answers.reshape(num_tiles, num_kv_heads, group_size, tile_tokens, q.shape[-1])
-    answers = answers.transpose(0, 3, 1, 2, 4).reshape(num_tiles * tile_tokens, *q.shape[1:])
-    found = jnp.where((places >= 0)[:, None, None], answers.at[jnp.maximum(places, 0)].get(mode="clip"), 0)
-    if heads.v_scale is not None:
-        found = found.astype(jnp.float32) * jnp.repeat(heads.v_scale, group_size)[:, None]
-    return found.astype(q.dtype)
 
 
 def _scale_scores(params: AttnParams, heads: HeadParams, shape: AttnShape) -> jax.Array:
     """[K] f32: raw scores times this are in base 2, or, if they are to be capped, the argument of tanh."""
-    scale = params.scale * LOG2E if params.softcap is None else params.scale / params.softcap
+    scale = params.scale * LOG2_E if params.softcap is None else params.scale / params.softcap
     scales = jnp.full((shape.spec.num_kv_heads,), scale, jnp.float32)
     return scales if heads.k_scale is None else scales * heads.k_scale.astype(jnp.float32)
 
 
 def _spread_sinks(sinks: jax.Array, tiles: TileList, shape: AttnShape) -> jax.Array:
     """[N] -> [K, TILE_ROWS] f32 in base 2, in the order of a tile's rows; padding rows have 0."""
-    spread = jnp.repeat(sinks.astype(jnp.float32) * LOG2E, tiles.tile_tokens)
+    spread = jnp.repeat(sinks.astype(jnp.float32) * LOG2_E, tiles.tile_tokens)
     spread = spread.reshape(shape.spec.num_kv_heads, shape.group_size * tiles.tile_tokens)
     return jnp.pad(spread, ((0, 0), (0, TILE_ROWS - spread.shape[1])))

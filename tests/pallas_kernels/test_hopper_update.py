@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import prepare_batch
-from pallas_kernels.gpu import update
+from pallas_kernels.hopper import update
 from pallas_kernels.layout import update_kv_pages
 from pallas_kernels.spec import BatchMeta, KVSpec
 from pallas_kernels.testing.cases import Case, make_inputs

@@ -12,26 +12,26 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.gpu import combine, decode, prefill
-from pallas_kernels.gpu.decode import DecodeConfig
-from pallas_kernels.gpu.decode_memory import QUERY_ROWS
-from pallas_kernels.gpu.key_tiles import LOG2_E
-from pallas_kernels.gpu.splits import SplitList, plan_splits
-from pallas_kernels.gpu.update import write_tokens
-from pallas_kernels.layout import pool_shape, read_format, update_kv_pages
+from pallas_kernels.hopper import combine, decode, prefill
+from pallas_kernels.hopper.decode import DecodeConfig
+from pallas_kernels.hopper.update import write_tokens
+from pallas_kernels.layout import read_format, update_kv_pages
+from pallas_kernels.mosaic_gpu.key_tiles import LOG2_E
+from pallas_kernels.mosaic_gpu.packing import pack_queries, unpack_queries
+from pallas_kernels.mosaic_gpu.shapes import choose_layout, compute_dtype, find_obstacle
+from pallas_kernels.mosaic_gpu.splits import QUERY_ROWS, SplitList, fits, plan_splits
 from pallas_kernels.spec import AttnParams, AttnShape, BatchMeta, HeadParams
 from pallas_kernels.tune import tune
 from pallas_kernels.worklist import StepRows, TileList
 
-_WIDTHS = (64, 128, 256)  # of stored heads
-_MAX_GROUP_SIZE = 16
-_MIN_PAGE_SIZE = 16  # a TMA copy of fewer rows would cost more than it brings
 VERSIONS = {"gpu_decode": decode.VERSION, "gpu_prefill": prefill.VERSION}  # of the kernels that tables are for
 _STATIC = {"static": True}
 
+__all__ = ["VERSIONS", "attend", "attend_with_update", "choose_layout", "default_config", "find_obstacle", "plan_work"]
+
 
 @dataclass(frozen=True)
-class GpuConfig:
+class HopperConfig:
     """Tuning of both kernels, and who writes keys and values: XLA's "scatter", or our "kernel"."""
 
     decode: DecodeConfig
@@ -40,50 +40,25 @@ class GpuConfig:
 
     def __post_init__(self) -> None:
         if self.write not in ("scatter", "kernel"):
-            raise ValueError(f"GpuConfig.write must be 'scatter' or 'kernel', got {self.write!r}")
+            raise ValueError(f"HopperConfig.write must be 'scatter' or 'kernel', got {self.write!r}")
 
 
 @partial(jax.tree_util.register_dataclass)
 @dataclass(frozen=True)
-class GpuWork:
+class HopperWork:
     """Every query of the step is in one of the two; None where a step has none of that kind."""
 
     decode: SplitList | None
     chunks: TileList | None
-    config: GpuConfig = field(metadata=_STATIC)
+    config: HopperConfig = field(metadata=_STATIC)
 
 
-def choose_layout(head_dim: int) -> str:
-    """Heads of 64, 128 or 256 as they are, others padded."""
-    return "plain" if head_dim in _WIDTHS else "padded"
-
-
-def find_obstacle(shape: AttnShape) -> str | None:
-    """Why the kernels cannot do a shape, in words for users."""
-    spec, obstacle = shape.spec, None
-    width = pool_shape(spec, 1)[-1]
-    if shape.dtype not in ("bfloat16", "float16"):
-        obstacle = f"its queries are bfloat16 or float16, these are {shape.dtype}"
-    elif spec.dtype not in (shape.dtype, "float8_e4m3fn"):
-        obstacle = f"with {shape.dtype} queries its pages are {shape.dtype} or float8_e4m3fn, these are {spec.dtype}"
-    elif spec.layout == "paired":
-        obstacle = "its pages are 'plain' or 'padded', these are 'paired'"
-    elif width not in _WIDTHS:
-        works = "layout 'padded' would do" if spec.head_dim < _WIDTHS[-1] else "larger heads do not fit"
-        obstacle = f"its pages store heads as 64, 128 or 256 elements, these as {width}: {works}"
-    elif shape.group_size > _MAX_GROUP_SIZE:
-        obstacle = f"it takes at most {_MAX_GROUP_SIZE} query heads per KV head, these are {shape.group_size}"
-    elif spec.page_size < _MIN_PAGE_SIZE or spec.page_size & (spec.page_size - 1):
-        obstacle = f"its page_size is a power of two from {_MIN_PAGE_SIZE}, this is {spec.page_size}"
-    return obstacle
-
-
-def default_config(shape: AttnShape) -> GpuConfig:
+def default_config(shape: AttnShape) -> HopperConfig:
     """By formula from the shape."""
-    return GpuConfig(decode.default_config(shape), prefill.default_config(shape))
+    return HopperConfig(decode.default_config(shape), prefill.default_config(shape))
 
 
-def find_config(shape: AttnShape, rows: StepRows) -> GpuConfig:
+def find_config(shape: AttnShape, rows: StepRows) -> HopperConfig:
     """By the device's table, else by formula."""
     formula = default_config(shape)
     return replace(
@@ -93,18 +68,18 @@ def find_config(shape: AttnShape, rows: StepRows) -> GpuConfig:
     )
 
 
-def plan_work(rows: StepRows, shape: AttnShape, *, config: GpuConfig | None = None) -> GpuWork:
+def plan_work(rows: StepRows, shape: AttnShape, *, config: HopperConfig | None = None) -> HopperWork:
     """Splits for the rows of few queries, tiles for the others."""
     config = config or find_config(shape, rows)
     longest = rows.max_query_len
-    if longest is not None and decode.fits(longest, shape.group_size):
+    if longest is not None and fits(longest, shape.group_size):
         units = plan_splits(rows, rows.query_lens, shape, config.decode, max_query_len=longest)
-        return GpuWork(units, None, config)
+        return HopperWork(units, None, config)
     num_single, num_rows = rows.distribution[0], rows.query_lens.shape[0]
     singles = rows.lens_between(0, num_single)
     units = plan_splits(rows, singles, shape, config.decode, max_query_len=1)
     chunks = prefill.plan_tiles(rows, rows.lens_between(num_single, num_rows), shape, config.prefill)
-    return GpuWork(units, chunks, config)
+    return HopperWork(units, chunks, config)
 
 
 def attend_with_update(
@@ -139,7 +114,7 @@ def attend(
     interpret: bool = False,
 ) -> jax.Array:
     """Attention [T, N, H] in q's dtype over pages that already hold this step's keys and values."""
-    work: GpuWork = batch.work
+    work: HopperWork = batch.work
     options = {"params": params, "heads": heads, "page_offset": page_offset, "interpret": interpret}
     few = _attend_few(q, kv_pages, batch, **options)
     if work.chunks is None:
@@ -160,7 +135,7 @@ def _attend_few(
 ) -> jax.Array:
     """The rows of `batch.work.decode`: [T, N, H]; other tokens get something finite."""
     work = batch.work.decode
-    dtype = decode.compute_dtype(batch.shape)
+    dtype = compute_dtype(batch.shape)
     width = read_format(kv_pages.shape, q.shape[2]).width
     packed = pack_queries(q, batch, work.max_queries, width).astype(dtype)
     outputs, logs = decode.attend_units(
@@ -188,40 +163,6 @@ def _attend_few(
     )
     found = found[:, : num_kv_heads * num_rows].reshape(found.shape[0], num_kv_heads, num_rows, width)
     return unpack_queries(found, batch, q.shape, work.max_queries)
-
-
-def pack_queries(q: jax.Array, batch: BatchMeta, max_queries: int, width: int) -> jax.Array:
-    """[T, N, H] -> [S, K, R, width]: row r of a KV head is query r % Qp of its row, of query head r // Qp in the group.
-
-    R is G * Qp rounded up to a multiple of 8. What is no query is a copy of some other, or 0.
-    """
-    num_kv_heads, group_size = batch.shape.spec.num_kv_heads, batch.shape.group_size
-    num_tokens, _, head_dim = q.shape
-    num_rows = batch.seq_lens.shape[0]
-    if max_queries == 1 and num_tokens >= num_rows:  # rows of one token come first: the token of row s is token s
-        found = q[:num_rows]
-    else:
-        tokens = batch.query_start_loc[:-1, None] + jnp.arange(max_queries, dtype=jnp.int32)
-        found = q.at[tokens].get(mode="clip")
-    found = found.reshape(num_rows, max_queries, num_kv_heads, group_size, head_dim).transpose(0, 2, 3, 1, 4)
-    found = found.reshape(num_rows, num_kv_heads, group_size * max_queries, head_dim)
-    padding = decode.round_up(group_size * max_queries, 8) - group_size * max_queries
-    return jnp.pad(found, ((0, 0), (0, 0), (0, padding), (0, width - head_dim)))
-
-
-def unpack_queries(found: jax.Array, batch: BatchMeta, shape: tuple[int, ...], max_queries: int) -> jax.Array:
-    """The reverse of `pack_queries`: [S, K, R, width] -> [T, N, H]."""
-    num_tokens, num_heads, head_dim = shape
-    num_rows, num_kv_heads = found.shape[:2]
-    group_size = num_heads // num_kv_heads
-    found = found[:, :, : group_size * max_queries, :head_dim]
-    found = found.reshape(num_rows, num_kv_heads, group_size, max_queries, head_dim).transpose(0, 3, 1, 2, 4)
-    found = found.reshape(num_rows, max_queries, num_heads, head_dim)
-    if max_queries == 1:
-        found = found[:num_tokens, 0]
-        return jnp.pad(found, ((0, num_tokens - found.shape[0]), (0, 0), (0, 0)))
-    index = jnp.arange(num_tokens, dtype=jnp.int32) - batch.query_start_loc[batch.token_rows]
-    return found.at[batch.token_rows, jnp.clip(index, 0, max_queries - 1)].get(mode="clip")
 
 
 def _spread_sinks(sinks: jax.Array, num_kv_heads: int, num_rows: int, max_queries: int) -> jax.Array:

@@ -12,12 +12,15 @@ import numpy as np
 import pytest
 
 from pallas_kernels import prepare_batch, reference
-from pallas_kernels.gpu import compat, prefill, prefill_kernel
-from pallas_kernels.gpu.prefill import PrefillConfig
+from pallas_kernels.hopper import prefill, prefill_kernel
+from pallas_kernels.hopper.prefill import PrefillConfig
 from pallas_kernels.layout import pool_shape, update_kv_pages
+from pallas_kernels.mosaic_gpu import compat
+from pallas_kernels.mosaic_gpu.packing import count_tile_tokens
 from pallas_kernels.spec import AttnShape, HeadParams, KVSpec
 from pallas_kernels.testing.cases import Case, Inputs, largest_error, make_inputs
 from pallas_kernels.worklist import StepRows
+from tests.pallas_kernels.gpu_interpreter import found_races, reset_interpreter
 
 FP8 = "float8_e4m3fn"
 SMALL = PrefillConfig(keys=64, stages=2)  # a short row then wraps around the ring and has all kinds of key tiles
@@ -105,7 +108,7 @@ def run(case: Case, inputs: Inputs, config: PrefillConfig | None = None) -> tupl
 def test_equals_reference(case: Case, config: PrefillConfig | None) -> None:
     inputs = make_inputs(case)
     found, expected = run(case, inputs, config)
-    assert not compat.found_races()
+    assert not found_races()
     num_single = int(inputs.distribution[0])
     answered = slice(num_single, inputs.num_tokens)
     assert largest_error(case, found[answered], expected[answered], inputs.num_tokens) < 1
@@ -118,9 +121,9 @@ def is_caught(case: Case, config: PrefillConfig) -> bool:
     try:
         run(case, make_inputs(case), config)
     except Exception as error:
-        compat.reset_interpreter()
+        reset_interpreter()
         return "race" in str(error).lower()
-    return compat.found_races()
+    return found_races()
 
 
 def without(name: str, function: Callable[..., None]) -> Callable[..., None]:
@@ -212,6 +215,8 @@ def test_config_refuses(options: dict[str, Any]) -> None:
 def test_tile_tokens_are_a_power_of_two() -> None:
     found = {}
     for group_size in range(1, 17):
-        found[group_size] = prefill.count_tile_tokens(AttnShape(group_size, KVSpec(1, 64, 16, "bfloat16"), "bfloat16"))
+        found[group_size] = count_tile_tokens(
+            AttnShape(group_size, KVSpec(1, 64, 16, "bfloat16"), "bfloat16"), prefill.TILE_ROWS
+        )
         assert found[group_size] * group_size <= prefill.TILE_ROWS < 2 * found[group_size] * group_size
     assert found[1] == 128 and found[3] == 32 and found[4] == 32 and found[5] == 16 and found[16] == 8

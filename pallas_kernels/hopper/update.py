@@ -1,7 +1,7 @@
 """Writes new keys and values into their pages, in place: one small block per token, one TMA store each.
 
 The scatter of `layout.update_kv_pages` is in place too. Which is faster a device must say; until then that one is used
-unless `GpuConfig.write` asks for this.
+unless `HopperConfig.write` asks for this.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.gpu import compat
 from pallas_kernels.layout import join_heads
+from pallas_kernels.mosaic_gpu import compat
 from pallas_kernels.spec import BatchMeta, HeadParams
 
 
