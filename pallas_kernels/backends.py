@@ -6,8 +6,8 @@ An implementation is a module with
 - `find_obstacle(shape: AttnShape) -> str | None`, why it cannot do a shape, in words for users;
 - `plan_work(rows: StepRows, shape: AttnShape, *, config) -> pytree`, the step cut into its units of work, by `config`
   (its own tuning dataclass) or, if that is None, by what its table says for the device;
-- `attend(q, kv_pages, batch, *, params, heads, page_offset, interpret) -> out`;
-- where `fused`, also `attend_with_update(q, k, v, kv_pages, batch, *, ...) -> (out, kv_pages)`.
+- where `fused`, `attend_with_update(q, k, v, kv_pages, batch, layer) -> (out, kv_pages)`; else
+  `attend(q, kv_pages, batch, layer) -> out`, over pages that already hold the step's keys and values.
 
 `*_interpret` runs a kernel on CPU in its interpreter, with race detection: for tests.
 """

@@ -91,6 +91,16 @@ class HeadParams:
 
 @partial(jax.tree_util.register_dataclass)
 @dataclass(frozen=True)
+class AttnLayer:
+    """What one layer says about its attention, beside the step's batch."""
+
+    params: AttnParams = field(metadata=_STATIC)
+    heads: HeadParams = field(default_factory=HeadParams)
+    page_offset: int | jax.Array = 0  # [] i32, the layer's first page in the pool
+
+
+@partial(jax.tree_util.register_dataclass)
+@dataclass(frozen=True)
 class BatchMeta:
     """One step's rows and tokens, made by `prepare_batch`; the fields below the line are derived from those above."""
 
@@ -106,4 +116,5 @@ class BatchMeta:
     work: Any  # pytree of the implementation: the step cut into its units of work
     shape: AttnShape = field(metadata=_STATIC)
     impl: str = field(metadata=_STATIC)
+    interpret: bool = field(metadata=_STATIC)  # whether kernels run in their interpreter
     max_query_len: int | None = field(metadata=_STATIC)

@@ -14,7 +14,7 @@ from jaxserve.layers.norm import NormConfig, rms_norm
 from jaxserve.layers.rope import rotate
 from jaxserve.sharding import DEFAULT_RULES, KV_POOL_AXES
 from pallas_kernels.api import attend_with_update
-from pallas_kernels.spec import AttnParams, BatchMeta, HeadParams
+from pallas_kernels.spec import AttnLayer, AttnParams, BatchMeta, HeadParams
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,7 @@ def _attend(
     def attend(
         q: jax.Array, k: jax.Array, v: jax.Array, heads: HeadParams, kv_pages: jax.Array, batch: BatchMeta
     ) -> tuple[jax.Array, jax.Array]:
-        return attend_with_update(
-            q, k, v, kv_pages, batch, params=attn_params, heads=heads, page_offset=call.page_offset
-        )
+        return attend_with_update(q, k, v, kv_pages, batch, AttnLayer(attn_params, heads, call.page_offset))
 
     if call.mesh is None:
         return attend(q, k, v, heads, kv_pages, batch)

@@ -20,14 +20,14 @@ from pallas_kernels.mosaic_gpu.key_tiles import LOG2_E
 from pallas_kernels.mosaic_gpu.packing import pack_queries, unpack_queries
 from pallas_kernels.mosaic_gpu.shapes import choose_layout, compute_dtype, find_obstacle
 from pallas_kernels.mosaic_gpu.splits import QUERY_ROWS, SplitList, fits, plan_splits
-from pallas_kernels.spec import AttnParams, AttnShape, BatchMeta, HeadParams
+from pallas_kernels.spec import AttnLayer, AttnShape, BatchMeta
 from pallas_kernels.tune import tune
 from pallas_kernels.worklist import StepRows, TileList
 
 VERSIONS = {"gpu_decode": decode.VERSION, "gpu_prefill": prefill.VERSION}  # of the kernels that tables are for
 _STATIC = {"static": True}
 
-__all__ = ["VERSIONS", "attend", "attend_with_update", "choose_layout", "default_config", "find_obstacle", "plan_work"]
+__all__ = ["VERSIONS", "attend_with_update", "choose_layout", "default_config", "find_obstacle", "plan_work"]
 
 
 @dataclass(frozen=True)
@@ -88,68 +88,25 @@ def attend_with_update(
     v: jax.Array,  # [T, K, H]
     kv_pages: jax.Array,  # [num_pages, 2K, page_size, H]
     batch: BatchMeta,
-    *,
-    params: AttnParams,
-    heads: HeadParams,
-    page_offset: int | jax.Array,
-    interpret: bool = False,
+    layer: AttnLayer,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention [T, N, H] in q's dtype and the pool with the step's keys and values, in place where it is donated."""
-    if batch.work.config.write == "kernel":
-        kv_pages = write_tokens(k, v, kv_pages, batch, heads=heads, page_offset=page_offset, interpret=interpret)
-    else:
-        kv_pages = update_kv_pages(k, v, kv_pages, batch, heads=heads, page_offset=page_offset)
-    options = {"params": params, "heads": heads, "page_offset": page_offset, "interpret": interpret}
-    return attend(q, kv_pages, batch, **options), kv_pages
-
-
-def attend(
-    q: jax.Array,  # [T, N, H]
-    kv_pages: jax.Array,  # [num_pages, 2K, page_size, H]
-    batch: BatchMeta,
-    *,
-    params: AttnParams,
-    heads: HeadParams,
-    page_offset: int | jax.Array,
-    interpret: bool = False,
-) -> jax.Array:
-    """Attention [T, N, H] in q's dtype over pages that already hold this step's keys and values."""
     work: HopperWork = batch.work
-    options = {"params": params, "heads": heads, "page_offset": page_offset, "interpret": interpret}
-    few = _attend_few(q, kv_pages, batch, **options)
-    if work.chunks is None:
-        return few
-    many = prefill.attend_chunks(q, kv_pages, batch, work.chunks, work.config.prefill, **options)
-    return jnp.where((batch.token_rows < batch.distribution[0])[:, None, None], few, many)
+    write = write_tokens if work.config.write == "kernel" else update_kv_pages
+    kv_pages = write(k, v, kv_pages, batch, layer)
+    out = _attend_few(q, kv_pages, batch, layer)
+    if work.chunks is not None:
+        many = prefill.attend_chunks(q, kv_pages, batch, work.chunks, work.config.prefill, layer)
+        out = jnp.where((batch.token_rows < batch.distribution[0])[:, None, None], out, many)
+    return out, kv_pages
 
 
-def _attend_few(
-    q: jax.Array,
-    kv_pages: jax.Array,
-    batch: BatchMeta,
-    *,
-    params: AttnParams,
-    heads: HeadParams,
-    page_offset: int | jax.Array,
-    interpret: bool,
-) -> jax.Array:
+def _attend_few(q: jax.Array, kv_pages: jax.Array, batch: BatchMeta, layer: AttnLayer) -> jax.Array:
     """The rows of `batch.work.decode`: [T, N, H]; other tokens get something finite."""
-    work = batch.work.decode
-    dtype = compute_dtype(batch.shape)
+    work, heads = batch.work.decode, layer.heads
     width = read_format(kv_pages.shape, q.shape[2]).width
-    packed = pack_queries(q, batch, work.max_queries, width).astype(dtype)
-    outputs, logs = decode.attend_units(
-        packed,
-        kv_pages,
-        batch.page_table,
-        work,
-        batch.shape,
-        batch.work.config.decode,
-        params=params,
-        k_scale=heads.k_scale,
-        page_offset=page_offset,
-        interpret=interpret,
-    )
+    packed = pack_queries(q, batch, work.max_queries, width).astype(compute_dtype(batch.shape))
+    outputs, logs = decode.attend_units(packed, kv_pages, batch, layer)
     num_kv_heads, num_rows = packed.shape[1:3]
     found = combine.combine_units(
         outputs,
@@ -159,7 +116,7 @@ def _attend_few(
         sinks=None if heads.sinks is None else _spread_sinks(heads.sinks, num_kv_heads, num_rows, work.max_queries),
         v_scale=None if heads.v_scale is None else _pad_columns(jnp.repeat(heads.v_scale, num_rows)),
         dtype=q.dtype,
-        interpret=interpret,
+        interpret=batch.interpret,
     )
     found = found[:, : num_kv_heads * num_rows].reshape(found.shape[0], num_kv_heads, num_rows, width)
     return unpack_queries(found, batch, q.shape, work.max_queries)

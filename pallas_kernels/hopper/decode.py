@@ -18,7 +18,7 @@ from pallas_kernels.mosaic_gpu import compat
 from pallas_kernels.mosaic_gpu.shapes import compute_dtype, round_up, stored_width
 from pallas_kernels.mosaic_gpu.splits import QUERY_ROWS, SplitList
 from pallas_kernels.platform import traced_core_count
-from pallas_kernels.spec import AttnParams, AttnShape
+from pallas_kernels.spec import AttnLayer, AttnParams, AttnShape, BatchMeta
 
 VERSION = 1  # of the kernel: what was measured with another one does not count
 _BLOCK_RESERVE = 1024 + 1024  # bytes: what an SM keeps per block, and room for barriers
@@ -68,15 +68,8 @@ def count_smem_bytes(shape: AttnShape, stages: int, tile_tokens: int = 64) -> in
 def attend_units(
     q: jax.Array,  # [S, K, R, width] of the compute dtype, R query rows of a KV head: a multiple of 8, at most 64
     kv_pages: jax.Array,  # [num_pages, 2K, page_size, width]
-    page_table: jax.Array,  # [S, M] i32
-    work: SplitList,  # W units
-    shape: AttnShape,
-    config: DecodeConfig,
-    *,
-    params: AttnParams,
-    k_scale: jax.Array | None,  # [K] f32
-    page_offset: int | jax.Array,
-    interpret: bool,
+    batch: BatchMeta,  # its work has W units
+    layer: AttnLayer,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of every unit's keys alone.
 
@@ -85,15 +78,17 @@ def attend_units(
     weights [W, C] f32, very negative for a query that sees none of the unit's keys. Row h * R + r of the C rows is KV
     head h's row r; C is a multiple of 64. What belongs to no unit, or to no KV head, is not written.
     """
+    work: SplitList = batch.work.decode
     num_kv_heads, num_rows, width = q.shape[1:]
+    k_scale = layer.heads.k_scale
     body = _make_body(
-        shape,
-        config,
-        params,
+        batch.shape,
+        batch.work.config.decode,
+        layer.params,
         num_rows=num_rows,
         max_queries=work.max_queries,
         has_k_scale=k_scale is not None,
-        interpret=interpret,
+        interpret=batch.interpret,
     )
     num_slots, columns = work.units.shape[0], round_up(num_kv_heads * num_rows, QUERY_ROWS)
     run = compat.kernel(
@@ -108,10 +103,10 @@ def attend_units(
         thread_name="warpgroup",
         scratch_types=body.make_scratch(),
         compiler_params=compat.compiler_params(),
-        interpret=compat.interpret_params(interpret),
+        interpret=compat.interpret_params(batch.interpret),
     )
-    offset = jnp.asarray(page_offset, jnp.int32).reshape(1)
-    return run(q, kv_pages, page_table, work.units, offset, *([] if k_scale is None else [k_scale]))
+    offset = jnp.asarray(layer.page_offset, jnp.int32).reshape(1)
+    return run(q, kv_pages, batch.page_table, work.units, offset, *([] if k_scale is None else [k_scale]))
 
 
 def _make_body(

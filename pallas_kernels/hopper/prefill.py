@@ -19,7 +19,7 @@ from pallas_kernels.mosaic_gpu import compat
 from pallas_kernels.mosaic_gpu.key_tiles import LOG2_E
 from pallas_kernels.mosaic_gpu.packing import count_tile_tokens, pack_tiles, unpack_tiles
 from pallas_kernels.mosaic_gpu.shapes import WIDTHS, is_narrow, stored_width
-from pallas_kernels.spec import AttnParams, AttnShape, BatchMeta, HeadParams
+from pallas_kernels.spec import AttnLayer, AttnShape, BatchMeta
 from pallas_kernels.worklist import StepRows, TileList, list_chunk_tiles
 
 VERSION = 1  # of the kernel: tuning tables made for another one do not hold
@@ -66,24 +66,21 @@ def attend_chunks(
     batch: BatchMeta,
     tiles: TileList,
     config: PrefillConfig,
-    *,
-    params: AttnParams,
-    heads: HeadParams,
-    page_offset: int | jax.Array,
-    interpret: bool,
+    layer: AttnLayer,
 ) -> jax.Array:
     """Attention [T, N, H] in q's dtype of the queries in `tiles`, over pages that hold their keys; 0 for others."""
-    static = _fix_static(q, kv_pages, batch.shape, config, params, heads, interpret=interpret)
+    heads = layer.heads
+    static = _fix_static(q, kv_pages, batch, config, layer)
     packed = pack_tiles(q.astype(static.dtype), tiles, batch.shape, TILE_ROWS, static.width)
     operands = [
         packed,
         kv_pages,
         batch.page_table,
-        jnp.asarray(page_offset, jnp.int32).reshape(1),
+        jnp.asarray(layer.page_offset, jnp.int32).reshape(1),
         tiles.rows,
         tiles.counts,
         tiles.positions,
-        _scale_scores(params, heads, batch.shape),
+        _scale_scores(layer, batch.shape),
     ]
     if heads.sinks is not None:
         operands.append(_spread_sinks(heads.sinks, tiles, batch.shape))
@@ -99,7 +96,7 @@ def attend_chunks(
         num_threads=NUM_THREADS,
         thread_name="warpgroup",
         compiler_params=compat.compiler_params(),
-        interpret=compat.interpret_params(interpret),
+        interpret=compat.interpret_params(batch.interpret),
     )(*operands)
     found = unpack_tiles(answers, tiles, q.shape)
     if heads.v_scale is not None:
@@ -107,18 +104,9 @@ def attend_chunks(
     return found.astype(q.dtype)
 
 
-def _fix_static(
-    q: jax.Array,
-    kv_pages: jax.Array,
-    shape: AttnShape,
-    config: PrefillConfig,
-    params: AttnParams,
-    heads: HeadParams,
-    *,
-    interpret: bool,
-) -> Static:
+def _fix_static(q: jax.Array, kv_pages: jax.Array, batch: BatchMeta, config: PrefillConfig, layer: AttnLayer) -> Static:
     page_size, width = kv_pages.shape[2:]
-    narrow = is_narrow(shape)
+    shape, params, narrow = batch.shape, layer.params, is_narrow(batch.shape)
     static = Static(
         tile_tokens=count_tile_tokens(shape, TILE_ROWS),
         page_size=page_size,
@@ -131,8 +119,8 @@ def _fix_static(
         page_dtype=kv_pages.dtype.name,
         window=params.window,
         softcap=params.softcap,
-        has_sinks=heads.sinks is not None,
-        interpret=interpret,
+        has_sinks=layer.heads.sinks is not None,
+        interpret=batch.interpret,
     )
     _check(static, shape)
     return static
@@ -156,8 +144,9 @@ def _check(static: Static, shape: AttnShape) -> None:
         )
 
 
-def _scale_scores(params: AttnParams, heads: HeadParams, shape: AttnShape) -> jax.Array:
+def _scale_scores(layer: AttnLayer, shape: AttnShape) -> jax.Array:
     """[K] f32: raw scores times this are in base 2, or, if they are to be capped, the argument of tanh."""
+    params, heads = layer.params, layer.heads
     scale = params.scale * LOG2_E if params.softcap is None else params.scale / params.softcap
     scales = jnp.full((shape.spec.num_kv_heads,), scale, jnp.float32)
     return scales if heads.k_scale is None else scales * heads.k_scale.astype(jnp.float32)

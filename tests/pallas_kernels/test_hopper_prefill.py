@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from pallas_kernels.hopper.prefill import PrefillConfig
 from pallas_kernels.layout import pool_shape, update_kv_pages
 from pallas_kernels.mosaic_gpu import compat
 from pallas_kernels.mosaic_gpu.packing import count_tile_tokens
-from pallas_kernels.spec import AttnShape, HeadParams, KVSpec
+from pallas_kernels.spec import AttnLayer, AttnShape, KVSpec
 from pallas_kernels.testing.cases import Case, Inputs, largest_error, make_inputs
 from pallas_kernels.worklist import StepRows
 from tests.pallas_kernels.gpu_interpreter import found_races, reset_interpreter
@@ -78,9 +79,8 @@ def _attend(
     k: jax.Array,
     v: jax.Array,
     kv_pages: jax.Array,
-    heads: HeadParams,
     meta: tuple[jax.Array, ...],
-    page_offset: jax.Array,
+    layer: AttnLayer,
     *,
     case: Case,
     config: PrefillConfig | None,
@@ -88,18 +88,18 @@ def _attend(
 ) -> tuple[jax.Array, jax.Array]:
     """The kernel's answer for rows of more than one token, and the reference's for all."""
     batch = prepare_batch(*meta, num_tokens=q.shape[0], shape=case.shape, max_query_len=None, impl="reference")
-    kv_pages = update_kv_pages(k, v, kv_pages, batch, heads=heads, page_offset=page_offset)
+    kv_pages = update_kv_pages(k, v, kv_pages, batch, layer)
     rows = StepRows(*meta[2:3], jnp.diff(meta[2]), batch.seq_lens, batch.distribution, q.shape[0], None, 192)
     config = config or prefill.default_config(case.shape)
     wanted = rows.lens_between(batch.distribution[0], case.max_rows)
     tiles = prefill.plan_tiles(rows, wanted, case.shape, config)
-    options = {"params": case.params, "heads": heads, "page_offset": page_offset}
-    found = prefill.attend_chunks(q, kv_pages, batch, tiles, config, interpret=True, **options)
-    return found, reference.attend(q, kv_pages, batch, **options)
+    found = prefill.attend_chunks(q, kv_pages, replace(batch, interpret=True), tiles, config, layer)
+    return found, reference.attend(q, kv_pages, batch, layer)
 
 
 def run(case: Case, inputs: Inputs, config: PrefillConfig | None = None) -> tuple[np.ndarray, np.ndarray]:
-    arrays = (inputs.q, inputs.k, inputs.v, inputs.kv_pages, inputs.heads, inputs.meta, np.int32(inputs.num_pages))
+    layer = AttnLayer(case.params, inputs.heads, np.int32(inputs.num_pages))
+    arrays = (inputs.q, inputs.k, inputs.v, inputs.kv_pages, inputs.meta, layer)
     found, expected = _attend(*arrays, case=case, config=config, call=object())
     return np.asarray(found), np.asarray(expected)
 
@@ -165,8 +165,7 @@ def lower(num_heads: int, spec: KVSpec, dtype: str = "bfloat16", *, config: Pref
         batch = prepare_batch(*meta, num_tokens=num_tokens, shape=shape, max_query_len=None, impl="reference")
         rows = StepRows(meta[2], jnp.diff(meta[2]), meta[1], meta[3], num_tokens, None, 192)
         tiles = prefill.plan_tiles(rows, rows.query_lens, shape, config)
-        options = {"params": case.params, "heads": HeadParams(), "page_offset": 0, "interpret": False}
-        return prefill.attend_chunks(q, kv_pages, batch, tiles, config, **options)
+        return prefill.attend_chunks(q, kv_pages, batch, tiles, config, AttnLayer(case.params))
 
     meta = [jax.ShapeDtypeStruct(size, jnp.int32) for size in ((num_rows, 4), (num_rows,), (num_rows + 1,), (3,))]
     q = jax.ShapeDtypeStruct((num_tokens, num_heads, spec.head_dim), jnp.dtype(dtype))

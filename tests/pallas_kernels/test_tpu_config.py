@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels import choose_impl, prepare_batch, resolve_impl
 from pallas_kernels.layout import page_bytes, pool_shape
-from pallas_kernels.spec import AttnParams, AttnShape, HeadParams, KVSpec
+from pallas_kernels.spec import AttnLayer, AttnParams, AttnShape, KVSpec
 from pallas_kernels.tpu import attention
 from pallas_kernels.tpu.attention import choose_layout, find_obstacle
 from pallas_kernels.tpu.config import (
@@ -81,9 +81,7 @@ def test_a_table_too_large_for_smem_is_refused() -> None:
     )
     pool = jnp.zeros(pool_shape(shape.spec, 2), jnp.bfloat16)
     with pytest.raises(ValueError, match=r"8 rows of 32768 pages.*4 rows of that width or 16384 pages"):
-        attention.attend_with_update(
-            q, k, k, pool, batch, params=AttnParams(1.0), heads=HeadParams(), page_offset=0, interpret=True
-        )
+        attention.attend_with_update(q, k, k, pool, batch, AttnLayer(AttnParams(1.0)))
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
