@@ -12,7 +12,7 @@ _HOMES = {
     "api": ("attend_with_update",),
     "backends": ("choose_impl", "choose_layout", "resolve_impl"),
     "batch": ("prepare_batch",),
-    "layout": ("gather_logical", "page_bytes", "pool_shape", "update_kv_pages"),
+    "layout": ("gather_logical", "page_bytes", "pool_shape"),
     "spec": ("AttnLayer", "AttnParams", "AttnShape", "BatchMeta", "HeadParams", "KVSpec"),
 }
 

@@ -7,7 +7,6 @@ of queries (`worklist.py`). Nothing of the size of a context is ever materialise
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +36,7 @@ class XlaConfig:
     bounded: bool
 
 
-@partial(jax.tree_util.register_dataclass)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class XlaWork:
     """All queries of the step, each in one tile of one list."""

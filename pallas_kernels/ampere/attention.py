@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from pallas_kernels.ampere import plan
 from pallas_kernels.ampere.combine import combine_units
 from pallas_kernels.ampere.compat import TILE_ROWS
-from pallas_kernels.ampere.config import VERSIONS, AmpereConfig
+from pallas_kernels.ampere.config import AmpereConfig
 from pallas_kernels.ampere.launch import attend_units
 from pallas_kernels.ampere.plan import AmpereWork, default_config
 from pallas_kernels.layout import read_format, update_kv_pages
@@ -23,7 +23,7 @@ from pallas_kernels.mosaic_gpu.shapes import choose_layout, compute_dtype, find_
 from pallas_kernels.spec import AttnLayer, AttnShape, BatchMeta, HeadParams
 from pallas_kernels.worklist import StepRows
 
-__all__ = ["VERSIONS", "attend_with_update", "choose_layout", "default_config", "find_obstacle", "plan_work"]
+__all__ = ["attend_with_update", "choose_layout", "default_config", "find_obstacle", "plan_work"]
 
 
 def plan_work(rows: StepRows, shape: AttnShape, *, config: AmpereConfig | None = None) -> AmpereWork:

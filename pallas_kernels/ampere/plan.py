@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ampere import kernel
 from pallas_kernels.ampere.compat import TILE_ROWS
-from pallas_kernels.ampere.config import VERSIONS, AmpereConfig, TileConfig, UnitConfig
+from pallas_kernels.ampere.config import AmpereConfig, TileConfig, UnitConfig
 from pallas_kernels.ampere.launch import count_smem_bytes
 from pallas_kernels.mosaic_gpu import splits
 from pallas_kernels.mosaic_gpu.packing import count_tile_tokens
@@ -31,7 +30,7 @@ _WIDE = 256  # of a stored head, whose accumulators leave too few registers for 
 _STATIC = {"static": True}
 
 
-@partial(jax.tree_util.register_dataclass)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AmpereWork:
     """Every query of the step is in a row of `few` or in a tile of `chunks`; None where a step has none of that kind.
@@ -68,8 +67,8 @@ def find_config(shape: AttnShape, rows: StepRows) -> AmpereConfig:
     """By the device's table, else by formula."""
     formula = default_config(shape)
     return AmpereConfig(
-        tune("ampere_decode", VERSIONS["ampere_decode"], formula.decode, shape, rows),
-        tune("ampere_prefill", VERSIONS["ampere_prefill"], formula.prefill, shape, rows),
+        tune("ampere_decode", formula.decode, shape, rows),
+        tune("ampere_prefill", formula.prefill, shape, rows),
     )
 
 

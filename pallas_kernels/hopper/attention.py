@@ -7,7 +7,6 @@ step launches both. The step's keys and values are written before.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +23,9 @@ from pallas_kernels.spec import AttnLayer, AttnShape, BatchMeta
 from pallas_kernels.tune import tune
 from pallas_kernels.worklist import StepRows, TileList
 
-VERSIONS = {"gpu_decode": decode.VERSION, "gpu_prefill": prefill.VERSION}  # of the kernels that tables are for
 _STATIC = {"static": True}
 
-__all__ = ["VERSIONS", "attend_with_update", "choose_layout", "default_config", "find_obstacle", "plan_work"]
+__all__ = ["attend_with_update", "choose_layout", "default_config", "find_obstacle", "plan_work"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class HopperConfig:
             raise ValueError(f"HopperConfig.write must be 'scatter' or 'kernel', got {self.write!r}")
 
 
-@partial(jax.tree_util.register_dataclass)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class HopperWork:
     """Every query of the step is in one of the two; None where a step has none of that kind."""
@@ -63,8 +61,8 @@ def find_config(shape: AttnShape, rows: StepRows) -> HopperConfig:
     formula = default_config(shape)
     return replace(
         formula,
-        decode=tune("gpu_decode", decode.VERSION, formula.decode, shape, rows),
-        prefill=tune("gpu_prefill", prefill.VERSION, formula.prefill, shape, rows),
+        decode=tune("gpu_decode", formula.decode, shape, rows),
+        prefill=tune("gpu_prefill", formula.prefill, shape, rows),
     )
 
 

@@ -20,7 +20,6 @@ from pallas_kernels.mosaic_gpu.splits import QUERY_ROWS, SplitList
 from pallas_kernels.platform import traced_core_count
 from pallas_kernels.spec import AttnLayer, AttnParams, AttnShape, BatchMeta
 
-VERSION = 1  # of the kernel: what was measured with another one does not count
 _BLOCK_RESERVE = 1024 + 1024  # bytes: what an SM keeps per block, and room for barriers
 _MAX_STAGES = 6
 
@@ -58,9 +57,9 @@ def default_config(shape: AttnShape) -> DecodeConfig:
     raise ValueError(f"no ring of two tiles of {shape.spec} fits the shared memory of a block")
 
 
-def count_smem_bytes(shape: AttnShape, stages: int, tile_tokens: int = 64) -> int:
-    """Of a block's tiles."""
-    config = DecodeConfig(tile_tokens=tile_tokens, stages=stages)
+def count_smem_bytes(shape: AttnShape, stages: int) -> int:
+    """Of a block's tiles, by default of 64 tokens."""
+    config = DecodeConfig(stages=stages)
     body = _make_body(shape, config, AttnParams(1.0), num_rows=8, max_queries=1, has_k_scale=False, interpret=False)
     return compat.smem_bytes(*body.list_tiles().values())
 

@@ -18,11 +18,10 @@ from pallas_kernels.hopper.prefill_static import NUM_COMPUTE, TILE_ROWS, Static,
 from pallas_kernels.mosaic_gpu import compat
 from pallas_kernels.mosaic_gpu.key_tiles import LOG2_E
 from pallas_kernels.mosaic_gpu.packing import count_tile_tokens, pack_tiles, unpack_tiles
-from pallas_kernels.mosaic_gpu.shapes import WIDTHS, is_narrow, stored_width
+from pallas_kernels.mosaic_gpu.shapes import is_narrow, stored_width
 from pallas_kernels.spec import AttnLayer, AttnShape, BatchMeta
 from pallas_kernels.worklist import StepRows, TileList, list_chunk_tiles
 
-VERSION = 1  # of the kernel: tuning tables made for another one do not hold
 NUM_THREADS = NUM_COMPUTE + 1
 BARRIER_BYTES = 1024  # more than the barriers take
 
@@ -122,21 +121,16 @@ def _fix_static(q: jax.Array, kv_pages: jax.Array, batch: BatchMeta, config: Pre
         has_sinks=layer.heads.sinks is not None,
         interpret=batch.interpret,
     )
-    _check(static, shape)
+    _check(static)
     return static
 
 
-def _check(static: Static, shape: AttnShape) -> None:
-    if static.width not in WIDTHS:
-        raise ValueError(f"stored heads must have one of {WIDTHS} elements, got {static.width}")
-    if shape.group_size > 16:
-        raise ValueError(f"query heads per KV head must be at most 16, got {shape.group_size}")
-    if static.dtype not in ("bfloat16", "float16") or (not static.is_narrow and static.page_dtype != static.dtype):
+def _check(static: Static) -> None:
+    """What a shape that `find_obstacle` lets pass and a configuration may still not do together."""
+    if static.keys % static.box or static.page_size % static.box:
         raise ValueError(
-            f"pages must have q's dtype, bfloat16 or float16, or 8 bits, got {static.page_dtype} for q {static.dtype}"
+            f"PrefillConfig.keys must be a multiple or a divisor of page_size {static.page_size}, got {static.keys}"
         )
-    if static.box % 8 or static.keys % static.box or static.page_size % static.box:
-        raise ValueError(f"pages of {static.page_size} tokens do not fill key tiles of {static.keys}: use 16 to 256")
     size = count_bytes(static) + BARRIER_BYTES
     if size > wgmma.MAX_SMEM_BYTES:
         raise ValueError(

@@ -8,7 +8,6 @@ Flash-Decoding, Dao et al. 2023); `combine.py` joins them again. The number of u
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Protocol
 
 import jax
@@ -26,7 +25,7 @@ ROW, FIRST_TILE, NUM_TILES, LENGTH, NUM_QUERIES = range(5)
 UNIT_COLUMNS = 8  # 32 bytes: a unit is read in one transaction
 
 
-@partial(jax.tree_util.register_dataclass)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SplitList:
     """Units, the used ones first, those of a row next to each other and in the order of its text."""

@@ -157,7 +157,6 @@ class Gate:
             argument_bytes=memory.argument_size_in_bytes,
             alias_bytes=memory.alias_size_in_bytes,
             temp_bytes=memory.temp_size_in_bytes,
-            code_bytes=memory.generated_code_size_in_bytes,
             kernels=tuple(kernels),
             complaints=tuple(complaints),
             copied_params=tuple(list_copied_params(compiled.as_text())),

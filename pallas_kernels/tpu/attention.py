@@ -14,7 +14,6 @@ import jax.numpy as jnp
 
 from pallas_kernels.layout import LANES, join_heads, read_format
 from pallas_kernels.spec import PAIRED_HEAD_DIM, AttnLayer, AttnParams, AttnShape, BatchMeta, HeadParams
-from pallas_kernels.tpu import decode, prefill
 from pallas_kernels.tpu.config import (
     TABLE_LIMIT,
     TpuConfig,
@@ -31,13 +30,12 @@ from pallas_kernels.tpu.tiles import TilePlan, plan_tiles
 from pallas_kernels.tune import tune
 from pallas_kernels.worklist import StepRows
 
-VERSIONS = {"tpu_decode": decode.VERSION, "tpu_prefill": prefill.VERSION}  # of the kernels that tables are for
 _LARGEST_GROUP = 32
 _QUERY_DTYPES = ("bfloat16", "float32")
 _PAGE_DTYPES = ("bfloat16", "float32", "float8_e4m3fn")
 
 
-@partial(jax.tree_util.register_dataclass)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TpuWork:
     """The tiles of the rows that are not one-token rows; None in a decode bucket."""
@@ -74,8 +72,8 @@ def find_config(shape: AttnShape, rows: StepRows) -> TpuConfig:
     """By the device's table, else by formula."""
     formula = default_config(shape, max_query_len=rows.max_query_len)
     return TpuConfig(
-        tune("tpu_decode", VERSIONS["tpu_decode"], formula.decode, shape, rows),
-        tune("tpu_prefill", VERSIONS["tpu_prefill"], formula.chunk, shape, rows),
+        tune("tpu_decode", formula.decode, shape, rows),
+        tune("tpu_prefill", formula.chunk, shape, rows),
     )
 
 

@@ -24,7 +24,6 @@ from pallas_kernels.tpu.launch import launch
 from pallas_kernels.tpu.pages import PageBlocks, Ref, Scalar, wait_copy
 from pallas_kernels.tpu.softmax import MASKED, Accumulator, bend, multiply, run_heads
 
-VERSION = 1  # tuning data names it; to be raised with any change that moves the best block sizes
 _HEADS_TOGETHER = 8  # of KV heads, few query rows each
 
 

@@ -30,7 +30,6 @@ from pallas_kernels.tpu.pages import PageBlocks, Ref, Scalar, repeat, wait_copy
 from pallas_kernels.tpu.softmax import MASKED, Accumulator, bend, multiply, run_heads
 from pallas_kernels.tpu.tiles import NUM_COLUMNS, TilePlan
 
-VERSION = 1  # tuning data names it; to be raised with any change that moves the best block sizes
 _NUM_BUFFERS = 2
 _HEADS_TOGETHER = 2  # of KV heads, many query rows each: more would only spill
 _BLOCK_COLUMN = 1
