@@ -9,11 +9,11 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
-    "api": ("attend_with_update", "ragged_paged_attention"),
+    "api": ("attend_with_update",),
     "backends": ("choose_impl", "choose_layout", "resolve_impl"),
     "batch": ("prepare_batch",),
-    "layout": ("gather_logical", "page_bytes", "pool_shape", "update_kv_pages"),
-    "spec": ("AttnParams", "AttnShape", "BatchMeta", "HeadParams", "KVSpec"),
+    "layout": ("gather_logical", "page_bytes", "pool_shape"),
+    "spec": ("AttnLayer", "AttnParams", "AttnShape", "BatchMeta", "HeadParams", "KVSpec"),
 }
 
 

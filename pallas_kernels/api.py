@@ -1,17 +1,15 @@
-"""What callers call. The batch says which implementation answers (`prepare_batch`)."""
+"""The public call. The batch says which implementation answers (`prepare_batch`)."""
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.backends import find_backend
 from pallas_kernels.layout import read_format, update_kv_pages
-from pallas_kernels.spec import AttnParams, BatchMeta, HeadParams
-
-_PLAIN_HEADS = HeadParams()
+from pallas_kernels.spec import AttnLayer, BatchMeta
 
 
 def attend_with_update(
@@ -20,67 +18,38 @@ def attend_with_update(
     v: jax.Array,  # [T, K, H]
     kv_pages: jax.Array,  # [num_pages, 2K, page_size, H]
     batch: BatchMeta,
-    *,
-    params: AttnParams,
-    heads: HeadParams = _PLAIN_HEADS,
-    page_offset: int | jax.Array = 0,
+    layer: AttnLayer,
 ) -> tuple[jax.Array, jax.Array]:
     """Writes the step's keys and values into their pages, then attends: the one call of a model.
 
     Returns the attention [T, N, H] in q's dtype and the pool. Donate the pool: the write is then in place. Tokens
-    after the last row's are padding: they write to the null page or nowhere, and what they attend to is finite but
+    after the last row's are padding: they write to the null page or nowhere, and their attention is finite but
     arbitrary. N and K may be one device's share under shard_map. Nothing in unused slots, not even NaN, reaches a
     result.
+
+    Raises:
+        ValueError: an array or the layer does not fit the batch; names both.
     """
-    _check_shapes(q, kv_pages, batch, params, heads)
+    _check_shapes(q, kv_pages, batch, layer)
     if k.shape != v.shape or k.shape != (q.shape[0], batch.shape.spec.num_kv_heads, q.shape[2]):
         raise ValueError(f"q {q.shape} and kv_pages {kv_pages.shape} do not fit k {k.shape} and v {v.shape}")
     backend = find_backend(batch.impl)
     if backend.fused:
-        return _attend_fused(q, k, v, kv_pages, batch, heads, jnp.asarray(page_offset, jnp.int32), params)
-    kv_pages = update_kv_pages(k, v, kv_pages, batch, heads=heads, page_offset=page_offset)
-    out = backend.module.attend(
-        q, kv_pages, batch, params=params, heads=heads, page_offset=page_offset, interpret=backend.interpret
-    )
-    return out, kv_pages
+        layer = replace(layer, page_offset=jnp.asarray(layer.page_offset, jnp.int32))
+        return _attend_fused(q, k, v, kv_pages, batch, layer)
+    kv_pages = update_kv_pages(k, v, kv_pages, batch, layer)
+    return backend.module.attend(q, kv_pages, batch, layer), kv_pages
 
 
-@partial(jax.jit, static_argnums=7)
+@jax.jit
 def _attend_fused(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    kv_pages: jax.Array,
-    batch: BatchMeta,
-    heads: HeadParams,
-    page_offset: jax.Array,
-    params: AttnParams,
+    q: jax.Array, k: jax.Array, v: jax.Array, kv_pages: jax.Array, batch: BatchMeta, layer: AttnLayer
 ) -> tuple[jax.Array, jax.Array]:
-    """A function of its own, so that a model's equal layers are traced and lowered once."""
-    backend = find_backend(batch.impl)
-    return backend.module.attend_with_update(
-        q, k, v, kv_pages, batch, params=params, heads=heads, page_offset=page_offset, interpret=backend.interpret
-    )
+    """Jitted by itself, so that a model's equal layers are traced and lowered once."""
+    return find_backend(batch.impl).module.attend_with_update(q, k, v, kv_pages, batch, layer)
 
 
-def ragged_paged_attention(
-    q: jax.Array,  # [T, N, H]
-    kv_pages: jax.Array,  # [num_pages, 2K, page_size, H]
-    batch: BatchMeta,
-    *,
-    params: AttnParams,
-    heads: HeadParams = _PLAIN_HEADS,
-    page_offset: int | jax.Array = 0,
-) -> jax.Array:
-    """Attention [T, N, H] in q's dtype over pages that already hold the keys and values of the step's tokens."""
-    _check_shapes(q, kv_pages, batch, params, heads)
-    backend = find_backend(batch.impl)
-    return backend.module.attend(
-        q, kv_pages, batch, params=params, heads=heads, page_offset=page_offset, interpret=backend.interpret
-    )
-
-
-def _check_shapes(q: jax.Array, kv_pages: jax.Array, batch: BatchMeta, params: AttnParams, heads: HeadParams) -> None:
+def _check_shapes(q: jax.Array, kv_pages: jax.Array, batch: BatchMeta, layer: AttnLayer) -> None:
     num_tokens, num_heads, head_dim = q.shape
     shape, spec = batch.shape, batch.shape.spec
     if (num_heads, head_dim) != (shape.num_heads, spec.head_dim):
@@ -92,10 +61,10 @@ def _check_shapes(q: jax.Array, kv_pages: jax.Array, batch: BatchMeta, params: A
         raise ValueError(f"kv_pages {kv_pages.dtype}{list(kv_pages.shape)} do not fit the batch's {spec}")
     if batch.positions.shape != (num_tokens,):
         raise ValueError(f"q has {num_tokens} tokens, the batch {batch.positions.shape[0]}")
-    if params.window != shape.window:
-        raise ValueError(f"params.window is {params.window}, the batch was prepared for {shape.window}")
+    if layer.params.window != shape.window:
+        raise ValueError(f"params.window is {layer.params.window}, the batch was prepared for {shape.window}")
     wanted = {"sinks": num_heads, "k_scale": spec.num_kv_heads, "v_scale": spec.num_kv_heads}
     for name, size in wanted.items():
-        array = getattr(heads, name)
+        array = getattr(layer.heads, name)
         if array is not None and array.shape != (size,):
             raise ValueError(f"heads.{name} must be [{size}], one per head, got {array.shape}")

@@ -6,8 +6,8 @@ An implementation is a module with
 - `find_obstacle(shape: AttnShape) -> str | None`, why it cannot do a shape, in words for users;
 - `plan_work(rows: StepRows, shape: AttnShape, *, config) -> pytree`, the step cut into its units of work, by `config`
   (its own tuning dataclass) or, if that is None, by what its table says for the device;
-- `attend(q, kv_pages, batch, *, params, heads, page_offset, interpret) -> out`;
-- where `fused`, also `attend_with_update(q, k, v, kv_pages, batch, *, ...) -> (out, kv_pages)`.
+- where `fused`, `attend_with_update(q, k, v, kv_pages, batch, layer) -> (out, kv_pages)`; else
+  `attend(q, kv_pages, batch, layer) -> out`, over pages that already hold the step's keys and values.
 
 `*_interpret` runs a kernel on CPU in its interpreter, with race detection: for tests.
 """
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from types import ModuleType
 
-from pallas_kernels.gpu.toolkit import find_compiler_obstacle
+from pallas_kernels.mosaic_gpu.toolkit import find_compiler_obstacle
 from pallas_kernels.platform import traced_device_kind, traced_platform
 from pallas_kernels.spec import AttnShape
 
@@ -50,8 +50,8 @@ class Backend:
 _BACKENDS = {
     "reference": Backend("pallas_kernels.reference"),
     "xla": Backend("pallas_kernels.xla"),
-    "gpu": Backend("pallas_kernels.gpu.attention", "gpu", "Hopper (sm_90)", fused=True),
-    "gpu_interpret": Backend("pallas_kernels.gpu.attention", "cpu", interpret=True, fused=True),
+    "gpu": Backend("pallas_kernels.hopper.attention", "gpu", "Hopper (sm_90)", fused=True),
+    "gpu_interpret": Backend("pallas_kernels.hopper.attention", "cpu", interpret=True, fused=True),
     "ampere": Backend("pallas_kernels.ampere.attention", "gpu", "Ampere or Ada (sm_80, sm_86 or sm_89)", fused=True),
     "ampere_interpret": Backend("pallas_kernels.ampere.attention", "cpu", interpret=True, fused=True),
     "tpu": Backend("pallas_kernels.tpu.attention", "tpu", "v5e and later", fused=True),

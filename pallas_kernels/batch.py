@@ -75,5 +75,6 @@ def prepare_batch(
         work=backend.module.plan_work(rows, shape, config=config),
         shape=shape,
         impl=name,
+        interpret=backend.interpret,
         max_query_len=max_query_len,
     )

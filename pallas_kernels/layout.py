@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.spec import PAIRED_HEAD_DIM, BatchMeta, HeadParams, KVSpec
+from pallas_kernels.spec import PAIRED_HEAD_DIM, AttnLayer, BatchMeta, HeadParams, KVSpec
 
 LANES = 128  # padded heads are multiples of it
 
@@ -72,7 +72,7 @@ def join_heads(
     k: jax.Array,
     v: jax.Array,
     kv_pages: jax.Array,
-    heads: HeadParams = HeadParams(),  # noqa: B008
+    heads: HeadParams,
 ) -> jax.Array:
     """New keys and values, [T, K, H] each, as the pool keeps tokens: [T, rows of a page, width] in its dtype."""
     form = read_format(kv_pages.shape, k.shape[-1])
@@ -89,16 +89,14 @@ def update_kv_pages(
     v: jax.Array,  # [T, K, H]
     kv_pages: jax.Array,  # [num_pages, 2K, page_size, H]
     batch: BatchMeta,
-    *,
-    heads: HeadParams = HeadParams(),  # noqa: B008
-    page_offset: int | jax.Array = 0,
+    layer: AttnLayer,
 ) -> jax.Array:
     """Writes the step's keys and values, cast to the pool's dtype; in place when the pool is donated.
 
     Padding tokens write to the null page.
     """
-    tokens = join_heads(k, v, kv_pages, heads)
-    pages = (batch.write_pages + page_offset)[:, None]
+    tokens = join_heads(k, v, kv_pages, layer.heads)
+    pages = (batch.write_pages + layer.page_offset)[:, None]
     rows = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     slots = kv_pages.at[pages, rows, batch.write_offsets[:, None]]
     return slots.set(tokens, mode="drop", wrap_negative_indices=False)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.layout import gather_heads
-from pallas_kernels.spec import AttnParams, AttnShape, BatchMeta, HeadParams
+from pallas_kernels.spec import AttnLayer, AttnShape, BatchMeta
 from pallas_kernels.worklist import StepRows
 
 
@@ -32,16 +32,13 @@ def attend(
     q: jax.Array,  # [T, N, H]
     kv_pages: jax.Array,  # [num_pages, 2K, page_size, H]
     batch: BatchMeta,
-    *,
-    params: AttnParams,
-    heads: HeadParams,
-    page_offset: int | jax.Array,
-    interpret: bool = False,
+    layer: AttnLayer,
 ) -> jax.Array:
     """Attention [T, N, H] in q's dtype over pages that already hold this step's keys and values; 0 for padding."""
     num_tokens, num_heads, head_dim = q.shape
     num_rows, width = batch.page_table.shape
     group_size = batch.shape.group_size
+    params, heads = layer.params, layer.heads
     tokens, key_positions = jnp.arange(num_tokens), jnp.arange(width * batch.shape.spec.page_size)
 
     def attend_row(row: jax.Array) -> jax.Array:
@@ -49,7 +46,7 @@ def attend(
         length = batch.seq_lens[row]
         oldest = 0 if params.window is None else length - (end - begin) - params.window + 1
         held = (key_positions >= oldest) & (key_positions < length)
-        pages = gather_heads(kv_pages, batch.page_table[row][None] + page_offset, head_dim, flat=False)
+        pages = gather_heads(kv_pages, batch.page_table[row][None] + layer.page_offset, head_dim, flat=False)
         k, v = (
             _repeat(
                 jnp.where(held[:, None], half[0].astype(jnp.float32), 0), scale, group_size

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import jax
@@ -76,7 +75,7 @@ class AttnParams:
             raise ValueError(f"AttnParams.softcap must be positive, got {self.softcap}")
 
 
-@partial(jax.tree_util.register_dataclass)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class HeadParams:
     """What a layer has per head; None for what it does not have.
@@ -89,7 +88,17 @@ class HeadParams:
     v_scale: jax.Array | None = None  # [K] f32
 
 
-@partial(jax.tree_util.register_dataclass)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class AttnLayer:
+    """What one layer says about its attention, beside the step's batch."""
+
+    params: AttnParams = field(metadata=_STATIC)
+    heads: HeadParams = field(default_factory=HeadParams)
+    page_offset: int | jax.Array = 0  # [] i32, the layer's first page in the pool
+
+
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BatchMeta:
     """One step's rows and tokens, made by `prepare_batch`; the fields below the line are derived from those above."""
@@ -106,4 +115,5 @@ class BatchMeta:
     work: Any  # pytree of the implementation: the step cut into its units of work
     shape: AttnShape = field(metadata=_STATIC)
     impl: str = field(metadata=_STATIC)
+    interpret: bool = field(metadata=_STATIC)  # whether kernels run in their interpreter
     max_query_len: int | None = field(metadata=_STATIC)

@@ -9,7 +9,6 @@ text, for kernels that write a tile's keys before the next one reads them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +45,7 @@ class StepRows:
         return jnp.where((index >= begin) & (index < end), self.query_lens, 0)
 
 
-@partial(jax.tree_util.register_dataclass)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TileList:
     """Tiles of at most `tile_tokens` queries; `group` of them are worked on together and n is a multiple of it."""
@@ -60,11 +59,11 @@ class TileList:
     group: int = field(metadata=_STATIC)
 
 
-def list_token_tiles(rows: StepRows, query_lens: jax.Array, *, group: int = 1, order: str = LONGEST) -> TileList:
+def list_token_tiles(rows: StepRows, query_lens: jax.Array, *, group: int) -> TileList:
     """One tile per row with a query; `query_lens` [S] is 0 for rows to leave out, else 1."""
     ids = jnp.arange(query_lens.shape[0], dtype=jnp.int32)
     columns = (ids, rows.query_start_loc[:-1], query_lens, rows.seq_lens - 1)
-    return _finish(columns, tile_tokens=1, group=group, order=order)
+    return _finish(columns, tile_tokens=1, group=group, order=LONGEST)
 
 
 def list_chunk_tiles(

@@ -7,7 +7,6 @@ of queries (`worklist.py`). Nothing of the size of a context is ever materialise
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from jax import lax
 
 from pallas_kernels.layout import gather_heads
 from pallas_kernels.platform import traced_platform
-from pallas_kernels.spec import AttnParams, AttnShape, BatchMeta, HeadParams
+from pallas_kernels.spec import AttnLayer, AttnShape, BatchMeta, HeadParams
 from pallas_kernels.worklist import StepRows, TileList, list_chunk_tiles, list_token_tiles
 
 # Keys per step of the online softmax. One-token rows are bound by memory and want few, long steps; a chunk's tile has
@@ -37,7 +36,7 @@ class XlaConfig:
     bounded: bool
 
 
-@partial(jax.tree_util.register_dataclass)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class XlaWork:
     """All queries of the step, each in one tile of one list."""
@@ -75,11 +74,7 @@ def attend(
     q: jax.Array,  # [T, N, H]
     kv_pages: jax.Array,  # [num_pages, 2K, page_size, H]
     batch: BatchMeta,
-    *,
-    params: AttnParams,
-    heads: HeadParams,
-    page_offset: int | jax.Array,
-    interpret: bool = False,
+    layer: AttnLayer,
 ) -> jax.Array:
     """Attention [T, N, H] in q's dtype over pages that already hold this step's keys and values."""
     bounded, out = batch.work.config.bounded, _fill(q, q.shape, 0, q.dtype)
@@ -89,9 +84,7 @@ def attend(
         def run_group(index: jax.Array | int, out: jax.Array, tiles: TileList = tiles) -> jax.Array:
             group = _slice_group(tiles, index)
             tokens = group.starts[:, None] + jnp.arange(tiles.tile_tokens, dtype=jnp.int32)  # [W, B]
-            found = _attend_group(
-                q.at[tokens].get(mode="clip"), kv_pages, batch, group, params, heads, page_offset=page_offset
-            )
+            found = _attend_group(q.at[tokens].get(mode="clip"), kv_pages, batch, group, layer)
             is_query = jnp.arange(tiles.tile_tokens) < group.counts[:, None]
             return out.at[jnp.where(is_query, tokens, q.shape[0])].set(found.astype(out.dtype), mode="drop")
 
@@ -112,14 +105,12 @@ def _attend_group(
     kv_pages: jax.Array,
     batch: BatchMeta,
     group: TileList,  # W tiles of B queries
-    params: AttnParams,
-    heads: HeadParams,
-    *,
-    page_offset: int | jax.Array,
+    layer: AttnLayer,
 ) -> jax.Array:
     """Attention of W tiles [W, B, N, H], each over its own keys, block by block from the first block that it sees."""
     width, tile_tokens, num_heads, head_dim = q.shape
     bounded, page_size = batch.work.config.bounded, batch.shape.spec.page_size
+    params, heads = layer.params, layer.heads
     num_kv_heads, group_size = batch.shape.spec.num_kv_heads, batch.shape.group_size
     block_pages = max(1, (TOKEN_BLOCK if tile_tokens == 1 else CHUNK_BLOCK) // page_size)
     block_tokens = block_pages * page_size
@@ -138,7 +129,7 @@ def _attend_group(
 
     def run_block(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         columns = (blocks + index)[:, None] * block_pages + jnp.arange(block_pages, dtype=jnp.int32)  # [W, C]
-        page_ids = jnp.take_along_axis(table, columns, axis=1, mode="clip") + page_offset
+        page_ids = jnp.take_along_axis(table, columns, axis=1, mode="clip") + layer.page_offset
         k, v = gather_heads(kv_pages, page_ids, head_dim, flat=bounded)
         key_positions = columns[:, :1] * page_size + jnp.arange(block_tokens, dtype=jnp.int32)  # [W, E]
         is_key = (key_positions >= begins[:, None]) & (key_positions < ends[:, None])
@@ -147,7 +138,7 @@ def _attend_group(
         if params.window is not None:
             seen &= key_positions[:, None] > query_positions[:, :, None] - params.window
         seen = jnp.repeat(seen, group_size, axis=1)[:, None]  # [W, 1, B * G, E]
-        scores = jnp.where(seen, _score(q, k.astype(dtype), params, heads), MASKED)
+        scores = jnp.where(seen, _score(q, k.astype(dtype), layer), MASKED)
         return _mix(carry, scores, v.astype(dtype))
 
     limit = -(-table.shape[1] // block_pages)
@@ -161,8 +152,9 @@ def _attend_group(
     return out.reshape(width, tile_tokens, num_heads, head_dim)
 
 
-def _score(q: jax.Array, k: jax.Array, params: AttnParams, heads: HeadParams) -> jax.Array:
+def _score(q: jax.Array, k: jax.Array, layer: AttnLayer) -> jax.Array:
     """[W, K, Q, H] against [W, K, E, H] -> [W, K, Q, E] in float32."""
+    params, heads = layer.params, layer.heads
     scale = params.scale if heads.k_scale is None else params.scale * heads.k_scale[:, None, None]
     scores = jnp.einsum("wkqh,wkeh->wkqe", q, k, preferred_element_type=jnp.float32) * scale
     return scores if params.softcap is None else params.softcap * jnp.tanh(scores / params.softcap)

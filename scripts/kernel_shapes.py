@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import (
+    AttnLayer,
     AttnParams,
     AttnShape,
     KVSpec,
@@ -157,7 +158,7 @@ def make_chain(shape: Shape, impl: str, layers: int, layout: str, config: Any = 
         outs = []
         for layer in range(layers):
             offset = layer * (pool.shape[0] // layers)
-            q, pool = attend_with_update(q, k, v, pool, batch, params=params, page_offset=offset)
+            q, pool = attend_with_update(q, k, v, pool, batch, AttnLayer(params, page_offset=offset))
             outs.append(q)
         return outs[-1], pool, outs[0]
 

@@ -42,7 +42,7 @@ from pallas_kernels.backends import find_backend
 from pallas_kernels.testing.compare import RELATIVE_TOLERANCE, relative_error
 from pallas_kernels.tune.search import AXES, PARTS, choose, search
 from pallas_kernels.tune.store import Result, read_results, save_results, write_results
-from pallas_kernels.tune.table import DATA, Entry, tune_key
+from pallas_kernels.tune.table import DATA, KERNELS, Entry, tune_key
 
 THREADS = 12  # compilers at once: what a round has candidates for
 DRY_CANDIDATES = 2
@@ -175,7 +175,7 @@ class Trials:
         }
         return Result(
             device.device_kind,
-            Entry(self.kernel, self.backend.module.VERSIONS[self.kernel], key, asdict(best), measured),
+            Entry(self.kernel, KERNELS[self.kernel], key, asdict(best), measured),
         )
 
 

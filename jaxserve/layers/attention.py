@@ -16,7 +16,7 @@ from jaxserve.layers.norm import NormConfig, normalize
 from jaxserve.layers.rope import rotate
 from jaxserve.sharding import DEFAULT_RULES, KV_POOL_AXES
 from pallas_kernels.api import attend_with_update
-from pallas_kernels.spec import AttnParams, BatchMeta, HeadParams
+from pallas_kernels.spec import AttnLayer, AttnParams, BatchMeta, HeadParams
 
 QKNorm = Literal["shared", "per_head", "projection"]
 """What a norm of q and k spans: each head with one weight [H] for all, each head with a weight of its own, or the
@@ -96,14 +96,12 @@ def _attend_pages(
     heads: HeadParams,
 ) -> tuple[Float[Array, "T N H"], jax.Array]:
     """Paged attention; on a mesh every device attends with its own heads (kernels cannot be partitioned for us)."""
-    attn_params = AttnParams(scale=config.scale, window=ctx.window, softcap=config.softcap)
+    params = AttnParams(scale=config.scale, window=ctx.window, softcap=config.softcap)
 
     def attend_here(
         q: jax.Array, k: jax.Array, v: jax.Array, heads: HeadParams, kv_pages: jax.Array, batch: BatchMeta
     ) -> tuple[jax.Array, jax.Array]:
-        return attend_with_update(
-            q, k, v, kv_pages, batch, params=attn_params, heads=heads, page_offset=ctx.page_offset
-        )
+        return attend_with_update(q, k, v, kv_pages, batch, AttnLayer(params, heads, ctx.page_offset))
 
     if ctx.mesh is None:
         return attend_here(q, k, v, heads, ctx.kv_pages, ctx.batch)

@@ -13,29 +13,17 @@ import jax.numpy as jnp
 from pallas_kernels.ampere import plan
 from pallas_kernels.ampere.combine import combine_units
 from pallas_kernels.ampere.compat import TILE_ROWS
-from pallas_kernels.ampere.config import VERSIONS, AmpereConfig
+from pallas_kernels.ampere.config import AmpereConfig
 from pallas_kernels.ampere.launch import attend_units
-from pallas_kernels.ampere.packing import pack_tiles, unpack_tiles
 from pallas_kernels.ampere.plan import AmpereWork, default_config
-from pallas_kernels.gpu import attention as hopper
-from pallas_kernels.gpu.attention import pack_queries, unpack_queries
-from pallas_kernels.gpu.decode import compute_dtype
-from pallas_kernels.gpu.key_tiles import LOG2_E
 from pallas_kernels.layout import read_format, update_kv_pages
-from pallas_kernels.spec import AttnParams, AttnShape, BatchMeta, HeadParams
+from pallas_kernels.mosaic_gpu.key_tiles import LOG2_E
+from pallas_kernels.mosaic_gpu.packing import pack_queries, pack_tiles, unpack_queries, unpack_tiles
+from pallas_kernels.mosaic_gpu.shapes import choose_layout, compute_dtype, find_obstacle, round_up
+from pallas_kernels.spec import AttnLayer, AttnShape, BatchMeta, HeadParams
 from pallas_kernels.worklist import StepRows
 
-__all__ = ["VERSIONS", "attend", "attend_with_update", "choose_layout", "default_config", "find_obstacle", "plan_work"]
-
-
-def choose_layout(head_dim: int) -> str:
-    """Heads of 64, 128 or 256 as they are, others padded."""
-    return hopper.choose_layout(head_dim)
-
-
-def find_obstacle(shape: AttnShape) -> str | None:
-    """Why the kernel cannot do a shape, in words for users: it does those that Hopper's do."""
-    return hopper.find_obstacle(shape)
+__all__ = ["attend_with_update", "choose_layout", "default_config", "find_obstacle", "plan_work"]
 
 
 def plan_work(rows: StepRows, shape: AttnShape, *, config: AmpereConfig | None = None) -> AmpereWork:
@@ -49,67 +37,31 @@ def attend_with_update(
     v: jax.Array,  # [T, K, H]
     kv_pages: jax.Array,  # [num_pages, 2K, page_size, H]
     batch: BatchMeta,
-    *,
-    params: AttnParams,
-    heads: HeadParams,
-    page_offset: int | jax.Array,
-    interpret: bool = False,
+    layer: AttnLayer,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention [T, N, H] in q's dtype and the pool with the step's keys and values, in place where it is donated."""
-    kv_pages = update_kv_pages(k, v, kv_pages, batch, heads=heads, page_offset=page_offset)
-    options = {"params": params, "heads": heads, "page_offset": page_offset, "interpret": interpret}
-    return attend(q, kv_pages, batch, **options), kv_pages
-
-
-def attend(
-    q: jax.Array,  # [T, N, H]
-    kv_pages: jax.Array,  # [num_pages, 2K, page_size, H]
-    batch: BatchMeta,
-    *,
-    params: AttnParams,
-    heads: HeadParams,
-    page_offset: int | jax.Array,
-    interpret: bool = False,
-) -> jax.Array:
-    """Attention [T, N, H] in q's dtype over pages that already hold this step's keys and values."""
     work: AmpereWork = batch.work
-    options = {
-        "params": params,
-        "k_scale": heads.k_scale,
-        "page_offset": page_offset,
-        "interpret": interpret,
-    }
-    found, logs = _attend_few(q, kv_pages, batch, options)
+    kv_pages = update_kv_pages(k, v, kv_pages, batch, layer)
+    found, logs = _attend_few(q, kv_pages, batch, layer)
     if work.chunks is not None:
         is_few = (batch.token_rows < batch.distribution[0])[:, None, None]
-        chunks = _attend_chunks(q, kv_pages, batch, options)
+        chunks = _attend_chunks(q, kv_pages, batch, layer)
         found, logs = jnp.where(is_few, found, chunks[0]), jnp.where(is_few, logs, chunks[1])
-    return _finish(found, logs, heads).astype(q.dtype)
+    return _finish(found, logs, layer.heads).astype(q.dtype), kv_pages
 
 
-def _attend_few(
-    q: jax.Array, kv_pages: jax.Array, batch: BatchMeta, options: dict[str, object]
-) -> tuple[jax.Array, jax.Array]:
+def _attend_few(q: jax.Array, kv_pages: jax.Array, batch: BatchMeta, layer: AttnLayer) -> tuple[jax.Array, jax.Array]:
     """The rows of `batch.work.few`: [T, N, H] and logs [T, N, 1]; other tokens get something finite."""
     work, few = batch.work, batch.work.few
     width = read_format(kv_pages.shape, q.shape[2]).width
     packed = pack_queries(q, batch, few.max_queries, width).astype(compute_dtype(batch.shape))
     num_kv_heads, num_rows = packed.shape[1:3]
     outputs, logs = attend_units(
-        packed,
-        kv_pages,
-        batch.page_table,
-        work.few_units,
-        batch.shape,
-        work.config.decode,
-        max_queries=few.max_queries,
-        **options,
+        packed, kv_pages, batch, layer, work.few_units, work.config.decode, max_queries=few.max_queries
     )
     logs = logs[:, :, :num_rows].reshape(logs.shape[0], -1)
     logs = jnp.pad(logs, ((0, 0), (0, -logs.shape[1] % TILE_ROWS)))
-    outputs, logs = combine_units(
-        outputs, logs, few.row_first_unit, few.row_num_units, interpret=bool(options["interpret"])
-    )
+    outputs, logs = combine_units(outputs, logs, few.row_first_unit, few.row_num_units, interpret=batch.interpret)
     by_head = (outputs.shape[0], num_kv_heads, num_rows, -1)
     used = num_kv_heads * num_rows
     found = unpack_queries(outputs[:, :used].reshape(by_head), batch, q.shape, few.max_queries)
@@ -118,21 +70,15 @@ def _attend_few(
 
 
 def _attend_chunks(
-    q: jax.Array, kv_pages: jax.Array, batch: BatchMeta, options: dict[str, object]
+    q: jax.Array, kv_pages: jax.Array, batch: BatchMeta, layer: AttnLayer
 ) -> tuple[jax.Array, jax.Array]:
     """The rows of `batch.work.chunks`: [T, N, H] and logs [T, N, 1]; 0 for other tokens."""
     work, tiles = batch.work, batch.work.chunks
     width = read_format(kv_pages.shape, q.shape[2]).width
-    packed = pack_tiles(q.astype(compute_dtype(batch.shape)), tiles, batch.shape, width)
+    num_rows = round_up(batch.shape.group_size * tiles.tile_tokens, 8)
+    packed = pack_tiles(q.astype(compute_dtype(batch.shape)), tiles, batch.shape, num_rows, width)
     outputs, logs = attend_units(
-        packed,
-        kv_pages,
-        batch.page_table,
-        work.chunk_units,
-        batch.shape,
-        work.config.prefill,
-        max_queries=tiles.tile_tokens,
-        **options,
+        packed, kv_pages, batch, layer, work.chunk_units, work.config.prefill, max_queries=tiles.tile_tokens
     )
     outputs = outputs[:, : packed.shape[1] * packed.shape[2]].reshape(packed.shape)
     logs = logs[:, :, : packed.shape[2], None]

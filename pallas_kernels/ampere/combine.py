@@ -11,8 +11,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.ampere.compat import PART_COLUMNS, TILE_ROWS, store_rows
-from pallas_kernels.gpu import compat
-from pallas_kernels.gpu.key_tiles import MASKED
+from pallas_kernels.mosaic_gpu import compat
+from pallas_kernels.mosaic_gpu.key_tiles import MASKED
 
 Carry = tuple[jax.Array, jax.Array, jax.Array]
 

@@ -17,7 +17,7 @@ from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import nvvm
 
-from pallas_kernels.gpu import compat
+from pallas_kernels.mosaic_gpu import compat
 
 Barrier = compat.Barrier
 TILE_ROWS = 64  # of a product's first operand: 16 in each of four warps

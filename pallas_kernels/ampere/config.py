@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-VERSIONS = {"ampere_decode": 1, "ampere_prefill": 1}  # of the kernel, by what tables are for
-
 
 @dataclass(frozen=True)
 class TileConfig:

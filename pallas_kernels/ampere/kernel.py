@@ -16,8 +16,8 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.ampere import compat
 from pallas_kernels.ampere.ring import Scratch, TileRing, Unit
-from pallas_kernels.gpu.compat import full, spread
-from pallas_kernels.gpu.key_tiles import MASKED, Ids
+from pallas_kernels.mosaic_gpu.compat import full, spread
+from pallas_kernels.mosaic_gpu.key_tiles import MASKED, Ids
 
 # Columns of a unit's line.
 QUERIES, ROW, FIRST_TILE, NUM_TILES, LENGTH, BEGIN = range(6)

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 from pallas_kernels.ampere import compat as ampere
 from pallas_kernels.ampere.config import TileConfig
 from pallas_kernels.ampere.kernel import AttentionKernel
-from pallas_kernels.gpu import compat
-from pallas_kernels.gpu.decode import compute_dtype, round_up
-from pallas_kernels.layout import pool_shape
-from pallas_kernels.spec import AttnParams, AttnShape
+from pallas_kernels.mosaic_gpu import compat
+from pallas_kernels.mosaic_gpu.shapes import compute_dtype, is_narrow, round_up, stored_width
+from pallas_kernels.spec import AttnLayer, AttnParams, AttnShape, BatchMeta
 
 
 def count_smem_bytes(shape: AttnShape, tile_tokens: int, stages: int) -> int:
@@ -24,16 +23,12 @@ def count_smem_bytes(shape: AttnShape, tile_tokens: int, stages: int) -> int:
 def attend_units(
     q: jax.Array,  # [P, K, R, width] of the compute dtype, R query rows of a KV head: a multiple of 8, at most 64
     kv_pages: jax.Array,  # [num_pages, 2K, page_size, width]
-    page_table: jax.Array,  # [S, M] i32
+    batch: BatchMeta,
+    layer: AttnLayer,
     units: jax.Array,  # [W, UNIT_COLUMNS] i32
-    shape: AttnShape,
     config: TileConfig,
     *,
-    params: AttnParams,
-    k_scale: jax.Array | None,  # [K] f32
-    page_offset: int | jax.Array,
     max_queries: int,
-    interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of every unit's keys alone.
 
@@ -45,7 +40,8 @@ def attend_units(
     num_kv_heads, num_rows, width = q.shape[1:]
     tiling = {"tile_tokens": config.tile_tokens, "stages": config.stages}
     tiling |= {"num_rows": num_rows, "max_queries": max_queries}
-    body = _make_body(shape, params, has_k_scale=k_scale is not None, interpret=interpret, **tiling)
+    k_scale = layer.heads.k_scale
+    body = _make_body(batch.shape, layer.params, has_k_scale=k_scale is not None, interpret=batch.interpret, **tiling)
     num_units, columns = units.shape[0], round_up(num_kv_heads * num_rows, ampere.TILE_ROWS)
     run = compat.kernel(
         body,
@@ -57,25 +53,24 @@ def attend_units(
         grid_names=("unit", "head"),
         scratch_types=body.make_scratch(),
         compiler_params=compat.compiler_params(),
-        interpret=compat.interpret_params(interpret),
+        interpret=compat.interpret_params(batch.interpret),
     )
     if body.is_narrow:
         kv_pages = jax.lax.bitcast_convert_type(kv_pages, ampere.NARROW)
-    offset = jnp.asarray(page_offset, jnp.int32).reshape(1)
-    return run(q, kv_pages, page_table, units, offset, *([] if k_scale is None else [k_scale]))
+    offset = jnp.asarray(layer.page_offset, jnp.int32).reshape(1)
+    return run(q, kv_pages, batch.page_table, units, offset, *([] if k_scale is None else [k_scale]))
 
 
 def _make_body(
     shape: AttnShape, params: AttnParams, *, has_k_scale: bool, interpret: bool, **tiling: int
 ) -> AttentionKernel:
     dtype = compute_dtype(shape)
-    is_narrow = jnp.dtype(shape.spec.dtype).itemsize == 1
     return AttentionKernel(
         params=params,
-        width=pool_shape(shape.spec, 1)[-1],
+        width=stored_width(shape),
         page_size=shape.spec.page_size,
         dtype=dtype,
-        page_dtype=jnp.dtype(ampere.NARROW) if is_narrow else dtype,
+        page_dtype=jnp.dtype(ampere.NARROW) if is_narrow(shape) else dtype,
         has_k_scale=has_k_scale,
         interpret=interpret,
         **tiling,

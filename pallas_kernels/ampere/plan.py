@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ampere import kernel
 from pallas_kernels.ampere.compat import TILE_ROWS
-from pallas_kernels.ampere.config import VERSIONS, AmpereConfig, TileConfig, UnitConfig
+from pallas_kernels.ampere.config import AmpereConfig, TileConfig, UnitConfig
 from pallas_kernels.ampere.launch import count_smem_bytes
-from pallas_kernels.gpu import splits
-from pallas_kernels.gpu.splits import SplitList, pad_queries
-from pallas_kernels.layout import pool_shape
+from pallas_kernels.mosaic_gpu import splits
+from pallas_kernels.mosaic_gpu.packing import count_tile_tokens
+from pallas_kernels.mosaic_gpu.shapes import stored_width
+from pallas_kernels.mosaic_gpu.splits import SplitList
 from pallas_kernels.platform import traced_core_count, traced_device_kind
 from pallas_kernels.spec import AttnShape
 from pallas_kernels.tune import tune
@@ -30,7 +30,7 @@ _WIDE = 256  # of a stored head, whose accumulators leave too few registers for 
 _STATIC = {"static": True}
 
 
-@partial(jax.tree_util.register_dataclass)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AmpereWork:
     """Every query of the step is in a row of `few` or in a tile of `chunks`; None where a step has none of that kind.
@@ -55,7 +55,7 @@ def default_config(shape: AttnShape) -> AmpereConfig:
     sm_bytes = find_sm_bytes()
     for ctas_per_sm in (2, 1):
         room = sm_bytes // ctas_per_sm - _BLOCK_RESERVE
-        for tile_tokens in (64, 32) if pool_shape(shape.spec, 1)[-1] < _WIDE else (32,):
+        for tile_tokens in (64, 32) if stored_width(shape) < _WIDE else (32,):
             fitting = [s for s in range(2, _MAX_STAGES + 1) if count_smem_bytes(shape, tile_tokens, s) <= room]
             if fitting:
                 units = UnitConfig(tile_tokens, fitting[-1], ctas_per_sm, traced_core_count())
@@ -67,8 +67,8 @@ def find_config(shape: AttnShape, rows: StepRows) -> AmpereConfig:
     """By the device's table, else by formula."""
     formula = default_config(shape)
     return AmpereConfig(
-        tune("ampere_decode", VERSIONS["ampere_decode"], formula.decode, shape, rows),
-        tune("ampere_prefill", VERSIONS["ampere_prefill"], formula.prefill, shape, rows),
+        tune("ampere_decode", formula.decode, shape, rows),
+        tune("ampere_prefill", formula.prefill, shape, rows),
     )
 
 
@@ -80,12 +80,12 @@ def find_sm_bytes() -> int:
 def plan_work(rows: StepRows, shape: AttnShape, config: AmpereConfig) -> AmpereWork:
     """Splits for the rows of few queries, tiles for the others."""
     longest = rows.max_query_len
-    if longest is not None and shape.group_size * pad_queries(longest) <= TILE_ROWS:
+    if longest is not None and splits.fits(longest, shape.group_size):
         few = splits.plan_splits(rows, rows.query_lens, shape, config.decode, max_query_len=longest)
         return AmpereWork(few, _list_split_units(few), None, None, config)
     num_single, num_rows = rows.distribution[0], rows.query_lens.shape[0]
     few = splits.plan_splits(rows, rows.lens_between(0, num_single), shape, config.decode, max_query_len=1)
-    tile_tokens = 1 << ((TILE_ROWS // shape.group_size).bit_length() - 1)
+    tile_tokens = count_tile_tokens(shape, TILE_ROWS)
     chunks = list_chunk_tiles(rows, rows.lens_between(num_single, num_rows), tile_tokens=tile_tokens)
     return AmpereWork(few, _list_split_units(few), chunks, _list_chunk_units(chunks, shape, config.prefill), config)
 

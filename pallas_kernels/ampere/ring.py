@@ -11,8 +11,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.ampere import compat
-from pallas_kernels.gpu.compat import tile_smem
-from pallas_kernels.gpu.key_tiles import Ids, KeyTiles
+from pallas_kernels.mosaic_gpu.compat import tile_smem
+from pallas_kernels.mosaic_gpu.key_tiles import Ids, KeyTiles
 
 Scratch = dict[str, jax.Ref]
 

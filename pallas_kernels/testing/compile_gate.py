@@ -27,7 +27,7 @@ from jax.interpreters import mlir
 from jaxlib.mlir import ir
 
 from pallas_kernels import attend_with_update, choose_layout, page_bytes, pool_shape, prepare_batch, resolve_impl
-from pallas_kernels.spec import AttnShape, HeadParams
+from pallas_kernels.spec import AttnLayer, AttnShape, HeadParams
 from pallas_kernels.testing.gate_report import (
     KernelUse,
     ProgramReport,
@@ -157,7 +157,6 @@ class Gate:
             argument_bytes=memory.argument_size_in_bytes,
             alias_bytes=memory.alias_size_in_bytes,
             temp_bytes=memory.temp_size_in_bytes,
-            code_bytes=memory.generated_code_size_in_bytes,
             kernels=tuple(kernels),
             complaints=tuple(complaints),
             copied_params=tuple(list_copied_params(compiled.as_text())),
@@ -183,8 +182,7 @@ def measure_attention(gate: Gate, program: GateProgram, *, impl: str) -> Program
         batch = prepare_batch(
             *meta, num_tokens=program.num_tokens, shape=shape, max_query_len=program.max_query_len, impl=report.impl
         )
-        options = {"params": program.shape.params, "heads": heads, "page_offset": layer_pages}
-        return attend_with_update(q, k, v, kv_pages, batch, **options)
+        return attend_with_update(q, k, v, kv_pages, batch, AttnLayer(program.shape.params, heads, layer_pages))
 
     jitted = jax.jit(attend, donate_argnames="kv_pages")
     return gate.measure(report, lambda: jitted.trace(**arrays))

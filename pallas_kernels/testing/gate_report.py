@@ -13,7 +13,7 @@ _ENTRY = re.compile(r"Compiling entry function '([^']+)'")
 # ptxas calls some losses warnings and others notes: 'setmaxnreg' ignored, wgmma serialized.
 _COMPLAINT = re.compile(r"ptxas (?:warning|error)\b|Potential Performance Loss")
 _REGISTERS = re.compile(r"Used (\d+) registers")
-_FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _TPU_CALL = re.compile(r'%([\w-]+?)(?:\.\d+)* = .*custom_call_target="tpu_custom_call"')
 _VMEM = re.compile(r'"used_scoped_memory_configs":\[([^\]]*)\]')
 _COPIED_PARAM = re.compile(r' copy\(.*op_name="(params\[[^"]*)"')
@@ -28,7 +28,6 @@ class KernelUse:
     digest: str = ""  # of its code, where that can be had
     registers: int | None = None  # per thread
     spill_bytes: int | None = None  # stores and loads
-    stack_bytes: int | None = None
     threads: int | None = None  # per block
     shared_memory_bytes: int | None = None  # per block
     vmem_bytes: int | None = None
@@ -45,7 +44,6 @@ class ProgramReport:
     argument_bytes: int = 0
     alias_bytes: int = 0
     temp_bytes: int = 0
-    code_bytes: int = 0
     donated_bytes: int = 0  # the KV pool, which must be among the aliases
     impl: str = ""  # that was asked for
     compiler: str = ""  # and its version, where it is known
@@ -75,9 +73,8 @@ def parse_ptxas(text: str) -> list[KernelUse]:
     for line in text.splitlines():
         if found := _ENTRY.search(line):
             kernels.append(KernelUse(found[1]))
-        elif kernels and (found := _FRAME.search(line)):
-            stack, stores, loads = map(int, found.groups())
-            kernels[-1] = replace(kernels[-1], stack_bytes=stack, spill_bytes=stores + loads)
+        elif kernels and (found := _SPILLS.search(line)):
+            kernels[-1] = replace(kernels[-1], spill_bytes=sum(map(int, found.groups())))
         elif kernels and (found := _REGISTERS.search(line)):
             kernels[-1] = replace(kernels[-1], registers=int(found[1]))
     return kernels
@@ -121,8 +118,7 @@ def merge_uses(
         if launch.digest not in seen:
             matches = [use for use in compiled if use.name.startswith(f"{launch.name}_mosaic")]
             worst = max(matches, key=lambda use: (use.spill_bytes or 0, use.registers or 0), default=KernelUse(""))
-            figures = {name: getattr(worst, name) for name in ("registers", "spill_bytes", "stack_bytes")}
-            seen[launch.digest] = replace(launch, **figures)
+            seen[launch.digest] = replace(launch, registers=worst.registers, spill_bytes=worst.spill_bytes)
         merged.append(seen[launch.digest])
     return merged
 

@@ -8,23 +8,21 @@ from typing import Any
 import jax
 
 from pallas_kernels import attend_with_update, prepare_batch
-from pallas_kernels.spec import AttnParams, AttnShape, HeadParams
+from pallas_kernels.spec import AttnLayer, AttnShape
 from pallas_kernels.testing.cases import Case, Inputs
 
 LAYER = 1  # of the pool's two: attention must find its pages behind another layer's
 
 
-@partial(jax.jit, static_argnames=("params", "shape", "max_query_len", "impl", "config"))
+@partial(jax.jit, static_argnames=("shape", "max_query_len", "impl", "config"))
 def _run(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     kv_pages: jax.Array,
-    heads: HeadParams,
     meta: tuple[jax.Array, ...],
-    page_offset: jax.Array,
+    layer: AttnLayer,
     *,
-    params: AttnParams,
     shape: AttnShape,
     max_query_len: int | None,
     impl: str,
@@ -33,7 +31,7 @@ def _run(
     batch = prepare_batch(
         *meta, num_tokens=q.shape[0], shape=shape, max_query_len=max_query_len, impl=impl, config=config
     )
-    return attend_with_update(q, k, v, kv_pages, batch, params=params, heads=heads, page_offset=page_offset)
+    return attend_with_update(q, k, v, kv_pages, batch, layer)
 
 
 def run_case(case: Case, inputs: Inputs, *, impl: str = "xla", config: Any = None) -> tuple[jax.Array, jax.Array]:
@@ -43,10 +41,8 @@ def run_case(case: Case, inputs: Inputs, *, impl: str = "xla", config: Any = Non
         inputs.k,
         inputs.v,
         inputs.kv_pages,
-        inputs.heads,
         inputs.meta,
-        LAYER * inputs.num_pages,
-        params=case.params,
+        AttnLayer(case.params, inputs.heads, LAYER * inputs.num_pages),
         shape=case.shape,
         max_query_len=case.max_query_len,
         impl=impl,

@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.layout import LANES, join_heads, read_format
-from pallas_kernels.spec import PAIRED_HEAD_DIM, AttnParams, AttnShape, BatchMeta, HeadParams
-from pallas_kernels.tpu import decode, prefill
+from pallas_kernels.spec import PAIRED_HEAD_DIM, AttnLayer, AttnParams, AttnShape, BatchMeta, HeadParams
 from pallas_kernels.tpu.config import (
     TABLE_LIMIT,
     TpuConfig,
@@ -31,13 +30,12 @@ from pallas_kernels.tpu.tiles import TilePlan, plan_tiles
 from pallas_kernels.tune import tune
 from pallas_kernels.worklist import StepRows
 
-VERSIONS = {"tpu_decode": decode.VERSION, "tpu_prefill": prefill.VERSION}  # of the kernels that tables are for
 _LARGEST_GROUP = 32
 _QUERY_DTYPES = ("bfloat16", "float32")
 _PAGE_DTYPES = ("bfloat16", "float32", "float8_e4m3fn")
 
 
-@partial(jax.tree_util.register_dataclass)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TpuWork:
     """The tiles of the rows that are not one-token rows; None in a decode bucket."""
@@ -74,8 +72,8 @@ def find_config(shape: AttnShape, rows: StepRows) -> TpuConfig:
     """By the device's table, else by formula."""
     formula = default_config(shape, max_query_len=rows.max_query_len)
     return TpuConfig(
-        tune("tpu_decode", VERSIONS["tpu_decode"], formula.decode, shape, rows),
-        tune("tpu_prefill", VERSIONS["tpu_prefill"], formula.chunk, shape, rows),
+        tune("tpu_decode", formula.decode, shape, rows),
+        tune("tpu_prefill", formula.chunk, shape, rows),
     )
 
 
@@ -85,59 +83,28 @@ def plan_work(rows: StepRows, shape: AttnShape, *, config: TpuConfig | None = No
     return TpuWork(None if rows.is_decode else plan_tiles(rows, config.chunk.tile_tokens), config)
 
 
-def attend(
-    q: jax.Array,  # [T, N, H]
-    kv_pages: jax.Array,
-    batch: BatchMeta,
-    *,
-    params: AttnParams,
-    heads: HeadParams,
-    page_offset: int | jax.Array,
-    interpret: bool = False,
-) -> jax.Array:
-    """Attention [T, N, H] in q's dtype over pages that already hold this step's keys and values."""
-    return _attend(q, None, kv_pages, batch, params, heads, page_offset=page_offset, interpret=interpret)[0]
-
-
 def attend_with_update(
     q: jax.Array,  # [T, N, H]
     k: jax.Array,  # [T, K, H]
     v: jax.Array,  # [T, K, H]
     kv_pages: jax.Array,
     batch: BatchMeta,
-    *,
-    params: AttnParams,
-    heads: HeadParams,
-    page_offset: int | jax.Array,
-    interpret: bool = False,
+    layer: AttnLayer,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention [T, N, H] in q's dtype and the pool with the step's keys and values, in place where it is donated.
 
     The null page is not written. Unused slots next to a written one may change.
     """
+    params, heads = layer.params, layer.heads
     new = join_heads(k, v, kv_pages, heads)  # [T, rows of a page, width]
-    return _attend(q, new, kv_pages, batch, params, heads, page_offset=page_offset, interpret=interpret)
-
-
-def _attend(
-    q: jax.Array,
-    new: jax.Array | None,
-    kv_pages: jax.Array,
-    batch: BatchMeta,
-    params: AttnParams,
-    heads: HeadParams,
-    *,
-    page_offset: int | jax.Array,
-    interpret: bool,
-) -> tuple[jax.Array, jax.Array]:
     num_tokens, num_heads, head_dim = q.shape
     num_rows, table_width = batch.page_table.shape
     _check_table(num_rows, table_width)
     form, shape, work = read_format(kv_pages.shape, head_dim), batch.shape, batch.work
     num_kv_heads, group = shape.spec.num_kv_heads, shape.group_size
-    options = {"params": params, "paired": form.paired, "out_dtype": q.dtype, "interpret": interpret}
+    options = {"params": params, "paired": form.paired, "out_dtype": q.dtype, "interpret": batch.interpret}
     factors = _make_factors(num_kv_heads, params, heads)
-    page_offset = jnp.asarray(page_offset, jnp.int32)
+    page_offset = jnp.asarray(layer.page_offset, jnp.int32)
     # [T, K, G, width]: padding of the keys' and, in pairs, the values' lanes adds nothing to a product.
     grouped = q.reshape(num_tokens, num_kv_heads, group, head_dim).astype(compute_dtype(shape))
     grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, 0), (0, form.width - head_dim)))
@@ -148,7 +115,7 @@ def _attend(
     spread = partial(_fit_first, size=-(-min(num_rows, num_tokens) // by_rows) * by_rows)
     out, kv_pages = attend_rows(
         jnp.pad(spread(grouped), ((0, 0), (0, 0), (0, pad_group(shape) - group), (0, 0))),
-        None if new is None else spread(new),
+        spread(new),
         kv_pages,
         spread(batch.seq_lens),
         spread(batch.page_table).reshape(-1),
@@ -165,7 +132,7 @@ def _attend(
         padding = -num_tokens % work.tiles.tile_tokens
         found, kv_pages = attend_tiles(
             jnp.pad(grouped.transpose(1, 2, 0, 3), ((0, 0), (0, 0), (0, padding), (0, 0))),
-            None if new is None else jnp.pad(new.swapaxes(0, 1), ((0, 0), (0, padding), (0, 0))),
+            jnp.pad(new.swapaxes(0, 1), ((0, 0), (0, padding), (0, 0))),
             kv_pages,
             work.tiles,
             batch.page_table.reshape(-1),

@@ -95,19 +95,17 @@ def find_write_unit(page_size: int) -> int:
     return math.gcd(32, page_size)
 
 
-def default_config(shape: AttnShape, table_width: int | None = None, *, max_query_len: int | None = None) -> TpuConfig:
-    """Block sizes by formula, for a page table of `table_width` pages per row (None: of any width)."""
+def default_config(shape: AttnShape, *, max_query_len: int | None = None) -> TpuConfig:
+    """Block sizes by formula, for a page table of any width: `clip_blocks` fits them to a narrow one."""
     spec = shape.spec
     bytes_per_page = page_bytes(spec)
     step = count_step_pages(spec.page_size)
-    widest = None if table_width is None else -(-table_width // step) * step
-    if shape.window is not None:
-        reach = -(-(shape.window // spec.page_size + 2) // step) * step
-        widest = reach if widest is None else min(reach, widest)
 
     def fit(budget: int) -> int:
         block = max(step, budget // bytes_per_page // step * step)
-        return block if widest is None else min(block, widest)
+        if shape.window is None:
+            return block
+        return min(block, -(-(shape.window // spec.page_size + 2) // step) * step)
 
     block = fit(_DECODE_BLOCK_BYTES)
     buffers = max(_NUM_LEAST_BUFFERS, min(4, VMEM_BUDGET * 3 // 4 // (block * bytes_per_page)))

@@ -24,7 +24,6 @@ from pallas_kernels.tpu.launch import launch
 from pallas_kernels.tpu.pages import PageBlocks, Ref, Scalar, wait_copy
 from pallas_kernels.tpu.softmax import MASKED, Accumulator, bend, multiply, run_heads
 
-VERSION = 1  # tuning data names it; to be raised with any change that moves the best block sizes
 _HEADS_TOGETHER = 8  # of KV heads, few query rows each
 
 
@@ -40,7 +39,7 @@ class _Static:
 
 def attend_rows(
     q: jax.Array,  # [R, K, G padded, width] in the products' dtype; R a multiple of rows_per_step
-    new: jax.Array | None,  # [R, rows of a page, width] in the pages' dtype; None: the pages hold them already
+    new: jax.Array,  # [R, rows of a page, width] in the pages' dtype
     kv_pages: jax.Array,  # [num_pages, rows of a page, page_size, width]
     seq_lens: jax.Array,  # [R] i32
     page_table: jax.Array,  # [R * M] i32
@@ -77,7 +76,6 @@ def attend_rows(
         scalars=[jnp.stack([num_rows, page_offset]), seq_lens, page_table],
         inputs=[(factors, pl.BlockSpec(memory_space=pltpu.SMEM)), (q, q_spec), (sinks, sinks_spec), (new, new_spec)],
         kv_pages=kv_pages,
-        update=new is not None,
         out=(q.shape, out_dtype, q_spec),
         scratch=[
             pltpu.VMEM((config.num_buffers, page_rows, config.pages_per_block * page_size, width), kv_pages.dtype),
@@ -100,7 +98,7 @@ def _run_step(  # noqa: PLR0915, a kernel
     factors: Ref,
     q: Ref,
     sinks: Ref | None,
-    new: Ref | None,
+    new: Ref,
     pool: Ref,
     out: Ref,
     buffers: Ref,
@@ -203,11 +201,10 @@ def _run_step(  # noqa: PLR0915, a kernel
             count = jnp.minimum(num_pages - done, block_pages)
             blocks.wait(slot, count)
             block_begin = (first_page + done) * page_size
-            if new is not None:
 
-                @pl.when(block == num_blocks - 1)
-                def _insert() -> None:
-                    insert(slot, row, index, block_begin)
+            @pl.when(block == num_blocks - 1)
+            def _insert() -> None:
+                insert(slot, row, index, block_begin)
 
             held = (
                 jnp.maximum(begin - block_begin, 0),
@@ -238,12 +235,10 @@ def _run_step(  # noqa: PLR0915, a kernel
 
     lax.fori_loop(0, jnp.clip(num_rows - pl.program_id(0) * config.rows_per_step, 0, config.rows_per_step), run_row, 0)
 
-    if new is not None:
+    @pl.when(pl.program_id(0) == pl.num_programs(0) - 1)
+    def _wait_for_writes() -> None:
+        for back in (2, 1):
 
-        @pl.when(pl.program_id(0) == pl.num_programs(0) - 1)
-        def _wait_for_writes() -> None:
-            for back in (2, 1):
-
-                @pl.when(num_rows >= back)
-                def _wait(back: int = back) -> None:
-                    wait_copy(write_window(num_rows - back))
+            @pl.when(num_rows >= back)
+            def _wait(back: int = back) -> None:
+                wait_copy(write_window(num_rows - back))

@@ -23,7 +23,6 @@ def launch(
     scalars: Sequence[jax.Array],
     inputs: Sequence[Operand],
     kv_pages: jax.Array,
-    update: bool,
     out: tuple[tuple[int, ...], jnp.dtype, pl.BlockSpec],
     scratch: Sequence[object],
     interpret: bool,
@@ -31,8 +30,8 @@ def launch(
     """Runs `kernel(*scalars, *inputs, pool, out, *scratch)` for each of `num_steps` steps, one after the other.
 
     `scalars` are i32 arrays for SMEM, which the block specs see too; an input that is None stays None. The pool stays
-    in HBM; with `update` the kernel writes to it in place. The number of steps is known on the device only: steps that
-    a bucket does not need cost nothing. Returns the output and the pool.
+    in HBM, and the kernel writes to it in place. The number of steps is known on the device only: steps that a bucket
+    does not need cost nothing. Returns the output and the pool.
     """
     is_given = [array is not None for array, _ in inputs]
     operands = [*scalars, *(array for array, _ in inputs if array is not None), kv_pages]
@@ -41,28 +40,26 @@ def launch(
         rest = list(refs)
         given = [rest.pop(0) for _ in scalars]
         given += [rest.pop(0) if present else None for present in is_given]
-        pool, found = rest.pop(0), rest.pop(0)
-        if update:
-            pool = rest.pop(0)  # the same memory as an output: reads must see what was written
-        kernel(*given, pool, found, *rest)
+        _, found, pool, *buffers = rest  # the pool as an output: reads must see what was written
+        kernel(*given, pool, found, *buffers)
 
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     axes = jax.typeof(kv_pages).manual_axis_type  # under shard_map, the mesh axes over which the results vary
     shape, dtype, out_spec = out
-    out_shape = [jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=axes)]
-    if update:
-        out_shape.append(jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype, manual_axis_type=axes))
-    found = pl.pallas_call(
+    return pl.pallas_call(
         run,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(jnp.maximum(num_steps, 1),),
             in_specs=[*(spec for array, spec in inputs if array is not None), in_hbm],
-            out_specs=[out_spec, in_hbm] if update else [out_spec],
+            out_specs=(out_spec, in_hbm),
             scratch_shapes=scratch,
         ),
-        out_shape=out_shape,
-        input_output_aliases={len(operands) - 1: 1} if update else {},
+        out_shape=(
+            jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=axes),
+            jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype, manual_axis_type=axes),
+        ),
+        input_output_aliases={len(operands) - 1: 1},
         # Checks of bounds would take more than twice as long as the copies that they check take to start.
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",), vmem_limit_bytes=VMEM_LIMIT, disable_bounds_checks=True
@@ -70,4 +67,3 @@ def launch(
         interpret=pltpu.InterpretParams(detect_races=True) if interpret else False,
         name=name,
     )(*operands)
-    return found[0], found[1] if update else kv_pages

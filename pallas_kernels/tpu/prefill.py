@@ -30,7 +30,6 @@ from pallas_kernels.tpu.pages import PageBlocks, Ref, Scalar, repeat, wait_copy
 from pallas_kernels.tpu.softmax import MASKED, Accumulator, bend, multiply, run_heads
 from pallas_kernels.tpu.tiles import NUM_COLUMNS, TilePlan
 
-VERSION = 1  # tuning data names it; to be raised with any change that moves the best block sizes
 _NUM_BUFFERS = 2
 _HEADS_TOGETHER = 2  # of KV heads, many query rows each: more would only spill
 _BLOCK_COLUMN = 1
@@ -48,7 +47,7 @@ class _Static:
 
 def attend_tiles(
     q: jax.Array,  # [K, G, T padded, width] in the products' dtype; T padded to whole tiles
-    new: jax.Array | None,  # [rows of a page, T padded, width] in the pages' dtype; None: the pages hold them already
+    new: jax.Array,  # [rows of a page, T padded, width] in the pages' dtype
     kv_pages: jax.Array,  # [num_pages, rows of a page, page_size, width]
     tiles: TilePlan,
     page_table: jax.Array,  # [S * M] i32
@@ -84,7 +83,6 @@ def attend_tiles(
         scalars=[jnp.stack([tiles.num_tiles, page_offset]), tiles.columns, page_table],
         inputs=[(factors, in_smem), (q, q_spec), (sinks, in_smem), (new, new_spec)],
         kv_pages=kv_pages,
-        update=new is not None,
         out=(q.shape, out_dtype, q_spec),
         scratch=[
             pltpu.VMEM((_NUM_BUFFERS, page_rows, config.pages_per_block * page_size, width), kv_pages.dtype),
@@ -115,7 +113,7 @@ def _attend_tile(  # noqa: PLR0915, a kernel
     factors: Ref,
     q: Ref,
     sinks: Ref | None,
-    new: Ref | None,
+    new: Ref,
     pool: Ref,
     out: Ref,
     buffers: Ref,
@@ -129,7 +127,7 @@ def _attend_tile(  # noqa: PLR0915, a kernel
     *,
     static: _Static,
 ) -> None:
-    config, window, update = static.config, static.params.window, new is not None
+    config, window = static.config, static.params.window
     blocks = PageBlocks(pool, table, static.table_width, meta[1], buffers, arrived)
     accumulator = Accumulator(largest, total, mixed)
     page_size, block_pages = blocks.page_size, blocks.block_pages
@@ -146,11 +144,11 @@ def _attend_tile(  # noqa: PLR0915, a kernel
 
     def find_span(tile: Scalar) -> tuple[Scalar, Scalar, Scalar, Scalar]:
         """The keys [oldest, newest) that a tile reads from pages; the first page to read and their number."""
-        _, _, position, begin, end = read_columns(tile)
-        newest = position + (begin if update else end)
+        _, _, position, begin, _ = read_columns(tile)
+        newest = position + begin
         oldest = 0 if window is None else jnp.maximum(position + begin - window + 1, 0)
         # Those in the unit of the first own key are needed too, seen or not.
-        first = jnp.minimum(oldest, newest - lax.rem(newest, unit)) if update else oldest
+        first = jnp.minimum(oldest, newest - lax.rem(newest, unit))
         first_page = first // page_size
         return oldest, newest, first_page, jnp.where(newest > first, pl.cdiv(newest, page_size) - first_page, 0)
 
@@ -289,11 +287,10 @@ def _attend_tile(  # noqa: PLR0915, a kernel
         def _attend_some() -> None:
             keys = oldest_here + lax.broadcasted_iota(jnp.int32, (num_queries, num_keys), 1)
             is_seen = keys < newest
-            if window is not None or not update:
+            if window is not None:
                 queries = position + find_slots(num_keys)
                 is_seen &= keys <= queries
-                if window is not None:
-                    is_seen &= keys > queries - window
+                is_seen &= keys > queries - window
             attend_heads(is_seen)
 
     def run_block(back: jax.Array, carry: int) -> int:
@@ -312,11 +309,10 @@ def _attend_tile(  # noqa: PLR0915, a kernel
         count = jnp.minimum(num_pages - done, block_pages)
         block_begin = (first_page + done) * page_size
         blocks.wait(slot, count)
-        if update:
 
-            @pl.when(back == 0)
-            def _write() -> None:
-                write_keys(slot, block_begin)
+        @pl.when(back == 0)
+        def _write() -> None:
+            write_keys(slot, block_begin)
 
         num_steps = pl.cdiv(count * page_size, config.compute_tokens)
         held = jnp.maximum(oldest - block_begin, 0), jnp.minimum(newest - block_begin, block_pages * page_size)
@@ -334,18 +330,14 @@ def _attend_tile(  # noqa: PLR0915, a kernel
     def _fetch_newest() -> None:
         fetch(tile, base, 0)
 
-    if update:
-        pl.when(jnp.logical_not(is_aligned))(stage_keys)
-        attend_own_keys()
-    else:
-        repeat(num_kv_heads, lambda head: accumulator.reset(head, spread_sinks(head)), unroll=1)
+    pl.when(jnp.logical_not(is_aligned))(stage_keys)
+    attend_own_keys()
     lax.fori_loop(0, num_blocks, run_block, 0)
 
     @pl.when(num_blocks == 0)
     def _go_on_without_older_keys() -> None:
         fetch_for_next_tile(base)
-        if update:
-            write_keys(0, position)
+        write_keys(0, position)
 
     is_first = (tile == 0) | (columns[_BLOCK_COLUMN * num_tiles + jnp.maximum(tile - 1, 0)] != token_block)
     slots = lax.broadcasted_iota(jnp.int32, (group, size, width), 1)
@@ -357,5 +349,4 @@ def _attend_tile(  # noqa: PLR0915, a kernel
         out[head] = jnp.where(is_own, found, others).astype(out.dtype)
 
     repeat(num_kv_heads, finish_head, unroll=1)
-    if update:
-        repeat(num_units, lambda index: wait_copy(copy_unit(index, staged, 0)))  # either is as long
+    repeat(num_units, lambda index: wait_copy(copy_unit(index, staged, 0)))  # either is as long

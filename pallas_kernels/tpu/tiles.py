@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from pallas_kernels.worklist import BY_ROW, StepRows, list_chunk_tiles
 NUM_COLUMNS = 5
 
 
-@partial(jax.tree_util.register_dataclass)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TilePlan:
     """What the kernel reads of each tile. A tile is the part of a row that lies in one of the equal blocks into which

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from pallas_kernels.tune.table import KERNELS, TuneKey, lookup, tune, tune_key
+from pallas_kernels.tune.table import tune
 
-__all__ = ["KERNELS", "TuneKey", "lookup", "tune", "tune_key"]
+__all__ = ["tune"]

@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 
 DATA = Path(__file__).parent / "data"
 
-# The kernels that read the table. A version changes when old measurements say nothing of the new code.
+# The kernels that have a table, and their versions. A version is raised with any change to a kernel that moves its best
+# configuration: entries of other versions do not count.
 KERNELS = {
     "gpu_decode": 1,
     "gpu_prefill": 1,
@@ -89,9 +90,7 @@ class Entry:
         return asdict(self)
 
 
-def lookup(
-    kernel: str, version: int, device_kind: str, key: TuneKey, *, directory: Path = DATA
-) -> dict[str, Any] | None:
+def lookup(kernel: str, device_kind: str, key: TuneKey, *, directory: Path = DATA) -> dict[str, Any] | None:
     """The configuration of the entry whose key is equal, else of the nearest one that differs in its buckets only and
     by no more than a factor of four in all; None if there is none: the kernel then asks its formula.
 
@@ -103,19 +102,19 @@ def lookup(
     """
     if kernel not in KERNELS:
         raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
-    found = [entry for entry in read_entries(directory, device_kind, kernel) if entry.version == version]
+    found = [entry for entry in read_entries(directory, device_kind, kernel) if entry.version == KERNELS[kernel]]
     near = [(measure_distance(e.key, key), e.key.max_len, e.key.tokens, index) for index, e in enumerate(found)]
     distance, *_, index = min(near, default=(math.inf, 0))
     if distance > _NEAR:
-        _log_miss(kernel, version, device_kind, key)
+        _log_miss(kernel, device_kind, key)
         return None
     return dict(found[index].config)
 
 
-def tune[Config](kernel: str, version: int, formula: Config, shape: AttnShape, rows: StepRows) -> Config:
+def tune[Config](kernel: str, formula: Config, shape: AttnShape, rows: StepRows) -> Config:
     """The formula's configuration, with what the table of the device being traced for says in its place."""
     key = tune_key(kernel, shape, num_rows=rows.max_rows, num_tokens=rows.num_tokens, max_len=rows.max_len)
-    found = lookup(kernel, version, traced_device_kind(), key)
+    found = lookup(kernel, traced_device_kind(), key)
     return formula if found is None else apply_config(formula, found)
 
 
@@ -213,8 +212,9 @@ def _check_fields(values: Any, wanted: dict[str, Any], where: str) -> None:
 
 
 @cache
-def _log_miss(kernel: str, version: int, device_kind: str, key: TuneKey) -> None:
+def _log_miss(kernel: str, device_kind: str, key: TuneKey) -> None:
     """Once per key."""
+    version = KERNELS[kernel]
     logger.debug(
         "no tuning entry of %s version %d on %s for %s: its formula decides", kernel, version, device_kind, key
     )

@@ -26,8 +26,8 @@ from device_stages.measure import (
 )
 from device_stages.results import Line
 from pallas_kernels import AttnShape, choose_layout, prepare_batch
-from pallas_kernels.gpu import compat
-from pallas_kernels.gpu.decode_kernel import DecodeKernel
+from pallas_kernels.hopper.decode_kernel import DecodeKernel
+from pallas_kernels.mosaic_gpu import compat
 
 PAGE_SIZES = (16, 32, 128, 64)
 

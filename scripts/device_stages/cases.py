@@ -20,7 +20,7 @@ import numpy as np
 
 from device_stages.items import Context, Item, NotHereError
 from device_stages.results import Line
-from pallas_kernels import attend_with_update, choose_layout, prepare_batch, resolve_impl
+from pallas_kernels import AttnLayer, attend_with_update, choose_layout, prepare_batch, resolve_impl
 from pallas_kernels.testing.cases import CASES, LONG_CASES, Case, largest_error, make_inputs
 
 TINY_CASES = ("drafts verified, 3:1, window, sinks",)
@@ -75,7 +75,7 @@ def prepare_case(context: Context, case: Case) -> list[Callable[[], jax.Array]]:
         batch = prepare_batch(
             *meta, num_tokens=case.max_tokens, shape=case.shape, max_query_len=case.max_query_len, impl=name
         )
-        return attend_with_update(q, k, v, pool, batch, params=case.params, heads=inputs.heads)[0]
+        return attend_with_update(q, k, v, pool, batch, AttnLayer(case.params, inputs.heads))[0]
 
     # GPUs round float32 operands to 10 bits by default; kernels have products of their own.
     with _LOWERING, jax.default_matmul_precision("highest"):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ import pytest
 from pallas_kernels import backends, xla
 from pallas_kernels.backends import Backend
 from pallas_kernels.layout import update_kv_pages
-from pallas_kernels.spec import AttnShape, BatchMeta
+from pallas_kernels.spec import AttnLayer, AttnShape, BatchMeta
 
 FAULTS = {  # and what the self-test says of them
     "wrong values": "wrong values: relative error",
@@ -43,24 +42,23 @@ plan_work = xla.plan_work
 
 
 def attend_with_update(
-    q: jax.Array, k: jax.Array, v: jax.Array, kv_pages: jax.Array, batch: BatchMeta, *, params: Any, **options: Any
+    q: jax.Array, k: jax.Array, v: jax.Array, kv_pages: jax.Array, batch: BatchMeta, layer: AttnLayer
 ) -> tuple[jax.Array, jax.Array]:
-    heads, page_offset = options["heads"], options["page_offset"]
     if _fault == "does not compile":
         raise NotImplementedError("no such layout\nand much more")
-    pool = update_kv_pages(k, v, kv_pages, batch, heads=heads, page_offset=page_offset)
-    out = xla.attend(q, pool, batch, params=params, **options)
+    pool = update_kv_pages(k, v, kv_pages, batch, layer)
+    out = xla.attend(q, pool, batch, layer)
     if _fault == "wrong values":
         out = out * 1.1
     elif _fault == "wrong in chunks" and batch.max_query_len is None:
         out = jnp.roll(out, 1, axis=1)
     elif _fault == "one key lost":  # the oldest of the first row
-        lost = pool.at[batch.page_table[0, 0] + page_offset, :, 0].set(0)
-        out = xla.attend(q, lost, batch, params=params, **options)
+        lost = pool.at[batch.page_table[0, 0] + layer.page_offset, :, 0].set(0)
+        out = xla.attend(q, lost, batch, layer)
     elif _fault == "NaN":
         out = jnp.where(jnp.arange(q.shape[0])[:, None, None] == 0, jnp.nan, out)
     elif _fault == "wrong keys":
-        pool = update_kv_pages(2 * k, v, kv_pages, batch, heads=heads, page_offset=page_offset)
+        pool = update_kv_pages(2 * k, v, kv_pages, batch, layer)
     elif _fault == "writes elsewhere":
         pool = pool.at[0].set(0)  # the other layer's null page
     return out, pool

@@ -15,10 +15,11 @@ from pallas_kernels.ampere.combine import combine_units
 from pallas_kernels.ampere.config import AmpereConfig, TileConfig, UnitConfig
 from pallas_kernels.ampere.ring import TileRing
 from pallas_kernels.backends import choose_layout
-from pallas_kernels.gpu import compat as gpu
+from pallas_kernels.mosaic_gpu import compat as gpu
 from pallas_kernels.spec import KVSpec
 from pallas_kernels.testing.cases import CASES, Case, largest_error, make_inputs
 from pallas_kernels.testing.runner import LAYER, run_case
+from tests.pallas_kernels.gpu_interpreter import reset_interpreter
 
 IMPL = "ampere_interpret"
 # Few unit slots, because each costs the interpreter a block; rows are cut at 64 tokens.
@@ -66,7 +67,7 @@ def check(case: Case, config: AmpereConfig | None, capsys: pytest.CaptureFixture
     try:
         out, kv_pages = run_case(case, inputs, impl=IMPL, config=config)
     except Exception:
-        gpu.reset_interpreter()
+        reset_interpreter()
         raise
     expected, expected_pages = run_case(case, inputs, impl="reference")
     assert largest_error(case, out, expected, inputs.num_tokens) < 1
@@ -112,7 +113,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     jax.clear_caches()
     yield monkeypatch
     jax.clear_caches()
-    gpu.reset_interpreter()
+    reset_interpreter()
 
 
 def is_right(case: Case, capsys: pytest.CaptureFixture[str]) -> bool:

@@ -14,6 +14,7 @@ import pytest
 
 import pallas_kernels
 from pallas_kernels import (
+    AttnLayer,
     AttnParams,
     AttnShape,
     HeadParams,
@@ -21,7 +22,6 @@ from pallas_kernels import (
     attend_with_update,
     choose_impl,
     prepare_batch,
-    ragged_paged_attention,
     resolve_impl,
 )
 from pallas_kernels.spec import BatchMeta
@@ -29,7 +29,7 @@ from pallas_kernels.testing.cases import CASES, Inputs, largest_error, make_inpu
 from pallas_kernels.testing.runner import run_case
 
 CASE = next(case for case in CASES if case.name == "mixed")
-PARAMS = AttnParams(scale=1.0)
+LAYER = AttnLayer(AttnParams(scale=1.0))
 
 
 @pytest.fixture(scope="module")
@@ -100,14 +100,6 @@ def test_unknown_impl_is_refused() -> None:
         resolve_impl("cuda", CASE.shape)
 
 
-def test_attention_alone_equals_attention_after_update(inputs: Inputs, batch: BatchMeta) -> None:
-    out, kv_pages = run_case(CASE, inputs)
-    alone = jax.jit(partial(ragged_paged_attention, params=CASE.params))(
-        inputs.q, kv_pages, batch, page_offset=inputs.num_pages
-    )
-    assert largest_error(CASE, alone, out, inputs.num_tokens) < 1
-
-
 def test_query_of_another_dtype_than_the_pool(inputs: Inputs) -> None:
     case = replace(CASE, spec=replace(CASE.spec, dtype="bfloat16"))
     rounded = replace(inputs, kv_pages=inputs.kv_pages.astype("bfloat16"))  # q stays float32
@@ -135,17 +127,17 @@ def test_shapes_that_do_not_fit_are_named(
 ) -> None:
     bad = replace(inputs, **changes)
     with pytest.raises(ValueError, match=message):
-        attend_with_update(bad.q, bad.k, bad.v, bad.kv_pages, batch, params=PARAMS)
+        attend_with_update(bad.q, bad.k, bad.v, bad.kv_pages, batch, LAYER)
 
 
 def test_head_params_and_window_must_fit(inputs: Inputs, batch: BatchMeta) -> None:
     arrays = inputs.q, inputs.k, inputs.v, inputs.kv_pages, batch
     with pytest.raises(ValueError, match=r"heads.k_scale must be \[2\].*\(4,\)"):
-        attend_with_update(*arrays, params=PARAMS, heads=HeadParams(k_scale=np.ones(4)))
+        attend_with_update(*arrays, replace(LAYER, heads=HeadParams(k_scale=np.ones(4))))
     with pytest.raises(ValueError, match=r"heads.sinks must be \[4\]"):
-        attend_with_update(*arrays, params=PARAMS, heads=HeadParams(sinks=np.ones(2)))
+        attend_with_update(*arrays, replace(LAYER, heads=HeadParams(sinks=np.ones(2))))
     with pytest.raises(ValueError, match="window is 8, the batch was prepared for None"):
-        attend_with_update(*arrays, params=AttnParams(scale=1.0, window=8))
+        attend_with_update(*arrays, AttnLayer(AttnParams(scale=1.0, window=8)))
 
 
 def test_importing_the_package_loads_nothing() -> None:

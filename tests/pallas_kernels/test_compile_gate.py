@@ -27,7 +27,7 @@ from pallas_kernels.testing.gate_report import (
 )
 from pallas_kernels.testing.gate_shapes import SAMPLES, SHAPES, TIGHT, list_programs, list_tuned_programs
 from pallas_kernels.testing.targets import TARGETS, find_target
-from pallas_kernels.tune import KERNELS, TuneKey
+from pallas_kernels.tune.table import KERNELS, TuneKey
 from scripts.test_kernels import MARKER, WHEELS, find_folder, list_requirements, make_environment
 from tests.pallas_kernels.gate_programs import COLUMNS, ROWS, measure
 
@@ -54,7 +54,7 @@ def make_call(name: str, size: int) -> str:
 
 
 def make_gpu_report() -> ProgramReport:
-    kernel = KernelUse("decode", registers=128, spill_bytes=0, stack_bytes=0, threads=256, shared_memory_bytes=100_000)
+    kernel = KernelUse("decode", registers=128, spill_bytes=0, threads=256, shared_memory_bytes=100_000)
     return ProgramReport(
         "decode",
         "h200",
@@ -79,12 +79,7 @@ def with_kernel(**changes: int | None) -> ProgramReport:
 
 def test_ptxas_is_read() -> None:
     decode, combine = parse_ptxas(PTXAS)
-    assert (decode.name, decode.registers, decode.spill_bytes, decode.stack_bytes) == (
-        "decode_mosaic_gpu_kernel",
-        128,
-        60,
-        32,
-    )
+    assert (decode.name, decode.registers, decode.spill_bytes) == ("decode_mosaic_gpu_kernel", 128, 60)
     assert (combine.registers, combine.spill_bytes) == (40, 0)
 
 

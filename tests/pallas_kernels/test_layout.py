@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import (
+    AttnLayer,
     AttnParams,
     AttnShape,
     KVSpec,
@@ -111,7 +112,7 @@ def test_layers_share_a_donated_pool_in_place(bounded: bool, max_query_len: int 
         for layer in range(layers):  # as in a model, a layer's K and V come from the answer of the one before
             k, v = q[:, :2], q[:, 2:]
             q, pool = attend_with_update(
-                q, k, v, pool, batch, params=AttnParams(scale=0.125), page_offset=layer * num_pages
+                q, k, v, pool, batch, AttnLayer(AttnParams(scale=0.125), page_offset=layer * num_pages)
             )
         return q, pool
 

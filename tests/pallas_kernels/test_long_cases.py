@@ -16,13 +16,13 @@ import pytest
 from pallas_kernels import AttnShape, prepare_batch
 from pallas_kernels.ampere import kernel as ampere
 from pallas_kernels.backends import choose_layout, find_backend
-from pallas_kernels.gpu import splits
+from pallas_kernels.mosaic_gpu import splits
 from pallas_kernels.testing.cases import LONG_CASES, Case, make_inputs
 from pallas_kernels.testing.targets import TARGETS, trace_for
 from pallas_kernels.tpu import prefill as tpu_prefill
 from pallas_kernels.tpu.config import clip_blocks
 from pallas_kernels.tpu.tiles import NUM_COLUMNS
-from tests.pallas_kernels import test_ampere, test_gpu_attention, test_tpu
+from tests.pallas_kernels import test_ampere, test_hopper_attention, test_tpu
 from tests.pallas_kernels.tpu_faults import quick_interpreter
 
 OF_128, FP8_OF_128, OF_256 = LONG_CASES
@@ -118,7 +118,7 @@ def test_every_long_case_runs_somewhere() -> None:
 
 @pytest.mark.parametrize("case", [OF_128, FP8_OF_128], ids=lambda case: case.name)
 def test_gpu(case: Case, capfd: pytest.CaptureFixture[str]) -> None:
-    test_gpu_attention.check(with_layout("gpu", case), capfd)
+    test_hopper_attention.check(with_layout("gpu", case), capfd)
 
 
 @pytest.mark.parametrize("case", [OF_128, FP8_OF_128], ids=lambda case: case.name)

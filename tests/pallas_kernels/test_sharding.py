@@ -12,7 +12,7 @@ import pallas_kernels
 PROGRAM = """
 import dataclasses, jax, numpy as np
 from jax.sharding import AxisType, PartitionSpec as P
-from pallas_kernels import attend_with_update, prepare_batch
+from pallas_kernels import AttnLayer, attend_with_update, prepare_batch
 from pallas_kernels.testing.cases import CASES, largest_error, make_inputs
 from pallas_kernels.xla import XlaConfig
 from pallas_kernels.testing.runner import run_case
@@ -30,7 +30,7 @@ for case in (case for case in CASES if case.name in ("mixed", "decode window sof
                 *meta, num_tokens=q.shape[0], shape=share, max_query_len=case.max_query_len, impl=impl, config=config
             )
             def attend(q, k, v, pool, batch):
-                return attend_with_update(q, k, v, pool, batch, params=case.params, page_offset=inputs.num_pages)
+                return attend_with_update(q, k, v, pool, batch, AttnLayer(case.params, page_offset=inputs.num_pages))
             return jax.shard_map(
                 attend, mesh=mesh, in_specs=(by_head, by_head, by_head, by_head, P()), out_specs=(by_head, by_head)
             )(q, k, v, pool, batch)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import gather_logical, prepare_batch, ragged_paged_attention
+from pallas_kernels import gather_logical
 from pallas_kernels.testing.cases import CASES, Case, Inputs, largest_error, make_inputs
 from pallas_kernels.testing.runner import LAYER, run_case
 from pallas_kernels.tpu.attention import choose_layout, find_obstacle
@@ -104,30 +104,6 @@ def check_pool(case: Case, inputs: Inputs, pool: jax.Array, expected: jax.Array)
 
 def find_case(name: str) -> Case:
     return next(case for case in TPU_CASES if case.name == name)
-
-
-@pytest.mark.parametrize("name", [pytest.param("decode", marks=pytest.mark.slow), "chunks and others, window"])
-def test_attention_alone(name: str) -> None:
-    """Pages that already hold the step's keys: the same answer, and nothing is written."""
-    case = find_case(name)
-    inputs = make_inputs(case)
-    expected, pool = run_case(case, inputs, impl="reference")
-
-    @jax.jit
-    def attend(q: jax.Array, pool: jax.Array, *meta: jax.Array) -> jax.Array:
-        batch = prepare_batch(
-            *meta,
-            num_tokens=case.max_tokens,
-            shape=case.shape,
-            max_query_len=case.max_query_len,
-            impl="tpu_interpret",
-            config=small_config(case),
-        )
-        offset = LAYER * inputs.num_pages
-        return ragged_paged_attention(q, pool, batch, params=case.params, heads=inputs.heads, page_offset=offset)
-
-    out = attend(inputs.q, pool, *inputs.meta)
-    assert largest_error(case, out, expected, inputs.num_tokens) < 1 and not find_race()
 
 
 def test_nan_in_one_row_stays_in_it() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels import choose_impl, prepare_batch, resolve_impl
 from pallas_kernels.layout import page_bytes, pool_shape
-from pallas_kernels.spec import AttnParams, AttnShape, HeadParams, KVSpec
+from pallas_kernels.spec import AttnLayer, AttnParams, AttnShape, KVSpec
 from pallas_kernels.tpu import attention
 from pallas_kernels.tpu.attention import choose_layout, find_obstacle
 from pallas_kernels.tpu.config import (
@@ -81,9 +81,7 @@ def test_a_table_too_large_for_smem_is_refused() -> None:
     )
     pool = jnp.zeros(pool_shape(shape.spec, 2), jnp.bfloat16)
     with pytest.raises(ValueError, match=r"8 rows of 32768 pages.*4 rows of that width or 16384 pages"):
-        attention.attend_with_update(
-            q, k, k, pool, batch, params=AttnParams(1.0), heads=HeadParams(), page_offset=0, interpret=True
-        )
+        attention.attend_with_update(q, k, k, pool, batch, AttnLayer(AttnParams(1.0)))
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
@@ -98,12 +96,14 @@ def test_default_blocks_fit(
     if find_obstacle(shape) is not None:
         assert num_kv_heads == 32 or shape.num_heads * head_dim > 8192, "only the widest models may not fit"
         return
-    for table_width in (1, 7, 300):
-        config = default_config(shape, table_width)
-        for part in (config.decode, config.chunk):
-            assert clip_blocks(part, page_size, table_width) == part
-        assert config.decode.num_buffers * config.decode.pages_per_block * page_bytes(shape.spec) <= VMEM_BUDGET
-        assert config.chunk.tile_tokens * group <= max(512, 32 * group)
+    config = default_config(shape)
+    for part in (config.decode, config.chunk):
+        for table_width in (1, 7, 300):
+            clipped = clip_blocks(part, page_size, table_width)
+            assert clip_blocks(clipped, page_size, table_width) == clipped
+            assert clipped.pages_per_block <= part.pages_per_block
+    assert config.decode.num_buffers * config.decode.pages_per_block * page_bytes(shape.spec) <= VMEM_BUDGET
+    assert config.chunk.tile_tokens * group <= max(512, 32 * group)
 
 
 def test_blocks_follow_the_window_and_the_drafts() -> None:
@@ -179,4 +179,4 @@ def test_tiles_in_the_worst_case() -> None:
 
 def test_config_is_static() -> None:
     """Programs are keyed by it."""
-    assert hash(default_config(make_shape(), 8)) == hash(TpuConfig(*vars(default_config(make_shape(), 8)).values()))
+    assert hash(default_config(make_shape())) == hash(TpuConfig(*vars(default_config(make_shape())).values()))

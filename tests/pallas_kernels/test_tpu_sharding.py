@@ -14,7 +14,7 @@ import pallas_kernels
 PROGRAM = """
 import dataclasses, jax, numpy as np
 from jax.sharding import AxisType, PartitionSpec as P
-from pallas_kernels import attend_with_update, prepare_batch
+from pallas_kernels import AttnLayer, attend_with_update, prepare_batch
 from pallas_kernels.testing.cases import largest_error, make_inputs
 from pallas_kernels.testing.runner import run_case
 from tests.pallas_kernels.test_tpu import find_case, small_config
@@ -35,9 +35,7 @@ for name in ("decode sinks", "mixed fp8 8:2 of 128"):
             config=small_config(case),
         )
         def attend(q, k, v, pool, heads, batch):
-            return attend_with_update(
-                q, k, v, pool, batch, params=case.params, heads=heads, page_offset=inputs.num_pages
-            )
+            return attend_with_update(q, k, v, pool, batch, AttnLayer(case.params, heads, inputs.num_pages))
         return jax.shard_map(
             attend, mesh=mesh, in_specs=(by_head, by_head, by_head, by_head, P("heads"), P()),
             out_specs=(by_head, by_head)

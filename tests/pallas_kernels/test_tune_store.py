@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from pallas_kernels.tune import KERNELS, TuneKey, lookup
 from pallas_kernels.tune.store import Result, read_results, save_results, write_results
-from pallas_kernels.tune.table import Entry, read_entries
+from pallas_kernels.tune.table import KERNELS, Entry, TuneKey, lookup, read_entries
 
 KIND = "NVIDIA H200"
 KEY = TuneKey(32, 8, 128, 64, "bfloat16", "bfloat16", window=False, tokens=32, max_len=4096)
@@ -41,7 +40,7 @@ def test_results_go_to_the_tables_of_their_devices(tmp_path: Path) -> None:
     ]
     read_entries.cache_clear()
     assert read_entries(tmp_path, KIND, "gpu_decode") == (old, DECODE), "in place of the one with its key"
-    assert lookup("gpu_prefill", PREFILL.version, KIND, KEY, directory=tmp_path) == {"registers": [240, 24]}
+    assert lookup("gpu_prefill", KIND, KEY, directory=tmp_path) == {"registers": [240, 24]}
 
 
 @pytest.mark.parametrize(
@@ -63,7 +62,7 @@ def test_what_no_kernel_takes_is_refused(tmp_path: Path, changes: dict[str, Any]
         read_results(path)
 
 
-@pytest.mark.parametrize(("text", "message"), [("[", "not JSON"), ("{}", "must be a list of results, got dict")])
+@pytest.mark.parametrize(("text", "message"), [("[", "not JSON"), ("{}", "must be a list of entries, got dict")])
 def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "tuned.json"
     path.write_text(text)

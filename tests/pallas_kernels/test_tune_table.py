@@ -16,9 +16,9 @@ import pytest
 
 from pallas_kernels import AttnShape, KVSpec, prepare_batch
 from pallas_kernels.testing.targets import TARGETS
-from pallas_kernels.tune import KERNELS, TuneKey, lookup, table
+from pallas_kernels.tune import table
 from pallas_kernels.tune.search import PARTS
-from pallas_kernels.tune.table import DATA, Entry, read_entries
+from pallas_kernels.tune.table import DATA, KERNELS, Entry, TuneKey, lookup, read_entries
 
 KEY = TuneKey(
     num_heads=32,
@@ -69,8 +69,8 @@ def write(directory: Path, *entries: Any, text: str | None = None) -> Path:
     return directory
 
 
-def find(directory: Path, key: TuneKey = KEY, version: int = VERSION) -> dict[str, Any] | None:
-    return lookup(KERNEL, version, KIND, key, directory=directory)
+def find(directory: Path, key: TuneKey = KEY) -> dict[str, Any] | None:
+    return lookup(KERNEL, KIND, key, directory=directory)
 
 
 def test_an_equal_key_is_found_among_near_ones(tmp_path: Path) -> None:
@@ -163,12 +163,12 @@ def test_other_shapes_find_nothing(tmp_path: Path, changes: dict[str, Any]) -> N
 
 
 def test_other_versions_and_devices_find_nothing(tmp_path: Path) -> None:
-    write(tmp_path, make_entry())
-    assert find(tmp_path, version=VERSION + 1) is None
-    assert lookup(KERNEL, VERSION, "NVIDIA H100 80GB HBM3", KEY, directory=tmp_path) is None
-    assert lookup("gpu_prefill", KERNELS["gpu_prefill"], KIND, KEY, directory=tmp_path) is None
+    write(tmp_path, make_entry(), make_entry(replace(KEY, num_heads=16), version=VERSION + 1))
+    assert find(tmp_path) is not None and find(tmp_path, replace(KEY, num_heads=16)) is None
+    assert lookup(KERNEL, "NVIDIA H100 80GB HBM3", KEY, directory=tmp_path) is None
+    assert lookup("gpu_prefill", KIND, KEY, directory=tmp_path) is None
     with pytest.raises(ValueError, match=r"kernel must be one of .*, got 'gpu_decod'"):
-        lookup("gpu_decod", VERSION, KIND, KEY, directory=tmp_path)
+        lookup("gpu_decod", KIND, KEY, directory=tmp_path)
 
 
 def test_a_miss_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -226,7 +226,7 @@ def test_a_malformed_file_is_named(tmp_path: Path) -> None:
 def read_sources() -> str:
     """The code of all kernels."""
     return "".join(
-        path.read_text() for room in ("gpu", "ampere", "tpu") for path in (DATA.parents[1] / room).glob("*.py")
+        path.read_text() for room in ("hopper", "ampere", "tpu") for path in (DATA.parents[1] / room).glob("*.py")
     )
 
 
@@ -252,7 +252,7 @@ def _list_unread(directory: Path, kind: str, kernel: str) -> Iterator[str]:
             yield f"entry {index} is of {entry.kernel}"
         elif entry.version != KERNELS[kernel]:
             yield f"entry {index} is of version {entry.version}, the kernel has {KERNELS[kernel]}"
-        elif lookup(kernel, KERNELS[kernel], kind, entry.key, directory=directory) != entry.config:
+        elif lookup(kernel, kind, entry.key, directory=directory) != entry.config:
             yield f"entry {index} is never found: another has its key"
 
 
@@ -268,7 +268,7 @@ def test_dead_entries_are_found(tmp_path: Path) -> None:
     (tmp_path / KIND / "unknown.json").write_text("[]")
     (tmp_path / "Abacus").mkdir()
     (tmp_path / "Abacus" / f"{KERNEL}.json").write_text("[]")
-    sources = f'lookup("{KERNEL}", 1, kind, key)'
+    sources = f'tune("{KERNEL}", formula, shape, rows)'
     found = "\n".join(list_dead_entries(tmp_path, sources))
     assert len(found.splitlines()) == 5
     for reason in ("entry 1 is never found", "entry 2 is of version", "entry 3 is of gpu_prefill", "Abacus", "unknown"):

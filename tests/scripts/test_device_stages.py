@@ -24,8 +24,8 @@ from kernel_shapes import Shape, make_arguments, make_program
 from kernel_timing import count_layers, summarize
 
 from pallas_kernels import AttnShape
-from pallas_kernels.gpu.attention import default_config
-from pallas_kernels.gpu.decode_kernel import DecodeKernel
+from pallas_kernels.hopper.attention import default_config
+from pallas_kernels.hopper.decode_kernel import DecodeKernel
 from pallas_kernels.testing.cases import CASES, LONG_CASES
 from pallas_kernels.testing.compare import RELATIVE_TOLERANCE
 

@@ -1,4 +1,4 @@
-"""The GPU implementation as a whole, interpreted: both kernels and the write, on the shared cases."""
+"""The Hopper implementation as a whole, interpreted: both kernels and the write, on the shared cases."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels.backends import choose_layout, find_backend
-from pallas_kernels.gpu import compat
 from pallas_kernels.testing.cases import CASES, Case, largest_error, make_inputs
 from pallas_kernels.testing.runner import LAYER, run_case
+from tests.pallas_kernels.gpu_interpreter import reset_interpreter
 
 IMPL = "gpu_interpret"
 
@@ -37,7 +37,7 @@ def check(case: Case, capfd: pytest.CaptureFixture[str]) -> None:
     try:
         out, kv_pages = run_case(case, inputs, impl=IMPL)
     except Exception:
-        compat.reset_interpreter()
+        reset_interpreter()
         raise
     expected, expected_pages = run_case(case, inputs, impl="reference")
     assert largest_error(case, out, expected, inputs.num_tokens) < 1

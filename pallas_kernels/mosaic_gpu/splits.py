@@ -8,7 +8,6 @@ Flash-Decoding, Dao et al. 2023); `combine.py` joins them again. The number of u
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Protocol
 
 import jax
@@ -19,12 +18,14 @@ from pallas_kernels.worklist import StepRows
 
 _GROWTH = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0, 64.0)  # split lengths tried, as shares of the shortest
 
+QUERY_ROWS = 64  # of a block's products; G * Qp of them are used
+
 # Columns of `SplitList.units`.
 ROW, FIRST_TILE, NUM_TILES, LENGTH, NUM_QUERIES = range(5)
 UNIT_COLUMNS = 8  # 32 bytes: a unit is read in one transaction
 
 
-@partial(jax.tree_util.register_dataclass)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SplitList:
     """Units, the used ones first, those of a row next to each other and in the order of its text."""
@@ -78,6 +79,11 @@ def plan_splits(
 def pad_queries(max_query_len: int) -> int:
     """Qp: the power of two from `max_query_len`."""
     return 1 << (max_query_len - 1).bit_length()
+
+
+def fits(max_query_len: int, group_size: int) -> bool:
+    """Whether the queries of a row and KV head, padded to a power of two, fill no more than one block's rows."""
+    return group_size * pad_queries(max_query_len) <= QUERY_ROWS
 
 
 def list_splits(

@@ -12,15 +12,14 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.gpu import compat
-from pallas_kernels.gpu.decode_kernel import DecodeKernel
-from pallas_kernels.gpu.decode_memory import QUERY_ROWS
-from pallas_kernels.gpu.splits import SplitList, pad_queries
-from pallas_kernels.layout import pool_shape
+from pallas_kernels.hopper import wgmma
+from pallas_kernels.hopper.decode_kernel import DecodeKernel
+from pallas_kernels.mosaic_gpu import compat
+from pallas_kernels.mosaic_gpu.shapes import compute_dtype, round_up, stored_width
+from pallas_kernels.mosaic_gpu.splits import QUERY_ROWS, SplitList
 from pallas_kernels.platform import traced_core_count
-from pallas_kernels.spec import AttnParams, AttnShape
+from pallas_kernels.spec import AttnLayer, AttnParams, AttnShape, BatchMeta
 
-VERSION = 1  # of the kernel: what was measured with another one does not count
 _BLOCK_RESERVE = 1024 + 1024  # bytes: what an SM keeps per block, and room for barriers
 _MAX_STAGES = 6
 
@@ -51,42 +50,25 @@ class DecodeConfig:
 def default_config(shape: AttnShape) -> DecodeConfig:
     """Two blocks per SM, where each then has at least three stages, so that one computes while the other waits."""
     for ctas_per_sm, wanted in ((2, 3), (1, 2)):
-        room = min(compat.MAX_SMEM_BYTES, compat.SM_SMEM_BYTES // ctas_per_sm - _BLOCK_RESERVE)
+        room = min(wgmma.MAX_SMEM_BYTES, wgmma.SM_SMEM_BYTES // ctas_per_sm - _BLOCK_RESERVE)
         fitting = [stages for stages in range(2, _MAX_STAGES + 1) if count_smem_bytes(shape, stages) <= room]
         if fitting and fitting[-1] >= wanted:
             return DecodeConfig(stages=fitting[-1], ctas_per_sm=ctas_per_sm, num_sms=traced_core_count())
     raise ValueError(f"no ring of two tiles of {shape.spec} fits the shared memory of a block")
 
 
-def count_smem_bytes(shape: AttnShape, stages: int, tile_tokens: int = 64) -> int:
-    """Of a block's tiles."""
-    config = DecodeConfig(tile_tokens=tile_tokens, stages=stages)
+def count_smem_bytes(shape: AttnShape, stages: int) -> int:
+    """Of a block's tiles, by default of 64 tokens."""
+    config = DecodeConfig(stages=stages)
     body = _make_body(shape, config, AttnParams(1.0), num_rows=8, max_queries=1, has_k_scale=False, interpret=False)
     return compat.smem_bytes(*body.list_tiles().values())
-
-
-def compute_dtype(shape: AttnShape) -> jnp.dtype:
-    """Of the operands of wgmma. 8-bit floats widen to float16 exactly, and have no conversion to bfloat16."""
-    return jnp.dtype("float16" if jnp.dtype(shape.spec.dtype).itemsize == 1 else shape.spec.dtype)
-
-
-def fits(max_query_len: int, group_size: int) -> bool:
-    """Whether the queries of a row and KV head, padded to a power of two, fill no more than one wgmma."""
-    return group_size * pad_queries(max_query_len) <= QUERY_ROWS
 
 
 def attend_units(
     q: jax.Array,  # [S, K, R, width] of the compute dtype, R query rows of a KV head: a multiple of 8, at most 64
     kv_pages: jax.Array,  # [num_pages, 2K, page_size, width]
-    page_table: jax.Array,  # [S, M] i32
-    work: SplitList,  # W units
-    shape: AttnShape,
-    config: DecodeConfig,
-    *,
-    params: AttnParams,
-    k_scale: jax.Array | None,  # [K] f32
-    page_offset: int | jax.Array,
-    interpret: bool,
+    batch: BatchMeta,  # its work has W units
+    layer: AttnLayer,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of every unit's keys alone.
 
@@ -95,17 +77,19 @@ def attend_units(
     weights [W, C] f32, very negative for a query that sees none of the unit's keys. Row h * R + r of the C rows is KV
     head h's row r; C is a multiple of 64. What belongs to no unit, or to no KV head, is not written.
     """
+    work: SplitList = batch.work.decode
     num_kv_heads, num_rows, width = q.shape[1:]
+    k_scale = layer.heads.k_scale
     body = _make_body(
-        shape,
-        config,
-        params,
+        batch.shape,
+        batch.work.config.decode,
+        layer.params,
         num_rows=num_rows,
         max_queries=work.max_queries,
         has_k_scale=k_scale is not None,
-        interpret=interpret,
+        interpret=batch.interpret,
     )
-    num_slots, columns = work.units.shape[0], round_up(num_kv_heads * num_rows, compat.WGMMA_ROWS)
+    num_slots, columns = work.units.shape[0], round_up(num_kv_heads * num_rows, QUERY_ROWS)
     run = compat.kernel(
         body,
         out_type=(
@@ -118,14 +102,10 @@ def attend_units(
         thread_name="warpgroup",
         scratch_types=body.make_scratch(),
         compiler_params=compat.compiler_params(),
-        interpret=compat.interpret_params(interpret),
+        interpret=compat.interpret_params(batch.interpret),
     )
-    offset = jnp.asarray(page_offset, jnp.int32).reshape(1)
-    return run(q, kv_pages, page_table, work.units, offset, *([] if k_scale is None else [k_scale]))
-
-
-def round_up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
+    offset = jnp.asarray(layer.page_offset, jnp.int32).reshape(1)
+    return run(q, kv_pages, batch.page_table, work.units, offset, *([] if k_scale is None else [k_scale]))
 
 
 def _make_body(
@@ -141,7 +121,7 @@ def _make_body(
     return DecodeKernel(
         params=params,
         num_rows=num_rows,
-        width=pool_shape(shape.spec, 1)[-1],
+        width=stored_width(shape),
         page_size=shape.spec.page_size,
         max_queries=max_queries,
         dtype=compute_dtype(shape),

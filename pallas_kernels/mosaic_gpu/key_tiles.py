@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.gpu import compat
+from pallas_kernels.mosaic_gpu import compat
 from pallas_kernels.spec import AttnParams
 
 MASKED = -1e30  # finite, so that a query without keys stays finite

@@ -1,7 +1,7 @@
 """Writes new keys and values into their pages, in place: one small block per token, one TMA store each.
 
 The scatter of `layout.update_kv_pages` is in place too. Which is faster a device must say; until then that one is used
-unless `GpuConfig.write` asks for this.
+unless `HopperConfig.write` asks for this.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.gpu import compat
 from pallas_kernels.layout import join_heads
-from pallas_kernels.spec import BatchMeta, HeadParams
+from pallas_kernels.mosaic_gpu import compat
+from pallas_kernels.spec import AttnLayer, BatchMeta
 
 
 def write_tokens(
@@ -21,16 +21,13 @@ def write_tokens(
     v: jax.Array,  # [T, K, H]
     kv_pages: jax.Array,  # [num_pages, 2K, page_size, width]
     batch: BatchMeta,
-    *,
-    heads: HeadParams,
-    page_offset: int | jax.Array,
-    interpret: bool,
+    layer: AttnLayer,
 ) -> jax.Array:
     """The pool with the step's keys and values; the same memory when it is donated.
 
     Padding tokens, whose page is the null page, write nowhere.
     """
-    tokens = join_heads(k, v, kv_pages, heads)  # [T, 2K, width]
+    tokens = join_heads(k, v, kv_pages, layer.heads)  # [T, 2K, width]
     last_page = kv_pages.shape[0] - 1
 
     def write_token(
@@ -54,8 +51,8 @@ def write_tokens(
         grid_names=("token",),
         scratch_types=[compat.SMEM(tokens.shape[1:], kv_pages.dtype), compat.Barrier()],
         compiler_params=compat.compiler_params(),
-        interpret=compat.interpret_params(interpret),
+        interpret=compat.interpret_params(batch.interpret),
     )
     pool = jax.new_ref(kv_pages)  # what makes the write in place: a kernel's outputs are new arrays
-    run(tokens, batch.write_pages, batch.write_offsets, jnp.asarray(page_offset, jnp.int32).reshape(1), pool)
+    run(tokens, batch.write_pages, batch.write_offsets, jnp.asarray(layer.page_offset, jnp.int32).reshape(1), pool)
     return jax.freeze(pool)

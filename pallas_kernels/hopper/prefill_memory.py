@@ -8,8 +8,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gpu import compat
-from pallas_kernels.gpu.prefill_static import PIECE, Operands, Scratch, Span, Static
+from pallas_kernels.hopper import wgmma
+from pallas_kernels.hopper.prefill_static import PIECE, Operands, Scratch, Span, Static
+from pallas_kernels.mosaic_gpu import compat
 
 
 def _find_pages(static: Static, operands: Operands, row: jax.Array, block: jax.Array) -> list[jax.Array]:
@@ -155,7 +156,7 @@ def _widen(static: Static, raw: jax.Ref, wide: jax.Ref, span: Span, block: jax.A
         is_key = _find_keys(static, span, block * static.keys + row) if is_value else None
         for column in range(0, static.width, PIECE):
             piece = pl.ds(row, PIECE), pl.ds(column, PIECE)
-            elements = compat.layout_cast(compat.load_narrow(raw.at[piece]).astype(wide.dtype), compat.WGMMA)
+            elements = compat.layout_cast(wgmma.load_narrow(raw.at[piece]).astype(wide.dtype), compat.WGMMA)
             if is_key is not None:
                 elements = jnp.where(compat.spread(is_key, elements.shape), elements, jnp.zeros((), wide.dtype))
             wide[piece] = elements

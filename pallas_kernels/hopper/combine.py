@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.gpu import compat
-from pallas_kernels.gpu.key_tiles import MASKED
+from pallas_kernels.mosaic_gpu import compat
+from pallas_kernels.mosaic_gpu.key_tiles import MASKED
+from pallas_kernels.mosaic_gpu.splits import QUERY_ROWS
 
 _BLOCK_COLUMNS = 64  # of a head, per block
 _UNROLL = 4  # units read at once, so that a row of many does not wait for each
@@ -36,9 +37,9 @@ def combine_units(
     run = compat.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((row_num_units.shape[0], num_columns, width), dtype),
-        grid=(row_num_units.shape[0], num_columns // compat.WGMMA_ROWS, width // _BLOCK_COLUMNS),
+        grid=(row_num_units.shape[0], num_columns // QUERY_ROWS, width // _BLOCK_COLUMNS),
         grid_names=("row", "rows", "columns"),
-        scratch_types=[compat.tile_smem((compat.WGMMA_ROWS, _BLOCK_COLUMNS), dtype)],
+        scratch_types=[compat.tile_smem((QUERY_ROWS, _BLOCK_COLUMNS), dtype)],
         compiler_params=compat.compiler_params(),
         interpret=compat.interpret_params(interpret),
         kernel_name="combine_units",
@@ -64,9 +65,9 @@ class _CombineKernel:
         outputs, logs, row_first_unit, row_num_units, *extra, out, staging = refs
         row = lax.axis_index("row")
         first, count = row_first_unit[row], row_num_units[row]
-        rows = pl.ds(pl.multiple_of(lax.axis_index("rows") * compat.WGMMA_ROWS, 8), compat.WGMMA_ROWS)
+        rows = pl.ds(pl.multiple_of(lax.axis_index("rows") * QUERY_ROWS, 8), QUERY_ROWS)
         columns = pl.ds(pl.multiple_of(lax.axis_index("columns") * _BLOCK_COLUMNS, 8), _BLOCK_COLUMNS)
-        tile = (compat.WGMMA_ROWS, _BLOCK_COLUMNS)
+        tile = (QUERY_ROWS, _BLOCK_COLUMNS)
 
         @pl.when(count == 0)
         def _() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,12 +13,15 @@ import numpy as np
 import pytest
 
 from pallas_kernels import prepare_batch, reference
-from pallas_kernels.gpu import compat, prefill, prefill_kernel
-from pallas_kernels.gpu.prefill import PrefillConfig
+from pallas_kernels.hopper import prefill, prefill_kernel
+from pallas_kernels.hopper.prefill import PrefillConfig
 from pallas_kernels.layout import pool_shape, update_kv_pages
-from pallas_kernels.spec import AttnShape, HeadParams, KVSpec
+from pallas_kernels.mosaic_gpu import compat
+from pallas_kernels.mosaic_gpu.packing import count_tile_tokens
+from pallas_kernels.spec import AttnLayer, AttnShape, KVSpec
 from pallas_kernels.testing.cases import Case, Inputs, largest_error, make_inputs
 from pallas_kernels.worklist import StepRows
+from tests.pallas_kernels.gpu_interpreter import found_races, reset_interpreter
 
 FP8 = "float8_e4m3fn"
 SMALL = PrefillConfig(keys=64, stages=2)  # a short row then wraps around the ring and has all kinds of key tiles
@@ -75,9 +79,8 @@ def _attend(
     k: jax.Array,
     v: jax.Array,
     kv_pages: jax.Array,
-    heads: HeadParams,
     meta: tuple[jax.Array, ...],
-    page_offset: jax.Array,
+    layer: AttnLayer,
     *,
     case: Case,
     config: PrefillConfig | None,
@@ -85,18 +88,18 @@ def _attend(
 ) -> tuple[jax.Array, jax.Array]:
     """The kernel's answer for rows of more than one token, and the reference's for all."""
     batch = prepare_batch(*meta, num_tokens=q.shape[0], shape=case.shape, max_query_len=None, impl="reference")
-    kv_pages = update_kv_pages(k, v, kv_pages, batch, heads=heads, page_offset=page_offset)
+    kv_pages = update_kv_pages(k, v, kv_pages, batch, layer)
     rows = StepRows(*meta[2:3], jnp.diff(meta[2]), batch.seq_lens, batch.distribution, q.shape[0], None, 192)
     config = config or prefill.default_config(case.shape)
     wanted = rows.lens_between(batch.distribution[0], case.max_rows)
     tiles = prefill.plan_tiles(rows, wanted, case.shape, config)
-    options = {"params": case.params, "heads": heads, "page_offset": page_offset}
-    found = prefill.attend_chunks(q, kv_pages, batch, tiles, config, interpret=True, **options)
-    return found, reference.attend(q, kv_pages, batch, **options)
+    found = prefill.attend_chunks(q, kv_pages, replace(batch, interpret=True), tiles, config, layer)
+    return found, reference.attend(q, kv_pages, batch, layer)
 
 
 def run(case: Case, inputs: Inputs, config: PrefillConfig | None = None) -> tuple[np.ndarray, np.ndarray]:
-    arrays = (inputs.q, inputs.k, inputs.v, inputs.kv_pages, inputs.heads, inputs.meta, np.int32(inputs.num_pages))
+    layer = AttnLayer(case.params, inputs.heads, np.int32(inputs.num_pages))
+    arrays = (inputs.q, inputs.k, inputs.v, inputs.kv_pages, inputs.meta, layer)
     found, expected = _attend(*arrays, case=case, config=config, call=object())
     return np.asarray(found), np.asarray(expected)
 
@@ -105,7 +108,7 @@ def run(case: Case, inputs: Inputs, config: PrefillConfig | None = None) -> tupl
 def test_equals_reference(case: Case, config: PrefillConfig | None) -> None:
     inputs = make_inputs(case)
     found, expected = run(case, inputs, config)
-    assert not compat.found_races()
+    assert not found_races()
     num_single = int(inputs.distribution[0])
     answered = slice(num_single, inputs.num_tokens)
     assert largest_error(case, found[answered], expected[answered], inputs.num_tokens) < 1
@@ -118,9 +121,9 @@ def is_caught(case: Case, config: PrefillConfig) -> bool:
     try:
         run(case, make_inputs(case), config)
     except Exception as error:
-        compat.reset_interpreter()
+        reset_interpreter()
         return "race" in str(error).lower()
-    return compat.found_races()
+    return found_races()
 
 
 def without(name: str, function: Callable[..., None]) -> Callable[..., None]:
@@ -162,8 +165,7 @@ def lower(num_heads: int, spec: KVSpec, dtype: str = "bfloat16", *, config: Pref
         batch = prepare_batch(*meta, num_tokens=num_tokens, shape=shape, max_query_len=None, impl="reference")
         rows = StepRows(meta[2], jnp.diff(meta[2]), meta[1], meta[3], num_tokens, None, 192)
         tiles = prefill.plan_tiles(rows, rows.query_lens, shape, config)
-        options = {"params": case.params, "heads": HeadParams(), "page_offset": 0, "interpret": False}
-        return prefill.attend_chunks(q, kv_pages, batch, tiles, config, **options)
+        return prefill.attend_chunks(q, kv_pages, batch, tiles, config, AttnLayer(case.params))
 
     meta = [jax.ShapeDtypeStruct(size, jnp.int32) for size in ((num_rows, 4), (num_rows,), (num_rows + 1,), (3,))]
     q = jax.ShapeDtypeStruct((num_tokens, num_heads, spec.head_dim), jnp.dtype(dtype))
@@ -188,19 +190,17 @@ def test_default_configs_fit_shared_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "spec", "config", "complaint"),
+    ("spec", "config", "complaint"),
     [
-        (4, KVSpec(1, 96, 64, "bfloat16"), PrefillConfig(), "stored heads"),
-        (17, KVSpec(1, 64, 64, "bfloat16"), PrefillConfig(), "at most 16"),
-        (4, KVSpec(1, 64, 64, "float32"), PrefillConfig(), "q's dtype"),
-        (4, KVSpec(1, 64, 96, "bfloat16"), PrefillConfig(), "96 tokens"),
-        (4, KVSpec(1, 128, 64, "bfloat16"), PrefillConfig(stages=4), "shared memory"),
+        (KVSpec(1, 64, 128, "bfloat16"), PrefillConfig(keys=192), "divisor of page_size 128, got 192"),
+        (KVSpec(1, 64, 256, "bfloat16"), PrefillConfig(keys=192), "divisor of page_size 256, got 192"),
+        (KVSpec(1, 128, 64, "bfloat16"), PrefillConfig(stages=4), "shared memory"),
     ],
-    ids=["width", "group", "dtype", "page_size", "smem"],
+    ids=["small pages", "large pages", "smem"],
 )
-def test_refuses_what_it_cannot_do(num_heads: int, spec: KVSpec, config: PrefillConfig, complaint: str) -> None:
+def test_refuses_what_it_cannot_do(spec: KVSpec, config: PrefillConfig, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
-        lower(num_heads, spec, config=config)
+        lower(4, spec, config=config)
 
 
 @pytest.mark.parametrize("options", [{"keys": 32}, {"stages": 0}, {"registers": (230, 40)}])
@@ -212,6 +212,8 @@ def test_config_refuses(options: dict[str, Any]) -> None:
 def test_tile_tokens_are_a_power_of_two() -> None:
     found = {}
     for group_size in range(1, 17):
-        found[group_size] = prefill.count_tile_tokens(AttnShape(group_size, KVSpec(1, 64, 16, "bfloat16"), "bfloat16"))
+        found[group_size] = count_tile_tokens(
+            AttnShape(group_size, KVSpec(1, 64, 16, "bfloat16"), "bfloat16"), prefill.TILE_ROWS
+        )
         assert found[group_size] * group_size <= prefill.TILE_ROWS < 2 * found[group_size] * group_size
     assert found[1] == 128 and found[3] == 32 and found[4] == 32 and found[5] == 16 and found[16] == 8

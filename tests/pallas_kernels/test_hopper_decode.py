@@ -1,4 +1,4 @@
-"""The GPU's decode kernel and its combine in the interpreter, with race detection, against the reference."""
+"""Hopper's decode kernel and its combine in the interpreter, with race detection, against the reference."""
 
 from __future__ import annotations
 
@@ -11,17 +11,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.gpu import attention, combine, compat, decode
-from pallas_kernels.gpu.attention import GpuConfig
-from pallas_kernels.gpu.decode import DecodeConfig
-from pallas_kernels.gpu.prefill import PrefillConfig
+from pallas_kernels.hopper import attention, combine, decode, wgmma
+from pallas_kernels.hopper.attention import HopperConfig
+from pallas_kernels.hopper.decode import DecodeConfig
+from pallas_kernels.hopper.prefill import PrefillConfig
+from pallas_kernels.mosaic_gpu import compat
+from pallas_kernels.mosaic_gpu.splits import fits
 from pallas_kernels.spec import AttnShape, KVSpec
 from pallas_kernels.testing.cases import CASES, Case, largest_error, make_inputs
 from pallas_kernels.testing.runner import run_case
 from pallas_kernels.worklist import StepRows
+from tests.pallas_kernels.gpu_interpreter import reset_interpreter
 
 # Few unit slots, because each costs the interpreter a block; rows are cut at 64 tokens.
-SPLIT = GpuConfig(DecodeConfig(stages=2, ctas_per_sm=1, num_sms=2, min_split_tokens=64, unit_cost=0), PrefillConfig())
+SPLIT = HopperConfig(
+    DecodeConfig(stages=2, ctas_per_sm=1, num_sms=2, min_split_tokens=64, unit_cost=0), PrefillConfig()
+)
 WHOLE = replace(SPLIT, decode=replace(SPLIT.decode, num_sms=1, min_split_tokens=512))
 # What only repeats, slower, what other cases show.
 SLOW = ("decode 4:4 bfloat16", "decode 8:2 of 256 float16", "decode sinks", "decode fp8 8:2 of 128")
@@ -36,11 +41,7 @@ OTHERS = (
 
 def is_for_decode(case: Case) -> bool:
     longest = case.max_query_len
-    return (
-        attention.find_obstacle(case.shape) is None
-        and longest is not None
-        and decode.fits(longest, case.shape.group_size)
-    )
+    return attention.find_obstacle(case.shape) is None and longest is not None and fits(longest, case.shape.group_size)
 
 
 def shrink(case: Case) -> Case:
@@ -60,10 +61,10 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     jax.clear_caches()
     yield monkeypatch
     jax.clear_caches()
-    compat.reset_interpreter()
+    reset_interpreter()
 
 
-def check(case: Case, config: GpuConfig | None, capsys: pytest.CaptureFixture[str]) -> None:
+def check(case: Case, config: HopperConfig | None, capsys: pytest.CaptureFixture[str]) -> None:
     inputs = make_inputs(case)
     out, _ = run_case(case, inputs, impl="gpu_interpret", config=config)
     expected, _ = run_case(case, inputs, impl="reference")
@@ -180,8 +181,8 @@ def test_default_config_fits_shared_memory(head_dim: int, dtype: str) -> None:
     assert attention.find_obstacle(shape) is None
     config = decode.default_config(shape)
     size = decode.count_smem_bytes(shape, config.stages) + 1024
-    assert size <= compat.MAX_SMEM_BYTES
-    assert config.ctas_per_sm * (size + 1024) <= compat.SM_SMEM_BYTES
+    assert size <= wgmma.MAX_SMEM_BYTES
+    assert config.ctas_per_sm * (size + 1024) <= wgmma.SM_SMEM_BYTES
     assert config.stages >= 3
 
 

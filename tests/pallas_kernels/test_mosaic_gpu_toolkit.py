@@ -12,8 +12,8 @@ import jax
 import pytest
 
 from pallas_kernels import resolve_impl
-from pallas_kernels.gpu import toolkit
-from pallas_kernels.gpu.toolkit import Version, find_compiler_obstacle, find_compilers, read_wheels
+from pallas_kernels.mosaic_gpu import toolkit
+from pallas_kernels.mosaic_gpu.toolkit import Version, find_compiler_obstacle, find_compilers, read_wheels
 from pallas_kernels.spec import AttnShape, KVSpec
 
 SHAPE = AttnShape(8, KVSpec(2, 128, 64, "bfloat16"), "bfloat16")

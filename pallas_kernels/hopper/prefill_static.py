@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.gpu import compat
+from pallas_kernels.hopper import wgmma
+from pallas_kernels.mosaic_gpu import compat
 
 NUM_COMPUTE = 2  # warpgroups with queries; one more moves memory
-ROWS = compat.WGMMA_ROWS  # query rows of each
+ROWS = wgmma.ROWS  # query rows of each
 TILE_ROWS = NUM_COMPUTE * ROWS
 PIECE = 64  # keys, and columns, that the memory warpgroup holds in registers at a time
 

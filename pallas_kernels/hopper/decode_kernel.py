@@ -14,9 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.gpu import compat, splits
-from pallas_kernels.gpu.decode_memory import PART_COLUMNS, QUERY_ROWS, DecodeRing, Scratch, Unit
-from pallas_kernels.gpu.key_tiles import MASKED
+from pallas_kernels.hopper import wgmma
+from pallas_kernels.hopper.decode_memory import PART_COLUMNS, DecodeRing, Scratch, Unit
+from pallas_kernels.mosaic_gpu import compat, splits
+from pallas_kernels.mosaic_gpu.key_tiles import MASKED
+from pallas_kernels.mosaic_gpu.splits import QUERY_ROWS
 
 # Registers of a thread of the compute warpgroup, by blocks per SM. The largest number that a kernel asks for is what
 # every thread is launched with, so two blocks of 256 threads have 65536 / 512 = 128.
@@ -119,7 +121,7 @@ class DecodeKernel(DecodeRing):
             compat.commit_smem()
 
         compat.barrier_wait(scratch["keys_loaded"].at[slot])
-        scores = compat.multiply_qk(scratch["q"], keys)
+        scores = wgmma.multiply_qk(scratch["q"], keys)
         pl.when(is_awaited)(partial(compat.barrier_arrive, scratch["keys_freed"].at[slot]))
         scores = self.scale_scores(scores, factor)
         mask = partial(self.mask, start, unit)
@@ -141,7 +143,7 @@ class DecodeKernel(DecodeRing):
         def _() -> None:
             compat.barrier_wait(scratch["values_loaded"].at[slot])
 
-        acc = compat.multiply_pv(acc, weights, values, interpret=self.interpret)
+        acc = wgmma.multiply_pv(acc, weights, values, interpret=self.interpret)
         pl.when(is_awaited)(partial(compat.barrier_arrive, scratch["values_freed"].at[slot]))
         return acc, new_largest, total
 

@@ -10,7 +10,6 @@ first token), so that every barrier gets the same number of arrivals whatever th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 
@@ -20,12 +19,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gpu import compat
-from pallas_kernels.gpu.prefill_memory import load_narrow, load_plain
-from pallas_kernels.gpu.prefill_static import NUM_COMPUTE, ROWS, Operands, Scratch, Span, Static, find_span
-
-LOG2E = math.log2(math.e)
-LEAST = -1e30  # largest score of a row that has seen no key: finite, so that rescaling never computes inf - inf
+from pallas_kernels.hopper import wgmma
+from pallas_kernels.hopper.prefill_memory import load_narrow, load_plain
+from pallas_kernels.hopper.prefill_static import NUM_COMPUTE, ROWS, Operands, Scratch, Span, Static, find_span
+from pallas_kernels.mosaic_gpu import compat
+from pallas_kernels.mosaic_gpu.key_tiles import LOG2_E, MASKED
 
 type Carry = tuple[jax.Array, jax.Array, jax.Array]  # mixed values [ROWS, H], largest score [ROWS], weight [ROWS]
 
@@ -76,7 +74,7 @@ def _attend(
         largest = compat.load_column(operands.sinks.at[head, rows])
         total = compat.full((ROWS,), 1.0)
     else:
-        largest, total = compat.full((ROWS,), LEAST), compat.full((ROWS,), 0.0)
+        largest, total = compat.full((ROWS,), MASKED), compat.full((ROWS,), 0.0)
     carry = compat.full((ROWS, static.width), 0.0), largest, total
     scale = operands.scales[head]
     compat.barrier_wait(buffers.q_full.at[warpgroup])
@@ -95,7 +93,7 @@ def _attend(
     def attend_block(block: jax.Array, carry: Carry, *, masked: bool) -> Carry:
         mixed, largest, total = carry
         slot = lax.rem(block - span.first, static.stages)
-        scores = _score(queries, buffers.k.at[slot], take_turns)
+        scores = wgmma.multiply_qk(queries, buffers.k.at[slot], take_turns)
         free(buffers.k_free, block, slot)
         weights, shrink, largest = _weigh(static, scores, largest, scale, span, block, warpgroup, masked=masked)
         mixed = mixed * compat.spread(shrink, mixed.shape)
@@ -107,7 +105,7 @@ def _attend(
         compat.barrier_wait(buffers.v_full.at[slot])
         compat.barrier_wait(buffers.turn)
         await_next = partial(pl.when(block + 1 < span.last), partial(await_keys, block + 1))
-        mixed = _mix(static, mixed, weights, buffers.v.at[slot], await_next)
+        mixed = wgmma.multiply_pv(mixed, weights, buffers.v.at[slot], await_next, interpret=static.interpret)
         free(buffers.v_free, block, slot)
         return mixed, largest, total
 
@@ -128,36 +126,6 @@ def _attend(
     compat.wait_smem_to_gmem(0)
 
 
-def _score(queries: jax.Ref, keys: jax.Ref, while_running: Callable[[], None]) -> jax.Array:
-    """queries [ROWS, H] @ keys [keys, H].T in f32; `while_running` is called once the tensor cores have begun."""
-
-    def product(acc: jax.Ref) -> jax.Array:
-        plgpu.wgmma(acc, queries, keys.T)
-        while_running()
-        return acc[...]
-
-    return pl.run_scoped(product, plgpu.ACC((ROWS, keys.shape[0]), jnp.float32))
-
-
-def _mix(
-    static: Static, mixed: jax.Array, weights: jax.Array, values: jax.Ref, while_running: Callable[[], None]
-) -> jax.Array:
-    """mixed [ROWS, H] f32 + weights [ROWS, keys] @ values [keys, H]; `while_running` as in `_score`.
-
-    The interpreter has no product with an operand in registers: there it is `compat.multiply_pv`'s.
-    """
-    if static.interpret:
-        mixed = compat.multiply_pv(mixed, weights, values, interpret=True)
-        while_running()
-        return mixed
-
-    def product(acc: jax.Ref) -> None:
-        plgpu.wgmma(acc, weights, values)
-        while_running()
-
-    return pl.run_state(product)(plgpu.ACC.init(mixed))
-
-
 def _weigh(
     static: Static,
     scores: jax.Array,  # [ROWS, keys] f32, raw
@@ -172,7 +140,7 @@ def _weigh(
     """Unnormalised weights, what the sums before shrink by, and the new largest score."""
     if static.softcap is not None:
         scores = jnp.tanh(scores * scale)
-        scale = static.softcap * LOG2E
+        scale = static.softcap * LOG2_E
     if masked:
         rows = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=compat.WGMMA.reduce(1)) + warpgroup * ROWS
         queries = (rows & (static.tile_tokens - 1)) + (span.position - block * static.keys)

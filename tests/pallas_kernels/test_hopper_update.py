@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -9,9 +10,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import prepare_batch
-from pallas_kernels.gpu import update
+from pallas_kernels.hopper import update
 from pallas_kernels.layout import update_kv_pages
-from pallas_kernels.spec import BatchMeta, KVSpec
+from pallas_kernels.spec import AttnLayer, BatchMeta, KVSpec
 from pallas_kernels.testing.cases import Case, make_inputs
 from pallas_kernels.testing.runner import LAYER
 
@@ -25,10 +26,10 @@ def test_same_pool_as_scatter(spec: KVSpec, capsys: pytest.CaptureFixture[str]) 
     case = Case("", ((40, 1), (0, 1), (30, 5)), 2, spec, max_rows=4, max_tokens=10)
     inputs = make_inputs(case)
     batch = jax.jit(partial(prepare, case))(*inputs.meta)
-    arrays = (inputs.k, inputs.v, inputs.kv_pages, batch)
-    options = {"heads": inputs.heads, "page_offset": LAYER * inputs.num_pages}
-    found = np.asarray(jax.jit(partial(update.write_tokens, interpret=True))(*arrays, **options))
-    wanted = np.asarray(jax.jit(update_kv_pages)(*arrays, **options))
+    arrays = (inputs.k, inputs.v, inputs.kv_pages)
+    layer = AttnLayer(case.params, inputs.heads, LAYER * inputs.num_pages)
+    wanted = np.asarray(jax.jit(update_kv_pages)(*arrays, batch, layer))
+    found = np.asarray(jax.jit(update.write_tokens)(*arrays, replace(batch, interpret=True), layer))
     null_page = LAYER * inputs.num_pages
     assert not np.array_equal(wanted.view(np.uint8), inputs.kv_pages.view(np.uint8))
     others = np.arange(len(wanted)) != null_page  # where the scatter writes padding tokens

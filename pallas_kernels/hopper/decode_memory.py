@@ -15,10 +15,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.gpu import compat
-from pallas_kernels.gpu.key_tiles import KeyTiles
+from pallas_kernels.hopper.wgmma import load_narrow
+from pallas_kernels.mosaic_gpu import compat
+from pallas_kernels.mosaic_gpu.key_tiles import KeyTiles
+from pallas_kernels.mosaic_gpu.splits import QUERY_ROWS
 
-QUERY_ROWS = compat.WGMMA_ROWS  # of the tile of queries; G * Qp of them are used
 PART_COLUMNS = 64  # of a tile that pass through registers at once
 
 Scratch = dict[str, jax.Ref]
@@ -158,4 +159,4 @@ class DecodeRing(KeyTiles):
         @pl.loop(0, self.width // PART_COLUMNS)
         def _(index: jax.Array) -> None:
             columns = pl.ds(pl.multiple_of(index * PART_COLUMNS, PART_COLUMNS), PART_COLUMNS)
-            wide[:, columns] = compat.load_narrow(tile.at[:, columns]).astype(self.dtype)
+            wide[:, columns] = load_narrow(tile.at[:, columns]).astype(self.dtype)

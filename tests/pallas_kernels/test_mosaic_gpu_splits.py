@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.gpu.splits import (
+from pallas_kernels.mosaic_gpu.splits import (
     FIRST_TILE,
     LENGTH,
     NUM_QUERIES,

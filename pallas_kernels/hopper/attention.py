@@ -1,0 +1,130 @@
+"""The implementation for Hopper GPUs: Pallas kernels on Mosaic GPU.
+
+Rows with few queries (G * Qp <= 64) go to the decode kernel and its combine, the others to the prefill kernel; a mixed
+step launches both. The step's keys and values are written before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.hopper import combine, decode, prefill
+from pallas_kernels.hopper.decode import DecodeConfig
+from pallas_kernels.hopper.update import write_tokens
+from pallas_kernels.layout import read_format, update_kv_pages
+from pallas_kernels.mosaic_gpu.key_tiles import LOG2_E
+from pallas_kernels.mosaic_gpu.packing import pack_queries, unpack_queries
+from pallas_kernels.mosaic_gpu.shapes import choose_layout, compute_dtype, find_obstacle
+from pallas_kernels.mosaic_gpu.splits import QUERY_ROWS, SplitList, fits, plan_splits
+from pallas_kernels.spec import AttnLayer, AttnShape, BatchMeta
+from pallas_kernels.tune import tune
+from pallas_kernels.worklist import StepRows, TileList
+
+_STATIC = {"static": True}
+
+__all__ = ["attend_with_update", "choose_layout", "default_config", "find_obstacle", "plan_work"]
+
+
+@dataclass(frozen=True)
+class HopperConfig:
+    """Tuning of both kernels, and who writes keys and values: XLA's "scatter", or our "kernel"."""
+
+    decode: DecodeConfig
+    prefill: prefill.PrefillConfig
+    write: str = "scatter"
+
+    def __post_init__(self) -> None:
+        if self.write not in ("scatter", "kernel"):
+            raise ValueError(f"HopperConfig.write must be 'scatter' or 'kernel', got {self.write!r}")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class HopperWork:
+    """Every query of the step is in one of the two; None where a step has none of that kind."""
+
+    decode: SplitList | None
+    chunks: TileList | None
+    config: HopperConfig = field(metadata=_STATIC)
+
+
+def default_config(shape: AttnShape) -> HopperConfig:
+    """By formula from the shape."""
+    return HopperConfig(decode.default_config(shape), prefill.default_config(shape))
+
+
+def find_config(shape: AttnShape, rows: StepRows) -> HopperConfig:
+    """By the device's table, else by formula."""
+    formula = default_config(shape)
+    return replace(
+        formula,
+        decode=tune("gpu_decode", formula.decode, shape, rows),
+        prefill=tune("gpu_prefill", formula.prefill, shape, rows),
+    )
+
+
+def plan_work(rows: StepRows, shape: AttnShape, *, config: HopperConfig | None = None) -> HopperWork:
+    """Splits for the rows of few queries, tiles for the others."""
+    config = config or find_config(shape, rows)
+    longest = rows.max_query_len
+    if longest is not None and fits(longest, shape.group_size):
+        units = plan_splits(rows, rows.query_lens, shape, config.decode, max_query_len=longest)
+        return HopperWork(units, None, config)
+    num_single, num_rows = rows.distribution[0], rows.query_lens.shape[0]
+    singles = rows.lens_between(0, num_single)
+    units = plan_splits(rows, singles, shape, config.decode, max_query_len=1)
+    chunks = prefill.plan_tiles(rows, rows.lens_between(num_single, num_rows), shape, config.prefill)
+    return HopperWork(units, chunks, config)
+
+
+def attend_with_update(
+    q: jax.Array,  # [T, N, H]
+    k: jax.Array,  # [T, K, H]
+    v: jax.Array,  # [T, K, H]
+    kv_pages: jax.Array,  # [num_pages, 2K, page_size, H]
+    batch: BatchMeta,
+    layer: AttnLayer,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention [T, N, H] in q's dtype and the pool with the step's keys and values, in place where it is donated."""
+    work: HopperWork = batch.work
+    write = write_tokens if work.config.write == "kernel" else update_kv_pages
+    kv_pages = write(k, v, kv_pages, batch, layer)
+    out = _attend_few(q, kv_pages, batch, layer)
+    if work.chunks is not None:
+        many = prefill.attend_chunks(q, kv_pages, batch, work.chunks, work.config.prefill, layer)
+        out = jnp.where((batch.token_rows < batch.distribution[0])[:, None, None], out, many)
+    return out, kv_pages
+
+
+def _attend_few(q: jax.Array, kv_pages: jax.Array, batch: BatchMeta, layer: AttnLayer) -> jax.Array:
+    """The rows of `batch.work.decode`: [T, N, H]; other tokens get something finite."""
+    work, heads = batch.work.decode, layer.heads
+    width = read_format(kv_pages.shape, q.shape[2]).width
+    packed = pack_queries(q, batch, work.max_queries, width).astype(compute_dtype(batch.shape))
+    outputs, logs = decode.attend_units(packed, kv_pages, batch, layer)
+    num_kv_heads, num_rows = packed.shape[1:3]
+    found = combine.combine_units(
+        outputs,
+        logs,
+        work.row_first_unit,
+        work.row_num_units,
+        sinks=None if heads.sinks is None else _spread_sinks(heads.sinks, num_kv_heads, num_rows, work.max_queries),
+        v_scale=None if heads.v_scale is None else _pad_columns(jnp.repeat(heads.v_scale, num_rows)),
+        dtype=q.dtype,
+        interpret=batch.interpret,
+    )
+    found = found[:, : num_kv_heads * num_rows].reshape(found.shape[0], num_kv_heads, num_rows, width)
+    return unpack_queries(found, batch, q.shape, work.max_queries)
+
+
+def _spread_sinks(sinks: jax.Array, num_kv_heads: int, num_rows: int, max_queries: int) -> jax.Array:
+    """[N] -> [C] in base 2, as the rows of a unit."""
+    by_row = jnp.repeat(sinks.astype(jnp.float32).reshape(num_kv_heads, -1), max_queries, axis=1) * LOG2_E
+    return _pad_columns(jnp.pad(by_row, ((0, 0), (0, num_rows - by_row.shape[1]))).reshape(-1))
+
+
+def _pad_columns(columns: jax.Array) -> jax.Array:
+    return jnp.pad(columns.astype(jnp.float32), (0, -columns.shape[0] % QUERY_ROWS))

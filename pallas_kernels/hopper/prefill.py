@@ -1,0 +1,153 @@
+"""Attention of chunks of queries on Hopper: prompts, pieces of them behind a cached prefix, and long drafts.
+
+Queries are cut into tiles of 128 rows, one row per (query, head of the group); `prefill_kernel.py` attends one tile
+and KV head per block. XLA packs queries into tiles and takes the answers out of them again, so that the kernel has no
+alignment to care for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.hopper import wgmma
+from pallas_kernels.hopper.prefill_kernel import build_kernel
+from pallas_kernels.hopper.prefill_static import NUM_COMPUTE, TILE_ROWS, Static, count_bytes, list_scratch
+from pallas_kernels.mosaic_gpu import compat
+from pallas_kernels.mosaic_gpu.key_tiles import LOG2_E
+from pallas_kernels.mosaic_gpu.packing import count_tile_tokens, pack_tiles, unpack_tiles
+from pallas_kernels.mosaic_gpu.shapes import is_narrow, stored_width
+from pallas_kernels.spec import AttnLayer, AttnShape, BatchMeta
+from pallas_kernels.worklist import StepRows, TileList, list_chunk_tiles
+
+NUM_THREADS = NUM_COMPUTE + 1
+BARRIER_BYTES = 1024  # more than the barriers take
+
+
+@dataclass(frozen=True)
+class PrefillConfig:
+    """Tuning of the kernel. A ring of `stages` key tiles of `keys` tokens each; pages of 8 bits pass through another of
+    `raw_stages` before it. `registers` are per thread of a compute warpgroup and of the memory warpgroup."""
+
+    keys: int = 128
+    stages: int = 2
+    raw_stages: int = 0
+    registers: tuple[int, int] = (224, 56)
+
+    def __post_init__(self) -> None:
+        if self.keys % 64 or not 64 <= self.keys <= 256:
+            raise ValueError(f"PrefillConfig.keys must be 64, 128, 192 or 256, got {self.keys}")
+        if self.stages < 1 or self.raw_stages < 0:
+            raise ValueError(f"PrefillConfig.stages must be at least 1, got {self.stages} and {self.raw_stages} raw")
+        if any(count % 8 for count in self.registers):
+            raise ValueError(f"PrefillConfig.registers must be multiples of 8, got {self.registers}")
+
+
+def default_config(shape: AttnShape) -> PrefillConfig:
+    """The longest ring that fits, of tiles that leave a warpgroup's accumulators in registers."""
+    width = stored_width(shape)
+    keys = 64 if width == 256 else 128
+    if is_narrow(shape):
+        return PrefillConfig(keys=keys, stages=2, raw_stages=1 if width == 256 else 2)
+    return PrefillConfig(keys=keys, stages={64: 4, 128: 3, 256: 2}[width])
+
+
+def plan_tiles(rows: StepRows, query_lens: jax.Array, shape: AttnShape, config: PrefillConfig) -> TileList:
+    """Tiles of the rows with `query_lens` [S] > 0, longest first: blocks start in this order, so none ends late."""
+    return list_chunk_tiles(rows, query_lens, tile_tokens=count_tile_tokens(shape, TILE_ROWS))
+
+
+def attend_chunks(
+    q: jax.Array,  # [T, N, H]
+    kv_pages: jax.Array,  # [num_pages, 2K, page_size, stored H]
+    batch: BatchMeta,
+    tiles: TileList,
+    config: PrefillConfig,
+    layer: AttnLayer,
+) -> jax.Array:
+    """Attention [T, N, H] in q's dtype of the queries in `tiles`, over pages that hold their keys; 0 for others."""
+    heads = layer.heads
+    static = _fix_static(q, kv_pages, batch, config, layer)
+    packed = pack_tiles(q.astype(static.dtype), tiles, batch.shape, TILE_ROWS, static.width)
+    operands = [
+        packed,
+        kv_pages,
+        batch.page_table,
+        jnp.asarray(layer.page_offset, jnp.int32).reshape(1),
+        tiles.rows,
+        tiles.counts,
+        tiles.positions,
+        _scale_scores(layer, batch.shape),
+    ]
+    if heads.sinks is not None:
+        operands.append(_spread_sinks(heads.sinks, tiles, batch.shape))
+    num_tiles, num_kv_heads = packed.shape[:2]
+    # The last axis of the grid varies fastest. Tiles come longest first, and the heads of a tile are equally long: so
+    # the blocks start in order of their length, and those that run together read neighbouring pages of few rows.
+    answers = compat.kernel(
+        build_kernel(static),
+        out_type=jax.ShapeDtypeStruct(packed.shape, packed.dtype),
+        scratch_types=list_scratch(static),
+        grid=(num_tiles, num_kv_heads),
+        grid_names=("tile", "head"),
+        num_threads=NUM_THREADS,
+        thread_name="warpgroup",
+        compiler_params=compat.compiler_params(),
+        interpret=compat.interpret_params(batch.interpret),
+    )(*operands)
+    found = unpack_tiles(answers, tiles, q.shape)
+    if heads.v_scale is not None:
+        found = found.astype(jnp.float32) * jnp.repeat(heads.v_scale, batch.shape.group_size)[:, None]
+    return found.astype(q.dtype)
+
+
+def _fix_static(q: jax.Array, kv_pages: jax.Array, batch: BatchMeta, config: PrefillConfig, layer: AttnLayer) -> Static:
+    page_size, width = kv_pages.shape[2:]
+    shape, params, narrow = batch.shape, layer.params, is_narrow(batch.shape)
+    static = Static(
+        tile_tokens=count_tile_tokens(shape, TILE_ROWS),
+        page_size=page_size,
+        width=width,
+        keys=config.keys,
+        stages=config.stages,
+        raw_stages=max(config.raw_stages, 1) if narrow else 0,
+        registers=config.registers,
+        dtype="float16" if narrow else q.dtype.name,  # 8 bits convert to no other 16
+        page_dtype=kv_pages.dtype.name,
+        window=params.window,
+        softcap=params.softcap,
+        has_sinks=layer.heads.sinks is not None,
+        interpret=batch.interpret,
+    )
+    _check(static)
+    return static
+
+
+def _check(static: Static) -> None:
+    """What a shape that `find_obstacle` lets pass and a configuration may still not do together."""
+    if static.keys % static.box or static.page_size % static.box:
+        raise ValueError(
+            f"PrefillConfig.keys must be a multiple or a divisor of page_size {static.page_size}, got {static.keys}"
+        )
+    size = count_bytes(static) + BARRIER_BYTES
+    if size > wgmma.MAX_SMEM_BYTES:
+        raise ValueError(
+            f"PrefillConfig wants {size} bytes of shared memory of {wgmma.MAX_SMEM_BYTES}: fewer stages or keys do"
+        )
+
+
+def _scale_scores(layer: AttnLayer, shape: AttnShape) -> jax.Array:
+    """[K] f32: raw scores times this are in base 2, or, if they are to be capped, the argument of tanh."""
+    params, heads = layer.params, layer.heads
+    scale = params.scale * LOG2_E if params.softcap is None else params.scale / params.softcap
+    scales = jnp.full((shape.spec.num_kv_heads,), scale, jnp.float32)
+    return scales if heads.k_scale is None else scales * heads.k_scale.astype(jnp.float32)
+
+
+def _spread_sinks(sinks: jax.Array, tiles: TileList, shape: AttnShape) -> jax.Array:
+    """[N] -> [K, TILE_ROWS] f32 in base 2, in the order of a tile's rows; padding rows have 0."""
+    spread = jnp.repeat(sinks.astype(jnp.float32) * LOG2_E, tiles.tile_tokens)
+    spread = spread.reshape(shape.spec.num_kv_heads, shape.group_size * tiles.tile_tokens)
+    return jnp.pad(spread, ((0, 0), (0, TILE_ROWS - spread.shape[1])))

@@ -1,0 +1,67 @@
+"""What only Hopper's kernels take from Pallas Mosaic GPU: wgmma, and the shared memory of an SM.
+
+The interpreter runs wgmma with both operands in shared memory, and finds races of it. It has none with an operand in
+registers, and no accumulator that starts from a value: `multiply_pv` is emulated there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic_gpu import compat
+
+ROWS = 64  # rows of one wgmma; the first operand has this many
+MAX_SMEM_BYTES = 232_448  # of one block: what is left of 228 KiB after the block's own 1 KiB
+SM_SMEM_BYTES = 233_472  # 228 KiB of an SM, shared by its blocks
+
+
+def _do_nothing() -> None: ...
+
+
+def multiply_qk(q: jax.Ref, k: jax.Ref, while_running: Callable[[], None] = _do_nothing) -> jax.Array:
+    """q [rows, H] @ k [keys, H].T, both in shared memory: [rows, keys] f32 in registers, complete.
+
+    `while_running` is called when the product has begun.
+    """
+
+    def product(acc: jax.Ref) -> jax.Array:
+        plgpu.wgmma(acc, q, k.T)
+        while_running()
+        return acc[...]
+
+    return pl.run_scoped(product, plgpu.ACC((q.shape[0], k.shape[0]), jnp.float32))
+
+
+def multiply_pv(
+    acc: jax.Array,
+    weights: jax.Array,
+    v: jax.Ref,
+    while_running: Callable[[], None] = _do_nothing,
+    *,
+    interpret: bool,
+) -> jax.Array:
+    """acc [rows, H] f32 + weights [rows, keys] @ v [keys, H]; the first two in registers, v in shared memory.
+
+    Complete on return, so that v's slot may be given back. `while_running` as in `multiply_qk`.
+    """
+    if interpret:
+        added = jnp.dot(weights, v[...], preferred_element_type=jnp.float32)
+        compat.commit_smem()  # wgmma would read through the async proxy; a plain read must be made visible to TMA
+        while_running()
+        return acc + added
+
+    def product(ref: jax.Ref) -> None:
+        plgpu.wgmma(ref, weights, v)
+        while_running()
+
+    return pl.run_state(product)(plgpu.ACC.init(acc))
+
+
+def load_narrow(tile: jax.Ref) -> jax.Array:
+    """An 8-bit tile of shared memory in registers, in a layout that conversion to 16 bits makes WGMMA's."""
+    return plgpu.load(tile, layout=plgpu.Layout.WGMMA_UPCAST_2X)
