@@ -9,8 +9,13 @@ OLDEST_TESTS := $(addprefix tests/,layers models runtime sampling weights test_d
 OLDEST_TESTS += $(addprefix tests/pallas_kernels/,test_api.py test_long_cases.py test_self_test.py test_xla.py)
 OLDEST_TESTS += $(addprefix tests/e2e/,test_parity.py test_ready.py test_kernels_in_engine.py)
 PIP_FLAGS := --quiet --disable-pip-version-check
+# CI runs the targets without `-full`, which leave out the tests marked thorough; docs/testing.md says which those are.
+PYTEST := -m pytest -n 2 --dist worksteal
+CI := -m 'not thorough' --hypothesis-profile ci
+FAST := -m 'not slow and not thorough' --hypothesis-profile ci
+ENGINE_ROOMS := --ignore tests/server --ignore tests/pallas_kernels
 
-.PHONY: setup demo attack test test-all lock audit test-fast test-oldest test-oldest-full test-kernels test-kernels-full test-server soak lint format bench-host reference-env goldens sampling-goldens clean help
+.PHONY: setup demo attack test test-full test-all lock audit test-fast test-oldest test-oldest-full test-kernels test-kernels-full test-server test-server-full soak lint format bench-host reference-env goldens sampling-goldens clean help
 
 help:
 	@echo "make demo            serve a hundred prompts three ways with the model that ships in the package"
@@ -44,15 +49,21 @@ demo: setup
 	$(RUN) scripts/demo.py
 
 test: setup
-	$(RUN) -m pytest -n 2 --dist worksteal --ignore tests/server --ignore tests/pallas_kernels
+	$(RUN) $(PYTEST) $(CI) $(ENGINE_ROOMS)
+
+test-full: setup
+	$(RUN) $(PYTEST) $(ENGINE_ROOMS)
 
 test-server: setup
-	$(RUN) -m pytest -n 2 --dist worksteal tests/server
+	$(RUN) $(PYTEST) $(CI) tests/server
+
+test-server-full: setup
+	$(RUN) $(PYTEST) tests/server
 
 attack: setup
 	$(RUN) scripts/attack_server.py
 
-test-all: test-kernels test test-server test-oldest-full attack
+test-all: lint test-kernels-full test-full test-server-full test-oldest-full attack
 
 lock: setup
 	$(RUN) scripts/lock.py
@@ -67,7 +78,7 @@ soak: setup
 	$(RUN) scripts/soak_server.py --minutes 10
 
 test-fast: setup
-	$(RUN) -m pytest -n 2 --dist worksteal -m 'not slow'
+	$(RUN) $(PYTEST) $(FAST)
 
 $(OLDEST)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(OLDEST)
@@ -75,19 +86,20 @@ $(OLDEST)/.ready: pyproject.toml
 	touch $@
 
 test-oldest: $(OLDEST)/.ready
-	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal -m 'not slow' $(OLDEST_TESTS)
+	$(OLDEST)/bin/python $(PYTEST) $(FAST) $(OLDEST_TESTS)
 
 test-oldest-full: $(OLDEST)/.ready
-	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal -m 'not slow' --ignore tests/server
+	$(OLDEST)/bin/python $(PYTEST) -m 'not slow' --ignore tests/server
 
 # The script fetches the compilers that some of the tests use.
 test-kernels: setup $(OLDEST)/.ready
 	$(RUN) scripts/test_kernels.py
-	$(RUN) -m pytest -n 2 --dist worksteal tests/pallas_kernels
+	$(RUN) $(PYTEST) $(CI) tests/pallas_kernels
 	$(OLDEST)/bin/python scripts/test_kernels.py --lower-only
 
 test-kernels-full: setup $(OLDEST)/.ready
 	$(RUN) scripts/test_kernels.py --full
+	$(RUN) $(PYTEST) tests/pallas_kernels
 	$(OLDEST)/bin/python scripts/test_kernels.py --full
 
 lint: setup

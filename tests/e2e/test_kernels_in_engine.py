@@ -38,6 +38,7 @@ def make_tiny(folder: Path, **options: object) -> LLM:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_tpu_kernels_serve_the_same_tokens(tiny: Path) -> None:
     expected = generate_ids(make_tiny(tiny, dtype="float32"), PROMPTS, greedy(4))
     llm = make_tiny(tiny, dtype="float32", attention_impl="tpu_interpret")
