@@ -11,8 +11,8 @@ OLDEST_TESTS += $(addprefix tests/e2e/,test_parity.py test_ready.py test_kernels
 PIP_FLAGS := --quiet --disable-pip-version-check
 # CI runs the targets without `-full`, which leave out the tests marked thorough; docs/testing.md says which those are.
 PYTEST := -m pytest -n 2 --dist worksteal
-CI := -m 'not thorough' --hypothesis-profile ci
-FAST := -m 'not slow and not thorough' --hypothesis-profile ci
+CI := -m 'not thorough' --hypothesis-profile quick
+FAST := -m 'not slow and not thorough' --hypothesis-profile quick
 ENGINE_ROOMS := --ignore tests/server --ignore tests/pallas_kernels
 
 .PHONY: setup demo attack test test-full test-all lock audit test-fast test-oldest test-oldest-full test-kernels test-kernels-full test-server test-server-full soak lint format bench-host reference-env goldens sampling-goldens clean help

@@ -81,8 +81,8 @@ TIGHT = (
     ("mixed", GateShape("heads of 256, window, fp8 pages", 16, 8, 256, window=4096, kv_dtype=FP8)),
 )
 
-# What is compiled of each target unless everything is asked for. Of every kernel one target has each size of heads, 8-bit
-# pages, a window, a soft cap and sinks; the others have its kernels too, with other tiles or for a newer compiler.
+# What is compiled of each target unless everything is asked for. For every implementation one target has each size of
+# heads, 8-bit pages, a window, a soft cap and sinks; the other targets have the same kernels with other tiles.
 _BASE, _FP8 = "llama-8b", "llama-8b, fp8 pages"
 _OF_64, _OF_256 = "heads of 64, window, sinks", "gemma, heads of 256, window, softcap"
 SAMPLES = {

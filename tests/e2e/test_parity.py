@@ -17,9 +17,7 @@ QUICK = ("llama_gqa", "llama_head96", "gemma2", "phi3")
 THOROUGH = [pytest.mark.slow, pytest.mark.thorough]
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=THOROUGH) for name in CASES]
-)
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=THOROUGH) for name in CASES])
 def test_engine_equals_transformers(name: str) -> None:
     case = load_case(name)
     llm = make_llm(case)

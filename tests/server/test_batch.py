@@ -27,7 +27,12 @@ from jaxserve.server.options import ServerConfig
 from tests.e2e.helpers import PROGRAMS
 
 ROOT = Path(__file__).parents[2]
-SMALL = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 256, "compilation_cache_dir": str(PROGRAMS)}
+SMALL = {  # as the servers of the other tests have it, so that all programs are compiled once
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 128,
+    "max_model_len": 1024,
+    "compilation_cache_dir": str(PROGRAMS),
+}
 FLAGS = [text for name, value in SMALL.items() for text in (f"--{name.replace('_', '-')}", str(value))]
 
 
