@@ -4,8 +4,8 @@ steps for two of them.
 The devices' own compilers come as wheels, which this installs once into `.wheels/`. A program fails if its compiler
 refuses it or complains, if a kernel spills registers or exceeds a memory of the device, or if the donated KV pool is
 copied. What this does not show are results, hangs and speed. Each target compiles a sample of the shapes
-(`testing/gate_shapes.py`). `--full` compiles all of them and every tuned one, also with the oldest CUDA 13 compilers, and
-adds steps of two GPUs, a TPU v6e and a TPU v7x, with all layers. `--lower-only` wants no compiler and finds less.
+(`testing/gate_shapes.py`). `--full` compiles all of them and every tuned one, also with the oldest CUDA 13 compilers,
+and adds steps of two GPUs, a TPU v6e and a TPU v7x, with all layers. `--lower-only` wants no compiler and finds less.
 """
 
 from __future__ import annotations
