@@ -4,9 +4,13 @@ VENV := .venv
 OLDEST := .venv-oldest
 RUN := $(VENV)/bin/python
 OLDEST_JAX := 0.11.2
-# Where an older jax can differ; other rooms do not know it, or know it through these.
-OLDEST_TESTS := $(addprefix tests/,layers models runtime sampling weights test_devices.py test_transfers.py)
-OLDEST_TESTS += $(addprefix tests/pallas_kernels/,test_api.py test_long_cases.py test_self_test.py test_xla.py)
+# Of each room that an older jax can change, the files that would show it: docs/testing.md.
+OLDEST_TESTS := $(addprefix tests/,test_devices.py test_transfers.py runtime)
+OLDEST_TESTS += $(addprefix tests/layers/,test_blocks.py test_sharding.py test_stack.py)
+OLDEST_TESTS += $(addprefix tests/models/,test_parity.py test_tensor_parallel.py)
+OLDEST_TESTS += $(addprefix tests/sampling/,test_draw.py test_state.py)
+OLDEST_TESTS += $(addprefix tests/weights/,test_four_devices.py test_load.py test_orbax.py test_place.py test_update.py)
+OLDEST_TESTS += $(addprefix tests/pallas_kernels/,test_api.py test_long_cases.py test_self_test.py)
 OLDEST_TESTS += $(addprefix tests/e2e/,test_parity.py test_ready.py test_kernels_in_engine.py)
 PIP_FLAGS := --quiet --disable-pip-version-check
 # CI runs the targets without `-full`, which leave out the tests marked thorough; docs/testing.md says which those are.
@@ -21,16 +25,17 @@ help:
 	@echo "make demo            serve a hundred prompts three ways with the model that ships in the package"
 	@echo "make test            the test suite; the server and the kernels have their own"
 	@echo "make test-server     the HTTP server's: real processes, OpenAI's clients, faults, the page in a browser"
-	@echo "make test-all        all of these, and the attacks: what runs before an issue is called resolved"
+	@echo "make test-full, make test-server-full   these with what CI leaves out: dry runs, installs, each golden again"
+	@echo "make test-all        every test there is, and the attacks: what runs before an issue is called resolved"
 	@echo "make attack          what strangers may try, on a server of its own, while a probe must be answered"
 	@echo "make lock            write anew what images install"
 	@echo "make audit           look for known vulnerabilities in it, where that service can be reached"
 	@echo "make soak            ten minutes of mixed load on a server: memory, pages and files must stay flat"
 	@echo "make test-fast       without the tests marked slow"
-	@echo "make test-oldest     on the oldest supported jax ($(OLDEST_JAX)), the fast tests of what can differ there"
-	@echo "make test-oldest-full    and of everything but the server"
-	@echo "make test-kernels    the kernels': values in interpreters, and every one compiled for its GPU or TPU, none of which needs to be here"
-	@echo "make test-kernels-full   all shapes, layers and tuning entries, the oldest CUDA 13 compiler, more steps, on the oldest jax too"
+	@echo "make test-oldest     on the oldest supported jax ($(OLDEST_JAX)), fast tests of what can differ there"
+	@echo "make test-oldest-full    all fast tests on it but the server's"
+	@echo "make test-kernels    the kernels': values in interpreters, and samples compiled for each GPU and TPU, none of which needs to be here"
+	@echo "make test-kernels-full   all cases, shapes, layers and tuning entries, the oldest CUDA 13 compiler, more steps, on the oldest jax too"
 	@echo "make lint            ruff, as CI runs it"
 	@echo "make bench-host      host time per step on a device that does nothing"
 	@echo "make reference-env   the separate environment (Python 3.11, torch, transformers) that makes goldens"
