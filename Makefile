@@ -4,28 +4,40 @@ VENV := .venv
 OLDEST := .venv-oldest
 RUN := $(VENV)/bin/python
 OLDEST_JAX := 0.11.2
-# Where an older jax can differ; other rooms do not know it, or know it through these.
-OLDEST_TESTS := $(addprefix tests/,layers models runtime sampling weights test_devices.py test_transfers.py)
-OLDEST_TESTS += $(addprefix tests/pallas_kernels/,test_api.py test_long_cases.py test_self_test.py test_xla.py)
+# Of each room that an older jax can change, the files that would show it: docs/testing.md.
+OLDEST_TESTS := $(addprefix tests/,test_devices.py test_transfers.py runtime)
+OLDEST_TESTS += $(addprefix tests/layers/,test_blocks.py test_sharding.py test_stack.py)
+OLDEST_TESTS += $(addprefix tests/models/,test_parity.py test_tensor_parallel.py)
+OLDEST_TESTS += $(addprefix tests/sampling/,test_draw.py test_state.py)
+OLDEST_TESTS += $(addprefix tests/weights/,test_four_devices.py test_load.py test_orbax.py test_place.py test_update.py)
+OLDEST_TESTS += $(addprefix tests/pallas_kernels/,test_api.py test_long_cases.py test_self_test.py)
 OLDEST_TESTS += $(addprefix tests/e2e/,test_parity.py test_ready.py test_kernels_in_engine.py)
 PIP_FLAGS := --quiet --disable-pip-version-check
+# CI runs the targets without `-full`, which leave out the tests marked thorough; docs/testing.md says which those are.
+# It has two cores; a third process makes use of them where the server's tests wait.
+PYTEST := -m pytest -n 2 --dist worksteal
+SERVER_PYTEST := -m pytest -n 3 --dist worksteal
+CI := -m 'not thorough' --hypothesis-profile quick
+FAST := -m 'not slow and not thorough' --hypothesis-profile quick
+ENGINE_ROOMS := --ignore tests/server --ignore tests/pallas_kernels
 
-.PHONY: setup demo attack test test-all lock audit test-fast test-oldest test-oldest-full test-kernels test-kernels-full test-server soak lint format bench-host reference-env goldens sampling-goldens clean help
+.PHONY: setup demo attack test test-full test-all lock audit test-fast test-oldest test-oldest-full test-kernels test-kernels-full test-server test-server-full soak lint format bench-host reference-env goldens sampling-goldens clean help
 
 help:
 	@echo "make demo            serve a hundred prompts three ways with the model that ships in the package"
 	@echo "make test            the test suite; the server and the kernels have their own"
 	@echo "make test-server     the HTTP server's: real processes, OpenAI's clients, faults, the page in a browser"
-	@echo "make test-all        all of these, and the attacks: what runs before an issue is called resolved"
+	@echo "make test-full, make test-server-full   these with what CI leaves out: dry runs, installs, each golden again"
+	@echo "make test-all        every test there is, and the attacks: what runs before an issue is called resolved"
 	@echo "make attack          what strangers may try, on a server of its own, while a probe must be answered"
 	@echo "make lock            write anew what images install"
 	@echo "make audit           look for known vulnerabilities in it, where that service can be reached"
 	@echo "make soak            ten minutes of mixed load on a server: memory, pages and files must stay flat"
 	@echo "make test-fast       without the tests marked slow"
-	@echo "make test-oldest     on the oldest supported jax ($(OLDEST_JAX)), the fast tests of what can differ there"
-	@echo "make test-oldest-full    and of everything but the server"
-	@echo "make test-kernels    the kernels': values in interpreters, and every one compiled for its GPU or TPU, none of which needs to be here"
-	@echo "make test-kernels-full   all shapes, layers and tuning entries, the oldest CUDA 13 compiler, more steps, on the oldest jax too"
+	@echo "make test-oldest     on the oldest supported jax ($(OLDEST_JAX)), fast tests of what can differ there"
+	@echo "make test-oldest-full    all fast tests on it but the server's"
+	@echo "make test-kernels    the kernels': values in interpreters, and samples compiled for each GPU and TPU, none of which needs to be here"
+	@echo "make test-kernels-full   all cases, shapes, layers and tuning entries, the oldest CUDA 13 compiler, more steps, on the oldest jax too"
 	@echo "make lint            ruff, as CI runs it"
 	@echo "make bench-host      host time per step on a device that does nothing"
 	@echo "make reference-env   the separate environment (Python 3.11, torch, transformers) that makes goldens"
@@ -44,15 +56,21 @@ demo: setup
 	$(RUN) scripts/demo.py
 
 test: setup
-	$(RUN) -m pytest -n 2 --dist worksteal --ignore tests/server --ignore tests/pallas_kernels
+	$(RUN) $(PYTEST) $(CI) $(ENGINE_ROOMS)
+
+test-full: setup
+	$(RUN) $(PYTEST) $(ENGINE_ROOMS)
 
 test-server: setup
-	$(RUN) -m pytest -n 2 --dist worksteal tests/server
+	$(RUN) $(SERVER_PYTEST) $(CI) tests/server
+
+test-server-full: setup
+	$(RUN) $(SERVER_PYTEST) tests/server
 
 attack: setup
 	$(RUN) scripts/attack_server.py
 
-test-all: test-kernels test test-server test-oldest-full attack
+test-all: lint test-kernels-full test-full test-server-full test-oldest-full attack
 
 lock: setup
 	$(RUN) scripts/lock.py
@@ -67,7 +85,7 @@ soak: setup
 	$(RUN) scripts/soak_server.py --minutes 10
 
 test-fast: setup
-	$(RUN) -m pytest -n 2 --dist worksteal -m 'not slow'
+	$(RUN) $(PYTEST) $(FAST)
 
 $(OLDEST)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(OLDEST)
@@ -75,19 +93,20 @@ $(OLDEST)/.ready: pyproject.toml
 	touch $@
 
 test-oldest: $(OLDEST)/.ready
-	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal -m 'not slow' $(OLDEST_TESTS)
+	$(OLDEST)/bin/python $(PYTEST) $(FAST) $(OLDEST_TESTS)
 
 test-oldest-full: $(OLDEST)/.ready
-	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal -m 'not slow' --ignore tests/server
+	$(OLDEST)/bin/python $(PYTEST) -m 'not slow' --ignore tests/server
 
 # The script fetches the compilers that some of the tests use.
 test-kernels: setup $(OLDEST)/.ready
 	$(RUN) scripts/test_kernels.py
-	$(RUN) -m pytest -n 2 --dist worksteal tests/pallas_kernels
+	$(RUN) $(PYTEST) $(CI) tests/pallas_kernels
 	$(OLDEST)/bin/python scripts/test_kernels.py --lower-only
 
 test-kernels-full: setup $(OLDEST)/.ready
 	$(RUN) scripts/test_kernels.py --full
+	$(RUN) $(PYTEST) tests/pallas_kernels
 	$(OLDEST)/bin/python scripts/test_kernels.py --full
 
 lint: setup

@@ -1,10 +1,11 @@
 """Compiles every kernel for an H200, an A100, an L4 and three TPUs, none of which needs to be here, and whole engine
-steps for three of them.
+steps for two of them.
 
 The devices' own compilers come as wheels, which this installs once into `.wheels/`. A program fails if its compiler
 refuses it or complains, if a kernel spills registers or exceeds a memory of the device, or if the donated KV pool is
-copied. What this does not show are results, hangs and speed. `--full` adds the oldest CUDA 13 compilers, steps of two
-GPUs and of a TPU v7x, and all layers. `--lower-only` wants no compiler and finds less.
+copied. What this does not show are results, hangs and speed. Each target compiles a sample of the shapes
+(`testing/gate_shapes.py`). `--full` compiles all of them and every tuned one, also with the oldest CUDA 13 compilers,
+and adds steps of two GPUs, a TPU v6e and a TPU v7x, with all layers. `--lower-only` wants no compiler and finds less.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ LOG_COLUMNS = 180
 TEXT_COLUMNS = ("program", "device", "compiler", "kernel", "")
 KERNELS = ("-m", "pallas_kernels.testing.compile_gate")
 STEPS = ("scripts/compile_step.py",)
-STEP_TARGETS = ("h200", "v5e", "v6e")
-FULL_STEP_TARGETS = ("tpu7x",)  # and these, where everything is asked for
+STEP_TARGETS = ("h200", "v5e")
+FULL_STEP_TARGETS = ("v6e", "tpu7x")  # and these, where everything is asked for
 NEWEST, OLDEST = "newest", "13.0"  # releases of the CUDA compilers, which are not tied to jax within a major version
 CUDA_PINS = {NEWEST: ">=13.0.48,<14", OLDEST: "==13.0.*"}
 CUDA_TOOLS = Path("nvidia", "cu13", "bin")  # of the wheels

@@ -4,6 +4,18 @@ from __future__ import annotations
 
 import os
 
+from tests.examples import register_profiles
+from tests.programs import PROGRAMS
+
 # The interpreter of GPU kernels blocks threads of XLA's CPU pool, one per warpgroup. The pool has as many threads as
 # there are cores, and on two of them it can deadlock.
 os.environ.setdefault("NPROC", "8")
+
+register_profiles()
+
+
+def pytest_sessionstart() -> None:
+    """Compiling takes most of the time of tests: also what runs outside of engines is kept."""
+    from jaxserve.runtime.program_cache import enable_persistent_cache
+
+    enable_persistent_cache(PROGRAMS)

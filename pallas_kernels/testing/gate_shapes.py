@@ -81,17 +81,26 @@ TIGHT = (
     ("mixed", GateShape("heads of 256, window, fp8 pages", 16, 8, 256, window=4096, kv_dtype=FP8)),
 )
 
-# Of a target whose kernels another one has too, with other tiles: what is compiled unless everything is asked for.
-SAMPLES = {"l4": ("llama-8b", "llama-8b, fp8 pages", "gemma, heads of 256, window, softcap")}
+# What is compiled of each target unless everything is asked for. For every implementation one target has each size of
+# heads, 8-bit pages, a window, a soft cap and sinks; the other targets have the same kernels with other tiles.
+_BASE, _FP8 = "llama-8b", "llama-8b, fp8 pages"
+_OF_64, _OF_256 = "heads of 64, window, sinks", "gemma, heads of 256, window, softcap"
+SAMPLES = {
+    "h200": (_BASE, _FP8, _OF_256, _OF_64),
+    "a100": (_BASE, _FP8, _OF_256, _OF_64),
+    "l4": (_FP8, _OF_256),
+    "v5e": (_BASE, _FP8, "llama-7b, no groups", _OF_256, _OF_64),
+    "v6e": (_BASE, _OF_256),
+    "tpu7x": (_FP8, _OF_64),
+}
 
 
 def list_programs(target: Target, *, full: bool = True) -> list[GateProgram]:
     """The gate's programs for a target, each shape in the decode bucket and in the mixed one; drafts for the first;
     and the tight ones. If not `full`, those of them that every run of the gate compiles."""
-    sample = None if full else SAMPLES.get(target.name)
-    shapes = [shape for shape in SHAPES if sample is None or shape.name in sample]
+    shapes = [shape for shape in SHAPES if full or shape.name in SAMPLES[target.name]]
     programs = [_fill_bucket(bucket, shape, target) for shape in shapes for bucket in ("decode", "mixed")]
-    programs.append(_fill_bucket("drafts", shapes[0], target))
+    programs.append(_fill_bucket("drafts", SHAPES[0], target))
     return programs + [_fill_bucket(bucket, shape, target) for bucket, shape in TIGHT if full or target.impl == "gpu"]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,9 @@ import numpy as np
 from jaxserve import LLM, SamplingParams
 from jaxserve.scheduler import StepPlan
 from tests.golden_cases import GoldenCase, load_case
+from tests.programs import PROGRAMS
 
 MAX_MODEL_LEN = 160
-PROGRAMS = Path(tempfile.gettempdir()) / "jaxserve-test-programs"  # equal programs of different tests compile once
 
 
 def make_llm(case: str | GoldenCase, **options: Any) -> LLM:

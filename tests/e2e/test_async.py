@@ -13,7 +13,13 @@ from jaxserve import LLM, AsyncLLM, OutputKind, RequestOutput, SamplingParams
 from jaxserve.errors import EngineStoppedError, InvalidRequestError, WeightsError
 from tests.e2e.helpers import PROGRAMS
 
-OPTIONS = {"max_num_seqs": 4, "max_model_len": 256, "compilation_cache_dir": str(PROGRAMS), "show_progress": False}
+OPTIONS = {
+    "max_num_seqs": 4,
+    "max_model_len": 256,
+    "compile": "used",  # a server compiles all: tests/server
+    "compilation_cache_dir": str(PROGRAMS),
+    "show_progress": False,
+}
 QUESTION = [{"role": "user", "content": "What is a KV cache?"}]
 
 
@@ -104,8 +110,14 @@ def test_a_fault_of_the_host_reaches_everybody_and_nobody_hangs() -> None:
         raise ZeroDivisionError("a bug")
 
     async def run() -> list[object]:
-        running = asyncio.create_task(collect(engine.generate("Once", SamplingParams(max_tokens=200, ignore_eos=True))))
-        await asyncio.sleep(0.05)
+        started = asyncio.Event()
+
+        async def read() -> None:
+            async for _ in engine.generate("Once", SamplingParams(max_tokens=200, ignore_eos=True)):
+                started.set()
+
+        running = asyncio.create_task(read())
+        await started.wait()
         engine._ready.engine.scheduler.plan = fail  # type: ignore[method-assign, assignment]
         late = collect(engine.generate("Once", SamplingParams(max_tokens=2)))
         return await asyncio.wait_for(asyncio.gather(running, late, return_exceptions=True), timeout=60)

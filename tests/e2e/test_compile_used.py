@@ -44,8 +44,9 @@ def test_tokens_are_those_of_an_engine_that_compiled_everything() -> None:
         )
         for index in range(10)
     ]
-    used, closed = (
-        make_llm("llama_gqa", max_num_seqs=5, max_num_batched_tokens=96, compile=c) for c in ("used", "all")
+    used, closed = (  # of the sizes that test_ready.py has, so that all programs are compiled once
+        make_llm("llama_gqa", max_num_seqs=5, max_num_batched_tokens=96, num_kv_pages_override=16, compile=c)
+        for c in ("used", "all")
     )
     assert generate_ids(used, prompts, params) == generate_ids(closed, prompts, params)
     assert len(used.ready.runner.programs) < len(closed.ready.runner.programs)

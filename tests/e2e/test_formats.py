@@ -36,7 +36,7 @@ def test_orbax_checkpoint_is_the_same_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.thorough)])
 def test_sixteen_bit_models_follow_the_reference_for_a_while(dtype: str) -> None:
     case = load_case("llama_bf16" if dtype == "bfloat16" else "llama_f16")
     llm = make_llm(case, dtype=dtype)

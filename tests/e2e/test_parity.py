@@ -12,12 +12,12 @@ from tests.golden_cases import CASES, list_cases_with_legacy_config, load_case
 RELATIVE = 1e-4  # of the case's largest logit
 
 
-QUICK = ("llama_gqa", "llama_head96", "gemma2", "phi3")  # the others are marked slow
+# One for each path through the engine. CI shows the others to the model functions only: tests/models/test_parity.py.
+QUICK = ("llama_gqa", "llama_head96", "gemma2", "phi3")
+THOROUGH = [pytest.mark.slow, pytest.mark.thorough]
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=THOROUGH) for name in CASES])
 def test_engine_equals_transformers(name: str) -> None:
     case = load_case(name)
     llm = make_llm(case)

@@ -80,6 +80,7 @@ def test_the_size_that_it_names_is_the_size() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_install_lines_install(tmp_path: Path) -> None:
     """In a fresh environment; those for accelerators are resolved only. The command then works in an empty folder."""
     venv.create(tmp_path / "venv", with_pip=True)

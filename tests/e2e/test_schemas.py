@@ -271,7 +271,7 @@ def check_output(output: CompletionOutput, params: SamplingParams, schema: Schem
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["demo", "random_weights"])
+@pytest.mark.parametrize("name", [pytest.param("demo", marks=pytest.mark.thorough), "random_weights"])
 def test_every_output_has_its_form(name: str, compiler: GrammarCompiler, request: pytest.FixtureRequest) -> None:
     llm, schemas = request.getfixturevalue(name), list_schemas()
     params = list_params(llm, name, schemas)

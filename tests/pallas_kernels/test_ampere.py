@@ -56,8 +56,9 @@ def shrink(case: Case) -> Case:
 
 
 ALLOWED = [shrink(c) for c in map(with_layout, (*CASES, *OTHERS)) if attention.find_obstacle(c.shape) is None]
+THOROUGH = [pytest.mark.slow, pytest.mark.thorough]
 PARAMS = [
-    pytest.param(case, id=case.name, marks=[] if case.name in FAST or case in map(shrink, OTHERS) else pytest.mark.slow)
+    pytest.param(case, id=case.name, marks=[] if case.name in FAST or case in map(shrink, OTHERS) else THOROUGH)
     for case in ALLOWED
 ]
 

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from pallas_kernels.testing.gate_report import (
     parse_tpu_kernels,
     read_report,
 )
-from pallas_kernels.testing.gate_shapes import SAMPLES, SHAPES, TIGHT, list_programs, list_tuned_programs
+from pallas_kernels.testing.gate_shapes import SAMPLES, SHAPES, TIGHT, GateShape, list_programs, list_tuned_programs
 from pallas_kernels.testing.targets import TARGETS, find_target
 from pallas_kernels.tune.table import KERNELS, TuneKey
 from scripts.test_kernels import MARKER, WHEELS, find_folder, list_requirements, make_environment
@@ -184,8 +184,22 @@ def test_programs_have_different_names_and_every_bucket() -> None:
         sample = list_programs(target, full=False)
         assert sample == [program for program in programs if program in sample]
         assert {program.max_query_len for program in sample} == {1, None, 5}
-        assert (len(sample) == len(programs)) == (target.name == "h200"), "the tight ones are Hopper's"
-        assert (len(sample) < len(programs) - len(TIGHT)) == (target.name in SAMPLES)
+        tight = [program for program in sample if program.shape not in SHAPES]
+        assert len(tight) == (len(TIGHT) if target.name == "h200" else 0), "the tight ones are Hopper's"
+        assert len(sample) == 2 * len(SAMPLES[target.name]) + 1 + len(tight), "a sample names shapes that there are"
+
+
+@pytest.mark.parametrize("impl", ["gpu", "ampere", "tpu"])
+def test_the_samples_have_every_kind_of_shape_on_one_target(impl: str) -> None:
+    def describe(shapes: Iterable[GateShape]) -> set[object]:
+        found: set[object] = set()
+        for shape in shapes:
+            found |= {shape.head_dim, shape.kv_dtype, shape.window is None, shape.softcap is None, shape.sinks}
+        return found
+
+    kinds = describe(SHAPES)
+    targets = [target for target in TARGETS.values() if target.impl == impl]
+    assert any(describe(program.shape for program in list_programs(target, full=False)) == kinds for target in targets)
 
 
 def test_every_tuning_entry_is_a_program(tmp_path: Path) -> None:

@@ -19,14 +19,22 @@ def with_layout(case: Case) -> Case:
 
 ALLOWED = [with_layout(c) for c in CASES if find_backend(IMPL).module.find_obstacle(with_layout(c).shape) is None]
 MIXED = [case for case in ALLOWED if case.max_query_len is None]
+CI = (  # the others only show again what these do
+    "mixed 8:2 of 128 bfloat16, sinks",
+    "mixed 4:1 of 256 bfloat16",
+    "mixed fp8 4:2 of 64, window, softcap",
+    "chunks and others, window",
+)
+PARAMS = [pytest.param(case, id=case.name, marks=[] if case.name in CI else pytest.mark.thorough) for case in MIXED]
 
 
 def test_the_cases_cover_both_kernels() -> None:
     assert len(ALLOWED) - len(MIXED) >= 8 and len(MIXED) >= 8
+    assert {case.name for case in MIXED} >= set(CI), "a case was renamed"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", MIXED, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", PARAMS)
 def test_mixed_steps(case: Case, capfd: pytest.CaptureFixture[str]) -> None:
     check(case, capfd)
 

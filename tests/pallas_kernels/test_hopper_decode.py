@@ -50,7 +50,7 @@ def shrink(case: Case) -> Case:
 
 
 DECODE_CASES = [
-    pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case.name in SLOW else [])
+    pytest.param(case, id=case.name, marks=[pytest.mark.slow, pytest.mark.thorough] if case.name in SLOW else [])
     for case in map(shrink, filter(is_for_decode, (*CASES, *OTHERS)))
 ]
 

@@ -49,6 +49,7 @@ def test_a_missing_wait_is_found(name: str, module: ModuleType, monkeypatch: pyt
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "module"),
     [("decode", decode), ("mixed one chunk deep in its row", pages), ("a chunk over many tiles", prefill)],

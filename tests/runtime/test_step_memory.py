@@ -6,13 +6,14 @@ import dataclasses
 
 import jax
 import pytest
+from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig
 from jaxserve.layers.stack import stack_params
 from jaxserve.models.registry import param_specs, parse_config
 from jaxserve.runtime import startup
 from jaxserve.runtime.compile import compile_forward
-from jaxserve.runtime.memory import plan_cache
+from jaxserve.runtime.memory import DeviceUse, plan_cache
 from jaxserve.runtime.startup import Shapes, describe_programs, make_shapes, measure_use, start_runner
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import ChunkWork, NewRow, StepPlan
@@ -22,7 +23,10 @@ from tests.golden_cases import load_case
 
 
 def make_small_shapes(case: str) -> Shapes:
-    config = EngineConfig.from_options(max_num_seqs=4, max_num_batched_tokens=64, compilation_cache_dir="")
+    """Programs are compiled when a step needs them: a runner of all of them takes a minute to build."""
+    config = EngineConfig.from_options(
+        max_num_seqs=4, max_num_batched_tokens=64, compile="used", compilation_cache_dir=""
+    )
     return make_shapes(config, parse_config(load_case(case).config).with_max_model_len(160), "cpu", "cpu")
 
 
@@ -38,21 +42,24 @@ def test_pool_is_not_copied(case: str) -> None:
         assert analysis.temp_size_in_bytes < plan.bytes_per_device / 10
 
 
-def test_programs_say_what_they_use() -> None:
-    use = measure_use(make_small_shapes("llama_gqa"), make_mesh(1))
-    assert use.params > 0 and use.temporaries > 0 and use.state > 0
-    assert use.total == use.params + use.temporaries + use.code + use.state + use.reserve
-
-
 @pytest.mark.slow
 def test_pools_take_what_the_programs_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     """The accelerator's way of planning, with a device that says it has one GiB."""
-    limit = 2**30
+    limit, measured = 2**30, []
+
+    def measure(shapes: Shapes, mesh: Mesh) -> DeviceUse:
+        measured.append(measure_use(shapes, mesh))
+        return measured[-1]
+
+    monkeypatch.setattr(startup, "measure_use", measure)
     monkeypatch.setattr(startup, "device_memory_bytes", lambda device: limit)
     shapes, mesh = dataclasses.replace(make_small_shapes("llama_gqa"), platform="gpu"), make_mesh(1)
     tree = make_dummy_params(param_specs(shapes.model), mesh=mesh, rules=DEFAULT_RULES, seed=0)
     runner, plan = start_runner(shapes, mesh, stack_params(tree, shapes.stack_mode))
-    used = measure_use(shapes, mesh).total + plan.bytes_per_device
+    (use,) = measured
+    assert use.params > 0 and use.temporaries > 0 and use.state > 0
+    assert use.total == use.params + use.temporaries + use.code + use.state + use.reserve
+    used = use.total + plan.bytes_per_device
     assert 0.8 * limit < used <= 0.9 * limit
     assert sum(pool.nbytes for pool in runner._cache) == plan.bytes_per_device
 

@@ -48,6 +48,7 @@ def test_the_table_says_what_failed() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_hung_templates_are_borne() -> None:
     command = [sys.executable, str(ROOT / "scripts" / "attack_server.py"), "--only", "templates"]
     done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, timeout=300)

@@ -27,6 +27,7 @@ def run_script(name: str, *args: str, flag: str = "--dry-run") -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("impl", "options", "shapes"),
     [("xla", (), 2), ("gpu_interpret", ("--only", "decode"), 1), ("tpu_interpret", (), 2)],
@@ -40,6 +41,7 @@ def test_bench_kernels(tmp_path: Path, impl: str, options: tuple[str, ...], shap
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_bench_engine(tmp_path: Path) -> None:
     output = run_script("bench_engine.py", "--json", str(tmp_path / "found.json"))
     assert "share of the limit" in output
@@ -49,6 +51,7 @@ def test_bench_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_bench_structured(tmp_path: Path) -> None:
     output = run_script("bench_structured.py", "--json", str(tmp_path / "found.json"), flag="--quick")
     assert "structured, ms" in output

@@ -305,6 +305,7 @@ def test_a_report_is_written_from_results_alone(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(900)
 def test_a_dry_run_goes_through_all_of_it(tmp_path: Path) -> None:
     command = [sys.executable, "scripts/device_day.py", "--dry-run", "--out", str(tmp_path / "out")]

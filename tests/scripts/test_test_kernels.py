@@ -116,7 +116,8 @@ def test_everything_is_compiled_by_both_cuda_compilers(tmp_path: Path) -> None:
     assert {job.release for job in normal} == {NEWEST} and all(job in everything for job in normal)
     gpus = [target for target in TARGETS.values() if target.platform == "gpu"]
     more = [job for job in everything if job not in normal]
-    assert more == [Job(STEPS, TARGETS["tpu7x"]), *(Job(KERNELS, target, OLDEST) for target in gpus)]
+    steps = [Job(STEPS, TARGETS[name]) for name in ("v6e", "tpu7x")]
+    assert more == [*steps, *(Job(KERNELS, target, OLDEST) for target in gpus)]
     assert {job.release for job in list_jobs(list(TARGETS), full=True, lower_only=True)} == {NEWEST}
     assert "nvidia-cuda-nvcc==13.0.*" in list_requirements("gpu", OLDEST)
     assert find_folder("gpu", tmp_path, OLDEST) != find_folder("gpu", tmp_path)
@@ -147,6 +148,7 @@ def test_the_full_gate_has_steps_of_two_gpus_and_of_a_tpu7x() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_kernels_are_lowered_without_a_compiler() -> None:
     done = run_script("--lower-only", "--impl", "xla", "--targets", "v5e", "--only", "decode: llama-8b")
     assert done.returncode == 0, done.stdout

@@ -160,6 +160,7 @@ def test_without_time_all_shapes_are_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("impl", "kind"), [("gpu_interpret", "prefill"), ("ampere_interpret", "decode"), ("tpu_interpret", "prefill")]
 )

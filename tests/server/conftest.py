@@ -1,4 +1,4 @@
-"""One server with the demo model for all tests of a module that only need one."""
+"""One server with the demo model for all tests that only need one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SMALL = (
 )
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server() -> Iterator[RunningServer]:
     with run_server(*SMALL) as running:
         yield running

@@ -27,7 +27,12 @@ from jaxserve.server.options import ServerConfig
 from tests.e2e.helpers import PROGRAMS
 
 ROOT = Path(__file__).parents[2]
-SMALL = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 256, "compilation_cache_dir": str(PROGRAMS)}
+SMALL = {  # as the servers of the other tests have it, so that all programs are compiled once
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 128,
+    "max_model_len": 1024,
+    "compilation_cache_dir": str(PROGRAMS),
+}
 FLAGS = [text for name, value in SMALL.items() for text in (f"--{name.replace('_', '-')}", str(value))]
 
 
@@ -293,14 +298,15 @@ def test_fault_of_the_engine_is_nobodys_answer(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_no_line_is_lost_or_doubled(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_kills", [3, pytest.param(6, marks=pytest.mark.thorough)])
+def test_killed_at_any_moment_no_line_is_lost_or_doubled(tmp_path: Path, num_kills: int) -> None:
     rng, count = random.Random(5), 400
     lines: list[Any] = [make_line(f"{at}", prompt=f"{at}:", max_tokens=8, echo=True) for at in range(count)]
     lines[7], lines[300] = "no JSON", make_line("300", prompt="300:", stream=True)
     source, target = write_lines(tmp_path / "in", lines), tmp_path / "out"
     command = [sys.executable, "-m", "jaxserve.cli", "run-batch", "-i", str(source), "-o", str(target), "demo", *FLAGS]
     sizes = []
-    for _ in range(5):
+    for _ in range(num_kills):
         size = target.stat().st_size if target.exists() else 0
         process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
         while process.poll() is None and not (target.exists() and target.stat().st_size > size + rng.randrange(30_000)):

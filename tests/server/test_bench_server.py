@@ -60,6 +60,7 @@ def test_refused_and_cut_streams_are_no_figures(load: ModuleType, answer: bytes)
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the CPU clocks of another process")
 def test_bench_server(tmp_path: Path) -> None:
     output = run_script("bench_server.py", "--profile", "--json", str(tmp_path / "found.json"))

@@ -43,6 +43,7 @@ def test_says_where_to_install_from(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_runs_from_top_to_bottom(tmp_path: Path) -> None:
     program = tmp_path / "notebook.py"
     program.write_text("\n\n".join(CODE))

@@ -23,6 +23,7 @@ from jaxserve.server.protocol.chat import ChatCompletionRequest
 from jaxserve.server.protocol.completions import CompletionRequest
 from jaxserve.server.protocol.responses import ResponseRequest
 from jaxserve.server.protocol.tokens import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
+from tests.examples import scale_examples
 from tests.server.conftest import SMALL
 from tests.server.running import RunningServer, run_server
 
@@ -836,7 +837,11 @@ FIELDS = {
     path: sorted(field.alias or name for name, field in model.model_fields.items()) for path, (model, _) in GOOD.items()
 }
 RUNS = settings(
-    max_examples=300, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+    max_examples=scale_examples(300),
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
 )
 
 

@@ -65,7 +65,7 @@ def test_more_idle_connections_than_files_keep_nobody_out(poor: RunningServer) -
     start = time.monotonic()
     assert probe(poor) == text
     assert get_status(poor, "/health/live") == 200
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 8, "nobody waits until the others are closed"
     for each in idle:
         each.close()
 

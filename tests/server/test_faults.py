@@ -215,7 +215,7 @@ def count_open_sockets(server: RunningServer) -> int:
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_request_that_passes_its_deadline_ends(server: RunningServer, text: str, streams: bool) -> None:
-    body = {"max_tokens": 900, "ignore_eos": True, "timeout": 0.4, "n": 4, "temperature": 1.0}
+    body = {"max_tokens": 900, "ignore_eos": True, "timeout": 0.8, "n": 8, "logprobs": 20, "temperature": 1.0}
     late = server.metric("jaxserve:request_success_total", finished_reason="timeout")
     if streams:
         events, is_whole = read_events(open_stream(server, **body))

@@ -15,6 +15,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from jaxserve.server.http import make_protocol
+from tests.server.pressure import wait_until
 
 LIMITS: dict[str, Any] = {
     "max_head_bytes": 4096,
@@ -26,6 +27,7 @@ MOST = LIMITS["max_connections"]
 BIG = 8 * 2**20  # bytes: more than the buffers of both ends take
 
 
+begun: list[str] = []  # paths of requests that take long
 gone: list[str] = []  # paths whose clients left
 
 
@@ -41,6 +43,8 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
         size += len(message.get("body", b""))
         more = message.get("more_body", False)
     body = b"x" * BIG if path == "/big" else str(size).encode()
+    if path in ("/slow", "/wait"):
+        begun.append(path)
     if path == "/wait":
         assert (await receive())["type"] == "http.disconnect"
         gone.append(path)
@@ -330,9 +334,10 @@ def test_crowds_of_idle_connections_keep_nobody_out(listening: Listening) -> Non
 
 def test_requests_in_progress_are_never_cut_and_probes_are_answered_beside_them(listening: Listening) -> None:
     with several(listening, MOST) as clients:
+        before = len(begun)
         for client in clients:
             client.sendall(make_post(b"b", path="/slow"))
-        time.sleep(0.2)
+        wait_until(lambda: len(begun) == before + MOST)
         with connected(listening) as other:
             other.sendall(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
             head = other.recv(4096).decode().lower()
@@ -356,13 +361,13 @@ def test_who_sends_no_more_gets_the_answer(listening: Listening) -> None:
 
 
 def test_who_has_gone_is_noticed_though_nothing_is_sent(listening: Listening) -> None:
-    before = len(gone)
+    before, num_begun = len(gone), len(begun)
     client = listening.connect()
     client.sendall(make_post(b"four", path="/wait"))
-    time.sleep(0.1)
+    wait_until(lambda: len(begun) == num_begun + 1)
     client.close()
     listening.wait_for_connections(0)
-    assert len(gone) == before + 1
+    wait_until(lambda: len(gone) == before + 1)
 
 
 def test_a_body_that_is_cut_short_ends_the_connection(listening: Listening) -> None:

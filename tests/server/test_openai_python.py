@@ -463,14 +463,14 @@ def test_errors_have_the_clients_types(client: openai.OpenAI) -> None:
 def test_a_deadline_is_not_tried_again(server: RunningServer) -> None:
     client, before = connect(server, max_retries=3), server.metric("http_requests_total", status="504")
     with pytest.raises(openai.InternalServerError) as late:
-        complete(client, max_tokens=900, extra_body={"ignore_eos": True, "timeout": 0.2})
+        complete(client, max_tokens=900, extra_body={"ignore_eos": True, "timeout": 0.05})
     assert (late.value.status_code, late.value.code) == (504, "timeout")
     assert server.metric("http_requests_total", status="504") == before + 1
 
 
 def test_the_clients_timeout_and_a_closed_stream_free_the_row(server: RunningServer) -> None:
     with pytest.raises(openai.APITimeoutError):
-        complete(connect(server, timeout=0.3), max_tokens=900, extra_body={"ignore_eos": True})
+        complete(connect(server, timeout=0.1), max_tokens=900, extra_body={"ignore_eos": True})
     wait_for(lambda: is_idle(server))
     stream = long_stream(connect(server))
     next(iter(stream))

@@ -18,10 +18,11 @@ from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from jaxserve.server.app import make_api
+from tests.examples import scale_examples
 from tests.server.asgi import make_state
 from tests.server.running import RunningServer, run_server
 
-EXAMPLES = 100  # of each operation, right and wrong ones
+EXAMPLES = scale_examples(100)  # of each operation, right and wrong ones
 WORK = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/tokenize", "/detokenize")
 ENDLESS = ("GET", "/live")  # a stream that does not end: its test reads some of it
 OPERATIONS = [

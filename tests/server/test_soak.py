@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_twenty_seconds_of_everything(tmp_path: Path) -> None:
     file = tmp_path / "soak.json"
     done = subprocess.run(

@@ -178,12 +178,12 @@ def test_slow_pieces_are_no_fault_of_the_client() -> None:
 
 def test_a_client_that_reads_now_and_then_gets_everything() -> None:
     async def test() -> None:
-        state, pieces = make_state(slow_reader_timeout=0.4), Pieces(*[b"data: 1\n\n"] * 12)
+        state, pieces = make_state(slow_reader_timeout=1.5), Pieces(*[b"data: 1\n\n"] * 12)
         client = ready(state)
         send = client.send
 
         async def read_slowly(message: dict) -> None:
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.15)  # all together longer than the limit
             await send(message)
 
         client.send = read_slowly  # type: ignore[method-assign]

@@ -184,7 +184,7 @@ def test_a_slow_worker_is_killed_and_replaced(played: GrammarCompiler, monkeypat
     start = time.monotonic()
     with pytest.raises(InvalidRequestError, match="takes more than 3 s"):
         compile_rule(played, "sleep")
-    assert time.monotonic() - start < 1.0, "the refusal is kept"
+    assert time.monotonic() - start < 3, "the refusal is kept"
     compile_rule(played, "fine too")
     assert get_worker(played) != first
     later = time.monotonic() + 1000
