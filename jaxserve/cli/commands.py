@@ -69,7 +69,7 @@ def chat(args: argparse.Namespace) -> None:
     _require_tokenizer(options, needs_template=template is None)
     llm = AsyncLLM(**options)
     try:
-        params = read_sampling_params(args, llm.ready.defaults).clone(output_kind=OutputKind.DELTA)
+        params = read_sampling_params(args, llm.defaults).clone(output_kind=OutputKind.DELTA)
         Chat(llm, params, system=args.system, chat_template=template).run()
     finally:
         llm.shutdown()

@@ -84,7 +84,7 @@ def run_batch(
             progress = choose_progress(shows_progress)
             llm = AsyncLLM.from_config(engine, progress=progress)
             state.open(llm)
-            most = max_concurrent or _REQUESTS_PER_ROW * llm.ready.engine.scheduler.limits.max_num_seqs
+            most = max_concurrent or _REQUESTS_PER_ROW * llm.limits.max_num_seqs
             limits = replace(server.limits, max_streams=max(most, 1), max_priority=PRIORITIES.start)
             state.config = replace(server, limits=limits)
             state.max_sequences = limits.max_prompts * limits.max_n  # nobody else waits here

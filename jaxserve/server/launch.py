@@ -20,7 +20,6 @@ from starlette.types import ASGIApp
 
 from jaxserve.config import EngineConfig, read_api_keys
 from jaxserve.engine.async_engine import AsyncLLM
-from jaxserve.engine.stats import read_stats
 from jaxserve.errors import ConfigError, EngineStoppedError, JaxServeError
 from jaxserve.server.app import make_admin_app, make_app
 from jaxserve.server.gate import read_keys
@@ -125,9 +124,8 @@ class Server(uvicorn.Server):
         try:
             early, show = state.config.serving.serve_while_warming, state.show_progress
             llm = AsyncLLM.from_config(state.engine_config, progress=show, on_stop=self.stop, only_largest=early)
-            scheduler = llm.ready.engine.scheduler
-            scheduler.door.bound_sequences(_QUEUED_PER_ROW * scheduler.limits.max_num_seqs)
-            llm.ready.requests.warm_up()  # its process needs files that may not be left later
+            llm.bound_queue(_QUEUED_PER_ROW * llm.limits.max_num_seqs)
+            llm.requests.warm_up()  # its process needs files that may not be left later
             state.open(llm)
             if early:
                 _log.info("serving, with the largest programs only: %s", ", ".join(state.names))
@@ -313,9 +311,8 @@ async def _report_status(state: ServerState) -> None:
     """Logs what the engine does, from its first request on."""
     while state.llm is None:
         await asyncio.sleep(0.2)
-    engine = state.llm.ready.engine
-    rows, interval = engine.scheduler.limits.max_num_seqs, state.config.logs.status_interval
-    await StatusLine(state.metrics, lambda: read_stats(engine), max_rows=rows, interval=interval).run()
+    rows, interval = state.llm.limits.max_num_seqs, state.config.logs.status_interval
+    await StatusLine(state.metrics, state.llm.stats, max_rows=rows, interval=interval).run()
 
 
 async def _watch_device(state: ServerState) -> None:

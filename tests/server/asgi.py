@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Scope
 
 from jaxserve.config import EngineConfig
+from jaxserve.engine.async_engine import AsyncLLM
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.stats import QueuePace
 from jaxserve.server.metrics import ServerMetrics
 from jaxserve.server.options import ServerConfig
 from jaxserve.server.state import Phase, ServerState
@@ -77,3 +81,10 @@ def make_scope(path: str, method: str = "POST", headers: Iterable[tuple[str, str
 def make_state(phase: Phase = Phase.READY, **options: Any) -> ServerState:
     config = ServerConfig.from_options(**options)
     return ServerState(config, EngineConfig.from_options(), ServerMetrics("demo"), phase=phase)
+
+
+def wrap_engine(engine: Engine, **parts: Any) -> AsyncLLM:
+    """Returns an AsyncLLM that has no thread; `parts` are those of `ReadyEngine` that a test needs."""
+    llm = AsyncLLM.__new__(AsyncLLM)
+    llm._ready, llm._pace = SimpleNamespace(engine=engine, **parts), QueuePace()  # type: ignore[assignment]
+    return llm

@@ -9,7 +9,6 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from jaxserve import __version__
-from jaxserve.engine.stats import read_stats
 from jaxserve.errors import JaxServeError
 from jaxserve.server.documents import document
 from jaxserve.server.generation import begin_reading
@@ -98,7 +97,7 @@ async def get_version() -> dict[str, str]:
 async def get_metrics(http: Request) -> Response:
     """Everything that is counted, for Prometheus."""
     state: ServerState = http.app.state.server
-    stats = None if state.llm is None else read_stats(state.llm.ready.engine)
+    stats = None if state.llm is None else state.llm.stats()
     body, kind = render(state.metrics, http.headers.get("accept"), stats, str(state.phase))
     return Response(body, headers={"content-type": kind})
 

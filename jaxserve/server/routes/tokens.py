@@ -55,7 +55,7 @@ def _describe_model(state: ServerState, name: str) -> dict[str, Any]:
         "owned_by": "jaxserve",
         "root": state.engine_config.model.model,
         "parent": None,
-        "max_model_len": state.engine.ready.shapes.model.max_model_len,
+        "max_model_len": state.engine.max_model_len,
     }
 
 
@@ -89,7 +89,7 @@ def _tokenize(body: TokenizeRequest, state: ServerState) -> dict[str, Any]:
         texts = [tokenizer.decode([each], skip_special_tokens=False) for each in token_ids]
     return {
         "count": len(token_ids),
-        "max_model_len": state.engine.ready.shapes.model.max_model_len,
+        "max_model_len": state.engine.max_model_len,
         "tokens": token_ids,
         "token_strs": texts,
     }
@@ -101,10 +101,10 @@ async def detokenize(http: Request) -> JSONResponse:
     state: ServerState = http.app.state.server
     body = await read_body(http, DetokenizeRequest, state)
     state.check_model(body.model)
-    most = state.engine.ready.shapes.model.max_model_len
+    most = state.engine.max_model_len
     if len(body.tokens) > most:
         raise InvalidRequestError(f"at most {most} ids, got {len(body.tokens)}", field="tokens", value=None)
-    size = state.engine.ready.shapes.model.vocab_size
+    size = state.engine.model.vocab_size
     for token_id in body.tokens:
         if not 0 <= token_id < size:
             message = f"must be token ids in [0, {size}), got {shorten(token_id)}"
@@ -119,7 +119,7 @@ async def create_embeddings(http: Request) -> JSONResponse:
     state: ServerState = http.app.state.server
     body = await read_body(http, EmbeddingRequest, state)
     model = state.check_model(body.model)
-    width = state.engine.ready.shapes.model.hidden_size
+    width = state.engine.model.hidden_size
     if body.dimensions is not None and body.dimensions > width:
         raise InvalidRequestError(f"at most {width}, got {body.dimensions}", field="dimensions", value=body.dimensions)
     with name_fields({"prompt": "input", "prompt_token_ids": "input"}):
@@ -130,7 +130,7 @@ async def create_embeddings(http: Request) -> JSONResponse:
 
 
 def _make_requests(body: EmbeddingRequest, state: ServerState, options: dict[str, Any]) -> list[EngineRequest]:
-    make, most = state.engine.ready.requests.make_embedding, state.config.limits.max_prompts
+    make, most = state.engine.requests.make_embedding, state.config.limits.max_prompts
     cut, prompts = body.truncate_prompt_tokens, list_prompts(body.input, most, "input")
     for each in prompts:
         check_length(each.get("prompt"), state, "input", cuts=cut is not None)
@@ -168,7 +168,7 @@ async def _embed(body: EmbeddingRequest, model: str, requests: list[EngineReques
 
 
 def _require_tokenizer(state: ServerState) -> Tokenizer:
-    tokenizer = state.engine.ready.tokenizer
+    tokenizer = state.engine.tokenizer
     if tokenizer is None:
         raise ApiError(400, "This server works on token ids only: it has no tokenizer.", code="no_tokenizer")
     return tokenizer
