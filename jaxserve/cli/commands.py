@@ -77,8 +77,8 @@ def chat(args: argparse.Namespace) -> None:
 
 def run_batch(args: argparse.Namespace) -> int:
     """`jaxserve run-batch`; returns 1 when a line failed."""
-    from jaxserve.server.batch import run_batch as run
     from jaxserve.server.options import ServerConfig
+    from jaxserve.server.run_batch import run_batch as run
 
     engine = EngineConfig.from_options(**_read_engine_options(args))
     given = read_flags(args, ServerConfig, BATCH_OPTIONS)

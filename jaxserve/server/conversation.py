@@ -9,7 +9,7 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve.request import Request
 from jaxserve.server.prompts import check_length, list_limits, read_form, template_options
 from jaxserve.server.protocol.chat import ChatCompletionRequest
-from jaxserve.server.state import ServerState
+from jaxserve.server.server_state import ServerState
 from jaxserve.server.tools import AnswerParser, ToolSet, make_answer_parser, needs_special_tokens, read_tools
 
 

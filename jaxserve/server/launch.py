@@ -27,6 +27,7 @@ from jaxserve.server.http import make_protocol
 from jaxserve.server.logs import configure_logging
 from jaxserve.server.metrics import ServerMetrics
 from jaxserve.server.options import ServerConfig, read_chat_template
+from jaxserve.server.server_state import Phase, ServerState
 from jaxserve.server.sockets import (
     ADMIN_CONNECTIONS,
     clamp_connections,
@@ -34,7 +35,6 @@ from jaxserve.server.sockets import (
     open_sockets,
     raise_descriptor_limit,
 )
-from jaxserve.server.state import Phase, ServerState
 from jaxserve.server.status_line import StatusLine
 from jaxserve.server.tls import reload_certificates, secure
 from jaxserve.server.tracing import make_tracer

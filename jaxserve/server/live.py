@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from jaxserve.engine.stats import RowStats, read_rows
-from jaxserve.server.state import Phase, ServerState
+from jaxserve.server.server_state import Phase, ServerState
 from jaxserve.server.stream import encode_event
 
 _ID_CHARACTERS = 6  # of a request's number that the live view shows

@@ -13,7 +13,7 @@ from jaxserve.server.protocol.chat import ChatCompletionRequest
 from jaxserve.server.protocol.completions import CompletionRequest
 from jaxserve.server.protocol.fields import SamplingFields
 from jaxserve.server.protocol.tokens import TokenizeRequest
-from jaxserve.server.state import ServerState
+from jaxserve.server.server_state import ServerState
 from jaxserve.server.tools import read_tools
 from jaxserve.structured_params import StructuredOutputsParams
 

@@ -16,7 +16,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.stats import QueuePace
 from jaxserve.server.metrics import ServerMetrics
 from jaxserve.server.options import ServerConfig
-from jaxserve.server.state import Phase, ServerState
+from jaxserve.server.server_state import Phase, ServerState
 
 
 class Answer:
@@ -75,7 +75,7 @@ class Client:
 def make_scope(path: str, method: str = "POST", headers: Iterable[tuple[str, str]] = (), **changes: Any) -> Scope:
     raw = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers]
     scope: Scope = {"type": "http", "method": method, "path": path, "headers": raw, "client": ("1.2.3.4", 5)}
-    return scope | {"state": {}, "query_string": b"", "root_path": ""} | changes
+    return scope | {"query_string": b"", "root_path": ""} | changes
 
 
 def make_state(phase: Phase = Phase.READY, **options: Any) -> ServerState:

@@ -18,7 +18,8 @@ from jaxserve.server import gate
 from jaxserve.server.errors import ApiError
 from jaxserve.server.gate import AccessLog, AdminGuard, Guard, hash_key, read_keys
 from jaxserve.server.options import AccessOptions
-from jaxserve.server.state import Phase, ServerState
+from jaxserve.server.request_context import get_context
+from jaxserve.server.server_state import Phase, ServerState
 from tests.engine.helpers import greedy, make_engine
 from tests.server.asgi import Answer, Client, make_scope, make_state, wrap_engine
 
@@ -109,7 +110,7 @@ def test_the_label_is_not_the_number_that_the_engine_sees() -> None:
     seen: list[str] = []
 
     async def note(scope: Scope, receive: Receive, send: Send) -> None:
-        seen.append(scope["state"]["request_id"])
+        seen.append(get_context(scope).request_id)
         await greet(scope, receive, send)
 
     app = AccessLog(note, make_state())
@@ -240,7 +241,7 @@ def test_keys_keep_their_cached_prefixes_apart() -> None:
     salts: list[str] = []
 
     async def note(scope: Scope, receive: Receive, send: Send) -> None:
-        salts.append(scope["state"]["salt"])
+        salts.append(get_context(scope).salt)
         await greet(scope, receive, send)
 
     for keys in (HASHES, HASHES[:1]):

@@ -26,7 +26,7 @@ from jaxserve.server import launch, live
 from jaxserve.server.app import make_app
 from jaxserve.server.errors import ApiError
 from jaxserve.server.generation import begin_reading
-from jaxserve.server.state import ServerState
+from jaxserve.server.server_state import ServerState
 from tests.engine.helpers import greedy, make_engine
 from tests.fake_device import FakeDevice
 from tests.server.asgi import Client, make_scope, make_state, wrap_engine

@@ -17,9 +17,9 @@ from jaxserve.request import CompletionOutput, RequestOutput
 from jaxserve.request import Request as EngineRequest
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.body import prepare, read_body
-from jaxserve.server.documents import document
 from jaxserve.server.generation import Generation, name_requests
 from jaxserve.server.logprobs import to_completion, to_prompt_logprobs
+from jaxserve.server.openapi import document
 from jaxserve.server.prompts import (
     check_count,
     check_length,
@@ -30,7 +30,7 @@ from jaxserve.server.prompts import (
     read_form,
 )
 from jaxserve.server.protocol.completions import Completion, CompletionRequest
-from jaxserve.server.state import ServerState
+from jaxserve.server.server_state import ServerState, get_state
 from jaxserve.server.stream import ChunkWriter, respond
 
 router = APIRouter()
@@ -39,7 +39,7 @@ router = APIRouter()
 @router.post("/v1/completions", **document(CompletionRequest, Completion, streams=True))
 async def create_completion(http: Request) -> Response:
     """Continues one prompt or many."""
-    state: ServerState = http.app.state.server
+    state = get_state(http)
     body = await read_body(http, CompletionRequest, state)
     model = state.check_model(body.model)
     check_body(body, state)

@@ -16,12 +16,12 @@ from jaxserve.errors import InvalidRequestError, shorten
 from jaxserve.request import Request as EngineRequest
 from jaxserve.request import RequestOutput
 from jaxserve.server.body import prepare, read_body
-from jaxserve.server.documents import document
 from jaxserve.server.errors import ApiError
 from jaxserve.server.generation import Generation, name_requests
+from jaxserve.server.openapi import document
 from jaxserve.server.prompts import check_length, list_limits, name_fields, read_variables
 from jaxserve.server.protocol.responses import ResponseAnswer, ResponseRequest
-from jaxserve.server.state import ServerState
+from jaxserve.server.server_state import ServerState, get_state
 from jaxserve.server.stream import encode_event, respond
 from jaxserve.server.tools import Content, Piece, Reasoning, make_answer_parser, needs_special_tokens
 from jaxserve.tokenizers.checks import require_text
@@ -37,7 +37,7 @@ _ITEM_FIELDS = {  # of what goes in, which may be what came out
 @router.post("/v1/responses", **document(ResponseRequest, ResponseAnswer, streams=True))
 async def create_response(http: Request) -> Response:
     """Answers a text or a conversation."""
-    state: ServerState = http.app.state.server
+    state = get_state(http)
     body = await read_body(http, ResponseRequest, state)
     model = state.check_model(body.model)
     check_body(body)

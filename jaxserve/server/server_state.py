@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from fastapi import FastAPI, Request
+
 from jaxserve import __version__
 from jaxserve.config import EngineConfig
 from jaxserve.engine.async_engine import AsyncLLM
@@ -23,7 +25,7 @@ from jaxserve.server.logprobs import TokenTexts
 from jaxserve.server.metrics import ServerMetrics
 from jaxserve.server.options import ServerConfig
 from jaxserve.server.preparation import Preparation
-from jaxserve.server.shared import Shared
+from jaxserve.server.single_flight import SingleFlight
 from jaxserve.server.tools import guess_tool_parser
 from jaxserve.server.tracing import NullTracer, Tracer
 
@@ -71,8 +73,8 @@ class ServerState:
     max_sequences: int = field(init=False)  # of one request; the engine's rows may make it less
     num_streams: int = 0  # requests being answered
     num_viewers: int = 0  # of the live view
-    live: Shared[bytes] = field(default_factory=lambda: Shared(_LIVE_SECONDS))
-    probe: Shared[str | None] = field(default_factory=lambda: Shared(_PROBE_SECONDS))
+    live: SingleFlight[bytes] = field(default_factory=lambda: SingleFlight(_LIVE_SECONDS))
+    probe: SingleFlight[str | None] = field(default_factory=lambda: SingleFlight(_PROBE_SECONDS))
     has_drained: bool = False  # the last of them has ended, and the process ends: whoever only looks on is to stop
     bodies: BodyBudget = field(init=False)  # bytes that are being read and prepared
     fingerprint: str = ""  # changes with the version and with the engine's options
@@ -191,6 +193,20 @@ class ServerState:
                 log(done, total, note)
 
             yield report
+
+
+class ServerApp(FastAPI):
+    """A FastAPI application whose routes share the state of one server."""
+
+    def __init__(self, state: ServerState, **options: Any) -> None:
+        super().__init__(**options)
+        self.server_state = state
+
+
+def get_state(http: Request) -> ServerState:
+    """Returns the state of the server that a route belongs to."""
+    app: ServerApp = http.app
+    return app.server_state
 
 
 def not_serving(phase: Phase) -> ApiError:

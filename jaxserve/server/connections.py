@@ -20,7 +20,7 @@ class Connection(Protocol):
         """Closes without waiting for the client."""
 
 
-class Crowd:
+class ConnectionLimiter:
     """The connections of one server. Idle ones, in the order in which they became so, make room for others.
 
     A connection is idle while no request is in progress: before the whole head of its first one has come, too.
