@@ -31,11 +31,6 @@ class ConnectionLimiter:
         self._idle: dict[Connection, None] = {}
         self._busy: set[Connection] = set()
 
-    @property
-    def num_busy(self) -> int:
-        """Connections with a request in progress."""
-        return len(self._busy)
-
     def add(self, connection: Connection) -> None:
         """Takes a new connection; beyond the limit the idle one that is oldest goes, or the new one if all are busy."""
         num_open = len(self._idle) + len(self._busy)

@@ -72,7 +72,7 @@ class AccessLog:
                 await to_api_error(error).to_response()(scope, receive, tracked_send)
         finally:
             seconds = time.monotonic() - started
-            route = getattr(scope.get("route"), "path", "other")
+            route = getattr(scope.get("route"), "path", None)
             status = _GONE if gone else status or 500
             self._state.metrics.observe_http(route, scope["method"], status, seconds)
             if self._state.config.logs.access_log:

@@ -23,10 +23,10 @@ from jaxserve.engine.async_engine import AsyncLLM
 from jaxserve.errors import ConfigError, EngineStoppedError, JaxServeError
 from jaxserve.server.app import make_admin_app, make_app
 from jaxserve.server.gate import read_keys
-from jaxserve.server.http import make_protocol
+from jaxserve.server.http import LimitedHttp, make_protocol
 from jaxserve.server.logs import configure_logging
 from jaxserve.server.metrics import ServerMetrics
-from jaxserve.server.options import ServerConfig, read_chat_template
+from jaxserve.server.options import LimitOptions, ServerConfig, read_chat_template
 from jaxserve.server.server_state import Phase, ServerState
 from jaxserve.server.sockets import (
     ADMIN_CONNECTIONS,
@@ -267,12 +267,7 @@ def _configure(config: ServerConfig, app: ASGIApp, max_connections: int) -> uvic
         ssl_ca_certs=listen.ssl_ca_certs,
         ssl_cert_reqs=ssl.CERT_REQUIRED if listen.ssl_ca_certs is not None else ssl.CERT_NONE,
         root_path=listen.root_path,
-        http=make_protocol(
-            max_head_bytes=limits.max_header_bytes,
-            head_timeout=limits.body_timeout,
-            reading_timeout=limits.slow_reader_timeout,
-            max_connections=max_connections,
-        ),
+        http=_make_protocol(limits, max_connections),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -284,14 +279,17 @@ def _configure(config: ServerConfig, app: ASGIApp, max_connections: int) -> uvic
 
 
 def _configure_admin(state: ServerState) -> uvicorn.Config:
-    limits = state.config.limits
-    protocol = make_protocol(
+    protocol = _make_protocol(state.config.limits, ADMIN_CONNECTIONS)
+    return uvicorn.Config(make_admin_app(state), http=protocol, ws="none", lifespan="off", log_config=None)
+
+
+def _make_protocol(limits: LimitOptions, max_connections: int) -> type[LimitedHttp]:
+    return make_protocol(
         max_head_bytes=limits.max_header_bytes,
         head_timeout=limits.body_timeout,
         reading_timeout=limits.slow_reader_timeout,
-        max_connections=ADMIN_CONNECTIONS,
+        max_connections=max_connections,
     )
-    return uvicorn.Config(make_admin_app(state), http=protocol, ws="none", lifespan="off", log_config=None)
 
 
 def _reload(config: ServerConfig, keys: list[bytes], context: ssl.SSLContext | None) -> None:
