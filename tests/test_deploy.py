@@ -31,7 +31,7 @@ from jaxserve.server.protocol.chat import ChatCompletionRequest
 from jaxserve.server.protocol.completions import CompletionRequest
 from jaxserve.server.protocol.responses import ResponseRequest
 from jaxserve.server.protocol.tokens import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
-from jaxserve.server.state import Phase
+from jaxserve.server.server_state import Phase
 from tests.server.conftest import SMALL
 from tests.server.engine_stats import make_stats
 from tests.server.running import run_server

@@ -101,13 +101,12 @@ class Chat:
 
     def _make_request(self) -> Request:
         """Returns the request for the next answer; where it leaves no room for one, the oldest turns are dropped."""
-        ready = self._llm.ready
-        limit = ready.shapes.model.max_model_len
+        limit = self._llm.max_model_len
         room = min(self._params.max_tokens or limit, limit // 2)
         num_dropped = 0
         while True:
             messages = [*self._system, *self._turns]
-            request = ready.requests.make_chat(messages, self._params, chat_template=self._chat_template)
+            request = self._llm.requests.make_chat(messages, self._params, chat_template=self._chat_template)
             if len(request.prompt_token_ids) + room <= limit or len(self._turns) == 1:
                 break
             del self._turns[:2]  # a message and its answer

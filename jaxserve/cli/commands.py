@@ -69,7 +69,7 @@ def chat(args: argparse.Namespace) -> None:
     _require_tokenizer(options, needs_template=template is None)
     llm = AsyncLLM(**options)
     try:
-        params = read_sampling_params(args, llm.ready.defaults).clone(output_kind=OutputKind.DELTA)
+        params = read_sampling_params(args, llm.defaults).clone(output_kind=OutputKind.DELTA)
         Chat(llm, params, system=args.system, chat_template=template).run()
     finally:
         llm.shutdown()
@@ -77,8 +77,8 @@ def chat(args: argparse.Namespace) -> None:
 
 def run_batch(args: argparse.Namespace) -> int:
     """`jaxserve run-batch`; returns 1 when a line failed."""
-    from jaxserve.server.batch import run_batch as run
     from jaxserve.server.options import ServerConfig
+    from jaxserve.server.run_batch import run_batch as run
 
     engine = EngineConfig.from_options(**_read_engine_options(args))
     given = read_flags(args, ServerConfig, BATCH_OPTIONS)

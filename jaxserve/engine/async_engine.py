@@ -11,18 +11,22 @@ from typing import TYPE_CHECKING, Any
 from jaxserve.config import DEMO_MODEL, EngineConfig
 from jaxserve.engine.arguments import find_deadline, read_chat_options
 from jaxserve.engine.build import ReadyEngine, RunningChoice, build_engine
+from jaxserve.engine.generation_config import GenerationDefaults
 from jaxserve.engine.inbox import OutputInbox
 from jaxserve.engine.progress import ShowProgress, choose_announce, choose_progress, hide_progress
-from jaxserve.engine.prompts import Message, Prompt
+from jaxserve.engine.prompts import Message, Prompt, RequestFactory
+from jaxserve.engine.stats import EngineStats, QueuePace, read_page_map, read_stats
 from jaxserve.engine.thread import EngineThread
 from jaxserve.engine_args import EngineArgs
 from jaxserve.errors import DeadlineError, EngineStoppedError
 from jaxserve.logits_processor import LogitsProcessor
 from jaxserve.request import PRIORITIES, Request, RequestOutput
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduler import SchedulerLimits
 
 if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
+    from jaxserve.models.base import DecoderConfig
     from jaxserve.tokenizers import Tokenizer
 
 _LOOK_INTERVAL = 0.02  # seconds
@@ -89,6 +93,7 @@ class AsyncLLM:
         self._ready = build_engine(
             config, progress=progress, processor=processor, only_largest=only_largest, announce=announce
         )
+        self._pace = QueuePace()
         self._thread = EngineThread(self._ready.engine, on_stop)
         self._thread.call(lambda engine: self._ready.runner.warm_thread()).result()
 
@@ -101,6 +106,66 @@ class AsyncLLM:
     def ready(self) -> ReadyEngine:
         """The parts the engine is made of. Whatever runs steps belongs to the engine's thread: see `call`."""
         return self._ready
+
+    @property
+    def model(self) -> DecoderConfig:
+        """The model's configuration."""
+        return self._ready.shapes.model
+
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens that a prompt and its completion may have together."""
+        return self.limits.max_model_len
+
+    @property
+    def limits(self) -> SchedulerLimits:
+        """The bounds of a step and of the queue."""
+        return self._ready.engine.scheduler.limits
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer; None when there is none."""
+        return self._ready.tokenizer
+
+    @property
+    def requests(self) -> RequestFactory:
+        """Makes the requests that `stream` takes. Safe from any thread."""
+        return self._ready.requests
+
+    @property
+    def defaults(self) -> GenerationDefaults:
+        """What requests inherit from the model's generation_config.json."""
+        return self._ready.defaults
+
+    def stats(self) -> EngineStats:
+        """Returns the engine's counters. Safe from any thread."""
+        return read_stats(self._ready.engine)
+
+    def draw_pages(self) -> str:
+        """Returns a picture of the largest KV pool, one digit a cell; see `read_page_map`. Safe from any thread."""
+        return read_page_map(self._ready.engine)
+
+    def describe_cache(self) -> dict[str, object]:
+        """Returns how the KV cache is laid out: its page size, pages, dtype, and whether prefixes are cached."""
+        cache = self._ready.shapes.config.cache
+        return {
+            "page_size": cache.page_size,
+            "num_pages": max(self._ready.plan.num_pages),
+            "dtype": self._ready.shapes.spec.dtype,
+            "enable_prefix_caching": cache.enable_prefix_caching,
+        }
+
+    def bound_queue(self, most: int) -> None:
+        """Lets at most so many sequences wait, unless an option said how many. To be called before any request."""
+        self._ready.engine.scheduler.door.bound_sequences(most)
+
+    def refuse_if_full(self, priority: int) -> None:
+        """Raises QueueFullError when the queue has no room for a request of this priority. Safe from any thread."""
+        self._ready.engine.scheduler.door.refuse_if_full(priority)
+
+    def seconds_to_admit(self) -> float:
+        """Returns when all that waits now will have begun, at the present pace. Only one thread may ask."""
+        return self._pace.seconds_to_admit(self._ready.engine)
 
     @property
     def stopped(self) -> EngineStoppedError | None:

@@ -14,11 +14,11 @@ from starlette.types import ASGIApp
 
 from jaxserve import __version__
 from jaxserve.errors import JaxServeError
-from jaxserve.server.documents import install_document
 from jaxserve.server.errors import ApiError, to_api_error
 from jaxserve.server.gate import AccessLog, AdminGuard, Guard
+from jaxserve.server.openapi import install_document
 from jaxserve.server.routes import admin, chat, completions, health, responses, tokens
-from jaxserve.server.state import ServerState
+from jaxserve.server.server_state import ServerApp, ServerState, get_state
 
 _PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'self' 'unsafe-inline'; "
@@ -49,7 +49,8 @@ def make_app(state: ServerState, keys: Sequence[bytes] = ()) -> ASGIApp:
 def make_api(state: ServerState, *, has_keys: bool = False) -> FastAPI:
     """Returns the routes, with nothing in front of them."""
     docs = not state.config.logs.disable_fastapi_docs
-    app = FastAPI(
+    app = ServerApp(
+        state,
         title="jaxserve",
         version=__version__,
         description="An OpenAI-compatible server. Endpoints and fields are OpenAI's, with vLLM's further ones.",
@@ -59,7 +60,6 @@ def make_api(state: ServerState, *, has_keys: bool = False) -> FastAPI:
         redirect_slashes=False,
         exception_handlers=_HANDLERS,
     )
-    app.state.server = state
     for room in (completions, chat, responses, tokens, health):
         app.include_router(room.router)
     _add_page(app)
@@ -74,17 +74,14 @@ def make_admin_app(state: ServerState) -> ASGIApp:
 
 def make_admin_api(state: ServerState) -> FastAPI:
     """Returns its routes: profiling, and what tells how the server is."""
-    app = FastAPI(title="jaxserve admin", version=__version__, openapi_url=None, exception_handlers=_HANDLERS)
-    app.state.server = state
-    app.state.profiler = admin.Profiler()
-    app.include_router(admin.router)
+    app = ServerApp(state, title="jaxserve admin", openapi_url=None, exception_handlers=_HANDLERS)
+    app.include_router(admin.make_router())
     app.include_router(health.router)
     return app
 
 
 async def _answer_error(request: Request, error: Exception) -> JSONResponse:
-    state: ServerState = request.app.state.server
-    return to_api_error(error, state.retry_after()).to_response()
+    return to_api_error(error, get_state(request).retry_after()).to_response()
 
 
 async def _answer_http_error(request: Request, error: Exception) -> JSONResponse:

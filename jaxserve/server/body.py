@@ -10,10 +10,11 @@ from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from jaxserve.server.errors import ApiError, explain_validation
-from jaxserve.server.gate import BODY_SHARE, too_large
+from jaxserve.server.gate import too_large
 from jaxserve.server.generation import make_request_options
 from jaxserve.server.protocol.fields import Body
-from jaxserve.server.state import ServerState
+from jaxserve.server.request_context import get_context
+from jaxserve.server.server_state import ServerState
 
 _PREPARE_HERE = 2048  # bytes whose text is rendered and tokenized on the event loop
 _SLOW_FIELDS = ("response_format", "structured_outputs", "text", "tools", "bad_words", "chat_template")
@@ -76,7 +77,8 @@ async def prepare[B: Body, T](
     else:
         brings_template = getattr(body, "chat_template", None) is not None
         made = await preparation.run(make, body, state, options, brings_template=brings_template)
-    request.scope["state"][BODY_SHARE].close()
+    if (share := get_context(request.scope).body_share) is not None:
+        share.close()
     return made
 
 
@@ -91,7 +93,7 @@ def _is_short(request: Request, body: Body) -> bool:
 
 async def _collect(request: Request, state: ServerState) -> bytes:
     limits = state.config.limits
-    share = request.scope["state"].setdefault(BODY_SHARE, state.bodies.open())
+    share = get_context(request.scope).body_share = state.bodies.open()
     pieces: list[bytes] = []
     size = 0
     try:

@@ -9,7 +9,7 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve.request import Request
 from jaxserve.server.prompts import check_length, list_limits, read_form, template_options
 from jaxserve.server.protocol.chat import ChatCompletionRequest
-from jaxserve.server.state import ServerState
+from jaxserve.server.server_state import ServerState
 from jaxserve.server.tools import AnswerParser, ToolSet, make_answer_parser, needs_special_tokens, read_tools
 
 
@@ -53,7 +53,7 @@ def read_conversation(body: ChatCompletionRequest, state: ServerState, options: 
         InvalidRequestError: names the field.
         TokenizerError: there is no template, or it fails on these messages.
     """
-    ready = state.engine.ready
+    engine = state.engine
     check_length([body.messages, body.tools], state, "messages", cuts=body.truncate_prompt_tokens is not None)
     tools = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
     if tools is not None and tools.choice == "auto":
@@ -63,16 +63,16 @@ def read_conversation(body: ChatCompletionRequest, state: ServerState, options: 
     if forced is not None and form is not None:
         raise InvalidRequestError("contradicts tool_choice; give one of them", field="response_format", value=None)
     more: dict[str, Any] = {"structured_outputs": forced or form, **list_limits(body)}
-    more["max_tokens"] = ready.defaults.limit_tokens(_read_max_tokens(body))
+    more["max_tokens"] = engine.defaults.limit_tokens(_read_max_tokens(body))
     if body.logprobs:
         more["logprobs"] = body.top_logprobs or 0
     reasoning = state.config.serving.reasoning_parser
     tool_parser = state.tool_parser if tools is not None else None
     if needs_special_tokens(reasoning) or (needs_special_tokens(tool_parser) and forced is None):
         more["skip_special_tokens"] = False
-    params = body.to_sampling_params(ready.default_params, **more)
+    params = body.to_sampling_params(engine.defaults.params, **more)
     shown = tools.describe() if tools is not None else None
-    request = ready.requests.make_chat(body.messages, params, tools=shown, **template_options(body, state), **options)
+    request = engine.requests.make_chat(body.messages, params, tools=shown, **template_options(body, state), **options)
     return Conversation(request, tools, tool_parser, reasoning)
 
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
-from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from jaxserve import errors
@@ -142,8 +141,3 @@ def _quote(text: str) -> str:
 def _is_type_name(part: object) -> bool:
     """Unions put the names of their branches into the path."""
     return isinstance(part, str) and (part in ("str", "int", "float", "bool") or "[" in part)
-
-
-async def answer_error(request: Request, error: Exception) -> JSONResponse:
-    """FastAPI's handler for every error of a route."""
-    return to_api_error(error).to_response()

@@ -17,7 +17,8 @@ from jaxserve.errors import ConfigError, is_failure
 from jaxserve.server.errors import ApiError, to_api_error
 from jaxserve.server.logs import log_access
 from jaxserve.server.options import AccessOptions
-from jaxserve.server.state import ServerState
+from jaxserve.server.request_context import get_context
+from jaxserve.server.server_state import ServerState
 
 _OPEN_PATHS = frozenset(
     {"/", "/health", "/health/generate", "/health/live", "/health/ready", "/ping"}
@@ -27,7 +28,6 @@ _WORK_PATHS = frozenset(  # that keep the engine, or the threads in front of it,
 )
 _STATIC = "/playground/"  # holds no data; what it fetches needs the key
 _CLIENT_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
-BODY_SHARE = "body_share"  # in a scope's state: what its body has of the server's budget
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "[::1]"})
 _GONE = 499  # what the log says of a client that left before its answer was whole
 
@@ -44,9 +44,8 @@ class AccessLog:
             return
         started, status, ended, gone = time.monotonic(), 0, False, False
         request_id = secrets.token_hex(8)
-        notes = scope.setdefault("state", {})
-        notes["request_id"], notes["arrival"] = request_id, started
-        notes["send"] = send  # for the pieces of streams, which need no looking at
+        context = get_context(scope)
+        context.request_id, context.arrival, context.send = request_id, started, send
         label = _read_label(scope)
 
         async def tracked_send(message: Message) -> None:
@@ -73,7 +72,7 @@ class AccessLog:
                 await to_api_error(error).to_response()(scope, receive, tracked_send)
         finally:
             seconds = time.monotonic() - started
-            route = getattr(scope.get("route"), "path", "other")
+            route = getattr(scope.get("route"), "path", None)
             status = _GONE if gone else status or 500
             self._state.metrics.observe_http(route, scope["method"], status, seconds)
             if self._state.config.logs.access_log:
@@ -105,7 +104,7 @@ class Guard:
         except ApiError as refusal:  # routes have handlers of their own
             await refusal.to_response()(scope, receive, send)
         finally:
-            if (share := scope["state"].get(BODY_SHARE)) is not None:  # who prepared the body has given it back
+            if (share := get_context(scope).body_share) is not None:  # closed already once the body was prepared
                 share.close()
 
     def _check(self, scope: Scope, path: str) -> None:
@@ -115,7 +114,7 @@ class Guard:
         if not self._keys and is_foreign(headers, self._origins):
             raise foreign_origin()
         if self._keys and needs_key(path):
-            scope["state"]["salt"] = self._find_key(headers.get("authorization", ""))
+            get_context(scope).salt = self._find_key(headers.get("authorization", ""))
         if path in _WORK_PATHS:
             self._state.refuse_if_full()
         if scope["method"] == "POST":

@@ -15,7 +15,8 @@ from jaxserve.request import Request, RequestOutput
 from jaxserve.sampling_params import OutputKind
 from jaxserve.server.errors import to_api_error
 from jaxserve.server.protocol.fields import EngineFields, PromptTokensDetails, Usage
-from jaxserve.server.state import Phase, ServerState, not_serving
+from jaxserve.server.request_context import get_context
+from jaxserve.server.server_state import Phase, ServerState, not_serving
 
 
 @dataclass(slots=True)
@@ -105,8 +106,8 @@ class Generation:
             for course in running.values():
                 metrics.end_request("abort")
                 self._trace(course, None)
-            notes = self._http.state  # for the access log
-            notes.prompt_tokens, notes.output_tokens = self.account.prompt_tokens, self.account.completion_tokens
+            context, account = get_context(self._http.scope), self.account
+            context.prompt_tokens, context.output_tokens = account.prompt_tokens, account.completion_tokens
 
     def _count_taken(self) -> None:
         """Counts the requests, once it is known that the engine took them."""
@@ -174,25 +175,24 @@ def make_request_options(http: HttpRequest, body: EngineFields, state: ServerSta
         InvalidRequestError: the priority is better than clients may ask for.
         ApiError: 429, the queue has no room for that priority; to tokenize its text would be for nothing.
     """
-    notes = http.state
+    context = get_context(http.scope)
     limit, best = state.config.limits.request_timeout, state.config.limits.max_priority
     if body.priority < best:
         message = f"at least {best} on this server (smaller runs first; max_priority), got {body.priority}"
         raise InvalidRequestError(message, field="priority", value=body.priority)
     state.refuse_if_full(body.priority)
     seconds = min((each for each in (body.timeout, limit) if each is not None), default=None)
-    salt = f"{getattr(notes, 'salt', '')}{body.cache_salt or ''}"
     return {
-        "cache_salt": salt,
+        "cache_salt": context.salt + (body.cache_salt or ""),
         "priority": body.priority,
-        "deadline": None if seconds is None else notes.arrival + seconds,
+        "deadline": None if seconds is None else context.arrival + seconds,
     }
 
 
 def name_requests(requests: Sequence[Request], http: HttpRequest) -> list[Request]:
     """Returns the requests under the HTTP request's own number, which nobody else can use, from its arrival on."""
-    notes = http.state
+    context = get_context(http.scope)
     return [
-        replace(request, request_id=f"{notes.request_id}-{at}", arrival_time=notes.arrival)
+        replace(request, request_id=f"{context.request_id}-{at}", arrival_time=context.arrival)
         for at, request in enumerate(requests)
     ]

@@ -10,8 +10,9 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from jaxserve.server.crowd import Crowd
+from jaxserve.server.connections import ConnectionLimiter
 from jaxserve.server.errors import ApiError
+from jaxserve.server.request_context import get_context
 
 _HEAD_END = b"\r\n\r\n"
 _UPGRADE = re.compile(rb"(?i)(?<=\n)u(?=pgrade:)")
@@ -20,13 +21,12 @@ _UPGRADE_NAME = b"upgrade:"
 _SEND_BUFFER = 256 * 2**10
 _ASK_INTERVAL = 0.25  # seconds between two looks whether a client that sends no more still reads
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-DROP_CONNECTION = "drop_connection"  # in a scope's state: closes without waiting for the client to read
 
 
 class LimitedHttp(HttpToolsProtocol):
     """uvicorn's connection, which bounds neither the bytes of a head nor the time that a silent client gets."""
 
-    crowd: Crowd  # all four are set for a server by `make_protocol`
+    limiter: ConnectionLimiter  # all four are set for a server by `make_protocol`
     max_head_bytes = 16 * 2**10
     head_timeout = 60.0  # also of a body that nobody wants any more
     reading_timeout = 60.0  # of answers that are whole
@@ -52,10 +52,10 @@ class LimitedHttp(HttpToolsProtocol):
         self._num_unread = 0
         self._looking = self.loop.call_later(self.reading_timeout, self._look)
         self._asking: asyncio.TimerHandle | None = None
-        self.crowd.add(self)
+        self.limiter.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.crowd.remove(self)
+        self.limiter.remove(self)
         self._stop_timer()
         if self._asking is not None:
             self._asking.cancel()
@@ -85,14 +85,14 @@ class LimitedHttp(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["state"][DROP_CONNECTION] = self.transport.abort
+        get_context(self.scope).drop_connection = self.transport.abort
         self._in_head = True
         self._start_timer()
 
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._stop_timer()
-        self.app = self._serve_probe if self.crowd.begin(self) else self.config.loaded_app
+        self.app = self._serve_probe if self.limiter.begin(self) else self.config.loaded_app
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
@@ -103,7 +103,7 @@ class LimitedHttp(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.cycle.response_complete and not self.transport.is_closing():
-            self.crowd.end(self)
+            self.limiter.end(self)
         if self.cycle.more_body:  # it was refused; what still comes of it is thrown away, but not for ever
             self._start_timer()
 
@@ -191,7 +191,7 @@ def make_protocol(
 ) -> type[LimitedHttp]:
     """Returns the class of connections with these limits, as uvicorn wants it; for one server."""
     limits: dict[str, Any] = {
-        "crowd": Crowd(max_connections),
+        "limiter": ConnectionLimiter(max_connections),
         "max_head_bytes": max_head_bytes,
         "head_timeout": head_timeout,
         "reading_timeout": reading_timeout,

@@ -20,14 +20,14 @@ from starlette.types import ASGIApp
 
 from jaxserve.config import EngineConfig, read_api_keys
 from jaxserve.engine.async_engine import AsyncLLM
-from jaxserve.engine.stats import read_stats
 from jaxserve.errors import ConfigError, EngineStoppedError, JaxServeError
 from jaxserve.server.app import make_admin_app, make_app
 from jaxserve.server.gate import read_keys
-from jaxserve.server.http import make_protocol
+from jaxserve.server.http import LimitedHttp, make_protocol
 from jaxserve.server.logs import configure_logging
 from jaxserve.server.metrics import ServerMetrics
-from jaxserve.server.options import ServerConfig, read_chat_template
+from jaxserve.server.options import LimitOptions, ServerConfig, read_chat_template
+from jaxserve.server.server_state import Phase, ServerState
 from jaxserve.server.sockets import (
     ADMIN_CONNECTIONS,
     clamp_connections,
@@ -35,7 +35,6 @@ from jaxserve.server.sockets import (
     open_sockets,
     raise_descriptor_limit,
 )
-from jaxserve.server.state import Phase, ServerState
 from jaxserve.server.status_line import StatusLine
 from jaxserve.server.tls import reload_certificates, secure
 from jaxserve.server.tracing import make_tracer
@@ -125,9 +124,8 @@ class Server(uvicorn.Server):
         try:
             early, show = state.config.serving.serve_while_warming, state.show_progress
             llm = AsyncLLM.from_config(state.engine_config, progress=show, on_stop=self.stop, only_largest=early)
-            scheduler = llm.ready.engine.scheduler
-            scheduler.door.bound_sequences(_QUEUED_PER_ROW * scheduler.limits.max_num_seqs)
-            llm.ready.requests.warm_up()  # its process needs files that may not be left later
+            llm.bound_queue(_QUEUED_PER_ROW * llm.limits.max_num_seqs)
+            llm.requests.warm_up()  # its process needs files that may not be left later
             state.open(llm)
             if early:
                 _log.info("serving, with the largest programs only: %s", ", ".join(state.names))
@@ -269,12 +267,7 @@ def _configure(config: ServerConfig, app: ASGIApp, max_connections: int) -> uvic
         ssl_ca_certs=listen.ssl_ca_certs,
         ssl_cert_reqs=ssl.CERT_REQUIRED if listen.ssl_ca_certs is not None else ssl.CERT_NONE,
         root_path=listen.root_path,
-        http=make_protocol(
-            max_head_bytes=limits.max_header_bytes,
-            head_timeout=limits.body_timeout,
-            reading_timeout=limits.slow_reader_timeout,
-            max_connections=max_connections,
-        ),
+        http=_make_protocol(limits, max_connections),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -286,14 +279,17 @@ def _configure(config: ServerConfig, app: ASGIApp, max_connections: int) -> uvic
 
 
 def _configure_admin(state: ServerState) -> uvicorn.Config:
-    limits = state.config.limits
-    protocol = make_protocol(
+    protocol = _make_protocol(state.config.limits, ADMIN_CONNECTIONS)
+    return uvicorn.Config(make_admin_app(state), http=protocol, ws="none", lifespan="off", log_config=None)
+
+
+def _make_protocol(limits: LimitOptions, max_connections: int) -> type[LimitedHttp]:
+    return make_protocol(
         max_head_bytes=limits.max_header_bytes,
         head_timeout=limits.body_timeout,
         reading_timeout=limits.slow_reader_timeout,
-        max_connections=ADMIN_CONNECTIONS,
+        max_connections=max_connections,
     )
-    return uvicorn.Config(make_admin_app(state), http=protocol, ws="none", lifespan="off", log_config=None)
 
 
 def _reload(config: ServerConfig, keys: list[bytes], context: ssl.SSLContext | None) -> None:
@@ -313,9 +309,8 @@ async def _report_status(state: ServerState) -> None:
     """Logs what the engine does, from its first request on."""
     while state.llm is None:
         await asyncio.sleep(0.2)
-    engine = state.llm.ready.engine
-    rows, interval = engine.scheduler.limits.max_num_seqs, state.config.logs.status_interval
-    await StatusLine(state.metrics, lambda: read_stats(engine), max_rows=rows, interval=interval).run()
+    rows, interval = state.llm.limits.max_num_seqs, state.config.logs.status_interval
+    await StatusLine(state.metrics, state.llm.stats, max_rows=rows, interval=interval).run()
 
 
 async def _watch_device(state: ServerState) -> None:

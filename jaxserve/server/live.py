@@ -7,8 +7,8 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from jaxserve.engine.stats import RowStats, read_page_map, read_rows, read_stats
-from jaxserve.server.state import Phase, ServerState
+from jaxserve.engine.stats import RowStats, read_rows
+from jaxserve.server.server_state import Phase, ServerState
 from jaxserve.server.stream import encode_event
 
 _ID_CHARACTERS = 6  # of a request's number that the live view shows
@@ -51,11 +51,11 @@ async def take_picture(state: ServerState) -> bytes:
 def _draw(state: ServerState, found: dict[str, Any], rows: Sequence[RowStats]) -> bytes:
     """Adds the rest of the picture; numbers alone, nothing of anyone's text."""
     assert state.llm is not None
-    ready = state.llm.ready
-    stats = read_stats(ready.engine)
+    llm = state.llm
+    stats = llm.stats()
     largest = max(stats.pools, key=lambda pool: pool.total)
     found["rows"] = {
-        "max": ready.engine.scheduler.limits.max_num_seqs,
+        "max": llm.limits.max_num_seqs,
         "waiting": stats.num_waiting,
         "running": [
             {
@@ -74,8 +74,8 @@ def _draw(state: ServerState, found: dict[str, Any], rows: Sequence[RowStats]) -
         "total": largest.total,
         "used": largest.used,
         "cached": largest.cached,
-        "page_size": ready.shapes.config.cache.page_size,
-        "map": read_page_map(ready.engine),
+        "page_size": llm.describe_cache()["page_size"],
+        "map": llm.draw_pages(),
     }
     found["counters"] |= {
         "steps": stats.num_steps,

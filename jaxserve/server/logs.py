@@ -15,11 +15,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
+from starlette.types import Scope
+
 from jaxserve.errors import CapacityError, ConfigError, TokenizerError, WeightsError
+from jaxserve.server.request_context import get_context
 
 _MAX_WAITING = 10_000  # lines
 _MAX_MESSAGE = 8192  # characters
@@ -76,18 +79,18 @@ def configure_logging(level: str, json: bool = False, stream: TextIO | None = No
     return handler
 
 
-def log_access(request_id: str, scope: Mapping[str, Any], status: int, seconds: float) -> None:
+def log_access(request_id: str, scope: Scope, status: int, seconds: float) -> None:
     """Logs a finished HTTP request; status 499: the client left before the answer's end.
 
-    Probes are logged at level debug only: what a 503 of theirs means has a line of its own. Tokens are in the line when
-    a route has left `prompt_tokens` and `output_tokens` in the scope's state.
+    Probes are logged at level debug only: what a 503 of theirs means has a line of its own. The line has the tokens of
+    the request's context, if it generated any.
     """
     path = scope["path"]  # without the query, which could carry a key
     is_probe = path.removeprefix(scope.get("root_path", "")) in _QUIET_PATHS
     level = logging.DEBUG if is_probe and (status < 400 or status == 503) else logging.INFO
     if not _access.isEnabledFor(level):
         return
-    notes, client = scope.get("state", {}), scope.get("client")
+    context, client = get_context(scope), scope.get("client")
     fields = {
         "request_id": request_id[:_MAX_CLIENT_TEXT],
         "client": client[0] if client else "local",  # nobody's address on a Unix socket
@@ -95,8 +98,8 @@ def log_access(request_id: str, scope: Mapping[str, Any], status: int, seconds: 
         "path": path[:_MAX_CLIENT_TEXT],
         "status": status,
         "seconds": round(seconds, 6),
-        "prompt_tokens": notes.get("prompt_tokens"),
-        "output_tokens": notes.get("output_tokens"),
+        "prompt_tokens": context.prompt_tokens,
+        "output_tokens": context.output_tokens,
     }
     fields = {name: value for name, value in fields.items() if value is not None}
     tokens = f"  {fields['prompt_tokens']}+{fields.get('output_tokens', 0)} tokens" if "prompt_tokens" in fields else ""

@@ -13,7 +13,7 @@ from jaxserve.server.protocol.chat import ChatCompletionRequest
 from jaxserve.server.protocol.completions import CompletionRequest
 from jaxserve.server.protocol.fields import SamplingFields
 from jaxserve.server.protocol.tokens import TokenizeRequest
-from jaxserve.server.state import ServerState
+from jaxserve.server.server_state import ServerState
 from jaxserve.server.tools import read_tools
 from jaxserve.structured_params import StructuredOutputsParams
 
@@ -83,7 +83,7 @@ def check_length(texts: Any, state: ServerState, field: str, *, cuts: bool = Fal
             waiting += value.values()
         elif isinstance(value, list):
             waiting += value
-    context = state.engine.ready.shapes.model.max_model_len
+    context = state.engine.max_model_len
     most = context * _MOST_CHARACTERS * (_MOST_CUT if cuts else 1)
     if count > most:
         message = f"This model's maximum context length is {context} tokens, and {count} characters are far too many"
@@ -156,7 +156,7 @@ def render_conversation(body: TokenizeRequest, state: ServerState) -> tuple[str,
     """Returns a conversation as text and as token ids, those of a chat with the same messages and tools."""
     from jaxserve.tokenizers.chat import encode_chat
 
-    tokenizer = state.engine.ready.tokenizer
+    tokenizer = state.engine.tokenizer
     assert tokenizer is not None and body.messages is not None
     check_length([body.messages, body.tools], state, "messages")
     messages: list[Mapping[str, Any]] = list(body.messages)

@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 
 from jaxserve.errors import ConfigError
-from jaxserve.server.crowd import PROBE_RESERVE
+from jaxserve.server.connections import PROBE_RESERVE
 from jaxserve.server.options import ListenOptions
 
 ADMIN_CONNECTIONS = 32  # of the admin port, beside its own reserve for probes

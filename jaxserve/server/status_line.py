@@ -7,13 +7,10 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from jaxserve.engine.metrics import find_usage
+from jaxserve.engine.stats import EngineStats
 from jaxserve.server.metrics import ServerMetrics
-
-if TYPE_CHECKING:
-    from jaxserve.engine.stats import EngineStats
 
 _log = logging.getLogger("jaxserve.status")
 _NOTHING = "-"  # where there was nothing to measure
@@ -35,7 +32,7 @@ class StatusLine:
     def __init__(
         self,
         metrics: ServerMetrics,
-        read_stats: Callable[[], EngineStats | None],
+        read_stats: Callable[[], EngineStats],
         *,
         max_rows: int,
         interval: float = 10.0,
@@ -44,7 +41,7 @@ class StatusLine:
         """Logs nothing yet.
 
         Args:
-            read_stats: returns the engine's counters, or None as long as there is no engine.
+            read_stats: returns the engine's counters.
             max_rows: how many sequences can run at once.
             interval: seconds between lines; 0: there are none.
         """
@@ -67,11 +64,8 @@ class StatusLine:
 
     def tick(self) -> str | None:
         """Returns the line for the time since the last call; None when there is nothing to say."""
-        stats = self._read_stats()
-        if stats is None:
-            return None
-        metrics = self._metrics
-        before, after = self._before, _Sample(self._clock(), stats, metrics.prompt_tokens, metrics.generation_tokens)
+        metrics, before = self._metrics, self._before
+        after = _Sample(self._clock(), self._read_stats(), metrics.prompt_tokens, metrics.generation_tokens)
         self._before = after
         if before is None or not _is_worth_a_line(before, after):
             return None

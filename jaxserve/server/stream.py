@@ -14,8 +14,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from jaxserve.server.errors import ApiError, to_api_error
-from jaxserve.server.http import DROP_CONNECTION
-from jaxserve.server.state import ServerState
+from jaxserve.server.request_context import get_context
+from jaxserve.server.server_state import ServerState
 
 _log = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
@@ -72,7 +72,8 @@ class EventStream(Response):
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.ensure_future(self._send_all(send, scope.get("state", {}).get("send", send)))
+        context = get_context(scope)
+        sending = asyncio.ensure_future(self._send_all(send, context.send or send))
         leaving = asyncio.ensure_future(_wait_for_leave(receive))
         watch = _StallWatch(sending, self._state.config.limits.slow_reader_timeout)
         self._watch = watch
@@ -81,8 +82,8 @@ class EventStream(Response):
             if watch.has_stalled:
                 self._state.metrics.count("slow_readers")
                 _log.warning("a stream was not read for %g s and is aborted", watch.limit)
-                if (drop := scope.get("state", {}).get(DROP_CONNECTION)) is not None:
-                    drop()
+                if context.drop_connection is not None:
+                    context.drop_connection()
                     await leaving
             elif not sending.done():
                 self._state.metrics.count("client_disconnects")

@@ -58,7 +58,7 @@ class Handshake(asyncio.Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._transport = transport
         self._http.server_state.connections.add(self)  # type: ignore[arg-type]
-        self._http.crowd.add(self)
+        self._http.limiter.add(self)
         # At once: when this returns, uvloop begins to read, and what comes must be the handshake's.
         self._task = asyncio.Task(self._shake(), loop=self._http.loop, eager_start=True)
 
@@ -86,7 +86,7 @@ class Handshake(asyncio.Protocol):
         except OSError:  # a client that speaks no TLS, leaves or takes too long
             secured = None
         finally:
-            self._http.crowd.remove(self)
+            self._http.limiter.remove(self)
             self._http.server_state.connections.discard(self)  # type: ignore[arg-type]
         if secured is None or self._transport.is_closing():  # uvloop tells nobody that the client has left
             self._transport.abort()

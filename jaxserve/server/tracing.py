@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
@@ -17,7 +16,6 @@ from jaxserve.request import FinishReason, Request, RequestMetrics, RequestOutpu
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
 
-_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 _FIELD = "otlp_traces_endpoint"
 _PARENT = ("traceparent", "tracestate")
 _EXPORT_SECONDS = 5.0  # that one batch of spans may take to be sent
@@ -30,20 +28,18 @@ class Tracer(Protocol):
         self,
         request: Request,
         output: RequestOutput | None,
-        num_tokens: int | None = None,
+        num_tokens: int,
         *,
-        operation: str = "text_completion",
-        headers: Mapping[str, str] = _NO_HEADERS,
-        error: BaseException | None = None,
+        operation: str,
+        headers: Mapping[str, str],
     ) -> None:
         """Makes the span of a request that has ended.
 
         Args:
             output: its last output; None when there is none because its client left.
-            num_tokens: of all its completions; None: the output has all of them, so its kind is not DELTA.
+            num_tokens: of all its completions.
             operation: "chat", "text_completion" or "embeddings".
             headers: of the client's HTTP request, in lower case; two of them name the span's parent.
-            error: what ended the request, unless the output has it.
         """
         ...
 
@@ -81,11 +77,10 @@ class OtelTracer:
         self,
         request: Request,
         output: RequestOutput | None,
-        num_tokens: int | None = None,
+        num_tokens: int,
         *,
-        operation: str = "text_completion",
-        headers: Mapping[str, str] = _NO_HEADERS,
-        error: BaseException | None = None,
+        operation: str,
+        headers: Mapping[str, str],
     ) -> None:
         """Makes the span, from the request's arrival to its last token."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
@@ -105,9 +100,8 @@ class OtelTracer:
             start_time=int(request.arrival_time * 1e9) + to_wall,
             attributes=attributes | _describe_times(request.arrival_time, times, ended),
         )
-        error = error or (output.error if output is not None else None)
-        if error is not None:
-            span.set_attribute("error.type", type(error).__name__)
+        if output is not None and output.error is not None:
+            span.set_attribute("error.type", type(output.error).__name__)
             span.set_status(Status(StatusCode.ERROR))
         span.end(int(ended * 1e9) + to_wall)
 
@@ -174,12 +168,11 @@ def _describe_request(request: Request) -> dict[str, Any]:
     }
 
 
-def _describe_output(output: RequestOutput, num_tokens: int | None) -> dict[str, Any]:
-    count = sum(len(c.token_ids) for c in output.outputs) if num_tokens is None else num_tokens
+def _describe_output(output: RequestOutput, num_tokens: int) -> dict[str, Any]:
     reasons = [c.finish_reason or FinishReason.ABORT.value for c in output.outputs]
     return {
-        "gen_ai.usage.completion_tokens": count,
-        "gen_ai.usage.output_tokens": count,
+        "gen_ai.usage.completion_tokens": num_tokens,
+        "gen_ai.usage.output_tokens": num_tokens,
         "gen_ai.usage.cache_read.input_tokens": output.num_cached_tokens,
         "gen_ai.response.finish_reasons": reasons,
         "gen_ai.response.id": output.request_id[:128],

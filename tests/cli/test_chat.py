@@ -30,11 +30,7 @@ class Echo:
         self.conversations: list[list[str]] = []
         self.templates: list[str | None] = []
         self.failures: list[Exception] = []
-        self.ready = SimpleNamespace(
-            requests=self,
-            shapes=SimpleNamespace(model=SimpleNamespace(max_model_len=LIMIT)),
-            defaults=GenerationDefaults(SamplingParams()),
-        )
+        self.requests, self.max_model_len, self.defaults = self, LIMIT, GenerationDefaults(SamplingParams())
 
     def make_chat(self, messages: list[dict[str, str]], params: SamplingParams, *, chat_template: str | None) -> Any:
         self.templates.append(chat_template)

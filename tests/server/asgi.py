@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Scope
 
 from jaxserve.config import EngineConfig
+from jaxserve.engine.async_engine import AsyncLLM
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.stats import QueuePace
 from jaxserve.server.metrics import ServerMetrics
 from jaxserve.server.options import ServerConfig
-from jaxserve.server.state import Phase, ServerState
+from jaxserve.server.server_state import Phase, ServerState
 
 
 class Answer:
@@ -71,9 +75,16 @@ class Client:
 def make_scope(path: str, method: str = "POST", headers: Iterable[tuple[str, str]] = (), **changes: Any) -> Scope:
     raw = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers]
     scope: Scope = {"type": "http", "method": method, "path": path, "headers": raw, "client": ("1.2.3.4", 5)}
-    return scope | {"state": {}, "query_string": b"", "root_path": ""} | changes
+    return scope | {"query_string": b"", "root_path": ""} | changes
 
 
 def make_state(phase: Phase = Phase.READY, **options: Any) -> ServerState:
     config = ServerConfig.from_options(**options)
     return ServerState(config, EngineConfig.from_options(), ServerMetrics("demo"), phase=phase)
+
+
+def wrap_engine(engine: Engine, **parts: Any) -> AsyncLLM:
+    """Returns an AsyncLLM that has no thread; `parts` are those of `ReadyEngine` that a test needs."""
+    llm = AsyncLLM.__new__(AsyncLLM)
+    llm._ready, llm._pace = SimpleNamespace(engine=engine, **parts), QueuePace()  # type: ignore[assignment]
+    return llm

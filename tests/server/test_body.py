@@ -17,7 +17,7 @@ from jaxserve.server.budget import FREE_BYTES
 from jaxserve.server.errors import ApiError
 from jaxserve.server.gate import Guard
 from jaxserve.server.protocol.completions import CompletionRequest
-from jaxserve.server.state import ServerState
+from jaxserve.server.server_state import ServerState
 from tests.server.asgi import Answer, make_scope, make_state
 
 JSON = ("Content-Type", "application/json")

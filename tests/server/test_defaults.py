@@ -34,16 +34,8 @@ def factory() -> RequestFactory:
 
 def ask(endpoint: str, factory: RequestFactory, *, is_limit: bool, asked: int | None, **more: Any) -> SamplingParams:
     defaults = read_generation_defaults(GIVEN, end_tokens=(), has_tokenizer=True, is_limit=is_limit)
-    model = SimpleNamespace(max_model_len=512)
-    ready = SimpleNamespace(
-        defaults=defaults,
-        default_params=defaults.params,
-        requests=factory,
-        tokenizer=factory._tokenizer,
-        shapes=SimpleNamespace(model=model),
-    )
+    engine = SimpleNamespace(defaults=defaults, requests=factory, tokenizer=factory._tokenizer, max_model_len=512)
     config = ServerConfig.from_options()
-    engine = SimpleNamespace(ready=ready)
     preparation = SimpleNamespace(choose_renderer=lambda: render_template)
     state: Any = SimpleNamespace(
         engine=engine,

@@ -12,14 +12,16 @@ import pytest
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
+from jaxserve.engine.engine import Engine
 from jaxserve.errors import ConfigError
 from jaxserve.server import gate
 from jaxserve.server.errors import ApiError
 from jaxserve.server.gate import AccessLog, AdminGuard, Guard, hash_key, read_keys
 from jaxserve.server.options import AccessOptions
-from jaxserve.server.state import Phase, ServerState
+from jaxserve.server.request_context import get_context
+from jaxserve.server.server_state import Phase, ServerState
 from tests.engine.helpers import greedy, make_engine
-from tests.server.asgi import Answer, Client, make_scope, make_state
+from tests.server.asgi import Answer, Client, make_scope, make_state, wrap_engine
 
 KEYS = ("first-key-0123", "second-key-456", "third-key-789x")
 JSON = ("Content-Type", "application/json")
@@ -37,10 +39,11 @@ def ask(app: Any, path: str, method: str = "POST", *headers: tuple[str, str], **
     return asyncio.run(run())
 
 
-def serve(state: ServerState, **queue: Any) -> None:
+def serve(state: ServerState, **queue: Any) -> Engine:
     """Gives the state an engine that has not begun a step."""
     engine, _ = make_engine(**queue)
-    state.llm = SimpleNamespace(ready=SimpleNamespace(engine=engine))  # type: ignore[assignment]
+    state.llm = wrap_engine(engine)
+    return engine
 
 
 def bearer(key: str) -> tuple[str, str]:
@@ -107,7 +110,7 @@ def test_the_label_is_not_the_number_that_the_engine_sees() -> None:
     seen: list[str] = []
 
     async def note(scope: Scope, receive: Receive, send: Send) -> None:
-        seen.append(scope["state"]["request_id"])
+        seen.append(get_context(scope).request_id)
         await greet(scope, receive, send)
 
     app = AccessLog(note, make_state())
@@ -238,7 +241,7 @@ def test_keys_keep_their_cached_prefixes_apart() -> None:
     salts: list[str] = []
 
     async def note(scope: Scope, receive: Receive, send: Send) -> None:
-        salts.append(scope["state"]["salt"])
+        salts.append(get_context(scope).salt)
         await greet(scope, receive, send)
 
     for keys in (HASHES, HASHES[:1]):
@@ -298,9 +301,7 @@ def test_work_is_refused_unless_ready(phase: Phase) -> None:
 
 def test_a_full_queue_is_said_before_the_body_is_read() -> None:
     state = make_state()
-    serve(state, rows=1, queue=(2, None))
-    assert state.llm is not None
-    engine, app = state.llm.ready.engine, Guard(greet, state, ())
+    engine, app = serve(state, rows=1, queue=(2, None)), Guard(greet, state, ())
     for name in ("a", "b", "c"):  # one has the idle row
         assert ask(app, "/v1/completions").status == 200
         engine.add_request(greedy(name, range(10), 5))
@@ -314,19 +315,16 @@ def test_a_full_queue_is_said_before_the_body_is_read() -> None:
 @pytest.mark.parametrize(("best", "status"), [(0, 429), (-1, 200)])
 def test_the_body_is_read_where_its_priority_may_be_better_than_that_of_the_worst(best: int, status: int) -> None:
     state = make_state(max_priority=best)
-    serve(state, rows=1, queue=(1, None))
-    assert state.llm is not None
+    engine = serve(state, rows=1, queue=(1, None))
     for name in ("a", "b"):
-        state.llm.ready.engine.add_request(greedy(name, range(10), 5))
+        engine.add_request(greedy(name, range(10), 5))
     assert ask(Guard(greet, state, ()), "/v1/completions").status == status
 
 
 def test_retry_after_is_what_the_queue_takes() -> None:
     state = make_state()
     assert state.retry_after() == 1
-    serve(state, rows=1)
-    assert state.llm is not None
-    engine = state.llm.ready.engine
+    engine = serve(state, rows=1)
     for number in range(21):
         engine.add_request(greedy(f"r{number}", range(10), 1))
     assert state.retry_after() == 1, "nothing is known yet"

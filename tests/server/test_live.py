@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from jaxserve.engine import stats
+from jaxserve.engine import async_engine, stats
 from jaxserve.engine.async_engine import AsyncLLM
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.prompts import RequestFactory
@@ -26,10 +26,10 @@ from jaxserve.server import launch, live
 from jaxserve.server.app import make_app
 from jaxserve.server.errors import ApiError
 from jaxserve.server.generation import begin_reading
-from jaxserve.server.state import ServerState
+from jaxserve.server.server_state import ServerState
 from tests.engine.helpers import greedy, make_engine
 from tests.fake_device import FakeDevice
-from tests.server.asgi import Client, make_scope, make_state
+from tests.server.asgi import Client, make_scope, make_state, wrap_engine
 
 
 class Served:
@@ -43,12 +43,12 @@ class Served:
         self.engine.step = lambda: (self.gate.wait(20), step())[1]  # type: ignore[method-assign, return-value]
         self.num_jobs = 0
         self.thread = EngineThread(self.engine)
-        self.llm = AsyncLLM.__new__(AsyncLLM)
-        cache = SimpleNamespace(page_size=32)
+        cache = SimpleNamespace(page_size=32, enable_prefix_caching=True)
         factory = RequestFactory(None, vocab_size=1009, eos_token_ids=(), seed=0, max_model_len=512, max_logprobs=5)
-        shapes = SimpleNamespace(config=SimpleNamespace(cache=cache))
-        ready = SimpleNamespace(engine=self.engine, requests=factory, shapes=shapes)
-        self.llm._ready, self.llm._thread = ready, self.thread  # type: ignore[assignment]
+        shapes = SimpleNamespace(config=SimpleNamespace(cache=cache), spec=SimpleNamespace(dtype="float32"))
+        plan = SimpleNamespace(num_pages=(40,))
+        self.llm = wrap_engine(self.engine, requests=factory, shapes=shapes, plan=plan)
+        self.llm._thread = self.thread
         self.state = make_state(access_log=False)
         self.state.llm = self.llm
         call = self.thread.call
@@ -99,7 +99,7 @@ def test_all_who_look_on_share_one_picture_drawn_off_the_engines_thread(monkeypa
         drawn.append(threading.current_thread().name)
         return stats.read_page_map(engine)
 
-    monkeypatch.setattr(live, "read_page_map", draw)
+    monkeypatch.setattr(async_engine, "read_page_map", draw)
     with serve() as served:
 
         async def test() -> None:

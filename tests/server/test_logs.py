@@ -12,9 +12,11 @@ from collections.abc import Iterator
 
 import pydantic
 import pytest
+from starlette.types import Scope
 
 from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.server.logs import _LIBRARIES, LogWriter, configure_logging, escape, log_access
+from jaxserve.server.request_context import get_context
 
 SECRET = "my secret prompt"
 
@@ -43,9 +45,16 @@ def read_lines(handler: LogWriter, stream: io.StringIO) -> list[str]:
     return stream.getvalue().splitlines()
 
 
-def make_scope(**changes: object) -> dict[str, object]:
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "client": ("10.0.0.7", 4711), "state": {}}
+def make_scope(**changes: object) -> Scope:
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "client": ("10.0.0.7", 4711)}
     return scope | {"query_string": b"api_key=sk-secret"} | changes
+
+
+def make_generated(prompt_tokens: int, output_tokens: int) -> Scope:
+    scope = make_scope()
+    context = get_context(scope)
+    context.prompt_tokens, context.output_tokens = prompt_tokens, output_tokens
+    return scope
 
 
 def test_text_is_one_aligned_line_without_colour() -> None:
@@ -108,7 +117,7 @@ def test_escape_leaves_nothing_that_no_file_takes() -> None:
 def test_access_line_and_its_fields() -> None:
     stream = io.StringIO()
     handler = configure_logging("info", stream=stream)
-    log_access("r-1", make_scope(state={"prompt_tokens": 12, "output_tokens": 34}), 200, 1.23456)
+    log_access("r-1", make_generated(12, 34), 200, 1.23456)
     log_access("r-2", make_scope(client=None, method="GET", path="/nothing"), 499, 0.001)
     first, second = read_lines(handler, stream)
     assert first.endswith("INFO    access         200 POST /v1/completions  1.235 s  12+34 tokens  10.0.0.7  r-1")
@@ -117,7 +126,7 @@ def test_access_line_and_its_fields() -> None:
 
     stream = io.StringIO()
     handler = configure_logging("info", True, stream)
-    log_access("r-1", make_scope(state={"prompt_tokens": 12, "output_tokens": 34}), 200, 1.23456)
+    log_access("r-1", make_generated(12, 34), 200, 1.23456)
     entry = json.loads(read_lines(handler, stream)[0])
     expected = {"request_id": "r-1", "client": "10.0.0.7", "method": "POST", "path": "/v1/completions", "status": 200}
     expected |= {"seconds": 1.23456, "prompt_tokens": 12, "output_tokens": 34}

@@ -16,7 +16,7 @@ from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.app import make_app
 from jaxserve.tokenizers import load_tokenizer
 from tests.engine.helpers import make_engine
-from tests.server.asgi import Answer, Client, make_scope, make_state
+from tests.server.asgi import Answer, Client, make_scope, make_state, wrap_engine
 from tests.tokenizers.test_failures import make_panicking, panic
 
 PATHS = ["/tokenize", "/v1/completions", "/v1/embeddings"]
@@ -30,16 +30,14 @@ class Front:
         self.tokenizer: Any = load_tokenizer(folder)
         model = SimpleNamespace(max_model_len=64, vocab_size=50, hidden_size=8)
         options: dict[str, Any] = {"eos_token_ids": (), "seed": 0, "max_model_len": 64, "max_logprobs": 5}
-        ready = SimpleNamespace(
-            engine=make_engine()[0],
+        state = make_state()
+        state.llm = wrap_engine(
+            make_engine()[0],
             tokenizer=self.tokenizer,
             shapes=SimpleNamespace(model=model),
             requests=RequestFactory(self.tokenizer, vocab_size=50, **options),
             defaults=GenerationDefaults(SamplingParams()),
-            default_params=SamplingParams(),
         )
-        state = make_state()
-        state.llm = SimpleNamespace(ready=ready)  # type: ignore[assignment]
         self._app = make_app(state)
 
     def ask(self, path: str, **body: Any) -> Answer:

@@ -41,17 +41,16 @@ class Engine:
     """What the counters are read from."""
 
     def __init__(self) -> None:
-        self.stats: EngineStats | None = None
+        self.stats: EngineStats = make_stats(num_running=0, num_waiting=0)
 
-    def __call__(self) -> EngineStats | None:
+    def __call__(self) -> EngineStats:
         return self.stats
 
 
 def test_only_when_something_happened() -> None:
     engine, metrics, now = Engine(), ServerMetrics("demo"), iter(range(0, 1000, 10))
     line = StatusLine(metrics, engine, max_rows=8, clock=lambda: float(next(now)))
-    assert line.tick() is None, "there is no engine yet"
-    engine.stats = idle = make_stats(num_running=0, num_waiting=0)
+    idle = engine.stats
     assert line.tick() is None, "there is nothing to compare with yet"
     assert line.tick() is None, "nothing happened"
     metrics.observe_first_token(0.2, 50)

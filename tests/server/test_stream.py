@@ -11,8 +11,8 @@ from starlette.requests import Request
 
 from jaxserve.errors import DeadlineError, DeviceStepError
 from jaxserve.server.errors import ApiError
-from jaxserve.server.http import DROP_CONNECTION
-from jaxserve.server.state import ServerState
+from jaxserve.server.request_context import get_context
+from jaxserve.server.server_state import ServerState
 from jaxserve.server.stream import DONE, ChunkWriter, EventStream, encode_event, run_while_connected
 from tests.server.asgi import Client, make_scope, make_state
 
@@ -44,7 +44,8 @@ class Pieces:
 
 
 async def serve(pieces: Pieces, client: Client, state: ServerState) -> None:
-    scope = make_scope("/", state={DROP_CONNECTION: client.left.set})
+    scope = make_scope("/")
+    get_context(scope).drop_connection = client.left.set
     await EventStream(pieces.stream, state)(scope, client.receive, client.send)
 
 

@@ -19,7 +19,7 @@ from prometheus_client.utils import floatToGoString
 
 from jaxserve.engine.metrics import ATTENTION_FALLBACK, ENGINE_COUNTERS, ENGINE_GAUGES, Table
 from jaxserve.engine.stats import EngineStats
-from jaxserve.server.metrics.recorder import ServerMetrics
+from jaxserve.server.metrics.recorder import STATES, ServerMetrics
 
 _PROCESS = ProcessCollector(registry=None)  # where there is /proc; it reads when it is asked
 _OPEN_METRICS = "application/openmetrics-text"
@@ -145,8 +145,7 @@ class Page(Collector):
         yield self._make(CounterMetricFamily, "request_success_total", text, finished, "finished_reason")
         for name, text, read in _HISTOGRAMS:
             yield self._make_histogram(name, text, read(metrics))
-        states = dict.fromkeys((*metrics.states, self.state), 0) | {self.state: 1}
-        samples = [((state,), value) for state, value in states.items()]
+        samples = [((state,), float(state == self.state)) for state in STATES]
         yield self._make(GaugeMetricFamily, "server_state", "1 for the state that the server is in.", samples, "state")
 
     def _collect_http(self) -> Iterator[Metric]:

@@ -5,17 +5,14 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, get_args
 
 from jaxserve.errors import ConfigError, NonFiniteLogitsError
 from jaxserve.request import FinishReason, Request, RequestMetrics, RequestOutput
 from jaxserve.server.metrics.histogram import Histogram, RecentHistogram
 
-if TYPE_CHECKING:
-    pass
-
 Event = Literal["queue_full", "client_disconnects", "slow_readers", "non_finite_logits"]
-EVENTS: tuple[Event, ...] = ("queue_full", "client_disconnects", "slow_readers", "non_finite_logits")
+EVENTS: tuple[Event, ...] = get_args(Event)
 STATES = ("starting", "warming", "ready", "draining", "failed")
 
 _MAX_HANDLERS = 64  # of label `handler`; routes are fewer, and a mistake must not fill the memory
@@ -53,23 +50,18 @@ class ServerMetrics:
         model_name: str,
         *,
         prefix: str = "jaxserve",
-        cache_config: Mapping[str, object] | None = None,
-        states: Sequence[str] = STATES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Starts with everything at zero.
 
         Args:
             prefix: of all names but those of the HTTP layer; "vllm" lets dashboards made for vLLM work.
-            cache_config: labels of `cache_config_info`; may be assigned later, when the engine is ready.
-            states: every value that the page is read with, in the order of a server's life.
         """
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", prefix):
             raise ConfigError("must be letters, digits and _", field="metrics_prefix", value=prefix)
         self.model_name = model_name
         self.prefix = prefix
-        self.cache_config = dict(cache_config or {})
-        self.states = tuple(states)
+        self.cache_config: Mapping[str, object] = {}  # labels of `cache_config_info`, once the engine is ready
         self.num_requests = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0
@@ -114,7 +106,7 @@ class ServerMetrics:
         max_tokens: int | None,
         n: int,
         *,
-        num_tokens: Sequence[int] | None = None,
+        num_tokens: Sequence[int],
         num_streamed: int = 0,
     ) -> None:
         """Notes the last output of a request.
@@ -122,16 +114,15 @@ class ServerMetrics:
         Args:
             max_tokens: what the request may have at most for each completion.
             n: how many completions it asked for.
-            num_tokens: of each completion; None: the output has all of them, so its kind is not DELTA.
+            num_tokens: of each completion, all its outputs together.
             num_streamed: how many of its tokens `observe_first_token` and `observe_gap` were told of. 0: it was not
                 streamed, and the time of its first token is taken from the output.
         """
-        counts = [len(c.token_ids) for c in output.outputs] if num_tokens is None else list(num_tokens)
         times = output.metrics
         if not num_streamed and times is not None and times.first_token_time is not None:
             self.first_token_seconds.observe(times.first_token_time - times.arrival_time)
             self.prompt_tokens += len(output.prompt_token_ids)
-        self.generation_tokens += sum(counts) - num_streamed
+        self.generation_tokens += sum(num_tokens) - num_streamed
         reason = find_reason(output)
         self.end_request(reason)
         if isinstance(output.error, NonFiniteLogitsError):
@@ -139,10 +130,10 @@ class ServerMetrics:
         self.asked_completions.observe(n)
         if max_tokens is not None:
             self.asked_tokens.observe(max_tokens)
-        self.request_generation_tokens.observe(sum(counts))
-        self.longest_generation_tokens.observe(max(counts, default=0))
+        self.request_generation_tokens.observe(sum(num_tokens))
+        self.longest_generation_tokens.observe(max(num_tokens, default=0))
         if times is not None and reason not in _BROKEN_OFF:
-            self._observe_times(times, max(counts, default=0))
+            self._observe_times(times, max(num_tokens, default=0))
 
     def end_request(self, reason: str) -> None:
         """Notes that a request ended without a last output: "abort" when its client left, "error" when it broke."""

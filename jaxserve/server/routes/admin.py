@@ -7,7 +7,7 @@ import logging
 import tempfile
 from pathlib import Path
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from starlette.responses import JSONResponse
 
 from jaxserve.server.errors import ApiError
@@ -15,7 +15,6 @@ from jaxserve.server.errors import ApiError
 _log = logging.getLogger(__name__)
 MAX_PROFILE_SECONDS = 60.0  # after which a profile ends by itself: it grows by some 20 MB a second, in memory
 MAX_PROFILE_BYTES = 2**30  # of the profiles of one server together
-router = APIRouter()
 
 
 class Profiler:
@@ -63,18 +62,21 @@ class Profiler:
         await self.stop()
 
 
-@router.post("/start_profile")
-async def start_profile(http: Request) -> JSONResponse:
-    """Begins to trace the device and the host; the answer says where the trace will lie."""
-    profiler: Profiler = http.app.state.profiler
-    return JSONResponse({"directory": await profiler.start()})
+def make_router() -> APIRouter:
+    """Returns the routes of a new profiler."""
+    router, profiler = APIRouter(), Profiler()
 
+    @router.post("/start_profile")
+    async def start_profile() -> JSONResponse:
+        """Begins to trace the device and the host; the answer says where the trace will lie."""
+        return JSONResponse({"directory": await profiler.start()})
 
-@router.post("/stop_profile")
-async def stop_profile(http: Request) -> JSONResponse:
-    """Ends the trace, to be opened with XProf, TensorBoard or Perfetto."""
-    profiler: Profiler = http.app.state.profiler
-    return JSONResponse({"directory": await profiler.stop()})
+    @router.post("/stop_profile")
+    async def stop_profile() -> JSONResponse:
+        """Ends the trace, to be opened with XProf, TensorBoard or Perfetto."""
+        return JSONResponse({"directory": await profiler.stop()})
+
+    return router
 
 
 def _measure(directory: str) -> int:

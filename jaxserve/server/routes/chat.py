@@ -17,12 +17,12 @@ from jaxserve.request import CompletionOutput, RequestOutput
 from jaxserve.request import Request as EngineRequest
 from jaxserve.server.body import prepare, read_body
 from jaxserve.server.conversation import Conversation, list_names, read_conversation
-from jaxserve.server.documents import document
 from jaxserve.server.generation import Generation, name_requests
 from jaxserve.server.logprobs import to_prompt_logprobs
+from jaxserve.server.openapi import document
 from jaxserve.server.prompts import check_count, name_fields
 from jaxserve.server.protocol.chat import ChatCompletion, ChatCompletionRequest
-from jaxserve.server.state import ServerState
+from jaxserve.server.server_state import ServerState, get_state
 from jaxserve.server.stream import ChunkWriter, respond
 from jaxserve.server.tools import AnswerParser, CallArguments, CallStart, Content, Piece, Reasoning
 
@@ -32,7 +32,7 @@ router = APIRouter()
 @router.post("/v1/chat/completions", **document(ChatCompletionRequest, ChatCompletion, streams=True))
 async def create_chat_completion(http: Request) -> Response:
     """Answers a conversation."""
-    state: ServerState = http.app.state.server
+    state = get_state(http)
     body = await read_body(http, ChatCompletionRequest, state)
     model = state.check_model(body.model)
     check_body(body, state)

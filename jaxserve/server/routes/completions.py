@@ -17,9 +17,9 @@ from jaxserve.request import CompletionOutput, RequestOutput
 from jaxserve.request import Request as EngineRequest
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.body import prepare, read_body
-from jaxserve.server.documents import document
 from jaxserve.server.generation import Generation, name_requests
 from jaxserve.server.logprobs import to_completion, to_prompt_logprobs
+from jaxserve.server.openapi import document
 from jaxserve.server.prompts import (
     check_count,
     check_length,
@@ -30,7 +30,7 @@ from jaxserve.server.prompts import (
     read_form,
 )
 from jaxserve.server.protocol.completions import Completion, CompletionRequest
-from jaxserve.server.state import ServerState
+from jaxserve.server.server_state import ServerState, get_state
 from jaxserve.server.stream import ChunkWriter, respond
 
 router = APIRouter()
@@ -39,7 +39,7 @@ router = APIRouter()
 @router.post("/v1/completions", **document(CompletionRequest, Completion, streams=True))
 async def create_completion(http: Request) -> Response:
     """Continues one prompt or many."""
-    state: ServerState = http.app.state.server
+    state = get_state(http)
     body = await read_body(http, CompletionRequest, state)
     model = state.check_model(body.model)
     check_body(body, state)
@@ -66,21 +66,21 @@ def check_body(body: CompletionRequest, state: ServerState) -> None:
 
 def make_requests(body: CompletionRequest, state: ServerState, options: dict[str, Any]) -> list[EngineRequest]:
     """Returns one engine request for each prompt."""
-    ready = state.engine.ready
+    engine = state.engine
     more = {"logprobs": body.logprobs, "structured_outputs": read_form(body), **list_limits(body)}
-    more["max_tokens"] = 1 if body.max_tokens == 0 else ready.defaults.limit_tokens(body.max_tokens)
-    params = body.to_sampling_params(ready.default_params, **more)
+    more["max_tokens"] = 1 if body.max_tokens == 0 else engine.defaults.limit_tokens(body.max_tokens)
+    params = body.to_sampling_params(engine.defaults.params, **more)
     if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
         params = replace(params, prompt_logprobs=body.logprobs)
     prompts = list_prompts(body.prompt, state.config.limits.max_prompts, "prompt")
     for prompt in prompts:
         check_length(prompt.get("prompt"), state, "prompt", cuts=body.truncate_prompt_tokens is not None)
-    if body.add_special_tokens is False and ready.tokenizer is not None:
-        encode = ready.tokenizer.encode
+    if body.add_special_tokens is False and engine.tokenizer is not None:
+        encode = engine.tokenizer.encode
         for prompt in prompts:
             if "prompt" in prompt:
                 prompt["prompt_token_ids"] = encode(prompt.pop("prompt"), add_special_tokens=False)
-    return [ready.requests.make(prompt, params, **options) for prompt in prompts]
+    return [engine.requests.make(prompt, params, **options) for prompt in prompts]
 
 
 @dataclass(slots=True)
@@ -114,7 +114,7 @@ class _Answer:
             "model": model,
             "system_fingerprint": state.fingerprint,
         }
-        tokenizer = state.engine.ready.tokenizer
+        tokenizer = state.engine.tokenizer
         hides = self._params.skip_special_tokens and tokenizer is not None
         self._hidden = tokenizer.special_ids if hides else frozenset()
         self._echoes_only = body.max_tokens == 0
@@ -187,7 +187,7 @@ class _Answer:
         return output.prompt if output.prompt is not None else self._decode(output.prompt_token_ids)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        tokenizer = self._state.engine.ready.tokenizer
+        tokenizer = self._state.engine.tokenizer
         return "" if tokenizer is None else tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def _usage(self) -> dict[str, Any]:

@@ -9,13 +9,12 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from jaxserve import __version__
-from jaxserve.engine.stats import read_stats
 from jaxserve.errors import JaxServeError
-from jaxserve.server.documents import document
 from jaxserve.server.generation import begin_reading
 from jaxserve.server.live import look_on
 from jaxserve.server.metrics.exposition import render
-from jaxserve.server.state import Phase, ServerState
+from jaxserve.server.openapi import document
+from jaxserve.server.server_state import Phase, ServerState, get_state
 from jaxserve.server.stream import EventStream, run_while_connected
 
 _log = logging.getLogger(__name__)
@@ -46,14 +45,14 @@ def _is_ready(state: ServerState) -> bool:
 @router.get("/health/ready", **document(None, refusals=("403",), states=_NOT_READY))
 async def get_health(http: Request) -> JSONResponse:
     """200 when requests are served and every program is compiled."""
-    state: ServerState = http.app.state.server
+    state = get_state(http)
     return JSONResponse(describe_health(state), 200 if _is_ready(state) else 503)
 
 
 @router.get("/health/live", **document(None, refusals=("403",), states={"503": "A restart would help."}))
 async def get_liveness(http: Request) -> JSONResponse:
     """503 when restarting the process would help: the engine has failed, or its device is stuck."""
-    state: ServerState = http.app.state.server
+    state = get_state(http)
     is_alive = state.phase is not Phase.FAILED and not state.is_stuck
     return JSONResponse(describe_health(state), 200 if is_alive else 503)
 
@@ -61,7 +60,7 @@ async def get_liveness(http: Request) -> JSONResponse:
 @router.get("/health/generate", **document(None, refusals=("403",), states=_NO_TOKEN))
 async def get_generation(http: Request) -> JSONResponse:
     """200 when the engine has just made a token. Whoever asks within a second gets the same answer."""
-    state: ServerState = http.app.state.server
+    state = get_state(http)
     health = describe_health(state)
     if not state.serves:
         return JSONResponse(health, 503)
@@ -82,7 +81,7 @@ async def _find_failure(state: ServerState) -> str | None:
 @router.get("/ping", response_class=Response, **document(None, refusals=("403",), states=_NOT_READY))
 async def ping(http: Request) -> Response:
     """The shortest answer there is, as SageMaker asks for it."""
-    state: ServerState = http.app.state.server
+    state = get_state(http)
     return Response(status_code=200 if _is_ready(state) else 503)
 
 
@@ -97,8 +96,8 @@ async def get_version() -> dict[str, str]:
 @router.get("/metrics", response_class=PlainTextResponse, **document(None, refusals=("401", "403")))
 async def get_metrics(http: Request) -> Response:
     """Everything that is counted, for Prometheus."""
-    state: ServerState = http.app.state.server
-    stats = None if state.llm is None else read_stats(state.llm.ready.engine)
+    state = get_state(http)
+    stats = None if state.llm is None else state.llm.stats()
     body, kind = render(state.metrics, http.headers.get("accept"), stats, str(state.phase))
     return Response(body, headers={"content-type": kind})
 
@@ -106,5 +105,5 @@ async def get_metrics(http: Request) -> Response:
 @router.get("/live", response_class=Response, **document(None, streams=True, refusals=("401", "403", "429")))
 async def watch_engine(http: Request) -> Response:
     """The engine's rows, pages and counters, four times a second, as events: the same for all who look on."""
-    state: ServerState = http.app.state.server
+    state = get_state(http)
     return EventStream(await run_while_connected(http, begin_reading(look_on(state)), state), state)

@@ -16,12 +16,12 @@ from jaxserve.errors import InvalidRequestError, shorten
 from jaxserve.request import Request as EngineRequest
 from jaxserve.request import RequestOutput
 from jaxserve.server.body import prepare, read_body
-from jaxserve.server.documents import document
 from jaxserve.server.errors import ApiError
 from jaxserve.server.generation import Generation, name_requests
+from jaxserve.server.openapi import document
 from jaxserve.server.prompts import check_length, list_limits, name_fields, read_variables
 from jaxserve.server.protocol.responses import ResponseAnswer, ResponseRequest
-from jaxserve.server.state import ServerState
+from jaxserve.server.server_state import ServerState, get_state
 from jaxserve.server.stream import encode_event, respond
 from jaxserve.server.tools import Content, Piece, Reasoning, make_answer_parser, needs_special_tokens
 from jaxserve.tokenizers.checks import require_text
@@ -37,7 +37,7 @@ _ITEM_FIELDS = {  # of what goes in, which may be what came out
 @router.post("/v1/responses", **document(ResponseRequest, ResponseAnswer, streams=True))
 async def create_response(http: Request) -> Response:
     """Answers a text or a conversation."""
-    state: ServerState = http.app.state.server
+    state = get_state(http)
     body = await read_body(http, ResponseRequest, state)
     model = state.check_model(body.model)
     check_body(body)
@@ -66,7 +66,7 @@ def check_body(body: ResponseRequest) -> None:
 
 
 def _make_request(body: ResponseRequest, state: ServerState, options: dict[str, Any]) -> EngineRequest:
-    ready = state.engine.ready
+    engine = state.engine
     form = None
     if body.text is not None and body.text.format is not None:
         form = body.text.format.to_response_format().to_params()
@@ -75,16 +75,16 @@ def _make_request(body: ResponseRequest, state: ServerState, options: dict[str, 
             raise InvalidRequestError("contradicts text.format; give one of them", field="structured_outputs")
         form = body.structured_outputs.to_params()
     more: dict[str, Any] = {"structured_outputs": form, **list_limits(body)}
-    more["max_tokens"] = ready.defaults.limit_tokens(body.max_output_tokens)
+    more["max_tokens"] = engine.defaults.limit_tokens(body.max_output_tokens)
     if needs_special_tokens(state.config.serving.reasoning_parser):
         more["skip_special_tokens"] = False
-    params = body.to_sampling_params(ready.default_params, **more)
+    params = body.to_sampling_params(engine.defaults.params, **more)
     variables = read_variables(body.chat_template_kwargs, state)
     if body.reasoning is not None and body.reasoning.effort is not None:
         variables["reasoning_effort"] = body.reasoning.effort
     messages, render = _read_messages(body), state.preparation.choose_renderer()
     check_length(messages, state, "messages", cuts=body.truncate_prompt_tokens is not None)
-    return ready.requests.make_chat(
+    return engine.requests.make_chat(
         messages, params, chat_template=state.chat_template, render=render, **variables, **options
     )
 

@@ -12,9 +12,9 @@ from starlette.responses import JSONResponse
 from jaxserve.errors import InvalidRequestError, shorten
 from jaxserve.request import Request as EngineRequest
 from jaxserve.server.body import prepare, read_body
-from jaxserve.server.documents import document
 from jaxserve.server.errors import ApiError
 from jaxserve.server.generation import Generation, name_requests
+from jaxserve.server.openapi import document
 from jaxserve.server.prompts import check_length, list_prompts, name_fields, render_conversation
 from jaxserve.server.protocol.tokens import (
     DetokenizeRequest,
@@ -26,7 +26,7 @@ from jaxserve.server.protocol.tokens import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from jaxserve.server.state import ServerState
+from jaxserve.server.server_state import ServerState, get_state
 from jaxserve.server.stream import run_while_connected
 from jaxserve.tokenizers import Tokenizer
 
@@ -36,14 +36,14 @@ router = APIRouter()
 @router.get("/v1/models", **document(None, ModelList, refusals=("401", "403", "503")))
 async def list_models(http: Request) -> JSONResponse:
     """The one model that is served, under each of its names."""
-    state: ServerState = http.app.state.server
+    state = get_state(http)
     return JSONResponse({"object": "list", "data": [_describe_model(state, name) for name in state.names]})
 
 
 @router.get("/v1/models/{name:path}", **document(None, ModelCard, refusals=("401", "403", "404", "503")))
 async def get_model(http: Request, name: str) -> JSONResponse:
     """The model, by one of its names."""
-    state: ServerState = http.app.state.server
+    state = get_state(http)
     return JSONResponse(_describe_model(state, state.check_model(name)))
 
 
@@ -55,14 +55,14 @@ def _describe_model(state: ServerState, name: str) -> dict[str, Any]:
         "owned_by": "jaxserve",
         "root": state.engine_config.model.model,
         "parent": None,
-        "max_model_len": state.engine.ready.shapes.model.max_model_len,
+        "max_model_len": state.engine.max_model_len,
     }
 
 
 @router.post("/tokenize", **document(TokenizeRequest, TokenizeResponse))
 async def tokenize(http: Request) -> JSONResponse:
     """The token ids of a text or of a conversation."""
-    state: ServerState = http.app.state.server
+    state = get_state(http)
     body = await read_body(http, TokenizeRequest, state)
     state.check_model(body.model)
     return JSONResponse(await state.preparation.run(_tokenize, body, state))
@@ -89,7 +89,7 @@ def _tokenize(body: TokenizeRequest, state: ServerState) -> dict[str, Any]:
         texts = [tokenizer.decode([each], skip_special_tokens=False) for each in token_ids]
     return {
         "count": len(token_ids),
-        "max_model_len": state.engine.ready.shapes.model.max_model_len,
+        "max_model_len": state.engine.max_model_len,
         "tokens": token_ids,
         "token_strs": texts,
     }
@@ -98,13 +98,13 @@ def _tokenize(body: TokenizeRequest, state: ServerState) -> dict[str, Any]:
 @router.post("/detokenize", **document(DetokenizeRequest, DetokenizeResponse))
 async def detokenize(http: Request) -> JSONResponse:
     """The text of token ids."""
-    state: ServerState = http.app.state.server
+    state = get_state(http)
     body = await read_body(http, DetokenizeRequest, state)
     state.check_model(body.model)
-    most = state.engine.ready.shapes.model.max_model_len
+    most = state.engine.max_model_len
     if len(body.tokens) > most:
         raise InvalidRequestError(f"at most {most} ids, got {len(body.tokens)}", field="tokens", value=None)
-    size = state.engine.ready.shapes.model.vocab_size
+    size = state.engine.model.vocab_size
     for token_id in body.tokens:
         if not 0 <= token_id < size:
             message = f"must be token ids in [0, {size}), got {shorten(token_id)}"
@@ -116,10 +116,10 @@ async def detokenize(http: Request) -> JSONResponse:
 @router.post("/v1/embeddings", **document(EmbeddingRequest, EmbeddingList))
 async def create_embeddings(http: Request) -> JSONResponse:
     """Where each text lies in the model's space: the last token's state, at length 1."""
-    state: ServerState = http.app.state.server
+    state = get_state(http)
     body = await read_body(http, EmbeddingRequest, state)
     model = state.check_model(body.model)
-    width = state.engine.ready.shapes.model.hidden_size
+    width = state.engine.model.hidden_size
     if body.dimensions is not None and body.dimensions > width:
         raise InvalidRequestError(f"at most {width}, got {body.dimensions}", field="dimensions", value=body.dimensions)
     with name_fields({"prompt": "input", "prompt_token_ids": "input"}):
@@ -130,7 +130,7 @@ async def create_embeddings(http: Request) -> JSONResponse:
 
 
 def _make_requests(body: EmbeddingRequest, state: ServerState, options: dict[str, Any]) -> list[EngineRequest]:
-    make, most = state.engine.ready.requests.make_embedding, state.config.limits.max_prompts
+    make, most = state.engine.requests.make_embedding, state.config.limits.max_prompts
     cut, prompts = body.truncate_prompt_tokens, list_prompts(body.input, most, "input")
     for each in prompts:
         check_length(each.get("prompt"), state, "input", cuts=cut is not None)
@@ -138,7 +138,7 @@ def _make_requests(body: EmbeddingRequest, state: ServerState, options: dict[str
 
 
 async def _embed(body: EmbeddingRequest, model: str, requests: list[EngineRequest], http: Request) -> dict[str, Any]:
-    state: ServerState = http.app.state.server
+    state = get_state(http)
     found: dict[int, np.ndarray] = {}
     total = 0
     for start in range(0, len(requests), state.max_sequences):  # a large body holds no more of the queue than others
@@ -168,7 +168,7 @@ async def _embed(body: EmbeddingRequest, model: str, requests: list[EngineReques
 
 
 def _require_tokenizer(state: ServerState) -> Tokenizer:
-    tokenizer = state.engine.ready.tokenizer
+    tokenizer = state.engine.tokenizer
     if tokenizer is None:
         raise ApiError(400, "This server works on token ids only: it has no tokenizer.", code="no_tokenizer")
     return tokenizer

@@ -124,8 +124,6 @@ def read_tools(
     Raises:
         InvalidRequestError: names the part that is malformed, unknown or missing.
     """
-    if tools is not None and (not isinstance(tools, Sequence) or isinstance(tools, str | bytes)):
-        raise InvalidRequestError(f"must be a list of objects, got {shorten(tools)}", field="tools", value=tools)
     if not tools:
         if tool_choice not in (None, "none"):
             message = f"{shorten(tool_choice)} needs tools, and there are none"
@@ -140,9 +138,6 @@ def read_tools(
             message = f"{tool.name!r} is the name of another tool too; each needs its own"
             raise InvalidRequestError(message, field=f"tools[{at}].function.name", value=tool.name)
         known[tool.name] = tool
-    if not isinstance(parallel, bool | None):
-        message = f"must be true or false, got {shorten(parallel)}"
-        raise InvalidRequestError(message, field="parallel_tool_calls", value=parallel)
     choice, named = _read_choice(tool_choice, known)
     if choice == "auto":
         _refuse_strict(tools)
@@ -157,7 +152,7 @@ def _refuse_strict(tools: Sequence[Mapping[str, Any]]) -> None:
             raise InvalidRequestError(message, field=f"tools[{at}].function.strict", value=True)
 
 
-def _read_tool(entry: Any, where: str) -> Tool:
+def _read_tool(entry: Mapping[str, Any], where: str) -> Tool:
     function = _require_function(entry, where)
     where = f"{where}.function"
     _require_known(function, _FUNCTION_FIELDS, where)
@@ -205,11 +200,8 @@ def _read_choice(
     return "named", name
 
 
-def _require_function(entry: Any, where: str) -> Mapping[str, Any]:
+def _require_function(entry: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """Returns the function of `{"type": "function", "function": {...}}`."""
-    if not isinstance(entry, Mapping):
-        message = f"must be an object with 'type' and 'function', got {shorten(entry)}"
-        raise InvalidRequestError(message, field=where, value=entry)
     if entry.get("type") != "function":
         message = f"only 'function' is supported, got {shorten(entry.get('type'))}"
         raise InvalidRequestError(message, field=f"{where}.type", value=entry.get("type"))

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from jaxserve.server.shared import Shared
+from jaxserve.server.single_flight import SingleFlight
 
 
 class Maker:
@@ -27,7 +27,7 @@ class Maker:
 
 def test_one_value_serves_all_who_ask() -> None:
     async def test() -> None:
-        shared, maker = Shared[int](3600.0), Maker()
+        shared, maker = SingleFlight[int](3600.0), Maker()
         maker.gate.clear()
         asking = [asyncio.ensure_future(shared.get(maker.make)) for _ in range(50)]
         await asyncio.sleep(0)
@@ -43,7 +43,7 @@ def test_one_value_serves_all_who_ask() -> None:
 
 def test_a_value_that_is_old_is_made_again_but_never_two_at_once() -> None:
     async def test() -> None:
-        shared, maker = Shared[int](0.0), Maker()
+        shared, maker = SingleFlight[int](0.0), Maker()
         assert [await shared.get(maker.make) for _ in range(3)] == [1, 2, 3]
         maker.gate.clear()
         asking = [asyncio.ensure_future(shared.get(maker.make)) for _ in range(5)]
@@ -56,7 +56,7 @@ def test_a_value_that_is_old_is_made_again_but_never_two_at_once() -> None:
 
 def test_an_error_is_shared_and_passes() -> None:
     async def test() -> None:
-        shared, maker = Shared[int](0.0), Maker()
+        shared, maker = SingleFlight[int](0.0), Maker()
         maker.error = ValueError("no")  # type: ignore[assignment]
         answers = await asyncio.gather(*(shared.get(maker.make) for _ in range(4)), return_exceptions=True)
         assert {type(answer) for answer in answers} == {ValueError} and maker.count == 1

@@ -20,7 +20,7 @@ class Connection(Protocol):
         """Closes without waiting for the client."""
 
 
-class Crowd:
+class ConnectionLimiter:
     """The connections of one server. Idle ones, in the order in which they became so, make room for others.
 
     A connection is idle while no request is in progress: before the whole head of its first one has come, too.
@@ -30,11 +30,6 @@ class Crowd:
         self.limit = limit
         self._idle: dict[Connection, None] = {}
         self._busy: set[Connection] = set()
-
-    @property
-    def num_busy(self) -> int:
-        """Connections with a request in progress."""
-        return len(self._busy)
 
     def add(self, connection: Connection) -> None:
         """Takes a new connection; beyond the limit the idle one that is oldest goes, or the new one if all are busy."""

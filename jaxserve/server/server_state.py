@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from fastapi import FastAPI, Request
+
 from jaxserve import __version__
 from jaxserve.config import EngineConfig
 from jaxserve.engine.async_engine import AsyncLLM
 from jaxserve.engine.progress import ProgressLines, Report, say_progress
-from jaxserve.engine.stats import QueuePace
 from jaxserve.errors import QueueFullError
 from jaxserve.server.budget import BodyBudget
 from jaxserve.server.errors import ApiError, to_api_error
@@ -24,7 +25,7 @@ from jaxserve.server.logprobs import TokenTexts
 from jaxserve.server.metrics import ServerMetrics
 from jaxserve.server.options import ServerConfig
 from jaxserve.server.preparation import Preparation
-from jaxserve.server.shared import Shared
+from jaxserve.server.single_flight import SingleFlight
 from jaxserve.server.tools import guess_tool_parser
 from jaxserve.server.tracing import NullTracer, Tracer
 
@@ -72,9 +73,8 @@ class ServerState:
     max_sequences: int = field(init=False)  # of one request; the engine's rows may make it less
     num_streams: int = 0  # requests being answered
     num_viewers: int = 0  # of the live view
-    live: Shared[bytes] = field(default_factory=lambda: Shared(_LIVE_SECONDS))
-    probe: Shared[str | None] = field(default_factory=lambda: Shared(_PROBE_SECONDS))
-    pace: QueuePace = field(default_factory=QueuePace)
+    live: SingleFlight[bytes] = field(default_factory=lambda: SingleFlight(_LIVE_SECONDS))
+    probe: SingleFlight[str | None] = field(default_factory=lambda: SingleFlight(_PROBE_SECONDS))
     has_drained: bool = False  # the last of them has ended, and the process ends: whoever only looks on is to stop
     bodies: BodyBudget = field(init=False)  # bytes that are being read and prepared
     fingerprint: str = ""  # changes with the version and with the engine's options
@@ -111,21 +111,14 @@ class ServerState:
 
     def open(self, llm: AsyncLLM) -> None:
         """Begins to serve; WorkerStartError when the process for chat templates cannot be started."""
-        ready, parser = llm.ready, self.config.serving.tool_call_parser
-        template = self.chat_template or (ready.tokenizer.chat_template if ready.tokenizer is not None else None)
+        tokenizer, parser = llm.tokenizer, self.config.serving.tool_call_parser
+        template = self.chat_template or (tokenizer.chat_template if tokenizer is not None else None)
         self.tool_parser = guess_tool_parser(template) if parser == "auto" else None if parser == "none" else parser
         if template is not None:
             self.preparation.start(template)
-        self.token_texts = TokenTexts(ready.tokenizer)
-        cache = ready.shapes.config.cache
-        self.metrics.cache_config = {
-            "page_size": cache.page_size,
-            "num_pages": max(ready.plan.num_pages),
-            "dtype": ready.shapes.spec.dtype,
-            "enable_prefix_caching": cache.enable_prefix_caching,
-        }
-        rows = ready.engine.scheduler.limits.max_num_seqs
-        self.max_sequences = min(self.max_sequences, _SEQUENCES_PER_ROW * rows)
+        self.token_texts = TokenTexts(tokenizer)
+        self.metrics.cache_config = llm.describe_cache()
+        self.max_sequences = min(self.max_sequences, _SEQUENCES_PER_ROW * llm.limits.max_num_seqs)
         self.llm, self.phase = llm, Phase.WARMING
 
     def finish_warming(self) -> None:
@@ -151,7 +144,7 @@ class ServerState:
         """
         best = self.config.limits.max_priority
         try:
-            self.engine.ready.engine.scheduler.door.refuse_if_full(best if priority is None else priority)
+            self.engine.refuse_if_full(best if priority is None else priority)
         except QueueFullError as error:
             self.metrics.count("queue_full")
             raise to_api_error(error, self.retry_after()) from error
@@ -184,7 +177,7 @@ class ServerState:
 
     def retry_after(self) -> int:
         """Seconds after which a request that is refused now has a chance: those until all that waits now runs."""
-        seconds = 0.0 if self.llm is None else self.pace.seconds_to_admit(self.llm.ready.engine)
+        seconds = 0.0 if self.llm is None else self.llm.seconds_to_admit()
         return max(1, math.ceil(min(_LONGEST_RETRY, seconds)))
 
     @contextmanager
@@ -200,6 +193,20 @@ class ServerState:
                 log(done, total, note)
 
             yield report
+
+
+class ServerApp(FastAPI):
+    """A FastAPI application whose routes share the state of one server."""
+
+    def __init__(self, state: ServerState, **options: Any) -> None:
+        super().__init__(**options)
+        self.server_state = state
+
+
+def get_state(http: Request) -> ServerState:
+    """Returns the state of the server that a route belongs to."""
+    app: ServerApp = http.app
+    return app.server_state
 
 
 def not_serving(phase: Phase) -> ApiError:

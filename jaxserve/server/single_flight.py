@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 _EARLY = 0.001  # seconds that the event loop's timers may fire before their time
 
 
-class Shared[T]:
+class SingleFlight[T]:
     """A value that is made at most once in so many seconds, and only when somebody asks.
 
     Whoever asks while it is made waits for the same one; an error is shared like a value.

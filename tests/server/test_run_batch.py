@@ -21,9 +21,9 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.async_engine import AsyncLLM
 from jaxserve.errors import ConfigError, EngineStoppedError
 from jaxserve.server import batch as batch_module
-from jaxserve.server.batch import BatchSummary, run_batch
 from jaxserve.server.batch_files import MAX_LINE, BatchLine, BatchOutput, read_lines, scan_input
 from jaxserve.server.options import ServerConfig
+from jaxserve.server.run_batch import BatchSummary, run_batch
 from tests.e2e.helpers import PROGRAMS
 
 ROOT = Path(__file__).parents[2]

@@ -28,7 +28,7 @@ from jaxserve.server.batch_files import BatchLine, BatchOutput, LineError, name_
 from jaxserve.server.launch import make_state
 from jaxserve.server.logs import configure_logging
 from jaxserve.server.options import ServerConfig
-from jaxserve.server.state import ServerState
+from jaxserve.server.server_state import ServerState
 
 _REQUESTS_PER_ROW = 4  # at once, by default: while some are prepared and written, the batch stays full
 _SYNC_SECONDS = 1.0  # of answers that a loss of power may cost; a kill costs none
@@ -84,7 +84,7 @@ def run_batch(
             progress = choose_progress(shows_progress)
             llm = AsyncLLM.from_config(engine, progress=progress)
             state.open(llm)
-            most = max_concurrent or _REQUESTS_PER_ROW * llm.ready.engine.scheduler.limits.max_num_seqs
+            most = max_concurrent or _REQUESTS_PER_ROW * llm.limits.max_num_seqs
             limits = replace(server.limits, max_streams=max(most, 1), max_priority=PRIORITIES.start)
             state.config = replace(server, limits=limits)
             state.max_sequences = limits.max_prompts * limits.max_n  # nobody else waits here

@@ -1,0 +1,34 @@
+"""What the server keeps of one HTTP request beside the request itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from starlette.types import Scope, Send
+
+from jaxserve.server.budget import BodyShare
+
+_KEY = "jaxserve.context"
+
+
+@dataclass(slots=True)
+class RequestContext:
+    """One per HTTP request. Each field has one writer, which stands behind it."""
+
+    request_id: str = ""  # the server's own id of the request, not the client's: AccessLog
+    arrival: float = 0.0  # seconds on the monotonic clock: AccessLog
+    send: Send | None = None  # the connection's own, which skips the access log: AccessLog
+    salt: str = ""  # separates the cached prefixes of API keys; empty without keys, and with one: Guard
+    body_share: BodyShare | None = None  # bytes that the body holds of the server's budget: read_body
+    prompt_tokens: int | None = None  # for the access log; None where nothing was generated: Generation
+    output_tokens: int | None = None  # likewise: Generation
+    drop_connection: Callable[[], None] | None = None  # closes at once; None without a connection: LimitedHttp
+
+
+def get_context(scope: Scope) -> RequestContext:
+    """Returns the context of the request with this scope; the first call makes it."""
+    if _KEY not in scope:
+        scope[_KEY] = RequestContext()
+    context: RequestContext = scope[_KEY]
+    return context
