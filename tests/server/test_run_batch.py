@@ -20,7 +20,7 @@ from jaxserve.cli import main
 from jaxserve.config import EngineConfig
 from jaxserve.engine.async_engine import AsyncLLM
 from jaxserve.errors import ConfigError, EngineStoppedError
-from jaxserve.server import batch as batch_module
+from jaxserve.server import run_batch as batch_module
 from jaxserve.server.batch_files import MAX_LINE, BatchLine, BatchOutput, read_lines, scan_input
 from jaxserve.server.options import ServerConfig
 from jaxserve.server.run_batch import BatchSummary, run_batch
