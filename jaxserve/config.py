@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.errors import ConfigError, shorten
-from jaxserve.options import build_config, check_at_least, check_choices, option, read_options
+from jaxserve.options import build_config, check_at_least, check_choices, option
 from jaxserve.vllm_options import drop_harmless
 
 DEMO_MODEL = "demo"
@@ -204,10 +204,6 @@ class EngineConfig:
         """
         return build_config(cls, drop_harmless(options))
 
-    @classmethod
-    def from_toml(cls, path: str | Path, **overrides: Any) -> EngineConfig:
-        """Reads options from a TOML file, flat or in the sections' tables; `overrides` win."""
-        return cls.from_options(**read_options(path) | overrides)
 
     def with_compile(self, choice: str) -> EngineConfig:
         """Returns the config with `choice` ("all" or "used") where `compile` is left to whoever builds the engine."""

@@ -40,17 +40,15 @@ class RendererClosedError(JaxServeError, RuntimeError):
 class TemplateRenderer:
     """A few processes that render templates; they start when they are needed. Safe to use from several threads."""
 
-    def __init__(
-        self, *, time_limit_s: float, memory_bytes: int = MEMORY_BYTES, max_processes: int = MAX_PROCESSES
-    ) -> None:
+    def __init__(self, *, time_limit_s: float, max_processes: int = MAX_PROCESSES) -> None:
         """Starts nothing.
 
         Args:
             time_limit_s: for one conversation, the wait for a process included.
-            memory_bytes: for the same.
+
             max_processes: so many conversations are rendered at once; others wait.
         """
-        self._time_limit_s, self._memory_bytes = time_limit_s, memory_bytes
+        self._time_limit_s = time_limit_s
         self._templates: Sequence[str] = ()
         self._frugal: FrugalTemplate | None = None  # the first of them, if it is so
         self._changed = threading.Condition()  # guards what follows
@@ -118,7 +116,7 @@ class TemplateRenderer:
                 raise RendererClosedError("templates are no longer rendered") from error
             if isinstance(error, WorkerStartError):
                 raise
-            message = f"the template takes more than {self._memory_bytes >> 20} MiB or crashes on these messages"
+            message = f"the template takes more than {MEMORY_BYTES >> 20} MiB or crashes on these messages"
             raise TokenizerError(message, field="chat_template") from error
         except (ValueError, RecursionError) as error:
             message = f"cannot be given to a chat template: {shorten(str(error))}"
@@ -152,7 +150,7 @@ class TemplateRenderer:
             lambda: {"templates": self._templates},
             name="the renderer of chat templates",
             time_limit_s=self._time_limit_s,
-            memory_bytes=self._memory_bytes,
+            memory_bytes=MEMORY_BYTES,
         )
 
     def _take(self, deadline: float, *, needs_running: bool) -> Worker:
