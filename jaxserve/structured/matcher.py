@@ -68,7 +68,6 @@ class Matcher:
             self._accept(token_id)
             self.version += 1
 
-
     def fill_mask(self, row: np.ndarray) -> None:
         """Writes which tokens may come next.
 
