@@ -1,7 +1,7 @@
-"""The options of an engine: nested frozen dataclasses, each validating itself. The environment is read here only.
+"""The options of an engine: nested frozen dataclasses, each validating itself. Only this module reads the environment.
 
-Names are vLLM's where it has the option. The command line and TOML files are generated from the fields, so an option
-exists everywhere or nowhere.
+Names are vLLM's where it has the option. Flags and the keys of TOML files are these fields, so an option exists
+everywhere or nowhere.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.errors import ConfigError, shorten
-from jaxserve.options import build_config, check_at_least, check_choices, option, read_options
+from jaxserve.options import build_config, check_at_least, check_choices, option
 from jaxserve.vllm_options import drop_harmless
 
 DEMO_MODEL = "demo"
@@ -42,13 +42,13 @@ class ModelOptions:
     revision: str | None = option(None, "branch, tag or commit of a Hugging Face model id")
     dtype: str = option(
         "auto",
-        "of weights and activations",
+        "dtype of weights and activations",
         choices=("auto", "float32", "bfloat16", "float16"),
         synonyms={"half": "float16", "float": "float32"},
     )
     load_format: str = option(
         "auto",
-        "where weights come from; dummy: random, made on the device",
+        "format of the weights; dummy: random weights, made on the device",
         choices=("auto", "safetensors", "orbax", "dummy"),
     )
     max_model_len: int | None = option(
@@ -58,7 +58,7 @@ class ModelOptions:
         "auto",
         "defaults of requests; auto: the model's generation_config.json; vllm: none; or a directory with another",
     )
-    seed: int = option(0, "from which seeds of unseeded requests and dummy weights are drawn")
+    seed: int = option(0, "seed of dummy weights, and of the seeds drawn for requests without one")
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -77,16 +77,18 @@ class CacheOptions:
     page_size: int | None = option(None, "tokens of a KV page; default: cpu 32, gpu 64, tpu 128", "block_size")
     kv_cache_dtype: str = option(
         "auto",
-        "auto: that of the model; fp8: e4m3, scaled by the checkpoint's scales or not at all",
+        "auto: the model's dtype; fp8: e4m3, with the checkpoint's scales if it has any",
         choices=("auto", "float32", "bfloat16", "float16", "fp8"),
         synonyms={"fp8_e4m3": "fp8"},
     )
     enable_prefix_caching: bool = option(True, "reuse the KV of equal prompt beginnings")
     num_kv_pages_override: int | None = option(
-        None, "pages of the largest pool, whatever memory there is", "num_gpu_blocks_override"
+        None, "pages of the largest pool, in place of the memory plan's", "num_gpu_blocks_override"
     )
-    device_memory_utilization: float = option(0.9, "share of a device's memory to plan with", "gpu_memory_utilization")
-    kv_cache_memory_bytes: int | None = option(None, "bytes of KV pools per device, in place of the plan's")
+    device_memory_utilization: float = option(
+        0.9, "share of a device's memory that the engine may use", "gpu_memory_utilization"
+    )
+    kv_cache_memory_bytes: int | None = option(None, "bytes of KV pools per device, in place of the memory plan's")
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -112,9 +114,7 @@ class SchedulerOptions:
     max_num_queued_reqs: int | None = option(
         None, "sequences that may wait for a row; a server refuses more; default: 4 x max_num_seqs, for servers only"
     )
-    max_num_queued_tokens: int | None = option(
-        None, "prompt tokens of sequences that wait for a row; default: no limit"
-    )
+    max_num_queued_tokens: int | None = option(None, "prompt tokens that may wait for a row; default: no limit")
 
     def __post_init__(self) -> None:
         check_at_least(
@@ -150,10 +150,10 @@ class CompileOptions:
         "auto", "attention kernel; a name that cannot run here is refused", choices=ATTENTION_IMPLS
     )
     compilation_cache_dir: str | None = option(
-        None, "of JAX's persistent cache; default: ~/.cache/jaxserve/xla; '' for none"
+        None, "directory of JAX's persistent cache; default: ~/.cache/jaxserve/xla; '' for none"
     )
     max_logprobs: int = option(
-        20, "how many of the likeliest tokens a request may ask for; -1: any number, all tokens included"
+        20, "most log-probabilities per token that a request may ask for; -1: up to the whole vocabulary"
     )
     compile_threads: int = option(0, "programs compiled at once; 0: one per core, at most 8")
 
@@ -163,18 +163,18 @@ class CompileOptions:
 
     @property
     def cache_dir(self) -> Path | None:
-        """Where compiled programs are kept between starts; None: nowhere, by choice or for lack of a home."""
+        """The directory of compiled programs; None if they are not kept, by choice or for lack of a home directory."""
         if self.compilation_cache_dir is not None:
             return Path(self.compilation_cache_dir) if self.compilation_cache_dir else None
         try:
             home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        except RuntimeError:  # a container's user without a name has none
+        except RuntimeError:  # a container's user without a name has no home directory
             return None
         return Path(home) / "jaxserve" / "xla"
 
 
 def read_api_keys() -> tuple[str, ...]:
-    """Returns the keys that the environment gives to a server, separated by commas in JAXSERVE_API_KEY."""
+    """Returns a server's API keys from the environment: JAXSERVE_API_KEY, separated by commas."""
     return tuple(key for key in os.environ.get("JAXSERVE_API_KEY", "").split(",") if key)
 
 
@@ -197,26 +197,25 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
-        """Builds the config from flat options by name or alias; vLLM's that change nothing here are taken as well.
+        """Returns the config of flat options by name or alias; vLLM's that have no effect here are accepted as well.
 
         Raises:
-            ConfigError: an option is unknown (the nearest name is suggested), given twice, or out of range.
+            ConfigError: an option is unknown (the nearest name is suggested), given twice, mistyped or out of range.
         """
         return build_config(cls, drop_harmless(options))
 
-    @classmethod
-    def from_toml(cls, path: str | Path, **overrides: Any) -> EngineConfig:
-        """Reads options from a TOML file, flat or in the sections' tables; `overrides` win."""
-        return cls.from_options(**read_options(path) | overrides)
-
     def with_compile(self, choice: str) -> EngineConfig:
-        """Returns the config with `choice` ("all" or "used") where `compile` is left to whoever builds the engine."""
+        """Returns the config with `compile` set to `choice` ("all" or "used") if it is "auto"."""
         if self.compile.compile != "auto":
             return self
         return replace(self, compile=replace(self.compile, compile=choice))
 
     def resolve(self, platform: str) -> EngineConfig:
-        """Fills in what depends on the platform ("cpu", "gpu", "tpu") and checks how the options fit together."""
+        """Returns the config with the defaults of a platform ("cpu", "gpu", "tpu") filled in.
+
+        Raises:
+            ConfigError: options contradict each other.
+        """
         defaults = _PLATFORM_DEFAULTS[platform]
         scheduler = _fill(self.scheduler, defaults)
         rows = scheduler.max_num_seqs

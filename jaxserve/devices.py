@@ -1,4 +1,4 @@
-"""Imports JAX and asks it for devices: whatever can be wrong with an installation or a driver is explained here."""
+"""Imports JAX and finds its devices; explains what is wrong with an installation or a driver."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _EXTRAS = {
 }
 _EXTRAS["gpu"] = _EXTRAS["cuda"]
 _REPAIRS = {
-    "cuda": "see whether nvidia-smi finds the GPU and its driver",
-    "tpu": "see whether another process holds the TPU",
+    "cuda": "check whether nvidia-smi finds the GPU and its driver",
+    "tpu": "check whether another process holds the TPU",
 }
 _REPAIRS["gpu"] = _REPAIRS["cuda"]
-_MAX_REASON = 200  # characters of what JAX says
+_MAX_REASON = 200  # characters of JAX's own message
 
 
 def load_jax() -> ModuleType:
-    """Imports JAX; DeviceError when it is broken or missing."""
+    """Returns the module jax; DeviceError when it is broken or missing."""
     try:
         import jax
     except Exception as error:  # a missing module, or versions of jax and jaxlib that refuse each other
@@ -40,13 +40,13 @@ def find_devices() -> list[jax.Device]:
     """Returns JAX's devices.
 
     Raises:
-        DeviceError: JAX has none; says what to install, to look at or to unset.
+        DeviceError: JAX finds none; the message says what to install, check or unset.
     """
     jax = load_jax()
     wanted = jax.config.jax_platforms
     try:
         return jax.devices()
-    except Exception as error:  # AssertionError without a word where no plugin serves the platform
+    except Exception as error:  # an AssertionError without a message where no plugin serves the platform
         raise _explain(wanted, error) from error
 
 
@@ -59,7 +59,7 @@ def find_version(package: str) -> str | None:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns what an exception says, in one line that is not too long."""
+    """Returns the first line of an exception's message, at most 200 characters; its type if it has none."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0] if len(lines[0]) <= _MAX_REASON else lines[0][: _MAX_REASON - 3] + "..."
 
@@ -67,7 +67,7 @@ def first_line(error: BaseException) -> str:
 def _explain(wanted: str | None, error: Exception) -> DeviceError:
     reason = first_line(error).partition(" (set JAX_PLATFORMS=")[0]
     if not wanted:
-        advice = "mend the driver, or set JAX_PLATFORMS=cpu to do without the accelerator"
+        advice = "repair the driver, or set JAX_PLATFORMS=cpu to run without the accelerator"
         return DeviceError(f"JAX finds none ({reason})", advice, field="devices")
     missing = [name for name in wanted.split(",") if not any(map(find_version, _PLUGINS.get(name, ("jaxlib",))))]
     unknown = [name for name in wanted.split(",") if name not in (*_PLUGINS, "cpu")]
@@ -78,8 +78,8 @@ def _explain(wanted: str | None, error: Exception) -> DeviceError:
     else:
         advice = next((_REPAIRS[name] for name in wanted.split(",") if name in _REPAIRS), "set it to cpu")
     return DeviceError(
-        f"JAX cannot give devices of {shorten(wanted)}: {reason}",
-        f"unset JAX_PLATFORMS to take what is there, or {advice}",
+        f"JAX finds no devices of {shorten(wanted)}: {reason}",
+        f"unset JAX_PLATFORMS to use what is there, or {advice}",
         field="JAX_PLATFORMS",
         value=wanted,
     )

@@ -1,4 +1,4 @@
-"""The options of an engine as one value, as vLLM's scripts have them."""
+"""Engine options as one value, for scripts written for vLLM."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class EngineArgs:
 
     @staticmethod
     def add_cli_args[P: argparse.ArgumentParser](parser: P) -> P:
-        """Gives a script's parser a flag for every option, and returns it. What is not given is None: not set."""
+        """Adds a flag for every option to a script's parser and returns the parser; flags not given read as None."""
         add_options(parser, (EngineConfig,))
         return parser
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
-        """Returns the options among what such a parser has read; the script's own arguments are left out."""
+        """Returns the options among the arguments that such a parser read, without the script's own."""
         known = argparse.ArgumentParser(add_help=False)
         names = {action.dest for action in cls.add_cli_args(known)._actions}
         given = {name: value for name, value in vars(args).items() if name in names and value is not None}

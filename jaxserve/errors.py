@@ -1,4 +1,4 @@
-"""Every error a user can meet, by what they have to change.
+"""The errors that users can meet, one class for each thing they would have to change.
 
 Each message names the field, the value that was refused and what would work. `field` and `value` are also attributes,
 so that a server can answer with `param=` without parsing text.
@@ -13,7 +13,7 @@ _MAX_ECHO = 100  # characters of a caller's value that an error repeats
 
 class _Echo(reprlib.Repr):
     def repr_int(self, x: int, level: int) -> str:
-        """Python refuses to print integers of more than some thousand digits."""
+        """Names the size instead where Python refuses to print the digits."""
         return super().repr_int(x, level) if x.bit_length() < 4096 else f"an integer of {x.bit_length()} bits"
 
 
@@ -56,7 +56,7 @@ class CapacityError(_FieldError):
 
 
 class DeviceError(_FieldError):
-    """JAX, its plugin or a driver is not able to give devices; `advice` is the part that says what to do."""
+    """JAX, its plugin or a driver provides no devices; `advice` says what to do."""
 
     def __init__(self, reason: str, advice: str, *, field: str, value: object = None) -> None:
         super().__init__(f"{reason}; {advice}", field=field, value=value)
@@ -65,7 +65,7 @@ class DeviceError(_FieldError):
 
 
 class MissingProgramError(JaxServeError, RuntimeError):
-    """A step needs a program that was not compiled before ready: always a fault of jaxserve, never of the caller."""
+    """A step needs a program that was not compiled at the start: a fault of jaxserve, never of the caller."""
 
 
 class DeviceStepError(JaxServeError, RuntimeError):
@@ -73,11 +73,11 @@ class DeviceStepError(JaxServeError, RuntimeError):
 
 
 class EngineStoppedError(JaxServeError, RuntimeError):
-    """The engine met a fault of its own on the host and serves nobody any more; the message carries the cause."""
+    """The engine failed on the host and serves no more requests; the message carries the cause."""
 
 
 class QueueFullError(JaxServeError, RuntimeError):
-    """As much waits already as may; the request was not queued, and can be tried again later."""
+    """The queue is full; the request was not queued, and can be tried again later."""
 
     def __init__(self, message: str, *, limit: int, queued: int) -> None:
         super().__init__(message)
@@ -98,11 +98,11 @@ class NoTokenLeftError(_FieldError):
 
 
 class GrammarError(_FieldError):
-    """A request's grammar met one of its limits while its text was written; it ends, with what it has so far."""
+    """A request's grammar hit a limit during generation; the request ends with what it has so far."""
 
 
 def is_failure(error: BaseException) -> bool:
-    """Whether something failed: an exception, or a panic in a Rust library, which pyo3 derives from BaseException.
+    """Whether this is an `Exception`, or a panic in a Rust library, which pyo3 derives from BaseException.
 
     False for what ends work on purpose: an interrupt, an exit, a cancelled task.
     """
@@ -110,6 +110,6 @@ def is_failure(error: BaseException) -> bool:
 
 
 def shorten(value: object) -> str:
-    """Returns `repr(value)`, cut to a length that is safe to print in an error; no more of it is read."""
+    """Returns at most 100 characters of `repr(value)`, without reading the rest of a long value."""
     text = repr(value[: _MAX_ECHO + 1]) if isinstance(value, str | bytes) else _REPR.repr(value)
     return text if len(text) <= _MAX_ECHO else text[: _MAX_ECHO - 3] + "..."

@@ -1,4 +1,4 @@
-"""Files that nobody vouches for: only regular ones are opened, and no more of them is read than a bound."""
+"""Untrusted files: only regular ones are opened, and reads are bounded."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def open_regular(path: Path) -> BinaryIO:
     """Opens a regular file for reading; symbolic links are followed, as Hugging Face's cache is made of them.
 
     Raises:
-        OSError: there is none, it cannot be opened, or it is a FIFO, socket, device or directory. Those are never
-            opened: it would block, or do something to the device. `strerror` says which, in plain words.
+        OSError: the file is missing, cannot be opened, or is a FIFO, socket, device or directory. Those are never
+            opened: that could block, or act on the device. `strerror` says which, in plain words.
     """
     require_regular(path)
     descriptor = os.open(path, _FLAGS)
@@ -41,12 +41,12 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
     """Returns the content of a regular file of at most `max_bytes` bytes.
 
     Raises:
-        OSError: as `open_regular` does, and for a larger file, of which nothing is kept.
+        OSError: as `open_regular` does, and for a larger file, which is not read.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size <= max_bytes:
-            return file.read(size)  # the bound would be allocated; and what grows meanwhile is not whole anyway
+            return file.read(size)  # not `max_bytes`, which would be allocated; a file that grows now is not whole
     reason = f"it has {size:,} bytes, and at most {_format_bound(max_bytes)} are read"
     raise OSError(errno.EFBIG, reason, str(path))
 
@@ -58,7 +58,7 @@ def require_regular(path: Path) -> None:
 
 def _check_kind(status: os.stat_result, path: Path) -> None:
     if not stat.S_ISREG(status.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "no regular file")
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "not a regular file")
         raise OSError(errno.EINVAL, f"it is {kind}, and only regular files are read", str(path))
 
 

@@ -1,4 +1,4 @@
-"""A function of the user's own between the model's logits and the choice of a token."""
+"""A user's function between the model's logits and the choice of a token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_ARGUMENTS = 4
 
 @dataclass(frozen=True, slots=True)
 class LogitsProcessor:
-    """Declared when an engine is made, and compiled into its sample programs.
+    """A function on logits, given when an engine is built and compiled into its sample programs.
 
     `function(logits, arguments)` takes one row's logits [V] float32, after penalties and before temperature, and the
     request's arguments by name, each a float32 scalar; it returns the logits to choose from. It must be a pure JAX
@@ -21,7 +21,7 @@ class LogitsProcessor:
     all of `arguments`.
 
     Raises:
-        ConfigError: too many arguments, or one twice.
+        ConfigError: `function` is not callable, or there are too many arguments or equal ones.
     """
 
     function: Callable[[Any, Mapping[str, Any]], Any]

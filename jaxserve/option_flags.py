@@ -1,4 +1,4 @@
-"""Command-line flags made of the configs' fields: an option exists in Python, in files and as a flag, or nowhere."""
+"""Command-line flags, generated from the configs' fields."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CONVERTERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str
 
 
 def add_options(command: argparse.ArgumentParser, configs: Iterable[type]) -> None:
-    """Gives a parser the flags of all options of some configs, by section, and those of vLLM that change nothing."""
+    """Adds the flags of all options of `configs` to a parser, by section, and vLLM's flags that have no effect."""
     groups: dict[str, Any] = {}
     for config in configs:
         for section, option in list_options(config):
@@ -24,11 +24,11 @@ def add_options(command: argparse.ArgumentParser, configs: Iterable[type]) -> No
     for name, is_switch in list_vllm_flags():
         how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if is_switch else {"type": read_vllm_value}
         command.add_argument(spell_flag(name), dest=name, default=None, help=argparse.SUPPRESS, **how)
-    command.epilog = "Flags of vLLM that would change nothing here are taken as well."
+    command.epilog = "vLLM's flags that would change nothing here are accepted as well."
 
 
 def add_flag(group: Any, option: Field[Any]) -> None:
-    """Adds the flags of one option: its name, and its aliases, which help mentions and errors repeat."""
+    """Adds the flags of one option. An alias has a `dest` of its own, so that errors can repeat it."""
     kind, aliases = str(option.type).removesuffix(" | None"), option.metadata["aliases"]
     text = _describe(option, kind).replace("%", "%%")
     if kind == "bool":
@@ -44,7 +44,7 @@ def add_flag(group: Any, option: Field[Any]) -> None:
 
 
 def _describe(option: Field[Any], kind: str) -> str:
-    """Returns an option's help with its default and its other names."""
+    """Returns an option's help with its default and its aliases."""
     notes, default = [], option.default
     if kind == "bool" and default is not None:
         notes.append(f"default: {'on' if default else 'off'}")
@@ -56,9 +56,10 @@ def _describe(option: Field[Any], kind: str) -> str:
 
 
 def spell_flag(name: str) -> str:
+    """Returns the long flag of an option."""
     return f"--{name.replace('_', '-')}"
 
 
 def spell_aliases(alias: str) -> list[str]:
-    """Returns the flags of an alias; one of two letters is also a short flag: -tp, as vLLM has it."""
+    """Returns the flags of an alias. One of two letters is also a short flag, like vLLM's -tp."""
     return [spell_flag(alias), *([f"-{alias}"] if len(alias) == 2 else [])]

@@ -20,7 +20,7 @@ _TYPES: dict[str, tuple[Any, str]] = {
     "bool": (bool, "true or false"),
     "int": (int, "an integer"),
     "float": (int | float, "a number"),
-    "str": (str, "a text"),
+    "str": (str, "a string"),
 }
 
 
@@ -44,14 +44,14 @@ def list_options(config: type) -> Iterator[tuple[str, Field[Any]]]:
 
 
 def build_config[C](config: type[C], options: Mapping[str, Any]) -> C:
-    """Builds a config from flat options by name or alias.
+    """Returns the config of flat options by name or alias.
 
     Raises:
-        ConfigError: an option is unknown (the nearest name is suggested), given twice, or out of range.
+        ConfigError: an option is unknown (the nearest name is suggested), given twice, mistyped or out of range.
     """
     known = {name: (section, f) for section, f in list_options(config) for name in (f.name, *f.metadata["aliases"])}
     chosen: dict[str, dict[str, Any]] = {}
-    called: dict[str, str] = {}  # how the caller calls each option
+    called: dict[str, str] = {}  # option to the name that the caller used
     for name, value in options.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
@@ -59,7 +59,7 @@ def build_config[C](config: type[C], options: Mapping[str, Any]) -> C:
             raise ConfigError(f"not an option; {hint}", field=name, value=value)
         section, f = known[name]
         if value is None and (f.default is None or "None" not in str(f.type)):
-            continue  # "not set", as vLLM's callers say it of any option
+            continue  # vLLM's callers pass None for any option that is not set
         if f.name in called:
             raise ConfigError(f"given twice, also as {called[f.name]}", field=name, value=value)
         called[f.name] = name
@@ -77,14 +77,14 @@ def build_config[C](config: type[C], options: Mapping[str, Any]) -> C:
 
 
 def _check_type(name: str, value: Any, declared: str) -> Any:
-    """Returns the value as its option is declared: files and callers may give anything."""
+    """Returns the value, a list as a tuple, if it has the declared type: files and callers may give anything."""
     kind = declared.removesuffix(" | None")
     if value is None and kind != declared:
         return None
     if kind.startswith("tuple"):
         if isinstance(value, list | tuple) and all(isinstance(each, str) for each in value):
             return tuple(value)
-        raise ConfigError(f"must be a list of texts, got {shorten(value)}", field=name, value=value)
+        raise ConfigError(f"must be a list of strings, got {shorten(value)}", field=name, value=value)
     types, text = _TYPES[kind]
     if not isinstance(value, types) or (isinstance(value, bool) and kind != "bool"):
         raise ConfigError(f"must be {text}, got {shorten(value)}", field=name, value=value)
@@ -92,10 +92,10 @@ def _check_type(name: str, value: Any, declared: str) -> Any:
 
 
 def read_options(path: str | Path) -> dict[str, Any]:
-    """Returns the options of a TOML file, flat, whether they stand in the sections' tables or not.
+    """Returns the options of a TOML file as one flat dictionary; they may stand in their sections' tables.
 
     Raises:
-        ConfigError: the file is missing or no TOML.
+        ConfigError: the file is missing or not TOML.
     """
     try:
         document = tomllib.loads(Path(path).read_text())
@@ -110,7 +110,7 @@ def read_options(path: str | Path) -> dict[str, Any]:
 
 
 def check_choices(options: Any) -> None:
-    """Refuses values that are not among the choices of their option."""
+    """Raises ConfigError for a value that is not among its option's choices."""
     for f in fields(options):
         value, choices = getattr(options, f.name), f.metadata["choices"]
         if choices and value not in choices:
@@ -118,7 +118,7 @@ def check_choices(options: Any) -> None:
 
 
 def check_at_least(options: Any, **minima: int) -> None:
-    """Refuses what is no integer, or is below its minimum. None, where it is allowed, passes."""
+    """Raises ConfigError for an option that is neither None nor an integer of at least its minimum."""
     for name, least in minima.items():
         value = getattr(options, name)
         if value is None:

@@ -1,4 +1,4 @@
-"""Published config.json numbers of well-known models, packaged so that plans and benchmarks need no download."""
+"""Published config.json files of well-known models, packaged so that plans and benchmarks need no download."""
 
 from __future__ import annotations
 

@@ -38,13 +38,13 @@ class TokensPrompt(TypedDict):
     """A prompt as token ids (vLLM's name)."""
 
     prompt_token_ids: list[int]
-    prompt: NotRequired[str]  # their text, shown in the output; nothing is read of it
+    prompt: NotRequired[str]  # their text, only shown in the output
     cache_salt: NotRequired[str]
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the user asked, as the engine admits it."""
+    """One request, validated and tokenized."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -52,38 +52,38 @@ class Request:
     prompt: str | None = None  # None when the user gave token ids
     eos_token_ids: tuple[int, ...] = ()  # empty with ignore_eos
     seed: int = 0  # 64 bits; the user's, or drawn at admission and kept through preemption and replay
-    bad_words: tuple[tuple[int, ...], ...] = ()  # those of the parameters as tokens
+    bad_words: tuple[tuple[int, ...], ...] = ()  # `params.bad_words` as token ids
     grammar: Any = None  # compiled from `params.structured_outputs`
-    automaton: TokenAutomaton | None = None  # of the grammar, where the device follows it by itself and needs no masks
+    automaton: TokenAutomaton | None = None  # the grammar's, where the device follows it without masks
     cache_salt: str = ""  # requests share prefix pages only with requests of the same salt
     arrival_time: float = field(default_factory=time.monotonic)
     priority: int = 0  # smaller ones run first (as in vLLM); in PRIORITIES
-    embeds: bool = False  # it ends with its prompt, and its last hidden state is what is asked for
-    deadline: float | None = None  # monotonic time in seconds at which it ends, whatever it has by then
+    embeds: bool = False  # ends with its prompt and returns the last hidden state
+    deadline: float | None = None  # monotonic seconds at which the request ends with what it has
 
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """How likely a token was, before anything changed the model's logits (vLLM's names)."""
+    """The log-probability of a token under the model's own logits, before any parameter changes them (vLLM's names)."""
 
     logprob: float
-    rank: int | None = None  # 1: none was likelier
+    rank: int | None = None  # 1: the likeliest
     decoded_token: str | None = None  # None without a tokenizer
 
 
-TokenLogprobs = dict[int, Logprob]  # of one position: the chosen token and the likeliest ones, by id
+TokenLogprobs = dict[int, Logprob]  # at one position, by token id: the chosen token and the likeliest ones
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One completion of a request, so far or finished (vLLM's names)."""
+    """One completion of a request, finished or so far (vLLM's names)."""
 
     index: int
     text: str  # cumulative, or what is new with OutputKind.DELTA; empty with detokenize=False
     token_ids: list[int]
-    finish_reason: str | None = None  # stop, length, abort, error, timeout; None: it goes on
+    finish_reason: str | None = None  # stop, length, abort, error, timeout; None: not finished
     stop_reason: int | str | None = None  # the stop token id or stop string that matched; None for EOS
-    cumulative_logprob: float | None = None  # of all its tokens so far; None unless logprobs were asked for
+    cumulative_logprob: float | None = None  # sum over all tokens so far; None unless logprobs were asked for
     logprobs: list[TokenLogprobs] | None = None  # one per token in `token_ids`
 
 
@@ -111,17 +111,17 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     error: JaxServeError | None = None  # set when finish_reason is "error" or "timeout"
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # one per prompt token, None for the first
-    embedding: list[float] | None = None  # of the prompt, where it was asked for
+    embedding: list[float] | None = None  # the prompt's, if it was asked for
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
-    """Where a prompt lies in the model's space."""
+    """The embedding of a prompt: its last token's hidden state, normalised."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    embedding: list[float]  # of length 1
+    embedding: list[float]  # Euclidean norm 1
     num_cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache
 
     @property

@@ -1,4 +1,4 @@
-"""What a user may ask of the sampler: one frozen, validated value per request."""
+"""Sampling parameters: one frozen, validated value per request."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_SEED = 2**63 - 1
 MAX_COMPLETIONS = 128  # n
 MAX_LOGIT_BIAS = 300
-_MAX_PROMPT_LOGPROBS = 20  # of an engine that allows all log-probabilities: those of a prompt are read from a list
-MAX_BAD_WORD_TOKENS = 8  # of one of them
-MAX_BAD_WORDS = 32  # texts: each is banned at the beginning of a text and after a space, so two lists of tokens
+_MAX_PROMPT_LOGPROBS = 20  # where max_logprobs is -1: a prompt's come as a list of fixed length
+MAX_BAD_WORD_TOKENS = 8  # in one bad word
+MAX_BAD_WORDS = 32  # texts; each becomes two lists of tokens: at the start of a text, and after a space
 
 
 class OutputKind(Enum):
@@ -35,7 +35,7 @@ RequestOutputKind = OutputKind  # vLLM's name
 
 
 def limit_prompt_logprobs(max_logprobs: int) -> int:
-    """Returns how many likeliest tokens `prompt_logprobs` may ask for; `max_logprobs` is the engine's, -1 for all."""
+    """Returns the largest `prompt_logprobs` of a request; `max_logprobs` is the engine's limit, -1 for none."""
     return max_logprobs if max_logprobs >= 0 else _MAX_PROMPT_LOGPROBS
 
 
@@ -44,43 +44,41 @@ class SamplingParams:
     """How to choose tokens and when to stop. Names and defaults are vLLM's.
 
     The order is vLLM's too: allowed tokens, bad words, logit bias and min_tokens, penalties, temperature, then min_p,
-    then top_k, then top_p over what is left. Log-probabilities are those of the model, before all of it.
+    then top_k, then top_p over what is left. Log-probabilities are the model's own, before any of these.
 
     Raises:
         InvalidRequestError: a value is out of range or not finite, or a parameter is not known.
     """
 
     n: int = 1  # completions of one prompt, each with its own randomness
-    presence_penalty: float = 0.0  # in [-2, 2]: off the logit of every token that the output has
-    frequency_penalty: float = 0.0  # in [-2, 2]: the same, times how often it has it
-    repetition_penalty: float = 1.0  # in [0.01, 2]: divides the logits above 0 of tokens that prompt or output have
+    presence_penalty: float = 0.0  # in [-2, 2]; subtracted from the logits of tokens in the output
+    frequency_penalty: float = 0.0  # in [-2, 2]; subtracted once for each occurrence in the output
+    repetition_penalty: float = 1.0  # in [0.01, 2]; divides positive logits of tokens in prompt or output
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0  # in (0, 1]
     top_k: int = 0  # 0 or -1: all tokens
     min_p: float = 0.0  # in [0, 1]
-    seed: int | None = None  # None or -1: drawn when the request is admitted, and kept with it
+    seed: int | None = None  # None or -1: drawn at admission
     max_tokens: int | None = 16  # None: up to max_model_len
     stop: Sequence[str] | str | None = None  # normalised to a tuple
     stop_token_ids: Sequence[int] | None = None  # normalised to a tuple
     ignore_eos: bool = False
-    min_tokens: int = 0  # neither EOS nor a stop id before so many, and no search for stop strings in their text
-    logprobs: int | None = None  # of the chosen token and of so many likeliest; 0: of the chosen one only; -1: of all
-    prompt_logprobs: int | None = None  # the same for every token of the prompt but the first; not -1
-    logit_bias: Mapping[int, float] | None = None  # in [-100, 100], by token id
-    allowed_token_ids: Sequence[int] | None = None  # nothing else is chosen; normalised to a tuple
-    bad_words: Sequence[str | Sequence[int]] | None = None  # texts or lists of ids that the output never has; a tuple
-    suppress_tokens: Sequence[int] | None = (
-        None  # ids that are never chosen (transformers' name); normalised to a tuple
-    )
+    min_tokens: int = 0  # no EOS or stop id before this many, and no stop string within them
+    logprobs: int | None = None  # for the chosen token and this many likeliest; -1: for the whole vocabulary
+    prompt_logprobs: int | None = None  # the same for each prompt token but the first; never -1
+    logit_bias: Mapping[int, float] | None = None  # token id to a bias in [-100, 100]
+    allowed_token_ids: Sequence[int] | None = None  # no others are chosen; normalised to a tuple
+    bad_words: Sequence[str | Sequence[int]] | None = None  # never in the output; normalised to a tuple
+    suppress_tokens: Sequence[int] | None = None  # never chosen (transformers' name); normalised to a tuple
     structured_outputs: StructuredOutputsParams | None = None
-    extra_args: Mapping[str, float] | None = None  # of the engine's own logits processor
-    truncate_prompt_tokens: int | None = None  # keep the last so many tokens of the prompt; -1: as many as fit
+    extra_args: Mapping[str, float] | None = None  # arguments of the engine's logits processor
+    truncate_prompt_tokens: int | None = None  # keep this many tokens at the prompt's end; -1: as many as fit
     detokenize: bool = True
     skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True  # False: none that the decoder puts there, where they are shown
+    spaces_between_special_tokens: bool = True  # False: drop the decoder's spaces between shown special tokens
     include_stop_str_in_output: bool = False
     output_kind: OutputKind = OutputKind.CUMULATIVE
-    best_of: int | None = None  # no other than n: completions are not ranked; normalised to None
+    best_of: int | None = None  # must equal n: completions are not ranked; normalised to None
 
     def __new__(cls, *_args: Any, **options: Any) -> SamplingParams:
         """Refuses unknown parameters by name before the generated `__init__` sees them."""
@@ -105,9 +103,9 @@ class SamplingParams:
         _require_number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
         _require_number("repetition_penalty", self.repetition_penalty, low=0.01, high=2.0)
         if self.best_of not in (None, self.n):
-            message = f"is only possible equal to n {self.n}, got {shorten(self.best_of)}"
+            message = f"must be n = {self.n}, got {shorten(self.best_of)}: completions are not ranked"
             raise InvalidRequestError(message, field="best_of", value=self.best_of)
-        object.__setattr__(self, "best_of", None)  # else another n could not take its place later
+        object.__setattr__(self, "best_of", None)  # else `clone(n=...)` would fail
         if isinstance(self.seed, int) and self.seed == -1:
             object.__setattr__(self, "seed", None)
         if self.seed is not None:
@@ -148,7 +146,7 @@ class SamplingParams:
             raise InvalidRequestError("stop strings need detokenize=True", field="stop", value=self.stop)
 
     def clone(self, **changes: Any) -> SamplingParams:
-        """Returns a copy; parameters cannot be changed, so what is to differ is given here."""
+        """Returns a copy with other values for some parameters."""
         return replace(self, **changes)
 
     @property
@@ -158,7 +156,7 @@ class SamplingParams:
 
     @property
     def shapes_logits(self) -> bool:
-        """Whether something changes logits before a token is chosen from them, so that the row needs its own state."""
+        """Whether a parameter other than temperature and filters changes logits: the row then needs its own state."""
         return bool(
             self.presence_penalty
             or self.frequency_penalty
@@ -196,7 +194,7 @@ def _require_integer(name: str, value: object, *, low: int, high: int) -> None:
 
 
 def _require_list(name: str, items: object, *, of: str, most: int | None = None) -> tuple[Any, ...]:
-    """Returns the items; None is none."""
+    """Returns the items as a tuple, empty for None."""
     if items is None:
         return ()
     if not isinstance(items, Collection) or isinstance(items, str | bytes | Mapping):
@@ -223,7 +221,7 @@ def _normalise_token_ids(name: str, ids: object, most: int | None = None) -> tup
 
 
 def _normalise_logit_bias(bias: object) -> dict[int, float] | None:
-    """JSON has no integer keys, so texts of integers are taken as well."""
+    """Returns the biases by integer id; accepts integers as strings too, since JSON has no integer keys."""
     if bias is None:
         return None
     if not isinstance(bias, Mapping):

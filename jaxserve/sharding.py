@@ -17,7 +17,7 @@ from jaxserve.errors import ConfigError
 
 TENSOR_AXIS = "tensor"
 
-Axes = tuple[str | None, ...]  # one logical axis name, or None for "whole on every device", per array axis
+Axes = tuple[str | None, ...]  # for each array axis a logical name, or None if it is never split
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def make_mesh(tensor_parallel_size: int, devices: Sequence[jax.Device] | None = 
 
     Raises:
         ConfigError: there are too few devices.
-        DeviceError: JAX cannot give any.
+        DeviceError: JAX finds none.
     """
     available = list(find_devices() if devices is None else devices)
     if not 1 <= tensor_parallel_size <= len(available):

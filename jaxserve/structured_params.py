@@ -1,4 +1,4 @@
-"""What a user may ask of the text's form: one frozen, validated value per request."""
+"""Constraints on the form of the output: one frozen, validated value per request."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ MAX_SCHEMA_BYTES = 64 * 1024
 MAX_GRAMMAR_BYTES = 64 * 1024
 MAX_REGEX_BYTES = 16 * 1024
 MAX_WHITESPACE_BYTES = 256
-MAX_NESTING = 64  # of a schema's objects and arrays
-MAX_MEMBERS = 1_000  # of one object in a schema
-MAX_ITEMS = 4_096  # of one array in a schema (an enum), and of a choice
+MAX_NESTING = 64  # levels of objects and arrays in a schema
+MAX_MEMBERS = 1_000  # per object in a schema
+MAX_ITEMS = 4_096  # per array in a schema (an enum), and per choice
 LARGEST_INTEGER = 2**53  # in a schema
-MAX_CHOICE_BYTES = 1_024  # of one choice
-MAX_CHOICES_BYTES = 64 * 1024  # of all of them
+MAX_CHOICE_BYTES = 1_024  # per text
+MAX_CHOICES_BYTES = 64 * 1024  # all texts together
 _CONSTRAINTS = ("json", "json_object", "regex", "choice", "grammar")
 _WHITESPACE_OPTIONS = ("disable_any_whitespace", "whitespace_pattern")
-# Strings, special tokens, comments and regular expressions of a Lark grammar: nothing in them is an option. What has no
-# end is llguidance's to refuse; here it goes on as far as it can, for a search behind each quote would take seconds.
+# Strings, special tokens, comments and regular expressions of a Lark grammar: nothing inside them is an option. One
+# without an end matches all the same, for llguidance to refuse: to try again behind each quote would take seconds.
 LARK_LITERAL = re.compile(r'"(?:[^"\\\n]|\\.)*"?|<[^<>\s]+>?|(?:#|//)[^\n]*|/(?:[^/\\]|\\.)+/?')
-# Options of a Lark rule that the engine could not honour: one temperature per request, and no text is taken back.
+# Options of a Lark rule that the engine cannot honour: a request has one temperature, and text is never taken back.
 _UNSUPPORTED_RULE_OPTION = re.compile(r"\b(temperature|stop)\s*=", re.ASCII)
 
 
@@ -33,7 +33,7 @@ _UNSUPPORTED_RULE_OPTION = re.compile(r"\b(temperature|stop)\s*=", re.ASCII)
 class StructuredOutputsParams:
     """The form that the output must have: exactly one constraint. Names are vLLM's.
 
-    A grammar is checked when the request is admitted; here only types, sizes and nesting are.
+    Only types, sizes and nesting are checked here; a grammar is compiled at admission.
 
     Raises:
         InvalidRequestError: no constraint or several, a malformed or too large one, or an unknown name.
@@ -45,7 +45,7 @@ class StructuredOutputsParams:
     choice: Sequence[str] | None = None  # one of these texts; normalised to a tuple
     grammar: str | None = None  # llguidance's dialect of Lark; GBNF is converted to it
     disable_any_whitespace: bool = False  # json and json_object: no whitespace between the tokens of JSON
-    whitespace_pattern: str | None = None  # the same: a regex for what may be there; default: one line break, 32 blanks
+    whitespace_pattern: str | None = None  # the same: a regex for it; default: a line break and at most 32 blanks
 
     def __new__(cls, *_args: Any, **options: Any) -> StructuredOutputsParams:
         """Refuses unknown names before the generated `__init__` sees them."""
@@ -164,17 +164,17 @@ def _normalise_schema(schema: object) -> str:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _require_small(schema: dict[str, Any]) -> None:
-    """Refuses deep nesting, long arrays, crowded objects and keys that are no strings, without recursion."""
+    """Refuses deep nesting, long arrays, large objects and keys other than strings, without recursion."""
     stack: list[tuple[object, int]] = [(schema, 1)]
     num_values = 0
     while stack:
         value, depth = stack.pop()
         num_values += 1
-        if num_values > MAX_SCHEMA_BYTES:  # every value takes a byte; one object named many times counts each time
+        if num_values > MAX_SCHEMA_BYTES:  # every value takes a byte; a shared object counts each time
             raise _refuse("json", f"at most {MAX_SCHEMA_BYTES} bytes, got more", None)
         if not isinstance(value, dict | list | tuple):
             if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
@@ -188,7 +188,7 @@ def _require_small(schema: dict[str, Any]) -> None:
                 raise _refuse("json", f"one object has {len(value)} members; at most {MAX_MEMBERS} are possible", None)
             for name in value:
                 if not isinstance(name, str):
-                    raise _refuse("json", f"is not JSON: the key {shorten(name)} is no string", name)
+                    raise _refuse("json", f"is not JSON: the key {shorten(name)} is not a string", name)
             _require_distinct(value)
             stack += [(item, depth + 1) for item in value.values()]
         else:
@@ -198,16 +198,16 @@ def _require_small(schema: dict[str, Any]) -> None:
 
 
 def _require_distinct(schema: dict[str, Any]) -> None:
-    """Refuses to count keys that are free: nothing keeps a model from writing one twice."""
+    """Refuses `minProperties` beyond the required keys: nothing keeps a model from writing another key twice."""
     least, required = schema.get("minProperties"), schema.get("required")
     num_required = len(required) if isinstance(required, list | tuple) else 0
     if isinstance(least, int) and least > max(1, num_required):
-        message = f"minProperties {least} can be promised for keys in required only, of which there are {num_required}"
+        message = f"minProperties {least} can only be guaranteed for keys in required, which has {num_required}"
         raise _refuse("json", message, None)
 
 
 def _dump_limited(schema: dict[str, Any]) -> str:
-    """Dumps piece by piece, so that a huge schema is refused before all of it is text."""
+    """Returns the schema as JSON text. It is written piece by piece, so that a huge one is refused early."""
     encoder = json_library.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     pieces: list[str] = []
     size = 0

@@ -1,7 +1,7 @@
-"""What scripts and commands written for vLLM or SGLang say that has no option here: data, and the two checks of it.
+"""Options of vLLM and SGLang that have no counterpart here.
 
-A value that changes nothing here is taken; any other is refused with a sentence about that very option. None stands for
-"not set" everywhere.
+A value that would change nothing is accepted; any other is refused with a sentence about that option. None always
+means "not set".
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from jaxserve.errors import ConfigError
 class VllmOption:
     """One option of vLLM's engine or server that has no counterpart."""
 
-    harmless: tuple[Any, ...] | None  # values that change nothing here, beside None; None: all of them
-    instead: str  # what is said of other values
+    harmless: tuple[Any, ...] | None  # values that would change nothing, beside None; None: any value
+    instead: str  # the error for other values
 
     @property
     def is_switch(self) -> bool:
@@ -27,23 +27,23 @@ class VllmOption:
         return bool(self.harmless) and all(isinstance(value, bool) for value in self.harmless or ())
 
     def takes(self, value: Any) -> bool:
-        """Whether the value changes nothing here."""
+        """Whether the value would change nothing here."""
         return value is None or self.harmless is None or value in self.harmless
 
 
-_NO_LORA = "LoRA adapters are not here yet; merge the adapter into its base model"
-_NO_IMAGES = "models that see or hear are not here yet"
+_NO_LORA = "LoRA adapters are not supported yet; merge the adapter into its base model"
+_NO_IMAGES = "images and audio are not supported yet"
 _NO_DATA_PARALLEL = "one engine holds one copy of a model; start a server for each copy and balance between them"
 _NO_NODES = "an engine runs in one process on one machine; use tensor_parallel_size for its devices"
 _COMPILED = "use compile, which says when programs are compiled, and compilation_cache_dir"
-_NO_CODE = "code of a repository is never run here, and the models that are read need none"
+_NO_CODE = "a repository's code is never run; the supported models need none"
 
 VLLM_OPTIONS: Mapping[str, VllmOption] = {
-    "additional_config": VllmOption(({},), "there is no such dictionary here; give options by their names"),
+    "additional_config": VllmOption(({},), "there is no such dictionary; give options by their own names"),
     "allowed_local_media_path": VllmOption(("",), _NO_IMAGES),
     "api_server_count": VllmOption((1,), "one process serves HTTP; start several servers and balance between them"),
     "attention_backend": VllmOption((), "use attention_impl, whose names are this engine's"),
-    "calculate_kv_scales": VllmOption((False,), "scales of an 8-bit KV cache are the checkpoint's, or there are none"),
+    "calculate_kv_scales": VllmOption((False,), "an 8-bit KV cache uses the checkpoint's scales, or none"),
     "code_revision": VllmOption((), _NO_CODE),
     "compilation_config": VllmOption(({},), _COMPILED),
     "config_format": VllmOption(("auto", "hf"), "models are read in Hugging Face's format only"),
@@ -55,22 +55,24 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
     "disable_cascade_attn": VllmOption((False, True), ""),
     "disable_custom_all_reduce": VllmOption((False, True), ""),
     "disable_frontend_multiprocessing": VllmOption((False, True), ""),
-    "disable_hybrid_kv_cache_manager": VllmOption((False,), "windowed layers always give back what they cannot see"),
+    "disable_hybrid_kv_cache_manager": VllmOption(
+        (False,), "windowed layers always free the pages behind their window"
+    ),
     "disable_log_requests": VllmOption((False, True), ""),
     "disable_log_stats": VllmOption((False, True), ""),
-    "disable_sliding_window": VllmOption((False,), "a model's windows are part of it"),
+    "disable_sliding_window": VllmOption((False,), "a model's sliding windows always apply"),
     "distributed_executor_backend": VllmOption(("uni", "mp"), _NO_NODES),
-    "download_dir": VllmOption((), "files are kept where Hugging Face's library keeps them; set HF_HOME"),
+    "download_dir": VllmOption((), "files are in Hugging Face's cache; set HF_HOME to move it"),
     "enable_chunked_prefill": VllmOption(
         (True,), "prompts are always computed in chunks; max_num_batched_tokens bounds them"
     ),
-    "enable_dbo": VllmOption((False,), "there are no overlapping half batches"),
-    "enable_eplb": VllmOption((False,), "mixtures of experts are not here yet"),
-    "enable_expert_parallel": VllmOption((False,), "mixtures of experts are not here yet"),
+    "enable_dbo": VllmOption((False,), "batches are not split into overlapping halves"),
+    "enable_eplb": VllmOption((False,), "mixtures of experts are not supported yet"),
+    "enable_expert_parallel": VllmOption((False,), "mixtures of experts are not supported yet"),
     "enable_log_requests": VllmOption((False,), "texts of requests are never logged"),
     "enable_lora": VllmOption((False,), _NO_LORA),
     "enable_prompt_embeds": VllmOption((False,), "prompts are text or token ids"),
-    "enable_prompt_tokens_details": VllmOption((True,), "usage always tells how many tokens were cached"),
+    "enable_prompt_tokens_details": VllmOption((True,), "usage always reports cached tokens"),
     "enable_sleep_mode": VllmOption((False,), "an engine keeps its memory; end its process to free it"),
     "enforce_eager": VllmOption((False, True), ""),
     "fully_sharded_loras": VllmOption((False,), _NO_LORA),
@@ -78,11 +80,11 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
     "hf_config_path": VllmOption((), "put config.json beside the weights"),
     "hf_overrides": VllmOption(({},), "edit config.json in a copy of the checkpoint"),
     "hf_token": VllmOption((False,), "set HF_TOKEN in the environment"),
-    "kv_transfer_config": VllmOption((), "prompts and answers are computed by one engine"),
+    "kv_transfer_config": VllmOption((), "one engine computes both prompts and answers"),
     "limit_mm_per_prompt": VllmOption(({},), _NO_IMAGES),
     "logits_processors": VllmOption(([],), "use logits_processor, one function in the compiled sampler"),
     "logprobs_mode": VllmOption(
-        ("raw_logprobs",), "log-probabilities are those of the model, before anything is changed"
+        ("raw_logprobs",), "log-probabilities are the model's own, before any parameter changes logits"
     ),
     "long_prefill_token_threshold": VllmOption((0,), "max_num_batched_tokens bounds the chunks of all prompts"),
     "lora_modules": VllmOption(([],), _NO_LORA),
@@ -97,19 +99,19 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
     "model_loader_extra_config": VllmOption(({},), "loading has no further options"),
     "nnodes": VllmOption((1,), _NO_NODES),
     "override_generation_config": VllmOption(({},), "give SamplingParams with each request"),
-    "override_pooler_config": VllmOption(({},), "an embedding is the last token's state, divided by its length"),
+    "override_pooler_config": VllmOption(({},), "an embedding is the last token's hidden state, normalised"),
     "pipeline_parallel_size": VllmOption((1,), "layers are not split over devices; use tensor_parallel_size"),
-    "pooler_config": VllmOption(({},), "an embedding is the last token's state, divided by its length"),
-    "prefix_caching_hash_algo": VllmOption(("builtin", "sha256"), "prefixes are known by SHA-256; leave it out"),
-    "quantization": VllmOption((), "quantized weights are not read yet; use the unquantized repository"),
-    "response_role": VllmOption(("assistant",), "answers are the assistant's"),
+    "pooler_config": VllmOption(({},), "an embedding is the last token's hidden state, normalised"),
+    "prefix_caching_hash_algo": VllmOption(("builtin", "sha256"), "prefixes are hashed with SHA-256; leave it out"),
+    "quantization": VllmOption((), "quantized weights are not supported yet; use the unquantized repository"),
+    "response_role": VllmOption(("assistant",), "answers always have the role assistant"),
     "runner": VllmOption(("auto", "generate", "pooling"), "any model embeds and generates"),
     "scheduler_cls": VllmOption((), "there is one scheduler, which follows priorities"),
-    "scheduling_policy": VllmOption(("fcfs", "priority"), "requests run by priority, then in the order they came"),
-    "speculative_config": VllmOption((), "speculative decoding is not here yet; leave it out"),
+    "scheduling_policy": VllmOption(("fcfs", "priority"), "requests run by priority, then in the order of arrival"),
+    "speculative_config": VllmOption((), "speculative decoding is not supported yet; leave it out"),
     "stream_interval": VllmOption((1,), "streams have an event for every step"),
     "structured_outputs_config": VllmOption(({},), "grammars are llguidance's; leave it out"),
-    "swap_space": VllmOption((0,), "nothing is swapped to the CPU: preempted requests are computed again; use 0"),
+    "swap_space": VllmOption((0,), "nothing is swapped to the CPU: preempted requests are recomputed; use 0"),
     "task": VllmOption(("auto", "generate", "embed", "embedding"), "models generate and embed; they do not classify"),
     "tokenizer_mode": VllmOption(("auto", "hf"), "tokenizers are read from tokenizer.json or tokenizer.model"),
     "tokenizer_revision": VllmOption((), "give a directory as tokenizer"),
@@ -119,7 +121,7 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
     "worker_cls": VllmOption(("auto",), "there are no workers: the engine is one process"),
 }
 
-# Names of SGLang's options and of a few tools around vLLM: which of ours they are.
+# Options of SGLang and of tools around vLLM, and their names here.
 OTHER_NAMES: Mapping[str, str] = {
     "chunked_prefill_size": "max_num_batched_tokens",
     "context_length": "max_model_len",
@@ -138,7 +140,7 @@ OTHER_NAMES: Mapping[str, str] = {
     "tp_size": "tensor_parallel_size",
 }
 
-# Fields of vLLM's SamplingParams and BeamSearchParams that live elsewhere here.
+# Fields of vLLM's SamplingParams and BeamSearchParams that are given in another way here.
 SAMPLING_ADVICE: Mapping[str, str] = {
     "early_stopping": "use LLM.beam_search with BeamSearchParams",
     "guided_decoding": "use structured_outputs=StructuredOutputsParams(json=..., regex=..., choice=... or grammar=...)",
@@ -150,10 +152,10 @@ SAMPLING_ADVICE: Mapping[str, str] = {
 
 
 def drop_harmless(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options without vLLM's that change nothing here.
+    """Returns the options without those of vLLM that have no effect here.
 
     Raises:
-        ConfigError: one of them would change something that this engine cannot do; or its name is another engine's.
+        ConfigError: an option of vLLM has a value that cannot be honoured, or a name is another engine's.
     """
     for name, value in options.items():
         foreign = VLLM_OPTIONS.get(name)
@@ -165,13 +167,13 @@ def drop_harmless(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def list_vllm_flags() -> Iterator[tuple[str, bool]]:
-    """Yields (name of an option, whether it is a switch) for a command line that takes vLLM's."""
+    """Yields (name, whether it is a switch) of each option of vLLM that has no counterpart."""
     for name, foreign in VLLM_OPTIONS.items():
         yield name, foreign.is_switch
 
 
 def read_vllm_value(text: str) -> Any:
-    """Returns the value of a flag as Python has it: JSON where it is some, else the text itself."""
+    """Returns the value of a flag: parsed if it is JSON, else the text itself."""
     try:
         return json.loads(text)
     except ValueError:

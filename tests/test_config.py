@@ -8,7 +8,7 @@ import pytest
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
-from jaxserve.options import list_options
+from jaxserve.options import list_options, read_options
 
 
 def test_flat_options_find_their_section() -> None:
@@ -21,7 +21,7 @@ def test_flat_options_find_their_section() -> None:
     ("options", "field", "message"),
     [
         ({"max_num_seq": 4}, "max_num_seq", "did you mean 'max_num_seqs'"),
-        ({"quantization": "int8"}, "quantization", "^quantization: quantized weights are not read yet"),
+        ({"quantization": "int8"}, "quantization", "^quantization: quantized weights are not supported yet"),
         ({"page_size": 32, "block_size": 32}, "block_size", "given twice"),
         ({"page_size": 48}, "page_size", "power of two"),
         ({"page_size": 4}, "page_size", "at least 8"),
@@ -73,17 +73,17 @@ def test_platform_defaults_leave_room_for_prompts(platform: str) -> None:
 def test_toml_flat_or_in_tables_and_flags_win(tmp_path: Path) -> None:
     path = tmp_path / "engine.toml"
     path.write_text('max_model_len = 512\n[scheduler]\nmax_num_seqs = 9\n[model]\nmodel = "m"\n')
-    config = EngineConfig.from_toml(path, max_model_len=256)
+    config = EngineConfig.from_options(**read_options(path) | {"max_model_len": 256})
     assert (config.model.max_model_len, config.scheduler.max_num_seqs, config.model.model) == (256, 9, "m")
     path.write_text("max_model_len = = 3")
     with pytest.raises(ConfigError, match="cannot be read"):
-        EngineConfig.from_toml(path)
+        read_options(path)
     with pytest.raises(ConfigError, match="cannot be read"):
-        EngineConfig.from_toml(tmp_path / "absent.toml")
+        read_options(tmp_path / "absent.toml")
     other = tmp_path / "engine.yaml"
     other.write_text("max_model_len: 512\n")
     with pytest.raises(ConfigError, match=r"engine\.yaml cannot be read.*files of options are TOML"):
-        EngineConfig.from_toml(other)
+        read_options(other)
 
 
 def test_every_option_has_one_name_and_a_help_text() -> None:

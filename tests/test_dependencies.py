@@ -50,11 +50,22 @@ def test_tokenizers_and_the_hub_agree_at_their_lower_bounds() -> None:
     assert lowest["huggingface-hub"] < Version("1") or lowest["tokenizers"] >= Version("0.22.1")
 
 
-def test_private_parts_are_those_of_capped_packages() -> None:
-    found = set()
+def list_imports() -> set[str]:
+    """Returns the dotted names of all modules that the installed packages import."""
+    found: set[str] = set()
     for path in [*(ROOT / "jaxserve").rglob("*.py"), *(ROOT / "pallas_kernels").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            found |= {name.split(".")[0] for name in names if any(part.startswith("_") for part in name.split(".")[1:])}
-    assert found <= CAPPED
+            found |= {node.module or ""} if isinstance(node, ast.ImportFrom) else set()
+            found |= {alias.name for alias in node.names} if isinstance(node, ast.Import) else set()
+    return found
+
+
+def test_each_dependency_is_imported() -> None:
+    imported = {".".join(name.split(".")[:depth]) for name in list_imports() for depth in (1, 2)}
+    known = {name.replace(".", "_") for name in imported} | {"uvloop", "httptools"}  # uvicorn imports these two
+    assert {Requirement(text).name.replace("-", "_") for text in PROJECT["dependencies"]} <= known
+
+
+def test_private_parts_are_those_of_capped_packages() -> None:
+    private = {name for name in list_imports() if any(part.startswith("_") for part in name.split(".")[1:])}
+    assert {name.split(".")[0] for name in private} <= CAPPED

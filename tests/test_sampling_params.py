@@ -167,7 +167,7 @@ def test_names_of_the_field() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"n": 2, "best_of": 3}, "best_of: is only possible equal to n 2, got 3"),
+        ({"n": 2, "best_of": 3}, "best_of: must be n = 2, got 3: completions are not ranked"),
         ({"guided_decoding": 1}, "guided_decoding: .*use structured_outputs=StructuredOutputsParams"),
         ({"use_beam_search": True}, "use_beam_search: .*LLM.beam_search"),
         ({"max_new_tokens": 5}, "max_new_tokens: .*use max_tokens"),

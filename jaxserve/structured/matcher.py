@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, final
 
 from jaxserve.structured.errors import MatcherError, shorten_message
@@ -34,7 +33,6 @@ class Matcher:
         self._native: LLMatcher = shards.fork(shard)
         self._ids: list[int] = []
         self._has_ended = False  # by EOS
-        self._is_eos_outside = False  # the parser had stopped before EOS and did not see it
         self._was_recovered = False
         self._lock = threading.Lock()
 
@@ -69,35 +67,6 @@ class Matcher:
         with self._lock:
             self._accept(token_id)
             self.version += 1
-
-    def rollback(self, num_tokens: int) -> None:
-        """Takes back the newest tokens.
-
-        Raises:
-            ValueError: there are not so many.
-        """
-        with self._lock:
-            if not 0 <= num_tokens <= len(self._ids):
-                raise ValueError(f"num_tokens: {num_tokens} of {len(self._ids)} tokens cannot be taken back")
-            if num_tokens == 0:
-                return
-            kept = self._ids[: len(self._ids) - num_tokens]
-            num_native = num_tokens - self._is_eos_outside
-            if num_native == 0 or self._native.rollback(num_native):
-                self._ids, self._has_ended, self._is_eos_outside = kept, False, False
-            else:  # a Lark rule with max_tokens cannot be taken back
-                self._restart(self._shards.fork(self._shard), kept)
-            self.version += 1
-
-    def replay(self, token_ids: Sequence[int]) -> None:
-        """Starts anew with these tokens.
-
-        Raises:
-            MatcherError: the grammar does not allow one of them.
-        """
-        with self._lock:
-            self.version += 1
-            self._restart(self._shards.fork(self._shard), token_ids)
 
     def fill_mask(self, row: np.ndarray) -> None:
         """Writes which tokens may come next.
@@ -152,8 +121,7 @@ class Matcher:
             other._shards, other.version, other.mask_job = self._shards, self.version, None
             other._shard, other._ids = self._shard, list(self._ids)
             other._native = self._native.deep_copy()
-            other._has_ended, other._is_eos_outside = self._has_ended, self._is_eos_outside
-            other._was_recovered = self._was_recovered
+            other._has_ended, other._was_recovered = self._has_ended, self._was_recovered
         other._lock = threading.Lock()
         return other
 
@@ -175,7 +143,7 @@ class Matcher:
             return False
         is_eos = token_id in vocabulary.eos_token_ids
         if self._native.is_stopped():
-            is_taken = self._is_eos_outside = is_eos and not self._native.is_error()
+            is_taken = is_eos and not self._native.is_error()
         else:
             is_taken = self._native.try_consume_tokens([token_id]) == 1
         if is_taken:
@@ -188,13 +156,9 @@ class Matcher:
         if self._was_recovered:
             raise self._make_error()
         self._was_recovered = True
-        native = self._shards.compile()
-        self._shards.renew(self._shard, native)
-        self._restart(native, self._ids)
-
-    def _restart(self, native: LLMatcher, token_ids: Sequence[int]) -> None:
-        self._native = native
-        self._ids, self._has_ended, self._is_eos_outside = [], False, False
+        self._native = self._shards.compile()
+        self._shards.renew(self._shard, self._native)
+        token_ids, self._ids, self._has_ended = self._ids, [], False
         for token_id in token_ids:
             if not self._consume(token_id):
                 raise self._make_error(token_id)

@@ -1,7 +1,7 @@
 """Text to token ids and back, incremental detokenizing, and chat templates.
 
-Host-only: nothing here imports jax, and the tokenizer libraries and jinja2 are imported when a tokenizer is loaded or
-a template is rendered, so that this package costs nothing to import.
+Host-only: nothing here imports jax. The tokenizer libraries and jinja2 are imported when they are first needed, so that
+this package costs nothing to import.
 """
 
 from __future__ import annotations

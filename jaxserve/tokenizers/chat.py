@@ -1,4 +1,4 @@
-"""Conversations to prompts, by the checkpoint's own chat template."""
+"""Turns conversations into prompts with the checkpoint's own chat template."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OPTIONS: Mapping[str, type] = {  # variables of well-known templates that a call
 
 
 class ChatTokenizer(Protocol):
-    """What a conversation needs of a tokenizer."""
+    """The part of a tokenizer that `encode_chat` uses."""
 
     named_tokens: Mapping[str, str]
     chat_template: str | None
@@ -42,23 +42,22 @@ def encode_chat(
     render: Renderer | None = None,
     **options: bool | str,
 ) -> tuple[str, list[int]]:
-    """Returns a conversation as the prompt's text and token ids.
+    """Returns a conversation as the prompt's text and its token ids.
 
-    The template writes BOS if the model wants one, so none is added. Text of the caller that spells a special token
-    (`<|im_end|>`) stays plain text, in messages, calls, results, tools and options: nobody ends a turn but the
-    template.
+    The template writes BOS if the model wants one, so none is added. A special token (`<|im_end|>`) that the caller's
+    text spells stays plain text, in messages, calls, results, tools and options: only the template can end a turn.
 
     Args:
-        tokenizer: gives the template, its variables bos_token, eos_token, ..., and the ids.
-        messages: dicts with `role` and `content`: a string, or a list of `{"type": "text", "text": ...}`; also what
-            OpenAI's clients send back when tools are called.
+        tokenizer: has the template, its variables (bos_token, eos_token, ...) and the vocabulary.
+        messages: dicts with `role` and `content`, a string or a list of `{"type": "text", "text": ...}`; also the
+            messages that OpenAI's clients send back when tools are called.
         tools: what the model may call: `{"type": "function", "function": {"name", "description", "parameters"}}`.
-        chat_template: Jinja source to take instead of the tokenizer's own.
+        chat_template: Jinja source in place of the tokenizer's own template.
         add_generation_prompt: end with the beginning of the assistant's answer.
-        continue_final_message: end with the content of the last message, which is the assistant's, as it is: the model
-            goes on with it. Needs `add_generation_prompt=False`.
-        render: renders in place of `render_template`, which does it here and now: `TemplateRenderer.render`.
-        options: further variables of the template, of `OPTIONS`.
+        continue_final_message: end with the content of the last message, which the model then continues; it must be
+            the assistant's. Needs `add_generation_prompt=False`.
+        render: replaces `render_template`, for example by `TemplateRenderer.render`.
+        options: further variables of the template, those in `OPTIONS`.
 
     Raises:
         InvalidRequestError: messages, tools or options are malformed, or the template refuses the conversation.
@@ -67,7 +66,7 @@ def encode_chat(
     template = tokenizer.chat_template if chat_template is None else chat_template
     if template is None:
         raise TokenizerError(
-            "the tokenizer has none; give one by chat_template= in Python or by --chat-template on the command line, "
+            "the tokenizer has none; give one with chat_template= in Python or --chat-template on the command line, "
             "or put a chat_template.jinja beside it",
             field="chat_template",
         )
@@ -82,7 +81,7 @@ def encode_chat(
         escape = _choose_unused(template, texts)
         checked, described, options = (_protect(value, pattern, escape) for value in (checked, described, options))
     end = ""
-    if continue_final_message:  # where the content ends in the text is known by a character that occurs nowhere else
+    if continue_final_message:  # a character that occurs nowhere else marks the end of the content
         end = _choose_unused(template + escape, texts)
         checked[-1]["content"] += end
     variables = {**tokenizer.named_tokens, **options, "add_generation_prompt": add_generation_prompt}
@@ -96,20 +95,20 @@ def encode_chat(
 def _require_continuable(messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> None:
     field = f"messages[{len(messages) - 1}]"
     if add_generation_prompt:
-        message = "contradicts add_generation_prompt, which begins a new answer; set that one to false"
+        message = "contradicts add_generation_prompt, which begins a new answer; set add_generation_prompt to false"
         raise InvalidRequestError(message, field="continue_final_message", value=True)
     if messages[-1]["role"] != "assistant":
-        message = "must be 'assistant' with continue_final_message, which goes on with an answer"
+        message = "must be 'assistant' with continue_final_message, which continues an answer"
         raise InvalidRequestError(message, field=f"{field}.role", value=messages[-1]["role"])
     if "tool_calls" in messages[-1]:
-        message = "cannot be continued; continue_final_message goes on with content"
+        message = "cannot be continued; continue_final_message continues content"
         raise InvalidRequestError(message, field=f"{field}.tool_calls")
 
 
 def _cut_at(text: str, end: str, field: str) -> str:
     at = text.rfind(end)
     if at < 0:
-        message = "is not written by the chat template, so continue_final_message cannot go on with it"
+        message = "is not written by the chat template, so continue_final_message cannot continue it"
         raise InvalidRequestError(message, field=field)
     return text[:at].replace(end, "")
 
@@ -129,7 +128,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
 
 
 def _list_texts(value: Any) -> Iterator[str]:
-    """Every string inside a JSON value, also the keys of objects."""
+    """Yields every string inside a JSON value, keys of objects included."""
     waiting = [value]
     while waiting:
         value = waiting.pop()
@@ -142,19 +141,19 @@ def _list_texts(value: Any) -> Iterator[str]:
 
 
 def _choose_unused(template: str, texts: Sequence[str]) -> str:
-    """Returns a character of the private use area that occurs nowhere."""
+    """Returns a character of the private use area that occurs in neither the template nor the texts."""
     used = set(template).union(*texts)
     for code in range(0xE000, 0xF900):
         if chr(code) not in used:
             return chr(code)
     raise InvalidRequestError(
-        "uses every character of the private use area, one of which is needed here; leave one of them out",
+        "uses every character of the private use area, one of which is needed as a mark; leave one out",
         field="messages",
     )
 
 
 def _protect(value: Any, pattern: re.Pattern[str], escape: str) -> Any:
-    """Returns a JSON value with the escape behind each character of a special token's text."""
+    """Returns a JSON value in which `escape` follows each character of every special token's text."""
     if isinstance(value, dict):
         return {_protect(key, pattern, escape): _protect(item, pattern, escape) for key, item in value.items()}
     if isinstance(value, list):

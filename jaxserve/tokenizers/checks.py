@@ -1,4 +1,4 @@
-"""What texts and token ids must be before a tokenizer sees them."""
+"""Checks of texts, token ids and arguments, before a tokenizer sees them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 from jaxserve.errors import InvalidRequestError, shorten
 
-_LISTS = "ids come as lists of int; make an array of them yourself"
+_LISTS = "ids are lists of int; make an array of them yourself"
 _LENGTHS = "nothing is padded or cut here; SamplingParams(truncate_prompt_tokens=N) keeps the end of a prompt"
-# transformers' arguments that its scripts pass on: the values that change nothing, and why no other is taken.
+# Arguments that scripts pass to transformers' tokenizers: the accepted values, and the hint in the error for others.
 _ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "clean_up_tokenization_spaces": ((None, False), "text stays as the tokens spell it"),
     "documents": ((None,), "put documents into messages"),
@@ -22,35 +22,31 @@ _ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 
 def refuse_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments that are not listed as transformers'.
+    """Returns the arguments without those of transformers that have no effect here.
 
     Raises:
-        InvalidRequestError: one of transformers' has a value that would change something.
+        InvalidRequestError: an argument of transformers has a value that would change something.
     """
     for name in given.keys() & _ARGUMENTS.keys():
         harmless, hint = _ARGUMENTS[name]
         if not any(given[name] is value or given[name] == value for value in harmless):
-            message = f"only {' or '.join(map(repr, harmless))} is taken, got {shorten(given[name])}: {hint}"
+            message = f"only {' or '.join(map(repr, harmless))} is accepted, got {shorten(given[name])}: {hint}"
             raise InvalidRequestError(message, field=name, value=given[name])
     return {name: value for name, value in given.items() if name not in _ARGUMENTS}
 
 
 def refuse_all_arguments(given: Mapping[str, Any]) -> None:
-    """Refuses every argument, but for transformers' at the values that change nothing.
-
-    Raises:
-        InvalidRequestError: names the first of them.
-    """
+    """Raises InvalidRequestError for any argument but those of transformers at values that change nothing."""
     for name, value in refuse_arguments(given).items():
-        message = f"not an argument here; of transformers' further ones, {', '.join(_ARGUMENTS)} may be given unset"
+        message = f"not an argument here; of transformers' others, {', '.join(_ARGUMENTS)} may be given unset"
         raise InvalidRequestError(message, field=name, value=value)
 
 
 def require_text(text: object, field: str) -> str:
-    """Returns the text if it is a string that UTF-8 can hold.
+    """Returns the text if it is a string that UTF-8 can encode.
 
     Raises:
-        InvalidRequestError: it is another type, or holds a lone surrogate.
+        InvalidRequestError: it has another type, or holds a lone surrogate.
     """
     if not isinstance(text, str):
         raise InvalidRequestError(
@@ -66,11 +62,7 @@ def require_text(text: object, field: str) -> str:
 
 
 def require_token_ids(ids: Sequence[int]) -> None:
-    """Refuses ids that no vocabulary can hold.
-
-    Raises:
-        InvalidRequestError: an id is negative or no integer.
-    """
+    """Raises InvalidRequestError if an id is negative or not an integer."""
     for token_id in ids:
         if not isinstance(token_id, int) or token_id < 0:
             raise InvalidRequestError(

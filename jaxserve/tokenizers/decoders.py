@@ -1,4 +1,4 @@
-"""Reads the decoder of a `tokenizer.json` into a table from token id to text."""
+"""Turns the decoder of a `tokenizer.json` into a table from token id to text."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """What a decoder makes of each token."""
+    """How a decoder turns each token into text."""
 
     to_piece: Callable[[str], str | bytes]
-    to_opening: Callable[[str], str | bytes] | None = None  # of the token that begins a text; None: the same
-    errors: str = "replace"  # how broken UTF-8 shows
-    replacements: Mapping[int, str] = field(default_factory=dict)  # of characters that byte tokens spell, by code
+    to_opening: Callable[[str], str | bytes] | None = None  # for the first token of a text; None: `to_piece`
+    errors: str = "replace"  # codec error handler for broken UTF-8
+    replacements: Mapping[int, str] = field(
+        default_factory=dict
+    )  # by code point, for characters spelled by byte tokens
 
 
 def make_piece_table(
@@ -28,7 +30,7 @@ def make_piece_table(
     added: Mapping[int, str],
     decoder: dict[str, Any] | None,
 ) -> PieceTable | None:
-    """Returns what each token adds to a text, None when the decoder needs more than one token at a time.
+    """Returns the text that each token adds, None when the decoder needs more than one token at a time.
 
     Args:
         texts: the vocabulary's token texts by id; None for an id without a token.
@@ -36,8 +38,8 @@ def make_piece_table(
         added: special and other added tokens, by id.
         decoder: the `decoder` object of tokenizer.json. Known are `ByteLevel` (GPT-2, Llama 3, Qwen), sequences of
             `Replace`, `ByteFallback`, `Fuse` and a leading `Strip` (Llama 2, Mistral, Gemma, Phi-3), `Metaspace`, and
-            none at all (words joined by spaces). A `Replace` behind `ByteFallback` is known if it replaces one
-            character: a longer text may be spelled by several tokens.
+            none at all (words joined by spaces). A `Replace` after `ByteFallback` is known if it replaces a single
+            character: several tokens may spell a longer text.
     """
     rule = _read_rule(decoder)
     if rule is None:
@@ -68,7 +70,7 @@ def hide(pieces: list[str | bytes], special_ids: frozenset[int]) -> list[str | b
 
 
 def _read_rule(decoder: dict[str, Any] | None) -> _Rule | None:
-    """Returns None for a decoder that needs more than one token at a time."""
+    """Returns the rule of a decoder, None if it needs more than one token at a time."""
     if decoder is None:
         return _Rule(" {}".format, str)
     match steps := _flatten(decoder):
@@ -88,9 +90,9 @@ def _flatten(decoder: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _read_sequence(steps: list[dict[str, Any]]) -> _Rule | None:
-    """Reads steps that change one token after the other; without any, texts are joined as they are."""
+    """Returns the rule of a sequence of steps; without any, texts are joined as they are."""
     before: list[tuple[str, str]] = []  # replacements in the token's text
-    after: list[tuple[str, str]] = []  # and in what its byte stands for
+    after: list[tuple[str, str]] = []  # replacements after byte tokens became bytes
     byte_fallback = fused = strips = False
     for step in steps:
         match step:
@@ -124,10 +126,10 @@ def _replace(text: str, replacements: Iterable[tuple[str, str]]) -> str:
 
 
 def _make_byte_level_reader() -> Callable[[str], str | bytes]:
-    """Inverts GPT-2's alphabet, in which each byte is one printable character.
+    """Returns the inverse of GPT-2's alphabet, in which each byte is one printable character.
 
     The bytes that are printable in Latin-1 stand for themselves; the others, in order, are the characters from U+0100.
-    A token with any other character (an added one) is its own text.
+    A token with any other character is an added token, and its own text.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
@@ -145,7 +147,7 @@ def _make_byte_level_reader() -> Callable[[str], str | bytes]:
 
 
 def split_utf8(data: bytes) -> str | bytes:
-    """Returns bytes as text if they are whole UTF-8 characters, else as they are."""
+    """Returns bytes as text if they are complete UTF-8, else as they are."""
     try:
         return data.decode()
     except UnicodeDecodeError:

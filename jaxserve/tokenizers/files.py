@@ -1,4 +1,4 @@
-"""The small files that stand beside a tokenizer: `tokenizer_config.json` and its companions."""
+"""Reads the small files beside a tokenizer: `tokenizer_config.json` and its companions."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 from jaxserve.errors import TokenizerError, shorten
 from jaxserve.files import read_regular
 
-MAX_VOCAB_SIZE = 2**22  # tables by token id are allocated to the largest id: a wild id must not fill the memory
+MAX_VOCAB_SIZE = 2**22  # tables by token id are as long as the largest id: a hostile id must not exhaust memory
 MAX_TOKENIZER_BYTES = 2**27  # Gemma 3's tokenizer.json has 33 MB
-_MAX_TEXT_BYTES = 2**24  # of the files beside it
+_MAX_TEXT_BYTES = 2**24  # per file beside it
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 @dataclass(frozen=True, slots=True)
 class AddedTokenEntry:
-    """A token that stands beside the trained vocabulary. `lstrip` and `rstrip`: it swallows the blanks there."""
+    """A token added to the trained vocabulary. `lstrip` and `rstrip`: it absorbs the blanks on that side."""
 
     token_id: int
     text: str
@@ -31,24 +31,24 @@ class AddedTokenEntry:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerMetadata:
-    """What the files beside a tokenizer say about it; None or empty: they do not say."""
+    """What the files beside a tokenizer say about it; None or empty where they say nothing."""
 
     named_tokens: dict[str, str]  # "bos_token" to "<s>", ...
     extra_special: tuple[str, ...]  # further texts that are special tokens
     added_tokens: tuple[AddedTokenEntry, ...]  # by id
-    tokenizer_class: str | None  # of transformers
+    tokenizer_class: str | None  # in transformers
     add_bos: bool | None
     add_eos: bool | None
-    legacy: bool  # sentencepiece: text after a special token starts with a space of its own
+    legacy: bool  # sentencepiece: text after a special token gets a leading space
     chat_template: str | None
     eos_token_ids: tuple[int, ...]  # generation_config.json's, else config.json's
 
 
 def read_metadata(directory: Path) -> TokenizerMetadata:
-    """Reads the files beside a tokenizer; each of them may be absent.
+    """Returns the content of the files beside a tokenizer; each file may be absent.
 
     Raises:
-        TokenizerError: one of them is malformed; the message names the file and the key.
+        TokenizerError: a file is malformed; the message names the file or the key.
     """
     config = read_json(directory / "tokenizer_config.json") or {}
     token_map = read_json(directory / "special_tokens_map.json") or {}
@@ -74,7 +74,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """Returns the object in a JSON file, None when there is no such file.
 
     Raises:
-        TokenizerError: the file is unreadable, is not JSON, or holds no object.
+        TokenizerError: the file is unreadable, not JSON, or not an object.
     """
     text = read_text(path)
     return None if text is None else parse_json(text, path)
@@ -109,10 +109,10 @@ def read_bytes(path: Path, max_bytes: int) -> bytes | None:
 
 
 def parse_json(text: str, path: Path) -> dict[str, Any]:
-    """Returns the object that a JSON file's text holds; `path` is named in the error.
+    """Returns the JSON object in `text`; errors name `path`.
 
     Raises:
-        TokenizerError: the text is not JSON or holds no object.
+        TokenizerError: the text is not JSON, or not an object.
     """
     try:
         value = json.loads(text)
@@ -128,7 +128,7 @@ def parse_json(text: str, path: Path) -> dict[str, Any]:
 
 
 def _read_string(value: Any, name: str) -> str | None:
-    """Reads a text; a token is also given as an object with `content`."""
+    """Returns a string or None; a token may also be an object with `content`."""
     text = value.get("content") if isinstance(value, dict) else value
     if text is None or isinstance(text, str):
         return text
@@ -148,7 +148,7 @@ def _read_extra_special(config: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _read_added_tokens(directory: Path, config: dict[str, Any]) -> tuple[AddedTokenEntry, ...]:
-    """Of `added_tokens_decoder`, else of `added_tokens.json`, whose tokens count as special: it does not say."""
+    """Returns the tokens of `added_tokens_decoder`, else of `added_tokens.json`, where all count as special."""
     name = "added_tokens_decoder"
     decoder = config.get(name)
     if decoder is None:
@@ -163,7 +163,7 @@ def _read_added_tokens(directory: Path, config: dict[str, Any]) -> tuple[AddedTo
         text = _read_string(value, name)
         if not text or token_id in entries:
             raise TokenizerError(
-                f"token {token_id} needs one text that is not empty, got {shorten(value)}", field=name, value=value
+                f"token {token_id} needs one non-empty text, got {shorten(value)}", field=name, value=value
             )
         options = value if isinstance(value, dict) else {}
         flags = {
@@ -191,9 +191,9 @@ def _read_flag(config: dict[str, Any], name: str) -> bool | None:
 
 
 def _read_chat_template(directory: Path, config: dict[str, Any]) -> str | None:
-    """Of `chat_template.jinja`, else of `tokenizer_config.json`: a string, or a list of named templates.
+    """Returns `chat_template.jinja`, else the template in `tokenizer_config.json`: a string, or a list of named ones.
 
-    Of those, "tool_use" is for conversations with tools, which "default" then does not show.
+    Of a list, "tool_use" renders conversations with tools and "default" all others.
     """
     from_file = read_text(directory / "chat_template.jinja")
     if from_file is not None:
@@ -207,7 +207,7 @@ def _read_chat_template(directory: Path, config: dict[str, Any]) -> str | None:
     except (TypeError, KeyError):
         template, tool_use = value, None
     if isinstance(template, str) and isinstance(tool_use, str):
-        # as if each stood alone: the signs keep blanks at the seams, a template loses one newline at its end
+        # each renders as if it stood alone: "+" keeps blanks at the seams, and Jinja drops one final newline
         default, tool_use = (text.removesuffix("\n") for text in (template, tool_use))
         return f"{{% if tools +%}}{tool_use}{{%+ else +%}}{default}{{%+ endif %}}"
     if template is None or (isinstance(template, str) and tool_use is None):
@@ -218,13 +218,13 @@ def _read_chat_template(directory: Path, config: dict[str, Any]) -> str | None:
 
 
 def read_eos_token_ids(directory: Path) -> tuple[int, ...]:
-    """Returns the end tokens of a checkpoint: generation_config.json's, else config.json's.
+    """Returns the EOS ids of a checkpoint: generation_config.json's, else config.json's.
 
     Raises:
-        TokenizerError: a file is malformed, or holds something else than token ids there.
+        TokenizerError: a file is malformed, or `eos_token_id` holds something other than token ids.
     """
     config = read_json(directory / "generation_config.json")
-    if config is None:  # a model without one generates by its config.json
+    if config is None:
         config = read_json(directory / "config.json") or {}
     value = config.get("eos_token_id")
     if value is None:

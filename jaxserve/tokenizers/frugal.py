@@ -1,11 +1,11 @@
-"""Chat templates rendered where they are called, at a price that is paid before the work is done.
+"""Chat templates rendered in this process, on a budget: every operation is paid for before it runs.
 
-A frugal template holds only operations that are linear in their operands, and each of them pays (`metering.py`). So it
-cannot do more than `BUDGET` buys, whatever the messages are, and no clock is asked. What is not frugal, costs more or
-fails is left to a process that can be killed (`renderer.py`), whose answer counts.
+A frugal template holds only operations that are linear in their operands, and each of them pays (`metering.py`). So its
+cost is bounded by `BUDGET`, whatever the messages are, without a clock. A template that is not frugal, overspends or
+fails is rendered by a process that can be killed (`renderer.py`), and that result is used.
 
-Four messages take 30 to 95 us, 7 to 16 us more than without payment, by templates such as those of Llama, Qwen, Gemma
-and Mistral; by way of a process 100 to 210 us. The worst that was found takes 30 ms until it is stopped.
+With the templates of Llama, Qwen, Gemma and Mistral, four messages take 30 to 95 us, of which payment is 7 to 16 us; in
+a process they take 100 to 210 us. The worst template found ran for 30 ms before it was stopped.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from jaxserve.tokenizers.metering import CHAR, KEY, LOOP, NUMBER, READ, SCAN, SP
 from jaxserve.tokenizers.template import list_variables, make_environment
 
 BUDGET = 4_000_000  # units for one conversation
-MAX_CONVERSATION = 500_000  # units for looking once at its messages, tools and variables
-_ELEMENT = 256  # units for looking at one of a list or object
+MAX_CONVERSATION = 500_000  # units to read its messages, tools and variables once
+_ELEMENT = 256  # units to read one element of a list or object
 _MAX_SOURCE = 1 << 16  # characters of a template
-_MAX_DEPTH = 32  # of lists in lists
+_MAX_DEPTH = 32  # levels of nested lists and objects
 _MAX_INT = 1 << 64
 _MAX_KEY = 64  # characters
 _TEXT = {str, Markup}
@@ -38,10 +38,10 @@ class FrugalTemplate:
     """A frugal template, compiled. Safe to use from several threads."""
 
     def __init__(self, template: str) -> None:
-        """Parses, rewrites and compiles.
+        """Parses, rewrites and compiles the template.
 
         Raises:
-            CostlyTemplateError: it is not frugal, or no valid Jinja.
+            CostlyTemplateError: it is not frugal, or not valid Jinja.
         """
         if len(template) > _MAX_SOURCE:
             raise CostlyTemplateError(f"{len(template)} characters")
@@ -57,39 +57,39 @@ class FrugalTemplate:
     def render(
         self, messages: list[dict[str, Any]], variables: Mapping[str, Any], *, tools: list[dict[str, Any]] | None = None
     ) -> tuple[str | None, int]:
-        """Returns what `render_template` returns, or None when that must be asked; and the units spent."""
+        """Returns the text of `render_template`, None if it must be rendered elsewhere; and the units spent."""
         given = list_variables(messages, variables, tools)
         context: Any = self._compiled.new_context(given)
         try:
             _weigh(given, MAX_CONVERSATION)
             return "".join(self._compiled.root_render_func(context)), BUDGET - context.left
-        except Exception:  # a template is foreign code; how it fails is for `render_template` to say
+        except Exception:  # a template is foreign code; `render_template` reports how it fails
             return None, BUDGET - context.left
 
 
 class _BudgetError(Exception):
-    """It costs too much, or a value is of a kind whose size is not known."""
+    """The budget is spent, or the size of a value is not known."""
 
 
 class _MeteredContext(Context):
-    """The variables of one rendering, and what it may still spend."""
+    """The variables of one rendering, and the units it may still spend."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.left = BUDGET
 
     def spend(self, units: int) -> None:
-        """Raises _BudgetError when there are not as many left."""
+        """Takes units from the budget; _BudgetError when too few are left."""
         self.left -= units
         if self.left < 0:
             raise _BudgetError
 
 
 def _weigh(whole: Any, most: int) -> int:
-    """Returns the units for looking at everything inside a value, as often as it is in there.
+    """Returns the units to read everything inside a value; what it holds twice counts twice.
 
     Raises:
-        _BudgetError: they are more than `most`, it is too deep, or holds what is none of JSON's.
+        _BudgetError: the units exceed `most`, the value nests too deeply, or it holds something other than JSON.
     """
     weight, level = 0, [whole]
     for _ in range(_MAX_DEPTH):
@@ -116,21 +116,21 @@ def _weigh(whole: Any, most: int) -> int:
 
 @pass_context
 def _read(context: _MeteredContext, value: Any) -> Any:
-    """Paid by what looks at everything inside a value."""
+    """Pays for an operation that reads everything inside a value."""
     context.spend(CHAR * len(value) if type(value) is str else _weigh(value, context.left))
     return value
 
 
 @pass_context
 def _scan(context: _MeteredContext, value: Any) -> Any:
-    """Paid by what looks at each element of a value; nothing that a template has made callable gets past it."""
+    """Pays for an operation that reads each element of a value; refuses callables that a template made."""
     context.spend(_measure(value, CHAR if type(value) in _TEXT else _ELEMENT))
     return value
 
 
 @pass_context
 def _loop(context: _MeteredContext, value: Any, price: int) -> Any:
-    """Paid by a loop for all steps at once, each of which costs `price`."""
+    """Pays `price` for each step of a loop, all at once where their number is known."""
     if type(value) is GeneratorType:
         return _count(context, value, price)
     context.spend(_measure(value, price))
@@ -157,14 +157,14 @@ def _spend(context: _MeteredContext, value: None, price: int) -> None:
 
 
 def _check_key(value: Any) -> Any:
-    """Lets pass what is hashed, and compared to many, for nothing."""
+    """Returns a value that costs nothing to hash and to compare with many others; refuses all others."""
     if type(value) in _SMALL or (type(value) is str and len(value) <= _MAX_KEY):
         return value
     return _check_number(value)
 
 
 def _check_number(value: Any) -> Any:
-    """Lets pass what arithmetic can make neither long nor a text."""
+    """Returns a number from which arithmetic makes no long number and no text; refuses all others."""
     if type(value) in (int, float, bool) and -_MAX_INT < value < _MAX_INT:
         return value
     raise _BudgetError

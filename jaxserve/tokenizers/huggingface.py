@@ -25,16 +25,16 @@ from jaxserve.tokenizers.tokenizer import Tokenizer, compile_special_pattern
 if TYPE_CHECKING:
     import tokenizers
 
-# transformers' classes that go by add_bos_token and add_eos_token. For all others, and without those keys, the
+# transformers' classes that obey add_bos_token and add_eos_token. For others, and without those keys, the
 # post-processor of tokenizer.json decides.
 _FLAG_CLASSES = frozenset({"LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer"})
 
 
 def load_huggingface(path: Path) -> HuggingFaceTokenizer:
-    """Loads a `tokenizer.json` and the JSON files beside it.
+    """Returns the tokenizer of a `tokenizer.json` and the JSON files beside it.
 
     Raises:
-        TokenizerError: a file is missing, truncated or malformed, or they contradict each other.
+        TokenizerError: a file is missing, truncated or malformed, or the files contradict each other.
     """
     from tokenizers import Tokenizer as Library
 
@@ -45,14 +45,14 @@ def load_huggingface(path: Path) -> HuggingFaceTokenizer:
 
     def refuse(reason: str) -> TokenizerError:
         message = (
-            f"{path} is not a tokenizer that `tokenizers` can read and use ({reason}); save it again with the newest "
+            f"{path} is not a tokenizer that `tokenizers` can use ({reason}); save it again with the newest "
             "transformers, or upgrade the `tokenizers` package"
         )
         return TokenizerError(message, field=path.name, value=str(path))
 
     with _explain_failures(refuse):
         library = Library.from_str(text)
-        library.no_truncation()  # saved settings of a training run, which transformers ignores as well
+        library.no_truncation()  # settings left from training, which transformers ignores as well
         library.no_padding()
         metadata = read_metadata(path.parent)
         _complete_added_tokens(library, content, metadata, path)
@@ -61,7 +61,7 @@ def load_huggingface(path: Path) -> HuggingFaceTokenizer:
 
 @contextmanager
 def _explain_failures(make_error: Callable[[str], JaxServeError]) -> Iterator[None]:
-    """Turns what `tokenizers` raises, bare exceptions and panics, into an error that says so."""
+    """Turns the bare exceptions and panics of `tokenizers` into errors made by `make_error`."""
     try:
         yield
     except JaxServeError:
@@ -85,12 +85,12 @@ def _refuse_ids(reason: str) -> InvalidRequestError:
 class HuggingFaceTokenizer(Tokenizer):
     """A `Tokenizer` over the `tokenizers` library. Ids are those of transformers' fast tokenizer for the same files.
 
-    An escaped special token splits a text: blanks that the special tokens beside it would swallow (`rstrip`) then stay.
+    An escaped special token splits a text: blanks that adjacent special tokens would absorb (`rstrip`) then stay.
 
     Decoded text is the library's, with two exceptions. The library shows every byte of a run of byte pieces (`<0xE2>`)
-    as U+FFFD if the run is not UTF-8; here its whole characters are shown, because they may have been streamed by
-    then. And where a decoder replaces a character by a space and then strips the first space, bytes at the start of a
-    text that spell this character keep their space.
+    as U+FFFD if the run is not UTF-8; here the complete characters in it are shown, because they may already have been
+    streamed. And where a decoder replaces a character by a space and then strips the first space, bytes at the start of
+    a text that spell this character keep their space.
     """
 
     def __init__(self, library: tokenizers.Tokenizer, metadata: TokenizerMetadata, path: Path) -> None:
@@ -103,7 +103,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.chat_template = metadata.chat_template
         self._prefix, self._suffix = _read_affixes(library, metadata, path)
         self.named_tokens = dict(metadata.named_tokens)
-        if "bos_token" not in self.named_tokens and len(self._prefix) == 1:  # a tokenizer.json on its own
+        if "bos_token" not in self.named_tokens and len(self._prefix) == 1:  # a tokenizer.json without the other files
             self.named_tokens["bos_token"] = library.id_to_token(self._prefix[0])
         self.bos_token_id = self._find_named("bos_token")
         eos = self.eos_token_id
@@ -155,7 +155,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _encode_plain(self, text: str) -> list[int]:
         ids = self._plain.encode(text, add_special_tokens=False).ids
-        if not self._never_from_text.isdisjoint(ids):  # a vocabulary that holds the special texts as plain pieces
+        if not self._never_from_text.isdisjoint(ids):  # the vocabulary holds special texts as plain pieces
             found = next(token_id for token_id in ids if token_id in self._never_from_text)
             token = self._plain.id_to_token(found)
             raise InvalidRequestError(
@@ -188,7 +188,7 @@ class HuggingFaceTokenizer(Tokenizer):
 def _complete_added_tokens(
     library: tokenizers.Tokenizer, content: dict[str, Any], metadata: TokenizerMetadata, path: Path
 ) -> None:
-    """Adds the tokens that only the other files name, and marks the named ones as special, as transformers does."""
+    """Adds the tokens that only the other files name and marks named tokens as special, as transformers does."""
     from tokenizers import AddedToken
 
     for entry in metadata.added_tokens:
@@ -199,15 +199,15 @@ def _complete_added_tokens(
         actual = library.token_to_id(text)
         if actual != token_id:
             raise TokenizerError(
-                f"{path} and the files beside it give the added token {text!r} the id {token_id}, but by its place in "
-                f"the vocabulary it has {actual}; save the tokenizer again with transformers",
+                f"{path} and the files beside it give the added token {text!r} the id {token_id}, but its place in the "
+                f"vocabulary gives it {actual}; save the tokenizer again with transformers",
                 field=path.name,
                 value=token_id,
             )
     known = library.get_added_tokens_decoder()
     for text in dict.fromkeys([*metadata.named_tokens.values(), *metadata.extra_special]):
         token_id = library.token_to_id(text)
-        if token_id is None:  # a name without a token, such as a default pad_token: nothing can produce it
+        if token_id is None:  # a name without a token, such as a default pad_token
             continue
         token = known.get(token_id) or AddedToken(text, normalized=False)
         if not token.special:
@@ -230,10 +230,10 @@ def _add_token(library: tokenizers.Tokenizer, entry: AddedTokenEntry) -> None:
 
 
 def _copy_without_special(library: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """Returns a tokenizer over the same vocabulary (shared, not copied) for which special tokens are plain text.
+    """Returns a tokenizer over the same vocabulary (shared, not copied) to which special tokens are plain text.
 
-    The library has a switch for that, but it is state of the tokenizer: threads that encode prompts and chats at the
-    same time would race for it.
+    The library's switch for that is state of the tokenizer: threads that encode prompts and chats at the same time
+    would race for it.
     """
     from tokenizers import Tokenizer as Library
 
@@ -273,7 +273,7 @@ def _read_special_tokens(library: tokenizers.Tokenizer, metadata: TokenizerMetad
 def _read_affixes(
     library: tokenizers.Tokenizer, metadata: TokenizerMetadata, path: Path
 ) -> tuple[list[int], list[int]]:
-    """Returns the ids that stand before and after an encoded text."""
+    """Returns the ids that `add_special_tokens` puts before and after a text."""
     encoding = library.encode("a", add_special_tokens=True)
     from_text = [at for at, sequence in enumerate(encoding.sequence_ids) if sequence is not None]
     first, last = (from_text[0], from_text[-1]) if from_text else (len(encoding.ids), len(encoding.ids))
@@ -289,7 +289,7 @@ def _read_affixes(
 
 def _find_named(library: tokenizers.Tokenizer, metadata: TokenizerMetadata, name: str, path: Path) -> list[int]:
     text = metadata.named_tokens.get(name)
-    if text is None:  # asked for, but there is none: transformers adds nothing then
+    if text is None:  # transformers adds nothing then
         return []
     token_id = library.token_to_id(text)
     if token_id is None:

@@ -11,15 +11,15 @@ _WHAT_WORKS = "a tokenizer.json, or one sentencepiece .model file (tokenizer.mod
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Loads the tokenizer of a checkpoint.
+    """Returns the tokenizer of a checkpoint.
 
     Args:
-        path: a checkpoint's directory (tokenizer.json is taken first, then tokenizer.model, then a single other
-            .model file), or one of these files itself. The JSON files beside it are read as well.
+        path: a checkpoint's directory (tokenizer.json is preferred, then tokenizer.model, then a single other .model
+            file), or one of these files. The JSON files beside it are read as well.
 
     Raises:
-        TokenizerError: no tokenizer is there, or a file is missing, truncated or malformed; the message names the
-            file and what would work.
+        TokenizerError: there is no tokenizer, or a file is truncated or malformed; the message names the file and
+            what would work.
     """
     file = _find_tokenizer_file(Path(path))
     if file.suffix == ".json":
@@ -41,7 +41,7 @@ def _find_tokenizer_file(path: Path) -> Path:
             f"{path} does not exist; give a directory with {_WHAT_WORKS}", field="tokenizer", value=str(path)
         )
     for name in ("tokenizer.json", "tokenizer.model"):
-        if (path / name).exists():  # whatever it is: a FIFO in its place is refused by name
+        if (path / name).exists():  # of any kind: a FIFO is refused by name later
             return path / name
     models = sorted(path.glob("*.model"))
     if len(models) == 1:
@@ -52,7 +52,7 @@ def _find_tokenizer_file(path: Path) -> Path:
             f"{path} holds several .model files ({names}); give the path of one", field="tokenizer", value=str(path)
         )
     raise TokenizerError(
-        f"{path} holds no tokenizer; needed is {_WHAT_WORKS}. (vocab.json and merges.txt alone are not read: load and "
+        f"{path} holds no tokenizer; it needs {_WHAT_WORKS}. (vocab.json and merges.txt alone are not read: load and "
         "save that tokenizer once with transformers, which writes tokenizer.json)",
         field="tokenizer",
         value=str(path),

@@ -1,4 +1,4 @@
-"""The messages and tools of a conversation, checked and in the shape that chat templates are written for."""
+"""Checks the messages and tools of a conversation and gives them the shape that chat templates expect."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import Any
 from jaxserve.errors import InvalidRequestError, shorten
 from jaxserve.tokenizers.checks import require_text
 
-# Not every name: some templates write '<|' + role + '|>', and a role "end" would then end the turn.
+# Other roles are refused: some templates write '<|' + role + '|>', and a role "end" would end the turn.
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "ipython"})
-MAX_JSON_NESTING = 64  # of a tool and of a call's arguments
+MAX_JSON_NESTING = 64  # levels in a tool and in a call's arguments
 _FIELDS = ("role", "content", "name")
 _TEXT_FIELDS = ("name", "tool_call_id", "reasoning_content", "reasoning")
 _ASSISTANT_FIELDS = (*_FIELDS, "reasoning_content", "reasoning", "tool_calls")
 _TOOL_FIELDS = (*_FIELDS, "tool_call_id")
-_EMPTY_FIELDS = ("refusal", "annotations", "audio", "function_call")  # in answers that clients send back; no template
-_CALL_FIELDS = ("id", "type", "function", "index")  # the index is left over from a stream of deltas
+_EMPTY_FIELDS = ("refusal", "annotations", "audio", "function_call")  # clients send these back; templates ignore them
+_CALL_FIELDS = ("id", "type", "function", "index")  # `index` is left over from streamed deltas
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns a copy of the messages with their content as one string each; parts are joined by newlines.
+    """Returns a copy of the messages, the content of each as one string; parts are joined by newlines.
 
-    The arguments of tool calls become objects, which is what templates expect; `reasoning` becomes
-    `reasoning_content`; an assistant's message that calls tools or reasons may lack content, which is then "".
+    The arguments of tool calls become objects, as templates expect; `reasoning` becomes `reasoning_content`; missing
+    content becomes "" in an assistant's message that calls tools or reasons.
 
     Raises:
-        InvalidRequestError: there is none, or one is malformed or holds something other than text.
+        InvalidRequestError: there is no message, or one is malformed or holds something other than text.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise InvalidRequestError(
@@ -38,10 +38,10 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Returns a copy of the descriptions of tools, None if there are none: templates ask `tools is not none`.
+    """Returns a copy of the tools, None if there are none: templates test `tools is not none`.
 
     Raises:
-        InvalidRequestError: one is no JSON object.
+        InvalidRequestError: `tools` is not a list of JSON objects.
     """
     if tools is None:
         return None
@@ -74,7 +74,7 @@ def _check_message(message: Any, field: str) -> dict[str, Any]:
     calls = _check_calls(message.get("tool_calls"), f"{field}.tool_calls")
     content = message.get("content")
     if content is None and (calls or "reasoning_content" in texts):
-        content = ""  # not None: templates trim it, add it to text, ask for its length
+        content = ""  # not None: templates use it as a string
     checked = {"role": role, "content": _join_content(content, f"{field}.content"), **texts}
     return {**checked, "tool_calls": calls} if calls else checked
 
@@ -126,7 +126,7 @@ def _check_call(call: Any, field: str) -> dict[str, Any]:
 
 
 def _read_arguments(arguments: Any, field: str) -> dict[str, Any]:
-    """Returns a call's arguments from their JSON text, or from the object itself; none at all are {}."""
+    """Returns a call's arguments, given as JSON text or as an object; {} if there are none."""
     if arguments is None or arguments == "":
         return {}
     if isinstance(arguments, str):
@@ -151,7 +151,7 @@ def copy_json(value: Any, field: str, *, max_nesting: int = MAX_JSON_NESTING) ->
     """Returns a copy of a JSON value as plain dicts, lists, strings, numbers, booleans and None.
 
     Raises:
-        InvalidRequestError: it holds something else, text that UTF-8 cannot hold, a number that JSON cannot, or nests
+        InvalidRequestError: it holds anything else, a lone surrogate or a number that JSON cannot express, or nests
             too deeply.
     """
     if value is None or isinstance(value, bool | int):

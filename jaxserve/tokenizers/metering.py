@@ -1,8 +1,8 @@
-"""Makes a chat template pay: refuses what is on no list, and rewrites its syntax tree so that the rest pays.
+"""Makes a chat template pay for its work: refuses unknown operations and rewrites the syntax tree so that others pay.
 
-What is on the lists takes time and memory linear in its operands, and makes at most a small multiple of them. A filter
-around each operand, or around the result where that is no smaller, pays for the work; around a loop's iterable it pays
-for all steps before the first one. A unit is a nanosecond, or a few. The filters themselves are in `frugal.py`.
+The listed operations take time and memory linear in their operands, and their results are at most a small multiple of
+them. A filter around each operand, or around the result where that is no smaller, pays for the work; around a loop's
+iterable it pays for all steps before the first one. A unit is a few nanoseconds. The filters are in `frugal.py`.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any
 from jinja2 import Environment, nodes
 from jinja2.visitor import NodeTransformer
 
-# The filters, by names that no template can spell: for all that is in a value, each element, each step, ...
+# The filters, under names that no template can spell: pay for all inside a value, each element, each step, ...
 READ, SCAN, LOOP, SPEND, KEY, NUMBER = "<read>", "<scan>", "<loop>", "<spend>", "<key>", "<number>"
 CHAR = 4  # units for a character that is written out
-_NODE, _LOOKUP, _CALL, _TIME = 64, 512, 2048, 16384  # units: by the dearest of their kind
-_FORMAT = re.compile(r"[^0-9]{0,64}")  # of times
+_NODE, _LOOKUP, _CALL, _TIME = 64, 512, 2048, 16384  # units: the most expensive operation of each kind
+_FORMAT = re.compile(r"[^0-9]{0,64}")  # formats of strftime_now
 _MAX_TERMS = 32  # a + b + c copies a twice
 _MAX_TEXT = 64  # characters of a constant argument
-_MAX_NEW = 16  # characters of what takes the place of others
-_MAX_NUMBER = 8  # of a constant argument: an indentation multiplies
+_MAX_NEW = 16  # characters of replacement text
+_MAX_NUMBER = 8  # constant argument: indentation multiplies
 
-# Filters by how they pay: for their operand, also for each character as an element, for their result, not at all, for
-# each element that passes. The last do their work in what consumes them, so there they must stand.
+# Filters by what they pay for: their operand; its elements as well; their result; nothing; each element that passes.
+# The lazy ones do their work inside a consumer, so they must stand in one.
 _READERS = {
     "capitalize", "dictsort", "float", "int", "join", "lower", "replace", "safe", "sort", "string", "trim", "upper",
 }  # fmt: skip
@@ -44,7 +44,7 @@ _METHODS = {
     "splitlines", "startswith", "strip", "title", "upper", "values",
 }  # fmt: skip
 _FUNCTIONS = {"namespace", "raise_exception", "range", "strftime_now"}
-_HIDDEN = {"caller", "kwargs", "self", "super", "varargs"}  # variables that nobody has paid for
+_HIDDEN = {"caller", "kwargs", "self", "super", "varargs"}  # Jinja's own variables, never paid for
 _PLAIN = (
     nodes.And, nodes.Assign, nodes.AssignBlock, nodes.Break, nodes.CondExpr, nodes.Continue, nodes.Getattr, nodes.If,
     nodes.Keyword, nodes.NSRef, nodes.Name, nodes.Neg, nodes.Not, nodes.Operand, nodes.Or, nodes.Pair, nodes.Scope,
@@ -53,17 +53,17 @@ _PLAIN = (
 
 
 class CostlyTemplateError(Exception):
-    """The template holds something that is on no list; the message says what, and in which line."""
+    """The template holds an unlisted operation; the message names it and its line."""
 
 
 def make_pay(tree: nodes.Template, environment: Environment) -> nodes.Template:
-    """Rewrites a tree in place, and returns it.
+    """Rewrites a template's syntax tree in place and returns it.
 
     Raises:
         CostlyTemplateError: it holds something whose cost is not known.
     """
     macros = {macro.name: macro for macro in tree.find_all(nodes.Macro)}
-    for name in macros.keys() & environment.globals.keys():  # a call before it is defined is the other one's
+    for name in macros.keys() & environment.globals.keys():  # called before its definition, it is the global
         raise _refuse(macros[name], f"a macro {name}()")
     assigned = {name.name for name in tree.find_all(nodes.Name) if name.ctx != "load"}
     rewriter = _Rewriter(macros.keys() - assigned, _FUNCTIONS - assigned)
@@ -72,15 +72,15 @@ def make_pay(tree: nodes.Template, environment: Environment) -> nodes.Template:
 
 
 class _Rewriter(NodeTransformer):
-    """Makes a template pay. Each method returns what takes the place of a node, with its children rewritten."""
+    """Makes a template pay. Each method returns the replacement of a node, with its children rewritten."""
 
     def __init__(self, macros: Set[str], functions: Set[str]) -> None:
-        """Takes the names that can be called, and are nothing else anywhere in the template."""
+        """Takes the names that can be called and that the template never assigns."""
         self._macros, self._functions = macros, functions
-        self._price = 0  # of one run of the body that is being rewritten, not counting the bodies in it
+        self._price = 0  # one run of the body being rewritten, without inner bodies
 
     def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
-        """Rewrites the children of a node that costs the same whatever they are; refuses all others."""
+        """Rewrites the children of a node whose own cost is fixed; refuses all other nodes."""
         is_hidden = isinstance(node, nodes.Name) and node.name in _HIDDEN
         if type(node) not in _PLAIN or is_hidden:
             raise _refuse(node, f"the variable {node.name}" if is_hidden else type(node).__name__)
@@ -88,7 +88,7 @@ class _Rewriter(NodeTransformer):
         return self._rewrite_children(node)
 
     def visit_Const(self, node: nodes.Const | nodes.TemplateData) -> nodes.Node:
-        """What is written out pays where it stands."""
+        """Literals are paid for where they stand."""
         text = node.data if isinstance(node, nodes.TemplateData) else node.value
         self._price += CHAR * len(text) if isinstance(text, str) else 0
         return node
@@ -103,7 +103,7 @@ class _Rewriter(NodeTransformer):
     visit_Output = visit_Concat = _pay_for_texts
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
-        """All steps are paid before the first one; those that an iterator brings, one by one."""
+        """All steps are paid for before the first one; those of a generator one by one."""
         if node.recursive:
             raise _refuse(node, "a recursive loop")
         iterable, _ = self._visit_operand(node.iter)
@@ -115,14 +115,14 @@ class _Rewriter(NodeTransformer):
         return node
 
     def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
-        """Each call pays first of all, so that also one that calls itself comes to an end."""
+        """Each call pays before its body runs, so that recursion ends too."""
         price = self._visit_body(node.defaults) + self._visit_body(node.body)
         self._price += _CALL
         node.body.insert(0, nodes.ExprStmt(self._pay(SPEND, nodes.Const(None), price), lineno=node.lineno))
         return node
 
     def visit_Call(self, node: nodes.Call) -> nodes.Node:
-        """Calls macros, some functions, and some methods of texts and objects, by their own names only."""
+        """Allows calls of macros, of some functions, and of some methods of strings and objects, by name only."""
         called = node.node
         self._price += _CALL
         if isinstance(called, nodes.Getattr) and called.attr in _METHODS:
@@ -142,7 +142,7 @@ class _Rewriter(NodeTransformer):
         if name == "strftime_now":
             self._price += _TIME
             if not all(isinstance(value, nodes.Const) and _FORMAT.fullmatch(str(value.value)) for value in node.args):
-                raise _refuse(node, "strftime_now with a width, or with what is not constant")
+                raise _refuse(node, "strftime_now with a width, or a format that is not constant")
         self._rewrite_children(node)
         if name == "raise_exception":
             node.args = [self._pay(READ, argument) for argument in node.args]
@@ -161,7 +161,7 @@ class _Rewriter(NodeTransformer):
         return node
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
-        """Free beside a constant, which bounds the work, unless it is searched for in something else."""
+        """A comparison with a constant is free, since the constant bounds the work; a search for a constant is not."""
         self._price += _NODE
         sides: list[Any] = [node, *node.ops]
         for side in sides:
@@ -197,11 +197,11 @@ class _Rewriter(NodeTransformer):
     visit_Sub = visit_List = visit_Tuple = visit_Dict = _pay_for_result
 
     def _visit_arithmetic(self, node: nodes.BinExpr) -> nodes.Node:
-        """Of small numbers; a text times or modulo something is another matter."""
+        """Allows arithmetic on small numbers only: on a string, * repeats and % formats."""
         self._rewrite_children(node)
         for side in (node.left, node.right):
             if _is_constant(side) and not (isinstance(side, nodes.Const) and isinstance(side.value, int | float)):
-                raise _refuse(node, f"{node.operator} of what is no number")
+                raise _refuse(node, f"{node.operator} of something other than a number")
         node.left, node.right = self._pay(NUMBER, node.left), self._pay(NUMBER, node.right)
         return node
 
@@ -221,7 +221,7 @@ class _Rewriter(NodeTransformer):
         return super().generic_visit(node)
 
     def _visit_body(self, body: list[Any]) -> int:
-        """Rewrites what runs many times, in place; returns what one run costs."""
+        """Rewrites a body that runs many times, in place; returns the units of one run."""
         before, self._price = self._price, _NODE
         body[:] = [self.visit(child) for child in body]
         price, self._price = self._price, before
@@ -235,7 +235,7 @@ class _Rewriter(NodeTransformer):
         self._visit_arguments(node, name)
         operand, is_lazy = self._visit_operand(node.node)
         if is_lazy and (name not in _CONSUMERS | _LAZY or (name == "map" and node.args)):
-            raise _refuse(node, f"{name} of what {operand.name} brings")
+            raise _refuse(node, f"{name} of the result of {operand.name}")
         if not is_lazy and (name in _READERS or (name == "map" and node.args)):
             operand = self._pay(READ, operand)
         if name in _LAZY or (name in _ITERATORS and not is_lazy):
@@ -244,12 +244,12 @@ class _Rewriter(NodeTransformer):
         return self._pay(READ, node) if name in _MAKERS or (is_lazy and name == "join") else node
 
     def _visit_operand(self, node: Any) -> tuple[Any, bool]:
-        """Returns what is used up at once, and whether it is lazy: only here it may be."""
+        """Rewrites an operand that is consumed at once, so that it may be lazy; returns it, and whether it is."""
         is_lazy = isinstance(node, nodes.Filter) and node.name in _LAZY
         return self._visit_filter(node) if is_lazy else self.visit(node), is_lazy
 
     def _visit_arguments(self, node: Any, name: str) -> None:
-        """Requires constants where an argument can be a factor, or the name of a filter or test."""
+        """Requires constant arguments where one can multiply the work or name a filter or test."""
         values = [*node.args, *(keyword.value for keyword in node.kwargs)]
         if node.dyn_args is not None or node.dyn_kwargs is not None:
             raise _refuse(node, "a call with *")
@@ -272,7 +272,7 @@ class _Rewriter(NodeTransformer):
             raise _refuse(node, f"{name} with such a filter or test")
 
     def _pay(self, name: str, node: Any, *args: int) -> Any:
-        """Returns the node with a filter around it that pays; constants are paid for where they stand."""
+        """Returns the node inside a paying filter; constants are paid for where they stand."""
         is_paid = isinstance(node, nodes.Filter) and node.name == name
         if name not in (LOOP, SPEND) and (is_paid or isinstance(node, nodes.TemplateData) or _is_constant(node)):
             return node
@@ -281,7 +281,7 @@ class _Rewriter(NodeTransformer):
 
 
 def _is_constant(node: nodes.Node) -> bool:
-    """Whether it is written out: its size is part of the template's."""
+    """Whether the node is a literal, whose size is part of the template's."""
     if isinstance(node, nodes.List | nodes.Tuple):
         return all(map(_is_constant, node.items))
     return isinstance(node, nodes.Const)

@@ -1,7 +1,7 @@
-"""Chat templates for those who serve strangers: rendered in processes that can be killed, unless they are frugal.
+"""Renders chat templates of untrusted conversations: frugal ones here, others in processes that can be killed.
 
-What a template costs depends on the messages, so no look at it beforehand proves that it is harmless. The model's own
-is rendered here as long as it pays for all that it does (`frugal.py`); a process does the rest.
+The cost of a template depends on the messages, so no check beforehand can prove it harmless. The model's own template
+is rendered in this process while it stays within its budget (`frugal.py`); everything else goes to a process.
 """
 
 from __future__ import annotations
@@ -33,36 +33,33 @@ class RenderTimeoutError(InvalidRequestError):
 
 
 class RendererClosedError(JaxServeError, RuntimeError):
-    """Nothing is rendered any more."""
+    """The renderer was closed."""
 
 
 @final
 class TemplateRenderer:
-    """A few processes that render templates; they start when they are needed. Safe to use from several threads."""
+    """A few processes that render templates, started on demand. Safe to use from several threads."""
 
-    def __init__(
-        self, *, time_limit_s: float, memory_bytes: int = MEMORY_BYTES, max_processes: int = MAX_PROCESSES
-    ) -> None:
+    def __init__(self, *, time_limit_s: float, max_processes: int = MAX_PROCESSES) -> None:
         """Starts nothing.
 
         Args:
-            time_limit_s: for one conversation, the wait for a process included.
-            memory_bytes: for the same.
-            max_processes: so many conversations are rendered at once; others wait.
+            time_limit_s: seconds for one conversation, including the wait for a process.
+            max_processes: conversations rendered at once; others wait.
         """
-        self._time_limit_s, self._memory_bytes = time_limit_s, memory_bytes
+        self._time_limit_s = time_limit_s
         self._templates: Sequence[str] = ()
-        self._frugal: FrugalTemplate | None = None  # the first of them, if it is so
+        self._frugal: FrugalTemplate | None = None  # the first template, if it is frugal
         self._changed = threading.Condition()  # guards what follows
         self._workers = [self._make_worker() for _ in range(max_processes)]
-        self._idle = list(self._workers)  # the last one was used last, and runs if any does
+        self._idle = list(self._workers)  # the last one runs if any does
         self._is_closed = False
 
     def start(self, template: str | None) -> None:
-        """Starts one process, and compiles a template in it and in all later ones, and here if it is frugal.
+        """Starts one process; it and all later ones compile `template`, and so does this one if it is frugal.
 
         Raises:
-            WorkerStartError: it cannot be started.
+            WorkerStartError: the process cannot be started.
         """
         from jaxserve.tokenizers.frugal import CostlyTemplateError, FrugalTemplate
 
@@ -88,16 +85,17 @@ class TemplateRenderer:
         limit_s: float | None = None,
         may_start: bool = True,
     ) -> str:
-        """Returns what `render_template` returns.
+        """Returns the text of `render_template`.
 
         Args:
-            limit_s: seconds that the template may take, less than the usual limit; waiting for a process is not in it.
-            may_start: a process is started when none is idle, which takes tenths of a second. Else RenderTimeoutError.
+            limit_s: seconds for the template alone, without the wait for a process; default: the renderer's limit.
+            may_start: start a process, which takes tenths of a second, if none is idle and running; else that is a
+                RenderTimeoutError.
 
         Raises:
-            InvalidRequestError, TokenizerError: as `render_template` raises them.
-            RenderTimeoutError: it took too long.
-            TokenizerError: it took too much memory.
+            InvalidRequestError, TokenizerError: as `render_template` raises them; TokenizerError also when the template
+                takes too much memory.
+            RenderTimeoutError: the template took too long.
             RendererClosedError: `close` was called.
             WorkerStartError: no process could be started.
         """
@@ -118,20 +116,20 @@ class TemplateRenderer:
                 raise RendererClosedError("templates are no longer rendered") from error
             if isinstance(error, WorkerStartError):
                 raise
-            message = f"the template takes more than {self._memory_bytes >> 20} MiB or crashes on these messages"
+            message = f"the template takes more than {MEMORY_BYTES >> 20} MiB or crashes on these messages"
             raise TokenizerError(message, field="chat_template") from error
         except (ValueError, RecursionError) as error:
             message = f"cannot be given to a chat template: {shorten(str(error))}"
             raise InvalidRequestError(message, field="messages") from error
         finally:
             if may_start and not self._is_closed:
-                with suppress(WorkerStartError):  # one that was killed is replaced at the cost of this conversation
+                with suppress(WorkerStartError):  # this conversation waits for the replacement of a killed process
                     worker.start()
             self._give_back(worker)
         return read_reply(reply)
 
     def close(self) -> None:
-        """Ends the processes; whoever waits for a text gets a RendererClosedError. Calling it again does nothing."""
+        """Ends the processes; threads that wait for a text get RendererClosedError. Calling it again does nothing."""
         with self._changed:
             self._is_closed = True
             for worker in self._workers:
@@ -143,7 +141,7 @@ class TemplateRenderer:
 
     @property
     def process_ids(self) -> list[int]:
-        """Those of the processes that run."""
+        """The ids of the running processes."""
         return [worker.process_id for worker in self._workers if worker.process_id is not None]
 
     def _make_worker(self) -> Worker:
@@ -152,11 +150,11 @@ class TemplateRenderer:
             lambda: {"templates": self._templates},
             name="the renderer of chat templates",
             time_limit_s=self._time_limit_s,
-            memory_bytes=self._memory_bytes,
+            memory_bytes=MEMORY_BYTES,
         )
 
     def _take(self, deadline: float, *, needs_running: bool) -> Worker:
-        """Returns a worker that is idle, one that runs if there is one; RenderTimeoutError when none becomes so."""
+        """Returns an idle worker, a running one if possible; RenderTimeoutError when none becomes idle in time."""
         with self._changed:
             while True:
                 if self._is_closed:

@@ -1,7 +1,8 @@
-"""sentencepiece `.model` files, with the added tokens and options of the JSON files beside them."""
+"""sentencepiece `.model` files, with the added tokens and options in the JSON files beside them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
@@ -29,17 +30,16 @@ if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
 
 _SPACE_MARK = "\u2581"
-# A ModelProto that holds only normalizer_spec { add_dummy_prefix: false }. Appended to a model it is merged into it,
-# as protocol buffers define.
+# A ModelProto that holds only normalizer_spec { add_dummy_prefix: false }. Appended to a model it is merged into it.
 _NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 _MODEL_FIELDS = {1: "pieces", 2: "trainer_spec", 3: "normalizer_spec"}
 
 
 def load_sentencepiece(path: Path) -> SentencePieceTokenizer:
-    """Loads a `.model` file and the JSON files beside it.
+    """Returns the tokenizer of a `.model` file and the JSON files beside it.
 
     Raises:
-        TokenizerError: a file is missing, truncated or malformed, or they contradict each other.
+        TokenizerError: a file is missing, truncated or malformed.
     """
     data = read_bytes(path, MAX_TOKENIZER_BYTES)
     if data is None:
@@ -47,8 +47,8 @@ def load_sentencepiece(path: Path) -> SentencePieceTokenizer:
     missing = [name for number, name in _MODEL_FIELDS.items() if number not in _list_fields(data)]
     if missing:
         raise TokenizerError(
-            f"{path} is not a whole sentencepiece model (no {missing[0]}): if it was truncated, copy it again; if it "
-            "is a tiktoken vocabulary, use the checkpoint's tokenizer.json",
+            f"{path} is not a complete sentencepiece model (no {missing[0]}): if it was truncated, copy it again; if "
+            "it is a tiktoken vocabulary, use the checkpoint's tokenizer.json",
             field=path.name,
             value=str(path),
         )
@@ -59,8 +59,8 @@ def load_sentencepiece(path: Path) -> SentencePieceTokenizer:
 class SentencePieceTokenizer(Tokenizer):
     """A `Tokenizer` over the sentencepiece library. Adds BOS unless `add_bos_token` is false, as Llama 2 does.
 
-    Text that follows a special token is encoded as a continuation; with `legacy` in tokenizer_config.json, and only
-    then, it gets the leading space of a new text. Decoded text equals sentencepiece's own for ordinary and byte pieces.
+    Text after a special token is encoded as a continuation, or with `legacy` in tokenizer_config.json as a new text,
+    with a leading space. Decoded text equals sentencepiece's own for ordinary and byte pieces.
     """
 
     def __init__(self, data: bytes, metadata: TokenizerMetadata, path: Path) -> None:
@@ -77,7 +77,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.special_pattern = compile_special_pattern(self.special_tokens)
         self._all_pattern = compile_special_pattern([*self.special_tokens, *self._added])
         self._ordinary_pattern = compile_special_pattern(set(self._added) - set(self.special_tokens))
-        self._found_in_text = {  # special tokens that the model itself finds in any text
+        self._found_in_text = {  # special tokens that the model finds in plain text
             text: token_id
             for text, token_id in self.special_tokens.items()
             if token_id < self._model_size and self._continuing.encode(text) == [token_id]
@@ -106,7 +106,7 @@ class SentencePieceTokenizer(Tokenizer):
         pattern = self._all_pattern if allow_special else self._ordinary_pattern
         ids: list[int] = []
         start = 0
-        swallow = False  # the token before takes the blanks that follow it
+        swallow = False  # the token before absorbs the blanks that follow it
         for match in pattern.finditer(text):
             entry = self._added.get(match[0])
             segment = text[start : match.start()]
@@ -132,7 +132,7 @@ class SentencePieceTokenizer(Tokenizer):
         return self._table.list_bytes()
 
     def _encode_segment(self, segment: str, first: bool, escape: str) -> list[int]:
-        """Encodes text without special tokens; `first`: it begins the prompt."""
+        """Returns the ids of text without special tokens; `first`: the text begins the prompt."""
         if escape:
             segment = segment.replace(escape, "")
         if not segment:
@@ -142,7 +142,7 @@ class SentencePieceTokenizer(Tokenizer):
             return model.encode(segment)
         ids: list[int] = []
         start = 0
-        for match in self._found_pattern.finditer(segment):  # cut in two, the model does not find it
+        for match in self._found_pattern.finditer(segment):  # the model does not find a text that is cut in two
             ids += model.encode(segment[start : match.start() + 1])
             start, model = match.start() + 1, self._continuing
         ids += model.encode(segment[start:])
@@ -183,7 +183,7 @@ class SentencePieceTokenizer(Tokenizer):
         return texts | metadata.named_tokens
 
     def _read_special_tokens(self, metadata: TokenizerMetadata) -> dict[str, int]:
-        """Control and unknown pieces, added tokens that are special, and whatever the files name as special."""
+        """Returns control and unknown pieces, special added tokens, and all that the files name as special."""
         model = self._at_start
         ids = list(range(self._model_size))
         special = {
@@ -216,9 +216,9 @@ def _load(data: bytes, path: Path) -> SentencePieceProcessor:
 
 
 def _list_fields(data: bytes) -> set[int]:
-    """Returns the numbers of the fields in a serialized protocol buffer; none if it ends inside one.
+    """Returns the numbers of the fields in a serialized protocol buffer; none if it ends inside a field.
 
-    A model that was cut between two fields still parses, with defaults for what is gone: it would encode wrongly.
+    A model that was cut between two fields still parses, with defaults for the missing ones, and encodes wrongly.
     """
     numbers: set[int] = set()
     at = 0
@@ -239,7 +239,7 @@ def _list_fields(data: bytes) -> set[int]:
 
 
 def _read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """Returns the number at a place and the place after it; past the end it reads zeros."""
+    """Returns the number at offset `at` and the offset after it; bytes past the end read as zeros."""
     value = shift = 0
     while at < len(data) and data[at] & 0x80:
         value |= (data[at] & 0x7F) << shift
@@ -248,7 +248,7 @@ def _read_varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _read_piece_texts(model: SentencePieceProcessor, added_tokens: tuple[AddedTokenEntry, ...]) -> list[str | bytes]:
-    """Returns the piece of each id; byte pieces stay `bytes`, because sentencepiece strips no space from them."""
+    """Returns the piece of each id; byte pieces are `bytes`, because sentencepiece strips no space from them."""
     ids = list(range(model.get_piece_size()))
     pieces: list[str | bytes] = [
         bytes([int(text[3:5], 16)]) if is_byte else text.replace(_SPACE_MARK, " ")
@@ -262,9 +262,9 @@ def _read_piece_texts(model: SentencePieceProcessor, added_tokens: tuple[AddedTo
 
 
 def _probe_start(model: SentencePieceProcessor) -> tuple[bool, bool]:
-    """Returns whether decoding takes a space from the first piece, and whether it does so until a piece leaves text.
+    """Returns whether decoding strips a space from the first piece, and whether it does so until a piece leaves text.
 
-    The model's normalizer decides, which the library does not show.
+    That depends on the model's normalizer, which the library does not expose.
     """
     pieces = (model.id_to_piece(token_id) for token_id in range(model.get_piece_size()))
     word = next((text for text in pieces if text[0] == _SPACE_MARK and text[1:].strip(_SPACE_MARK)), None)

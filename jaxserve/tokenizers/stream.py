@@ -1,8 +1,8 @@
 """Incremental detokenizing over a table from token id to text.
 
-`tokenizers.decoders.DecodeStream` decodes a window of ids again for every token, and it raises once a byte that was
-already shown turns out to belong to an invalid run. A table has neither problem: what a token adds to the text depends
-on at most three bytes that came before it.
+`tokenizers.decoders.DecodeStream` decodes a window of ids again for every token, and raises when a byte that was shown
+turns out to belong to an invalid run. A table has neither problem: the text that a token adds depends on at most three
+bytes before it.
 """
 
 from __future__ import annotations
@@ -25,48 +25,47 @@ codecs.register_error(EACH_BYTE, _replace_each_byte)
 
 @dataclass(frozen=True, slots=True)
 class PieceTable:
-    """What each token id adds to a text.
+    """The piece that each token id adds to a text.
 
-    A piece is a `str` when its text stands for itself, else `bytes`: part of a UTF-8 sequence.
+    A piece is a `str` if it is text on its own, else `bytes`: part of a UTF-8 sequence.
     """
 
-    pieces: list[str | bytes]  # by token id, special tokens as their text; "" for an id without a token
+    pieces: list[str | bytes]  # by token id; special tokens as their text, "" for an id without a token
     visible: list[str | bytes]  # the same with "" for special tokens
     errors: str  # codec error handler: "replace" (one U+FFFD per broken sequence) or EACH_BYTE
-    opening: Mapping[int, str] = field(default_factory=dict)  # pieces that are others at the start of a text
-    opens_until_text: bool = False  # the start lasts until a piece leaves text; else the first piece ends it
-    joined: Mapping[int, str] = field(default_factory=dict)  # what `join_added` found
-    replacements: Mapping[int, str] = field(default_factory=dict)  # of characters that `bytes` pieces spell, by code
+    opening: Mapping[int, str] = field(default_factory=dict)  # pieces that differ at the start of a text
+    opens_until_text: bool = False  # the start lasts until a piece leaves text, else for one piece
+    joined: Mapping[int, str] = field(default_factory=dict)  # the result of `join_added`
+    replacements: Mapping[int, str] = field(default_factory=dict)  # by code point, for characters spelled by `bytes`
 
     def list_bytes(self) -> list[bytes]:
         """Returns the pieces as UTF-8."""
         return [piece.encode() if isinstance(piece, str) else piece for piece in self.pieces]
 
     def decode(self, data: bytes, final: bool) -> tuple[str, int]:
-        """Returns the text of `bytes` pieces and how many bytes it took; unless `final`, an open character waits."""
+        """Returns the text of `bytes` pieces and how many bytes it took; an open character waits unless `final`."""
         text, consumed = codecs.utf_8_decode(data, self.errors, final)
         return text.translate(self.replacements) if self.replacements else text, consumed
 
 
 def trim_space(piece: str | bytes) -> str | bytes:
-    """Returns a piece without its first space; `bytes` as they are."""
+    """Returns a piece without a leading space; `bytes` unchanged."""
     return piece.removeprefix(" ") if isinstance(piece, str) else piece
 
 
 def list_openings(pieces: Sequence[str | bytes], openings: Iterable[str | bytes]) -> dict[int, str]:
-    """Returns `PieceTable.opening`, given the pieces of all ids and what they are at the start of a text."""
+    """Returns `PieceTable.opening`, given the pieces of all ids and their forms at the start of a text."""
     pairs = enumerate(zip(pieces, openings, strict=True))
     return {token_id: opening for token_id, (piece, opening) in pairs if isinstance(opening, str) and opening != piece}
 
 
 def join_added(pieces: Sequence[str | bytes], texts: Mapping[int, str]) -> dict[int, str]:
-    """Returns added tokens by id as they stand right after another one: without the space that the decoder puts there.
+    """Returns the pieces of added tokens, by id, right after another one: without the decoder's space.
 
-    Empty where the decoder puts none in front of any of them, as is usual. A token of nothing but blanks keeps them:
-    they are what it says.
+    Empty if the decoder puts no space in front of any of them, as is usual. A token of blanks only keeps them.
 
     Args:
-        pieces: what each token id adds to a text.
+        pieces: the piece of each token id.
         texts: special and other added tokens by id, as the vocabulary spells them.
     """
     joined: dict[int, str] = {}
@@ -79,10 +78,10 @@ def join_added(pieces: Sequence[str | bytes], texts: Mapping[int, str]) -> dict[
 
 
 class DetokenizerStream:
-    """Turns output token ids into text, token by token; constant work per token.
+    """Turns output token ids into text, token by token, with constant work per token.
 
-    The pieces of text and `flush` joined are the decoded output. A prompt before the output decides whether the first
-    word keeps its space, and a character that the prompt began is completed by the output.
+    The results of `push` and `flush` joined are the decoded output. A prompt decides whether the first word keeps its
+    space, and the output can complete a character that the prompt began.
     """
 
     __slots__ = ("_at_start", "_clear", "_inherited", "_pending", "_pieces", "_table")
@@ -91,7 +90,7 @@ class DetokenizerStream:
         self._table = table
         self._pieces = table.visible if skip_special_tokens else table.pieces
         self._pending = self._find_open_bytes(prompt_ids)
-        self._inherited = bool(self._pending)  # the pending bytes are the prompt's alone
+        self._inherited = bool(self._pending)  # all pending bytes are the prompt's
         self._at_start = bool(table.opening) and not any(map(self._get_piece, prompt_ids))
         self._clear = not (self._pending or self._at_start)  # the next piece, if a `str`, is text as it stands
 
@@ -114,7 +113,7 @@ class DetokenizerStream:
         return "".join([push(token_id) for token_id in token_ids])
 
     def flush(self) -> str:
-        """Returns what is left at the end of the output: U+FFFD for a character that stayed incomplete."""
+        """Returns the rest of the output's text: U+FFFD for a character that stayed incomplete, else ""."""
         pending, self._pending = self._pending, b""
         self._clear = not self._at_start
         if self._inherited:
@@ -132,8 +131,8 @@ class DetokenizerStream:
         if self._inherited:
             self._inherited = False
             if isinstance(piece, str) or piece[0] & 0xC0 != 0x80:
-                self._pending = b""  # the prompt's last character was broken: that is no part of the output
-        if isinstance(piece, str):  # it ends the character before it, whole or not
+                self._pending = b""  # the prompt's last character is broken, but not part of the output
+        if isinstance(piece, str):  # ends the character before it, complete or not
             text, self._pending = table.decode(self._pending, True)[0] + piece, b""
         else:
             data = self._pending + piece
@@ -146,7 +145,7 @@ class DetokenizerStream:
         return self._pieces[token_id] if 0 <= token_id < len(self._pieces) else ""
 
     def _find_open_bytes(self, prompt_ids: Sequence[int]) -> bytes:
-        """Returns the bytes of a character that the prompt's last tokens began and did not finish: three at most."""
+        """Returns the bytes, at most three, of a character that the prompt's last tokens began but did not finish."""
         tail = b""
         for token_id in reversed(prompt_ids[-3:]):
             piece = self._get_piece(token_id)
@@ -157,9 +156,9 @@ class DetokenizerStream:
 
 
 class JoiningStream(DetokenizerStream):
-    """A stream that shows special tokens, and no space of the decoder's between two added ones.
+    """A stream that shows special tokens, without the decoder's space between two added tokens.
 
-    The prompt's last token counts as the one before the first.
+    The prompt's last token counts as the one before the output's first.
     """
 
     __slots__ = ("_after_added",)
@@ -179,7 +178,7 @@ class JoiningStream(DetokenizerStream):
 def open_stream(
     table: PieceTable, skip_special_tokens: bool, prompt_ids: Sequence[int], spaces_between_special_tokens: bool
 ) -> DetokenizerStream:
-    """Returns the stream that does what is asked for: the plain one wherever the text is the same."""
+    """Returns the stream for these options, the plain one wherever the text is the same."""
     if skip_special_tokens or spaces_between_special_tokens or not table.joined:
         return DetokenizerStream(table, skip_special_tokens=skip_special_tokens, prompt_ids=prompt_ids)
     return JoiningStream(table, prompt_ids=prompt_ids)

@@ -1,8 +1,8 @@
 """Chat templates: Jinja that came with a downloaded model, rendered in a sandbox.
 
-A template may not reach Python's internals, files or the network, and its output is bounded. It can still burn
-processor time and memory, so whoever serves strangers renders in a process that can be killed (`renderer.py`), for
-which this file is also the program: `prepare`. The Python API renders templates, its caller's own, where it is called.
+A template cannot reach Python's internals, files or the network, and its output is bounded. It can still burn processor
+time and memory, so the server renders in processes that can be killed (`renderer.py`); this file is their program, by
+`prepare`. The Python API renders its caller's templates in place.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def render_template(
     *,
     tools: list[dict[str, Any]] | None = None,
 ) -> str:
-    """Returns the text that a template makes of messages and the tools that they may call.
+    """Returns the text that a template makes of messages and tools.
 
     Raises:
         InvalidRequestError: the template refuses the messages, or the text is too long.
-        TokenizerError: the template is not valid Jinja, does what the sandbox forbids, or fails.
+        TokenizerError: the template is not valid Jinja, breaks the sandbox's rules, or fails.
     """
     compiled = _compile(template)
     chunks: list[str] = []
@@ -70,12 +70,12 @@ def list_variables(
 
 
 def prepare(options: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Returns what answers jobs in a process of its own, in which the templates of the options are compiled already.
+    """Compiles the templates in `options["templates"]`; returns the function that answers a worker's jobs.
 
-    A job holds the arguments of `render_template`; its reply, `text` or `error`, is for `read_reply`.
+    A job holds the arguments of `render_template`; `read_reply` reads its reply.
     """
     for template in options["templates"]:
-        with contextlib.suppress(TokenizerError):  # it is told to those who send messages
+        with contextlib.suppress(TokenizerError):  # reported with the first job
             _compile(template)
     return _answer
 
@@ -114,7 +114,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own `tojson` escapes for HTML; templates are written for transformers, whose filter does not."""
+    """Returns JSON without HTML escapes, as transformers' filter does; Jinja's own `tojson` escapes."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -132,7 +132,7 @@ def _compile(template: str) -> Template:
 
 @functools.cache
 def make_environment() -> Environment:
-    """Returns the environment that chat templates are written for, without a loader or a way to Python's internals."""
+    """Returns the Jinja environment that chat templates expect, sandboxed and without a loader."""
     from jinja2 import ext, nodes
     from jinja2.exceptions import SecurityError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -151,7 +151,7 @@ def make_environment() -> Environment:
         intercepted_binops = frozenset({"*", "**"})
 
         def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-            """Refuses results that would fill the memory: "a" * 10**10."""
+            """Refuses operations with huge results, such as "a" * 10**10."""
             for value, times in ((left, right), (right, left)) if operator == "*" else ():
                 size = len(value) * times if isinstance(value, str | list | tuple) else 0
                 if size > MAX_RENDERED_CHARS:

@@ -1,4 +1,4 @@
-"""What every tokenizer offers: to the rest of jaxserve, and to scripts that were written for transformers."""
+"""The interface of every tokenizer, for jaxserve and for scripts written for transformers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from jaxserve.tokenizers.stream import DetokenizerStream
 
 
 class RenderedChat(str):
-    """A conversation as text that remembers its token ids, so that its special tokens stay what they are.
+    """The text of a conversation with its token ids, so that its special tokens stay special.
 
-    `encode` of the tokenizer that made it returns these ids, and so `LLM.generate` continues the conversation. A copy,
-    a slice or a sum of it is plain text.
+    `encode` of the tokenizer that made the text returns these ids, so `LLM.generate` continues the conversation. A
+    copy, slice or sum is plain text.
     """
 
     __slots__ = ("maker", "token_ids")
@@ -28,10 +28,10 @@ class RenderedChat(str):
 
 
 class BatchEncoding(dict[str, Any]):
-    """What a call of a tokenizer returns: `input_ids` and `attention_mask`, as keys and as attributes."""
+    """The result of calling a tokenizer: `input_ids` and `attention_mask`, as keys and as attributes."""
 
     def __init__(self, input_ids: list[Any]) -> None:
-        """Takes the ids of a text, or those of several texts."""
+        """Takes the ids of one text, or a list of ids for each of several."""
         is_batch = bool(input_ids) and isinstance(input_ids[0], list)
         mask = [[1] * len(ids) for ids in input_ids] if is_batch else [1] * len(input_ids)
         super().__init__(input_ids=input_ids, attention_mask=mask)
@@ -46,20 +46,20 @@ class BatchEncoding(dict[str, Any]):
 class Tokenizer(ABC):
     """Text to token ids and back. Immutable after loading and safe to use from several threads at once.
 
-    The methods' names, and their defaults, are those of transformers' tokenizers. An argument of transformers' that is
-    not here is taken at the value that changes nothing and refused otherwise.
+    Names and defaults of methods are those of transformers' tokenizers. Other arguments of transformers are accepted at
+    values that change nothing and refused otherwise.
     """
 
     vocab_size: int  # largest token id + 1; a model's embedding may have more rows
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]  # the tokenizer's own first, then those of generation_config.json
-    special_tokens: Mapping[str, int]  # text to id of every token that plain text never becomes
+    special_tokens: Mapping[str, int]  # text to id; plain text never becomes one of them
     special_ids: frozenset[int]  # the ids of `special_tokens`: hidden by skip_special_tokens
     special_pattern: re.Pattern[str]  # matches the text of any special token, the longest first
-    named_tokens: Mapping[str, str]  # bos_token, eos_token, ... to their text: variables of a chat template
+    named_tokens: Mapping[str, str]  # bos_token, eos_token, ... to text: variables of a chat template
     chat_template: str | None
-    _prefix: Sequence[int]  # what `add_special_tokens` puts before a text
-    _suffix: Sequence[int]  # and behind it
+    _prefix: Sequence[int]  # ids that `add_special_tokens` puts before a text
+    _suffix: Sequence[int]  # ids that it puts after a text
 
     def encode(
         self,
@@ -70,19 +70,19 @@ class Tokenizer(ABC):
         escape: str = "",
         **arguments: Any,
     ) -> list[int]:
-        """Returns the ids of a text; of what `apply_chat_template` returned as text, the ids that it stands for.
+        """Returns the ids of a text; for a `RenderedChat` of this tokenizer, the ids of the conversation.
 
         Args:
             text: any Unicode text, also empty.
             add_special_tokens: put BOS (and EOS) around it where the checkpoint's own tokenizer does.
-            allow_special: turn the text of a special token into that token, as transformers does. Off for a user's
-                text, on for a rendered chat template.
-            escape: with `allow_special`, one character that stands inside the text of each special token that has to
-                stay plain text; it is removed everywhere before the text is encoded.
-            arguments: of transformers', without effect.
+            allow_special: turn the text of a special token into that token, as transformers does. Off for users' text,
+                on for a rendered chat template.
+            escape: with `allow_special`, a character inside the text of each special token that must stay plain text;
+                it is removed everywhere before encoding.
+            arguments: transformers' others, without effect.
 
         Raises:
-            InvalidRequestError: `text` is no string, holds lone surrogates, or spells a special token that this
+            InvalidRequestError: `text` is not a string, holds lone surrogates, or spells a special token that this
                 tokenizer cannot keep as plain text; the tokenizer's library fails on it; or an argument is refused.
         """
         refuse_all_arguments(arguments)
@@ -92,13 +92,13 @@ class Tokenizer(ABC):
         return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
 
     def decode(self, ids: Sequence[int] | int, skip_special_tokens: bool = False, **arguments: Any) -> str:
-        """Returns the text of ids, or of one: all that a fresh `new_stream` gives for them.
+        """Returns the text of one id or several: what a new stream gives for them.
 
-        Ids that are not in the vocabulary have no text, as in `tokenizers`.
+        Ids beyond the vocabulary have no text, as in `tokenizers`.
 
         Raises:
-            InvalidRequestError: an id is negative or no integer, the tokenizer's library fails on them, or an argument
-                is refused.
+            InvalidRequestError: an id is negative or not an integer, the tokenizer's library fails, or an argument is
+                refused.
         """
         refuse_all_arguments(arguments)
         listed = [ids] if isinstance(ids, int) else ids
@@ -111,7 +111,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _encode(self, text: str, allow_special: bool, escape: str) -> list[int]:
-        """`encode` of a valid text, with nothing put around it."""
+        """Returns the ids of a valid text, without prefix and suffix."""
 
     @abstractmethod
     def new_stream(
@@ -129,30 +129,30 @@ class Tokenizer(ABC):
                 put between two adjacent added tokens.
 
         Raises:
-            TokenizerError: this tokenizer's decoder needs the whole text (its message names the decoder).
+            TokenizerError: this tokenizer's decoder needs the whole text.
         """
 
     @abstractmethod
     def list_token_bytes(self) -> list[bytes]:
-        """Returns what each token id adds to a text that has begun, special tokens as their text; b"" without a token.
+        """Returns the bytes that each token id adds inside a text; special tokens as their text, b"" without a token.
 
         Raises:
-            TokenizerError: this tokenizer's decoder needs the whole text (its message names the decoder).
+            TokenizerError: this tokenizer's decoder needs the whole text.
         """
 
     @abstractmethod
     def get_vocab(self) -> dict[str, int]:
-        """Returns every token as the vocabulary spells it ("▁the", "Ġthe"), with its id."""
+        """Returns the id of every token, by its spelling in the vocabulary ("▁the", "Ġthe")."""
 
     @abstractmethod
     def _find_id(self, token: str) -> int | None:
-        """Returns the id of a token as the vocabulary spells it, None without one."""
+        """Returns the id of a token by its spelling in the vocabulary, None if there is none."""
 
     @abstractmethod
     def _find_token(self, token_id: int) -> str | None:
-        """Returns how the vocabulary spells a token, None for an id of at least 0 that is not in it."""
+        """Returns a token's spelling in the vocabulary, None for an id beyond it."""
 
-    # What follows is for scripts; nothing else in jaxserve calls it.
+    # The rest is for scripts; jaxserve does not call it.
 
     def apply_chat_template(
         self,
@@ -166,13 +166,13 @@ class Tokenizer(ABC):
         return_dict: bool = False,
         **options: Any,
     ) -> Any:
-        """Returns a conversation as token ids, or as text (`RenderedChat`) without `tokenize`; for a list, a list.
+        """Returns a conversation as token ids, or as a `RenderedChat` without `tokenize`; a list for several.
 
         Args:
             conversation: messages, or a list of conversations.
             return_dict: return a `BatchEncoding` instead of the ids.
-            options: variables of the template (`jaxserve.tokenizers.chat.OPTIONS`), and arguments of transformers'
-                without effect. The others are those of `encode_chat`.
+            options: variables of the template (`jaxserve.tokenizers.chat.OPTIONS`), and arguments of transformers
+                without effect. The other arguments are those of `encode_chat`.
 
         Raises:
             InvalidRequestError: messages, tools or options are malformed, or the template refuses the conversation.
@@ -194,7 +194,7 @@ class Tokenizer(ABC):
         return rendered
 
     def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True, **arguments: Any) -> BatchEncoding:
-        """Returns the ids of a text, or of each of a list of texts, under `input_ids`; raises what `encode` does."""
+        """Returns `encode` of a text, or of each of several, as `input_ids`."""
         if isinstance(text, str):
             return BatchEncoding(self.encode(text, add_special_tokens, **arguments))
         return BatchEncoding([self.encode(each, add_special_tokens, **arguments) for each in text])
@@ -202,7 +202,7 @@ class Tokenizer(ABC):
     def batch_decode(
         self, sequences: Iterable[Sequence[int]], skip_special_tokens: bool = False, **arguments: Any
     ) -> list[str]:
-        """Returns `decode` of each."""
+        """Returns `decode` of each sequence."""
         return [self.decode(ids, skip_special_tokens, **arguments) for ids in sequences]
 
     def tokenize(self, text: str) -> list[str]:
@@ -210,14 +210,14 @@ class Tokenizer(ABC):
         return [self._find_token(token_id) or "" for token_id in self.encode(text, add_special_tokens=False)]
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
-        """Returns the id of a token as the vocabulary spells it, or a list of ids; the unknown token's for others."""
+        """Returns the id of a token by its spelling, or a list of ids; the unknown token's id for an unknown one."""
         if not isinstance(tokens, str):
             return [self.convert_tokens_to_ids(token) for token in tokens]
         found = self._find_id(tokens)
         return self.unk_token_id if found is None else found
 
     def convert_ids_to_tokens(self, ids: int | Sequence[int], skip_special_tokens: bool = False) -> Any:
-        """Returns how the vocabulary spells a token, or a list of tokens; None for an id that is not in it."""
+        """Returns a token's spelling in the vocabulary, or a list of spellings; None for an id beyond it."""
         require_token_ids([ids] if isinstance(ids, int) else ids)
         if isinstance(ids, int):
             return self._find_token(ids)
@@ -234,7 +234,7 @@ class Tokenizer(ABC):
 
     @property
     def all_special_ids(self) -> list[int]:
-        """Their ids, in the same order."""
+        """The ids of `special_tokens`, in the order of `all_special_tokens`."""
         return list(self.special_tokens.values())
 
     @property
@@ -249,27 +249,27 @@ class Tokenizer(ABC):
 
     @property
     def eos_token_id(self) -> int | None:
-        """Its id. A model may end a text by others too: `eos_token_ids`."""
+        """The id of `eos_token`. A model may end texts with others too: `eos_token_ids`."""
         return self._find_named("eos_token")
 
     @property
     def pad_token(self) -> str | None:
-        """The text of the token that fills batches up; jaxserve needs none."""
+        """The text of the padding token, which jaxserve does not use."""
         return self.named_tokens.get("pad_token")
 
     @property
     def pad_token_id(self) -> int | None:
-        """Its id."""
+        """The id of `pad_token`."""
         return self._find_named("pad_token")
 
     @property
     def unk_token(self) -> str | None:
-        """The text of the token that stands for what the vocabulary lacks."""
+        """The text of the token for unknown text."""
         return self.named_tokens.get("unk_token")
 
     @property
     def unk_token_id(self) -> int | None:
-        """Its id."""
+        """The id of `unk_token`."""
         return self._find_named("unk_token")
 
     def _find_named(self, name: str) -> int | None:
@@ -278,6 +278,6 @@ class Tokenizer(ABC):
 
 
 def compile_special_pattern(texts: Iterable[str]) -> re.Pattern[str]:
-    """Returns a pattern that matches any of the texts, the longest first; nothing when there are none."""
+    """Returns a pattern that matches any of the texts, the longest first; without texts it matches nothing."""
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")

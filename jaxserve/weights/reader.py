@@ -17,6 +17,7 @@ from jaxserve.weights.header import MAX_TENSORS, TensorEntry, parse_header
 from jaxserve.weights.json_files import parse_json_object
 
 MAX_INDEX_BYTES = 2**27  # DeepSeek-V3's has 9 MB
+_MAX_NAMES = 4  # that an error lists
 LOADABLE_DTYPES: Mapping[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F16": np.dtype(np.float16),
@@ -176,7 +177,7 @@ def _map_file(file: Path) -> dict[str, _Location]:
     return {name: _Location(entry, str(file), data) for name, entry in parse_header(data, str(file)).items()}
 
 
-def list_names(names: list[str], limit: int = 4) -> str:
+def list_names(names: list[str]) -> str:
     """Returns the first few of `names` for an error message, and how many more there are."""
-    shown = ", ".join(shorten(name) for name in names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+    shown = ", ".join(shorten(name) for name in names[:_MAX_NAMES])
+    return shown if len(names) <= _MAX_NAMES else f"{shown} and {len(names) - _MAX_NAMES} more"

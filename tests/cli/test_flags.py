@@ -104,7 +104,7 @@ def test_flags_of_vllm_are_taken_where_they_change_nothing(
     assert main(["serve", "demo", "--config", str(tmp_path / "vllm.toml"), "--no-enable-lora"]) == 3
     for arguments in (["--enable-lora"], ["--config", str(tmp_path / "vllm.toml")]):
         assert main(["serve", "demo", *arguments]) == 2
-        assert "enable_lora: LoRA adapters are not here yet" in capsys.readouterr().err
+        assert "enable_lora: LoRA adapters are not supported yet" in capsys.readouterr().err
     assert main(["generate", "hi", "--quantization", "awq"]) == 2
     assert "unquantized" in capsys.readouterr().err and len(served) == 2
     with pytest.raises(SystemExit):
@@ -113,7 +113,7 @@ def test_flags_of_vllm_are_taken_where_they_change_nothing(
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
     shown = capsys.readouterr().out
-    assert "--enforce-eager" not in shown and "Flags of vLLM" in shown
+    assert "--enforce-eager" not in shown and "vLLM's flags" in shown
 
 
 def test_flags_win_over_a_file_by_whichever_name(served: list[Any], tmp_path: Path) -> None:

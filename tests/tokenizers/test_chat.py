@@ -365,7 +365,7 @@ def test_tools_and_calls_never_become_special_tokens(tokenizers: dict[str, Token
 
 
 def test_no_template(tokenizers: dict[str, Tokenizer]) -> None:
-    with pytest.raises(TokenizerError, match="chat_template= in Python or by --chat-template on the command line"):
+    with pytest.raises(TokenizerError, match="chat_template= in Python or --chat-template on the command line"):
         encode_chat(tokenizers["llama2"], HI)
 
 

@@ -38,7 +38,7 @@ def test_a_single_model_file_of_any_name(tmp_path: Path) -> None:
 
 
 def test_what_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(TokenizerError, match=r"needed is a tokenizer\.json"):
+    with pytest.raises(TokenizerError, match=r"it needs a tokenizer\.json"):
         load_tokenizer(tmp_path)
     with pytest.raises(TokenizerError, match="does not exist"):
         load_tokenizer(tmp_path / "nothing")
