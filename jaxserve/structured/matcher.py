@@ -89,16 +89,6 @@ class Matcher:
                 self._restart(self._shards.fork(self._shard), kept)
             self.version += 1
 
-    def replay(self, token_ids: Sequence[int]) -> None:
-        """Starts anew with these tokens.
-
-        Raises:
-            MatcherError: the grammar does not allow one of them.
-        """
-        with self._lock:
-            self.version += 1
-            self._restart(self._shards.fork(self._shard), token_ids)
-
     def fill_mask(self, row: np.ndarray) -> None:
         """Writes which tokens may come next.
 
