@@ -31,11 +31,11 @@ from jaxserve.pages import PageGroup, PageManager
 from jaxserve.presets import load_preset
 from jaxserve.request import Request
 from jaxserve.runtime.buckets import BucketTable
+from jaxserve.runtime.device_state import row_state_specs
 from jaxserve.runtime.inputs import StateShape
 from jaxserve.runtime.params import WeightWriter
 from jaxserve.runtime.rows import SampleVariant
 from jaxserve.runtime.runner import ModelRunner, Programs
-from jaxserve.runtime.state import row_state_specs
 from jaxserve.runtime.step import SampleInputs
 from jaxserve.sampling import sampler_state_specs
 from jaxserve.sampling_params import OutputKind, SamplingParams

@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "jaxserve"
-STEP_PATH = ["runtime/runner.py", "runtime/step.py", "runtime/state.py", "engine/engine.py", "engine/output.py"]
+STEP_PATH = ["runtime/runner.py", "runtime/step.py", "runtime/device_state.py", "engine/engine.py", "engine/output.py"]
 WAITING = {"tolist", "item", "device_get", "block_until_ready", "asarray", "array"}
 ALLOWED = {("runtime/runner.py", "result"), ("runtime/runner.py", "warm_up"), ("runtime/runner.py", "warm_thread")}
 JNP = {"jnp"}  # jnp.asarray makes a device value, it does not fetch one

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jax.sharding import Sharding
 
 from jaxserve.runtime.buckets import Bucket, BucketTable
+from jaxserve.runtime.device_state import KVCache, RowState
 from jaxserve.runtime.inputs import InputLayout, StateShape
 from jaxserve.runtime.rows import SampleVariant
 from jaxserve.runtime.runner import Programs
-from jaxserve.runtime.state import KVCache, RowState
 from jaxserve.runtime.step import (
     SampleInputs,
     StepModel,
@@ -32,7 +32,7 @@ from jaxserve.runtime.step import (
     sample_tokens,
 )
 from jaxserve.sampling import SamplerState, make_row_setting, set_row
-from jaxserve.sampling.state import WORD_BITS
+from jaxserve.sampling.sampler_state import WORD_BITS
 from jaxserve.sampling_params import limit_prompt_logprobs
 
 Progress = Callable[[str, int, int], None]  # (what was done, how many, of how many)

@@ -13,10 +13,10 @@ import numpy as np
 from jaxserve.errors import MissingProgramError
 from jaxserve.runtime.buckets import Bucket, BucketTable
 from jaxserve.runtime.counts import StepCounts
+from jaxserve.runtime.device_state import KVCache, RowState, make_zeros
 from jaxserve.runtime.inputs import InputLayout, StateShape, StepPacker
 from jaxserve.runtime.params import WeightWriter
 from jaxserve.runtime.rows import RowMirror, SampleVariant
-from jaxserve.runtime.state import KVCache, RowState, make_zeros
 from jaxserve.runtime.step import HiddenStates, SampleInputs, head_params
 from jaxserve.sampling import RowSetting, SamplerState, make_row_setting
 from jaxserve.scheduler.plan import NewRow, StepOutputs, StepPlan

@@ -30,6 +30,7 @@ from jaxserve.runtime.compile import (
     list_programs,
     watch_compiles,
 )
+from jaxserve.runtime.device_state import row_state_specs
 from jaxserve.runtime.host_memory import host_memory_bytes
 from jaxserve.runtime.inputs import InputLayout, StateShape
 from jaxserve.runtime.memory import (
@@ -44,7 +45,6 @@ from jaxserve.runtime.memory import (
 from jaxserve.runtime.params import WeightWriter
 from jaxserve.runtime.rows import SampleVariant
 from jaxserve.runtime.runner import ModelRunner, Programs
-from jaxserve.runtime.state import row_state_specs
 from jaxserve.runtime.step import StepModel
 from jaxserve.sampling import sampler_state_specs
 from jaxserve.scheduler import SchedulerLimits

@@ -23,9 +23,9 @@ from jaxserve.logits_processor import LogitsProcessor
 from jaxserve.models.base import DecoderConfig
 from jaxserve.models.decoder import CacheLayout, compute_logits
 from jaxserve.models.decoder import forward as run_layers
+from jaxserve.runtime.device_state import KVCache, RowState
 from jaxserve.runtime.inputs import KEEP, ON_DEVICE, InputLayout, StepInputs
 from jaxserve.runtime.rows import EXTRA_FIELDS, FLOAT_FIELDS, SAMPLING_FIELDS
-from jaxserve.runtime.state import KVCache, RowState
 from jaxserve.sampling import (
     LogprobArrays,
     SamplerState,

@@ -6,8 +6,7 @@ from jaxserve.sampling.by_row import map_rows
 from jaxserve.sampling.logprobs import LogprobArrays, compute_logprobs, gather_logprobs, gather_prompt_logprobs
 from jaxserve.sampling.randomness import row_keys
 from jaxserve.sampling.sampler import SamplingInputs, draw_uniforms, is_finite, sample, sample_greedy
-from jaxserve.sampling.shaping import mask_logits, shape_logits
-from jaxserve.sampling.state import (
+from jaxserve.sampling.sampler_state import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
     MAX_EDITS,
@@ -19,6 +18,7 @@ from jaxserve.sampling.state import (
     sampler_state_specs,
     set_row,
 )
+from jaxserve.sampling.shaping import mask_logits, shape_logits
 
 __all__ = [
     "MAX_BAD_WORDS",

@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int, Int32, UInt32
 
 from jaxserve.sampling.sampler import SamplingInputs, mask_padding
-from jaxserve.sampling.state import ANY_TOKEN, WORD_BITS, SamplerState
+from jaxserve.sampling.sampler_state import ANY_TOKEN, WORD_BITS, SamplerState
 
 
 def mask_logits(logits: Float[Array, " V"], mask: UInt32[Array, " N"]) -> Float[Array, " V"]:

@@ -87,10 +87,6 @@ class Sequence:
         stop_ids = (*request.eos_token_ids, *request.params.stop_token_ids)
         return RowHistory(tuple(self.token_ids), self.num_prompt_tokens, stop_ids, request.bad_words, request.automaton)
 
-    @property
-    def output_token_ids(self) -> list[int]:
-        return self.token_ids[self.num_prompt_tokens :]
-
 
 def make_order(priority: int, arrival: int) -> int:
     """Returns one number that sorts by priority, the smallest first, and then by arrival."""

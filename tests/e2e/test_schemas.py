@@ -264,7 +264,8 @@ def check_output(output: CompletionOutput, params: SamplingParams, schema: Schem
         return
     assert output.finish_reason == "length" and len(output.token_ids) == params.max_tokens
     matcher = compiler.compile(params.structured_outputs).new_matcher()
-    matcher.replay(output.token_ids)
+    for token_id in output.token_ids:
+        matcher.accept(token_id)
     tokens = matcher.vocabulary.tokens
     begun = b"".join(tokens[token_id] for token_id in output.token_ids)
     check_json((begun + walk(matcher, np.random.default_rng(0))).decode(), schema)

@@ -15,7 +15,7 @@ from jaxserve.sampling import (
     sampler_state_specs,
     set_row,
 )
-from jaxserve.sampling.state import SamplerState
+from jaxserve.sampling.sampler_state import SamplerState
 from jaxserve.sampling.thresholds import find_threshold, make_filters, search_until_exact
 from tests.sampling.cases import shape_logits
 

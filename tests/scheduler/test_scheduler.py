@@ -102,7 +102,7 @@ def test_planning_goes_on_before_tokens_are_known_and_stops_where_it_must() -> N
     for plan, token in zip(plans, (7, 8, 9), strict=False):
         commit = scheduler.commit(plan, StepOutputs([token]))  # type: ignore[arg-type]
     assert [sequence.finish_reason for sequence in commit.finished] == [FinishReason.LENGTH]
-    assert commit.sequences[0].output_token_ids == [7, 8, 9]
+    assert commit.sequences[0].token_ids[-3:] == [7, 8, 9]
     assert not scheduler.has_unfinished
 
 
@@ -145,7 +145,7 @@ def test_what_follows_the_end_within_a_run_is_dropped() -> None:
     ids = [token for run in ends.values() for token in run]
     commit = scheduler.commit(plan, StepOutputs(ids, [len(run) for run in ends.values()]))
     assert commit.runs == [tuple(run) for run in kept.values()] and commit.finished == list(found.values())
-    assert {name: sequence.output_token_ids for name, sequence in found.items()} == kept
+    assert {name: sequence.token_ids[2:] for name, sequence in found.items()} == kept
     assert {name: sequence.finish_reason for name, sequence in found.items()} == reasons
     assert [sequence.stop_token_id for sequence in found.values()] == [None, 9, None, None]
     assert isinstance(found["fault"].error, NonFiniteLogitsError) and not scheduler.has_unfinished

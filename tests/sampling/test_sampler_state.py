@@ -21,7 +21,7 @@ from jaxserve.sampling import (
     sampler_state_specs,
     set_row,
 )
-from jaxserve.sampling.state import NO_STATE
+from jaxserve.sampling.sampler_state import NO_STATE
 from jaxserve.token_automaton import TokenAutomaton
 from tests.sampling.cases import make_inputs, sample, shape_logits, stale_state
 
