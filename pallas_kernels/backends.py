@@ -1,15 +1,16 @@
-"""The implementations: their names, which one a device gets and why, and which shapes each can do.
+"""The implementations: their names, and which one a device and a shape get, and why.
 
 An implementation is a module with
 
-- `choose_layout(head_dim) -> str`, the page layout it wants (spec.LAYOUTS);
+- `choose_layout(head_dim) -> str`, the page layout that it wants (spec.LAYOUTS);
 - `find_obstacle(shape: AttnShape) -> str | None`, why it cannot do a shape, in words for users;
-- `plan_work(rows: StepRows, shape: AttnShape, *, config) -> pytree`, the step cut into its units of work, by `config`
-  (its own tuning dataclass) or, if that is None, by what its table says for the device;
+- `plan_work(rows: StepRows, shape: AttnShape, *, config) -> pytree`, the step cut into units of work, by `config` (its
+  own tuning dataclass), or if that is None by its table for the device, else by formula;
+- where it can be tuned, `default_config(shape: AttnShape)`, the configuration by formula;
 - where `fused`, `attend_with_update(q, k, v, kv_pages, batch, layer) -> (out, kv_pages)`; else
   `attend(q, kv_pages, batch, layer) -> out`, over pages that already hold the step's keys and values.
 
-`*_interpret` runs a kernel on CPU in its interpreter, with race detection: for tests.
+`*_interpret` runs the kernels on a CPU in their interpreter, with race detection: for tests.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from pallas_kernels.platform import traced_device_kind, traced_platform
 from pallas_kernels.spec import AttnShape
 
 _HOPPER = ("H100", "H200", "H800", "H20", "GH200")  # compute capability 9.0, as device kinds name it
-# Compute capability 8.0, 8.6 and 8.9, in the words of device kinds. "RTX 40" alone would be Turing's Quadro, too.
+# Compute capability 8.0, 8.6 and 8.9, as device kinds name them. "RTX 40" alone would also match Turing's Quadro.
 _AMPERE = (
-    *("NVIDIA A10", "NVIDIA A16", "NVIDIA A2", "NVIDIA A30", "NVIDIA A40", "NVIDIA A800"),  # A10 is A100, too
-    *("NVIDIA L2", "NVIDIA L4"),  # and L20, L40
+    *("NVIDIA A10", "NVIDIA A16", "NVIDIA A2", "NVIDIA A30", "NVIDIA A40", "NVIDIA A800"),  # "A10" matches A100 too
+    *("NVIDIA L2", "NVIDIA L4"),  # and L20 and L40
     *("GeForce RTX 30", "GeForce RTX 40", "NVIDIA RTX A", "Ada Generation"),
 )
 _TPUS = ("TPU v5 lite", "TPU v5e", "TPU v5p", "TPU v5", "TPU v6 lite", "TPU v6e", "TPU7x", "TPU v7", "TPU v7x")
@@ -34,7 +35,7 @@ _TPUS = ("TPU v5 lite", "TPU v5e", "TPU v5p", "TPU v5", "TPU v6 lite", "TPU v6e"
 
 @dataclass(frozen=True)
 class Backend:
-    """One implementation. `platform` is where it runs (None: anywhere), on `devices`, in words for users."""
+    """One implementation. It runs on `platform` (None: on all), and there on `devices`, in words for users."""
 
     path: str
     platform: str | None = None
@@ -60,14 +61,14 @@ _BACKENDS = {
 
 
 def find_backend(name: str) -> Backend:
-    """The implementation of that name; ValueError lists those there are."""
+    """The implementation with this name; ValueError lists all names."""
     if name not in _BACKENDS:
         raise ValueError(f"impl must be one of {', '.join(_BACKENDS)} or None, got {name!r}")
     return _BACKENDS[name]
 
 
 def choose_impl(platform: str, device_kind: str = "") -> tuple[str, str]:
-    """The implementation that `impl=None` means on a device, before its shapes are known, and why, for users.
+    """The implementation that `impl=None` means on a device, whatever the shape, and the reason for users.
 
     `platform` is "cpu", "gpu" (or "cuda", "rocm") or "tpu"; `device_kind` as JAX names it.
     """
@@ -90,12 +91,12 @@ def choose_impl(platform: str, device_kind: str = "") -> tuple[str, str]:
 def resolve_impl(
     impl: str | None, shape: AttnShape, *, platform: str | None = None, device_kind: str | None = None
 ) -> tuple[str, str]:
-    """The implementation to run a shape with, and why; its pages should then have `choose_layout`'s layout.
+    """The implementation for a shape, and the reason for users. Its pages should have `choose_layout`'s layout.
 
-    The device is by default the one being traced for.
+    The default device is the one being traced for.
 
     Raises:
-        ValueError: `impl` was asked for by name and cannot run on the device or do the shape.
+        ValueError: `impl` was asked for by name, and cannot run on the device or do the shape.
     """
     platform = traced_platform() if platform is None else platform
     device_kind = traced_device_kind() if device_kind is None else device_kind

@@ -1,4 +1,4 @@
-"""What all layers of a step share, derived once from its rows."""
+"""The part of attention that all layers of a step share, derived once from its rows."""
 
 from __future__ import annotations
 
@@ -24,15 +24,19 @@ def prepare_batch(
     impl: str | None = None,
     config: Any = None,
 ) -> BatchMeta:
-    """Derives, once per step and inside jit, what the layers of `shape` share.
+    """The batch for all layers of `shape`, once per step and inside jit.
 
-    Rows are sorted: [0, d0) have one token; [d0, d1) have one or more, the first at a position that is a multiple of
-    32; [d1, d2) one or more anywhere; the rest are padding (`query_start_loc` flat there; what `seq_lens` and the table
-    say of them is ignored). Entries of the table beyond a row's tokens may be anything. `max_query_len` is what the
-    caller knows of every row (1: a decode bucket), None for nothing.
+    Rows are sorted. Rows [0, d0) have one token. Rows [d0, d1) have one or more, the first at a position that is a
+    multiple of 32. Rows [d1, d2) have one or more at any position. The rest are padding: `query_start_loc` is flat
+    there, and their lengths and pages are ignored. Entries of the table beyond a row's tokens may be anything.
 
-    `impl` chooses the implementation (None: the best for the device this is traced for; ValueError, if one that was
-    asked for cannot do it) and `config` is its tuning (None: what its table says).
+    Args:
+        max_query_len: most tokens of any row (1: a decode bucket); None if unknown.
+        impl: the implementation; None for the best one on the device that is traced for.
+        config: its tuning; None for the device's table, else the formula.
+
+    Raises:
+        ValueError: shapes do not fit each other, or the implementation cannot do `shape`.
     """
     num_rows, width = page_table.shape
     if seq_lens.shape != (num_rows,) or query_start_loc.shape != (num_rows + 1,) or distribution.shape != (3,):
@@ -44,13 +48,13 @@ def prepare_batch(
         raise ValueError(f"max_query_len must be at least 1 or None, got {max_query_len}")
     name, _ = resolve_impl(impl, shape)
     backend = find_backend(name)
-    obstacle = backend.module.find_obstacle(shape)  # of the layout that the pages really have
+    obstacle = backend.module.find_obstacle(shape)  # with the layout that the pages have
     if obstacle is not None:
         raise ValueError(f"impl {name!r} cannot run: {obstacle}")
     page_size = shape.spec.page_size
     query_lens = jnp.diff(query_start_loc)
     seq_lens = jnp.where(query_lens > 0, seq_lens, 0)
-    # Entries past a row's end are read too, then masked: let them all be one page, which stays in the cache.
+    # Entries past a row's end are read too, then masked. All name one page, which stays in the cache.
     used = jnp.arange(width, dtype=jnp.int32) * page_size < seq_lens[:, None]
     page_table = jnp.where(used, page_table, 0)
 

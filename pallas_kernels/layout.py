@@ -1,12 +1,12 @@
-"""The page layout, known here only: a pool is [num_pages, 2K, page_size, H].
+"""The page layout, which only this module knows: a pool is [num_pages, 2K, page_size, H].
 
-Within a page, row 2h holds the keys of KV head h and row 2h + 1 its values, tokens contiguous; so a page is opaque
-bytes to whoever moves it, and tensor parallelism cuts axis 1 into pairs. Page 0 of every layer is the null page: the
-target of padding. Layers share a pool [L * num_pages, ...]; `page_offset` is a layer's first page there.
+Within a page, row 2h holds the keys of KV head h and row 2h + 1 its values, tokens contiguous. So a page can be moved
+as opaque bytes, and tensor parallelism splits axis 1 between pairs of rows. Page 0 of every layer is the null page,
+where padding is written. Layers share a pool [L * num_pages, ...]; `page_offset` is a layer's first page in it.
 
-That is the "plain" layout. Kernels want heads that fill their tiles: "padded" rounds H up to 128 or a multiple of it,
-with zeros; "paired", for H = 64 on TPU, puts keys and values of a head side by side, [num_pages, K, page_size, 128].
-`read_format` tells the three apart by their shapes.
+That is the "plain" layout. Kernels want heads that fill their tiles. "padded" rounds H up to a multiple of 128 with
+zeros. "paired", for H = 64 on TPUs, puts keys and values of a head side by side: [num_pages, K, page_size, 128].
+`read_format` tells the three apart by shape.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 from pallas_kernels.spec import PAIRED_HEAD_DIM, AttnLayer, BatchMeta, HeadParams, KVSpec
 
-LANES = 128  # padded heads are multiples of it
+LANES = 128  # padded heads are multiples of this
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class PageFormat:
 
     num_kv_heads: int  # K
     head_dim: int  # H
-    width: int  # elements of a stored row: H, padded, or a pair's
+    width: int  # elements of a stored row: H, H padded, or a pair
     paired: bool
 
 
@@ -41,7 +41,7 @@ def pool_shape(spec: KVSpec, num_pages: int) -> tuple[int, int, int, int]:
 
 
 def page_bytes(spec: KVSpec) -> int:
-    """Bytes of one page of one layer, K and V."""
+    """Bytes of one page of one layer, keys and values."""
     _, heads, page_size, width = pool_shape(spec, 1)
     return heads * page_size * width * jnp.dtype(spec.dtype).itemsize
 
@@ -59,7 +59,7 @@ def read_format(shape: tuple[int, ...], head_dim: int) -> PageFormat:
 
 
 def saturate(values: jax.Array, dtype: jnp.dtype, scale: jax.Array | None = None) -> jax.Array:
-    """[..., K, H] / scale [K] in a page's dtype; 8-bit floats saturate, because a plain cast would make NaN."""
+    """[..., K, H] / scale [K] in a page's dtype; 8-bit floats saturate: a plain cast would give NaN."""
     if scale is not None:
         values = values.astype(jnp.float32) / scale[:, None]
     if jnp.dtype(dtype).itemsize == 1:
@@ -105,9 +105,9 @@ def update_kv_pages(
 def gather_heads(kv_pages: jax.Array, page_ids: jax.Array, head_dim: int, *, flat: bool) -> tuple[jax.Array, jax.Array]:
     """Keys and values of C pages for each of W tiles, `page_ids` [W, C]: two arrays [W, K, C * page_size, H].
 
-    `flat` copies each head's part of a page as one run and keeps the reshape behind it out of that loop: on CPU a
-    loop over H alone is unrolled into scalar moves, at half the speed. Elsewhere merging tiled axes could copy the
-    pool.
+    `flat` copies each head's part of a page as one run, and keeps the reshape that follows out of that loop. On a CPU a
+    loop over H alone is unrolled into scalar moves, at half the speed. On other devices, merging tiled axes could copy
+    the pool.
     """
     form = read_format(kv_pages.shape, head_dim)
     page_rows, page_size, width = kv_pages.shape[1:]
@@ -130,8 +130,8 @@ def gather_logical(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Keys and values of one row's first `length` tokens, on the host: two arrays [length, K, H] in the pool's dtype.
 
-    For tests and tools: the only way to look into a pool that holds for every layout. `page_ids` [M] is the row's
-    line of the page table. Scaled heads come as they are stored.
+    For tests and the self-test: it reads a pool of any layout. `page_ids` [M] is the row's line of the page table.
+    Scaled heads come as they are stored.
     """
     if kv_pages.shape[1:] != pool_shape(spec, 0)[1:]:
         raise ValueError(f"kv_pages of shape {kv_pages.shape} do not fit {spec}")

@@ -6,20 +6,20 @@ import jax
 
 
 def traced_platform() -> str:
-    """One of "cpu", "gpu" and "tpu": the mesh in use knows (it may be an abstract one), else the default backend."""
+    """One of "cpu", "gpu" and "tpu": that of the mesh in use, which may be abstract, else of the default backend."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     platform = jax.default_backend() if device is None else device.platform
     return "gpu" if platform in ("cuda", "rocm") else platform
 
 
 def traced_device_kind() -> str:
-    """What the device calls itself, e.g. "NVIDIA H200", "TPU v5 lite" or "cpu"."""
+    """The name of the device, e.g. "NVIDIA H200", "TPU v5 lite" or "cpu"."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.devices()[0].device_kind if device is None else device.device_kind
 
 
 def traced_core_count() -> int:
-    """Multiprocessors of the GPU, or cores of the TPU, being traced for; 1 for a CPU, where kernels are interpreted."""
+    """Multiprocessors of the GPU, or cores of the TPU, being traced for; 1 on a CPU, where kernels are interpreted."""
     if traced_platform() == "cpu":
         return 1
     device = jax.sharding.get_abstract_mesh().abstract_device

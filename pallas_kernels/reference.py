@@ -1,6 +1,6 @@
-"""The oracle: attention as the formula says, in float32, row by row. Readable, slow, and compared with by everything.
+"""The oracle of every test: attention as the formula says, in float32, row by row. Readable and slow.
 
-It reads only what the caller gave (`page_table`, `seq_lens`, `query_start_loc`), none of the derived fields.
+It reads only what the caller gave (`page_table`, `seq_lens`, `query_start_loc`), no derived field.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from pallas_kernels.worklist import StepRows
 
 
 def choose_layout(head_dim: int) -> str:
-    """Any would do."""
+    """Plain; every layout works."""
     return "plain"
 
 
 def find_obstacle(shape: AttnShape) -> str | None:
-    """It does every shape."""
+    """None: every shape works."""
     return None
 
 
@@ -54,7 +54,7 @@ def attend(
             for half, scale in zip(pages, (heads.k_scale, heads.v_scale), strict=True)
         )
 
-        # Every token of the step asks; below, only the answers to the row's own are kept.
+        # Every token of the step attends to the row; only the results of the row's own tokens are kept below.
         positions = length - end + tokens
         seen = held & (key_positions <= positions[:, None])  # [T, M * page_size]
         if params.window is not None:
@@ -63,7 +63,7 @@ def attend(
         if params.softcap is not None:
             scores = params.softcap * jnp.tanh(scores / params.softcap)
         scores = jnp.where(seen[:, None], scores, -jnp.inf)
-        if heads.sinks is not None:  # one more key, whose value is nothing
+        if heads.sinks is not None:  # one more key, without a value
             sinks = jnp.broadcast_to(heads.sinks.astype(jnp.float32)[:, None], (num_tokens, num_heads, 1))
             scores = jnp.concatenate([scores, sinks], axis=-1)
         weights = jax.nn.softmax(scores, axis=-1)[..., : key_positions.shape[0]]

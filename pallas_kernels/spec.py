@@ -1,4 +1,4 @@
-"""What a caller says about the pool, a layer and a step; all checks of it."""
+"""What a caller says about the pool, a layer and a step, with all checks."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 import jax
 
-DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")  # of pages
-LAYOUTS = ("plain", "padded", "paired")  # layout.py says what they are
-PAIRED_HEAD_DIM = 64  # two of them fill the 128 lanes of a TPU's tile
+DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")  # pages'
+LAYOUTS = ("plain", "padded", "paired")  # layout.py explains them
+PAIRED_HEAD_DIM = 64  # two heads fill the 128 lanes of a TPU's tile
 
 _STATIC = {"static": True}
 
 
 @dataclass(frozen=True)
 class KVSpec:
-    """Keys and values of one layer. `num_kv_heads` (K) counts the whole model's heads or one device's, as the caller
-    uses it."""
+    """Keys and values of one layer. `num_kv_heads` (K) counts the heads of the whole model, or of one device where the
+    caller shards them."""
 
     num_kv_heads: int
     head_dim: int
@@ -41,12 +41,12 @@ class KVSpec:
 
 @dataclass(frozen=True)
 class AttnShape:
-    """What is static about the attention of the layers that share a page table, on one device."""
+    """The static shape of attention on one device, common to the layers that share a page table."""
 
     num_heads: int  # N
     spec: KVSpec
-    dtype: str  # of q
-    window: int | None = None  # as in AttnParams
+    dtype: str  # q's
+    window: int | None = None  # the same as in AttnParams
 
     def __post_init__(self) -> None:
         if self.num_heads < 1 or self.num_heads % self.spec.num_kv_heads:
@@ -62,7 +62,7 @@ class AttnShape:
 
 @dataclass(frozen=True)
 class AttnParams:
-    """What is static about a layer's attention. With `window` W a query at position p sees keys p-W+1..p."""
+    """The static numbers of a layer's attention. With `window` W a query at position p sees keys p-W+1..p."""
 
     scale: float  # multiplies q @ k
     window: int | None = None
@@ -78,12 +78,12 @@ class AttnParams:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class HeadParams:
-    """What a layer has per head; None for what it does not have.
+    """A layer's arrays per head; None for those that it lacks.
 
     A page of scaled heads holds keys / k_scale and values / v_scale, saturated to the range of its dtype.
     """
 
-    sinks: jax.Array | None = None  # [N] f32, a logit that takes its share of the softmax and has no value
+    sinks: jax.Array | None = None  # [N] f32, a logit that takes part in the softmax and has no value
     k_scale: jax.Array | None = None  # [K] f32
     v_scale: jax.Array | None = None  # [K] f32
 
@@ -91,11 +91,11 @@ class HeadParams:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AttnLayer:
-    """What one layer says about its attention, beside the step's batch."""
+    """What one layer adds to the step's batch: its numbers, its arrays per head, and where its pages are."""
 
     params: AttnParams = field(metadata=_STATIC)
     heads: HeadParams = field(default_factory=HeadParams)
-    page_offset: int | jax.Array = 0  # [] i32, the layer's first page in the pool
+    page_offset: int | jax.Array = 0  # [] i32, index of the layer's first page in the pool
 
 
 @jax.tree_util.register_dataclass
@@ -108,11 +108,11 @@ class BatchMeta:
     query_start_loc: jax.Array  # [S + 1] i32, where each row's new tokens begin in the step's
     distribution: jax.Array  # [3] i32, cumulative ends of (one-token, chunk, mixed) rows
     # ------------------------------------------------------------------------------------------------------------
-    positions: jax.Array  # [T] i32, of each token in its row's text; 0 for padding
+    positions: jax.Array  # [T] i32, each token's position in its row's text; 0 for padding
     token_rows: jax.Array  # [T] i32, the token's row; the last one for padding
-    write_pages: jax.Array  # [T] i32, page that takes the token's K and V; the null page 0 for padding
-    write_offsets: jax.Array  # [T] i32, and its slot there
-    work: Any  # pytree of the implementation: the step cut into its units of work
+    write_pages: jax.Array  # [T] i32, the page for the token's K and V; the null page 0 for padding
+    write_offsets: jax.Array  # [T] i32, and the slot in it
+    work: Any  # the implementation's own pytree: the step cut into units of work
     shape: AttnShape = field(metadata=_STATIC)
     impl: str = field(metadata=_STATIC)
     interpret: bool = field(metadata=_STATIC)  # whether kernels run in their interpreter

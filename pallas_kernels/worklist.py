@@ -1,9 +1,9 @@
 """Work lists: the batch cut into tiles of queries, once per step, shared by all layers.
 
-A tile is a run of consecutive new tokens of one row. Lists have a static length (the worst case of the bucket), the
-used tiles first. "longest" lists the longest context first: neighbours then have nearly equal work, so a loop over
-groups of tiles wastes little, and a loop with a traced bound never sees the unused ones. "row" keeps the order of the
-text, for kernels that write a tile's keys before the next one reads them.
+A tile is a run of consecutive new tokens of one row. Lists have a static length, the worst case of the bucket, and used
+tiles come first: a loop with a traced bound never sees the unused ones. In the order "longest" the longest context
+comes first, so neighbours have nearly equal work and a loop over groups of tiles wastes little. In the order "row"
+tiles follow the text, for kernels that write a tile's keys before the next tile reads them.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ LONGEST, BY_ROW = "longest", "row"
 
 @dataclass(frozen=True)
 class StepRows:
-    """The rows of one step as every list is made from them."""
+    """The rows of one step, from which every list is made."""
 
     query_start_loc: jax.Array  # [S + 1] i32
     query_lens: jax.Array  # [S] i32, new tokens; 0 for padding rows
-    seq_lens: jax.Array  # [S] i32, with the new tokens; 0 for padding rows
+    seq_lens: jax.Array  # [S] i32, including the new tokens; 0 for padding rows
     distribution: jax.Array  # [3] i32, cumulative ends of (one-token, chunk, mixed) rows
     num_tokens: int  # T
-    max_query_len: int | None  # no row has more; None: nothing is known
+    max_query_len: int | None  # most new tokens of any row; None if unknown
     max_len: int  # tokens that a row of the page table holds
 
     @property
     def is_decode(self) -> bool:
-        """No row has more than one token."""
+        """Whether no row has more than one new token."""
         return self.max_query_len == 1
 
     @property
     def max_rows(self) -> int:
-        """No step of the bucket has more rows with a token."""
+        """The most rows that can have a new token in a step of the bucket."""
         return min(self.query_lens.shape[0], self.num_tokens)
 
     def lens_between(self, begin: int | jax.Array, end: int | jax.Array) -> jax.Array:
@@ -48,9 +48,9 @@ class StepRows:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TileList:
-    """Tiles of at most `tile_tokens` queries; `group` of them are worked on together and n is a multiple of it."""
+    """Tiles of at most `tile_tokens` queries. They are attended in groups of `group`, of which n is a multiple."""
 
-    rows: jax.Array  # [n] i32, whose pages the tile reads
+    rows: jax.Array  # [n] i32, the row of the tile
     starts: jax.Array  # [n] i32, index of its first query among the step's tokens
     counts: jax.Array  # [n] i32, queries in it; 0 for an unused tile
     positions: jax.Array  # [n] i32, position of its first query in the row's text
@@ -76,7 +76,7 @@ def list_chunk_tiles(
     """
     num_rows = query_lens.shape[0]
     num_tiles = rows.num_tokens // tile_tokens + min(num_rows, rows.num_tokens)
-    ends = jnp.cumsum((query_lens + tile_tokens - 1) // tile_tokens)  # [S], tiles up to and with the row
+    ends = jnp.cumsum((query_lens + tile_tokens - 1) // tile_tokens)  # [S], tiles up to and including the row's
     tiles = jnp.arange(num_tiles, dtype=jnp.int32)
     ids = jnp.sum(ends[None, :] <= tiles[:, None], axis=1, dtype=jnp.int32)
     used = ids < num_rows
@@ -93,7 +93,7 @@ def list_chunk_tiles(
 
 
 def _finish(columns: tuple[jax.Array, ...], *, tile_tokens: int, group: int, order: str) -> TileList:
-    """Pads (rows, starts, counts, positions) to whole groups and puts them in order, unused tiles last."""
+    """Pads (rows, starts, counts, positions) to whole groups and sorts them, unused tiles last."""
     group = min(group, columns[0].shape[0])
     padding = -columns[0].shape[0] % group
     padded = [jnp.pad(column.astype(jnp.int32), (0, padding)) for column in columns]

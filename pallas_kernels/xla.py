@@ -17,12 +17,12 @@ from pallas_kernels.platform import traced_platform
 from pallas_kernels.spec import AttnLayer, AttnShape, BatchMeta, HeadParams
 from pallas_kernels.worklist import StepRows, TileList, list_chunk_tiles, list_token_tiles
 
-# Keys per step of the online softmax. One-token rows are bound by memory and want few, long steps; a chunk's tile has
-# work enough in each, and short prompts then skip more.
+# Keys per step of the online softmax. One-token rows are bound by memory and want few, long steps. A chunk's tile has
+# enough work in a short step, and shorter steps let short prompts skip more.
 TOKEN_BLOCK, CHUNK_BLOCK = 128, 64
 TILE_TOKENS = 32  # queries per tile of a chunk
-# How many one-token rows, and how many tiles of chunks, are attended together: few where a loop over groups follows
-# the batch (each group then stops at its own longest context), many where its length is fixed.
+# One-token rows, and tiles of chunks, attended together: few if loops end with the batch (each group then stops at its
+# own longest context), many if their length is fixed.
 BOUNDED_GROUPS = (8, 4)
 STATIC_GROUPS = (64, 64)
 MASKED = -1e30  # finite, so that a row without keys stays finite
@@ -30,8 +30,8 @@ MASKED = -1e30  # finite, so that a row without keys stays finite
 
 @dataclass(frozen=True)
 class XlaConfig:
-    """`bounded`: loops have traced bounds and end with the batch. By default on CPU only: a GPU would wait for the
-    host at each of them; there bounds are static, and what lies behind the batch is masked."""
+    """`bounded`: loops have traced bounds and end with the batch. The default on CPUs only: a GPU would wait for the
+    host at each loop. With static bounds, what lies beyond the batch is masked."""
 
     bounded: bool
 
@@ -51,7 +51,7 @@ def choose_layout(head_dim: int) -> str:
 
 
 def find_obstacle(shape: AttnShape) -> str | None:
-    """It does every shape."""
+    """None: every shape works."""
     return None
 
 
@@ -107,7 +107,7 @@ def _attend_group(
     group: TileList,  # W tiles of B queries
     layer: AttnLayer,
 ) -> jax.Array:
-    """Attention of W tiles [W, B, N, H], each over its own keys, block by block from the first block that it sees."""
+    """Attention [W, B, N, H] of W tiles, each over its own keys, block by block from the first that it sees."""
     width, tile_tokens, num_heads, head_dim = q.shape
     bounded, page_size = batch.work.config.bounded, batch.shape.spec.page_size
     params, heads = layer.params, layer.heads
@@ -161,11 +161,11 @@ def _score(q: jax.Array, k: jax.Array, layer: AttnLayer) -> jax.Array:
 
 
 def _begin(q: jax.Array, heads: HeadParams, tile_tokens: int) -> tuple[jax.Array, ...]:
-    """What the online softmax carries before the first key: largest score, total weight, mixed values."""
+    """The carry of the online softmax before the first key: largest score, total weight, weighted values."""
     _, num_kv_heads, num_queries, _ = q.shape
     if heads.sinks is None:
         largest, total = _fill(q, q.shape[:-1], MASKED), _fill(q, q.shape[:-1], 0)
-    else:  # the sink is a key that all see, without a value
+    else:  # a sink is a key that every query sees, without a value
         sinks = heads.sinks.astype(jnp.float32).reshape(num_kv_heads, 1, -1)
         sinks = jnp.tile(sinks, (1, tile_tokens, 1)).reshape(num_kv_heads, num_queries)
         largest, total = _fill(q, q.shape[:-1], 0) + sinks, _fill(q, q.shape[:-1], 1)
@@ -184,6 +184,6 @@ def _mix(carry: tuple[jax.Array, ...], scores: jax.Array, v: jax.Array) -> tuple
 
 
 def _fill(like: jax.Array, shape: tuple[int, ...], value: float, dtype: jnp.dtype = jnp.float32) -> jax.Array:
-    """A constant that counts as varying over the mesh axes `like` varies over, as loop carries in shard_map must."""
-    nothing = jnp.where(False, like.reshape(-1)[0], 0).astype(dtype)  # folded away
+    """A constant that varies over the same mesh axes as `like`: shard_map demands it of loop carries."""
+    nothing = jnp.where(False, like.reshape(-1)[0], 0).astype(dtype)  # compilers fold it away
     return jnp.full(shape, value, dtype) + nothing

@@ -30,7 +30,7 @@ from pallas_kernels import (
 
 MODELS = {"llama-8b": (32, 8, 128), "qwen3-0.6b": (16, 8, 128)}  # N, K, H
 POOL_BYTES = 24 * 10**9  # at most, of all layers of one measurement
-PAGE_SIZES = {"gpu": 64, "tpu": 128}  # of measurements, by platform
+PAGE_SIZES = {"gpu": 64, "tpu": 128}  # by platform
 _OTHER_PAGE_SIZE = 32
 CHUNK_UNIT = 32  # rows of the chunk class begin at multiples of it in their text
 
@@ -66,7 +66,7 @@ class Shape:
 
     @property
     def flops(self) -> float:
-        """Of both products, over the keys that each query sees."""
+        """Operations of both products, over the keys that each query sees."""
         num_heads, _, head_dim = self.heads
         seen = sum(new * cached + new * (new + 1) / 2 for cached, new in self.all_rows)
         return 4.0 * num_heads * head_dim * seen
@@ -168,9 +168,9 @@ def make_chain(shape: Shape, impl: str, layers: int, layout: str, config: Any = 
 def compute_exactly(
     shape: Shape, layout: str, pool: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, *meta: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """What is right for the first layer of `make_arguments`, of which it takes the pool: -> ([T, N, H] f32, the pool).
+    """The right output [T, N, H] f32 of the first layer of `make_arguments`, whose pool it takes, and the pool.
 
-    It is the XLA path on queries that are not rounded again.
+    It runs the XLA path on queries that are not rounded again.
     """
     run = make_chain(replace(shape, dtype="float32"), "xla", 1, layout)
     with jax.default_matmul_precision("highest"):  # GPUs round float32 operands to 10 bits by default

@@ -1,11 +1,11 @@
-"""Compiles every kernel for an H200, an A100, an L4 and three TPUs, none of which needs to be here, and whole engine
-steps for two of them.
+"""Compiles every kernel for an H200, an A100, an L4 and three TPUs, without any of them, and whole engine steps for
+two of them.
 
-The devices' own compilers come as wheels, which this installs once into `.wheels/`. A program fails if its compiler
-refuses it or complains, if a kernel spills registers or exceeds a memory of the device, or if the donated KV pool is
-copied. What this does not show are results, hangs and speed. Each target compiles a sample of the shapes
-(`testing/gate_shapes.py`). `--full` compiles all of them and every tuned one, also with the oldest CUDA 13 compilers,
-and adds steps of two GPUs, a TPU v6e and a TPU v7x, with all layers. `--lower-only` wants no compiler and finds less.
+The devices' own compilers come as wheels, which this script installs once into `.wheels/`. A program fails if its
+compiler refuses it or complains, if a kernel spills registers or exceeds a memory of the device, or if the donated KV
+pool is copied. It does not show results, hangs or speed. Each target compiles a sample of the shapes
+(`testing/gate_shapes.py`). `--full` compiles all shapes and tuning entries, also with the oldest CUDA 13 compilers, and
+adds steps of two GPUs, a TPU v6e and a TPU v7x, with all layers. `--lower-only` needs no compiler and finds less.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ STEP_TARGETS = ("h200", "v5e")
 FULL_STEP_TARGETS = ("v6e", "tpu7x")  # and these, where everything is asked for
 NEWEST, OLDEST = "newest", "13.0"  # releases of the CUDA compilers, which are not tied to jax within a major version
 CUDA_PINS = {NEWEST: ">=13.0.48,<14", OLDEST: "==13.0.*"}
-CUDA_TOOLS = Path("nvidia", "cu13", "bin")  # of the wheels
+CUDA_TOOLS = Path("nvidia", "cu13", "bin")  # in the wheels
 COMPILERS = {"gpu": "nvidia-cuda-nvcc", "tpu": "libtpu"}  # the wheel that has each
 
 
 class MissingWheelsError(Exception):
-    """The wheels of a compiler cannot be installed; says why."""
+    """The wheels of a compiler cannot be installed; the message says why."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One child program, the target that it compiles for, and the release of the compiler, where there are several."""
+    """One child program, its target, and the release of the compiler if there are several."""
 
     command: tuple[str, ...]
     target: Target
@@ -59,7 +59,7 @@ class Job:
 
 
 def list_requirements(platform: str, release: str = NEWEST) -> list[str]:
-    """What pip installs to compile for a platform with the jax of this environment.
+    """The requirements that pip installs to compile for a platform with the jax of this environment.
 
     Never an unpinned libtpu: the newest one belongs to a jax that is not released yet.
     """
@@ -79,14 +79,14 @@ def find_folder(platform: str, directory: Path, release: str = NEWEST) -> Path:
 
 
 def find_compiler(platform: str, folder: Path) -> str:
-    """Name and version of the compiler in a folder; nothing where there is none."""
+    """Name and version of the compiler in a folder; empty if there is none."""
     found = {wheel.metadata["Name"]: wheel.version for wheel in distributions(path=[str(folder)])}
     name = COMPILERS[platform]
     return f"{name.removeprefix('nvidia-cuda-')} {found[name]}" if name in found else ""
 
 
 def prepare_wheels(platform: str, directory: Path, console: Console, release: str = NEWEST) -> Path:
-    """Returns the folder with a platform's compiler, installed if it is not there.
+    """The folder with a platform's compiler, which is installed if it is missing.
 
     Raises:
         MissingWheelsError: pip failed; what it said.
@@ -117,7 +117,7 @@ def prepare_wheels(platform: str, directory: Path, console: Console, release: st
 def make_environment(target: Target, wheels: Path | None) -> dict[str, str]:
     """The environment of a child: the target's variables, and its compiler's wheels before everything else.
 
-    Also before ptxas on the PATH, which XLA prefers to that of a wheel.
+    The wheels also come before ptxas on the PATH, which XLA prefers to that of a wheel.
     """
     first = {} if wheels is None else {"PYTHONPATH": str(wheels), "PATH": str(wheels / CUDA_TOOLS)}
     paths = {
@@ -128,8 +128,8 @@ def make_environment(target: Target, wheels: Path | None) -> dict[str, str]:
 
 
 def run_job(job: Job, options: Sequence[str], wheels: Path | None, only: Sequence[str] | None) -> list[ProgramReport]:
-    """Runs one child over all its programs. One that aborts its process is reported and the next process goes on behind
-    it."""
+    """Runs one child over all its programs. A program that aborts its process is reported, and another process goes on
+    after it."""
     environment = make_environment(job.target, wheels)
     command = [sys.executable, *job.command, job.target.name, *options]
     listed = subprocess.run(
@@ -150,7 +150,7 @@ def run_job(job: Job, options: Sequence[str], wheels: Path | None, only: Sequenc
 
 
 def run_child(command: Sequence[str], environment: dict[str, str], expected: int) -> tuple[list[ProgramReport], str]:
-    """Returns the reports that a child printed, and, if it printed fewer than expected, how it ended."""
+    """Returns the reports that a child printed, and how it ended if it printed fewer than expected."""
     try:
         done = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=CHILD_SECONDS
@@ -204,12 +204,12 @@ def make_table(title: str, reports: Iterable[ProgramReport]) -> Table:
 
 
 def show(value: int | None, unit: int = 1) -> str:
-    """A figure in units, or a dash for one that is not known."""
+    """A figure in units, or a dash if it is unknown."""
     return "-" if value is None else f"{value / unit:,.0f}"
 
 
 def judge(reports: Sequence[ProgramReport], console: Console) -> int:
-    """Prints what failed and why; returns how many did. No program at all is a failure as well."""
+    """Prints what failed and why, and returns how many programs did. No program at all is a failure too."""
     failed = 0
     for report in reports:
         faults = find_faults(report, TARGETS[report.target])
@@ -223,13 +223,13 @@ def judge(reports: Sequence[ProgramReport], console: Console) -> int:
 
 
 def make_console() -> Console:
-    """A terminal as wide as it is, a log wide enough for a line per program."""
+    """A console as wide as the terminal, or wide enough for a line per program in a log."""
     console = Console(soft_wrap=True)
     return console if console.is_terminal else Console(soft_wrap=True, width=LOG_COLUMNS)
 
 
 def list_jobs(targets: Sequence[str], *, full: bool = False, lower_only: bool = False) -> list[Job]:
-    """The longest first. Only compilers make a difference between releases of them."""
+    """The jobs, longest first. Only a compiler makes its releases differ, so lowering has one job per target."""
     with_steps = STEP_TARGETS + FULL_STEP_TARGETS if full else STEP_TARGETS
     steps = [Job(STEPS, TARGETS[name]) for name in targets if name in with_steps]
     kernels = [Job(KERNELS, TARGETS[name]) for name in targets]

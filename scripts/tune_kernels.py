@@ -55,8 +55,8 @@ _LOWERING = threading.Lock()  # tracing and lowering are Python: threads would o
 
 
 def sort_shapes(shapes: Sequence[Shape]) -> list[Shape]:
-    """By importance: the first model before the others, bfloat16 before 8 bits, `FIRST` before the rest. Shapes whose
-    keys and values exceed POOL_BYTES are left out."""
+    """Shapes by importance: the first model before the others, bfloat16 before 8 bits, `FIRST` before the rest. Shapes
+    whose keys and values exceed POOL_BYTES are left out."""
 
     def rank(shape: Shape) -> tuple[bool, bool, int]:
         what = (shape.rows, shape.cached + shape.new, shape.new)
@@ -70,7 +70,7 @@ def sort_shapes(shapes: Sequence[Shape]) -> list[Shape]:
 class Budget:
     """A limit of wall time for the whole search, compiling included."""
 
-    ends: float  # of time.monotonic
+    ends: float  # by time.monotonic
 
     @property
     def left(self) -> float:
@@ -79,7 +79,7 @@ class Budget:
 
 
 class Trials:
-    """One shape on the device: its arrays, what is right for them, and what each candidate takes."""
+    """One shape on the device: its arrays, the right output, and the time of each candidate."""
 
     def __init__(
         self, shape: Shape, impl: str, effort: Effort, budget: Budget, pool: ThreadPoolExecutor, console: Console
@@ -103,7 +103,7 @@ class Trials:
         return getattr(self.whole, PARTS[self.kernel])
 
     def compile(self, candidate: Any) -> Any:
-        """The candidate's chain of layers, for the device at hand."""
+        """Compiles the candidate's chain of layers for the device at hand."""
         config = replace(self.whole, **{PARTS[self.kernel]: candidate})
         run = make_chain(self.shape, self.impl, self.layers, self.layout, config)
         with _LOWERING:
@@ -127,12 +127,12 @@ class Trials:
                 future.cancel()
 
     def prepare(self) -> None:
-        """Makes the arrays, and computes what is right."""
+        """Makes the arrays and computes the right output."""
         pool, *self.rest = make_arguments(self.shape, self.layers, self.layout)
         self.expected, self.kv_pages = compute_exactly(self.shape, self.layout, pool, *self.rest)
 
     def check_and_time(self, candidate: Any, compiled: Future[Any]) -> float:
-        """Seconds of one layer, infinite for a candidate that is refused or wrong: it is printed why."""
+        """Seconds of one layer; infinite for a candidate that is refused or wrong, with the reason printed."""
         try:
             run = compiled.result()
             _, self.kv_pages, first = run(self.kv_pages, *self.rest)
@@ -154,7 +154,7 @@ class Trials:
         return out
 
     def make_result(self, found: dict[Any, float]) -> Result | None:
-        """The winner; None if the formula's configuration was not timed: then nobody knows what the others gain."""
+        """The winner; None if the formula's configuration was not timed, as the gain is then unknown."""
         formula_seconds = found.get(self.formula, float("inf"))
         if formula_seconds == float("inf"):
             return None

@@ -1,8 +1,8 @@
-"""The implementation for Ampere and Ada GPUs: one Pallas kernel on Mosaic GPU, of mma.sync and cp.async.
+"""The implementation for Ampere and Ada GPUs: one Pallas kernel on Mosaic GPU, with mma.sync and cp.async.
 
-Rows with few queries (G * Qp <= 64) are cut into runs of their keys, which a second kernel joins; the others into tiles
-of 64 query rows, each over all its keys. A mixed step launches the kernel for both. The step's keys and values are
-written before.
+The step's keys and values are written first. Rows with few queries (G * Qp <= 64) are cut into runs of their keys,
+which a second kernel joins. All other rows are cut into tiles of 64 query rows, each over all its keys. A mixed step
+launches the kernel once for each kind.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["attend_with_update", "choose_layout", "default_config", "find_obstac
 
 
 def plan_work(rows: StepRows, shape: AttnShape, *, config: AmpereConfig | None = None) -> AmpereWork:
-    """Splits for the rows of few queries, tiles for the others."""
+    """Splits of the rows with few queries, tiles of the others."""
     return plan.plan_work(rows, shape, config or plan.find_config(shape, rows))
 
 
@@ -51,7 +51,7 @@ def attend_with_update(
 
 
 def _attend_few(q: jax.Array, kv_pages: jax.Array, batch: BatchMeta, layer: AttnLayer) -> tuple[jax.Array, jax.Array]:
-    """The rows of `batch.work.few`: [T, N, H] and logs [T, N, 1]; other tokens get something finite."""
+    """Attention [T, N, H] and logs [T, N, 1] of the rows in `batch.work.few`, something finite for other tokens."""
     work, few = batch.work, batch.work.few
     width = read_format(kv_pages.shape, q.shape[2]).width
     packed = pack_queries(q, batch, few.max_queries, width).astype(compute_dtype(batch.shape))
@@ -72,7 +72,7 @@ def _attend_few(q: jax.Array, kv_pages: jax.Array, batch: BatchMeta, layer: Attn
 def _attend_chunks(
     q: jax.Array, kv_pages: jax.Array, batch: BatchMeta, layer: AttnLayer
 ) -> tuple[jax.Array, jax.Array]:
-    """The rows of `batch.work.chunks`: [T, N, H] and logs [T, N, 1]; 0 for other tokens."""
+    """Attention [T, N, H] and logs [T, N, 1] of the rows in `batch.work.chunks`, 0 for other tokens."""
     work, tiles = batch.work, batch.work.chunks
     width = read_format(kv_pages.shape, q.shape[2]).width
     num_rows = round_up(batch.shape.group_size * tiles.tile_tokens, 8)
@@ -86,7 +86,7 @@ def _attend_chunks(
 
 
 def _finish(found: jax.Array, logs: jax.Array, heads: HeadParams) -> jax.Array:
-    """What a sink leaves of a query's weights, and the values' scale."""
+    """Applies sinks, which take a share of each query's weights, and the values' scale."""
     found = found.astype(jnp.float32)
     if heads.sinks is not None:
         found *= 1 / (1 + jnp.exp2(heads.sinks.astype(jnp.float32)[:, None] * LOG2_E - logs))

@@ -1,4 +1,4 @@
-"""Joins the units of a row: a launch after that of the units, small beside it."""
+"""Joins the units of a row: a second launch, small beside the first."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class _CombineKernel:
         tile = (TILE_ROWS, PART_COLUMNS)
         carry = (compat.full(tile, 0.0), compat.full(tile[:1], MASKED), compat.full(tile[:1], 0.0))
         acc, largest, total = lax.fori_loop(0, count, step, carry)
-        total = jnp.where(total > 0, total, 1.0)  # no units: zeros, and the log is MASKED
+        total = jnp.where(total > 0, total, 1.0)  # a row without units has zeros, and MASKED as its log
         staging[...] = (acc / compat.spread(total, tile)).astype(out.dtype)
         store_rows(staging, out.at[row, rows, columns])
 

@@ -1,8 +1,8 @@
-"""What the kernels for Ampere and Ada take from Pallas Mosaic GPU, beside what all GPU kernels share.
+"""What only the kernels for Ampere and Ada take from Pallas Mosaic GPU.
 
-Warp-level products (mma.sync) and asynchronous copies (cp.async), both older than Hopper's. The interpreter has no rule
-for either. There a copy is one of Hopper's that arrives at a barrier, a wait is for the barrier of the copies that the
-device would wait for, and a product is a dot. So what is read or overwritten too early shows there.
+These are warp-level products (mma.sync) and asynchronous copies (cp.async), both older than Hopper's. The interpreter
+has neither. There, a copy is one of Hopper's and arrives at a barrier, a wait is for the barrier of the copies that the
+device would wait for, and a product is a dot. So the interpreter finds what is read or overwritten too early.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from jaxlib.mlir.dialects import nvvm
 from pallas_kernels.mosaic_gpu import compat
 
 Barrier = compat.Barrier
-TILE_ROWS = 64  # of a product's first operand: 16 in each of four warps
-PART_COLUMNS = 64  # of a tile of keys or values that pass through registers at once
-NARROW = jnp.uint8  # as which 8-bit floats are read
-_COPY_TILES = 4  # swizzled tiles of one asynchronous copy are a multiple of it: each warp takes its own
+TILE_ROWS = 64  # rows of a product's first operand: 16 in each of four warps
+PART_COLUMNS = 64  # columns of a tile of keys or values that pass through registers at once
+NARROW = jnp.uint8  # 8-bit floats are read as this
+_COPY_TILES = 4  # a copy has a multiple of this many swizzled tiles: each warp copies its own
 
 
 def choose_swizzle(rows: int, width: int, dtype: jnp.dtype) -> int:
-    """Bytes: the widest swizzle with which one asynchronous copy can fill [rows, width] of shared memory, and parts of
-    PART_COLUMNS are whole swizzles."""
+    """The widest swizzle, in bytes, with which one copy can fill [rows, width] of shared memory and PART_COLUMNS are
+    whole swizzles."""
     itemsize = jnp.dtype(dtype).itemsize
     row_tiles = rows // compat.SWIZZLE_ROWS
-    wanted = _COPY_TILES // min(_COPY_TILES, row_tiles & -row_tiles)  # tiles that a row must have
+    wanted = _COPY_TILES // min(_COPY_TILES, row_tiles & -row_tiles)  # tiles per row that this takes
     fitting = (s for s in (128, 64, 32) if s <= PART_COLUMNS * itemsize and width * itemsize % (s * wanted) == 0)
     return next(fitting)
 
 
 def start_copy(source: jax.Ref, tile: jax.Ref, loaded: jax.Ref | None) -> None:
-    """Starts copying global to shared memory, as one group of copies.
+    """Starts a copy from global to shared memory, as a group of its own.
 
-    `loaded` is the barrier that a copy arrives at when it is interpreted, None on the device.
+    `loaded` is the barrier that the copy arrives at in the interpreter, None on the device.
     """
     if loaded is None:
         plgpu.copy_gmem_to_smem(source, tile, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
@@ -48,7 +48,7 @@ def start_copy(source: jax.Ref, tile: jax.Ref, loaded: jax.Ref | None) -> None:
 
 
 def skip_copies(count: int, *, interpret: bool) -> None:
-    """Counts as `count` copies that copy nothing, so that waits need not know how many there really are."""
+    """Starts `count` empty copies, so that waits need not know how many copies there are."""
     if not interpret:
 
         @plgpu.inline_mgpu()
@@ -60,15 +60,15 @@ def skip_copies(count: int, *, interpret: bool) -> None:
 
 
 def wait_copies(newer: int, loaded: jax.Ref | None) -> None:
-    """Waits for all copies but the `newer` ones that were started last, then for all threads of the block: each sees
-    what the copies of all brought, and none reads any longer what it read before.
+    """Waits for all copies but the last `newer` ones, then for all threads of the block. Every thread then sees the
+    copies of all, and none still reads the tile before.
 
-    `loaded` is the barrier of the awaited copies.
+    `loaded` is the barrier of the awaited copies in the interpreter, None on the device.
     """
     if loaded is None:
         plgpu.wait_gmem_to_smem(newer)
     else:
-        compat.commit_smem()  # what was read may be overwritten
+        compat.commit_smem()  # the tile that was read may now be overwritten
         compat.barrier_wait(loaded)
 
 
@@ -105,7 +105,7 @@ def _operand(layout: plgpu.Layout, dtype: jnp.dtype) -> plgpu.SomeLayout:
 
 
 def _as_operand(weights: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """A result of f32 as a first operand of 16 bits: every lane already has what it needs, in the same order."""
+    """An f32 result as a 16-bit first operand: every lane already holds its elements, in the same order."""
     layout = _operand(plgpu.Layout.MMA_LHS, dtype)
 
     @plgpu.inline_mgpu(arg_types=(compat.WGMMA,), return_type=plgpu.ShapeDtypeStruct(weights.shape, dtype, layout))
@@ -118,13 +118,13 @@ def _as_operand(weights: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 def store_rows(rows: jax.Ref, out: jax.Ref) -> None:
-    """Copies [rows, columns] from shared to global memory by way of registers, in pieces as a copy to there has."""
+    """Copies [rows, columns] from shared to global memory through registers, in the layout of a copy."""
     layout = _as_copied(rows.shape, rows.dtype, choose_swizzle(*rows.shape, rows.dtype))
     out[...] = plgpu.load(rows, layout=layout, optimized=False)
 
 
 def zero_rows(tile: jax.Ref, swizzle: int, is_kept: Callable[[jax.Array], jax.Array]) -> None:
-    """Zeroes the rows of a tile in shared memory of which `is_kept` says so; it is given their i32 numbers."""
+    """Zeroes the rows of a tile in shared memory for which `is_kept`, given i32 row numbers, is false."""
     shape = (tile.shape[0], PART_COLUMNS)
     layout = _as_copied(shape, tile.dtype, swizzle)
     rows = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
@@ -135,10 +135,10 @@ def zero_rows(tile: jax.Ref, swizzle: int, is_kept: Callable[[jax.Array], jax.Ar
 
 
 def widen(tile: jax.Ref, wide: jax.Ref, swizzle: int) -> None:
-    """Copies a tile of e4m3, seen as u8, to one of f16; `swizzle` is of that.
+    """Copies a tile of e4m3, seen as u8, to a tile of f16 with this swizzle.
 
-    By shifts, as only Ada could convert: exponent and mantissa take their places in f16, whose exponents are 8 larger.
-    What is NaN in 8 bits becomes 480.
+    It shifts bits, as only Ada could convert: exponent and mantissa move to their places in f16, whose exponents are 8
+    larger. NaN in 8 bits becomes 480.
     """
     layout = _as_copied((tile.shape[0], PART_COLUMNS), wide.dtype, swizzle)
     for column in range(0, tile.shape[1], PART_COLUMNS):
@@ -149,5 +149,5 @@ def widen(tile: jax.Ref, wide: jax.Ref, swizzle: int) -> None:
 
 
 def _as_copied(shape: tuple[int, ...], dtype: jnp.dtype, swizzle: int) -> plgpu.SomeLayout:
-    """Registers as threads hold them that copy a tile: in pieces of up to 16 bytes."""
+    """The layout of registers in which threads copy a tile: pieces of up to 16 bytes."""
     return plgpu.Layout.SMEM_GMEM_COPY(shape, jnp.dtype(dtype), swizzle)

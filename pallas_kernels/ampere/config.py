@@ -1,4 +1,4 @@
-"""What can be tuned of the kernel for Ampere and Ada."""
+"""Tuning of the kernel for Ampere and Ada."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Of every launch."""
+    """Tuning of every launch."""
 
     tile_tokens: int = 32  # keys per step of the softmax
-    stages: int = 2  # tiles of keys and values in the ring: all but one are on their way while that is in use
+    stages: int = 2  # tiles of keys and values in the ring: one is read while the others arrive
 
     def __post_init__(self) -> None:
         if self.tile_tokens not in (32, 64):
@@ -25,12 +25,12 @@ class TileConfig:
 
 @dataclass(frozen=True)
 class UnitConfig(TileConfig):
-    """Of a launch for rows of few queries, and of how these are cut into units."""
+    """Tuning of a launch for rows with few queries, and of the units that they are cut into."""
 
-    ctas_per_sm: int = 2  # that the tiles leave room for
+    ctas_per_sm: int = 2  # blocks per SM that the tiles leave room for
     num_sms: int = 108
-    min_split_tokens: int = 256  # no unit is shorter, unless its row is
-    unit_cost: int = 3  # in tiles, beyond those of a unit: splits are chosen by it
+    min_split_tokens: int = 256  # the shortest unit, unless its row is shorter
+    unit_cost: int = 3  # estimated cost of a unit in tiles, beyond its own
 
     def _least(self) -> dict[str, int]:
         return {**super()._least(), "ctas_per_sm": 1, "num_sms": 1, "min_split_tokens": 1, "unit_cost": 0}
@@ -38,7 +38,7 @@ class UnitConfig(TileConfig):
 
 @dataclass(frozen=True)
 class AmpereConfig:
-    """For rows of few queries, and for tiles of the others."""
+    """Tuning for rows with few queries (decode), and for tiles of the others (prefill)."""
 
     decode: UnitConfig
     prefill: TileConfig

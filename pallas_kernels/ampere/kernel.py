@@ -1,7 +1,7 @@
-"""What a block does with one unit and one KV head: online softmax over tiles of keys, in base 2.
+"""The kernel: a block attends one unit with one KV head, by online softmax over tiles of keys, in base 2.
 
-(Milakov and Gimelshein, 2018; FlashAttention's recurrence.) Four warps have 16 query rows each and read all keys; they
-meet once per tile, when it has arrived and the slot of the tile before is free.
+(Milakov and Gimelshein, 2018; FlashAttention's recurrence.) Four warps have 16 query rows each and read all keys. They
+meet once per tile, when it has arrived and the slot of the previous tile is free.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pallas_kernels.ampere.ring import Scratch, TileRing, Unit
 from pallas_kernels.mosaic_gpu.compat import full, spread
 from pallas_kernels.mosaic_gpu.key_tiles import MASKED, Ids
 
-# Columns of a unit's line.
+# Columns of a unit.
 QUERIES, ROW, FIRST_TILE, NUM_TILES, LENGTH, BEGIN = range(6)
 UNIT_COLUMNS = 8  # 32 bytes: a unit is read in one transaction
 
@@ -62,7 +62,7 @@ class AttentionKernel(TileRing):
             self.finish(lax.fori_loop(0, unit.num_tiles, step, carry), unit, outputs, logs, scratch)
 
     def finish(self, carry: Carry, unit: Unit, outputs: jax.Ref, logs: jax.Ref, scratch: Scratch) -> None:
-        """Writes the unit's outputs, by way of the queries' tile: registers hold them in pieces of four bytes."""
+        """Writes the unit's outputs, through the queries' tile: registers hold them in pieces of four bytes."""
         parts, largest, total, _ = carry
         for index, acc in enumerate(parts):
             columns = pl.ds(index * compat.PART_COLUMNS, compat.PART_COLUMNS)
@@ -86,7 +86,7 @@ class AttentionKernel(TileRing):
         parts, largest, total, ids = carry
         start = (unit.first_tile + index) * self.tile_tokens
         ahead = index + self.stages - 1
-        # The next tile's ids are asked for a tile ahead: they arrive while this one is worked on.
+        # The next tile's ids are read a tile ahead: they arrive while this one is attended.
         next_ids = find_pages(ahead + 1)
         self.wait_tile(ahead, scratch)
         self.fill(ahead, ids, unit, pages, scratch)
@@ -119,6 +119,6 @@ class AttentionKernel(TileRing):
         return scratch["wide_keys"], scratch["wide_values"]
 
     def clean(self, values: jax.Ref, start: jax.Array, unit: Unit) -> None:
-        """Zeroes the values of slots that hold nothing of what the unit's queries see."""
+        """Zeroes the values of slots that no query of the unit sees."""
         swizzle = self.choose_swizzle("wide_values" if self.is_narrow else "values")
         compat.zero_rows(values, swizzle, partial(self.is_held, start=start, span=unit))

@@ -1,4 +1,4 @@
-"""One launch of the kernel: attention of units of any kind."""
+"""One launch of the kernel, over units of either kind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pallas_kernels.spec import AttnLayer, AttnParams, AttnShape, BatchMeta
 
 
 def count_smem_bytes(shape: AttnShape, tile_tokens: int, stages: int) -> int:
-    """Of a block's tiles."""
+    """Shared memory of a block's tiles."""
     tiling = {"tile_tokens": tile_tokens, "stages": stages, "num_rows": 8, "max_queries": 1}
     body = _make_body(shape, AttnParams(1.0), has_k_scale=False, interpret=False, **tiling)
     return compat.smem_bytes(*body.list_tiles().values())
@@ -33,9 +33,9 @@ def attend_units(
     """Attention of every unit's keys alone.
 
     Query row r of a KV head is query r % max_queries of its unit, of query head r // max_queries in the group. Returns
-    outputs [W, C, width] of the compute dtype, normalised, and the logarithms to base 2 of the sums of their weights
-    [W, K, 64] f32, very negative for a query that sees none of the unit's keys. Row h * R + r of the C rows is KV head
-    h's row r; C is a multiple of 64. What belongs to no unit, or to no query row, is not written.
+    outputs [W, C, width] of the compute dtype, normalised, and the base-2 logarithms [W, K, 64] f32 of the sums of
+    their weights, very negative for a query that sees none of the unit's keys. Row h * R + r of the C rows is KV head
+    h's row r; C is a multiple of 64. Slots without a unit, and rows without a query, are not written.
     """
     num_kv_heads, num_rows, width = q.shape[1:]
     tiling = {"tile_tokens": config.tile_tokens, "stages": config.stages}
@@ -49,7 +49,7 @@ def attend_units(
             jax.ShapeDtypeStruct((num_units, columns, width), q.dtype),
             jax.ShapeDtypeStruct((num_units, num_kv_heads, ampere.TILE_ROWS), jnp.float32),
         ),
-        grid=(num_units, num_kv_heads),  # the last axis runs fastest: heads of a unit share pages
+        grid=(num_units, num_kv_heads),  # the last axis varies fastest: heads of a unit share pages
         grid_names=("unit", "head"),
         scratch_types=body.make_scratch(),
         compiler_params=compat.compiler_params(),

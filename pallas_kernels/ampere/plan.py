@@ -1,4 +1,4 @@
-"""Sizes for a device, and the step cut into units: (packed queries, run of key tiles of their row)."""
+"""Block sizes for a device, and the step cut into units: packed queries and a run of key tiles of their row."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from pallas_kernels.worklist import StepRows, TileList, list_chunk_tiles
 
 _KIB = 1024
 _LARGE_SMS = ("A100", "A800", "A30")  # compute capability 8.0
-# Shared memory of an SM of these, and of one of 8.6 or 8.9; a block can have all but 1 KiB of it.
+# Shared memory per SM of these, and of compute capability 8.6 and 8.9; a block can have all but 1 KiB of it.
 _LARGE_SM_BYTES, _SM_BYTES = 164 * _KIB, 100 * _KIB
-_BLOCK_RESERVE = 1 * _KIB  # that an SM keeps per block
+_BLOCK_RESERVE = 1 * _KIB  # the SM's own, per block
 _MAX_STAGES = 4
-_WIDE = 256  # of a stored head, whose accumulators leave too few registers for the scores of 64 keys
+_WIDE = 256  # stored heads whose accumulators leave too few registers for the scores of 64 keys
 _STATIC = {"static": True}
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AmpereWork:
-    """Every query of the step is in a row of `few` or in a tile of `chunks`; None where a step has none of that kind.
+    """Every query of the step is in a row of `few` or in a tile of `chunks`; None if the bucket has none of that kind.
 
-    `few_units` and `chunk_units` [W, UNIT_COLUMNS] i32 are their units, as the kernel reads them.
+    `few_units` and `chunk_units` [W, UNIT_COLUMNS] i32 are their units as the kernel reads them.
     """
 
     few: SplitList | None
@@ -46,8 +46,8 @@ class AmpereWork:
 
 
 def default_config(shape: AttnShape) -> AmpereConfig:
-    """Two blocks per SM where a ring fits then, so that one computes while the other waits, of tiles of 64 keys where
-    they fit; the longest ring of these.
+    """Two blocks per SM if their rings fit, so that one computes while the other waits; tiles of 64 keys if they fit;
+    and the longest such ring.
 
     Raises:
         ValueError: not even the smallest ring fits.
@@ -64,7 +64,7 @@ def default_config(shape: AttnShape) -> AmpereConfig:
 
 
 def find_config(shape: AttnShape, rows: StepRows) -> AmpereConfig:
-    """By the device's table, else by formula."""
+    """The configuration of the device's table, else by formula."""
     formula = default_config(shape)
     return AmpereConfig(
         tune("ampere_decode", formula.decode, shape, rows),
@@ -73,12 +73,12 @@ def find_config(shape: AttnShape, rows: StepRows) -> AmpereConfig:
 
 
 def find_sm_bytes() -> int:
-    """Shared memory of an SM of the device being traced for; the smaller size where that is not a GPU."""
+    """Shared memory of an SM of the device being traced for; the smaller size if that is not a GPU."""
     return _LARGE_SM_BYTES if any(kind in traced_device_kind() for kind in _LARGE_SMS) else _SM_BYTES
 
 
 def plan_work(rows: StepRows, shape: AttnShape, config: AmpereConfig) -> AmpereWork:
-    """Splits for the rows of few queries, tiles for the others."""
+    """Splits of the rows with few queries, tiles of the others."""
     longest = rows.max_query_len
     if longest is not None and splits.fits(longest, shape.group_size):
         few = splits.plan_splits(rows, rows.query_lens, shape, config.decode, max_query_len=longest)
@@ -91,14 +91,14 @@ def plan_work(rows: StepRows, shape: AttnShape, config: AmpereConfig) -> AmpereW
 
 
 def _list_split_units(few: SplitList) -> jax.Array:
-    """A row's packed queries are where the row is."""
+    """The units of split rows: a row's packed queries have the index of the row."""
     row, length = few.units[:, splits.ROW], few.units[:, splits.LENGTH]
     begin = length - few.units[:, splits.NUM_QUERIES]
     return _join_columns(row, row, few.units[:, splits.FIRST_TILE], few.units[:, splits.NUM_TILES], length, begin)
 
 
 def _list_chunk_units(chunks: TileList, shape: AttnShape, config: TileConfig) -> jax.Array:
-    """A tile of queries is one unit, over all the keys that it sees: there are as many tiles as blocks are wanted."""
+    """The units of tiles: one per tile, over all the keys that it sees, since enough tiles fill a device."""
     ends = chunks.positions + chunks.counts
     first = jnp.zeros_like(ends)
     if shape.window is not None:
@@ -109,5 +109,5 @@ def _list_chunk_units(chunks: TileList, shape: AttnShape, config: TileConfig) ->
 
 
 def _join_columns(*columns: jax.Array) -> jax.Array:
-    units = jnp.stack(columns, axis=1).astype(jnp.int32)  # in the order of the kernel's column numbers
+    units = jnp.stack(columns, axis=1).astype(jnp.int32)  # in the order of the kernel's columns
     return jnp.pad(units, ((0, 0), (0, kernel.UNIT_COLUMNS - len(columns))))

@@ -1,4 +1,4 @@
-"""A block's shared memory, and how it fills: tiles of keys and values, copied a few ahead of the one in use."""
+"""A block's shared memory: tiles of keys and values, copied a few ahead of the one in use."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Scratch = dict[str, jax.Ref]
 
 @dataclass(frozen=True)
 class Unit:
-    """What a block works on; scalars."""
+    """A block's unit; scalars."""
 
     slot: jax.Array
     head: jax.Array
-    queries: jax.Array  # where its packed queries are
-    row: jax.Array  # of the page table
+    queries: jax.Array  # index of its packed queries
+    row: jax.Array  # line of the page table
     first_tile: jax.Array
     num_tiles: jax.Array
     length: jax.Array  # tokens of the row up to the unit's last query, or of the whole row
@@ -41,9 +41,9 @@ class TileRing(KeyTiles):
         return 2 * (self.tile_tokens // self.box)
 
     def list_tiles(self) -> dict[str, tuple[tuple[int, ...], jnp.dtype]]:
-        """Shapes and dtypes of the tiles in shared memory, by the names the body has for them."""
+        """Shapes and dtypes of the tiles in shared memory, by name."""
         tile = (self.tile_tokens, self.width)
-        tiles = {"q": ((compat.TILE_ROWS, self.width), self.dtype)}  # later the output
+        tiles = {"q": ((compat.TILE_ROWS, self.width), self.dtype)}  # holds the output at the end
         for name in ("keys", "values"):
             tiles[name] = ((self.stages, *tile), self.page_dtype)
             if self.is_narrow:
@@ -51,12 +51,12 @@ class TileRing(KeyTiles):
         return tiles
 
     def choose_swizzle(self, name: str) -> int:
-        """Bytes: of a tile."""
+        """The swizzle of a tile, in bytes."""
         copied = {"q": self.num_rows, "keys": self.box, "values": self.box}
         return compat.choose_swizzle(copied.get(name, self.tile_tokens), self.width, self.list_tiles()[name][1])
 
     def make_scratch(self) -> dict[str, object]:
-        """Shared memory of a block, and barriers where it is interpreted."""
+        """Shared memory of a block, and barriers if it is interpreted."""
         tiles = self.list_tiles().items()
         scratch = {name: tile_smem(shape, dtype, self.choose_swizzle(name)) for name, (shape, dtype) in tiles}
         if self.interpret:
@@ -65,12 +65,12 @@ class TileRing(KeyTiles):
         return scratch
 
     def fill(self, index: jax.Array, ids: Ids, unit: Unit, pages: jax.Ref, scratch: Scratch) -> None:
-        """Starts the copies of a tile into its slot; behind the unit's last tile they are empty."""
+        """Starts the copies of a tile into its slot; past the unit's last tile they are empty."""
         slot = lax.rem(index, self.stages)
 
         @pl.when(index < unit.num_tiles)
         def _() -> None:
-            # A tile begins in a page's middle only where pages are larger than tiles.
+            # A tile begins in the middle of a page only if pages are larger than tiles.
             is_part = self.page_size > self.tile_tokens
             start = lax.rem((unit.first_tile + index) * self.tile_tokens, self.page_size) if is_part else 0
             loaded = scratch["loaded"].at[slot] if self.interpret else None
@@ -84,8 +84,8 @@ class TileRing(KeyTiles):
             compat.skip_copies(self.tile_copies, interpret=self.interpret)
 
     def start(self, unit: Unit, q_ref: jax.Ref, pages: jax.Ref, find_pages: partial[Ids], scratch: Scratch) -> Ids:
-        """Starts the copies of the queries and of the first tiles, one less than the ring has. Returns the next ids."""
-        # The rows of the tile beyond R stay undefined. No row meets another one, and they are not copied out.
+        """Starts the copies of the queries and of the first `stages - 1` tiles. Returns the next tile's page ids."""
+        # Rows of the tile beyond R stay undefined. Rows do not affect each other, and these are not copied out.
         q_loaded = scratch["q_loaded"] if self.interpret else None
         compat.start_copy(q_ref.at[unit.queries, unit.head], scratch["q"].at[pl.ds(0, self.num_rows)], q_loaded)
         for index in range(self.stages - 1):
@@ -98,7 +98,7 @@ class TileRing(KeyTiles):
         compat.wait_copies(newer, scratch["q_loaded"] if self.interpret else None)
 
     def wait_tile(self, started: jax.Array, scratch: Scratch) -> None:
-        """With `started` tiles on their way, and the ring full but for one, waits for the oldest of them."""
+        """Waits for the oldest tile, with `started` tiles started so far and all slots but one taken."""
         newer = self.stages - 2
         slot = lax.rem(started - newer - 1, self.stages)
         compat.wait_copies(newer * self.tile_copies, scratch["loaded"].at[slot] if self.interpret else None)

@@ -1,7 +1,7 @@
 """The implementation for Hopper GPUs: Pallas kernels on Mosaic GPU.
 
-Rows with few queries (G * Qp <= 64) go to the decode kernel and its combine, the others to the prefill kernel; a mixed
-step launches both. The step's keys and values are written before.
+The step's keys and values are written first. Rows with few queries (G * Qp <= 64) go to the decode kernel and its
+combine, all others to the prefill kernel. A mixed step launches both.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["attend_with_update", "choose_layout", "default_config", "find_obstac
 
 @dataclass(frozen=True)
 class HopperConfig:
-    """Tuning of both kernels, and who writes keys and values: XLA's "scatter", or our "kernel"."""
+    """Tuning of both kernels, and how keys and values are written: by XLA's "scatter" or by our "kernel"."""
 
     decode: DecodeConfig
     prefill: prefill.PrefillConfig
@@ -44,7 +44,7 @@ class HopperConfig:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class HopperWork:
-    """Every query of the step is in one of the two; None where a step has none of that kind."""
+    """Every query of the step is in one of the two lists; None if the bucket has no queries of that kind."""
 
     decode: SplitList | None
     chunks: TileList | None
@@ -52,12 +52,12 @@ class HopperWork:
 
 
 def default_config(shape: AttnShape) -> HopperConfig:
-    """By formula from the shape."""
+    """The configuration by formula."""
     return HopperConfig(decode.default_config(shape), prefill.default_config(shape))
 
 
 def find_config(shape: AttnShape, rows: StepRows) -> HopperConfig:
-    """By the device's table, else by formula."""
+    """The configuration of the device's table, else by formula."""
     formula = default_config(shape)
     return replace(
         formula,
@@ -67,7 +67,7 @@ def find_config(shape: AttnShape, rows: StepRows) -> HopperConfig:
 
 
 def plan_work(rows: StepRows, shape: AttnShape, *, config: HopperConfig | None = None) -> HopperWork:
-    """Splits for the rows of few queries, tiles for the others."""
+    """Splits of the rows with few queries, tiles of the others."""
     config = config or find_config(shape, rows)
     longest = rows.max_query_len
     if longest is not None and fits(longest, shape.group_size):
@@ -76,7 +76,7 @@ def plan_work(rows: StepRows, shape: AttnShape, *, config: HopperConfig | None =
     num_single, num_rows = rows.distribution[0], rows.query_lens.shape[0]
     singles = rows.lens_between(0, num_single)
     units = plan_splits(rows, singles, shape, config.decode, max_query_len=1)
-    chunks = prefill.plan_tiles(rows, rows.lens_between(num_single, num_rows), shape, config.prefill)
+    chunks = prefill.plan_tiles(rows, rows.lens_between(num_single, num_rows), shape)
     return HopperWork(units, chunks, config)
 
 
@@ -100,7 +100,7 @@ def attend_with_update(
 
 
 def _attend_few(q: jax.Array, kv_pages: jax.Array, batch: BatchMeta, layer: AttnLayer) -> jax.Array:
-    """The rows of `batch.work.decode`: [T, N, H]; other tokens get something finite."""
+    """Attention [T, N, H] of the rows in `batch.work.decode`, something finite for other tokens."""
     work, heads = batch.work.decode, layer.heads
     width = read_format(kv_pages.shape, q.shape[2]).width
     packed = pack_queries(q, batch, work.max_queries, width).astype(compute_dtype(batch.shape))
@@ -121,7 +121,7 @@ def _attend_few(q: jax.Array, kv_pages: jax.Array, batch: BatchMeta, layer: Attn
 
 
 def _spread_sinks(sinks: jax.Array, num_kv_heads: int, num_rows: int, max_queries: int) -> jax.Array:
-    """[N] -> [C] in base 2, as the rows of a unit."""
+    """[N] -> [C] in base 2, in the order of a unit's rows."""
     by_row = jnp.repeat(sinks.astype(jnp.float32).reshape(num_kv_heads, -1), max_queries, axis=1) * LOG2_E
     return _pad_columns(jnp.pad(by_row, ((0, 0), (0, num_rows - by_row.shape[1]))).reshape(-1))
 

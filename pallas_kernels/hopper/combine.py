@@ -14,8 +14,8 @@ from pallas_kernels.mosaic_gpu import compat
 from pallas_kernels.mosaic_gpu.key_tiles import MASKED
 from pallas_kernels.mosaic_gpu.splits import QUERY_ROWS
 
-_BLOCK_COLUMNS = 64  # of a head, per block
-_UNROLL = 4  # units read at once, so that a row of many does not wait for each
+_BLOCK_COLUMNS = 64  # columns of a head per block
+_UNROLL = 4  # units read at once, so that a row of many units does not wait for each
 
 
 def combine_units(
@@ -50,7 +50,7 @@ def combine_units(
 
 @dataclass(frozen=True)
 class _CombineKernel:
-    """The kernel's body and what is static about it: one warpgroup per row, 64 query rows and 64 columns."""
+    """The kernel's body and its static parameters: one warpgroup per row, 64 query rows and 64 columns."""
 
     num_slots: int
     has_sinks: bool
@@ -76,7 +76,7 @@ class _CombineKernel:
         @pl.when(count > 0)
         def _() -> None:
             extra_refs = list(extra)
-            if self.has_sinks:  # a unit of one key, before all others
+            if self.has_sinks:  # a sink is a unit of one key, before all others
                 largest, total = compat.load_column(extra_refs.pop(0).at[rows]), compat.full(tile[:1], 1.0)
             else:
                 largest, total = compat.full(tile[:1], MASKED), compat.full(tile[:1], 0.0)
@@ -103,7 +103,7 @@ class _CombineKernel:
         first: jax.Array,
         count: jax.Array,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Adds the next units. Those beyond the row's last are that one again, with weight 0."""
+        """Adds the next units. Past the row's last unit, that one counts again with weight 0."""
         acc, largest, total = carry
         (outputs, logs), (rows, columns) = refs, place
         members = [index * _UNROLL + offset for offset in range(_UNROLL)]

@@ -1,8 +1,8 @@
-"""Paged attention of rows with few queries, on Hopper: bound by memory, one block per (unit, KV head).
+"""Paged attention of rows with few queries on Hopper: bound by memory, one block per (unit, KV head).
 
-The G * Qp query rows of a KV head fill part of the 64 rows of a wgmma; the rest of them is wasted, which costs nothing
-here. Rows are cut into units by `splits.py` and joined by `combine.py`; the body is in `decode_kernel.py` and
-`decode_memory.py`.
+The G * Qp query rows of a KV head fill part of the 64 rows of a wgmma. The rest is wasted, which costs nothing in a
+kernel bound by memory. `mosaic_gpu/splits.py` cuts rows into units and `combine.py` joins them. The body is in
+`decode_kernel.py` and `decode_memory.py`.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from pallas_kernels.mosaic_gpu.splits import QUERY_ROWS, SplitList
 from pallas_kernels.platform import traced_core_count
 from pallas_kernels.spec import AttnLayer, AttnParams, AttnShape, BatchMeta
 
-_BLOCK_RESERVE = 1024 + 1024  # bytes: what an SM keeps per block, and room for barriers
+_BLOCK_RESERVE = 1024 + 1024  # bytes: the SM's own per block, and room for barriers
 _MAX_STAGES = 6
 
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """The tuning of the kernel."""
+    """Tuning of the decode kernel."""
 
     tile_tokens: int = 64  # keys per step of the softmax
     stages: int = 3  # tiles of keys, and of values, in flight
     ctas_per_sm: int = 2
     num_sms: int = 132
-    min_split_tokens: int = 512  # no unit is shorter, unless its row is
-    unit_cost: int = 3  # in tiles, beyond those of a unit: splits are chosen by it
+    min_split_tokens: int = 512  # the shortest unit, unless its row is shorter
+    unit_cost: int = 3  # estimated cost of a unit in tiles, beyond its own
 
     def __post_init__(self) -> None:
         if self.tile_tokens not in (64, 128):
@@ -48,7 +48,7 @@ class DecodeConfig:
 
 
 def default_config(shape: AttnShape) -> DecodeConfig:
-    """Two blocks per SM, where each then has at least three stages, so that one computes while the other waits."""
+    """Two blocks per SM, so that one computes while the other waits, if each then has three stages; else one block."""
     for ctas_per_sm, wanted in ((2, 3), (1, 2)):
         room = min(wgmma.MAX_SMEM_BYTES, wgmma.SM_SMEM_BYTES // ctas_per_sm - _BLOCK_RESERVE)
         fitting = [stages for stages in range(2, _MAX_STAGES + 1) if count_smem_bytes(shape, stages) <= room]
@@ -58,7 +58,7 @@ def default_config(shape: AttnShape) -> DecodeConfig:
 
 
 def count_smem_bytes(shape: AttnShape, stages: int) -> int:
-    """Of a block's tiles, by default of 64 tokens."""
+    """Shared memory of a block's tiles, which have 64 tokens by default."""
     config = DecodeConfig(stages=stages)
     body = _make_body(shape, config, AttnParams(1.0), num_rows=8, max_queries=1, has_k_scale=False, interpret=False)
     return compat.smem_bytes(*body.list_tiles().values())
@@ -67,15 +67,15 @@ def count_smem_bytes(shape: AttnShape, stages: int) -> int:
 def attend_units(
     q: jax.Array,  # [S, K, R, width] of the compute dtype, R query rows of a KV head: a multiple of 8, at most 64
     kv_pages: jax.Array,  # [num_pages, 2K, page_size, width]
-    batch: BatchMeta,  # its work has W units
+    batch: BatchMeta,  # W unit slots in its work
     layer: AttnLayer,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of every unit's keys alone.
 
-    Query row r of a KV head is query r % Qp of its row, of query head r // Qp in the group. Returns
-    outputs [W, C, width] of the compute dtype, normalised, and the logarithms to base 2 of the sums of their
-    weights [W, C] f32, very negative for a query that sees none of the unit's keys. Row h * R + r of the C rows is KV
-    head h's row r; C is a multiple of 64. What belongs to no unit, or to no KV head, is not written.
+    Query row r of a KV head is query r % Qp of its row, of query head r // Qp in the group. Returns outputs
+    [W, C, width] of the compute dtype, normalised, and the base-2 logarithms [W, C] f32 of the sums of their weights,
+    very negative for a query that sees none of the unit's keys. Row h * R + r of the C rows is KV head h's row r; C is
+    a multiple of 64. Slots without a unit, and rows without a KV head, are not written.
     """
     work: SplitList = batch.work.decode
     num_kv_heads, num_rows, width = q.shape[1:]
@@ -96,7 +96,7 @@ def attend_units(
             jax.ShapeDtypeStruct((num_slots, columns, width), q.dtype),
             jax.ShapeDtypeStruct((num_slots, columns), jnp.float32),
         ),
-        grid=(num_slots, num_kv_heads),  # the last axis runs fastest: heads of a unit share pages
+        grid=(num_slots, num_kv_heads),  # the last axis varies fastest: heads of a unit share pages
         grid_names=("unit", "head"),
         num_threads=2,
         thread_name="warpgroup",

@@ -1,7 +1,7 @@
-"""The compute side of the decode kernel: what a block does with one unit and one KV head.
+"""The compute side of the decode kernel: a block attends one unit with one KV head.
 
-Of its two warpgroups, the memory one (`decode_memory.py`) fills rings of tiles, and the compute one runs the online
-softmax over them (Milakov and Gimelshein, 2018; FlashAttention's recurrence), in base 2.
+A memory warpgroup (`decode_memory.py`) fills rings of tiles, and a compute warpgroup runs the online softmax over them
+(Milakov and Gimelshein, 2018; FlashAttention's recurrence), in base 2.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pallas_kernels.mosaic_gpu import compat, splits
 from pallas_kernels.mosaic_gpu.key_tiles import MASKED
 from pallas_kernels.mosaic_gpu.splits import QUERY_ROWS
 
-# Registers of a thread of the compute warpgroup, by blocks per SM. The largest number that a kernel asks for is what
-# every thread is launched with, so two blocks of 256 threads have 65536 / 512 = 128.
+# Registers per thread of the compute warpgroup, by blocks per SM. Every thread is launched with the largest number that
+# the kernel asks for, so two blocks of 256 threads have 65536 / 512 = 128.
 _COMPUTE_REGISTERS = {1: 232, 2: 128}
 _MEMORY_REGISTERS = 40
 
@@ -66,8 +66,8 @@ class DecodeKernel(DecodeRing):
             self.compute(self.read_begin(unit, units), q_ref, k_scale, outputs, logs, scratch)
 
     def read_begin(self, unit: Unit, units: jax.Ref) -> Unit:
-        """The unit of a row with several queries. Where it is used and no earlier: kept from the start of the kernel,
-        their number would be one register too many."""
+        """The unit with the position of its first query. Read only where it is used: kept from the start of the kernel,
+        it would take one register too many."""
         if self.max_queries == 1:
             return unit
         return replace(unit, begin=unit.length - units[unit.slot, splits.NUM_QUERIES])
@@ -82,7 +82,7 @@ class DecodeKernel(DecodeRing):
         scratch: Scratch,
     ) -> None:
         """The unit's attention, from query rows to its two outputs."""
-        # The rows of the tile beyond R stay undefined. No row meets another one, and they are not copied out.
+        # Rows of the tile beyond R stay undefined. Rows do not affect each other, and these are not copied out.
         rows = pl.ds(0, self.num_rows)
         compat.copy_gmem_to_smem(q_ref.at[unit.row, unit.head], scratch["q"].at[rows], scratch["q_loaded"])
         compat.barrier_wait(scratch["q_loaded"])
@@ -110,10 +110,10 @@ class DecodeKernel(DecodeRing):
         slot = lax.rem(index, self.num_slots)
         start = (unit.first_tile + index) * self.tile_tokens
         keys, values = scratch["keys"].at[slot], scratch["values"].at[slot]
-        is_awaited = index + self.num_slots < unit.num_tiles  # the slot, by a later tile
+        is_awaited = index + self.num_slots < unit.num_tiles  # a later tile needs the slot
         is_strange = self.holds_strangers(start, unit)
 
-        # First of all, while no scores take registers: two blocks per SM leave 128 a thread.
+        # Clean before scores take registers: two blocks per SM leave 128 per thread.
         @pl.when(is_strange)
         def _() -> None:
             compat.barrier_wait(scratch["values_loaded"].at[slot])
@@ -127,10 +127,10 @@ class DecodeKernel(DecodeRing):
         mask = partial(self.mask, start, unit)
         if self.params.softcap is None:
             scores = lax.cond(self.is_edge(start, unit), mask, lambda scores: scores, scores)
-        else:  # with a branch, the soft cap takes more registers than there are
+        else:  # a branch and the soft cap would together need more registers than there are
             scores = mask(scores)
 
-        # Scores are complete before their maximum is begun: both at once would take more registers.
+        # All scores are computed before their maximum: interleaved, they would take more registers.
         scores = lax.optimization_barrier(scores)
         new_largest = jnp.maximum(largest, jnp.max(scores, axis=1))
         shrink = jnp.exp2(largest - new_largest)
@@ -148,7 +148,7 @@ class DecodeKernel(DecodeRing):
         return acc, new_largest, total
 
     def clean(self, values: jax.Ref, start: jax.Array, unit: Unit) -> None:
-        """Zeroes the values of slots that hold nothing of what the row's queries see."""
+        """Zeroes the values of slots that no query of the row sees."""
         keys = compat.iota((self.tile_tokens, PART_COLUMNS), 0)
         held = self.is_held(keys, start, unit)
 

@@ -1,8 +1,8 @@
 """The memory side of the decode kernel: a block's shared memory, and the warpgroup that fills it.
 
-Tiles of keys and of values go through rings. Pages of 16 bits get there by TMA. Pages of 8 bits go to rings of their
-own by TMA, and the memory warpgroup widens them into those that the compute warpgroup reads: wgmma takes 8-bit operands
-only with the summed axis contiguous, which that of the values is not.
+Tiles of keys and of values go through rings, which TMA fills. Pages of 8 bits go through rings of their own first, and
+the memory warpgroup widens them into the rings that the compute warpgroup reads: wgmma takes 8-bit operands only with
+the summed axis contiguous, and the summed axis of values is not.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pallas_kernels.mosaic_gpu import compat
 from pallas_kernels.mosaic_gpu.key_tiles import KeyTiles
 from pallas_kernels.mosaic_gpu.splits import QUERY_ROWS
 
-PART_COLUMNS = 64  # of a tile that pass through registers at once
+PART_COLUMNS = 64  # columns of a tile that pass through registers at once
 
 Scratch = dict[str, jax.Ref]
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What a block works on; scalars."""
+    """A block's unit; scalars."""
 
     slot: jax.Array
     head: jax.Array
@@ -46,13 +46,13 @@ class DecodeRing(KeyTiles):
 
     @property
     def num_slots(self) -> int:
-        """Tiles in the ring that the compute warpgroup reads: widened ones are made while others are used."""
+        """Slots of the ring that the compute warpgroup reads; one is enough where tiles are widened into it."""
         return 1 if self.is_narrow else self.stages
 
     def list_tiles(self) -> dict[str, tuple[tuple[int, ...], jnp.dtype]]:
-        """Shapes and dtypes of the tiles in shared memory, by the names the body has for them."""
+        """Shapes and dtypes of the tiles in shared memory, by name."""
         tile = (self.tile_tokens, self.width)
-        tiles = {"q": ((QUERY_ROWS, self.width), self.dtype)}  # later the output
+        tiles = {"q": ((QUERY_ROWS, self.width), self.dtype)}  # holds the output at the end
         for name in ("keys", "values"):
             tiles[name] = ((self.num_slots, *tile), self.dtype)
             if self.is_narrow:
@@ -61,13 +61,13 @@ class DecodeRing(KeyTiles):
 
     def make_scratch(self) -> dict[str, object]:
         """Shared memory and barriers of a block."""
-        # Half a swizzle of 8-bit elements is what passes through registers at once.
+        # Half a swizzle of 8-bit elements passes through registers at once.
         swizzles = dict.fromkeys(("narrow_keys", "narrow_values"), PART_COLUMNS)
         scratch = {
             name: compat.tile_smem(shape, dtype, swizzles.get(name))
             for name, (shape, dtype) in self.list_tiles().items()
         }
-        # A tile of its own for the logarithms would take 1 KiB, which two blocks per SM do not have.
+        # The logarithms share the keys' memory: two blocks per SM do not have 1 KiB more for them.
         logs = compat.SMEM((QUERY_ROWS,), jnp.float32)
         scratch["keys_then_logs"] = compat.SmemUnion(scratch.pop("keys"), logs)
         copied = compat.Barrier(num_arrivals=self.tile_tokens // self.box, num_barriers=self.stages)
@@ -90,7 +90,7 @@ class DecodeRing(KeyTiles):
         """Starts the copies that fill a slot of the ring."""
         slot = lax.rem(index, self.stages)
         pages, page_row = sources
-        # A tile begins in a page's middle only where pages are larger than tiles.
+        # A tile begins in the middle of a page only if pages are larger than tiles.
         is_part = self.page_size > self.tile_tokens
         start = lax.rem((unit.first_tile + index) * self.tile_tokens, self.page_size) if is_part else 0
         for box, page in enumerate(ids):
@@ -105,7 +105,7 @@ class DecodeRing(KeyTiles):
         find_pages = partial(self.find_pages, span=unit, table=table, offset=offset, num_pages=pages.shape[0])
 
         def step(index: jax.Array, ids: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            # The next tile's ids are asked for a tile ahead: they arrive while this one waits for its slot.
+            # The next tile's ids are read a tile ahead: they arrive while this one waits for its slot.
             next_ids = find_pages(index + 1)
             for part, name in enumerate(("keys", "values")):
 
@@ -122,7 +122,7 @@ class DecodeRing(KeyTiles):
     def fetch_narrow(self, unit: Unit, pages: jax.Ref, table: jax.Ref, offset: jax.Array, scratch: Scratch) -> None:
         """Keeps the narrow rings `stages - 1` tiles ahead, and widens tile after tile.
 
-        A narrow slot is read and refilled by this warpgroup alone, so it needs no barrier to be free.
+        Only this warpgroup reads and refills a narrow slot, so no barrier says that it is free.
         """
         find_pages = partial(self.find_pages, span=unit, table=table, offset=offset, num_pages=pages.shape[0])
 

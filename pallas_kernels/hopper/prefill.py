@@ -1,8 +1,7 @@
 """Attention of chunks of queries on Hopper: prompts, pieces of them behind a cached prefix, and long drafts.
 
-Queries are cut into tiles of 128 rows, one row per (query, head of the group); `prefill_kernel.py` attends one tile
-and KV head per block. XLA packs queries into tiles and takes the answers out of them again, so that the kernel has no
-alignment to care for.
+Queries are cut into tiles of 128 rows, one row per query and head of the group. A block of `prefill_kernel.py` attends
+one tile with one KV head. XLA packs queries into tiles and unpacks the answers, so that the kernel needs no alignment.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ BARRIER_BYTES = 1024  # more than the barriers take
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    """Tuning of the kernel. A ring of `stages` key tiles of `keys` tokens each; pages of 8 bits pass through another of
-    `raw_stages` before it. `registers` are per thread of a compute warpgroup and of the memory warpgroup."""
+    """Tuning of the prefill kernel. Its ring has `stages` key tiles of `keys` tokens; 8-bit pages pass through a ring
+    of `raw_stages` tiles first. `registers` are per thread, of a compute warpgroup and of the memory warpgroup."""
 
     keys: int = 128
     stages: int = 2
@@ -46,7 +45,7 @@ class PrefillConfig:
 
 
 def default_config(shape: AttnShape) -> PrefillConfig:
-    """The longest ring that fits, of tiles that leave a warpgroup's accumulators in registers."""
+    """The longest ring that fits, with tiles that leave room for a warpgroup's accumulators in registers."""
     width = stored_width(shape)
     keys = 64 if width == 256 else 128
     if is_narrow(shape):
@@ -54,7 +53,7 @@ def default_config(shape: AttnShape) -> PrefillConfig:
     return PrefillConfig(keys=keys, stages={64: 4, 128: 3, 256: 2}[width])
 
 
-def plan_tiles(rows: StepRows, query_lens: jax.Array, shape: AttnShape, config: PrefillConfig) -> TileList:
+def plan_tiles(rows: StepRows, query_lens: jax.Array, shape: AttnShape) -> TileList:
     """Tiles of the rows with `query_lens` [S] > 0, longest first: blocks start in this order, so none ends late."""
     return list_chunk_tiles(rows, query_lens, tile_tokens=count_tile_tokens(shape, TILE_ROWS))
 
@@ -84,8 +83,8 @@ def attend_chunks(
     if heads.sinks is not None:
         operands.append(_spread_sinks(heads.sinks, tiles, batch.shape))
     num_tiles, num_kv_heads = packed.shape[:2]
-    # The last axis of the grid varies fastest. Tiles come longest first, and the heads of a tile are equally long: so
-    # the blocks start in order of their length, and those that run together read neighbouring pages of few rows.
+    # The last axis of the grid varies fastest. Tiles come longest first, and all heads of a tile take equally long. So
+    # blocks start in the order of their length, and those that run together read neighbouring pages of few rows.
     answers = compat.kernel(
         build_kernel(static),
         out_type=jax.ShapeDtypeStruct(packed.shape, packed.dtype),
@@ -114,7 +113,7 @@ def _fix_static(q: jax.Array, kv_pages: jax.Array, batch: BatchMeta, config: Pre
         stages=config.stages,
         raw_stages=max(config.raw_stages, 1) if narrow else 0,
         registers=config.registers,
-        dtype="float16" if narrow else q.dtype.name,  # 8 bits convert to no other 16
+        dtype="float16" if narrow else q.dtype.name,  # the only 16-bit type that 8 bits convert to
         page_dtype=kv_pages.dtype.name,
         window=params.window,
         softcap=params.softcap,
@@ -126,7 +125,7 @@ def _fix_static(q: jax.Array, kv_pages: jax.Array, batch: BatchMeta, config: Pre
 
 
 def _check(static: Static) -> None:
-    """What a shape that `find_obstacle` lets pass and a configuration may still not do together."""
+    """ValueError for a configuration that does not fit the shape."""
     if static.keys % static.box or static.page_size % static.box:
         raise ValueError(
             f"PrefillConfig.keys must be a multiple or a divisor of page_size {static.page_size}, got {static.keys}"
@@ -134,12 +133,13 @@ def _check(static: Static) -> None:
     size = count_bytes(static) + BARRIER_BYTES
     if size > wgmma.MAX_SMEM_BYTES:
         raise ValueError(
-            f"PrefillConfig wants {size} bytes of shared memory of {wgmma.MAX_SMEM_BYTES}: fewer stages or keys do"
+            f"PrefillConfig takes {size} bytes of shared memory, a block has {wgmma.MAX_SMEM_BYTES}: use fewer stages "
+            "or keys"
         )
 
 
 def _scale_scores(layer: AttnLayer, shape: AttnShape) -> jax.Array:
-    """[K] f32: raw scores times this are in base 2, or, if they are to be capped, the argument of tanh."""
+    """[K] f32, the factor that brings raw scores to base 2, or to the argument of tanh if scores are capped."""
     params, heads = layer.params, layer.heads
     scale = params.scale * LOG2_E if params.softcap is None else params.scale / params.softcap
     scales = jnp.full((shape.spec.num_kv_heads,), scale, jnp.float32)

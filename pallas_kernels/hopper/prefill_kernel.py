@@ -1,11 +1,11 @@
 """The kernel behind `prefill.py`: one block of three warpgroups per (tile of queries, KV head).
 
-The structure is FlashAttention-3's (Shah et al., 2024): a memory warpgroup walks the tile's keys and keeps a ring of
-shared memory full by TMA, page by page; two compute warpgroups hold 64 query rows each and take turns, so that the
+The structure is FlashAttention-3's (Shah et al., 2024). A memory warpgroup walks the tile's keys and keeps a ring in
+shared memory full by TMA, page by page. Two compute warpgroups hold 64 query rows each and take turns, so that the
 softmax of one runs while the other uses the tensor cores.
 
-All three see the same range of keys, cut into key tiles of `keys` tokens (a "block" below, counted from the row's
-first token), so that every barrier gets the same number of arrivals whatever the masks are.
+All three walk the same range of keys, in key tiles of `keys` tokens ("blocks" below, counted from the row's first
+token). So every barrier gets the same number of arrivals, whatever the masks are.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ type Carry = tuple[jax.Array, jax.Array, jax.Array]  # mixed values [ROWS, H], l
 
 
 def build_kernel(static: Static) -> Callable[..., None]:
-    """The body: takes `Operands` (without sinks if there are none) and, by name, `Scratch`."""
+    """The body, which takes `Operands`, without sinks if there are none, and `Scratch` by name."""
 
     def prefill_kernel(*refs: jax.Ref, **scratch: jax.Ref) -> None:
         refs = refs if static.has_sinks else (*refs[:8], None, *refs[8:])
@@ -39,7 +39,7 @@ def build_kernel(static: Static) -> Callable[..., None]:
         warpgroup = lax.axis_index("warpgroup")
         count = operands.counts[tile]
 
-        @pl.when(count > 0)  # unused tiles are the last of the grid: their blocks end here
+        @pl.when(count > 0)  # unused tiles come last in the grid: their blocks end here
         def _run() -> None:
             span = find_span(static, operands.positions[tile], count)
 
@@ -70,7 +70,7 @@ def _attend(
     rows = pl.ds(pl.multiple_of(warpgroup * ROWS, ROWS), ROWS)
     queries = buffers.q.at[warpgroup]
     compat.copy_gmem_to_smem(operands.q.at[tile, head, rows], queries, buffers.q_full.at[warpgroup])
-    if static.has_sinks:  # a key that all see, without a value
+    if static.has_sinks:  # a sink is a key that every query sees, without a value
         largest = compat.load_column(operands.sinks.at[head, rows])
         total = compat.full((ROWS,), 1.0)
     else:
@@ -87,7 +87,7 @@ def _attend(
         compat.barrier_wait(buffers.k_full.at[lax.rem(block - span.first, static.stages)])
 
     def free(barriers: jax.Ref, block: jax.Array, slot: jax.Array) -> None:
-        # The interpreter of JAX 0.11 wants every completion of a barrier awaited: the last ones would not be.
+        # Nobody awaits a slot after the last tiles, and the interpreter of JAX 0.11 wants every completion awaited.
         pl.when(block + static.stages < span.last)(lambda: compat.barrier_arrive(barriers.at[slot]))
 
     def attend_block(block: jax.Array, carry: Carry, *, masked: bool) -> Carry:
@@ -99,7 +99,7 @@ def _attend(
         mixed = mixed * compat.spread(shrink, mixed.shape)
         total = total * shrink + weights.sum(axis=1)
         weights = weights.astype(static.dtype)
-        # The softmax ends before the turn begins, else the tensor cores would wait for it.
+        # The softmax ends before the turn begins: else the tensor cores would wait for it.
         mixed, largest, total, weights = lax.optimization_barrier((mixed, largest, total, weights))
         compat.barrier_arrive(buffers.turn)
         compat.barrier_wait(buffers.v_full.at[slot])
@@ -119,7 +119,7 @@ def _attend(
     mixed, _, total = lax.fori_loop(span.outer, span.last, attend_masked, carry)
     pl.when(warpgroup == 0)(take_turns)
 
-    share = 1.0 / jnp.maximum(total, 1e-30)  # of a row that sees no key, 0 stays 0
+    share = 1.0 / jnp.maximum(total, 1e-30)  # 0 stays 0 in a row that sees no key
     queries[...] = (mixed * compat.spread(share, mixed.shape)).astype(static.dtype)
     compat.commit_smem()
     compat.copy_smem_to_gmem(queries, operands.out.at[tile, head, rows])
@@ -144,7 +144,7 @@ def _weigh(
     if masked:
         rows = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=compat.WGMMA.reduce(1)) + warpgroup * ROWS
         queries = (rows & (static.tile_tokens - 1)) + (span.position - block * static.keys)
-        # How far back from the query each key is. Rows behind the tile's queries may see what they like: their answers
+        # Distance from each query back to each key. Rows after the tile's last query may see anything: their answers
         # are dropped.
         distances = compat.spread(queries, scores.shape) - compat.iota(scores.shape, 1)
         if static.window is None:

@@ -1,4 +1,4 @@
-"""The memory warpgroup of the prefill kernel: it walks a tile's keys and keeps the ring full by TMA, page by page."""
+"""The memory warpgroup of the prefill kernel, which walks a tile's keys and fills the ring by TMA, page by page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pallas_kernels.mosaic_gpu import compat
 
 
 def _find_pages(static: Static, operands: Operands, row: jax.Array, block: jax.Array) -> list[jax.Array]:
-    """Pool indices of a key tile's pages. Past the row's tokens it may be any page: what it holds is masked."""
+    """Pool indices of a key tile's pages. Past the row's tokens they may be any pages: those keys are masked."""
     widest = operands.page_table.shape[1] - 1
     if static.page_size > static.keys:
         indices = [lax.div(block * static.keys, static.page_size)]
@@ -46,9 +46,9 @@ def load_plain(
 ) -> None:
     """Fills the ring from pages of q's dtype.
 
-    Values that no query may see can be NaN, which a weight of 0 does not remove. They exist in the first and in the
-    last key tile only; this warpgroup overwrites them there, since it alone has time for it: values are awaited late,
-    after scores and softmax. Those two tiles arrive on barriers of their own, and v_full hears of them once clean.
+    Values that no query may see can be NaN, which a weight of 0 does not remove. Only the first and the last key tile
+    have such values. This warpgroup overwrites them, as it alone has time: values are awaited late, after scores and
+    softmax. These two tiles arrive on barriers of their own, and arrive at v_full once they are clean.
     """
     cut_first = lax.rem(span.begin, static.keys) > 0
     cut_last = lax.rem(span.end, static.keys) > 0
@@ -95,7 +95,7 @@ def load_plain(
 def _clean_values(static: Static, values: jax.Ref, span: Span, block: jax.Array) -> None:
     """Writes 0 over values [keys, H] of positions outside the span.
 
-    The commit makes them visible to the tensor cores. The interpreter cannot tell if it is missing: there, a product
+    The commit makes the zeros visible to the tensor cores. The interpreter cannot find a missing one: there, a product
     reads shared memory like any other instruction.
     """
     for row in range(0, static.keys, PIECE):
@@ -116,8 +116,8 @@ def load_narrow(
 ) -> None:
     """Fills the ring from 8-bit pages, through a ring of their own.
 
-    The tensor cores of Hopper take 8-bit values only with the keys contiguous, which values never are; so this
-    warpgroup widens both on their way, and drops there the values that no query may see.
+    Hopper's tensor cores take 8-bit values only with the keys contiguous, which they are not in pages. So this
+    warpgroup widens keys and values, and drops the values that no query may see.
     """
 
     def issue(step: jax.Array, kind: int) -> None:
@@ -135,7 +135,7 @@ def load_narrow(
         compat.barrier_wait(raw_full.at[raw_slot])
         pl.when(step >= static.stages)(lambda: compat.barrier_wait(free.at[slot]))
         _widen(static, raw.at[raw_slot], ring.at[slot], span, span.first + step, is_value=kind == 1)
-        compat.commit_smem()  # of all threads: the copies below may take the raw slot again
+        compat.commit_smem()  # all threads have read the raw slot: the copies below may refill it
         compat.barrier_arrive(full.at[slot])
         pl.when(step + static.raw_stages < span.steps)(lambda: issue(step + static.raw_stages, kind))
 

@@ -1,4 +1,4 @@
-"""What the parts of the prefill kernel share: what it was compiled for, its operands and scratch, and a tile's keys."""
+"""What the parts of the prefill kernel share: static parameters, operands, scratch, and the keys of a tile."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PIECE = 64  # keys, and columns, that the memory warpgroup holds in registers at
 
 @dataclass(frozen=True)
 class Static:
-    """What a compiled kernel is for. Everything in it is known when tracing."""
+    """The static parameters of the kernel."""
 
     tile_tokens: int  # queries of a tile; a power of two
     page_size: int
@@ -29,7 +29,7 @@ class Static:
     stages: int  # key tiles in the ring
     raw_stages: int  # 8-bit key tiles in the ring before it; 0 if pages have the dtype of q
     registers: tuple[int, int]  # per thread of a compute warpgroup and of the memory warpgroup
-    dtype: str  # of q, and of keys and values in the ring
+    dtype: str  # that of q, and of keys and values in the ring
     page_dtype: str
     window: int | None
     softcap: float | None
@@ -38,7 +38,7 @@ class Static:
 
     @property
     def box(self) -> int:
-        """Tokens that one TMA copy brings: a page, or as much of it as fits a key tile."""
+        """Tokens of one TMA copy: a page, or as much of it as fits a key tile."""
         return min(self.page_size, self.keys)
 
     @property
@@ -52,7 +52,7 @@ class Static:
 
 
 class Operands(NamedTuple):
-    """Device memory. The arrays of length n say what each tile is."""
+    """Device memory. The arrays of length n describe the tiles."""
 
     q: jax.Ref  # [n, K, TILE_ROWS, H], row g * tile_tokens + j is query j of the group's head g
     kv_pages: jax.Ref  # [num_pages, 2K, page_size, H]
@@ -61,9 +61,9 @@ class Operands(NamedTuple):
     rows: jax.Ref  # [n] i32
     counts: jax.Ref  # [n] i32
     positions: jax.Ref  # [n] i32
-    scales: jax.Ref  # [K] f32, of raw scores; with log2(e) in it unless scores are capped
+    scales: jax.Ref  # [K] f32, factors of raw scores; they include log2(e) unless scores are capped
     sinks: jax.Ref | None  # [K, TILE_ROWS] f32, in base 2, in the order of q's rows
-    out: jax.Ref  # as q
+    out: jax.Ref  # like q
 
 
 class Scratch(NamedTuple):
@@ -77,18 +77,18 @@ class Scratch(NamedTuple):
     q_full: jax.Ref
     k_full: jax.Ref
     v_full: jax.Ref
-    k_free: jax.Ref  # both compute warpgroups are done with the slot
+    k_free: jax.Ref  # both compute warpgroups have read the slot
     v_free: jax.Ref
-    v_edge: jax.Ref | None  # values of the first and of the last key tile that have yet to be cleaned
+    v_edge: jax.Ref | None  # values of the first and the last key tile have arrived and are to be cleaned
     raw_k_full: jax.Ref | None
     raw_v_full: jax.Ref | None
-    turn: jax.Ref  # both compute warpgroups swap between tensor cores and softmax
+    turn: jax.Ref  # the compute warpgroups swap tensor cores and softmax
 
 
 class Span(NamedTuple):
     """The keys of a tile, i32 scalars: [begin, end), in key tiles [first, last), without masks in [inner, outer)."""
 
-    position: jax.Array  # of the first query
+    position: jax.Array  # position of the first query
     begin: jax.Array
     end: jax.Array
     first: jax.Array
@@ -137,7 +137,7 @@ def count_bytes(static: Static) -> int:
 
 
 def find_span(static: Static, position: jax.Array, count: jax.Array) -> Span:
-    """Only what some query of the tile sees is read; key tiles that all of them see whole need no mask."""
+    """The keys that some query of the tile sees; key tiles that all queries see whole need no mask."""
     keys, window = static.keys, static.window
     end = position + count
     last = lax.div(end + keys - 1, keys)

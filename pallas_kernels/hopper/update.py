@@ -1,7 +1,7 @@
 """Writes new keys and values into their pages, in place: one small block per token, one TMA store each.
 
-The scatter of `layout.update_kv_pages` is in place too. Which is faster a device must say; until then that one is used
-unless `HopperConfig.write` asks for this.
+The scatter of `layout.update_kv_pages` is in place too, and is used unless `HopperConfig.write` asks for this. Which
+one is faster has not been measured.
 """
 
 from __future__ import annotations
@@ -53,6 +53,6 @@ def write_tokens(
         compiler_params=compat.compiler_params(),
         interpret=compat.interpret_params(batch.interpret),
     )
-    pool = jax.new_ref(kv_pages)  # what makes the write in place: a kernel's outputs are new arrays
+    pool = jax.new_ref(kv_pages)  # makes the write in place: a kernel's outputs are new arrays
     run(tokens, batch.write_pages, batch.write_offsets, jnp.asarray(layer.page_offset, jnp.int32).reshape(1), pool)
     return jax.freeze(pool)

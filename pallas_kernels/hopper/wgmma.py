@@ -1,7 +1,8 @@
-"""What only Hopper's kernels take from Pallas Mosaic GPU: wgmma, and the shared memory of an SM.
+"""What only Hopper's kernels take from Pallas Mosaic GPU: wgmma, and the sizes of shared memory.
 
-The interpreter runs wgmma with both operands in shared memory, and finds races of it. It has none with an operand in
-registers, and no accumulator that starts from a value: `multiply_pv` is emulated there.
+The interpreter runs wgmma with both operands in shared memory, and finds its races. It has no wgmma with an operand in
+registers, and no accumulator that starts from a value. So `multiply_pv` is emulated there, by a read of shared memory
+and a dot. Everything that can race stays as on the device.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.mosaic_gpu import compat
 
 ROWS = 64  # rows of one wgmma; the first operand has this many
-MAX_SMEM_BYTES = 232_448  # of one block: what is left of 228 KiB after the block's own 1 KiB
-SM_SMEM_BYTES = 233_472  # 228 KiB of an SM, shared by its blocks
+MAX_SMEM_BYTES = 232_448  # limit of one block: 228 KiB less 1 KiB that the SM keeps per block
+SM_SMEM_BYTES = 233_472  # 228 KiB per SM, shared by its blocks
 
 
 def _do_nothing() -> None: ...

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 SMEM = plgpu.SMEM
-SmemUnion = plgpu.RefUnion  # of references whose lifetimes do not meet; unpacks into them
+SmemUnion = plgpu.RefUnion  # unpacks into references that share memory, as their lifetimes do not meet
 Barrier = plgpu.Barrier
 kernel = plgpu.kernel
 barrier_wait = plgpu.barrier_wait
@@ -27,7 +27,7 @@ wait_smem_to_gmem = plgpu.wait_smem_to_gmem
 set_max_registers = plgpu.set_max_registers
 layout_cast = plgpu.layout_cast
 
-WGMMA = plgpu.Layout.WGMMA  # of a [rows, columns] array in the registers of a warpgroup, rows a multiple of 64
+WGMMA = plgpu.Layout.WGMMA  # how a warpgroup's registers hold [rows, columns], rows a multiple of 64
 SWIZZLE_BYTES = 128  # the widest swizzle
 SWIZZLE_ROWS = 8  # rows of a tile of swizzled shared memory: a slice's start and size are multiples of it
 
@@ -35,8 +35,8 @@ SWIZZLE_ROWS = 8  # rows of a tile of swizzled shared memory: a slice's start an
 def tile_transforms(width: int, dtype: jnp.dtype | str, swizzle: int | None = None) -> tuple[object, ...]:
     """How a tile [rows, width] lies in shared memory, so that TMA fills it and wgmma reads it without bank conflicts.
 
-    `swizzle` in bytes is by default the widest that a row has: 128, or 64 for 64 elements of 8 bits. Slices of columns
-    are of whole swizzles.
+    `swizzle` in bytes is by default the widest that fits a row: 128, or 64 for 64 elements of 8 bits. Slices of columns
+    must be whole swizzles.
     """
     itemsize = jnp.dtype(dtype).itemsize
     if swizzle is None:
@@ -54,7 +54,7 @@ def tile_smem(shape: tuple[int, ...], dtype: jnp.dtype | str, swizzle: int | Non
 
 
 def compiler_params(**options: object) -> plgpu.CompilerParams:
-    """`exp2`, `tanh` and division by the fast instructions: their error is far below that of 16-bit weights.
+    """Compiles `exp2`, `tanh` and division to the fast instructions: their error is far below that of 16-bit weights.
 
     Reductions along a row of a tile stay within a warp, so they need no scratch memory.
     """
@@ -62,12 +62,12 @@ def compiler_params(**options: object) -> plgpu.CompilerParams:
 
 
 def interpret_params(interpret: bool) -> plgpu.InterpretGPUParams | None:
-    """What `kernel(interpret=...)` wants: the interpreter with race detection, or None for the device."""
+    """The `interpret` argument of `kernel`: the interpreter with race detection, or None for the device."""
     return plgpu.InterpretGPUParams(detect_races=True) if interpret else None
 
 
 def full(shape: tuple[int, ...], value: float, dtype: jnp.dtype = jnp.float32) -> jax.Array:
-    """A constant tile [rows, columns], or column [rows] to go with one, in registers."""
+    """A constant tile [rows, columns], or column [rows] that goes with a tile, in registers."""
     layout = WGMMA if len(shape) == 2 else WGMMA.reduce(1)
     return plgpu.layout_cast(jnp.full(shape, value, dtype), layout)
 
@@ -93,5 +93,5 @@ def load_tile(tile: jax.Ref) -> jax.Array:
 
 
 def load_column(column: jax.Ref) -> jax.Array:
-    """A column [rows] of global memory in registers, to go with a tile."""
+    """A column [rows] of global memory in registers, in the layout that goes with a tile."""
     return plgpu.load(column, layout=WGMMA.reduce(1), optimized=False)

@@ -1,4 +1,4 @@
-"""Tiles of keys as the kernels of every GPU see them: where their pages are, and which of them a query sees."""
+"""Tiles of keys as all GPU kernels see them: where their pages are, and which keys a query sees."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ Ids = tuple[jax.Array, ...]
 
 
 class Span(Protocol):
-    """What the queries of a block see; scalars."""
+    """The keys that the queries of a block see; scalars."""
 
     @property
     def row(self) -> jax.Array:
-        """Of the page table."""
+        """The line of the page table."""
 
     @property
     def first_tile(self) -> jax.Array:
-        """Of the row's, the first that the block reads."""
+        """The first of the row's tiles that the block reads."""
 
     @property
     def length(self) -> jax.Array:
-        """Tokens up to and with the last query's."""
+        """Tokens up to and including the last query's."""
 
     @property
     def begin(self) -> jax.Array:
@@ -41,17 +41,17 @@ class Span(Protocol):
 
 @dataclass(frozen=True)
 class KeyTiles:
-    """What is static about a block of a kernel that reads its row's keys tile by tile.
+    """The static parameters of a kernel whose blocks read their row's keys tile by tile.
 
     Row r of a tile's scores is query r % max_queries of the block's span; `start` is the position of its first key.
     """
 
     params: AttnParams
     num_rows: int  # R
-    width: int  # of a stored head
+    width: int  # elements of a stored head
     page_size: int
     max_queries: int  # Qp
-    dtype: jnp.dtype  # of queries, weights and outputs
+    dtype: jnp.dtype  # queries', weights' and outputs'
     page_dtype: jnp.dtype
     has_k_scale: bool
     tile_tokens: int
@@ -60,7 +60,7 @@ class KeyTiles:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether pages are widened on their way."""
+        """Whether pages have 8 bits and are widened after they arrive."""
         return self.page_dtype != self.dtype
 
     @property
@@ -69,7 +69,7 @@ class KeyTiles:
         return min(self.page_size, self.tile_tokens)
 
     def find_pages(self, index: jax.Array, span: Span, table: jax.Ref, offset: jax.Array, num_pages: int) -> Ids:
-        """The pages of a tile. Beyond the row's last page they are that one again, to be masked."""
+        """The pages of a tile. Past the row's last page they are that one again, and masked."""
         start = (span.first_tile + index) * self.tile_tokens
         last = lax.div(span.length - 1, self.page_size)
         columns = [lax.div(start + box, self.page_size) for box in range(0, self.tile_tokens, self.box)]
@@ -102,14 +102,14 @@ class KeyTiles:
         return jnp.where(seen, scores, MASKED)
 
     def holds_strangers(self, start: jax.Array, span: Span) -> jax.Array:
-        """Whether the tile has slots that hold nothing of what the queries see: they may be NaN."""
+        """Whether the tile has slots that no query sees: they may hold NaN."""
         strange = start + self.tile_tokens > span.length
         if self.params.window is not None:
             strange |= start <= span.begin - self.params.window
         return strange
 
     def is_held(self, keys: jax.Array, start: jax.Array, span: Span) -> jax.Array:
-        """Whether some query sees a key, by its number in the tile. A weight of 0 does not remove a value of NaN."""
+        """Whether some query sees a key, given its number in the tile. A weight of 0 does not remove a value of NaN."""
         held = keys < span.length - start
         if self.params.window is not None:
             held &= keys > span.begin - start - self.params.window

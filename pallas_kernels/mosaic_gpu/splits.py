@@ -1,8 +1,8 @@
-"""The work list of the decode kernel: rows cut into runs of key tiles, once per step, shared by all layers.
+"""The work list of decode: rows cut into runs of key tiles, once per step, shared by all layers.
 
-A unit is (row, run of its tiles); one block of the kernel works on a unit and a KV head. Long rows are cut into
-several, so that a few rows fill the device and a long one does not outlast the others (split keys, as in
-Flash-Decoding, Dao et al. 2023); `combine.py` joins them again. The number of unit slots W is static.
+A unit is a row and a run of its tiles; a block of the kernel attends one unit with one KV head. Long rows are cut into
+several units, so that a few rows fill the device and a long one does not outlast the others (split keys, as in
+Flash-Decoding, Dao et al. 2023). A combine kernel joins the units of a row. The number of unit slots W is static.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pallas_kernels.worklist import StepRows
 
 _GROWTH = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0, 64.0)  # split lengths tried, as shares of the shortest
 
-QUERY_ROWS = 64  # of a block's products; G * Qp of them are used
+QUERY_ROWS = 64  # rows of a block's products; G * Qp of them are used
 
 # Columns of `SplitList.units`.
 ROW, FIRST_TILE, NUM_TILES, LENGTH, NUM_QUERIES = range(5)
@@ -28,22 +28,22 @@ UNIT_COLUMNS = 8  # 32 bytes: a unit is read in one transaction
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SplitList:
-    """Units, the used ones first, those of a row next to each other and in the order of its text."""
+    """Units: used ones first, those of a row next to each other and in the order of its text."""
 
     units: jax.Array  # [W, UNIT_COLUMNS] i32: row, first tile, tiles (0: unused), the row's tokens and queries
     row_first_unit: jax.Array  # [S] i32
-    row_num_units: jax.Array  # [S] i32, 0 for a row that is not in the list
+    row_num_units: jax.Array  # [S] i32, 0 for a row outside the list
     tile_tokens: int = field(metadata={"static": True})
-    max_queries: int = field(metadata={"static": True})  # of a row, rounded up to a power of two (Qp)
+    max_queries: int = field(metadata={"static": True})  # Qp: most queries of a row, rounded up to a power of two
 
 
 def count_unit_slots(num_rows: int, num_kv_heads: int, num_blocks: int) -> int:
-    """W: one unit per row, and as many more as let the device run `num_blocks` blocks at once, twice over."""
+    """W: one unit per row, and enough more for two waves of `num_blocks` blocks."""
     return num_rows + max(1, -(-2 * num_blocks // num_kv_heads))
 
 
 class SplitTuning(Protocol):
-    """What a kernel's tuning says of its units."""
+    """The part of a kernel's tuning that concerns units."""
 
     @property
     def tile_tokens(self) -> int: ...
@@ -60,7 +60,7 @@ class SplitTuning(Protocol):
 def plan_splits(
     rows: StepRows, query_lens: jax.Array, shape: AttnShape, config: SplitTuning, *, max_query_len: int
 ) -> SplitList:
-    """Units for the rows of `query_lens` [S]: 0 for those to leave out, at most `max_query_len` for the others."""
+    """Units of the rows with `query_lens` [S] > 0, which are at most `max_query_len`."""
     num_blocks, num_kv_heads = config.ctas_per_sm * config.num_sms, shape.spec.num_kv_heads
     return list_splits(
         query_lens,
@@ -77,32 +77,32 @@ def plan_splits(
 
 
 def pad_queries(max_query_len: int) -> int:
-    """Qp: the power of two from `max_query_len`."""
+    """Qp: `max_query_len` rounded up to a power of two."""
     return 1 << (max_query_len - 1).bit_length()
 
 
 def fits(max_query_len: int, group_size: int) -> bool:
-    """Whether the queries of a row and KV head, padded to a power of two, fill no more than one block's rows."""
+    """Whether a KV head's queries of a row, padded to a power of two, fit into a block's rows."""
     return group_size * pad_queries(max_query_len) <= QUERY_ROWS
 
 
 def list_splits(
-    query_lens: jax.Array,  # [S] i32, new tokens of the rows to list, 0 for all others
-    seq_lens: jax.Array,  # [S] i32, with the new tokens
+    query_lens: jax.Array,  # [S] i32, new tokens; 0 leaves a row out
+    seq_lens: jax.Array,  # [S] i32, including the new tokens
     *,
     num_slots: int,  # W, more than S
     num_kv_heads: int,
-    num_blocks: int,  # that the device runs at once
+    num_blocks: int,  # blocks that the device runs at once
     tile_tokens: int,
     min_split_tiles: int,
-    unit_cost: int,  # of a unit beyond its tiles, in tiles: a block's start, filling its ring, its part of the join
+    unit_cost: int,  # in tiles, beyond the unit's own: the block's start, filling its ring, its part of the join
     max_queries: int,
     window: int | None,
 ) -> SplitList:
-    """Cuts every row into units of nearly equal length, by the split length that promises the shortest launch.
+    """Cuts every row into units of nearly equal length, with the split length that promises the shortest launch.
 
     With n_i tiles in row i and a split length L, row i has ceil(n_i / L) units; sum(n_i) / (W - S) <= L keeps their
-    sum within W. Tiles that no query of the row sees, before the window, are in no unit.
+    sum within W. Tiles before the window, which no query of the row sees, are in no unit.
     """
     num_rows = query_lens.shape[0]
     used = query_lens > 0
@@ -118,7 +118,7 @@ def list_splits(
     rows = jnp.sum(row_ends[None, :] <= slots[:, None], axis=1, dtype=jnp.int32)  # [W]; S for unused slots
     is_unit = rows < num_rows
     rows = jnp.minimum(rows, num_rows - 1)
-    index = slots - (row_ends - row_units)[rows]  # of the unit in its row
+    index = slots - (row_ends - row_units)[rows]  # the unit's place in its row
     # The first `longer` units of a row have one tile more than the others.
     parts = jnp.maximum(row_units, 1)[rows]
     shorter, longer = num_tiles[rows] // parts, num_tiles[rows] % parts
@@ -139,9 +139,9 @@ def _choose_split(
 ) -> jax.Array:
     """The split length in tiles: [] i32.
 
-    A launch of blocks of equal length takes whole waves of them; one of unequal length at most what the device needs
-    for all tiles, and the longest block. The smaller of the two stands for the launch, and the best of a few lengths
-    is taken (FlashInfer weighs waves against merging in the same way).
+    A launch of equally long blocks takes whole waves of them. A launch of unequal ones takes at most the time of all
+    tiles shared by the device, plus the longest block. The smaller of the two is the estimate, and the best of a few
+    lengths is taken (FlashInfer weighs waves against merging in the same way).
     """
     total = jnp.sum(num_tiles)
     shortest = jnp.maximum(min_split_tiles, (total + spare_slots - 1) // spare_slots)

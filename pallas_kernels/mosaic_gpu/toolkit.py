@@ -1,4 +1,4 @@
-"""The CUDA compiler of this machine, and those that the kernels must not be compiled with.
+"""The CUDA compiler of this machine, and the versions that must not compile the kernels.
 
 CUDA 12.8.0 to 12.9.0 miscompile causal loops of Mosaic GPU kernels; JAX's own Hopper attention
 (`jax.experimental.pallas.ops.gpu.attention_mgpu`) refuses these versions.
@@ -28,7 +28,7 @@ _FIRST_BAD, _FIRST_GOOD = (12, 8), (12, 9, 86)  # 12.8.0 has tools 12.8.61, 12.9
 def find_compiler_obstacle() -> str | None:
     """Why kernels must not be compiled on this machine, in words for users.
 
-    None if nothing speaks against it, and where JAX has no GPU: what is compiled elsewhere is not known here.
+    None if nothing is wrong, and if JAX has no GPU: then the compiler is another machine's.
     """
     if jax.default_backend() != "gpu":
         return None
@@ -44,10 +44,10 @@ def find_compiler_obstacle() -> str | None:
 
 @cache
 def find_compilers() -> tuple[tuple[str, Version], ...]:
-    """What turns PTX into a program in this process, with its version, as far as can be known.
+    """The compilers of PTX that this process uses, with their versions, as far as they can be known.
 
-    XLA takes the linker's library where it is installed, else ptxas from the PATH, else ptxas of a wheel; without
-    any of these the toolkit of the system, of which the runtime tells the release. That of 12.9.1 calls itself 12.9.0.
+    XLA takes the linker's library if it is installed, else ptxas on the PATH, else ptxas of a wheel, else the system's
+    toolkit, whose release the runtime tells. The runtime of 12.9.1 calls itself 12.9.0.
     """
     if wheels := read_wheels(_LINKERS):
         return wheels
@@ -61,7 +61,7 @@ def find_compilers() -> tuple[tuple[str, Version], ...]:
 
 
 def read_wheels(names: tuple[str, ...]) -> tuple[tuple[str, Version], ...]:
-    """Those of the wheels that are installed, with their versions."""
+    """The installed ones among these wheels, with their versions."""
     found = []
     for name in names:
         try:
@@ -72,7 +72,7 @@ def read_wheels(names: tuple[str, ...]) -> tuple[tuple[str, Version], ...]:
 
 
 def read_ptxas() -> Version | None:
-    """The version of the ptxas on the PATH, None where there is none that says it."""
+    """The version of the ptxas on the PATH; None if there is none, or it does not say."""
     path = shutil.which("ptxas")
     if path is None:
         return None
@@ -85,7 +85,7 @@ def read_ptxas() -> Version | None:
 
 
 def read_runtime() -> Version | None:
-    """The release of the CUDA runtime, e.g. (12, 8, 1), as JAX's plugin sees it; None where there is none."""
+    """The release of the CUDA runtime, e.g. (12, 8, 1), as JAX's plugin sees it; None if there is none."""
     for plugin in _PLUGINS:
         try:
             number = import_module(f"{plugin}._versions").cuda_runtime_get_version()

@@ -1,7 +1,7 @@
-"""The shapes and batches that every implementation is tested on, and hostile inputs made from them.
+"""The shapes and batches on which every implementation is tested, and hostile inputs for them.
 
 `CASES` are short and many. `LONG_CASES` do what short ones never do at the block sizes that kernels choose themselves:
-slots of a ring are used again, a row has several units, and these are joined.
+a ring reuses its slots, and a row has several units, which are joined.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pallas_kernels.layout import pool_shape, read_format
 from pallas_kernels.spec import AttnParams, AttnShape, HeadParams, KVSpec
 from pallas_kernels.testing.compare import RELATIVE_TOLERANCE, relative_error
 
-# Largest relative error of any token and head beside the reference on the same rounded inputs, by q's dtype.
+# Largest relative error of any token and head against the reference on the same rounded inputs, by q's dtype.
 TOLERANCE = {"float32": 2e-5, "bfloat16": RELATIVE_TOLERANCE, "float16": 2e-3}
 
 
@@ -34,10 +34,10 @@ class Case:
     max_rows: int = 8  # S
     max_tokens: int = 64  # T
     table_width: int = 12  # M
-    max_pages: int | None = None  # that rows can have in all; None: as many as the table has entries
+    max_pages: int | None = None  # pages of all rows together; None: as many as the table has entries
     max_query_len: int | None = None
-    query_dtype: str | None = None  # None: that of the pages, where a query can have it
-    num_chunks: int = 0  # rows after the one-token ones that are in the chunk class: they begin at multiples of 32
+    query_dtype: str | None = None  # None: the pages' dtype if queries can have it, else bfloat16
+    num_chunks: int = 0  # rows of the chunk class, after the one-token rows: they begin at multiples of 32
 
     @property
     def params(self) -> AttnParams:
@@ -45,7 +45,7 @@ class Case:
 
     @property
     def dtype(self) -> str:
-        """Of q."""
+        """The dtype of q."""
         if self.query_dtype is not None:
             return self.query_dtype
         return self.spec.dtype if self.spec.dtype in TOLERANCE else "bfloat16"
@@ -61,7 +61,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Inputs:
-    """A case's arrays: arguments of `attend_with_update` and `prepare_batch`, in numpy."""
+    """A case's arguments of `attend_with_update` and `prepare_batch`, as numpy arrays."""
 
     q: np.ndarray  # [T, N, H]
     k: np.ndarray  # [T, K, H]
@@ -72,7 +72,7 @@ class Inputs:
     query_start_loc: np.ndarray  # [S + 1]
     distribution: np.ndarray  # [3]
     heads: HeadParams
-    num_pages: int  # of one layer
+    num_pages: int  # pages of one layer
     num_layers: int
 
     @property
@@ -86,22 +86,22 @@ class Inputs:
 
 
 def make_inputs(case: Case, seed: int = 0, *, num_layers: int = 2) -> Inputs:
-    """Hostile inputs: pages permuted, NaN in every slot and on every page that holds nothing (the null page too), the
-    unused entries of the table, and those that left the window, naming pages of other rows or of nobody."""
+    """Hostile inputs: pages are permuted, every unused slot and page (the null page too) is NaN, and entries of the
+    table that are unused or have left the window name pages of other rows or of none."""
     rng = np.random.default_rng(seed)
     spec, num_rows = case.spec, len(case.rows)
     assert num_rows <= case.max_rows and sum(new for _, new in case.rows) <= case.max_tokens, case
     max_pages = case.max_rows * case.table_width if case.max_pages is None else case.max_pages
-    num_pages = 2 + max_pages  # the null page, and at least one that is nobody's
+    num_pages = 2 + max_pages  # the null page, and at least one that no row has
     kv_pages = np.full(pool_shape(spec, num_layers * num_pages), np.nan, np.float32)
     free = list(rng.permutation(np.arange(1, num_pages)))
 
     page_table = rng.integers(0, num_pages, (case.max_rows, case.table_width)).astype(np.int32)
-    seq_lens = rng.integers(0, 99, case.max_rows).astype(np.int32)  # of padding rows: anything
+    seq_lens = rng.integers(0, 99, case.max_rows).astype(np.int32)  # padding rows may have any length
     query_lens = np.zeros(case.max_rows, np.int32)
     for row, (computed, new) in enumerate(case.rows):
         seq_lens[row], query_lens[row] = computed + new, new
-        oldest = 0 if case.window is None else max(0, computed - case.window + 1)  # of the keys any query sees
+        oldest = 0 if case.window is None else max(0, computed - case.window + 1)  # oldest key that a query sees
         for index in range(-(-(computed + new) // spec.page_size)):
             page = free.pop()
             slots = np.arange(index * spec.page_size, (index + 1) * spec.page_size)
@@ -140,7 +140,7 @@ def _store(values: np.ndarray, spec: KVSpec) -> np.ndarray:
 
 
 def _make_heads(case: Case, rng: np.random.Generator) -> HeadParams:
-    """Sinks where the case has them, scales where its pages have 8 bits: not all 1, so that a lost one shows."""
+    """Sinks if the case has them, and scales if its pages have 8 bits: not all 1, so that a lost one shows."""
     sinks = rng.standard_normal(case.num_heads).astype(np.float32) if case.sinks else None
     if case.spec.dtype in TOLERANCE:
         return HeadParams(sinks=sinks)
@@ -149,7 +149,7 @@ def _make_heads(case: Case, rng: np.random.Generator) -> HeadParams:
 
 
 def largest_error(case: Case, out: jax.Array, expected: jax.Array, num_tokens: int) -> float:
-    """`relative_error` over the tokens that are not padding, as a share of the case's tolerance (fine below 1)."""
+    """`relative_error` over the tokens that are not padding, as a share of the case's tolerance: below 1 is right."""
     assert np.isfinite(np.asarray(out, np.float32)).all(), f"{case.name}: padding must be finite too"
     return relative_error(out, expected, num_tokens) / TOLERANCE[case.dtype]
 
@@ -242,14 +242,14 @@ CASES = [
 
 
 def _long(name: str, rows: tuple[tuple[int, int], ...], num_heads: int, spec: KVSpec) -> Case:
-    """No larger than its rows: padding costs the interpreters a block per row, and pages time to be compared."""
+    """A case no larger than its rows: padding rows cost the interpreters a block each, and pages are compared."""
     pages = [-(-(computed + new) // spec.page_size) for computed, new in rows]
     sizes = {"max_rows": len(rows), "max_tokens": sum(new for _, new in rows)}
     return Case(name, rows, num_heads, spec, table_width=max(pages), max_pages=sum(pages), **sizes)
 
 
-# Few heads for the GPUs' kernels, whose tiles are of tokens; many for the TPU's, whose blocks are of bytes. The rows
-# are as short as tests/pallas_kernels/test_long_cases.py lets them be.
+# Few heads for the GPU kernels, whose tiles count tokens; many for the TPU kernels, whose blocks count bytes. The rows
+# are as short as tests/pallas_kernels/test_long_cases.py allows.
 LONG_CASES = [
     _long("long 4:1 of 128", ((700, 1), (600, 40)), 4, KVSpec(1, 128, 64, "bfloat16")),
     _long("long fp8 4:1 of 128", ((700, 1), (600, 40)), 4, KVSpec(1, 128, 64, _FP8)),

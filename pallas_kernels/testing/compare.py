@@ -1,14 +1,14 @@
-"""How wrong an attention is: one number for a kernel's output beside that of a trusted implementation.
+"""How wrong attention is: one number for a kernel's output against that of a trusted implementation.
 
-The error is relative, and taken for every token and head by itself. An absolute one passes zeros where contexts are
-long: the mean of n values that have nothing in common is of the size of sqrt(1 / n), 0.006 at 32k. One norm over
-everything would pass a single wrong head, or one wrong row of 256.
+The error is relative, and taken for each token and head. An absolute error would pass zeros at long contexts: the mean
+of n independent values has the size sqrt(1 / n), 0.006 at 32k. One norm over everything would pass a single wrong head,
+or one wrong row of 256.
 
-What shows, with independent normal keys, values and queries: dropping a share f of a row's keys, or taking others for
-them, changes its output by sqrt(f) to sqrt(2 f) of itself, since errors and output shrink alike as contexts grow. A
-page of 64 tokens of 32k is 4 %, one of 16 is 2 %; zeros are 100 %, another head's output 110 to 140 %. Values with a
-common part would hide it: their output stays large and the error is still that of the rest. A right kernel is off by
-0.2 to 0.4 % with 16 bits: weights, outputs and the outputs of units are each rounded to 8 bits of mantissa.
+With independent normal keys, values and queries, dropping or confusing a share f of a row's keys changes its output by
+sqrt(f) to sqrt(2 f) of itself, as errors and output shrink alike when contexts grow. A page of 64 tokens of 32k is 4 %,
+one of 16 is 2 %; zeros are 100 %, another head's output 110 to 140 %. Values with a common part would hide such errors:
+that part keeps the output large. A right kernel is off by 0.2 to 0.4 % with 16 bits: weights, outputs and the outputs
+of units are each rounded to 8 bits of mantissa.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-RELATIVE_TOLERANCE = 1e-2  # of relative_error, where queries have 16 bits
+RELATIVE_TOLERANCE = 1e-2  # for relative_error with queries of 16 bits
 
 
 def relative_error(out: jax.Array | np.ndarray, expected: jax.Array | np.ndarray, num_tokens: int) -> float:
     """The largest ||out - expected|| / ||expected|| of any head of the first `num_tokens` tokens, norms over H.
 
-    Both are [T, N, H] of any dtype, `expected` best in float32. Infinite where a value is not finite, or where
-    something is expected to be 0 and is not. 0 for no tokens.
+    Both are [T, N, H] of any dtype, `expected` best in float32. Infinite if a value is not finite, or if a head is
+    expected to be 0 and is not. 0 for no tokens.
     """
     if out.shape != expected.shape:
         raise ValueError(f"out is {list(out.shape)}, expected is {list(expected.shape)}")

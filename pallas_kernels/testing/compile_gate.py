@@ -1,10 +1,10 @@
-"""Compiles the kernels for a device that is not attached, and prints what its compiler says: one JSON line a program.
+"""Compiles the kernels for a device that is not attached, and prints what its compiler says, a JSON line per program.
 
     python -m pallas_kernels.testing.compile_gate h200 --json
 
-A child process: a compiler may abort it, and one process holds one target's compiler. Its parent puts the compiler's
-wheels on the path and sets the target's environment (`scripts/test_kernels.py`). With `--lower-only` neither is needed:
-then the programs are lowered to the kernels' own language, which finds less.
+It runs as a child process, because a compiler may abort it and a process holds only one target's compiler. The parent,
+`scripts/test_kernels.py`, puts the compiler's wheels on the path and sets the target's environment. `--lower-only`
+needs neither: it lowers programs to the kernels' own language, which finds less.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from pallas_kernels.testing.gate_report import (
 from pallas_kernels.testing.gate_shapes import GateProgram, list_programs, list_tuned_programs
 from pallas_kernels.testing.targets import TARGETS, Target, find_target, open_devices, trace_for
 
-POOL_BYTES = 2**32  # so large that no copy of it can hide among temporaries
+POOL_BYTES = 2**32  # too large for a copy of it to hide among temporaries
 NUM_LAYERS = 2
-PLATFORMS = {"gpu": "cuda", "tpu": "tpu"}  # as lowering calls them
+PLATFORMS = {"gpu": "cuda", "tpu": "tpu"}  # the names that lowering has for them
 
 
 @contextlib.contextmanager
 def capture_output() -> Iterator[Callable[[], str]]:
-    """Collects what C++ code writes to standard output; the function it gives returns that, also afterwards."""
+    """Collects what C++ code writes to standard output. Yields a function that returns it after the context ends."""
     sys.stdout.flush()
     kept = os.dup(1)
     with tempfile.TemporaryFile() as file:
@@ -68,7 +68,7 @@ def capture_output() -> Iterator[Callable[[], str]]:
 
 
 def list_launches(lowered: Any) -> list[KernelUse]:
-    """The Pallas kernels in a lowered program, with what their own code says of them."""
+    """The Pallas kernels in a lowered program, with the figures in their own code."""
     launches: list[KernelUse] = []
 
     def visit(operation: Any) -> Any:
@@ -81,11 +81,11 @@ def list_launches(lowered: Any) -> list[KernelUse]:
         return ir.WalkResult.ADVANCE
 
     lowered.compiler_ir("stablehlo").operation.walk(visit)
-    return list(dict.fromkeys(launches))  # a kernel of many layers is one
+    return list(dict.fromkeys(launches))  # one kernel however many layers launch it
 
 
 def _read_gpu_kernel(call: Any) -> list[KernelUse]:
-    """Mosaic keeps its module inside the call; a launch there has the sizes of its block and its shared memory."""
+    """Reads the module that Mosaic keeps inside the call: a launch has the sizes of its block and shared memory."""
     from jax.experimental.mosaic import gpu as mosaic_gpu
 
     code = ir.StringAttr(ir.DictAttr(call.attributes["mhlo.backend_config"])["module"]).value_bytes
@@ -117,9 +117,9 @@ def _read_constant(value: Any) -> int:
 
 @dataclass(frozen=True)
 class Gate:
-    """A target and how far its programs are compiled. Without devices they are lowered only, which needs no compiler.
+    """Compiles programs for a target. Without devices it lowers them only, which needs no compiler.
 
-    `seen` remembers what ptxas said: a process compiles equal kernels of different programs once.
+    `seen` keeps what ptxas said: a process compiles equal kernels of different programs once.
     """
 
     target: Target
@@ -127,8 +127,8 @@ class Gate:
     seen: dict[str, KernelUse] = field(default_factory=dict)
 
     def measure(self, report: ProgramReport, trace: Callable[[], Any]) -> ProgramReport:
-        """Fills in what lowering and compiling a traced program say. Errors are part of the report: they fail the
-        gate, and the programs after this one are still to be compiled."""
+        """Adds to the report what lowering and compiling a program say. An error becomes part of the report: it fails
+        the gate, and the next programs are still compiled."""
         start = time.perf_counter()
         try:
             with trace_for(self.target):
@@ -164,7 +164,7 @@ class Gate:
 
 
 def measure_attention(gate: Gate, program: GateProgram, *, impl: str) -> ProgramReport:
-    """Compiles one layer's attention with its update, as a model calls it."""
+    """Compiles the attention of one layer with its update, as a model calls it."""
     target = gate.target
     shape = program.shape.attention(program.page_size)
     report = ProgramReport(program.name, target.name, impl=impl)
@@ -217,7 +217,7 @@ def _describe_arguments(
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:
-    """Arguments that every child process of the gate takes."""
+    """The arguments of every child process of the gate."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", choices=TARGETS)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="programs of these names (default: all)")
@@ -230,7 +230,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
 
 
 def print_report(report: ProgramReport, *, as_json: bool) -> None:
-    """One line, at once: the parent must know how far a process that aborts has come."""
+    """Prints one line at once, so that the parent knows how far an aborted process has come."""
     print(report.to_json() if as_json else report, flush=True)
 
 

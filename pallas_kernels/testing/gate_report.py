@@ -1,4 +1,4 @@
-"""What a compiler says of a program, and what of that fails the gate."""
+"""What a compiler says about a program, and what fails the gate."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pallas_kernels.testing.targets import Target
 
 _ENTRY = re.compile(r"Compiling entry function '([^']+)'")
-# ptxas calls some losses warnings and others notes: 'setmaxnreg' ignored, wgmma serialized.
+# ptxas reports some losses as warnings and others as notes: 'setmaxnreg' ignored, wgmma serialized.
 _COMPLAINT = re.compile(r"ptxas (?:warning|error)\b|Potential Performance Loss")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -22,10 +22,10 @@ _VMEM_SIZE = re.compile(r'"memory_space":"1"[^}]*"size":"(\d+)"')
 
 @dataclass(frozen=True)
 class KernelUse:
-    """One kernel of a program. None: this compiler, or this way of compiling, does not say."""
+    """One kernel of a program. None means that the compiler does not say, or did not run."""
 
     name: str
-    digest: str = ""  # of its code, where that can be had
+    digest: str = ""  # hash of a GPU kernel's code
     registers: int | None = None  # per thread
     spill_bytes: int | None = None  # stores and loads
     threads: int | None = None  # per block
@@ -35,7 +35,7 @@ class KernelUse:
 
 @dataclass(frozen=True)
 class ProgramReport:
-    """One program of the gate. Bytes are of one device."""
+    """One program of the gate. Bytes are per device."""
 
     name: str
     target: str
@@ -45,16 +45,16 @@ class ProgramReport:
     alias_bytes: int = 0
     temp_bytes: int = 0
     donated_bytes: int = 0  # the KV pool, which must be among the aliases
-    impl: str = ""  # that was asked for
-    compiler: str = ""  # and its version, where it is known
-    reason: str = ""  # why it is the portable one, where a target's kernels are known not to do a shape
+    impl: str = ""  # the implementation that was compiled
+    compiler: str = ""  # name and version, if known
+    reason: str = ""  # why `impl` is the portable one, if the target's kernels do not do the shape
     kernels: tuple[KernelUse, ...] = ()
-    complaints: tuple[str, ...] = ()  # of ptxas, in its words
-    copied_params: tuple[str, ...] = ()  # that the program brings into another layout, once or in every layer
+    complaints: tuple[str, ...] = ()  # ptxas' own words
+    copied_params: tuple[str, ...] = ()  # parameters that the program copies into another layout
     error: str = ""
 
     def to_json(self) -> str:
-        """One line."""
+        """One line of JSON."""
         return json.dumps(asdict(self))
 
 
@@ -68,7 +68,7 @@ def read_report(line: str) -> ProgramReport:
 
 
 def parse_ptxas(text: str) -> list[KernelUse]:
-    """What ptxas prints when it is verbose, in the order of its entry functions."""
+    """The kernels in the output of a verbose ptxas, in the order of its entry functions."""
     kernels: list[KernelUse] = []
     for line in text.splitlines():
         if found := _ENTRY.search(line):
@@ -81,14 +81,14 @@ def parse_ptxas(text: str) -> list[KernelUse]:
 
 
 def list_complaints(text: str) -> list[str]:
-    """The lines in which ptxas says that it did not do what it was asked for, or not as fast as it could be."""
+    """The lines in which ptxas warns, fails, or reports a loss of performance."""
     return list(dict.fromkeys(line.strip() for line in text.splitlines() if _COMPLAINT.search(line)))
 
 
 def parse_tpu_kernels(hlo: str) -> list[KernelUse]:
     """The Pallas calls of a compiled TPU program: names, and bytes of VMEM for scratch, blocks and spilled registers.
 
-    Calls of one name, as all layers have, count as the one that needs most.
+    Calls of the same name, as in all layers, count as the one that needs most.
     """
     sizes: dict[str, int] = {}
     for line in hlo.splitlines():
@@ -100,18 +100,18 @@ def parse_tpu_kernels(hlo: str) -> list[KernelUse]:
 
 
 def list_copied_params(hlo: str) -> list[str]:
-    """The parameters of a compiled program of which it makes copies, by the names they are traced with."""
+    """The parameters that a compiled program copies, by the names that they were traced with."""
     return sorted({found[1].replace("\\'", "'") for line in hlo.splitlines() if (found := _COPIED_PARAM.search(line))})
 
 
 def merge_uses(
     launches: Iterable[KernelUse], compiled: Sequence[KernelUse], seen: dict[str, KernelUse]
 ) -> list[KernelUse]:
-    """Joins what the lowered program says (shared memory, threads) with what ptxas says of the same kernels.
+    """Joins what the lowered program says (shared memory, threads) with what ptxas says about the same kernels.
 
-    ptxas names a function after its kernel's module; of several of one name the worst figures count for each. `seen`
-    has, by digest, the kernels of earlier programs, which are not compiled again, and takes the new ones. A kernel that
-    ptxas says nothing about keeps its gaps, which `find_faults` does not let pass.
+    ptxas names a function after its kernel's module. Among several of one name the worst figures count for each. `seen`
+    holds, by digest, the kernels of earlier programs, which are not compiled again; new ones are added. A kernel that
+    ptxas does not mention keeps its gaps, which `find_faults` reports.
     """
     merged = []
     for launch in launches:
@@ -150,7 +150,7 @@ def find_faults(report: ProgramReport, target: Target) -> list[str]:
 
 
 def _find_kernel_faults(kernel: KernelUse, target: Target, *, is_compiled: bool) -> list[str]:
-    """Of one kernel: limits of the target, and figures that are missing although the compiler prints them."""
+    """The faults of one kernel: exceeded limits of the target, and figures that the compiler should have printed."""
     faults = []
     if target.platform == "gpu":
         if is_compiled and (kernel.registers is None or kernel.spill_bytes is None):

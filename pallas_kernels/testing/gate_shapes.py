@@ -1,4 +1,4 @@
-"""The attention of real models, named once: what the gate compiles for every target."""
+"""The attention shapes of real models, which the gate compiles for every target."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pallas_kernels.testing.targets import Target
 from pallas_kernels.tune.table import DATA, KERNELS, read_entries
 
 MIXED_TOKENS = 2048  # T of the mixed bucket
-DRAFT_LEN = 5  # tokens that a row has at most when drafts are verified: four of them and the last sampled
+DRAFT_LEN = 5  # most tokens of a row that verifies drafts: four drafts and the last sampled token
 DRAFT_ROWS = 64
 MAX_MODEL_LEN = 8192
-TUNED_WINDOW = 4096  # of tuning entries, which only say whether there is one
+TUNED_WINDOW = 4096  # for tuning entries, which only say whether there is a window
 FP8 = "float8_e4m3fn"
 
 
 @dataclass(frozen=True)
 class GateShape:
-    """One layer on one device. `portable` maps an implementation to the reason why it does not do this shape: the gate
-    then wants `find_obstacle` to say so, and fails when it no longer does."""
+    """One layer on one device. `portable` maps an implementation to the reason why it cannot do this shape. The gate
+    then expects `find_obstacle` to say so, and fails when it no longer does."""
 
     name: str
     num_heads: int  # N
@@ -29,7 +29,7 @@ class GateShape:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
-    dtype: str = "bfloat16"  # of q
+    dtype: str = "bfloat16"  # q's
     kv_dtype: str = "bfloat16"
     max_len: int = MAX_MODEL_LEN
     portable: tuple[tuple[str, str], ...] = ()
@@ -39,7 +39,7 @@ class GateShape:
         return AttnParams(scale=self.head_dim**-0.5, window=self.window, softcap=self.softcap)
 
     def attention(self, page_size: int) -> AttnShape:
-        """On pages of the plain layout; the implementation chooses its own."""
+        """The shape on pages of the plain layout; the implementation chooses its own."""
         spec = KVSpec(self.num_kv_heads, self.head_dim, page_size, self.kv_dtype)
         return AttnShape(self.num_heads, spec, self.dtype, self.window)
 
@@ -73,16 +73,16 @@ SHAPES = (
 )
 
 
-# The buckets and shapes that need the most registers on Hopper, of those that have as many as they need. Other targets
-# compile them only if everything is asked for.
+# The buckets and shapes that need the most registers on Hopper without spilling. Other targets compile them only with
+# `--full`.
 TIGHT = (
     ("drafts", GateShape("heads of 128, window", 32, 8, 128, window=4096)),
     ("drafts", GateShape("heads of 128, window, softcap", 32, 8, 128, window=4096, softcap=50.0)),
     ("mixed", GateShape("heads of 256, window, fp8 pages", 16, 8, 256, window=4096, kv_dtype=FP8)),
 )
 
-# What is compiled of each target unless everything is asked for. For every implementation one target has each size of
-# heads, 8-bit pages, a window, a soft cap and sinks; the other targets have the same kernels with other tiles.
+# What each target compiles without `--full`. For every implementation one target has each size of heads, 8-bit pages, a
+# window, a soft cap and sinks; the other targets have the same kernels with other tiles.
 _BASE, _FP8 = "llama-8b", "llama-8b, fp8 pages"
 _OF_64, _OF_256 = "heads of 64, window, sinks", "gemma, heads of 256, window, softcap"
 SAMPLES = {
@@ -96,8 +96,8 @@ SAMPLES = {
 
 
 def list_programs(target: Target, *, full: bool = True) -> list[GateProgram]:
-    """The gate's programs for a target, each shape in the decode bucket and in the mixed one; drafts for the first;
-    and the tight ones. If not `full`, those of them that every run of the gate compiles."""
+    """The gate's programs for a target: each shape in the decode and the mixed bucket, drafts for the first shape, and
+    the tight ones. Without `full`, those that every run of the gate compiles."""
     shapes = [shape for shape in SHAPES if full or shape.name in SAMPLES[target.name]]
     programs = [_fill_bucket(bucket, shape, target) for shape in shapes for bucket in ("decode", "mixed")]
     programs.append(_fill_bucket("drafts", SHAPES[0], target))
@@ -114,7 +114,7 @@ def _fill_bucket(bucket: str, shape: GateShape, target: Target) -> GateProgram:
 
 
 def list_tuned_programs(target: Target, directory: Path = DATA) -> list[GateProgram]:
-    """A program for every entry of the target's tuning tables, whose shape and bucket make the kernel choose it."""
+    """A program for each entry of the target's tuning tables, in the shape and bucket that make the kernel use it."""
     programs = []
     for kernel in KERNELS:
         for index, entry in enumerate(read_entries(directory, target.device_kind, kernel)):

@@ -11,7 +11,7 @@ from pallas_kernels import attend_with_update, prepare_batch
 from pallas_kernels.spec import AttnLayer, AttnShape
 from pallas_kernels.testing.cases import Case, Inputs
 
-LAYER = 1  # of the pool's two: attention must find its pages behind another layer's
+LAYER = 1  # the second of the pool's two layers: attention must find its pages behind another layer's
 
 
 @partial(jax.jit, static_argnames=("shape", "max_query_len", "impl", "config"))

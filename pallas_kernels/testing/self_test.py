@@ -1,8 +1,8 @@
-"""A kernel against XLA on the device that is to serve with it: one small step of each kind, which a start can afford.
+"""Compares a kernel with XLA on the device that will serve with it: one small step of each kind, fast enough for a
+start.
 
-The compilers and drivers of a device may be others than those that the kernels were tested with, and may make something
-else of them. What runs here is the caller's own shape in the caller's own buckets, so with its own tuning; few of their
-rows are used.
+The compiler and driver of a device may differ from those that the kernels were tested with, and may break them. The
+steps have the caller's own shape and buckets, so its own tuning, with few rows in use.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from pallas_kernels.testing.compare import relative_error
 from pallas_kernels.testing.runner import LAYER, run_case
 from pallas_kernels.xla import XlaConfig
 
-# Of a head's vector: roundings of 16 bits make up to 0.004, and the loss of one key among n makes about 1 / sqrt(n).
+# Relative error of a head's vector: rounding to 16 bits gives up to 0.004, losing one key of n about 1 / sqrt(n).
 ERROR_LIMIT = 0.02
-LONGEST_WINDOW = 4096  # that rows are made to leave: a longer one would take the host seconds
-MOST_TOKENS = 2048  # T, for the same reason
+LONGEST_WINDOW = 4096  # longest window that a row leaves: a longer one would take the host seconds
+MOST_TOKENS = 2048  # largest T, for the same reason
 _ARRAYS = ("q", "k", "v", "kv_pages", "page_table", "seq_lens", "query_start_loc", "distribution", "heads")
 
 
@@ -37,21 +37,21 @@ def run_self_test(
     softcap: float | None = None,
     device: jax.Device | None = None,
 ) -> str | None:
-    """What is wrong with an implementation on a device, in words for users; None if it agrees with XLA.
+    """The fault of an implementation on a device, in words for users; None if it agrees with XLA.
 
     Args:
-        shape: of one device, on pages of the implementation's layout.
-        num_rows: S of a decode bucket and of a mixed one.
+        shape: one device's share, on pages of the implementation's layout.
+        num_rows: S of the decode bucket and the mixed one.
         num_tokens: T of the mixed bucket; more than MOST_TOKENS count as that.
-        table_width: M, pages of a row at most.
+        table_width: M, the most pages of a row.
         device: where to run (None: where JAX runs by default).
 
-    What XLA itself raises is not caught.
+    Errors of XLA itself are not caught.
     """
     for case in list_cases(shape, num_rows=num_rows, num_tokens=num_tokens, table_width=table_width, softcap=softcap):
         inputs = make_inputs(replace(case, max_pages=_count_pages(case)))
         inputs = replace(inputs, **{name: jax.device_put(getattr(inputs, name), device) for name in _ARRAYS})
-        # Loops that end with the batch: bounds by the table's width would take seconds.
+        # Loops end with the batch: bounds by the table's width would take seconds.
         expected = _fetch(run_case(case, inputs, impl="xla", config=XlaConfig(bounded=True)))
         try:
             found = _fetch(run_case(case, inputs, impl=impl))
@@ -67,8 +67,8 @@ def run_self_test(
 def list_cases(
     shape: AttnShape, *, num_rows: int, num_tokens: int, table_width: int, softcap: float | None = None
 ) -> list[Case]:
-    """A decode batch and a mixed one with the rows that fit, of lengths on both sides of a page's edge; in a windowed
-    shape a row of each has left the window."""
+    """A decode batch and a mixed one, with as many rows as fit, of lengths on both sides of a page's end. With a
+    window, one row of each has left it."""
     size, limit = shape.spec.page_size, table_width * shape.spec.page_size
     num_tokens = min(num_tokens, MOST_TOKENS)
     longest = 5 * size + 7
@@ -106,7 +106,7 @@ def list_cases(
 def _fill_mixed(
     size: int, limit: int, longest: int, num_rows: int, num_tokens: int
 ) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
-    """Rows of several tokens as far as they fit: those that begin at a multiple of 32, and others."""
+    """Rows of several tokens, as many as fit: rows that begin at a multiple of 32, and others."""
     chunks, others, room = [], [], num_tokens
     for computed, new, kind in (
         (64, 70, chunks),
@@ -136,7 +136,7 @@ def _fetch(arrays: tuple[jax.Array, jax.Array]) -> tuple[np.ndarray, np.ndarray]
 def _find_fault(
     case: Case, inputs: Inputs, found: tuple[np.ndarray, np.ndarray], expected: tuple[np.ndarray, np.ndarray]
 ) -> str | None:
-    """What of the attention and the pool is not as XLA has it."""
+    """The first difference from XLA in the attention or the pool; None if there is none."""
     (out, pool), (wanted, wanted_pool) = found, expected
     if not np.isfinite(out.astype(np.float32)).all():
         return "it gave NaN or infinite values"

@@ -1,7 +1,7 @@
-"""Devices that programs are compiled for while none of them is attached, as data.
+"""The devices that programs are compiled for without being attached.
 
-A TPU's compiler ships as a library that knows each topology by name. A GPU's compiler wants the device described in the
-text form of XLA's `GpuTargetConfigProto`; what stands here are the published limits of the part.
+A TPU's compiler is a library that knows each topology by name. A GPU's compiler takes a description of the device in
+the text form of XLA's `GpuTargetConfigProto`; its figures here are the published limits of the part.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 MIB = 2**20
 
-_GPU_LIMITS = {  # of every GPU here
+_GPU_LIMITS = {  # common to all GPUs here
     "threads_per_block_limit": 1024,
     "threads_per_warp": 32,
     "thread_dim_limit_x": 1024,
@@ -41,7 +41,7 @@ _H200_LIMITS = {
     "memory_bandwidth": 4_800_000_000_000,
     "device_memory_size": 143_771 * MIB,
 }
-_A100_LIMITS = {  # of the part with 40 GB
+_A100_LIMITS = {  # the part with 40 GB
     **_GPU_LIMITS,
     "threads_per_core_limit": 2048,
     "shared_memory_per_block_optin": 163 * 1024,
@@ -75,9 +75,9 @@ _GPU_TEXT = {
 
 
 def describe_gpu(name: str, capability: tuple[int, int], limits: Mapping[str, int | float]) -> str:
-    """The text proto of a device of that compute capability.
+    """The text proto of a device of this compute capability.
 
-    From 9.0 on it has the accelerated features: without them there is no wgmma.
+    From 9.0 on it lists the accelerated features, without which there is no wgmma.
     """
     major, minor = capability
     features = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
@@ -91,42 +91,42 @@ def describe_gpu(name: str, capability: tuple[int, int], limits: Mapping[str, in
 
 @dataclass(frozen=True)
 class GpuDevice(AbstractDevice):
-    """A GPU that says what it can do, as Mosaic asks one that is there; of one that does not it thinks as of Hopper."""
+    """A GPU with a compute capability, which Mosaic asks for; it takes a device without one for Hopper."""
 
     compute_capability: str
 
 
 @dataclass(frozen=True)
 class Target:
-    """One kind of device. `topology` is the one that the compiler is asked for; it has two GPUs or eight chips or cores
-    of TPUs, so that one description serves a single device and tensor parallelism."""
+    """One kind of device. `topology` is what the compiler is asked for. It has two GPUs, or eight chips or cores of
+    TPUs, so that one description serves a single device and tensor parallelism."""
 
     name: str
     platform: str  # "gpu" or "tpu"
-    device_kind: str  # as JAX names it, and as tuning tables are filed
-    num_cores: int  # of one JAX device: multiprocessors of a GPU
+    device_kind: str  # JAX's name for it, under which tuning tables are filed
+    num_cores: int  # cores of one JAX device: multiprocessors of a GPU
     topology: str
     page_size: int
-    num_rows: int  # S of the decode bucket
-    memory_bytes: int  # of one device
-    impl: str  # its kernels
+    num_rows: int  # S in the decode bucket
+    memory_bytes: int  # device memory
+    impl: str  # the implementation with its kernels
     vmem_bytes: int | None = None
-    compute_capability: str | None = None  # of a GPU: "8.0"
-    shared_memory_bytes: int | None = None  # that one block may ask for
+    compute_capability: str | None = None  # a GPU's, e.g. "8.0"
+    shared_memory_bytes: int | None = None  # the most that one block can have
     target_config: str | None = None
-    # What the parent sets before the compiler is loaded. Several processes at once would otherwise meet at its lock.
+    # Set by the parent before the compiler is loaded. Else several processes at once would wait for its lock.
     environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def abstract_mesh(self) -> AbstractMesh:
-        """The context in which code traced for one device sees what it is traced for."""
+        """The context in which traced code sees this device."""
         described = (self.device_kind, self.num_cores, self.platform)
         if self.compute_capability is None:
             return AbstractMesh((), (), abstract_device=AbstractDevice(*described))
         return AbstractMesh((), (), abstract_device=GpuDevice(*described, self.compute_capability))
 
 
-# The processes run on the CPU, and never take a program from a cache: then its compiler would have said nothing.
+# The processes run on the CPU. They never take a program from a cache, since its compiler would then say nothing.
 _ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false", "TF_CPP_MIN_LOG_LEVEL": "3"}
 _TPU_ENVIRONMENT = {
     **_ENVIRONMENT,
@@ -190,17 +190,17 @@ TARGETS = {
 
 
 def find_target(name: str) -> Target:
-    """The target of that name; ValueError lists those there are."""
+    """The target with this name; ValueError lists all names."""
     if name not in TARGETS:
         raise ValueError(f"target must be one of {', '.join(TARGETS)}, got {name!r}")
     return TARGETS[name]
 
 
 def open_devices(target: Target) -> list[Any]:
-    """Devices to compile for. Loads the target's compiler, which must be importable in this process.
+    """Devices to compile for. Loads the target's compiler, which must be importable.
 
     Raises:
-        ValueError: the compiler there calls the device by another name than the target does.
+        ValueError: the compiler has another name for the device than the target.
     """
     if target.target_config is None:
         description = topologies.get_topology_desc(target.topology, "tpu")
@@ -214,5 +214,5 @@ def open_devices(target: Target) -> list[Any]:
 
 
 def trace_for(target: Target) -> Any:
-    """A context in which `resolve_impl` and kernels see the target instead of the device of this process."""
+    """A context in which `resolve_impl` and kernels see the target instead of this process's device."""
     return jax.sharding.use_abstract_mesh(target.abstract_mesh)

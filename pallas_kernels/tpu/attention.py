@@ -1,6 +1,6 @@
 """The TPU implementation: attention with a fused update of the pages, for v5e and later.
 
-One-token rows and all others have a kernel each. Both want their operands by KV head and in whole tiles; this module
+One kernel attends one-token rows, another all other rows. Both take operands by KV head and in whole tiles: this module
 packs them and unpacks the results.
 """
 
@@ -45,14 +45,14 @@ class TpuWork:
 
 
 def choose_layout(head_dim: int) -> str:
-    """Rows of pages fill the 128 lanes."""
+    """The layout whose rows fill the 128 lanes."""
     if head_dim == PAIRED_HEAD_DIM:
         return "paired"
     return "padded" if head_dim % LANES else "plain"
 
 
 def find_obstacle(shape: AttnShape) -> str | None:
-    """Why it cannot do a shape."""
+    """Why the kernels cannot do a shape, in words for users."""
     spec = shape.spec
     if shape.dtype not in _QUERY_DTYPES:
         return f"queries are {shape.dtype}, the kernels take {' and '.join(_QUERY_DTYPES)}"
@@ -69,7 +69,7 @@ def find_obstacle(shape: AttnShape) -> str | None:
 
 
 def find_config(shape: AttnShape, rows: StepRows) -> TpuConfig:
-    """By the device's table, else by formula."""
+    """The configuration of the device's table, else by formula."""
     formula = default_config(shape, max_query_len=rows.max_query_len)
     return TpuConfig(
         tune("tpu_decode", formula.decode, shape, rows),
@@ -78,7 +78,7 @@ def find_config(shape: AttnShape, rows: StepRows) -> TpuConfig:
 
 
 def plan_work(rows: StepRows, shape: AttnShape, *, config: TpuConfig | None = None) -> TpuWork:
-    """Tiles of all rows that are not one-token rows."""
+    """Tiles of the rows that are not one-token rows."""
     config = config or find_config(shape, rows)
     return TpuWork(None if rows.is_decode else plan_tiles(rows, config.chunk.tile_tokens), config)
 
@@ -105,7 +105,7 @@ def attend_with_update(
     options = {"params": params, "paired": form.paired, "out_dtype": q.dtype, "interpret": batch.interpret}
     factors = _make_factors(num_kv_heads, params, heads)
     page_offset = jnp.asarray(layer.page_offset, jnp.int32)
-    # [T, K, G, width]: padding of the keys' and, in pairs, the values' lanes adds nothing to a product.
+    # [T, K, G, width]: zeros in padding lanes, and in the lanes of paired values, add nothing to a product.
     grouped = q.reshape(num_tokens, num_kv_heads, group, head_dim).astype(compute_dtype(shape))
     grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, 0), (0, form.width - head_dim)))
 
@@ -159,7 +159,7 @@ def _check_table(num_rows: int, table_width: int) -> None:
 
 
 def _make_factors(num_kv_heads: int, params: AttnParams, heads: HeadParams) -> jax.Array:
-    """[2 * K] f32: of scores, then of outputs."""
+    """[2 * K] f32: factors of the scores, then of the outputs."""
     scores = jnp.full((num_kv_heads,), find_factor(params.scale, params.softcap), jnp.float32)
     outputs = jnp.ones((num_kv_heads,), jnp.float32)
     scores = scores if heads.k_scale is None else scores * heads.k_scale
@@ -167,7 +167,7 @@ def _make_factors(num_kv_heads: int, params: AttnParams, heads: HeadParams) -> j
 
 
 def _fit_first(array: jax.Array, size: int) -> jax.Array:
-    """The first `size` of an array, with zeros after its end."""
+    """The first `size` rows of an array, padded with zeros."""
     array = array[:size]
     return jnp.pad(array, ((0, size - array.shape[0]), *[(0, 0)] * (array.ndim - 1)))
 

@@ -1,4 +1,4 @@
-"""Block sizes of the TPU kernels: what can be tuned, and a formula that fits any shape into the VMEM of any TPU."""
+"""Block sizes of the TPU kernels, and a formula that fits any shape into the VMEM of any TPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from pallas_kernels.layout import LANES, page_bytes, pool_shape
 from pallas_kernels.spec import AttnShape
 
-VMEM_BUDGET = 24 << 20  # bytes of all buffers of a kernel: the smallest VMEM has 64 MiB, and spills can double the use
+VMEM_BUDGET = 24 << 20  # bytes for a kernel's buffers: the smallest VMEM has 64 MiB, and spills can double the use
 VMEM_LIMIT = 48 << 20  # bytes that the compiler may use
 TABLE_LIMIT = 512 << 10  # bytes of a page table in SMEM, which has 1 MiB
 SUBLANES = 8  # rows of a tile of 32-bit elements; narrower ones have more
@@ -21,16 +21,16 @@ _CHUNK_BLOCK_BYTES = 2 << 20
 _NUM_LEAST_BUFFERS = 2
 _TILE_ROWS = 512  # query rows of a KV head per tile of a chunk
 _COMPUTE_TOKENS = 512
-_LONG_COMPUTE_TOKENS = 1024  # of one-token rows with few KV heads, whose steps do not fill each other's gaps
+_LONG_COMPUTE_TOKENS = 1024  # one-token rows with few KV heads, whose steps do not fill each other's gaps
 
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """Of the kernel for one-token rows."""
+    """Tuning of the kernel for one-token rows."""
 
     pages_per_block: int  # pages moved together
     compute_tokens: int  # keys per step of the softmax; a multiple of 128 and of the page size
-    num_buffers: int = 3  # blocks in VMEM: one is worked on while the others are filled
+    num_buffers: int = 3  # blocks in VMEM: one is read while the others are filled
     rows_per_step: int = 8  # rows per step of the grid
 
     def __post_init__(self) -> None:
@@ -44,7 +44,7 @@ class DecodeConfig:
 
 @dataclass(frozen=True)
 class ChunkConfig:
-    """Of the kernel for all other rows."""
+    """Tuning of the kernel for all other rows."""
 
     pages_per_block: int
     compute_tokens: int
@@ -79,7 +79,7 @@ def count_sublanes(dtype: str | jnp.dtype) -> int:
 
 
 def compute_dtype(shape: AttnShape) -> jnp.dtype:
-    """Of both operands of the matrix products. 8-bit pages are raised to the query's dtype."""
+    """The dtype of both operands of matrix products. 8-bit pages are widened to the query's dtype."""
     pages = jnp.dtype(shape.spec.dtype)
     return jnp.dtype(shape.dtype) if pages.itemsize == 1 else jnp.promote_types(shape.dtype, pages)
 
@@ -91,7 +91,7 @@ def pad_group(shape: AttnShape) -> int:
 
 
 def find_write_unit(page_size: int) -> int:
-    """Tokens per copy of a chunk's keys to their pages: whole tiles of sublanes of any dtype, within one page."""
+    """Tokens per copy of a chunk's keys to a page: whole sublane tiles of any dtype, within one page."""
     return math.gcd(32, page_size)
 
 
@@ -117,7 +117,7 @@ def default_config(shape: AttnShape, *, max_query_len: int | None = None) -> Tpu
 
 
 def count_step_pages(page_size: int) -> int:
-    """Pages of the least compute block, which has whole pages and whole lanes."""
+    """Pages of the smallest compute block, which has whole pages and whole lanes."""
     return math.lcm(LANES, page_size) // page_size
 
 
@@ -131,7 +131,7 @@ def _fit_compute(block: int, page_size: int, limit: int) -> int:
 
 
 def find_overflow(shape: AttnShape) -> str | None:
-    """Why not even the smallest blocks of a shape fit into VMEM, if they do not."""
+    """Why even the smallest blocks of a shape do not fit into VMEM; None if they do."""
     spec = shape.spec
     needed = _NUM_LEAST_BUFFERS * count_step_pages(spec.page_size) * page_bytes(spec)
     needed += MIN_TILE_TOKENS * shape.group_size * _count_tile_bytes(shape)
@@ -141,14 +141,14 @@ def find_overflow(shape: AttnShape) -> str | None:
 
 
 def _count_tile_bytes(shape: AttnShape) -> int:
-    """VMEM per query row of a tile, over all KV heads: q and the output, both double-buffered; accumulator, maximum and
-    sum in float32. The tile's own keys take less than the output does."""
+    """VMEM per query row of a tile, over all KV heads: q and the output, both double-buffered, and accumulator, maximum
+    and sum in float32. The tile's own keys take less than the output."""
     width = pool_shape(shape.spec, 1)[-1]
     return shape.spec.num_kv_heads * (4 * width * jnp.dtype(shape.dtype).itemsize + 4 * width + 8 * LANES)
 
 
 def _fit_tile(shape: AttnShape, buffer_bytes: int, max_query_len: int | None) -> int:
-    """Positions per tile: enough rows for the matrix unit, no more than VMEM holds beside the pages' buffers."""
+    """Positions per tile: enough rows for the matrix unit, within the VMEM that the pages' buffers leave."""
     rows = min(_TILE_ROWS, (VMEM_BUDGET - buffer_bytes) // _count_tile_bytes(shape))
     longest = 1 << 30 if max_query_len is None else max_query_len
     tile = MIN_TILE_TOKENS
@@ -158,7 +158,7 @@ def _fit_tile(shape: AttnShape, buffer_bytes: int, max_query_len: int | None) ->
 
 
 def clip_blocks[C: (DecodeConfig, ChunkConfig)](config: C, page_size: int, table_width: int) -> C:
-    """The same with blocks no wider than the table, after a check of them against the page size."""
+    """Checks the blocks against the page size and makes them no wider than the page table."""
     step = config.compute_tokens // page_size
     if config.compute_tokens % page_size or config.pages_per_block % step:
         raise ValueError(

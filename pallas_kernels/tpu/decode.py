@@ -1,8 +1,8 @@
 """Attention of one-token rows, with the new token's key and value written on the way.
 
-A loop over rows and over blocks of each row's pages. Copies of the blocks run ahead of it through a ring of buffers, on
-into the next rows, so that memory is never idle. The new token goes into its place in the buffer, and the sublane tile
-around it goes back to its page: the least that can be written.
+The kernel loops over rows and over blocks of each row's pages. Copies run ahead through a ring of buffers, on into the
+next rows, so that memory is never idle. The new token goes into its place in the buffer, and the sublane tile around
+it, the least that can be written, goes back to its page.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from pallas_kernels.tpu.launch import launch
 from pallas_kernels.tpu.pages import PageBlocks, Ref, Scalar, wait_copy
 from pallas_kernels.tpu.softmax import MASKED, Accumulator, bend, multiply, run_heads
 
-_HEADS_TOGETHER = 8  # of KV heads, few query rows each
+_HEADS_TOGETHER = 8  # KV heads of few query rows each
 
 
 @dataclass(frozen=True)
 class _Static:
-    """What the kernel is compiled for."""
+    """The static parameters of the kernel."""
 
     config: DecodeConfig
     params: AttnParams
@@ -62,7 +62,7 @@ def attend_rows(
     by_rows = config.rows_per_step
 
     def find_block(step: Scalar, meta: Ref, *_: Ref) -> Scalar:
-        """The step's rows; a step after the last row stays with its block and so moves nothing."""
+        """The step's rows. A step after the last row keeps its block, and so copies nothing."""
         return jnp.minimum(step, jnp.maximum(meta[0] - 1, 0) // by_rows)
 
     q_spec = pl.BlockSpec((by_rows, num_kv_heads, group, width), lambda *refs: (find_block(*refs), 0, 0, 0))
@@ -129,7 +129,7 @@ def _run_step(  # noqa: PLR0915, a kernel
         return begin, first, pl.cdiv(length, page_size) - first
 
     def fetch_ahead() -> None:
-        """Starts the copies of the next block; `state` holds its row, its index there and its index among all."""
+        """Starts the copies of the next block. `state` holds its row, its index in the row and its index among all."""
         row, block, index = state[0], state[1], state[2]
 
         @pl.when(row < num_rows)
@@ -152,7 +152,7 @@ def _run_step(  # noqa: PLR0915, a kernel
         return pltpu.make_async_copy(window.at[slot], place, written.at[slot])
 
     def insert(slot: Scalar, row: Scalar, index: Scalar, block_begin: Scalar) -> None:
-        """Puts the new token into the row's last block, and the tile around it on its way to the page."""
+        """Puts the new token into the row's last block, and starts the copy of the tile around it to the page."""
 
         @pl.when(row >= 2)
         def _wait_for_buffer() -> None:
@@ -169,7 +169,7 @@ def _run_step(  # noqa: PLR0915, a kernel
         write_window(row).start()
 
     def attend_keys(slot: Scalar, index: Scalar, first: Scalar, begin: Scalar, end: Scalar) -> None:
-        """All heads over the keys [first, first + compute_tokens) of a buffer, of which [begin, end) are seen."""
+        """Attends with all heads to the keys [first, first + compute_tokens) of a buffer; [begin, end) are seen."""
         first = pl.multiple_of(first, config.compute_tokens)
         tokens = first + lax.broadcasted_iota(jnp.int32, (group, config.compute_tokens), 1)
         is_seen = (tokens >= begin) & (tokens < end)

@@ -1,4 +1,4 @@
-"""One way to call both kernels: what they share of grid, memory spaces and aliases."""
+"""The launch of both TPU kernels: grid, memory spaces and aliases."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def launch(
 ) -> tuple[jax.Array, jax.Array]:
     """Runs `kernel(*scalars, *inputs, pool, out, *scratch)` for each of `num_steps` steps, one after the other.
 
-    `scalars` are i32 arrays for SMEM, which the block specs see too; an input that is None stays None. The pool stays
-    in HBM, and the kernel writes to it in place. The number of steps is known on the device only: steps that a bucket
-    does not need cost nothing. Returns the output and the pool.
+    `scalars` are i32 arrays in SMEM, which the block specs see too. An input that is None stays None. The pool stays in
+    HBM, and the kernel writes to it in place. Only the device knows the number of steps: steps that a bucket does not
+    need cost nothing. Returns the output and the pool.
     """
     is_given = [array is not None for array, _ in inputs]
     operands = [*scalars, *(array for array, _ in inputs if array is not None), kv_pages]
@@ -60,7 +60,7 @@ def launch(
             jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype, manual_axis_type=axes),
         ),
         input_output_aliases={len(operands) - 1: 1},
-        # Checks of bounds would take more than twice as long as the copies that they check take to start.
+        # A bounds check takes more than twice as long as starting the copy that it checks.
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",), vmem_limit_bytes=VMEM_LIMIT, disable_bounds_checks=True
         ),

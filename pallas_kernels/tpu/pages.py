@@ -18,7 +18,7 @@ UNROLL = 8
 
 
 def repeat(count: Scalar, act: Callable[[Scalar], None], *, unroll: int | None = None) -> None:
-    """`act` for 0..count - 1, `unroll` (UNROLL) per turn of the loop: starting a copy takes less than a branch."""
+    """Calls `act` for 0..count - 1, `unroll` (UNROLL) per turn of the loop: a branch costs more than a copy's start."""
     unroll = unroll or UNROLL
 
     def act_on_group(group: jax.Array, carry: int) -> int:
@@ -38,7 +38,7 @@ def repeat(count: Scalar, act: Callable[[Scalar], None], *, unroll: int | None =
 
 
 def wait_copy(copy: Any) -> None:
-    """Waits for an asynchronous copy. All waits of the kernels come through here, so that tests can leave one out."""
+    """Waits for an asynchronous copy. All waits of the kernels go through here, so that tests can leave one out."""
     copy.wait()
 
 
@@ -87,10 +87,9 @@ class PageBlocks:
             repeat(count, lambda index: wait_copy(self._copy_page(slot, 0, index)))
 
     def clean(self, slot: Scalar, begin: Scalar, end: Scalar, count: Scalar, *, paired: bool) -> None:
-        """Zeroes the values that a buffer holds outside of its tokens [begin, end), up to `count` pages; `begin` is in
-        the first.
+        """Zeroes a buffer's values outside of its tokens [begin, end), up to `count` pages; `begin` is in the first.
 
-        A slot that is nobody's may hold NaN, which a weight of 0 would not remove. Keys there give scores, which are
+        An unused slot may hold NaN, which a weight of 0 would not remove. Its key needs no cleaning: the score is
         replaced.
         """
         rows = range(self.buffers.shape[1]) if paired else range(1, self.buffers.shape[1], 2)

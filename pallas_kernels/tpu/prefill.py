@@ -1,13 +1,12 @@
 """Attention of rows that have several new tokens, at any position.
 
-A row's tiles run in order. A tile's own keys are in VMEM: they are attended there while the row's older ones are on
-their way from its pages, and they are copied to the pages before the next tile reads them. Blocks of older keys come
-newest first: the page that holds both older and own keys has then arrived before it is written, and what must be kept
-of it is at hand.
+A row's tiles run in order. A tile's own keys are in VMEM. They are attended there while the row's older keys arrive
+from its pages, and are copied to the pages before the next tile reads them. Blocks of older keys come newest first: a
+page with both older and own keys has then arrived before it is written, and its older keys are at hand.
 
-A tile whose keys begin on a unit of its page and of the step's tokens is copied from where the keys are. Of others, a
-copy is made first that is shifted by the difference. A row's class does not say which tiles those are: chunks begin on
-such a unit of their text, at any of the step's tokens.
+If a tile's keys begin on a unit both of their page and of the step's tokens, they are copied directly. Otherwise they
+are first shifted by the difference. A row's class does not tell the two apart: a chunk begins on a unit of its text,
+but at any of the step's tokens.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from pallas_kernels.tpu.softmax import MASKED, Accumulator, bend, multiply, run_
 from pallas_kernels.tpu.tiles import NUM_COLUMNS, TilePlan
 
 _NUM_BUFFERS = 2
-_HEADS_TOGETHER = 2  # of KV heads, many query rows each: more would only spill
+_HEADS_TOGETHER = 2  # KV heads of many query rows each: more would only spill
 _BLOCK_COLUMN = 1
 
 
 @dataclass(frozen=True)
 class _Static:
-    """What the kernel is compiled for."""
+    """The static parameters of the kernel."""
 
     config: ChunkConfig
     params: AttnParams
@@ -70,7 +69,7 @@ def attend_tiles(
     config = clip_blocks(config, page_size, table_width)
 
     def find_block(step: Scalar, meta: Ref, columns: Ref, *_: Ref) -> Scalar:
-        """The tile's block of tokens; a step after the last tile stays with its block and so moves nothing."""
+        """The tile's block of tokens. A step after the last tile keeps its block, and so copies nothing."""
         return columns[_BLOCK_COLUMN * num_tiles + jnp.minimum(step, jnp.maximum(meta[0] - 1, 0))]
 
     q_spec = pl.BlockSpec((num_kv_heads, group, size, width), lambda *refs: (0, 0, find_block(*refs), 0))
@@ -139,7 +138,7 @@ def _attend_tile(  # noqa: PLR0915, a kernel
         return [columns[index * num_tiles + tile] for index in range(NUM_COLUMNS)]
 
     row, token_block, position, begin, end = read_columns(tile)
-    lead = lax.rem(position + begin, unit)  # older keys in the unit of the first own one
+    lead = lax.rem(position + begin, unit)  # older keys in the unit of the tile's first key
     is_aligned = (lead == 0) & (lax.rem(begin, unit) == 0)  # units of `new` are then units of pages
 
     def find_span(tile: Scalar) -> tuple[Scalar, Scalar, Scalar, Scalar]:
@@ -147,7 +146,7 @@ def _attend_tile(  # noqa: PLR0915, a kernel
         _, _, position, begin, _ = read_columns(tile)
         newest = position + begin
         oldest = 0 if window is None else jnp.maximum(position + begin - window + 1, 0)
-        # Those in the unit of the first own key are needed too, seen or not.
+        # The keys in the unit of the tile's first key are needed too, seen or not.
         first = jnp.minimum(oldest, newest - lax.rem(newest, unit))
         first_page = first // page_size
         return oldest, newest, first_page, jnp.where(newest > first, pl.cdiv(newest, page_size) - first_page, 0)
@@ -158,7 +157,7 @@ def _attend_tile(  # noqa: PLR0915, a kernel
     state[0] = base + num_blocks
 
     def fetch(tile: Scalar, index: Scalar, back: Scalar) -> None:
-        """Starts the copies of a tile's block, counted from its newest."""
+        """Starts the copies of a tile's block, counted from the newest."""
         _, _, first, count = find_span(tile)
 
         @pl.when(count > 0)
@@ -168,7 +167,7 @@ def _attend_tile(  # noqa: PLR0915, a kernel
             blocks.start(slot, columns[tile], first + done, jnp.minimum(count - done, block_pages))
 
     def fetch_for_next_tile(index: Scalar) -> None:
-        """Only for another row: a row's next tile reads what this one writes."""
+        """Fetches ahead if the next tile is another row's: a row's next tile reads what this one writes."""
         following = jnp.minimum(tile + 1, num_tiles - 1)
 
         @pl.when((tile + 1 < meta[0]) & (columns[following] != row))
@@ -176,7 +175,7 @@ def _attend_tile(  # noqa: PLR0915, a kernel
             fetch(following, index, 0)
 
     def copy_unit(index: Scalar, keys: Ref, first: Scalar) -> Any:
-        """Of the tile's keys, which begin at `first` in `keys`, to their page."""
+        """The copy of a unit of the tile's keys, which begin at `first` in `keys`, to its page."""
         token = position + begin - lead + index * unit
         source = keys.at[:, pl.ds(pl.multiple_of(first + index * unit, unit), unit), :]
         offset = pl.multiple_of(lax.rem(token, page_size), unit)
@@ -186,13 +185,13 @@ def _attend_tile(  # noqa: PLR0915, a kernel
     num_units = pl.cdiv(lead + end - begin, unit)
 
     def stage_keys() -> None:
-        """Moves the tile's keys to where they are in units of their pages, with zeros around them."""
+        """Shifts the tile's keys to their places in units of their pages, with zeros around them."""
         slots = lax.broadcasted_iota(jnp.int32, (size + unit, width), 0)
         is_own = (slots >= lead) & (slots < lead + end - begin)
         shift = lax.rem(lead - begin + size + unit, size + unit)
 
         def stage_row(index: jax.Array, carry: int) -> int:
-            # Rows of 32 bits are what can be rotated by any number.
+            # Only rows of 32 bits can be rotated by any amount.
             own = jnp.concatenate([new[index].astype(jnp.float32), jnp.zeros((unit, width), jnp.float32)], axis=0)
             moved = pltpu.roll(own, shift, 0)
             staged[index] = jnp.where(is_own, moved, 0.0).astype(staged.dtype)
@@ -201,7 +200,7 @@ def _attend_tile(  # noqa: PLR0915, a kernel
         lax.fori_loop(0, staged.shape[0], stage_row, 0)
 
     def write_keys(slot: Scalar, block_begin: Scalar) -> None:
-        """Starts the copies to the pages; a first unit shared with older keys gets those from the block that has just
+        """Starts the copies to the pages. A first unit shared with older keys takes these from the block that has just
         arrived."""
 
         @pl.when(lead > 0)
@@ -213,7 +212,7 @@ def _attend_tile(  # noqa: PLR0915, a kernel
 
         @pl.when(is_aligned)
         def _write_new() -> None:
-            # What follows the last key in its unit is another row's, and goes to a slot that is nobody's yet.
+            # Keys after the last one in its unit belong to another row, and go to slots that nobody uses yet.
             repeat(num_units, lambda index: copy_unit(index, new, begin).start())
 
         @pl.when(jnp.logical_not(is_aligned))
@@ -234,7 +233,7 @@ def _attend_tile(  # noqa: PLR0915, a kernel
         return jnp.concatenate(parts, axis=0)
 
     def find_slots(num_keys: int) -> jax.Array:
-        """[queries, keys] of each query's slot: queries are in order of the group's heads, then of slots."""
+        """[queries, keys]: each query's slot. Queries are ordered by the group's heads, then by slots."""
         return lax.broadcasted_iota(jnp.int32, (num_queries, num_keys), 0) & (size - 1)
 
     def score(head: Scalar, keys: jax.Array, is_seen: jax.Array | None) -> jax.Array:
@@ -345,8 +344,8 @@ def _attend_tile(  # noqa: PLR0915, a kernel
 
     def finish_head(head: Scalar) -> None:
         found = accumulator.finish(head, factors[num_kv_heads + head]).reshape(group, size, width)
-        others = jnp.where(is_first, 0.0, out[head].astype(jnp.float32))  # answers of other rows in this block
+        others = jnp.where(is_first, 0.0, out[head].astype(jnp.float32))  # outputs of other rows in this block
         out[head] = jnp.where(is_own, found, others).astype(out.dtype)
 
     repeat(num_kv_heads, finish_head, unroll=1)
-    repeat(num_units, lambda index: wait_copy(copy_unit(index, staged, 0)))  # either is as long
+    repeat(num_units, lambda index: wait_copy(copy_unit(index, staged, 0)))  # copies from `new` have the same size

@@ -1,4 +1,4 @@
-"""The online softmax that the kernels share (Milakov and Gimelshein, 2018), in base 2, which is what TPUs compute."""
+"""The online softmax of the TPU kernels (Milakov and Gimelshein, 2018), in base 2, which TPUs compute natively."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOG2E = math.log2(math.e)
 
 @dataclass(frozen=True)
 class Accumulator:
-    """What has been seen so far, by group of query rows; `largest` and `total` fill the lanes of a tile.
+    """The state of the online softmax, by group of query rows; `largest` and `total` fill the lanes of a tile.
 
     The sum of the weights is kept per lane, and added up once at the end.
     """
@@ -30,7 +30,7 @@ class Accumulator:
     mixed: Ref  # [groups, rows, width] f32
 
     def reset(self, group: Any, sinks: jax.Array | None) -> None:
-        """Nothing seen yet, or `sinks` [rows, 128] f32 in base 2: a first key that has no value."""
+        """Starts anew, with `sinks` [rows, 128] f32 in base 2 as a first key without a value, if there are any."""
         largest, total = _begin(self.largest[group].shape, sinks)
         self.largest[group], self.total[group] = largest, total
         self.mixed[group] = jnp.zeros(self.mixed[group].shape, jnp.float32)
@@ -41,7 +41,7 @@ class Accumulator:
         self._store(group, old, total, mixed, scores, values)
 
     def add_first(self, group: Any, scores: jax.Array, values: jax.Array, sinks: jax.Array | None) -> None:
-        """`reset`, then `add`, without the way through memory."""
+        """`reset` and `add` in one, without a round trip through memory."""
         largest, total = _begin((scores.shape[0], LANES), sinks)
         self._store(group, largest, total, None, scores, values)
 
@@ -69,7 +69,7 @@ class Accumulator:
 
 
 def _begin(shape: tuple[int, ...], sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Largest score and sum of weights before the first key."""
+    """The largest score and the sum of the weights before the first key."""
     if sinks is None:
         return jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape, jnp.float32)
     lane = lax.broadcasted_iota(jnp.int32, shape, 1)
@@ -77,7 +77,7 @@ def _begin(shape: tuple[int, ...], sinks: jax.Array | None) -> tuple[jax.Array, 
 
 
 def _add_lanes(weights: jax.Array) -> jax.Array:
-    """[rows, E] -> [rows, 128] of the same sum."""
+    """[rows, E] -> [rows, 128] with the same sum."""
     num_keys = weights.shape[1]
     if num_keys % LANES:
         lane = lax.broadcasted_iota(jnp.int32, (weights.shape[0], LANES), 1)
@@ -102,21 +102,21 @@ def multiply(left: jax.Array, right: jax.Array, *, transpose: bool) -> jax.Array
 
 
 def bend(scores: jax.Array, factor: jax.Array, softcap: float | None) -> jax.Array:
-    """Products of queries and keys -> scores in base 2. `factor` is `find_factor`'s."""
+    """Scores in base 2 from products of queries and keys; `factor` is `find_factor`'s."""
     scores = scores * factor
     return scores if softcap is None else jnp.tanh(scores) * (softcap * LOG2E)
 
 
 def find_factor(scale: float, softcap: float | None) -> float:
-    """What products are multiplied with in `bend`."""
+    """The factor of products in `bend`."""
     return scale * LOG2E if softcap is None else scale / softcap
 
 
 def run_heads(
     num_heads: int, together: int, score: Callable[[Scalar], jax.Array], add: Callable[[Scalar, jax.Array], None]
 ) -> None:
-    """`add(head, score(head))` of all heads, up to `together` in one stretch of code, where the scores of a head come
-    before the values of the one before: their chains of dependent steps fill each other's gaps."""
+    """Calls `add(head, score(head))` for all heads, up to `together` in one stretch of code. There, the scores of a
+    head come before the values of the previous one: their dependent steps fill each other's gaps."""
     together = max(n for n in range(1, min(together, num_heads) + 1) if num_heads % n == 0)
 
     def run_group(group: Scalar, carry: int) -> int:

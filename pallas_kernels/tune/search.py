@@ -1,7 +1,7 @@
-"""Which configurations of a kernel are tried, and in what order: the formula's, its neighbours, then those of the best.
+"""The search for a kernel's best configuration: first the formula's, then its neighbours, then those of the best.
 
-A full product of all values would be mostly far from anything good, and every candidate costs a compilation. Values
-that share a limit, such as the size of a tile and how many of them fit, form one axis: alone they could not move.
+A full product of all values would mostly be far from anything good, and every candidate costs a compilation. Values
+that share a limit, such as the size of a tile and the number that fit, form one axis: alone they could not move.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ WORTH = 0.02  # a gain below this share is noise
 
 Axes = dict[tuple[str, ...], tuple[tuple[Any, ...], ...]]
 
-AXES: dict[str, Axes] = {  # fields and their values, those of the largest expected gain first
+AXES: dict[str, Axes] = {  # fields and their values, largest expected gain first
     "gpu_decode": {
         ("stages", "ctas_per_sm", "tile_tokens"): (
             *((4, 2, 64), (4, 1, 64), (6, 1, 64), (2, 2, 64), (3, 2, 64), (6, 2, 64)),
@@ -44,7 +44,7 @@ AXES: dict[str, Axes] = {  # fields and their values, those of the largest expec
         ("tile_tokens",): ((128,), (64,), (256,)),
     },
 }
-PARTS = {  # where the configuration of an implementation has that of a kernel
+PARTS = {  # the field of an implementation's configuration that holds the kernel's
     "gpu_decode": "decode",
     "gpu_prefill": "prefill",
     "ampere_decode": "decode",
@@ -55,8 +55,8 @@ PARTS = {  # where the configuration of an implementation has that of a kernel
 
 
 def list_neighbours[Config](config: Config, formula: Config, axes: Axes) -> Iterator[Config]:
-    """All that differ from `config` in one axis, with values of the axis or the formula's; sizes that do not go
-    together are left out."""
+    """All configurations that differ from `config` in one axis, with the axis' values or the formula's. Values that the
+    configuration refuses are left out."""
     seen = {config}
     for names, values in axes.items():
         for choice in (*values, tuple(getattr(formula, name) for name in names)):
@@ -74,9 +74,9 @@ def search[Config](
 ) -> dict[Config, float]:
     """Seconds of every configuration that was measured, infinite for one that is refused or wrong.
 
-    `measure` takes the candidates of a round, which may be compiled together, and yields them in their order; when it
-    yields fewer, time is up. The formula's is the first of all. A round around the best follows as long as it is better
-    than the best of the round before by more than noise.
+    `measure` takes the candidates of a round, which may be compiled together, and yields them in order. If it yields
+    fewer, time is up. The formula's configuration is the first of all. Each round tries the neighbours of the best so
+    far, until a round gains no more than noise.
     """
     found: dict[Config, float] = {}
     best, candidates = formula, [formula, *list_neighbours(formula, formula, axes)]
@@ -93,11 +93,11 @@ def search[Config](
 
 
 def choose[Config](found: dict[Config, float], formula: Config) -> Config:
-    """The fastest, or the formula's where none is faster by more than noise."""
+    """The fastest configuration, or the formula's if none is faster by more than noise."""
     least = min(found, key=found.__getitem__)
     return least if is_faster(found[least], found[formula]) else formula
 
 
 def is_faster(seconds: float, other: float) -> bool:
-    """By more than noise."""
+    """Whether `seconds` is less than `other` by more than noise."""
     return seconds < (1 - WORTH) * other

@@ -1,4 +1,4 @@
-"""Writes tuning tables, and lists of entries that travel from the device where they were measured."""
+"""Writes tuning tables, and result files that travel from the device where they were measured."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _DEVICE = "device_kind"
 
 @dataclass(frozen=True)
 class Result:
-    """An entry, and the device that it is for."""
+    """An entry and its device."""
 
     device_kind: str
     entry: Entry
 
     def asdict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The result as JSON."""
         return {_DEVICE: self.device_kind, **self.entry.asdict()}
 
 
@@ -35,16 +35,16 @@ def write_results(path: Path, results: Iterable[Result]) -> None:
 
 
 def read_results(path: Path) -> list[Result]:
-    """What `write_results` wrote.
+    """The results in a file of `write_results`.
 
     Raises:
-        ValueError: it is no such list, or an entry is not of a kernel as it is now; names the field.
+        ValueError: the file holds no such list, or the kernel no longer takes an entry; names the field.
     """
     return [_read_result(values, where) for values, where in read_list(path, path.name)]
 
 
 def save_results(results: Sequence[Result], directory: Path) -> list[Path]:
-    """Puts results into the tables of their devices, in place of entries with the same key; returns the tables."""
+    """Merges results into the tables of their devices, replacing entries with the same key; returns the tables."""
     tables: dict[Path, list[Entry]] = {}
     for result in results:
         tables.setdefault(directory / result.device_kind / f"{result.entry.kernel}.json", []).append(result.entry)
@@ -76,7 +76,7 @@ def _read_result(values: Any, where: str) -> Result:
 
 
 def _find_formula(entry: Entry) -> Any:
-    """A configuration of the entry's kernel, by formula."""
+    """The formula's configuration of the entry's kernel."""
     key, impl = entry.key, entry.kernel.split("_", maxsplit=1)[0]
     spec = KVSpec(key.num_kv_heads, key.head_dim, key.page_size, key.kv_dtype)
     shape = AttnShape(key.num_heads, replace(spec, layout=choose_layout(impl, key.head_dim)), key.dtype)
@@ -84,7 +84,7 @@ def _find_formula(entry: Entry) -> Any:
 
 
 def _write_json(path: Path, values: Any) -> None:
-    """A reader, or a run that is cut off, finds the old file or the new one."""
+    """Replaces the file at once: a reader, or a run that is cut off, leaves the old file or the new one."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_text(json.dumps(values, indent=1) + "\n")
     partial.replace(path)

@@ -9,10 +9,10 @@ A file holds a list of entries:
      "measured": {"us": 0.0, "formula_us": 0.0, "tried": 0, "gb_per_s": 0.0, "jax": "...", "driver": "...",
                   "date": "..."}}
 
-`config` is what the kernel's own tuning dataclass takes. `measured` says what it took of one layer, what the formula's
-configuration took beside it, and how many were tried; the formula's own is stored too where nothing was faster. It is
-null for an entry that is there for another reason than a measurement. A table only answers; nothing is measured while
-serving, because another configuration gives other rounding.
+`config` holds fields of the kernel's tuning dataclass. `measured` holds the time of one layer, the time with the
+formula's configuration, and the number of candidates tried. If nothing was faster than the formula, its configuration
+is the entry's. `measured` is null for an entry that was not measured. Nothing is measured while serving: another
+configuration rounds differently, so a measurement could change answers.
 """
 
 from __future__ import annotations
@@ -46,32 +46,32 @@ KERNELS = {
 
 _ENTRY = {"kernel": str, "version": int, "key": dict, "config": dict, "measured": (dict, type(None))}
 _MEASURED = {"us": (int, float), "formula_us": (int, float), "tried": int, "jax": str, "driver": str, "date": str}
-_RATES = ("gb_per_s", "tflop_per_s")  # one of them
-_NEAR = 2.0  # buckets may differ by this much in all, in factors of two
+_RATES = ("gb_per_s", "tflop_per_s")  # an entry has one of them
+_NEAR = 2.0  # how much buckets may differ in total, in factors of two
 
 
 @dataclass(frozen=True)
 class TuneKey:
     """What a kernel's best configuration depends on, on one device.
 
-    The two buckets are what is known when a step is compiled. `max_len` is a capacity, not the length of any row: a
-    server's is max_model_len, and its rows are mostly shorter. Contexts are therefore measured with a table as wide as
-    they are, and a server finds those measured at its largest context.
+    The buckets `tokens` and `max_len` are known when a step is compiled. `max_len` is a capacity, not the length of any
+    row: a server's is max_model_len, and its rows are mostly shorter. A context is measured with a page table of its
+    own width, so a server finds what was measured at its largest context.
     """
 
     num_heads: int  # N
     num_kv_heads: int  # K
     head_dim: int  # H
     page_size: int
-    dtype: str  # of q
+    dtype: str  # q's
     kv_dtype: str
-    window: bool  # whether there is one
-    tokens: int  # of a prefill kernel the bucket's tokens T, of a decode kernel its rows
+    window: bool  # whether the layer has one
+    tokens: int  # the bucket's tokens T for a prefill kernel, its rows for a decode kernel
     max_len: int  # tokens that a row of the page table holds
 
     @property
     def discrete(self) -> tuple[int | str | bool, ...]:
-        """What must be equal: all but the buckets."""
+        """The fields that must be equal: all but the buckets."""
         return tuple(getattr(self, f.name) for f in fields(self) if f.name not in ("tokens", "max_len"))
 
 
@@ -86,19 +86,18 @@ class Entry:
     measured: dict[str, Any] | None
 
     def asdict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The entry as JSON."""
         return asdict(self)
 
 
 def lookup(kernel: str, device_kind: str, key: TuneKey, *, directory: Path = DATA) -> dict[str, Any] | None:
-    """The configuration of the entry whose key is equal, else of the nearest one that differs in its buckets only and
-    by no more than a factor of four in all; None if there is none: the kernel then asks its formula.
+    """The configuration of the entry with this key, else of the nearest whose buckets differ by a factor of four in
+    total at most. None if there is none: the kernel then uses its formula.
 
-    Of entries that are equally near, the one of the shorter context counts, then that of fewer tokens: buckets are
-    upper bounds of what they hold.
+    Among equally near entries the shorter context wins, then fewer tokens: buckets are upper bounds of what they hold.
 
     Raises:
-        ValueError: the kernel is not one that has a table, or its file is malformed; names the field.
+        ValueError: the kernel has no table, or its file is malformed; names the field.
     """
     if kernel not in KERNELS:
         raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
@@ -112,17 +111,17 @@ def lookup(kernel: str, device_kind: str, key: TuneKey, *, directory: Path = DAT
 
 
 def tune[Config](kernel: str, formula: Config, shape: AttnShape, rows: StepRows) -> Config:
-    """The formula's configuration, with what the table of the device being traced for says in its place."""
+    """The formula's configuration, with the fields that the table of the device being traced for has."""
     key = tune_key(kernel, shape, num_rows=rows.max_rows, num_tokens=rows.num_tokens, max_len=rows.max_len)
     found = lookup(kernel, traced_device_kind(), key)
     return formula if found is None else apply_config(formula, found)
 
 
 def apply_config[Config](formula: Config, values: dict[str, Any]) -> Config:
-    """The formula's configuration with an entry's `config` in its place.
+    """The formula's configuration with the fields of an entry's `config`.
 
     Raises:
-        TypeError, ValueError: it has no such field, or not with such a value.
+        TypeError, ValueError: the configuration has no such field, or refuses its value.
     """
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     return replace(formula, **values)  # type: ignore[type-var]
@@ -145,7 +144,7 @@ def tune_key(kernel: str, shape: AttnShape, *, num_rows: int, num_tokens: int, m
 
 
 def measure_distance(entry: TuneKey, key: TuneKey) -> float:
-    """Factors of two between the buckets of two keys; infinite when something else differs."""
+    """Factors of two between the buckets of two keys; infinite if anything else differs."""
     if entry.discrete != key.discrete:
         return math.inf
     return abs(math.log2(entry.tokens / key.tokens)) + abs(math.log2(entry.max_len / key.max_len))
@@ -161,7 +160,7 @@ def read_entries(directory: Path, device_kind: str, kernel: str) -> tuple[Entry,
 
 
 def read_list(path: Path, name: str) -> list[tuple[Any, str]]:
-    """What a JSON list holds, each with where it stands, for errors.
+    """The values of a JSON list, each with its place for error messages.
 
     Raises:
         ValueError: the file holds no JSON list; calls it `name`.
@@ -176,7 +175,7 @@ def read_list(path: Path, name: str) -> list[tuple[Any, str]]:
 
 
 def read_entry(values: Any, where: str) -> Entry:
-    """One entry from JSON; ValueError names the field that is wrong, and `where` it is."""
+    """One entry from JSON; ValueError names the wrong field, after `where`."""
     _check_fields(values, _ENTRY, where)
     key = values["key"]
     kinds = {f.name: _KEY_TYPES[str(f.type)] for f in fields(TuneKey)}

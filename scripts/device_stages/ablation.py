@@ -1,4 +1,4 @@
-"""What the decode kernel's time consists of, and two choices that no table holds: sizes of pages, who writes keys."""
+"""The parts of the decode kernel's time, and two choices that no table holds: page sizes, and how keys are written."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def load_only(self: DecodeKernel, index: jax.Array, carry: Any, *, unit: Any, fa
         is_awaited = index + self.num_slots < unit.num_tiles
         pl.when(is_awaited)(partial(compat.barrier_arrive, scratch[f"{name}_freed"].at[slot]))
     acc, largest, total = carry
-    return acc, largest, total + 1.0  # what is divided by
+    return acc, largest, total + 1.0  # the divisor of the output
 
 
 @contextlib.contextmanager
 def without_compute() -> Iterator[None]:
-    """The decode kernel of Hopper loads its tiles and attends nothing. Its programs are kept apart from the others."""
+    """Makes Hopper's decode kernel load its tiles and attend nothing. Its programs are kept apart from the others."""
     jax.clear_caches()
     with mock.patch.object(DecodeKernel, "attend_tile", load_only):
         yield
@@ -64,10 +64,10 @@ def without_compute() -> Iterator[None]:
 
 
 def measure_loads(context: Context, shape: Shape) -> Line:
-    """The time in which the kernel could read its pages, were there nothing to compute."""
+    """The time that the kernel takes to read its pages, without computing."""
     impl = find_impl(context, shape)
     if not impl.startswith("gpu"):
-        raise NotHereError(f"it is the Hopper kernel's, this is {impl}")
+        raise NotHereError(f"only the Hopper kernels have it, this is {impl}")
     with without_compute():
         if impl.endswith("_interpret"):
             run, arguments = make_program(shape, impl, 1)
@@ -77,10 +77,10 @@ def measure_loads(context: Context, shape: Shape) -> Line:
 
 
 def measure_write(context: Context, shape: Shape) -> Line:
-    """A layer whose keys are written by our kernel instead of XLA's scatter, which the timing stage has."""
+    """The time of a layer whose keys our kernel writes; the timing stage measures it with XLA's scatter."""
     impl = timed_impl(context, shape)
     if impl != "gpu":
-        raise NotHereError(f"it is the Hopper kernels' choice, this is {impl}")
+        raise NotHereError(f"only the Hopper kernels have it, this is {impl}")
     return measure_slope(context, shape, impl, replace(find_config(shape, impl), write="kernel"))
 
 

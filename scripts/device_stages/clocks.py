@@ -70,7 +70,7 @@ class ClockLog:
         seen |= self.summarize(begin, time.monotonic())
 
     def summarize(self, begin: float, end: float) -> dict[str, Any]:
-        """Of the samples between two times of `time.monotonic`, or the nearest one if there is none between."""
+        """Summarizes the samples between two times of `time.monotonic`, or the nearest one if there is none between."""
         samples = list(self._samples)  # the thread goes on adding
         inside = [values for when, values in samples if begin <= when <= end]
         if not inside:

@@ -1,4 +1,4 @@
-"""What a stage sees of the day, and what it gives back."""
+"""The context that a stage runs in, and the items that it returns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from device_stages.results import Line, results_of
 
 
 class NotHereError(Exception):
-    """What an item needs is not on this machine; says what."""
+    """Something that an item needs is not on this machine; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,16 @@ def describe_fault(errors: str) -> str:
 
 @dataclass(frozen=True)
 class Context:
-    """What a stage is run with."""
+    """The context of a stage."""
 
     stage: str
     out: Path  # the folder of the results
-    impl: str | None = None  # of attention; None: what the device gets
+    impl: str | None = None  # attention implementation; None: the device's choice
     tiny: bool = False  # small shapes, to see that all of it works
     careful: bool = False  # an earlier process of this stage died: prepare no item before it is begun
     seconds: float = 600.0  # until items are no longer begun
     skip: tuple[str, ...] = ()  # items that are not to be run
-    lines: tuple[Line, ...] = ()  # of the day so far
+    lines: tuple[Line, ...] = ()  # the day's lines so far
     clocks: ClockLog = field(default_factory=ClockLog)
 
     def find(self, stage: str, item: str) -> dict[str, Any]:

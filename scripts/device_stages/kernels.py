@@ -24,7 +24,7 @@ from device_stages.measure import (
 )
 from device_stages.results import Line
 
-CALLS = 3  # in a trace
+CALLS = 3  # per trace
 MOST = 8  # kernels of a line, those that take longest
 
 

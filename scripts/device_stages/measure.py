@@ -1,4 +1,4 @@
-"""What the stages that measure attention have in common: shapes, and a line's figures."""
+"""Shared by the stages that measure attention: shapes, and the figures of a line."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from device_stages.results import Line
 from pallas_kernels import AttnShape, resolve_impl
 
 MODEL = "llama-8b"
-POOL_BYTES = 48 * 10**9  # of the longer of two programs
-SLOPE = (4, 20)  # layers of two programs: what they differ by is sixteen layers, without anything that is paid per call
+POOL_BYTES = 48 * 10**9  # for the longer of two programs
+SLOPE = (4, 20)  # layers of two programs: they differ by sixteen layers, and by nothing that is paid per call
 TINY_SLOPE = (1, 2)
 EFFORT, TINY_EFFORT = Effort(repeats=12, calls=4), Effort(repeats=2, calls=1)
-REPEAT_SECONDS = 0.02  # that a repeat takes at least, if MOST_CALLS do
+REPEAT_SECONDS = 0.02  # least time of a repeat, unless MOST_CALLS take less
 MOST_CALLS = 200
-CHUNK_ROWS = 256  # of a step with one chunk; the others decode
+CHUNK_ROWS = 256  # rows of a step with one chunk; the others decode
 CHUNK_CONTEXT = 512  # their tokens
 
 
@@ -52,12 +52,12 @@ def shrink(shape: Shape) -> Shape:
 
 
 def name_shape(shape: Shape) -> str:
-    """Of one model, so without it."""
+    """The shape's label without the model, which is always the same."""
     return shape.label.removeprefix(f"{shape.model} ").removesuffix(f" {shape.kv_dtype}")
 
 
 def find_impl(context: Context, shape: Shape) -> str:
-    """What attends a shape here."""
+    """The implementation that attends a shape here."""
     return resolve_impl(context.impl, AttnShape(shape.heads[0], shape.spec, shape.dtype))[0]
 
 
@@ -70,7 +70,7 @@ def timed_impl(context: Context, shape: Shape) -> str:
 def compile_programs(
     shape: Shape, impl: str, depths: Sequence[int], config: Any = None
 ) -> list[Callable[[], jax.Array]]:
-    """Calls of programs of one shape with several numbers of layers, compiled side by side."""
+    """Calls of one shape's programs with different numbers of layers, compiled side by side."""
 
     def compile_one(layers: int) -> Callable[[], jax.Array]:
         run, arguments = make_program(shape, impl, layers, config)
@@ -81,8 +81,7 @@ def compile_programs(
 
 
 def measure_slope(context: Context, shape: Shape, impl: str, config: Any = None) -> Line:
-    """Seconds of one layer by the difference of two programs, and of a layer of the shorter one with its share of the
-    call."""
+    """The time of one layer by the difference of two programs, with the times of both, their clocks and their bytes."""
     fewest, most = TINY_SLOPE if context.tiny else SLOPE
     most = max(fewest + 1, count_layers(shape, most, POOL_BYTES))
     short, long = compile_programs(shape, impl, (fewest, most), config)
@@ -101,7 +100,7 @@ def measure_slope(context: Context, shape: Shape, impl: str, config: Any = None)
 
 
 def sample(context: Context, call: Callable[[], Any]) -> list[float]:
-    """Seconds of a call by repeats, each of so many that the clock is read seldom enough."""
+    """Seconds of a call, by repeats of enough calls that reading the clock does not count."""
     if context.tiny:
         return TINY_EFFORT.sample(call)
     once = min(Effort(repeats=2, calls=1).sample(call))

@@ -39,7 +39,7 @@ def measure_torch(context: Context, shape: Shape) -> Line:
 
 
 def _measure(context: Context, shape: Shape, run: Callable[[Shape, Effort], list[float]]) -> Line:
-    """What a peer does not do is no fault of ours."""
+    """A peer that cannot do a shape is not our fault."""
     try:
         with context.clocks.watch() as clocks:
             samples = run(shape, TINY_EFFORT if context.tiny else EFFORT)

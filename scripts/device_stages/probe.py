@@ -1,4 +1,4 @@
-"""What the machine is: its GPU as found, versions, compilers, and the rates that everything else is compared with."""
+"""The machine: its GPU as found, versions, compilers, and the rates that all results are compared with."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def list_items(context: Context) -> Iterator[Item]:
 
 
 def describe_gpu() -> Line:
-    """What nvidia-smi says before anything runs. No setting is changed."""
+    """The output of nvidia-smi before anything runs. No setting is changed."""
     found = query_gpu(*STATE)
     if not found:
         raise NotHereError("no nvidia-smi")

@@ -49,7 +49,7 @@ def check(context: Context, tool: str) -> Line:
 
 
 def describe_output(status: int, text: str) -> Line:
-    """What the tool counted, and the first thing that it said."""
+    """The tool's count of errors, and its first message."""
     counts = [int(first or second) for first, second in _SUMMARY.findall(text)]
     said = [line.removeprefix("=========").strip() for line in text.splitlines() if line.startswith("=========")]
     line = {"ok": status == 0, "errors": sum(counts) if counts else None}

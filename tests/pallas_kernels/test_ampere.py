@@ -27,7 +27,7 @@ UNITS = UnitConfig(tile_tokens=32, stages=3, ctas_per_sm=1, num_sms=2, min_split
 SPLIT = AmpereConfig(UNITS, TileConfig(tile_tokens=32, stages=3))
 LARGE = AmpereConfig(replace(UNITS, tile_tokens=64), TileConfig(tile_tokens=64, stages=2))
 WHOLE = replace(SPLIT, decode=replace(UNITS, num_sms=1, min_split_tokens=512))
-# Of the shared cases these show what the others only show again.
+# The shared cases that run by default: the others show the same again.
 FAST = (
     "decode 8:1 of 128, window, softcap, sinks",
     "decode fp8 4:4 of 64, window",
@@ -92,7 +92,7 @@ def test_the_cases_cover_every_kind() -> None:
 
 
 def test_tiles_of_64(capsys: pytest.CaptureFixture[str]) -> None:
-    """The interpreter's default are those of 32: test_long_cases.py."""
+    """By default the interpreter has tiles of 32, which test_long_cases.py covers."""
     check(
         Case("", ((90, 1), (33, 9)), 4, replace(BF16, page_size=16), window=50, max_rows=2, max_tokens=10),
         LARGE,
@@ -110,7 +110,7 @@ SMALL_FP8 = replace(SMALL, spec=replace(SMALL.spec, dtype="float8_e4m3fn"))
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """For breaking the kernel: forgets what was traced before and after, and what the interpreter stumbled over."""
+    """For breaking the kernel: clears traces before and after, and resets the interpreter."""
     jax.clear_caches()
     yield monkeypatch
     jax.clear_caches()
@@ -150,7 +150,7 @@ def test_a_unit_longer_than_the_ring(case: Case, capsys: pytest.CaptureFixture[s
 
 
 def test_copies_are_counted_as_waits_count_them(broken: pytest.MonkeyPatch) -> None:
-    """The device knows copies by their order alone, which the interpreter does not need."""
+    """The device tells copies apart by their order alone, which the interpreter does not check."""
     started, skipped, waited = [], [], []
 
     def note(calls: list[int | None], operation: Callable[..., None], position: int | None) -> Callable[..., None]:
@@ -175,7 +175,7 @@ def test_combine_weighs_units() -> None:
     outputs = rng.standard_normal((6, 64, 64)).astype(np.float16)
     logs = rng.standard_normal((6, 64)).astype(np.float32) * 3
     logs[1, 3] = -1e30  # a unit whose keys the query does not see
-    outputs[5], logs[5] = np.nan, np.nan  # of no row
+    outputs[5], logs[5] = np.nan, np.nan  # no row has this unit
     out, joined = combine_units(outputs, logs, jnp.asarray([0, 5, 0]), jnp.asarray([5, 0, 1]), interpret=True)
     shares = np.exp2(logs[:5])
     wanted = (shares[..., None] * outputs[:5]).sum(0) / shares.sum(0)[:, None]

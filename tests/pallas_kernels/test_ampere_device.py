@@ -86,7 +86,7 @@ def test_a_step_on_the_device_gets_it(device: str) -> None:
         batch = jax.eval_shape(prepare, *meta)
     assert batch.impl == "ampere"
     assert batch.work.config.decode.num_sms == TARGETS[device].num_cores
-    assert batch.work.chunks.tile_tokens == 16  # of 4 query heads each: 64 query rows
+    assert batch.work.chunks.tile_tokens == 16  # 4 query heads each make 64 query rows
 
 
 @pytest.mark.parametrize("device", DEVICES)

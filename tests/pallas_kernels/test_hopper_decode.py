@@ -28,7 +28,7 @@ SPLIT = HopperConfig(
     DecodeConfig(stages=2, ctas_per_sm=1, num_sms=2, min_split_tokens=64, unit_cost=0), PrefillConfig()
 )
 WHOLE = replace(SPLIT, decode=replace(SPLIT.decode, num_sms=1, min_split_tokens=512))
-# What only repeats, slower, what other cases show.
+# Slow cases that show nothing which others do not.
 SLOW = ("decode 4:4 bfloat16", "decode 8:2 of 256 float16", "decode sinks", "decode fp8 8:2 of 128")
 BF16 = KVSpec(2, 128, 64, "bfloat16")
 WIDE_PAGES = KVSpec(1, 128, 256, "bfloat16")
@@ -57,7 +57,7 @@ DECODE_CASES = [
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """For breaking a kernel: forgets what was traced before and after, and what the interpreter stumbled over."""
+    """For breaking a kernel: clears traces before and after, and resets the interpreter."""
     jax.clear_caches()
     yield monkeypatch
     jax.clear_caches()
@@ -102,7 +102,7 @@ def test_a_unit_longer_than_the_ring(case: Case, capsys: pytest.CaptureFixture[s
     check(case, WHOLE, capsys)
 
 
-# What the interpreter says of a race, and of a barrier that one warpgroup completed twice before the other looked.
+# The interpreter's words for a race, and for a barrier completed twice before the other warpgroup saw it.
 FAULTS = ("RACE DETECTED", "no threads observed phase", "missed observing phase")
 
 
@@ -142,7 +142,7 @@ def test_combine_weighs_units_and_sinks() -> None:
     outputs = rng.standard_normal((6, 64, 64)).astype(np.float32)
     logs = rng.standard_normal((6, 64)).astype(np.float32) * 3
     logs[1, 3] = -1e30  # a unit whose keys the query does not see
-    outputs[5], logs[5] = np.nan, np.nan  # of no row
+    outputs[5], logs[5] = np.nan, np.nan  # no row has this unit
     firsts, counts = np.array([0, 5, 0], np.int32), np.array([5, 0, 1], np.int32)
     sinks, v_scale = rng.standard_normal(64).astype(np.float32), rng.uniform(0.5, 2, 64).astype(np.float32)
     join = partial(combine.combine_units, dtype=jnp.float16, interpret=True)

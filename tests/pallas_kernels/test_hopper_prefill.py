@@ -92,7 +92,7 @@ def _attend(
     rows = StepRows(*meta[2:3], jnp.diff(meta[2]), batch.seq_lens, batch.distribution, q.shape[0], None, 192)
     config = config or prefill.default_config(case.shape)
     wanted = rows.lens_between(batch.distribution[0], case.max_rows)
-    tiles = prefill.plan_tiles(rows, wanted, case.shape, config)
+    tiles = prefill.plan_tiles(rows, wanted, case.shape)
     found = prefill.attend_chunks(q, kv_pages, replace(batch, interpret=True), tiles, config, layer)
     return found, reference.attend(q, kv_pages, batch, layer)
 
@@ -164,7 +164,7 @@ def lower(num_heads: int, spec: KVSpec, dtype: str = "bfloat16", *, config: Pref
     def call(q: jax.Array, kv_pages: jax.Array, *meta: jax.Array) -> jax.Array:
         batch = prepare_batch(*meta, num_tokens=num_tokens, shape=shape, max_query_len=None, impl="reference")
         rows = StepRows(meta[2], jnp.diff(meta[2]), meta[1], meta[3], num_tokens, None, 192)
-        tiles = prefill.plan_tiles(rows, rows.query_lens, shape, config)
+        tiles = prefill.plan_tiles(rows, rows.query_lens, shape)
         return prefill.attend_chunks(q, kv_pages, batch, tiles, config, AttnLayer(case.params))
 
     meta = [jax.ShapeDtypeStruct(size, jnp.int32) for size in ((num_rows, 4), (num_rows,), (num_rows + 1,), (3,))]

@@ -1,4 +1,4 @@
-"""The GPU's kernel for writing keys and values, in the interpreter, against the scatter of `layout`."""
+"""Hopper's kernel for writing keys and values, in the interpreter, against the scatter of `layout`."""
 
 from __future__ import annotations
 

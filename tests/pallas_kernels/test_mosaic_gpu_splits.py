@@ -24,7 +24,7 @@ NUM_ROWS, TILE = 5, 64
 def make_splits(
     rows: list[tuple[int, int]], *, num_kv_heads: int = 1, num_blocks: int = 8, min_split_tiles: int = 1, **options: int
 ) -> SplitList:
-    """Of rows (tokens, of them new), padded to NUM_ROWS."""
+    """The list for rows of (tokens, new tokens among them), padded to NUM_ROWS."""
     lens = np.zeros((2, NUM_ROWS), np.int32)
     for index, row in enumerate(rows):
         lens[:, index] = row

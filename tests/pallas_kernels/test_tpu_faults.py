@@ -16,7 +16,7 @@ from tests.pallas_kernels.tpu_faults import forget_failure, quick_interpreter
 
 @pytest.fixture(autouse=True)
 def _fresh_kernels() -> Iterator[None]:
-    """What was compiled with a fault must not serve another test, nor the other way round."""
+    """Programs compiled with a fault must not serve other tests, nor the other way round."""
     jax.clear_caches()
     with quick_interpreter():
         yield

@@ -109,7 +109,7 @@ def test_ties_do_not_depend_on_the_file(tmp_path: Path, backwards: bool) -> None
     assert find(tmp_path) == {"stages": 128 + 4096}
 
 
-# Of each kernel, a field of its configuration, and two values of it.
+# For each kernel, a field of its configuration and two values.
 FIELDS = {
     "gpu_decode": ("min_split_tokens", 256, 1024),
     "gpu_prefill": ("stages", 1, 2),

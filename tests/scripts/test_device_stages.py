@@ -52,7 +52,8 @@ def test_shapes_are_steps_as_an_engine_has_them(shape: Shape) -> None:
 @pytest.fixture(scope="module")
 def right() -> tuple[Any, Any]:
     """A compiled step, and what is right for it."""
-    return make_program(MIXED, "xla", 1)[0], smoke.compute_exactly(MIXED)
+    exact = smoke.compute_exactly(MIXED, "plain", *make_arguments(MIXED, 1, "plain"))
+    return make_program(MIXED, "xla", 1)[0], exact
 
 
 @pytest.mark.parametrize("fault", [None, "a head", "a repeat", "a page", "a NaN"])
@@ -76,7 +77,7 @@ def test_the_smoke_test_sees_a_fault(
         return out, pool, first
 
     monkeypatch.setattr(smoke, "make_program", lambda shape, *_: (broken, make_arguments(shape, 1, "plain")))
-    monkeypatch.setattr(smoke, "compute_exactly", lambda _: exact)
+    monkeypatch.setattr(smoke, "compute_exactly", lambda *_: exact)
     found = smoke.check_step(context, MIXED)
     assert calls == 2 and found["ok"] is (fault is None)
     if fault is None:
