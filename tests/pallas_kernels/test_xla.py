@@ -14,6 +14,7 @@ from pallas_kernels.spec import KVSpec
 from pallas_kernels.testing.cases import CASES, Case, largest_error, make_inputs
 from pallas_kernels.testing.runner import LAYER, run_case
 from pallas_kernels.xla import XlaConfig
+from tests.examples import scale_examples
 
 MODES = [True, False]
 
@@ -73,7 +74,7 @@ def batches(draw: st.DrawFn) -> Case:
     return replace(shape, rows=tuple(rows))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=scale_examples(60), deadline=None)
 @given(case=batches(), bounded=st.sampled_from(MODES), seed=st.integers(0, 2**32 - 1))
 def test_random_batches(case: Case, bounded: bool, seed: int) -> None:
     inputs = make_inputs(case, seed)
