@@ -113,7 +113,7 @@ def find_case(name: str) -> Case:
     return next(case for case in TPU_CASES if case.name == name)
 
 
-@pytest.mark.parametrize("name", [pytest.param("decode", marks=THOROUGH), "chunks and others, window"])
+@pytest.mark.parametrize("name", [pytest.param("decode", marks=pytest.mark.slow), "chunks and others, window"])
 def test_attention_alone(name: str) -> None:
     """Pages that already hold the step's keys: the same answer, and nothing is written."""
     case = find_case(name)
