@@ -16,9 +16,12 @@ from jaxserve.server.launch import make_state
 from jaxserve.server.options import ServerConfig
 from tests.e2e.helpers import generate_ids, greedy, make_llm
 
+# As test_ready.py has them, so that equal programs are compiled once.
+SIZES = {"max_num_seqs": 5, "max_num_batched_tokens": 96, "num_kv_pages_override": 16}
+
 
 def test_only_what_a_prompt_needs_is_compiled_and_only_once() -> None:
-    llm = make_llm("llama_gqa", max_num_seqs=5, max_num_batched_tokens=96)
+    llm = make_llm("llama_gqa", **SIZES)
     programs = llm.ready.runner.programs
     assert list(programs.forward) == [Bucket(64, 5)] and len(programs) == 1
     generate_ids(llm, [[5, 6, 7]], greedy(4))
@@ -44,10 +47,7 @@ def test_tokens_are_those_of_an_engine_that_compiled_everything() -> None:
         )
         for index in range(10)
     ]
-    used, closed = (  # of the sizes that test_ready.py has, so that all programs are compiled once
-        make_llm("llama_gqa", max_num_seqs=5, max_num_batched_tokens=96, num_kv_pages_override=16, compile=c)
-        for c in ("used", "all")
-    )
+    used, closed = (make_llm("llama_gqa", **SIZES, compile=choice) for choice in ("used", "all"))
     assert generate_ids(used, prompts, params) == generate_ids(closed, prompts, params)
     assert len(used.ready.runner.programs) < len(closed.ready.runner.programs)
 

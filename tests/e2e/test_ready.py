@@ -158,8 +158,7 @@ def test_update_weights_swaps_in_place_and_keeps_running_requests() -> None:
     assert generate_ids(llm, [[5, 6, 7, 8]], greedy(12)) == first
 
 
-def test_an_interrupt_at_any_program_harms_no_later_call() -> None:
-    llm = make_llm("llama_gqa", compile="all")
+def test_an_interrupt_at_any_program_harms_no_later_call(llm: LLM) -> None:
     prompts, params = [[5, 6, 7, 8], [9] * 40], greedy(6, repetition_penalty=1.2, logprobs=1)
     expected = generate_ids(llm, prompts, params)
     programs = llm.ready.runner.programs

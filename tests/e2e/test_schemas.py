@@ -22,6 +22,7 @@ from jaxserve.presets import demo_model_dir
 from jaxserve.request import CompletionOutput
 from jaxserve.structured import GrammarCompiler
 from tests.e2e.helpers import PROGRAMS
+from tests.examples import scale_examples
 from tests.structured.schemas import INTEGER, LEAVES, REALISTIC, SCHEMAS, STRING, Schema, make_nested, make_object
 from tests.structured.walks import walk
 
@@ -275,6 +276,7 @@ def check_output(output: CompletionOutput, params: SamplingParams, schema: Schem
 @pytest.mark.parametrize("name", [pytest.param("demo", marks=pytest.mark.thorough), "random_weights"])
 def test_every_output_has_its_form(name: str, compiler: GrammarCompiler, request: pytest.FixtureRequest) -> None:
     llm, schemas = request.getfixturevalue(name), list_schemas()
+    schemas = schemas[:: len(schemas) // scale_examples(len(schemas))]
     params = list_params(llm, name, schemas)
     outputs = generate(llm, params)
     for output, each, schema in zip(outputs, params, schemas, strict=True):

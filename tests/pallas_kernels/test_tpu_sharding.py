@@ -49,6 +49,7 @@ for name in ("decode sinks", "mixed fp8 8:2 of 128"):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_two_devices_give_what_one_gives() -> None:
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
     done = subprocess.run(

@@ -14,6 +14,7 @@ from pallas_kernels.spec import KVSpec
 from pallas_kernels.testing.cases import CASES, Case, largest_error, make_inputs
 from pallas_kernels.testing.runner import LAYER, run_case
 from pallas_kernels.xla import XlaConfig
+from tests.examples import scale_examples
 
 MODES = [True, False]
 
@@ -24,7 +25,23 @@ def test_cases(case: Case) -> None:
 
 
 # Head shapes and dtypes are alike in both modes; loops, windows and tiles are not.
-@pytest.mark.parametrize("case", [c for c in CASES if c.spec == CASES[0].spec or c.sinks], ids=lambda case: case.name)
+STATIC = [case for case in CASES if case.spec == CASES[0].spec or case.sinks]
+CI = {  # the others mix what these have
+    "decode",
+    "decode window softcap",
+    "decode all padding",
+    "mixed",
+    "mixed window of a page",
+    "a chunk over many tiles",
+    "mixed 8:2 of 128 bfloat16, sinks",
+}
+assert {case.name for case in STATIC} > CI, "a case was renamed"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name, marks=[] if case.name in CI else pytest.mark.thorough) for case in STATIC],
+)
 def test_cases_with_static_loops(case: Case) -> None:
     check_case(case, bounded=False)
 
@@ -73,7 +90,7 @@ def batches(draw: st.DrawFn) -> Case:
     return replace(shape, rows=tuple(rows))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=scale_examples(60), deadline=None)
 @given(case=batches(), bounded=st.sampled_from(MODES), seed=st.integers(0, 2**32 - 1))
 def test_random_batches(case: Case, bounded: bool, seed: int) -> None:
     inputs = make_inputs(case, seed)

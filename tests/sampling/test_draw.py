@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from jaxserve.sampling import draw
 from jaxserve.sampling.thresholds import BLOCK, make_filters
+from tests.examples import scale_examples
 from tests.sampling.cases import make_inputs, make_logits, sample
 from tests.sampling.oracle import kept_tokens
 
@@ -72,7 +73,7 @@ def test_forms_draw_the_same_tokens(forms, kind) -> None:
         np.testing.assert_array_equal(found["all"], found["fixed"], err_msg=f"seed {seed}")
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=scale_examples(40), deadline=None)
 @given(kind=st.sampled_from(["flat", "steep", "tied", "masked"]), seed=st.integers(0, 2**32 - 1))
 def test_the_token_is_the_one_that_the_number_falls_on(forms, kind, seed) -> None:
     scaled, columns = make_scaled(kind, 8, seed), make_columns(8, seed)
@@ -118,7 +119,7 @@ def test_few_blocks_do_for_steep_rows_and_not_for_flat_ones() -> None:
 _invert = jax.jit(lambda weights, uniform: draw.invert_cumulative(weights, lambda line: line, uniform))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=scale_examples(100), deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     kept=st.integers(1, 1024),

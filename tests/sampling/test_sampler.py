@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sampling import draw
+from tests.examples import scale_examples
 from tests.sampling.cases import (
     chi_square,
     finite_rows,
@@ -74,7 +75,7 @@ def test_vocabulary_of_one_token(width) -> None:
     np.testing.assert_array_equal(ids, 0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=scale_examples(60), deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), scale=st.sampled_from([0, 1, 30, 1e4, 1e30]), allowed=st.integers(1, 331))
 def test_drawn_ids_are_kept_ids(seed, scale, allowed) -> None:
     rng = np.random.default_rng(seed)

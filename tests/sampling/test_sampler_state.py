@@ -23,6 +23,7 @@ from jaxserve.sampling import (
 )
 from jaxserve.sampling.sampler_state import NO_STATE
 from jaxserve.token_automaton import TokenAutomaton
+from tests.examples import scale_examples
 from tests.sampling.cases import make_inputs, sample, shape_logits, stale_state
 
 V = 331
@@ -142,7 +143,7 @@ def test_set_row_writes_one_line_and_no_other() -> None:
         assert_equal_lines(line(after, row), vars(setting) if row == 3 else line(state, row))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=scale_examples(40), deadline=None)
 @given(
     prompt=st.lists(st.integers(0, V - 1), max_size=20),
     output=st.lists(st.integers(0, 20), max_size=20),

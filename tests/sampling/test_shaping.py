@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from jaxserve import sampling
 from jaxserve.sampling import pack_bits, record, sampler_state_specs
+from tests.examples import scale_examples
 from tests.sampling.cases import (
     RowCase,
     case_columns,
@@ -52,7 +53,7 @@ def assert_bits_equal(found: np.ndarray, expected: np.ndarray, message: str = ""
     np.testing.assert_array_equal(found.view(np.int32), expected.view(np.int32), err_msg=message)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=scale_examples(60), deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), size=st.sampled_from([37, 128, 331]))
 def test_shaped_logits_are_the_oracles(seed, size) -> None:
     rng = np.random.default_rng(seed)

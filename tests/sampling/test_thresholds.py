@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sampling import thresholds
+from tests.examples import scale_examples
 from tests.sampling.oracle import kept_tokens
 
 FORMS = {"until_exact": thresholds.search_until_exact, "fixed": thresholds.search_fixed}
@@ -84,7 +85,7 @@ def filters_of_a_row() -> st.SearchStrategy[dict[str, float]]:
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=scale_examples(100), deadline=None)
 @given(
     kind=st.sampled_from(KINDS),
     seed=st.integers(0, 2**32 - 1),

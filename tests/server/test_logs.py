@@ -15,8 +15,9 @@ import pytest
 from starlette.types import Scope
 
 from jaxserve.errors import ConfigError, InvalidRequestError
-from jaxserve.server.logs import _LIBRARIES, LogWriter, configure_logging, escape, log_access
+from jaxserve.server.logs import LogWriter, configure_logging, escape, log_access
 from jaxserve.server.request_context import get_context
+from tests.server.conftest import keep_loggers
 
 SECRET = "my secret prompt"
 
@@ -28,16 +29,8 @@ class Terminal(io.StringIO):
 
 @pytest.fixture(autouse=True)
 def restore_loggers() -> Iterator[None]:
-    loggers = [logging.getLogger(name) for name in ("jaxserve", *_LIBRARIES)]
-    before = [(logger, logger.level, logger.propagate) for logger in loggers]
-    yield
-    logging.captureWarnings(False)
-    for logger, level, propagate in before:
-        for handler in [h for h in logger.handlers if isinstance(h, LogWriter)]:
-            logger.removeHandler(handler)
-            handler.close()
-        logger.setLevel(level)
-        logger.propagate = propagate
+    with keep_loggers():
+        yield
 
 
 def read_lines(handler: LogWriter, stream: io.StringIO) -> list[str]:

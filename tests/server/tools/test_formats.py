@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from jaxserve.server.tools import CallArguments, CallStart, Content
 from jaxserve.server.tools.formats import FORCED_ARRAY, HERMES, LLAMA3_JSON, MISTRAL, CallFormat, CallTextParser
+from tests.examples import scale_examples
 from tests.server.tools.helpers import CountedText, cut, join_text, read, summarise
 
 FORMATS = {"hermes": HERMES, "llama3_json": LLAMA3_JSON, "mistral": MISTRAL, "forced": FORCED_ARRAY}
@@ -151,7 +152,7 @@ def test_what_is_no_call_stays_as_it_is(name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=scale_examples(200), deadline=None)
 @given(data=st.data())
 def test_any_cut_gives_the_same(name: str, data: st.DataObject) -> None:
     texts = [*(text for text, _ in CALLS[name]), *NO_CALLS[name], "x", "\n"]
@@ -169,7 +170,7 @@ FRAGMENTS = [
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=scale_examples(300), deadline=None)
 @given(data=st.data())
 def test_no_text_is_lost_or_doubled(name: str, data: st.DataObject) -> None:
     text = "".join(data.draw(st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=30)))
@@ -192,7 +193,7 @@ WORDS = st.text(st.characters(exclude_characters="<[{", codec="utf-8")).map(str.
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral"])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=scale_examples(100), deadline=None)
 @given(data=st.data())
 def test_whole_answers(name: str, data: st.DataObject) -> None:
     content = data.draw(WORDS | st.just(""))
