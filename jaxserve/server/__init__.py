@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP server: protocol, routes, streaming, and what becomes of a model's calls and reasoning."""
+"""The OpenAI-compatible HTTP server: protocol, routes, streaming, tool calls and reasoning."""

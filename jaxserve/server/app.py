@@ -1,4 +1,4 @@
-"""Puts the server together: routes, what stands in front of them, and the page at `/`."""
+"""Assembles the server: routes, the middleware in front of them, and the playground at `/`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PAGE_TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
 
 
 def make_app(state: ServerState, keys: Sequence[bytes] = ()) -> ASGIApp:
-    """Returns the server's ASGI application; `keys` are hashes of the keys that let a client in."""
+    """Returns the server's ASGI application; `keys` are the hashes of the API keys it accepts."""
     app: ASGIApp = Guard(make_api(state, has_keys=bool(keys)), state, keys)
     access = state.config.access
     if access.allowed_origins:
@@ -47,7 +47,7 @@ def make_app(state: ServerState, keys: Sequence[bytes] = ()) -> ASGIApp:
 
 
 def make_api(state: ServerState, *, has_keys: bool = False) -> FastAPI:
-    """Returns the routes, with nothing in front of them."""
+    """Returns the routes without the middleware in front of them."""
     docs = not state.config.logs.disable_fastapi_docs
     app = ServerApp(
         state,
@@ -55,25 +55,25 @@ def make_api(state: ServerState, *, has_keys: bool = False) -> FastAPI:
         version=__version__,
         description="An OpenAI-compatible server. Endpoints and fields are OpenAI's, with vLLM's further ones.",
         openapi_url="/openapi.json" if docs else None,
-        docs_url=None,  # FastAPI's pages load their scripts from elsewhere
+        docs_url=None,  # FastAPI's pages load scripts from another origin
         redoc_url=None,
         redirect_slashes=False,
         exception_handlers=_HANDLERS,
     )
-    for room in (completions, chat, responses, tokens, health):
-        app.include_router(room.router)
+    for module in (completions, chat, responses, tokens, health):
+        app.include_router(module.router)
     _add_page(app)
     install_document(app, has_keys=has_keys)
     return app
 
 
 def make_admin_app(state: ServerState) -> ASGIApp:
-    """Returns what is served on the admin port."""
+    """Returns the ASGI application of the admin port."""
     return AdminGuard(make_admin_api(state))
 
 
 def make_admin_api(state: ServerState) -> FastAPI:
-    """Returns its routes: profiling, and what tells how the server is."""
+    """Returns the routes of the admin port: profiling, health and metrics."""
     app = ServerApp(state, title="jaxserve admin", openapi_url=None, exception_handlers=_HANDLERS)
     app.include_router(admin.make_router())
     app.include_router(health.router)
@@ -85,7 +85,7 @@ async def _answer_error(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _answer_http_error(request: Request, error: Exception) -> JSONResponse:
-    """What the framework refuses by itself: unknown paths and methods."""
+    """Answers what the framework itself refuses: unknown paths and methods."""
     assert isinstance(error, HTTPException)
     text = {404: "There is nothing at this path.", 405: "This path does not take this method."}
     message = text.get(error.status_code, "The request is not valid.")
@@ -99,7 +99,7 @@ _HANDLERS: Any = {
 
 
 def _add_page(app: FastAPI) -> None:
-    """Serves the playground's files, read once: no path of a request ever names a file."""
+    """Serves the playground's files. They are read once, so no request path ever names a file."""
     folder = resources.files("jaxserve.server") / "playground"
     for file in sorted(folder.iterdir(), key=lambda each: each.name):
         kind = _PAGE_TYPES.get(file.name.rpartition(".")[2])

@@ -1,4 +1,4 @@
-"""The two files of a batch: requests to read, and answers to write so that a run can be killed and gone on with."""
+"""The two files of a batch: the requests, and the answers, written so that a killed run can be resumed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any, BinaryIO
 from jaxserve.errors import ConfigError, shorten
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
-MAX_LINE = 64 * 2**20  # bytes of an input line that is read
-_HEAD = b'{"id":"batch_req_'  # of every output line
+MAX_LINE = 64 * 2**20  # bytes; longer input lines are errors
+_HEAD = b'{"id":"batch_req_'  # begins every output line
 _BOM = b"\xef\xbb\xbf"
 
 
 class LineError(Exception):
-    """A line that is no request; `code` tells the kinds apart."""
+    """A line that is not a valid request; `code` says why."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -31,14 +31,14 @@ class BatchLine:
     """One line of the input: a request, or what is wrong with it."""
 
     number: int  # from 1
-    custom_id: str | None  # None when the line does not say it
+    custom_id: str | None  # None when the line has none
     url: str = ""
     body: dict[str, Any] | None = None
     error: LineError | None = None
 
     @property
     def key(self) -> str:
-        """What tells the line from the others, also in the output."""
+        """Identifies the line in the input and the output."""
         return _make_key(self.custom_id, name_line(self.number))
 
 
@@ -52,7 +52,7 @@ def _make_key(custom_id: str | None, answer_id: str) -> str:
 
 
 def read_lines(path: Path) -> Iterator[BatchLine]:
-    """Yields the lines of an input file that are not blank, good ones and bad ones, holding one at a time.
+    """Yields the non-blank lines of an input file, valid or not, and holds one at a time.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -102,7 +102,7 @@ def _read_request(found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     if not isinstance(body, dict):
         raise LineError("invalid_body", f"body must be an object, got {shorten(body)}")
     if body.get("stream"):
-        raise LineError("streaming_unsupported", "answers of a batch are not streamed: leave out 'stream'")
+        raise LineError("streaming_unsupported", "batches are not streamed: leave out 'stream'")
     return url, body
 
 
@@ -123,7 +123,7 @@ def scan_input(path: Path) -> dict[str, int]:
 
 @dataclass
 class Recorded:
-    """What an earlier run has written."""
+    """What earlier runs have written."""
 
     keys: set[str]
     num_failed: int = 0
@@ -131,10 +131,10 @@ class Recorded:
 
 
 class BatchOutput:
-    """The output file: only whole lines are ever added, and one process at a time adds them.
+    """The output file. One process at a time appends to it, whole lines only.
 
     A line that a kill cut short is removed when the file is opened again. Raises ConfigError when the file cannot be
-    written, is being written, or holds anything but answers to the lines in `expected`.
+    written, another run is writing it, or it holds anything but answers to the lines in `expected`.
     """
 
     def __init__(self, path: Path, expected: dict[str, int]) -> None:
@@ -153,7 +153,7 @@ class BatchOutput:
             raise
 
     def write(self, answer: dict[str, Any]) -> None:
-        """Adds one line, in one piece; ConfigError when the disk is full, and the next run removes the piece."""
+        """Appends one line; ConfigError when the disk is full. The next run removes an incomplete line."""
         rest = memoryview(json.dumps(answer, separators=(",", ":")).encode() + b"\n")
         try:
             while rest:
@@ -162,14 +162,14 @@ class BatchOutput:
             raise self._refuse(f"cannot be written: {error}") from error
 
     def sync(self) -> None:
-        """Waits until all lines would survive a loss of power."""
+        """Flushes all lines to the disk."""
         try:
             os.fsync(self._file)
         except OSError as error:
             raise self._refuse(f"cannot be written: {error}") from error
 
     def close(self) -> None:
-        """Syncs and lets others write."""
+        """Flushes, and releases the file's lock."""
         try:
             self.sync()
         finally:
@@ -186,7 +186,7 @@ class BatchOutput:
         for number, raw in enumerate(file, 1):
             if not raw.endswith(b"\n"):
                 if not (raw.startswith(_HEAD) or _HEAD.startswith(raw)):
-                    raise self._refuse(f"its line {number} is no answer of a batch; give another file")
+                    raise self._refuse(f"its line {number} is not a batch answer; give another file")
                 break
             key, failed = self._read_answer(number, raw)
             if key not in expected:
@@ -201,14 +201,14 @@ class BatchOutput:
         return found
 
     def _read_answer(self, number: int, raw: bytes) -> tuple[str, bool]:
-        """Returns the key of the line that was answered, and whether the answer is a failure."""
+        """Returns the key of the answered line, and whether the answer is a failure."""
         try:
             answer = json.loads(raw)
             response = answer["response"]
             failed = response is None or not 200 <= response["status_code"] < 300
             custom_id, answer_id = answer["custom_id"], answer["id"]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise self._refuse(f"its line {number} is no answer of a batch; give another file") from error
+            raise self._refuse(f"its line {number} is not a batch answer; give another file") from error
         return _make_key(custom_id, answer_id), failed
 
     def _refuse(self, message: str) -> ConfigError:

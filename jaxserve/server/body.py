@@ -1,4 +1,4 @@
-"""From the bytes of a request to a checked body."""
+"""Reads, parses and validates request bodies, and prepares them for the engine."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from jaxserve.server.protocol.fields import Body
 from jaxserve.server.request_context import get_context
 from jaxserve.server.server_state import ServerState
 
-_PREPARE_HERE = 2048  # bytes whose text is rendered and tokenized on the event loop
+_PREPARE_HERE = 2048  # bytes; smaller bodies are rendered and tokenized on the event loop
 _SLOW_FIELDS = ("response_format", "structured_outputs", "text", "tools", "bad_words", "chat_template")
-_PARSE_HERE = 64 * 2**10  # bytes that are parsed on the event loop, in some milliseconds at worst
-# What parsing takes is by members more than by bytes, and the parser holds the GIL: a million keys take a second.
+_PARSE_HERE = 64 * 2**10  # bytes; smaller bodies are parsed on the event loop, in a few milliseconds at most
+# Parsing time depends on the number of members more than on bytes, and the parser holds the GIL: a million keys take
+# a second.
 MAX_KEYS, MAX_ITEMS = 2**16, 2**22
-_ESCAPES = 8  # backslashes before a quote that are counted; even
+_ESCAPES = 8  # the longest run of backslashes before a quote that is counted; even
 
 
 async def read_body[B: Body](request: Request, kind: type[B], state: ServerState) -> B:
-    """Returns the body, of which nothing unknown is let pass.
+    """Returns the validated body; unknown fields are errors.
 
     Raises:
-        ApiError: 400 for what is malformed, 408 when it does not come, 413 when it is too large, 429 when bodies
-            together are.
+        ApiError: 400 when it is malformed, 408 when it does not arrive in time, 413 when it is too large, 429 when
+            all bodies together are.
     """
     raw = await _collect(request, state)
     body = _parse(raw, kind) if len(raw) <= _PARSE_HERE else await state.preparation.run(_parse_large, raw, kind)
@@ -43,11 +44,11 @@ def _parse_large[B: Body](raw: bytes, kind: type[B]) -> B:
 
 
 def _refuse_many_members(raw: bytes) -> None:
-    """Refuses JSON whose parsing would hold up everybody; ApiError 413.
+    """Refuses JSON with so many members that parsing it would block other requests; ApiError 413.
 
-    Commas in texts count as items. A colon behind a quote is a key's, unless the quote is escaped: unless an odd number
-    of backslashes stands before it. So keys are counted by inclusion and exclusion of such rows, in time that does not
-    depend on what the body holds; rows longer than are counted pass for keys.
+    Commas inside strings count as items. A quote followed by a colon ends a key unless the quote is escaped, that is,
+    follows an odd number of backslashes. Keys are therefore counted by inclusion and exclusion over runs of
+    backslashes, in time that does not depend on the content. Runs beyond the longest one counted pass as keys.
     """
     keys = 0
     if raw.count(b":") > MAX_KEYS:
@@ -68,7 +69,7 @@ def _parse[B: Body](raw: bytes, kind: type[B]) -> B:
 async def prepare[B: Body, T](
     request: Request, body: B, state: ServerState, make: Callable[[B, ServerState, dict[str, Any]], T]
 ) -> T:
-    """Returns what `make` makes of a body, in a thread where templates, tokens or grammars may take long."""
+    """Returns `make(body, state, options)`, run in a thread unless the body is short."""
     options = make_request_options(request, body, state)
     preparation = state.preparation
     made: T

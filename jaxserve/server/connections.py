@@ -1,29 +1,29 @@
-"""Which connections of a server are idle, and who has to go when there are too many."""
+"""A limit on connections: which are idle, and which is closed when there are too many."""
 
 from __future__ import annotations
 
 from itertools import islice
 from typing import Protocol
 
-PROBE_RESERVE = 64  # connections beyond the limit, which only probes are answered on
-_LOOKS = 16  # at idle connections, for one that has been read to its end
+PROBE_RESERVE = 64  # connections beyond the limit, for probes only
+_LOOKS = 16  # idle connections that are examined for one whose answer has been read
 
 
 class Connection(Protocol):
-    """What a crowd needs to know of one."""
+    """What the limiter needs of a connection."""
 
     @property
     def is_unread(self) -> bool:
-        """Whether the client has not read all of its last answer yet."""
+        """Whether the client has not yet read all of its last answer."""
 
     def drop(self) -> None:
         """Closes without waiting for the client."""
 
 
 class ConnectionLimiter:
-    """The connections of one server. Idle ones, in the order in which they became so, make room for others.
+    """Limits the connections of one server: the one that has been idle longest makes room for a new one.
 
-    A connection is idle while no request is in progress: before the whole head of its first one has come, too.
+    A connection is idle while it has no request in progress, which begins when its whole head has arrived.
     """
 
     def __init__(self, limit: int) -> None:
@@ -32,7 +32,7 @@ class ConnectionLimiter:
         self._busy: set[Connection] = set()
 
     def add(self, connection: Connection) -> None:
-        """Takes a new connection; beyond the limit the idle one that is oldest goes, or the new one if all are busy."""
+        """Adds a connection. Beyond the limit the longest idle one is dropped, or the new one if all are busy."""
         num_open = len(self._idle) + len(self._busy)
         if num_open < self.limit or self._drop_oldest() or num_open < self.limit + PROBE_RESERVE:
             self._idle[connection] = None
@@ -40,18 +40,18 @@ class ConnectionLimiter:
             connection.drop()
 
     def begin(self, connection: Connection) -> bool:
-        """Notes that a request has begun; returns whether as many as may be were in progress on other connections."""
+        """Notes that a request has begun; returns whether the limit is exceeded, so that only probes are answered."""
         self._idle.pop(connection, None)
         self._busy.add(connection)
         return len(self._busy) > self.limit
 
     def end(self, connection: Connection) -> None:
-        """Notes that the connection has no request any more."""
+        """Notes that the connection is idle again."""
         self._busy.discard(connection)
         self._idle[connection] = None
 
     def remove(self, connection: Connection) -> None:
-        """Forgets a connection that is closed."""
+        """Removes a closed connection."""
         self._busy.discard(connection)
         self._idle.pop(connection, None)
 
@@ -61,5 +61,5 @@ class ConnectionLimiter:
             if not oldest.is_unread:
                 oldest.drop()
                 return True
-            self._idle[oldest] = None  # its answer is still on the way
+            self._idle[oldest] = None  # its answer is still being read
         return False

@@ -1,4 +1,4 @@
-"""From the body of a chat request to what the engine runs, and how its answer is to be read."""
+"""Makes an engine request of a chat request's body, and the parser of its answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxserve.server.tools import AnswerParser, ToolSet, make_answer_parser, nee
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A chat request as the engine takes it."""
+    """A chat request, ready for the engine."""
 
     request: Request
     tools: ToolSet | None
@@ -23,7 +23,7 @@ class Conversation:
     reasoning_parser: str | None
 
     def make_parser(self) -> AnswerParser | None:
-        """Returns what reads the text of one completion; None where all of it is content."""
+        """Returns a parser for the text of one completion; None when all of it is content."""
         if self.tools is None and self.reasoning_parser is None:
             return None
         is_constrained = self.request.grammar is not None
@@ -34,7 +34,7 @@ class Conversation:
 
 
 def list_names(body: ChatCompletionRequest) -> dict[str, str]:
-    """Returns how the body calls the engine's fields."""
+    """Returns the body's names of the engine's fields."""
     names = {name: f"chat_template_kwargs.{name}" for name in body.chat_template_kwargs or ()}
     names |= {"logprobs": "top_logprobs", "prompt": "messages"}
     if body.max_tokens is None:
@@ -42,7 +42,7 @@ def list_names(body: ChatCompletionRequest) -> dict[str, str]:
     if body.response_format is not None:
         names["structured_outputs.json"] = "response_format.json_schema.schema"
     elif body.structured_outputs is None:
-        names["structured_outputs.json"] = "tools"  # whose schemas shape a forced call
+        names["structured_outputs.json"] = "tools"  # their schemas constrain a forced call
     return names
 
 
@@ -61,7 +61,7 @@ def read_conversation(body: ChatCompletionRequest, state: ServerState, options: 
     form = read_form(body)
     forced = tools.structured_outputs() if tools is not None else None
     if forced is not None and form is not None:
-        raise InvalidRequestError("contradicts tool_choice; give one of them", field="response_format", value=None)
+        raise InvalidRequestError("conflicts with tool_choice; give only one", field="response_format", value=None)
     more: dict[str, Any] = {"structured_outputs": forced or form, **list_limits(body)}
     more["max_tokens"] = engine.defaults.limit_tokens(_read_max_tokens(body))
     if body.logprobs:
@@ -77,11 +77,11 @@ def read_conversation(body: ChatCompletionRequest, state: ServerState, options: 
 
 
 def _require_auto(body: ChatCompletionRequest, state: ServerState) -> None:
-    """Refuses to leave calls to a model that does not know how to write them."""
+    """Refuses tool_choice "auto" where it is disabled, or where the model cannot write calls."""
     if not state.config.serving.enable_auto_tool_choice:
-        message = "'auto' is switched off here (enable_auto_tool_choice); required, none and a function's name are not"
+        message = "'auto' is disabled here (enable_auto_tool_choice); use required, none or a function's name"
     elif state.tool_parser is None:
-        message = "'auto' needs a model that was taught to call tools, and this one's template shows none; use required"
+        message = "'auto' needs a model that can call tools, and this one's chat template shows no calls; use required"
     else:
         return
     raise InvalidRequestError(message, field="tool_choice", value=body.tool_choice)
@@ -90,6 +90,6 @@ def _require_auto(body: ChatCompletionRequest, state: ServerState) -> None:
 def _read_max_tokens(body: ChatCompletionRequest) -> int | None:
     both = body.max_tokens, body.max_completion_tokens
     if None not in both and both[0] != both[1]:
-        message = f"contradicts max_completion_tokens {both[1]}"
+        message = f"conflicts with max_completion_tokens {both[1]}"
         raise InvalidRequestError(message, field="max_tokens", value=both[0])
     return both[0] if both[0] is not None else both[1]

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients read them: a status, and a body that names the field."""
+"""Errors in OpenAI's format: a status, and a body that names the field."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from jaxserve import errors
 from jaxserve.errors import JaxServeError, shorten
 
 _log = logging.getLogger(__name__)
-_CONTEXT_LENGTH = "This model's maximum context length is"  # what client libraries look for
-_MOST_TEXT, _MOST_ECHO = 400, 100  # characters of a message, and of one word in it
+_CONTEXT_LENGTH = "This model's maximum context length is"  # client libraries look for these words
+_MOST_TEXT, _MOST_ECHO = 400, 100  # characters of a message, and of a single word in it
 _OURS = "The server failed on this request; the reason is in its log."
 _FAILURES = {
     "non_finite_logits": "The model's logits for this request are not finite.",
-    "device_step_failed": "The device failed on a step of this request; the engine goes on.",
-    "engine_stopped": "The engine has failed; the server ends.",
+    "device_step_failed": "The device failed on a step of this request; the engine continues.",
+    "engine_stopped": "The engine has failed; the server is shutting down.",
 }
 _STATUS: tuple[tuple[type[JaxServeError], int, str], ...] = (
     (errors.QueueFullError, 429, "rate_limit_exceeded"),
@@ -43,7 +43,7 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """A refusal with its HTTP status."""
+    """An error answer with its HTTP status."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON object that says it."""
+        """The JSON body."""
         return {
             "error": {
                 "message": self.message,
@@ -71,18 +71,18 @@ class ApiError(Exception):
         }
 
     def to_response(self) -> JSONResponse:
-        """The whole answer."""
+        """Returns the HTTP response."""
         return JSONResponse(self.body, self.status, self.headers)
 
 
 def to_api_error(error: BaseException, retry_after: int = 1) -> ApiError:
-    """Returns what a client gets to see of an error. Only errors meant for users say more than that there was one."""
+    """Returns the answer to an error. Only errors meant for users keep their message."""
     if isinstance(error, ApiError):
         return error
     for kind, status, code in _STATUS:
         if isinstance(error, kind):
             return _explain(error, status, code, retry_after)
-    _log.error("an error of ours", exc_info=error)
+    _log.error("internal error", exc_info=error)
     return ApiError(500, _OURS, code="internal_error")
 
 
@@ -92,7 +92,7 @@ def _explain(error: JaxServeError, status: int, code: str, retry_after: int) -> 
     if status == 429:
         headers["Retry-After"] = str(retry_after)
     if status == 504:
-        headers["x-should-retry"] = "false"  # else clients ask the same again, to wait as long again
+        headers["x-should-retry"] = "false"  # otherwise clients retry at once and wait as long again
     if status == 500:
         _log.error("a request failed: %s", message)
         message = _FAILURES[code]
@@ -102,14 +102,14 @@ def _explain(error: JaxServeError, status: int, code: str, retry_after: int) -> 
 
 
 def _bound(message: str) -> str:
-    """Libraries beneath quote whole lines of what they refuse; what is ours is short."""
+    """Returns a message shortened to a fixed length: libraries may quote whole lines of input."""
     words = (word if len(word) <= _MOST_ECHO else f"{word[: _MOST_ECHO - 3]}..." for word in message.split())
     text = " ".join(words)
     return text if len(text) <= _MOST_TEXT else f"{text[: _MOST_TEXT - 3]}..."
 
 
 def explain_validation(error: ValidationError) -> ApiError:
-    """Returns the most telling complaint about a body."""
+    """Returns the most specific of the errors in a body."""
     found = error.errors(include_url=False)
     worst = max(found, key=lambda each: (each["type"] == "unknown_parameter", len(each["loc"])))
     kind, parts = worst["type"], [part for part in worst["loc"] if not _is_type_name(part)]
@@ -122,7 +122,7 @@ def explain_validation(error: ValidationError) -> ApiError:
         parts.append(worst["ctx"]["name"])
     elif not parts:
         return ApiError(400, f"The body must be a JSON object, got {shorten(worst['input'])}.", code="invalid_value")
-    # Names in it may be the client's own, and as long as it likes.
+    # Clients choose these names, so they may have any length.
     param = _quote("".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)[1:])
     if kind == "unknown_parameter":
         return ApiError(400, f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
@@ -133,11 +133,11 @@ def explain_validation(error: ValidationError) -> ApiError:
 
 
 def _quote(text: str) -> str:
-    """Returns text that is safe to show: on one line, and short."""
+    """Returns the text escaped, on one line, and shortened."""
     text = repr(text)[1:-1]
     return text if len(text) <= _MOST_ECHO else f"{text[: _MOST_ECHO - 3]}..."
 
 
 def _is_type_name(part: object) -> bool:
-    """Unions put the names of their branches into the path."""
+    """Whether a part of an error's path names a branch of a union, not a field."""
     return isinstance(part, str) and (part in ("str", "int", "float", "bool") or "[" in part)

@@ -1,4 +1,4 @@
-"""What every request passes before it meets a route: its number and its line in the log, then the guard."""
+"""The middleware in front of the routes: request ids and the access log, then the guard."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from jaxserve.server.server_state import ServerState
 
 _OPEN_PATHS = frozenset(
     {"/", "/health", "/health/generate", "/health/live", "/health/ready", "/ping"}
-)  # that need no key
-_WORK_PATHS = frozenset(  # that keep the engine, or the threads in front of it, busy
+)  # open without a key
+_WORK_PATHS = frozenset(  # keep the engine busy, or the threads in front of it
     {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/tokenize", "/detokenize"}
 )
 _STATIC = "/playground/"  # holds no data; what it fetches needs the key
 _CLIENT_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "[::1]"})
-_GONE = 499  # what the log says of a client that left before its answer was whole
+_GONE = 499  # logged when a client left before its answer was complete
 
 
 class AccessLog:
-    """Gives every request a number, and writes down how it ended."""
+    """Gives every request an id, and logs and counts how it ended."""
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self._app, self._state = app, state
@@ -68,7 +68,7 @@ class AccessLog:
         except BaseException as error:
             if not is_failure(error):
                 raise
-            if not status:  # else it is logged, and the client has an answer or sees that it is cut short
+            if not status:  # otherwise the answer has begun, and the client sees that it is cut short
                 await to_api_error(error).to_response()(scope, receive, tracked_send)
         finally:
             seconds = time.monotonic() - started
@@ -80,7 +80,7 @@ class AccessLog:
 
 
 class Guard:
-    """Lets in whoever has a key, as long as the body is JSON and bearable. Paths are compared as they came."""
+    """Checks host, origin, key, phase, queue and body headers. Paths are compared exactly as sent."""
 
     def __init__(self, app: ASGIApp, state: ServerState, keys: Sequence[bytes]) -> None:
         self._app, self._state, self._keys = app, state, keys
@@ -110,7 +110,7 @@ class Guard:
     def _check(self, scope: Scope, path: str) -> None:
         headers = Headers(scope=scope)
         if self._hosts and _strip_port(headers.get("host", "")).lower() not in self._hosts:
-            raise ApiError(403, "The Host header names a host that this server does not answer to.")
+            raise ApiError(403, "The Host header is not among the hosts that this server answers to (--allowed-hosts).")
         if not self._keys and is_foreign(headers, self._origins):
             raise foreign_origin()
         if self._keys and needs_key(path):
@@ -121,23 +121,23 @@ class Guard:
             self._check_body(headers)
 
     def _find_key(self, authorization: str) -> str:
-        """Returns what keeps the key's cached prefixes apart; every key is compared, whatever was found before."""
+        """Returns the salt of the key's cached prefixes. Every key is compared, so timing shows no match."""
         scheme, _, key = authorization.partition(" ")
         digest = hash_key(key.strip()) if scheme.lower() == "bearer" else b""
         found = [hmac.compare_digest(digest, known) for known in self._keys]
         if not any(found):
-            message = "A valid API key is needed: send the header 'Authorization: Bearer KEY'."
+            message = "A valid API key is required: send the header 'Authorization: Bearer KEY'."
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         return digest.hex() if len(self._keys) > 1 else ""
 
     def _check_body(self, headers: Headers) -> None:
         if headers.get("content-encoding", "identity") != "identity":
-            raise ApiError(415, "Compressed bodies are not taken.", code="unsupported_content_encoding")
+            raise ApiError(415, "Compressed bodies are not supported.", code="unsupported_content_encoding")
         length = headers.get("content-length", "0")
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json" and (kind or length != "0" or "transfer-encoding" in headers):
-            # A page of anybody's may send any other type, or none, without the browser asking first.
-            message = "The body must be JSON, and say so: send the header 'Content-Type: application/json'."
+            # Browsers let any page send other types, or none, without a preflight request.
+            message = "The body must be JSON: send the header 'Content-Type: application/json'."
             raise ApiError(415, message, code="unsupported_media_type")
         limit = self._state.config.limits.max_body_bytes
         if length.isdecimal() and int(length[:20]) > limit:
@@ -145,7 +145,7 @@ class Guard:
 
 
 class AdminGuard:
-    """Keeps web pages away from the admin port, which has no keys: it answers to this machine's own names only."""
+    """Keeps web pages away from the admin port, which has no keys: only loopback hosts are answered."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -153,7 +153,7 @@ class AdminGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         if scope["type"] == "http" and _strip_port(headers.get("host", "")).lower() not in _LOOPBACK:
-            refusal = ApiError(403, "The admin port answers to the hosts 127.0.0.1, localhost and [::1] only.")
+            refusal = ApiError(403, "The admin port only answers to the hosts 127.0.0.1, localhost and [::1].")
             await refusal.to_response()(scope, receive, send)
         elif scope["type"] == "http" and is_foreign(headers, frozenset()):
             await foreign_origin().to_response()(scope, receive, send)
@@ -162,12 +162,12 @@ class AdminGuard:
 
 
 def needs_key(path: str) -> bool:
-    """Whether a server that has keys wants one for this path."""
+    """Whether a server with API keys requires one for this path."""
     return path not in _OPEN_PATHS and not path.startswith(_STATIC)
 
 
 def is_foreign(headers: Headers, allowed: Collection[str]) -> bool:
-    """Whether a page of another origin than the server's own and the allowed ones asks; browsers say which it is."""
+    """Whether the Origin header names neither the server's own origin nor an allowed one. Only browsers send it."""
     origin = headers.get("origin")
     if origin is None or origin in allowed or "*" in allowed:
         return False
@@ -176,7 +176,7 @@ def is_foreign(headers: Headers, allowed: Collection[str]) -> bool:
 
 def foreign_origin() -> ApiError:
     """The refusal of a page of another origin."""
-    message = "Pages of this origin may not use the server; --allowed-origins says which may."
+    message = "Pages of this origin may not use the server; --allowed-origins lists those that may."
     return ApiError(403, message, code="origin_not_allowed")
 
 
@@ -187,15 +187,15 @@ def too_large(limit: int) -> ApiError:
 
 
 def hash_key(key: str) -> bytes:
-    """Returns what the server keeps of a key."""
+    """Returns the hash under which the server keeps a key."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 def read_keys(options: AccessOptions, environment: Sequence[str]) -> tuple[bytes, ...]:
-    """Returns the hashes of all keys that the options, their file and the environment give.
+    """Returns the hashes of all keys from the options, the key file and the environment.
 
     Raises:
-        ConfigError: the file cannot be read, or a key is empty or too short to keep anyone out.
+        ConfigError: the file cannot be read, or a key is too short or holds other characters.
     """
     keys = [*options.api_key, *environment]
     if options.api_key_file is not None:
@@ -206,7 +206,7 @@ def read_keys(options: AccessOptions, environment: Sequence[str]) -> tuple[bytes
             raise ConfigError(f"cannot be read: {error}", field="api_key_file", value=options.api_key_file) from error
     for key in keys:
         if len(key) < 8 or not key.isascii() or not key.isprintable() or " " in key:
-            message = "each needs at least 8 printable ASCII characters and no blanks"
+            message = "each key needs at least 8 printable ASCII characters and no spaces"
             raise ConfigError(message, field="api_key", value=None)
     return tuple(dict.fromkeys(hash_key(key) for key in keys))
 
@@ -217,7 +217,7 @@ def _strip_port(host: str) -> str:
 
 
 def _read_label(scope: Scope) -> str | None:
-    """The client's own number for the request, if it is a sane one."""
+    """Returns the client's own id for the request if it is well-formed."""
     for name, value in scope["headers"]:
         if name == b"x-request-id" and _CLIENT_ID.fullmatch(text := value[:129].decode("latin-1")):
             return text

@@ -1,4 +1,4 @@
-"""Runs the engine's requests that one HTTP request stands for, and keeps their account."""
+"""Runs the engine requests of one HTTP request, and accounts for their tokens."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from jaxserve.server.server_state import Phase, ServerState, not_serving
 
 @dataclass(slots=True)
 class Account:
-    """Tokens of everything that one HTTP request runs."""
+    """Token counts of one HTTP request, over all its engine requests."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
 
     def to_usage(self) -> Usage:
-        """Returns it as clients read it."""
+        """Returns the counts in OpenAI's format."""
         total = self.prompt_tokens + self.completion_tokens
         details = PromptTokensDetails(cached_tokens=self.cached_tokens)
         return Usage(
@@ -40,17 +40,17 @@ class Account:
 
 
 @dataclass(slots=True)
-class _Course:
-    """What is known of one of the engine's requests while it runs."""
+class _Running:
+    """What is recorded of one engine request while it runs."""
 
-    position: int  # among the requests of the HTTP request
+    position: int  # its index among the HTTP request's
     request: Request
-    last_time: dict[int, float] = field(default_factory=dict)  # of each completion's last chunk
-    num_tokens: dict[int, int] = field(default_factory=dict)  # of each completion
+    last_time: dict[int, float] = field(default_factory=dict)  # by completion: when its last chunk came
+    num_tokens: dict[int, int] = field(default_factory=dict)  # by completion
 
 
 class Generation:
-    """The engine's requests of one HTTP request, run together. Leaving `outputs` early aborts what still runs."""
+    """The engine requests of one HTTP request, run together. Leaving `outputs` early aborts the unfinished ones."""
 
     def __init__(
         self, state: ServerState, requests: Sequence[Request], http: HttpRequest, *, operation: str = "text_completion"
@@ -59,13 +59,13 @@ class Generation:
         self._requests = requests
         self._http = http
         self._operation = operation
-        self._courses = {request.request_id: _Course(at, request) for at, request in enumerate(requests)}
+        self._records = {request.request_id: _Running(at, request) for at, request in enumerate(requests)}
         self._engine = state.engine
         self._is_taken = False
         self.account = Account(prompt_tokens=sum(len(request.prompt_token_ids) for request in requests))
 
     async def begin(self) -> AsyncGenerator[tuple[int, RequestOutput]]:
-        """Returns `outputs` when the first of them is there: errors before it still have an HTTP status to carry."""
+        """Returns `outputs` once the first has come, so that an error before it still sets the HTTP status."""
         return await begin_reading(self.outputs())
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput]]:
@@ -74,27 +74,27 @@ class Generation:
         Raises:
             ApiError: the engine refused a request or failed on it; the others are aborted.
         """
-        metrics, courses = self._state.metrics, self._courses
-        running = dict(courses)
+        metrics, records = self._state.metrics, self._records
+        running = dict(records)
         try:
             async with aclosing(self._engine.stream(self._requests)) as outputs:
                 async for output in outputs:
                     self._count_taken()
-                    course = courses[output.request_id]
-                    self._observe(course, output)
+                    record = records[output.request_id]
+                    self._observe(record, output)
                     if output.finished:
                         del running[output.request_id]
-                        self._finish(course, output)
+                        self._finish(record, output)
                     if output.error is not None:
                         raise output.error
                     if output.finished and output.outputs[-1].finish_reason == "abort":
                         raise not_serving(Phase.DRAINING)
-                    yield course.position, output
+                    yield record.position, output
         except Exception as error:
             refusal = to_api_error(error, self._state.retry_after())
             if refusal.status == 429:
                 metrics.count("queue_full")
-            if self._is_taken or refusal.status >= 500:  # else the engine refused them before they were any
+            if self._is_taken or refusal.status >= 500:  # otherwise the engine refused them all
                 self._count_taken()
                 for _ in running:
                     metrics.end_request("error")
@@ -103,65 +103,65 @@ class Generation:
         finally:
             if running:
                 self._count_taken()
-            for course in running.values():
+            for record in running.values():
                 metrics.end_request("abort")
-                self._trace(course, None)
+                self._trace(record, None)
             context, account = get_context(self._http.scope), self.account
             context.prompt_tokens, context.output_tokens = account.prompt_tokens, account.completion_tokens
 
     def _count_taken(self) -> None:
-        """Counts the requests, once it is known that the engine took them."""
+        """Counts the requests once the engine has accepted them."""
         if not self._is_taken:
             self._is_taken = True
             for request in self._requests:
                 self._state.metrics.start_request(request)
 
-    def _observe(self, course: _Course, output: RequestOutput) -> None:
-        """Counts the tokens of an output and, of a stream, the time since the one before it."""
-        streams = course.request.params.output_kind is OutputKind.DELTA
+    def _observe(self, record: _Running, output: RequestOutput) -> None:
+        """Counts an output's tokens and, for a stream, the time since its last output."""
+        streams = record.request.params.output_kind is OutputKind.DELTA
         now = time.monotonic() if streams else 0.0
         for completion in output.outputs:
             count, index = len(completion.token_ids), completion.index
             if not count:
                 continue
             self.account.completion_tokens += count
-            before = course.num_tokens.get(index, 0)
-            course.num_tokens[index] = before + count
+            before = record.num_tokens.get(index, 0)
+            record.num_tokens[index] = before + count
             if not streams:
                 continue
             if before:
-                self._state.metrics.observe_gap(now - course.last_time[index], count)
+                self._state.metrics.observe_gap(now - record.last_time[index], count)
             else:
-                num_prompt = len(output.prompt_token_ids) if not course.last_time else 0
-                self._state.metrics.observe_first_token(now - course.request.arrival_time, num_prompt, count)
-            course.last_time[index] = now
+                num_prompt = len(output.prompt_token_ids) if not record.last_time else 0
+                self._state.metrics.observe_first_token(now - record.request.arrival_time, num_prompt, count)
+            record.last_time[index] = now
 
-    def _finish(self, course: _Course, output: RequestOutput) -> None:
-        counts = list(course.num_tokens.values())
-        streamed = sum(counts) if course.last_time else 0
+    def _finish(self, record: _Running, output: RequestOutput) -> None:
+        counts = list(record.num_tokens.values())
+        streamed = sum(counts) if record.last_time else 0
         self.account.cached_tokens += output.num_cached_tokens
-        params = course.request.params
+        params = record.request.params
         self._state.metrics.finish_request(
             output, params.max_tokens, params.n, num_tokens=counts, num_streamed=streamed
         )
-        self._trace(course, output)
+        self._trace(record, output)
 
-    def _trace(self, course: _Course, output: RequestOutput | None) -> None:
-        total, headers = sum(course.num_tokens.values()), self._http.headers
-        self._state.tracer.trace_request(course.request, output, total, operation=self._operation, headers=headers)
+    def _trace(self, record: _Running, output: RequestOutput | None) -> None:
+        total, headers = sum(record.num_tokens.values()), self._http.headers
+        self._state.tracer.trace_request(record.request, output, total, operation=self._operation, headers=headers)
 
 
 async def begin_reading[T](outputs: AsyncGenerator[T]) -> AsyncGenerator[T]:
-    """Returns the same when its first is there; raises what comes in place of it."""
+    """Returns the same outputs once the first has come; raises its error instead, if there is one."""
     try:
         first = await anext(outputs)
     except BaseException:
         await outputs.aclose()
         raise
-    return _go_on(first, outputs)
+    return _continue(first, outputs)
 
 
-async def _go_on[T](first: T, rest: AsyncGenerator[T]) -> AsyncGenerator[T]:
+async def _continue[T](first: T, rest: AsyncGenerator[T]) -> AsyncGenerator[T]:
     async with aclosing(rest):
         yield first
         async for each in rest:
@@ -169,16 +169,16 @@ async def _go_on[T](first: T, rest: AsyncGenerator[T]) -> AsyncGenerator[T]:
 
 
 def make_request_options(http: HttpRequest, body: EngineFields, state: ServerState) -> dict[str, Any]:
-    """Returns what `RequestFactory` takes beside prompt and parameters: its salt, priority and deadline.
+    """Returns the options that `RequestFactory` takes beside prompt and parameters: salt, priority and deadline.
 
     Raises:
-        InvalidRequestError: the priority is better than clients may ask for.
-        ApiError: 429, the queue has no room for that priority; to tokenize its text would be for nothing.
+        InvalidRequestError: the priority is better than the server allows.
+        ApiError: 429 when the queue has no room for that priority, before any text is tokenized.
     """
     context = get_context(http.scope)
     limit, best = state.config.limits.request_timeout, state.config.limits.max_priority
     if body.priority < best:
-        message = f"at least {best} on this server (smaller runs first; max_priority), got {body.priority}"
+        message = f"must be at least {best} on this server (smaller runs first; max_priority), got {body.priority}"
         raise InvalidRequestError(message, field="priority", value=body.priority)
     state.refuse_if_full(body.priority)
     seconds = min((each for each in (body.timeout, limit) if each is not None), default=None)
@@ -190,7 +190,7 @@ def make_request_options(http: HttpRequest, body: EngineFields, state: ServerSta
 
 
 def name_requests(requests: Sequence[Request], http: HttpRequest) -> list[Request]:
-    """Returns the requests under the HTTP request's own number, which nobody else can use, from its arrival on."""
+    """Returns the requests with unique ids made from the HTTP request's, and with its arrival time."""
     context = get_context(http.scope)
     return [
         replace(request, request_id=f"{context.request_id}-{at}", arrival_time=context.arrival)

@@ -1,4 +1,4 @@
-"""Connections that cannot be held open, or filled with headers, for nothing."""
+"""HTTP connections with bounded headers and timeouts for silent clients."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from jaxserve.server.request_context import get_context
 _HEAD_END = b"\r\n\r\n"
 _UPGRADE = re.compile(rb"(?i)(?<=\n)u(?=pgrade:)")
 _UPGRADE_NAME = b"upgrade:"
-# Bytes that the kernel holds for a client. Left alone, it takes megabytes for each that sleeps.
+# Bytes of the kernel's send buffer. By default it grows to megabytes for each client that does not read.
 _SEND_BUFFER = 256 * 2**10
-_ASK_INTERVAL = 0.25  # seconds between two looks whether a client that sends no more still reads
+_PING_INTERVAL = 0.25  # seconds between checks whether a half-closed client still reads
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class LimitedHttp(HttpToolsProtocol):
-    """uvicorn's connection, which bounds neither the bytes of a head nor the time that a silent client gets."""
+    """uvicorn's connection with limits on the size of a head and on the time of a silent client."""
 
-    limiter: ConnectionLimiter  # all four are set for a server by `make_protocol`
+    limiter: ConnectionLimiter  # `make_protocol` sets all four
     max_head_bytes = 16 * 2**10
-    head_timeout = 60.0  # also of a body that nobody wants any more
-    reading_timeout = 60.0  # of answers that are whole
+    head_timeout = 60.0  # seconds; also for the rest of a body that was refused
+    reading_timeout = 60.0  # seconds; for answers that are complete
 
     @property
     def is_unread(self) -> bool:
-        """Whether bytes of an answer wait for the client to read."""
+        """Whether the client has not yet read all of an answer."""
         return self.transport.get_write_buffer_size() > 0
 
     def drop(self) -> None:
@@ -50,37 +50,37 @@ class LimitedHttp(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._start_timer()
         self._num_unread = 0
-        self._looking = self.loop.call_later(self.reading_timeout, self._look)
-        self._asking: asyncio.TimerHandle | None = None
+        self._reader_timer = self.loop.call_later(self.reading_timeout, self._check_reader)
+        self._ping_timer: asyncio.TimerHandle | None = None
         self.limiter.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.limiter.remove(self)
         self._stop_timer()
-        if self._asking is not None:
-            self._asking.cancel()
-        self._looking.cancel()
+        if self._ping_timer is not None:
+            self._ping_timer.cancel()
+        self._reader_timer.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self._in_head:
-            self._start_timer()  # also for blanks between two requests, which begin none
+            self._start_timer()  # also for blank lines between requests, which begin none
             self._head_bytes += len(data)
             if self._head_bytes > self.max_head_bytes and not self._ends_head(data):
                 self._refuse_head()
                 return
             tail, self._head_tail = self._head_tail, (self._head_tail + data[-3:])[-3:]
-            data = self._pass_over_upgrade(tail, data)
+            data = self._hide_upgrade(tail, data)
         super().data_received(data)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends no more. Whoever has sent a whole request gets the answer to it, if it still reads."""
+        """Called when the client sends no more. If its request is complete it still gets the answer."""
         is_waiting = self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
         if not is_waiting or self.scheme == "https" or self.scope["http_version"] == "1.0":
             return False
         self.cycle.keep_alive = False
-        if self._asking is None:
-            self._asking = self.loop.call_later(_ASK_INTERVAL, self._ask_whether_open)
+        if self._ping_timer is None:
+            self._ping_timer = self.loop.call_later(_PING_INTERVAL, self._ping_half_closed)
         return True
 
     def on_message_begin(self) -> None:
@@ -104,29 +104,29 @@ class LimitedHttp(HttpToolsProtocol):
         super().on_response_complete()
         if self.cycle.response_complete and not self.transport.is_closing():
             self.limiter.end(self)
-        if self.cycle.more_body:  # it was refused; what still comes of it is thrown away, but not for ever
+        if self.cycle.more_body:  # the body was refused; the rest is discarded for a limited time
             self._start_timer()
 
     def _ends_head(self, data: bytes) -> bool:
-        """Whether the head is within its limit, and what is beyond it belongs to the body."""
+        """Whether the head ends within its limit, so that the bytes beyond it are the body's."""
         end = (self._head_tail + data).find(_HEAD_END) - len(self._head_tail)
         return end >= -len(self._head_tail) and self._head_bytes - len(data) + end <= self.max_head_bytes
 
-    def _pass_over_upgrade(self, tail: bytes, data: bytes) -> bytes:
-        """Returns data of a head in which no other protocol is wished for.
+    def _hide_upgrade(self, tail: bytes, data: bytes) -> bytes:
+        """Returns data of a head without its Upgrade header.
 
-        The server has none, so it may pass over the wish. The parser would take the body for what comes in the other
-        protocol, and then for the next request.
+        The server has no other protocol, so it may ignore the header. The parser would not: it would take the body for
+        data of the other protocol, and then for the next request.
 
         Args:
-            tail: the last bytes of the head before these.
+            tail: the bytes of the head just before `data`.
         """
         begin = len(tail)
-        if self._held:  # the begin of a line, which the parser has not seen
+        if self._held:  # the start of a line, not yet passed to the parser
             tail, begin, self._held = b"\n" + self._held, 1, b""
         head, mark, body = (tail + data).partition(_HEAD_END)
         before, newline, line = head.rpartition(b"\n")
-        if newline and not mark and _UPGRADE_NAME.startswith(line.lower()):  # it may become the name
+        if newline and not mark and _UPGRADE_NAME.startswith(line.lower()):  # it may become the header's name
             head, self._held = before + newline, line
         return (_UPGRADE.sub(b"x", head) + mark + body)[begin:]
 
@@ -138,47 +138,47 @@ class LimitedHttp(HttpToolsProtocol):
         )
         self.transport.close()
 
-    def _give_up(self) -> None:
-        """The rest did not come in time: nobody is answered, except whoever still is."""
+    def _time_out(self) -> None:
+        """Closes the connection when the rest did not arrive in time, unless an answer is still being sent."""
         self._timer = None
         if self.cycle is not None and not self.cycle.response_complete:
             self._start_timer()
         elif not self.transport.is_closing():
             self.transport.close()
 
-    def _look(self) -> None:
-        """Drops an answer of which nothing was read since the last look. Streams see to theirs themselves."""
+    def _check_reader(self) -> None:
+        """Drops a connection that read nothing of a complete answer since the last check. Streams check their own."""
         is_over = self.transport.is_closing() or self.cycle is None or self.cycle.response_complete
         num_unread = self.transport.get_write_buffer_size() if is_over else 0
         if num_unread and num_unread == self._num_unread:
             self.transport.abort()  # `close` would wait for the client to read
             return
         self._num_unread = num_unread
-        self._looking = self.loop.call_later(self.reading_timeout, self._look)
+        self._reader_timer = self.loop.call_later(self.reading_timeout, self._check_reader)
 
-    def _ask_whether_open(self) -> None:
-        """Sends what clients pass over, to learn whether a client that has ended its side still reads.
+    def _ping_half_closed(self) -> None:
+        """Sends an interim response, which clients ignore, to learn whether a half-closed client still reads.
 
-        Nothing else tells a half-closed connection from one that is closed: the peer's kernel resets the latter, and
-        the next write finds that out. A stream that has begun writes anyway.
+        Only a write tells a half-closed connection from a closed one: the peer's kernel resets the latter. A stream
+        that has begun writes anyway.
         """
         if not self.pipeline and not self.cycle.response_started and not self.transport.is_closing():
             self.transport.write(_CONTINUE)
-        self._asking = self.loop.call_later(_ASK_INTERVAL, self._ask_whether_open)
+        self._ping_timer = self.loop.call_later(_PING_INTERVAL, self._ping_half_closed)
 
     async def _serve_probe(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a probe, and refuses everything else: there are too many requests in progress."""
+        """Answers a probe and refuses every other request: the connection is beyond the limit."""
         if is_probe(scope["path"].removeprefix(self.root_path)):
             await self.config.loaded_app(scope, receive, send)
             return
         headers = {"Retry-After": "1", "Connection": "close"}
-        message = "The server has as many connections as it may; try again."
+        message = "The server has reached its limit of connections; try again."
         refusal = ApiError(503, message, code="too_many_connections", headers=headers)
         await refusal.to_response()(scope, receive, send)
 
     def _start_timer(self) -> None:
         if self._timer is None:
-            self._timer = self.loop.call_later(self.head_timeout, self._give_up)
+            self._timer = self.loop.call_later(self.head_timeout, self._time_out)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -189,7 +189,7 @@ class LimitedHttp(HttpToolsProtocol):
 def make_protocol(
     *, max_head_bytes: int, head_timeout: float, reading_timeout: float, max_connections: int
 ) -> type[LimitedHttp]:
-    """Returns the class of connections with these limits, as uvicorn wants it; for one server."""
+    """Returns a subclass with these limits, as uvicorn takes it; one per server."""
     limits: dict[str, Any] = {
         "limiter": ConnectionLimiter(max_connections),
         "max_head_bytes": max_head_bytes,
@@ -200,5 +200,5 @@ def make_protocol(
 
 
 def is_probe(path: str) -> bool:
-    """Whether an orchestrator asks at this path how the server is: such requests have a reserve of connections."""
+    """Whether this is a health probe's path; probes have a reserve of connections."""
     return path in ("/health", "/ping") or path.startswith("/health/")

@@ -1,4 +1,4 @@
-"""`jaxserve serve`: listens at once, loads and compiles behind a closed door, serves, and drains."""
+"""`jaxserve serve`: listens, then loads and compiles, serves, and drains."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ from jaxserve.server.tls import reload_certificates, secure
 from jaxserve.server.tracing import make_tracer
 
 _log = logging.getLogger(__name__)
-_SWITCH_INTERVAL = 0.001  # seconds: the engine's thread must not wait long for the event loop to let go of the GIL
+_SWITCH_INTERVAL = 0.001  # seconds; the engine's thread must not wait long for the event loop to release the GIL
 _WATCH_INTERVAL = 0.5  # seconds
-_CLOSING_TIME = 2  # seconds that connections get to close after the last answer, and the engine for its last step
-_QUEUED_PER_ROW = 4  # sequences that may wait, where no option says how many
-_INSTANT = 0.1  # seconds; with 0, uvicorn logs an error about nothing
-_NO_KEY_HINT = "add --api-key, or --allow-no-key if whatever reaches the port may use it"
+_CLOSING_TIME = 2  # seconds for connections to close after the last answer, and for the engine to finish its last step
+_QUEUED_PER_ROW = 4  # sequences that may wait, unless an option says how many
+_INSTANT = 0.1  # seconds; with 0, uvicorn logs a spurious error
+_NO_KEY_HINT = "add --api-key, or --allow-no-key if everyone who reaches the port may use it"
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, whose first signal drains and whose second ends."""
+    """uvicorn's server. The first signal drains it, the second ends it."""
 
     def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
         super().__init__(config)
@@ -57,17 +57,17 @@ class Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
         self.building = threading.Thread(target=self._build, name="jaxserve-start", daemon=True)
-        self.failure: JaxServeError | None = None  # why the process must end with an error
+        self.failure: JaxServeError | None = None  # why the process will exit with an error
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listens, and begins to build the engine."""
+        """Listens, and starts building the engine."""
         await super().startup(sockets or open_sockets(self._state.config.listen))
         self._loop = asyncio.get_running_loop()
         _log.info("listening on %s", self._address())
         self.building.start()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called by signals: the first one drains, the second ends at once."""
+        """Handles a signal: the first one drains, the second ends at once."""
         if self._state.phase is Phase.DRAINING or self._state.llm is None or self._loop is None:
             self.should_exit = self.force_exit = True
             self.config.timeout_graceful_shutdown = _INSTANT  # type: ignore[assignment]
@@ -77,9 +77,9 @@ class Server(uvicorn.Server):
         self._loop.call_soon_threadsafe(self._start_draining)
 
     def stop(self, failure: JaxServeError) -> None:
-        """Ends the process with an error; may be called from any thread."""
+        """Ends the process with an error. Safe from any thread."""
         self._state.phase, self.failure = Phase.FAILED, failure
-        fault = failure.__cause__ if isinstance(failure, EngineStoppedError) else None  # other errors say what to do
+        fault = failure.__cause__ if isinstance(failure, EngineStoppedError) else None  # others need no traceback
         _log.critical("%s", failure, exc_info=fault)
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.call_later, 1.0, self._exit)  # after the last answers
@@ -103,10 +103,10 @@ class Server(uvicorn.Server):
         self._draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
-        """Waits for the running requests; those that take too long get an error and end."""
+        """Waits for the running requests, and aborts those that exceed the timeout."""
         await self._wait_for_streams(self._timeout)
         if self._state.num_streams and self._state.llm is not None:
-            _log.warning("%d requests are aborted: the time to drain is over", self._state.num_streams)
+            _log.warning("shutdown_timeout has passed: %d requests are aborted", self._state.num_streams)
             self._state.preparation.close()
             _end_engine(self._state.llm)
             await self._wait_for_streams(_CLOSING_TIME)
@@ -119,19 +119,19 @@ class Server(uvicorn.Server):
             await asyncio.sleep(0.02)
 
     def _build(self) -> None:
-        """Runs on a thread of its own: the event loop answers /health meanwhile."""
+        """Builds the engine. Runs on its own thread, so that the event loop can answer /health."""
         state = self._state
         try:
             early, show = state.config.serving.serve_while_warming, state.show_progress
             llm = AsyncLLM.from_config(state.engine_config, progress=show, on_stop=self.stop, only_largest=early)
             llm.bound_queue(_QUEUED_PER_ROW * llm.limits.max_num_seqs)
-            llm.requests.warm_up()  # its process needs files that may not be left later
+            llm.requests.warm_up()  # its process needs file descriptors, which may run out later
             state.open(llm)
             if early:
                 _log.info("serving, with the largest programs only: %s", ", ".join(state.names))
                 llm.compile_rest(show)
         except JaxServeError as error:
-            if state.phase is not Phase.DRAINING:  # else it ends while it still compiles, and that is no failure
+            if state.phase is not Phase.DRAINING:  # otherwise the shutdown ended the compilation
                 self.stop(error)
             return
         except Exception as error:
@@ -139,15 +139,15 @@ class Server(uvicorn.Server):
             failure.__cause__ = error
             self.stop(failure)
             return
-        _calm_garbage_collector()
+        _tune_garbage_collector()
         state.finish_warming()
         _log.info("ready: %s", ", ".join(state.names))
 
 
-def _calm_garbage_collector() -> None:
-    """Leaves what the start has made out of every later collection, and collects less often.
+def _tune_garbage_collector() -> None:
+    """Excludes the objects of startup from later collections, and collects less often.
 
-    Each collection also runs a callback of JAX; with 256 streams that took 38 % of the engine's thread.
+    Each collection also runs a callback of JAX. With 256 streams that took 38 % of the engine thread's time.
     """
     gc.collect()
     gc.freeze()
@@ -155,17 +155,17 @@ def _calm_garbage_collector() -> None:
 
 
 def make_state(engine: EngineConfig, config: ServerConfig) -> ServerState:
-    """Returns the state of a server that has not begun to start.
+    """Returns the state of a server that has not started yet.
 
     Raises:
-        ConfigError: a file that the options name cannot be read, a parser's name is unknown, or programs would be
-            compiled while requests wait.
+        ConfigError: a file cannot be read, the name of a parser or variable is unknown, or programs would be compiled
+            while requests wait.
     """
     from jaxserve.server.tools import REASONING_PARSERS, TOOL_PARSERS
     from jaxserve.tokenizers.chat import OPTIONS
 
     if engine.compile.compile == "used":
-        message = "a server compiles every program before it is ready; leave the option out, or say 'all'"
+        message = "a server compiles every program before it is ready; leave the option out or set it to 'all'"
         raise ConfigError(message, field="compile", value="used")
     serving = config.serving
     name = (serving.served_model_name or (engine.model.model,))[0]
@@ -173,7 +173,7 @@ def make_state(engine: EngineConfig, config: ServerConfig) -> ServerState:
     tracer = make_tracer(config.logs.otlp_traces_endpoint, "jaxserve", model=name)
     for variable in serving.template_variables():
         if variable not in OPTIONS:
-            message = f"{variable!r} is no variable of a template that can be set; known: {', '.join(OPTIONS)}"
+            message = f"{variable!r} is not a template variable that can be set; known are {', '.join(OPTIONS)}"
             raise ConfigError(message, field="default_chat_template_kwargs", value=variable)
     state = ServerState(config, engine, metrics, tracer, template_variables=serving.template_variables())
     if serving.chat_template is not None:
@@ -189,16 +189,16 @@ def make_state(engine: EngineConfig, config: ServerConfig) -> ServerState:
 
 
 def serve(engine: EngineConfig, config: ServerConfig) -> int:
-    """Serves until a signal comes; returns the exit status: 2 when the engine could not be built, or failed.
+    """Serves until a signal; returns the exit status: 2 if the engine could not be built or failed, else 0.
 
-    The log has said why. Raises ConfigError when the options do not fit together.
+    The log says why. Raises ConfigError when the options do not fit together.
     """
     configure_logging(config.logs.log_level, json=config.logs.log_format == "json")
     state = make_state(engine, config)
     keys = _read_keys(config)
     connections = clamp_connections(config.limits.max_connections, raise_descriptor_limit())
     if connections < config.limits.max_connections:
-        _log.warning("at most %d connections at once: the process may open no more files", connections)
+        _log.warning("at most %d connections at once: the limit of open files allows no more", connections)
     server = Server(_configure(config, make_app(state, keys), connections), state)
     context = secure(server.config, config.listen)
     sys.setswitchinterval(_SWITCH_INTERVAL)
@@ -208,16 +208,16 @@ def serve(engine: EngineConfig, config: ServerConfig) -> int:
 
 
 def _read_keys(config: ServerConfig) -> list[bytes]:
-    """Returns the hashes of all keys; ConfigError when one cannot be used, or there is none and one is needed."""
+    """Returns the hashes of all keys; ConfigError when one is invalid, or when one is required and there is none."""
     keys = read_keys(config.access, read_api_keys())
     if not keys and not config.is_local and not config.access.allow_no_key:
-        message = f"{config.listen.host!r} is open to other machines and no key guards it; {_NO_KEY_HINT}"
+        message = f"{config.listen.host!r} is open to other machines and needs an API key; {_NO_KEY_HINT}"
         raise ConfigError(message, field="host", value=config.listen.host)
     return list(keys)
 
 
 def _end(server: Server, state: ServerState) -> None:
-    """Ends the engine; what does not end by itself goes down with the process."""
+    """Shuts the engine down. Threads that do not end are killed with the process."""
     state.preparation.close()
     leaves_threads = server.force_exit or server.building.is_alive() or state.preparation.is_busy
     if state.llm is not None and not server.force_exit:
@@ -225,15 +225,15 @@ def _end(server: Server, state: ServerState) -> None:
         ending.join(_CLOSING_TIME)
         if ending.is_alive():
             leaves_threads = True
-            _log.error("the engine's last step does not end")
-    if leaves_threads:  # Python's own exit would wait for those that compile, prepare a prompt or wait for the device
+            _log.error("the engine's last step did not end in time")
+    if leaves_threads:  # Python's normal exit would wait for them
         logging.shutdown()
         os._exit(0 if server.failure is None else 2)
     state.tracer.shutdown()
 
 
 def _end_engine(llm: AsyncLLM) -> threading.Thread:
-    """Aborts what runs; the thread that waits for the engine's last step is returned."""
+    """Aborts running requests; returns the thread that waits for the engine's last step."""
     ending = threading.Thread(target=llm.shutdown, name="jaxserve-end", daemon=True)
     ending.start()
     return ending
@@ -293,7 +293,7 @@ def _make_protocol(limits: LimitOptions, max_connections: int) -> type[LimitedHt
 
 
 def _reload(config: ServerConfig, keys: list[bytes], context: ssl.SSLContext | None) -> None:
-    """Reads the keys' file and the files of TLS again; what cannot be used leaves everything as it was."""
+    """Reads the key file and the TLS files again. If one cannot be used, nothing changes."""
     try:
         found = _read_keys(config)
         if context is not None:
@@ -301,12 +301,12 @@ def _reload(config: ServerConfig, keys: list[bytes], context: ssl.SSLContext | N
     except (ConfigError, OSError) as error:
         _log.error("SIGHUP: nothing is changed: %s", error)
         return
-    keys[:] = found  # the guard's own list
-    _log.info("SIGHUP: %d keys%s", len(keys), ", and the files of TLS" if context is not None else "")
+    keys[:] = found  # the list that the guard reads
+    _log.info("SIGHUP: %d keys%s", len(keys), ", and the TLS files" if context is not None else "")
 
 
 async def _report_status(state: ServerState) -> None:
-    """Logs what the engine does, from its first request on."""
+    """Logs the status line once there is an engine."""
     while state.llm is None:
         await asyncio.sleep(0.2)
     rows, interval = state.llm.limits.max_num_seqs, state.config.logs.status_interval
@@ -314,7 +314,7 @@ async def _report_status(state: ServerState) -> None:
 
 
 async def _watch_device(state: ServerState) -> None:
-    """Logs when the device gets stuck, and when it goes on."""
+    """Logs when the device gets stuck, and when it recovers."""
     was_stuck = False
     while True:
         await asyncio.sleep(_WATCH_INTERVAL)
@@ -323,13 +323,13 @@ async def _watch_device(state: ServerState) -> None:
             if was_stuck:
                 _log.critical("no step has ended for %g s: /health fails", state.config.serving.watchdog_timeout)
             else:
-                _log.warning("the device goes on")
+                _log.warning("the device works again")
 
 
 class QuietServer(uvicorn.Server):
-    """A second server of the same process, which leaves the signals to the first."""
+    """A second server in the process, which leaves signals to the first."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Captures none."""
+        """Captures no signals."""
         yield

@@ -1,4 +1,4 @@
-"""The live view: one picture of the engine for all who look on."""
+"""The live view: one picture of the engine for all viewers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from jaxserve.engine.stats import RowStats, read_rows
 from jaxserve.server.server_state import Phase, ServerState
 from jaxserve.server.stream import encode_event
 
-_ID_CHARACTERS = 6  # of a request's number that the live view shows
+_ID_CHARACTERS = 6  # the live view shows so many of a request's id
 
 
-async def look_on(state: ServerState) -> AsyncGenerator[bytes]:
-    """Yields the picture as events as long as the server has something to show; ApiError 429 where too many look on."""
+async def stream_pictures(state: ServerState) -> AsyncGenerator[bytes]:
+    """Yields the picture as events until the server ends; ApiError 429 when there are too many viewers."""
 
     async def take() -> bytes:
         return await take_picture(state)
@@ -29,10 +29,9 @@ async def look_on(state: ServerState) -> AsyncGenerator[bytes]:
 
 
 async def take_picture(state: ServerState) -> bytes:
-    """Returns one look at the engine as an event.
+    """Returns the present picture of the engine as an event.
 
-    The engine's thread only lists its rows, which must fit together; the rest is read, drawn and encoded on a thread
-    that keeps nobody waiting.
+    The engine's thread only lists its rows, which must be consistent. Another thread reads the rest and encodes it.
     """
     llm, metrics = state.llm, state.metrics
     found: dict[str, Any] = {"time": time.monotonic(), "model": state.names[0], "state": str(state.phase)}
@@ -49,7 +48,7 @@ async def take_picture(state: ServerState) -> bytes:
 
 
 def _draw(state: ServerState, found: dict[str, Any], rows: Sequence[RowStats]) -> bytes:
-    """Adds the rest of the picture; numbers alone, nothing of anyone's text."""
+    """Adds the rest of the picture and encodes it. It holds numbers only, no text of requests."""
     assert state.llm is not None
     llm = state.llm
     stats = llm.stats()
@@ -89,6 +88,6 @@ def _draw(state: ServerState, found: dict[str, Any], rows: Sequence[RowStats]) -
 
 
 def _shorten_id(request_id: str) -> str:
-    """Keeps what tells the prompts of one HTTP request apart."""
+    """Shortens the HTTP request's id, and keeps the suffix that tells its prompts apart."""
     number, _, position = request_id.partition("-")
     return f"{number[:_ID_CHARACTERS]}-{position}"

@@ -1,4 +1,4 @@
-"""Log-probabilities as OpenAI's clients read them."""
+"""Log-probabilities in OpenAI's formats."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from jaxserve.errors import TokenizerError
 from jaxserve.request import Logprob, TokenLogprobs
 from jaxserve.tokenizers import Tokenizer
 
-_LEAST = -9999.0  # stands for minus infinity, which JSON cannot say
+_LEAST = -9999.0  # replaces minus infinity, which JSON does not have
 
 
 class TokenTexts:
-    """What each token is, as text and as bytes: a character may be spread over several tokens."""
+    """The bytes of each token: a character may span several tokens."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._bytes: Sequence[bytes] | None = None
 
     def find_bytes(self, token_id: int, text: str) -> list[int]:
-        """Returns the token's own bytes, also where they are no whole character."""
+        """Returns the token's own bytes, which may be part of a character."""
         if self._bytes is None:
             try:
                 self._bytes = self._tokenizer.list_token_bytes() if self._tokenizer is not None else ()
@@ -29,7 +29,7 @@ class TokenTexts:
         return list(self._bytes[token_id] if token_id < len(self._bytes) else text.encode("utf-8", "replace"))
 
     def to_chat(self, token_ids: Sequence[int], found: Sequence[TokenLogprobs], count: int) -> list[dict[str, Any]]:
-        """Returns `choices[].logprobs.content`: each token with its `count` likeliest alternatives."""
+        """Returns `choices[].logprobs.content`: each token with the `count` most likely ones in its place."""
         return [
             {
                 **self._describe(token_id, entries[token_id]),
@@ -55,11 +55,11 @@ def to_completion(
     """Returns `choices[].logprobs` of a completion.
 
     Args:
-        found: of each token; None for the first of a prompt.
-        offset: characters in front of the first token.
-        first: text of the first token, where it has no entry.
-        hidden: ids of tokens that an answer does not show.
-        echoed: the prompt in front of the answer, which shows some of them: those that its text has where they stand.
+        found: entries of each token; None for the first token of a prompt.
+        offset: characters before the first token.
+        first: text of the first token if it has no entry.
+        hidden: ids of tokens that the answer's text omits.
+        echoed: the prompt before the answer; a hidden token counts where the prompt's text contains it.
     """
     tokens: list[str] = []
     values: list[float | None] = []
@@ -100,16 +100,16 @@ def to_prompt_logprobs(found: Sequence[TokenLogprobs | None] | None) -> list[dic
 
 
 def _list_likeliest(entries: TokenLogprobs, count: int) -> list[int]:
-    """The ids of the `count` likeliest tokens; the chosen one comes first in `entries` whatever its rank is."""
+    """Returns the ids of the `count` most likely tokens; `entries` begins with the sampled one, whatever its rank."""
     ranked = sorted(entries, key=lambda token_id: entries[token_id].rank or 0)
     return ranked[:count]
 
 
 def _name_likeliest(token_id: int, entries: TokenLogprobs, count: int) -> dict[str, float]:
-    """Returns the `count` likeliest tokens by their texts, and the chosen one, as OpenAI's completions have them."""
+    """Returns the log-probabilities of the `count` most likely tokens and the sampled one, by text."""
     shown: dict[str, float] = {}
     for other in (*_list_likeliest(entries, count), token_id):
-        shown.setdefault(_name(other, entries[other]), _bound(entries[other].logprob))  # the likelier of equal texts
+        shown.setdefault(_name(other, entries[other]), _bound(entries[other].logprob))  # the more likely of equal texts
     return shown
 
 

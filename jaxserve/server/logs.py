@@ -1,7 +1,7 @@
-"""The log: one line for each event, for people or as JSON; never a prompt, an answer or a key.
+"""The log: one line per event, as text or JSON; never a prompt, an answer or a key.
 
-Lines are written by a thread of their own: a terminal that is held, or a pipe that nobody reads, must not stop the
-event loop. When too many wait they are dropped and counted.
+A separate thread writes the lines, so a paused terminal or a full pipe cannot block the event loop. When too many
+lines wait, further ones are dropped and counted.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from jaxserve.server.request_context import get_context
 
 _MAX_WAITING = 10_000  # lines
 _MAX_MESSAGE = 8192  # characters
-_MAX_CLIENT_TEXT = 200  # characters of what a client made up: paths, ids
-_MAX_GATHERED = 256  # lines of one wakeup
+_MAX_CLIENT_TEXT = 200  # characters of client-chosen text: paths, ids
+_MAX_GATHERED = 256  # lines per wakeup
 _GATHER_SECONDS = 0.02
 _FLUSH_SECONDS = 2.0
 _OURS = "jaxserve"
-# Whose warnings belong in the same log. What XLA's own C++ writes goes to standard error past all of Python.
+# Their warnings go to the same log. XLA's C++ writes to standard error directly.
 _LIBRARIES = ("asyncio", "uvicorn", "opentelemetry", "jax", "absl", "py.warnings")
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _COLOURS = {logging.DEBUG: "2", logging.WARNING: "33", logging.ERROR: "31", logging.CRITICAL: "1;31"}
@@ -42,22 +42,27 @@ _QUIET_PATHS = (
     "/health/ready",
     "/ping",
     "/metrics",
-)  # asked every few seconds by machines
+)  # polled every few seconds
 _WITHHELD = "(message withheld: it may repeat what a client sent)"
-_SAFE_ERRORS = (ConfigError, WeightsError, TokenizerError, CapacityError)  # ValueErrors about what the operator gave
+_SAFE_ERRORS = (
+    ConfigError,
+    WeightsError,
+    TokenizerError,
+    CapacityError,
+)  # quote the operator, not a client
 
 _CONTROLS = (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A), 0xFEFF)
 _ESCAPES = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _CONTROLS}
-_ESCAPES |= {code: f"\\u{code:04x}" for code in range(0xD800, 0xE000)}  # halves of characters, which no file takes
+_ESCAPES |= {code: f"\\u{code:04x}" for code in range(0xD800, 0xE000)}  # lone surrogates cannot be encoded
 _ESCAPES |= {ord("\n"): "\\n", ord("\r"): "\\r", ord("\t"): "\\t"}
 
 _access = logging.getLogger("jaxserve.access")
 
 
 def configure_logging(level: str, json: bool = False, stream: TextIO | None = None) -> LogWriter:
-    """Sends the log to a stream (standard error), in place of what an earlier call set up.
+    """Sends the log to a stream (default: standard error), replacing an earlier call's.
 
-    Returns the handler; its `flush` waits until all lines are written, as `logging.shutdown` does at exit.
+    Returns the handler. Its `flush` waits until all lines are written; `logging.shutdown` calls it at exit.
     """
     stream = stream or sys.stderr
     handler = LogWriter(stream)
@@ -73,19 +78,19 @@ def configure_logging(level: str, json: bool = False, stream: TextIO | None = No
         logger.propagate = False
         logger.setLevel(number if name == _OURS else max(number, logging.WARNING))
     logging.captureWarnings(True)
-    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # it warns of every malformed request
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # it warns about every malformed request
     for old in replaced:
         old.close()
     return handler
 
 
 def log_access(request_id: str, scope: Scope, status: int, seconds: float) -> None:
-    """Logs a finished HTTP request; status 499: the client left before the answer's end.
+    """Logs a finished HTTP request; status 499 means that the client left before the answer was complete.
 
-    Probes are logged at level debug only: what a 503 of theirs means has a line of its own. The line has the tokens of
-    the request's context, if it generated any.
+    Probes are logged at debug level, also when they get a 503: the log names its reason elsewhere. Token counts come
+    from the request's context.
     """
-    path = scope["path"]  # without the query, which could carry a key
+    path = scope["path"]  # without the query, which could hold a key
     is_probe = path.removeprefix(scope.get("root_path", "")) in _QUIET_PATHS
     level = logging.DEBUG if is_probe and (status < 400 or status == 503) else logging.INFO
     if not _access.isEnabledFor(level):
@@ -93,7 +98,7 @@ def log_access(request_id: str, scope: Scope, status: int, seconds: float) -> No
     context, client = get_context(scope), scope.get("client")
     fields = {
         "request_id": request_id[:_MAX_CLIENT_TEXT],
-        "client": client[0] if client else "local",  # nobody's address on a Unix socket
+        "client": client[0] if client else "local",  # a Unix socket has no peer address
         "method": scope["method"][:20],
         "path": path[:_MAX_CLIENT_TEXT],
         "status": status,
@@ -108,20 +113,20 @@ def log_access(request_id: str, scope: Scope, status: int, seconds: float) -> No
 
 
 class LogWriter(logging.Handler):
-    """Hands lines to a thread that writes them."""
+    """Queues lines for a thread that writes them."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
         self.dropped = 0
         self._closed = False
         self._stream = stream
-        # Not a queue.Queue: a signal's handler that logs would wait for the lock which the thread under it holds.
+        # Not a queue.Queue: a signal handler that logs would deadlock on the lock held by the interrupted thread.
         self._lines: queue.SimpleQueue[str | threading.Event | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write_lines, name="jaxserve-log", daemon=True)
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Formats the record here, as its arguments may change later."""
+        """Formats the record in the calling thread, because its arguments may change later."""
         if self._lines.qsize() >= _MAX_WAITING:
             self.dropped += 1
             return
@@ -131,11 +136,11 @@ class LogWriter(logging.Handler):
             self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Counts a record that cannot be formatted; logging's own way would print its arguments, whatever they hold."""
+        """Counts a record that cannot be formatted; the default handler would print its arguments."""
         self.dropped += 1
 
     def flush(self) -> None:
-        """Waits until what was logged so far is written, but not for ever."""
+        """Waits for the lines logged so far to be written, for a bounded time."""
         if self._closed or threading.current_thread() is self._thread:
             return
         done = threading.Event()
@@ -143,7 +148,7 @@ class LogWriter(logging.Handler):
         done.wait(_FLUSH_SECONDS)
 
     def close(self) -> None:
-        """Writes what is left and ends the thread. Calling it again does nothing."""
+        """Writes the remaining lines and ends the thread. Calling it again does nothing."""
         self.flush()
         self._closed = True
         self._lines.put(None)
@@ -154,7 +159,7 @@ class LogWriter(logging.Handler):
         while is_open:
             items = [self._lines.get()]
             if isinstance(items[0], str):
-                time.sleep(_GATHER_SECONDS)  # under load one wakeup writes many lines
+                time.sleep(_GATHER_SECONDS)  # under load, one wakeup writes many lines
             with contextlib.suppress(queue.Empty):
                 while len(items) < _MAX_GATHERED:
                     items.append(self._lines.get_nowait())
@@ -171,12 +176,12 @@ class LogWriter(logging.Handler):
     def _write(self, line: str) -> None:
         try:
             self._stream.write(line)
-        except (OSError, ValueError):  # a full disk, a closed pipe: the server goes on
+        except (OSError, ValueError):  # a full disk or a closed pipe must not stop the server
             self.dropped += 1
 
 
 class TextFormatter(logging.Formatter):
-    """Lines for people: time, level, room of the house, message. Lines of a traceback follow indented."""
+    """Formats lines for people: time, level, module, message. A traceback follows, indented."""
 
     def __init__(self, colour: bool) -> None:
         super().__init__()
@@ -185,16 +190,16 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Returns the line, without its end."""
         when = time.strftime("%m-%d %H:%M:%S", time.localtime(record.created))
-        room = record.name.removeprefix(_OURS + ".").removeprefix("server.")
+        module = record.name.removeprefix(_OURS + ".").removeprefix("server.")
         level = "FATAL" if record.levelno >= logging.CRITICAL else record.levelname
-        line = f"{when} {level:<8}{escape(room):<14} {_read_message(record)}"
+        line = f"{when} {level:<8}{escape(module):<14} {_read_message(record)}"
         if self._colour and record.levelno in _COLOURS:
             line = f"\x1b[{_COLOURS[record.levelno]}m{line}\x1b[0m"
         return "\n    | ".join([line, *_read_traceback(record)])
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line, with the fields that the message came with."""
+    """Formats one JSON object per line, with the record's extra fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Returns the line, without its end."""
@@ -211,13 +216,13 @@ class JsonFormatter(logging.Formatter):
 
 
 def escape(text: str) -> str:
-    """Returns the text without characters that could end a line, colour it, reorder it, or not be written at all."""
+    """Returns the text with control, bidirectional and unencodable characters escaped."""
     return text.translate(_ESCAPES)
 
 
 def _read_message(record: logging.LogRecord) -> str:
     message = record.getMessage().rstrip("\n")
-    if record.name in ("asyncio", "py.warnings"):  # below the first line stand futures in full, or a line of source
+    if record.name in ("asyncio", "py.warnings"):  # later lines show whole futures, or a source line
         message = message.partition("\n")[0]
     if len(message) > _MAX_MESSAGE:
         message = message[:_MAX_MESSAGE] + f"... ({len(message)} characters)"
@@ -231,13 +236,13 @@ def _plain(value: object) -> object:
 
 
 def _read_traceback(record: logging.LogRecord) -> list[str]:
-    """Returns the lines of the record's exception and of those that led to it, escaped."""
+    """Returns the escaped lines of the record's exception and its causes."""
     error = record.exc_info[1] if record.exc_info else None
     return [] if error is None else [escape(line) for line in _list_trace(error, set())]
 
 
 def _list_trace(error: BaseException, seen: set[int]) -> Iterator[str]:
-    """Yields an exception, its frames, then its causes and members."""
+    """Yields the lines of an exception: its message, frames, cause and members."""
     seen.add(id(error))
     yield f"{type(error).__qualname__}: {_describe(error)}"
     for entry in traceback.format_tb(error.__traceback__):
@@ -252,7 +257,7 @@ def _list_trace(error: BaseException, seen: set[int]) -> Iterator[str]:
 
 
 def _describe(error: BaseException) -> str:
-    """Returns an exception's message, unless its kind is made to quote input, as pydantic's and our own are."""
+    """Returns an exception's message, or a placeholder for types whose messages quote input."""
     if isinstance(error, ValueError | LookupError) and not isinstance(error, _SAFE_ERRORS):
         return _WITHHELD
     return str(error)[:_MAX_MESSAGE]

@@ -1,4 +1,4 @@
-"""What the OpenAPI document says of routes that read their bodies themselves."""
+"""The OpenAPI document, for routes that read their bodies themselves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxserve.server.gate import needs_key
 from jaxserve.server.protocol.tokens import ErrorBody
 
 _REFERENCE = "#/components/schemas/{model}"
-_EVENT = {  # each event of a stream
+_EVENT = {  # an event of a stream
     "type": "object",
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
     "required": ["data"],
@@ -25,14 +25,14 @@ _documented: list[tuple[type[BaseModel], str]] = [(ErrorBody, "serialization")]
 _REFUSALS = {
     "400": "The request cannot be served; the body names the field.",
     "401": "No valid API key.",
-    "403": "The Host header names another host, or a page of another origin asks.",
+    "403": "The Host header or the Origin header is not allowed.",
     "404": "The model does not exist here.",
     "408": "The body did not arrive in time.",
     "413": "The body is too large.",
-    "415": "The body is not plain JSON, or does not say so.",
+    "415": "The Content-Type is not application/json, or the body is compressed.",
     "429": "The queue is full; Retry-After says when to come again.",
     "500": "The request failed on the device.",
-    "503": "The server starts or shuts down.",
+    "503": "The server is starting or shutting down.",
     "504": "The request's deadline passed.",
 }
 
@@ -45,12 +45,12 @@ def document(
     refusals: Sequence[str] = (),
     states: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Returns what a route's decorator takes so that the document shows its body and its answers.
+    """Returns keyword arguments of a route's decorator that document its body and answers.
 
     Args:
         streams: the answer may be a stream of events.
-        refusals: statuses of errors; a route with a body has all of them.
-        states: further statuses of answers that are no errors, with what they mean.
+        refusals: statuses of errors. A route with a body has all of them.
+        states: further statuses that are not errors, with their meaning.
     """
     for model, mode in ((request, "validation"), (answer, "serialization")):
         if model is not None:
@@ -72,7 +72,7 @@ def document(
 
 
 def install_document(app: FastAPI, *, has_keys: bool) -> None:
-    """Makes `app.openapi` name the bodies of all routes, and which of them need a key if the server has any."""
+    """Makes `app.openapi` describe the bodies of all routes, and which routes need a key if the server has keys."""
 
     def make() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -82,7 +82,7 @@ def install_document(app: FastAPI, *, has_keys: bool) -> None:
             schema["components"] = {"schemas": definitions["$defs"], "securitySchemes": _SCHEMES}
             for path, operations in schema["paths"].items():
                 for operation in operations.values():
-                    operation["responses"].pop("422", None)  # the framework's own, if bodies were left to it
+                    operation["responses"].pop("422", None)  # FastAPI's own validation, which is not used
                     operation["security"] = [{"bearerAuth": []}] if has_keys and needs_key(path) else []
             app.openapi_schema = schema
         return app.openapi_schema

@@ -1,4 +1,4 @@
-"""The options of `jaxserve serve` beside the engine's: where it listens, whom it lets in, what it bears and shows."""
+"""The options of `jaxserve serve` beside the engine's: address, access, limits, serving and logs."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 class ListenOptions:
     """Where the server listens."""
 
-    host: str = option("127.0.0.1", "address to listen on; others than this machine's own need an API key")
+    host: str = option("127.0.0.1", "address to listen on; any but a loopback address needs an API key")
     port: int = option(8000, "port to listen on; 0: any free one")
     uds: str | None = option(None, "listen on this Unix socket instead")
     admin_port: int | None = option(None, "port of 127.0.0.1 for /start_profile and /stop_profile; default: none")
     ssl_keyfile: str | None = option(None, "private key (PEM) for TLS")
     ssl_certfile: str | None = option(None, "certificate (PEM) for TLS")
-    ssl_ca_certs: str | None = option(None, "certificates (PEM) that clients' own must be signed by")
+    ssl_ca_certs: str | None = option(None, "CA certificates (PEM) that clients' certificates must be signed by")
     root_path: str = option("", "path under which a proxy publishes the server")
     allowed_hosts: tuple[str, ...] = option((), "Host headers to answer to; default: any")
 
@@ -42,7 +42,7 @@ class ListenOptions:
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigError("TLS needs ssl_keyfile and ssl_certfile", field="ssl_certfile", value=self.ssl_certfile)
         if self.ssl_ca_certs is not None and self.ssl_certfile is None:
-            message = "needs ssl_keyfile and ssl_certfile: without TLS nobody is asked for a certificate"
+            message = "needs ssl_keyfile and ssl_certfile: without TLS, clients send no certificate"
             raise ConfigError(message, field="ssl_ca_certs", value=self.ssl_ca_certs)
         if self.uds == "":
             raise ConfigError("must be a path, got ''", field="uds", value=self.uds)
@@ -50,10 +50,10 @@ class ListenOptions:
 
 @dataclass(frozen=True, slots=True)
 class AccessOptions:
-    """Who may use it."""
+    """Who may use the server."""
 
-    api_key: tuple[str, ...] = option((), "a key that clients must send; repeatable; also JAXSERVE_API_KEY=key,key")
-    api_key_file: str | None = option(None, "file with one key a line")
+    api_key: tuple[str, ...] = option((), "key that clients must send; repeatable; also JAXSERVE_API_KEY=key,key")
+    api_key_file: str | None = option(None, "file with one key per line")
     allow_no_key: bool = option(False, "listen on a public address without any key")
     allowed_origins: tuple[str, ...] = option((), "web origins that may call from a browser (CORS); default: none")
     allowed_methods: tuple[str, ...] = option(("GET", "POST"), "methods that those origins may use")
@@ -62,10 +62,10 @@ class AccessOptions:
 
 @dataclass(frozen=True, slots=True)
 class LimitOptions:
-    """What it bears. What is beyond is refused at once, by name."""
+    """Limits. What exceeds one is refused at once, with an error that names it."""
 
     max_body_bytes: int = option(32 * 2**20, "bytes of a request's body")
-    max_body_bytes_total: int = option(256 * 2**20, "bytes of all bodies that are read and prepared at once")
+    max_body_bytes_total: int = option(256 * 2**20, "bytes of all bodies being read and prepared")
     max_header_bytes: int = option(16 * 2**10, "bytes of a request's head", "h11_max_incomplete_event_size")
     max_connections: int = option(4096, "connections at once")
     max_streams: int = option(2048, "requests being answered at once; more get 429")
@@ -73,7 +73,7 @@ class LimitOptions:
     max_n: int = option(MAX_COMPLETIONS, "completions of one prompt")
     max_sequences_per_request: int = option(256, "prompts x n of one request; never more than 4 x max_num_seqs")
     max_priority: int = option(0, "the best priority that a request may ask for; smaller numbers run first")
-    request_timeout: float | None = option(None, "seconds after which a request is ended, whatever it asked for")
+    request_timeout: float | None = option(None, "seconds until a request is ended, whatever timeout it asked for")
     body_timeout: float = option(60.0, "seconds for a request's head and for its body to arrive")
     slow_reader_timeout: float = option(60.0, "seconds that a client may leave a stream unread")
     keep_alive_timeout: float = option(5.0, "seconds that an idle connection stays open")
@@ -97,17 +97,17 @@ class LimitOptions:
 
 @dataclass(frozen=True, slots=True)
 class ServingOptions:
-    """How it serves the model."""
+    """How the model is served."""
 
     served_model_name: tuple[str, ...] = option((), "the model's name for clients; repeatable; default: its own")
-    chat_template: str | None = option(None, "file with the Jinja template to take in place of the tokenizer's own")
-    allow_request_chat_template: bool = option(False, "let requests bring a template of their own")
-    default_chat_template_kwargs: str | None = option(None, "variables of the template, as a JSON object")
-    enable_auto_tool_choice: bool = option(True, "let the model call tools when the request leaves the choice to it")
-    tool_call_parser: str = option("auto", "how the model writes tool calls; auto: as its template does; none")
-    reasoning_parser: str | None = option(None, "how the model writes its reasoning: deepseek_r1, qwen3")
-    enable_force_include_usage: bool = option(False, "end every stream with its usage")
-    serve_while_warming: bool = option(False, "answer, with fewer programs, while the others are still compiled")
+    chat_template: str | None = option(None, "file with a Jinja template that replaces the tokenizer's")
+    allow_request_chat_template: bool = option(False, "render chat templates that requests bring")
+    default_chat_template_kwargs: str | None = option(None, "default variables of the template, as a JSON object")
+    enable_auto_tool_choice: bool = option(True, "accept tool_choice auto, where the model decides")
+    tool_call_parser: str = option("auto", "format of the model's tool calls; auto: detected from its template; none")
+    reasoning_parser: str | None = option(None, "format of the model's reasoning: deepseek_r1, qwen3")
+    enable_force_include_usage: bool = option(False, "end every stream with its token usage")
+    serve_while_warming: bool = option(False, "serve with the largest programs while the others compile")
     shutdown_timeout: float = option(30.0, "seconds for running requests to end after SIGTERM")
     watchdog_timeout: float = option(60.0, "seconds without a step, while there is work, until /health fails")
 
@@ -117,7 +117,7 @@ class ServingOptions:
         self.template_variables()
 
     def template_variables(self) -> dict[str, Any]:
-        """The defaults of the chat template's variables; ConfigError when they are no JSON object."""
+        """Returns the default variables of chat templates; ConfigError unless they are a JSON object."""
         try:
             values = json.loads(self.default_chat_template_kwargs or "{}")
         except ValueError:
@@ -130,15 +130,15 @@ class ServingOptions:
 
 @dataclass(frozen=True, slots=True)
 class LogOptions:
-    """What it shows of itself. Prompts, answers and keys are never logged."""
+    """Logs, metrics and traces. Prompts, answers and keys are never logged."""
 
-    log_level: str = option("info", "of its own messages", choices=("debug", "info", "warning", "error"))
-    log_format: str = option("text", "for people, or one JSON object a line", choices=("text", "json"))
-    status_interval: float = option(10.0, "seconds between lines that say what the engine does; 0: none")
-    access_log: bool = option(True, "one line for each request")
-    metrics_prefix: str = option("jaxserve", "of metrics' names; 'vllm' lets dashboards made for vLLM work")
-    otlp_traces_endpoint: str | None = option(None, "where to send OpenTelemetry spans (OTLP over HTTP)")
-    disable_fastapi_docs: bool = option(False, "no /openapi.json")
+    log_level: str = option("info", "least level that is logged", choices=("debug", "info", "warning", "error"))
+    log_format: str = option("text", "lines for people, or one JSON object per line", choices=("text", "json"))
+    status_interval: float = option(10.0, "seconds between status lines of the engine; 0: none")
+    access_log: bool = option(True, "one line per request")
+    metrics_prefix: str = option("jaxserve", "prefix of metric names; 'vllm' fits dashboards made for vLLM")
+    otlp_traces_endpoint: str | None = option(None, "address to send OpenTelemetry spans to (OTLP over HTTP)")
+    disable_fastapi_docs: bool = option(False, "do not serve /openapi.json")
 
     def __post_init__(self) -> None:
         check_choices(self)

@@ -1,4 +1,4 @@
-"""Where bodies become what the engine takes: in threads, with chat templates in processes that can be killed."""
+"""Threads that make engine requests of bodies, and killable processes that render their chat templates."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from typing import Any
 from jaxserve.server.errors import ApiError
 from jaxserve.tokenizers.renderer import MAX_PROCESSES, RendererClosedError, RenderTimeoutError, TemplateRenderer
 
-_NUM_THREADS = 4  # that render templates, tokenize and compile grammars
-_LOOP_S = 0.1  # that the event loop waits for a template, which takes a fraction of a millisecond
-_QUICK_S = 0.5  # that a thread of the quick lane waits for one
-_SLOW_S = 60.0  # after a template that took longer, all are rendered in threads for so long
-_here = threading.local()  # `lane`: that of this thread
+_NUM_THREADS = 4  # they render templates, tokenize and compile grammars
+_LOOP_S = 0.1  # the event loop's limit for a template, which usually takes a fraction of a millisecond
+_QUICK_S = 0.5  # the quick lane's limit for a template
+_SLOW_S = 60.0  # after one that exceeded the event loop's limit, all are rendered in threads for this time
+_here = threading.local()  # `lane`: the lane that this thread belongs to
 
 
 class _Lane:
-    """Threads, and processes for their templates."""
+    """Threads, and the processes that render their templates."""
 
     def __init__(self, name: str, num_threads: int, limit_s: float, render_s: float | None) -> None:
-        """Starts nothing. `limit_s`: of the processes; `render_s`: less than that for each template."""
+        """Starts nothing. `limit_s` bounds the processes; `render_s` is a lower limit for each template."""
         self.renderer = TemplateRenderer(time_limit_s=limit_s)
         self.render = partial(self.renderer.render, limit_s=render_s)
         self.threads = ThreadPoolExecutor(num_threads, name, lambda: setattr(_here, "lane", self))
 
 
 class Preparation:
-    """Threads and processes in two lanes: one for what is quick, and one for what proves not to be.
+    """Threads and processes in two lanes, a quick and a slow one.
 
-    A template may run until its time is over, and nobody else should wait for that. So the quick lane gives it up after
-    a moment, and the slow one renders it from the beginning. Templates that requests bring are there from the start.
+    A template may use all of its time, and other requests must not wait for it. So the quick lane soon gives it up, and
+    the slow lane renders it from the beginning. Templates that requests bring start in the slow lane.
     """
 
     def __init__(self, time_limit_s: float) -> None:
-        """Starts nothing. `time_limit_s`: for templates, tokenizing and grammars of one request."""
+        """Starts nothing. `time_limit_s` bounds templates, tokenizing and grammars of one request."""
         self._time_limit_s = time_limit_s
         self._quick = _Lane("jaxserve-prepare", _NUM_THREADS, time_limit_s, min(_QUICK_S, time_limit_s))
         self._slow = _Lane("jaxserve-template", MAX_PROCESSES, time_limit_s, None)
@@ -51,19 +51,19 @@ class Preparation:
         self._quick.renderer.start(template)
 
     def close(self) -> None:
-        """Ends the processes; what needs one ends with an ApiError 503."""
+        """Ends the processes. Work that needs one ends with an ApiError 503."""
         for lane in (self._quick, self._slow):
             lane.renderer.close()
 
     @property
     def is_busy(self) -> bool:
-        """Whether a thread is at work, for which Python's exit would wait."""
+        """Whether a thread is working; Python's normal exit would wait for it."""
         return bool(self._running)
 
     def choose_renderer(self) -> Callable[..., str]:
-        """Returns what renders in place of `render_template` here: in a thread of a lane, or on the event loop.
+        """Returns the replacement of `render_template` for the calling thread: a lane's, or the event loop's.
 
-        It raises RenderTimeoutError where another place should try: `run` and `run_quickly` see to that.
+        It raises RenderTimeoutError where another lane should try; `run` and `run_quickly` handle that.
         """
         lane: _Lane | None = getattr(_here, "lane", None)
         if lane is not None:
@@ -71,10 +71,10 @@ class Preparation:
         return partial(self._quick.renderer.render, limit_s=_LOOP_S, may_start=False)
 
     async def run(self, function: Callable[..., Any], *args: Any, brings_template: bool = False) -> Any:
-        """Runs in a thread what would hold up the event loop; ApiError 400 when it takes too long.
+        """Runs a function in a thread; ApiError 400 when it takes too long.
 
         Args:
-            brings_template: a template of the request's own is to be rendered.
+            brings_template: the request has its own template.
         """
         try:
             async with asyncio.timeout(self._time_limit_s):
@@ -96,9 +96,9 @@ class Preparation:
         return await asyncio.wrap_future(future)
 
     async def run_quickly(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Runs here what takes a fraction of a millisecond: a thread would wait for the GIL to begin.
+        """Runs a short function on the event loop: a thread would first wait for the GIL.
 
-        A template that takes long after all is killed, and the function runs once more, in a thread.
+        If its template takes long after all, the function runs again in a thread.
         """
         if time.monotonic() >= self._slow_until:
             try:
@@ -106,5 +106,5 @@ class Preparation:
             except RenderTimeoutError:
                 self._slow_until = time.monotonic() + _SLOW_S
             except RendererClosedError:
-                pass  # said by `run`
+                pass  # `run` answers it
         return await self.run(function, *args)

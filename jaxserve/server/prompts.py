@@ -1,4 +1,4 @@
-"""From what bodies say of prompts, conversations and forms to what the engine takes."""
+"""Translates prompts, conversations and output formats of bodies into the engine's arguments."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from jaxserve.server.server_state import ServerState
 from jaxserve.server.tools import read_tools
 from jaxserve.structured_params import StructuredOutputsParams
 
-_MOST_CHARACTERS = 16  # of a prompt for each token of the context: text has 3 to 5
-_MOST_CUT = 4  # times as many may come to be cut
+_MOST_CHARACTERS = 16  # that a prompt may have per token of context; text has 3 to 5
+_MOST_CUT = 4  # times as many if the prompt is to be truncated
 
 
 @contextmanager
 def name_fields(names: Mapping[str, str]) -> Iterator[None]:
-    """Makes errors about the engine's fields name those of the body, which differ where `names` says so.
+    """Renames the engine's fields in errors to those of the body, by the mapping `names`.
 
     Raises:
-        InvalidRequestError: the one that was raised inside, about the field that the client knows.
-        ApiError: likewise.
+        InvalidRequestError, ApiError: the error raised inside, with the body's field name.
     """
     try:
         yield
@@ -50,10 +49,10 @@ def _translate(field: str, names: Mapping[str, str]) -> str:
 
 
 def list_prompts(prompt: Any, most: int, field: str) -> list[dict[str, Any]]:
-    """Returns each prompt as `RequestFactory` takes it, from any of the forms that OpenAI allows.
+    """Returns each prompt as `RequestFactory` takes it, from any form that OpenAI allows.
 
     Raises:
-        InvalidRequestError: there are none or too many.
+        InvalidRequestError: there is none, or too many.
     """
     if isinstance(prompt, str):
         return [{"prompt": prompt}]
@@ -65,14 +64,14 @@ def list_prompts(prompt: Any, most: int, field: str) -> list[dict[str, Any]]:
 
 
 def check_length(texts: Any, state: ServerState, field: str, *, cuts: bool = False) -> None:
-    """Refuses what is certainly too long before a thread is kept busy with its tokens.
+    """Refuses text that is certainly too long before it is tokenized.
 
     Args:
-        texts: a string, or a JSON value, of which templates show names and numbers too.
-        cuts: only a part of it is to be read.
+        texts: a string, or a JSON value; templates also render its keys and numbers.
+        cuts: the prompt will be truncated.
 
     Raises:
-        InvalidRequestError: in the words of the engine, which says so of what is too long once it is tokens.
+        InvalidRequestError: begins like the engine's own error about prompts that are too long.
     """
     waiting, count = [texts], 0
     while waiting:
@@ -91,17 +90,17 @@ def check_length(texts: Any, state: ServerState, field: str, *, cuts: bool = Fal
 
 
 def count_prompts(prompt: Any) -> int:
-    """Returns how many prompts stand in any of the forms that OpenAI allows."""
+    """Returns the number of prompts in any form that OpenAI allows."""
     return 1 if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else len(prompt)
 
 
 def check_count(body: ChatCompletionRequest | CompletionRequest, state: ServerState, num_prompts: int = 1) -> None:
-    """Refuses more completions than the server allows, of one prompt and of all together."""
+    """Refuses more completions than the server allows, per prompt and in total."""
     most = state.config.limits.max_n
     if body.n is not None and body.n > most:
         raise InvalidRequestError(f"at most {most}, got {body.n}", field="n", value=body.n)
     if body.best_of is not None and body.best_of != (body.n or 1):
-        message = f"is only possible equal to n, got {body.best_of}"
+        message = f"must equal n, got {body.best_of}"
         raise InvalidRequestError(message, field="best_of", value=body.best_of)
     n, most = body.n or 1, state.max_sequences
     if num_prompts * n > most:
@@ -111,24 +110,24 @@ def check_count(body: ChatCompletionRequest | CompletionRequest, state: ServerSt
 
 
 def read_form(body: Any) -> StructuredOutputsParams | None:
-    """Returns the form that the answer must have, from whichever field gives it; None for plain text."""
+    """Returns the structured output that the body asks for, in either field; None for plain text."""
     if body.response_format is not None and body.structured_outputs is not None:
-        message = "contradicts response_format; give one of them"
+        message = "conflicts with response_format; give only one"
         raise InvalidRequestError(message, field="structured_outputs", value=None)
     given = body.response_format or body.structured_outputs
     return None if given is None else given.to_params()
 
 
 def list_limits(body: SamplingFields) -> dict[str, Any]:
-    """Returns the sampling parameters that no field of `SamplingFields` stands for by the same name."""
+    """Returns the sampling parameters that `SamplingFields` does not name."""
     return {} if body.truncate_prompt_tokens is None else {"truncate_prompt_tokens": body.truncate_prompt_tokens}
 
 
 def template_options(body: ChatCompletionRequest | TokenizeRequest, state: ServerState) -> dict[str, Any]:
-    """Returns what `encode_chat` takes beside the messages.
+    """Returns the options of `encode_chat` beside the messages.
 
     Raises:
-        InvalidRequestError: the request brings a template of its own, which this server does not let it.
+        InvalidRequestError: the request has its own template, and the server does not allow that.
     """
     options = read_variables(body.chat_template_kwargs, state)
     options["chat_template"] = state.chat_template
@@ -138,7 +137,7 @@ def template_options(body: ChatCompletionRequest | TokenizeRequest, state: Serve
     own: str | None = getattr(body, "chat_template", None)
     if own is not None:
         if not state.config.serving.allow_request_chat_template:
-            message = "templates of requests are not rendered here (allow_request_chat_template)"
+            message = "this server does not render templates of requests (allow_request_chat_template)"
             raise InvalidRequestError(message, field="chat_template", value=own)
         options["chat_template"] = own
     options["render"] = state.preparation.choose_renderer()
@@ -148,18 +147,18 @@ def template_options(body: ChatCompletionRequest | TokenizeRequest, state: Serve
 
 
 def read_variables(given: Mapping[str, Any] | None, state: ServerState) -> dict[str, Any]:
-    """Returns the variables of the template; InvalidRequestError when one is not known."""
+    """Returns the template's variables; InvalidRequestError names an unknown one."""
     return {**state.template_variables, **check_variables(given)}
 
 
 def render_conversation(body: TokenizeRequest, state: ServerState) -> tuple[str, list[int]]:
-    """Returns a conversation as text and as token ids, those of a chat with the same messages and tools."""
+    """Returns a conversation as text and token ids, as a chat request with the same messages and tools has them."""
     from jaxserve.tokenizers.chat import encode_chat
 
     tokenizer = state.engine.tokenizer
     assert tokenizer is not None and body.messages is not None
     check_length([body.messages, body.tools], state, "messages")
     messages: list[Mapping[str, Any]] = list(body.messages)
-    tools = read_tools(body.tools, "required" if body.tools else None)  # with "auto" strict ones would be refused
+    tools = read_tools(body.tools, "required" if body.tools else None)  # "auto" would refuse strict tools
     shown = tools.describe() if tools is not None else None
     return encode_chat(tokenizer, messages, tools=shown, **template_options(body, state))

@@ -1,7 +1,7 @@
-"""`jaxserve run-batch`: answers the requests of a file through the server's own application, in process.
+"""`jaxserve run-batch`: answers the requests of a file through the server's application, in process.
 
-Answers are written as they are finished, so their order differs from the input's. A run that was killed goes on where
-it was: lines with an answer, whether good or bad, are not asked again.
+Answers are written as they finish, so their order differs from the input's. A killed run can be resumed: lines that
+have an answer, good or bad, are not sent again.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from jaxserve.server.logs import configure_logging
 from jaxserve.server.options import ServerConfig
 from jaxserve.server.server_state import ServerState
 
-_REQUESTS_PER_ROW = 4  # at once, by default: while some are prepared and written, the batch stays full
-_SYNC_SECONDS = 1.0  # of answers that a loss of power may cost; a kill costs none
-_RETRY_SECONDS = (0.05, 2.0)  # first and longest pause before a request that was refused for want of room
+_REQUESTS_PER_ROW = 4  # concurrent requests by default; the batch stays full while some are prepared or written
+_SYNC_SECONDS = 1.0  # of answers may be lost with the power; a kill loses none
+_RETRY_SECONDS = (0.05, 2.0)  # first and longest pause before a request that got 429 is sent again
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSummary:
-    """How a batch ended."""
+    """The result of a batch."""
 
     num_lines: int
-    num_failed: int  # those of earlier runs included
-    num_before: int  # lines that earlier runs had answered
+    num_failed: int  # including earlier runs
+    num_before: int  # answered in earlier runs
 
     def __str__(self) -> str:
         before = f", {self.num_before:,} of them in earlier runs" if self.num_before else ""
@@ -63,14 +63,14 @@ def run_batch(
         max_concurrent: requests at once; default: a few for each row of the batch.
 
     Raises:
-        ConfigError: the options or the files cannot work; nothing was written.
-        JaxServeError: the engine could not be built, or failed; answers so far are kept, and a new run goes on.
+        ConfigError: the options or files cannot be used; nothing was written.
+        JaxServeError: the engine could not be built, or failed. The answers so far are kept for the next run.
     """
     if max_concurrent is not None and max_concurrent < 1:
         raise ConfigError(f"must be at least 1, got {max_concurrent}", field="max_concurrent", value=max_concurrent)
     for name in ("max_num_queued_reqs", "max_num_queued_tokens"):
         if (value := getattr(engine.scheduler, name)) is not None:
-            message = "is for servers; here max_concurrent bounds what waits, and nothing is refused for want of room"
+            message = "is for servers; max_concurrent bounds a batch, and its queue refuses nothing"
             raise ConfigError(message, field=name, value=value)
     configure_logging(server.logs.log_level)
     numbers = scan_input(input_file)
@@ -87,7 +87,7 @@ def run_batch(
             most = max_concurrent or _REQUESTS_PER_ROW * llm.limits.max_num_seqs
             limits = replace(server.limits, max_streams=max(most, 1), max_priority=PRIORITIES.start)
             state.config = replace(server, limits=limits)
-            state.max_sequences = limits.max_prompts * limits.max_n  # nobody else waits here
+            state.max_sequences = limits.max_prompts * limits.max_n  # there are no other clients
             try:
                 with progress("Answering", unit="lines") as report:
                     asyncio.run(batch.run(input_file, most, report))
@@ -106,7 +106,7 @@ class _Batch:
         self.num_failed = output.recorded.num_failed
 
     async def run(self, input_file: Path, max_concurrent: int, report: Report) -> None:
-        """Answers all lines that have no answer yet; the first fault of ours ends the run."""
+        """Answers all lines that have no answer yet. The first internal error ends the run."""
         lines = (line for line in read_lines(input_file) if line.key not in self._output.recorded.keys)
         transport = httpx.ASGITransport(make_app(self._state), raise_app_exceptions=False)
         syncing = asyncio.ensure_future(self._sync())
@@ -124,12 +124,12 @@ class _Batch:
             await asyncio.wait((syncing,))
 
     async def _work(self, lines: Iterator[BatchLine], client: httpx.AsyncClient, report: Report) -> None:
-        """Answers one line after the other; several of these share the lines."""
+        """Answers one line after another; several workers share the lines."""
         for line in lines:
             answer = await self._answer(line, client)
             llm = self._state.llm
             if llm is not None and llm.stopped is not None:
-                raise llm.stopped  # whatever was answered now is no answer: the next run asks again
+                raise llm.stopped  # this answer is not one; the next run sends the line again
             self._output.write(answer)
             self._num_done += 1
             response = answer["response"]
@@ -149,7 +149,7 @@ class _Batch:
         return _make_answer(line, response=found)
 
     async def _ask(self, line: BatchLine, client: httpx.AsyncClient) -> httpx.Response:
-        """Sends the request, again and again while there is no room for it."""
+        """Sends the request, and retries while it gets 429."""
         content = json.dumps(line.body).encode()
         for attempt in count():
             response = await client.post(line.url, content=content, headers={"content-type": "application/json"})

@@ -1,4 +1,4 @@
-"""What the server is doing: starting, warming, ready, draining or failed; and what all its routes share."""
+"""The state that all routes of a server share: its phase, its engine, its counters."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ from jaxserve.server.tracing import NullTracer, Tracer
 
 _log = logging.getLogger(__name__)
 _LONGEST_RETRY = 60  # seconds
-_LIVE_SECONDS, _PROBE_SECONDS = 0.25, 1.0  # for which a look at the engine is shared
+_LIVE_SECONDS, _PROBE_SECONDS = 0.25, 1.0  # lifetime of a shared picture of the engine, and of a probe's result
 _MOST_VIEWERS = 64
-_SEQUENCES_PER_ROW = 4  # of one request
+_SEQUENCES_PER_ROW = 4  # one request may have at most so many
 
 
 class Phase(StrEnum):
     STARTING = "starting"  # loading weights
     WARMING = "warming"  # compiling programs
     READY = "ready"
-    DRAINING = "draining"  # ends what runs, takes nothing new
-    FAILED = "failed"  # the engine met a fault of its own: the process ends
+    DRAINING = "draining"  # finishes running requests, accepts no new ones
+    FAILED = "failed"  # the engine failed; the process ends
 
 
 @dataclass(slots=True)
 class Progress:
-    """How far the start is."""
+    """How far startup has come."""
 
     title: str = ""
     done: float = 0
@@ -56,7 +56,7 @@ class Progress:
 
 @dataclass(slots=True)
 class ServerState:
-    """One per server. The event loop's thread alone writes it, `progress` and the phase of a start aside."""
+    """One per server. The event loop writes it; other threads write `phase`, `progress` and what `open` sets."""
 
     config: ServerConfig
     engine_config: EngineConfig
@@ -65,19 +65,19 @@ class ServerState:
     phase: Phase = Phase.STARTING
     progress: Progress = field(default_factory=Progress)
     llm: AsyncLLM | None = None
-    chat_template: str | None = None  # in place of the tokenizer's own
-    tool_parser: str | None = None  # how the model writes calls that it chooses to make
+    chat_template: str | None = None  # replaces the tokenizer's own
+    tool_parser: str | None = None  # reads tool calls under tool_choice "auto"; None: not available
     token_texts: TokenTexts = field(default_factory=lambda: TokenTexts(None))
-    template_variables: dict[str, Any] = field(default_factory=dict)  # of every request that does not set them
+    template_variables: dict[str, Any] = field(default_factory=dict)  # defaults for requests that leave them out
     created: int = field(default_factory=lambda: int(time.time()))
-    max_sequences: int = field(init=False)  # of one request; the engine's rows may make it less
+    max_sequences: int = field(init=False)  # per request; `open` lowers it to what the rows allow
     num_streams: int = 0  # requests being answered
-    num_viewers: int = 0  # of the live view
+    num_viewers: int = 0  # clients of the live view
     live: SingleFlight[bytes] = field(default_factory=lambda: SingleFlight(_LIVE_SECONDS))
     probe: SingleFlight[str | None] = field(default_factory=lambda: SingleFlight(_PROBE_SECONDS))
-    has_drained: bool = False  # the last of them has ended, and the process ends: whoever only looks on is to stop
-    bodies: BodyBudget = field(init=False)  # bytes that are being read and prepared
-    fingerprint: str = ""  # changes with the version and with the engine's options
+    has_drained: bool = False  # the last request has ended and the process is exiting; live views stop
+    bodies: BodyBudget = field(init=False)  # bytes of bodies being read and prepared
+    fingerprint: str = ""  # `system_fingerprint` of answers: version and engine options
     preparation: Preparation = field(init=False)
 
     def __post_init__(self) -> None:
@@ -89,28 +89,28 @@ class ServerState:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """By which clients know the model; the first is what answers carry."""
+        """The names under which clients know the model; answers carry the first."""
         return self.config.serving.served_model_name or (self.engine_config.model.model,)
 
     @property
     def serves(self) -> bool:
-        """Whether requests are taken."""
+        """Whether requests are accepted."""
         return self.llm is not None and self.phase in (Phase.READY, Phase.WARMING)
 
     @property
     def is_stuck(self) -> bool:
-        """Whether there is work and no step has ended for too long."""
+        """Whether there is work, and no step has ended within the watchdog's timeout."""
         return self.llm is not None and self.llm.stalled_seconds() > self.config.serving.watchdog_timeout
 
     @property
     def engine(self) -> AsyncLLM:
-        """The engine; ApiError 503 as long as it takes nothing."""
+        """The engine; ApiError 503 while it accepts no requests."""
         if self.llm is None or not self.serves:
             raise not_serving(self.phase)
         return self.llm
 
     def open(self, llm: AsyncLLM) -> None:
-        """Begins to serve; WorkerStartError when the process for chat templates cannot be started."""
+        """Starts serving; WorkerStartError when the process for chat templates cannot be started."""
         tokenizer, parser = llm.tokenizer, self.config.serving.tool_call_parser
         template = self.chat_template or (tokenizer.chat_template if tokenizer is not None else None)
         self.tool_parser = guess_tool_parser(template) if parser == "auto" else None if parser == "none" else parser
@@ -122,12 +122,12 @@ class ServerState:
         self.llm, self.phase = llm, Phase.WARMING
 
     def finish_warming(self) -> None:
-        """Notes that every program is there; a server that drains already goes on doing so."""
+        """Enters the ready phase once every program is compiled; a server that is already draining stays so."""
         if self.phase is Phase.WARMING:
             self.phase = Phase.READY
 
     def check_model(self, name: str | None) -> str:
-        """Returns what the answer calls the model; ApiError 404 when another one was meant."""
+        """Returns the model's name for the answer; ApiError 404 when the request names another model."""
         if name is None:
             return self.names[0]
         if name not in self.names:
@@ -137,10 +137,10 @@ class ServerState:
         return name
 
     def refuse_if_full(self, priority: int | None = None) -> None:
-        """Refuses a request early, where it could only be refused later; ApiError 429 or 503.
+        """Refuses a request early that could only be refused later; ApiError 429 or 503.
 
         Args:
-            priority: None before it is known: the best that it may have.
+            priority: None while it is unknown; the best allowed priority is assumed.
         """
         best = self.config.limits.max_priority
         try:
@@ -151,10 +151,10 @@ class ServerState:
 
     @contextmanager
     def count_stream(self) -> Iterator[None]:
-        """Counts a request while it is answered; ApiError 429 when there are too many."""
+        """Counts a request while it is being answered; ApiError 429 beyond the limit."""
         if self.num_streams >= self.config.limits.max_streams:
             self.metrics.count("queue_full")
-            message = f"The server answers {self.num_streams} requests already, as many as it may; try again."
+            message = f"The server is already answering {self.num_streams} requests, its limit; try again."
             raise ApiError(429, message, code="too_many_streams", headers={"Retry-After": str(self.retry_after())})
         self.num_streams += 1
         try:
@@ -164,9 +164,9 @@ class ServerState:
 
     @contextmanager
     def count_viewer(self) -> Iterator[None]:
-        """Counts who looks on; ApiError 429 when there are too many."""
+        """Counts a client of the live view; ApiError 429 beyond the limit."""
         if self.num_viewers >= _MOST_VIEWERS:
-            message = f"{self.num_viewers} look on already, as many as may; try again when one of them has left."
+            message = f"The live view has {self.num_viewers} viewers already, its limit; try again later."
             headers = {"Retry-After": str(_LONGEST_RETRY)}
             raise ApiError(429, message, code="too_many_viewers", headers=headers)
         self.num_viewers += 1
@@ -176,13 +176,13 @@ class ServerState:
             self.num_viewers -= 1
 
     def retry_after(self) -> int:
-        """Seconds after which a request that is refused now has a chance: those until all that waits now runs."""
+        """Returns the Retry-After of a refusal in seconds: the time until everything that waits now has started."""
         seconds = 0.0 if self.llm is None else self.llm.seconds_to_admit()
         return max(1, math.ceil(min(_LONGEST_RETRY, seconds)))
 
     @contextmanager
     def show_progress(self, title: str, *, unit: str = "") -> Iterator[Report]:
-        """Keeps how far the start is, for /health, and logs each piece of it."""
+        """Records the progress of startup for /health, and logs it."""
         self.progress = Progress(title)
         if title.startswith("Compiling"):
             self.phase = Phase.WARMING
@@ -210,7 +210,7 @@ def get_state(http: Request) -> ServerState:
 
 
 def not_serving(phase: Phase) -> ApiError:
-    """Says why nothing is served now."""
+    """Returns the 503 of a server in this phase."""
     reason = {
         Phase.DRAINING: "The server is shutting down.",
         Phase.FAILED: "The engine has failed; the server is shutting down.",

@@ -1,4 +1,4 @@
-"""What many ask for and one look answers."""
+"""One computation for all who ask at the same time, or shortly after."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
-_EARLY = 0.001  # seconds that the event loop's timers may fire before their time
+_EARLY = 0.001  # seconds by which the event loop's timers may fire early
 
 
 class SingleFlight[T]:
-    """A value that is made at most once in so many seconds, and only when somebody asks.
+    """A value that is made on demand, and at most once in `seconds`.
 
-    Whoever asks while it is made waits for the same one; an error is shared like a value.
+    Callers that come while it is being made wait for the same result. An error is shared like a value.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -22,11 +22,11 @@ class SingleFlight[T]:
 
     @property
     def seconds_left(self) -> float:
-        """Until the value is made anew for the next who asks; 0 or less: at once."""
+        """Seconds until the value expires; 0 or less: it has."""
         return self._made_at + self._seconds - time.monotonic()
 
     async def get(self, make: Callable[[], Awaitable[T]]) -> T:
-        """Returns the value, made by `make` if there is no fresh one. Who leaves early does not end the making."""
+        """Returns the value, made by `make` if it has expired. Cancelling a caller does not cancel `make`."""
         if self._making is None or (self._making.done() and self.seconds_left < _EARLY):
             self._made_at = time.monotonic()
             self._making = asyncio.ensure_future(_await(make))

@@ -1,4 +1,4 @@
-"""What the server listens on, and how many connections the process has file descriptors for."""
+"""Listening sockets, and how many connections the limit of open files allows."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from jaxserve.errors import ConfigError
 from jaxserve.server.connections import PROBE_RESERVE
 from jaxserve.server.options import ListenOptions
 
-ADMIN_CONNECTIONS = 32  # of the admin port, beside its own reserve for probes
-# Descriptors for all else: what listens, weights, the compile cache, threads, grammar workers, devices, playground.
+ADMIN_CONNECTIONS = 32  # on the admin port, beside its reserve for probes
+# Descriptors for everything else: listening sockets, weights, compile cache, threads, grammar workers, devices.
 DESCRIPTOR_RESERVE = 256 + ADMIN_CONNECTIONS + 2 * PROBE_RESERVE
 _LEAST_CONNECTIONS = 16
-_MACOS_DESCRIPTORS = 10240  # OPEN_MAX: what macOS grants at most where it says that there is no limit
+_MACOS_DESCRIPTORS = 10240  # OPEN_MAX: the most that macOS grants where it reports no limit
 _ACCEPTS_PER_TURN = 32
-_BACKLOG = 2048  # connections that the kernel keeps until they are taken
+_BACKLOG = 2048  # connections that the kernel queues until they are accepted
 
 
 def raise_descriptor_limit() -> int | None:
-    """Raises the process's soft limit of open files to the hard one; returns it, or None where there is none."""
+    """Raises the soft limit of open files to the hard one, and returns it; None: unlimited."""
     try:
         import resource
     except ImportError:  # Windows
@@ -30,7 +30,7 @@ def raise_descriptor_limit() -> int | None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     for wanted in (hard, _MACOS_DESCRIPTORS):
         if soft != resource.RLIM_INFINITY and (wanted == resource.RLIM_INFINITY or wanted > soft):
-            with contextlib.suppress(ValueError, OSError):  # macOS takes no infinity here, though it shows one
+            with contextlib.suppress(ValueError, OSError):  # macOS reports infinity but does not accept it
                 resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
                 break
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -41,10 +41,10 @@ def clamp_connections(wanted: int, descriptors: int | None) -> int:
     """Returns how many connections the process can hold at once, at most `wanted`.
 
     Args:
-        descriptors: the process's limit of open files; None: it has none.
+        descriptors: the limit of open files; None: unlimited.
 
     Raises:
-        ConfigError: there would be next to none.
+        ConfigError: too few are left to serve.
     """
     if descriptors is None:
         return wanted
@@ -57,20 +57,20 @@ def clamp_connections(wanted: int, descriptors: int | None) -> int:
 
 
 def open_sockets(listen: ListenOptions) -> list[socket.socket]:
-    """Returns the listening socket many times over.
+    """Returns many duplicates of the listening socket.
 
-    uvloop takes one connection from each socket in a turn of its loop. Under load a turn takes tens of milliseconds, so
-    with one socket the last of a thousand clients that come at once would wait for half a minute.
+    uvloop accepts one connection per socket in each iteration. Under load an iteration takes tens of milliseconds, so
+    with one socket the last of a thousand simultaneous clients would wait for half a minute.
 
     Raises:
-        ConfigError: the address cannot be listened on.
+        ConfigError: the server cannot listen on the address.
     """
     first = open_port(listen.host, listen.port, "port") if listen.uds is None else _open_unix(listen.uds)
     return [first, *(first.dup() for _ in range(_ACCEPTS_PER_TURN - 1))]
 
 
 def open_port(host: str, port: int, field: str) -> socket.socket:
-    """Returns a socket that listens on a port; ConfigError names the option `field` when it cannot."""
+    """Returns a socket that listens on a port; on failure, a ConfigError names the option `field`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
@@ -80,18 +80,18 @@ def open_port(host: str, port: int, field: str) -> socket.socket:
 
 
 def _open_unix(path: str) -> socket.socket:
-    """Returns a socket that listens on a path which only the process's own user can connect to, from its first moment.
+    """Returns a socket that listens on a path. From the first moment only the process's user can connect to it.
 
     Raises:
-        ConfigError: somebody listens there already, or it cannot be listened on.
+        ConfigError: another process listens on the path, or this one cannot.
     """
     _refuse_taken(path)
     listening = socket.socket(socket.AF_UNIX)
-    previous = os.umask(0o177)  # nothing else runs in the process yet that could make a file
+    previous = os.umask(0o177)  # no other thread that creates files runs yet
     try:
         with contextlib.suppress(FileNotFoundError):
             if stat.S_ISSOCK(os.stat(path, follow_symlinks=False).st_mode):
-                Path(path).unlink()  # a server that was killed left it
+                Path(path).unlink()  # left by a server that was killed
         listening.bind(path)
         listening.listen(_BACKLOG)
     except OSError as error:
@@ -104,11 +104,11 @@ def _open_unix(path: str) -> socket.socket:
 
 
 def _refuse_taken(path: str) -> None:
-    """Raises ConfigError when somebody listens on a Unix socket, which would be taken away from them in silence."""
+    """Raises ConfigError when another process listens on a Unix socket: replacing it would go unnoticed."""
     with socket.socket(socket.AF_UNIX) as client:
         client.settimeout(1.0)
         try:
             client.connect(path)
         except OSError:
             return
-    raise ConfigError(f"{path} cannot be listened on: somebody does already", field="uds", value=path)
+    raise ConfigError(f"{path} cannot be listened on: another process already does", field="uds", value=path)

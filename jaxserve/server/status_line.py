@@ -1,4 +1,4 @@
-"""One line every few seconds that says what the engine does."""
+"""The status line: a periodic summary of the engine's work."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from jaxserve.engine.stats import EngineStats
 from jaxserve.server.metrics import ServerMetrics
 
 _log = logging.getLogger("jaxserve.status")
-_NOTHING = "-"  # where there was nothing to measure
+_NOTHING = "-"  # nothing was measured
 
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """What the counters said at one time."""
+    """The counters at one time."""
 
     time: float
     stats: EngineStats
@@ -27,7 +27,7 @@ class _Sample:
 
 
 class StatusLine:
-    """Compares the counters of two moments, and logs the difference."""
+    """Logs the differences between two readings of the counters."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class StatusLine:
         self._before: _Sample | None = None
 
     async def run(self) -> None:
-        """Logs a line after each interval, until it is cancelled."""
+        """Logs a line after each interval until cancelled."""
         if self._interval <= 0:
             return
         self.tick()
@@ -63,7 +63,7 @@ class StatusLine:
                 _log.info("%s", line)
 
     def tick(self) -> str | None:
-        """Returns the line for the time since the last call; None when there is nothing to say."""
+        """Returns the line for the time since the last call; None when nothing happened."""
         metrics, before = self._metrics, self._before
         after = _Sample(self._clock(), self._read_stats(), metrics.prompt_tokens, metrics.generation_tokens)
         self._before = after
@@ -81,7 +81,7 @@ class StatusLine:
 
 
 def _is_worth_a_line(before: _Sample, after: _Sample) -> bool:
-    """Whether something happened, or should have: requests that wait while no step runs are worth seeing."""
+    """Whether anything happened, or should have: waiting requests without steps are worth a line."""
     moved = before.stats.num_steps != after.stats.num_steps or before.generation_tokens != after.generation_tokens
     return moved or after.stats.num_running > 0 or after.stats.num_waiting > 0
 
@@ -99,9 +99,9 @@ def format_status(
     """Returns the line for the time between two readings of the engine's counters.
 
     Args:
-        prompt_tokens: of the requests that got their first token in this time.
-        output_tokens: generated in this time.
-        latency: what `ServerMetrics.latency_snapshot` returns.
+        prompt_tokens: prompt tokens of the requests that got their first token in this time.
+        output_tokens: tokens generated in this time.
+        latency: the result of `ServerMetrics.latency_snapshot`.
     """
     hits = _format_share(after.prefix_hits - before.prefix_hits, after.prefix_queries - before.prefix_queries)
     padded = after.padded_tokens - before.padded_tokens

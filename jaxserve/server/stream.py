@@ -1,4 +1,4 @@
-"""Answers that come in pieces: server-sent events to readers that may be slow, or gone."""
+"""Streamed answers: server-sent events for readers that may be slow or leave."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def to_json(value: Any) -> str:
 
 
 def encode_event(value: Any, name: str | None = None) -> bytes:
-    """Returns one event with a JSON object in it."""
+    """Returns one server-sent event with a JSON value."""
     head = f"event: {name}\n" if name is not None else ""
     return f"{head}data: {to_json(value)}\n\n".encode()
 
 
 class ChunkWriter:
-    """Writes the chunks of one stream, whose heads and tails are all alike."""
+    """Writes the chunks of one stream. Their common head and tail are encoded once."""
 
     def __init__(self, head: Mapping[str, Any], *, shows_usage: bool) -> None:
         self._values = head
@@ -42,7 +42,7 @@ class ChunkWriter:
         self.tail = '],"usage":null}\n\n' if shows_usage else "]}\n\n"
 
     def write(self, choice: Mapping[str, Any], usage: Mapping[str, Any] | None = None) -> bytes:
-        """Returns the chunk with one choice in it, and with the usage so far where it is given."""
+        """Returns a chunk with one choice, and with the usage so far if given."""
         tail = self.tail if usage is None else f'],"usage":{to_json(usage)}}}\n\n'
         return f"{self.head}{to_json(choice)}{tail}".encode()
 
@@ -52,10 +52,10 @@ class ChunkWriter:
 
 
 class EventStream(Response):
-    """Sends pieces as they come, and stops when the client leaves or does not read.
+    """Sends pieces as they come; stops when the client leaves or does not read.
 
-    Nothing is queued here: while a client does not read, its outputs wait in the engine's inbox, merged. An error in
-    the middle is an event of its own.
+    Nothing is queued here: while a client does not read, its outputs are merged in the engine's inbox. An error after
+    the first piece becomes an event.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class EventStream(Response):
                 await sending
 
     async def _send_all(self, send: Send, send_piece: Send) -> None:
-        """Sends head, pieces and end; pieces go straight to the connection, past what only looks at head and end."""
+        """Sends head, pieces and end. Pieces skip the access log, which only needs the head and the end."""
         watch, end = self._watch, self._end
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -114,56 +114,56 @@ class EventStream(Response):
 
 
 class _StallWatch:
-    """Cancels a task that has been sending one and the same piece for too long.
+    """Cancels a task that has been sending the same piece for too long.
 
-    One timer looks back at what has been sent, instead of one being set for each piece.
+    One timer compares counts of sent pieces, instead of a timer for each piece.
     """
 
     def __init__(self, task: asyncio.Future[None], limit: float) -> None:
         self.limit = limit
         self.is_sending, self.num_sent, self.has_stalled = True, 0, False
         self._task, self._seen = task, -1
-        self._timer = task.get_loop().call_later(limit, self._look)
+        self._timer = task.get_loop().call_later(limit, self._check)
 
     def stop(self) -> None:
         """Ends the watch."""
         self._timer.cancel()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         if self.is_sending and self.num_sent == self._seen:
             self.has_stalled = True
             self._task.cancel()
             return
         self._seen = self.num_sent
-        self._timer = self._task.get_loop().call_later(self.limit, self._look)
+        self._timer = self._task.get_loop().call_later(self.limit, self._check)
 
 
 class Answer(Protocol):
-    """What a route has begun: one HTTP request's answer, to be had whole or in pieces."""
+    """The answer to one HTTP request, to be collected or streamed."""
 
     async def collect(self) -> dict[str, Any]:
         """Returns the whole answer."""
         ...
 
     async def start_stream(self) -> AsyncGenerator[bytes]:
-        """Returns the pieces of the answer; errors before the first of them are raised here."""
+        """Returns the answer's pieces; raises errors that occur before the first."""
         ...
 
 
 async def respond(
     http: Request, answer: Answer, state: ServerState, *, streams: bool | None, **options: Any
 ) -> Response:
-    """Returns an answer as its client asked for it; `options` are those of `EventStream`."""
+    """Returns the response, streamed or whole; `options` are those of `EventStream`."""
     if streams:
         return EventStream(await run_while_connected(http, answer.start_stream(), state), state, **options)
     return JSONResponse(await run_while_connected(http, answer.collect(), state))
 
 
 async def run_while_connected[T](request: Request, work: Coroutine[Any, Any, T], state: ServerState) -> T:
-    """Returns what the work returns, and cancels it when the client leaves.
+    """Returns the result of `work`, which is cancelled when the client leaves.
 
     Raises:
-        ApiError: 499, which nobody reads but the log.
+        ApiError: 499 when the client has left, for the log.
     """
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_wait_for_leave(request.receive))
@@ -181,6 +181,6 @@ async def run_while_connected[T](request: Request, work: Coroutine[Any, Any, T],
 
 
 async def _wait_for_leave(receive: Receive) -> None:
-    """Returns when the client has gone; its body has been read."""
+    """Returns when the client has left. The body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass

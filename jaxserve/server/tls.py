@@ -1,4 +1,4 @@
-"""TLS: its files, and handshakes that count as connections."""
+"""TLS: its files, and handshakes that count as idle connections."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from jaxserve.server.options import ListenOptions
 
 
 def secure(config: uvicorn.Config, listen: ListenOptions) -> ssl.SSLContext | None:
-    """Reads the files of TLS and has every connection begin with a handshake; returns None where there is no TLS.
+    """Reads the TLS files, and makes every connection begin with a handshake; returns None without TLS.
 
     Raises:
-        ConfigError: names the files when one cannot be used, which the libraries do not.
+        ConfigError: one of the files cannot be used; the message names them.
     """
     try:
         config.load()
@@ -25,7 +25,7 @@ def secure(config: uvicorn.Config, listen: ListenOptions) -> ssl.SSLContext | No
         files = ", ".join(each for each in (listen.ssl_certfile, listen.ssl_keyfile, listen.ssl_ca_certs) if each)
         message = f"cannot be used ({files}): {error.strerror or error}"
         raise ConfigError(message, field="ssl_certfile", value=listen.ssl_certfile) from error
-    context, config.ssl = config.ssl, None  # else the event loop would shake hands before anybody counts
+    context, config.ssl = config.ssl, None  # otherwise the event loop would do the handshake, uncounted
     if context is not None:
         make_http: Any = config.http_protocol_class
         config.http_protocol_class = lambda **state: Handshake(make_http(**state), context)  # type: ignore[assignment]
@@ -33,40 +33,40 @@ def secure(config: uvicorn.Config, listen: ListenOptions) -> ssl.SSLContext | No
 
 
 def reload_certificates(context: ssl.SSLContext, listen: ListenOptions) -> None:
-    """Reads the files again, for later handshakes; OSError when one cannot be used, and all is as it was."""
+    """Reads the files again for later handshakes. OSError: one cannot be used, and nothing has changed."""
     assert listen.ssl_certfile is not None, "there would be no context without"
     trial = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    for each in (trial, context):  # a pair that does not match must not get half into the one in use
+    for each in (trial, context):  # a mismatched pair must not be loaded halfway into the context in use
         each.load_cert_chain(listen.ssl_certfile, listen.ssl_keyfile)
         if listen.ssl_ca_certs is not None:
             each.load_verify_locations(listen.ssl_ca_certs)
 
 
 class Handshake(asyncio.Protocol):
-    """A connection before its TLS handshake has ended; then HTTP's takes its place.
+    """A connection during its TLS handshake; afterwards the HTTP protocol replaces it.
 
-    It is idle in the server's crowd, so whoever opens sockets and says nothing makes room for others.
+    It counts as idle, so clients that open sockets and send nothing make room for others.
     """
 
     is_unread = False
 
     def __init__(self, http: LimitedHttp, context: ssl.SSLContext) -> None:
         self._http, self._context = http, context
-        self._early: list[bytes] = []  # what came right behind the handshake
+        self._early: list[bytes] = []  # data that followed the handshake at once
         self._has_ended = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._transport = transport
         self._http.server_state.connections.add(self)  # type: ignore[arg-type]
         self._http.limiter.add(self)
-        # At once: when this returns, uvloop begins to read, and what comes must be the handshake's.
+        # Started eagerly: uvloop begins to read when this returns, and the data belongs to the handshake.
         self._task = asyncio.Task(self._shake(), loop=self._http.loop, eager_start=True)
 
     def drop(self) -> None:
         """Closes at once."""
         self._transport.abort()
 
-    shutdown = drop  # as uvicorn calls it
+    shutdown = drop  # uvicorn's name
 
     def data_received(self, data: bytes) -> None:
         self._early.append(data)
@@ -83,12 +83,12 @@ class Handshake(asyncio.Protocol):
                 server_side=True,
                 ssl_handshake_timeout=self._http.head_timeout,
             )
-        except OSError:  # a client that speaks no TLS, leaves or takes too long
+        except OSError:  # the client does not speak TLS, leaves or takes too long
             secured = None
         finally:
             self._http.limiter.remove(self)
             self._http.server_state.connections.discard(self)  # type: ignore[arg-type]
-        if secured is None or self._transport.is_closing():  # uvloop tells nobody that the client has left
+        if secured is None or self._transport.is_closing():  # uvloop does not report that the client has left
             self._transport.abort()
         else:
             self._serve(secured)

@@ -1,6 +1,6 @@
-"""One OpenTelemetry span for each request, by option.
+"""One OpenTelemetry span per engine request, optional.
 
-Spans say how much and how long, never what: no text, no token ids, no key.
+Spans have counts and times, and no text, token ids or keys.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 _FIELD = "otlp_traces_endpoint"
 _PARENT = ("traceparent", "tracestate")
-_EXPORT_SECONDS = 5.0  # that one batch of spans may take to be sent
+_EXPORT_SECONDS = 5.0  # time limit for sending a batch of spans
 
 
 class Tracer(Protocol):
-    """Where spans of requests go."""
+    """Makes spans of requests."""
 
     def trace_request(
         self,
@@ -33,18 +33,18 @@ class Tracer(Protocol):
         operation: str,
         headers: Mapping[str, str],
     ) -> None:
-        """Makes the span of a request that has ended.
+        """Makes the span of a finished request.
 
         Args:
-            output: its last output; None when there is none because its client left.
-            num_tokens: of all its completions.
+            output: its last output; None when its client left before that.
+            num_tokens: the number of tokens of all its completions.
             operation: "chat", "text_completion" or "embeddings".
-            headers: of the client's HTTP request, in lower case; two of them name the span's parent.
+            headers: those of the HTTP request, in lower case; two of them name the span's parent.
         """
         ...
 
     def shutdown(self) -> None:
-        """Sends what is left, which may take seconds."""
+        """Sends the remaining spans, which may take seconds."""
         ...
 
 
@@ -59,7 +59,7 @@ class NullTracer:
 
 
 class OtelTracer:
-    """Makes spans with the OpenTelemetry SDK, in a provider of its own."""
+    """Makes spans with the OpenTelemetry SDK, in its own provider."""
 
     def __init__(self, service_name: str, processor: SpanProcessor, *, model: str = "") -> None:
         from opentelemetry.sdk.resources import Resource
@@ -106,20 +106,18 @@ class OtelTracer:
         span.end(int(ended * 1e9) + to_wall)
 
     def shutdown(self) -> None:
-        """Sends what is left."""
+        """Sends the remaining spans."""
         self._provider.shutdown()
 
 
 def make_tracer(endpoint: str | None, service_name: str, *, model: str = "") -> Tracer:
     """Returns the tracer that sends spans to an OTLP/HTTP endpoint, or one that does nothing without an endpoint.
 
-    `model` is the name that clients know the model by.
-
-    An endpoint without a path gets the usual one, /v1/traces. A collector that does not answer holds nobody up: spans
-    are sent by a thread and dropped when too many wait.
+    `model` is the name under which clients know the model. An endpoint without a path gets the default, /v1/traces. A
+    thread sends the spans and drops them when too many wait, so a collector that does not answer delays nothing.
 
     Raises:
-        ConfigError: no http or https address, or the packages of the extra `otel` are not installed.
+        ConfigError: not an http or https address, or the extra `otel` is not installed.
     """
     if endpoint is None:
         return NullTracer()
@@ -147,7 +145,7 @@ def _complete(endpoint: str) -> str:
 
 
 def _describe_request(request: Request) -> dict[str, Any]:
-    """What was asked, by the names of OpenTelemetry's conventions for generative models."""
+    """Returns the request's attributes, named by OpenTelemetry's conventions for generative models."""
     params = request.params
     asked = {
         "id": request.request_id[:128],
@@ -180,7 +178,7 @@ def _describe_output(output: RequestOutput, num_tokens: int) -> dict[str, Any]:
 
 
 def _describe_times(arrival: float, times: RequestMetrics | None, ended: float) -> dict[str, float]:
-    """Seconds, as far as the request came."""
+    """Returns the request's latencies in seconds, as far as it came."""
     named = {"gen_ai.latency.e2e": ended - arrival}
     if times is None:
         return named

@@ -874,4 +874,4 @@ def test_no_object_is_an_error_of_the_servers(http: httpx.Client) -> None:
 
 
 def test_the_log_has_no_fault_of_the_servers(server: RunningServer) -> None:
-    assert not [line for line in server.lines if "Traceback" in line or "an error of ours" in line]
+    assert not [line for line in server.lines if "Traceback" in line or "internal error" in line]

@@ -86,7 +86,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 
 
 async def watch(state: ServerState, count: int) -> list[bytes]:
-    pieces = await begin_reading(live.look_on(state))
+    pieces = await begin_reading(live.stream_pictures(state))
     found = [await anext(pieces) for _ in range(count)]
     await pieces.aclose()
     return found
@@ -128,9 +128,9 @@ def test_viewers_are_counted_and_one_too_many_is_refused() -> None:
     with serve() as served:
 
         async def test() -> None:
-            pieces = [await begin_reading(live.look_on(served.state)) for _ in range(64)]
-            with pytest.raises(ApiError, match="64 look on already") as caught:
-                await begin_reading(live.look_on(served.state))
+            pieces = [await begin_reading(live.stream_pictures(served.state)) for _ in range(64)]
+            with pytest.raises(ApiError, match="64 viewers already") as caught:
+                await begin_reading(live.stream_pictures(served.state))
             assert (caught.value.status, caught.value.code) == (429, "too_many_viewers")
             for each in pieces[:2]:
                 await anext(each)
@@ -152,7 +152,7 @@ def test_a_server_bounds_its_queue_where_nobody_did(
         state = make_state()
         monkeypatch.setattr(AsyncLLM, "from_config", lambda *args, **options: served.llm)
         monkeypatch.setattr(ServerState, "open", lambda state, llm: setattr(state, "llm", llm))
-        monkeypatch.setattr(launch, "_calm_garbage_collector", lambda: None)
+        monkeypatch.setattr(launch, "_tune_garbage_collector", lambda: None)
         launch.Server(uvicorn.Config(make_app(state)), state)._build()
         find_room = served.engine.scheduler.door.find_room
         params = SamplingParams(n=most + 2)

@@ -1,4 +1,4 @@
-"""What the server counts and measures, and how Prometheus reads it."""
+"""The server's counters and histograms, and their form for Prometheus."""
 
 from jaxserve.server.metrics.histogram import Histogram, RecentHistogram
 from jaxserve.server.metrics.recorder import EVENTS, STATES, Event, ServerMetrics

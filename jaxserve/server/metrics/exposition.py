@@ -1,6 +1,6 @@
-"""Prometheus' view of `ServerMetrics` and of the engine's counters: names, help texts, labels.
+"""`ServerMetrics` and the engine's counters as Prometheus metrics: names, help texts, labels.
 
-The plain numbers become metric families only while somebody reads them; the library writes the text.
+Plain numbers become metric families only when they are read; prometheus_client writes the text.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from jaxserve.engine.metrics import ATTENTION_FALLBACK, ENGINE_COUNTERS, ENGINE_
 from jaxserve.engine.stats import EngineStats
 from jaxserve.server.metrics.recorder import STATES, ServerMetrics
 
-_PROCESS = ProcessCollector(registry=None)  # where there is /proc; it reads when it is asked
+_PROCESS = ProcessCollector(registry=None)  # reads /proc, where there is one, at each collection
 _OPEN_METRICS = "application/openmetrics-text"
 
 
 class _Counted(Protocol):
-    """What counts values by bounds: our histograms, and the engine's of tokens per step."""
+    """A histogram: the server's own, or the engine's of tokens per step."""
 
     @property
     def bounds(self) -> Sequence[float]: ...
     @property
-    def counts(self) -> Sequence[int]: ...  # one more than bounds
+    def counts(self) -> Sequence[int]: ...  # one more than `bounds`
     @property
     def total(self) -> float: ...
 
 
 _SERVER_COUNTERS: Table[ServerMetrics] = (
-    ("requests_total", "Requests that the engine took.", lambda m: m.num_requests),
+    ("requests_total", "Requests that the engine accepted.", lambda m: m.num_requests),
     ("prompt_tokens_total", "Prompt tokens of requests that got a first token.", lambda m: m.prompt_tokens),
     ("generation_tokens_total", "Tokens generated.", lambda m: m.generation_tokens),
     ("queue_full_total", "Requests refused because the queue was full.", lambda m: m.events["queue_full"]),
@@ -67,7 +67,7 @@ _HISTOGRAMS: Table[ServerMetrics] = (
     ),
     (
         "request_time_per_output_token_seconds",
-        "Of a request: (end to end - time to first token) / (tokens - 1).",
+        "A request's (end to end - time to first token) / (tokens - 1).",
         lambda m: m.seconds_per_token,
     ),
     ("e2e_request_latency_seconds", "From a request's arrival to its last token.", lambda m: m.request_seconds),
@@ -83,17 +83,17 @@ _HISTOGRAMS: Table[ServerMetrics] = (
         lambda m: m.longest_generation_tokens,
     ),
     ("request_params_n", "Completions that a request asked for.", lambda m: m.asked_completions),
-    ("request_params_max_tokens", "Tokens that a request asked for at most.", lambda m: m.asked_tokens),
+    ("request_params_max_tokens", "The most tokens that a request asked for.", lambda m: m.asked_tokens),
 )
 
 
 def render(metrics: ServerMetrics, accept: str | None, stats: EngineStats | None, state: str) -> tuple[bytes, str]:
-    """Returns everything in the format that an Accept header asks for, and its content type.
+    """Returns all metrics in the format that an Accept header asks for, and its content type.
 
-    Without `stats` (the engine is still starting) the engine's own are left out.
+    Without `stats`, while the engine is starting, the engine's metrics are left out.
     """
-    # The library's own choice would parse what a client made up and echo parts of it. All names here are plain, so
-    # nothing is escaped; with other escapings the library makes an underscore of the colon behind the prefix.
+    # The library's own choice would parse the client's header and echo parts of it. All names here are plain, so
+    # nothing is escaped; other escapings would replace the colon after the prefix with an underscore.
     page = Page(metrics, stats, state)
     if _OPEN_METRICS in (accept or "").lower():
         return openmetrics.generate_latest(page, escaping=openmetrics.ALLOWUTF8), openmetrics.CONTENT_TYPE_LATEST
@@ -102,14 +102,14 @@ def render(metrics: ServerMetrics, accept: str | None, stats: EngineStats | None
 
 @dataclass(frozen=True, slots=True)
 class Page(Collector):
-    """One reading: a collector for `prometheus_client`."""
+    """One reading of all metrics, as a collector of `prometheus_client`."""
 
     metrics: ServerMetrics
     stats: EngineStats | None
     state: str
 
     def collect(self) -> Iterator[Metric]:
-        """Yields the families, the engine's first."""
+        """Yields the metric families, the engine's first."""
         if self.stats is not None:
             yield from self._collect_engine(self.stats)
         yield from self._collect_server()
@@ -130,9 +130,7 @@ class Page(Collector):
             "iteration_tokens_total", "Tokens computed in a step, without padding.", stats.step_tokens
         )
         if config := self.metrics.cache_config:
-            family = InfoMetricFamily(
-                self._name("cache_config"), "How the KV cache is laid out.", labels=self._labels()
-            )
+            family = InfoMetricFamily(self._name("cache_config"), "The layout of the KV cache.", labels=self._labels())
             family.add_metric(self._values(), {str(key): str(value) for key, value in config.items()})
             yield family
 
@@ -141,15 +139,15 @@ class Page(Collector):
         for name, text, read in _SERVER_COUNTERS:
             yield self._make(CounterMetricFamily, name, text, [((), read(metrics))])
         finished = [((reason,), count) for reason, count in metrics.finished.items()]
-        text = "Requests that ended, by what ended them (abort and error too)."
+        text = "Requests that ended, by finish reason, abort and error included."
         yield self._make(CounterMetricFamily, "request_success_total", text, finished, "finished_reason")
         for name, text, read in _HISTOGRAMS:
             yield self._make_histogram(name, text, read(metrics))
         samples = [((state,), float(state == self.state)) for state in STATES]
-        yield self._make(GaugeMetricFamily, "server_state", "1 for the state that the server is in.", samples, "state")
+        yield self._make(GaugeMetricFamily, "server_state", "1 for the server's present state.", samples, "state")
 
     def _collect_http(self) -> Iterator[Metric]:
-        text = "HTTP requests answered; status 499: the client left before."
+        text = "HTTP requests answered; status 499: the client left first."
         requests = CounterMetricFamily("http_requests", text, labels=("handler", "method", "status"))
         for key, count in self.metrics.http_requests.items():
             requests.add_metric(key, count)
@@ -189,7 +187,7 @@ class Page(Collector):
 
 
 def _accumulate(histogram: _Counted) -> tuple[list[tuple[str, float]], float]:
-    """Returns (bound, how many values up to it) pairs, and the sum."""
+    """Returns pairs of (bound, number of values up to it), and the sum of the values."""
     pairs, below = [], 0
     for bound, count in zip((*histogram.bounds, float("inf")), histogram.counts, strict=True):
         below += count

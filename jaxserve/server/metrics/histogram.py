@@ -1,4 +1,4 @@
-"""Counting values by bounds, at a cost that the path of each streamed token can bear."""
+"""Histograms that are cheap enough for the path of each streamed token."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
-WINDOW_SECONDS = 30.0  # percentiles are of the last one to two windows
+WINDOW_SECONDS = 30.0  # percentiles cover the last one to two windows
 
 
 class Histogram:
-    """How many values fell below which bound, and their sum. One thread writes; there is no lock."""
+    """Counts of values by upper bound, and their sum. One thread writes; there is no lock."""
 
     __slots__ = ("bounds", "counts", "total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = tuple(bounds)  # ascending and finite; one more bucket holds what is above the last
+        self.bounds = tuple(bounds)  # ascending and finite; a further bucket holds larger values
         self.counts = [0] * (len(self.bounds) + 1)
         self.total = 0.0
 
     def observe(self, value: float) -> None:
-        """Counts one value; a bound itself belongs to the bucket that it closes."""
+        """Counts one value. A bound belongs to the bucket below it."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
 
 class RecentHistogram(Histogram):
-    """A histogram that also tells what came in the last 30 to 60 seconds."""
+    """A histogram that also has quantiles of the last 30 to 60 seconds."""
 
     __slots__ = ("_clock", "_current", "_previous", "_turns_at")
 
@@ -37,21 +37,21 @@ class RecentHistogram(Histogram):
         self._turns_at = clock() + WINDOW_SECONDS
 
     def observe(self, value: float) -> None:
-        """Counts one value, in the present window too."""
+        """Counts one value, also in the present window."""
         if self._clock() >= self._turns_at:
             self._turn()
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
     def find_quantiles(self, *quantiles: float) -> list[float | None]:
-        """Returns quantiles of the recent values, interpolated within buckets; None when nothing came."""
+        """Returns quantiles of recent values, interpolated within buckets; None when there are none."""
         if self._clock() >= self._turns_at:
             self._turn()
         recent = [now - before for now, before in zip(self.counts, self._previous, strict=True)]
         return [interpolate(self.bounds, recent, quantile) for quantile in quantiles]
 
     def _turn(self) -> None:
-        """Begins a window. After a pause longer than one, the past is forgotten altogether."""
+        """Begins a window. After a pause longer than one window, no past values count."""
         now = self._clock()
         counts = list(self.counts)
         self._previous = self._current if now < self._turns_at + WINDOW_SECONDS else counts
@@ -60,9 +60,9 @@ class RecentHistogram(Histogram):
 
 
 def interpolate(bounds: Sequence[float], counts: Sequence[int], quantile: float) -> float | None:
-    """Returns the value below which that share of the counted values lies, or None when there are none.
+    """Returns the quantile of the counted values; None when there are none.
 
-    Values are taken to lie evenly between 0 or the bound before and the bound; what is above the last bound counts as
+    Values are assumed to be uniform within a bucket; the first one begins at 0. Values above the last bound count as
     that bound.
     """
     total = sum(counts)

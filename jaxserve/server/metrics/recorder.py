@@ -1,4 +1,4 @@
-"""What the event loop notes while it serves."""
+"""The counters and histograms that the event loop updates."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Event = Literal["queue_full", "client_disconnects", "slow_readers", "non_finite_
 EVENTS: tuple[Event, ...] = get_args(Event)
 STATES = ("starting", "warming", "ready", "draining", "failed")
 
-_MAX_HANDLERS = 64  # of label `handler`; routes are fewer, and a mistake must not fill the memory
+_MAX_HANDLERS = 64  # values of the label `handler`; there are fewer routes, and a mistake must not fill the memory
 _METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
 _OTHER = "other"
-# What a request counts as when any of its completions ended so, the worst first.
+# If any completion of a request ended so, the request counts as this; the worst first.
 _BROKEN_OFF = (FinishReason.ERROR.value, FinishReason.ABORT.value, FinishReason.TIMEOUT.value)
 
 _GAPS = (
@@ -39,10 +39,9 @@ _COMPLETIONS = (1, 2, 5, 10, 20, 50, 100)
 
 
 class ServerMetrics:
-    """Counts and measures what one server does. Only its event loop calls it.
+    """The counters and histograms of one server. Only its event loop calls it.
 
-    Times of a request are those of requests that ended by themselves (stop, length): one that a client left or that
-    failed says nothing about how fast answers come.
+    Latencies are those of requests that finished normally (stop, length), not of aborted or failed ones.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class ServerMetrics:
         """Starts with everything at zero.
 
         Args:
-            prefix: of all names but those of the HTTP layer; "vllm" lets dashboards made for vLLM work.
+            prefix: begins all names but those of the HTTP layer; "vllm" fits dashboards made for vLLM.
         """
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", prefix):
             raise ConfigError("must be letters, digits and _", field="metrics_prefix", value=prefix)
@@ -85,18 +84,18 @@ class ServerMetrics:
         self.asked_tokens = Histogram(_TOKENS)
 
     def start_request(self, request: Request) -> None:
-        """Notes that the engine took a request. `finish_request` or `end_request` must follow, once."""
+        """Counts a request that the engine accepted. One call of `finish_request` or `end_request` must follow."""
         self.num_requests += 1
         self.request_prompt_tokens.observe(len(request.prompt_token_ids))
 
     def observe_first_token(self, seconds: float, num_prompt_tokens: int, num_tokens: int = 1) -> None:
-        """Notes the first chunk of a stream: the seconds since the request arrived, and how many tokens it has."""
+        """Records the first chunk of a stream: seconds since the request's arrival, and its number of tokens."""
         self.first_token_seconds.observe(seconds)
         self.prompt_tokens += num_prompt_tokens
         self.generation_tokens += num_tokens
 
     def observe_gap(self, seconds: float, num_tokens: int = 1) -> None:
-        """Notes a later chunk of a stream: the seconds since the one before, and how many tokens it has."""
+        """Records a later chunk of a stream: seconds since the last one, and its number of tokens."""
         self.gap_seconds.observe(seconds)
         self.generation_tokens += num_tokens
 
@@ -109,14 +108,14 @@ class ServerMetrics:
         num_tokens: Sequence[int],
         num_streamed: int = 0,
     ) -> None:
-        """Notes the last output of a request.
+        """Records the last output of a request.
 
         Args:
-            max_tokens: what the request may have at most for each completion.
-            n: how many completions it asked for.
-            num_tokens: of each completion, all its outputs together.
-            num_streamed: how many of its tokens `observe_first_token` and `observe_gap` were told of. 0: it was not
-                streamed, and the time of its first token is taken from the output.
+            max_tokens: the most tokens that each completion may have.
+            n: the number of completions it asked for.
+            num_tokens: tokens of each completion, over all outputs.
+            num_streamed: tokens that `observe_first_token` and `observe_gap` have counted. 0: it was not streamed, and
+                the time of its first token comes from the output.
         """
         times = output.metrics
         if not num_streamed and times is not None and times.first_token_time is not None:
@@ -136,11 +135,11 @@ class ServerMetrics:
             self._observe_times(times, max(num_tokens, default=0))
 
     def end_request(self, reason: str) -> None:
-        """Notes that a request ended without a last output: "abort" when its client left, "error" when it broke."""
+        """Counts a request that ended without a last output: "abort" if its client left, "error" if it failed."""
         self.finished[reason] += 1
 
     def observe_http(self, handler: str | None, method: str, status: int, seconds: float) -> None:
-        """Notes an answered HTTP request; `handler` is the template of its route, None when it met none."""
+        """Records an answered HTTP request; `handler` is its route's path template, None without a route."""
         if handler is None or (handler not in self._handlers and len(self._handlers) >= _MAX_HANDLERS):
             handler = _OTHER
         else:
@@ -154,11 +153,11 @@ class ServerMetrics:
         self.http_seconds[key[:2]].observe(seconds)
 
     def count(self, event: Event) -> None:
-        """Notes one of the rare events."""
+        """Counts an event."""
         self.events[event] += 1
 
     def latency_snapshot(self) -> dict[str, dict[str, float | None]]:
-        """Returns percentiles of the last half minute or more in milliseconds; None where nothing came."""
+        """Returns percentiles of the last 30 to 60 seconds in milliseconds; None without values."""
         named = {"ttft_ms": self.first_token_seconds, "itl_ms": self.gap_seconds}
         return {name: _find_milliseconds(histogram) for name, histogram in named.items()}
 
@@ -180,7 +179,7 @@ class ServerMetrics:
 
 
 def find_reason(output: RequestOutput) -> str:
-    """Returns one finish reason for a request: what broke off any completion, else "length" before "stop"."""
+    """Returns one finish reason for a request: that of any broken-off completion, else "length" before "stop"."""
     reasons = {completion.finish_reason for completion in output.outputs}
     for reason in _BROKEN_OFF:
         if reason in reasons:

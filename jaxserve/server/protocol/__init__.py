@@ -1,1 +1,1 @@
-"""The bodies of requests and answers, as OpenAI's clients send and read them. Data only."""
+"""The bodies of requests and answers in OpenAI's format. Data only."""

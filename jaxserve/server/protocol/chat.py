@@ -22,8 +22,8 @@ class ChatCompletionRequest(SamplingFields):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
-    metadata: Labels | None = None  # a label
-    safety_identifier: str | None = None  # a label
+    metadata: Labels | None = None  # without effect
+    safety_identifier: str | None = None  # without effect
     store: bool | None = None
     modalities: Texts | None = None
     audio: dict[str, Any] | None = None
@@ -35,10 +35,10 @@ class ChatCompletionRequest(SamplingFields):
     moderation: Any = None
     prompt_cache_options: Any = None
     prompt_cache_retention: str | None = None
-    prompt_cache_key: str | None = None  # a hint: prefixes are shared whatever it says
+    prompt_cache_key: str | None = None  # without effect: prefixes are shared anyway
     # vLLM's
     best_of: int | None = None
-    request_id: str | None = Field(None, min_length=1, max_length=256)  # the answer's id, behind "chatcmpl-"
+    request_id: str | None = Field(None, min_length=1, max_length=256)  # the answer's id, after "chatcmpl-"
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -56,7 +56,7 @@ class ChatCompletionRequest(SamplingFields):
         "moderation": "nothing is moderated here",
         "prompt_cache_options": "prefixes are kept as long as there is room",
         "prompt_cache_retention": "prefixes are kept as long as there is room",
-        "echo": "the conversation is the client's already",
+        "echo": "the client already has the conversation",
     }
 
 
@@ -81,7 +81,7 @@ class FunctionCall(BaseModel):
 
 
 class ToolCall(BaseModel):
-    """A call, whole or, with `index`, a piece of it."""
+    """A tool call, or, with `index`, a part of one."""
 
     index: int | None = None
     id: str | None = None

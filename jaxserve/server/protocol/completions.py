@@ -10,19 +10,19 @@ from jaxserve.server.protocol.fields import Prompts, ResponseFormat, SamplingFie
 
 
 class CompletionRequest(SamplingFields):
-    """Prompts to go on with: one or many, as text or as token ids."""
+    """Prompts to continue: one or many, as text or token ids."""
 
     prompt: Prompts
     max_tokens: int | None = 16
     echo: bool | None = None
     logprobs: int | None = None
     best_of: int | None = None
-    request_id: str | None = Field(None, min_length=1, max_length=256)  # vLLM's: the answer's id, behind "cmpl-"
+    request_id: str | None = Field(None, min_length=1, max_length=256)  # vLLM's: the answer's id, after "cmpl-"
     suffix: str | None = None
     response_format: ResponseFormat | None = None
     add_special_tokens: bool | None = None
     refused: ClassVar[dict[str, str]] = {
-        "suffix": "the models served here do not fill in",
+        "suffix": "the served models do not infill",
     }
 
 

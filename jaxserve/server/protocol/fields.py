@@ -1,4 +1,4 @@
-"""What the bodies of several endpoints have in common."""
+"""Fields that the bodies of several endpoints share."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from jaxserve.structured_params import StructuredOutputsParams
 
 
 class _AtFirst(FailFast):
-    """A wrong list is refused at its first wrong item: a report of each would be longer than the list."""
+    """Refuses a list at its first invalid item: a report of every item would be longer than the list."""
 
-    __hash__ = object.__hash__  # pydantic's own cannot stand in a union
+    __hash__ = object.__hash__  # pydantic's own does not work in a union
 
 
 def _at_most(count: int) -> BeforeValidator:
-    """Refuses a mapping with more members before any of them is looked at, for the same reason."""
+    """Refuses a mapping with more members before they are validated, for the same reason."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > count:
@@ -38,39 +38,39 @@ Labels = Annotated[dict[Annotated[str, Field(max_length=64)], Annotated[str, Fie
 
 
 _IS_A_FORM = "send structured_outputs, an object with json, regex, choice or grammar"
-# Fields that clients and routers made for other servers put into bodies: values that change nothing, what to say else.
+# Fields that clients and routers made for other servers send: the values that change nothing, and the error for others.
 _FOREIGN_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ((), _IS_A_FORM)),
     **dict.fromkeys(("guided_decoding", "guided_json_object", "json_schema", "regex", "ebnf"), ((), _IS_A_FORM)),
-    "guided_decoding_backend": (("auto", "guidance"), "grammars are llguidance's here"),
+    "guided_decoding_backend": (("auto", "guidance"), "grammars always use llguidance"),
     "guided_whitespace_pattern": ((), "send structured_outputs with json and whitespace_pattern"),
     "use_beam_search": ((False,), "beam search is in the Python API only"),
     "length_penalty": ((1.0,), "it belongs to beam search, which is in the Python API only"),
     "early_stopping": ((False,), "it belongs to beam search, which is in the Python API only"),
     "logits_processors": (([],), "the server's own logits_processor reads extra_args"),
     "return_tokens_as_token_ids": ((False,), "send return_token_ids"),
-    "lora_path": ((), "adapters are not here yet"),
+    "lora_path": ((), "adapters are not supported yet"),
     "no_stop_trim": ((False,), "send include_stop_str_in_output"),
     "return_hidden_states": ((False,), "use /v1/embeddings"),
-    "separate_reasoning": ((True,), "reasoning is told apart by the server's --reasoning-parser"),
+    "separate_reasoning": ((True,), "the server's --reasoning-parser separates reasoning"),
     "stream_reasoning": ((True,), "reasoning is streamed as it comes"),
 }
 
 
 class Body(BaseModel):
-    """A request's body: nothing is converted, nothing unknown is let pass."""
+    """A request's body. Values are not converted, and unknown fields are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
-    # Fields that OpenAI's clients may send and that would change the answer if we had them, with what we can do.
+    # OpenAI's fields that would change the answer and are not supported, with what to use instead.
     refused: ClassVar[dict[str, str]] = {}
-    # Fields that are no part of the body: values that are dropped, and what is said of others.
+    # Fields of other servers: values that are dropped, and the error for others.
     foreign: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {}
 
     @model_validator(mode="before")
     @classmethod
     def refuse_unknown(cls, value: Any) -> Any:
-        """Refuses the first field that is not known: a report of each would be longer than the body."""
+        """Refuses the first unknown field: a report of all would be longer than the body."""
         known = {field.alias or name for name, field in cls.model_fields.items()}
         unknown = [name for name in value if name not in known] if isinstance(value, dict) else []
         for name in unknown:
@@ -82,13 +82,13 @@ class Body(BaseModel):
         return {name: value[name] for name in value if name in known} if unknown else value
 
     def refuse_unsupported(self, inside: str = "") -> None:
-        """Refuses by name what is known and not supported.
+        """Refuses fields that are known but not supported.
 
         Args:
-            inside: the field that this is the value of, with a dot behind it.
+            inside: the field whose value this is, with a trailing dot.
 
         Raises:
-            InvalidRequestError: names the field and what would work.
+            InvalidRequestError: names the field and what to use instead.
         """
         for name, instead in self.refused.items():
             value = getattr(self, name)
@@ -100,7 +100,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # 
 
 
 class StreamOptions(Body):
-    """What a stream holds beside the answer."""
+    """What a stream has beside the answer."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # vLLM's: usage so far in every chunk, with include_usage
@@ -109,7 +109,7 @@ class StreamOptions(Body):
 
 
 class StructuredOutputs(Body):
-    """The form of the answer, by vLLM's names."""
+    """The format of the answer, in vLLM's fields."""
 
     json_schema: dict[str, Any] | str | None = Field(None, alias="json")
     json_object: bool | None = None
@@ -120,7 +120,7 @@ class StructuredOutputs(Body):
     whitespace_pattern: str | None = None
 
     def to_params(self) -> StructuredOutputsParams:
-        """Returns it as the engine takes it."""
+        """Returns the engine's parameters."""
         given = self.model_dump(by_alias=True, exclude_unset=True)
         return StructuredOutputsParams(**given)
 
@@ -131,17 +131,17 @@ class JsonSchema(Body):
     name: str = Field(max_length=64)
     description: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = None  # the answer always keeps to the schema
+    strict: bool | None = None  # ignored: the answer always matches the schema
 
 
 class ResponseFormat(Body):
-    """The form of the answer, by OpenAI's names."""
+    """The format of the answer, in OpenAI's fields."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
     def to_params(self) -> StructuredOutputsParams | None:
-        """Returns it as the engine takes it; None for plain text."""
+        """Returns the engine's parameters; None for plain text."""
         if self.type != "json_schema" and self.json_schema is not None:
             message = f"needs type 'json_schema', got {self.type!r}"
             raise InvalidRequestError(message, field="response_format.json_schema", value=self.type)
@@ -156,18 +156,18 @@ class ResponseFormat(Body):
 
 
 class EngineFields(Body):
-    """How the engine treats a request, whatever it is."""
+    """Fields of every request that the engine runs."""
 
-    model: str | None = None  # default: the one that is served
-    user: str | None = Field(None, max_length=512)  # a label; nothing is made of it
+    model: str | None = None  # default: the served model
+    user: str | None = Field(None, max_length=512)  # a label without effect
     priority: int = 0  # smaller runs first
-    timeout: float | None = Field(None, gt=0)  # seconds until the request is ended; ours
-    cache_salt: str | None = Field(None, max_length=256)  # requests of different salts share no cached prefixes
+    timeout: float | None = Field(None, gt=0)  # seconds until the request is ended; not OpenAI's
+    cache_salt: str | None = Field(None, max_length=256)  # requests with different salts share no cached prefixes
     truncate_prompt_tokens: int | None = None
 
 
 class SamplingFields(EngineFields):
-    """How tokens are chosen: OpenAI's fields and vLLM's, each as `SamplingParams` knows it."""
+    """Sampling parameters: OpenAI's fields and vLLM's, by their names in `SamplingParams`."""
 
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
@@ -192,7 +192,7 @@ class SamplingFields(EngineFields):
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputs | None = None
     extra_args: Annotated[dict[str, float], _at_most(64)] | None = None
-    # of streams
+    # Streaming and the answer's form
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     service_tier: Literal["auto", "default"] | None = None
@@ -224,19 +224,19 @@ class SamplingFields(EngineFields):
     )
 
     def to_sampling_params(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
-        """Returns the parameters of a request: what it says, and the model's defaults for the rest.
+        """Returns the parameters of a request, with the model's defaults for those it leaves out.
 
         Raises:
             InvalidRequestError: names the field that is out of range.
         """
         given = {name: value for name in self._SAMPLING if (value := getattr(self, name)) is not None}
         more.setdefault("output_kind", OutputKind.DELTA if self.stream else OutputKind.FINAL_ONLY)
-        if more["max_tokens"] is not None:  # a shorter answer than the model's defaults would have is no contradiction
+        if more["max_tokens"] is not None:  # an answer may be shorter than the default min_tokens
             given.setdefault("min_tokens", min(defaults.min_tokens, max(0, more["max_tokens"])))
         return dataclasses.replace(defaults, **(given | more))
 
     def check_stream(self) -> None:
-        """Refuses options of a stream where there is none."""
+        """Refuses stream options without a stream."""
         if self.stream_options is not None:
             self.stream_options.refuse_unsupported("stream_options.")
             if not self.stream:
@@ -245,12 +245,12 @@ class SamplingFields(EngineFields):
 
     @property
     def wants_usage(self) -> bool:
-        """Whether the stream is to end with its usage."""
+        """Whether the stream ends with its usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def wants_usage_so_far(self) -> bool:
-        """Whether every chunk of the stream is to have the usage until then."""
+        """Whether every chunk of the stream has the usage so far."""
         return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
@@ -259,7 +259,7 @@ class PromptTokensDetails(BaseModel):
 
 
 class Usage(BaseModel):
-    """Tokens of a request and its answers together."""
+    """Token counts of a request and its answers."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0

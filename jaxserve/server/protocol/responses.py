@@ -11,19 +11,19 @@ from jaxserve.server.protocol.fields import Body, Effort, Labels, Objects, Respo
 
 
 class TextFormat(Body):
-    """The form of the answer."""
+    """The format of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = Field(None, max_length=64)
     description: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = None  # the answer always keeps to the schema
+    strict: bool | None = None  # ignored: the answer always matches the schema
 
     def to_response_format(self) -> ResponseFormat:
-        """Returns it as chat completions have it.
+        """Returns the format in the fields of chat completions.
 
         Raises:
-            InvalidRequestError: there is a part of a schema, and the type is another one.
+            InvalidRequestError: fields of a schema are given with another type.
         """
         given = self.model_dump(by_alias=True, exclude_none=True, exclude={"type"})
         if self.type != "json_schema" and given:
@@ -50,16 +50,16 @@ class ReasoningOptions(Body):
 
 
 class ResponseRequest(SamplingFields):
-    """A conversation to answer, in the form of OpenAI's newer interface. Text only; nothing is stored."""
+    """A conversation to answer through OpenAI's Responses API. Text only; nothing is stored."""
 
     input: str | Objects
     instructions: str | None = None
     max_output_tokens: int | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    metadata: Labels | None = None  # a label
-    safety_identifier: str | None = None  # a label
-    prompt_cache_key: str | None = None  # a hint: prefixes are shared whatever it says
+    metadata: Labels | None = None  # without effect
+    safety_identifier: str | None = None  # without effect
+    prompt_cache_key: str | None = None  # without effect: prefixes are shared anyway
     truncation: Literal["auto", "disabled"] | None = None
     store: bool | None = None
     background: bool | None = None
@@ -92,7 +92,7 @@ class ResponseRequest(SamplingFields):
         "top_logprobs": "use /v1/chat/completions for log-probabilities",
         "access_programs": "there are none",
         "background_options": "nothing runs in the background here",
-        "context_management": "send what the model is to see",
+        "context_management": "send only what the model should see",
         "image": "answers are text",
         "moderation": "nothing is moderated here",
         "prompt_cache_options": "prefixes are kept as long as there is room",
@@ -105,7 +105,7 @@ class ResponseRequest(SamplingFields):
 
 
 class ResponseAnswer(BaseModel):
-    """The answer; its items are checked by OpenAI's own types in the tests."""
+    """The answer. The tests check its items against OpenAI's types."""
 
     id: str
     object: Literal["response"] = "response"

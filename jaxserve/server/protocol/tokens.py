@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
@@ -10,7 +10,7 @@ from jaxserve.server.protocol.fields import Body, EngineFields, Ids, Objects, Pr
 
 
 class TokenizeRequest(Body):
-    """Text, or a conversation, to count the tokens of."""
+    """A text or a conversation to tokenize."""
 
     model: str | None = None
     prompt: str | None = None
@@ -31,7 +31,7 @@ class TokenizeResponse(BaseModel):
 
 
 class DetokenizeRequest(Body):
-    """Token ids to read."""
+    """Token ids to decode."""
 
     model: str | None = None
     tokens: Ids
@@ -42,12 +42,11 @@ class DetokenizeResponse(BaseModel):
 
 
 class EmbeddingRequest(EngineFields):
-    """Texts to place in the model's space."""
+    """Texts to embed."""
 
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(None, ge=1)
-    refused: ClassVar[dict[str, str]] = {}
 
 
 class Embedding(BaseModel):
@@ -86,6 +85,6 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """What every refusal looks like."""
+    """The body of every error."""
 
     error: ErrorDetail

@@ -1,1 +1,1 @@
-"""One module per family of endpoints. Routes read a body, run the engine, and write what clients expect."""
+"""One module per family of endpoints. Routes read a body, run the engine and write the answer."""

@@ -1,4 +1,4 @@
-"""What is open on the admin port only: JAX profiles of the running engine."""
+"""Routes of the admin port: JAX profiles of the running engine."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from starlette.responses import JSONResponse
 from jaxserve.server.errors import ApiError
 
 _log = logging.getLogger(__name__)
-MAX_PROFILE_SECONDS = 60.0  # after which a profile ends by itself: it grows by some 20 MB a second, in memory
-MAX_PROFILE_BYTES = 2**30  # of the profiles of one server together
+MAX_PROFILE_SECONDS = 60.0  # a profile then ends by itself: in memory it grows by about 20 MB per second
+MAX_PROFILE_BYTES = 2**30  # all profiles of one server together
 
 
 class Profiler:
     """Takes one profile at a time."""
 
     def __init__(self) -> None:
-        self._directory: str | None = None  # of the trace that is being taken
+        self._directory: str | None = None  # of the running trace; None: none runs
         self._taken: list[str] = []
-        self._lock = asyncio.Lock()  # the profiler itself takes a while to begin and to end
+        self._lock = asyncio.Lock()  # the profiler takes a while to start and to stop
         self._ending: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Begins to trace the device and the host; returns where the trace will lie. ApiError 409 when it cannot."""
+        """Starts tracing device and host; returns the trace's directory. ApiError 409 when it cannot."""
         import jax
 
         async with self._lock:
             if self._directory is not None:
-                raise _conflict("A profile is being taken already.")
+                raise _conflict("A profile is already running.")
             if (size := sum(_measure(each) for each in self._taken)) > MAX_PROFILE_BYTES:
                 names = ", ".join(self._taken)
-                raise _conflict(f"The profiles hold {size} bytes, of {MAX_PROFILE_BYTES}; remove some: {names}")
+                raise _conflict(f"The profiles hold {size} bytes, more than {MAX_PROFILE_BYTES}; remove some: {names}")
             directory = tempfile.mkdtemp(prefix="jaxserve-profile-")
             await asyncio.to_thread(jax.profiler.start_trace, directory)
             self._directory = directory
@@ -43,12 +43,12 @@ class Profiler:
             return directory
 
     async def stop(self) -> str:
-        """Ends the trace; returns where it lies. ApiError 409 when none is being taken."""
+        """Stops the trace; returns its directory. ApiError 409 when none is running."""
         import jax
 
         async with self._lock:
             if self._directory is None:
-                raise _conflict("No profile is being taken.")
+                raise _conflict("No profile is running.")
             if self._ending is not None and self._ending is not asyncio.current_task():
                 self._ending.cancel()
             directory, self._directory, self._ending = self._directory, None, None
@@ -58,7 +58,7 @@ class Profiler:
 
     async def _end(self) -> None:
         await asyncio.sleep(MAX_PROFILE_SECONDS)
-        _log.warning("the profile ends after %g s: %s", MAX_PROFILE_SECONDS, self._directory)
+        _log.warning("the profile is stopped after %g s: %s", MAX_PROFILE_SECONDS, self._directory)
         await self.stop()
 
 
@@ -68,12 +68,12 @@ def make_router() -> APIRouter:
 
     @router.post("/start_profile")
     async def start_profile() -> JSONResponse:
-        """Begins to trace the device and the host; the answer says where the trace will lie."""
+        """Starts tracing device and host; the answer names the trace's directory."""
         return JSONResponse({"directory": await profiler.start()})
 
     @router.post("/stop_profile")
     async def stop_profile() -> JSONResponse:
-        """Ends the trace, to be opened with XProf, TensorBoard or Perfetto."""
+        """Stops the trace, which XProf, TensorBoard and Perfetto can open."""
         return JSONResponse({"directory": await profiler.stop()})
 
     return router
@@ -84,5 +84,5 @@ def _measure(directory: str) -> int:
 
 
 def _conflict(message: str) -> ApiError:
-    """What does not fit the state that the profiler is in."""
+    """Returns the refusal of what the profiler's state does not allow."""
     return ApiError(409, message, code="profile_state")

@@ -44,7 +44,7 @@ async def create_chat_completion(http: Request) -> Response:
 
 
 def check_body(body: ChatCompletionRequest, state: ServerState) -> None:
-    """Refuses what contradicts itself or the server's limits.
+    """Refuses conflicting fields, and what exceeds the server's limits.
 
     Raises:
         InvalidRequestError: names the field.
@@ -55,7 +55,7 @@ def check_body(body: ChatCompletionRequest, state: ServerState) -> None:
         message = "is only allowed when logprobs is true"
         raise InvalidRequestError(message, field="top_logprobs", value=body.top_logprobs)
     if body.stream and body.prompt_logprobs is not None:
-        message = "is only possible without stream"
+        message = "is only allowed without stream"
         raise InvalidRequestError(message, field="prompt_logprobs", value=body.prompt_logprobs)
     if body.modalities not in (None, ["text"]):
         raise InvalidRequestError("answers are text only", field="modalities", value=body.modalities)
@@ -63,14 +63,14 @@ def check_body(body: ChatCompletionRequest, state: ServerState) -> None:
 
 @dataclass(slots=True)
 class _Choice:
-    """One completion while it is written."""
+    """The state of one completion while it is written."""
 
-    parser: AnswerParser | None  # None: the text is the content
+    parser: AnswerParser | None  # None: all text is content
     has_begun: bool = False
 
 
 class _Answer:
-    """One HTTP request's completions."""
+    """The completions of one HTTP request."""
 
     def __init__(
         self, body: ChatCompletionRequest, model: str, state: ServerState, conversation: Conversation, http: Request
@@ -103,7 +103,7 @@ class _Answer:
         return {**self._head, "choices": choices, "usage": self._usage(), **found}
 
     async def start_stream(self) -> AsyncGenerator[bytes]:
-        """Returns the pieces of the answer; errors before the first of them are raised here."""
+        """Returns the answer's pieces; raises errors that occur before the first."""
         return self._stream(await self._generation.begin())
 
     async def _stream(self, outputs: AsyncGenerator[tuple[int, RequestOutput]]) -> AsyncGenerator[bytes]:
@@ -130,7 +130,7 @@ class _Answer:
     def _render_pieces(
         self, choice: _Choice, completion: CompletionOutput, output: RequestOutput
     ) -> list[dict[str, Any]]:
-        """Returns the chunks that say what is new of one choice."""
+        """Returns the chunks with the new part of one choice."""
         chunks = []
         if not choice.has_begun:
             choice.has_begun = True
@@ -142,7 +142,7 @@ class _Answer:
         deltas = [_to_delta(piece) for piece in self._read(choice, completion.text, is_last)]
         logprobs = self._read_logprobs(completion)
         if not deltas and (logprobs or (self._body.return_token_ids and completion.token_ids)):
-            deltas = [{}]  # tokens whose text is still held back
+            deltas = [{}]  # tokens without text of their own yet
         for at, delta in enumerate(deltas):
             chunk = self._make_chunk(completion.index, delta)
             if at == 0:
@@ -158,7 +158,7 @@ class _Answer:
         return chunks
 
     def _read(self, choice: _Choice, text: str, is_last: bool) -> Sequence[Piece]:
-        """Returns what new text means: content, reasoning where it is wanted, pieces of calls."""
+        """Returns new text as content, calls and, if the body wants it, reasoning."""
         if choice.parser is None:
             return [Content(text)] if text else []
         pieces = choice.parser.push(text) if text else []
@@ -195,7 +195,7 @@ class _Answer:
         if completion.finish_reason != "stop" or choice.parser is None or not choice.parser.saw_calls:
             return completion.finish_reason
         tools = self._conversation.tools
-        return "stop" if tools is not None and tools.choice == "named" else "tool_calls"  # as OpenAI has it
+        return "stop" if tools is not None and tools.choice == "named" else "tool_calls"  # as OpenAI does
 
     def _usage(self) -> dict[str, Any]:
         return self._generation.account.to_usage().model_dump()
@@ -215,7 +215,7 @@ def _to_delta(piece: Piece) -> dict[str, Any]:
 
 
 def _collect_message(pieces: Sequence[Piece]) -> dict[str, Any]:
-    """Returns the message that all pieces make together."""
+    """Returns the message that the pieces form together."""
     content: list[str] = []
     reasoning: list[str] = []
     calls: list[dict[str, Any]] = []

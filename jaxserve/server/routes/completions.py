@@ -1,4 +1,4 @@
-"""`/v1/completions`: prompts to go on with."""
+"""`/v1/completions`: prompts to continue."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def create_completion(http: Request) -> Response:
 
 
 def check_body(body: CompletionRequest, state: ServerState) -> None:
-    """Refuses what contradicts itself or the server's limits.
+    """Refuses conflicting fields, and what exceeds the server's limits.
 
     Raises:
         InvalidRequestError: names the field.
@@ -61,7 +61,7 @@ def check_body(body: CompletionRequest, state: ServerState) -> None:
     body.check_stream()
     check_count(body, state, count_prompts(body.prompt))
     if body.max_tokens == 0 and not body.echo:
-        raise InvalidRequestError("0 is only possible with echo", field="max_tokens", value=0)
+        raise InvalidRequestError("0 is only allowed with echo", field="max_tokens", value=0)
 
 
 def make_requests(body: CompletionRequest, state: ServerState, options: dict[str, Any]) -> list[EngineRequest]:
@@ -85,14 +85,14 @@ def make_requests(body: CompletionRequest, state: ServerState, options: dict[str
 
 @dataclass(slots=True)
 class _Choice:
-    """One completion while it is written."""
+    """The state of one completion while it is written."""
 
     num_characters: int = 0
     has_begun: bool = False
 
 
 class _Answer:
-    """One HTTP request's completions, numbered through all its prompts."""
+    """The completions of one HTTP request, numbered across its prompts."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class _Answer:
         return {**self._head, "choices": choices, "usage": self._usage()}
 
     async def start_stream(self) -> AsyncGenerator[bytes]:
-        """Returns the pieces of the answer; errors before the first of them are raised here."""
+        """Returns the answer's pieces; raises errors that occur before the first."""
         return self._stream(await self._generation.begin())
 
     async def _stream(self, outputs: AsyncGenerator[tuple[int, RequestOutput]]) -> AsyncGenerator[bytes]:
@@ -153,7 +153,7 @@ class _Answer:
                 yield writer.write_usage(self._usage())
 
     def _render(self, position: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
-        """Returns what is new of one choice."""
+        """Returns the new part of one choice."""
         index = position * self._params.n + completion.index
         choice, begins = self._choices[index], not self._choices[index].has_begun
         choice.has_begun = True

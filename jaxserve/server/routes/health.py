@@ -1,4 +1,4 @@
-"""How the server is: `/health`, `/ping`, `/version`, `/metrics` and the live view of the engine."""
+"""`/health`, `/ping`, `/version`, `/metrics` and the live view of the engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from jaxserve import __version__
 from jaxserve.errors import JaxServeError
 from jaxserve.server.generation import begin_reading
-from jaxserve.server.live import look_on
+from jaxserve.server.live import stream_pictures
 from jaxserve.server.metrics.exposition import render
 from jaxserve.server.openapi import document
 from jaxserve.server.server_state import Phase, ServerState, get_state
@@ -19,12 +19,12 @@ from jaxserve.server.stream import EventStream, run_while_connected
 
 _log = logging.getLogger(__name__)
 router = APIRouter()
-_NOT_READY = {"503": "It starts, warms, drains or has failed; /health says which."}
-_NO_TOKEN = {"503": "It serves nobody, or no token came in time."}
+_NOT_READY = {"503": "The server is starting, warming, draining or has failed; /health says which."}
+_NO_TOKEN = {"503": "The server accepts no requests, or no token came in time."}
 
 
 def describe_health(state: ServerState) -> dict[str, Any]:
-    """Returns the phase, and how far the start is."""
+    """Returns the phase, and the progress of startup."""
     progress = state.progress
     health: dict[str, Any] = {"status": "stuck" if state.is_stuck else str(state.phase)}
     if state.phase in (Phase.STARTING, Phase.WARMING):
@@ -44,14 +44,14 @@ def _is_ready(state: ServerState) -> bool:
 @router.get("/health", **document(None, refusals=("403",), states=_NOT_READY))
 @router.get("/health/ready", **document(None, refusals=("403",), states=_NOT_READY))
 async def get_health(http: Request) -> JSONResponse:
-    """200 when requests are served and every program is compiled."""
+    """200 when requests are accepted and every program is compiled."""
     state = get_state(http)
     return JSONResponse(describe_health(state), 200 if _is_ready(state) else 503)
 
 
 @router.get("/health/live", **document(None, refusals=("403",), states={"503": "A restart would help."}))
 async def get_liveness(http: Request) -> JSONResponse:
-    """503 when restarting the process would help: the engine has failed, or its device is stuck."""
+    """503 when a restart would help: the engine has failed, or its device is stuck."""
     state = get_state(http)
     is_alive = state.phase is not Phase.FAILED and not state.is_stuck
     return JSONResponse(describe_health(state), 200 if is_alive else 503)
@@ -59,7 +59,7 @@ async def get_liveness(http: Request) -> JSONResponse:
 
 @router.get("/health/generate", **document(None, refusals=("403",), states=_NO_TOKEN))
 async def get_generation(http: Request) -> JSONResponse:
-    """200 when the engine has just made a token. Whoever asks within a second gets the same answer."""
+    """200 when the engine has just made a token. All requests within a second get the same answer."""
     state = get_state(http)
     health = describe_health(state)
     if not state.serves:
@@ -69,7 +69,7 @@ async def get_generation(http: Request) -> JSONResponse:
 
 
 async def _find_failure(state: ServerState) -> str | None:
-    """Returns why no token came; None when one did."""
+    """Returns why no token came; None if one did."""
     try:
         await state.engine.check_health()
     except JaxServeError as error:
@@ -80,14 +80,14 @@ async def _find_failure(state: ServerState) -> str | None:
 
 @router.get("/ping", response_class=Response, **document(None, refusals=("403",), states=_NOT_READY))
 async def ping(http: Request) -> Response:
-    """The shortest answer there is, as SageMaker asks for it."""
+    """The shortest health check, as SageMaker calls it."""
     state = get_state(http)
     return Response(status_code=200 if _is_ready(state) else 503)
 
 
 @router.get("/version", **document(None, refusals=("401", "403")))
 async def get_version() -> dict[str, str]:
-    """Of jaxserve and of jax."""
+    """The versions of jaxserve and jax."""
     import jax
 
     return {"version": __version__, "jax": jax.__version__}
@@ -95,7 +95,7 @@ async def get_version() -> dict[str, str]:
 
 @router.get("/metrics", response_class=PlainTextResponse, **document(None, refusals=("401", "403")))
 async def get_metrics(http: Request) -> Response:
-    """Everything that is counted, for Prometheus."""
+    """All metrics, for Prometheus."""
     state = get_state(http)
     stats = None if state.llm is None else state.llm.stats()
     body, kind = render(state.metrics, http.headers.get("accept"), stats, str(state.phase))
@@ -104,6 +104,6 @@ async def get_metrics(http: Request) -> Response:
 
 @router.get("/live", response_class=Response, **document(None, streams=True, refusals=("401", "403", "429")))
 async def watch_engine(http: Request) -> Response:
-    """The engine's rows, pages and counters, four times a second, as events: the same for all who look on."""
+    """The engine's rows, pages and counters as events, four times a second. All viewers get the same."""
     state = get_state(http)
-    return EventStream(await run_while_connected(http, begin_reading(look_on(state)), state), state)
+    return EventStream(await run_while_connected(http, begin_reading(stream_pictures(state)), state), state)

@@ -28,7 +28,7 @@ from jaxserve.tokenizers.checks import require_text
 
 router = APIRouter()
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text")
-_ITEM_FIELDS = {  # of what goes in, which may be what came out
+_ITEM_FIELDS = {  # fields of input items, which may be the output items of an earlier answer
     "message": ("type", "role", "content", "id", "status"),
     "reasoning": ("type", "content", "summary", "id", "status"),
 }
@@ -50,7 +50,7 @@ async def create_response(http: Request) -> Response:
 
 
 def check_body(body: ResponseRequest) -> None:
-    """Refuses what is known and not supported.
+    """Refuses fields and values that are known but not supported.
 
     Raises:
         InvalidRequestError: names the field.
@@ -72,7 +72,7 @@ def _make_request(body: ResponseRequest, state: ServerState, options: dict[str, 
         form = body.text.format.to_response_format().to_params()
     if body.structured_outputs is not None:
         if form is not None:
-            raise InvalidRequestError("contradicts text.format; give one of them", field="structured_outputs")
+            raise InvalidRequestError("conflicts with text.format; give only one", field="structured_outputs")
         form = body.structured_outputs.to_params()
     more: dict[str, Any] = {"structured_outputs": form, **list_limits(body)}
     more["max_tokens"] = engine.defaults.limit_tokens(body.max_output_tokens)
@@ -90,7 +90,7 @@ def _make_request(body: ResponseRequest, state: ServerState, options: dict[str, 
 
 
 def _list_names(body: ResponseRequest) -> dict[str, str]:
-    """Returns how the body calls the engine's fields, the closest ones first."""
+    """Returns the body's names of the engine's fields, the most specific first."""
     names = {"messages[0].content": "instructions"} if body.instructions else {}
     if isinstance(body.input, str):
         names[f"messages[{len(names)}].content"] = "input"
@@ -104,10 +104,10 @@ def _list_names(body: ResponseRequest) -> dict[str, str]:
 
 
 def _read_messages(body: ResponseRequest) -> list[dict[str, Any]]:
-    """Returns the input as messages of a chat. Reasoning that a client sends back goes with the answer behind it.
+    """Returns the input as chat messages. Reasoning that a client sends back is joined to the answer that follows it.
 
     Raises:
-        InvalidRequestError: an item is no message of text.
+        InvalidRequestError: an item is not a text message.
     """
     messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
     if isinstance(body.input, str):
@@ -148,7 +148,7 @@ def _read_part(part: Any, name: str) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Item:
-    """One item of the answer: its reasoning or its message."""
+    """One item of the answer: reasoning or a message."""
 
     kind: str  # message or reasoning
     item_id: str
@@ -160,19 +160,19 @@ class _Item:
         return "output_text" if self.kind == "message" else "reasoning_text"
 
     def render(self, status: str) -> dict[str, Any]:
-        """Returns the item as clients read it."""
+        """Returns the item in OpenAI's format."""
         content = [] if status == "in_progress" else [self.render_part()]
         found = {"id": self.item_id, "type": self.kind, "status": status, "content": content}
         return found | ({"role": "assistant"} if self.kind == "message" else {"summary": []})
 
     def render_part(self, text: str | None = None) -> dict[str, Any]:
-        """Returns the one part that an item has."""
+        """Returns the item's only content part."""
         found = {"type": self.part_kind, "text": "".join(self.texts) if text is None else text}
         return found | ({"annotations": [], "logprobs": []} if self.kind == "message" else {})
 
 
 class _Answer:
-    """One HTTP request's answer, whole or as events."""
+    """The answer to one HTTP request, whole or as events."""
 
     def __init__(
         self, body: ResponseRequest, model: str, state: ServerState, request: EngineRequest, http: Request
@@ -199,11 +199,11 @@ class _Answer:
         return self._render(*self._find_status())
 
     async def start_stream(self) -> AsyncGenerator[bytes]:
-        """Returns the events; errors before the first output are raised here."""
+        """Returns the events; raises errors that occur before the first output."""
         return self._stream(await self._generation.begin())
 
     def render_error(self, error: ApiError) -> bytes:
-        """Returns the event that ends a stream which failed."""
+        """Returns the event that ends a failed stream."""
         return self._event("error", code=error.code, message=error.message, param=error.param)
 
     async def _stream(self, outputs: AsyncGenerator[tuple[int, RequestOutput]]) -> AsyncGenerator[bytes]:
@@ -217,7 +217,7 @@ class _Answer:
             yield self._event(f"response.{status}", response=self._render(status, details))
 
     def _read(self, output: RequestOutput) -> Iterator[bytes]:
-        """Takes an output into the items; yields what happened to them."""
+        """Adds an output to the items; yields events of the changes."""
         completion = output.outputs[0]
         pieces: Sequence[Piece] = self._parser.push(completion.text) if completion.text else ()
         if completion.finish_reason is not None:
@@ -257,7 +257,7 @@ class _Answer:
         yield self._event("response.output_item.done", output_index=item.index, item=shown)
 
     def _event(self, kind: str, inside: _Item | None = None, **values: Any) -> bytes:
-        """Returns one event; those of a part say which item it is inside of."""
+        """Returns one event; `inside` is the item of an event about a content part."""
         if inside is not None:
             values |= {"item_id": inside.item_id, "output_index": inside.index, "content_index": 0}
         return encode_event({"type": kind, "sequence_number": next(self._sequence), **values}, kind)

@@ -35,7 +35,7 @@ router = APIRouter()
 
 @router.get("/v1/models", **document(None, ModelList, refusals=("401", "403", "503")))
 async def list_models(http: Request) -> JSONResponse:
-    """The one model that is served, under each of its names."""
+    """The served model, under each of its names."""
     state = get_state(http)
     return JSONResponse({"object": "list", "data": [_describe_model(state, name) for name in state.names]})
 
@@ -73,7 +73,7 @@ def _tokenize(body: TokenizeRequest, state: ServerState) -> dict[str, Any]:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("give either prompt or messages", field="prompt", value=body.prompt)
     if body.messages is not None and body.add_special_tokens:
-        message = "cannot be true with messages: the template writes them"
+        message = "cannot be true with messages: the chat template adds them"
         raise InvalidRequestError(message, field="add_special_tokens", value=True)
     if body.prompt is not None:
         for name in ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
@@ -115,7 +115,7 @@ async def detokenize(http: Request) -> JSONResponse:
 
 @router.post("/v1/embeddings", **document(EmbeddingRequest, EmbeddingList))
 async def create_embeddings(http: Request) -> JSONResponse:
-    """Where each text lies in the model's space: the last token's state, at length 1."""
+    """The embedding of each text: the hidden state of its last token, normalized to length 1."""
     state = get_state(http)
     body = await read_body(http, EmbeddingRequest, state)
     model = state.check_model(body.model)
@@ -141,7 +141,7 @@ async def _embed(body: EmbeddingRequest, model: str, requests: list[EngineReques
     state = get_state(http)
     found: dict[int, np.ndarray] = {}
     total = 0
-    for start in range(0, len(requests), state.max_sequences):  # a large body holds no more of the queue than others
+    for start in range(0, len(requests), state.max_sequences):  # so a large body takes no more of the queue than others
         part = requests[start : start + state.max_sequences]
         generation = Generation(state, part, http, operation="embeddings")
         async for position, output in generation.outputs():
@@ -170,5 +170,5 @@ async def _embed(body: EmbeddingRequest, model: str, requests: list[EngineReques
 def _require_tokenizer(state: ServerState) -> Tokenizer:
     tokenizer = state.engine.tokenizer
     if tokenizer is None:
-        raise ApiError(400, "This server works on token ids only: it has no tokenizer.", code="no_tokenizer")
+        raise ApiError(400, "This server has no tokenizer: it takes token ids only.", code="no_tokenizer")
     return tokenizer

@@ -1,4 +1,4 @@
-"""Calls of tools and reasoning: what a request asks for, and what a model's text holds. Host text only."""
+"""Tool calls and reasoning: the tools of a request, and parsers of a model's text. Host only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Readers of one call each: they take text from where a call may begin until it ends or turns out to be none."""
+"""Incremental readers of a single call: each reads text until the call ends, or proves not to be a call."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from jaxserve.server.tools.marks import BLANKS
 from jaxserve.server.tools.pieces import CallArguments, CallStart, Piece
 
 _NAME, _OTHER = "name", "other"
-_ARGUMENTS = ("arguments", "parameters")  # families differ; the first that a call has is taken
+_ARGUMENTS = ("arguments", "parameters")  # model families differ; the first one in a call counts
 _KEY = "key"
-# What may follow, by state: character -> next state. A value begins with many characters, see `begins_value`.
+# Transitions by state: character -> next state. `begins_value` says which characters begin a value.
 _STEPS = {
     "open": {"{": "first key"},
     "first key": {'"': _KEY, "}": "end"},
@@ -26,15 +26,15 @@ _NAME_CHARACTERS = frozenset("_-.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJK
 
 
 class CallReader(Protocol):
-    """What the parser of an answer sees of a call."""
+    """A reader of one call, as the answer's parser uses it."""
 
-    started: bool  # it is a call: its name is known and its arguments have begun. Nothing takes that back.
-    ended: bool  # what follows does not belong to it
-    broken: bool  # it ended where its form does not end
-    raw: list[str]  # all of its text, while it is not started
+    started: bool  # it is certainly a call: its name is known and its arguments have begun
+    ended: bool  # the following text is not part of it
+    broken: bool  # it ended before its form was complete
+    raw: list[str]  # all its text until it is started
 
     def push(self, text: str, at: int, out: list[Piece]) -> int:
-        """Adds what is certain to `out`; returns the index behind the last character that belongs to the call."""
+        """Adds what is certain to `out`; returns the index after the last character of the call."""
         ...
 
 
@@ -44,10 +44,10 @@ def begins_name(character: str) -> bool:
 
 
 class JsonCallReader:
-    """Reads `{"name": "f", "arguments": {...}}`, with the keys in any order and others between them.
+    """Reads `{"name": "f", "arguments": {...}}`, with keys in any order, unknown ones included.
 
-    Arguments go out as they come once the name is known; before that they wait. Arguments that are a string with the
-    text of an object inside are taken too, at their end.
+    Arguments are passed on as they come once the name is known. Arguments given as a string that holds an object are
+    accepted too, when the string ends.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class JsonCallReader:
         self._index, self._make_id = index, make_id
         self._names, self._needs_arguments = names, needs_arguments
         self._state = "open"
-        self._role = _KEY  # of the value that the scanner is in
+        self._role = _KEY  # what the value being scanned is
         self._scanner: JsonScanner | None = None
-        self._value: list[str] = []  # of that value, where it is needed as a whole
+        self._value: list[str] = []  # parts of that value, if it is needed as a whole
         self._name: str | None = None
-        self._arguments: str | None = None  # as a whole, where they ended before the name was known
+        self._arguments: str | None = None  # complete, if they ended before the name was known
         self._has_arguments = False
 
     def push(self, text: str, at: int, out: list[Piece]) -> int:
@@ -88,7 +88,7 @@ class JsonCallReader:
         return at
 
     def _step(self, character: str, out: list[Piece]) -> int:
-        """Takes one character between values; returns 0 if it belongs to what comes next."""
+        """Reads one character between values; returns 0 if it was not consumed."""
         if character in BLANKS:
             return 1
         if self._state == "value" and begins_value(character):
@@ -172,7 +172,7 @@ class JsonCallReader:
 
 
 class NamedCallReader:
-    """Reads `f{...}`, `f[ARGS]{...}` and `f[CALL_ID]x[ARGS]{...}`, as newer models of Mistral write calls."""
+    """Reads `f{...}`, `f[ARGS]{...}` and `f[CALL_ID]x[ARGS]{...}`, the calls of newer Mistral models."""
 
     def __init__(self, index: int, make_id: Callable[[], str], raw: list[str]) -> None:
         self.started = self.ended = self.broken = False
@@ -198,7 +198,7 @@ class NamedCallReader:
         return at
 
     def _step(self, character: str, out: list[Piece]) -> int:
-        """Takes one character before the arguments; returns 0 if it belongs to what comes next."""
+        """Reads one character before the arguments; returns 0 if it was not consumed."""
         if self._tag or (character == "[" and self._reads != "arguments"):
             return self._step_in_tag(self._tag + character)
         if character == "{" and self._reads != "id":
@@ -230,7 +230,7 @@ class NamedCallReader:
 
 
 def _decode(text: str) -> str | None:
-    """Returns what a JSON string says, None if it is not valid or no UTF-8 could hold it."""
+    """Returns the value of a JSON string; None if it is invalid or cannot be encoded as UTF-8."""
     try:
         value = json.loads(text)
         value.encode()
@@ -240,7 +240,7 @@ def _decode(text: str) -> str | None:
 
 
 def _read_arguments(text: str) -> str | None:
-    """Returns arguments that came before their name, or not as an object; None if they are none."""
+    """Returns arguments that came before the name or in another form, as an object; None if they are invalid."""
     if text == "null":
         return "{}"
     if not text.startswith('"'):

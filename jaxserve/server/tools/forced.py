@@ -1,4 +1,4 @@
-"""Answers that a grammar forced to be calls, see `ToolSet.structured_outputs`."""
+"""Parsers of answers that a grammar forces to be calls; see `ToolSet.structured_outputs`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxserve.server.tools.pieces import CallArguments, CallStart, Piece, ToolPa
 
 
 class ForcedCall:
-    """Takes the whole answer as the arguments of one function."""
+    """Reads the whole answer as the arguments of one function."""
 
     def __init__(self, name: str, make_id: Callable[[], str] = make_call_id) -> None:
         self._name, self._make_id = name, make_id
@@ -30,5 +30,5 @@ class ForcedCall:
 
 
 def make_forced_parser(name: str | None, make_id: Callable[[], str] = make_call_id) -> ToolParser:
-    """Returns the parser of an answer that calls the named function, or any functions in an array."""
+    """Returns the parser for a call of the named function or, without a name, for an array of calls."""
     return CallTextParser(replace(FORCED_ARRAY, make_id=make_id)) if name is None else ForcedCall(name, make_id)

@@ -1,4 +1,4 @@
-"""How families of models write calls into their text, as data, and the one parser that reads all of them."""
+"""The formats in which model families write calls, as data, and one parser for all of them."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from jaxserve.server.tools.pieces import (
     merge_pieces,
 )
 
-_TEXT, _CALL, _BARE = "text", "call", "bare call"  # a bare one has no mark in front
+_TEXT, _CALL, _BARE = "text", "call", "bare call"  # a bare call has no opener
 _MARK = "mark"  # inside what may become the opener
 
 
 @dataclass(frozen=True)
 class CallFormat:
-    """What stands around the calls of an answer.
+    """The text around the calls of an answer.
 
-    `leads` are the states between text and call: each maps the words that may come next, blanks aside, to the state
-    behind them. The first character of an opener occurs in no word but at its begin, so where a word fails, an opener
-    cannot have begun inside it.
+    `leads` are the states between text and call. Each maps the words that may come next, after any blanks, to the next
+    state. The first character of an opener occurs only at the beginning of words, so when a word fails to match, no
+    opener has begun inside it.
     """
 
     leads: Mapping[str, Mapping[str, str]]
     opener: str | None = None  # begins calls anywhere in text
-    start: str = _TEXT  # state at the begin of the answer
-    has_named_calls: bool = False  # behind the opener may stand `f{...}`
-    needs_arguments: bool = False  # an object without arguments is no call
+    start: str = _TEXT  # state at the beginning of the answer
+    has_named_calls: bool = False  # `f{...}` may follow the opener
+    needs_arguments: bool = False  # an object without arguments is not a call
     make_id: Callable[[], str] = make_call_id
 
 
@@ -79,21 +79,21 @@ FORCED_ARRAY = CallFormat(  # what `ToolSet.structured_outputs` makes of tool_ch
 class CallTextParser:
     """Separates calls from text as it comes.
 
-    What is no call comes out as content, unchanged; blanks beside calls belong to their marks. An object that has only
-    begun when the text ends is a call if its name and the begin of its arguments are there.
+    Other text is content, unchanged; blanks next to calls are dropped. An object that is incomplete when the text ends
+    is a call if it has its name and the beginning of its arguments.
 
     Args:
-        form: what to look for.
-        names: the functions there are; an unmarked object must name one of them.
+        form: the format of the calls.
+        names: the known functions; an object without an opener must name one of them.
     """
 
     def __init__(self, form: CallFormat, names: Collection[str] | None = None) -> None:
         self._form, self._names = form, names
         self._state = form.start
         self._reader: CallReader | None = None
-        self._partial = ""  # of a word in a lead
-        self._raw: list[str] = []  # of a lead, in case no call follows
-        self._blanks: list[str] = []  # at the end of the content: part of it only if more content follows
+        self._partial = ""  # the beginning of a word in a lead
+        self._raw: list[str] = []  # text of a lead, which is content if no call follows
+        self._blanks: list[str] = []  # at the end of the content; they belong to it only if more content follows
         self._after_call = False
         self._num_calls = 0
         self._out: list[Piece] = []
@@ -115,7 +115,7 @@ class CallTextParser:
                 self._after_call = True
             else:
                 self._say("".join(self._reader.raw))
-        elif self._state not in (_TEXT, "after", "next"):  # those two are the rest of an envelope that was cut off
+        elif self._state not in (_TEXT, "after", "next"):  # those two are an envelope that was cut off
             self._say("".join(self._raw) + self._partial)
         if self._blanks and not self._after_call:
             self._out.append(Content("".join(self._blanks)))
@@ -178,7 +178,7 @@ class CallTextParser:
         return at + 1
 
     def _leave_lead(self, character: str) -> None:
-        """No word of the state goes on with this character."""
+        """Ends a lead in which no word matches this character."""
         if self._state == "open" and not self._partial and self._form.has_named_calls and begins_name(character):
             self._reader = NamedCallReader(self._num_calls, self._form.make_id, self._raw)
             return

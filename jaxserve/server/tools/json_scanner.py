@@ -1,4 +1,4 @@
-"""Where a JSON value ends, in text that comes in pieces."""
+"""Finds the end of a JSON value in text that comes in pieces."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ def begins_value(character: str) -> bool:
 
 
 class JsonScanner:
-    """Looks at each character once and keeps three numbers, whatever the size of the value.
+    """Finds the end of a JSON value in constant memory, one pass over its text.
 
-    It finds the end and does not validate: what a model writes between the brackets is passed on as it is.
+    It does not validate: what a model writes between the brackets is passed on unchanged.
     """
 
     __slots__ = ("_begun", "_depth", "_escaped", "_in_string", "done")
@@ -25,16 +25,16 @@ class JsonScanner:
         self._depth = 0
 
     def push(self, text: str, at: int = 0) -> int:
-        """Returns the index behind the last character of `text[at:]` that belongs to the value, and sets `done`.
+        """Returns the index after the last character of `text[at:]` that belongs to the value, and sets `done`.
 
-        The first character ever pushed must be one that begins a value.
+        The first character pushed must be one that begins a value.
         """
         for index in range(at, len(text)):
             character = text[index]
             if self._in_string:
                 self._step_in_string(character)
             elif self._depth == 0 and self._begun:
-                if character not in _SCALAR:  # a number or a word ends where something else begins
+                if character not in _SCALAR:  # any other character ends a number or a word
                     self.done = True
                     return index
             elif character == '"':

@@ -6,7 +6,7 @@ BLANKS = " \t\n\r"
 
 
 def count_overlap(text: str, at: int, mark: str) -> int:
-    """Returns how many characters at the end of `text[at:]` may be the begin of the mark.
+    """Returns how many characters at the end of `text[at:]` may be the beginning of the mark.
 
     The mark's first character must occur in it once.
     """

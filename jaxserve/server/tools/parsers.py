@@ -1,8 +1,8 @@
-"""From the names of parsers to what reads an answer.
+"""Makes the parser of an answer from the names of its parts.
 
-Marks of calls and of reasoning are special tokens in some checkpoints, so the text that these parsers get must show
-special tokens (`needs_special_tokens`). The token that stopped a sequence is never part of its text, so no parser looks
-for one; any other special token that a model writes outside its calls is content.
+Marks of calls and of reasoning are special tokens in some checkpoints, so the text for these parsers must include
+special tokens (`needs_special_tokens`). The token that stopped a sequence is never part of its text. Any other special
+token outside of calls is content.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from jaxserve.server.tools.reasoning import ReasoningParser, find_inside
 from jaxserve.server.tools.spec import ToolSet
 
 TOOL_PARSERS: Mapping[str, CallFormat] = {"hermes": HERMES, "llama3_json": LLAMA3_JSON, "mistral": MISTRAL}
-REASONING_PARSERS: Mapping[str, bool] = {  # name -> whether the text starts inside, where the prompt does not say
+REASONING_PARSERS: Mapping[str, bool] = {  # name -> whether text begins inside reasoning, unless the prompt says
     "deepseek_r1": True,
     "qwen3": False,
 }
 
 
 class AnswerParser:
-    """Reads one answer of a model: reasoning first, then content and calls. Without parsers all text is content."""
+    """Reads one answer: reasoning first, then content and calls. Without parsers all text is content."""
 
     def __init__(
         self,
@@ -43,13 +43,13 @@ class AnswerParser:
         return self._saw_calls
 
     def push(self, text: str) -> list[Piece]:
-        """Takes the next text; returns what is certain by now."""
+        """Reads more text; returns what is certain so far."""
         if self._reasoning is None:
             return self._read_content(text)
         return self._read_pieces(self._reasoning.push(text))
 
     def finish(self) -> list[Piece]:
-        """Returns what was held back, now that no more text comes."""
+        """Returns what was held back, at the end of the text."""
         pieces = self._read_pieces(self._reasoning.finish()) if self._reasoning is not None else []
         return pieces + self._keep(self._tools.finish()) if self._tools is not None else pieces
 
@@ -65,10 +65,10 @@ class AnswerParser:
         return [Content(text)] if text else []
 
     def _keep(self, pieces: list[Piece]) -> list[Piece]:
-        """Drops calls beyond those allowed."""
+        """Drops calls beyond the allowed number."""
         most = self._max_calls
         kept = [p for p in pieces if most is None or not isinstance(p, CallStart | CallArguments) or p.index < most]
-        if self._is_forced:  # what is no call is the cut-off beginning of one
+        if self._is_forced:  # other text is the cut-off beginning of a call
             kept = [piece for piece in kept if not isinstance(piece, Content)]
         self._saw_calls = self._saw_calls or any(isinstance(piece, CallStart) for piece in kept)
         return kept
@@ -84,19 +84,18 @@ def make_answer_parser(
 ) -> AnswerParser:
     """Returns a parser for one answer.
 
-    Calls are looked for only where the request has tools and leaves the model free (`tool_choice` "auto"), or forces
-    them. A grammar shapes an answer from its first token, so a forced answer has no reasoning.
+    It reads calls only if the request has tools and either forces calls or leaves the choice to the model
+    (`tool_choice` "auto"). A grammar applies from the first token, so a forced answer has no reasoning.
 
     Args:
-        tool_parser: of `TOOL_PARSERS`.
-        reasoning_parser: of `REASONING_PARSERS`.
-        toolset: the tools of the request. With `parallel=False` calls behind the first are dropped.
-        prompt: the text that the answer continues: whether it ends with a mark of reasoning counts for more than what
-            is usual with that parser.
-        is_constrained: a grammar of the request's own shapes the answer.
+        tool_parser: a name in `TOOL_PARSERS`.
+        reasoning_parser: a name in `REASONING_PARSERS`.
+        toolset: the tools of the request. With `parallel=False` calls after the first are dropped.
+        prompt: the text that the answer continues. A mark of reasoning at its end overrides the parser's default.
+        is_constrained: the request's own grammar constrains the answer.
 
     Raises:
-        ConfigError: there is no parser of that name.
+        ConfigError: there is no parser with that name.
     """
     form = _find("tool_call_parser", TOOL_PARSERS, tool_parser)
     starts_inside = _find("reasoning_parser", REASONING_PARSERS, reasoning_parser)
@@ -115,16 +114,16 @@ def make_answer_parser(
 
 
 def needs_special_tokens(name: str | None) -> bool:
-    """Returns whether text for this parser, of calls or of reasoning, must show special tokens: all have such marks."""
+    """Whether text for this parser, of calls or reasoning, must include special tokens: all parsers need them."""
     return name in TOOL_PARSERS or name in REASONING_PARSERS
 
 
 def guess_tool_parser(chat_template: str | None) -> str | None:
-    """Returns the parser for the calls that a chat template writes, None if it writes none or another form."""
+    """Returns the parser for the calls in a chat template; None if it has none, or an unknown format."""
     template = chat_template or ""
     if "[TOOL_CALLS]" in template:
         return "mistral"
-    if "<tool_call>" in template:  # some families write XML between the same marks
+    if "<tool_call>" in template:  # some families put XML between the same marks
         return None if "<function=" in template or "<arg_key>" in template else "hermes"
     if ("<|python_tag|>" in template or "ipython" in template) and "parameters" in template:
         return "llama3_json"

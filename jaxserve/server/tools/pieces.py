@@ -1,4 +1,4 @@
-"""What an answer is made of, and what reads it from a model's text."""
+"""The pieces of an answer, and the parser protocol that yields them."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Reasoning:
 class CallStart:
     """A call of a function; its arguments follow."""
 
-    index: int  # of the call in this answer, from 0
+    index: int  # the call's position in the answer, from 0
     call_id: str
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """The next part of a call's arguments: together they are the JSON text of one object."""
+    """The next part of a call's arguments. Together the parts are the JSON text of one object."""
 
     index: int
     text: str
@@ -44,20 +44,20 @@ Piece = Content | Reasoning | CallStart | CallArguments
 
 
 class ToolParser(Protocol):
-    """Reads one answer. How its text is cut into pushes changes nothing but how the pieces are cut."""
+    """Reads one answer. How its text is divided among pushes only changes how the pieces are divided."""
 
     def push(self, text: str) -> list[Piece]:
-        """Takes the next text; returns what is certain by now."""
+        """Reads more text; returns what is certain so far."""
         ...
 
     def finish(self) -> list[Piece]:
-        """Returns what was held back, now that no more text comes."""
+        """Returns what was held back, at the end of the text."""
         ...
 
 
 def merge_pieces(pieces: list[Piece]) -> list[Piece]:
-    """Returns the pieces with neighbours of one kind joined; none has empty text."""
-    if len(pieces) < 2:  # nearly always
+    """Returns the pieces with adjacent ones of a kind joined."""
+    if len(pieces) < 2:  # the usual case
         return pieces
     merged: list[Piece] = []
     for (kind, index), group in itertools.groupby(pieces, key=lambda piece: (type(piece), getattr(piece, "index", 0))):
@@ -70,10 +70,10 @@ def merge_pieces(pieces: list[Piece]) -> list[Piece]:
 
 
 def make_call_id() -> str:
-    """Returns an id as OpenAI's look."""
+    """Returns an id in OpenAI's format."""
     return "call_" + secrets.token_hex(12)
 
 
 def make_short_call_id() -> str:
-    """Returns an id of nine letters and digits: Mistral's templates refuse every other form."""
+    """Returns an id of nine letters and digits, the only form that Mistral's templates accept."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))

@@ -1,4 +1,4 @@
-"""What a model writes for itself before its answer: `<think>` ... `</think>`."""
+"""A model's reasoning before its answer: `<think>` ... `</think>`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _OPEN, _CLOSE = "<think>", "</think>"
 
 
 def find_inside(prompt: str) -> bool | None:
-    """Returns whether a prompt ends inside reasoning (True) or right behind it (False); None if it does not say."""
+    """Returns whether a prompt ends inside reasoning (True) or just after it (False); None if with neither mark."""
     end = prompt[-100:].rstrip(BLANKS)
     if end.endswith(_OPEN):
         return True
@@ -17,24 +17,24 @@ def find_inside(prompt: str) -> bool | None:
 
 
 class ReasoningParser:
-    """Separates reasoning from the answer as they come; blanks beside the marks belong to the marks.
+    """Separates reasoning from the answer as the text comes. Blanks next to the marks are dropped.
 
-    The first mark counts only at the begin of the text. Behind the second one everything is content, and without it
+    The opening mark counts only at the beginning of the text. Everything after the closing mark is content; without it
     everything is reasoning.
 
     Args:
-        starts_inside: the prompt ends with the first mark, so that the text may begin without it.
+        starts_inside: the prompt ends with the opening mark, so the text may begin without it.
     """
 
     def __init__(self, *, starts_inside: bool) -> None:
         self._starts_inside = starts_inside
-        self._state = "begin"  # then "gap" behind the first mark, "inside", "behind" the second one, "content"
-        self._blanks: list[str] = []  # which may turn out to stand beside a mark
-        self._partial = ""  # of a mark
+        self._state = "begin"  # then "gap" after the opening mark, "inside", "behind" the closing mark, "content"
+        self._blanks: list[str] = []  # they may turn out to be next to a mark
+        self._partial = ""  # the beginning of a mark
         self._out: list[Piece] = []
 
     def push(self, text: str) -> list[Piece]:
-        """Takes the next text; returns what is certain by now."""
+        """Reads more text; returns what is certain so far."""
         at = 0
         while at < len(text) and self._state != "content":
             if self._state == "begin":
@@ -49,7 +49,7 @@ class ReasoningParser:
         return self._flush()
 
     def finish(self) -> list[Piece]:
-        """Returns what was held back, now that no more text comes."""
+        """Returns what was held back, at the end of the text."""
         held = "".join(self._blanks) + self._partial
         if self._state == "inside":
             self._add(Reasoning, held)
@@ -83,7 +83,7 @@ class ReasoningParser:
         return at + 1
 
     def _leave_begin(self) -> None:
-        """The text does not begin with the mark."""
+        """Handles a text that does not begin with the opening mark."""
         held, self._partial = self._partial, ""
         if not self._starts_inside:
             self._add(Content, "".join(self._blanks) + held)

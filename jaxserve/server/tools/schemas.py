@@ -1,4 +1,4 @@
-"""JSON Schemas inside other schemas."""
+"""Embedding JSON Schemas in other schemas."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 from jaxserve.errors import InvalidRequestError, shorten
 
 _MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})  # name -> schema
-_DATA = frozenset({"const", "enum", "default", "examples"})  # values, which may look like schemas
-_DOCUMENT = ("$schema", "$id")  # what only the root of a document has
+_DATA = frozenset({"const", "enum", "default", "examples"})  # their values are data, even if they look like schemas
+_DOCUMENT = ("$schema", "$id")  # only the root of a document has these
 
 
 def move_schema(schema: dict[str, Any], place: str, field: str) -> dict[str, Any]:
-    """Returns a schema whose references hold when it stands at `place` ("#/$defs/x") of another document.
+    """Returns a schema whose references stay valid when it is moved to `place` ("#/$defs/x") of another document.
 
-    A reference names a path from the root ("#/$defs/y", "#/definitions/y/items", or "#", the root itself), so the place
-    goes in front of it, and definitions stay where they are.
+    A reference is a path from the root ("#/$defs/y", "#/definitions/y/items", or "#", the root itself), so `place` is
+    put in front of it. Definitions stay where they are.
 
     Raises:
-        InvalidRequestError: a reference names an anchor, or a part has an id of its own; `field` is where.
+        InvalidRequestError: a reference names an anchor, or a part has its own id; `field` says where.
     """
     return _move({key: value for key, value in schema.items() if key not in _DOCUMENT}, place, field)
 

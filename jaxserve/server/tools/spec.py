@@ -1,4 +1,4 @@
-"""The tools of a request: what the model may call, and whether it has to."""
+"""The tools of a request: what the model may or must call."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Tool:
 
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None  # JSON Schema of its arguments; None: it has none
+    parameters: dict[str, Any] | None = None  # JSON Schema of its arguments; None: it takes none
 
     @property
     def arguments_schema(self) -> dict[str, Any]:
-        """The schema that its arguments must match: always an object."""
+        """The schema of its arguments, always of an object."""
         if not self.parameters:
             return {"type": "object", "properties": {}, "additionalProperties": False}
         return self.parameters if "type" in self.parameters else {"type": "object", **self.parameters}
@@ -37,12 +37,12 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolSet:
-    """The tools of one request and how they may be used, valid as a whole."""
+    """The tools of one request, validated, and how they may be used."""
 
     tools: tuple[Tool, ...]
     choice: Literal["auto", "none", "required", "named"] = "auto"
     named: str | None = None  # with choice "named"
-    parallel: bool = True  # one answer may hold several calls
+    parallel: bool = True  # one answer may have several calls
     names: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -50,11 +50,11 @@ class ToolSet:
 
     @property
     def is_forced(self) -> bool:
-        """Whether the answer must be a call, so that a grammar shapes all of it."""
+        """Whether the answer must be a call; a grammar then constrains all of it."""
         return self.choice in ("required", "named")
 
     def describe(self) -> list[dict[str, Any]] | None:
-        """Returns the tools as chat templates expect them; None with choice "none", where the model sees none."""
+        """Returns the tools in the form that chat templates expect; None with choice "none"."""
         if self.choice == "none":
             return None
         described = []
@@ -67,13 +67,13 @@ class ToolSet:
         return described
 
     def structured_outputs(self) -> StructuredOutputsParams | None:
-        """Returns the form of a forced answer, None where the model is free.
+        """Returns the structured output of a forced answer; None if the model may choose.
 
         A named function's answer is the object of its arguments. A required call's answer is an array of objects with
         `name` and `parameters`.
 
         Raises:
-            InvalidRequestError: the schemas are too large, too deep, or refer to what cannot be found.
+            InvalidRequestError: the schemas are too large or too deep, or have unresolved references.
         """
         if not self.is_forced:
             return None
@@ -83,7 +83,7 @@ class ToolSet:
         else:
             schema, where = self._make_array_schema(), "tools"
         try:
-            # Blanks between the tokens of JSON are a loop that weak models do not leave.
+            # Weak models may generate blanks between JSON tokens endlessly.
             return StructuredOutputsParams(json=schema, disable_any_whitespace=True)
         except InvalidRequestError as error:
             reason = str(error).removeprefix(f"{error.field}: ")
@@ -116,13 +116,12 @@ def read_tools(
     """Returns the tools of a request, None if it has none.
 
     Args:
-        tools: as OpenAI's chat API takes them. `strict` is refused with "auto": forced calls always match their schema,
-            those are the model's own.
+        tools: objects of OpenAI's chat API. `strict` is refused with "auto", where no grammar constrains the calls.
         tool_choice: "auto" (the default), "none", "required", or a function by name.
         parallel: the request's `parallel_tool_calls`.
 
     Raises:
-        InvalidRequestError: names the part that is malformed, unknown or missing.
+        InvalidRequestError: names the malformed, unknown or missing part.
     """
     if not tools:
         if tool_choice not in (None, "none"):
@@ -135,7 +134,7 @@ def read_tools(
     for at, entry in enumerate(tools):
         tool = _read_tool(entry, f"tools[{at}]")
         if tool.name in known:
-            message = f"{tool.name!r} is the name of another tool too; each needs its own"
+            message = f"{tool.name!r} is also the name of another tool; names must be unique"
             raise InvalidRequestError(message, field=f"tools[{at}].function.name", value=tool.name)
         known[tool.name] = tool
     choice, named = _read_choice(tool_choice, known)
@@ -145,10 +144,10 @@ def read_tools(
 
 
 def _refuse_strict(tools: Sequence[Mapping[str, Any]]) -> None:
-    """Refuses to promise what only a grammar could keep, where the model writes its calls freely."""
+    """Refuses `strict` where no grammar constrains the calls."""
     for at, entry in enumerate(tools):
         if entry["function"].get("strict"):
-            message = "true needs tool_choice required or a function's name, where a grammar keeps it; or leave it out"
+            message = "true needs tool_choice required or a function's name; leave it out otherwise"
             raise InvalidRequestError(message, field=f"tools[{at}].function.strict", value=True)
 
 
@@ -176,7 +175,7 @@ def _read_parameters(parameters: Any, where: str) -> dict[str, Any] | None:
         raise InvalidRequestError(message, field=where, value=parameters)
     copied: dict[str, Any] = copy_json(parameters, where)
     if copied.get("type", "object") != "object":
-        message = f"must be 'object', as arguments are, got {shorten(copied['type'])}"
+        message = f"must be 'object', got {shorten(copied['type'])}"
         raise InvalidRequestError(message, field=f"{where}.type", value=copied["type"])
     return copied
 
