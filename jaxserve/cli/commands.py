@@ -100,7 +100,9 @@ def plan(args: argparse.Namespace) -> None:
 
     config = EngineConfig.from_options(**_read_engine_options(args))
     model = resolve_model(config, locate_model(config.model, need_weights=False))
-    from jaxserve.runtime.memory_report import print_plan  # imports JAX, after `resolve_model` has explained a broken one
+    from jaxserve.runtime.memory_report import (
+        print_plan,
+    )  # imports JAX; `locate_model` explains a broken one
 
     print_plan(config, model, args.device)
 
