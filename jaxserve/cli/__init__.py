@@ -17,11 +17,11 @@ from jaxserve.options import list_options
 
 __all__ = ["main"]
 
-_TEMPLATE_HELP = "file with the Jinja template to take in place of the tokenizer's own"
+_TEMPLATE_HELP = "file with a Jinja template to use in place of the tokenizer's"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit status. Errors that a user can mend are one line on standard error."""
+    """Runs one command; returns the exit status. Errors that a user can fix are one line on standard error."""
     parser = _make_parser()
     args = parser.parse_args(argv)
     if args.run is None:
@@ -66,7 +66,7 @@ def _make_parser() -> argparse.ArgumentParser:
 def _add_command(
     group: Any, name: str, run: Callable[[argparse.Namespace], int | None], text: str, words: str = "[MODEL]"
 ) -> argparse.ArgumentParser:
-    usage = f"jaxserve {name} {words} [options]"  # argparse would list every flag, above each error
+    usage = f"jaxserve {name} {words} [options]"  # argparse would list every flag above each error
     command = group.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", usage=usage)
     command.set_defaults(run=run)
     if words.startswith("[MODEL]") and "PROMPT" not in words:
@@ -93,7 +93,7 @@ def _add_run_batch(group: Any, config: type) -> None:
         "--output-file",
         required=True,
         metavar="FILE",
-        help="answers, in the order in which they are finished; what it holds already is not asked again",
+        help="answers, in the order in which they finish; requests that it already answers are not run again",
     )
     command.add_argument(
         "--max-concurrent", type=int, metavar="INT", help="requests at once (default: 4 for each row of the batch)"

@@ -1,4 +1,4 @@
-"""`jaxserve chat`: a conversation in a terminal, or of lines on standard input."""
+"""`jaxserve chat`: a conversation in a terminal, or with the lines of standard input."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 _COMMANDS = {
     "/help": "list the commands",
     "/clear": "forget the conversation, but not the system message",
-    "/exit": "end, as /quit, Ctrl-D and Ctrl-C at the prompt do",
+    "/exit": "end the conversation, like /quit, Ctrl-D, and Ctrl-C at the prompt",
 }
-_COMMAND = re.compile(r"/[A-Za-z]*")  # as the whole first word; a path is none
+_COMMAND = re.compile(r"/[A-Za-z]*")  # the whole first word; a path does not match
 
 
 class Chat:
@@ -31,20 +31,20 @@ class Chat:
     ) -> None:
         self._llm, self._params, self._chat_template = llm, params, chat_template
         self._system = [{"role": "system", "content": system}] if system else []
-        self._turns: list[dict[str, str]] = []  # of the user and of the model by turns
+        self._turns: list[dict[str, str]] = []  # messages of user and model, alternating
 
     def run(self) -> None:
-        """Talks until the input ends; Ctrl-C at the prompt raises KeyboardInterrupt.
+        """Runs the conversation until the input ends; Ctrl-C at the prompt raises KeyboardInterrupt.
 
         Raises:
             EngineStoppedError: the engine has failed.
         """
         if sys.stdin.isatty():
             with contextlib.suppress(ImportError):
-                import readline  # noqa: F401  # input() lets lines be edited and repeated from then on
+                import readline  # noqa: F401  # gives input() editing and history
             _say("/help lists the commands. Ctrl-C stops an answer, Ctrl-D ends.")
         with asyncio.Runner() as runner:
-            while (text := _ask()) is not None:  # outside of the loop, which would keep Ctrl-C from ending the wait
+            while (text := _ask()) is not None:  # outside the event loop, where Ctrl-C ends the wait
                 word = text.split(maxsplit=1)[0]
                 if not _COMMAND.fullmatch(word) or text[0].isspace():
                     self._take_turn(runner, text.strip())
@@ -64,7 +64,7 @@ class Chat:
             _say(f"{command} is not a command; known are {', '.join(_COMMANDS)}. A message may begin with a blank.")
 
     def _take_turn(self, runner: asyncio.Runner, text: str) -> None:
-        """Answers a message. One that cannot be answered, or was stopped before its answer began, is forgotten."""
+        """Answers a message. A message without any answer, failed or stopped, is forgotten."""
         self._turns.append({"role": "user", "content": text})
         answer: list[str] = []
         try:
@@ -79,7 +79,7 @@ class Chat:
             self._turns.pop()
 
     async def _answer(self, pieces: list[str]) -> None:
-        """Prints the answer to the last message as it is generated, and keeps its pieces; Ctrl-C ends it."""
+        """Prints the answer to the last message as it is generated, and appends it to `pieces`; Ctrl-C ends it."""
         note = ""
         try:
             async with aclosing(self._llm.stream([self._make_request()])) as outputs:
@@ -91,7 +91,7 @@ class Chat:
                         print(piece, end="", flush=True)
                     if output.outputs[0].finish_reason == "length":
                         note = "(cut off: the answer is as long as --max-tokens or the context allows)"
-        except asyncio.CancelledError:  # Ctrl-C, as the runner puts it; leaving the stream has aborted the request
+        except asyncio.CancelledError:  # Ctrl-C; leaving the stream has aborted the request
             note = "(stopped)"
         finally:
             if pieces and not pieces[-1].endswith("\n"):
@@ -100,7 +100,7 @@ class Chat:
             _say(note)
 
     def _make_request(self) -> Request:
-        """Returns the request for the next answer; where it leaves no room for one, the oldest turns are dropped."""
+        """Returns the request for the next answer; drops the oldest turns until an answer fits."""
         limit = self._llm.max_model_len
         room = min(self._params.max_tokens or limit, limit // 2)
         num_dropped = 0
@@ -118,7 +118,7 @@ class Chat:
 
 
 def _ask() -> str | None:
-    """Reads the user's next message; None at the end of input."""
+    """Returns the user's next message, None at the end of input."""
     shows_prompt = sys.stdin.isatty()
     try:
         while not (text := input("you> " if shows_prompt else "")).strip():
@@ -134,6 +134,6 @@ def _ask() -> str | None:
 
 
 def _say(text: str) -> None:
-    """Says something that is not the model's."""
+    """Prints a notice, dimmed in a terminal, to standard error."""
     is_terminal = sys.stderr.isatty()
     print(f"\x1b[2m{text}\x1b[0m" if is_terminal else text, file=sys.stderr, flush=True)

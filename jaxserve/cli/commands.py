@@ -1,4 +1,4 @@
-"""What each command does with its flags."""
+"""The commands: each takes its parsed flags and returns an exit status, None for 0."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxserve.cli.prompts import split_words
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError, TokenizerError
 
-BATCH_OPTIONS = (  # of the server that matter without a socket
+BATCH_OPTIONS = (  # the server's options that matter without a socket
     "served_model_name",
     "chat_template",
     "allow_request_chat_template",
@@ -24,7 +24,7 @@ BATCH_OPTIONS = (  # of the server that matter without a socket
 
 
 def serve(args: argparse.Namespace) -> int:
-    """`jaxserve serve`: the log says why it fails."""
+    """`jaxserve serve`; the log explains failures."""
     from jaxserve.server.launch import serve as run
     from jaxserve.server.options import ServerConfig
 
@@ -64,7 +64,7 @@ def chat(args: argparse.Namespace) -> None:
     from jaxserve import AsyncLLM, OutputKind
     from jaxserve.cli.chat import Chat
 
-    options = {"compile": "used"} | _read_engine_options(args)  # one person waits, and for few programs
+    options = {"compile": "used"} | _read_engine_options(args)  # a user waits for few programs instead of all
     template = _read_template(args)
     _require_tokenizer(options, needs_template=template is None)
     llm = AsyncLLM(**options)
@@ -100,7 +100,9 @@ def plan(args: argparse.Namespace) -> None:
 
     config = EngineConfig.from_options(**_read_engine_options(args))
     model = resolve_model(config, locate_model(config.model, need_weights=False))
-    from jaxserve.runtime.memory_report import print_plan  # needs JAX, which may be broken: that is said above
+    from jaxserve.runtime.memory_report import (
+        print_plan,
+    )  # imports JAX; `locate_model` explains a broken one
 
     print_plan(config, model, args.device)
 
@@ -116,8 +118,8 @@ def doctor(args: argparse.Namespace) -> int:
 
 
 def _read_engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns what flags, file and the first argument say of the engine's options."""
-    if args.served is not None:  # the model without its flag
+    """Returns the engine's options from flags, config file and first argument."""
+    if args.served is not None:  # the model, given without its flag
         if args.model is not None:
             raise ConfigError(f"given twice, also as {args.served!r}", field="model", value=args.model)
         args.model = args.served
@@ -131,10 +133,10 @@ def _read_template(args: argparse.Namespace) -> str | None:
 
 
 def _require_tokenizer(options: dict[str, Any], *, needs_template: bool) -> None:
-    """Refuses texts for a model without a tokenizer, and messages for one without a template, before it compiles.
+    """Checks, before anything is compiled, that the model has a tokenizer and, if needed, a chat template.
 
     Raises:
-        TokenizerError: says which is missing.
+        TokenizerError: one of them is missing.
         ConfigError: an option is wrong, or there is no such model.
     """
     from jaxserve.engine.build import locate_model
@@ -142,12 +144,12 @@ def _require_tokenizer(options: dict[str, Any], *, needs_template: bool) -> None
 
     config = EngineConfig.from_options(**options).model
     if config.skip_tokenizer_init:
-        message = "this command takes text, which needs a tokenizer; leave skip_tokenizer_init out"
+        message = "this command takes text, which needs a tokenizer; omit skip_tokenizer_init"
         raise TokenizerError(message, field="skip_tokenizer_init", value=True)
     files = locate_model(config)
     path = files.path if config.tokenizer is None else Path(config.tokenizer)
     if path is None:
-        message = f"{config.model!r} is a preset, which has none; give the directory of one with --tokenizer"
+        message = f"the preset {config.model!r} has none; give a tokenizer's directory with --tokenizer"
         raise TokenizerError(message, field="tokenizer")
     if needs_template and read_metadata(path if path.is_dir() else path.parent).chat_template is None:
         message = f"the tokenizer in {path} has none; give one with --chat-template FILE"

@@ -1,4 +1,4 @@
-"""The parser of commands, and what their flags say as options."""
+"""The parser of commands, and the options in their flags."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _SAMPLING_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose commands refuse what they do not know themselves: by the nearest name, under their own usage."""
+    """A parser whose commands refuse unknown arguments under their own usage, and suggest the nearest flag."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parses like the base class, but leaves nothing unknown."""
+        """Parses like the base class, but unknown arguments are errors."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self._refuse(unknown)
@@ -46,19 +46,19 @@ class Parser(argparse.ArgumentParser):
         elif near := difflib.get_close_matches(name, ours, n=1):
             hint = f"did you mean {near[0]}?"
         else:
-            hint = f"`{self.prog} --help` lists all"
+            hint = f"`{self.prog} --help` lists all flags"
         self.error(f"there is no flag {name}; {hint}")
 
 
 def add_command_options(command: argparse.ArgumentParser, configs: Iterable[type]) -> None:
-    """Gives a command the flags of all options of some configs, and --config."""
+    """Adds --config and the flags of all options of `configs` to a command."""
     command.add_argument("--config", metavar="FILE", help="TOML file of options; flags win over it")
     add_options(command, configs)
 
 
 def add_sampling_flags(command: argparse.ArgumentParser, *, max_tokens: int) -> None:
-    """Adds the flags of the commonest sampling parameters."""
-    group = command.add_argument_group("sampling", "What is not given is as the model's generation_config.json says.")
+    """Adds the flags of the most common sampling parameters."""
+    group = command.add_argument_group("sampling", "Defaults are those of the model's generation_config.json.")
     for name, (convert, text) in _SAMPLING_FLAGS.items():
         note = f" (default: {max_tokens})" if name == "max_tokens" else ""
         group.add_argument(spell_flag(name), type=convert, metavar=convert.__name__.upper(), help=text + note)
@@ -68,12 +68,12 @@ def add_sampling_flags(command: argparse.ArgumentParser, *, max_tokens: int) -> 
 
 
 def read_flags(args: argparse.Namespace, config: type, names: Iterable[str] | None = None) -> dict[str, Any]:
-    """Returns what the flags say of a config's options, by the names that were given, and the file where they do not.
+    """Returns a config's options by the names that were used: from flags, else from the file of --config.
 
-    A file may hold the options of the engine and of the server: each command takes its own.
+    The file may hold the options of both engine and server.
 
     Args:
-        names: the only options that matter here; default: all.
+        names: the only options to read; default: all.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -99,14 +99,14 @@ def _list_names(config: type, names: Iterable[str] | None = None) -> dict[str, s
 
 
 def read_sampling_params(args: argparse.Namespace, defaults: GenerationDefaults) -> SamplingParams:
-    """Returns the model's defaults with what the flags say; InvalidRequestError names what cannot be.
+    """Returns the model's defaults, changed by the flags; InvalidRequestError names a bad value.
 
-    An answer is as long as --max-tokens says, else as the model does, else as the command does.
+    The longest answer is that of --max-tokens, else of the model, else of the command.
     """
     names = (*_SAMPLING_FLAGS, "stop", "ignore_eos")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     least = defaults.params.min_tokens
-    if "max_tokens" in given:  # a shorter answer than the model's defaults would have is no contradiction
+    if "max_tokens" in given:  # may be less than the model's min_tokens
         given["min_tokens"] = min(least, max(0, given["max_tokens"]))
     else:
         given["max_tokens"] = defaults.max_tokens or max(args.default_max_tokens, least)

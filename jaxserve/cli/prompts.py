@@ -1,4 +1,4 @@
-"""Which words of a command line are the model, and which are prompts."""
+"""Separates the model from the prompts in a command line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PATH = re.compile(r"(/|~/|\.\.?/)[^/\s]\S*")
 
 
 def looks_like_model(word: str) -> bool:
-    """Whether a word can be meant as a model: by name, by where it is, or by its form."""
+    """Whether a word may be a model: by its name, its form, or a checkpoint at that path."""
     if word == DEMO_MODEL or word in list_presets() or word.endswith(".gguf"):
         return True
     if _HUB_ID.fullmatch(word) or _PATH.fullmatch(word):
@@ -29,13 +29,13 @@ def looks_like_model(word: str) -> bool:
 
 
 def split_words(words: Sequence[str], model: str | None, stdin: TextIO) -> tuple[str | None, list[str]]:
-    """Returns the model that the words name, if they name one, and the prompts.
+    """Returns the model, if the words name one, and the prompts.
 
-    Standard input is read only where the words may leave the prompts to it, and never from a terminal behind a word.
+    Standard input is read only if no prompt is among the words, and from a terminal only if there are no words at all.
 
     Args:
-        words: the arguments of `generate` that are no flags.
-        model: what --model says; all words are prompts then.
+        words: the arguments of `generate` other than flags.
+        model: the value of --model; if given, all words are prompts.
 
     Raises:
         ConfigError: there is no prompt.
@@ -49,5 +49,7 @@ def split_words(words: Sequence[str], model: str | None, stdin: TextIO) -> tuple
     if words:
         return (words[0], prompts) if prompts else (None, list(words))
     if not prompts:
-        raise ConfigError("none is given; write one behind the flags, or one a line on standard input", field="prompts")
+        raise ConfigError(
+            "none is given; write one after the flags, or one per line on standard input", field="prompts"
+        )
     return None, prompts

@@ -1,6 +1,6 @@
 """The activations that Hugging Face transformers knows, by their names in config.json.
 
-Functions of float32 arrays. Those in LEARNED take parameters of their layer as well, one scalar each.
+Each maps a float32 array to one of the same shape. Those in LEARNED also take parameters of the layer, one scalar each.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LEARNED: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     "prelu": {"weight": (1,)},
     "xielu": {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()},
 }
-"""Activations with parameters: what a checkpoint calls these, in the order of the function's, and their shapes."""
+"""Activations with parameters: their names in a checkpoint, in the order of the function, and their shapes there."""
 
 
 def _gelu_exact(x: Wide) -> Wide:

@@ -19,14 +19,12 @@ from pallas_kernels.api import attend_with_update
 from pallas_kernels.spec import AttnLayer, AttnParams, BatchMeta, HeadParams
 
 QKNorm = Literal["shared", "per_head", "projection"]
-"""What a norm of q and k spans: each head with one weight [H] for all, each head with a weight of its own, or the
-whole projection."""
+"""What a norm of q and k spans: each head, with one weight [H] for all heads ("shared") or one each, or all heads."""
 
 
 @dataclass(frozen=True)
 class KVScales:
-    """Scales of 8-bit keys and values that a checkpoint brings: tensors of `shape` whose names follow `name`, with
-    {part} for k or v, below the layer's own."""
+    """A checkpoint's scales of 8-bit keys and values: tensors `name` below a layer's, where {part} is k or v."""
 
     name: str
     shape: tuple[int, ...]  # () or [1] for the whole layer, or one per KV head
@@ -34,7 +32,7 @@ class KVScales:
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """`num_kv_heads` counts heads as stored; each stands for 1 / `kv_repeats` of a head of the checkpoint.
+    """`num_kv_heads` counts stored heads: each KV head of the checkpoint is stored `kv_repeats` times.
 
     `qk_norm` applies before rotation. `scale` multiplies scores, `softcap` bounds them.
     """
@@ -62,8 +60,7 @@ def attend(
     """Returns the block's output and the pool with this step's K and V written.
 
     Parameters: `qkv` [D, K * (G + 2) * H] holds, per KV head, its G query heads, then K, then V; `o` is [N * H, D].
-    `q_norm` and `k_norm` as `config.qk_norm` says. `k_scale` and `v_scale` [K], where there are any, are those of 8-bit
-    pages.
+    Optional: `q_norm` and `k_norm`, in the shapes of `config.qk_norm`; `k_scale` and `v_scale` [K] of 8-bit pages.
     """
     tokens, group = x.shape[0], config.group_size
     qkv = linear(ctx, leaves["qkv"], x).reshape(tokens, config.num_kv_heads, group + 2, config.head_dim)

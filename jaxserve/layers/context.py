@@ -1,4 +1,4 @@
-"""What a layer of one step needs beside its parameters and its input."""
+"""What a layer needs in a step beside its parameters and its input."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Rotary = tuple[Float[Array, "T half"], Float[Array, "T half"]]  # cosines and si
 
 @dataclass(frozen=True)
 class StepContext:
-    """What is the same in the whole step. `mesh` is None on a single device."""
+    """The part that all layers share. `mesh` is None on a single device."""
 
     mesh: Mesh | None
 

@@ -16,7 +16,7 @@ class EmbeddingConfig:
     """`tied`: the head is the embedding matrix. `scale` multiplies embeddings, `logit_scale` logits; `softcap` bounds
     logits.
 
-    `shard_vocab` is off where the vocabulary does not divide by the mesh: the two matrices are then whole everywhere.
+    `shard_vocab` is off if the vocabulary does not divide by the mesh: both matrices are then whole on every device.
     """
 
     vocab_size: int
@@ -28,7 +28,7 @@ class EmbeddingConfig:
 
 
 def embed_tokens(config: EmbeddingConfig, leaf: Leaf, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
-    """Returns rows of the table [V, D]; ids outside the vocabulary (padding only) give some row, never a fault."""
+    """Returns rows of the table [V, D], scaled; ids outside the vocabulary (padding only) are clipped."""
     table = leaf["weight"]
     rows = table.at[token_ids].get(mode="clip", wrap_negative_indices=False)
     return rows if config.scale is None else rows * jnp.asarray(config.scale, table.dtype)
@@ -36,7 +36,7 @@ def embed_tokens(config: EmbeddingConfig, leaf: Leaf, token_ids: Int[Array, " T"
 
 def project_to_vocab(config: EmbeddingConfig, leaf: Leaf, hidden: Float[Array, "S D"]) -> Float[Array, "S V"]:
     """Returns float32 logits: `hidden` times the table [V, D] (head or tied embedding), scaled and soft-capped."""
-    # Each device has all logits of its share of the vocabulary: no sums are to meet.
+    # Each device computes whole logits of its share of the vocabulary, so nothing is reduced.
     logits = linear(StepContext(mesh=None), leaf, hidden, transposed=True, dtype=jnp.float32)
     if config.logit_scale is not None:
         logits = logits * config.logit_scale

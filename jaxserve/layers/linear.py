@@ -35,9 +35,9 @@ def linear(
     CPU, and TPU v5e's compiler then copies the weights of all layers into another layout, in each layer.
 
     Args:
-        reduce: a mesh cuts the weight along `in`, so that devices hold partial sums: they meet here.
+        reduce: on a mesh the weight is split along `in`; the devices' partial sums are added here.
         transposed: the weight is [out, in], as a table of embeddings is.
-        dtype: of the result, if not that of `x`.
+        dtype: the result's, if not that of `x`.
     """
     weight, dtype = leaf["weight"], x.dtype if dtype is None else dtype
     parts = weight.shape[:-2]
@@ -56,5 +56,5 @@ def linear(
 
 
 def _precision(dtype: jnp.dtype) -> lax.Precision:
-    """Full float32 products for float32 models: the default on TPUs and recent GPUs drops most of the mantissa."""
+    """Returns full precision for float32: the default on TPUs and recent GPUs drops most of the mantissa."""
     return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT

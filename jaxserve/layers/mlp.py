@@ -24,7 +24,7 @@ class MLPConfig:
 
     @property
     def learned(self) -> Mapping[str, tuple[int, ...]]:
-        """The activation's own parameters: what a checkpoint calls them, and their shapes there; mostly none."""
+        """The activation's own parameters: their names in a checkpoint and their shapes there; usually none."""
         return LEARNED.get(self.activation, {})
 
 
@@ -44,5 +44,5 @@ def plain_mlp(
 
 
 def _activate(config: MLPConfig, leaves: Mapping[str, Any], x: Float[Array, "T F"]) -> Float[Array, "T F"]:
-    """`act` [P], always float32, holds the activation's own parameters, where it has any."""
+    """Returns activation(x); `act` [P], always float32, holds the activation's own parameters if it has any."""
     return ACTIVATIONS[config.activation](x.astype(jnp.float32), *leaves.get("act", ())).astype(x.dtype)

@@ -15,8 +15,8 @@ from jaxserve.layers.linear import Leaf
 class NormConfig:
     """A root-mean-square norm, or with `centered` a LayerNorm, which subtracts the mean first.
 
-    `unit_offset`: the stored weight is the difference from one. `wide`: weight and bias apply in float32, before the
-    result is rounded to the model's dtype; else the normalised value is rounded first.
+    `unit_offset`: one is added to the stored weight. `wide`: weight and bias apply in float32, before the result is
+    rounded to the model's dtype; else the normalised value is rounded first.
     """
 
     eps: float
@@ -27,9 +27,9 @@ class NormConfig:
 
 
 def normalize(config: NormConfig, leaf: Leaf, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-    """Normalises the last axis in float32; returns the dtype of `x`.
+    """Returns `x` normalised over its last axis in float32, in the dtype of `x`.
 
-    The weight has the shape of the last axes of `x`: [D], or more where groups of D have weights of their own.
+    The weight has the shape of the last axes of `x`: [D], or [n, D] where each of n heads has its own.
     """
     wide = x.astype(jnp.float32)
     if config.centered:

@@ -4,11 +4,11 @@ Frequencies are float32 numpy constants computed once per program; angles are fl
 frequencies inside it. Sources: RoFormer (Su et al. 2021), position interpolation (Chen et al. 2023), dynamic NTK
 (public note by "emozilla", 2023), YaRN (Peng et al. 2023), LongRoPE (Ding et al. 2024), Llama 3.1 model card.
 
-Two scalings depend on the length of a sequence: dynamic NTK and LongRoPE. A cached key can not be rotated again when
-its sequence grows, and a request's tokens must not depend on its neighbours or on how its prompt was chunked, so here
-the length is the engine's `max_model_len`, one number for all sequences: up to the trained length the plain (short)
-frequencies are used, which is exact; above it the frequencies of `max_model_len` (dynamic) or the long factors
-(LongRoPE) apply to sequences of every length.
+Two scalings depend on the length of a sequence: dynamic NTK and LongRoPE. A cached key cannot be rotated again when its
+sequence grows, and a request's tokens must not depend on its neighbours or on the chunks of its prompt. So the length
+here is the engine's `max_model_len`, the same for all sequences. Up to the trained length the plain (short) frequencies
+apply, which is exact; above it the frequencies of `max_model_len` (dynamic) or the long factors (LongRoPE) apply to
+sequences of every length.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class RopeConfig:
         return getattr(self.scaling, "attention_factor", 1.0)
 
     def max_length(self, trained_length: int) -> int:
-        """Returns the longest sequence this embedding is meant for in a model trained on `trained_length`."""
+        """Returns the longest sequence that this embedding supports in a model trained on `trained_length`."""
         match self.scaling:
             case LinearScaling(factor=factor) | DynamicScaling(factor=factor):
                 return int(trained_length * factor)
@@ -103,7 +103,7 @@ class RopeConfig:
 
 
 def _powers(theta: float, rotary_dim: int) -> np.ndarray:
-    """theta ** (2i / rotary_dim), float32: exponents rounded to float32, power correctly rounded."""
+    """Returns theta ** (2i / rotary_dim) in float32: exponents rounded to float32, powers correctly rounded."""
     exponents = np.arange(0, rotary_dim, 2, dtype=np.float32) / np.float32(rotary_dim)
     return np.power(theta, exponents.astype(np.float64)).astype(np.float32)
 
@@ -170,7 +170,7 @@ _FORMULAS: dict[type, Callable[..., np.ndarray]] = {
 def rotary_table(
     rope: RopeConfig, positions: Int[Array, " T"], max_model_len: int
 ) -> tuple[Float[Array, "T half"], Float[Array, "T half"]]:
-    """Returns float32 cosines and sines of every position's angles, times the attention factor."""
+    """Returns float32 cosines and sines of the angles of every position, times the attention factor."""
     frequencies = jnp.asarray(rope.inverse_frequencies(max_model_len))
     angles = positions.astype(jnp.float32)[:, None] * frequencies[None, :]
     return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
@@ -179,7 +179,7 @@ def rotary_table(
 def rotate(
     x: Float[Array, "T heads H"], cos: Float[Array, "T half"], sin: Float[Array, "T half"]
 ) -> Float[Array, "T heads H"]:
-    """Rotates dimension i of each head against dimension i + half, in float32; returns the dtype of `x`."""
+    """Returns `x` with dimensions i and i + half of each head rotated, in float32; the result has the dtype of `x`."""
     half = cos.shape[-1]
     wide = x.astype(jnp.float32)
     first, second = wide[..., :half], wide[..., half : 2 * half]

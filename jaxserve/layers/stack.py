@@ -1,13 +1,13 @@
-"""The one place that knows how parameters lie at run time.
+"""The layout of parameters at run time, which only this module knows.
 
 Canonical trees (files, checkpoints, `update_weights`) hold one dictionary per layer:
 `{"embed": ..., "layers": [{"qkv": {"weight": ...}, ...}, ...], ...}`. At run time they are either
 
 - "unrolled": the same tree. For CPUs, where a slice of a stacked array is copied each step.
-- "stacked": `layers` is a `LayerStack`, in which layers of equal leaves lie together. For accelerators: slices at
-  static indices are free there, and a dispatch with few leaves costs microseconds instead of hundreds.
+- "stacked": `layers` is a `LayerStack`, in which layers of equal leaves are stacked. For accelerators: slices at static
+  indices are free there, and a dispatch with few leaves takes a few microseconds instead of hundreds.
 
-Either way `tree["layers"][i]` are the leaves of layer i. The functions take trees of arrays and of parameter specs.
+Either way `tree["layers"][i]` holds the leaves of layer i. The functions take trees of arrays and of parameter specs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Tree = Mapping[str, Any]
 @partial(jax.tree_util.register_dataclass, data_fields=("groups",), meta_fields=("places",))
 @dataclasses.dataclass(frozen=True)
 class LayerStack:
-    """Layers by groups of equal leaves [L, ...]; `places` has the group of each layer, and its index there."""
+    """Groups of layers with equal leaves, each stacked [L, ...]; `places` has each layer's group and index there."""
 
     groups: tuple[Any, ...]
     places: tuple[tuple[int, int], ...]
@@ -40,9 +40,9 @@ class LayerStack:
 
 
 def stack_params(params: dict[str, Any], mode: StackMode) -> dict[str, Any]:
-    """Returns the runtime tree of a canonical tree of arrays, and empties the layers of the canonical one.
+    """Returns the runtime tree of a canonical tree of arrays.
 
-    So stacking holds one leaf twice, never the whole model.
+    Stacking empties the canonical layers on the way, so that only one leaf is in memory twice, never the whole model.
     """
     if mode == "unrolled":
         return params
@@ -81,7 +81,7 @@ def get_leaf(params: Tree, name: str) -> tuple[Any, int | None]:
 
 
 def set_leaf(params: Tree, name: str, value: Any) -> dict[str, Any]:
-    """Returns the runtime tree with another value where `get_leaf` found one; only containers on the way are copied."""
+    """Returns the runtime tree with another value for the leaf of `get_leaf`; copies only the containers around it."""
     top, *path = name.split(".")
     if top != "layers":
         return {**params, top: _set(params[top], path, value)}
@@ -101,7 +101,7 @@ def list_stacked(params: Tree) -> list[Any]:
 def write_layer(stacked: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
     """Returns `stacked` [L, ...] with layer `index` replaced by `value` [...].
 
-    `index` may be traced: jitted with `stacked` donated this is one program per leaf shape, and works in place.
+    `index` may be traced: jitted with `stacked` donated, this is one program per leaf shape and runs in place.
     """
     return lax.dynamic_update_index_in_dim(stacked, value.astype(stacked.dtype), index, axis=0)
 
@@ -127,7 +127,7 @@ def _gather(layers: Sequence[Any], places: Sequence[tuple[int, int]]) -> list[li
 
 
 def _stack_leaves(members: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Stacks the leaves of equal dictionaries, taking each out of them."""
+    """Returns the stacked leaves of equal dictionaries, and removes them there."""
     stacked = {}
     for name in list(members[0]):
         leaves = [member.pop(name) for member in members]

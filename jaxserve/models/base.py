@@ -1,4 +1,4 @@
-"""What a model is, as data: its numbers, its parameters, and where a checkpoint keeps them."""
+"""A model as data: its numbers, its parameters, and where a checkpoint keeps them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class WeightSource:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A line of a model's table of parameters: what it is, and where a checkpoint keeps it."""
+    """One parameter: its spec, and where a checkpoint keeps it."""
 
     spec: ParamSpec
     source: WeightSource
@@ -82,8 +82,8 @@ class DecoderConfig:
     """A decoder-only transformer, complete and hashable: the static argument of every model function.
 
     `max_position_embeddings` is the trained length; `max_model_len` the longest sequence to serve, which chooses the
-    rotary frequencies (layers/rope.py) and makes windows at least that long no windows at all. Set it by
-    `with_max_model_len`. `family` is the `model_type` whose file has the layer and names the weights.
+    rotary frequencies (layers/rope.py) and turns off windows at least that long. Set it with `with_max_model_len`.
+    `family` is the `model_type` whose file has the layer and names the weights.
     `residual_scale` multiplies the output of each block. `parallel`: both blocks of a layer read its input.
     """
 
@@ -113,10 +113,10 @@ class DecoderConfig:
 
     @property
     def max_supported_len(self) -> int:
-        """The longest sequence the position embeddings are meant for.
+        """The longest sequence that the position embeddings support.
 
-        Layers with a window that fits their own embedding do not bound it where others see everything: a rotary
-        embedding knows distances only, and theirs never exceed the window.
+        A layer whose window fits its own embedding sets no bound if other layers see everything: a rotary embedding
+        encodes distances, and those of the layer never exceed its window.
         """
         lengths = {kind: self._max_length(kind) for kind in self.layers}
         unbounded = {kind for kind, length in lengths.items() if kind.window is None or kind.window > length}
@@ -124,7 +124,7 @@ class DecoderConfig:
 
     @property
     def default_max_model_len(self) -> int:
-        """The longest sequence that every layer's embedding is meant for: the files of Gemma 3 give the scaled one."""
+        """The longest sequence that the position embedding of every layer supports."""
         return min(map(self._max_length, self.layers))
 
     def _max_length(self, kind: LayerKind) -> int:
@@ -133,7 +133,7 @@ class DecoderConfig:
 
     @functools.cached_property
     def windows(self) -> tuple[int | None, ...]:
-        """Per layer, how many tokens a query sees, itself included; None where no sequence can exceed the window."""
+        """For each layer, the tokens that a query sees, itself included; None where no sequence exceeds the window."""
         limits = (kind.window for kind in self.layers)
         return tuple(None if limit is None or limit >= self.max_model_len else limit for limit in limits)
 
@@ -167,7 +167,7 @@ class CheckpointLayer:
 
     @property
     def kind(self) -> LayerKind:
-        """What is this layer's own."""
+        """The kind of this layer."""
         return self.config.layers[self.index]
 
     def tensor(self, name: str) -> str:
@@ -177,7 +177,7 @@ class CheckpointLayer:
 
 @dataclass(frozen=True)
 class Trunk:
-    """What a checkpoint calls the modules around the layers; each layer's name is `layers` and its number."""
+    """A checkpoint's names of the modules around the layers; layer i is `{layers}.{i}`."""
 
     embed: str = "model.embed_tokens"
     layers: str = "model.layers"
@@ -196,16 +196,16 @@ Stream = Float[Array, "T D"]
 """The residual stream: what a layer reads, and adds to."""
 
 Layer = Callable[[DecoderConfig, Leaves, Stream, LayerContext], tuple[Stream, jax.Array]]
-"""The mathematics of a layer; returns the residual stream and the layer's KV pool."""
+"""One layer; returns the residual stream and the KV pool."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """One model family: how its config.json reads, its layer, and what its checkpoint calls the parameters.
+    """One model family: how to read its config.json, its layer, and its parameters.
 
-    `keys` lists every config.json key the family knows, with the default the reference implementation uses when the
-    key is absent; `ignored_keys` those that files carry and the reference does not read. `table` gives the parameters
-    of one layer. `ignored_weights` are patterns of tensors that a decoder does not need.
+    `keys` holds every config.json key that the family knows, with the reference implementation's default for an absent
+    one; `ignored_keys` are keys in files that the reference does not read. `table` returns the parameters of one layer.
+    `ignored_weights` are patterns of tensors that a decoder does not need.
     """
 
     model_type: str

@@ -1,4 +1,4 @@
-"""The layers that several families have."""
+"""Layers that several families share."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def pre_norm_layer(
 
 
 def sandwich_layer(config: DecoderConfig, leaves: Leaves, x: Stream, ctx: LayerContext) -> tuple[Stream, jax.Array]:
-    """A norm before and one behind each block, as in Gemma 2."""
+    """A norm before and one after each block, as in Gemma 2."""
     norm = config.norm
     attended, pages = attend(config.attention, norm, leaves, normalize(norm, leaves["attn_norm"], x), ctx)
     x = x + normalize(norm, leaves["attn_out_norm"], attended)

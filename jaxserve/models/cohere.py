@@ -1,4 +1,4 @@
-"""Command-R and Aya: one LayerNorm a layer, which attention and feed-forward both read, and rotation of neighbours."""
+"""Command-R and Aya: one LayerNorm per layer, which attention and feed-forward both read, and interleaved rotation."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def parse(config: HFConfig) -> DecoderConfig:
         norm=norm,
         logit_scale=config.number("logit_scale"),
     )
-    # What its files call the longest sequence; `max_position_embeddings` is only how many the reference would cache.
+    # The trained length in its files; `max_position_embeddings` is only the size of the reference's cache.
     length = config.optional_integer("model_max_length") or decoder.max_position_embeddings
     return replace(decoder, max_position_embeddings=length, max_model_len=length)
 

@@ -1,4 +1,4 @@
-"""What the families' config readers share."""
+"""Functions that the families' config readers share."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from jaxserve.models.base import DecoderConfig, LayerKind
 from jaxserve.models.hf_config import REQUIRED, HFConfig, check_integer, check_mapping
 from jaxserve.models.rope_config import parse_rope, rope_parameters
 
-# Keys of every family. Sizes have no default here, because files always state them; families that may leave them out
-# override the entry.
+# Keys that every family knows. Sizes have no default, because files state them; families with a default override the
+# entry.
 DECODER_KEYS: dict[str, object] = {
     "vocab_size": REQUIRED,
     "hidden_size": REQUIRED,
@@ -37,26 +37,26 @@ DECODER_KEYS: dict[str, object] = {
 
 
 def omit(keys: dict[str, object], *names: str) -> dict[str, object]:
-    """Returns the keys of a family that does not know some of them."""
+    """Returns `keys` without `names`."""
     return {key: value for key, value in keys.items() if key not in names}
 
 
 _MAX_LAYERS = 1024
-_LEAST_EPS = 2.0**-126  # float32's least normal number, lost in any mean square above 1e-31
+_LEAST_EPS = 2.0**-126  # float32's smallest normal number, negligible beside any mean square above 1e-31
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def read_num_layers(config: HFConfig) -> int:
-    """Returns L; a bound keeps a mistyped number from building a model that fills memory."""
+    """Returns L, bounded so that a mistyped number cannot exhaust memory."""
     return config.integer("num_hidden_layers", maximum=_MAX_LAYERS)
 
 
 def read_norm(config: HFConfig, key: str = "rms_norm_eps", **form: bool) -> NormConfig:
-    """Returns the norm, in the form that fields of NormConfig name.
+    """Returns the norm; `form` are fields of NormConfig.
 
-    An epsilon of 0 becomes one so small that only a row of zeros notices, which stays zeros. The reference makes NaN of
-    such a row. Padding may be one, and must not put NaN in the pages of others.
+    An epsilon of 0 becomes the smallest one that keeps a row of zeros zero. The reference turns such a row into NaN; a
+    padded row can be one, and must not write NaN to pages.
     """
     eps = max(config.number(key, minimum=0.0), _LEAST_EPS)
     return NormConfig(eps=eps, **form)
@@ -79,8 +79,8 @@ def read_rope(config: HFConfig, head_dim: int, *, partial: bool = False) -> Rope
 def read_typed_ropes(config: HFConfig, head_dim: int, *, sliding_theta: str) -> tuple[RopeConfig, RopeConfig]:
     """Returns the rotary embeddings of full and of sliding layers.
 
-    They come per layer type, or in the older form, where `rope_scaling` is for full layers only. `sliding_theta` is the
-    key of the sliding layers' base in that form.
+    Files hold one object per layer type or, in the older form, a `rope_scaling` for full layers only. `sliding_theta`
+    is the key of the sliding layers' base in the older form.
     """
     by_type = config.mapping("rope_parameters")
     for key in by_type:
@@ -108,10 +108,9 @@ def read_attention(
     out_bias: bool = False,
     qk_norm: QKNorm | None = None,
 ) -> AttentionConfig:
-    """Returns the attention numbers; `scale` defaults to 1 / sqrt(head_dim).
+    """Returns the attention config; `scale` defaults to 1 / sqrt(head_dim).
 
-    Without `head_dim` it is the whole part of hidden_size / num_attention_heads: the heads need not fill the hidden
-    size, as the output projection brings them back to it.
+    Without `head_dim` in the file it is hidden_size // num_attention_heads: heads need not fill the hidden size.
     """
     num_heads = config.integer("num_attention_heads")
     num_kv_heads = config.optional_integer("num_key_value_heads") or num_heads
@@ -151,7 +150,7 @@ def read_layer_types(config: HFConfig, default: list[str]) -> list[str]:
 def window_layers(
     types: list[str], window: int | None, rope: RopeConfig | None, sliding_rope: RopeConfig | None = None
 ) -> tuple[LayerKind, ...]:
-    """Returns layers of which the type "sliding_attention" has the window, and its own rotary embedding if given."""
+    """Returns the layers; those of type "sliding_attention" have the window, and `sliding_rope` if given."""
     if window is None and _SLIDING in types:
         raise ConfigError("must be an integer when layer_types has sliding_attention", field="sliding_window")
     kinds = {_FULL: LayerKind(None, rope), _SLIDING: LayerKind(window, sliding_rope or rope)}
@@ -159,7 +158,7 @@ def window_layers(
 
 
 def alternate_layer_types(num_layers: int, period: int) -> list[str]:
-    """Returns layer types of which each `period`-th is full attention, the others sliding."""
+    """Returns layer types: full attention for every `period`-th layer, sliding for the others."""
     return [_SLIDING if (index + 1) % period else _FULL for index in range(num_layers)]
 
 
@@ -176,7 +175,7 @@ def build_config(
     logit_scale: float | None = None,
     final_softcap: float | None = None,
 ) -> DecoderConfig:
-    """Returns the decoder with the numbers that every family reads alike."""
+    """Returns the decoder; reads the numbers that all families have in common."""
     trained_length = config.integer("max_position_embeddings")
     return DecoderConfig(
         family=family,

@@ -20,7 +20,7 @@ from jaxserve.models.base import DecoderConfig
 from jaxserve.models.registry import FAMILIES
 from pallas_kernels.spec import BatchMeta
 
-_MAX_DEVICES = 64  # sizes up to here are listed when a tensor parallel size is refused
+_MAX_DEVICES = 64  # largest tensor parallel size that an error suggests
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,8 @@ def compute_logits(
 def expand_kv_heads(config: DecoderConfig, tensor_parallel_size: int) -> DecoderConfig:
     """Returns the config whose specs and sources fit a mesh of this size.
 
-    KV heads that do not go round are stored `tensor_parallel_size` times in all, each device holding a copy of the
-    one it needs. A vocabulary that does not divide leaves embedding and head whole on every device. Query heads and
-    feed-forward columns must divide; ConfigError names the sizes that work.
+    KV heads fewer than devices are repeated, so that each device holds one. If the vocabulary does not divide, the
+    embedding and the head are whole on every device. If anything else does not, ConfigError names sizes that work.
     """
     if not _fits(config, tensor_parallel_size):
         sizes = [size for size in range(1, _MAX_DEVICES + 1) if _fits(config, size)]

@@ -39,7 +39,7 @@ KEYS = DECODER_KEYS | {
     "final_logit_softcapping": 30.0,
 }
 
-IGNORED_KEYS = ("hidden_act", "sliding_window_size")  # `hidden_activation` and `sliding_window` stand beside them
+IGNORED_KEYS = ("hidden_act", "sliding_window_size")  # `hidden_activation` and `sliding_window` replace them
 
 
 def parse(config: HFConfig) -> DecoderConfig:

@@ -1,6 +1,6 @@
-"""Gemma 3 text: five windowed layers to one global, each kind with its own rotary base, and head norms.
+"""Gemma 3 text: five windowed layers for each global one, a rotary base for each kind, and norms on the heads.
 
-The multimodal checkpoints ("gemma3") are read for their language model alone.
+Of multimodal checkpoints ("gemma3") only the language model is read.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def parse(config: HFConfig) -> DecoderConfig:
 
 
 def parse_multimodal(config: HFConfig) -> DecoderConfig:
-    """Reads `text_config`; what the outer object says about the language model as well goes before it."""
+    """Reads `text_config`; keys that the outer object has as well override it."""
     text = config.mapping("text_config")
     if text.get("model_type", "gemma3_text") != "gemma3_text":
         raise ConfigError("only gemma3_text is supported", field="text_config.model_type", value=text["model_type"])

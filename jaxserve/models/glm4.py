@@ -1,4 +1,4 @@
-"""GLM-4-0414: four norms a layer, and rotation of neighbours in the first half of each head."""
+"""GLM-4-0414: four norms per layer, and interleaved rotation of the first half of each head."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def parse(config: HFConfig) -> DecoderConfig:
 
 
 def list_layer_params(layer: CheckpointLayer) -> Table:
-    """Separate q, k and v, a fused gate and up, a norm before and behind each block."""
+    """Separate q, k and v, a fused gate and up, a norm before and after each block."""
     norms = {
         "attn_norm": "input_layernorm",
         "attn_out_norm": "post_self_attn_layernorm",

@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: LayerNorms, a feed-forward block without a gate, and mostly parallel blocks."""
+"""GPT-NeoX and Pythia: LayerNorms, a feed-forward block without a gate, and usually parallel blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxserve.models.layouts import split_by_head
 from jaxserve.models.parameters import fused_attention_params, plain_mlp_params, pre_norm_params
 from jaxserve.models.rope_config import parse_rope
 
-# What newer files say of heads and rotation, and the reference does not read.
+# Keys of newer files that the reference does not read.
 _NOT_READ = ("num_key_value_heads", "head_dim", "rope_theta", "partial_rotary_factor")
 
 KEYS = omit(DECODER_KEYS, "rms_norm_eps", *_NOT_READ) | {

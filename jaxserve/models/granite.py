@@ -43,7 +43,7 @@ def parse(config: HFConfig) -> DecoderConfig:
 
 
 def apply_layer(config: DecoderConfig, leaves: Leaves, x: Stream, ctx: LayerContext) -> tuple[Stream, jax.Array]:
-    """A norm before each block, whose output is scaled."""
+    """A norm before each block; the output of each block is scaled."""
 
     def scale(block: Stream) -> Stream:
         return (block.astype(jnp.float32) * config.residual_scale).astype(block.dtype)

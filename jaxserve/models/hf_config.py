@@ -1,4 +1,4 @@
-"""Reading a checkpoint's config.json: typed, by known keys only, and every refusal names the key."""
+"""Reads a checkpoint's config.json: typed values of known keys. Every error names the key."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from jaxserve.errors import ConfigError, shorten
 
-REQUIRED = object()  # in a family's list of known keys: the architecture has no default for this one
+REQUIRED = object()  # the default of a key that files must have
 
 # fmt: off
 # Keys that never change what an inference pass computes, whatever their value.
@@ -42,10 +42,10 @@ _DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "
 
 
 class HFConfig:
-    """A config.json read through one family's list of known keys.
+    """A config.json, read through one family's known keys.
 
-    Reading a key outside the list is a mistake of the family's file (KeyError); a key of the file outside the list
-    raises ConfigError here, so that nothing a checkpoint asks for is silently left out.
+    Reading an unknown key is a KeyError, a bug of the family. An unknown key in the file is a ConfigError, so that
+    nothing a checkpoint asks for is silently dropped.
     """
 
     def __init__(self, raw: Mapping[str, object], keys: Mapping[str, object], ignored_keys: Iterable[str] = ()) -> None:
@@ -62,7 +62,7 @@ class HFConfig:
             )
 
     def get(self, key: str) -> object:
-        """Returns the value as it stands in the file, else the family's default; ConfigError if it must be there."""
+        """Returns the value in the file, else the family's default; ConfigError if a required key is missing."""
         default = self._keys[key]
         value = self._raw.get(key, default)
         if value is REQUIRED:
@@ -79,7 +79,7 @@ class HFConfig:
         return None if value is None else check_integer(key, value)
 
     def number(self, key: str, *, minimum: float | None = None) -> float:
-        """Returns a number of at least `minimum`, without one above zero."""
+        """Returns a number of at least `minimum`; without one, a number above zero."""
         return check_number(key, self.get(key), minimum=minimum)
 
     def optional_number(self, key: str) -> float | None:
@@ -122,7 +122,7 @@ class HFConfig:
                 raise ConfigError(f"only {shorten(value)} is supported, not {shorten(found)}", field=key, value=found)
 
     def dtype(self) -> str:
-        """Returns the checkpoint's dtype: "float32" where the file does not say."""
+        """Returns the checkpoint's dtype, "float32" if the file names none."""
         key = "dtype" if self._raw.get("dtype") is not None else "torch_dtype"
         value = self._raw.get(key)
         name = "float32" if value is None else str(value).removeprefix("torch.")
@@ -133,7 +133,7 @@ class HFConfig:
         return _DTYPES[name]
 
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Returns the end tokens, none if the file names none."""
+        """Returns the ids of the EOS tokens, none if the file names none."""
         value = self.get("eos_token_id")
         ids = value if isinstance(value, list) else [] if value is None else [value]
         return tuple(check_integer("eos_token_id", token_id, minimum=0) for token_id in ids)
@@ -149,7 +149,7 @@ def check_integer(key: str, value: object, *, minimum: int = 1, maximum: int = _
 
 
 def check_number(key: str, value: object, *, minimum: float | None = None) -> float:
-    """Returns `value` as a float if it is at least `minimum` (above 0 where there is none) and of a sane size.
+    """Returns `value` as a float if it is at least `minimum` (without one, above 0) and at most 1e12.
 
     Raises ConfigError naming `key`.
     """

@@ -1,7 +1,7 @@
-"""How tensors of a checkpoint become parameters: numpy arrays of any one dtype in, arrays of that dtype out.
+"""Turns a checkpoint's tensors into parameters: numpy arrays of any one dtype in, arrays of that dtype out.
 
-Checkpoints hold projections as [out, in]. Some rotate neighbouring dimensions of a head: (0, 1), (2, 3), and so on.
-Their q and k are reordered here, so that halves rotate as in all others; no product of the two changes.
+Checkpoints hold projections as [out, in]. Some models rotate interleaved pairs of a head's dimensions: (0, 1), (2, 3)
+and so on. Their q and k are reordered here to rotate halves, as all others do; no product of q and k changes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def split_by_head(attention: AttentionConfig, tensor: np.ndarray) -> list[np.nda
 
 
 def order_halves(rotary_dim: int, head_dim: int) -> np.ndarray:
-    """Returns which dimension of a head that rotates neighbours stands at each place of one that rotates halves."""
+    """Returns, for each dimension of a head that rotates halves, that dimension's index in an interleaved head."""
     turned = np.arange(rotary_dim)
     return np.concatenate([turned[0::2], turned[1::2], np.arange(rotary_dim, head_dim)])
 
@@ -42,7 +42,10 @@ def order_halves(rotary_dim: int, head_dim: int) -> np.ndarray:
 def fuse_qkv(
     attention: AttentionConfig, order: np.ndarray | None, q: np.ndarray, k: np.ndarray, v: np.ndarray
 ) -> np.ndarray:
-    """[N * H, D], [K * H, D], [K * H, D] -> [D, K * (G + 2) * H]; biases without D. `order`: of q's and k's heads."""
+    """Returns `qkv` [D, K * (G + 2) * H] of q [N * H, D], k and v [K * H, D]; biases have no D.
+
+    `order` is the order of dimensions within the heads of q and k.
+    """
     group, head_dim = attention.group_size, attention.head_dim
     q, k = (_reorder(part, head_dim, order) for part in (q, k))
     parts = []
@@ -54,13 +57,13 @@ def fuse_qkv(
 
 
 def spread_heads(head_dim: int, order: np.ndarray | None, shape: tuple[int, ...], tensor: np.ndarray) -> np.ndarray:
-    """Returns the weight of q's or k's norm in `shape`, where heads may be stored several times."""
+    """Returns the weight of q's or k's norm in `shape`, repeated for heads that are stored several times."""
     heads = _reorder(tensor.reshape(-1), head_dim, order).reshape(-1, head_dim)
     return np.repeat(heads, int(np.prod(shape)) // tensor.size, axis=0).reshape(shape)
 
 
 def fuse_gate_up(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    """Two of [F, D] -> [2, D, F]; two biases [F] -> [2, F]."""
+    """Returns [2, D, F] from two of [F, D], or [2, F] from two biases [F]."""
     if gate.ndim == 1:
         return np.stack([gate, up])
     out = np.empty((2, *gate.T.shape), gate.dtype)
@@ -70,19 +73,19 @@ def fuse_gate_up(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
 
 
 def transpose(matrix: np.ndarray) -> np.ndarray:
-    """[out, in] -> [in, out]; a bias [out] as it is."""
+    """Returns [in, out] from [out, in]; a bias [out] unchanged."""
     return _join_rows([matrix])
 
 
 def _reorder(rows: np.ndarray, head_dim: int, order: np.ndarray | None) -> np.ndarray:
-    """Returns the rows of heads [n * H, ...] with those of each head in another order."""
+    """Returns the rows [n * H, ...] of n heads, those of each head in the order given."""
     if order is None:
         return rows
     return rows.reshape(-1, head_dim, *rows.shape[1:])[:, order].reshape(rows.shape)
 
 
 def _join_rows(parts: Sequence[np.ndarray], out: np.ndarray | None = None) -> np.ndarray:
-    """Returns the transpose of the parts laid one below the other, in `out` if given; parts of one axis are joined.
+    """Returns the transpose of the concatenated parts, in `out` if given; one-dimensional parts are only concatenated.
 
     Copies in tiles of plain integers: numpy moves bfloat16 one call per element, and whole transposes miss the cache.
     """

@@ -1,4 +1,4 @@
-"""Llama 2 and 3.x, and everything published in their form."""
+"""Llama 2 and 3.x, and all models published in their format."""
 
 from __future__ import annotations
 

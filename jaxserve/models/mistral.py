@@ -1,4 +1,4 @@
-"""Mistral: Llama with a sliding window on every layer, where the file gives one."""
+"""Mistral: Llama with a sliding window on every layer, if the file gives one."""
 
 from __future__ import annotations
 

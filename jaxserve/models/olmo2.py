@@ -1,4 +1,4 @@
-"""OLMo 2: norms behind the blocks only, and norms over all heads of q and of k together."""
+"""OLMo 2: norms after the blocks only, and norms over the whole projections of q and k."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def parse(config: HFConfig) -> DecoderConfig:
 
 
 def apply_layer(config: DecoderConfig, leaves: Leaves, x: Stream, ctx: LayerContext) -> tuple[Stream, jax.Array]:
-    """A norm behind each block."""
+    """A norm after each block."""
     attended, pages = attend(config.attention, config.norm, leaves, x, ctx)
     x = x + normalize(config.norm, leaves["attn_out_norm"], attended)
     fed = gated_mlp(config.mlp, leaves, x, ctx)
@@ -41,7 +41,7 @@ def apply_layer(config: DecoderConfig, leaves: Leaves, x: Stream, ctx: LayerCont
 
 
 def list_layer_params(layer: CheckpointLayer) -> Table:
-    """Separate projections, a norm behind each block."""
+    """Separate projections, a norm after each block."""
     norms = {"attn_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"}
     return norm_params(layer, norms) | attention_params(layer) | mlp_params(layer)
 

@@ -1,4 +1,4 @@
-"""The parameters of a decoder: one table that says what each is and which tensors of a checkpoint make it.
+"""The parameters of a decoder: one table of their specs and of the checkpoint's tensors that make them.
 
 Canonical names per layer: `attn_norm.weight` [D]; `qkv.weight` [D, K * (G + 2) * H] (per KV head its G query heads,
 then K, then V, so that tensor parallelism cuts it between KV heads and keeps K and V together); `o.weight` [N * H, D];
@@ -31,7 +31,7 @@ from jaxserve.sharding import Axes
 
 
 def trunk_params(config: DecoderConfig, trunk: Trunk) -> Table:
-    """Everything around the layers: `embed`, `final_norm` and, unless it is tied, `lm_head`."""
+    """Returns `embed`, `final_norm` and, unless it is tied, `lm_head`."""
     shape = (config.vocab_size, config.hidden_size)
     spec = ParamSpec(shape, config.dtype, ("vocab" if config.embedding.shard_vocab else None, None), "normal")
     table = {"embed.weight": Parameter(spec, _plain_source(f"{trunk.embed}.weight", shape))}
@@ -41,20 +41,20 @@ def trunk_params(config: DecoderConfig, trunk: Trunk) -> Table:
 
 
 def norm_params(layer: CheckpointLayer, names: Mapping[str, str]) -> Table:
-    """Norms over D: canonical name -> what the checkpoint calls the module."""
+    """Returns norms over D; `names` maps canonical names to the checkpoint's modules."""
     tables = (_norm_params(layer.config, leaf, layer.tensor(name)) for leaf, name in names.items())
     return {name: parameter for table in tables for name, parameter in table.items()}
 
 
 def pre_norm_params(layer: CheckpointLayer) -> Table:
-    """The two norms of a layer that has one before each block, by the names that most families give them."""
+    """Returns the norms before both blocks of a layer, whose tensors have the names that most families use."""
     return norm_params(layer, {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"})
 
 
 def attention_params(layer: CheckpointLayer, *, interleaved: bool = False) -> Table:
-    """`qkv` and `o` from q_proj, k_proj, v_proj and o_proj; and the norms of q and k, where there are any.
+    """Returns `qkv` and `o` from q_proj, k_proj, v_proj and o_proj, and the norms of q and k if there are any.
 
-    `interleaved`: neighbouring dimensions of a head rotate.
+    `interleaved`: the checkpoint's heads rotate interleaved pairs of dimensions.
     """
     config, rope = layer.config, layer.kind.rope
     attention = config.attention
@@ -72,7 +72,7 @@ def fused_attention_params(
     out: str = "self_attn.o_proj",
     split: Callable[[AttentionConfig, np.ndarray], list[np.ndarray]] = split_stacked,
 ) -> Table:
-    """`qkv` and `o` where one module holds q, k and v; `split` takes its tensors apart."""
+    """Returns `qkv` and `o` where one module holds q, k and v; `split` separates its tensors."""
     config, attention = layer.config, layer.config.attention
 
     def build(tensor: np.ndarray) -> np.ndarray:
@@ -83,21 +83,21 @@ def fused_attention_params(
 
 
 def mlp_params(layer: CheckpointLayer) -> Table:
-    """`gate_up` and `down` from gate_proj, up_proj and down_proj."""
+    """Returns `gate_up` and `down` from gate_proj, up_proj and down_proj."""
     rows = layer.config.mlp.intermediate_size
     modules = {layer.tensor(f"mlp.{part}_proj"): rows for part in ("gate", "up")}
     return _gate_up_params(layer.config, modules, fuse_gate_up) | _down_params(layer, "mlp.down_proj", "mlp.act_fn")
 
 
 def fused_mlp_params(layer: CheckpointLayer) -> Table:
-    """`gate_up` and `down` from gate_up_proj, whose rows are the gate's, then the up projection's, and down_proj."""
+    """Returns `gate_up` and `down` from gate_up_proj (all rows of gate, then of up) and down_proj."""
     modules = {layer.tensor("mlp.gate_up_proj"): 2 * layer.config.mlp.intermediate_size}
     table = _gate_up_params(layer.config, modules, lambda tensor: fuse_gate_up(*np.split(tensor, 2)))
     return table | _down_params(layer, "mlp.down_proj", "mlp.activation_fn")
 
 
 def plain_mlp_params(layer: CheckpointLayer, *, up: str, down: str) -> Table:
-    """`up` and `down` of a feed-forward block without a gate."""
+    """Returns `up` and `down` of a feed-forward block without a gate."""
     config = layer.config
     shape = (config.hidden_size, config.mlp.intermediate_size)
     modules = {layer.tensor(up): shape[1]}
@@ -106,7 +106,7 @@ def plain_mlp_params(layer: CheckpointLayer, *, up: str, down: str) -> Table:
 
 
 def kv_scale_params(layer: CheckpointLayer) -> Table:
-    """`k_scale` and `v_scale`, if the checkpoint has them."""
+    """Returns `k_scale` and `v_scale`, if the checkpoint has them."""
     attention = layer.config.attention
     if attention.kv_scales is None:
         return {}
@@ -131,7 +131,7 @@ def _linear_params(
     *,
     bias: bool,
 ) -> Table:
-    """A projection of `shape` [..., in, out], and its bias [..., out], built from modules of so many rows each."""
+    """Returns a projection of `shape` [..., in, out] and its bias [..., out]; `modules` maps their names to rows."""
     forms = {"weight": (shape, axes, "normal", shape[-2:-1])}
     if bias:
         forms["bias"] = ((*shape[:-2], shape[-1]), (*axes[:-2], axes[-1]), "zeros", ())
@@ -162,7 +162,7 @@ def _gate_up_params(config: DecoderConfig, modules: Mapping[str, int], build: Ca
 
 
 def _down_params(layer: CheckpointLayer, module: str, activation: str) -> Table:
-    """`down`, and `act` from the scalars of the module `activation`, if it has any."""
+    """Returns `down`, and `act` from the scalars of the module `activation`, if it has any."""
     config, learned = layer.config, layer.config.mlp.learned
     shape = (config.mlp.intermediate_size, config.hidden_size)
     modules = {layer.tensor(module): config.hidden_size}
@@ -207,7 +207,7 @@ def _norm_specs(config: DecoderConfig, shape: tuple[int, ...], axes: Axes) -> di
 
 
 def _plain_source(name: str, shape: tuple[int, ...]) -> WeightSource:
-    """A tensor that is stored as it is used."""
+    """Returns the source of a parameter that is one tensor, unchanged."""
     return _source((name,), (shape,), lambda tensor: tensor)
 
 

@@ -1,4 +1,4 @@
-"""Phi-3, 3.5 and Phi-4-mini: Llama with fused tensors, a partly rotated head and LongRoPE."""
+"""Phi-3, 3.5 and Phi-4-mini: Llama with fused tensors, partial rotation and LongRoPE."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KEYS = DECODER_KEYS | {
     "lm_head_bias": False,
 }
 
-_OLD_NAMES = ("su", "yarn")  # what early Phi-3 files call LongRoPE
+_OLD_NAMES = ("su", "yarn")  # LongRoPE in early Phi-3 files
 
 
 def parse(config: HFConfig) -> DecoderConfig:

@@ -29,7 +29,7 @@ KEYS = DECODER_KEYS | {
 
 
 def read_layers(config: HFConfig, head_dim: int) -> tuple[LayerKind, ...]:
-    """Returns the layers: with windows on, sliding from `max_window_layers` on or as `layer_types` says."""
+    """Returns the layers; with windows on, those from `max_window_layers` slide, or those that `layer_types` names."""
     window = config.optional_integer("sliding_window") if config.flag("use_sliding_window") else None
     first = config.integer("max_window_layers", minimum=0)
     default = [

@@ -1,4 +1,4 @@
-"""The model families, and the functions that need to know which one a model is of."""
+"""The model families, and the functions that depend on a model's family."""
 
 from __future__ import annotations
 
@@ -56,13 +56,12 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-# What checkpoints call the scales of 8-bit keys and values, below a layer's name.
+# A checkpoint's names for the scales of 8-bit keys and values, below a layer's own.
 KV_SCALE_NAMES = ("self_attn.{part}_scale", "self_attn.{part}_proj.{part}_scale")
 
 
 def find_kv_scales(config: DecoderConfig, shape_of: Mapping[str, tuple[int, ...]]) -> KVScales | None:
-    """Returns how a checkpoint with these tensor shapes keeps the scales of 8-bit keys and values; None if it does
-    not."""
+    """Returns the scales of 8-bit keys and values in a checkpoint with these tensor shapes, None if it has none."""
     prefix = f"{FAMILIES[config.family].trunk.layers}.0"
     for name in KV_SCALE_NAMES:
         shape = shape_of.get(f"{prefix}.{name.format(part='k')}")
@@ -74,15 +73,15 @@ def find_kv_scales(config: DecoderConfig, shape_of: Mapping[str, tuple[int, ...]
 def parse_config(hf_config: Mapping[str, object]) -> DecoderConfig:
     """Returns the model that a config.json describes, for sequences up to its trained length.
 
-    Raises ConfigError, naming the key, for an unknown architecture, an unknown key that is not known to be harmless,
-    and values that are malformed or not supported.
+    Raises ConfigError, naming the key, for an unknown architecture, a key that is neither known nor harmless, and a
+    value that is malformed or not supported.
     """
     family = find_family(hf_config)
     return family.parse(HFConfig(hf_config, family.keys, family.ignored_keys))
 
 
 def find_family(hf_config: Mapping[str, object]) -> Family:
-    """Returns the family that reads a config.json, of which only its kind is looked at.
+    """Returns the family of a config.json, by its model type and architecture alone.
 
     Raises ConfigError for an architecture that is not served, and for quantized weights.
     """
@@ -114,7 +113,7 @@ def _unsupported(hf_config: Mapping[str, object], field: str, value: object, kno
 
 
 def list_params(config: DecoderConfig) -> Table:
-    """Returns all parameters of a model by dotted path ("layers.0.qkv.weight"); no tensor occurs twice."""
+    """Returns all parameters of a model by dotted path ("layers.0.qkv.weight")."""
     family = FAMILIES[config.family]
     table = trunk_params(config, family.trunk)
     for index in range(config.num_layers):
@@ -137,15 +136,15 @@ def param_specs(config: DecoderConfig) -> dict[str, Any]:
 
 
 def weight_sources(config: DecoderConfig) -> dict[str, WeightSource]:
-    """Returns where a checkpoint keeps each canonical parameter, by dotted path: the leaves of `param_specs`."""
+    """Returns the checkpoint's source of each parameter, by its dotted path in `param_specs`."""
     return {name: parameter.source for name, parameter in list_params(config).items()}
 
 
 def ignored_weights(config: DecoderConfig) -> tuple[str, ...]:
-    """Returns patterns, to be matched in full, of tensors that a checkpoint may hold without need.
+    """Returns patterns, to be matched in full, of tensors that a checkpoint may hold and the model does not need.
 
     These are rotary frequencies (old files), the parts of a multimodal model around its decoder, a stored copy of a
-    tied head, and the scales of 8-bit keys and values, where pages have more bits.
+    tied head, and the scales of 8-bit keys and values if pages have more bits.
     """
     family = FAMILIES[config.family]
     patterns = (r".*\.rotary_emb\.inv_freq", *family.ignored_weights)

@@ -1,7 +1,7 @@
-"""Rotary embedding parameters of config.json, in every form that checkpoints use.
+"""Reads the rotary embedding from config.json, in every form that checkpoints use.
 
-Transformers 5 writes one object `rope_parameters` (Gemma 3: one per layer type); before that `rope_theta` stood on
-its own with `rope_scaling` beside it, whose type was called "type" in the oldest files.
+Transformers 5 writes one object `rope_parameters` (Gemma 3: one per layer type). Older files have `rope_theta` and
+`rope_scaling`; the oldest call the type "type".
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _TYPE_KEYS: dict[str, set[str]] = {
 
 
 def rope_parameters(config: HFConfig) -> dict[str, object]:
-    """Returns the one rope object of a file in either style, with what may also stand beside it filled in.
+    """Returns the rope object of a file in either form, completed by the keys beside it.
 
     As in the reference implementation, a non-empty `rope_scaling` takes the place of `rope_parameters`.
     """
@@ -56,10 +56,10 @@ def rope_parameters(config: HFConfig) -> dict[str, object]:
 def parse_rope(
     parameters: Mapping[str, object], *, head_dim: int, max_position_embeddings: int, partial: bool = False
 ) -> RopeConfig:
-    """Returns the rotary embedding of one rope object; `partial` families may rotate a part of the head only.
+    """Returns the rotary embedding of a rope object; with `partial` it may rotate only a part of each head.
 
-    Keys of another type are left out with a warning, as in the reference. Raises ConfigError for an unknown type, a key
-    that no type has, and values that are missing or out of range.
+    Keys of other types are ignored with a warning, as in the reference. Raises ConfigError for an unknown type, a key
+    that no type has, and a value that is missing or out of range.
     """
     kind = _rope_type(parameters)
     _check_keys(parameters, kind)
@@ -100,7 +100,7 @@ def _check_keys(parameters: Mapping[str, object], kind: str) -> None:
             )
     if foreign:
         _log.warning(
-            "config.json: rope type %r has no %s and is computed without; its parameters are %s",
+            "config.json: rope type %r has no %s, which is ignored; its parameters are %s",
             kind,
             ", ".join(foreign),
             own,
@@ -113,7 +113,7 @@ def _parse_scaling(
     original = check_integer(
         "original_max_position_embeddings",
         _value(parameters, "original_max_position_embeddings", max_position_embeddings),
-        minimum=1 if kind in ("default", "linear", "dynamic") else 2,  # its logarithm divides
+        minimum=1 if kind in ("default", "linear", "dynamic") else 2,  # formulas divide by its logarithm
     )
     match kind:
         case "linear":
@@ -178,7 +178,7 @@ def _value(parameters: Mapping[str, object], key: str, default: object) -> objec
 
 def _number(parameters: Mapping[str, object], key: str, default: float | None = None) -> float:
     value = parameters.get(key)
-    if not value and default is not None:  # the reference takes null and 0 alike for "not given"
+    if not value and default is not None:  # to the reference both null and 0 mean "not given"
         return default
     return check_number(f"rope_parameters.{key}", value)
 

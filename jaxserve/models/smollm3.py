@@ -37,7 +37,7 @@ def parse(config: HFConfig) -> DecoderConfig:
 
 
 def _read_layers(config: HFConfig, head_dim: int) -> tuple[LayerKind, ...]:
-    """Windows, where they are on, are for the layers that do not rotate, unless `layer_types` says otherwise."""
+    """Returns the layers; with windows on, those without rotation slide, or those that `layer_types` names."""
     window = config.optional_integer("sliding_window") if config.flag("use_sliding_window") else None
     rotates = _read_rotation(config)
     default = ["full_attention" if turns or window is None else "sliding_attention" for turns in rotates]

@@ -36,7 +36,7 @@ KEYS = omit(DECODER_KEYS, "rms_norm_eps") | {
 
 
 def parse(config: HFConfig) -> DecoderConfig:
-    """Reads a StarCoder 2 config.json. `use_bias` is of the projections; norms always have one."""
+    """Reads a StarCoder 2 config.json. `use_bias` is for projections; norms always have a bias."""
     config.require(mlp_type="default", norm_type="layer_norm", scale_attn_weights=True)
     bias = config.flag("use_bias")
     attention = read_attention(config, qkv_bias=bias, out_bias=bias)
@@ -52,7 +52,7 @@ def parse(config: HFConfig) -> DecoderConfig:
 
 
 def list_layer_params(layer: CheckpointLayer) -> Table:
-    """Separate projections, two for the feed-forward block."""
+    """Separate projections, one norm before each block."""
     mlp = plain_mlp_params(layer, up="mlp.c_fc", down="mlp.c_proj")
     return pre_norm_params(layer) | attention_params(layer) | mlp
 

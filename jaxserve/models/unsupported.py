@@ -1,4 +1,4 @@
-"""Models that are not served: told apart by their config.json, so that a refusal can say what would work."""
+"""Recognises unsupported models by their config.json, so that the error can say what would work."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Mapping
 
 from jaxserve.errors import ConfigError, shorten
 
-# Where files describe a quantization: transformers and most tools, older compressed-tensors, MLX.
+# Keys that describe a quantization: of transformers and most tools, of older compressed-tensors, of MLX.
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config", "quantization")
 _METHOD_KEYS = ("quant_method", "quant_algo")
 
 _MULTIMODAL = "it reads images or sound; give a text-only checkpoint"
 _NO_GENERATOR = "it does not generate text; architectures that do end in ForCausalLM"
-# Config keys that only a kind of model has (with a value), and what is said of it; the first match counts.
+# Config keys that are set in one kind of model only, and what the error says; the first match counts.
 _KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("vision_config", "audio_config", "vision_tower", "mm_vision_tower", "visual", "embd_layer"), _MULTIMODAL),
     (("is_encoder_decoder",), "an encoder-decoder; only decoders that generate text are served"),
@@ -32,7 +32,7 @@ def refuse_quantized(hf_config: Mapping[str, object]) -> None:
 
 
 def quantized_error(method: str, *, field: str, value: object = None) -> ConfigError:
-    """Returns the refusal of weights that `method` quantized, as `field` says."""
+    """Returns the error for weights that are quantized with `method`, according to `field`."""
     message = f"quantized checkpoints ({method}) are not read yet; use the unquantized repository"
     return ConfigError(message, field=field, value=value)
 
@@ -47,7 +47,7 @@ def _name_method(settings: object) -> str:
 
 
 def describe_kind(hf_config: Mapping[str, object]) -> str | None:
-    """Returns what kind of model, beside plain decoders, a config.json describes, and what to give instead."""
+    """Returns which unsupported kind of model a config.json describes, and what to give instead; None if none."""
     for keys, kind in _KINDS:
         if any(hf_config.get(key) for key in keys):
             return kind

@@ -1,8 +1,8 @@
 """Structured output: grammars over token ids, and the masks of the tokens that may come next.
 
 Host-only: nothing here imports jax. numpy and llguidance are imported when the first grammar is compiled or the first
-mask is computed. A request's constraint becomes a `Grammar` (compiled in a process that can be killed before it is
-compiled here), each of its sequences gets a `Matcher`, and a `MaskPool` fills the masks of a step in threads.
+mask is computed. A request's constraint becomes a `Grammar`, compiled first in a process that can be killed and then
+here. Each of its sequences has a `Matcher`, and a `MaskPool` fills the masks of a step in threads.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Grammars of a few short texts become automata, so that the device can follow them without the host."""
+"""Turns grammars of a few short texts into automata, which the device follows without the host."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from jaxserve.structured.matcher import Matcher
 from jaxserve.structured.vocabulary import Vocabulary
 from jaxserve.token_automaton import MAX_STATE_TRANSITIONS, MAX_TRANSITIONS, TokenAutomaton
 
-_TIME_LIMIT_S = 0.5  # usual ones take 1 to 10 ms; a hostile one some for each mask
-_LONGEST_RUN = 1  # forced token in a row: the engine jumps over more, and saves their steps
+_TIME_LIMIT_S = 0.5  # usual grammars take 1 to 10 ms, hostile ones some for each mask
+_LONGEST_RUN = 1  # forced tokens in a row; the engine skips the steps of longer runs, which is faster
 
 
 def make_automaton(matcher: Matcher) -> TokenAutomaton | None:
-    """Tries every token of every text, from a matcher at the start on.
+    """Returns the automaton of a matcher at the start, found by trying every token of every text.
 
-    States are texts: what may come depends on the text alone, not on the tokens that spell it.
+    States are texts, since the allowed tokens depend on the text alone, not on the tokens that spell it.
 
     Returns:
-        None: there are more than `MAX_TRANSITIONS`, or `MAX_STATE_TRANSITIONS` in one state; or a text as the
-        tokenizer spells it has forced tokens in a row, which the engine jumps over; or it takes too long.
+        None if there are more than `MAX_TRANSITIONS`, or `MAX_STATE_TRANSITIONS` in one state; if a text in the
+        tokenizer's own spelling has several forced tokens in a row, which the engine skips; or if it takes too long.
     """
     import numpy as np
 
     vocabulary = matcher.vocabulary
     mask = np.zeros(-(-len(vocabulary.tokens) // 32), np.uint32)
     states: dict[bytes, int] = {}
-    runs: dict[bytes, int] = {}  # forced tokens from each state on
+    runs: dict[bytes, int] = {}  # forced tokens that follow each state
     found: list[tuple[int, int, bytes]] = []
     queue = {b"": matcher}
     deadline = time.perf_counter() + _TIME_LIMIT_S
@@ -49,7 +49,7 @@ def make_automaton(matcher: Matcher) -> TokenAutomaton | None:
                 if after not in states and after not in queue:
                     queue[after] = matcher.copy()
                     queue[after].accept(token)
-    except MatcherError:  # one of the parser's limits; a matcher of a request meets it in its own time, if at all
+    except MatcherError:  # a limit of the parser; a request's matcher reports it if it gets there
         return None
     texts = {after for state, token, after in found if token in vocabulary.eos_token_ids}
     if any(runs.get(begun, 0) > _LONGEST_RUN for text in texts for begun in _spell(text, vocabulary)):
@@ -58,7 +58,7 @@ def make_automaton(matcher: Matcher) -> TokenAutomaton | None:
 
 
 def _spell(text: bytes, vocabulary: Vocabulary) -> Iterator[bytes]:
-    """Yields what there is of a text before each of the tokenizer's own tokens for it."""
+    """Yields the part of a text before each of its tokens, as the tokenizer spells it."""
     begun = b""
     for token in vocabulary(text.decode(errors="replace")):
         yield begun

@@ -16,17 +16,17 @@ WORKER = Path(__file__).with_name("worker.py")
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the checker found."""
+    """The result of a check."""
 
     error: str | None  # None: the grammar compiles
-    is_certain: bool = True  # False: a busy host could be the reason, so it is worth asking again later
+    is_certain: bool = True  # False: a busy host may be the reason, so it can be checked again later
 
 
 @final
 class Checker:
-    """One worker process, started when the first grammar comes and again after it was killed.
+    """One worker process, started for the first grammar and again after it was killed.
 
-    Safe to use from several threads: grammars are checked one after the other.
+    Safe to use from several threads; grammars are checked one after the other.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Checker:
         )
 
     def check(self, source: str) -> Verdict:
-        """Compiles a grammar in the worker.
+        """Returns whether a grammar compiles in the worker, and the error if not.
 
         Raises:
             CheckerError: the worker cannot be started.
@@ -69,10 +69,10 @@ class Checker:
                 raise CheckerError(str(error)) from error
 
     def start(self) -> None:
-        """Starts the worker now rather than with the first grammar.
+        """Starts the worker now, not with the first grammar.
 
         Raises:
-            CheckerError: it cannot be started.
+            CheckerError: the worker cannot be started.
         """
         with self._lock:
             try:
@@ -87,7 +87,7 @@ class Checker:
 
     @property
     def process_id(self) -> int | None:
-        """The worker's process id while it runs."""
+        """The id of the worker process, None if there is none."""
         return self._worker.process_id
 
     def _make_options(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Constraints to grammars: checked in another process, compiled once, kept for the next request."""
+"""Turns constraints into grammars: checked in another process, compiled once, cached for later requests."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from jaxserve.structured_params import StructuredOutputsParams
 from jaxserve.tokenizers import Tokenizer
 
 TIME_LIMIT_S = 5.0
-MEMORY_BYTES = 512 << 20  # address space of the worker beyond what it needs without a grammar
+MEMORY_BYTES = 512 << 20  # address space of the worker beyond its size without a grammar
 MAX_GRAMMARS = 128
-MAX_CACHE_BYTES = 8 << 20  # of the constraints' texts
-_UNCERTAIN_S = 30.0  # how long a refusal is kept that a busy host may have caused
+MAX_CACHE_BYTES = 8 << 20  # texts of the cached constraints together
+_UNCERTAIN_S = 30.0  # how long to cache a refusal that a busy host may have caused
 _MAX_SHARDS = 8
-_SMALL_KINDS = ("choice", "regex")  # that may be small enough for an automaton; others hold free text
+_SMALL_KINDS = ("choice", "regex")  # may be small enough for an automaton; the others hold free text
 
 
 @final
@@ -44,7 +44,7 @@ class Grammar:
         self.automaton = make_automaton(Matcher(self._shards, 0)) if params.kind in _SMALL_KINDS else None
 
     def new_matcher(self) -> Matcher:
-        """Returns a matcher at the start of the output; they take the shards in turn."""
+        """Returns a matcher at the start of the output; matchers use the shards in turn."""
         with self._lock:
             shard = self._num_matchers % self._shards.count
             self._num_matchers += 1
@@ -59,10 +59,10 @@ class _Refusal:
 
 @final
 class GrammarCompiler:
-    """Compiles constraints for one vocabulary and keeps the results, also refusals; safe to use from several threads.
+    """Compiles constraints for one vocabulary and caches results and refusals. Safe to use from several threads.
 
     `compile` takes milliseconds for usual constraints and up to twice the time limit for hostile ones: call it from a
-    thread that may wait, never from the engine's loop. Threads that ask for the same constraint wait for one result.
+    thread that may wait, never from the engine's loop. Threads with the same constraint wait for one result.
     """
 
     def __init__(
@@ -76,16 +76,16 @@ class GrammarCompiler:
         num_shards: int | None = None,
         worker: Path = WORKER,
     ) -> None:
-        """Nothing is imported, built or started before the first grammar, or `warm_up`.
+        """Imports, builds and starts nothing before the first grammar or `warm_up`.
 
         Args:
             tokenizer: the model's tokenizer.
-            vocab_size: columns of the model's logits; None: the tokenizer's size. Masks have this many bits.
-            time_limit_s: for the compilation of one grammar in the worker.
-            memory_bytes: for the same.
-            max_grammars: results that are kept.
-            num_shards: how many threads can compute masks of one grammar at once; None: one per core, at most 8.
-            worker: the program of the worker process; tests use others.
+            vocab_size: columns of the model's logits and bits of a mask; None: the tokenizer's size.
+            time_limit_s: seconds for the compilation of one grammar in the worker.
+            memory_bytes: address space for the same.
+            max_grammars: results in the cache.
+            num_shards: threads that can compute masks of one grammar at once; None: one per core, at most 8.
+            worker: the program of the worker process.
         """
         self._tokenizer = tokenizer
         self.vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
@@ -106,8 +106,8 @@ class GrammarCompiler:
         """Returns the grammar of a constraint.
 
         Raises:
-            InvalidRequestError: the constraint is malformed, uses what llguidance does not support, or takes too much
-                time or memory; or llguidance is not installed.
+            InvalidRequestError: the constraint is malformed, not supported by llguidance, or takes too much time or
+                memory; or llguidance is not installed.
             CheckerError: the worker process cannot be started.
         """
         key = params.key
@@ -136,7 +136,7 @@ class GrammarCompiler:
         self._get_checker().start()
 
     def close(self) -> None:
-        """Ends the worker process; the next `compile` starts another."""
+        """Ends the worker process; a later `compile` starts another one."""
         if self._checker is not None:
             self._checker.close()
 

@@ -1,4 +1,4 @@
-"""What can go wrong with a grammar after its request was accepted, or without the request being at fault."""
+"""Errors of grammars after their request was accepted, or that are not the request's fault."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MAX_MESSAGE = 300
 
 
 class MatcherError(JaxServeError, RuntimeError):
-    """A sequence's grammar refused a token, met a limit or failed; only that sequence ends."""
+    """A sequence's grammar refused a token, hit a limit or failed; only that sequence ends."""
 
 
 class CheckerError(JaxServeError, RuntimeError):
@@ -18,7 +18,7 @@ class CheckerError(JaxServeError, RuntimeError):
 
 
 def shorten_message(message: str) -> str:
-    """Returns llguidance's message on one line, without its state, traces and excess."""
+    """Returns llguidance's message as one line of at most 300 characters, without its state and traces."""
     if "NoExtensionBias" in message:
         return "no text can match it"
     for mark in ("<state>", "<backtrace>", "<grammar>", "<non-verbose/>"):

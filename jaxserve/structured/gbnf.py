@@ -1,4 +1,4 @@
-"""Grammars as vLLM's examples and llama.cpp write them, with `root ::= ...`, in the form that llguidance reads."""
+"""Converts GBNF, the grammars of llama.cpp and of vLLM's examples (`root ::= ...`), for llguidance."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _LARK = re.compile(r"^[ \t]*(?:%llguidance\b|start[ \t]*:(?!:))", re.MULTILINE)
 
 
 def to_lark(grammar: str) -> str:
-    """Returns a grammar as Lark. What is not GBNF is returned as it is.
+    """Returns a GBNF grammar as Lark; any other grammar unchanged.
 
     Raises:
-        InvalidRequestError: it is GBNF, and malformed or too long to be converted.
+        InvalidRequestError: the GBNF is malformed or too long to be converted.
     """
     if not _RULE.search(grammar) or _LARK.search(grammar):
         return grammar
@@ -26,6 +26,6 @@ def to_lark(grammar: str) -> str:
 
     try:
         return gbnf_to_lark(grammar)
-    except Exception as error:  # the converter raises whatever it stumbles over
-        message = f"is not GBNF that can be read: {error}; write it as Lark"
+    except Exception as error:  # the converter has no error type of its own
+        message = f"is not valid GBNF: {error}; write it as Lark"
         raise InvalidRequestError(message, field="structured_outputs.grammar", value=None) from error

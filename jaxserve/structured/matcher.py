@@ -1,4 +1,4 @@
-"""Where one sequence stands in its grammar."""
+"""The position of one sequence in its grammar."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _WORD_BITS = 32
 
 @final
 class Matcher:
-    """The tokens of one sequence so far, and what may come next.
+    """The tokens of one sequence so far, and the tokens that may come next. Safe to use from several threads.
 
-    A token that is refused changes nothing. The parser behind it stops for good when it meets one of its limits; it is
-    then built anew from the tokens, once, because another sequence that shares its lexer may have caused that; when it
-    stops again the sequence fails. One thread at a time, others wait.
+    A refused token changes nothing. The library's parser stops for good when it hits one of its limits. It is then
+    rebuilt from the tokens, once, because another sequence that shares its lexer may be the cause; when it stops again
+    the sequence fails.
     """
 
     def __init__(self, shards: GrammarShards, shard: int) -> None:
         self._shards = shards
-        self.version = 0  # changes with every change of the tokens: a mask is of one version
-        self.mask_job: Any = None  # the pool's: the mask that was asked for last
+        self.version = 0  # counts accepted tokens: a mask belongs to one version
+        self.mask_job: Any = None  # the pool's job for the latest mask
         self._shard = shard
         self._native: LLMatcher = shards.fork(shard)
         self._ids: list[int] = []
@@ -38,7 +38,7 @@ class Matcher:
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """Of the grammar."""
+        """The vocabulary of the grammar."""
         return self._shards.vocabulary
 
     @property
@@ -48,21 +48,22 @@ class Matcher:
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing may follow, but EOS if it has not come yet: the sequence can end without waiting for it."""
+        """Whether EOS came, or only EOS may follow: the sequence can end without waiting for it."""
         with self._lock:
             return self._has_ended or (self._native.is_stopped() and not self._native.is_error())
 
     @property
     def is_accepting(self) -> bool:
-        """Whether the text so far is whole: EOS may come now, though more may as well."""
+        """Whether the text so far is complete: EOS may come next, other tokens perhaps too."""
         with self._lock:
             return self._has_ended or self._native.is_accepting()
 
     def accept(self, token_id: int) -> None:
-        """Takes the token that the sequence got.
+        """Appends the sequence's next token.
 
         Raises:
-            MatcherError: the grammar does not allow it here; the matcher is as before.
+            MatcherError: the grammar does not allow the token here, and the matcher is unchanged; or the grammar
+                failed.
         """
         with self._lock:
             self._accept(token_id)
@@ -71,13 +72,16 @@ class Matcher:
     def fill_mask(self, row: np.ndarray) -> None:
         """Writes which tokens may come next.
 
+        EOS is allowed exactly when the text is complete. Where the grammar forces a text, only the tokenizer's own
+        tokens for it are allowed.
+
         Args:
             row: uint32 [at least ceil(V / 32)], contiguous; bit i % 32 of word i // 32 is token i. Words beyond the
-                vocabulary become 0. EOS is allowed exactly when the text is whole. Where the grammar forces a text,
-                only the tokens that the tokenizer itself would use for it are allowed.
+                vocabulary become 0.
 
         Raises:
-            MatcherError: the grammar met a limit, or no token can continue the text. The row is all zeros then.
+            MatcherError: the grammar hit a limit, or no token can continue the text. The row is all zeros then.
+            ValueError: `row` has another form.
         """
         vocabulary = self.vocabulary
         num_words = -(-len(vocabulary.tokens) // _WORD_BITS)
@@ -101,9 +105,9 @@ class Matcher:
                 raise self._make_error()
 
     def forced_tokens(self) -> list[int]:
-        """Returns the tokens that must come next, as the tokenizer would write the forced text; often none.
+        """Returns the tokens that must come next, in the tokenizer's own spelling; often none.
 
-        Never waits: none are known while another thread computes this matcher's mask.
+        Never waits: returns none while another thread computes this matcher's mask.
         """
         if not self._lock.acquire(blocking=False):
             return []
@@ -137,7 +141,7 @@ class Matcher:
             raise MatcherError(f"the grammar does not allow the token id {token_id} {where}")
 
     def _consume(self, token_id: int) -> bool:
-        """Advances by one token; False: it is not allowed, or the parser has stopped with an error."""
+        """Advances by one token; False if it is not allowed or the parser has stopped with an error."""
         vocabulary = self.vocabulary
         if self._has_ended or not 0 <= token_id < len(vocabulary.tokens):
             return False
@@ -152,7 +156,7 @@ class Matcher:
         return is_taken
 
     def _recover(self) -> None:
-        """Replaces a parser that has stopped with an error by one with a lexer of its own, once for each sequence."""
+        """Replaces a parser that has stopped with an error by one with a new lexer, once per sequence."""
         if self._was_recovered:
             raise self._make_error()
         self._was_recovered = True
@@ -165,5 +169,5 @@ class Matcher:
 
     def _make_error(self, token_id: int | None = None) -> MatcherError:
         if self._native.is_error():
-            return MatcherError(f"the grammar cannot go on: {shorten_message(self._native.get_error())}")
+            return MatcherError(f"the grammar cannot continue: {shorten_message(self._native.get_error())}")
         return MatcherError(f"the grammar does not allow the token id {token_id} as token {len(self._ids) + 1}")

@@ -1,4 +1,4 @@
-"""Masks of a step's rows, computed in threads while the device works."""
+"""Computes the masks of a step's rows in threads while the device works."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_THREADS = 8
 
 @final
 class _Job:
-    """One mask. It may outlive its batch, and a later batch of the same matcher then waits for it as well."""
+    """One mask. It may outlive its batch; a later batch with the same matcher then waits for it too."""
 
     __slots__ = ("error", "is_done", "matcher", "row", "version", "waiting")
 
@@ -37,8 +37,8 @@ class MaskBatch:
     """The masks of one step."""
 
     def __init__(self, masks: np.ndarray) -> None:
-        self.masks = masks  # uint32 [S, ceil(V / 32)]; a row counts once `collect` says that it is ready
-        self.errors: dict[int, BaseException] = {}  # by row, filled by `collect`: only this row has failed
+        self.masks = masks  # uint32 [S, ceil(V / 32)]; a row is valid once `collect` reports it ready
+        self.errors: dict[int, BaseException] = {}  # of failed rows, by row; filled by `collect`
         self.jobs: list[_Job | None] = []  # by row; None: the row has no grammar
         self.borrowed: list[int] = []  # rows whose mask another row's job computes
         self.num_open = 0
@@ -49,11 +49,11 @@ class MaskBatch:
 class MaskPool:
     """Threads that fill the rows of one array each step.
 
-    llguidance releases the GIL while it computes a mask. A task is one row, so that a slow row keeps no other waiting.
+    llguidance releases the GIL while it computes a mask. A task is one row, so that a slow row delays no other.
     """
 
     def __init__(self, vocab_size: int, num_threads: int | None = None) -> None:
-        """`vocab_size`: columns of the logits. `num_threads`: None: one per core, 2 to 8; they start with the first."""
+        """`vocab_size`: columns of the logits. `num_threads`: None for one per core, 2 to 8. Starts none yet."""
         self._num_words = -(-vocab_size // 32)
         self._num_threads = num_threads or min(max(os.cpu_count() or 1, 2), _MAX_THREADS)
         self._tasks: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -61,10 +61,10 @@ class MaskPool:
         self._lock = threading.Lock()  # guards num_open, is_done and waiting
 
     def start(self, matchers: Sequence[Matcher | None]) -> MaskBatch:
-        """Begins the masks of all rows; None is a row without a grammar, ready at once with every bit set.
+        """Starts the masks of all rows; None is a row without a grammar, ready at once with every bit set.
 
-        A mask that is still being computed for the same tokens is not begun again: the new batch takes it over when it
-        is done. Until then the matcher must not be given a token (that would wait for the mask).
+        A mask that is still being computed for the same tokens is not started again: the new batch waits for it too.
+        `Matcher.accept` waits for a mask that is being computed.
         """
         import numpy as np
 
@@ -89,11 +89,11 @@ class MaskPool:
         return batch
 
     def collect(self, batch: MaskBatch, timeout_s: float | None = None) -> np.ndarray:
-        """Waits for a batch, at most some seconds (None: without end, 0: not at all); may be called again.
+        """Waits for a batch, at most `timeout_s` seconds (None: no limit); may be called again.
 
         Returns:
-            bool [S]: rows whose mask is ready. A row is not ready when it is late (a later `collect` of this batch, or
-            of one that a later `start` makes, finds it) or when it failed, which `batch.errors` then shows.
+            bool [S]: rows whose mask is ready. The others are late, and a later `collect` of this batch or of the next
+            one finds them, or failed with an error in `batch.errors`.
         """
         import numpy as np
 
@@ -113,7 +113,7 @@ class MaskPool:
         return ready
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Ends the threads, each after the mask that it is computing."""
+        """Ends the threads after the masks that wait or are being computed, in at most `timeout_s` seconds."""
         for _ in self._threads:
             self._tasks.put(None)
         deadline = time.monotonic() + timeout_s
@@ -122,7 +122,7 @@ class MaskPool:
         self._threads = []
 
     def _find_job(self, matcher: Matcher, batch: MaskBatch) -> _Job | None:
-        """Returns the job that computes or has computed the mask of these tokens, if there is one."""
+        """Returns the matcher's latest job if it is for the same tokens and did not fail; `batch` waits for it."""
         job: _Job | None = matcher.mask_job
         if job is None or job.version != matcher.version or job.error is not None:
             return None
@@ -141,7 +141,7 @@ class MaskPool:
         while (job := self._tasks.get()) is not None:
             try:
                 job.matcher.fill_mask(job.row)
-            except BaseException as error:  # a panic in Rust too, of this row only: the thread serves every other
+            except BaseException as error:  # also a panic in Rust: only this row fails
                 job.error = error
             with self._lock:
                 job.is_done = True

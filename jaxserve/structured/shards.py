@@ -1,4 +1,4 @@
-"""One grammar compiled by the library several times over, so that several threads can compute masks with it."""
+"""One grammar compiled several times, so that several threads can compute its masks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 _SHARD_LIMIT_S = 0.02  # a grammar that takes longer to compile has one shard
-# What one grammar may cost: at compilation about 20 ms of regexes, in a step about 20 ms, and about 30 MiB of lexer
-# states. Errors without the parser's state: it holds the caller's text.
+# Limits of one grammar: about 20 ms of regexes at compilation, 20 ms in a step, and 30 MiB of lexer states. Errors omit
+# the parser's state, which holds the caller's text.
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
@@ -27,14 +27,14 @@ LIMITS: dict[str, Any] = {
 
 @final
 class GrammarShards:
-    """The library's matchers at the start of the output.
+    """The library's matchers at the start of the output, one per shard.
 
-    Copies of one compiled grammar share its lexer and its lock, and so compute masks one after the other. A grammar is
-    compiled once more for each further thread of the masks, if that takes a few milliseconds.
+    Copies of one compiled grammar share its lexer and its lock, so they compute masks one after the other. A grammar
+    that compiles fast is compiled once for each shard.
     """
 
     def __init__(self, source: str, vocabulary: Vocabulary, most: int) -> None:
-        """Compiles the first of at most `most`; MatcherError when the grammar does not compile."""
+        """Compiles the first of at most `most` shards; MatcherError if the grammar does not compile."""
         self.vocabulary = vocabulary
         self._source = source
         start = time.perf_counter()
@@ -43,14 +43,14 @@ class GrammarShards:
         self._natives: list[LLMatcher | None] = [first, *[None] * (self.count - 1)]
 
     def fork(self, shard: int) -> LLMatcher:
-        """Returns the library's matcher at the start, with the lexer of a shard."""
+        """Returns a matcher of the library at the start, with the lexer of a shard."""
         native = self._natives[shard]
         if native is None:
             native = self._natives[shard] = self.compile()
         return native.deep_copy()
 
     def compile(self) -> LLMatcher:
-        """Returns a new matcher of the library, which shares nothing with others.
+        """Returns a new matcher of the library, with a lexer of its own.
 
         Raises:
             MatcherError: the grammar does not compile.
@@ -63,5 +63,5 @@ class GrammarShards:
         return native
 
     def renew(self, shard: int, native: LLMatcher) -> None:
-        """Gives later matchers of a shard the lexer of a new, unused `native`: the old one has met a limit."""
+        """Replaces a shard, whose lexer hit a limit, by a copy of `native`, which must be at the start."""
         self._natives[shard] = native.deep_copy()

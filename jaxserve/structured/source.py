@@ -1,4 +1,4 @@
-"""A request's constraint as the text that llguidance compiles."""
+"""Writes a request's constraint as the text that llguidance compiles."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from jaxserve.structured.gbnf import to_lark
 from jaxserve.structured_params import LARK_LITERAL, StructuredOutputsParams
 
-# Between the tokens of JSON, unless the request says otherwise: enough for eight levels that are indented by four, and
-# an end for models that write blanks until `max_tokens`. llguidance allows no two such gaps in a row.
+# The default whitespace between the tokens of JSON: enough for eight levels indented by four, and bounded, because some
+# models write blanks until `max_tokens`. llguidance allows no two such gaps in a row.
 _BLANKS = r"\r?\n[ \t]{0,32}|[ \t]{1,32}"
 _LITERAL_OR_JSON = re.compile(rf"{LARK_LITERAL.pattern}|%json\s*")
 
@@ -20,13 +20,13 @@ def make_source(params: StructuredOutputsParams) -> str:
     if params.kind == "grammar":
         return _bound_blanks(to_lark(str(params.grammar)))
     if params.kind == "choice":
-        # One terminal is one automaton; alternatives of a rule would each be an item of the parser, which are limited.
+        # One terminal is one automaton; alternatives of a rule would each be one of the parser's limited items.
         texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in params.choice or ())
         return _wrap({"lark_grammar": f"start: CHOICE\nCHOICE: {texts}"})
     if params.kind == "regex":
         from llguidance import regex_to_lark
 
-        # \d, \w and \s mean ASCII, as in the engines that the names come from: in Rust they are Unicode's.
+        # "dws": \d, \w and \s mean ASCII; Rust's mean Unicode.
         return _wrap({"lark_grammar": f"start: /{regex_to_lark(params.regex or '', 'dws')}/"})
     schema = json.loads(str(params.json)) if params.kind == "json" else {"type": "object"}
     options: dict[str, Any] = {"whitespace_pattern": params.whitespace_pattern or _BLANKS}
@@ -36,7 +36,7 @@ def make_source(params: StructuredOutputsParams) -> str:
 
 
 def _bound_blanks(grammar: str) -> str:
-    """Gives each `%json` of a Lark grammar the default for blanks, unless its schema has options of its own."""
+    """Returns a Lark grammar with default whitespace for each `%json` whose schema has no options of its own."""
     options = json.dumps({"whitespace_pattern": _BLANKS})
     decoder = json.JSONDecoder()
     pieces, copied, at = [], 0, 0
@@ -46,7 +46,7 @@ def _bound_blanks(grammar: str) -> str:
             continue
         try:
             schema, end = decoder.raw_decode(grammar, at)
-        except (ValueError, RecursionError):  # llguidance says what is wrong with it
+        except (ValueError, RecursionError):  # llguidance reports what is wrong
             break
         if schema is True or (isinstance(schema, dict) and "x-guidance" not in schema):
             pieces.append(f'{grammar[copied:at]}{{"x-guidance": {options}')

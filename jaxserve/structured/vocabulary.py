@@ -10,20 +10,20 @@ from jaxserve.tokenizers import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-_MARK = "\x02"  # a character that no merge spans: what follows it is encoded as a continuation
+_MARK = "\x02"  # no token spans this character: text after it is encoded as a continuation
 
 
 @final
 class Vocabulary:
-    """The bytes of every token, and how text that a grammar forces becomes tokens.
+    """The bytes of every token, and the tokens of text that a grammar forces.
 
-    llguidance asks for an object with these attributes, which it copies, and calls it from its own threads.
+    llguidance copies these attributes and calls the object from its own threads.
     """
 
-    is_tokenizer_wrapper = True  # how llguidance knows such an object
+    is_tokenizer_wrapper = True  # marks such an object for llguidance
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        """`vocab_size`: rows of the model's output; tokens beyond it are left out, missing ones have no bytes."""
+        """`vocab_size`: columns of the logits; tokens beyond it are dropped, missing ones have no bytes."""
         self._tokenizer = tokenizer
         tokens = tokenizer.list_token_bytes()[:vocab_size]
         self.tokens: list[bytes] = tokens + [b""] * (vocab_size - len(tokens))
@@ -39,10 +39,10 @@ class Vocabulary:
         self.native: LLTokenizer = _make_native(self)
 
     def __call__(self, text: str) -> list[int]:
-        """Returns ids whose bytes are exactly the text's: the tokenizer's own, or else the longest matches.
+        """Returns ids whose bytes are exactly the text's: the tokenizer's own, else the longest matches.
 
-        A tokenizer that puts a space before the first word is asked to continue a text. Never raises: llguidance
-        would take that for a fault of its own.
+        If the tokenizer puts a space before the first word, the text is encoded as a continuation. Never raises:
+        llguidance would treat that as an internal error.
         """
         data = text.encode()
         try:
@@ -63,11 +63,7 @@ class Vocabulary:
 
 
 def import_llguidance() -> None:
-    """Raises an error that says what to install where llguidance is missing.
-
-    Raises:
-        InvalidRequestError: llguidance cannot be imported.
-    """
+    """Imports llguidance; InvalidRequestError says what to install if that fails."""
     try:
         import llguidance  # noqa: F401
     except ImportError as error:

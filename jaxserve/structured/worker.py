@@ -1,4 +1,4 @@
-"""What the process that compiles a grammar first does, so that a hostile one costs that process and nothing else.
+"""The process that checks grammars before they are compiled, so that a hostile one costs this process and nothing else.
 
 A program of `workers/`, with the standard library and llguidance only. A job is {"source": ...}; its reply is
 {"error": null} or {"error": "why"}.
@@ -13,18 +13,18 @@ from typing import Any
 
 _NUM_WALKS = 4
 _WALK_TOKENS = 24
-_MAX_STEP_S = 0.25  # usual masks take below 1 ms, the first ones of a large grammar some tens
+_MAX_STEP_S = 0.25  # usual masks take less than 1 ms, the first ones of a large grammar tens of ms
 
 
 def prepare(options: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Returns what answers jobs, for one vocabulary and its limits."""
+    """Returns the function that answers jobs, for one vocabulary and its limits."""
     vocabulary, limits = Vocabulary(options), options["limits"]
-    check("start: /[a-z]*/", vocabulary, limits)  # one-time allocations belong to what the process has at the start
+    check("start: /[a-z]*/", vocabulary, limits)  # one-time allocations must not count as the first job's
     return lambda job: {"error": check(job["source"], vocabulary, limits)}
 
 
 class Vocabulary:
-    """What llguidance asks of a tokenizer; forced text becomes the longest matching tokens."""
+    """A tokenizer for llguidance; forced text becomes the longest matching tokens."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -44,10 +44,10 @@ class Vocabulary:
 
 
 def check(source: str, vocabulary: Vocabulary, limits: dict[str, Any]) -> str | None:
-    """Compiles a grammar and walks some way along it; returns what is wrong with it, or None.
+    """Compiles a grammar and walks some way through it; returns what is wrong with it, or None.
 
-    The walks are what a sequence would do: grammars that compile at once can be slow or meet a limit at the first
-    tokens. Their time is this process's own, which a busy host does not stretch.
+    The walks do what a sequence would do: grammars that compile can still be slow or hit a limit at the first tokens.
+    Time is this process's CPU time, which a busy host does not stretch.
     """
     from llguidance import LLMatcher, LLParserLimits
 
@@ -78,10 +78,10 @@ def check(source: str, vocabulary: Vocabulary, limits: dict[str, Any]) -> str | 
 
 
 def pick_bit(bits: int, chance: random.Random) -> int | None:
-    """Returns the number of a random bit that is set, None when none is."""
+    """Returns the index of a random set bit, None if no bit is set."""
     if bits == 0:
         return None
     size = bits.bit_length()
     at = chance.randrange(size)
-    above = bits >> at  # has its highest bit: the first one at or above the random place is taken
+    above = bits >> at  # has a set bit, the highest: takes the lowest one at or above `at`
     return at + (above & -above).bit_length() - 1

@@ -1,4 +1,4 @@
-"""Weights: checkpoints found, checked, and streamed into sharded device arrays."""
+"""Finds checkpoints, checks them, and streams their weights into sharded device arrays."""
 
 from jaxserve.weights.checkpoint import download_weights, resolve_checkpoint
 from jaxserve.weights.dummy import make_dummy_params

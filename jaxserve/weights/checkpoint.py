@@ -1,4 +1,4 @@
-"""Where a model's files are: a local directory, or a Hugging Face hub id that is fetched once, before serving."""
+"""Finds a model's files: a local directory, or a Hugging Face hub id that is downloaded once, before serving."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxserve.weights.formats import (
     refuse_foreign_name,
 )
 
-# Files that make a checkpoint complete beside its weights and config.json.
+# The files of a complete checkpoint beside its weights and config.json.
 COMPANION_FILES = (
     "generation_config.json",
     "tokenizer*",
@@ -27,10 +27,10 @@ COMPANION_FILES = (
     "chat_template*",
     "*.model",
 )
-# What tells a model, or a checkpoint that cannot be read, before its weights are downloaded.
+# Files that identify a model, or a checkpoint that cannot be read, before its weights are downloaded.
 _CONFIG_FILES = ("config.json", ADAPTER_CONFIG, ORIGINAL_CONFIG, *QUANTIZATION_FILES, *COMPANION_FILES)
 _WEIGHT_FILES = (SINGLE_FILE, "model-*.safetensors", INDEX_FILE)
-# Never wanted: anything that can run code, and folders (original weights, other frameworks' exports).
+# Never downloaded: anything that can run code, and folders (original weights, other frameworks' exports).
 _UNWANTED = ("*/*", "*.bin", "*.pt", "*.pth", "*.pkl", "*.py")
 
 _HOW_ELSE = (
@@ -42,12 +42,12 @@ _HOW_ELSE = (
 def resolve_checkpoint(model: str, revision: str | None = None, *, need_weights: bool = True) -> Path:
     """Returns the directory that holds the checkpoint `model`.
 
-    An existing directory is taken as it is. Anything else is read as a hub id ("name" or "owner/name"), whose config,
-    safetensors and tokenizer files are downloaded to the Hugging Face cache, or found there when the hub cannot be
-    reached. `revision` is a branch, tag or commit of the hub repository. Without `need_weights` the weights are left
-    where they are: `download_weights` fetches them when everything else is known to fit.
+    `model` is a directory or a hub id ("name" or "owner/name"). The config, safetensors and tokenizer files of a hub id
+    are downloaded to the Hugging Face cache, or found there when the hub cannot be reached. `revision` is a branch, tag
+    or commit of the hub repository. Without `need_weights` the weights are not downloaded yet: `download_weights` does
+    that when everything else is known to fit.
 
-    Raises ConfigError (field "model" or "revision") that says what was tried and what would work.
+    Raises ConfigError (field "model" or "revision"), which says what was tried and what would work.
     """
     path = Path(model).expanduser()
     if model and path.is_dir():
@@ -65,10 +65,10 @@ def resolve_checkpoint(model: str, revision: str | None = None, *, need_weights:
 
 
 def download_weights(model: str, snapshot: Path) -> None:
-    """Adds the weights to the directory that `resolve_checkpoint` returned without them for the hub id `model`.
+    """Downloads the weights of the hub id `model` to the directory that `resolve_checkpoint` returned without them.
 
-    They are those of the same commit, whatever was published since. Raises ConfigError as `resolve_checkpoint` does,
-    and for a repository that has none.
+    They come from the same commit. Raises ConfigError as `resolve_checkpoint` does, and for a repository without
+    weights.
     """
     _download(model, snapshot.name, _WEIGHT_FILES)
     if not has_weights(snapshot):
@@ -110,7 +110,7 @@ def _download(model: str, revision: str | None, files: tuple[str, ...]) -> Path:
             "the stored login, or remove them for a public repository"
         )
         raise ConfigError(message, field="model", value=model) from error
-    except Exception as error:  # whatever the network stack, the disk or the offline switch raise
+    except Exception as error:  # from the network, the disk or offline mode
         raise _unreachable(model, where, error) from error
     return Path(folder)
 
@@ -126,7 +126,7 @@ def _unreachable(model: str, where: str, error: Exception) -> ConfigError:
 
 
 def _hint(model: str) -> str:
-    """Returns a question about the models that come with jaxserve, where the name is nearly one of theirs."""
+    """Returns a suggestion if the name is close to that of a model that comes with jaxserve, else ""."""
     nearest = difflib.get_close_matches(model, (DEMO_MODEL, *list_presets()), n=1, cutoff=0.7)
     return f" (did you mean {nearest[0]!r}?)" if nearest else ""
 

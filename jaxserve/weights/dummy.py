@@ -1,4 +1,4 @@
-"""Random parameters made where they will live: for benchmarks and tests that need a model's size, not its skill."""
+"""Random parameters made on the device, for benchmarks and tests that need a model's size but not its weights."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _STANDARD_DEVIATION = 0.02
 
 
 def make_dummy_params(specs: Any, *, mesh: Mesh, rules: AxisRules, seed: int) -> Any:
-    """Returns the tree of `specs` (canonical, or any other tree of ParamSpec) filled by each spec's `init`.
+    """Returns the tree of `specs` (any tree of ParamSpec) with each array filled according to its `init`.
 
-    "normal" has mean 0 and standard deviation 0.02. Values depend on `seed` (any integer), the dotted path and shape,
-    not on the mesh. Nothing passes through the host; one small program is compiled per distinct shape, dtype, axes and
-    init. Raises ValueError for another `init`.
+    "normal" has mean 0 and standard deviation 0.02. Values depend on `seed` (any integer), the dotted path and the
+    shape, not on the mesh. Nothing passes through the host; one small program is compiled for each distinct spec.
+    Raises ValueError for an unknown `init`.
     """
     flat, treedef = flatten_specs(specs)
     programs: dict[ParamSpec, Callable[..., jax.Array]] = {}
@@ -52,7 +52,7 @@ def _initialise(spec: ParamSpec, stream: jax.Array) -> jax.Array:
 
 
 def _normal(shape: tuple[int, ...], stream: jax.Array) -> jax.Array:
-    """Float32 normal numbers as a function of stream and position alone, so that all of it fuses into the output.
+    """Returns float32 normal numbers that depend on stream and position alone, so that XLA fuses all of it.
 
     `jax.random.normal` takes 16 bytes of temporaries per element: 8 GB for the embedding of an 8B model.
     """
@@ -63,13 +63,13 @@ def _normal(shape: tuple[int, ...], stream: jax.Array) -> jax.Array:
 
 
 def _to_normal(bits: jax.Array) -> jax.Array:
-    # 23 bits and a half are exact in float32: the ends -1 and 1, where erf_inv is infinite, are never reached
+    # 23 bits plus one half are exact in float32, so -1 and 1, where erf_inv is infinite, are never reached
     uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * 2**-22 - 1
     return lax.erf_inv(uniform) * (math.sqrt(2) * _STANDARD_DEVIATION)
 
 
 def _mix(word: jax.Array) -> jax.Array:
-    """The 32-bit finaliser of MurmurHash3: each bit of the input flips each bit of the output about half the time."""
+    """The 32-bit finaliser of MurmurHash3: each input bit flips each output bit about half the time."""
     word = (word ^ (word >> 16)) * jnp.uint32(0x85EBCA6B)
     word = (word ^ (word >> 13)) * jnp.uint32(0xC2B2AE35)
     return word ^ (word >> 16)

@@ -1,4 +1,4 @@
-"""Formats of checkpoints by their files: the two that are read, and others, so that a refusal says what would work."""
+"""Recognises checkpoint formats by their files: the two that are read, and others, to say what would work instead."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from jaxserve.weights.json_files import MAX_JSON_BYTES, parse_json_object
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-PARAMS_FOLDER = "params"  # of Orbax checkpoints
+PARAMS_FOLDER = "params"  # in Orbax checkpoints
 
 ADAPTER_CONFIG = "adapter_config.json"
 ORIGINAL_CONFIG = "params.json"
-# What quantization tools write beside a config.json that does not mention them, and whose file it is.
+# Files that quantization tools write beside a config.json that does not mention them, and the tools' methods.
 QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 
 _GGUF = "GGUF files are not read; use the original repository, in safetensors"
-_GGUF_NAME = re.compile(r"[.-]gguf(:[^/]*)?$", re.IGNORECASE)  # a file, or a repository as llama.cpp's users name it
-_NO_WEIGHTS = re.compile(r"(training_args|optimizer|scheduler)\.")  # pickles of a training run
+_GGUF_NAME = re.compile(r"[.-]gguf(:[^/]*)?$", re.IGNORECASE)  # a file or repository, as llama.cpp's users name them
+_NO_WEIGHTS = re.compile(r"(training_args|optimizer|scheduler)\.")  # pickles of training runs
 
 
 def checkpoint_format(path: Path) -> Literal["safetensors", "orbax"]:
-    """Returns how the parameters in the directory `path` are stored; "orbax" is what `save_params` writes."""
+    """Returns the format of the parameters in the directory `path`; `save_params` writes "orbax"."""
     return "orbax" if (path / PARAMS_FOLDER).is_dir() else "safetensors"
 
 
@@ -42,10 +42,10 @@ def refuse_foreign_name(model: str) -> None:
 
 
 def refuse_foreign_folder(path: Path, *, need_weights: bool) -> None:
-    """Raises ConfigError (field "model", or the file that says so) when `path` holds a checkpoint that is not read.
+    """Raises ConfigError (field "model", or the telling file) when `path` holds a checkpoint in a format not read.
 
-    A directory that holds nothing of the kind passes: what it lacks is named by who needs it. Without `need_weights`,
-    config.json is enough.
+    A directory without any checkpoint passes: later readers name what it lacks. Without `need_weights`, config.json is
+    enough.
     """
     for name, method in QUANTIZATION_FILES.items():
         if (path / name).is_file():
@@ -58,7 +58,7 @@ def refuse_foreign_folder(path: Path, *, need_weights: bool) -> None:
 
 
 def describe_foreign(path: Path) -> str | None:
-    """Returns which checkpoint the directory `path` holds, and what to give instead; None when there is none."""
+    """Returns which unreadable format the directory `path` holds and what to give instead; None if none is found."""
     if (path / ADAPTER_CONFIG).is_file():
         return _describe_adapter(path / ADAPTER_CONFIG)
     if next(path.glob("*.gguf"), None) is not None:

@@ -1,8 +1,8 @@
-"""The header of a safetensors file, parsed as if an attacker had written it.
+"""Parses the header of a safetensors file as if an attacker had written it.
 
 A file is 8 bytes (little-endian length n), n bytes of JSON, then the tensors' bytes:
 `{"name": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [begin, end]}, "__metadata__": {...}}`, offsets counted
-from the end of the JSON. Stricter than the format asks: doubled and unknown keys are refused, too.
+from the end of the JSON. This parser is stricter than the format: it refuses duplicate and unknown keys.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from jaxserve.errors import WeightsError, shorten
 from jaxserve.weights.json_files import parse_json_object
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-MAX_TENSORS = 500_000  # of a checkpoint: DeepSeek-V3 has 91,000
-_MAX_VALUES = 16 * MAX_TENSORS  # each is an object of three keys, with two short lists
+MAX_TENSORS = 500_000  # per checkpoint; DeepSeek-V3 has 91,000
+_MAX_VALUES = 16 * MAX_TENSORS  # a tensor is an object of three keys, with two short lists
 _LENGTH = struct.Struct("<Q")
 _ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
 
-# Every element type of the format: only a few can be loaded, but the extent of all of them must be checked.
+# Every element type of the format: only a few can be loaded, but the extents of all are checked.
 _DTYPE_BITS = {
     "F4": 4,
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
@@ -47,12 +47,12 @@ def parse_header(data: Any, file: str) -> dict[str, TensorEntry]:
     """Returns the tensors of a safetensors file by name.
 
     `data` is the whole file as a sliceable buffer (bytes or mmap), of which only the header is read. Raises
-    WeightsError (field = `file`) when the file is truncated, longer than its tensors, or malformed in any way; then
-    also when tensors overlap, leave a gap, or reach out of the file.
+    WeightsError (field = `file`) when the file is malformed, truncated or longer than its tensors, and when tensors
+    overlap, leave a gap or end beyond the file.
     """
     header_end = _find_header_end(data, file)
     text = bytes(data[_LENGTH.size : header_end])
-    if text.count(b"{") > MAX_TENSORS + 2:  # one for each, one for the metadata, one around all
+    if text.count(b"{") > MAX_TENSORS + 2:  # one per tensor, the metadata and the header itself
         raise WeightsError(f"its header lists more than {MAX_TENSORS:,} tensors, which no model has", field=file)
     try:
         header = parse_json_object(text, _MAX_VALUES)
@@ -113,7 +113,7 @@ def _are_counts(values: object) -> bool:
 
 
 def _check_extents(entries: Mapping[str, TensorEntry], header_end: int, size: int, file: str) -> None:
-    """The tensors must tile the data: no byte in two of them or in none."""
+    """Raises WeightsError unless the tensors tile the data: each byte belongs to exactly one."""
     position = header_end
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
         if entry.end > size:

@@ -1,4 +1,4 @@
-"""JSON objects from files that nobody vouches for: strict, and every failure is a ValueError with a plain reason."""
+"""Reads JSON objects from untrusted files: strictly, and every failure is a ValueError with a plain reason."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from typing import Any
 from jaxserve.errors import ConfigError, shorten
 from jaxserve.files import read_regular
 
-MAX_JSON_BYTES = 2**24  # of a file with settings; published ones take some kilobytes
-_MAX_VALUES = 1_000_000  # of such a file
-_MAX_DIGITS = 40  # of an integer; Python itself stops at 4,300 with advice that does not fit here
+MAX_JSON_BYTES = 2**24  # per config file; published ones take some kilobytes
+_MAX_VALUES = 1_000_000  # per config file
+_MAX_DIGITS = 40  # per integer; Python itself stops at 4,300, with advice that does not apply here
 
 
 def parse_json_object(data: bytes, max_values: int = _MAX_VALUES) -> dict[str, Any]:
     """Returns the JSON object in `data` (UTF-8).
 
-    Raises ValueError for anything else: bad UTF-8 or JSON, another kind of value, nesting too deep to parse, or an
-    object at any depth that holds one key twice (the parser would silently keep the last). Also when there are more
-    than about `max_values` keys and values in it, which is counted before it is parsed: their objects take many times
-    the memory of their text.
+    Raises ValueError for anything else: bad UTF-8 or JSON, another kind of value, nesting too deep to parse, an object
+    at any depth that holds a key twice (the parser would silently keep the last), or more than about `max_values` keys
+    and values. These are counted before parsing, because as objects they take many times the memory of their text.
     """
     if sum(data.count(mark) for mark in b",:[{") > max_values:
         raise ValueError(f"holds more than {max_values:,} values")
@@ -38,7 +37,7 @@ def parse_json_object(data: bytes, max_values: int = _MAX_VALUES) -> dict[str, A
 
 
 def read_hf_config(path: Path) -> dict[str, Any]:
-    """Returns the `config.json` of the checkpoint directory `path` as it stands, unchecked beyond being an object.
+    """Returns the `config.json` in the directory `path`, checked only to be an object.
 
     Raises ConfigError naming the file when it is absent, unreadable or malformed.
     """
@@ -49,7 +48,7 @@ def read_hf_config(path: Path) -> dict[str, Any]:
 
 
 def read_generation_config(path: Path) -> dict[str, Any]:
-    """Returns `generation_config.json` of the directory `path`, or {} where there is none.
+    """Returns the `generation_config.json` in the directory `path`, or {} if there is none.
 
     Raises ConfigError naming the file when it is unreadable or malformed.
     """

@@ -1,4 +1,4 @@
-"""Streaming a safetensors checkpoint into sharded device arrays, one parameter at a time."""
+"""Streams a safetensors checkpoint into sharded device arrays, one parameter at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxserve.weights.paths import count_bytes, flatten_specs, unflatten
 from jaxserve.weights.place import cast_host, place_host
 from jaxserve.weights.reader import LOADABLE_DTYPES, SafetensorsCheckpoint, list_names, open_checkpoint
 
-Progress = Callable[[int, int], None]  # (bytes done, bytes in all), counted in the dtype of the parameters
+Progress = Callable[[int, int], None]  # (bytes done, total bytes), in the dtype of the parameters
 
 
 def load_safetensors(
@@ -33,18 +33,18 @@ def load_safetensors(
     rules: AxisRules,
     progress: Progress | None = None,
 ) -> Any:
-    """Returns the canonical tree of `specs` with its parameters, sharded over `mesh`, from the checkpoint at `path`.
+    """Returns the parameters of the checkpoint at `path` as the canonical tree of `specs`, sharded over `mesh`.
 
-    `sources` tells by dotted path which tensors make a parameter; tensors whose whole name matches a pattern of
-    `ignored` may be there and are not read. F32, BF16 and F16 tensors are cast to the dtype of the spec.
+    `sources` maps each dotted path to the tensors that make the parameter; tensors whose whole name matches a pattern
+    in `ignored` are not read. F32, BF16 and F16 tensors are cast to the dtype of the spec.
 
-    Host memory: files are mapped and read through the page cache. Beside that, buffers exist for one parameter at a
-    time and take at most twice its bytes (three times where float32 is narrowed to 16 bits); JAX's own transfer may
-    stage one copy more. On CPU the parameters themselves are host memory, too.
+    Host memory: files are mapped and read through the page cache. In addition there are buffers for one parameter at a
+    time, at most twice its bytes (three times where float32 is narrowed to 16 bits); JAX's transfer may stage one more
+    copy. On CPU the parameters themselves are in host memory too.
 
-    Raises WeightsError, before anything is put on a device, when a file is missing or corrupt, or when the checkpoint
-    does not hold exactly the expected tensors in the expected shapes and loadable dtypes; while loading when float16
-    cannot hold a value.
+    Raises WeightsError, before anything is on a device, when a file is missing or corrupt, or when the checkpoint does
+    not hold exactly the expected tensors in the expected shapes and loadable dtypes; while loading, when float16 cannot
+    represent a value.
     """
     stream = stream_safetensors(path, specs, sources, ignored, mesh=mesh, rules=rules, progress=progress)
     return unflatten(specs, dict(stream))
@@ -60,10 +60,10 @@ def stream_safetensors(
     rules: AxisRules,
     progress: Progress | None = None,
 ) -> Iterator[tuple[str, jax.Array]]:
-    """Yields (dotted path, array) of each parameter that `load_safetensors` would return, each ready on its devices.
+    """Yields (dotted path, array) for each parameter of `load_safetensors`, ready on its devices.
 
-    For callers that keep another tree than the canonical one, and must not hold the model twice. The files and tensors
-    are checked when the first item is asked for.
+    For callers that build a tree other than the canonical one and must not hold the model twice. Files and tensors are
+    checked when the first item is requested.
     """
     flat, _ = flatten_specs(specs)
     checkpoint = open_checkpoint(path)
@@ -91,10 +91,10 @@ def check_tensors(
     sources: Mapping[str, WeightSource],
     ignored: tuple[str, ...] = (),
 ) -> None:
-    """Checks names, shapes and dtypes of all tensors against what the parameters (by dotted path) need.
+    """Checks names, shapes and dtypes of all tensors against `specs` and `sources`, both by dotted path.
 
-    Raises WeightsError naming the first few tensors that are missing, have no place, are wanted by two parameters, or
-    have another shape or a dtype that cannot be loaded.
+    Raises WeightsError naming the first few tensors that are missing, unexpected or used by two parameters, or the
+    first with a wrong shape or a dtype that cannot be loaded.
     """
     if specs.keys() != sources.keys():
         odd = sorted(specs.keys() ^ sources.keys())
@@ -130,11 +130,11 @@ def _check_tensor(checkpoint: SafetensorsCheckpoint, name: str, shape: tuple[int
 
 
 def _build_host(checkpoint: SafetensorsCheckpoint, name: str, spec: ParamSpec, source: WeightSource) -> np.ndarray:
-    """Returns one parameter in the shape and dtype of its spec, as a view of the mapped file where that is possible."""
+    """Returns one parameter in the shape and dtype of its spec, as a view of the mapped file if possible."""
     tensors = [checkpoint.read(tensor) for tensor in source.names]
     width = jnp.dtype(spec.dtype).itemsize
     if len({tensor.dtype for tensor in tensors}) > 1 or tensors[0].dtype.itemsize > width:
-        # `build` needs one dtype; and narrowing first keeps its temporaries at the smaller size
+        # `build` needs one dtype, and narrowing first keeps its temporaries small
         tensors = [
             cast_host(tensor, spec.dtype, name=tensor_name)
             for tensor, tensor_name in zip(tensors, source.names, strict=True)

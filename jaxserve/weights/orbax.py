@@ -1,7 +1,7 @@
-"""Canonical parameters as an Orbax checkpoint: what is converted once restores fast, onto any mesh.
+"""Canonical parameters as an Orbax checkpoint: converted once, restored fast onto any mesh.
 
-`path/config.json` is the model's config as Hugging Face writes it, `path/params/` the tree. A directory with the
-folder `params` is complete: Orbax writes elsewhere and renames.
+`path/config.json` is the model's Hugging Face config, `path/params/` the tree. A directory that has `params` is
+complete: Orbax writes elsewhere and renames.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FLOATS = ("bfloat16", "float16", "float32")
 
 
 def save_params(path: Path, params: Any, hf_config: Mapping[str, Any]) -> None:
-    """Writes the canonical tree `params` and `hf_config` into the directory `path`, made where it does not exist.
+    """Writes the canonical tree `params` and `hf_config` to the directory `path`, which is created if needed.
 
     Returns when everything is on disk. Raises WeightsError when `path` already holds parameters or cannot be written.
     """
@@ -50,9 +50,9 @@ def save_params(path: Path, params: Any, hf_config: Mapping[str, Any]) -> None:
 def restore_params(path: Path, specs: Any, *, mesh: Mesh, rules: AxisRules) -> Any:
     """Returns the canonical tree of `specs` from the Orbax checkpoint in the directory `path`, sharded over `mesh`.
 
-    The mesh may differ from the one that saved; each device reads its own shards. Parameters are cast to the dtype of
-    their spec while reading. Raises WeightsError when there is no checkpoint, when it holds other parameters or shapes
-    than `specs` (named), or when its data is damaged.
+    The mesh may differ from that of saving; each device reads its own shards. Parameters are cast to the dtype of their
+    spec on the way. Raises WeightsError when there is no checkpoint, when its parameters or shapes are not those of
+    `specs` (the message names them), or when its data is damaged.
     """
     import orbax.checkpoint as ocp
 
@@ -69,12 +69,12 @@ def restore_params(path: Path, specs: Any, *, mesh: Mesh, rules: AxisRules) -> A
         _check_stored(_read_metadata(checkpointer, folder), targets, str(folder))
         try:
             return checkpointer.restore(folder, unflatten(specs, targets))
-        except Exception as error:  # Orbax has no error type of its own: damaged files surface as almost anything
+        except Exception as error:  # Orbax has no error type of its own: damaged files raise almost anything
             raise WeightsError(f"damaged checkpoint: {_reason(error)}", field=str(folder)) from error
 
 
 def _refuse_special_files(folder: Path) -> None:
-    """Orbax opens whatever stands where it expects a file: a FIFO there would hold the start for good."""
+    """Raises WeightsError for anything but regular files: Orbax would open a FIFO and hang."""
     for path, folders, files in os.walk(folder):
         links = [name for name in folders if (Path(path) / name).is_symlink()]
         if links:
@@ -92,7 +92,7 @@ def _read_metadata(checkpointer: Any, folder: Path) -> dict[str, Any]:
     """Returns the stored arrays' metadata (`shape`, `dtype`) by dotted path."""
     try:
         metadata = checkpointer.metadata(folder).item_metadata
-    except Exception as error:  # as above; most damage gives None instead
+    except Exception as error:  # as in `restore_params`; most damage gives None instead
         raise WeightsError(f"damaged checkpoint: {_reason(error)}", field=str(folder)) from error
     if metadata is None:
         raise WeightsError("damaged checkpoint: its index of arrays cannot be read", field=str(folder))

@@ -1,9 +1,9 @@
-"""One parameter from host memory to its place on the devices, never sharing memory with where it came from.
+"""Places parameters on devices without sharing memory with their source.
 
-Sharing is what JAX does where it can. On CPU `device_put` keeps an aligned numpy array instead of copying it, whatever
-`may_alias` says (measured on jax 0.12); a mapped file or a caller's buffer kept that way changes under the engine. And
-it keeps the buffers of a JAX array that already lies right: when the caller then donates that array to the next
-training step, the engine's copy is deleted with it.
+JAX shares memory where it can. On CPU `device_put` keeps an aligned numpy array instead of copying it, whatever
+`may_alias` says (measured on jax 0.12), and a mapped file or a caller's buffer could then change under the engine. It
+also keeps the buffers of a JAX array that is already in place; when the caller donates that array to its next training
+step, the engine's copy is deleted with it.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from jaxserve.errors import WeightsError
 
 
 def cast_host(value: np.ndarray, dtype: str | np.dtype, *, name: str) -> np.ndarray:
-    """Returns `value` in `dtype`: itself if it has it already, else a copy in the same memory order.
+    """Returns `value` if it has `dtype` already, else a copy in `dtype` with the same memory order.
 
-    Raises WeightsError naming the tensor `name` when float16 cannot hold a value.
+    Raises WeightsError naming the tensor `name` when float16 cannot represent a value.
     """
     target = jnp.dtype(dtype)
     if value.dtype == target:
         return value
-    with np.errstate(over="ignore"):  # found below, for every source dtype
+    with np.errstate(over="ignore"):  # overflow is detected below, for every source dtype
         cast = value.astype(target, order="K")
-    # float16 alone has a smaller range than the others; elsewhere infinities would surface as NaN logits
+    # only float16 has a smaller range than the others
     if target == np.float16 and not np.isfinite(cast).all():
         raise WeightsError(
             f"holds values beyond the range of float16 (stored as {value.dtype}); use dtype bfloat16 or float32",
@@ -36,11 +36,11 @@ def cast_host(value: np.ndarray, dtype: str | np.dtype, *, name: str) -> np.ndar
 
 
 def place_host(value: np.ndarray, sharding: Sharding) -> jax.Array:
-    """Puts a host array on the devices of `sharding`, each receiving its own shard only.
+    """Returns a host array placed on the devices of `sharding`; each receives only its own shard.
 
-    The caller gives a writable `value` away and must not change it afterwards. A read-only array, such as a view of a
-    mapped file, is copied here where JAX could keep it. Transposed views are best passed as they are: the transfer
-    reorders them several times faster than numpy does.
+    The caller must not change a writable `value` afterwards. A read-only array, such as a view of a mapped file, is
+    copied where JAX could keep it. Pass transposed views as they are: the transfer reorders them several times faster
+    than numpy does.
     """
 
     def take(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -55,9 +55,9 @@ def place_parameter(
 ) -> jax.Array:
     """Returns a copy of `value` (any float dtype) in `dtype` and `sharding`, for `update_weights`.
 
-    `value` stays the caller's to change, delete or donate; the result is the engine's to donate. Compiles nothing, so
-    casts of JAX arrays, and the split of one that lies on a single device, go through the host. Raises WeightsError as
-    `cast_host` does.
+    The caller may change, delete or donate `value`; the engine may donate the result. Nothing is compiled, so a JAX
+    array that must be cast, or split from a single device, goes through the host. Raises WeightsError as `cast_host`
+    does.
     """
     if isinstance(value, jax.Array) and value.dtype == jnp.dtype(dtype):
         splits = len(value.sharding.device_set) == 1 < len(sharding.device_set)

@@ -1,4 +1,4 @@
-"""Tensors of a safetensors checkpoint as views of memory-mapped files: opening reads headers only."""
+"""Reads the tensors of a safetensors checkpoint as views of memory-mapped files; opening reads only headers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Location:
 
 
 class SafetensorsCheckpoint:
-    """All tensors of one checkpoint by name. The files stay mapped as long as this object or a view of it lives."""
+    """All tensors of one checkpoint by name. The files stay mapped while this object or one of its views lives."""
 
     def __init__(self, path: Path, locations: Mapping[str, _Location]) -> None:
         self.path = path
@@ -41,19 +41,19 @@ class SafetensorsCheckpoint:
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of all tensors."""
+        """The names of all tensors."""
         return frozenset(self._locations)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of the tensor as stored; KeyError for an unknown name."""
+        """Returns the stored shape of a tensor; KeyError for an unknown name."""
         return self._locations[name].entry.shape
 
     def dtype_name(self, name: str) -> str:
-        """The format's name of the stored element type, such as "BF16"."""
+        """Returns the format's name of the stored dtype, such as "BF16"."""
         return self._locations[name].entry.dtype
 
     def read(self, name: str) -> np.ndarray:
-        """Returns the tensor as a read-only view of the mapped file: no bytes are copied, or read before they are used.
+        """Returns the tensor as a read-only view of the mapped file, whose bytes are read when they are used.
 
         The dtype must be one of LOADABLE_DTYPES (KeyError otherwise). The view may be unaligned.
         """
@@ -65,11 +65,11 @@ class SafetensorsCheckpoint:
         return np.frombuffer(location.data, dtype, count, offset=entry.start).reshape(entry.shape)
 
     def prefetch(self, name: str) -> None:
-        """Asks the system to read the tensor's bytes from disk soon. A hint: views stay valid whatever comes of it."""
+        """Asks the system to read the tensor's bytes from disk soon; views are valid with or without it."""
         self._advise(name, "MADV_WILLNEED")
 
     def release(self, name: str) -> None:
-        """Tells the system that the tensor's bytes are not needed soon, so that they leave this process's memory."""
+        """Tells the system that the tensor's bytes are not needed soon and can leave this process's memory."""
         self._advise(name, "MADV_DONTNEED")
 
     def _advise(self, name: str, advice: str) -> None:
@@ -85,9 +85,9 @@ class SafetensorsCheckpoint:
 def open_checkpoint(path: Path) -> SafetensorsCheckpoint:
     """Opens `model.safetensors`, or the shards that `model.safetensors.index.json` lists, in the directory `path`.
 
-    Raises WeightsError (field = the file) when files are missing, truncated or corrupt; when both forms are there and
-    the index does not list the single file; when the index and the shards disagree: a listed tensor is not in its
-    shard, one stands in two shards, or a shard holds one that the index does not list.
+    Raises WeightsError (field = the file) when files are missing, truncated or corrupt; when both files exist and the
+    index does not list the single file; and when the index and the shards disagree: a listed tensor is not in its
+    shard, a tensor is in two shards, or a shard holds a tensor that the index does not list.
     """
     single, index = path / SINGLE_FILE, path / INDEX_FILE
     if index.exists():
@@ -122,7 +122,7 @@ def _read_weight_map(index: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise WeightsError("corrupt index: weight_map must be an object that is not empty", field=str(index))
     for name, shard in weight_map.items():
-        # a plain name: an index must not make us open files elsewhere
+        # an index must not open files outside the directory
         if not isinstance(shard, str) or not shard.endswith(".safetensors") or {"/", "\\", "\0"} & set(shard):
             message = f"tensor {shorten(name)} is listed in {shorten(shard)}, which is no shard of this directory"
             raise WeightsError(f"corrupt index: {message}", field=str(index), value=name)
@@ -178,6 +178,6 @@ def _map_file(file: Path) -> dict[str, _Location]:
 
 
 def list_names(names: list[str]) -> str:
-    """Returns the first few of `names` for an error message, and how many more there are."""
+    """Returns the first few names for an error message, and how many more there are."""
     shown = ", ".join(shorten(name) for name in names[:_MAX_NAMES])
     return shown if len(names) <= _MAX_NAMES else f"{shown} and {len(names) - _MAX_NAMES} more"

@@ -1,4 +1,4 @@
-"""New weights from the caller's own process, checked before anything is swapped."""
+"""Checks new weights from the caller's process before any parameter is replaced."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _FLOATS = ("bfloat16", "float16", "float32")
 
 
 def check_update(specs: Any, new_params: Any) -> dict[str, np.ndarray | jax.Array]:
-    """Returns the arrays of `new_params`, untouched, by dotted path in the order of `specs`.
+    """Returns the arrays of `new_params`, unchanged, by dotted path in the order of `specs`.
 
-    `new_params` is the canonical nested tree, a flat mapping of dotted paths ("layers.3.qkv"), any mixture of the two,
-    or an `nnx.State` whose paths are the canonical ones. Its leaves are numpy or JAX arrays of the shapes of `specs`,
-    in bfloat16, float16 or float32: `place_parameter` casts them to the dtype of the spec.
+    `new_params` is the canonical nested tree, a flat mapping of dotted paths ("layers.3.qkv.weight"), a mixture of the
+    two, or an `nnx.State` with the canonical paths. Its leaves are numpy or JAX arrays in the shapes of `specs`, in
+    bfloat16, float16 or float32: `place_parameter` casts them to the dtype of the spec.
 
-    Raises WeightsError naming the paths that are missing, unknown or given twice, and the first leaf that is no array,
-    was deleted (donated), or has another shape or dtype.
+    Raises WeightsError naming the paths that are missing, unknown or given twice, or the first leaf that is not an
+    array, was deleted (donated), or has another shape or dtype.
     """
     flat, _ = flatten_specs(specs)
     leaves: dict[str, Any] = {}
@@ -43,7 +43,7 @@ def check_update(specs: Any, new_params: Any) -> dict[str, np.ndarray | jax.Arra
 
 
 def _to_plain(new_params: Any) -> Any:
-    nnx = sys.modules.get("flax.nnx")  # whoever holds a State has imported it; nobody else should pay for it
+    nnx = sys.modules.get("flax.nnx")  # imported already if the caller has a State
     if nnx is None:
         return new_params
     if isinstance(new_params, nnx.Module):
@@ -52,7 +52,7 @@ def _to_plain(new_params: Any) -> Any:
 
 
 def _walk(prefix: str, node: Any) -> Iterator[tuple[str, Any]]:
-    """Yields (dotted path, leaf); list positions and integer keys are path parts alike."""
+    """Yields (dotted path, leaf); list positions and integer keys are equal parts of a path."""
     if isinstance(node, Mapping):
         children = node.items()
     elif isinstance(node, list | tuple):

@@ -1,8 +1,8 @@
 """The program of a process that can be killed.
 
-Run as a file, with the standard library only. It speaks JSON lines over stdin and stdout: the first line in says what
-it is to do and within which limits, and is answered by {"ready": true}; each further line is a job, answered by
-{"reply": ...}, with "last": true before it exits to give its memory back.
+Run as a file, with the standard library only. It speaks JSON lines over stdin and stdout. The first line names the
+program, its options and its limits, and is answered by {"ready": true}. Each further line is a job, answered by
+{"reply": ..., "last": ...}; after "last": true the process exits to free its memory.
 
 It ends with its parent: at the end of stdin, when its parent's id changes, and at the latest by the alarm that runs
 during a job.
@@ -21,13 +21,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-_POLL_S = 5.0  # how often an idle process looks whether its parent still lives
-_READ_BYTES = 1 << 16  # a buffer that malloc has at hand: with 1 MiB each read costs more than the rest of a job
-_STACK_BYTES = 2 << 20  # a quarter of what the parent's threads have: what fits here fits there
+_POLL_S = 5.0  # how often an idle process checks that its parent is alive
+_READ_BYTES = 1 << 16  # cheap for malloc: with 1 MiB a read costs more than the rest of a job
+_STACK_BYTES = 2 << 20  # a quarter of the stack of the parent's threads: what fits here fits there
 
 
 class Pipe:
-    """JSON lines; the process's own stdout is closed to everybody else, so that nothing can print into it."""
+    """JSON lines over stdin and stdout; other code's prints go to stderr."""
 
     def __init__(self) -> None:
         self._in, self._out = os.dup(0), os.dup(1)
@@ -35,7 +35,7 @@ class Pipe:
         self._parent = os.getppid()
 
     def read(self) -> dict[str, Any] | None:
-        """Returns the next message, None when the parent is gone. There is never more than one on its way."""
+        """Returns the next message, None when the parent is gone. At most one message is under way."""
         line = bytearray()
         while not line.endswith(b"\n"):
             readable, _, _ = select.select([self._in], [], [], _POLL_S)
@@ -56,7 +56,7 @@ class Pipe:
 
 
 def load(program: str) -> Any:
-    """Returns the module in a file, without the package around it, which may be slow to import."""
+    """Returns the module in a file, without importing its package, which may be slow."""
     spec = importlib.util.spec_from_file_location("program", program)
     assert spec is not None and spec.loader is not None
     module = sys.modules["program"] = importlib.util.module_from_spec(spec)
@@ -65,12 +65,12 @@ def load(program: str) -> Any:
 
 
 class Memory:
-    """The address space of this process, capped at what it is now plus some bytes."""
+    """The address space of this process, capped at its current size plus `extra_bytes`."""
 
     def __init__(self, extra_bytes: int) -> None:
         try:
-            self._file = os.open("/proc/self/statm", os.O_RDONLY)  # stays open: each job ends with a look at it
-        except OSError:  # not every system shows it
+            self._file = os.open("/proc/self/statm", os.O_RDONLY)  # stays open: read after each job
+        except OSError:  # not every system has it
             self._most = 0
             return
         size = self._read()
@@ -79,7 +79,7 @@ class Memory:
 
     @property
     def is_kept(self) -> bool:
-        """Whether so much is still in use after a job that the next one would not have enough."""
+        """Whether a job left so much in use that the next one could run out of memory."""
         return self._most > 0 and self._read() > self._most
 
     def _read(self) -> int:
@@ -87,17 +87,17 @@ class Memory:
 
 
 def step_forward() -> None:
-    """Where the machine runs out of memory, the kernel ends this process before its parent."""
+    """Makes the kernel kill this process before its parent when the machine runs out of memory."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write("1000")
 
 
 def main() -> None:
-    """Serves until the parent goes, or until too much memory stays in use."""
+    """Answers jobs until the parent ends or too much memory stays in use."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches the whole group; the parent decides
     step_forward()
     for limit, value in (("RLIMIT_CORE", 0), ("RLIMIT_FSIZE", 0), ("RLIMIT_STACK", _STACK_BYTES)):
-        with contextlib.suppress(ValueError, OSError):  # not every system can lower each of them
+        with contextlib.suppress(ValueError, OSError):  # not every system can lower each limit
             resource.setrlimit(getattr(resource, limit), (value, value))
     pipe = Pipe()
     start = pipe.read()

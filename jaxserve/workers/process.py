@@ -1,4 +1,4 @@
-"""One process that can be killed, as its parent sees it."""
+"""The parent's side of a process that can be killed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any, final
 from jaxserve.errors import JaxServeError
 
 _CHILD = Path(__file__).with_name("child.py")
-_START_LIMIT_S = 60.0  # a cold file system, and options as large as a vocabulary
+_START_LIMIT_S = 60.0  # for a cold file system and options as large as a vocabulary
 _READ_BYTES = 1 << 16
-_SHORTEST_S = 0.001  # with 0 a socket does not wait at all, which is no TimeoutError
+_SHORTEST_S = 0.001  # with 0 a socket does not wait at all, and raises no TimeoutError
 
 
 class WorkerStartError(JaxServeError, RuntimeError):
@@ -40,10 +40,10 @@ class WorkerEndedError(JaxServeError, RuntimeError):
 
 @final
 class Worker:
-    """A process for one job at a time. It starts with the first job, or `start`, and again after it ended.
+    """A process that runs one job at a time. It starts with the first job, or by `start`, and again after it ended.
 
-    A socket pair joins the two, so nobody else can connect; messages are JSON lines, never pickles. Only `kill` may be
-    called while another thread is in `ask`.
+    A socket pair joins parent and child, so nothing else can connect; messages are JSON lines, never pickles. Only
+    `kill` may be called while another thread is in `ask`.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class Worker:
         """Starts nothing.
 
         Args:
-            program: file with a function `prepare(options) -> Callable[[job], reply]`; all three are JSON values.
-            options: returns them; asked at each start.
-            name: what errors call it.
-            time_limit_s: for one job.
-            memory_bytes: address space of the process beyond what it has after `prepare`.
+            program: file with a function `prepare(options) -> Callable[[job], reply]`; options, job and reply are JSON.
+            options: returns the options; called at each start.
+            name: the process's name in errors.
+            time_limit_s: seconds for one job.
+            memory_bytes: address space that a job may take beyond what the process has after `prepare`.
         """
         self._program, self._options, self._name = program, options, name
         self._time_limit_s, self._memory_bytes = time_limit_s, memory_bytes
@@ -71,19 +71,19 @@ class Worker:
 
     @property
     def process_id(self) -> int | None:
-        """The process's id while there is one."""
+        """The id of the process, None if there is none."""
         return None if self._process is None else self._process.pid
 
     @property
     def is_running(self) -> bool:
-        """Whether a job would be done without a start."""
+        """Whether the process runs, so that a job needs no start."""
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
         """Starts the process unless it runs; returns when it is ready.
 
         Raises:
-            WorkerStartError: it cannot be started.
+            WorkerStartError: the process cannot be started.
         """
         if self.is_running:
             return
@@ -110,13 +110,13 @@ class Worker:
             raise
 
     def ask(self, job: dict[str, Any], limit_s: float | None = None) -> dict[str, Any]:
-        """Returns the reply to a job, which takes at most `limit_s`, by default the time limit.
+        """Returns the reply to a job, which may take `limit_s` seconds; default: the time limit.
 
         Raises:
             WorkerStartError: the process cannot be started.
             WorkerTimeoutError: the job took longer; the process has been killed.
-            WorkerEndedError: the process ended before its reply was whole.
-            ValueError, RecursionError: JSON cannot hold the job; nothing was sent.
+            WorkerEndedError: the process ended before its reply was complete.
+            ValueError, RecursionError: JSON cannot express the job; nothing was sent.
         """
         line = _encode(job)
         self.start()
@@ -125,7 +125,7 @@ class Worker:
         except TimeoutError as error:
             self.stop()
             raise WorkerTimeoutError(f"{self._name} took too long") from error
-        except (OSError, ValueError) as error:  # it ended before or in the middle of its reply
+        except (OSError, ValueError) as error:  # the process ended before or within its reply
             raise WorkerEndedError(self._name, self.stop()) from error
         except BaseException:  # Ctrl-C: a reply that comes later must not be taken for the next job's
             self.stop()
@@ -135,13 +135,13 @@ class Worker:
         return reply["reply"]
 
     def kill(self) -> None:
-        """Ends the process; a thread that waits in `ask` gets a WorkerEndedError."""
+        """Kills the process; a thread that waits in `ask` gets a WorkerEndedError."""
         process = self._process
         if process is not None:
             process.kill()
 
     def stop(self) -> int | None:
-        """Ends the process and forgets it; returns its exit status, None when there was none."""
+        """Kills the process; returns its exit status, None if there was no process."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -152,7 +152,7 @@ class Worker:
         return process.wait()
 
     def _exchange(self, message: dict[str, Any] | bytes, limit_s: float) -> dict[str, Any]:
-        """Sends one line and waits for the answering line; OSError (also TimeoutError) when there is none."""
+        """Sends one line and returns the answer; OSError (also TimeoutError) when none comes."""
         assert self._socket is not None, "started"
         deadline = time.monotonic() + limit_s
         self._socket.settimeout(limit_s)
@@ -171,5 +171,5 @@ class Worker:
 
 
 def _encode(message: dict[str, Any]) -> bytes:
-    """Returns a line. Lone surrogates pass as they are: as escapes, two of them would come out as one character."""
+    """Returns a line of JSON. Lone surrogates are not escaped: two escapes could come out as one character."""
     return json.dumps(message, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"

@@ -143,8 +143,8 @@ def test_a_model_named_twice_is_refused(command: str, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["generate", "llama-30m", "hi", "--load-format", "dummy"], "tokenizer: 'llama-30m' is a preset"),
-        (["chat", "llama-30m", "--load-format", "dummy"], "tokenizer: 'llama-30m' is a preset"),
+        (["generate", "llama-30m", "hi", "--load-format", "dummy"], "tokenizer: the preset 'llama-30m' has none"),
+        (["chat", "llama-30m", "--load-format", "dummy"], "tokenizer: the preset 'llama-30m' has none"),
         (["generate", "demo", "hi", "--skip-tokenizer-init"], "takes text, which needs a tokenizer"),
         (["chat", "--chat-template", "/nowhere.jinja"], "chat_template: cannot be read"),
     ],
