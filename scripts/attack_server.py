@@ -78,7 +78,7 @@ class Result:
 
     @property
     def verdict(self) -> str:
-        """What the table says of it."""
+        """The verdict in the table."""
         return "[yellow]skipped[/]" if self.skipped else "[green]ok[/]" if self.is_good else "[red]NOT OK[/]"
 
     @property
@@ -86,7 +86,7 @@ class Result:
         return self.ending is not None and self.ending <= SHUTDOWN_SECONDS + MOST_SECONDS
 
     def describe(self, looks: list[Look]) -> str:
-        """Returns the slowest look in words, and how many of them failed."""
+        """Returns the slowest probe in words, and how many probes failed."""
         if not looks:
             return "-"
         bad = [each for each in looks if each.text != self.text]

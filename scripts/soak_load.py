@@ -76,12 +76,12 @@ class Load:
         await self._client.aclose()
 
     async def learn_texts(self) -> None:
-        """Asks for each story alone, and twice: the second time its prefix is cached."""
+        """Asks for each story alone and twice; the second time its prefix is cached."""
         for story in STORIES * 2:
             await self._compare(story, await self._read_story(story, streams=False))
 
     async def run(self, num_users: int, seconds: float) -> None:
-        """Keeps so many users busy for so long, and waits for their last answers."""
+        """Keeps `num_users` busy for `seconds`, then waits for their last answers."""
         end = time.monotonic() + seconds
         await asyncio.gather(*(self._use(end) for _ in range(num_users)))
 
@@ -110,7 +110,7 @@ class Load:
         return response.json()
 
     async def _read_events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """Returns the events of a stream that must be whole."""
+        """Returns the events of a stream, which must be complete."""
         events, is_whole = [], False
         async with self._client.stream("POST", path, json={**body, "stream": True}) as response:
             assert response.status_code == 200, f"{path}: {response.status_code}"

@@ -68,7 +68,7 @@ class Server:
     num_tracebacks: int = 0
 
     def listen(self) -> None:
-        """Reads its log until it ends."""
+        """Reads the server's log until the server ends."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.last_lines.append(line.rstrip())
@@ -77,7 +77,7 @@ class Server:
                 self.url = found[1]
 
     def look(self, since: float) -> Sample:
-        """Returns what it holds at this moment."""
+        """Returns a sample of the server's resources now."""
         own = self.process.pid
         metrics = read_metrics(httpx.get(f"{self.url}/metrics", timeout=60).text)
         children = Path(f"/proc/{own}/task/{own}/children").read_text().split()
@@ -147,7 +147,7 @@ class Soak:
         self.idle: list[Sample] = []  # at the beginning, in the middle, at the end
 
     async def run(self, minutes: float, num_users: int, interval: float) -> None:
-        """Runs the load in three parts, with a look at the idle server after each."""
+        """Runs the load in three parts, and samples the idle server after each."""
         seconds = minutes * 60
         warm_up = min(MAX_WARM_UP, WARM_UP_SHARE * seconds)
         columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
