@@ -23,7 +23,7 @@ MAX_CHOICES_BYTES = 64 * 1024  # all texts together
 _CONSTRAINTS = ("json", "json_object", "regex", "choice", "grammar")
 _WHITESPACE_OPTIONS = ("disable_any_whitespace", "whitespace_pattern")
 # Strings, special tokens, comments and regular expressions of a Lark grammar: nothing inside them is an option. One
-# without an end matches all the same, for llguidance to refuse: to try again behind each quote would take seconds.
+# without an end matches too, and llguidance refuses it later: trying again after each quote would take seconds.
 LARK_LITERAL = re.compile(r'"(?:[^"\\\n]|\\.)*"?|<[^<>\s]+>?|(?:#|//)[^\n]*|/(?:[^/\\]|\\.)+/?')
 # Options of a Lark rule that the engine cannot honour: a request has one temperature, and text is never taken back.
 _UNSUPPORTED_RULE_OPTION = re.compile(r"\b(temperature|stop)\s*=", re.ASCII)

@@ -1,8 +1,8 @@
-"""Attacks on a server of one's own: while each goes on, and at once afterwards, others must be answered as before.
+"""Attacks a local server: during each attack and right after it, other clients must be answered as before.
 
-For each attack a server with the demo model is started on 127.0.0.1. During the attack, and after it, a greedy request
-on a new connection must give the text that it gave before, and /health/live must say yes, each within two seconds; then
-SIGTERM must end the process within --shutdown-timeout and two seconds. The exit status is 1 where that is not so.
+Each attack has its own server with the demo model on 127.0.0.1. During the attack and after it, a greedy request on a
+new connection must return the same text as before, and /health/live must succeed, each within two seconds. Then SIGTERM
+must end the process within --shutdown-timeout plus two seconds. The exit status is 1 if any of this fails.
 
     python scripts/attack_server.py [--only connections]
 """
@@ -24,10 +24,10 @@ from rich.table import Table
 from soak_server import Server
 
 HOLD_SECONDS = 6.0
-MOST_SECONDS = 2.0  # that the greedy probe may take, and SIGTERM beyond --shutdown-timeout
+MOST_SECONDS = 2.0  # for the greedy probe, and for SIGTERM beyond --shutdown-timeout
 PROBE_LIMIT, PROBE_INTERVAL = 10.0, 0.2
 PROBE = {"prompt": "Once upon a time", "max_tokens": 16, "temperature": 0}
-MIN_WIDTH = 130  # of the table, where nobody knows how wide the terminal is
+MIN_WIDTH = 130  # columns of the table if the terminal's width is unknown
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class Look:
     """One probe."""
 
     seconds: float
-    text: str | None  # None: no answer, or no good one
+    text: str | None  # None: no answer, or not a valid one
     problem: str = ""
 
 
 def look(server: Server) -> Look:
-    """Asks for the greedy text and for the process's health, on new connections."""
+    """Requests the greedy text and the process's health, on new connections."""
     start = time.monotonic()
     text, problem = None, ""
     try:
@@ -57,13 +57,13 @@ def look(server: Server) -> Look:
 
 @dataclass
 class Result:
-    """How the server bore one attack."""
+    """The result of one attack."""
 
     attack: Attack
     notes: Notes = field(default_factory=Notes)
     during: list[Look] = field(default_factory=list)
     after: Look | None = None
-    ending: float | None = None  # seconds from SIGTERM to the end; None: it had to be killed, or had ended
+    ending: float | None = None  # seconds from SIGTERM to the end; None: it was killed, or had ended before
     skipped: str = ""
     text: str | None = None
 
@@ -78,7 +78,7 @@ class Result:
 
     @property
     def verdict(self) -> str:
-        """What the table says of it."""
+        """The verdict in the table."""
         return "[yellow]skipped[/]" if self.skipped else "[green]ok[/]" if self.is_good else "[red]NOT OK[/]"
 
     @property
@@ -86,7 +86,7 @@ class Result:
         return self.ending is not None and self.ending <= SHUTDOWN_SECONDS + MOST_SECONDS
 
     def describe(self, looks: list[Look]) -> str:
-        """Returns the slowest look in words, and how many of them failed."""
+        """Returns the slowest probe in words, and how many probes failed."""
         if not looks:
             return "-"
         bad = [each for each in looks if each.text != self.text]
@@ -122,7 +122,7 @@ def run_attack(attack: Attack) -> Result:
         result.skipped = str(reason)
     except SystemExit as reason:  # the server did not start
         result.notes.wrong.append(str(reason).splitlines()[-1])
-    except Exception as error:  # a server that has ended breaks whatever an attack does; the others are still made
+    except Exception as error:  # if the server has ended, any step of an attack may fail; the other attacks still run
         result.notes.wrong.append(repr(error))
     return result
 

@@ -1,4 +1,4 @@
-"""What `attack_server.py` does to a server: each attack begins, holds on while others look, and lets go."""
+"""The attacks of `attack_server.py`: each begins, continues while the server is probed, and ends."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from soak_server import Server, start_server
 NUM_IDLE, NUM_VIEWERS, NUM_BODIES, NUM_TEMPLATES, NUM_REQUESTS = 10_000, 400, 12, 8, 32
 NUM_PROMPTS, NUM_COMPLETIONS = 1024, 128
 BODY_BYTES = 32 << 20
-MOST_BODIES_MIB = 320  # that bodies may take together, with what holds them
+MOST_BODIES_MIB = 320  # memory of all bodies together, buffers included
 MEMORY_BYTES = 500 << 20
 SHUTDOWN_SECONDS = 3
-SPARE_FILES = 500  # descriptors that this process keeps for everything else
-OPENING_SECONDS = 30.0  # at most, until all connections of an attack are there
+SPARE_FILES = 500  # descriptors that this process keeps for other uses
+OPENING_SECONDS = 30.0  # limit for opening all connections of an attack
 LOOPS = "{% for a in range(9999) %}" * 4 + "{% endfor %}" * 4
 FLAGS = (
     *("--port", "0", "--host", "127.0.0.1", "--no-access-log", "--status-interval", "0"),
@@ -34,7 +34,7 @@ FLAGS = (
 )
 # Where memory is small. With the programs of the defaults a server needs up to 690 MiB.
 FEW_PROGRAMS = ("--max-num-seqs", "8", "--max-num-batched-tokens", "128", "--max-model-len", "1024")
-FEW_FILES = ("sh", "-c", 'ulimit -Sn 1024 && exec "$@"', "sh")  # what many systems give a process
+FEW_FILES = ("sh", "-c", 'ulimit -Sn 1024 && exec "$@"', "sh")  # the default limit of many systems
 
 
 class SkippedError(Exception):
@@ -43,10 +43,10 @@ class SkippedError(Exception):
 
 @dataclass
 class Notes:
-    """What an attack found, for the table."""
+    """The findings of an attack, for the table."""
 
     said: list[str] = field(default_factory=list)
-    wrong: list[str] = field(default_factory=list)  # what must not be, whatever the probes say
+    wrong: list[str] = field(default_factory=list)  # failures beside those of the probes
 
 
 Hold = Callable[[Server, Notes], AbstractContextManager[None]]
@@ -55,7 +55,7 @@ Start = Callable[[Notes], AbstractContextManager[Server]]
 
 @dataclass(frozen=True)
 class Attack:
-    """How the server is started, and what is done to it while it is looked at."""
+    """How to start the server, and what to do to it while it is probed."""
 
     title: str
     hold: Hold
@@ -63,7 +63,7 @@ class Attack:
 
 
 def start_plain(*flags: str, prefix: Sequence[str] = ()) -> Start:
-    """Returns what starts a server with more flags."""
+    """Returns a starter of a server with more flags."""
 
     @contextmanager
     def start(notes: Notes) -> Iterator[Server]:
@@ -90,7 +90,7 @@ def make_head(path: str, length: int) -> bytes:
 
 
 def send(server: Server, path: str, body: object) -> socket.socket:
-    """Sends a request whole; nothing of the answer is read."""
+    """Sends a complete request and reads nothing."""
     raw = json.dumps(body).encode()
     client = connect(server)
     client.sendall(make_head(path, len(raw)) + raw)
@@ -98,7 +98,7 @@ def send(server: Server, path: str, body: object) -> socket.socket:
 
 
 def count_statuses(clients: Sequence[socket.socket]) -> str:
-    """Returns which answers have come so far, without waiting for others."""
+    """Returns the answers that have arrived so far, without waiting for others."""
     found: Counter[str] = Counter()
     for client in clients:
         client.setblocking(False)
@@ -115,7 +115,7 @@ def count_statuses(clients: Sequence[socket.socket]) -> str:
 
 @contextmanager
 def hold_open(opened: Sequence[Callable[[], socket.socket]], notes: Notes, name: str) -> Iterator[None]:
-    """Opens connections one after the other and keeps them; notes how many there were and what they got."""
+    """Opens connections one after the other and keeps them open; notes their number and their answers."""
     clients: list[socket.socket] = []
     deadline = time.monotonic() + OPENING_SECONDS
     refused = 0
@@ -134,7 +134,7 @@ def hold_open(opened: Sequence[Callable[[], socket.socket]], notes: Notes, name:
 
 @contextmanager
 def hold_connections(server: Server, notes: Notes) -> Iterator[None]:
-    """Connections that say nothing, as many as this process may have."""
+    """Silent connections, as many as this process may have."""
     import resource
 
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -146,7 +146,7 @@ def hold_connections(server: Server, notes: Notes) -> Iterator[None]:
 
 @contextmanager
 def hold_viewers(server: Server, notes: Notes) -> Iterator[None]:
-    """Viewers of /live who read what comes."""
+    """Viewers of /live that read their events."""
 
     def view() -> socket.socket:
         client = connect(server)
@@ -184,14 +184,14 @@ def hold_sequences(server: Server, notes: Notes) -> Iterator[None]:
 
 @contextmanager
 def hold_bodies(server: Server, notes: Notes) -> Iterator[None]:
-    """Large bodies of which the last byte does not come."""
+    """Large bodies whose last byte never comes."""
     start = b'{"prompt": "'
 
     def upload() -> socket.socket:
         client = connect(server)
         client.sendall(make_head("/v1/completions", BODY_BYTES) + start)
         left = BODY_BYTES - len(start) - 1
-        with contextlib.suppress(OSError):  # refused: its answer is there already
+        with contextlib.suppress(OSError):  # refused: its answer has arrived already
             while left:
                 left -= client.send(b"a" * min(left, 1 << 20))
         return client
@@ -207,7 +207,7 @@ def hold_bodies(server: Server, notes: Notes) -> Iterator[None]:
 
 @contextmanager
 def hold_templates(server: Server, notes: Notes) -> Iterator[None]:
-    """Requests whose own templates do not end, or ask for all the memory."""
+    """Requests with templates that never end, or that exhaust memory."""
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
     sources = [LOOPS, "{{ '%2000000000d' % 1 }}"] * (NUM_TEMPLATES // 2)
     ask = [lambda s=s: send(server, "/v1/chat/completions", chat | {"chat_template": s}) for s in sources]
@@ -219,7 +219,7 @@ def hold_templates(server: Server, notes: Notes) -> Iterator[None]:
 
 @contextmanager
 def hold_nothing(server: Server, notes: Notes) -> Iterator[None]:
-    """What is wrong was wrong at the start."""
+    """Does nothing: the attack is in how the server is started."""
     yield
 
 
@@ -232,13 +232,13 @@ def hold_requests(server: Server, notes: Notes) -> Iterator[None]:
 
 
 def read_memory(server: Server) -> int:
-    """Returns the MiB that the server's process has in memory."""
+    """Returns the resident memory of the server's process in MiB."""
     return int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
 
 
 @contextmanager
 def start_with_cut_cache(notes: Notes) -> Iterator[Server]:
-    """A server whose compiled programs were written by half, as by a disk that became full; the third of its kind."""
+    """A server whose compiled programs were written by half, as on a full disk; the third start of its kind."""
     with tempfile.TemporaryDirectory(prefix="jaxserve-attack-") as folder:
         start = start_plain("--compilation-cache-dir", folder, *FEW_PROGRAMS)
         with start(notes):
@@ -259,7 +259,7 @@ def start_with_cut_cache(notes: Notes) -> Iterator[Server]:
 
 @contextmanager
 def start_in_group(notes: Notes) -> Iterator[Server]:
-    """A server in a control group whose memory is small. It starts for the second time: to compile takes 840 MiB."""
+    """A server in a control group with little memory. It is a second start, because compiling takes 840 MiB."""
     with start_plain(*FEW_PROGRAMS)(Notes()):
         pass
     root = Path("/sys/fs/cgroup")
@@ -278,7 +278,7 @@ def start_in_group(notes: Notes) -> Iterator[Server]:
             notes.said.append(f"{httpx.get(f'{server.url}/health/ready').status_code} at {read_memory(server):,} MiB")
             yield server
     finally:
-        deadline = time.monotonic() + 5  # its processes leave it some time after they ended
+        deadline = time.monotonic() + 5  # processes leave the group a little after they end
         while group.exists() and time.monotonic() < deadline:
             with contextlib.suppress(OSError):
                 group.rmdir()

@@ -1,7 +1,7 @@
 """Compiles whole engine steps for devices that are not attached: the largest decode and mixed programs of an 8B model.
 
-A child process of `scripts/test_kernels.py`, like `pallas_kernels.testing.compile_gate`, which says what it needs. The
-program is the engine's own, with pools of the size that the engine would plan; the arguments are abstract.
+A child process of `scripts/test_kernels.py`, like `pallas_kernels.testing.compile_gate`, which lists its requirements.
+The programs are the engine's own, with pools of the size that the engine would plan; the arguments are abstract.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from pallas_kernels.testing.gate_report import ProgramReport
 from pallas_kernels.testing.targets import Target, find_target, open_devices
 
 PRESET = "llama-3.1-8b"
-DEVICE_COUNTS = {"gpu": (1, 2), "tpu": (8,)}  # the first one always, the others in the full gate
-FEW_LAYERS = 4  # what goes wrong in a step goes wrong in two layers; all of them are for the full gate
+DEVICE_COUNTS = {"gpu": (1, 2), "tpu": (8,)}  # the first always, the others in the full gate
+FEW_LAYERS = 4  # enough to show what is wrong in a step; the full gate compiles all layers
 MEMORY_SHARE = 0.9
 
 
 def make_step_shapes(target: Target, *, num_devices: int, num_layers: int | None, impl: str) -> Shapes:
-    """What the engine would serve the preset with on devices of the target, whole or with fewer layers."""
+    """Returns the shapes with which the engine would serve the preset on the target, with all layers or fewer."""
     hf_config = dict(load_preset(PRESET) or {})
     if num_layers is not None:
         hf_config["num_hidden_layers"] = num_layers
@@ -42,7 +42,7 @@ def make_step_shapes(target: Target, *, num_devices: int, num_layers: int | None
 
 
 def make_target_mesh(gate: Gate, num_devices: int) -> Any:
-    """A mesh of devices to compile for, or an abstract one, for which programs can be lowered without a compiler."""
+    """Returns a mesh of devices to compile for, or an abstract one, for which programs are only lowered."""
     if gate.devices:
         return make_mesh(num_devices, gate.devices)
     device = gate.target.abstract_mesh.abstract_device
@@ -61,7 +61,7 @@ def measure_step(gate: Gate, name: str, shapes: Shapes, mesh: Any, bucket: Bucke
 
 
 def list_steps(target: Target, *, full: bool, impl: str) -> dict[str, tuple[Shapes, Bucket]]:
-    """The programs of the target by name: of each number of devices the largest decode bucket and the largest."""
+    """Returns the target's programs by name: for each number of devices the largest decode and the largest bucket."""
     steps = {}
     for num_devices in DEVICE_COUNTS[target.platform][: None if full else 1]:
         shapes = make_step_shapes(target, num_devices=num_devices, num_layers=None if full else FEW_LAYERS, impl=impl)

@@ -1,7 +1,7 @@
-"""Converts a Hugging Face checkpoint to an Orbax one, which restores without fusing and transposing, onto any mesh.
+"""Converts a Hugging Face checkpoint to an Orbax one, which restores onto any mesh without fusing or transposing.
 
 The destination holds config.json, the parameters (folder `params`) and the tokenizer's files, and is used like the
-source: `LLM("DESTINATION")`. Give --tensor-parallel-size when the model does not fit on one device.
+source: `LLM("DESTINATION")`. Give --tensor-parallel-size if the model does not fit on one device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Converts as the command line says; 0 when the destination is complete, 1 with the reason on standard error."""
+    """Converts; returns 0 when the destination is complete, else 1 with the reason on standard error."""
     arguments = _parse_arguments(argv)
     console = Console(stderr=True)
     try:
@@ -83,7 +83,7 @@ def parse_model(hf_config: dict[str, Any], tensor_parallel_size: int) -> Decoder
 
 
 def copy_companions(source: Path, destination: Path) -> None:
-    """Copies what belongs to a checkpoint beside config.json and weights."""
+    """Copies the files of a checkpoint other than config.json and weights."""
     from jaxserve.weights.checkpoint import COMPANION_FILES
 
     for file in sorted(source.iterdir()):
@@ -94,7 +94,7 @@ def copy_companions(source: Path, destination: Path) -> None:
 def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", help="directory with config.json and *.safetensors, or Hugging Face hub id")
-    parser.add_argument("destination", type=Path, help="directory to write; made if it does not exist")
+    parser.add_argument("destination", type=Path, help="directory to write; created if it does not exist")
     parser.add_argument("--revision", help="branch, tag or commit of a hub id")
     parser.add_argument(
         "--dtype",

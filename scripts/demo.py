@@ -1,10 +1,10 @@
-"""The demo: a hundred questions answered at once, then the same load served three ways and compared.
+"""The demo: a hundred questions answered at once, then one workload served in three ways and compared.
 
 1. About a hundred prompts for the model that ships in the package, with a live view of the engine. Stories are sampled,
    each with its own seed; everything else is greedy, in the same batch.
-2. A load with exponential prompt and output lengths, one at a time, in static batches, and continuously batched. The
-   static baseline is the honest naive one: prompts padded to the longest of the batch, every row runs to the batch's
-   longest answer, in order of arrival; programs and kernels are the same. Only tokens that were asked for count.
+2. A workload with exponential prompt and output lengths: one at a time, in static batches, and continuously batched.
+   Static batches are the naive baseline: in order of arrival, prompts are padded to the longest of the batch and every
+   row runs to the batch's longest answer. Programs and kernels are the same. Only requested tokens count.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rich.table import Table
 from jaxserve import LLM, RequestOutput, SamplingParams
 
 ROWS = 32
-ANSWERS_SHOWN = 2  # of each skill
+ANSWERS_SHOWN = 2  # per skill
 NAMES = ("Ada", "Grace", "Alan", "Clara", "Emil", "Ida", "Nora", "Otto")
 QUESTIONS = (
     "What is continuous batching?",
@@ -42,7 +42,7 @@ QUESTIONS = (
 
 @dataclass(frozen=True)
 class Job:
-    """One request of the compared load."""
+    """One request of the compared workload."""
 
     prompt: list[int]
     num_output: int
@@ -50,7 +50,7 @@ class Job:
 
 @dataclass
 class Result:
-    """How one way of serving did."""
+    """The result of one way of serving."""
 
     name: str
     seconds: float
@@ -117,7 +117,7 @@ class LiveView:
 
 
 def answer_live(llm: LLM, questions: Sequence[Question], console: Console) -> list[RequestOutput]:
-    """Answers all questions at once, showing the engine while it does."""
+    """Answers all questions at once and shows the engine meanwhile."""
     ready = llm.ready
     requests = [ready.requests.make_chat([{"role": "user", "content": q.text}], q.params) for q in questions]
     for request in requests:
@@ -185,7 +185,7 @@ def _run_group(llm: LLM, jobs: Sequence[Job], lengths: Sequence[int]) -> list[fl
 
 
 def compare(llm: LLM, jobs: Sequence[Job], console: Console) -> list[Result]:
-    """Serves the load three ways and prints one table."""
+    """Serves the workload in three ways and prints one table."""
     ways: list[Callable[[LLM, Sequence[Job]], Result]] = [serve_one_at_a_time, serve_static_batches, serve_continuously]
     results = []
     for way in ways:

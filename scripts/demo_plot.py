@@ -1,4 +1,4 @@
-"""Draws what `scripts/demo.py --plot FILE` measured: how many requests each way of serving had finished, and when."""
+"""Draws the measurements of `scripts/demo.py --plot FILE`: requests finished over time, for each way of serving."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from html import escape
 
 WIDTH, HEIGHT = 760, 380
 LEFT, RIGHT, TOP, BOTTOM = 56, 24, 56, 48  # margins around the axes
-COLORS = ("#9a6700", "#cf222e", "#0969da")  # told apart by people who see few colors, and on gray paper by their labels
+COLORS = ("#9a6700", "#cf222e", "#0969da")  # safe for color-blind readers; in grayscale, labels tell them apart
 _TICKS = 5  # at most, on the time axis
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One way of serving: when each of its requests was finished, in seconds after the start."""
+    """One way of serving: when each of its requests finished, in seconds after the start."""
 
     label: str
     seconds: Sequence[float]
@@ -49,14 +49,14 @@ def draw_curves(curves: Sequence[Curve], title: str) -> str:
     for index, (curve, color) in enumerate(zip(curves, COLORS, strict=True)):
         steps = "".join(f"H{x(second):.1f}V{y(n):.1f}" for n, second in enumerate(sorted(curve.seconds), 1))
         parts.append(f'<path d="M{x(0):.1f} {y(0):.1f}{steps}" fill="none" stroke="{color}" stroke-width="2.5"/>')
-        level = bottom - 12 - 22 * (len(curves) - 1 - index)  # in the corner that rising curves leave empty
+        level = bottom - 12 - 22 * (len(curves) - 1 - index)  # in the corner below the rising curves
         label = f"{curve.label}: all after {max(curve.seconds):.1f} s"
         parts.append(_text(right - 10, level, label, anchor="end", color=color))
     return "\n".join([*parts, "</svg>\n"])
 
 
 def _ticks(span: float) -> list[float]:
-    """Round times from 0 to `span`."""
+    """Returns round times from 0 to `span`."""
     rough = span / _TICKS
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)

@@ -1,6 +1,6 @@
-"""Asks the demo model, through the engine, questions that its training never showed; fails when too few are right.
+"""Asks the demo model, through the engine, questions that are not in its training data; fails if too few are right.
 
-The guard of every feature: a mistake in caching, batching, sampling or weights shows here as lost accuracy.
+It guards every feature: a mistake in caching, batching, sampling or weights shows as lost accuracy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_TOKENS = 128  # the longest expected answer has about 70
 
 
 def main() -> int:
-    """Evaluates and prints a table; 0 when every skill reaches its threshold, else 1."""
+    """Evaluates and prints a table; returns 0 if every skill reaches its threshold, else 1."""
     arguments = _parse_arguments()
     console = Console()
     from jaxserve import LLM
@@ -39,7 +39,7 @@ def main() -> int:
 
 
 def ask(llm: LLM, questions: Sequence[str]) -> list[str]:
-    """Greedy answers of the engine, all questions submitted at once, each as a chat of one message."""
+    """Returns the engine's greedy answers to all questions, submitted at once, each as a chat of one message."""
     from jaxserve import SamplingParams
 
     chats = [[{"role": "user", "content": question}] for question in questions]

@@ -1,10 +1,9 @@
-"""Writes the lock files that images install from: every package at one version, with the hash of its file, those that
-build jaxserve included.
+"""Writes the lock files that images install from: every package, build requirements included, with version and hash.
 
     python scripts/lock.py
 
-pip resolves what `pyproject.toml` asks for, for this interpreter and machine: run it with Python 3.12 on x86-64 Linux,
-as the images have them. Nothing is installed.
+pip resolves the requirements of `pyproject.toml` for this interpreter and machine: run it with Python 3.12 on x86-64
+Linux, as in the images. Nothing is installed.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from typing import Any
 from rich.console import Console
 
 ROOT = Path(__file__).resolve().parents[1]
-LOCKS = {"lock-cpu.txt": "otel", "lock-cuda.txt": "cuda13,otel"}  # of each image, and its extras
+LOCKS = {"lock-cpu.txt": "otel", "lock-cuda.txt": "cuda13,otel"}  # the lock file of each image, and its extras
 HEADER = """\
 # Written by scripts/lock.py for Python 3.12 on x86-64 Linux, from jaxserve[{extras}]. Do not edit.
 """
 
 
 def resolve(extras: str) -> list[dict[str, Any]]:
-    """Returns pip's report of each package that a build and an installation would take."""
+    """Returns pip's report of each package that a build and an installation would need."""
     builders = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-"]
     done = subprocess.run([*command, f".[{extras}]", *builders], cwd=ROOT, capture_output=True, text=True, check=False)

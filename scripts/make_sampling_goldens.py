@@ -1,7 +1,7 @@
-"""Makes `tests/goldens/sampling.npz`: what transformers' logits processors make of random logits.
+"""Makes `tests/goldens/sampling.npz`: the outputs of transformers' logits processors for random logits.
 
 Run in the reference environment, like `make_reference_goldens.py`: `make sampling-goldens`. `--check` compares with the
-file that is there instead of writing it.
+existing file instead of writing it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ BAD_WORDS = [[5], [7, 9], [1, 2, 3]]
 
 
 def make_goldens() -> dict[str, np.ndarray]:
-    """Inputs, and the outputs of each processor by name."""
+    """Returns the inputs and the outputs of each processor, by name."""
     rng = np.random.default_rng(7)
     logits = (3 * rng.standard_normal((ROWS, VOCAB))).astype(np.float32)
-    tokens = rng.integers(0, 40, (ROWS, LENGTH))  # few different ones, so that they repeat
-    tokens[1, -1:], tokens[2, -2:] = [7], [1, 2]  # words that have begun
+    tokens = rng.integers(0, 40, (ROWS, LENGTH))  # few different tokens, so that they repeat
+    tokens[1, -1:], tokens[2, -2:] = [7], [1, 2]  # beginnings of bad words
     ids, scores = torch.tensor(tokens), torch.tensor(logits)
     bias = {(int(token),): float(value) for token, value in zip(range(10, 20), rng.uniform(-5, 5, 10), strict=True)}
     processors = {

@@ -1,9 +1,8 @@
-"""The decode step of a whole model in which nothing attends: the least that a step costs beside what is measured.
+"""The decode step of a whole model without attention: the least that a step costs beside the attention measured.
 
 The program is the engine's own forward program of a decode bucket, on random weights: rows that advance, embedding,
-norms, matrix products, rotation, head. Only the implementation of attention is another: this module, which hands
-queries, keys and values on without a look at any page and writes none. It is known to the kernels while the program is
-traced, and then no longer.
+norms, matrix products, rotation, head. Only attention is replaced by this module, which passes queries, keys and values
+on without reading or writing a page. It is registered with the kernels only while the program is traced.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from pallas_kernels import backends
 from pallas_kernels.spec import AttnShape
 
 IMPL = "null"
-_MAX_MODEL_LEN = 1536  # keeps the pools small, of which nobody reads a page
+_MAX_MODEL_LEN = 1536  # keeps the unused pools small
 _PAGES = 8
 
 StepState = tuple[KVCache, RowState]
@@ -62,7 +61,7 @@ def attend_with_update(
 
 @dataclass(frozen=True)
 class NullModel:
-    """A preset with random weights, on one device."""
+    """A preset's random weights and config, on one device."""
 
     options: dict[str, Any]
     decoder: DecoderConfig
@@ -96,7 +95,7 @@ def load_model(preset: str, dtype: str = "auto") -> NullModel:
 def make_step(model: NullModel, rows: int, position: int) -> NullStep:
     """Compiles the step in which `rows` rows of random last tokens compute the token at `position`.
 
-    As in an engine, their number is rounded up to a bucket: one row is computed as two on a CPU.
+    As in an engine, the number of rows is rounded up to a bucket: on a CPU one row is computed as two.
     """
     shapes = _make_shapes(model.options, max_num_seqs=rows)
     scheduler = shapes.config.scheduler
@@ -133,7 +132,7 @@ def _make_shapes(options: dict[str, Any], max_num_seqs: int) -> Shapes:
 
 
 def _pack(layout: InputLayout, rows: int, position: int, vocab_size: int) -> np.ndarray:
-    """The inputs of a step that can be run again and again: it says where rows are, not that they go on."""
+    """Returns the inputs of a step that can be repeated: they give the rows' positions instead of advancing them."""
     packed = layout.new()
     views = layout.views(packed)
     views.row_ids[:rows] = np.arange(rows)

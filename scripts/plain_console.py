@@ -1,4 +1,4 @@
-"""rich's console where rich is installed, else one of plain lines: a machine with a device may have jax alone."""
+"""rich's console if rich is installed, else one with plain lines: a machine with an accelerator may have only jax."""
 
 from __future__ import annotations
 

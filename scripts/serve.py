@@ -1,4 +1,4 @@
-"""The HTTP server as a plain script: `python scripts/serve.py MODEL --port 8000` is `jaxserve serve MODEL ...`."""
+"""The HTTP server as a script: `python scripts/serve.py MODEL --port 8000` is `jaxserve serve MODEL --port 8000`."""
 
 from __future__ import annotations
 

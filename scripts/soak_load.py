@@ -1,4 +1,4 @@
-"""The load of `soak_server.py`: every kind of request that a server meets in a day, the rude ones among them."""
+"""The load of `soak_server.py`: every kind of request that a server meets, malformed and abandoned ones included."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 LONG_WORDS = 500  # in a long prompt
-SLEEP_SECONDS = 6.0  # of a client that does not read: longer than the server waits for it
+SLEEP_SECONDS = 6.0  # pause of a client that does not read, longer than the server waits
 BAD_BODIES: tuple[tuple[bytes, int], ...] = (
     (b'{"prompt": "Once", "max_tok', 400),
     (b"\xff\xfe\x00", 400),
@@ -38,15 +38,15 @@ BAD_BODIES: tuple[tuple[bytes, int], ...] = (
 
 @dataclass
 class Tally:
-    """What came of one kind of request."""
+    """The results of one kind of request."""
 
-    seconds: list[float] = field(default_factory=list)  # of those that ended as they should
-    num_left: int = 0  # requests whose client left, as it was to
+    seconds: list[float] = field(default_factory=list)  # durations of the successful requests
+    num_left: int = 0  # requests whose client left on purpose
     failures: list[str] = field(default_factory=list)  # what should not have happened
 
 
 class Load:
-    """Users who each ask for one thing after another until they are told to stop."""
+    """Users who each send one request after another until they are told to stop."""
 
     def __init__(self, url: str, seed: int) -> None:
         self._url, self._draw = url, random.Random(seed)
@@ -76,12 +76,12 @@ class Load:
         await self._client.aclose()
 
     async def learn_texts(self) -> None:
-        """Asks for each story alone, and twice: the second time its prefix is cached."""
+        """Asks for each story alone and twice; the second time its prefix is cached."""
         for story in STORIES * 2:
             await self._compare(story, await self._read_story(story, streams=False))
 
     async def run(self, num_users: int, seconds: float) -> None:
-        """Keeps so many users busy for so long, and waits for their last answers."""
+        """Keeps `num_users` busy for `seconds`, then waits for their last answers."""
         end = time.monotonic() + seconds
         await asyncio.gather(*(self._use(end) for _ in range(num_users)))
 
@@ -102,7 +102,7 @@ class Load:
             else:
                 tally.num_left += 1
 
-    # Those who get an answer
+    # Users who get an answer
 
     async def _post(self, path: str, body: dict[str, Any], status: int = 200) -> dict[str, Any]:
         response = await self._client.post(path, json=body)
@@ -110,7 +110,7 @@ class Load:
         return response.json()
 
     async def _read_events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """Returns the events of a stream that must be whole."""
+        """Returns the events of a stream, which must be complete."""
         events, is_whole = [], False
         async with self._client.stream("POST", path, json={**body, "stream": True}) as response:
             assert response.status_code == 200, f"{path}: {response.status_code}"
@@ -189,7 +189,7 @@ class Load:
         assert response.status_code == status, f"{body[:40]!r}: {response.status_code} instead of {status}"
         return True
 
-    # Those who do not wait for one
+    # Users who do not wait for one
 
     def _make_raw(self, body: dict[str, Any]) -> bytes:
         raw = json.dumps(body).encode()

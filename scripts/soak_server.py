@@ -1,8 +1,8 @@
-"""Minutes or hours of everything that users do to a server, and whether it is the same afterwards.
+"""Minutes or hours of everything that users do to a server, and a check that it is the same afterwards.
 
-A server with the demo model runs in a process of its own; users ask, leave, sleep and send rubbish. The load stops
-three times, after a warm-up, in the middle and at the end, for a look at the idle server: its memory, files, threads
-and gauges. The exit status is 0 when nothing grew and nothing went wrong.
+A server with the demo model runs in a process of its own; users ask, leave, pause and send malformed requests. The load
+stops three times, after a warm-up, in the middle and at the end, to sample the idle server: its memory, files, threads
+and gauges. The exit status is 0 if nothing grew and nothing failed.
 
     python scripts/soak_server.py --minutes 10 --json soak.json
 """
@@ -34,24 +34,24 @@ from soak_load import Load
 FLAGS = (
     *("--port", "0", "--max-num-seqs", "8", "--max-num-batched-tokens", "128", "--max-model-len", "1024"),
     *("--slow-reader-timeout", "2", "--keep-alive-timeout", "1", "--no-access-log", "--status-interval", "0"),
-    *("--max-num-queued-reqs", "1024"),  # every user may bring several sequences: no soak is about refusals
+    *("--max-num-queued-reqs", "1024"),  # a user may have several sequences, and none may be refused
 )
 GAUGES = ("num_requests_running", "num_requests_waiting", "num_queued_tokens", "kv_cache_usage_perc")
 MAX_GROWTH_MB, MAX_FDS, MAX_THREADS = 100.0, 5, 4  # between the middle and the end; pools start threads when needed
 WARM_UP_SHARE, MAX_WARM_UP = 0.15, 60.0
 SAMPLE_SECONDS = 1.0
-CLOSING_SECONDS = 2.0  # until idle connections are closed
+CLOSING_SECONDS = 2.0  # wait for idle connections to close
 START_SECONDS, IDLE_SECONDS = 300.0, 30.0
 LOG_LINES, SHOWN_FAILURES = 40, 10
-MIN_WIDTH = 110  # of a line, where nobody knows how wide the terminal is
+MIN_WIDTH = 110  # columns of a line if the terminal's width is unknown
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One look at the server."""
+    """One sample of the server."""
 
     seconds: float  # since the load began
-    memory_mb: float  # that belongs to it and its children alone, swapped or not
+    memory_mb: float  # private to it and its children, swapped or not
     fds: int
     threads: int
     compiles: int
@@ -68,7 +68,7 @@ class Server:
     num_tracebacks: int = 0
 
     def listen(self) -> None:
-        """Reads its log until it ends."""
+        """Reads the server's log until the server ends."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.last_lines.append(line.rstrip())
@@ -77,7 +77,7 @@ class Server:
                 self.url = found[1]
 
     def look(self, since: float) -> Sample:
-        """Returns what it holds at this moment."""
+        """Returns a sample of the server's resources now."""
         own = self.process.pid
         metrics = read_metrics(httpx.get(f"{self.url}/metrics", timeout=60).text)
         children = Path(f"/proc/{own}/task/{own}/children").read_text().split()
@@ -111,7 +111,7 @@ def read_metrics(text: str) -> dict[str, float]:
 
 
 def start_server(flags: Sequence[str] = FLAGS, prefix: Sequence[str] = ()) -> Server:
-    """Starts the server and waits until it is ready. `prefix`: a command that runs the server's."""
+    """Starts the server and waits until it is ready. `prefix`: a command that runs the server's command."""
     command = [*prefix, sys.executable, "-m", "jaxserve.cli", "serve", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     server = Server(process)
@@ -129,7 +129,7 @@ def start_server(flags: Sequence[str] = FLAGS, prefix: Sequence[str] = ()) -> Se
 
 
 async def wait_until_idle(server: Server, since: float) -> Sample:
-    """Waits until nothing runs, and a little longer for connections to close; returns what is left."""
+    """Waits until nothing runs, and a little longer for connections to close; returns a sample of what is left."""
     deadline = time.monotonic() + IDLE_SECONDS
     while any(server.look(since).gauges.values()) and time.monotonic() < deadline:
         await asyncio.sleep(0.1)
@@ -138,7 +138,7 @@ async def wait_until_idle(server: Server, since: float) -> Sample:
 
 
 class Soak:
-    """One run: its phases, samples and what is printed of them."""
+    """One run: its phases, its samples and its output."""
 
     def __init__(self, server: Server, load: Load, console: Console) -> None:
         self._server, self._load, self._console = server, load, console
@@ -147,7 +147,7 @@ class Soak:
         self.idle: list[Sample] = []  # at the beginning, in the middle, at the end
 
     async def run(self, minutes: float, num_users: int, interval: float) -> None:
-        """Runs the load in three parts, with a look at the idle server after each."""
+        """Runs the load in three parts, and samples the idle server after each."""
         seconds = minutes * 60
         warm_up = min(MAX_WARM_UP, WARM_UP_SHARE * seconds)
         columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
@@ -162,7 +162,7 @@ class Soak:
             watching.cancel()
             await asyncio.wait([watching])
             if not watching.cancelled():
-                watching.result()  # raises what ended it
+                watching.result()  # raises its error
 
     async def _watch(self, interval: float, show: Any) -> None:
         last = time.monotonic()
@@ -173,7 +173,7 @@ class Soak:
             show(sample.seconds)
             if time.monotonic() - last >= interval:
                 last = time.monotonic()
-                self._console.print(self._render(sample))  # tables of one row, whose columns stand below each other
+                self._console.print(self._render(sample))  # tables of one row with aligned columns
 
     def _render(self, sample: Sample) -> Table:
         tallies = self._load.tallies.values()
@@ -204,7 +204,7 @@ def find_quantile(ordered: Sequence[float], share: float) -> float:
 
 
 def judge(soak: Soak, load: Load, server: Server, status: int) -> list[tuple[str, str, bool]]:
-    """Returns (what was looked at, what was found, whether that is right)."""
+    """Returns (what was checked, what was found, whether it is right)."""
     _, middle, end = soak.idle
     failures = [failure for tally in load.tallies.values() for failure in tally.failures]
     growth, more_fds = end.memory_mb - middle.memory_mb, end.fds - middle.fds
@@ -247,7 +247,7 @@ def main() -> int:
     parser.add_argument("--users", type=int, default=16)
     parser.add_argument("--interval", type=float, default=30.0, help="seconds between two lines")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was found")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all findings as JSON")
     args = parser.parse_args()
     console = Console()
     console.width = max(console.width, MIN_WIDTH)

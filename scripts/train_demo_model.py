@@ -1,7 +1,7 @@
-"""Trains the demo model that ships in the package, from text that it makes itself, and exports it.
+"""Trains the demo model that ships in the package, on text that it generates itself, and exports it.
 
-Half an hour on two CPU cores; minutes on a GPU. A stopped run goes on from its newest checkpoint when it is started
-again with the same arguments; with `--steps` no larger than that checkpoint, the run only exports.
+It takes half an hour on two CPU cores, minutes on a GPU. A run that was stopped resumes from its newest checkpoint when
+it is started again with the same arguments; with `--steps` no larger than that checkpoint's, it only exports.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SHOWN = 10  # wrong answers that are printed
 
 
 def main() -> int:
-    """Trains, exports and examines what was exported; 0 when every threshold is reached."""
+    """Trains, exports and examines the exported model; returns 0 if every threshold is reached."""
     arguments = _parse_arguments()
     console = Console()
     settings = Settings(arguments.directory, arguments.steps, arguments.seed, check_every=arguments.check_every)
@@ -37,7 +37,7 @@ def main() -> int:
 
 
 def _examine(directory: Path, console: Console) -> int:
-    """Asks the exported model, whose weights are rounded to bfloat16, the whole exam."""
+    """Examines the exported model, whose weights are rounded to bfloat16."""
     config, params = load_checkpoint(directory)
     tokenizer = load_tokenizer(directory / "tokenizer.model")
     with console.status("the exam: greedy answers to unseen questions"):
@@ -57,7 +57,7 @@ def _parse_arguments() -> argparse.Namespace:
         "--directory", type=Path, default=Path("demo_training"), help="tokenizer, checkpoints, log (%(default)s)"
     )
     parser.add_argument("--steps", type=int, default=1500, help="steps of 4096 tokens (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and documents (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and documents (%(default)s)")
     parser.add_argument(
         "--check-every", type=int, default=150, help="steps from one checkpoint to the next (%(default)s)"
     )

@@ -38,7 +38,7 @@ class MaskBatch:
 
     def __init__(self, masks: np.ndarray) -> None:
         self.masks = masks  # uint32 [S, ceil(V / 32)]; a row is valid once `collect` reports it ready
-        self.errors: dict[int, BaseException] = {}  # of failed rows, by row; filled by `collect`
+        self.errors: dict[int, BaseException] = {}  # by row, for failed rows; filled by `collect`
         self.jobs: list[_Job | None] = []  # by row; None: the row has no grammar
         self.borrowed: list[int] = []  # rows whose mask another row's job computes
         self.num_open = 0

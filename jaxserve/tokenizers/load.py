@@ -41,7 +41,7 @@ def _find_tokenizer_file(path: Path) -> Path:
             f"{path} does not exist; give a directory with {_WHAT_WORKS}", field="tokenizer", value=str(path)
         )
     for name in ("tokenizer.json", "tokenizer.model"):
-        if (path / name).exists():  # of any kind: a FIFO is refused by name later
+        if (path / name).exists():  # even a FIFO, which is refused by name later
             return path / name
     models = sorted(path.glob("*.model"))
     if len(models) == 1:

@@ -29,7 +29,7 @@ def make_tables() -> dict[str, str]:
     options = [(f"`{name}`", show_values(each), each.instead or "-") for name, each in VLLM_OPTIONS.items()]
     names = [(f"`{name}`", f"`{ours}`") for name, ours in OTHER_NAMES.items()]
     return {
-        "options": make_table(("vLLM", "Taken", "Otherwise"), options),
+        "options": make_table(("vLLM", "Accepted", "Otherwise"), options),
         "sglang": make_table(("There", "Here"), names),
     }
 
