@@ -167,7 +167,7 @@ def needs_key(path: str) -> bool:
 
 
 def is_foreign(headers: Headers, allowed: Collection[str]) -> bool:
-    """Whether the Origin header names neither the server's own origin nor an allowed one. Only browsers send it."""
+    """Whether the Origin header names neither the server's own origin nor an allowed one."""
     origin = headers.get("origin")
     if origin is None or origin in allowed or "*" in allowed:
         return False

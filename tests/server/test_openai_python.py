@@ -375,7 +375,7 @@ def test_tools_that_may_not_be_called(client: openai.OpenAI) -> None:
     answer = chat(client, tools=TOOLS, tool_choice="none").choices[0]
     assert answer.message.content and not answer.message.tool_calls
     for choice in ("auto", openai.omit):
-        with pytest.raises(openai.BadRequestError, match="taught to call tools") as refusal:
+        with pytest.raises(openai.BadRequestError, match="that can call tools") as refusal:
             chat(client, tools=TOOLS, tool_choice=choice)
         assert refusal.value.param == "tool_choice"
 

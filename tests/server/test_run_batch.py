@@ -154,7 +154,7 @@ def test_options_that_could_not_be_kept_are_refused(tmp_path: Path, capsys: pyte
         assert main(["run-batch", "-i", str(source), "-o", str(tmp_path / "out"), f"--{name}", "0"]) == 2
         assert name.replace("-", "_") in capsys.readouterr().err
     assert main(["run-batch", "-i", str(source), "-o", str(tmp_path / "out"), "--max-num-queued-reqs", "9"]) == 2
-    assert "max_concurrent bounds what waits" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert "max_concurrent bounds a batch" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_missing_files_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
