@@ -17,6 +17,8 @@ from scripts.null_step import IMPL, NullModel, NullStep, load_model, make_step
 from tests.scripts.test_bench_dry_runs import ROOT, run_script
 
 
+@pytest.mark.slow
+@pytest.mark.thorough
 def test_bench_sampling_measures_every_feature_beside_the_step_of_a_model(tmp_path: Path) -> None:
     file = tmp_path / "sampling.json"
     shown = run_script("bench_sampling.py", "--json", str(file), flag="--quick")
