@@ -14,9 +14,7 @@ OLDEST_TESTS += $(addprefix tests/pallas_kernels/,test_api.py test_long_cases.py
 OLDEST_TESTS += $(addprefix tests/e2e/,test_parity.py test_ready.py test_kernels_in_engine.py)
 PIP_FLAGS := --quiet --disable-pip-version-check
 # CI runs the targets without `-full`, which leave out the tests marked thorough; docs/testing.md says which those are.
-# It has two cores; a third process makes use of them where the server's tests wait.
 PYTEST := -m pytest -n 2 --dist worksteal
-SERVER_PYTEST := -m pytest -n 3 --dist worksteal
 CI := -m 'not thorough' --hypothesis-profile quick
 FAST := -m 'not slow and not thorough' --hypothesis-profile quick
 ENGINE_ROOMS := --ignore tests/server --ignore tests/pallas_kernels
@@ -62,10 +60,10 @@ test-full: setup
 	$(RUN) $(PYTEST) $(ENGINE_ROOMS)
 
 test-server: setup
-	$(RUN) $(SERVER_PYTEST) $(CI) tests/server
+	$(RUN) $(PYTEST) $(CI) tests/server
 
 test-server-full: setup
-	$(RUN) $(SERVER_PYTEST) tests/server
+	$(RUN) $(PYTEST) tests/server
 
 attack: setup
 	$(RUN) scripts/attack_server.py

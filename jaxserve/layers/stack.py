@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -25,13 +26,12 @@ StackMode = Literal["unrolled", "stacked"]
 Tree = Mapping[str, Any]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("groups",), meta_fields=("places",))
-@dataclasses.dataclass(frozen=True)
+@flax.struct.dataclass
 class LayerStack:
     """Groups of layers with equal leaves, each stacked [L, ...]; `places` has each layer's group and index there."""
 
     groups: tuple[Any, ...]
-    places: tuple[tuple[int, int], ...]
+    places: tuple[tuple[int, int], ...] = flax.struct.field(pytree_node=False)
 
     def __getitem__(self, layer: int) -> dict[str, Any]:
         """Returns the leaves of one layer."""

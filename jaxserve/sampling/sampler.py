@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import jax
+import flax.struct
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
@@ -16,8 +14,7 @@ from jaxserve.sampling.thresholds import BLOCK, make_filters
 _GREEDY_BELOW = 1e-5  # a colder row is greedy (vLLM's limit): 1 / temperature must stay far from overflow
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@flax.struct.dataclass
 class SamplingInputs:
     """The sampling parameters of the rows of one step; of one row where a function takes one row's logits."""
 

@@ -8,8 +8,9 @@ no line is ever reset.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,8 +30,7 @@ NO_STATE = -1  # of a row without an automaton, and in transitions that are not 
 _NEVER = -2  # as the tokens of a bad word: equal to nothing that can be in `recent`
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@flax.struct.dataclass
 class SamplerState:
     """One line per row of the persistent batch."""
 
@@ -47,8 +47,7 @@ class SamplerState:
     state: Int32[Array, " R"]  # where in it the row is
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@flax.struct.dataclass
 class RowSetting:
     """One row's line of every field of `SamplerState`."""
 
