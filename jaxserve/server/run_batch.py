@@ -31,7 +31,7 @@ from jaxserve.server.options import ServerConfig
 from jaxserve.server.server_state import ServerState
 
 _REQUESTS_PER_ROW = 4  # concurrent requests by default; the batch stays full while some are prepared or written
-_SYNC_SECONDS = 1.0  # of answers may be lost with the power; a kill loses none
+_SYNC_SECONDS = 1.0  # a loss of power may lose the answers of this time; a kill loses none
 _RETRY_SECONDS = (0.05, 2.0)  # first and longest pause before a request that got 429 is sent again
 
 

@@ -139,7 +139,7 @@ def test_certificates_of_ones_own_and_new_ones(
         httpx.get(f"{server.url.replace('https', 'http')}/health")
     newer = certify()
     server.process.send_signal(signal.SIGHUP)
-    wait_until(lambda: any("SIGHUP: 1 keys, and the files of TLS" in line for line in list(server.lines)))
+    wait_until(lambda: any("SIGHUP: 1 keys, and the TLS files" in line for line in list(server.lines)))
     assert httpx.get(f"{server.url}/health/live", verify=newer).status_code == 200
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{server.url}/health/live", verify=trust)

@@ -21,7 +21,7 @@ class Profiler:
     """Takes one profile at a time."""
 
     def __init__(self) -> None:
-        self._directory: str | None = None  # of the running trace; None: none runs
+        self._directory: str | None = None  # where the running trace goes; None: none runs
         self._taken: list[str] = []
         self._lock = asyncio.Lock()  # the profiler takes a while to start and to stop
         self._ending: asyncio.Task[None] | None = None
