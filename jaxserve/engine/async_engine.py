@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
@@ -12,13 +11,15 @@ from jaxserve.config import DEMO_MODEL, EngineConfig
 from jaxserve.engine.arguments import find_deadline, read_chat_options
 from jaxserve.engine.build import ReadyEngine, RunningChoice, build_engine
 from jaxserve.engine.generation_config import GenerationDefaults
+from jaxserve.engine.health import ONE_TOKEN, wait_for_token
 from jaxserve.engine.inbox import OutputInbox
 from jaxserve.engine.progress import ShowProgress, choose_announce, choose_progress, hide_progress
 from jaxserve.engine.prompts import Message, Prompt, RequestFactory
-from jaxserve.engine.stats import EngineStats, QueuePace, read_page_map, read_stats
+from jaxserve.engine.stats import EngineStats, read_stats
 from jaxserve.engine.thread import EngineThread
+from jaxserve.engine.view import EngineView
 from jaxserve.engine_args import EngineArgs
-from jaxserve.errors import DeadlineError, EngineStoppedError
+from jaxserve.errors import EngineStoppedError
 from jaxserve.logits_processor import LogitsProcessor
 from jaxserve.request import PRIORITIES, Request, RequestOutput
 from jaxserve.sampling_params import SamplingParams
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
     from jaxserve.models.base import DecoderConfig
     from jaxserve.tokenizers import Tokenizer
-
-_LOOK_INTERVAL = 0.02  # seconds
 
 
 class AsyncLLM:
@@ -93,7 +92,7 @@ class AsyncLLM:
         self._ready = build_engine(
             config, progress=progress, processor=processor, only_largest=only_largest, announce=announce
         )
-        self._pace = QueuePace()
+        self._view = EngineView(self._ready)
         self._thread = EngineThread(self._ready.engine, on_stop)
         self._thread.call(lambda engine: self._ready.runner.warm_thread()).result()
 
@@ -137,35 +136,14 @@ class AsyncLLM:
         """What requests inherit from the model's generation_config.json."""
         return self._ready.defaults
 
+    @property
+    def view(self) -> EngineView:
+        """The engine as a server shows it and asks it."""
+        return self._view
+
     def stats(self) -> EngineStats:
         """Returns the engine's counters. Safe from any thread."""
         return read_stats(self._ready.engine)
-
-    def draw_pages(self) -> str:
-        """Returns a picture of the largest KV pool, one digit a cell; see `read_page_map`. Safe from any thread."""
-        return read_page_map(self._ready.engine)
-
-    def describe_cache(self) -> dict[str, object]:
-        """Returns how the KV cache is laid out: its page size, pages, dtype, and whether prefixes are cached."""
-        cache = self._ready.shapes.config.cache
-        return {
-            "page_size": cache.page_size,
-            "num_pages": max(self._ready.plan.num_pages),
-            "dtype": self._ready.shapes.spec.dtype,
-            "enable_prefix_caching": cache.enable_prefix_caching,
-        }
-
-    def bound_queue(self, most: int) -> None:
-        """Lets at most so many sequences wait, unless an option said how many. To be called before any request."""
-        self._ready.engine.scheduler.door.bound_sequences(most)
-
-    def refuse_if_full(self, priority: int) -> None:
-        """Raises QueueFullError when the queue has no room for a request of this priority. Safe from any thread."""
-        self._ready.engine.scheduler.door.refuse_if_full(priority)
-
-    def seconds_to_admit(self) -> float:
-        """Returns when all that waits now will have begun, at the present pace. Only one thread may ask."""
-        return self._pace.seconds_to_admit(self._ready.engine)
 
     @property
     def stopped(self) -> EngineStoppedError | None:
@@ -290,27 +268,9 @@ class AsyncLLM:
             DeadlineError: none came in time.
             EngineStoppedError, DeviceStepError, NonFiniteLogitsError: none will come, or none that is right.
         """
-        counts = self._ready.engine.counts
-        before, deadline = counts.num_tokens, time.monotonic() + timeout
-        answer = asyncio.ensure_future(self._make_token())
-        try:
-            while not answer.done() and counts.num_tokens == before and time.monotonic() < deadline:
-                await asyncio.wait((answer,), timeout=_LOOK_INTERVAL)
-            if answer.done():
-                answer.result()
-            elif counts.num_tokens == before:
-                raise DeadlineError(f"no token came within {timeout:g} s")
-        finally:
-            answer.cancel()
-
-    async def _make_token(self) -> None:
-        """Runs a request of one token before all others; raises what it ends with instead."""
-        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
-        request = self._ready.requests.make([0], params, priority=PRIORITIES.start)
-        async with aclosing(self.stream([request], beyond_limits=True)) as outputs:
-            async for output in outputs:
-                if output.error is not None:
-                    raise output.error
+        request = self._ready.requests.make([0], ONE_TOKEN, priority=PRIORITIES.start)
+        outputs = self.stream([request], beyond_limits=True)
+        await wait_for_token(outputs, self._ready.engine.counts, timeout)
 
     async def update_weights(self, tree: Any, *, running: RunningChoice = "requeue") -> None:
         """Swaps the model's weights between two steps; streams go on with the new ones, or end with "abort".

@@ -124,7 +124,7 @@ class Server(uvicorn.Server):
         try:
             early, show = state.config.serving.serve_while_warming, state.show_progress
             llm = AsyncLLM.from_config(state.engine_config, progress=show, on_stop=self.stop, only_largest=early)
-            llm.bound_queue(_QUEUED_PER_ROW * llm.limits.max_num_seqs)
+            llm.view.bound_queue(_QUEUED_PER_ROW * llm.limits.max_num_seqs)
             llm.requests.warm_up()  # its process needs file descriptors, which may run out later
             state.open(llm)
             if early:

@@ -73,8 +73,8 @@ def _draw(state: ServerState, found: dict[str, Any], rows: Sequence[RowStats]) -
         "total": largest.total,
         "used": largest.used,
         "cached": largest.cached,
-        "page_size": llm.describe_cache()["page_size"],
-        "map": llm.draw_pages(),
+        "page_size": llm.view.describe_cache()["page_size"],
+        "map": llm.view.draw_pages(),
     }
     found["counters"] |= {
         "steps": stats.num_steps,

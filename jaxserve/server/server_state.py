@@ -117,7 +117,7 @@ class ServerState:
         if template is not None:
             self.preparation.start(template)
         self.token_texts = TokenTexts(tokenizer)
-        self.metrics.cache_config = llm.describe_cache()
+        self.metrics.cache_config = llm.view.describe_cache()
         self.max_sequences = min(self.max_sequences, _SEQUENCES_PER_ROW * llm.limits.max_num_seqs)
         self.llm, self.phase = llm, Phase.WARMING
 
@@ -144,7 +144,7 @@ class ServerState:
         """
         best = self.config.limits.max_priority
         try:
-            self.engine.refuse_if_full(best if priority is None else priority)
+            self.engine.view.refuse_if_full(best if priority is None else priority)
         except QueueFullError as error:
             self.metrics.count("queue_full")
             raise to_api_error(error, self.retry_after()) from error
@@ -177,7 +177,7 @@ class ServerState:
 
     def retry_after(self) -> int:
         """Returns the Retry-After of a refusal in seconds: the time until everything that waits now has started."""
-        seconds = 0.0 if self.llm is None else self.llm.seconds_to_admit()
+        seconds = 0.0 if self.llm is None else self.llm.view.seconds_to_admit()
         return max(1, math.ceil(min(_LONGEST_RETRY, seconds)))
 
     @contextmanager

@@ -55,14 +55,14 @@ def test_streams_give_what_generate_gives(llm: AsyncLLM) -> None:
 def test_what_an_engine_says_of_itself(llm: AsyncLLM) -> None:
     before = llm.stats()
     asyncio.run(collect(llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=4))))
-    after, cache = llm.stats(), llm.describe_cache()
+    after, cache = llm.stats(), llm.view.describe_cache()
     assert (llm.max_model_len, llm.model.max_model_len, llm.limits.max_num_seqs) == (256, 256, 4)
     assert after.num_steps > before.num_steps and after.num_running == 0
     assert cache["num_pages"] == max(pool.total for pool in after.pools) + 1, "the null page is one of them"
     assert (
         llm.tokenizer is asyncio.run(llm.get_tokenizer()) and llm.defaults.params == llm.get_default_sampling_params()
     )
-    assert llm.seconds_to_admit() == 0.0, "nothing waits"
+    assert llm.view.seconds_to_admit() == 0.0, "nothing waits"
 
 
 def test_chat_is_cumulative_by_default(llm: AsyncLLM) -> None:

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Scope
 from jaxserve.config import EngineConfig
 from jaxserve.engine.async_engine import AsyncLLM
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.stats import QueuePace
+from jaxserve.engine.view import EngineView
 from jaxserve.server.metrics import ServerMetrics
 from jaxserve.server.options import ServerConfig
 from jaxserve.server.server_state import Phase, ServerState
@@ -86,5 +86,6 @@ def make_state(phase: Phase = Phase.READY, **options: Any) -> ServerState:
 def wrap_engine(engine: Engine, **parts: Any) -> AsyncLLM:
     """Returns an AsyncLLM that has no thread; `parts` are those of `ReadyEngine` that a test needs."""
     llm = AsyncLLM.__new__(AsyncLLM)
-    llm._ready, llm._pace = SimpleNamespace(engine=engine, **parts), QueuePace()  # type: ignore[assignment]
+    llm._ready = SimpleNamespace(engine=engine, **parts)  # type: ignore[assignment]
+    llm._view = EngineView(llm._ready)
     return llm
