@@ -92,7 +92,7 @@ class AsyncLLM:
         self._ready = build_engine(
             config, progress=progress, processor=processor, only_largest=only_largest, announce=announce
         )
-        self._view = EngineView(self._ready)
+        self.view = EngineView(self._ready)
         self._thread = EngineThread(self._ready.engine, on_stop)
         self._thread.call(lambda engine: self._ready.runner.warm_thread()).result()
 
@@ -135,11 +135,6 @@ class AsyncLLM:
     def defaults(self) -> GenerationDefaults:
         """What requests inherit from the model's generation_config.json."""
         return self._ready.defaults
-
-    @property
-    def view(self) -> EngineView:
-        """The engine as a server shows it and asks it."""
-        return self._view
 
     def stats(self) -> EngineStats:
         """Returns the engine's counters. Safe from any thread."""

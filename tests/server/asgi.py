@@ -87,5 +87,5 @@ def wrap_engine(engine: Engine, **parts: Any) -> AsyncLLM:
     """Returns an AsyncLLM that has no thread; `parts` are those of `ReadyEngine` that a test needs."""
     llm = AsyncLLM.__new__(AsyncLLM)
     llm._ready = SimpleNamespace(engine=engine, **parts)  # type: ignore[assignment]
-    llm._view = EngineView(llm._ready)
+    llm.view = EngineView(llm._ready)
     return llm

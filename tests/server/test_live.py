@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from jaxserve.engine import async_engine, stats
+from jaxserve.engine import stats, view
 from jaxserve.engine.async_engine import AsyncLLM
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.prompts import RequestFactory
@@ -99,7 +99,7 @@ def test_all_who_look_on_share_one_picture_drawn_off_the_engines_thread(monkeypa
         drawn.append(threading.current_thread().name)
         return stats.read_page_map(engine)
 
-    monkeypatch.setattr(async_engine, "read_page_map", draw)
+    monkeypatch.setattr(view, "read_page_map", draw)
     with serve() as served:
 
         async def test() -> None:
