@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig
-from jaxserve.layers.stack import stack_params
+from jaxserve.layers.stack import LayerStack, stack_params
 from jaxserve.models.registry import param_specs, parse_config
 from jaxserve.runtime import startup
 from jaxserve.runtime.compile import compile_forward
@@ -83,7 +83,7 @@ def test_stacked_parameters_give_the_same_step() -> None:
         case = dataclasses.replace(shapes, platform=platform)
         tree = make_dummy_params(param_specs(case.model), mesh=mesh, rules=DEFAULT_RULES, seed=3)
         runner, _ = start_runner(case, mesh, stack_params(tree, case.stack_mode))
-        assert isinstance(runner.params["layers"], dict) == (platform == "gpu")
+        assert isinstance(runner.params["layers"], LayerStack) == (platform == "gpu")
         first = [runner.start(step).sample().result().token_ids for step in (plan, *[decode] * 5)]
         canonical = make_dummy_params(param_specs(case.model), mesh=mesh, rules=DEFAULT_RULES, seed=4)
         runner.write_params(check_update(param_specs(case.model), jax.device_get(canonical)))
