@@ -15,7 +15,7 @@ from jaxserve.scheduler.door import Door
 from jaxserve.scheduler.limits import SchedulerLimits
 from jaxserve.scheduler.plan import ChunkWork, StepPlan
 from jaxserve.scheduler.plan_builder import PlanBuilder
-from jaxserve.scheduler.policy import choose_budget, choose_victim, chunk_length
+from jaxserve.scheduler.policy import choose_budget, choose_chunk, choose_victim
 from jaxserve.scheduler.running import Batch
 from jaxserve.scheduler.sequence import Sequence, SequenceStatus
 from jaxserve.scheduler.waiting import WaitingQueue
@@ -75,7 +75,7 @@ class Planner:
     def _plan_chunk(self, builder: PlanBuilder, sequence: Sequence) -> None:
         start = sequence.num_computed_tokens
         work = len(sequence.token_ids) - start
-        length = chunk_length(start, work, builder.budget)
+        length = choose_chunk(self.limits, start, work, builder.budget)
         if length == 0 or not self._reserve(builder, sequence, start + length):
             return
         tokens = tuple(sequence.token_ids[start : start + length])
@@ -94,7 +94,7 @@ class Planner:
                 return  # its tokens are not all here yet
             num_cached = pages.attach_prefix(sequence.pages, sequence.sharable_tokens)
             updates = pages.list_updates(sequence.pages)
-            length = chunk_length(num_cached, len(sequence.token_ids) - num_cached, builder.budget)
+            length = choose_chunk(self.limits, num_cached, len(sequence.token_ids) - num_cached, builder.budget)
             has_room = self._door.has_pages = pages.has_room(sequence.pages, len(sequence.token_ids))
             if length == 0 or not has_room or len(updates) > builder.prefix_updates:
                 pages.release(sequence.pages)
@@ -115,7 +115,7 @@ class Planner:
             if updates is not None:
                 builder.add_pages(sequence.row, updates)
                 return True
-            victim = choose_victim(self._batch)
+            victim = choose_victim(self.limits, self._batch)
             self._preempt(builder, victim)
             if victim is sequence:
                 return False

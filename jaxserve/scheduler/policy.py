@@ -1,4 +1,4 @@
-"""The choices of the scheduler that are policy, as functions of sequences."""
+"""The choices of the planner that are policy. Each function has the limits, whose `options` it may read by name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxserve.scheduler.sequence import Sequence, age
 from jaxserve.scheduler.waiting import WaitingQueue
 
 
-def choose_victim(batch: Batch) -> Sequence:
+def choose_victim(limits: SchedulerLimits, batch: Batch) -> Sequence:
     """Returns whom to preempt when pages run out: the youngest by `age`, so that the oldest always progresses."""
     return max((*batch.decoding[-1:], *batch.prefilling[-1:]), key=age)
 
@@ -37,7 +37,7 @@ def choose_budget(limits: SchedulerLimits, batch: Batch, waiting: WaitingQueue) 
     return min(most, smaller if larger - wanted > wanted - smaller else larger)
 
 
-def chunk_length(start: int, work: int, budget: int) -> int:
+def choose_chunk(limits: SchedulerLimits, start: int, work: int, budget: int) -> int:
     """Returns how many of `work` tokens from position `start` to compute now; 0 when none make sense.
 
     A chunk that does not finish its work ends on an edge: kernels then write whole tiles, and cached prefixes align.

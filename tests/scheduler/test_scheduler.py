@@ -13,7 +13,7 @@ from jaxserve.pages import PageGroup, PageManager
 from jaxserve.request import FinishReason, Request
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import Scheduler, SchedulerLimits, Sequence, SequenceStatus, StepOutputs
-from jaxserve.scheduler.policy import choose_budget, chunk_length
+from jaxserve.scheduler.policy import choose_budget, choose_chunk
 from jaxserve.scheduler.sequence import NON_FINITE
 
 
@@ -46,7 +46,7 @@ def add(scheduler: Scheduler, name: str, length: int, max_tokens: int = 50, prio
 @given(st.integers(0, 500), st.integers(1, 500), st.integers(0, 300))
 def test_unfinished_chunks_end_on_the_grid(start: int, work: int, budget: int) -> None:
     start -= start % 32
-    length = chunk_length(start, work, budget)
+    length = choose_chunk(make_scheduler().limits, start, work, budget)
     assert 0 <= length <= min(work, budget)
     assert length == work or (start + length) % 32 == 0
     assert length == work or length > budget - 32, "no more than a tile of the budget is left unused"
