@@ -35,3 +35,12 @@ def test_targets_exist_and_ci_runs_those_that_it_is_said_to() -> None:
     assert {"test-full", "test-server-full", "test-kernels-full", "test-oldest-full", "attack"} <= set(
         everything[1].split()
     )
+
+
+def test_what_the_oldest_jax_is_to_run_exists() -> None:
+    lines = re.findall(
+        r"^OLDEST_TESTS \+?:?= \$\(addprefix ([\w/]+),([^)]*)\)", (ROOT / "Makefile").read_text(), flags=re.M
+    )
+    paths = [ROOT / folder / name for folder, names in lines for name in names.split()]
+    assert len(paths) > 10
+    assert not [path.name for path in paths if not path.exists()]
