@@ -1,4 +1,4 @@
-"""KV pages: who owns which, which may be reused, which hold a known prefix. Host only: ids, never arrays."""
+"""KV pages: ownership, reuse and the prefix index. Host only: page ids, never arrays."""
 
 from jaxserve.pages.manager import PageGroup, PageManager
 from jaxserve.pages.pool import NULL_PAGE, PagePool

@@ -1,4 +1,4 @@
-"""The pages of each sequence: growing with its tokens, shrinking behind its windows, found again by their content."""
+"""Each sequence's pages: reserved as it grows, freed behind its windows, shared by content."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from jaxserve.pages.pool import NULL_PAGE, PagePool
 from jaxserve.pages.prefix import extend_keys
 
-CHUNK_EDGE = 32  # chunks start at multiples of this many tokens, so that kernels never read-modify-write a tile
+CHUNK_EDGE = 32  # tokens; chunks start at its multiples, so kernels never read-modify-write a tile
 
 PageUpdate = tuple[int, int, int]  # (group, index in the row's page table, page id)
 
@@ -24,25 +24,25 @@ class PageGroup:
 
 @dataclass(slots=True)
 class SequencePages:
-    """What one sequence holds. Only `PageManager` writes it.
+    """The pages of one sequence. Only `PageManager` writes them.
 
-    `page_ids[g][i]` is the page of tokens [i * page_size, (i + 1) * page_size) in group g, or the null page once they
-    left the group's window.
+    `page_ids[g][i]` is the page of tokens [i * page_size, (i + 1) * page_size) in group g, or the null page once those
+    tokens left the group's window.
     """
 
     salt: str
     page_ids: tuple[list[int], ...]
-    is_cached: bool = True  # its pages enter the prefix index, and it looks there for its own
+    is_cached: bool = True  # uses the prefix index, for lookup and publication
     keys: list[bytes] = field(default_factory=list)  # content keys of the leading full pages; kept through preemption
-    num_reserved_tokens: int = 0  # tokens that the pages have room for
-    num_published: int = 0  # leading pages that are in the prefix index, or were offered to it
-    num_trimmed: list[int] = field(default_factory=list)  # per group: leading entries that are null
+    num_reserved_tokens: int = 0  # the capacity of the pages
+    num_published: int = 0  # leading pages offered to the prefix index
+    num_trimmed: list[int] = field(default_factory=list)  # leading null entries per group
 
 
 class PageManager:
     """Reserves, shares, trims, publishes and releases the pages of sequences over all groups.
 
-    A page with more than one owner is never written: only whole pages before the first token to compute are shared.
+    Only whole pages before the first token to compute are shared, so a page with several owners is never written.
     """
 
     def __init__(
@@ -56,12 +56,17 @@ class PageManager:
         self._hit_grid = math.lcm(page_size, CHUNK_EDGE) // page_size  # pages
 
     def new_sequence(self, salt: str, *, cache: bool | None = None) -> SequencePages:
-        """`cache`: whether its pages are shared by content; by default as the manager was told."""
+        """Returns the empty page list of a new sequence.
+
+        Args:
+            salt: sequences with different salts share no pages.
+            cache: whether the sequence uses the prefix index; None: `enable_prefix_caching`.
+        """
         is_cached = self.enable_prefix_caching if cache is None else cache
         return SequencePages(salt, tuple([] for _ in self.groups), is_cached, num_trimmed=[0] * len(self.groups))
 
     def first_unfit_group(self, num_tokens: int) -> tuple[int, int] | None:
-        """Returns (pages needed, pages there are) of a group that cannot hold the sequence even when empty."""
+        """Returns (pages needed, pages in the pool) of the first group too small for `num_tokens`; None: all fit."""
         for group in self.groups:
             needed = self._pages_for(num_tokens)
             if (most := self._most_pages(group)) is not None:
@@ -73,7 +78,7 @@ class PageManager:
     def attach_prefix(self, pages: SequencePages, token_ids: TokenIds[int]) -> int:
         """Shares the longest cached prefix with a sequence that holds nothing; returns its length in tokens.
 
-        At least one token is left to compute, and every group has the pages that the next query can see.
+        At least one token is left to compute, and every group has all pages visible to the next query.
         """
         num_pages = self._match(pages, token_ids) if pages.is_cached else 0
         for g, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
@@ -82,7 +87,7 @@ class PageManager:
             entries.extend([NULL_PAGE] * min(first, num_pages))
             for key in pages.keys[first:num_pages]:
                 page = pool.lookup(key)
-                assert page is not None  # _match saw it, and nothing was allocated since
+                assert page is not None  # _match found it, and nothing was allocated since
                 pool.share(page)
                 entries.append(page)
             pages.num_trimmed[g] = min(first, num_pages)
@@ -91,11 +96,11 @@ class PageManager:
         return num_pages * self.page_size
 
     def list_updates(self, pages: SequencePages) -> list[PageUpdate]:
-        """Returns the table entries of all pages that the sequence holds."""
+        """Returns the page-table entries of all pages that the sequence holds."""
         return [(g, i, page) for g, ids in enumerate(pages.page_ids) for i, page in enumerate(ids) if page]
 
     def has_room(self, pages: SequencePages, num_tokens: int) -> bool:
-        """Whether every pool could now hold `num_tokens` of the sequence."""
+        """Returns whether every pool has enough available pages for `num_tokens` of the sequence."""
         for g, group in enumerate(self.groups):
             held = len(pages.page_ids[g])
             needed = self._pages_for(num_tokens) - held
@@ -108,7 +113,7 @@ class PageManager:
     def reserve(self, pages: SequencePages, num_computed: int, num_tokens: int) -> list[PageUpdate] | None:
         """Makes room for tokens [num_computed, num_tokens); returns the new table entries, or None when a pool is full.
 
-        With None nothing was reserved, though pages behind the windows may have been freed.
+        Pages behind the windows are freed first, in either case; None reserves nothing.
         """
         self._trim(pages, num_computed)
         count = self._pages_for(num_tokens)
@@ -124,7 +129,7 @@ class PageManager:
         return updates
 
     def next_publish(self, pages: SequencePages) -> int:
-        """Returns the number of computed tokens from which `publish` has something to do."""
+        """Returns how many computed tokens fill the next unpublished page; 2**62 when nothing is published."""
         return (pages.num_published + 1) * self.page_size if pages.is_cached else 2**62
 
     def publish(self, pages: SequencePages, token_ids: TokenIds[int], num_computed: int) -> None:
@@ -133,12 +138,12 @@ class PageManager:
         self._extend_keys(pages, token_ids, num_full)
         for index in range(pages.num_published, num_full):
             for pool, entries in zip(self.pools, pages.page_ids, strict=True):
-                if entries[index] != NULL_PAGE:  # it may have left the window before its step was committed
+                if entries[index] != NULL_PAGE:  # the window may have passed it before its step was committed
                     pool.publish(entries[index], pages.keys[index])
         pages.num_published = max(pages.num_published, num_full)
 
     def release(self, pages: SequencePages) -> None:
-        """Gives all pages back, the last first, so that the tail of a shared prefix is evicted before its head."""
+        """Releases all pages, the last first, so that the tail of a shared prefix is evicted before its head."""
         for g, (pool, entries) in enumerate(zip(self.pools, pages.page_ids, strict=True)):
             pool.release(reversed(entries))
             entries.clear()
@@ -147,7 +152,7 @@ class PageManager:
         pages.num_published = 0
 
     def drop_prefix_index(self) -> None:
-        """Forgets all cached content, as after new weights or a rebuilt device pool."""
+        """Empties the prefix index, for example after a weight update or the loss of the device pools."""
         for pool in self.pools:
             pool.drop_index()
 
@@ -160,11 +165,11 @@ class PageManager:
         return -(-num_tokens // self.page_size)
 
     def _most_pages(self, group: PageGroup) -> int | None:
-        """The most pages that one sequence ever holds in a windowed group: the window, a chunk, and a started page."""
+        """Returns the most pages of a sequence in a windowed group: the window, a chunk and one partial page."""
         return None if group.window is None else self._pages_for(group.window + self._max_chunk) + 1
 
     def _first_visible_page(self, group: PageGroup, position: int) -> int:
-        """The first page that a query at `position` or later can see."""
+        """Returns the index of the first page visible to queries from `position` on."""
         return 0 if group.window is None else max(0, position - group.window + 1) // self.page_size
 
     def _trim(self, pages: SequencePages, num_computed: int) -> None:
@@ -180,10 +185,13 @@ class PageManager:
         extend_keys(pages.keys, token_ids, page_size=self.page_size, num_pages=num_pages, salt=pages.salt)
 
     def _match(self, pages: SequencePages, token_ids: TokenIds[int]) -> int:
-        """Returns the most leading pages, on the hit grid, of which every group has what the next query can see."""
+        """Returns the length in pages, on the hit grid, of the longest prefix usable by every group.
+
+        A group can use it if the pages visible to the next query are cached.
+        """
         limit = max(0, len(token_ids) - 1) // self.page_size
         self._extend_keys(pages, token_ids, limit)
-        runs = []  # runs[g][n]: how many pages directly before page n are present in group g
+        runs = []  # runs[g][n]: cached pages directly before page n in group g
         for pool in self.pools:
             run = [0]
             for key in pages.keys[:limit]:

@@ -1,18 +1,18 @@
-"""The pool of KV pages of one group: reference counts, the free list, and the index of pages with a known prefix.
+"""The KV page pool of one group: reference counts, the free list and the prefix index.
 
-A page id is in one of four states, and each function below moves it between two of them:
+A page is in one of four states:
 
-    null        page 0: padded rows write there, nobody owns it
+    null        page 0: padded rows write there; it has no owner
     free        content unknown                     allocate: free -> referenced
     referenced  owned by one or more sequences      release:  referenced -> cached if published, else free
-    cached      no owner, content known by its key  share: cached -> referenced; allocate, as eviction: likewise
+    cached      no owner, content known by its key  share, or allocate (evicts): cached -> referenced
 
 Invariants, checked by `check`:
     I1  free + cached + referenced = num_pages - 1
-    I2  no page is twice in the free list, nor in two states
+    I2  no page is in the free list twice, or in two states
     I3  a referenced page has a count >= 1, every other page a count of 0
-    I4  the index and the pages' keys are inverse of each other; every cached page has a key, no free page has one
-    I5  page 0 is never handed out
+    I4  the index and the pages' keys are inverses; every cached page has a key, no free page has one
+    I5  page 0 is never allocated
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NULL_PAGE = 0
 
 
 class PagePool:
-    """Hands out the page ids 1..num_pages-1; never-published pages first, then the least recently used cached one."""
+    """Allocates page ids 1..num_pages-1: free pages first, then the least recently used cached page."""
 
     def __init__(self, num_pages: int) -> None:
         if num_pages < 2:
@@ -37,7 +37,7 @@ class PagePool:
 
     @property
     def num_available(self) -> int:
-        """Pages that `allocate` can hand out now."""
+        """Pages that `allocate` can return: free and cached ones."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -49,7 +49,7 @@ class PagePool:
         return self.num_pages - 1 - self.num_available
 
     def allocate(self) -> int:
-        """Returns a page with unknown content and one owner. The caller has looked at `num_available`."""
+        """Returns a page with unknown content and one owner. `num_available` must be positive."""
         if self._free:
             page = self._free.pop()
         else:
@@ -60,7 +60,7 @@ class PagePool:
         return page
 
     def lookup(self, key: bytes) -> int | None:
-        """Returns the page published under `key`; it stays reusable until it is shared."""
+        """Returns the page published under `key`, or None. Without an owner it can be evicted until `share`."""
         return self._index.get(key)
 
     def share(self, page: int) -> None:
@@ -70,7 +70,7 @@ class PagePool:
         self._counts[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Takes one owner from each page; null pages are passed over."""
+        """Removes one owner from each page; null pages are skipped. AssertionError if a page has no owner."""
         counts = self._counts
         for page in pages:
             if page == NULL_PAGE:
@@ -85,29 +85,29 @@ class PagePool:
                     self._cached[page] = None
 
     def publish(self, page: int, key: bytes) -> None:
-        """Makes a full, referenced page findable.
+        """Adds a full, referenced page to the prefix index.
 
-        The first page published under a key keeps it: tables are append-only, so equal pages are not merged.
+        The first page published under a key keeps it: page tables are append-only, so equal pages are not merged.
         """
         if self._keys[page] is None and key not in self._index:
             self._keys[page] = key
             self._index[key] = page
 
     def drop_index(self) -> None:
-        """Forgets every published page, as after new weights or a lost device pool."""
+        """Empties the index; cached pages become free."""
         self._free.extend(self._cached)
         self._cached.clear()
         self._index.clear()
         self._keys = [None] * self.num_pages
 
     def draw(self, max_cells: int) -> str:
-        """Returns the pages' states in order, at most `max_cells` digits, each for equally many pages or one fewer.
+        """Returns the pages' states in order, one digit per cell, at most `max_cells` cells of nearly equal size.
 
-        0: free, 1: cached, 2: one owner, 3: several owners; the largest of a cell's pages.
+        0: free, 1: cached, 2: one owner, 3: several owners. A cell shows the largest digit among its pages.
         """
         pages, cells = self.num_pages - 1, min(max_cells, self.num_pages - 1)
         digits = []
-        for cell in range(cells):  # slices, because a pool may have a million pages
+        for cell in range(cells):  # slices: a pool may have a million pages
             start, stop = 1 + cell * pages // cells, 1 + (cell + 1) * pages // cells
             owners = max(self._counts[start:stop])
             digits.append("3" if owners > 1 else "2" if owners else "1" if any(self._keys[start:stop]) else "0")

@@ -7,12 +7,12 @@ import secrets
 from array import array
 from collections.abc import Sequence
 
-# A key per process: page keys cannot be predicted or precomputed by whoever sends prompts.
+# Random per process, so that clients cannot predict or precompute page keys.
 _PROCESS_KEY = secrets.token_bytes(32)
 
 
 def root_key(salt: str) -> bytes:
-    """Returns the key that stands before a sequence's first page; requests with different salts never share pages."""
+    """Returns the parent key (32 bytes) of a sequence's first page. Different salts share no pages."""
     return hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=32, key=_PROCESS_KEY).digest()
 
 
