@@ -1,4 +1,4 @@
-"""Which tokens are computed next: sequences in, `StepPlan`s out, sampled ids back in. Host only: no jax."""
+"""Chooses the tokens of each step: sequences in, `StepPlan`s out, sampled ids back in. Host only: no jax."""
 
 from jaxserve.scheduler.committer import Commit
 from jaxserve.scheduler.deadlines import Deadlines

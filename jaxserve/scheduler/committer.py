@@ -1,4 +1,4 @@
-"""Committing: what steps brought becomes part of sequences, as far as these go."""
+"""Committing: appends the token ids that a step sampled to their sequences."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxserve.scheduler.waiting import WaitingQueue
 
 @dataclass(slots=True)
 class Commit:
-    """What a step brought: the sequences that got tokens, the run of each, and the sequences that ended."""
+    """The result of a commit: the sequences that got tokens, the run of each, and the sequences that ended."""
 
     sequences: list[Sequence] = field(default_factory=list)
     runs: list[Ids[int]] = field(default_factory=list)
@@ -32,9 +32,9 @@ class Committer:
         self._pages, self._waiting, self._batch, self._unfinished = pages, waiting, batch, unfinished
 
     def commit(self, plan: StepPlan, outputs: StepOutputs) -> Commit:
-        """Writes the runs that a step brought into the sequences that are still there to take them.
+        """Appends a step's runs to the sequences that have not ended; returns what was appended.
 
-        A sentinel ends its sequence, and the page does not enter the prefix index; but MASK_LATE does nothing.
+        A sentinel ends its sequence with an error, and its page is not published; MASK_LATE only ends the run.
         """
         commit, runs = Commit(), outputs.split_runs()
         self._take(plan.decode_tickets, runs, commit)
@@ -42,7 +42,7 @@ class Committer:
             sequence = self._batch.by_ticket.get(chunk.ticket)
             if sequence is None:
                 continue
-            ends = chunk.samples and sequence.request.embeds  # with its prompt
+            ends = chunk.samples and sequence.request.embeds  # an embedding ends with its prompt
             if run[-1] == NON_FINITE or (chunk.samples and not ends):
                 self._take((chunk.ticket,), (run,), commit)
                 if len(sequence.token_ids) > sequence.num_prompt_tokens:
@@ -67,7 +67,7 @@ class Committer:
         sequence.finish_reason, sequence.error, sequence.stop_token_id = reason, error, None
 
     def _take(self, tickets: Ids[int], runs: Iterable[Ids[int]], commit: Commit) -> None:
-        """Appends each run to the sequence that has the ticket, as far as the sequence goes."""
+        """Appends each run to the sequence with its ticket, up to the sequence's end."""
         by_ticket, add_sequence, add_run = self._batch.by_ticket, commit.sequences.append, commit.runs.append
         for ticket, brought in zip(tickets, runs):  # noqa: B905  other rows' runs may follow
             sequence = by_ticket.get(ticket)
@@ -83,7 +83,7 @@ class Committer:
                 tokens.extend(run)
                 add_sequence(sequence)
                 add_run(run)
-                if num_computed >= sequence.publish_from:  # always, where it lost its row
+                if num_computed >= sequence.publish_from:  # always true after a preemption
                     if sequence.num_awaited_steps:
                         sequence.num_awaited_steps -= 1
                     else:
@@ -101,7 +101,7 @@ class Committer:
 
 
 def _find_end(sequence: Sequence, run: Ids[int]) -> tuple[Ids[int], FinishReason | None, JaxServeError | None]:
-    """Returns what a sequence keeps of a run, and how it ends there: at its limit, a stop id or a sentinel; or None."""
+    """Returns the part of a run that the sequence keeps, and its finish reason and error; None if it goes on."""
     room = sequence.max_num_tokens - len(sequence.token_ids)
     run = run[:room]
     for index, token_id in enumerate(run):
@@ -110,7 +110,7 @@ def _find_end(sequence: Sequence, run: Ids[int]) -> tuple[Ids[int], FinishReason
         if token_id >= 0:
             sequence.stop_token_id = None if token_id in sequence.request.eos_token_ids else token_id
             return run[: index + 1], FinishReason.STOP, None
-        if token_id == MASK_LATE:  # `Batch.compute_again` has seen to it
+        if token_id == MASK_LATE:  # `Batch.compute_again` has scheduled the token again
             return run[:index], None, None
         return run[:index], FinishReason.ERROR, _explain(sequence, token_id)
     return run, FinishReason.LENGTH if len(run) == room else None, None

@@ -1,4 +1,4 @@
-"""What the scheduler has done since the start."""
+"""The scheduler's counters since the start."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from jaxserve.scheduler.sequence import Sequence
 
 @dataclass(slots=True)
 class SchedulerCounts:
-    """Only the scheduler writes it; any thread may read."""
+    """Only the scheduler writes the counters; any thread may read them."""
 
     num_preemptions: int = 0
-    num_admitted_tokens: int = 0  # of prompts, each once, when its request left the queue for the first time
-    prefix_queries: int = 0  # prompt tokens that were looked up in the prefix cache, at first admissions
-    prefix_hits: int = 0  # those that were found
+    num_admitted_tokens: int = 0  # prompt tokens, counted at a request's first admission
+    prefix_queries: int = 0  # tokens looked up in the prefix cache at first admissions
+    prefix_hits: int = 0  # tokens found there
 
     def count_admission(self, sequence: Sequence, num_cached: int) -> None:
-        """Counts a sequence that runs for the first time."""
+        """Counts a sequence's first admission with `num_cached` tokens from the prefix cache."""
         if sequence.index == 0:
             self.num_admitted_tokens += sequence.num_prompt_tokens
         if sequence.pages.is_cached:

@@ -1,4 +1,4 @@
-"""Who may come in: what may wait, what idle rows take at once, and who makes way for a better one."""
+"""Admission to the queue: its limits, idle rows, and displacement by requests of better priority."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxserve.scheduler.waiting import WaitingQueue
 
 @dataclass(frozen=True, slots=True)
 class _Excess:
-    """The limit that would be passed."""
+    """The limit that a request would exceed."""
 
     name: str
     limit: int
@@ -25,25 +25,25 @@ class _Excess:
 
 
 class Door:
-    """Compares requests with the limits of the queue. It only looks: who is let in or displaced is done by others.
+    """Compares requests with the limits of the queue. It decides only; callers queue and displace requests.
 
-    A request finds room if it can wait, or if it and all that wait have idle rows. Only what waits for its first
-    admission counts, and `n` x max_tokens is not reserved.
+    There is room for a request if the limits let it wait, or if idle rows suffice for it and all that wait. Only
+    sequences that wait for their first admission count, and `n` x max_tokens is not reserved.
     """
 
     def __init__(self, limits: SchedulerLimits, waiting: WaitingQueue, batch: Batch) -> None:
-        self.has_pages = True  # for the first in line, when the last step was planned; the scheduler says so
+        self.has_pages = True  # whether the last plan had pages for the first in line; set by the planner
         self._waiting, self._batch, self._num_rows = waiting, batch, limits.max_num_seqs
         self._most_sequences = limits.options.max_num_queued_reqs
         self._most_tokens = limits.options.max_num_queued_tokens
 
     @property
     def idle_rows(self) -> int:
-        """Rows that new sequences get without waiting for another to end; none while pages are what is missing."""
+        """Rows that new sequences get without waiting for another to end; 0 while pages are short."""
         return self._num_rows - len(self._batch) if self.has_pages or not self._waiting else 0
 
     def bound_sequences(self, default: int) -> None:
-        """Lets at most `default` sequences wait, if no option says how many."""
+        """Limits the waiting sequences to `default`, unless an option sets the limit."""
         if self._most_sequences is None:
             self._most_sequences = default
 
@@ -58,12 +58,12 @@ class Door:
             raise _refuse(excess)
 
     def find_room(self, requests: List[Request]) -> list[tuple[str, QueueFullError]]:
-        """Returns which requests make way so that these find room together, the worst first, and what to tell them.
+        """Returns the requests to displace so that all of `requests` fit, the worst first: (request id, its error).
 
-        Only those of larger priority (a larger number is worse) that have not begun make way, and none does in vain.
+        Only requests that have not begun and whose priority number is larger (worse) are displaced, and none in vain.
 
         Raises:
-            InvalidRequestError: the requests together are more than an idle engine takes.
+            InvalidRequestError: the requests together exceed the limits of an idle engine.
             QueueFullError: there is no room for them now.
         """
         count = sum(request.params.n for request in requests)
@@ -97,7 +97,7 @@ class Door:
         return None
 
     def _explain_size(self, excess: _Excess, *, alone: bool) -> InvalidRequestError:
-        """A size that would be refused for ever is no matter of trying again."""
+        """Returns the error for a size that even an idle engine refuses: no retry can help."""
         is_count = excess.name == "max_num_queued_reqs"
         message = (
             f"asks for {excess.more} {excess.what} at once, which {excess.name}={excess.limit} and "

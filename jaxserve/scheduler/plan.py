@@ -1,7 +1,7 @@
-"""What one step does, and what it brings: all that crosses between the scheduler and the runtime.
+"""The plan and the outputs of one step: all that crosses between scheduler and runtime.
 
-A plan is frozen and picklable and refers to no Sequence: those move on before the device does. Rows that decode are
-columns rather than objects, because there may be a thousand of them in each step.
+A plan is frozen, picklable and refers to no Sequence, because sequences change before the device has run the step.
+Decoding rows are columns, not objects: a step may have a thousand of them.
 """
 
 from __future__ import annotations
@@ -14,45 +14,45 @@ from typing import Any
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.token_automaton import TokenAutomaton
 
-# A ticket is the number of one admission of one sequence. Outputs are matched by it, so that a row which was given to
-# another sequence in the meantime, or one readmitted after a fault, never gets a foreign token.
+# The number of one admission of one sequence. Outputs are matched by ticket, so neither a row that was reassigned nor a
+# sequence readmitted after a fault gets a foreign token.
 Ticket = int
 
 
 @dataclass(frozen=True, slots=True)
 class RowHistory:
-    """What the sampler must know of a row whose parameters look back at its tokens."""
+    """The sampler's state for a row whose logits depend on its tokens."""
 
     token_ids: tuple[int, ...]  # prompt and output so far
     num_prompt_tokens: int
-    stop_ids: tuple[int, ...]  # that `min_tokens` keeps away, EOS among them
-    bad_words: tuple[tuple[int, ...], ...]  # as tokens
-    automaton: TokenAutomaton | None = None  # that the output follows
+    stop_ids: tuple[int, ...]  # forbidden until `min_tokens`; EOS included
+    bad_words: tuple[tuple[int, ...], ...]  # token ids
+    automaton: TokenAutomaton | None = None  # constrains the output
 
 
 @dataclass(frozen=True, slots=True)
 class NewRow:
-    """A row of the persistent batch that begins a new life in this step."""
+    """A row of the persistent batch that a sequence gets in this step."""
 
     row: int
-    num_computed_tokens: int  # where its first work starts: the length of its cached prefix
+    num_computed_tokens: int  # the length of its cached prefix, where computing starts
     params: SamplingParams
     seed: int
-    sequence_index: int  # which of the request's sequences it is
-    history: RowHistory | None = None  # only where something shapes its logits
-    embeds: bool = False  # its last hidden state is what is asked for
+    sequence_index: int  # among the request's sequences
+    history: RowHistory | None = None  # only if parameters or an automaton shape its logits
+    embeds: bool = False  # the request wants its last hidden state
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkWork:
-    """Tokens of a row that the device does not have yet."""
+    """Consecutive tokens of a row, sent from the host."""
 
     row: int
     ticket: Ticket
     start: int  # position of the first token
     token_ids: tuple[int, ...]
     samples: bool  # whether it reaches the row's last token
-    next_token: int = 0  # that follows the chunk, where it is in the prompt: the target of its last token
+    next_token: int = 0  # the known token after the chunk, the target of its last position; 0 if there is none
 
     @property
     def end(self) -> int:
@@ -61,28 +61,28 @@ class ChunkWork:
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """What the host learns of a step: a run of tokens for each row of the plan, flat in `token_ids`, in row order.
+    """A step's results on the host: one run of token ids per row, concatenated in row order.
 
-    A run has at least one id. Where something went wrong, a sentinel (sequence.py) stands in place of its last id. The
-    run of a row that does not sample means nothing, sentinels apart.
+    A run has at least one id. After a failure its last id is a sentinel (sequence.py). The run of a row that does not
+    sample is meaningless, sentinels apart.
 
-    Log-probabilities are numpy, one line per id: values [N, k + 1], ids [N, k + 1] and ranks [N] of the sampled token
-    and the k likeliest; or those of all tokens [N, V] alone.
+    Log-probabilities are numpy, one line per id: (values [N, k + 1], ids [N, k + 1], ranks [N]) of the sampled token
+    and the k likeliest tokens; or one array [N, V] of all tokens.
     """
 
     token_ids: list[int]  # [N]
-    counts: list[int] | None = None  # [S], the ids of each row; None: one each
-    logprobs: Any = None  # None: no row asked
-    prompt_logprobs: Any = None  # the same with one line per token of the step, for the token that follows it
-    embeddings: Any = None  # numpy float32 [S, D]; only lines of rows that asked, in their last step, mean something
+    counts: list[int] | None = None  # [S] ids per row; None: one each
+    logprobs: Any = None  # None: not requested
+    prompt_logprobs: Any = None  # like `logprobs`, one line per token of the step, for the token after it
+    embeddings: Any = None  # numpy float32 [S, D]; valid for embedding rows at the end of their prompt
 
     def find_lines(self, plan: StepPlan) -> dict[Ticket, int]:
-        """Returns the line of the first id of each row's run."""
+        """Returns, by ticket, the line of the first id of the row's run."""
         counts = [1] * plan.num_rows if self.counts is None else self.counts
         return dict(zip(plan.tickets, accumulate(counts, initial=0), strict=False))
 
     def split_runs(self) -> Iterator[Sequence[int]]:
-        """Returns an iterator over the rows' runs."""
+        """Returns an iterator over the runs, in row order."""
         if self.counts is None:
             return zip(self.token_ids)  # tuples of one
         ids = iter(self.token_ids)
@@ -91,10 +91,10 @@ class StepOutputs:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One scheduler iteration = one device execution. The step's rows are `decode_rows`, then those of `chunks`."""
+    """One scheduler iteration = one device execution. Its rows are `decode_rows`, then those of `chunks`."""
 
     step_id: int
-    decode_rows: tuple[int, ...]  # each computes the token that the device sampled last for it, and samples the next
+    decode_rows: tuple[int, ...]  # each computes its last sampled token and samples the next
     decode_tickets: tuple[Ticket, ...]
     chunks: tuple[ChunkWork, ...]
     new_rows: tuple[NewRow, ...]
@@ -102,7 +102,7 @@ class StepPlan:
 
     @property
     def tickets(self) -> tuple[Ticket, ...]:
-        """Of all rows."""
+        """The tickets of all rows, in row order."""
         return (*self.decode_tickets, *[chunk.ticket for chunk in self.chunks])
 
     @property

@@ -1,4 +1,4 @@
-"""A step's plan while it is being made."""
+"""A mutable `StepPlan` under construction."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from jaxserve.scheduler.sequence import Sequence
 
 @dataclass(slots=True)
 class PlanBuilder:
-    """Work can be taken out again, because a preemption may strike a sequence that was planned already."""
+    """Collects a step's work. Work can be removed: a preemption may hit a sequence that is already planned."""
 
     budget: int  # tokens left
-    prefix_updates: int  # page-table entries left for the prefixes of admitted sequences
+    prefix_updates: int  # page-table entries left for cached prefixes
     decoding: list[Sequence] = field(default_factory=list)
     chunks: dict[int, ChunkWork] = field(default_factory=dict)  # by row
     new_rows: list[NewRow] = field(default_factory=list)
@@ -34,7 +34,7 @@ class PlanBuilder:
         self.page_updates.extend((group, row, index, page) for group, index, page in updates)
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes the sequence's work back, if it has any here; its page updates are overwritten when the row is set."""
+        """Removes the sequence's work, if any. Its page updates stay: the row's next owner overwrites them."""
         if (chunk := self.chunks.pop(sequence.row, None)) is not None:
             sequence.num_computed_tokens = chunk.start
             self.budget += len(chunk.token_ids)

@@ -1,7 +1,7 @@
-"""Planning: every step, each running sequence's computed tokens catch up with its tokens.
+"""Planning: in every step, each running sequence's computed tokens catch up with its tokens.
 
-There is no prefill mode and no decode mode. Chunked prefill, prefix hits, preempted sequences and newly sampled tokens
-are one rule: work = num_tokens - num_computed_tokens.
+There are no prefill and decode modes. One rule covers chunked prefill, prefix hits, preempted sequences and newly
+sampled tokens: work = num_tokens - num_computed_tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxserve.scheduler.waiting import WaitingQueue
 
 
 class Planner:
-    """Decides what each step computes: lets sequences run, reserves their pages, and preempts when pages run out."""
+    """Decides what each step computes: admits sequences, reserves their pages, and preempts when pages run out."""
 
     def __init__(
         self,
@@ -40,19 +40,19 @@ class Planner:
         self._steps = itertools.count()
 
     def plan(self) -> StepPlan | None:
-        """Returns the next step; None when nothing can be computed before a commit, or at all."""
+        """Returns the next step; None when nothing can be computed, or not before the next commit."""
         budget = choose_budget(self.limits, self._batch, self._waiting)
         builder = PlanBuilder(budget, self.limits.max_prefix_updates)
         self._plan_decodes(builder)
         for sequence in self._batch.prefilling.copy():
-            if sequence.status is SequenceStatus.RUNNING:  # else preempted a moment ago, for an older one
+            if sequence.status is SequenceStatus.RUNNING:  # else just preempted for an older one
                 self._plan_chunk(builder, sequence)
-        if not builder.has_preempted:  # else what was freed goes to those who run
+        if not builder.has_preempted:  # else running sequences need the freed pages
             self._admit(builder)
         return None if builder.is_empty else builder.freeze(next(self._steps))
 
     def requeue_running(self) -> None:
-        """Sends every running sequence back to wait; what is in flight for any sequence will not come."""
+        """Puts all running sequences back into the queue; tokens in flight are lost, for waiting ones too."""
         for sequence in (*self._batch.decoding, *self._batch.prefilling):
             self._batch.leave(sequence)
             self._requeue(sequence)
@@ -62,7 +62,7 @@ class Planner:
 
     def _plan_decodes(self, builder: PlanBuilder) -> None:
         add = builder.decoding.append
-        for sequence in self._batch.decoding:  # a preemption shortens this list only behind, or at, the current place
+        for sequence in self._batch.decoding:  # a preemption removes only the current element or later ones
             end = sequence.num_computed_tokens + 1
             if end >= sequence.max_num_tokens:
                 continue  # its last token is in flight
@@ -91,7 +91,7 @@ class Planner:
         while self._waiting and not self._batch.is_full and builder.budget > 0:
             sequence = self._waiting.first
             if sequence.num_awaited_steps:
-                return  # its tokens are not all here yet
+                return  # some of its tokens are still in flight
             num_cached = pages.attach_prefix(sequence.pages, sequence.sharable_tokens)
             updates = pages.list_updates(sequence.pages)
             length = choose_chunk(self.limits, num_cached, len(sequence.token_ids) - num_cached, builder.budget)
@@ -109,7 +109,7 @@ class Planner:
             self._plan_chunk(builder, sequence)
 
     def _reserve(self, builder: PlanBuilder, sequence: Sequence, num_tokens: int) -> bool:
-        """Reserves pages, preempting younger sequences as needed; False when `sequence` itself had to go."""
+        """Reserves pages, preempting younger sequences as needed; returns False if `sequence` itself was preempted."""
         while True:
             updates = self._pages.reserve(sequence.pages, sequence.num_computed_tokens, num_tokens)
             if updates is not None:

@@ -1,4 +1,4 @@
-"""The choices of the planner that are policy. Each function has the limits, whose `options` it may read by name."""
+"""The planner's policy choices. Each function gets the limits and may read `limits.options` by name."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from jaxserve.scheduler.waiting import WaitingQueue
 
 
 def choose_victim(limits: SchedulerLimits, batch: Batch) -> Sequence:
-    """Returns whom to preempt when pages run out: the youngest by `age`, so that the oldest always progresses."""
+    """Returns the sequence to preempt when pages run out: the youngest, so that the oldest always progresses."""
     return max((*batch.decoding[-1:], *batch.prefilling[-1:]), key=age)
 
 
 def choose_budget(limits: SchedulerLimits, batch: Batch, waiting: WaitingQueue) -> int:
-    """Returns how many tokens the next step may have.
+    """Returns the token budget of the next step: `max_num_batched_tokens` where padding is cheap.
 
-    Where padding costs time: a size that it fills, if fewer tokens then wait for the step after it than would be
-    padded otherwise.
+    Otherwise it is the padded size just above or just below the wanted tokens, whichever is nearer: the smaller defers
+    tokens, the larger pads them.
     """
     sizes, most = limits.token_sizes, limits.max_num_batched_tokens
     if not sizes:
@@ -31,16 +31,16 @@ def choose_budget(limits: SchedulerLimits, batch: Batch, waiting: WaitingQueue) 
     for sequence in islice(waiting, limits.max_num_seqs - len(batch)):
         if wanted >= most:
             break
-        wanted += len(sequence.token_ids)  # fewer, if its prefix is cached: then the size is only not the best
+        wanted += len(sequence.token_ids)  # too many if its prefix is cached, which only makes the size suboptimal
     larger = next((size for size in sizes if size >= wanted), sizes[-1])
     smaller = max((size for size in sizes if size < wanted), default=larger)
     return min(most, smaller if larger - wanted > wanted - smaller else larger)
 
 
 def choose_chunk(limits: SchedulerLimits, start: int, work: int, budget: int) -> int:
-    """Returns how many of `work` tokens from position `start` to compute now; 0 when none make sense.
+    """Returns how many of the `work` tokens from position `start` to compute now; 0: the budget reaches no edge.
 
-    A chunk that does not finish its work ends on an edge: kernels then write whole tiles, and cached prefixes align.
+    An unfinished chunk ends on a multiple of CHUNK_EDGE: kernels then write whole tiles, and cached prefixes align.
     """
     if work <= budget:
         return work

@@ -1,4 +1,4 @@
-"""Who has a row of the persistent batch, and who may still get tokens from a step in flight."""
+"""The persistent batch: its rows, and the tickets of sequences that steps in flight may serve."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from jaxserve.scheduler.sequence import Sequence, SequenceStatus, age
 class Batch:
     """Rows, tickets and the two lists of running sequences, both by age.
 
-    `decoding` sequences have exactly one token of work, and it is on the device; `prefilling` ones have theirs on the
-    host. A ticket outlives its row: a preempted sequence still receives the tokens that were in flight.
+    The next token of a `decoding` sequence is on the device; the tokens that a `prefilling` one has to compute are on
+    the host. A ticket outlives its row: a preempted sequence still receives its tokens in flight.
     """
 
     def __init__(self, num_rows: int, pages: PageManager) -> None:
@@ -32,7 +32,7 @@ class Batch:
         return not self._free_rows
 
     def join(self, sequence: Sequence, num_cached: int) -> None:
-        """Gives a sequence a row and a fresh ticket; it holds the pages of its first `num_cached` tokens already."""
+        """Gives a sequence a row and a new ticket. It already holds the pages of its first `num_cached` tokens."""
         self.revoke_ticket(sequence)
         sequence.ticket, sequence.row = next(self._tickets), self._free_rows.pop()
         sequence.status, sequence.num_computed_tokens = SequenceStatus.RUNNING, num_cached
@@ -41,27 +41,27 @@ class Batch:
         insort(self.prefilling, sequence, key=age)
 
     def start_decoding(self, sequence: Sequence) -> None:
-        """Marks that the sequence's next token will be on the device."""
+        """Moves a sequence to `decoding`: its next token will be on the device."""
         _remove(self.prefilling, sequence)
         insort(self.decoding, sequence, key=age)
 
     def resume_prefilling(self, sequence: Sequence) -> bool:
-        """Undoes `start_decoding`: the next token is on the host; False when the sequence does not decode."""
+        """Undoes `start_decoding`: the next token is on the host. Returns False if the sequence was not decoding."""
         if not _remove(self.decoding, sequence):
             return False
         insort(self.prefilling, sequence, key=age)
         return True
 
     def compute_again(self, sequence: Sequence) -> None:
-        """Lets a decoding sequence compute its last token once more: in the step in flight it does not sample.
+        """Makes a decoding sequence recompute its last token, because the step in flight does not sample for it.
 
-        All its tokens are committed.
+        All its tokens must be committed.
         """
         if self.resume_prefilling(sequence):
             sequence.num_computed_tokens -= 1
 
     def leave(self, sequence: Sequence) -> bool:
-        """Takes back the row and the pages; the ticket stays. Returns whether the sequence was decoding."""
+        """Releases the row and the pages; the ticket stays. Returns whether the sequence was decoding."""
         self._pages.release(sequence.pages)
         sequence.publish_from = 0
         was_decoding = _remove(self.decoding, sequence)
@@ -72,7 +72,7 @@ class Batch:
         return was_decoding
 
     def revoke_ticket(self, sequence: Sequence) -> None:
-        """Whatever is in flight for the sequence will find nobody."""
+        """Removes the ticket: commits drop the sequence's tokens in flight."""
         self.by_ticket.pop(sequence.ticket, None)
 
 

@@ -1,4 +1,4 @@
-"""Continuous batching: requests come in, a planner says what each step computes, a committer takes what it brought."""
+"""Continuous batching: a planner decides what each step computes; a committer takes its results."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from jaxserve.scheduler.waiting import WaitingQueue
 
 
 class Scheduler:
-    """What the engine sees of the parts in this package; each part holds its own state.
+    """The engine's interface to this package; each part holds its own state.
 
-    `plan` may run again before the last plan's tokens are committed.
+    `plan` may run again before the last plan is committed.
     """
 
     def __init__(self, limits: SchedulerLimits, pages: PageManager) -> None:
@@ -41,56 +41,56 @@ class Scheduler:
         return bool(self._unfinished)
 
     def add(self, request: Request) -> list[Sequence]:
-        """Queues a request, or refuses what could never run; returns its n sequences.
+        """Queues a request; returns its n sequences.
 
-        All but the first wait until the prompt is computed, and then find its pages by their content. The limits of the
-        queue are checked before, at `door`, where there are any: a batch may be of any size.
+        All but the first wait until the prompt is computed, then share its pages by content. The limits of the queue
+        are not checked here; see `Door.find_room`.
 
         Raises:
             InvalidRequestError: the prompt is empty or leaves no room for an output token, or the id is in use.
-            CapacityError: the sequence would not fit the empty KV pool.
+            CapacityError: a sequence would not fit the empty KV pool.
         """
         return self._unfinished.add(request)
 
     def finish(self, request_id: str, reason: FinishReason, error: JaxServeError | None = None) -> list[Sequence]:
-        """Ends what is left of a request in whatever state it is; nothing is, when it is unknown or has ended already.
+        """Ends and returns a request's unfinished sequences; [] if it is unknown or has ended.
 
-        What steps in flight still compute for it is dropped at their commit.
+        Tokens in flight are dropped when their step is committed.
         """
         return self._unfinished.finish(request_id, reason, error)
 
     def finish_sequence(self, sequence: Sequence, reason: FinishReason, error: JaxServeError | None = None) -> bool:
-        """Ends one sequence; False when it has ended already."""
+        """Ends one sequence; returns False if it has already ended."""
         return self._unfinished.finish_sequence(sequence, reason, error)
 
     def plan(self) -> StepPlan | None:
-        """Returns the next step; None when nothing can be computed before a commit, or at all."""
+        """Returns the next step; None when nothing can be computed, or not before the next commit."""
         return self.planner.plan()
 
     def commit(self, plan: StepPlan, outputs: StepOutputs) -> Commit:
-        """Takes the runs that a step brought, each as far as its sequence goes; returns what was taken."""
+        """Appends a step's runs to their sequences, each up to its sequence's end; returns what was appended."""
         return self._committer.commit(plan, outputs)
 
     def extend(self, sequence: Sequence, token_ids: Ids[int]) -> Commit:
-        """Appends tokens that need no sampling: a running sequence then computes them as a chunk.
+        """Appends forced tokens to a decoding sequence, which computes them as a chunk; returns what was appended.
 
-        In the step in flight it does not sample. Returns what was added, as a commit of it.
+        The step in flight must not sample for the sequence. An empty Commit: the sequence was not decoding.
         """
         return self._committer.extend(sequence, token_ids)
 
     def cut(
         self, sequence: Sequence, num_tokens: int, reason: FinishReason, error: JaxServeError | None = None
     ) -> None:
-        """Ends a sequence after its first `num_tokens` tokens.
+        """Ends a sequence after its first `num_tokens` tokens and drops the rest.
 
-        What follows in its last run is dropped, and so is the end that it may have met there.
+        `reason` and `error` replace those of an end that the sequence met in the dropped tokens.
         """
         self._committer.cut(sequence, num_tokens, reason, error)
 
     def requeue_running(self) -> None:
-        """Sends every running sequence back to wait and forgets all cached pages: the device lost its state.
+        """Puts all running sequences back into the queue and empties the prefix index: the KV cache is invalid.
 
-        Tokens in flight will not come; the same ones are sampled again, because seeds stay with their requests.
+        Tokens in flight are lost and sampled again; requests keep their seeds.
         """
         self.planner.requeue_running()
         self.pages.drop_prefix_index()

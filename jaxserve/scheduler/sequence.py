@@ -1,4 +1,4 @@
-"""One completion of a request while it is being worked on."""
+"""The state of one completion of an unfinished request."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ from jaxserve.pages.manager import SequencePages
 from jaxserve.request import FinishReason, Request
 from jaxserve.scheduler.plan import NewRow, RowHistory
 
-# Sentinels, which the device brings in place of a token id: the row's logits are not finite; its parameters forbid
-# every token; it did not sample, because its mask came too late.
+# Sentinels in place of a token id: the row's logits are not finite; its parameters forbid every token; its mask was
+# late, so it did not sample.
 NON_FINITE, NO_TOKEN_LEFT, MASK_LATE = -1, -2, -3
-_ARRIVALS = 2**48  # sequences that one priority can count: more than an engine meets in its life
+_ARRIVALS = 2**48  # sequences per priority, more than any engine sees
 
 
 class SequenceStatus(Enum):
     WAITING = auto()  # never admitted
     RUNNING = auto()  # has a row and pages
-    PREEMPTED = auto()  # lost both; waits to be computed again
+    PREEMPTED = auto()  # lost both; waits to be recomputed
     FINISHED = auto()
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Work to do = num_tokens - num_computed_tokens; a step lets the second catch up. This package alone writes it.
+    """A sequence. Work = num_tokens - num_computed_tokens. Only this package writes it.
 
-    `num_computed_tokens` counts what has been *planned*: the device may still be at it. `token_ids` holds what has been
-    *committed*. While a row decodes, the difference is the tokens in flight.
+    `num_computed_tokens` counts *planned* tokens, which the device may still be computing. `token_ids` holds the
+    *committed* ones.
     """
 
     request: Request
     pages: SequencePages
     max_num_tokens: int  # prompt and output together
     token_ids: list[int] = field(init=False)
-    stop_ids: frozenset[int] = field(init=False)  # every value that ends the sequence, the sentinels among them
+    stop_ids: frozenset[int] = field(init=False)  # EOS, stop ids and sentinels
     index: int = 0  # among the request's sequences
-    siblings: list[Sequence] = field(default_factory=list)  # of the first: those that wait for its prompt's pages
+    siblings: list[Sequence] = field(default_factory=list)  # sequences that wait for this one to compute the prompt
     status: SequenceStatus = SequenceStatus.WAITING
-    order: int = -1  # by priority, then by arrival; preemption takes the largest
+    order: int = -1  # by priority, then arrival; the largest is preempted first
     ticket: int = -1
     row: int = -1
     num_computed_tokens: int = 0
-    num_cached_tokens: int = 0  # at the first admission: of the prompt, found in the prefix cache
-    num_awaited_steps: int = 0  # of a preempted sequence: those that sampled for it and are not committed yet
-    publish_from: int = 0  # computed tokens from which a full page can enter the prefix index
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at the first admission
+    num_awaited_steps: int = 0  # uncommitted steps that sample for a preempted sequence
+    publish_from: int = 0  # computed tokens that fill the next page to publish
     num_preemptions: int = 0
     first_scheduled_time: float | None = None
     finish_reason: FinishReason | None = None
@@ -63,12 +63,12 @@ class Sequence:
 
     @property
     def sharable_tokens(self) -> list[int]:
-        """Those whose computed pages it may take over: none while the log-probabilities of its prompt are wanted."""
+        """The tokens to look up in the prefix cache: none while prompt log-probabilities must be computed."""
         wants_all = self.request.params.prompt_logprobs is not None and len(self.token_ids) == self.num_prompt_tokens
         return [] if wants_all and self.index == 0 else self.token_ids
 
     def make_new_row(self) -> NewRow:
-        """Returns what begins its life in the row that it just got."""
+        """Returns the sequence's `NewRow`. It must have a row."""
         request = self.request
         return NewRow(
             self.row,
@@ -89,13 +89,13 @@ class Sequence:
 
 
 def make_order(priority: int, arrival: int) -> int:
-    """Returns one number that sorts by priority, the smallest first, and then by arrival."""
+    """Returns one number that sorts by priority, then arrival."""
     return priority * _ARRIVALS + arrival
 
 
 def age(sequence: Sequence) -> int:
-    """Sort key of waiting and running sequences: the first in it runs first, goes last, and so always progresses.
+    """Returns the sort key of sequences: the smallest is admitted first and preempted last, so it always progresses.
 
-    Within a priority it is the order of arrival; a sequence of smaller priority counts as older.
+    A smaller priority counts as older; within a priority, the order is that of arrival.
     """
     return sequence.order

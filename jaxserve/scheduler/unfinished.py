@@ -1,4 +1,4 @@
-"""The requests that have not ended, each with those of its sequences that go on."""
+"""The unfinished requests and their unfinished sequences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxserve.scheduler.running import Batch
 from jaxserve.scheduler.sequence import Sequence, SequenceStatus, make_order
 from jaxserve.scheduler.waiting import WaitingQueue
 
-_shared_alone = itertools.count()  # numbers of requests that share pages among their own sequences: ids come again
+_shared_alone = itertools.count()  # unique salts; request ids can be reused
 
 
 class UnfinishedRequests:
@@ -38,14 +38,14 @@ class UnfinishedRequests:
         return sequences
 
     def finish(self, request_id: str, reason: FinishReason, error: JaxServeError | None) -> list[Sequence]:
-        """Ends what is left of a request, and returns it."""
+        """Ends a request's unfinished sequences; see `Scheduler.finish`."""
         sequences = self._by_id.get(request_id, []).copy()
-        for sequence in reversed(sequences):  # siblings that wait go before the first, which would queue them
+        for sequence in reversed(sequences):  # siblings first: the end of the first sequence queues the others
             self.finish_sequence(sequence, reason, error)
         return sequences
 
     def finish_sequence(self, sequence: Sequence, reason: FinishReason, error: JaxServeError | None = None) -> bool:
-        """Ends one sequence; False when it has ended already."""
+        """Ends one sequence; returns False if it has already ended."""
         if sequence.status is SequenceStatus.FINISHED:
             return False
         if sequence.status is SequenceStatus.RUNNING:
@@ -62,10 +62,9 @@ class UnfinishedRequests:
         return True
 
     def _make_sequences(self, request: Request) -> list[Sequence]:
-        """Returns the n sequences, or says why they can never run.
+        """Returns the n sequences, or raises the errors of `Scheduler.add`.
 
-        They share the pages of the prompt by its content; without a prefix cache among themselves only, under a name
-        of their own.
+        They share the prompt's pages by content; without a prefix cache, under a salt unique to the request.
         """
         num_prompt, max_model_len = len(request.prompt_token_ids), self._max_model_len
         if num_prompt == 0:

@@ -1,4 +1,4 @@
-"""Who waits for a row, in which order, and how much of it waits for the first time."""
+"""The queue of sequences that wait for a row."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from jaxserve.scheduler.sequence import Sequence, SequenceStatus, age
 
 
 class WaitingQueue:
-    """Sequences in the order in which they get a row: by `age`, so a preempted one stands before what came later.
+    """Waiting sequences by `age`: a preempted sequence precedes those of its priority that arrived later.
 
-    The siblings of a request's first sequence are counted from the start, and stand here once its prompt is computed.
+    Siblings of a request's first sequence are counted from the start, but queued once the prompt is computed.
     """
 
     def __init__(self) -> None:
         self.num_new = 0  # sequences that were never admitted
-        self.num_new_tokens = 0  # of their prompts, each prompt once
+        self.num_new_tokens = 0  # prompt tokens of never-admitted requests, once per request
         self._sequences: deque[Sequence] = deque()
 
     def __len__(self) -> int:
@@ -32,7 +32,7 @@ class WaitingQueue:
 
     @property
     def worst_priority(self) -> int | None:
-        """Of the last in line; None when nobody is. Safe from any thread."""
+        """The priority of the last in line; None if the queue is empty. Safe from any thread."""
         try:
             return self._sequences[-1].request.priority
         except IndexError:
@@ -40,37 +40,37 @@ class WaitingQueue:
 
     @property
     def first(self) -> Sequence:
-        """Who gets the next row."""
+        """The sequence that gets the next row."""
         return self._sequences[0]
 
     def enter(self, sequences: List[Sequence]) -> None:
-        """Takes a new request: counts all its sequences, and queues the first."""
+        """Counts all sequences of a new request and queues the first."""
         self.num_new += len(sequences)
         self.num_new_tokens += sequences[0].num_prompt_tokens
         self.push(sequences[0])
 
     def push(self, sequence: Sequence) -> None:
-        """Queues a sequence that is counted already, or that has run before."""
+        """Queues a sequence that is already counted or has run before."""
         if not self._sequences or age(self._sequences[-1]) < age(sequence):
             self._sequences.append(sequence)
         else:
             insort(self._sequences, sequence, key=age)
 
     def push_siblings(self, first: Sequence) -> None:
-        """Queues the other sequences of a request: the prompt is computed, or will not be."""
+        """Queues the other sequences of a request once the prompt is computed, or `first` has ended."""
         siblings, first.siblings = first.siblings, []
         for sequence in siblings:
             if sequence.status is SequenceStatus.WAITING:
                 self.push(sequence)
 
     def pop(self) -> Sequence:
-        """Takes out the first, which is about to be admitted."""
+        """Removes and returns the first sequence, for admission."""
         sequence = self._sequences.popleft()
         self._uncount(sequence)
         return sequence
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes out a sequence that ends without having been admitted again, wherever it waits."""
+        """Removes a sequence that ends before it is admitted; an unqueued sibling is only uncounted."""
         self._uncount(sequence)
         place = bisect_left(self._sequences, age(sequence), key=age)
         if place < len(self._sequences) and self._sequences[place] is sequence:
