@@ -1,4 +1,4 @@
-"""The server's counters and histograms, and their form for Prometheus."""
+"""The server's counters and histograms, and their exposition for Prometheus."""
 
 from jaxserve.server.metrics.histogram import Histogram, RecentHistogram
 from jaxserve.server.metrics.recorder import EVENTS, STATES, Event, ServerMetrics

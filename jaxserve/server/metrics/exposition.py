@@ -1,6 +1,6 @@
 """`ServerMetrics` and the engine's counters as Prometheus metrics: names, help texts, labels.
 
-Plain numbers become metric families only when they are read; prometheus_client writes the text.
+Metric families are built only on a scrape; prometheus_client writes the text.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from jaxserve.engine.metrics import ATTENTION_FALLBACK, ENGINE_COUNTERS, ENGINE_
 from jaxserve.engine.stats import EngineStats
 from jaxserve.server.metrics.recorder import STATES, ServerMetrics
 
-_PROCESS = ProcessCollector(registry=None)  # reads /proc, where there is one, at each collection
+_PROCESS = ProcessCollector(registry=None)  # reads /proc, if it exists, at each collection
 _OPEN_METRICS = "application/openmetrics-text"
 
 
 class _Counted(Protocol):
-    """A histogram: the server's own, or the engine's of tokens per step."""
+    """A server histogram, or the engine's tokens per step."""
 
     @property
     def bounds(self) -> Sequence[float]: ...
@@ -88,12 +88,12 @@ _HISTOGRAMS: Table[ServerMetrics] = (
 
 
 def render(metrics: ServerMetrics, accept: str | None, stats: EngineStats | None, state: str) -> tuple[bytes, str]:
-    """Returns all metrics in the format that an Accept header asks for, and its content type.
+    """Returns (body, content type) of all metrics: OpenMetrics if the Accept header names it, else Prometheus text.
 
-    Without `stats`, while the engine is starting, the engine's metrics are left out.
+    `stats` is None while the engine starts; the engine's metrics are then left out.
     """
-    # The library's own choice would parse the client's header and echo parts of it. All names here are plain, so
-    # nothing is escaped; other escapings would replace the colon after the prefix with an underscore.
+    # The library's own choice would parse the client's header and echo parts of it. ALLOWUTF8 escapes nothing; other
+    # escapings would replace the colon after the prefix with an underscore.
     page = Page(metrics, stats, state)
     if _OPEN_METRICS in (accept or "").lower():
         return openmetrics.generate_latest(page, escaping=openmetrics.ALLOWUTF8), openmetrics.CONTENT_TYPE_LATEST
@@ -102,7 +102,7 @@ def render(metrics: ServerMetrics, accept: str | None, stats: EngineStats | None
 
 @dataclass(frozen=True, slots=True)
 class Page(Collector):
-    """One reading of all metrics, as a collector of `prometheus_client`."""
+    """A `prometheus_client` collector of all metrics, for one scrape."""
 
     metrics: ServerMetrics
     stats: EngineStats | None
@@ -187,7 +187,7 @@ class Page(Collector):
 
 
 def _accumulate(histogram: _Counted) -> tuple[list[tuple[str, float]], float]:
-    """Returns pairs of (bound, number of values up to it), and the sum of the values."""
+    """Returns (upper bound, cumulative count) per bucket, and the sum of the values."""
     pairs, below = [], 0
     for bound, count in zip((*histogram.bounds, float("inf")), histogram.counts, strict=True):
         below += count

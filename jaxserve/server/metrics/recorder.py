@@ -1,4 +1,4 @@
-"""The counters and histograms that the event loop updates."""
+"""The counters and histograms updated by the server's event loop."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Event = Literal["queue_full", "client_disconnects", "slow_readers", "non_finite_
 EVENTS: tuple[Event, ...] = get_args(Event)
 STATES = ("starting", "warming", "ready", "draining", "failed")
 
-_MAX_HANDLERS = 64  # values of the label `handler`; there are fewer routes, and a mistake must not fill the memory
+_MAX_HANDLERS = 64  # values of the label `handler`; more than there are routes, bounded in case of a bug
 _METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
 _OTHER = "other"
-# If any completion of a request ended so, the request counts as this; the worst first.
+# A request counts as the first of these reasons that any of its completions has.
 _BROKEN_OFF = (FinishReason.ERROR.value, FinishReason.ABORT.value, FinishReason.TIMEOUT.value)
 
 _GAPS = (
@@ -39,9 +39,9 @@ _COMPLETIONS = (1, 2, 5, 10, 20, 50, 100)
 
 
 class ServerMetrics:
-    """The counters and histograms of one server. Only its event loop calls it.
+    """The counters and histograms of one server. Only its event loop may call the methods.
 
-    Latencies are those of requests that finished normally (stop, length), not of aborted or failed ones.
+    The times of whole requests and their phases cover requests that finished normally (stop, length) only.
     """
 
     def __init__(
@@ -54,7 +54,10 @@ class ServerMetrics:
         """Starts with everything at zero.
 
         Args:
-            prefix: begins all names but those of the HTTP layer; "vllm" fits dashboards made for vLLM.
+            prefix: of all metric names except the HTTP and process ones; "vllm" fits dashboards made for vLLM.
+
+        Raises:
+            ConfigError: the prefix has other characters than letters, digits and _, or begins with a digit.
         """
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", prefix):
             raise ConfigError("must be letters, digits and _", field="metrics_prefix", value=prefix)
@@ -84,18 +87,18 @@ class ServerMetrics:
         self.asked_tokens = Histogram(_TOKENS)
 
     def start_request(self, request: Request) -> None:
-        """Counts a request that the engine accepted. One call of `finish_request` or `end_request` must follow."""
+        """Counts a request accepted by the engine. Exactly one `finish_request` or `end_request` must follow."""
         self.num_requests += 1
         self.request_prompt_tokens.observe(len(request.prompt_token_ids))
 
     def observe_first_token(self, seconds: float, num_prompt_tokens: int, num_tokens: int = 1) -> None:
-        """Records the first chunk of a stream: seconds since the request's arrival, and its number of tokens."""
+        """Records a stream's first chunk: seconds since the request's arrival, its prompt tokens and new tokens."""
         self.first_token_seconds.observe(seconds)
         self.prompt_tokens += num_prompt_tokens
         self.generation_tokens += num_tokens
 
     def observe_gap(self, seconds: float, num_tokens: int = 1) -> None:
-        """Records a later chunk of a stream: seconds since the last one, and its number of tokens."""
+        """Records a later chunk of a stream: seconds since the chunk before it, and its number of tokens."""
         self.gap_seconds.observe(seconds)
         self.generation_tokens += num_tokens
 
@@ -111,11 +114,11 @@ class ServerMetrics:
         """Records the last output of a request.
 
         Args:
-            max_tokens: the most tokens that each completion may have.
-            n: the number of completions it asked for.
+            max_tokens: limit per completion; None: none was asked for.
+            n: completions asked for.
             num_tokens: tokens of each completion, over all outputs.
-            num_streamed: tokens that `observe_first_token` and `observe_gap` have counted. 0: it was not streamed, and
-                the time of its first token comes from the output.
+            num_streamed: tokens already counted by `observe_first_token` and `observe_gap`. 0: not streamed; the time
+                to first token comes from the output.
         """
         times = output.metrics
         if not num_streamed and times is not None and times.first_token_time is not None:
@@ -139,7 +142,7 @@ class ServerMetrics:
         self.finished[reason] += 1
 
     def observe_http(self, handler: str | None, method: str, status: int, seconds: float) -> None:
-        """Records an answered HTTP request; `handler` is its route's path template, None without a route."""
+        """Records an answered HTTP request; `handler` is its route's path template, None if no route matched."""
         if handler is None or (handler not in self._handlers and len(self._handlers) >= _MAX_HANDLERS):
             handler = _OTHER
         else:
@@ -153,11 +156,11 @@ class ServerMetrics:
         self.http_seconds[key[:2]].observe(seconds)
 
     def count(self, event: Event) -> None:
-        """Counts an event."""
+        """Adds one to the count of `event`."""
         self.events[event] += 1
 
     def latency_snapshot(self) -> dict[str, dict[str, float | None]]:
-        """Returns percentiles of the last 30 to 60 seconds in milliseconds; None without values."""
+        """Returns {"ttft_ms", "itl_ms"}: {"p50", "p99"} of the last 30 to 60 seconds; None without values."""
         named = {"ttft_ms": self.first_token_seconds, "itl_ms": self.gap_seconds}
         return {name: _find_milliseconds(histogram) for name, histogram in named.items()}
 
@@ -179,7 +182,7 @@ class ServerMetrics:
 
 
 def find_reason(output: RequestOutput) -> str:
-    """Returns one finish reason for a request: that of any broken-off completion, else "length" before "stop"."""
+    """Returns one finish reason for a request: error, abort, timeout, length or stop, the first that applies."""
     reasons = {completion.finish_reason for completion in output.outputs}
     for reason in _BROKEN_OFF:
         if reason in reasons:
