@@ -1,1 +1,1 @@
-"""The loop over scheduler and device, and the two faces that users import: `LLM` and `AsyncLLM`."""
+"""The loop over scheduler and device, and its two public classes: `LLM` and `AsyncLLM`."""

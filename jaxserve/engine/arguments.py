@@ -1,4 +1,4 @@
-"""What callers of `LLM` and `AsyncLLM` may give beside prompts, in the form that `RequestFactory` takes it."""
+"""From the arguments of `LLM` and `AsyncLLM` to those of `RequestFactory`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _INFINITY = float("inf")
 
 
 def list_prompts(prompts: Any) -> list[Any]:
-    """Returns the prompts of a call: one text, one mapping or the token ids of one prompt are one prompt."""
+    """Returns a list of prompts. A text, a mapping or a list of token ids is one prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     many = list(prompts)
@@ -20,10 +20,10 @@ def list_prompts(prompts: Any) -> list[Any]:
 
 
 def spread(given: Any, count: int, field: str) -> list[Any]:
-    """Returns one value for each prompt: the same for all unless there are several.
+    """Returns one value per prompt; a value that is not iterable is repeated.
 
     Raises:
-        InvalidRequestError: there are more or fewer values than prompts.
+        InvalidRequestError: the number of values is not the number of prompts.
     """
     values = list(given) if isinstance(given, Iterable) else [given] * count
     if len(values) != count:
@@ -33,7 +33,7 @@ def spread(given: Any, count: int, field: str) -> list[Any]:
 
 
 def find_deadline(timeout: Any) -> float | None:
-    """Returns when a request that may take so many seconds ends, on the clock of `time.monotonic`.
+    """Returns the deadline, on the clock of `time.monotonic`, `timeout` seconds from now; None without a timeout.
 
     Raises:
         InvalidRequestError: the timeout is not a finite number above 0.
@@ -47,10 +47,10 @@ def find_deadline(timeout: Any) -> float | None:
 
 
 def check_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns the variables of a chat template. None of them can be an argument of the functions they pass through.
+    """Returns the variables of a chat template. None of them collides with an argument of `RequestFactory`'s methods.
 
     Raises:
-        InvalidRequestError: one is not known.
+        InvalidRequestError: a variable is unknown.
     """
     from jaxserve.tokenizers.chat import OPTIONS
 
@@ -69,10 +69,10 @@ def read_chat_options(
     add_generation_prompt: bool | None,
     continue_final_message: bool,
 ) -> dict[str, Any]:
-    """Returns what `RequestFactory.make_chat` takes beside messages and parameters.
+    """Returns the template arguments of `RequestFactory.make_chat`.
 
     Raises:
-        InvalidRequestError: a variable of the template is not known.
+        InvalidRequestError: a variable of the template is unknown.
     """
     begins = not continue_final_message if add_generation_prompt is None else add_generation_prompt
     return {

@@ -1,4 +1,4 @@
-"""`AsyncLLM`: the same engine behind an event loop, one thread turning it."""
+"""`AsyncLLM`: the engine for asyncio, running on a thread of its own."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 class AsyncLLM:
     """Streams generations to any number of coroutines.
 
-    The engine belongs to one thread, which alone touches it: coroutines leave work in a queue, and outputs come back
-    to their event loop. Options and errors are those of `LLM`.
+    Only one thread uses the engine: coroutines queue work for it, and outputs return to their event loop. Options and
+    errors are those of `LLM`, but the constructor compiles every program unless `compile="used"`.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class AsyncLLM:
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, *, show_progress: bool = True) -> AsyncLLM:
-        """Builds one from options that are one value, as vLLM's scripts have them."""
+        """Returns an `AsyncLLM` with the options of an `EngineArgs`, as vLLM's scripts pass them."""
         return cls(**engine_args.options, show_progress=show_progress)
 
     @classmethod
@@ -68,12 +68,12 @@ class AsyncLLM:
         on_stop: Callable[[EngineStoppedError], None] | None = None,
         only_largest: bool = False,
     ) -> AsyncLLM:
-        """Builds one from validated options.
+        """Returns an `AsyncLLM` with validated options.
 
         Args:
-            progress: told how far loading and compiling are.
-            on_stop: called on the engine's thread when it met a fault of its own.
-            only_largest: compile just the programs that hold any step; `compile_rest` does the others.
+            progress: shows loading and compiling.
+            on_stop: called on the engine's thread when the engine itself fails.
+            only_largest: compile only the programs large enough for any step; `compile_rest` compiles the others.
         """
         llm = cls.__new__(cls)
         llm._start(config, progress=progress, on_stop=on_stop, only_largest=only_largest)
@@ -97,13 +97,13 @@ class AsyncLLM:
         self._thread.call(lambda engine: self._ready.runner.warm_thread()).result()
 
     def compile_rest(self, progress: ShowProgress) -> None:
-        """Compiles what a start with `only_largest` left, on the caller's thread, while requests are answered."""
+        """Compiles the programs that `only_largest` left out, on the caller's thread, while requests are served."""
         for change in self._ready.compile_rest(progress):
             self._thread.call(lambda engine, change=change: change()).result()
 
     @property
     def ready(self) -> ReadyEngine:
-        """The parts the engine is made of. Whatever runs steps belongs to the engine's thread: see `call`."""
+        """The engine's parts. Use those that run steps on the engine's thread only; see `call`."""
         return self._ready
 
     @property
@@ -118,7 +118,7 @@ class AsyncLLM:
 
     @property
     def limits(self) -> SchedulerLimits:
-        """The bounds of a step and of the queue."""
+        """The limits of a step and of the queue."""
         return self._ready.engine.scheduler.limits
 
     @property
@@ -133,7 +133,7 @@ class AsyncLLM:
 
     @property
     def defaults(self) -> GenerationDefaults:
-        """What requests inherit from the model's generation_config.json."""
+        """The defaults of requests, from the model's generation_config.json."""
         return self._ready.defaults
 
     def stats(self) -> EngineStats:
@@ -142,11 +142,11 @@ class AsyncLLM:
 
     @property
     def stopped(self) -> EngineStoppedError | None:
-        """Why the engine serves nobody any more; None while it does."""
+        """Why the engine has stopped; None while it serves."""
         return self._thread.stopped
 
     def stalled_seconds(self) -> float:
-        """How long the engine has been at its present step; 0 without work."""
+        """Returns the seconds since the engine last finished a step; 0 without work."""
         return self._thread.stalled_seconds()
 
     async def generate(
@@ -159,14 +159,15 @@ class AsyncLLM:
         cache_salt: str = "",
         timeout: float | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Yields what the request has produced, after each step that brought something (see `OutputKind`).
+        """Yields the request's output after each step that added to it (see `OutputKind`).
 
-        A reader that falls behind gets what it missed in one output. Leaving the iteration early, or cancelling the
+        A slow reader gets the outputs that it missed merged into one. Leaving the iteration early, or cancelling the
         task, aborts the request. `priority`, `cache_salt` and `timeout` are those of `LLM.generate`.
 
         Raises:
             InvalidRequestError, CapacityError: this request cannot be served; others are not affected.
-            EngineStoppedError: the engine itself has failed.
+            QueueFullError: the queue is full.
+            EngineStoppedError: the engine has failed or was shut down.
         """
         options = {"cache_salt": cache_salt, "priority": priority, "deadline": find_deadline(timeout)}
         async with aclosing(self._run(self._ready.requests.make, prompt, sampling_params, request_id, options)) as run:
@@ -219,13 +220,13 @@ class AsyncLLM:
     async def stream(
         self, requests: Sequence[Request], *, beyond_limits: bool = False
     ) -> AsyncGenerator[RequestOutput]:
-        """Runs requests of `ready.requests` together and yields their outputs as they come.
+        """Runs requests made by `requests` together and yields their outputs as they come.
 
         Args:
-            beyond_limits: they come in however much waits.
+            beyond_limits: ignore the limits of the queue.
 
         Raises:
-            JaxServeError: one of them cannot be served, so none of them is.
+            JaxServeError: one of them was refused, so none runs; or the engine stopped.
         """
         inbox = OutputInbox(requests)
         self._thread.submit(requests, inbox, beyond_limits=beyond_limits)
@@ -237,15 +238,15 @@ class AsyncLLM:
                 self._thread.leave(list(left), inbox)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Returns what the model's generation_config.json recommends."""
+        """Returns the parameters that the model's generation_config.json recommends."""
         return self._ready.default_params
 
     async def get_tokenizer(self) -> Tokenizer:
-        """Returns the model's tokenizer; TokenizerError when there is none."""
+        """Returns the model's tokenizer; TokenizerError if there is none."""
         return self._ready.require_tokenizer()
 
     async def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes between two steps; True: done."""
+        """Empties the prefix cache between two steps; returns True."""
         await self.call(lambda engine: engine.scheduler.pages.drop_prefix_index())
         return True
 
@@ -254,21 +255,21 @@ class AsyncLLM:
         self._thread.abort([request_id])
 
     async def check_health(self, timeout: float = 10.0) -> None:
-        """Returns when the engine has made a token, of a request of this call or, if no row is free, of anybody's.
+        """Sends a request of one token and returns once the engine has made a token, for it or any other request.
 
         Args:
-            timeout: seconds for it to come.
+            timeout: seconds to wait.
 
         Raises:
-            DeadlineError: none came in time.
-            EngineStoppedError, DeviceStepError, NonFiniteLogitsError: none will come, or none that is right.
+            DeadlineError: no token came in time.
+            EngineStoppedError, DeviceStepError, NonFiniteLogitsError: the engine, the device or the model failed.
         """
         request = self._ready.requests.make([0], ONE_TOKEN, priority=PRIORITIES.start)
         outputs = self.stream([request], beyond_limits=True)
         await wait_for_token(outputs, self._ready.engine.counts, timeout)
 
     async def update_weights(self, tree: Any, *, running: RunningChoice = "requeue") -> None:
-        """Swaps the model's weights between two steps; streams go on with the new ones, or end with "abort".
+        """Swaps the model's weights between two steps; streams continue with the new weights or end with "abort".
 
         Arguments and errors are those of `LLM.update_weights`.
         """
@@ -279,7 +280,7 @@ class AsyncLLM:
         return await asyncio.wrap_future(self._thread.call(function))
 
     def shutdown(self) -> None:
-        """Aborts what is running and stops the thread. Calling it again does nothing."""
+        """Aborts all requests and stops the thread. Further calls do nothing."""
         self._thread.shutdown()
 
 

@@ -1,8 +1,7 @@
-"""Beam search, as its own call: the likeliest texts rather than likely tokens one after the other.
+"""Beam search, on top of one-token requests.
 
-Each step asks the engine for one token of every beam, with the likeliest candidates; the prefix cache keeps what the
-beams have in common. The scoring is that of the reference libraries: the sum of log-probabilities over
-length ** length_penalty.
+Each step asks the engine for one token per beam, with the log-probabilities of the likeliest tokens; beams share their
+common prefix in the prefix cache. A beam's score is its sum of log-probabilities / length ** length_penalty.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ Generate = Callable[[list[list[int]], SamplingParams], list[RequestOutput]]
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchParams:
-    """What a beam search keeps and when it ends (vLLM's names).
+    """The options of a beam search (vLLM's names).
 
     Raises:
         InvalidRequestError: a value is out of range.
@@ -44,7 +43,7 @@ class BeamSearchParams:
 class BeamSearchSequence:
     """One beam."""
 
-    token_ids: list[int]  # without the prompt; an EOS that ended it included
+    token_ids: list[int]  # without the prompt; includes the EOS that ended it
     cum_logprob: float
     finish_reason: str | None = None  # stop, length; None while it grows
     text: str = ""
@@ -55,7 +54,7 @@ class BeamSearchSequence:
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchOutput:
-    """The best beams of one prompt, best first."""
+    """The beams of one prompt, best first."""
 
     sequences: list[BeamSearchSequence]
 
@@ -68,9 +67,9 @@ def search_beams(
     *,
     max_model_len: int,
 ) -> list[BeamSearchOutput]:
-    """Returns the `beam_width` best texts of every prompt; `generate` makes one token of each given text.
+    """Returns the `beam_width` best beams of every prompt; `generate` runs one request per list of token ids.
 
-    Beams that have filled the model's context, prompt and text together, end as those of `max_tokens` do.
+    Beams that fill the model's context end with "length", as at `max_tokens`. The error of an output is raised.
     """
     step = SamplingParams(
         temperature=0,
@@ -84,7 +83,7 @@ def search_beams(
     growing = [[BeamSearchSequence([], 0.0)] for _ in prompts]
     done: list[list[BeamSearchSequence]] = [[] for _ in prompts]
     for length in range(params.max_tokens):
-        # The first step takes every prompt: one that is too long is refused there.
+        # The first step takes every prompt, so that too long ones are refused.
         fits = [length == 0 or len(prompt) + length < max_model_len for prompt in prompts]
         active = [index for index, beams in enumerate(growing) if beams and fits[index]]
         if not active:
@@ -103,7 +102,7 @@ def search_beams(
 
 
 def _grow(beam: BeamSearchSequence, output: RequestOutput, ends: set[int]) -> list[BeamSearchSequence]:
-    """The beam with each of its likeliest next tokens."""
+    """Returns the beam extended by each of its likeliest next tokens."""
     if output.error is not None:
         raise output.error
     completion = output.outputs[0]

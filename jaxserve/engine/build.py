@@ -1,4 +1,4 @@
-"""Assembles an engine from options: finds the model, reads its weights, plans, compiles, and wires the loop."""
+"""Builds an engine from options: finds the model, loads its weights, plans memory and compiles programs."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ RunningChoice = Literal["requeue", "abort"]  # what becomes of unfinished reques
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """Where a model was found. `path` is None for a preset, which has no files.
+    """A model's files. `path` is None for a preset, which has none.
 
-    `hub_id` is the repository whose weights have still to be downloaded to `path`; None where nothing has.
+    `hub_id` is the repository whose weights may still have to be downloaded to `path`; None for a local directory.
     """
 
     path: Path | None
@@ -55,7 +55,7 @@ class ModelFiles:
     hub_id: str | None = None
 
     def find_weights(self) -> Path:
-        """Returns the directory with the weights in it, downloaded if they are not there."""
+        """Returns the directory with the weights, downloaded if missing. `path` must not be None."""
         from jaxserve.weights import download_weights
 
         assert self.path is not None  # locate_model allows presets with dummy weights only
@@ -66,7 +66,7 @@ class ModelFiles:
 
 @dataclass(frozen=True)
 class ReadyEngine:
-    """An engine after its last compilation, and what was decided on the way."""
+    """A built engine, its parts, and the choices made at the start."""
 
     engine: Engine
     requests: RequestFactory
@@ -78,18 +78,18 @@ class ReadyEngine:
     mesh: Mesh
 
     def require_tokenizer(self) -> Tokenizer:
-        """Returns the tokenizer; TokenizerError when there is none."""
+        """Returns the tokenizer; TokenizerError if there is none."""
         if self.tokenizer is None:
             raise TokenizerError("there is none: skip_tokenizer_init is set, or a preset is served", field="tokenizer")
         return self.tokenizer
 
     @property
     def default_params(self) -> SamplingParams:
-        """What a request that says nothing gets."""
+        """The parameters of a request that gives none."""
         return self.defaults.params
 
     def compile_rest(self, progress: ShowProgress) -> Iterator[Callable[[], None]]:
-        """Compiles what a build with `only_largest` left; yields what has to run between two steps to use it."""
+        """Compiles the programs that `only_largest` left out; yields functions that must run between two steps."""
         from jaxserve.runtime.startup import compile_rest
 
         with progress("Compiling programs") as report:
@@ -112,12 +112,12 @@ class ReadyEngine:
 
 
 def locate_model(options: ModelOptions, *, need_weights: bool = True) -> ModelFiles:
-    """Finds a model by what the user called it: the demo model, a preset, a directory or a model id.
+    """Returns the files of the model that the options name: the demo model, a preset, a directory or a model id.
 
     Raises:
-        ConfigError: there is none, it is of a kind or in a format that is not served, or it is a preset and weights
-            were asked for.
-        DeviceError: JAX, which everything from here on needs, is broken.
+        ConfigError: there is no such model, its kind or format is not supported, or it is a preset and weights were
+            asked for.
+        DeviceError: the installation of JAX is broken.
     """
     load_jax()
     from jaxserve.models.registry import find_family
@@ -141,7 +141,7 @@ def locate_model(options: ModelOptions, *, need_weights: bool = True) -> ModelFi
 
 
 def resolve_model(config: EngineConfig, files: ModelFiles) -> DecoderConfig:
-    """Returns the model in its final dtype, length and head layout.
+    """Returns the model's config in its final dtype, length and head layout.
 
     Raises:
         ConfigError: names the option or the config.json key that cannot work.
@@ -160,7 +160,7 @@ def resolve_model(config: EngineConfig, files: ModelFiles) -> DecoderConfig:
 
 
 def _add_kv_scales(config: EngineConfig, files: ModelFiles, model: DecoderConfig) -> DecoderConfig:
-    """Returns the model with the checkpoint's scales of 8-bit keys and values, if it has any."""
+    """Returns the model's config with the checkpoint's scales for an fp8 cache, if it has any."""
     from jaxserve.models.registry import find_kv_scales
     from jaxserve.weights import checkpoint_format, read_tensor_shapes
 
@@ -183,11 +183,11 @@ def build_engine(
     only_largest: bool = False,
     announce: Callable[[str], None] = lambda text: None,
 ) -> ReadyEngine:
-    """Does everything that must be done before the first request.
+    """Builds an engine that can take requests.
 
     Args:
-        only_largest: compile the programs that hold any step, and no others: `ReadyEngine.compile_rest` does those.
-        announce: told of each program that is compiled after that, with `compile="used"`.
+        only_largest: compile only the programs large enough for any step; `ReadyEngine.compile_rest` compiles the rest.
+        announce: called with a line for each program compiled later, with `compile="used"`.
 
     Raises:
         ConfigError, DeviceError, WeightsError, TokenizerError, CapacityError: name what to change.
@@ -251,10 +251,10 @@ def build_engine(
 
 
 def make_cache_dir(config: EngineConfig) -> EngineConfig:
-    """Returns the config with its directory of compiled programs made, or without one where the default cannot be.
+    """Makes the directory of compiled programs; returns the config, without a directory if the default cannot be made.
 
     Raises:
-        ConfigError: the directory that was asked for cannot be made.
+        ConfigError: the requested directory cannot be made.
     """
     directory = config.compile.cache_dir
     if directory is None:
@@ -272,7 +272,7 @@ def make_cache_dir(config: EngineConfig) -> EngineConfig:
 
 
 def load_model_tokenizer(options: ModelOptions, files: ModelFiles) -> Tokenizer | None:
-    """Returns the tokenizer; None when the user works on token ids, or a preset has none."""
+    """Returns the tokenizer; None with `skip_tokenizer_init`, or for a preset without `tokenizer`."""
     from jaxserve.tokenizers import load_tokenizer
 
     if options.skip_tokenizer_init:
@@ -285,7 +285,7 @@ def load_model_tokenizer(options: ModelOptions, files: ModelFiles) -> Tokenizer 
 def load_params(
     config: EngineConfig, files: ModelFiles, shapes: Shapes, mesh: Mesh, *, progress: ShowProgress = hide_progress
 ) -> Any:
-    """Returns the runtime tree of parameters, read or made where it will lie."""
+    """Returns the parameters as run-time arrays on the devices of `mesh`, loaded or, with "dummy", random."""
     from jaxserve.layers.stack import stack_params, stack_specs
     from jaxserve.models.registry import ignored_weights, param_specs, weight_sources
     from jaxserve.sharding import DEFAULT_RULES

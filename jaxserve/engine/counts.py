@@ -1,4 +1,4 @@
-"""What the engine counts of its own work, and what it runs on."""
+"""The engine's counters, and its choice of attention."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from jaxserve.scheduler import StepOutputs
 
 
 class StepFuture(Protocol):
-    """A step that the device is working on."""
+    """A step in flight."""
 
     def result(self) -> StepOutputs:
-        """Waits, and returns what the step brought."""
+        """Waits for the step and returns its outputs; raises what made it fail."""
         ...
 
 
 @dataclass(slots=True)
 class EngineCounts:
-    """Only the engine writes it; any thread may read.
+    """Only the engine writes the counters; any thread may read them.
 
     While there is work, the host either waits for the device or is busy. The less it waits, the nearer it is to being
-    what limits the pace; what it does while the device runs costs nothing.
+    the bottleneck.
     """
 
     num_faults: int = 0  # steps that failed on the device
-    num_tokens: int = 0  # of answers, as they are handed out
+    num_tokens: int = 0  # generated tokens
     wait_seconds: float = 0.0
     busy_seconds: float = 0.0
     _busy_since: float = field(default_factory=time.perf_counter)
 
     def begin(self) -> None:
-        """Notes that there is work again: the time without any was neither."""
+        """Starts the busy time after a time without work, which is not counted."""
         self._busy_since = time.perf_counter()
 
     def wait(self, future: StepFuture) -> StepOutputs:
-        """Returns what a step brought, and counts the time until it is there."""
+        """Returns a step's outputs and counts the wait for them; raises what made the step fail."""
         start = time.perf_counter()
         self.busy_seconds += start - self._busy_since
         try:
@@ -48,8 +48,8 @@ class EngineCounts:
 
 @dataclass(frozen=True, slots=True)
 class AttentionStats:
-    """Which attention runs, as it was decided at the start."""
+    """The attention chosen at the start."""
 
     impl: str
-    reason: str  # for users
-    fell_back: bool  # to portable attention on an accelerator, where nobody asked for it
+    reason: str  # shown to users
+    fell_back: bool  # portable attention on an accelerator, without being asked for

@@ -1,4 +1,4 @@
-"""The loop: plan a step, send it to the device, commit the one before it, show the tokens."""
+"""The loop: plan a step, dispatch it, commit the step before it, return its outputs."""
 
 from __future__ import annotations
 
@@ -22,16 +22,20 @@ if TYPE_CHECKING:
 
 
 class StartedStep(Protocol):
-    """A step whose forward pass runs, and whose tokens have still to be sampled."""
+    """A step whose forward pass was dispatched, and whose tokens are not sampled yet."""
 
     def sample(self, mask: Any = None) -> StepFuture:
-        """Starts the sampling. `mask` [rows of the plan, words of the vocabulary] uint32 has the bits of the tokens
-        that are allowed; a line of 0 stands for a mask that is late: its row samples nothing."""
+        """Starts the sampling.
+
+        Args:
+            mask: allowed tokens as bits, uint32 [rows of the plan, words of the vocabulary]. A row whose line is 0
+                does not sample: its mask is late.
+        """
         ...
 
 
 class Runner(Protocol):
-    """The device as the engine sees it; `tests/fake_device.py` is one that can be computed by hand."""
+    """The engine's interface to the device; `tests/fake_device.py` implements it without one."""
 
     counts: StepCounts
 
@@ -42,11 +46,11 @@ class Runner(Protocol):
 
     @property
     def num_compiles(self) -> int:
-        """XLA compilations of this process since it was ready."""
+        """XLA compilations of this process since the runner was ready."""
         ...
 
     def start(self, plan: StepPlan) -> StartedStep:
-        """Starts a step behind those already started, and returns at once."""
+        """Dispatches a step after those already started, and returns at once."""
         ...
 
     def reset(self) -> None:
@@ -58,10 +62,10 @@ InFlight = tuple[StepPlan, StepFuture]
 
 
 class Engine:
-    """Owns the loop and the output streams; knows no arrays and no files.
+    """Owns the loop and the output streams; knows no device arrays and no files.
 
-    With `overlap`, step N+1 is planned and dispatched while the device runs step N: the step in flight is a value that
-    `step` carries over. Without, every step is committed before the next is planned; both give the same tokens.
+    With `overlap`, step N+1 is planned and dispatched while the device runs step N. Without it, every step is committed
+    before the next is planned. Both give the same tokens.
     """
 
     def __init__(
@@ -94,7 +98,7 @@ class Engine:
         return self.scheduler.has_unfinished or self._in_flight is not None
 
     def add_request(self, request: Request) -> None:
-        """Queues a request; raises InvalidRequestError or CapacityError when it can never run."""
+        """Queues a request; raises InvalidRequestError or CapacityError if it can never run."""
         if not self.has_unfinished:
             self.counts.begin()
         sequences = self.scheduler.add(request)
@@ -107,7 +111,7 @@ class Engine:
         self._grammars.add(sequences)
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
-        """Ends a request and returns what it had produced; None when it is unknown or has ended."""
+        """Ends a request and returns its last output; None if it is unknown or has ended."""
         return self._end_request(request_id, FinishReason.ABORT)
 
     def _end_request(
@@ -127,11 +131,11 @@ class Engine:
         return last
 
     def abort_all(self) -> list[RequestOutput]:
-        """Ends every request."""
+        """Ends every request and returns their last outputs."""
         return [output for request_id in list(self._requests) if (output := self.abort_request(request_id)) is not None]
 
     def step(self) -> list[RequestOutput]:
-        """Ends what is past its deadline and runs one turn of the loop; returns what became visible."""
+        """Ends requests past their deadline and runs one turn of the loop; returns the new outputs."""
         if self._deadlines and (late := self._deadlines.pop_expired(self._clock())):
             return [*self._end_late(late), *self._turn()]
         return self._turn()
@@ -144,7 +148,7 @@ class Engine:
         return [output for output in outputs if output is not None]
 
     def displace(self, displaced: Iterable[tuple[str, QueueFullError]]) -> list[RequestOutput]:
-        """Ends requests that make way for better ones, as `scheduler.door` has found them; returns their outputs."""
+        """Ends the requests that `Door.find_room` displaced, each with its error; returns their last outputs."""
         outputs = [self._end_request(name, FinishReason.ERROR, error) for name, error in displaced]
         return [output for output in outputs if output is not None]
 
@@ -167,11 +171,11 @@ class Engine:
         return self._commit(ready)
 
     def _step_masked(self, plan: StepPlan, started: StartedStep, ready: InFlight | None) -> list[RequestOutput]:
-        """Goes on with a step whose masks need the tokens of the one before it; the model runs meanwhile."""
+        """Commits the step before, then masks and samples this one, whose forward pass runs meanwhile."""
         num_faults = self.counts.num_faults
         outputs = self._commit(ready)
         if self.counts.num_faults > num_faults:
-            return outputs  # the state that this step began with is gone, its rows are queued again
+            return outputs  # the recovery reset the device and requeued this step's rows
         try:
             masks = self._grammars.make_masks(plan, self.scheduler.batch)
             future = started.sample(masks.mask)
@@ -190,13 +194,13 @@ class Engine:
         return [*outputs, *self._commit((plan, future))]
 
     def reset(self) -> None:
-        """Gives the device a fresh state: what runs is queued again, what is in flight or cached is lost."""
+        """Resets the device's state: running sequences are requeued; the step in flight and cached pages are lost."""
         self._in_flight = None
         self.scheduler.requeue_running()
         self.runner.reset()
 
     def drain(self) -> list[RequestOutput]:
-        """Commits the step in flight without planning another; afterwards the device is idle."""
+        """Commits the step in flight without planning another, and returns its outputs; the device is then idle."""
         ready, self._in_flight = self._in_flight, None
         return self._commit(ready)
 
@@ -215,7 +219,7 @@ class Engine:
     def _show(
         self, commit: Commit, logprobs: Any = None, lines: Mapping[int, int] | None = None
     ) -> list[RequestOutput]:
-        """Hands out what was committed; `logprobs` has the line `lines[ticket]` for the first id of each run."""
+        """Returns the outputs of a commit. Line `lines[ticket]` of `logprobs` is that of the run's first id."""
         outputs: list[RequestOutput | None] = []
         streams, has_grammars = self._streams, bool(self._grammars)
         self.counts.num_tokens += sum(map(len, commit.runs))
@@ -231,17 +235,17 @@ class Engine:
                 outputs.append(self._close(stream, stop_string))
             elif stream.shows_progress:
                 outputs.append(stream.make_output())
-        for sequence in commit.finished:  # those that ended without a token
+        for sequence in commit.finished:  # sequences that ended without a token
             if (stream := streams.get(sequence)) is not None:
                 outputs.append(self._close(stream, stream.flush()))
         return [output for output in outputs if output is not None]
 
     def _follow_grammar(self, sequence: Sequence, run: Ids[int]) -> Ids[int]:
-        """Returns the run as far as the sequence's grammar goes; where it goes no further, the sequence ends."""
+        """Returns the part of a run that the sequence's grammar accepts; ends the sequence where the grammar does."""
         count, reason, error = self._grammars.accept(sequence, run)
         if reason is None:
             return run
-        if count < len(run) or sequence.error is not None:  # the end that the scheduler saw came later
+        if count < len(run) or sequence.error is not None:  # the grammar's end precedes the scheduler's
             self._cut(sequence, len(sequence.token_ids) - len(run) + count, reason, error)
         else:
             self.scheduler.finish_sequence(sequence, reason, error)
@@ -250,12 +254,12 @@ class Engine:
     def _cut(
         self, sequence: Sequence, num_tokens: int, reason: FinishReason, error: JaxServeError | None = None
     ) -> None:
-        """Ends a sequence after its first `num_tokens` tokens, whatever followed."""
+        """Ends a sequence after its first `num_tokens` tokens and drops the rest."""
         self.counts.num_tokens -= len(sequence.token_ids) - num_tokens
         self.scheduler.cut(sequence, num_tokens, reason, error)
 
     def _close(self, stream: OutputStream, stop_string: str | None) -> RequestOutput | None:
-        """Ends a sequence's stream; returns what the user gets to see of it now."""
+        """Ends a sequence's stream; returns the output to show now, if any."""
         sequence = stream.sequence
         if stop_string is not None:
             self._cut(sequence, stream.end_token, FinishReason.STOP)
@@ -269,9 +273,9 @@ class Engine:
         return stream.group.collect(stream.make_output(stop_string))
 
     def _recover(self, failed: StepPlan, error: Exception) -> list[RequestOutput]:
-        """Ends the requests of a failed step, requeues all others and gives the device a fresh state.
+        """Ends the sequences of a failed step, requeues all others and resets the device; returns the new outputs.
 
-        The failed step consumed the donated state, so a step behind it is lost as well, through no fault of its rows.
+        The failed step consumed the donated state, so a step dispatched after it is lost too; its rows are requeued.
         """
         self.counts.num_faults += 1
         typed = error if isinstance(error, JaxServeError) else DeviceStepError(f"step {failed.step_id}: {error}")

@@ -1,4 +1,4 @@
-"""What a model's generation_config.json recommends, as parameters of requests, and what of it is not done here."""
+"""Default parameters of requests from a model's generation_config.json, and its unsupported keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxserve.sampling_params import SamplingParams
 
 _log = logging.getLogger(__name__)
 _FILE = "generation_config.json"
-_NAMES = {  # of its keys that have a parameter of their own
+_NAMES = {  # keys of the file with a parameter of their own
     "temperature": "temperature",
     "top_p": "top_p",
     "top_k": "top_k",
@@ -24,9 +24,9 @@ _NAMES = {  # of its keys that have a parameter of their own
     "min_new_tokens": "min_tokens",
     "stop_strings": "stop",
 }
-# What transformers would do with these keys changes tokens and is not done here; the values beside them change nothing,
-# nor does null. Two keys are not among them, as in vLLM: whether to sample is each request's own choice, by its
-# temperature and not by `do_sample`; and `max_length` is the model's context in nearly all files.
+# Unsupported keys that change tokens in transformers; null and the values beside them change nothing. Two keys are
+# ignored silently, as in vLLM: `do_sample`, because a request's temperature decides it, and `max_length`, which is the
+# model's context in nearly all files.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "assistant_early_exit": (),
     "begin_suppress_tokens": ([],),
@@ -60,28 +60,28 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """What requests inherit where they say nothing."""
+    """The parameters that requests inherit unless they set them."""
 
     params: SamplingParams
-    max_tokens: int | None = None  # the file's own; None: answers of a server end where the context does
-    is_limit: bool = False  # the operator chose the file: no request of a server gets more than `max_tokens`
+    max_tokens: int | None = None  # the file's; None: a server's answers end with the context
+    is_limit: bool = False  # the operator chose the file, so `max_tokens` also limits a server's requests
 
     def limit_tokens(self, asked: int | None) -> int | None:
-        """Returns the `max_tokens` of a server's request that asked for so many, or did not ask."""
+        """Returns the `max_tokens` of a server's request that asked for `asked` tokens; None: no limit."""
         if self.max_tokens is None or asked is None:
             return self.max_tokens if asked is None else asked
         return min(asked, self.max_tokens) if self.is_limit else asked
 
 
 def find_generation_config(options: ModelOptions, path: Path | None) -> dict[str, Any]:
-    """Returns the entries from which requests get their defaults: the model's own, none, or those of a directory.
+    """Returns the entries of generation_config.json: the model's own, those of a named directory, or {}.
 
     Args:
-        options: say which.
-        path: the model's directory; None: it has none.
+        options: `generation_config` is "auto", "vllm" (none) or a directory.
+        path: the model's directory, if it has one.
 
     Raises:
-        ConfigError: the directory that the options name has no such file, or it is malformed.
+        ConfigError: the directory has no such file, or the file is malformed.
     """
     from jaxserve.weights import read_generation_config
 
@@ -97,9 +97,9 @@ def find_generation_config(options: ModelOptions, path: Path | None) -> dict[str
 
 
 def read_end_tokens(options: ModelOptions, path: Path | None) -> tuple[int, ...]:
-    """Returns the end tokens of the model's own files, which hold whichever tokenizer is used, and without one.
+    """Returns the end tokens in the model's own files, and in the directory that `generation_config` names.
 
-    A directory that `generation_config` names adds its own.
+    They apply with any tokenizer, and without one.
     """
     from jaxserve.tokenizers.files import read_eos_token_ids
 
@@ -112,18 +112,16 @@ def read_end_tokens(options: ModelOptions, path: Path | None) -> tuple[int, ...]
 def read_generation_defaults(
     given: Mapping[str, Any], *, end_tokens: Sequence[int], has_tokenizer: bool, is_limit: bool = False
 ) -> GenerationDefaults:
-    """Returns the defaults that a generation_config.json gives; null there is as good as nothing.
-
-    What it asks for and does not get is named in one warning.
+    """Returns the defaults in a generation_config.json. One warning names its unsupported keys.
 
     Args:
-        given: the file's entries.
-        end_tokens: of the model, which `bad_words_ids` cannot forbid.
-        has_tokenizer: without one there are no texts in which stop strings could be found.
-        is_limit: whether its `max_new_tokens` is one for all requests of a server.
+        given: the file's entries; null counts as absent.
+        end_tokens: the model's; `bad_words_ids` cannot forbid them.
+        has_tokenizer: stop strings need one.
+        is_limit: whether `max_new_tokens` limits all requests of a server.
 
     Raises:
-        ConfigError: names the file and the key whose value no request may have.
+        ConfigError: names the file and the key with an invalid value.
     """
     known = {key: value for key, value in given.items() if value is not None}
     unsupported = [key for key, harmless in _UNSUPPORTED.items() if key in known and known[key] not in harmless]
@@ -146,7 +144,7 @@ def read_generation_defaults(
 
 
 def _read_bans(known: Mapping[str, Any], end_tokens: Sequence[int]) -> dict[str, Any]:
-    """Tokens that are never chosen at all, and sequences of several that are never written."""
+    """Returns the parameters `suppress_tokens` (single tokens) and `bad_words` (sequences of several)."""
     words, tokens = known.get("bad_words_ids", []), known.get("suppress_tokens", [])
     for key, value, kind in (("bad_words_ids", words, list), ("suppress_tokens", tokens, int)):
         if not isinstance(value, list) or not all(isinstance(each, kind) for each in value):

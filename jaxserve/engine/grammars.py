@@ -1,4 +1,4 @@
-"""Sequences whose text must have a form: their matchers, and the masks of the steps that they are in."""
+"""Sequences with a grammar: their matchers, and the token masks of their steps."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ if TYPE_CHECKING:
     from jaxserve.scheduler import Batch, Sequence, StepPlan
     from jaxserve.structured import Matcher
 
-MASK_TIMEOUT = 0.02  # seconds that a step waits for masks, while the device is at it; late rows sit the step out
-_SHORTEST_JUMP = 2  # forced tokens; one comes as fast through its mask
+MASK_TIMEOUT = 0.02  # seconds that a step waits for masks while its forward runs; rows with late masks do not sample
+_SHORTEST_JUMP = 2  # forced tokens; a mask is as fast for one
 
 
 @dataclass(slots=True)
 class StepMasks:
-    """Which tokens a step's rows may sample."""
+    """The tokens that a step's rows may sample."""
 
-    mask: Any  # uint32 [rows of the plan, words of the vocabulary]; a line of 0: the row samples nothing
-    late: list[Sequence] = field(default_factory=list)  # their masks will be ready in a later step
+    mask: Any  # uint32 [rows of the plan, words of the vocabulary], a bit per token; a line of 0: no sampling
+    late: list[Sequence] = field(default_factory=list)  # their masks are not ready
     failed: list[tuple[Sequence, GrammarError]] = field(default_factory=list)
-    jumps: list[tuple[Sequence, list[int]]] = field(default_factory=list)  # tokens that the grammar leaves no choice of
+    jumps: list[tuple[Sequence, list[int]]] = field(default_factory=list)  # tokens forced by the grammar
 
 
 class GrammarRows:
-    """Keeps a matcher per unfinished sequence with a grammar."""
+    """The matchers of unfinished sequences with a grammar."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._pool: Any = None  # made with the first grammar
+        self._pool: Any = None  # made with the first mask
         self._matchers: dict[Sequence, Matcher] = {}
-        self._masked: dict[Sequence, Matcher] = {}  # those of them that the device cannot follow by itself
+        self._masked: dict[Sequence, Matcher] = {}  # matchers without an automaton on the device
 
     def __bool__(self) -> bool:
         """Whether any unfinished sequence has a grammar."""
         return bool(self._matchers)
 
     def add(self, sequences: Iterable[Sequence]) -> None:
-        """Begins the sequences of a request that has a grammar."""
+        """Makes the matchers of sequences whose request has a grammar; ignores others."""
         for sequence in sequences:
             if sequence.request.grammar is not None:
                 self._matchers[sequence] = sequence.request.grammar.new_matcher()
@@ -50,14 +50,14 @@ class GrammarRows:
                     self._masked[sequence] = self._matchers[sequence]
 
     def drop(self, sequence: Sequence) -> None:
-        """Forgets a sequence that has ended."""
+        """Drops the matcher of a sequence that has ended, if there is one."""
         self._matchers.pop(sequence, None)
         self._masked.pop(sequence, None)
 
     def accept(self, sequence: Sequence, run: Ids[int]) -> tuple[int, FinishReason | None, GrammarError | None]:
-        """Takes a run, up to the token that completes the text or that the grammar refuses.
+        """Advances the matcher by a run, up to the token that completes the text or that the grammar refuses.
 
-        Returns how many tokens of the run the sequence keeps, and why it ends there: None where it goes on.
+        Returns (tokens of the run that the sequence keeps, finish reason, error); None, None where it goes on.
         """
         matcher = self._matchers.get(sequence)
         if matcher is None:
@@ -74,14 +74,13 @@ class GrammarRows:
         return len(run), None, None
 
     def is_needed(self, plan: StepPlan, batch: Batch) -> bool:
-        """Whether a row of the plan has a grammar that the device does not follow."""
+        """Returns whether a row of the plan has a grammar that needs masks."""
         return bool(self._masked) and any(sequence in self._masked for sequence in _find_rows(plan, batch))
 
     def make_masks(self, plan: StepPlan, batch: Batch) -> StepMasks:
-        """Masks of a plan of which all earlier steps are committed."""
+        """Returns the masks of a plan's rows. All earlier steps must be committed."""
         rows = _find_rows(plan, batch)
         matchers = [None if row is None else self._masked.get(row) for row in rows]
-        # A chunk that does not reach its row's last token samples nothing.
         for index, chunk in enumerate(plan.chunks, len(plan.decode_rows)):
             if not chunk.samples:
                 matchers[index] = None
@@ -103,24 +102,24 @@ class GrammarRows:
                 found.jumps.append((row, jumps[index]))
             else:
                 found.late.append(row)
-        # The pool's threads may still be at work on late rows of its own array.
+        # A copy: the pool's threads may still be writing late rows of its array.
         found.mask = work.masks.copy()
         found.mask[[*(index for index, is_ready in enumerate(ready) if not is_ready), *jumps]] = 0
         return found
 
 
 def _find_rows(plan: StepPlan, batch: Batch) -> list[Sequence | None]:
-    """The sequence of each row; None where it has ended since it was planned."""
+    """Returns the sequence of each row; None where it has ended since it was planned."""
     return [batch.by_ticket.get(ticket) for ticket in plan.tickets]
 
 
 def _find_jump(sequence: Sequence | None, matcher: Matcher | None) -> list[int]:
-    """Tokens that come next without a choice, and that nobody needs the device for."""
+    """Returns the forced tokens that come next and need no sampling; [] when there are too few."""
     if sequence is None or matcher is None:
         return []
     params = sequence.request.params
     if params.shapes_logits or params.logprobs is not None:
-        return []  # the device counts the row's tokens, or the request wants their log-probabilities
+        return []  # the sampler must count these tokens, or the request wants their log-probabilities
     tokens = matcher.forced_tokens()[: sequence.max_num_tokens - len(sequence.token_ids) - 1]
     stop = next((index for index, token in enumerate(tokens) if token in sequence.stop_ids), len(tokens))
     return tokens[:stop] if stop >= _SHORTEST_JUMP else []

@@ -17,15 +17,15 @@ _LOOK_INTERVAL = 0.02  # seconds
 
 
 async def wait_for_token(outputs: AsyncGenerator[RequestOutput], counts: EngineCounts, timeout: float) -> None:
-    """Returns when the engine has made a token: one of `outputs`, or if no row is free for them, anybody's.
+    """Returns once the engine has made a token, for `outputs` or any other request.
 
     Args:
-        outputs: of a request of one token; closed in the end.
-        timeout: seconds for it to come.
+        outputs: the stream of a request of one token; it is closed.
+        timeout: seconds to wait.
 
     Raises:
-        DeadlineError: none came in time.
-        JaxServeError: what `outputs` ended with instead.
+        DeadlineError: no token came in time.
+        JaxServeError: the request failed.
     """
     before, deadline = counts.num_tokens, time.monotonic() + timeout
     answer = asyncio.ensure_future(_read(outputs))

@@ -1,4 +1,4 @@
-"""Where the outputs of requests wait for the coroutine that reads them."""
+"""The unread outputs of requests, between the engine's thread and the coroutine that reads them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Item = RequestOutput | JaxServeError
 
 
 class OutputInbox:
-    """The unread outputs of a few requests that one coroutine reads together.
+    """The unread outputs of requests that one coroutine reads together.
 
-    What is not read yet is merged, one output for each completion, so a reader that is slow costs no more memory than
-    its answers themselves. Only the thread of `loop` touches it.
+    Unread outputs are merged into one per completion, so a slow reader costs no more memory than its answers. Only the
+    thread of `loop` may use it.
     """
 
     __slots__ = ("_adding_up", "_error", "_open", "_unread", "_waiter", "loop")
@@ -24,7 +24,7 @@ class OutputInbox:
     def __init__(self, requests: Iterable[Request]) -> None:
         self.loop = asyncio.get_running_loop()
         self._open: set[str] = set()
-        self._adding_up: set[str] = set()  # requests of which each output says what is new
+        self._adding_up: set[str] = set()  # requests with OutputKind.DELTA
         for request in requests:
             self._open.add(request.request_id)
             if request.params.output_kind is OutputKind.DELTA:
@@ -35,24 +35,24 @@ class OutputInbox:
 
     @property
     def open_requests(self) -> frozenset[str]:
-        """The ids of requests whose end has not been put here."""
+        """The ids of requests without a final output or error so far."""
         return frozenset(self._open)
 
     @property
     def is_done(self) -> bool:
-        """Whether every request has ended and everything was read."""
+        """Whether every request has ended and every output was read."""
         return not self._open and not self._unread and self._error is None
 
     def put(self, item: Item) -> None:
-        """Takes what the engine says, and wakes the reader."""
+        """Adds an output, or the error that replaces all further ones, and wakes the reader."""
         if isinstance(item, JaxServeError):
             self._error = item
-            self._open.clear()  # none of them runs, so none may be aborted: another's request can have the same id
+            self._open.clear()  # none of them runs; an abort could hit another caller's request with the same id
         else:
             if item.finished:
                 self._open.discard(item.request_id)
             key = item.request_id, item.outputs[0].index if len(item.outputs) == 1 else -1
-            unread = self._unread.pop(key, None)  # so that the last output of a request also stands last
+            unread = self._unread.pop(key, None)  # reinserted below, so a request's last output stays last
             if unread is not None and item.request_id in self._adding_up and key[1] >= 0:
                 item = merge_deltas(unread, item)
             self._unread[key] = item
@@ -62,10 +62,10 @@ class OutputInbox:
             self._waiter = None
 
     async def get(self) -> RequestOutput:
-        """Waits for the next output.
+        """Waits for the next output and returns it.
 
         Raises:
-            JaxServeError: what the engine had to say of one of the requests instead.
+            JaxServeError: the engine refused the requests or stopped.
         """
         while not self._unread:
             if self._error is not None:
@@ -76,7 +76,7 @@ class OutputInbox:
 
 
 def merge_deltas(older: RequestOutput, newer: RequestOutput) -> RequestOutput:
-    """Makes the newer of two successive outputs of one completion say what both say; nobody else may hold them."""
+    """Merges two successive DELTA outputs of one completion; changes both and returns the newer one."""
     first, second = older.outputs[0], newer.outputs[0]
     second.text = first.text + second.text
     first.token_ids.extend(second.token_ids)

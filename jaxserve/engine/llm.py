@@ -31,11 +31,11 @@ class LLM:
     `compile="all"` the constructor compiles every program, and nothing is compiled later.
 
     Args:
-        model: a checkpoint directory, a Hugging Face model id, a preset's name (with `load_format="dummy"`), or
-            nothing for the demo model.
-        show_progress: how far loading and compiling are, on standard error: bars on a terminal, else a few lines.
-        logits_processor: a function of your own in the sampler; see `LogitsProcessor`.
-        options: everything in `jaxserve.config`, by name.
+        model: a checkpoint directory, a Hugging Face model id or a preset's name (with `load_format="dummy"`);
+            default: the demo model.
+        show_progress: show the progress of loading and compiling on standard error.
+        logits_processor: your own function in the sampler; see `LogitsProcessor`.
+        options: the options of `jaxserve.config`, by name.
 
     Raises:
         ConfigError, DeviceError, WeightsError, TokenizerError, CapacityError: name what to change.
@@ -59,46 +59,47 @@ class LLM:
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, *, show_progress: bool = True) -> LLM:
-        """Builds one from options that are one value, as vLLM's scripts have them."""
+        """Returns an `LLM` with the options of an `EngineArgs`, as vLLM's scripts pass them."""
         return cls(**engine_args.options, show_progress=show_progress)
 
     @property
     def ready(self) -> ReadyEngine:
-        """The parts the engine is made of, for benchmarks and tests."""
+        """The engine's parts, for benchmarks and tests."""
         return self._ready
 
     def get_tokenizer(self) -> Tokenizer:
-        """Returns the model's tokenizer; TokenizerError when there is none."""
+        """Returns the model's tokenizer; TokenizerError if there is none."""
         return self._ready.require_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Returns what the model's generation_config.json recommends."""
+        """Returns the parameters that the model's generation_config.json recommends."""
         return self._ready.default_params
 
     def get_metrics(self) -> list[Metric]:
-        """Returns the engine's counters and gauges, those that a server shows at `/metrics`."""
+        """Returns the engine's gauges and counters, as a server shows them at `/metrics`."""
         return list_metrics(read_stats(self._ready.engine), self._ready.shapes.config.model.model)
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes, so that the next prompts are computed from their first token; True: done."""
+        """Empties the prefix cache; returns True."""
         self._ready.engine.scheduler.pages.drop_prefix_index()
         return True
 
     def update_weights(self, tree: Any, *, running: RunningChoice = "requeue") -> list[RequestOutput]:
         """Swaps the model's weights without compiling anything.
 
-        Waits for the step in flight, then writes leaf by leaf. What the prefix cache knows belongs to the old weights
-        and is forgotten; unfinished requests begin again with the tokens they have, or are aborted.
+        Waits for the step in flight, then writes leaf by leaf. The prefix cache belongs to the old weights and is
+        emptied.
 
         Args:
             tree: canonical parameters as nested dictionaries, as `{dotted name: array}`, or as an `nnx.State`.
+            running: "requeue" recomputes unfinished requests with the tokens they have; "abort" ends them.
 
         Returns:
-            What became visible meanwhile: the outputs of the step in flight, and of aborted requests.
+            The outputs of the step in flight and of aborted requests.
 
         Raises:
             WeightsError: a leaf is missing, unknown or has another shape; the old weights stay.
-            ConfigError: `running` is something else.
+            ConfigError: `running` is neither "requeue" nor "abort".
         """
         return self._ready.update_weights(tree, running)
 
@@ -112,18 +113,18 @@ class LLM:
         cache_salt: str = "",
         timeout: float | None = None,
     ) -> list[RequestOutput]:
-        """Runs all prompts to their ends, as many at once as fit, and returns their outputs in order.
+        """Runs all prompts to their end, batched, and returns one output per prompt, in order.
 
         Args:
             prompts: text, `{"prompt": text}`, `{"prompt_token_ids": ids}` or a list of token ids; or a list of these.
-            sampling_params: for all prompts, or one for each; default: `get_default_sampling_params`.
-            use_tqdm: show how far it is, on standard error (the name is vLLM's).
-            priority: for all prompts, or one for each; smaller ones run first.
-            cache_salt: prompts of different salts share no cached prefixes.
-            timeout: seconds; what is not finished by then ends with finish_reason "timeout" and the tokens it has.
+            sampling_params: one for all prompts, or one for each; default: `get_default_sampling_params`.
+            use_tqdm: show progress on standard error (the name is vLLM's).
+            priority: one for all prompts, or one for each; smaller ones run first.
+            cache_salt: prompts with different salts share no cached prefixes.
+            timeout: seconds; requests not finished by then end with finish_reason "timeout" and the tokens they have.
 
         Raises:
-            InvalidRequestError, CapacityError: a prompt or a parameter cannot be served; nothing is generated then.
+            InvalidRequestError, CapacityError: a prompt or a parameter cannot be served; nothing is generated.
         """
         many = list_prompts(prompts)
         options = {"cache_salt": cache_salt, "deadline": find_deadline(timeout)}
@@ -148,11 +149,11 @@ class LLM:
 
         Args:
             messages: dicts with `role` and `content`, as OpenAI's clients send them.
-            tools: functions that the model may call, as OpenAI's clients describe them. Calls are in the answer's text.
+            tools: functions that the model may call, in OpenAI's format; calls stay in the output's text.
             chat_template: the text of a Jinja template; default: the tokenizer's own.
             chat_template_kwargs: variables of the template, such as Qwen 3's `{"enable_thinking": False}`.
-            add_generation_prompt: begin an answer; default: unless `continue_final_message`.
-            continue_final_message: go on with the last message, which is the assistant's, as it is.
+            add_generation_prompt: begin an answer; default: not `continue_final_message`.
+            continue_final_message: continue the last message, which must be the assistant's.
 
         Raises:
             InvalidRequestError, CapacityError: a conversation or an argument cannot be served.
@@ -178,19 +179,19 @@ class LLM:
         use_tqdm: bool = True,
         truncate_prompt_tokens: int | None = None,
     ) -> list[EmbeddingOutput]:
-        """Returns where each prompt lies in the model's space, in order.
+        """Returns one embedding per prompt, in order.
 
-        An embedding is the hidden state of the prompt's last token after the final norm, in float32 and divided by its
-        L2 norm. Prompts share batches, chunks and the prefix cache with everything else that runs.
+        An embedding is the float32 hidden state of the prompt's last token after the final norm, divided by its L2
+        norm: one value per dimension of the model.
 
         Args:
             prompts: as for `generate`.
-            use_tqdm: show how far it is, on standard error.
-            truncate_prompt_tokens: keep the last so many tokens of each prompt; -1: as many as fit.
+            use_tqdm: show progress on standard error.
+            truncate_prompt_tokens: keep only the last so many tokens of each prompt; -1: as many as fit.
 
         Raises:
-            InvalidRequestError, CapacityError: a prompt cannot be served; nothing is computed then.
-            NonFiniteLogitsError, DeviceStepError: the model or the device failed on one of them.
+            InvalidRequestError, CapacityError: a prompt cannot be served; nothing is computed.
+            NonFiniteLogitsError, DeviceStepError: the model or the device failed on a prompt.
         """
         many = list_prompts(prompts)
         make = self._ready.requests.make_embedding
@@ -207,10 +208,11 @@ class LLM:
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = True
     ) -> list[BeamSearchOutput]:
-        """Returns the likeliest texts that continue each prompt, best first.
+        """Returns, for each prompt, the `beam_width` likeliest continuations, best first.
 
         Raises:
-            InvalidRequestError: a prompt cannot be served, or `max_logprobs` is below twice the width.
+            InvalidRequestError, CapacityError: a prompt cannot be served, or `max_logprobs` is below twice the width.
+            NonFiniteLogitsError, DeviceStepError: the model or the device failed on a beam.
         """
         requests = self._ready.requests
         many = list_prompts(prompts)
@@ -244,7 +246,7 @@ class LLM:
         *,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        """Makes one request of each prompt and runs them."""
+        """Runs one request per prompt; returns the outputs in order."""
         given = self._ready.default_params if sampling_params is None else sampling_params
         params = spread(given, len(prompts), "sampling_params")
         priorities = spread(priority, len(prompts), "priority")
@@ -265,12 +267,12 @@ class LLM:
                     for output in engine.step():  # each is the last of its request
                         outputs[output.request_id] = output
                         report(len(outputs), len(requests))
-        except BaseException as error:  # an interrupt as well: the engine is left able to work
+        except BaseException as error:  # interrupts too: the engine must stay usable
             for request in requests:
                 engine.abort_request(request.request_id)
             if isinstance(error, Exception):
                 engine.drain()
-            else:  # it may have struck where a program had taken the device's state, and nobody took the new one
+            else:  # an interrupt may have lost the device's state: donated to a program, its result not stored
                 engine.reset()
             raise
         return [outputs[request.request_id] for request in requests]

@@ -1,4 +1,4 @@
-"""The engine's counters under the names that vLLM's users know: the tables of them, and `get_metrics`."""
+"""The engine's counters and gauges under vLLM's names: the tables behind `/metrics` and `get_metrics`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PREFIX = "jaxserve:"
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A number that the engine keeps, under the name that `/metrics` has for it."""
+    """A number that the engine keeps, named as in `/metrics`."""
 
     name: str
     labels: dict[str, str]
@@ -22,24 +22,24 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Counter(Metric):
-    """It only grows. Its name has no `_total`, as in vLLM's Python API."""
+    """A metric that only grows. Its name has no `_total`, as in vLLM's Python API."""
 
     value: float
 
 
 @dataclass(frozen=True, slots=True)
 class Gauge(Metric):
-    """It goes up and down."""
+    """A metric that goes up and down."""
 
     value: float
 
 
-# Tables of (name without prefix, help, value). Names of counters are written with their `_total`.
+# Rows of (name without prefix, help, getter). Names of counters end in `_total`.
 type Table[Source] = tuple[tuple[str, str, Callable[[Source], Any]], ...]
 
 
 def find_usage(stats: EngineStats) -> float:
-    """Returns which share (0 to 1) of the largest KV pool's pages running requests hold."""
+    """Returns the share (0 to 1) of the largest KV pool's pages held by running requests; 0 without pools."""
     pool: PoolStats | None = max(stats.pools, key=lambda pool: pool.total, default=None)
     return pool.used / pool.total if pool is not None and pool.total else 0.0
 
@@ -87,7 +87,7 @@ ATTENTION_FALLBACK = (
 
 
 def list_metrics(stats: EngineStats, model_name: str) -> list[Metric]:
-    """Returns the engine's counters and gauges, the latter first."""
+    """Returns the engine's gauges, then its counters."""
     labels = {"model_name": model_name, "engine": "0"}
     gauges = [Gauge(f"{_PREFIX}{name}", labels, read(stats)) for name, _, read in ENGINE_GAUGES]
     if (attention := stats.attention) is not None:

@@ -1,4 +1,4 @@
-"""From committed token ids to what the user sees: text, stop strings, `RequestOutput`s."""
+"""From committed token ids to `RequestOutput`s: text and stop strings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class StopMatcher:
         self._tail = ""
 
     def push(self, piece: str) -> tuple[str, str | None]:
-        """Returns (text that is certain not to belong to a stop string, the stop string found or None)."""
+        """Adds text; returns (text that cannot belong to a stop string, the stop string found or None)."""
         text = self._tail + piece
         found = min(((at, -len(stop), stop) for stop in self._stops if (at := text.find(stop)) >= 0), default=None)
         if found is not None:
@@ -41,7 +41,7 @@ class StopMatcher:
         return text[: len(text) - keep], None
 
     def flush(self) -> str:
-        """Returns what was held back, now that no more text comes."""
+        """Returns the text held back, at the end of the text."""
         tail, self._tail = self._tail, ""
         return tail
 
@@ -53,23 +53,23 @@ class StopMatcher:
 
 
 class RequestStream:
-    """What a request's sequences have produced together."""
+    """The joint output of a request's sequences."""
 
     def __init__(self, first: Sequence, reader: LogprobReader) -> None:
         request, params = first.request, first.request.params
-        self.first = first  # of its sequences; the others find in the prefix cache what this one computes
-        self.num_open = params.n  # sequences that go on
-        self.done: list[CompletionOutput] = []  # those that have ended, where only the whole is shown
+        self.first = first  # the sequence that computes the prompt
+        self.num_open = params.n  # unfinished sequences
+        self.done: list[CompletionOutput] = []  # finished completions, with OutputKind.FINAL_ONLY
         self.shows_progress = params.output_kind is not OutputKind.FINAL_ONLY
         self.prompt_token_ids = list(request.prompt_token_ids)  # shared by all outputs of the request
         self.embedding: list[float] | None = None
-        self._error: JaxServeError | None = None  # of a sequence that has ended, where only the whole is shown
+        self._error: JaxServeError | None = None  # a finished sequence's, with OutputKind.FINAL_ONLY
         self.prompt_logprobs: PromptLogprobs | None = None
         if params.prompt_logprobs is not None:
             self.prompt_logprobs = PromptLogprobs(request.prompt_token_ids, params.prompt_logprobs, reader)
 
     def collect(self, output: RequestOutput) -> RequestOutput | None:
-        """Takes the last output of a sequence; returns what the user gets of it now."""
+        """Takes a sequence's last output; returns the output to show now, or None with FINAL_ONLY until all ended."""
         self.num_open -= 1
         output.finished = self.num_open == 0
         if self.shows_progress:
@@ -81,7 +81,7 @@ class RequestStream:
 
 
 class OutputStream:
-    """What one sequence has produced, as the user will read it."""
+    """The output of one sequence, as the user will read it."""
 
     def __init__(
         self, sequence: Sequence, group: RequestStream, tokenizer: Tokenizer | None, reader: LogprobReader
@@ -94,7 +94,7 @@ class OutputStream:
         self._is_delta = params.output_kind is OutputKind.DELTA
         self.shows_progress = params.output_kind is not OutputKind.FINAL_ONLY
         self._stops = StopMatcher(params.stop) if params.stop else None
-        self._searched_from = sequence.num_prompt_tokens + params.min_tokens  # token whose text may hold a stop string
+        self._searched_from = sequence.num_prompt_tokens + params.min_tokens  # the first token searched for stops
         self._detokenizer: DetokenizerStream | None = None
         if tokenizer is not None and params.detokenize:
             prompt_ids = sequence.request.prompt_token_ids
@@ -103,15 +103,15 @@ class OutputStream:
             )
         self._push = self._detokenizer.push if self._detokenizer is not None else None
         self._hides_stop = not params.include_stop_str_in_output
-        self._hidden = sequence.stop_ids if self._hides_stop else ()  # a token that stops the sequence is not text
+        self._hidden = sequence.stop_ids if self._hides_stop else ()  # ids that give no text
         self._request_id, self._prompt = sequence.request.request_id, sequence.request.prompt
         self._pieces: list[str] = []
-        self._first_token = sequence.num_prompt_tokens  # of those that the next output shows
-        self.end_token = sequence.num_prompt_tokens  # behind the last that was pushed
+        self._first_token = sequence.num_prompt_tokens  # index of the first token in the next output
+        self.end_token = sequence.num_prompt_tokens  # index after the last pushed token
         self._first_token_time: float | None = None
 
     def push(self, run: Ids[int]) -> str | None:
-        """Adds tokens, up to one that completes a stop string; returns that string."""
+        """Adds tokens, up to one that completes a stop string; returns that string, or None."""
         if self._first_token_time is None:
             self._first_token_time = time.monotonic()
         if self._push is None:
@@ -129,7 +129,7 @@ class OutputStream:
         return None
 
     def add_logprobs(self, logprobs: Any, first_line: int, run: Ids[int]) -> None:
-        """Adds what the request wants of the log-probabilities of tokens, whose lines begin at `first_line`."""
+        """Adds the log-probabilities of a run's tokens, if requested; their lines begin at `first_line`."""
         if self.num_logprobs is None:
             return
         for line, token_id in enumerate(run, first_line):
@@ -138,7 +138,7 @@ class OutputStream:
             self._cumulative_logprob += found[token_id].logprob
 
     def flush(self) -> str | None:
-        """Adds what was held back at the end of the sequence; a stop string may still be completed."""
+        """Adds the text held back, at the sequence's end; returns the stop string that it completes, or None."""
         if self._detokenizer is None:
             return None
         stop = self._add(self._detokenizer.flush())
@@ -147,7 +147,7 @@ class OutputStream:
         return stop
 
     def make_output(self, stop_string: str | None = None) -> RequestOutput:
-        """Returns the request's output so far, or what is new since the last call with OutputKind.DELTA."""
+        """Returns the sequence's output so far; with OutputKind.DELTA, the part since the last call."""
         sequence = self.sequence
         token_ids = sequence.token_ids[self._first_token : self.end_token]
         completion = CompletionOutput(sequence.index, "".join(self._pieces), token_ids)

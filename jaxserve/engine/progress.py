@@ -1,4 +1,4 @@
-"""How far a piece of work is: bars on a terminal, a few lines anywhere else, for whatever takes longer than seconds."""
+"""Progress of long work: a bar on a terminal, a few lines elsewhere."""
 
 from __future__ import annotations
 
@@ -10,47 +10,47 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
-_FIRST_LINE = 2.0  # seconds after which work that is not shown by a bar is worth a line
+_FIRST_LINE = 2.0  # seconds until the first line
 _LEAST_GAP = 5.0  # seconds between two lines
-_GROWTH = 1.5  # by which the time of a line is later than that of the one before: an hour of work has 17 of them
+_GROWTH = 1.5  # ratio of the times of successive lines: 17 lines for an hour of work
 _SCALES = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
 
 
 class Report(Protocol):
     def __call__(self, done: float, total: float, note: str = "") -> None:
-        """Says how far the work is."""
+        """Reports that `done` of `total` units are complete."""
 
 
 class ShowProgress(Protocol):
     def __call__(self, title: str, *, unit: str = "") -> AbstractContextManager[Report]:
-        """Begins a piece of work; the function that it yields says how far it is.
+        """Shows a piece of work while the context lasts; yields the function that reports its progress.
 
         Args:
-            title: a regular verb in its -ing form, and what it is done to if `unit` does not say so.
+            title: a regular verb in its -ing form, with its object if `unit` does not name it.
             unit: what is counted; "bytes" are shown in larger units.
         """
 
 
 class ProgressLines:
-    """What to say of one piece of work, and when. Times are seconds since it began."""
+    """The text lines for one piece of work, and when they are due. Times are seconds since it began."""
 
     def __init__(self, title: str, unit: str = "") -> None:
         self._title, self._unit = title, unit
         self._done, self._total, self._note = 0.0, 0.0, ""  # the total is 0 until it is known
-        self.next_line = _FIRST_LINE  # when something should be said
+        self.next_line = _FIRST_LINE  # when the next line is due
 
     def report(self, done: float, total: float, note: str = "") -> None:
-        """Notes how far the work is."""
+        """Records the progress for the next line."""
         self._done, self._total, self._note = done, total, note
 
     def describe(self, seconds: float) -> str:
-        """Returns the line that is due now, and fixes when the next one is."""
+        """Returns the current line, and schedules the next."""
         self.next_line = max(seconds + _LEAST_GAP, seconds * _GROWTH)
         parts = [format_amount(self._done, self._total, self._unit)] if self._total else []
         return f"{self._title}: {', '.join([*parts, f'{seconds:.0f} s'])}" + (f" ({self._note})" if self._note else "")
 
     def conclude(self, seconds: float) -> str:
-        """Returns what was done, in the past tense."""
+        """Returns the last line: what was done, in the past tense, and how long it took."""
         verb, _, what = self._title.partition(" ")
         if self._unit == "bytes":
             what = f"{what} of {format_amount(self._total, self._total, 'bytes').partition('/')[2]}"
@@ -61,7 +61,7 @@ class ProgressLines:
 
 
 def format_amount(done: float, total: float, unit: str) -> str:
-    """Returns "3/28 requests", or "0.4/14.9 GiB" where bytes are counted."""
+    """Returns "3/28 requests", or "0.40/14.90 GiB" where bytes are counted."""
     if unit != "bytes":
         return f"{done:,.0f}/{total:,.0f} {unit}".rstrip()
     name, size = next(each for each in _SCALES if total >= each[1] or each[1] == 1)
@@ -71,11 +71,11 @@ def format_amount(done: float, total: float, unit: str) -> str:
 
 @contextmanager
 def say_progress(lines: ProgressLines, say: Callable[[str], None], *, least_seconds: float = 0) -> Iterator[Report]:
-    """Says lines while the work goes on, also while nobody reports, and how long it took once it has succeeded.
+    """Calls `say` with each line that is due, even without reports, and with the last line after success.
 
     Args:
-        say: called with each line; from a thread of its own, until the last line.
-        least_seconds: of work that is worth its last line.
+        say: runs on a thread of its own, except for the last line.
+        least_seconds: work shorter than this gets no last line.
     """
     start, ended = time.monotonic(), threading.Event()
 
@@ -96,9 +96,9 @@ def say_progress(lines: ProgressLines, say: Callable[[str], None], *, least_seco
 
 @contextmanager
 def show_progress(title: str, *, unit: str = "") -> Iterator[Report]:
-    """Shows how far the work is on standard error: a bar on a terminal, else a line from time to time.
+    """Shows progress on standard error: a bar on a terminal, else a line from time to time.
 
-    What remains, if it took long enough, is a line that says how long.
+    Work of two seconds or more leaves a line with its duration.
     """
     from rich.console import Console
 
@@ -130,8 +130,8 @@ def show_progress(title: str, *, unit: str = "") -> Iterator[Report]:
 
 
 def _print(line: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # nobody reads it any more: no reason to end the work
-        print(line, file=sys.stderr, flush=True)  # looked up anew: a bar may have replaced it
+    with contextlib.suppress(OSError, ValueError):  # a closed stream must not end the work
+        print(line, file=sys.stderr, flush=True)  # not cached: a bar may have replaced sys.stderr
 
 
 @contextmanager
@@ -145,12 +145,12 @@ def hide_progress(title: str, *, unit: str = "") -> Iterator[Report]:
 
 
 def choose_progress(enabled: bool) -> ShowProgress:
-    """Returns how progress is shown on standard error, or that nothing is."""
+    """Returns `show_progress` if enabled, else `hide_progress`."""
     return show_progress if enabled else hide_progress
 
 
 def choose_announce(enabled: bool) -> Callable[[str], None]:
-    """Returns how single events are told: as lines on standard error, or not at all."""
+    """Returns a function that prints an event as a line on standard error if enabled, else does nothing."""
 
     def announce(text: str) -> None:
         _print(f"jaxserve: {text}")

@@ -1,4 +1,4 @@
-"""What a step brings of prompts, log-probabilities and embeddings, handed to the requests that asked for it."""
+"""Prompt log-probabilities and embeddings of a step, given to the requests that asked for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ def hand_out_prompts(
     by_ticket: Mapping[int, Sequence],
     streams: Mapping[Sequence, OutputStream],
 ) -> None:
-    """Hands out what was read of prompts, before the commit lets any of their sequences end."""
+    """Stores a step's prompt log-probabilities and embeddings with their requests.
+
+    Call it before the commit, which may end their sequences.
+    """
     if outputs.prompt_logprobs is None and outputs.embeddings is None:
         return
     line = row = len(plan.decode_rows)

@@ -1,4 +1,4 @@
-"""From what users pass as prompts to admitted `Request`s; everything wrong with one is found here."""
+"""From users' prompts to validated `Request`s."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
 def check_schedule(priority: object, deadline: object) -> None:
-    """Raises InvalidRequestError when a request cannot be ordered by its priority or ended at its deadline."""
+    """Raises InvalidRequestError unless the priority is in PRIORITIES and the deadline is None or a finite number."""
     if not isinstance(priority, int) or isinstance(priority, bool) or priority not in PRIORITIES:
         message = f"must be an integer in [{PRIORITIES.start}, {PRIORITIES.stop}), got {shorten(priority)}"
         raise InvalidRequestError(message, field="priority", value=priority)
@@ -45,14 +45,14 @@ def check_schedule(priority: object, deadline: object) -> None:
 
 
 def check_salt(salt: object) -> str:
-    """Returns the salt; InvalidRequestError when it is no text."""
+    """Returns the salt; InvalidRequestError if it is not a string."""
     if not isinstance(salt, str):
         raise InvalidRequestError(f"must be a text, got {shorten(salt)}", field="cache_salt", value=salt)
     return salt
 
 
 class RequestFactory:
-    """Tokenizes, validates, and gives every request its seed."""
+    """Makes requests: tokenizes, validates and draws seeds."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class RequestFactory:
         self._vocab_size = vocab_size
         self._max_model_len, self._max_logprobs = max_model_len, max_logprobs
         self._processor = processor
-        self._grammars: GrammarCompiler | None = None  # their compiler, made with the first one
+        self._grammars: GrammarCompiler | None = None  # made with the first grammar
         own = tokenizer.eos_token_ids if tokenizer is not None else ()
         self._eos_token_ids = tuple(dict.fromkeys((*own, *eos_token_ids)))
         self._random = random.Random(seed)
@@ -88,12 +88,12 @@ class RequestFactory:
         """Returns the request to continue a prompt.
 
         Args:
-            cache_salt: pages of prompts are shared only between requests of equal salts. A prompt's own comes first.
-            priority: smaller ones run first; of equal ones, those that came first.
-            deadline: on the clock of `time.monotonic`; what is not finished by then ends with a DeadlineError.
+            cache_salt: requests share prefix pages only if their salts are equal. A prompt's own salt takes precedence.
+            priority: smaller ones run first; equal ones in order of arrival.
+            deadline: seconds on the clock of `time.monotonic`; an unfinished request then ends with a DeadlineError.
 
         Raises:
-            InvalidRequestError: names what is wrong with the prompt or with what the parameters ask of it.
+            InvalidRequestError: names what is wrong with the prompt or the parameters.
         """
         check_schedule(priority, deadline)
         text, token_ids = self._read(prompt)
@@ -117,9 +117,9 @@ class RequestFactory:
         deadline: float | None = None,
         **template_options: Any,
     ) -> Request:
-        """Returns the request to answer a conversation, through a chat template: the tokenizer's own if none is given.
+        """Returns the request to answer a conversation, rendered by `chat_template` or else the tokenizer's own.
 
-        The arguments are those of `encode_chat` (tools, templates, variables, `render`) and of `make`.
+        The other arguments are those of `encode_chat` (tools, variables, `render`) and of `make`.
 
         Raises:
             InvalidRequestError: names what is wrong with the messages or the parameters.
@@ -155,7 +155,7 @@ class RequestFactory:
         """Returns the request for a prompt's embedding; the arguments are those of `make`.
 
         Args:
-            truncate_prompt_tokens: keep the last so many tokens; -1: as many as fit.
+            truncate_prompt_tokens: keep only the last so many tokens; -1: as many as fit.
 
         Raises:
             InvalidRequestError: names what is wrong.
@@ -193,7 +193,7 @@ class RequestFactory:
         if params.truncate_prompt_tokens is not None:
             token_ids, text = self._truncate(token_ids, params.truncate_prompt_tokens), None
         grammar = self._compile_grammar(params.structured_outputs)
-        has_ids = params.allowed_token_ids is not None or params.suppress_tokens  # where an automaton's would stand
+        has_ids = params.allowed_token_ids is not None or params.suppress_tokens  # they take an automaton's place
         return Request(
             request_id=request_id if request_id is not None else f"request-{next(self._counter)}",
             prompt_token_ids=token_ids,
@@ -222,13 +222,13 @@ class RequestFactory:
         return self._grammars
 
     def warm_up(self) -> None:
-        """Starts what the first grammar would: its compiler's process. Nothing without a tokenizer or llguidance."""
+        """Starts the grammar compiler's process ahead of the first grammar; needs a tokenizer and llguidance."""
         if self._tokenizer is not None:
-            with contextlib.suppress(InvalidRequestError):  # said to whoever asks for a grammar
+            with contextlib.suppress(InvalidRequestError):  # raised again for a request with a grammar
                 self._get_compiler(self._tokenizer).warm_up()
 
     def _order_arguments(self, arguments: Mapping[str, float]) -> dict[str, float]:
-        """Those of the logits processor, in the order that it declares."""
+        """Returns the logits processor's arguments in the order that it declares."""
         if self._processor is None:
             message = "this engine has no logits_processor that would read them"
             raise InvalidRequestError(message, field="extra_args", value=arguments)
@@ -239,11 +239,11 @@ class RequestFactory:
         return {name: arguments[name] for name in names}
 
     def _truncate(self, token_ids: tuple[int, ...], count: int) -> tuple[int, ...]:
-        """The last `count` tokens (-1: as many as leave room for one more)."""
+        """Returns the last `count` tokens; -1: as many as leave room for one output token."""
         return token_ids[-(self._max_model_len - 1 if count < 0 else count) :]
 
     def _tokenize_bad_words(self, words: Sequence[str | Sequence[int]]) -> Iterable[tuple[int, ...]]:
-        """Each word as it begins a text and as it goes on after a space, as vLLM does it; lists as they are."""
+        """Yields each word's tokens without and with a space before it, as in vLLM; lists of ids unchanged."""
         for word in words:
             if not isinstance(word, str):
                 if max(word) < self._vocab_size:
@@ -259,11 +259,11 @@ class RequestFactory:
                 if not 1 <= len(tokens) <= MAX_BAD_WORD_TOKENS:
                     message = f"at most {MAX_BAD_WORD_TOKENS} tokens each; {shorten(word)} has {len(tokens)}"
                     raise InvalidRequestError(message, field="bad_words", value=word)
-                if max(tokens) < self._vocab_size:  # else no logit belongs to it, and the word cannot be sampled
+                if max(tokens) < self._vocab_size:  # else a token has no logit, and the word cannot be sampled
                     yield tokens
 
     def _read(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
-        """Returns the prompt's text, where there is one, and its ids; ids that come with a text are what is taken."""
+        """Returns the prompt's text, or None, and its token ids; ids given with a text are not checked against it."""
         given = _as_mapping(prompt)
         text = given.get("prompt")
         if "prompt_token_ids" in given:
@@ -299,7 +299,7 @@ def _as_mapping(prompt: object) -> Mapping[str, Any]:
     """Returns a prompt of any form as a mapping.
 
     Raises:
-        InvalidRequestError: a mapping says something that is not known, or has no prompt.
+        InvalidRequestError: a mapping has an unknown key or no prompt.
     """
     if not isinstance(prompt, Mapping):
         return (
@@ -315,7 +315,7 @@ def _as_mapping(prompt: object) -> Mapping[str, Any]:
 
 
 def _check_logprobs(field: str, count: int | None, most: int) -> None:
-    """Raises InvalidRequestError when more than `most` likeliest tokens are wanted; -1 stands for all."""
+    """Raises InvalidRequestError if more than `most` likeliest tokens are wanted; -1 stands for all."""
     if count is None or most < 0 or 0 <= count <= most:
         return
     message = f"at most {most} likeliest tokens, got {'all' if count < 0 else count}; max_logprobs raises the limit"

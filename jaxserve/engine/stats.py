@@ -1,4 +1,4 @@
-"""What can be seen of a running engine: counters and pages from any thread, rows on the engine's own."""
+"""Statistics of a running engine: counters and pages from any thread, rows on the engine's own."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ _PACE_WINDOW = 10.0  # seconds with work
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """The pages of one KV pool; those neither used nor cached are free."""
+    """The pages of one KV pool; pages neither used nor cached are free."""
 
     total: int  # without the null page
-    used: int  # by sequences that run
-    cached: int  # by nobody, with known content
+    used: int  # owned by running sequences
+    cached: int  # without an owner, content known
 
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """How many steps computed how many tokens, padding left out."""
+    """A histogram of steps by tokens computed, without padding."""
 
-    bounds: tuple[int, ...]  # upper ones, inclusive; one more count is for what is above the last
-    counts: tuple[int, ...]
+    bounds: tuple[int, ...]  # inclusive upper bounds
+    counts: tuple[int, ...]  # one more than `bounds`, for larger steps
     total: int  # tokens of all steps
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counters since the start, and how much is at work now."""
+    """Counters since the start, and the current load."""
 
     num_running: int  # sequences with a row
-    num_waiting: int  # sequences in line for one, preempted ones included
-    num_queued_tokens: int  # of prompts that wait for their first admission
+    num_waiting: int  # sequences that wait for a row, preempted ones included
+    num_queued_tokens: int  # prompt tokens that wait for their first admission
     num_preemptions: int
     prefix_queries: int  # prompt tokens looked up in the prefix cache
-    prefix_hits: int  # and found
+    prefix_hits: int  # prompt tokens found there
     num_steps: int
     steps: Mapping[str, int]  # by bucket
     useful_tokens: int
-    padded_tokens: int  # computed beside the useful ones, for nobody
+    padded_tokens: int  # padding only
     step_tokens: StepTokens
     num_faults: int  # steps that failed on the device
-    wait_seconds: float  # of the host for the device
-    busy_seconds: float  # of the host between such waits, as long as there was work
+    wait_seconds: float  # the host waited for the device
+    busy_seconds: float  # the host worked between such waits
     num_compiles: int  # XLA compilations of this process since the engine was ready
     num_programs: int
     pools: tuple[PoolStats, ...]
-    attention: AttentionStats | None  # None: the device has none, as a test's
+    attention: AttentionStats | None  # None: a test's device without attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,20 +62,20 @@ class RowStats:
     row: int
     request_id: str
     num_prompt_tokens: int
-    num_computed_tokens: int  # planned ones: the device may still be at the last step's
+    num_computed_tokens: int  # planned; the device may still be computing the last
     num_tokens: int  # known to the host
     is_prefilling: bool
     priority: int
 
 
 class QueuePace:
-    """How fast prompts have left the queue lately, by the time in which there was work. One thread asks."""
+    """The recent rate, over time with work, at which prompts leave the queue. For one thread only."""
 
     def __init__(self) -> None:
         self._older = self._newer = (0.0, 0)  # (seconds with work, prompt tokens admitted), at least a window apart
 
     def seconds_to_admit(self, engine: Engine) -> float:
-        """Returns when all that waits now will have begun, if it goes on so; infinite when nothing moves."""
+        """Returns the seconds until all that waits now is admitted at the recent rate; infinity if nothing moves."""
         counts, scheduler = engine.counts, engine.scheduler
         now = counts.wait_seconds + counts.busy_seconds, scheduler.counts.num_admitted_tokens
         if now[0] - self._newer[0] >= _PACE_WINDOW:
@@ -116,7 +116,7 @@ def read_stats(engine: Engine) -> EngineStats:
 
 
 def read_rows(engine: Engine) -> list[RowStats]:
-    """Returns the running sequences by row. To be called on the engine's thread."""
+    """Returns the running sequences, sorted by row. Call it on the engine's thread only."""
     batch = engine.scheduler.batch
     found = [
         RowStats(
@@ -135,11 +135,9 @@ def read_rows(engine: Engine) -> list[RowStats]:
 
 
 def read_page_map(engine: Engine, max_cells: int = 2048) -> str:
-    """Returns a picture of the largest pool, one digit a cell.
+    """Returns the states of the largest pool's pages, one digit per cell; see `PagePool.draw`.
 
-    Safe from any thread: each cell is read at once, though a cell may be later than the one before it.
-
-    0: free, 1: cached, 2: one owner, 3: several owners. Of a cell that stands for several pages, the largest digit.
+    Safe from any thread, though cells may be read at slightly different times.
     """
     pool = max(engine.scheduler.pages.pools, key=lambda pool: pool.num_pages)
     return pool.draw(max_cells)

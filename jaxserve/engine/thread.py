@@ -1,4 +1,4 @@
-"""The thread that turns an engine, and alone touches it."""
+"""The thread that runs an engine; no other thread may use it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _JOBS_BETWEEN_STEPS = 64
 
 
 class EngineThread:
-    """Everyone else leaves work in a queue. Outputs of a step go to each event loop in one call.
+    """Runs an engine. Other threads queue jobs for it; the outputs of a step reach each event loop in one call.
 
     Args:
-        on_stop: called on this thread when the engine met a fault of its own and serves nobody any more.
+        on_stop: called on this thread when the engine itself fails.
     """
 
     def __init__(self, engine: Engine, on_stop: Callable[[EngineStoppedError], None] | None = None) -> None:
@@ -33,34 +33,34 @@ class EngineThread:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._inboxes: dict[str, OutputInbox] = {}
         self._stopped: EngineStoppedError | None = None
-        self._has_ended = False  # the thread takes no more jobs; whoever leaves one sees to its answer
-        self._last_step = time.monotonic()  # when a step last ended, or work came to an idle engine
+        self._has_ended = False  # the thread takes no more jobs; `_put` then runs them itself
+        self._last_step = time.monotonic()  # when a step last ended, or a job reached the idle engine
         self._thread = threading.Thread(target=self._turn, name="jaxserve-engine", daemon=True)
         self._thread.start()
 
     @property
     def stopped(self) -> EngineStoppedError | None:
-        """Why the engine serves nobody any more."""
+        """Why the engine has stopped; None while it serves."""
         return self._stopped
 
     def stalled_seconds(self) -> float:
-        """How long ago the engine last finished a step, while it has work; 0 without any. Jobs are no steps."""
+        """Returns the seconds since the engine last finished a step; 0 without unfinished requests."""
         return time.monotonic() - self._last_step if self._engine.has_unfinished else 0.0
 
     def submit(self, requests: Sequence[Request], inbox: OutputInbox, *, beyond_limits: bool = False) -> None:
-        """Queues requests together: when one is refused, or too much waits already, none of them runs.
+        """Adds requests together: if one is refused, none runs. The inbox gets their outputs, or the error.
 
         Args:
-            beyond_limits: they come in however much waits.
+            beyond_limits: ignore the limits of the queue.
         """
         self._put(lambda: self._add(requests, inbox, beyond_limits))
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Ends requests; each gets a last output with finish_reason "abort". Unknown ones are ignored."""
+        """Ends requests; each gets a last output with finish_reason "abort". Unknown ids are ignored."""
         self._put(lambda: self._abort(request_ids))
 
     def leave(self, request_ids: Sequence[str], inbox: OutputInbox) -> None:
-        """Ends requests of an inbox that nobody reads any more; others may have taken up the same ids, and go on."""
+        """Ends an abandoned inbox's requests. Requests of other inboxes that reuse the ids go on."""
 
         def abort_own() -> None:
             self._abort([name for name in request_ids if self._inboxes.get(name) is inbox])
@@ -68,7 +68,10 @@ class EngineThread:
         self._put(abort_own)
 
     def call(self, function: Callable[[Engine], Any]) -> Future[Any]:
-        """Runs a function on the engine's thread, between two steps; not at all if the future is cancelled by then."""
+        """Runs a function on the engine's thread between two steps; returns a future of its result.
+
+        A future that is cancelled in time prevents the call; a stopped engine sets EngineStoppedError.
+        """
         future: Future[Any] = Future()
 
         def run() -> None:
@@ -78,18 +81,18 @@ class EngineThread:
                 if self._stopped is not None:
                     raise self._stopped
                 future.set_result(function(self._engine))
-            except BaseException as error:  # what a library in Rust raises in a panic is no Exception
+            except BaseException as error:  # a panic in a Rust library is no Exception
                 future.set_exception(error)
 
         self._put(run)
         return future
 
     def advance(self, function: Callable[[Engine], Sequence[RequestOutput]]) -> Future[None]:
-        """Like `call`, for a function that returns outputs of requests: their readers get them."""
+        """Like `call`, for a function that returns outputs, which go to their inboxes."""
         return self.call(lambda engine: self._hand_out(function(engine)))
 
     def shutdown(self) -> None:
-        """Aborts what is running and ends the thread. Calling it again does nothing."""
+        """Aborts all requests and ends the thread. Further calls do nothing."""
         self._jobs.put(None)
         self._thread.join()
 
@@ -99,19 +102,19 @@ class EngineThread:
             self._answer_left()
 
     def _answer_left(self) -> None:
-        """Answers, on whatever thread, what was left in the queue when nobody serves any more."""
+        """Runs the remaining jobs, on any thread, once the engine has stopped: each then reports that."""
         with contextlib.suppress(queue.Empty):
             while True:
                 if (job := self._jobs.get_nowait()) is not None:
                     job()
 
-    # Everything below runs on the thread itself; what answers when the engine is stopped, on any.
+    # Everything below runs on the engine's thread; jobs run on any thread once the engine has stopped.
 
     def _turn(self) -> None:
         try:
             self._serve()
             self._stopped = EngineStoppedError("the engine was shut down")
-        except BaseException as error:  # a panic in Rust as well: nothing may end this thread unnoticed
+        except BaseException as error:  # panics in Rust too: this thread must not end unnoticed
             self._stop_serving(error)
         finally:
             self._has_ended = True
@@ -128,9 +131,9 @@ class EngineThread:
         engine.drain()
 
     def _do_jobs(self) -> bool:
-        """Does what is left in the queue, waiting for it where nothing else is to be done; False: it is to end.
+        """Runs queued jobs, and waits for one if the engine is idle; returns False at shutdown.
 
-        Between two steps only so many are done that whoever asks for much cannot keep the others from their tokens.
+        The number of jobs between two steps is bounded, so that many jobs cannot hold up the tokens of others.
         """
         engine, jobs = self._engine, self._jobs
         for _ in range(_JOBS_BETWEEN_STEPS):
@@ -147,7 +150,7 @@ class EngineThread:
         return True
 
     def _stop_serving(self, error: BaseException) -> None:
-        """Tells whoever waits, and whoever still comes: nobody hangs because of a fault of ours."""
+        """Records a failure of the engine, calls `on_stop`, and delivers the error to every inbox."""
         self._stopped = _explain(error)
         inboxes = set(self._inboxes.values())
         self._inboxes.clear()
@@ -171,7 +174,7 @@ class EngineThread:
             for request_id in added:
                 self._engine.abort_request(request_id)
             self._deliver([(inbox, error)])
-        except BaseException as error:  # a fault of ours, of which those that run are told where it is caught
+        except BaseException as error:  # the engine failed; `_turn` tells the other inboxes
             self._deliver([(inbox, _explain(error))])
             raise
         else:
@@ -199,7 +202,7 @@ class EngineThread:
         for loop, those in by_loop.items():
             try:
                 loop.call_soon_threadsafe(_put_all, those)
-            except RuntimeError:  # the event loop is closed: nobody is left to read
+            except RuntimeError:  # the event loop is closed: its requests have no reader
                 for request_id in [name for name, inbox in self._inboxes.items() if inbox.loop is loop]:
                     del self._inboxes[request_id]
                     self._engine.abort_request(request_id)

@@ -1,4 +1,4 @@
-"""An engine as its server sees it."""
+"""The server's view of an engine."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from jaxserve.engine.stats import QueuePace, read_page_map
 
 
 class EngineView:
-    """What a server shows of an engine that runs, and asks before it takes a request. Safe from any thread."""
+    """What a server shows of an engine, and checks before it takes a request. Any thread may use it."""
 
     def __init__(self, ready: ReadyEngine) -> None:
         self._ready = ready
         self._pace = QueuePace()
 
     def draw_pages(self) -> str:
-        """Returns a picture of the largest KV pool, one digit a cell; see `read_page_map`."""
+        """Returns the states of the largest KV pool's pages, one digit per cell; see `PagePool.draw`."""
         return read_page_map(self._ready.engine)
 
     def describe_cache(self) -> dict[str, object]:
-        """Returns how the KV cache is laid out: its page size, pages, dtype, and whether prefixes are cached."""
+        """Returns the KV cache's page_size, num_pages (of the largest pool), dtype and enable_prefix_caching."""
         shapes = self._ready.shapes
         return {
             "page_size": shapes.config.cache.page_size,
@@ -28,13 +28,13 @@ class EngineView:
         }
 
     def bound_queue(self, most: int) -> None:
-        """Lets at most so many sequences wait, unless an option said how many. To be called before any request."""
+        """Limits the waiting sequences to `most`, unless an option sets the limit. Call it before any request."""
         self._ready.engine.scheduler.door.bound_sequences(most)
 
     def refuse_if_full(self, priority: int) -> None:
-        """Raises QueueFullError when the queue has no room for a request of this priority."""
+        """Raises QueueFullError if the queue has no room for any request of this priority."""
         self._ready.engine.scheduler.door.refuse_if_full(priority)
 
     def seconds_to_admit(self) -> float:
-        """Returns when all that waits now will have begun, at the present pace. Only one thread may ask."""
+        """Returns the seconds until all that waits now is admitted at the recent rate. Call it on one thread only."""
         return self._pace.seconds_to_admit(self._ready.engine)
