@@ -129,7 +129,7 @@ class PageManager:
         return updates
 
     def next_publish(self, pages: SequencePages) -> int:
-        """Returns how many computed tokens fill the next unpublished page; 2**62 when nothing is published."""
+        """Returns how many computed tokens fill the next page to publish; 2**62 if the sequence publishes none."""
         return (pages.num_published + 1) * self.page_size if pages.is_cached else 2**62
 
     def publish(self, pages: SequencePages, token_ids: TokenIds[int], num_computed: int) -> None:
