@@ -49,6 +49,7 @@ class BeamSearchSequence:
     text: str = ""
 
     def score(self, length_penalty: float) -> float:
+        """Returns the sum of log-probabilities / length ** length_penalty, by which beams are ranked."""
         return self.cum_logprob / max(1, len(self.token_ids)) ** length_penalty
 
 

@@ -76,7 +76,7 @@ class Engine:
         vocab_size: int = 0,
         tokenizer: Tokenizer | None = None,
         overlap: bool = True,
-        clock: Callable[[], float] = time.monotonic,  # of deadlines
+        clock: Callable[[], float] = time.monotonic,  # the clock of deadlines
         attention: AttentionStats | None = None,
     ) -> None:
         self.scheduler = scheduler

@@ -27,6 +27,7 @@ class PlanBuilder:
         return not self.decoding and not self.chunks
 
     def add_chunk(self, chunk: ChunkWork) -> None:
+        """Adds a chunk and takes its tokens from the budget."""
         self.chunks[chunk.row] = chunk
         self.budget -= len(chunk.token_ids)
 
@@ -44,6 +45,7 @@ class PlanBuilder:
             self.budget += 1
 
     def freeze(self, step_id: int) -> StepPlan:
+        """Returns the finished plan."""
         return StepPlan(
             step_id=step_id,
             decode_rows=tuple([sequence.row for sequence in self.decoding]),
