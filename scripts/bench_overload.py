@@ -25,9 +25,9 @@ from bench_server_load import PROGRAM, Stream, count_cores, make_completion_requ
 from rich.console import Console
 from rich.table import Table
 
-DEFAULT_ROWS = 32  # of the server on a CPU
+DEFAULT_ROWS = 32  # the server's default on a CPU
 SLO_SECONDS = 1.0  # to the first event
-AIM_GOODPUT, AIM_REFUSAL = 0.9, 0.010  # of the capacity; seconds
+AIM_GOODPUT, AIM_REFUSAL = 0.9, 0.010  # share of the capacity; seconds
 PROMPTS = ("What is continuous batching?", "Once upon a time there was", "What is 123 + 45?", "name: Ada, age: 36")
 
 

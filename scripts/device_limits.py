@@ -19,8 +19,8 @@ class DeviceLimits:
     """Measured rates of one device."""
 
     device: str
-    bytes_per_second: float  # of a copy; reads and writes count
-    flops_per_second: float  # of a large bfloat16 matmul
+    bytes_per_second: float  # a copy, reads and writes counted
+    flops_per_second: float  # a large bfloat16 matmul
 
     def asdict(self) -> dict[str, Any]:
         return asdict(self)

@@ -29,7 +29,7 @@ _REMEDIES = {  # by the option whose part is largest
     "max_num_seqs": "lower it",
     "kv_cache_memory_bytes": "lower it, max_num_seqs or max_model_len",
 }
-_CPU_SHARE = 0.25  # of the memory this process may use
+_CPU_SHARE = 0.25  # share of the memory this process may use
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from jaxserve.sampling.thresholds import (
     sum_weights,
 )
 
-NUM_CANDIDATE_BLOCKS = 128  # of BLOCK tokens: 16,384
+NUM_CANDIDATE_BLOCKS = 128  # 16,384 tokens
 
 
 class RowLogits(NamedTuple):

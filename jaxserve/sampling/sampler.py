@@ -25,7 +25,7 @@ class SamplingInputs:
     seed_low: Int[Array, " S"]  # 32 bits, int32 or uint32
     seed_high: Int[Array, " S"]  # 32 bits, int32 or uint32
     sequence_index: Int32[Array, " S"]  # which of a request's n sequences
-    positions: Int32[Array, " S"]  # of the token being sampled
+    positions: Int32[Array, " S"]  # the position of the token being sampled
     # Only `shape_logits` reads the rest; without it they may be None.
     presence: Float[Array, " S"] | None = None  # 0: off
     frequency: Float[Array, " S"] | None = None  # 0: off

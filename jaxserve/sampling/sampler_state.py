@@ -42,8 +42,8 @@ class SamplerState:
     edit_until: Int32[Array, "R E"]  # at positions below this one the token is banned
     bad_words: Int32[Array, "R W L"]  # tokens of each word, padded on the left with ANY_TOKEN
     allowed: UInt32[Array, "R N"]  # bit i % 32 of word i // 32: token i may be chosen
-    transitions: Int32[Array, "R T 3"]  # of the row's automaton (automaton.py)
-    state: Int32[Array, " R"]  # of the row's automaton
+    transitions: Int32[Array, "R T 3"]  # the row's automaton (automaton.py)
+    state: Int32[Array, " R"]  # the automaton's state
 
 
 @flax.struct.dataclass

@@ -21,7 +21,7 @@ BLOCK = 128  # tokens per partial sum over the vocabulary, and a vector register
 LOWEST = -64.0
 _LEAST_TOP_P = 1e-30  # keeps the likeliest token only; 0 would keep none
 _SPAN_BITS = 32  # bisection ends at 64 / 2**32 = 1.5e-8, a quarter of the rounding error of a weight near one
-_BITS_PER_PASS = 4  # of the fixed search: 8 passes of 15 sums, few kernels that read the row once or twice
+_BITS_PER_PASS = 4  # in the fixed search: 8 passes of 15 sums, few kernels that read the row once or twice
 
 Weigh = Callable[[Array], Array]
 Search = Callable[[Array, Weigh, Array, Array], Array]
