@@ -32,7 +32,7 @@ def make_jobs(count: int, seed: int = 0) -> list[tuple[int, int]]:
 
 
 def measure(dtype: str, jobs: list[tuple[int, int]], repeats: int) -> dict[str, Any]:
-    """Returns tokens/s of the best of `repeats` runs, and what the steps were."""
+    """Returns tokens/s of the best of `repeats` runs, and counts of its steps."""
     rng = random.Random(1)
     llm = LLM(
         PRESET,
@@ -62,7 +62,7 @@ def measure(dtype: str, jobs: list[tuple[int, int]], repeats: int) -> dict[str, 
 
 
 def run_peer(python: Path, jobs: list[tuple[int, int]]) -> dict[str, Any]:
-    """Runs transformers on the same config and lengths in its own environment."""
+    """Returns the figures of transformers on the same config and lengths, run by the interpreter `python`."""
     task = json.dumps({"config": load_preset(PRESET), "jobs": jobs, "rows": ROWS})
     done = subprocess.run([python, PEER], input=task, capture_output=True, text=True, check=True)
     return json.loads(done.stdout.strip().splitlines()[-1])

@@ -1,9 +1,9 @@
 """Decode steps of the whole engine against the device's limit, with random weights.
 
-Per batch size B and context: B requests are prefilled, and once all decode, the time of a step is measured while the
-engine runs as it does for users (next step planned while one runs). The limit of a step is
-max(W / BW, F / P) + KV / BW: the weights W are streamed while F operations run on them, then the pages KV are read; BW
-and P are a copy and a matmul measured in the same run. `--dry-run` uses a tiny shape, to see that all of it works.
+For each batch size B and context, B requests are prefilled. Once all decode, steps are timed while the engine runs as
+it does for users, planning the next step while one runs. The limit of a step is max(W / BW, F / P) + KV / BW: the
+weights W are streamed while F operations run on them, then the pages KV are read. BW and P are the rates of a copy and
+a matmul in the same run. `--dry-run` uses a tiny shape, to test the script.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class Point:
 
 
 def streamed_bytes(llm: LLM) -> int:
-    """Bytes of the weights that every step reads: all but an embedding table that is only looked up."""
+    """Returns the bytes of weights that each step reads: all but an embedding table that is only looked up."""
     shapes, params = llm.ready.shapes, llm.ready.runner.params
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     return total if shapes.model.embedding.tied else total - params["embed"]["weight"].nbytes
 
 
 def step_limit(llm: LLM, limits: DeviceLimits, batch: int, context: int) -> float:
-    """Seconds that no engine can beat on one device, by the formula above."""
+    """Returns the least seconds of a step on one device, by the module's formula."""
     weights = streamed_bytes(llm)
     parameters = weights / jnp.dtype(llm.ready.shapes.model.dtype).itemsize
     spec, groups = llm.ready.plan.spec, llm.ready.shapes.model.kv_groups
@@ -68,7 +68,7 @@ def step_limit(llm: LLM, limits: DeviceLimits, batch: int, context: int) -> floa
 
 
 def make_requests(llm: LLM, batch: int, context: int, steps: int) -> Iterator[Request]:
-    """Prompts of random tokens, a little shorter than the context, so that the measured steps lie around it."""
+    """Yields requests with random prompts, so much shorter than the context that the measured steps lie around it."""
     rng = random.Random(batch * 100_003 + context)
     size, length = llm.ready.shapes.model.vocab_size, context - steps // 2
     params = SamplingParams(temperature=0, max_tokens=2 * steps + 2 * _SETTLE + batch, ignore_eos=True)
@@ -78,7 +78,7 @@ def make_requests(llm: LLM, batch: int, context: int, steps: int) -> Iterator[Re
 
 
 def measure(llm: LLM, limits: DeviceLimits, batch: int, context: int, steps: int) -> Point:
-    """Prefills the batch, then times decode steps until `steps` are done; the requests are aborted after it."""
+    """Prefills the batch, times `steps` decode steps and aborts the requests."""
     engine = llm.ready.engine
     requests = list(make_requests(llm, batch, context, steps))
     for request in requests:
@@ -150,7 +150,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def build_llm(args: argparse.Namespace) -> LLM:
-    """The engine of the options, of fewer layers where they say so."""
+    """Returns the engine of the options, with fewer layers if they say so."""
     options: dict[str, Any] = {"max_num_batched_tokens": 128} if args.dry_run else {}
     with tempfile.TemporaryDirectory() as folder:
         model = args.preset
@@ -194,7 +194,7 @@ def main() -> None:
                 continue
             points.append(measure(llm, limits, batch, context, args.steps))
             console.print(f"{batch} rows of {context}: {1e3 * points[-1].seconds:.3f} ms, {points[-1].share:.0%}")
-            if args.json:  # after every point: a run that is cut off keeps what it has
+            if args.json:  # after every point: a run that is cut off keeps its points
                 write_points(args.json, limits, points, skipped)
     print_points(console, llm, limits, points, skipped)
     if args.json:

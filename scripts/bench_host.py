@@ -1,8 +1,8 @@
 """Host time per step: the real engine loop on a device that does nothing.
 
-The device's two programs are jitted no-ops that take the real argument tree of the 8B preset (the stacked form that
-accelerators use; every dimension shrunk to one, because only the number of leaves costs the host). Everything before
-and after them is what serves users: scheduler, pages, packing, transfer, dispatch, commit, detokenizing, outputs.
+The device's two programs are jitted no-ops on the argument tree of the 8B preset: stacked, as on accelerators, with
+every dimension shrunk to one, because only the number of leaves costs the host. Everything around them is what serves
+users: scheduler, pages, packing, transfer, dispatch, commit, detokenizing, outputs.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PARTS = ("plan", "inputs", "dispatch", "commit", "detokenize")
 
 
 class Stopwatch:
-    """Adds up what wrapped functions take, without the wrapped functions they call."""
+    """Adds up the time of wrapped functions, without that of the wrapped functions they call."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PARTS, 0.0)
@@ -108,7 +108,7 @@ def make_null_runner(max_rows: int, buckets: BucketTable) -> ModelRunner:
 
 
 class _Characters:
-    """A tokenizer with a table look-up for a stream: what the engine adds to detokenizing, not the library's time."""
+    """A tokenizer whose stream is a table look-up, to time what the engine adds to detokenizing."""
 
     eos_token_ids = ()
 

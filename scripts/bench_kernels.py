@@ -1,10 +1,10 @@
-"""Attention alone over a grid of shapes: how near to the copy rate is decode, how fast is prefill.
+"""Attention alone over a grid of shapes: decode beside the copy rate, and prefill.
 
-Decode bandwidth (bytes of keys and values over time) and prefill TFLOP/s (multiplications of seen keys only), each
+Prints decode bandwidth (bytes of keys and values over time) and prefill TFLOP/s (operations on seen keys only), each
 beside the portable XLA path, cuDNN's dense attention through jax.nn and, where torch is installed, its
 scaled_dot_product_attention. Dense peers read contiguous keys without pages: they show what the shape could do.
 
-On a device that has not run the kernels yet, `device_day.py` comes first: it checks them, and outlives what they break.
+On a device that has not run the kernels yet, run `device_day.py` first: it checks them and survives their crashes.
 `--dry-run` runs everything on small shapes with the kernels interpreted, on any machine.
 """
 
@@ -30,9 +30,9 @@ from pallas_kernels import AttnShape, KVSpec, resolve_impl
 
 
 def measure(shape: Shape, impl: str, limits: DeviceLimits, effort: Effort, *, peers: bool) -> dict[str, Any]:
-    """One line of the table: seconds of each contender, or why it did not run.
+    """Returns one line of the table: seconds of each contender, or why it did not run.
 
-    Dense peers whose causal mask begins at the first key are left out where a prefix is cached.
+    Dense peers whose causal mask begins at the first key are left out if a prefix is cached.
     """
     contenders: dict[str, Callable[[], float]] = {impl: partial(time_paged, shape, impl, effort)}
     if impl != "xla":
@@ -44,7 +44,7 @@ def measure(shape: Shape, impl: str, limits: DeviceLimits, effort: Effort, *, pe
     for name, run in contenders.items():
         try:
             seconds[name] = run()
-        except Exception as problem:  # out of memory, not installed, not supported: said in the table
+        except Exception as problem:  # out of memory, not installed, not supported: the table shows it
             seconds[name] = f"{type(problem).__name__}: {problem}"[:200]
     mine = seconds[impl]
     rate = (shape.bytes_read if shape.is_decode else shape.flops) / mine if isinstance(mine, float) else None
@@ -103,7 +103,7 @@ def main() -> None:
             continue
         rows.append(measure(shape, impl, limits, DRY if args.dry_run else FULL, peers=platform == "gpu"))
         console.print(f"{rows[-1]['label']}: {rows[-1]['seconds']}")
-        if args.json:  # after every shape: a run that is cut off keeps what it has
+        if args.json:  # after every shape: a run that is cut off keeps its lines
             document = {"jax": jax.__version__, "impl": impl, "limits": limits.asdict(), "rows": rows}
             args.json.write_text(json.dumps(document, indent=1) + "\n")
     if rows:

@@ -1,12 +1,12 @@
-"""What overload does to answers: a server with its defaults, and twice as many requests as it can bear.
+"""Goodput under overload: a server with its defaults, and twice as many requests as it can serve.
 
 The capacity is measured first: answers per second when enough clients always wait for one. Then requests arrive at
-random, independently of each other (Poisson), at a multiple of it. An answer is good when its first event comes within
-the SLO. Refused requests (429) should be told at once, so that the others are good: goodput stays at the capacity.
+random, independently of each other (Poisson), at a multiple of the capacity. An answer is good if its first event comes
+within the SLO. Requests should be refused (429) at once, so that the others are good: goodput stays at the capacity.
 
-Server and client share this machine's cores, so capacity and goodput are ratios of one run, not figures to travel. On a
-CPU the model shares them too, and then refusals slow the answers down. `--null-ms` puts a device in its place that
-takes so long for each step and no core, as an accelerator does.
+Server and client share this machine's cores, so compare capacity and goodput within one run only. On a CPU the model
+shares them too, and refusals slow the answers down. `--null-ms` replaces it by a device that takes that long for each
+step and no core, as an accelerator does.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from bench_server_load import PROGRAM, Stream, count_cores, make_completion_requ
 from rich.console import Console
 from rich.table import Table
 
-DEFAULT_ROWS = 32  # of the server on a CPU
+DEFAULT_ROWS = 32  # the server's default on a CPU
 SLO_SECONDS = 1.0  # to the first event
-AIM_GOODPUT, AIM_REFUSAL = 0.9, 0.010  # of the capacity; seconds
+AIM_GOODPUT, AIM_REFUSAL = 0.9, 0.010  # share of the capacity; seconds
 PROMPTS = ("What is continuous batching?", "Once upon a time there was", "What is 123 + 45?", "name: Ada, age: 36")
 
 
 @dataclass
 class Load:
-    """Requests of one measurement; takes the part of a wave for its streams."""
+    """The requests of one measurement, in place of the `Wave` of their streams."""
 
     port: int
     tokens: int
-    records: bool = False  # of the gaps between events, which nobody asks for here
-    ended: list[tuple[float, Stream]] = field(default_factory=list)  # with the time
+    records: bool = False  # gaps between events are not needed here
+    ended: list[tuple[float, Stream]] = field(default_factory=list)  # with the time of their end
     at_end: Callable[[], None] = lambda: None
     num_begun: int = 0
 
@@ -50,12 +50,12 @@ class Load:
         await asyncio.get_running_loop().create_connection(lambda: stream, "127.0.0.1", self.port)
 
     async def drain(self) -> None:
-        """Waits until all have ended."""
+        """Waits until all requests have ended."""
         while len(self.ended) < self.num_begun:
             await asyncio.sleep(0.05)
 
     def note_first(self) -> None:
-        """Nothing waits for all to begin."""
+        """Does nothing: nothing waits for first events."""
 
     def note_end(self, stream: Stream) -> None:
         self.ended.append((time.perf_counter(), stream))
@@ -63,7 +63,7 @@ class Load:
 
 
 async def measure_capacity(port: int, tokens: int, clients: int, seconds: float) -> float:
-    """Returns whole answers per second while so many clients always wait for one."""
+    """Returns whole answers per second while `clients` clients always wait for one."""
     load, running = Load(port, tokens), set()
 
     def begin() -> None:
@@ -85,7 +85,7 @@ async def measure_capacity(port: int, tokens: int, clients: int, seconds: float)
 
 
 async def measure_arrivals(port: int, tokens: int, rate: float, seconds: float, seed: int) -> Load:
-    """Returns what became of requests that arrive at random, so many a second on average."""
+    """Returns the ended requests of a load that arrive at random, `rate` a second on average."""
     load, rng, tasks = Load(port, tokens), random.Random(seed), []
     start, at = time.perf_counter(), 0.0
     while (at := at + rng.expovariate(rate)) < seconds:
@@ -97,7 +97,7 @@ async def measure_arrivals(port: int, tokens: int, rate: float, seconds: float, 
 
 
 def show(load: Load, capacity: float, seconds: float, factor: float, console: Console) -> bool:
-    """Prints what became of the requests; returns whether both aims are met."""
+    """Prints the outcome of the requests; returns whether both aims are met."""
     whole = [stream for _, stream in load.ended if stream.is_whole]
     first = sorted(stream.first - stream.start for stream in whole)
     good = sum(wait < SLO_SECONDS for wait in first)

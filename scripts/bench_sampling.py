@@ -1,12 +1,12 @@
-"""What each sampling feature costs, beside the plainest choice of a token and beside the model's step before it.
+"""What each sampling feature costs, compared with greedy sampling and with the model's step.
 
-The step is a decode step of a preset with random weights in which nothing attends (`null_step.py`), up to the logits,
-which are those that the features get. A step with attention takes longer, so the shares of it that are printed are
-upper limits. Features of one program are turned on by its inputs alone, as in the engine, on every row but those that
-fill a bucket. Times are the best of several rounds; the rounds themselves are in the JSON.
+The step is a decode step of a preset with random weights and without attention (`null_step.py`), up to the logits that
+the features then get. With attention it takes longer, so the printed shares of it are upper limits. Features of one
+program are turned on by its inputs alone, as in the engine, on every row but padding rows. Times are the best of
+several rounds, all of which are in the JSON.
 
-On Linux `MALLOC_ARENA_MAX=1 MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=34359738368` keeps memory between calls. Else
-glibc maps large buffers anew in each; without the first of the three still those of more than 32 MiB.
+On Linux `MALLOC_ARENA_MAX=1 MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=34359738368` keeps memory between calls. Without
+them glibc maps large buffers anew in each call; without the first alone, those of more than 32 MiB.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from jaxserve.sampling import (
 
 PRESETS = ["phi-3-mini-4k", "llama-3.2-1b", "gemma-2-2b", "gemma-3-1b"]  # small ones with 32k, 128k and 256k tokens
 PROMPT = 1000  # tokens of every row's prompt
-OUTPUT = 200  # and sampled so far
+OUTPUT = 200  # tokens sampled so far
 FILTERS = {"top_k": 50, "top_p": 0.95, "min_p": 0.05}
 RANDOM = {
     "temperature": {},
@@ -59,12 +59,12 @@ RANDOM = {
     "top_k + top_p + min_p": FILTERS,
 }
 PENALTIES = {"presence": 0.5, "frequency": 0.25, "repetition": 1.1}
-ALL_PLAIN = "all plain parameters"  # whatever a request can ask of sampling but grammars and log-probabilities
+ALL_PLAIN = "all plain parameters"  # all that a request can ask of sampling but grammars and log-probabilities
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured. With `make_state` the program takes a donated state first, and returns it first."""
+    """A program to measure. With `make_state` its first argument is a donated state, which it returns first."""
 
     name: str
     program: Callable[..., Any]
@@ -73,7 +73,7 @@ class Case:
 
 
 def make_inputs(rows: int, bucket_rows: int, **values: float) -> SamplingInputs:
-    """Returns equal parameters for `rows` rows, and zeros for the padding behind them."""
+    """Returns equal parameters for `rows` rows, and zeros for padding rows."""
     columns = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "presence": 0.0, "frequency": 0.0, "repetition": 1.0}
     columns |= dict.fromkeys(("top_k", "seed_high", "sequence_index", "has_edits"), 0) | {"positions": PROMPT + OUTPUT}
     is_row = np.arange(bucket_rows) < rows
@@ -82,7 +82,7 @@ def make_inputs(rows: int, bucket_rows: int, **values: float) -> SamplingInputs:
 
 
 def make_settings(vocab_size: int) -> dict[str, RowSetting]:
-    """Returns what a row is set to for each feature, at its limit."""
+    """Returns a row's setting for each feature, at the feature's limit."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, vocab_size, PROMPT + OUTPUT)
     words = rng.integers(0, vocab_size, (MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS))
@@ -117,7 +117,7 @@ def run_random(logits: jax.Array, inputs: SamplingInputs) -> tuple[jax.Array, ja
 
 @functools.partial(jax.jit, donate_argnums=0)
 def run_full(state: SamplerState, logits: jax.Array, inputs: SamplingInputs, mask: jax.Array | None) -> Any:
-    """`mask` None is the full variant, else the masked one."""
+    """Runs the masked variant, or the full one if `mask` is None."""
     rows, vocab_size = logits.shape
     row_ids = jnp.arange(rows)
 
@@ -142,7 +142,7 @@ def run_all_logprobs(logits: jax.Array) -> Any:
 
 
 def make_cases(rows: int, model: NullModel, step: NullStep) -> Iterator[Case]:
-    """Yields what is measured, the two references first."""
+    """Yields all cases, the two references first."""
     vocab_size, bucket_rows = model.decoder.vocab_size, step.bucket_rows
     yield Case("step", step.run, (), step.make_state)
     _, selected, hidden = step.run(step.make_state())
@@ -179,7 +179,7 @@ def make_full_cases(rows: int, logits: jax.Array) -> Iterator[Case]:
 
 
 def measure(case: Case) -> float:
-    """Returns the seconds of a call, after one that does not count; an accelerator makes ten, and overlaps launches."""
+    """Returns the seconds of a call, after a warm-up call; on accelerators the mean of ten overlapping calls."""
     calls = 1 if jax.default_backend() == "cpu" else 10
     state = None if case.make_state is None else case.make_state()
     start = 0.0
@@ -196,7 +196,7 @@ def measure(case: Case) -> float:
 
 
 def measure_set_row(rows: int, vocab_size: int, repeats: int) -> float:
-    """Returns the best seconds to build a row's setting, upload and write it."""
+    """Returns the least seconds to build, upload and write a row's setting."""
     state = fill_state(make_row_setting(vocab_size, (), ()), rows + 1)
     program = jax.jit(set_row, donate_argnums=0)
     tokens = np.random.default_rng(0).integers(0, vocab_size, PROMPT).tolist()
@@ -213,7 +213,7 @@ def measure_set_row(rows: int, vocab_size: int, repeats: int) -> float:
 def measure_point(rows: int, model: NullModel, repeats: int) -> dict[str, Any]:
     decoder, step = model.decoder, make_step(model, rows, PROMPT + OUTPUT)
     cases = list(make_cases(rows, model, step))
-    # All cases in turn, again and again: what else the machine does then disturbs none of them more than the others.
+    # All cases in turn, so that other work on the machine disturbs them alike.
     rounds = [{case.name: measure(case) for case in cases} for _ in range(repeats)]
     seconds = {case.name: min(times[case.name] for times in rounds) for case in cases}
     seconds["set_row (one)"] = measure_set_row(step.bucket_rows, decoder.vocab_size, repeats)
@@ -246,7 +246,7 @@ def show(console: Console, point: dict[str, Any]) -> None:
 def measure_preset(
     console: Console, preset: str, dtype: str, rows: list[int], repeats: int
 ) -> Iterator[dict[str, Any]]:
-    """Yields the points of one model, of which no more than one is held at a time."""
+    """Yields the points of one preset; one model is held at a time."""
     model = load_model(preset, dtype)
     for count in rows:
         point = measure_point(count, model, repeats)

@@ -1,11 +1,11 @@
-"""What serving over HTTP costs: CPU for each streamed chunk, latencies, and what it takes from the engine's pace.
+"""What serving over HTTP costs: CPU per streamed chunk, latencies, and time compared with `LLM.generate`.
 
 The server runs in a process of its own on a device that takes a fixed time for each step and computes nothing
 (`bench_server_null.py`); tokenizer, scheduler, detokenizing, application and HTTP are real. The client is this process,
-as light as Python can be. Three things are measured:
+as light as Python allows. Three things are measured:
 
-1. The server's CPU microseconds per chunk while so many streams run: of the whole process, idle time subtracted, and
-   of its event loop alone (the rest is the engine's thread, which works without HTTP as well).
+1. The server's CPU microseconds per chunk for each number of streams: of the whole process, less its idle CPU time, and
+   of its event loop alone (the rest is mostly the engine's thread, which works without HTTP as well).
 2. Seconds to the first event when all streams begin at once, and between two events of one stream.
 3. The serving tax: the seconds of the same requests over HTTP and through `LLM.generate`.
 """
@@ -39,7 +39,7 @@ from rich.table import Table
 
 CONTEXT = 1900  # tokens that an answer of the demo model can have
 SETTLE_SECONDS, IDLE_SECONDS = 1.0, 2.0
-FIRST_SAMPLES = 64  # at least so many times to the first event, however few streams there are
+FIRST_SAMPLES = 64  # least number of measured times to the first event
 AIM_US, AIM_TAX = 20, 0.05
 QUANTILES = (0.5, 0.9, 0.99)
 PROFILE_LINES = 25
@@ -47,12 +47,12 @@ PROFILED = {"MainThread": "event loop", "jaxserve-engine": "engine's thread"}
 
 
 def make_prompt(index: int) -> str:
-    """Returns a prompt of some dozens of tokens that shares none of its pages with the others'."""
+    """Returns a prompt of some dozens of tokens that shares no page with other prompts."""
     return f"{index}: Tell me a story about a cat, a dog and {index % 97} birds that live in the same old house."
 
 
 async def measure_idle(server: ServerProcess) -> float:
-    """Returns the CPU seconds that a second without any request takes."""
+    """Returns the CPU seconds per second without requests."""
     await asyncio.sleep(1.0)
     before, start = server.read_cpu(), time.perf_counter()
     await asyncio.sleep(IDLE_SECONDS)
@@ -60,7 +60,7 @@ async def measure_idle(server: ServerProcess) -> float:
 
 
 async def measure_first(server: ServerProcess, streams: int, samples: int) -> list[float]:
-    """Returns seconds to first events, of waves that begin when the one before has ended."""
+    """Returns the seconds to first events in waves of streams, one wave after the other."""
     found: list[float] = []
     while len(found) < samples:
         requests = [make_chat_request(at, 2, make_prompt(len(found) + at)) for at in range(streams)]
@@ -72,7 +72,7 @@ async def measure_first(server: ServerProcess, streams: int, samples: int) -> li
 
 
 async def measure_streams(server: ServerProcess, streams: int, seconds: float, idle: float) -> dict[str, Any]:
-    """Measures a window in which all streams run and none begins or ends."""
+    """Returns the figures of a window in which all streams run and none begins or ends."""
     wave = Wave(server.port, [make_chat_request(at, CONTEXT, make_prompt(at)) for at in range(streams)])
     await wave.begin()
     await asyncio.sleep(SETTLE_SECONDS)
@@ -137,7 +137,7 @@ async def measure_all(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 async def measure_tax(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns medians of seconds for the same requests, over HTTP and inside a process."""
+    """Returns the median seconds of the same requests over HTTP and through `LLM.generate`."""
     streams, tokens = args.tax_streams, args.tax_tokens
     command = [sys.executable, str(PROGRAM), "generate", "--rows", str(streams), "--ms", str(args.ms)]
     command += ["--tokens", str(tokens), "--repeats", str(args.repeats)]
@@ -200,7 +200,7 @@ def show_streams(lines: list[dict[str, Any]], args: argparse.Namespace, console:
 
 
 def show_tax(tax: dict[str, Any], args: argparse.Namespace, console: Console) -> None:
-    """Prints what HTTP takes from the engine's pace."""
+    """Prints the serving tax."""
     title = f"Serving tax: {tax['streams']} requests of {tax['tokens']} tokens, steps of {args.ms:g} ms"
     table = Table(title=f"{title}, median of {args.repeats}")
     for column in ("", "tokens/s", "CPU us per token"):

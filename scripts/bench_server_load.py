@@ -1,4 +1,4 @@
-"""The two ends of `bench_server.py`: the server's process with its CPU clocks, and streams as light as they can be."""
+"""The two ends of `bench_server.py`: the server's process with its CPU clocks, and light client streams."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from typing import Any
 
 PROGRAM = Path(__file__).with_name("bench_server_null.py")
 START_SECONDS = 60.0
-_END = b"\r\n0\r\n\r\n"  # of a chunked answer
+_END = b"\r\n0\r\n\r\n"  # the last bytes of a chunked answer
 _HEAD_SHOWN = 300  # bytes
 _ADDRESS = re.compile(r"listening on http://127\.0\.0\.1:(\d+)")
 
@@ -32,8 +32,8 @@ class CpuTimes:
     """Seconds of CPU that the server has used."""
 
     process: float
-    kernel: float  # of the process, in steps of 10 ms
-    event_loop: float  # its main thread
+    kernel: float  # system time of the process, in steps of 10 ms
+    event_loop: float  # the main thread
 
 
 @dataclass
@@ -46,7 +46,7 @@ class ServerProcess:
     port: int = 0
 
     def wait_until_ready(self) -> None:
-        """Waits for /health/ready; RuntimeError with the log when the process ends before."""
+        """Waits for /health/ready; RuntimeError with the log if it takes too long or the process ends."""
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline and self.process.poll() is None:
             found = _ADDRESS.search(self.log.read_text())
@@ -59,13 +59,13 @@ class ServerProcess:
         raise RuntimeError(f"the server is not ready:\n{self.log.read_text()[-4000:]}")
 
     def get(self, path: str) -> str:
-        """Returns the body of an answer."""
+        """Returns the body of the answer to GET `path`."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as answer:
             text: str = answer.read().decode()
             return text
 
     def read_cpu(self) -> CpuTimes:
-        """Returns what the process has used so far: its own clock, to the nanosecond."""
+        """Returns the CPU time used so far; the process's own clock counts nanoseconds."""
         pid = self.process.pid
         process_clock = (~pid << 3) | 2  # Linux's number for the CPU clock of a process
         main_thread = int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0])
@@ -74,16 +74,16 @@ class ServerProcess:
         return CpuTimes(time.clock_gettime(process_clock), kernel, main_thread / 1e9)
 
     def read_generated(self) -> float:
-        """Returns the tokens that it has generated so far."""
+        """Returns the number of tokens generated so far."""
         found = re.search(r"^jaxserve[_:]generation_tokens_total\S* (\S+)$", self.get("/metrics"), re.MULTILINE)
         return float(found[1]) if found else 0.0
 
     def toggle_profile(self) -> None:
-        """Starts the sampler, or ends it."""
+        """Starts or ends the sampler."""
         self.process.send_signal(signal.SIGUSR1)
 
     def read_profile(self) -> dict[str, Any]:
-        """Waits for what the sampler found."""
+        """Waits for the sampler's file, at most 10 s, and returns its content."""
         assert self.profile is not None
         deadline = time.monotonic() + 10
         while not self.profile.exists() and time.monotonic() < deadline:
@@ -95,7 +95,7 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def run_server(rows: int, ms: float, *, profile: bool = False) -> Iterator[ServerProcess]:
-    """Yields a server on a null device that is ready, and ends it."""
+    """Yields a ready server on a null device, and ends it."""
     with tempfile.TemporaryDirectory() as folder:
         samples = Path(folder, "profile.json") if profile else None
         command = [sys.executable, str(PROGRAM), "serve", "--rows", str(rows), "--ms", str(ms)]
@@ -106,7 +106,7 @@ def run_server(rows: int, ms: float, *, profile: bool = False) -> Iterator[Serve
 
 @contextlib.contextmanager
 def run_command(command: Sequence[str], profile: Path | None = None) -> Iterator[ServerProcess]:
-    """Yields the server that a command starts, once it is ready, and ends it."""
+    """Yields the server started by a command once it is ready, and ends it."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
         with log.open("wb") as file:
@@ -129,7 +129,7 @@ class Stream(asyncio.Protocol):
 
     def __init__(self, wave: Wave, request: bytes) -> None:
         self._wave, self._request = wave, request
-        self._tail = b""  # the last bytes, for what comes in two pieces
+        self._tail = b""  # the last bytes, for marks that arrive in two pieces
         self.start, self.first, self.last = time.perf_counter(), 0.0, 0.0
         self.head = b""
         self.num_events = 0
@@ -158,7 +158,7 @@ class Stream(asyncio.Protocol):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the answer is a good one and has all been received."""
+        """Whether the answer has status 200 and has been received whole."""
         return b" 200 " in self.head[:16] and self._tail == _END
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -197,7 +197,7 @@ class Wave:
         await asyncio.wait_for(self._all_ended, 600)
 
     async def close(self) -> None:
-        """Leaves, whatever still comes."""
+        """Aborts all streams."""
         self._closes = True
         for stream in self.streams:
             assert stream.transport is not None
@@ -225,13 +225,13 @@ class Wave:
 
 
 def make_chat_request(index: int, max_tokens: int, prompt: str) -> bytes:
-    """Returns a streamed chat completion as it goes over the wire."""
+    """Returns the HTTP request of a streamed chat completion."""
     body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": max_tokens, "stream": True}
     return _encode("/v1/chat/completions", body | {"ignore_eos": True, "temperature": 0})
 
 
 def make_completion_request(index: int, max_tokens: int, prompt: str) -> bytes:
-    """Returns a streamed completion as it goes over the wire."""
+    """Returns the HTTP request of a streamed completion."""
     body = {"prompt": prompt, "max_tokens": max_tokens, "stream": True, "ignore_eos": True, "temperature": 0}
     return _encode("/v1/completions", body)
 
@@ -243,7 +243,7 @@ def _encode(path: str, body: dict[str, Any]) -> bytes:
 
 
 def read_busy() -> float:
-    """Returns the seconds of CPU that everything on this machine has used."""
+    """Returns the CPU seconds used by everything on this machine."""
     first = Path("/proc/stat").read_text().partition("\n")[0].split()
     user, nice, system, _, _, irq, softirq = map(int, first[1:8])
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")

@@ -1,12 +1,12 @@
-"""What `bench_server.py` measures, in a process of its own: the server, or `LLM`, on a device that takes time only.
+"""The process that `bench_server.py` measures: the server, or `LLM`, on a device that only takes time.
 
-Every step ends a fixed time after it began, with tokens of ordinary words; all the rest is what serves users. Only the
-two places that touch weights and compile are replaced.
+Every step ends a fixed time after it began, with tokens of ordinary words. Only the two functions that load weights and
+start the runner are replaced; all the rest is what serves users.
 
     python scripts/bench_server_null.py serve --rows 256 --ms 20
     python scripts/bench_server_null.py generate --rows 256 --ms 20 --tokens 256
 
-With `--profile FILE`, SIGUSR1 starts to sample the threads, and a second one writes the file.
+With `--profile FILE`, SIGUSR1 starts to sample the threads, and a second SIGUSR1 writes the file.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from jaxserve.runtime.counts import StepCounts
 from jaxserve.scheduler import StepOutputs, StepPlan
 from jaxserve.tokenizers import load_tokenizer
 
-_DRAWN = 1 << 16  # tokens that are drawn once and then repeated
+_DRAWN = 1 << 16  # tokens drawn at the start and then repeated
 _SAMPLE_SECONDS = 0.002
-_SAMPLED = ("MainThread", "jaxserve-engine")  # which live as long as the server
+_SAMPLED = ("MainThread", "jaxserve-engine")  # they live as long as the server
 
 
 class SlowStep:
-    """A step that ends `seconds` after the one before it, or after it was started."""
+    """A step that ends `device.seconds` after its start, or after the end of the step before it."""
 
     def __init__(self, device: SlowDevice, num_rows: int) -> None:
         self._device, self._num_rows = device, num_rows
@@ -75,21 +75,21 @@ class SlowDevice:
         return SlowStep(self, plan.num_rows)
 
     def draw(self, num_rows: int) -> list[int]:
-        """Returns the next tokens: nobody waits for random numbers."""
+        """Returns the next of the tokens drawn at the start, which takes no time for random numbers."""
         if self._at + num_rows > _DRAWN:
             self._at = 0
         self._at += num_rows
         return self._ids[self._at - num_rows : self._at]
 
     def warm_thread(self) -> None:
-        """There is nothing to warm up."""
+        """Does nothing."""
 
     def reset(self) -> None:
         raise AssertionError("no step fails here")
 
 
 def install(seconds: float, rows: int) -> None:
-    """Makes every engine that is built from here on run on a `SlowDevice`, with pages for all its rows."""
+    """Makes all engines built afterwards run on a `SlowDevice`, with pages for all its rows."""
 
     def start_runner(shapes: startup.Shapes, *_: Any, **__: Any) -> tuple[Any, Any]:
         pages = 1 + rows * shapes.state.pages_per_row
@@ -103,9 +103,9 @@ def install(seconds: float, rows: int) -> None:
 
 
 class Sampler:
-    """Looks at both threads that work all the time, and charges where each is with its CPU time since the last look.
+    """Samples the stacks of both busy threads, and charges a thread's CPU time since the last sample to its stack.
 
-    A look is taken when a thread lets go of the interpreter's lock: what C code does is charged to its caller.
+    A sample is taken when a thread releases the GIL: C code that holds it is charged to its caller.
     """
 
     def __init__(self, path: Path) -> None:
@@ -114,7 +114,7 @@ class Sampler:
         self._running: threading.Event | None = None
 
     def toggle(self, *_: Any) -> None:
-        """Starts, or ends and writes what was found."""
+        """Starts sampling, or ends it and writes the file."""
         if self._running is None:
             self._running = threading.Event()
             self._threads = {}
@@ -141,7 +141,7 @@ class Sampler:
 
 @dataclass
 class _Charges:
-    """Seconds of one thread by function."""
+    """The seconds of one thread, by function."""
 
     seconds: float = 0.0
     own: Counter[str] = field(default_factory=Counter)
@@ -165,7 +165,7 @@ def _name(frame: FrameType) -> str:
 
 
 def serve(config: EngineConfig, profile: Path | None) -> None:
-    """Serves until a signal comes."""
+    """Serves until a signal ends it."""
     from jaxserve.server import launch
     from jaxserve.server.options import ServerConfig
 
@@ -176,7 +176,7 @@ def serve(config: EngineConfig, profile: Path | None) -> None:
 
 
 def generate(options: dict[str, Any], num_prompts: int, tokens: int, repeats: int) -> None:
-    """Prints what `LLM.generate` takes for prompts that come together."""
+    """Prints the time of `LLM.generate` for prompts that come together."""
     llm = LLM(show_progress=False, compile="all", **options)
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     prompts = [make_prompt(index) for index in range(num_prompts)]
@@ -192,7 +192,7 @@ def generate(options: dict[str, Any], num_prompts: int, tokens: int, repeats: in
 
 
 def make_prompt(index: int) -> str:
-    """Returns a prompt of some dozens of tokens that shares none of its pages with the others'."""
+    """Returns a prompt of some dozens of tokens that shares no page with other prompts."""
     return f"{index}: Tell me a story about a cat, a dog and {index % 97} birds that live in the same old house."
 
 

@@ -1,9 +1,9 @@
 """What structured output costs per token: the real engine loop on a device that only takes time.
 
-The device answers a step a fixed time after it was started, with random tokens that its masks and automata allow;
-everything on the host is real: scheduler, masks in threads, matchers, detokenizing. Rows with a JSON schema are
-compared with the same rows without one; and requests whose answer is one of a few texts, which automata serve, with
-the same requests served by masks. `--quick` is for the tests.
+The device answers a step a fixed time after it was started, with random tokens that its masks and automata allow.
+Everything on the host is real: scheduler, masks in threads, matchers, detokenizing. Rows with a JSON schema are
+compared with the same rows without one. Requests whose answer is one of a few texts are served with automata and with
+masks. `--quick` is for the tests.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from jaxserve.tokenizers import load_tokenizer
 PAGE_SIZE, CONTEXT = 64, 4096
 SCHEMA = {
     "type": "array",
-    "minItems": 200,  # no row ends while the clock runs
+    "minItems": 200,  # so that no row ends during the measurement
     "items": {
         "type": "object",
         "properties": {
@@ -52,7 +52,7 @@ ANSWERS = StructuredOutputsParams(regex="[A-D][0-9][a-d]?")
 
 
 class SlowStep:
-    """A step that began now and ends `seconds` later, however long the host takes to sample from it."""
+    """A step that ends `device.seconds` after its start, or when the host samples from it, if that is later."""
 
     def __init__(self, device: SlowDevice, rows: list[int]) -> None:
         self._device, self._rows = device, rows
@@ -75,7 +75,7 @@ class SlowDevice:
     def __init__(self, seconds: float, vocab_size: int) -> None:
         self.seconds, self.busy_until, self.late = seconds, 0.0, 0
         self._vocab_size, self._rng = vocab_size, np.random.default_rng(0)
-        self._automata: dict[int, tuple[dict[int, dict[int, int]], int]] = {}  # by row: following states, and its own
+        self._automata: dict[int, tuple[dict[int, dict[int, int]], int]] = {}  # by row: following states, current state
 
     def start(self, plan: StepPlan) -> SlowStep:
         for new_row in plan.new_rows:
@@ -103,7 +103,7 @@ class SlowDevice:
 
 
 def list_following(automaton: TokenAutomaton) -> dict[int, dict[int, int]]:
-    """The states after each token of each state."""
+    """Returns the next state by state and token."""
     following: dict[int, dict[int, int]] = {}
     for state, token, after in automaton.transitions:
         following.setdefault(state, {})[token] = after
@@ -111,7 +111,7 @@ def list_following(automaton: TokenAutomaton) -> dict[int, dict[int, int]]:
 
 
 def make_engine(rows: int, seconds: float) -> tuple[Engine, RequestFactory, SlowDevice]:
-    """Returns an engine on a slow device, what makes its requests, and the device."""
+    """Returns an engine on a slow device, its request factory and the device."""
     tokenizer = load_tokenizer(demo_model_dir())
     device = SlowDevice(seconds, tokenizer.vocab_size)
     limits = SchedulerLimits(
@@ -134,7 +134,7 @@ def make_engine(rows: int, seconds: float) -> tuple[Engine, RequestFactory, Slow
 
 
 def measure_answers(rows: int, seconds: float, count: int, *, has_automaton: bool) -> dict[str, float]:
-    """Returns milliseconds for each of `count` short answers, `rows` at a time, with an automaton or with masks."""
+    """Returns milliseconds per short answer, over `count` answers, `rows` at a time, with an automaton or masks."""
     engine, requests, _ = make_engine(rows, seconds)
     params = SamplingParams(max_tokens=None, structured_outputs=ANSWERS)
     made = [requests.make("Is it so?", params) for _ in range(count)]
@@ -148,7 +148,7 @@ def measure_answers(rows: int, seconds: float, count: int, *, has_automaton: boo
 
 
 def measure(rows: int, seconds: float, steps: int, structured: StructuredOutputsParams | None) -> dict[str, float]:
-    """Returns milliseconds per step with `rows` rows decoding, and what came late."""
+    """Returns milliseconds per step with `rows` rows decoding, and how many masks were late."""
     engine, requests, device = make_engine(rows, seconds)
     params = SamplingParams(max_tokens=None, ignore_eos=True, structured_outputs=structured)
     for _ in range(rows):
@@ -200,7 +200,7 @@ def main() -> None:
 
 
 def compare_answers(rows: int, seconds: float, steps: int) -> dict[str, Any]:
-    """Measures short answers both ways and prints a line."""
+    """Measures short answers with automata and with masks, and prints and returns the figures."""
     count = max(4, rows * steps // 10)
     masks, automata = (measure_answers(rows, seconds, count, has_automaton=has) for has in (False, True))
     print(

@@ -1,8 +1,8 @@
 """The peer of bench_cpu.py, run by an interpreter that has torch and transformers.
 
-Reads {"config", "jobs", "rows"} from standard input, prints tokens/s of static batches: prompts padded on the left to
-the longest of the batch, every row generating to the batch's longest output, in order of arrival. Only the tokens that
-were asked for count.
+Reads {"config", "jobs", "rows"} from standard input and prints tokens/s of static batches in order of arrival. Prompts
+are padded on the left to the longest of the batch, and all rows generate as many tokens as the batch's longest output.
+Only the tokens that were asked for count.
 """
 
 from __future__ import annotations

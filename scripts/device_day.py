@@ -1,13 +1,13 @@
-"""Everything to be learnt from a device in ten minutes, in the order of its worth, so that nothing is lost.
+"""Checks and measures a device in ten minutes, the most important things first.
 
-The first thing to run where a GPU is at hand. Every stage runs in a process of its own, which is killed when its time
-is over: kernels that were never run may abort a process or hang. Each result is on the disk, as a line of
-results.jsonl, before the next thing is begun. `--resume` runs what an earlier call did not come to; `--stage second` is
-for the second call. If the smoke test fails, the XLA path is measured in place of the kernels. What is left in the
-folder are at most eight small files; results.jsonl and report.md belong into docs/device/.
+Run this first on a new GPU. Every stage runs in a process of its own, which is killed when its time is over: kernels
+that were never run may abort a process or hang. Each result is on the disk, as a line of results.jsonl, before the next
+item begins. `--resume` runs what an earlier call did not reach; `--stage second` is for the second call. If the smoke
+test fails, the XLA path is measured in place of the kernels. The folder holds at most eight small files; results.jsonl
+and report.md belong in docs/device/.
 
-Needs jax and numpy where it runs, and flax and jaxtyping for the engine. `--dry-run` goes through all of it on small
-shapes, with the kernels interpreted, on any machine.
+Needs jax and numpy, and flax and jaxtyping for the engine. `--dry-run` runs all of it on small shapes, with the kernels
+interpreted, on any machine.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from device_stages.results import append_line, is_done, read_lines
 ROOT = Path(__file__).parents[1]
 RESULTS, REPORT, LOGS = "results.jsonl", "report.md", "logs.tar.gz"
 SECONDS = 565.0
-LEAST_SECONDS = 10.0  # a stage needs them to say anything
-CUDA_TOOLS = ("/usr/local/cuda/bin",)  # where ptxas is when it is not on the path
+LEAST_SECONDS = 10.0  # a stage with less time is not begun
+CUDA_TOOLS = ("/usr/local/cuda/bin",)  # where ptxas is if it is not on the path
 DRY_ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "NPROC": "8",  # the GPU kernels' interpreter blocks threads of XLA's pool, one per warpgroup
-    # Compiling is most of it.
+    # Compiling takes most of a dry run.
     "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
 }
 DRY_IMPL = "gpu_interpret"
-DRY_PATIENCE = 20.0  # times the limits: how fast a CPU interprets is not what a dry run is for
+DRY_PATIENCE = 20.0  # factor on time limits: interpreting on a CPU is slow
 
 
 @dataclass(frozen=True)
 class Day:
-    """One call: where its results go, and until when stages are begun."""
+    """One call: where its results go, and when it ends."""
 
     request: Request
-    end: float  # of time.monotonic
+    end: float  # in time.monotonic seconds
     folder: Path
 
     @property
@@ -58,7 +58,7 @@ class Day:
 
 
 def run_day(stages: Sequence[Stage], day: Day) -> None:
-    """Runs the stages that are not done yet, one after the other, as far as time allows."""
+    """Runs the stages that are not done yet, one after the other, as time allows."""
     for stage in stages:
         results = day.request.results
         lines = read_lines(results)
@@ -82,7 +82,7 @@ def run_day(stages: Sequence[Stage], day: Day) -> None:
 
 
 def pack_logs(logs: Path, archive: Path) -> None:
-    """Puts what the processes wrote, ptxas' words among it, into one file."""
+    """Packs the processes' output, ptxas' reports included, into one file."""
     with tempfile.NamedTemporaryFile(suffix=".tar.gz") as file:
         with tarfile.open(fileobj=file, mode="w:gz") as packed:
             for path in sorted(logs.iterdir()):
@@ -92,7 +92,7 @@ def pack_logs(logs: Path, archive: Path) -> None:
 
 
 def make_environment(*, dry_run: bool) -> dict[str, str]:
-    """Of all stages: this repository on the path, and CUDA's compiler where it is not there yet."""
+    """Returns the environment of all stages, with this repository and CUDA's tools on the paths."""
     environment = dict(os.environ)
     paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
@@ -104,10 +104,10 @@ def make_environment(*, dry_run: bool) -> dict[str, str]:
 
 
 def choose_stages(names: Iterable[str], *, dry_run: bool) -> list[Stage]:
-    """The stages of these names and groups, in their order. A dry run has all that differ in more than size.
+    """Returns the stages of these names and groups, in order. A dry run leaves out those that differ in size only.
 
     Raises:
-        ValueError: there is no stage of a name; lists those there are.
+        ValueError: a name is unknown; lists the known ones.
     """
     names = list(names)
     if not names:
@@ -126,7 +126,7 @@ def choose_stages(names: Iterable[str], *, dry_run: bool) -> list[Stage]:
 
 
 def prepare_results(folder: Path, resume: Path | None) -> Path:
-    """Makes the folder and its file of results: new, or with what is in `resume`, a file or the folder of one."""
+    """Makes the folder and its results file, new or copied from `resume` (a file or its folder); returns the file."""
     folder.mkdir(parents=True, exist_ok=True)
     results = folder / RESULTS
     earlier = None if resume is None else resume / RESULTS if resume.is_dir() else resume
@@ -174,7 +174,7 @@ def main() -> int:
     stages = args.stages
     resume = args.out if args.resume == Path() else args.resume
     results = prepare_results(args.out, resume)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that no child is left behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that no child stays behind
     with tempfile.TemporaryDirectory(prefix="device-day-") as logs:
         impl = args.impl or (DRY_IMPL if args.dry_run else None)
         environment = make_environment(dry_run=args.dry_run)

@@ -1,4 +1,4 @@
-"""What the device at hand can do at most, measured in the same run as what is compared with it."""
+"""The rates of this device, measured in the same run as the results that are compared with them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class DeviceLimits:
     """Measured rates of one device."""
 
     device: str
-    bytes_per_second: float  # of a copy, reading and writing counted
-    flops_per_second: float  # of a large bfloat16 matmul
+    bytes_per_second: float  # a copy, reads and writes counted
+    flops_per_second: float  # a large bfloat16 matmul
 
     def asdict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def measure_limits() -> DeviceLimits:
-    """Measures a large copy and a large matmul on the first device, the best of several runs."""
+    """Returns the rates of a large copy and a large matmul on the first device, the best of several runs."""
     device = jax.devices()[0]
     platform = jax.default_backend()
     bandwidth = _copy_rate(_COPY_BYTES[platform])
@@ -39,7 +39,7 @@ def measure_limits() -> DeviceLimits:
 
 
 def _copy_rate(size: int) -> float:
-    """Bytes per second, read and written, of a pass over an array in place: no fresh memory to be mapped."""
+    """Returns bytes per second, read and written, of a pass over an array in place, which maps no new memory."""
     add = jax.jit(lambda x: x + 1, donate_argnums=0)
     x, best = add(jnp.ones(size // 4, jnp.float32)), float("inf")
     for _ in range(5):
@@ -53,7 +53,7 @@ def _copy_rate(size: int) -> float:
 
 
 def sample_seconds(function: Callable[..., Any], *args: Any, repeats: int = 5, calls: int = 4) -> list[float]:
-    """Seconds of one call, by `repeats` of `calls` calls each; the first call is not counted."""
+    """Returns the mean seconds of a call in each of `repeats` runs of `calls` calls, after a warm-up call."""
     jax.block_until_ready(function(*args))
     samples = []
     for _ in range(repeats):

@@ -1,7 +1,7 @@
-"""One stage of a device day, in a process that may die: a child of `device_day.py`, which says how it is called.
+"""Runs one stage of a device day in a process that may die, as a child of `device_day.py`.
 
-Each item has a line that says that it was begun and one with its result, both on the disk before anything else is done.
-The process ends without tidying up, which can hang behind a fault of the device.
+Each item has a line for its begin and one for its result, both on the disk before anything else is done. The process
+ends without cleanup, which can hang after a fault of the device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def die_with_parent() -> None:
 
 
 def run_item(item: Item) -> Line:
-    """The figures of an item, or what it raised."""
+    """Returns an item's figures, or the error that it raised."""
     start = time.monotonic()
     try:
         found = {"ok": True, **item.run()}
@@ -44,7 +44,7 @@ def run_item(item: Item) -> Line:
 
 
 def run_stage(stage: str, module: str, results: Path, context: Context) -> None:
-    """Runs all items that are not to be skipped; behind its time it begins none."""
+    """Runs all items that are not to be skipped; begins none after its time is over."""
     end = time.monotonic() + context.seconds
     for item in importlib.import_module(module).list_items(context):
         line = {"stage": stage, "item": item.name}

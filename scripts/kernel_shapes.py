@@ -1,7 +1,7 @@
-"""The attention of a step as programs to be run and timed: rows in pages, and a chain of layers over them.
+"""Programs with the attention of a step, to be run and timed: rows in pages, and a chain of layers over them.
 
 A program runs several layers one after another, each on its own pages, as a model does: caches stay cold and dispatch
-is paid once. Every slot that holds nothing is NaN, which no implementation may let through.
+is paid once. Every empty slot is NaN, which must not reach any output.
 """
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ from pallas_kernels import (
 )
 
 MODELS = {"llama-8b": (32, 8, 128), "qwen3-0.6b": (16, 8, 128)}  # N, K, H
-POOL_BYTES = 24 * 10**9  # at most, of all layers of one measurement
+POOL_BYTES = 24 * 10**9  # most for all layers of one measurement
 PAGE_SIZES = {"gpu": 64, "tpu": 128}  # by platform
 _OTHER_PAGE_SIZE = 32
-CHUNK_UNIT = 32  # rows of the chunk class begin at multiples of it in their text
+CHUNK_UNIT = 32  # chunk rows begin at multiples of it in their sequence
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One measurement: rows of `cached` tokens in pages and `new` ones to compute, behind the rows of one token that
-    `beside` has: their tokens in pages, one number a row."""
+    """One measurement: `rows` rows with `cached` tokens in pages and `new` tokens to compute.
+
+    Rows with one new token come first; `beside` has their tokens in pages.
+    """
 
     model: str
     heads: tuple[int, int, int]
@@ -56,17 +58,17 @@ class Shape:
 
     @property
     def all_rows(self) -> list[tuple[int, int]]:
-        """(tokens in pages, new tokens) of every row, those of one token first."""
+        """(tokens in pages, new tokens) of every row, the rows of `beside` first."""
         return [(cached, 1) for cached in self.beside] + [(self.cached, self.new)] * self.rows
 
     @property
     def num_tokens(self) -> int:
-        """To compute: T."""
+        """The number of tokens to compute, T."""
         return sum(new for _, new in self.all_rows)
 
     @property
     def flops(self) -> float:
-        """Operations of both products, over the keys that each query sees."""
+        """Operations of both matmuls, over the keys that each query sees."""
         num_heads, _, head_dim = self.heads
         seen = sum(new * cached + new * (new + 1) / 2 for cached, new in self.all_rows)
         return 4.0 * num_heads * head_dim * seen
@@ -78,7 +80,7 @@ class Shape:
 
     @property
     def bytes_read(self) -> int:
-        """Keys and values of all rows, once."""
+        """Bytes of the keys and values of all rows."""
         return sum(cached + new for cached, new in self.all_rows) * page_bytes(self.spec) // self.page_size
 
     @property
@@ -91,7 +93,7 @@ class Shape:
 
 
 def platform_page_size() -> int:
-    """Tokens of a page in measurements on the platform at hand."""
+    """Returns the tokens per page in measurements on this platform."""
     return PAGE_SIZES.get(jax.default_backend(), _OTHER_PAGE_SIZE)
 
 
@@ -112,21 +114,24 @@ def list_shapes(page_size: int, *, dry_run: bool) -> Iterator[Shape]:
 
 
 def prepare_dry_run() -> None:
-    """To be called before JAX starts: the GPU kernels' interpreter blocks threads of XLA's pool, one per warpgroup."""
+    """Call before JAX starts: the GPU kernels' interpreter blocks threads of XLA's pool, one per warpgroup."""
     os.environ.setdefault("NPROC", "8")
 
 
 def make_program(
     shape: Shape, impl: str, layers: int, config: Any = None
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Returns a jitted chain of layers and its arguments: see `make_chain` and `make_arguments`."""
+    """Returns `make_chain` and `make_arguments` of a shape."""
     layout = choose_layout(impl, shape.heads[2])
     return make_chain(shape, impl, layers, layout, config), make_arguments(shape, layers, layout)
 
 
 def make_arguments(shape: Shape, layers: int, layout: str) -> tuple[jax.Array, ...]:
-    """Pool, q, k, v and what `prepare_batch` takes: pages in random order, a page table as wide as the longest row;
-    queries, keys and values are independent and normal: `pallas_kernels.testing.compare` says what then shows."""
+    """Returns the pool, q, k, v and the arguments of `prepare_batch`.
+
+    Pages are in random order, the page table is as wide as the longest row. Queries, keys and values are independent
+    and normal (see `pallas_kernels.testing.compare`).
+    """
     num_heads, num_kv_heads, head_dim = shape.heads
     spec = replace(shape.spec, layout=layout)
     meta, filled = _make_rows(shape)
@@ -139,8 +144,10 @@ def make_arguments(shape: Shape, layers: int, layout: str) -> tuple[jax.Array, .
 
 
 def make_chain(shape: Shape, impl: str, layers: int, layout: str, config: Any = None) -> Callable[..., Any]:
-    """A jitted chain of layers over `make_arguments`, of which it takes the pool: -> (the last layer's output, the
-    pool, the first layer's output). Every run writes the same tokens."""
+    """Returns a jitted chain of layers over `make_arguments`, whose pool it donates.
+
+    The chain returns (the last layer's output, the pool, the first layer's output). Each run writes the same tokens.
+    """
     num_heads, _, head_dim = shape.heads
     attention = AttnShape(num_heads, replace(shape.spec, layout=layout), shape.dtype)
     params = AttnParams(scale=head_dim**-0.5)
@@ -168,9 +175,9 @@ def make_chain(shape: Shape, impl: str, layers: int, layout: str, config: Any = 
 def compute_exactly(
     shape: Shape, layout: str, pool: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, *meta: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The right output [T, N, H] f32 of the first layer of `make_arguments`, whose pool it takes, and the pool.
+    """Returns the reference output [T, N, H] f32 of the first layer on `make_arguments`, and the pool after it.
 
-    It runs the XLA path on queries that are not rounded again.
+    Runs the XLA path in float32 and donates `pool`.
     """
     run = make_chain(replace(shape, dtype="float32"), "xla", 1, layout)
     with jax.default_matmul_precision("highest"):  # GPUs round float32 operands to 10 bits by default
@@ -179,7 +186,7 @@ def compute_exactly(
 
 
 def _make_rows(shape: Shape) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
-    """The page table, lengths, starts and distribution of `prepare_batch`, and the filled slots of each page."""
+    """Returns the page table, lengths, starts and distribution of `prepare_batch`, and each page's filled slots."""
     rng = np.random.default_rng(0)
     cached, new = np.array(shape.all_rows, np.int32).T
     lens = cached + new
@@ -201,13 +208,15 @@ def _make_rows(shape: Shape) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
 
 @partial(jax.jit, static_argnums=(1, 2))
 def _draw(key: jax.Array, dims: tuple[int, ...], dtype: str) -> jax.Array:
-    """Normal numbers that bfloat16 has. They are drawn in float32, of which nothing is kept: numbers drawn in bfloat16
-    have a mean of -0.011, and what all values have in common hides what is missing in the mean of 32k."""
+    """Returns normal numbers, drawn in float32 and rounded to bfloat16.
+
+    Numbers drawn in bfloat16 have a mean of -0.011, which would hide a missing value in a mean of 32k values.
+    """
     return jax.random.normal(key, dims).astype(jnp.bfloat16).astype(dtype)
 
 
 @partial(jax.jit, static_argnums=(2, 3))
 def _make_pool(key: jax.Array, filled: jax.Array, dims: tuple[int, ...], dtype: str) -> jax.Array:
-    """Random pages, NaN behind the `filled` slots of each."""
+    """Returns random pages, with NaN after the `filled` slots of each."""
     held = jnp.arange(dims[2])[None, :] < filled[:, None]
     return jnp.where(held[:, None, :, None], _draw(key, dims, dtype), jnp.nan).astype(dtype)

@@ -1,4 +1,4 @@
-"""Seconds of attention on the device at hand: ours by the layer, and the dense attention of others."""
+"""Times attention on this device: our kernels per layer, and the dense attention of other libraries."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from kernel_shapes import POOL_BYTES, Shape, make_program
 
 @dataclass(frozen=True)
 class Effort:
-    """How often things are run."""
+    """How often a measurement is run."""
 
     layers: int = 8  # per call
     repeats: int = 5
     calls: int = 4  # per repeat
 
     def sample(self, call: Callable[..., Any], *args: Any) -> list[float]:
-        """Seconds of one call, by repeats."""
+        """Returns the seconds of one call in each repeat."""
         return sample_seconds(call, *args, repeats=self.repeats, calls=self.calls)
 
     def time(self, call: Callable[..., Any], *args: Any) -> float:
-        """Seconds of one call, the best of the repeats."""
+        """Returns the seconds of one call, the best of the repeats."""
         return min(self.sample(call, *args))
 
 
@@ -36,18 +36,18 @@ FULL, DRY = Effort(), Effort(layers=1, repeats=1, calls=1)
 
 
 def summarize(samples: Sequence[float]) -> dict[str, float | int]:
-    """Median and spread of repeats, in seconds."""
+    """Returns the median, minimum and 90th percentile of repeats, in seconds."""
     low, middle, high = np.percentile(samples, (0, 50, 90))
     return {"median": float(middle), "min": float(low), "p90": float(high), "repeats": len(samples)}
 
 
 def count_layers(shape: Shape, layers: int, pool_bytes: int = POOL_BYTES) -> int:
-    """As many of `layers` as `pool_bytes` hold, at least one."""
+    """Returns how many of `layers` fit `pool_bytes`, at least one."""
     return max(1, min(layers, pool_bytes // max(shape.bytes_read, 1)))
 
 
 def hold_pool(run: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[[], jax.Array]:
-    """A call of a program of `make_program` that keeps the pool, which every run consumes and gives back."""
+    """Returns a call of a program of `make_program` that keeps the donated pool between runs."""
     held, rest = [arguments[0]], arguments[1:]
 
     def call() -> jax.Array:
@@ -58,13 +58,13 @@ def hold_pool(run: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[[
 
 
 def time_paged(shape: Shape, impl: str, effort: Effort = FULL, config: Any = None) -> float:
-    """Seconds of one layer, its keys' write included: the best of the repeats."""
+    """Returns the best seconds of one layer, which include the write of its keys and values."""
     layers = count_layers(shape, effort.layers)
     return effort.time(hold_pool(*make_program(shape, impl, layers, config))) / layers
 
 
 def sample_dense(shape: Shape, effort: Effort, implementation: str = "cudnn") -> list[float]:
-    """Seconds of dense attention of the same shape through jax.nn, causal unless a decode row sees all keys."""
+    """Returns the seconds of dense attention through jax.nn by repeat, causal unless decode rows see all keys."""
     num_heads, num_kv_heads, head_dim = shape.heads
     keys = jax.random.split(jax.random.key(0), 3)
     q = jax.random.normal(keys[0], (shape.rows, shape.new, num_heads, head_dim), jnp.bfloat16)
@@ -75,7 +75,7 @@ def sample_dense(shape: Shape, effort: Effort, implementation: str = "cudnn") ->
 
 
 def sample_torch(shape: Shape, effort: Effort) -> list[float]:
-    """The same through torch, on the GPU."""
+    """Returns the seconds of torch's dense attention on the GPU by repeat."""
     import torch
 
     num_heads, num_kv_heads, head_dim = shape.heads

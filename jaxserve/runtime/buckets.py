@@ -29,7 +29,7 @@ class Bucket:
 
 
 class BucketTable:
-    """Finds the smallest bucket that holds a step: decode buckets for one token a row, mixed ones with all rows."""
+    """The buckets of an engine, by size: decode buckets have one token per row, mixed ones have all rows."""
 
     def __init__(self, decode_rows: Iterable[int], mixed_tokens: Iterable[int], max_num_seqs: int) -> None:
         self._decode_rows = sorted(set(decode_rows))
@@ -42,12 +42,12 @@ class BucketTable:
 
     @property
     def row_counts(self) -> tuple[int, ...]:
-        """The row buckets of sample programs."""
+        """The row counts of decode buckets and sample programs, ascending."""
         return tuple(self._decode_rows)
 
     @property
     def token_counts(self) -> tuple[int, ...]:
-        """The sizes of mixed buckets."""
+        """The token counts of mixed buckets, ascending."""
         return tuple(self._mixed_tokens)
 
     @property
@@ -55,16 +55,16 @@ class BucketTable:
         return self.buckets[-1]
 
     def take_largest(self) -> BucketTable:
-        """Returns the table of the two buckets that hold any step, at the price of the most padding."""
+        """Returns a table of the largest decode and the largest mixed bucket, which together hold any step."""
         return BucketTable(self._decode_rows[-1:], self._mixed_tokens[-1:], self._max_num_seqs)
 
     @property
     def smallest_mixed(self) -> Bucket:
-        """The bucket of a short prompt."""
+        """The mixed bucket that a short prompt uses."""
         return self.buckets[len(self._decode_rows)]
 
     def find(self, num_tokens: int, num_rows: int) -> Bucket:
-        """Returns the bucket of a step with `num_tokens` over `num_rows`; MissingProgramError when there is none."""
+        """Returns the smallest bucket that holds a step; MissingProgramError if none does."""
         if num_tokens == num_rows and num_rows <= self._max_num_seqs:
             return self.buckets[bisect_left(self._decode_rows, num_rows)]
         if num_rows > self._max_num_seqs or num_tokens > self._mixed_tokens[-1]:
@@ -73,9 +73,9 @@ class BucketTable:
 
 
 def make_buckets(platform: str, max_num_seqs: int, max_num_batched_tokens: int) -> BucketTable:
-    """Returns the finest geometric buckets whose programs are few enough for the platform to compile at a start.
+    """Returns the finest geometric buckets that stay within the platform's limit of programs.
 
-    The smallest decode bucket on CPU has two rows: XLA's bf16 product with a single row is many times slower there.
+    On CPU the smallest decode bucket has two rows: XLA's bf16 product with a single row is many times slower there.
     """
     limit, factor = _MAX_PROGRAMS[platform], 4 if platform == "cpu" else 2
     least, rows = (2, max(2, max_num_seqs)) if platform == "cpu" else (1, max_num_seqs)
@@ -98,7 +98,7 @@ def _divide(last: int, least: int, factor: int) -> list[int]:
 
 
 def _spread(first: int, last: int, most: int) -> list[int]:
-    """Returns at most `most` sizes from `first` to `last`, in equal ratios of 1.5 or more, in whole chunks between."""
+    """Returns at most `most` sizes from `first` to `last`, about equal ratios apart; those between are whole chunks."""
     steps = min(most - 1, math.ceil(math.log(last / first) / math.log(1.5)))
     between = [first * (last / first) ** (index / steps) for index in range(1, steps)]
     return [first, *(min(last, math.ceil(size / MIN_CHUNK) * MIN_CHUNK) for size in between), last]

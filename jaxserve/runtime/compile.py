@@ -1,4 +1,4 @@
-"""Compiles programs: a whole table of them before the engine is ready, or one that a step needs."""
+"""Compiles programs: a whole table before the engine is ready, or one when a step needs it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Progress = Callable[[str, int, int], None]  # (what was done, how many, of how m
 
 @dataclass(frozen=True)
 class ProgramInputs:
-    """Abstract values of everything the programs take."""
+    """Abstract values of the programs' arguments."""
 
     params: Any
     cache: KVCache
@@ -50,18 +50,18 @@ class ProgramInputs:
     replicated: Sharding
 
     def spec(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        """An array that is whole on every device."""
+        """Returns the abstract value of an array that is replicated on all devices."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
 
 
 _log = logging.getLogger(__name__)
-_NOTICEABLE = 0.5  # seconds of a program that a user is told of; one from the cache takes less
+_NOTICEABLE = 0.5  # seconds; users are told of compilations that take as long, which cached programs do not
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"  # also sent when the persistent cache has the program
 
 
-@functools.cache  # one listener a process
+@functools.cache  # one listener per process
 def watch_compiles() -> Callable[[], int]:
-    """Returns a function that tells how many programs XLA compiled in this process since the first call of this one."""
+    """Returns a function that counts the process's XLA compilations since the first `watch_compiles`, cached or not."""
     count = 0
 
     def listen(event: str, seconds: float, **_: Any) -> None:
@@ -80,7 +80,7 @@ def compile_forward(model: StepModel, inputs: ProgramInputs, bucket: Bucket) -> 
 
 
 def trace_forward(model: StepModel, inputs: ProgramInputs, bucket: Bucket) -> Any:
-    """Traces the forward program of one bucket; what it is lowered for is the caller's to say."""
+    """Traces the forward program of one bucket, for the caller to lower for any platform."""
     layout = InputLayout(bucket, inputs.state_shape)
     step = functools.partial(forward, model=model, layout=layout)
     packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32, sharding=inputs.replicated)
@@ -104,7 +104,7 @@ def compile_sample(model: StepModel, inputs: ProgramInputs, rows: int, variant: 
 
 
 def compile_logprobs(model: StepModel, inputs: ProgramInputs, rows: int, max_logprobs: int) -> Any:
-    """Compiles the log-probabilities of one row bucket's tokens."""
+    """Compiles the log-probabilities of sampled tokens for one row bucket; `max_logprobs` -1: of all tokens."""
     most = min(max_logprobs, model.config.vocab_size)
     step = functools.partial(compute_step_logprobs, model=model, max_logprobs=most)
     jitted = jax.jit(step, out_shardings=inputs.replicated)
@@ -112,7 +112,7 @@ def compile_logprobs(model: StepModel, inputs: ProgramInputs, rows: int, max_log
 
 
 def compile_prompt_logprobs(model: StepModel, inputs: ProgramInputs, bucket: Bucket, max_logprobs: int) -> Any:
-    """Compiles the log-probabilities of the prompt tokens of one mixed bucket."""
+    """Compiles the log-probabilities of prompt tokens for one mixed bucket."""
     most = min(limit_prompt_logprobs(max_logprobs), model.config.vocab_size)
     step = functools.partial(compute_prompt_logprobs, model=model, max_logprobs=most)
     hidden = inputs.spec((bucket.tokens, model.config.hidden_size), model.config.dtype)
@@ -121,14 +121,14 @@ def compile_prompt_logprobs(model: StepModel, inputs: ProgramInputs, bucket: Buc
 
 
 def compile_pool(model: StepModel, inputs: ProgramInputs, rows: int) -> Any:
-    """Compiles the embeddings of one row bucket."""
+    """Compiles the embeddings program of one row bucket."""
     jitted = jax.jit(functools.partial(pool_last, model=model), out_shardings=inputs.replicated)
     last = inputs.spec((rows, model.config.hidden_size), model.config.dtype)
     return jitted.lower(inputs.params["final_norm"], last).compile()
 
 
 def compile_set_row(model: StepModel, inputs: ProgramInputs) -> Any:
-    """Compiles what writes one row's line of the sampler's state."""
+    """Compiles the program that writes one row of the sampler's state."""
     line = make_row_setting(model.config.vocab_size, (), ())
     line = jax.tree.map(lambda array: inputs.spec(array.shape, array.dtype), line)
     jitted = jax.jit(set_row, donate_argnums=(0,), out_shardings=_shardings(inputs.sampler))
@@ -136,7 +136,7 @@ def compile_set_row(model: StepModel, inputs: ProgramInputs) -> Any:
 
 
 def mask_words(model: StepModel) -> int:
-    """32-bit words of a mask of all tokens."""
+    """Returns the number of 32-bit words in a mask over the vocabulary."""
     return -(-model.config.vocab_size // WORD_BITS)
 
 
@@ -152,7 +152,7 @@ class ProgramCompiler:
     max_logprobs: int
 
     def compile(self, kind: str, key: Any) -> Any:
-        """Compiles the program that `Programs` keeps under this kind and key."""
+        """Returns the compiled program of a kind and key of `Programs`; ValueError for an unknown kind."""
         model, inputs = self.model, self.inputs
         match kind:
             case "forward":
@@ -171,7 +171,7 @@ class ProgramCompiler:
 
 
 def name_program(kind: str, key: Any) -> str:
-    """Returns what users are told a program is."""
+    """Returns a program's name for users."""
     match kind, key:
         case "forward", bucket:
             return str(bucket)
@@ -185,7 +185,7 @@ def name_program(kind: str, key: Any) -> str:
 
 
 def list_programs(buckets: BucketTable) -> Iterator[ProgramKey]:
-    """Yields every program of a table, those that take longest to compile first."""
+    """Yields the (kind, key) of every program of a table, the slowest to compile first."""
     for bucket in sorted(buckets.buckets, reverse=True):
         yield "forward", bucket
         if not bucket.is_decode:
@@ -206,9 +206,10 @@ def compile_programs(
     progress: Progress | None = None,
     known: Programs | None = None,
 ) -> Programs:
-    """Returns the programs in `known` and those that are wanted beside them.
+    """Returns the programs in `known` and in `wanted`. XLA releases the GIL, so missing ones compile in threads.
 
-    Several are compiled at once: XLA works outside the interpreter's lock.
+    Args:
+        threads: how many compile at once; 0: one per core, at most 8.
     """
     threads = threads or min(8, os.cpu_count() or 1)
     programs = Programs() if known is None else known.copy()
@@ -224,14 +225,14 @@ def compile_programs(
                 getattr(programs, kind)[key] = job.result()
                 if progress is not None:
                     progress(name_program(kind, key), done, len(jobs))
-        except BaseException:  # Ctrl-C, or a program that does not compile: nobody waits for those not begun
+        except BaseException:  # Ctrl-C, or a program that does not compile: drop those not begun
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     return programs
 
 
 def compile_late(compiler: ProgramCompiler, announce: Callable[[str], None]) -> Callable[[str, Any], Any]:
-    """Returns a `Programs.compile_missing` that compiles a program when a step first needs it, and says so."""
+    """Returns a `Programs.compile_missing` that compiles a program, logs it, and announces it if it took long."""
 
     def compile_missing(kind: str, key: Any) -> Any:
         start = time.perf_counter()
@@ -246,7 +247,7 @@ def compile_late(compiler: ProgramCompiler, announce: Callable[[str], None]) -> 
 
 
 def _selected(model: StepModel, inputs: ProgramInputs, rows: int) -> SampleInputs:
-    """What a forward program of `rows` rows hands over."""
+    """Returns the abstract values that a forward program of `rows` rows hands to sampling."""
     layout = InputLayout(Bucket(rows, rows), inputs.state_shape)
     return SampleInputs(
         logits=inputs.spec((rows, model.config.vocab_size), jnp.float32),

@@ -1,4 +1,4 @@
-"""What has been run on the device since the start, for tables and metrics."""
+"""Counts of the steps run on the device since the start, for tables and metrics."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 
 from jaxserve.runtime.buckets import Bucket
 
-STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # and one more for what is above
+STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # inclusive; one more bin above
 
 
 @dataclass(slots=True)
 class StepCounts:
-    """Only the runner writes it; any thread may read."""
+    """The runner alone writes these counts; any thread may read them."""
 
     steps: Counter[Bucket] = field(default_factory=Counter)
     useful_tokens: int = 0
-    padded_tokens: int = 0  # the useful ones included
-    num_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKEN_BOUNDS) + 1))  # steps
+    padded_tokens: int = 0  # useful tokens included
+    num_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKEN_BOUNDS) + 1))  # steps per bin
 
     def count(self, bucket: Bucket, num_tokens: int) -> None:
         """Counts a step that was started."""

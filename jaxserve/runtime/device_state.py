@@ -1,4 +1,4 @@
-"""What lives on the device between steps and is always donated: the KV pools and the rows."""
+"""State that stays on the device between steps and is always donated: the KV pools and the rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KVCache = tuple[jax.Array, ...]  # pools [layers * num_pages, 2K, page_size, H]
 
 @flax.struct.dataclass
 class RowState:
-    """Everything else; positions, lengths and write slots are derived from it inside the programs."""
+    """The rows. Positions, lengths and write slots are derived from them inside the programs."""
 
     last_token: Int[Array, " R"]  # what each row sampled last
     num_computed: Int[Array, " R"]
@@ -40,8 +40,8 @@ def row_state_specs(shape: StateShape, sharding: Sharding) -> RowState:
 
 
 def make_zeros[T](specs: T) -> T:
-    """Returns zeroed state on the device, each array made where it will lie.
+    """Returns arrays of zeros with the shapes, dtypes and shardings of `specs`, made on their devices.
 
-    Zeroed, because a masked page slot is still read: uninitialised memory could hold NaN.
+    Masked page slots are still read, and uninitialised memory could hold NaN.
     """
     return jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype, device=spec.sharding), specs)

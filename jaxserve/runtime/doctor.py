@@ -1,6 +1,6 @@
-"""What would run here, and what is broken: the report behind `jaxserve doctor`.
+"""The report behind `jaxserve doctor`: what would run here, and what is broken.
 
-Nothing is imported here that a broken installation could keep from being imported: each check loads what it looks at.
+Each check imports the packages it looks at, so that the report works in a broken installation.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _PACKAGES = (
     "tokenizers",
     "sentencepiece",
 )
-# What the kernel shows of an accelerator, and what makes JAX use it.
+# (platform, the file by which the kernel shows it, its name, the packages with which JAX uses it)
 _HARDWARE = (
     ("gpu", Path("/proc/driver/nvidia/version"), "an NVIDIA GPU", "jaxserve[cuda13] or jaxserve[cuda12]"),
     ("tpu", Path("/dev/accel0"), "a TPU", "jaxserve[tpu]"),
 )
-_LEAST_FREE = 2**30  # bytes on the disk of compiled programs; a large model's take some hundred MiB
+_LEAST_FREE = 2**30  # bytes on the compile cache's disk; a large model's programs take some hundred MiB
 _MIB = 2**20
 _PROBE_BYTES = 2**16
 _STYLES = {"ok": "green", "note": "yellow", "broken": "bold red", "skipped": "dim"}
@@ -51,7 +51,7 @@ _STYLES = {"ok": "green", "note": "yellow", "broken": "bold red", "skipped": "di
 
 @dataclass(frozen=True)
 class Seen:
-    """What a check saw: `value` is for later checks, `advice` for what works and could be better."""
+    """The result of a check that passed: `value` is for later checks, `advice` says what could be better."""
 
     text: str
     value: Any = None
@@ -63,19 +63,19 @@ class Check:
     """One section of the report."""
 
     title: str
-    look: Callable[[dict[str, Any]], Seen]  # gets the values of earlier checks by title; raises what is broken
-    advice: str = ""  # for failures that do not come with their own
-    needs: tuple[str, ...] = ()  # checks without whose values there is nothing to look at
+    look: Callable[[dict[str, Any]], Seen]  # takes earlier checks' values by title; raises if broken
+    advice: str = ""  # for errors that carry none
+    needs: tuple[str, ...] = ()  # titles of checks that must have passed
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of one check."""
+    """The outcome of one check."""
 
     title: str
-    status: str  # of _STYLES
+    status: str  # a key of _STYLES
     text: str
-    advice: str = ""  # what to do, where the text does not say so
+    advice: str = ""  # what to do, unless the text says it
 
 
 def list_checks(config: EngineConfig, find_model: Callable[[], DecoderConfig]) -> tuple[Check, ...]:
@@ -97,7 +97,7 @@ def list_checks(config: EngineConfig, find_model: Callable[[], DecoderConfig]) -
 
 
 def run_checks(checks: Iterable[Check]) -> list[Finding]:
-    """Makes all checks: whatever one of them meets, the others are made."""
+    """Runs all checks and returns their findings, in order; a failed check does not stop the others."""
     values: dict[str, Any] = {}
     return [_run_check(check, values) for check in checks]
 
@@ -125,7 +125,7 @@ def _run_check(check: Check, values: dict[str, Any]) -> Finding:
         seen = check.look(values)
     except DeviceError as error:
         return Finding(check.title, "broken", f"{error.field}: {error.reason}", error.advice)
-    except JaxServeError as error:  # says itself what would work
+    except JaxServeError as error:  # its text says what would work
         return Finding(check.title, "broken", str(error))
     except OSError as error:
         return Finding(check.title, "broken", f"{error.filename or ''}: {error.strerror or error}", check.advice)
@@ -155,7 +155,7 @@ def _look_at_devices() -> Seen:
 
 
 def _look_for_accelerators(seen: dict[str, Any]) -> Seen:
-    """Says what the machine has and JAX does not use, unless the user wants it so."""
+    """Finds an accelerator that JAX does not use, unless JAX_PLATFORMS is set."""
     platforms = {device.platform for device in seen["Devices"]}
     if seen["JAX"].config.jax_platforms:
         return Seen(f"JAX_PLATFORMS is {seen['JAX'].config.jax_platforms}")
@@ -193,7 +193,7 @@ def _list_sample_programs(seen: dict[str, Any]) -> Seen:
 
 
 def _look_at_cache(directory: Path | None) -> Seen:
-    """Reads and writes where compiled programs are kept, as a start would."""
+    """Checks that the compile cache can be read and written, as a start would."""
     if directory is None:
         return Seen("none", advice="programs are compiled at every start; compilation_cache_dir names a directory")
     directory.mkdir(parents=True, exist_ok=True)

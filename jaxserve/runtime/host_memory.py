@@ -1,4 +1,4 @@
-"""How much memory this process may use: the machine's, or the least limit of the cgroups it is in."""
+"""How much memory this process may use: the machine's, or the least limit of its cgroups."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# memory.high counts as well: who is above it is throttled until it is below, and an engine's pools stay in use.
+# memory.high counts as well: a process above it is throttled, and an engine never gives its pools back.
 _LIMIT_FILES = {"cgroup2": ("memory.max", "memory.high"), "cgroup": ("memory.limit_in_bytes",)}
-_ESCAPE = re.compile(r"\\([0-7]{3})")  # blanks in the paths of mountinfo
+_ESCAPE = re.compile(r"\\([0-7]{3})")  # mountinfo writes blanks in paths as octal
 
 
 @dataclass(frozen=True)
 class _Mount:
-    """A hierarchy of cgroups with memory limits. `root` is the cgroup that is seen at `point`."""
+    """A mounted cgroup hierarchy with memory limits. `root` is the cgroup mounted at `point`."""
 
     kind: str
     root: str
@@ -26,8 +26,8 @@ class _Mount:
 def host_memory_bytes(root: Path = Path("/")) -> int:
     """Returns the bytes this process may use: the least of the machine's memory and the limits of its cgroups.
 
-    The limits are those of its own cgroup and of all around it that are visible, v1 and v2. `root` is where proc and
-    the mounted hierarchies are looked up.
+    Limits are read from its own cgroup and all visible parents, v1 and v2. `root` is the directory that holds proc and
+    the mounted hierarchies.
     """
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]  # v1 writes "no limit" as a huge number
     groups = _read_groups(root)
@@ -59,10 +59,10 @@ def _read_mounts(root: Path) -> Iterator[_Mount]:
 
 
 def _read_limits(root: Path, mount: _Mount, path: str) -> Iterator[int]:
-    """Yields the limits of the cgroup `path` and of every one around it, up to the mount point."""
+    """Yields the limits in bytes of the cgroup `path` and its parents, up to the mount point."""
     point = root / mount.point.lstrip("/")
     inside = posixpath.relpath(posixpath.normpath(path), posixpath.normpath(mount.root))
-    if inside.split("/")[0] == "..":  # outside what is mounted here: what the container's own files say is nearest
+    if inside.split("/")[0] == "..":  # outside this mount, as in containers: the mount's own limits are nearest
         inside = "."
     group = point / inside
     for folder in (group, *group.parents):

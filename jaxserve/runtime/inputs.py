@@ -1,8 +1,8 @@
 """A step's inputs: one int32 array, packed by the host and unpacked at static offsets in the program.
 
 One array, because each transfer and each argument of a dispatch costs the host tens of microseconds. Floats travel as
-their bits. An array is never written again once it was sent: on CPU the device may read the very buffer that numpy
-wrote. Steps that decode the same rows send the same one.
+their bits. An array is never written after it was sent: on CPU the device may read numpy's own buffer. Steps that
+decode the same rows send the same array.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from jaxserve.runtime.buckets import Bucket
 from jaxserve.runtime.rows import NUM_SAMPLING_FIELDS, RowMirror, SampleVariant
 from jaxserve.scheduler.plan import StepPlan
 
-KEEP = -1  # in `starts`: the row goes on where it is
-ON_DEVICE = -1  # in `token_ids`: the token that the row sampled last
+KEEP = -1  # in `starts`: `num_computed` stays
+ON_DEVICE = -1  # in `token_ids`: the row's last sampled token
 
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """Sizes of the persistent state; `rows` counts the padding row, the last one."""
+    """Sizes of the persistent state. The last row is the padding row."""
 
     groups: int  # G
     rows: int  # R, the padding row included
@@ -37,11 +37,11 @@ class StateShape:
 
 
 class StepInputs(NamedTuple):
-    """The unpacked views. Rows beyond the plan's are the padding row, with no tokens."""
+    """The fields of the packed array, all int32. Rows beyond the plan's are the padding row, without tokens."""
 
     row_ids: Any  # [S]
     starts: Any  # [S] number of computed tokens to set, or KEEP
-    samples: Any  # [S] 1 where the row's last token is sampled from
+    samples: Any  # [S] 1 where the row samples after its last token
     query_start_loc: Any  # [S + 1]
     distribution: Any  # [3] cumulative ends of one-token, chunk and mixed rows
     token_ids: Any  # [T]
@@ -78,11 +78,11 @@ class InputLayout:
         blank.page_entries[:] = state.padding_row * state.pages_per_row
 
     def new(self) -> np.ndarray:
-        """Returns a fresh packed array of nothing but padding."""
+        """Returns a new packed array [size] int32 of padding."""
         return self._blank.copy()
 
     def views(self, packed: Any) -> StepInputs:
-        """Unpacks a numpy array (as views) or a traced one."""
+        """Returns the fields of a packed array, numpy (as views) or traced."""
         return StepInputs(
             *[packed[where] for where in self._flat], packed[self._sampling].reshape(self._sampling_shape)
         )
@@ -90,22 +90,22 @@ class InputLayout:
 
 @dataclass(frozen=True, slots=True)
 class PackedStep:
-    """What a step sends, and what its rows need of the programs after the forward one."""
+    """A step's packed inputs, and the programs that its rows need after `forward`."""
 
-    inputs: np.ndarray  # as the bucket's `InputLayout` says; read-only
+    inputs: np.ndarray  # in the bucket's `InputLayout`; read-only
     variant: SampleVariant
     wants_logprobs: bool
 
 
 class StepPacker:
-    """Packs plans. What a step of decoding rows sends is kept for the next one of the same rows."""
+    """Packs plans. The inputs of a decode step are kept and sent again while its rows stay the same."""
 
     def __init__(self, mirror: RowMirror) -> None:
         self._mirror = mirror
         self._kept: tuple[tuple[InputLayout, tuple[int, ...]], PackedStep] | None = None  # by layout and rows
 
     def pack(self, plan: StepPlan, layout: InputLayout) -> PackedStep:
-        """Returns the packed step of a plan, and has the mirror know the rows that begin a new life in it."""
+        """Returns the packed step of a plan, after recording its new rows in the mirror."""
         if plan.new_rows:
             self._mirror.apply(plan.new_rows)
             self._kept = None
@@ -122,7 +122,7 @@ class StepPacker:
 
 
 def _pack_rows(plan: StepPlan, layout: InputLayout, mirror: RowMirror) -> PackedStep:
-    """Everything but the updates of page tables."""
+    """Packs everything but page-table updates."""
     packed = layout.new()
     views = layout.views(packed)
     num_decodes, num_rows = len(plan.decode_rows), plan.num_rows
@@ -133,7 +133,7 @@ def _pack_rows(plan: StepPlan, layout: InputLayout, mirror: RowMirror) -> Packed
     ends[:num_decodes] = np.arange(1, num_decodes + 1, dtype=np.int32)
     _pack_chunks(plan, views)
     ends[num_rows:] = ends[num_rows - 1]
-    # The scheduler begins chunks on an edge, but for tokens that are computed again.
+    # Chunks begin on an edge, except where tokens are computed again.
     on_edge = all(chunk.start % CHUNK_EDGE == 0 for chunk in plan.chunks)
     views.distribution[:] = (num_decodes, num_rows if on_edge else num_decodes, num_rows)
     row_ids = views.row_ids[:num_rows]
@@ -143,7 +143,7 @@ def _pack_rows(plan: StepPlan, layout: InputLayout, mirror: RowMirror) -> Packed
 
 
 def _add_pages(inputs: np.ndarray, plan: StepPlan, layout: InputLayout) -> np.ndarray:
-    """A copy that also sets the plan's entries of page tables."""
+    """Returns a copy that also has the plan's page-table updates."""
     packed, state = inputs.copy(), layout.state
     views = layout.views(packed)
     updates = np.array(plan.page_updates, np.int32)

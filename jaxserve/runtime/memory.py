@@ -1,7 +1,7 @@
-"""The memory plan: what everything but the KV pools takes, and how many pages the rest is.
+"""The memory plan: what everything but the KV pools takes, and how many pages fit the rest.
 
-No engine may run out of memory after it is ready. So the plan is made from what the compiled programs say of
-themselves, before the pools exist, and the pools are made once.
+No engine may run out of memory after it is ready. So the plan is made from the compiled programs' own figures before
+the pools exist, and the pools are made once.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from pallas_kernels.layout import page_bytes, pool_shape
 from pallas_kernels.spec import KVSpec
 
 GIB = 2**30
-_REMEDIES = {  # of what takes most
+_REMEDIES = {  # by the option whose part is largest
     "model": "take a smaller dtype or model, or on accelerators raise tensor_parallel_size",
     "max_num_seqs": "lower it",
     "kv_cache_memory_bytes": "lower it, max_num_seqs or max_model_len",
 }
-_CPU_SHARE = 0.25  # of the memory this process may use
+_CPU_SHARE = 0.25  # share of the memory this process may use
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class DeviceUse:
     """Bytes on each device beside the KV pools."""
 
     params: int
-    temporaries: int  # of the program that needs most
-    code: int  # of all programs
+    temporaries: int  # the largest of any program
+    code: int  # all programs
     state: int  # rows, and two steps' inputs and outputs
-    reserve: int  # modules and command buffers appear at first execution
+    reserve: int  # for modules and command buffers, which appear at first execution
 
     @property
     def total(self) -> int:
@@ -49,9 +49,9 @@ class DeviceUse:
 
 @dataclass(frozen=True)
 class CachePlan:
-    """How the KV pools are laid out. Sizes are of one device; pages are the same on all."""
+    """The layout of the KV pools. All devices have the same pages, each with its share of the KV heads."""
 
-    spec: KVSpec  # K is that of the whole model
+    spec: KVSpec  # K counts the whole model's heads
     num_pages: tuple[int, ...]  # per KV group, the null page included
     layout: CacheLayout
     num_devices: int
@@ -80,12 +80,13 @@ def plan_cache(
 ) -> CachePlan:
     """Divides `budget` bytes per device among the KV groups, so that each holds the same number of full sequences.
 
-    `spec` is that of the whole model's pages.
-    `max_sequences` bounds the pools where more would never be used; `override` fixes the pages of the group that needs
-    most, whatever the budget; windowed groups get what one sequence needs at least.
+    Args:
+        spec: pages of the whole model.
+        max_sequences: the pools hold no more full sequences.
+        override: pages of the group that needs most, whatever the budget; windowed groups hold at least one sequence.
 
     Raises:
-        CapacityError: not even one sequence of `config.max_model_len` tokens fits; says which length would.
+        CapacityError: no sequence of `config.max_model_len` tokens fits; says which length would.
     """
     needs = [_pages_of_sequence(group, config.max_model_len, spec.page_size, max_chunk) for group in config.kv_groups]
     page_costs = [len(group.layers) * page_bytes(spec) // num_devices for group in config.kv_groups]
@@ -95,7 +96,7 @@ def plan_cache(
         groups = zip(config.kv_groups, needs, shares, strict=True)  # a windowed sequence never needs more than `need`
         counts = [share if group.window is None else max(share, need + 1) for group, need, share in groups]
     else:
-        sequences = (budget - sum(page_costs)) / sequence_cost  # each group has a null page as well
+        sequences = (budget - sum(page_costs)) / sequence_cost  # less one null page per group
         if sequences < 1:
             raise CapacityError(
                 _explain_shortage(config, budget, needs, page_costs), field="max_model_len", value=config.max_model_len
@@ -111,13 +112,18 @@ def plan_cache(
 
 
 def device_memory_bytes(device: jax.Device) -> int | None:
-    """Returns what the allocator of an accelerator may hand out; None on CPU."""
+    """Returns the bytes that an accelerator's allocator may hand out; None on CPU or if it does not tell."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     return stats["bytes_limit"] if stats else None
 
 
 def cache_budget(limit: int | None, share: float, use: DeviceUse | None) -> int:
-    """Returns the bytes that KV pools may take on a device with `limit` bytes (None: the CPU)."""
+    """Returns the bytes that KV pools may take on a device with `limit` bytes (None: the CPU).
+
+    Raises:
+        CapacityError: `share` of the device leaves nothing for the pools.
+        ValueError: an accelerator without its `use`.
+    """
     if limit is None:
         return int(host_memory_bytes() * _CPU_SHARE)
     if use is None:
@@ -134,7 +140,7 @@ def cache_budget(limit: int | None, share: float, use: DeviceUse | None) -> int:
 
 
 def refuse_shortage(limit: int, parts: Mapping[str, int]) -> None:
-    """Raises CapacityError, about the largest, when `parts` (bytes, by the option that decides them) exceed `limit`."""
+    """Raises CapacityError, with the largest as its field, if `parts` (option -> bytes) exceed `limit` together."""
     total = sum(parts.values())
     if total > limit:
         field = max(parts, key=lambda name: parts[name])
@@ -144,7 +150,7 @@ def refuse_shortage(limit: int, parts: Mapping[str, int]) -> None:
 
 
 def params_bytes(specs: Any, num_devices: int) -> int:
-    """Returns what a tree of parameter specs takes on each device."""
+    """Returns the bytes that a tree of parameter specs takes on each device."""
     total = 0
     for spec in jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, ParamSpec)):
         is_sharded = any(axis is not None for axis in DEFAULT_RULES.spec(spec.axes))
@@ -154,7 +160,7 @@ def params_bytes(specs: Any, num_devices: int) -> int:
 
 
 def format_bytes(count: int) -> str:
-    """Returns a size as people read it, in GiB, MiB or KiB."""
+    """Returns a size for people, in GiB, MiB or KiB."""
     for unit, size in (("GiB", GIB), ("MiB", 2**20)):
         if count >= size / 2:
             return f"{count / size:.2f} {unit}"
@@ -167,7 +173,7 @@ def _pages_of_sequence(group: KVGroup, num_tokens: int, page_size: int, max_chun
 
 
 def _round_down(count: int) -> int:
-    """Keeps two significant digits: the page count is baked into every program, and the compile cache should hit."""
+    """Keeps two significant digits: programs depend on the page count, and the next start should find them cached."""
     scale = 10 ** max(0, len(str(count)) - 2)
     return count // scale * scale
 

@@ -1,4 +1,4 @@
-"""Would it fit: the report behind `jaxserve plan`."""
+"""The report behind `jaxserve plan`: whether a model fits a device."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """A device that can be planned for without being here."""
+    """A kind of device that can be planned for without being attached."""
 
     platform: str
     name: str  # as JAX calls it
@@ -47,17 +47,17 @@ DEVICE_KINDS = {
     "t4": DeviceKind("gpu", "Tesla T4", 16 * 10**9),
     "v5e": DeviceKind("tpu", "TPU v5 lite", 16 * GIB),
     "v6e": DeviceKind("tpu", "TPU v6 lite", 32 * GIB),
-    "v7x": DeviceKind("tpu", "TPU7x", 96 * GIB),  # of each of a chip's two devices
+    "v7x": DeviceKind("tpu", "TPU7x", 96 * GIB),  # a chip is two devices
 }
 
 
 def print_plan(config: EngineConfig, model: DecoderConfig, device: str | None) -> None:
-    """Prints the memory plan, for the devices that are here or, by formula, for a kind that is not.
+    """Prints the memory plan for the attached devices or, by formula, for the kind `device` of `DEVICE_KINDS`.
 
     Raises:
-        ConfigError: the kind is not known.
-        DeviceError: no kind was named, and JAX finds no device here.
-        CapacityError: the model does not fit; says what would. What it needs has been printed.
+        ConfigError: the kind is unknown.
+        DeviceError: no kind was named, and JAX finds no device.
+        CapacityError: the model does not fit, and the error says what would; raised after its needs were printed.
     """
     if device is not None:
         _plan_for_kind(config, model, device)
@@ -94,7 +94,7 @@ def _plan_for_attached(config: EngineConfig, model: DecoderConfig) -> None:
 
 
 def _print_table(name: str, shapes: Shapes, memory: int, limit: int | None, use: DeviceUse, source: str) -> None:
-    """Prints what each part takes of a device, and then raises CapacityError where the pages do not fit."""
+    """Prints what each part takes of a device; raises CapacityError after that if the pages do not fit."""
     try:
         budget = cache_budget(limit, shapes.config.cache.device_memory_utilization, use)
         plan = plan_pools(shapes, budget=budget)
@@ -123,7 +123,7 @@ def _print_uses(name: str, shapes: Shapes, memory: int, use: DeviceUse, plan: Ca
 
 
 def _list_uses(shapes: Shapes, use: DeviceUse) -> list[tuple[str, int, str]]:
-    """Returns (for what, bytes, details) of everything but the KV pages."""
+    """Returns (part, bytes, details) of everything but the KV pages."""
     model, largest = shapes.model, shapes.buckets.largest
     num_samples = len(SampleVariant) * len(shapes.buckets.row_counts)
     return [
@@ -136,7 +136,7 @@ def _list_uses(shapes: Shapes, use: DeviceUse) -> list[tuple[str, int, str]]:
 
 
 def _list_pages(shapes: Shapes, plan: CachePlan) -> list[tuple[str, int, str]]:
-    """Returns the same of the KV pages of each group of layers."""
+    """Returns (part, bytes, details) of each KV group's pages."""
     rows, spec = [], plan.spec
     for pages, group in zip(plan.num_pages, shapes.model.kv_groups, strict=True):
         cost = pages * len(group.layers) * page_bytes(spec) // plan.num_devices

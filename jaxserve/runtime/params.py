@@ -1,4 +1,4 @@
-"""Parameters as the programs take them, and how new values replace them without a compilation."""
+"""Replaces parameters of the runtime tree without a compilation."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from jaxserve.weights import place_parameter
 
 
 class WeightWriter:
-    """Replaces leaves of a runtime tree, one at a time, each as soon as it has arrived on the device.
+    """Replaces leaves of a runtime tree, one at a time.
 
-    A stacked leaf is written in place by a program that is compiled here, so that no update compiles anything.
+    Stacked leaves are written in place by programs that are compiled here, so that no update compiles anything.
     """
 
     def __init__(self, params: Mapping[str, Any]) -> None:
@@ -25,10 +25,10 @@ class WeightWriter:
             self._programs.setdefault(_kind(leaf), _compile_write(leaf))
 
     def write(self, params: dict[str, Any], updates: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the tree with canonical leaves (dotted name -> array) in place of the old ones, now not to be used.
+        """Returns the tree with `updates` (canonical dotted name -> array); `params` must not be used afterwards.
 
-        A leaf takes the dtype of the one it replaces. The caller keeps his arrays: whatever he does with them later,
-        donating them to a training step included, does not reach the engine.
+        A value takes the dtype of the leaf it replaces. Values are copied: the caller may donate its arrays later, to a
+        training step for example.
         """
         for name, value in updates.items():
             old, index = get_leaf(params, name)

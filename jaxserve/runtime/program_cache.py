@@ -1,8 +1,7 @@
-"""Compiled programs on disk, in JAX's persistent cache, made safe against disks and processes that fail.
+"""JAX's persistent cache of compiled programs, made safe against full disks and killed processes.
 
-JAX's own store writes an entry in place and never over another: one that was cut, because the disk was full or the
-process was killed, stays, and its program is compiled at every start from then on. It also warns of each entry that it
-cannot read or write.
+JAX's own store writes entries in place and never overwrites one. So an entry that was cut short stays, and its program
+is compiled at every start from then on. JAX also warns of each entry that it cannot read or write.
 """
 
 from __future__ import annotations
@@ -24,27 +23,27 @@ from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
 _log = logging.getLogger(__name__)
 _SCRATCH = ".writing-"
-_SCRATCH_SECONDS = 3600.0  # what is older was left by a process that was killed
+_SCRATCH_SECONDS = 3600.0  # an older scratch directory was left by a killed process
 _PROBE = bytes(4096)
 _OpenStore = Callable[[str], "tuple[Any, str] | None"]
 
 
 def enable_persistent_cache(directory: Path | None) -> None:
-    """Lets JAX keep compiled programs in `directory` between starts; None leaves its settings alone.
+    """Lets JAX keep compiled programs in `directory` between starts; None leaves JAX's settings alone.
 
-    Several processes may use one directory. An entry that cannot be read is written anew. Where nothing can be
-    written, programs are still read, and one warning says what to do once there is one to write.
+    Several processes may use one directory. An unreadable entry is written anew. If the directory cannot be written,
+    programs are still read, and the first one that is not kept costs one warning.
     """
     if directory is None:
         return
     directory.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(directory)
     if not _can_write(directory):
-        # XLA's own cache of tuned GPU kernels is in there, too, and a program whose result it cannot write fails.
+        # XLA keeps tuned GPU kernels there, too, and fails to compile a program whose results it cannot write.
         jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
     if _replace_store() or jax.config.jax_compilation_cache_dir != str(directory):
         jax_cache.reset_cache()  # JAX may have opened one already, and opens one only once
-    # JAX says it of each program; the store says it once, of all.
+    # JAX warns for each program; `ProgramStore` warns once.
     warnings.filterwarnings("ignore", message="Error reading persistent compilation cache entry", category=UserWarning)
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -52,21 +51,21 @@ def enable_persistent_cache(directory: Path | None) -> None:
 
 
 class ProgramStore:
-    """What JAX asks of a cache: `get` and `put`. Entries are JAX's own, in format and name.
+    """A cache for JAX: `get` and `put`. Entries keep JAX's format and names.
 
-    JAX puts a program only when it did not get one that it can use. So whatever is there under its key is replaced.
+    JAX puts a program only if it got none that it can use, so `put` replaces an existing entry.
     """
 
     def __init__(self, store: Any, path: str, open_store: _OpenStore) -> None:
         self._store = store
-        self._path = Path(path)  # JAX names it in its log
+        self._path = Path(path)  # by this name JAX logs it
         self._open_store = open_store
         self._lock = threading.Lock()  # programs are compiled in several threads
         self._found: set[str] = set()
         self._told: set[str] = set()
 
     def get(self, key: str) -> bytes | None:
-        """Returns the entry as it is on disk, None where there is none."""
+        """Returns the entry as it is on disk, None if there is none."""
         value = self._store.get(key)
         if value is not None:
             with self._lock:
@@ -74,7 +73,7 @@ class ProgramStore:
         return value
 
     def put(self, key: str, value: bytes) -> None:
-        """Writes the entry elsewhere and moves it into place whole; a disk that takes none costs one warning."""
+        """Writes the entry to a scratch directory and moves it into place; logs one warning if the disk refuses."""
         try:
             with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=self._path) as scratch:
                 opened = self._open_store(scratch)
@@ -102,10 +101,10 @@ class ProgramStore:
 
 
 def _replace_store() -> bool:
-    """Lets JAX open a `ProgramStore` from now on; False where it does so already, or cannot.
+    """Lets JAX open a `ProgramStore` from now on; returns False if it does so already, or cannot.
 
-    JAX has no public way to give it a store. `get_file_cache`, which opens the one it has, is the only private name
-    that is used; a JAX without it keeps its own.
+    JAX has no public way to set a store. The only private name used is `get_file_cache`, which opens JAX's own; a JAX
+    without it keeps its own store.
     """
     from jax._src import compilation_cache
 
@@ -119,7 +118,7 @@ def _replace_store() -> bool:
 def _open_store(original: _OpenStore, path: str) -> tuple[Any, str] | None:
     opened = original(path)
     settings = jax.config
-    # A cache that evicts or verifies has to write its entries itself.
+    # A cache that evicts or verifies must write its entries itself.
     is_plain = settings.jax_compilation_cache_max_size == -1 and not settings.jax_compilation_cache_check_contents
     if opened is None or not is_plain or "://" in path:
         return opened
@@ -127,7 +126,7 @@ def _open_store(original: _OpenStore, path: str) -> tuple[Any, str] | None:
 
 
 def _can_write(directory: Path) -> bool:
-    """Whether there is permission and room for a small file in `directory`, and where XLA writes below it."""
+    """Whether a small file can be written to `directory` and to XLA's directories in it."""
     try:
         for folder in (directory, *directory.glob("xla_gpu_*/"), *directory.glob("xla_gpu_*/tmp/")):
             with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
@@ -141,7 +140,7 @@ def _remove_leftovers(directory: Path) -> None:
     for folder in directory.glob(f"{_SCRATCH}*"):
         try:
             is_old = time.time() - folder.stat().st_mtime > _SCRATCH_SECONDS
-        except OSError:  # its process has just removed it
+        except OSError:  # its own process has just removed it
             continue
         if is_old:
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The host's numpy mirror of what rows of the persistent batch were set to."""
+"""The host's numpy mirror of the rows' sampling parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from jaxserve.logits_processor import MAX_ARGUMENTS
 from jaxserve.scheduler.plan import NewRow
 
-# Columns of `RowMirror.sampling`, in this order; floats as their bits, the seed as two words.
+# Columns of `RowMirror.sampling`, in this order. Floats are stored as their bits, the seed as two words.
 _INTEGER_FIELDS = ("seed_low", "seed_high", "sequence_index", "top_k", "has_edits", "has_extra")
 FLOAT_FIELDS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
 EXTRA_FIELDS = tuple(f"extra_{index}" for index in range(MAX_ARGUMENTS))  # arguments of the engine's logits processor
@@ -19,12 +19,12 @@ NUM_SAMPLING_FIELDS = len(SAMPLING_FIELDS)
 
 
 class SampleVariant(IntEnum):
-    """The sample programs, each doing what those before it do; a step takes the least that serves all its rows."""
+    """The sample programs. Each includes those before it; a step runs the least that serves all its rows."""
 
     GREEDY = 0
     RANDOM = 1  # temperature and the filters
     FULL = 2  # everything that changes logits
-    MASKED = 3  # and masks of tokens, which the host sends for this step
+    MASKED = 3  # and a mask of tokens per row, sent for this step
 
 
 # Bits of `RowMirror._needs`.
@@ -33,7 +33,7 @@ _NEEDS = {SampleVariant.GREEDY: 0, SampleVariant.RANDOM: _RANDOM, SampleVariant.
 
 
 class RowMirror:
-    """Sampling parameters by row, so that a step gathers its rows' with one index."""
+    """Sampling parameters by row: a step gathers those of its rows with one index."""
 
     def __init__(self, num_rows: int) -> None:
         self.sampling = np.zeros((num_rows, NUM_SAMPLING_FIELDS), np.int32)
@@ -42,10 +42,10 @@ class RowMirror:
         self._embeds = np.zeros(num_rows, bool)
 
     def apply(self, new_rows: Iterable[NewRow]) -> None:
-        """Records the rows that begin a new life."""
+        """Records the parameters of newly admitted rows."""
         for new_row in new_rows:
             params = new_row.params
-            extra = list((params.extra_args or {}).values())  # in the order that the processor declares
+            extra = list((params.extra_args or {}).values())  # in the order of the processor's declaration
             floats = np.array(
                 [
                     params.temperature,
@@ -69,7 +69,7 @@ class RowMirror:
             self._embeds[new_row.row] = new_row.embeds
 
     def find_needs(self, rows: np.ndarray) -> tuple[SampleVariant, bool]:
-        """Returns the sample program that serves these rows [S], and whether any of them wants log-probabilities."""
+        """Returns the least sample program for `rows` [S], masks aside, and whether any row wants log-probabilities."""
         needs = int(np.bitwise_or.reduce(self._needs[rows]))
         drawn = SampleVariant.RANDOM if needs & _RANDOM else SampleVariant.GREEDY
         return SampleVariant.FULL if needs & _FULL else drawn, bool(needs & _LOGPROBS)
@@ -84,7 +84,7 @@ class RowMirror:
 
 
 def find_variant(new_row: NewRow) -> SampleVariant:
-    """Returns the least program that serves a row, masks aside."""
+    """Returns the least sample program that serves a row, masks aside."""
     if new_row.history is not None:
         return SampleVariant.FULL
     return SampleVariant.GREEDY if new_row.params.is_greedy else SampleVariant.RANDOM

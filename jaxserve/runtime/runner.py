@@ -1,4 +1,4 @@
-"""Runs plans on the device. All that travels passes here: to the device in `_run` and `_send`, back by `device_get`."""
+"""Runs plans on the device. A step's transfers are all here: `_run` and `_send` to the device, `device_get` back."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _KINDS = ("forward", "sample", "logprobs", "prompt_logprobs", "pool", "set_row")
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """The compiled programs, by kind. The set is closed unless `compile_missing` says how to add to it."""
+    """The compiled programs, by kind. The set is closed unless there is a `compile_missing`."""
 
     forward: dict[Bucket, Any] = dataclasses.field(default_factory=dict)
     sample: dict[tuple[int, SampleVariant], Any] = dataclasses.field(default_factory=dict)
@@ -37,7 +37,7 @@ class Programs:
     compile_missing: Callable[[str, Any], Any] | None = None  # (kind, key) -> the program
 
     def get(self, kind: str, key: Any) -> Any:
-        """Returns a program; MissingProgramError when a closed set does not have it."""
+        """Returns a program, compiled now if the set is open; MissingProgramError if a closed set lacks it."""
         programs = getattr(self, kind)
         if key not in programs:
             if self.compile_missing is None:
@@ -46,7 +46,7 @@ class Programs:
         return programs[key]
 
     def copy(self) -> Programs:
-        """Returns a collection of the same programs, to which others can be added."""
+        """Returns a shallow copy, to which programs can be added."""
         return dataclasses.replace(self, **{kind: dict(getattr(self, kind)) for kind in _KINDS})
 
     def __len__(self) -> int:
@@ -54,11 +54,10 @@ class Programs:
 
 
 class StepFuture:
-    """A step's outputs, on their way to the host since the dispatch.
+    """A step's outputs, whose copy to the host has begun.
 
     Args:
-        more: log-probabilities of tokens and of prompts, and embeddings, each None where no row asked; None when none
-            did.
+        more: (log-probabilities of tokens, of prompts, embeddings), each None if no row asked; None if all are.
     """
 
     def __init__(self, token_ids: jax.Array, more: tuple[Any, Any, Any] | None, num_rows: int) -> None:
@@ -69,7 +68,7 @@ class StepFuture:
                 array.copy_to_host_async()
 
     def result(self) -> StepOutputs:
-        """Waits for the device."""
+        """Waits for the device and returns the outputs of the step's rows."""
         token_ids = jax.device_get(self._token_ids)[: self._num_rows].tolist()
         if self._more is None:
             return StepOutputs(token_ids)
@@ -79,7 +78,7 @@ class StepFuture:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StartedStep:
-    """A step whose forward pass runs, and whose tokens have still to be sampled."""
+    """A step whose forward pass was dispatched and whose tokens are not sampled yet."""
 
     runner: ModelRunner
     bucket: Bucket
@@ -91,12 +90,12 @@ class StartedStep:
     embeddings: Any
 
     def sample(self, mask: np.ndarray | None = None) -> StepFuture:
-        """Starts the sampling; `mask` [num_rows, words of the vocabulary] uint32: bits of the allowed tokens."""
+        """Dispatches sampling and returns its outputs; `mask` [num_rows, W] uint32 has the allowed tokens' bits."""
         return self.runner.sample(self, mask)
 
 
 class ModelRunner:
-    """Owns the parameters and the donated state. Nothing here waits for the device."""
+    """Owns the parameters and the donated state. `start` and `sample` do not wait for the device."""
 
     def __init__(
         self,
@@ -131,40 +130,40 @@ class ModelRunner:
 
     @property
     def num_compiles(self) -> int:
-        """XLA compilations of this process since the runner was ready."""
+        """XLA compilations in this process since the runner was ready, cached or not."""
         return self._count_compiles() - self._compiles_before
 
     def reset(self) -> None:
-        """Makes zeroed pools and rows, as at the start and after a step that failed."""
-        self._cache = self._rows = self._sampler = None  # before the new ones: there is no room for two
+        """Replaces pools, rows and the sampler's state by zeros, at the start and after a failed step."""
+        self._cache = self._rows = self._sampler = None  # freed first: there is no room for two
         self._cache, self._rows, self._sampler = make_zeros(self._state_specs)
         self._mirror = RowMirror(self._state_shape.rows)
         self._packer = StepPacker(self._mirror)
 
     def write_params(self, updates: Mapping[str, Any]) -> None:
-        """Replaces parameters by canonical name; the steps in flight have been waited for."""
+        """Replaces parameters by canonical name. No step may be in flight."""
         self.params = self._writer.write(self.params, updates)
 
     def warm_up(self) -> None:
-        """Runs every program once on nothing but padding."""
+        """Runs every program once on padding, and waits for it."""
         self._set_row(self._state_shape.padding_row, make_row_setting(self._vocab_size, (), ()))
         for bucket in self._buckets.buckets:
             self._warm_up(bucket)
         self._compiles_before = self._count_compiles()
 
     def warm_thread(self) -> None:
-        """Runs a compiled program once on the calling thread, which will run the steps.
+        """Runs a compiled program on the calling thread, which will run the steps, and waits for it.
 
-        XLA opens the random device when a thread runs its first program: a step must not find that no file can be
-        opened any more.
+        XLA opens the random device when a thread runs its first program; by the first step the process may be out of
+        file descriptors.
         """
         bucket = min(self.programs.forward)
         jax.block_until_ready(self._run(bucket, self._layouts[bucket].new()))
 
     def list_additions(self, programs: Programs, buckets: BucketTable) -> Iterator[Callable[[], None]]:
-        """Yields what has to run between steps, one after the other, until steps can use the programs of `buckets`.
+        """Yields functions to call in order, between steps; after the last one steps use the programs of `buckets`.
 
-        `programs` are all of them, those that are in use included.
+        `programs` must include those already in use.
         """
         known = self._buckets.buckets
 
@@ -179,7 +178,7 @@ class ModelRunner:
         yield change
 
     def _warm_up(self, bucket: Bucket) -> None:
-        """Runs the programs of a bucket on padding: nothing that a row has is touched."""
+        """Runs the programs of a bucket on padding, which touches no row."""
         layout = self._layouts.setdefault(bucket, InputLayout(bucket, self._state_shape))
         selected, hidden = self._run(bucket, layout.new())
         targets = None if bucket.is_decode else np.zeros(bucket.tokens, np.int32)
@@ -190,7 +189,7 @@ class ModelRunner:
             step.sample(mask).result()
 
     def start(self, plan: StepPlan) -> StartedStep:
-        """Starts the model's part of a step; MissingProgramError when no program holds it."""
+        """Dispatches the forward pass of a step; MissingProgramError if no program holds it."""
         bucket = self._buckets.find(plan.num_tokens, plan.num_rows)
         for new_row in plan.new_rows:
             if new_row.history is not None:
@@ -225,7 +224,7 @@ class ModelRunner:
 
     def _run(self, bucket: Bucket, packed: np.ndarray) -> tuple[SampleInputs, HiddenStates]:
         forward = self.programs.get("forward", bucket)
-        # The step's one transfer: as an argument the array costs the host a tenth of what `device_put` takes.
+        # The step's one transfer: an argument costs the host a tenth of a `device_put`.
         with jax.transfer_guard_host_to_device("allow"):
             self._cache, self._rows, selected, hidden = forward(self.params, self._cache, self._rows, packed)
         return selected, hidden
@@ -245,9 +244,9 @@ class ModelRunner:
         return any(chunk.samples and self._mirror.embeds(chunk.row) for chunk in plan.chunks)
 
     def _find_targets(self, plan: StepPlan, bucket: Bucket) -> np.ndarray | None:
-        """The token after each token of the step [T]; None when no prompt's log-probabilities are wanted.
+        """Returns the token after each token of the step [T]; None if no row wants a prompt's log-probabilities.
 
-        A single token ends its prompt, or follows it: the one after it is no prompt's.
+        Rows with a single token end their prompt or follow it, so decode buckets need none.
         """
         if bucket.is_decode or not any(self._mirror.wants_prompt_logprobs(chunk.row) for chunk in plan.chunks):
             return None

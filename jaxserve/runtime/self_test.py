@@ -1,4 +1,4 @@
-"""The kernels' test at the start of an engine: on the device that will serve, before anything depends on the choice."""
+"""Tests the attention kernels at the start of an engine, on its device, before anything depends on the choice."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ _log = logging.getLogger(__name__)
 
 
 def confirm_attention(shapes: Shapes, device: jax.Device) -> Shapes:
-    """Runs the chosen kernels once against XLA; returns the shapes to go on with.
+    """Runs the chosen kernels once against XLA; returns `shapes`, with portable attention if the kernels failed.
 
-    Portable attention in their place, where they failed, means another page layout, so this comes before the pools are
-    planned. One device stands for all of a mesh: its attention is the others', on other heads. Portable attention
-    itself, and so every CPU, is not tested, nor are interpreters.
+    Portable attention has another page layout, so call this before the pools are planned. One device of a mesh is
+    tested: the others do the same on other heads. Portable attention (as on every CPU) and interpreters are not tested.
 
     Raises:
         ConfigError: the kernels failed and were asked for by name.
-        DeviceError: they left the device unable to run anything.
+        DeviceError: the kernels left the device unable to run anything.
     """
     backend = find_backend(shapes.impl)
     if backend.platform is None or backend.interpret:
         return shapes
-    # Said before: a kernel that hangs cannot be ended from here, and this is then the last line of the log.
+    # Logged first: a kernel that hangs cannot be ended from here, and this is then the last line.
     _log.info("attention: testing the %s kernels against XLA on %s", shapes.impl, device.device_kind)
     start = time.perf_counter()
     fault = _find_fault(shapes, device)
@@ -73,7 +72,7 @@ def _find_fault(shapes: Shapes, device: jax.Device) -> str | None:
 
 
 def _require_device(device: jax.Device, impl: str, fault: str) -> None:
-    """After an illegal access every later call of the process fails, so that there is nothing to fall back to."""
+    """Raises DeviceError if the device fails every call, as after an illegal access: no fallback would run."""
     try:
         jax.block_until_ready(jax.device_put(jnp.zeros(()), device) + 1)
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""From options and parameters to a runner that is ready: memory planned, every program compiled and run once."""
+"""Makes a runner from options and parameters: plans memory, compiles the programs and runs them once."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ from jaxserve.sharding import DEFAULT_RULES, KV_POOL_AXES
 from pallas_kernels.backends import choose_layout, resolve_impl
 from pallas_kernels.spec import AttnShape, KVSpec
 
-_KV_DTYPES = {"fp8": "float8_e4m3fn"}  # as users call them
-_PROBE_PAGES = 8  # of the pool that programs are compiled against before the real one can be sized
-_CODE_PER_PROGRAM = 8 * 2**20  # bytes, when it cannot be asked
+_KV_DTYPES = {"fp8": "float8_e4m3fn"}  # by users' names
+_PROBE_PAGES = 8  # in the pool with which programs are measured before the real one is sized
+_CODE_PER_PROGRAM = 8 * 2**20  # bytes, for estimates
 _RESERVE = 512 * 2**20  # bytes an accelerator takes for modules and command buffers at first execution
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """Everything that is static about one engine, before memory is known."""
+    """The static sizes and choices of one engine, before memory is planned."""
 
     config: EngineConfig  # resolved
     model: DecoderConfig
@@ -68,20 +68,20 @@ class Shapes:
     num_devices: int
     buckets: BucketTable
     state: StateShape
-    spec: KVSpec  # of the whole model's pages
+    spec: KVSpec  # pages of the whole model
     impl: str
     impl_reason: str  # for users
-    fell_back: bool = False  # to portable attention on an accelerator, where nobody asked for it
+    fell_back: bool = False  # to portable attention on an accelerator, without being asked
     processor: LogitsProcessor | None = None
 
     @property
     def attention(self) -> tuple[AttnShape, ...]:
-        """Of each KV group, on one device."""
+        """The attention shape of each KV group, on one device."""
         return tuple(_attention_shape(self.model, self.spec, group, self.num_devices) for group in self.model.kv_groups)
 
     @property
     def stack_mode(self) -> StackMode:
-        """CPU copies slices of stacked arrays in each step; accelerators want few leaves."""
+        """Unrolled on CPU, which copies slices of stacked arrays in each step; accelerators want few leaves."""
         return "unrolled" if self.platform == "cpu" else "stacked"
 
     @property
@@ -93,7 +93,7 @@ class Shapes:
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             max_model_len=self.model.max_model_len,
             max_prefix_updates=updates,
-            # The time of an accelerator's small steps is that of reading the weights, whatever they are padded to.
+            # On accelerators small steps take as long as reading the weights, whatever their padding.
             token_sizes=self.buckets.token_counts if self.platform == "cpu" else (),
             options=scheduler,
         )
@@ -105,7 +105,7 @@ def _attention_shape(model: DecoderConfig, spec: KVSpec, group: KVGroup, num_dev
 
 
 def make_shapes(config: EngineConfig, model: DecoderConfig, platform: str, device_kind: str) -> Shapes:
-    """Fixes all static sizes; `model` is already expanded for the devices and has its final `max_model_len`.
+    """Returns all static sizes. `model` must be expanded for the devices and have its final `max_model_len`.
 
     Raises:
         ConfigError: the options do not fit together or the attention implementation cannot run here.
@@ -116,12 +116,12 @@ def make_shapes(config: EngineConfig, model: DecoderConfig, platform: str, devic
     buckets = make_buckets(platform, scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
     groups, pages_per_row = len(model.kv_groups), -(-model.max_model_len // page_size)
     rows = max(buckets.row_counts)
-    new_pages = rows + -(-scheduler.max_num_batched_tokens // page_size)  # of running rows, in one step
+    new_pages = rows + -(-scheduler.max_num_batched_tokens // page_size)  # for running rows, in one step
     state = StateShape(
         groups=groups,
         rows=rows + 1,
         pages_per_row=pages_per_row,
-        max_page_updates=groups * (new_pages + pages_per_row),  # and of admitted prefixes
+        max_page_updates=groups * (new_pages + pages_per_row),  # and for admitted prefixes
     )
     spec, impl, reason = _choose_attention(config, model, platform, device_kind)
     fell_back = impl == "xla" and config.compile.attention_impl == "auto" and platform != "cpu"
@@ -132,7 +132,7 @@ def make_shapes(config: EngineConfig, model: DecoderConfig, platform: str, devic
 def _choose_attention(
     config: EngineConfig, model: DecoderConfig, platform: str, device_kind: str
 ) -> tuple[KVSpec, str, str]:
-    """Returns the pages, the implementation that attends to them, and why it does."""
+    """Returns the page spec, the attention implementation and the reason for it."""
     attention, wanted = model.attention, config.compile.attention_impl
     assert config.cache.page_size is not None  # resolved
     dtype = _KV_DTYPES.get(config.cache.kv_cache_dtype, config.cache.kv_cache_dtype)
@@ -149,7 +149,7 @@ def _choose_attention(
 
 
 def abstract_params(shapes: Shapes, mesh: Mesh) -> Any:
-    """Returns the runtime tree of parameters as abstract sharded arrays."""
+    """Returns the runtime parameter tree as abstract sharded arrays."""
     specs = stack_specs(param_specs(shapes.model), shapes.stack_mode)
 
     def abstract(spec: ParamSpec) -> jax.ShapeDtypeStruct:
@@ -160,7 +160,7 @@ def abstract_params(shapes: Shapes, mesh: Mesh) -> Any:
 
 
 def describe_programs(shapes: Shapes, plan: CachePlan, mesh: Mesh) -> tuple[StepModel, ProgramInputs]:
-    """Returns the static side and the abstract arguments of all programs for pools of a planned size."""
+    """Returns the static and the abstract arguments of all programs, for the pools of `plan`."""
     pool_sharding = DEFAULT_RULES.sharding(mesh, KV_POOL_AXES)
     replicated = NamedSharding(mesh, PartitionSpec())
     dtype = jnp.dtype(shapes.spec.dtype)
@@ -178,7 +178,11 @@ def describe_programs(shapes: Shapes, plan: CachePlan, mesh: Mesh) -> tuple[Step
 
 
 def plan_pools(shapes: Shapes, *, budget: int) -> CachePlan:
-    """Returns the KV pools for `budget` bytes per device, or for the pages that the options insist on."""
+    """Returns the KV pools for `budget` bytes per device, or for the bytes or pages that the options fix.
+
+    Raises:
+        CapacityError: no sequence of `max_model_len` tokens fits.
+    """
     cache, scheduler = shapes.config.cache, shapes.config.scheduler
     assert scheduler.max_num_batched_tokens is not None
     return plan_cache(
@@ -193,7 +197,7 @@ def plan_pools(shapes: Shapes, *, budget: int) -> CachePlan:
 
 
 def measure_use(shapes: Shapes, mesh: Mesh) -> DeviceUse:
-    """Compiles the programs that need most, against a small pool, and adds up what they say of themselves."""
+    """Returns bytes per device, by the memory analysis of the largest programs, compiled with a small pool."""
     scheduler = shapes.config.scheduler
     assert scheduler.max_num_batched_tokens is not None
     probe = plan_cache(
@@ -216,7 +220,7 @@ def measure_use(shapes: Shapes, mesh: Mesh) -> DeviceUse:
 
 
 def estimate_use(shapes: Shapes) -> DeviceUse:
-    """Estimates the same by formula, for devices that are not here."""
+    """Returns an estimate of `measure_use` by formula, for devices that are not attached."""
     model, bucket = shapes.model, shapes.buckets.largest
     size = jnp.dtype(model.dtype).itemsize
     width = (
@@ -250,10 +254,10 @@ def require_room(shapes: Shapes, limit: int | None) -> None:
     """Refuses what certainly does not fit, before weights are read and programs compiled.
 
     Args:
-        limit: bytes that a device has; None on CPU, where all devices and their pools share the host's memory.
+        limit: bytes of a device; None on CPU, where all devices and their pools share the host's memory.
 
     Raises:
-        CapacityError: says what takes how much of it.
+        CapacityError: the parts exceed the limit; says how much each takes.
     """
     use, count, cache = estimate_use(shapes), 1, 0
     if limit is None:
@@ -272,14 +276,14 @@ def start_runner(
     only_largest: bool = False,
     announce: Callable[[str], None] = lambda text: None,
 ) -> tuple[ModelRunner, CachePlan]:
-    """Plans memory, compiles and runs every program; `params` is the runtime tree.
+    """Plans memory, compiles and runs the programs; returns the runner and its pools. `params` is the runtime tree.
 
-    With `compile="used"` only the forward program of a short prompt is compiled here, and every other one when a step
-    first needs it.
+    With `compile="used"` the runner starts with the forward program of a short prompt; every other one is compiled
+    when a step first needs it.
 
     Args:
         only_largest: leave all programs but those of the largest buckets, which hold any step, to `compile_rest`.
-        announce: told of each program that is compiled later.
+        announce: told of each later compilation that takes noticeable time.
 
     Raises:
         CapacityError: the device cannot hold one sequence of `max_model_len` tokens.
@@ -317,7 +321,7 @@ def start_runner(
 def compile_rest(
     shapes: Shapes, mesh: Mesh, plan: CachePlan, runner: ModelRunner, progress: Progress | None = None
 ) -> Iterator[Callable[[], None]]:
-    """Compiles what `start_runner` left; yields what has to run between the steps of `runner` to use it."""
+    """Compiles what `start_runner` left; returns functions to call between steps, see `ModelRunner.list_additions`."""
     programs = compile_programs(
         _make_compiler(shapes, plan, mesh),
         list_programs(shapes.buckets),
@@ -333,6 +337,6 @@ def _make_compiler(shapes: Shapes, plan: CachePlan, mesh: Mesh) -> ProgramCompil
 
 
 def page_groups(shapes: Shapes, plan: CachePlan) -> tuple[PageGroup, ...]:
-    """Returns the pools as the host manages them."""
+    """Returns the pages and window of each KV group, for the host's page manager."""
     groups = shapes.model.kv_groups
     return tuple(PageGroup(pages, group.window) for pages, group in zip(plan.num_pages, groups, strict=True))

@@ -1,8 +1,8 @@
-"""THE two functions that run on the device in every step, and those that only some steps need.
+"""The two functions that run on the device in every step, and those that only some steps need.
 
-forward: unpack the inputs, bring the rows up to date, run the layers (writing and reading KV), take one logits row per
-row of the step. sample: the tokens, plainly or from logits that are shaped first. Everything before them is numpy,
-everything after is host. Log-probabilities, of tokens and of prompts, and embeddings are programs of their own.
+forward: unpacks the inputs, advances the rows, runs the layers (writing and reading KV) and computes one line of logits
+per row. sample: chooses the tokens, from plain or shaped logits. Everything before and after them runs on the host.
+Log-probabilities of tokens, those of prompts, and embeddings are programs of their own.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from jaxserve.scheduler.sequence import MASK_LATE, NO_TOKEN_LEFT, NON_FINITE
 from pallas_kernels.batch import prepare_batch
 from pallas_kernels.spec import AttnShape
 
-_LEAST_LENGTH = 1e-12  # of an embedding that is normalised: zeros stay zeros
+_LEAST_LENGTH = 1e-12  # an embedding is divided by at least this: zeros stay zeros
 
 
 @dataclass(frozen=True)
 class StepModel:
-    """What is static about the step: the model, where its pages lie, the devices and the kernels."""
+    """The static arguments of a step: the model, where its pages lie, the devices and the kernels."""
 
     config: DecoderConfig
     layout: CacheLayout
-    shapes: tuple[AttnShape, ...]  # of each KV group, on one device
+    shapes: tuple[AttnShape, ...]  # per KV group, on one device
     mesh: Mesh | None  # None on a single device
     impl: str
     processor: LogitsProcessor | None = None
@@ -63,15 +63,15 @@ class StepModel:
 
 @flax.struct.dataclass
 class HiddenStates:
-    """What `forward` hands to the programs that only some steps need: the residual stream before the final norm."""
+    """The residual stream before the final norm, for the programs that only some steps need."""
 
-    last: Float[Array, "S D"]  # of each row's last token
-    every: Float[Array, "T D"] | None  # of a mixed bucket: for the log-probabilities of prompts
+    last: Float[Array, "S D"]  # each row's last token
+    every: Float[Array, "T D"] | None  # all tokens of a mixed bucket, for prompts' log-probabilities
 
 
 @flax.struct.dataclass
 class SampleInputs:
-    """What `forward` hands to `sample`: a row bucket's shapes only, so that the programs add up, not multiply."""
+    """What `forward` hands to `sample`. Shapes depend on rows only, so that the programs add up, not multiply."""
 
     logits: Float[Array, "S V"]
     row_ids: Int[Array, " S"]
@@ -82,7 +82,7 @@ class SampleInputs:
 def forward(
     params: Any, cache: KVCache, rows: RowState, packed: Int[Array, " I"], *, model: StepModel, layout: InputLayout
 ) -> tuple[KVCache, RowState, SampleInputs, HiddenStates]:
-    """One step of one bucket up to the logits. `cache` and `rows` are donated."""
+    """Runs a step up to the logits; returns the cache and the rows after it. `cache` and `rows` are donated."""
     inputs = layout.views(packed)
     rows, seq_lens = _advance(rows, inputs)
     groups, num_rows, width = rows.page_table.shape
@@ -114,9 +114,9 @@ def forward(
 def sample_tokens(
     rows: RowState, selected: SampleInputs, *, model: StepModel, greedy: bool
 ) -> tuple[RowState, Int[Array, " S"]]:
-    """Samples one id per row; returns them, with NON_FINITE for rows whose logits are not. `rows` is donated.
+    """Returns the rows and one sampled id per row, or NON_FINITE if its logits are not finite. `rows` is donated.
 
-    Every program gives a greedy row the same id.
+    Every sample program gives a greedy row the same id.
     """
     vocab_size = model.config.vocab_size
 
@@ -137,10 +137,10 @@ def sample_shaped_tokens(
     *,
     model: StepModel,
 ) -> tuple[RowState, SamplerState, Int[Array, " S"]]:
-    """As `sample_tokens`, from logits that masks, biases and penalties have shaped. `rows` and `sampler` are donated.
+    """`sample_tokens` on logits shaped by masks, biases and penalties. `rows` and `sampler` are donated.
 
-    NO_TOKEN_LEFT in place of an id: a row's parameters together forbid every token. MASK_LATE: the row's line of `mask`
-    is 0, so it samples nothing and its last token stays.
+    A row's id is NO_TOKEN_LEFT if its parameters forbid every token, and MASK_LATE if its line of `mask` is 0: it then
+    samples nothing and keeps its last token.
     """
     vocab_size = model.config.vocab_size
     inputs = _unpack_sampling(rows, selected)
@@ -165,7 +165,7 @@ def sample_shaped_tokens(
 def compute_step_logprobs(
     selected: SampleInputs, token_ids: Int[Array, " S"], *, model: StepModel, max_logprobs: int
 ) -> LogprobArrays | Float[Array, "S V"]:
-    """Log-probabilities of the sampled tokens and of the likeliest; of all tokens with `max_logprobs` -1."""
+    """Returns log-probabilities of the sampled and the `max_logprobs` likeliest tokens; of all tokens if it is -1."""
     vocab_size = model.config.vocab_size
     if max_logprobs < 0:
         return compute_logprobs(selected.logits, vocab_size=vocab_size)
@@ -175,37 +175,37 @@ def compute_step_logprobs(
 def compute_prompt_logprobs(
     params: Any, hidden: Float[Array, "T D"], targets: Int[Array, " T"], *, model: StepModel, max_logprobs: int
 ) -> LogprobArrays:
-    """Log-probabilities of the token that follows each token of a step, and of the likeliest there."""
+    """Returns log-probabilities of `targets[t]` and the `max_logprobs` likeliest tokens after each token of a step."""
     logits = partial(compute_logits, model.config, params)
     return gather_prompt_logprobs(hidden, logits, targets, max_logprobs, vocab_size=model.config.vocab_size)
 
 
 def pool_last(norm: Leaf, last: Float[Array, "S D"], *, model: StepModel) -> Float[Array, "S D"]:
-    """Embeddings of what the rows have read: the last token's hidden state after the final norm, of length 1."""
+    """Returns the rows' embeddings, f32 of length 1: the last token's hidden state after the final norm."""
     pooled = normalize(model.config.norm, norm, last).astype(jnp.float32)
     return pooled / jnp.maximum(jnp.linalg.norm(pooled, axis=1, keepdims=True), _LEAST_LENGTH)
 
 
 def head_params(params: Any) -> dict[str, Any]:
-    """What logits need of the parameters."""
+    """Returns the parameters that logits need."""
     return {name: leaf for name, leaf in params.items() if name in ("embed", "lm_head", "final_norm")}
 
 
 def _keep(rows: RowState, selected: SampleInputs, ids: Int[Array, " S"]) -> RowState:
-    """The rows that sample have the id as their last token."""
+    """Writes the id of each row that samples to `last_token`."""
     kept = jnp.where(selected.samples == 1, ids, rows.last_token[selected.row_ids])
     return replace(rows, last_token=rows.last_token.at[selected.row_ids].set(kept))
 
 
 def _advance(rows: RowState, inputs: StepInputs) -> tuple[RowState, Int[Array, " S"]]:
-    """Returns the rows after this step's tokens, and how long each row of the step then is [S]."""
+    """Returns the rows after this step's tokens, and the length of each row of the step [S]."""
     computed = jnp.where(inputs.starts == KEEP, rows.num_computed[inputs.row_ids], inputs.starts)
     seq_lens = computed + jnp.diff(inputs.query_start_loc)
     return replace(rows, num_computed=rows.num_computed.at[inputs.row_ids].set(seq_lens)), seq_lens
 
 
 def _token_ids(rows: RowState, inputs: StepInputs) -> Int[Array, " T"]:
-    """Fills in the tokens that only the device knows: a decode row's one token is what it sampled last."""
+    """Returns the token ids, with each decode row's last sampled token, which only the device knows."""
     num_rows, num_tokens = inputs.row_ids.shape[0], inputs.token_ids.shape[0]
     last = rows.last_token[inputs.row_ids]  # decode rows come first, so row s of the step is token s
     last = jnp.pad(last, (0, max(0, num_tokens - num_rows)))[:num_tokens]
@@ -213,11 +213,11 @@ def _token_ids(rows: RowState, inputs: StepInputs) -> Int[Array, " T"]:
 
 
 def _process(logits: Float[Array, " V"], line: SampleInputs, processor: LogitsProcessor) -> Float[Array, " V"]:
-    """Runs the engine's own processor on a row, if it asks for it."""
+    """Runs the engine's logits processor on a row that asks for it."""
     fields = dict(zip(SAMPLING_FIELDS, line.sampling, strict=True))
     columns = [lax.bitcast_convert_type(fields[name], jnp.float32) for name in EXTRA_FIELDS]
     arguments = dict(zip(processor.arguments, columns, strict=False))
-    # No branch: where rows go together, one would copy for each row whatever arrays the function holds.
+    # No branch: under vmap a branch would copy the function's arrays for each row.
     processed = processor.function(logits, arguments).astype(logits.dtype)
     return jnp.where(fields["has_extra"] == 1, processed, logits)
 
@@ -226,5 +226,5 @@ def _unpack_sampling(rows: RowState, selected: SampleInputs) -> SamplingInputs:
     names = [name for name in SAMPLING_FIELDS if name not in (*EXTRA_FIELDS, "has_extra")]
     columns = {name: selected.sampling[:, SAMPLING_FIELDS.index(name)] for name in names}
     floats = {name: lax.bitcast_convert_type(columns[name], jnp.float32) for name in FLOAT_FIELDS}
-    positions = rows.num_computed[selected.row_ids]  # of the token that follows what is computed
+    positions = rows.num_computed[selected.row_ids]  # the position of the token to be sampled
     return SamplingInputs(**(columns | floats), positions=positions)

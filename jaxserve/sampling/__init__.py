@@ -1,4 +1,4 @@
-"""Choosing the next token on the device: pure functions of arrays, one program for every mix of parameters."""
+"""Chooses the next tokens on the device: pure functions of arrays that serve any mix of parameters."""
 
 from __future__ import annotations
 

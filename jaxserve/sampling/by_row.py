@@ -1,4 +1,4 @@
-"""Rows of a step one after the other or all together, as their device likes it."""
+"""Maps a function of one row over the rows of a step, in the form that is fastest on the platform."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from jax import lax
 
 
 def map_rows(function: Callable[..., Any], *columns: Any) -> Any:
-    """Calls `function` with the row s of every array in `columns` (pytrees of [S, ...]), and stacks what it returns.
+    """Calls `function` with row s of every array in `columns` (pytrees of [S, ...]); returns its results, stacked.
 
-    A CPU takes one row after the other: a row's logits are then read from memory once and stay in the nearest cache for
-    all that is done with them, and a branch that a row does not take costs nothing. Elsewhere all rows go together: a
-    `lax.cond` computes both sides, and must not close over arrays that all rows share, each row would get a copy.
+    A CPU takes one row after the other: a row's logits are read from memory once and then stay in cache, and a branch
+    that is not taken costs nothing. Elsewhere all rows are mapped at once: a `lax.cond` computes both sides, and must
+    not close over arrays that all rows share, because each row would get a copy.
     """
 
     def run_one(row: tuple[Any, ...]) -> Any:
-        return function(*lax.optimization_barrier(row))  # copied into the cache once, not by everything that reads it
+        return function(*lax.optimization_barrier(row))  # copied into the cache once, not by each reader
 
     return lax.platform_dependent(*columns, cpu=lambda *columns: lax.map(run_one, columns), default=jax.vmap(function))

@@ -1,4 +1,4 @@
-"""Drawing one token of a row by its filters: everywhere the same token, on CPUs from as few of them as will do."""
+"""Draws a row's token after its filters; on CPUs from the blocks with the largest tokens if these suffice."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ from jaxserve.sampling.thresholds import (
     sum_weights,
 )
 
-NUM_CANDIDATE_BLOCKS = 128  # so at least as many tokens, and 16,384 at most
+NUM_CANDIDATE_BLOCKS = 128  # 16,384 tokens
 
 
 class RowLogits(NamedTuple):
-    """A row of logits as it is drawn from."""
+    """A row of logits, in blocks."""
 
-    blocks: Float[Array, "n b"]  # the logits, `BLOCK` in each; -inf where there is no token
-    maxima: Float[Array, " n"]  # the largest of each block
+    blocks: Float[Array, "n b"]  # `BLOCK` logits each; -inf where there is no token
+    maxima: Float[Array, " n"]  # each block's largest logit
     scale: Float[Array, ""]  # 1 / temperature
 
     def rescale(self, logits: Float[Array, "*dims"]) -> Float32[Array, "*dims"]:
-        """Some of its logits as `find_threshold` wants them: relative to the largest, divided by the temperature."""
+        """Returns some of the row's logits for `find_threshold`: (logits - the row's largest) / temperature."""
         return (logits - jnp.max(self.maxima)) * self.scale
 
 
 def draw(row: RowLogits, filters: Filters, uniform: Float[Array, ""]) -> Int32[Array, ""]:
-    """Returns the token that `uniform` in [0, 1) falls on in the cumulative weights of the kept ones, in their order.
+    """Returns the token at which the kept tokens' cumulative weights, in vocabulary order, pass `uniform` in [0, 1).
 
-    What is kept is `find_threshold`'s affair.
+    `find_threshold` decides which tokens are kept.
     """
-    # XLA:GPU copies the predicate of a branch or of an open loop to the host and waits for it, at every step.
+    # XLA:GPU copies the predicate of a branch or an open loop to the host and waits for it.
     return lax.platform_dependent(row, filters, uniform, cpu=draw_from_few, default=draw_in_fixed_passes)
 
 
 def draw_in_fixed_passes(row: RowLogits, filters: Filters, uniform: Float[Array, ""]) -> Int32[Array, ""]:
-    """The form of `draw` for accelerators."""
+    """`draw` for accelerators."""
     scaled = row.rescale(row.blocks)
     return invert_cumulative(scaled, _weigh_from(find_threshold(search_fixed, scaled, filters)), uniform)
 
 
 def draw_from_few(row: RowLogits, filters: Filters, uniform: Float[Array, ""]) -> Int32[Array, ""]:
-    """The form of `draw` for CPUs: from the blocks with the largest tokens, if the filters keep no token beside them.
+    """`draw` for CPUs: from the blocks with the largest tokens, if the filters keep no token outside them.
 
-    All tokens above `floor`, the smallest of these blocks' maxima, are in them. So nothing else counts if min_p lies
-    above it, or there are k tokens above it, or their mass is what top_p wants.
+    These blocks hold all tokens above `floor`, the smallest of their maxima. So they suffice if min_p lies above
+    `floor`, if k tokens lie above it, or if the tokens above it have the mass that top_p asks for.
     """
 
     def sum_all() -> Array:
@@ -97,7 +97,10 @@ def _weigh_from(threshold: Float[Array, ""]) -> Callable[[Array], Array]:
 def invert_cumulative(
     lines: Float[Array, "n b"], weigh: Callable[[Array], Array], uniform: Float[Array, ""]
 ) -> Int32[Array, ""]:
-    """Inverts the cumulative sum of the entries' weights, read line by line: first over lines, then within one."""
+    """Returns the flat index of the entry at which the cumulative weights, line by line, pass `uniform` of their sum.
+
+    Searches the sums of lines first, then one line.
+    """
     sums = jnp.sum(weigh(lines), axis=-1)
     line, rest = _invert(sums, uniform * jnp.sum(sums))
     column, _ = _invert(weigh(lines[line]), rest)
@@ -105,10 +108,10 @@ def invert_cumulative(
 
 
 def _invert(weights: Float[Array, " n"], target: Float[Array, ""]) -> tuple[Int32[Array, ""], Float32[Array, ""]]:
-    """Returns the entry that `target` falls into and how far into it.
+    """Returns the entry that `target` falls into, and how far into it.
 
-    It is the last positive entry that begins at or below the target. The first positive one begins at exactly zero, so
-    there always is one: no rounding, here or in the target, can select an entry without weight.
+    It is the last positive entry that begins at or below the target. There always is one, because the first positive
+    entry begins at exactly zero. So no rounding can select an entry without weight.
     """
     begins = jnp.pad(jnp.cumsum(weights), (1, 0))[:-1]
     entries = jnp.arange(len(weights), dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens: of the logits as the model made them, before anything shapes them."""
+"""Log-probabilities of tokens under the model's logits, before anything shapes them."""
 
 from __future__ import annotations
 
@@ -13,30 +13,32 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 from jaxserve.sampling.sampler import mask_padding
 from jaxserve.sampling.thresholds import BLOCK
 
-PROMPT_BLOCK = 64  # tokens of a prompt whose logits exist at a time
-_SELECTED_WIDTH = 2048  # XLA:TPU sorts what is narrower instead of selecting from it, and compiles that for seconds
+PROMPT_BLOCK = 64  # prompt tokens whose logits exist at a time
+_SELECTED_WIDTH = 2048  # for a narrower top_k XLA:TPU sorts, and takes seconds to compile it
 
 
 class LogprobArrays(NamedTuple):
-    """One row per token that was sampled; column 0 is that token, the k likeliest follow, likeliest first."""
+    """One row per token; column 0 is that token, then the k likeliest, in descending order."""
 
     values: Float32[Array, "S k+1"]  # log-probabilities
     ids: Int32[Array, "S k+1"]
-    rank: Int32[Array, " S"]  # of the sampled token: 1 + the number of strictly likelier ones
+    rank: Int32[Array, " S"]  # 1 + the number of tokens likelier than that in column 0
 
 
 def compute_logprobs(logits: Float[Array, "S V"], *, vocab_size: int) -> Float32[Array, "S V"]:
-    """Returns the log-probability of every token; -inf from `vocab_size` on."""
+    """Returns every token's log-probability; -inf from `vocab_size` on."""
     logits = mask_padding(logits.astype(jnp.float32), vocab_size)
     largest, log_sum = _normalize(logits)
     return (logits - largest) - log_sum
 
 
 def gather_logprobs(logits: Float[Array, "S V"], ids: Int[Array, " S"], k: int, *, vocab_size: int) -> LogprobArrays:
-    """Returns those of each row's token `ids[s]` and of its `k` likeliest, the lowest id first among equals.
+    """Returns log-probabilities of each row's token `ids[s]` and its `k` likeliest, the lowest id first among equals.
 
-    A token has the same bits in column 0 as among the likeliest, and in `compute_logprobs`. A row with NaN or +inf gets
-    NaN.
+    A token's value has the same bits in every column and in `compute_logprobs`. A row with NaN or +inf gets NaN.
+
+    Raises:
+        ValueError: `k` is not within [0, vocab_size].
     """
     if not 0 <= k <= vocab_size:
         raise ValueError(f"k: {k} likeliest tokens of a vocabulary of {vocab_size}")
@@ -58,10 +60,9 @@ def gather_prompt_logprobs(
     *,
     vocab_size: int,
 ) -> LogprobArrays:
-    """Returns those of `targets[t]` under the logits of `hidden[t]`, for every position of a step, T rows in all.
+    """Returns `gather_logprobs` of `targets` under the logits of `hidden`, T rows.
 
-    The logits of `PROMPT_BLOCK` positions exist at a time, never [T, V]. The token at position p belongs to
-    the hidden state of position p - 1: the caller shifts.
+    The logits of `PROMPT_BLOCK` positions exist at a time, never [T, V]. `targets[t]` is the token after position t.
     """
     num_tokens = len(targets)
     block = min(PROMPT_BLOCK, num_tokens)
@@ -78,24 +79,24 @@ def gather_prompt_logprobs(
 
 
 def _normalize(logits: Float32[Array, "S V"]) -> tuple[Float32[Array, "S 1"], Float32[Array, "S 1"]]:
-    """Returns the largest logit and the logarithm of the sum of exp(logit - largest)."""
+    """Returns each row's largest logit and log(sum(exp(logit - largest)))."""
     largest = jnp.max(logits, axis=-1, keepdims=True)
-    sums = jnp.sum(_split(jnp.exp(logits - largest), 0), axis=-1)  # by blocks first: sums of few terms round less
+    sums = jnp.sum(_split(jnp.exp(logits - largest), 0), axis=-1)  # by blocks first: short sums round less
     return largest, jnp.log(jnp.sum(sums, axis=-1, keepdims=True))
 
 
 def _find_likeliest(logits: Float32[Array, "S V"], k: int) -> tuple[Float32[Array, "S k"], Int32[Array, "S k"]]:
-    """The k largest logits and their ids: first the k blocks with the largest maxima, then the best within those.
+    """Returns the k largest logits and their ids, found in the k blocks with the largest maxima.
 
-    A token outside these blocks is preceded by the largest token of each of them, so it is not among the k likeliest.
-    The wide top_k that this avoids sorts the whole row on some devices and takes ten times as long on CPU.
+    A token outside these blocks ranks behind the largest token of each of them, so it is not among the k likeliest. A
+    top_k of the whole row sorts it on some devices and takes ten times as long on CPU.
     """
     blocks = _split(logits, -jnp.inf)
     maxima = _drop_sign_of_zero(jnp.max(blocks, axis=-1))
     padding = max(0, _SELECTED_WIDTH - maxima.shape[1])
     maxima = jnp.pad(maxima, ((0, 0), (0, padding)), constant_values=-jnp.inf)
     _, chosen = lax.top_k(maxima, min(k, blocks.shape[1]))
-    chosen = jnp.sort(chosen, axis=-1)  # in vocabulary order again, so that among equals the lowest id comes first
+    chosen = jnp.sort(chosen, axis=-1)  # vocabulary order: among equals the lowest id comes first
     candidates = jnp.take_along_axis(blocks, chosen[:, :, None], axis=1).reshape(len(logits), -1)
     values, places = lax.top_k(_drop_sign_of_zero(candidates), k)
     ids = jnp.take_along_axis(chosen, places // BLOCK, axis=1) * BLOCK + places % BLOCK
@@ -103,11 +104,11 @@ def _find_likeliest(logits: Float32[Array, "S V"], k: int) -> tuple[Float32[Arra
 
 
 def _drop_sign_of_zero(values: Float32[Array, "S n"]) -> Float32[Array, "S n"]:
-    """top_k ranks 0.0 above -0.0, which are equal."""
+    """Returns -0.0 as 0.0: top_k ranks it below, though they are equal."""
     return jnp.where(values == 0, 0, values)
 
 
 def _split(array: Array, fill: float) -> Array:
-    """[S, V] to [S, ceil(V / BLOCK), BLOCK]."""
+    """Reshapes [S, V] to [S, ceil(V / BLOCK), BLOCK]."""
     padded = jnp.pad(array, ((0, 0), (0, -array.shape[-1] % BLOCK)), constant_values=fill)
     return padded.reshape(len(array), -1, BLOCK)

@@ -1,4 +1,4 @@
-"""From logits to token ids. Functions of logits are those of one row, for `map_rows`."""
+"""From logits to token ids. Functions of logits take one row, for `map_rows`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GREEDY_BELOW = 1e-5  # a colder row is greedy (vLLM's limit): 1 / temperature m
 
 @flax.struct.dataclass
 class SamplingInputs:
-    """The sampling parameters of the rows of one step; of one row where a function takes one row's logits."""
+    """The sampling parameters of a step's rows; of one row (without S) in functions of one row."""
 
     temperature: Float[Array, " S"]  # 0: greedy
     top_k: Int32[Array, " S"]  # outside [1, V): off
@@ -25,16 +25,16 @@ class SamplingInputs:
     seed_low: Int[Array, " S"]  # 32 bits, int32 or uint32
     seed_high: Int[Array, " S"]  # 32 bits, int32 or uint32
     sequence_index: Int32[Array, " S"]  # which of a request's n sequences
-    positions: Int32[Array, " S"]  # of the token being sampled
-    # Only `shape_logits` reads the rest, beside the row's line of the `SamplerState`; without it they may be None.
+    positions: Int32[Array, " S"]  # the position of the token being sampled
+    # Only `shape_logits` reads the rest; without it they may be None.
     presence: Float[Array, " S"] | None = None  # 0: off
     frequency: Float[Array, " S"] | None = None  # 0: off
     repetition: Float[Array, " S"] | None = None  # above 0; 1: off
-    has_edits: Int[Array, " S"] | Bool[Array, " S"] | None = None  # 0: nothing but `sample` touches the row
+    has_edits: Int[Array, " S"] | Bool[Array, " S"] | None = None  # 0: `shape_logits` leaves the row alone
 
 
 def draw_uniforms(inputs: SamplingInputs) -> Float32[Array, " S"]:
-    """Returns the number in [0, 1) that decides each row's draw, from its seed, sequence and position alone."""
+    """Returns the number in [0, 1) that decides each row's draw, by its seed, sequence and position alone."""
     keys = row_keys(inputs.seed_low, inputs.seed_high, inputs.sequence_index, inputs.positions)
     return draw_numbers(keys)
 
@@ -49,12 +49,12 @@ def _is_finite(largest: Float[Array, ""]) -> Bool[Array, ""]:
 
 
 def _mark_faults(logits: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
-    """NaN becomes +inf, which a maximum shows: XLA:CPU's does not always propagate NaN."""
+    """Replaces NaN by +inf, because XLA:CPU's maximum does not always propagate NaN."""
     return jnp.where(logits < jnp.inf, logits, jnp.inf)
 
 
 def mask_padding(logits: Float[Array, "... V"], vocab_size: int | None) -> Float[Array, "... V"]:
-    """Bans the ids from `vocab_size` on; None: there are none."""
+    """Returns the logits with -inf from `vocab_size` on; None: unchanged."""
     if vocab_size is None or vocab_size == logits.shape[-1]:
         return logits
     return jnp.where(jnp.arange(logits.shape[-1]) < vocab_size, logits, -jnp.inf)
@@ -74,7 +74,7 @@ def sample_greedy(
 
 
 def _find_first(logits: Float[Array, "*dims"], value: Float[Array, ""], last: int) -> Int32[Array, ""]:
-    """The first place of `value`, or `last`. XLA:CPU's argmax (a reduction of pairs) takes ten times as long."""
+    """Returns the first index of `value`, at most `last`. XLA:CPU's argmax reduces pairs and is ten times slower."""
     places = jnp.arange(logits.size, dtype=jnp.int32).reshape(logits.shape)
     return jnp.min(jnp.where(logits == value, places, last))
 
@@ -82,12 +82,11 @@ def _find_first(logits: Float[Array, "*dims"], value: Float[Array, ""], last: in
 def sample(
     logits: Float[Array, " V"], inputs: SamplingInputs, uniform: Float[Array, ""], *, vocab_size: int
 ) -> tuple[Int32[Array, ""], Bool[Array, ""]]:
-    """Returns an id drawn by `uniform` (`draw_uniforms`) from softmax(logits / temperature) after all filters, and
-    whether the row `is_finite`; else the id is an arbitrary one below `vocab_size`.
+    """Returns an id drawn by `uniform` (`draw_uniforms`) from the filtered softmax(logits / temperature), and whether
+    the row `is_finite`; else the id is arbitrary, below `vocab_size`.
 
-    The id depends on the row's own logits (f32) and entries of `inputs` only, and is never a filtered or masked (-inf)
-    token nor one from `vocab_size` on. At temperature 0 it is `sample_greedy`'s. Filters and their treatment of ties:
-    `find_threshold`.
+    The id depends on the row's own logits (f32) and `inputs` only, and is never a filtered or masked (-inf) token. At
+    temperature 0 it is `sample_greedy`'s. `find_threshold` has the filters and their treatment of ties.
     """
     is_greedy = inputs.temperature < _GREEDY_BELOW
     padded = jnp.pad(mask_padding(logits, vocab_size), (0, -len(logits) % BLOCK), constant_values=-jnp.inf)
@@ -96,7 +95,7 @@ def sample(
     largest = jnp.max(maxima)
 
     def draw_one() -> Array:
-        scale = 1 / jnp.where(is_greedy, 1, inputs.temperature)  # finite also where both sides are computed
+        scale = 1 / jnp.where(is_greedy, 1, inputs.temperature)  # finite also if both sides are computed
         filters = make_filters(inputs.top_k, inputs.top_p, inputs.min_p, vocab_size)
         return draw(RowLogits(blocks, maxima, scale), filters, uniform)
 

@@ -1,8 +1,7 @@
 """What sampling remembers of each row: the tokens so far, and what the request forbids or favours.
 
-It lies on the device beside the rows of the persistent batch and is always donated. A row that uses none of it has its
-switch off (`SamplingInputs.has_edits`): whatever its line still holds from an earlier row then counts for nothing, so
-no line is ever reset.
+The state lies on the device beside the rows of the persistent batch and is always donated. A row that uses none of it
+has its switch off (`SamplingInputs.has_edits`), so an earlier row's line need not be reset.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from jaxserve.token_automaton import MAX_STATE_TRANSITIONS, MAX_TRANSITIONS, Tok
 MAX_EDITS = 640  # 300 biases, 256 stop ids, and 84 for EOS ids
 MAX_BAD_WORDS = 64
 
-ANY_TOKEN = -1  # before a bad word of fewer tokens than there is room for
+ANY_TOKEN = -1  # pads a short bad word on the left
 _NO_TOKEN = -1  # in `recent`, where nothing was sampled yet
-NO_STATE = -1  # of a row without an automaton, and in transitions that are not used
-_NEVER = -2  # as the tokens of a bad word: equal to nothing that can be in `recent`
+NO_STATE = -1  # the state of a row without an automaton, and unused transitions
+_NEVER = -2  # tokens of an unused bad word: `recent` never has them
 
 
 @flax.struct.dataclass
@@ -36,15 +35,15 @@ class SamplerState:
 
     token_stats: Int32[Array, "R V"]  # 2 x (times sampled so far) + (1 if the token is in the prompt)
     recent: Int32[Array, "R H"]  # the last MAX_BAD_WORD_TOKENS - 1 sampled tokens, newest last; -1: none
-    # Edits and words lie in the order of the tokens whose logits they change, and unused ones change the last logit by
-    # -0.0, that is not at all: a scatter of sorted indices, of which none is out of range, is the cheapest everywhere.
+    # Edits and words are sorted by the token whose logit they change, and unused ones add -0.0 to the last logit: a
+    # scatter with sorted indices, none out of range, is the cheapest on all platforms.
     edit_ids: Int32[Array, "R E"]  # tokens whose logits change, each once
     edit_values: Float32[Array, "R E"]  # what is added to the logit
-    edit_until: Int32[Array, "R E"]  # but at positions below this one the token is banned
-    bad_words: Int32[Array, "R W L"]  # tokens of each word, right-aligned behind ANY_TOKEN
+    edit_until: Int32[Array, "R E"]  # at positions below this one the token is banned
+    bad_words: Int32[Array, "R W L"]  # tokens of each word, padded on the left with ANY_TOKEN
     allowed: UInt32[Array, "R N"]  # bit i % 32 of word i // 32: token i may be chosen
-    transitions: Int32[Array, "R T 3"]  # of the row's automaton (automaton.py)
-    state: Int32[Array, " R"]  # where in it the row is
+    transitions: Int32[Array, "R T 3"]  # the row's automaton (automaton.py)
+    state: Int32[Array, " R"]  # the automaton's state
 
 
 @flax.struct.dataclass
@@ -63,7 +62,7 @@ class RowSetting:
 
 
 def sampler_state_specs(num_rows: int, num_logits: int, sharding: jax.sharding.Sharding | None = None) -> SamplerState:
-    """Returns the abstract values of the state for logits [S, num_logits]; zeros will do to begin with."""
+    """Returns the abstract values of the state for logits [S, num_logits]; it may begin as zeros."""
     line = make_row_setting(num_logits, (), ())
     return SamplerState(
         **{
@@ -86,25 +85,25 @@ def make_row_setting(
     banned_until: int = 0,
     automaton: TokenAutomaton | None = None,
 ) -> RowSetting:
-    """Returns what a row is set to when it is admitted, on the host and in fresh arrays.
+    """Returns a row's line for its admission, in new numpy arrays.
 
     Args:
         num_logits: the width V of the logits.
         prompt_ids: the request's prompt.
-        output_ids: what was sampled before a preemption; the row continues as if it had never left.
-        logit_bias: what to add to the logits of which tokens; finite.
+        output_ids: tokens sampled before a preemption.
+        logit_bias: finite values to add, by token.
         allowed_ids: the only tokens that may be chosen; None: all.
-        suppressed_ids: tokens that are never chosen; there may be any number of them. Ids that no logit belongs to are
-            ignored, here and in `banned_ids`: they cannot be sampled anyway.
+        suppressed_ids: any number of tokens that are never chosen. Ids without a logit are ignored, here and in
+            `banned_ids`.
         bad_words: token lists that must not appear in the output, of 1 to MAX_BAD_WORD_TOKENS tokens each.
-        banned_ids: tokens not to be chosen at a position below `banned_until`: for `min_tokens` the EOS and stop ids,
-            until len(prompt_ids) + min_tokens.
-        banned_until: the first position at which they may be chosen.
+        banned_ids: tokens not to be chosen at positions below `banned_until`. For `min_tokens` these are the EOS and
+            stop ids, until len(prompt_ids) + min_tokens.
+        banned_until: the first position at which `banned_ids` may be chosen.
         automaton: what the output follows; its tokens take the place of `allowed_ids`.
 
     Raises:
-        ValueError: an id is not below `num_logits`; there are more edits, words or tokens than a line holds; or
-            `automaton` is given beside `allowed_ids` or `suppressed_ids`.
+        ValueError: another id has no logit; there are more edits, words or tokens than a line holds; or `automaton` is
+            given beside `allowed_ids` or `suppressed_ids`.
     """
     output = _check_ids("output_ids", output_ids, num_logits)
     stats = 2 * np.bincount(output, minlength=num_logits).astype(np.int32)
@@ -136,14 +135,14 @@ def make_row_setting(
 
 
 def pack_bits(allowed: Bool[np.ndarray, "*S V"]) -> UInt32[np.ndarray, "*S N"]:
-    """Packs a mask of tokens into words of 32 bits, the first token in the lowest bit; the rest of the last is 0."""
+    """Returns a token mask as 32-bit words, the first token in the lowest bit; the last word is padded with 0."""
     missing = -allowed.shape[-1] % WORD_BITS
     padded = np.pad(allowed, [(0, 0)] * (allowed.ndim - 1) + [(0, missing)])
     return np.packbits(padded, axis=-1, bitorder="little").view("<u4").astype(np.uint32)
 
 
 def set_row(state: SamplerState, row: Int[Array, ""], setting: RowSetting) -> SamplerState:
-    """Writes one row's line of everything. `state` is to be donated: nothing else of it moves."""
+    """Returns the state with one row's line replaced. Donate `state`, so that nothing else of it is copied."""
     lines = _lines(setting)
     return SamplerState(
         **{
@@ -156,14 +155,14 @@ def set_row(state: SamplerState, row: Int[Array, ""], setting: RowSetting) -> Sa
 def record(
     state: SamplerState, row_ids: Int[Array, " S"], ids: Int[Array, " S"], keep: Bool[Array, " S"]
 ) -> SamplerState:
-    """Counts the token that each row sampled, for rows that `keep` names: they sample, and their switch is on.
+    """Returns the state after each row's sampled token, for rows with `keep`: they sample, and their switch is on.
 
-    `state` is to be donated: only S entries of the counts and S lines of others are written. No row may be named
-    twice by rows that are kept. An id that no logit belongs to (a sentinel) is not counted.
+    Donate `state`: only S counts and S lines of other fields are written. Kept rows must be distinct. An id without a
+    logit (a sentinel) is ignored.
     """
     num_rows, num_logits = state.token_stats.shape
     kept = keep & (ids >= 0) & (ids < num_logits)
-    targets = jnp.where(kept, row_ids, num_rows)  # one behind the last line: dropped
+    targets = jnp.where(kept, row_ids, num_rows)  # out of range: dropped
     shifted = jnp.concatenate([state.recent[row_ids, 1:], ids[:, None].astype(jnp.int32)], axis=1)
     states = advance(state.transitions, row_ids, state.state[row_ids], ids)
     followers = jnp.where(states == NO_STATE, num_rows, targets)
@@ -184,7 +183,7 @@ def _lines(lines: SamplerState | RowSetting) -> dict[str, Array | np.ndarray]:
 def _make_edits(
     bias: Mapping[int, float], banned: Set[int], until: int, num_logits: int
 ) -> tuple[Int32[np.ndarray, " E"], Float32[np.ndarray, " E"], Int32[np.ndarray, " E"]]:
-    """One edit per token, also where it is both banned and biased."""
+    """Returns one edit per token, also if it is both banned and biased."""
     tokens = sorted({*bias, *banned})
     if len(tokens) > MAX_EDITS:
         raise ValueError(f"{len(tokens)} biased and banned tokens are more than the {MAX_EDITS} edits of a row")
@@ -213,7 +212,7 @@ def _make_bad_words(bad_words: Sequence[Sequence[int]], num_logits: int) -> Int3
 def _make_automaton(
     automaton: TokenAutomaton | None, state: int
 ) -> tuple[Int32[np.ndarray, "T 3"], Int32[np.ndarray, ""]]:
-    """Unused transitions fill the rest, and the window of the last state."""
+    """Pads with unused transitions, also for the window of the last state."""
     lines = np.full((MAX_TRANSITIONS + MAX_STATE_TRANSITIONS, 3), NO_STATE, np.int32)
     if automaton is not None:
         lines[: len(automaton.transitions)] = automaton.transitions

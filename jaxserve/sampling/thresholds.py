@@ -1,8 +1,8 @@
-"""Where min-p, top-k and top-p cut a row of logits, found without sorting it.
+"""The threshold at which min-p, top-k and top-p cut a row of logits, found without sorting it.
 
-All three filters keep the tokens above some value, so together they are one threshold per row. It is found by
-bisection: each pass is one masked sum over the vocabulary. There are two forms of the search, which keep the same
-tokens; the platform alone decides which is used (`draw.py`).
+Each filter keeps the tokens above some value, so together they are one threshold per row, found by bisection with
+masked sums over the vocabulary. The two forms of the search keep the same tokens; the platform decides which is used
+(`draw.py`).
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from jaxtyping import Array, Float, Float32, Int
 BLOCK = 128  # tokens per partial sum over the vocabulary, and a vector register's lanes on TPU
 
 # Tokens below exp(-64) = 1.6e-28 times the weight of the likeliest are dropped: 23 random bits never reach them, and
-# above it every weight is a normal float32, so that "kept" and "weight > 0" are the same thing.
+# all other weights are normal float32, so a token is kept exactly if its weight is positive.
 LOWEST = -64.0
-_LEAST_TOP_P = 1e-30  # keeps the likeliest token as any smaller one does; a target of 0 would keep none
+_LEAST_TOP_P = 1e-30  # keeps the likeliest token only; 0 would keep none
 _SPAN_BITS = 32  # bisection ends at 64 / 2**32 = 1.5e-8, a quarter of the rounding error of a weight near one
-_BITS_PER_PASS = 4  # of the fixed search: 15 sums in each of 8 passes, few kernels that read the row once or twice
+_BITS_PER_PASS = 4  # in the fixed search: 8 passes of 15 sums, few kernels that read the row once or twice
 
 Weigh = Callable[[Array], Array]
 Search = Callable[[Array, Weigh, Array, Array], Array]
 
 
 class Filters(NamedTuple):
-    """What a row's filters ask for; a target of infinity is never met, so it is off."""
+    """A row's filters, as targets of `find_threshold`."""
 
-    low: Float32[Array, ""]  # the logarithm of min_p: no token below is kept
-    count: Float32[Array, ""]  # top_k, or infinity
+    low: Float32[Array, ""]  # log(min_p), at least LOWEST: no token below is kept
+    count: Float32[Array, ""]  # top_k; infinity: off
     top_p: Float32[Array, ""]  # 1 or more: off
 
     @property
@@ -44,38 +44,38 @@ class Filters(NamedTuple):
 
 
 def make_filters(top_k: Int[Array, ""], top_p: Float[Array, ""], min_p: Float[Array, ""], vocab_size: int) -> Filters:
-    """A filter is off at `min_p` 0, `top_k` outside [1, vocab_size), `top_p` >= 1."""
+    """Returns a row's filters, off at `min_p` 0, `top_k` outside [1, vocab_size), `top_p` >= 1."""
     count = jnp.where((top_k > 0) & (top_k < vocab_size), top_k.astype(jnp.float32), jnp.inf)
     return Filters(jnp.maximum(jnp.log(min_p), LOWEST), count, jnp.maximum(top_p, _LEAST_TOP_P))
 
 
 def find_threshold(search: Search, scaled: Float[Array, "n b"], filters: Filters) -> Float32[Array, ""]:
-    """Returns the threshold t such that the tokens with `scaled >= t` are kept.
+    """Returns the threshold t: tokens with `scaled >= t` are kept.
 
-    `scaled` is (logits - their maximum) / temperature in lines of any length, so that exp(scaled) is a token's weight
-    relative to the likeliest; -inf where there is no token. The filters apply in vLLM's order: min_p, then top_k, then
-    top_p over the mass of what is left. The likeliest token always stays. Ties are kept whole, so more than k tokens
-    may stay; tokens count as tied when their `scaled` differ by less than 1.5e-8 or in the last bit only.
+    `scaled` is (logits - their maximum) / temperature in lines of any length, -inf where there is no token: exp(scaled)
+    is a token's weight relative to the likeliest. Filters apply in vLLM's order: min_p, top_k, then top_p over the mass
+    that is left. The likeliest token always stays. Ties are kept whole, so more than k tokens may stay; tokens are tied
+    if their `scaled` differ by less than 1.5e-8 or in the last bit only.
     """
     low = search(scaled, jnp.ones_like, filters.count, filters.low)
     return search(scaled, jnp.exp, find_mass_target(filters, lambda: sum_weights(scaled, low)), low)
 
 
 def find_mass_target(filters: Filters, find_mass: Callable[[], Array]) -> Float32[Array, ""]:
-    """What top_p wants kept of a mass that only then is looked for; infinity: nothing less than all of it."""
+    """Returns the mass that top_p keeps of `find_mass()`, which runs only if top_p is on; infinity: all of it."""
     return lax.cond(filters.top_p < 1, lambda: filters.top_p * find_mass(), lambda: jnp.float32(jnp.inf))
 
 
 def sum_weights(scaled: Float[Array, "*dims"], low: Float[Array, ""]) -> Float32[Array, ""]:
-    """The mass of the tokens from `low` upwards."""
+    """Returns the mass of the tokens with `scaled >= low`."""
     return jnp.sum(jnp.where(scaled >= low, jnp.exp(scaled), 0))
 
 
 def search_until_exact(scaled: Array, weigh: Weigh, target: Array, low: Array) -> Array:
-    """The highest t in [low, 0] such that the weights of `scaled >= t` sum to `target`; `low` if none does.
+    """Returns a t in [low, 0] that keeps the fewest tokens `scaled >= t` whose weights sum to `target`; else `low`.
 
-    Stops when no token can be spared: the kept mass less a token at the threshold, the lightest there can be, misses
-    the target. That is long before t is known to the last bit.
+    Stops when no token can be spared: the kept mass without a token at the threshold, the lightest possible, misses the
+    target. That is long before t is known to the last bit.
     """
 
     def search() -> Array:
@@ -100,15 +100,15 @@ def search_until_exact(scaled: Array, weigh: Weigh, target: Array, low: Array) -
 
 
 def search_fixed(scaled: Array, weigh: Weigh, target: Array, low: Array) -> Array:
-    """As `search_until_exact`, always in the same passes, each with several thresholds at once, without a branch."""
+    """`search_until_exact` in a fixed number of passes, each over several thresholds, without a branch."""
 
     def narrow(_: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
         low, width = state
-        # Widths are powers of two, so their multiples are exact and a fused multiply-add rounds as a plain sum does:
-        # the threshold returned is bit for bit one whose mass was found sufficient.
+        # Widths are powers of two, so their multiples are exact and a fused multiply-add rounds like a plain sum: the
+        # returned threshold is bit for bit one whose mass was found sufficient.
         width = width / 2**_BITS_PER_PASS
         thresholds = [low + multiple * width for multiple in range(1, 2**_BITS_PER_PASS)]
-        # Summing by lines first and then all thresholds together makes 7 GPU kernels of a pass instead of 20.
+        # Summing by lines first, then over all thresholds at once, takes 7 GPU kernels per pass instead of 20.
         sums = [jnp.sum(jnp.where(scaled >= threshold, weigh(scaled), 0), axis=-1) for threshold in thresholds]
         enough = jnp.sum(jnp.stack(sums), axis=-1) >= target
         return jnp.max(jnp.where(enough, jnp.stack(thresholds), low)), width

@@ -10,18 +10,16 @@ from jaxserve.structured.matcher import Matcher
 from jaxserve.structured.vocabulary import Vocabulary
 from jaxserve.token_automaton import MAX_STATE_TRANSITIONS, MAX_TRANSITIONS, TokenAutomaton
 
-_TIME_LIMIT_S = 0.5  # usual grammars take 1 to 10 ms, hostile ones some for each mask
-_LONGEST_RUN = 1  # forced tokens in a row; the engine skips the steps of longer runs, which is faster
+_TIME_LIMIT_S = 0.5  # usual grammars take 1 to 10 ms, hostile ones milliseconds per mask
+_LONGEST_RUN = 1  # forced tokens in a row; the engine skips longer runs, which is faster than an automaton
 
 
 def make_automaton(matcher: Matcher) -> TokenAutomaton | None:
-    """Returns the automaton of a matcher at the start, found by trying every token of every text.
+    """Returns the automaton of a matcher at the start, found by trying every token of every text; None if unsuitable.
 
-    States are texts, since the allowed tokens depend on the text alone, not on the tokens that spell it.
-
-    Returns:
-        None if there are more than `MAX_TRANSITIONS`, or `MAX_STATE_TRANSITIONS` in one state; if a text in the
-        tokenizer's own spelling has several forced tokens in a row, which the engine skips; or if it takes too long.
+    States are texts, since the allowed tokens depend on the text alone, not on the tokens that spell it. An automaton
+    is unsuitable if it has more than `MAX_TRANSITIONS`, or `MAX_STATE_TRANSITIONS` in one state; if a text in the
+    tokenizer's own spelling has several forced tokens in a row, which the engine skips; or if it takes too long.
     """
     import numpy as np
 
@@ -49,7 +47,7 @@ def make_automaton(matcher: Matcher) -> TokenAutomaton | None:
                 if after not in states and after not in queue:
                     queue[after] = matcher.copy()
                     queue[after].accept(token)
-    except MatcherError:  # a limit of the parser; a request's matcher reports it if it gets there
+    except MatcherError:  # a limit of the parser; a request's matcher reports it if reached
         return None
     texts = {after for state, token, after in found if token in vocabulary.eos_token_ids}
     if any(runs.get(begun, 0) > _LONGEST_RUN for text in texts for begun in _spell(text, vocabulary)):
@@ -58,7 +56,7 @@ def make_automaton(matcher: Matcher) -> TokenAutomaton | None:
 
 
 def _spell(text: bytes, vocabulary: Vocabulary) -> Iterator[bytes]:
-    """Yields the part of a text before each of its tokens, as the tokenizer spells it."""
+    """Yields the part of a text before each of its tokens, in the tokenizer's own spelling."""
     begun = b""
     for token in vocabulary(text.decode(errors="replace")):
         yield begun

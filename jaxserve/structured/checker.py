@@ -19,7 +19,7 @@ class Verdict:
     """The result of a check."""
 
     error: str | None  # None: the grammar compiles
-    is_certain: bool = True  # False: a busy host may be the reason, so it can be checked again later
+    is_certain: bool = True  # False: a busy host may be the reason; check again later
 
 
 @final
@@ -69,7 +69,7 @@ class Checker:
                 raise CheckerError(str(error)) from error
 
     def start(self) -> None:
-        """Starts the worker now, not with the first grammar.
+        """Starts the worker before the first grammar.
 
         Raises:
             CheckerError: the worker cannot be started.
@@ -87,7 +87,7 @@ class Checker:
 
     @property
     def process_id(self) -> int | None:
-        """The id of the worker process, None if there is none."""
+        """The worker's process id, None if it does not run."""
         return self._worker.process_id
 
     def _make_options(self) -> dict[str, Any]:

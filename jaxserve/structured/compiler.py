@@ -1,4 +1,4 @@
-"""Turns constraints into grammars: checked in another process, compiled once, cached for later requests."""
+"""Turns constraints into grammars: checked in another process, compiled, and cached for later requests."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from jaxserve.tokenizers import Tokenizer
 TIME_LIMIT_S = 5.0
 MEMORY_BYTES = 512 << 20  # address space of the worker beyond its size without a grammar
 MAX_GRAMMARS = 128
-MAX_CACHE_BYTES = 8 << 20  # texts of the cached constraints together
+MAX_CACHE_BYTES = 8 << 20  # total size of the cached constraints' texts
 _UNCERTAIN_S = 30.0  # how long to cache a refusal that a busy host may have caused
 _MAX_SHARDS = 8
-_SMALL_KINDS = ("choice", "regex")  # may be small enough for an automaton; the others hold free text
+_SMALL_KINDS = ("choice", "regex")  # may be small enough for an automaton; other kinds have free text
 
 
 @final
 class Grammar:
-    """A compiled constraint over one vocabulary. Immutable for its users; safe to use from several threads."""
+    """A compiled constraint over one vocabulary. Safe to use from several threads."""
 
     def __init__(self, params: StructuredOutputsParams, source: str, vocabulary: Vocabulary, num_shards: int) -> None:
         self.params, self.vocabulary = params, vocabulary
@@ -44,7 +44,7 @@ class Grammar:
         self.automaton = make_automaton(Matcher(self._shards, 0)) if params.kind in _SMALL_KINDS else None
 
     def new_matcher(self) -> Matcher:
-        """Returns a matcher at the start of the output; matchers use the shards in turn."""
+        """Returns a matcher at the start of the output; matchers use shards in turn."""
         with self._lock:
             shard = self._num_matchers % self._shards.count
             self._num_matchers += 1
@@ -76,14 +76,14 @@ class GrammarCompiler:
         num_shards: int | None = None,
         worker: Path = WORKER,
     ) -> None:
-        """Imports, builds and starts nothing before the first grammar or `warm_up`.
+        """The first `compile` or `warm_up` imports llguidance and starts the worker.
 
         Args:
             tokenizer: the model's tokenizer.
             vocab_size: columns of the model's logits and bits of a mask; None: the tokenizer's size.
             time_limit_s: seconds for the compilation of one grammar in the worker.
-            memory_bytes: address space for the same.
-            max_grammars: results in the cache.
+            memory_bytes: address space of the worker for it.
+            max_grammars: cached grammars and refusals.
             num_shards: threads that can compute masks of one grammar at once; None: one per core, at most 8.
             worker: the program of the worker process.
         """

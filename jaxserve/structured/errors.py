@@ -1,4 +1,4 @@
-"""Errors of grammars after their request was accepted, or that are not the request's fault."""
+"""Errors of grammars that are not the request's fault, or arise after the request was accepted."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _MAX_MESSAGE = 300
 
 
 class MatcherError(JaxServeError, RuntimeError):
-    """A sequence's grammar refused a token, hit a limit or failed; only that sequence ends."""
+    """A grammar refused a token, hit a limit or failed; only its sequence ends."""
 
 
 class CheckerError(JaxServeError, RuntimeError):
-    """The process that checks grammars could not be started: a fault of the host, never of the request."""
+    """The process that checks grammars could not be started, which is the host's fault."""
 
 
 def shorten_message(message: str) -> str:
@@ -23,6 +23,6 @@ def shorten_message(message: str) -> str:
         return "no text can match it"
     for mark in ("<state>", "<backtrace>", "<grammar>", "<non-verbose/>"):
         message = message.split(mark, 1)[0]
-    reason = re.search(r"^error: (.*)$", message, re.MULTILINE)  # the regex parser's, after the whole regex
+    reason = re.search(r"^error: (.*)$", message, re.MULTILINE)  # the regex parser's error follows the whole regex
     text = " ".join((f"invalid regex: {reason[1]}" if reason else message).split())
     return text if len(text) <= _MAX_MESSAGE else text[: _MAX_MESSAGE - 3] + "..."

@@ -1,4 +1,4 @@
-"""Converts GBNF, the grammars of llama.cpp and of vLLM's examples (`root ::= ...`), for llguidance."""
+"""Converts GBNF, the grammars of llama.cpp and vLLM's examples (`root ::= ...`), for llguidance."""
 
 from __future__ import annotations
 

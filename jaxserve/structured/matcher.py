@@ -18,11 +18,11 @@ _WORD_BITS = 32
 
 @final
 class Matcher:
-    """The tokens of one sequence so far, and the tokens that may come next. Safe to use from several threads.
+    """The tokens of one sequence so far, and those that may come next. Safe to use from several threads.
 
-    A refused token changes nothing. The library's parser stops for good when it hits one of its limits. It is then
-    rebuilt from the tokens, once, because another sequence that shares its lexer may be the cause; when it stops again
-    the sequence fails.
+    A refused token changes nothing. The library's parser stops for good when it hits a limit. The matcher then rebuilds
+    it from the tokens, once, because another sequence that shares its lexer may be the cause; when the parser stops
+    again, the sequence fails.
     """
 
     def __init__(self, shards: GrammarShards, shard: int) -> None:
@@ -48,13 +48,13 @@ class Matcher:
 
     @property
     def is_finished(self) -> bool:
-        """Whether EOS came, or only EOS may follow: the sequence can end without waiting for it."""
+        """Whether EOS came or only EOS may follow: the sequence can end without it."""
         with self._lock:
             return self._has_ended or (self._native.is_stopped() and not self._native.is_error())
 
     @property
     def is_accepting(self) -> bool:
-        """Whether the text so far is complete: EOS may come next, other tokens perhaps too."""
+        """Whether the text so far is complete: EOS may come next, perhaps other tokens too."""
         with self._lock:
             return self._has_ended or self._native.is_accepting()
 
@@ -62,15 +62,14 @@ class Matcher:
         """Appends the sequence's next token.
 
         Raises:
-            MatcherError: the grammar does not allow the token here, and the matcher is unchanged; or the grammar
-                failed.
+            MatcherError: the grammar does not allow the token here, which leaves the matcher unchanged; or it failed.
         """
         with self._lock:
             self._accept(token_id)
             self.version += 1
 
     def fill_mask(self, row: np.ndarray) -> None:
-        """Writes which tokens may come next.
+        """Writes the mask of the tokens that may come next to `row`.
 
         EOS is allowed exactly when the text is complete. Where the grammar forces a text, only the tokenizer's own
         tokens for it are allowed.
@@ -80,8 +79,8 @@ class Matcher:
                 vocabulary become 0.
 
         Raises:
-            MatcherError: the grammar hit a limit, or no token can continue the text. The row is all zeros then.
-            ValueError: `row` has another form.
+            MatcherError: the grammar hit a limit, or no token can continue the text; `row` is all zeros then.
+            ValueError: `row` is not such an array.
         """
         vocabulary = self.vocabulary
         num_words = -(-len(vocabulary.tokens) // _WORD_BITS)
@@ -107,7 +106,7 @@ class Matcher:
     def forced_tokens(self) -> list[int]:
         """Returns the tokens that must come next, in the tokenizer's own spelling; often none.
 
-        Never waits: returns none while another thread computes this matcher's mask.
+        Never waits: returns none while another thread uses this matcher.
         """
         if not self._lock.acquire(blocking=False):
             return []
@@ -119,7 +118,7 @@ class Matcher:
             self._lock.release()
 
     def copy(self) -> Matcher:
-        """Returns an independent matcher at the same place, in some tens of microseconds."""
+        """Returns an independent matcher at the same position, in tens of microseconds."""
         other = object.__new__(Matcher)
         with self._lock:
             other._shards, other.version, other.mask_job = self._shards, self.version, None
@@ -141,7 +140,7 @@ class Matcher:
             raise MatcherError(f"the grammar does not allow the token id {token_id} {where}")
 
     def _consume(self, token_id: int) -> bool:
-        """Advances by one token; False if it is not allowed or the parser has stopped with an error."""
+        """Advances by one token; returns False if it is not allowed or the parser has stopped with an error."""
         vocabulary = self.vocabulary
         if self._has_ended or not 0 <= token_id < len(vocabulary.tokens):
             return False
@@ -156,7 +155,7 @@ class Matcher:
         return is_taken
 
     def _recover(self) -> None:
-        """Replaces a parser that has stopped with an error by one with a new lexer, once per sequence."""
+        """Replaces a failed parser by one with a new lexer; MatcherError the second time, or if a token is refused."""
         if self._was_recovered:
             raise self._make_error()
         self._was_recovered = True

@@ -38,7 +38,7 @@ class MaskBatch:
 
     def __init__(self, masks: np.ndarray) -> None:
         self.masks = masks  # uint32 [S, ceil(V / 32)]; a row is valid once `collect` reports it ready
-        self.errors: dict[int, BaseException] = {}  # by row, for failed rows; filled by `collect`
+        self.errors: dict[int, BaseException] = {}  # by failed row; filled by `collect`
         self.jobs: list[_Job | None] = []  # by row; None: the row has no grammar
         self.borrowed: list[int] = []  # rows whose mask another row's job computes
         self.num_open = 0
@@ -53,7 +53,7 @@ class MaskPool:
     """
 
     def __init__(self, vocab_size: int, num_threads: int | None = None) -> None:
-        """`vocab_size`: columns of the logits. `num_threads`: None for one per core, 2 to 8. Starts none yet."""
+        """`vocab_size`: columns of the logits. `num_threads`: None for one per core, 2 to 8. Threads start later."""
         self._num_words = -(-vocab_size // 32)
         self._num_threads = num_threads or min(max(os.cpu_count() or 1, 2), _MAX_THREADS)
         self._tasks: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -61,7 +61,7 @@ class MaskPool:
         self._lock = threading.Lock()  # guards num_open, is_done and waiting
 
     def start(self, matchers: Sequence[Matcher | None]) -> MaskBatch:
-        """Starts the masks of all rows; None is a row without a grammar, ready at once with every bit set.
+        """Returns the batch of the rows' masks, which threads compute; a row without a grammar (None) has all bits set.
 
         A mask that is still being computed for the same tokens is not started again: the new batch waits for it too.
         `Matcher.accept` waits for a mask that is being computed.
@@ -92,8 +92,8 @@ class MaskPool:
         """Waits for a batch, at most `timeout_s` seconds (None: no limit); may be called again.
 
         Returns:
-            bool [S]: rows whose mask is ready. The others are late, and a later `collect` of this batch or of the next
-            one finds them, or failed with an error in `batch.errors`.
+            bool [S]: whether each row's mask is ready. Other rows failed and have an error in `batch.errors`, or are
+            late: collect this batch again, or the next one with their matchers.
         """
         import numpy as np
 
@@ -113,7 +113,7 @@ class MaskPool:
         return ready
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Ends the threads after the masks that wait or are being computed, in at most `timeout_s` seconds."""
+        """Ends the threads after the masks that were started; waits at most `timeout_s` seconds."""
         for _ in self._threads:
             self._tasks.put(None)
         deadline = time.monotonic() + timeout_s
@@ -122,7 +122,7 @@ class MaskPool:
         self._threads = []
 
     def _find_job(self, matcher: Matcher, batch: MaskBatch) -> _Job | None:
-        """Returns the matcher's latest job if it is for the same tokens and did not fail; `batch` waits for it."""
+        """Returns the matcher's job if it is for the same tokens and did not fail; `batch` then waits for it."""
         job: _Job | None = matcher.mask_job
         if job is None or job.version != matcher.version or job.error is not None:
             return None

@@ -27,10 +27,10 @@ LIMITS: dict[str, Any] = {
 
 @final
 class GrammarShards:
-    """The library's matchers at the start of the output, one per shard.
+    """llguidance's matchers at the start of the output, one per shard.
 
-    Copies of one compiled grammar share its lexer and its lock, so they compute masks one after the other. A grammar
-    that compiles fast is compiled once for each shard.
+    Copies of a compiled grammar share its lexer and lock, so they compute masks one after the other. A grammar that
+    compiles fast is compiled once per shard.
     """
 
     def __init__(self, source: str, vocabulary: Vocabulary, most: int) -> None:
@@ -43,14 +43,14 @@ class GrammarShards:
         self._natives: list[LLMatcher | None] = [first, *[None] * (self.count - 1)]
 
     def fork(self, shard: int) -> LLMatcher:
-        """Returns a matcher of the library at the start, with the lexer of a shard."""
+        """Returns a new matcher of llguidance at the start, with the lexer of a shard."""
         native = self._natives[shard]
         if native is None:
             native = self._natives[shard] = self.compile()
         return native.deep_copy()
 
     def compile(self) -> LLMatcher:
-        """Returns a new matcher of the library, with a lexer of its own.
+        """Returns a new matcher of llguidance, with a lexer of its own.
 
         Raises:
             MatcherError: the grammar does not compile.
@@ -63,5 +63,5 @@ class GrammarShards:
         return native
 
     def renew(self, shard: int, native: LLMatcher) -> None:
-        """Replaces a shard, whose lexer hit a limit, by a copy of `native`, which must be at the start."""
+        """Replaces a shard whose lexer hit a limit by a copy of `native`, which must be at the start."""
         self._natives[shard] = native.deep_copy()

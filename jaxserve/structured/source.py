@@ -9,8 +9,8 @@ from typing import Any
 from jaxserve.structured.gbnf import to_lark
 from jaxserve.structured_params import LARK_LITERAL, StructuredOutputsParams
 
-# The default whitespace between the tokens of JSON: enough for eight levels indented by four, and bounded, because some
-# models write blanks until `max_tokens`. llguidance allows no two such gaps in a row.
+# The default whitespace between JSON tokens: enough for eight levels indented by four, and bounded, because some models
+# write blanks until `max_tokens`. llguidance does not allow two such gaps in a row.
 _BLANKS = r"\r?\n[ \t]{0,32}|[ \t]{1,32}"
 _LITERAL_OR_JSON = re.compile(rf"{LARK_LITERAL.pattern}|%json\s*")
 
@@ -20,7 +20,7 @@ def make_source(params: StructuredOutputsParams) -> str:
     if params.kind == "grammar":
         return _bound_blanks(to_lark(str(params.grammar)))
     if params.kind == "choice":
-        # One terminal is one automaton; alternatives of a rule would each be one of the parser's limited items.
+        # One terminal is one automaton; as alternatives of a rule each text would use one of the parser's items.
         texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in params.choice or ())
         return _wrap({"lark_grammar": f"start: CHOICE\nCHOICE: {texts}"})
     if params.kind == "regex":
@@ -36,7 +36,7 @@ def make_source(params: StructuredOutputsParams) -> str:
 
 
 def _bound_blanks(grammar: str) -> str:
-    """Returns a Lark grammar with default whitespace for each `%json` whose schema has no options of its own."""
+    """Returns a Lark grammar with bounded whitespace in each `%json` whose schema has no options of its own."""
     options = json.dumps({"whitespace_pattern": _BLANKS})
     decoder = json.JSONDecoder()
     pieces, copied, at = [], 0, 0

@@ -15,15 +15,19 @@ _MARK = "\x02"  # no token spans this character: text after it is encoded as a c
 
 @final
 class Vocabulary:
-    """The bytes of every token, and the tokens of text that a grammar forces.
+    """The bytes of every token, and the tokenization of forced text.
 
-    llguidance copies these attributes and calls the object from its own threads.
+    llguidance copies the attributes and calls the object from its own threads.
     """
 
-    is_tokenizer_wrapper = True  # marks such an object for llguidance
+    is_tokenizer_wrapper = True  # llguidance asks for it
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        """`vocab_size`: columns of the logits; tokens beyond it are dropped, missing ones have no bytes."""
+        """`vocab_size`: columns of the logits; tokens beyond it are dropped, missing ones have no bytes.
+
+        Raises:
+            InvalidRequestError: the tokenizer has no EOS token below `vocab_size`.
+        """
         self._tokenizer = tokenizer
         tokens = tokenizer.list_token_bytes()[:vocab_size]
         self.tokens: list[bytes] = tokens + [b""] * (vocab_size - len(tokens))
@@ -41,8 +45,8 @@ class Vocabulary:
     def __call__(self, text: str) -> list[int]:
         """Returns ids whose bytes are exactly the text's: the tokenizer's own, else the longest matches.
 
-        If the tokenizer puts a space before the first word, the text is encoded as a continuation. Never raises:
-        llguidance would treat that as an internal error.
+        If the tokenizer puts a space before the first word, the text is encoded as a continuation. Catches the
+        tokenizer's errors, which llguidance would treat as internal ones.
         """
         data = text.encode()
         try:
@@ -63,7 +67,7 @@ class Vocabulary:
 
 
 def import_llguidance() -> None:
-    """Imports llguidance; InvalidRequestError says what to install if that fails."""
+    """Imports llguidance; raises InvalidRequestError, with what to install, if that fails."""
     try:
         import llguidance  # noqa: F401
     except ImportError as error:

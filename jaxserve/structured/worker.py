@@ -1,6 +1,6 @@
-"""The process that checks grammars before they are compiled, so that a hostile one costs this process and nothing else.
+"""The process that checks grammars before they are compiled: a hostile one costs this process and nothing else.
 
-A program of `workers/`, with the standard library and llguidance only. A job is {"source": ...}; its reply is
+It is run by `workers/` and needs the standard library and llguidance only. A job is {"source": ...}; its reply is
 {"error": null} or {"error": "why"}.
 """
 
@@ -24,7 +24,7 @@ def prepare(options: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any
 
 
 class Vocabulary:
-    """A tokenizer for llguidance; forced text becomes the longest matching tokens."""
+    """A vocabulary for llguidance; forced text becomes the longest matching tokens."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -44,10 +44,10 @@ class Vocabulary:
 
 
 def check(source: str, vocabulary: Vocabulary, limits: dict[str, Any]) -> str | None:
-    """Compiles a grammar and walks some way through it; returns what is wrong with it, or None.
+    """Compiles a grammar and takes a few random walks through it; returns what is wrong with it, or None.
 
-    The walks do what a sequence would do: grammars that compile can still be slow or hit a limit at the first tokens.
-    Time is this process's CPU time, which a busy host does not stretch.
+    Grammars that compile can still be slow or hit a limit at the first tokens of a sequence. Time is this process's CPU
+    time, which a busy host does not stretch.
     """
     from llguidance import LLMatcher, LLParserLimits
 
@@ -83,5 +83,5 @@ def pick_bit(bits: int, chance: random.Random) -> int | None:
         return None
     size = bits.bit_length()
     at = chance.randrange(size)
-    above = bits >> at  # has a set bit, the highest: takes the lowest one at or above `at`
+    above = bits >> at  # not 0: the highest bit is set. The lowest one of these is taken
     return at + (above & -above).bit_length() - 1

@@ -1,4 +1,4 @@
-"""The parts of the decode kernel's time, and two choices that no table holds: page sizes, and how keys are written."""
+"""The parts of the decode kernel's time, and two choices outside the tuning tables: page size and the write of keys."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def list_items(context: Context) -> Iterator[Item]:
 
 
 def load_only(self: DecodeKernel, index: jax.Array, carry: Any, *, unit: Any, factor: Any, scratch: Any) -> Any:
-    """`DecodeKernel.attend_tile` without its compute: waits for a tile and gives its slot back."""
+    """`DecodeKernel.attend_tile` without the compute: waits for a tile and gives its slot back."""
     del factor
     slot = lax.rem(index, self.num_slots)
     for name in ("keys", "values"):
@@ -56,7 +56,7 @@ def load_only(self: DecodeKernel, index: jax.Array, carry: Any, *, unit: Any, fa
 
 @contextlib.contextmanager
 def without_compute() -> Iterator[None]:
-    """Makes Hopper's decode kernel load its tiles and attend nothing. Its programs are kept apart from the others."""
+    """Makes Hopper's decode kernel load its tiles without computing; its programs are cached apart."""
     jax.clear_caches()
     with mock.patch.object(DecodeKernel, "attend_tile", load_only):
         yield
@@ -64,7 +64,7 @@ def without_compute() -> Iterator[None]:
 
 
 def measure_loads(context: Context, shape: Shape) -> Line:
-    """The time that the kernel takes to read its pages, without computing."""
+    """Measures the kernel's time to read its pages, without computing."""
     impl = find_impl(context, shape)
     if not impl.startswith("gpu"):
         raise NotHereError(f"only the Hopper kernels have it, this is {impl}")
@@ -77,7 +77,7 @@ def measure_loads(context: Context, shape: Shape) -> Line:
 
 
 def measure_write(context: Context, shape: Shape) -> Line:
-    """The time of a layer whose keys our kernel writes; the timing stage measures it with XLA's scatter."""
+    """Measures a layer whose keys our kernel writes; the timing stage measures it with XLA's scatter."""
     impl = timed_impl(context, shape)
     if impl != "gpu":
         raise NotHereError(f"only the Hopper kernels have it, this is {impl}")
@@ -85,7 +85,7 @@ def measure_write(context: Context, shape: Shape) -> Line:
 
 
 def find_config(shape: Shape, impl: str) -> Any:
-    """The configuration that a step of the shape has, by table or formula."""
+    """Returns the kernel configuration of a step of the shape, by table or formula."""
     layout = choose_layout(impl, shape.heads[2])
     attention = AttnShape(shape.heads[0], replace(shape.spec, layout=layout), shape.dtype)
     prepare = partial(prepare_batch, num_tokens=shape.num_tokens, shape=attention, impl=impl)

@@ -1,6 +1,6 @@
-"""Every case of the kernels' own tests, on the device: against the float32 reference, with hostile inputs.
+"""All cases of the kernels' own tests on the device: hostile inputs, compared with the float32 reference.
 
-Programs are compiled ahead in threads, unless an earlier process of the stage died: then one after the other, so that
+Programs are compiled ahead in threads. After a process of the stage died they are compiled one after the other, so that
 the case that was begun is the one to blame.
 """
 
@@ -25,8 +25,8 @@ from pallas_kernels.testing.cases import CASES, LONG_CASES, Case, largest_error,
 
 TINY_CASES = ("drafts verified, 3:1, window, sinks",)
 MAX_THREADS = 12
-_AHEAD = 2 * MAX_THREADS  # cases that are compiled while one is run
-_LOWERING = threading.Lock()  # it is Python, which threads would only interleave
+_AHEAD = 2 * MAX_THREADS  # cases compiled while one runs
+_LOWERING = threading.Lock()  # lowering is Python: threads would only interleave it
 
 
 def list_items(context: Context) -> Iterator[Item]:
@@ -35,7 +35,7 @@ def list_items(context: Context) -> Iterator[Item]:
         for case in (*CASES, *LONG_CASES)
         if case.name not in context.skip and (not context.tiny or case.name in TINY_CASES)
     ]
-    cases.sort(key=partial(is_portable, context))  # where time ends, the kernels were checked
+    cases.sort(key=partial(is_portable, context))  # kernels first, in case time runs out
     if context.careful:
         for case in cases:
             yield Item(case.name, partial(check_case, context, case, partial(prepare_case, context, case)))
@@ -50,7 +50,7 @@ def list_items(context: Context) -> Iterator[Item]:
 
 
 def is_portable(context: Context, case: Case) -> bool:
-    """Whether a case is none of the kernels'."""
+    """Whether no kernel runs a case."""
     try:
         return resolve_impl(context.impl, case.shape)[0] == "xla"
     except ValueError:
@@ -58,10 +58,10 @@ def is_portable(context: Context, case: Case) -> bool:
 
 
 def prepare_case(context: Context, case: Case) -> list[Callable[[], jax.Array]]:
-    """Compiles a case's step for the implementation and for the reference; calls of both.
+    """Compiles a case's step for the implementation and for the reference; returns calls of both.
 
     Raises:
-        NotHereError: the implementation does not do this case; says why.
+        NotHereError: the implementation does not support the case; says why.
     """
     try:
         impl, _ = resolve_impl(context.impl, case.shape)
@@ -77,14 +77,14 @@ def prepare_case(context: Context, case: Case) -> list[Callable[[], jax.Array]]:
         )
         return attend_with_update(q, k, v, pool, batch, AttnLayer(case.params, inputs.heads))[0]
 
-    # GPUs round float32 operands to 10 bits by default; kernels have products of their own.
+    # GPUs round float32 operands to 10 bits by default, but not in the kernels' own products.
     with _LOWERING, jax.default_matmul_precision("highest"):
         lowered = [jax.jit(partial(step, name)).lower(*arrays) for name in (impl, "reference")]
     return [partial(program.compile(), *arrays) for program in lowered]
 
 
 def check_case(context: Context, case: Case, prepare: Callable[[], list[Callable[[], jax.Array]]]) -> Line:
-    """The error as a share of the case's tolerance."""
+    """Returns the error as a share of the case's tolerance."""
     found, expected = (call() for call in prepare())
     num_tokens = sum(new for _, new in case.rows)
     error = largest_error(case, found, expected, num_tokens)

@@ -1,4 +1,4 @@
-"""Runs the process of a stage, and ends it when its time, or that of one of its items, is over."""
+"""Runs the process of a stage, and ends it when the time of the stage or of an item is over."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from device_stages.plan import Stage
 from device_stages.results import append_line, closed_items, open_item, read_lines
 
 SCRIPTS = Path(__file__).parents[1]
-MAX_LOSSES = 5  # items of a stage that may take their process with them; then the device is not asked again
+MAX_LOSSES = 5  # items of a stage whose process may die; then the stage ends
 MARGIN = 3.0  # seconds between an item's last chance to begin and the end of its stage
 POLL = 0.1
 TAIL_CHARS = 1500
-_KILL_WAIT = 10.0  # for a process that the driver does not let go
+_KILL_WAIT = 10.0  # seconds for a process that hangs in the driver
 
 
 @dataclass(frozen=True)
 class Request:
-    """How the stages of this run are to be run."""
+    """How to run the stages."""
 
     results: Path
-    logs: Path  # a folder for what processes write
+    logs: Path  # folder of the processes' output
     environment: Mapping[str, str]
     impl: str | None = None
     tiny: bool = False
@@ -36,15 +36,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a process ended: None if it came to its end by itself, with all it had to do."""
+    """How a process ended; the fault is None if it did all its items and exited."""
 
     fault: str | None
-    is_late: bool = False  # killed, because the stage's time was over
+    is_late: bool = False  # the stage's time was over
 
 
 def run_stage(stage: Stage, request: Request, seconds: float) -> str:
-    """Runs a stage for at most so long, with a new process behind every item that takes one with it. Returns how it
-    ended, which is also its last line."""
+    """Runs a stage for at most `seconds`, with a new process after each one that died; returns how the stage ended."""
     _close(request, stage, open_item(read_lines(request.results), stage.name), "cut", "its day ended")
     append_line(request.results, {"stage": stage.name, "event": "start", "limit": seconds, "impl": request.impl})
     begun = time.monotonic()
@@ -54,7 +53,7 @@ def run_stage(stage: Stage, request: Request, seconds: float) -> str:
         ending = _run_process(stage, request, begun + seconds, closed, careful=careful)
         lines = read_lines(request.results)
         item = open_item(lines, stage.name)
-        is_sure = careful or not stage.prepares_ahead  # else it may be another one, which was being compiled
+        is_sure = careful or not stage.prepares_ahead  # else another item, which was being compiled, may be to blame
         if ending.fault is None:
             how = "done"
         elif ending.is_late:
@@ -75,7 +74,7 @@ def run_stage(stage: Stage, request: Request, seconds: float) -> str:
 
 
 def _close(request: Request, stage: Stage, item: dict | None, event: str, how: str) -> None:
-    """Says what became of the item that was being run."""
+    """Appends the closing line of the item that was being run, if any."""
     if item is not None:
         line = {"stage": stage.name, "item": item["item"], "event": event, "how": how}
         append_line(request.results, {**line, "stderr": read_tail(log_paths(request, stage)[1])})
@@ -107,7 +106,7 @@ def _run_process(stage: Stage, request: Request, end: float, closed: Sequence[st
 
 @contextlib.contextmanager
 def _process(command: list[str], request: Request, stage: Stage, stdout: object, stderr: object) -> Iterator:
-    """A process in a group of its own, which is killed whole when this is left, however that is."""
+    """Yields a process in a group of its own, and always kills the whole group at the end."""
     environment = dict(request.environment)
     for name, value in stage.environment.items():  # flags are added to those of the user
         environment[name] = f"{environment[name]} {value}" if name == "XLA_FLAGS" and name in environment else value
@@ -124,7 +123,7 @@ def _process(command: list[str], request: Request, stage: Stage, stdout: object,
 
 
 def describe_status(status: int) -> str | None:
-    """An exit status in words; None for 0."""
+    """Returns an exit status in words, None for 0."""
     if status == 0:
         return None
     if status < 0:
@@ -133,10 +132,10 @@ def describe_status(status: int) -> str | None:
 
 
 def log_paths(request: Request, stage: Stage) -> tuple[Path, Path]:
-    """Where the standard output and error of a stage's processes go."""
+    """Returns the files of a stage's standard output and error."""
     return request.logs / f"{stage.name}.out", request.logs / f"{stage.name}.err"
 
 
 def read_tail(path: Path) -> str:
-    """The end of a file, where a process says what it died of."""
+    """Returns the end of a file, where a process says why it died."""
     return path.read_text(errors="replace")[-TAIL_CHARS:].strip() if path.exists() else ""

@@ -1,4 +1,4 @@
-"""The GPU's clock and power while something is measured, as nvidia-smi reports them. It changes no setting."""
+"""Records the GPU's clocks and power during measurements, by nvidia-smi. Changes no setting."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any
 
 PERIOD_MS = 50
 FIELDS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
-_LATE = 0.5  # seconds that a sample may lie outside what it is for
+_LATE = 0.5  # seconds that a sample may lie outside its measurement
 
 
 def query_gpu(*fields: str) -> dict[str, str]:
-    """What nvidia-smi says of the first GPU; empty where there is none."""
+    """Returns nvidia-smi's values of the first GPU by field; empty if there is none."""
     if shutil.which("nvidia-smi") is None:
         return {}
     command = ["nvidia-smi", "-i", "0", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
@@ -30,7 +30,7 @@ def query_gpu(*fields: str) -> dict[str, str]:
 
 
 class ClockLog:
-    """Samples from one nvidia-smi that runs beside the measurements. Without a GPU it holds none."""
+    """Samples of one nvidia-smi that runs beside the measurements; none without a GPU."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, list[float]]] = deque(maxlen=20_000)
@@ -55,7 +55,7 @@ class ClockLog:
             self.add(time.monotonic(), line)
 
     def add(self, when: float, line: str) -> None:
-        """Takes one line of nvidia-smi; one that is no sample is left out."""
+        """Adds a line of nvidia-smi; ignores one that is no sample."""
         with contextlib.suppress(ValueError):
             values = [float(value) for value in line.split(",")]
             if len(values) == len(FIELDS):
@@ -63,15 +63,15 @@ class ClockLog:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[dict[str, Any]]:
-        """Fills what it gives with the clocks of the time until it is left: medians, and the range of the SM clock."""
+        """Yields a dictionary, filled at the end with the medians of its time and the range of the SM clock."""
         seen: dict[str, Any] = {}
         begin = time.monotonic()
         yield seen
         seen |= self.summarize(begin, time.monotonic())
 
     def summarize(self, begin: float, end: float) -> dict[str, Any]:
-        """Summarizes the samples between two times of `time.monotonic`, or the nearest one if there is none between."""
-        samples = list(self._samples)  # the thread goes on adding
+        """Summarizes the samples between two times of `time.monotonic`, or the nearest one if there is none."""
+        samples = list(self._samples)  # a copy: the thread adds samples
         inside = [values for when, values in samples if begin <= when <= end]
         if not inside:
             near = [(abs(when - (begin + end) / 2), values) for when, values in samples]

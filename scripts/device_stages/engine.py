@@ -1,5 +1,7 @@
-"""Decode steps of the whole engine with random weights, by `bench_engine.py`: with few layers first, which is where
-what goes wrong in a step goes wrong, too."""
+"""Decode steps of the whole engine with random weights, by `bench_engine.py`.
+
+Few layers come first: they show the same faults sooner.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def list_items(context: Context) -> Iterator[Item]:
 
 
 def measure_steps(context: Context, layers: int) -> Line:
-    """One engine, a few batches. What was measured before it failed counts."""
+    """Measures one engine at a few batch sizes; a failure keeps earlier figures."""
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder, "found.json")
         command = [sys.executable, str(SCRIPTS / "bench_engine.py"), "--json", str(found), "--compile", "used"]

@@ -17,14 +17,14 @@ class NotHereError(Exception):
 
 @dataclass(frozen=True)
 class Item:
-    """One measurement or check. `run` returns the figures of its line; it may have "ok", by default true."""
+    """One measurement or check. `run` returns the figures of its line, which may have "ok", by default true."""
 
     name: str
     run: Callable[[], Line]
 
 
 def describe_fault(errors: str) -> str:
-    """The last line that a program wrote to its standard error, where it says what was wrong."""
+    """Returns the last line of a program's standard error, which usually says what was wrong."""
     lines = errors.strip().splitlines()
     return lines[-1] if lines else "no words"
 
@@ -36,13 +36,13 @@ class Context:
     stage: str
     out: Path  # the folder of the results
     impl: str | None = None  # attention implementation; None: the device's choice
-    tiny: bool = False  # small shapes, to see that all of it works
+    tiny: bool = False  # small shapes, to test the stage
     careful: bool = False  # an earlier process of this stage died: prepare no item before it is begun
-    seconds: float = 600.0  # until items are no longer begun
-    skip: tuple[str, ...] = ()  # items that are not to be run
+    seconds: float = 600.0  # after which no item is begun
+    skip: tuple[str, ...] = ()  # items not to run
     lines: tuple[Line, ...] = ()  # the day's lines so far
     clocks: ClockLog = field(default_factory=ClockLog)
 
     def find(self, stage: str, item: str) -> dict[str, Any]:
-        """The figures of an item of an earlier stage; empty if it has none."""
+        """Returns the figures of an item of an earlier stage; empty if it has none."""
         return next((line for line in results_of(self.lines, stage) if line["item"] == item), {})

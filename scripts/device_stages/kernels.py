@@ -1,5 +1,7 @@
-"""What a layer is made of: the time of each kernel by jax's profiler, and the layer's by the slope without command
-buffers, in which the profiler would not see them one by one."""
+"""The kernels of a layer: the time of each by jax's profiler, and that of the layer by the slope.
+
+Command buffers are off, because the profiler does not see the kernels in them.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from device_stages.measure import (
 from device_stages.results import Line
 
 CALLS = 3  # per trace
-MOST = 8  # kernels of a line, those that take longest
+MOST = 8  # kernels in a line, the slowest ones
 
 
 def list_items(context: Context) -> Iterator[Item]:
@@ -39,7 +41,7 @@ def list_items(context: Context) -> Iterator[Item]:
 
 
 def trace_shape(context: Context, shape: Shape) -> Line:
-    """Microseconds of each kernel in one layer, from a trace of a few calls."""
+    """Returns the microseconds of each kernel in one layer, from a trace of a few calls."""
     layers, impl = SLOPE[0], timed_impl(context, shape)
     (call,) = compile_programs(shape, impl, (layers,))
     jax.block_until_ready(call())
@@ -59,7 +61,7 @@ def trace_shape(context: Context, shape: Shape) -> Line:
 
 
 def trace_kernels(call: Callable[[], jax.Array]) -> dict[str, tuple[float, int]]:
-    """Seconds and launches of each kernel in `CALLS` calls."""
+    """Returns (seconds, launches) of each kernel in `CALLS` calls."""
     with tempfile.TemporaryDirectory() as folder:
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0
@@ -73,14 +75,14 @@ def trace_kernels(call: Callable[[], jax.Array]) -> dict[str, tuple[float, int]]
 
 
 def read_kernels(profile: jax.profiler.ProfileData) -> dict[str, tuple[float, int]]:
-    """Seconds and launches by name of what ran on devices: the streams of GPUs, and the operations of TPUs."""
+    """Returns (seconds, launches) by name: of GPUs' kernels or TPUs' operations."""
     found: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
     for plane in profile.planes:
         if not plane.name.startswith("/device:") or plane.name.startswith("/device:CUSTOM"):
             continue
         is_gpu = plane.name.startswith("/device:GPU")
         for line in plane.lines:
-            # Other lines of a GPU's plane repeat its streams by module and operation.
+            # Other lines of a GPU's plane repeat its streams.
             if not line.name.startswith("Stream" if is_gpu else "XLA Ops"):
                 continue
             for event in line.events:

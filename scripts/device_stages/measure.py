@@ -1,4 +1,4 @@
-"""Shared by the stages that measure attention: shapes, and the figures of a line."""
+"""Shapes and figures that the stages share which measure attention."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from pallas_kernels import AttnShape, resolve_impl
 
 MODEL = "llama-8b"
 POOL_BYTES = 48 * 10**9  # for the longer of two programs
-SLOPE = (4, 20)  # layers of two programs: they differ by sixteen layers, and by nothing that is paid per call
+SLOPE = (4, 20)  # layers of two programs, whose difference has no cost per call
 TINY_SLOPE = (1, 2)
 EFFORT, TINY_EFFORT = Effort(repeats=12, calls=4), Effort(repeats=2, calls=1)
-REPEAT_SECONDS = 0.02  # least time of a repeat, unless MOST_CALLS take less
+REPEAT_SECONDS = 0.02  # least seconds of a repeat, unless MOST_CALLS take less
 MOST_CALLS = 200
 CHUNK_ROWS = 256  # rows of a step with one chunk; the others decode
-CHUNK_CONTEXT = 512  # their tokens
+CHUNK_CONTEXT = 512  # tokens of each row that decodes
 
 
 def decode_shape(context: Context, rows: int, length: int, page_size: int | None = None) -> Shape:
-    """Rows of `length` tokens, the last of which is computed."""
+    """Returns a shape of rows of `length` tokens, whose last token is computed."""
     return _shape(context, rows, length - 1, 1, page_size=page_size)
 
 
 def prefill_shape(context: Context, new: int, cached: int = 0, *, among: bool = False) -> Shape:
-    """One chunk, alone or `among` rows that decode."""
+    """Returns a shape of one chunk, alone or `among` rows that decode."""
     beside = (CHUNK_CONTEXT - 1,) * (CHUNK_ROWS - 1) if among else ()
     return _shape(context, 1, cached, new, beside=beside)
 
@@ -45,24 +45,24 @@ def _shape(context: Context, rows: int, cached: int, new: int, **options: Any) -
 
 
 def shrink(shape: Shape) -> Shape:
-    """The same kind of step, small enough for an interpreter and a CPU."""
+    """Returns the same kind of step, small enough for an interpreter on a CPU."""
     beside = tuple(min(cached, 20 + 7 * index) for index, cached in enumerate(shape.beside[:2]))
     sizes = {"rows": min(shape.rows, 2), "cached": min(shape.cached, 32), "new": min(shape.new, 24), "beside": beside}
     return Shape("tiny", (2, 1, 64), kv_dtype=shape.kv_dtype, page_size=min(shape.page_size, 32), **sizes)
 
 
 def name_shape(shape: Shape) -> str:
-    """The shape's label without the model, which is always the same."""
+    """Returns the shape's label without the model."""
     return shape.label.removeprefix(f"{shape.model} ").removesuffix(f" {shape.kv_dtype}")
 
 
 def find_impl(context: Context, shape: Shape) -> str:
-    """The implementation that attends a shape here."""
+    """Returns the attention implementation for a shape here."""
     return resolve_impl(context.impl, AttnShape(shape.heads[0], shape.spec, shape.dtype))[0]
 
 
 def timed_impl(context: Context, shape: Shape) -> str:
-    """The same, except that nobody times an interpreter."""
+    """Returns the implementation to time: `find_impl`, but never an interpreter."""
     impl = find_impl(context, shape)
     return "xla" if impl.endswith("_interpret") else impl
 
@@ -70,7 +70,7 @@ def timed_impl(context: Context, shape: Shape) -> str:
 def compile_programs(
     shape: Shape, impl: str, depths: Sequence[int], config: Any = None
 ) -> list[Callable[[], jax.Array]]:
-    """Calls of one shape's programs with different numbers of layers, compiled side by side."""
+    """Returns calls of one shape's programs with `depths` layers, compiled in threads."""
 
     def compile_one(layers: int) -> Callable[[], jax.Array]:
         run, arguments = make_program(shape, impl, layers, config)
@@ -81,7 +81,7 @@ def compile_programs(
 
 
 def measure_slope(context: Context, shape: Shape, impl: str, config: Any = None) -> Line:
-    """The time of one layer by the difference of two programs, with the times of both, their clocks and their bytes."""
+    """Returns a layer's time by the difference of two programs, with the times of both, clocks and bytes."""
     fewest, most = TINY_SLOPE if context.tiny else SLOPE
     most = max(fewest + 1, count_layers(shape, most, POOL_BYTES))
     short, long = compile_programs(shape, impl, (fewest, most), config)
@@ -100,7 +100,7 @@ def measure_slope(context: Context, shape: Shape, impl: str, config: Any = None)
 
 
 def sample(context: Context, call: Callable[[], Any]) -> list[float]:
-    """Seconds of a call, by repeats of enough calls that reading the clock does not count."""
+    """Returns seconds per call by repeat, each of enough calls that reading the clock does not matter."""
     if context.tiny:
         return TINY_EFFORT.sample(call)
     once = min(Effort(repeats=2, calls=1).sample(call))
@@ -108,7 +108,7 @@ def sample(context: Context, call: Callable[[], Any]) -> list[float]:
 
 
 def describe_time(context: Context, shape: Shape, samples: Sequence[float]) -> Line:
-    """Time and rate of a shape, beside what the device can do."""
+    """Returns the time and rate of a shape, beside the device's limits."""
     found = summarize(samples)
     rates = context.find("probe", "rates")
     line: Line = {"us": to_us(found)}
@@ -124,10 +124,10 @@ def describe_time(context: Context, shape: Shape, samples: Sequence[float]) -> L
 
 
 def to_us(summary: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of `summarize` as microseconds."""
+    """Converts the seconds of `summarize` to microseconds."""
     return {name: value if name == "repeats" else 1e6 * value for name, value in summary.items()}
 
 
 def slope_item(context: Context, shape: Shape, impl: str | None = None, config: Any = None) -> Callable[[], Line]:
-    """`measure_slope` as an item runs it."""
+    """Returns `measure_slope` of a shape as the `run` of an item."""
     return partial(measure_slope, context, shape, impl or timed_impl(context, shape), config)

@@ -1,4 +1,4 @@
-"""Dense attention of others on contiguous keys, without pages: what the shapes could do."""
+"""Other libraries' dense attention on contiguous keys, without pages: what the shapes could do."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def list_items(context: Context) -> Iterator[Item]:
 
 
 def measure_dense(context: Context, shape: Shape) -> Line:
-    """cuDNN's through jax.nn; elsewhere XLA's own."""
+    """Measures cuDNN's attention through jax.nn; elsewhere XLA's."""
     implementation = "cudnn" if jax.default_backend() == "gpu" else "xla"
     found = _measure(context, shape, partial(sample_dense, implementation=implementation))
     return {**found, "implementation": implementation}
@@ -39,10 +39,10 @@ def measure_torch(context: Context, shape: Shape) -> Line:
 
 
 def _measure(context: Context, shape: Shape, run: Callable[[Shape, Effort], list[float]]) -> Line:
-    """A peer that cannot do a shape is not our fault."""
+    """Measures a peer; raises NotHereError if it cannot do the shape."""
     try:
         with context.clocks.watch() as clocks:
             samples = run(shape, TINY_EFFORT if context.tiny else EFFORT)
-    except Exception as problem:  # whatever a library refuses with
+    except Exception as problem:  # libraries refuse with any error
         raise NotHereError(f"{type(problem).__name__}: {problem}") from problem
     return {**describe_time(context, shape, samples), "clocks": clocks}

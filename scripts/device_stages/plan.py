@@ -18,11 +18,11 @@ class Stage:
     name: str
     purpose: str
     seconds: float  # at most, for all its items
-    item_seconds: float  # at most, for one: then its process is killed, and the next one goes on behind it
+    item_seconds: float  # at most, for one: then its process is killed, and a new one continues after the item
     module: str = ""  # by default `device_stages.<name>`
     environment: Mapping[str, str] = field(default_factory=dict)
     prepares_ahead: bool = False  # items are compiled before they are begun, unless an earlier process died
-    measures: bool = False  # kernels that a failed smoke test says nothing good about: then the XLA path is measured
+    measures: bool = False  # measures kernels; the XLA path in their place after a failed smoke test
 
     @property
     def path(self) -> str:
@@ -76,7 +76,7 @@ GROUPS = {"first": FIRST, "second": SECOND}
 
 
 def find_smoke_fault(lines: Iterable[Line]) -> str | None:
-    """Why the kernels are not to be measured, if the smoke test found a reason."""
+    """Returns why the smoke test rules out measuring the kernels, or None."""
     lines = list(lines)
     for line in results_of(lines, "smoke"):
         if line["event"] == "lost":

@@ -1,4 +1,4 @@
-"""The machine: its GPU as found, versions, compilers, and the rates that all results are compared with."""
+"""The machine: its GPU, versions, compilers, and the rates that all results are compared with."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def list_items(context: Context) -> Iterator[Item]:
 
 
 def describe_gpu() -> Line:
-    """The output of nvidia-smi before anything runs. No setting is changed."""
+    """Returns the output of nvidia-smi before anything runs."""
     found = query_gpu(*STATE)
     if not found:
         raise NotHereError("no nvidia-smi")
@@ -51,7 +51,7 @@ def describe_versions() -> Line:
 
 
 def find_tools() -> Line:
-    """Where CUDA's tools are, as this process and XLA look for them; the last line of what ptxas calls itself."""
+    """Returns where this process and XLA look for CUDA's tools, and the last line of ptxas' version."""
     found = {name: shutil.which(name) or "-" for name in TOOLS}
     wheels = [path for folder in sys.path for path in Path(folder).glob("nvidia/*/bin/ptxas")]
     found["ptxas in wheels"] = str(wheels[0]) if wheels else "-"
@@ -63,7 +63,7 @@ def find_tools() -> Line:
 
 
 def describe_device() -> Line:
-    """The device as jax sees it."""
+    """Returns the device as jax sees it."""
     import jax
 
     device = jax.devices()[0]

@@ -1,4 +1,4 @@
-"""The results of a device day as a page that anyone can read."""
+"""Writes the results of a device day as a page of markdown."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _KNOWN = ("stage", "event", "item", "ok", "seconds", "error", "how", "stderr", "
 
 
 def write_report(path: Path, lines: Sequence[Line]) -> None:
-    """Writes the page, whole or not at all."""
+    """Writes the page, or nothing if that fails."""
     fresh = path.with_name(f".{path.name}.new")
     fresh.write_text("\n".join(make_report(lines)) + "\n")
     os.replace(fresh, path)
 
 
 def make_report(lines: Sequence[Line]) -> list[str]:
-    """Lines of markdown: a heading and a table for each stage that was begun or skipped."""
+    """Returns lines of markdown: a heading and a table for each stage that was begun or skipped."""
     device = next((line["device"] for line in results_of(lines, "probe") if "device" in line), "unknown device")
     page = [f"# Device day: {device}"]
     for stage in dict.fromkeys(line["stage"] for line in lines):
@@ -38,7 +38,7 @@ def make_report(lines: Sequence[Line]) -> list[str]:
 
 
 def describe_stage(lines: Sequence[Line]) -> str:
-    """How a stage ended, the last time that it was run, and what it measured."""
+    """Returns how a stage's last run ended, and what it measured."""
     starts = [line for line in lines if line["event"] == "start"]
     ends = [line for line in lines if line["event"] == "end"]
     impl = f" Asked for: {starts[-1]['impl']}." if starts and starts[-1].get("impl") else ""
@@ -50,7 +50,7 @@ def describe_stage(lines: Sequence[Line]) -> str:
 
 
 def list_open(lines: Iterable[Line]) -> list[Line]:
-    """Items that were cut or skipped and have no result yet."""
+    """Returns the lines of items that were cut or skipped and have no result yet."""
     lines = list(lines)
     closed = {line["item"] for stage in {line["stage"] for line in lines} for line in results_of(lines, stage)}
     open_items = {line["item"]: line for line in lines if line["event"] in ("cut", "skip") and line.get("item")}
@@ -58,7 +58,7 @@ def list_open(lines: Iterable[Line]) -> list[Line]:
 
 
 def describe_item(line: Line) -> str:
-    """A row of the table: the item, whether it is right, how long it took, its figures."""
+    """Returns a row of the table: the item, whether it is right, its time, its figures."""
     if line["event"] == "lost":
         verdict, seconds, last = "LOST", "", line["stderr"].splitlines()[-1:]
         figures = ": ".join([line["how"], *last])
@@ -70,7 +70,7 @@ def describe_item(line: Line) -> str:
 
 
 def describe_figures(line: Line) -> list[str]:
-    """The figures of a result, those of time first."""
+    """Returns the figures of a result, times first."""
     parts = []
     if "error" in line:
         parts.append(" ".join(str(line["error"]).split())[:_SHOWN_CHARS])
@@ -87,7 +87,7 @@ def describe_figures(line: Line) -> list[str]:
 
 
 def show(value: Any) -> str:
-    """A figure, shortened."""
+    """Returns a figure as short text."""
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, dict):
@@ -99,5 +99,5 @@ def show(value: Any) -> str:
 
 
 def escape(text: str) -> str:
-    """As a cell of a table."""
+    """Returns the text as a table cell."""
     return text.replace("|", "\\|").replace("\n", " ")

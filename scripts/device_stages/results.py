@@ -1,13 +1,13 @@
-"""The results of a device day: a file of JSON lines that any process of it may append to, and die while doing so.
+"""The results of a device day: a file of JSON lines. Its processes append to it, and may die while they do.
 
 A line has the stage it belongs to and an event:
 
-    start, end      of a stage, by the parent; `how` it ended: "done", or what cut it short
-    begin           an item was begun; one without a closing line is what its process died of
-    result          of an item; `ok` is true, false, or null where what it needs is not here
-    lost            an item that took its process with it; `how`, and the end of what the process wrote
-    cut             an item that the end of its stage's time interrupted: it may be run again
-    skip            an item or a stage that was not run, and why
+    start, end      a stage's, by the parent; `how` it ended: "done", or what cut it short
+    begin           an item was begun; if it has no closing line, its process died in it
+    result          an item's; `ok` is true, false, or null if something it needs is not here
+    lost            an item's process died; `how`, and the end of the process's output
+    cut             an item was interrupted at the end of its stage's time: it may be run again
+    skip            an item or a stage was not run, and why
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CLOSING = ("result", "lost")
 
 
 def append_line(path: Path, line: Line) -> None:
-    """Appends a line, and returns when it is on the disk. What a process that died left of a line stays on its own."""
+    """Appends a line, and returns when it is on the disk. A partial line that a dead process left stays apart."""
     data = (json.dumps(_plain(line), default=str) + "\n").encode()
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
@@ -40,7 +40,7 @@ def append_line(path: Path, line: Line) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Without infinities and NaN, which JSON does not have: they become text."""
+    """Returns the value with infinities and NaN, which JSON lacks, as text."""
     if isinstance(value, dict):
         return {str(key): _plain(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -49,7 +49,7 @@ def _plain(value: Any) -> Any:
 
 
 def read_lines(path: Path) -> list[Line]:
-    """The lines of a file that are whole; none if there is no file."""
+    """Returns the whole lines of a file; none if there is no file."""
     if not path.exists():
         return []
     found = []
@@ -64,12 +64,12 @@ def read_lines(path: Path) -> list[Line]:
 
 
 def closed_items(lines: Iterable[Line], stage: str) -> list[str]:
-    """Items of a stage that have a result or were lost: not to be run again."""
+    """Returns the items of a stage that have a result or were lost: they are not run again."""
     return [line["item"] for line in lines if line["stage"] == stage and line["event"] in CLOSING]
 
 
 def open_item(lines: Iterable[Line], stage: str) -> Line | None:
-    """The `begin` line of the item of a stage that was begun last and has not ended, if there is one."""
+    """Returns the `begin` line of a stage's last item, or None if that item has ended."""
     begun = None
     for line in lines:
         if line["stage"] != stage:
@@ -82,11 +82,11 @@ def open_item(lines: Iterable[Line], stage: str) -> Line | None:
 
 
 def is_done(lines: Iterable[Line], stage: str) -> bool:
-    """Whether a stage came to its end with all its items."""
+    """Whether a stage ended with all its items done."""
     return any(line["stage"] == stage and line["event"] == "end" and line["how"] == "done" for line in lines)
 
 
 def results_of(lines: Iterable[Line], stage: str) -> list[Line]:
-    """The closing lines of a stage, the last one of each item, in the order in which items were begun."""
+    """Returns the last closing line of each item of a stage, in the order in which items first ended."""
     found = {line["item"]: line for line in lines if line["stage"] == stage and line["event"] in CLOSING}
     return list(found.values())

@@ -1,4 +1,4 @@
-"""Small steps of the smoke test under CUDA's compute-sanitizer, where it is: accesses out of bounds, races."""
+"""Small steps of the smoke test under CUDA's compute-sanitizer, if it is here: accesses out of bounds, races."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from device_stages.results import Line, read_lines, results_of
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 PROGRAM = "compute-sanitizer"
-_FAULTY = 86  # exit status where it found something
+_FAULTY = 86  # the tool's exit status if it found something
 _SUMMARY = re.compile(r"ERROR SUMMARY: (\d+)|RACECHECK SUMMARY: (\d+)")
-# Each array an allocation of its own: an access behind its end is then out of bounds.
+# Each array is an allocation of its own, so that an access past its end is out of bounds.
 _ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
 
 
@@ -30,7 +30,7 @@ def list_items(context: Context) -> Iterator[Item]:
 
 
 def check(context: Context, tool: str) -> Line:
-    """Runs the smoke test's small step under a tool; what it found, and whether the step was right."""
+    """Runs the smoke test's small step under a tool; returns what the tool found and whether the step was right."""
     program = shutil.which(PROGRAM)
     if program is None:
         raise NotHereError(f"no {PROGRAM}")
@@ -49,7 +49,7 @@ def check(context: Context, tool: str) -> Line:
 
 
 def describe_output(status: int, text: str) -> Line:
-    """The tool's count of errors, and its first message."""
+    """Returns the tool's count of errors and its first message."""
     counts = [int(first or second) for first, second in _SUMMARY.findall(text)]
     said = [line.removeprefix("=========").strip() for line in text.splitlines() if line.startswith("=========")]
     line = {"ok": status == 0, "errors": sum(counts) if counts else None}

@@ -1,6 +1,6 @@
-"""Whether the kernels are right on this device at all: four steps of real sizes against the XLA path.
+"""Whether the kernels work on this device at all: steps of real sizes against the XLA path.
 
-All slots that hold nothing are NaN. A step that is repeated must give the same bits: one that does not has a race.
+All empty slots are NaN. A repeated step must give the same bits: one that does not has a race.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from pallas_kernels import choose_layout
 from pallas_kernels.testing.compare import RELATIVE_TOLERANCE, relative_error
 
 REPEATS, TINY_REPEATS = 20, 1
-# Tokens in the pages of rows of one step. Units of the longer ones have more tiles than any ring has slots.
+# Tokens in the rows' pages. Units of the longer rows have more tiles than any ring has slots.
 RAGGED = (*(1, 63, 64, 65, 127, 500, 640, 1000, 1023, 1535, 2048, 3000), *(4095, 5000, 6400, 7777, 8191, 12_000))
-RAGGED_CHUNK = (320, 700)  # tokens in pages, and new ones, of a row behind them
+RAGGED_CHUNK = (320, 700)  # tokens in pages and new tokens of the row after them
 
 
 def list_items(context: Context) -> Iterator[Item]:
     ragged = Shape("llama-8b", MODELS["llama-8b"], 1, *RAGGED_CHUNK, "bfloat16", platform_page_size(), beside=RAGGED)
     if context.tiny:
         shapes = [shrink(replace(ragged, new=1)), shrink(ragged)]
-        if find_impl(context, shapes[0]).endswith("_interpret"):  # to which a chunk is as much as all the rest
+        if find_impl(context, shapes[0]).endswith("_interpret"):  # there a chunk takes as long as all the rest
             shapes.pop()
     else:
         shapes = [decode_shape(context, 32, 4096), ragged, prefill_shape(context, 1024)]
@@ -66,6 +66,6 @@ def check_step(context: Context, shape: Shape) -> Line:
 
 @jax.jit
 def _same_bits(left: jax.Array, right: jax.Array) -> jax.Array:
-    """Also of NaN."""
+    """Compares bits, so that NaN equals NaN."""
     words = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[left.dtype.itemsize]
     return jnp.all(left.view(words) == right.view(words))

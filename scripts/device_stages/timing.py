@@ -1,4 +1,4 @@
-"""Seconds of a layer's attention in the steps of an engine, as XLA runs them for users, command buffers and all."""
+"""Times a layer's attention in the steps of an engine, as XLA runs it for users, with command buffers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from device_stages.measure import decode_shape, name_shape, prefill_shape, slope
 
 
 def list_shapes(context: Context) -> list[Shape]:
-    """Those first that matter most: a stage may run out of time."""
+    """Returns the shapes, the most important first: a stage may run out of time."""
     if context.tiny:
         return [prefill_shape(context, 24, among=True)]
     return [

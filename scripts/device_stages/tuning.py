@@ -1,4 +1,4 @@
-"""The search for block sizes, by `tune_kernels.py`: its winners come back as one file."""
+"""Searches block sizes by `tune_kernels.py`, whose winners are one file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from device_stages.items import Context, Item, NotHereError, describe_fault
 from device_stages.results import Line
 
 WINNERS = "tuning.json"
-_RESERVE = 5.0  # seconds, for the process to begin and to write
+_RESERVE = 5.0  # seconds for the process to start and to write
 
 
 def list_items(context: Context) -> Iterator[Item]:
@@ -22,7 +22,7 @@ def list_items(context: Context) -> Iterator[Item]:
 
 
 def search(context: Context) -> Line:
-    """Runs the search for the rest of the stage's time. This process leaves the device to it."""
+    """Runs the search for the rest of the stage's time; this process does not use the device."""
     if context.impl == "xla":
         raise NotHereError("the XLA path has no block sizes")
     results = context.out / WINNERS
