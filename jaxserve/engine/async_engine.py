@@ -32,10 +32,9 @@ if TYPE_CHECKING:
 
 
 class AsyncLLM:
-    """Streams generations to any number of coroutines.
+    """Streams generations to any number of coroutines, which queue work for the engine's thread.
 
-    Only one thread uses the engine: coroutines queue work for it, and outputs return to their event loop. Options and
-    errors are those of `LLM`, but the constructor compiles every program unless `compile="used"`.
+    Options and errors are those of `LLM`, but the constructor compiles every program unless `compile="used"`.
     """
 
     def __init__(

@@ -31,8 +31,7 @@ class LLM:
     `compile="all"` the constructor compiles every program, and nothing is compiled later.
 
     Args:
-        model: a checkpoint directory, a Hugging Face model id or a preset's name (with `load_format="dummy"`);
-            default: the demo model.
+        model: a checkpoint directory, a Hugging Face model id, or a preset with `load_format="dummy"`.
         show_progress: show the progress of loading and compiling on standard error.
         logits_processor: your own function in the sampler; see `LogitsProcessor`.
         options: the options of `jaxserve.config`, by name.
@@ -87,8 +86,7 @@ class LLM:
     def update_weights(self, tree: Any, *, running: RunningChoice = "requeue") -> list[RequestOutput]:
         """Swaps the model's weights without compiling anything.
 
-        Waits for the step in flight, then writes leaf by leaf. The prefix cache belongs to the old weights and is
-        emptied.
+        Waits for the step in flight, then writes leaf by leaf, and empties the prefix cache.
 
         Args:
             tree: canonical parameters as nested dictionaries, as `{dotted name: array}`, or as an `nnx.State`.
