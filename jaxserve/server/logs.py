@@ -257,7 +257,7 @@ def _list_trace(error: BaseException, seen: set[int]) -> Iterator[str]:
 
 
 def _describe(error: BaseException) -> str:
-    """Returns an exception's message, or a placeholder for types whose messages quote input."""
+    """Returns an exception's message, which is withheld for types whose messages quote input."""
     if isinstance(error, ValueError | LookupError) and not isinstance(error, _SAFE_ERRORS):
         return _WITHHELD
     return str(error)[:_MAX_MESSAGE]
