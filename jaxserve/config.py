@@ -115,6 +115,30 @@ class SchedulerOptions:
         None, "sequences that may wait for a row; a server refuses more; default: 4 x max_num_seqs, for servers only"
     )
     max_num_queued_tokens: int | None = option(None, "prompt tokens that may wait for a row; default: no limit")
+    scheduling_policy: str = option(
+        "fcfs",
+        "which waiting request is next within a tier and priority; fcfs: the one that arrived first; fair: the one of "
+        "the tenant that was served least for its weight",
+        choices=("fcfs", "fair"),
+        synonyms={"priority": "fcfs"},
+    )
+    priority_itl_ms: float | None = option(
+        None, "milliseconds of a step while a request of the tier priority decodes; default: no limit"
+    )
+    priority_scheduling_preemption_threshold: int | None = option(
+        None, "a waiting request takes the row of a running one whose priority is worse by so much; default: never"
+    )
+    long_prefill_token_threshold: int | None = option(
+        None,
+        "tokens of one prompt in a step while others can use the rest; 0: no limit; default: 4 % of max_model_len, at "
+        "most half a step",
+    )
+    max_num_partial_prefills: int | None = option(
+        None, "prompts computed in parts at once; default: as many as fit a step"
+    )
+    max_long_partial_prefills: int | None = option(
+        None, "prompts above long_prefill_token_threshold computed at once; default: as many as fit a step"
+    )
 
     def __post_init__(self) -> None:
         check_at_least(
@@ -123,7 +147,15 @@ class SchedulerOptions:
             max_num_batched_tokens=MIN_CHUNK + 1,
             max_num_queued_reqs=1,
             max_num_queued_tokens=1,
+            priority_scheduling_preemption_threshold=1,
+            long_prefill_token_threshold=0,
+            max_num_partial_prefills=1,
+            max_long_partial_prefills=1,
         )
+        check_choices(self)
+        limit = self.priority_itl_ms
+        if limit is not None and not limit > 0:
+            raise ConfigError(f"must be above 0, got {shorten(limit)}", field="priority_itl_ms", value=limit)
 
 
 @dataclass(frozen=True, slots=True)

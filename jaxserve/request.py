@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, IntEnum
 from typing import Any, NotRequired, TypedDict
 
 from jaxserve.errors import JaxServeError
@@ -12,6 +12,7 @@ from jaxserve.sampling_params import SamplingParams
 from jaxserve.token_automaton import TokenAutomaton
 
 PRIORITIES = range(-(2**31), 2**31)
+Rank = tuple[int, int]  # (service tier, priority); the smaller is served first
 
 
 class FinishReason(Enum):
@@ -25,6 +26,29 @@ class FinishReason(Enum):
 
     def __str__(self) -> str:
         return self.value
+
+
+class ServiceTier(IntEnum):
+    """How soon a request is served (OpenAI's names); a better tier is a smaller number."""
+
+    PRIORITY = 0  # its rows decode within `priority_itl_ms` a step
+    DEFAULT = 1
+    FLEX = 2  # runs on what the others leave, and yields its row to them
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Whose request it is. Tenants share the engine by weight with `scheduling_policy="fair"`."""
+
+    name: str = ""
+    weight: float = 1.0  # of its share while others wait, too; positive
+    queue_share: float = 1.0  # the most of the queue that its requests may fill, in (0, 1]
+
+
+DEFAULT_TENANT = Tenant()
 
 
 class TextPrompt(TypedDict):
@@ -57,9 +81,15 @@ class Request:
     automaton: TokenAutomaton | None = None  # the grammar's, where the device follows it without masks
     cache_salt: str = ""  # requests share prefix pages only with requests of the same salt
     arrival_time: float = field(default_factory=time.monotonic)
-    priority: int = 0  # smaller ones run first (as in vLLM); in PRIORITIES
+    priority: int = 0  # smaller ones run first within a tier (as in vLLM); in PRIORITIES
+    service_tier: ServiceTier = ServiceTier.DEFAULT
+    tenant: Tenant = DEFAULT_TENANT
     embeds: bool = False  # ends with its prompt and returns the last hidden state
     deadline: float | None = None  # monotonic seconds at which the request ends with what it has
+
+    @property
+    def rank(self) -> Rank:
+        return self.service_tier, self.priority
 
 
 @dataclass(frozen=True, slots=True)

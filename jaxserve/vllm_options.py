@@ -86,12 +86,10 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
     "logprobs_mode": VllmOption(
         ("raw_logprobs",), "log-probabilities are the model's own, before any parameter changes logits"
     ),
-    "long_prefill_token_threshold": VllmOption((0,), "max_num_batched_tokens bounds the chunks of all prompts"),
     "lora_modules": VllmOption(([],), _NO_LORA),
     "max_cpu_loras": VllmOption((), _NO_LORA),
     "max_lora_rank": VllmOption((), _NO_LORA),
     "max_loras": VllmOption((), _NO_LORA),
-    "max_num_partial_prefills": VllmOption((1,), "as many prompts share a step as fit max_num_batched_tokens"),
     "max_parallel_loading_workers": VllmOption(None, ""),
     "max_seq_len_to_capture": VllmOption(None, ""),
     "mm_processor_kwargs": VllmOption(({},), _NO_IMAGES),
@@ -107,7 +105,6 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
     "response_role": VllmOption(("assistant",), "answers always have the role assistant"),
     "runner": VllmOption(("auto", "generate", "pooling"), "any model embeds and generates"),
     "scheduler_cls": VllmOption((), "there is one scheduler, which follows priorities"),
-    "scheduling_policy": VllmOption(("fcfs", "priority"), "requests run by priority, then in the order of arrival"),
     "speculative_config": VllmOption((), "speculative decoding is not supported yet; leave it out"),
     "stream_interval": VllmOption((1,), "streams have an event for every step"),
     "structured_outputs_config": VllmOption(({},), "grammars are llguidance's; leave it out"),

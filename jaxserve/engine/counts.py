@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -25,24 +25,28 @@ class EngineCounts:
     the bottleneck.
     """
 
+    clock: Callable[[], float]
     num_faults: int = 0  # steps that failed on the device
     num_tokens: int = 0  # generated tokens
     wait_seconds: float = 0.0
     busy_seconds: float = 0.0
-    _busy_since: float = field(default_factory=time.perf_counter)
+    _busy_since: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.begin()
 
     def begin(self) -> None:
         """Starts the busy time after a time without work, which is not counted."""
-        self._busy_since = time.perf_counter()
+        self._busy_since = self.clock()
 
     def wait(self, future: StepFuture) -> StepOutputs:
         """Returns a step's outputs and counts the wait for them; raises what made the step fail."""
-        start = time.perf_counter()
+        start = self.clock()
         self.busy_seconds += start - self._busy_since
         try:
             return future.result()
         finally:
-            self._busy_since = time.perf_counter()
+            self._busy_since = self.clock()
             self.wait_seconds += self._busy_since - start
 
 

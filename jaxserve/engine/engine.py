@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Ids
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -76,16 +75,15 @@ class Engine:
         vocab_size: int = 0,
         tokenizer: Tokenizer | None = None,
         overlap: bool = True,
-        clock: Callable[[], float] = time.monotonic,  # the clock of deadlines
         attention: AttentionStats | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.attention = attention
-        self.counts = EngineCounts()
+        self.counts = EngineCounts(scheduler.clock)
         self._grammars = GrammarRows(vocab_size)
         self._deadlines = Deadlines()
-        self._clock = clock
+        self._clock = scheduler.clock
         self._tokenizer = tokenizer
         self._overlap = overlap
         self._reader = LogprobReader(tokenizer)
@@ -105,7 +103,7 @@ class Engine:
         if request.deadline is not None:
             self._deadlines.add(request.request_id, request.deadline)
         group = RequestStream(sequences[0], self._reader)
-        streams = [OutputStream(sequence, group, self._tokenizer, self._reader) for sequence in sequences]
+        streams = [OutputStream(sequence, group, self._tokenizer, self._reader, self._clock) for sequence in sequences]
         self._requests[request.request_id] = streams
         self._streams.update(zip(sequences, streams, strict=True))
         self._grammars.add(sequences)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from collections.abc import Sequence as Ids
 from typing import TYPE_CHECKING, Any
 
@@ -84,11 +84,16 @@ class OutputStream:
     """The output of one sequence, as the user will read it."""
 
     def __init__(
-        self, sequence: Sequence, group: RequestStream, tokenizer: Tokenizer | None, reader: LogprobReader
+        self,
+        sequence: Sequence,
+        group: RequestStream,
+        tokenizer: Tokenizer | None,
+        reader: LogprobReader,
+        clock: Callable[[], float],
     ) -> None:
         params = sequence.request.params
         self.sequence, self.group = sequence, group
-        self.num_logprobs, self._reader = params.logprobs, reader
+        self.num_logprobs, self._reader, self._clock = params.logprobs, reader, clock
         self._logprobs: list[TokenLogprobs] = []
         self._cumulative_logprob = 0.0
         self._is_delta = params.output_kind is OutputKind.DELTA
@@ -113,7 +118,7 @@ class OutputStream:
     def push(self, run: Ids[int]) -> str | None:
         """Adds tokens, up to one that completes a stop string; returns that string, or None."""
         if self._first_token_time is None:
-            self._first_token_time = time.monotonic()
+            self._first_token_time = self._clock()
         if self._push is None:
             self.end_token += len(run)
             return None
@@ -191,6 +196,6 @@ class OutputStream:
             arrival_time=sequence.request.arrival_time,
             first_scheduled_time=sequence.first_scheduled_time,
             first_token_time=self._first_token_time,
-            finished_time=time.monotonic(),
+            finished_time=self._clock(),
             num_preemptions=sequence.num_preemptions,
         )

@@ -6,7 +6,7 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass
 
 from jaxserve.errors import InvalidRequestError, QueueFullError
-from jaxserve.request import Request
+from jaxserve.request import Rank, Request
 from jaxserve.scheduler.limits import SchedulerLimits
 from jaxserve.scheduler.running import Batch
 from jaxserve.scheduler.sequence import SequenceStatus
@@ -47,20 +47,20 @@ class Door:
         if self._most_sequences is None:
             self._most_sequences = default
 
-    def refuse_if_full(self, priority: int) -> None:
-        """Raises QueueFullError when not even the smallest request of this priority would find room.
+    def refuse_if_full(self, rank: Rank) -> None:
+        """Raises QueueFullError when not even the smallest request of this rank would find room.
 
         Safe from any thread: only numbers are read.
         """
         excess = self._find_excess(1, 1, self._waiting.num_new, self._waiting.num_new_tokens, self.idle_rows)
-        worst = self._waiting.worst_priority
-        if excess is not None and (worst is None or worst <= priority):
+        worst = self._waiting.worst_rank
+        if excess is not None and (worst is None or worst <= rank):
             raise _refuse(excess)
 
     def find_room(self, requests: List[Request]) -> list[tuple[str, QueueFullError]]:
         """Returns the requests to displace so that all of `requests` fit, the worst first: (request id, its error).
 
-        Only requests that have not begun and whose priority number is larger (worse) are displaced, and none in vain.
+        Only requests that have not begun and whose rank is larger (worse) are displaced, and none in vain.
 
         Raises:
             InvalidRequestError: the requests together exceed the limits of an idle engine.
@@ -74,10 +74,10 @@ class Door:
         num_new, num_tokens = waiting.num_new, waiting.num_new_tokens
         full = excess = self._find_excess(count, tokens, num_new, num_tokens, idle)
         displaced: list[str] = []
-        priority = max((request.priority for request in requests), default=0)
+        rank = max((request.rank for request in requests), default=(0, 0))
         for sequence in reversed(waiting) if full is not None else ():
             other = sequence.request
-            if excess is None or other.priority <= priority:
+            if excess is None or other.rank <= rank:
                 break
             if sequence.status is SequenceStatus.WAITING and sequence.index == 0:
                 num_new -= other.params.n

@@ -7,7 +7,7 @@ sampled tokens: work = num_tokens - num_computed_tokens.
 from __future__ import annotations
 
 import itertools
-import time
+from collections.abc import Callable
 
 from jaxserve.pages.manager import PageManager
 from jaxserve.scheduler.counts import SchedulerCounts
@@ -32,11 +32,13 @@ class Planner:
         batch: Batch,
         door: Door,
         counts: SchedulerCounts,
+        clock: Callable[[], float],
     ) -> None:
         self.limits = limits
         self._pages = pages
         self._waiting, self._batch = waiting, batch
         self._door, self._counts = door, counts
+        self._clock = clock
         self._steps = itertools.count()
 
     def plan(self) -> StepPlan | None:
@@ -101,7 +103,7 @@ class Planner:
                 return
             self._batch.join(self._waiting.pop(), num_cached)
             if sequence.first_scheduled_time is None:
-                sequence.first_scheduled_time, sequence.num_cached_tokens = time.monotonic(), num_cached
+                sequence.first_scheduled_time, sequence.num_cached_tokens = self._clock(), num_cached
                 self._counts.count_admission(sequence, num_cached)
             builder.new_rows.append(sequence.make_new_row())
             builder.prefix_updates -= len(updates)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from collections.abc import Sequence as Ids
 
 from jaxserve.errors import JaxServeError
@@ -23,16 +25,22 @@ class Scheduler:
     """The engine's interface to this package; each part holds its own state.
 
     `plan` may run again before the last plan is committed.
+
+    Args:
+        clock: the one clock of the engine, in seconds: arrivals, deadlines and step times are on it.
     """
 
-    def __init__(self, limits: SchedulerLimits, pages: PageManager) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, pages: PageManager, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.limits = limits
+        self.clock = clock
         self.pages = pages
         self.waiting = WaitingQueue()
         self.batch = Batch(limits.max_num_seqs, pages)
         self.door = Door(limits, self.waiting, self.batch)
         self.counts = SchedulerCounts()
-        self.planner = Planner(limits, pages, self.waiting, self.batch, self.door, self.counts)
+        self.planner = Planner(limits, pages, self.waiting, self.batch, self.door, self.counts, clock)
         self._unfinished = UnfinishedRequests(limits.max_model_len, pages, self.waiting, self.batch)
         self._committer = Committer(pages, self.waiting, self.batch, self._unfinished)
 

@@ -7,13 +7,14 @@ from enum import Enum, auto
 
 from jaxserve.errors import JaxServeError
 from jaxserve.pages.manager import SequencePages
-from jaxserve.request import FinishReason, Request
+from jaxserve.request import FinishReason, Rank, Request
 from jaxserve.scheduler.plan import NewRow, RowHistory
 
 # Sentinels in place of a token id: the row's logits are not finite; its parameters forbid every token; its mask was
 # late, so it did not sample.
 NON_FINITE, NO_TOKEN_LEFT, MASK_LATE = -1, -2, -3
-_ARRIVALS = 2**48  # sequences per priority, more than any engine sees
+_ARRIVALS = 2**48  # sequences per rank, more than any engine sees
+_PRIORITIES = 2**33  # more than there are
 
 
 class SequenceStatus(Enum):
@@ -39,7 +40,7 @@ class Sequence:
     index: int = 0  # among the request's sequences
     siblings: list[Sequence] = field(default_factory=list)  # sequences that wait for this one to compute the prompt
     status: SequenceStatus = SequenceStatus.WAITING
-    order: int = -1  # by priority, then arrival; the largest is preempted first
+    order: int = -1  # by tier, priority, then arrival; the largest is preempted first
     ticket: int = -1
     row: int = -1
     num_computed_tokens: int = 0
@@ -88,14 +89,15 @@ class Sequence:
         return RowHistory(tuple(self.token_ids), self.num_prompt_tokens, stop_ids, request.bad_words, request.automaton)
 
 
-def make_order(priority: int, arrival: int) -> int:
-    """Returns one number that sorts by priority, then arrival."""
-    return priority * _ARRIVALS + arrival
+def make_order(rank: Rank, arrival: int) -> int:
+    """Returns one number that sorts by rank, then arrival."""
+    tier, priority = rank
+    return (tier * _PRIORITIES + priority) * _ARRIVALS + arrival
 
 
 def age(sequence: Sequence) -> int:
     """Returns the sort key of sequences: the smallest is admitted first and preempted last, so it always progresses.
 
-    A smaller priority counts as older; within a priority, the order is that of arrival.
+    A smaller rank counts as older; within a rank, the order is that of arrival.
     """
     return sequence.order

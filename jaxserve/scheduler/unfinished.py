@@ -32,7 +32,7 @@ class UnfinishedRequests:
             raise InvalidRequestError("is already running", field="request_id", value=request.request_id)
         sequences = self._make_sequences(request)
         for sequence in sequences:
-            sequence.order = make_order(request.priority, next(self._arrivals))
+            sequence.order = make_order(request.rank, next(self._arrivals))
         self._by_id[request.request_id] = sequences.copy()
         self._waiting.enter(sequences)
         return sequences

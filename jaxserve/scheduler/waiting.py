@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as List
 
+from jaxserve.request import Rank
 from jaxserve.scheduler.sequence import Sequence, SequenceStatus, age
 
 
@@ -31,10 +32,10 @@ class WaitingQueue:
         return reversed(self._sequences)
 
     @property
-    def worst_priority(self) -> int | None:
-        """The priority of the last in line; None if the queue is empty. Safe from any thread."""
+    def worst_rank(self) -> Rank | None:
+        """The rank of the last in line; None if the queue is empty. Safe from any thread."""
         try:
-            return self._sequences[-1].request.priority
+            return self._sequences[-1].request.rank
         except IndexError:
             return None
 

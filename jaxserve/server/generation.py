@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.request import Request, RequestOutput
+from jaxserve.request import Request, RequestOutput, ServiceTier
 from jaxserve.sampling_params import OutputKind
 from jaxserve.server.errors import to_api_error
 from jaxserve.server.protocol.fields import EngineFields, PromptTokensDetails, Usage
@@ -180,7 +180,7 @@ def make_request_options(http: HttpRequest, body: EngineFields, state: ServerSta
     if body.priority < best:
         message = f"must be at least {best} on this server (smaller runs first; max_priority), got {body.priority}"
         raise InvalidRequestError(message, field="priority", value=body.priority)
-    state.refuse_if_full(body.priority)
+    state.refuse_if_full((ServiceTier.DEFAULT, body.priority))
     seconds = min((each for each in (body.timeout, limit) if each is not None), default=None)
     return {
         "cache_salt": context.salt + (body.cache_salt or ""),

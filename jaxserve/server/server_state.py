@@ -19,6 +19,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.async_engine import AsyncLLM
 from jaxserve.engine.progress import ProgressLines, Report, say_progress
 from jaxserve.errors import QueueFullError
+from jaxserve.request import Rank, ServiceTier
 from jaxserve.server.budget import BodyBudget
 from jaxserve.server.errors import ApiError, to_api_error
 from jaxserve.server.logprobs import TokenTexts
@@ -136,15 +137,15 @@ class ServerState:
             raise ApiError(404, message, param="model", code="model_not_found")
         return name
 
-    def refuse_if_full(self, priority: int | None = None) -> None:
+    def refuse_if_full(self, rank: Rank | None = None) -> None:
         """Refuses a request early that could only be refused later; ApiError 429 or 503.
 
         Args:
-            priority: None while it is unknown; the best allowed priority is assumed.
+            rank: None while it is unknown; the best allowed rank is assumed.
         """
-        best = self.config.limits.max_priority
+        best = ServiceTier.PRIORITY, self.config.limits.max_priority
         try:
-            self.engine.view.refuse_if_full(best if priority is None else priority)
+            self.engine.view.refuse_if_full(best if rank is None else rank)
         except QueueFullError as error:
             self.metrics.count("queue_full")
             raise to_api_error(error, self.retry_after()) from error

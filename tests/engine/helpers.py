@@ -31,7 +31,7 @@ def make_engine(
         options=SchedulerOptions(max_num_queued_reqs=queue[0], max_num_queued_tokens=queue[1]),
     )
     device = FakeDevice(groups, page_size=32)
-    return Engine(Scheduler(limits, pages), device, overlap=options["overlap"], clock=clock), device
+    return Engine(Scheduler(limits, pages, clock), device, overlap=options["overlap"]), device
 
 
 def run(engine: Engine, requests: list[Request]) -> dict[str, RequestOutput]:

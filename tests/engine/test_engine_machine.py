@@ -78,7 +78,7 @@ class EngineMachine(RuleBasedStateMachine):
         lengths = random.Random(longest_run)
         self.device.draw_length = lambda: lengths.randint(1, longest_run)
         self.now = 0.0
-        self.engine = Engine(Scheduler(limits, self.pages), self.device, overlap=overlap, clock=lambda: self.now)
+        self.engine = Engine(Scheduler(limits, self.pages, lambda: self.now), self.device, overlap=overlap)
         self.requests: dict[str, Request] = {}
         self.finished: dict[str, RequestOutput] = {}
         self.aborted: set[str] = set()

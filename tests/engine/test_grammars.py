@@ -73,10 +73,10 @@ def make_engine(*, overlap: bool = True, clock: Callable[[], float] = time.monot
     groups = [PageGroup(60)]
     pages = PageManager(groups, page_size=PAGE_SIZE, max_chunk=96, enable_prefix_caching=True)
     limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=96, max_model_len=200, max_prefix_updates=30)
-    scheduler = Scheduler(limits, pages)
+    scheduler = Scheduler(limits, pages, clock)
     device = FakeDevice(groups, page_size=PAGE_SIZE)
     device.wants_edges = False
-    return Engine(scheduler, device, vocab_size=VOCAB, overlap=overlap, clock=clock)
+    return Engine(scheduler, device, vocab_size=VOCAB, overlap=overlap)
 
 
 def run(engine: Engine, *requests: Request) -> dict[str, RequestOutput]:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import threading
-from collections.abc import Iterator
 
-import pytest
-
-from jaxserve.engine import counts
+from jaxserve.engine.counts import EngineCounts
 from jaxserve.engine.stats import PoolStats, read_page_map, read_rows, read_stats
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduler import StepOutputs
 from tests.engine.helpers import greedy, make_engine, run
 
 
@@ -97,25 +95,23 @@ def test_preemptions_and_faults_are_counted() -> None:
     assert read_stats(engine).num_faults == 1
 
 
-def test_waiting_and_working_share_the_time_that_there_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that ticks once a look: the wait lies between two looks, and so does what comes before it."""
+def test_waiting_and_working_share_the_time_that_there_is_work() -> None:
+    now = 0.0
 
-    def tick() -> Iterator[float]:
-        now = 0.0
-        while True:
-            now += 1.0
-            yield now
+    class Future:
+        def result(self) -> StepOutputs:
+            nonlocal now
+            now += 5.0
+            return StepOutputs([])
 
-    ticks = tick()
-    monkeypatch.setattr(counts.time, "perf_counter", lambda: next(ticks))
-    engine, device = make_engine()
-    run(engine, [greedy("a", range(10), 20)])
-    steps = len(device.plans)
-    assert (engine.counts.wait_seconds, engine.counts.busy_seconds) == (steps, steps)
-    for _ in range(1000):
-        next(ticks)  # time without work is neither
-    run(engine, [greedy("b", range(10), 20)])
-    assert (engine.counts.wait_seconds, engine.counts.busy_seconds) == (len(device.plans), len(device.plans))
+    counts = EngineCounts(lambda: now)
+    for _ in range(2):
+        now += 1000.0  # time without work is neither
+        counts.begin()
+        for _ in range(3):
+            now += 2.0
+            counts.wait(Future())
+    assert (counts.wait_seconds, counts.busy_seconds) == (2 * 3 * 5.0, 2 * 3 * 2.0)
 
 
 def test_counters_can_be_read_while_steps_run() -> None:

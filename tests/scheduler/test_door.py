@@ -31,7 +31,7 @@ def test_a_full_queue_refuses_and_says_which_limit() -> None:
     scheduler = make_full()
     for priority in (0, 7):
         with pytest.raises(QueueFullError, match=r"3 sequences wait.*max_num_queued_reqs=3; try again") as caught:
-            scheduler.door.refuse_if_full(priority)
+            scheduler.door.refuse_if_full((1, priority))
         assert (caught.value.limit, caught.value.queued) == (3, 3)
         with pytest.raises(QueueFullError, match="3 sequences wait, and 2 more"):
             scheduler.door.find_room([make_request("a"), make_request("b")])
@@ -51,7 +51,7 @@ def test_tokens_are_a_limit_of_their_own() -> None:
 def test_what_could_start_now_is_not_refused(queue: tuple[int | None, int | None]) -> None:
     scheduler = make_scheduler(rows=3, queue=queue)
     for name in ("a", "b", "c"):
-        scheduler.door.refuse_if_full(0)
+        scheduler.door.refuse_if_full((1, 0))
         assert find_names(scheduler, make_request(name, 5)) == []
         scheduler.add(make_request(name, 5))
     with pytest.raises(QueueFullError):
@@ -99,7 +99,7 @@ def test_what_never_fits_is_told_not_to_try_again(
 
 def test_a_better_request_takes_the_place_of_the_worst_that_waits() -> None:
     scheduler = make_full(queue=(3, None), priority=5)
-    scheduler.door.refuse_if_full(4)
+    scheduler.door.refuse_if_full((1, 4))
     ((name, error),) = scheduler.door.find_room([make_request("better", 5, priority=4)])
     assert name == "w3" and "request w3: the queue is full (max_num_queued_reqs=3)" in str(error)
     assert find_names(scheduler, make_request("b", n=2)) == ["w3", "w2"]

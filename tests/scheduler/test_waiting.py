@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.request import PRIORITIES, FinishReason, Request
+from jaxserve.request import PRIORITIES, FinishReason, Rank, Request, ServiceTier
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import Sequence, SequenceStatus
 from jaxserve.scheduler.sequence import make_order
@@ -20,10 +20,14 @@ def make_request(name: str, length: int = 3, n: int = 1, priority: int = 0) -> R
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from([*PRIORITIES[:2], -1, 0, 1, *PRIORITIES[-2:]]), st.integers(0, 2**40)), min_size=2
+        st.tuples(
+            st.tuples(st.sampled_from(ServiceTier), st.sampled_from([*PRIORITIES[:2], -1, 0, 1, *PRIORITIES[-2:]])),
+            st.integers(0, 2**40),
+        ),
+        min_size=2,
     )
 )
-def test_order_is_priority_then_arrival(keys: list[tuple[int, int]]) -> None:
+def test_order_is_tier_then_priority_then_arrival(keys: list[tuple[Rank, int]]) -> None:
     assert sorted(keys) == sorted(keys, key=lambda key: make_order(*key))
 
 
@@ -35,7 +39,9 @@ def test_queue_is_sorted_and_counted(actions: list[tuple[str, int]]) -> None:
     for count, (action, value) in enumerate(actions):
         if action == "add":
             pages = scheduler.pages.new_sequence("")
-            sequence = Sequence(make_request(f"r{count}", 1 + value), pages, 50, order=make_order(value % 3 - 1, count))
+            sequence = Sequence(
+                make_request(f"r{count}", 1 + value), pages, 50, order=make_order((1, value % 3 - 1), count)
+            )
             queue.enter([sequence])
             waiting.append(sequence)
         elif action == "pop" and waiting:

@@ -275,7 +275,7 @@ def test_requests_ask_for_it(tmp_path: Path, options: dict[str, Any], text: str)
         stop_ids=frozenset(),
     )
     group = SimpleNamespace(prompt_token_ids=[CAT, A], prompt_logprobs=None, first=sequence)
-    output = OutputStream(sequence, group, load_tokenizer(tmp_path), None)  # type: ignore[arg-type]
+    output = OutputStream(sequence, group, load_tokenizer(tmp_path), None, lambda: 0.0)  # type: ignore[arg-type]
     output.push((A, A, CAT, A, TOOL))
     output.flush()
     assert output.make_output().outputs[0].text == text
