@@ -17,7 +17,15 @@ from jaxserve.scheduler.fairness import TurnOrder
 from jaxserve.scheduler.limits import SchedulerLimits
 from jaxserve.scheduler.plan import StepPlan
 from jaxserve.scheduler.plan_builder import PlanBuilder
-from jaxserve.scheduler.policy import choose_budget, choose_chunk, choose_share, choose_victim, may_admit, must_yield
+from jaxserve.scheduler.policy import (
+    can_yield,
+    choose_budget,
+    choose_chunk,
+    choose_share,
+    choose_victim,
+    may_admit,
+    must_yield,
+)
 from jaxserve.scheduler.running import Batch
 from jaxserve.scheduler.sequence import Sequence, SequenceStatus
 from jaxserve.scheduler.step_times import StepTimes
@@ -71,9 +79,10 @@ class Planner:
 
     def _make_way(self, builder: PlanBuilder) -> None:
         """Preempts running sequences that must yield to the first in line, while it has no row or no pages."""
-        if not self._waiting:
+        batch, pages = self._batch, self._pages
+        if not (self._waiting and len(batch) and can_yield(self.limits, choose_victim(self.limits, batch))):
             return
-        first, batch, pages = self._waiting.first, self._batch, self._pages
+        first = self._waiting.first
         while len(batch) and must_yield(self.limits, victim := choose_victim(self.limits, batch), first):
             missing = map(add, self._count_promised(), pages.count_missing(first.pages, len(first.token_ids)))
             if not batch.is_full and pages.has_room(missing):
@@ -119,7 +128,7 @@ class Planner:
 
     def _admit(self, builder: PlanBuilder) -> None:
         pages = self._pages
-        promised = self._count_promised() if self._waiting else []
+        promised = self._count_promised() if self._waiting and not self._batch.is_full else []
         while self._waiting and not self._batch.is_full and builder.budget > 0:
             sequence = self._waiting.first
             if sequence.num_awaited_steps:
