@@ -111,6 +111,11 @@ class SchedulerOptions:
     max_num_seqs: int | None = option(None, "rows of the batch; default: cpu 32, gpu 256, tpu 128")
     max_num_batched_tokens: int | None = option(None, "tokens of a step; default: cpu 512, gpu 2048, tpu 2048")
     async_scheduling: bool = option(True, "plan and dispatch the next step while one runs")
+    deterministic: bool = option(
+        False,
+        "a request's tokens and log-probabilities are the same bits whatever runs beside it; slower",
+        "enable_deterministic_inference",
+    )
     max_num_queued_reqs: int | None = option(
         None, "sequences that may wait for a row; a server refuses more; default: 4 x max_num_seqs, for servers only"
     )

@@ -42,6 +42,7 @@ class Backend:
     devices: str = ""
     interpret: bool = False
     fused: bool = False  # writes keys and values itself
+    splits_by_load: bool = False  # a row's keys are cut, and its sums joined, in ways that depend on the other rows
 
     @property
     def module(self) -> ModuleType:
@@ -51,10 +52,18 @@ class Backend:
 _BACKENDS = {
     "reference": Backend("pallas_kernels.reference"),
     "xla": Backend("pallas_kernels.xla"),
-    "gpu": Backend("pallas_kernels.hopper.attention", "gpu", "Hopper (sm_90)", fused=True),
-    "gpu_interpret": Backend("pallas_kernels.hopper.attention", "cpu", interpret=True, fused=True),
-    "ampere": Backend("pallas_kernels.ampere.attention", "gpu", "Ampere or Ada (sm_80, sm_86 or sm_89)", fused=True),
-    "ampere_interpret": Backend("pallas_kernels.ampere.attention", "cpu", interpret=True, fused=True),
+    "gpu": Backend("pallas_kernels.hopper.attention", "gpu", "Hopper (sm_90)", fused=True, splits_by_load=True),
+    "gpu_interpret": Backend("pallas_kernels.hopper.attention", "cpu", interpret=True, fused=True, splits_by_load=True),
+    "ampere": Backend(
+        "pallas_kernels.ampere.attention",
+        "gpu",
+        "Ampere or Ada (sm_80, sm_86 or sm_89)",
+        fused=True,
+        splits_by_load=True,
+    ),
+    "ampere_interpret": Backend(
+        "pallas_kernels.ampere.attention", "cpu", interpret=True, fused=True, splits_by_load=True
+    ),
     "tpu": Backend("pallas_kernels.tpu.attention", "tpu", "v5e and later", fused=True),
     "tpu_interpret": Backend("pallas_kernels.tpu.attention", "cpu", interpret=True, fused=True),
 }

@@ -36,7 +36,7 @@ from jaxserve.runtime.buckets import BucketTable
 from jaxserve.runtime.device_state import row_state_specs
 from jaxserve.runtime.inputs import StateShape
 from jaxserve.runtime.params import WeightWriter
-from jaxserve.runtime.rows import SampleVariant
+from jaxserve.runtime.rows import SampleVariant, list_variants
 from jaxserve.runtime.runner import ModelRunner, Programs
 from jaxserve.runtime.step import SampleInputs
 from jaxserve.sampling import sampler_state_specs
@@ -113,6 +113,7 @@ def make_null_runner(max_rows: int, buckets: BucketTable) -> ModelRunner:
         state_specs=(cache, row_state_specs(state, sharding), sampler_state_specs(1, 1, sharding)),
         state_shape=state,
         input_sharding=sharding,
+        variants=list_variants(deterministic=False),
     )
     return runner
 

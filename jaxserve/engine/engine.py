@@ -7,7 +7,7 @@ from collections.abc import Sequence as Ids
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxserve.engine.counts import AttentionStats, EngineCounts, StepFuture
-from jaxserve.engine.grammars import GrammarRows
+from jaxserve.engine.grammars import MASK_TIMEOUT, GrammarRows
 from jaxserve.engine.logprobs import LogprobReader
 from jaxserve.engine.output import OutputStream, RequestStream
 from jaxserve.engine.prompt_outputs import hand_out_prompts
@@ -81,7 +81,7 @@ class Engine:
         self.runner = runner
         self.attention = attention
         self.counts = EngineCounts(scheduler.clock)
-        self._grammars = GrammarRows(vocab_size)
+        self._grammars = GrammarRows(vocab_size, None if scheduler.limits.options.deterministic else MASK_TIMEOUT)
         self._deadlines = Deadlines()
         self._clock = scheduler.clock
         self._tokenizer = tokenizer

@@ -29,10 +29,14 @@ class StepMasks:
 
 
 class GrammarRows:
-    """The matchers of unfinished sequences with a grammar."""
+    """The matchers of unfinished sequences with a grammar.
 
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
+    Args:
+        mask_timeout: seconds that a step waits for its masks; None: as long as they take.
+    """
+
+    def __init__(self, vocab_size: int, mask_timeout: float | None = MASK_TIMEOUT) -> None:
+        self._vocab_size, self._mask_timeout = vocab_size, mask_timeout
         self._pool: Any = None  # made with the first mask
         self._matchers: dict[Sequence, Matcher] = {}
         self._masked: dict[Sequence, Matcher] = {}  # matchers without an automaton on the device
@@ -90,7 +94,7 @@ class GrammarRows:
 
             self._pool = MaskPool(self._vocab_size)
         work = self._pool.start([None if index in jumps else matcher for index, matcher in enumerate(matchers)])
-        ready = self._pool.collect(work, MASK_TIMEOUT)
+        ready = self._pool.collect(work, self._mask_timeout)
         found = StepMasks(work.masks)
         for index, row in enumerate(rows):
             if row is None or (ready[index] and index not in jumps):

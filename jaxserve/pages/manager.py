@@ -34,6 +34,7 @@ class SequencePages:
     salt: str
     page_ids: tuple[list[int], ...]
     is_cached: bool = True  # uses the prefix index, for lookup and publication
+    num_sharable: int = 2**62  # leading tokens whose pages may be in the prefix index
     keys: list[bytes] = field(default_factory=list)  # content keys of the leading full pages; kept through preemption
     num_reserved_tokens: int = 0  # the capacity of the pages
     num_published: int = 0  # leading pages offered to the prefix index
@@ -56,15 +57,17 @@ class PageManager:
         self.enable_prefix_caching = enable_prefix_caching
         self._hit_grid = math.lcm(page_size, CHUNK_EDGE) // page_size  # pages
 
-    def new_sequence(self, salt: str, *, cache: bool | None = None) -> SequencePages:
+    def new_sequence(self, salt: str, *, cache: bool | None = None, num_sharable: int = 2**62) -> SequencePages:
         """Returns the empty page list of a new sequence.
 
         Args:
             salt: sequences with different salts share no pages.
             cache: whether the sequence uses the prefix index; None: `enable_prefix_caching`.
+            num_sharable: leading tokens whose pages may be looked up and published.
         """
         is_cached = self.enable_prefix_caching if cache is None else cache
-        return SequencePages(salt, tuple([] for _ in self.groups), is_cached, num_trimmed=[0] * len(self.groups))
+        page_ids: tuple[list[int], ...] = tuple([] for _ in self.groups)
+        return SequencePages(salt, page_ids, is_cached, num_sharable, num_trimmed=[0] * len(self.groups))
 
     def first_unfit_group(self, num_tokens: int) -> tuple[int, int] | None:
         """Returns (pages needed, pages in the pool) of the first group too small for `num_tokens`; None: all fit."""
@@ -135,11 +138,12 @@ class PageManager:
 
     def next_publish(self, pages: SequencePages) -> int:
         """Returns how many computed tokens fill the next page to publish; 2**62 if the sequence publishes none."""
-        return (pages.num_published + 1) * self.page_size if pages.is_cached else 2**62
+        end = (pages.num_published + 1) * self.page_size
+        return end if pages.is_cached and end <= pages.num_sharable else 2**62
 
     def publish(self, pages: SequencePages, token_ids: TokenIds[int], num_computed: int) -> None:
         """Puts the pages that are full after `num_computed` committed tokens into the prefix index."""
-        num_full = num_computed // self.page_size
+        num_full = min(num_computed, pages.num_sharable) // self.page_size
         self._extend_keys(pages, token_ids, num_full)
         for index in range(pages.num_published, num_full):
             for pool, entries in zip(self.pools, pages.page_ids, strict=True):
@@ -194,7 +198,7 @@ class PageManager:
 
         A group can use it if the pages visible to the next query are cached.
         """
-        limit = max(0, len(token_ids) - 1) // self.page_size
+        limit = max(0, min(len(token_ids) - 1, pages.num_sharable)) // self.page_size
         self._extend_keys(pages, token_ids, limit)
         runs = []  # runs[g][n]: cached pages directly before page n in group g
         for pool in self.pools:

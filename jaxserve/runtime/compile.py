@@ -184,14 +184,14 @@ def name_program(kind: str, key: Any) -> str:
     return f"{kind} {key}"
 
 
-def list_programs(buckets: BucketTable) -> Iterator[ProgramKey]:
+def list_programs(buckets: BucketTable, variants: Iterable[SampleVariant] = SampleVariant) -> Iterator[ProgramKey]:
     """Yields the (kind, key) of every program of a table, the slowest to compile first."""
     for bucket in sorted(buckets.buckets, reverse=True):
         yield "forward", bucket
         if not bucket.is_decode:
             yield "prompt_logprobs", bucket
     for rows in buckets.row_counts:
-        for variant in SampleVariant:
+        for variant in variants:
             yield "sample", (rows, variant)
         yield "logprobs", rows
         yield "pool", rows

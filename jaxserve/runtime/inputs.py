@@ -135,7 +135,8 @@ def _pack_rows(plan: StepPlan, layout: InputLayout, mirror: RowMirror) -> Packed
     ends[num_rows:] = ends[num_rows - 1]
     # Chunks begin on an edge, except where tokens are computed again.
     on_edge = all(chunk.start % CHUNK_EDGE == 0 for chunk in plan.chunks)
-    views.distribution[:] = (num_decodes, num_rows if on_edge else num_decodes, num_rows)
+    num_single = num_rows if layout.bucket.is_decode else num_decodes
+    views.distribution[:] = (num_single, num_rows if on_edge else num_single, num_rows)
     row_ids = views.row_ids[:num_rows]
     views.sampling[:num_rows] = mirror.sampling[row_ids]
     packed.flags.writeable = False

@@ -67,6 +67,17 @@ class CachePlan:
         pages = sum(self.num_pages[group] for group in self.layout.groups)
         return pages * page_bytes(self.spec) // self.num_devices
 
+    def require_whole(self, config: DecoderConfig, max_chunk: int) -> None:
+        """Raises CapacityError if a group has fewer pages than a sequence of `config.max_model_len` tokens needs."""
+        for group, count in zip(config.kv_groups, self.num_pages, strict=True):
+            need = _pages_of_sequence(group, config.max_model_len, self.spec.page_size, max_chunk)
+            if count - 1 < need:
+                message = (
+                    f"a request reserves all pages that it may need, which for max_model_len={config.max_model_len} "
+                    f"are {need}, and the pool has {count - 1}; raise num_kv_pages_override or lower max_model_len"
+                )
+                raise CapacityError(message, field="deterministic", value=True)
+
 
 def plan_cache(
     config: DecoderConfig,

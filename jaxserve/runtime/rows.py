@@ -27,6 +27,17 @@ class SampleVariant(IntEnum):
     MASKED = 3  # and a mask of tokens per row, sent for this step
 
 
+def list_variants(*, deterministic: bool) -> dict[SampleVariant, SampleVariant]:
+    """Returns, for each variant that a step can need, the one that it runs.
+
+    Two programs may round differently, and the rows beside decide what a step needs. So where bits count, every row
+    that is drawn goes through the same program; the ids of greedy rows are equal in all.
+    """
+    if not deterministic:
+        return {variant: variant for variant in SampleVariant}
+    return dict.fromkeys(SampleVariant, SampleVariant.MASKED) | {SampleVariant.GREEDY: SampleVariant.GREEDY}
+
+
 # Bits of `RowMirror._needs`.
 _RANDOM, _FULL, _LOGPROBS = 1, 2, 4
 _NEEDS = {SampleVariant.GREEDY: 0, SampleVariant.RANDOM: _RANDOM, SampleVariant.FULL: _FULL}

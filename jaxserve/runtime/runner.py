@@ -107,13 +107,14 @@ class ModelRunner:
         state_specs: tuple[KVCache, RowState, SamplerState],
         state_shape: StateShape,
         input_sharding: jax.sharding.Sharding,
+        variants: Mapping[SampleVariant, SampleVariant],
         count_compiles: Callable[[], int] = lambda: 0,
     ) -> None:
         self.params = params
         self.counts = StepCounts()
         self._count_compiles, self._compiles_before = count_compiles, count_compiles()
         self.programs = programs
-        self._buckets = buckets
+        self._buckets, self._variants = buckets, variants
         self._layouts = {bucket: InputLayout(bucket, state_shape) for bucket in buckets.buckets}
         self._writer = writer
         self._state_specs = state_specs
@@ -183,10 +184,9 @@ class ModelRunner:
         selected, hidden = self._run(bucket, layout.new())
         targets = None if bucket.is_decode else np.zeros(bucket.tokens, np.int32)
         prompt_logprobs, embeddings = self._find_prompt_logprobs(bucket, hidden, targets), self._pool(bucket, hidden)
-        for variant in SampleVariant:
+        for variant in sorted(set(self._variants.values())):
             step = StartedStep(self, bucket, 0, variant, True, selected, prompt_logprobs, embeddings)
-            mask = np.zeros((0, self._mask_words), np.uint32) if variant is SampleVariant.MASKED else None
-            step.sample(mask).result()
+            step.sample().result()
 
     def start(self, plan: StepPlan) -> StartedStep:
         """Dispatches the forward pass of a step; MissingProgramError if no program holds it."""
@@ -210,12 +210,12 @@ class ModelRunner:
 
     def sample(self, step: StartedStep, mask: np.ndarray | None) -> StepFuture:
         """See `StartedStep.sample`."""
-        rows, variant = step.bucket.rows, step.variant if mask is None else SampleVariant.MASKED
+        rows, variant = step.bucket.rows, self._variants[step.variant if mask is None else SampleVariant.MASKED]
         program = self.programs.get("sample", (rows, variant))
         if variant <= SampleVariant.RANDOM:
             self._rows, token_ids = program(self._rows, step.selected)
         else:
-            sent = None if mask is None else self._send(_pad_mask(mask, rows))
+            sent = self._send(self._pad_mask(mask, rows)) if variant is SampleVariant.MASKED else None
             self._rows, self._sampler, token_ids = program(self._rows, self._sampler, step.selected, sent)
         if not step.wants_logprobs and step.prompt_logprobs is None and step.embeddings is None:
             return StepFuture(token_ids, None, step.num_rows)
@@ -256,6 +256,13 @@ class ModelRunner:
             at += len(chunk.token_ids)
         return targets
 
+    def _pad_mask(self, mask: np.ndarray | None, rows: int) -> np.ndarray:
+        """Returns the mask for all rows of the bucket; padding rows may sample anything, without a mask all rows."""
+        padded = np.full((rows, self._mask_words), 2**32 - 1, np.uint32)
+        if mask is not None:
+            padded[: len(mask)] = mask
+        return padded
+
     def _send(self, arrays: Any) -> Any:
         return jax.device_put(arrays, self._input_sharding)
 
@@ -275,10 +282,3 @@ def _make_setting(vocab_size: int, new_row: NewRow) -> RowSetting:
         banned_until=history.num_prompt_tokens + params.min_tokens,
         automaton=history.automaton,
     )
-
-
-def _pad_mask(mask: np.ndarray, rows: int) -> np.ndarray:
-    """Returns the mask for all rows of the bucket; padding rows may sample anything."""
-    padded = np.full((rows, mask.shape[1]), 2**32 - 1, np.uint32)
-    padded[: len(mask)] = mask
-    return padded

@@ -43,13 +43,13 @@ from jaxserve.runtime.memory import (
     refuse_shortage,
 )
 from jaxserve.runtime.params import WeightWriter
-from jaxserve.runtime.rows import SampleVariant
+from jaxserve.runtime.rows import SampleVariant, list_variants
 from jaxserve.runtime.runner import ModelRunner, Programs
 from jaxserve.runtime.step import StepModel
 from jaxserve.sampling import sampler_state_specs
 from jaxserve.scheduler import SchedulerLimits
 from jaxserve.sharding import DEFAULT_RULES, KV_POOL_AXES
-from pallas_kernels.backends import choose_layout, resolve_impl
+from pallas_kernels.backends import choose_impl, choose_layout, find_backend, resolve_impl
 from pallas_kernels.spec import AttnShape, KVSpec
 
 _KV_DTYPES = {"fp8": "float8_e4m3fn"}  # by users' names
@@ -85,6 +85,11 @@ class Shapes:
         return "unrolled" if self.platform == "cpu" else "stacked"
 
     @property
+    def variants(self) -> dict[SampleVariant, SampleVariant]:
+        """For each sample variant that a step can need, the one that it runs."""
+        return list_variants(deterministic=self.config.scheduler.deterministic)
+
+    @property
     def limits(self) -> SchedulerLimits:
         scheduler, updates = self.config.scheduler, self.state.groups * self.state.pages_per_row
         assert scheduler.max_num_seqs is not None and scheduler.max_num_batched_tokens is not None
@@ -116,6 +121,7 @@ def make_shapes(config: EngineConfig, model: DecoderConfig, platform: str, devic
     scheduler, page_size = config.scheduler, config.cache.page_size
     assert scheduler.max_num_seqs and scheduler.max_num_batched_tokens and page_size
     buckets = make_buckets(platform, scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+    buckets = buckets.take_largest() if scheduler.deterministic else buckets
     groups, pages_per_row = len(model.kv_groups), -(-model.max_model_len // page_size)
     rows = max(buckets.row_counts)
     new_pages = rows + -(-scheduler.max_num_batched_tokens // page_size)  # for running rows, in one step
@@ -139,6 +145,8 @@ def _choose_attention(
     assert config.cache.page_size is not None  # resolved
     dtype = _KV_DTYPES.get(config.cache.kv_cache_dtype, config.cache.kv_cache_dtype)
     dtype = model.dtype if dtype == "auto" else dtype
+    if config.scheduler.deterministic:
+        wanted = _choose_fixed(wanted, platform, device_kind)
     spec = KVSpec(attention.num_kv_heads, attention.head_dim, config.cache.page_size, dtype)
     shape = _attention_shape(model, spec, model.kv_groups[0], config.parallel.tensor_parallel_size)
     try:
@@ -148,6 +156,20 @@ def _choose_attention(
     except ValueError as error:
         raise ConfigError(str(error), field="attention_impl", value=wanted) from error
     return replace(spec, layout=choose_layout(impl, attention.head_dim)), impl, reason
+
+
+def _choose_fixed(wanted: str, platform: str, device_kind: str) -> str:
+    """Returns the implementation to ask for where bits count; ConfigError if the wanted one splits keys by load."""
+    name = choose_impl(platform, device_kind)[0] if wanted == "auto" else wanted
+    if not find_backend(name).splits_by_load:
+        return wanted
+    if wanted == "auto":
+        return "xla"
+    message = (
+        f"impl {name!r} splits keys by the load of the step, so a row's bits depend on the rows beside it; with "
+        "deterministic use 'xla' or 'auto', which then takes it"
+    )
+    raise ConfigError(message, field="attention_impl", value=name)
 
 
 def abstract_params(shapes: Shapes, mesh: Mesh) -> Any:
@@ -183,11 +205,12 @@ def plan_pools(shapes: Shapes, *, budget: int) -> CachePlan:
     """Returns the KV pools for `budget` bytes per device, or for the bytes or pages that the options fix.
 
     Raises:
-        CapacityError: no sequence of `max_model_len` tokens fits.
+        CapacityError: no sequence of `max_model_len` tokens fits; pages fixed by an option may be fewer, except with
+            `deterministic`.
     """
     cache, scheduler = shapes.config.cache, shapes.config.scheduler
     assert scheduler.max_num_batched_tokens is not None
-    return plan_cache(
+    plan = plan_cache(
         shapes.model,
         spec=shapes.spec,
         max_chunk=scheduler.max_num_batched_tokens,
@@ -196,6 +219,9 @@ def plan_pools(shapes: Shapes, *, budget: int) -> CachePlan:
         max_sequences=scheduler.max_num_seqs if shapes.platform == "cpu" else None,
         override=cache.num_kv_pages_override,
     )
+    if scheduler.deterministic:
+        plan.require_whole(shapes.model, scheduler.max_num_batched_tokens)
+    return plan
 
 
 def measure_use(shapes: Shapes, mesh: Mesh) -> DeviceUse:
@@ -298,7 +324,7 @@ def start_runner(
     buckets = shapes.buckets.take_largest() if only_largest else shapes.buckets
     is_closed = shapes.config.compile.compile != "used"
     if is_closed:
-        known, wanted = Programs(), list_programs(buckets)
+        known, wanted = Programs(), list_programs(buckets, set(shapes.variants.values()))
     else:
         known = Programs(compile_missing=compile_late(compiler, announce))
         wanted = iter([("forward", buckets.smallest_mixed)])
@@ -313,6 +339,7 @@ def start_runner(
         state_specs=(inputs.cache, inputs.rows, inputs.sampler),
         state_shape=shapes.state,
         input_sharding=inputs.replicated,
+        variants=shapes.variants,
         count_compiles=watch_compiles(),
     )
     if is_closed:
@@ -326,7 +353,7 @@ def compile_rest(
     """Compiles what `start_runner` left; returns functions to call between steps, see `ModelRunner.list_additions`."""
     programs = compile_programs(
         _make_compiler(shapes, plan, mesh),
-        list_programs(shapes.buckets),
+        list_programs(shapes.buckets, set(shapes.variants.values())),
         threads=shapes.config.compile.compile_threads,
         progress=progress,
         known=runner.programs,

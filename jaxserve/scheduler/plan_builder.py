@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from jaxserve.pages.manager import PageUpdate
 from jaxserve.scheduler.plan import ChunkWork, NewRow, StepPlan
 from jaxserve.scheduler.sequence import Sequence
+
+
+class StepKind(NamedTuple):
+    """What a step may compute."""
+
+    most_decodes: int | None  # decoding rows; None: all
+    lengths: range  # of chunks
+
+
+ANY_STEP = StepKind(None, range(1, sys.maxsize))
 
 
 @dataclass(slots=True)
@@ -16,6 +28,7 @@ class PlanBuilder:
 
     budget: int  # tokens left
     prefix_updates: int  # page-table entries left for cached prefixes
+    kind: StepKind = ANY_STEP
     decoding: list[Sequence] = field(default_factory=list)
     chunks: dict[int, ChunkWork] = field(default_factory=dict)  # by row
     work: dict[int, int] = field(default_factory=dict)  # by row of a chunk: the tokens left to compute, chunk included

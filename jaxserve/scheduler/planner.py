@@ -7,6 +7,7 @@ sampled tokens: work = num_tokens - num_computed_tokens.
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable
 from operator import add
 
@@ -16,13 +17,17 @@ from jaxserve.scheduler.door import Door
 from jaxserve.scheduler.fairness import TurnOrder
 from jaxserve.scheduler.limits import SchedulerLimits
 from jaxserve.scheduler.plan import StepPlan
-from jaxserve.scheduler.plan_builder import PlanBuilder
+from jaxserve.scheduler.plan_builder import PlanBuilder, StepKind
 from jaxserve.scheduler.policy import (
     can_yield,
     choose_budget,
     choose_chunk,
     choose_share,
     choose_victim,
+    count_need,
+    count_work,
+    list_kinds,
+    list_promised,
     may_admit,
     must_yield,
 )
@@ -53,11 +58,21 @@ class Planner:
         self._door, self._turns, self._times, self._counts = door, turns, times, counts
         self._clock = clock
         self._steps = itertools.count()
+        self._kinds = deque(list_kinds(limits))
 
     def plan(self) -> StepPlan | None:
         """Returns the next step; None when nothing can be computed, or not before the next commit."""
         budget = choose_budget(self.limits, self._batch, self._waiting, self._times)
-        builder = PlanBuilder(budget, self.limits.max_prefix_updates)
+        for kind in tuple(self._kinds):
+            builder = self._build(kind, budget)
+            if not builder.is_empty:
+                self._kinds.remove(kind)
+                self._kinds.append(kind)
+                return builder.freeze(next(self._steps))
+        return None
+
+    def _build(self, kind: StepKind, budget: int) -> PlanBuilder:
+        builder = PlanBuilder(budget, self.limits.max_prefix_updates, kind)
         self._make_way(builder)
         self._plan_decodes(builder)
         for sequence in self._batch.prefilling.copy():
@@ -66,7 +81,7 @@ class Planner:
         if not builder.has_preempted:  # else running sequences need the freed pages
             self._admit(builder)
         self._share_rest(builder)
-        return None if builder.is_empty else builder.freeze(next(self._steps))
+        return builder
 
     def requeue_running(self) -> None:
         """Puts all running sequences back into the queue; tokens in flight are lost, for waiting ones too."""
@@ -84,14 +99,16 @@ class Planner:
             return
         first = self._waiting.first
         while len(batch) and must_yield(self.limits, victim := choose_victim(self.limits, batch), first):
-            missing = map(add, self._count_promised(), pages.count_missing(first.pages, len(first.token_ids)))
+            need = count_need(self.limits, first)
+            missing = map(add, self._count_promised(), pages.count_missing(first.pages, need))
             if not batch.is_full and pages.has_room(missing):
                 return
             self._preempt(builder, victim)
 
     def _plan_decodes(self, builder: PlanBuilder) -> None:
         plan = builder.decoding.append
-        for sequence in self._batch.decoding:  # a preemption removes only the current element or later ones
+        # A preemption removes only the current element or later ones.
+        for sequence in itertools.islice(self._batch.decoding, builder.kind.most_decodes):
             end = sequence.num_computed_tokens + 1
             if end >= sequence.max_num_tokens:
                 continue  # its last token is in flight
@@ -103,7 +120,7 @@ class Planner:
 
     def _plan_chunk(self, builder: PlanBuilder, sequence: Sequence) -> None:
         start = sequence.num_computed_tokens
-        length = choose_share(self.limits, builder, start, len(sequence.token_ids) - start)
+        length = choose_share(self.limits, builder, start, count_work(self.limits, sequence, start))
         if length and self._reserve(builder, sequence, start + length):
             self._add_chunk(builder, sequence, start, start + length)
 
@@ -111,11 +128,13 @@ class Planner:
         """Gives what is left of the budget to prompts that had their share or none, the oldest first."""
         for sequence in self._batch.prefilling.copy() if builder.budget > 0 else ():
             chunk, done = builder.chunks.get(sequence.row), sequence.num_computed_tokens
-            left, start = len(sequence.token_ids) - done, done if chunk is None else chunk.start
+            left, start = count_work(self.limits, sequence, done), done if chunk is None else chunk.start
             if chunk is None and not choose_share(self.limits, builder, done, left):
                 continue
-            end = done + choose_chunk(self.limits, done, left, builder.budget)
-            if end > done and (updates := self._pages.reserve(sequence.pages, start, end)) is not None:
+            end = done + choose_chunk(self.limits, done, left, builder.budget, builder.kind.lengths)
+            if end == done or end - start not in builder.kind.lengths:
+                continue
+            if (updates := self._pages.reserve(sequence.pages, start, end)) is not None:
                 builder.add_pages(sequence.row, updates)
                 self._add_chunk(builder, sequence, start, end)
 
@@ -137,8 +156,9 @@ class Planner:
                 return
             num_cached = pages.attach_prefix(sequence.pages, sequence.sharable_tokens)
             updates = pages.list_updates(sequence.pages)
-            length = choose_chunk(self.limits, num_cached, len(sequence.token_ids) - num_cached, builder.budget)
-            missing = pages.count_missing(sequence.pages, len(sequence.token_ids))
+            work, need = count_work(self.limits, sequence, num_cached), count_need(self.limits, sequence)
+            length = choose_chunk(self.limits, num_cached, work, builder.budget, builder.kind.lengths)
+            missing = pages.count_missing(sequence.pages, need)
             has_room = self._door.has_pages = pages.has_room(map(add, promised, missing))
             if length == 0 or not has_room or len(updates) > builder.prefix_updates:
                 pages.release(sequence.pages)
@@ -151,14 +171,14 @@ class Planner:
             builder.prefix_updates -= len(updates)
             builder.add_pages(sequence.row, updates)
             self._plan_chunk(builder, sequence)
-            left = pages.count_missing(sequence.pages, len(sequence.token_ids))
+            left = pages.count_missing(sequence.pages, need)
             promised = list(map(add, promised, left))
 
     def _count_promised(self) -> list[int]:
-        """Returns the pages of each group that the prompts of running sequences still lack."""
+        """Returns the pages of each group that running sequences were promised and still lack."""
         promised = [0] * len(self._pages.groups)
-        for sequence in self._batch.prefilling:
-            missing = self._pages.count_missing(sequence.pages, len(sequence.token_ids))
+        for sequence in list_promised(self.limits, self._batch):
+            missing = self._pages.count_missing(sequence.pages, count_need(self.limits, sequence))
             promised = list(map(add, promised, missing))
         return promised
 

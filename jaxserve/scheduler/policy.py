@@ -2,16 +2,51 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
 from itertools import islice
 
 from jaxserve.pages.manager import CHUNK_EDGE
 from jaxserve.request import ServiceTier
 from jaxserve.scheduler.limits import SchedulerLimits
-from jaxserve.scheduler.plan_builder import PlanBuilder
+from jaxserve.scheduler.plan_builder import ANY_STEP, PlanBuilder, StepKind
 from jaxserve.scheduler.running import Batch
 from jaxserve.scheduler.sequence import Sequence, age
 from jaxserve.scheduler.step_times import StepTimes
 from jaxserve.scheduler.waiting import WaitingQueue
+
+# Decoding rows and prompts in steps of their own. In the steps of decoding rows every row has one token.
+_SEPARATE_KINDS = StepKind(0, range(2, sys.maxsize)), StepKind(None, range(1, 2))
+
+
+def list_kinds(limits: SchedulerLimits) -> tuple[StepKind, ...]:
+    """Returns the kinds of steps, which take turns."""
+    return _SEPARATE_KINDS if limits.options.deterministic else (ANY_STEP,)
+
+
+def count_work(limits: SchedulerLimits, sequence: Sequence, start: int) -> int:
+    """Returns how many tokens from position `start` may be one chunk: all that are known.
+
+    Where bits count, a token's kind of step must depend on its position alone: tokens of the answer are computed one by
+    one, even if they are known, and so is a prompt's last token if it begins a cell of the grid of chunks.
+    """
+    end = len(sequence.token_ids)
+    if limits.options.deterministic:
+        end = min(end, sequence.num_prompt_tokens)
+        if start < end - 1 and (end - 1) % CHUNK_EDGE == 0:
+            end -= 1
+        end = max(end, start + 1)
+    return end - start
+
+
+def count_need(limits: SchedulerLimits, sequence: Sequence) -> int:
+    """Returns how many tokens must have room in the pool before a sequence is admitted."""
+    return sequence.max_num_tokens if limits.options.deterministic else len(sequence.token_ids)
+
+
+def list_promised(limits: SchedulerLimits, batch: Batch) -> Iterable[Sequence]:
+    """Returns the running sequences that may still lack pages for what `count_need` counts."""
+    return (*batch.decoding, *batch.prefilling) if limits.options.deterministic else batch.prefilling
 
 
 def choose_victim(limits: SchedulerLimits, batch: Batch) -> Sequence:
@@ -21,6 +56,8 @@ def choose_victim(limits: SchedulerLimits, batch: Batch) -> Sequence:
 
 def can_yield(limits: SchedulerLimits, running: Sequence) -> bool:
     """Returns whether there can be anyone to whom a running sequence must yield."""
+    if limits.options.deterministic:
+        return False  # its answer would be computed again, token by token
     may_differ = limits.options.priority_scheduling_preemption_threshold is not None
     return may_differ or running.request.service_tier == ServiceTier.FLEX
 
@@ -96,17 +133,17 @@ def choose_share(limits: SchedulerLimits, builder: PlanBuilder, start: int, work
     most_long, most_partial = options.max_long_partial_prefills, options.max_num_partial_prefills
     if most_long is not None and work > most and builder.count_partial(most) >= most_long:
         return 0
-    length = choose_chunk(limits, start, work, min(builder.budget, most))
+    length = choose_chunk(limits, start, work, min(builder.budget, most), builder.kind.lengths)
     if most_partial is not None and length < work and builder.count_partial() >= most_partial:
         return 0
     return length
 
 
-def choose_chunk(limits: SchedulerLimits, start: int, work: int, budget: int) -> int:
-    """Returns how many of the `work` tokens from position `start` to compute now; 0: the budget reaches no edge.
+def choose_chunk(limits: SchedulerLimits, start: int, work: int, budget: int, lengths: range = ANY_STEP.lengths) -> int:
+    """Returns how many of the `work` tokens from position `start` to compute now.
 
-    An unfinished chunk ends on a multiple of CHUNK_EDGE: kernels then write whole tiles, and cached prefixes align.
+    0: the budget reaches no edge, or the step takes no such length. An unfinished chunk ends on a multiple of
+    CHUNK_EDGE: kernels then write whole tiles, and cached prefixes align.
     """
-    if work <= budget:
-        return work
-    return max(0, (start + budget) // CHUNK_EDGE * CHUNK_EDGE - start)
+    length = work if work <= budget else (start + budget) // CHUNK_EDGE * CHUNK_EDGE - start
+    return length if length in lengths else 0

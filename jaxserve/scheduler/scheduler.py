@@ -47,7 +47,7 @@ class Scheduler:
         self.planner = Planner(
             limits, pages, self.waiting, self.batch, self.door, self.turns, self.times, self.counts, clock
         )
-        self._unfinished = UnfinishedRequests(limits.max_model_len, pages, self.waiting, self.batch)
+        self._unfinished = UnfinishedRequests(limits, pages, self.waiting, self.batch)
         self._committer = Committer(pages, self.waiting, self.batch, self._unfinished)
 
     @property

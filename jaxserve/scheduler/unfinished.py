@@ -7,6 +7,7 @@ import itertools
 from jaxserve.errors import CapacityError, InvalidRequestError, JaxServeError
 from jaxserve.pages.manager import PageManager
 from jaxserve.request import FinishReason, Request
+from jaxserve.scheduler.limits import SchedulerLimits
 from jaxserve.scheduler.running import Batch
 from jaxserve.scheduler.sequence import Sequence, SequenceStatus, make_order
 from jaxserve.scheduler.waiting import WaitingQueue
@@ -17,8 +18,8 @@ _shared_alone = itertools.count()  # unique salts; request ids can be reused
 class UnfinishedRequests:
     """Begins and ends sequences, whether they wait or run."""
 
-    def __init__(self, max_model_len: int, pages: PageManager, waiting: WaitingQueue, batch: Batch) -> None:
-        self._max_model_len, self._pages = max_model_len, pages
+    def __init__(self, limits: SchedulerLimits, pages: PageManager, waiting: WaitingQueue, batch: Batch) -> None:
+        self._limits, self._pages = limits, pages
         self._waiting, self._batch = waiting, batch
         self._by_id: dict[str, list[Sequence]] = {}
         self._arrivals = itertools.count()
@@ -66,7 +67,7 @@ class UnfinishedRequests:
 
         They share the prompt's pages by content; without a prefix cache, under a salt unique to the request.
         """
-        num_prompt, max_model_len = len(request.prompt_token_ids), self._max_model_len
+        num_prompt, max_model_len = len(request.prompt_token_ids), self._limits.max_model_len
         if num_prompt == 0:
             raise InvalidRequestError("is empty; give at least one token", field="prompt", value=request.prompt)
         if num_prompt >= max_model_len:
@@ -84,8 +85,11 @@ class UnfinishedRequests:
         shares_alone = count > 1 and not pages.enable_prefix_caching
         salt = f"n of request {next(_shared_alone)}" if shares_alone else request.cache_salt
         cache = True if shares_alone else None
+        # Decoding writes other bits than the chunks of a prompt.
+        num_sharable = num_prompt if self._limits.options.deterministic else most
         sequences = [
-            Sequence(request, pages.new_sequence(salt, cache=cache), most, index=index) for index in range(count)
+            Sequence(request, pages.new_sequence(salt, cache=cache, num_sharable=num_sharable), most, index=index)
+            for index in range(count)
         ]
         sequences[0].siblings = sequences[1:]
         return sequences
