@@ -20,7 +20,8 @@ def make_engine(
     queue: tuple[int | None, int | None] = (None, None),
     **changes: object,
 ) -> tuple[Engine, FakeDevice]:
-    options: dict = {"num_pages": 40, "rows": 4, "budget": 64, "caching": True, "overlap": True} | changes
+    options: dict = {"num_pages": 40, "rows": 4, "budget": 64, "caching": True, "overlap": True, "deterministic": False}
+    options |= changes
     groups = [PageGroup(options["num_pages"])]
     pages = PageManager(groups, page_size=32, max_chunk=options["budget"], enable_prefix_caching=options["caching"])
     limits = SchedulerLimits(
@@ -28,7 +29,9 @@ def make_engine(
         max_num_batched_tokens=options["budget"],
         max_model_len=512,
         max_prefix_updates=16,
-        options=SchedulerOptions(max_num_queued_reqs=queue[0], max_num_queued_tokens=queue[1]),
+        options=SchedulerOptions(
+            max_num_queued_reqs=queue[0], max_num_queued_tokens=queue[1], deterministic=options["deterministic"]
+        ),
     )
     device = FakeDevice(groups, page_size=32)
     return Engine(Scheduler(limits, pages, clock), device, overlap=options["overlap"]), device

@@ -53,6 +53,7 @@ class EngineMachine(RuleBasedStateMachine):
                 "long_prefill_token_threshold": st.sampled_from([0, 1, 40]),
                 "max_num_partial_prefills": st.integers(1, 2),
                 "max_long_partial_prefills": st.integers(1, 2),
+                "deterministic": st.just(True),
             },
         ),
     )
@@ -283,6 +284,9 @@ class EngineMachine(RuleBasedStateMachine):
         limits = self.engine.scheduler.limits
         assert max(plan.num_tokens for plan in self.device.plans) <= limits.max_num_batched_tokens
         assert max(plan.num_rows for plan in self.device.plans) <= limits.max_num_seqs
+        if limits.options.deterministic:
+            assert not any(plan.decode_rows and plan.num_tokens > plan.num_rows for plan in self.device.plans)
+            assert self.struck or not self.engine.scheduler.counts.num_preemptions
 
     def check_output(self, request: Request, output: RequestOutput) -> None:
         assert [completion.index for completion in output.outputs] == list(range(request.params.n))
