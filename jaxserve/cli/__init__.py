@@ -1,4 +1,4 @@
-"""The command line: `jaxserve serve | generate | chat | run-batch | plan | doctor`. Flags are the configs' fields."""
+"""The command line: `jaxserve COMMAND`. Flags are the configs' fields."""
 
 from __future__ import annotations
 
@@ -60,6 +60,11 @@ def _make_parser() -> argparse.ArgumentParser:
     add_command_options(plan, (EngineConfig,))
     text = "print versions, devices, kernels, programs and the compile cache, and what is broken"
     add_command_options(_add_command(group, "doctor", commands.doctor, text), (EngineConfig,))
+    text = "compare answers among random other requests with the same answers alone, bit for bit, on this device"
+    verify = _add_command(group, "verify-determinism", commands.verify_determinism, text)
+    help_text = "how many sets of other requests to try (default: 50)"
+    verify.add_argument("--neighbourhoods", type=int, default=50, metavar="INT", help=help_text)
+    add_command_options(verify, (EngineConfig,))
     return parser
 
 

@@ -117,6 +117,13 @@ def doctor(args: argparse.Namespace) -> int:
     return 0 if is_well else 1
 
 
+def verify_determinism(args: argparse.Namespace) -> int:
+    """`jaxserve verify-determinism`; returns 1 when an answer differed."""
+    from jaxserve.cli.determinism import verify
+
+    return 0 if verify(_read_engine_options(args), args.neighbourhoods) else 1
+
+
 def _read_engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the engine's options from flags, config file and first argument."""
     if args.served is not None:  # the model, given without its flag

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxserve.engine.engine import Engine
@@ -73,13 +73,16 @@ def arrive(engine: Engine, requests: list[tuple[int, Request]], strikes: set[int
         max_size=6,
     ),
     st.integers(10, 40),
+    st.sampled_from([64, 200]),
     st.sets(st.integers(1, 40), max_size=2),
     st.booleans(),
 )
+@example([(0, 65, 5, 1, 0), (0, 97, 5, 1, 0)], 20, 200, set(), True)
+@example([(64, 1, 5, 3, 0), (64, 33, 5, 1, 3)], 20, 64, set(), False)
 def test_a_tokens_kind_of_step_depends_on_its_position_alone(
-    asked: list[_Asked], num_pages: int, strikes: set[int], overlap: bool
+    asked: list[_Asked], num_pages: int, budget: int, strikes: set[int], overlap: bool
 ) -> None:
-    engine, device = make_engine(num_pages=num_pages, overlap=overlap, deterministic=True, clock=lambda: 0.0)
+    engine, device = make_engine(num_pages=num_pages, budget=budget, overlap=overlap, deterministic=True)
     device.wants_edges = not strikes
     requests = []
     for index, (shared, own, answer, n, step) in enumerate(asked):
