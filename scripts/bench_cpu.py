@@ -31,7 +31,7 @@ def make_jobs(count: int, seed: int = 0) -> list[tuple[int, int]]:
     return [(rng.randint(16, 256), rng.randint(8, 256)) for _ in range(count)]
 
 
-def measure(dtype: str, jobs: list[tuple[int, int]], repeats: int) -> dict[str, Any]:
+def measure(dtype: str, jobs: list[tuple[int, int]], repeats: int, **options: Any) -> dict[str, Any]:
     """Returns tokens/s of the best of `repeats` runs, and counts of its steps."""
     rng = random.Random(1)
     llm = LLM(
@@ -42,6 +42,7 @@ def measure(dtype: str, jobs: list[tuple[int, int]], repeats: int) -> dict[str, 
         max_model_len=512,
         enable_prefix_caching=False,
         compile="all",
+        **options,
     )
     prompts = [{"prompt_token_ids": [rng.randrange(3, 8192) for _ in range(length)]} for length, _ in jobs]
     params = [SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for _, length in jobs]
@@ -73,11 +74,15 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3, help="the best run counts (default: 3)")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--deterministic", action="store_true", help="measure the deterministic engine, too")
     parser.add_argument("--peer", type=Path, metavar="PYTHON", help="interpreter with torch and transformers")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     jobs = make_jobs(args.requests)
     results = [{"name": f"jaxserve {dtype}", **measure(dtype, jobs, args.repeats)} for dtype in args.dtypes]
+    for dtype in args.dtypes if args.deterministic else ():
+        found = measure(dtype, jobs, args.repeats, deterministic=True)
+        results.append({"name": f"jaxserve {dtype}, deterministic", **found})
     if args.peer:
         results.append({"name": "transformers static float32", **run_peer(args.peer, jobs)})
     table = Table(title=f"{PRESET}, {args.requests} requests, {sum(n for _, n in jobs):,} output tokens, {ROWS} rows")

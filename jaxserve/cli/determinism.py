@@ -37,11 +37,13 @@ def verify(options: Mapping[str, Any], count: int) -> bool:
             report(done, count, f"{different} different" if different else "all equal")
     is_on = ready.shapes.config.scheduler.deterministic
     device = ready.mesh.devices.flat[0]
-    title = (
-        f"{ready.shapes.config.model.model}, {ready.mesh.size} x {device.device_kind}, attention {ready.shapes.impl}"
-    )
+    where = f"{ready.mesh.size} x {device.device_kind}, attention {ready.shapes.impl}"
     console = Console()
-    console.print(_make_table(comparisons, f"{title}, deterministic {'on' if is_on else 'off'}"))
+    console.print(
+        _make_table(
+            comparisons, f"{ready.shapes.config.model.model} on {where}, deterministic {'on' if is_on else 'off'}"
+        )
+    )
     different = sum(len(comparison.differences) for comparison in comparisons)
     if not different:
         console.print(f"All {count} answers have the same tokens and log-probabilities as alone, bit for bit.")
@@ -56,7 +58,7 @@ def verify(options: Mapping[str, Any], count: int) -> bool:
 def _make_table(comparisons: list[Comparison], title: str) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column("request", no_wrap=True)
-    for column in ("neighbourhoods", "neighbours", "prefix hits", "different"):
+    for column in ("runs", "neighbours", "prefix hits", "different"):
         table.add_column(column, justify="right")
     for each in comparisons:
         different = len(each.differences)
