@@ -51,7 +51,7 @@ def verify(options: Mapping[str, Any], count: int) -> bool:
     first = next(comparison for comparison in comparisons if comparison.differences)
     console.print(f"{different} of {count} answers differ; the first, {first.probe.name}: {first.differences[0]}.")
     if not is_on:
-        console.print("Without --no-deterministic they would be equal.")
+        console.print("That is with --no-deterministic; leave it out to see the deterministic engine.")
     return False
 
 

@@ -1,0 +1,100 @@
+"""Answers of a deterministic engine are the same bits alone and among others; and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxserve import LLM
+from jaxserve.cli import main
+from jaxserve.engine.determinism import Comparison, compare_neighbourhoods, find_difference
+from jaxserve.errors import CapacityError, ConfigError
+from jaxserve.request import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
+from jaxserve.runtime.rows import SampleVariant
+from tests.e2e.helpers import PROGRAMS, make_llm
+
+
+def compare(llm: LLM, count: int) -> list[Comparison]:
+    *_, last = compare_neighbourhoods(llm.ready, count)
+    return last
+
+
+def list_differences(comparisons: list[Comparison]) -> list[str]:
+    return [difference for comparison in comparisons for difference in comparison.differences]
+
+
+def make_demo(**options: object) -> LLM:
+    chosen = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "compilation_cache_dir": str(PROGRAMS)} | options
+    return LLM(**chosen, show_progress=False)  # type: ignore[arg-type]
+
+
+BFLOAT16 = pytest.param("llama_bf16", "bfloat16", marks=[pytest.mark.slow, pytest.mark.thorough])
+
+
+@pytest.mark.parametrize(("case", "dtype"), [("mistral_window", "float32"), BFLOAT16])
+def test_a_dozen_neighbourhoods(case: str, dtype: str) -> None:
+    llm = make_llm(case, dtype=dtype, max_num_seqs=5, deterministic=True)
+    comparisons = compare(llm, 12)
+    assert list_differences(comparisons) == []
+    assert sum(each.num_runs for each in comparisons) == 12 and sum(each.num_hits for each in comparisons)
+    assert llm.ready.engine.scheduler.counts.num_preemptions == 0
+    sizes = {(bucket.tokens, bucket.rows) for bucket in llm.ready.runner.counts.steps}
+    assert sizes == {(5, 5), (64, 5)}, "two forward programs"
+    programs = llm.ready.runner.programs
+    assert set(programs.sample) == {(5, SampleVariant.GREEDY), (5, SampleVariant.MASKED)}
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_two_hundred_neighbourhoods_of_the_demo_model() -> None:
+    comparisons = compare(make_demo(deterministic=True), 200)
+    assert list_differences(comparisons) == []
+
+
+@pytest.mark.slow
+def test_the_command_sees_that_an_ordinary_engine_differs(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--compilation-cache-dir", str(PROGRAMS))
+    command = ["verify-determinism", "demo", "--neighbourhoods", "7", *options]
+    assert main(command) == 0
+    shown = capsys.readouterr().out
+    assert "deterministic on" in shown and "All 7 answers" in shown
+    assert main([*command, "--no-deterministic"]) == 1
+    shown = capsys.readouterr().out
+    assert "deterministic off" in shown and "of 7 answers differ" in shown
+
+
+def test_the_command_wants_neighbourhoods(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify-determinism", "--neighbourhoods", "0"]) == 2
+    assert "neighbourhoods: must be at least 1, got 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("impl", ["gpu_interpret", "ampere_interpret"])
+def test_kernels_that_split_by_load_are_refused(impl: str) -> None:
+    with pytest.raises(ConfigError, match=rf"attention_impl: impl '{impl}' splits keys by the load") as caught:
+        make_llm("llama_gqa", deterministic=True, attention_impl=impl)
+    assert caught.value.field == "attention_impl"
+
+
+def test_a_pool_below_one_whole_need_is_refused() -> None:
+    with pytest.raises(CapacityError, match=r"max_model_len=160 are 5, and the pool has 4") as caught:
+        make_llm("llama_gqa", enable_deterministic_inference=True, num_kv_pages_override=5)
+    assert caught.value.field == "deterministic"
+
+
+def make_output(token_ids: list[int], logprobs: list[float] | None = None) -> RequestOutput:
+    lines: list[TokenLogprobs] | None = None
+    if logprobs is not None:
+        lines = [{token: Logprob(value)} for token, value in zip(token_ids, logprobs, strict=True)]
+    return RequestOutput("r", None, [1], [CompletionOutput(0, "", token_ids, logprobs=lines)], finished=True)
+
+
+def test_the_first_difference_is_named() -> None:
+    alone = make_output([3, 4], [-0.5, -0.25])
+    assert find_difference(alone, make_output([3, 4], [-0.5, -0.25])) is None
+    assert find_difference(alone, make_output([3, 5], [-0.5, -0.25])) == "completion 0, token 1 is another one"
+    assert find_difference(alone, make_output([3], [-0.5])) == "completion 0, token 1 is another one"
+    least = -0.25 + 2**-54
+    assert find_difference(alone, make_output([3, 4], [-0.5, least])) == (
+        "completion 0, token 1 has another log-probability"
+    )
+    alone.embedding = [1.0]
+    assert find_difference(alone, make_output([3, 4], [-0.5, -0.25])) == "the embedding differs"
