@@ -201,7 +201,7 @@ class ModelRunner:
         targets = None if bucket.is_decode else np.zeros(bucket.tokens, np.int32)
         prompt_logprobs, embeddings = self._find_prompt_logprobs(bucket, hidden, targets), self._pool(bucket, hidden)
         for variant in SampleVariant:
-            if (bucket.rows, variant) in self.programs.loop:
+            if bucket.is_decode and (bucket.rows, variant) in self.programs.loop:
                 self._run_loop(bucket, variant, layout.new())
             step = StartedStep(self, bucket, 0, variant, True, selected, prompt_logprobs, embeddings)
             mask = np.zeros((0, self._mask_words), np.uint32) if variant is SampleVariant.MASKED else None
