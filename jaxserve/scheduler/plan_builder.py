@@ -28,6 +28,7 @@ class PlanBuilder:
 
     budget: int  # tokens left
     prefix_updates: int  # page-table entries left for cached prefixes
+    width: int = 1  # tokens planned for each decoding row
     kind: StepKind = ANY_STEP
     decoding: list[Sequence] = field(default_factory=list)
     chunks: dict[int, ChunkWork] = field(default_factory=dict)  # by row
@@ -64,7 +65,7 @@ class PlanBuilder:
             self.budget += len(chunk.token_ids)
         elif sequence in self.decoding:
             self.decoding.remove(sequence)
-            sequence.num_computed_tokens -= 1
+            sequence.num_computed_tokens -= self.width
             self.budget += 1
 
     def freeze(self, step_id: int) -> StepPlan:
@@ -76,4 +77,5 @@ class PlanBuilder:
             chunks=tuple(self.chunks.values()),
             new_rows=tuple(self.new_rows),
             page_updates=tuple(self.page_updates),
+            width=self.width,
         )

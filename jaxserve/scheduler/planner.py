@@ -24,6 +24,7 @@ from jaxserve.scheduler.policy import (
     choose_chunk,
     choose_share,
     choose_victim,
+    choose_width,
     count_need,
     count_work,
     list_kinds,
@@ -63,16 +64,17 @@ class Planner:
     def plan(self) -> StepPlan | None:
         """Returns the next step; None when nothing can be computed, or not before the next commit."""
         budget = choose_budget(self.limits, self._batch, self._waiting, self._times)
+        width = choose_width(self.limits, self._batch, self._waiting)
         for kind in tuple(self._kinds):
-            builder = self._build(kind, budget)
+            builder = self._build(kind, budget, width)
             if not builder.is_empty:
                 self._kinds.remove(kind)
                 self._kinds.append(kind)
                 return builder.freeze(next(self._steps))
         return None
 
-    def _build(self, kind: StepKind, budget: int) -> PlanBuilder:
-        builder = PlanBuilder(budget, self.limits.max_prefix_updates, kind)
+    def _build(self, kind: StepKind, budget: int, width: int) -> PlanBuilder:
+        builder = PlanBuilder(budget, self.limits.max_prefix_updates, width, kind)
         self._make_way(builder)
         self._plan_decodes(builder)
         for sequence in self._batch.prefilling.copy():
@@ -109,12 +111,13 @@ class Planner:
         plan = builder.decoding.append
         # A preemption removes only the current element or later ones.
         for sequence in itertools.islice(self._batch.decoding, builder.kind.most_decodes):
-            end = sequence.num_computed_tokens + 1
-            if end >= sequence.max_num_tokens:
-                continue  # its last token is in flight
+            most = sequence.max_num_tokens - 1  # the last token need not be computed
+            if sequence.num_computed_tokens >= most:
+                continue  # its last token may be in flight
+            end = min(sequence.num_computed_tokens + builder.width, most)
             if end > sequence.pages.num_reserved_tokens and not self._reserve(builder, sequence, end):
                 continue
-            sequence.num_computed_tokens = end
+            sequence.num_computed_tokens += builder.width
             plan(sequence)
         builder.budget -= len(builder.decoding)
 
@@ -185,7 +188,7 @@ class Planner:
     def _reserve(self, builder: PlanBuilder, sequence: Sequence, num_tokens: int) -> bool:
         """Reserves pages, preempting younger sequences as needed; returns False if `sequence` itself was preempted."""
         while True:
-            updates = self._pages.reserve(sequence.pages, sequence.num_computed_tokens, num_tokens)
+            updates = self._pages.reserve(sequence.pages, sequence.num_settled_tokens, num_tokens)
             if updates is not None:
                 builder.add_pages(sequence.row, updates)
                 return True
@@ -199,9 +202,9 @@ class Planner:
         self._door.has_pages = False
         sampling_chunk = sequence.row in builder.chunks and builder.chunks[sequence.row].samples
         builder.remove(sequence)
-        in_flight = sequence.num_computed_tokens + 1 - len(sequence.token_ids)
+        is_in_flight = sequence.num_computed_tokens >= len(sequence.token_ids)  # in the one step that can be
         was_decoding = self._batch.leave(sequence) and not sampling_chunk
-        sequence.num_awaited_steps = in_flight if was_decoding else 0
+        sequence.num_awaited_steps = int(was_decoding and is_in_flight)
         self._requeue(sequence)
 
     def _requeue(self, sequence: Sequence) -> None:

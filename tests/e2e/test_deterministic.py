@@ -74,6 +74,11 @@ def test_kernels_that_split_by_load_are_refused(impl: str) -> None:
     assert caught.value.field == "attention_impl"
 
 
+def test_loops_of_decode_steps_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"max_decode_steps: must be 1 with deterministic"):
+        make_llm("llama_gqa", deterministic=True, max_decode_steps=4)
+
+
 def test_a_pool_below_one_whole_need_is_refused() -> None:
     with pytest.raises(CapacityError, match=r"max_model_len=160 are 5, and the pool has 4") as caught:
         make_llm("llama_gqa", enable_deterministic_inference=True, num_kv_pages_override=5)
