@@ -186,9 +186,7 @@ def _list_forward_programs(seen: dict[str, Any]) -> Seen:
 
 
 def _list_sample_programs(seen: dict[str, Any]) -> Seen:
-    from jaxserve.runtime.rows import SampleVariant
-
-    names = ", ".join(variant.name.lower() for variant in SampleVariant)
+    names = ", ".join(variant.name.lower() for variant in seen["Attention"].sample_programs)
     return Seen(f"{names} and log-probabilities for {', '.join(map(str, seen['Attention'].buckets.row_counts))} rows")
 
 

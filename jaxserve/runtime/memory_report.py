@@ -20,7 +20,6 @@ from jaxserve.runtime.memory import (
     cache_budget,
     device_memory_bytes,
 )
-from jaxserve.runtime.rows import SampleVariant
 from jaxserve.runtime.startup import Shapes, estimate_use, make_shapes, measure_use, plan_pools, require_room
 from jaxserve.sharding import make_mesh
 from pallas_kernels.layout import page_bytes
@@ -125,7 +124,7 @@ def _print_uses(name: str, shapes: Shapes, memory: int, use: DeviceUse, plan: Ca
 def _list_uses(shapes: Shapes, use: DeviceUse) -> list[tuple[str, int, str]]:
     """Returns (part, bytes, details) of everything but the KV pages."""
     model, largest = shapes.model, shapes.buckets.largest
-    num_samples = len(SampleVariant) * len(shapes.buckets.row_counts)
+    num_samples = len(shapes.sample_programs) * len(shapes.buckets.row_counts)
     return [
         ("parameters", use.params, f"{model.family}, {model.num_layers} layers, {model.dtype}"),
         ("temporaries", use.temporaries, f"of the largest program, {largest}"),

@@ -52,7 +52,7 @@ from jaxserve.runtime.step import StepModel
 from jaxserve.sampling import sampler_state_specs
 from jaxserve.scheduler import SchedulerLimits
 from jaxserve.sharding import DEFAULT_RULES, KV_POOL_AXES
-from pallas_kernels.backends import choose_impl, choose_layout, find_backend, resolve_impl
+from pallas_kernels.backends import choose_layout, find_backend, resolve_impl
 from pallas_kernels.spec import AttnShape, KVSpec
 
 _KV_DTYPES = {"fp8": "float8_e4m3fn"}  # by users' names
@@ -91,6 +91,11 @@ class Shapes:
     def variants(self) -> dict[SampleVariant, SampleVariant]:
         """For each sample variant that a step can need, the one that it runs."""
         return list_variants(deterministic=self.config.scheduler.deterministic)
+
+    @property
+    def sample_programs(self) -> list[SampleVariant]:
+        """The sample variants that steps run."""
+        return sorted(set(self.variants.values()))
 
     @property
     def limits(self) -> SchedulerLimits:
@@ -149,8 +154,6 @@ def _choose_attention(
     assert config.cache.page_size is not None  # resolved
     dtype = _KV_DTYPES.get(config.cache.kv_cache_dtype, config.cache.kv_cache_dtype)
     dtype = model.dtype if dtype == "auto" else dtype
-    if config.scheduler.deterministic:
-        wanted = _choose_fixed(wanted, platform, device_kind)
     spec = KVSpec(attention.num_kv_heads, attention.head_dim, config.cache.page_size, dtype)
     shape = _attention_shape(model, spec, model.kv_groups[0], config.parallel.tensor_parallel_size)
     try:
@@ -159,21 +162,20 @@ def _choose_attention(
         )
     except ValueError as error:
         raise ConfigError(str(error), field="attention_impl", value=wanted) from error
+    if config.scheduler.deterministic and find_backend(impl).splits_by_load:
+        impl, reason = _replace_splitting(impl, by_name=wanted != "auto")
     return replace(spec, layout=choose_layout(impl, attention.head_dim)), impl, reason
 
 
-def _choose_fixed(wanted: str, platform: str, device_kind: str) -> str:
-    """Returns the implementation to ask for where bits count; ConfigError if the wanted one splits keys by load."""
-    name = choose_impl(platform, device_kind)[0] if wanted == "auto" else wanted
-    if not find_backend(name).splits_by_load:
-        return wanted
-    if wanted == "auto":
-        return "xla"
-    message = (
-        f"impl {name!r} splits keys by the load of the step, so a row's bits depend on the rows beside it; with "
-        "deterministic use 'xla' or 'auto', which then takes it"
-    )
-    raise ConfigError(message, field="attention_impl", value=name)
+def _replace_splitting(impl: str, *, by_name: bool) -> tuple[str, str]:
+    """Returns the implementation in place of one that splits keys by load, and the reason; ConfigError if `by_name`."""
+    if by_name:
+        message = (
+            f"impl {impl!r} splits keys by the load of the step, so a row's bits depend on the rows beside it; with "
+            "deterministic use 'xla' or 'auto', which then takes it"
+        )
+        raise ConfigError(message, field="attention_impl", value=impl)
+    return "xla", f"portable attention: the {impl} kernels split keys by load, which deterministic excludes"
 
 
 def abstract_params(shapes: Shapes, mesh: Mesh) -> Any:
@@ -243,7 +245,7 @@ def measure_use(shapes: Shapes, mesh: Mesh) -> DeviceUse:
     model, inputs = describe_programs(shapes, probe, mesh)
     rows = max(shapes.buckets.row_counts)
     forward = compile_forward(model, inputs, shapes.buckets.largest)
-    samples = [compile_sample(model, inputs, rows, variant) for variant in SampleVariant]
+    samples = [compile_sample(model, inputs, rows, variant) for variant in shapes.sample_programs]
     used = [program.memory_analysis() for program in (forward, *samples)]
     num_rows = len(shapes.buckets.row_counts)
     code = used[0].generated_code_size_in_bytes * len(shapes.buckets.buckets)
@@ -261,7 +263,7 @@ def estimate_use(shapes: Shapes) -> DeviceUse:
         + 2 * model.mlp.intermediate_size
     )
     temporaries = 2 * bucket.tokens * width * size + 2 * bucket.rows * model.vocab_size * 4
-    num_programs = len(shapes.buckets.buckets) + len(SampleVariant) * len(shapes.buckets.row_counts)
+    num_programs = len(shapes.buckets.buckets) + len(shapes.sample_programs) * len(shapes.buckets.row_counts)
     return _sum_use(shapes, temporaries, num_programs * _CODE_PER_PROGRAM)
 
 
@@ -328,7 +330,7 @@ def start_runner(
     buckets = shapes.buckets.take_largest() if only_largest else shapes.buckets
     is_closed = shapes.config.compile.compile != "used"
     if is_closed:
-        wanted = itertools.chain(list_programs(buckets, set(shapes.variants.values())), _list_loops(shapes))
+        wanted = itertools.chain(list_programs(buckets, shapes.sample_programs), _list_loops(shapes))
         known = Programs()
     else:
         known = Programs(compile_missing=compile_late(compiler, announce))
@@ -358,7 +360,7 @@ def compile_rest(
     """Compiles what `start_runner` left; returns functions to call between steps, see `ModelRunner.list_additions`."""
     programs = compile_programs(
         _make_compiler(shapes, plan, mesh),
-        list_programs(shapes.buckets, set(shapes.variants.values())),
+        list_programs(shapes.buckets, shapes.sample_programs),
         threads=shapes.config.compile.compile_threads,
         progress=progress,
         known=runner.programs,

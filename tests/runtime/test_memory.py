@@ -7,7 +7,7 @@ import re
 import pytest
 
 from jaxserve.config import EngineConfig
-from jaxserve.errors import CapacityError
+from jaxserve.errors import CapacityError, ConfigError
 from jaxserve.models.base import DecoderConfig
 from jaxserve.models.registry import param_specs, parse_config
 from jaxserve.presets import load_preset
@@ -61,6 +61,19 @@ def test_shortage_says_which_length_fits() -> None:
 def test_override_fixes_the_pages() -> None:
     assert plan(load_model("llama-3.1-8b", 8192), 0, override=17).num_pages == (17,)
     assert plan(load_model("llama-3.1-8b", 8192), 900 * GIB, max_sequences=3).num_pages == (380 + 1,)
+
+
+def test_deterministic_takes_attention_that_does_not_split_by_load() -> None:
+    model = load_model("llama-3.1-8b", 131072)
+    config = EngineConfig.from_options(model="llama-3.1-8b", deterministic=True)
+    for device_kind in ("NVIDIA H200", "NVIDIA A100"):
+        shapes = make_shapes(config, model, "gpu", device_kind)
+        assert shapes.impl == "xla" and "deterministic excludes" in shapes.impl_reason
+        assert [(bucket.tokens, bucket.rows) for bucket in shapes.buckets.buckets] == [(256, 256), (2048, 256)]
+    assert make_shapes(config, model, "tpu", "TPU v5e").impl == "tpu"
+    config = EngineConfig.from_options(model="llama-3.1-8b", deterministic=True, attention_impl="gpu")
+    with pytest.raises(ConfigError, match=r"attention_impl: impl 'gpu' splits keys by the load"):
+        make_shapes(config, model, "gpu", "NVIDIA H200")
 
 
 def test_plan_of_a_device_that_is_not_here() -> None:
