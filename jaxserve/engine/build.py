@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from jaxserve.models.base import DecoderConfig
     from jaxserve.request import RequestOutput
     from jaxserve.runtime.memory import CachePlan
+    from jaxserve.runtime.protocol import Runner
     from jaxserve.runtime.runner import ModelRunner
     from jaxserve.runtime.startup import Shapes
     from jaxserve.tokenizers import Tokenizer
@@ -62,6 +63,16 @@ class ModelFiles:
         if self.hub_id is not None:
             download_weights(self.hub_id, self.path)
         return self.path
+
+
+@dataclass(frozen=True)
+class BuiltRunner:
+    """A runner, and the choices made for it."""
+
+    shapes: Shapes
+    mesh: Mesh
+    plan: CachePlan
+    runner: ModelRunner
 
 
 @dataclass(frozen=True)
@@ -106,7 +117,7 @@ class ReadyEngine:
         updates = check_update(param_specs(self.shapes.model), tree)
         outputs = self.engine.drain()
         outputs += self.engine.abort_all() if running == "abort" else []
-        self.runner.write_params(updates)
+        self.engine.runner.write_params(updates)
         self.engine.scheduler.requeue_running()
         return outputs
 
@@ -192,6 +203,9 @@ def build_engine(
     Raises:
         ConfigError, DeviceError, WeightsError, TokenizerError, CapacityError: name what to change.
     """
+    record_steps = config.observability.record_steps
+    if record_steps is not None:
+        refuse_recording(Path(record_steps), has_processor=processor is not None, only_largest=only_largest)
     config = make_cache_dir(config)
     files = locate_model(config.model)
     tokenizer = load_model_tokenizer(config.model, files)
@@ -202,25 +216,12 @@ def build_engine(
         has_tokenizer=tokenizer is not None,
         is_limit=config.model.names_generation_config,
     )
-    from jaxserve.runtime.memory import device_memory_bytes
-    from jaxserve.runtime.program_cache import enable_persistent_cache
-    from jaxserve.runtime.self_test import confirm_attention
-    from jaxserve.runtime.startup import make_shapes, page_groups, require_room, start_runner
-    from jaxserve.sharding import make_mesh
+    built = build_runner(
+        config, files, progress=progress, processor=processor, only_largest=only_largest, announce=announce
+    )
+    shapes, plan = built.shapes, built.plan
+    from jaxserve.runtime.startup import page_groups
 
-    mesh = make_mesh(config.parallel.tensor_parallel_size)
-    device = mesh.devices.flat[0]
-    shapes = make_shapes(config, resolve_model(config, files), device.platform, device.device_kind)
-    shapes = dataclasses.replace(shapes, processor=processor)
-    require_room(shapes, device_memory_bytes(device))
-    enable_persistent_cache(config.compile.cache_dir)
-    shapes = confirm_attention(shapes, mesh.local_devices[0])
-    level = logging.WARNING if shapes.fell_back else logging.INFO
-    _log.log(level, "attention: %s, %s", shapes.impl, shapes.impl_reason)
-    params = load_params(config, files, shapes, mesh, progress=progress)
-    with progress("Compiling programs") as report:
-        note = lambda name, done, total: report(done, total, name)  # noqa: E731
-        runner, plan = start_runner(shapes, mesh, params, note, only_largest=only_largest, announce=announce)
     options = shapes.config
     assert options.cache.page_size is not None and options.scheduler.max_num_batched_tokens is not None
     pages = PageManager(
@@ -232,7 +233,7 @@ def build_engine(
     scheduler = Scheduler(shapes.limits, pages)
     engine = Engine(
         scheduler,
-        runner,
+        built.runner if record_steps is None else record_runner(built, Path(record_steps)),
         vocab_size=shapes.model.vocab_size,
         tokenizer=tokenizer,
         overlap=options.scheduler.async_scheduling,
@@ -247,7 +248,71 @@ def build_engine(
         max_logprobs=options.compile.max_logprobs,
         processor=processor,
     )
-    return ReadyEngine(engine, factory, tokenizer, defaults, shapes, plan, runner, mesh)
+    return ReadyEngine(engine, factory, tokenizer, defaults, shapes, plan, built.runner, built.mesh)
+
+
+def build_runner(
+    config: EngineConfig,
+    files: ModelFiles,
+    *,
+    progress: ShowProgress = hide_progress,
+    processor: LogitsProcessor | None = None,
+    only_largest: bool = False,
+    announce: Callable[[str], None] = lambda text: None,
+    num_pages: Sequence[int] | None = None,
+) -> BuiltRunner:
+    """Loads the weights, plans memory and compiles programs; see `build_engine`.
+
+    Args:
+        num_pages: the pages of each KV group, in place of a memory plan.
+    """
+    from jaxserve.runtime.memory import device_memory_bytes
+    from jaxserve.runtime.program_cache import enable_persistent_cache
+    from jaxserve.runtime.self_test import confirm_attention
+    from jaxserve.runtime.startup import make_shapes, require_room, start_runner
+    from jaxserve.sharding import make_mesh
+
+    mesh = make_mesh(config.parallel.tensor_parallel_size)
+    device = mesh.devices.flat[0]
+    shapes = make_shapes(config, resolve_model(config, files), device.platform, device.device_kind)
+    shapes = dataclasses.replace(shapes, processor=processor)
+    require_room(shapes, device_memory_bytes(device))
+    enable_persistent_cache(config.compile.cache_dir)
+    shapes = confirm_attention(shapes, mesh.local_devices[0])
+    level = logging.WARNING if shapes.fell_back else logging.INFO
+    _log.log(level, "attention: %s, %s", shapes.impl, shapes.impl_reason)
+    params = load_params(config, files, shapes, mesh, progress=progress)
+    with progress("Compiling programs") as report:
+        note = lambda name, done, total: report(done, total, name)  # noqa: E731
+        runner, plan = start_runner(
+            shapes, mesh, params, note, only_largest=only_largest, announce=announce, num_pages=num_pages
+        )
+    return BuiltRunner(shapes, mesh, plan, runner)
+
+
+def refuse_recording(path: Path, *, has_processor: bool, only_largest: bool) -> None:
+    """Raises ConfigError where steps could not be recorded, or not be replayed."""
+    from jaxserve.runtime.recording import refuse_target
+
+    reason = None
+    if has_processor:
+        reason = "a logits_processor is a function, which a recording cannot hold; leave one of the two out"
+    elif only_largest:
+        reason = "with serve_while_warming, the first steps run in larger programs than a replay's; leave one out"
+    if reason is not None:
+        raise ConfigError(reason, field="record_steps", value=str(path))
+    refuse_target(path)
+
+
+def record_runner(built: BuiltRunner, path: Path) -> Runner:
+    """Returns the runner with every call recorded in a new file."""
+    from jaxserve.runtime.identity import describe_engine, digest_params
+    from jaxserve.runtime.recording import RecordingFile, RecordingRunner
+
+    runner = built.runner
+    file = RecordingFile(path, describe_engine(built.shapes, built.plan, built.mesh, runner.params))
+    _log.warning("record_steps: %s gets the tokens of all prompts and answers", path)
+    return RecordingRunner(runner, file, lambda: digest_params(runner.params))
 
 
 def make_cache_dir(config: EngineConfig) -> EngineConfig:
