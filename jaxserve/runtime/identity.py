@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from jaxserve import __version__
 from jaxserve.config import EngineConfig
+from jaxserve.devices import find_devices
 from jaxserve.models.base import DecoderConfig
 from jaxserve.options import list_options
 from jaxserve.runtime.memory import CachePlan
@@ -24,16 +25,11 @@ FORMAT = 1  # of the lines; goes up with each change that an older `jaxserve rep
 _LOCAL_OPTIONS = ("record_steps", "compilation_cache_dir", "tokenizer", "generation_config")  # no step depends on them
 
 
-def describe_software() -> dict[str, Any]:
-    """Returns the versions that a recording is of."""
+def describe_host() -> dict[str, Any]:
+    """Returns the versions and the kind of the devices; DeviceError if there are none."""
+    device = find_devices()[0]
     versions = {"jaxserve": __version__, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
-    return {"recording": FORMAT, **versions}
-
-
-def describe_devices(mesh: Mesh) -> dict[str, Any]:
-    """Returns the kind of the devices, and the mesh."""
-    device = mesh.devices.flat[0]
-    return {"platform": device.platform, "device": device.device_kind, "mesh": dict(mesh.shape)}
+    return {"recording": FORMAT, **versions, "platform": device.platform, "device": device.device_kind}
 
 
 def describe_model(model: DecoderConfig) -> dict[str, Any]:
@@ -50,8 +46,8 @@ def describe_engine(shapes: Shapes, plan: CachePlan, mesh: Mesh, params: Any) ->
     leaves = jax.tree_util.tree_leaves_with_path(params)
     names = [f"{jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves]
     return {
-        **describe_software(),
-        **describe_devices(mesh),
+        **describe_host(),
+        "mesh": dict(mesh.shape),
         **describe_model(shapes.model),
         "parameters": hashlib.sha256("\n".join(names).encode()).hexdigest()[:16],
         "weights": digest_params(params),
