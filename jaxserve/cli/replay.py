@@ -61,14 +61,16 @@ def _read_config(header: Mapping[str, Any], args: argparse.Namespace) -> EngineC
 
 
 def _build(header: Mapping[str, Any], config: EngineConfig) -> BuiltRunner:
-    """Returns a runner like the recorded one; RecordingError names what differs, the model's config before loading."""
+    """Returns a runner like the recorded one; RecordingError names what differs, early if it can."""
     from jaxserve.engine.build import build_runner, locate_model, make_cache_dir, resolve_model
     from jaxserve.engine.progress import choose_announce, show_progress
-    from jaxserve.runtime.identity import describe_engine, describe_model
+    from jaxserve.runtime.identity import describe_engine, describe_mesh, describe_model
+    from jaxserve.sharding import make_mesh
 
     config = make_cache_dir(config)
     files = locate_model(config.model)
-    _refuse_other(header, describe_model(resolve_model(config, files)))
+    mesh = make_mesh(config.parallel.tensor_parallel_size)
+    _refuse_other(header, describe_mesh(mesh) | describe_model(resolve_model(config, files)))
     announce, pages = choose_announce(True), header["num_pages"]
     built = build_runner(config, files, progress=show_progress, announce=announce, num_pages=pages)
     here = describe_engine(built.shapes, built.plan, built.mesh, built.runner.params)

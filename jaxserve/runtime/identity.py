@@ -32,6 +32,11 @@ def describe_host() -> dict[str, Any]:
     return {"recording": FORMAT, **versions, "platform": device.platform, "device": device.device_kind}
 
 
+def describe_mesh(mesh: Mesh) -> dict[str, Any]:
+    """Returns the devices along each axis of the mesh."""
+    return {"mesh": dict(mesh.shape)}
+
+
 def describe_model(model: DecoderConfig) -> dict[str, Any]:
     """Returns the model's config as it is run."""
     return {"model": json.loads(json.dumps(dataclasses.asdict(model)))}
@@ -47,7 +52,7 @@ def describe_engine(shapes: Shapes, plan: CachePlan, mesh: Mesh, params: Any) ->
     names = [f"{jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves]
     return {
         **describe_host(),
-        "mesh": dict(mesh.shape),
+        **describe_mesh(mesh),
         **describe_model(shapes.model),
         "parameters": hashlib.sha256("\n".join(names).encode()).hexdigest()[:16],
         "weights": digest_params(params),
