@@ -160,8 +160,11 @@ class MaskDecoder:
 
     def decode(self, written: Mapping[str, Any]) -> np.ndarray:
         """Returns a mask uint32 [rows, words]."""
-        for slot, text in written["lines"].items():
-            data = zlib.decompressobj().decompress(base64.b64decode(text), 4 * self._num_words + 1)
+        for slot, text in _require(dict, written["lines"]).items():
+            try:
+                data = zlib.decompressobj().decompress(base64.b64decode(text), 4 * self._num_words + 1)
+            except zlib.error as error:
+                raise ValueError(f"a line of a mask is not zlib's: {error}") from error
             if len(data) != 4 * self._num_words:
                 raise ValueError(f"a line of a mask must have {4 * self._num_words} bytes, got {len(data)} or more")
             self._lines[int(slot)] = np.frombuffer(data, _WORD).astype(np.uint32, copy=False)

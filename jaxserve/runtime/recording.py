@@ -95,7 +95,7 @@ class RecordingRunner:
     def start(self, plan: StepPlan) -> RecordedStep:
         """See `Runner.start`."""
         self._file.write({"call": "start", "plan": self._plans.encode(plan)})
-        return RecordedStep(self, plan.step_id, self.attempt(plan.step_id, self._runner.start, plan))
+        return RecordedStep(self, plan.step_id, self._attempt(plan.step_id, self._runner.start, plan))
 
     def sample(self, step_id: int, started: StartedStep, mask: Any) -> RecordedFuture:
         """See `StartedStep.sample`."""
@@ -103,18 +103,18 @@ class RecordingRunner:
         if mask is not None:
             line["mask"] = self._masks.encode(mask)
         self._file.write(line)
-        return RecordedFuture(self, step_id, self.attempt(step_id, started.sample, mask))
+        return RecordedFuture(self, step_id, self._attempt(step_id, started.sample, mask))
 
     def wait(self, step_id: int, future: StepFuture) -> StepOutputs:
         """See `StepFuture.result`."""
-        outputs: StepOutputs = self.attempt(step_id, future.result)
+        outputs: StepOutputs = self._attempt(step_id, future.result)
         line: dict[str, Any] = {"call": "result", "step": step_id, "ids": outputs.token_ids}
         if outputs.counts is not None:
             line["counts"] = outputs.counts
         self._file.write(line)
         return outputs
 
-    def attempt(self, step_id: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _attempt(self, step_id: int, function: Callable[..., Any], *arguments: Any) -> Any:
         """Calls a function, and records what it raises."""
         try:
             return function(*arguments)

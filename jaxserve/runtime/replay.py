@@ -35,7 +35,7 @@ class RecordingReader:
         self.num_bytes_read = len(line)
         try:
             header = json.loads(line) if line.endswith(b"\n") else None
-        except ValueError:
+        except (ValueError, RecursionError):
             header = None
         if not isinstance(header, dict) or "recording" not in header:
             message = f"{path} does not begin with the header of a recording"
@@ -51,14 +51,14 @@ class RecordingReader:
                 return
             try:
                 read = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise RecordingError(f"line {number} is not JSON: {error}", field="recording") from error
             if not isinstance(read, dict):
                 raise RecordingError(f"line {number} is not an object of JSON", field="recording")
             yield read
 
     def close(self) -> None:
-        """Closes the file."""
+        """Closes the file. Further calls do nothing."""
         self._file.close()
 
 

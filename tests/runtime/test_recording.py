@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxserve.engine import grammars
 from jaxserve.engine.engine import Engine
@@ -24,10 +27,11 @@ from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import Scheduler, SchedulerLimits
 from jaxserve.scheduler.sequence import MASK_LATE, NON_FINITE
 from tests.engine.test_grammars import Grammar
+from tests.examples import scale_examples
 from tests.fake_device import FakeDevice
 
-VOCAB, PAGE_SIZE, MAX_MODEL_LEN = 1009, 16, 120
-GROUPS = [PageGroup(30), PageGroup(24, 40)]
+VOCAB, PAGE_SIZE, MAX_MODEL_LEN = 1009, 8, 64
+GROUPS = [PageGroup(24), PageGroup(24, 20)]
 HEADER = {"recording": 1}
 
 
@@ -72,8 +76,8 @@ def draw_requests(draw: random.Random) -> Iterator[Request]:
     count = 0
     while True:
         count += 1
-        prompt = [7 * i % VOCAB for i in range(draw.randint(0, 50))]
-        prompt += [draw.randrange(VOCAB) for _ in range(draw.randint(1, 40))]
+        prompt = [7 * i % VOCAB for i in range(draw.randint(0, 24))]
+        prompt += [draw.randrange(VOCAB) for _ in range(draw.randint(1, 16))]
         kind = draw.choice(["plain", "plain", "embeds", "grammar", "jumps", "penalty"])
         grammar = {"grammar": Grammar(), "jumps": Grammar(forced={2: [5, 6, 7]})}.get(kind)
         params = SamplingParams(
@@ -162,7 +166,7 @@ def test_the_first_different_id_is_found(tmp_path: Path) -> None:
 def test_a_token_lost_in_the_replay_is_a_difference(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     engine, _ = make_engine(path)
-    engine.add_request(Request("a", tuple(range(70)), SamplingParams(max_tokens=10)))
+    engine.add_request(Request("a", tuple(range(30)), SamplingParams(max_tokens=10)))
     while engine.has_unfinished:
         engine.step()
 
@@ -179,7 +183,7 @@ def test_a_page_that_goes_elsewhere_is_a_difference(tmp_path: Path) -> None:
     """Nothing but the plan decides what the device reads."""
     path = tmp_path / "steps.jsonl"
     engine, _ = make_engine(path)
-    engine.add_request(Request("a", tuple(range(70)), SamplingParams(max_tokens=30)))
+    engine.add_request(Request("a", tuple(range(30)), SamplingParams(max_tokens=30)))
     while engine.has_unfinished:
         engine.step()
     lines = read_lines(path)
@@ -192,7 +196,7 @@ def test_a_page_that_goes_elsewhere_is_a_difference(tmp_path: Path) -> None:
 def test_ids_of_rows_that_do_not_sample_mean_nothing_but_their_sentinels_do(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     engine, _ = make_engine(path)
-    engine.add_request(Request("a", tuple(range(110)), SamplingParams(max_tokens=3)))
+    engine.add_request(Request("a", tuple(range(60)), SamplingParams(max_tokens=3)))
     while engine.has_unfinished:
         engine.step()
     lines = read_lines(path)
@@ -297,6 +301,73 @@ def test_malformed_lines_are_named(tmp_path: Path, line: str, message: str) -> N
     with pytest.raises(RecordingError, match=message) as refused:
         replay(path)
     assert refused.value.field == "recording"
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recording with each kind of call."""
+    path = tmp_path_factory.mktemp("short") / "steps.jsonl"
+    engine, device = make_engine(path)
+    for name, grammar in (("a", None), ("b", Grammar(forced={2: [5, 6, 7]}))):
+        engine.add_request(
+            Request(name, (1, 2, 3), SamplingParams(max_tokens=8, frequency_penalty=1.0), grammar=grammar)
+        )
+    for _ in range(4):
+        engine.step()
+    engine.drain()
+    engine.runner.write_params({"w": 0})
+    engine.scheduler.requeue_running()
+    device.fail_next = RuntimeError("struck")
+    while engine.has_unfinished:
+        engine.step()
+    assert {line["call"] for line in read_lines(path)[1:]} == {
+        "start",
+        "sample",
+        "result",
+        "failed",
+        "reset",
+        "weights",
+    }
+    return path
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 40) | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=scale_examples(300), deadline=None)
+@given(st.data())
+def test_whatever_a_line_holds_it_is_refused_or_run(
+    short: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """A value somewhere is replaced by another, or left out."""
+    lines = read_lines(short)
+    at: Any = lines[data.draw(st.integers(1, len(lines) - 1))]
+    while True:
+        keys = sorted(at) if isinstance(at, dict) else list(range(len(at)))
+        key = data.draw(st.sampled_from(keys))
+        if isinstance(at[key], dict | list) and at[key] and data.draw(st.booleans()):
+            at = at[key]
+            continue
+        if data.draw(st.booleans()):
+            at[key] = data.draw(JSON)
+        else:
+            del at[key]
+        break
+    path = tmp_path_factory.mktemp("changed") / "steps.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with contextlib.suppress(RecordingError):
+        replay(path, lambda index: {"w": index})
+
+
+def test_deep_nesting_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    path.write_text('{"recording": 1}\n' + "[" * 200_000 + "\n")
+    with pytest.raises(RecordingError, match="line 2 is not JSON"):
+        replay(path)
 
 
 def test_files_without_a_header_are_refused(tmp_path: Path) -> None:
