@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,12 +32,14 @@ def replay(args: argparse.Namespace) -> int:
     built = _build(reader.header, config)
     masks = MaskDecoder(num_words=-(-built.shapes.model.vocab_size // 32))
     run = Replay(built.runner, masks, _make_update(reader.header, config, built, args.weights))
+    is_whole = False
     try:
-        with show_progress("Replaying steps", unit="bytes") as report:
+        with closing(reader), show_progress("Replaying steps", unit="bytes") as report:
             for _ in run.run(reader.lines()):
                 report(reader.num_bytes_read, reader.size, f"step {run.summary.num_steps}")
-    finally:
-        _print_summary(reader, run.summary, args.recording)
+        is_whole = True
+    finally:  # also of a part: what follows may not be there to be run
+        _print_summary(reader, run.summary, args.recording, is_whole=is_whole)
     if not run.summary.num_compared and run.summary.difference is None:
         raise RecordingError("no step in it has a result, so nothing was compared", field="recording")
     return 0 if run.summary.difference is None else 1
@@ -62,7 +65,8 @@ def _read_config(header: Mapping[str, Any], args: argparse.Namespace) -> EngineC
 
 def _build(header: Mapping[str, Any], config: EngineConfig) -> BuiltRunner:
     """Returns a runner like the recorded one; RecordingError names what differs, early if it can."""
-    from jaxserve.engine.build import build_runner, locate_model, make_cache_dir, resolve_model
+    from jaxserve.engine.build import build_runner, make_cache_dir
+    from jaxserve.engine.model_files import locate_model, resolve_model
     from jaxserve.engine.progress import choose_announce, show_progress
     from jaxserve.runtime.identity import describe_engine, describe_mesh, describe_model
     from jaxserve.sharding import make_mesh
@@ -92,7 +96,7 @@ def _make_update(
     header: Mapping[str, Any], config: EngineConfig, built: BuiltRunner, checkpoints: list[str]
 ) -> Callable[[int], str]:
     """Returns the function that puts the n-th checkpoint in place of the weights and returns their digest."""
-    from jaxserve.engine.build import load_params, locate_model, resolve_model
+    from jaxserve.engine.model_files import load_params, locate_model, resolve_model
     from jaxserve.runtime.identity import describe_model, digest_params
 
     def update(index: int) -> str:
@@ -114,7 +118,7 @@ def _make_update(
     return update
 
 
-def _print_summary(reader: RecordingReader, summary: ReplaySummary, path: str) -> None:
+def _print_summary(reader: RecordingReader, summary: ReplaySummary, path: str, *, is_whole: bool) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -139,7 +143,7 @@ def _print_summary(reader: RecordingReader, summary: ReplaySummary, path: str) -
     if summary.difference is not None:
         console.print(f"[bold red]Different[/]: {escape(_describe(summary.difference))}")
     elif summary.num_compared:
-        console.print("[bold green]Equal[/]: every token id that was compared.")
+        console.print(f"[bold green]Equal[/]{'' if is_whole else ' so far'}: every token id that was compared.")
 
 
 def _describe(found: Difference) -> str:
