@@ -228,15 +228,16 @@ def test_a_fault_and_an_interrupt_are_replayed(tmp_path: Path, capsys: pytest.Ca
     assert status == 0 and "steps that failed when recorded │ 2 │" in shown and "resets │ 2 │" in shown
 
 
-def test_pools_of_several_groups_are_those_of_the_recording(
+def test_pools_of_several_groups_and_loops_of_steps_are_those_of_the_recording(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory is not planned again."""
     path = tmp_path / "windows.jsonl"
-    llm = make_llm("gemma3_text", record_steps=str(path), compile="used", max_num_batched_tokens=64)
+    llm = make_llm("gemma3_text", record_steps=str(path), compile="used", max_decode_steps=4)
     prompt = [3 + index % 70 for index in range(90)]
     llm.generate({"prompt_token_ids": prompt}, SamplingParams(seed=1, max_tokens=20), use_tqdm=False)
     assert len(llm.ready.plan.num_pages) > 1
+    assert any(call["plan"].get("width", 1) > 1 for call in read_calls(path) if call["call"] == "start")
     monkeypatch.setattr("jaxserve.runtime.startup._find_budget", lambda *_: 0)  # with which nothing fits
     status, shown, _ = replay(path, capsys)
     assert status == 0 and "Equal" in shown
