@@ -19,17 +19,24 @@ from jaxserve.devices import find_devices
 from jaxserve.models.base import DecoderConfig
 from jaxserve.options import list_options
 from jaxserve.runtime.memory import CachePlan
+from jaxserve.runtime.plan_codec import describe_fields
 from jaxserve.runtime.startup import Shapes
 
-FORMAT = 1  # of the lines; goes up with each change that an older `jaxserve replay` would misread
+FORMAT = 1  # of the lines; goes up when their meaning changes (the fields of plans are compared by name)
 _LOCAL_OPTIONS = ("record_steps", "compilation_cache_dir", "tokenizer", "generation_config")  # no step depends on them
 
 
 def describe_host() -> dict[str, Any]:
-    """Returns the versions and the kind of the devices; DeviceError if there are none."""
+    """Returns the versions, the fields of plans and the kind of the devices; DeviceError if there are none."""
     device = find_devices()[0]
     versions = {"jaxserve": __version__, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
-    return {"recording": FORMAT, **versions, "platform": device.platform, "device": device.device_kind}
+    return {
+        "recording": FORMAT,
+        **versions,
+        "plans": describe_fields(),
+        "platform": device.platform,
+        "device": device.device_kind,
+    }
 
 
 def describe_mesh(mesh: Mesh) -> dict[str, Any]:

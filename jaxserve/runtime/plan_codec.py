@@ -55,6 +55,16 @@ class PlanDecoder:
         return self._last
 
 
+def describe_fields(kind: Any = StepPlan) -> dict[str, list[str]]:
+    """Returns the fields of plans, by the name of each dataclass in them: "name: type"."""
+    if not dataclasses.is_dataclass(kind):
+        return {name: found for part in get_args(kind) for name, found in describe_fields(part).items()}
+    found = {kind.__name__: [f"{f.name}: {f.type}" for f in dataclasses.fields(kind)]}  # type: ignore[union-attr]
+    for hint in get_type_hints(kind).values():
+        found |= describe_fields(hint)
+    return found
+
+
 def encode_object(value: object) -> Any:
     """Returns what JSON writes for a dataclass: its fields that differ from their defaults; or for an enum."""
     if isinstance(value, Enum):

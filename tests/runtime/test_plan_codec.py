@@ -157,6 +157,13 @@ def test_the_fields_of_every_part_are_there() -> None:
     assert list((send([plan])[0].new_rows[0].params.extra_args or {}).items()) == [("b", 1.0), ("a", 2.0)], "in order"
 
 
+def test_fields_are_described_with_their_types() -> None:
+    found = plan_codec.describe_fields()
+    kinds = (StepPlan, ChunkWork, NewRow, RowHistory, SamplingParams, StructuredOutputsParams, TokenAutomaton)
+    assert found.keys() == {kind.__name__ for kind in kinds}
+    assert "decode_rows: tuple[int, ...]" in found["StepPlan"] and "seed: int" in found["NewRow"]
+
+
 def test_a_step_that_repeats_the_last_is_short() -> None:
     encoder = PlanEncoder()
     first = dataclasses.replace(EMPTY, decode_rows=tuple(range(500)), decode_tickets=tuple(range(500)))
