@@ -71,7 +71,7 @@ class FakeStep:
         runs, lines = [], []
         embeddings = self._device.embed(self._work)
         for (row, samples), is_late in zip(self._work, late, strict=True):
-            run = [MASK_LATE if is_late else 0], [(0.0, 0.0)]
+            run = [MASK_LATE if is_late else -1 if row in self._device.poison_rows else 0], [(0.0, 0.0)]
             if samples and not is_late:
                 run = self._device.sample_run(row, 1 if mask is not None else self._device.draw_length())
             runs.append(run[0])

@@ -30,6 +30,7 @@ class EngineCounts:
     num_tokens: int = 0  # generated tokens
     wait_seconds: float = 0.0
     busy_seconds: float = 0.0
+    step_seconds: float = 0.0  # from the step before the last one, or the beginning of the work, to the last one
     _busy_since: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -41,13 +42,14 @@ class EngineCounts:
 
     def wait(self, future: StepFuture) -> StepOutputs:
         """Returns a step's outputs and counts the wait for them; raises what made the step fail."""
-        start = self.clock()
-        self.busy_seconds += start - self._busy_since
+        before, start = self._busy_since, self.clock()
+        self.busy_seconds += start - before
         try:
             return future.result()
         finally:
             self._busy_since = self.clock()
             self.wait_seconds += self._busy_since - start
+            self.step_seconds = self._busy_since - before
 
 
 @dataclass(frozen=True, slots=True)

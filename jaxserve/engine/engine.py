@@ -210,6 +210,7 @@ class Engine:
             outputs = self.counts.wait(future)
         except Exception as error:
             return self._recover(plan, error)
+        self.scheduler.add_time(plan, self.counts.step_seconds)
         hand_out_prompts(plan, outputs, self.scheduler.batch.by_ticket, self._streams)
         lines = None if outputs.logprobs is None else outputs.find_lines(plan)
         return self._show(self.scheduler.commit(plan, outputs), outputs.logprobs, lines)

@@ -93,8 +93,10 @@ class Shapes:
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             max_model_len=self.model.max_model_len,
             max_prefix_updates=updates,
+            row_sizes=self.buckets.row_counts,
+            token_sizes=self.buckets.token_counts,
             # On accelerators small steps take as long as reading the weights, whatever their padding.
-            token_sizes=self.buckets.token_counts if self.platform == "cpu" else (),
+            pads_cheaply=self.platform != "cpu",
             options=scheduler,
         )
 

@@ -12,6 +12,7 @@ class SchedulerCounts:
     """Only the scheduler writes the counters; any thread may read them."""
 
     num_preemptions: int = 0
+    num_tier_misses: int = 0  # steps that took longer than `priority_itl_ms` while a row of that tier decoded
     num_admitted_tokens: int = 0  # prompt tokens, counted at a request's first admission
     prefix_queries: int = 0  # tokens looked up in the prefix cache at first admissions
     prefix_hits: int = 0  # tokens found there

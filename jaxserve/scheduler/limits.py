@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from jaxserve.config import SchedulerOptions
+from jaxserve.pages.manager import CHUNK_EDGE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,5 +16,15 @@ class SchedulerLimits:
     max_num_batched_tokens: int  # tokens of a step
     max_model_len: int  # tokens of a sequence
     max_prefix_updates: int  # page-table entries of admitted prefixes in one step
-    token_sizes: tuple[int, ...] = ()  # padded step sizes, ascending; empty where padding is cheap
+    row_sizes: tuple[int, ...] = ()  # padded sizes of steps of decoding rows alone, ascending; empty: any size
+    token_sizes: tuple[int, ...] = ()  # padded sizes of the other steps
+    pads_cheaply: bool = False  # whether a padded token costs next to nothing
     options: SchedulerOptions = field(default_factory=SchedulerOptions)
+
+    @property
+    def long_prefill_tokens(self) -> int:
+        """The most tokens of one prompt in a step while others can use the rest."""
+        threshold = self.options.long_prefill_token_threshold
+        if threshold is None:
+            threshold = min(self.max_model_len // 25, self.max_num_batched_tokens // 2)
+        return max(threshold, CHUNK_EDGE) if threshold else self.max_num_batched_tokens

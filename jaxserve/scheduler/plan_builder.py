@@ -18,6 +18,7 @@ class PlanBuilder:
     prefix_updates: int  # page-table entries left for cached prefixes
     decoding: list[Sequence] = field(default_factory=list)
     chunks: dict[int, ChunkWork] = field(default_factory=dict)  # by row
+    work: dict[int, int] = field(default_factory=dict)  # by row of a chunk: the tokens left to compute, chunk included
     new_rows: list[NewRow] = field(default_factory=list)
     page_updates: list[tuple[int, int, int, int]] = field(default_factory=list)
     has_preempted: bool = False
@@ -26,10 +27,19 @@ class PlanBuilder:
     def is_empty(self) -> bool:
         return not self.decoding and not self.chunks
 
-    def add_chunk(self, chunk: ChunkWork) -> None:
-        """Adds a chunk and takes its tokens from the budget."""
-        self.chunks[chunk.row] = chunk
-        self.budget -= len(chunk.token_ids)
+    def add_chunk(self, sequence: Sequence, start: int, end: int) -> ChunkWork:
+        """Adds tokens [start, end) of a sequence, in place of its shorter chunk, and takes them from the budget."""
+        row, ids = sequence.row, sequence.token_ids
+        before = self.chunks.get(row)
+        self.budget -= end - (start if before is None else before.end)
+        next_token = ids[end] if end < len(ids) else 0
+        chunk = ChunkWork(row, sequence.ticket, start, tuple(ids[start:end]), end == len(ids), next_token)
+        self.chunks[row], self.work[row] = chunk, len(ids) - start
+        return chunk
+
+    def count_partial(self, least_work: int = 0) -> int:
+        """Returns how many rows with more than `least_work` tokens to compute have a chunk that leaves some."""
+        return sum(self.work[row] > least_work for row, chunk in self.chunks.items() if not chunk.samples)
 
     def add_pages(self, row: int, updates: Iterable[PageUpdate]) -> None:
         self.page_updates.extend((group, row, index, page) for group, index, page in updates)

@@ -12,12 +12,14 @@ from collections.abc import Callable
 from jaxserve.pages.manager import PageManager
 from jaxserve.scheduler.counts import SchedulerCounts
 from jaxserve.scheduler.door import Door
+from jaxserve.scheduler.fairness import TurnOrder
 from jaxserve.scheduler.limits import SchedulerLimits
-from jaxserve.scheduler.plan import ChunkWork, StepPlan
+from jaxserve.scheduler.plan import StepPlan
 from jaxserve.scheduler.plan_builder import PlanBuilder
-from jaxserve.scheduler.policy import choose_budget, choose_chunk, choose_victim
+from jaxserve.scheduler.policy import choose_budget, choose_chunk, choose_share, choose_victim, may_admit, must_yield
 from jaxserve.scheduler.running import Batch
 from jaxserve.scheduler.sequence import Sequence, SequenceStatus
+from jaxserve.scheduler.step_times import StepTimes
 from jaxserve.scheduler.waiting import WaitingQueue
 
 
@@ -31,26 +33,30 @@ class Planner:
         waiting: WaitingQueue,
         batch: Batch,
         door: Door,
+        turns: TurnOrder,
+        times: StepTimes,
         counts: SchedulerCounts,
         clock: Callable[[], float],
     ) -> None:
         self.limits = limits
         self._pages = pages
         self._waiting, self._batch = waiting, batch
-        self._door, self._counts = door, counts
+        self._door, self._turns, self._times, self._counts = door, turns, times, counts
         self._clock = clock
         self._steps = itertools.count()
 
     def plan(self) -> StepPlan | None:
         """Returns the next step; None when nothing can be computed, or not before the next commit."""
-        budget = choose_budget(self.limits, self._batch, self._waiting)
+        budget = choose_budget(self.limits, self._batch, self._waiting, self._times)
         builder = PlanBuilder(budget, self.limits.max_prefix_updates)
+        self._make_way(builder)
         self._plan_decodes(builder)
         for sequence in self._batch.prefilling.copy():
             if sequence.status is SequenceStatus.RUNNING:  # else just preempted for an older one
                 self._plan_chunk(builder, sequence)
         if not builder.has_preempted:  # else running sequences need the freed pages
             self._admit(builder)
+        self._share_rest(builder)
         return None if builder.is_empty else builder.freeze(next(self._steps))
 
     def requeue_running(self) -> None:
@@ -61,6 +67,16 @@ class Planner:
         for sequence in self._waiting:
             self._batch.revoke_ticket(sequence)
             sequence.num_awaited_steps = 0
+
+    def _make_way(self, builder: PlanBuilder) -> None:
+        """Preempts running sequences that must yield to the first in line, while it has no row or no pages."""
+        if not self._waiting:
+            return
+        first, batch, pages = self._waiting.first, self._batch, self._pages
+        while len(batch) and must_yield(self.limits, victim := choose_victim(self.limits, batch), first):
+            if not batch.is_full and pages.has_room(first.pages, len(first.token_ids)):
+                return
+            self._preempt(builder, victim)
 
     def _plan_decodes(self, builder: PlanBuilder) -> None:
         add = builder.decoding.append
@@ -76,15 +92,26 @@ class Planner:
 
     def _plan_chunk(self, builder: PlanBuilder, sequence: Sequence) -> None:
         start = sequence.num_computed_tokens
-        work = len(sequence.token_ids) - start
-        length = choose_chunk(self.limits, start, work, builder.budget)
-        if length == 0 or not self._reserve(builder, sequence, start + length):
-            return
-        tokens = tuple(sequence.token_ids[start : start + length])
-        next_token = sequence.token_ids[start + length] if length < work else 0
-        chunk = ChunkWork(sequence.row, sequence.ticket, start, tokens, length == work, next_token)
-        builder.add_chunk(chunk)
-        sequence.num_computed_tokens = chunk.end
+        length = choose_share(self.limits, builder, start, len(sequence.token_ids) - start)
+        if length and self._reserve(builder, sequence, start + length):
+            self._add_chunk(builder, sequence, start, start + length)
+
+    def _share_rest(self, builder: PlanBuilder) -> None:
+        """Gives what is left of the budget to prompts that had their share or none, the oldest first."""
+        for sequence in self._batch.prefilling.copy() if builder.budget > 0 else ():
+            chunk, done = builder.chunks.get(sequence.row), sequence.num_computed_tokens
+            left, start = len(sequence.token_ids) - done, done if chunk is None else chunk.start
+            if chunk is None and not choose_share(self.limits, builder, done, left):
+                continue
+            end = done + choose_chunk(self.limits, done, left, builder.budget)
+            if end > done and (updates := self._pages.reserve(sequence.pages, start, end)) is not None:
+                builder.add_pages(sequence.row, updates)
+                self._add_chunk(builder, sequence, start, end)
+
+    def _add_chunk(self, builder: PlanBuilder, sequence: Sequence, start: int, end: int) -> None:
+        chunk = builder.add_chunk(sequence, start, end)
+        self._turns.charge_prompt(sequence, chunk)
+        sequence.num_computed_tokens = end
         if chunk.samples:
             self._batch.start_decoding(sequence)
 
@@ -94,6 +121,8 @@ class Planner:
             sequence = self._waiting.first
             if sequence.num_awaited_steps:
                 return  # some of its tokens are still in flight
+            if not may_admit(self.limits, self._batch, sequence, self._times):
+                return
             num_cached = pages.attach_prefix(sequence.pages, sequence.sharable_tokens)
             updates = pages.list_updates(sequence.pages)
             length = choose_chunk(self.limits, num_cached, len(sequence.token_ids) - num_cached, builder.budget)
@@ -118,12 +147,12 @@ class Planner:
                 builder.add_pages(sequence.row, updates)
                 return True
             victim = choose_victim(self.limits, self._batch)
+            builder.has_preempted = True
             self._preempt(builder, victim)
             if victim is sequence:
                 return False
 
     def _preempt(self, builder: PlanBuilder, sequence: Sequence) -> None:
-        builder.has_preempted = True
         self._door.has_pages = False
         sampling_chunk = sequence.row in builder.chunks and builder.chunks[sequence.row].samples
         builder.remove(sequence)

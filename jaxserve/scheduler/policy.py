@@ -5,9 +5,12 @@ from __future__ import annotations
 from itertools import islice
 
 from jaxserve.pages.manager import CHUNK_EDGE
+from jaxserve.request import ServiceTier
 from jaxserve.scheduler.limits import SchedulerLimits
+from jaxserve.scheduler.plan_builder import PlanBuilder
 from jaxserve.scheduler.running import Batch
 from jaxserve.scheduler.sequence import Sequence, age
+from jaxserve.scheduler.step_times import StepTimes
 from jaxserve.scheduler.waiting import WaitingQueue
 
 
@@ -16,14 +19,38 @@ def choose_victim(limits: SchedulerLimits, batch: Batch) -> Sequence:
     return max((*batch.decoding[-1:], *batch.prefilling[-1:]), key=age)
 
 
-def choose_budget(limits: SchedulerLimits, batch: Batch, waiting: WaitingQueue) -> int:
+def must_yield(limits: SchedulerLimits, running: Sequence, waiting: Sequence) -> bool:
+    """Returns whether a running sequence loses its row when a waiting one needs it.
+
+    The tier flex yields to the others. Within a tier, `priority_scheduling_preemption_threshold` decides.
+    """
+    (tier, priority), (waiting_tier, waiting_priority) = running.request.rank, waiting.request.rank
+    if tier != waiting_tier:
+        return tier == ServiceTier.FLEX and waiting_tier < tier
+    threshold = limits.options.priority_scheduling_preemption_threshold
+    return threshold is not None and priority - waiting_priority >= threshold
+
+
+def find_step_limit(limits: SchedulerLimits, batch: Batch) -> float | None:
+    """Returns the seconds that the next step may take; None: any time, as no row of the tier priority decodes."""
+    limit = limits.options.priority_itl_ms
+    if limit is None or not batch.decoding or batch.decoding[0].request.service_tier != ServiceTier.PRIORITY:
+        return None
+    return limit / 1000
+
+
+def choose_budget(limits: SchedulerLimits, batch: Batch, waiting: WaitingQueue, times: StepTimes) -> int:
     """Returns the token budget of the next step: `max_num_batched_tokens` where padding is cheap.
 
     Otherwise it is the padded size just above or just below the wanted tokens, whichever is nearer: the smaller defers
-    tokens, the larger pads them.
+    tokens, the larger pads them. While steps have a limit of time, larger ones than it allows do not count.
     """
-    sizes, most = limits.token_sizes, limits.max_num_batched_tokens
-    if not sizes:
+    most, sizes = limits.max_num_batched_tokens, limits.token_sizes
+    step_limit = find_step_limit(limits, batch)
+    if step_limit is not None and sizes:
+        sizes = sizes[: _count_fitting(sizes, times, step_limit)]
+        most = min(most, sizes[-1])
+    if not sizes or limits.pads_cheaply:
         return most
     wanted = len(batch.decoding)
     for sequence in batch.prefilling:
@@ -35,6 +62,38 @@ def choose_budget(limits: SchedulerLimits, batch: Batch, waiting: WaitingQueue) 
     larger = next((size for size in sizes if size >= wanted), sizes[-1])
     smaller = max((size for size in sizes if size < wanted), default=larger)
     return min(most, smaller if larger - wanted > wanted - smaller else larger)
+
+
+def _count_fitting(sizes: tuple[int, ...], times: StepTimes, step_limit: float) -> int:
+    """Returns how many sizes to choose from: those within the limit and one untried; at least the smallest."""
+    for count, size in enumerate(sizes):
+        seconds = times.estimate(size)
+        if seconds > step_limit:
+            return max(count, 1)
+        if seconds == 0:
+            return count + 1
+    return len(sizes)
+
+
+def may_admit(limits: SchedulerLimits, batch: Batch, sequence: Sequence, times: StepTimes) -> bool:
+    """Returns whether one more row keeps to the limit of a step's time; those of the tier priority always may."""
+    step_limit = find_step_limit(limits, batch)
+    if step_limit is None or sequence.request.service_tier == ServiceTier.PRIORITY:
+        return True
+    least = times.estimate(limits.token_sizes[0]) if limits.token_sizes else 0
+    return max(least, times.estimate_decode(len(batch) + 1)) <= step_limit
+
+
+def choose_share(limits: SchedulerLimits, builder: PlanBuilder, start: int, work: int) -> int:
+    """Returns how many of the `work` tokens of a prompt to compute before others had their share; 0: none now."""
+    options, most = limits.options, limits.long_prefill_tokens
+    most_long, most_partial = options.max_long_partial_prefills, options.max_num_partial_prefills
+    if most_long is not None and work > most and builder.count_partial(most) >= most_long:
+        return 0
+    length = choose_chunk(limits, start, work, min(builder.budget, most))
+    if most_partial is not None and length < work and builder.count_partial() >= most_partial:
+        return 0
+    return length
 
 
 def choose_chunk(limits: SchedulerLimits, start: int, work: int, budget: int) -> int:

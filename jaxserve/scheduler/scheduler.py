@@ -8,15 +8,17 @@ from collections.abc import Sequence as Ids
 
 from jaxserve.errors import JaxServeError
 from jaxserve.pages.manager import PageManager
-from jaxserve.request import FinishReason, Request
+from jaxserve.request import FinishReason, Request, ServiceTier
 from jaxserve.scheduler.committer import Commit, Committer
 from jaxserve.scheduler.counts import SchedulerCounts
 from jaxserve.scheduler.door import Door
+from jaxserve.scheduler.fairness import ArrivalOrder, FairOrder, TurnOrder
 from jaxserve.scheduler.limits import SchedulerLimits
 from jaxserve.scheduler.plan import StepOutputs, StepPlan
 from jaxserve.scheduler.planner import Planner
 from jaxserve.scheduler.running import Batch
 from jaxserve.scheduler.sequence import Sequence
+from jaxserve.scheduler.step_times import StepTimes
 from jaxserve.scheduler.unfinished import UnfinishedRequests
 from jaxserve.scheduler.waiting import WaitingQueue
 
@@ -36,11 +38,15 @@ class Scheduler:
         self.limits = limits
         self.clock = clock
         self.pages = pages
-        self.waiting = WaitingQueue()
+        self.turns: TurnOrder = FairOrder() if limits.options.scheduling_policy == "fair" else ArrivalOrder()
+        self.times = StepTimes(limits)
+        self.waiting = WaitingQueue(self.turns)
         self.batch = Batch(limits.max_num_seqs, pages)
         self.door = Door(limits, self.waiting, self.batch)
         self.counts = SchedulerCounts()
-        self.planner = Planner(limits, pages, self.waiting, self.batch, self.door, self.counts, clock)
+        self.planner = Planner(
+            limits, pages, self.waiting, self.batch, self.door, self.turns, self.times, self.counts, clock
+        )
         self._unfinished = UnfinishedRequests(limits.max_model_len, pages, self.waiting, self.batch)
         self._committer = Committer(pages, self.waiting, self.batch, self._unfinished)
 
@@ -77,7 +83,19 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, outputs: StepOutputs) -> Commit:
         """Appends a step's runs to their sequences, each up to its sequence's end; returns what was appended."""
-        return self._committer.commit(plan, outputs)
+        commit = self._committer.commit(plan, outputs)
+        self.turns.charge_outputs(commit.sequences, commit.runs)
+        return commit
+
+    def add_time(self, plan: StepPlan, seconds: float) -> None:
+        """Notes how long a step took. Call it before its commit."""
+        self.times.add(plan.num_tokens, plan.num_rows, seconds)
+        limit = self.limits.options.priority_itl_ms
+        if limit is None or seconds <= limit / 1000 or not plan.decode_tickets:
+            return
+        oldest = self.batch.by_ticket.get(plan.decode_tickets[0])  # no other decoding row has a better tier
+        if oldest is not None and oldest.request.service_tier == ServiceTier.PRIORITY:
+            self.counts.num_tier_misses += 1
 
     def extend(self, sequence: Sequence, token_ids: Ids[int]) -> Commit:
         """Appends forced tokens to a decoding sequence, which computes them as a chunk; returns what was appended.

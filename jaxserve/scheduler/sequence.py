@@ -45,6 +45,7 @@ class Sequence:
     row: int = -1
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at the first admission
+    num_charged_tokens: int = 0  # leading prompt tokens that its tenant has paid for
     num_awaited_steps: int = 0  # uncommitted steps that sample for a preempted sequence
     publish_from: int = 0  # computed tokens that fill the next page to publish
     num_preemptions: int = 0

@@ -6,43 +6,46 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as List
+from heapq import merge
 
 from jaxserve.request import Rank
+from jaxserve.scheduler.fairness import ArrivalOrder, TurnOrder
 from jaxserve.scheduler.sequence import Sequence, SequenceStatus, age
 
 
 class WaitingQueue:
-    """Waiting sequences by `age`: a preempted sequence precedes those of its priority that arrived later.
+    """Waiting sequences by `age`: a preempted sequence precedes those of its rank that arrived later.
 
     Siblings of a request's first sequence are counted from the start, but queued once the prompt is computed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, turns: TurnOrder | None = None) -> None:
         self.num_new = 0  # sequences that were never admitted
         self.num_new_tokens = 0  # prompt tokens of never-admitted requests, once per request
-        self._sequences: deque[Sequence] = deque()
+        self._turns = turns if turns is not None else ArrivalOrder()
+        self._lanes: dict[str, deque[Sequence]] = {}
 
     def __len__(self) -> int:
-        return len(self._sequences)
+        return sum(map(len, self._lanes.values()))
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._sequences)
+        return merge(*self._lanes.values(), key=age)
 
     def __reversed__(self) -> Iterator[Sequence]:
-        return reversed(self._sequences)
+        return merge(*map(reversed, self._lanes.values()), key=age, reverse=True)
 
     @property
     def worst_rank(self) -> Rank | None:
-        """The rank of the last in line; None if the queue is empty. Safe from any thread."""
+        """The worst rank in the queue; None if it is empty. Safe from any thread."""
         try:
-            return self._sequences[-1].request.rank
-        except IndexError:
+            return max((lane[-1].request.rank for lane in list(self._lanes.values()) if lane), default=None)
+        except IndexError:  # the lane has become empty
             return None
 
     @property
     def first(self) -> Sequence:
         """The sequence that gets the next row."""
-        return self._sequences[0]
+        return self._turns.choose([lane[0] for lane in self._lanes.values() if lane])
 
     def enter(self, sequences: List[Sequence]) -> None:
         """Counts all sequences of a new request and queues the first."""
@@ -52,10 +55,14 @@ class WaitingQueue:
 
     def push(self, sequence: Sequence) -> None:
         """Queues a sequence that is already counted or has run before."""
-        if not self._sequences or age(self._sequences[-1]) < age(sequence):
-            self._sequences.append(sequence)
+        name = self._turns.find_lane(sequence)
+        lane = self._lanes.setdefault(name, deque())
+        if not lane:
+            self._turns.enter(name, (other for other, those in self._lanes.items() if those))
+        if not lane or age(lane[-1]) < age(sequence):
+            lane.append(sequence)
         else:
-            insort(self._sequences, sequence, key=age)
+            insort(lane, sequence, key=age)
 
     def push_siblings(self, first: Sequence) -> None:
         """Queues the other sequences of a request once the prompt is computed, or `first` has ended."""
@@ -66,16 +73,18 @@ class WaitingQueue:
 
     def pop(self) -> Sequence:
         """Removes and returns the first sequence, for admission."""
-        sequence = self._sequences.popleft()
+        sequence = self.first
+        self._lanes[self._turns.find_lane(sequence)].popleft()
         self._uncount(sequence)
         return sequence
 
     def remove(self, sequence: Sequence) -> None:
         """Removes a sequence that ends before it is admitted; an unqueued sibling is only uncounted."""
         self._uncount(sequence)
-        place = bisect_left(self._sequences, age(sequence), key=age)
-        if place < len(self._sequences) and self._sequences[place] is sequence:
-            del self._sequences[place]
+        lane = self._lanes.get(self._turns.find_lane(sequence), deque())
+        place = bisect_left(lane, age(sequence), key=age)
+        if place < len(lane) and lane[place] is sequence:
+            del lane[place]
 
     def _uncount(self, sequence: Sequence) -> None:
         if sequence.status is SequenceStatus.WAITING:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import time
+from collections.abc import Callable
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +15,7 @@ from jaxserve.errors import NonFiniteLogitsError
 from jaxserve.pages import PageGroup, PageManager
 from jaxserve.request import FinishReason, Request
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.scheduler import Scheduler, SchedulerLimits, Sequence, SequenceStatus, StepOutputs
+from jaxserve.scheduler import Scheduler, SchedulerLimits, Sequence, SequenceStatus, StepOutputs, StepPlan
 from jaxserve.scheduler.policy import choose_budget, choose_chunk
 from jaxserve.scheduler.sequence import NON_FINITE
 
@@ -24,6 +27,9 @@ def make_scheduler(
     caching: bool = False,
     queue: tuple[int | None, int | None] = (None, None),
     sizes: tuple[int, ...] = (),
+    row_sizes: tuple[int, ...] = (),
+    clock: Callable[[], float] = time.monotonic,
+    **options: Any,
 ) -> Scheduler:
     pages = PageManager([PageGroup(num_pages)], page_size=32, max_chunk=budget, enable_prefix_caching=caching)
     limits = SchedulerLimits(
@@ -31,16 +37,22 @@ def make_scheduler(
         max_num_batched_tokens=budget,
         max_model_len=512,
         max_prefix_updates=16,
+        row_sizes=row_sizes,
         token_sizes=sizes,
-        options=SchedulerOptions(max_num_queued_reqs=queue[0], max_num_queued_tokens=queue[1]),
+        options=SchedulerOptions(max_num_queued_reqs=queue[0], max_num_queued_tokens=queue[1], **options),
     )
-    return Scheduler(limits, pages)
+    return Scheduler(limits, pages, clock)
 
 
-def add(scheduler: Scheduler, name: str, length: int, max_tokens: int = 50, priority: int = 0) -> Sequence:
+def add(scheduler: Scheduler, name: str, length: int, max_tokens: int = 50, **of_request: Any) -> Sequence:
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
-    (sequence,) = scheduler.add(Request(name, tuple(range(length)), params, priority=priority))
+    (sequence,) = scheduler.add(Request(name, tuple(range(length)), params, **of_request))
     return sequence
+
+
+def commit(scheduler: Scheduler, plan: StepPlan) -> None:
+    """Commits a step in which every row got token 7."""
+    scheduler.commit(plan, StepOutputs([7] * plan.num_rows))
 
 
 @given(st.integers(0, 500), st.integers(1, 500), st.integers(0, 300))
@@ -63,7 +75,7 @@ def test_steps_fill_their_sizes_where_padding_costs(prompts: list[int], num_runn
     for number, length in enumerate(prompts):
         add(scheduler, f"{number}", length)
     wanted = num_running + sum(prompts[: 4 - num_running])
-    budget = choose_budget(scheduler.limits, scheduler.batch, scheduler.waiting)
+    budget = choose_budget(scheduler.limits, scheduler.batch, scheduler.waiting, scheduler.times)
     assert budget in sizes
     larger = min([size for size in sizes if size >= wanted], default=512)
     assert budget == larger or wanted - budget < larger - wanted
@@ -166,7 +178,7 @@ def test_a_run_moves_what_is_computed_and_what_can_be_shared() -> None:
 def test_smaller_priorities_are_admitted_first() -> None:
     scheduler = make_scheduler(rows=1)
     late, usual, second, urgent = (
-        add(scheduler, name, 5, 1, p) for name, p in [("z", 3), ("a", 0), ("b", 0), ("c", -1)]
+        add(scheduler, name, 5, 1, priority=p) for name, p in [("z", 3), ("a", 0), ("b", 0), ("c", -1)]
     )
     assert list(scheduler.waiting) == [urgent, usual, second, late]
     order = []

@@ -1,0 +1,101 @@
+"""Which tenant's turn it is: how waiting sequences are divided into lanes, and which lane is next."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Sequence as List
+from typing import Protocol
+
+from jaxserve.scheduler.plan import ChunkWork
+from jaxserve.scheduler.sequence import Sequence, age
+
+_OUTPUT_WEIGHT = 2  # an output token costs as much as so many prompt tokens
+
+
+class TurnOrder(Protocol):
+    """The order of tenants."""
+
+    def find_lane(self, sequence: Sequence) -> str:
+        """Returns the name of the sequence's lane. A lane is ordered by age."""
+        ...
+
+    def enter(self, lane: str, others: Iterable[str]) -> None:
+        """Notes that an empty lane gets a sequence; `others` are those that are not empty."""
+        ...
+
+    def choose(self, heads: List[Sequence]) -> Sequence:
+        """Returns the first in line among the first of each lane."""
+        ...
+
+    def charge_prompt(self, sequence: Sequence, chunk: ChunkWork) -> None:
+        """Notes that a chunk is computed for a sequence."""
+        ...
+
+    def charge_outputs(self, sequences: Iterable[Sequence], runs: Iterable[List[int]]) -> None:
+        """Notes the tokens that a step brought."""
+        ...
+
+
+class ArrivalOrder:
+    """All tenants share one lane: who came first is next."""
+
+    def find_lane(self, sequence: Sequence) -> str:
+        return ""
+
+    def enter(self, lane: str, others: Iterable[str]) -> None:
+        pass
+
+    def choose(self, heads: List[Sequence]) -> Sequence:
+        return heads[0]
+
+    def charge_prompt(self, sequence: Sequence, chunk: ChunkWork) -> None:
+        pass
+
+    def charge_outputs(self, sequences: Iterable[Sequence], runs: Iterable[List[int]]) -> None:
+        pass
+
+
+class FairOrder:
+    """A lane for each tenant, with a virtual token counter: within a rank, the tenant served least is next.
+
+    A counter is the cost of what the tenant was served, divided by its weight. A prompt token costs 1 when it is first
+    computed and an output token 2; tokens from the prefix cache are free. A tenant that returns starts at the least
+    counter of those that wait, so nobody saves credit while idle (Sheng et al. 2024, "Fairness in Serving Large
+    Language Models").
+    """
+
+    def __init__(self) -> None:
+        self.counters: Counter[str] = Counter()  # by tenant; there are as many as tenants
+        self._latest = ""  # the tenant whose turn it was last
+
+    def find_lane(self, sequence: Sequence) -> str:
+        return sequence.request.tenant.name
+
+    def enter(self, lane: str, others: Iterable[str]) -> None:
+        least = min((self.counters[name] for name in others), default=self.counters[self._latest])
+        self.counters[lane] = max(self.counters[lane], least)
+
+    def choose(self, heads: List[Sequence]) -> Sequence:
+        rank = min(head.request.rank for head in heads)
+        chosen = min(
+            (head for head in heads if head.request.rank == rank),
+            key=lambda head: (self.counters[self.find_lane(head)], age(head)),
+        )
+        self._latest = self.find_lane(chosen)
+        return chosen
+
+    def charge_prompt(self, sequence: Sequence, chunk: ChunkWork) -> None:
+        end = min(chunk.end, sequence.num_prompt_tokens)
+        new = end - max(chunk.start, sequence.num_charged_tokens)
+        if new > 0:
+            sequence.num_charged_tokens = end
+            self._charge(sequence, new)
+
+    def charge_outputs(self, sequences: Iterable[Sequence], runs: Iterable[List[int]]) -> None:
+        for sequence, run in zip(sequences, runs, strict=True):
+            self._charge(sequence, _OUTPUT_WEIGHT * len(run))
+
+    def _charge(self, sequence: Sequence, cost: int) -> None:
+        tenant = sequence.request.tenant
+        self.counters[tenant.name] += cost / tenant.weight

@@ -1,0 +1,59 @@
+"""How long steps take, by padded size."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from dataclasses import dataclass, field
+
+from jaxserve.scheduler.limits import SchedulerLimits
+
+_SAMPLES = 5
+_DECAY = 0.999  # an estimate 10 % above a limit is tried again after 95 steps: one step in a hundred
+
+
+@dataclass(slots=True)
+class _Size:
+    samples: deque[float] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
+    median: float = 0.0
+    step: int = 0  # at the last sample
+
+
+class StepTimes:
+    """A moving median of the seconds of each padded size.
+
+    The estimate of a size that no step uses shrinks by a thousandth per step, so that a size found too slow is tried
+    again, and the more rarely the slower it was.
+    """
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self._rows, self._tokens = limits.row_sizes, limits.token_sizes
+        self._sizes: dict[tuple[bool, int], _Size] = {}
+        self._num_steps = 0
+
+    def add(self, num_tokens: int, num_rows: int, seconds: float) -> None:
+        """Adds the time of a step."""
+        is_decode = num_tokens == num_rows
+        key = is_decode, _round_up(self._rows if is_decode else self._tokens, num_tokens)
+        self._num_steps += 1
+        size = self._sizes.setdefault(key, _Size())
+        size.samples.append(seconds)
+        size.median, size.step = sorted(size.samples)[len(size.samples) // 2], self._num_steps
+
+    def estimate(self, num_tokens: int) -> float:
+        """Returns the seconds of a mixed step; 0 if there was none of its size."""
+        return self._read(False, _round_up(self._tokens, num_tokens))
+
+    def estimate_decode(self, num_rows: int) -> float:
+        """Returns the seconds of a step of decoding rows alone; 0 if there was none of its size."""
+        return self._read(True, _round_up(self._rows, num_rows))
+
+    def _read(self, is_decode: bool, num_tokens: int) -> float:
+        size = self._sizes.get((is_decode, num_tokens))
+        return 0.0 if size is None else size.median * _DECAY ** (self._num_steps - size.step)
+
+
+def _round_up(sizes: tuple[int, ...], count: int) -> int:
+    """Returns the smallest size that holds `count`; `count` itself if there is none."""
+    place = bisect_left(sizes, count)
+    return sizes[place] if place < len(sizes) else count
