@@ -10,8 +10,7 @@ from typing import Any
 
 from starlette.requests import Request as HttpRequest
 
-from jaxserve.errors import InvalidRequestError
-from jaxserve.request import Request, RequestOutput, ServiceTier
+from jaxserve.request import Request, RequestOutput
 from jaxserve.sampling_params import OutputKind
 from jaxserve.server.errors import to_api_error
 from jaxserve.server.protocol.fields import EngineFields, PromptTokensDetails, Usage
@@ -169,24 +168,30 @@ async def _continue[T](first: T, rest: AsyncGenerator[T]) -> AsyncGenerator[T]:
 
 
 def make_request_options(http: HttpRequest, body: EngineFields, state: ServerState) -> dict[str, Any]:
-    """Returns the options that `RequestFactory` takes beside prompt and parameters: salt, priority and deadline.
+    """Returns the options that `RequestFactory` takes beside prompt and parameters: those of a `Schedule`.
 
     Raises:
         InvalidRequestError: the priority is better than the server allows.
-        ApiError: 429 when the queue has no room for that priority, before any text is tokenized.
+        ApiError: 403 when the key may not have the tier or the priority; 429 when the queue has no room for them,
+            before any text is tokenized.
     """
     context = get_context(http.scope)
-    limit, best = state.config.limits.request_timeout, state.config.limits.max_priority
-    if body.priority < best:
-        message = f"must be at least {best} on this server (smaller runs first; max_priority), got {body.priority}"
-        raise InvalidRequestError(message, field="priority", value=body.priority)
-    state.refuse_if_full((ServiceTier.DEFAULT, body.priority))
-    seconds = min((each for each in (body.timeout, limit) if each is not None), default=None)
+    limits, rights = state.config.limits, context.rights
+    tier, priority = rights.choose_tier(body.service_tier), rights.choose_priority(body.priority, limits.max_priority)
+    state.refuse_if_full(rights, (tier, priority))
+    seconds = min((each for each in (body.timeout, limits.request_timeout) if each is not None), default=None)
     return {
         "cache_salt": context.salt + (body.cache_salt or ""),
-        "priority": body.priority,
+        "priority": priority,
+        "service_tier": tier,
+        "tenant": rights.tenant,
         "deadline": None if seconds is None else context.arrival + seconds,
     }
+
+
+def echo_tier(body: EngineFields, request: Request) -> dict[str, str]:
+    """Returns the member of an answer that names the tier it was served in, if the body named one."""
+    return {} if body.service_tier is None else {"service_tier": str(request.service_tier)}
 
 
 def name_requests(requests: Sequence[Request], http: HttpRequest) -> list[Request]:
