@@ -13,6 +13,7 @@ from starlette.requests import Request as HttpRequest
 from jaxserve.request import Request, RequestOutput
 from jaxserve.sampling_params import OutputKind
 from jaxserve.server.errors import to_api_error
+from jaxserve.server.metrics import Tally
 from jaxserve.server.protocol.fields import EngineFields, PromptTokensDetails, Usage
 from jaxserve.server.request_context import get_context
 from jaxserve.server.server_state import Phase, ServerState, not_serving
@@ -44,6 +45,7 @@ class _Running:
 
     position: int  # its index among the HTTP request's
     request: Request
+    tally: Tally  # what it counts in
     last_time: dict[int, float] = field(default_factory=dict)  # by completion: when its last chunk came
     num_tokens: dict[int, int] = field(default_factory=dict)  # by completion
 
@@ -58,7 +60,10 @@ class Generation:
         self._requests = requests
         self._http = http
         self._operation = operation
-        self._records = {request.request_id: _Running(at, request) for at, request in enumerate(requests)}
+        self._records = {
+            request.request_id: _Running(at, request, state.metrics.find_tally(request))
+            for at, request in enumerate(requests)
+        }
         self._engine = state.engine
         self._is_taken = False
         self.account = Account(prompt_tokens=sum(len(request.prompt_token_ids) for request in requests))
@@ -112,13 +117,13 @@ class Generation:
         """Counts the requests once the engine has accepted them."""
         if not self._is_taken:
             self._is_taken = True
-            for request in self._requests:
-                self._state.metrics.start_request(request)
+            for record in self._records.values():
+                self._state.metrics.start_request(record.tally, record.request)
 
     def _observe(self, record: _Running, output: RequestOutput) -> None:
         """Counts an output's tokens and, for a stream, the time since its last output."""
         streams = record.request.params.output_kind is OutputKind.DELTA
-        now = time.monotonic() if streams else 0.0
+        metrics, now = self._state.metrics, time.monotonic() if streams else 0.0
         for completion in output.outputs:
             count, index = len(completion.token_ids), completion.index
             if not count:
@@ -129,10 +134,10 @@ class Generation:
             if not streams:
                 continue
             if before:
-                self._state.metrics.observe_gap(now - record.last_time[index], count)
+                metrics.observe_gap(record.tally, now - record.last_time[index], count)
             else:
                 num_prompt = len(output.prompt_token_ids) if not record.last_time else 0
-                self._state.metrics.observe_first_token(now - record.request.arrival_time, num_prompt, count)
+                metrics.observe_first_token(record.tally, now - record.request.arrival_time, num_prompt, count)
             record.last_time[index] = now
 
     def _finish(self, record: _Running, output: RequestOutput) -> None:
@@ -141,7 +146,7 @@ class Generation:
         self.account.cached_tokens += output.num_cached_tokens
         params = record.request.params
         self._state.metrics.finish_request(
-            output, params.max_tokens, params.n, num_tokens=counts, num_streamed=streamed
+            record.tally, output, params.max_tokens, params.n, num_tokens=counts, num_streamed=streamed
         )
         self._trace(record, output)
 

@@ -16,9 +16,9 @@ from jaxserve.errors import ConfigError, InvalidRequestError, shorten
 from jaxserve.files import open_regular
 from jaxserve.request import DEFAULT_TENANT, PRIORITIES, SERVICE_TIERS, Rank, ServiceTier, Tenant
 from jaxserve.server.errors import ApiError
+from jaxserve.server.metrics.recorder import OTHER
 from jaxserve.server.options import AccessOptions
 
-OTHER_TENANTS = "other"  # stands in metrics for the tenants beyond the most that they tell apart
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HASH = re.compile(r"[0-9A-Fa-f]{64}")
 _LEAST_WEIGHT, _MOST_WEIGHT = 0.001, 1000
@@ -183,8 +183,8 @@ def _join(tiers: Sequence[ServiceTier]) -> str:
 # The fields of a tenant: which values are right, and how an error describes them.
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "name": (
-        lambda value: isinstance(value, str) and bool(_NAME.fullmatch(value)) and value != OTHER_TENANTS,
-        f"1 to 64 letters, digits, '.', '_' or '-', and not {OTHER_TENANTS!r}",
+        lambda value: isinstance(value, str) and bool(_NAME.fullmatch(value)) and value != OTHER,
+        f"1 to 64 letters, digits, '.', '_' or '-', and not {OTHER!r}",
     ),
     "key_hash": (
         lambda value: isinstance(value, str) and bool(_HASH.fullmatch(value)),
