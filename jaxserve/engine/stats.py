@@ -39,7 +39,7 @@ class EngineStats:
     num_running: int  # sequences with a row
     num_waiting: int  # sequences that wait for a row, preempted ones included
     num_queued_tokens: int  # prompt tokens that wait for their first admission
-    num_new_by_tenant: Mapping[str, int]  # sequences that wait for their first admission, by tenant's name
+    num_waiting_by_tenant: Mapping[str, int]  # the same by tenant's name
     num_preemptions: int
     num_tier_misses: int  # steps that took longer than `priority_itl_ms` while a row of that tier decoded
     prefix_queries: int  # prompt tokens looked up in the prefix cache
@@ -100,7 +100,7 @@ def read_stats(engine: Engine) -> EngineStats:
         num_running=len(scheduler.batch),
         num_waiting=len(scheduler.waiting),
         num_queued_tokens=scheduler.waiting.num_new_tokens,
-        num_new_by_tenant={name: load.num_new for name, load in list(scheduler.waiting.by_tenant.items())},
+        num_waiting_by_tenant={name: load.num_waiting for name, load in list(scheduler.waiting.by_tenant.items())},
         num_preemptions=scheduler.counts.num_preemptions,
         num_tier_misses=scheduler.counts.num_tier_misses,
         prefix_queries=scheduler.counts.prefix_queries,

@@ -18,6 +18,7 @@ from jaxserve.scheduler.sequence import Sequence, SequenceStatus, age
 class TenantLoad:
     """What waits of one tenant."""
 
+    num_waiting: int = 0  # sequences in the queue
     num_new: int = 0  # sequences that were never admitted
     num_new_tokens: int = 0  # prompt tokens of never-admitted requests, once per request
 
@@ -31,7 +32,7 @@ class WaitingQueue:
     def __init__(self, turns: TurnOrder | None = None) -> None:
         self.num_new = 0  # sequences that were never admitted
         self.num_new_tokens = 0  # prompt tokens of never-admitted requests, once per request
-        self.by_tenant: defaultdict[str, TenantLoad] = defaultdict(TenantLoad)  # the same two by tenant's name
+        self.by_tenant: defaultdict[str, TenantLoad] = defaultdict(TenantLoad)  # by tenant's name
         self._turns = turns if turns is not None else ArrivalOrder()
         self._lanes: dict[str, deque[Sequence]] = {}
 
@@ -64,6 +65,7 @@ class WaitingQueue:
 
     def push(self, sequence: Sequence) -> None:
         """Queues a sequence that is already counted or has run before."""
+        self.by_tenant[sequence.request.tenant.name].num_waiting += 1
         name = self._turns.find_lane(sequence)
         lane = self._lanes.setdefault(name, deque())
         if not lane:
@@ -84,6 +86,7 @@ class WaitingQueue:
         """Removes and returns the first sequence, for admission."""
         sequence = self.first
         self._lanes[self._turns.find_lane(sequence)].popleft()
+        self.by_tenant[sequence.request.tenant.name].num_waiting -= 1
         self._uncount(sequence)
         return sequence
 
@@ -94,6 +97,7 @@ class WaitingQueue:
         place = bisect_left(lane, age(sequence), key=age)
         if place < len(lane) and lane[place] is sequence:
             del lane[place]
+            self.by_tenant[sequence.request.tenant.name].num_waiting -= 1
 
     def _uncount(self, sequence: Sequence) -> None:
         if sequence.status is SequenceStatus.WAITING:

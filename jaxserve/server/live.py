@@ -56,7 +56,7 @@ def _draw(state: ServerState, found: dict[str, Any], rows: Sequence[RowStats]) -
     found["rows"] = {
         "max": llm.limits.max_num_seqs,
         "waiting": stats.num_waiting,
-        "waiting_by_tenant": {name: count for name, count in stats.num_new_by_tenant.items() if name and count},
+        "waiting_by_tenant": {name: count for name, count in stats.num_waiting_by_tenant.items() if name and count},
         "running": [
             {
                 "row": row.row,

@@ -64,8 +64,9 @@ def test_queue_is_sorted_and_counted(actions: list[tuple[str, int]]) -> None:
         new = [each for each in waiting if each.status is SequenceStatus.WAITING]
         assert (queue.num_new, queue.num_new_tokens) == (len(new), sum(each.num_prompt_tokens for each in new))
         for name in "ab":
-            own = [each.num_prompt_tokens for each in new if each.request.tenant.name == name]
-            assert queue.by_tenant[name] == TenantLoad(len(own), sum(own))
+            own = [each for each in waiting if each.request.tenant.name == name]
+            lengths = [each.num_prompt_tokens for each in own if each in new]
+            assert queue.by_tenant[name] == TenantLoad(len(own), len(lengths), sum(lengths))
 
 
 def test_requests_that_end_while_they_wait_make_room() -> None:

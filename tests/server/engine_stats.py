@@ -15,7 +15,7 @@ def make_stats(**changes: Any) -> EngineStats:
         "num_running": 3,
         "num_waiting": 2,
         "num_queued_tokens": 77,
-        "num_new_by_tenant": {"": 1, "crawler": 7},
+        "num_waiting_by_tenant": {"": 1, "crawler": 7},
         "num_preemptions": 4,
         "num_tier_misses": 11,
         "prefix_queries": 1000,

@@ -378,7 +378,7 @@ def test_requests_count_by_tenant_and_tier() -> None:
 
 def test_tenants_that_wait_are_counted_by_name() -> None:
     samples = read(ServerMetrics("demo"), make_stats())
-    for name, count in make_stats().num_new_by_tenant.items():
+    for name, count in make_stats().num_waiting_by_tenant.items():
         assert pick(samples, "jaxserve:tenant_num_requests_waiting", tenant=name) == count
 
 
@@ -387,7 +387,7 @@ def test_metrics_tell_256_tenants_apart() -> None:
     for number in range(300):
         request = replace(REQUEST, tenant=Tenant(f"t{number}"))
         metrics.start_request(metrics.find_tally(request), request)
-    waiting = make_stats(num_new_by_tenant={"t0": 1, "t298": 2, "t299": 3})
+    waiting = make_stats(num_waiting_by_tenant={"t0": 1, "t298": 2, "t299": 3})
     samples = read(metrics, waiting)
     counts = {s.labels["tenant"]: s.value for s in samples if s.name == "jaxserve:tenant_requests_total"}
     assert counts == {**{f"t{number}": 1 for number in range(256)}, "other": 44}

@@ -143,9 +143,9 @@ class Page(Collector):
             sample = ((attention.impl, attention.reason), float(attention.fell_back))
             yield self._make(GaugeMetricFamily, *ATTENTION_FALLBACK, [sample], "impl", "reason")
         waiting: Counter[str] = Counter()
-        for name, count in stats.num_new_by_tenant.items():
+        for name, count in stats.num_waiting_by_tenant.items():
             waiting[self.metrics.label_tenant(name)] += count
-        text = "Sequences that wait for their first row, by tenant."
+        text = "Sequences of a tenant that wait for a row or for pages."
         samples = [((label,), float(count)) for label, count in waiting.items()]
         yield self._make(GaugeMetricFamily, "tenant_num_requests_waiting", text, samples, "tenant")
         steps = [((bucket,), count) for bucket, count in stats.steps.items()]
