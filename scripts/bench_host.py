@@ -8,6 +8,7 @@ users: scheduler, pages, packing, transfer, dispatch, commit, detokenizing, outp
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import gc
 import json
@@ -23,13 +24,14 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from jaxserve.config import SchedulerOptions
 from jaxserve.engine.engine import Engine
 from jaxserve.layers.stack import stack_specs
 from jaxserve.models.base import ParamSpec
 from jaxserve.models.registry import param_specs, parse_config
 from jaxserve.pages import PageGroup, PageManager
 from jaxserve.presets import load_preset
-from jaxserve.request import Request
+from jaxserve.request import Request, ServiceTier, Tenant
 from jaxserve.runtime.buckets import BucketTable
 from jaxserve.runtime.device_state import row_state_specs
 from jaxserve.runtime.inputs import StateShape
@@ -46,6 +48,14 @@ PAGE_SIZE = 64
 CONTEXT = 4096
 PROMPT = 64
 PARTS = ("plan", "inputs", "dispatch", "commit", "detokenize")
+ALL_POLICIES = SchedulerOptions(
+    scheduling_policy="fair",
+    priority_itl_ms=1000.0,
+    priority_scheduling_preemption_threshold=10,
+    max_num_partial_prefills=4,
+    max_long_partial_prefills=2,
+)
+TENANTS = [Tenant(f"tenant {number}", weight=1.0 + number) for number in range(8)]
 
 
 class Stopwatch:
@@ -122,8 +132,11 @@ class _Characters:
         return ""
 
 
-def measure(rows: int, steps: int, tokenizer: Any) -> dict[str, float]:
-    """Returns microseconds of CPU per step, by part, with `rows` rows decoding and every output streamed."""
+def measure(rows: int, steps: int, tokenizer: Any, options: SchedulerOptions | None = None) -> dict[str, float]:
+    """Returns microseconds of CPU per step, by part, with `rows` rows decoding and every output streamed.
+
+    With `options`, the requests are those of eight tenants and two tiers, and as many wait as run.
+    """
     buckets = BucketTable([rows], [rows + 4096], rows)
     runner = make_null_runner(rows, buckets)
     total_pages = rows * CONTEXT // PAGE_SIZE + 1
@@ -135,12 +148,20 @@ def measure(rows: int, steps: int, tokenizer: Any) -> dict[str, float]:
         max_num_batched_tokens=rows + 4096,
         max_model_len=CONTEXT,
         max_prefix_updates=CONTEXT // PAGE_SIZE,
+        row_sizes=buckets.row_counts,
+        token_sizes=buckets.token_counts,
+        pads_cheaply=True,
+        options=SchedulerOptions() if options is None else options,
     )
     scheduler = Scheduler(limits, pages)
     engine = Engine(scheduler, runner, tokenizer=tokenizer)
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, output_kind=OutputKind.DELTA)
-    for index in range(rows):
-        engine.add_request(Request(f"r{index}", tuple(range(index, index + PROMPT + index % PAGE_SIZE)), params))
+    for index in range(rows if options is None else 2 * rows):
+        request = Request(f"r{index}", tuple(range(index, index + PROMPT + index % PAGE_SIZE)), params)
+        if options is not None:
+            tier = ServiceTier.PRIORITY if index < rows // 2 else ServiceTier.DEFAULT
+            request = dataclasses.replace(request, tenant=TENANTS[index % len(TENANTS)], service_tier=tier)
+        engine.add_request(request)
     while len(scheduler.batch.decoding) < rows:
         engine.step()
     watch = Stopwatch()
@@ -162,6 +183,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128, 256, 512, 1024])
     parser.add_argument("--steps", type=int, default=200, help="steps measured per size (default: 200)")
+    parser.add_argument(
+        "--policies", action="store_true", help="all policies on: eight tenants, two tiers, and as many waiting rows"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     parser.add_argument("--tokenizer", metavar="DIR", help="detokenize with this one (default: a table look-up)")
     args = parser.parse_args()
@@ -176,7 +200,7 @@ def main() -> None:
         table.add_column(column, justify="right")
     figures = []
     for rows in args.rows:
-        parts = measure(rows, args.steps, tokenizer)
+        parts = measure(rows, args.steps, tokenizer, ALL_POLICIES if args.policies else None)
         loop, aim = sum(parts.values()) - parts["detokenize"], 100 + 1.0 * rows
         figures.append(
             {"rows": rows, "total_us": sum(parts.values()), "loop_us": loop, "aim_us": aim}

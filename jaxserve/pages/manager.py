@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass, field
 
@@ -99,16 +100,20 @@ class PageManager:
         """Returns the page-table entries of all pages that the sequence holds."""
         return [(g, i, page) for g, ids in enumerate(pages.page_ids) for i, page in enumerate(ids) if page]
 
-    def has_room(self, pages: SequencePages, num_tokens: int) -> bool:
-        """Returns whether every pool has enough available pages for `num_tokens` of the sequence."""
+    def count_missing(self, pages: SequencePages, num_tokens: int) -> list[int]:
+        """Returns the pages of each group that the sequence lacks for `num_tokens`."""
+        missing = []
         for g, group in enumerate(self.groups):
             held = len(pages.page_ids[g])
             needed = self._pages_for(num_tokens) - held
             if (most := self._most_pages(group)) is not None:
                 needed = min(needed, most - (held - pages.num_trimmed[g]))
-            if needed > self.pools[g].num_available:
-                return False
-        return True
+            missing.append(max(needed, 0))
+        return missing
+
+    def has_room(self, missing: Iterable[int]) -> bool:
+        """Returns whether every group's pool has so many available pages."""
+        return all(count <= pool.num_available for count, pool in zip(missing, self.pools, strict=True))
 
     def reserve(self, pages: SequencePages, num_computed: int, num_tokens: int) -> list[PageUpdate] | None:
         """Makes room for tokens [num_computed, num_tokens); returns the new table entries, or None when a pool is full.

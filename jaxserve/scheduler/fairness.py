@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable
 from collections.abc import Sequence as List
 from typing import Protocol
 
+from jaxserve.request import Rank
 from jaxserve.scheduler.plan import ChunkWork
-from jaxserve.scheduler.sequence import Sequence, age
+from jaxserve.scheduler.sequence import Sequence
 
 _OUTPUT_WEIGHT = 2  # an output token costs as much as so many prompt tokens
 
@@ -66,22 +67,18 @@ class FairOrder:
     """
 
     def __init__(self) -> None:
-        self.counters: Counter[str] = Counter()  # by tenant; there are as many as tenants
+        self.counters: defaultdict[str, float] = defaultdict(float)  # by tenant; there are as many as tenants
         self._latest = ""  # the tenant whose turn it was last
 
     def find_lane(self, sequence: Sequence) -> str:
         return sequence.request.tenant.name
 
     def enter(self, lane: str, others: Iterable[str]) -> None:
-        least = min((self.counters[name] for name in others), default=self.counters[self._latest])
+        least = min((self.counters[name] for name in others), default=self.counters.get(self._latest, 0.0))
         self.counters[lane] = max(self.counters[lane], least)
 
     def choose(self, heads: List[Sequence]) -> Sequence:
-        rank = min(head.request.rank for head in heads)
-        chosen = min(
-            (head for head in heads if head.request.rank == rank),
-            key=lambda head: (self.counters[self.find_lane(head)], age(head)),
-        )
+        chosen = min(heads, key=self._find_turn)
         self._latest = self.find_lane(chosen)
         return chosen
 
@@ -90,12 +87,15 @@ class FairOrder:
         new = end - max(chunk.start, sequence.num_charged_tokens)
         if new > 0:
             sequence.num_charged_tokens = end
-            self._charge(sequence, new)
+            tenant = sequence.request.tenant
+            self.counters[tenant.name] += new / tenant.weight
 
     def charge_outputs(self, sequences: Iterable[Sequence], runs: Iterable[List[int]]) -> None:
+        counters = self.counters
         for sequence, run in zip(sequences, runs, strict=True):
-            self._charge(sequence, _OUTPUT_WEIGHT * len(run))
+            tenant = sequence.request.tenant
+            counters[tenant.name] += _OUTPUT_WEIGHT * len(run) / tenant.weight
 
-    def _charge(self, sequence: Sequence, cost: int) -> None:
-        tenant = sequence.request.tenant
-        self.counters[tenant.name] += cost / tenant.weight
+    def _find_turn(self, head: Sequence) -> tuple[Rank, float, int]:
+        request = head.request
+        return request.rank, self.counters[request.tenant.name], head.order

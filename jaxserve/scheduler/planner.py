@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from operator import add
 
 from jaxserve.pages.manager import PageManager
 from jaxserve.scheduler.counts import SchedulerCounts
@@ -16,7 +17,15 @@ from jaxserve.scheduler.fairness import TurnOrder
 from jaxserve.scheduler.limits import SchedulerLimits
 from jaxserve.scheduler.plan import StepPlan
 from jaxserve.scheduler.plan_builder import PlanBuilder
-from jaxserve.scheduler.policy import choose_budget, choose_chunk, choose_share, choose_victim, may_admit, must_yield
+from jaxserve.scheduler.policy import (
+    can_yield,
+    choose_budget,
+    choose_chunk,
+    choose_share,
+    choose_victim,
+    may_admit,
+    must_yield,
+)
 from jaxserve.scheduler.running import Batch
 from jaxserve.scheduler.sequence import Sequence, SequenceStatus
 from jaxserve.scheduler.step_times import StepTimes
@@ -70,16 +79,18 @@ class Planner:
 
     def _make_way(self, builder: PlanBuilder) -> None:
         """Preempts running sequences that must yield to the first in line, while it has no row or no pages."""
-        if not self._waiting:
+        batch, pages = self._batch, self._pages
+        if not (self._waiting and len(batch) and can_yield(self.limits, choose_victim(self.limits, batch))):
             return
-        first, batch, pages = self._waiting.first, self._batch, self._pages
+        first = self._waiting.first
         while len(batch) and must_yield(self.limits, victim := choose_victim(self.limits, batch), first):
-            if not batch.is_full and pages.has_room(first.pages, len(first.token_ids)):
+            missing = map(add, self._count_promised(), pages.count_missing(first.pages, len(first.token_ids)))
+            if not batch.is_full and pages.has_room(missing):
                 return
             self._preempt(builder, victim)
 
     def _plan_decodes(self, builder: PlanBuilder) -> None:
-        add = builder.decoding.append
+        plan = builder.decoding.append
         for sequence in self._batch.decoding:  # a preemption removes only the current element or later ones
             end = sequence.num_computed_tokens + 1
             if end >= sequence.max_num_tokens:
@@ -87,7 +98,7 @@ class Planner:
             if end > sequence.pages.num_reserved_tokens and not self._reserve(builder, sequence, end):
                 continue
             sequence.num_computed_tokens = end
-            add(sequence)
+            plan(sequence)
         builder.budget -= len(builder.decoding)
 
     def _plan_chunk(self, builder: PlanBuilder, sequence: Sequence) -> None:
@@ -117,6 +128,7 @@ class Planner:
 
     def _admit(self, builder: PlanBuilder) -> None:
         pages = self._pages
+        promised = self._count_promised() if self._waiting and not self._batch.is_full else []
         while self._waiting and not self._batch.is_full and builder.budget > 0:
             sequence = self._waiting.first
             if sequence.num_awaited_steps:
@@ -126,7 +138,8 @@ class Planner:
             num_cached = pages.attach_prefix(sequence.pages, sequence.sharable_tokens)
             updates = pages.list_updates(sequence.pages)
             length = choose_chunk(self.limits, num_cached, len(sequence.token_ids) - num_cached, builder.budget)
-            has_room = self._door.has_pages = pages.has_room(sequence.pages, len(sequence.token_ids))
+            missing = pages.count_missing(sequence.pages, len(sequence.token_ids))
+            has_room = self._door.has_pages = pages.has_room(map(add, promised, missing))
             if length == 0 or not has_room or len(updates) > builder.prefix_updates:
                 pages.release(sequence.pages)
                 return
@@ -138,6 +151,16 @@ class Planner:
             builder.prefix_updates -= len(updates)
             builder.add_pages(sequence.row, updates)
             self._plan_chunk(builder, sequence)
+            left = pages.count_missing(sequence.pages, len(sequence.token_ids))
+            promised = list(map(add, promised, left))
+
+    def _count_promised(self) -> list[int]:
+        """Returns the pages of each group that the prompts of running sequences still lack."""
+        promised = [0] * len(self._pages.groups)
+        for sequence in self._batch.prefilling:
+            missing = self._pages.count_missing(sequence.pages, len(sequence.token_ids))
+            promised = list(map(add, promised, missing))
+        return promised
 
     def _reserve(self, builder: PlanBuilder, sequence: Sequence, num_tokens: int) -> bool:
         """Reserves pages, preempting younger sequences as needed; returns False if `sequence` itself was preempted."""

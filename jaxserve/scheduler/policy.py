@@ -19,6 +19,12 @@ def choose_victim(limits: SchedulerLimits, batch: Batch) -> Sequence:
     return max((*batch.decoding[-1:], *batch.prefilling[-1:]), key=age)
 
 
+def can_yield(limits: SchedulerLimits, running: Sequence) -> bool:
+    """Returns whether there can be anyone to whom a running sequence must yield."""
+    may_differ = limits.options.priority_scheduling_preemption_threshold is not None
+    return may_differ or running.request.service_tier == ServiceTier.FLEX
+
+
 def must_yield(limits: SchedulerLimits, running: Sequence, waiting: Sequence) -> bool:
     """Returns whether a running sequence loses its row when a waiting one needs it.
 

@@ -45,8 +45,9 @@ class StepTimes:
         return self._read(False, _round_up(self._tokens, num_tokens))
 
     def estimate_decode(self, num_rows: int) -> float:
-        """Returns the seconds of a step of decoding rows alone; 0 if there was none of its size."""
-        return self._read(True, _round_up(self._rows, num_rows))
+        """Returns the seconds of a step of decoding rows alone; 0 if there was none of its size or below."""
+        padded = _round_up(self._rows, num_rows)
+        return max((self._read(True, rows) for rows in (*self._rows, padded) if rows <= padded), default=0.0)
 
     def _read(self, is_decode: bool, num_tokens: int) -> float:
         size = self._sizes.get((is_decode, num_tokens))

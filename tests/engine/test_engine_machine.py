@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -20,7 +21,7 @@ from jaxserve.errors import (
     QueueFullError,
 )
 from jaxserve.pages import PageGroup, PageManager
-from jaxserve.request import Request, RequestOutput
+from jaxserve.request import DEFAULT_TENANT, Request, RequestOutput, ServiceTier, Tenant
 from jaxserve.sampling_params import OutputKind, SamplingParams
 from jaxserve.scheduler import Scheduler, SchedulerLimits, Sequence, SequenceStatus
 from tests.engine.helpers import greedy, make_engine, run
@@ -44,6 +45,16 @@ class EngineMachine(RuleBasedStateMachine):
         queue=st.sampled_from([(None, None), (1, None), (3, None), (None, 100), (2, 300)]),
         has_sizes=st.booleans(),
         longest_run=st.sampled_from([1, 1, 3, 8]),
+        policies=st.fixed_dictionaries(
+            {"scheduling_policy": st.sampled_from(["fcfs", "fair"])},
+            optional={
+                "priority_itl_ms": st.just(300),  # a turn takes 250 ms, or more with many tokens
+                "priority_scheduling_preemption_threshold": st.sampled_from([1, 8]),
+                "long_prefill_token_threshold": st.sampled_from([0, 1, 40]),
+                "max_num_partial_prefills": st.integers(1, 2),
+                "max_long_partial_prefills": st.integers(1, 2),
+            },
+        ),
     )
     def start(
         self,
@@ -57,6 +68,7 @@ class EngineMachine(RuleBasedStateMachine):
         queue: tuple[int | None, int | None],
         has_sizes: bool,
         longest_run: int,
+        policies: dict[str, Any],
     ) -> None:
         num_pages = 2 + tokens_of_pool // page_size
         groups = [PageGroup(num_pages)]
@@ -72,7 +84,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_model_len=MAX_MODEL_LEN,
             max_prefix_updates=len(groups) * MAX_MODEL_LEN // page_size,
             token_sizes=sizes,
-            options=SchedulerOptions(max_num_queued_reqs=queue[0], max_num_queued_tokens=queue[1]),
+            options=SchedulerOptions(max_num_queued_reqs=queue[0], max_num_queued_tokens=queue[1], **policies),
         )
         self.device = FakeDevice(groups, page_size=page_size, vocab_size=VOCAB)
         lengths = random.Random(longest_run)
@@ -97,6 +109,8 @@ class EngineMachine(RuleBasedStateMachine):
         patience=st.sampled_from([None] * 7 + [0, 3, 30]),
         kind=st.sampled_from([1] * 7 + [2, 3, "embedding"]),
         asks=st.sampled_from([False, True, True]),
+        tier=st.sampled_from(ServiceTier),
+        tenant=st.sampled_from([DEFAULT_TENANT, Tenant("light", weight=0.5), Tenant("heavy", weight=4)]),
     )
     def add(
         self,
@@ -109,6 +123,8 @@ class EngineMachine(RuleBasedStateMachine):
         patience: int | None,
         kind: int | str,
         asks: bool,
+        tier: ServiceTier,
+        tenant: Tenant,
     ) -> None:
         self.count += 1
         common = [7 * i % VOCAB for i in range(min(shared, length))]
@@ -122,6 +138,8 @@ class EngineMachine(RuleBasedStateMachine):
             params,
             cache_salt=salt,
             priority=priority,
+            service_tier=tier,
+            tenant=tenant,
             deadline=None if patience is None else self.now + patience,
             embeds=embeds,
         )
@@ -161,7 +179,7 @@ class EngineMachine(RuleBasedStateMachine):
         worse = {
             each.request.request_id
             for each in scheduler.waiting
-            if each.status is SequenceStatus.WAITING and not each.index and each.request.priority > request.priority
+            if each.status is SequenceStatus.WAITING and not each.index and each.request.rank > request.rank
         }
         try:
             displaced = scheduler.door.find_room([request])
@@ -210,7 +228,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     def turn(self) -> None:
         """One step: whoever is late when it begins is gone when it ends."""
-        self.now += 0.25
+        tokens = self.device.plans[-1].num_tokens if self.device.plans else 0
+        self.now += 0.25 + tokens / 1000
         live = self.requests.keys() - self.finished.keys()
         deadlines = {name: self.requests[name].deadline for name in live}
         late = {name for name, deadline in deadlines.items() if deadline is not None and deadline <= self.now}
@@ -239,7 +258,7 @@ class EngineMachine(RuleBasedStateMachine):
             s.status is not SequenceStatus.RUNNING and not any(s.pages.page_ids) for s in self.engine.scheduler.waiting
         )
         for sequences in (scheduler.waiting, batch.decoding, batch.prefilling):
-            keys = [(sequence.request.priority, sequence.order) for sequence in sequences]
+            keys = [(sequence.request.rank, sequence.order) for sequence in sequences]
             assert keys == sorted(keys)
         unfinished = self.requests.keys() - self.finished.keys()
         assert len(self.engine._deadlines) == sum(self.requests[name].deadline is not None for name in unfinished)
