@@ -76,7 +76,7 @@ class Door:
 
     There is room for a request if the limits let it wait, or if idle rows suffice for it and all that wait. Only
     sequences that wait for their first admission count, and `n` x max_tokens is not reserved. A tenant's requests may
-    fill its `queue_share` of each limit, and always one sequence.
+    fill its `queue_share` of each limit, and at least one sequence.
     """
 
     def __init__(self, limits: SchedulerLimits, waiting: WaitingQueue, batch: Batch) -> None:

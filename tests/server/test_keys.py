@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.request import ServiceTier, Tenant
 from jaxserve.server.errors import ApiError
-from jaxserve.server.keys import KeyRights, hash_key, read_keys, read_tenants
+from jaxserve.server.keys import _FIELDS, KeyRights, hash_key, read_keys, read_tenants
 from jaxserve.server.options import AccessOptions
 
 KEYS = ("first-key-0123", "second-key-456", "third-key-789x")
@@ -176,3 +177,17 @@ def test_a_better_priority_is_refused_for_the_key_or_for_everyone() -> None:
     assert (caught.value.status, caught.value.param, caught.value.code) == (403, "priority", "priority_not_allowed")
     with pytest.raises(InvalidRequestError, match="at least 0 on this server"):
         KeyRights().choose_priority(-1, 0)
+
+
+# docs/tiers.md
+
+
+def test_the_example_of_the_page_is_a_tenants_file_and_its_table_has_every_field(path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tiers.md").read_text()
+    (example,) = re.findall(r"```toml\n(.*?)```", page, flags=re.S)
+    path.write_text(example)
+    chat, crawler = read_tenants(str(path)).values()
+    assert chat == KeyRights(Tenant("chat", weight=4), -10, (PRIORITY, DEFAULT))
+    assert crawler == KeyRights(Tenant("crawler", queue_share=0.25), None, (FLEX,))
+    table = page.partition("| Field |")[2].partition("\n\n")[0]
+    assert re.findall(r"^\| `([a-z_]+)` \|", table, flags=re.M) == [*_FIELDS]
