@@ -21,7 +21,7 @@ from jaxserve.engine.view import EngineView
 from jaxserve.engine_args import EngineArgs
 from jaxserve.errors import EngineStoppedError
 from jaxserve.logits_processor import LogitsProcessor
-from jaxserve.request import PRIORITIES, Request, RequestOutput
+from jaxserve.request import PRIORITIES, Request, RequestOutput, ServiceTier
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import SchedulerLimits
 
@@ -261,7 +261,8 @@ class AsyncLLM:
             DeadlineError: no token came in time.
             EngineStoppedError, DeviceStepError, NonFiniteLogitsError: the engine, the device or the model failed.
         """
-        request = self._ready.requests.make([0], ONE_TOKEN, priority=PRIORITIES.start)
+        rank = {"priority": PRIORITIES.start, "service_tier": ServiceTier.FLEX}  # other tiers' rows do not yield to it
+        request = self._ready.requests.make([0], ONE_TOKEN, **rank)
         outputs = self.stream([request], beyond_limits=True)
         await wait_for_token(outputs, self._ready.engine.counts, timeout)
 

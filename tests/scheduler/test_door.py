@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxserve.errors import InvalidRequestError, QueueFullError
-from jaxserve.request import FinishReason, Request, Tenant
+from jaxserve.request import FinishReason, Request, ServiceTier, Tenant
 from jaxserve.scheduler import Scheduler, StepOutputs
 from tests.scheduler.test_scheduler import make_scheduler
 from tests.scheduler.test_waiting import make_request
@@ -262,3 +264,44 @@ def test_others_make_way_for_the_whole_queue_alone() -> None:
     assert wait(scheduler, "h1", priority=1, tenant=HALF) == ["w4"]
     requests = [make_request("h2", tenant=HALF), make_request("x", tenant=Tenant("x", queue_share=0.25))]
     assert find_names(scheduler, *requests) == ["w3", "w2"]
+
+
+TENANTS = (Tenant("a", queue_share=0.2), Tenant("b", queue_share=0.5), Tenant("c"))
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(TENANTS), st.integers(1, 3), st.integers(1, 12), st.sampled_from(ServiceTier)),
+        max_size=40,
+    )
+)
+def test_shares_hold_and_only_what_is_full_displaces(asked: list[tuple[Tenant, int, int, ServiceTier]]) -> None:
+    scheduler = make_full(queue=(10, 60))
+    for name in range(1, 11):
+        scheduler.finish(f"w{name}", FinishReason.ABORT)
+    waiting, present = scheduler.waiting, {}
+    for number, (tenant, n, length, tier) in enumerate(asked):
+        request = make_request(f"q{number}", length, n, tenant=tenant, service_tier=tier)
+        try:
+            displaced = find_names(scheduler, request)
+        except (QueueFullError, InvalidRequestError):
+            continue
+        assert all(present[name].rank > request.rank for name in displaced)
+        count, tokens = _measure([*present.values(), request])
+        if count <= 10 and tokens <= 60:  # the whole queue has room, so at most its own share is full
+            assert all(present[name].tenant is tenant for name in displaced)
+        for name in displaced:
+            scheduler.finish(name, FinishReason.ERROR)
+            del present[name]
+        scheduler.add(request)
+        present[request.request_id] = request
+        for each in TENANTS:
+            own = [other for other in present.values() if other.tenant is each]
+            load = waiting.by_tenant[each.name]
+            assert (load.num_new, load.num_new_tokens) == _measure(own)
+            assert load.num_new <= 10 * each.queue_share and load.num_new_tokens <= 60 * each.queue_share
+        assert waiting.num_new <= 10 and waiting.num_new_tokens <= 60
+
+
+def _measure(requests: list[Request]) -> tuple[int, int]:
+    return sum(each.params.n for each in requests), sum(len(each.prompt_token_ids) for each in requests)
