@@ -261,8 +261,8 @@ class AsyncLLM:
             DeadlineError: no token came in time.
             EngineStoppedError, DeviceStepError, NonFiniteLogitsError: the engine, the device or the model failed.
         """
-        rank = {"priority": PRIORITIES.start, "service_tier": ServiceTier.FLEX}  # other tiers' rows do not yield to it
-        request = self._ready.requests.make([0], ONE_TOKEN, **rank)
+        # Rows of other tiers do not yield to one of the tier flex.
+        request = self._ready.requests.make([0], ONE_TOKEN, priority=PRIORITIES.start, service_tier=ServiceTier.FLEX)
         outputs = self.stream([request], beyond_limits=True)
         await wait_for_token(outputs, self._ready.engine.counts, timeout)
 
