@@ -29,6 +29,7 @@ ATTENTION_IMPLS = (
     "ampere_interpret",
     "tpu_interpret",
 )
+MAX_DECODE_STEPS = 16
 MIN_CHUNK = 32  # tokens that a full batch of decoding rows must leave for a prompt in each step
 
 
@@ -110,6 +111,9 @@ class SchedulerOptions:
 
     max_num_seqs: int | None = option(None, "rows of the batch; default: cpu 32, gpu 256, tpu 128")
     max_num_batched_tokens: int | None = option(None, "tokens of a step; default: cpu 512, gpu 2048, tpu 2048")
+    max_decode_steps: int = option(
+        1, "decode steps in one dispatch, while few rows decode and nobody waits; tokens then come in groups"
+    )
     async_scheduling: bool = option(True, "plan and dispatch the next step while one runs")
     max_num_queued_reqs: int | None = option(
         None, "sequences that may wait for a row; a server refuses more; default: 4 x max_num_seqs, for servers only"
@@ -151,7 +155,11 @@ class SchedulerOptions:
             long_prefill_token_threshold=0,
             max_num_partial_prefills=1,
             max_long_partial_prefills=1,
+            max_decode_steps=1,
         )
+        if self.max_decode_steps > MAX_DECODE_STEPS:
+            message = f"must be at most {MAX_DECODE_STEPS}, got {self.max_decode_steps}"
+            raise ConfigError(message, field="max_decode_steps", value=self.max_decode_steps)
         check_choices(self)
         limit = self.priority_itl_ms
         if limit is not None and not limit > 0:

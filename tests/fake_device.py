@@ -61,8 +61,10 @@ class FakeFuture:
 class FakeStep:
     """Samples when it is asked to: a row with a late mask keeps its last token."""
 
-    def __init__(self, device: FakeDevice, work: list[tuple[int, bool]], error: Exception | None = None) -> None:
-        self._device, self._work, self._error = device, work, error
+    def __init__(
+        self, device: FakeDevice, work: list[tuple[int, bool]], error: Exception | None = None, width: int = 1
+    ) -> None:
+        self._device, self._work, self._error, self._width = device, work, error, width
 
     def sample(self, mask: Any = None) -> FakeFuture:
         if self._error is not None:
@@ -73,7 +75,7 @@ class FakeStep:
         for (row, samples), is_late in zip(self._work, late, strict=True):
             run = [MASK_LATE if is_late else -1 if row in self._device.poison_rows else 0], [(0.0, 0.0)]
             if samples and not is_late:
-                run = self._device.sample_run(row, 1 if mask is not None else self._device.draw_length())
+                run = self._device.sample_run(row, 1 if mask is not None else self._device.draw_length(self._width))
             runs.append(run[0])
             lines += run[1]
         ids = [token_id for run in runs for token_id in run]
@@ -85,14 +87,14 @@ class FakeStep:
 
 
 class FakeDevice:
-    """Implements `engine.Runner`. A row that samples brings a run of `draw_length()` tokens, where it has the slots."""
+    """Implements `engine.Runner`. A row that samples brings `draw_length(width)` tokens, where it has slots."""
 
     def __init__(self, groups: Sequence[PageGroup], *, page_size: int, vocab_size: int = 1009) -> None:
         self.groups, self.page_size, self.vocab_size = groups, page_size, vocab_size
         self.fail_next: Exception | None = None
         self.poison_rows: set[int] = set()
         self.wants_edges = True
-        self.draw_length: Callable[[], int] = lambda: 1
+        self.draw_length: Callable[[int], int] = lambda width: width
         self.plans: list[StepPlan] = []
         self.counts = StepCounts()
         self.num_programs, self.num_compiles = 1, 0
@@ -108,7 +110,7 @@ class FakeDevice:
 
     def start(self, plan: StepPlan) -> FakeStep:
         self.plans.append(plan)
-        self.counts.count(Bucket(plan.num_tokens, plan.num_rows), plan.num_tokens)
+        self.counts.count(Bucket(plan.num_tokens // plan.width, plan.num_rows), plan.num_tokens, plan.width)
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
             return FakeStep(self, [], error)
@@ -137,7 +139,8 @@ class FakeDevice:
             assert not self.wants_edges or chunk.start % CHUNK_EDGE == 0, "no grammar jumps here"
         for row, token_ids, _ in work:
             self._write(row, token_ids)
-        return FakeStep(self, [(row, samples) for row, _, samples in work])
+        assert plan.width == 1 or not plan.chunks
+        return FakeStep(self, [(row, samples) for row, _, samples in work], width=plan.width)
 
     def _write(self, row: int, token_ids: Sequence[int]) -> None:
         start = self._num_computed[row]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from jaxserve.config import MIN_CHUNK
 from jaxserve.errors import MissingProgramError
 
+_MAX_LOOP_ROWS = 8
 _MAX_PROGRAMS = {"cpu": 12, "gpu": 40, "tpu": 40}
 
 
@@ -44,6 +45,11 @@ class BucketTable:
     def row_counts(self) -> tuple[int, ...]:
         """The row counts of decode buckets and sample programs, ascending."""
         return tuple(self._decode_rows)
+
+    @property
+    def loop_rows(self) -> int:
+        """The most rows of a program of several decode steps: more gain little from it."""
+        return max((rows for rows in self._decode_rows if rows <= _MAX_LOOP_ROWS), default=0)
 
     @property
     def token_counts(self) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ from jaxserve.runtime.step import (
     StepModel,
     compute_prompt_logprobs,
     compute_step_logprobs,
+    decode_loop,
     forward,
     head_params,
     pool_last,
@@ -103,6 +104,16 @@ def compile_sample(model: StepModel, inputs: ProgramInputs, rows: int, variant: 
     return jitted.lower(inputs.rows, inputs.sampler, selected, masks).compile()
 
 
+def compile_loop(model: StepModel, inputs: ProgramInputs, rows: int, variant: SampleVariant, *, num_steps: int) -> Any:
+    """Compiles `num_steps` decode steps of one row bucket."""
+    layout = InputLayout(Bucket(rows, rows), inputs.state_shape)
+    loop = functools.partial(decode_loop, model=model, layout=layout, num_steps=num_steps, variant=variant)
+    packed = inputs.spec((layout.size,), jnp.int32)
+    state = inputs.cache, inputs.rows, inputs.sampler
+    jitted = jax.jit(loop, donate_argnums=(1, 2, 3), out_shardings=(*map(_shardings, state), inputs.replicated))
+    return jitted.lower(inputs.params, *state, packed).compile()
+
+
 def compile_logprobs(model: StepModel, inputs: ProgramInputs, rows: int, max_logprobs: int) -> Any:
     """Compiles the log-probabilities of sampled tokens for one row bucket; `max_logprobs` -1: of all tokens."""
     most = min(max_logprobs, model.config.vocab_size)
@@ -150,24 +161,29 @@ class ProgramCompiler:
     model: StepModel
     inputs: ProgramInputs
     max_logprobs: int
+    max_decode_steps: int = 1
 
     def compile(self, kind: str, key: Any) -> Any:
         """Returns the compiled program of a kind and key of `Programs`; ValueError for an unknown kind."""
         model, inputs = self.model, self.inputs
         match kind:
             case "forward":
-                return compile_forward(model, inputs, key)
+                program = compile_forward(model, inputs, key)
             case "sample":
-                return compile_sample(model, inputs, *key)
+                program = compile_sample(model, inputs, *key)
+            case "loop":
+                program = compile_loop(model, inputs, *key, num_steps=self.max_decode_steps)
             case "logprobs":
-                return compile_logprobs(model, inputs, key, self.max_logprobs)
+                program = compile_logprobs(model, inputs, key, self.max_logprobs)
             case "prompt_logprobs":
-                return compile_prompt_logprobs(model, inputs, key, self.max_logprobs)
+                program = compile_prompt_logprobs(model, inputs, key, self.max_logprobs)
             case "pool":
-                return compile_pool(model, inputs, key)
+                program = compile_pool(model, inputs, key)
             case "set_row":
-                return compile_set_row(model, inputs)
-        raise ValueError(f"kind: there are no {kind!r} programs")
+                program = compile_set_row(model, inputs)
+            case _:
+                raise ValueError(f"kind: there are no {kind!r} programs")
+        return program
 
 
 def name_program(kind: str, key: Any) -> str:
@@ -175,8 +191,8 @@ def name_program(kind: str, key: Any) -> str:
     match kind, key:
         case "forward", bucket:
             return str(bucket)
-        case "sample", (rows, variant):
-            return f"sample {rows} {variant.name.lower()}"
+        case "sample" | "loop", (rows, variant):
+            return f"{kind} {rows} {variant.name.lower()}"
         case "prompt_logprobs", bucket:
             return f"prompt logprobs {bucket.tokens}"
         case "set_row", _:
@@ -196,6 +212,13 @@ def list_programs(buckets: BucketTable) -> Iterator[ProgramKey]:
         yield "logprobs", rows
         yield "pool", rows
     yield "set_row", None
+
+
+def list_loops(buckets: BucketTable) -> Iterator[ProgramKey]:
+    """Yields the (kind, key) of the programs of several decode steps."""
+    for rows in buckets.row_counts:
+        if rows <= buckets.loop_rows:
+            yield from (("loop", (rows, variant)) for variant in SampleVariant if variant is not SampleVariant.MASKED)
 
 
 def compile_programs(

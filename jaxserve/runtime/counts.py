@@ -20,9 +20,9 @@ class StepCounts:
     padded_tokens: int = 0  # useful tokens included
     num_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKEN_BOUNDS) + 1))  # steps per bin
 
-    def count(self, bucket: Bucket, num_tokens: int) -> None:
-        """Counts a step that was started."""
+    def count(self, bucket: Bucket, num_tokens: int, width: int = 1) -> None:
+        """Counts a step that was started, with `width` tokens for each decoding row."""
         self.steps[bucket] += 1
         self.useful_tokens += num_tokens
-        self.padded_tokens += bucket.tokens
+        self.padded_tokens += bucket.tokens * width
         self.num_by_tokens[bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += 1

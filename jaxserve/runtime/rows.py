@@ -11,7 +11,15 @@ from jaxserve.logits_processor import MAX_ARGUMENTS
 from jaxserve.scheduler.plan import NewRow
 
 # Columns of `RowMirror.sampling`, in this order. Floats are stored as their bits, the seed as two words.
-_INTEGER_FIELDS = ("seed_low", "seed_high", "sequence_index", "top_k", "has_edits", "has_extra")
+_INTEGER_FIELDS = (
+    "seed_low",
+    "seed_high",
+    "sequence_index",
+    "top_k",
+    "has_edits",
+    "has_extra",
+    "max_num_tokens",
+)
 FLOAT_FIELDS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
 EXTRA_FIELDS = tuple(f"extra_{index}" for index in range(MAX_ARGUMENTS))  # arguments of the engine's logits processor
 SAMPLING_FIELDS = (*_INTEGER_FIELDS, *FLOAT_FIELDS, *EXTRA_FIELDS)
@@ -61,7 +69,7 @@ class RowMirror:
             )
             seed = np.array([new_row.seed & 0xFFFFFFFF, new_row.seed >> 32], np.uint32).view(np.int32)
             switches = new_row.history is not None, params.extra_args is not None
-            integers = *seed, new_row.sequence_index, max(params.top_k, 0), *switches
+            integers = *seed, new_row.sequence_index, max(params.top_k, 0), *switches, new_row.max_num_tokens
             self.sampling[new_row.row] = (*integers, *floats.view(np.int32))
             wants_logprobs = params.logprobs is not None
             self._needs[new_row.row] = _NEEDS[find_variant(new_row)] | (_LOGPROBS if wants_logprobs else 0)

@@ -21,7 +21,7 @@ from jaxserve.runtime.step import HiddenStates, SampleInputs, head_params
 from jaxserve.sampling import RowSetting, SamplerState, make_row_setting
 from jaxserve.scheduler.plan import NewRow, StepOutputs, StepPlan
 
-_KINDS = ("forward", "sample", "logprobs", "prompt_logprobs", "pool", "set_row")
+_KINDS = ("forward", "sample", "loop", "logprobs", "prompt_logprobs", "pool", "set_row")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Programs:
 
     forward: dict[Bucket, Any] = dataclasses.field(default_factory=dict)
     sample: dict[tuple[int, SampleVariant], Any] = dataclasses.field(default_factory=dict)
+    loop: dict[tuple[int, SampleVariant], Any] = dataclasses.field(default_factory=dict)
     logprobs: dict[int, Any] = dataclasses.field(default_factory=dict)  # by rows
     prompt_logprobs: dict[Bucket, Any] = dataclasses.field(default_factory=dict)
     pool: dict[int, Any] = dataclasses.field(default_factory=dict)  # by rows
@@ -57,6 +58,7 @@ class StepFuture:
     """A step's outputs, whose copy to the host has begun.
 
     Args:
+        token_ids: [rows] int32, or [steps, rows] of several decode steps.
         more: (log-probabilities of tokens, of prompts, embeddings), each None if no row asked; None if all are.
     """
 
@@ -69,11 +71,26 @@ class StepFuture:
 
     def result(self) -> StepOutputs:
         """Waits for the device and returns the outputs of the step's rows."""
-        token_ids = jax.device_get(self._token_ids)[: self._num_rows].tolist()
+        found = jax.device_get(self._token_ids)[..., : self._num_rows]
+        if found.ndim == 2:
+            return StepOutputs(found.T.reshape(-1).tolist(), [len(found)] * self._num_rows)
+        token_ids = found.tolist()
         if self._more is None:
             return StepOutputs(token_ids)
         logprobs, prompt_logprobs, embeddings = jax.device_get(self._more)
         return StepOutputs(token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs, embeddings=embeddings)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StartedLoop:
+    """Several decode steps, dispatched as a whole."""
+
+    future: StepFuture
+
+    def sample(self, mask: np.ndarray | None = None) -> StepFuture:
+        """Returns the outputs; rows with masks are never in a loop."""
+        assert mask is None
+        return self.future
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -184,19 +201,24 @@ class ModelRunner:
         targets = None if bucket.is_decode else np.zeros(bucket.tokens, np.int32)
         prompt_logprobs, embeddings = self._find_prompt_logprobs(bucket, hidden, targets), self._pool(bucket, hidden)
         for variant in SampleVariant:
+            if bucket.is_decode and (bucket.rows, variant) in self.programs.loop:
+                self._run_loop(bucket, variant, layout.new())
             step = StartedStep(self, bucket, 0, variant, True, selected, prompt_logprobs, embeddings)
             mask = np.zeros((0, self._mask_words), np.uint32) if variant is SampleVariant.MASKED else None
             step.sample(mask).result()
 
-    def start(self, plan: StepPlan) -> StartedStep:
-        """Dispatches the forward pass of a step; MissingProgramError if no program holds it."""
-        bucket = self._buckets.find(plan.num_tokens, plan.num_rows)
+    def start(self, plan: StepPlan) -> StartedStep | StartedLoop:
+        """Dispatches the forward pass of a step, or a loop; MissingProgramError if no program holds it."""
+        bucket = self._buckets.find(plan.num_tokens // plan.width, plan.num_rows)
         for new_row in plan.new_rows:
             if new_row.history is not None:
                 self._set_row(new_row.row, _make_setting(self._vocab_size, new_row))
         packed = self._packer.pack(plan, self._layouts[bucket])
+        self.counts.count(bucket, plan.num_tokens, plan.width)
+        if plan.width > 1:
+            token_ids = self._run_loop(bucket, packed.variant, packed.inputs)
+            return StartedLoop(StepFuture(token_ids, None, plan.num_rows))
         selected, hidden = self._run(bucket, packed.inputs)
-        self.counts.count(bucket, plan.num_tokens)
         return StartedStep(
             self,
             bucket,
@@ -228,6 +250,14 @@ class ModelRunner:
         with jax.transfer_guard_host_to_device("allow"):
             self._cache, self._rows, selected, hidden = forward(self.params, self._cache, self._rows, packed)
         return selected, hidden
+
+    def _run_loop(self, bucket: Bucket, variant: SampleVariant, packed: np.ndarray) -> jax.Array:
+        program = self.programs.get("loop", (bucket.rows, variant))
+        with jax.transfer_guard_host_to_device("allow"):
+            self._cache, self._rows, self._sampler, token_ids = program(
+                self.params, self._cache, self._rows, self._sampler, packed
+            )
+        return token_ids
 
     def _set_row(self, row: int, setting: RowSetting) -> None:
         self._sampler = self.programs.get("set_row", None)(self._sampler, *self._send((np.int32(row), setting)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -22,11 +23,13 @@ from jaxserve.runtime.buckets import BucketTable, make_buckets
 from jaxserve.runtime.compile import (
     ProgramCompiler,
     ProgramInputs,
+    ProgramKey,
     Progress,
     compile_forward,
     compile_late,
     compile_programs,
     compile_sample,
+    list_loops,
     list_programs,
     watch_compiles,
 )
@@ -94,6 +97,7 @@ class Shapes:
             max_model_len=self.model.max_model_len,
             max_prefix_updates=updates,
             row_sizes=self.buckets.row_counts,
+            loop_rows=self.buckets.loop_rows,
             token_sizes=self.buckets.token_counts,
             # On accelerators small steps take as long as reading the weights, whatever their padding.
             pads_cheaply=self.platform != "cpu",
@@ -298,7 +302,7 @@ def start_runner(
     buckets = shapes.buckets.take_largest() if only_largest else shapes.buckets
     is_closed = shapes.config.compile.compile != "used"
     if is_closed:
-        known, wanted = Programs(), list_programs(buckets)
+        known, wanted = Programs(), itertools.chain(list_programs(buckets), _list_loops(shapes))
     else:
         known = Programs(compile_missing=compile_late(compiler, announce))
         wanted = iter([("forward", buckets.smallest_mixed)])
@@ -335,7 +339,14 @@ def compile_rest(
 
 
 def _make_compiler(shapes: Shapes, plan: CachePlan, mesh: Mesh) -> ProgramCompiler:
-    return ProgramCompiler(*describe_programs(shapes, plan, mesh), shapes.config.compile.max_logprobs)
+    options = shapes.config
+    return ProgramCompiler(
+        *describe_programs(shapes, plan, mesh), options.compile.max_logprobs, options.scheduler.max_decode_steps
+    )
+
+
+def _list_loops(shapes: Shapes) -> Iterator[ProgramKey]:
+    return list_loops(shapes.buckets) if shapes.config.scheduler.max_decode_steps > 1 else iter(())
 
 
 def page_groups(shapes: Shapes, plan: CachePlan) -> tuple[PageGroup, ...]:

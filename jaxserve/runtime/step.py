@@ -25,7 +25,7 @@ from jaxserve.models.decoder import CacheLayout, compute_logits
 from jaxserve.models.decoder import forward as run_layers
 from jaxserve.runtime.device_state import KVCache, RowState
 from jaxserve.runtime.inputs import KEEP, ON_DEVICE, InputLayout, StepInputs
-from jaxserve.runtime.rows import EXTRA_FIELDS, FLOAT_FIELDS, SAMPLING_FIELDS
+from jaxserve.runtime.rows import EXTRA_FIELDS, FLOAT_FIELDS, SAMPLING_FIELDS, SampleVariant
 from jaxserve.sampling import (
     LogprobArrays,
     SamplerState,
@@ -83,7 +83,13 @@ def forward(
     params: Any, cache: KVCache, rows: RowState, packed: Int[Array, " I"], *, model: StepModel, layout: InputLayout
 ) -> tuple[KVCache, RowState, SampleInputs, HiddenStates]:
     """Runs a step up to the logits; returns the cache and the rows after it. `cache` and `rows` are donated."""
-    inputs = layout.views(packed)
+    return run_forward(params, cache, rows, layout.views(packed), model=model, layout=layout)
+
+
+def run_forward(
+    params: Any, cache: KVCache, rows: RowState, inputs: StepInputs, *, model: StepModel, layout: InputLayout
+) -> tuple[KVCache, RowState, SampleInputs, HiddenStates]:
+    """`forward` on unpacked inputs."""
     rows, seq_lens = _advance(rows, inputs)
     groups, num_rows, width = rows.page_table.shape
     table = rows.page_table.reshape(-1).at[inputs.page_entries].set(inputs.page_ids)
@@ -197,6 +203,45 @@ def _keep(rows: RowState, selected: SampleInputs, ids: Int[Array, " S"]) -> RowS
     return replace(rows, last_token=rows.last_token.at[selected.row_ids].set(kept))
 
 
+def decode_loop(
+    params: Any,
+    cache: KVCache,
+    rows: RowState,
+    sampler: SamplerState,
+    packed: Int[Array, " I"],
+    *,
+    model: StepModel,
+    layout: InputLayout,
+    num_steps: int,
+    variant: SampleVariant,
+) -> tuple[KVCache, RowState, SamplerState, Int[Array, "K S"]]:
+    """Runs `num_steps` steps of a decode bucket; returns the state after them and the ids of each step.
+
+    `cache`, `rows` and `sampler` are donated. A row that has computed all but its last token is padding from then on:
+    its ids mean nothing, and it writes to no page of its own.
+    """
+    inputs = layout.views(packed)
+    limits = inputs.sampling[:, SAMPLING_FIELDS.index("max_num_tokens")]
+    padding = layout.state.padding_row
+
+    def run_step(carry: tuple[KVCache, RowState, SamplerState], _: None) -> tuple[Any, Array]:
+        cache, rows, sampler = carry
+        is_open = rows.num_computed[inputs.row_ids] + 1 < limits
+        open_inputs = inputs._replace(
+            row_ids=jnp.where(is_open, inputs.row_ids, padding), samples=jnp.where(is_open, inputs.samples, 0)
+        )
+        rows = replace(rows, num_computed=rows.num_computed.at[padding].set(0))
+        cache, rows, selected, _ = run_forward(params, cache, rows, open_inputs, model=model, layout=layout)
+        if variant is SampleVariant.FULL:
+            rows, sampler, ids = sample_shaped_tokens(rows, sampler, selected, None, model=model)
+        else:
+            rows, ids = sample_tokens(rows, selected, model=model, greedy=variant is SampleVariant.GREEDY)
+        return (cache, rows, sampler), ids
+
+    (cache, rows, sampler), ids = lax.scan(run_step, (cache, rows, sampler), length=num_steps)
+    return cache, rows, sampler, ids
+
+
 def _advance(rows: RowState, inputs: StepInputs) -> tuple[RowState, Int[Array, " S"]]:
     """Returns the rows after this step's tokens, and the length of each row of the step [S]."""
     computed = jnp.where(inputs.starts == KEEP, rows.num_computed[inputs.row_ids], inputs.starts)
@@ -223,7 +268,7 @@ def _process(logits: Float[Array, " V"], line: SampleInputs, processor: LogitsPr
 
 
 def _unpack_sampling(rows: RowState, selected: SampleInputs) -> SamplingInputs:
-    names = [name for name in SAMPLING_FIELDS if name not in (*EXTRA_FIELDS, "has_extra")]
+    names = [name for name in SAMPLING_FIELDS if name in SamplingInputs.__dataclass_fields__]
     columns = {name: selected.sampling[:, SAMPLING_FIELDS.index(name)] for name in names}
     floats = {name: lax.bitcast_convert_type(columns[name], jnp.float32) for name in FLOAT_FIELDS}
     positions = rows.num_computed[selected.row_ids]  # the position of the token to be sampled

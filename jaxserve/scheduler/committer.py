@@ -37,14 +37,14 @@ class Committer:
         A sentinel ends its sequence with an error, and its page is not published; MASK_LATE only ends the run.
         """
         commit, runs = Commit(), outputs.split_runs()
-        self._take(plan.decode_tickets, runs, commit)
+        self._take(plan.decode_tickets, runs, plan.width, commit)
         for chunk, run in zip(plan.chunks, runs, strict=True):
             sequence = self._batch.by_ticket.get(chunk.ticket)
             if sequence is None:
                 continue
             ends = chunk.samples and sequence.request.embeds  # an embedding ends with its prompt
             if run[-1] == NON_FINITE or (chunk.samples and not ends):
-                self._take((chunk.ticket,), (run,), commit)
+                self._take((chunk.ticket,), (run,), 1, commit)
                 if len(sequence.token_ids) > sequence.num_prompt_tokens:
                     self._waiting.push_siblings(sequence)
             elif chunk.end >= sequence.publish_from and sequence.status is SequenceStatus.RUNNING:
@@ -66,8 +66,8 @@ class Committer:
         del sequence.token_ids[num_tokens:]
         sequence.finish_reason, sequence.error, sequence.stop_token_id = reason, error, None
 
-    def _take(self, tickets: Ids[int], runs: Iterable[Ids[int]], commit: Commit) -> None:
-        """Appends each run to the sequence with its ticket, up to the sequence's end."""
+    def _take(self, tickets: Ids[int], runs: Iterable[Ids[int]], width: int, commit: Commit) -> None:
+        """Appends each run to the sequence with its ticket, up to the sequence's end; `width` tokens were planned."""
         by_ticket, add_sequence, add_run = self._batch.by_ticket, commit.sequences.append, commit.runs.append
         for ticket, brought in zip(tickets, runs):  # noqa: B905  other rows' runs may follow
             sequence = by_ticket.get(ticket)
@@ -75,8 +75,9 @@ class Committer:
                 continue
             tokens, run, reason = sequence.token_ids, brought, None
             num_computed = len(tokens)
-            if len(run) > 1 or run[0] in sequence.stop_ids or num_computed + 1 >= sequence.max_num_tokens:
-                sequence.num_computed_tokens += len(run) - 1  # one was planned
+            is_run = width > 1 or len(run) > 1
+            if is_run or run[0] in sequence.stop_ids or num_computed + 1 >= sequence.max_num_tokens:
+                sequence.num_computed_tokens += len(run) - width
                 run, reason, error = _find_end(sequence, run)
                 num_computed += len(run) - 1
             if run:

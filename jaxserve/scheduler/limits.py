@@ -18,6 +18,7 @@ class SchedulerLimits:
     max_prefix_updates: int  # page-table entries of admitted prefixes in one step
     row_sizes: tuple[int, ...] = ()  # padded sizes of steps of decoding rows alone, ascending; empty: any size
     token_sizes: tuple[int, ...] = ()  # padded sizes of the other steps
+    loop_rows: int = 0  # the most rows that can decode several steps in one dispatch
     pads_cheaply: bool = False  # whether a padded token costs next to nothing
     options: SchedulerOptions = field(default_factory=SchedulerOptions)
 

@@ -39,6 +39,7 @@ class NewRow:
     params: SamplingParams
     seed: int
     sequence_index: int  # among the request's sequences
+    max_num_tokens: int  # prompt and output together
     history: RowHistory | None = None  # only if parameters or an automaton shape its logits
     embeds: bool = False  # the request wants its last hidden state
 
@@ -99,6 +100,7 @@ class StepPlan:
     chunks: tuple[ChunkWork, ...]
     new_rows: tuple[NewRow, ...]
     page_updates: tuple[tuple[int, int, int, int], ...]  # (group, row, index in the row's page table, page id)
+    width: int = 1  # the most tokens that a decoding row computes; 1 if there are chunks
 
     @property
     def tickets(self) -> tuple[Ticket, ...]:
@@ -111,4 +113,4 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.decode_rows) + sum(len(chunk.token_ids) for chunk in self.chunks)
+        return len(self.decode_rows) * self.width + sum(len(chunk.token_ids) for chunk in self.chunks)

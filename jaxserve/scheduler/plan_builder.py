@@ -16,6 +16,7 @@ class PlanBuilder:
 
     budget: int  # tokens left
     prefix_updates: int  # page-table entries left for cached prefixes
+    width: int = 1  # tokens planned for each decoding row
     decoding: list[Sequence] = field(default_factory=list)
     chunks: dict[int, ChunkWork] = field(default_factory=dict)  # by row
     work: dict[int, int] = field(default_factory=dict)  # by row of a chunk: the tokens left to compute, chunk included
@@ -51,7 +52,7 @@ class PlanBuilder:
             self.budget += len(chunk.token_ids)
         elif sequence in self.decoding:
             self.decoding.remove(sequence)
-            sequence.num_computed_tokens -= 1
+            sequence.num_computed_tokens -= self.width
             self.budget += 1
 
     def freeze(self, step_id: int) -> StepPlan:
@@ -63,4 +64,5 @@ class PlanBuilder:
             chunks=tuple(self.chunks.values()),
             new_rows=tuple(self.new_rows),
             page_updates=tuple(self.page_updates),
+            width=self.width,
         )

@@ -23,6 +23,7 @@ from jaxserve.scheduler.policy import (
     choose_chunk,
     choose_share,
     choose_victim,
+    choose_width,
     may_admit,
     must_yield,
 )
@@ -57,7 +58,8 @@ class Planner:
     def plan(self) -> StepPlan | None:
         """Returns the next step; None when nothing can be computed, or not before the next commit."""
         budget = choose_budget(self.limits, self._batch, self._waiting, self._times)
-        builder = PlanBuilder(budget, self.limits.max_prefix_updates)
+        width = choose_width(self.limits, self._batch, self._waiting)
+        builder = PlanBuilder(budget, self.limits.max_prefix_updates, width)
         self._make_way(builder)
         self._plan_decodes(builder)
         for sequence in self._batch.prefilling.copy():
@@ -92,12 +94,13 @@ class Planner:
     def _plan_decodes(self, builder: PlanBuilder) -> None:
         plan = builder.decoding.append
         for sequence in self._batch.decoding:  # a preemption removes only the current element or later ones
-            end = sequence.num_computed_tokens + 1
-            if end >= sequence.max_num_tokens:
-                continue  # its last token is in flight
+            most = sequence.max_num_tokens - 1  # the last token need not be computed
+            if sequence.num_computed_tokens >= most:
+                continue  # its last token may be in flight
+            end = min(sequence.num_computed_tokens + builder.width, most)
             if end > sequence.pages.num_reserved_tokens and not self._reserve(builder, sequence, end):
                 continue
-            sequence.num_computed_tokens = end
+            sequence.num_computed_tokens += builder.width
             plan(sequence)
         builder.budget -= len(builder.decoding)
 
@@ -165,7 +168,7 @@ class Planner:
     def _reserve(self, builder: PlanBuilder, sequence: Sequence, num_tokens: int) -> bool:
         """Reserves pages, preempting younger sequences as needed; returns False if `sequence` itself was preempted."""
         while True:
-            updates = self._pages.reserve(sequence.pages, sequence.num_computed_tokens, num_tokens)
+            updates = self._pages.reserve(sequence.pages, sequence.num_settled_tokens, num_tokens)
             if updates is not None:
                 builder.add_pages(sequence.row, updates)
                 return True
@@ -179,9 +182,9 @@ class Planner:
         self._door.has_pages = False
         sampling_chunk = sequence.row in builder.chunks and builder.chunks[sequence.row].samples
         builder.remove(sequence)
-        in_flight = sequence.num_computed_tokens + 1 - len(sequence.token_ids)
+        is_in_flight = sequence.num_computed_tokens >= len(sequence.token_ids)  # in the one step that can be
         was_decoding = self._batch.leave(sequence) and not sampling_chunk
-        sequence.num_awaited_steps = in_flight if was_decoding else 0
+        sequence.num_awaited_steps = int(was_decoding and is_in_flight)
         self._requeue(sequence)
 
     def _requeue(self, sequence: Sequence) -> None:

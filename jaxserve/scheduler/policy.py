@@ -81,6 +81,20 @@ def _count_fitting(sizes: tuple[int, ...], times: StepTimes, step_limit: float) 
     return len(sizes)
 
 
+def choose_width(limits: SchedulerLimits, batch: Batch, waiting: WaitingQueue) -> int:
+    """Returns how many tokens each decoding row computes in the next step.
+
+    Several, if `max_decode_steps` says so, while few rows decode, no prompt is computed or waits, nothing limits the
+    time of a step, and no row needs the host after each token.
+    """
+    width, num_rows = limits.options.max_decode_steps, len(batch.decoding)
+    if width == 1 or waiting or batch.prefilling or num_rows > limits.loop_rows:
+        return 1
+    if num_rows * width > limits.max_num_batched_tokens or find_step_limit(limits, batch) is not None:
+        return 1
+    return 1 if any(sequence.needs_each_step for sequence in batch.decoding) else width
+
+
 def may_admit(limits: SchedulerLimits, batch: Batch, sequence: Sequence, times: StepTimes) -> bool:
     """Returns whether one more row keeps to the limit of a step's time; those of the tier priority always may."""
     step_limit = find_step_limit(limits, batch)

@@ -89,7 +89,7 @@ class Scheduler:
 
     def add_time(self, plan: StepPlan, seconds: float) -> None:
         """Notes how long a step took. Call it before its commit."""
-        self.times.add(plan.num_tokens, plan.num_rows, seconds)
+        self.times.add(plan.num_tokens // plan.width, plan.num_rows, seconds / plan.width)
         limit = self.limits.options.priority_itl_ms
         if limit is None or seconds <= limit / 1000 or not plan.decode_tickets:
             return

@@ -28,8 +28,8 @@ class SequenceStatus(Enum):
 class Sequence:
     """A sequence. Work = num_tokens - num_computed_tokens. Only this package writes it.
 
-    `num_computed_tokens` counts *planned* tokens, which the device may still be computing. `token_ids` holds the
-    *committed* ones.
+    `num_computed_tokens` counts *planned* tokens, which the device may still be computing; a step may bring fewer, and
+    its commit corrects the count. `token_ids` holds the *committed* ones.
     """
 
     request: Request
@@ -64,6 +64,16 @@ class Sequence:
         return len(self.request.prompt_token_ids)
 
     @property
+    def num_settled_tokens(self) -> int:
+        """Tokens that are certainly computed when the next step begins, whatever the steps in flight bring."""
+        return min(self.num_computed_tokens, len(self.token_ids) - 1)
+
+    @property
+    def needs_each_step(self) -> bool:
+        """Whether the host takes part in every token: it makes a mask, or reads log-probabilities."""
+        return self.request.grammar is not None or self.request.params.logprobs is not None
+
+    @property
     def sharable_tokens(self) -> list[int]:
         """The tokens to look up in the prefix cache: none while prompt log-probabilities must be computed."""
         wants_all = self.request.params.prompt_logprobs is not None and len(self.token_ids) == self.num_prompt_tokens
@@ -78,6 +88,7 @@ class Sequence:
             request.params,
             request.seed,
             self.index,
+            self.max_num_tokens,
             self._make_history(),
             request.embeds,
         )

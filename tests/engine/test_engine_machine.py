@@ -44,7 +44,7 @@ class EngineMachine(RuleBasedStateMachine):
         overlap=st.booleans(),
         queue=st.sampled_from([(None, None), (1, None), (3, None), (None, 100), (2, 300)]),
         has_sizes=st.booleans(),
-        longest_run=st.sampled_from([1, 1, 3, 8]),
+        longest_run=st.sampled_from([1, 1, 3, 8, 16]),
         policies=st.fixed_dictionaries(
             {"scheduling_policy": st.sampled_from(["fcfs", "fair"])},
             optional={
@@ -53,6 +53,7 @@ class EngineMachine(RuleBasedStateMachine):
                 "long_prefill_token_threshold": st.sampled_from([0, 1, 40]),
                 "max_num_partial_prefills": st.integers(1, 2),
                 "max_long_partial_prefills": st.integers(1, 2),
+                "max_decode_steps": st.sampled_from([2, 8, 16]),
             },
         ),
     )
@@ -84,11 +85,12 @@ class EngineMachine(RuleBasedStateMachine):
             max_model_len=MAX_MODEL_LEN,
             max_prefix_updates=len(groups) * MAX_MODEL_LEN // page_size,
             token_sizes=sizes,
+            loop_rows=rows,
             options=SchedulerOptions(max_num_queued_reqs=queue[0], max_num_queued_tokens=queue[1], **policies),
         )
         self.device = FakeDevice(groups, page_size=page_size, vocab_size=VOCAB)
         lengths = random.Random(longest_run)
-        self.device.draw_length = lambda: lengths.randint(1, longest_run)
+        self.device.draw_length = lambda width: lengths.randint(1, longest_run)
         self.now = 0.0
         self.engine = Engine(Scheduler(limits, self.pages, lambda: self.now), self.device, overlap=overlap)
         self.requests: dict[str, Request] = {}

@@ -22,7 +22,7 @@ def make_plan(decodes: list[int], chunks: list[tuple[int, int, bool]], new_rows:
     """`chunks`: (row, number of tokens, samples)."""
     work = tuple(ChunkWork(row, 100 + row, 32, tuple(range(row, row + n)), samples) for row, n, samples in chunks)
     params = SamplingParams(temperature=0.5, top_k=-1, top_p=0.25, min_p=0.125)
-    sets = tuple(NewRow(row, 32, params, 2**40 + row, 0) for row, _, _ in chunks if row in new_rows)
+    sets = tuple(NewRow(row, 32, params, 2**40 + row, 0, 99) for row, _, _ in chunks if row in new_rows)
     updates = tuple((g, row, 1, 7 + row) for row, _, _ in chunks for g in range(2))
     return StepPlan(3, tuple(decodes), tuple(decodes), work, sets, updates)
 
@@ -79,7 +79,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
     decodes = draw(st.sampled_from([(0,), (0, 1), (1, 0), (0, 1, 2)]))
     chunks = (ChunkWork(3, 7, 32, (5, 6), True),) if draw(st.integers(0, 3)) == 0 else ()
     starting = draw(st.lists(st.sampled_from([*decodes, 3]), max_size=1))
-    sets = tuple(NewRow(row, 0, draw(st.sampled_from(WISHES)), draw(st.integers(0, 9)), 0) for row in starting)
+    sets = tuple(NewRow(row, 0, draw(st.sampled_from(WISHES)), draw(st.integers(0, 9)), 0, 99) for row in starting)
     updates = tuple((0, row, 2, draw(st.integers(1, 9))) for row in draw(st.sampled_from([(), decodes])))
     return StepPlan(0, decodes, decodes, chunks, sets, updates)
 
@@ -108,11 +108,11 @@ def test_steps_of_the_same_rows_send_the_same_array() -> None:
 def test_a_step_needs_what_any_of_its_rows_needs() -> None:
     mirror, history = RowMirror(8), RowHistory((1, 2), 2, (), ())
     params = [SamplingParams(temperature=0), SamplingParams(), SamplingParams(temperature=0, logprobs=1)]
-    rows = [NewRow(row, 0, wish, 0, 0) for row, wish in enumerate(params)]
-    mirror.apply([*rows, NewRow(3, 0, params[0], 0, 0, history)])
+    rows = [NewRow(row, 0, wish, 0, 0, 99) for row, wish in enumerate(params)]
+    mirror.apply([*rows, NewRow(3, 0, params[0], 0, 0, 99, history)])
     greedy, drawn, full = SampleVariant.GREEDY, SampleVariant.RANDOM, SampleVariant.FULL
     needs = {(0,): (greedy, False), (0, 1): (drawn, False), (2, 0): (greedy, True), (1, 2): (drawn, True)}
     needs |= {(3,): (full, False), (0, 1, 3): (full, False), (0, 1, 2, 3): (full, True)}
     assert {ids: mirror.find_needs(np.array(ids)) for ids in needs} == needs
-    mirror.apply([NewRow(3, 0, params[0], 0, 0)])  # a row's next life needs nothing of the last one's
+    mirror.apply([NewRow(3, 0, params[0], 0, 0, 99)])  # a row's next life needs nothing of the last one's
     assert mirror.find_needs(np.array([0, 3])) == (greedy, False)

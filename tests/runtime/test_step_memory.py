@@ -74,7 +74,7 @@ def test_stacked_parameters_give_the_same_step() -> None:
         (),
         (),
         (ChunkWork(0, 0, 0, (5, 6, 7), samples=True),),
-        (NewRow(0, 0, params, 0, 0),),
+        (NewRow(0, 0, params, 0, 0, 99),),
         ((0, 0, 0, 1), (1, 0, 0, 1)),
     )
     decode = StepPlan(1, (0,), (0,), (), (), ())
