@@ -22,7 +22,7 @@ class _Size:
 class StepTimes:
     """A moving median of the seconds of each padded size.
 
-    The estimate of a size that no step uses shrinks with each step. So a size found too slow is tried again, and the more
+    The estimate of a size that no step uses shrinks with each step. So a size found too slow is tried again, the more
     rarely the slower it was.
     """
 
