@@ -221,6 +221,15 @@ class CompileOptions:
         return Path(home) / "jaxserve" / "xla"
 
 
+@dataclass(frozen=True, slots=True)
+class ObservabilityOptions:
+    """What an engine writes down about its work."""
+
+    record_steps: str | None = option(
+        None, "new file in which every step is recorded, for jaxserve replay; it holds all prompts and answers"
+    )
+
+
 def read_api_keys() -> tuple[str, ...]:
     """Returns a server's API keys from the environment: JAXSERVE_API_KEY, separated by commas."""
     return tuple(key for key in os.environ.get("JAXSERVE_API_KEY", "").split(",") if key)
@@ -242,6 +251,7 @@ class EngineConfig:
     scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
     compile: CompileOptions = field(default_factory=CompileOptions)
+    observability: ObservabilityOptions = field(default_factory=ObservabilityOptions)
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:

@@ -43,6 +43,10 @@ class ConfigError(_FieldError):
     """An engine option or a model's `config.json` is malformed, unknown or contradicts another."""
 
 
+class RecordingError(_FieldError):
+    """A recording of steps is malformed, or not one of this version, model or mesh."""
+
+
 class WeightsError(_FieldError):
     """A checkpoint is missing, truncated, or does not hold exactly the tensors that the model needs."""
 

@@ -39,6 +39,9 @@ class ServiceTier(IntEnum):
         return self.name.lower()
 
 
+SERVICE_TIERS = {"auto": ServiceTier.DEFAULT, **{str(tier): tier for tier in ServiceTier}}  # by OpenAI's names
+
+
 @dataclass(frozen=True, slots=True)
 class Tenant:
     """Whose request it is. Tenants share the engine by weight with `scheduling_policy="fair"`."""

@@ -13,6 +13,7 @@ import functools
 import gc
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +37,7 @@ from jaxserve.runtime.buckets import BucketTable
 from jaxserve.runtime.device_state import row_state_specs
 from jaxserve.runtime.inputs import StateShape
 from jaxserve.runtime.params import WeightWriter
+from jaxserve.runtime.recording import RecordingFile, RecordingRunner
 from jaxserve.runtime.rows import SampleVariant, list_variants
 from jaxserve.runtime.runner import ModelRunner, Programs
 from jaxserve.runtime.step import SampleInputs
@@ -47,7 +49,7 @@ PRESET = "llama-3.1-8b"
 PAGE_SIZE = 64
 CONTEXT = 4096
 PROMPT = 64
-PARTS = ("plan", "inputs", "dispatch", "commit", "detokenize")
+PARTS = ("plan", "inputs", "dispatch", "commit", "record", "detokenize")
 ALL_POLICIES = SchedulerOptions(
     scheduling_policy="fair",
     priority_itl_ms=1000.0,
@@ -133,10 +135,13 @@ class _Characters:
         return ""
 
 
-def measure(rows: int, steps: int, tokenizer: Any, options: SchedulerOptions | None = None) -> dict[str, float]:
+def measure(
+    rows: int, steps: int, tokenizer: Any, options: SchedulerOptions | None = None, recording: Path | None = None
+) -> dict[str, float]:
     """Returns microseconds of CPU per step, by part, with `rows` rows decoding and every output streamed.
 
-    With `options`, the requests are those of eight tenants and two tiers, and as many wait as run.
+    With `options`, the requests are those of eight tenants and two tiers, and as many wait as run. With `recording`,
+    every step is recorded in that file.
     """
     buckets = BucketTable([rows], [rows + 4096], rows)
     runner = make_null_runner(rows, buckets)
@@ -155,7 +160,9 @@ def measure(rows: int, steps: int, tokenizer: Any, options: SchedulerOptions | N
         options=SchedulerOptions() if options is None else options,
     )
     scheduler = Scheduler(limits, pages)
-    engine = Engine(scheduler, runner, tokenizer=tokenizer)
+    file = None if recording is None else RecordingFile(recording, {})
+    recorder = runner if file is None else RecordingRunner(runner, file, lambda: "")
+    engine = Engine(scheduler, recorder, tokenizer=tokenizer)
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, output_kind=OutputKind.DELTA)
     for index in range(rows if options is None else 2 * rows):
         request = Request(f"r{index}", tuple(range(index, index + PROMPT + index % PAGE_SIZE)), params)
@@ -171,6 +178,9 @@ def measure(rows: int, steps: int, tokenizer: Any, options: SchedulerOptions | N
     runner._run = watch.wrap("dispatch", runner._run)  # type: ignore[method-assign]
     runner.sample = watch.wrap("dispatch", runner.sample)  # type: ignore[method-assign]
     runner.start = watch.wrap("inputs", runner.start)  # type: ignore[method-assign]
+    if file is not None:
+        file.write = watch.wrap("record", file.write)  # type: ignore[method-assign]
+        recorder.start = watch.wrap("record", recorder.start)  # type: ignore[method-assign]
     engine._show = watch.wrap("detokenize", engine._show)  # type: ignore[method-assign]
     samples: list[dict[str, float]] = []
     for _ in range(steps):
@@ -187,6 +197,7 @@ def main() -> None:
     parser.add_argument(
         "--policies", action="store_true", help="all policies on: eight tenants, two tiers, and as many waiting rows"
     )
+    parser.add_argument("--record", action="store_true", help="record every step, in a temporary file")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     parser.add_argument("--tokenizer", metavar="DIR", help="detokenize with this one (default: a table look-up)")
     args = parser.parse_args()
@@ -197,21 +208,25 @@ def main() -> None:
         tokenizer = load_tokenizer(args.tokenizer)
     gc.freeze()
     table = Table(title=f"Host time per step, microseconds (median of {args.steps} steps; argument tree: {PRESET})")
-    for column in ("rows", *PARTS, "loop", "aim", "loop / aim"):
+    shown = [part for part in PARTS if part != "record" or args.record]
+    for column in ("rows", *shown, "loop", "aim", "loop / aim"):
         table.add_column(column, justify="right")
     figures = []
     for rows in args.rows:
-        parts = measure(rows, args.steps, tokenizer, ALL_POLICIES if args.policies else None)
+        with tempfile.TemporaryDirectory() as folder:
+            recording = Path(folder) / "steps.jsonl" if args.record else None
+            parts = measure(rows, args.steps, tokenizer, ALL_POLICIES if args.policies else None, recording)
         loop, aim = sum(parts.values()) - parts["detokenize"], 100 + 1.0 * rows
         figures.append(
             {"rows": rows, "total_us": sum(parts.values()), "loop_us": loop, "aim_us": aim}
             | {f"{part}_us": value for part, value in parts.items()}
         )
-        cells = (f"{parts[part]:.0f}" for part in PARTS)
+        cells = (f"{parts[part]:.0f}" for part in shown)
         table.add_row(str(rows), *cells, f"{loop:.0f}", f"{aim:.0f}", f"{loop / aim:.2f}")
     console = Console()
     console.print(table)
-    console.print("loop = plan + inputs + dispatch + commit; aim = 100 us + 1.0 us x rows; detokenize: aim 2 us x rows")
+    whole = " + ".join(part for part in shown if part != "detokenize")
+    console.print(f"loop = {whole}; aim = 100 us + 1.0 us x rows; detokenize: aim 2 us x rows")
     if args.json:
         args.json.write_text(json.dumps(figures, indent=1) + "\n")
 

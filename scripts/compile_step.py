@@ -12,7 +12,7 @@ from typing import Any
 from jax.sharding import AbstractMesh, AxisType
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.build import ModelFiles, resolve_model
+from jaxserve.engine.model_files import ModelFiles, resolve_model
 from jaxserve.presets import load_preset
 from jaxserve.runtime.buckets import Bucket
 from jaxserve.runtime.compile import trace_forward

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.build import load_params, locate_model, resolve_model
+from jaxserve.engine.model_files import load_params, locate_model, resolve_model
 from jaxserve.models.base import DecoderConfig
 from jaxserve.runtime.compile import compile_forward
 from jaxserve.runtime.device_state import KVCache, RowState, make_zeros

@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -93,6 +93,7 @@ class FakeDevice:
         self.groups, self.page_size, self.vocab_size = groups, page_size, vocab_size
         self.fail_next: Exception | None = None
         self.poison_rows: set[int] = set()
+        self.weights = b""  # what `write_params` was given
         self.wants_edges = True
         self.draw_length: Callable[[int], int] = lambda width: width
         self.plans: list[StepPlan] = []
@@ -107,6 +108,9 @@ class FakeDevice:
         self._last_token: dict[int, int] = {}
         self._embeds: dict[int, bool] = {}
         self.wants_logprobs: dict[int, bool] = {}
+
+    def write_params(self, updates: Mapping[str, Any]) -> None:
+        self.weights = repr(sorted(updates.items())).encode()
 
     def start(self, plan: StepPlan) -> FakeStep:
         self.plans.append(plan)
@@ -191,5 +195,6 @@ class FakeDevice:
     def _sample(self, row: int) -> int:
         visible = [self._read(group, row) for group in range(len(self.groups))]
         data = b"|".join(array("q", ids).tobytes() for ids in visible) + bytes([self._num_computed[row] % 251])
+        data += self.weights
         token = self._last_token[row] = zlib.crc32(data) % self.vocab_size
         return -1 if row in self.poison_rows else token

@@ -67,6 +67,7 @@ def list_code() -> str:
 
 DOCUMENTS = {
     "serving.md": DOC,
+    "tiers.md": (ROOT / "docs" / "tiers.md").read_text(),
     "kubernetes.yaml": (DEPLOY / "kubernetes.yaml").read_text(),
     "tpu_vm.sh": SCRIPT.read_text(),
     "colab.ipynb": list_code(),

@@ -10,6 +10,7 @@ from typing import Any
 from jaxserve.cli import commands
 from jaxserve.cli.flags import Parser, add_command_options, add_sampling_flags
 from jaxserve.cli.prompts import RULE
+from jaxserve.cli.replay import replay
 from jaxserve.config import EngineConfig
 from jaxserve.errors import JaxServeError
 from jaxserve.option_flags import add_flag
@@ -60,6 +61,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add_command_options(plan, (EngineConfig,))
     text = "print versions, devices, kernels, programs and the compile cache, and what is broken"
     add_command_options(_add_command(group, "doctor", commands.doctor, text), (EngineConfig,))
+    _add_replay(group)
     text = "compare answers among random other requests with the same answers alone, bit for bit, on this device"
     verify = _add_command(group, "verify-determinism", commands.verify_determinism, text)
     help_text = "how many sets of other requests to try (default: 50)"
@@ -108,3 +110,15 @@ def _add_run_batch(group: Any, config: type) -> None:
         if option.name in commands.BATCH_OPTIONS:
             add_flag(serving, option)
     add_command_options(command, (EngineConfig,))
+
+
+def _add_replay(group: Any) -> None:
+    text = "run the steps that an engine recorded with --record-steps, and compare every token id"
+    command = _add_command(group, "replay", replay, text, "FILE")
+    command.epilog = "Options are those of the recording. Status 1: a token id differs; 2: it cannot be replayed here."
+    command.add_argument("recording", metavar="FILE", help="what --record-steps wrote")
+    command.add_argument("--model", metavar="MODEL", help="where the recorded model is here (default: the same path)")
+    help_text = "checkpoint of weights that were written while steps were recorded; once for each time, in order"
+    command.add_argument("--weights", action="append", default=[], metavar="DIR", help=help_text)
+    options = {option.name: option for _, option in list_options(EngineConfig)}
+    add_flag(command, options["compilation_cache_dir"])

@@ -96,7 +96,7 @@ def run_batch(args: argparse.Namespace) -> int:
 
 def plan(args: argparse.Namespace) -> None:
     """`jaxserve plan`."""
-    from jaxserve.engine.build import locate_model, resolve_model
+    from jaxserve.engine.model_files import locate_model, resolve_model
 
     config = EngineConfig.from_options(**_read_engine_options(args))
     model = resolve_model(config, locate_model(config.model, need_weights=False))
@@ -109,7 +109,7 @@ def plan(args: argparse.Namespace) -> None:
 
 def doctor(args: argparse.Namespace) -> int:
     """`jaxserve doctor`; returns 1 when something is broken."""
-    from jaxserve.engine.build import locate_model, resolve_model
+    from jaxserve.engine.model_files import locate_model, resolve_model
     from jaxserve.runtime.doctor import print_report
 
     config = EngineConfig.from_options(**_read_engine_options(args))
@@ -146,7 +146,7 @@ def _require_tokenizer(options: dict[str, Any], *, needs_template: bool) -> None
         TokenizerError: one of them is missing.
         ConfigError: an option is wrong, or there is no such model.
     """
-    from jaxserve.engine.build import locate_model
+    from jaxserve.engine.model_files import locate_model
     from jaxserve.tokenizers.files import read_metadata
 
     config = EngineConfig.from_options(**options).model

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jaxserve.errors import InvalidRequestError, shorten
+from jaxserve.request import Request
+from jaxserve.sampling_params import OutputKind
 
 _INFINITY = float("inf")
 
@@ -20,16 +23,41 @@ def list_prompts(prompts: Any) -> list[Any]:
 
 
 def spread(given: Any, count: int, field: str) -> list[Any]:
-    """Returns one value per prompt; a value that is not iterable is repeated.
+    """Returns one value per prompt; a text, or a value that is not iterable, is repeated.
 
     Raises:
         InvalidRequestError: the number of values is not the number of prompts.
     """
-    values = list(given) if isinstance(given, Iterable) else [given] * count
+    is_one = isinstance(given, str) or not isinstance(given, Iterable)
+    values = [given] * count if is_one else list(given)
     if len(values) != count:
         message = f"one for all, or one for each of the {count} prompts; got {len(values)}"
         raise InvalidRequestError(message, field=field, value=len(values))
     return values
+
+
+def make_requests(
+    make: Callable[..., Request],
+    prompts: Sequence[Any],
+    params: Any,
+    each: Mapping[str, Any],
+    shared: Mapping[str, Any],
+) -> list[Request]:
+    """Returns one request per prompt, which gives one output, at its end.
+
+    Args:
+        make: the method of `RequestFactory`.
+        params: sampling parameters, one for all prompts or one for each.
+        each: further arguments of `make`, likewise.
+        shared: further arguments of `make`, the same for all prompts.
+    """
+    count = len(prompts)
+    finals = [replace(one, output_kind=OutputKind.FINAL_ONLY) for one in spread(params, count, "sampling_params")]
+    own = {name: spread(given, count, name) for name, given in each.items()}
+    return [
+        make(prompt, finals[at], **{name: values[at] for name, values in own.items()}, **shared)
+        for at, prompt in enumerate(prompts)
+    ]
 
 
 def find_deadline(timeout: Any) -> float | None:

@@ -21,7 +21,7 @@ from jaxserve.engine.view import EngineView
 from jaxserve.engine_args import EngineArgs
 from jaxserve.errors import EngineStoppedError
 from jaxserve.logits_processor import LogitsProcessor
-from jaxserve.request import PRIORITIES, Request, RequestOutput
+from jaxserve.request import PRIORITIES, Request, RequestOutput, ServiceTier
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import SchedulerLimits
 
@@ -155,21 +155,23 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        service_tier: str = "default",
         cache_salt: str = "",
         timeout: float | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yields the request's output after each step that added to it (see `OutputKind`).
 
         A slow reader gets the outputs that it missed merged into one. Leaving the iteration early, or cancelling the
-        task, aborts the request. `priority`, `cache_salt` and `timeout` are those of `LLM.generate`.
+        task, aborts the request. The options are those of `LLM.generate`.
 
         Raises:
             InvalidRequestError, CapacityError: this request cannot be served; others are not affected.
             QueueFullError: the queue is full.
             EngineStoppedError: the engine has failed or was shut down.
         """
-        options = {"cache_salt": cache_salt, "priority": priority, "deadline": find_deadline(timeout)}
-        async with aclosing(self._run(self._ready.requests.make, prompt, sampling_params, request_id, options)) as run:
+        options = {"request_id": request_id, "cache_salt": cache_salt, "deadline": find_deadline(timeout)}
+        options |= {"priority": priority, "service_tier": service_tier}
+        async with aclosing(self._run(self._ready.requests.make, prompt, sampling_params, options)) as run:
             async for output in run:
                 yield output
 
@@ -185,6 +187,7 @@ class AsyncLLM:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         priority: int = 0,
+        service_tier: str = "default",
         cache_salt: str = "",
         timeout: float | None = None,
     ) -> AsyncIterator[RequestOutput]:
@@ -196,22 +199,17 @@ class AsyncLLM:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
-        options |= {"cache_salt": cache_salt, "priority": priority, "deadline": find_deadline(timeout)}
-        make = self._ready.requests.make_chat
-        async with aclosing(self._run(make, messages, sampling_params, request_id, options)) as run:
+        options |= {"request_id": request_id, "cache_salt": cache_salt, "deadline": find_deadline(timeout)}
+        options |= {"priority": priority, "service_tier": service_tier}
+        async with aclosing(self._run(self._ready.requests.make_chat, messages, sampling_params, options)) as run:
             async for output in run:
                 yield output
 
     async def _run(
-        self,
-        make: Callable[..., Request],
-        prompt: Any,
-        sampling_params: SamplingParams | None,
-        request_id: str | None,
-        options: Mapping[str, Any],
+        self, make: Callable[..., Request], prompt: Any, params: SamplingParams | None, options: Mapping[str, Any]
     ) -> AsyncGenerator[RequestOutput]:
-        params = self._ready.default_params if sampling_params is None else sampling_params
-        request = await asyncio.to_thread(make, prompt, params, request_id=request_id, **options)
+        given = self._ready.default_params if params is None else params
+        request = await asyncio.to_thread(make, prompt, given, **options)
         async with aclosing(self.stream([request])) as outputs:
             async for output in outputs:
                 yield output
@@ -263,7 +261,8 @@ class AsyncLLM:
             DeadlineError: no token came in time.
             EngineStoppedError, DeviceStepError, NonFiniteLogitsError: the engine, the device or the model failed.
         """
-        request = self._ready.requests.make([0], ONE_TOKEN, priority=PRIORITIES.start)
+        # Rows of other tiers do not yield to one of the tier flex.
+        request = self._ready.requests.make([0], ONE_TOKEN, priority=PRIORITIES.start, service_tier=ServiceTier.FLEX)
         outputs = self.stream([request], beyond_limits=True)
         await wait_for_token(outputs, self._ready.engine.counts, timeout)
 

@@ -1,39 +1,37 @@
-"""Builds an engine from options: finds the model, loads its weights, plans memory and compiles programs."""
+"""Builds an engine from options: loads the model, plans memory and compiles programs."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from jaxserve.config import DEMO_MODEL, EngineConfig, ModelOptions
-from jaxserve.devices import load_jax
+from jaxserve.config import EngineConfig
 from jaxserve.engine.counts import AttentionStats
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.generation_config import (
     GenerationDefaults,
-    find_generation_config,
     read_end_tokens,
     read_generation_defaults,
 )
+from jaxserve.engine.model_files import ModelFiles, load_model_tokenizer, load_params, locate_model, resolve_model
 from jaxserve.engine.progress import ShowProgress, hide_progress
 from jaxserve.engine.prompts import RequestFactory
 from jaxserve.errors import ConfigError, TokenizerError
 from jaxserve.logits_processor import LogitsProcessor
 from jaxserve.pages import PageManager
-from jaxserve.presets import demo_model_dir, load_preset
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from jaxserve.models.base import DecoderConfig
     from jaxserve.request import RequestOutput
     from jaxserve.runtime.memory import CachePlan
+    from jaxserve.runtime.protocol import Runner
     from jaxserve.runtime.runner import ModelRunner
     from jaxserve.runtime.startup import Shapes
     from jaxserve.tokenizers import Tokenizer
@@ -43,25 +41,13 @@ RunningChoice = Literal["requeue", "abort"]  # what becomes of unfinished reques
 
 
 @dataclass(frozen=True)
-class ModelFiles:
-    """A model's files. `path` is None for a preset, which has none.
+class BuiltRunner:
+    """A runner, and the choices made for it."""
 
-    `hub_id` is the repository whose weights may still have to be downloaded to `path`; None for a local directory.
-    """
-
-    path: Path | None
-    hf_config: dict[str, Any]
-    generation_config: dict[str, Any]
-    hub_id: str | None = None
-
-    def find_weights(self) -> Path:
-        """Returns the directory with the weights, downloaded if missing. `path` must not be None."""
-        from jaxserve.weights import download_weights
-
-        assert self.path is not None  # locate_model allows presets with dummy weights only
-        if self.hub_id is not None:
-            download_weights(self.hub_id, self.path)
-        return self.path
+    shapes: Shapes
+    mesh: Mesh
+    plan: CachePlan
+    runner: ModelRunner
 
 
 @dataclass(frozen=True)
@@ -106,73 +92,9 @@ class ReadyEngine:
         updates = check_update(param_specs(self.shapes.model), tree)
         outputs = self.engine.drain()
         outputs += self.engine.abort_all() if running == "abort" else []
-        self.runner.write_params(updates)
+        self.engine.runner.write_params(updates)
         self.engine.scheduler.requeue_running()
         return outputs
-
-
-def locate_model(options: ModelOptions, *, need_weights: bool = True) -> ModelFiles:
-    """Returns the files of the model that the options name: the demo model, a preset, a directory or a model id.
-
-    Raises:
-        ConfigError: there is no such model, its kind or format is not supported, or it is a preset and weights were
-            asked for.
-        DeviceError: the installation of JAX is broken.
-    """
-    load_jax()
-    from jaxserve.models.registry import find_family
-    from jaxserve.weights import read_hf_config, refuse_foreign_folder, resolve_checkpoint
-
-    preset = load_preset(options.model)
-    if preset is not None and not Path(options.model).is_dir():
-        if need_weights and options.load_format != "dummy":
-            message = f"{options.model!r} is a preset and has no weights; add load_format='dummy', or give a checkpoint"
-            raise ConfigError(message, field="load_format", value=options.load_format)
-        return ModelFiles(None, preset, find_generation_config(options, None))
-    if options.model == DEMO_MODEL:
-        path, hub_id = demo_model_dir(), None
-    else:
-        path = resolve_checkpoint(options.model, options.revision, need_weights=False)
-        hub_id = None if Path(options.model).expanduser().is_dir() else options.model
-    refuse_foreign_folder(path, need_weights=hub_id is None and options.load_format != "dummy")
-    hf_config = read_hf_config(path)
-    find_family(hf_config)
-    return ModelFiles(path, hf_config, find_generation_config(options, path), hub_id)
-
-
-def resolve_model(config: EngineConfig, files: ModelFiles) -> DecoderConfig:
-    """Returns the model's config in its final dtype, length and head layout.
-
-    Raises:
-        ConfigError: names the option or the config.json key that cannot work.
-    """
-    from jaxserve.models.decoder import expand_kv_heads
-    from jaxserve.models.registry import parse_config
-
-    model = parse_config(files.hf_config)
-    if config.model.dtype != "auto":
-        model = dataclasses.replace(model, dtype=config.model.dtype)
-    max_model_len = config.model.max_model_len
-    model = model.with_max_model_len(model.default_max_model_len if max_model_len is None else max_model_len)
-    if config.cache.kv_cache_dtype == "fp8":
-        model = _add_kv_scales(config, files, model)
-    return expand_kv_heads(model, config.parallel.tensor_parallel_size)
-
-
-def _add_kv_scales(config: EngineConfig, files: ModelFiles, model: DecoderConfig) -> DecoderConfig:
-    """Returns the model's config with the checkpoint's scales for an fp8 cache, if it has any."""
-    from jaxserve.models.registry import find_kv_scales
-    from jaxserve.weights import checkpoint_format, read_tensor_shapes
-
-    scales = None
-    if files.path is not None and config.model.load_format != "dummy" and checkpoint_format(files.path) != "orbax":
-        scales = find_kv_scales(model, read_tensor_shapes(files.find_weights()))
-    if scales is None:
-        _log.warning(
-            "kv_cache_dtype is fp8 and the checkpoint has no scales for it: keys and values are stored unscaled, and "
-            "those beyond 448 are cut off"
-        )
-    return dataclasses.replace(model, attention=dataclasses.replace(model.attention, kv_scales=scales))
 
 
 def build_engine(
@@ -192,6 +114,9 @@ def build_engine(
     Raises:
         ConfigError, DeviceError, WeightsError, TokenizerError, CapacityError: name what to change.
     """
+    record_steps = config.observability.record_steps
+    if record_steps is not None:
+        refuse_recording(Path(record_steps), has_processor=processor is not None, only_largest=only_largest)
     config = make_cache_dir(config)
     files = locate_model(config.model)
     tokenizer = load_model_tokenizer(config.model, files)
@@ -202,25 +127,12 @@ def build_engine(
         has_tokenizer=tokenizer is not None,
         is_limit=config.model.names_generation_config,
     )
-    from jaxserve.runtime.memory import device_memory_bytes
-    from jaxserve.runtime.program_cache import enable_persistent_cache
-    from jaxserve.runtime.self_test import confirm_attention
-    from jaxserve.runtime.startup import make_shapes, page_groups, require_room, start_runner
-    from jaxserve.sharding import make_mesh
+    built = build_runner(
+        config, files, progress=progress, processor=processor, only_largest=only_largest, announce=announce
+    )
+    shapes, plan = built.shapes, built.plan
+    from jaxserve.runtime.startup import page_groups
 
-    mesh = make_mesh(config.parallel.tensor_parallel_size)
-    device = mesh.devices.flat[0]
-    shapes = make_shapes(config, resolve_model(config, files), device.platform, device.device_kind)
-    shapes = dataclasses.replace(shapes, processor=processor)
-    require_room(shapes, device_memory_bytes(device))
-    enable_persistent_cache(config.compile.cache_dir)
-    shapes = confirm_attention(shapes, mesh.local_devices[0])
-    level = logging.WARNING if shapes.fell_back else logging.INFO
-    _log.log(level, "attention: %s, %s", shapes.impl, shapes.impl_reason)
-    params = load_params(config, files, shapes, mesh, progress=progress)
-    with progress("Compiling programs") as report:
-        note = lambda name, done, total: report(done, total, name)  # noqa: E731
-        runner, plan = start_runner(shapes, mesh, params, note, only_largest=only_largest, announce=announce)
     options = shapes.config
     assert options.cache.page_size is not None and options.scheduler.max_num_batched_tokens is not None
     pages = PageManager(
@@ -232,7 +144,7 @@ def build_engine(
     scheduler = Scheduler(shapes.limits, pages)
     engine = Engine(
         scheduler,
-        runner,
+        built.runner if record_steps is None else record_runner(built, Path(record_steps)),
         vocab_size=shapes.model.vocab_size,
         tokenizer=tokenizer,
         overlap=options.scheduler.async_scheduling,
@@ -247,7 +159,71 @@ def build_engine(
         max_logprobs=options.compile.max_logprobs,
         processor=processor,
     )
-    return ReadyEngine(engine, factory, tokenizer, defaults, shapes, plan, runner, mesh)
+    return ReadyEngine(engine, factory, tokenizer, defaults, shapes, plan, built.runner, built.mesh)
+
+
+def build_runner(
+    config: EngineConfig,
+    files: ModelFiles,
+    *,
+    progress: ShowProgress = hide_progress,
+    processor: LogitsProcessor | None = None,
+    only_largest: bool = False,
+    announce: Callable[[str], None] = lambda text: None,
+    num_pages: Sequence[int] | None = None,
+) -> BuiltRunner:
+    """Loads the weights, plans memory and compiles programs; see `build_engine`.
+
+    Args:
+        num_pages: the pages of each KV group, in place of a memory plan.
+    """
+    from jaxserve.runtime.memory import device_memory_bytes
+    from jaxserve.runtime.program_cache import enable_persistent_cache
+    from jaxserve.runtime.self_test import confirm_attention
+    from jaxserve.runtime.startup import make_shapes, require_room, start_runner
+    from jaxserve.sharding import make_mesh
+
+    mesh = make_mesh(config.parallel.tensor_parallel_size)
+    device = mesh.devices.flat[0]
+    shapes = make_shapes(config, resolve_model(config, files), device.platform, device.device_kind)
+    shapes = dataclasses.replace(shapes, processor=processor)
+    require_room(shapes, device_memory_bytes(device))
+    enable_persistent_cache(config.compile.cache_dir)
+    shapes = confirm_attention(shapes, mesh.local_devices[0])
+    level = logging.WARNING if shapes.fell_back else logging.INFO
+    _log.log(level, "attention: %s, %s", shapes.impl, shapes.impl_reason)
+    params = load_params(config, files, shapes, mesh, progress=progress)
+    with progress("Compiling programs") as report:
+        note = lambda name, done, total: report(done, total, name)  # noqa: E731
+        runner, plan = start_runner(
+            shapes, mesh, params, note, only_largest=only_largest, announce=announce, num_pages=num_pages
+        )
+    return BuiltRunner(shapes, mesh, plan, runner)
+
+
+def refuse_recording(path: Path, *, has_processor: bool, only_largest: bool) -> None:
+    """Raises ConfigError where steps could not be recorded, or not be replayed."""
+    from jaxserve.runtime.recording import refuse_target
+
+    reason = None
+    if has_processor:
+        reason = "a logits_processor is a function, which a recording cannot hold; leave one of the two out"
+    elif only_largest:
+        reason = "with serve_while_warming, the first steps run in larger programs than a replay's; leave one out"
+    if reason is not None:
+        raise ConfigError(reason, field="record_steps", value=str(path))
+    refuse_target(path)
+
+
+def record_runner(built: BuiltRunner, path: Path) -> Runner:
+    """Returns the runner with every call recorded in a new file."""
+    from jaxserve.runtime.identity import describe_engine, digest_params
+    from jaxserve.runtime.recording import RecordingFile, RecordingRunner
+
+    runner = built.runner
+    file = RecordingFile(path, describe_engine(built.shapes, built.plan, built.mesh, runner.params))
+    _log.warning("record_steps: %s gets the tokens of all prompts and answers", path)
+    return RecordingRunner(runner, file, lambda: digest_params(runner.params))
 
 
 def make_cache_dir(config: EngineConfig) -> EngineConfig:
@@ -269,45 +245,3 @@ def make_cache_dir(config: EngineConfig) -> EngineConfig:
         _log.warning("compiled programs are not kept: %s; compilation_cache_dir takes another directory", reason)
         return dataclasses.replace(config, compile=dataclasses.replace(config.compile, compilation_cache_dir=""))
     return config
-
-
-def load_model_tokenizer(options: ModelOptions, files: ModelFiles) -> Tokenizer | None:
-    """Returns the tokenizer; None with `skip_tokenizer_init`, or for a preset without `tokenizer`."""
-    from jaxserve.tokenizers import load_tokenizer
-
-    if options.skip_tokenizer_init:
-        return None
-    if options.tokenizer is not None:
-        return load_tokenizer(options.tokenizer)
-    return load_tokenizer(files.path) if files.path is not None else None
-
-
-def load_params(
-    config: EngineConfig, files: ModelFiles, shapes: Shapes, mesh: Mesh, *, progress: ShowProgress = hide_progress
-) -> Any:
-    """Returns the parameters as run-time arrays on the devices of `mesh`, loaded or, with "dummy", random."""
-    from jaxserve.layers.stack import stack_params, stack_specs
-    from jaxserve.models.registry import ignored_weights, param_specs, weight_sources
-    from jaxserve.sharding import DEFAULT_RULES
-    from jaxserve.weights import checkpoint_format, load_safetensors, make_dummy_params, restore_params
-
-    model = shapes.model
-    specs = param_specs(model)
-    if config.model.load_format == "dummy":
-        specs = stack_specs(specs, shapes.stack_mode)
-        return make_dummy_params(specs, mesh=mesh, rules=DEFAULT_RULES, seed=config.model.seed)
-    path, load_format = files.find_weights(), config.model.load_format
-    if (checkpoint_format(path) if load_format == "auto" else load_format) == "orbax":
-        params = restore_params(path, specs, mesh=mesh, rules=DEFAULT_RULES)
-    else:
-        with progress("Loading weights", unit="bytes") as report:
-            params = load_safetensors(
-                path,
-                specs,
-                weight_sources(model),
-                ignored_weights(model),
-                mesh=mesh,
-                rules=DEFAULT_RULES,
-                progress=report,
-            )
-    return stack_params(params, shapes.stack_mode)

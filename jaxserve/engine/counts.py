@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
+from jaxserve.runtime.protocol import StepFuture
 from jaxserve.scheduler import StepOutputs
-
-
-class StepFuture(Protocol):
-    """A step in flight."""
-
-    def result(self) -> StepOutputs:
-        """Waits for the step and returns its outputs; raises what made it fail."""
-        ...
 
 
 @dataclass(slots=True)

@@ -4,57 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Ids
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from jaxserve.engine.counts import AttentionStats, EngineCounts, StepFuture
+from jaxserve.engine.counts import AttentionStats, EngineCounts
 from jaxserve.engine.grammars import MASK_TIMEOUT, GrammarRows
 from jaxserve.engine.logprobs import LogprobReader
 from jaxserve.engine.output import OutputStream, RequestStream
 from jaxserve.engine.prompt_outputs import hand_out_prompts
 from jaxserve.errors import DeadlineError, DeviceStepError, JaxServeError, QueueFullError
 from jaxserve.request import FinishReason, Request, RequestOutput
+from jaxserve.runtime.protocol import Runner, StartedStep, StepFuture
 from jaxserve.scheduler import Commit, Deadlines, Scheduler, Sequence, StepPlan
 
 if TYPE_CHECKING:
-    from jaxserve.runtime.counts import StepCounts
     from jaxserve.tokenizers import Tokenizer
-
-
-class StartedStep(Protocol):
-    """A step whose forward pass was dispatched, and whose tokens are not sampled yet."""
-
-    def sample(self, mask: Any = None) -> StepFuture:
-        """Starts the sampling.
-
-        Args:
-            mask: allowed tokens as bits, uint32 [rows of the plan, words of the vocabulary]. A row whose line is 0
-                does not sample: its mask is late.
-        """
-        ...
-
-
-class Runner(Protocol):
-    """The engine's interface to the device; `tests/fake_device.py` implements it without one."""
-
-    counts: StepCounts
-
-    @property
-    def num_programs(self) -> int:
-        """Compiled programs that steps can use."""
-        ...
-
-    @property
-    def num_compiles(self) -> int:
-        """XLA compilations of this process since the runner was ready."""
-        ...
-
-    def start(self, plan: StepPlan) -> StartedStep:
-        """Dispatches a step after those already started, and returns at once."""
-        ...
-
-    def reset(self) -> None:
-        """Rebuilds the state that a failed step consumed: zeroed pools, no rows."""
-        ...
 
 
 InFlight = tuple[StepPlan, StepFuture]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.config import DEMO_MODEL, EngineConfig
-from jaxserve.engine.arguments import find_deadline, list_prompts, read_chat_options, spread
+from jaxserve.engine.arguments import find_deadline, list_prompts, make_requests, read_chat_options
 from jaxserve.engine.beam import BeamSearchOutput, BeamSearchParams, search_beams
 from jaxserve.engine.build import ReadyEngine, RunningChoice, build_engine
 from jaxserve.engine.metrics import Metric, list_metrics
@@ -108,6 +108,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: int | Sequence[int] = 0,
+        service_tier: str | Sequence[str] = "default",
         cache_salt: str = "",
         timeout: float | None = None,
     ) -> list[RequestOutput]:
@@ -117,7 +118,8 @@ class LLM:
             prompts: text, `{"prompt": text}`, `{"prompt_token_ids": ids}` or a list of token ids; or a list of these.
             sampling_params: one for all prompts, or one for each; default: `get_default_sampling_params`.
             use_tqdm: show progress on standard error (the name is vLLM's).
-            priority: one for all prompts, or one for each; smaller ones run first.
+            priority: one for all prompts, or one for each; smaller ones run first within a tier.
+            service_tier: "priority", "default" ("auto") or "flex"; one for all prompts, or one for each.
             cache_salt: prompts with different salts share no cached prefixes.
             timeout: seconds; requests not finished by then end with finish_reason "timeout" and the tokens they have.
 
@@ -126,7 +128,9 @@ class LLM:
         """
         many = list_prompts(prompts)
         options = {"cache_salt": cache_salt, "deadline": find_deadline(timeout)}
-        return self._run_all(self._ready.requests.make, many, sampling_params, priority, options, use_tqdm=use_tqdm)
+        each = {"priority": priority, "service_tier": service_tier}
+        params = self._ready.default_params if sampling_params is None else sampling_params
+        return self._run(make_requests(self._ready.requests.make, many, params, each, options), use_tqdm=use_tqdm)
 
     def chat(
         self,
@@ -140,6 +144,7 @@ class LLM:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         priority: int | Sequence[int] = 0,
+        service_tier: str | Sequence[str] = "default",
         cache_salt: str = "",
         timeout: float | None = None,
     ) -> list[RequestOutput]:
@@ -167,8 +172,9 @@ class LLM:
         )
         options |= {"cache_salt": cache_salt, "deadline": find_deadline(timeout)}
         many: list[Any] = [messages] if one else list(messages)
-        make = self._ready.requests.make_chat
-        return self._run_all(make, many, sampling_params, priority, options, use_tqdm=use_tqdm)
+        each = {"priority": priority, "service_tier": service_tier}
+        params = self._ready.default_params if sampling_params is None else sampling_params
+        return self._run(make_requests(self._ready.requests.make_chat, many, params, each, options), use_tqdm=use_tqdm)
 
     def embed(
         self,
@@ -233,26 +239,6 @@ class LLM:
             BeamSearchOutput([replace(beam, text=decode(beam.token_ids)) for beam in output.sequences])
             for output in found
         ]
-
-    def _run_all(
-        self,
-        make: Callable[..., Request],
-        prompts: Sequence[Any],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        priority: int | Sequence[int],
-        options: Mapping[str, Any],
-        *,
-        use_tqdm: bool,
-    ) -> list[RequestOutput]:
-        """Runs one request per prompt; returns the outputs in order."""
-        given = self._ready.default_params if sampling_params is None else sampling_params
-        params = spread(given, len(prompts), "sampling_params")
-        priorities = spread(priority, len(prompts), "priority")
-        requests = [
-            make(prompt, replace(each, output_kind=OutputKind.FINAL_ONLY), priority=first, **options)
-            for prompt, each, first in zip(prompts, params, priorities, strict=True)
-        ]
-        return self._run(requests, use_tqdm=use_tqdm)
 
     def _run(self, requests: Sequence[Request], *, use_tqdm: bool) -> list[RequestOutput]:
         engine, outputs = self._ready.engine, {}

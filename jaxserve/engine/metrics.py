@@ -58,6 +58,11 @@ ENGINE_COUNTERS: Table[EngineStats] = (
         "Sequences that gave up their pages and are computed again.",
         lambda s: s.num_preemptions,
     ),
+    (
+        "tier_misses_total",
+        "Steps that took longer than priority_itl_ms while a request of the tier priority decoded.",
+        lambda s: s.num_tier_misses,
+    ),
     ("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", lambda s: s.prefix_queries),
     ("prefix_cache_hits_total", "Prompt tokens whose KV came from the prefix cache.", lambda s: s.prefix_hits),
     ("useful_tokens_total", "Tokens that steps computed for requests.", lambda s: s.useful_tokens),

@@ -7,11 +7,12 @@ import itertools
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
+from jaxserve.engine.schedule import Schedule, check_schedule
 from jaxserve.errors import InvalidRequestError, TokenizerError, shorten
 from jaxserve.logits_processor import LogitsProcessor
-from jaxserve.request import PRIORITIES, Request
+from jaxserve.request import DEFAULT_TENANT, Request, ServiceTier, Tenant
 from jaxserve.sampling_params import (
     MAX_BAD_WORD_TOKENS,
     MAX_SEED,
@@ -25,30 +26,9 @@ if TYPE_CHECKING:
     from jaxserve.structured import GrammarCompiler
     from jaxserve.tokenizers import Tokenizer
 
-_INFINITY = float("inf")
-
 Message = Mapping[str, Any]  # {"role": ..., "content": text}
 Prompt = str | Mapping[str, Any] | Sequence[int]  # text, a mapping with _PROMPT_KEYS, or token ids
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
-
-
-def check_schedule(priority: object, deadline: object) -> None:
-    """Raises InvalidRequestError unless the priority is in PRIORITIES and the deadline is None or a finite number."""
-    if not isinstance(priority, int) or isinstance(priority, bool) or priority not in PRIORITIES:
-        message = f"must be an integer in [{PRIORITIES.start}, {PRIORITIES.stop}), got {shorten(priority)}"
-        raise InvalidRequestError(message, field="priority", value=priority)
-    if deadline is None:
-        return
-    if not isinstance(deadline, int | float) or isinstance(deadline, bool) or not -_INFINITY < deadline < _INFINITY:
-        message = f"must be a finite time in seconds of time.monotonic(), got {shorten(deadline)}"
-        raise InvalidRequestError(message, field="deadline", value=deadline)
-
-
-def check_salt(salt: object) -> str:
-    """Returns the salt; InvalidRequestError if it is not a string."""
-    if not isinstance(salt, str):
-        raise InvalidRequestError(f"must be a text, got {shorten(salt)}", field="cache_salt", value=salt)
-    return salt
 
 
 class RequestFactory:
@@ -81,26 +61,18 @@ class RequestFactory:
         params: SamplingParams,
         *,
         request_id: str | None = None,
-        cache_salt: str = "",
-        priority: int = 0,
-        deadline: float | None = None,
+        **schedule: Unpack[Schedule],
     ) -> Request:
-        """Returns the request to continue a prompt.
-
-        Args:
-            cache_salt: requests share prefix pages only if their salts are equal. A prompt's own salt takes precedence.
-            priority: smaller ones run first; equal ones in order of arrival.
-            deadline: seconds on the clock of `time.monotonic`; an unfinished request then ends with a DeadlineError.
+        """Returns the request to continue a prompt. A prompt's own `cache_salt` takes precedence.
 
         Raises:
-            InvalidRequestError: names what is wrong with the prompt or the parameters.
+            InvalidRequestError: names what is wrong with the prompt, the parameters or the schedule.
         """
-        check_schedule(priority, deadline)
+        if isinstance(prompt, Mapping) and prompt.get("cache_salt") is not None:
+            schedule["cache_salt"] = prompt["cache_salt"]
+        fields = check_schedule(**schedule)
         text, token_ids = self._read(prompt)
-        request = self._make(text, token_ids, params, request_id)
-        own_salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
-        salt = check_salt(cache_salt if own_salt is None else own_salt)
-        return replace(request, cache_salt=salt, priority=priority, deadline=deadline)
+        return replace(self._make(text, token_ids, params, request_id), **fields)
 
     def make_chat(
         self,
@@ -114,12 +86,14 @@ class RequestFactory:
         request_id: str | None = None,
         cache_salt: str = "",
         priority: int = 0,
+        service_tier: ServiceTier | str = ServiceTier.DEFAULT,
+        tenant: Tenant = DEFAULT_TENANT,
         deadline: float | None = None,
         **template_options: Any,
     ) -> Request:
         """Returns the request to answer a conversation, rendered by `chat_template` or else the tokenizer's own.
 
-        The other arguments are those of `encode_chat` (tools, variables, `render`) and of `make`.
+        The other arguments are those of `encode_chat` (tools, variables, `render`) and of `Schedule`.
 
         Raises:
             InvalidRequestError: names what is wrong with the messages or the parameters.
@@ -129,7 +103,9 @@ class RequestFactory:
 
         if self._tokenizer is None:
             raise TokenizerError("there is none, so messages cannot be rendered", field="tokenizer")
-        check_schedule(priority, deadline)
+        fields = check_schedule(
+            cache_salt=cache_salt, priority=priority, service_tier=service_tier, tenant=tenant, deadline=deadline
+        )
         text, ids = encode_chat(
             self._tokenizer,
             messages,
@@ -139,18 +115,15 @@ class RequestFactory:
             continue_final_message=continue_final_message,
             **template_options,
         )
-        request = self._make(text, self._check_token_ids(ids), params, request_id)
-        return replace(request, cache_salt=check_salt(cache_salt), priority=priority, deadline=deadline)
+        return replace(self._make(text, self._check_token_ids(ids), params, request_id), **fields)
 
     def make_embedding(
         self,
         prompt: Prompt,
         *,
         request_id: str | None = None,
-        cache_salt: str = "",
-        priority: int = 0,
-        deadline: float | None = None,
         truncate_prompt_tokens: int | None = None,
+        **schedule: Unpack[Schedule],
     ) -> Request:
         """Returns the request for a prompt's embedding; the arguments are those of `make`.
 
@@ -169,8 +142,7 @@ class RequestFactory:
             truncate_prompt_tokens=truncate_prompt_tokens,
             output_kind=OutputKind.FINAL_ONLY,
         )
-        options: dict[str, Any] = {"cache_salt": cache_salt, "priority": priority, "deadline": deadline}
-        return replace(self.make(prompt, params, request_id=request_id, **options), embeds=True)
+        return replace(self.make(prompt, params, request_id=request_id, **schedule), embeds=True)
 
     def _make(
         self, text: str | None, token_ids: tuple[int, ...], params: SamplingParams, request_id: str | None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from jaxserve.engine.counts import AttentionStats
 from jaxserve.engine.engine import Engine
+from jaxserve.request import ServiceTier
 from jaxserve.runtime.counts import STEP_TOKEN_BOUNDS
 
 _PACE_WINDOW = 10.0  # seconds with work
@@ -38,7 +39,9 @@ class EngineStats:
     num_running: int  # sequences with a row
     num_waiting: int  # sequences that wait for a row, preempted ones included
     num_queued_tokens: int  # prompt tokens that wait for their first admission
+    num_waiting_by_tenant: Mapping[str, int]  # the same by tenant's name
     num_preemptions: int
+    num_tier_misses: int  # steps that took longer than `priority_itl_ms` while a row of that tier decoded
     prefix_queries: int  # prompt tokens looked up in the prefix cache
     prefix_hits: int  # prompt tokens found there
     num_steps: int
@@ -66,6 +69,8 @@ class RowStats:
     num_tokens: int  # known to the host
     is_prefilling: bool
     priority: int
+    service_tier: ServiceTier
+    tenant: str  # its name; empty: none
 
 
 class QueuePace:
@@ -95,7 +100,9 @@ def read_stats(engine: Engine) -> EngineStats:
         num_running=len(scheduler.batch),
         num_waiting=len(scheduler.waiting),
         num_queued_tokens=scheduler.waiting.num_new_tokens,
+        num_waiting_by_tenant={name: load.num_waiting for name, load in list(scheduler.waiting.by_tenant.items())},
         num_preemptions=scheduler.counts.num_preemptions,
+        num_tier_misses=scheduler.counts.num_tier_misses,
         prefix_queries=scheduler.counts.prefix_queries,
         prefix_hits=scheduler.counts.prefix_hits,
         num_steps=sum(steps.values()),
@@ -127,6 +134,8 @@ def read_rows(engine: Engine) -> list[RowStats]:
             len(sequence.token_ids),
             is_prefilling,
             sequence.request.priority,
+            sequence.request.service_tier,
+            sequence.request.tenant.name,
         )
         for sequences, is_prefilling in ((batch.prefilling, True), (batch.decoding, False))
         for sequence in sequences

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxserve.engine.build import ReadyEngine
 from jaxserve.engine.stats import QueuePace, read_page_map
-from jaxserve.request import Rank
+from jaxserve.request import Rank, Tenant
 
 
 class EngineView:
@@ -32,9 +32,9 @@ class EngineView:
         """Limits the waiting sequences to `most`, unless an option sets the limit. Call it before any request."""
         self._ready.engine.scheduler.door.bound_sequences(most)
 
-    def refuse_if_full(self, rank: Rank) -> None:
-        """Raises QueueFullError if the queue has no room for any request of this rank."""
-        self._ready.engine.scheduler.door.refuse_if_full(rank)
+    def refuse_if_full(self, rank: Rank, tenant: Tenant) -> None:
+        """Raises QueueFullError if the queue has no room for any request of this rank and tenant."""
+        self._ready.engine.scheduler.door.refuse_if_full(rank, tenant)
 
     def seconds_to_admit(self) -> float:
         """Returns the seconds until all that waits now is admitted at the recent rate. Call it on one thread only."""

@@ -7,7 +7,7 @@ the pools exist, and the pools are made once.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -88,6 +88,7 @@ def plan_cache(
     budget: int,
     max_sequences: int | None = None,
     override: int | None = None,
+    num_pages: Sequence[int] | None = None,
 ) -> CachePlan:
     """Divides `budget` bytes per device among the KV groups, so that each holds the same number of full sequences.
 
@@ -95,6 +96,7 @@ def plan_cache(
         spec: pages of the whole model.
         max_sequences: the pools hold no more full sequences.
         override: pages of the group that needs most, whatever the budget; windowed groups hold at least one sequence.
+        num_pages: pages of each group, whatever the other arguments.
 
     Raises:
         CapacityError: no sequence of `config.max_model_len` tokens fits; says which length would.
@@ -102,7 +104,9 @@ def plan_cache(
     needs = [_pages_of_sequence(group, config.max_model_len, spec.page_size, max_chunk) for group in config.kv_groups]
     page_costs = [len(group.layers) * page_bytes(spec) // num_devices for group in config.kv_groups]
     sequence_cost = sum(need * cost for need, cost in zip(needs, page_costs, strict=True))
-    if override is not None:
+    if num_pages is not None:
+        counts = list(num_pages)
+    elif override is not None:
         shares = [max(2, round(override * need / max(needs))) for need in needs]
         groups = zip(config.kv_groups, needs, shares, strict=True)  # a windowed sequence never needs more than `need`
         counts = [share if group.window is None else max(share, need + 1) for group, need, share in groups]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -207,8 +207,11 @@ def describe_programs(shapes: Shapes, plan: CachePlan, mesh: Mesh) -> tuple[Step
     return model, inputs
 
 
-def plan_pools(shapes: Shapes, *, budget: int) -> CachePlan:
+def plan_pools(shapes: Shapes, *, budget: int, num_pages: Sequence[int] | None = None) -> CachePlan:
     """Returns the KV pools for `budget` bytes per device, or for the bytes or pages that the options fix.
+
+    Args:
+        num_pages: pages of each KV group, whatever the budget and the options.
 
     Raises:
         CapacityError: no sequence of `max_model_len` tokens fits; pages fixed by an option may be fewer, except with
@@ -224,6 +227,7 @@ def plan_pools(shapes: Shapes, *, budget: int) -> CachePlan:
         budget=budget if cache.kv_cache_memory_bytes is None else cache.kv_cache_memory_bytes,
         max_sequences=scheduler.max_num_seqs if shapes.platform == "cpu" else None,
         override=cache.num_kv_pages_override,
+        num_pages=num_pages,
     )
     if scheduler.deterministic:
         plan.require_whole(shapes.model, scheduler.max_num_batched_tokens)
@@ -309,6 +313,7 @@ def start_runner(
     *,
     only_largest: bool = False,
     announce: Callable[[str], None] = lambda text: None,
+    num_pages: Sequence[int] | None = None,
 ) -> tuple[ModelRunner, CachePlan]:
     """Plans memory, compiles and runs the programs; returns the runner and its pools. `params` is the runtime tree.
 
@@ -318,14 +323,13 @@ def start_runner(
     Args:
         only_largest: leave all programs but those of the largest buckets, which hold any step, to `compile_rest`.
         announce: told of each later compilation that takes noticeable time.
+        num_pages: pages of each KV group; no memory is planned then.
 
     Raises:
         CapacityError: the device cannot hold one sequence of `max_model_len` tokens.
     """
-    limit = device_memory_bytes(mesh.devices.flat[0])
-    use = None if limit is None else measure_use(shapes, mesh)
-    budget = cache_budget(limit, shapes.config.cache.device_memory_utilization, use)
-    plan = plan_pools(shapes, budget=budget)
+    budget = _find_budget(shapes, mesh) if num_pages is None else 0
+    plan = plan_pools(shapes, budget=budget, num_pages=num_pages)
     compiler = _make_compiler(shapes, plan, mesh)
     buckets = shapes.buckets.take_largest() if only_largest else shapes.buckets
     is_closed = shapes.config.compile.compile != "used"
@@ -352,6 +356,13 @@ def start_runner(
     if is_closed:
         runner.warm_up()
     return runner, plan
+
+
+def _find_budget(shapes: Shapes, mesh: Mesh) -> int:
+    """Returns the bytes per device for KV pools, by what the compiled programs take."""
+    limit = device_memory_bytes(mesh.devices.flat[0])
+    use = None if limit is None else measure_use(shapes, mesh)
+    return cache_budget(limit, shapes.config.cache.device_memory_utilization, use)
 
 
 def compile_rest(

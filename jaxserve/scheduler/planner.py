@@ -12,6 +12,7 @@ from collections.abc import Callable
 from operator import add
 
 from jaxserve.pages.manager import PageManager
+from jaxserve.request import Rank
 from jaxserve.scheduler.counts import SchedulerCounts
 from jaxserve.scheduler.door import Door
 from jaxserve.scheduler.fairness import TurnOrder
@@ -77,11 +78,14 @@ class Planner:
         builder = PlanBuilder(budget, self.limits.max_prefix_updates, width, kind)
         self._make_way(builder)
         self._plan_decodes(builder)
+        rank = None
         for sequence in self._batch.prefilling.copy():
+            if sequence.request.rank != rank:
+                rank = sequence.request.rank
+                self._admit(builder, rank)
             if sequence.status is SequenceStatus.RUNNING:  # else just preempted for an older one
                 self._plan_chunk(builder, sequence)
-        if not builder.has_preempted:  # else running sequences need the freed pages
-            self._admit(builder)
+        self._admit(builder)
         self._share_rest(builder)
         return builder
 
@@ -148,11 +152,16 @@ class Planner:
         if chunk.samples:
             self._batch.start_decoding(sequence)
 
-    def _admit(self, builder: PlanBuilder) -> None:
+    def _admit(self, builder: PlanBuilder, below: Rank | None = None) -> None:
+        """Admits waiting sequences, the first in line first: those of a better rank than `below`; None: all."""
+        if builder.has_preempted:
+            return  # running sequences need the freed pages
         pages = self._pages
         promised = self._count_promised() if self._waiting and not self._batch.is_full else []
         while self._waiting and not self._batch.is_full and builder.budget > 0:
             sequence = self._waiting.first
+            if below is not None and sequence.request.rank >= below:
+                return
             if sequence.num_awaited_steps:
                 return  # some of its tokens are still in flight
             if not may_admit(self.limits, self._batch, sequence, self._times):

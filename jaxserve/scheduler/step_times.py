@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from jaxserve.scheduler.limits import SchedulerLimits
 
 _SAMPLES = 5
-_DECAY = 0.999  # an estimate 10 % above a limit is tried again after 95 steps: one step in a hundred
+_DECAY = 0.9997  # an estimate 10 % above a limit is tried again after 318 steps
 
 
 @dataclass(slots=True)
@@ -22,8 +22,8 @@ class _Size:
 class StepTimes:
     """A moving median of the seconds of each padded size.
 
-    The estimate of a size that no step uses shrinks by a thousandth per step, so that a size found too slow is tried
-    again, and the more rarely the slower it was.
+    The estimate of a size that no step uses shrinks with each step. So a size found too slow is tried again, the more
+    rarely the slower it was.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from collections.abc import Sequence as List
+from dataclasses import dataclass
 from heapq import merge
 
 from jaxserve.request import Rank
 from jaxserve.scheduler.fairness import ArrivalOrder, TurnOrder
 from jaxserve.scheduler.sequence import Sequence, SequenceStatus, age
+
+
+@dataclass(slots=True)
+class TenantLoad:
+    """What waits of one tenant."""
+
+    num_waiting: int = 0  # sequences in the queue
+    num_new: int = 0  # sequences that were never admitted
+    num_new_tokens: int = 0  # prompt tokens of never-admitted requests, once per request
 
 
 class WaitingQueue:
@@ -22,6 +32,7 @@ class WaitingQueue:
     def __init__(self, turns: TurnOrder | None = None) -> None:
         self.num_new = 0  # sequences that were never admitted
         self.num_new_tokens = 0  # prompt tokens of never-admitted requests, once per request
+        self.by_tenant: defaultdict[str, TenantLoad] = defaultdict(TenantLoad)  # by tenant's name
         self._turns = turns if turns is not None else ArrivalOrder()
         self._lanes: dict[str, deque[Sequence]] = {}
 
@@ -49,12 +60,12 @@ class WaitingQueue:
 
     def enter(self, sequences: List[Sequence]) -> None:
         """Counts all sequences of a new request and queues the first."""
-        self.num_new += len(sequences)
-        self.num_new_tokens += sequences[0].num_prompt_tokens
+        self._count(sequences[0], len(sequences), sequences[0].num_prompt_tokens)
         self.push(sequences[0])
 
     def push(self, sequence: Sequence) -> None:
         """Queues a sequence that is already counted or has run before."""
+        self.by_tenant[sequence.request.tenant.name].num_waiting += 1
         name = self._turns.find_lane(sequence)
         lane = self._lanes.setdefault(name, deque())
         if not lane:
@@ -75,6 +86,7 @@ class WaitingQueue:
         """Removes and returns the first sequence, for admission."""
         sequence = self.first
         self._lanes[self._turns.find_lane(sequence)].popleft()
+        self.by_tenant[sequence.request.tenant.name].num_waiting -= 1
         self._uncount(sequence)
         return sequence
 
@@ -85,9 +97,13 @@ class WaitingQueue:
         place = bisect_left(lane, age(sequence), key=age)
         if place < len(lane) and lane[place] is sequence:
             del lane[place]
+            self.by_tenant[sequence.request.tenant.name].num_waiting -= 1
 
     def _uncount(self, sequence: Sequence) -> None:
         if sequence.status is SequenceStatus.WAITING:
-            self.num_new -= 1
-            if sequence.index == 0:
-                self.num_new_tokens -= sequence.num_prompt_tokens
+            self._count(sequence, -1, -sequence.num_prompt_tokens if sequence.index == 0 else 0)
+
+    def _count(self, sequence: Sequence, num_sequences: int, num_tokens: int) -> None:
+        for load in (self, self.by_tenant[sequence.request.tenant.name]):
+            load.num_new += num_sequences
+            load.num_new_tokens += num_tokens

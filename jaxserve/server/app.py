@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
@@ -16,6 +15,7 @@ from jaxserve import __version__
 from jaxserve.errors import JaxServeError
 from jaxserve.server.errors import ApiError, to_api_error
 from jaxserve.server.gate import AccessLog, AdminGuard, Guard
+from jaxserve.server.keys import Keys
 from jaxserve.server.openapi import install_document
 from jaxserve.server.routes import admin, chat, completions, health, responses, tokens
 from jaxserve.server.server_state import ServerApp, ServerState, get_state
@@ -31,8 +31,9 @@ _PAGE_HEADERS = {
 _PAGE_TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
 
 
-def make_app(state: ServerState, keys: Sequence[bytes] = ()) -> ASGIApp:
-    """Returns the server's ASGI application; `keys` are the hashes of the API keys it accepts."""
+def make_app(state: ServerState, keys: Keys | None = None) -> ASGIApp:
+    """Returns the server's ASGI application; `keys` are the API keys it accepts, None: it needs none."""
+    keys = {} if keys is None else keys
     app: ASGIApp = Guard(make_api(state, has_keys=bool(keys)), state, keys)
     access = state.config.access
     if access.allowed_origins:

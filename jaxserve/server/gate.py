@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import hmac
 import re
 import secrets
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxserve.errors import ConfigError, is_failure
+from jaxserve.errors import is_failure
 from jaxserve.server.errors import ApiError, to_api_error
+from jaxserve.server.keys import Keys, hash_key
 from jaxserve.server.logs import log_access
-from jaxserve.server.options import AccessOptions
-from jaxserve.server.request_context import get_context
+from jaxserve.server.request_context import RequestContext, get_context
 from jaxserve.server.server_state import ServerState
 
 _OPEN_PATHS = frozenset(
@@ -82,7 +81,7 @@ class AccessLog:
 class Guard:
     """Checks host, origin, key, phase, queue and body headers. Paths are compared exactly as sent."""
 
-    def __init__(self, app: ASGIApp, state: ServerState, keys: Sequence[bytes]) -> None:
+    def __init__(self, app: ASGIApp, state: ServerState, keys: Keys) -> None:
         self._app, self._state, self._keys = app, state, keys
         self._root = state.config.listen.root_path
         self._hosts = frozenset(host.lower() for host in state.config.listen.allowed_hosts)
@@ -108,27 +107,27 @@ class Guard:
                 share.close()
 
     def _check(self, scope: Scope, path: str) -> None:
-        headers = Headers(scope=scope)
+        headers, context = Headers(scope=scope), get_context(scope)
         if self._hosts and _strip_port(headers.get("host", "")).lower() not in self._hosts:
             raise ApiError(403, "The Host header is not among the hosts that this server answers to (--allowed-hosts).")
         if not self._keys and is_foreign(headers, self._origins):
             raise foreign_origin()
         if self._keys and needs_key(path):
-            get_context(scope).salt = self._find_key(headers.get("authorization", ""))
+            self._find_key(headers.get("authorization", ""), context)
         if path in _WORK_PATHS:
-            self._state.refuse_if_full()
+            self._state.refuse_if_full(context.rights)
         if scope["method"] == "POST":
             self._check_body(headers)
 
-    def _find_key(self, authorization: str) -> str:
-        """Returns the salt of the key's cached prefixes. Every key is compared, so timing shows no match."""
+    def _find_key(self, authorization: str, context: RequestContext) -> None:
+        """Notes the key's rights and the salt of its prefixes. Every key is compared, so timing shows no match."""
         scheme, _, key = authorization.partition(" ")
         digest = hash_key(key.strip()) if scheme.lower() == "bearer" else b""
-        found = [hmac.compare_digest(digest, known) for known in self._keys]
-        if not any(found):
+        found = [rights for known, rights in self._keys.items() if hmac.compare_digest(digest, known)]
+        if not found:
             message = "A valid API key is required: send the header 'Authorization: Bearer KEY'."
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-        return digest.hex() if len(self._keys) > 1 else ""
+        context.rights, context.salt = found[0], digest.hex() if len(self._keys) > 1 else ""
 
     def _check_body(self, headers: Headers) -> None:
         if headers.get("content-encoding", "identity") != "identity":
@@ -184,31 +183,6 @@ def too_large(limit: int) -> ApiError:
     """The refusal of a body beyond the limit."""
     message = f"The body is larger than {limit} bytes."
     return ApiError(413, message, code="body_too_large", headers={"Connection": "close"})
-
-
-def hash_key(key: str) -> bytes:
-    """Returns the hash under which the server keeps a key."""
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
-
-
-def read_keys(options: AccessOptions, environment: Sequence[str]) -> tuple[bytes, ...]:
-    """Returns the hashes of all keys from the options, the key file and the environment.
-
-    Raises:
-        ConfigError: the file cannot be read, or a key is too short or holds other characters.
-    """
-    keys = [*options.api_key, *environment]
-    if options.api_key_file is not None:
-        try:
-            with open(options.api_key_file, encoding="utf-8") as file:
-                keys += [line.strip() for line in file if line.strip()]
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot be read: {error}", field="api_key_file", value=options.api_key_file) from error
-    for key in keys:
-        if len(key) < 8 or not key.isascii() or not key.isprintable() or " " in key:
-            message = "each key needs at least 8 printable ASCII characters and no spaces"
-            raise ConfigError(message, field="api_key", value=None)
-    return tuple(dict.fromkeys(hash_key(key) for key in keys))
 
 
 def _strip_port(host: str) -> str:

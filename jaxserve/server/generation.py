@@ -10,10 +10,10 @@ from typing import Any
 
 from starlette.requests import Request as HttpRequest
 
-from jaxserve.errors import InvalidRequestError
-from jaxserve.request import Request, RequestOutput, ServiceTier
+from jaxserve.request import Request, RequestOutput
 from jaxserve.sampling_params import OutputKind
 from jaxserve.server.errors import to_api_error
+from jaxserve.server.metrics import Tally
 from jaxserve.server.protocol.fields import EngineFields, PromptTokensDetails, Usage
 from jaxserve.server.request_context import get_context
 from jaxserve.server.server_state import Phase, ServerState, not_serving
@@ -45,6 +45,7 @@ class _Running:
 
     position: int  # its index among the HTTP request's
     request: Request
+    tally: Tally  # what it counts in
     last_time: dict[int, float] = field(default_factory=dict)  # by completion: when its last chunk came
     num_tokens: dict[int, int] = field(default_factory=dict)  # by completion
 
@@ -59,7 +60,10 @@ class Generation:
         self._requests = requests
         self._http = http
         self._operation = operation
-        self._records = {request.request_id: _Running(at, request) for at, request in enumerate(requests)}
+        self._records = {
+            request.request_id: _Running(at, request, state.metrics.find_tally(request))
+            for at, request in enumerate(requests)
+        }
         self._engine = state.engine
         self._is_taken = False
         self.account = Account(prompt_tokens=sum(len(request.prompt_token_ids) for request in requests))
@@ -113,13 +117,13 @@ class Generation:
         """Counts the requests once the engine has accepted them."""
         if not self._is_taken:
             self._is_taken = True
-            for request in self._requests:
-                self._state.metrics.start_request(request)
+            for record in self._records.values():
+                self._state.metrics.start_request(record.tally, record.request)
 
     def _observe(self, record: _Running, output: RequestOutput) -> None:
         """Counts an output's tokens and, for a stream, the time since its last output."""
         streams = record.request.params.output_kind is OutputKind.DELTA
-        now = time.monotonic() if streams else 0.0
+        metrics, now = self._state.metrics, time.monotonic() if streams else 0.0
         for completion in output.outputs:
             count, index = len(completion.token_ids), completion.index
             if not count:
@@ -130,10 +134,10 @@ class Generation:
             if not streams:
                 continue
             if before:
-                self._state.metrics.observe_gap(now - record.last_time[index], count)
+                metrics.observe_gap(record.tally, now - record.last_time[index], count)
             else:
                 num_prompt = len(output.prompt_token_ids) if not record.last_time else 0
-                self._state.metrics.observe_first_token(now - record.request.arrival_time, num_prompt, count)
+                metrics.observe_first_token(record.tally, now - record.request.arrival_time, num_prompt, count)
             record.last_time[index] = now
 
     def _finish(self, record: _Running, output: RequestOutput) -> None:
@@ -142,7 +146,7 @@ class Generation:
         self.account.cached_tokens += output.num_cached_tokens
         params = record.request.params
         self._state.metrics.finish_request(
-            output, params.max_tokens, params.n, num_tokens=counts, num_streamed=streamed
+            record.tally, output, params.max_tokens, params.n, num_tokens=counts, num_streamed=streamed
         )
         self._trace(record, output)
 
@@ -169,24 +173,30 @@ async def _continue[T](first: T, rest: AsyncGenerator[T]) -> AsyncGenerator[T]:
 
 
 def make_request_options(http: HttpRequest, body: EngineFields, state: ServerState) -> dict[str, Any]:
-    """Returns the options that `RequestFactory` takes beside prompt and parameters: salt, priority and deadline.
+    """Returns the options that `RequestFactory` takes beside prompt and parameters: those of a `Schedule`.
 
     Raises:
         InvalidRequestError: the priority is better than the server allows.
-        ApiError: 429 when the queue has no room for that priority, before any text is tokenized.
+        ApiError: 403 when the key may not have the tier or the priority; 429 when the queue has no room for them,
+            before any text is tokenized.
     """
     context = get_context(http.scope)
-    limit, best = state.config.limits.request_timeout, state.config.limits.max_priority
-    if body.priority < best:
-        message = f"must be at least {best} on this server (smaller runs first; max_priority), got {body.priority}"
-        raise InvalidRequestError(message, field="priority", value=body.priority)
-    state.refuse_if_full((ServiceTier.DEFAULT, body.priority))
-    seconds = min((each for each in (body.timeout, limit) if each is not None), default=None)
+    limits, rights = state.config.limits, context.rights
+    tier, priority = rights.choose_tier(body.service_tier), rights.choose_priority(body.priority, limits.max_priority)
+    state.refuse_if_full(rights, (tier, priority))
+    seconds = min((each for each in (body.timeout, limits.request_timeout) if each is not None), default=None)
     return {
         "cache_salt": context.salt + (body.cache_salt or ""),
-        "priority": body.priority,
+        "priority": priority,
+        "service_tier": tier,
+        "tenant": rights.tenant,
         "deadline": None if seconds is None else context.arrival + seconds,
     }
+
+
+def echo_tier(body: EngineFields, request: Request) -> dict[str, str]:
+    """Returns the member of an answer that names the tier it was served in, if the body named one."""
+    return {} if body.service_tier is None else {"service_tier": str(request.service_tier)}
 
 
 def name_requests(requests: Sequence[Request], http: HttpRequest) -> list[Request]:

@@ -22,8 +22,8 @@ from jaxserve.config import EngineConfig, read_api_keys
 from jaxserve.engine.async_engine import AsyncLLM
 from jaxserve.errors import ConfigError, EngineStoppedError, JaxServeError
 from jaxserve.server.app import make_admin_app, make_app
-from jaxserve.server.gate import read_keys
 from jaxserve.server.http import LimitedHttp, make_protocol
+from jaxserve.server.keys import Keys, read_keys
 from jaxserve.server.logs import configure_logging
 from jaxserve.server.metrics import ServerMetrics
 from jaxserve.server.options import LimitOptions, ServerConfig, read_chat_template
@@ -207,13 +207,13 @@ def serve(engine: EngineConfig, config: ServerConfig) -> int:
     return 0 if server.failure is None else 2
 
 
-def _read_keys(config: ServerConfig) -> list[bytes]:
-    """Returns the hashes of all keys; ConfigError when one is invalid, or when one is required and there is none."""
+def _read_keys(config: ServerConfig) -> Keys:
+    """Returns all keys; ConfigError when one is invalid, or when one is required and there is none."""
     keys = read_keys(config.access, read_api_keys())
     if not keys and not config.is_local and not config.access.allow_no_key:
         message = f"{config.listen.host!r} is open to other machines and needs an API key; {_NO_KEY_HINT}"
         raise ConfigError(message, field="host", value=config.listen.host)
-    return list(keys)
+    return keys
 
 
 def _end(server: Server, state: ServerState) -> None:
@@ -239,9 +239,10 @@ def _end_engine(llm: AsyncLLM) -> threading.Thread:
     return ending
 
 
-async def _run(server: Server, state: ServerState, keys: list[bytes], context: ssl.SSLContext | None) -> None:
+async def _run(server: Server, state: ServerState, keys: Keys, context: ssl.SSLContext | None) -> None:
     config, listen = state.config, state.config.listen
-    if config.access.api_key_file is not None or listen.ssl_certfile is not None:
+    files = config.access.api_key_file, config.access.tenants, listen.ssl_certfile
+    if any(file is not None for file in files):
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload, config, keys, context)
     tasks = [asyncio.ensure_future(_report_status(state)), asyncio.ensure_future(_watch_device(state))]
     try:
@@ -292,8 +293,8 @@ def _make_protocol(limits: LimitOptions, max_connections: int) -> type[LimitedHt
     )
 
 
-def _reload(config: ServerConfig, keys: list[bytes], context: ssl.SSLContext | None) -> None:
-    """Reads the key file and the TLS files again. If one cannot be used, nothing changes."""
+def _reload(config: ServerConfig, keys: Keys, context: ssl.SSLContext | None) -> None:
+    """Reads the files of keys and tenants and the TLS files again. If one cannot be used, nothing changes."""
     try:
         found = _read_keys(config)
         if context is not None:
@@ -301,7 +302,8 @@ def _reload(config: ServerConfig, keys: list[bytes], context: ssl.SSLContext | N
     except (ConfigError, OSError) as error:
         _log.error("SIGHUP: nothing is changed: %s", error)
         return
-    keys[:] = found  # the list that the guard reads
+    keys.clear()  # the guard reads this dictionary, on this thread
+    keys.update(found)
     _log.info("SIGHUP: %d keys%s", len(keys), ", and the TLS files" if context is not None else "")
 
 

@@ -48,7 +48,7 @@ async def take_picture(state: ServerState) -> bytes:
 
 
 def _draw(state: ServerState, found: dict[str, Any], rows: Sequence[RowStats]) -> bytes:
-    """Adds the rest of the picture and encodes it. It holds numbers only, no text of requests."""
+    """Adds the rest of the picture and encodes it. It holds numbers and names of tenants, no text of requests."""
     assert state.llm is not None
     llm = state.llm
     stats = llm.stats()
@@ -56,6 +56,7 @@ def _draw(state: ServerState, found: dict[str, Any], rows: Sequence[RowStats]) -
     found["rows"] = {
         "max": llm.limits.max_num_seqs,
         "waiting": stats.num_waiting,
+        "waiting_by_tenant": {name: count for name, count in stats.num_waiting_by_tenant.items() if name and count},
         "running": [
             {
                 "row": row.row,
@@ -65,6 +66,8 @@ def _draw(state: ServerState, found: dict[str, Any], rows: Sequence[RowStats]) -
                 "tokens": row.num_tokens,
                 "phase": "prefill" if row.is_prefilling else "decode",
                 "priority": row.priority,
+                "service_tier": str(row.service_tier),
+                "tenant": row.tenant,
             }
             for row in rows
         ],

@@ -101,6 +101,7 @@ def log_access(request_id: str, scope: Scope, status: int, seconds: float) -> No
         "client": client[0] if client else "local",  # a Unix socket has no peer address
         "method": scope["method"][:20],
         "path": path[:_MAX_CLIENT_TEXT],
+        "tenant": context.rights.tenant.name or None,
         "status": status,
         "seconds": round(seconds, 6),
         "prompt_tokens": context.prompt_tokens,
@@ -108,7 +109,8 @@ def log_access(request_id: str, scope: Scope, status: int, seconds: float) -> No
     }
     fields = {name: value for name, value in fields.items() if value is not None}
     tokens = f"  {fields['prompt_tokens']}+{fields.get('output_tokens', 0)} tokens" if "prompt_tokens" in fields else ""
-    text = f"{status} {fields['method']} {fields['path']}  {seconds:.3f} s{tokens}  {fields['client']}"
+    tenant = f" {fields['tenant']}" if "tenant" in fields else ""
+    text = f"{status} {fields['method']} {fields['path']}  {seconds:.3f} s{tokens}  {fields['client']}{tenant}"
     _access.log(level, "%s  %s", text, fields["request_id"], extra=fields)
 
 

@@ -25,7 +25,7 @@ _documented: list[tuple[type[BaseModel], str]] = [(ErrorBody, "serialization")]
 _REFUSALS = {
     "400": "The request cannot be served; the body names the field.",
     "401": "No valid API key.",
-    "403": "The Host header or the Origin header is not allowed.",
+    "403": "The Host or Origin header is not allowed, or the key may not have the tier or priority.",
     "404": "The model does not exist here.",
     "408": "The body did not arrive in time.",
     "413": "The body is too large.",

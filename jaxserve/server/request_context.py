@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from starlette.types import Scope, Send
 
 from jaxserve.server.budget import BodyShare
+from jaxserve.server.keys import NO_TENANT, KeyRights
 
 _KEY = "jaxserve.context"
 
@@ -20,6 +21,7 @@ class RequestContext:
     arrival: float = 0.0  # seconds on the monotonic clock: AccessLog
     send: Send | None = None  # the connection's own, which skips the access log: AccessLog
     salt: str = ""  # separates the cached prefixes of API keys; empty without keys, and with one: Guard
+    rights: KeyRights = NO_TENANT  # those of its API key: Guard
     body_share: BodyShare | None = None  # bytes that the body holds of the server's budget: read_body
     prompt_tokens: int | None = None  # for the access log; None where nothing was generated: Generation
     output_tokens: int | None = None  # likewise: Generation

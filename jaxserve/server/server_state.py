@@ -19,9 +19,10 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.async_engine import AsyncLLM
 from jaxserve.engine.progress import ProgressLines, Report, say_progress
 from jaxserve.errors import QueueFullError
-from jaxserve.request import Rank, ServiceTier
+from jaxserve.request import Rank
 from jaxserve.server.budget import BodyBudget
 from jaxserve.server.errors import ApiError, to_api_error
+from jaxserve.server.keys import KeyRights
 from jaxserve.server.logprobs import TokenTexts
 from jaxserve.server.metrics import ServerMetrics
 from jaxserve.server.options import ServerConfig
@@ -137,15 +138,15 @@ class ServerState:
             raise ApiError(404, message, param="model", code="model_not_found")
         return name
 
-    def refuse_if_full(self, rank: Rank | None = None) -> None:
+    def refuse_if_full(self, rights: KeyRights, rank: Rank | None = None) -> None:
         """Refuses a request early that could only be refused later; ApiError 429 or 503.
 
         Args:
-            rank: None while it is unknown; the best allowed rank is assumed.
+            rank: None while it is unknown; the best that the key may have is assumed.
         """
-        best = ServiceTier.PRIORITY, self.config.limits.max_priority
+        assumed = rights.find_best_rank(self.config.limits.max_priority) if rank is None else rank
         try:
-            self.engine.view.refuse_if_full(best if rank is None else rank)
+            self.engine.view.refuse_if_full(assumed, rights.tenant)
         except QueueFullError as error:
             self.metrics.count("queue_full")
             raise to_api_error(error, self.retry_after()) from error

@@ -89,6 +89,7 @@ def test_chat_takes_what_the_server_takes(llm: AsyncLLM) -> None:
                 chat_template=template,
                 chat_template_kwargs={"enable_thinking": False},
                 priority=2,
+                service_tier="flex",
                 cache_salt="a",
                 timeout=60,
             ),

@@ -11,8 +11,8 @@ import pytest
 
 from jaxserve import LLM
 from jaxserve.config import EngineConfig
-from jaxserve.engine.build import locate_model, resolve_model
 from jaxserve.engine.metrics import Gauge
+from jaxserve.engine.model_files import locate_model, resolve_model
 from jaxserve.errors import ConfigError, DeviceError
 from jaxserve.runtime.doctor import list_checks, run_checks
 from jaxserve.runtime.self_test import confirm_attention

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
-from jaxserve.engine.arguments import find_deadline, list_prompts, read_chat_options, spread
+from jaxserve.engine.arguments import find_deadline, list_prompts, make_requests, read_chat_options, spread
+from jaxserve.engine.prompts import RequestFactory
 from jaxserve.errors import InvalidRequestError
+from jaxserve.request import ServiceTier
+from jaxserve.sampling_params import OutputKind, SamplingParams
 
 NOTHING: dict[str, Any] = {
     "tools": None,
@@ -39,8 +42,24 @@ def test_every_form_of_prompts_is_a_list(given: Any, prompts: list[Any]) -> None
 def test_one_value_is_for_all_and_several_are_one_for_each() -> None:
     assert spread(3, 2, "priority") == [3, 3]
     assert spread([3, 4], 2, "priority") == [3, 4]
+    assert spread("flex", 2, "service_tier") == ["flex", "flex"]
     with pytest.raises(InvalidRequestError, match="priority: one for all, or one for each of the 2 prompts; got 1"):
         spread([3], 2, "priority")
+
+
+def test_prompts_become_requests_with_what_each_was_given() -> None:
+    factory = RequestFactory(None, vocab_size=50, eos_token_ids=(), seed=0, max_model_len=64, max_logprobs=5)
+    each = {"priority": [3, 4], "service_tier": "flex"}
+    params = [SamplingParams(temperature=0), SamplingParams(temperature=0, max_tokens=7)]
+    found = make_requests(factory.make, [[5], [6]], params, each, {"cache_salt": "s"})
+    assert [request.prompt_token_ids for request in found] == [(5,), (6,)]
+    assert [request.priority for request in found] == [3, 4]
+    assert [request.params.max_tokens for request in found] == [16, 7]
+    for request in found:
+        assert request.service_tier is ServiceTier.FLEX and request.cache_salt == "s"
+        assert request.params.output_kind is OutputKind.FINAL_ONLY
+    with pytest.raises(InvalidRequestError, match="service_tier: one for all"):
+        make_requests(factory.make, [[5], [6]], params, {"service_tier": ["flex"]}, {})
 
 
 def test_seconds_become_a_deadline() -> None:

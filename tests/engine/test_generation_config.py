@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.build import locate_model
 from jaxserve.engine.generation_config import GenerationDefaults, read_end_tokens, read_generation_defaults
+from jaxserve.engine.model_files import locate_model
 from jaxserve.errors import ConfigError
 from jaxserve.presets import demo_model_dir
 from jaxserve.sampling_params import SamplingParams

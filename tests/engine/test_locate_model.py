@@ -13,7 +13,7 @@ import pytest
 from jaxserve import LLM
 from jaxserve.cli import main
 from jaxserve.config import ModelOptions
-from jaxserve.engine.build import locate_model
+from jaxserve.engine.model_files import locate_model
 from jaxserve.errors import ConfigError
 from jaxserve.presets import load_preset
 

@@ -9,6 +9,7 @@ import pytest
 
 from jaxserve.engine.prompts import RequestFactory
 from jaxserve.errors import InvalidRequestError
+from jaxserve.request import DEFAULT_TENANT, ServiceTier, Tenant
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.tokenizers import chat
 
@@ -25,6 +26,28 @@ def test_priority_deadline_and_salt_reach_the_request() -> None:
     assert (request.request_id, request.cache_salt, request.priority, request.deadline) == ("a", "s", -(2**31), 12)
     plain = make_factory().make(IDS, PARAMS)
     assert (plain.priority, plain.deadline, plain.cache_salt) == (0, None, "")
+    assert (plain.service_tier, plain.tenant) == (ServiceTier.DEFAULT, DEFAULT_TENANT)
+
+
+@pytest.mark.parametrize(
+    ("given", "tier"),
+    [
+        *((str(tier), tier) for tier in ServiceTier),
+        *((tier, tier) for tier in ServiceTier),
+        ("auto", ServiceTier.DEFAULT),
+    ],
+)
+def test_tiers_have_openais_names(given: Any, tier: ServiceTier) -> None:
+    tenant, factory = Tenant("a", 2.0), make_factory()
+    for make in (lambda **options: factory.make(IDS, PARAMS, **options), lambda **o: factory.make_embedding(IDS, **o)):
+        request = make(service_tier=given, tenant=tenant)
+        assert request.service_tier is tier and request.tenant is tenant
+
+
+@pytest.mark.parametrize("tier", ["fast", "Flex", "", None, 0, True, ["flex"]])
+def test_other_tiers_are_refused_with_the_known_ones(tier: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="service_tier: must be one of auto, priority, default, flex, got "):
+        make_factory().make(IDS, PARAMS, service_tier=tier)
 
 
 @pytest.mark.parametrize("priority", [2**31, -(2**31) - 1, 1.0, True, None, "1", math.nan])
@@ -67,8 +90,11 @@ def test_everything_about_a_conversation_reaches_its_template(monkeypatch: pytes
         priority=3,
         deadline=4.5,
         cache_salt="s",
+        service_tier="flex",
+        tenant=Tenant("a"),
     )
     assert (request.prompt, request.prompt_token_ids) == ("text", (1, 2))
+    assert (request.service_tier, request.tenant) == (ServiceTier.FLEX, Tenant("a"))
     assert (request.priority, request.deadline, request.cache_salt) == (3, 4.5, "s")
     assert seen == {
         "tools": [tool],

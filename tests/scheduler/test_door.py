@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxserve.errors import InvalidRequestError, QueueFullError
-from jaxserve.request import FinishReason, Request
+from jaxserve.request import FinishReason, Request, ServiceTier, Tenant
 from jaxserve.scheduler import Scheduler, StepOutputs
 from tests.scheduler.test_scheduler import make_scheduler
 from tests.scheduler.test_waiting import make_request
@@ -161,3 +165,143 @@ def test_a_default_bounds_where_no_option_does() -> None:
         assert find_names(scheduler, make_request("a", n=most + 1)) == []
         with pytest.raises(InvalidRequestError):
             scheduler.door.find_room([make_request("a", n=most + 2)])
+
+
+# Shares of tenants
+
+HALF = Tenant("half", queue_share=0.5)
+
+
+def wait(scheduler: Scheduler, name: str, length: int = 5, n: int = 1, **fields: Any) -> list[str]:
+    """Lets a request in and queues it; returns whom it displaces."""
+    request = make_request(name, length, n, **fields)
+    displaced = find_names(scheduler, request)
+    for other in displaced:
+        scheduler.finish(other, FinishReason.ERROR)
+    scheduler.add(request)
+    return displaced
+
+
+def test_a_tenant_fills_its_share_and_leaves_the_rest_to_others() -> None:
+    scheduler = make_full(queue=(4, None))
+    for name in ("w1", "w2"):
+        scheduler.finish(name, FinishReason.ABORT)
+    wait(scheduler, "h1", tenant=Tenant("half"))
+    scheduler.finish("w3", FinishReason.ABORT)
+    wait(scheduler, "h2", tenant=HALF)
+    message = r"for tenant 'half': 2 sequences wait, and 1 more would pass queue_share=0\.5 of max_num_queued_reqs=4;"
+    with pytest.raises(QueueFullError, match=message) as caught:
+        scheduler.door.find_room([make_request("h3", tenant=HALF)])
+    assert (caught.value.limit, caught.value.queued) == (2, 2)
+    with pytest.raises(QueueFullError, match=message):
+        scheduler.door.refuse_if_full((1, 0), HALF)
+    scheduler.door.refuse_if_full((1, 0))
+    wait(scheduler, "other", tenant=Tenant("other", queue_share=0.5))
+    with pytest.raises(QueueFullError, match=r"the queue is full: 4 sequences wait.*max_num_queued_reqs=4;"):
+        scheduler.door.find_room([make_request("more", tenant=Tenant("other", queue_share=0.5))])
+    scheduler.finish("h1", FinishReason.ABORT)
+    wait(scheduler, "h3", tenant=HALF)
+
+
+def test_a_share_is_of_tokens_too() -> None:
+    scheduler = make_full(queue=(None, 40))
+    wait(scheduler, "a", 15, tenant=HALF)
+    with pytest.raises(QueueFullError, match=r"15 prompt tokens .* 6 more .*=0\.5 of max_num_queued_tokens=40"):
+        scheduler.door.find_room([make_request("b", 6, tenant=HALF)])
+    wait(scheduler, "b", 5, tenant=HALF)
+    wait(scheduler, "c", 20)
+
+
+def test_a_small_share_is_one_sequence() -> None:
+    scheduler = make_full(queue=(4, None))
+    scheduler.finish("w1", FinishReason.ABORT)
+    tiny = Tenant("tiny", queue_share=0.001)
+    wait(scheduler, "a", tenant=tiny)
+    scheduler.finish("w2", FinishReason.ABORT)
+    with pytest.raises(QueueFullError, match="tenant 'tiny': 1 sequences wait"):
+        scheduler.door.find_room([make_request("b", tenant=tiny)])
+
+
+def test_idle_rows_are_no_part_of_the_queue_but_others_may_take_them() -> None:
+    scheduler = make_scheduler(rows=3, queue=(2, None))
+    for name in ("a", "b", "c", "d"):  # one may wait, and three rows are idle
+        wait(scheduler, name, tenant=HALF)
+    with pytest.raises(QueueFullError):
+        scheduler.door.find_room([make_request("e", tenant=HALF)])
+    scheduler = make_scheduler(rows=3, queue=(2, None))
+    for name in ("a", "b"):
+        wait(scheduler, name)
+    wait(scheduler, "c", tenant=HALF)
+    wait(scheduler, "d", tenant=HALF)
+    with pytest.raises(QueueFullError, match="tenant 'half': 2 sequences"):
+        scheduler.door.find_room([make_request("e", tenant=HALF)])
+
+
+def test_what_never_fits_a_share_is_told_so() -> None:
+    scheduler = make_scheduler(rows=2, queue=(4, None))
+    assert find_names(scheduler, make_request("a", n=4, tenant=HALF)) == []
+    message = r"n: asks for 5 sequences at once, which queue_share=0\.5 of max_num_queued_reqs=4 and max_num_seqs=2"
+    with pytest.raises(InvalidRequestError, match=message):
+        scheduler.door.find_room([make_request("a", n=5, tenant=HALF)])
+
+
+def test_a_tenant_beyond_its_share_displaces_its_own() -> None:
+    scheduler = make_full(queue=(5, None), priority=9)
+    for name in ("w4", "w5"):
+        scheduler.finish(name, FinishReason.ABORT)
+    for name, priority in (("h1", 3), ("h2", 5)):
+        wait(scheduler, name, priority=priority, tenant=HALF)
+    assert wait(scheduler, "better", priority=1, tenant=HALF) == ["h2"]
+    with pytest.raises(QueueFullError, match="tenant 'half'"):
+        scheduler.door.find_room([make_request("same", priority=3, tenant=HALF)])
+    # Its own makes room for both limits, so nobody else's is displaced.
+    assert find_names(scheduler, make_request("best", priority=0, tenant=HALF)) == ["h1"]
+    assert find_names(scheduler, make_request("best", priority=0)) == ["w3"]
+
+
+def test_others_make_way_for_the_whole_queue_alone() -> None:
+    scheduler = make_full(queue=(4, None), priority=9)
+    assert wait(scheduler, "h1", priority=1, tenant=HALF) == ["w4"]
+    requests = [make_request("h2", tenant=HALF), make_request("x", tenant=Tenant("x", queue_share=0.25))]
+    assert find_names(scheduler, *requests) == ["w3", "w2"]
+
+
+TENANTS = (Tenant("a", queue_share=0.2), Tenant("b", queue_share=0.5), Tenant("c"))
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(TENANTS), st.integers(1, 3), st.integers(1, 12), st.sampled_from(ServiceTier)),
+        max_size=40,
+    )
+)
+def test_shares_hold_and_only_what_is_full_displaces(asked: list[tuple[Tenant, int, int, ServiceTier]]) -> None:
+    scheduler = make_full(queue=(10, 60))
+    for name in range(1, 11):
+        scheduler.finish(f"w{name}", FinishReason.ABORT)
+    waiting, present = scheduler.waiting, {}
+    for number, (tenant, n, length, tier) in enumerate(asked):
+        request = make_request(f"q{number}", length, n, tenant=tenant, service_tier=tier)
+        try:
+            displaced = find_names(scheduler, request)
+        except (QueueFullError, InvalidRequestError):
+            continue
+        assert all(present[name].rank > request.rank for name in displaced)
+        count, tokens = _measure([*present.values(), request])
+        if count <= 10 and tokens <= 60:  # the whole queue has room, so at most its own share is full
+            assert all(present[name].tenant is tenant for name in displaced)
+        for name in displaced:
+            scheduler.finish(name, FinishReason.ERROR)
+            del present[name]
+        scheduler.add(request)
+        present[request.request_id] = request
+        for each in TENANTS:
+            own = [other for other in present.values() if other.tenant is each]
+            load = waiting.by_tenant[each.name]
+            assert (load.num_new, load.num_new_tokens) == _measure(own)
+            assert load.num_new <= 10 * each.queue_share and load.num_new_tokens <= 60 * each.queue_share
+        assert waiting.num_new <= 10 and waiting.num_new_tokens <= 60
+
+
+def _measure(requests: list[Request]) -> tuple[int, int]:
+    return sum(each.params.n for each in requests), sum(len(each.prompt_token_ids) for each in requests)

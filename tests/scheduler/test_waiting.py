@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.request import PRIORITIES, FinishReason, Rank, Request, ServiceTier
+from jaxserve.request import PRIORITIES, FinishReason, Rank, Request, ServiceTier, Tenant
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import Sequence, SequenceStatus
 from jaxserve.scheduler.sequence import make_order
-from jaxserve.scheduler.waiting import WaitingQueue
+from jaxserve.scheduler.waiting import TenantLoad, WaitingQueue
 from tests.scheduler.test_scheduler import make_scheduler
 
 
-def make_request(name: str, length: int = 3, n: int = 1, priority: int = 0) -> Request:
+def make_request(name: str, length: int = 3, n: int = 1, priority: int = 0, **fields: Any) -> Request:
     params = SamplingParams(temperature=0.5, max_tokens=4, n=n)
-    return Request(name, tuple(range(length)), params, priority=priority)
+    return Request(name, tuple(range(length)), params, priority=priority, **fields)
 
 
 @given(
@@ -39,9 +41,8 @@ def test_queue_is_sorted_and_counted(actions: list[tuple[str, int]]) -> None:
     for count, (action, value) in enumerate(actions):
         if action == "add":
             pages = scheduler.pages.new_sequence("")
-            sequence = Sequence(
-                make_request(f"r{count}", 1 + value), pages, 50, order=make_order((1, value % 3 - 1), count)
-            )
+            request = make_request(f"r{count}", 1 + value, tenant=Tenant("ab"[value % 2]))
+            sequence = Sequence(request, pages, 50, order=make_order((1, value % 3 - 1), count))
             queue.enter([sequence])
             waiting.append(sequence)
         elif action == "pop" and waiting:
@@ -62,6 +63,10 @@ def test_queue_is_sorted_and_counted(actions: list[tuple[str, int]]) -> None:
         assert list(queue) == sorted(waiting, key=lambda each: each.order)
         new = [each for each in waiting if each.status is SequenceStatus.WAITING]
         assert (queue.num_new, queue.num_new_tokens) == (len(new), sum(each.num_prompt_tokens for each in new))
+        for name in "ab":
+            own = [each for each in waiting if each.request.tenant.name == name]
+            lengths = [each.num_prompt_tokens for each in own if each in new]
+            assert queue.by_tenant[name] == TenantLoad(len(own), len(lengths), sum(lengths))
 
 
 def test_requests_that_end_while_they_wait_make_room() -> None:

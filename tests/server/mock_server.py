@@ -134,12 +134,14 @@ def make_look(step: int) -> dict[str, Any]:
         for row in range(NUM_RUNNING)
     ]
     running[1] |= {"phase": "prefill", "tokens": 34}
+    for row, (tier, tenant) in enumerate((("default", ""), ("flex", "crawler"), ("priority", "chat"))):
+        running[row] |= {"service_tier": tier, "tenant": tenant, "priority": 0}
     names = ("prompt_tokens", "generation_tokens", "requests", "steps", "useful_tokens", "padded_tokens")
     return {
         "time": 100 + 0.25 * step,
         "model": "demo",
         "state": "ready",
-        "rows": {"max": NUM_ROWS, "running": running, "waiting": 2},
+        "rows": {"max": NUM_ROWS, "running": running, "waiting": 2, "waiting_by_tenant": {"crawler": 2}},
         "pages": {
             "total": 64,
             "used": 20,

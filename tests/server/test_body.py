@@ -34,7 +34,7 @@ class Sender:
         self.answer = Answer()
         self._state = state
         scope = make_scope("/anything", "POST", [JSON])
-        self.task = asyncio.ensure_future(Guard(self._take, state, ())(scope, self._pieces.get, self._keep))
+        self.task = asyncio.ensure_future(Guard(self._take, state, {})(scope, self._pieces.get, self._keep))
 
     async def send(self, piece: bytes, *, more: bool = True) -> None:
         self._pieces.put_nowait({"type": "http.request", "body": piece, "more_body": more})

@@ -299,7 +299,7 @@ SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"user": "Q" * 513}, "user"),
     *(({"truncate_prompt_tokens": value}, "truncate_prompt_tokens") for value in (0, -2, 2**40)),
     ({"extra_args": {"a": 1}}, "extra_args"),
-    ({"service_tier": "flex"}, "service_tier"),
+    *(({"service_tier": value}, "service_tier") for value in ("fast", "scale", "Flex", "", 1, ["flex"])),
     ({"stream_options": {}}, "stream_options"),
     ({"stream_options": {"include_usage": True}, "stream": False}, "stream_options"),
     ({"structured_outputs": {}}, "structured_outputs"),
@@ -436,7 +436,18 @@ CHATS: list[tuple[dict[str, Any], str]] = [
     ({"chat_template": "{% for i in range(10**9) %}{% endfor %}"}, "chat_template"),
     *(
         ({"chat_template_kwargs": {name: 1}}, f"chat_template_kwargs.{name}")
-        for name in ("messages", "tools", "params", "self", "request_id", "cache_salt", "priority", "deadline", "")
+        for name in (
+            "messages",
+            "tools",
+            "params",
+            "self",
+            "request_id",
+            "cache_salt",
+            "priority",
+            "tenant",
+            "deadline",
+            "",
+        )
     ),
     *(
         ({"chat_template_kwargs": {"enable_thinking": value}}, "chat_template_kwargs.enable_thinking")

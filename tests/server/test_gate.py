@@ -13,11 +13,11 @@ from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
 from jaxserve.engine.engine import Engine
-from jaxserve.errors import ConfigError
+from jaxserve.request import ServiceTier, Tenant
 from jaxserve.server import gate
 from jaxserve.server.errors import ApiError
-from jaxserve.server.gate import AccessLog, AdminGuard, Guard, hash_key, read_keys
-from jaxserve.server.options import AccessOptions
+from jaxserve.server.gate import AccessLog, AdminGuard, Guard
+from jaxserve.server.keys import KeyRights, hash_key
 from jaxserve.server.request_context import get_context
 from jaxserve.server.server_state import Phase, ServerState
 from tests.engine.helpers import greedy, make_engine
@@ -25,7 +25,7 @@ from tests.server.asgi import Answer, Client, make_scope, make_state, wrap_engin
 
 KEYS = ("first-key-0123", "second-key-456", "third-key-789x")
 JSON = ("Content-Type", "application/json")
-HASHES = tuple(hash_key(key) for key in KEYS)
+HASHES = {hash_key(key): KeyRights() for key in KEYS}
 
 
 async def greet(scope: Scope, receive: Receive, send: Send) -> None:
@@ -244,7 +244,7 @@ def test_keys_keep_their_cached_prefixes_apart() -> None:
         salts.append(get_context(scope).salt)
         await greet(scope, receive, send)
 
-    for keys in (HASHES, HASHES[:1]):
+    for keys in (HASHES, {hash_key(KEYS[0]): KeyRights()}):
         for key in KEYS[:2]:
             ask(Guard(note, make_state(), keys), "/v1/models", "GET", bearer(key))
     assert len(salts) == 3 and len(set(salts[:2])) == 2 and all(salts[:2])
@@ -282,7 +282,7 @@ def test_paths_are_meant_without_the_proxys_own(root: str) -> None:
     ],
 )
 def test_bodies_are_judged_by_their_headers(headers: list[tuple[str, str]], status: int, code: str | None) -> None:
-    answer = ask(Guard(greet, make_state(max_body_bytes=1000), ()), "/anything", "POST", *headers)
+    answer = ask(Guard(greet, make_state(max_body_bytes=1000), {}), "/anything", "POST", *headers)
     assert answer.status == status
     if code is not None:
         assert answer.error["code"] == code
@@ -293,18 +293,18 @@ def test_bodies_are_judged_by_their_headers(headers: list[tuple[str, str]], stat
 @pytest.mark.parametrize("phase", [Phase.STARTING, Phase.WARMING, Phase.DRAINING, Phase.FAILED])
 def test_work_is_refused_unless_ready(phase: Phase) -> None:
     state = make_state(phase)
-    answer = ask(Guard(greet, state, ()), "/v1/completions")
+    answer = ask(Guard(greet, state, {}), "/v1/completions")
     assert answer.status == 503 and int(answer.headers["retry-after"]) > 0
     assert answer.error["code"] == f"server_{phase}" and answer.error["type"] == "service_unavailable_error"
-    assert ask(Guard(greet, state, ()), "/health", "GET").status == 200
+    assert ask(Guard(greet, state, {}), "/health", "GET").status == 200
 
 
 def test_a_full_queue_is_said_before_the_body_is_read() -> None:
     state = make_state()
-    engine, app = serve(state, rows=1, queue=(2, None)), Guard(greet, state, ())
+    engine, app = serve(state, rows=1, queue=(2, None)), Guard(greet, state, {})
     for name in ("a", "b", "c"):  # one has the idle row
         assert ask(app, "/v1/completions").status == 200
-        engine.add_request(greedy(name, range(10), 5))
+        engine.add_request(greedy(name, range(10), 5, service_tier=ServiceTier.PRIORITY))
     answer = ask(app, "/v1/completions")
     assert answer.status == 429 and int(answer.headers["retry-after"]) > 0
     assert answer.error["type"] == "rate_limit_error" and "max_num_queued_reqs=2" in answer.error["message"]
@@ -312,13 +312,45 @@ def test_a_full_queue_is_said_before_the_body_is_read() -> None:
     assert ask(app, "/v1/models", "GET").status == 200
 
 
-@pytest.mark.parametrize(("best", "status"), [(0, 429), (-1, 200)])
-def test_the_body_is_read_where_its_priority_may_be_better_than_that_of_the_worst(best: int, status: int) -> None:
+@pytest.mark.parametrize(
+    ("best", "rights", "status"),
+    [
+        (0, KeyRights(tiers=(ServiceTier.DEFAULT,)), 429),
+        (-1, KeyRights(tiers=(ServiceTier.DEFAULT,)), 200),
+        (0, KeyRights(best_priority=-1, tiers=(ServiceTier.DEFAULT,)), 200),
+        (-1, KeyRights(best_priority=0, tiers=(ServiceTier.DEFAULT,)), 429),
+        (0, KeyRights(), 200),  # it could be of the tier priority
+    ],
+)
+def test_the_body_is_read_where_it_may_ask_for_a_better_rank_than_that_of_the_worst(
+    best: int, rights: KeyRights, status: int
+) -> None:
     state = make_state(max_priority=best)
     engine = serve(state, rows=1, queue=(1, None))
     for name in ("a", "b"):
         engine.add_request(greedy(name, range(10), 5))
-    assert ask(Guard(greet, state, ()), "/v1/completions").status == status
+    app = Guard(greet, state, {hash_key(KEYS[0]): rights})
+    assert ask(app, "/v1/completions", "POST", bearer(KEYS[0])).status == status
+
+
+def test_a_key_brings_its_rights_and_a_full_share_is_its_tenants_alone() -> None:
+    seen: list[KeyRights] = []
+
+    async def note(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(get_context(scope).rights)
+        await greet(scope, receive, send)
+
+    small = KeyRights(Tenant("small", queue_share=0.25))
+    state = make_state()
+    engine = serve(state, rows=1, queue=(4, None))
+    app = Guard(note, state, {hash_key(KEYS[0]): small, hash_key(KEYS[1]): KeyRights()})
+    for name in ("a", "b"):  # one has the idle row
+        assert ask(app, "/v1/completions", "POST", bearer(KEYS[0])).status == 200
+        engine.add_request(greedy(name, range(10), 5, service_tier=ServiceTier.PRIORITY, tenant=small.tenant))
+    refused = ask(app, "/v1/completions", "POST", bearer(KEYS[0]))
+    assert refused.status == 429 and "tenant 'small': 2 sequences wait" in refused.error["message"]
+    assert ask(app, "/v1/completions", "POST", bearer(KEYS[1])).status == 200
+    assert seen == [small, small, KeyRights()]
 
 
 def test_retry_after_is_what_the_queue_takes() -> None:
@@ -357,7 +389,7 @@ def test_streams_are_counted_while_they_last_however_they_end() -> None:
             raise ApiError(418, "a refusal")
         raise ZeroDivisionError
 
-    app = Guard(fail, state, ())
+    app = Guard(fail, state, {})
     assert ask(app, "/v1/completions").status == 418
     with pytest.raises(ZeroDivisionError):
         ask(app, "/v1/completions")
@@ -376,7 +408,7 @@ def test_one_stream_too_many_is_refused_and_others_are_not() -> None:
                 await gate_.wait()
             await greet(scope, receive, send)
 
-        app = Guard(wait, state, ())
+        app = Guard(wait, state, {})
         running = [asyncio.ensure_future(Client().ask(app, make_scope("/v1/completions"))) for _ in range(2)]
         await asyncio.sleep(0)
         refused = await Client().ask(app, make_scope("/v1/chat/completions"))
@@ -403,7 +435,7 @@ def test_one_stream_too_many_is_refused_and_others_are_not() -> None:
     ],
 )
 def test_only_known_hosts_are_answered_to(host: str, status: int) -> None:
-    app = Guard(greet, make_state(allowed_hosts=("api.example.org",)), ())
+    app = Guard(greet, make_state(allowed_hosts=("api.example.org",)), {})
     assert ask(app, "/health", "GET", ("Host", host)).status == status
 
 
@@ -428,7 +460,7 @@ def test_pages_of_other_origins_cannot_use_a_server_without_keys(path: str, orig
     state = make_state(allowed_origins=("https://page.example",))
     serve(state)
     headers = [("Host", "localhost:8000"), *([("Origin", origin)] if origin is not None else [])]
-    answer = ask(Guard(greet, state, ()), path, "POST", *headers)
+    answer = ask(Guard(greet, state, {}), path, "POST", *headers)
     assert answer.status == status
     if status == 403:
         assert answer.error["code"] == "origin_not_allowed"
@@ -436,7 +468,7 @@ def test_pages_of_other_origins_cannot_use_a_server_without_keys(path: str, orig
 
 def test_any_origin_may_come_by_option_or_with_a_key() -> None:
     foreign = ("Origin", "https://evil.example")
-    assert ask(Guard(greet, make_state(allowed_origins=("*",)), ()), "/v1/models", "GET", foreign).status == 200
+    assert ask(Guard(greet, make_state(allowed_origins=("*",)), {}), "/v1/models", "GET", foreign).status == 200
     assert ask(Guard(greet, make_state(), HASHES), "/v1/models", "GET", foreign, bearer(KEYS[0])).status == 200
     assert ask(Guard(greet, make_state(), HASHES), "/v1/models", "GET", foreign).status == 401
 
@@ -464,29 +496,7 @@ def test_web_sockets_are_closed() -> None:
     client = Client()
 
     async def run() -> None:
-        await client.ask(Guard(greet, make_state(), ()), {"type": "websocket", "path": "/live", "headers": []})
+        await client.ask(Guard(greet, make_state(), {}), {"type": "websocket", "path": "/live", "headers": []})
 
     asyncio.run(run())
     assert client.answer.messages == [{"type": "websocket.close", "code": 1008}]
-
-
-# Keys
-
-
-def test_keys_come_from_options_file_and_environment(tmp_path: Any) -> None:
-    file = tmp_path / "keys"
-    file.write_text(f"\n  {KEYS[1]}  \n\n{KEYS[0]}\n")
-    found = read_keys(AccessOptions(api_key=(KEYS[0],), api_key_file=str(file)), (KEYS[2],))
-    assert set(found) == set(HASHES) and len(found) == 3
-
-
-@pytest.mark.parametrize("key", ["", "short", "with blank 123", "umlaut-\xfcberall", "control-\x07-key"])
-def test_keys_that_keep_nobody_out_are_refused_and_not_repeated(key: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        read_keys(AccessOptions(api_key=(key,)), ())
-    assert not key or key not in str(caught.value)
-
-
-def test_a_file_that_is_not_there_is_named(tmp_path: Any) -> None:
-    with pytest.raises(ConfigError, match="api_key_file"):
-        read_keys(AccessOptions(api_key_file=str(tmp_path / "none")), ())

@@ -17,6 +17,7 @@ import uvicorn
 from jaxserve.engine import stats, view
 from jaxserve.engine.async_engine import AsyncLLM
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.generation_config import GenerationDefaults
 from jaxserve.engine.prompts import RequestFactory
 from jaxserve.engine.thread import EngineThread
 from jaxserve.errors import DeadlineError, DeviceStepError, InvalidRequestError
@@ -47,7 +48,8 @@ class Served:
         factory = RequestFactory(None, vocab_size=1009, eos_token_ids=(), seed=0, max_model_len=512, max_logprobs=5)
         shapes = SimpleNamespace(config=SimpleNamespace(cache=cache), spec=SimpleNamespace(dtype="float32"))
         plan = SimpleNamespace(num_pages=(40,))
-        self.llm = wrap_engine(self.engine, requests=factory, shapes=shapes, plan=plan)
+        parts = {"requests": factory, "shapes": shapes, "plan": plan, "tokenizer": None}
+        self.llm = wrap_engine(self.engine, defaults=GenerationDefaults(SamplingParams()), **parts)
         self.llm._thread = self.thread
         self.state = make_state(access_log=False)
         self.state.llm = self.llm

@@ -17,7 +17,7 @@ from prometheus_client.samples import Sample
 
 from jaxserve.engine.counts import AttentionStats
 from jaxserve.errors import ConfigError, DeviceStepError, NonFiniteLogitsError
-from jaxserve.request import CompletionOutput, Request, RequestMetrics, RequestOutput
+from jaxserve.request import CompletionOutput, Request, RequestMetrics, RequestOutput, ServiceTier, Tenant
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.metrics import EVENTS, STATES, Histogram, RecentHistogram, ServerMetrics
 from jaxserve.server.metrics.exposition import render
@@ -36,6 +36,9 @@ KNOWN_NAMES = {
     "request_generation_tokens request_max_num_generation_tokens request_params_n request_params_max_tokens "
     "iteration_tokens_total",
 }
+
+
+REQUEST = Request("r", (1, 2, 3), SamplingParams(n=2))
 
 
 class Clock:
@@ -74,14 +77,16 @@ def finish(
     metrics: ServerMetrics, output: RequestOutput, max_tokens: int | None, n: int, num_streamed: int = 0
 ) -> None:
     counts = [len(completion.token_ids) for completion in output.outputs]
-    metrics.finish_request(output, max_tokens, n, num_tokens=counts, num_streamed=num_streamed)
+    tally = metrics.find_tally(REQUEST)
+    metrics.finish_request(tally, output, max_tokens, n, num_tokens=counts, num_streamed=num_streamed)
 
 
 def observe_everything(metrics: ServerMetrics) -> None:
     metrics.cache_config = {"page_size": 32, "num_pages": 100, "dtype": "bfloat16"}
-    metrics.start_request(Request("r", (1, 2, 3), SamplingParams(n=2)))
-    metrics.observe_first_token(0.5, 3, 1)
-    metrics.observe_gap(0.01, 2)
+    tally = metrics.find_tally(REQUEST)
+    metrics.start_request(tally, REQUEST)
+    metrics.observe_first_token(tally, 0.5, 3, 1)
+    metrics.observe_gap(tally, 0.01, 2)
     finish(metrics, make_output(5, 4), 16, 2, num_streamed=3)
     metrics.observe_http("/v1/completions", "POST", 200, 0.3)
     for event in EVENTS:
@@ -198,11 +203,12 @@ def test_every_family_has_help_and_the_labels_of_its_server() -> None:
 
 def test_values_of_a_streamed_request() -> None:
     metrics = ServerMetrics("demo")
-    metrics.start_request(Request("r", (1, 2, 3), SamplingParams(n=2)))
-    metrics.observe_first_token(0.5, 3, 1)
-    metrics.observe_gap(0.01, 2)
-    metrics.observe_gap(0.03)
-    metrics.finish_request(make_output(1, 1), 16, 2, num_tokens=[5, 4], num_streamed=4)
+    tally = metrics.find_tally(REQUEST)
+    metrics.start_request(tally, REQUEST)
+    metrics.observe_first_token(tally, 0.5, 3, 1)
+    metrics.observe_gap(tally, 0.01, 2)
+    metrics.observe_gap(tally, 0.03)
+    metrics.finish_request(tally, make_output(1, 1), 16, 2, num_tokens=[5, 4], num_streamed=4)
     samples = read(metrics)
     counts = {"requests_total": 1, "prompt_tokens_total": 3, "generation_tokens_total": 9}
     sums = {
@@ -288,6 +294,7 @@ def test_the_engines_counters() -> None:
         "gpu_cache_usage_perc": 0.25,
         "programs": stats.num_programs,
         "num_preemptions_total": stats.num_preemptions,
+        "tier_misses_total": stats.num_tier_misses,
         "prefix_cache_queries_total": stats.prefix_queries,
         "prefix_cache_hits_total": stats.prefix_hits,
         "useful_tokens_total": stats.useful_tokens,
@@ -342,6 +349,52 @@ def test_portable_attention_on_an_accelerator_is_seen_with_its_reason() -> None:
     assert "jaxserve:attention_fallback" not in names
 
 
+def test_requests_count_by_tenant_and_tier() -> None:
+    metrics = ServerMetrics("demo")
+    for name, tier in (("chat", ServiceTier.PRIORITY), ("chat", ServiceTier.FLEX), ("", ServiceTier.FLEX)):
+        request = replace(REQUEST, tenant=Tenant(name), service_tier=tier)
+        tally = metrics.find_tally(request)
+        metrics.start_request(tally, request)
+        metrics.observe_first_token(tally, 0.1 * (1 + tier), 3, 1)
+        metrics.observe_gap(tally, 0.01, 2)
+        metrics.finish_request(tally, make_output(5), 16, 1, num_tokens=[5], num_streamed=3)
+    finish(metrics, make_output(4), 16, 1)  # not streamed: its time to the first token comes from the engine
+    samples = read(metrics)
+    for name, tier in (("chat", "priority"), ("chat", "flex"), ("", "flex")):
+        found = {
+            what: pick(samples, f"jaxserve:tenant_{what}_total", tenant=name, service_tier=tier)
+            for what in ("requests", "prompt_tokens", "generation_tokens")
+        }
+        assert found == {"requests": 1, "prompt_tokens": 3, "generation_tokens": 5}
+    assert pick(samples, "jaxserve:tenant_generation_tokens_total", tenant="", service_tier="default") == 4
+    assert pick(samples, "jaxserve:generation_tokens_total") == 19 and pick(samples, "jaxserve:requests_total") == 3
+    for tier, count, total in (("priority", 1, 0.1), ("default", 1, 3), ("flex", 2, 0.6)):
+        name = "jaxserve:tier_time_to_first_token_seconds"
+        assert pick(samples, f"{name}_count", service_tier=tier) == count
+        assert pick(samples, f"{name}_sum", service_tier=tier) == pytest.approx(total)
+        gaps = pick(samples, "jaxserve:tier_inter_token_latency_seconds_count", service_tier=tier)
+        assert gaps == (0 if tier == "default" else count)
+
+
+def test_tenants_that_wait_are_counted_by_name() -> None:
+    samples = read(ServerMetrics("demo"), make_stats())
+    for name, count in make_stats().num_waiting_by_tenant.items():
+        assert pick(samples, "jaxserve:tenant_num_requests_waiting", tenant=name) == count
+
+
+def test_metrics_tell_256_tenants_apart() -> None:
+    metrics = ServerMetrics("demo")
+    for number in range(300):
+        request = replace(REQUEST, tenant=Tenant(f"t{number}"))
+        metrics.start_request(metrics.find_tally(request), request)
+    waiting = make_stats(num_waiting_by_tenant={"t0": 1, "t298": 2, "t299": 3})
+    samples = read(metrics, waiting)
+    counts = {s.labels["tenant"]: s.value for s in samples if s.name == "jaxserve:tenant_requests_total"}
+    assert counts == {**{f"t{number}": 1 for number in range(256)}, "other": 44}
+    assert pick(samples, "jaxserve:requests_total") == 300
+    assert pick(samples, "jaxserve:tenant_num_requests_waiting", tenant="other") == 5
+
+
 def test_cache_config_is_a_row_of_labels() -> None:
     metrics = ServerMetrics("demo")
     metrics.cache_config = {"page_size": 32, "dtype": "bfloat16"}
@@ -374,9 +427,10 @@ def test_nobody_fills_the_memory_with_labels() -> None:
 def test_latency_snapshot_is_in_milliseconds() -> None:
     metrics = ServerMetrics("demo")
     assert metrics.latency_snapshot() == {"ttft_ms": {"p50": None, "p99": None}, "itl_ms": {"p50": None, "p99": None}}
+    tally = metrics.find_tally(REQUEST)
     for _ in range(100):
-        metrics.observe_first_token(0.9, 1)
-        metrics.observe_gap(0.018)
+        metrics.observe_first_token(tally, 0.9, 1)
+        metrics.observe_gap(tally, 0.018)
     snapshot = metrics.latency_snapshot()
     for name, low, high in (("ttft_ms", 750, 1000), ("itl_ms", 15, 20)):
         p50, p99 = snapshot[name]["p50"], snapshot[name]["p99"]

@@ -189,6 +189,17 @@ def test_labels_and_both_limits_are_taken(client: openai.OpenAI) -> None:
     assert chat(client, messages=history).usage.prompt_tokens > 10
 
 
+@pytest.mark.parametrize("tier", ["priority", "default", "flex"])
+def test_an_answer_names_the_tier_that_it_was_served_in(client: openai.OpenAI, tier: Any) -> None:
+    assert chat(client, service_tier=tier).service_tier == tier and chat(client).service_tier is None
+    chunks = list(chat(client, service_tier=tier, stream=True, stream_options={"include_usage": True}))
+    assert len(chunks) > 2 and {chunk.service_tier for chunk in chunks} == {tier}
+    named = {"extra_body": {"service_tier": tier}}
+    assert complete(client, **named).service_tier == tier
+    assert {chunk.service_tier for chunk in complete(client, stream=True, **named)} == {tier}
+    assert client.embeddings.create(model=MODEL, input=STORY, **named).model_extra == {"service_tier": tier}
+
+
 # --- completions
 
 

@@ -117,6 +117,9 @@ def test_sampling_and_labels(client: openai.OpenAI) -> None:
         client, top_p=0.9, user="u1", metadata={"a": "b"}, safety_identifier="s", service_tier="auto", store=False
     )
     assert answer.metadata == {"a": "b"} and answer.user == "u1" and (answer.temperature, answer.top_p) == (0, 0.9)
+    assert answer.service_tier == "default" and respond(client).service_tier is None
+    events = list(respond(client, service_tier="flex", stream=True))
+    assert [event.response.service_tier for event in events if hasattr(event, "response")] == ["flex"] * 3
     hot = {"temperature": 3.0, "extra_body": {"seed": 4}}
     assert respond(client, **hot).output_text == respond(client, **hot).output_text
     assert respond(client, temperature=3.0, extra_body={"top_k": 1}).output_text == respond(client).output_text
@@ -138,7 +141,7 @@ def test_sampling_and_labels(client: openai.OpenAI) -> None:
         ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format"),
-        ({"service_tier": "flex"}, "service_tier"),
+        ({"service_tier": "scale"}, "service_tier"),
         ({"extra_body": {"n": 2}}, "n"),
         ({"extra_body": {"max_tokens": 2}}, "max_tokens"),
         ({"max_output_tokens": 0}, "max_output_tokens"),

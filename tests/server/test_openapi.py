@@ -152,7 +152,7 @@ CHATS = {
     "several": {**CHAT, "n": 2, "temperature": 2, "seed": 3},
     "form": {**CHAT, "response_format": FORM},
     "calls": {**CHAT, **TOOLS, "parallel_tool_calls": False},
-    "vllm": {**CHAT, "return_token_ids": True, "prompt_logprobs": 1, "service_tier": "auto"},
+    "vllm": {**CHAT, "return_token_ids": True, "prompt_logprobs": 1, "service_tier": "flex"},
     "usage": {**CHAT, "stream_options": {"include_usage": True}},
 }
 

@@ -208,6 +208,9 @@ def test_draws_the_engine(page: Any, server: MockServer) -> None:
     page.keyboard.press("ArrowDown")
     page.keyboard.press("ArrowDown")
     assert page.inner_text("#readout").startswith("row 1 \u00b7 ab12c1 \u00b7 prefill \u00b7 34 prompt + 0 new tokens")
+    assert page.inner_text("#readout").endswith(" s \u00b7 tenant crawler \u00b7 tier flex")
+    sharing = "priority 1, default 1, flex 1 \u00b7 chat 1, crawler 1 (+2 waiting)"
+    assert page.inner_text("#sharing") == sharing
     box = page.locator("#timeline").bounding_box()
     page.mouse.move(box["x"] + box["width"] - 6, box["y"] + 17)
     wait_until(page, "document.getElementById('readout').textContent.startsWith('row 0 \u00b7 ab12c0 \u00b7 decode')")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import signal
@@ -22,7 +23,8 @@ from tests.server.pressure import wait_until
 from tests.server.running import START_SECONDS, RunningServer, launch
 
 FLAG, FILED, SECOND, ENVIRONED = "key-from-flag-1", "key-from-file-2", "key-from-file-3", "key-from-environment-4"
-KEYS = (FLAG, FILED, SECOND, ENVIRONED)
+CRAWLER = "key-of-a-tenant-5"
+KEYS = (FLAG, FILED, SECOND, ENVIRONED, CRAWLER)
 ORIGIN = "https://page.example"
 OPEN = ("/", "/health", "/health/generate", "/health/live", "/health/ready", "/ping")
 GUARDED = (
@@ -37,7 +39,10 @@ PROMPT = "The little dog walked to the garden and sat down under the tall tree. 
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     path = tmp_path_factory.mktemp("keys") / "keys.txt"
     path.write_text(f"{FILED}\n\n  {SECOND}  \n")
-    flags = ("--api-key", FLAG, "--api-key-file", str(path), "--allowed-origins", ORIGIN)
+    tenants = path.with_name("tenants.toml")
+    tenants.touch(0o600)
+    tenants.write_text(write_tenant("crawler", CRAWLER, 'tiers = ["flex"]'))
+    flags = ("--api-key", FLAG, "--api-key-file", str(path), "--tenants", str(tenants), "--allowed-origins", ORIGIN)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAXSERVE_API_KEY", f"{ENVIRONED},")
         running = launch(*SMALL, *flags)
@@ -46,6 +51,12 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]
         yield running
     finally:
         running.stop()
+
+
+def write_tenant(name: str, key: str, *fields: str) -> str:
+    """A table of a tenants file."""
+    hashed = hashlib.sha256(key.encode()).hexdigest()
+    return "\n".join(["[[tenants]]", f'name = "{name}"', f'key_hash = "{hashed}"', *fields, ""])
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -189,6 +200,8 @@ def wait_for_refusal(refused: RunningServer) -> int:
         (("--api-key", "short"), "api_key"),
         (("--api-key", "with a blank in it"), "api_key"),
         (("--api-key-file", "/nowhere/keys"), "api_key_file"),
+        (("--tenants", "/nowhere/tenants.toml"), "tenants"),
+        (("--tenants", __file__), "tenants"),
         (("--ssl-certfile", "/nowhere/cert.pem"), "ssl_certfile"),
         (("--ssl-certfile", "/nowhere/cert.pem", "--ssl-keyfile", "/nowhere/key.pem"), "/nowhere/cert.pem"),
         (("--ssl-certfile", __file__, "--ssl-keyfile", __file__), "ssl_certfile"),
@@ -247,30 +260,72 @@ def test_a_page_of_anybodys_cannot_use_a_server_without_keys(server: RunningServ
     assert httpx.post(f"{server.url}/v1/completions", content=body, headers=headers).status_code == 200
 
 
+# --- tenants
+
+
+def test_a_tenant_may_do_what_its_key_may(guarded: RunningServer) -> None:
+    client = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=CRAWLER, max_retries=0)
+    named: Any = {"model": "demo", "prompt": "Once", "max_tokens": 2}
+    assert client.completions.create(**named, extra_body={"service_tier": "flex"}).service_tier == "flex"
+    assert client.completions.create(**named, extra_body={"service_tier": "auto"}).service_tier == "flex"
+    for fields, param in (({"service_tier": "priority"}, "service_tier"), ({"priority": -1}, "priority")):
+        kind = openai.PermissionDeniedError if param == "service_tier" else openai.BadRequestError
+        with pytest.raises(kind) as refused:
+            client.completions.create(**named, extra_body=fields)
+        assert refused.value.param == param
+    wait_until(lambda: any(" crawler  " in line and " 403 POST /v1/completions" in line for line in guarded.lines))
+
+
+def test_tenants_are_read_again_at_sighup(guarded: RunningServer) -> None:
+    path, new = find_file(guarded, "--tenants"), "key-of-a-tenant-6"
+    content = path.read_text()
+    try:
+        reload_file(guarded, path, content + write_tenant("new", new), "SIGHUP: 6 keys")
+        assert complete(guarded, new, service_tier="priority").status_code == 200
+        path.chmod(0o666)
+        reload_file(guarded, path, content, "SIGHUP: nothing is changed")
+        assert complete(guarded, new).status_code == 200
+    finally:
+        path.chmod(0o600)
+        reload_file(guarded, path, content, "SIGHUP: 5 keys")
+    assert complete(guarded, new).status_code == 401
+
+
 # --- reloading
 
 
+def find_file(guarded: RunningServer, flag: str) -> Path:
+    return Path(guarded.process.args[guarded.process.args.index(flag) + 1])  # type: ignore[arg-type, index, union-attr]
+
+
+def reload_file(guarded: RunningServer, path: Path, content: str, says: str) -> None:
+    """Writes a file, tells the server, and waits for the line that begins so."""
+
+    def count() -> int:
+        return sum(says in line for line in list(guarded.lines))
+
+    path.write_text(content)
+    before = count()
+    guarded.process.send_signal(signal.SIGHUP)
+    wait_until(lambda: count() > before)
+
+
 def test_keys_are_read_again_at_sighup(guarded: RunningServer) -> None:
-    def count(text: str) -> int:
-        return sum(text in line for line in list(guarded.lines))
+    path = find_file(guarded, "--api-key-file")
+    content, new = path.read_text(), "key-from-file-new-5"
 
     def reload(content: str, says: str) -> None:
-        path.write_text(content)
-        before = count(says)
-        guarded.process.send_signal(signal.SIGHUP)
-        wait_until(lambda: count(says) > before)
+        reload_file(guarded, path, content, says)
 
-    path = Path(guarded.process.args[guarded.process.args.index("--api-key-file") + 1])  # type: ignore[arg-type, index, union-attr]
-    content, new = path.read_text(), "key-from-file-new-5"
     try:
-        reload(f"{FILED}\n{new}\n", "SIGHUP: 4 keys")
+        reload(f"{FILED}\n{new}\n", "SIGHUP: 5 keys")
         assert [complete(guarded, key).status_code for key in (new, FILED, FLAG, ENVIRONED)] == [200] * 4
         assert complete(guarded, SECOND).status_code == 401, "it is not in the file any more"
         reload("short", "SIGHUP: nothing is changed")
         assert complete(guarded, new).status_code == 200
         assert "short" not in guarded.lines[-1]
     finally:
-        reload(content, "SIGHUP: 4 keys")
+        reload(content, "SIGHUP: 5 keys")
     assert complete(guarded, new).status_code == 401 and complete(guarded, SECOND).status_code == 200
 
 

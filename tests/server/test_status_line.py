@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from jaxserve.request import Request
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.metrics import ServerMetrics
 from jaxserve.server.status_line import StatusLine, format_status
 from tests.server.engine_stats import make_stats
@@ -53,8 +55,9 @@ def test_only_when_something_happened() -> None:
     idle = engine.stats
     assert line.tick() is None, "there is nothing to compare with yet"
     assert line.tick() is None, "nothing happened"
-    metrics.observe_first_token(0.2, 50)
-    metrics.observe_gap(0.02, 99)
+    tally = metrics.find_tally(Request("r", (1,), SamplingParams()))
+    metrics.observe_first_token(tally, 0.2, 50)
+    metrics.observe_gap(tally, 0.02, 99)
     engine.stats = replace(idle, num_steps=idle.num_steps + 9)
     first = line.tick()
     assert first is not None and "rows 0/8  waiting 0" in first

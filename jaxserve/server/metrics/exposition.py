@@ -5,7 +5,8 @@ Metric families are built only on a scrape; prometheus_client writes the text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,7 +20,7 @@ from prometheus_client.utils import floatToGoString
 
 from jaxserve.engine.metrics import ATTENTION_FALLBACK, ENGINE_COUNTERS, ENGINE_GAUGES, Table
 from jaxserve.engine.stats import EngineStats
-from jaxserve.server.metrics.recorder import STATES, ServerMetrics
+from jaxserve.server.metrics.recorder import STATES, ServerMetrics, Tally
 
 _PROCESS = ProcessCollector(registry=None)  # reads /proc, if it exists, at each collection
 _OPEN_METRICS = "application/openmetrics-text"
@@ -52,6 +53,23 @@ _SERVER_COUNTERS: Table[ServerMetrics] = (
         "Requests ended because the model made NaN or infinite logits.",
         lambda m: m.events["non_finite_logits"],
     ),
+)
+_TALLIES: Table[Tally] = (
+    ("tenant_requests_total", "Requests that the engine accepted, by tenant and tier.", lambda t: t.num_requests),
+    (
+        "tenant_prompt_tokens_total",
+        "Prompt tokens of requests that got a first token, by tenant and tier.",
+        lambda t: t.prompt_tokens,
+    ),
+    ("tenant_generation_tokens_total", "Tokens generated, by tenant and tier.", lambda t: t.generation_tokens),
+)
+_TIER_HISTOGRAMS: Table[ServerMetrics] = (
+    (
+        "tier_time_to_first_token_seconds",
+        "From a request's arrival to its first token, by tier.",
+        lambda m: m.tier_first_token_seconds,
+    ),
+    ("tier_inter_token_latency_seconds", "Between two chunks of a stream, by tier.", lambda m: m.tier_gap_seconds),
 )
 _HISTOGRAMS: Table[ServerMetrics] = (
     (
@@ -124,11 +142,16 @@ class Page(Collector):
         if (attention := stats.attention) is not None:
             sample = ((attention.impl, attention.reason), float(attention.fell_back))
             yield self._make(GaugeMetricFamily, *ATTENTION_FALLBACK, [sample], "impl", "reason")
+        waiting: Counter[str] = Counter()
+        for name, count in stats.num_waiting_by_tenant.items():
+            waiting[self.metrics.label_tenant(name)] += count
+        text = "Sequences of a tenant that wait for a row or for pages."
+        samples = [((label,), float(count)) for label, count in waiting.items()]
+        yield self._make(GaugeMetricFamily, "tenant_num_requests_waiting", text, samples, "tenant")
         steps = [((bucket,), count) for bucket, count in stats.steps.items()]
         yield self._make(CounterMetricFamily, "steps_total", "Steps by compiled bucket.", steps, "bucket")
-        yield self._make_histogram(
-            "iteration_tokens_total", "Tokens computed in a step, without padding.", stats.step_tokens
-        )
+        text = "Tokens computed in a step, without padding."
+        yield self._make_histogram("iteration_tokens_total", text, {(): stats.step_tokens})
         if config := self.metrics.cache_config:
             family = InfoMetricFamily(self._name("cache_config"), "The layout of the KV cache.", labels=self._labels())
             family.add_metric(self._values(), {str(key): str(value) for key, value in config.items()})
@@ -141,8 +164,14 @@ class Page(Collector):
         finished = [((reason,), count) for reason, count in metrics.finished.items()]
         text = "Requests that ended, by finish reason, abort and error included."
         yield self._make(CounterMetricFamily, "request_success_total", text, finished, "finished_reason")
+        for name, text, read in _TALLIES:
+            counts = [(key, read(tally)) for key, tally in metrics.tallies.items()]
+            yield self._make(CounterMetricFamily, name, text, counts, "tenant", "service_tier")
+        for name, text, read in _TIER_HISTOGRAMS:
+            by_tier = {(tier,): histogram for tier, histogram in read(metrics).items()}
+            yield self._make_histogram(name, text, by_tier, "service_tier")
         for name, text, read in _HISTOGRAMS:
-            yield self._make_histogram(name, text, read(metrics))
+            yield self._make_histogram(name, text, {(): read(metrics)})
         samples = [((state,), float(state == self.state)) for state in STATES]
         yield self._make(GaugeMetricFamily, "server_state", "1 for the server's present state.", samples, "state")
 
@@ -180,9 +209,12 @@ class Page(Collector):
             made.add_metric(self._values(*values), value)
         return made
 
-    def _make_histogram(self, name: str, text: str, histogram: _Counted) -> Metric:
-        made = HistogramMetricFamily(self._name(name), text, labels=self._labels())
-        made.add_metric(self._values(), *_accumulate(histogram))
+    def _make_histogram(
+        self, name: str, text: str, histograms: Mapping[tuple[str, ...], _Counted], *labels: str
+    ) -> Metric:
+        made = HistogramMetricFamily(self._name(name), text, labels=self._labels(*labels))
+        for values, histogram in histograms.items():
+            made.add_metric(self._values(*values), *_accumulate(histogram))
         return made
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, get_args
 
 from jaxserve.errors import ConfigError, NonFiniteLogitsError
-from jaxserve.request import FinishReason, Request, RequestMetrics, RequestOutput
+from jaxserve.request import FinishReason, Request, RequestMetrics, RequestOutput, ServiceTier
 from jaxserve.server.metrics.histogram import Histogram, RecentHistogram
 
 Event = Literal["queue_full", "client_disconnects", "slow_readers", "non_finite_logits"]
@@ -16,8 +16,9 @@ EVENTS: tuple[Event, ...] = get_args(Event)
 STATES = ("starting", "warming", "ready", "draining", "failed")
 
 _MAX_HANDLERS = 64  # values of the label `handler`; more than there are routes, bounded in case of a bug
+_MAX_TENANTS = 256  # values of the label `tenant`, which a server with many would fill
 _METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
-_OTHER = "other"
+OTHER = "other"  # stands for all values of a label beyond the most that it may have
 # A request counts as the first of these reasons that any of its completions has.
 _BROKEN_OFF = (FinishReason.ERROR.value, FinishReason.ABORT.value, FinishReason.TIMEOUT.value)
 
@@ -36,6 +37,16 @@ _DURATIONS = (
 _HTTP_DURATIONS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 600.0)
 _TOKENS = tuple(step * 10**power for power in range(6) for step in (1, 2, 5))
 _COMPLETIONS = (1, 2, 5, 10, 20, 50, 100)
+
+
+class Tally:
+    """Counters of one tenant's requests in one service tier, and the tier's latencies."""
+
+    __slots__ = ("first_token_seconds", "gap_seconds", "generation_tokens", "num_requests", "prompt_tokens")
+
+    def __init__(self, first_token_seconds: Histogram, gap_seconds: Histogram) -> None:
+        self.num_requests = self.prompt_tokens = self.generation_tokens = 0
+        self.first_token_seconds, self.gap_seconds = first_token_seconds, gap_seconds  # of all tenants in the tier
 
 
 class ServerMetrics:
@@ -64,16 +75,17 @@ class ServerMetrics:
         self.model_name = model_name
         self.prefix = prefix
         self.cache_config: Mapping[str, object] = {}  # labels of `cache_config_info`, once the engine is ready
-        self.num_requests = 0
-        self.prompt_tokens = 0
-        self.generation_tokens = 0
+        self.tallies: dict[tuple[str, str], Tally] = {}  # by tenant's label and tier
         self.finished = {reason.value: 0 for reason in FinishReason}
         self.events: dict[str, int] = dict.fromkeys(EVENTS, 0)
         self.http_requests: dict[tuple[str, str, str], int] = {}
         self.http_seconds: dict[tuple[str, str], Histogram] = {}
         self._handlers: set[str] = set()
+        self._tenants: set[str] = set()
         self.first_token_seconds = RecentHistogram(_FIRST_TOKEN, clock)
         self.gap_seconds = RecentHistogram(_GAPS, clock)
+        self.tier_first_token_seconds = {str(tier): Histogram(_FIRST_TOKEN) for tier in ServiceTier}
+        self.tier_gap_seconds = {str(tier): Histogram(_GAPS) for tier in ServiceTier}
         self.seconds_per_token = Histogram(_GAPS)
         self.request_seconds = Histogram(_DURATIONS)
         self.queue_seconds = Histogram(_DURATIONS)
@@ -86,24 +98,57 @@ class ServerMetrics:
         self.asked_completions = Histogram(_COMPLETIONS)
         self.asked_tokens = Histogram(_TOKENS)
 
-    def start_request(self, request: Request) -> None:
+    @property
+    def num_requests(self) -> int:
+        """Requests that the engine accepted."""
+        return sum(tally.num_requests for tally in self.tallies.values())
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens of requests that got a first token."""
+        return sum(tally.prompt_tokens for tally in self.tallies.values())
+
+    @property
+    def generation_tokens(self) -> int:
+        """Tokens generated."""
+        return sum(tally.generation_tokens for tally in self.tallies.values())
+
+    def label_tenant(self, name: str) -> str:
+        """Returns a tenant's name as a label; "other" once there are too many."""
+        if name not in self._tenants and len(self._tenants) >= _MAX_TENANTS:
+            return OTHER
+        self._tenants.add(name)
+        return name
+
+    def find_tally(self, request: Request) -> Tally:
+        """Returns the tally that a request counts in."""
+        tier = str(request.service_tier)
+        key = self.label_tenant(request.tenant.name), tier
+        if key not in self.tallies:
+            self.tallies[key] = Tally(self.tier_first_token_seconds[tier], self.tier_gap_seconds[tier])
+        return self.tallies[key]
+
+    def start_request(self, tally: Tally, request: Request) -> None:
         """Counts a request accepted by the engine. Exactly one `finish_request` or `end_request` must follow."""
-        self.num_requests += 1
+        tally.num_requests += 1
         self.request_prompt_tokens.observe(len(request.prompt_token_ids))
 
-    def observe_first_token(self, seconds: float, num_prompt_tokens: int, num_tokens: int = 1) -> None:
+    def observe_first_token(self, tally: Tally, seconds: float, num_prompt_tokens: int, num_tokens: int = 1) -> None:
         """Records a stream's first chunk: seconds since the request's arrival, its prompt tokens and new tokens."""
         self.first_token_seconds.observe(seconds)
-        self.prompt_tokens += num_prompt_tokens
-        self.generation_tokens += num_tokens
+        tally.first_token_seconds.observe(seconds)
+        tally.prompt_tokens += num_prompt_tokens
+        tally.generation_tokens += num_tokens
 
-    def observe_gap(self, seconds: float, num_tokens: int = 1) -> None:
+    def observe_gap(self, tally: Tally, seconds: float, num_tokens: int = 1) -> None:
         """Records a later chunk of a stream: seconds since the chunk before it, and its number of tokens."""
         self.gap_seconds.observe(seconds)
-        self.generation_tokens += num_tokens
+        tally.gap_seconds.observe(seconds)
+        tally.generation_tokens += num_tokens
 
     def finish_request(
         self,
+        tally: Tally,
         output: RequestOutput,
         max_tokens: int | None,
         n: int,
@@ -122,9 +167,10 @@ class ServerMetrics:
         """
         times = output.metrics
         if not num_streamed and times is not None and times.first_token_time is not None:
-            self.first_token_seconds.observe(times.first_token_time - times.arrival_time)
-            self.prompt_tokens += len(output.prompt_token_ids)
-        self.generation_tokens += sum(num_tokens) - num_streamed
+            self.observe_first_token(
+                tally, times.first_token_time - times.arrival_time, len(output.prompt_token_ids), num_tokens=0
+            )
+        tally.generation_tokens += sum(num_tokens) - num_streamed
         reason = find_reason(output)
         self.end_request(reason)
         if isinstance(output.error, NonFiniteLogitsError):
@@ -144,12 +190,12 @@ class ServerMetrics:
     def observe_http(self, handler: str | None, method: str, status: int, seconds: float) -> None:
         """Records an answered HTTP request; `handler` is its route's path template, None if no route matched."""
         if handler is None or (handler not in self._handlers and len(self._handlers) >= _MAX_HANDLERS):
-            handler = _OTHER
+            handler = OTHER
         else:
             self._handlers.add(handler)
         if method not in _METHODS:
-            method = _OTHER
-        key = (handler, method, str(status) if 100 <= status < 600 else _OTHER)
+            method = OTHER
+        key = (handler, method, str(status) if 100 <= status < 600 else OTHER)
         self.http_requests[key] = self.http_requests.get(key, 0) + 1
         if key[:2] not in self.http_seconds:
             self.http_seconds[key[:2]] = Histogram(_HTTP_DURATIONS)

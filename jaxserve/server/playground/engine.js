@@ -9,6 +9,7 @@ import { drawStretch, Timeline } from "./timeline.js";
 const find = (id) => document.getElementById(id);
 const format = (number) => Math.round(number).toLocaleString("en");
 const shorten = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 }).format;
+const MOST_TENANTS = 6; // that are shown by name
 const percent = (share) => (share > 0 && share < 0.01 ? "<1" : String(Math.round(share * 100)));
 
 export class EngineView {
@@ -64,6 +65,7 @@ export class EngineView {
     find("row-max").textContent = rows.max;
     find("waiting").textContent = rows.waiting;
     find("step").textContent = step?.bucket ? `, last step ${step.bucket}` : "";
+    find("sharing").textContent = describeSharing(rows);
     if (this.numLooks % 20 === 0) {
       find("timeline").setAttribute("aria-label", `Rows of the batch over the last minute: ${rows.running.length} of `
         + `${rows.max} running now, ${rows.waiting} requests waiting`);
@@ -118,6 +120,24 @@ export class EngineView {
     else box.textContent = "\u2013";
     find(`${id}-meter`).style.width = whole > 0 ? `${(100 * part) / whole}%` : "0";
   }
+}
+
+/** How many rows each tier and each tenant has, and how many sequences of it wait; empty where nobody uses either. */
+function describeSharing({ running, waiting_by_tenant: waiting = {} }) {
+  const tiers = new Map(["priority", "default", "flex"].map((tier) => [tier, 0]));
+  const tenants = new Map(Object.keys(waiting).map((name) => [name, 0]));
+  for (const { service_tier: tier, tenant } of running) {
+    if (tier) tiers.set(tier, (tiers.get(tier) ?? 0) + 1);
+    if (tenant) tenants.set(tenant, (tenants.get(tenant) ?? 0) + 1);
+  }
+  const used = [...tiers].filter(([, count]) => count > 0);
+  const parts = used.some(([tier]) => tier !== "default") ? [used.map(([tier, count]) => `${tier} ${count}`).join(", ")] : [];
+  const names = [...tenants.keys()].sort();
+  const describe = (name) => `${name} ${tenants.get(name)}` + (waiting[name] ? ` (+${waiting[name]} waiting)` : "");
+  const shown = names.slice(0, MOST_TENANTS).map(describe);
+  if (names.length > MOST_TENANTS) shown.push(`${names.length - MOST_TENANTS} more`);
+  if (shown.length) parts.push(shown.join(", "));
+  return parts.join(" \u00b7 ");
 }
 
 const round = (number) => (number < 10 ? number.toFixed(1) : format(number));

@@ -43,7 +43,8 @@ export class History {
       sequence = { id: item.id, row: item.row, color, prompt: item.prompt, start: before, phases: [] };
       line.push(sequence);
     }
-    Object.assign(sequence, { end: time, tokens: item.tokens, computed: item.computed, priority: item.priority });
+    const { tokens, computed, priority, service_tier: tier, tenant } = item;
+    Object.assign(sequence, { end: time, tokens, computed, priority, tier, tenant });
     const phase = sequence.phases.at(-1);
     if (phase?.phase === item.phase) phase.end = time;
     else sequence.phases.push({ phase: item.phase, start: before, end: time });

@@ -252,6 +252,8 @@ function describe(sequence, time) {
     `row ${sequence.row}`, sequence.id, phase.phase, `${sequence.prompt} prompt + ${made} new tokens`,
     `${(sequence.end - sequence.start).toFixed(1)} s`,
   ];
+  if (sequence.tenant) parts.push(`tenant ${sequence.tenant}`);
+  if (sequence.tier && sequence.tier !== "default") parts.push(`tier ${sequence.tier}`);
   if (sequence.priority) parts.push(`priority ${sequence.priority}`);
   return parts.join(" \u00b7 ");
 }

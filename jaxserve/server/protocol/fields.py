@@ -159,8 +159,9 @@ class EngineFields(Body):
     """Fields of every request that the engine runs."""
 
     model: str | None = None  # default: the served model
-    user: str | None = Field(None, max_length=512)  # a label without effect
-    priority: int = 0  # smaller runs first
+    user: str | None = Field(None, max_length=512)  # a label without effect: it counts within its API key
+    priority: int | None = None  # smaller runs first within a tier; None: 0, or the best allowed if that is worse
+    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     timeout: float | None = Field(None, gt=0)  # seconds until the request is ended; not OpenAI's
     cache_salt: str | None = Field(None, max_length=256)  # requests with different salts share no cached prefixes
     truncate_prompt_tokens: int | None = None
@@ -195,7 +196,6 @@ class SamplingFields(EngineFields):
     # Streaming and the answer's form
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    service_tier: Literal["auto", "default"] | None = None
     return_token_ids: bool | None = None
     foreign: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = _FOREIGN_FIELDS
 

@@ -112,6 +112,7 @@ class ResponseAnswer(BaseModel):
     created_at: float
     status: Literal["in_progress", "completed", "incomplete", "failed"]
     model: str
+    service_tier: str | None = None
     output: list[dict[str, Any]]
     usage: dict[str, Any] | None = None
     error: dict[str, Any] | None = None

@@ -60,6 +60,7 @@ class EmbeddingList(BaseModel):
     data: list[Embedding]
     model: str
     usage: Usage
+    service_tier: str | None = None
 
 
 class ModelCard(BaseModel):

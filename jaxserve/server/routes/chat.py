@@ -17,7 +17,7 @@ from jaxserve.request import CompletionOutput, RequestOutput
 from jaxserve.request import Request as EngineRequest
 from jaxserve.server.body import prepare, read_body
 from jaxserve.server.conversation import Conversation, list_names, read_conversation
-from jaxserve.server.generation import Generation, name_requests
+from jaxserve.server.generation import Generation, echo_tier, name_requests
 from jaxserve.server.logprobs import to_prompt_logprobs
 from jaxserve.server.openapi import document
 from jaxserve.server.prompts import check_count, name_fields
@@ -86,9 +86,8 @@ class _Answer:
             "created": int(time.time()),
             "model": model,
             "system_fingerprint": state.fingerprint,
+            **echo_tier(body, self._request),
         }
-        if body.service_tier is not None:
-            self._head["service_tier"] = "default"
 
     async def collect(self) -> dict[str, Any]:
         """Returns the whole answer."""

@@ -17,7 +17,7 @@ from jaxserve.request import CompletionOutput, RequestOutput
 from jaxserve.request import Request as EngineRequest
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.body import prepare, read_body
-from jaxserve.server.generation import Generation, name_requests
+from jaxserve.server.generation import Generation, echo_tier, name_requests
 from jaxserve.server.logprobs import to_completion, to_prompt_logprobs
 from jaxserve.server.openapi import document
 from jaxserve.server.prompts import (
@@ -113,6 +113,7 @@ class _Answer:
             "created": int(time.time()),
             "model": model,
             "system_fingerprint": state.fingerprint,
+            **echo_tier(body, requests[0]),
         }
         tokenizer = state.engine.tokenizer
         hides = self._params.skip_special_tokens and tokenizer is not None

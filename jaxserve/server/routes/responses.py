@@ -17,7 +17,7 @@ from jaxserve.request import Request as EngineRequest
 from jaxserve.request import RequestOutput
 from jaxserve.server.body import prepare, read_body
 from jaxserve.server.errors import ApiError
-from jaxserve.server.generation import Generation, name_requests
+from jaxserve.server.generation import Generation, echo_tier, name_requests
 from jaxserve.server.openapi import document
 from jaxserve.server.prompts import check_length, list_limits, name_fields, read_variables
 from jaxserve.server.protocol.responses import ResponseAnswer, ResponseRequest
@@ -180,6 +180,7 @@ class _Answer:
         self._body, self._model = body, model
         self._number = request.request_id.partition("-")[0]
         self._created = time.time()
+        self._tier = echo_tier(body, request)
         self._generation = Generation(state, [request], http, operation="chat")
         self._parser = make_answer_parser(
             None,
@@ -286,6 +287,7 @@ class _Answer:
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+            **self._tier,
             "store": False,
             "temperature": body.temperature,
             "text": {"format": form},

@@ -13,7 +13,7 @@ from jaxserve.errors import InvalidRequestError, shorten
 from jaxserve.request import Request as EngineRequest
 from jaxserve.server.body import prepare, read_body
 from jaxserve.server.errors import ApiError
-from jaxserve.server.generation import Generation, name_requests
+from jaxserve.server.generation import Generation, echo_tier, name_requests
 from jaxserve.server.openapi import document
 from jaxserve.server.prompts import check_length, list_prompts, name_fields, render_conversation
 from jaxserve.server.protocol.tokens import (
@@ -164,6 +164,7 @@ async def _embed(body: EmbeddingRequest, model: str, requests: list[EngineReques
         "data": data,
         "model": model,
         "usage": {"prompt_tokens": total, "total_tokens": total, "completion_tokens": 0},
+        **echo_tier(body, requests[0]),
     }
 
 

@@ -1,0 +1,153 @@
+"""A model's files: where they are, what its config says, and its weights on the devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxserve.config import DEMO_MODEL, EngineConfig, ModelOptions
+from jaxserve.devices import load_jax
+from jaxserve.engine.generation_config import find_generation_config
+from jaxserve.engine.progress import ShowProgress, hide_progress
+from jaxserve.errors import ConfigError
+from jaxserve.presets import demo_model_dir, load_preset
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from jaxserve.models.base import DecoderConfig
+    from jaxserve.runtime.startup import Shapes
+    from jaxserve.tokenizers import Tokenizer
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A model's files. `path` is None for a preset, which has none.
+
+    `hub_id` is the repository whose weights may still have to be downloaded to `path`; None for a local directory.
+    """
+
+    path: Path | None
+    hf_config: dict[str, Any]
+    generation_config: dict[str, Any]
+    hub_id: str | None = None
+
+    def find_weights(self) -> Path:
+        """Returns the directory with the weights, downloaded if missing. `path` must not be None."""
+        from jaxserve.weights import download_weights
+
+        assert self.path is not None  # locate_model allows presets with dummy weights only
+        if self.hub_id is not None:
+            download_weights(self.hub_id, self.path)
+        return self.path
+
+
+def locate_model(options: ModelOptions, *, need_weights: bool = True) -> ModelFiles:
+    """Returns the files of the model that the options name: the demo model, a preset, a directory or a model id.
+
+    Raises:
+        ConfigError: there is no such model, its kind or format is not supported, or it is a preset and weights were
+            asked for.
+        DeviceError: the installation of JAX is broken.
+    """
+    load_jax()
+    from jaxserve.models.registry import find_family
+    from jaxserve.weights import read_hf_config, refuse_foreign_folder, resolve_checkpoint
+
+    preset = load_preset(options.model)
+    if preset is not None and not Path(options.model).is_dir():
+        if need_weights and options.load_format != "dummy":
+            message = f"{options.model!r} is a preset and has no weights; add load_format='dummy', or give a checkpoint"
+            raise ConfigError(message, field="load_format", value=options.load_format)
+        return ModelFiles(None, preset, find_generation_config(options, None))
+    if options.model == DEMO_MODEL:
+        path, hub_id = demo_model_dir(), None
+    else:
+        path = resolve_checkpoint(options.model, options.revision, need_weights=False)
+        hub_id = None if Path(options.model).expanduser().is_dir() else options.model
+    refuse_foreign_folder(path, need_weights=hub_id is None and options.load_format != "dummy")
+    hf_config = read_hf_config(path)
+    find_family(hf_config)
+    return ModelFiles(path, hf_config, find_generation_config(options, path), hub_id)
+
+
+def resolve_model(config: EngineConfig, files: ModelFiles) -> DecoderConfig:
+    """Returns the model's config in its final dtype, length and head layout.
+
+    Raises:
+        ConfigError: names the option or the config.json key that cannot work.
+    """
+    from jaxserve.models.decoder import expand_kv_heads
+    from jaxserve.models.registry import parse_config
+
+    model = parse_config(files.hf_config)
+    if config.model.dtype != "auto":
+        model = dataclasses.replace(model, dtype=config.model.dtype)
+    max_model_len = config.model.max_model_len
+    model = model.with_max_model_len(model.default_max_model_len if max_model_len is None else max_model_len)
+    if config.cache.kv_cache_dtype == "fp8":
+        model = _add_kv_scales(config, files, model)
+    return expand_kv_heads(model, config.parallel.tensor_parallel_size)
+
+
+def _add_kv_scales(config: EngineConfig, files: ModelFiles, model: DecoderConfig) -> DecoderConfig:
+    """Returns the model's config with the checkpoint's scales for an fp8 cache, if it has any."""
+    from jaxserve.models.registry import find_kv_scales
+    from jaxserve.weights import checkpoint_format, read_tensor_shapes
+
+    scales = None
+    if files.path is not None and config.model.load_format != "dummy" and checkpoint_format(files.path) != "orbax":
+        scales = find_kv_scales(model, read_tensor_shapes(files.find_weights()))
+    if scales is None:
+        _log.warning(
+            "kv_cache_dtype is fp8 and the checkpoint has no scales for it: keys and values are stored unscaled, and "
+            "those beyond 448 are cut off"
+        )
+    return dataclasses.replace(model, attention=dataclasses.replace(model.attention, kv_scales=scales))
+
+
+def load_model_tokenizer(options: ModelOptions, files: ModelFiles) -> Tokenizer | None:
+    """Returns the tokenizer; None with `skip_tokenizer_init`, or for a preset without `tokenizer`."""
+    from jaxserve.tokenizers import load_tokenizer
+
+    if options.skip_tokenizer_init:
+        return None
+    if options.tokenizer is not None:
+        return load_tokenizer(options.tokenizer)
+    return load_tokenizer(files.path) if files.path is not None else None
+
+
+def load_params(
+    config: EngineConfig, files: ModelFiles, shapes: Shapes, mesh: Mesh, *, progress: ShowProgress = hide_progress
+) -> Any:
+    """Returns the parameters as run-time arrays on the devices of `mesh`, loaded or, with "dummy", random."""
+    from jaxserve.layers.stack import stack_params, stack_specs
+    from jaxserve.models.registry import ignored_weights, param_specs, weight_sources
+    from jaxserve.sharding import DEFAULT_RULES
+    from jaxserve.weights import checkpoint_format, load_safetensors, make_dummy_params, restore_params
+
+    model = shapes.model
+    specs = param_specs(model)
+    if config.model.load_format == "dummy":
+        specs = stack_specs(specs, shapes.stack_mode)
+        return make_dummy_params(specs, mesh=mesh, rules=DEFAULT_RULES, seed=config.model.seed)
+    path, load_format = files.find_weights(), config.model.load_format
+    if (checkpoint_format(path) if load_format == "auto" else load_format) == "orbax":
+        params = restore_params(path, specs, mesh=mesh, rules=DEFAULT_RULES)
+    else:
+        with progress("Loading weights", unit="bytes") as report:
+            params = load_safetensors(
+                path,
+                specs,
+                weight_sources(model),
+                ignored_weights(model),
+                mesh=mesh,
+                rules=DEFAULT_RULES,
+                progress=report,
+            )
+    return stack_params(params, shapes.stack_mode)

@@ -1,0 +1,122 @@
+"""What a run depends on beside its calls: versions, devices, the model and its sizes, as the header of a recording."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+from jax.sharding import Mesh
+
+from jaxserve import __version__
+from jaxserve.config import EngineConfig
+from jaxserve.devices import find_devices
+from jaxserve.models.base import DecoderConfig
+from jaxserve.options import list_options
+from jaxserve.runtime.memory import CachePlan
+from jaxserve.runtime.plan_codec import describe_fields
+from jaxserve.runtime.startup import Shapes
+
+FORMAT = 1  # of the lines; goes up when their meaning changes (the fields of plans are compared by name)
+_LOCAL_OPTIONS = ("record_steps", "compilation_cache_dir", "tokenizer", "generation_config")  # no step depends on them
+
+
+def describe_host() -> dict[str, Any]:
+    """Returns the versions, the fields of plans and the kind of the devices; DeviceError if there are none."""
+    device = find_devices()[0]
+    versions = {"jaxserve": __version__, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
+    return {
+        "recording": FORMAT,
+        **versions,
+        "plans": describe_fields(),
+        "platform": device.platform,
+        "device": device.device_kind,
+    }
+
+
+def describe_mesh(mesh: Mesh) -> dict[str, Any]:
+    """Returns the devices along each axis of the mesh."""
+    return {"mesh": dict(mesh.shape)}
+
+
+def describe_model(model: DecoderConfig) -> dict[str, Any]:
+    """Returns the model's config as it is run."""
+    return {"model": json.loads(json.dumps(dataclasses.asdict(model)))}
+
+
+def describe_engine(shapes: Shapes, plan: CachePlan, mesh: Mesh, params: Any) -> dict[str, Any]:
+    """Returns the header of a recording of this engine.
+
+    Args:
+        params: the runtime tree.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    names = [f"{jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves]
+    return {
+        **describe_host(),
+        **describe_mesh(mesh),
+        **describe_model(shapes.model),
+        "parameters": hashlib.sha256("\n".join(names).encode()).hexdigest()[:16],
+        "weights": digest_params(params),
+        "attention": shapes.impl,
+        "buckets": [str(bucket) for bucket in shapes.buckets.buckets],
+        "state": dataclasses.asdict(shapes.state),
+        "num_pages": list(plan.num_pages),
+        "options": list_chosen_options(shapes.config),
+    }
+
+
+def list_chosen_options(config: EngineConfig) -> dict[str, Any]:
+    """Returns the options that steps depend on and that are not the defaults, by name."""
+    chosen = {}
+    for section, option in list_options(EngineConfig):
+        value = getattr(getattr(config, section), option.name)
+        if option.name not in _LOCAL_OPTIONS and value != option.default:
+            chosen[option.name] = value
+    return chosen
+
+
+def find_difference(recorded: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+    """Returns (dotted name, recorded value, value here) of the first difference; None where `here` is as recorded.
+
+    What only the recording has is not looked at: it may be compared later.
+    """
+    for name, value in here.items():
+        other = recorded.get(name)
+        if isinstance(value, Mapping) and isinstance(other, Mapping):
+            inner = find_difference(other, value)
+            if inner is not None:
+                return f"{name}.{inner[0]}", *inner[1:]
+        elif other != value:
+            return name, other, value
+    return None
+
+
+def digest_params(params: Any) -> str:
+    """Returns a digest of all values of a tree of parameters: 32 bits per array, computed where the arrays lie.
+
+    It tells weights apart that differ by accident. It is not a cryptographic one.
+    """
+    folded = jax.device_get([_fold(leaf) for leaf in jax.tree.leaves(params)])
+    return hashlib.sha256(b"".join(int(each).to_bytes(4, "little") for each in folded)).hexdigest()[:16]
+
+
+@jax.jit
+def _fold(leaf: jax.Array) -> jax.Array:
+    """Returns a uint32 scalar: a sum, modulo 2**32, of a hash of each value's bits and place.
+
+    Such a sum does not depend on its order, so not on how the array is sharded either.
+    """
+    bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")).astype(jnp.uint32)
+    place, stride = jnp.zeros_like(bits), 1
+    for axis in reversed(range(leaf.ndim)):
+        place += jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis) * jnp.uint32(stride % 2**32)
+        stride *= leaf.shape[axis]
+    mixed = bits * jnp.uint32(0x9E3779B1) + place * jnp.uint32(0x85EBCA77)
+    mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0xC2B2AE3D)
+    return jnp.sum(mixed ^ (mixed >> 13), dtype=jnp.uint32)

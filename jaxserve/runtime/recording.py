@@ -1,0 +1,160 @@
+"""Writes the calls of the `Runner` protocol, and the token ids that they gave, as lines of JSON.
+
+A line is written before its call reaches the device, so the step that ended a process is on file. The first line is a
+header (identity.py). The others have a `call`:
+
+    start     plan            a `StepPlan`; fields that are left out are those of the plan before
+    sample    step, mask      masks have lines by number, see plan_codec.py; without a mask there is none
+    result    step, ids, counts   as in `StepOutputs`; counts only where runs are longer than one
+    failed    step, error     the call above, or the wait for the step's result, raised this
+    reset
+    weights   digest          parameters were replaced; `digest_params` afterwards
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxserve.errors import ConfigError
+from jaxserve.runtime.counts import StepCounts
+from jaxserve.runtime.plan_codec import MaskEncoder, PlanEncoder, encode_object
+from jaxserve.runtime.protocol import Runner, StartedStep, StepFuture
+from jaxserve.scheduler.plan import StepOutputs, StepPlan
+
+_log = logging.getLogger(__name__)
+_encode = json.JSONEncoder(separators=(",", ":"), check_circular=False, default=encode_object).encode
+_MAX_ERROR = 500  # characters
+
+
+def refuse_target(path: Path) -> None:
+    """Raises ConfigError where a recording cannot be made: the file is there already, or its folder is not."""
+    if os.path.lexists(path):
+        message = f"{path} exists, and no recording is overwritten; move it, or give another name"
+        raise ConfigError(message, field="record_steps", value=str(path))
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+        message = f"{path} cannot be made: {path.parent} is not a directory that this user may write to"
+        raise ConfigError(message, field="record_steps", value=str(path))
+
+
+class RecordingFile:
+    """A new file of JSON lines that only its owner may read. A write that fails ends the recording, not the engine."""
+
+    def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
+        """Makes the file and writes its header; ConfigError if there is one, or it cannot be made."""
+        try:
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            message = f"{path} cannot be made: {error.strerror}"
+            raise ConfigError(message, field="record_steps", value=str(path)) from error
+        self.close = weakref.finalize(self, os.close, self._descriptor)
+        self._path = path
+        self.write(header)
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Appends a line. It is the kernel's before the call returns, so it survives the process."""
+        if not self.close.alive:
+            return
+        data = memoryview(f"{_encode(line)}\n".encode())
+        try:
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+        except OSError as error:
+            _log.error("record_steps: nothing more is recorded: %s: %s", self._path, error.strerror)
+            self.close()
+
+
+class RecordingRunner:
+    """A `Runner` that records the calls of another."""
+
+    def __init__(self, runner: Runner, file: RecordingFile, digest: Callable[[], str]) -> None:
+        """`digest` returns the `digest_params` of the runner's parameters."""
+        self._runner, self._file, self._digest = runner, file, digest
+        self._plans, self._masks = PlanEncoder(), MaskEncoder()
+
+    @property
+    def counts(self) -> StepCounts:
+        """The recorded runner's."""
+        return self._runner.counts
+
+    @property
+    def num_programs(self) -> int:
+        """The recorded runner's."""
+        return self._runner.num_programs
+
+    @property
+    def num_compiles(self) -> int:
+        """The recorded runner's."""
+        return self._runner.num_compiles
+
+    def start(self, plan: StepPlan) -> RecordedStep:
+        """See `Runner.start`."""
+        self._file.write({"call": "start", "plan": self._plans.encode(plan)})
+        return RecordedStep(self, plan.step_id, self._attempt(plan.step_id, self._runner.start, plan))
+
+    def sample(self, step_id: int, started: StartedStep, mask: Any) -> RecordedFuture:
+        """See `StartedStep.sample`."""
+        line: dict[str, Any] = {"call": "sample", "step": step_id}
+        if mask is not None:
+            line["mask"] = self._masks.encode(mask)
+        self._file.write(line)
+        return RecordedFuture(self, step_id, self._attempt(step_id, started.sample, mask))
+
+    def wait(self, step_id: int, future: StepFuture) -> StepOutputs:
+        """See `StepFuture.result`."""
+        outputs: StepOutputs = self._attempt(step_id, future.result)
+        line: dict[str, Any] = {"call": "result", "step": step_id, "ids": outputs.token_ids}
+        if outputs.counts is not None:
+            line["counts"] = outputs.counts
+        self._file.write(line)
+        return outputs
+
+    def _attempt(self, step_id: int, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls a function, and records what it raises."""
+        try:
+            return function(*arguments)
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"[:_MAX_ERROR]
+            self._file.write({"call": "failed", "step": step_id, "error": text})
+            raise
+
+    def reset(self) -> None:
+        """See `Runner.reset`."""
+        self._file.write({"call": "reset"})
+        self._runner.reset()
+
+    def write_params(self, updates: Mapping[str, Any]) -> None:
+        """See `Runner.write_params`."""
+        self._runner.write_params(updates)
+        self._file.write({"call": "weights", "digest": self._digest()})
+
+
+class RecordedStep:
+    """A `StartedStep` whose calls are recorded."""
+
+    __slots__ = ("_recorder", "_started", "_step_id")
+
+    def __init__(self, recorder: RecordingRunner, step_id: int, started: StartedStep) -> None:
+        self._recorder, self._step_id, self._started = recorder, step_id, started
+
+    def sample(self, mask: Any = None) -> RecordedFuture:
+        """See `StartedStep.sample`."""
+        return self._recorder.sample(self._step_id, self._started, mask)
+
+
+class RecordedFuture:
+    """A `StepFuture` whose result is recorded."""
+
+    __slots__ = ("_future", "_recorder", "_step_id")
+
+    def __init__(self, recorder: RecordingRunner, step_id: int, future: StepFuture) -> None:
+        self._recorder, self._step_id, self._future = recorder, step_id, future
+
+    def result(self) -> StepOutputs:
+        """See `StepFuture.result`."""
+        return self._recorder.wait(self._step_id, self._future)
