@@ -58,7 +58,7 @@ def verify(options: Mapping[str, Any], count: int) -> bool:
 def _make_table(comparisons: list[Comparison], title: str) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column("request", no_wrap=True)
-    for column in ("runs", "neighbours", "prefix hits", "different"):
+    for column in ("runs", "others", "hits", "different"):
         table.add_column(column, justify="right")
     for each in comparisons:
         different = len(each.differences)

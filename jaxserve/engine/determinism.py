@@ -131,8 +131,8 @@ def _make_probes(ready: ReadyEngine, sizes: _Sizes, random: Random) -> list[Prob
         return Probe(name, prompt, lambda: requests.make(prompt, chosen))
 
     probes = [
-        make("greedy, a prompt in chunks", budget + CHUNK_EDGE // 2, temperature=0),
-        make("n = 4, a prompt one token past the grid", 2 * CHUNK_EDGE + 1, n=4, top_p=0.9),
+        make("greedy, in chunks", budget + CHUNK_EDGE // 2, temperature=0),
+        make("n = 4, one token past the grid", 2 * CHUNK_EDGE + 1, n=4, top_p=0.9),
         make("penalties", 3 * CHUNK_EDGE, presence_penalty=0.5, repetition_penalty=1.2, top_k=50),
         make("log-probabilities of the prompt", 2 * CHUNK_EDGE - 3, prompt_logprobs=logprobs),
     ]
