@@ -67,13 +67,6 @@ def test_the_command_wants_neighbourhoods(capsys: pytest.CaptureFixture[str]) ->
     assert "neighbourhoods: must be at least 1, got 0" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("impl", ["gpu_interpret", "ampere_interpret"])
-def test_kernels_that_split_by_load_are_refused(impl: str) -> None:
-    with pytest.raises(ConfigError, match=rf"attention_impl: impl '{impl}' splits keys by the load") as caught:
-        make_llm("llama_gqa", deterministic=True, attention_impl=impl)
-    assert caught.value.field == "attention_impl"
-
-
 def test_loops_of_decode_steps_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"max_decode_steps: must be 1 with deterministic"):
         make_llm("llama_gqa", deterministic=True, max_decode_steps=4)

@@ -71,9 +71,14 @@ def test_deterministic_takes_attention_that_does_not_split_by_load() -> None:
         assert shapes.impl == "xla" and "deterministic excludes" in shapes.impl_reason
         assert [(bucket.tokens, bucket.rows) for bucket in shapes.buckets.buckets] == [(256, 256), (2048, 256)]
     assert make_shapes(config, model, "tpu", "TPU v5e").impl == "tpu"
-    config = EngineConfig.from_options(model="llama-3.1-8b", deterministic=True, attention_impl="gpu")
-    with pytest.raises(ConfigError, match=r"attention_impl: impl 'gpu' splits keys by the load"):
-        make_shapes(config, model, "gpu", "NVIDIA H200")
+    for impl, platform, device_kind in (
+        ("gpu", "gpu", "NVIDIA H200"),
+        ("ampere", "gpu", "NVIDIA A100"),
+        ("gpu_interpret", "cpu", "cpu"),
+    ):
+        config = EngineConfig.from_options(model="llama-3.1-8b", deterministic=True, attention_impl=impl)
+        with pytest.raises(ConfigError, match=rf"attention_impl: impl '{impl}' splits keys by the load"):
+            make_shapes(config, model, platform, device_kind)
 
 
 def test_plan_of_a_device_that_is_not_here() -> None:
