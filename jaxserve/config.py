@@ -7,6 +7,7 @@ everywhere or nowhere.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -29,6 +30,8 @@ ATTENTION_IMPLS = (
     "ampere_interpret",
     "tpu_interpret",
 )
+_PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+_PINNED_DEFAULT, _PINNED_OTHERS = 64, 16  # GiB: XLA's own limit, and what other transfers may take
 MAX_DECODE_STEPS = 16
 MIN_CHUNK = 32  # tokens that a full batch of decoding rows must leave for a prompt in each step
 
@@ -90,6 +93,12 @@ class CacheOptions:
         0.9, "share of a device's memory that the engine may use", "gpu_memory_utilization"
     )
     kv_cache_memory_bytes: int | None = option(None, "bytes of KV pools per device, in place of the memory plan's")
+    kv_offloading_size: float | None = option(
+        None, "GiB of host memory, for all devices together, that keeps KV pages evicted from them; default: none"
+    )
+    kv_offloading_backend: str = option(
+        "native", "what keeps them; native: pinned memory of this process", choices=("native",)
+    )
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -103,6 +112,12 @@ class CacheOptions:
             raise ConfigError(
                 f"must be in (0, 1], got {shorten(share)}", field="device_memory_utilization", value=share
             )
+        size = self.kv_offloading_size
+        if size is not None and not 0 < size < math.inf:
+            raise ConfigError(f"must be above 0, got {shorten(size)}", field="kv_offloading_size", value=size)
+        if size is not None and not self.enable_prefix_caching:
+            message = "needs enable_prefix_caching: pages on the host are found by their content"
+            raise ConfigError(message, field="kv_offloading_size", value=size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +243,15 @@ class ObservabilityOptions:
     record_steps: str | None = option(
         None, "new file in which every step is recorded, for jaxserve replay; it holds all prompts and answers"
     )
+
+
+def allow_pinned_memory(size: float | None) -> None:
+    """Raises XLA's limit of pinned host memory for `size` GiB, unless the user has set one.
+
+    CUDA only; it has an effect before JAX has started its devices.
+    """
+    if size is not None:
+        os.environ.setdefault(_PINNED_LIMIT, str(max(_PINNED_DEFAULT, int(size) + 1 + _PINNED_OTHERS)))
 
 
 def read_api_keys() -> tuple[str, ...]:

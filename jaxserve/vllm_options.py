@@ -108,7 +108,7 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
     "speculative_config": VllmOption((), "speculative decoding is not supported yet; leave it out"),
     "stream_interval": VllmOption((1,), "streams have an event for every step"),
     "structured_outputs_config": VllmOption(({},), "grammars are llguidance's; leave it out"),
-    "swap_space": VllmOption((0,), "nothing is swapped to the CPU: preempted requests are recomputed; use 0"),
+    "swap_space": VllmOption((0,), "pages of preempted requests are kept like any others: use kv_offloading_size"),
     "task": VllmOption(("auto", "generate", "embed", "embedding"), "models generate and embed; they do not classify"),
     "tokenizer_mode": VllmOption(("auto", "hf"), "tokenizers are read from tokenizer.json or tokenizer.model"),
     "tokenizer_revision": VllmOption((), "give a directory as tokenizer"),

@@ -1,15 +1,17 @@
 """A device that can be computed by hand: it stores token ids in pages and samples a hash of what it reads back.
 
 It obeys plans exactly as the real step does: page tables and positions live here, decode rows take the token that was
-sampled last. A lost page, a stale table entry or a page shared by accident shows as a different token.
+sampled last. A lost page, a stale table entry or a page shared by accident shows as a different token. So does a copy
+to or from the host that is used before its step's results were taken. Slots with a copy in flight refuse another.
 """
 
 from __future__ import annotations
 
 import zlib
 from array import array
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -49,13 +51,53 @@ def continue_alone(prompt: Sequence[int], num_tokens: int, windows: Sequence[int
 
 
 class FakeFuture:
-    def __init__(self, outputs: StepOutputs, error: Exception | None = None) -> None:
-        self._outputs, self._error = outputs, error
+    def __init__(self, outputs: StepOutputs, error: Exception | None = None, host: FakeHost | None = None) -> None:
+        self._outputs, self._error, self._host = outputs, error, host
 
     def result(self) -> StepOutputs:
         if self._error is not None:
             raise self._error
-        return self._outputs
+        if self._host is None:
+            return self._outputs
+        return replace(self._outputs, failed_copies=self._host.end())
+
+
+Page = dict[int, int]  # offset -> token id
+
+
+class FakeHost:
+    """Host slots. Copies begin with a step, and end, or fail, when its results are taken."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self._device = device
+        self.slots: dict[tuple[int, int], Page] = {}  # (group, slot)
+        self._begun: deque[tuple[dict[tuple[int, int], Page], dict[tuple[int, int], tuple[int, Page]]]] = deque()
+        self.loading: set[tuple[int, int]] = set()  # (group, page)
+        self.arrived: dict[tuple[int, int], Page] = {}  # (group, page)
+
+    def begin(self, saves: dict[tuple[int, int], Page], loads: list[tuple[int, int, int]]) -> None:
+        busy = {slot for begun in self._begun for copies in begun for slot in copies}
+        used = [*saves, *((group, slot) for group, _, slot in loads)]
+        assert len(used) == len(set(used)) and not busy & set(used), "a slot with a copy in flight is used"
+        for slot in saves:
+            self.slots.pop(slot, None)  # overwritten from now on
+        pages = {(group, page) for group, page, _ in loads}
+        assert len(pages) == len(loads) and not pages & self.loading, "a page is loaded twice at once"
+        self.loading |= pages
+        self._begun.append((saves, {(g, slot): (page, self.slots[g, slot]) for g, page, slot in loads}))
+
+    def end(self) -> frozenset[tuple[int, int]]:
+        saves, loads = self._begun.popleft()
+        fails = self._device.copy_fails
+        failed = {slot for slot in saves if fails("save")} | {slot for slot in loads if fails("load")}
+        self.slots |= {slot: page for slot, page in saves.items() if slot not in failed}
+        for (group, slot), (page, content) in loads.items():
+            self.loading.remove((group, page))
+            if (group, slot) in failed:
+                del self.slots[group, slot]
+            else:
+                self.arrived[group, page] = dict(content)
+        return frozenset(failed)
 
 
 class FakeStep:
@@ -83,7 +125,8 @@ class FakeStep:
         logprobs = None
         if any(self._device.wants_logprobs[row] for row, _ in self._work):
             logprobs = np.array(lines, np.float32), np.array([(i, i ^ 1) for i in ids]), np.full(len(ids), 3)
-        return FakeFuture(StepOutputs(ids, counts, logprobs=logprobs, embeddings=embeddings))
+        outputs = StepOutputs(ids, counts, logprobs=logprobs, embeddings=embeddings)
+        return FakeFuture(outputs, host=self._device.host)
 
 
 class FakeDevice:
@@ -96,13 +139,15 @@ class FakeDevice:
         self.weights = b""  # what `write_params` was given
         self.wants_edges = True
         self.draw_length: Callable[[int], int] = lambda width: width
+        self.copy_fails: Callable[[str], bool] = lambda kind: False  # "save" or "load"
         self.plans: list[StepPlan] = []
         self.counts = StepCounts()
         self.num_programs, self.num_compiles = 1, 0
         self.reset()
 
     def reset(self) -> None:
-        self._memory: dict[tuple[int, int, int], int] = {}  # (group, page, offset) -> token id
+        self._memory: dict[tuple[int, int], Page] = defaultdict(dict)  # (group, page)
+        self.host = FakeHost(self)
         self._tables: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)  # (group, row) -> index -> page
         self._num_computed: dict[int, int] = {}
         self._last_token: dict[int, int] = {}
@@ -141,24 +186,37 @@ class FakeDevice:
                 continue
             assert chunk.start == self._num_computed[chunk.row], "the host and the device disagree on positions"
             assert not self.wants_edges or chunk.start % CHUNK_EDGE == 0, "no grammar jumps here"
+        self._copy_pages(plan)
         for row, token_ids, _ in work:
             self._write(row, token_ids)
         assert plan.width == 1 or not plan.chunks
         return FakeStep(self, [(row, samples) for row, _, samples in work], width=plan.width)
+
+    def _copy_pages(self, plan: StepPlan) -> None:
+        """Pages that have arrived are written first, then saves read, and no load may be seen before it has arrived."""
+        self._memory |= self.host.arrived
+        self.host.arrived = {}
+        saves = {(group, slot): dict(self._memory[group, page]) for group, page, slot in plan.page_saves}
+        assert all(len(page) == self.page_size for page in saves.values()), "only full pages are saved"
+        assert len(saves) == len(plan.page_saves), "two pages are saved to one slot"
+        for group, page, _ in plan.page_loads:
+            self._memory.pop((group, page), None)
+        self.host.begin(saves, list(plan.page_loads))
 
     def _write(self, row: int, token_ids: Sequence[int]) -> None:
         start = self._num_computed[row]
         for group in range(len(self.groups)):
             for position, token_id in enumerate(token_ids, start):
                 page = self._tables[group, row][position // self.page_size]
-                self._memory[group, page, position % self.page_size] = token_id
+                assert (group, page) not in self.host.loading, "a page that is being loaded is written"
+                self._memory[group, page][position % self.page_size] = token_id
         self._num_computed[row] = start + len(token_ids)
 
     def _read(self, group: int, row: int) -> list[int]:
         stop, window = self._num_computed[row], self.groups[group].window
         start = 0 if window is None else max(0, stop - window)
         table = self._tables[group, row]
-        return [self._memory[group, table[p // self.page_size], p % self.page_size] for p in range(start, stop)]
+        return [self._memory[group, table[p // self.page_size]][p % self.page_size] for p in range(start, stop)]
 
     def embed(self, work: list[tuple[int, bool]]) -> np.ndarray | None:
         """One line per row of the step; NaN where nobody asked, None where nobody did at all."""

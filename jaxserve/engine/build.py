@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from jaxserve.config import EngineConfig
+from jaxserve.config import EngineConfig, allow_pinned_memory
 from jaxserve.engine.counts import AttentionStats
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.generation_config import (
@@ -140,6 +140,8 @@ def build_engine(
         page_size=options.cache.page_size,
         max_chunk=options.scheduler.max_num_batched_tokens,
         enable_prefix_caching=options.cache.enable_prefix_caching,
+        num_host_slots=built.runner.host_slots.memory.num_slots,
+        max_copies=shapes.max_copies,
     )
     scheduler = Scheduler(shapes.limits, pages)
     engine = Engine(
@@ -183,6 +185,7 @@ def build_runner(
     from jaxserve.runtime.startup import make_shapes, require_room, start_runner
     from jaxserve.sharding import make_mesh
 
+    allow_pinned_memory(config.cache.kv_offloading_size)
     mesh = make_mesh(config.parallel.tensor_parallel_size)
     device = mesh.devices.flat[0]
     shapes = make_shapes(config, resolve_model(config, files), device.platform, device.device_kind)

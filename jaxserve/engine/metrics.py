@@ -50,6 +50,11 @@ ENGINE_GAUGES: Table[EngineStats] = (
     ("num_queued_tokens", "Prompt tokens of the sequences that wait.", lambda s: s.num_queued_tokens),
     ("kv_cache_usage_perc", "Share (0 to 1) of the largest KV pool's pages that running requests hold.", find_usage),
     ("gpu_cache_usage_perc", "Old name of kv_cache_usage_perc, with the same value.", find_usage),
+    (
+        "kv_offload_usage_perc",
+        "Share (0 to 1) of the host KV tier's pages with content; 0 without one.",
+        lambda s: s.host.cached / s.host.total if s.host.total else 0.0,
+    ),
     ("programs", "Compiled programs that steps can use.", lambda s: s.num_programs),
 )
 ENGINE_COUNTERS: Table[EngineStats] = (
@@ -65,6 +70,18 @@ ENGINE_COUNTERS: Table[EngineStats] = (
     ),
     ("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", lambda s: s.prefix_queries),
     ("prefix_cache_hits_total", "Prompt tokens whose KV came from the prefix cache.", lambda s: s.prefix_hits),
+    ("kv_offload_hits_total", "Prompt tokens whose KV was loaded from the host tier.", lambda s: s.host.hits),
+    (
+        "kv_offload_misses_total",
+        "Prompt tokens that were looked up in the host tier, too, and had to be computed.",
+        lambda s: s.host.misses,
+    ),
+    ("kv_offload_evictions_total", "KV pages whose content the host tier dropped.", lambda s: s.host.evictions),
+    (
+        "kv_offload_failures_total",
+        "Copies of KV pages from or to the host that failed; each is a miss.",
+        lambda s: s.host.failures,
+    ),
     ("useful_tokens_total", "Tokens that steps computed for requests.", lambda s: s.useful_tokens),
     ("padded_tokens_total", "Tokens of padding that steps computed beside them.", lambda s: s.padded_tokens),
     (
@@ -91,6 +108,14 @@ ATTENTION_FALLBACK = (
 )
 
 
+# A counter with the label `direction`: (name, help, label -> getter).
+OFFLOAD_BYTES: tuple[str, str, dict[str, Callable[[EngineStats], int]]] = (
+    "kv_offload_bytes_total",
+    "Bytes of KV pages copied to the host tier (save) and back (load).",
+    {"save": lambda s: s.host.bytes_saved, "load": lambda s: s.host.bytes_loaded},
+)
+
+
 def list_metrics(stats: EngineStats, model_name: str) -> list[Metric]:
     """Returns the engine's gauges, then its counters."""
     labels = {"model_name": model_name, "engine": "0"}
@@ -100,5 +125,10 @@ def list_metrics(stats: EngineStats, model_name: str) -> list[Metric]:
         gauges.append(Gauge(f"{_PREFIX}{ATTENTION_FALLBACK[0]}", how, float(attention.fell_back)))
     counters = [
         Counter(f"{_PREFIX}{name.removesuffix('_total')}", labels, read(stats)) for name, _, read in ENGINE_COUNTERS
+    ]
+    name, _, directions = OFFLOAD_BYTES
+    counters += [
+        Counter(f"{_PREFIX}{name.removesuffix('_total')}", labels | {"direction": direction}, read(stats))
+        for direction, read in directions.items()
     ]
     return [*gauges, *counters]

@@ -24,6 +24,20 @@ class PoolStats:
 
 
 @dataclass(frozen=True, slots=True)
+class HostTierStats:
+    """KV pages in host memory; all 0 without a host tier."""
+
+    total: int = 0  # pages of all groups
+    cached: int = 0  # those with known content
+    hits: int = 0  # prompt tokens whose KV was loaded
+    misses: int = 0  # prompt tokens looked up and found in neither tier
+    evictions: int = 0  # pages whose content was dropped
+    failures: int = 0  # copies that failed
+    bytes_saved: int = 0
+    bytes_loaded: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class StepTokens:
     """A histogram of steps by tokens computed, without padding."""
 
@@ -55,6 +69,7 @@ class EngineStats:
     num_compiles: int  # XLA compilations of this process since the engine was ready
     num_programs: int
     pools: tuple[PoolStats, ...]
+    host: HostTierStats
     attention: AttentionStats | None  # None: a test's device without attention
 
 
@@ -118,7 +133,23 @@ def read_stats(engine: Engine) -> EngineStats:
         pools=tuple(
             PoolStats(pool.num_pages - 1, pool.num_referenced, pool.num_cached) for pool in scheduler.pages.pools
         ),
+        host=_read_host(engine),
         attention=engine.attention,
+    )
+
+
+def _read_host(engine: Engine) -> HostTierStats:
+    tier, counts, copies = engine.scheduler.pages.host, engine.scheduler.counts, engine.runner.counts
+    total = sum(pool.num_slots for pool in tier.pools)
+    return HostTierStats(
+        total=total,
+        cached=sum(pool.num_cached for pool in tier.pools) if tier.is_on else 0,
+        hits=counts.host_hits,
+        misses=counts.prefix_queries - counts.prefix_hits if total else 0,
+        evictions=tier.num_evictions,
+        failures=tier.num_failures,
+        bytes_saved=copies.bytes_saved,
+        bytes_loaded=copies.bytes_loaded,
     )
 
 

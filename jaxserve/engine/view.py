@@ -19,11 +19,15 @@ class EngineView:
         return read_page_map(self._ready.engine)
 
     def describe_cache(self) -> dict[str, object]:
-        """Returns the KV cache's page_size, num_pages (of the largest pool), dtype and enable_prefix_caching."""
+        """Returns the KV cache's page_size, dtype and enable_prefix_caching, and the pages of each tier.
+
+        `num_pages` are those of the largest pool, `num_host_pages` the host tier's of each KV group.
+        """
         shapes = self._ready.shapes
         return {
             "page_size": shapes.config.cache.page_size,
             "num_pages": max(self._ready.plan.num_pages),
+            "num_host_pages": self._ready.runner.host_slots.memory.num_slots,
             "dtype": shapes.spec.dtype,
             "enable_prefix_caching": shapes.config.cache.enable_prefix_caching,
         }

@@ -30,6 +30,10 @@ class CacheLayout:
     page_offsets: tuple[int, ...]
     groups: tuple[int, ...]
 
+    def list_offsets(self, group: int) -> tuple[int, ...]:
+        """Returns the first page of each layer of a KV group."""
+        return tuple(first for first, each in zip(self.page_offsets, self.groups, strict=True) if each == group)
+
 
 def forward(
     config: DecoderConfig,

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass, field
 
+from jaxserve.pages.host_tier import FailedCopies, HostTier, PageCopy
 from jaxserve.pages.pool import NULL_PAGE, PagePool
 from jaxserve.pages.prefix import extend_keys
 
@@ -39,20 +40,35 @@ class SequencePages:
     num_reserved_tokens: int = 0  # the capacity of the pages
     num_published: int = 0  # leading pages offered to the prefix index
     num_trimmed: list[int] = field(default_factory=list)  # leading null entries per group
+    on_host: list[tuple[int, int]] = field(default_factory=list)  # (group, index) of the prefix's pages to be loaded
+    awaited_load: int = 0  # number of the last load that it waits for
+    num_loaded_tokens: int = 0  # of the prefix; they came from the host for this sequence or while it waited
 
 
 class PageManager:
     """Reserves, shares, trims, publishes and releases the pages of sequences over all groups.
 
     Only whole pages before the first token to compute are shared, so a page with several owners is never written.
+
+    Args:
+        num_host_slots: pages of each group that the host tier holds; 0: no tier.
+        max_copies: see `HostTier`.
     """
 
     def __init__(
-        self, groups: TokenIds[PageGroup], *, page_size: int, max_chunk: int, enable_prefix_caching: bool
+        self,
+        groups: TokenIds[PageGroup],
+        *,
+        page_size: int,
+        max_chunk: int,
+        enable_prefix_caching: bool,
+        num_host_slots: int = 0,
+        max_copies: int = 0,
     ) -> None:
         self.page_size = page_size
         self.groups = tuple(groups)
         self.pools = tuple(PagePool(group.num_pages) for group in groups)
+        self.host = HostTier(len(self.groups), num_slots=num_host_slots, max_copies=max_copies)
         self._max_chunk = max_chunk
         self.enable_prefix_caching = enable_prefix_caching
         self._hit_grid = math.lcm(page_size, CHUNK_EDGE) // page_size  # pages
@@ -82,22 +98,55 @@ class PageManager:
     def attach_prefix(self, pages: SequencePages, token_ids: TokenIds[int]) -> int:
         """Shares the longest cached prefix with a sequence that holds nothing; returns its length in tokens.
 
-        At least one token is left to compute, and every group has all pages visible to the next query.
+        At least one token is left to compute, and every group has all pages visible to the next query. Pages that only
+        the host has are null entries: if `load_prefix` finds any, it undoes this.
         """
         num_pages = self._match(pages, token_ids) if pages.is_cached else 0
         for g, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
-            first = self._first_visible_page(group, num_pages * self.page_size)
+            first = min(self._first_visible_page(group, num_pages * self.page_size), num_pages)
             entries = pages.page_ids[g]
-            entries.extend([NULL_PAGE] * min(first, num_pages))
-            for key in pages.keys[first:num_pages]:
-                page = pool.lookup(key)
-                assert page is not None  # _match found it, and nothing was allocated since
-                pool.share(page)
-                entries.append(page)
-            pages.num_trimmed[g] = min(first, num_pages)
+            entries.extend([NULL_PAGE] * first)
+            for index in range(first, num_pages):
+                page = pool.lookup(pages.keys[index])
+                if page is None:  # _match found it on the host
+                    pages.on_host.append((g, index))
+                    entries.append(NULL_PAGE)
+                else:
+                    pool.share(page)
+                    entries.append(page)
+            pages.num_trimmed[g] = first
         pages.num_reserved_tokens = num_pages * self.page_size
         pages.num_published = num_pages
         return num_pages * self.page_size
+
+    def load_prefix(self, pages: SequencePages) -> bool:
+        """Starts to load the pages of an attached prefix that only the host has; returns False if there are none.
+
+        Otherwise the sequence holds nothing again, and `is_loading` until all have arrived. `has_room` must be true.
+        """
+        if not pages.on_host:
+            return False
+        pages.num_loaded_tokens += len({index for _, index in pages.on_host}) * self.page_size
+        # All slots are kept before the first page is allocated: what a page held may replace any other slot.
+        slots = [(g, self.host.keep(g, pages.keys[index])) for g, index in pages.on_host]
+        for g, slot in slots:
+            number = self.host.find_number(g, slot)
+            if number is None:
+                number = self.host.load(g, slot, *self.pools[g].allocate())
+            pages.awaited_load = max(pages.awaited_load, number)
+        self.release(pages)
+        return True
+
+    def is_loading(self, pages: SequencePages) -> bool:
+        """Returns whether loads are under way that the sequence waits for."""
+        return pages.awaited_load > self.host.num_arrived
+
+    def commit_copies(self, saves: TokenIds[PageCopy], loads: TokenIds[PageCopy], failed: FailedCopies = ()) -> None:
+        """Ends the copies of a committed step: saved pages can be loaded, and loaded ones enter the prefix index."""
+        for g, page, key in self.host.commit(saves, loads, failed):
+            if key is not None:
+                self.pools[g].publish(page, key)
+            self.pools[g].release([page])
 
     def list_updates(self, pages: SequencePages) -> list[PageUpdate]:
         """Returns the page-table entries of all pages that the sequence holds."""
@@ -107,10 +156,10 @@ class PageManager:
         """Returns the pages of each group that the sequence lacks for `num_tokens`."""
         missing = []
         for g, group in enumerate(self.groups):
-            held = len(pages.page_ids[g])
-            needed = self._pages_for(num_tokens) - held
+            num_entries, num_on_host = len(pages.page_ids[g]), sum(g == each for each, _ in pages.on_host)
+            needed = self._pages_for(num_tokens) - num_entries + num_on_host
             if (most := self._most_pages(group)) is not None:
-                needed = min(needed, most - (held - pages.num_trimmed[g]))
+                needed = min(needed, most - (num_entries - num_on_host - pages.num_trimmed[g]))
             missing.append(max(needed, 0))
         return missing
 
@@ -130,7 +179,9 @@ class PageManager:
         updates: list[PageUpdate] = []
         for g, (entries, pool) in enumerate(zip(pages.page_ids, self.pools, strict=True)):
             for index in range(len(entries), count):
-                page = pool.allocate()
+                page, evicted = pool.allocate()
+                if evicted is not None:
+                    self.host.save(g, page, evicted)
                 entries.append(page)
                 updates.append((g, index, page))
         pages.num_reserved_tokens = max(pages.num_reserved_tokens, count * self.page_size)
@@ -146,9 +197,11 @@ class PageManager:
         num_full = min(num_computed, pages.num_sharable) // self.page_size
         self._extend_keys(pages, token_ids, num_full)
         for index in range(pages.num_published, num_full):
-            for pool, entries in zip(self.pools, pages.page_ids, strict=True):
+            key = pages.keys[index]
+            for pool, slots, entries in zip(self.pools, self.host.pools, pages.page_ids, strict=True):
                 if entries[index] != NULL_PAGE:  # the window may have passed it before its step was committed
-                    pool.publish(entries[index], pages.keys[index])
+                    pool.publish(entries[index], key)
+                    slots.mark_spare(key)
         pages.num_published = max(pages.num_published, num_full)
 
     def release(self, pages: SequencePages) -> None:
@@ -157,18 +210,27 @@ class PageManager:
             pool.release(reversed(entries))
             entries.clear()
             pages.num_trimmed[g] = 0
+        pages.on_host.clear()
         pages.num_reserved_tokens = 0
         pages.num_published = 0
 
     def drop_prefix_index(self) -> None:
-        """Empties the prefix index, for example after a weight update or the loss of the device pools."""
+        """Empties the prefix index of both tiers. Copies in flight go on, and their content is forgotten."""
         for pool in self.pools:
             pool.drop_index()
+        self.host.drop_index()
+
+    def abandon_copies(self) -> None:
+        """Empties the prefix index of both tiers, and ends the copies of steps that will never be committed."""
+        for g, page in self.host.abandon():
+            self.pools[g].release([page])
+        self.drop_prefix_index()
 
     def check(self) -> None:
-        """Raises AssertionError when an invariant of a pool does not hold."""
+        """Raises AssertionError when an invariant of a pool or of the host tier does not hold."""
         for pool in self.pools:
             pool.check()
+        self.host.check()
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
@@ -200,11 +262,11 @@ class PageManager:
         """
         limit = max(0, min(len(token_ids) - 1, pages.num_sharable)) // self.page_size
         self._extend_keys(pages, token_ids, limit)
-        runs = []  # runs[g][n]: cached pages directly before page n in group g
-        for pool in self.pools:
+        runs = []  # runs[g][n]: cached pages directly before page n in group g, in either tier
+        for g, pool in enumerate(self.pools):
             run = [0]
             for key in pages.keys[:limit]:
-                run.append(run[-1] + 1 if pool.lookup(key) is not None else 0)
+                run.append(run[-1] + 1 if pool.lookup(key) is not None or self.host.has(g, key) else 0)
             runs.append(run)
         for num_pages in range(limit - limit % self._hit_grid, 0, -self._hit_grid):
             if all(

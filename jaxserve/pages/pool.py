@@ -48,16 +48,21 @@ class PagePool:
     def num_referenced(self) -> int:
         return self.num_pages - 1 - self.num_available
 
-    def allocate(self) -> int:
-        """Returns a page with unknown content and one owner. `num_available` must be positive."""
-        if self._free:
-            page = self._free.pop()
-        else:
+    def allocate(self) -> tuple[int, bytes | None]:
+        """Returns a page with one owner, and the key of the content that it lost; None if that was not known.
+
+        `num_available` must be positive.
+        """
+        key = None
+        if not self._free:
             page = next(iter(self._cached))
             del self._cached[page]
+            key = self._keys[page]
             self._forget(page)
+            self._free.append(page)
+        page = self._free.pop()
         self._counts[page] = 1
-        return page
+        return page, key
 
     def lookup(self, key: bytes) -> int | None:
         """Returns the page published under `key`, or None. Without an owner it can be evicted until `share`."""

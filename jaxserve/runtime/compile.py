@@ -18,6 +18,7 @@ from jax.sharding import Sharding
 from jaxserve.runtime.buckets import Bucket, BucketTable
 from jaxserve.runtime.device_state import KVCache, RowState
 from jaxserve.runtime.inputs import InputLayout, StateShape
+from jaxserve.runtime.page_copies import COPY_PAGES, HostMemory, read_pages, write_pages
 from jaxserve.runtime.rows import SampleVariant
 from jaxserve.runtime.runner import Programs
 from jaxserve.runtime.step import (
@@ -49,6 +50,7 @@ class ProgramInputs:
     sampler: SamplerState
     state_shape: StateShape
     replicated: Sharding
+    host_memory: HostMemory
 
     def spec(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         """Returns the abstract value of an array that is replicated on all devices."""
@@ -146,6 +148,23 @@ def compile_set_row(model: StepModel, inputs: ProgramInputs) -> Any:
     return jitted.lower(inputs.sampler, inputs.spec((), jnp.int32), line).compile()
 
 
+def compile_read_pages(model: StepModel, inputs: ProgramInputs, group: int) -> Any:
+    """Compiles the program that reads pages of a KV group, to be saved on the host."""
+    page = inputs.host_memory.pages[group]
+    jitted = jax.jit(
+        functools.partial(read_pages, offsets=model.layout.list_offsets(group)), out_shardings=page.sharding
+    )
+    return jitted.lower(inputs.cache, inputs.spec((COPY_PAGES,), jnp.int32)).compile()
+
+
+def compile_write_pages(model: StepModel, inputs: ProgramInputs, group: int) -> Any:
+    """Compiles the program that writes pages of a KV group, loaded from the host."""
+    step = functools.partial(write_pages, offsets=model.layout.list_offsets(group))
+    jitted = jax.jit(step, donate_argnums=(0,), out_shardings=_shardings(inputs.cache))
+    pages = (inputs.host_memory.pages[group],) * COPY_PAGES
+    return jitted.lower(inputs.cache, inputs.spec((COPY_PAGES,), jnp.int32), pages).compile()
+
+
 def mask_words(model: StepModel) -> int:
     """Returns the number of 32-bit words in a mask over the vocabulary."""
     return -(-model.config.vocab_size // WORD_BITS)
@@ -165,25 +184,20 @@ class ProgramCompiler:
 
     def compile(self, kind: str, key: Any) -> Any:
         """Returns the compiled program of a kind and key of `Programs`; ValueError for an unknown kind."""
-        model, inputs = self.model, self.inputs
-        match kind:
-            case "forward":
-                program = compile_forward(model, inputs, key)
-            case "sample":
-                program = compile_sample(model, inputs, *key)
-            case "loop":
-                program = compile_loop(model, inputs, *key, num_steps=self.max_decode_steps)
-            case "logprobs":
-                program = compile_logprobs(model, inputs, key, self.max_logprobs)
-            case "prompt_logprobs":
-                program = compile_prompt_logprobs(model, inputs, key, self.max_logprobs)
-            case "pool":
-                program = compile_pool(model, inputs, key)
-            case "set_row":
-                program = compile_set_row(model, inputs)
-            case _:
-                raise ValueError(f"kind: there are no {kind!r} programs")
-        return program
+        compilers: dict[str, Callable[[StepModel, ProgramInputs, Any], Any]] = {
+            "forward": compile_forward,
+            "sample": lambda model, inputs, key: compile_sample(model, inputs, *key),
+            "loop": lambda model, inputs, key: compile_loop(model, inputs, *key, num_steps=self.max_decode_steps),
+            "logprobs": functools.partial(compile_logprobs, max_logprobs=self.max_logprobs),
+            "prompt_logprobs": functools.partial(compile_prompt_logprobs, max_logprobs=self.max_logprobs),
+            "pool": compile_pool,
+            "set_row": lambda model, inputs, _: compile_set_row(model, inputs),
+            "read_pages": compile_read_pages,
+            "write_pages": compile_write_pages,
+        }
+        if kind not in compilers:
+            raise ValueError(f"kind: there are no {kind!r} programs")
+        return compilers[kind](self.model, self.inputs, key)
 
 
 def name_program(kind: str, key: Any) -> str:
@@ -197,6 +211,8 @@ def name_program(kind: str, key: Any) -> str:
             return f"prompt logprobs {bucket.tokens}"
         case "set_row", _:
             return "set row"
+        case (("read_pages" | "write_pages"), group):
+            return f"{kind.replace('_', ' ')} {group}"
     return f"{kind} {key}"
 
 
@@ -212,6 +228,13 @@ def list_programs(buckets: BucketTable, variants: Iterable[SampleVariant] = Samp
         yield "logprobs", rows
         yield "pool", rows
     yield "set_row", None
+
+
+def list_copies(memory: HostMemory) -> Iterator[ProgramKey]:
+    """Yields the programs of the host tier, for each KV group."""
+    for group in range(len(memory.pages)):
+        yield "read_pages", group
+        yield "write_pages", group
 
 
 def list_loops(buckets: BucketTable) -> Iterator[ProgramKey]:

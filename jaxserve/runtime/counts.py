@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from jaxserve.runtime.buckets import Bucket
 
@@ -18,6 +18,8 @@ class StepCounts:
     steps: Counter[Bucket] = field(default_factory=Counter)
     useful_tokens: int = 0
     padded_tokens: int = 0  # useful tokens included
+    bytes_saved: int = 0  # KV copied to the host tier
+    bytes_loaded: int = 0  # and from it
     num_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKEN_BOUNDS) + 1))  # steps per bin
 
     def count(self, bucket: Bucket, num_tokens: int, width: int = 1) -> None:
@@ -26,3 +28,9 @@ class StepCounts:
         self.useful_tokens += num_tokens
         self.padded_tokens += bucket.tokens * width
         self.num_by_tokens[bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += 1
+
+    def clear(self) -> None:
+        """Forgets what was counted, for steps before the engine serves anybody."""
+        fresh = StepCounts()
+        for each in fields(self):
+            setattr(self, each.name, getattr(fresh, each.name))

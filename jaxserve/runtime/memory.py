@@ -40,6 +40,7 @@ class DeviceUse:
     temporaries: int  # the largest of any program
     code: int  # all programs
     state: int  # rows, and two steps' inputs and outputs
+    copies: int  # pages on their way from and to the host
     reserve: int  # for modules and command buffers, which appear at first execution
 
     @property

@@ -13,6 +13,7 @@ from jaxserve.devices import find_devices
 from jaxserve.errors import CapacityError, ConfigError, shorten
 from jaxserve.models.base import DecoderConfig
 from jaxserve.runtime.host_memory import host_memory_bytes
+from jaxserve.runtime.host_tier import count_slots
 from jaxserve.runtime.memory import (
     GIB,
     CachePlan,
@@ -102,6 +103,10 @@ def _print_table(name: str, shapes: Shapes, memory: int, limit: int | None, use:
         raise
     _print_uses(name, shapes, memory, use, plan)
     Console(highlight=False).print(source)
+    size = shapes.config.cache.kv_offloading_size
+    if size is not None:
+        tokens = count_slots(size, shapes.spec, shapes.model.kv_groups) * shapes.spec.page_size
+        Console(highlight=False).print(f"Host KV tier: {size:g} GiB of host memory keep {tokens:,} tokens more.")
 
 
 def _print_uses(name: str, shapes: Shapes, memory: int, use: DeviceUse, plan: CachePlan | None) -> None:
@@ -130,6 +135,7 @@ def _list_uses(shapes: Shapes, use: DeviceUse) -> list[tuple[str, int, str]]:
         ("temporaries", use.temporaries, f"of the largest program, {largest}"),
         ("programs", use.code, f"{len(shapes.buckets.buckets)} forward, {num_samples} sample"),
         ("state", use.state, f"rows, and inputs and outputs of two steps of {largest.rows} rows"),
+        *([("copies", use.copies, "pages on their way from and to the host")] if use.copies else []),
         ("reserve", use.reserve, "modules and command buffers of the first execution"),
     ]
 

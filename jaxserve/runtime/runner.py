@@ -11,17 +11,19 @@ import jax
 import numpy as np
 
 from jaxserve.errors import MissingProgramError
+from jaxserve.pages.host_tier import PageCopy
 from jaxserve.runtime.buckets import Bucket, BucketTable
 from jaxserve.runtime.counts import StepCounts
 from jaxserve.runtime.device_state import KVCache, RowState, make_zeros
 from jaxserve.runtime.inputs import InputLayout, StateShape, StepPacker
+from jaxserve.runtime.page_copies import CopiesInFlight, HostMemory, HostSlots
 from jaxserve.runtime.params import WeightWriter
 from jaxserve.runtime.rows import RowMirror, SampleVariant
 from jaxserve.runtime.step import HiddenStates, SampleInputs, head_params
 from jaxserve.sampling import RowSetting, SamplerState, make_row_setting
 from jaxserve.scheduler.plan import NewRow, StepOutputs, StepPlan
 
-_KINDS = ("forward", "sample", "loop", "logprobs", "prompt_logprobs", "pool", "set_row")
+_KINDS = ("forward", "sample", "loop", "logprobs", "prompt_logprobs", "pool", "set_row", "read_pages", "write_pages")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +37,8 @@ class Programs:
     prompt_logprobs: dict[Bucket, Any] = dataclasses.field(default_factory=dict)
     pool: dict[int, Any] = dataclasses.field(default_factory=dict)  # by rows
     set_row: dict[None, Any] = dataclasses.field(default_factory=dict)
+    read_pages: dict[int, Any] = dataclasses.field(default_factory=dict)  # by KV group
+    write_pages: dict[int, Any] = dataclasses.field(default_factory=dict)
     compile_missing: Callable[[str, Any], Any] | None = None  # (kind, key) -> the program
 
     def get(self, kind: str, key: Any) -> Any:
@@ -60,10 +64,13 @@ class StepFuture:
     Args:
         token_ids: [rows] int32, or [steps, rows] of several decode steps.
         more: (log-probabilities of tokens, of prompts, embeddings), each None if no row asked; None if all are.
+        copies: those of the step's pages from and to the host; None: it has none.
     """
 
-    def __init__(self, token_ids: jax.Array, more: tuple[Any, Any, Any] | None, num_rows: int) -> None:
-        self._token_ids, self._more, self._num_rows = token_ids, more, num_rows
+    def __init__(
+        self, token_ids: jax.Array, more: tuple[Any, Any, Any] | None, num_rows: int, copies: CopiesInFlight | None
+    ) -> None:
+        self._token_ids, self._more, self._num_rows, self._copies = token_ids, more, num_rows, copies
         token_ids.copy_to_host_async()
         if more is not None:
             for array in jax.tree.leaves(more):
@@ -72,13 +79,15 @@ class StepFuture:
     def result(self) -> StepOutputs:
         """Waits for the device and returns the outputs of the step's rows."""
         found = jax.device_get(self._token_ids)[..., : self._num_rows]
+        failed = frozenset() if self._copies is None else self._copies.wait()
         if found.ndim == 2:
-            return StepOutputs(found.T.reshape(-1).tolist(), [len(found)] * self._num_rows)
+            counts = [len(found)] * self._num_rows
+            return StepOutputs(found.T.reshape(-1).tolist(), counts, failed_copies=failed)
         token_ids = found.tolist()
         if self._more is None:
-            return StepOutputs(token_ids)
-        logprobs, prompt_logprobs, embeddings = jax.device_get(self._more)
-        return StepOutputs(token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs, embeddings=embeddings)
+            return StepOutputs(token_ids, failed_copies=failed)
+        more = dict(zip(("logprobs", "prompt_logprobs", "embeddings"), jax.device_get(self._more), strict=True))
+        return StepOutputs(token_ids, failed_copies=failed, **more)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,6 +114,7 @@ class StartedStep:
     selected: SampleInputs
     prompt_logprobs: Any
     embeddings: Any
+    copies: CopiesInFlight | None = None
 
     def sample(self, mask: np.ndarray | None = None) -> StepFuture:
         """Dispatches sampling and returns its outputs; `mask` [num_rows, W] uint32 has the allowed tokens' bits."""
@@ -126,9 +136,11 @@ class ModelRunner:
         input_sharding: jax.sharding.Sharding,
         variants: Mapping[SampleVariant, SampleVariant],
         count_compiles: Callable[[], int] = lambda: 0,
+        host_memory: HostMemory | None = None,
     ) -> None:
         self.params = params
         self.counts = StepCounts()
+        self.host_slots = HostSlots(host_memory or HostMemory(), self.counts)
         self._count_compiles, self._compiles_before = count_compiles, count_compiles()
         self.programs = programs
         self._buckets, self._variants = buckets, variants
@@ -155,6 +167,7 @@ class ModelRunner:
         """Replaces pools, rows and the sampler's state by zeros, at the start and after a failed step."""
         self._cache = self._rows = self._sampler = None  # freed first: there is no room for two
         self._cache, self._rows, self._sampler = make_zeros(self._state_specs)
+        self.host_slots.reset()
         self._mirror = RowMirror(self._state_shape.rows)
         self._packer = StepPacker(self._mirror)
 
@@ -177,6 +190,11 @@ class ModelRunner:
         """
         bucket = min(self.programs.forward)
         jax.block_until_ready(self._run(bucket, self._layouts[bucket].new()))
+
+    def time_copies(self, copies: tuple[PageCopy, ...]) -> tuple[float, float]:
+        """Saves and loads pages while no step runs; returns the seconds of each direction."""
+        self._cache, save, load = self.host_slots.time_copies(self.programs.get, self._cache, copies)
+        return save, load
 
     def list_additions(self, programs: Programs, buckets: BucketTable) -> Iterator[Callable[[], None]]:
         """Yields functions to call in order, between steps; after the last one steps use the programs of `buckets`.
@@ -214,10 +232,12 @@ class ModelRunner:
             if new_row.history is not None:
                 self._set_row(new_row.row, _make_setting(self._vocab_size, new_row))
         packed = self._packer.pack(plan, self._layouts[bucket])
+        self._cache = self.host_slots.place(self.programs.get, self._cache)
+        copies = self.host_slots.start(self.programs.get, self._cache, plan)
         self.counts.count(bucket, plan.num_tokens, plan.width)
         if plan.width > 1:
             token_ids = self._run_loop(bucket, packed.variant, packed.inputs)
-            return StartedLoop(StepFuture(token_ids, None, plan.num_rows))
+            return StartedLoop(StepFuture(token_ids, None, plan.num_rows, copies))
         selected, hidden = self._run(bucket, packed.inputs)
         return StartedStep(
             self,
@@ -228,6 +248,7 @@ class ModelRunner:
             selected,
             self._find_prompt_logprobs(bucket, hidden, self._find_targets(plan, bucket)),
             self._pool(bucket, hidden) if self._wants_embeddings(plan) else None,
+            copies,
         )
 
     def sample(self, step: StartedStep, mask: np.ndarray | None) -> StepFuture:
@@ -240,9 +261,9 @@ class ModelRunner:
             sent = self._send(self._pad_mask(mask, rows)) if variant is SampleVariant.MASKED else None
             self._rows, self._sampler, token_ids = program(self._rows, self._sampler, step.selected, sent)
         if not step.wants_logprobs and step.prompt_logprobs is None and step.embeddings is None:
-            return StepFuture(token_ids, None, step.num_rows)
+            return StepFuture(token_ids, None, step.num_rows, step.copies)
         logprobs = self.programs.get("logprobs", rows)(step.selected, token_ids) if step.wants_logprobs else None
-        return StepFuture(token_ids, (logprobs, step.prompt_logprobs, step.embeddings), step.num_rows)
+        return StepFuture(token_ids, (logprobs, step.prompt_logprobs, step.embeddings), step.num_rows, step.copies)
 
     def _run(self, bucket: Bucket, packed: np.ndarray) -> tuple[SampleInputs, HiddenStates]:
         forward = self.programs.get("forward", bucket)

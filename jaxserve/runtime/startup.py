@@ -29,12 +29,14 @@ from jaxserve.runtime.compile import (
     compile_late,
     compile_programs,
     compile_sample,
+    list_copies,
     list_loops,
     list_programs,
     watch_compiles,
 )
 from jaxserve.runtime.device_state import row_state_specs
 from jaxserve.runtime.host_memory import host_memory_bytes
+from jaxserve.runtime.host_tier import copy_bytes, count_slots, plan_host_memory, require_host_room, start_tier
 from jaxserve.runtime.inputs import InputLayout, StateShape
 from jaxserve.runtime.memory import (
     CachePlan,
@@ -45,6 +47,7 @@ from jaxserve.runtime.memory import (
     plan_cache,
     refuse_shortage,
 )
+from jaxserve.runtime.page_copies import COPY_PAGES
 from jaxserve.runtime.params import WeightWriter
 from jaxserve.runtime.rows import SampleVariant, list_variants
 from jaxserve.runtime.runner import ModelRunner, Programs
@@ -96,6 +99,13 @@ class Shapes:
     def sample_programs(self) -> list[SampleVariant]:
         """The sample variants that steps run."""
         return sorted(set(self.variants.values()))
+
+    @property
+    def max_copies(self) -> int:
+        """Pages that a step loads from the host at most: as many as it can compute."""
+        scheduler = self.config.scheduler
+        assert scheduler.max_num_batched_tokens is not None
+        return max(COPY_PAGES, -(-scheduler.max_num_batched_tokens // self.spec.page_size))
 
     @property
     def limits(self) -> SchedulerLimits:
@@ -203,6 +213,9 @@ def describe_programs(shapes: Shapes, plan: CachePlan, mesh: Mesh) -> tuple[Step
         sampler=sampler_state_specs(shapes.state.rows, shapes.model.vocab_size, replicated),
         state_shape=shapes.state,
         replicated=replicated,
+        host_memory=plan_host_memory(
+            shapes.config.cache.kv_offloading_size, shapes.spec, shapes.model.kv_groups, pool_sharding
+        ),
     )
     return model, inputs
 
@@ -284,6 +297,13 @@ def _sum_use(shapes: Shapes, temporaries: int, code: int) -> DeviceUse:
         temporaries=temporaries,
         code=code,
         state=rows + 2 * (packed + selected),
+        copies=copy_bytes(
+            shapes.config.cache.kv_offloading_size,
+            shapes.spec,
+            shapes.model.kv_groups,
+            num_devices=shapes.num_devices,
+            max_copies=shapes.max_copies,
+        ),
         reserve=_RESERVE,
     )
 
@@ -295,14 +315,19 @@ def require_room(shapes: Shapes, limit: int | None) -> None:
         limit: bytes of a device; None on CPU, where all devices and their pools share the host's memory.
 
     Raises:
-        CapacityError: the parts exceed the limit; says how much each takes.
+        CapacityError: the parts exceed the limit, and says how much each takes; or the host tier exceeds the host.
+        ConfigError: the host tier's size holds no page.
     """
-    use, count, cache = estimate_use(shapes), 1, 0
+    use, count, cache, on_host = estimate_use(shapes), 1, 0, limit is None
     if limit is None:
         limit, count = host_memory_bytes(), shapes.num_devices
         cache = plan_pools(shapes, budget=cache_budget(None, 1.0, None)).bytes_per_device
     parts = {"model": use.params, "max_num_seqs": use.state, "kv_cache_memory_bytes": cache}
-    refuse_shortage(limit, {name: count * size for name, size in parts.items()})
+    parts = {name: count * size for name, size in parts.items()}
+    refuse_shortage(limit, parts)
+    size = shapes.config.cache.kv_offloading_size
+    count_slots(size, shapes.spec, shapes.model.kv_groups)
+    require_host_room(size, sum(parts.values()) if on_host else 0)
 
 
 def start_runner(
@@ -326,7 +351,8 @@ def start_runner(
         num_pages: pages of each KV group; no memory is planned then.
 
     Raises:
-        CapacityError: the device cannot hold one sequence of `max_model_len` tokens.
+        CapacityError: the device cannot hold one sequence of `max_model_len` tokens, or the host not its KV tier.
+        ConfigError: the host tier cannot help.
     """
     budget = _find_budget(shapes, mesh) if num_pages is None else 0
     plan = plan_pools(shapes, budget=budget, num_pages=num_pages)
@@ -340,6 +366,7 @@ def start_runner(
         known = Programs(compile_missing=compile_late(compiler, announce))
         wanted = iter([("forward", buckets.smallest_mixed)])
     inputs = compiler.inputs
+    wanted = itertools.chain(wanted, list_copies(inputs.host_memory))
     runner = ModelRunner(
         compile_programs(
             compiler, wanted, threads=shapes.config.compile.compile_threads, progress=progress, known=known
@@ -352,7 +379,9 @@ def start_runner(
         input_sharding=inputs.replicated,
         variants=shapes.variants,
         count_compiles=watch_compiles(),
+        host_memory=inputs.host_memory,
     )
+    start_tier(runner, plan, shapes.model.max_model_len, must_help=num_pages is None)  # a replay need not be fast
     if is_closed:
         runner.warm_up()
     return runner, plan

@@ -36,6 +36,7 @@ class Committer:
 
         A sentinel ends its sequence with an error, and its page is not published; MASK_LATE only ends the run.
         """
+        self._pages.commit_copies(plan.page_saves, plan.page_loads, outputs.failed_copies)
         commit, runs = Commit(), outputs.split_runs()
         self._take(plan.decode_tickets, runs, plan.width, commit)
         for chunk, run in zip(plan.chunks, runs, strict=True):

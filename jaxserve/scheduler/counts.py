@@ -16,6 +16,7 @@ class SchedulerCounts:
     num_admitted_tokens: int = 0  # prompt tokens, counted at a request's first admission
     prefix_queries: int = 0  # tokens looked up in the prefix cache at first admissions
     prefix_hits: int = 0  # tokens found there
+    host_hits: int = 0  # those among them that were loaded from the host tier
 
     def count_admission(self, sequence: Sequence, num_cached: int) -> None:
         """Counts a sequence's first admission with `num_cached` tokens from the prefix cache."""
@@ -24,3 +25,4 @@ class SchedulerCounts:
         if sequence.pages.is_cached:
             self.prefix_queries += len(sequence.sharable_tokens)
             self.prefix_hits += num_cached
+            self.host_hits += min(num_cached, sequence.pages.num_loaded_tokens)

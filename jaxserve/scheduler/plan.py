@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate, islice
 from typing import Any
 
+from jaxserve.pages.host_tier import PageCopy
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.token_automaton import TokenAutomaton
 
@@ -76,6 +77,7 @@ class StepOutputs:
     logprobs: Any = None  # None: not requested
     prompt_logprobs: Any = None  # like `logprobs`, one line per token of the step, for the token after it
     embeddings: Any = None  # numpy float32 [S, D]; valid for embedding rows at the end of their prompt
+    failed_copies: frozenset[tuple[int, int]] = frozenset()  # (group, slot) of saves and loads that failed
 
     def find_lines(self, plan: StepPlan) -> dict[Ticket, int]:
         """Returns, by ticket, the line of the first id of the row's run."""
@@ -92,7 +94,12 @@ class StepOutputs:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One scheduler iteration = one device execution. Its rows are `decode_rows`, then those of `chunks`."""
+    """One scheduler iteration = one device execution. Its rows are `decode_rows`, then those of `chunks`.
+
+    Copies between a page on the device and a slot of host memory are (group, page, slot). Saves read their pages before
+    the forward pass. Loads start with the step; their pages are written before the first step that is planned after
+    this one was committed. A step may have copies and no rows.
+    """
 
     step_id: int
     decode_rows: tuple[int, ...]  # each computes its last sampled token and samples the next
@@ -101,6 +108,8 @@ class StepPlan:
     new_rows: tuple[NewRow, ...]
     page_updates: tuple[tuple[int, int, int, int], ...]  # (group, row, index in the row's page table, page id)
     width: int = 1  # the most tokens that a decoding row computes; 1 if there are chunks
+    page_saves: tuple[PageCopy, ...] = ()
+    page_loads: tuple[PageCopy, ...] = ()
 
     @property
     def tickets(self) -> tuple[Ticket, ...]:

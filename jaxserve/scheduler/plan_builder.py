@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from jaxserve.pages.host_tier import PageCopy
 from jaxserve.pages.manager import PageUpdate
 from jaxserve.scheduler.plan import ChunkWork, NewRow, StepPlan
 from jaxserve.scheduler.sequence import Sequence
@@ -68,8 +69,8 @@ class PlanBuilder:
             sequence.num_computed_tokens -= self.width
             self.budget += 1
 
-    def freeze(self, step_id: int) -> StepPlan:
-        """Returns the finished plan."""
+    def freeze(self, step_id: int, copies: tuple[tuple[PageCopy, ...], tuple[PageCopy, ...]]) -> StepPlan:
+        """Returns the finished plan, with the saves and loads of `copies`."""
         return StepPlan(
             step_id=step_id,
             decode_rows=tuple([sequence.row for sequence in self.decoding]),
@@ -77,5 +78,7 @@ class PlanBuilder:
             chunks=tuple(self.chunks.values()),
             new_rows=tuple(self.new_rows),
             page_updates=tuple(self.page_updates),
+            page_saves=copies[0],
+            page_loads=copies[1],
             width=self.width,
         )

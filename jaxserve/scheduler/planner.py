@@ -71,8 +71,8 @@ class Planner:
             if not builder.is_empty:
                 self._kinds.remove(kind)
                 self._kinds.append(kind)
-                return builder.freeze(next(self._steps))
-        return None
+                return self._freeze(builder)
+        return self._freeze(builder) if self._pages.host.has_loads else None
 
     def _build(self, kind: StepKind, budget: int, width: int) -> PlanBuilder:
         builder = PlanBuilder(budget, self.limits.max_prefix_updates, width, kind)
@@ -89,6 +89,9 @@ class Planner:
         self._share_rest(builder)
         return builder
 
+    def _freeze(self, builder: PlanBuilder) -> StepPlan:
+        return builder.freeze(next(self._steps), self._pages.host.take_copies())
+
     def requeue_running(self) -> None:
         """Puts all running sequences back into the queue; tokens in flight are lost, for waiting ones too."""
         for sequence in (*self._batch.decoding, *self._batch.prefilling):
@@ -104,7 +107,11 @@ class Planner:
         if not (self._waiting and len(batch) and can_yield(self.limits, choose_victim(self.limits, batch))):
             return
         first = self._waiting.first
-        while len(batch) and must_yield(self.limits, victim := choose_victim(self.limits, batch), first):
+        while (
+            first is not None
+            and len(batch)
+            and must_yield(self.limits, victim := choose_victim(self.limits, batch), first)
+        ):
             need = count_need(self.limits, first)
             missing = map(add, self._count_promised(), pages.count_missing(first.pages, need))
             if not batch.is_full and pages.has_room(missing):
@@ -158,9 +165,9 @@ class Planner:
             return  # running sequences need the freed pages
         pages = self._pages
         promised = self._count_promised() if self._waiting and not self._batch.is_full else []
-        while self._waiting and not self._batch.is_full and builder.budget > 0:
+        while not self._batch.is_full and builder.budget > 0:
             sequence = self._waiting.first
-            if below is not None and sequence.request.rank >= below:
+            if sequence is None or (below is not None and sequence.request.rank >= below):
                 return
             if sequence.num_awaited_steps:
                 return  # some of its tokens are still in flight
@@ -172,10 +179,13 @@ class Planner:
             length = choose_chunk(self.limits, num_cached, work, builder.budget, builder.kind.lengths)
             missing = pages.count_missing(sequence.pages, need)
             has_room = self._door.has_pages = pages.has_room(map(add, promised, missing))
+            if has_room and pages.load_prefix(sequence.pages):
+                continue  # it waits, and those behind it go first
             if length == 0 or not has_room or len(updates) > builder.prefix_updates:
                 pages.release(sequence.pages)
                 return
-            self._batch.join(self._waiting.pop(), num_cached)
+            self._waiting.remove(sequence)
+            self._batch.join(sequence, num_cached)
             if sequence.first_scheduled_time is None:
                 sequence.first_scheduled_time, sequence.num_cached_tokens = self._clock(), num_cached
                 self._counts.count_admission(sequence, num_cached)

@@ -40,7 +40,7 @@ class Scheduler:
         self.pages = pages
         self.turns: TurnOrder = FairOrder() if limits.options.scheduling_policy == "fair" else ArrivalOrder()
         self.times = StepTimes(limits)
-        self.waiting = WaitingQueue(self.turns)
+        self.waiting = WaitingQueue(self.turns, lambda sequence: not pages.is_loading(sequence.pages))
         self.batch = Batch(limits.max_num_seqs, pages)
         self.door = Door(limits, self.waiting, self.batch)
         self.counts = SchedulerCounts()
@@ -116,7 +116,7 @@ class Scheduler:
     def requeue_running(self) -> None:
         """Puts all running sequences back into the queue and empties the prefix index: the KV cache is invalid.
 
-        Tokens in flight are lost and sampled again; requests keep their seeds.
+        Tokens and page copies in flight are lost; requests keep their seeds, so tokens are sampled again.
         """
         self.planner.requeue_running()
-        self.pages.drop_prefix_index()
+        self.pages.abandon_copies()

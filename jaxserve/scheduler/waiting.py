@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 from heapq import merge
@@ -27,13 +27,19 @@ class WaitingQueue:
     """Waiting sequences by `age`: a preempted sequence precedes those of its rank that arrived later.
 
     Siblings of a request's first sequence are counted from the start, but queued once the prompt is computed.
+
+    Args:
+        is_ready: tells of a sequence whether it can be next; those behind it go first until then.
     """
 
-    def __init__(self, turns: TurnOrder | None = None) -> None:
+    def __init__(
+        self, turns: TurnOrder | None = None, is_ready: Callable[[Sequence], bool] = lambda sequence: True
+    ) -> None:
         self.num_new = 0  # sequences that were never admitted
         self.num_new_tokens = 0  # prompt tokens of never-admitted requests, once per request
         self.by_tenant: defaultdict[str, TenantLoad] = defaultdict(TenantLoad)  # by tenant's name
         self._turns = turns if turns is not None else ArrivalOrder()
+        self._is_ready = is_ready
         self._lanes: dict[str, deque[Sequence]] = {}
 
     def __len__(self) -> int:
@@ -54,9 +60,11 @@ class WaitingQueue:
             return None
 
     @property
-    def first(self) -> Sequence:
-        """The sequence that gets the next row."""
-        return self._turns.choose([lane[0] for lane in self._lanes.values() if lane])
+    def first(self) -> Sequence | None:
+        """The sequence that gets the next row; None if no sequence is ready for one."""
+        ready = (next(filter(self._is_ready, lane), None) for lane in self._lanes.values())
+        heads = [head for head in ready if head is not None]
+        return self._turns.choose(heads) if heads else None
 
     def enter(self, sequences: List[Sequence]) -> None:
         """Counts all sequences of a new request and queues the first."""
@@ -82,16 +90,8 @@ class WaitingQueue:
             if sequence.status is SequenceStatus.WAITING:
                 self.push(sequence)
 
-    def pop(self) -> Sequence:
-        """Removes and returns the first sequence, for admission."""
-        sequence = self.first
-        self._lanes[self._turns.find_lane(sequence)].popleft()
-        self.by_tenant[sequence.request.tenant.name].num_waiting -= 1
-        self._uncount(sequence)
-        return sequence
-
     def remove(self, sequence: Sequence) -> None:
-        """Removes a sequence that ends before it is admitted; an unqueued sibling is only uncounted."""
+        """Removes a sequence that is admitted, or ends before; an unqueued sibling is only uncounted."""
         self._uncount(sequence)
         lane = self._lanes.get(self._turns.find_lane(sequence), deque())
         place = bisect_left(lane, age(sequence), key=age)

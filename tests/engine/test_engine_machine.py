@@ -45,6 +45,7 @@ class EngineMachine(RuleBasedStateMachine):
         queue=st.sampled_from([(None, None), (1, None), (3, None), (None, 100), (2, 300)]),
         has_sizes=st.booleans(),
         longest_run=st.sampled_from([1, 1, 3, 8, 16]),
+        host=st.sampled_from([(0, 0), (1, 1), (4, 2), (60, 1), (60, 8)]),
         policies=st.fixed_dictionaries(
             {"scheduling_policy": st.sampled_from(["fcfs", "fair"])},
             optional={
@@ -70,6 +71,7 @@ class EngineMachine(RuleBasedStateMachine):
         queue: tuple[int | None, int | None],
         has_sizes: bool,
         longest_run: int,
+        host: tuple[int, int],
         policies: dict[str, Any],
     ) -> None:
         num_pages = 2 + tokens_of_pool // page_size
@@ -78,7 +80,14 @@ class EngineMachine(RuleBasedStateMachine):
             groups.append(PageGroup(max(2, num_pages // 2), window))
         self.windows = [group.window for group in groups]
         budget = rows + extra_budget
-        self.pages = PageManager(groups, page_size=page_size, max_chunk=budget, enable_prefix_caching=caching)
+        self.pages = PageManager(
+            groups,
+            page_size=page_size,
+            max_chunk=budget,
+            enable_prefix_caching=caching,
+            num_host_slots=host[0],
+            max_copies=host[1],
+        )
         sizes = tuple(sorted({rows + 32, min(budget, rows + 70), budget})) if has_sizes else ()
         limits = SchedulerLimits(
             max_num_seqs=rows,
@@ -161,6 +170,25 @@ class EngineMachine(RuleBasedStateMachine):
             self.displaced |= {name for name, _ in displaced}
             self.collect(self.engine.displace(displaced))
 
+    @rule(pick=st.integers(0, 10**6), more=st.integers(0, 20))
+    def add_turn(self, pick: int, more: int) -> None:
+        """A conversation goes on: the prompt is that of an earlier request with its answer."""
+        if not self.finished:
+            return
+        earlier = self.requests[sorted(self.finished)[pick % len(self.finished)]]
+        answer = self.finished[earlier.request_id].outputs[0].token_ids
+        self.count += 1
+        prompt = (*earlier.prompt_token_ids, *answer, *range(more))[: MAX_MODEL_LEN - 1]
+        request = Request(
+            f"r{self.count}",
+            prompt,
+            SamplingParams(max_tokens=5, output_kind=OutputKind.FINAL_ONLY),
+            cache_salt=earlier.cache_salt,
+        )
+        if not self.pages.first_unfit_group(min(MAX_MODEL_LEN, len(prompt) + 5)):
+            self.engine.add_request(request)
+            self.requests[request.request_id] = request
+
     def ask_at_the_door(self, request: Request) -> list[tuple[str, QueueFullError]] | None:
         """Returns who makes way, or None when the request is refused; what waits is counted anew."""
         scheduler = self.engine.scheduler
@@ -229,6 +257,17 @@ class EngineMachine(RuleBasedStateMachine):
         self.device.fail_next = RuntimeError("struck")
         self.struck = True
 
+    @rule(count=st.integers(1, 2), kind=st.sampled_from(["save", "load"]))
+    def lose_copies(self, count: int, kind: str) -> None:
+        """The next copies to or from the host fail."""
+        fails = iter([True] * count)
+        self.device.copy_fails = lambda asked: asked == kind and next(fails, False)
+
+    @rule()
+    def drop_index(self) -> None:
+        """Somebody resets the prefix cache while steps are in flight."""
+        self.pages.drop_prefix_index()
+
     def turn(self) -> None:
         """One step: whoever is late when it begins is gone when it ends."""
         tokens = self.device.plans[-1].num_tokens if self.device.plans else 0
@@ -255,8 +294,10 @@ class EngineMachine(RuleBasedStateMachine):
         owners = [sequence.pages for sequence in (*batch.decoding, *batch.prefilling)]
         for g, pool in enumerate(self.pages.pools):
             owned = [page for pages in owners for page in pages.page_ids[g] if page]
-            assert len(set(owned)) == pool.num_referenced
-            assert len(owned) == sum(pool._counts)
+            loading = self.pages.host.list_loading(g)
+            assert not set(owned) & set(loading)
+            assert len(set(owned)) + len(loading) == pool.num_referenced
+            assert len(owned) + len(loading) == sum(pool._counts)
         assert all(
             s.status is not SequenceStatus.RUNNING and not any(s.pages.page_ids) for s in self.engine.scheduler.waiting
         )
@@ -278,7 +319,8 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.finished.keys() == self.requests.keys()
         for request_id, request in self.requests.items():
             self.check_output(request, self.finished[request_id])
-        assert all(pool.num_referenced == 0 for pool in self.pages.pools)
+        for g, pool in enumerate(self.pages.pools):
+            assert pool.num_referenced == len(self.pages.host.list_loading(g)), "a load outlives the request it is for"
         assert self.engine.scheduler.waiting.num_new == self.engine.scheduler.waiting.num_new_tokens == 0
         self.pages.check()
         if not self.device.plans:

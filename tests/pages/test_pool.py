@@ -9,7 +9,7 @@ from jaxserve.pages import PagePool
 
 def test_pages_are_handed_out_once_and_never_the_null_page() -> None:
     pool = PagePool(5)
-    pages = [pool.allocate() for _ in range(4)]
+    pages = [pool.allocate()[0] for _ in range(4)]
     assert sorted(pages) == [1, 2, 3, 4]
     assert (pool.num_available, pool.num_referenced) == (0, 4)
     pool.check()
@@ -17,21 +17,21 @@ def test_pages_are_handed_out_once_and_never_the_null_page() -> None:
 
 def test_published_pages_are_found_until_they_are_evicted_least_recent_first() -> None:
     pool = PagePool(4)
-    first, second, third = (pool.allocate() for _ in range(3))
+    first, second, third = (pool.allocate()[0] for _ in range(3))
     pool.publish(first, b"first")
     pool.publish(second, b"second")
     pool.release([second, first, third])
     assert (pool.num_cached, pool.num_available) == (2, 3)
-    assert pool.allocate() == third, "a page of no known content goes first"
+    assert pool.allocate() == (third, None), "a page of no known content goes first"
     pool.share(pool.lookup(b"second"))  # type: ignore[arg-type]
-    assert pool.allocate() == first
+    assert pool.allocate() == (first, b"first")
     assert pool.lookup(b"first") is None and pool.lookup(b"second") == second
     pool.check()
 
 
 def test_shared_pages_outlive_one_owner() -> None:
     pool = PagePool(3)
-    page = pool.allocate()
+    page = pool.allocate()[0]
     pool.publish(page, b"key")
     pool.share(page)
     pool.release([page])
@@ -43,7 +43,7 @@ def test_shared_pages_outlive_one_owner() -> None:
 
 def test_first_page_published_under_a_key_keeps_it() -> None:
     pool = PagePool(4)
-    first, second = pool.allocate(), pool.allocate()
+    first, second = pool.allocate()[0], pool.allocate()[0]
     pool.publish(first, b"key")
     pool.publish(second, b"key")
     assert pool.lookup(b"key") == first
@@ -53,7 +53,7 @@ def test_first_page_published_under_a_key_keeps_it() -> None:
 
 def test_dropping_the_index_forgets_owned_pages_too() -> None:
     pool = PagePool(4)
-    owned, idle = pool.allocate(), pool.allocate()
+    owned, idle = pool.allocate()[0], pool.allocate()[0]
     pool.publish(owned, b"owned")
     pool.publish(idle, b"idle")
     pool.release([idle])
@@ -66,7 +66,7 @@ def test_dropping_the_index_forgets_owned_pages_too() -> None:
 
 def test_releasing_a_foreign_page_is_caught() -> None:
     pool = PagePool(3)
-    page = pool.allocate()
+    page = pool.allocate()[0]
     pool.release([page, 0])  # the null page is passed over
     with pytest.raises(AssertionError, match="does not own"):
         pool.release([page])
@@ -75,7 +75,7 @@ def test_releasing_a_foreign_page_is_caught() -> None:
 @pytest.mark.parametrize("damage", ["lose", "double", "count", "key"])
 def test_check_sees_damage(damage: str) -> None:
     pool = PagePool(4)
-    page = pool.allocate()
+    page = pool.allocate()[0]
     pool.publish(page, b"key")
     if damage == "lose":
         pool._free.pop()

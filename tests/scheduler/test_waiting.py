@@ -48,7 +48,8 @@ def test_queue_is_sorted_and_counted(actions: list[tuple[str, int]]) -> None:
         elif action == "pop" and waiting:
             sequence = queue.first
             assert sequence is min(waiting, key=lambda each: each.order)
-            assert queue.pop() is sequence
+            assert queue.first is sequence
+            queue.remove(sequence)
             sequence.status = SequenceStatus.RUNNING
             waiting.remove(sequence)
             running.append(sequence)

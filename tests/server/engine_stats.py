@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxserve.engine.counts import AttentionStats
-from jaxserve.engine.stats import EngineStats, PoolStats, StepTokens
+from jaxserve.engine.stats import EngineStats, HostTierStats, PoolStats, StepTokens
 from jaxserve.runtime.counts import STEP_TOKEN_BOUNDS
 
 
@@ -20,6 +20,9 @@ def make_stats(**changes: Any) -> EngineStats:
         "num_tier_misses": 11,
         "prefix_queries": 1000,
         "prefix_hits": 250,
+        "host": HostTierStats(
+            total=400, cached=100, hits=31, misses=750, evictions=33, failures=5, bytes_saved=35000, bytes_loaded=36000
+        ),
         "num_steps": 6,
         "steps": {"8x8": 5, "512x32": 1},
         "useful_tokens": 9016,

@@ -297,6 +297,10 @@ def test_the_engines_counters() -> None:
         "tier_misses_total": stats.num_tier_misses,
         "prefix_cache_queries_total": stats.prefix_queries,
         "prefix_cache_hits_total": stats.prefix_hits,
+        "kv_offload_hits_total": 31,
+        "kv_offload_misses_total": 750,
+        "kv_offload_evictions_total": 33,
+        "kv_offload_failures_total": 5,
         "useful_tokens_total": stats.useful_tokens,
         "padded_tokens_total": stats.padded_tokens,
         "compiles_total": stats.num_compiles,
@@ -309,6 +313,9 @@ def test_the_engines_counters() -> None:
     assert len(set(expected.values())) == len(expected) - 1, "equal values would hide a mix-up"
     for bucket, count in stats.steps.items():
         assert pick(samples, "jaxserve:steps_total", bucket=bucket) == count
+    assert pick(samples, "jaxserve:kv_offload_usage_perc") == 0.25
+    assert pick(samples, "jaxserve:kv_offload_bytes_total", direction="save") == 35000
+    assert pick(samples, "jaxserve:kv_offload_bytes_total", direction="load") == 36000
 
 
 def test_tokens_of_steps() -> None:

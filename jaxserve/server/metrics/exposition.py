@@ -18,7 +18,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from jaxserve.engine.metrics import ATTENTION_FALLBACK, ENGINE_COUNTERS, ENGINE_GAUGES, Table
+from jaxserve.engine.metrics import ATTENTION_FALLBACK, ENGINE_COUNTERS, ENGINE_GAUGES, OFFLOAD_BYTES, Table
 from jaxserve.engine.stats import EngineStats
 from jaxserve.server.metrics.recorder import STATES, ServerMetrics, Tally
 
@@ -139,6 +139,9 @@ class Page(Collector):
             yield self._make(GaugeMetricFamily, name, text, [((), read(stats))])
         for name, text, read in ENGINE_COUNTERS:
             yield self._make(CounterMetricFamily, name, text, [((), read(stats))])
+        name, text, directions = OFFLOAD_BYTES
+        copied = [((direction,), read(stats)) for direction, read in directions.items()]
+        yield self._make(CounterMetricFamily, name, text, copied, "direction")
         if (attention := stats.attention) is not None:
             sample = ((attention.impl, attention.reason), float(attention.fell_back))
             yield self._make(GaugeMetricFamily, *ATTENTION_FALLBACK, [sample], "impl", "reason")

@@ -1,0 +1,173 @@
+"""The host KV tier: both directions, the first token of a hit against computing it again, and what it costs a loop.
+
+The first part runs a model on this device. Prompts of one length take turns on a pool that holds little more than one
+of them, so each finds its pages on the host; new prompts are computed. The second part (`--loop`) is the real engine
+loop with its copies over programs that compute nothing, at the pace of an 8B model on one H200 by formula, with prompts
+of which none is found: what the tier takes away shows as lost throughput.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
+
+from jaxserve import LLM, SamplingParams
+from jaxserve.engine.engine import Engine
+from jaxserve.pages import PageGroup, PageManager
+from jaxserve.request import Request
+from jaxserve.runtime import host_tier
+from jaxserve.runtime.buckets import BucketTable
+from jaxserve.runtime.host_tier import measure_tier
+from jaxserve.runtime.page_copies import COPY_PAGES, HostMemory, HostSlots
+from jaxserve.sampling_params import OutputKind
+from jaxserve.scheduler import Scheduler, SchedulerLimits, StepPlan
+from scripts.bench_host import PAGE_SIZE, make_null_runner
+
+_FLOPS, _BYTES, _RATE, _BANDWIDTH = 16e9, 16e9, 500e12, 3.8e12  # an 8B model in bf16: per token, weights; one H200
+_GIB = 2**30
+
+
+class PacedRunner:
+    """A runner whose steps take as long as the formula says, one after the other."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner, self._free_at = runner, 0.0
+        self.counts = runner.counts
+
+    def start(self, plan: StepPlan) -> PacedStep:
+        step = self._runner.start(plan)
+        seconds = max(plan.num_tokens * _FLOPS / _RATE, _BYTES / _BANDWIDTH)
+        self._free_at = max(time.perf_counter(), self._free_at) + seconds
+        return PacedStep(step, self._free_at)
+
+
+class PacedStep:
+    def __init__(self, step: Any, ends_at: float) -> None:
+        self._step, self._ends_at = step, ends_at
+
+    def sample(self, mask: Any = None) -> PacedStep:
+        self._step = self._step.sample(mask)
+        return self
+
+    def result(self) -> Any:
+        time.sleep(max(0.0, self._ends_at - time.perf_counter()))
+        return self._step.result()
+
+
+def run_loop(num_slots: int, *, rows: int, prompts: int, paced: bool) -> tuple[float, int]:
+    """Serves prompts that share nothing; returns (seconds, pages saved)."""
+    budget = 2048
+    runner = make_null_runner(rows, BucketTable([rows], [rows + budget], rows))
+    sharding = jax.sharding.NamedSharding(jax.make_mesh((1,), ("model",)), jax.sharding.PartitionSpec())
+    memory = HostMemory(num_slots, (jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.bfloat16, sharding=sharding),))
+    runner.host_slots = HostSlots(memory, runner.counts)
+    pages = tuple(jnp.zeros((1, 1, 1, 1), jnp.bfloat16, device=sharding) for _ in range(COPY_PAGES))
+    runner.programs.read_pages[0] = lambda cache, page_ids: pages
+    manager = PageManager(
+        [PageGroup(rows * 40)],
+        page_size=PAGE_SIZE,
+        max_chunk=budget,
+        enable_prefix_caching=True,
+        num_host_slots=num_slots,
+        max_copies=budget // PAGE_SIZE,
+    )
+    limits = SchedulerLimits(
+        max_num_seqs=rows, max_num_batched_tokens=rows + budget, max_model_len=4096, max_prefix_updates=64
+    )
+    engine = Engine(Scheduler(limits, manager), PacedRunner(runner) if paced else runner)
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, output_kind=OutputKind.FINAL_ONLY)
+    rng = random.Random(1)
+
+    def serve(count: int) -> float:
+        for index in range(count):
+            prompt = tuple(rng.choices(range(10**6), k=1024))
+            engine.add_request(Request(f"{count} {index}", prompt, params))
+        start = time.perf_counter()
+        while engine.has_unfinished:
+            engine.step()
+        return time.perf_counter() - start
+
+    serve(4 * rows)  # fills the pool with known content
+    before = manager.host.pools[0].num_evictions
+    seconds = serve(prompts)
+    saved = manager.host.pools[0].num_cached + manager.host.pools[0].num_evictions - before
+    return seconds, saved
+
+
+def measure_model(model: str, length: int, repeats: int, **options: Any) -> list[tuple[str, str]]:
+    """Returns lines of (what, figure) for a model on this device."""
+    host_tier.refuse_slow_tier = lambda figures: None  # a tier that cannot help is measured, too
+    llm = LLM(model, max_num_seqs=4, max_model_len=length + 64, **options)
+    ready, rng = llm.ready, random.Random(0)
+    figures = measure_tier(ready.runner, ready.plan, ready.shapes.model.max_model_len)
+    llm.ready.engine.reset()
+    params = SamplingParams(temperature=0, max_tokens=1)
+
+    def first_token(prompt: list[int]) -> tuple[float, int]:
+        start = time.perf_counter()
+        (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+        return time.perf_counter() - start, output.num_cached_tokens or 0
+
+    def draw() -> list[int]:
+        return [rng.randrange(10, ready.shapes.model.vocab_size // 2) for _ in range(length)]
+
+    turns = [draw() for _ in range(4)]
+    for prompt in [*turns, *turns]:
+        first_token(prompt)
+    computed = [first_token(draw())[0] for _ in range(repeats)]
+    for prompt in turns:
+        first_token(prompt)
+    loaded = [first_token(turns[index % 4]) for index in range(repeats)]
+    assert all(cached >= length - 2 * ready.plan.spec.page_size for _, cached in loaded), "the pool held a whole turn"
+    miss, hit = statistics.median(computed), statistics.median(seconds for seconds, _ in loaded)
+    return [
+        ("device to host", f"{figures.bytes_per_token / figures.save_seconds / 1e9:.2f} GB/s"),
+        ("host to device", f"{figures.bytes_per_token / figures.load_seconds / 1e9:.2f} GB/s"),
+        ("a token's KV", f"{figures.bytes_per_token / 1024:.1f} KiB"),
+        ("loading a token", f"{1e6 * figures.load_seconds:.2f} us"),
+        ("computing a token", f"{1e6 * figures.prefill_seconds:.2f} us"),
+        (f"first token after {length} tokens, computed", f"{1e3 * miss:.1f} ms"),
+        ("the same, loaded from the host", f"{1e3 * hit:.1f} ms ({hit / miss:.3f} of it)"),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo", help="as for jaxserve serve (default: demo)")
+    parser.add_argument("--load-format", default="auto", help="dummy: random weights")
+    parser.add_argument("--prompt", type=int, default=1900, help="tokens of a prompt (default: 1900)")
+    parser.add_argument("--size", type=float, default=0.5, help="GiB of the tier (default: 0.5)")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--loop", action="store_true", help="measure the loop instead, without a model")
+    parser.add_argument("--prompts", type=int, default=96, help="with --loop: how many (default: 96)")
+    args = parser.parse_args()
+    table = Table("what", "figure", title=f"Host KV tier, {jax.devices()[0].device_kind}, jax {jax.__version__}")
+    if args.loop:
+        for name, paced in (("at the pace of an 8B model", True), ("with a device that takes no time", False)):
+            runs = [
+                [run_loop(slots, rows=32, prompts=args.prompts, paced=paced) for slots in (0, 4096)]
+                for _ in range(args.repeats)
+            ]
+            plain, tier = (min(run[index][0] for run in runs) for index in (0, 1))
+            table.add_row(f"{name}: throughput with the tier / without", f"{plain / tier:.3f}")
+        table.add_row("host time of a saved page", f"{1e6 * (tier - plain) / runs[0][1][1]:.0f} us")
+    else:
+        page_size = 32 if jax.devices()[0].platform == "cpu" else 64
+        options = {"load_format": args.load_format, "kv_offloading_size": args.size}
+        pages = 2 * -(-(args.prompt + 64) // page_size)
+        lines = measure_model(args.model, args.prompt, args.repeats, num_kv_pages_override=pages, **options)
+        for line in lines:
+            table.add_row(*line)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
