@@ -17,7 +17,6 @@ from safetensors.numpy import load_file, save_file
 from jaxserve import LLM, LogitsProcessor, SamplingParams, StructuredOutputsParams
 from jaxserve.cli import main
 from jaxserve.config import EngineConfig
-from jaxserve.engine import grammars
 from jaxserve.engine.async_engine import AsyncLLM
 from jaxserve.errors import ConfigError
 from jaxserve.presets import demo_model_dir
@@ -66,11 +65,10 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recording of all at once, with too few pages and masks that are late."""
     path = tmp_path_factory.mktemp("recording") / "steps.jsonl"
     llm = make_demo(path)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grammars, "MASK_TIMEOUT", 0.0)
-        prompts = [f"{index}: Once upon a time there was a king. " * (2 + 2 * (index % 3)) for index in range(8)]
-        llm.generate(prompts, make_params(), use_tqdm=False)
-        llm.embed(prompts[:2], use_tqdm=False)
+    llm.ready.engine._grammars._mask_timeout = 0.0
+    prompts = [f"{index}: Once upon a time there was a king. " * (2 + 2 * (index % 3)) for index in range(8)]
+    llm.generate(prompts, make_params(), use_tqdm=False)
+    llm.embed(prompts[:2], use_tqdm=False)
     assert llm.ready.engine.scheduler.counts.num_preemptions > 0
     return path
 
