@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.config import SchedulerOptions
-from jaxserve.engine import grammars
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import ConfigError, RecordingError
 from jaxserve.pages import PageGroup, PageManager
@@ -57,7 +56,9 @@ def make_engine(path: Path) -> tuple[Engine, FakeDevice]:
         loop_rows=5,
         options=SchedulerOptions(max_decode_steps=3),
     )
-    return Engine(Scheduler(limits, pages), runner, vocab_size=VOCAB), device
+    engine = Engine(Scheduler(limits, pages), runner, vocab_size=VOCAB)
+    engine._grammars._mask_timeout = 0.0  # some masks are late, by chance
+    return engine, device
 
 
 def replay(path: Path, updates: Callable[[int], Any] = lambda index: None) -> tuple[ReplaySummary, RecordingReader]:
@@ -123,8 +124,7 @@ def run_random(path: Path, *, num_steps: int, seed: int) -> tuple[Engine, FakeDe
 
 
 @pytest.mark.slow
-def test_ten_thousand_random_steps_are_replayed_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars, "MASK_TIMEOUT", 0.0)  # some masks are late, by chance
+def test_ten_thousand_random_steps_are_replayed_equal(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     engine, _ = run_random(path, num_steps=10_000, seed=1)
     summary, reader = replay(path, lambda index: {"w": index})
