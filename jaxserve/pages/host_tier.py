@@ -105,6 +105,8 @@ class HostTier:
 
     def take_copies(self) -> tuple[tuple[PageCopy, ...], tuple[PageCopy, ...]]:
         """Returns the saves and the loads of the plan that is made now, and forgets them until `commit`."""
+        if not self._saves and not self._queue:
+            return (), ()
         loads = [self._queue.popleft() for _ in range(min(len(self._queue), self.max_copies))]
         saves = (*self._saves, *(load.save for load in loads if load.save is not None))
         self._saves = []

@@ -66,11 +66,10 @@ class Planner:
         """Returns the next step; None when nothing can be computed, or not before the next commit."""
         budget = choose_budget(self.limits, self._batch, self._waiting, self._times)
         width = choose_width(self.limits, self._batch, self._waiting)
-        for kind in tuple(self._kinds):
-            builder = self._build(kind, budget, width)
+        for _ in self._kinds.copy():
+            builder = self._build(self._kinds[0], budget, width)
+            self._kinds.rotate(-1)
             if not builder.is_empty:
-                self._kinds.remove(kind)
-                self._kinds.append(kind)
                 return self._freeze(builder)
         return self._freeze(builder) if self._pages.host.has_loads else None
 
@@ -119,16 +118,17 @@ class Planner:
             self._preempt(builder, victim)
 
     def _plan_decodes(self, builder: PlanBuilder) -> None:
-        plan = builder.decoding.append
+        plan, width = builder.decoding.append, builder.width
         # A preemption removes only the current element or later ones.
         for sequence in itertools.islice(self._batch.decoding, builder.kind.most_decodes):
-            most = sequence.max_num_tokens - 1  # the last token need not be computed
-            if sequence.num_computed_tokens >= most:
+            start, most = sequence.num_computed_tokens, sequence.max_num_tokens
+            end = start + width
+            need = end if end < most else most - 1  # the last token need not be computed
+            if need <= start:
                 continue  # its last token may be in flight
-            end = min(sequence.num_computed_tokens + builder.width, most)
-            if end > sequence.pages.num_reserved_tokens and not self._reserve(builder, sequence, end):
+            if need > sequence.pages.num_reserved_tokens and not self._reserve(builder, sequence, need):
                 continue
-            sequence.num_computed_tokens += builder.width
+            sequence.num_computed_tokens = end
             plan(sequence)
         builder.budget -= len(builder.decoding)
 
