@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -219,10 +220,40 @@ class CompileOptions:
         20, "most log-probabilities per token that a request may ask for; -1: up to the whole vocabulary"
     )
     compile_threads: int = option(0, "programs compiled at once; 0: one per core, at most 8")
+    precompile_bs_paddings: tuple[int, ...] | None = option(
+        None, "padded rows of steps that only decode; the last must hold max_num_seqs; default: about equal ratios"
+    )
+    precompile_token_paddings: tuple[int, ...] | None = option(
+        None,
+        "padded tokens of the other steps; the last must hold max_num_batched_tokens; default: about equal ratios; "
+        "jaxserve tune-buckets chooses both for a trace",
+    )
 
     def __post_init__(self) -> None:
         check_choices(self)
         check_at_least(self, compile_threads=0, max_logprobs=-1)
+        for name in ("precompile_bs_paddings", "precompile_token_paddings"):
+            sizes = getattr(self, name)
+            if sizes is not None and (not sizes or sizes[0] < 1 or any(a >= b for a, b in pairwise(sizes))):
+                message = f"must be ascending sizes of at least 1, got {shorten(list(sizes))}"
+                raise ConfigError(message, field=name, value=sizes)
+
+    def require_sizes(self, max_num_seqs: int, max_num_batched_tokens: int, *, deterministic: bool) -> None:
+        """Raises ConfigError if no padded size holds a full step, or a size is one that no step can use."""
+        rows, tokens = self.precompile_bs_paddings, self.precompile_token_paddings
+        for name, sizes, limit, most in (
+            ("precompile_bs_paddings", rows, "max_num_seqs", max_num_seqs),
+            ("precompile_token_paddings", tokens, "max_num_batched_tokens", max_num_batched_tokens),
+        ):
+            if sizes is not None and sizes[-1] < most:
+                raise ConfigError(f"the last must hold {limit}={most}, got {sizes[-1]}", field=name, value=sizes)
+            if sizes is not None and deterministic and len(sizes) > 1:
+                message = f"must be one size with deterministic, which pads every step alike, got {list(sizes)}"
+                raise ConfigError(message, field=name, value=sizes)
+        most_rows = max_num_seqs if rows is None else rows[-1]
+        if tokens is not None and tokens[0] <= most_rows:
+            message = f"each must be above {most_rows}, the rows that every such step has, got {tokens[0]}"
+            raise ConfigError(message, field="precompile_token_paddings", value=tokens)
 
     @property
     def cache_dir(self) -> Path | None:
@@ -309,6 +340,7 @@ class EngineConfig:
             least = f"max_num_seqs + {MIN_CHUNK} = {rows + MIN_CHUNK}"
             message = f"must be at least {least}, so that prompts progress beside a full batch"
             raise ConfigError(message, field="max_num_batched_tokens", value=scheduler.max_num_batched_tokens)
+        self.compile.require_sizes(rows, scheduler.max_num_batched_tokens, deterministic=scheduler.deterministic)
         return replace(self, cache=_fill(self.cache, defaults), scheduler=scheduler)
 
 

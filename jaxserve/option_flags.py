@@ -33,6 +33,8 @@ def add_flag(group: Any, option: Field[Any]) -> None:
     text = _describe(option, kind).replace("%", "%%")
     if kind == "bool":
         how: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+    elif kind == "tuple[int, ...]":
+        how = {"type": read_integers, "metavar": "INT,INT,..."}
     elif kind.startswith("tuple"):
         how = {"action": "append", "metavar": "TEXT"}
     else:
@@ -41,6 +43,14 @@ def add_flag(group: Any, option: Field[Any]) -> None:
     group.add_argument(spell_flag(option.name), dest=option.name, default=None, help=text, **how)
     for name in aliases:
         group.add_argument(*spell_aliases(name), dest=name, default=None, help=argparse.SUPPRESS, **how)
+
+
+def read_integers(text: str) -> tuple[int, ...]:
+    """Returns the integers of a list like "8,16,32"; ArgumentTypeError if it is none."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be integers like 8,16,32, got {text!r}") from None
 
 
 def _describe(option: Field[Any], kind: str) -> str:

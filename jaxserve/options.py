@@ -22,6 +22,7 @@ _TYPES: dict[str, tuple[Any, str]] = {
     "float": (int | float, "a number"),
     "str": (str, "a string"),
 }
+_ITEMS: dict[str, tuple[type, str]] = {"tuple[str, ...]": (str, "strings"), "tuple[int, ...]": (int, "integers")}
 
 
 def option(
@@ -82,9 +83,10 @@ def _check_type(name: str, value: Any, declared: str) -> Any:
     if value is None and kind != declared:
         return None
     if kind.startswith("tuple"):
-        if isinstance(value, list | tuple) and all(isinstance(each, str) for each in value):
+        each_type, text = _ITEMS[kind]
+        if isinstance(value, list | tuple) and all(type(each) is each_type for each in value):
             return tuple(value)
-        raise ConfigError(f"must be a list of strings, got {shorten(value)}", field=name, value=value)
+        raise ConfigError(f"must be a list of {text}, got {shorten(value)}", field=name, value=value)
     types, text = _TYPES[kind]
     if not isinstance(value, types) or (isinstance(value, bool) and kind != "bool"):
         raise ConfigError(f"must be {text}, got {shorten(value)}", field=name, value=value)

@@ -4,6 +4,9 @@ For each batch size B and context, B requests are prefilled. Once all decode, st
 it does for users, planning the next step while one runs. The limit of a step is max(W / BW, F / P) + KV / BW: the
 weights W are streamed while F operations run on them, then the pages KV are read. BW and P are the rates of a copy and
 a matmul in the same run. `--dry-run` uses a tiny shape, to test the script.
+
+`--calibrate FILE` also times prompt steps, fits the rates and costs of `jaxserve simulate` to all steps, and writes
+them.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import random
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +30,13 @@ from rich.table import Table
 from jaxserve import LLM, SamplingParams
 from jaxserve.presets import load_preset
 from jaxserve.request import Request
+from jaxserve.runtime.buckets import Bucket
+from jaxserve.simulation.calibration import StepWork, count_weights, fit, write_calibration
 from pallas_kernels.layout import page_bytes
 
 BATCHES = (1, 8, 32, 64, 128, 256)
 CONTEXTS = (1024, 4096)
-DRY_RUN = {"preset": "llama-30m", "batches": (1, 2), "contexts": (64,), "steps": 4}
+DRY_RUN = {"preset": "llama-30m", "batches": (1, 2), "contexts": (64, 128), "steps": 4}
 _SETTLE = 4  # steps after the last prefill that are not counted
 
 
@@ -60,9 +65,9 @@ def step_limit(llm: LLM, limits: DeviceLimits, batch: int, context: int) -> floa
     """Returns the least seconds of a step on one device, by the module's formula."""
     weights = streamed_bytes(llm)
     parameters = weights / jnp.dtype(llm.ready.shapes.model.dtype).itemsize
-    spec, groups = llm.ready.plan.spec, llm.ready.shapes.model.kv_groups
+    spec = llm.ready.plan.spec
     token_bytes = page_bytes(spec) / spec.page_size
-    keys = sum(len(group.layers) * min(context, group.window or context) for group in groups)
+    keys = count_keys(llm, context)
     matmuls = max(weights / limits.bytes_per_second, 2 * parameters * batch / limits.flops_per_second)
     return matmuls + batch * keys * token_bytes / limits.bytes_per_second
 
@@ -95,6 +100,48 @@ def measure(llm: LLM, limits: DeviceLimits, batch: int, context: int, steps: int
     engine.abort_all()
     engine.drain()
     return Point(batch, context, seconds, step_limit(llm, limits, batch, context))
+
+
+def describe_decode(llm: LLM, point: Point) -> StepWork:
+    """Returns what a measured decode step had to do, padding included."""
+    bucket = llm.ready.shapes.buckets.find(point.batch, point.batch)
+    return _describe(llm, bucket, point.batch * count_keys(llm, point.context), 0, point.seconds)
+
+
+def measure_prompts(llm: LLM, steps: int) -> StepWork:
+    """Times steps of prompts that fill the largest bucket; each prompt is as long as a step."""
+    engine, bucket = llm.ready.engine, llm.ready.shapes.buckets.largest
+    length = min(llm.ready.shapes.limits.max_num_batched_tokens, llm.ready.shapes.model.max_model_len - 1)
+    rng, size = random.Random(0), llm.ready.shapes.model.vocab_size
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    started = engine.runner.counts.steps.copy()
+    for turn in range(2):  # the first may compile
+        started, start = engine.runner.counts.steps.copy(), time.perf_counter()
+        for _ in range(steps if turn else 1):
+            ids = [rng.randrange(3, size) for _ in range(length)]
+            engine.add_request(llm.ready.requests.make({"prompt_token_ids": ids}, params))
+        while engine.has_unfinished:
+            engine.step()
+        seconds = time.perf_counter() - start
+    done = engine.runner.counts.steps - started
+    assert set(done) == {bucket}, f"other steps than {bucket} ran: {done}"
+    return _describe(llm, bucket, count_keys(llm, length), length * (length + 1) // 2, seconds / done.total())
+
+
+def _describe(llm: LLM, bucket: Bucket, num_keys: int, num_pairs: int, seconds: float) -> StepWork:
+    """Returns the work of a step that reads so many keys of a layer and computes so many pairs of query and key."""
+    model, spec = llm.ready.shapes.model, llm.ready.plan.spec
+    layers, head = count_weights(model)
+    pair_operations = 4 * model.attention.num_heads * model.attention.head_dim * model.num_layers
+    operations = 2 * (layers * bucket.tokens + head * bucket.rows) + pair_operations * num_pairs
+    key_bytes = page_bytes(spec) / spec.page_size
+    return StepWork(streamed_bytes(llm), float(operations), num_keys * key_bytes, bucket.rows, seconds)
+
+
+def count_keys(llm: LLM, context: int) -> int:
+    """Returns the keys that a query at the end of `context` tokens sees, in all layers together."""
+    groups = llm.ready.shapes.model.kv_groups
+    return sum(len(group.layers) * min(context, group.window or context) for group in groups)
 
 
 def can_hold(llm: LLM, batch: int, context: int, steps: int) -> bool:
@@ -142,6 +189,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=64, help="decode steps per point (default: %(default)s)")
     parser.add_argument("--dry-run", action="store_true", help="a tiny shape on any device, in a minute")
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--calibrate", type=Path, metavar="FILE", help="write the figures that jaxserve simulate takes")
     args = parser.parse_args()
     if args.dry_run:
         for name, value in DRY_RUN.items():
@@ -199,6 +247,13 @@ def main() -> None:
     print_points(console, llm, limits, points, skipped)
     if args.json:
         write_points(args.json, limits, points, skipped)
+    if args.calibrate:
+        works = [*(describe_decode(llm, point) for point in points), measure_prompts(llm, args.steps)]
+        found = fit(limits.device, llm.ready.shapes.platform, works)
+        write_calibration(
+            args.calibrate, found, model=args.preset, jax=jax.__version__, steps=[asdict(work) for work in works]
+        )
+        console.print(f"{found.describe()} Wrote {args.calibrate}")
 
 
 if __name__ == "__main__":

@@ -37,6 +37,11 @@ def test_flat_options_find_their_section() -> None:
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization", r"^gpu_memory_utilization: must be in \(0, 1\]"),
         ({"block_size": 48}, "block_size", "^block_size: must be a power of two"),
         ({"page_size": 32, "block_size": 32}, "block_size", "also as page_size"),
+        ({"precompile_bs_paddings": "8"}, "precompile_bs_paddings", "a list of integers, got '8'"),
+        ({"precompile_bs_paddings": [8, True]}, "precompile_bs_paddings", "a list of integers"),
+        ({"precompile_bs_paddings": []}, "precompile_bs_paddings", "ascending sizes of at least 1"),
+        ({"precompile_bs_paddings": [0, 8]}, "precompile_bs_paddings", "ascending sizes of at least 1"),
+        ({"precompile_token_paddings": [64, 64]}, "precompile_token_paddings", "ascending sizes"),
     ],
 )
 def test_refusals_name_the_option(options: dict[str, object], field: str, message: str) -> None:
@@ -106,3 +111,29 @@ def test_without_a_home_there_is_no_cache(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", find_home)
     assert EngineConfig().compile.cache_dir is None
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "message"),
+    [
+        ({"precompile_bs_paddings": [4, 16]}, "precompile_bs_paddings", "the last must hold max_num_seqs=32, got 16"),
+        ({"precompile_token_paddings": [64, 256]}, "precompile_token_paddings", "max_num_batched_tokens=512, got 256"),
+        ({"precompile_token_paddings": [32, 512]}, "precompile_token_paddings", "each must be above 32, the rows"),
+        (
+            {"precompile_bs_paddings": [8, 100], "precompile_token_paddings": [64, 512]},
+            "precompile_token_paddings",
+            "each must be above 100",
+        ),
+        ({"precompile_bs_paddings": [8, 32], "deterministic": True}, "precompile_bs_paddings", "one size with determ"),
+    ],
+)
+def test_padded_sizes_must_hold_every_step(options: dict[str, list[int]], field: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        EngineConfig.from_options(**options).resolve("cpu")
+    assert caught.value.field == field
+
+
+def test_padded_sizes_come_as_lists(tmp_path: Path) -> None:
+    (tmp_path / "options.toml").write_text("precompile_bs_paddings = [8, 32]\nprecompile_token_paddings = [64, 512]\n")
+    config = EngineConfig.from_options(**read_options(tmp_path / "options.toml")).resolve("cpu").compile
+    assert (config.precompile_bs_paddings, config.precompile_token_paddings) == ((8, 32), (64, 512))

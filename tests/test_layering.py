@@ -40,6 +40,7 @@ FLOORS = {
     "jaxserve.sampling": "F2b.0",
     "jaxserve.runtime": "F3",
     "jaxserve.engine": "F4",
+    "jaxserve.simulation": "F4.1",
     "jaxserve.server": "F5",
     "jaxserve.cli": "F6",
     "jaxserve.__main__": "F7",

@@ -11,6 +11,7 @@ from jaxserve.cli import commands
 from jaxserve.cli.flags import Parser, add_command_options, add_sampling_flags
 from jaxserve.cli.prompts import RULE
 from jaxserve.cli.replay import replay
+from jaxserve.cli.simulate import add_simulate_flags, add_tune_flags, simulate, tune_buckets
 from jaxserve.config import EngineConfig
 from jaxserve.errors import JaxServeError
 from jaxserve.option_flags import add_flag
@@ -61,6 +62,10 @@ def _make_parser() -> argparse.ArgumentParser:
     add_command_options(plan, (EngineConfig,))
     text = "print versions, devices, kernels, programs and the compile cache, and what is broken"
     add_command_options(_add_command(group, "doctor", commands.doctor, text), (EngineConfig,))
+    text = "run a trace of requests through the engine on a virtual clock: times, throughput, devices needed"
+    add_simulate_flags(_add_command(group, "simulate", simulate, text, "[MODEL] --trace FILE --device KIND"))
+    text = "choose the padded sizes of steps that waste least on a trace, and print them as TOML"
+    add_tune_flags(_add_command(group, "tune-buckets", tune_buckets, text, "[MODEL] --trace FILE --device KIND"))
     _add_replay(group)
     text = "compare answers among random other requests with the same answers alone, bit for bit, on this device"
     verify = _add_command(group, "verify-determinism", commands.verify_determinism, text)

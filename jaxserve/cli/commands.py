@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxserve.cli.flags import read_flags, read_sampling_params
+from jaxserve.cli.flags import read_engine_options, read_flags, read_sampling_params
 from jaxserve.cli.prompts import split_words
 from jaxserve.config import EngineConfig
-from jaxserve.errors import ConfigError, TokenizerError
+from jaxserve.errors import TokenizerError
 
 BATCH_OPTIONS = (  # the server's options that matter without a socket
     "served_model_name",
@@ -28,7 +28,7 @@ def serve(args: argparse.Namespace) -> int:
     from jaxserve.server.launch import serve as run
     from jaxserve.server.options import ServerConfig
 
-    engine = EngineConfig.from_options(**_read_engine_options(args))
+    engine = EngineConfig.from_options(**read_engine_options(args))
     return run(engine, ServerConfig.from_options(**read_flags(args, ServerConfig)))
 
 
@@ -39,7 +39,7 @@ def generate(args: argparse.Namespace) -> int:
     if not args.words and sys.stdin.isatty():
         print("Type one prompt a line; Ctrl-D ends them.", file=sys.stderr)
     args.served, prompts = split_words(args.words, args.model, sys.stdin)
-    options = _read_engine_options(args)
+    options = read_engine_options(args)
     template = _read_template(args)
     _require_tokenizer(options, needs_template=args.chat and template is None)
     llm = LLM(**options)
@@ -64,7 +64,7 @@ def chat(args: argparse.Namespace) -> None:
     from jaxserve import AsyncLLM, OutputKind
     from jaxserve.cli.chat import Chat
 
-    options = {"compile": "used"} | _read_engine_options(args)  # a user waits for few programs instead of all
+    options = {"compile": "used"} | read_engine_options(args)  # a user waits for few programs instead of all
     template = _read_template(args)
     _require_tokenizer(options, needs_template=template is None)
     llm = AsyncLLM(**options)
@@ -80,7 +80,7 @@ def run_batch(args: argparse.Namespace) -> int:
     from jaxserve.server.options import ServerConfig
     from jaxserve.server.run_batch import run_batch as run
 
-    engine = EngineConfig.from_options(**_read_engine_options(args))
+    engine = EngineConfig.from_options(**read_engine_options(args))
     given = read_flags(args, ServerConfig, BATCH_OPTIONS)
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     summary = run(
@@ -98,7 +98,7 @@ def plan(args: argparse.Namespace) -> None:
     """`jaxserve plan`."""
     from jaxserve.engine.model_files import locate_model, resolve_model
 
-    config = EngineConfig.from_options(**_read_engine_options(args))
+    config = EngineConfig.from_options(**read_engine_options(args))
     model = resolve_model(config, locate_model(config.model, need_weights=False))
     from jaxserve.runtime.memory_report import (
         print_plan,
@@ -112,7 +112,7 @@ def doctor(args: argparse.Namespace) -> int:
     from jaxserve.engine.model_files import locate_model, resolve_model
     from jaxserve.runtime.doctor import print_report
 
-    config = EngineConfig.from_options(**_read_engine_options(args))
+    config = EngineConfig.from_options(**read_engine_options(args))
     is_well = print_report(config, lambda: resolve_model(config, locate_model(config.model, need_weights=False)))
     return 0 if is_well else 1
 
@@ -121,16 +121,7 @@ def verify_determinism(args: argparse.Namespace) -> int:
     """`jaxserve verify-determinism`; returns 1 when an answer differed."""
     from jaxserve.cli.determinism import verify
 
-    return 0 if verify(_read_engine_options(args), args.neighbourhoods) else 1
-
-
-def _read_engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the engine's options from flags, config file and first argument."""
-    if args.served is not None:  # the model, given without its flag
-        if args.model is not None:
-            raise ConfigError(f"given twice, also as {args.served!r}", field="model", value=args.model)
-        args.model = args.served
-    return read_flags(args, EngineConfig)
+    return 0 if verify(read_engine_options(args), args.neighbourhoods) else 1
 
 
 def _read_template(args: argparse.Namespace) -> str | None:

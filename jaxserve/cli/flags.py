@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from jaxserve.config import EngineConfig
+from jaxserve.errors import ConfigError
 from jaxserve.option_flags import add_options, spell_flag
 from jaxserve.options import list_options, read_options
 from jaxserve.sampling_params import SamplingParams
@@ -90,6 +91,15 @@ def read_flags(args: argparse.Namespace, config: type, names: Iterable[str] | No
     settled = {called.get(name, name) for name in given}
     file = {name: value for name, value in read_options(args.config).items() if name not in foreign}
     return {name: value for name, value in file.items() if called.get(name, name) not in settled} | given
+
+
+def read_engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the engine's options from flags, config file and first argument."""
+    if args.served is not None:  # the model, given without its flag
+        if args.model is not None:
+            raise ConfigError(f"given twice, also as {args.served!r}", field="model", value=args.model)
+        args.model = args.served
+    return read_flags(args, EngineConfig)
 
 
 def _list_names(config: type, names: Iterable[str] | None = None) -> dict[str, str]:

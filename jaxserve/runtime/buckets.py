@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from jaxserve.config import MIN_CHUNK
@@ -12,6 +12,7 @@ from jaxserve.errors import MissingProgramError
 
 _MAX_LOOP_ROWS = 8
 _MAX_PROGRAMS = {"cpu": 12, "gpu": 40, "tpu": 40}
+PROGRAMS_PER_ROWS = 3  # a decode size is a forward and two sample programs
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -78,21 +79,38 @@ class BucketTable:
         return self.buckets[len(self._decode_rows) + bisect_left(self._mixed_tokens, num_tokens)]
 
 
-def make_buckets(platform: str, max_num_seqs: int, max_num_batched_tokens: int) -> BucketTable:
+def make_buckets(
+    platform: str,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    decode_rows: Sequence[int] | None = None,
+    mixed_tokens: Sequence[int] | None = None,
+) -> BucketTable:
     """Returns the finest geometric buckets that stay within the platform's limit of programs.
 
     On CPU the smallest decode bucket has two rows: XLA's bf16 product with a single row is many times slower there.
+
+    Args:
+        decode_rows: sizes in place of those, ascending, from `precompile_bs_paddings`.
+        mixed_tokens: the same, from `precompile_token_paddings`.
     """
-    limit, factor = _MAX_PROGRAMS[platform], 4 if platform == "cpu" else 2
+    limit = _MAX_PROGRAMS[platform]
+    decode = _choose_rows(platform, max_num_seqs, limit) if decode_rows is None else decode_rows
+    if mixed_tokens is None:
+        first = max(64, decode[-1] + MIN_CHUNK)
+        most = max(2, limit - PROGRAMS_PER_ROWS * len(decode))
+        mixed_tokens = _spread(first, max(first, max_num_batched_tokens), most)
+    return BucketTable(decode, mixed_tokens, max_num_seqs)
+
+
+def _choose_rows(platform: str, max_num_seqs: int, limit: int) -> list[int]:
+    factor = 4 if platform == "cpu" else 2
     least, rows = (2, max(2, max_num_seqs)) if platform == "cpu" else (1, max_num_seqs)
     decode = _divide(rows, least, factor)
-    while 3 * len(decode) > limit - 2:  # a decode size is a forward and two sample programs
+    while PROGRAMS_PER_ROWS * len(decode) > limit - 2:
         factor *= 2
         decode = _divide(rows, least, factor)
-    first = max(64, rows + MIN_CHUNK)
-    return BucketTable(
-        decode, _spread(first, max(first, max_num_batched_tokens), limit - 3 * len(decode)), max_num_seqs
-    )
+    return decode[::-1]
 
 
 def _divide(last: int, least: int, factor: int) -> list[int]:

@@ -65,13 +65,18 @@ def print_plan(config: EngineConfig, model: DecoderConfig, device: str | None) -
         _plan_for_attached(config, model)
 
 
-def _plan_for_kind(config: EngineConfig, model: DecoderConfig, device: str) -> None:
+def find_kind(device: str) -> DeviceKind:
+    """Returns the kind of that name; ConfigError, with the nearest names, if there is none."""
     if device not in DEVICE_KINDS:
         near = [kind for kind in DEVICE_KINDS if kind.startswith(device.lower())]
         near = near or difflib.get_close_matches(device.lower(), DEVICE_KINDS, n=1)
         hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(DEVICE_KINDS)}"
         raise ConfigError(f"{shorten(device)} is not known; {hint}", field="device", value=device)
-    kind = DEVICE_KINDS[device]
+    return DEVICE_KINDS[device]
+
+
+def _plan_for_kind(config: EngineConfig, model: DecoderConfig, device: str) -> None:
+    kind = find_kind(device)
     shapes = make_shapes(config, model, kind.platform, kind.name)
     source = "Formulas for a device that is not attached: a few percent may be wrong."
     _print_table(device, shapes, kind.memory, kind.memory, estimate_use(shapes), source)

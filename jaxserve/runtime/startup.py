@@ -139,7 +139,8 @@ def make_shapes(config: EngineConfig, model: DecoderConfig, platform: str, devic
     config = config.resolve(platform)
     scheduler, page_size = config.scheduler, config.cache.page_size
     assert scheduler.max_num_seqs and scheduler.max_num_batched_tokens and page_size
-    buckets = make_buckets(platform, scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+    sizes = config.compile.precompile_bs_paddings, config.compile.precompile_token_paddings
+    buckets = make_buckets(platform, scheduler.max_num_seqs, scheduler.max_num_batched_tokens, *sizes)
     buckets = buckets.take_largest() if scheduler.deterministic else buckets
     groups, pages_per_row = len(model.kv_groups), -(-model.max_model_len // page_size)
     rows = max(buckets.row_counts)

@@ -122,4 +122,4 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.decode_rows) * self.width + sum(len(chunk.token_ids) for chunk in self.chunks)
+        return len(self.decode_rows) * self.width + sum([len(chunk.token_ids) for chunk in self.chunks])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
 from jaxserve.scheduler.limits import SchedulerLimits
@@ -15,8 +15,11 @@ _DECAY = 0.9997  # an estimate 10 % above a limit is tried again after 318 steps
 @dataclass(slots=True)
 class _Size:
     samples: deque[float] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
-    median: float = 0.0
     step: int = 0  # at the last sample
+
+    @property
+    def median(self) -> float:
+        return sorted(self.samples)[len(self.samples) // 2]
 
 
 class StepTimes:
@@ -28,7 +31,7 @@ class StepTimes:
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._rows, self._tokens = limits.row_sizes, limits.token_sizes
-        self._sizes: dict[tuple[bool, int], _Size] = {}
+        self._sizes: defaultdict[tuple[bool, int], _Size] = defaultdict(_Size)
         self._num_steps = 0
 
     def add(self, num_tokens: int, num_rows: int, seconds: float) -> None:
@@ -36,9 +39,9 @@ class StepTimes:
         is_decode = num_tokens == num_rows
         key = is_decode, _round_up(self._rows if is_decode else self._tokens, num_tokens)
         self._num_steps += 1
-        size = self._sizes.setdefault(key, _Size())
+        size = self._sizes[key]
         size.samples.append(seconds)
-        size.median, size.step = sorted(size.samples)[len(size.samples) // 2], self._num_steps
+        size.step = self._num_steps
 
     def estimate(self, num_tokens: int) -> float:
         """Returns the seconds of a mixed step; 0 if there was none of its size."""

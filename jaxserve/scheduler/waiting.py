@@ -45,6 +45,9 @@ class WaitingQueue:
     def __len__(self) -> int:
         return sum(map(len, self._lanes.values()))
 
+    def __bool__(self) -> bool:
+        return any(self._lanes.values())
+
     def __iter__(self) -> Iterator[Sequence]:
         return merge(*self._lanes.values(), key=age)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.requests import Request as HttpRequest
 
-from jaxserve.request import Request, RequestOutput
+from jaxserve.request import Request, RequestOutput, ServiceTier
 from jaxserve.sampling_params import OutputKind
 from jaxserve.server.errors import to_api_error
 from jaxserve.server.metrics import Tally
@@ -112,6 +112,8 @@ class Generation:
                 self._trace(record, None)
             context, account = get_context(self._http.scope), self.account
             context.prompt_tokens, context.output_tokens = account.prompt_tokens, account.completion_tokens
+            if (tier := self._requests[0].service_tier) != ServiceTier.DEFAULT:  # the same for all
+                context.service_tier = str(tier)
 
     def _count_taken(self) -> None:
         """Counts the requests once the engine has accepted them."""

@@ -102,6 +102,7 @@ def log_access(request_id: str, scope: Scope, status: int, seconds: float) -> No
         "method": scope["method"][:20],
         "path": path[:_MAX_CLIENT_TEXT],
         "tenant": context.rights.tenant.name or None,
+        "service_tier": context.service_tier,
         "status": status,
         "seconds": round(seconds, 6),
         "prompt_tokens": context.prompt_tokens,

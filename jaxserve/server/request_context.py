@@ -25,6 +25,7 @@ class RequestContext:
     body_share: BodyShare | None = None  # bytes that the body holds of the server's budget: read_body
     prompt_tokens: int | None = None  # for the access log; None where nothing was generated: Generation
     output_tokens: int | None = None  # likewise: Generation
+    service_tier: str | None = None  # likewise, and None for the default tier: Generation
     drop_connection: Callable[[], None] | None = None  # closes at once; None without a connection: LimitedHttp
 
 

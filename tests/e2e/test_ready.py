@@ -14,6 +14,7 @@ import pytest
 from jaxserve import LLM, SamplingParams
 from jaxserve.errors import ConfigError, InvalidRequestError, MissingProgramError, NonFiniteLogitsError, WeightsError
 from jaxserve.request import Request
+from jaxserve.runtime.buckets import Bucket
 from jaxserve.scheduler import StepPlan
 from tests.e2e.helpers import generate_ids, greedy, make_llm
 
@@ -61,6 +62,16 @@ def test_nothing_compiles_after_ready(llm: LLM) -> None:
         assert compiled, "the listener must see a compilation when there is one"
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)  # others listen as well
+
+
+def test_padded_sizes_are_those_of_the_options(llm: LLM) -> None:
+    sizes = {"precompile_bs_paddings": [5], "precompile_token_paddings": [96]}
+    few = make_llm(
+        "llama_gqa", max_num_seqs=5, max_num_batched_tokens=96, num_kv_pages_override=16, compile="all", **sizes
+    )
+    assert run_mixed_load(few) == run_mixed_load(llm)
+    assert set(few.ready.runner.counts.steps) == {Bucket(5, 5), Bucket(96, 5)} == set(few.ready.runner.programs.forward)
+    assert few.ready.runner.num_programs < llm.ready.runner.num_programs and few.ready.runner.num_compiles == 0
 
 
 def test_only_the_explicit_transfer_is_made(llm: LLM) -> None:

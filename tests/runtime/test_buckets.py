@@ -43,3 +43,19 @@ def test_what_does_not_fit_is_an_error() -> None:
     for tokens, rows in ((65, 8), (9, 9), (20, 9)):
         with pytest.raises(MissingProgramError, match=f"{tokens} tokens in {rows} rows"):
             table.find(tokens, rows)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_given_sizes_are_the_sizes(platform: str) -> None:
+    table = make_buckets(platform, 6, 100, decode_rows=(3, 8), mixed_tokens=(50, 100))
+    assert (table.row_counts, table.token_counts) == ((3, 8), (50, 100))
+    assert (table.find(4, 4), table.find(9, 1)) == (Bucket(8, 8), Bucket(50, 8))
+    assert table.largest == Bucket(100, 8)
+
+
+def test_one_kind_of_sizes_may_be_given() -> None:
+    table = make_buckets("gpu", 6, 500, decode_rows=(40,))
+    assert table.row_counts == (40,) and table.token_counts[0] == 72 and table.token_counts[-1] == 500
+    assert len(table.token_counts) <= LIMITS["gpu"] - 3
+    table = make_buckets("gpu", 6, 500, mixed_tokens=(500,))
+    assert table.token_counts == (500,) and table.row_counts[-1] == 6 and len(table.row_counts) > 1

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxserve.simulation.calibration import read_calibration
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -43,11 +45,16 @@ def test_bench_kernels(tmp_path: Path, impl: str, options: tuple[str, ...], shap
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_bench_engine(tmp_path: Path) -> None:
-    output = run_script("bench_engine.py", "--json", str(tmp_path / "found.json"))
+    files = "--json", str(tmp_path / "found.json"), "--calibrate", str(tmp_path / "calibration.json")
+    output = run_script("bench_engine.py", *files)
     assert "share of the limit" in output
     document = json.loads((tmp_path / "found.json").read_text())
-    assert [point["batch"] for point in document["points"]] == [1, 2] and not document["not_measured"]
+    assert [point["batch"] for point in document["points"]] == [1, 2, 1, 2] and not document["not_measured"]
     assert all(point["seconds"] > 0 and point["limit"] > 0 for point in document["points"])
+    found = read_calibration(tmp_path / "calibration.json")
+    assert found.is_measured and found.platform == "cpu" and found.bytes_per_second > 0
+    steps = json.loads((tmp_path / "calibration.json").read_text())["steps"]
+    assert [step["rows"] for step in steps] == [2] * 5 and steps[-1]["operations"] > 10 * steps[0]["operations"]
 
 
 @pytest.mark.slow
@@ -59,3 +66,14 @@ def test_bench_structured(tmp_path: Path) -> None:
     (found,), (answers,) = written["schema"], written["answers"]
     assert answers["automata"]["tokens_per_answer"] >= 2 and answers["masks"]["ms_per_answer"] > 0
     assert found["structured"]["open_rows"] == 4 and found["structured"]["tokens_per_step"] > 3
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_bench_simulator(tmp_path: Path) -> None:
+    sizes = "--rows", "8", "--budget", "256", "--requests", "60", "--repeats", "1"
+    output = run_script("bench_simulator.py", *sizes, "--json", str(tmp_path / "found.json"), flag="--clock=cpu")
+    assert "simulated / real" in output
+    document = json.loads((tmp_path / "found.json").read_text())
+    assert document["formula"]["step_seconds"] > 0
+    assert all(min(pair) > 0 for quantiles in document["milliseconds"].values() for pair in quantiles.values())

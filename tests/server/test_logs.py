@@ -9,14 +9,18 @@ import logging
 import threading
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import pydantic
 import pytest
 from starlette.types import Scope
 
 from jaxserve.errors import ConfigError, InvalidRequestError
+from jaxserve.request import ServiceTier, Tenant
+from jaxserve.server.keys import KeyRights
 from jaxserve.server.logs import LogWriter, configure_logging, escape, log_access
 from jaxserve.server.request_context import get_context
+from jaxserve.simulation.traces import read_trace
 from tests.server.conftest import keep_loggers
 
 SECRET = "my secret prompt"
@@ -124,6 +128,23 @@ def test_access_line_and_its_fields() -> None:
     expected = {"request_id": "r-1", "client": "10.0.0.7", "method": "POST", "path": "/v1/completions", "status": 200}
     expected |= {"seconds": 1.23456, "prompt_tokens": 12, "output_tokens": 34}
     assert {name: entry[name] for name in expected} == expected
+
+
+def test_the_log_is_a_trace_for_the_simulator(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    handler = configure_logging("info", True, stream)
+    flex = make_generated(12, 34)
+    get_context(flex).service_tier = "flex"
+    get_context(flex).rights = KeyRights(Tenant("blue"))
+    log_access("r-1", flex, 200, 3.0)
+    log_access("r-2", make_scope(method="GET", path="/nothing"), 404, 0.001)
+    log_access("r-3", make_generated(5, 6), 200, 1.0)
+    (tmp_path / "log").write_text("\n".join(read_lines(handler, stream)))
+    first, second = read_trace(tmp_path / "log")
+    assert (first.num_prompt_tokens, first.num_output_tokens, first.arrival_time) == (12, 34, 0.0)
+    assert (first.tenant, first.service_tier) == ("blue", ServiceTier.FLEX)
+    assert (second.num_prompt_tokens, second.tenant, second.service_tier) == (5, "", ServiceTier.DEFAULT)
+    assert second.arrival_time == pytest.approx(2.0, abs=0.5)
 
 
 def test_probes_are_quiet_unless_they_fail() -> None:

@@ -1,0 +1,34 @@
+"""docs/simulation.md: its Python runs, and what it says of flags and formats is in the code."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from jaxserve.cli import _make_parser
+from tests.doc_pages import DOCS, run_blocks
+
+PATH = DOCS / "simulation.md"
+
+
+def test_blocks_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run_blocks(PATH, monkeypatch)
+    assert re.fullmatch(r"(\d+\.\d ms, then \d+\.\d ms a token\n){2}", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("command", ["simulate", "tune-buckets"])
+def test_its_commands_are_understood(command: str) -> None:
+    calls = re.findall(rf"^\$ jaxserve {command} ((?:.*\\\n)*.*)$", PATH.read_text(), flags=re.M)
+    assert calls
+    for call in calls:
+        words = call.replace("\\\n", " ").partition(">")[0].split()
+        assert _make_parser().parse_args([command, *words]).trace.endswith(".csv")
+
+
+def test_it_names_every_flag_of_its_own() -> None:
+    args = _make_parser().parse_args(["simulate", "--trace", "x"])
+    own = {"replicas", "router", "slo_ttft_ms", "slo_tpot_ms", "slo_share", "sweep", "json", "html", "trace", "device"}
+    own |= {"calibration", "rate_scale", "max_requests"}
+    assert own <= vars(args).keys()
+    assert [name for name in own if f"--{name.replace('_', '-')}" not in PATH.read_text()] == []
