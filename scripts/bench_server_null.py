@@ -34,6 +34,7 @@ from jaxserve.presets import demo_model_dir
 from jaxserve.runtime import startup
 from jaxserve.runtime.buckets import Bucket
 from jaxserve.runtime.counts import StepCounts
+from jaxserve.runtime.shapes import Shapes
 from jaxserve.scheduler import StepOutputs, StepPlan
 from jaxserve.tokenizers import load_tokenizer
 
@@ -91,7 +92,7 @@ class SlowDevice:
 def install(seconds: float, rows: int) -> None:
     """Makes all engines built afterwards run on a `SlowDevice`, with pages for all its rows."""
 
-    def start_runner(shapes: startup.Shapes, *_: Any, **__: Any) -> tuple[Any, Any]:
+    def start_runner(shapes: Shapes, *_: Any, **__: Any) -> tuple[Any, Any]:
         pages = 1 + rows * shapes.state.pages_per_row
         plan = startup.plan_cache(
             shapes.model, spec=shapes.spec, max_chunk=rows, num_devices=1, budget=0, override=pages

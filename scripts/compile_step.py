@@ -17,7 +17,8 @@ from jaxserve.presets import load_preset
 from jaxserve.runtime.buckets import Bucket
 from jaxserve.runtime.compile import trace_forward
 from jaxserve.runtime.memory import cache_budget
-from jaxserve.runtime.startup import Shapes, describe_programs, estimate_use, make_shapes, plan_pools
+from jaxserve.runtime.shapes import Shapes, make_shapes
+from jaxserve.runtime.startup import describe_programs, estimate_use, plan_pools
 from jaxserve.sharding import TENSOR_AXIS, make_mesh
 from pallas_kernels.testing.compile_gate import Gate, make_parser, print_report
 from pallas_kernels.testing.gate_report import ProgramReport

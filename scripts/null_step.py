@@ -24,7 +24,8 @@ from jaxserve.runtime.compile import compile_forward
 from jaxserve.runtime.device_state import KVCache, RowState, make_zeros
 from jaxserve.runtime.inputs import InputLayout
 from jaxserve.runtime.memory import plan_cache
-from jaxserve.runtime.startup import Shapes, describe_programs, make_shapes
+from jaxserve.runtime.shapes import Shapes, make_shapes
+from jaxserve.runtime.startup import describe_programs
 from jaxserve.runtime.step import HiddenStates, SampleInputs, StepModel
 from jaxserve.sharding import make_mesh
 from pallas_kernels import backends

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from jaxserve.runtime.memory import CachePlan
     from jaxserve.runtime.protocol import Runner
     from jaxserve.runtime.runner import ModelRunner
-    from jaxserve.runtime.startup import Shapes
+    from jaxserve.runtime.shapes import Shapes
     from jaxserve.tokenizers import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -182,7 +182,8 @@ def build_runner(
     from jaxserve.runtime.memory import device_memory_bytes
     from jaxserve.runtime.program_cache import enable_persistent_cache
     from jaxserve.runtime.self_test import confirm_attention
-    from jaxserve.runtime.startup import make_shapes, require_room, start_runner
+    from jaxserve.runtime.shapes import make_shapes
+    from jaxserve.runtime.startup import require_room, start_runner
     from jaxserve.sharding import make_mesh
 
     allow_pinned_memory(config.cache.kv_offloading_size)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from jaxserve.models.base import DecoderConfig
-    from jaxserve.runtime.startup import Shapes
+    from jaxserve.runtime.shapes import Shapes
     from jaxserve.tokenizers import Tokenizer
 
 _log = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ class EngineView:
         return {
             "page_size": shapes.config.cache.page_size,
             "num_pages": max(self._ready.plan.num_pages),
-            "num_host_pages": self._ready.runner.host_slots.memory.num_slots,
+            "num_host_pages": max(pool.num_slots for pool in self._ready.engine.scheduler.pages.host.pools),
             "dtype": shapes.spec.dtype,
             "enable_prefix_caching": shapes.config.cache.enable_prefix_caching,
         }

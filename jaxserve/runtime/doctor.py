@@ -172,7 +172,7 @@ def _look_at_model(find_model: Callable[[], DecoderConfig]) -> Seen:
 
 def _look_at_attention(config: EngineConfig, seen: dict[str, Any]) -> Seen:
     from jaxserve.runtime.self_test import confirm_attention
-    from jaxserve.runtime.startup import make_shapes
+    from jaxserve.runtime.shapes import make_shapes
 
     device = seen["Devices"][0]
     shapes = make_shapes(config, seen["Model"], device.platform, device.device_kind)

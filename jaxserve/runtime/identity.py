@@ -20,7 +20,7 @@ from jaxserve.models.base import DecoderConfig
 from jaxserve.options import list_options
 from jaxserve.runtime.memory import CachePlan
 from jaxserve.runtime.plan_codec import describe_fields
-from jaxserve.runtime.startup import Shapes
+from jaxserve.runtime.shapes import Shapes
 
 FORMAT = 1  # of the lines; goes up when their meaning changes (the fields of plans are compared by name)
 _LOCAL_OPTIONS = ("record_steps", "compilation_cache_dir", "tokenizer", "generation_config")  # no step depends on them

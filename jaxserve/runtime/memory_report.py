@@ -21,7 +21,8 @@ from jaxserve.runtime.memory import (
     cache_budget,
     device_memory_bytes,
 )
-from jaxserve.runtime.startup import Shapes, estimate_use, make_shapes, measure_use, plan_pools, require_room
+from jaxserve.runtime.shapes import Shapes, make_shapes
+from jaxserve.runtime.startup import estimate_use, measure_use, plan_pools, require_room
 from jaxserve.sharding import make_mesh
 from pallas_kernels.layout import page_bytes
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.errors import ConfigError, DeviceError
-from jaxserve.runtime.startup import Shapes
+from jaxserve.runtime.shapes import Shapes
 from pallas_kernels.backends import choose_layout, find_backend
 
 _log = logging.getLogger(__name__)

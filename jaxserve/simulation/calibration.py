@@ -15,7 +15,7 @@ from jaxserve.models.base import DecoderConfig, ParamSpec
 from jaxserve.models.registry import param_specs
 from jaxserve.runtime.memory import params_bytes
 from jaxserve.runtime.memory_report import DeviceKind
-from jaxserve.runtime.startup import Shapes
+from jaxserve.runtime.shapes import Shapes
 from jaxserve.simulation.device import Attention, StepFormula
 from pallas_kernels.layout import page_bytes
 

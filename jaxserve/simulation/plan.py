@@ -8,7 +8,8 @@ from jaxserve.models.base import DecoderConfig
 from jaxserve.runtime.host_tier import count_slots
 from jaxserve.runtime.memory import cache_budget
 from jaxserve.runtime.memory_report import DeviceKind, find_kind
-from jaxserve.runtime.startup import Shapes, estimate_use, make_shapes, page_groups, plan_pools
+from jaxserve.runtime.shapes import Shapes, make_shapes
+from jaxserve.runtime.startup import estimate_use, page_groups, plan_pools
 from jaxserve.simulation.calibration import Calibration, make_formula, take_from_data_sheet
 from jaxserve.simulation.replica import EngineSpec
 

@@ -16,7 +16,7 @@ from jaxserve.engine.model_files import locate_model, resolve_model
 from jaxserve.errors import ConfigError, DeviceError
 from jaxserve.runtime.doctor import list_checks, run_checks
 from jaxserve.runtime.self_test import confirm_attention
-from jaxserve.runtime.startup import Shapes, make_shapes
+from jaxserve.runtime.shapes import Shapes, make_shapes
 from tests.e2e.helpers import generate_ids, greedy, write_tiny_llama
 from tests.pallas_kernels.cpu_kernel import serve_kernel
 

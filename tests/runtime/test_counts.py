@@ -10,7 +10,7 @@ from jaxserve.models.registry import parse_config
 from jaxserve.runtime.buckets import Bucket
 from jaxserve.runtime.compile import watch_compiles
 from jaxserve.runtime.counts import STEP_TOKEN_BOUNDS, StepCounts
-from jaxserve.runtime.startup import make_shapes
+from jaxserve.runtime.shapes import make_shapes
 from tests.golden_cases import load_case
 
 

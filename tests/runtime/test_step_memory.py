@@ -14,7 +14,8 @@ from jaxserve.models.registry import param_specs, parse_config
 from jaxserve.runtime import startup
 from jaxserve.runtime.compile import compile_forward
 from jaxserve.runtime.memory import DeviceUse, plan_cache
-from jaxserve.runtime.startup import Shapes, describe_programs, make_shapes, measure_use, start_runner
+from jaxserve.runtime.shapes import Shapes, make_shapes
+from jaxserve.runtime.startup import describe_programs, measure_use, start_runner
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import ChunkWork, NewRow, StepPlan
 from jaxserve.sharding import DEFAULT_RULES, make_mesh

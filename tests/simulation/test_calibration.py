@@ -15,7 +15,7 @@ from jaxserve.engine.model_files import locate_model, resolve_model
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.buckets import Bucket
 from jaxserve.runtime.memory_report import DEVICE_KINDS
-from jaxserve.runtime.startup import make_shapes
+from jaxserve.runtime.shapes import make_shapes
 from jaxserve.simulation.calibration import (
     DATA_SHEET,
     Calibration,
