@@ -34,7 +34,7 @@ def watch_widths(llm: LLM) -> list[int]:
     return widths
 
 
-@pytest.fixture(scope="module", params=["llama_gqa", "qwen3_bias_window"])
+@pytest.fixture(scope="module", params=["llama_gqa", pytest.param("qwen3_bias_window", marks=pytest.mark.thorough)])
 def pair(request: pytest.FixtureRequest) -> tuple[LLM, LLM]:
     """An engine that decodes step by step, and one that loops."""
     return make_llm(request.param, **SIZES), make_llm(request.param, max_decode_steps=5, **SIZES)
@@ -86,7 +86,7 @@ def test_tight_pools_preempt_and_lose_nothing() -> None:
 
 
 def test_nothing_compiles_after_ready() -> None:
-    looping = make_llm("llama_gqa", max_decode_steps=3, compile="all", **SIZES)
+    looping = make_llm("llama_gqa", max_decode_steps=3, compile="all", **(SIZES | {"max_num_seqs": 2}))
     widths = watch_widths(looping)
     generate_ids(looping, PROMPTS, PARAMS)
     assert 3 in widths and looping.ready.runner.num_compiles == 0
