@@ -184,6 +184,10 @@ class SchedulerOptions:
         if self.deterministic and self.max_decode_steps > 1:
             message = "must be 1 with deterministic: such loops run in another program, and only while nobody waits"
             raise ConfigError(message, field="max_decode_steps", value=self.max_decode_steps)
+        threshold = self.priority_scheduling_preemption_threshold
+        if self.deterministic and threshold is not None:
+            message = f"must be left out with deterministic, in which no request yields its row, got {threshold}"
+            raise ConfigError(message, field="priority_scheduling_preemption_threshold", value=threshold)
         check_choices(self)
         limit = self.priority_itl_ms
         if limit is not None and not limit > 0:

@@ -23,10 +23,10 @@ from jaxserve import LLM, SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.pages import PageGroup, PageManager
 from jaxserve.request import Request
-from jaxserve.runtime import host_tier
+from jaxserve.runtime import tier_start
 from jaxserve.runtime.buckets import BucketTable
-from jaxserve.runtime.host_tier import measure_tier
 from jaxserve.runtime.page_copies import COPY_PAGES, HostMemory, HostSlots
+from jaxserve.runtime.tier_start import measure_tier
 from jaxserve.sampling_params import OutputKind
 from jaxserve.scheduler import Scheduler, SchedulerLimits, StepPlan
 from scripts.bench_host import PAGE_SIZE, make_null_runner
@@ -104,7 +104,7 @@ def run_loop(num_slots: int, *, rows: int, prompts: int, paced: bool) -> tuple[f
 
 def measure_model(model: str, length: int, repeats: int, **options: Any) -> list[tuple[str, str]]:
     """Returns lines of (what, figure) for a model on this device."""
-    host_tier.refuse_slow_tier = lambda figures: None  # a tier that cannot help is measured, too
+    tier_start.refuse_slow_tier = lambda *_: None  # a tier that cannot help is measured, too
     llm = LLM(model, max_num_seqs=4, max_model_len=length + 64, **options)
     ready, rng = llm.ready, random.Random(0)
     figures = measure_tier(ready.runner, ready.plan, ready.shapes.model.max_model_len)

@@ -35,7 +35,7 @@ class GrammarRows:
         mask_timeout: seconds that a step waits for its masks; None: as long as they take.
     """
 
-    def __init__(self, vocab_size: int, mask_timeout: float | None = MASK_TIMEOUT) -> None:
+    def __init__(self, vocab_size: int, mask_timeout: float | None) -> None:
         self._vocab_size, self._mask_timeout = vocab_size, mask_timeout
         self._pool: Any = None  # made with the first mask
         self._matchers: dict[Sequence, Matcher] = {}

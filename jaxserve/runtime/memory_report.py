@@ -13,7 +13,6 @@ from jaxserve.devices import find_devices
 from jaxserve.errors import CapacityError, ConfigError, shorten
 from jaxserve.models.base import DecoderConfig
 from jaxserve.runtime.host_memory import host_memory_bytes
-from jaxserve.runtime.host_tier import count_slots
 from jaxserve.runtime.memory import (
     GIB,
     CachePlan,
@@ -23,6 +22,7 @@ from jaxserve.runtime.memory import (
 )
 from jaxserve.runtime.shapes import Shapes, make_shapes
 from jaxserve.runtime.startup import estimate_use, measure_use, plan_pools, require_room
+from jaxserve.runtime.tier_start import count_slots
 from jaxserve.sharding import make_mesh
 from pallas_kernels.layout import page_bytes
 

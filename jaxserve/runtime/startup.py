@@ -31,7 +31,6 @@ from jaxserve.runtime.compile import (
 )
 from jaxserve.runtime.device_state import row_state_specs
 from jaxserve.runtime.host_memory import host_memory_bytes
-from jaxserve.runtime.host_tier import copy_bytes, count_slots, plan_host_memory, require_host_room, start_tier
 from jaxserve.runtime.inputs import InputLayout
 from jaxserve.runtime.memory import (
     CachePlan,
@@ -46,6 +45,7 @@ from jaxserve.runtime.params import WeightWriter
 from jaxserve.runtime.runner import ModelRunner, Programs
 from jaxserve.runtime.shapes import Shapes
 from jaxserve.runtime.step import StepModel
+from jaxserve.runtime.tier_start import copy_bytes, count_slots, plan_host_memory, require_host_room, start_tier
 from jaxserve.sampling import sampler_state_specs
 from jaxserve.sharding import DEFAULT_RULES, KV_POOL_AXES
 
@@ -247,7 +247,8 @@ def start_runner(
         count_compiles=watch_compiles(),
         host_memory=inputs.host_memory,
     )
-    start_tier(runner, plan, shapes.model.max_model_len, must_help=num_pages is None)  # a replay need not be fast
+    size = shapes.config.cache.kv_offloading_size
+    start_tier(runner, plan, size, shapes.model.max_model_len, must_help=num_pages is None)  # a replay need not be fast
     if is_closed:
         runner.warm_up()
     return runner, plan

@@ -68,7 +68,7 @@ class FairOrder:
 
     def __init__(self) -> None:
         self.counters: defaultdict[str, float] = defaultdict(float)  # by tenant; there are as many as tenants
-        self._latest = ""  # the tenant whose turn it was last
+        self._latest = ""  # the tenant whose prompt was computed last
 
     def find_lane(self, sequence: Sequence) -> str:
         return sequence.request.tenant.name
@@ -78,9 +78,7 @@ class FairOrder:
         self.counters[lane] = max(self.counters[lane], least)
 
     def choose(self, heads: List[Sequence]) -> Sequence:
-        chosen = min(heads, key=self._find_turn)
-        self._latest = self.find_lane(chosen)
-        return chosen
+        return min(heads, key=self._find_turn)
 
     def charge_prompt(self, sequence: Sequence, chunk: ChunkWork) -> None:
         end = min(chunk.end, sequence.num_prompt_tokens)
@@ -89,6 +87,7 @@ class FairOrder:
             sequence.num_charged_tokens = end
             tenant = sequence.request.tenant
             self.counters[tenant.name] += new / tenant.weight
+            self._latest = tenant.name
 
     def charge_outputs(self, sequences: Iterable[Sequence], runs: Iterable[List[int]]) -> None:
         counters = self.counters

@@ -5,11 +5,11 @@ from __future__ import annotations
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.models.base import DecoderConfig
-from jaxserve.runtime.host_tier import count_slots
 from jaxserve.runtime.memory import cache_budget
 from jaxserve.runtime.memory_report import DeviceKind, find_kind
 from jaxserve.runtime.shapes import Shapes, make_shapes
 from jaxserve.runtime.startup import estimate_use, page_groups, plan_pools
+from jaxserve.runtime.tier_start import count_slots
 from jaxserve.simulation.calibration import Calibration, make_formula, take_from_data_sheet
 from jaxserve.simulation.replica import EngineSpec
 

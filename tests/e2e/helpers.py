@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from tests.golden_cases import GoldenCase, load_case
 from tests.programs import PROGRAMS
 
 MAX_MODEL_LEN = 160
+ROOT = Path(__file__).parents[2]
 
 
 def make_llm(case: str | GoldenCase, **options: Any) -> LLM:
@@ -50,6 +54,25 @@ def write_tiny_llama(folder: Path, **changes: Any) -> Path:
     }
     (folder / "config.json").write_text(json.dumps(config | changes))
     return folder
+
+
+def run_on_devices(count: int, script: str, *args: str) -> Any:
+    """Runs Python code in a process with `count` CPU devices; returns the JSON value of its last line."""
+    done = subprocess.run(
+        [sys.executable, "-c", script, *args],
+        env=os.environ
+        | {
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={count}",
+            "JAX_PLATFORMS": "cpu",
+            "PYTHONPATH": str(ROOT),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def greedy(max_tokens: int = 64, **changes: Any) -> SamplingParams:

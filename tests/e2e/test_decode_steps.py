@@ -17,7 +17,7 @@ SHAPED = [
     {"repetition_penalty": 1.3, "presence_penalty": 0.4},
     {"frequency_penalty": 0.5, "temperature": 0.7, "seed": 3},
     {"logit_bias": {5: 4.0, 6: -100.0}, "min_tokens": 4, "stop_token_ids": [5]},
-    {"bad_words": None, "allowed_token_ids": list(range(3, 60)), "temperature": 1.0, "seed": 9},
+    {"allowed_token_ids": list(range(3, 60)), "temperature": 1.0, "seed": 9},
 ]
 
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -17,7 +14,7 @@ from jaxserve import LLM
 from jaxserve.engine.stats import read_stats
 from jaxserve.errors import InvalidRequestError, NonFiniteLogitsError
 from jaxserve.request import RequestOutput
-from tests.e2e.helpers import MAX_MODEL_LEN, PROGRAMS, generate_ids, greedy, make_llm
+from tests.e2e.helpers import MAX_MODEL_LEN, PROGRAMS, generate_ids, greedy, make_llm, run_on_devices
 from tests.golden_cases import GoldenCase, load_case
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -172,13 +169,5 @@ print(json.dumps([output.embedding for output in llm.embed(prompts, use_tqdm=Fal
 @pytest.mark.slow
 def test_two_devices_equal_one(llm: LLM) -> None:
     prompts = [[5], LONG[:40], [7, 8, 9]]
-    done = subprocess.run(
-        [sys.executable, "-c", TWO_DEVICES, str(PROGRAMS), json.dumps(prompts)],
-        env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stderr
-    assert_close(np.array(json.loads(done.stdout.splitlines()[-1])), embed(llm, *prompts))
+    found = run_on_devices(2, TWO_DEVICES, str(PROGRAMS), json.dumps(prompts))
+    assert_close(np.array(found), embed(llm, *prompts))

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from jaxserve import LLM, SamplingParams
-from tests.e2e.helpers import generate_ids, greedy, make_llm
+from tests.e2e.helpers import generate_ids, greedy, make_llm, run_on_devices
 from tests.golden_cases import load_case
 
 CASE = "llama_gqa"
@@ -122,13 +120,4 @@ print(json.dumps(generate_ids(llm, PROMPTS, PARAMS)))
 
 
 def test_tensor_parallel_equals_one_device(alone: list[list[int]]) -> None:
-    import json
-    import os
-
-    flags = "--xla_force_host_platform_device_count=4"
-    environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", _TP_SCRIPT], capture_output=True, text=True, check=False, cwd=ROOT, env=environment
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == alone
+    assert run_on_devices(4, _TP_SCRIPT) == alone

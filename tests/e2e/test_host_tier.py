@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import subprocess
 import sys
@@ -15,8 +13,8 @@ import pytest
 
 from jaxserve import LLM
 from jaxserve.errors import CapacityError, ConfigError
-from jaxserve.runtime import host_tier
-from tests.e2e.helpers import MAX_MODEL_LEN, generate_ids, greedy, make_llm
+from jaxserve.runtime import tier_start
+from tests.e2e.helpers import MAX_MODEL_LEN, generate_ids, greedy, make_llm, run_on_devices
 
 ROOT = Path(__file__).parents[2]
 VOCAB = 80
@@ -26,7 +24,7 @@ SIZE = 0.002  # GiB
 @pytest.fixture(autouse=True)
 def accept_any_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     """These models are computed faster than their pages are copied."""
-    monkeypatch.setattr(host_tier, "refuse_slow_tier", lambda figures: None)
+    monkeypatch.setattr(tier_start, "refuse_slow_tier", lambda *_: None)
 
 
 def make_turns(families: int = 4) -> list[list[int]]:
@@ -146,8 +144,8 @@ def test_the_tier_needs_the_prefix_cache() -> None:
 
 TWO_DEVICES = """
 import json
-from jaxserve.runtime import host_tier
-host_tier.refuse_slow_tier = lambda figures: None
+from jaxserve.runtime import tier_start
+tier_start.refuse_slow_tier = lambda *_: None
 from tests.e2e.test_host_tier import make_tiny, run_turns
 llm = make_tiny("llama_gqa", tensor_parallel_size=2)
 tokens = [run_turns(llm), run_turns(llm)]
@@ -157,15 +155,6 @@ print(json.dumps([tokens, llm.ready.engine.scheduler.counts.host_hits]))
 
 @pytest.mark.slow
 def test_tokens_are_equal_on_two_devices() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", TWO_DEVICES],
-        env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stderr
-    found, hits = json.loads(done.stdout.splitlines()[-1])
+    found, hits = run_on_devices(2, TWO_DEVICES)
     tokens = run_turns(make_llm("llama_gqa", page_size=8, enable_prefix_caching=False))
     assert found == [tokens, tokens] and hits > 500

@@ -75,6 +75,10 @@ def replay(path: Path, updates: Callable[[int], Any] = lambda index: None) -> tu
     return run.summary, reader
 
 
+def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -150,7 +154,7 @@ def change_line(path: Path, call: str, change: Callable[[dict[str, Any]], Any]) 
     middle = where[len(where) // 2]
     old = json.loads(json.dumps(lines[middle]))
     change(lines[middle])
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(path, lines)
     return old
 
 
@@ -187,31 +191,32 @@ def test_a_token_lost_in_the_replay_is_a_difference(tmp_path: Path) -> None:
     assert found is not None and (found.recorded, found.replayed) == (5, None) and found.index > 0
 
 
+def record_one(path: Path, num_prompt: int, max_tokens: int) -> list[dict[str, Any]]:
+    """Records one request; returns the lines."""
+    engine, _ = make_engine(path)
+    engine.add_request(Request("a", tuple(range(num_prompt)), SamplingParams(max_tokens=max_tokens)))
+    while engine.has_unfinished:
+        engine.step()
+    return read_lines(path)
+
+
 def test_a_page_that_goes_elsewhere_is_a_difference(tmp_path: Path) -> None:
     """Nothing but the plan decides what the device reads."""
     path = tmp_path / "steps.jsonl"
-    engine, _ = make_engine(path)
-    engine.add_request(Request("a", tuple(range(30)), SamplingParams(max_tokens=30)))
-    while engine.has_unfinished:
-        engine.step()
-    lines = read_lines(path)
+    lines = record_one(path, 30, 30)
     chunks = [line for line in lines if line.get("call") == "start" and line["plan"].get("chunks")]
     chunks[0]["plan"]["chunks"][0]["token_ids"][3] += 1
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(path, lines)
     assert replay(path)[0].difference is not None
 
 
 def test_ids_of_rows_that_do_not_sample_mean_nothing_but_their_sentinels_do(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
-    engine, _ = make_engine(path)
-    engine.add_request(Request("a", tuple(range(60)), SamplingParams(max_tokens=3)))
-    while engine.has_unfinished:
-        engine.step()
-    lines = read_lines(path)
+    lines = record_one(path, 60, 3)
     first = next(line for line in lines if line.get("call") == "result")
     for token_id, is_equal in ((first["ids"][0] + 1, True), (NON_FINITE, False)):
         first["ids"] = [token_id]
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_lines(path, lines)
         assert (replay(path)[0].difference is None) == is_equal
 
 
@@ -366,7 +371,7 @@ def test_whatever_a_line_holds_it_is_refused_or_run(
             del at[key]
         break
     path = tmp_path_factory.mktemp("changed") / "steps.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(path, lines)
     with contextlib.suppress(RecordingError):
         replay(path, lambda index: {"w": index})
 

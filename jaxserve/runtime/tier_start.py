@@ -105,15 +105,20 @@ def require_host_room(size: float | None, others: int) -> None:
         raise CapacityError(f"{message}; {fits}", field=_FIELD, value=size)
 
 
-def start_tier(runner: ModelRunner, plan: CachePlan, max_model_len: int, *, must_help: bool = True) -> None:
+def start_tier(
+    runner: ModelRunner, plan: CachePlan, size: float | None, max_model_len: int, *, must_help: bool = True
+) -> None:
     """Takes the tier's memory, runs its programs and measures them; the runner's state is reset.
+
+    Args:
+        size: GiB of the tier; None: there is none.
+        must_help: refuse a tier that loads slower than the model computes.
 
     Raises:
         CapacityError: the memory is not there.
         ConfigError: loading a token would take longer than computing it, and `must_help` is set.
     """
-    num_slots = runner.host_slots.memory.num_slots
-    if not num_slots:
+    if size is None:
         return
     start = time.perf_counter()
     runner.host_slots.allocate()
@@ -121,16 +126,17 @@ def start_tier(runner: ModelRunner, plan: CachePlan, max_model_len: int, *, must
     runner.reset()
     runner.counts.clear()
     if must_help:
-        refuse_slow_tier(figures)
+        refuse_slow_tier(figures, size)
+    num_slots = runner.host_slots.memory.num_slots
     tokens, seconds = num_slots * plan.spec.page_size, time.perf_counter() - start
     _log.info("host KV tier: room for %d tokens; %s (%.1f s)", tokens, figures, seconds)
 
 
-def refuse_slow_tier(figures: TierFigures) -> None:
+def refuse_slow_tier(figures: TierFigures, size: float) -> None:
     """Raises ConfigError, with the figures, if loading a token takes longer than computing it."""
     if figures.load_seconds >= figures.prefill_seconds:
         message = f"cannot help here, because loading is slower than computing: {figures}; leave it out"
-        raise ConfigError(message, field=_FIELD)
+        raise ConfigError(message, field=_FIELD, value=size)
 
 
 def measure_tier(runner: ModelRunner, plan: CachePlan, max_model_len: int) -> TierFigures:

@@ -14,10 +14,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxserve import config
 from jaxserve.errors import CapacityError, ConfigError
 from jaxserve.models.base import KVGroup
-from jaxserve.runtime import host_tier
+from jaxserve.runtime import tier_start
 from jaxserve.runtime.counts import StepCounts
-from jaxserve.runtime.host_tier import TierFigures, plan_host_memory, refuse_slow_tier, require_host_room
 from jaxserve.runtime.page_copies import COPY_PAGES, HostMemory, HostSlots, read_pages, write_pages
+from jaxserve.runtime.tier_start import TierFigures, plan_host_memory, refuse_slow_tier, require_host_room
 from jaxserve.scheduler import StepPlan
 from pallas_kernels.spec import KVSpec
 
@@ -112,7 +112,7 @@ def test_every_group_has_as_many_slots() -> None:
 
 
 def test_what_fits_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_tier, "host_memory_bytes", lambda: 100 * 2**30)
+    monkeypatch.setattr(tier_start, "host_memory_bytes", lambda: 100 * 2**30)
     require_host_room(None, 0)
     require_host_room(80, 10 * 2**30)
     with pytest.raises(
@@ -125,11 +125,12 @@ def test_what_fits_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_slow_tier_is_refused_with_the_figures() -> None:
     fast = TierFigures(2**17, save_seconds=4e-6, load_seconds=5e-6, prefill_seconds=30e-6)
-    refuse_slow_tier(fast)
+    refuse_slow_tier(fast, 4.0)
     slow = TierFigures(2**17, save_seconds=4e-6, load_seconds=50e-6, prefill_seconds=30e-6)
     figures = "loads at 2.6 GB/s: a token is loaded in 50.00 us and computed in 30.00 us; leave it out"
-    with pytest.raises(ConfigError, match=f"kv_offloading_size: cannot help here.*{figures}"):
-        refuse_slow_tier(slow)
+    with pytest.raises(ConfigError, match=f"kv_offloading_size: cannot help here.*{figures}") as caught:
+        refuse_slow_tier(slow, 4.0)
+    assert caught.value.value == 4.0
 
 
 def test_xlas_limit_of_pinned_memory_is_raised_unless_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
