@@ -70,6 +70,8 @@ def test_the_command_wants_neighbourhoods(capsys: pytest.CaptureFixture[str]) ->
 def test_loops_of_decode_steps_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"max_decode_steps: must be 1 with deterministic"):
         make_llm("llama_gqa", deterministic=True, max_decode_steps=4)
+    with pytest.raises(ConfigError, match=r"priority_scheduling_preemption_threshold: must be left out with determ"):
+        make_llm("llama_gqa", deterministic=True, priority_scheduling_preemption_threshold=5)
 
 
 def test_a_pool_below_one_whole_need_is_refused() -> None:
