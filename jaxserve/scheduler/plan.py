@@ -77,6 +77,7 @@ class StepOutputs:
     logprobs: Any = None  # None: not requested
     prompt_logprobs: Any = None  # like `logprobs`, one line per token of the step, for the token after it
     embeddings: Any = None  # numpy float32 [S, D]; valid for embedding rows at the end of their prompt
+    drafts: list[list[int]] | None = None  # [S][K] drafts of each row's next tokens; below zero: none from here on
     failed_copies: frozenset[tuple[int, int]] = frozenset()  # (group, slot) of saves and loads that failed
 
     def find_lines(self, plan: StepPlan) -> dict[Ticket, int]:
@@ -108,6 +109,7 @@ class StepPlan:
     new_rows: tuple[NewRow, ...]
     page_updates: tuple[tuple[int, int, int, int], ...]  # (group, row, index in the row's page table, page id)
     width: int = 1  # the most tokens that a decoding row computes; 1 if there are chunks
+    num_drafts: int = 0  # drafts that the step makes for each row's next step
     page_saves: tuple[PageCopy, ...] = ()
     page_loads: tuple[PageCopy, ...] = ()
 

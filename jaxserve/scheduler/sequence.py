@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -47,6 +48,7 @@ class Sequence:
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at the first admission
     num_charged_tokens: int = 0  # leading prompt tokens that its tenant has paid for
     num_awaited_steps: int = 0  # uncommitted steps that sample for a preempted sequence
+    drafts: Ids[int] = ()  # of the step after the last one committed; below zero: none from here on
     publish_from: int = 0  # computed tokens that fill the next page to publish
     num_preemptions: int = 0
     first_scheduled_time: float | None = None
