@@ -11,36 +11,63 @@ from jaxserve.config import MIN_CHUNK
 from jaxserve.errors import MissingProgramError
 
 _MAX_LOOP_ROWS = 8
+_MAX_VERIFY_PROGRAMS = {"cpu": 6, "gpu": 16, "tpu": 16}
 _MAX_PROGRAMS = {"cpu": 12, "gpu": 40, "tpu": 40}
 PROGRAMS_PER_ROWS = 3  # a decode size is a forward and two sample programs
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Bucket:
-    """Padded shape of a forward program. With tokens == rows every row has one token: a decode bucket."""
+    """Padded shape of a forward program: a decode bucket if every row has one token, a verify bucket if every row has
+    `width` of them, its last one and its drafts; otherwise a mixed one."""
 
     tokens: int  # T
     rows: int  # S
+    width: int = 1
 
     @property
     def is_decode(self) -> bool:
         return self.tokens == self.rows
 
+    @property
+    def is_mixed(self) -> bool:
+        return self.tokens > self.rows * self.width
+
+    @property
+    def max_query_len(self) -> int | None:
+        """The most tokens of a row; None: any number."""
+        return None if self.is_mixed else self.width
+
     def __str__(self) -> str:
-        return f"decode {self.rows}" if self.is_decode else f"mixed {self.tokens}x{self.rows}"
+        if self.is_mixed:
+            return f"mixed {self.tokens}x{self.rows}"
+        return f"verify {self.rows}x{self.width}" if self.width > 1 else f"decode {self.rows}"
 
 
 class BucketTable:
-    """The buckets of an engine, by size: decode buckets have one token per row, mixed ones have all rows."""
+    """The buckets of an engine, by size: decode buckets have one token per row, mixed ones have all rows.
 
-    def __init__(self, decode_rows: Iterable[int], mixed_tokens: Iterable[int], max_num_seqs: int) -> None:
+    Args:
+        verify: (rows, width) of the verify buckets.
+    """
+
+    def __init__(
+        self,
+        decode_rows: Iterable[int],
+        mixed_tokens: Iterable[int],
+        max_num_seqs: int,
+        verify: Iterable[tuple[int, int]] = (),
+    ) -> None:
         self._decode_rows = sorted(set(decode_rows))
         self._mixed_tokens = sorted(set(mixed_tokens))
         self._max_num_seqs = self._decode_rows[-1]
         if self._max_num_seqs < max_num_seqs:
             raise ValueError(f"decode_rows: the largest must hold max_num_seqs={max_num_seqs}, got {self._decode_rows}")
-        decode = [Bucket(rows, rows) for rows in self._decode_rows]
-        self.buckets = (*decode, *(Bucket(tokens, self._max_num_seqs) for tokens in self._mixed_tokens))
+        self.verify_sizes = tuple(sorted(set(verify)))
+        self._decode = [Bucket(rows, rows) for rows in self._decode_rows]
+        self._mixed = [Bucket(tokens, self._max_num_seqs) for tokens in self._mixed_tokens]
+        self._verify = [Bucket(rows * width, rows, width) for rows, width in self.verify_sizes]
+        self.buckets = (*self._decode, *self._verify, *self._mixed)
 
     @property
     def row_counts(self) -> tuple[int, ...]:
@@ -62,21 +89,34 @@ class BucketTable:
         return self.buckets[-1]
 
     def take_largest(self) -> BucketTable:
-        """Returns a table of the largest decode and the largest mixed bucket, which together hold any step."""
-        return BucketTable(self._decode_rows[-1:], self._mixed_tokens[-1:], self._max_num_seqs)
+        """Returns a table of the largest decode, mixed and verify buckets, which together hold any step."""
+        most_rows = {width: rows for rows, width in self.verify_sizes}  # the last is the largest
+        verify = [(rows, width) for width, rows in most_rows.items()]
+        return BucketTable(self._decode_rows[-1:], self._mixed_tokens[-1:], self._max_num_seqs, verify)
+
+    def with_verify(self, sizes: Iterable[tuple[int, int]]) -> BucketTable:
+        """Returns the table with verify buckets of (rows, width)."""
+        return BucketTable(self._decode_rows, self._mixed_tokens, self._max_num_seqs, sizes)
 
     @property
     def smallest_mixed(self) -> Bucket:
         """The mixed bucket that a short prompt uses."""
-        return self.buckets[len(self._decode_rows)]
+        return self._mixed[0]
 
     def find(self, num_tokens: int, num_rows: int) -> Bucket:
         """Returns the smallest bucket that holds a step; MissingProgramError if none does."""
         if num_tokens == num_rows and num_rows <= self._max_num_seqs:
-            return self.buckets[bisect_left(self._decode_rows, num_rows)]
+            return self._decode[bisect_left(self._decode_rows, num_rows)]
         if num_rows > self._max_num_seqs or num_tokens > self._mixed_tokens[-1]:
             raise MissingProgramError(f"no program for a step of {num_tokens} tokens in {num_rows} rows")
-        return self.buckets[len(self._decode_rows) + bisect_left(self._mixed_tokens, num_tokens)]
+        return self._mixed[bisect_left(self._mixed_tokens, num_tokens)]
+
+    def find_verify(self, num_rows: int, width: int) -> Bucket:
+        """Returns the smallest bucket that verifies rows of `width` tokens; MissingProgramError if none does."""
+        for bucket in self._verify:
+            if bucket.width == width and bucket.rows >= num_rows:
+                return bucket
+        raise MissingProgramError(f"no program verifies {num_rows} rows of {width} tokens; there are {self._verify}")
 
 
 def make_buckets(
@@ -101,6 +141,35 @@ def make_buckets(
         most = max(2, limit - PROGRAMS_PER_ROWS * len(decode))
         mixed_tokens = _spread(first, max(first, max_num_batched_tokens), most)
     return BucketTable(decode, mixed_tokens, max_num_seqs)
+
+
+def choose_verify_sizes(
+    platform: str,
+    rows: Sequence[int],
+    max_num_batched_tokens: int,
+    max_drafts: int,
+    fixed: Sequence[tuple[int, int, int]] | None = None,
+) -> list[tuple[int, int]]:
+    """Returns the (rows, width) of verify buckets, those of the fewest rows: there drafts pay most.
+
+    Two widths for each number of rows: all drafts, and half of them for text of which little is accepted. A single row
+    has buckets of its own, also where decode buckets begin with two.
+
+    Args:
+        rows: those of decode buckets, ascending.
+        fixed: (from, to, drafts) of numbers of rows, in place of the choice of widths.
+    """
+    counts = sorted({1, *rows})
+    if fixed is None:
+        widths = sorted({max_drafts + 1, max_drafts // 2 + 1} - {1}, reverse=True)
+        sizes = [(count, width) for count in counts for width in widths]
+    else:
+        sizes = []
+        for first, last, drafts in fixed:
+            begin, end = (bisect_left(counts, min(each, counts[-1])) for each in (first, last))
+            sizes += [(count, drafts + 1) for count in counts[begin : end + 1] if drafts]
+    sizes = [(count, width) for count, width in sizes if count * width <= max_num_batched_tokens]
+    return sizes if fixed is not None else sizes[: _MAX_VERIFY_PROGRAMS[platform]]
 
 
 def _choose_rows(platform: str, max_num_seqs: int, limit: int) -> list[int]:

@@ -17,22 +17,21 @@ from jax.sharding import Sharding
 
 from jaxserve.runtime.buckets import Bucket, BucketTable
 from jaxserve.runtime.device_state import KVCache, RowState
+from jaxserve.runtime.drafting import remember_answer, set_tokens
 from jaxserve.runtime.inputs import InputLayout, StateShape
 from jaxserve.runtime.page_copies import COPY_PAGES, HostMemory, read_pages, write_pages
 from jaxserve.runtime.rows import SampleVariant
-from jaxserve.runtime.runner import Programs
+from jaxserve.runtime.programs import Programs
+from jaxserve.runtime.sample import sample_shaped_tokens, sample_tokens, verify_tokens
 from jaxserve.runtime.step import (
-    SampleInputs,
-    StepModel,
     compute_prompt_logprobs,
     compute_step_logprobs,
     decode_loop,
     forward,
     head_params,
     pool_last,
-    sample_shaped_tokens,
-    sample_tokens,
 )
+from jaxserve.runtime.step_model import Drafting, SampleInputs, StepModel
 from jaxserve.sampling import SamplerState, make_row_setting, set_row
 from jaxserve.sampling.sampler_state import WORD_BITS
 from jaxserve.sampling_params import limit_prompt_logprobs
@@ -96,12 +95,23 @@ def compile_sample(model: StepModel, inputs: ProgramInputs, rows: int, variant: 
     """Compiles one sample program of one row bucket."""
     selected = _selected(model, inputs, rows)
     if variant <= SampleVariant.RANDOM:
-        step = functools.partial(sample_tokens, model=model, greedy=variant is SampleVariant.GREEDY)
+        step: Callable[..., Any] = functools.partial(sample_tokens, model=model, greedy=variant is SampleVariant.GREEDY)
         jitted = jax.jit(step, donate_argnums=(0,), out_shardings=(_shardings(inputs.rows), inputs.replicated))
         return jitted.lower(inputs.rows, selected).compile()
     outputs = _shardings(inputs.rows), _shardings(inputs.sampler), inputs.replicated
     masks = inputs.spec((rows, mask_words(model)), jnp.uint32) if variant is SampleVariant.MASKED else None
     step = functools.partial(sample_shaped_tokens, model=model)
+    jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=outputs)
+    return jitted.lower(inputs.rows, inputs.sampler, selected, masks).compile()
+
+
+def compile_verify(model: StepModel, inputs: ProgramInputs, bucket: Bucket, variant: SampleVariant) -> Any:
+    """Compiles one sample program of one verify bucket."""
+    selected = _selected(model, inputs, bucket.rows, bucket.width)
+    lines = bucket.rows * bucket.width, mask_words(model)
+    masks = inputs.spec(lines, jnp.uint32) if variant is SampleVariant.MASKED else None
+    step = functools.partial(verify_tokens, model=model, variant=variant)
+    outputs = _shardings(inputs.rows), _shardings(inputs.sampler), inputs.replicated
     jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=outputs)
     return jitted.lower(inputs.rows, inputs.sampler, selected, masks).compile()
 
@@ -116,12 +126,13 @@ def compile_loop(model: StepModel, inputs: ProgramInputs, rows: int, variant: Sa
     return jitted.lower(inputs.params, *state, packed).compile()
 
 
-def compile_logprobs(model: StepModel, inputs: ProgramInputs, rows: int, max_logprobs: int) -> Any:
-    """Compiles the log-probabilities of sampled tokens for one row bucket; `max_logprobs` -1: of all tokens."""
+def compile_logprobs(model: StepModel, inputs: ProgramInputs, rows: int, width: int, max_logprobs: int) -> Any:
+    """Compiles the log-probabilities of sampled tokens for rows of `width` tokens; `max_logprobs` -1: of all tokens."""
     most = min(max_logprobs, model.config.vocab_size)
     step = functools.partial(compute_step_logprobs, model=model, max_logprobs=most)
     jitted = jax.jit(step, out_shardings=inputs.replicated)
-    return jitted.lower(_selected(model, inputs, rows), inputs.spec((rows,), jnp.int32)).compile()
+    ids = inputs.spec((rows,) if width == 1 else (rows, width), jnp.int32)
+    return jitted.lower(_selected(model, inputs, rows, width), ids).compile()
 
 
 def compile_prompt_logprobs(model: StepModel, inputs: ProgramInputs, bucket: Bucket, max_logprobs: int) -> Any:
@@ -146,6 +157,24 @@ def compile_set_row(model: StepModel, inputs: ProgramInputs) -> Any:
     line = jax.tree.map(lambda array: inputs.spec(array.shape, array.dtype), line)
     jitted = jax.jit(set_row, donate_argnums=(0,), out_shardings=_shardings(inputs.sampler))
     return jitted.lower(inputs.sampler, inputs.spec((), jnp.int32), line).compile()
+
+
+def compile_set_tokens(model: StepModel, inputs: ProgramInputs) -> Any:
+    """Compiles the program that writes a row's tokens to where drafts are looked up."""
+    assert inputs.rows.lookup is not None
+    tokens = inputs.spec(inputs.rows.lookup.history.shape[1:], jnp.int32)
+    jitted = jax.jit(
+        functools.partial(set_tokens, model=model), donate_argnums=(0,), out_shardings=_shardings(inputs.rows)
+    )
+    return jitted.lower(inputs.rows, inputs.spec((), jnp.int32), tokens, inputs.spec((2,), jnp.uint32)).compile()
+
+
+def compile_remember(model: StepModel, inputs: ProgramInputs) -> Any:
+    """Compiles the program that keeps a finished answer, for drafts of later requests."""
+    jitted = jax.jit(
+        functools.partial(remember_answer, model=model), donate_argnums=(0,), out_shardings=_shardings(inputs.rows)
+    )
+    return jitted.lower(inputs.rows, *[inputs.spec((), jnp.int32)] * 3).compile()
 
 
 def compile_read_pages(model: StepModel, inputs: ProgramInputs, group: int) -> Any:
@@ -188,10 +217,13 @@ class ProgramCompiler:
             "forward": compile_forward,
             "sample": lambda model, inputs, key: compile_sample(model, inputs, *key),
             "loop": lambda model, inputs, key: compile_loop(model, inputs, *key, num_steps=self.max_decode_steps),
-            "logprobs": functools.partial(compile_logprobs, max_logprobs=self.max_logprobs),
+            "verify": lambda model, inputs, key: compile_verify(model, inputs, *key),
+            "logprobs": lambda model, inputs, key: compile_logprobs(model, inputs, *key, self.max_logprobs),
             "prompt_logprobs": functools.partial(compile_prompt_logprobs, max_logprobs=self.max_logprobs),
             "pool": compile_pool,
             "set_row": lambda model, inputs, _: compile_set_row(model, inputs),
+            "set_tokens": lambda model, inputs, _: compile_set_tokens(model, inputs),
+            "remember": lambda model, inputs, _: compile_remember(model, inputs),
             "read_pages": compile_read_pages,
             "write_pages": compile_write_pages,
         }
@@ -207,10 +239,14 @@ def name_program(kind: str, key: Any) -> str:
             return str(bucket)
         case "sample" | "loop", (rows, variant):
             return f"{kind} {rows} {variant.name.lower()}"
+        case "verify", (bucket, variant):
+            return f"{bucket} {variant.name.lower()}"
+        case "logprobs", (rows, width):
+            return f"logprobs {rows * width}"
         case "prompt_logprobs", bucket:
             return f"prompt logprobs {bucket.tokens}"
-        case "set_row", _:
-            return "set row"
+        case ("set_row" | "set_tokens" | "remember"), _:
+            return kind.replace("_", " ")
         case (("read_pages" | "write_pages"), group):
             return f"{kind.replace('_', ' ')} {group}"
     return f"{kind} {key}"
@@ -220,14 +256,25 @@ def list_programs(buckets: BucketTable, variants: Iterable[SampleVariant] = Samp
     """Yields the (kind, key) of every program of a table, the slowest to compile first."""
     for bucket in sorted(buckets.buckets, reverse=True):
         yield "forward", bucket
-        if not bucket.is_decode:
+        if bucket.is_mixed:
             yield "prompt_logprobs", bucket
+        elif bucket.width > 1:
+            yield from (("verify", (bucket, variant)) for variant in variants)
+            yield "logprobs", (bucket.rows, bucket.width)
     for rows in buckets.row_counts:
         for variant in variants:
             yield "sample", (rows, variant)
-        yield "logprobs", rows
+        yield "logprobs", (rows, 1)
         yield "pool", rows
     yield "set_row", None
+
+
+def list_lookups(drafting: Drafting | None) -> Iterator[ProgramKey]:
+    """Yields the programs that keep the tokens in which drafts are looked up."""
+    if drafting is not None and drafting.lookup is not None:
+        yield "set_tokens", None
+        if drafting.lookup.remembers:
+            yield "remember", None
 
 
 def list_copies(memory: HostMemory) -> Iterator[ProgramKey]:
@@ -292,11 +339,11 @@ def compile_late(compiler: ProgramCompiler, announce: Callable[[str], None]) -> 
     return compile_missing
 
 
-def _selected(model: StepModel, inputs: ProgramInputs, rows: int) -> SampleInputs:
+def _selected(model: StepModel, inputs: ProgramInputs, rows: int, width: int = 1) -> SampleInputs:
     """Returns the abstract values that a forward program of `rows` rows hands to sampling."""
     layout = InputLayout(Bucket(rows, rows), inputs.state_shape)
     return SampleInputs(
-        logits=inputs.spec((rows, model.config.vocab_size), jnp.float32),
+        logits=inputs.spec((rows * width, model.config.vocab_size), jnp.float32),
         row_ids=inputs.spec((rows,), jnp.int32),
         samples=inputs.spec((rows,), jnp.int32),
         sampling=inputs.spec(layout.views(layout.new()).sampling.shape, jnp.int32),

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxserve.runtime.inputs import StateShape
+from jaxserve.speculation import LookupState
 
 if TYPE_CHECKING:
     from jax.sharding import Sharding
@@ -24,10 +25,14 @@ class RowState:
     last_token: Int[Array, " R"]  # what each row sampled last
     num_computed: Int[Array, " R"]
     page_table: Int[Array, "G R M"]
+    drafts: Int[Array, "R K"] | None = None  # of each row's next tokens, NO_DRAFT where there is none
+    lookup: LookupState | None = None  # the tokens in which drafts are looked up
 
 
-def row_state_specs(shape: StateShape, sharding: Sharding) -> RowState:
-    """Returns the abstract values of the rows."""
+def row_state_specs(
+    shape: StateShape, sharding: Sharding | None, max_drafts: int = 0, lookup: LookupState | None = None
+) -> RowState:
+    """Returns the abstract values of the rows; `max_drafts` 0: nothing is drafted."""
 
     def spec(*dims: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dims, jnp.int32, sharding=sharding)
@@ -36,6 +41,8 @@ def row_state_specs(shape: StateShape, sharding: Sharding) -> RowState:
         last_token=spec(shape.rows),
         num_computed=spec(shape.rows),
         page_table=spec(shape.groups, shape.rows, shape.pages_per_row),
+        drafts=spec(shape.rows, max_drafts) if max_drafts else None,
+        lookup=lookup,
     )
 
 

@@ -19,7 +19,7 @@ from jaxserve.runtime.rows import NUM_SAMPLING_FIELDS, RowMirror, SampleVariant
 from jaxserve.scheduler.plan import StepPlan
 
 KEEP = -1  # in `starts`: `num_computed` stays
-ON_DEVICE = -1  # in `token_ids`: the row's last sampled token
+ON_DEVICE = -1  # in `token_ids`: the row's last sampled token, or its next draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,14 +128,15 @@ def _pack_rows(plan: StepPlan, layout: InputLayout, mirror: RowMirror) -> Packed
     num_decodes, num_rows = len(plan.decode_rows), plan.num_rows
     views.row_ids[:num_decodes] = plan.decode_rows
     views.samples[:num_decodes] = 1
-    views.token_ids[:num_decodes] = ON_DEVICE
+    width = layout.bucket.width
+    views.token_ids[: num_decodes * width] = ON_DEVICE
     ends = views.query_start_loc[1:]
-    ends[:num_decodes] = np.arange(1, num_decodes + 1, dtype=np.int32)
+    ends[:num_decodes] = np.arange(width, num_decodes * width + 1, width, dtype=np.int32)
     _pack_chunks(plan, views)
     ends[num_rows:] = ends[num_rows - 1]
     # Chunks begin on an edge, except where tokens are computed again.
-    on_edge = all(chunk.start % CHUNK_EDGE == 0 for chunk in plan.chunks)
-    num_single = num_rows if layout.bucket.is_decode else num_decodes
+    on_edge = width == 1 and all(chunk.start % CHUNK_EDGE == 0 for chunk in plan.chunks)
+    num_single = num_rows if layout.bucket.is_decode else num_decodes if width == 1 else 0
     views.distribution[:] = (num_single, num_rows if on_edge else num_single, num_rows)
     row_ids = views.row_ids[:num_rows]
     views.sampling[:num_rows] = mirror.sampling[row_ids]

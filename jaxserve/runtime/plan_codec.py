@@ -96,7 +96,7 @@ def _find_reader(hint: Any) -> Callable[[Any], Any]:
     """Returns the function that turns a value of JSON into one of a field's type."""
     if hint is SamplingParams:
         return _read_params
-    if hint in (int, bool):
+    if hint in (int, bool, str):
         return functools.partial(_require, hint)
     if dataclasses.is_dataclass(hint):
         return lambda value: hint(**_read_fields(hint, value))  # type: ignore[operator]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxserve.errors import MissingProgramError
 from jaxserve.pages.host_tier import PageCopy
 from jaxserve.runtime.buckets import Bucket, BucketTable
 from jaxserve.runtime.counts import StepCounts
@@ -18,77 +17,14 @@ from jaxserve.runtime.device_state import KVCache, RowState, make_zeros
 from jaxserve.runtime.inputs import InputLayout, StateShape, StepPacker
 from jaxserve.runtime.page_copies import CopiesInFlight, HostMemory, HostSlots
 from jaxserve.runtime.params import WeightWriter
+from jaxserve.runtime.programs import Programs
 from jaxserve.runtime.rows import RowMirror, SampleVariant
-from jaxserve.runtime.step import HiddenStates, SampleInputs, head_params
+from jaxserve.runtime.step import head_params
+from jaxserve.runtime.step_future import StepFuture
+from jaxserve.runtime.step_model import HiddenStates, SampledTokens, SampleInputs
 from jaxserve.sampling import RowSetting, SamplerState, make_row_setting
-from jaxserve.scheduler.plan import NewRow, StepOutputs, StepPlan
-
-_KINDS = ("forward", "sample", "loop", "logprobs", "prompt_logprobs", "pool", "set_row", "read_pages", "write_pages")
-
-
-@dataclasses.dataclass(frozen=True)
-class Programs:
-    """The compiled programs, by kind. The set is closed unless there is a `compile_missing`."""
-
-    forward: dict[Bucket, Any] = dataclasses.field(default_factory=dict)
-    sample: dict[tuple[int, SampleVariant], Any] = dataclasses.field(default_factory=dict)
-    loop: dict[tuple[int, SampleVariant], Any] = dataclasses.field(default_factory=dict)
-    logprobs: dict[int, Any] = dataclasses.field(default_factory=dict)  # by rows
-    prompt_logprobs: dict[Bucket, Any] = dataclasses.field(default_factory=dict)
-    pool: dict[int, Any] = dataclasses.field(default_factory=dict)  # by rows
-    set_row: dict[None, Any] = dataclasses.field(default_factory=dict)
-    read_pages: dict[int, Any] = dataclasses.field(default_factory=dict)  # by KV group
-    write_pages: dict[int, Any] = dataclasses.field(default_factory=dict)
-    compile_missing: Callable[[str, Any], Any] | None = None  # (kind, key) -> the program
-
-    def get(self, kind: str, key: Any) -> Any:
-        """Returns a program, compiled now if the set is open; MissingProgramError if a closed set lacks it."""
-        programs = getattr(self, kind)
-        if key not in programs:
-            if self.compile_missing is None:
-                raise MissingProgramError(f"no {kind} program was compiled for {key}; there are {list(programs)}")
-            programs[key] = self.compile_missing(kind, key)
-        return programs[key]
-
-    def copy(self) -> Programs:
-        """Returns a shallow copy, to which programs can be added."""
-        return dataclasses.replace(self, **{kind: dict(getattr(self, kind)) for kind in _KINDS})
-
-    def __len__(self) -> int:
-        return sum(len(getattr(self, kind)) for kind in _KINDS)
-
-
-class StepFuture:
-    """A step's outputs, whose copy to the host has begun.
-
-    Args:
-        token_ids: [rows] int32, or [steps, rows] of several decode steps.
-        more: (log-probabilities of tokens, of prompts, embeddings), each None if no row asked; None if all are.
-        copies: those of the step's pages from and to the host; None: it has none.
-    """
-
-    def __init__(
-        self, token_ids: jax.Array, more: tuple[Any, Any, Any] | None, num_rows: int, copies: CopiesInFlight | None
-    ) -> None:
-        self._token_ids, self._more, self._num_rows, self._copies = token_ids, more, num_rows, copies
-        token_ids.copy_to_host_async()
-        if more is not None:
-            for array in jax.tree.leaves(more):
-                array.copy_to_host_async()
-
-    def result(self) -> StepOutputs:
-        """Waits for the device and returns the outputs of the step's rows."""
-        found = jax.device_get(self._token_ids)[..., : self._num_rows]
-        failed = frozenset() if self._copies is None else self._copies.wait()
-        if found.ndim == 2:
-            counts = [len(found)] * self._num_rows
-            return StepOutputs(found.T.reshape(-1).tolist(), counts, failed_copies=failed)
-        token_ids = found.tolist()
-        if self._more is None:
-            return StepOutputs(token_ids, failed_copies=failed)
-        more = dict(zip(("logprobs", "prompt_logprobs", "embeddings"), jax.device_get(self._more), strict=True))
-        return StepOutputs(token_ids, failed_copies=failed, **more)
-
+from jaxserve.scheduler.plan import FinishedRow, NewRow, StepPlan
+from jaxserve.speculation import hash_salt
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StartedLoop:
@@ -177,7 +113,9 @@ class ModelRunner:
 
     def warm_up(self) -> None:
         """Runs every program once on padding, and waits for it."""
-        self._set_row(self._state_shape.padding_row, make_row_setting(self._vocab_size, (), ()))
+        padding = self._state_shape.padding_row
+        self._set_row(padding, make_row_setting(self._vocab_size, (), ()))
+        self._set_tokens(padding, (), "")
         for bucket in self._buckets.buckets:
             self._warm_up(bucket)
         self._compiles_before = self._count_compiles()
@@ -217,8 +155,9 @@ class ModelRunner:
         """Runs the programs of a bucket on padding, which touches no row."""
         layout = self._layouts.setdefault(bucket, InputLayout(bucket, self._state_shape))
         selected, hidden = self._run(bucket, layout.new())
-        targets = None if bucket.is_decode else np.zeros(bucket.tokens, np.int32)
-        prompt_logprobs, embeddings = self._find_prompt_logprobs(bucket, hidden, targets), self._pool(bucket, hidden)
+        targets = np.zeros(bucket.tokens, np.int32) if bucket.is_mixed else None
+        prompt_logprobs = self._find_prompt_logprobs(bucket, hidden, targets)
+        embeddings = self._pool(bucket, hidden) if bucket.width == 1 else None
         for variant in sorted(set(self._variants.values())):
             if bucket.is_decode and (bucket.rows, variant) in self.programs.loop:
                 self._run_loop(bucket, variant, layout.new())
@@ -227,17 +166,22 @@ class ModelRunner:
 
     def start(self, plan: StepPlan) -> StartedStep | StartedLoop:
         """Dispatches the forward pass of a step, or a loop; MissingProgramError if no program holds it."""
-        bucket = self._buckets.find(plan.num_tokens // plan.width, plan.num_rows)
+        is_loop = plan.width > 1 and not self._buckets.verify_sizes
+        if plan.width > 1 and not is_loop:
+            bucket = self._buckets.find_verify(plan.num_rows, plan.width)
+        else:
+            bucket = self._buckets.find(plan.num_tokens // plan.width, plan.num_rows)
+        for finished in plan.finished_rows:
+            self._remember(finished)
         for new_row in plan.new_rows:
-            if new_row.history is not None:
-                self._set_row(new_row.row, _make_setting(self._vocab_size, new_row))
+            self._admit(new_row)
         packed = self._packer.pack(plan, self._layouts[bucket])
         self._cache = self.host_slots.place(self.programs.get, self._cache)
         copies = self.host_slots.start(self.programs.get, self._cache, plan)
-        self.counts.count(bucket, plan.num_tokens, plan.width)
-        if plan.width > 1:
-            token_ids = self._run_loop(bucket, packed.variant, packed.inputs)
-            return StartedLoop(StepFuture(token_ids, None, plan.num_rows, copies))
+        self.counts.count(bucket, plan.num_tokens, plan.width if is_loop else 1)
+        if is_loop:
+            sampled = self._run_loop(bucket, packed.variant, packed.inputs)
+            return StartedLoop(StepFuture(sampled, None, plan.num_rows, copies))
         selected, hidden = self._run(bucket, packed.inputs)
         return StartedStep(
             self,
@@ -253,17 +197,21 @@ class ModelRunner:
 
     def sample(self, step: StartedStep, mask: np.ndarray | None) -> StepFuture:
         """See `StartedStep.sample`."""
-        rows, variant = step.bucket.rows, self._variants[step.variant if mask is None else SampleVariant.MASKED]
-        program = self.programs.get("sample", (rows, variant))
-        if variant <= SampleVariant.RANDOM:
-            self._rows, token_ids = program(self._rows, step.selected)
+        bucket, variant = step.bucket, self._variants[step.variant if mask is None else SampleVariant.MASKED]
+        if bucket.width == 1 and variant <= SampleVariant.RANDOM:
+            self._rows, sampled = self.programs.get("sample", (bucket.rows, variant))(self._rows, step.selected)
         else:
-            sent = self._send(self._pad_mask(mask, rows)) if variant is SampleVariant.MASKED else None
-            self._rows, self._sampler, token_ids = program(self._rows, self._sampler, step.selected, sent)
+            kind, key = ("sample", bucket.rows) if bucket.width == 1 else ("verify", bucket)
+            lines = bucket.rows * bucket.width
+            sent = self._send(self._pad_mask(mask, lines)) if variant is SampleVariant.MASKED else None
+            program = self.programs.get(kind, (key, variant))
+            self._rows, self._sampler, sampled = program(self._rows, self._sampler, step.selected, sent)
         if not step.wants_logprobs and step.prompt_logprobs is None and step.embeddings is None:
-            return StepFuture(token_ids, None, step.num_rows, step.copies)
-        logprobs = self.programs.get("logprobs", rows)(step.selected, token_ids) if step.wants_logprobs else None
-        return StepFuture(token_ids, (logprobs, step.prompt_logprobs, step.embeddings), step.num_rows, step.copies)
+            return StepFuture(sampled, None, step.num_rows, step.copies)
+        logprobs = None
+        if step.wants_logprobs:
+            logprobs = self.programs.get("logprobs", (bucket.rows, bucket.width))(step.selected, sampled.ids)
+        return StepFuture(sampled, (logprobs, step.prompt_logprobs, step.embeddings), step.num_rows, step.copies)
 
     def _run(self, bucket: Bucket, packed: np.ndarray) -> tuple[SampleInputs, HiddenStates]:
         forward = self.programs.get("forward", bucket)
@@ -272,13 +220,32 @@ class ModelRunner:
             self._cache, self._rows, selected, hidden = forward(self.params, self._cache, self._rows, packed)
         return selected, hidden
 
-    def _run_loop(self, bucket: Bucket, variant: SampleVariant, packed: np.ndarray) -> jax.Array:
+    def _run_loop(self, bucket: Bucket, variant: SampleVariant, packed: np.ndarray) -> SampledTokens:
         program = self.programs.get("loop", (bucket.rows, variant))
         with jax.transfer_guard_host_to_device("allow"):
-            self._cache, self._rows, self._sampler, token_ids = program(
+            self._cache, self._rows, self._sampler, sampled = program(
                 self.params, self._cache, self._rows, self._sampler, packed
             )
-        return token_ids
+        return sampled
+
+    def _admit(self, new_row: NewRow) -> None:
+        """Writes what the programs must know of a row beside its packed inputs."""
+        if new_row.history is not None:
+            self._set_row(new_row.row, _make_setting(self._vocab_size, new_row))
+        self._set_tokens(new_row.row, new_row.token_ids, new_row.cache_salt)
+
+    def _set_tokens(self, row: int, token_ids: Sequence[int], cache_salt: str) -> None:
+        """Writes a row's tokens to where drafts are looked up, if they are."""
+        if self._rows.lookup is None:
+            return
+        tokens = np.zeros(self._rows.lookup.history.shape[1], np.int32)
+        tokens[: len(token_ids)] = token_ids
+        line = np.int32(row), tokens, hash_salt(cache_salt)
+        self._rows = self.programs.get("set_tokens", None)(self._rows, *self._send(line))
+
+    def _remember(self, finished: FinishedRow) -> None:
+        place = np.int32(finished.row), np.int32(finished.start), np.int32(finished.end)
+        self._rows = self.programs.get("remember", None)(self._rows, *self._send(place))
 
     def _set_row(self, row: int, setting: RowSetting) -> None:
         self._sampler = self.programs.get("set_row", None)(self._sampler, *self._send((np.int32(row), setting)))
@@ -299,7 +266,7 @@ class ModelRunner:
 
         Rows with a single token end their prompt or follow it, so decode buckets need none.
         """
-        if bucket.is_decode or not any(self._mirror.wants_prompt_logprobs(chunk.row) for chunk in plan.chunks):
+        if not bucket.is_mixed or not any(self._mirror.wants_prompt_logprobs(chunk.row) for chunk in plan.chunks):
             return None
         targets, at = np.zeros(bucket.tokens, np.int32), len(plan.decode_rows)
         for chunk in plan.chunks:

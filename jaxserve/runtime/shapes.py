@@ -9,11 +9,13 @@ from jaxserve.errors import ConfigError
 from jaxserve.layers.stack import StackMode
 from jaxserve.logits_processor import LogitsProcessor
 from jaxserve.models.base import DecoderConfig, KVGroup
-from jaxserve.runtime.buckets import BucketTable, make_buckets
+from jaxserve.runtime.buckets import BucketTable, choose_verify_sizes, make_buckets
 from jaxserve.runtime.inputs import StateShape
 from jaxserve.runtime.page_copies import COPY_PAGES
 from jaxserve.runtime.rows import SampleVariant, list_variants
+from jaxserve.runtime.step_model import Drafting
 from jaxserve.scheduler import SchedulerLimits
+from jaxserve.speculation import make_lookup_drafter
 from pallas_kernels.backends import choose_layout, find_backend, resolve_impl
 from pallas_kernels.spec import AttnShape, KVSpec
 
@@ -35,6 +37,7 @@ class Shapes:
     impl_reason: str  # for users
     fell_back: bool = False  # to portable attention on an accelerator, without being asked
     processor: LogitsProcessor | None = None
+    drafting: Drafting | None = None
 
     @property
     def attention(self) -> tuple[AttnShape, ...]:
@@ -66,6 +69,7 @@ class Shapes:
     @property
     def limits(self) -> SchedulerLimits:
         scheduler, updates = self.config.scheduler, self.state.groups * self.state.pages_per_row
+        speculative = self.config.speculation.speculative_config
         assert scheduler.max_num_seqs is not None and scheduler.max_num_batched_tokens is not None
         return SchedulerLimits(
             max_num_seqs=scheduler.max_num_seqs,
@@ -75,6 +79,9 @@ class Shapes:
             row_sizes=self.buckets.row_counts,
             loop_rows=self.buckets.loop_rows,
             token_sizes=self.buckets.token_counts,
+            verify_widths=self.buckets.verify_sizes,
+            max_drafts=0 if self.drafting is None else self.drafting.max_drafts,
+            fixed_drafts=None if speculative is None else speculative.num_speculative_tokens_per_batch_size,
             # On accelerators small steps take as long as reading the weights, whatever their padding.
             pads_cheaply=self.platform != "cpu",
             options=scheduler,
@@ -108,9 +115,18 @@ def make_shapes(config: EngineConfig, model: DecoderConfig, platform: str, devic
         max_page_updates=groups * (new_pages + pages_per_row),  # and for admitted prefixes
     )
     spec, impl, reason = _choose_attention(config, model, platform, device_kind)
+    drafting = None
+    if (speculative := config.speculation.speculative_config) is not None:
+        drafts, fixed = speculative.num_speculative_tokens, speculative.num_speculative_tokens_per_batch_size
+        budget = scheduler.max_num_batched_tokens
+        buckets = buckets.with_verify(choose_verify_sizes(platform, buckets.row_counts, budget, drafts, fixed))
+        most_rows = max(rows for rows, _ in buckets.verify_sizes)
+        drafting = Drafting(drafts, most_rows, make_lookup_drafter(speculative))
     fell_back = impl == "xla" and config.compile.attention_impl == "auto" and platform != "cpu"
     num_devices = config.parallel.tensor_parallel_size
-    return Shapes(config, model, platform, num_devices, buckets, state, spec, impl, reason, fell_back)
+    return Shapes(
+        config, model, platform, num_devices, buckets, state, spec, impl, reason, fell_back, drafting=drafting
+    )
 
 
 def _choose_attention(

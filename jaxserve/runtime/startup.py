@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxserve.layers.stack import stack_specs
 from jaxserve.models.base import ParamSpec
@@ -25,11 +25,12 @@ from jaxserve.runtime.compile import (
     compile_programs,
     compile_sample,
     list_copies,
+    list_lookups,
     list_loops,
     list_programs,
     watch_compiles,
 )
-from jaxserve.runtime.device_state import row_state_specs
+from jaxserve.runtime.device_state import RowState, row_state_specs
 from jaxserve.runtime.host_memory import host_memory_bytes
 from jaxserve.runtime.inputs import InputLayout
 from jaxserve.runtime.memory import (
@@ -42,9 +43,10 @@ from jaxserve.runtime.memory import (
     refuse_shortage,
 )
 from jaxserve.runtime.params import WeightWriter
-from jaxserve.runtime.runner import ModelRunner, Programs
+from jaxserve.runtime.programs import Programs
+from jaxserve.runtime.runner import ModelRunner
 from jaxserve.runtime.shapes import Shapes
-from jaxserve.runtime.step import StepModel
+from jaxserve.runtime.step_model import StepModel
 from jaxserve.runtime.tier_start import copy_bytes, count_slots, plan_host_memory, require_host_room, start_tier
 from jaxserve.sampling import sampler_state_specs
 from jaxserve.sharding import DEFAULT_RULES, KV_POOL_AXES
@@ -71,11 +73,13 @@ def describe_programs(shapes: Shapes, plan: CachePlan, mesh: Mesh) -> tuple[Step
     replicated = NamedSharding(mesh, PartitionSpec())
     dtype = jnp.dtype(shapes.spec.dtype)
     step_mesh = mesh if mesh.size > 1 else None
-    model = StepModel(shapes.model, plan.layout, shapes.attention, step_mesh, shapes.impl, shapes.processor)
+    model = StepModel(
+        shapes.model, plan.layout, shapes.attention, step_mesh, shapes.impl, shapes.processor, shapes.drafting
+    )
     inputs = ProgramInputs(
         params=abstract_params(shapes, mesh),
         cache=tuple(jax.ShapeDtypeStruct(shape, dtype, sharding=pool_sharding) for shape in plan.pool_shapes),
-        rows=row_state_specs(shapes.state, replicated),
+        rows=_describe_rows(shapes, replicated),
         sampler=sampler_state_specs(shapes.state.rows, shapes.model.vocab_size, replicated),
         state_shape=shapes.state,
         replicated=replicated,
@@ -84,6 +88,16 @@ def describe_programs(shapes: Shapes, plan: CachePlan, mesh: Mesh) -> tuple[Step
         ),
     )
     return model, inputs
+
+
+def _describe_rows(shapes: Shapes, sharding: Sharding | None) -> RowState:
+    drafting = shapes.drafting
+    if drafting is None:
+        return row_state_specs(shapes.state, sharding)
+    lookup = None
+    if drafting.lookup is not None:
+        lookup = drafting.lookup.state_specs(shapes.state.rows, shapes.model.max_model_len, sharding)
+    return row_state_specs(shapes.state, sharding, drafting.max_drafts, lookup)
 
 
 def plan_pools(shapes: Shapes, *, budget: int, num_pages: Sequence[int] | None = None) -> CachePlan:
@@ -153,8 +167,8 @@ def estimate_use(shapes: Shapes) -> DeviceUse:
 def _sum_use(shapes: Shapes, temporaries: int, code: int) -> DeviceUse:
     state = shapes.state
     sampler = sampler_state_specs(1, shapes.model.vocab_size)
-    line = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in jax.tree.leaves(sampler))
-    rows = state.rows * (4 * (2 + state.groups * state.pages_per_row) + line)
+    line = _count_bytes(sampler)
+    rows = state.rows * line + _count_bytes(_describe_rows(shapes, None))
     packed = 4 * InputLayout(shapes.buckets.largest, state).size
     size = jnp.dtype(shapes.model.dtype).itemsize
     selected = shapes.buckets.largest.rows * (4 * shapes.model.vocab_size + size * shapes.model.hidden_size)
@@ -172,6 +186,10 @@ def _sum_use(shapes: Shapes, temporaries: int, code: int) -> DeviceUse:
         ),
         reserve=_RESERVE,
     )
+
+
+def _count_bytes(specs: Any) -> int:
+    return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in jax.tree.leaves(specs))
 
 
 def require_room(shapes: Shapes, limit: int | None) -> None:
@@ -226,7 +244,9 @@ def start_runner(
     buckets = shapes.buckets.take_largest() if only_largest else shapes.buckets
     is_closed = shapes.config.compile.compile != "used"
     if is_closed:
-        wanted = itertools.chain(list_programs(buckets, shapes.sample_programs), _list_loops(shapes))
+        wanted = itertools.chain(
+            list_programs(buckets, shapes.sample_programs), _list_loops(shapes), list_lookups(shapes.drafting)
+        )
         known = Programs()
     else:
         known = Programs(compile_missing=compile_late(compiler, announce))

@@ -43,6 +43,17 @@ class NewRow:
     max_num_tokens: int  # prompt and output together
     history: RowHistory | None = None  # only if parameters or an automaton shape its logits
     embeds: bool = False  # the request wants its last hidden state
+    token_ids: tuple[int, ...] = ()  # prompt and output so far; only if drafts are looked up in them
+    cache_salt: str = ""  # whose finished answers its drafts may come from
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRow:
+    """A row whose sequence has ended, and where its answer lies among the row's tokens."""
+
+    row: int
+    start: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +121,7 @@ class StepPlan:
     page_updates: tuple[tuple[int, int, int, int], ...]  # (group, row, index in the row's page table, page id)
     width: int = 1  # the most tokens that a decoding row computes; 1 if there are chunks
     num_drafts: int = 0  # drafts that the step makes for each row's next step
+    finished_rows: tuple[FinishedRow, ...] = ()  # since the last plan; only if later drafts may come from their answers
     page_saves: tuple[PageCopy, ...] = ()
     page_loads: tuple[PageCopy, ...] = ()
 

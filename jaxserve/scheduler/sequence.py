@@ -12,8 +12,8 @@ from jaxserve.request import FinishReason, Rank, Request
 from jaxserve.scheduler.plan import NewRow, RowHistory
 
 # Sentinels in place of a token id: the row's logits are not finite; its parameters forbid every token; its mask was
-# late, so it did not sample.
-NON_FINITE, NO_TOKEN_LEFT, MASK_LATE = -1, -2, -3
+# late, so it did not sample. What follows a run is NOT_KEPT.
+NON_FINITE, NO_TOKEN_LEFT, MASK_LATE, NOT_KEPT = -1, -2, -3, -5
 _ARRIVALS = 2**48  # sequences per rank, more than any engine sees
 _PRIORITIES = 2**33  # more than there are
 

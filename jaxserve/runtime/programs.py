@@ -1,0 +1,49 @@
+"""The compiled programs of an engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from jaxserve.errors import MissingProgramError
+from jaxserve.runtime.buckets import Bucket
+from jaxserve.runtime.rows import SampleVariant
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """The compiled programs, by kind. The set is closed unless there is a `compile_missing`."""
+
+    forward: dict[Bucket, Any] = dataclasses.field(default_factory=dict)
+    sample: dict[tuple[int, SampleVariant], Any] = dataclasses.field(default_factory=dict)
+    loop: dict[tuple[int, SampleVariant], Any] = dataclasses.field(default_factory=dict)
+    verify: dict[tuple[Bucket, SampleVariant], Any] = dataclasses.field(default_factory=dict)
+    logprobs: dict[tuple[int, int], Any] = dataclasses.field(default_factory=dict)  # by rows and width
+    prompt_logprobs: dict[Bucket, Any] = dataclasses.field(default_factory=dict)
+    pool: dict[int, Any] = dataclasses.field(default_factory=dict)  # by rows
+    set_row: dict[None, Any] = dataclasses.field(default_factory=dict)
+    set_tokens: dict[None, Any] = dataclasses.field(default_factory=dict)
+    remember: dict[None, Any] = dataclasses.field(default_factory=dict)
+    read_pages: dict[int, Any] = dataclasses.field(default_factory=dict)  # by KV group
+    write_pages: dict[int, Any] = dataclasses.field(default_factory=dict)
+    compile_missing: Callable[[str, Any], Any] | None = None  # (kind, key) -> the program
+
+    def get(self, kind: str, key: Any) -> Any:
+        """Returns a program, compiled now if the set is open; MissingProgramError if a closed set lacks it."""
+        programs = getattr(self, kind)
+        if key not in programs:
+            if self.compile_missing is None:
+                raise MissingProgramError(f"no {kind} program was compiled for {key}; there are {list(programs)}")
+            programs[key] = self.compile_missing(kind, key)
+        return programs[key]
+
+    def copy(self) -> Programs:
+        """Returns a shallow copy, to which programs can be added."""
+        return dataclasses.replace(self, **{kind: dict(getattr(self, kind)) for kind in PROGRAM_KINDS})
+
+    def __len__(self) -> int:
+        return sum(len(getattr(self, kind)) for kind in PROGRAM_KINDS)
+
+
+PROGRAM_KINDS = tuple(each.name for each in dataclasses.fields(Programs) if each.name != "compile_missing")

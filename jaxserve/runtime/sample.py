@@ -1,0 +1,199 @@
+"""The sample programs: from a step's logits to its tokens, one per row, or a run per row of a verify step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from jaxserve.logits_processor import LogitsProcessor
+from jaxserve.runtime.device_state import RowState
+from jaxserve.runtime.drafting import look_up_drafts
+from jaxserve.runtime.rows import EXTRA_FIELDS, SAMPLING_FIELDS, SampleVariant
+from jaxserve.runtime.step_model import SampledTokens, SampleInputs, StepModel, unpack_sampling
+from jaxserve.sampling import (
+    SamplerState,
+    SamplingInputs,
+    draw_uniforms,
+    is_finite,
+    map_rows,
+    mask_logits,
+    record,
+    sample,
+    sample_greedy,
+    shape_logits,
+)
+from jaxserve.scheduler.sequence import MASK_LATE, NO_TOKEN_LEFT, NON_FINITE, NOT_KEPT
+from jaxserve.speculation import NO_DRAFT
+
+
+def sample_tokens(
+    rows: RowState, selected: SampleInputs, *, model: StepModel, greedy: bool
+) -> tuple[RowState, SampledTokens]:
+    """Returns the rows and one sampled id per row, or NON_FINITE if its logits are not finite. `rows` is donated.
+
+    Every sample program gives a greedy row the same id.
+    """
+    ids = _draw(selected, rows.num_computed[selected.row_ids], model=model, greedy=greedy)
+    return _keep(rows, selected, ids, model=model)
+
+
+def sample_shaped_tokens(
+    rows: RowState,
+    sampler: SamplerState,
+    selected: SampleInputs,
+    mask: UInt32[Array, "S W"] | None,
+    *,
+    model: StepModel,
+) -> tuple[RowState, SamplerState, SampledTokens]:
+    """`sample_tokens` on logits shaped by masks, biases and penalties. `rows` and `sampler` are donated.
+
+    A row's id is NO_TOKEN_LEFT if its parameters forbid every token, and MASK_LATE if its line of `mask` is 0: it then
+    samples nothing and keeps its last token.
+    """
+    sampler, ids = _draw_shaped(sampler, selected, rows.num_computed[selected.row_ids], mask, model=model)
+    rows, sampled = _keep(rows, selected, ids, model=model)
+    return rows, sampler, sampled
+
+
+def verify_tokens(
+    rows: RowState,
+    sampler: SamplerState,
+    selected: SampleInputs,
+    mask: UInt32[Array, "N W"] | None,
+    *,
+    model: StepModel,
+    variant: SampleVariant,
+) -> tuple[RowState, SamplerState, SampledTokens]:
+    """Returns the state after a verify step and each row's run of ids. `rows` and `sampler` are donated.
+
+    At every position the row draws what a step of one token would draw there: from its own parameters, uniforms and
+    counts, whoever drafted. Drafts are accepted while they equal the draw, and the last draw stands. So the tokens are
+    those of plain steps, and their distribution is the model's. A position whose line of `mask` is 0 is not accepted.
+    """
+    width, base = selected.width, rows.num_computed[selected.row_ids] - selected.width
+    drafts = jnp.pad(rows.drafts[selected.row_ids, : width - 1], ((0, 0), (0, 1)), constant_values=NO_DRAFT)
+    if variant <= SampleVariant.RANDOM:
+        spread = SampleInputs(
+            selected.logits, *(jnp.repeat(part, width, axis=0) for part in (selected.row_ids, selected.samples, selected.sampling))
+        )
+        positions = base[:, None] + jnp.arange(1, width + 1, dtype=base.dtype)
+        ids = _draw(spread, positions.reshape(-1), model=model, greedy=variant is SampleVariant.GREEDY)
+        ids = ids.reshape(-1, width)
+    else:
+        sampler, ids = _draw_along(sampler, selected, base, drafts, mask, model=model)
+    rows, sampled = _accept(rows, selected, base, drafts, ids, model=model)
+    return rows, sampler, sampled
+
+
+def _draw(
+    selected: SampleInputs, positions: Int[Array, " S"], *, model: StepModel, greedy: bool
+) -> Int[Array, " S"]:
+    vocab_size = model.config.vocab_size
+    if greedy:
+        ids, are_finite = map_rows(partial(sample_greedy, vocab_size=vocab_size), selected.logits)
+    else:
+        inputs = unpack_sampling(selected, positions)
+        function = partial(sample, vocab_size=vocab_size)
+        ids, are_finite = map_rows(function, selected.logits, inputs, draw_uniforms(inputs))
+    return jnp.where(are_finite, ids, NON_FINITE)
+
+
+def _draw_shaped(
+    sampler: SamplerState,
+    selected: SampleInputs,
+    positions: Int[Array, " S"],
+    mask: UInt32[Array, "S W"] | None,
+    *,
+    model: StepModel,
+) -> tuple[SamplerState, Int[Array, " S"]]:
+    vocab_size = model.config.vocab_size
+    inputs = unpack_sampling(selected, positions)
+
+    def draw_row(line: SampleInputs, mask: Array | None, inputs: SamplingInputs, uniform: Array) -> tuple[Array, ...]:
+        shaped = line.logits if mask is None else mask_logits(line.logits, mask)
+        shaped = shape_logits(shaped, inputs, sampler, line.row_ids, vocab_size=vocab_size)
+        if model.processor is not None:
+            shaped = _process(shaped, line, model.processor)
+        return *sample(shaped, inputs, uniform, vocab_size=vocab_size), is_finite(line.logits)
+
+    ids, are_left, are_finite = map_rows(draw_row, selected, mask, inputs, draw_uniforms(inputs))
+    ids = jnp.where(are_left, ids, NO_TOKEN_LEFT)
+    if mask is not None:
+        ids = jnp.where(jnp.any(mask != 0, axis=1), ids, MASK_LATE)
+    # `record` ignores sentinels.
+    sampler = record(sampler, selected.row_ids, ids, (selected.samples == 1) & (inputs.has_edits == 1))
+    return sampler, jnp.where(are_finite, ids, NON_FINITE)
+
+
+def _draw_along(
+    sampler: SamplerState,
+    selected: SampleInputs,
+    base: Int[Array, " S"],
+    drafts: Int[Array, "S W"],
+    mask: UInt32[Array, "N M"] | None,
+    *,
+    model: StepModel,
+) -> tuple[SamplerState, Int[Array, "S W"]]:
+    """Draws position after position. The sampler counts a row's tokens as long as its drafts are accepted."""
+    width = drafts.shape[1]
+
+    def by_position(lines: Array) -> Array:
+        return jnp.moveaxis(lines.reshape(-1, width, lines.shape[-1]), 1, 0)
+
+    def draw_one(carry: tuple[SamplerState, Bool[Array, " S"]], at: tuple[Array, ...]) -> tuple[tuple, Array]:
+        (sampler, is_open), (index, logits, mask, draft) = carry, at
+        line = replace(selected, logits=logits, samples=jnp.where(is_open, selected.samples, 0))
+        sampler, ids = _draw_shaped(sampler, line, base + 1 + index, mask, model=model)
+        return (sampler, is_open & (ids == draft)), ids
+
+    masks = None if mask is None else by_position(mask)
+    positions = jnp.arange(width, dtype=base.dtype), by_position(selected.logits), masks, drafts.T
+    (sampler, _), ids = lax.scan(draw_one, (sampler, jnp.ones(base.shape, bool)), positions)
+    return sampler, ids.T
+
+
+def _accept(
+    rows: RowState,
+    selected: SampleInputs,
+    base: Int[Array, " S"],
+    drafts: Int[Array, "S W"],
+    ids: Int[Array, "S W"],
+    *,
+    model: StepModel,
+) -> tuple[RowState, SampledTokens]:
+    """Ends each row's run at the first id that is not its draft; the row goes on behind it."""
+    is_open = jnp.cumprod(jnp.pad(ids[:, :-1] == drafts[:, :-1], ((0, 0), (1, 0)), constant_values=True), axis=1) == 1
+    # A late mask ends a run before its position; if it is the first, the sentinel tells.
+    is_kept = is_open & ((ids != MASK_LATE) | (jnp.arange(ids.shape[1]) == 0))
+    counts = jnp.sum(is_kept, axis=1, dtype=base.dtype)
+    num_computed = rows.num_computed.at[selected.row_ids].set(base + counts)
+    kept = jnp.where(is_kept, ids, NOT_KEPT)
+    return _keep(replace(rows, num_computed=num_computed), selected, kept, model=model)
+
+
+def _keep(
+    rows: RowState, selected: SampleInputs, ids: Int[Array, "S *W"], *, model: StepModel
+) -> tuple[RowState, SampledTokens]:
+    """Writes the last id of each row that samples to `last_token`, and drafts what follows."""
+    runs = ids.reshape(len(selected.row_ids), -1)
+    counts = jnp.where(selected.samples == 1, jnp.sum(runs >= 0, axis=1), 0)
+    last = jnp.take_along_axis(runs, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
+    last = jnp.where(counts > 0, last, rows.last_token[selected.row_ids])
+    rows = replace(rows, last_token=rows.last_token.at[selected.row_ids].set(last))
+    rows, drafts = look_up_drafts(rows, selected.row_ids, runs, counts, model=model)
+    return rows, SampledTokens(ids, drafts)
+
+
+def _process(logits: Float[Array, " V"], line: SampleInputs, processor: LogitsProcessor) -> Float[Array, " V"]:
+    """Runs the engine's logits processor on a row that asks for it."""
+    fields = dict(zip(SAMPLING_FIELDS, line.sampling, strict=True))
+    columns = [lax.bitcast_convert_type(fields[name], jnp.float32) for name in EXTRA_FIELDS]
+    arguments = dict(zip(processor.arguments, columns, strict=False))
+    # No branch: under vmap a branch would copy the function's arrays for each row.
+    processed = processor.function(logits, arguments).astype(logits.dtype)
+    return jnp.where(fields["has_extra"] == 1, processed, logits)

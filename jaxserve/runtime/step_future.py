@@ -1,0 +1,53 @@
+"""A step's outputs, on their way to the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxserve.runtime.page_copies import CopiesInFlight
+from jaxserve.runtime.step_model import SampledTokens
+from jaxserve.scheduler.plan import StepOutputs
+from jaxserve.scheduler.sequence import NOT_KEPT
+
+
+class StepFuture:
+    """A step's outputs, whose copy to the host has begun.
+
+    Args:
+        more: (log-probabilities of tokens, of prompts, embeddings), each None if no row asked; None if all are.
+        copies: those of the step's pages from and to the host; None: it has none.
+    """
+
+    def __init__(
+        self, sampled: SampledTokens, more: tuple[Any, Any, Any] | None, num_rows: int, copies: CopiesInFlight | None
+    ) -> None:
+        self._sampled, self._more, self._num_rows, self._copies = sampled, more, num_rows, copies
+        for array in jax.tree.leaves((sampled, more)):
+            array.copy_to_host_async()
+
+    def result(self) -> StepOutputs:
+        """Waits for the device and returns the outputs of the step's rows."""
+        sampled = jax.device_get(self._sampled)
+        ids, drafts = sampled.ids[: self._num_rows], sampled.drafts
+        drafts = None if drafts is None else drafts[: self._num_rows].tolist()
+        failed = frozenset() if self._copies is None else self._copies.wait()
+        logprobs = prompt_logprobs = embeddings = counts = None
+        if self._more is not None:
+            logprobs, prompt_logprobs, embeddings = jax.device_get(self._more)
+        if ids.ndim == 2:
+            is_kept = ids != NOT_KEPT
+            counts, ids = is_kept.sum(axis=1).tolist(), ids[is_kept]
+            lines = np.flatnonzero(is_kept)
+            logprobs = jax.tree.map(lambda array: array[lines], logprobs)
+        return StepOutputs(
+            ids.tolist(),
+            counts,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            embeddings=embeddings,
+            drafts=drafts,
+            failed_copies=failed,
+        )

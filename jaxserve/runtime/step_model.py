@@ -1,0 +1,83 @@
+"""What the programs of a step share: their static arguments, and the arrays that one hands to the next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import flax.struct
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from jaxserve.logits_processor import LogitsProcessor
+from jaxserve.models.base import DecoderConfig
+from jaxserve.models.decoder import CacheLayout
+from jaxserve.runtime.rows import FLOAT_FIELDS, SAMPLING_FIELDS
+from jaxserve.sampling import SamplingInputs
+from jaxserve.speculation import LookupDrafter
+from pallas_kernels.spec import AttnShape
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """The static arguments of drafting."""
+
+    max_drafts: int  # K
+    rows: int  # of a step draft, the first ones: no program verifies more
+    lookup: LookupDrafter | None = None
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """The static arguments of a step: the model, where its pages lie, the devices, the kernels, and who drafts."""
+
+    config: DecoderConfig
+    layout: CacheLayout
+    shapes: tuple[AttnShape, ...]  # per KV group, on one device
+    mesh: Mesh | None  # None on a single device
+    impl: str
+    processor: LogitsProcessor | None = None
+    drafting: Drafting | None = None
+
+
+@flax.struct.dataclass
+class HiddenStates:
+    """The residual stream before the final norm, for the programs that only some steps need."""
+
+    last: Float[Array, "N D"]  # of the tokens that logits were computed of
+    every: Float[Array, "T D"] | None  # all tokens of a mixed bucket, for prompts' log-probabilities
+
+
+@flax.struct.dataclass
+class SampleInputs:
+    """What `forward` hands to sampling. Shapes depend on rows only, so that the programs add up, not multiply.
+
+    N = S, one line of logits per row; in a verify step N = S * W, W in each row's order.
+    """
+
+    logits: Float[Array, "N V"]
+    row_ids: Int[Array, " S"]
+    samples: Int[Array, " S"]
+    sampling: Int[Array, "S F"]
+
+    @property
+    def width(self) -> int:
+        """W."""
+        return self.logits.shape[0] // self.row_ids.shape[0]
+
+
+@flax.struct.dataclass
+class SampledTokens:
+    """What a step brings each row."""
+
+    ids: Int[Array, "S *W"]  # a sentinel where there is an error; NOT_KEPT after the end of a verified run
+    drafts: Int[Array, "S K"] | None = None  # of the row's next tokens
+
+
+def unpack_sampling(selected: SampleInputs, positions: Int[Array, " S"]) -> SamplingInputs:
+    """Returns the parameters of the step's rows, whose next tokens get the `positions`."""
+    names = [name for name in SAMPLING_FIELDS if name in SamplingInputs.__dataclass_fields__]
+    columns = {name: selected.sampling[:, SAMPLING_FIELDS.index(name)] for name in names}
+    floats = {name: lax.bitcast_convert_type(columns[name], jnp.float32) for name in FLOAT_FIELDS}
+    return SamplingInputs(**(columns | floats), positions=positions)
