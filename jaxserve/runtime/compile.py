@@ -245,7 +245,7 @@ def name_program(kind: str, key: Any) -> str:
             return f"logprobs {rows * width}"
         case "prompt_logprobs", bucket:
             return f"prompt logprobs {bucket.tokens}"
-        case ("set_row" | "set_tokens" | "remember"), _:
+        case (("set_row" | "set_tokens" | "remember"), _):
             return kind.replace("_", " ")
         case (("read_pages" | "write_pages"), group):
             return f"{kind.replace('_', ' ')} {group}"

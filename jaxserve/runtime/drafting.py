@@ -30,7 +30,12 @@ def look_up_drafts(
 
 
 def write_chunks(
-    rows: RowState, row_ids: Int[Array, " T"], positions: Int[Array, " T"], tokens: Int[Array, " T"], *, model: StepModel
+    rows: RowState,
+    row_ids: Int[Array, " T"],
+    positions: Int[Array, " T"],
+    tokens: Int[Array, " T"],
+    *,
+    model: StepModel,
 ) -> RowState:
     """Returns the rows after the tokens of a mixed step, which the lookup needs: some were sent by nobody else."""
     if model.drafting is None or model.drafting.lookup is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -24,7 +25,7 @@ from jaxserve.runtime.step_future import StepFuture
 from jaxserve.runtime.step_model import HiddenStates, SampledTokens, SampleInputs
 from jaxserve.sampling import RowSetting, SamplerState, make_row_setting
 from jaxserve.scheduler.plan import FinishedRow, NewRow, StepPlan
-from jaxserve.speculation import hash_salt
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StartedLoop:
@@ -240,7 +241,7 @@ class ModelRunner:
             return
         tokens = np.zeros(self._rows.lookup.history.shape[1], np.int32)
         tokens[: len(token_ids)] = token_ids
-        line = np.int32(row), tokens, hash_salt(cache_salt)
+        line = np.int32(row), tokens, _hash_salt(cache_salt)
         self._rows = self.programs.get("set_tokens", None)(self._rows, *self._send(line))
 
     def _remember(self, finished: FinishedRow) -> None:
@@ -283,6 +284,11 @@ class ModelRunner:
 
     def _send(self, arrays: Any) -> Any:
         return jax.device_put(arrays, self._input_sharding)
+
+
+def _hash_salt(cache_salt: str) -> np.ndarray:
+    """Returns two words [2] uint32 that differ for different salts."""
+    return np.frombuffer(hashlib.blake2b(cache_salt.encode(), digest_size=8).digest(), "<u4").astype(np.uint32)
 
 
 def _make_setting(vocab_size: int, new_row: NewRow) -> RowSetting:

@@ -79,7 +79,8 @@ def verify_tokens(
     drafts = jnp.pad(rows.drafts[selected.row_ids, : width - 1], ((0, 0), (0, 1)), constant_values=NO_DRAFT)
     if variant <= SampleVariant.RANDOM:
         spread = SampleInputs(
-            selected.logits, *(jnp.repeat(part, width, axis=0) for part in (selected.row_ids, selected.samples, selected.sampling))
+            selected.logits,
+            *(jnp.repeat(part, width, axis=0) for part in (selected.row_ids, selected.samples, selected.sampling)),
         )
         positions = base[:, None] + jnp.arange(1, width + 1, dtype=base.dtype)
         ids = _draw(spread, positions.reshape(-1), model=model, greedy=variant is SampleVariant.GREEDY)
@@ -90,9 +91,7 @@ def verify_tokens(
     return rows, sampler, sampled
 
 
-def _draw(
-    selected: SampleInputs, positions: Int[Array, " S"], *, model: StepModel, greedy: bool
-) -> Int[Array, " S"]:
+def _draw(selected: SampleInputs, positions: Int[Array, " S"], *, model: StepModel, greedy: bool) -> Int[Array, " S"]:
     vocab_size = model.config.vocab_size
     if greedy:
         ids, are_finite = map_rows(partial(sample_greedy, vocab_size=vocab_size), selected.logits)
@@ -177,7 +176,7 @@ def _accept(
 
 
 def _keep(
-    rows: RowState, selected: SampleInputs, ids: Int[Array, "S *W"], *, model: StepModel
+    rows: RowState, selected: SampleInputs, ids: Int[Array, "S ..."], *, model: StepModel
 ) -> tuple[RowState, SampledTokens]:
     """Writes the last id of each row that samples to `last_token`, and drafts what follows."""
     runs = ids.reshape(len(selected.row_ids), -1)

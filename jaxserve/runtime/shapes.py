@@ -69,7 +69,6 @@ class Shapes:
     @property
     def limits(self) -> SchedulerLimits:
         scheduler, updates = self.config.scheduler, self.state.groups * self.state.pages_per_row
-        speculative = self.config.speculation.speculative_config
         assert scheduler.max_num_seqs is not None and scheduler.max_num_batched_tokens is not None
         return SchedulerLimits(
             max_num_seqs=scheduler.max_num_seqs,
@@ -79,9 +78,6 @@ class Shapes:
             row_sizes=self.buckets.row_counts,
             loop_rows=self.buckets.loop_rows,
             token_sizes=self.buckets.token_counts,
-            verify_widths=self.buckets.verify_sizes,
-            max_drafts=0 if self.drafting is None else self.drafting.max_drafts,
-            fixed_drafts=None if speculative is None else speculative.num_speculative_tokens_per_batch_size,
             # On accelerators small steps take as long as reading the weights, whatever their padding.
             pads_cheaply=self.platform != "cpu",
             options=scheduler,

@@ -81,7 +81,7 @@ def run_forward(
 
 
 def compute_step_logprobs(
-    selected: SampleInputs, token_ids: Int[Array, "S *W"], *, model: StepModel, max_logprobs: int
+    selected: SampleInputs, token_ids: Int[Array, "S ..."], *, model: StepModel, max_logprobs: int
 ) -> LogprobArrays | Float[Array, "S V"]:
     """Returns log-probabilities of the sampled and the `max_logprobs` likeliest tokens; of all tokens if it is -1."""
     vocab_size = model.config.vocab_size
