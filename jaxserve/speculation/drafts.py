@@ -1,0 +1,5 @@
+"""What all drafters share."""
+
+from __future__ import annotations
+
+NO_DRAFT = -4  # where a row has no draft, and after that; no token and no sentinel is this number

@@ -1,0 +1,192 @@
+"""The drafters without weights, `ngram` and `suffix`: their state, and what a step does with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int, Int32
+
+from jaxserve.errors import ConfigError
+from jaxserve.sampling import map_rows
+from jaxserve.speculation.corpus import Corpus, CorpusShape, corpus_specs, remember_answer
+from jaxserve.speculation.drafts import NO_DRAFT
+from jaxserve.speculation.history import write_tokens
+from jaxserve.speculation.ngram import propose_ngram
+from jaxserve.speculation.suffix import SuffixRule, propose_suffix
+from jaxserve.speculative_config import SpeculativeConfig
+
+LOOKUP_METHODS = ("ngram", "suffix")
+MAX_HISTORY = 2**24  # positions are compared as float32
+MIN_CORPUS_TOKENS, MAX_CORPUS_TOKENS = 4, 2**24  # at most some 2 GB
+
+
+@flax.struct.dataclass
+class LookupState:
+    """What the rows' tokens are, and what was answered before. It lies beside the rows and is always donated."""
+
+    history: Int32[Array, "R L"]  # tokens by position, of prompt and output; only those before the row's length count
+    corpus: Corpus | None  # suffix with a corpus only
+
+
+@dataclass(frozen=True)
+class LookupDrafter:
+    """Looks drafts up. Static and hashable; all functions are pure and of static shapes, for use inside programs."""
+
+    num_drafts: int  # K
+    min_match: int  # ngram: a match of fewer tokens gives no draft
+    max_match: int  # tokens that are compared
+    rule: SuffixRule | None  # suffix; None: ngram
+    corpus_shape: CorpusShape | None  # suffix; None: no corpus
+
+    @property
+    def remembers(self) -> bool:
+        """Whether finished answers are kept, so that `remember` has an effect."""
+        return self.corpus_shape is not None
+
+    def state_specs(
+        self, num_rows: int, max_model_len: int, sharding: jax.sharding.Sharding | None = None
+    ) -> LookupState:
+        """Returns the abstract values of the state for R rows of L = `max_model_len` tokens; zeros are a valid start.
+
+        Raises:
+            ConfigError: `max_model_len` is beyond `MAX_HISTORY`.
+        """
+        if max_model_len > MAX_HISTORY:
+            raise ConfigError(
+                f"{max_model_len} tokens cannot be searched for drafts; up to {MAX_HISTORY}, or no speculative_config",
+                field="max_model_len",
+                value=max_model_len,
+            )
+        history = jax.ShapeDtypeStruct((num_rows, max_model_len), jnp.int32, sharding=sharding)
+        corpus = None if self.corpus_shape is None else corpus_specs(self.corpus_shape, num_rows, sharding)
+        return LookupState(history, corpus)
+
+    def set_row(
+        self, state: LookupState, row: Int[Array, ""], tokens: Int32[Array, " L"], salt: Int[Array, " 2"]
+    ) -> LookupState:
+        """Returns the state with a row's tokens replaced, for its admission.
+
+        Args:
+            state: donated.
+            row: its number.
+            tokens: what is known of it by position; anything after that.
+            salt: two words of 32 bits, int32 or uint32. Rows find the answers of rows with equal words only.
+        """
+        history = lax.dynamic_update_index_in_dim(state.history, tokens.astype(jnp.int32), row, axis=0)
+        corpus = state.corpus
+        if corpus is not None:
+            salts = lax.dynamic_update_index_in_dim(corpus.row_salts, salt.astype(jnp.uint32), row, axis=0)
+            corpus = replace(corpus, row_salts=salts)
+        return LookupState(history, corpus)
+
+    def write(
+        self,
+        state: LookupState,
+        row_ids: Int[Array, " T"],
+        positions: Int[Array, " T"],
+        tokens: Int[Array, " T"],
+        keep: Bool[Array, " T"],
+    ) -> LookupState:
+        """Returns the state with the tokens of chunks, where `keep`. Positions outside [0, L) are dropped."""
+        return replace(state, history=write_tokens(state.history, row_ids, positions, tokens, keep))
+
+    def append(
+        self,
+        state: LookupState,
+        row_ids: Int[Array, " S"],
+        positions: Int[Array, " S"],
+        ids: Int[Array, "S W"],
+        counts: Int[Array, " S"],
+    ) -> LookupState:
+        """Returns the state with each row's run: ids[s, i] at positions[s] + i, for i < counts[s].
+
+        Positions outside [0, L) are dropped, and so are ids below zero, which name errors.
+        """
+        index = jnp.arange(ids.shape[1])
+        keep = (index < counts[:, None]) & (ids >= 0)
+        rows = jnp.broadcast_to(row_ids[:, None], ids.shape)
+        return replace(state, history=write_tokens(state.history, rows, positions[:, None] + index, ids, keep))
+
+    def propose(self, state: LookupState, row_ids: Int[Array, " S"], lengths: Int[Array, " S"]) -> Int32[Array, "S K"]:
+        """Returns the drafts of each row's tokens at `lengths` and after; `NO_DRAFT` from the first missing one on.
+
+        Args:
+            state: with all tokens of the rows before `lengths`; only read.
+            row_ids: the rows.
+            lengths: how many tokens of each are known. A row of 0 has no drafts, and none has one at L or after.
+        """
+        max_len = state.history.shape[1]
+
+        def propose_row(row: Int[Array, ""], length: Int[Array, ""]) -> Int32[Array, " K"]:
+            tokens = lax.dynamic_index_in_dim(state.history, row, keepdims=False)
+            if self.rule is None:
+                return propose_ngram(tokens, length, self.min_match, self.max_match, self.num_drafts)
+            salt = None if state.corpus is None else state.corpus.row_salts[row]
+            return propose_suffix(tokens, length, self.rule, state.corpus, salt)
+
+        drafts = map_rows(propose_row, row_ids, jnp.clip(lengths, 0, max_len))
+        return jnp.where(lengths[:, None] + jnp.arange(self.num_drafts) < max_len, drafts, NO_DRAFT)
+
+    def remember(
+        self, state: LookupState, row: Int[Array, ""], start: Int[Array, ""], end: Int[Array, ""]
+    ) -> LookupState:
+        """Returns the state with the row's tokens [start, end) in the corpus, if there is one.
+
+        Call it before the row is set again. The tokens just before an answer belong to its context: with a `start`
+        that is some tokens early, the answer's first tokens are found, too, when the same prompt comes again.
+        """
+        if state.corpus is None:
+            return state
+        tokens = lax.dynamic_index_in_dim(state.history, row, keepdims=False)
+        salt = state.corpus.row_salts[row]
+        begin, end = jnp.maximum(start, 0), jnp.minimum(end, tokens.shape[0])
+        return replace(state, corpus=remember_answer(state.corpus, tokens, salt, begin, end))
+
+
+def make_lookup_drafter(config: SpeculativeConfig) -> LookupDrafter:
+    """Returns the drafter of the methods `ngram` and `suffix`.
+
+    Raises:
+        ConfigError: another method, or a corpus too small for two tokens.
+    """
+    if config.method == "ngram":
+        return LookupDrafter(
+            num_drafts=config.num_speculative_tokens,
+            min_match=config.prompt_lookup_min,
+            max_match=config.prompt_lookup_max,
+            rule=None,
+            corpus_shape=None,
+        )
+    if config.method != "suffix":
+        raise ConfigError(
+            f"{config.method!r} looks nothing up; {' and '.join(LOOKUP_METHODS)} do",
+            field="speculative_config.method",
+            value=config.method,
+        )
+    depth = config.suffix_decoding_max_tree_depth
+    rule = SuffixRule(
+        num_drafts=config.num_speculative_tokens,
+        depth=depth,
+        factor=config.suffix_decoding_max_spec_factor,
+        min_share=config.suffix_decoding_min_token_prob,
+    )
+    return LookupDrafter(config.num_speculative_tokens, 1, depth, rule, _make_corpus_shape(config))
+
+
+def _make_corpus_shape(config: SpeculativeConfig) -> CorpusShape | None:
+    """Returns None if no answers are kept, or none could match because matches of one token are not looked up."""
+    num_tokens, num_answers = config.suffix_decoding_corpus_tokens, config.suffix_decoding_max_cached_requests
+    depth = config.suffix_decoding_max_tree_depth
+    if num_answers == 0 or depth < 2:
+        return None
+    if not MIN_CORPUS_TOKENS <= num_tokens <= MAX_CORPUS_TOKENS:
+        raise ConfigError(
+            f"a corpus of {num_tokens} tokens; {MIN_CORPUS_TOKENS} to {MAX_CORPUS_TOKENS} will do",
+            field="speculative_config.suffix_decoding_corpus_tokens",
+            value=num_tokens,
+        )
+    return CorpusShape(num_tokens, num_answers, depth)
