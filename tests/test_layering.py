@@ -39,6 +39,7 @@ FLOORS = {
     "jaxserve.models": "F2b.2",
     "jaxserve.weights": "F2b.3",
     "jaxserve.sampling": "F2b.0",
+    "jaxserve.speculation": "F2b.1",
     "jaxserve.runtime": "F3",
     "jaxserve.engine": "F4",
     "jaxserve.simulation": "F4.1",

@@ -1,7 +1,7 @@
 """Finished answers of all requests, searched by hash: a ring of tokens, and tables of where its n-grams ended.
 
 Every token written has a position that only grows; it lies in the ring at that position modulo the ring's size. An
-answer is followed by a separator, so a match and what follows it never leave the answer. A table has one bucket per
+answer lies in one piece between two separators, so a match and what follows it never leave it. A table has a bucket per
 hash and a few ways per bucket: an answer writes to the way of its number, so a bucket keeps the latest occurrences
 from different answers. Buckets are hints only: an occurrence counts after its tokens and its salt were compared.
 
@@ -13,17 +13,23 @@ an answer stays. Before positions leave int32 they all move down by a multiple o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int, Int32, UInt32
 
 LEVELS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # lengths of n-grams that have a table, as far as matches are compared
 WAYS = 4
 SEPARATOR = -1  # between answers; no token is below zero
+_BASE = 0x9E3779B1  # of the polynomial that is an n-gram's hash: odd
+_SHORT_BLOCK = 512
 MAX_POSITION = 2**30  # where positions move down
 
 
@@ -65,7 +71,7 @@ class Found:
 
     matched: Int32[Array, ""]  # tokens; 0: none
     starts: Int32[Array, " C"]  # position after each occurrence, all different; -1: fewer than C
-    ways: Int32[Array, "C K"]  # what follows it; below zero: the answer ended
+    ways: Int32[Array, "C K"]  # what follows it; below zero: the answer ended, and the rest means nothing
 
 
 def corpus_specs(shape: CorpusShape, num_rows: int, sharding: jax.sharding.Sharding | None = None) -> Corpus:
@@ -86,24 +92,24 @@ def corpus_specs(shape: CorpusShape, num_rows: int, sharding: jax.sharding.Shard
 
 
 def hash_ngrams(
-    recent: Int32[Array, "D *N"], salt: UInt32[Array, "2 *#N"], levels: tuple[int, ...], num_buckets: int
-) -> Int32[Array, "levels *N"]:
-    """Returns the buckets of n-grams with the lengths `levels`.
+    recent: Sequence[Int32[Array, "*M"]], salt: UInt32[Array, " 2"], levels: tuple[int, ...], num_buckets: int
+) -> Int32[Array, levels * M]:
+    """Returns the buckets of n-grams with the lengths `levels`: a polynomial of their tokens, salted and mixed.
 
     Args:
-        recent: their last tokens, the last one first.
-        salt: the two words of the salt that goes into the hash.
-        levels: lengths, ascending, at most D.
+        recent: their tokens, the last one first; as many as the longest has.
+        salt: the two words of their salt.
+        levels: lengths, ascending.
         num_buckets: a power of two.
     """
-    state = jnp.full(recent.shape[1:], 0x9E3779B9, jnp.uint32)
-    found = []
-    for back in range(levels[-1] if levels else 0):
-        state = _mix(state ^ recent[back].astype(jnp.uint32))
-        if back + 1 in levels:
-            bucket = _mix(_mix(state ^ salt[0]) ^ salt[1])
-            found.append((bucket & jnp.uint32(num_buckets - 1)).astype(jnp.int32))
-    return jnp.stack(found)
+    shape = (-1, *[1] * recent[0].ndim)
+    powers = [pow(_BASE, back + 1, 2**32) for back in range(levels[-1])]
+    state = jnp.zeros((len(levels), *recent[0].shape), jnp.uint32)
+    for back, power in enumerate(powers):
+        factors = np.array([power if back < level else 0 for level in levels], np.uint32)
+        state = state + factors.reshape(shape) * (recent[back].astype(jnp.uint32) + jnp.uint32(_BASE))
+    buckets = _mix(_mix(state ^ salt[0]) ^ salt[1])
+    return (buckets & jnp.uint32(num_buckets - 1)).astype(jnp.int32)
 
 
 def find_in_corpus(corpus: Corpus, query: Int32[Array, " D"], salt: UInt32[Array, " 2"], num_drafts: int) -> Found:
@@ -118,50 +124,80 @@ def find_in_corpus(corpus: Corpus, query: Int32[Array, " D"], salt: UInt32[Array
     num_levels, num_buckets, _ = corpus.ends.shape
     levels = LEVELS[:num_levels]
     depth, ring = query.shape[0], corpus.tokens.shape[0]
-    buckets = hash_ngrams(query, salt, levels, num_buckets)
-    ends = corpus.ends[jnp.arange(num_levels), buckets].reshape(-1)
-    oldest = _find_oldest(corpus)
+    buckets = lax.optimization_barrier(hash_ngrams(query, salt, levels, num_buckets))
+    ends = corpus.ends[np.arange(num_levels), buckets].reshape(-1)
+    # Without barriers the compiler would work these out again for each token that is compared.
+    ends, slots, oldest = lax.optimization_barrier((ends, ends % ring, _find_oldest(corpus)))
 
-    before = ends[:, None] - 1 - jnp.arange(depth)
-    is_equal = (before >= oldest) & (corpus.tokens[before % ring] == query)
-    counts = jnp.sum(jnp.cumprod(is_equal.astype(jnp.int32), axis=1), axis=1)
-    is_own = jnp.all(corpus.salts[(ends - 1) % ring] == salt, axis=1)  # one salt is the answer's
-    is_found = is_own & (counts >= jnp.repeat(jnp.array(levels), WAYS))  # else another n-gram has the same bucket
+    before = slots[:, None] - 1 - np.arange(depth)
+    compared = lax.optimization_barrier(corpus.tokens[jnp.where(before < 0, before + ring, before)])
+    is_equal = (compared == query) & (ends[:, None] - 1 - np.arange(depth) >= oldest)
+    counts = jnp.min(jnp.where(is_equal, depth, np.arange(depth)), axis=1)  # up to the first unequal one
+    is_own = jnp.all(corpus.salts[jnp.where(slots == 0, ring, slots) - 1] == salt, axis=1)  # one is the answer's
+    is_found = is_own & (counts >= np.repeat(levels, WAYS))  # else another n-gram has the same bucket
     is_found &= ~_is_repeated(ends)
     matched = jnp.max(jnp.where(is_found, counts, 0))
     starts = jnp.where(is_found & (counts == matched), ends, -1)
 
-    after = ends[:, None] + jnp.arange(num_drafts)
-    ways = jnp.where(after < corpus.num_written, corpus.tokens[after % ring], SEPARATOR)
-    return Found(matched, starts, _end_at_separator(ways))
+    after = slots[:, None] + np.arange(num_drafts)  # ends at a separator, so never beyond the last answer
+    ways = corpus.tokens[jnp.where(after >= ring, after - ring, after)]
+    return Found(matched, starts, lax.optimization_barrier(ways))
 
 
 def remember_answer(
     corpus: Corpus, tokens: Int32[Array, " L"], salt: UInt32[Array, " 2"], start: Int[Array, ""], end: Int[Array, ""]
 ) -> Corpus:
-    """Returns the corpus with the answer tokens[start:end]; of one longer than the ring, its last N - 1 tokens.
+    """Returns the corpus with the answer tokens[start:end]; of one longer than the ring, its last N - 2 tokens.
 
-    An empty answer changes nothing. Donate `corpus`.
+    An empty answer changes nothing. Donate `corpus`, so that one block of the ring is written.
     """
-    ring = corpus.tokens.shape[0]
-    size = min(tokens.shape[0], ring - 1)  # static, whatever the answer's length
-    start = jnp.maximum(start, end - size)
-    count = jnp.clip(end - start, 0, size)
-    corpus = lax.cond(corpus.num_written < MAX_POSITION, lambda corpus: corpus, _move_down, corpus)
-    begin, number = corpus.num_written, corpus.num_answers
+    sizes = [min(size, len(corpus.tokens)) for size in (_SHORT_BLOCK, len(tokens) + 2)]
 
-    index = jnp.arange(size)
-    answer = tokens[jnp.clip(start + index, 0, tokens.shape[0] - 1)]
-    slots = jnp.where(index < count, (begin + index) % ring, ring)  # out of range: dropped
-    last = jnp.where(count > 0, (begin + count) % ring, ring)
+    def write_short(*operands: Any) -> Corpus:
+        """Writes a short block if that will do: a CPU takes its n-grams one by one."""
+        is_short = end - start <= sizes[0] - 2
+        return lax.cond(is_short, partial(_write_answer, sizes[0]), partial(_write_answer, sizes[1]), *operands)
+
+    corpus = lax.cond(corpus.num_written < MAX_POSITION, lambda corpus: corpus, _move_down, corpus)
+    operands = (corpus, tokens, salt, start, end)
+    if sizes[1] <= sizes[0]:
+        return _write_answer(sizes[1], *operands)
+    return lax.platform_dependent(*operands, cpu=write_short, default=partial(_write_answer, sizes[1]))
+
+
+def _write_answer(
+    size: int,
+    corpus: Corpus,
+    tokens: Int32[Array, " L"],
+    salt: UInt32[Array, " 2"],
+    start: Int[Array, ""],
+    end: Int[Array, ""],
+) -> Corpus:
+    """`remember_answer`, with a block of static size: the answer and its two separators."""
+    ring, limit = len(corpus.tokens), len(corpus.begins)
+    count = jnp.clip(end - start, 0, size - 2)
+    # An answer that would not fit before the ring's end begins at slot 0 instead, so its tokens lie in one piece.
+    rest = -corpus.num_written % ring
+    begin = corpus.num_written + jnp.where(rest < count + 2, rest, 0)
+    first = jnp.minimum(begin % ring, ring - size)  # the block's first slot
+    index = jnp.arange(size) - (begin % ring - first) - 1  # into the answer; its separators are at -1 and `count`
+    padded = jnp.pad(tokens, (size, size), constant_values=SEPARATOR)
+    answer = lax.dynamic_slice(padded, [size + end - count + index[0]], [size])
+    is_token = (index >= 0) & (index < count)
+    is_written = (count > 0) & (index >= -1) & (index <= count)
+    block = jnp.where(is_token, answer, SEPARATOR)
+    block = jnp.where(is_written, block, lax.dynamic_slice(corpus.tokens, [first], [size]))
+    salts = jnp.where(is_written[:, None], salt, lax.dynamic_slice(corpus.salts, [first, 0], [size, 2]))
+
+    number = corpus.num_answers
     grown = (count > 0).astype(jnp.int32)
     return replace(
         corpus,
-        tokens=corpus.tokens.at[slots].set(answer, mode="drop").at[last].set(SEPARATOR, mode="drop"),
-        salts=corpus.salts.at[slots].set(salt, mode="drop"),
-        ends=_write_ends(corpus.ends, answer, salt, count, begin, number % WAYS),
-        begins=corpus.begins.at[jnp.where(count > 0, number % len(corpus.begins), ring)].set(begin, mode="drop"),
-        num_written=begin + count + grown,
+        tokens=lax.dynamic_update_slice(corpus.tokens, block, [first]),
+        salts=lax.dynamic_update_slice(corpus.salts, salts, [first, 0]),
+        ends=_write_ends(corpus.ends, answer, salt, index, count, begin + 1, number % WAYS),
+        begins=corpus.begins.at[jnp.where(count > 0, number % limit, limit)].set(begin, mode="drop"),
+        num_written=jnp.where(count > 0, begin + count + 2, corpus.num_written),
         num_answers=number + grown,
     )
 
@@ -170,22 +206,30 @@ def _write_ends(
     ends: Int32[Array, "levels buckets ways"],
     answer: Int32[Array, " M"],
     salt: UInt32[Array, " 2"],
+    index: Int[Array, " M"],
     count: Int[Array, ""],
     begin: Int[Array, ""],
     way: Int[Array, ""],
 ) -> Int32[Array, "levels buckets ways"]:
-    """Returns the tables with the n-grams of an answer; those at its very end, which nothing follows, are left out."""
+    """Returns the tables with the n-grams of an answer; those at its very end, which nothing follows, are left out.
+
+    Args:
+        ends: the tables.
+        answer: the answer's tokens, among others.
+        salt: of the answer.
+        index: of each token in the answer; outside [0, count): it is no token of it.
+        count: tokens of the answer.
+        begin: position of the first one.
+        way: which way of a bucket is written.
+    """
     num_levels, num_buckets, _ = ends.shape
     levels, size = LEVELS[:num_levels], len(answer)
-    if not levels:
-        return ends
-    padded = jnp.concatenate([jnp.full(levels[-1], SEPARATOR, jnp.int32), answer])
-    recent = jnp.stack([padded[levels[-1] - back : levels[-1] - back + size] for back in range(levels[-1])])
-    buckets = hash_ngrams(recent, salt[:, None], levels, num_buckets)
-    index = jnp.arange(size)
-    is_whole = (index + 1 >= jnp.array(levels)[:, None]) & (index + 1 < count)
-    places = jnp.arange(num_levels)[:, None] * num_buckets + buckets
-    places = jnp.where(is_whole, places * WAYS + way, ends.size)
+    padded = lax.optimization_barrier(jnp.pad(answer, (levels[-1], 0)))
+    recent = [padded[levels[-1] - back :][:size] for back in range(levels[-1])]
+    buckets = hash_ngrams(recent, salt, levels, num_buckets)
+    is_whole = (index + 1 >= np.array(levels)[:, None]) & (index + 1 < count)
+    places = (np.arange(num_levels)[:, None] * num_buckets + buckets) * WAYS + way
+    places = jnp.where(is_whole, places, ends.size)  # out of range: dropped
     positions = jnp.broadcast_to(begin + index + 1, places.shape)
     return ends.reshape(-1).at[places].max(positions, mode="drop").reshape(ends.shape)
 
@@ -216,15 +260,9 @@ def _is_repeated(numbers: Int32[Array, " C"]) -> Bool[Array, " C"]:
     return jnp.any((numbers[:, None] == numbers[None, :]) & (index[None, :] < index[:, None]), axis=1)
 
 
-def _end_at_separator(ways: Int32[Array, "C K"]) -> Int32[Array, "C K"]:
-    """Returns the continuations with nothing after an answer's end."""
-    is_inside = jnp.cumprod((ways >= 0).astype(jnp.int32), axis=1) > 0
-    return jnp.where(is_inside, ways, SEPARATOR)
-
-
 def _mix(state: UInt32[Array, "*N"]) -> UInt32[Array, "*N"]:
-    """Returns a number in which every bit of `state` counts (the second half of MurmurHash3's finalizer)."""
-    state = state * jnp.uint32(0x85EBCA6B)
+    """Returns a number in which every bit of `state` counts (the finalizer of MurmurHash3)."""
+    state = (state ^ (state >> 16)) * jnp.uint32(0x85EBCA6B)
     state = state ^ (state >> 13)
     state = state * jnp.uint32(0xC2B2AE35)
     return state ^ (state >> 16)
