@@ -143,9 +143,9 @@ class Engine:
         except Exception as error:
             return [*outputs, *self._recover(plan, error)]
         for sequence in masks.late:
-            self.scheduler.batch.compute_again(sequence)
+            self.scheduler.batch.compute_again(sequence, plan.width)
         for sequence, token_ids in masks.jumps:
-            outputs += self._show(self.scheduler.extend(sequence, token_ids))
+            outputs += self._show(self.scheduler.extend(sequence, token_ids, plan.width))
         for sequence, error in masks.failed:
             self.scheduler.finish_sequence(sequence, FinishReason.ERROR, error)
             outputs += self._show(Commit(finished=[sequence]))

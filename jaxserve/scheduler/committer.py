@@ -9,11 +9,14 @@ from dataclasses import dataclass, field
 from jaxserve.errors import JaxServeError, NonFiniteLogitsError, NoTokenLeftError
 from jaxserve.pages.manager import PageManager
 from jaxserve.request import FinishReason
+from jaxserve.scheduler.chains import take_drafts
+from jaxserve.scheduler.counts import SchedulerCounts
 from jaxserve.scheduler.plan import StepOutputs, StepPlan
 from jaxserve.scheduler.running import Batch
 from jaxserve.scheduler.sequence import MASK_LATE, NO_TOKEN_LEFT, NON_FINITE, Sequence, SequenceStatus
 from jaxserve.scheduler.unfinished import UnfinishedRequests
 from jaxserve.scheduler.waiting import WaitingQueue
+from jaxserve.scheduler.widths import WidthChooser
 
 
 @dataclass(slots=True)
@@ -28,7 +31,16 @@ class Commit:
 class Committer:
     """Appends tokens to sequences, ends those that are complete, and offers full pages to the prefix index."""
 
-    def __init__(self, pages: PageManager, waiting: WaitingQueue, batch: Batch, unfinished: UnfinishedRequests) -> None:
+    def __init__(
+        self,
+        pages: PageManager,
+        waiting: WaitingQueue,
+        batch: Batch,
+        unfinished: UnfinishedRequests,
+        widths: WidthChooser | None,
+        counts: SchedulerCounts,
+    ) -> None:
+        self._widths, self._counts = widths, counts
         self._pages, self._waiting, self._batch, self._unfinished = pages, waiting, batch, unfinished
 
     def commit(self, plan: StepPlan, outputs: StepOutputs) -> Commit:
@@ -38,6 +50,10 @@ class Committer:
         """
         self._pages.commit_copies(plan.page_saves, plan.page_loads, outputs.failed_copies)
         commit, runs = Commit(), outputs.split_runs()
+        if self._widths is not None:
+            runs = iter(
+                take_drafts(plan, list(runs), outputs.drafts, self._batch.by_ticket, self._widths, self._counts)
+            )
         self._take(plan.decode_tickets, runs, plan.width, commit)
         for chunk, run in zip(plan.chunks, runs, strict=True):
             sequence = self._batch.by_ticket.get(chunk.ticket)
@@ -54,10 +70,11 @@ class Committer:
                 self._end(sequence, FinishReason.STOP, None, commit)
         return commit
 
-    def extend(self, sequence: Sequence, token_ids: Ids[int]) -> Commit:
+    def extend(self, sequence: Sequence, token_ids: Ids[int], width: int) -> Commit:
         """See `Scheduler.extend`."""
         if not self._batch.resume_prefilling(sequence):
             return Commit()
+        sequence.num_computed_tokens -= width - 1
         sequence.token_ids += token_ids
         return Commit([sequence], [token_ids])
 
@@ -76,9 +93,14 @@ class Committer:
                 continue
             tokens, run, reason = sequence.token_ids, brought, None
             num_computed = len(tokens)
-            is_run = width > 1 or len(run) > 1
-            if is_run or run[0] in sequence.stop_ids or num_computed + 1 >= sequence.max_num_tokens:
-                sequence.num_computed_tokens += len(run) - width
+            count = len(run)
+            is_run = width > 1 or count > 1
+            if is_run and num_computed + count < sequence.max_num_tokens and sequence.stop_ids.isdisjoint(run):
+                sequence.num_computed_tokens += count - width
+                num_computed += count - 1
+            elif is_run or run[0] in sequence.stop_ids or num_computed + 1 >= sequence.max_num_tokens:
+                if run[0] != MASK_LATE:  # else the planned tokens were taken back when the mask was late
+                    sequence.num_computed_tokens += count - (run[-1] == MASK_LATE) - width
                 run, reason, error = _find_end(sequence, run)
                 num_computed += len(run) - 1
             if run:

@@ -19,6 +19,11 @@ class SchedulerLimits:
     row_sizes: tuple[int, ...] = ()  # padded sizes of steps of decoding rows alone, ascending; empty: any size
     token_sizes: tuple[int, ...] = ()  # padded sizes of the other steps
     loop_rows: int = 0  # the most rows that can decode several steps in one dispatch
+    verify_widths: tuple[tuple[int, int], ...] = ()  # (most rows, width) of each program that verifies drafts
+    max_drafts: int = 0  # of a row in a step; 0: nobody drafts
+    draft_costs: bool = False  # whether drafts cost time; otherwise every step makes them, whatever its plan says
+    fixed_drafts: tuple[tuple[int, int, int], ...] | None = None  # (from, to, drafts) by decoding rows; None: measured
+    num_lookahead_tokens: int = 0  # slots behind a step's tokens that the drafter writes
     pads_cheaply: bool = False  # whether a padded token costs next to nothing
     options: SchedulerOptions = field(default_factory=SchedulerOptions)
 

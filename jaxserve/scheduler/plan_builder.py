@@ -30,6 +30,7 @@ class PlanBuilder:
     budget: int  # tokens left
     prefix_updates: int  # page-table entries left for cached prefixes
     width: int = 1  # tokens planned for each decoding row
+    num_drafts: int = 0  # drafts to make for each row's next step
     kind: StepKind = ANY_STEP
     decoding: list[Sequence] = field(default_factory=list)
     chunks: dict[int, ChunkWork] = field(default_factory=dict)  # by row
@@ -69,6 +70,12 @@ class PlanBuilder:
             sequence.num_computed_tokens -= self.width
             self.budget += 1
 
+    def narrow(self) -> None:
+        """Leaves each decoding row one token. Its pages stay: the next steps use them."""
+        for sequence in self.decoding if self.width > 1 else ():
+            sequence.num_computed_tokens -= self.width - 1
+        self.width = 1
+
     def freeze(self, step_id: int, copies: tuple[tuple[PageCopy, ...], tuple[PageCopy, ...]]) -> StepPlan:
         """Returns the finished plan, with the saves and loads of `copies`."""
         return StepPlan(
@@ -81,4 +88,5 @@ class PlanBuilder:
             page_saves=copies[0],
             page_loads=copies[1],
             width=self.width,
+            num_drafts=self.num_drafts,
         )

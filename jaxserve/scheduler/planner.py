@@ -27,7 +27,9 @@ from jaxserve.scheduler.policy import (
     choose_victim,
     choose_width,
     count_need,
+    count_slots,
     count_work,
+    find_step_limit,
     list_kinds,
     list_promised,
     may_admit,
@@ -37,6 +39,7 @@ from jaxserve.scheduler.running import Batch
 from jaxserve.scheduler.sequence import Sequence, SequenceStatus
 from jaxserve.scheduler.step_times import StepTimes
 from jaxserve.scheduler.waiting import WaitingQueue
+from jaxserve.scheduler.widths import WidthChooser
 
 
 class Planner:
@@ -51,13 +54,14 @@ class Planner:
         door: Door,
         turns: TurnOrder,
         times: StepTimes,
+        widths: WidthChooser | None,
         counts: SchedulerCounts,
         clock: Callable[[], float],
     ) -> None:
         self.limits = limits
         self._pages = pages
         self._waiting, self._batch = waiting, batch
-        self._door, self._turns, self._times, self._counts = door, turns, times, counts
+        self._door, self._turns, self._times, self._widths, self._counts = door, turns, times, widths, counts
         self._clock = clock
         self._steps = itertools.count()
         self._kinds = deque(list_kinds(limits))
@@ -65,16 +69,23 @@ class Planner:
     def plan(self) -> StepPlan | None:
         """Returns the next step; None when nothing can be computed, or not before the next commit."""
         budget = choose_budget(self.limits, self._batch, self._waiting, self._times)
-        width = choose_width(self.limits, self._batch, self._waiting)
+        width, num_drafts = self._choose_width()
         for _ in self._kinds.copy():
-            builder = self._build(self._kinds[0], budget, width)
+            builder = self._build(self._kinds[0], budget, width, num_drafts)
             self._kinds.rotate(-1)
             if not builder.is_empty:
                 return self._freeze(builder)
         return self._freeze(builder) if self._pages.host.has_loads else None
 
-    def _build(self, kind: StepKind, budget: int, width: int) -> PlanBuilder:
-        builder = PlanBuilder(budget, self.limits.max_prefix_updates, width, kind)
+    def _choose_width(self) -> tuple[int, int]:
+        """Returns the tokens of each decoding row if there are no chunks, and the drafts to make for the next step."""
+        if self._widths is None:
+            return choose_width(self.limits, self._batch, self._waiting), 0
+        width, num_drafts = self._widths.choose(len(self._batch.decoding), find_step_limit(self.limits, self._batch))
+        return 1 if self._batch.prefilling else width, num_drafts
+
+    def _build(self, kind: StepKind, budget: int, width: int, num_drafts: int) -> PlanBuilder:
+        builder = PlanBuilder(budget, self.limits.max_prefix_updates, width, num_drafts, kind)
         self._make_way(builder)
         self._plan_decodes(builder)
         rank = None
@@ -86,9 +97,15 @@ class Planner:
                 self._plan_chunk(builder, sequence)
         self._admit(builder)
         self._share_rest(builder)
+        if builder.chunks or not builder.decoding:
+            builder.narrow()
         return builder
 
     def _freeze(self, builder: PlanBuilder) -> StepPlan:
+        if self._widths is not None:
+            if self.limits.draft_costs and (builder.is_empty or self._batch.prefilling):
+                builder.num_drafts = 0  # the next step has chunks, so it would not verify them
+            self._widths.note_plan(builder.num_drafts)
         return builder.freeze(next(self._steps), self._pages.host.take_copies())
 
     def requeue_running(self) -> None:
@@ -118,7 +135,7 @@ class Planner:
             self._preempt(builder, victim)
 
     def _plan_decodes(self, builder: PlanBuilder) -> None:
-        plan, width = builder.decoding.append, builder.width
+        plan, width, more = builder.decoding.append, builder.width, self.limits.num_lookahead_tokens
         # A preemption removes only the current element or later ones.
         for sequence in itertools.islice(self._batch.decoding, builder.kind.most_decodes):
             start, most = sequence.num_computed_tokens, sequence.max_num_tokens
@@ -126,6 +143,8 @@ class Planner:
             need = end if end < most else most - 1  # the last token need not be computed
             if need <= start:
                 continue  # its last token may be in flight
+            if more:
+                need = count_slots(self.limits, sequence, need)
             if need > sequence.pages.num_reserved_tokens and not self._reserve(builder, sequence, need):
                 continue
             sequence.num_computed_tokens = end
@@ -135,8 +154,13 @@ class Planner:
     def _plan_chunk(self, builder: PlanBuilder, sequence: Sequence) -> None:
         start = sequence.num_computed_tokens
         length = choose_share(self.limits, builder, start, count_work(self.limits, sequence, start))
-        if length and self._reserve(builder, sequence, start + length):
-            self._add_chunk(builder, sequence, start, start + length)
+        end = start + length
+        if length and self._reserve(builder, sequence, self._count_chunk(sequence, end)):
+            self._add_chunk(builder, sequence, start, end)
+
+    def _count_chunk(self, sequence: Sequence, end: int) -> int:
+        """Returns how many tokens must have room for a chunk."""
+        return count_slots(self.limits, sequence, end) if end == len(sequence.token_ids) else end
 
     def _share_rest(self, builder: PlanBuilder) -> None:
         """Gives what is left of the budget to prompts that had their share or none, the oldest first."""
@@ -148,7 +172,7 @@ class Planner:
             end = done + choose_chunk(self.limits, done, left, builder.budget, builder.kind.lengths)
             if end == done or end - start not in builder.kind.lengths:
                 continue
-            if (updates := self._pages.reserve(sequence.pages, start, end)) is not None:
+            if (updates := self._pages.reserve(sequence.pages, start, self._count_chunk(sequence, end))) is not None:
                 builder.add_pages(sequence.row, updates)
                 self._add_chunk(builder, sequence, start, end)
 

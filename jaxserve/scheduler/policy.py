@@ -41,7 +41,17 @@ def count_work(limits: SchedulerLimits, sequence: Sequence, start: int) -> int:
 
 def count_need(limits: SchedulerLimits, sequence: Sequence) -> int:
     """Returns how many tokens must have room in the pool before a sequence is admitted."""
-    return sequence.max_num_tokens if limits.options.deterministic else len(sequence.token_ids)
+    if limits.options.deterministic:
+        return sequence.max_num_tokens
+    return count_slots(limits, sequence, len(sequence.token_ids))
+
+
+def count_slots(limits: SchedulerLimits, sequence: Sequence, end: int) -> int:
+    """Returns how many tokens must have room for a step that computes those before `end` and samples.
+
+    A drafter writes behind them, but never past the last token that is computed.
+    """
+    return end + max(0, min(limits.num_lookahead_tokens, sequence.max_num_tokens - 1 - end))
 
 
 def list_promised(limits: SchedulerLimits, batch: Batch) -> Iterable[Sequence]:

@@ -52,13 +52,13 @@ class Batch:
         insort(self.prefilling, sequence, key=age)
         return True
 
-    def compute_again(self, sequence: Sequence) -> None:
+    def compute_again(self, sequence: Sequence, width: int = 1) -> None:
         """Makes a decoding sequence recompute its last token, because the step in flight does not sample for it.
 
-        All its tokens must be committed.
+        All its tokens must be committed. That step planned `width` tokens for it, which its commit does not take back.
         """
         if self.resume_prefilling(sequence):
-            sequence.num_computed_tokens -= 1
+            sequence.num_computed_tokens -= width
 
     def leave(self, sequence: Sequence) -> bool:
         """Releases the row and the pages; the ticket stays. Returns whether the sequence was decoding."""

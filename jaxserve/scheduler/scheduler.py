@@ -21,6 +21,7 @@ from jaxserve.scheduler.sequence import Sequence
 from jaxserve.scheduler.step_times import StepTimes
 from jaxserve.scheduler.unfinished import UnfinishedRequests
 from jaxserve.scheduler.waiting import WaitingQueue
+from jaxserve.scheduler.widths import WidthChooser
 
 
 class Scheduler:
@@ -40,15 +41,16 @@ class Scheduler:
         self.pages = pages
         self.turns: TurnOrder = FairOrder() if limits.options.scheduling_policy == "fair" else ArrivalOrder()
         self.times = StepTimes(limits)
+        self.widths = WidthChooser(limits, self.times) if limits.max_drafts else None
         self.waiting = WaitingQueue(self.turns, lambda sequence: not pages.is_loading(sequence.pages))
         self.batch = Batch(limits.max_num_seqs, pages)
         self.door = Door(limits, self.waiting, self.batch)
         self.counts = SchedulerCounts()
         self.planner = Planner(
-            limits, pages, self.waiting, self.batch, self.door, self.turns, self.times, self.counts, clock
+            limits, pages, self.waiting, self.batch, self.door, self.turns, self.times, self.widths, self.counts, clock
         )
         self._unfinished = UnfinishedRequests(limits, pages, self.waiting, self.batch)
-        self._committer = Committer(pages, self.waiting, self.batch, self._unfinished)
+        self._committer = Committer(pages, self.waiting, self.batch, self._unfinished, self.widths, self.counts)
 
     @property
     def has_unfinished(self) -> bool:
@@ -89,7 +91,13 @@ class Scheduler:
 
     def add_time(self, plan: StepPlan, seconds: float) -> None:
         """Notes how long a step took. Call it before its commit."""
-        self.times.add(plan.num_tokens // plan.width, plan.num_rows, seconds / plan.width)
+        if self.widths is None:
+            self.times.add(plan.num_tokens // plan.width, plan.num_rows, seconds / plan.width)
+        elif plan.chunks:
+            self.times.add(plan.num_tokens, plan.num_rows, seconds)
+        else:
+            num_drafts = plan.num_drafts if self.limits.draft_costs else 0
+            self.times.add_decode(plan.num_rows, plan.width, num_drafts, seconds)
         limit = self.limits.options.priority_itl_ms
         if limit is None or seconds <= limit / 1000 or not plan.decode_tickets:
             return
@@ -97,12 +105,13 @@ class Scheduler:
         if oldest is not None and oldest.request.service_tier == ServiceTier.PRIORITY:
             self.counts.num_tier_misses += 1
 
-    def extend(self, sequence: Sequence, token_ids: Ids[int]) -> Commit:
+    def extend(self, sequence: Sequence, token_ids: Ids[int], width: int = 1) -> Commit:
         """Appends forced tokens to a decoding sequence, which computes them as a chunk; returns what was appended.
 
-        The step in flight must not sample for the sequence. An empty Commit: the sequence was not decoding.
+        The step in flight has planned `width` tokens for the sequence and must not sample for it. An empty Commit: the
+        sequence was not decoding.
         """
-        return self._committer.extend(sequence, token_ids)
+        return self._committer.extend(sequence, token_ids, width)
 
     def cut(
         self, sequence: Sequence, num_tokens: int, reason: FinishReason, error: JaxServeError | None = None

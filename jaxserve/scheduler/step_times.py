@@ -21,6 +21,11 @@ class _Size:
     def median(self) -> float:
         return sorted(self.samples)[len(self.samples) // 2]
 
+    @property
+    def low_median(self) -> float:
+        """The smaller of two in the middle, so that one slow step of two does not count; 0 if there is only one."""
+        return sorted(self.samples)[(len(self.samples) - 1) // 2] if len(self.samples) > 1 else 0.0
+
 
 class StepTimes:
     """A moving median of the seconds of each padded size.
@@ -31,6 +36,11 @@ class StepTimes:
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._rows, self._tokens = limits.row_sizes, limits.token_sizes
+        self._verify_rows = {
+            width: tuple(sorted(rows for rows, each in limits.verify_widths if each == width))
+            for _, width in limits.verify_widths
+        }
+        self._widths: defaultdict[tuple[int, int, int], _Size] = defaultdict(_Size)
         self._sizes: defaultdict[tuple[bool, int], _Size] = defaultdict(_Size)
         self._num_steps = 0
 
@@ -42,6 +52,39 @@ class StepTimes:
         size = self._sizes[key]
         size.samples.append(seconds)
         size.step = self._num_steps
+
+    def add_decode(self, num_rows: int, width: int, num_drafts: int, seconds: float) -> None:
+        """Adds the time of a step of decoding rows alone that verified or made drafts; see `estimate_width`."""
+        if width == 1 and not num_drafts:
+            self.add(num_rows, num_rows, seconds)
+            return
+        self._num_steps += 1
+        size = self._widths[self._pad(num_rows, width), width, num_drafts]
+        size.samples.append(seconds)
+        size.step = self._num_steps
+
+    def measure(self, num_rows: int, width: int, num_drafts: int) -> float:
+        """Returns the seconds of a step of decoding rows alone; 0 if there were fewer than two of its size.
+
+        Args:
+            width: tokens of each row.
+            num_drafts: those that the step makes at a cost.
+        """
+        size = self._find_width(num_rows, width, num_drafts)
+        return 0.0 if size is None else size.low_median
+
+    def estimate_width(self, num_rows: int, width: int, num_drafts: int) -> float:
+        """Returns the same, but less the longer ago the last such step was."""
+        size = self._find_width(num_rows, width, num_drafts)
+        return 0.0 if size is None else size.low_median * _DECAY ** (self._num_steps - size.step)
+
+    def _find_width(self, num_rows: int, width: int, num_drafts: int) -> _Size | None:
+        if width == 1 and not num_drafts:
+            return self._sizes.get((True, _round_up(self._rows, num_rows)))
+        return self._widths.get((self._pad(num_rows, width), width, num_drafts))
+
+    def _pad(self, num_rows: int, width: int) -> int:
+        return _round_up(self._rows if width == 1 else self._verify_rows[width], num_rows)
 
     def estimate(self, num_tokens: int) -> float:
         """Returns the seconds of a mixed step; 0 if there was none of its size."""

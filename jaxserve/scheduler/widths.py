@@ -1,0 +1,202 @@
+"""How many tokens each decoding row computes in a step: 1, or its last token and its drafts.
+
+Drafting must never be slower than plain steps. Two things see to that. A prediction, from measured times and running
+acceptance, chooses the width. An account bounds what a wrong prediction costs: verify steps pay into it what they
+gain over plain steps and take out what they lose, every step pays in a small share of its time, and nothing is
+verified while the account is empty.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections import Counter
+
+from jaxserve.scheduler.acceptance import Acceptance
+from jaxserve.scheduler.limits import SchedulerLimits
+from jaxserve.scheduler.step_times import StepTimes
+
+_log = logging.getLogger(__name__)
+
+_MARGIN = 1.05  # a width replaces another if it is better by this factor
+_HOLD = 16  # steps that fewer rows must last before they count: row counts that flip must not flip the width
+_LOOKUP_ALLOWANCE, _HEAD_ALLOWANCE = 0.01, 0.03  # share of the time that may be lost
+_LEAST_ALLOWANCE = 1 / 8  # of the allowance, after probes that failed
+_START, _MOST = 3.0, 16.0  # plain steps in the account, at the start and at most
+_PROBE_CHAINS = 8  # chains that a probe sees
+_FRUITLESS = 1000  # drafts of a head without an accepted one, after which it is switched off
+
+
+class WidthChooser:
+    """Chooses widths and numbers of drafts. The planner asks, the committer tells what came of it.
+
+    Args:
+        limits: their `max_drafts` is at least 1.
+        times: the measured times of steps; it is read only.
+    """
+
+    def __init__(self, limits: SchedulerLimits, times: StepTimes) -> None:
+        self._limits, self._times = limits, times
+        self._sizes = sorted({rows for rows, _ in limits.verify_widths})
+        self._widths = [
+            (1, *sorted({width for rows, width in limits.verify_widths if rows >= size})) for size in self._sizes
+        ]
+        self._acceptance = Acceptance(limits.max_drafts)
+        self._current = [1] * len(self._sizes)
+        self._size, self._age = 0, 0  # the place in `_sizes` that counts, and for how many steps rows were fewer
+        self._fixed, self._fixed_age = -1, 0
+        self._num_made = 0  # drafts that the last plan makes
+        self._probe = 0  # chains that the probe under way has yet to see
+        self._allowance = 1.0  # share of the usual one
+        self._account: float | None = None  # seconds
+        self._was_right = False  # whether any draft was ever accepted
+        self.is_off = False  # for good
+
+    def choose(self, num_rows: int, step_limit: float | None = None) -> tuple[int, int]:
+        """Returns the width of the next step if it has no chunks, and how many drafts it makes for the step after it.
+
+        Args:
+            num_rows: decoding rows.
+            step_limit: seconds that the step may take; None: any time.
+        """
+        limits = self._limits
+        all_drafts = 0 if limits.draft_costs else limits.max_drafts
+        place = bisect_left(self._sizes, num_rows)
+        if place >= self._size or self._age >= _HOLD:
+            self._size, self._age = place, 0
+        else:
+            self._age += 1
+        if self.is_off or self._size == len(self._sizes) or not num_rows:
+            return 1, all_drafts
+        widths = [width for width in self._widths[self._size] if self._may_run(num_rows, width, step_limit)]
+        wanted = self._choose_measured(num_rows, widths) if limits.fixed_drafts is None else self._read_table(num_rows)
+        reach = min(wanted, self._num_made + 1 if limits.draft_costs else wanted)
+        width = max(width for width in widths if width <= reach)
+        wanted = max(width for width in widths if width <= wanted)
+        return width, all_drafts or wanted - 1
+
+    def note_plan(self, num_drafts: int) -> None:
+        """Notes how many drafts the step that was planned makes."""
+        self._num_made = num_drafts
+
+    def note_drafts(self, lengths: list[int]) -> None:
+        """Notes how many drafts each row of a committed step has for its next one."""
+        self._acceptance.set_lengths(lengths)
+
+    def note_chains(self, chains: Counter[tuple[int, int]], num_verified: int) -> None:
+        """Notes what became of the drafts of a committed step.
+
+        Args:
+            chains: rows by (drafts compared, drafts that were right). In a step of width 1 the first draft of a row is
+                compared with the token that the row sampled.
+            num_verified: rows that verified; 0 in a step of width 1.
+        """
+        self._acceptance.add(chains)
+        if self._probe and num_verified:
+            self._probe = max(0, self._probe - num_verified)
+            if not self._probe:
+                self._end_probe()
+
+    def check_head(self, num_drafts: int, num_accepted: int) -> None:
+        """Switches off a head of which no draft was ever accepted, if there were many."""
+        self._was_right = num_accepted > 0
+        if self._was_right or num_drafts < _FRUITLESS or self.is_off or not self._limits.draft_costs:
+            return
+        self.is_off = True
+        _log.warning(
+            "speculative_config: none of the first %d drafts was accepted, so drafting is switched off. "
+            "Was its model trained for the one that is served?",
+            num_drafts,
+        )
+
+    def note_step(self, num_rows: int, width: int, num_drafts: int, num_tokens: int) -> None:
+        """Balances the account after a step of `num_rows` decoding rows that brought `num_tokens` tokens."""
+        plain = self._times.measure(num_rows, 1, 0)
+        if not plain or not num_rows:
+            return
+        costs = self._limits.draft_costs
+        if self._account is None:
+            self._account = _START * plain
+        share = _HEAD_ALLOWANCE if costs else _LOOKUP_ALLOWANCE
+        self._account += share * self._allowance * plain
+        if width > 1 or (costs and num_drafts):
+            seconds = self._times.measure(num_rows, width, num_drafts if costs else 0) or 2 * plain
+            self._account += plain * num_tokens / num_rows - seconds
+        self._account = min(self._account, _MOST * plain)
+
+    def _may_run(self, num_rows: int, width: int, step_limit: float | None) -> bool:
+        if width == 1:
+            return True
+        if num_rows * width > self._limits.max_num_batched_tokens:
+            return False
+        return step_limit is None or self._estimate(num_rows, width) <= step_limit
+
+    def _estimate(self, num_rows: int, width: int) -> float:
+        """Returns the seconds of a step of this width in a row of such steps; 0 if there were too few."""
+        return self._times.estimate_width(num_rows, width, width - 1 if self._limits.draft_costs else 0)
+
+    def _read_table(self, num_rows: int) -> int:
+        """Returns the width by the fixed table. A change of the table's line must last before it counts."""
+        table = self._limits.fixed_drafts or ()
+        fixed = next((drafts for first, last, drafts in table if first <= num_rows <= last), 0)
+        if fixed == self._fixed:
+            self._fixed_age = 0
+        elif self._fixed < 0 or self._fixed_age >= _HOLD:
+            self._fixed, self._fixed_age = fixed, 0
+        else:
+            self._fixed_age += 1
+        return self._fixed + 1
+
+    def _choose_measured(self, num_rows: int, widths: list[int]) -> int:
+        """Returns the width with the most tokens a second, as far as is known and the account allows."""
+        if self._account is None or len(widths) == 1:
+            return 1  # the time of plain steps must be known first
+        current = self._current[self._size]
+        if self._account <= 0:
+            if current > 1 or self._probe:
+                self._end_probe()
+            self._current[self._size] = 1
+            return 1
+        plain = self._estimate(num_rows, 1)
+        if not plain:
+            return 1
+        tokens = self._acceptance.predict(always_drafts=self._limits.draft_costs)
+        # A width without a time is taken for as fast as a plain step, so it is tried if its drafts are any good.
+        speeds = {width: tokens[width - 1] / (self._estimate(num_rows, width) or plain) for width in widths}
+        best = max(speeds, key=speeds.__getitem__)
+        if speeds[best] > _MARGIN * speeds.get(current, 0):
+            if best == 1 and self._limits.draft_costs:
+                self._account = min(self._account, 0)  # the next probe has to wait
+            current = self._current[self._size] = best
+        if current > 1:
+            if not self._probe and speeds[current] > speeds[1]:
+                self._allowance = 1.0
+            return current
+        return self._choose_probe(num_rows, widths, plain)
+
+    def _choose_probe(self, num_rows: int, widths: list[int], plain: float) -> int:
+        """Returns the width of a probe while plain steps seem best; 1: not now."""
+        width = widths[1]
+        if self._probe:
+            return width
+        assert self._account is not None
+        seconds = self._estimate(num_rows, width) or 2 * plain
+        cost = (max(2, _PROBE_CHAINS // num_rows) + 1) * (seconds - plain)
+        if self._account < min(cost, _MOST * plain * 0.9):
+            return 1
+        if not self._limits.draft_costs:  # plain steps show how good first drafts are
+            tokens = self._acceptance.predict(always_drafts=False, hopes=True)
+            if tokens[width - 1] / seconds <= _MARGIN / plain:
+                return 1
+        self._acceptance.forget()
+        self._probe = max(_PROBE_CHAINS, 2 * num_rows)
+        return width
+
+    def _end_probe(self) -> None:
+        """Makes the next probe rarer, for the case that this one found nothing.
+
+        But a head that was never right is soon to be known as such.
+        """
+        self._probe = 0
+        if self._was_right or not self._limits.draft_costs:
+            self._allowance = max(self._allowance / 2, _LEAST_ALLOWANCE)
