@@ -17,6 +17,7 @@ from typing import Any
 
 from jaxserve.errors import ConfigError, shorten
 from jaxserve.options import build_config, check_at_least, check_choices, option
+from jaxserve.speculative_config import SpeculativeConfig, read_speculative_config
 from jaxserve.vllm_options import drop_harmless
 
 DEMO_MODEL = "demo"
@@ -272,6 +273,18 @@ class CompileOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationOptions:
+    """How tokens are drafted and verified."""
+
+    speculative_config: SpeculativeConfig | None = option(  # noqa: RUF009 - declares a field, as everywhere
+        None,
+        "who drafts tokens that a step then verifies, in vLLM's keys (docs/speculation.md); default: nobody",
+        "sc",
+        read=read_speculative_config,
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class ObservabilityOptions:
     """What an engine writes down about its work."""
 
@@ -310,7 +323,20 @@ class EngineConfig:
     scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
     compile: CompileOptions = field(default_factory=CompileOptions)
+    speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
     observability: ObservabilityOptions = field(default_factory=ObservabilityOptions)
+
+    def __post_init__(self) -> None:
+        drafts, scheduler = self.speculation.speculative_config, self.scheduler
+        if drafts is None:
+            return
+        if scheduler.deterministic:
+            message = "must be left out with deterministic: rows would verify drafts in other programs than they decode"
+            raise ConfigError(message, field="speculative_config", value=drafts)
+        if scheduler.max_decode_steps > 1:
+            steps = scheduler.max_decode_steps
+            message = f"must be left out with max_decode_steps={steps}: a loop of steps verifies no drafts"
+            raise ConfigError(message, field="speculative_config", value=drafts)
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
@@ -319,7 +345,7 @@ class EngineConfig:
         Raises:
             ConfigError: an option is unknown (the nearest name is suggested), given twice, mistyped or out of range.
         """
-        return build_config(cls, drop_harmless(options))
+        return build_config(cls, _drop_equal_split(drop_harmless(options)))
 
     def with_compile(self, choice: str) -> EngineConfig:
         """Returns the config with `compile` set to `choice` ("all" or "used") if it is "auto"."""
@@ -346,6 +372,17 @@ class EngineConfig:
             raise ConfigError(message, field="max_num_batched_tokens", value=scheduler.max_num_batched_tokens)
         self.compile.require_sizes(rows, scheduler.max_num_batched_tokens, deterministic=scheduler.deterministic)
         return replace(self, cache=_fill(self.cache, defaults), scheduler=scheduler)
+
+
+def _drop_equal_split(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options without a `draft_tensor_parallel_size` that is the model's own, as every drafter's is."""
+    found, name = dict(options), "draft_tensor_parallel_size"
+    for key in ("speculative_config", "sc"):
+        drafts = found.get(key)
+        own = found.get("tensor_parallel_size", found.get("tp")) or 1
+        if isinstance(drafts, Mapping) and drafts.get(name) == own:
+            found[key] = {each: value for each, value in drafts.items() if each != name}
+    return found
 
 
 def _fill(options: Any, defaults: Mapping[str, int]) -> Any:

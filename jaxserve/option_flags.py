@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import Field
 from typing import Any
 
+from jaxserve.errors import shorten
 from jaxserve.options import list_options
 from jaxserve.vllm_options import list_vllm_flags, read_vllm_value
 
@@ -37,6 +39,8 @@ def add_flag(group: Any, option: Field[Any]) -> None:
         how = {"type": read_integers, "metavar": "INT,INT,..."}
     elif kind.startswith("tuple"):
         how = {"action": "append", "metavar": "TEXT"}
+    elif option.metadata["read"] is not None:
+        how = {"type": read_object, "metavar": "JSON"}
     else:
         choices = (*option.metadata["choices"], *option.metadata["synonyms"]) or None
         how = {"type": _CONVERTERS[kind], "choices": choices, "metavar": None if choices else kind.upper()}
@@ -51,6 +55,17 @@ def read_integers(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be integers like 8,16,32, got {text!r}") from None
+
+
+def read_object(text: str) -> dict[str, Any]:
+    """Returns a JSON object; ArgumentTypeError if the text is none."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f'must be a JSON object like {{"key": "value"}}, got {shorten(text)}')
+    return found
 
 
 def _describe(option: Field[Any], kind: str) -> str:

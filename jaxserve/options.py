@@ -1,14 +1,14 @@
 """Options as fields of nested frozen dataclasses: declared once, then known to Python, TOML files and the command line.
 
 A config is a dataclass of sections, a section a dataclass of options. `aliases` in a field's metadata are other names
-under which the option is accepted.
+under which the option is accepted. An option whose value is a table has a function `read` that makes it of one.
 """
 
 from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import Field, field, fields
 from pathlib import Path
 from types import MappingProxyType
@@ -31,9 +31,13 @@ def option(
     *aliases: str,
     choices: tuple[Any, ...] = (),
     synonyms: Mapping[str, Any] = MappingProxyType({}),
+    read: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Declares an option; `text` is its help, `synonyms` are other names of some of its values."""
-    metadata = {"help": text, "aliases": aliases, "choices": choices, "synonyms": synonyms}
+    """Declares an option; `text` is its help, `synonyms` are other names of some of its values.
+
+    `read` makes the value of what a caller gives, a table (a dictionary), and raises ConfigError.
+    """
+    metadata = {"help": text, "aliases": aliases, "choices": choices, "synonyms": synonyms, "read": read}
     return field(default=default, metadata=metadata)
 
 
@@ -42,6 +46,12 @@ def list_options(config: type) -> Iterator[tuple[str, Field[Any]]]:
     for section in fields(config):
         for each in fields(section.default_factory):  # type: ignore[arg-type]
             yield section.name, each
+
+
+def list_tables(config: type) -> set[str]:
+    """Returns the names and aliases of a config's options whose values are tables."""
+    options = [f for _, f in list_options(config) if f.metadata["read"] is not None]
+    return {name for f in options for name in (f.name, *f.metadata["aliases"])}
 
 
 def build_config[C](config: type[C], options: Mapping[str, Any]) -> C:
@@ -64,7 +74,8 @@ def build_config[C](config: type[C], options: Mapping[str, Any]) -> C:
         if f.name in called:
             raise ConfigError(f"given twice, also as {called[f.name]}", field=name, value=value)
         called[f.name] = name
-        checked = _check_type(name, value, str(f.type))
+        read = f.metadata["read"]
+        checked = _check_type(name, value, str(f.type)) if read is None else read(value)
         chosen.setdefault(section, {})[f.name] = (
             f.metadata["synonyms"].get(checked, checked) if isinstance(checked, str) else checked
         )
@@ -93,8 +104,11 @@ def _check_type(name: str, value: Any, declared: str) -> Any:
     return value
 
 
-def read_options(path: str | Path) -> dict[str, Any]:
+def read_options(path: str | Path, tables: Collection[str] = ()) -> dict[str, Any]:
     """Returns the options of a TOML file as one flat dictionary; they may stand in their sections' tables.
+
+    Args:
+        tables: the options whose values are tables themselves (`list_tables`).
 
     Raises:
         ConfigError: the file is missing or not TOML.
@@ -107,7 +121,7 @@ def read_options(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{name}cannot be read: {error}{form}", field="config", value=str(path)) from error
     flat: dict[str, Any] = {}
     for name, value in document.items():
-        flat.update(value if isinstance(value, Mapping) else {name: value})
+        flat.update(value if isinstance(value, Mapping) and name not in tables else {name: value})
     return flat
 
 

@@ -36,6 +36,7 @@ _NO_IMAGES = "images and audio are not supported yet"
 _NO_DATA_PARALLEL = "one engine holds one copy of a model; start a server for each copy and balance between them"
 _NO_NODES = "an engine runs in one process on one machine; use tensor_parallel_size for its devices"
 _COMPILED = "use compile, which says when programs are compiled, and compilation_cache_dir"
+_DRAFTING = "give speculative_config={'method': ..., 'num_speculative_tokens': ...}"
 _NO_CODE = "a repository's code is never run; the supported models need none"
 
 VLLM_OPTIONS: Mapping[str, VllmOption] = {
@@ -96,6 +97,7 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
     "model_impl": VllmOption(("auto",), "models are this engine's own code; see README.md for the families"),
     "model_loader_extra_config": VllmOption(({},), "loading has no further options"),
     "nnodes": VllmOption((1,), _NO_NODES),
+    "num_speculative_tokens": VllmOption((), _DRAFTING),
     "override_generation_config": VllmOption(({},), "give SamplingParams with each request"),
     "override_pooler_config": VllmOption(({},), "an embedding is the last token's hidden state, normalised"),
     "pipeline_parallel_size": VllmOption((1,), "layers are not split over devices; use tensor_parallel_size"),
@@ -105,7 +107,7 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
     "response_role": VllmOption(("assistant",), "answers always have the role assistant"),
     "runner": VllmOption(("auto", "generate", "pooling"), "any model embeds and generates"),
     "scheduler_cls": VllmOption((), "there is one scheduler, which follows priorities"),
-    "speculative_config": VllmOption((), "speculative decoding is not supported yet; leave it out"),
+    "speculative_model": VllmOption((), _DRAFTING),
     "stream_interval": VllmOption((1,), "streams have an event for every step"),
     "structured_outputs_config": VllmOption(({},), "grammars are llguidance's; leave it out"),
     "swap_space": VllmOption((0,), "pages of preempted requests are kept like any others: use kv_offloading_size"),

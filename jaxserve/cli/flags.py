@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.option_flags import add_options, spell_flag
-from jaxserve.options import list_options, read_options
+from jaxserve.options import list_options, list_tables, read_options
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.vllm_options import OTHER_NAMES, VLLM_OPTIONS
 
@@ -89,7 +89,8 @@ def read_flags(args: argparse.Namespace, config: type, names: Iterable[str] | No
     if names is not None:
         foreign |= set(_list_names(config)) - set(called)
     settled = {called.get(name, name) for name in given}
-    file = {name: value for name, value in read_options(args.config).items() if name not in foreign}
+    found = read_options(args.config, list_tables(EngineConfig))
+    file = {name: value for name, value in found.items() if name not in foreign}
     return {name: value for name, value in file.items() if called.get(name, name) not in settled} | given
 
 

@@ -21,6 +21,7 @@ from jaxserve.options import list_options
 from jaxserve.runtime.memory import CachePlan
 from jaxserve.runtime.plan_codec import describe_fields
 from jaxserve.runtime.shapes import Shapes
+from jaxserve.speculative_config import SpeculativeConfig
 
 FORMAT = 1  # of the lines; goes up when their meaning changes (the fields of plans are compared by name)
 _LOCAL_OPTIONS = ("record_steps", "compilation_cache_dir", "tokenizer", "generation_config")  # no step depends on them
@@ -77,7 +78,7 @@ def list_chosen_options(config: EngineConfig) -> dict[str, Any]:
     for section, option in list_options(EngineConfig):
         value = getattr(getattr(config, section), option.name)
         if option.name not in _LOCAL_OPTIONS and value != option.default:
-            chosen[option.name] = value
+            chosen[option.name] = value.to_dict() if isinstance(value, SpeculativeConfig) else value
     return chosen
 
 

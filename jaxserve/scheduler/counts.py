@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxserve.scheduler.sequence import Sequence
 
@@ -17,6 +17,10 @@ class SchedulerCounts:
     prefix_queries: int = 0  # tokens looked up in the prefix cache at first admissions
     prefix_hits: int = 0  # tokens found there
     host_hits: int = 0  # those among them that were loaded from the host tier
+    num_drafts: int = 0  # chains of drafts that were verified: one for each row with drafts in a step
+    num_draft_tokens: int = 0  # drafts in them
+    num_accepted_tokens: int = 0  # drafts that were right, with all before them
+    num_accepted_by_position: list[int] = field(default_factory=list)  # the same by position in the chain
 
     def count_admission(self, sequence: Sequence, num_cached: int) -> None:
         """Counts a sequence's first admission with `num_cached` tokens from the prefix cache."""

@@ -65,6 +65,9 @@ class Study:
         config = EngineConfig.from_options(**self.options)
         if (path := config.observability.record_steps) is not None:
             raise ConfigError("a simulation has no steps to replay; leave it out", field="record_steps", value=path)
+        if (drafts := config.speculation.speculative_config) is not None:
+            message = "a simulation knows no text, so not which drafts are right; leave it out"
+            raise ConfigError(message, field="speculative_config", value=drafts)
         model = resolve_model(config, locate_model(config.model, need_weights=False))
         kind, calibration = choose_device(self.device, self.calibration)
         return plan_engine(config, model, kind, calibration), calibration, config.parallel.tensor_parallel_size

@@ -125,6 +125,25 @@ def test_flags_win_over_a_file_by_whichever_name(served: list[Any], tmp_path: Pa
     assert server.listen.port == 1
 
 
+@pytest.mark.parametrize("flag", ["--speculative-config", "--sc", "-sc"])
+def test_a_flag_whose_value_is_a_table(flag: str, served: list[Any], tmp_path: Path) -> None:
+    assert main(["serve", "demo", flag, '{"method": "ngram", "num_speculative_tokens": 3}']) == 3
+    file = tmp_path / "options.toml"
+    file.write_text('[speculative_config]\nmethod = "suffix"\n')
+    assert main(["serve", "demo", "--config", str(file)]) == 3
+    assert main(["serve", "demo", "--config", str(file), flag, '{"method": "mtp", "num_speculative_tokens": 1}']) == 3
+    drafters = [engine.speculation.speculative_config for engine, _ in served]
+    assert [each.method for each in drafters] == ["ngram", "suffix", "mtp"]
+
+
+def test_a_bad_table_is_refused_by_its_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "demo", "-sc", '{"method": "medusa"}']) == 2
+    assert "speculative_config.method: must be one of ngram, suffix" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["serve", "demo", "--speculative-config", "ngram"])
+    assert "must be a JSON object" in capsys.readouterr().err
+
+
 def test_an_option_is_blamed_by_the_name_that_was_given(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--gpu-memory-utilization", "1.5"]) == 2
     assert capsys.readouterr().err.startswith("jaxserve: gpu_memory_utilization: ")

@@ -93,6 +93,7 @@ def test_tune_buckets_prints_options(trace: str, capsys: pytest.CaptureFixture[s
         (["--calibration", "none.json"], "calibration: none.json cannot be read"),
         (["--max-model-len", "3000000"], "max_model_len: 3000000 is outside"),
         (["--record-steps", "x"], "record_steps: a simulation has no steps to replay"),
+        (["--speculative-config", '{"method": "suffix"}'], "speculative_config: a simulation knows no text"),
         (["--html", "no/such/folder.html"], "html: no/such is not a folder"),
     ],
 )
