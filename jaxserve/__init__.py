@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from jaxserve.engine.async_engine import AsyncLLM, AsyncLLMEngine
     from jaxserve.engine.beam import BeamSearchParams
     from jaxserve.engine.llm import LLM
-    from jaxserve.engine.metrics import Counter, Gauge, Metric
+    from jaxserve.engine.metrics import Counter, Gauge, Metric, Vector
     from jaxserve.engine_args import AsyncEngineArgs, EngineArgs
     from jaxserve.logits_processor import LogitsProcessor
     from jaxserve.request import CompletionOutput, EmbeddingOutput, RequestOutput, TextPrompt, TokensPrompt
@@ -38,6 +38,7 @@ _HOMES = {
     "Metric": "jaxserve.engine.metrics",
     "Counter": "jaxserve.engine.metrics",
     "Gauge": "jaxserve.engine.metrics",
+    "Vector": "jaxserve.engine.metrics",
     "StructuredOutputsParams": "jaxserve.structured_params",
 }
 
@@ -61,6 +62,7 @@ __all__ = [
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
+    "Vector",
 ]
 
 

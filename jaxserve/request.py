@@ -122,13 +122,16 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Monotonic times in seconds; None: not reached yet."""
+    """Monotonic times in seconds, None: not reached yet; and counts of the sequence that ended last."""
 
     arrival_time: float
     first_scheduled_time: float | None
     first_token_time: float | None
     finished_time: float | None
     num_preemptions: int = 0
+    num_draft_tokens: int = 0  # drafts that steps verified
+    num_accepted_tokens: int = 0  # those among them that were right
+    verified: tuple[tuple[int, int], ...] = ()  # (drafts, accepted) of each step with drafts
 
 
 @dataclass(slots=True)

@@ -238,7 +238,8 @@ def _is_number(value: Any) -> bool:
 
 def _read_table(table: Any, limit: int) -> tuple[tuple[int, int, int], ...]:
     """Returns (first row count, last row count, drafts) of ranges without gaps, the last without an end."""
-    key, found = "num_speculative_tokens_per_batch_size", []
+    key = "num_speculative_tokens_per_batch_size"
+    found: list[tuple[int, int, int]] = []
     if not isinstance(table, list | tuple) or not table:
         _refuse(key, f"must be a list of [from, to, drafts], got {shorten(table)}", table)
     for entry in table:

@@ -34,6 +34,13 @@ class Gauge(Metric):
     value: float
 
 
+@dataclass(frozen=True, slots=True)
+class Vector(Metric):
+    """Counters by position, as in vLLM's Python API."""
+
+    values: list[int]
+
+
 # Rows of (name without prefix, help, getter). Names of counters end in `_total`.
 type Table[Source] = tuple[tuple[str, str, Callable[[Source], Any]], ...]
 
@@ -82,6 +89,13 @@ ENGINE_COUNTERS: Table[EngineStats] = (
         "Copies of KV pages from or to the host that failed; each is a miss.",
         lambda s: s.host.failures,
     ),
+    (
+        "spec_decode_num_drafts_total",
+        "Chains of drafts that steps verified: one for each row with drafts in a step.",
+        lambda s: s.drafts.num_drafts,
+    ),
+    ("spec_decode_num_draft_tokens_total", "Drafts that steps verified.", lambda s: s.drafts.num_tokens),
+    ("spec_decode_num_accepted_tokens_total", "Drafts that were right.", lambda s: s.drafts.num_accepted),
     ("useful_tokens_total", "Tokens that steps computed for requests.", lambda s: s.useful_tokens),
     ("padded_tokens_total", "Tokens of padding that steps computed beside them.", lambda s: s.padded_tokens),
     (
@@ -108,6 +122,12 @@ ATTENTION_FALLBACK = (
 )
 
 
+# A counter with the label `position`, from 0.
+ACCEPTED_BY_POSITION = (
+    "spec_decode_num_accepted_tokens_per_pos_total",
+    "Drafts that were right, by position in their chain.",
+)
+
 # A counter with the label `direction`: (name, help, label -> getter).
 OFFLOAD_BYTES: tuple[str, str, dict[str, Callable[[EngineStats], int]]] = (
     "kv_offload_bytes_total",
@@ -117,7 +137,7 @@ OFFLOAD_BYTES: tuple[str, str, dict[str, Callable[[EngineStats], int]]] = (
 
 
 def list_metrics(stats: EngineStats, model_name: str) -> list[Metric]:
-    """Returns the engine's gauges, then its counters."""
+    """Returns the engine's gauges, then its counters; accepted drafts by position once there are any, as a vector."""
     labels = {"model_name": model_name, "engine": "0"}
     gauges = [Gauge(f"{_PREFIX}{name}", labels, read(stats)) for name, _, read in ENGINE_GAUGES]
     if (attention := stats.attention) is not None:
@@ -131,4 +151,8 @@ def list_metrics(stats: EngineStats, model_name: str) -> list[Metric]:
         Counter(f"{_PREFIX}{name.removesuffix('_total')}", labels | {"direction": direction}, read(stats))
         for direction, read in directions.items()
     ]
-    return [*gauges, *counters]
+    vectors = []
+    if by_position := stats.drafts.accepted_by_position:
+        name = ACCEPTED_BY_POSITION[0].removesuffix("_total")
+        vectors = [Vector(f"{_PREFIX}{name}", labels, list(by_position))]
+    return [*gauges, *counters, *vectors]

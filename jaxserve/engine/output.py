@@ -114,9 +114,13 @@ class OutputStream:
         self._first_token = sequence.num_prompt_tokens  # index of the first token in the next output
         self.end_token = sequence.num_prompt_tokens  # index after the last pushed token
         self._first_token_time: float | None = None
+        self._verified: list[tuple[int, int]] = []  # (drafts, accepted) of each step with drafts
+        self._num_drafts = self._num_accepted = 0  # their sums
 
     def push(self, run: Ids[int]) -> str | None:
         """Adds tokens, up to one that completes a stop string; returns that string, or None."""
+        if self.sequence.num_draft_tokens != self._num_drafts:
+            self._note_drafts()
         if self._first_token_time is None:
             self._first_token_time = self._clock()
         if self._push is None:
@@ -190,12 +194,23 @@ class OutputStream:
             self._pieces.append(stop)
         return stop
 
+    def _note_drafts(self) -> None:
+        """Adds a step's drafts: what the scheduler counted since the last one."""
+        drafts, accepted = self.sequence.num_draft_tokens, self.sequence.num_accepted_tokens
+        self._verified.append((drafts - self._num_drafts, accepted - self._num_accepted))
+        self._num_drafts, self._num_accepted = drafts, accepted
+
     def _measure(self) -> RequestMetrics:
         sequence = self.sequence
+        if sequence.num_draft_tokens != self._num_drafts:  # of a step whose run was dropped
+            self._note_drafts()
         return RequestMetrics(
             arrival_time=sequence.request.arrival_time,
             first_scheduled_time=sequence.first_scheduled_time,
             first_token_time=self._first_token_time,
             finished_time=self._clock(),
             num_preemptions=sequence.num_preemptions,
+            num_draft_tokens=sequence.num_draft_tokens,
+            num_accepted_tokens=sequence.num_accepted_tokens,
+            verified=tuple(self._verified),
         )

@@ -10,6 +10,7 @@ from jaxserve.engine.counts import AttentionStats
 from jaxserve.engine.engine import Engine
 from jaxserve.request import ServiceTier
 from jaxserve.runtime.counts import STEP_TOKEN_BOUNDS
+from jaxserve.scheduler.counts import SchedulerCounts
 
 _PACE_WINDOW = 10.0  # seconds with work
 
@@ -35,6 +36,21 @@ class HostTierStats:
     failures: int = 0  # copies that failed
     bytes_saved: int = 0
     bytes_loaded: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DraftStats:
+    """Drafts that were verified; all 0 without `speculative_config`."""
+
+    num_drafts: int = 0  # chains: one for each row with drafts in a step
+    num_tokens: int = 0
+    num_accepted: int = 0
+    accepted_by_position: tuple[int, ...] = ()  # in the chain
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens that a row got from a step with drafts: the accepted ones and its own. 1.0 without any."""
+        return 1.0 + (self.num_accepted / self.num_drafts if self.num_drafts else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +87,7 @@ class EngineStats:
     pools: tuple[PoolStats, ...]
     host: HostTierStats
     attention: AttentionStats | None  # None: a test's device without attention
+    drafts: DraftStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +152,13 @@ def read_stats(engine: Engine) -> EngineStats:
         ),
         host=_read_host(engine),
         attention=engine.attention,
+        drafts=_read_drafts(scheduler.counts),
     )
+
+
+def _read_drafts(counts: SchedulerCounts) -> DraftStats:
+    by_position = tuple(counts.num_accepted_by_position)
+    return DraftStats(counts.num_drafts, counts.num_draft_tokens, counts.num_accepted_tokens, by_position)
 
 
 def _read_host(engine: Engine) -> HostTierStats:

@@ -10,8 +10,9 @@ from typing import Any
 
 from starlette.requests import Request as HttpRequest
 
-from jaxserve.request import Request, RequestOutput, ServiceTier
+from jaxserve.request import Request, RequestMetrics, RequestOutput, ServiceTier
 from jaxserve.sampling_params import OutputKind
+from jaxserve.server.acceptance import describe_acceptance
 from jaxserve.server.errors import to_api_error
 from jaxserve.server.metrics import Tally
 from jaxserve.server.protocol.fields import EngineFields, PromptTokensDetails, Usage
@@ -66,7 +67,23 @@ class Generation:
         }
         self._engine = state.engine
         self._is_taken = False
+        self._measured: RequestMetrics | None = None  # of the request that ended last
         self.account = Account(prompt_tokens=sum(len(request.prompt_token_ids) for request in requests))
+
+    def describe_metrics(self) -> dict[str, Any]:
+        """Returns the key `metrics` of the answer, complete when the last output has come; {} if no option asks for it.
+
+        As in vLLM, only the answer of one sequence tells of its drafts.
+        """
+        level = self._state.config.serving.per_request_spec_decode_metrics
+        drafter = self._state.engine_config.speculation.speculative_config
+        if level == "none":
+            return {}
+        if drafter is None or self._measured is None or len(self._requests) > 1 or self._requests[0].params.n > 1:
+            return {"metrics": {"speculative_decoding": None}}
+        is_detailed, most = level == "detailed", drafter.num_speculative_tokens
+        found = describe_acceptance(self._measured, most, is_detailed=is_detailed)
+        return {"metrics": {"speculative_decoding": found}}
 
     async def begin(self) -> AsyncGenerator[tuple[int, RequestOutput]]:
         """Returns `outputs` once the first has come, so that an error before it still sets the HTTP status."""
@@ -146,6 +163,7 @@ class Generation:
         counts = list(record.num_tokens.values())
         streamed = sum(counts) if record.last_time else 0
         self.account.cached_tokens += output.num_cached_tokens
+        self._measured = output.metrics
         params = record.request.params
         self._state.metrics.finish_request(
             record.tally, output, params.max_tokens, params.n, num_tokens=counts, num_streamed=streamed

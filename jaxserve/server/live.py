@@ -86,6 +86,9 @@ def _draw(state: ServerState, found: dict[str, Any], rows: Sequence[RowStats]) -
         "preemptions": stats.num_preemptions,
         "prefix_queries": stats.prefix_queries,
         "prefix_hits": stats.prefix_hits,
+        "drafts": stats.drafts.num_drafts,
+        "draft_tokens": stats.drafts.num_tokens,
+        "accepted_tokens": stats.drafts.num_accepted,
     }
     return encode_event(found)
 

@@ -12,6 +12,7 @@ from jaxserve.errors import ConfigError, shorten
 from jaxserve.options import build_config, check_at_least, check_choices, option
 from jaxserve.request import PRIORITIES
 from jaxserve.sampling_params import MAX_COMPLETIONS
+from jaxserve.server.acceptance import LEVELS
 from jaxserve.vllm_options import drop_harmless
 
 _LAST_PORT = 65535
@@ -108,11 +109,17 @@ class ServingOptions:
     tool_call_parser: str = option("auto", "format of the model's tool calls; auto: detected from its template; none")
     reasoning_parser: str | None = option(None, "format of the model's reasoning: deepseek_r1, qwen3")
     enable_force_include_usage: bool = option(False, "end every stream with its token usage")
+    per_request_spec_decode_metrics: str = option(
+        "none",
+        "tell in each answer how many drafts were verified and accepted (speculative_config); detailed: by step, too",
+        choices=LEVELS,
+    )
     serve_while_warming: bool = option(False, "serve with the largest programs while the others compile")
     shutdown_timeout: float = option(30.0, "seconds for running requests to end after SIGTERM")
     watchdog_timeout: float = option(60.0, "seconds without a step, while there is work, until /health fails")
 
     def __post_init__(self) -> None:
+        check_choices(self)
         _require_seconds("shutdown_timeout", self.shutdown_timeout, least=0.0)
         _require_seconds("watchdog_timeout", self.watchdog_timeout)
         self.template_variables()

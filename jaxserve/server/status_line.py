@@ -106,6 +106,8 @@ def format_status(
     hits = _format_share(after.prefix_hits - before.prefix_hits, after.prefix_queries - before.prefix_queries)
     padded = after.padded_tokens - before.padded_tokens
     padding = _format_share(padded, padded + after.useful_tokens - before.useful_tokens)
+    drafts = after.drafts.num_drafts - before.drafts.num_drafts
+    accepted = after.drafts.num_accepted - before.drafts.num_accepted
     parts = (
         f"rows {after.num_running}/{max_rows}",
         f"waiting {after.num_waiting}",
@@ -114,6 +116,7 @@ def format_status(
         f"output {_format_rate(output_tokens, seconds)} tok/s",
         f"prefix hits {hits}",
         f"padding {padding}",
+        *([f"accepted length {1 + accepted / drafts:.2f}"] if drafts else []),
         f"TTFT {_format_milliseconds(latency['ttft_ms']['p50'])}",
         f"ITL {_format_milliseconds(latency['itl_ms']['p50'])}",
     )

@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -46,9 +47,9 @@ class ChunkWriter:
         tail = self.tail if usage is None else f'],"usage":{to_json(usage)}}}\n\n'
         return f"{self.head}{to_json(choice)}{tail}".encode()
 
-    def write_usage(self, usage: Mapping[str, Any]) -> bytes:
-        """Returns the last chunk, without choices."""
-        return encode_event({**self._values, "choices": [], "usage": usage})
+    def write_usage(self, usage: Mapping[str, Any], more: Mapping[str, Any] = MappingProxyType({})) -> bytes:
+        """Returns the last chunk, without choices; `more` are further keys of it."""
+        return encode_event({**self._values, "choices": [], "usage": usage, **more})
 
 
 class EventStream(Response):

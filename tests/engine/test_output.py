@@ -13,7 +13,7 @@ from jaxserve.engine.output import StopMatcher
 from jaxserve.pages import PageGroup, PageManager
 from jaxserve.request import Request, RequestOutput
 from jaxserve.sampling_params import OutputKind, SamplingParams
-from jaxserve.scheduler import Scheduler, SchedulerLimits
+from jaxserve.scheduler import Commit, Scheduler, SchedulerLimits, StepOutputs, StepPlan
 from tests.fake_device import FakeDevice, continue_alone
 
 VOCAB = 26
@@ -175,3 +175,25 @@ def test_matcher_equals_search_in_the_whole_text(pieces: list[str], stops: list[
         assert found in stops and shown == seen[:first] and seen.startswith(found, first)
     else:
         assert found is None and shown == seen
+
+
+def test_drafts_are_told_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, steps = make_engine(), [(4, 2), (0, 0), (4, 0), (3, 3), (0, 0)]
+    commit, left = engine.scheduler.commit, iter(steps)
+
+    def count(plan: StepPlan, outputs: StepOutputs) -> Commit:
+        made = commit(plan, outputs)
+        for sequence in made.sequences:
+            drafts, accepted = next(left)
+            sequence.num_draft_tokens += drafts
+            sequence.num_accepted_tokens += accepted
+        return made
+
+    monkeypatch.setattr(engine.scheduler, "commit", count)
+    engine.add_request(Request("r", PROMPT, SamplingParams(temperature=0, max_tokens=5)))
+    while engine.has_unfinished:
+        outputs = engine.step()
+    metrics = outputs[-1].metrics
+    assert metrics is not None and (metrics.num_draft_tokens, metrics.num_accepted_tokens) == (11, 5)
+    assert metrics.verified == ((4, 2), (4, 0), (3, 3))
+    assert run(SamplingParams(temperature=0, max_tokens=5))[-1].metrics.verified == ()  # type: ignore[union-attr]

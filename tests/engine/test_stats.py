@@ -7,7 +7,8 @@ import itertools
 import threading
 
 from jaxserve.engine.counts import EngineCounts
-from jaxserve.engine.stats import PoolStats, read_page_map, read_rows, read_stats
+from jaxserve.engine.metrics import Counter, Vector, list_metrics
+from jaxserve.engine.stats import DraftStats, PoolStats, read_page_map, read_rows, read_stats
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import StepOutputs
 from tests.engine.helpers import greedy, make_engine, run
@@ -29,6 +30,28 @@ def test_steps_tokens_and_pools() -> None:
     assert (found.prefix_queries, found.prefix_hits) == (300, 96)
     assert found.pools == (PoolStats(39, 0, 6),)
     assert (found.num_running, found.num_waiting, found.num_queued_tokens) == (0, 0, 0)
+
+
+def test_drafts_and_the_metrics_of_them() -> None:
+    engine, _ = make_engine()
+    assert read_stats(engine).drafts == DraftStats() and DraftStats().mean_length == 1.0
+    assert not any(isinstance(metric, Vector) for metric in list_metrics(read_stats(engine), "m"))
+    counts = engine.scheduler.counts
+    counts.num_drafts, counts.num_draft_tokens, counts.num_accepted_tokens = 10, 40, 23
+    counts.num_accepted_by_position += [9, 8, 4, 2]
+    found = read_stats(engine)
+    assert found.drafts == DraftStats(10, 40, 23, (9, 8, 4, 2)) and found.drafts.mean_length == 3.3
+    values = {
+        metric.name.removeprefix("jaxserve:spec_decode_"): metric.values if isinstance(metric, Vector) else metric.value
+        for metric in list_metrics(found, "m")
+        if isinstance(metric, Counter | Vector) and "spec_decode" in metric.name
+    }
+    assert values == {
+        "num_drafts": 10,
+        "num_draft_tokens": 40,
+        "num_accepted_tokens": 23,
+        "num_accepted_tokens_per_pos": [9, 8, 4, 2],
+    }
 
 
 def test_only_prompts_that_are_looked_up_are_prefix_queries() -> None:

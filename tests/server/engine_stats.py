@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxserve.engine.counts import AttentionStats
-from jaxserve.engine.stats import EngineStats, HostTierStats, PoolStats, StepTokens
+from jaxserve.engine.stats import DraftStats, EngineStats, HostTierStats, PoolStats, StepTokens
 from jaxserve.runtime.counts import STEP_TOKEN_BOUNDS
 
 
@@ -34,6 +34,7 @@ def make_stats(**changes: Any) -> EngineStats:
         "num_compiles": 0,
         "num_programs": 14,
         "attention": AttentionStats("xla", 'portable attention: "gpu" failed', True),
+        "drafts": DraftStats(600, 2400, 1301, (550, 400, 250, 101)),
         "pools": (PoolStats(10, 9, 1), PoolStats(100, 25, 30)),
     }
     return EngineStats(**(values | changes))

@@ -29,7 +29,9 @@ DASHBOARD = Path(__file__).parents[2] / "configs" / "grafana.json"
 KNOWN_NAMES = {
     "gauge": "num_requests_running num_requests_waiting kv_cache_usage_perc gpu_cache_usage_perc cache_config_info",
     "counter": "prompt_tokens_total generation_tokens_total request_success_total num_preemptions_total "
-    "prefix_cache_queries_total prefix_cache_hits_total",
+    "prefix_cache_queries_total prefix_cache_hits_total spec_decode_num_drafts_total "
+    "spec_decode_num_draft_tokens_total spec_decode_num_accepted_tokens_total "
+    "spec_decode_num_accepted_tokens_per_pos_total",
     "histogram": "time_to_first_token_seconds inter_token_latency_seconds time_per_output_token_seconds "
     "request_time_per_output_token_seconds e2e_request_latency_seconds request_queue_time_seconds "
     "request_prefill_time_seconds request_decode_time_seconds request_inference_time_seconds request_prompt_tokens "
@@ -149,7 +151,7 @@ def test_every_known_name_is_there_with_its_kind() -> None:
         for name in names.split():
             assert f"# TYPE jaxserve:{name} {kind}\n" in text, name
             assert re.search(rf'^jaxserve:{name}(_bucket)?\{{.*model_name="demo"', text, re.MULTILINE), name
-    assert "lora" not in text and "spec_decode" not in text, "names of features that do not exist"
+    assert "lora" not in text, "names of features that do not exist"
 
 
 def drop_process(samples: dict[Any, float]) -> dict[Any, float]:
@@ -301,6 +303,9 @@ def test_the_engines_counters() -> None:
         "kv_offload_misses_total": 750,
         "kv_offload_evictions_total": 33,
         "kv_offload_failures_total": 5,
+        "spec_decode_num_drafts_total": 600,
+        "spec_decode_num_draft_tokens_total": 2400,
+        "spec_decode_num_accepted_tokens_total": 1301,
         "useful_tokens_total": stats.useful_tokens,
         "padded_tokens_total": stats.padded_tokens,
         "compiles_total": stats.num_compiles,
@@ -314,6 +319,9 @@ def test_the_engines_counters() -> None:
     for bucket, count in stats.steps.items():
         assert pick(samples, "jaxserve:steps_total", bucket=bucket) == count
     assert pick(samples, "jaxserve:kv_offload_usage_perc") == 0.25
+    for position, count in enumerate((550, 400, 250, 101)):
+        name = "jaxserve:spec_decode_num_accepted_tokens_per_pos_total"
+        assert pick(samples, name, position=str(position)) == count
     assert pick(samples, "jaxserve:kv_offload_bytes_total", direction="save") == 35000
     assert pick(samples, "jaxserve:kv_offload_bytes_total", direction="load") == 36000
 

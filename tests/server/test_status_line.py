@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from jaxserve.engine.stats import DraftStats
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.metrics import ServerMetrics
@@ -31,6 +32,13 @@ def test_line_of_a_busy_engine() -> None:
         "rows 12/32  waiting 3  KV 25.0%  prompt 1,234 tok/s  output 457 tok/s  prefix hits 75%  padding 20%  "
         "TTFT 153 ms  ITL 12.3 ms"
     )
+
+
+def test_line_of_an_engine_that_drafts() -> None:
+    before = make_stats()
+    after = replace(before, drafts=DraftStats(before.drafts.num_drafts + 40, 9999, before.drafts.num_accepted + 90))
+    line = format_status(before, after, 10.0, prompt_tokens=0, output_tokens=0, max_rows=32, latency=LATENCY)
+    assert "  padding -  accepted length 3.25  TTFT 153 ms" in line
 
 
 def test_line_without_anything_to_measure() -> None:

@@ -280,3 +280,4 @@ def test_chunks_are_what_their_parts_say() -> None:
         "choices": [],
         "usage": {"t": 1},
     }
+    assert json.loads(writer.write_usage({"t": 1}, {"more": 2}).removeprefix(b"data: "))["more"] == 2

@@ -18,7 +18,14 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from jaxserve.engine.metrics import ATTENTION_FALLBACK, ENGINE_COUNTERS, ENGINE_GAUGES, OFFLOAD_BYTES, Table
+from jaxserve.engine.metrics import (
+    ACCEPTED_BY_POSITION,
+    ATTENTION_FALLBACK,
+    ENGINE_COUNTERS,
+    ENGINE_GAUGES,
+    OFFLOAD_BYTES,
+    Table,
+)
 from jaxserve.engine.stats import EngineStats
 from jaxserve.server.metrics.recorder import STATES, ServerMetrics, Tally
 
@@ -142,6 +149,8 @@ class Page(Collector):
         name, text, directions = OFFLOAD_BYTES
         copied = [((direction,), read(stats)) for direction, read in directions.items()]
         yield self._make(CounterMetricFamily, name, text, copied, "direction")
+        accepted = [((str(at),), float(count)) for at, count in enumerate(stats.drafts.accepted_by_position)]
+        yield self._make(CounterMetricFamily, *ACCEPTED_BY_POSITION, accepted, "position")
         if (attention := stats.attention) is not None:
             sample = ((attention.impl, attention.reason), float(attention.fell_back))
             yield self._make(GaugeMetricFamily, *ATTENTION_FALLBACK, [sample], "impl", "reason")

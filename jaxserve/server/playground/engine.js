@@ -94,7 +94,9 @@ export class EngineView {
   #showNumbers({ counters, latency }) {
     if (counters) {
       find("rate").textContent = format(this.history.rate("generation_tokens", 2));
-      find("rate-note").textContent = `prompts ${format(this.history.rate("prompt_tokens", 2))}/s`;
+      const [drafts, accepted] = ["drafts", "accepted_tokens"].map((name) => this.#recent(counters, name));
+      const length = drafts ? `, accepted length ${(1 + accepted / drafts).toFixed(1)}` : "";
+      find("rate-note").textContent = `prompts ${format(this.history.rate("prompt_tokens", 2))}/s${length}`;
       const [useful, padded] = ["useful_tokens", "padded_tokens"].map((name) => this.#recent(counters, name));
       this.#showShare("padding", padded, useful + padded);
       const [hits, queries] = ["prefix_hits", "prefix_queries"].map((name) => this.#recent(counters, name));

@@ -117,5 +117,6 @@ class ChatCompletion(BaseModel):
     service_tier: str | None = None
     choices: list[ChatChoice]
     usage: Usage | None = None
+    metrics: dict[str, Any] | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[dict[str, Any] | None] | None = None

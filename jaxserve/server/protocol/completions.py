@@ -54,4 +54,5 @@ class Completion(BaseModel):
     system_fingerprint: str | None = None
     choices: list[CompletionChoice]
     usage: Usage | None = None
+    metrics: dict[str, Any] | None = None
     service_tier: str | None = None

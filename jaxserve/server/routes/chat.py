@@ -99,6 +99,7 @@ class _Answer:
                 found["prompt_logprobs"] = to_prompt_logprobs(output.prompt_logprobs)
             if self._body.return_token_ids:
                 found["prompt_token_ids"] = output.prompt_token_ids
+        found |= self._generation.describe_metrics()
         return {**self._head, "choices": choices, "usage": self._usage(), **found}
 
     async def start_stream(self) -> AsyncGenerator[bytes]:
@@ -124,7 +125,7 @@ class _Answer:
                         for each in self._render_pieces(choice, completion, output):
                             yield writer.write(each, self._usage() if counts else None)
             if shows_usage:
-                yield writer.write_usage(self._usage())
+                yield writer.write_usage(self._usage(), self._generation.describe_metrics())
 
     def _render_pieces(
         self, choice: _Choice, completion: CompletionOutput, output: RequestOutput

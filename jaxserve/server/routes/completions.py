@@ -126,7 +126,8 @@ class _Answer:
         async for position, output in self._generation.outputs():
             choices += [self._render(position, output, completion) for completion in output.outputs]
         choices.sort(key=lambda choice: choice["index"])
-        return {**self._head, "choices": choices, "usage": self._usage()}
+        more = self._generation.describe_metrics()
+        return {**self._head, "choices": choices, "usage": self._usage(), **more}
 
     async def start_stream(self) -> AsyncGenerator[bytes]:
         """Returns the answer's pieces; raises errors that occur before the first."""
@@ -151,7 +152,7 @@ class _Answer:
                         usage = self._usage() if counts else None
                         yield writer.write(self._render(position, output, completion), usage)
             if shows_usage:
-                yield writer.write_usage(self._usage())
+                yield writer.write_usage(self._usage(), self._generation.describe_metrics())
 
     def _render(self, position: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
         """Returns the new part of one choice."""
