@@ -59,6 +59,7 @@ class StepModel:
     mesh: Mesh | None  # None on a single device
     impl: str
     processor: LogitsProcessor | None = None
+    aux_layers: tuple[int, ...] = ()  # whose inputs a drafter reads
 
 
 @flax.struct.dataclass
@@ -67,6 +68,7 @@ class HiddenStates:
 
     last: Float[Array, "S D"]  # each row's last token
     every: Float[Array, "T D"] | None  # all tokens of a mixed bucket, for prompts' log-probabilities
+    aux: Float[Array, "T AD"] | None = None  # the inputs of `aux_layers`, side by side, for a drafter
 
 
 @flax.struct.dataclass
@@ -109,11 +111,20 @@ def run_forward(
     )
     tokens = _token_ids(rows, inputs)
     (pool,) = cache
-    hidden, pool = run_layers(model.config, params, tokens, pool, batches, layout=model.layout, mesh=model.mesh)
+    hidden, pool, aux = run_layers(
+        model.config,
+        params,
+        tokens,
+        pool,
+        batches,
+        layout=model.layout,
+        mesh=model.mesh,
+        aux_layers=model.aux_layers,
+    )
     last = hidden[jnp.maximum(inputs.query_start_loc[1:] - 1, 0)]
     logits = compute_logits(model.config, params, last)
     selected = SampleInputs(logits, inputs.row_ids, inputs.samples, inputs.sampling)
-    states = HiddenStates(last, None if layout.bucket.is_decode else hidden)
+    states = HiddenStates(last, None if layout.bucket.is_decode else hidden, aux)
     return (pool,), replace(rows, page_table=page_table), selected, states
 
 
