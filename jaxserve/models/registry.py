@@ -18,6 +18,7 @@ from jaxserve.models import (
     gpt_neox,
     granite,
     llama,
+    mimo,
     mistral,
     olmo2,
     olmo3,
@@ -52,6 +53,7 @@ FAMILIES: dict[str, Family] = {
         cohere2.FAMILY,
         starcoder2.FAMILY,
         gpt_neox.FAMILY,
+        mimo.FAMILY,
     )
 }
 

@@ -7,17 +7,57 @@ it reads are those before the target's final norm, and those that it feeds back 
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 
+from jaxserve.errors import ConfigError, shorten
 from jaxserve.layers.context import LayerContext
 from jaxserve.layers.linear import linear
 from jaxserve.layers.norm import normalize
-from jaxserve.models.base import CheckpointLayer, Leaves, Stream, Table
+from jaxserve.models import mimo
+from jaxserve.models.base import CheckpointLayer, DecoderConfig, LayerKind, Leaves, Stream, Table
 from jaxserve.models.blocks import pre_norm_layer
 from jaxserve.models.drafters.base import DrafterModel
+from jaxserve.models.hf_config import check_integer
 from jaxserve.models.llama import list_layer_params
 from jaxserve.models.parameters import norm_params, projection_params
+
+
+def parse_mtp(raw: Mapping[str, object], target: DecoderConfig) -> DrafterModel:
+    """Returns the drafter in the checkpoint of `target`, whose config.json is `raw`.
+
+    Of several layers the first is used for all drafts, as in vLLM. Raises ConfigError for a family without such layers
+    or a checkpoint that states none.
+    """
+    if target.family != mimo.FAMILY.model_type:
+        raise ConfigError(
+            f'"mtp" needs a model with layers for multi-token prediction, which are read of MiMo-7B; {target.family} '
+            'has none. Give "eagle3" with a head, "draft_model", "suffix" or "ngram"',
+            field="speculative_config.method",
+            value="mtp",
+        )
+    key = "num_nextn_predict_layers"
+    if check_integer(key, raw.get(key) or 0, minimum=0) == 0:
+        raise ConfigError(
+            "the checkpoint states no layer for multi-token prediction", field=key, value=shorten(raw.get(key))
+        )
+    config = dataclasses.replace(
+        target,
+        layers=(LayerKind(None, target.layers[-1].rope),),
+        attention=dataclasses.replace(target.attention, kv_scales=None),
+    )
+    return DrafterModel(
+        method="mtp",
+        config=config,
+        aux_layers=(target.num_layers,),
+        takes_next=True,
+        draft_vocab_size=target.vocab_size,
+        target_hidden_size=target.hidden_size,
+        first_layer=f"{mimo.MTP_LAYERS}.0",
+    )
 
 
 def run_layer(
