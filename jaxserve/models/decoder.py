@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
@@ -44,17 +45,22 @@ def forward(
     *,
     layout: CacheLayout,
     mesh: Mesh | None,
-) -> tuple[Float[Array, "T D"], jax.Array]:
+    aux_layers: tuple[int, ...] = (),
+) -> tuple[Float[Array, "T D"], jax.Array, Float[Array, "T AD"] | None]:
     """Runs all layers over one step's flat tokens, writing their K and V into the pool.
 
     `params` is a runtime tree (layers/stack.py) of `config.dtype`, sharded by its specs if there is a mesh. Returns
-    the residual stream *before* the final norm, and the pool.
+    the residual stream *before* the final norm, the pool and, for a drafter, the residual stream before each layer of
+    `aux_layers` (ascending; the number of layers means after the last), side by side: [T, A * D], None without any.
     """
     layer = FAMILIES[config.family].layer
     x = embed_tokens(config.embedding, params["embed"], token_ids)
+    captured = []
     ropes = {kind.rope for kind in config.layers} - {None}
     tables = {rope: rotary_table(rope, batches[0].positions, config.max_model_len) for rope in ropes}
     for index, kind in enumerate(config.layers):
+        if index in aux_layers:
+            captured.append(x)
         ctx = LayerContext(
             mesh=mesh,
             rotary=tables.get(kind.rope),
@@ -64,7 +70,9 @@ def forward(
             window=config.windows[index],
         )
         x, kv_pages = layer(config, params["layers"][index], x, ctx)
-    return x, kv_pages
+    if config.num_layers in aux_layers:
+        captured.append(x)
+    return x, kv_pages, jnp.concatenate(captured, axis=-1) if captured else None
 
 
 def compute_logits(

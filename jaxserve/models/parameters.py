@@ -40,6 +40,25 @@ def trunk_params(config: DecoderConfig, trunk: Trunk) -> Table:
     return table | _norm_params(config, "final_norm", trunk.final_norm)
 
 
+def vocab_params(config: DecoderConfig, leaf: str, module: str, shape: tuple[int, int], *, shard_vocab: bool) -> Table:
+    """Returns an embedding or a head [V, D] with a size of its own."""
+    spec = ParamSpec(shape, config.dtype, ("vocab" if shard_vocab else None, None), "normal")
+    return {f"{leaf}.weight": Parameter(spec, _plain_source(f"{module}.weight", shape))}
+
+
+def wide_norm_params(config: DecoderConfig, leaf: str, module: str, size: int) -> Table:
+    """Returns a norm over `size` numbers."""
+    specs = _norm_specs(config, (size,), (None,))
+    return {
+        f"{leaf}.{part}": Parameter(spec, _plain_source(f"{module}.{part}", (size,))) for part, spec in specs.items()
+    }
+
+
+def projection_params(config: DecoderConfig, leaf: str, module: str, shape: tuple[int, int]) -> Table:
+    """Returns a projection [in, out] without a bias, whole on every device."""
+    return _linear_params(config, leaf, {module: shape[1]}, shape, (None, None), transpose, bias=False)
+
+
 def norm_params(layer: CheckpointLayer, names: Mapping[str, str]) -> Table:
     """Returns norms over D; `names` maps canonical names to the checkpoint's modules."""
     tables = (_norm_params(layer.config, leaf, layer.tensor(name)) for leaf, name in names.items())
@@ -51,16 +70,17 @@ def pre_norm_params(layer: CheckpointLayer) -> Table:
     return norm_params(layer, {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"})
 
 
-def attention_params(layer: CheckpointLayer, *, interleaved: bool = False) -> Table:
+def attention_params(layer: CheckpointLayer, *, interleaved: bool = False, input_size: int | None = None) -> Table:
     """Returns `qkv` and `o` from q_proj, k_proj, v_proj and o_proj, and the norms of q and k if there are any.
 
-    `interleaved`: the checkpoint's heads rotate interleaved pairs of dimensions.
+    `interleaved`: the checkpoint's heads rotate interleaved pairs of dimensions. `input_size`: what q, k and v are
+    projected from, if not D.
     """
     config, rope = layer.config, layer.kind.rope
     attention = config.attention
     order = order_halves(rope.rotary_dim, attention.head_dim) if interleaved and rope is not None else None
     modules = {layer.tensor(f"self_attn.{part}_proj"): rows for part, rows in count_rows(attention).items()}
-    table = _qkv_params(config, modules, partial(fuse_qkv, attention, order))
+    table = _qkv_params(config, modules, partial(fuse_qkv, attention, order), input_size)
     table |= _output_params(config, layer.tensor("self_attn.o_proj"))
     return table | _qk_norm_params(layer, order) if attention.qk_norm is not None else table
 
@@ -143,10 +163,15 @@ def _linear_params(
     return table
 
 
-def _qkv_params(config: DecoderConfig, modules: Mapping[str, int], build: Callable[..., np.ndarray]) -> Table:
+def _qkv_params(
+    config: DecoderConfig,
+    modules: Mapping[str, int],
+    build: Callable[..., np.ndarray],
+    input_size: int | None = None,
+) -> Table:
     attention = config.attention
     columns = attention.num_kv_heads * (attention.group_size + 2) * attention.head_dim
-    shape, axes = (config.hidden_size, columns), (None, "kv_heads")
+    shape, axes = (input_size or config.hidden_size, columns), (None, "kv_heads")
     return _linear_params(config, "qkv", modules, shape, axes, build, bias=attention.qkv_bias)
 
 
@@ -175,9 +200,7 @@ def _down_params(layer: CheckpointLayer, module: str, activation: str) -> Table:
 
 
 def _norm_params(config: DecoderConfig, leaf: str, module: str) -> Table:
-    shape = (config.hidden_size,)
-    specs = _norm_specs(config, shape, (None,))
-    return {f"{leaf}.{part}": Parameter(spec, _plain_source(f"{module}.{part}", shape)) for part, spec in specs.items()}
+    return wide_norm_params(config, leaf, module, config.hidden_size)
 
 
 def _qk_norm_params(layer: CheckpointLayer, order: np.ndarray | None) -> Table:

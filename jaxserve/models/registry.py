@@ -18,6 +18,7 @@ from jaxserve.models import (
     gpt_neox,
     granite,
     llama,
+    mimo,
     mistral,
     olmo2,
     olmo3,
@@ -52,6 +53,7 @@ FAMILIES: dict[str, Family] = {
         cohere2.FAMILY,
         starcoder2.FAMILY,
         gpt_neox.FAMILY,
+        mimo.FAMILY,
     )
 }
 
@@ -125,8 +127,13 @@ def list_params(config: DecoderConfig) -> Table:
 
 def param_specs(config: DecoderConfig) -> dict[str, Any]:
     """Returns the canonical tree of ParamSpec: `embed`, `layers` (one dict per layer), `final_norm`, and `lm_head`."""
-    tree: dict[str, Any] = {"layers": [{} for _ in range(config.num_layers)]}
-    for name, parameter in list_params(config).items():
+    return spec_tree(list_params(config), config.num_layers)
+
+
+def spec_tree(table: Table, num_layers: int) -> dict[str, Any]:
+    """Returns the canonical tree of ParamSpec of a table of parameters by dotted path."""
+    tree: dict[str, Any] = {"layers": [{} for _ in range(num_layers)]}
+    for name, parameter in table.items():
         *path, last = name.split(".")
         node = tree
         for key in path:

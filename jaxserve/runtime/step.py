@@ -71,13 +71,15 @@ def run_forward(
     tokens = _token_ids(rows, inputs, bucket)
     if bucket.is_mixed:
         rows = write_chunks(rows, inputs.row_ids[batches[0].token_rows], batches[0].positions, tokens, model=model)
-    (pool,) = cache
-    hidden, pool = run_layers(model.config, params, tokens, pool, batches, layout=model.layout, mesh=model.mesh)
+    pool, *drafters = cache
+    hidden, pool, aux = run_layers(
+        model.config, params, tokens, pool, batches, layout=model.layout, mesh=model.mesh, aux_layers=model.aux_layers
+    )
     last = hidden if bucket.width > 1 else hidden[jnp.maximum(inputs.query_start_loc[1:] - 1, 0)]
     logits = compute_logits(model.config, params, last)
     selected = SampleInputs(logits, inputs.row_ids, inputs.samples, inputs.sampling)
-    states = HiddenStates(last, hidden if bucket.is_mixed else None)
-    return (pool,), replace(rows, page_table=page_table), selected, states
+    states = HiddenStates(last, hidden if bucket.is_mixed else None, aux, seq_lens)
+    return (pool, *drafters), replace(rows, page_table=page_table), selected, states
 
 
 def compute_step_logprobs(

@@ -13,10 +13,22 @@ from jaxtyping import Array, Float, Int
 from jaxserve.logits_processor import LogitsProcessor
 from jaxserve.models.base import DecoderConfig
 from jaxserve.models.decoder import CacheLayout
+from jaxserve.models.drafters import DrafterModel
 from jaxserve.runtime.rows import FLOAT_FIELDS, SAMPLING_FIELDS
 from jaxserve.sampling import SamplingInputs
 from jaxserve.speculation import LookupDrafter
 from pallas_kernels.spec import AttnShape
+
+
+@dataclass(frozen=True)
+class DraftHead:
+    """The static arguments of a drafter with weights. Its layers have a pool of their own, under the same page ids."""
+
+    model: DrafterModel
+    layout: CacheLayout
+    shapes: tuple[AttnShape, ...]  # per KV group of the drafter, on one device
+    groups: tuple[int, ...]  # per KV group of the drafter, the target's whose page table it reads
+    draws: bool  # drafts are drawn as the row's tokens are, not the likeliest ones
 
 
 @dataclass(frozen=True)
@@ -26,6 +38,7 @@ class Drafting:
     max_drafts: int  # K
     rows: int  # of a step draft, the first ones: no program verifies more
     lookup: LookupDrafter | None = None
+    head: DraftHead | None = None
 
 
 @dataclass(frozen=True)
@@ -40,6 +53,12 @@ class StepModel:
     processor: LogitsProcessor | None = None
     drafting: Drafting | None = None
 
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """The layers whose inputs a drafter reads."""
+        head = None if self.drafting is None else self.drafting.head
+        return () if head is None else head.model.aux_layers
+
 
 @flax.struct.dataclass
 class HiddenStates:
@@ -47,6 +66,8 @@ class HiddenStates:
 
     last: Float[Array, "N D"]  # of the tokens that logits were computed of
     every: Float[Array, "T D"] | None  # all tokens of a mixed bucket, for prompts' log-probabilities
+    aux: Float[Array, "T AD"] | None  # the inputs of the layers whose states a drafter reads, side by side
+    seq_lens: Int[Array, " S"]  # of each row, with all tokens of the step
 
 
 @flax.struct.dataclass

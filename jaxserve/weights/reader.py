@@ -23,6 +23,12 @@ LOADABLE_DTYPES: Mapping[str, np.dtype] = {
     "F16": np.dtype(np.float16),
     "F32": np.dtype(np.float32),
 }
+INTEGER_DTYPES: Mapping[str, np.dtype] = {  # of tables of token ids, never of weights
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "BOOL": np.dtype(np.bool_),
+}
+_READABLE_DTYPES = {**LOADABLE_DTYPES, **INTEGER_DTYPES}
 
 
 @dataclass(frozen=True)
@@ -55,10 +61,10 @@ class SafetensorsCheckpoint:
     def read(self, name: str) -> np.ndarray:
         """Returns the tensor as a read-only view of the mapped file, whose bytes are read when they are used.
 
-        The dtype must be one of LOADABLE_DTYPES (KeyError otherwise). The view may be unaligned.
+        The dtype must be one of LOADABLE_DTYPES or INTEGER_DTYPES (KeyError otherwise). The view may be unaligned.
         """
         location = self._locations[name]
-        entry, dtype = location.entry, LOADABLE_DTYPES[location.entry.dtype]
+        entry, dtype = location.entry, _READABLE_DTYPES[location.entry.dtype]
         count = (entry.end - entry.start) // dtype.itemsize
         if count == 0:
             return np.empty(entry.shape, dtype)

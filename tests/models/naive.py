@@ -120,7 +120,7 @@ class NaiveRunner:
                 prepare_batch(shape=dataclasses.replace(self.shape, window=group.window), **rows)
                 for group in config.kv_groups
             )
-            hidden, pool = forward(config, params, token_ids, cache[0], batches, layout=layout, mesh=mesh)
+            hidden, pool, _ = forward(config, params, token_ids, cache[0], batches, layout=layout, mesh=mesh)
             return compute_logits(config, params, hidden), (pool,)
 
         self.step = jax.jit(

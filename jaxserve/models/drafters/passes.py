@@ -1,0 +1,170 @@
+"""The device side of every drafter with weights: its passes, its logits and its vocabulary.
+
+In each step a drafter first catches up: it computes the step's tokens from the target's true hidden states, so that its
+keys and values are never those of guesses (vLLM #14649). Then it drafts on its own states, one token a row and pass.
+Its layers have a pool of their own, under the page ids of the target's page tables. `batches` are for the heads of the
+drafter (pallas_kernels.batch), one per KV group of its config; `match_groups` says whose page tables they have.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from jaxserve.layers.context import LayerContext, StepContext
+from jaxserve.layers.embedding import embed_tokens, project_to_vocab
+from jaxserve.layers.linear import linear
+from jaxserve.layers.rope import rotary_table
+from jaxserve.models.base import DecoderConfig
+from jaxserve.models.decoder import CacheLayout, compute_logits, forward
+from jaxserve.models.drafters import eagle3, mtp
+from jaxserve.models.drafters.base import DrafterModel
+from pallas_kernels.spec import BatchMeta
+
+Params = Mapping[str, Any]
+
+
+def catch_up(
+    model: DrafterModel,
+    params: Params,
+    target_params: Params,
+    target_config: DecoderConfig,
+    hidden: Float[Array, "T AD"] | None,
+    token_ids: Int[Array, " T"],
+    pages: jax.Array,  # [num_pages, 2K, page_size, H]
+    batches: tuple[BatchMeta, ...],
+    *,
+    layout: CacheLayout,
+    mesh: Mesh | None,
+) -> tuple[Float[Array, "T D"], jax.Array]:
+    """Returns the drafter's states at all tokens of a step, and its pool with their keys and values.
+
+    `hidden` is what `decoder.forward` captured of `model.aux_layers`; a draft model does not read it. With
+    `model.takes_next`, `token_ids` are shifted: beside the token at p lies the one at p + 1.
+    """
+    if model.method == "eagle3":
+        hidden = eagle3.combine(model, params, _require(hidden))
+    states = hidden
+    return _run(
+        model, params, target_params, target_config, states, token_ids, pages, batches, layout=layout, mesh=mesh
+    )
+
+
+def run_pass(
+    model: DrafterModel,
+    params: Params,
+    target_params: Params,
+    target_config: DecoderConfig,
+    states: Float[Array, "S D"],
+    token_ids: Int[Array, " S"],
+    pages: jax.Array,
+    batches: tuple[BatchMeta, ...],
+    *,
+    layout: CacheLayout,
+    mesh: Mesh | None,
+) -> tuple[Float[Array, "S D"], jax.Array]:
+    """Returns the states one position further, from the drafter's own and one token of each row, and the pool.
+
+    `token_ids` are the last drafts in the target's vocabulary. `batches` have one token a row, one position further
+    than the pass before. A draft model does not read `states`.
+    """
+    return _run(
+        model, params, target_params, target_config, states, token_ids, pages, batches, layout=layout, mesh=mesh
+    )
+
+
+def draft_logits(
+    model: DrafterModel,
+    params: Params,
+    target_params: Params,
+    target_config: DecoderConfig,
+    states: Float[Array, "S D"],
+) -> Float[Array, "S Vd"]:
+    """Returns float32 logits of the next draft over the draft vocabulary (`map_drafts` maps its ids)."""
+    if model.method == "draft_model":
+        return compute_logits(model.config, params, states)
+    normed = eagle3.normalize_states(model, params, states) if model.method == "eagle3" else states
+    if model.has_head:
+        return linear(StepContext(mesh=None), params["lm_head"], normed, transposed=True, dtype=jnp.float32)
+    embedding = target_config.embedding
+    return project_to_vocab(embedding, target_params["embed" if embedding.tied else "lm_head"], normed)
+
+
+def map_drafts(model: DrafterModel, params: Params, ids: Int[Array, " S"]) -> Int[Array, " S"]:
+    """Returns ids of the draft vocabulary as ids of the target's. `d2t` [Vd] holds their differences."""
+    return ids + params["d2t"]["weight"][ids] if model.maps_vocab else ids
+
+
+def expand_logits(
+    model: DrafterModel, params: Params, logits: Float[Array, "S Vd"], vocab_size: int
+) -> Float[Array, "S V"]:
+    """Returns logits over the target's vocabulary, minus infinity where the draft vocabulary has no token."""
+    if not model.maps_vocab:
+        return logits
+    ids = map_drafts(model, params, jnp.arange(model.draft_vocab_size, dtype=jnp.int32))
+    empty = jnp.full((logits.shape[0], vocab_size), -jnp.inf, logits.dtype)
+    return empty.at[:, ids].set(logits, mode="drop", unique_indices=True)
+
+
+def _run(
+    model: DrafterModel,
+    params: Params,
+    target_params: Params,
+    target_config: DecoderConfig,
+    states: Float[Array, "T D"] | None,
+    token_ids: Int[Array, " T"],
+    pages: jax.Array,
+    batches: tuple[BatchMeta, ...],
+    *,
+    layout: CacheLayout,
+    mesh: Mesh | None,
+) -> tuple[Float[Array, "T D"], jax.Array]:
+    config = model.config
+    if model.method == "draft_model":
+        states, pages, _ = forward(config, params, token_ids, pages, batches, layout=layout, mesh=mesh)
+        return states, pages
+    x = _require(states)
+    embeds = _embed(model, params, target_params, target_config, token_ids)
+    ropes = {kind.rope for kind in config.layers} - {None}
+    tables = {rope: rotary_table(rope, batches[0].positions, config.max_model_len) for rope in ropes}
+    for index, kind in enumerate(config.layers):
+        ctx = LayerContext(
+            mesh=mesh,
+            rotary=tables.get(kind.rope),
+            batch=batches[layout.groups[index]],
+            kv_pages=pages,
+            page_offset=layout.page_offsets[index],
+            window=config.windows[index],
+        )
+        leaves = params["layers"][index]
+        if model.method == "eagle3":
+            x, pages = eagle3.run_layer(model, index, leaves, embeds, x, ctx)
+        else:
+            x, pages = mtp.run_layer(model, leaves, embeds, x, ctx)
+    return (eagle3.finish(model, params, x) if model.method == "eagle3" else x), pages
+
+
+def _embed(
+    model: DrafterModel,
+    params: Params,
+    target_params: Params,
+    target_config: DecoderConfig,
+    token_ids: Int[Array, " T"],
+) -> Float[Array, "T D"]:
+    """Returns plain rows of the table: heads are trained without a target's factor on embeddings."""
+    if model.has_embed:
+        return embed_tokens(model.config.embedding, params["embed"], token_ids)
+    plain = dataclasses.replace(target_config.embedding, scale=None)
+    return embed_tokens(plain, target_params["embed"], token_ids)
+
+
+def _require(hidden: Float[Array, "T D"] | None) -> Float[Array, "T D"]:
+    if hidden is None:
+        raise ValueError("hidden: a head reads the target's hidden states; forward captures them with aux_layers")
+    return hidden

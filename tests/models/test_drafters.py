@@ -1,0 +1,153 @@
+"""Drafters with weights against plain mathematics: a catch-up pass over 20 tokens, then three chained passes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.models.drafters.passes import expand_logits, map_drafts
+from tests.models.drafters import (
+    DRAFT_V,
+    HEAD,
+    MIMO,
+    D,
+    DrafterRunner,
+    ReferenceLayer,
+    Tensors,
+    V,
+    make_head,
+    make_mtp,
+    make_target_params,
+    read_target,
+    rms_norm,
+    write_files,
+)
+
+TOKENS, PASSES, TOLERANCE = 20, 3, 1e-4
+Step = Callable[[np.ndarray, int], tuple[np.ndarray, np.ndarray]]  # (state, token id) -> (next state, logits)
+
+
+def check_parity(runner: DrafterRunner, combine: Callable[[np.ndarray], np.ndarray], step: Step, num_aux: int) -> None:
+    """Compares logits at every token; the catch-up pass comes in two chunks."""
+    rng = np.random.default_rng(7)
+    hidden = rng.standard_normal((TOKENS, num_aux * D)).astype(np.float32)
+    ids = rng.integers(0, V, TOKENS + PASSES)
+    states = [runner.catch_up(hidden[:12], ids[:12]), runner.catch_up(hidden[12:], ids[12:TOKENS])]
+    computed = [runner.logits(jnp.concatenate(states))]
+    state = states[1][-1:]
+    for token in ids[TOKENS:]:
+        state = runner.run_pass(state, token)
+        computed.append(runner.logits(state))
+    expected, last = [], None
+    for index, token in enumerate(ids):
+        last, logits = step(combine(hidden[index].astype(np.float64)) if index < TOKENS else last, token)
+        expected.append(logits)
+    np.testing.assert_allclose(np.concatenate(computed), np.stack(expected), rtol=0, atol=TOLERANCE)
+
+
+def make_eagle3_step(
+    tensors: Tensors,
+    embed: np.ndarray,
+    *,
+    prefix: str = "midlayer",
+    norm_before_residual: bool = False,
+    norm_output: bool = False,
+) -> Step:
+    layer = ReferenceLayer(tensors, prefix)
+    norm, head = (tensors[f"{name}.weight"].astype(np.float64) for name in ("norm", "lm_head"))
+
+    def step(state: np.ndarray, token: int) -> tuple[np.ndarray, np.ndarray]:
+        normed = layer.norm("hidden_norm", state)
+        beside = np.concatenate([layer.norm("input_layernorm", embed[token].astype(np.float64)), normed])
+        x = (normed if norm_before_residual else state) + layer.attend(beside)
+        x = x + layer.feed_forward(layer.norm("post_attention_layernorm", x))
+        final = rms_norm(norm, x)
+        return (final if norm_output else x), head @ final
+
+    return step
+
+
+@pytest.mark.parametrize("own_embed", [False, True])
+@pytest.mark.parametrize("draft_vocab_size", [DRAFT_V, V])
+def test_an_eagle3_head_gives_the_reference_logits(tmp_path: Path, own_embed: bool, draft_vocab_size: int):
+    tensors = make_head(own_embed=own_embed, draft_vocab_size=draft_vocab_size)
+    folder = write_files(tmp_path / "head", HEAD | {"draft_vocab_size": draft_vocab_size}, tensors)
+    params = make_target_params()
+    runner = DrafterRunner("eagle3", folder, read_target(), params)
+    assert runner.model.aux_layers == (2, 4, 6)
+    embed = tensors["embed_tokens.weight"] if own_embed else np.asarray(params["embed"]["weight"])
+    fc = tensors["fc.weight"].astype(np.float64)
+    check_parity(runner, lambda hidden: fc @ hidden, make_eagle3_step(tensors, embed), 3)
+
+
+@pytest.mark.parametrize("norms", ["joint", "each"])
+def test_the_forms_of_speculators_give_the_reference_logits(tmp_path: Path, norms: str):
+    tensors = make_head(prefix="layers.0", num_aux=4)
+    fc, rng = tensors["fc.weight"].astype(np.float64), np.random.default_rng(2)
+    sizes = {"input_norm.weight": 4 * D} if norms == "joint" else {f"fc_norm.{i}.weight": D for i in range(4)}
+    weights = {name: rng.standard_normal(size).astype(np.float32) for name, size in sizes.items()}
+    tensors |= weights
+    layer = {key: value for key, value in HEAD.items() if key not in ("architectures", "draft_vocab_size")}
+    config = {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_config": {"algorithm": "eagle3"},
+        "transformer_layer_config": layer,
+        "draft_vocab_size": DRAFT_V,
+        "eagle_aux_hidden_state_layer_ids": [1, 3, 5, 9],
+        "norm_before_fc" if norms == "joint" else "fc_norm": True,
+        "norm_output": True,
+    }
+    params = make_target_params()
+    runner = DrafterRunner("eagle3", write_files(tmp_path / "head", config, tensors), read_target(), params)
+    assert runner.model.aux_layers == (1, 3, 5, 9) and runner.model.norm_before_residual
+
+    def combine(hidden: np.ndarray) -> np.ndarray:
+        parts = np.split(hidden, len(weights))
+        normed = [
+            rms_norm(weight.astype(np.float64), part) for weight, part in zip(weights.values(), parts, strict=True)
+        ]
+        return fc @ np.concatenate(normed)
+
+    embed = np.asarray(params["embed"]["weight"])
+    step = make_eagle3_step(tensors, embed, prefix="layers.0", norm_before_residual=True, norm_output=True)
+    check_parity(runner, combine, step, 4)
+
+
+def test_the_layer_of_mimo_gives_the_reference_logits(tmp_path: Path):
+    tensors, params = make_mtp(), make_target_params()
+    others = {"model.norm.weight": np.ones(D, np.float32)}  # the target's, which the drafter leaves alone
+    folder = write_files(tmp_path / "mimo", MIMO, tensors | others)
+    runner = DrafterRunner("mtp", folder, read_target(MIMO), params)
+    assert runner.model.aux_layers == (2,)
+    embed, head = (np.asarray(params[name]["weight"], np.float64) for name in ("embed", "lm_head"))
+    layer = ReferenceLayer(tensors, "model.mtp_layers.0")
+
+    def step(state: np.ndarray, token: int) -> tuple[np.ndarray, np.ndarray]:
+        beside = np.concatenate([layer.norm("hidden_layernorm", state), layer.norm("token_layernorm", embed[token])])
+        x = layer.get("input_proj.weight") @ beside
+        x = x + layer.attend(layer.norm("input_layernorm", x))
+        x = x + layer.feed_forward(layer.norm("post_attention_layernorm", x))
+        final = layer.norm("final_layernorm", x)
+        return final, head @ final
+
+    check_parity(runner, lambda hidden: hidden, step, 1)
+
+
+def test_drafts_are_mapped_to_the_vocabulary_of_the_target(tmp_path: Path):
+    tensors = make_head()
+    runner = DrafterRunner("eagle3", write_files(tmp_path / "head", HEAD, tensors), read_target(), make_target_params())
+    ids = np.flatnonzero(tensors["t2d"])
+    mapped = map_drafts(runner.model, runner.params, jnp.arange(DRAFT_V))
+    np.testing.assert_array_equal(mapped, ids)
+    logits = np.random.default_rng(0).standard_normal((2, DRAFT_V)).astype(np.float32)
+    expanded = np.asarray(expand_logits(runner.model, runner.params, jnp.asarray(logits), V))
+    np.testing.assert_array_equal(expanded[:, ids], logits)
+    assert np.isneginf(np.delete(expanded, ids, axis=1)).all()
+    same = dataclasses.replace(runner.model, maps_vocab=False)
+    assert expand_logits(same, {}, expanded, V) is expanded and map_drafts(same, {}, mapped) is mapped
