@@ -20,9 +20,9 @@ _SHORTEST_JUMP = 2  # forced tokens; a mask is as fast for one
 
 @dataclass(slots=True)
 class StepMasks:
-    """The tokens that a step's rows may sample."""
+    """The tokens that a step may sample: line s * width + i is for the token after the first i drafts of row s."""
 
-    mask: Any  # uint32 [rows of the plan, words of the vocabulary], a bit per token; a line of 0: no sampling
+    mask: Any  # uint32 [rows of the plan * width, words of the vocabulary], a bit per token; a line of 0: no sampling
     late: list[Sequence] = field(default_factory=list)  # their masks are not ready
     failed: list[tuple[Sequence, GrammarError]] = field(default_factory=list)
     jumps: list[tuple[Sequence, list[int]]] = field(default_factory=list)  # tokens forced by the grammar
@@ -82,8 +82,13 @@ class GrammarRows:
         return bool(self._masked) and any(sequence in self._masked for sequence in _find_rows(plan, batch))
 
     def make_masks(self, plan: StepPlan, batch: Batch) -> StepMasks:
-        """Returns the masks of a plan's rows. All earlier steps must be committed."""
-        rows = _find_rows(plan, batch)
+        """Returns the masks of a plan's rows. All earlier steps must be committed.
+
+        A row has a line where it is and one after each of its drafts. The lines end with the first draft that the
+        grammar does not allow, at the end of the text, and where they are late; those behind are 0, so the device
+        accepts nothing there. The row is late only if its first line is.
+        """
+        width, rows = plan.width, _find_rows(plan, batch)
         matchers = [None if row is None else self._masked.get(row) for row in rows]
         for index, chunk in enumerate(plan.chunks, len(plan.decode_rows)):
             if not chunk.samples:
@@ -93,22 +98,21 @@ class GrammarRows:
             from jaxserve.structured import MaskPool
 
             self._pool = MaskPool(self._vocab_size)
-        work = self._pool.start([None if index in jumps else matcher for index, matcher in enumerate(matchers)])
+        drafts = [() if row is None else row.drafts[: width - 1] for row in rows] if width > 1 else ()
+        open_matchers = [None if index in jumps else matcher for index, matcher in enumerate(matchers)]
+        work = self._pool.start(open_matchers, drafts, width)
         ready = self._pool.collect(work, self._mask_timeout)
-        found = StepMasks(work.masks)
+        found = StepMasks(work.read())
         for index, row in enumerate(rows):
             if row is None or (ready[index] and index not in jumps):
                 continue
             if index in work.errors:
                 found.failed.append((row, _explain(row, work.errors[index])))
-                continue
-            if index in jumps:
+            elif index in jumps:
                 found.jumps.append((row, jumps[index]))
+                found.mask[index * width : (index + 1) * width] = 0
             else:
                 found.late.append(row)
-        # A copy: the pool's threads may still be writing late rows of its array.
-        found.mask = work.masks.copy()
-        found.mask[[*(index for index, is_ready in enumerate(ready) if not is_ready), *jumps]] = 0
         return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 from jaxserve.structured.errors import MatcherError, shorten_message
@@ -34,6 +35,9 @@ class Matcher:
         self._ids: list[int] = []
         self._has_ended = False  # by EOS
         self._was_recovered = False
+        self._may_walk = True  # until a walk along drafts meets an error
+        self._rolls_back: bool | None = None  # not with `max_tokens` in the grammar; None: no walk has shown it yet
+        self._failure: MatcherError | None = None  # it could not be brought back from such a walk
         self._lock = threading.Lock()
 
     @property
@@ -82,15 +86,13 @@ class Matcher:
             MatcherError: the grammar hit a limit, or no token can continue the text; `row` is all zeros then.
             ValueError: `row` is not such an array.
         """
-        vocabulary = self.vocabulary
-        num_words = -(-len(vocabulary.tokens) // _WORD_BITS)
-        if row.ndim != 1 or row.itemsize != 4 or row.shape[0] < num_words or not row.flags.c_contiguous:
-            raise ValueError(f"row: needs {num_words} contiguous uint32, got {row.dtype} {row.shape}")
+        num_words = self._count_words(row)
         row[num_words:] = 0
         with self._lock:
+            self._raise_failure()
             if self._has_ended or (self._native.is_stopped() and not self._native.is_error()):
                 row[:num_words] = 0
-                for token_id in vocabulary.eos_token_ids:
+                for token_id in self.vocabulary.eos_token_ids:
                     row[token_id // _WORD_BITS] |= 1 << (token_id % _WORD_BITS)
                 return
             address, num_bytes = row.ctypes.data, num_words * 4
@@ -102,6 +104,51 @@ class Matcher:
             if self._native.is_error():
                 row[:num_words] = 0
                 raise self._make_error()
+
+    def fill_along(
+        self, drafts: Sequence[int], lines: np.ndarray, version: int, go_on: Callable[[int], bool] = lambda _: True
+    ) -> None:
+        """Writes the masks along drafts: line i + 1 is the mask after draft i. The matcher stays where it is.
+
+        The walk ends in front of the first draft that the line before it does not allow (so also at one below zero),
+        in front of EOS, and after a draft that completes the text for good. Lines that it does not reach are left as
+        they are. An error ends it, too: if the sequence really comes there, it meets the error again. No other use of
+        the matcher sees the walk; they wait for it.
+
+        Args:
+            drafts: guessed ids of the tokens that come next.
+            lines: uint32 [at least len(drafts) + 1, at least ceil(V / 32)], contiguous. Line 0 is the mask here, made
+                by `fill_mask`.
+            version: the `version` that line 0 belongs to; a matcher that has another by now does not walk.
+            go_on: called with the number of complete lines after each further one; False ends the walk. So `accept`
+                waits for one mask at most, not for the whole walk.
+
+        Raises:
+            ValueError: `lines` is not such an array.
+        """
+        if len(lines) <= len(drafts):
+            raise ValueError(f"lines: {len(drafts)} drafts need {len(drafts) + 1}, got {len(lines)}")
+        num_words = self._count_words(lines[0])
+        with self._lock:
+            if self.version != version or not self._may_walk or self._has_ended or self._native.is_stopped():
+                return
+            # A copy costs more the longer the text is, but a failed rollback would cost the parser.
+            native = self._native if self._rolls_back else self._native.deep_copy()
+            num_taken, is_back = 0, False
+            try:
+                for draft in drafts:
+                    if not self._take_draft(native, draft, lines[num_taken]):
+                        break
+                    num_taken += 1
+                    if not _fill_behind_draft(native, lines[num_taken], num_words) or not go_on(num_taken + 1):
+                        break
+                self._may_walk = not native.is_error()
+                if num_taken and self._may_walk and self._rolls_back is not False:
+                    self._rolls_back = native.rollback(num_taken)
+                is_back = self._may_walk and (num_taken == 0 or self._rolls_back is True)
+            finally:
+                if native is self._native and not is_back:
+                    self._return_to_tokens()
 
     def forced_tokens(self) -> list[int]:
         """Returns the tokens that must come next, in the tokenizer's own spelling; often none.
@@ -125,10 +172,39 @@ class Matcher:
             other._shard, other._ids = self._shard, list(self._ids)
             other._native = self._native.deep_copy()
             other._has_ended, other._was_recovered = self._has_ended, self._was_recovered
+            other._may_walk, other._rolls_back, other._failure = self._may_walk, self._rolls_back, self._failure
         other._lock = threading.Lock()
         return other
 
+    def _count_words(self, row: np.ndarray) -> int:
+        """Returns the words of a mask; ValueError if the row does not have them."""
+        num_words = -(-len(self.vocabulary.tokens) // _WORD_BITS)
+        if row.ndim != 1 or row.itemsize != 4 or row.shape[0] < num_words or not row.flags.c_contiguous:
+            raise ValueError(f"row: needs {num_words} contiguous uint32, got {row.dtype} {row.shape}")
+        return num_words
+
+    def _take_draft(self, native: LLMatcher, draft: int, row: np.ndarray) -> bool:
+        """Advances a parser by a draft that `row` allows; returns False for others, and for EOS."""
+        vocabulary = self.vocabulary
+        if not 0 <= draft < len(vocabulary.tokens) or draft in vocabulary.eos_token_ids:
+            return False
+        is_allowed = int(row[draft // _WORD_BITS]) >> (draft % _WORD_BITS) & 1
+        return bool(is_allowed) and native.try_consume_tokens([draft]) == 1
+
+    def _return_to_tokens(self) -> None:
+        """Rebuilds a parser that a walk has lost. It walks no more, so drafts cost this once at most."""
+        self._may_walk = False
+        try:
+            self._rebuild()
+        except MatcherError as error:
+            self._failure = error
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise MatcherError(str(self._failure))
+
     def _accept(self, token_id: int) -> None:
+        self._raise_failure()
         is_taken = self._consume(token_id)
         if not is_taken and self._native.is_error():
             self._recover()
@@ -155,10 +231,14 @@ class Matcher:
         return is_taken
 
     def _recover(self) -> None:
-        """Replaces a failed parser by one with a new lexer; MatcherError the second time, or if a token is refused."""
+        """Replaces a failed parser as `_rebuild` does; MatcherError the second time."""
         if self._was_recovered:
             raise self._make_error()
         self._was_recovered = True
+        self._rebuild()
+
+    def _rebuild(self) -> None:
+        """Replaces the parser by one with a new lexer; MatcherError if a token is refused."""
         self._native = self._shards.compile()
         self._shards.renew(self._shard, self._native)
         token_ids, self._ids, self._has_ended = self._ids, [], False
@@ -170,3 +250,15 @@ class Matcher:
         if self._native.is_error():
             return MatcherError(f"the grammar cannot continue: {shorten_message(self._native.get_error())}")
         return MatcherError(f"the grammar does not allow the token id {token_id} as token {len(self._ids) + 1}")
+
+
+def _fill_behind_draft(native: LLMatcher, row: np.ndarray, num_words: int) -> bool:
+    """Writes the mask behind a draft; returns False, without a mask, where the text is complete or on an error."""
+    if native.is_stopped():
+        return False
+    row[num_words:] = 0
+    native.unsafe_compute_mask_ptr(row.ctypes.data, num_words * 4)
+    if native.is_error():  # the library has filled in a mask of EOS
+        row[:] = 0
+        return False
+    return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -131,3 +131,144 @@ def test_an_empty_batch_and_a_closed_pool(grammar: Grammar, compiler: GrammarCom
     assert threading.active_count() == before
     assert pool.collect(pool.start([grammar.new_matcher()]), WAIT_S).all(), "it starts again when asked"
     pool.close()
+
+
+class WalkingMatcher(HeldMatcher):
+    """One whose walks stop in front of a line until the test says so."""
+
+    def __init__(self, matcher: Matcher, held_line: int) -> None:
+        super().__init__(matcher)
+        self.go.set()
+        self._held_line = held_line
+        self.go_on, self.is_held = threading.Event(), threading.Event()
+        self.has_walked = threading.Event()
+
+    def fill_along(self, drafts: list[int], lines: np.ndarray, version: int, go_on: Callable[[int], bool]) -> None:
+        def hold(count: int) -> bool:
+            goes = go_on(count)
+            if count == self._held_line:
+                self.is_held.set()
+                assert self.go_on.wait(WAIT_S)
+                return go_on(count)
+            return goes
+
+        self._matcher.fill_along(drafts, lines, version, hold)
+        self.has_walked.set()
+
+
+def take_greedily(matcher: Matcher, count: int) -> tuple[list[int], list[np.ndarray]]:
+    """Returns tokens that may come next, and the masks there and after each."""
+    there, ids, rows = matcher.copy(), [], []
+    for _ in range(count + 1):
+        rows.append(compute_row(there, np.zeros(-(-len(matcher.vocabulary.tokens) // 32), np.uint32)))
+        ids.append(read_bits(rows[-1])[-1])
+        there.accept(ids[-1])
+    return ids[:count], rows
+
+
+@pytest.mark.parametrize("timeout_s", [None, WAIT_S])
+def test_lines_along_drafts(pool: MaskPool, grammar: Grammar, timeout_s: float | None) -> None:
+    rng = np.random.default_rng(0)
+    matchers: list[Matcher | None] = [grammar.new_matcher() if index % 3 else None for index in range(12)]
+    width = 5
+    for _ in range(10):
+        drafts, expected, taken = [], [], []
+        for matcher in matchers:
+            if matcher is None:
+                drafts.append([7, 7, 7, 7])
+                taken.append(-1)
+                expected.append([np.full(pool._num_words, 0xFFFFFFFF, np.uint32)] * width)
+                continue
+            ids, rows = take_greedily(matcher, width - 1)
+            taken.append(ids[0])
+            num_good = int(rng.integers(width))
+            wrong = next(each for each in range(1536) if each not in read_bits(rows[num_good]))
+            drafts.append([*ids[:num_good], *[[-4, wrong][num_good % 2]] * (width - 1 - num_good)])
+            expected.append([*rows[: num_good + 1], *[np.zeros_like(rows[0])] * (width - 1 - num_good)])
+        batch = pool.start(matchers, drafts, width)
+        assert pool.collect(batch, timeout_s).all()
+        np.testing.assert_array_equal(batch.read().reshape(len(matchers), width, -1), expected)
+        assert batch.read() is batch.masks, "nothing is copied when all is done"
+        for matcher, token_id in zip(matchers, taken, strict=True):
+            if matcher is not None:
+                matcher.accept(token_id)
+
+
+def test_late_lines_are_not_waited_for(pool: MaskPool, grammar: Grammar) -> None:
+    matcher = grammar.new_matcher()
+    ids, rows = take_greedily(matcher, 3)
+    held = WalkingMatcher(matcher, held_line=3)
+    batch = pool.start([held, None], [ids, []], 4)  # type: ignore[list-item]
+    assert held.is_held.wait(WAIT_S)
+    batch.masks[3] = 0xDEADBEEF  # half a line
+    assert pool.collect(batch, 0.01).tolist() == [True, True]
+    found = batch.read()
+    np.testing.assert_array_equal(found[:4], [*rows[:3], np.zeros_like(rows[0])])
+    assert (found[4:] == 0xFFFFFFFF).all()
+    held.go_on.set()
+    matcher.accept(ids[0])  # waits until the walk has left the matcher
+    assert held.has_walked.wait(WAIT_S)
+    np.testing.assert_array_equal(found[3], np.zeros_like(rows[0]))
+    assert matcher.token_ids == (ids[0],) and (compute_row(matcher, rows[1]) == rows[1]).all()
+    assert pool.collect(batch, WAIT_S).tolist() == [True, True] and batch.num_lines == [3, 4], "it was cancelled"
+
+
+def test_a_late_row_has_its_walk_in_the_next_step(pool: MaskPool, grammar: Grammar) -> None:
+    matcher = grammar.new_matcher()
+    ids, rows = take_greedily(matcher, 3)
+    late = WalkingMatcher(matcher, held_line=-1)
+    late.go.clear()
+    first = pool.start([late], [ids], 4)  # type: ignore[list-item]
+    assert pool.collect(first, 0.01).tolist() == [False] and not first.read().any()
+    same = pool.start([None, late], [[], ids], 4)  # type: ignore[list-item]
+    other = pool.start([late], [[*ids[:1], 5, 6]], 4)  # type: ignore[list-item]
+    plain = pool.start([late])  # type: ignore[list-item]
+    late.go.set()
+    for batch, lines in [(same, rows), (other, rows[:2]), (plain, rows[:1])]:
+        assert pool.collect(batch, WAIT_S).all()
+        found = batch.read()[-batch.width :]
+        np.testing.assert_array_equal(found[: len(lines)], lines)
+        assert not found[len(lines) :].any(), "not along the drafts of another step"
+    now = [ids[0], ids[1], 5]
+    again = pool.start([late], [now], 4)  # type: ignore[list-item]
+    assert pool.collect(again, WAIT_S).all()
+    np.testing.assert_array_equal(again.read(), [*rows[:3], np.zeros_like(rows[0])])
+    assert late.num_calls == 1, "only the walk is made anew"
+
+
+def test_first_masks_come_before_walks(compiler: GrammarCompiler, grammar: Grammar) -> None:
+    pool = MaskPool(compiler.vocab_size, num_threads=1)
+    matchers = [grammar.new_matcher() for _ in range(3)]
+    ids, _ = take_greedily(matchers[0], 3)
+    held = [WalkingMatcher(matcher, held_line=2) for matcher in matchers]
+    held[0].go.clear()
+    batch = pool.start(held, [ids] * 3, 4)  # type: ignore[arg-type]
+    held[0].go.set()
+    assert held[0].is_held.wait(WAIT_S)
+    assert pool.collect(batch, 0.01).tolist() == [True] * 3
+    assert batch.num_lines == [2, 1, 1]
+    held[0].go_on.set()
+    pool.close()
+    assert batch.all_done.is_set() and not held[1].is_held.is_set(), "walks that nobody wants do not begin"
+
+
+def test_a_fault_in_a_walk_costs_its_lines(pool: MaskPool, grammar: Grammar, caplog: pytest.LogCaptureFixture) -> None:
+    class Faulty(WalkingMatcher):
+        def fill_along(self, drafts: list[int], lines: np.ndarray, version: int, go_on: Callable[[int], bool]) -> None:
+            lines[1] = 0xDEADBEEF
+            raise Panic
+
+    matcher = grammar.new_matcher()
+    ids, rows = take_greedily(matcher, 2)
+    batch = pool.start([Faulty(matcher, -1), matcher], [ids, ids], 3)  # type: ignore[list-item]
+    assert pool.collect(batch, WAIT_S).all() and batch.errors == {}
+    np.testing.assert_array_equal(batch.read(), [rows[0], *np.zeros((2, len(rows[0])), np.uint32), *rows])
+    assert "the masks along a row's drafts ended with a fault" in caplog.text
+
+
+def test_a_failed_row_has_no_lines(pool: MaskPool, grammar: Grammar) -> None:
+    error = MatcherError("the grammar cannot go on")
+    failing = FailingMatcher(grammar.new_matcher(), error)
+    batch = pool.start([failing, None], [[5, 6], []], 3)  # type: ignore[list-item]
+    assert pool.collect(batch, WAIT_S).tolist() == [False, True]
+    assert batch.errors == {0: error} and not batch.read()[:3].any() and (batch.read()[3:] == 0xFFFFFFFF).all()
