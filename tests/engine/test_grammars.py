@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,17 @@ class Matcher:
         if len(self.ids) in self.slow:
             self.held.wait(30) if self.held is not None else time.sleep(3 * grammars.MASK_TIMEOUT)
         row[:] = 2**32 - 1
+
+    def fill_along(self, drafts: Sequence[int], lines: np.ndarray, version: int, go_on: Callable[[int], bool]) -> None:
+        for count, draft in enumerate(drafts, 1):
+            position = len(self.ids) + count
+            if version != self.version or draft < 0 or position in (self.stop_at, self.fail_at):
+                return
+            if position in self.slow:
+                self.held.wait(30) if self.held is not None else time.sleep(3 * grammars.MASK_TIMEOUT)
+            lines[count] = 2**32 - 1
+            if not go_on(count + 1):
+                return
 
     def forced_tokens(self) -> list[int]:
         return self.forced.get(len(self.ids), [])
