@@ -107,7 +107,8 @@ class MaskPool:
         import numpy as np
 
         masks = np.zeros((len(matchers), width, self._num_words), np.uint32)
-        masks[[index for index, matcher in enumerate(matchers) if matcher is None]] = 0xFFFFFFFF
+        if free := [index for index, matcher in enumerate(matchers) if matcher is None]:
+            masks[free] = 0xFFFFFFFF
         batch = MaskBatch(masks.reshape(-1, self._num_words), width)
         new: list[_Job] = []
         with self._lock:
