@@ -26,7 +26,7 @@ from jaxserve.runtime.drafting import write_chunks
 from jaxserve.runtime.inputs import KEEP, ON_DEVICE, InputLayout, StepInputs
 from jaxserve.runtime.rows import SAMPLING_FIELDS, SampleVariant
 from jaxserve.runtime.sample import sample_shaped_tokens, sample_tokens
-from jaxserve.runtime.step_model import HiddenStates, SampledTokens, SampleInputs, StepModel
+from jaxserve.runtime.step_model import HiddenStates, SampledTokens, SampleInputs, StepModel, StepTokens
 from jaxserve.sampling import (
     LogprobArrays,
     SamplerState,
@@ -78,7 +78,10 @@ def run_forward(
     last = hidden if bucket.width > 1 else hidden[jnp.maximum(inputs.query_start_loc[1:] - 1, 0)]
     logits = compute_logits(model.config, params, last)
     selected = SampleInputs(logits, inputs.row_ids, inputs.samples, inputs.sampling)
-    states = HiddenStates(last, hidden if bucket.is_mixed else None, aux, seq_lens)
+    states = HiddenStates(last, hidden if bucket.is_mixed else None, None)
+    if model.drafting is not None and model.drafting.head is not None:
+        parts = inputs.next_ids, seq_lens, inputs.query_start_loc, inputs.distribution
+        states = replace(states, tokens=StepTokens(aux, tokens, *parts))
     return (pool, *drafters), replace(rows, page_table=page_table), selected, states
 
 

@@ -66,8 +66,19 @@ class HiddenStates:
 
     last: Float[Array, "N D"]  # of the tokens that logits were computed of
     every: Float[Array, "T D"] | None  # all tokens of a mixed bucket, for prompts' log-probabilities
-    aux: Float[Array, "T AD"] | None  # the inputs of the layers whose states a drafter reads, side by side
+    tokens: StepTokens | None  # for a drafter with weights
+
+
+@flax.struct.dataclass
+class StepTokens:
+    """What a drafter computes of a step."""
+
+    aux: Float[Array, "T AD"] | None  # the inputs of the target's layers that it reads, side by side
+    token_ids: Int[Array, " T"]
+    next_ids: Int[Array, " S"]  # the token after a row's last, if the row has it
     seq_lens: Int[Array, " S"]  # of each row, with all tokens of the step
+    query_start_loc: Int[Array, " E"]  # [S + 1]
+    distribution: Int[Array, " 3"]
 
 
 @flax.struct.dataclass
