@@ -12,14 +12,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
+from jaxserve.layers.stack import StackMode, stack_params
 from jaxserve.models.base import DecoderConfig
 from jaxserve.models.decoder import CacheLayout
-from jaxserve.models.drafters.base import DrafterModel
+from jaxserve.models.drafters.base import DrafterModel, Method, expand_drafter_heads
 from jaxserve.models.drafters.passes import catch_up, draft_logits, run_pass
 from jaxserve.models.registry import parse_config
-from jaxserve.sharding import DEFAULT_RULES, make_mesh
+from jaxserve.sharding import DEFAULT_RULES, KV_POOL_AXES, make_mesh
 from jaxserve.weights.drafters import load_drafter, read_drafter
 from pallas_kernels import AttnShape, KVSpec, pool_shape, prepare_batch
 
@@ -74,6 +76,7 @@ MIMO = {
     "tie_word_embeddings": False,
 }
 
+PAGE_SIZE = 8
 Tensors = dict[str, np.ndarray]
 
 
@@ -202,18 +205,29 @@ class DrafterRunner:
     """A drafter with pages for one row, its programs jitted."""
 
     def __init__(
-        self, method: str, folder: Path, target: DecoderConfig, target_params: Mapping[str, Any], page_size: int = 8
+        self,
+        method: Method,
+        folder: Path,
+        target: DecoderConfig,
+        target_params: Mapping[str, Any],
+        *,
+        mesh: Mesh | None = None,
+        stack: StackMode = "unrolled",
     ) -> None:
-        mesh = make_mesh(1)
-        self.model: DrafterModel = read_drafter(method, folder, target)
-        self.params = load_drafter(self.model, folder, mesh=mesh, rules=DEFAULT_RULES)
+        self.mesh, devices = mesh, 1 if mesh is None else mesh.size
+        self.model: DrafterModel = expand_drafter_heads(read_drafter(method, folder, target), devices)
+        params = load_drafter(self.model, folder, mesh=mesh or make_mesh(1), rules=DEFAULT_RULES)
+        self.params = stack_params(params, stack)
         self.target, self.target_params, self.length = target, target_params, 0
         attention, config = self.model.config.attention, self.model.config
-        spec = KVSpec(attention.num_kv_heads, attention.head_dim, page_size, config.dtype)
-        self.shape = AttnShape(attention.num_heads, spec, config.dtype)
-        num_pages = config.max_model_len // page_size + 1
+        spec = KVSpec(attention.num_kv_heads, attention.head_dim, PAGE_SIZE, config.dtype)
+        local = dataclasses.replace(spec, num_kv_heads=attention.num_kv_heads // devices)
+        self.shape = AttnShape(attention.num_heads // devices, local, config.dtype)
+        num_pages = config.max_model_len // PAGE_SIZE + 1
         self.page_table = jnp.asarray(np.random.default_rng(0).permutation(num_pages - 1)[None] + 1, jnp.int32)
         self.pages = jnp.zeros(pool_shape(spec, config.num_layers * num_pages), config.dtype)
+        if mesh is not None:
+            self.pages = jax.device_put(self.pages, DEFAULT_RULES.sharding(mesh, KV_POOL_AXES))
         offsets = tuple(index * num_pages for index in range(config.num_layers))
         self.layout = CacheLayout(offsets, (0,) * config.num_layers)
         self._programs = {function: jax.jit(partial(self._run, function)) for function in (catch_up, run_pass)}
@@ -253,4 +267,4 @@ class DrafterRunner:
             impl="xla",
         )
         arguments = (self.model, params, target_params, self.target, states, ids, pages, (batch,))
-        return function(*arguments, layout=self.layout, mesh=None)
+        return function(*arguments, layout=self.layout, mesh=self.mesh)

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.layers.stack import get_leaf
 from jaxserve.models.decoder import expand_kv_heads
 from jaxserve.models.registry import parse_config
 from jaxserve.sharding import make_mesh
+from tests.models.drafters import (
+    DRAFT_V,
+    HEAD,
+    D,
+    DrafterRunner,
+    make_head,
+    make_target_params,
+    read_target,
+    write_files,
+)
 from tests.models.naive import NaiveRunner, build_params, make_tensors, shard_params
 
 SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
@@ -57,11 +71,28 @@ def check_case(hf_config: dict[str, object], mode: str) -> None:
     assert pool.addressable_shards[0].data.shape[1] * 4 == pool.shape[1]
 
 
+def check_head() -> None:
+    """An EAGLE-3 head on one device and on four."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_files(Path(folder), HEAD, make_head())
+        target, params = read_target(), make_target_params()
+        runners = [DrafterRunner("eagle3", path, target, params, mesh=mesh) for mesh in (None, make_mesh(4))]
+    hidden = np.random.default_rng(5).standard_normal((20, 3 * D)).astype(np.float32)
+    logits = []
+    for runner in runners:
+        states = runner.catch_up(hidden, range(20))
+        logits.append(runner.logits(jnp.concatenate([states, runner.run_pass(states[-1:], 3)])))
+    np.testing.assert_allclose(logits[1], logits[0], rtol=0, atol=1e-4 * np.abs(logits[0]).max())
+    assert runners[1].params["lm_head"]["weight"].addressable_shards[0].data.shape[0] * 4 == DRAFT_V
+
+
 def main() -> None:
     assert jax.device_count() == 4
     for name, case in CASES.items():
         check_case(*case)
         print(name, flush=True)
+    check_head()
+    print("eagle3", flush=True)
 
 
 if __name__ == "__main__":

@@ -305,6 +305,7 @@ class RecordingKeys(dict):
         "command-r7b",
         "starcoder2-3b",
         "pythia-160m",
+        "mimo-7b",
     ],
 )
 def test_every_known_key_is_read(name: str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,23 +11,30 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.models.decoder import CacheLayout, forward
 from jaxserve.models.drafters.passes import expand_logits, map_drafts
+from jaxserve.models.registry import ignored_weights, parse_config, weight_sources
+from pallas_kernels import AttnShape, KVSpec, pool_shape, prepare_batch
+from tests.golden_cases import load_case
 from tests.models.drafters import (
     DRAFT_V,
     HEAD,
     MIMO,
+    TARGET,
     D,
     DrafterRunner,
     ReferenceLayer,
     Tensors,
     V,
     make_head,
+    make_layer,
     make_mtp,
     make_target_params,
     read_target,
     rms_norm,
     write_files,
 )
+from tests.models.naive import NaiveRunner, build_params, make_tensors
 
 TOKENS, PASSES, TOLERANCE = 20, 3, 1e-4
 Step = Callable[[np.ndarray, int], tuple[np.ndarray, np.ndarray]]  # (state, token id) -> (next state, logits)
@@ -72,8 +80,9 @@ def make_eagle3_step(
     return step
 
 
-@pytest.mark.parametrize("own_embed", [False, True])
-@pytest.mark.parametrize("draft_vocab_size", [DRAFT_V, V])
+@pytest.mark.parametrize(
+    ("own_embed", "draft_vocab_size"), [(False, DRAFT_V), (True, DRAFT_V), (True, V)], ids=["plain", "embed", "whole"]
+)
 def test_an_eagle3_head_gives_the_reference_logits(tmp_path: Path, own_embed: bool, draft_vocab_size: int):
     tensors = make_head(own_embed=own_embed, draft_vocab_size=draft_vocab_size)
     folder = write_files(tmp_path / "head", HEAD | {"draft_vocab_size": draft_vocab_size}, tensors)
@@ -137,6 +146,74 @@ def test_the_layer_of_mimo_gives_the_reference_logits(tmp_path: Path):
         return final, head @ final
 
     check_parity(runner, lambda hidden: hidden, step, 1)
+
+
+def test_layers_after_the_first_are_those_of_llama(tmp_path: Path):
+    tensors = make_head() | make_layer("layers.1", D, bias=False, seed=8)
+    folder = write_files(tmp_path / "head", HEAD | {"num_hidden_layers": 2}, tensors)
+    params = make_target_params()
+    runner = DrafterRunner("eagle3", folder, read_target(), params, stack="stacked")
+    one, second = make_eagle3_step(tensors, np.asarray(params["embed"]["weight"])), ReferenceLayer(tensors, "layers.1")
+    norm, head, fc = (tensors[f"{name}.weight"].astype(np.float64) for name in ("norm", "lm_head", "fc"))
+
+    def step(state: np.ndarray, token: int) -> tuple[np.ndarray, np.ndarray]:
+        x, _ = one(state, token)
+        x = x + second.attend(second.norm("input_layernorm", x))
+        x = x + second.feed_forward(second.norm("post_attention_layernorm", x))
+        return x, head @ rms_norm(norm, x)
+
+    check_parity(runner, lambda hidden: fc @ hidden, step, 3)
+
+
+def test_a_draft_model_gives_the_logits_of_its_own(tmp_path: Path):
+    raw = TARGET | {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
+    config = dataclasses.replace(parse_config(raw), dtype="float32")
+    tensors = make_tensors(config, seed=4)
+    runner = DrafterRunner("draft_model", write_files(tmp_path / "draft", raw, tensors), read_target(), {})
+    ids = np.random.default_rng(7).integers(0, V, TOKENS + PASSES).tolist()
+    states = [runner.catch_up(None, ids[:12]), runner.catch_up(None, ids[12:TOKENS])]
+    states += [runner.run_pass(states[-1][-1:], token) for token in ids[TOKENS:]]
+    (expected,) = NaiveRunner(config, build_params(config, tensors), 1).run([ids])
+    np.testing.assert_allclose(runner.logits(jnp.concatenate(states)), expected, rtol=0, atol=TOLERANCE)
+
+
+def test_forward_captures_the_inputs_of_layers():
+    config = read_target(TARGET | {"num_hidden_layers": 3})
+    params = build_params(config, make_tensors(config, seed=2))
+    ids = jnp.asarray(np.random.default_rng(7).integers(0, V, TOKENS), jnp.int32)
+    attention = config.attention
+    spec = KVSpec(attention.num_kv_heads, attention.head_dim, TOKENS, "float32")
+    batch = prepare_batch(
+        jnp.ones((1, 1), jnp.int32),
+        jnp.asarray([TOKENS], jnp.int32),
+        jnp.asarray([0, TOKENS], jnp.int32),
+        jnp.asarray([0, 0, 1], jnp.int32),
+        num_tokens=TOKENS,
+        shape=AttnShape(attention.num_heads, spec, "float32"),
+        max_query_len=None,
+        impl="xla",
+    )
+
+    def run(num_layers: int, aux_layers: tuple[int, ...] = ()) -> tuple[jnp.ndarray, jnp.ndarray | None]:
+        part = dataclasses.replace(config, layers=config.layers[:num_layers])
+        layout = CacheLayout((0, 2, 4), (0, 0, 0))
+        pages = jnp.zeros(pool_shape(spec, 6), jnp.float32)
+        hidden, _, aux = forward(part, params, ids, pages, (batch,), layout=layout, mesh=None, aux_layers=aux_layers)
+        return hidden, aux
+
+    hidden, aux = run(3, (0, 1, 3))
+    np.testing.assert_array_equal(aux, np.concatenate([run(0)[0], run(1)[0], hidden], axis=1))
+    assert run(3)[1] is None
+
+
+def test_mimo_is_qwen2_with_layers_for_a_drafter():
+    case = load_case("qwen2_window")
+    mimo = case.config | {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    config, qwen2 = parse_config(mimo), parse_config(case.config)
+    assert dataclasses.replace(config, family="qwen2") == qwen2
+    names, expected = ({name for s in weight_sources(c).values() for name in s.names} for c in (config, qwen2))
+    assert names == expected
+    assert any(re.fullmatch(pattern, "model.mtp_layers.0.input_proj.weight") for pattern in ignored_weights(config))
 
 
 def test_drafts_are_mapped_to_the_vocabulary_of_the_target(tmp_path: Path):

@@ -26,6 +26,7 @@ PARAMETERS = {
     "llama-2-7b": 6_738_415_616,
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.2-1b": 1_235_814_400,
+    "mimo-7b": 7_833_409_536 - 210_790_400,  # without its layer for multi-token prediction
     "mistral-7b-v0.1": 7_241_732_096,
     "mistral-7b-v0.3": 7_248_023_552,
     "olmo-2-1b": 1_484_916_736,

@@ -61,4 +61,4 @@ def test_four_devices_equal_one():
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == list(CASES)
+    assert done.stdout.split() == [*CASES, "eagle3"]
