@@ -20,8 +20,8 @@ from jaxserve.runtime.device_state import KVCache, RowState
 from jaxserve.runtime.drafting import remember_answer, set_tokens
 from jaxserve.runtime.inputs import InputLayout, StateShape
 from jaxserve.runtime.page_copies import COPY_PAGES, HostMemory, read_pages, write_pages
-from jaxserve.runtime.rows import SampleVariant
 from jaxserve.runtime.programs import Programs
+from jaxserve.runtime.rows import SampleVariant
 from jaxserve.runtime.sample import sample_shaped_tokens, sample_tokens, verify_tokens
 from jaxserve.runtime.step import (
     compute_prompt_logprobs,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxserve.models.drafters import catch_up, draft_logits, expand_logits, map_drafts, run_pass
+from jaxserve.models.drafters.passes import catch_up, draft_logits, expand_logits, map_drafts, run_pass
 from jaxserve.runtime.batches import bound_pages, prepare_batches
 from jaxserve.runtime.buckets import Bucket
 from jaxserve.runtime.device_state import KVCache, RowState
@@ -126,8 +126,7 @@ def _make_choice(
         logits = draft_logits(head.model, params, target_params, model.config, states)
         if not head.draws:
             return map_drafts(head.model, params, map_rows(sample_greedy, logits)[0])
-        chosen = replace(selected, **{name: getattr(selected, name)[few] for name in ("row_ids", "samples", "sampling")})
-        inputs = unpack_sampling(chosen, positions)
+        inputs = unpack_sampling(replace(selected, sampling=selected.sampling[few]), positions)
         whole = expand_logits(head.model, params, logits, vocab_size)
 
         def draw(logits: Array, inputs: Any, uniform: Array) -> Array:

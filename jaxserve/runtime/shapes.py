@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
@@ -67,6 +68,21 @@ class Shapes:
         return max(COPY_PAGES, -(-scheduler.max_num_batched_tokens // self.spec.page_size))
 
     @property
+    def _draft_limits(self) -> dict[str, Any]:
+        drafting, speculative = self.drafting, self.config.speculation.speculative_config
+        if drafting is None or speculative is None:
+            return {}
+        lookup, head = drafting.lookup, drafting.head
+        return {
+            "max_drafts": drafting.max_drafts,
+            "fixed_drafts": speculative.num_speculative_tokens_per_batch_size,
+            "draft_costs": head is not None,
+            "num_lookahead_tokens": 0 if head is None else head.model.count_passes(drafting.max_drafts),
+            "looks_up": lookup is not None,
+            "remembers": lookup is not None and lookup.remembers,
+        }
+
+    @property
     def limits(self) -> SchedulerLimits:
         scheduler, updates = self.config.scheduler, self.state.groups * self.state.pages_per_row
         assert scheduler.max_num_seqs is not None and scheduler.max_num_batched_tokens is not None
@@ -78,6 +94,8 @@ class Shapes:
             row_sizes=self.buckets.row_counts,
             loop_rows=self.buckets.loop_rows,
             token_sizes=self.buckets.token_counts,
+            verify_widths=self.buckets.verify_sizes,
+            **self._draft_limits,
             # On accelerators small steps take as long as reading the weights, whatever their padding.
             pads_cheaply=self.platform != "cpu",
             options=scheduler,

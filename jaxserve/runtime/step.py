@@ -2,7 +2,7 @@
 
 forward: unpacks the inputs, advances the rows, runs the layers (writing and reading KV) and computes one line of logits
 per row, or one per token of a verify step. The sample programs (sample.py) then choose the tokens. Everything before
-and after them runs on the host. Log-probabilities of tokens, those of prompts, and embeddings are programs of their own.
+and after them runs on the host. Log-probabilities of tokens and of prompts, and embeddings, are programs of their own.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from jaxserve.logits_processor import LogitsProcessor
 from jaxserve.models.base import DecoderConfig
 from jaxserve.models.decoder import CacheLayout
-from jaxserve.models.drafters import DrafterModel
+from jaxserve.models.drafters.base import DrafterModel
 from jaxserve.runtime.rows import FLOAT_FIELDS, SAMPLING_FIELDS
 from jaxserve.sampling import SamplingInputs
 from jaxserve.speculation import LookupDrafter

@@ -24,6 +24,8 @@ class SchedulerLimits:
     draft_costs: bool = False  # whether drafts cost time; otherwise every step makes them, whatever its plan says
     fixed_drafts: tuple[tuple[int, int, int], ...] | None = None  # (from, to, drafts) by decoding rows; None: measured
     num_lookahead_tokens: int = 0  # slots behind a step's tokens that the drafter writes
+    looks_up: bool = False  # drafts are looked up in the rows' tokens, which the device must know
+    remembers: bool = False  # and in finished answers
     pads_cheaply: bool = False  # whether a padded token costs next to nothing
     options: SchedulerOptions = field(default_factory=SchedulerOptions)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from jaxserve.pages.host_tier import PageCopy
 from jaxserve.pages.manager import PageUpdate
-from jaxserve.scheduler.plan import ChunkWork, NewRow, StepPlan
+from jaxserve.scheduler.plan import ChunkWork, FinishedRow, NewRow, StepPlan
 from jaxserve.scheduler.sequence import Sequence
 
 
@@ -76,7 +76,12 @@ class PlanBuilder:
             sequence.num_computed_tokens -= self.width - 1
         self.width = 1
 
-    def freeze(self, step_id: int, copies: tuple[tuple[PageCopy, ...], tuple[PageCopy, ...]]) -> StepPlan:
+    def freeze(
+        self,
+        step_id: int,
+        copies: tuple[tuple[PageCopy, ...], tuple[PageCopy, ...]],
+        finished_rows: tuple[FinishedRow, ...] = (),
+    ) -> StepPlan:
         """Returns the finished plan, with the saves and loads of `copies`."""
         return StepPlan(
             step_id=step_id,
@@ -89,4 +94,5 @@ class PlanBuilder:
             page_loads=copies[1],
             width=self.width,
             num_drafts=self.num_drafts,
+            finished_rows=finished_rows,
         )

@@ -106,10 +106,11 @@ class Planner:
             if self.limits.draft_costs and (builder.is_empty or self._batch.prefilling):
                 builder.num_drafts = 0  # the next step has chunks, so it would not verify them
             self._widths.note_plan(builder.num_drafts)
-        return builder.freeze(next(self._steps), self._pages.host.take_copies())
+        return builder.freeze(next(self._steps), self._pages.host.take_copies(), self._batch.take_finished())
 
     def requeue_running(self) -> None:
         """Puts all running sequences back into the queue; tokens in flight are lost, for waiting ones too."""
+        self._batch.take_finished()
         for sequence in (*self._batch.decoding, *self._batch.prefilling):
             self._batch.leave(sequence)
             self._requeue(sequence)
@@ -213,7 +214,7 @@ class Planner:
             if sequence.first_scheduled_time is None:
                 sequence.first_scheduled_time, sequence.num_cached_tokens = self._clock(), num_cached
                 self._counts.count_admission(sequence, num_cached)
-            builder.new_rows.append(sequence.make_new_row())
+            builder.new_rows.append(sequence.make_new_row(looks_up=self.limits.looks_up))
             builder.prefix_updates -= len(updates)
             builder.add_pages(sequence.row, updates)
             self._plan_chunk(builder, sequence)

@@ -6,7 +6,10 @@ import itertools
 from bisect import bisect_left, insort
 
 from jaxserve.pages.manager import PageManager
+from jaxserve.scheduler.plan import FinishedRow
 from jaxserve.scheduler.sequence import Sequence, SequenceStatus, age
+
+CONTEXT_TOKENS = 16  # of the prompt, which are remembered with its answer: so its first tokens are found, too
 
 
 class Batch:
@@ -21,6 +24,7 @@ class Batch:
         self.decoding: list[Sequence] = []
         self.prefilling: list[Sequence] = []
         self.by_ticket: dict[int, Sequence] = {}
+        self._finished: list[FinishedRow] = []
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._tickets = itertools.count()
 
@@ -70,6 +74,23 @@ class Batch:
         self._free_rows.append(sequence.row)
         sequence.row = -1
         return was_decoding
+
+    def finish(self, sequence: Sequence, *, remembers: bool) -> None:
+        """Lets a running sequence leave for good; `take_finished` names its row if its answer is to be remembered.
+
+        Only tokens that the row has on the device count: others may be there of an earlier sequence.
+        """
+        row, num_prompt = sequence.row, sequence.num_prompt_tokens
+        was_decoding = self.leave(sequence)
+        end = len(sequence.token_ids) if was_decoding else min(sequence.num_computed_tokens, len(sequence.token_ids))
+        if remembers and end > num_prompt:
+            self._finished.append(FinishedRow(row, max(0, num_prompt - CONTEXT_TOKENS), end))
+
+    def take_finished(self) -> tuple[FinishedRow, ...]:
+        """Returns the rows of sequences that ended since the last call, whose tokens are still there."""
+        finished = tuple(self._finished)
+        self._finished.clear()
+        return finished
 
     def revoke_ticket(self, sequence: Sequence) -> None:
         """Removes the ticket: commits drop the sequence's tokens in flight."""

@@ -83,8 +83,8 @@ class Sequence:
         wants_all = self.request.params.prompt_logprobs is not None and len(self.token_ids) == self.num_prompt_tokens
         return [] if wants_all and self.index == 0 else self.token_ids
 
-    def make_new_row(self) -> NewRow:
-        """Returns the sequence's `NewRow`. It must have a row."""
+    def make_new_row(self, *, looks_up: bool) -> NewRow:
+        """Returns the sequence's `NewRow`, with its tokens if drafts are looked up in them. It must have a row."""
         request = self.request
         return NewRow(
             self.row,
@@ -95,6 +95,8 @@ class Sequence:
             self.max_num_tokens,
             self._make_history(),
             request.embeds,
+            tuple(self.token_ids) if looks_up else (),
+            request.cache_salt if looks_up else "",
         )
 
     def _make_history(self) -> RowHistory | None:

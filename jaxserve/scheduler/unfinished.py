@@ -50,7 +50,7 @@ class UnfinishedRequests:
         if sequence.status is SequenceStatus.FINISHED:
             return False
         if sequence.status is SequenceStatus.RUNNING:
-            self._batch.leave(sequence)
+            self._batch.finish(sequence, remembers=self._limits.remembers)
         else:
             self._waiting.remove(sequence)
         self._batch.revoke_ticket(sequence)
