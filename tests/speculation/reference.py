@@ -7,13 +7,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import jax.numpy as jnp
-
 from jaxserve.speculation import NO_DRAFT
-from jaxserve.speculation.corpus import WAYS, CorpusShape, hash_ngrams
+from jaxserve.speculation.corpus import WAYS, CorpusShape
 from jaxserve.speculation.suffix import MAX_OCCURRENCES
 
 Salt = tuple[int, int]
+BASE = 0x9E3779B1
 
 
 @dataclass(frozen=True)
@@ -57,9 +56,20 @@ def propose_ngram(tokens: list[int], low: int, high: int, count: int) -> list[in
     return pad([], count)
 
 
+def hash_ngram(tokens: list[int], salt: Salt) -> int:
+    """The hash of corpus.py, which decides what is displaced in the tables."""
+    state = sum((token + BASE) * BASE ** (back + 1) for back, token in enumerate(reversed(tokens)))
+    for word in salt:
+        state = (state ^ word) % 2**32
+        state = (state ^ (state >> 16)) * 0x85EBCA6B % 2**32
+        state = (state ^ (state >> 13)) * 0xC2B2AE35 % 2**32
+        state ^= state >> 16
+    return state
+
+
 @dataclass
 class SlowCorpus:
-    """Answers in a list; the tables are a dictionary. Only the hash is the corpus's own."""
+    """Answers in a list; the tables are a dictionary."""
 
     shape: CorpusShape
     answers: list[tuple[int, Salt, list[int]]] = field(default_factory=list)  # first position, salt, tokens
@@ -82,9 +92,7 @@ class SlowCorpus:
         self.position += len(tokens) + 2
 
     def find_bucket(self, size: int, tokens: list[int], salt: Salt) -> int:
-        recent = [jnp.int32(token) for token in reversed(tokens[-size:])]
-        words = jnp.array(salt, jnp.uint32)
-        return int(hash_ngrams(recent, words, (size,), self.shape.num_buckets)[0])
+        return hash_ngram(tokens[-size:], salt) % self.shape.num_buckets
 
     def find(self, query: list[int], salt: Salt) -> tuple[int, list[Occurrence]]:
         first = max(0, self.position - self.shape.num_tokens)
