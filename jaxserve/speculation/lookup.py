@@ -21,7 +21,7 @@ from jaxserve.speculative_config import SpeculativeConfig
 
 LOOKUP_METHODS = ("ngram", "suffix")
 MAX_HISTORY = 2**24  # positions are compared as float32
-MIN_CORPUS_TOKENS, MAX_CORPUS_TOKENS = 4, 2**24  # at most some 2 GB
+MIN_CORPUS_TOKENS, MAX_CORPUS_TOKENS = 64, 2**24  # at most some 2 GB
 
 
 @flax.struct.dataclass
@@ -189,4 +189,5 @@ def _make_corpus_shape(config: SpeculativeConfig) -> CorpusShape | None:
             field="speculative_config.suffix_decoding_corpus_tokens",
             value=num_tokens,
         )
-    return CorpusShape(num_tokens, num_answers, depth)
+    most = num_tokens // 3 + 1  # an answer takes three places of the ring, or more
+    return CorpusShape(num_tokens, min(num_answers, most), depth)

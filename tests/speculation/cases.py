@@ -1,0 +1,64 @@
+"""Lookup drafters with one compiled function each."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.speculation import LookupState, make_lookup_drafter
+from jaxserve.speculative_config import SpeculativeConfig
+
+R, L = 4, 24  # rows, the last of which is padding
+
+
+class Table:
+    """A drafter and its state, as a step uses them: every function is compiled once and takes the state for good."""
+
+    def __init__(self, config: SpeculativeConfig, num_rows: int = R, max_len: int = L) -> None:
+        self.drafter = make_lookup_drafter(config)
+        self.specs = self.drafter.state_specs(num_rows, max_len)
+        self._set_row = jax.jit(self.drafter.set_row, donate_argnums=0)
+        self._write = jax.jit(self.drafter.write, donate_argnums=0)
+        self._append = jax.jit(self.drafter.append, donate_argnums=0)
+        self._remember = jax.jit(self.drafter.remember, donate_argnums=0)
+        self._propose = jax.jit(self.drafter.propose)
+        self.state = self.make_empty()
+
+    def make_empty(self) -> LookupState:
+        return jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), self.specs)
+
+    @cached_property
+    def max_len(self) -> int:
+        return self.specs.history.shape[1]
+
+    def clear(self) -> None:
+        """Nothing is remembered, and the rows have stale tokens."""
+        self.state = self.make_empty()
+        stale = np.random.default_rng(0).integers(0, 3, self.specs.history.shape)
+        self.state = self.state.replace(history=jnp.asarray(stale, jnp.int32))
+
+    def set_row(self, row: int, tokens: list[int], salt: tuple[int, int] = (0, 0)) -> None:
+        line = np.random.default_rng(1).integers(0, 3, self.max_len).astype(np.int32)
+        line[: len(tokens)] = tokens
+        self.state = self._set_row(self.state, np.int32(row), line, np.array(salt, np.uint32))
+
+    def write(self, row_ids: list[int], positions: list[int], tokens: list[int], keep: list[bool]) -> None:
+        self.state = self._write(
+            self.state, *[np.array(each, np.int32) for each in (row_ids, positions, tokens)], np.array(keep)
+        )
+
+    def append(self, row_ids: list[int], positions: list[int], ids: list[list[int]], counts: list[int]) -> None:
+        columns = [np.array(each, np.int32) for each in (row_ids, positions, ids, counts)]
+        self.state = self._append(self.state, *columns)
+
+    def remember(self, row: int, start: int, end: int) -> None:
+        self.state = self._remember(self.state, np.int32(row), np.int32(start), np.int32(end))
+
+    def propose(self, row_ids: list[int], lengths: list[int]) -> list[list[int]]:
+        return np.asarray(self._propose(self.state, np.array(row_ids, np.int32), np.array(lengths, np.int32))).tolist()
+
+    def history(self) -> np.ndarray:
+        return np.array(self.state.history)

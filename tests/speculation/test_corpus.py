@@ -1,0 +1,171 @@
+"""Drafts from finished answers: whose, how many, and for how long they are kept."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.speculation import NO_DRAFT
+from jaxserve.speculation import corpus as corpus_module
+from jaxserve.speculation.corpus import CorpusShape, corpus_specs, find_in_corpus, remember_answer
+from jaxserve.speculation.suffix import propose_suffix
+from tests.examples import scale_examples
+from tests.speculation import reference
+from tests.speculation.cases import L, R, Table
+from tests.speculation.test_lookup import K, make_suffix_config
+
+RULE = (8, 1.5, 0.3)
+SALTS = [(0, 0), (0, 1), (1, 0)]
+TABLES = {sizes: Table(make_suffix_config(*RULE, *sizes)) for sizes in [(100, 64), (3, 256)]}
+answers_in_order = st.lists(
+    st.tuples(st.sampled_from(SALTS), st.lists(st.integers(0, 2), max_size=L)), min_size=1, max_size=9
+)
+
+
+@pytest.mark.parametrize("sizes", TABLES)
+@settings(max_examples=scale_examples(50), deadline=None)
+@given(answers=answers_in_order, query=st.lists(st.integers(0, 2), min_size=1, max_size=10), start=st.integers(0, 3))
+def test_the_longest_match_of_the_same_salt_is_drafted(
+    sizes: tuple[int, int], answers: list[tuple[reference.Salt, list[int]]], query: list[int], start: int
+) -> None:
+    """A ring of 64 tokens is overwritten within some answers; of 256 tokens, only the last three answers count."""
+    table = TABLES[sizes]
+    table.clear()
+    slow = reference.SlowCorpus(table.drafter.corpus_shape)
+    for number, (salt, tokens) in enumerate(answers):
+        table.set_row(number % R, tokens, salt)
+        table.remember(number % R, start, len(tokens))
+        slow.remember(tokens[start:], salt)
+    for row, salt in enumerate(SALTS):
+        table.set_row(row, query, salt)
+    found = table.propose([0, 1, 2, 0], [len(query)] * 4)
+    for salt, drafts in zip([*SALTS, SALTS[0]], found, strict=True):
+        assert drafts == reference.propose_suffix(query, *RULE, K, slow, salt)
+
+
+def remember(table: Table, tokens: list[int], salt: tuple[int, int] = (0, 0)) -> None:
+    table.set_row(3, tokens, salt)
+    table.remember(3, 0, len(tokens))
+
+
+def ask(table: Table, query: list[int], salt: tuple[int, int] = (0, 0)) -> list[int]:
+    table.set_row(0, query, salt)
+    return table.propose([0] * 4, [len(query)] * 4)[0]
+
+
+def test_an_answer_is_found_by_its_own_salt_only() -> None:
+    table = TABLES[100, 64]
+    table.clear()
+    remember(table, [10, 11, 12, 13, 14, 15], (2**32 - 1, 7))
+    assert ask(table, [10, 11, 12], (2**32 - 1, 7)) == [13, 14, 15, NO_DRAFT, NO_DRAFT]
+    for salt in ((0, 0), (2**32 - 1, 6), (0, 7), (7, 2**32 - 1)):
+        assert ask(table, [10, 11, 12], salt) == [NO_DRAFT] * K
+
+
+def test_neither_a_match_nor_what_follows_leaves_an_answer() -> None:
+    table = TABLES[100, 64]
+    table.clear()
+    remember(table, [1, 2, 3, 4])
+    remember(table, [5, 6, 7, 8])
+    assert ask(table, [1, 2, 3]) == [4] + [NO_DRAFT] * 4
+    assert ask(table, [3, 4, 5, 6]) == [7, 8, NO_DRAFT, NO_DRAFT, NO_DRAFT]  # three drafts would be 7, 8 and more
+    assert ask(table, [2, 3, 4]) == [NO_DRAFT] * K
+
+
+def test_the_row_comes_first_and_a_longer_match_before_it() -> None:
+    table = TABLES[100, 64]
+    table.clear()
+    remember(table, [1, 2, 3, 4])
+    assert ask(table, [1, 2, 9, 1, 2]) == [9, 1, 2, NO_DRAFT, NO_DRAFT]
+    assert ask(table, [2, 9, 1, 2]) == [3, 4, NO_DRAFT, NO_DRAFT, NO_DRAFT]
+
+
+def test_shares_decide_between_answers() -> None:
+    table = TABLES[100, 64]
+    table.clear()
+    for last in (5, 6, 5, 7):
+        remember(table, [1, 2, 3, last, last])
+    assert ask(table, [1, 2, 3])[:3] == [5, 5, NO_DRAFT]
+    remember(table, [1, 2, 3, 8, 8])  # takes the place of the first: four different ways on, a quarter each
+    assert ask(table, [1, 2, 3]) == [NO_DRAFT] * K
+
+
+def test_older_answers_are_forgotten() -> None:
+    table = TABLES[3, 256]
+    table.clear()
+    for number in range(5):
+        remember(table, [10 * number + offset for offset in range(4)])
+        remember(table, [])
+        for old in range(number + 1):
+            drafts = ask(table, [10 * old, 10 * old + 1])
+            assert drafts[0] == (10 * old + 2 if old > number - 3 else NO_DRAFT)
+
+
+def test_positions_move_down_before_they_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same answers with and without, over many moves."""
+    shape = CorpusShape(num_tokens=48, num_answers=5, depth=6)
+    empty = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), corpus_specs(shape, 1))
+    line, scalar, salt = np.zeros(20, np.int32), np.int32(0), np.zeros(2, np.uint32)
+    plain = jax.jit(remember_answer).lower(empty, line, salt, scalar, scalar).compile()
+    monkeypatch.setattr(corpus_module, "MAX_POSITION", 150)
+    moving = jax.jit(partial(remember_answer)).lower(empty, line, salt, scalar, scalar).compile()
+    find = jax.jit(partial(find_in_corpus, num_drafts=K))
+
+    rng = random.Random(2)
+    stays = moves = empty
+    for _ in range(60):
+        tokens = np.array([rng.randrange(2) for _ in range(20)], np.int32)
+        end = np.int32(rng.randint(0, 20))
+        moves, stays = [write(state, tokens, salt, scalar, end) for write, state in ((moving, moves), (plain, stays))]
+        assert moves.num_written < 150 + shape.num_tokens
+        expected, found = find(stays, tokens[:6], salt), find(moves, tokens[:6], salt)
+        is_found = expected.starts >= 0
+        assert expected.matched == found.matched
+        np.testing.assert_array_equal(is_found, found.starts >= 0)
+        np.testing.assert_array_equal(expected.ways[is_found], found.ways[is_found])
+    assert stays.num_written > 400
+
+
+def test_a_short_block_and_a_long_one_write_the_same() -> None:
+    shape = CorpusShape(num_tokens=1500, num_answers=9, depth=12)
+    zeros = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), corpus_specs(shape, 1))
+    both = jax.jit(remember_answer)
+    long = jax.jit(lambda *args: corpus_module._write_answer(702, *args))
+    rng = np.random.default_rng(0)
+    states = [zeros, zeros]
+    for start, end in ((0, 700), (5, 515), (5, 516), (100, 100), (3, 90), (600, 700), (0, 700)):
+        tokens, salt = rng.integers(0, 50, 700).astype(np.int32), rng.integers(0, 9, 2).astype(np.uint32)
+        states = [
+            write(state, tokens, salt, np.int32(start), np.int32(end))
+            for write, state in zip((both, long), states, strict=True)
+        ]
+        jax.tree.map(np.testing.assert_array_equal, *states)
+
+
+def test_all_rows_at_once_find_the_same() -> None:
+    table = TABLES[100, 64]
+    table.clear()
+    rng = np.random.default_rng(5)
+    for _ in range(4):
+        remember(table, rng.integers(0, 2, L).tolist())
+    tokens = jnp.asarray(rng.integers(0, 2, (8, L)), jnp.int32)
+    lengths = jnp.arange(8, dtype=jnp.int32) + 1
+    corpus, rule, salt = table.state.corpus, table.drafter.rule, jnp.zeros(2, jnp.uint32)
+    assert rule is not None
+
+    def propose(line: jax.Array, length: jax.Array) -> jax.Array:
+        return propose_suffix(line, length, replace(rule, num_drafts=3), corpus, salt)
+
+    at_once = jax.jit(jax.vmap(propose))(tokens, lengths)
+    np.testing.assert_array_equal(
+        at_once, jax.jit(lambda *rows: jax.lax.map(lambda row: propose(*row), rows))(tokens, lengths)
+    )
+    assert np.any(np.asarray(at_once) != NO_DRAFT)
