@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -239,5 +242,16 @@ def test_a_recording_has_what_makes_the_same_config() -> None:
         assert isinstance(chosen["speculative_config"], dict)
 
 
-def test_every_method_is_told() -> None:
-    assert METHODS == ("ngram", "suffix", "eagle3", "mtp", "draft_model")
+def test_the_page_has_every_key_and_method_and_its_examples_are_read(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "speculation.md").read_text()
+    tables = "\n".join(line for line in page.splitlines() if line.startswith("|"))
+    for name in (*METHODS, *(f.name for f in fields(SpeculativeConfig))):
+        assert f"`{name}`" in tables, name
+    flags = re.findall(r"--speculative-config '(.*?)'", page)
+    assert [read_speculative_config(read_object(text)).method for text in flags] == ["ngram", "eagle3"]
+    (tmp_path / "options.toml").write_text(re.findall(r"```toml\n(.*?)```", page, flags=re.S)[0])
+    options = read_options(tmp_path / "options.toml", list_tables(EngineConfig))
+    assert EngineConfig.from_options(**options).speculation.speculative_config is not None
+    table = json.loads(re.findall(r"`(\[\[1, .*?)`", page)[0])
+    config = NGRAM | {"num_speculative_tokens": 4, "num_speculative_tokens_per_batch_size": table}
+    assert read_speculative_config(config).num_speculative_tokens_per_batch_size is not None
