@@ -18,6 +18,7 @@ from demo_lm.tokens import BOS_ID, encode_conversation, encode_prompt
 
 _MAX_TOKENS = 120
 _TEMPERATURES = (0.0, 0.0, 0.7, 1.0)  # of the texts to learn from, in turn
+_STORY_EVERY = 7  # one more in so many prompts asks for a story: they are the hardest to draft, and rare in the corpus
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,9 @@ def draw_prompts(tokenizer: spm.SentencePieceProcessor, count: int, seed: int) -
     rng = random.Random(f"head:{seed}")
     prompts = []
     for index in range(count):
-        drawn = draw_conversation(rng)
-        ids = [BOS_ID]
+        is_story = index % _STORY_EVERY == _STORY_EVERY - 1
+        drawn = Conversation(turns=(draw_turn(rng, "story"),)) if is_story else draw_conversation(rng)
+        ids = [BOS_ID]  # plain text begins with nothing else
         if drawn.turns:
             open_turn = (drawn.turns[-1][0], "")
             asked = Conversation(turns=(*drawn.turns[:-1], open_turn), system=drawn.system)
