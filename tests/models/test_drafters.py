@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -228,3 +229,18 @@ def test_drafts_are_mapped_to_the_vocabulary_of_the_target(tmp_path: Path):
     assert np.isneginf(np.delete(expanded, ids, axis=1)).all()
     same = dataclasses.replace(runner.model, maps_vocab=False)
     assert expand_logits(same, {}, expanded, V) is expanded and map_drafts(same, {}, mapped) is mapped
+
+
+def test_sixteen_bits_stay_near(tmp_path: Path):
+    folder, rng = write_files(tmp_path / "head", HEAD, make_head()), np.random.default_rng(3)
+    hidden, ids = rng.standard_normal((TOKENS, 3 * D)).astype(np.float32), rng.integers(0, V, TOKENS)
+    logits = []
+    for dtype in ("float32", "bfloat16"):
+        params = jax.tree.map(lambda leaf: leaf.astype(dtype), make_target_params())  # noqa: B023 used at once
+        runner = DrafterRunner("eagle3", folder, dataclasses.replace(read_target(), dtype=dtype), params)
+        states = runner.catch_up(hidden.astype(dtype), ids)
+        states = jnp.concatenate([states, runner.run_pass(states[-1:], 3)])
+        assert states.dtype == runner.pages.dtype == dtype
+        logits.append(runner.logits(states))
+    assert logits[1].dtype == np.float32
+    assert np.abs(logits[1] - logits[0]).mean() < 0.01 * np.abs(logits[0]).max()

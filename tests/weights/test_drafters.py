@@ -77,6 +77,24 @@ def test_layers_are_counted_as_the_file_means_them(tmp_path: Path, change: Chang
     assert read_head(tmp_path / "head", change).aux_layers == layers
 
 
+def test_what_other_tools_write_is_understood(tmp_path: Path):
+    modelopt = {
+        "eagle_aux_hidden_state_layer_ids": [],
+        "use_aux_hidden_state": True,
+        "use_input_layernorm_in_first_layer": True,
+        "use_last_layernorm": True,
+        "use_mtp_layernorm": False,
+        "next_layer_regular": True,
+        "parallel_draft_step": 1,
+        "parallel_draft_heads_num_layers": None,
+    }
+    plain = read_head(tmp_path / "plain")
+    assert read_head(tmp_path / "modelopt", {"eagle_config": modelopt, "rope_scaling": None}) == plain
+    qwen = {"max_window_layers": 36, "sliding_window": None, "use_sliding_window": False, "pretraining_tp": 1}
+    assert read_head(tmp_path / "specforge", qwen | {"use_cache": True, "attention_dropout": 0.0}) == plain
+    assert read_head(tmp_path / "authors", {"architectures": ["LlamaForCausalLM"]}) == plain
+
+
 def test_the_trained_length_of_a_head_bounds_nothing(tmp_path: Path):
     model = read_head(tmp_path / "head")
     assert model.config.max_model_len == 64 > HEAD["max_position_embeddings"]

@@ -16,7 +16,7 @@ from tests.weights.checkpoints import BF16, make_tensors, raw_file, split_shards
 INDEX = "model.safetensors.index.json"
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16, np.int64, np.int32, np.bool_])
 def test_reads_single(tmp_path: Path, dtype: type) -> None:
     tensors = make_tensors(dtype)
     checkpoint = open_checkpoint(write_single(tmp_path, tensors))

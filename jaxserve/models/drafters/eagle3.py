@@ -32,7 +32,7 @@ FC, FINAL_NORM, EMBED, HEAD = "fc", "norm", "embed_tokens", "lm_head"  # modules
 D2T, T2D = "d2t", "t2d"  # and its tensors that map the vocabularies
 
 
-def combine(model: DrafterModel, params: Leaves, hidden: Float[Array, "T AD"]) -> Float[Array, "T D"]:
+def combine_states(model: DrafterModel, params: Leaves, hidden: Float[Array, "T AD"]) -> Float[Array, "T D"]:
     """Returns the head's input states from the target's, side by side: `fc` [A * D of the target, D of the head]."""
     norm = model.config.norm
     if model.aux_norm == "joint":
@@ -44,7 +44,7 @@ def combine(model: DrafterModel, params: Leaves, hidden: Float[Array, "T AD"]) -
     return linear(StepContext(mesh=None), params["fc"], hidden)
 
 
-def run_layer(
+def run_head_layer(
     model: DrafterModel, index: int, leaves: Leaves, embeds: Stream, x: Stream, ctx: LayerContext
 ) -> tuple[Stream, jax.Array]:
     """Returns the residual stream [T, D] after a layer, and the pool; `qkv` of the first layer is [2 * D, ...]."""
@@ -58,7 +58,7 @@ def run_layer(
     return x + gated_mlp(config.mlp, leaves, normalize(norm, leaves["mlp_norm"], x), ctx), pages
 
 
-def finish(model: DrafterModel, params: Leaves, x: Stream) -> Stream:
+def finish_states(model: DrafterModel, params: Leaves, x: Stream) -> Stream:
     """Returns the states that the next pass and the logits read."""
     return normalize(model.config.norm, params["final_norm"], x) if model.norm_output else x
 
@@ -68,7 +68,7 @@ def normalize_states(model: DrafterModel, params: Leaves, states: Float[Array, "
     return states if model.norm_output else normalize(model.config.norm, params["final_norm"], states)
 
 
-def list_params(model: DrafterModel) -> Table:
+def list_head_params(model: DrafterModel) -> Table:
     """Returns all parameters but `d2t` by dotted path, under the names of the checkpoint."""
     config, wide = model.config, model.target_hidden_size * len(model.aux_layers)
     table = projection_params(config, "fc", FC, (wide, config.hidden_size))

@@ -41,7 +41,7 @@ IGNORED_KEYS = (
     *llama.IGNORED_KEYS,
     *("sliding_window", "max_window_layers"),  # without use_sliding_window
     *("speculators_model_type", "speculators_version", "speculators_config", "embed_requires_grad"),
-    *("has_no_defaults_at_init", "num_lookahead_tokens", "ttt_steps"),
+    *("has_no_defaults_at_init", "num_lookahead_tokens", "ttt_steps", "target_model_type"),
 )
 # What ModelOpt writes into `eagle_config` beside what is read here, and the one value that is the layer of eagle3.py.
 _FIXED = {
@@ -50,6 +50,7 @@ _FIXED = {
     "use_last_layernorm": True,
     "use_mtp_layernorm": False,
     "parallel_draft_step": 1,
+    "parallel_draft_heads_num_layers": None,
     "next_layer_regular": True,
 }
 _NORMS = ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual")
@@ -73,7 +74,7 @@ def parse_eagle3(
     sizes = _check_sizes(config, shape_of, target)
     aux_layers = read_aux_layers(config, eagle, target.num_layers)
     _check_fc(shape_of, aux_layers, target)
-    switches = {name: bool(eagle.get(name, config.flag(name))) for name in _NORMS}
+    switches = {name: bool(eagle.get(name) or config.flag(name)) for name in _NORMS}
     return DrafterModel(
         method="eagle3",
         config=decoder,
@@ -177,7 +178,7 @@ def _first_layer(shape_of: Mapping[str, tuple[int, ...]]) -> str:
 def _read_eagle_config(config: HFConfig) -> dict[str, object]:
     eagle = config.mapping("eagle_config")
     for key, value in eagle.items():
-        if key == _IDS or (key in _NORMS and isinstance(value, bool)):
+        if value is None or key == _IDS or (key in _NORMS and isinstance(value, bool)):
             continue
         if key not in _FIXED or value != _FIXED[key]:
             known = f"only {_FIXED[key]} is supported" if key in _FIXED else f"known are {_IDS}, {', '.join(_NORMS)}"

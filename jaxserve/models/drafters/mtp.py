@@ -60,7 +60,7 @@ def parse_mtp(raw: Mapping[str, object], target: DecoderConfig) -> DrafterModel:
     )
 
 
-def run_layer(
+def run_mtp_layer(
     model: DrafterModel, leaves: Leaves, embeds: Stream, hidden: Stream, ctx: LayerContext
 ) -> tuple[Stream, jax.Array]:
     """Returns the states [T, D] that the next pass and the target's head read, and the pool."""
@@ -71,7 +71,7 @@ def run_layer(
     return normalize(norm, leaves["out_norm"], x), pages
 
 
-def list_params(model: DrafterModel) -> Table:
+def list_mtp_params(model: DrafterModel) -> Table:
     """Returns all parameters by dotted path, under their names in the target's own checkpoint."""
     config = model.config
     layer = CheckpointLayer(config, 0, model.first_layer)

@@ -23,8 +23,9 @@ from jaxserve.layers.linear import linear
 from jaxserve.layers.rope import rotary_table
 from jaxserve.models.base import DecoderConfig
 from jaxserve.models.decoder import CacheLayout, compute_logits, forward
-from jaxserve.models.drafters import eagle3, mtp
 from jaxserve.models.drafters.base import DrafterModel
+from jaxserve.models.drafters.eagle3 import combine_states, finish_states, normalize_states, run_head_layer
+from jaxserve.models.drafters.mtp import run_mtp_layer
 from pallas_kernels.spec import BatchMeta
 
 Params = Mapping[str, Any]
@@ -49,7 +50,7 @@ def catch_up(
     `model.takes_next`, `token_ids` are shifted: beside the token at p lies the one at p + 1.
     """
     if model.method == "eagle3":
-        hidden = eagle3.combine(model, params, _require(hidden))
+        hidden = combine_states(model, params, _require(hidden))
     states = hidden
     return _run(
         model, params, target_params, target_config, states, token_ids, pages, batches, layout=layout, mesh=mesh
@@ -89,7 +90,7 @@ def draft_logits(
     """Returns float32 logits of the next draft over the draft vocabulary (`map_drafts` maps its ids)."""
     if model.method == "draft_model":
         return compute_logits(model.config, params, states)
-    normed = eagle3.normalize_states(model, params, states) if model.method == "eagle3" else states
+    normed = normalize_states(model, params, states) if model.method == "eagle3" else states
     if model.has_head:
         return linear(StepContext(mesh=None), params["lm_head"], normed, transposed=True, dtype=jnp.float32)
     embedding = target_config.embedding
@@ -144,10 +145,10 @@ def _run(
         )
         leaves = params["layers"][index]
         if model.method == "eagle3":
-            x, pages = eagle3.run_layer(model, index, leaves, embeds, x, ctx)
+            x, pages = run_head_layer(model, index, leaves, embeds, x, ctx)
         else:
-            x, pages = mtp.run_layer(model, leaves, embeds, x, ctx)
-    return (eagle3.finish(model, params, x) if model.method == "eagle3" else x), pages
+            x, pages = run_mtp_layer(model, leaves, embeds, x, ctx)
+    return (finish_states(model, params, x) if model.method == "eagle3" else x), pages
 
 
 def _embed(

@@ -7,8 +7,9 @@ from typing import Any
 
 from jaxserve.models import registry
 from jaxserve.models.base import ParamSpec, Table, WeightSource
-from jaxserve.models.drafters import eagle3, mtp
 from jaxserve.models.drafters.base import DrafterModel
+from jaxserve.models.drafters.eagle3 import D2T, T2D, list_head_params
+from jaxserve.models.drafters.mtp import list_mtp_params
 
 # Tensors that speculators stores for training: the target's own norm and head.
 _TRAINING = (r"verifier_norm\..*", r"verifier_lm_head\..*", r".*\.rotary_emb\.inv_freq")
@@ -18,7 +19,7 @@ def list_drafter_params(model: DrafterModel) -> Table:
     """Returns all parameters that are read as they are by dotted path; `d2t` is not among them."""
     if model.method == "draft_model":
         return registry.list_params(model.config)
-    return eagle3.list_params(model) if model.method == "eagle3" else mtp.list_params(model)
+    return list_head_params(model) if model.method == "eagle3" else list_mtp_params(model)
 
 
 def drafter_param_specs(model: DrafterModel) -> dict[str, Any]:
@@ -43,4 +44,4 @@ def ignored_drafter_weights(model: DrafterModel) -> tuple[str, ...]:
         return registry.ignored_weights(model.config)
     if model.method == "mtp":
         return (rf"(?!{re.escape(model.first_layer)}\.).*",)
-    return (*_TRAINING, eagle3.D2T, eagle3.T2D)
+    return (*_TRAINING, D2T, T2D)
