@@ -3,10 +3,14 @@
 It obeys plans exactly as the real step does: page tables and positions live here, decode rows take the token that was
 sampled last. A lost page, a stale table entry or a page shared by accident shows as a different token. So does a copy
 to or from the host that is used before its step's results were taken. Slots with a copy in flight refuse another.
+
+It drafts, too, if it is told how. A step of several tokens a row writes the drafts, right or wrong, and draws at each
+position; the slots that the scheduler promised for that must be there.
 """
 
 from __future__ import annotations
 
+import random
 import zlib
 from array import array
 from collections import defaultdict, deque
@@ -104,20 +108,30 @@ class FakeStep:
     """Samples when it is asked to: a row with a late mask keeps its last token."""
 
     def __init__(
-        self, device: FakeDevice, work: list[tuple[int, bool]], error: Exception | None = None, width: int = 1
+        self,
+        device: FakeDevice,
+        work: list[tuple[int, bool]],
+        error: Exception | None = None,
+        width: int = 1,
+        num_drafts: int = 0,
     ) -> None:
         self._device, self._work, self._error, self._width = device, work, error, width
+        self._num_drafts = num_drafts  # to make for the next step
 
     def sample(self, mask: Any = None) -> FakeFuture:
         if self._error is not None:
             return FakeFuture(StepOutputs([]), self._error)
-        late = [False] * len(self._work) if mask is None else [not line.any() for line in mask]
+        longest = [self._width] * len(self._work) if mask is None else count_lines(mask, len(self._work))
+        late = [not most for most in longest]
         runs, lines = [], []
         embeddings = self._device.embed(self._work)
-        for (row, samples), is_late in zip(self._work, late, strict=True):
+        for (row, samples), is_late, most in zip(self._work, late, longest, strict=True):
             run = [MASK_LATE if is_late else -1 if row in self._device.poison_rows else 0], [(0.0, 0.0)]
             if samples and not is_late:
-                run = self._device.sample_run(row, 1 if mask is not None else self._device.draw_length(self._width))
+                if self._device.drafter is not None:
+                    run = self._device.verify(row, most)
+                else:
+                    run = self._device.sample_run(row, 1 if mask is not None else self._device.draw_length(self._width))
             runs.append(run[0])
             lines += run[1]
         ids = [token_id for run in runs for token_id in run]
@@ -125,12 +139,34 @@ class FakeStep:
         logprobs = None
         if any(self._device.wants_logprobs[row] for row, _ in self._work):
             logprobs = np.array(lines, np.float32), np.array([(i, i ^ 1) for i in ids]), np.full(len(ids), 3)
-        outputs = StepOutputs(ids, counts, logprobs=logprobs, embeddings=embeddings)
+        sampled = [row if samples and not is_late else None for (row, samples), is_late in zip(self._work, late)]  # noqa: B905
+        drafts = None if self._device.drafter is None else self._device.draft(sampled, self._num_drafts)
+        outputs = StepOutputs(ids, counts, logprobs=logprobs, embeddings=embeddings, drafts=drafts)
         return FakeFuture(outputs, host=self._device.host)
 
 
+def make_drafter(kind: str) -> Callable[[list[int]], list[int]]:
+    """Returns a drafter that is always "right", always "wrong", or right, wrong or silent at "random"."""
+    drawn = random.Random(kind)
+    if kind == "right":
+        return lambda ids: ids
+    if kind == "wrong":
+        return lambda ids: [token_id ^ 1 for token_id in ids]
+    return lambda ids: [drawn.choice([token_id, token_id, token_id, token_id ^ 1, -4]) for token_id in ids]
+
+
+def count_lines(mask: Any, num_rows: int) -> list[int]:
+    """How many tokens each row may sample: its leading lines that allow any."""
+    allows = np.asarray(mask).reshape(num_rows, -1, np.asarray(mask).shape[-1]).any(-1)
+    return [int(np.cumprod(row).sum()) for row in allows]
+
+
 class FakeDevice:
-    """Implements `engine.Runner`. A row that samples brings `draw_length(width)` tokens, where it has slots."""
+    """Implements `engine.Runner`. A row that samples brings `draw_length(width)` tokens, where it has slots.
+
+    With a `drafter` it brings its accepted drafts and one token more. The drafter is told the tokens that will come and
+    returns as many drafts, below zero where there is none.
+    """
 
     def __init__(self, groups: Sequence[PageGroup], *, page_size: int, vocab_size: int = 1009) -> None:
         self.groups, self.page_size, self.vocab_size = groups, page_size, vocab_size
@@ -139,6 +175,10 @@ class FakeDevice:
         self.weights = b""  # what `write_params` was given
         self.wants_edges = True
         self.draw_length: Callable[[int], int] = lambda width: width
+        self.drafter: Callable[[list[int]], list[int]] | None = None
+        self.max_drafts = 0
+        self.drafts_always = True  # whatever the plan says, as lookups do
+        self.num_lookahead_tokens = 0
         self.copy_fails: Callable[[str], bool] = lambda kind: False  # "save" or "load"
         self.plans: list[StepPlan] = []
         self.counts = StepCounts()
@@ -152,6 +192,10 @@ class FakeDevice:
         self._num_computed: dict[int, int] = {}
         self._last_token: dict[int, int] = {}
         self._embeds: dict[int, bool] = {}
+        self._most: dict[int, int] = {}  # by row: prompt and output together
+        self._drafts: dict[int, list[int]] = {}  # by row: for the next step
+        self._verified: dict[int, list[int]] = {}  # by row: of the step under way
+        self._num_made = 0
         self.wants_logprobs: dict[int, bool] = {}
 
     def write_params(self, updates: Mapping[str, Any]) -> None:
@@ -175,6 +219,7 @@ class FakeDevice:
             self._num_computed[new_row.row] = new_row.num_computed_tokens
             self._last_token.pop(new_row.row, None)
             self._embeds[new_row.row] = new_row.embeds
+            self._most[new_row.row] = new_row.max_num_tokens
             self.wants_logprobs[new_row.row] = new_row.params.logprobs is not None
         rows = [*plan.decode_rows, *(chunk.row for chunk in plan.chunks)]
         assert len(rows) == len(set(rows)), "one row works twice in a step"
@@ -190,7 +235,26 @@ class FakeDevice:
         for row, token_ids, _ in work:
             self._write(row, token_ids)
         assert plan.width == 1 or not plan.chunks
-        return FakeStep(self, [(row, samples) for row, _, samples in work], width=plan.width)
+        if self.drafter is not None:
+            self._write_drafts([row for row, _, samples in work if samples], plan.width)
+            self._num_made = self.max_drafts if self.drafts_always else plan.num_drafts
+        return FakeStep(self, [(row, samples) for row, _, samples in work], width=plan.width, num_drafts=self._num_made)
+
+    def _write_drafts(self, rows: list[int], width: int) -> None:
+        """Writes the drafts behind each row's last token, as a forward pass does before it knows which are right."""
+        assert width <= self._num_made + 1, "more is verified than was drafted"
+        for row in rows:
+            start = self._num_computed[row]
+            end = max(start, min(start + width - 1 + self.num_lookahead_tokens, self._most[row] - 1))
+            drafts = [*self._drafts.pop(row, [])[: width - 1], *[-4] * self.max_drafts][: end - start]
+            for position in range(start, end):
+                for group in range(len(self.groups)):
+                    page = self._tables[group, row].get(position // self.page_size)
+                    assert page is not None, "a draft has no slot"
+                    assert (group, page) not in self.host.loading, "a page that is being loaded is written"
+                    if position - start < len(drafts):
+                        self._memory[group, page][position % self.page_size] = drafts[position - start]
+            self._verified[row] = drafts[: width - 1]
 
     def _copy_pages(self, plan: StepPlan) -> None:
         """Pages that have arrived are written first, then saves read, and no load may be seen before it has arrived."""
@@ -250,9 +314,45 @@ class FakeDevice:
                 return ids, lines
             self._write(row, (token,))
 
+    def verify(self, row: int, most: int) -> tuple[list[int], list[tuple[float, float]]]:
+        """Samples up to `most` tokens, as long as they are the row's drafts, and one more."""
+        ids: list[int] = []
+        lines: list[tuple[float, float]] = []
+        drafts = self._verified[row]
+        while True:
+            (token,), line = self.sample_run(row, 1)
+            ids.append(token)
+            lines += line
+            if len(ids) >= most or len(ids) > len(drafts) or token != drafts[len(ids) - 1]:
+                return ids, lines
+            self._write(row, (token,))
+
+    def draft(self, rows: Sequence[int | None], count: int) -> list[list[int]]:
+        """Makes `count` drafts for each row that has sampled."""
+        none = [-4] * self.max_drafts
+        for row in rows:
+            if row is not None:
+                assert self.drafter is not None
+                self._drafts[row] = [*self.drafter(self._look_ahead(row, count)), *none][: self.max_drafts]
+        return [none if row is None else self._drafts[row] for row in rows]
+
+    def _look_ahead(self, row: int, count: int) -> list[int]:
+        """The tokens that follow the row's last one."""
+        known = [self._read(group, row) for group in range(len(self.groups))]
+        ids = [self._last_token[row]]
+        for number in range(1, count + 1):
+            visible = [
+                tokens + ids if group.window is None else (tokens + ids)[-group.window :]
+                for tokens, group in zip(known, self.groups, strict=True)
+            ]
+            ids.append(self._hash_token(visible, self._num_computed[row] + number))
+        return ids[1:]
+
     def _sample(self, row: int) -> int:
         visible = [self._read(group, row) for group in range(len(self.groups))]
-        data = b"|".join(array("q", ids).tobytes() for ids in visible) + bytes([self._num_computed[row] % 251])
-        data += self.weights
-        token = self._last_token[row] = zlib.crc32(data) % self.vocab_size
+        token = self._last_token[row] = self._hash_token(visible, self._num_computed[row])
         return -1 if row in self.poison_rows else token
+
+    def _hash_token(self, visible: Sequence[Sequence[int]], length: int) -> int:
+        data = b"|".join(array("q", ids).tobytes() for ids in visible) + bytes([length % 251])
+        return zlib.crc32(data + self.weights) % self.vocab_size

@@ -43,7 +43,9 @@ def take_drafts(
         if run[0] == MASK_LATE:
             sequence.drafts = ()
             continue
-        length, accepted = min(len(before), most), len(run) - 1
+        # Drafts behind the sequence's last token count for nothing.
+        room = sequence.max_num_tokens - len(sequence.token_ids) - 1
+        length, accepted = min(len(before), most, room), len(run) - 1
         num_tokens += accepted + 1
         if verifies:
             length = max(length, accepted)

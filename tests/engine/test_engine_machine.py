@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -25,7 +26,8 @@ from jaxserve.request import DEFAULT_TENANT, Request, RequestOutput, ServiceTier
 from jaxserve.sampling_params import OutputKind, SamplingParams
 from jaxserve.scheduler import Scheduler, SchedulerLimits, Sequence, SequenceStatus
 from tests.engine.helpers import greedy, make_engine, run
-from tests.fake_device import FakeDevice, continue_alone, embed_alone
+from tests.engine.late_masks import LateMasks
+from tests.fake_device import FakeDevice, continue_alone, embed_alone, make_drafter
 
 MAX_MODEL_LEN = 160
 VOCAB = 211
@@ -46,6 +48,9 @@ class EngineMachine(RuleBasedStateMachine):
         queue=st.sampled_from([(None, None), (1, None), (3, None), (None, 100), (2, 300)]),
         has_sizes=st.booleans(),
         longest_run=st.sampled_from([1, 1, 3, 8, 16]),
+        drafts=st.sampled_from([None, *itertools.product(["right", "wrong", "random"], [1, 4], [False, True])]),
+        lookahead=st.integers(0, 5),
+        masks=st.sampled_from([None, None, 1, 2]),
         host=st.sampled_from([(0, 0), (1, 1), (4, 2), (60, 1), (60, 8)]),
         policies=st.fixed_dictionaries(
             {"scheduling_policy": st.sampled_from(["fcfs", "fair"])},
@@ -72,6 +77,9 @@ class EngineMachine(RuleBasedStateMachine):
         queue: tuple[int | None, int | None],
         has_sizes: bool,
         longest_run: int,
+        drafts: tuple[str, int, bool] | None,
+        lookahead: int,
+        masks: int | None,
         host: tuple[int, int],
         policies: dict[str, Any],
     ) -> None:
@@ -89,6 +97,10 @@ class EngineMachine(RuleBasedStateMachine):
             num_host_slots=host[0],
             max_copies=host[1],
         )
+        if policies.keys() & {"max_decode_steps", "deterministic"}:
+            drafts = masks = None
+        kind, most, costs = drafts if drafts is not None else ("", 0, False)
+        widths = {most + 1, most // 2 + 1} - {1}
         sizes = tuple(sorted({rows + 32, min(budget, rows + 70), budget})) if has_sizes else ()
         limits = SchedulerLimits(
             max_num_seqs=rows,
@@ -97,13 +109,24 @@ class EngineMachine(RuleBasedStateMachine):
             max_prefix_updates=len(groups) * MAX_MODEL_LEN // page_size,
             token_sizes=sizes,
             loop_rows=rows,
+            verify_widths=tuple(itertools.product({1, max(1, rows - 1)}, widths)),
+            max_drafts=most,
+            draft_costs=costs,
+            fixed_drafts=((1, 2, most), (3, rows, most // 2)) if lookahead % 2 else None,
+            num_lookahead_tokens=lookahead if drafts is not None and costs else 0,
             options=SchedulerOptions(max_num_queued_reqs=queue[0], max_num_queued_tokens=queue[1], **policies),
         )
         self.device = FakeDevice(groups, page_size=page_size, vocab_size=VOCAB)
         lengths = random.Random(longest_run)
         self.device.draw_length = lambda width: lengths.randint(1, longest_run)
+        if drafts is not None:
+            self.device.drafter = make_drafter(kind)
+            self.device.max_drafts, self.device.drafts_always = most, not costs
+            self.device.num_lookahead_tokens = limits.num_lookahead_tokens
         self.now = 0.0
         self.engine = Engine(Scheduler(limits, self.pages, lambda: self.now), self.device, overlap=overlap)
+        if masks is not None:
+            self.engine._grammars = LateMasks(masks)
         self.requests: dict[str, Request] = {}
         self.finished: dict[str, RequestOutput] = {}
         self.aborted: set[str] = set()
