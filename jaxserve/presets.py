@@ -29,3 +29,8 @@ def load_preset(name: str) -> dict[str, Any] | None:
 def demo_model_dir() -> Path:
     """Returns the directory of the demo model that ships with the package."""
     return Path(str(importlib.resources.files("jaxserve"))) / "demo"
+
+
+def demo_head_dir() -> Path:
+    """Returns the directory of the EAGLE-3 head for the demo model."""
+    return demo_model_dir() / "eagle3"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from jaxserve.config import EngineConfig, allow_pinned_memory
 from jaxserve.engine.counts import AttentionStats
+from jaxserve.engine.draft_files import locate_drafter
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.generation_config import (
     GenerationDefaults,
@@ -189,7 +190,11 @@ def build_runner(
     allow_pinned_memory(config.cache.kv_offloading_size)
     mesh = make_mesh(config.parallel.tensor_parallel_size)
     device = mesh.devices.flat[0]
-    shapes = make_shapes(config, resolve_model(config, files), device.platform, device.device_kind)
+    model = resolve_model(config, files)
+    drafter = locate_drafter(config, files, model)
+    shapes = make_shapes(
+        config, model, device.platform, device.device_kind, None if drafter is None else drafter.model
+    )
     shapes = dataclasses.replace(shapes, processor=processor)
     require_room(shapes, device_memory_bytes(device))
     enable_persistent_cache(config.compile.cache_dir)
@@ -197,10 +202,20 @@ def build_runner(
     level = logging.WARNING if shapes.fell_back else logging.INFO
     _log.log(level, "attention: %s, %s", shapes.impl, shapes.impl_reason)
     params = load_params(config, files, shapes, mesh, progress=progress)
+    draft_params = None
+    if drafter is not None:
+        draft_params = drafter.load_params(shapes, mesh, seed=config.model.seed, progress=progress)
     with progress("Compiling programs") as report:
         note = lambda name, done, total: report(done, total, name)  # noqa: E731
         runner, plan = start_runner(
-            shapes, mesh, params, note, only_largest=only_largest, announce=announce, num_pages=num_pages
+            shapes,
+            mesh,
+            params,
+            note,
+            draft_params=draft_params,
+            only_largest=only_largest,
+            announce=announce,
+            num_pages=num_pages,
         )
     return BuiltRunner(shapes, mesh, plan, runner)
 

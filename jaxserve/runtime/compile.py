@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding
 
-from jaxserve.runtime.buckets import Bucket, BucketTable
+from jaxserve.runtime.buckets import Bucket
 from jaxserve.runtime.device_state import KVCache, RowState
 from jaxserve.runtime.drafting import remember_answer, set_tokens
+from jaxserve.runtime.heads import draft_tokens
 from jaxserve.runtime.inputs import InputLayout, StateShape
 from jaxserve.runtime.page_copies import COPY_PAGES, HostMemory, read_pages, write_pages
+from jaxserve.runtime.program_list import ProgramKey, name_program
 from jaxserve.runtime.programs import Programs
 from jaxserve.runtime.rows import SampleVariant
 from jaxserve.runtime.sample import sample_shaped_tokens, sample_tokens, verify_tokens
@@ -31,7 +33,7 @@ from jaxserve.runtime.step import (
     head_params,
     pool_last,
 )
-from jaxserve.runtime.step_model import Drafting, SampleInputs, StepModel
+from jaxserve.runtime.step_model import SampleInputs, StepModel, StepTokens
 from jaxserve.sampling import SamplerState, make_row_setting, set_row
 from jaxserve.sampling.sampler_state import WORD_BITS
 from jaxserve.sampling_params import limit_prompt_logprobs
@@ -44,6 +46,7 @@ class ProgramInputs:
     """Abstract values of the programs' arguments."""
 
     params: Any
+    draft_params: Any  # None: no drafter has weights
     cache: KVCache
     rows: RowState
     sampler: SamplerState
@@ -114,6 +117,29 @@ def compile_verify(model: StepModel, inputs: ProgramInputs, bucket: Bucket, vari
     outputs = _shardings(inputs.rows), _shardings(inputs.sampler), inputs.replicated
     jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=outputs)
     return jitted.lower(inputs.rows, inputs.sampler, selected, masks).compile()
+
+
+def compile_draft(model: StepModel, inputs: ProgramInputs, bucket: Bucket, drafts: bool) -> Any:
+    """Compiles the drafter's program behind the steps of a bucket: with all drafts, or its catching up alone."""
+    assert model.drafting is not None
+    num_drafts = model.drafting.max_drafts if drafts else 0
+    step = functools.partial(draft_tokens, model=model, bucket=bucket, num_drafts=num_drafts)
+    size = len(model.aux_layers) * model.config.hidden_size
+    rows, tokens = inputs.spec((bucket.rows,), jnp.int32), inputs.spec((bucket.tokens,), jnp.int32)
+    work = StepTokens(
+        aux=inputs.spec((bucket.tokens, size), model.config.dtype) if size else None,
+        token_ids=tokens,
+        next_ids=rows,
+        seq_lens=rows,
+        query_start_loc=inputs.spec((bucket.rows + 1,), jnp.int32),
+        distribution=inputs.spec((3,), jnp.int32),
+    )
+    ids = rows if bucket.width == 1 else inputs.spec((bucket.rows, bucket.width), jnp.int32)
+    selected = _selected(model, inputs, bucket.rows, bucket.width)
+    outputs = _shardings(inputs.cache), _shardings(inputs.rows), inputs.replicated
+    jitted = jax.jit(step, donate_argnums=(2, 3), out_shardings=outputs)
+    arguments = head_params(inputs.params), inputs.draft_params, inputs.cache, inputs.rows, selected, work, ids
+    return jitted.lower(*arguments).compile()
 
 
 def compile_loop(model: StepModel, inputs: ProgramInputs, rows: int, variant: SampleVariant, *, num_steps: int) -> Any:
@@ -199,9 +225,6 @@ def mask_words(model: StepModel) -> int:
     return -(-model.config.vocab_size // WORD_BITS)
 
 
-ProgramKey = tuple[str, Any]  # (kind, key), as `Programs.get` takes them
-
-
 @dataclass(frozen=True)
 class ProgramCompiler:
     """Compiles any program of one engine."""
@@ -222,6 +245,7 @@ class ProgramCompiler:
             "prompt_logprobs": functools.partial(compile_prompt_logprobs, max_logprobs=self.max_logprobs),
             "pool": compile_pool,
             "set_row": lambda model, inputs, _: compile_set_row(model, inputs),
+            "draft": lambda model, inputs, key: compile_draft(model, inputs, *key),
             "set_tokens": lambda model, inputs, _: compile_set_tokens(model, inputs),
             "remember": lambda model, inputs, _: compile_remember(model, inputs),
             "read_pages": compile_read_pages,
@@ -230,65 +254,6 @@ class ProgramCompiler:
         if kind not in compilers:
             raise ValueError(f"kind: there are no {kind!r} programs")
         return compilers[kind](self.model, self.inputs, key)
-
-
-def name_program(kind: str, key: Any) -> str:
-    """Returns a program's name for users."""
-    match kind, key:
-        case "forward", bucket:
-            return str(bucket)
-        case "sample" | "loop", (rows, variant):
-            return f"{kind} {rows} {variant.name.lower()}"
-        case "verify", (bucket, variant):
-            return f"{bucket} {variant.name.lower()}"
-        case "logprobs", (rows, width):
-            return f"logprobs {rows * width}"
-        case "prompt_logprobs", bucket:
-            return f"prompt logprobs {bucket.tokens}"
-        case (("set_row" | "set_tokens" | "remember"), _):
-            return kind.replace("_", " ")
-        case (("read_pages" | "write_pages"), group):
-            return f"{kind.replace('_', ' ')} {group}"
-    return f"{kind} {key}"
-
-
-def list_programs(buckets: BucketTable, variants: Iterable[SampleVariant] = SampleVariant) -> Iterator[ProgramKey]:
-    """Yields the (kind, key) of every program of a table, the slowest to compile first."""
-    for bucket in sorted(buckets.buckets, reverse=True):
-        yield "forward", bucket
-        if bucket.is_mixed:
-            yield "prompt_logprobs", bucket
-        elif bucket.width > 1:
-            yield from (("verify", (bucket, variant)) for variant in variants)
-            yield "logprobs", (bucket.rows, bucket.width)
-    for rows in buckets.row_counts:
-        for variant in variants:
-            yield "sample", (rows, variant)
-        yield "logprobs", (rows, 1)
-        yield "pool", rows
-    yield "set_row", None
-
-
-def list_lookups(drafting: Drafting | None) -> Iterator[ProgramKey]:
-    """Yields the programs that keep the tokens in which drafts are looked up."""
-    if drafting is not None and drafting.lookup is not None:
-        yield "set_tokens", None
-        if drafting.lookup.remembers:
-            yield "remember", None
-
-
-def list_copies(memory: HostMemory) -> Iterator[ProgramKey]:
-    """Yields the programs of the host tier, for each KV group."""
-    for group in range(len(memory.pages)):
-        yield "read_pages", group
-        yield "write_pages", group
-
-
-def list_loops(buckets: BucketTable) -> Iterator[ProgramKey]:
-    """Yields the (kind, key) of the programs of several decode steps."""
-    for rows in buckets.row_counts:
-        if rows <= buckets.loop_rows:
-            yield from (("loop", (rows, variant)) for variant in SampleVariant if variant is not SampleVariant.MASKED)
 
 
 def compile_programs(

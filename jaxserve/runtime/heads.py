@@ -55,7 +55,7 @@ def draft_tokens(
         num_tokens=bucket.tokens,
         max_query_len=bucket.max_query_len,
         shapes=head.shapes,
-        impl=model.impl,
+        impl=head.impl,
     )
     target, pool = (target_params, model.config), cache[1]
     inputs = _shift(tokens, selected, ids) if drafter.takes_next else tokens.token_ids
@@ -86,7 +86,7 @@ def draft_tokens(
             num_tokens=len(computed),
             max_query_len=1,
             shapes=head.shapes,
-            impl=model.impl,
+            impl=head.impl,
         )
         state, pool = run_pass(
             drafter, params, *target, state, token, pool, batches, layout=head.layout, mesh=model.mesh

@@ -49,6 +49,19 @@ class DeviceUse:
 
 
 @dataclass(frozen=True)
+class DrafterPages:
+    """The pages of a drafter's layers. They have the ids of the model's pages, in a pool of their own."""
+
+    spec: KVSpec  # K counts the whole drafter's heads
+    layer_groups: tuple[int, ...]  # per layer, its KV group among the drafter's
+    sources: tuple[int, ...]  # per KV group of the drafter, the model's whose page table it reads
+
+    def count_layers(self, group: int) -> int:
+        """Returns how many layers use the page table of one of the model's KV groups."""
+        return sum(self.sources[each] == group for each in self.layer_groups)
+
+
+@dataclass(frozen=True)
 class CachePlan:
     """The layout of the KV pools. All devices have the same pages, each with its share of the KV heads."""
 
@@ -56,17 +69,32 @@ class CachePlan:
     num_pages: tuple[int, ...]  # per KV group, the null page included
     layout: CacheLayout
     num_devices: int
+    drafter: DrafterPages | None = None
+
+    @property
+    def pools(self) -> tuple[tuple[KVSpec, int], ...]:
+        """The spec and the pages of each pool: that of the model's layers, and a drafter's."""
+        pools = [(self.spec, sum(self.num_pages[group] for group in self.layout.groups))]
+        if self.drafter is not None:
+            sources = (self.drafter.sources[group] for group in self.drafter.layer_groups)
+            pools.append((self.drafter.spec, sum(self.num_pages[group] for group in sources)))
+        return tuple(pools)
 
     @property
     def pool_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Global shapes [pages of all layers, 2K, page_size, H]; groups of equal specs share a pool."""
-        total = sum(self.num_pages[group] for group in self.layout.groups)
-        return (pool_shape(self.spec, total),)
+        """Global shapes [pages of all layers, 2K, page_size, H] of the pools."""
+        return tuple(pool_shape(spec, pages) for spec, pages in self.pools)
 
     @property
     def bytes_per_device(self) -> int:
-        pages = sum(self.num_pages[group] for group in self.layout.groups)
-        return pages * page_bytes(self.spec) // self.num_devices
+        return sum(pages * page_bytes(spec) // self.num_devices for spec, pages in self.pools)
+
+    @property
+    def drafter_layout(self) -> CacheLayout:
+        """Where the pages of the drafter's layers lie."""
+        assert self.drafter is not None
+        groups = self.drafter.layer_groups
+        return _lay_out([self.num_pages[self.drafter.sources[group]] for group in groups], groups)
 
     def require_whole(self, config: DecoderConfig, max_chunk: int) -> None:
         """Raises CapacityError if a group has fewer pages than a sequence of `config.max_model_len` tokens needs."""
@@ -90,6 +118,7 @@ def plan_cache(
     max_sequences: int | None = None,
     override: int | None = None,
     num_pages: Sequence[int] | None = None,
+    drafter: DrafterPages | None = None,
 ) -> CachePlan:
     """Divides `budget` bytes per device among the KV groups, so that each holds the same number of full sequences.
 
@@ -98,12 +127,16 @@ def plan_cache(
         max_sequences: the pools hold no more full sequences.
         override: pages of the group that needs most, whatever the budget; windowed groups hold at least one sequence.
         num_pages: pages of each group, whatever the other arguments.
+        drafter: whose pages the pools hold, too.
 
     Raises:
         CapacityError: no sequence of `config.max_model_len` tokens fits; says which length would.
     """
     needs = [_pages_of_sequence(group, config.max_model_len, spec.page_size, max_chunk) for group in config.kv_groups]
     page_costs = [len(group.layers) * page_bytes(spec) // num_devices for group in config.kv_groups]
+    if drafter is not None:
+        beside = page_bytes(drafter.spec) // num_devices
+        page_costs = [cost + drafter.count_layers(group) * beside for group, cost in enumerate(page_costs)]
     sequence_cost = sum(need * cost for need, cost in zip(needs, page_costs, strict=True))
     if num_pages is not None:
         counts = list(num_pages)
@@ -122,9 +155,13 @@ def plan_cache(
         counts = [max(need, _round_down(int(need * sequences))) + 1 for need in needs]
     group_of = {layer: g for g, group in enumerate(config.kv_groups) for layer in group.layers}
     groups = tuple(group_of[layer] for layer in range(config.num_layers))
-    offsets = np.cumsum([0, *(counts[group] for group in groups)])[:-1].tolist()
-    layout = CacheLayout(page_offsets=tuple(offsets), groups=groups)
-    return CachePlan(spec, tuple(counts), layout, num_devices)
+    layout = _lay_out([counts[group] for group in groups], groups)
+    return CachePlan(spec, tuple(counts), layout, num_devices, drafter)
+
+
+def _lay_out(num_pages: Sequence[int], groups: tuple[int, ...]) -> CacheLayout:
+    """Returns the layout of layers with so many pages, one behind the other."""
+    return CacheLayout(page_offsets=tuple(np.cumsum([0, *num_pages])[:-1].tolist()), groups=groups)
 
 
 def device_memory_bytes(device: jax.Device) -> int | None:

@@ -19,6 +19,7 @@ class Programs:
     sample: dict[tuple[int, SampleVariant], Any] = dataclasses.field(default_factory=dict)
     loop: dict[tuple[int, SampleVariant], Any] = dataclasses.field(default_factory=dict)
     verify: dict[tuple[Bucket, SampleVariant], Any] = dataclasses.field(default_factory=dict)
+    draft: dict[tuple[Bucket, bool], Any] = dataclasses.field(default_factory=dict)  # False: it only catches up
     logprobs: dict[tuple[int, int], Any] = dataclasses.field(default_factory=dict)  # by rows and width
     prompt_logprobs: dict[Bucket, Any] = dataclasses.field(default_factory=dict)
     pool: dict[int, Any] = dataclasses.field(default_factory=dict)  # by rows

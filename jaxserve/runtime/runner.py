@@ -22,7 +22,7 @@ from jaxserve.runtime.programs import Programs
 from jaxserve.runtime.rows import RowMirror, SampleVariant
 from jaxserve.runtime.step import head_params
 from jaxserve.runtime.step_future import StepFuture
-from jaxserve.runtime.step_model import HiddenStates, SampledTokens, SampleInputs
+from jaxserve.runtime.step_model import HiddenStates, SampledTokens, SampleInputs, StepTokens
 from jaxserve.sampling import RowSetting, SamplerState, make_row_setting
 from jaxserve.scheduler.plan import FinishedRow, NewRow, StepPlan
 
@@ -51,6 +51,8 @@ class StartedStep:
     selected: SampleInputs
     prompt_logprobs: Any
     embeddings: Any
+    tokens: StepTokens | None = None  # for a drafter with weights
+    drafts: bool = False  # whether it drafts, or only catches up
     copies: CopiesInFlight | None = None
 
     def sample(self, mask: np.ndarray | None = None) -> StepFuture:
@@ -74,8 +76,9 @@ class ModelRunner:
         variants: Mapping[SampleVariant, SampleVariant],
         count_compiles: Callable[[], int] = lambda: 0,
         host_memory: HostMemory | None = None,
+        draft_params: Any = None,
     ) -> None:
-        self.params = params
+        self.params, self._draft_params = params, draft_params
         self.counts = StepCounts()
         self.host_slots = HostSlots(host_memory or HostMemory(), self.counts)
         self._count_compiles, self._compiles_before = count_compiles, count_compiles()
@@ -164,6 +167,10 @@ class ModelRunner:
                 self._run_loop(bucket, variant, layout.new())
             step = StartedStep(self, bucket, 0, variant, True, selected, prompt_logprobs, embeddings)
             step.sample().result()
+        if hidden.tokens is not None:
+            for drafts in (False, True):
+                step = StartedStep(self, bucket, 0, variant, False, selected, None, None, hidden.tokens, drafts)
+                step.sample().result()
 
     def start(self, plan: StepPlan) -> StartedStep | StartedLoop:
         """Dispatches the forward pass of a step, or a loop; MissingProgramError if no program holds it."""
@@ -193,6 +200,8 @@ class ModelRunner:
             selected,
             self._find_prompt_logprobs(bucket, hidden, self._find_targets(plan, bucket)),
             self._pool(bucket, hidden) if self._wants_embeddings(plan) else None,
+            hidden.tokens,
+            plan.num_drafts > 0,
             copies,
         )
 
@@ -207,12 +216,27 @@ class ModelRunner:
             sent = self._send(self._pad_mask(mask, lines)) if variant is SampleVariant.MASKED else None
             program = self.programs.get(kind, (key, variant))
             self._rows, self._sampler, sampled = program(self._rows, self._sampler, step.selected, sent)
+        if step.tokens is not None:
+            sampled = self._draft(step, step.tokens, sampled)
         if not step.wants_logprobs and step.prompt_logprobs is None and step.embeddings is None:
             return StepFuture(sampled, None, step.num_rows, step.copies)
         logprobs = None
         if step.wants_logprobs:
             logprobs = self.programs.get("logprobs", (bucket.rows, bucket.width))(step.selected, sampled.ids)
         return StepFuture(sampled, (logprobs, step.prompt_logprobs, step.embeddings), step.num_rows, step.copies)
+
+    def _draft(self, step: StartedStep, tokens: StepTokens, sampled: SampledTokens) -> SampledTokens:
+        program = self.programs.get("draft", (step.bucket, step.drafts))
+        self._cache, self._rows, drafts = program(
+            head_params(self.params),
+            self._draft_params,
+            self._cache,
+            self._rows,
+            step.selected,
+            tokens,
+            sampled.ids,
+        )
+        return dataclasses.replace(sampled, drafts=drafts)
 
     def _run(self, bucket: Bucket, packed: np.ndarray) -> tuple[SampleInputs, HiddenStates]:
         forward = self.programs.get("forward", bucket)

@@ -10,17 +10,27 @@ from jaxserve.errors import ConfigError
 from jaxserve.layers.stack import StackMode
 from jaxserve.logits_processor import LogitsProcessor
 from jaxserve.models.base import DecoderConfig, KVGroup
+from jaxserve.models.drafters import DrafterModel, match_groups
 from jaxserve.runtime.buckets import BucketTable, choose_verify_sizes, make_buckets
 from jaxserve.runtime.inputs import StateShape
+from jaxserve.runtime.memory import DrafterPages
 from jaxserve.runtime.page_copies import COPY_PAGES
 from jaxserve.runtime.rows import SampleVariant, list_variants
 from jaxserve.runtime.step_model import Drafting
 from jaxserve.scheduler import SchedulerLimits
-from jaxserve.speculation import make_lookup_drafter
+from jaxserve.speculation import LOOKUP_METHODS, make_lookup_drafter
 from pallas_kernels.backends import choose_layout, find_backend, resolve_impl
 from pallas_kernels.spec import AttnShape, KVSpec
 
 _KV_DTYPES = {"fp8": "float8_e4m3fn"}  # by users' names
+
+
+@dataclass(frozen=True)
+class DrafterChoice:
+    """A drafter with weights."""
+
+    model: DrafterModel
+    draws: bool  # drafts are drawn as the row's tokens are
 
 
 @dataclass(frozen=True)
@@ -38,12 +48,48 @@ class Shapes:
     impl_reason: str  # for users
     fell_back: bool = False  # to portable attention on an accelerator, without being asked
     processor: LogitsProcessor | None = None
-    drafting: Drafting | None = None
+    drafting: Drafting | None = None  # without the drafter's layout, which depends on the pools
+    drafter: DrafterChoice | None = None
 
     @property
     def attention(self) -> tuple[AttnShape, ...]:
         """The attention shape of each KV group, on one device."""
         return tuple(_attention_shape(self.model, self.spec, group, self.num_devices) for group in self.model.kv_groups)
+
+    @property
+    def drafter_impl(self) -> str:
+        """The attention of the drafter's layers: the model's, or portable attention if it cannot run their shape."""
+        assert self.drafter is not None
+        shape = self._list_drafter_shapes(self.impl)[0]
+        return self.impl if find_backend(self.impl).module.find_obstacle(shape) is None else "xla"
+
+    @property
+    def drafter_attention(self) -> tuple[AttnShape, ...]:
+        """The attention shape of each KV group of the drafter, on one device."""
+        return self._list_drafter_shapes(self.drafter_impl)
+
+    @property
+    def drafter_pages(self) -> DrafterPages | None:
+        """The pages of the drafter's layers."""
+        if self.drafter is None:
+            return None
+        config = self.drafter.model.config
+        groups = {layer: index for index, group in enumerate(config.kv_groups) for layer in group.layers}
+        layer_groups = tuple(groups[layer] for layer in range(config.num_layers))
+        spec = self._make_drafter_spec(self.drafter_impl)
+        return DrafterPages(spec, layer_groups, match_groups(self.drafter.model, self.model))
+
+    def _make_drafter_spec(self, impl: str) -> KVSpec:
+        assert self.drafter is not None
+        config = self.drafter.model.config
+        attention, page_size = config.attention, self.spec.page_size
+        layout = choose_layout(impl, attention.head_dim)
+        return KVSpec(attention.num_kv_heads, attention.head_dim, page_size, config.dtype, layout)
+
+    def _list_drafter_shapes(self, impl: str) -> tuple[AttnShape, ...]:
+        assert self.drafter is not None
+        config, spec = self.drafter.model.config, self._make_drafter_spec(impl)
+        return tuple(_attention_shape(config, spec, group, self.num_devices) for group in config.kv_groups)
 
     @property
     def stack_mode(self) -> StackMode:
@@ -72,12 +118,12 @@ class Shapes:
         drafting, speculative = self.drafting, self.config.speculation.speculative_config
         if drafting is None or speculative is None:
             return {}
-        lookup, head = drafting.lookup, drafting.head
+        lookup, choice = drafting.lookup, self.drafter
         return {
             "max_drafts": drafting.max_drafts,
             "fixed_drafts": speculative.num_speculative_tokens_per_batch_size,
-            "draft_costs": head is not None,
-            "num_lookahead_tokens": 0 if head is None else head.model.count_passes(drafting.max_drafts),
+            "draft_costs": choice is not None,
+            "num_lookahead_tokens": 0 if choice is None else choice.model.count_passes(drafting.max_drafts),
             "looks_up": lookup is not None,
             "remembers": lookup is not None and lookup.remembers,
         }
@@ -107,8 +153,14 @@ def _attention_shape(model: DecoderConfig, spec: KVSpec, group: KVGroup, num_dev
     return AttnShape(model.attention.num_heads // num_devices, share, model.dtype, group.window)
 
 
-def make_shapes(config: EngineConfig, model: DecoderConfig, platform: str, device_kind: str) -> Shapes:
-    """Returns all static sizes. `model` must be expanded for the devices and have its final `max_model_len`.
+def make_shapes(
+    config: EngineConfig, model: DecoderConfig, platform: str, device_kind: str, drafter: DrafterModel | None = None
+) -> Shapes:
+    """Returns all static sizes.
+
+    Args:
+        model: expanded for the devices, with its final `max_model_len`.
+        drafter: expanded, too, if speculative_config names one with weights.
 
     Raises:
         ConfigError: the options do not fit together or the attention implementation cannot run here.
@@ -135,11 +187,29 @@ def make_shapes(config: EngineConfig, model: DecoderConfig, platform: str, devic
         budget = scheduler.max_num_batched_tokens
         buckets = buckets.with_verify(choose_verify_sizes(platform, buckets.row_counts, budget, drafts, fixed))
         most_rows = max(rows for rows, _ in buckets.verify_sizes)
-        drafting = Drafting(drafts, most_rows, make_lookup_drafter(speculative))
+        lookup = make_lookup_drafter(speculative) if speculative.method in LOOKUP_METHODS else None
+        drafting = Drafting(drafts, most_rows, lookup)
     fell_back = impl == "xla" and config.compile.attention_impl == "auto" and platform != "cpu"
     num_devices = config.parallel.tensor_parallel_size
+    choice = None
+    if drafter is not None and speculative is not None:
+        if config.cache.kv_offloading_size is not None:
+            message = "the host tier keeps no pages of a drafter with weights; leave one of the two out"
+            raise ConfigError(message, field="kv_offloading_size", value=config.cache.kv_offloading_size)
+        choice = DrafterChoice(drafter, speculative.draft_sample_method == "probabilistic")
     return Shapes(
-        config, model, platform, num_devices, buckets, state, spec, impl, reason, fell_back, drafting=drafting
+        config,
+        model,
+        platform,
+        num_devices,
+        buckets,
+        state,
+        spec,
+        impl,
+        reason,
+        fell_back,
+        drafting=drafting,
+        drafter=choice,
     )
 
 

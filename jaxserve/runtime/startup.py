@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,21 +14,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxserve.layers.stack import stack_specs
 from jaxserve.models.base import ParamSpec
+from jaxserve.models.drafters import drafter_param_specs
 from jaxserve.models.registry import param_specs
 from jaxserve.pages import PageGroup
 from jaxserve.runtime.compile import (
     ProgramCompiler,
     ProgramInputs,
-    ProgramKey,
     Progress,
+    compile_draft,
     compile_forward,
     compile_late,
     compile_programs,
     compile_sample,
-    list_copies,
-    list_lookups,
-    list_loops,
-    list_programs,
     watch_compiles,
 )
 from jaxserve.runtime.device_state import RowState, row_state_specs
@@ -43,10 +41,11 @@ from jaxserve.runtime.memory import (
     refuse_shortage,
 )
 from jaxserve.runtime.params import WeightWriter
+from jaxserve.runtime.program_list import ProgramKey, list_copies, list_lookups, list_loops, list_programs
 from jaxserve.runtime.programs import Programs
 from jaxserve.runtime.runner import ModelRunner
 from jaxserve.runtime.shapes import Shapes
-from jaxserve.runtime.step_model import StepModel
+from jaxserve.runtime.step_model import DraftHead, Drafting, StepModel
 from jaxserve.runtime.tier_start import copy_bytes, count_slots, plan_host_memory, require_host_room, start_tier
 from jaxserve.sampling import sampler_state_specs
 from jaxserve.sharding import DEFAULT_RULES, KV_POOL_AXES
@@ -58,7 +57,15 @@ _RESERVE = 512 * 2**20  # bytes an accelerator takes for modules and command buf
 
 def abstract_params(shapes: Shapes, mesh: Mesh) -> Any:
     """Returns the runtime parameter tree as abstract sharded arrays."""
-    specs = stack_specs(param_specs(shapes.model), shapes.stack_mode)
+    return _abstract(param_specs(shapes.model), shapes, mesh)
+
+
+def _abstract_drafter(shapes: Shapes, mesh: Mesh) -> Any:
+    return None if shapes.drafter is None else _abstract(drafter_param_specs(shapes.drafter.model), shapes, mesh)
+
+
+def _abstract(canonical: Any, shapes: Shapes, mesh: Mesh) -> Any:
+    specs = stack_specs(canonical, shapes.stack_mode)
 
     def abstract(spec: ParamSpec) -> jax.ShapeDtypeStruct:
         sharding = DEFAULT_RULES.sharding(mesh, spec.axes)
@@ -71,14 +78,18 @@ def describe_programs(shapes: Shapes, plan: CachePlan, mesh: Mesh) -> tuple[Step
     """Returns the static and the abstract arguments of all programs, for the pools of `plan`."""
     pool_sharding = DEFAULT_RULES.sharding(mesh, KV_POOL_AXES)
     replicated = NamedSharding(mesh, PartitionSpec())
-    dtype = jnp.dtype(shapes.spec.dtype)
     step_mesh = mesh if mesh.size > 1 else None
-    model = StepModel(
-        shapes.model, plan.layout, shapes.attention, step_mesh, shapes.impl, shapes.processor, shapes.drafting
-    )
+    drafting = _describe_drafting(shapes, plan)
+    model = StepModel(shapes.model, plan.layout, shapes.attention, step_mesh, shapes.impl, shapes.processor, drafting)
     inputs = ProgramInputs(
         params=abstract_params(shapes, mesh),
-        cache=tuple(jax.ShapeDtypeStruct(shape, dtype, sharding=pool_sharding) for shape in plan.pool_shapes),
+        draft_params=None
+        if shapes.drafter is None
+        else _abstract(drafter_param_specs(shapes.drafter.model), shapes, mesh),
+        cache=tuple(
+            jax.ShapeDtypeStruct(shape, jnp.dtype(spec.dtype), sharding=pool_sharding)
+            for shape, (spec, _) in zip(plan.pool_shapes, plan.pools, strict=True)
+        ),
         rows=_describe_rows(shapes, replicated),
         sampler=sampler_state_specs(shapes.state.rows, shapes.model.vocab_size, replicated),
         state_shape=shapes.state,
@@ -88,6 +99,20 @@ def describe_programs(shapes: Shapes, plan: CachePlan, mesh: Mesh) -> tuple[Step
         ),
     )
     return model, inputs
+
+
+def _describe_drafting(shapes: Shapes, plan: CachePlan) -> Drafting | None:
+    if shapes.drafting is None or shapes.drafter is None or plan.drafter is None:
+        return shapes.drafting
+    head = DraftHead(
+        shapes.drafter.model,
+        plan.drafter_layout,
+        shapes.drafter_attention,
+        plan.drafter.sources,
+        shapes.drafter_impl,
+        shapes.drafter.draws,
+    )
+    return replace(shapes.drafting, head=head)
 
 
 def _describe_rows(shapes: Shapes, sharding: Sharding | None) -> RowState:
@@ -121,6 +146,7 @@ def plan_pools(shapes: Shapes, *, budget: int, num_pages: Sequence[int] | None =
         max_sequences=scheduler.max_num_seqs if shapes.platform == "cpu" else None,
         override=cache.num_kv_pages_override,
         num_pages=num_pages,
+        drafter=shapes.drafter_pages,
     )
     if scheduler.deterministic:
         plan.require_whole(shapes.model, scheduler.max_num_batched_tokens)
@@ -138,12 +164,14 @@ def measure_use(shapes: Shapes, mesh: Mesh) -> DeviceUse:
         num_devices=shapes.num_devices,
         budget=0,
         override=_PROBE_PAGES,
+        drafter=shapes.drafter_pages,
     )
     model, inputs = describe_programs(shapes, probe, mesh)
     rows = max(shapes.buckets.row_counts)
     forward = compile_forward(model, inputs, shapes.buckets.largest)
     samples = [compile_sample(model, inputs, rows, variant) for variant in shapes.sample_programs]
-    used = [program.memory_analysis() for program in (forward, *samples)]
+    drafts = [] if shapes.drafter is None else [compile_draft(model, inputs, shapes.buckets.largest, True)]
+    used = [program.memory_analysis() for program in (forward, *samples, *drafts)]
     num_rows = len(shapes.buckets.row_counts)
     code = used[0].generated_code_size_in_bytes * len(shapes.buckets.buckets)
     code += sum(use.generated_code_size_in_bytes for use in used[1:]) * num_rows
@@ -172,8 +200,11 @@ def _sum_use(shapes: Shapes, temporaries: int, code: int) -> DeviceUse:
     packed = 4 * InputLayout(shapes.buckets.largest, state).size
     size = jnp.dtype(shapes.model.dtype).itemsize
     selected = shapes.buckets.largest.rows * (4 * shapes.model.vocab_size + size * shapes.model.hidden_size)
+    params = params_bytes(param_specs(shapes.model), shapes.num_devices)
+    if shapes.drafter is not None:
+        params += params_bytes(drafter_param_specs(shapes.drafter.model), shapes.num_devices)
     return DeviceUse(
-        params=params_bytes(param_specs(shapes.model), shapes.num_devices),
+        params=params,
         temporaries=temporaries,
         code=code,
         state=rows + 2 * (packed + selected),
@@ -220,6 +251,7 @@ def start_runner(
     params: Mapping[str, Any],
     progress: Progress | None = None,
     *,
+    draft_params: Mapping[str, Any] | None = None,
     only_largest: bool = False,
     announce: Callable[[str], None] = lambda text: None,
     num_pages: Sequence[int] | None = None,
@@ -230,6 +262,7 @@ def start_runner(
     when a step first needs it.
 
     Args:
+        draft_params: the drafter's runtime tree.
         only_largest: leave all programs but those of the largest buckets, which hold any step, to `compile_rest`.
         announce: told of each later compilation that takes noticeable time.
         num_pages: pages of each KV group; no memory is planned then.
@@ -245,7 +278,9 @@ def start_runner(
     is_closed = shapes.config.compile.compile != "used"
     if is_closed:
         wanted = itertools.chain(
-            list_programs(buckets, shapes.sample_programs), _list_loops(shapes), list_lookups(shapes.drafting)
+            list_programs(buckets, shapes.sample_programs, drafts=shapes.drafter is not None),
+            _list_loops(shapes),
+            list_lookups(shapes.drafting),
         )
         known = Programs()
     else:
@@ -266,6 +301,7 @@ def start_runner(
         variants=shapes.variants,
         count_compiles=watch_compiles(),
         host_memory=inputs.host_memory,
+        draft_params=draft_params,
     )
     size = shapes.config.cache.kv_offloading_size
     start_tier(runner, plan, size, shapes.model.max_model_len, must_help=num_pages is None)  # a replay need not be fast
@@ -287,7 +323,7 @@ def compile_rest(
     """Compiles what `start_runner` left; returns functions to call between steps, see `ModelRunner.list_additions`."""
     programs = compile_programs(
         _make_compiler(shapes, plan, mesh),
-        list_programs(shapes.buckets, shapes.sample_programs),
+        list_programs(shapes.buckets, shapes.sample_programs, drafts=shapes.drafter is not None),
         threads=shapes.config.compile.compile_threads,
         progress=progress,
         known=runner.programs,

@@ -28,6 +28,7 @@ class DraftHead:
     layout: CacheLayout
     shapes: tuple[AttnShape, ...]  # per KV group of the drafter, on one device
     groups: tuple[int, ...]  # per KV group of the drafter, the target's whose page table it reads
+    impl: str
     draws: bool  # drafts are drawn as the row's tokens are, not the likeliest ones
 
 

@@ -1,0 +1,75 @@
+"""The files of a drafter with weights: what they hold, and its parameters on the devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxserve.config import DEMO_MODEL, EngineConfig
+from jaxserve.engine.model_files import ModelFiles
+from jaxserve.engine.progress import ShowProgress, hide_progress
+from jaxserve.presets import demo_head_dir
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from jaxserve.models.base import DecoderConfig
+    from jaxserve.models.drafters import DrafterModel
+    from jaxserve.runtime.shapes import Shapes
+
+
+@dataclass(frozen=True)
+class DraftFiles:
+    """A drafter, and the directory of its weights; None: random ones, beside a target's."""
+
+    model: DrafterModel
+    path: Path | None
+
+    def load_params(self, shapes: Shapes, mesh: Mesh, *, seed: int, progress: ShowProgress = hide_progress) -> Any:
+        """Returns the parameters as run-time arrays on the devices of `mesh`.
+
+        Raises:
+            WeightsError: a tensor is missing, too much, damaged or of another shape.
+        """
+        from jaxserve.layers.stack import stack_params, stack_specs
+        from jaxserve.models.drafters import drafter_param_specs
+        from jaxserve.sharding import DEFAULT_RULES
+        from jaxserve.weights import make_dummy_params
+        from jaxserve.weights.drafters import load_drafter
+
+        if self.path is None:
+            specs = stack_specs(drafter_param_specs(self.model), shapes.stack_mode)
+            return make_dummy_params(specs, mesh=mesh, rules=DEFAULT_RULES, seed=seed)
+        with progress("Loading the drafter", unit="bytes") as report:
+            params = load_drafter(self.model, self.path, mesh=mesh, rules=DEFAULT_RULES, progress=report)
+        return stack_params(params, shapes.stack_mode)
+
+
+def locate_drafter(config: EngineConfig, files: ModelFiles, target: DecoderConfig) -> DraftFiles | None:
+    """Returns the drafter with weights that `speculative_config` names, for the resolved `target`; None: there is none.
+
+    Raises:
+        ConfigError, WeightsError: it is no drafter, or not one for this model.
+    """
+    from jaxserve.models.drafters import expand_drafter_heads
+    from jaxserve.models.drafters.mtp import parse_mtp
+    from jaxserve.speculation import LOOKUP_METHODS
+    from jaxserve.weights.drafters import read_drafter, resolve_drafter
+
+    chosen = config.speculation.speculative_config
+    if chosen is None or chosen.method in LOOKUP_METHODS:
+        return None
+    path: Path | None
+    if chosen.method == "mtp" and config.model.load_format == "dummy":
+        model, path = parse_mtp(files.hf_config, target), None
+    else:
+        if chosen.method == "mtp":
+            path = files.find_weights()
+        elif chosen.method == "eagle3" and chosen.model == DEMO_MODEL:
+            path = demo_head_dir()
+        else:
+            assert chosen.model is not None  # SpeculativeConfig requires it
+            path = resolve_drafter(chosen.model)
+        model = read_drafter(chosen.method, path, target, target_path=files.path)
+    return DraftFiles(expand_drafter_heads(model, config.parallel.tensor_parallel_size), path)

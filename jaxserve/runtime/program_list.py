@@ -1,0 +1,81 @@
+"""Which programs an engine needs, and their names for users."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from jaxserve.runtime.buckets import BucketTable
+from jaxserve.runtime.page_copies import HostMemory
+from jaxserve.runtime.rows import SampleVariant
+from jaxserve.runtime.step_model import Drafting
+
+ProgramKey = tuple[str, Any]  # (kind, key), as `Programs.get` takes them
+
+
+def name_program(kind: str, key: Any) -> str:
+    """Returns a program's name for users."""
+    name = kind.replace("_", " ")
+    match kind, key:
+        case "forward", bucket:
+            name = str(bucket)
+        case "sample" | "loop", (rows, variant):
+            name += f" {rows} {variant.name.lower()}"
+        case "verify", (bucket, variant):
+            name = f"{bucket} {variant.name.lower()}"
+        case "draft", (bucket, drafts):
+            name = f"{'draft' if drafts else 'catch up'} {bucket}"
+        case "logprobs", (rows, width):
+            name += f" {rows * width}"
+        case "prompt_logprobs", bucket:
+            name += f" {bucket.tokens}"
+        case _ if key is not None:
+            name += f" {key}"
+    return name
+
+
+def list_programs(
+    buckets: BucketTable, variants: Iterable[SampleVariant] = SampleVariant, *, drafts: bool = False
+) -> Iterator[ProgramKey]:
+    """Yields the (kind, key) of every program of a table, the slowest to compile first.
+
+    Args:
+        drafts: with those of a drafter with weights.
+    """
+    for bucket in sorted(buckets.buckets, reverse=True):
+        yield "forward", bucket
+        if drafts:
+            yield from (("draft", (bucket, drafts_all)) for drafts_all in (True, False))
+        if bucket.is_mixed:
+            yield "prompt_logprobs", bucket
+        elif bucket.width > 1:
+            yield from (("verify", (bucket, variant)) for variant in variants)
+            yield "logprobs", (bucket.rows, bucket.width)
+    for rows in buckets.row_counts:
+        for variant in variants:
+            yield "sample", (rows, variant)
+        yield "logprobs", (rows, 1)
+        yield "pool", rows
+    yield "set_row", None
+
+
+def list_lookups(drafting: Drafting | None) -> Iterator[ProgramKey]:
+    """Yields the programs that keep the tokens in which drafts are looked up."""
+    if drafting is not None and drafting.lookup is not None:
+        yield "set_tokens", None
+        if drafting.lookup.remembers:
+            yield "remember", None
+
+
+def list_copies(memory: HostMemory) -> Iterator[ProgramKey]:
+    """Yields the programs of the host tier, for each KV group."""
+    for group in range(len(memory.pages)):
+        yield "read_pages", group
+        yield "write_pages", group
+
+
+def list_loops(buckets: BucketTable) -> Iterator[ProgramKey]:
+    """Yields the (kind, key) of the programs of several decode steps."""
+    for rows in buckets.row_counts:
+        if rows <= buckets.loop_rows:
+            yield from (("loop", (rows, variant)) for variant in SampleVariant if variant is not SampleVariant.MASKED)
