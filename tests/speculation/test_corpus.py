@@ -51,6 +51,29 @@ def test_the_longest_match_of_the_same_salt_is_drafted(
         assert drafts == reference.propose_suffix(query, *RULE, K, slow, salt)
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("sizes", TABLES)
+def test_the_ring_goes_round(sizes: tuple[int, int], seed: int) -> None:
+    """Many answers, whose ends come again as queries, alone and with other tokens before them."""
+    table = TABLES[sizes]
+    table.clear()
+    slow = reference.SlowCorpus(table.drafter.corpus_shape)
+    rng = random.Random(seed)
+    answers: list[list[int]] = []
+    for _ in range(40):
+        answers.append([rng.randrange(2 + seed) for _ in range(rng.randint(0, L))])
+        remember(table, answers[-1])
+        slow.remember(answers[-1], SALTS[0])
+        queries = []
+        for row in range(3):
+            text = rng.choice(answers[-8:])
+            end = rng.randint(0, len(text))
+            queries.append([rng.randrange(2 + seed), *text[max(0, end - 9) : end]])
+            table.set_row(row, queries[row])
+        found = table.propose([0, 1, 2, 0], [len(query) for query in [*queries, queries[0]]])
+        assert found[:3] == [reference.propose_suffix(query, *RULE, K, slow) for query in queries]
+
+
 def remember(table: Table, tokens: list[int], salt: tuple[int, int] = (0, 0)) -> None:
     table.set_row(3, tokens, salt)
     table.remember(3, 0, len(tokens))
@@ -96,6 +119,18 @@ def test_shares_decide_between_answers() -> None:
     assert ask(table, [1, 2, 3])[:3] == [5, 5, NO_DRAFT]
     remember(table, [1, 2, 3, 8, 8])  # takes the place of the first: four different ways on, a quarter each
     assert ask(table, [1, 2, 3]) == [NO_DRAFT] * K
+
+
+def test_an_occurrence_has_one_vote() -> None:
+    """One is found in the tables of pairs and of triples; the other was displaced in the former."""
+    table = TABLES[100, 64]
+    table.clear()
+    remember(table, [1, 2, 3, 5, 5])
+    remember(table, [1, 2, 3, 6, 6])
+    for _ in range(3):
+        remember(table, [0])
+    remember(table, [9, 2, 3, 7])  # in the way of the second answer
+    assert ask(table, [1, 2, 3])[:2] == [6, 6]  # of equally many the most recent
 
 
 def test_older_answers_are_forgotten() -> None:
