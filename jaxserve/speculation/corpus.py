@@ -158,7 +158,8 @@ def remember_answer(
         is_short = end - start <= sizes[0] - 2
         return lax.cond(is_short, partial(_write_answer, sizes[0]), partial(_write_answer, sizes[1]), *operands)
 
-    corpus = lax.cond(corpus.num_written < MAX_POSITION, lambda corpus: corpus, _move_down, corpus)
+    # Accelerators do not branch: the host would have to wait for the predicate.
+    corpus = lax.platform_dependent(corpus, cpu=_move_down_if_far, default=_move_down)
     operands = (corpus, tokens, salt, start, end)
     if sizes[1] <= sizes[0]:
         return _write_answer(sizes[1], *operands)
@@ -241,10 +242,15 @@ def _find_oldest(corpus: Corpus) -> Int32[Array, ""]:
     return jnp.maximum(first, corpus.num_written - len(corpus.tokens))
 
 
+def _move_down_if_far(corpus: Corpus) -> Corpus:
+    return lax.cond(corpus.num_written < MAX_POSITION, lambda corpus: corpus, _move_down, corpus)
+
+
 def _move_down(corpus: Corpus) -> Corpus:
-    """Returns the same answers at positions that are smaller by a multiple of the ring's size."""
+    """Returns the same answers, from `MAX_POSITION` on at positions that are smaller by a multiple of the ring."""
     ring, limit = len(corpus.tokens), len(corpus.begins)
-    shift = (corpus.num_written // ring - 1) * ring  # what lies in the ring stays at or above zero
+    is_far = corpus.num_written >= MAX_POSITION
+    shift = jnp.where(is_far, (corpus.num_written // ring - 1) * ring, 0)  # what lies in the ring stays above zero
     return replace(
         corpus,
         ends=jnp.maximum(corpus.ends - shift, 0),
