@@ -144,15 +144,13 @@ def test_older_answers_are_forgotten() -> None:
             assert drafts[0] == (10 * old + 2 if old > number - 3 else NO_DRAFT)
 
 
-def test_positions_move_down_before_they_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_positions_move_down_before_they_overflow() -> None:
     """The same answers with and without, over many moves."""
     shape = CorpusShape(num_tokens=48, num_answers=5, depth=6)
     empty = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), corpus_specs(shape, 1))
-    line, scalar, salt = np.zeros(20, np.int32), np.int32(0), np.zeros(2, np.uint32)
-    plain = jax.jit(remember_answer).lower(empty, line, salt, scalar, scalar).compile()
-    monkeypatch.setattr(corpus_module, "MAX_POSITION", 150)
-    moving = jax.jit(partial(remember_answer)).lower(empty, line, salt, scalar, scalar).compile()
-    move = jax.jit(corpus_module._move_down)  # without a branch, as on accelerators
+    scalar, salt = np.int32(0), np.zeros(2, np.uint32)
+    plain, moving = jax.jit(remember_answer), jax.jit(partial(remember_answer, max_position=150))
+    move = jax.jit(partial(corpus_module._move_down, 150))  # without a branch, as on accelerators
     find = jax.jit(partial(find_in_corpus, num_drafts=K))
 
     rng = random.Random(2)
