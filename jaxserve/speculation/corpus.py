@@ -30,7 +30,7 @@ WAYS = 4
 SEPARATOR = -1  # between answers; no token is below zero
 _BASE = 0x9E3779B1  # of the polynomial that is an n-gram's hash: odd
 _SHORT_BLOCK = 512
-MAX_POSITION = 2**30  # where positions move down
+MAX_POSITION = 2**30
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ def corpus_specs(shape: CorpusShape, num_rows: int, sharding: jax.sharding.Shard
 
 
 def hash_ngrams(
-    recent: Sequence[Int32[Array, "*M"]], salt: UInt32[Array, " 2"], levels: tuple[int, ...], num_buckets: int
-) -> Int32[Array, levels * M]:
+    recent: Sequence[Int32[Array, "*dims"]], salt: UInt32[Array, " 2"], levels: tuple[int, ...], num_buckets: int
+) -> Int32[Array, "levels ..."]:
     """Returns the buckets of n-grams with the lengths `levels`: a polynomial of their tokens, salted and mixed.
 
     Args:
@@ -145,11 +145,22 @@ def find_in_corpus(corpus: Corpus, query: Int32[Array, " D"], salt: UInt32[Array
 
 
 def remember_answer(
-    corpus: Corpus, tokens: Int32[Array, " L"], salt: UInt32[Array, " 2"], start: Int[Array, ""], end: Int[Array, ""]
+    corpus: Corpus,
+    tokens: Int32[Array, " L"],
+    salt: UInt32[Array, " 2"],
+    start: Int[Array, ""],
+    end: Int[Array, ""],
+    max_position: int = MAX_POSITION,
 ) -> Corpus:
     """Returns the corpus with the answer tokens[start:end]; of one longer than the ring, its last N - 2 tokens.
 
-    An empty answer changes nothing. Donate `corpus`, so that one block of the ring is written.
+    Args:
+        corpus: donated, so that one block of the ring is written.
+        tokens: of the row, by position.
+        salt: of the row.
+        start: the first token of the answer.
+        end: the position after the last one; an empty answer changes nothing.
+        max_position: where positions move down.
     """
     sizes = [min(size, len(corpus.tokens)) for size in (_SHORT_BLOCK, len(tokens) + 2)]
 
@@ -158,7 +169,9 @@ def remember_answer(
         is_short = end - start <= sizes[0] - 2
         return lax.cond(is_short, partial(_write_answer, sizes[0]), partial(_write_answer, sizes[1]), *operands)
 
-    corpus = lax.cond(corpus.num_written < MAX_POSITION, lambda corpus: corpus, _move_down, corpus)
+    # Accelerators do not branch: the host would have to wait for the predicate.
+    move, move_if_far = partial(_move_down, max_position), partial(_move_down_if_far, max_position)
+    corpus = lax.platform_dependent(corpus, cpu=move_if_far, default=move)
     operands = (corpus, tokens, salt, start, end)
     if sizes[1] <= sizes[0]:
         return _write_answer(sizes[1], *operands)
@@ -241,10 +254,16 @@ def _find_oldest(corpus: Corpus) -> Int32[Array, ""]:
     return jnp.maximum(first, corpus.num_written - len(corpus.tokens))
 
 
-def _move_down(corpus: Corpus) -> Corpus:
-    """Returns the same answers at positions that are smaller by a multiple of the ring's size."""
+def _move_down_if_far(max_position: int, corpus: Corpus) -> Corpus:
+    move = partial(_move_down, max_position)
+    return lax.cond(corpus.num_written < max_position, lambda corpus: corpus, move, corpus)
+
+
+def _move_down(max_position: int, corpus: Corpus) -> Corpus:
+    """Returns the same answers, from `max_position` on at positions that are smaller by a multiple of the ring."""
     ring, limit = len(corpus.tokens), len(corpus.begins)
-    shift = (corpus.num_written // ring - 1) * ring  # what lies in the ring stays at or above zero
+    is_far = corpus.num_written >= max_position
+    shift = jnp.where(is_far, (corpus.num_written // ring - 1) * ring, 0)  # what lies in the ring stays above zero
     return replace(
         corpus,
         ends=jnp.maximum(corpus.ends - shift, 0),

@@ -26,9 +26,7 @@ def write_tokens(
 
     Donate `history`, so that only the written tokens cost time. Kept (row, position) pairs must be distinct.
     """
-    num_rows, length = history.shape
-    is_inside = keep & (positions >= 0) & (positions < length)
-    targets = jnp.where(is_inside, row_ids, num_rows)  # out of range: dropped
+    targets = jnp.where(keep & (positions >= 0), row_ids, len(history))  # out of range: dropped, as positions are
     return history.at[targets, positions].set(tokens.astype(jnp.int32), mode="drop")
 
 

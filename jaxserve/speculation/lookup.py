@@ -128,7 +128,7 @@ class LookupDrafter:
             salt = None if state.corpus is None else state.corpus.row_salts[row]
             return propose_suffix(tokens, length, self.rule, state.corpus, salt)
 
-        drafts = map_rows(propose_row, row_ids, jnp.clip(lengths, 0, max_len))
+        drafts = map_rows(propose_row, row_ids, lengths)
         return jnp.where(lengths[:, None] + jnp.arange(self.num_drafts) < max_len, drafts, NO_DRAFT)
 
     def remember(

@@ -51,6 +51,29 @@ def test_the_longest_match_of_the_same_salt_is_drafted(
         assert drafts == reference.propose_suffix(query, *RULE, K, slow, salt)
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("sizes", TABLES)
+def test_the_ring_goes_round(sizes: tuple[int, int], seed: int) -> None:
+    """Many answers, whose ends come again as queries, alone and with other tokens before them."""
+    table = TABLES[sizes]
+    table.clear()
+    slow = reference.SlowCorpus(table.drafter.corpus_shape)
+    rng = random.Random(seed)
+    answers: list[list[int]] = []
+    for _ in range(40):
+        answers.append([rng.randrange(2 + seed) for _ in range(rng.randint(0, L))])
+        remember(table, answers[-1])
+        slow.remember(answers[-1], SALTS[0])
+        queries = []
+        for row in range(3):
+            text = rng.choice(answers[-8:])
+            end = rng.randint(0, len(text))
+            queries.append([rng.randrange(2 + seed), *text[max(0, end - 9) : end]])
+            table.set_row(row, queries[row])
+        found = table.propose([0, 1, 2, 0], [len(query) for query in [*queries, queries[0]]])
+        assert found[:3] == [reference.propose_suffix(query, *RULE, K, slow) for query in queries]
+
+
 def remember(table: Table, tokens: list[int], salt: tuple[int, int] = (0, 0)) -> None:
     table.set_row(3, tokens, salt)
     table.remember(3, 0, len(tokens))
@@ -98,6 +121,18 @@ def test_shares_decide_between_answers() -> None:
     assert ask(table, [1, 2, 3]) == [NO_DRAFT] * K
 
 
+def test_an_occurrence_has_one_vote() -> None:
+    """One is found in the tables of pairs and of triples; the other was displaced in the former."""
+    table = TABLES[100, 64]
+    table.clear()
+    remember(table, [1, 2, 3, 5, 5])
+    remember(table, [1, 2, 3, 6, 6])
+    for _ in range(3):
+        remember(table, [0])
+    remember(table, [9, 2, 3, 7])  # in the way of the second answer
+    assert ask(table, [1, 2, 3])[:2] == [6, 6]  # of equally many the most recent
+
+
 def test_older_answers_are_forgotten() -> None:
     table = TABLES[3, 256]
     table.clear()
@@ -109,14 +144,13 @@ def test_older_answers_are_forgotten() -> None:
             assert drafts[0] == (10 * old + 2 if old > number - 3 else NO_DRAFT)
 
 
-def test_positions_move_down_before_they_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_positions_move_down_before_they_overflow() -> None:
     """The same answers with and without, over many moves."""
     shape = CorpusShape(num_tokens=48, num_answers=5, depth=6)
     empty = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), corpus_specs(shape, 1))
-    line, scalar, salt = np.zeros(20, np.int32), np.int32(0), np.zeros(2, np.uint32)
-    plain = jax.jit(remember_answer).lower(empty, line, salt, scalar, scalar).compile()
-    monkeypatch.setattr(corpus_module, "MAX_POSITION", 150)
-    moving = jax.jit(partial(remember_answer)).lower(empty, line, salt, scalar, scalar).compile()
+    scalar, salt = np.int32(0), np.zeros(2, np.uint32)
+    plain, moving = jax.jit(remember_answer), jax.jit(partial(remember_answer, max_position=150))
+    move = jax.jit(partial(corpus_module._move_down, 150))  # without a branch, as on accelerators
     find = jax.jit(partial(find_in_corpus, num_drafts=K))
 
     rng = random.Random(2)
@@ -126,11 +160,13 @@ def test_positions_move_down_before_they_overflow(monkeypatch: pytest.MonkeyPatc
         end = np.int32(rng.randint(0, 20))
         moves, stays = [write(state, tokens, salt, scalar, end) for write, state in ((moving, moves), (plain, stays))]
         assert moves.num_written < 150 + shape.num_tokens
-        expected, found = find(stays, tokens[:6], salt), find(moves, tokens[:6], salt)
+        expected = find(stays, tokens[:6], salt)
         is_found = expected.starts >= 0
-        assert expected.matched == found.matched
-        np.testing.assert_array_equal(is_found, found.starts >= 0)
-        np.testing.assert_array_equal(expected.ways[is_found], found.ways[is_found])
+        for state in (moves, move(moves)):
+            found = find(state, tokens[:6], salt)
+            assert expected.matched == found.matched
+            np.testing.assert_array_equal(is_found, found.starts >= 0)
+            np.testing.assert_array_equal(expected.ways[is_found], found.ways[is_found])
     assert stays.num_written > 400
 
 
