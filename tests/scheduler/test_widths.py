@@ -85,6 +85,10 @@ class Clock:
         if width > 1:
             self.chooser.check_head(self._num_drafts, self._num_accepted)
 
+    def restart(self) -> None:
+        """Forgets what was measured so far."""
+        self.num_tokens, self.num_plain = 0, 0.0
+
     @property
     def speed(self) -> float:
         """Tokens a second, in those of plain steps."""
@@ -145,13 +149,13 @@ def test_a_step_that_must_be_short_verifies_only_what_fits() -> None:
 @pytest.mark.parametrize("costs", [False, True], ids=["lookups", "head"])
 def test_rows_that_flip_do_not_flip_the_width(costs: bool) -> None:
     clock = Clock(draft_costs=costs).run(500, [0.9] * 4, 8)
-    assert clock.widths[-50:].count(5) >= 48
+    assert 1 not in clock.widths[-50:]
     flips = Clock(draft_costs=costs).run(500, [0.9] * 4, 8)
     flips.run(300, [0.9] * 4, lambda step: 9 if step % 2 == 0 else 8)
     assert sum(before != after for before, after in zip(flips.widths[500:], flips.widths[501:], strict=False)) <= 1
     assert set(flips.made[520:]) == {0 if costs else MOST}, "a head does not draft for steps that cannot verify"
     flips.run(30, [0.9] * 4, 8)
-    assert set(flips.widths[-8:]) == {5}, "the larger number has gone for good"
+    assert 1 not in flips.widths[-8:], "the larger number has gone for good"
 
 
 @pytest.mark.parametrize("costs", [False, True], ids=["lookups", "head"])
@@ -173,12 +177,14 @@ def test_the_table_fixes_the_drafts_and_does_not_thrash(costs: bool) -> None:
 @pytest.mark.parametrize("rows", [1, 8])
 def test_lookups_come_back_when_the_text_changes(times: dict[int, float], rows: int) -> None:
     for seed in range(5):
-        clock = Clock(seed=seed, times=times).run(2000, [0.0] * 4, rows)
-        assert clock.widths[-500:].count(1) > 400
+        clock = Clock(seed=seed, times=times).run(1000, [0.0] * 4, rows).run(40, [0.95] * 4, rows)
+        clock.restart()
         clock.run(100, [0.95] * 4, rows)
-        assert clock.widths[-40:].count(5) >= 36
-        clock.run(100, [0.0] * 4, rows)
-        assert clock.widths[-40:].count(1) >= 36
+        assert clock.speed >= 0.9 * find_best([0.95] * 4, times, costs=False)
+        clock.restart()
+        clock.run(300, [0.0] * 4, rows)
+        assert clock.num_plain - clock.num_tokens <= 18 * rows, "what it had gained bounds what it loses"
+        assert times is CHEAP or clock.widths[-200:].count(1) >= 196
 
 
 def test_a_head_that_is_off_runs_no_draft_passes_and_is_tried_again() -> None:
