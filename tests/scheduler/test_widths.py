@@ -180,10 +180,10 @@ def test_lookups_come_back_when_the_text_changes(times: dict[int, float], rows: 
         clock = Clock(seed=seed, times=times).run(1000, [0.0] * 4, rows).run(40, [0.95] * 4, rows)
         clock.restart()
         clock.run(100, [0.95] * 4, rows)
-        assert clock.speed >= 0.9 * find_best([0.95] * 4, times, costs=False)
+        assert clock.speed >= 0.8 * find_best([0.95] * 4, times, costs=False)
         clock.restart()
         clock.run(300, [0.0] * 4, rows)
-        assert clock.num_plain - clock.num_tokens <= 18 * rows, "what it had gained bounds what it loses"
+        assert clock.num_plain - clock.num_tokens <= 22 * rows, "what it had gained bounds what it loses"
         assert times is CHEAP or clock.widths[-200:].count(1) >= 196
 
 
