@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 _MEMORY = 32  # observations; an older one counts less
-_FADE = 0.999  # of what is known about a position, per step without an observation
+_FADE = 0.995  # of what is known about a position, per step without an observation
 _FORGOTTEN = 0.5  # observations; a position with fewer is taken for as good as the one before it
 _FIRST_GUESS = 0.5
 _PRIOR = 2.0  # observations that the guess stands for

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Ids
-from itertools import islice
+from itertools import accumulate, islice
 
 from jaxserve.scheduler.counts import SchedulerCounts
-from jaxserve.scheduler.plan import StepPlan, Ticket
+from jaxserve.scheduler.plan import StepOutputs, StepPlan, Ticket
 from jaxserve.scheduler.sequence import MASK_LATE, Sequence
 from jaxserve.scheduler.widths import WidthChooser
 
 
 def take_drafts(
     plan: StepPlan,
-    runs: list[Ids[int]],
-    drafts: list[list[int]] | None,
+    outputs: StepOutputs,
     by_ticket: Mapping[Ticket, Sequence],
     widths: WidthChooser,
     counts: SchedulerCounts,
@@ -25,16 +24,68 @@ def take_drafts(
 
     Call it before the runs are appended: what a stop cuts off was accepted nevertheless. A row of a step of width 1 has
     verified nothing, but its token shows whether the first draft was right.
-
-    Args:
-        runs: one of each row.
-        drafts: those of each row's next step; None: there are none.
     """
-    verifies, num_tokens = plan.width > 1, 0
-    chains: list[tuple[int, int]] = []  # (drafts, how many of them were right)
+    runs = _split(outputs)
+    verifies, first = plan.width > 1, len(plan.decode_rows)
+    rows: Iterable[Ids[int]] = ((),) * len(runs) if outputs.drafts is None else outputs.drafts
+    compare = _compare_verified if verifies else _compare_plain
+    chains, lengths, num_tokens = compare(plan, runs, rows, by_ticket)
+    for chunk, run, ids in zip(plan.chunks, runs[first:], islice(rows, first, None), strict=True):
+        sequence = by_ticket.get(chunk.ticket)
+        if chunk.samples and sequence is not None:
+            sequence.drafts = () if run[-1] < 0 else _trim(ids)
+            lengths.append(len(sequence.drafts))
+    counted = Counter(chains)
+    widths.note_chains(counted, len(chains) if verifies else 0)
+    widths.note_drafts(lengths)
+    widths.note_step(len(chains), plan.width, plan.num_drafts, num_tokens)
+    if verifies:
+        _count(counts, counted)
+        widths.check_head(counts.num_draft_tokens, counts.num_accepted_tokens)
+    return runs
+
+
+_Compared = tuple[list[tuple[int, int]], list[int], int]  # (drafts, right ones), drafts of the next step, tokens
+
+
+def _compare_verified(
+    plan: StepPlan, runs: list[Ids[int]], rows: Iterable[Ids[int]], by_ticket: Mapping[Ticket, Sequence]
+) -> _Compared:
+    """Counts what a verify step accepted. It has no chunks. This runs for each row of each step, so it is not short."""
+    chains: list[tuple[int, int]] = []
     lengths: list[int] = []
-    most = plan.width - 1 if verifies else 1
-    rows: Iterable[Ids[int]] = ((),) * len(runs) if drafts is None else drafts
+    most, num_tokens = plan.width - 1, 0
+    for ticket, run, ids in zip(plan.decode_tickets, runs, rows, strict=True):
+        sequence = by_ticket.get(ticket)
+        if sequence is None:
+            continue
+        length, accepted = len(sequence.drafts), len(run) - 1
+        length = min(length, most)
+        if accepted < length:
+            if run[0] == MASK_LATE:
+                sequence.drafts = ()
+                continue
+            # Drafts behind the sequence's last token count for nothing.
+            length = max(accepted, min(length, sequence.max_num_tokens - len(sequence.token_ids) - 1))
+        elif accepted > length:
+            length = accepted
+        num_tokens += accepted + 1
+        sequence.num_draft_tokens += length
+        sequence.num_accepted_tokens += accepted
+        chains.append((length, accepted))
+        if not ids or ids[-1] < 0:
+            ids = _trim(ids)  # noqa: PLW2901
+        sequence.drafts = ids
+        lengths.append(len(ids))
+    return chains, lengths, num_tokens
+
+
+def _compare_plain(
+    plan: StepPlan, runs: list[Ids[int]], rows: Iterable[Ids[int]], by_ticket: Mapping[Ticket, Sequence]
+) -> _Compared:
+    """Compares the first draft of each decoding row with its token."""
+    chains: list[tuple[int, int]] = []
+    lengths: list[int] = []
     for ticket, run, ids in zip(plan.decode_tickets, runs, rows):  # noqa: B905  rows of chunks may follow
         sequence = by_ticket.get(ticket)
         if sequence is None:
@@ -43,40 +94,25 @@ def take_drafts(
         if run[0] == MASK_LATE:
             sequence.drafts = ()
             continue
-        # Drafts behind the sequence's last token count for nothing.
-        room = sequence.max_num_tokens - len(sequence.token_ids) - 1
-        length, accepted = min(len(before), most, room), len(run) - 1
-        num_tokens += accepted + 1
-        if verifies:
-            length = max(length, accepted)
-            sequence.num_draft_tokens += length
-            sequence.num_accepted_tokens += accepted
-        else:
-            accepted = 1 if length and before[0] == run[0] else 0
-        chains.append((length, accepted))
-        kept = ids if ids and ids[-1] >= 0 else _trim(ids)
-        sequence.drafts = kept
-        lengths.append(len(kept))
-    num_decodes = len(chains)
-    first = len(plan.decode_rows)
-    for chunk, run, ids in zip(plan.chunks, runs[first:], islice(rows, first, None), strict=True):
-        sequence = by_ticket.get(chunk.ticket)
-        if chunk.samples and sequence is not None:
-            sequence.drafts = () if run[-1] < 0 else _trim(ids)
-            lengths.append(len(sequence.drafts))
-    counted = Counter(chains)
-    widths.note_chains(counted, num_decodes if verifies else 0)
-    widths.note_drafts(lengths)
-    widths.note_step(num_decodes, plan.width, plan.num_drafts, num_tokens)
-    if verifies:
-        _count(counts, counted)
-        widths.check_head(counts.num_draft_tokens, counts.num_accepted_tokens)
-    return runs
+        chains.append((1, int(before[0] == run[0])) if before else (0, 0))
+        sequence.drafts = _trim(ids)
+        lengths.append(len(sequence.drafts))
+    return chains, lengths, len(chains)
+
+
+def _split(outputs: StepOutputs) -> list[Ids[int]]:
+    """Returns the runs, as `StepOutputs.split_runs` does, but faster."""
+    ids, counts = outputs.token_ids, outputs.counts
+    if counts is None:
+        return [*zip(ids)]
+    return [ids[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
 
 
 def _trim(ids: Ids[int]) -> Ids[int]:
     """Returns the drafts in front of the first that is none."""
-    return ids[: next((place for place, token_id in enumerate(ids) if token_id < 0), len(ids))]
+    if not ids or ids[-1] >= 0:
+        return ids
+    return ids[: next(place for place, token_id in enumerate(ids) if token_id < 0)]
 
 
 def _count(counts: SchedulerCounts, chains: Counter[tuple[int, int]]) -> None:

@@ -49,11 +49,11 @@ class Committer:
         A sentinel ends its sequence with an error, and its page is not published; MASK_LATE only ends the run.
         """
         self._pages.commit_copies(plan.page_saves, plan.page_loads, outputs.failed_copies)
-        commit, runs = Commit(), outputs.split_runs()
-        if self._widths is not None:
-            runs = iter(
-                take_drafts(plan, list(runs), outputs.drafts, self._batch.by_ticket, self._widths, self._counts)
-            )
+        commit = Commit()
+        if self._widths is None:
+            runs = outputs.split_runs()
+        else:
+            runs = iter(take_drafts(plan, outputs, self._batch.by_ticket, self._widths, self._counts))
         self._take(plan.decode_tickets, runs, plan.width, commit)
         for chunk, run in zip(plan.chunks, runs, strict=True):
             sequence = self._batch.by_ticket.get(chunk.ticket)

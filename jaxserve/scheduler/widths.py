@@ -19,6 +19,7 @@ from jaxserve.scheduler.step_times import StepTimes
 _log = logging.getLogger(__name__)
 
 _MARGIN = 1.05  # a width replaces another if it is better by this factor
+_LEAST_MARGIN = 1.02  # the same for plain steps
 _HOLD = 16  # steps that fewer rows must last before they count: row counts that flip must not flip the width
 _LOOKUP_ALLOWANCE, _HEAD_ALLOWANCE = 0.01, 0.03  # share of the time that may be lost
 _LEAST_ALLOWANCE = 1 / 8  # of the allowance, after probes that failed
@@ -164,7 +165,7 @@ class WidthChooser:
         # A width without a time is taken for as fast as a plain step, so it is tried if its drafts are any good.
         speeds = {width: tokens[width - 1] / (self._estimate(num_rows, width) or plain) for width in widths}
         best = max(speeds, key=speeds.__getitem__)
-        if speeds[best] > _MARGIN * speeds.get(current, 0):
+        if speeds[best] > (_MARGIN if best > 1 else _LEAST_MARGIN) * speeds.get(current, 0):
             if best == 1 and self._limits.draft_costs:
                 self._account = min(self._account, 0)  # the next probe has to wait
             current = self._current[self._size] = best

@@ -1,0 +1,228 @@
+"""The choice of widths on a synthetic clock: never slower than plain steps, and nearly as fast as the best width."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from jaxserve.scheduler.limits import SchedulerLimits
+from jaxserve.scheduler.step_times import StepTimes
+from jaxserve.scheduler.widths import WidthChooser
+
+MOST = 4
+SLOW, CHEAP = {1: 1.0, 3: 1.4, 5: 1.9}, {1: 1.0, 3: 1.02, 5: 1.1}
+DRAFT = 0.15  # a draft of a head, in plain steps
+
+
+class Clock:
+    """Decoding rows whose drafts are right with a probability; every step is planned before the last is committed."""
+
+    def __init__(self, *, seed: int = 0, times: dict[int, float] = SLOW, **options: Any) -> None:
+        given: dict[str, Any] = {
+            "max_num_seqs": 64,
+            "max_num_batched_tokens": 1024,
+            "max_model_len": 4096,
+            "max_prefix_updates": 16,
+            "row_sizes": (2, 8, 64),
+            "verify_widths": ((1, 3), (1, 5), (8, 3), (8, 5)),
+            "max_drafts": MOST,
+        }
+        self.limits = SchedulerLimits(**(given | options))
+        self.step_times = StepTimes(self.limits)
+        self.chooser = WidthChooser(self.limits, self.step_times)
+        self.seconds, self.num_tokens, self.num_plain = 0.0, 0, 0.0
+        self.widths: list[int] = []
+        self.made: list[int] = []
+        self._times, self._random = times, random.Random(seed)
+        self._flight: deque[tuple[int, int, int]] = deque()
+        self._lengths: list[int] = []
+        self._num_drafts = self._num_accepted = 0
+
+    def run(
+        self, steps: int, shares: list[float], rows: Callable[[int], int] | int = 1, drafting: float = 1.0
+    ) -> Clock:
+        """Runs steps. `shares` are those of right drafts by position, `drafting` that of rows that have drafts."""
+        for step in range(steps):
+            num_rows = rows if isinstance(rows, int) else rows(step)
+            width, num_drafts = self.chooser.choose(num_rows)
+            self.chooser.note_plan(num_drafts)
+            self.widths.append(width)
+            self.made.append(num_drafts)
+            self._flight.append((num_rows, width, num_drafts))
+            if len(self._flight) > 1:
+                self._commit(*self._flight.popleft(), shares, drafting)
+        return self
+
+    def _commit(self, rows: int, width: int, num_drafts: int, shares: list[float], drafting: float) -> None:
+        costs = self.limits.draft_costs
+        seconds = self._times[width] + (DRAFT * num_drafts if costs else 0)
+        seconds *= self._random.gauss(1, 0.02) * (1 + 0.05 * rows) * 0.01
+        self.seconds += seconds
+        self.num_plain += rows * seconds / (0.01 * (1 + 0.05 * rows))  # tokens of plain steps in that time
+        self.step_times.add_decode(rows, width, num_drafts if costs else 0, seconds)
+        lengths = self._lengths if len(self._lengths) == rows else [0] * rows
+        chains: Counter[tuple[int, int]] = Counter()
+        num_tokens = rows
+        for length in lengths:
+            seen = min(length, max(1, width - 1))
+            right = next((i for i in range(seen) if self._random.random() >= shares[i]), seen)
+            chains[seen, right] += 1
+            if width > 1:
+                num_tokens += right
+                self._num_drafts += seen
+                self._num_accepted += right
+        self.num_tokens += num_tokens
+        most = num_drafts if costs else MOST
+        self._lengths = [most if self._random.random() < drafting else 0 for _ in range(rows)]
+        self.chooser.note_chains(chains, rows if width > 1 else 0)
+        self.chooser.note_drafts(self._lengths)
+        self.chooser.note_step(rows, width, num_drafts, num_tokens)
+        if width > 1:
+            self.chooser.check_head(self._num_drafts, self._num_accepted)
+
+    def restart(self) -> None:
+        """Forgets what was measured so far."""
+        self.num_tokens, self.num_plain = 0, 0.0
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second, in those of plain steps."""
+        return self.num_tokens / self.num_plain
+
+
+def find_best(shares: list[float], times: dict[int, float], costs: bool) -> float:
+    """The speed of the best width, without noise."""
+    speeds, tokens, reached = [1.0], 1.0, 1.0
+    for width in range(2, MOST + 2):
+        reached *= shares[width - 2]
+        tokens += reached
+        if width in times:
+            speeds.append(tokens / (times[width] + (DRAFT * (width - 1) if costs else 0)))
+    return max(speeds)
+
+
+USELESS = {
+    "never right": ([0.0] * 4, 1.0),
+    "seldom right": ([0.1, 0.1, 0.1, 0.1], 1.0),
+    "the first at times": ([0.35, 0.1, 0.1, 0.1], 1.0),
+    "now and then": ([0.5, 0.3, 0.3, 0.3], 0.3),
+    "nobody drafts": ([0.0] * 4, 0.0),
+}
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("times", [SLOW, CHEAP], ids=["slow", "cheap"])
+@pytest.mark.parametrize("costs", [False, True], ids=["lookups", "head"])
+@pytest.mark.parametrize("name", USELESS)
+def test_useless_drafts_cost_next_to_nothing(name: str, costs: bool, times: dict[int, float], rows: int) -> None:
+    shares, drafting = USELESS[name]
+    for seed in range(2):
+        clock = Clock(seed=seed, times=times, draft_costs=costs).run(2000, shares, rows, 1.0 if costs else drafting)
+        assert clock.speed >= (0.95 if costs else 0.98)
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("times", [SLOW, CHEAP], ids=["slow", "cheap"])
+@pytest.mark.parametrize("costs", [False, True], ids=["lookups", "head"])
+@pytest.mark.parametrize("shares", [[0.9] * 4, [0.7] * 4, [0.8, 0.7, 0.3, 0.1], [1.0] * 4], ids=str)
+def test_good_drafts_gain_what_the_best_width_gains(
+    shares: list[float], costs: bool, times: dict[int, float], rows: int
+) -> None:
+    for seed in range(2):
+        clock = Clock(seed=seed, times=times, draft_costs=costs).run(2000, shares, rows)
+        assert clock.speed >= 0.95 * find_best(shares, times, costs)
+
+
+def test_a_step_that_must_be_short_verifies_only_what_fits() -> None:
+    clock = Clock().run(400, [0.95] * 4)
+    assert set(clock.widths[-50:]) == {5}
+    seconds = clock.step_times.measure(1, 3, 0)
+    assert clock.chooser.choose(1, step_limit=1.1 * seconds)[0] == 3
+    assert clock.chooser.choose(1, step_limit=0.8 * seconds)[0] == 1
+
+
+@pytest.mark.parametrize("costs", [False, True], ids=["lookups", "head"])
+def test_rows_that_flip_do_not_flip_the_width(costs: bool) -> None:
+    clock = Clock(draft_costs=costs).run(500, [0.9] * 4, 8)
+    assert 1 not in clock.widths[-50:]
+    flips = Clock(draft_costs=costs).run(500, [0.9] * 4, 8)
+    flips.run(300, [0.9] * 4, lambda step: 9 if step % 2 == 0 else 8)
+    assert sum(before != after for before, after in zip(flips.widths[500:], flips.widths[501:], strict=False)) <= 1
+    assert set(flips.made[520:]) == {0 if costs else MOST}, "a head does not draft for steps that cannot verify"
+    flips.run(30, [0.9] * 4, 8)
+    assert 1 not in flips.widths[-8:], "the larger number has gone for good"
+
+
+@pytest.mark.parametrize("costs", [False, True], ids=["lookups", "head"])
+def test_the_table_fixes_the_drafts_and_does_not_thrash(costs: bool) -> None:
+    table = ((1, 8, 4), (9, 32, 2))
+    clock = Clock(draft_costs=costs, fixed_drafts=table, verify_widths=((8, 5), (64, 3), (64, 5)))
+    bad = [0.05] * 4
+    clock.run(50, bad, 8)
+    assert set(clock.widths[1:]) == {5} and clock.widths[0] == (1 if costs else 5), "whatever is accepted"
+    clock.run(200, bad, lambda step: 9 if step % 2 == 0 else 8)
+    assert sum(a != b for a, b in zip(clock.widths[50:], clock.widths[51:], strict=False)) <= 1
+    clock.run(50, bad, 9)
+    assert set(clock.widths[-20:]) == {3} and set(clock.made[-20:]) == {2 if costs else MOST}
+    clock.run(50, bad, 40)
+    assert set(clock.widths[-20:]) == {1} and set(clock.made[-20:]) == {0 if costs else MOST}
+
+
+@pytest.mark.parametrize("times", [SLOW, CHEAP], ids=["slow", "cheap"])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_lookups_come_back_when_the_text_changes(times: dict[int, float], rows: int) -> None:
+    for seed in range(5):
+        clock = Clock(seed=seed, times=times).run(1000, [0.0] * 4, rows).run(40, [0.95] * 4, rows)
+        clock.restart()
+        clock.run(100, [0.95] * 4, rows)
+        assert clock.speed >= 0.8 * find_best([0.95] * 4, times, costs=False)
+        clock.restart()
+        clock.run(300, [0.0] * 4, rows)
+        assert clock.num_plain - clock.num_tokens <= 22 * rows, "what it had gained bounds what it loses"
+        assert times is CHEAP or clock.widths[-200:].count(1) >= 196
+
+
+def test_a_head_that_is_off_runs_no_draft_passes_and_is_tried_again() -> None:
+    clock = Clock(draft_costs=True).run(1500, [0.1] * 4)
+    assert clock.made[-1000:].count(0) >= 930 and clock.widths[-1000:].count(1) >= 950
+    clock.run(3000, [0.95] * 4)
+    assert clock.widths[-300:].count(1) <= 10
+
+
+def test_a_head_that_is_never_right_is_switched_off(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock(draft_costs=True, times=CHEAP)
+    with caplog.at_level(logging.WARNING):
+        clock.run(12_000, [0.0] * 4)
+    assert clock.chooser.is_off
+    (record,) = caplog.records
+    assert "none of the first" in record.message and "speculative_config" in record.message
+    before = len(clock.widths)
+    clock.run(500, [1.0] * 4)
+    assert set(clock.widths[before:]) == {1} and set(clock.made[before:]) == {0}
+
+
+def test_a_right_draft_keeps_a_head_and_lookups_are_never_switched_off(caplog: pytest.LogCaptureFixture) -> None:
+    right, lookups = Clock(draft_costs=True), Clock()
+    right.chooser.check_head(5000, 1)
+    lookups.chooser.check_head(5000, 0)
+    assert not right.chooser.is_off and not lookups.chooser.is_off and not caplog.records
+
+
+def test_a_slow_first_step_is_no_verdict() -> None:
+    """The first step of a size may have compiled its program."""
+    clock = Clock(verify_widths=((1, 5),))
+    compiled = clock.step_times.add_decode
+    seen: set[int] = set()
+
+    def add(num_rows: int, width: int, num_drafts: int, seconds: float) -> None:
+        compiled(num_rows, width, num_drafts, seconds if width in seen else 100.0)
+        seen.add(width)
+
+    clock.step_times.add_decode = add  # type: ignore[method-assign]
+    clock.run(300, [0.95] * 4)
+    assert set(clock.widths[-100:]) == {5}
