@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -65,44 +66,74 @@ def draft_tokens(
     if num_drafts == 0:
         return (cache[0], pool), rows, None
 
-    few = slice(model.drafting.rows)
-    lengths = jnp.diff(tokens.query_start_loc)
-    is_open = ((selected.samples == 1) & (lengths > 0))[few]
     computed = rows.num_computed[selected.row_ids]
-    last = tokens.query_start_loc[:-1] + lengths - 1 + computed - tokens.seq_lens
-    computed, state = computed[few], states[jnp.maximum(last, 0)[few]]
-    choose = _make_choice(params, target_params, selected, model, few)
-    # A row that has not sampled computes a token of the null page.
-    open_tables = jnp.where(is_open[:, None], tables[:, few], 0)
-    starts, ends = jnp.arange(len(computed) + 1, dtype=jnp.int32), jnp.full(3, len(computed), jnp.int32)
+    last = tokens.query_start_loc[1:] - 1 + computed - tokens.seq_lens  # where the row's run ended
+    is_open = (selected.samples == 1) & (jnp.diff(tokens.query_start_loc) > 0)
+    few = slice(model.drafting.rows)
+    chain = _Chain(
+        # A row that has not sampled computes a token of the null page.
+        tables=jnp.where(is_open[few, None], tables[:, few], 0),
+        computed=jnp.where(is_open, computed, 0)[few],
+        last_token=rows.last_token[selected.row_ids][few],
+        sampling=replace(selected, sampling=selected.sampling[few]),
+    )
+    first = states[jnp.maximum(last, 0)[few]]
+    drafts, pool = _draft_along(chain, first, pool, target_params, params, model=model, num_drafts=num_drafts)
+    drafts = jnp.pad(drafts, ((0, 0), (0, most - num_drafts)), constant_values=NO_DRAFT)
+    rows, drafts = set_drafts(rows, selected.row_ids, jnp.where(is_open[few, None], drafts, NO_DRAFT))
+    return (cache[0], pool), rows, drafts
+
+
+class _Chain(NamedTuple):
+    """The rows that draft."""
+
+    tables: Int[Array, "G P M"]
+    computed: Int[Array, " P"]  # tokens that are computed
+    last_token: Int[Array, " P"]
+    sampling: SampleInputs
+
+
+def _draft_along(
+    chain: _Chain,
+    states: Float[Array, "P D"],
+    pool: jax.Array,
+    target_params: Any,
+    params: Any,
+    *,
+    model: StepModel,
+    num_drafts: int,
+) -> tuple[Int[Array, "P K"], jax.Array]:
+    """Returns the drafts after `states`, those of each row's last computed token, and the pool."""
+    assert model.drafting is not None and model.drafting.head is not None
+    head, count = model.drafting.head, len(chain.computed)
+    drafter = head.model
+    choose = _make_choice(params, target_params, chain.sampling, model)
 
     def draft_next(carry: tuple[Array, Array, Array], index: Array) -> tuple[tuple[Array, Array, Array], Array]:
         pool, state, token = carry
         batches = prepare_batches(
-            open_tables,
-            jnp.where(is_open, computed + index, 1),
-            starts,
-            ends,
-            num_tokens=len(computed),
+            chain.tables,
+            chain.computed + index,
+            jnp.arange(count + 1, dtype=jnp.int32),
+            jnp.full(3, count, jnp.int32),
+            num_tokens=count,
             max_query_len=1,
             shapes=head.shapes,
             impl=head.impl,
         )
+        target = target_params, model.config
         state, pool = run_pass(
             drafter, params, *target, state, token, pool, batches, layout=head.layout, mesh=model.mesh
         )
-        number = index + 1 if drafter.takes_next else index
-        token = choose(state, computed + number)
+        token = choose(state, chain.computed + index + drafter.takes_next)
         return (pool, state, token), token
 
-    first = [choose(state, computed + 1)] if drafter.takes_next else []
-    token = first[0] if first else rows.last_token[selected.row_ids][few]
+    # The catch-up pass of a head has drafted; a draft model has yet to compute the sampled token.
+    first = [choose(states, chain.computed + 1)] if drafter.takes_next else []
+    token = first[0] if first else chain.last_token
     passes = jnp.arange(1, drafter.count_passes(num_drafts) + 1, dtype=jnp.int32)
-    (pool, _, _), later = lax.scan(draft_next, (pool, state, token), passes)
-    drafts = jnp.concatenate([*(each[:, None] for each in first), later.T], axis=1)
-    drafts = jnp.pad(drafts, ((0, 0), (0, most - num_drafts)), constant_values=NO_DRAFT)
-    rows, drafts = set_drafts(rows, selected.row_ids, jnp.where(is_open[:, None], drafts, NO_DRAFT))
-    return (cache[0], pool), rows, drafts
+    (pool, _, _), later = lax.scan(draft_next, (pool, states, token), passes)
+    return jnp.concatenate([*(each[:, None] for each in first), later.T], axis=1), pool
 
 
 def _shift(tokens: StepTokens, selected: SampleInputs, ids: Int[Array, "S ..."]) -> Int[Array, " T"]:
@@ -116,7 +147,7 @@ def _shift(tokens: StepTokens, selected: SampleInputs, ids: Int[Array, "S ..."])
 
 
 def _make_choice(
-    params: Any, target_params: Any, selected: SampleInputs, model: StepModel, few: slice
+    params: Any, target_params: Any, selected: SampleInputs, model: StepModel
 ) -> Callable[[Float[Array, "P D"], Int[Array, " P"]], Int[Array, " P"]]:
     """Returns the function that chooses drafts from states and the positions that they are for."""
     assert model.drafting is not None and model.drafting.head is not None
@@ -126,7 +157,7 @@ def _make_choice(
         logits = draft_logits(head.model, params, target_params, model.config, states)
         if not head.draws:
             return map_drafts(head.model, params, map_rows(sample_greedy, logits)[0])
-        inputs = unpack_sampling(replace(selected, sampling=selected.sampling[few]), positions)
+        inputs = unpack_sampling(selected, positions)
         whole = expand_logits(head.model, params, logits, vocab_size)
 
         def draw(logits: Array, inputs: Any, uniform: Array) -> Array:

@@ -184,6 +184,9 @@ def make_shapes(
     drafting = None
     if (speculative := config.speculation.speculative_config) is not None:
         drafts, fixed = speculative.num_speculative_tokens, speculative.num_speculative_tokens_per_batch_size
+        if drafts >= model.max_model_len:
+            message = f"must be below max_model_len={model.max_model_len}, got {drafts}"
+            raise ConfigError(message, field="speculative_config.num_speculative_tokens", value=drafts)
         budget = scheduler.max_num_batched_tokens
         buckets = buckets.with_verify(choose_verify_sizes(platform, buckets.row_counts, budget, drafts, fixed))
         most_rows = max(rows for rows, _ in buckets.verify_sizes)

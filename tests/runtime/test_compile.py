@@ -10,7 +10,8 @@ import pytest
 from jaxserve.errors import MissingProgramError
 from jaxserve.runtime import compile as room
 from jaxserve.runtime.buckets import make_buckets
-from jaxserve.runtime.runner import Programs
+from jaxserve.runtime.program_list import list_programs, name_program
+from jaxserve.runtime.programs import Programs
 
 
 class FakeCompiler:
@@ -25,13 +26,13 @@ class FakeCompiler:
         if (kind, key) == self._fails:
             raise MemoryError("too large")
         time.sleep(self._seconds)
-        return room.name_program(kind, key)
+        return name_program(kind, key)
 
 
 def test_every_program_of_the_table_is_compiled_once_and_told() -> None:
     compiler, told = FakeCompiler(), []
     table = make_buckets("cpu", 8, 128)
-    wanted = list(room.list_programs(table))
+    wanted = list(list_programs(table))
     programs = room.compile_programs(compiler, wanted, progress=lambda *event: told.append(event))  # type: ignore[arg-type]
     assert sorted(map(str, compiler.begun)) == sorted(map(str, wanted)) and len(programs) == len(wanted)
     assert [(done, total) for _, done, total in told] == [(n, len(wanted)) for n in range(1, len(wanted) + 1)]
@@ -64,11 +65,11 @@ def test_a_closed_set_has_no_more_programs_and_an_open_one_compiles_each_once(mo
     compiler, told = FakeCompiler(), []
     monkeypatch.setattr(room, "_NOTICEABLE", 0.0)
     programs = Programs(compile_missing=room.compile_late(compiler, told.append))  # type: ignore[arg-type]
-    assert [programs.get("pool", 4), programs.get("pool", 4), programs.get("logprobs", 4)] == [
+    assert [programs.get("pool", 4), programs.get("pool", 4), programs.get("logprobs", (4, 1))] == [
         "pool 4",
         "pool 4",
         "logprobs 4",
     ]
-    assert compiler.begun == [("pool", 4), ("logprobs", 4)] and len(programs) == 2
+    assert compiler.begun == [("pool", 4), ("logprobs", (4, 1))] and len(programs) == 2
     assert [line.split(" in ")[0] for line in told] == ["compiled pool 4", "compiled logprobs 4"]
     assert len(programs.copy()) == 2 and programs.copy().get("set_row", None) == "set row" and len(programs) == 2
