@@ -99,12 +99,15 @@ def plan(args: argparse.Namespace) -> None:
     from jaxserve.engine.model_files import locate_model, resolve_model
 
     config = EngineConfig.from_options(**read_engine_options(args))
-    model = resolve_model(config, locate_model(config.model, need_weights=False))
+    files = locate_model(config.model, need_weights=False)
+    model = resolve_model(config, files)
+    from jaxserve.engine.draft_files import locate_drafter
     from jaxserve.runtime.memory_report import (
         print_plan,
     )  # imports JAX; `locate_model` explains a broken one
 
-    print_plan(config, model, args.device)
+    drafter = locate_drafter(config, files, model)
+    print_plan(config, model, args.device, None if drafter is None else drafter.model)
 
 
 def doctor(args: argparse.Namespace) -> int:

@@ -192,9 +192,7 @@ def build_runner(
     device = mesh.devices.flat[0]
     model = resolve_model(config, files)
     drafter = locate_drafter(config, files, model)
-    shapes = make_shapes(
-        config, model, device.platform, device.device_kind, None if drafter is None else drafter.model
-    )
+    shapes = make_shapes(config, model, device.platform, device.device_kind, None if drafter is None else drafter.model)
     shapes = dataclasses.replace(shapes, processor=processor)
     require_room(shapes, device_memory_bytes(device))
     enable_persistent_cache(config.compile.cache_dir)

@@ -12,6 +12,7 @@ from jaxserve.errors import MissingProgramError
 
 _MAX_LOOP_ROWS = 8
 _MAX_VERIFY_PROGRAMS = {"cpu": 6, "gpu": 16, "tpu": 16}
+_FEW_TOKENS = 64  # that a verify step may always have; otherwise it has no more than the largest decode step
 _MAX_PROGRAMS = {"cpu": 12, "gpu": 40, "tpu": 40}
 PROGRAMS_PER_ROWS = 3  # a decode size is a forward and two sample programs
 
@@ -161,8 +162,8 @@ def choose_verify_sizes(
     """
     counts = sorted({1, *rows})
     if fixed is None:
-        widths = sorted({max_drafts + 1, max_drafts // 2 + 1} - {1}, reverse=True)
-        sizes = [(count, width) for count in counts for width in widths]
+        widths, most = sorted({max_drafts + 1, max_drafts // 2 + 1} - {1}, reverse=True), max(counts[-1], _FEW_TOKENS)
+        sizes = [(count, width) for count in counts for width in widths if count == 1 or count * width <= most]
     else:
         sizes = []
         for first, last, drafts in fixed:

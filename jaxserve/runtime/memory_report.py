@@ -12,6 +12,7 @@ from rich.table import Table
 from jaxserve.devices import find_devices
 from jaxserve.errors import CapacityError, ConfigError, shorten
 from jaxserve.models.base import DecoderConfig
+from jaxserve.models.drafters import DrafterModel
 from jaxserve.runtime.host_memory import host_memory_bytes
 from jaxserve.runtime.memory import (
     GIB,
@@ -52,8 +53,13 @@ DEVICE_KINDS = {
 }
 
 
-def print_plan(config: EngineConfig, model: DecoderConfig, device: str | None) -> None:
+def print_plan(
+    config: EngineConfig, model: DecoderConfig, device: str | None, drafter: DrafterModel | None = None
+) -> None:
     """Prints the memory plan for the attached devices or, by formula, for the kind `device` of `DEVICE_KINDS`.
+
+    Args:
+        drafter: the one with weights that `speculative_config` names.
 
     Raises:
         ConfigError: the kind is unknown.
@@ -61,9 +67,9 @@ def print_plan(config: EngineConfig, model: DecoderConfig, device: str | None) -
         CapacityError: the model does not fit, and the error says what would; raised after its needs were printed.
     """
     if device is not None:
-        _plan_for_kind(config, model, device)
+        _plan_for_kind(config, model, device, drafter)
     else:
-        _plan_for_attached(config, model)
+        _plan_for_attached(config, model, drafter)
 
 
 def find_kind(device: str) -> DeviceKind:
@@ -76,16 +82,16 @@ def find_kind(device: str) -> DeviceKind:
     return DEVICE_KINDS[device]
 
 
-def _plan_for_kind(config: EngineConfig, model: DecoderConfig, device: str) -> None:
+def _plan_for_kind(config: EngineConfig, model: DecoderConfig, device: str, drafter: DrafterModel | None) -> None:
     kind = find_kind(device)
-    shapes = make_shapes(config, model, kind.platform, kind.name)
+    shapes = make_shapes(config, model, kind.platform, kind.name, drafter)
     source = "Formulas for a device that is not attached: a few percent may be wrong."
     _print_table(device, shapes, kind.memory, kind.memory, estimate_use(shapes), source)
 
 
-def _plan_for_attached(config: EngineConfig, model: DecoderConfig) -> None:
+def _plan_for_attached(config: EngineConfig, model: DecoderConfig, drafter: DrafterModel | None) -> None:
     mesh, attached = make_mesh(config.parallel.tensor_parallel_size), find_devices()[0]
-    shapes = make_shapes(config, model, attached.platform, attached.device_kind)
+    shapes = make_shapes(config, model, attached.platform, attached.device_kind, drafter)
     limit = device_memory_bytes(attached)
     memory, use = host_memory_bytes() if limit is None else limit, estimate_use(shapes)
     source = "On CPU, KV takes what a full batch needs, at most a quarter of the memory; programs are estimated."
@@ -136,8 +142,9 @@ def _list_uses(shapes: Shapes, use: DeviceUse) -> list[tuple[str, int, str]]:
     """Returns (part, bytes, details) of everything but the KV pages."""
     model, largest = shapes.model, shapes.buckets.largest
     num_samples = len(shapes.sample_programs) * len(shapes.buckets.row_counts)
+    drafter = "" if shapes.drafter is None else f"; and {shapes.drafter.model.method}"
     return [
-        ("parameters", use.params, f"{model.family}, {model.num_layers} layers, {model.dtype}"),
+        ("parameters", use.params, f"{model.family}, {model.num_layers} layers, {model.dtype}{drafter}"),
         ("temporaries", use.temporaries, f"of the largest program, {largest}"),
         ("programs", use.code, f"{len(shapes.buckets.buckets)} forward, {num_samples} sample"),
         ("state", use.state, f"rows, and inputs and outputs of two steps of {largest.rows} rows"),
@@ -154,4 +161,8 @@ def _list_pages(shapes: Shapes, plan: CachePlan) -> list[tuple[str, int, str]]:
         window = "" if group.window is None else f", window {group.window}"
         what = f"{pages:,} pages of {spec.page_size} tokens, {len(group.layers)} layers{window}, {spec.dtype}"
         rows.append(("KV pages", cost, what))
+    if plan.drafter is not None:
+        beside = plan.drafter.spec
+        cost = plan.pools[1][1] * page_bytes(beside) // plan.num_devices
+        rows.append(("KV pages", cost, f"of {len(plan.drafter.layer_groups)} drafter layers, {beside.dtype}"))
     return rows

@@ -171,9 +171,12 @@ def make_shapes(
     sizes = config.compile.precompile_bs_paddings, config.compile.precompile_token_paddings
     buckets = make_buckets(platform, scheduler.max_num_seqs, scheduler.max_num_batched_tokens, *sizes)
     buckets = buckets.take_largest() if scheduler.deterministic else buckets
+    buckets, drafting = _plan_drafting(config, model, buckets, platform)
+    reach = 2 * drafting.max_drafts + 1 if drafting is not None else 1  # a row's drafts, and those behind them
     groups, pages_per_row = len(model.kv_groups), -(-model.max_model_len // page_size)
     rows = max(buckets.row_counts)
-    new_pages = rows + -(-scheduler.max_num_batched_tokens // page_size)  # for running rows, in one step
+    # For running rows, in one step.
+    new_pages = rows * -(-reach // page_size) + -(-scheduler.max_num_batched_tokens // page_size)
     state = StateShape(
         groups=groups,
         rows=rows + 1,
@@ -181,25 +184,8 @@ def make_shapes(
         max_page_updates=groups * (new_pages + pages_per_row),  # and for admitted prefixes
     )
     spec, impl, reason = _choose_attention(config, model, platform, device_kind)
-    drafting = None
-    if (speculative := config.speculation.speculative_config) is not None:
-        drafts, fixed = speculative.num_speculative_tokens, speculative.num_speculative_tokens_per_batch_size
-        if drafts >= model.max_model_len:
-            message = f"must be below max_model_len={model.max_model_len}, got {drafts}"
-            raise ConfigError(message, field="speculative_config.num_speculative_tokens", value=drafts)
-        budget = scheduler.max_num_batched_tokens
-        buckets = buckets.with_verify(choose_verify_sizes(platform, buckets.row_counts, budget, drafts, fixed))
-        most_rows = max(rows for rows, _ in buckets.verify_sizes)
-        lookup = make_lookup_drafter(speculative) if speculative.method in LOOKUP_METHODS else None
-        drafting = Drafting(drafts, most_rows, lookup)
     fell_back = impl == "xla" and config.compile.attention_impl == "auto" and platform != "cpu"
     num_devices = config.parallel.tensor_parallel_size
-    choice = None
-    if drafter is not None and speculative is not None:
-        if config.cache.kv_offloading_size is not None:
-            message = "the host tier keeps no pages of a drafter with weights; leave one of the two out"
-            raise ConfigError(message, field="kv_offloading_size", value=config.cache.kv_offloading_size)
-        choice = DrafterChoice(drafter, speculative.draft_sample_method == "probabilistic")
     return Shapes(
         config,
         model,
@@ -212,8 +198,38 @@ def make_shapes(
         reason,
         fell_back,
         drafting=drafting,
-        drafter=choice,
+        drafter=_choose_drafter(config, drafter),
     )
+
+
+def _plan_drafting(
+    config: EngineConfig, model: DecoderConfig, buckets: BucketTable, platform: str
+) -> tuple[BucketTable, Drafting | None]:
+    """Returns the buckets with those that verify drafts, and how drafts are made but for a drafter with weights."""
+    chosen, budget = config.speculation.speculative_config, config.scheduler.max_num_batched_tokens
+    if chosen is None:
+        return buckets, None
+    assert budget is not None
+    most_drafts = chosen.num_speculative_tokens
+    for name, most in (("max_model_len", model.max_model_len), ("max_num_batched_tokens", budget)):
+        if most_drafts >= most:
+            message = f"must be below {name}={most}, got {most_drafts}"
+            raise ConfigError(message, field="speculative_config.num_speculative_tokens", value=most_drafts)
+    fixed = chosen.num_speculative_tokens_per_batch_size
+    sizes = choose_verify_sizes(platform, buckets.row_counts, budget, most_drafts, fixed)
+    most_rows = max((rows for rows, _ in sizes), default=1)
+    lookup = make_lookup_drafter(chosen) if chosen.method in LOOKUP_METHODS else None
+    return buckets.with_verify(sizes), Drafting(most_drafts, most_rows, lookup)
+
+
+def _choose_drafter(config: EngineConfig, drafter: DrafterModel | None) -> DrafterChoice | None:
+    chosen, size = config.speculation.speculative_config, config.cache.kv_offloading_size
+    if drafter is None or chosen is None:
+        return None
+    if size is not None:
+        message = "the host tier keeps no pages of a drafter with weights; leave one of the two out"
+        raise ConfigError(message, field="kv_offloading_size", value=size)
+    return DrafterChoice(drafter, chosen.draft_sample_method == "probabilistic")
 
 
 def _choose_attention(

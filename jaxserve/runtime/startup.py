@@ -199,7 +199,8 @@ def _sum_use(shapes: Shapes, temporaries: int, code: int) -> DeviceUse:
     rows = state.rows * line + _count_bytes(_describe_rows(shapes, None))
     packed = 4 * InputLayout(shapes.buckets.largest, state).size
     size = jnp.dtype(shapes.model.dtype).itemsize
-    selected = shapes.buckets.largest.rows * (4 * shapes.model.vocab_size + size * shapes.model.hidden_size)
+    lines = max(shapes.buckets.largest.rows, *(rows * width for rows, width in shapes.buckets.verify_sizes), 0)
+    selected = lines * (4 * shapes.model.vocab_size + size * shapes.model.hidden_size)
     params = params_bytes(param_specs(shapes.model), shapes.num_devices)
     if shapes.drafter is not None:
         params += params_bytes(drafter_param_specs(shapes.drafter.model), shapes.num_devices)

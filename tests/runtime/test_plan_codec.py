@@ -139,7 +139,18 @@ def test_each_sampling_parameter_comes_back(name: str) -> None:
 EMPTY = StepPlan(**{name: 0 if hint is int else () for name, hint in get_type_hints(StepPlan).items()})
 HISTORY = RowHistory((1, 2), 1, (3,), ((4, 5),), TokenAutomaton(((0, 1, 2), (2, 7, 0))))
 ORDERED = SamplingParams(logit_bias={5: 1.5}, extra_args={"b": 1.0, "a": 2.0})
-ROW = NewRow(3, 32, ORDERED, seed=9, sequence_index=1, max_num_tokens=99, history=HISTORY, embeds=True, token_ids=(8,), cache_salt="s")
+ROW = NewRow(
+    3,
+    32,
+    ORDERED,
+    seed=9,
+    sequence_index=1,
+    max_num_tokens=99,
+    history=HISTORY,
+    embeds=True,
+    token_ids=(8,),
+    cache_salt="s",
+)
 
 
 def test_the_fields_of_every_part_are_there() -> None:
@@ -159,7 +170,16 @@ def test_the_fields_of_every_part_are_there() -> None:
 
 def test_fields_are_described_with_their_types() -> None:
     found = plan_codec.describe_fields()
-    kinds = (StepPlan, ChunkWork, FinishedRow, NewRow, RowHistory, SamplingParams, StructuredOutputsParams, TokenAutomaton)
+    kinds = (
+        StepPlan,
+        ChunkWork,
+        FinishedRow,
+        NewRow,
+        RowHistory,
+        SamplingParams,
+        StructuredOutputsParams,
+        TokenAutomaton,
+    )
     assert found.keys() == {kind.__name__ for kind in kinds}
     assert "decode_rows: tuple[int, ...]" in found["StepPlan"] and "seed: int" in found["NewRow"]
 
