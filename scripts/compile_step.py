@@ -1,4 +1,4 @@
-"""Compiles whole engine steps for devices that are not attached: the largest decode and mixed programs of an 8B model.
+"""Compiles whole engine steps for devices that are not attached: the largest programs of an 8B model, one of each kind.
 
 A child process of `scripts/test_kernels.py`, like `pallas_kernels.testing.compile_gate`, which lists its requirements.
 The programs are the engine's own, with pools of the size that the engine would plan; the arguments are abstract.
@@ -6,6 +6,7 @@ The programs are the engine's own, with pools of the size that the engine would 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -28,15 +29,22 @@ PRESET = "llama-3.1-8b"
 DEVICE_COUNTS = {"gpu": (1, 2), "tpu": (8,)}  # the first always, the others in the full gate
 FEW_LAYERS = 4  # enough to show what is wrong in a step; the full gate compiles all layers
 MEMORY_SHARE = 0.9
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3}
 
 
-def make_step_shapes(target: Target, *, num_devices: int, num_layers: int | None, impl: str) -> Shapes:
+def make_step_shapes(
+    target: Target, *, num_devices: int, num_layers: int | None, impl: str, drafts: Mapping[str, Any] | None = None
+) -> Shapes:
     """Returns the shapes with which the engine would serve the preset on the target, with all layers or fewer."""
     hf_config = dict(load_preset(PRESET) or {})
     if num_layers is not None:
         hf_config["num_hidden_layers"] = num_layers
     config = EngineConfig.from_options(
-        model=PRESET, load_format="dummy", tensor_parallel_size=num_devices, attention_impl=impl
+        model=PRESET,
+        load_format="dummy",
+        tensor_parallel_size=num_devices,
+        attention_impl=impl,
+        speculative_config=drafts,
     )
     model = resolve_model(config, ModelFiles(None, hf_config, {}))
     return make_shapes(config, model, target.platform, target.device_kind)
@@ -62,7 +70,10 @@ def measure_step(gate: Gate, name: str, shapes: Shapes, mesh: Any, bucket: Bucke
 
 
 def list_steps(target: Target, *, full: bool, impl: str) -> dict[str, tuple[Shapes, Bucket]]:
-    """Returns the target's programs by name: for each number of devices the largest decode and the largest bucket."""
+    """Returns the target's programs by name: for each number of devices the largest decode and the largest bucket.
+
+    The full gate has the largest verify bucket, too.
+    """
     steps = {}
     for num_devices in DEVICE_COUNTS[target.platform][: None if full else 1]:
         shapes = make_step_shapes(target, num_devices=num_devices, num_layers=None if full else FEW_LAYERS, impl=impl)
@@ -70,6 +81,10 @@ def list_steps(target: Target, *, full: bool, impl: str) -> dict[str, tuple[Shap
         for bucket in (Bucket(rows, rows), shapes.buckets.largest):
             name = f"step {bucket}: {PRESET}, {shapes.model.num_layers} layers, {num_devices} devices"
             steps[name] = shapes, bucket
+    if full:
+        shapes = make_step_shapes(target, num_devices=1, num_layers=FEW_LAYERS, impl=impl, drafts=DRAFTS)
+        bucket = shapes.buckets.find_verify(max(rows for rows, _ in shapes.buckets.verify_sizes), 2)
+        steps[f"step {bucket}: {PRESET}, {FEW_LAYERS} layers, 1 devices"] = shapes, bucket
     return steps
 
 

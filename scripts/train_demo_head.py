@@ -1,6 +1,6 @@
 """Trains the EAGLE-3 head of the demo model that ships in the package, on text that the demo model writes itself.
 
-It takes a quarter of an hour on two CPU cores: the target writes its answers through the engine, the head learns from
+It takes about twenty minutes on two CPU cores: the target writes its answers through the engine, the head learns from
 the target's states with training-time test, and the exported head is measured on unseen questions.
 """
 

@@ -104,8 +104,13 @@ class BucketTable:
         """The mixed bucket that a short prompt uses."""
         return self._mixed[0]
 
-    def find(self, num_tokens: int, num_rows: int) -> Bucket:
-        """Returns the smallest bucket that holds a step; MissingProgramError if none does."""
+    def find(self, num_tokens: int, num_rows: int, width: int = 1) -> Bucket:
+        """Returns the smallest bucket that holds a step; MissingProgramError if none does.
+
+        Without verify buckets, a step of rows of several tokens is a loop, which runs a decode bucket `width` times.
+        """
+        if width > 1:
+            return self.find_verify(num_rows, width) if self._verify else self.find(num_rows, num_rows)
         if num_tokens == num_rows and num_rows <= self._max_num_seqs:
             return self._decode[bisect_left(self._decode_rows, num_rows)]
         if num_rows > self._max_num_seqs or num_tokens > self._mixed_tokens[-1]:

@@ -174,11 +174,8 @@ class ModelRunner:
 
     def start(self, plan: StepPlan) -> StartedStep | StartedLoop:
         """Dispatches the forward pass of a step, or a loop; MissingProgramError if no program holds it."""
-        is_loop = plan.width > 1 and not self._buckets.verify_sizes
-        if plan.width > 1 and not is_loop:
-            bucket = self._buckets.find_verify(plan.num_rows, plan.width)
-        else:
-            bucket = self._buckets.find(plan.num_tokens // plan.width, plan.num_rows)
+        bucket = self._buckets.find(plan.num_tokens, plan.num_rows, plan.width)
+        is_loop = bucket.width < plan.width
         for finished in plan.finished_rows:
             self._remember(finished)
         for new_row in plan.new_rows:
