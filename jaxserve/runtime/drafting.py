@@ -34,13 +34,17 @@ def write_chunks(
     row_ids: Int[Array, " T"],
     positions: Int[Array, " T"],
     tokens: Int[Array, " T"],
+    num_tokens: Int[Array, ""],
     *,
     model: StepModel,
 ) -> RowState:
-    """Returns the rows after the tokens of a mixed step, which the lookup needs: some were sent by nobody else."""
+    """Returns the rows after the tokens of a mixed step, which the lookup needs: some were sent by nobody else.
+
+    Those after the first `num_tokens` are padding, whatever their rows.
+    """
     if model.drafting is None or model.drafting.lookup is None:
         return rows
-    is_token = row_ids != rows.last_token.shape[0] - 1  # those of the padding row are none
+    is_token = jnp.arange(len(tokens)) < num_tokens
     return replace(rows, lookup=model.drafting.lookup.write(rows.lookup, row_ids, positions, tokens, is_token))
 
 

@@ -70,7 +70,8 @@ def run_forward(
     )
     tokens = _token_ids(rows, inputs, bucket)
     if bucket.is_mixed:
-        rows = write_chunks(rows, inputs.row_ids[batches[0].token_rows], batches[0].positions, tokens, model=model)
+        row_ids, num_tokens = inputs.row_ids[batches[0].token_rows], inputs.query_start_loc[-1]
+        rows = write_chunks(rows, row_ids, batches[0].positions, tokens, num_tokens, model=model)
     pool, *drafters = cache
     hidden, pool, aux = run_layers(
         model.config, params, tokens, pool, batches, layout=model.layout, mesh=model.mesh, aux_layers=model.aux_layers
