@@ -134,8 +134,9 @@ class Replay:
             case "sample":
                 step = self._steps[line["step"]]
                 mask = self.masks.decode(line["mask"]) if "mask" in line else None
-                if mask is not None and len(mask) != step.plan.num_rows:
-                    raise ValueError(f"a mask of {len(mask)} rows for a step of {step.plan.num_rows}")
+                num_lines = step.plan.num_rows * step.plan.width
+                if mask is not None and len(mask) != num_lines:
+                    raise ValueError(f"a mask of {len(mask)} lines for a step that wants {num_lines}")
                 if step.started is not None:
                     step.future = _attempt(step, step.started.sample, mask)
             case "result":
