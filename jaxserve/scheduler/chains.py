@@ -65,11 +65,13 @@ def _compare_verified(
             if run[0] == MASK_LATE:
                 sequence.drafts = ()
                 continue
+            if run[accepted] == sequence.drafts[accepted]:
+                accepted += 1  # the position after it had no mask, so there is no token of the row's own
             # Drafts behind the sequence's last token count for nothing.
             length = max(accepted, min(length, sequence.max_num_tokens - len(sequence.token_ids) - 1))
         elif accepted > length:
             length = accepted
-        num_tokens += accepted + 1
+        num_tokens += len(run)
         sequence.num_draft_tokens += length
         sequence.num_accepted_tokens += accepted
         chains.append((length, accepted))
