@@ -159,27 +159,31 @@ class Tally:
     drafts: int
     accepted: int
     by_position: list[int]
+    rows: int  # of verify steps, with drafts or without
 
 
 class Counter:
-    """Counts from its making on."""
+    """Counts from its making until it is read."""
 
     def __init__(self, llm: LLM) -> None:
-        self._counts = llm.ready.engine.scheduler.counts
-        self._before = self._read()
+        self._counts, self._runner = llm.ready.engine.scheduler.counts, llm.ready.runner
+        self._rows, self._start = 0, llm.ready.runner.start
+        self._runner.start = self._note  # type: ignore[method-assign]
+        self._before = self._take()
 
-    def _read(self) -> Tally:
+    def _note(self, plan: Any) -> Any:
+        self._rows += len(plan.decode_rows) if plan.width > 1 else 0
+        return self._start(plan)
+
+    def _take(self) -> list[int]:
         counts = self._counts
-        by_position = list(counts.num_accepted_by_position)
-        return Tally(counts.num_drafts, counts.num_draft_tokens, counts.num_accepted_tokens, by_position)
+        by_position = [*counts.num_accepted_by_position, *[0] * 8][:8]
+        return [counts.num_drafts, counts.num_draft_tokens, counts.num_accepted_tokens, *by_position]
 
     def read(self) -> Tally:
-        now, before = self._read(), self._before
-        earlier = before.by_position + [0] * (len(now.by_position) - len(before.by_position))
-        by_position = [a - b for a, b in zip(now.by_position, earlier, strict=True)]
-        return Tally(
-            now.chains - before.chains, now.drafts - before.drafts, now.accepted - before.accepted, by_position
-        )
+        self._runner.start = self._start  # type: ignore[method-assign]
+        chains, drafts, accepted, *by_position = (a - b for a, b in zip(self._take(), self._before, strict=True))
+        return Tally(chains, drafts, accepted, [count for count in by_position if count], self._rows)
 
 
 def drive(llm: LLM, requests: Sequence[Request], events: Mapping[int, Callable[[], Any]] | None = None) -> Outputs:
