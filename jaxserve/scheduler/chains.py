@@ -65,10 +65,10 @@ def _compare_verified(
             if run[0] == MASK_LATE:
                 sequence.drafts = ()
                 continue
-            if run[accepted] == sequence.drafts[accepted]:
-                accepted += 1  # the position after it had no mask, so there is no token of the row's own
             # Drafts behind the sequence's last token count for nothing.
             length = max(accepted, min(length, sequence.max_num_tokens - len(sequence.token_ids) - 1))
+            if accepted < length and run[accepted] == sequence.drafts[accepted]:
+                accepted += 1  # no mask came for the position after it, so there is no token of the row's own
         elif accepted > length:
             length = accepted
         num_tokens += len(run)
