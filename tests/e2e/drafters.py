@@ -1,0 +1,219 @@
+"""A drafter that knows the answers beforehand, and pairs of engines, with drafts and without, that must agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import Array, Bool, Int, Int32
+
+from jaxserve import LLM
+from jaxserve.request import Request, RequestOutput
+from jaxserve.speculation import NO_DRAFT
+from jaxserve.speculation.history import write_tokens
+
+MAX_TEXTS = 48
+Outputs = dict[str, RequestOutput]  # by request id
+
+
+class Mode(IntEnum):
+    """What becomes of the text that a row is known to continue with."""
+
+    RIGHT = 0
+    WRONG = 1  # every draft is another token
+    MIXED = 2  # by position: right, wrong, or none from here on
+
+
+@flax.struct.dataclass
+class ScriptState:
+    """The rows' tokens, and the texts that are known. A test writes the latter."""
+
+    history: Int32[Array, "R L"]
+    texts: Int32[Array, "N L"]
+    ends: Int32[Array, " N"]  # tokens of each text; 0: there is none
+    mode: Int32[Array, ""]
+    corpus: None = None
+
+
+@dataclass(frozen=True, eq=False)
+class ScriptedDrafter:
+    """Has the interface of `LookupDrafter`: drafts what follows in the known text that begins with a row's tokens.
+
+    It finds a text only if the whole history of the row is right.
+    """
+
+    num_drafts: int
+    remembers: bool = False
+
+    def state_specs(
+        self, num_rows: int, max_model_len: int, sharding: jax.sharding.Sharding | None = None
+    ) -> ScriptState:
+        shapes = (num_rows, max_model_len), (MAX_TEXTS, max_model_len), (MAX_TEXTS,), ()
+        return ScriptState(*(jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for shape in shapes))
+
+    def set_row(self, state: ScriptState, row: Array, tokens: Int32[Array, " L"], salt: Array) -> ScriptState:
+        return replace(state, history=state.history.at[row].set(tokens))
+
+    def write(
+        self, state: ScriptState, row_ids: Array, positions: Array, tokens: Array, keep: Bool[Array, " T"]
+    ) -> ScriptState:
+        return replace(state, history=write_tokens(state.history, row_ids, positions, tokens, keep))
+
+    def append(
+        self, state: ScriptState, row_ids: Array, positions: Array, ids: Int[Array, "S W"], counts: Int[Array, " S"]
+    ) -> ScriptState:
+        index = jnp.arange(ids.shape[1])
+        keep = (index < counts[:, None]) & (ids >= 0)
+        rows = jnp.broadcast_to(row_ids[:, None], ids.shape)
+        return self.write(state, rows, positions[:, None] + index, ids, keep)
+
+    def propose(self, state: ScriptState, row_ids: Int[Array, " S"], lengths: Int[Array, " S"]) -> Int32[Array, "S K"]:
+        known = jnp.arange(state.history.shape[1]) < lengths[:, None]
+        is_equal = ~known[:, None] | (state.history[row_ids][:, None] == state.texts)  # [S, N, L]
+        is_found = jnp.all(is_equal, axis=2) & (state.ends > lengths[:, None])
+        text = jnp.argmax(is_found, axis=1)
+        positions = lengths[:, None] + jnp.arange(self.num_drafts)
+        right = state.texts.at[text[:, None], positions].get(mode="fill", fill_value=0)
+        wrong = jnp.where(right > 3, right - 1, right + 1)
+        lot = (positions * 40503 + text[:, None] * 7919) % 65521 % 8
+        mixed = jnp.where(lot == 0, NO_DRAFT, jnp.where(lot <= 2, wrong, right))
+        drafts = jnp.where(state.mode == Mode.RIGHT, right, jnp.where(state.mode == Mode.WRONG, wrong, mixed))
+        drafts = jnp.where((positions < state.ends[text][:, None]) & jnp.any(is_found, axis=1)[:, None], drafts, -1)
+        is_draft = jnp.cumprod(drafts >= 0, axis=1) == 1
+        return jnp.where(is_draft, drafts, NO_DRAFT)
+
+
+def patch_drafter(patch: pytest.MonkeyPatch) -> None:
+    """Puts a scripted drafter in the place of the one of the method `ngram`."""
+    patch.setattr(
+        "jaxserve.runtime.shapes.make_lookup_drafter", lambda config: ScriptedDrafter(config.num_speculative_tokens)
+    )
+
+
+def make_scripted(make: Callable[..., LLM], num_drafts: int, *, forced: bool = True) -> LLM:
+    """An engine with a scripted drafter.
+
+    Args:
+        make: takes `speculative_config`.
+        forced: it verifies in each step without chunks; otherwise the clock chooses.
+    """
+    config: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": num_drafts}
+    if forced:
+        config["num_speculative_tokens_per_batch_size"] = [[1, 64, num_drafts]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch_drafter(patch)
+        return make(speculative_config=config)
+
+
+def teach(llm: LLM, texts: Sequence[Sequence[int]], mode: Mode) -> None:
+    """Tells a scripted drafter what the rows will become."""
+    runner = llm.ready.runner
+    script: Any = runner._rows.lookup
+    lines, ends = np.zeros(script.texts.shape, np.int32), np.zeros(MAX_TEXTS, np.int32)
+    for index, text in enumerate(texts):
+        lines[index, : len(text)], ends[index] = text, len(text)
+    sent = jax.device_put((lines, ends, np.int32(mode)), script.mode.sharding)
+    known = replace(script, **dict(zip(("texts", "ends", "mode"), sent, strict=True)))
+    runner._rows = replace(runner._rows, lookup=known)
+
+
+def list_texts(outputs: Sequence[RequestOutput]) -> list[list[int]]:
+    return [[*output.prompt_token_ids, *each.token_ids] for output in outputs for each in output.outputs]
+
+
+def compare(found: Sequence[RequestOutput], expected: Sequence[RequestOutput]) -> None:
+    """Asserts that two engines answered the same, log-probabilities to 1e-4."""
+    for one, other in zip(found, expected, strict=True):
+        assert one.error is None or type(one.error) is type(other.error)
+        for mine, its in zip(one.outputs, other.outputs, strict=True):
+            assert mine.token_ids == its.token_ids
+            assert (mine.text, mine.finish_reason, mine.stop_reason) == (its.text, its.finish_reason, its.stop_reason)
+            _compare_logprobs(mine.logprobs, its.logprobs)
+        _compare_logprobs(one.prompt_logprobs, other.prompt_logprobs)
+        if other.embedding is not None:
+            np.testing.assert_allclose(one.embedding, other.embedding, atol=1e-5)
+
+
+def _compare_logprobs(found: Any, expected: Any) -> None:
+    assert (found is None) == (expected is None)
+    for mine, its in zip(found or (), expected or (), strict=True):
+        assert (mine is None) == (its is None)
+        if mine is not None:
+            assert {token: entry.rank for token, entry in mine.items()} == {t: entry.rank for t, entry in its.items()}
+            values = [[line[token].logprob for token in its] for line in (mine, its)]
+            np.testing.assert_allclose(values[0], values[1], rtol=0, atol=1e-4)
+
+
+@dataclass
+class Tally:
+    """What an engine drafted in a part of a test."""
+
+    chains: int
+    drafts: int
+    accepted: int
+    by_position: list[int]
+
+
+class Counter:
+    """Counts from its making on."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._counts = llm.ready.engine.scheduler.counts
+        self._before = self._read()
+
+    def _read(self) -> Tally:
+        counts = self._counts
+        by_position = list(counts.num_accepted_by_position)
+        return Tally(counts.num_drafts, counts.num_draft_tokens, counts.num_accepted_tokens, by_position)
+
+    def read(self) -> Tally:
+        now, before = self._read(), self._before
+        earlier = before.by_position + [0] * (len(now.by_position) - len(before.by_position))
+        by_position = [a - b for a, b in zip(now.by_position, earlier, strict=True)]
+        return Tally(
+            now.chains - before.chains, now.drafts - before.drafts, now.accepted - before.accepted, by_position
+        )
+
+
+def drive(llm: LLM, requests: Sequence[Request], events: Mapping[int, Callable[[], Any]] | None = None) -> Outputs:
+    """Runs requests to their ends, with `events` in front of the steps so numbered; returns their last outputs."""
+    engine, done = llm.ready.engine, {}
+    for request in requests:
+        engine.add_request(request)
+    step = 0
+    while engine.has_unfinished:
+        (events or {}).get(step, int)()
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+        step += 1
+    return done
+
+
+def run_scripted(llm: LLM, inputs: Any, params: Any, expected: Sequence[RequestOutput], mode: Mode) -> Tally:
+    """Runs requests whose answers are known and compares them; returns what was drafted."""
+    teach(llm, list_texts(expected), mode)
+    counter = Counter(llm)
+    found = llm.generate(inputs, params, use_tqdm=False)
+    compare(found, expected)
+    return check_tally(llm, counter, mode)
+
+
+def check_tally(llm: LLM, counter: Counter, mode: Mode) -> Tally:
+    """Asserts that pages and counters are whole; returns the latter."""
+    tally, scheduler = counter.read(), llm.ready.engine.scheduler
+    scheduler.pages.check()
+    assert all(pool.num_referenced == 0 for pool in scheduler.pages.pools)
+    assert sum(tally.by_position) == tally.accepted <= tally.drafts
+    assert tally.by_position == sorted(tally.by_position, reverse=True)
+    assert tally.drafts, "nothing was verified"
+    if mode is Mode.WRONG:
+        assert tally.accepted == 0
+    elif mode is Mode.MIXED:
+        assert tally.accepted < tally.drafts
+    return tally
