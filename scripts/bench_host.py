@@ -37,10 +37,11 @@ from jaxserve.runtime.buckets import BucketTable
 from jaxserve.runtime.device_state import row_state_specs
 from jaxserve.runtime.inputs import StateShape
 from jaxserve.runtime.params import WeightWriter
+from jaxserve.runtime.programs import Programs
 from jaxserve.runtime.recording import RecordingFile, RecordingRunner
 from jaxserve.runtime.rows import SampleVariant, list_variants
-from jaxserve.runtime.runner import ModelRunner, Programs
-from jaxserve.runtime.step import SampleInputs
+from jaxserve.runtime.runner import ModelRunner
+from jaxserve.runtime.step_model import HiddenStates, SampledTokens, SampleInputs
 from jaxserve.sampling import sampler_state_specs
 from jaxserve.sampling_params import OutputKind, SamplingParams
 from jaxserve.scheduler import Scheduler, SchedulerLimits
@@ -97,10 +98,11 @@ def make_null_runner(max_rows: int, buckets: BucketTable) -> ModelRunner:
     def null_forward(params: Any, cache: Any, rows: Any, packed: Any, *, num_rows: int) -> Any:
         del params, packed
         blank = jnp.zeros((num_rows, 1), jnp.int32)
-        return cache, rows, SampleInputs(jnp.zeros((1, 1)), blank[:, 0], blank[:, 0], blank), None
+        selected = SampleInputs(jnp.zeros((1, 1)), blank[:, 0], blank[:, 0], blank)
+        return cache, rows, selected, HiddenStates(blank, None, None)
 
     def null_sample(rows: Any, selected: SampleInputs) -> Any:
-        return rows, jnp.arange(selected.row_ids.shape[0], dtype=jnp.int32) % 97 + 32
+        return rows, SampledTokens(jnp.arange(selected.row_ids.shape[0], dtype=jnp.int32) % 97 + 32)
 
     programs = Programs()
     for bucket in buckets.buckets:

@@ -26,7 +26,7 @@ from jaxserve.runtime.inputs import InputLayout
 from jaxserve.runtime.memory import plan_cache
 from jaxserve.runtime.shapes import Shapes, make_shapes
 from jaxserve.runtime.startup import describe_programs
-from jaxserve.runtime.step import HiddenStates, SampleInputs, StepModel
+from jaxserve.runtime.step_model import HiddenStates, SampleInputs, StepModel
 from jaxserve.sharding import make_mesh
 from pallas_kernels import backends
 from pallas_kernels.spec import AttnShape

@@ -26,8 +26,9 @@ class StartedStep(Protocol):
         """Starts the sampling.
 
         Args:
-            mask: allowed tokens as bits, uint32 [rows of the plan, words of the vocabulary]. A row whose line is 0
-                does not sample: its mask is late. The array is not written afterwards.
+            mask: allowed tokens as bits, uint32 [rows of the plan x its width, words of the vocabulary], a row's lines
+                in the order of its tokens. A row whose first line is 0 does not sample: its mask is late. Another line
+                of 0 ends the row's run in front of its position. The array is not written afterwards.
         """
         ...
 

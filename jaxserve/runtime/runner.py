@@ -56,7 +56,7 @@ class StartedStep:
     copies: CopiesInFlight | None = None
 
     def sample(self, mask: np.ndarray | None = None) -> StepFuture:
-        """Dispatches sampling and returns its outputs; `mask` [num_rows, W] uint32 has the allowed tokens' bits."""
+        """Dispatches sampling and returns its outputs; `mask` uint32 [num_rows * width, W] has the tokens' bits."""
         return self.runner.sample(self, mask)
 
 
@@ -120,6 +120,8 @@ class ModelRunner:
         padding = self._state_shape.padding_row
         self._set_row(padding, make_row_setting(self._vocab_size, (), ()))
         self._set_tokens(padding, (), "")
+        if self.programs.remember:
+            self._remember(FinishedRow(padding, 0, 0))
         for bucket in self._buckets.buckets:
             self._warm_up(bucket)
         self._compiles_before = self._count_compiles()
@@ -167,10 +169,9 @@ class ModelRunner:
                 self._run_loop(bucket, variant, layout.new())
             step = StartedStep(self, bucket, 0, variant, True, selected, prompt_logprobs, embeddings)
             step.sample().result()
-        if hidden.tokens is not None:
-            for drafts in (False, True):
-                step = StartedStep(self, bucket, 0, variant, False, selected, None, None, hidden.tokens, drafts)
-                step.sample().result()
+        for drafts in (False, True) if hidden.tokens is not None else ():
+            greedy = SampleVariant.GREEDY
+            StartedStep(self, bucket, 0, greedy, False, selected, None, None, hidden.tokens, drafts).sample().result()
 
     def start(self, plan: StepPlan) -> StartedStep | StartedLoop:
         """Dispatches the forward pass of a step, or a loop; MissingProgramError if no program holds it."""

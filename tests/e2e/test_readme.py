@@ -20,7 +20,7 @@ SESSIONS = [  # a command of a console block, and what stands below it
     for session in block.removeprefix("$ ").split("\n$ ")
     if session.strip() != "jaxserve serve"
 ]
-CORE = ("engine", "scheduler", "pages", "runtime", "sampling", "layers", "models")
+CORE = ("engine", "scheduler", "pages", "runtime", "sampling", "speculation", "layers", "models")
 INSTALL_LINES = re.findall(r"^pip install [^#\n]*", README, flags=re.M)
 
 

@@ -231,7 +231,8 @@ def test_steps_that_do_not_wait(compiler: GrammarCompiler) -> None:
             assert grammars.accept(row, run) == (len(run), None, None)
             for token_id in run:
                 plain[index].accept(token_id)
-    assert (np.asarray(counts[::10]) == width).all()
+    for before, count in zip(counts[9::10], counts[10::10], strict=False):  # of steps that wait
+        assert (count[before > 0] == width).all(), "only a row that was late borrows lines, which fit other drafts"
 
 
 def test_masks_of_many_lines_are_recorded_and_replayed(compiler: GrammarCompiler, letters: Grammar) -> None:
