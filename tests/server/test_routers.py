@@ -49,16 +49,14 @@ REWRITTEN: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # (path, the cl
         {"stream": None, "priority": 0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0},
     ),
 ]
-OTHERS: list[tuple[str, str, Any]] = [
-    (path, name, value)
-    for path in (CHAT, STORY, RESPONSE)
-    for name, values in {
-        "no_stop_trim": (True, 0, 1, "false", [], {}),
-        "return_hidden_states": (True, 0, 1, "false"),
-        "separate_reasoning": (False, 1, 0, "true"),
-        "stream_reasoning": (False, 1.0, "true", [True]),
-    }.items()
-    for value in values
+OTHER_VALUES: dict[str, tuple[Any, ...]] = {
+    "no_stop_trim": (True, 0, 1, "false", [], {}),
+    "return_hidden_states": (True, 0, 1, "false"),
+    "separate_reasoning": (False, 1, 0, "true"),
+    "stream_reasoning": (False, 1.0, "true", [True]),
+}
+OTHERS = [
+    (path, name, value) for path in (CHAT, STORY, RESPONSE) for name, values in OTHER_VALUES.items() for value in values
 ]
 
 
@@ -98,7 +96,7 @@ def test_other_values_of_those_fields_are_refused_by_name(
 
 
 def test_null_is_as_good_as_nothing(server: RunningServer) -> None:
-    body = {"messages": [QUESTION], **{name: None for _, name, _ in OTHERS}}
+    body = {"messages": [QUESTION], **dict.fromkeys(OTHER_VALUES)}
     assert read_answer(ask(server, CHAT, body)) == read_answer(ask(server, CHAT, {"messages": [QUESTION]}))
 
 
