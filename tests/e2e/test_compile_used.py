@@ -31,7 +31,11 @@ def test_only_what_a_prompt_needs_is_compiled_and_only_once() -> None:
     generate_ids(llm, [[5, 6, 7]], greedy(4))
     assert len(programs) == 4 and llm.ready.runner.num_compiles == before
     llm.generate([{"prompt_token_ids": [5] * 80}], greedy(2, logprobs=1, bad_words=None), use_tqdm=False)
-    assert Bucket(96, 5) in programs.forward and set(programs.logprobs) == {(2, 1), (5, 1)} and not programs.prompt_logprobs
+    assert (
+        Bucket(96, 5) in programs.forward
+        and set(programs.logprobs) == {(2, 1), (5, 1)}
+        and not programs.prompt_logprobs
+    )
 
 
 def test_tokens_are_those_of_an_engine_that_compiled_everything() -> None:
