@@ -130,7 +130,7 @@ def test_stop_strings_and_bad_words_inside_runs(plain: LLM, drafting: LLM) -> No
 @pytest.mark.parametrize(
     "config",
     [
-        {"method": "suffix", "num_speculative_tokens": 3},
+        pytest.param({"method": "suffix", "num_speculative_tokens": 3}, marks=pytest.mark.thorough),
         {"method": "eagle3", "model": "demo", "num_speculative_tokens": 3, "draft_sample_method": "probabilistic"},
     ],
     ids=["suffix", "eagle3"],

@@ -1,0 +1,182 @@
+"""Drafters with weights change no token of any answer, and their drafts are as good as their states are true."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve import LLM, SamplingParams
+from jaxserve.models.registry import parse_config
+from jaxserve.request import RequestOutput
+from tests.e2e.drafters import Counter, Tally, compare
+from tests.e2e.helpers import PROGRAMS, greedy, make_llm, run_on_devices
+from tests.e2e.test_decode_steps import PROMPTS
+from tests.e2e.test_fast_equals_slow import PARAMS
+from tests.e2e.test_speculation import SHAPED_PARAMS
+from tests.e2e.test_speculation import SIZES as LLAMA_SIZES
+from tests.e2e.test_speculation_text import FORMS, list_prompts, make
+from tests.golden_cases import load_case
+from tests.models.drafters import HEAD, MIMO, TARGET, make_head, make_mtp, write_files
+from tests.models.naive import make_tensors
+
+DEMO_HEAD = {"method": "eagle3", "model": "demo", "num_speculative_tokens": 4}
+ALWAYS = {"num_speculative_tokens_per_batch_size": [[1, 64, 4]]}
+QUESTIONS = [
+    "What is a KV cache?",
+    "Tell me a story about a king.",
+    "What is 30 plus 80?",
+    "Who are you?",
+    "What is paged attention?",
+    "Can you add 193 and 124?",
+]
+CHATS = [[{"role": "user", "content": question}] for question in QUESTIONS]
+TEXT_PARAMS = [
+    SamplingParams(temperature=0, max_tokens=50, ignore_eos=True),
+    SamplingParams(seed=1, max_tokens=40, top_p=0.9, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=45, repetition_penalty=1.2, logprobs=2, ignore_eos=True),
+    SamplingParams(seed=2, temperature=0.7, max_tokens=40, frequency_penalty=0.5, bad_words=["the"]),
+    SamplingParams(temperature=0, max_tokens=60),
+    SamplingParams(n=2, seed=3, max_tokens=30, prompt_logprobs=1),
+]
+
+
+@pytest.fixture(scope="module")
+def plain() -> LLM:
+    return make()
+
+
+@pytest.fixture(scope="module", params=["greedy", pytest.param("probabilistic", marks=pytest.mark.thorough)])
+def drafting(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    """The demo model with its head, which drafts for every step without chunks."""
+    yield make(speculative_config={**DEMO_HEAD, **ALWAYS, "draft_sample_method": request.param})
+
+
+def run(llm: LLM, inputs: Any, params: Any) -> tuple[list[RequestOutput], Tally]:
+    """Answers prompts, or conversations."""
+    counter = Counter(llm)
+    outputs = ask(llm, inputs, params)
+    llm.ready.engine.scheduler.pages.check()
+    return outputs, counter.read()
+
+
+def ask(llm: LLM, inputs: Any, params: Any) -> list[RequestOutput]:
+    answer = llm.chat if isinstance(inputs[0], list) else llm.generate
+    return answer(inputs, params, use_tqdm=False)
+
+
+def test_the_demo_head(plain: LLM, drafting: LLM) -> None:
+    found, tally = run(drafting, CHATS, TEXT_PARAMS)
+    compare(found, ask(plain, CHATS, TEXT_PARAMS))
+    assert tally.accepted > 0.5 * tally.drafts > 40
+    prompts = list_prompts(len(FORMS))
+    found, tally = run(drafting, prompts, FORMS)
+    compare(found, ask(plain, prompts, FORMS))
+    assert tally.accepted > 10
+
+
+@pytest.mark.thorough
+def test_few_pages(plain: LLM) -> None:
+    """Preempted rows come back with the drafter's pages computed anew."""
+    tight = make(speculative_config={**DEMO_HEAD, **ALWAYS}, page_size=8, num_kv_pages_override=26)
+    params = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True)
+    found, tally = run(tight, CHATS, params)
+    compare(found, ask(plain, CHATS, params))
+    assert sum(output.metrics.num_preemptions for output in found if output.metrics) > 1
+    assert tally.accepted > 0.5 * tally.drafts > 40
+
+
+def test_a_prefix_hit_keeps_acceptance(drafting: LLM) -> None:
+    """The second time most of a prompt is cached, in the drafter's layers, too."""
+    turns = [{"role": "user", "content": "What is 30 plus 80?"}, {"role": "assistant", "content": "The sum = 110"}]
+    chats = [[*turns * 3, *chat] for chat in CHATS]
+    params = SamplingParams(temperature=0, max_tokens=60)
+    shares, hits = [], []
+    for _ in range(2):
+        rounds = [run(drafting, [chat], params) for chat in chats]
+        tallies = [tally for _, tally in rounds]
+        shares.append(sum(each.accepted for each in tallies) / sum(each.drafts for each in tallies))
+        hits.append([output.num_cached_tokens for (output,), _ in rounds])
+        drafting.ready.engine.scheduler.pages.check()
+    assert hits[0][0] == 0 and min(hits[1]) >= 64
+    assert shares[1] >= 0.95 * shares[0] > 0.5
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", pytest.param("gemma2", marks=pytest.mark.thorough)])
+def test_a_model_that_drafts_for_itself_is_always_right(name: str) -> None:
+    """Greedily. Its pages are those of all layers, windows included."""
+    config = {"method": "draft_model", "model": str(load_case(name).path), "num_speculative_tokens": 4, **ALWAYS}
+    sizes = LLAMA_SIZES | {"logits_processor": None}
+    drafting, plain = make_llm(name, speculative_config=config, **sizes), make_llm(name, **sizes)
+    inputs = [{"prompt_token_ids": [token % 80 for token in prompt]} for prompt in PROMPTS]
+    found, tally = run(drafting, inputs, greedy(41))
+    compare(found, plain.generate(inputs, greedy(41), use_tqdm=False))
+    assert tally.accepted == tally.drafts > 200
+    alone, tally = run(drafting, inputs[:1], greedy(41))
+    assert (tally.chains, tally.accepted) == (8, 32), "after the first token every run has five"
+    compare(alone, found[:1])
+    params = [*PARAMS[:6], *SHAPED_PARAMS[:2], *SHAPED_PARAMS[4:6]]
+    found, tally = run(drafting, inputs, params)
+    compare(found, plain.generate(inputs, params, use_tqdm=False))
+    assert 0 < tally.accepted < tally.drafts
+
+
+def write_random(folder: Path, method: str) -> tuple[str, dict[str, Any]]:
+    """Writes a target of random weights and its drafter; returns the former's folder and the options."""
+    raw = (TARGET | {"num_hidden_layers": 4} if method == "eagle3" else MIMO) | {"max_position_embeddings": 160}
+    tensors = make_tensors(parse_config(raw), seed=3) | (make_mtp() if method == "mtp" else {})
+    config = {"method": method, "num_speculative_tokens": 4, **ALWAYS}
+    if method == "eagle3":
+        config["model"] = str(
+            write_files(folder / "head", HEAD | {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}, make_head())
+        )
+    return str(write_files(folder / "target", raw, tensors)), config
+
+
+def make_random(target: str, **options: Any) -> LLM:
+    sizes = LLAMA_SIZES | {"logits_processor": None, "dtype": "float32", "max_model_len": 160, "show_progress": False}
+    return LLM(target, skip_tokenizer_init=True, compilation_cache_dir=str(PROGRAMS), **(sizes | options))
+
+
+@pytest.mark.parametrize(
+    ("method", "draws"),
+    [
+        ("eagle3", "greedy"),
+        ("eagle3", "probabilistic"),
+        ("mtp", "greedy"),
+        ("mtp", "probabilistic"),
+    ],
+)
+@pytest.mark.thorough
+def test_random_heads(method: str, draws: str, tmp_path: Path) -> None:
+    """Of 40 tokens the draft vocabulary has 24."""
+    target, config = write_random(tmp_path, method)
+    inputs = [{"prompt_token_ids": [token % 40 for token in prompt]} for prompt in PROMPTS]
+    drafting = make_random(target, speculative_config=config | {"draft_sample_method": draws})
+    found, tally = run(drafting, inputs, PARAMS)
+    compare(found, ask(make_random(target), inputs, PARAMS))
+    assert 0 < tally.accepted < tally.drafts and tally.chains > 30
+
+
+_TP_SCRIPT = """
+import json, sys
+from tests.e2e.test_speculation_heads import *
+target, config = json.loads(sys.argv[1])
+drafting = make_random(target, speculative_config=config, tensor_parallel_size=4)
+inputs = [{"prompt_token_ids": [token % 40 for token in prompt]} for prompt in PROMPTS]
+found, tally = run(drafting, inputs, PARAMS)
+print(json.dumps([[output.outputs[0].token_ids for output in found], [tally.chains, tally.accepted]]))
+"""
+
+
+@pytest.mark.thorough
+def test_four_devices(tmp_path: Path) -> None:
+    target, config = write_random(tmp_path, "eagle3")
+    inputs = [{"prompt_token_ids": [token % 40 for token in prompt]} for prompt in PROMPTS]
+    expected, tally = run(make_random(target, speculative_config=config), inputs, PARAMS)
+    found, counts = run_on_devices(4, _TP_SCRIPT, json.dumps([target, config]))
+    assert found == [output.outputs[0].token_ids for output in expected]
+    assert counts == [tally.chains, tally.accepted]
