@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Ids
-from itertools import accumulate, islice
+from itertools import islice
 
 from jaxserve.scheduler.counts import SchedulerCounts
 from jaxserve.scheduler.plan import StepOutputs, StepPlan, Ticket
@@ -25,7 +25,7 @@ def take_drafts(
     Call it before the runs are appended: what a stop cuts off was accepted nevertheless. A row of a step of width 1 has
     verified nothing, but its token shows whether the first draft was right.
     """
-    runs = _split(outputs)
+    runs = outputs.split_runs()
     verifies, first = plan.width > 1, len(plan.decode_rows)
     rows: Iterable[Ids[int]] = ((),) * len(runs) if outputs.drafts is None else outputs.drafts
     compare = _compare_verified if verifies else _compare_plain
@@ -100,14 +100,6 @@ def _compare_plain(
         sequence.drafts = _trim(ids)
         lengths.append(len(sequence.drafts))
     return chains, lengths, len(chains)
-
-
-def _split(outputs: StepOutputs) -> list[Ids[int]]:
-    """Returns the runs, as `StepOutputs.split_runs` does, but faster."""
-    ids, counts = outputs.token_ids, outputs.counts
-    if counts is None:
-        return [*zip(ids)]
-    return [ids[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
 
 
 def _trim(ids: Ids[int]) -> Ids[int]:

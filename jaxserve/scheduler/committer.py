@@ -49,11 +49,7 @@ class Committer:
         A sentinel ends its sequence with an error, and its page is not published; MASK_LATE only ends the run.
         """
         self._pages.commit_copies(plan.page_saves, plan.page_loads, outputs.failed_copies)
-        commit = Commit()
-        if self._widths is None:
-            runs = outputs.split_runs()
-        else:
-            runs = iter(take_drafts(plan, outputs, self._batch.by_ticket, self._widths, self._counts))
+        commit, runs = Commit(), iter(self._split_runs(plan, outputs))
         self._take(plan.decode_tickets, runs, plan.width, commit)
         for chunk, run in zip(plan.chunks, runs, strict=True):
             sequence = self._batch.by_ticket.get(chunk.ticket)
@@ -69,6 +65,12 @@ class Committer:
             if ends:
                 self._end(sequence, FinishReason.STOP, None, commit)
         return commit
+
+    def _split_runs(self, plan: StepPlan, outputs: StepOutputs) -> list[Ids[int]]:
+        """Returns the runs, after what there is to learn of drafts."""
+        if self._widths is None:
+            return outputs.split_runs()
+        return take_drafts(plan, outputs, self._batch.by_ticket, self._widths, self._counts)
 
     def extend(self, sequence: Sequence, token_ids: Ids[int], width: int) -> Commit:
         """See `Scheduler.extend`."""

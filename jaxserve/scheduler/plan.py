@@ -6,9 +6,9 @@ Decoding rows are columns, not objects: a step may have a thousand of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import accumulate
 from typing import Any
 
 from jaxserve.pages.host_tier import PageCopy
@@ -96,12 +96,12 @@ class StepOutputs:
         counts = [1] * plan.num_rows if self.counts is None else self.counts
         return dict(zip(plan.tickets, accumulate(counts, initial=0), strict=False))
 
-    def split_runs(self) -> Iterator[Sequence[int]]:
-        """Returns an iterator over the runs, in row order."""
-        if self.counts is None:
-            return zip(self.token_ids)  # tuples of one
-        ids = iter(self.token_ids)
-        return (tuple(islice(ids, count)) for count in self.counts)
+    def split_runs(self) -> list[Sequence[int]]:
+        """Returns the runs, in row order."""
+        ids, counts = self.token_ids, self.counts
+        if counts is None:
+            return [*zip(ids)]  # tuples of one
+        return [tuple(ids[end - count : end]) for count, end in zip(counts, accumulate(counts), strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
