@@ -45,6 +45,7 @@ from jaxserve.runtime.step_model import HiddenStates, SampledTokens, SampleInput
 from jaxserve.sampling import sampler_state_specs
 from jaxserve.sampling_params import OutputKind, SamplingParams
 from jaxserve.scheduler import Scheduler, SchedulerLimits
+from jaxserve.scheduler.sequence import NOT_KEPT
 
 PRESET = "llama-3.1-8b"
 PAGE_SIZE = 64
@@ -104,11 +105,22 @@ def make_null_runner(max_rows: int, buckets: BucketTable) -> ModelRunner:
     def null_sample(rows: Any, selected: SampleInputs) -> Any:
         return rows, SampledTokens(jnp.arange(selected.row_ids.shape[0], dtype=jnp.int32) % 97 + 32)
 
+    def null_verify(rows: Any, sampler: Any, selected: SampleInputs, mask: Any, *, width: int) -> Any:
+        """Accepts all drafts of every other row and none of the rest; drafts the same again."""
+        del mask
+        ids = jnp.arange(selected.row_ids.shape[0], dtype=jnp.int32) % 97 + 32
+        runs = jnp.tile(ids[:, None], width)
+        is_kept = (jnp.arange(width) == 0) | (jnp.arange(len(ids)) % 2 == 0)[:, None]
+        return rows, sampler, SampledTokens(jnp.where(is_kept, runs, NOT_KEPT), runs[:, 1:])
+
     programs = Programs()
     for bucket in buckets.buckets:
         step = functools.partial(null_forward, num_rows=bucket.rows)
         programs.forward[bucket] = jax.jit(step, donate_argnums=(1, 2), keep_unused=True)
         programs.sample[bucket.rows, SampleVariant.GREEDY] = jax.jit(null_sample, donate_argnums=0)
+        if bucket.width > 1:
+            verify = functools.partial(null_verify, width=bucket.width)
+            programs.verify[bucket, SampleVariant.GREEDY] = jax.jit(verify, donate_argnums=(0, 1))
     runner = ModelRunner(
         programs,
         buckets,
@@ -138,14 +150,20 @@ class _Characters:
 
 
 def measure(
-    rows: int, steps: int, tokenizer: Any, options: SchedulerOptions | None = None, recording: Path | None = None
+    rows: int,
+    steps: int,
+    tokenizer: Any,
+    options: SchedulerOptions | None = None,
+    recording: Path | None = None,
+    width: int = 1,
 ) -> dict[str, float]:
     """Returns microseconds of CPU per step, by part, with `rows` rows decoding and every output streamed.
 
     With `options`, the requests are those of eight tenants and two tiers, and as many wait as run. With `recording`,
-    every step is recorded in that file.
+    every step is recorded in that file. With `width` above 1, steps verify `width` - 1 drafts a row, and half of the
+    rows accept all of them.
     """
-    buckets = BucketTable([rows], [rows + 4096], rows)
+    buckets = BucketTable([rows], [rows + 4096], rows, [(rows, width)] if width > 1 else [])
     runner = make_null_runner(rows, buckets)
     total_pages = rows * CONTEXT // PAGE_SIZE + 1
     pages = PageManager(
@@ -160,6 +178,9 @@ def measure(
         token_sizes=buckets.token_counts,
         pads_cheaply=True,
         options=SchedulerOptions() if options is None else options,
+        verify_widths=buckets.verify_sizes,
+        max_drafts=width - 1,
+        fixed_drafts=((1, rows, width - 1),) if width > 1 else None,
     )
     scheduler = Scheduler(limits, pages)
     file = None if recording is None else RecordingFile(recording, {})
@@ -199,6 +220,7 @@ def main() -> None:
     parser.add_argument(
         "--policies", action="store_true", help="all policies on: eight tenants, two tiers, and as many waiting rows"
     )
+    parser.add_argument("--width", type=int, default=1, help="tokens that each row computes in a step (default: 1)")
     parser.add_argument("--record", action="store_true", help="record every step, in a temporary file")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     parser.add_argument("--tokenizer", metavar="DIR", help="detokenize with this one (default: a table look-up)")
@@ -217,8 +239,8 @@ def main() -> None:
     for rows in args.rows:
         with tempfile.TemporaryDirectory() as folder:
             recording = Path(folder) / "steps.jsonl" if args.record else None
-            parts = measure(rows, args.steps, tokenizer, ALL_POLICIES if args.policies else None, recording)
-        loop, aim = sum(parts.values()) - parts["detokenize"], 100 + 1.0 * rows
+            parts = measure(rows, args.steps, tokenizer, ALL_POLICIES if args.policies else None, recording, args.width)
+        loop, aim = sum(parts.values()) - parts["detokenize"], 100 + (1.0 if args.width == 1 else 1.3) * rows
         figures.append(
             {"rows": rows, "total_us": sum(parts.values()), "loop_us": loop, "aim_us": aim}
             | {f"{part}_us": value for part, value in parts.items()}
@@ -228,7 +250,9 @@ def main() -> None:
     console = Console()
     console.print(table)
     whole = " + ".join(part for part in shown if part != "detokenize")
-    console.print(f"loop = {whole}; aim = 100 us + 1.0 us x rows; detokenize: aim 2 us x rows")
+    console.print(
+        f"loop = {whole}; aim = 100 us + {1.0 if args.width == 1 else 1.3} us x rows; detokenize: aim 2 us x rows"
+    )
     if args.json:
         args.json.write_text(json.dumps(figures, indent=1) + "\n")
 

@@ -21,12 +21,16 @@ class EngineView:
     def describe_cache(self) -> dict[str, object]:
         """Returns the KV cache's page_size, dtype and enable_prefix_caching, and the pages of each tier.
 
-        `num_pages` are those of the largest pool, `num_host_pages` the host tier's of each KV group.
+        `num_pages` are those of the largest pool, `num_host_pages` the host tier's of each KV group. `block_size` and
+        `num_gpu_blocks` are vLLM's names, which endpoint pickers read: the pages that requests can have, so without
+        the null page that `num_pages` counts.
         """
-        shapes = self._ready.shapes
+        shapes, num_pages = self._ready.shapes, max(self._ready.plan.num_pages)
         return {
             "page_size": shapes.config.cache.page_size,
-            "num_pages": max(self._ready.plan.num_pages),
+            "num_pages": num_pages,
+            "block_size": shapes.config.cache.page_size,
+            "num_gpu_blocks": num_pages - 1,
             "num_host_pages": max(pool.num_slots for pool in self._ready.engine.scheduler.pages.host.pools),
             "dtype": shapes.spec.dtype,
             "enable_prefix_caching": shapes.config.cache.enable_prefix_caching,

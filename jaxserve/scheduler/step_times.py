@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from jaxserve.scheduler.limits import SchedulerLimits
 
 _SAMPLES = 5
+_MANY_SAMPLES, _FEW_SAMPLES = 8, 4  # of a mean
+_PAUSE = 32  # steps without a size, after which its times are measured anew
 _DECAY = 0.9997  # an estimate 10 % above a limit is tried again after 318 steps
 
 
@@ -16,15 +18,31 @@ _DECAY = 0.9997  # an estimate 10 % above a limit is tried again after 318 steps
 class _Size:
     samples: deque[float] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
     step: int = 0  # at the last sample
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=_MANY_SAMPLES))  # none from before a pause
+    before: float = 0.0  # the mean before it
 
     @property
     def median(self) -> float:
         return sorted(self.samples)[len(self.samples) // 2]
 
     @property
-    def low_median(self) -> float:
-        """The smaller of two in the middle, so that one slow step of two does not count; 0 if there is only one."""
-        return sorted(self.samples)[(len(self.samples) - 1) // 2] if len(self.samples) > 1 else 0.0
+    def mean(self) -> float:
+        """The mean without the largest and the smallest quarter: steps that overlap take a long and a short time in
+        turns. Of few samples the smaller one in the middle, since the first may have compiled; 0 if there is only one.
+        """
+        count = len(self.recent)
+        if count < _FEW_SAMPLES:
+            return self.before or (sorted(self.recent)[(count - 1) // 2] if count > 1 else 0.0)
+        middle = sorted(self.recent)[count // 4 : count - count // 4]
+        return sum(middle) / len(middle)
+
+    def add(self, seconds: float, step: int) -> None:
+        if step - self.step > _PAUSE and self.recent:
+            self.before = self.mean
+            self.recent.clear()
+        self.samples.append(seconds)
+        self.recent.append(seconds)
+        self.step = step
 
 
 class StepTimes:
@@ -49,9 +67,7 @@ class StepTimes:
         is_decode = num_tokens == num_rows
         key = is_decode, _round_up(self._rows if is_decode else self._tokens, num_tokens)
         self._num_steps += 1
-        size = self._sizes[key]
-        size.samples.append(seconds)
-        size.step = self._num_steps
+        self._sizes[key].add(seconds, self._num_steps)
 
     def add_decode(self, num_rows: int, width: int, num_drafts: int, seconds: float) -> None:
         """Adds the time of a step of decoding rows alone that verified or made drafts; see `estimate_width`."""
@@ -59,9 +75,7 @@ class StepTimes:
             self.add(num_rows, num_rows, seconds)
             return
         self._num_steps += 1
-        size = self._widths[self._pad(num_rows, width), width, num_drafts]
-        size.samples.append(seconds)
-        size.step = self._num_steps
+        self._widths[self._pad(num_rows, width), width, num_drafts].add(seconds, self._num_steps)
 
     def measure(self, num_rows: int, width: int, num_drafts: int) -> float:
         """Returns the seconds of a step of decoding rows alone; 0 if there were fewer than two of its size.
@@ -71,12 +85,12 @@ class StepTimes:
             num_drafts: those that the step makes at a cost.
         """
         size = self._find_width(num_rows, width, num_drafts)
-        return 0.0 if size is None else size.low_median
+        return 0.0 if size is None else size.mean
 
     def estimate_width(self, num_rows: int, width: int, num_drafts: int) -> float:
         """Returns the same, but less the longer ago the last such step was."""
         size = self._find_width(num_rows, width, num_drafts)
-        return 0.0 if size is None else size.low_median * _DECAY ** (self._num_steps - size.step)
+        return 0.0 if size is None else size.mean * _DECAY ** (self._num_steps - size.step)
 
     def _find_width(self, num_rows: int, width: int, num_drafts: int) -> _Size | None:
         if width == 1 and not num_drafts:

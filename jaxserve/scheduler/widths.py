@@ -3,7 +3,8 @@
 Drafting must never be slower than plain steps. Two things see to that. A prediction, from measured times and running
 acceptance, chooses the width. An account bounds what a wrong prediction costs: verify steps pay into it what they
 gain over plain steps and take out what they lose, every step pays in a small share of its time, and nothing is
-verified while the account is empty.
+verified while the account is empty. Both need the time of plain steps, which changes with what else runs on the
+machine. So while drafts are verified a few plain steps are run now and then, and always before plain steps are chosen.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ _LEAST_MARGIN = 1.02  # the same for plain steps
 _HOLD = 16  # steps that fewer rows must last before they count: row counts that flip must not flip the width
 _LOOKUP_ALLOWANCE, _HEAD_ALLOWANCE = 0.01, 0.03  # share of the time that may be lost
 _LEAST_ALLOWANCE = 1 / 8  # of the allowance, after probes that failed
-_START, _MOST = 3.0, 16.0  # plain steps in the account, at the start and at most
+_START, _MOST = 10.0, 16.0  # plain steps in the account, at the start and at most
 _PROBE_CHAINS = 8  # chains that a probe sees
+_RENEWAL = 5  # plain steps that measure their time anew: all but one are known when the next width is chosen
+_FIRST_RENEWAL, _RENEWAL_EVERY = 16, 256  # steps after which it is due, at first and later
+_FRESH = 8  # steps for which it counts as new
 _FRUITLESS = 1000  # drafts of a head without an accepted one, after which it is switched off
 
 
@@ -49,6 +53,9 @@ class WidthChooser:
         self._num_made = 0  # drafts that the last plan makes
         self._probe = 0  # chains that the probe under way has yet to see
         self._allowance = 1.0  # share of the usual one
+        self._renewal = 0  # plain steps to plan yet, to measure them
+        self._plain_age = 0  # steps since one was measured
+        self._renewal_every = _FIRST_RENEWAL
         self._account: float | None = None  # seconds
         self._was_right = False  # whether any draft was ever accepted
         self.is_off = False  # for good
@@ -57,17 +64,17 @@ class WidthChooser:
         """Returns the width of the next step if it has no chunks, and how many drafts it makes for the step after it.
 
         Args:
-            num_rows: decoding rows.
+            num_rows: decoding rows; without any, the step's chunks may bring some, which can verify in the next step.
             step_limit: seconds that the step may take; None: any time.
         """
-        limits = self._limits
+        limits, num_rows = self._limits, max(1, num_rows)
         all_drafts = 0 if limits.draft_costs else limits.max_drafts
         place = bisect_left(self._sizes, num_rows)
         if place >= self._size or self._age >= _HOLD:
             self._size, self._age = place, 0
         else:
             self._age += 1
-        if self.is_off or self._size == len(self._sizes) or not num_rows:
+        if self.is_off or self._size == len(self._sizes):
             return 1, all_drafts
         widths = [width for width in self._widths[self._size] if self._may_run(num_rows, width, step_limit)]
         wanted = self._choose_measured(num_rows, widths) if limits.fixed_drafts is None else self._read_table(num_rows)
@@ -112,15 +119,19 @@ class WidthChooser:
 
     def note_step(self, num_rows: int, width: int, num_drafts: int, num_tokens: int) -> None:
         """Balances the account after a step of `num_rows` decoding rows that brought `num_tokens` tokens."""
-        plain = self._times.measure(num_rows, 1, 0)
-        if not plain or not num_rows:
+        if not num_rows:
             return
         costs = self._limits.draft_costs
+        is_plain = width == 1 and not (costs and num_drafts)
+        self._plain_age = 0 if is_plain else self._plain_age + 1
+        plain = self._times.measure(num_rows, 1, 0)
+        if not plain:
+            return
         if self._account is None:
             self._account = _START * plain
         share = _HEAD_ALLOWANCE if costs else _LOOKUP_ALLOWANCE
         self._account += share * self._allowance * plain
-        if width > 1 or (costs and num_drafts):
+        if not is_plain:
             seconds = self._times.measure(num_rows, width, num_drafts if costs else 0) or 2 * plain
             self._account += plain * num_tokens / num_rows - seconds
         self._account = min(self._account, _MOST * plain)
@@ -165,6 +176,8 @@ class WidthChooser:
         # A width without a time is taken for as fast as a plain step, so it is tried if its drafts are any good.
         speeds = {width: tokens[width - 1] / (self._estimate(num_rows, width) or plain) for width in widths}
         best = max(speeds, key=speeds.__getitem__)
+        if self._must_renew(current, is_worse=speeds[best] > speeds.get(current, 0) and best == 1):
+            return 1
         if speeds[best] > (_MARGIN if best > 1 else _LEAST_MARGIN) * speeds.get(current, 0):
             if best == 1 and self._limits.draft_costs:
                 self._account = min(self._account, 0)  # the next probe has to wait
@@ -174,6 +187,19 @@ class WidthChooser:
                 self._allowance = 1.0
             return current
         return self._choose_probe(num_rows, widths, plain)
+
+    def _must_renew(self, current: int, *, is_worse: bool) -> bool:
+        """Returns whether the next step is a plain one, to measure it, while `current` is the width."""
+        if not self._renewal and current > 1 and not self._probe:
+            is_due = self._plain_age >= self._renewal_every
+            if is_due:
+                self._renewal_every = min(2 * self._renewal_every, _RENEWAL_EVERY)
+            if is_due or (is_worse and self._plain_age >= _FRESH):
+                self._renewal = _RENEWAL
+        if not self._renewal:
+            return False
+        self._renewal -= 1
+        return True
 
     def _choose_probe(self, num_rows: int, widths: list[int], plain: float) -> int:
         """Returns the width of a probe while plain steps seem best; 1: not now."""

@@ -64,7 +64,7 @@ def make_api(state: ServerState, *, has_keys: bool = False) -> FastAPI:
     for module in (completions, chat, responses, tokens, health):
         app.include_router(module.router)
     _add_page(app)
-    install_document(app, has_keys=has_keys)
+    install_document(app, state.config.access, has_keys=has_keys)
     return app
 
 

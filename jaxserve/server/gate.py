@@ -16,6 +16,7 @@ from jaxserve.errors import is_failure
 from jaxserve.server.errors import ApiError, to_api_error
 from jaxserve.server.keys import Keys, hash_key
 from jaxserve.server.logs import log_access
+from jaxserve.server.options import AccessOptions
 from jaxserve.server.request_context import RequestContext, get_context
 from jaxserve.server.server_state import ServerState
 
@@ -25,6 +26,7 @@ _OPEN_PATHS = frozenset(
 _WORK_PATHS = frozenset(  # keep the engine busy, or the threads in front of it
     {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/tokenize", "/detokenize"}
 )
+_METRICS = "/metrics"  # an option opens it
 _STATIC = "/playground/"  # holds no data; what it fetches needs the key
 _CLIENT_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "[::1]"})
@@ -110,9 +112,10 @@ class Guard:
         headers, context = Headers(scope=scope), get_context(scope)
         if self._hosts and _strip_port(headers.get("host", "")).lower() not in self._hosts:
             raise ApiError(403, "The Host header is not among the hosts that this server answers to (--allowed-hosts).")
-        if not self._keys and is_foreign(headers, self._origins):
+        access = self._state.config.access
+        if (not self._keys or is_opened(path, access)) and is_foreign(headers, self._origins):
             raise foreign_origin()
-        if self._keys and needs_key(path):
+        if self._keys and needs_key(path, access):
             self._find_key(headers.get("authorization", ""), context)
         if path in _WORK_PATHS:
             self._state.refuse_if_full(context.rights)
@@ -160,9 +163,14 @@ class AdminGuard:
             await self._app(scope, receive, send)
 
 
-def needs_key(path: str) -> bool:
+def needs_key(path: str, access: AccessOptions) -> bool:
     """Whether a server with API keys requires one for this path."""
-    return path not in _OPEN_PATHS and not path.startswith(_STATIC)
+    return path not in _OPEN_PATHS and not path.startswith(_STATIC) and not is_opened(path, access)
+
+
+def is_opened(path: str, access: AccessOptions) -> bool:
+    """Whether an option opens this path, which would need a key otherwise."""
+    return path == _METRICS and access.allow_metrics_without_key
 
 
 def is_foreign(headers: Headers, allowed: Collection[str]) -> bool:

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from jaxserve.server.gate import needs_key
+from jaxserve.server.options import AccessOptions
 from jaxserve.server.protocol.tokens import ErrorBody
 
 _REFERENCE = "#/components/schemas/{model}"
@@ -71,7 +72,7 @@ def document(
     return {"response_model": None, "openapi_extra": extra}
 
 
-def install_document(app: FastAPI, *, has_keys: bool) -> None:
+def install_document(app: FastAPI, access: AccessOptions, *, has_keys: bool) -> None:
     """Makes `app.openapi` describe the bodies of all routes, and which routes need a key if the server has keys."""
 
     def make() -> dict[str, Any]:
@@ -83,7 +84,7 @@ def install_document(app: FastAPI, *, has_keys: bool) -> None:
             for path, operations in schema["paths"].items():
                 for operation in operations.values():
                     operation["responses"].pop("422", None)  # FastAPI's own validation, which is not used
-                    operation["security"] = [{"bearerAuth": []}] if has_keys and needs_key(path) else []
+                    operation["security"] = [{"bearerAuth": []}] if has_keys and needs_key(path, access) else []
             app.openapi_schema = schema
         return app.openapi_schema
 

@@ -57,6 +57,7 @@ class AccessOptions:
     api_key_file: str | None = option(None, "file with one key per line")
     tenants: str | None = option(None, "TOML file of tenants: API keys with a weight, tiers and limits of their own")
     allow_no_key: bool = option(False, "listen on a public address without any key")
+    allow_metrics_without_key: bool = option(False, "answer GET /metrics without a key, as endpoint pickers ask for it")
     allowed_origins: tuple[str, ...] = option((), "web origins that may call from a browser (CORS); default: none")
     allowed_methods: tuple[str, ...] = option(("GET", "POST"), "methods that those origins may use")
     allowed_headers: tuple[str, ...] = option(("Authorization", "Content-Type"), "headers that those origins may send")

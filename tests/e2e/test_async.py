@@ -59,6 +59,7 @@ def test_what_an_engine_says_of_itself(llm: AsyncLLM) -> None:
     assert (llm.max_model_len, llm.model.max_model_len, llm.limits.max_num_seqs) == (256, 256, 4)
     assert after.num_steps > before.num_steps and after.num_running == 0
     assert cache["num_pages"] == max(pool.total for pool in after.pools) + 1, "the null page is one of them"
+    assert (cache["block_size"], cache["num_gpu_blocks"]) == (cache["page_size"], max(p.total for p in after.pools))
     assert cache["num_host_pages"] == after.host.total == 0
     assert (
         llm.tokenizer is asyncio.run(llm.get_tokenizer()) and llm.defaults.params == llm.get_default_sampling_params()

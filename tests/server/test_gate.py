@@ -237,6 +237,26 @@ def test_everything_else_needs_one(path: str) -> None:
     assert ask(Guard(greet, make_state(), HASHES), path, "GET").status == 401
 
 
+def test_an_option_opens_the_metrics_and_nothing_else() -> None:
+    app = Guard(greet, make_state(allow_metrics_without_key=True), HASHES)
+    assert ask(app, "/metrics", "GET").status == 200
+    assert ask(app, "/metrics", "GET", ("Authorization", "Bearer an-old-key")).status == 200
+    assert ask(app, "/metrics", "GET", bearer(KEYS[0])).status == 200
+    for path in ("/metrics/", "//metrics", "/Metrics", "/metrics/x", "/x/metrics", "/live", "/v1/models", "/nothing"):
+        assert ask(app, path, "GET").status == 401, path
+
+
+def test_open_metrics_are_not_for_pages_of_other_origins() -> None:
+    page = ("Origin", "https://page.example"), ("Host", "here:8000")
+    own = ("Origin", "http://here:8000"), ("Host", "here:8000")
+    app = Guard(greet, make_state(allow_metrics_without_key=True), HASHES)
+    assert ask(app, "/metrics", "GET", *page).error["code"] == "origin_not_allowed"
+    assert ask(app, "/metrics", "GET", *own).status == 200
+    allowed = make_state(allow_metrics_without_key=True, allowed_origins=("https://page.example",))
+    assert ask(Guard(greet, allowed, HASHES), "/metrics", "GET", *page).status == 200
+    assert ask(app, "/v1/models", "GET", *page, bearer(KEYS[0])).status == 200, "where a key is needed, it decides"
+
+
 def test_keys_keep_their_cached_prefixes_apart() -> None:
     salts: list[str] = []
 

@@ -90,15 +90,17 @@ def test_the_document_names_every_operation(server: RunningServer) -> None:
             assert operation["responses"]["200"] and operation["summary"]
 
 
+@pytest.mark.parametrize("opens_metrics", [True, False])
 @pytest.mark.parametrize("has_keys", [True, False])
-def test_the_document_says_which_operations_need_a_key(has_keys: bool) -> None:
-    document = make_api(make_state(), has_keys=has_keys).openapi()
+def test_the_document_says_which_operations_need_a_key(has_keys: bool, opens_metrics: bool) -> None:
+    document = make_api(make_state(allow_metrics_without_key=opens_metrics), has_keys=has_keys).openapi()
     assert document["components"]["securitySchemes"]["bearerAuth"]["scheme"] == "bearer"
     operations = {path: each for path, methods in document["paths"].items() for each in methods.values()}
     open_paths = {path for path, each in operations.items() if not each["security"]}
     assert all(each["security"] in ([], [{"bearerAuth": []}]) for each in operations.values())
-    probes = {path for path in operations if path == "/ping" or path.startswith("/health")}
-    assert open_paths == (probes if has_keys else set(operations))
+    opened = {path for path in operations if path == "/ping" or path.startswith("/health")}
+    opened |= {"/metrics"} if opens_metrics else set()
+    assert open_paths == (opened if has_keys else set(operations))
 
 
 def test_the_live_view_is_a_stream_that_can_be_left(server: RunningServer) -> None:

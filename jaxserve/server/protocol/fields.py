@@ -57,6 +57,12 @@ _FOREIGN_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
+def _is_harmless(value: Any, harmless: tuple[Any, ...]) -> bool:
+    """Whether a value changes nothing. Numbers are no booleans here, though Python's 0 is equal to False."""
+    same = (each for each in harmless if isinstance(each, bool) is isinstance(value, bool))
+    return value is None or value in same
+
+
 class Body(BaseModel):
     """A request's body. Values are not converted, and unknown fields are errors."""
 
@@ -77,7 +83,7 @@ class Body(BaseModel):
             if name not in cls.foreign:
                 raise PydanticCustomError("unknown_parameter", "unknown parameter", {"name": name})
             harmless, instead = cls.foreign[name]
-            if value[name] is not None and value[name] not in harmless:
+            if not _is_harmless(value[name], harmless):
                 raise InvalidRequestError(f"is not supported; {instead}", field=name, value=value[name])
         return {name: value[name] for name in value if name in known} if unknown else value
 
