@@ -16,15 +16,12 @@ from tests.e2e.drafters import Counter, Tally, compare
 from tests.e2e.helpers import PROGRAMS, greedy, make_llm, run_on_devices
 from tests.e2e.test_decode_steps import PROMPTS
 from tests.e2e.test_fast_equals_slow import PARAMS
-from tests.e2e.test_speculation import SHAPED_PARAMS
 from tests.e2e.test_speculation import SIZES as LLAMA_SIZES
-from tests.e2e.test_speculation_text import FORMS, list_prompts, make
+from tests.e2e.test_speculation_text import ALWAYS, DEMO_HEAD, FORMS, list_prompts, make
 from tests.golden_cases import load_case
 from tests.models.drafters import HEAD, MIMO, TARGET, make_head, make_mtp, write_files
 from tests.models.naive import make_tensors
 
-DEMO_HEAD = {"method": "eagle3", "model": "demo", "num_speculative_tokens": 4}
-ALWAYS = {"num_speculative_tokens_per_batch_size": [[1, 64, 4]]}
 QUESTIONS = [
     "What is a KV cache?",
     "Tell me a story about a king.",
@@ -118,9 +115,8 @@ def test_a_model_that_drafts_for_itself_is_always_right(name: str) -> None:
     alone, tally = run(drafting, inputs[:1], greedy(41))
     assert (tally.chains, tally.accepted) == (8, 32), "after the first token every run has five"
     compare(alone, found[:1])
-    params = [*PARAMS[:6], *SHAPED_PARAMS[:2], *SHAPED_PARAMS[4:6]]
-    found, tally = run(drafting, inputs, params)
-    compare(found, plain.generate(inputs, params, use_tqdm=False))
+    found, tally = run(drafting, inputs, PARAMS)
+    compare(found, plain.generate(inputs, PARAMS, use_tqdm=False))
     assert 0 < tally.accepted < tally.drafts
 
 

@@ -25,8 +25,9 @@ from tests.e2e.drafters import (
     teach,
 )
 from tests.e2e.helpers import generate_ids, greedy, make_llm
-from tests.e2e.test_speculation import INPUTS, PARAMS, make
-from tests.e2e.test_speculation_heads import CHATS, DEMO_HEAD
+from tests.e2e.test_speculation import INPUTS, PARAMS, SHAPED_PARAMS, SIZES, make
+from tests.e2e.test_speculation_heads import CHATS, ask
+from tests.e2e.test_speculation_text import DEMO_HEAD
 from tests.e2e.test_speculation_text import make as make_demo
 
 ROWS = 32
@@ -156,38 +157,58 @@ def test_new_weights_while_rows_verify(plain: LLM, drafting: LLM) -> None:
         llm.update_weights(old)
 
 
-@pytest.mark.parametrize("method", ["suffix", pytest.param("eagle3", marks=pytest.mark.thorough)])
-def test_nothing_compiles_after_ready(method: str) -> None:
-    """Neither what verifies, nor what drafts, looks up or remembers; and only the packed inputs cross by themselves."""
-    config = {"method": "suffix", "num_speculative_tokens": 3} if method == "suffix" else DEMO_HEAD
-    llm = make_demo(speculative_config=config, compile="all", max_num_seqs=2, precompile_bs_paddings=[2])
-    widths = {bucket.width for bucket in llm.ready.runner._buckets.buckets}
-    assert len(widths) == 3
+def take_all_widths(llm: LLM) -> set[int]:
+    """Lets an engine change the width of its steps all the time; returns the widths."""
+    sizes = [(bucket.rows, bucket.width) for bucket in llm.ready.runner._buckets.buckets if bucket.width > 1]
+    chooser, turn = llm.ready.engine.scheduler.planner._widths, 0
+    choose = chooser.choose
+
+    def choose_any(num_rows: int, *rest: Any) -> tuple[int, int]:
+        nonlocal turn
+        turn += 1
+        choose(num_rows, *rest)
+        widths = sorted({1, *(width for rows, width in sizes if rows >= num_rows)})
+        reach = chooser._num_made + 1
+        return max(width for width in widths if width <= min(reach, widths[turn // 3 % len(widths)])), widths[-1] - 1
+
+    chooser.choose = choose_any  # type: ignore[method-assign]
+    return {1, *(width for _, width in sizes)}
+
+
+def run_without_compiling(llm: LLM, inputs: Any, params: Any) -> None:
+    """Twice, the second time with hits; only the packed inputs may cross to the device by themselves."""
+    widths = take_all_widths(llm)
+    assert len(widths) > 1
+    with jax.transfer_guard("disallow"):
+        for _ in range(2):
+            ask(llm, inputs, params)
+    assert {bucket.width for bucket, count in llm.ready.runner.counts.steps.items() if count} == widths
+    assert llm.ready.runner.num_compiles == 0
+
+
+def test_nothing_compiles_after_ready() -> None:
+    """Neither what verifies, nor what looks drafts up or remembers answers."""
+    config: dict[str, Any] = {"method": "suffix", "num_speculative_tokens": 3}
+    config |= {"num_speculative_tokens_per_batch_size": [[1, 1, 3]]}
+    sizes = SIZES | {"max_num_seqs": 1, "precompile_bs_paddings": [1], "logits_processor": None}
+    llm = make_llm("llama_gqa", speculative_config=config, compile="all", **sizes)
+    shaped = [each for each in SHAPED_PARAMS if not each.extra_args]
+    run_without_compiling(llm, INPUTS[:7], [greedy(40, logprobs=1, prompt_logprobs=1), *PARAMS[1:4], *shaped[:3]])
+
+
+@pytest.mark.thorough
+def test_nothing_compiles_after_ready_with_a_head() -> None:
+    sizes = {"max_num_seqs": 2, "precompile_bs_paddings": [2]}
+    llm = make_demo(speculative_config=DEMO_HEAD, compile="all", **sizes)
     params = [
         SamplingParams(temperature=0, max_tokens=40, logprobs=1),
         SamplingParams(seed=1, max_tokens=40, repetition_penalty=1.2),
         SamplingParams(
             seed=2, max_tokens=30, prompt_logprobs=1, structured_outputs=StructuredOutputsParams(regex="[a-z ]{5,40}")
         ),
-        SamplingParams(seed=3, max_tokens=40),
-        *[SamplingParams(temperature=0, max_tokens=40)] * 2,
+        *[SamplingParams(seed=3, max_tokens=40)] * 3,
     ]
-    chooser = llm.ready.engine.scheduler.planner._widths
-    choose, turn = chooser.choose, 0
-
-    def choose_any(num_rows: int, *rest: Any) -> tuple[int, int]:
-        nonlocal turn
-        turn += 1
-        choose(num_rows, *rest)
-        width = sorted(widths)[turn // 3 % 3]
-        return min(width, chooser._num_made + 1), max(widths) - 1
-
-    chooser.choose = choose_any  # type: ignore[method-assign]
-    with jax.transfer_guard("disallow"):
-        for _ in range(2):
-            llm.chat(CHATS, params, use_tqdm=False)
-    assert {bucket.width for bucket, count in llm.ready.runner.counts.steps.items() if count} == widths
-    assert llm.ready.runner.num_compiles == 0
+    run_without_compiling(llm, CHATS, params)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,8 @@ SIZES: dict[str, Any] = {
     "show_progress": False,
 }
 make = partial(LLM, **SIZES)
+DEMO_HEAD: dict[str, Any] = {"method": "eagle3", "model": "demo", "num_speculative_tokens": 4}
+ALWAYS = {"num_speculative_tokens_per_batch_size": [[1, 64, 4]]}
 STORY = "Once upon a time there was a king. "
 
 
@@ -130,17 +132,15 @@ def test_stop_strings_and_bad_words_inside_runs(plain: LLM, drafting: LLM) -> No
 @pytest.mark.parametrize(
     "config",
     [
-        pytest.param({"method": "suffix", "num_speculative_tokens": 3}, marks=pytest.mark.thorough),
-        {"method": "eagle3", "model": "demo", "num_speculative_tokens": 3, "draft_sample_method": "probabilistic"},
+        pytest.param({"method": "suffix", "num_speculative_tokens": 4}, marks=pytest.mark.thorough),
+        DEMO_HEAD,
     ],
     ids=["suffix", "eagle3"],
 )
 def test_a_recording_is_replayed_equal(config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """With too few pages, late masks and a fault."""
+    """With late masks and a fault."""
     path = tmp_path / "steps.jsonl"
-    config |= {"num_speculative_tokens_per_batch_size": [[1, 64, 3]]}
-    sizes = {"num_kv_pages_override": 24, "page_size": 16, "record_steps": str(path)}
-    llm = make(speculative_config=config, **sizes)
+    llm = make(speculative_config=config | ALWAYS, record_steps=str(path))
     llm.ready.engine._grammars._mask_timeout = 0.0
     params = [*FORMS, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)]
     prompts = [STORY * (2 + 2 * (index % 3)) for index in range(len(params))]
@@ -157,7 +157,7 @@ def test_a_recording_is_replayed_equal(config: dict[str, Any], tmp_path: Path, c
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert {output.outputs[0].finish_reason for output in outputs} == {"error", "length", "stop"}
     assert llm.ready.engine.scheduler.counts.num_accepted_tokens > 0
-    assert sum(count for bucket, count in runner.counts.steps.items() if bucket.width == 4) >= 10
+    assert sum(count for bucket, count in runner.counts.steps.items() if bucket.width == 5) >= 10
     capsys.readouterr()
     status = main(["replay", str(path), "--compilation-cache-dir", str(PROGRAMS)])
     shown = " ".join(capsys.readouterr().out.split())
