@@ -2,6 +2,8 @@
 PYTHON ?= $(shell command -v python3.12 || echo python3)
 VENV := .venv
 OLDEST := .venv-oldest
+CLUSTER := .venv-cluster
+RAY := .venv-ray
 RUN := $(VENV)/bin/python
 OLDEST_JAX := 0.11.2
 # Of each room that an older jax can change, the files that would show it: docs/testing.md.
@@ -17,9 +19,9 @@ PIP_FLAGS := --quiet --disable-pip-version-check
 PYTEST := -m pytest -n 2 --dist worksteal
 CI := -m 'not thorough' --hypothesis-profile quick
 FAST := -m 'not slow and not thorough' --hypothesis-profile quick
-ENGINE_ROOMS := --ignore tests/server --ignore tests/pallas_kernels
+ENGINE_ROOMS := $(addprefix --ignore tests/,server pallas_kernels hosts)
 
-.PHONY: setup demo attack test test-full test-all lock audit test-fast test-oldest test-oldest-full test-kernels test-kernels-full test-server test-server-full soak lint format bench-host reference-env goldens sampling-goldens clean help
+.PHONY: setup demo attack test test-full test-all lock audit test-fast test-oldest test-oldest-full test-kernels test-kernels-full test-server test-server-full test-cluster test-ray soak lint format bench-host reference-env goldens sampling-goldens clean help
 
 help:
 	@echo "make demo            serve a hundred prompts three ways with the model that ships in the package"
@@ -36,6 +38,8 @@ help:
 	@echo "make test-oldest-full    all fast tests on it but the server's"
 	@echo "make test-kernels    the kernels': values in interpreters, and samples compiled for each GPU and TPU, none of which needs to be here"
 	@echo "make test-kernels-full   all cases, shapes, layers and tuning entries, the oldest CUDA 13 compiler, more steps, on the oldest jax too"
+	@echo "make test-cluster    two hosts that run one engine, copies of it behind a router, and what is lost when one of them dies"
+	@echo "make test-ray        the demo model in Ray Serve, where Ray has packages"
 	@echo "make lint            ruff, as CI runs it"
 	@echo "make bench-host      host time per step on a device that does nothing"
 	@echo "make reference-env   the separate environment (Python 3.11, torch, transformers) that makes goldens"
@@ -68,7 +72,7 @@ test-server-full: setup
 attack: setup
 	$(RUN) scripts/attack_server.py
 
-test-all: lint test-kernels-full test-full test-server-full test-oldest-full attack
+test-all: lint test-kernels-full test-full test-server-full test-oldest-full test-cluster test-ray attack
 
 lock: setup
 	$(RUN) scripts/lock.py
@@ -95,6 +99,23 @@ test-oldest: $(OLDEST)/.ready
 
 test-oldest-full: $(OLDEST)/.ready
 	$(OLDEST)/bin/python $(PYTEST) -m 'not slow' --ignore tests/server
+
+$(CLUSTER)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(CLUSTER)
+	$(CLUSTER)/bin/python -m pip install $(PIP_FLAGS) --editable '.[test,router]'
+	touch $@
+
+# One at a time: each test has several processes.
+test-cluster: $(CLUSTER)/.ready
+	$(CLUSTER)/bin/python -m pytest tests/hosts tests/cluster
+
+$(RAY)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(RAY)
+	$(RAY)/bin/python -m pip install $(PIP_FLAGS) --editable '.[test,ray]'
+	touch $@
+
+test-ray: $(RAY)/.ready
+	$(RAY)/bin/python -m pytest tests/cluster/test_ray_serve.py tests/cluster/test_ray_options.py
 
 # The script fetches the compilers that some of the tests use.
 test-kernels: setup $(OLDEST)/.ready
@@ -133,4 +154,4 @@ sampling-goldens: reference-env
 	.venv-reference/bin/python scripts/make_sampling_goldens.py
 
 clean:
-	rm -rf $(VENV) $(OLDEST) .venv-reference .venv-audit .wheels .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(CLUSTER) $(RAY) .venv-reference .venv-audit .wheels .pytest_cache .ruff_cache .hypothesis

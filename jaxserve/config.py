@@ -17,6 +17,8 @@ from typing import Any
 
 from jaxserve.errors import ConfigError, shorten
 from jaxserve.options import build_config, check_at_least, check_choices, option
+from jaxserve.parallel_options import HostOptions, ParallelOptions, ReplicaOptions
+from jaxserve.scheduler_options import MIN_CHUNK, SchedulerOptions
 from jaxserve.speculative_config import SpeculativeConfig, read_speculative_config
 from jaxserve.vllm_options import drop_harmless
 
@@ -34,8 +36,6 @@ ATTENTION_IMPLS = (
 )
 _PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 _PINNED_DEFAULT, _PINNED_OTHERS = 64, 16  # GiB: XLA's own limit, and what other transfers may take
-MAX_DECODE_STEPS = 16
-MIN_CHUNK = 32  # tokens that a full batch of decoding rows must leave for a prompt in each step
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,89 +123,6 @@ class CacheOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class SchedulerOptions:
-    """How much runs at once."""
-
-    max_num_seqs: int | None = option(None, "rows of the batch; default: cpu 32, gpu 256, tpu 128")
-    max_num_batched_tokens: int | None = option(None, "tokens of a step; default: cpu 512, gpu 2048, tpu 2048")
-    max_decode_steps: int = option(
-        1, "decode steps in one dispatch, while few rows decode and nobody waits; tokens then come in groups"
-    )
-    async_scheduling: bool = option(True, "plan and dispatch the next step while one runs")
-    deterministic: bool = option(
-        False,
-        "a request's tokens and log-probabilities are the same bits whatever runs beside it; slower",
-        "enable_deterministic_inference",
-    )
-    max_num_queued_reqs: int | None = option(
-        None, "sequences that may wait for a row; a server refuses more; default: 4 x max_num_seqs, for servers only"
-    )
-    max_num_queued_tokens: int | None = option(None, "prompt tokens that may wait for a row; default: no limit")
-    scheduling_policy: str = option(
-        "fcfs",
-        "which waiting request is next within a tier and priority; fcfs: the one that arrived first; fair: the one of "
-        "the tenant that was served least for its weight",
-        choices=("fcfs", "fair"),
-        synonyms={"priority": "fcfs"},
-    )
-    priority_itl_ms: float | None = option(
-        None, "milliseconds of a step while a request of the tier priority decodes; default: no limit"
-    )
-    priority_scheduling_preemption_threshold: int | None = option(
-        None, "a waiting request takes the row of a running one whose priority is worse by so much; default: never"
-    )
-    long_prefill_token_threshold: int | None = option(
-        None,
-        "tokens of one prompt in a step while others can use the rest; 0: no limit; default: 4 % of max_model_len, at "
-        "most half a step",
-    )
-    max_num_partial_prefills: int | None = option(
-        None, "prompts computed in parts at once; default: as many as fit a step"
-    )
-    max_long_partial_prefills: int | None = option(
-        None, "prompts above long_prefill_token_threshold computed at once; default: as many as fit a step"
-    )
-
-    def __post_init__(self) -> None:
-        check_at_least(
-            self,
-            max_num_seqs=1,
-            max_num_batched_tokens=MIN_CHUNK + 1,
-            max_num_queued_reqs=1,
-            max_num_queued_tokens=1,
-            priority_scheduling_preemption_threshold=1,
-            long_prefill_token_threshold=0,
-            max_num_partial_prefills=1,
-            max_long_partial_prefills=1,
-            max_decode_steps=1,
-        )
-        if self.max_decode_steps > MAX_DECODE_STEPS:
-            message = f"must be at most {MAX_DECODE_STEPS}, got {self.max_decode_steps}"
-            raise ConfigError(message, field="max_decode_steps", value=self.max_decode_steps)
-        if self.deterministic and self.max_decode_steps > 1:
-            message = "must be 1 with deterministic: such loops run in another program, and only while nobody waits"
-            raise ConfigError(message, field="max_decode_steps", value=self.max_decode_steps)
-        threshold = self.priority_scheduling_preemption_threshold
-        if self.deterministic and threshold is not None:
-            message = f"must be left out with deterministic, in which no request yields its row, got {threshold}"
-            raise ConfigError(message, field="priority_scheduling_preemption_threshold", value=threshold)
-        check_choices(self)
-        limit = self.priority_itl_ms
-        if limit is not None and not limit > 0:
-            raise ConfigError(f"must be above 0, got {shorten(limit)}", field="priority_itl_ms", value=limit)
-
-
-@dataclass(frozen=True, slots=True)
-class ParallelOptions:
-    """How devices share the model."""
-
-    tensor_parallel_size: int = option(1, "devices over which heads, ffn and vocabulary are split", "tp")
-
-    def __post_init__(self) -> None:
-        check_at_least(self, tensor_parallel_size=1)
-
-
-@dataclass(frozen=True, slots=True)
 class CompileOptions:
     """Which programs exist, and where compiled ones are kept."""
 
@@ -223,6 +140,9 @@ class CompileOptions:
     )
     max_logprobs: int = option(
         20, "most log-probabilities per token that a request may ask for; -1: up to the whole vocabulary"
+    )
+    bundle: str | None = option(
+        None, "directory made by jaxserve build: its programs are loaded, and none is compiled; default: none"
     )
     compile_threads: int = option(0, "programs compiled at once; 0: one per core, at most 8")
     precompile_bs_paddings: tuple[int, ...] | None = option(
@@ -307,6 +227,61 @@ def read_api_keys() -> tuple[str, ...]:
     return tuple(key for key in os.environ.get("JAXSERVE_API_KEY", "").split(",") if key)
 
 
+def read_compiler_flags() -> dict[str, str]:
+    """Returns the variables by which users change what compilers make."""
+    return {name: os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
+
+
+def read_gpu_share() -> float:
+    """Returns the share of a GPU's memory that JAX hands out; ConfigError if its variable is no share."""
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        if text := os.environ.get(name):
+            try:
+                share = float(text)
+            except ValueError:
+                share = 0.0
+            if not 0 < share <= 1:
+                raise ConfigError(f"must be above 0 and at most 1, got {shorten(text)}", field=name, value=text)
+            return share
+    return 0.75  # JAX's default
+
+
+def read_environment() -> dict[str, str]:
+    """Returns all variables, for processes that are started."""
+    return dict(os.environ)
+
+
+def set_variables(variables: Mapping[str, str]) -> None:
+    """Sets variables that compilers for other devices read when they are loaded."""
+    os.environ.update(variables)
+
+
+def read_cluster_token() -> str | None:
+    """Returns what the hosts of one engine prove to each other: JAXSERVE_CLUSTER_TOKEN."""
+    return os.environ.get("JAXSERVE_CLUSTER_TOKEN") or None
+
+
+def fill_hosts(options: HostOptions) -> HostOptions:
+    """Returns the options with those of a LeaderWorkerSet's pod in place of missing ones.
+
+    Raises:
+        ConfigError: a variable is not a number, or out of range.
+    """
+    found: dict[str, Any] = {}
+    for name, variable in _POD_VARIABLES.items():
+        text = os.environ.get(variable)
+        if getattr(options, name) is None and text:
+            if name != "master_addr" and not text.isdecimal():
+                raise ConfigError(f"must be a number, got {shorten(text)}", field=variable, value=text)
+            found[name] = text if name == "master_addr" else int(text)
+    return replace(options, **found)
+
+
+_POD_VARIABLES = {
+    "nnodes": "LWS_GROUP_SIZE",
+    "node_rank": "LWS_WORKER_INDEX",
+    "master_addr": "LWS_LEADER_ADDRESS",
+}
 _PLATFORM_DEFAULTS = {
     "cpu": {"page_size": 32, "max_num_seqs": 32, "max_num_batched_tokens": 512},
     "gpu": {"page_size": 64, "max_num_seqs": 256, "max_num_batched_tokens": 2048},
@@ -322,6 +297,8 @@ class EngineConfig:
     cache: CacheOptions = field(default_factory=CacheOptions)
     scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
+    hosts: HostOptions = field(default_factory=HostOptions)
+    replicas: ReplicaOptions = field(default_factory=ReplicaOptions)
     compile: CompileOptions = field(default_factory=CompileOptions)
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
     observability: ObservabilityOptions = field(default_factory=ObservabilityOptions)

@@ -68,6 +68,10 @@ class DeviceError(_FieldError):
         self.advice = advice
 
 
+class ClusterError(_FieldError):
+    """The hosts of one engine differ in what must be equal, or one of them is missing, silent or gone."""
+
+
 class MissingProgramError(JaxServeError, RuntimeError):
     """A step needs a program that was not compiled at the start: a fault of jaxserve, never of the caller."""
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxserve.devices import find_devices
 from jaxserve.errors import ConfigError
@@ -59,19 +61,46 @@ DEFAULT_RULES = AxisRules(
 KV_POOL_AXES: Axes = (None, "kv_heads", None, None)  # [num_pages, 2K, page_size, H]: K and V of a head stay together
 
 
+def send(arrays: Any, sharding: Sharding) -> Any:
+    """Returns host arrays (a pytree) on the devices of a sharding. On several hosts, each must have equal ones.
+
+    There JAX's `device_put` would compare them first, by a collective: 4.5 ms, where this takes 0.06.
+    """
+    if sharding.is_fully_addressable:
+        return jax.device_put(arrays, sharding)
+    return jax.tree.map(lambda array: jax.make_array_from_callback(array.shape, sharding, array.__getitem__), arrays)
+
+
 def make_mesh(tensor_parallel_size: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Returns a one-dimensional mesh over the first `tensor_parallel_size` of `devices` (default: all of JAX's).
 
+    Neighbours on the mesh are neighbours on a TPU's interconnect, and the devices of one host stand together.
+
     Raises:
-        ConfigError: there are too few devices.
+        ConfigError: there are too few devices; or they are on several hosts, and some would be left out.
         DeviceError: JAX finds none.
     """
     available = list(find_devices() if devices is None else devices)
-    if not 1 <= tensor_parallel_size <= len(available):
+    num_hosts = len({device.process_index for device in available})
+    least = 1 if num_hosts == 1 else len(available)
+    if not least <= tensor_parallel_size <= len(available):
+        place = f"{len(available)} device(s)" + (f" on {num_hosts} hosts" if num_hosts > 1 else "")
+        fits = f"use {least} to {len(available)}" if num_hosts == 1 else f"use {least}, all of them"
         raise ConfigError(
-            f"{tensor_parallel_size} is not possible with {len(available)} device(s); use 1 to {len(available)}",
+            f"{tensor_parallel_size} is not possible with {place}; {fits}",
             field="tensor_parallel_size",
             value=tensor_parallel_size,
         )
-    chosen = np.array(available[:tensor_parallel_size])
-    return Mesh(chosen, (TENSOR_AXIS,), axis_types=(AxisType.Auto,))
+    chosen = _order_devices(available[:tensor_parallel_size])
+    return Mesh(np.array(chosen), (TENSOR_AXIS,), axis_types=(AxisType.Auto,))
+
+
+def _order_devices(devices: list[jax.Device]) -> list[jax.Device]:
+    """Returns the devices in the order of the interconnect, host by host."""
+    if len(devices) > 1 and devices[0].platform == "tpu":
+        try:
+            devices = list(mesh_utils.create_device_mesh((len(devices),), devices).flat)
+        except (ValueError, NotImplementedError, AssertionError):  # a part of a slice, which has no order of its own
+            return devices
+    hosts = list(dict.fromkeys(device.process_index for device in devices))
+    return sorted(devices, key=lambda device: hosts.index(device.process_index))  # stable

@@ -33,8 +33,8 @@ class VllmOption:
 
 _NO_LORA = "LoRA adapters are not supported yet; merge the adapter into its base model"
 _NO_IMAGES = "images and audio are not supported yet"
-_NO_DATA_PARALLEL = "one engine holds one copy of a model; start a server for each copy and balance between them"
-_NO_NODES = "an engine runs in one process on one machine; use tensor_parallel_size for its devices"
+_NO_OTHER_SPLIT = "an engine splits heads, ffn and vocabulary only; use tensor_parallel_size"
+_NO_EXECUTOR = "a host's devices are run by one process; nnodes is the number of hosts"
 _COMPILED = "use compile, which says when programs are compiled, and compilation_cache_dir"
 _DRAFTING = "give speculative_config={'method': ..., 'num_speculative_tokens': ...}"
 _NO_CODE = "a repository's code is never run; the supported models need none"
@@ -50,8 +50,7 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
     "config_format": VllmOption(("auto", "hf"), "models are read in Hugging Face's format only"),
     "convert": VllmOption(("auto", "none", "embed"), "any model embeds and generates; use LLM.embed or /v1/embeddings"),
     "cpu_offload_gb": VllmOption((0,), "weights stay on the device; use more devices by tensor_parallel_size"),
-    "data_parallel_size": VllmOption((1,), _NO_DATA_PARALLEL),
-    "decode_context_parallel_size": VllmOption((1,), _NO_NODES),
+    "decode_context_parallel_size": VllmOption((1,), _NO_OTHER_SPLIT),
     "disable_async_output_proc": VllmOption((False,), "use async_scheduling=False"),
     "disable_cascade_attn": VllmOption((False, True), ""),
     "disable_custom_all_reduce": VllmOption((False, True), ""),
@@ -62,7 +61,7 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
     "disable_log_requests": VllmOption((False, True), ""),
     "disable_log_stats": VllmOption((False, True), ""),
     "disable_sliding_window": VllmOption((False,), "a model's sliding windows always apply"),
-    "distributed_executor_backend": VllmOption(("uni", "mp"), _NO_NODES),
+    "distributed_executor_backend": VllmOption(("uni", "mp"), _NO_EXECUTOR),
     "download_dir": VllmOption((), "files are in Hugging Face's cache; set HF_HOME to move it"),
     "enable_chunked_prefill": VllmOption(
         (True,), "prompts are always computed in chunks; max_num_batched_tokens bounds them"
@@ -96,7 +95,6 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
     "mm_processor_kwargs": VllmOption(({},), _NO_IMAGES),
     "model_impl": VllmOption(("auto",), "models are this engine's own code; see README.md for the families"),
     "model_loader_extra_config": VllmOption(({},), "loading has no further options"),
-    "nnodes": VllmOption((1,), _NO_NODES),
     "num_speculative_tokens": VllmOption((), _DRAFTING),
     "override_generation_config": VllmOption(({},), "give SamplingParams with each request"),
     "override_pooler_config": VllmOption(({},), "an embedding is the last token's hidden state, normalised"),

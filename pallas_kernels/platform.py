@@ -15,7 +15,7 @@ def traced_platform() -> str:
 def traced_device_kind() -> str:
     """The name of the device, e.g. "NVIDIA H200", "TPU v5 lite" or "cpu"."""
     device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.devices()[0].device_kind if device is None else device.device_kind
+    return jax.local_devices()[0].device_kind if device is None else device.device_kind
 
 
 def traced_core_count() -> int:
@@ -25,4 +25,4 @@ def traced_core_count() -> int:
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is not None:
         return device.num_cores or 1
-    return int(getattr(jax.devices()[0], "core_count", 1))
+    return int(getattr(jax.local_devices()[0], "core_count", 1))

@@ -25,7 +25,6 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jaxserve.config import SchedulerOptions
 from jaxserve.engine.engine import Engine
 from jaxserve.layers.stack import stack_specs
 from jaxserve.models.base import ParamSpec
@@ -34,18 +33,20 @@ from jaxserve.pages import PageGroup, PageManager
 from jaxserve.presets import load_preset
 from jaxserve.request import Request, ServiceTier, Tenant
 from jaxserve.runtime.buckets import BucketTable
-from jaxserve.runtime.device_state import row_state_specs
+from jaxserve.runtime.device_state import make_zeros, row_state_specs
 from jaxserve.runtime.inputs import StateShape
 from jaxserve.runtime.params import WeightWriter
 from jaxserve.runtime.programs import Programs
-from jaxserve.runtime.recording import RecordingFile, RecordingRunner
+from jaxserve.runtime.recording import Recording, RecordingFile
 from jaxserve.runtime.rows import SampleVariant, list_variants
 from jaxserve.runtime.runner import ModelRunner
 from jaxserve.runtime.step_model import HiddenStates, SampledTokens, SampleInputs
+from jaxserve.runtime.tee import TeeRunner
 from jaxserve.sampling import sampler_state_specs
 from jaxserve.sampling_params import OutputKind, SamplingParams
 from jaxserve.scheduler import Scheduler, SchedulerLimits
 from jaxserve.scheduler.sequence import NOT_KEPT
+from jaxserve.scheduler_options import SchedulerOptions
 
 PRESET = "llama-3.1-8b"
 PAGE_SIZE = 64
@@ -102,31 +103,28 @@ def make_null_runner(max_rows: int, buckets: BucketTable) -> ModelRunner:
         selected = SampleInputs(jnp.zeros((1, 1)), blank[:, 0], blank[:, 0], blank)
         return cache, rows, selected, HiddenStates(blank, None, None)
 
-    def null_sample(rows: Any, selected: SampleInputs) -> Any:
-        return rows, SampledTokens(jnp.arange(selected.row_ids.shape[0], dtype=jnp.int32) % 97 + 32)
-
-    def null_verify(rows: Any, sampler: Any, selected: SampleInputs, mask: Any, *, width: int) -> Any:
+    def null_sample(rows: Any, selected: SampleInputs, *, width: int) -> Any:
         """Accepts all drafts of every other row and none of the rest; drafts the same again."""
-        del mask
         ids = jnp.arange(selected.row_ids.shape[0], dtype=jnp.int32) % 97 + 32
         runs = jnp.tile(ids[:, None], width)
         is_kept = (jnp.arange(width) == 0) | (jnp.arange(len(ids)) % 2 == 0)[:, None]
-        return rows, sampler, SampledTokens(jnp.where(is_kept, runs, NOT_KEPT), runs[:, 1:])
+        drafts = runs[:, 1:] if width > 1 else None
+        return rows, SampledTokens(jnp.where(is_kept, runs, NOT_KEPT), drafts)
 
+    state_specs = cache, row_state_specs(state, sharding), sampler_state_specs(1, 1, sharding)
     programs = Programs()
+    programs.zeros[None] = functools.partial(make_zeros, state_specs)
     for bucket in buckets.buckets:
         step = functools.partial(null_forward, num_rows=bucket.rows)
         programs.forward[bucket] = jax.jit(step, donate_argnums=(1, 2), keep_unused=True)
-        programs.sample[bucket.rows, SampleVariant.GREEDY] = jax.jit(null_sample, donate_argnums=0)
-        if bucket.width > 1:
-            verify = functools.partial(null_verify, width=bucket.width)
-            programs.verify[bucket, SampleVariant.GREEDY] = jax.jit(verify, donate_argnums=(0, 1))
+        sample = functools.partial(null_sample, width=bucket.width)
+        programs.sample[bucket.rows, bucket.width, SampleVariant.GREEDY] = jax.jit(sample, donate_argnums=0)
     runner = ModelRunner(
         programs,
         buckets,
         params=params,
         writer=WeightWriter(params),
-        state_specs=(cache, row_state_specs(state, sharding), sampler_state_specs(1, 1, sharding)),
+        state_specs=state_specs,
         state_shape=state,
         input_sharding=sharding,
         variants=list_variants(deterministic=False),
@@ -184,7 +182,7 @@ def measure(
     )
     scheduler = Scheduler(limits, pages)
     file = None if recording is None else RecordingFile(recording, {})
-    recorder = runner if file is None else RecordingRunner(runner, file, lambda: "")
+    recorder = runner if file is None else TeeRunner(runner, Recording(file, lambda: ""))
     engine = Engine(scheduler, recorder, tokenizer=tokenizer)
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, output_kind=OutputKind.DELTA)
     for index in range(rows if options is None else 2 * rows):

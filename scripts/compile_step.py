@@ -21,9 +21,9 @@ from jaxserve.runtime.memory import cache_budget
 from jaxserve.runtime.shapes import Shapes, make_shapes
 from jaxserve.runtime.startup import describe_programs, estimate_use, plan_pools
 from jaxserve.sharding import TENSOR_AXIS, make_mesh
+from pallas_kernels.targets import Target, find_target, open_devices
 from pallas_kernels.testing.compile_gate import Gate, make_parser, print_report
 from pallas_kernels.testing.gate_report import ProgramReport
-from pallas_kernels.testing.targets import Target, find_target, open_devices
 
 PRESET = "llama-3.1-8b"
 DEVICE_COUNTS = {"gpu": (1, 2), "tpu": (8,)}  # the first always, the others in the full gate

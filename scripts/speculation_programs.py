@@ -85,12 +85,8 @@ def _run_step(runner: ModelRunner, bucket: Bucket, clock: Clock) -> None:
 
 
 def _sample(runner: ModelRunner, bucket: Bucket, selected: Any) -> Any:
-    if bucket.width == 1:
-        program = runner.programs.get("sample", (bucket.rows, SampleVariant.GREEDY))
-        runner._rows, sampled = program(runner._rows, selected)
-        return sampled
-    program = runner.programs.get("verify", (bucket, SampleVariant.GREEDY))
-    runner._rows, runner._sampler, sampled = program(runner._rows, runner._sampler, selected, None)
+    program = runner.programs.get("sample", (bucket.rows, bucket.width, SampleVariant.GREEDY))
+    runner._rows, sampled = program(runner._rows, selected)
     return sampled
 
 

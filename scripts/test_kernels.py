@@ -25,8 +25,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from pallas_kernels.targets import TARGETS, Target
 from pallas_kernels.testing.gate_report import ProgramReport, find_faults, read_report
-from pallas_kernels.testing.targets import TARGETS, Target
 
 ROOT = Path(__file__).parents[1]
 WHEELS = ROOT / ".wheels"

@@ -58,6 +58,10 @@ class FakeFuture:
     def __init__(self, outputs: StepOutputs, error: Exception | None = None, host: FakeHost | None = None) -> None:
         self._outputs, self._error, self._host = outputs, error, host
 
+    def wait(self) -> None:
+        if self._error is not None:
+            raise self._error
+
     def result(self) -> StepOutputs:
         if self._error is not None:
             raise self._error

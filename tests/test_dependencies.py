@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 REQUIREMENTS = [Requirement(text) for group in (PROJECT["dependencies"], *EXTRAS.values()) for text in group]
-CAPPED = {"jax", "uvicorn"}  # one changes every month, of both we use private parts
+CAPPED = {"jax", "uvicorn", "ray"}  # one changes every month, of all we use private parts
 
 
 def bounds(requirement: Requirement, *operators: str) -> list[Version]:

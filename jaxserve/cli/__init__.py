@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxserve.cli import commands
+from jaxserve.cli.build import add_build_flags, build
 from jaxserve.cli.flags import Parser, add_command_options, add_sampling_flags
 from jaxserve.cli.prompts import RULE
 from jaxserve.cli.replay import replay
@@ -26,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status. Errors that a user can fix are one line on standard error."""
     parser = _make_parser()
     args = parser.parse_args(argv)
+    args.argv = list(sys.argv[1:] if argv is None else argv)  # for processes that run the same command
     if args.run is None:
         parser.print_help(sys.stderr)
         return 2
@@ -60,6 +62,8 @@ def _make_parser() -> argparse.ArgumentParser:
     plan = _add_command(group, "plan", commands.plan, "print the memory plan of a model without loading a weight")
     plan.add_argument("--device", metavar="KIND", help="plan for a device that is not here: h200, h100, v5e, ...")
     add_command_options(plan, (EngineConfig,))
+    text = "compile all programs of a model, also for devices that are not here, for serve --bundle"
+    add_build_flags(_add_command(group, "build", build, text, "[MODEL] -o DIR"))
     text = "print versions, devices, kernels, programs and the compile cache, and what is broken"
     add_command_options(_add_command(group, "doctor", commands.doctor, text), (EngineConfig,))
     text = "run a trace of requests through the engine on a virtual clock: times, throughput, devices needed"

@@ -25,11 +25,19 @@ BATCH_OPTIONS = (  # the server's options that matter without a socket
 
 def serve(args: argparse.Namespace) -> int:
     """`jaxserve serve`; the log explains failures."""
+    from jaxserve.engine.hosts import find_hosts
+    from jaxserve.server.headless import serve_headless
     from jaxserve.server.launch import serve as run
     from jaxserve.server.options import ServerConfig
 
     engine = EngineConfig.from_options(**read_engine_options(args))
-    return run(engine, ServerConfig.from_options(**read_flags(args, ServerConfig)))
+    config = ServerConfig.from_options(**read_flags(args, ServerConfig))
+    if engine.replicas.data_parallel_size > 1:
+        from jaxserve.cluster.replicas import serve_replicas
+
+        return serve_replicas(args.argv, engine, config)
+    engine = find_hosts(engine)
+    return serve_headless(engine, config) if engine.hosts.headless else run(engine, config)
 
 
 def generate(args: argparse.Namespace) -> int:

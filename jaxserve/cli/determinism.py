@@ -36,7 +36,7 @@ def verify(options: Mapping[str, Any], count: int) -> bool:
             different = sum(len(comparison.differences) for comparison in comparisons)
             report(done, count, f"{different} different" if different else "all equal")
     is_on = ready.shapes.config.scheduler.deterministic
-    device = ready.mesh.devices.flat[0]
+    device = ready.mesh.local_devices[0]
     where = f"{ready.mesh.size} x {device.device_kind}, attention {ready.shapes.impl}"
     console = Console()
     console.print(

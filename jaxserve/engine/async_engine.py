@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.config import DEMO_MODEL, EngineConfig
@@ -12,6 +13,7 @@ from jaxserve.engine.arguments import find_deadline, read_chat_options
 from jaxserve.engine.build import ReadyEngine, RunningChoice, build_engine
 from jaxserve.engine.generation_config import GenerationDefaults
 from jaxserve.engine.health import ONE_TOKEN, wait_for_token
+from jaxserve.engine.hosts import end_process
 from jaxserve.engine.inbox import OutputInbox
 from jaxserve.engine.progress import ShowProgress, choose_announce, choose_progress, hide_progress
 from jaxserve.engine.prompts import Message, Prompt, RequestFactory
@@ -19,7 +21,7 @@ from jaxserve.engine.stats import EngineStats, read_stats
 from jaxserve.engine.thread import EngineThread
 from jaxserve.engine.view import EngineView
 from jaxserve.engine_args import EngineArgs
-from jaxserve.errors import EngineStoppedError
+from jaxserve.errors import ClusterError, EngineStoppedError
 from jaxserve.logits_processor import LogitsProcessor
 from jaxserve.request import PRIORITIES, Request, RequestOutput, ServiceTier
 from jaxserve.sampling_params import SamplingParams
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
     from jaxserve.models.base import DecoderConfig
     from jaxserve.tokenizers import Tokenizer
+
+_LOSS_SECONDS = 1.0  # for readers to be told that another host was lost
 
 
 class AsyncLLM:
@@ -79,21 +83,13 @@ class AsyncLLM:
         return llm
 
     def _start(
-        self,
-        config: EngineConfig,
-        *,
-        progress: ShowProgress,
-        processor: LogitsProcessor | None = None,
-        on_stop: Callable[[EngineStoppedError], None] | None = None,
-        only_largest: bool = False,
-        announce: Callable[[str], None] = lambda text: None,
+        self, config: EngineConfig, *, on_stop: Callable[[EngineStoppedError], None] | None = None, **options: Any
     ) -> None:
-        self._ready = build_engine(
-            config, progress=progress, processor=processor, only_largest=only_largest, announce=announce
-        )
+        """Builds the engine with the `options` of `build_engine` and starts its thread."""
+        self._ready = build_engine(config, on_loss=partial(_lose, self), **options)
         self.view = EngineView(self._ready)
         self._thread = EngineThread(self._ready.engine, on_stop)
-        self._thread.call(lambda engine: self._ready.runner.warm_thread()).result()
+        self._thread.call(lambda engine: engine.runner.warm_thread()).result()
 
     def compile_rest(self, progress: ShowProgress) -> None:
         """Compiles the programs that `only_largest` left out, on the caller's thread, while requests are served."""
@@ -278,8 +274,16 @@ class AsyncLLM:
         return await asyncio.wrap_future(self._thread.call(function))
 
     def shutdown(self) -> None:
-        """Aborts all requests and stops the thread. Further calls do nothing."""
+        """Aborts all requests and stops the thread, and other hosts of the engine. Further calls do nothing."""
         self._thread.shutdown()
+        self._ready.close()
+
+
+def _lose(llm: AsyncLLM, error: ClusterError) -> None:
+    """Ends every request, then the process; the engine may still be in the making."""
+    end_process(error, after=_LOSS_SECONDS)
+    if hasattr(llm, "_thread"):
+        llm._thread.give_up(error)
 
 
 AsyncLLMEngine = AsyncLLM  # vLLM's older name

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -18,10 +20,18 @@ from jaxserve.engine.generation_config import (
     read_end_tokens,
     read_generation_defaults,
 )
-from jaxserve.engine.model_files import ModelFiles, load_model_tokenizer, load_params, locate_model, resolve_model
+from jaxserve.engine.hosts import end_process, lead_hosts, lead_steps, refuse_copies, refuse_with_hosts, resolve_hosts
+from jaxserve.engine.model_files import (
+    ModelFiles,
+    load_model_tokenizer,
+    load_params,
+    locate_model,
+    open_update,
+    resolve_model,
+)
 from jaxserve.engine.progress import ShowProgress, hide_progress
 from jaxserve.engine.prompts import RequestFactory
-from jaxserve.errors import ConfigError, TokenizerError
+from jaxserve.errors import ClusterError, ConfigError, TokenizerError
 from jaxserve.logits_processor import LogitsProcessor
 from jaxserve.pages import PageManager
 from jaxserve.sampling_params import SamplingParams
@@ -32,6 +42,8 @@ if TYPE_CHECKING:
 
     from jaxserve.request import RequestOutput
     from jaxserve.runtime.memory import CachePlan
+    from jaxserve.runtime.multihost.hosts import Hosts
+    from jaxserve.runtime.multihost.leader import Followers
     from jaxserve.runtime.protocol import Runner
     from jaxserve.runtime.runner import ModelRunner
     from jaxserve.runtime.shapes import Shapes
@@ -63,6 +75,7 @@ class ReadyEngine:
     plan: CachePlan
     runner: ModelRunner
     mesh: Mesh
+    followers: Followers | None = None  # the other hosts
 
     def require_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer; TokenizerError if there is none."""
@@ -81,16 +94,29 @@ class ReadyEngine:
 
         with progress("Compiling programs") as report:
             note = lambda name, done, total: report(done, total, name)  # noqa: E731
-            yield from compile_rest(self.shapes, self.mesh, self.plan, self.runner, note)
+            for change in compile_rest(self.shapes, self.mesh, self.plan, self.runner, note):
+                yield change if self.followers is None else partial(self.followers.add_programs, change)
+
+    def close(self) -> None:
+        """Ends the other hosts of the engine, if there are any. Further calls do nothing."""
+        if self.followers is not None:
+            self.followers.stop()
 
     def update_weights(self, tree: Any, running: RunningChoice) -> list[RequestOutput]:
         """Swaps the weights while the device is idle; see `LLM.update_weights`."""
         from jaxserve.models.registry import param_specs
-        from jaxserve.weights.update import check_update
+        from jaxserve.weights import CheckpointUpdate, check_update
 
         if running not in get_args(RunningChoice):
             raise ConfigError(f"must be 'requeue' or 'abort', got {running!r}", field="running", value=running)
-        updates = check_update(param_specs(self.shapes.model), tree)
+        updates: Mapping[str, Any] | CheckpointUpdate
+        if isinstance(tree, str | Path):
+            updates = open_update(tree, self.shapes, self.mesh)
+        elif self.shapes.config.hosts.nnodes == 1:
+            updates = check_update(param_specs(self.shapes.model), tree)
+        else:
+            message = "must be the path of a checkpoint, which all hosts of the engine can read"
+            raise ConfigError(message, field="tree")
         outputs = self.engine.drain()
         outputs += self.engine.abort_all() if running == "abort" else []
         self.engine.runner.write_params(updates)
@@ -105,64 +131,84 @@ def build_engine(
     processor: LogitsProcessor | None = None,
     only_largest: bool = False,
     announce: Callable[[str], None] = lambda text: None,
+    on_loss: Callable[[ClusterError], None] = end_process,
 ) -> ReadyEngine:
-    """Builds an engine that can take requests.
+    """Builds an engine that can take requests; if it runs on several hosts, that of rank 0.
 
     Args:
         only_largest: compile only the programs large enough for any step; `ReadyEngine.compile_rest` compiles the rest.
         announce: called with a line for each program compiled later, with `compile="used"`.
+        on_loss: called on another thread when another host is lost.
 
     Raises:
-        ConfigError, DeviceError, WeightsError, TokenizerError, CapacityError: name what to change.
+        ConfigError, DeviceError, WeightsError, TokenizerError, CapacityError, ClusterError: name what to change.
     """
     record_steps = config.observability.record_steps
     if record_steps is not None:
         refuse_recording(Path(record_steps), has_processor=processor is not None, only_largest=only_largest)
-    config = make_cache_dir(config)
-    files = locate_model(config.model)
-    tokenizer = load_model_tokenizer(config.model, files)
-    eos_token_ids = read_end_tokens(config.model, files.path)
-    defaults = read_generation_defaults(
-        files.generation_config,
-        end_tokens=eos_token_ids,
-        has_tokenizer=tokenizer is not None,
-        is_limit=config.model.names_generation_config,
+    config = dataclasses.replace(make_cache_dir(config), hosts=resolve_hosts(config.hosts))
+    refuse_copies(config)
+    refuse_with_hosts(config, has_processor=processor is not None)
+    with lead_hosts(config, on_loss, only_largest=only_largest) as group:
+        files = locate_model(config.model)
+        tokenizer = load_model_tokenizer(config.model, files)
+        eos_token_ids = read_end_tokens(config.model, files.path)
+        defaults = read_generation_defaults(
+            files.generation_config,
+            end_tokens=eos_token_ids,
+            has_tokenizer=tokenizer is not None,
+            is_limit=config.model.names_generation_config,
+        )
+        built = build_runner(
+            config,
+            files,
+            progress=progress,
+            processor=processor,
+            only_largest=only_largest,
+            announce=announce,
+            hosts=group,
+        )
+    runner, followers = lead_steps(built.runner, group)
+    if record_steps is not None:
+        runner = record_runner(built, runner, Path(record_steps))
+    engine = make_engine(built, runner, tokenizer)
+    shapes = built.shapes
+    factory = RequestFactory(
+        tokenizer,
+        vocab_size=shapes.model.vocab_size,
+        eos_token_ids=(*shapes.model.eos_token_ids, *eos_token_ids),
+        seed=shapes.config.model.seed,
+        max_model_len=shapes.model.max_model_len,
+        max_logprobs=shapes.config.compile.max_logprobs,
+        processor=processor,
     )
-    built = build_runner(
-        config, files, progress=progress, processor=processor, only_largest=only_largest, announce=announce
-    )
-    shapes, plan = built.shapes, built.plan
+    if followers is not None:
+        weakref.finalize(engine, followers.stop)
+    return ReadyEngine(engine, factory, tokenizer, defaults, shapes, built.plan, built.runner, built.mesh, followers)
+
+
+def make_engine(built: BuiltRunner, runner: Runner, tokenizer: Tokenizer | None) -> Engine:
+    """Returns the engine whose scheduler plans for a built runner; its steps go to `runner`, which wraps that one."""
     from jaxserve.runtime.startup import page_groups
 
-    options = shapes.config
+    shapes, options = built.shapes, built.shapes.config
     assert options.cache.page_size is not None and options.scheduler.max_num_batched_tokens is not None
     pages = PageManager(
-        page_groups(shapes, plan),
+        page_groups(shapes, built.plan),
         page_size=options.cache.page_size,
         max_chunk=options.scheduler.max_num_batched_tokens,
         enable_prefix_caching=options.cache.enable_prefix_caching,
         num_host_slots=built.runner.host_slots.memory.num_slots,
         max_copies=shapes.max_copies,
     )
-    scheduler = Scheduler(shapes.limits, pages)
-    engine = Engine(
-        scheduler,
-        built.runner if record_steps is None else record_runner(built, Path(record_steps)),
+    return Engine(
+        Scheduler(shapes.limits, pages),
+        runner,
         vocab_size=shapes.model.vocab_size,
         tokenizer=tokenizer,
         overlap=options.scheduler.async_scheduling,
         attention=AttentionStats(shapes.impl, shapes.impl_reason, shapes.fell_back),
     )
-    factory = RequestFactory(
-        tokenizer,
-        vocab_size=shapes.model.vocab_size,
-        eos_token_ids=(*shapes.model.eos_token_ids, *eos_token_ids),
-        seed=options.model.seed,
-        max_model_len=shapes.model.max_model_len,
-        max_logprobs=options.compile.max_logprobs,
-        processor=processor,
-    )
-    return ReadyEngine(engine, factory, tokenizer, defaults, shapes, plan, built.runner, built.mesh)
 
 
 def build_runner(
@@ -174,22 +220,27 @@ def build_runner(
     only_largest: bool = False,
     announce: Callable[[str], None] = lambda text: None,
     num_pages: Sequence[int] | None = None,
+    hosts: Hosts | None = None,
 ) -> BuiltRunner:
     """Loads the weights, plans memory and compiles programs; see `build_engine`.
 
     Args:
         num_pages: the pages of each KV group, in place of a memory plan.
+        hosts: those that run this engine together, if there are several. Each calls this function.
     """
+    from jaxserve.runtime.bundle.read import Bundle
     from jaxserve.runtime.memory import device_memory_bytes
+    from jaxserve.runtime.multihost.hosts import ONE_HOST
     from jaxserve.runtime.program_cache import enable_persistent_cache
     from jaxserve.runtime.self_test import confirm_attention
     from jaxserve.runtime.shapes import make_shapes
     from jaxserve.runtime.startup import require_room, start_runner
     from jaxserve.sharding import make_mesh
 
+    hosts = hosts or ONE_HOST
     allow_pinned_memory(config.cache.kv_offloading_size)
     mesh = make_mesh(config.parallel.tensor_parallel_size)
-    device = mesh.devices.flat[0]
+    device = mesh.local_devices[0]
     model = resolve_model(config, files)
     drafter = locate_drafter(config, files, model)
     shapes = make_shapes(config, model, device.platform, device.device_kind, None if drafter is None else drafter.model)
@@ -199,6 +250,10 @@ def build_runner(
     shapes = confirm_attention(shapes, mesh.local_devices[0])
     level = logging.WARNING if shapes.fell_back else logging.INFO
     _log.log(level, "attention: %s, %s", shapes.impl, shapes.impl_reason)
+    bundle = None if config.compile.bundle is None else Bundle(Path(config.compile.bundle), shapes, mesh)
+    if hosts.size > 1:
+        facts = {"bundle": None if bundle is None else bundle.digest}
+        hosts.require_equal(describe_model_files(files, shapes) | facts)
     params = load_params(config, files, shapes, mesh, progress=progress)
     draft_params = None
     if drafter is not None:
@@ -214,8 +269,23 @@ def build_runner(
             only_largest=only_largest,
             announce=announce,
             num_pages=num_pages,
+            hosts=hosts,
+            bundle=bundle,
         )
     return BuiltRunner(shapes, mesh, plan, runner)
+
+
+def describe_model_files(files: ModelFiles, shapes: Shapes) -> dict[str, Any]:
+    """Returns what the hosts of one engine must have in common before they read weights."""
+    from jaxserve.runtime.identity import describe_model
+    from jaxserve.weights.fingerprint import fingerprint_weights
+
+    reads = files.path is not None and shapes.config.model.load_format != "dummy"
+    return {
+        **describe_model(shapes.model),
+        "attention": shapes.impl,
+        "weights": fingerprint_weights(files.find_weights()) if reads else None,
+    }
 
 
 def refuse_recording(path: Path, *, has_processor: bool, only_largest: bool) -> None:
@@ -232,15 +302,15 @@ def refuse_recording(path: Path, *, has_processor: bool, only_largest: bool) -> 
     refuse_target(path)
 
 
-def record_runner(built: BuiltRunner, path: Path) -> Runner:
-    """Returns the runner with every call recorded in a new file."""
+def record_runner(built: BuiltRunner, runner: Runner, path: Path) -> Runner:
+    """Returns `runner`, which runs the built one, with every call recorded in a new file."""
     from jaxserve.runtime.identity import describe_engine, digest_params
-    from jaxserve.runtime.recording import RecordingFile, RecordingRunner
+    from jaxserve.runtime.recording import Recording, RecordingFile
+    from jaxserve.runtime.tee import TeeRunner
 
-    runner = built.runner
-    file = RecordingFile(path, describe_engine(built.shapes, built.plan, built.mesh, runner.params))
+    file = RecordingFile(path, describe_engine(built.shapes, built.plan, built.mesh, built.runner.params))
     _log.warning("record_steps: %s gets the tokens of all prompts and answers", path)
-    return RecordingRunner(runner, file, lambda: digest_params(runner.params))
+    return TeeRunner(runner, Recording(file, lambda: digest_params(built.runner.params)))
 
 
 def make_cache_dir(config: EngineConfig) -> EngineConfig:

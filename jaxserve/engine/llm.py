@@ -48,7 +48,8 @@ class LLM:
         logits_processor: LogitsProcessor | None = None,
         **options: Any,
     ) -> None:
-        config = EngineConfig.from_options(model=str(model), **options).with_compile("used")
+        config = EngineConfig.from_options(model=str(model), **options)
+        config = config.with_compile("used" if config.hosts.nnodes in (None, 1) else "all")
         self._ready: ReadyEngine = build_engine(
             config,
             progress=choose_progress(show_progress),
@@ -89,7 +90,8 @@ class LLM:
         Waits for the step in flight, then writes leaf by leaf, and empties the prefix cache.
 
         Args:
-            tree: canonical parameters as nested dictionaries, as `{dotted name: array}`, or as an `nnx.State`.
+            tree: canonical parameters as nested dictionaries, as `{dotted name: array}`, or as an `nnx.State`; or the
+                directory of a checkpoint, which is the only form with several hosts.
             running: "requeue" recomputes unfinished requests with the tokens they have; "abort" ends them.
 
         Returns:
@@ -97,7 +99,7 @@ class LLM:
 
         Raises:
             WeightsError: a leaf is missing, unknown or has another shape; the old weights stay.
-            ConfigError: `running` is neither "requeue" nor "abort".
+            ConfigError: `running` is neither "requeue" nor "abort"; or `tree` is not a path with several hosts.
         """
         return self._ready.update_weights(tree, running)
 

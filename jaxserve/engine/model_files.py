@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from jaxserve.models.base import DecoderConfig
     from jaxserve.runtime.shapes import Shapes
     from jaxserve.tokenizers import Tokenizer
+    from jaxserve.weights import CheckpointUpdate
 
 _log = logging.getLogger(__name__)
 
@@ -151,3 +152,22 @@ def load_params(
                 progress=report,
             )
     return stack_params(params, shapes.stack_mode)
+
+
+def open_update(path: str | Path, shapes: Shapes, mesh: Mesh) -> CheckpointUpdate:
+    """Returns new weights for a model from the checkpoint directory `path`; WeightsError if it does not hold them."""
+    from jaxserve.models.registry import ignored_weights, param_specs, weight_sources
+    from jaxserve.sharding import DEFAULT_RULES
+    from jaxserve.weights import CheckpointUpdate, resolve_checkpoint
+
+    model = shapes.model
+    update = CheckpointUpdate(
+        resolve_checkpoint(str(path), None),
+        param_specs(model),
+        weight_sources(model),
+        ignored_weights(model),
+        mesh,
+        DEFAULT_RULES,
+    )
+    update.check()
+    return update

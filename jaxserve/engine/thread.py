@@ -91,6 +91,12 @@ class EngineThread:
         """Like `call`, for a function that returns outputs, which go to their inboxes."""
         return self.call(lambda engine: self._hand_out(function(engine)))
 
+    def give_up(self, error: JaxServeError) -> None:
+        """Stops with an error, on the caller's thread: the engine's may never return from a step."""
+        self._has_ended = True
+        self._stop_serving(error)
+        self._answer_left()
+
     def shutdown(self) -> None:
         """Aborts all requests and ends the thread. Further calls do nothing."""
         self._jobs.put(None)
@@ -113,9 +119,10 @@ class EngineThread:
     def _turn(self) -> None:
         try:
             self._serve()
-            self._stopped = EngineStoppedError("the engine was shut down")
+            self._stopped = self._stopped or EngineStoppedError("the engine was shut down")
         except BaseException as error:  # panics in Rust too: this thread must not end unnoticed
-            self._stop_serving(error)
+            if self._stopped is None:  # otherwise another thread gave up before
+                self._stop_serving(error)
         finally:
             self._has_ended = True
             self._answer_left()
@@ -152,7 +159,7 @@ class EngineThread:
     def _stop_serving(self, error: BaseException) -> None:
         """Records a failure of the engine, calls `on_stop`, and delivers the error to every inbox."""
         self._stopped = _explain(error)
-        inboxes = set(self._inboxes.values())
+        inboxes = set(self._inboxes.copy().values())  # one operation: another thread may give up
         self._inboxes.clear()
         try:
             if self._on_stop is not None:

@@ -7,8 +7,8 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from jaxserve.config import MIN_CHUNK
 from jaxserve.errors import MissingProgramError
+from jaxserve.scheduler_options import MIN_CHUNK
 
 _MAX_LOOP_ROWS = 8
 _MAX_VERIFY_PROGRAMS = {"cpu": 6, "gpu": 16, "tpu": 16}

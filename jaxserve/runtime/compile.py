@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Sharding
 
 from jaxserve.runtime.buckets import Bucket
-from jaxserve.runtime.device_state import KVCache, RowState
+from jaxserve.runtime.device_state import KVCache, RowState, make_zeros
 from jaxserve.runtime.drafting import remember_answer, set_tokens
 from jaxserve.runtime.heads import draft_tokens
 from jaxserve.runtime.inputs import InputLayout, StateShape
@@ -24,7 +24,7 @@ from jaxserve.runtime.page_copies import COPY_PAGES, HostMemory, read_pages, wri
 from jaxserve.runtime.program_list import ProgramKey, name_program
 from jaxserve.runtime.programs import Programs
 from jaxserve.runtime.rows import SampleVariant
-from jaxserve.runtime.sample import sample_shaped_tokens, sample_tokens, verify_tokens
+from jaxserve.runtime.sample import sample_shaped_tokens, sample_tokens
 from jaxserve.runtime.step import (
     compute_prompt_logprobs,
     compute_step_logprobs,
@@ -94,27 +94,17 @@ def trace_forward(model: StepModel, inputs: ProgramInputs, bucket: Bucket) -> An
     return jitted.trace(inputs.params, inputs.cache, inputs.rows, packed)
 
 
-def compile_sample(model: StepModel, inputs: ProgramInputs, rows: int, variant: SampleVariant) -> Any:
-    """Compiles one sample program of one row bucket."""
-    selected = _selected(model, inputs, rows)
+def compile_sample(model: StepModel, inputs: ProgramInputs, rows: int, width: int, variant: SampleVariant) -> Any:
+    """Compiles one sample program of rows of `width` tokens."""
+    selected = _selected(model, inputs, rows, width)
     if variant <= SampleVariant.RANDOM:
         step: Callable[..., Any] = functools.partial(sample_tokens, model=model, greedy=variant is SampleVariant.GREEDY)
         jitted = jax.jit(step, donate_argnums=(0,), out_shardings=(_shardings(inputs.rows), inputs.replicated))
         return jitted.lower(inputs.rows, selected).compile()
     outputs = _shardings(inputs.rows), _shardings(inputs.sampler), inputs.replicated
-    masks = inputs.spec((rows, mask_words(model)), jnp.uint32) if variant is SampleVariant.MASKED else None
-    step = functools.partial(sample_shaped_tokens, model=model)
-    jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=outputs)
-    return jitted.lower(inputs.rows, inputs.sampler, selected, masks).compile()
-
-
-def compile_verify(model: StepModel, inputs: ProgramInputs, bucket: Bucket, variant: SampleVariant) -> Any:
-    """Compiles one sample program of one verify bucket."""
-    selected = _selected(model, inputs, bucket.rows, bucket.width)
-    lines = bucket.rows * bucket.width, mask_words(model)
+    lines = rows * width, mask_words(model)
     masks = inputs.spec(lines, jnp.uint32) if variant is SampleVariant.MASKED else None
-    step = functools.partial(verify_tokens, model=model, variant=variant)
-    outputs = _shardings(inputs.rows), _shardings(inputs.sampler), inputs.replicated
+    step = functools.partial(sample_shaped_tokens, model=model)
     jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=outputs)
     return jitted.lower(inputs.rows, inputs.sampler, selected, masks).compile()
 
@@ -134,7 +124,7 @@ def compile_draft(model: StepModel, inputs: ProgramInputs, bucket: Bucket, draft
         query_start_loc=inputs.spec((bucket.rows + 1,), jnp.int32),
         distribution=inputs.spec((3,), jnp.int32),
     )
-    ids = rows if bucket.width == 1 else inputs.spec((bucket.rows, bucket.width), jnp.int32)
+    ids = inputs.spec((bucket.rows, bucket.width), jnp.int32)
     selected = _selected(model, inputs, bucket.rows, bucket.width)
     outputs = _shardings(inputs.cache), _shardings(inputs.rows), inputs.replicated
     jitted = jax.jit(step, donate_argnums=(2, 3), out_shardings=outputs)
@@ -157,7 +147,7 @@ def compile_logprobs(model: StepModel, inputs: ProgramInputs, rows: int, width: 
     most = min(max_logprobs, model.config.vocab_size)
     step = functools.partial(compute_step_logprobs, model=model, max_logprobs=most)
     jitted = jax.jit(step, out_shardings=inputs.replicated)
-    ids = inputs.spec((rows,) if width == 1 else (rows, width), jnp.int32)
+    ids = inputs.spec((rows, width), jnp.int32)
     return jitted.lower(_selected(model, inputs, rows, width), ids).compile()
 
 
@@ -183,6 +173,12 @@ def compile_set_row(model: StepModel, inputs: ProgramInputs) -> Any:
     line = jax.tree.map(lambda array: inputs.spec(array.shape, array.dtype), line)
     jitted = jax.jit(set_row, donate_argnums=(0,), out_shardings=_shardings(inputs.sampler))
     return jitted.lower(inputs.sampler, inputs.spec((), jnp.int32), line).compile()
+
+
+def compile_zeros(inputs: ProgramInputs) -> Any:
+    """Compiles the program that makes the state of an idle engine: empty pools, rows without work."""
+    specs = inputs.cache, inputs.rows, inputs.sampler
+    return jax.jit(functools.partial(make_zeros, specs), out_shardings=_shardings(specs)).lower().compile()
 
 
 def compile_set_tokens(model: StepModel, inputs: ProgramInputs) -> Any:
@@ -240,11 +236,11 @@ class ProgramCompiler:
             "forward": compile_forward,
             "sample": lambda model, inputs, key: compile_sample(model, inputs, *key),
             "loop": lambda model, inputs, key: compile_loop(model, inputs, *key, num_steps=self.max_decode_steps),
-            "verify": lambda model, inputs, key: compile_verify(model, inputs, *key),
             "logprobs": lambda model, inputs, key: compile_logprobs(model, inputs, *key, self.max_logprobs),
             "prompt_logprobs": functools.partial(compile_prompt_logprobs, max_logprobs=self.max_logprobs),
             "pool": compile_pool,
             "set_row": lambda model, inputs, _: compile_set_row(model, inputs),
+            "zeros": lambda model, inputs, _: compile_zeros(inputs),
             "draft": lambda model, inputs, key: compile_draft(model, inputs, *key),
             "set_tokens": lambda model, inputs, _: compile_set_tokens(model, inputs),
             "remember": lambda model, inputs, _: compile_remember(model, inputs),
@@ -257,7 +253,7 @@ class ProgramCompiler:
 
 
 def compile_programs(
-    compiler: ProgramCompiler,
+    make: Callable[[str, Any], Any],
     wanted: Iterable[ProgramKey],
     *,
     threads: int = 0,
@@ -267,16 +263,13 @@ def compile_programs(
     """Returns the programs in `known` and in `wanted`. XLA releases the GIL, so missing ones compile in threads.
 
     Args:
+        make: compiles, or loads, the program of a kind and key.
         threads: how many compile at once; 0: one per core, at most 8.
     """
     threads = threads or min(8, os.cpu_count() or 1)
     programs = Programs() if known is None else known.copy()
     with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
-        jobs = {
-            pool.submit(compiler.compile, kind, key): (kind, key)
-            for kind, key in wanted
-            if key not in getattr(programs, kind)
-        }
+        jobs = {pool.submit(make, kind, key): (kind, key) for kind, key in wanted if key not in getattr(programs, kind)}
         try:
             for done, job in enumerate(as_completed(jobs), 1):
                 kind, key = jobs[job]
@@ -304,7 +297,7 @@ def compile_late(compiler: ProgramCompiler, announce: Callable[[str], None]) -> 
     return compile_missing
 
 
-def _selected(model: StepModel, inputs: ProgramInputs, rows: int, width: int = 1) -> SampleInputs:
+def _selected(model: StepModel, inputs: ProgramInputs, rows: int, width: int) -> SampleInputs:
     """Returns the abstract values that a forward program of `rows` rows hands to sampling."""
     layout = InputLayout(Bucket(rows, rows), inputs.state_shape)
     return SampleInputs(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Int, UInt32
 
 from jaxserve.runtime.device_state import RowState
@@ -25,7 +26,17 @@ def look_up_drafts(
     lengths = rows.num_computed[row_ids] + (counts > 0)
     lookup = drafting.lookup.append(rows.lookup, row_ids, lengths - counts, runs, counts)
     few = slice(drafting.rows)
-    drafts = drafting.lookup.propose(lookup, row_ids[few], lengths[few])
+
+    def look_up() -> Int[Array, "P K"]:
+        assert drafting.lookup is not None
+        return drafting.lookup.propose(lookup, row_ids[few], lengths[few])
+
+    def skip() -> Int[Array, "P K"]:
+        return jnp.full((len(row_ids[few]), drafting.max_drafts), NO_DRAFT, jnp.int32)
+
+    # With more rows than a step can verify, drafts are good for nothing. Only a CPU saves time by a branch.
+    is_useful = jnp.sum(counts > 0) <= drafting.rows
+    drafts = lax.platform_dependent(cpu=lambda: lax.cond(is_useful, look_up, skip), default=look_up)
     return set_drafts(replace(rows, lookup=lookup), row_ids, drafts)
 
 

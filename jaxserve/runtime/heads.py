@@ -29,7 +29,7 @@ def draft_tokens(
     rows: RowState,
     selected: SampleInputs,
     tokens: StepTokens,
-    ids: Int[Array, "S ..."],
+    ids: Int[Array, "S W"],
     *,
     model: StepModel,
     bucket: Bucket,
@@ -136,13 +136,13 @@ def _draft_along(
     return jnp.concatenate([*(each[:, None] for each in first), later.T], axis=1), pool
 
 
-def _shift(tokens: StepTokens, selected: SampleInputs, ids: Int[Array, "S ..."]) -> Int[Array, " T"]:
+def _shift(tokens: StepTokens, selected: SampleInputs, ids: Int[Array, "S W"]) -> Int[Array, " T"]:
     """Returns the token after each token of the step: the one sampled there, or the one that the row has there."""
     ids = jnp.maximum(ids, 0)  # after the end of a run any token will do
-    if ids.ndim == 2:
+    if ids.shape[1] > 1:
         return ids.reshape(-1)
     last = jnp.where(jnp.diff(tokens.query_start_loc) > 0, tokens.query_start_loc[1:] - 1, len(tokens.token_ids))
-    following = jnp.where(selected.samples == 1, ids, tokens.next_ids)
+    following = jnp.where(selected.samples == 1, ids[:, 0], tokens.next_ids)
     return jnp.roll(tokens.token_ids, -1).at[last].set(following, mode="drop")
 
 

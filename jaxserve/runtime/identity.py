@@ -24,20 +24,21 @@ from jaxserve.runtime.shapes import Shapes
 from jaxserve.speculative_config import SpeculativeConfig
 
 FORMAT = 1  # of the lines; goes up when their meaning changes (the fields of plans are compared by name)
-_LOCAL_OPTIONS = ("record_steps", "compilation_cache_dir", "tokenizer", "generation_config")  # no step depends on them
+# No step depends on these.
+_LOCAL_OPTIONS = ("record_steps", "compilation_cache_dir", "bundle", "tokenizer", "generation_config")
+
+
+def describe_versions() -> dict[str, Any]:
+    """Returns the versions, and the form of the calls by which steps are run."""
+    versions = {"jaxserve": __version__, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
+    return {"recording": FORMAT, **versions, "plans": describe_fields()}
 
 
 def describe_host() -> dict[str, Any]:
-    """Returns the versions, the fields of plans and the kind of the devices; DeviceError if there are none."""
-    device = find_devices()[0]
-    versions = {"jaxserve": __version__, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
-    return {
-        "recording": FORMAT,
-        **versions,
-        "plans": describe_fields(),
-        "platform": device.platform,
-        "device": device.device_kind,
-    }
+    """Returns the versions, the form of the calls and the kind of this host's devices; DeviceError: it has none."""
+    find_devices()
+    device = jax.local_devices()[0]
+    return {**describe_versions(), "platform": device.platform, "device": device.device_kind}
 
 
 def describe_mesh(mesh: Mesh) -> dict[str, Any]:
@@ -74,12 +75,23 @@ def describe_engine(shapes: Shapes, plan: CachePlan, mesh: Mesh, params: Any) ->
 
 def list_chosen_options(config: EngineConfig) -> dict[str, Any]:
     """Returns the options that steps depend on and that are not the defaults, by name."""
-    chosen = {}
+    given = _list_given(config)
+    return {name: value for name, value in given.items() if name not in _LOCAL_OPTIONS}
+
+
+def list_local_options(config: EngineConfig) -> dict[str, Any]:
+    """Returns the other options that are not the defaults, by name, but for those of hosts and replicas."""
+    given = _list_given(config)
+    return {name: value for name, value in given.items() if name in _LOCAL_OPTIONS}
+
+
+def _list_given(config: EngineConfig) -> dict[str, Any]:
+    given = {}
     for section, option in list_options(EngineConfig):
         value = getattr(getattr(config, section), option.name)
-        if option.name not in _LOCAL_OPTIONS and value != option.default:
-            chosen[option.name] = value.to_dict() if isinstance(value, SpeculativeConfig) else value
-    return chosen
+        if section not in ("hosts", "replicas") and value != option.default:
+            given[option.name] = value.to_dict() if isinstance(value, SpeculativeConfig) else value
+    return given
 
 
 def find_difference(recorded: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[str, Any, Any] | None:

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.layers.stack import get_leaf, list_stacked, set_leaf, write_layer
+from jaxserve.runtime.protocol import ParamUpdates
+from jaxserve.sharding import send
 from jaxserve.weights import place_parameter
 
 
@@ -24,8 +26,8 @@ class WeightWriter:
         for leaf in list_stacked(params):
             self._programs.setdefault(_kind(leaf), _compile_write(leaf))
 
-    def write(self, params: dict[str, Any], updates: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the tree with `updates` (canonical dotted name -> array); `params` must not be used afterwards.
+    def write(self, params: dict[str, Any], updates: ParamUpdates) -> dict[str, Any]:
+        """Returns the tree with `updates` (canonical dotted name, array); `params` must not be used afterwards.
 
         A value takes the dtype of the leaf it replaces. Values are copied: the caller may donate its arrays later, to a
         training step for example.
@@ -37,7 +39,7 @@ class WeightWriter:
             else:
                 program = self._programs[_kind(old)]
                 value_sharding, index_sharding = program.input_shardings[0][1:]
-                place = jax.device_put(np.int32(index), index_sharding)
+                place = send(np.int32(index), index_sharding)
                 new = program(old, place_parameter(value, old.dtype, value_sharding, name=name), place)
             params = set_leaf(params, name, new)
         return params

@@ -161,6 +161,24 @@ class MaskEncoder:
         return {"slots": slots, "lines": lines}
 
 
+class CallEncoder:
+    """Turns calls of a `Runner` into values of JSON; plans and masks as what differs from those before."""
+
+    def __init__(self) -> None:
+        self._plans, self._masks = PlanEncoder(), MaskEncoder()
+
+    def start(self, plan: StepPlan) -> dict[str, Any]:
+        """Returns the call that starts a step."""
+        return {"call": "start", "plan": self._plans.encode(plan)}
+
+    def sample(self, step_id: int, mask: np.ndarray | None) -> dict[str, Any]:
+        """Returns the call that samples a started step."""
+        call: dict[str, Any] = {"call": "sample", "step": step_id}
+        if mask is not None:
+            call["mask"] = self._masks.encode(mask)
+        return call
+
+
 class MaskDecoder:
     """Turns what a `MaskEncoder` made, in the same order, into the same masks."""
 

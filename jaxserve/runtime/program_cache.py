@@ -50,6 +50,33 @@ def enable_persistent_cache(directory: Path | None) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+def disable_persistent_cache() -> None:
+    """Makes this process compile every program itself.
+
+    On a CPU, a program that was read from a cache can be serialized again, but not run where that is loaded.
+    """
+    jax.config.update("jax_enable_compilation_cache", False)
+    jax_cache.reset_cache()
+
+
+def keep_programs_of_this_host() -> None:
+    """Lets a process that is not JAX's first keep its programs as well; call it before anything is compiled.
+
+    JAX leaves the writing to the first process, as others may have the same directory. Their programs have other keys,
+    and a `ProgramStore` writes whole entries. Without this, every other host would compile at each start. The only
+    private name used is `_cache_write`; a JAX without it behaves as before.
+    """
+    from jax._src import compilation_cache, compiler
+
+    if getattr(compiler, "_cache_write", None) is None:
+        return
+
+    def write(key: str, seconds: float, name: str, backend: Any, executable: Any) -> None:
+        compilation_cache.put_executable_and_time(key, name, executable, backend, int(seconds))
+
+    compiler._cache_write = write
+
+
 class ProgramStore:
     """A cache for JAX: `get` and `put`. Entries keep JAX's format and names.
 

@@ -19,10 +19,10 @@ def name_program(kind: str, key: Any) -> str:
     match kind, key:
         case "forward", bucket:
             name = str(bucket)
-        case "sample" | "loop", (rows, variant):
+        case "sample", (rows, width, variant):
+            name += f" {rows if width == 1 else f'{rows}x{width}'} {variant.name.lower()}"
+        case "loop", (rows, variant):
             name += f" {rows} {variant.name.lower()}"
-        case "verify", (bucket, variant):
-            name = f"{bucket} {variant.name.lower()}"
         case "draft", (bucket, drafts):
             name = f"{'draft' if drafts else 'catch up'} {bucket}"
         case "logprobs", (rows, width):
@@ -48,15 +48,14 @@ def list_programs(
             yield from (("draft", (bucket, drafts_all)) for drafts_all in (True, False))
         if bucket.is_mixed:
             yield "prompt_logprobs", bucket
-        elif bucket.width > 1:
-            yield from (("verify", (bucket, variant)) for variant in variants)
-            yield "logprobs", (bucket.rows, bucket.width)
-    for rows in buckets.row_counts:
+    for rows, width in (*((rows, 1) for rows in buckets.row_counts), *buckets.verify_sizes):
         for variant in variants:
-            yield "sample", (rows, variant)
-        yield "logprobs", (rows, 1)
+            yield "sample", (rows, width, variant)
+        yield "logprobs", (rows, width)
+    for rows in buckets.row_counts:
         yield "pool", rows
     yield "set_row", None
+    yield "zeros", None
 
 
 def list_lookups(drafting: Drafting | None) -> Iterator[ProgramKey]:

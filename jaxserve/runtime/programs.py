@@ -16,13 +16,13 @@ class Programs:
     """The compiled programs, by kind. The set is closed unless there is a `compile_missing`."""
 
     forward: dict[Bucket, Any] = dataclasses.field(default_factory=dict)
-    sample: dict[tuple[int, SampleVariant], Any] = dataclasses.field(default_factory=dict)
+    sample: dict[tuple[int, int, SampleVariant], Any] = dataclasses.field(default_factory=dict)  # by rows and width
     loop: dict[tuple[int, SampleVariant], Any] = dataclasses.field(default_factory=dict)
-    verify: dict[tuple[Bucket, SampleVariant], Any] = dataclasses.field(default_factory=dict)
     draft: dict[tuple[Bucket, bool], Any] = dataclasses.field(default_factory=dict)  # False: it only catches up
     logprobs: dict[tuple[int, int], Any] = dataclasses.field(default_factory=dict)  # by rows and width
     prompt_logprobs: dict[Bucket, Any] = dataclasses.field(default_factory=dict)
     pool: dict[int, Any] = dataclasses.field(default_factory=dict)  # by rows
+    zeros: dict[None, Any] = dataclasses.field(default_factory=dict)
     set_row: dict[None, Any] = dataclasses.field(default_factory=dict)
     set_tokens: dict[None, Any] = dataclasses.field(default_factory=dict)
     remember: dict[None, Any] = dataclasses.field(default_factory=dict)

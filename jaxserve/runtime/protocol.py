@@ -9,10 +9,17 @@ from jaxserve.scheduler.plan import StepOutputs, StepPlan
 
 if TYPE_CHECKING:
     from jaxserve.runtime.counts import StepCounts
+    from jaxserve.weights import CheckpointUpdate
+
+type ParamUpdates = "Mapping[str, Any] | CheckpointUpdate"  # arrays by canonical name, or files that have them
 
 
 class StepFuture(Protocol):
     """A step in flight."""
+
+    def wait(self) -> None:
+        """Waits for the step and leaves its outputs on the device; raises what made it fail."""
+        ...
 
     def result(self) -> StepOutputs:
         """Waits for the step and returns its outputs; raises what made it fail."""
@@ -59,6 +66,10 @@ class Runner(Protocol):
         """Rebuilds the state that a failed step consumed: zeroed pools, no rows."""
         ...
 
-    def write_params(self, updates: Mapping[str, Any]) -> None:
+    def warm_thread(self) -> None:
+        """Runs a program on the calling thread, which will run the steps, and waits for it."""
+        ...
+
+    def write_params(self, updates: ParamUpdates) -> None:
         """Replaces parameters by canonical name. No step may be in flight."""
         ...

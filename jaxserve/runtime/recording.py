@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.errors import ConfigError
-from jaxserve.runtime.counts import StepCounts
-from jaxserve.runtime.plan_codec import MaskEncoder, PlanEncoder, encode_object
-from jaxserve.runtime.protocol import Runner, StartedStep, StepFuture
+from jaxserve.runtime.plan_codec import CallEncoder, encode_object
+from jaxserve.runtime.protocol import ParamUpdates
 from jaxserve.scheduler.plan import StepOutputs, StepPlan
 
 _log = logging.getLogger(__name__)
@@ -69,92 +68,44 @@ class RecordingFile:
             self.close()
 
 
-class RecordingRunner:
-    """A `Runner` that records the calls of another."""
+class Recording:
+    """Writes the calls that a `TeeRunner` makes."""
 
-    def __init__(self, runner: Runner, file: RecordingFile, digest: Callable[[], str]) -> None:
+    def __init__(self, file: RecordingFile, digest: Callable[[], str]) -> None:
         """`digest` returns the `digest_params` of the runner's parameters."""
-        self._runner, self._file, self._digest = runner, file, digest
-        self._plans, self._masks = PlanEncoder(), MaskEncoder()
+        self._file, self._digest = file, digest
+        self._calls = CallEncoder()
 
-    @property
-    def counts(self) -> StepCounts:
-        """The recorded runner's."""
-        return self._runner.counts
+    def start(self, plan: StepPlan) -> None:
+        """See `CallSink`."""
+        self._file.write(self._calls.start(plan))
 
-    @property
-    def num_programs(self) -> int:
-        """The recorded runner's."""
-        return self._runner.num_programs
+    def sample(self, step_id: int, mask: Any) -> None:
+        """See `CallSink`."""
+        self._file.write(self._calls.sample(step_id, mask))
 
-    @property
-    def num_compiles(self) -> int:
-        """The recorded runner's."""
-        return self._runner.num_compiles
-
-    def start(self, plan: StepPlan) -> RecordedStep:
-        """See `Runner.start`."""
-        self._file.write({"call": "start", "plan": self._plans.encode(plan)})
-        return RecordedStep(self, plan.step_id, self._attempt(plan.step_id, self._runner.start, plan))
-
-    def sample(self, step_id: int, started: StartedStep, mask: Any) -> RecordedFuture:
-        """See `StartedStep.sample`."""
-        line: dict[str, Any] = {"call": "sample", "step": step_id}
-        if mask is not None:
-            line["mask"] = self._masks.encode(mask)
-        self._file.write(line)
-        return RecordedFuture(self, step_id, self._attempt(step_id, started.sample, mask))
-
-    def wait(self, step_id: int, future: StepFuture) -> StepOutputs:
-        """See `StepFuture.result`."""
-        outputs: StepOutputs = self._attempt(step_id, future.result)
+    def finish(self, step_id: int, outputs: StepOutputs) -> None:
+        """See `CallSink`."""
         line: dict[str, Any] = {"call": "result", "step": step_id, "ids": outputs.token_ids}
         if outputs.counts is not None:
             line["counts"] = outputs.counts
         self._file.write(line)
-        return outputs
 
-    def _attempt(self, step_id: int, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Calls a function, and records what it raises."""
-        try:
-            return function(*arguments)
-        except BaseException as error:
-            text = f"{type(error).__name__}: {error}"[:_MAX_ERROR]
-            self._file.write({"call": "failed", "step": step_id, "error": text})
-            raise
+    def fail(self, step_id: int, error: BaseException) -> None:
+        """See `CallSink`."""
+        text = f"{type(error).__name__}: {error}"[:_MAX_ERROR]
+        self._file.write({"call": "failed", "step": step_id, "error": text})
 
     def reset(self) -> None:
-        """See `Runner.reset`."""
+        """See `CallSink`."""
         self._file.write({"call": "reset"})
-        self._runner.reset()
 
-    def write_params(self, updates: Mapping[str, Any]) -> None:
-        """See `Runner.write_params`."""
-        self._runner.write_params(updates)
+    def write_params(self, updates: ParamUpdates) -> None:
+        """See `CallSink`; the digest is known afterwards."""
+
+    def end_write(self) -> None:
+        """See `CallSink`."""
         self._file.write({"call": "weights", "digest": self._digest()})
 
-
-class RecordedStep:
-    """A `StartedStep` whose calls are recorded."""
-
-    __slots__ = ("_recorder", "_started", "_step_id")
-
-    def __init__(self, recorder: RecordingRunner, step_id: int, started: StartedStep) -> None:
-        self._recorder, self._step_id, self._started = recorder, step_id, started
-
-    def sample(self, mask: Any = None) -> RecordedFuture:
-        """See `StartedStep.sample`."""
-        return self._recorder.sample(self._step_id, self._started, mask)
-
-
-class RecordedFuture:
-    """A `StepFuture` whose result is recorded."""
-
-    __slots__ = ("_future", "_recorder", "_step_id")
-
-    def __init__(self, recorder: RecordingRunner, step_id: int, future: StepFuture) -> None:
-        self._recorder, self._step_id, self._future = recorder, step_id, future
-
-    def result(self) -> StepOutputs:
-        """See `StepFuture.result`."""
-        return self._recorder.wait(self._step_id, self._future)
+    def warm_thread(self) -> None:
+        """See `CallSink`; tokens do not depend on it."""

@@ -14,17 +14,19 @@ import numpy as np
 from jaxserve.pages.host_tier import PageCopy
 from jaxserve.runtime.buckets import Bucket, BucketTable
 from jaxserve.runtime.counts import StepCounts
-from jaxserve.runtime.device_state import KVCache, RowState, make_zeros
+from jaxserve.runtime.device_state import KVCache, RowState
 from jaxserve.runtime.inputs import InputLayout, StateShape, StepPacker
 from jaxserve.runtime.page_copies import CopiesInFlight, HostMemory, HostSlots
 from jaxserve.runtime.params import WeightWriter
 from jaxserve.runtime.programs import Programs
+from jaxserve.runtime.protocol import ParamUpdates
 from jaxserve.runtime.rows import RowMirror, SampleVariant
 from jaxserve.runtime.step import head_params
 from jaxserve.runtime.step_future import StepFuture
 from jaxserve.runtime.step_model import HiddenStates, SampledTokens, SampleInputs, StepTokens
 from jaxserve.sampling import RowSetting, SamplerState, make_row_setting
 from jaxserve.scheduler.plan import FinishedRow, NewRow, StepPlan
+from jaxserve.sharding import send
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,11 +88,10 @@ class ModelRunner:
         self._buckets, self._variants = buckets, variants
         self._layouts = {bucket: InputLayout(bucket, state_shape) for bucket in buckets.buckets}
         self._writer = writer
-        self._state_specs = state_specs
         self._state_shape = state_shape
         self._input_sharding = input_sharding
         self._vocab_size = state_specs[2].token_stats.shape[1]
-        self._mask_words = state_specs[2].allowed.shape[1]
+        self.num_mask_words = state_specs[2].allowed.shape[1]  # of 32 bits, for a line
         self.reset()
 
     @property
@@ -106,12 +107,12 @@ class ModelRunner:
     def reset(self) -> None:
         """Replaces pools, rows and the sampler's state by zeros, at the start and after a failed step."""
         self._cache = self._rows = self._sampler = None  # freed first: there is no room for two
-        self._cache, self._rows, self._sampler = make_zeros(self._state_specs)
+        self._cache, self._rows, self._sampler = self.programs.get("zeros", None)()
         self.host_slots.reset()
         self._mirror = RowMirror(self._state_shape.rows)
         self._packer = StepPacker(self._mirror)
 
-    def write_params(self, updates: Mapping[str, Any]) -> None:
+    def write_params(self, updates: ParamUpdates) -> None:
         """Replaces parameters by canonical name. No step may be in flight."""
         self.params = self._writer.write(self.params, updates)
 
@@ -206,13 +207,12 @@ class ModelRunner:
     def sample(self, step: StartedStep, mask: np.ndarray | None) -> StepFuture:
         """See `StartedStep.sample`."""
         bucket, variant = step.bucket, self._variants[step.variant if mask is None else SampleVariant.MASKED]
-        if bucket.width == 1 and variant <= SampleVariant.RANDOM:
-            self._rows, sampled = self.programs.get("sample", (bucket.rows, variant))(self._rows, step.selected)
+        program = self.programs.get("sample", (bucket.rows, bucket.width, variant))
+        if variant <= SampleVariant.RANDOM:
+            self._rows, sampled = program(self._rows, step.selected)
         else:
-            kind, key = ("sample", bucket.rows) if bucket.width == 1 else ("verify", bucket)
             lines = bucket.rows * bucket.width
             sent = self._send(self._pad_mask(mask, lines)) if variant is SampleVariant.MASKED else None
-            program = self.programs.get(kind, (key, variant))
             self._rows, self._sampler, sampled = program(self._rows, self._sampler, step.selected, sent)
         if step.tokens is not None:
             sampled = self._draft(step, step.tokens, sampled)
@@ -299,13 +299,13 @@ class ModelRunner:
 
     def _pad_mask(self, mask: np.ndarray | None, rows: int) -> np.ndarray:
         """Returns the mask for all rows of the bucket; padding rows may sample anything, without a mask all rows."""
-        padded = np.full((rows, self._mask_words), 2**32 - 1, np.uint32)
+        padded = np.full((rows, self.num_mask_words), 2**32 - 1, np.uint32)
         if mask is not None:
             padded[: len(mask)] = mask
         return padded
 
     def _send(self, arrays: Any) -> Any:
-        return jax.device_put(arrays, self._input_sharding)
+        return send(arrays, self._input_sharding)
 
 
 def _hash_salt(cache_salt: str) -> np.ndarray:

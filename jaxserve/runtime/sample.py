@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from jaxserve.logits_processor import LogitsProcessor
 from jaxserve.runtime.device_state import RowState
 from jaxserve.runtime.drafting import look_up_drafts
-from jaxserve.runtime.rows import EXTRA_FIELDS, SAMPLING_FIELDS, SampleVariant
+from jaxserve.runtime.rows import EXTRA_FIELDS, SAMPLING_FIELDS
 from jaxserve.runtime.step_model import SampledTokens, SampleInputs, StepModel, unpack_sampling
 from jaxserve.sampling import (
     SamplerState,
@@ -33,61 +33,68 @@ from jaxserve.speculation import NO_DRAFT
 def sample_tokens(
     rows: RowState, selected: SampleInputs, *, model: StepModel, greedy: bool
 ) -> tuple[RowState, SampledTokens]:
-    """Returns the rows and one sampled id per row, or NON_FINITE if its logits are not finite. `rows` is donated.
+    """Returns the rows after a step and what each brings. `rows` is donated.
 
-    Every sample program gives a greedy row the same id.
+    A row brings one id, or NON_FINITE if its logits are not finite; every sample program gives a greedy row the same.
+
+    A row of a verify step brings a run. At every position it draws what a step of one token would draw there: from its
+    own parameters, uniforms and counts, whoever drafted. Drafts are accepted while they equal the draw, and the last
+    draw stands. So the tokens are those of plain steps, and their distribution is the model's.
     """
-    ids = _draw(selected, rows.num_computed[selected.row_ids], model=model, greedy=greedy)
-    return _keep(rows, selected, ids, model=model)
+    width = selected.width
+    lines = selected
+    if width > 1:
+        parts = selected.row_ids, selected.samples, selected.sampling
+        lines = SampleInputs(selected.logits, *(jnp.repeat(part, width, axis=0) for part in parts))
+    ids = _draw(lines, _list_positions(rows, selected).reshape(-1), model=model, greedy=greedy)
+    return _end_runs(rows, selected, ids.reshape(-1, width), model=model)
 
 
 def sample_shaped_tokens(
     rows: RowState,
     sampler: SamplerState,
     selected: SampleInputs,
-    mask: UInt32[Array, "S W"] | None,
+    mask: UInt32[Array, "N M"] | None,
     *,
     model: StepModel,
 ) -> tuple[RowState, SamplerState, SampledTokens]:
     """`sample_tokens` on logits shaped by masks, biases and penalties. `rows` and `sampler` are donated.
 
-    A row's id is NO_TOKEN_LEFT if its parameters forbid every token, and MASK_LATE if its line of `mask` is 0: it then
-    samples nothing and keeps its last token.
+    A row's id is NO_TOKEN_LEFT if its parameters forbid every token, and MASK_LATE if its first line of `mask` is 0: it
+    then samples nothing and keeps its last token. A run ends in front of another line of 0.
     """
-    sampler, ids = _draw_shaped(sampler, selected, rows.num_computed[selected.row_ids], mask, model=model)
-    rows, sampled = _keep(rows, selected, ids, model=model)
+    positions = _list_positions(rows, selected)
+    drafts = _read_drafts(rows, selected)
+
+    def draw_one(carry: tuple[SamplerState, Bool[Array, " S"]], at: tuple[Array, ...]) -> tuple[tuple, Array]:
+        (sampler, is_open), (positions, logits, mask, draft) = carry, at
+        # The sampler counts a row's tokens as long as its drafts are accepted.
+        line = replace(selected, logits=logits, samples=jnp.where(is_open, selected.samples, 0))
+        sampler, ids = _draw_shaped(sampler, line, positions, mask, model=model)
+        return (sampler, is_open & (ids == draft)), ids
+
+    def by_position(lines: Array) -> Array:
+        return jnp.moveaxis(lines.reshape(*positions.shape, -1), 1, 0)
+
+    masks = None if mask is None else by_position(mask)
+    along = positions.T, by_position(selected.logits), masks, drafts.T
+    (sampler, _), ids = lax.scan(draw_one, (sampler, jnp.ones(len(positions), bool)), along)
+    rows, sampled = _end_runs(rows, selected, ids.T, model=model)
     return rows, sampler, sampled
 
 
-def verify_tokens(
-    rows: RowState,
-    sampler: SamplerState,
-    selected: SampleInputs,
-    mask: UInt32[Array, "N W"] | None,
-    *,
-    model: StepModel,
-    variant: SampleVariant,
-) -> tuple[RowState, SamplerState, SampledTokens]:
-    """Returns the state after a verify step and each row's run of ids. `rows` and `sampler` are donated.
+def _list_positions(rows: RowState, selected: SampleInputs) -> Int[Array, "S W"]:
+    """Returns the positions of the tokens to be sampled."""
+    ends = rows.num_computed[selected.row_ids]
+    return ends[:, None] + jnp.arange(1 - selected.width, 1, dtype=ends.dtype)
 
-    At every position the row draws what a step of one token would draw there: from its own parameters, uniforms and
-    counts, whoever drafted. Drafts are accepted while they equal the draw, and the last draw stands. So the tokens are
-    those of plain steps, and their distribution is the model's. A position whose line of `mask` is 0 is not accepted.
-    """
-    width, base = selected.width, rows.num_computed[selected.row_ids] - selected.width
-    drafts = jnp.pad(rows.drafts[selected.row_ids, : width - 1], ((0, 0), (0, 1)), constant_values=NO_DRAFT)
-    if variant <= SampleVariant.RANDOM:
-        spread = SampleInputs(
-            selected.logits,
-            *(jnp.repeat(part, width, axis=0) for part in (selected.row_ids, selected.samples, selected.sampling)),
-        )
-        positions = base[:, None] + jnp.arange(1, width + 1, dtype=base.dtype)
-        ids = _draw(spread, positions.reshape(-1), model=model, greedy=variant is SampleVariant.GREEDY)
-        ids = ids.reshape(-1, width)
-    else:
-        sampler, ids = _draw_along(sampler, selected, base, drafts, mask, model=model)
-    rows, sampled = _accept(rows, selected, base, drafts, ids, model=model)
-    return rows, sampler, sampled
+
+def _read_drafts(rows: RowState, selected: SampleInputs) -> Int[Array, "S W"]:
+    """Returns the drafts that each sampled token is compared with; the last one has none."""
+    if rows.drafts is None:
+        return jnp.full((len(selected.row_ids), selected.width), NO_DRAFT)
+    drafts = rows.drafts[selected.row_ids, : selected.width - 1]
+    return jnp.pad(drafts, ((0, 0), (0, 1)), constant_values=NO_DRAFT)
 
 
 def _draw(selected: SampleInputs, positions: Int[Array, " S"], *, model: StepModel, greedy: bool) -> Int[Array, " S"]:
@@ -105,7 +112,7 @@ def _draw_shaped(
     sampler: SamplerState,
     selected: SampleInputs,
     positions: Int[Array, " S"],
-    mask: UInt32[Array, "S W"] | None,
+    mask: UInt32[Array, "S M"] | None,
     *,
     model: StepModel,
 ) -> tuple[SamplerState, Int[Array, " S"]]:
@@ -128,63 +135,28 @@ def _draw_shaped(
     return sampler, jnp.where(are_finite, ids, NON_FINITE)
 
 
-def _draw_along(
-    sampler: SamplerState,
-    selected: SampleInputs,
-    base: Int[Array, " S"],
-    drafts: Int[Array, "S W"],
-    mask: UInt32[Array, "N M"] | None,
-    *,
-    model: StepModel,
-) -> tuple[SamplerState, Int[Array, "S W"]]:
-    """Draws position after position. The sampler counts a row's tokens as long as its drafts are accepted."""
-    width = drafts.shape[1]
-
-    def by_position(lines: Array) -> Array:
-        return jnp.moveaxis(lines.reshape(-1, width, lines.shape[-1]), 1, 0)
-
-    def draw_one(carry: tuple[SamplerState, Bool[Array, " S"]], at: tuple[Array, ...]) -> tuple[tuple, Array]:
-        (sampler, is_open), (index, logits, mask, draft) = carry, at
-        line = replace(selected, logits=logits, samples=jnp.where(is_open, selected.samples, 0))
-        sampler, ids = _draw_shaped(sampler, line, base + 1 + index, mask, model=model)
-        return (sampler, is_open & (ids == draft)), ids
-
-    masks = None if mask is None else by_position(mask)
-    positions = jnp.arange(width, dtype=base.dtype), by_position(selected.logits), masks, drafts.T
-    (sampler, _), ids = lax.scan(draw_one, (sampler, jnp.ones(base.shape, bool)), positions)
-    return sampler, ids.T
-
-
-def _accept(
-    rows: RowState,
-    selected: SampleInputs,
-    base: Int[Array, " S"],
-    drafts: Int[Array, "S W"],
-    ids: Int[Array, "S W"],
-    *,
-    model: StepModel,
+def _end_runs(
+    rows: RowState, selected: SampleInputs, ids: Int[Array, "S W"], *, model: StepModel
 ) -> tuple[RowState, SampledTokens]:
-    """Ends each row's run at the first id that is not its draft; the row goes on behind it."""
+    """Ends each row's run at the first id that is not its draft, and drafts what follows.
+
+    The row goes on behind its run, whose last id is written to `last_token` if the row samples.
+    """
+    drafts, width = _read_drafts(rows, selected), selected.width
     is_open = jnp.cumprod(jnp.pad(ids[:, :-1] == drafts[:, :-1], ((0, 0), (1, 0)), constant_values=True), axis=1) == 1
     # A late mask ends a run before its position; if it is the first, the sentinel tells.
-    is_kept = is_open & ((ids != MASK_LATE) | (jnp.arange(ids.shape[1]) == 0))
-    counts = jnp.sum(is_kept, axis=1, dtype=base.dtype)
-    num_computed = rows.num_computed.at[selected.row_ids].set(base + counts)
-    kept = jnp.where(is_kept, ids, NOT_KEPT)
-    return _keep(replace(rows, num_computed=num_computed), selected, kept, model=model)
-
-
-def _keep(
-    rows: RowState, selected: SampleInputs, ids: Int[Array, "S ..."], *, model: StepModel
-) -> tuple[RowState, SampledTokens]:
-    """Writes the last id of each row that samples to `last_token`, and drafts what follows."""
-    runs = ids.reshape(len(selected.row_ids), -1)
+    is_kept = is_open & ((ids != MASK_LATE) | (jnp.arange(width) == 0))
+    runs = jnp.where(is_kept, ids, NOT_KEPT)
+    if width > 1:
+        dropped = width - jnp.sum(is_kept, axis=1, dtype=rows.num_computed.dtype)
+        num_computed = rows.num_computed[selected.row_ids] - dropped
+        rows = replace(rows, num_computed=rows.num_computed.at[selected.row_ids].set(num_computed))
     counts = jnp.where(selected.samples == 1, jnp.sum(runs >= 0, axis=1), 0)
     last = jnp.take_along_axis(runs, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
     last = jnp.where(counts > 0, last, rows.last_token[selected.row_ids])
     rows = replace(rows, last_token=rows.last_token.at[selected.row_ids].set(last))
-    rows, drafts = look_up_drafts(rows, selected.row_ids, runs, counts, model=model)
-    return rows, SampledTokens(ids, drafts)
+    rows, later = look_up_drafts(rows, selected.row_ids, runs, counts, model=model)
+    return rows, SampledTokens(runs, later)
 
 
 def _process(logits: Float[Array, " V"], line: SampleInputs, processor: LogitsProcessor) -> Float[Array, " V"]:

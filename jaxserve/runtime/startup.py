@@ -12,11 +12,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from jaxserve.errors import CapacityError
 from jaxserve.layers.stack import stack_specs
 from jaxserve.models.base import ParamSpec
 from jaxserve.models.drafters import drafter_param_specs
 from jaxserve.models.registry import param_specs
 from jaxserve.pages import PageGroup
+from jaxserve.runtime.buckets import BucketTable
+from jaxserve.runtime.bundle.read import Bundle
 from jaxserve.runtime.compile import (
     ProgramCompiler,
     ProgramInputs,
@@ -36,10 +39,12 @@ from jaxserve.runtime.memory import (
     DeviceUse,
     cache_budget,
     device_memory_bytes,
+    format_bytes,
     params_bytes,
     plan_cache,
     refuse_shortage,
 )
+from jaxserve.runtime.multihost.hosts import ONE_HOST, Hosts
 from jaxserve.runtime.params import WeightWriter
 from jaxserve.runtime.program_list import ProgramKey, list_copies, list_lookups, list_loops, list_programs
 from jaxserve.runtime.programs import Programs
@@ -169,7 +174,7 @@ def measure_use(shapes: Shapes, mesh: Mesh) -> DeviceUse:
     model, inputs = describe_programs(shapes, probe, mesh)
     rows = max(shapes.buckets.row_counts)
     forward = compile_forward(model, inputs, shapes.buckets.largest)
-    samples = [compile_sample(model, inputs, rows, variant) for variant in shapes.sample_programs]
+    samples = [compile_sample(model, inputs, rows, 1, variant) for variant in shapes.sample_programs]
     drafts = [] if shapes.drafter is None else [compile_draft(model, inputs, shapes.buckets.largest, True)]
     used = [program.memory_analysis() for program in (forward, *samples, *drafts)]
     num_rows = len(shapes.buckets.row_counts)
@@ -256,6 +261,8 @@ def start_runner(
     only_largest: bool = False,
     announce: Callable[[str], None] = lambda text: None,
     num_pages: Sequence[int] | None = None,
+    hosts: Hosts = ONE_HOST,
+    bundle: Bundle | None = None,
 ) -> tuple[ModelRunner, CachePlan]:
     """Plans memory, compiles and runs the programs; returns the runner and its pools. `params` is the runtime tree.
 
@@ -267,22 +274,25 @@ def start_runner(
         only_largest: leave all programs but those of the largest buckets, which hold any step, to `compile_rest`.
         announce: told of each later compilation that takes noticeable time.
         num_pages: pages of each KV group; no memory is planned then.
+        hosts: those that run this engine together; the least budget of theirs is planned.
+        bundle: has the programs, and the pages that they are for; none is compiled then.
 
     Raises:
         CapacityError: the device cannot hold one sequence of `max_model_len` tokens, or the host not its KV tier.
         ConfigError: the host tier cannot help.
     """
-    budget = _find_budget(shapes, mesh) if num_pages is None else 0
+    is_replay = num_pages is not None  # which need not be fast
+    budget = hosts.take_least("bytes of KV pools", _find_budget(shapes, mesh, bundle)) if not is_replay else 0
+    if bundle is not None:
+        num_pages = bundle.num_pages
     plan = plan_pools(shapes, budget=budget, num_pages=num_pages)
-    compiler = _make_compiler(shapes, plan, mesh)
-    buckets = shapes.buckets.take_largest() if only_largest else shapes.buckets
-    is_closed = shapes.config.compile.compile != "used"
+    if bundle is not None:
+        _require_budget(plan, budget)
+    compiler = make_compiler(shapes, plan, mesh)
+    buckets = shapes.buckets.take_largest() if only_largest and bundle is None else shapes.buckets
+    is_closed = shapes.config.compile.compile != "used" or bundle is not None
     if is_closed:
-        wanted = itertools.chain(
-            list_programs(buckets, shapes.sample_programs, drafts=shapes.drafter is not None),
-            _list_loops(shapes),
-            list_lookups(shapes.drafting),
-        )
+        wanted = _list_wanted(shapes, buckets)
         known = Programs()
     else:
         known = Programs(compile_missing=compile_late(compiler, announce))
@@ -291,7 +301,11 @@ def start_runner(
     wanted = itertools.chain(wanted, list_copies(inputs.host_memory))
     runner = ModelRunner(
         compile_programs(
-            compiler, wanted, threads=shapes.config.compile.compile_threads, progress=progress, known=known
+            compiler.compile if bundle is None else bundle.load,
+            wanted,
+            threads=shapes.config.compile.compile_threads,
+            progress=progress,
+            known=known,
         ),
         buckets,
         params=params,
@@ -305,16 +319,17 @@ def start_runner(
         draft_params=draft_params,
     )
     size = shapes.config.cache.kv_offloading_size
-    start_tier(runner, plan, size, shapes.model.max_model_len, must_help=num_pages is None)  # a replay need not be fast
+    start_tier(runner, plan, size, shapes.model.max_model_len, must_help=not is_replay)
     if is_closed:
         runner.warm_up()
     return runner, plan
 
 
-def _find_budget(shapes: Shapes, mesh: Mesh) -> int:
+def _find_budget(shapes: Shapes, mesh: Mesh, bundle: Bundle | None) -> int:
     """Returns the bytes per device for KV pools, by what the compiled programs take."""
-    limit = device_memory_bytes(mesh.devices.flat[0])
-    use = None if limit is None else measure_use(shapes, mesh)
+    limit, use = device_memory_bytes(mesh.local_devices[0]), None
+    if limit is not None:
+        use = measure_use(shapes, mesh) if bundle is None else bundle.use
     return cache_budget(limit, shapes.config.cache.device_memory_utilization, use)
 
 
@@ -323,7 +338,7 @@ def compile_rest(
 ) -> Iterator[Callable[[], None]]:
     """Compiles what `start_runner` left; returns functions to call between steps, see `ModelRunner.list_additions`."""
     programs = compile_programs(
-        _make_compiler(shapes, plan, mesh),
+        make_compiler(shapes, plan, mesh).compile,
         list_programs(shapes.buckets, shapes.sample_programs, drafts=shapes.drafter is not None),
         threads=shapes.config.compile.compile_threads,
         progress=progress,
@@ -332,15 +347,33 @@ def compile_rest(
     return runner.list_additions(programs, shapes.buckets)
 
 
-def _make_compiler(shapes: Shapes, plan: CachePlan, mesh: Mesh) -> ProgramCompiler:
+def make_compiler(shapes: Shapes, plan: CachePlan, mesh: Mesh) -> ProgramCompiler:
+    """Returns what compiles an engine's programs."""
     options = shapes.config
     return ProgramCompiler(
         *describe_programs(shapes, plan, mesh), options.compile.max_logprobs, options.scheduler.max_decode_steps
     )
 
 
-def _list_loops(shapes: Shapes) -> Iterator[ProgramKey]:
-    return list_loops(shapes.buckets) if shapes.config.scheduler.max_decode_steps > 1 else iter(())
+def list_all_programs(shapes: Shapes, compiler: ProgramCompiler) -> Iterator[ProgramKey]:
+    """Yields the (kind, key) of every program that an engine may need."""
+    return itertools.chain(_list_wanted(shapes, shapes.buckets), list_copies(compiler.inputs.host_memory))
+
+
+def _list_wanted(shapes: Shapes, buckets: BucketTable) -> Iterator[ProgramKey]:
+    loops = list_loops(shapes.buckets) if shapes.config.scheduler.max_decode_steps > 1 else iter(())
+    programs = list_programs(buckets, shapes.sample_programs, drafts=shapes.drafter is not None)
+    return itertools.chain(programs, loops, list_lookups(shapes.drafting))
+
+
+def _require_budget(plan: CachePlan, budget: int) -> None:
+    """Raises CapacityError if the pages that a bundle's programs are for do not fit here."""
+    if plan.bytes_per_device > budget:
+        message = (
+            f"its programs are for {format_bytes(plan.bytes_per_device)} of KV pages on each device, and "
+            f"{format_bytes(budget)} are left here; build it with a smaller device_memory_utilization"
+        )
+        raise CapacityError(message, field="bundle")
 
 
 def page_groups(shapes: Shapes, plan: CachePlan) -> tuple[PageGroup, ...]:

@@ -87,7 +87,7 @@ def run_forward(
 
 
 def compute_step_logprobs(
-    selected: SampleInputs, token_ids: Int[Array, "S ..."], *, model: StepModel, max_logprobs: int
+    selected: SampleInputs, token_ids: Int[Array, "S W"], *, model: StepModel, max_logprobs: int
 ) -> LogprobArrays | Float[Array, "S V"]:
     """Returns log-probabilities of the sampled and the `max_logprobs` likeliest tokens; of all tokens if it is -1."""
     vocab_size = model.config.vocab_size
@@ -151,7 +151,7 @@ def decode_loop(
         return (cache, rows, sampler), sampled.ids
 
     (cache, rows, sampler), ids = lax.scan(run_step, (cache, rows, sampler), length=num_steps)
-    return cache, rows, sampler, SampledTokens(ids.T)
+    return cache, rows, sampler, SampledTokens(ids[:, :, 0].T)
 
 
 def _advance(rows: RowState, inputs: StepInputs) -> tuple[RowState, Int[Array, " S"]]:

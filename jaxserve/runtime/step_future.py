@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -25,8 +26,13 @@ class StepFuture:
         self, sampled: SampledTokens, more: tuple[Any, Any, Any] | None, num_rows: int, copies: CopiesInFlight | None
     ) -> None:
         self._sampled, self._more, self._num_rows, self._copies = sampled, more, num_rows, copies
-        for array in jax.tree.leaves((sampled, more)):
-            array.copy_to_host_async()
+        if _is_reader():
+            for array in jax.tree.leaves((sampled, more)):
+                array.copy_to_host_async()
+
+    def wait(self) -> None:
+        """Waits for the device."""
+        jax.block_until_ready((self._sampled, self._more))
 
     def result(self) -> StepOutputs:
         """Waits for the device and returns the outputs of the step's rows."""
@@ -37,7 +43,9 @@ class StepFuture:
         logprobs = prompt_logprobs = embeddings = counts = None
         if self._more is not None:
             logprobs, prompt_logprobs, embeddings = jax.device_get(self._more)
-        if ids.ndim == 2:
+        if ids.shape[1] == 1:
+            ids = ids[:, 0]
+        else:
             is_kept = ids != NOT_KEPT
             counts, ids = is_kept.sum(axis=1).tolist(), ids[is_kept]
             lines = np.flatnonzero(is_kept)
@@ -51,3 +59,9 @@ class StepFuture:
             drafts=drafts,
             failed_copies=failed,
         )
+
+
+@functools.cache
+def _is_reader() -> bool:
+    """Whether this is the process that plans the steps: outputs are the same on all, and no other reads them."""
+    return jax.process_index() == 0

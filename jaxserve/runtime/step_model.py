@@ -104,7 +104,7 @@ class SampleInputs:
 class SampledTokens:
     """What a step brings each row."""
 
-    ids: Int[Array, "S ..."]  # a sentinel where there is an error; NOT_KEPT after the end of a verified run
+    ids: Int[Array, "S W"]  # a sentinel where there is an error; NOT_KEPT after the end of a run
     drafts: Int[Array, "S K"] | None = None  # of the row's next tokens
 
 

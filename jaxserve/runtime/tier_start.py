@@ -68,7 +68,7 @@ def plan_host_memory(
     """
     if size is None:
         return HostMemory()
-    if not any(memory.kind == "pinned_host" for memory in sharding.mesh.devices.flat[0].addressable_memories()):
+    if not any(memory.kind == "pinned_host" for memory in sharding.mesh.local_devices[0].addressable_memories()):
         raise ConfigError("the devices have no pinned host memory; leave it out", field=_FIELD, value=size)
     line = pool_shape(spec, 1)[1:]
     pages = tuple(jax.ShapeDtypeStruct((len(group.layers), *line), spec.dtype, sharding=sharding) for group in groups)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from jaxserve.config import SchedulerOptions
 from jaxserve.pages.manager import CHUNK_EDGE
+from jaxserve.scheduler_options import SchedulerOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ import socket
 import ssl
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 import uvicorn
@@ -122,14 +122,10 @@ class Server(uvicorn.Server):
         """Builds the engine. Runs on its own thread, so that the event loop can answer /health."""
         state = self._state
         try:
-            early, show = state.config.serving.serve_while_warming, state.show_progress
-            llm = AsyncLLM.from_config(state.engine_config, progress=show, on_stop=self.stop, only_largest=early)
-            llm.view.bound_queue(_QUEUED_PER_ROW * llm.limits.max_num_seqs)
-            llm.requests.warm_up()  # its process needs file descriptors, which may run out later
-            state.open(llm)
-            if early:
+            llm = start_engine(state, self.stop)
+            if state.config.serving.serve_while_warming:
                 _log.info("serving, with the largest programs only: %s", ", ".join(state.names))
-                llm.compile_rest(show)
+                llm.compile_rest(state.show_progress)
         except JaxServeError as error:
             if state.phase is not Phase.DRAINING:  # otherwise the shutdown ended the compilation
                 self.stop(error)
@@ -142,6 +138,20 @@ class Server(uvicorn.Server):
         _tune_garbage_collector()
         state.finish_warming()
         _log.info("ready: %s", ", ".join(state.names))
+
+
+def start_engine(state: ServerState, on_stop: Callable[[JaxServeError], None]) -> AsyncLLM:
+    """Builds the engine of a server, and opens the server for requests.
+
+    Args:
+        on_stop: called, on any thread, with the reason why the engine stopped by itself.
+    """
+    early = state.config.serving.serve_while_warming
+    llm = AsyncLLM.from_config(state.engine_config, progress=state.show_progress, on_stop=on_stop, only_largest=early)
+    llm.view.bound_queue(_QUEUED_PER_ROW * llm.limits.max_num_seqs)
+    llm.requests.warm_up()  # its process needs file descriptors, which may run out later
+    state.open(llm)
+    return llm
 
 
 def _tune_garbage_collector() -> None:
@@ -169,7 +179,8 @@ def make_state(engine: EngineConfig, config: ServerConfig) -> ServerState:
         raise ConfigError(message, field="compile", value="used")
     serving = config.serving
     name = (serving.served_model_name or (engine.model.model,))[0]
-    metrics = ServerMetrics(name, prefix=config.logs.metrics_prefix)
+    rank = engine.replicas.data_parallel_rank
+    metrics = ServerMetrics(name, prefix=config.logs.metrics_prefix, rank=rank)
     tracer = make_tracer(config.logs.otlp_traces_endpoint, "jaxserve", model=name)
     for variable in serving.template_variables():
         if variable not in OPTIONS:
@@ -195,7 +206,7 @@ def serve(engine: EngineConfig, config: ServerConfig) -> int:
     """
     configure_logging(config.logs.log_level, json=config.logs.log_format == "json")
     state = make_state(engine, config)
-    keys = _read_keys(config)
+    keys = read_server_keys(config)
     connections = clamp_connections(config.limits.max_connections, raise_descriptor_limit())
     if connections < config.limits.max_connections:
         _log.warning("at most %d connections at once: the limit of open files allows no more", connections)
@@ -207,7 +218,7 @@ def serve(engine: EngineConfig, config: ServerConfig) -> int:
     return 0 if server.failure is None else 2
 
 
-def _read_keys(config: ServerConfig) -> Keys:
+def read_server_keys(config: ServerConfig) -> Keys:
     """Returns all keys; ConfigError when one is invalid, or when one is required and there is none."""
     keys = read_keys(config.access, read_api_keys())
     if not keys and not config.is_local and not config.access.allow_no_key:
@@ -296,7 +307,7 @@ def _make_protocol(limits: LimitOptions, max_connections: int) -> type[LimitedHt
 def _reload(config: ServerConfig, keys: Keys, context: ssl.SSLContext | None) -> None:
     """Reads the files of keys and tenants and the TLS files again. If one cannot be used, nothing changes."""
     try:
-        found = _read_keys(config)
+        found = read_server_keys(config)
         if context is not None:
             reload_certificates(context, config.listen)
     except (ConfigError, OSError) as error:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.config import MIN_CHUNK
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.buckets import PROGRAMS_PER_ROWS, Bucket, BucketTable
+from jaxserve.scheduler_options import MIN_CHUNK
 from jaxserve.simulation.device import StepFormula
 from jaxserve.simulation.fleet import FleetRun
 

@@ -8,9 +8,10 @@ from jaxserve.weights.load import load_safetensors, stream_safetensors
 from jaxserve.weights.orbax import restore_params, save_params
 from jaxserve.weights.place import place_parameter
 from jaxserve.weights.reader import read_tensor_shapes
-from jaxserve.weights.update import check_update
+from jaxserve.weights.update import CheckpointUpdate, check_update
 
 __all__ = [
+    "CheckpointUpdate",
     "check_update",
     "checkpoint_format",
     "download_weights",

@@ -1,19 +1,51 @@
-"""Checks new weights from the caller's process before any parameter is replaced."""
+"""New weights, checked before any parameter is replaced: from the caller's process, or from a checkpoint's files."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxserve.errors import WeightsError, shorten
+from jaxserve.models.base import WeightSource
+from jaxserve.sharding import AxisRules
+from jaxserve.weights.formats import checkpoint_format
+from jaxserve.weights.load import check_tensors, stream_safetensors
+from jaxserve.weights.orbax import restore_params
 from jaxserve.weights.paths import flatten_specs
-from jaxserve.weights.reader import list_names
+from jaxserve.weights.reader import list_names, open_checkpoint
 
 _FLOATS = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True)
+class CheckpointUpdate:
+    """The weights of a checkpoint, read one after the other while they are written. Every host can read its own."""
+
+    path: Path
+    specs: Any  # the canonical tree
+    sources: Mapping[str, WeightSource]
+    ignored: tuple[str, ...]
+    mesh: Mesh
+    rules: AxisRules
+
+    def check(self) -> None:
+        """Raises WeightsError where `items` would for what the files lack, or have too much or in other shapes."""
+        if checkpoint_format(self.path) != "orbax":
+            check_tensors(open_checkpoint(self.path), flatten_specs(self.specs)[0], self.sources, self.ignored)
+
+    def items(self) -> Iterator[tuple[str, jax.Array]]:
+        """Yields (dotted path, array in its final sharding). An Orbax checkpoint is read as a whole before."""
+        if checkpoint_format(self.path) == "orbax":
+            restored = restore_params(self.path, self.specs, mesh=self.mesh, rules=self.rules)
+            return iter(check_update(self.specs, restored).items())
+        return stream_safetensors(self.path, self.specs, self.sources, self.ignored, mesh=self.mesh, rules=self.rules)
 
 
 def check_update(specs: Any, new_params: Any) -> dict[str, np.ndarray | jax.Array]:

@@ -28,6 +28,7 @@ from jaxlib.mlir import ir
 
 from pallas_kernels import attend_with_update, choose_layout, page_bytes, pool_shape, prepare_batch, resolve_impl
 from pallas_kernels.spec import AttnLayer, AttnShape, HeadParams
+from pallas_kernels.targets import TARGETS, Target, find_target, open_devices, trace_for
 from pallas_kernels.testing.gate_report import (
     KernelUse,
     ProgramReport,
@@ -38,7 +39,6 @@ from pallas_kernels.testing.gate_report import (
     parse_tpu_kernels,
 )
 from pallas_kernels.testing.gate_shapes import GateProgram, list_programs, list_tuned_programs
-from pallas_kernels.testing.targets import TARGETS, Target, find_target, open_devices, trace_for
 
 POOL_BYTES = 2**32  # too large for a copy of it to hide among temporaries
 NUM_LAYERS = 2

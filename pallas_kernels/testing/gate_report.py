@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from pallas_kernels.testing.targets import Target
+from pallas_kernels.targets import Target
 
 _ENTRY = re.compile(r"Compiling entry function '([^']+)'")
 # ptxas reports some losses as warnings and others as notes: 'setmaxnreg' ignored, wgmma serialized.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pallas_kernels.spec import AttnParams, AttnShape, KVSpec
-from pallas_kernels.testing.targets import Target
+from pallas_kernels.targets import Target
 from pallas_kernels.tune.table import DATA, KERNELS, read_entries
 
 MIXED_TOKENS = 2048  # T of the mixed bucket

@@ -23,13 +23,13 @@ SIZES = {"max_num_seqs": 5, "max_num_batched_tokens": 96, "num_kv_pages_override
 def test_only_what_a_prompt_needs_is_compiled_and_only_once() -> None:
     llm = make_llm("llama_gqa", **SIZES)
     programs = llm.ready.runner.programs
-    assert list(programs.forward) == [Bucket(64, 5)] and len(programs) == 1
+    assert list(programs.forward) == [Bucket(64, 5)] and len(programs) == 2
     generate_ids(llm, [[5, 6, 7]], greedy(4))
     assert list(programs.forward) == [Bucket(64, 5), Bucket(2, 2)]
-    assert list(programs.sample) == [(5, SampleVariant.GREEDY), (2, SampleVariant.GREEDY)] and len(programs) == 4
+    assert list(programs.sample) == [(5, 1, SampleVariant.GREEDY), (2, 1, SampleVariant.GREEDY)] and len(programs) == 5
     before = llm.ready.runner.num_compiles
     generate_ids(llm, [[5, 6, 7]], greedy(4))
-    assert len(programs) == 4 and llm.ready.runner.num_compiles == before
+    assert len(programs) == 5 and llm.ready.runner.num_compiles == before
     llm.generate([{"prompt_token_ids": [5] * 80}], greedy(2, logprobs=1, bad_words=None), use_tqdm=False)
     assert (
         Bucket(96, 5) in programs.forward

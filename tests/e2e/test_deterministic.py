@@ -40,7 +40,7 @@ def test_a_dozen_neighbourhoods(case: str, dtype: str) -> None:
     sizes = {(bucket.tokens, bucket.rows) for bucket in llm.ready.runner.counts.steps}
     assert sizes == {(5, 5), (64, 5)}, "two forward programs"
     programs = llm.ready.runner.programs
-    assert set(programs.sample) == {(5, SampleVariant.GREEDY), (5, SampleVariant.MASKED)}
+    assert set(programs.sample) == {(5, 1, SampleVariant.GREEDY), (5, 1, SampleVariant.MASKED)}
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from jaxserve.request import Request
 from jaxserve.runtime.buckets import Bucket
 from jaxserve.scheduler import StepPlan
 from tests.e2e.helpers import generate_ids, greedy, make_llm
+from tests.golden_cases import load_case
 
 VOCAB = 331
 
@@ -166,6 +168,22 @@ def test_update_weights_swaps_in_place_and_keeps_running_requests() -> None:
         llm.update_weights({"embed": original["embed"]})
     with pytest.raises(ConfigError, match="running: must be 'requeue' or 'abort', got 'keep'"):
         llm.update_weights(original, running="keep")  # type: ignore[arg-type]
+    assert generate_ids(llm, [[5, 6, 7, 8]], greedy(12)) == first
+
+
+def test_new_weights_may_come_from_the_files_of_a_checkpoint(tmp_path: Path) -> None:
+    llm, path = make_llm("llama_gqa"), load_case("llama_gqa").path
+    first = generate_ids(llm, [[5, 6, 7, 8]], greedy(12))
+    changed = jax.tree.map(lambda leaf: leaf * 2, jax.device_get(llm.ready.runner.params))
+    llm.update_weights(changed)
+    assert generate_ids(llm, [[5, 6, 7, 8]], greedy(12)) != first
+    compiles = llm.ready.runner.num_compiles
+    llm.update_weights(path)
+    assert llm.ready.runner.num_compiles == compiles
+    assert generate_ids(llm, [[5, 6, 7, 8]], greedy(12)) == first
+    for wrong in (tmp_path, load_case("llama_tied").path):
+        with pytest.raises((WeightsError, ConfigError)):
+            llm.update_weights(wrong)
     assert generate_ids(llm, [[5, 6, 7, 8]], greedy(12)) == first
 
 

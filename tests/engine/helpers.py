@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from jaxserve.config import SchedulerOptions
 from jaxserve.engine.engine import Engine
 from jaxserve.pages import PageGroup, PageManager
 from jaxserve.request import Request, RequestOutput
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import Scheduler, SchedulerLimits
+from jaxserve.scheduler_options import SchedulerOptions
 from tests.fake_device import FakeDevice
 
 

@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from jaxserve.config import SchedulerOptions
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import (
     CapacityError,
@@ -25,6 +24,7 @@ from jaxserve.pages import PageGroup, PageManager
 from jaxserve.request import DEFAULT_TENANT, Request, RequestOutput, ServiceTier, Tenant
 from jaxserve.sampling_params import OutputKind, SamplingParams
 from jaxserve.scheduler import Scheduler, SchedulerLimits, Sequence, SequenceStatus
+from jaxserve.scheduler_options import SchedulerOptions
 from tests.engine.helpers import greedy, make_engine, run
 from tests.engine.late_masks import LateMasks
 from tests.fake_device import FakeDevice, continue_alone, embed_alone, make_drafter

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from jaxserve.config import SchedulerOptions
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.stats import read_rows
 from jaxserve.errors import GrammarError, NonFiniteLogitsError
@@ -16,6 +15,7 @@ from jaxserve.pages import PageGroup, PageManager
 from jaxserve.request import CompletionOutput, Request, RequestOutput
 from jaxserve.sampling_params import OutputKind, SamplingParams
 from jaxserve.scheduler import Scheduler, SchedulerLimits
+from jaxserve.scheduler_options import SchedulerOptions
 from jaxserve.structured import MatcherError
 from jaxserve.token_automaton import TokenAutomaton
 from tests.engine.test_output import Letters

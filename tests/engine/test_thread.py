@@ -365,6 +365,28 @@ def test_a_fault_of_the_engine_reaches_every_inbox_and_later_ones() -> None:
     assert len(told) == 1
 
 
+def test_giving_up_tells_everybody_though_the_device_never_answers() -> None:
+    engine, _ = make_engine()
+    gate = brake(engine, 5)
+    thread = EngineThread(engine)
+    lost = DeviceStepError("the device is gone")
+
+    async def test() -> None:
+        inbox = OutputInbox([stream("a", range(10), 400)])
+        thread.submit([stream("a", range(10), 400)], inbox)
+        await inbox.get()
+        waiting = asyncio.ensure_future(asyncio.wrap_future(thread.call(lambda engine: None)))
+        await asyncio.sleep(0)
+        thread.give_up(lost)  # the engine's thread stands at the gate
+        for reading in (read(inbox), submit(thread, [greedy("late", range(10), 5)]), waiting):
+            with pytest.raises(EngineStoppedError, match="the device is gone"):
+                await reading
+
+    run(test)
+    gate.set()
+    thread.shutdown()
+
+
 def test_a_panic_hangs_nobody() -> None:
     engine, _ = make_engine()
     thread = EngineThread(engine)

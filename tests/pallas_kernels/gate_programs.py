@@ -12,9 +12,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.targets import TARGETS, open_devices
 from pallas_kernels.testing.compile_gate import Gate, print_report
 from pallas_kernels.testing.gate_report import ProgramReport
-from pallas_kernels.testing.targets import TARGETS, open_devices
 
 ROWS, COLUMNS = 128, 128
 

@@ -19,10 +19,10 @@ from pallas_kernels.ampere import compat, kernel, plan
 from pallas_kernels.ampere.config import AmpereConfig, TileConfig, UnitConfig
 from pallas_kernels.ampere.launch import count_smem_bytes
 from pallas_kernels.backends import choose_layout
+from pallas_kernels.targets import TARGETS, trace_for
 from pallas_kernels.testing.compile_gate import Gate, measure_attention
 from pallas_kernels.testing.gate_report import find_faults
 from pallas_kernels.testing.gate_shapes import list_programs
-from pallas_kernels.testing.targets import TARGETS, trace_for
 from pallas_kernels.worklist import StepRows
 
 BF16 = KVSpec(2, 128, 64, "bfloat16")

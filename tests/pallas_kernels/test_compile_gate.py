@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from pallas_kernels.targets import TARGETS, find_target
 from pallas_kernels.testing.compile_gate import Gate, capture_output
 from pallas_kernels.testing.gate_report import (
     KernelUse,
@@ -26,7 +27,6 @@ from pallas_kernels.testing.gate_report import (
     read_report,
 )
 from pallas_kernels.testing.gate_shapes import SAMPLES, SHAPES, TIGHT, GateShape, list_programs, list_tuned_programs
-from pallas_kernels.testing.targets import TARGETS, find_target
 from pallas_kernels.tune.table import KERNELS, TuneKey
 from scripts.test_kernels import MARKER, WHEELS, find_folder, list_requirements, make_environment
 from tests.pallas_kernels.gate_programs import COLUMNS, ROWS, measure

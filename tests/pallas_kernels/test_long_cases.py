@@ -17,8 +17,8 @@ from pallas_kernels import AttnShape, prepare_batch
 from pallas_kernels.ampere import kernel as ampere
 from pallas_kernels.backends import choose_layout, find_backend
 from pallas_kernels.mosaic_gpu import splits
+from pallas_kernels.targets import TARGETS, trace_for
 from pallas_kernels.testing.cases import LONG_CASES, Case, make_inputs
-from pallas_kernels.testing.targets import TARGETS, trace_for
 from pallas_kernels.tpu import prefill as tpu_prefill
 from pallas_kernels.tpu.config import clip_blocks
 from pallas_kernels.tpu.tiles import NUM_COLUMNS

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import AttnShape, KVSpec, prepare_batch
-from pallas_kernels.testing.targets import TARGETS
+from pallas_kernels.targets import TARGETS
 from pallas_kernels.tune import table
 from pallas_kernels.tune.search import PARTS
 from pallas_kernels.tune.table import DATA, KERNELS, Entry, TuneKey, lookup, read_entries

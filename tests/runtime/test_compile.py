@@ -33,7 +33,7 @@ def test_every_program_of_the_table_is_compiled_once_and_told() -> None:
     compiler, told = FakeCompiler(), []
     table = make_buckets("cpu", 8, 128)
     wanted = list(list_programs(table))
-    programs = room.compile_programs(compiler, wanted, progress=lambda *event: told.append(event))  # type: ignore[arg-type]
+    programs = room.compile_programs(compiler.compile, wanted, progress=lambda *event: told.append(event))  # type: ignore[arg-type]
     assert sorted(map(str, compiler.begun)) == sorted(map(str, wanted)) and len(programs) == len(wanted)
     assert [(done, total) for _, done, total in told] == [(n, len(wanted)) for n in range(1, len(wanted) + 1)]
     names = {name for name, _, _ in told}
@@ -48,14 +48,14 @@ def test_every_program_of_the_table_is_compiled_once_and_told() -> None:
     } <= names
     assert len(names) == len(wanted)
     again = FakeCompiler()
-    assert len(room.compile_programs(again, wanted, known=programs)) == len(wanted) and again.begun == []  # type: ignore[arg-type]
+    assert len(room.compile_programs(again.compile, wanted, known=programs)) == len(wanted) and again.begun == []  # type: ignore[arg-type]
 
 
 def test_a_program_that_does_not_compile_ends_the_others_that_have_not_begun() -> None:
     wanted = [("pool", rows) for rows in range(200)]
     compiler = FakeCompiler(fails=("pool", 0), seconds=0.1)
     with pytest.raises(MemoryError, match="too large"):
-        room.compile_programs(compiler, wanted, threads=1)  # type: ignore[arg-type]
+        room.compile_programs(compiler.compile, wanted, threads=1)  # type: ignore[arg-type]
     assert len(compiler.begun) < 200
 
 

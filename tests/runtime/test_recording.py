@@ -15,17 +15,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.config import SchedulerOptions
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import ConfigError, RecordingError
 from jaxserve.pages import PageGroup, PageManager
 from jaxserve.request import Request
 from jaxserve.runtime.plan_codec import MaskDecoder
-from jaxserve.runtime.recording import RecordingFile, RecordingRunner, refuse_target
+from jaxserve.runtime.recording import Recording, RecordingFile, refuse_target
 from jaxserve.runtime.replay import RecordingReader, Replay, ReplaySummary
+from jaxserve.runtime.tee import TeeRunner
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import Scheduler, SchedulerLimits
 from jaxserve.scheduler.sequence import MASK_LATE, NON_FINITE
+from jaxserve.scheduler_options import SchedulerOptions
 from tests.engine.test_grammars import Grammar
 from tests.examples import scale_examples
 from tests.fake_device import FakeDevice
@@ -46,7 +47,7 @@ def make_device() -> FakeDevice:
 def make_engine(path: Path) -> tuple[Engine, FakeDevice]:
     """An engine whose pools are too small for its rows, so that it preempts."""
     device = make_device()
-    runner = RecordingRunner(device, RecordingFile(path, HEADER), lambda: repr(device.weights))
+    runner = TeeRunner(device, Recording(RecordingFile(path, HEADER), lambda: repr(device.weights)))
     pages = PageManager(GROUPS, page_size=PAGE_SIZE, max_chunk=48, enable_prefix_caching=True)
     limits = SchedulerLimits(
         max_num_seqs=5,

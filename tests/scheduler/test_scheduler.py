@@ -10,7 +10,6 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.config import SchedulerOptions
 from jaxserve.errors import NonFiniteLogitsError
 from jaxserve.pages import PageGroup, PageManager
 from jaxserve.request import FinishReason, Request
@@ -18,6 +17,7 @@ from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import Scheduler, SchedulerLimits, Sequence, SequenceStatus, StepOutputs, StepPlan
 from jaxserve.scheduler.policy import choose_budget, choose_chunk
 from jaxserve.scheduler.sequence import NON_FINITE
+from jaxserve.scheduler_options import SchedulerOptions
 
 
 def make_scheduler(

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from pallas_kernels.targets import TARGETS
 from pallas_kernels.testing.gate_report import ProgramReport
-from pallas_kernels.testing.targets import TARGETS
 from scripts.compile_step import list_steps
 from scripts.test_kernels import (
     KERNELS,

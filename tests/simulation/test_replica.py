@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from jaxserve.config import SchedulerOptions
 from jaxserve.errors import InvalidRequestError, QueueFullError
 from jaxserve.pages import PageGroup
 from jaxserve.request import Request, ServiceTier, Tenant
 from jaxserve.runtime.buckets import Bucket, BucketTable
 from jaxserve.scheduler import SchedulerLimits
+from jaxserve.scheduler_options import SchedulerOptions
 from jaxserve.simulation.device import Attention, StepFormula
 from jaxserve.simulation.replica import EngineSpec, Replica, Timeline, make_request, simulate
 

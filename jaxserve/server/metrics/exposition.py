@@ -206,7 +206,7 @@ class Page(Collector):
         return ("model_name", "engine", *more)
 
     def _values(self, *more: str) -> tuple[str, ...]:
-        return (self.metrics.model_name, "0", *more)
+        return (self.metrics.model_name, self.metrics.rank, *more)
 
     def _make(
         self,

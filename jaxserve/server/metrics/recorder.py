@@ -60,12 +60,14 @@ class ServerMetrics:
         model_name: str,
         *,
         prefix: str = "jaxserve",
+        rank: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Starts with everything at zero.
 
         Args:
             prefix: of all metric names except the HTTP and process ones; "vllm" fits dashboards made for vLLM.
+            rank: the value of the label `engine`: which of several copies this is.
 
         Raises:
             ConfigError: the prefix has other characters than letters, digits and _, or begins with a digit.
@@ -74,6 +76,7 @@ class ServerMetrics:
             raise ConfigError("must be letters, digits and _", field="metrics_prefix", value=prefix)
         self.model_name = model_name
         self.prefix = prefix
+        self.rank = str(rank)
         self.cache_config: Mapping[str, object] = {}  # labels of `cache_config_info`, once the engine is ready
         self.tallies: dict[tuple[str, str], Tally] = {}  # by tenant's label and tier
         self.finished = {reason.value: 0 for reason in FinishReason}

@@ -1,0 +1,1 @@
+"""Replicas of an engine: several servers on one machine, or in Ray Serve."""

@@ -1,0 +1,84 @@
+"""Builds a bundle: the programs of an engine, for devices that need not be here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.draft_files import locate_drafter
+from jaxserve.engine.model_files import ModelFiles, resolve_model
+from jaxserve.engine.progress import ShowProgress, hide_progress
+
+if TYPE_CHECKING:
+    from jaxserve.runtime.bundle.devices import BuildDevices
+    from jaxserve.runtime.bundle.manifest import Manifest
+    from jaxserve.runtime.shapes import Shapes
+
+
+def build_bundle(
+    config: EngineConfig,
+    files: ModelFiles,
+    folder: Path,
+    device: str | None = None,
+    *,
+    progress: ShowProgress = hide_progress,
+) -> Manifest:
+    """Compiles every program of an engine and writes them to `folder`, with the number of KV pages that they are for.
+
+    No weight is read. The process compiles without JAX's cache from then on; for a `device` that is not None, this must
+    be called before JAX has looked for devices.
+
+    Args:
+        device: the kind; None: the devices of this machine. See `open_build_devices`.
+
+    Raises:
+        ConfigError: the directory exists, or the device is not known or too few.
+        DeviceError: the compiler for the device is not installed.
+        CapacityError: the device holds not even one sequence beside the model.
+    """
+    from jaxserve.runtime.bundle.devices import open_build_devices
+    from jaxserve.runtime.bundle.write import refuse_target, write_bundle
+    from jaxserve.runtime.memory import cache_budget
+    from jaxserve.runtime.program_cache import disable_persistent_cache
+    from jaxserve.runtime.startup import list_all_programs, make_compiler, measure_use, plan_pools, require_room
+
+    refuse_target(folder)
+    disable_persistent_cache()
+    devices = open_build_devices(device, config.parallel.tensor_parallel_size)
+    shapes = _choose_shapes(config, files, devices)
+    require_room(shapes, devices.memory)
+    with devices.trace():
+        use = None if devices.memory is None else measure_use(shapes, devices.mesh)
+    plan = plan_pools(shapes, budget=cache_budget(devices.memory, config.cache.device_memory_utilization, use))
+    compiler = make_compiler(shapes, plan, devices.mesh)
+
+    def compile_program(kind: str, key: object) -> object:
+        with devices.trace():  # a context of this thread
+            return compiler.compile(kind, key)
+
+    wanted = list_all_programs(shapes, compiler)
+    with progress("Compiling programs") as report:
+        return write_bundle(
+            folder,
+            shapes,
+            devices.mesh,
+            plan,
+            use,
+            compile_program,
+            wanted,
+            progress=lambda name, done, total: report(done, total, name),
+        )
+
+
+def _choose_shapes(config: EngineConfig, files: ModelFiles, devices: BuildDevices) -> Shapes:
+    from jaxserve.runtime.self_test import confirm_attention
+    from jaxserve.runtime.shapes import make_shapes
+
+    model, device = resolve_model(config, files), devices.first
+    drafter = locate_drafter(config, files, model)
+    with devices.trace():
+        shapes = make_shapes(
+            config, model, device.platform, device.device_kind, None if drafter is None else drafter.model
+        )
+    return confirm_attention(shapes, device) if devices.is_here else shapes

@@ -1,0 +1,151 @@
+"""What a bundle is made of, and for which engine its programs are.
+
+A bundle is a directory: `manifest.json`, and a file for each program. It is code, like the package itself: whoever can
+write it can run anything where it is loaded. So it must belong to the user or to root, others must not be able to write
+it, and every file has its SHA-256 in the manifest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+from jax.sharding import Mesh
+
+from jaxserve import __version__
+from jaxserve.config import read_compiler_flags
+from jaxserve.devices import find_version
+from jaxserve.errors import ConfigError, shorten
+from jaxserve.files import read_regular
+from jaxserve.runtime.identity import describe_mesh, describe_model, list_chosen_options
+from jaxserve.runtime.program_list import ProgramKey
+from jaxserve.runtime.shapes import Shapes
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+_MAX_MANIFEST = 16 * 2**20  # bytes
+_COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-plugin", "jax-cuda12-plugin")}
+# Options that no program depends on.
+_OTHER_OPTIONS = ("model", "revision", "load_format", "seed", "skip_tokenizer_init", "compile", "compile_threads")
+
+
+@dataclass(frozen=True)
+class ProgramFile:
+    """A program's file: its name in the directory, its digest, and its bytes."""
+
+    file: str
+    sha256: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of `manifest.json`."""
+
+    facts: Mapping[str, Any]  # what must be the same where the bundle is loaded
+    num_pages: tuple[int, ...]  # of each KV group
+    use: Mapping[str, int] | None  # the fields of `DeviceUse`; None on CPU
+    programs: Mapping[str, ProgramFile]  # by `identify`
+
+    def to_json(self) -> str:
+        """Returns the text of the file."""
+        value = {"bundle": FORMAT, **dataclasses.asdict(self)}
+        return json.dumps(value, indent=1, default=list)
+
+
+def identify(key: ProgramKey) -> str:
+    """Returns the name under which a manifest has a program."""
+    return f"{key[0]} {key[1]!r}"
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Returns the manifest of a bundle; ConfigError if there is none, or others may have written it."""
+    refuse_foreign(folder)
+    try:
+        value = json.loads(read_regular(folder / MANIFEST, _MAX_MANIFEST))
+        if value["bundle"] != FORMAT:
+            message = f"has format {shorten(value['bundle'])}, and this version reads {FORMAT}; build it again"
+            raise ConfigError(message, field="bundle", value=str(folder))
+        programs = {name: ProgramFile(**file) for name, file in value["programs"].items()}
+        return Manifest(dict(value["facts"]), tuple(map(int, value["num_pages"])), value["use"], programs)
+    except FileNotFoundError as error:
+        message = f"{folder} is not a bundle: it has no {MANIFEST}; jaxserve build makes one"
+        raise ConfigError(message, field="bundle", value=str(folder)) from error
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        message = f"{folder / MANIFEST} cannot be read ({error!r}); build it again"
+        raise ConfigError(message, field="bundle", value=str(folder)) from error
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Raises ConfigError if somebody else owns the directory or a file in it, or may write there."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a directory", field="bundle", value=str(folder))
+    trusted = (os.geteuid(), 0)
+    for path in (folder, *sorted(folder.iterdir())):
+        status = path.lstat()
+        if path != folder and not stat.S_ISREG(status.st_mode):
+            raise ConfigError(f"{path} is not a regular file", field="bundle", value=str(folder))
+        if status.st_uid not in trusted or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            message = (
+                f"{path} can be written by others, and a bundle is code; it must belong to you or to root: "
+                f"chmod -R go-w {folder}"
+            )
+            raise ConfigError(message, field="bundle", value=str(folder))
+
+
+def read_program(folder: Path, file: ProgramFile) -> bytes:
+    """Returns the bytes of a program's file; ConfigError, with its name, if they are not those of the manifest."""
+    path = folder / file.file
+    try:
+        data = read_regular(path, file.size)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", field="bundle", value=str(folder)) from error
+    if hashlib.sha256(data).hexdigest() != file.sha256:
+        message = f"{path} was cut short or altered: its SHA-256 is not the manifest's; build it again"
+        raise ConfigError(message, field="bundle", value=str(folder))
+    return data
+
+
+def describe_target(shapes: Shapes, mesh: Mesh) -> dict[str, Any]:
+    """Returns what an engine's programs depend on: versions, devices, flags of compilers, options and the model."""
+    device = mesh.devices.flat[0]
+    compiler = next((f"{name} {v}" for name in _COMPILERS.get(shapes.platform, ()) if (v := find_version(name))), None)
+    options = list_chosen_options(shapes.config)
+    facts = {
+        "jaxserve": __version__,
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "compiler": compiler,
+        "platform": shapes.platform,
+        "device": device.device_kind,
+        **describe_mesh(mesh),
+        "cpu": _describe_cpu() if shapes.platform == "cpu" else None,
+        "flags": read_compiler_flags(),
+        "attention": shapes.impl,
+        "options": {name: value for name, value in options.items() if name not in _OTHER_OPTIONS},
+        "buckets": [str(bucket) for bucket in shapes.buckets.buckets],
+        **describe_model(shapes.model),
+        "drafter": None if shapes.drafter is None else dataclasses.asdict(shapes.drafter),
+    }
+    return dict(json.loads(json.dumps(facts)))
+
+
+def _describe_cpu() -> str:
+    """Returns a digest of the instructions that this CPU has: programs for it use them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return ""
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return hashlib.sha256(" ".join(sorted(flags.split())).encode()).hexdigest()[:16]

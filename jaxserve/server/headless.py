@@ -1,0 +1,139 @@
+"""`jaxserve serve` above rank 0: a host that runs steps and answers nobody but probes."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from http import HTTPStatus
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
+
+import prometheus_client
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.follower import run_follower
+from jaxserve.engine.progress import choose_progress
+from jaxserve.errors import ConfigError, JaxServeError
+from jaxserve.server.logs import configure_logging
+from jaxserve.server.options import ServerConfig
+
+if TYPE_CHECKING:
+    from jaxserve.runtime.multihost.follower import Follower
+
+_log = logging.getLogger(__name__)
+
+
+class FollowerHealth:
+    """What a follower tells on its own port: that it lives, whether it can run steps, and how many it has run."""
+
+    def __init__(self) -> None:
+        self.follower: Follower | None = None  # once it can run steps
+        self.registry = prometheus_client.CollectorRegistry()
+        for name, text, read in (
+            ("ready", "1 once this host can run steps", lambda follower: 1),
+            ("steps", "steps started", lambda follower: follower.num_steps),
+            ("compiles", "XLA compilations since it was ready", lambda follower: follower.num_compiles),
+            ("idle_seconds", "seconds since rank 0's last call", _count_idle),
+        ):
+            gauge = prometheus_client.Gauge(f"jaxserve:follower_{name}", text, registry=self.registry)
+            gauge.set_function(functools.partial(self._read, read))
+
+    def _read(self, read: Callable[[Follower], float]) -> float:
+        return 0.0 if self.follower is None else float(read(self.follower))
+
+    def listen(self, port: int) -> None:
+        """Answers GET /health/live, /health/ready and /metrics on every address; ConfigError if the port is taken."""
+        try:
+            server = http.server.ThreadingHTTPServer(("", port), functools.partial(_Page, self))
+        except OSError as error:
+            message = f"cannot listen on port {port}: {error.strerror}"
+            raise ConfigError(message, field="health_port", value=port) from error
+        threading.Thread(target=server.serve_forever, name="jaxserve-health", daemon=True).start()
+
+
+def _count_idle(follower: Follower) -> float:
+    return 0.0 if follower.last_call is None else time.monotonic() - follower.last_call
+
+
+class _Page(http.server.BaseHTTPRequestHandler):
+    timeout = 10.0  # seconds for a request
+
+    def __init__(self, health: FollowerHealth, *arguments: object) -> None:
+        self._health = health
+        super().__init__(*arguments)  # type: ignore[arg-type]
+
+    def do_GET(self) -> None:
+        """Answers a probe or a scrape."""
+        is_ready = self._health.follower is not None
+        match self.path.partition("?")[0]:
+            case "/health/live":
+                self._answer(HTTPStatus.OK, b"")
+            case "/health" | "/health/ready":
+                self._answer(HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE, b"")
+            case "/metrics":
+                self._answer(HTTPStatus.OK, prometheus_client.generate_latest(self._health.registry))
+            case _:
+                self._answer(HTTPStatus.NOT_FOUND, b"this host answers /health/live, /health/ready and /metrics\n")
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Logs nothing: probes come every few seconds."""
+
+    def _answer(self, status: HTTPStatus, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("content-type", "text/plain; version=0.0.4; charset=utf-8")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def serve_headless(engine: EngineConfig, config: ServerConfig) -> NoReturn:
+    """Runs the steps of rank 0 until it stops, and exits: with status 2 if this host or another failed, else 0.
+
+    The first signal is left to rank 0, which drains and then ends all hosts; the second ends this one, and so all.
+    """
+    configure_logging(config.logs.log_level, json=config.logs.log_format == "json")
+    hosts, health = engine.hosts, FollowerHealth()
+    if hosts.health_port is not None:
+        health.listen(hosts.health_port)
+    patience = _Patience()
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, patience.take)
+
+    def announce(follower: Follower) -> None:
+        health.follower = follower
+        _log.info("ready: rank %d of %d, for rank 0 at %s", hosts.node_rank, hosts.nnodes, hosts.master_addr)
+
+    try:
+        run_follower(engine, progress=choose_progress(True), on_ready=announce)
+    except JaxServeError as error:
+        _log.critical("%s", error)
+        _exit(2)
+    _log.info("rank 0 has stopped")
+    _exit(0)
+
+
+class _Patience:
+    """Waits for rank 0 at the first signal."""
+
+    def __init__(self) -> None:
+        self._is_over = False
+
+    def take(self, number: int, frame: FrameType | None) -> None:
+        """Handles a signal."""
+        del frame
+        if self._is_over:
+            _exit(2)
+        self._is_over = True
+        _log.info("%s: waiting for rank 0, which drains; another signal ends all hosts", signal.Signals(number).name)
+
+
+def _exit(status: int) -> NoReturn:
+    """Ends the process without JAX's farewell, which waits for the other processes."""
+    logging.shutdown()
+    os._exit(status)

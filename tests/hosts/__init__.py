@@ -1,0 +1,1 @@
+"""Engines of several processes, as several hosts would run them."""
