@@ -68,7 +68,7 @@ def _build(header: Mapping[str, Any], config: EngineConfig) -> BuiltRunner:
     from jaxserve.engine.build import build_runner, make_cache_dir
     from jaxserve.engine.model_files import locate_model, resolve_model
     from jaxserve.engine.progress import choose_announce, show_progress
-    from jaxserve.runtime.identity import describe_engine, describe_mesh, describe_model
+    from jaxserve.runtime.identity import describe_engine, describe_mesh, describe_model, digest_params
     from jaxserve.sharding import make_mesh
 
     config = make_cache_dir(config)
@@ -77,7 +77,8 @@ def _build(header: Mapping[str, Any], config: EngineConfig) -> BuiltRunner:
     _refuse_other(header, describe_mesh(mesh) | describe_model(resolve_model(config, files)))
     announce, pages = choose_announce(True), header["num_pages"]
     built = build_runner(config, files, progress=show_progress, announce=announce, num_pages=pages)
-    here = describe_engine(built.shapes, built.plan, built.mesh, built.runner.params)
+    params = built.runner.params
+    here = describe_engine(built.shapes, built.plan, built.mesh, params, digest_params(params))
     _refuse_other(header, {name: value for name, value in here.items() if name != "options"})
     return built
 

@@ -170,7 +170,7 @@ def build_engine(
         )
     runner, followers = lead_steps(built.runner, group)
     if record_steps is not None:
-        runner = record_runner(built, runner, Path(record_steps))
+        runner = record_runner(built, runner, followers, Path(record_steps))
     engine = make_engine(built, runner, tokenizer)
     shapes = built.shapes
     factory = RequestFactory(
@@ -302,15 +302,20 @@ def refuse_recording(path: Path, *, has_processor: bool, only_largest: bool) -> 
     refuse_target(path)
 
 
-def record_runner(built: BuiltRunner, runner: Runner, path: Path) -> Runner:
-    """Returns `runner`, which runs the built one, with every call recorded in a new file."""
+def record_runner(built: BuiltRunner, runner: Runner, followers: Followers | None, path: Path) -> Runner:
+    """Returns `runner`, which runs the built one and perhaps those of other hosts, with each call recorded in a file."""
     from jaxserve.runtime.identity import describe_engine, digest_params
     from jaxserve.runtime.recording import Recording, RecordingFile
     from jaxserve.runtime.tee import TeeRunner
 
-    file = RecordingFile(path, describe_engine(built.shapes, built.plan, built.mesh, built.runner.params))
+    def digest() -> str:
+        if followers is not None:
+            followers.digest_params()
+        return digest_params(built.runner.params)
+
+    file = RecordingFile(path, describe_engine(built.shapes, built.plan, built.mesh, built.runner.params, digest()))
     _log.warning("record_steps: %s gets the tokens of all prompts and answers", path)
-    return TeeRunner(runner, Recording(file, lambda: digest_params(built.runner.params)))
+    return TeeRunner(runner, Recording(file, digest))
 
 
 def make_cache_dir(config: EngineConfig) -> EngineConfig:

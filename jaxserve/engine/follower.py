@@ -35,6 +35,7 @@ def run_follower(
     Raises:
         ConfigError, DeviceError, WeightsError, CapacityError, ClusterError: name what to change; rank 0 is told.
     """
+    from jaxserve.runtime.identity import digest_params
     from jaxserve.runtime.multihost.follower import Follower
     from jaxserve.runtime.multihost.processes import leave_processes
 
@@ -46,6 +47,7 @@ def run_follower(
             built.runner,
             num_mask_words=built.runner.num_mask_words,
             open_update=lambda path: open_update(path, built.shapes, built.mesh),
+            digest_params=lambda: digest_params(built.runner.params),
             additions=_compile_rest(built) if only_largest else queue.SimpleQueue(),
         )
         on_ready(follower)

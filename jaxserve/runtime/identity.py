@@ -51,11 +51,12 @@ def describe_model(model: DecoderConfig) -> dict[str, Any]:
     return {"model": json.loads(json.dumps(dataclasses.asdict(model)))}
 
 
-def describe_engine(shapes: Shapes, plan: CachePlan, mesh: Mesh, params: Any) -> dict[str, Any]:
+def describe_engine(shapes: Shapes, plan: CachePlan, mesh: Mesh, params: Any, weights: str) -> dict[str, Any]:
     """Returns the header of a recording of this engine.
 
     Args:
         params: the runtime tree.
+        weights: `digest_params` of it.
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
     names = [f"{jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves]
@@ -64,7 +65,7 @@ def describe_engine(shapes: Shapes, plan: CachePlan, mesh: Mesh, params: Any) ->
         **describe_mesh(mesh),
         **describe_model(shapes.model),
         "parameters": hashlib.sha256("\n".join(names).encode()).hexdigest()[:16],
-        "weights": digest_params(params),
+        "weights": weights,
         "attention": shapes.impl,
         "buckets": [str(bucket) for bucket in shapes.buckets.buckets],
         "state": dataclasses.asdict(shapes.state),
@@ -113,7 +114,8 @@ def find_difference(recorded: Mapping[str, Any], here: Mapping[str, Any]) -> tup
 def digest_params(params: Any) -> str:
     """Returns a digest of all values of a tree of parameters: 32 bits per array, computed where the arrays lie.
 
-    It tells weights apart that differ by accident. It is not a cryptographic one.
+    It tells weights apart that differ by accident. It is not a cryptographic one. Where several hosts share an array,
+    all must call this.
     """
     folded = jax.device_get([_fold(leaf) for leaf in jax.tree.leaves(params)])
     return hashlib.sha256(b"".join(int(each).to_bytes(4, "little") for each in folded)).hexdigest()[:16]

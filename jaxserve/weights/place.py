@@ -60,9 +60,17 @@ def place_parameter(
     does.
     """
     if isinstance(value, jax.Array) and value.dtype == jnp.dtype(dtype):
+        if not value.is_fully_addressable and value.sharding.is_equivalent_to(sharding, value.ndim):
+            return _copy_shards(value, sharding)
         splits = len(value.sharding.device_set) == 1 < len(sharding.device_set)
         if not splits:
             return jax.device_put(value, sharding, may_alias=False)
     host = np.asarray(value)
     cast = cast_host(host, dtype, name=name)
     return place_host(host.copy() if cast is host else cast, sharding)
+
+
+def _copy_shards(value: jax.Array, sharding: Sharding) -> jax.Array:
+    """Returns a copy of an array that several hosts share; `device_put` would compile a program for all of them."""
+    copies = [jax.device_put(shard.data, shard.device, may_alias=False) for shard in value.addressable_shards]
+    return jax.make_array_from_single_device_arrays(value.shape, sharding, copies)

@@ -20,7 +20,12 @@ def refuse(*_: Any, **__: Any) -> NoReturn:
     raise AssertionError("a collective of the host's code")
 
 
-if __name__ == "__main__":
+def refuse_collectives() -> None:
+    """Makes each collective of JAX's host code an error in this process."""
     for name in ("process_allgather", "broadcast_one_to_all", "sync_global_devices", "assert_equal"):
         setattr(multihost_utils, name, refuse)
+
+
+if __name__ == "__main__":
+    refuse_collectives()
     sys.exit(cli.main(sys.argv[1:]))

@@ -76,7 +76,9 @@ def test_the_loss_of_a_host_ends_all(victim: int, kind: signal.Signals, turn: in
             assert any("rank 1: " in line for line in hosts[0].lines), hosts[0].log
         else:
             assert any('"error"' in line or line.startswith("error: ") for line in heard), heard[-3:]
-            assert any("rank 0: " in line for line in hosts[1].lines), hosts[1].log
+            # JAX's coordinator ends with rank 0, and JAX may end the others before they can say more.
+            named = ("rank 0: ", "JAX distributed service detected fatal errors")
+            assert any(text in line for line in hosts[1].lines for text in named), hosts[1].log
 
 
 def test_rank_0_drains_and_all_end_well() -> None:

@@ -19,6 +19,7 @@ from jaxserve.runtime.multihost.wire import Link, greet_follower, refuse
 _log = logging.getLogger(__name__)
 GREETING_SECONDS = 5.0  # for a stranger to prove itself
 _UNPROVEN = 16  # strangers at once
+_LOOKUP_SECONDS = 0.5  # between two looks for a name
 
 
 def admit(options: HostOptions, token: str | None) -> list[Link]:
@@ -124,7 +125,7 @@ def _listen(options: HostOptions) -> socket.socket:
     assert options.nnodes is not None
     place = options.master_addr, options.master_port
     try:
-        family = socket.getaddrinfo(*place, type=socket.SOCK_STREAM)[0][0]
+        family = _resolve(options)
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(place)
@@ -133,3 +134,19 @@ def _listen(options: HostOptions) -> socket.socket:
         message = f"rank 0 cannot listen on {place[0]}:{place[1]} ({error.strerror or error})"
         raise ConfigError(message, field="master_addr", value=options.master_addr) from error
     return listener
+
+
+def _resolve(options: HostOptions) -> socket.AddressFamily:
+    """Returns the family of `master_addr`. In a cluster, the name of a host may be known only some time after it."""
+    deadline, is_told = time.monotonic() + options.init_timeout, False
+    while True:
+        try:
+            return socket.getaddrinfo(options.master_addr, options.master_port, type=socket.SOCK_STREAM)[0][0]
+        except socket.gaierror as error:
+            if time.monotonic() > deadline:
+                raise
+            if not is_told:
+                place, reason = options.master_addr, error.strerror
+                _log.warning("master_addr %s: %s; waiting up to %g s for it", place, reason, options.init_timeout)
+            is_told = True
+            time.sleep(_LOOKUP_SECONDS)

@@ -28,6 +28,7 @@ class Follower:
     Args:
         num_mask_words: of 32 bits, in a line of a mask.
         open_update: returns new weights for the path that rank 0 sent.
+        digest_params: takes this host's part in a digest of the weights.
         additions: changes to the programs in use, of those compiled meanwhile.
     """
 
@@ -38,12 +39,13 @@ class Follower:
         *,
         num_mask_words: int,
         open_update: Callable[[str], ParamUpdates],
+        digest_params: Callable[[], object],
         additions: queue.SimpleQueue[Callable[[], None]],
     ) -> None:
         self.num_steps = 0  # started
         self.last_call: float | None = None  # time.monotonic of rank 0's last
         self._group, self._runner = group, runner
-        self._open_update, self._additions = open_update, additions
+        self._open_update, self._digest_params, self._additions = open_update, digest_params, additions
         self._plans, self._masks = PlanDecoder(), MaskDecoder(num_mask_words)
         self._started: dict[int, StartedStep] = {}
         self._futures: queue.SimpleQueue[tuple[int, StepFuture | None]] = queue.SimpleQueue()
@@ -72,7 +74,7 @@ class Follower:
                 raise ClusterError(f"sent a malformed call: {error!r}", field="rank 0") from error
             make()
 
-    def _read(self, call: dict[str, Any]) -> Callable[[], None]:
+    def _read(self, call: dict[str, Any]) -> Callable[[], object]:
         """Returns the function that makes a call."""
         match call["call"]:
             case "start":
@@ -84,6 +86,8 @@ class Follower:
                 return self._reset
             case "weights":
                 return lambda: self._runner.write_params(self._open_update(call["path"]))
+            case "digest":
+                return self._digest_params
             case "warm":
                 return self._runner.warm_thread
             case "programs":
@@ -113,7 +117,7 @@ class Follower:
                 if future is not None:
                     future.wait()
             except Exception as error:
-                self._group.lose(ClusterError(f"step {step} failed: {error}", field=f"rank {self._group.rank}"))
+                self._group.lose_step(step, error)
                 return
             self._room.release()
             self._group.send({"done": step})

@@ -22,6 +22,7 @@ _RETRY_SECONDS = 0.2
 _BACKLOG = 4096  # messages that may wait for their reader
 _LEAVING_SECONDS = 2.0
 _PINGS = 8  # in the time after which a silent host is a lost one
+_BLAME_SECONDS = 0.05  # for the loss of a host to be known, when a step fails that it was part of
 
 OnLoss = Callable[[ClusterError], None]
 
@@ -61,6 +62,11 @@ class _Members:
         self._tell({"failed": str(error)})
         self._close()
         self._on_loss(error)
+
+    def lose_step(self, step_id: int, error: BaseException) -> None:
+        """Ends the group because a step failed here; if a host is gone at the same time, that is the error."""
+        if not self.wait_for_end(_BLAME_SECONDS):
+            self.lose(ClusterError(f"step {step_id} failed: {error}", field=f"rank {self.rank}"))
 
     def fail(self, text: str) -> None:
         """Tells the other hosts that this one fails, and ends the group without `on_loss`."""

@@ -46,7 +46,7 @@ class Followers:
 
     def fail(self, step_id: int, error: BaseException) -> None:
         """See `CallSink`. The others may have run the step, or wait in it, so nothing can be recovered."""
-        self._group.lose(ClusterError(f"step {step_id} failed: {error}", field="rank 0"))
+        self._group.lose_step(step_id, error)
 
     def reset(self) -> None:
         """See `CallSink`."""
@@ -68,6 +68,10 @@ class Followers:
         """Makes a change to the programs in use, of those compiled meanwhile, on all hosts."""
         self._group.send({"call": "programs"})
         change()
+
+    def digest_params(self) -> None:
+        """Has the other hosts take their part in `identity.digest_params`."""
+        self._group.send({"call": "digest"})
 
     def stop(self) -> None:
         """Ends the other hosts. Further calls do nothing."""

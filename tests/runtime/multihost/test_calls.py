@@ -83,6 +83,7 @@ def pair(**options: Any) -> Iterator[tuple[Engine, Followers, list[Journal], Fol
             journals[1],  # type: ignore[arg-type]
             num_mask_words=-(-VOCAB // 32),
             open_update=lambda path: SimpleNamespace(path=path),  # type: ignore[arg-type, return-value]
+            digest_params=lambda: journals[1].calls.append("digest"),
             additions=additions,
         )
         running = threading.Thread(target=run_quietly, args=(follower,))
@@ -121,9 +122,11 @@ def test_random_calls_are_made_alike(seed: int) -> None:
         engine.abort_all()
         engine.drain()
         followers.add_programs(lambda: journals[0].calls.append("programs"))
+        followers.digest_params()
+        journals[0].calls.append("digest")
     assert losses.empty()
     assert journals[1].calls == journals[0].calls
-    assert {"warm", "programs", "reset"} <= {call for call in journals[0].calls if isinstance(call, str)}
+    assert {"warm", "programs", "reset", "digest"} <= {call for call in journals[0].calls if isinstance(call, str)}
     assert any(isinstance(call, tuple) and call[1] is not None for call in journals[0].calls)
     assert follower.num_steps == len(journals[0].device.plans)
     assert not followers._started, "every step was answered"
@@ -171,6 +174,7 @@ def test_a_malformed_call_is_refused() -> None:
             FakeDevice(GROUPS, page_size=PAGE_SIZE, vocab_size=VOCAB),  # type: ignore[arg-type]
             num_mask_words=1,
             open_update=lambda path: {},
+            digest_params=lambda: None,
             additions=queue.SimpleQueue(),
         )
         leader.send({"call": "run", "code": "1"})

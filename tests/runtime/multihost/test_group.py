@@ -268,3 +268,40 @@ def test_a_taken_address_is_a_config_error() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"master_addr: rank 0 cannot listen on 127.0.0.1:{port}"):
             LeaderGroup.open(make_options(0, 2, port), TOKEN, on_loss=print)
+
+
+def test_the_name_of_rank_0_may_be_known_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pod's name comes into the DNS some seconds after its container has started."""
+    real, failures = socket.getaddrinfo, [socket.gaierror(socket.EAI_NONAME, "Name or service not known")]
+
+    def look_up(*arguments: Any, **options: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    with join(2) as (leader, _, losses):
+        assert not failures and losses.empty() and leader.size == 2
+
+
+def test_a_name_that_stays_unknown_is_a_config_error() -> None:
+    options = HostOptions(nnodes=2, node_rank=0, master_addr="rank-0.invalid", init_timeout=0.6)
+    with pytest.raises(ConfigError, match=r"master_addr: rank 0 cannot listen on rank-0.invalid:29501 \("):
+        LeaderGroup.open(options, TOKEN, on_loss=print)
+
+
+def test_a_step_that_fails_with_a_lost_host_is_that_hosts_loss() -> None:
+    with join(2) as (leader, followers, losses):
+        followers[0]._links[0]._connection.shutdown(socket.SHUT_RDWR)
+        leader.lose_step(7, RuntimeError("a collective failed"))
+        assert {str(losses.get(timeout=10)[1]) for _ in range(2)} >= {"rank 1: is gone"}
+
+
+def test_a_step_that_fails_alone_is_told_to_all() -> None:
+    with join(2) as (_, followers, losses):
+        followers[0].lose_step(7, RuntimeError("out of memory"))
+        told = {losses.get(timeout=10) for _ in range(2)}
+        assert {(rank, str(error)) for rank, error in told} == {
+            (1, "rank 1: step 7 failed: out of memory"),
+            (0, "rank 1: failed: rank 1: step 7 failed: out of memory"),
+        }
