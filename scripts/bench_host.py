@@ -52,7 +52,7 @@ PRESET = "llama-3.1-8b"
 PAGE_SIZE = 64
 CONTEXT = 4096
 PROMPT = 64
-PARTS = ("plan", "inputs", "dispatch", "commit", "record", "detokenize")
+PARTS = ("plan", "inputs", "dispatch", "commit", "tell", "detokenize")
 ALL_POLICIES = SchedulerOptions(
     scheduling_policy="fair",
     priority_itl_ms=1000.0,
@@ -60,6 +60,8 @@ ALL_POLICIES = SchedulerOptions(
     max_num_partial_prefills=4,
     max_long_partial_prefills=2,
 )
+# Returns a runner around the given one, and the (owner, method) by which that runner tells somebody of its calls.
+Tee = Callable[[ModelRunner], tuple[TeeRunner, list[tuple[Any, str]]]]
 TENANTS = [Tenant(f"tenant {number}", weight=1.0 + number) for number in range(8)]
 
 
@@ -152,14 +154,14 @@ def measure(
     steps: int,
     tokenizer: Any,
     options: SchedulerOptions | None = None,
-    recording: Path | None = None,
+    tee: Tee | None = None,
     width: int = 1,
 ) -> dict[str, float]:
     """Returns microseconds of CPU per step, by part, with `rows` rows decoding and every output streamed.
 
-    With `options`, the requests are those of eight tenants and two tiers, and as many wait as run. With `recording`,
-    every step is recorded in that file. With `width` above 1, steps verify `width` - 1 drafts a row, and half of the
-    rows accept all of them.
+    With `options`, the requests are those of eight tenants and two tiers, and as many wait as run. With `tee`, somebody
+    is told of every step. With `width` above 1, steps verify `width` - 1 drafts a row, and half of the rows accept all
+    of them.
     """
     buckets = BucketTable([rows], [rows + 4096], rows, [(rows, width)] if width > 1 else [])
     runner = make_null_runner(rows, buckets)
@@ -181,9 +183,8 @@ def measure(
         fixed_drafts=((1, rows, width - 1),) if width > 1 else None,
     )
     scheduler = Scheduler(limits, pages)
-    file = None if recording is None else RecordingFile(recording, {})
-    recorder = runner if file is None else TeeRunner(runner, Recording(file, lambda: ""))
-    engine = Engine(scheduler, recorder, tokenizer=tokenizer)
+    outer, tellers = (runner, []) if tee is None else tee(runner)
+    engine = Engine(scheduler, outer, tokenizer=tokenizer)
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, output_kind=OutputKind.DELTA)
     for index in range(rows if options is None else 2 * rows):
         request = Request(f"r{index}", tuple(range(index, index + PROMPT + index % PAGE_SIZE)), params)
@@ -199,9 +200,10 @@ def measure(
     runner._run = watch.wrap("dispatch", runner._run)  # type: ignore[method-assign]
     runner.sample = watch.wrap("dispatch", runner.sample)  # type: ignore[method-assign]
     runner.start = watch.wrap("inputs", runner.start)  # type: ignore[method-assign]
-    if file is not None:
-        file.write = watch.wrap("record", file.write)  # type: ignore[method-assign]
-        recorder.start = watch.wrap("record", recorder.start)  # type: ignore[method-assign]
+    for owner, method in tellers:
+        setattr(owner, method, watch.wrap("tell", getattr(owner, method)))
+    if outer is not runner:
+        outer.start = watch.wrap("tell", outer.start)  # type: ignore[method-assign]
     engine._show = watch.wrap("detokenize", engine._show)  # type: ignore[method-assign]
     samples: list[dict[str, float]] = []
     for _ in range(steps):
@@ -209,6 +211,16 @@ def measure(
         engine.step()
         samples.append(watch.seconds)
     return {part: 1e6 * statistics.median(sample[part] for sample in samples) for part in PARTS}
+
+
+def record_in(path: Path) -> Tee:
+    """Returns a `Tee` that records every step in a new file."""
+
+    def tee(runner: ModelRunner) -> tuple[TeeRunner, list[tuple[Any, str]]]:
+        file = RecordingFile(path, {})
+        return TeeRunner(runner, Recording(file, lambda: "")), [(file, "write")]
+
+    return tee
 
 
 def main() -> None:
@@ -230,14 +242,14 @@ def main() -> None:
         tokenizer = load_tokenizer(args.tokenizer)
     gc.freeze()
     table = Table(title=f"Host time per step, microseconds (median of {args.steps} steps; argument tree: {PRESET})")
-    shown = [part for part in PARTS if part != "record" or args.record]
+    shown = [part for part in PARTS if part != "tell" or args.record]
     for column in ("rows", *shown, "loop", "aim", "loop / aim"):
         table.add_column(column, justify="right")
     figures = []
     for rows in args.rows:
         with tempfile.TemporaryDirectory() as folder:
-            recording = Path(folder) / "steps.jsonl" if args.record else None
-            parts = measure(rows, args.steps, tokenizer, ALL_POLICIES if args.policies else None, recording, args.width)
+            tee = record_in(Path(folder) / "steps.jsonl") if args.record else None
+            parts = measure(rows, args.steps, tokenizer, ALL_POLICIES if args.policies else None, tee, args.width)
         loop, aim = sum(parts.values()) - parts["detokenize"], 100 + (1.0 if args.width == 1 else 1.3) * rows
         figures.append(
             {"rows": rows, "total_us": sum(parts.values()), "loop_us": loop, "aim_us": aim}

@@ -47,7 +47,7 @@ def list_variables(container: Object) -> dict[str, Object]:
 
 
 def check_pod(pod: Object, seconds_to_start: int) -> Object:
-    """What every pod of a server has: probes that are answered, no rights, volumes that exist. Returns its container."""
+    """Asserts what every pod has: probes that are answered, no rights, places to write. Returns its container."""
     (container,) = pod["containers"]
     gets = {path for method, path in list_endpoints() if method == "GET"}
     probes = {name: container[f"{name}Probe"] for name in ("startup", "readiness", "liveness")}
@@ -64,7 +64,7 @@ def check_pod(pod: Object, seconds_to_start: int) -> Object:
 
 
 def check_server(pod: Object, container: Object) -> argparse.Namespace:
-    """What the pod that answers requests has: bounds, a key, time to drain. Returns its options."""
+    """Asserts what a pod that answers requests has: bounds, a key, time to drain. Returns its options."""
     args = parse(container)
     assert {port["name"]: port["containerPort"] for port in container["ports"]}["http"] == args.port
     pause = int(container["lifecycle"]["preStop"]["exec"]["command"][1])

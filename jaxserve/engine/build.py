@@ -303,7 +303,7 @@ def refuse_recording(path: Path, *, has_processor: bool, only_largest: bool) -> 
 
 
 def record_runner(built: BuiltRunner, runner: Runner, followers: Followers | None, path: Path) -> Runner:
-    """Returns `runner`, which runs the built one and perhaps those of other hosts, with each call recorded in a file."""
+    """Returns `runner`, perhaps that of several hosts, with each call recorded in a new file."""
     from jaxserve.runtime.identity import describe_engine, digest_params
     from jaxserve.runtime.recording import Recording, RecordingFile
     from jaxserve.runtime.tee import TeeRunner

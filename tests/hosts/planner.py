@@ -1,6 +1,6 @@
 """Rank 0 as a Python program: answers, and answers again after each change of weights. Prints the tokens as JSON.
 
-    python tests/hosts/planner.py OPTIONS PROMPTS CHECKPOINT...    (the first two are JSON)
+python tests/hosts/planner.py OPTIONS PROMPTS CHECKPOINT...    (the first two are JSON)
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ if __name__ == "__main__":
     options, prompts, checkpoints = json.loads(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:]
     refuse_collectives()
     params = [
-        SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, logprobs=2),
-        SamplingParams(temperature=1, seed=7, max_tokens=60, ignore_eos=True, repetition_penalty=1.2),
+        SamplingParams(temperature=0, max_tokens=60, ignore_eos=True),
+        SamplingParams(temperature=1, seed=7, max_tokens=60, ignore_eos=True),
     ]
 
     def answer(llm: LLM) -> list[Any]:

@@ -15,6 +15,7 @@ import pytest
 from tests.hosts.hosts import FLAGS, ROOT, TOKEN, Host, end, find_ports, launch, launch_pair, run_pair
 
 MODEL = "demo"
+SMALL = ("--max-num-seqs", "1")  # fewer programs: what is lost does not depend on them
 GONE_SECONDS = 2.0
 STEP_TIMEOUT = 3.0
 
@@ -69,7 +70,7 @@ def lose(hosts: list[Host], victim: int, kind: signal.Signals) -> list[str]:
     ids=["kill-1", "kill-0", "stop-1", "stop-0"],
 )
 def test_the_loss_of_a_host_ends_all(victim: int, kind: signal.Signals, turn: int) -> None:
-    with run_pair(MODEL, "--step-timeout", str(STEP_TIMEOUT)) as hosts:
+    with run_pair(MODEL, *SMALL, "--step-timeout", str(STEP_TIMEOUT)) as hosts:
         heard = lose(hosts, victim, kind)
         if victim == 1:
             assert any('"error"' in line for line in heard), heard[-3:]
@@ -82,7 +83,7 @@ def test_the_loss_of_a_host_ends_all(victim: int, kind: signal.Signals, turn: in
 
 
 def test_rank_0_drains_and_all_end_well() -> None:
-    with run_pair(MODEL) as hosts:
+    with run_pair(MODEL, *SMALL) as hosts:
         heard: list[str] = []
         begun = threading.Event()
         reading = threading.Thread(target=stream, args=(hosts[0], heard, begun))

@@ -18,8 +18,8 @@ from tests.programs import PROGRAMS
 
 DEMO = ROOT / "jaxserve" / "demo"
 PROMPTS = ["What is a cache?", "one two three one two three one two"]
-DRAFTS = {"method": "ngram", "num_speculative_tokens": 2}
-SIZES = {"dtype": "float32", "max_num_seqs": 2, "max_num_batched_tokens": 32, "max_model_len": 128}
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 1}
+SIZES = {"dtype": "float32", "max_num_seqs": 1, "max_num_batched_tokens": 40, "max_model_len": 128}
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +53,7 @@ def run_planner(devices: int, checkpoints: list[Path], **options: Any) -> dict[s
 def run_hosts(checkpoints: list[Path], **options: Any) -> dict[str, Any]:
     """The same with two hosts, the second of which needs only to know where the first is."""
     master, _ = find_ports(2)
-    other = launch(
-        str(DEMO), "--nnodes", "2", "--node-rank", "1", "--master-port", str(master), port=master, devices=2
-    )
+    other = launch(str(DEMO), "--nnodes", "2", "--node-rank", "1", "--master-port", str(master), port=master, devices=2)
     try:
         found = run_planner(2, checkpoints, nnodes=2, master_port=master, **options)
         assert other.process.wait(30) == 0, other.log

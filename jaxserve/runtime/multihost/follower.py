@@ -45,7 +45,8 @@ class Follower:
         self.num_steps = 0  # started
         self.last_call: float | None = None  # time.monotonic of rank 0's last
         self._group, self._runner = group, runner
-        self._open_update, self._digest_params, self._additions = open_update, digest_params, additions
+        self._open_update, self._additions = open_update, additions
+        self._plain_calls = {"reset": self._reset, "warm": runner.warm_thread, "digest": digest_params}
         self._plans, self._masks = PlanDecoder(), MaskDecoder(num_mask_words)
         self._started: dict[int, StartedStep] = {}
         self._futures: queue.SimpleQueue[tuple[int, StepFuture | None]] = queue.SimpleQueue()
@@ -82,16 +83,12 @@ class Follower:
             case "sample":
                 mask = self._masks.decode(call["mask"]) if "mask" in call else None
                 return partial(self._sample, call["step"], self._started.pop(call["step"]), mask)
-            case "reset":
-                return self._reset
             case "weights":
                 return lambda: self._runner.write_params(self._open_update(call["path"]))
-            case "digest":
-                return self._digest_params
-            case "warm":
-                return self._runner.warm_thread
             case "programs":
                 return self._additions.get()
+            case name if name in self._plain_calls:
+                return self._plain_calls[name]
             case other:
                 raise ValueError(f"there is no call {other!r}")
 

@@ -138,6 +138,12 @@ class LeaderGroup(_Members):
         require_token(options, token)
         return cls(options, admit(options, token), on_loss)
 
+    def __init__(self, options: HostOptions, links: Sequence[Link], on_loss: OnLoss) -> None:
+        super().__init__(options, links, on_loss)
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._sender = threading.Thread(target=self._send_all, name="jaxserve-send", daemon=True)
+        self._sender.start()
+
     def share(self, value: Any) -> Any:
         """Gives all hosts a value of JSON, and returns it."""
         self.send({"shared": value})
@@ -169,16 +175,12 @@ class LeaderGroup(_Members):
         return least
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Sends a message to all hosts; it is encoded once. A host that takes none is a loss."""
-        frame = pack(message)
-        for link in self._links:
-            try:
-                link.send_frame(frame)
-            except TimeoutError:
-                message = f"has taken no call for {self.options.step_timeout:g} s"
-                self.lose(ClusterError(message, field=f"rank {link.peer}"))
-            except OSError as error:  # the reader tells, perhaps in the host's own words
-                _log.debug("rank %d takes nothing more: %s", link.peer, error)
+        """Sends a message to all hosts, on a thread of its own; it is encoded once, and here.
+
+        A host that takes none is a loss.
+        """
+        if self._outbox.qsize() < _BACKLOG:  # else the sender is about to tell who takes none
+            self._outbox.put(pack(message))
 
     def stop(self, leave: Callable[[], None]) -> None:
         """Ends the other hosts in good order, and waits a moment for them. Further calls do nothing.
@@ -190,6 +192,8 @@ class LeaderGroup(_Members):
             return
         self._has_ended.set()
         self.send({"call": "stop"})
+        self._outbox.put(None)
+        self._sender.join(_LEAVING_SECONDS)
         leave()
         deadline = time.monotonic() + _LEAVING_SECONDS
         for link in self._links:
@@ -200,6 +204,18 @@ class LeaderGroup(_Members):
             except queue.Empty:
                 _log.warning("rank %d has not ended in time", link.peer)
         self._close()
+
+    def _send_all(self) -> None:
+        """Sends what is in the outbox, in its order."""
+        while (frame := self._outbox.get()) is not None:
+            for link in self._links:
+                try:
+                    link.send_frame(frame)
+                except TimeoutError:
+                    message = f"has taken no call for {self.options.step_timeout:g} s"
+                    self.lose(ClusterError(message, field=f"rank {link.peer}"))
+                except OSError as error:  # the reader tells, perhaps in the host's own words
+                    _log.debug("rank %d takes nothing more: %s", link.peer, error)
 
 
 class FollowerGroup(_Members):
