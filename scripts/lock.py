@@ -18,7 +18,8 @@ from typing import Any
 from rich.console import Console
 
 ROOT = Path(__file__).resolve().parents[1]
-LOCKS = {"lock-cpu.txt": "otel", "lock-cuda.txt": "cuda13,otel"}  # the lock file of each image, and its extras
+# The lock file of each image, and its extras.
+LOCKS = {"lock-cpu.txt": "otel", "lock-cuda.txt": "cuda13,otel", "lock-tpu.txt": "tpu,otel"}
 HEADER = """\
 # Written by scripts/lock.py for Python 3.12 on x86-64 Linux, from jaxserve[{extras}]. Do not edit.
 """

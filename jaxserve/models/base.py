@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -36,17 +36,30 @@ class ParamSpec:
     init: str
 
 
+class HostArray(Protocol):
+    """An array on the host, or one that is put together where it is indexed."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
+    def __getitem__(self, index: tuple[slice, ...], /) -> np.ndarray: ...
+
+
 @dataclass(frozen=True)
 class WeightSource:
     """Which tensors of a checkpoint make one canonical parameter.
 
     `build` takes the tensors as numpy arrays in the order of `names`, of shapes `shapes` and any one dtype, and
-    returns the parameter in that dtype. It raises WeightsError, naming the tensor, when a shape differs.
+    returns the parameter in that dtype. It raises WeightsError, naming the tensor, when a shape differs. Where it can,
+    it reads nothing before its result is indexed, and then no more than that needs.
     """
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    build: Callable[..., np.ndarray]
+    build: Callable[..., HostArray]
 
 
 @dataclass(frozen=True)

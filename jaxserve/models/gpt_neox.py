@@ -12,7 +12,7 @@ from jaxserve.models.base import CheckpointLayer, DecoderConfig, Family, LayerKi
 from jaxserve.models.blocks import pre_norm_layer
 from jaxserve.models.common import DECODER_KEYS, build_config, omit, read_norm, read_num_layers
 from jaxserve.models.hf_config import HFConfig
-from jaxserve.models.layouts import split_by_head
+from jaxserve.models.layouts import keep_heads
 from jaxserve.models.parameters import fused_attention_params, plain_mlp_params, pre_norm_params
 from jaxserve.models.rope_config import parse_rope
 
@@ -60,9 +60,7 @@ def _read_attention(config: HFConfig) -> AttentionConfig:
 
 def list_layer_params(layer: CheckpointLayer) -> Table:
     """Fused q, k and v, two projections for the feed-forward block."""
-    attention = fused_attention_params(
-        layer, qkv="attention.query_key_value", out="attention.dense", split=split_by_head
-    )
+    attention = fused_attention_params(layer, qkv="attention.query_key_value", out="attention.dense", fuse=keep_heads)
     mlp = plain_mlp_params(layer, up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h")
     return pre_norm_params(layer) | attention | mlp
 

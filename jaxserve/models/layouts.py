@@ -1,4 +1,7 @@
-"""Turns a checkpoint's tensors into parameters: numpy arrays of any one dtype in, arrays of that dtype out.
+"""Turns a checkpoint's tensors into parameters: numpy arrays of any one dtype in, parameters of that dtype out.
+
+What is large is put together only where it is indexed (`JoinedRows`, `StackedParts`), so a host that needs a part of a
+parameter reads no more of the files.
 
 Checkpoints hold projections as [out, in]. Some models rotate interleaved pairs of a head's dimensions: (0, 1), (2, 3)
 and so on. Their q and k are reordered here to rotate halves, as all others do; no product of q and k changes.
@@ -6,7 +9,8 @@ and so on. Their q and k are reordered here to rotate halves, as all others do; 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,22 +19,95 @@ from jaxserve.layers.attention import AttentionConfig
 _TILE = 16  # rows per step of a transposed copy: 32 bytes of bfloat16, three times as fast as one whole copy
 
 
+@dataclass(frozen=True)
+class RowBlock:
+    """Rows [n, D] of a tensor, or [n] of a bias, which is not read before it is needed.
+
+    `order` are the rows that are meant, in their order; None for all as they stand.
+    """
+
+    rows: np.ndarray
+    order: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Returns some of the rows: a view if they stand in order."""
+        return self.rows[start:stop] if self.order is None else self.rows[self.order[start:stop]]
+
+
+class Assembled:
+    """A parameter that is put together where it is indexed, by a tuple of one slice for each dimension."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        sizes = [len(range(size)[each]) for size, each in zip(self.shape, index, strict=True)]
+        out = np.empty(sizes, self.dtype)
+        self.write(index, out)
+        return out
+
+    def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
+        whole = self[(slice(None),) * len(self.shape)]
+        return whole if dtype is None else whole.astype(dtype, copy=False)
+
+    def write(self, index: tuple[slice, ...], out: np.ndarray) -> None:
+        """Writes what `index` names into `out`."""
+        raise NotImplementedError
+
+
+class JoinedRows(Assembled):
+    """The transpose [D, N] of row blocks, one after the other; of blocks [n] it is [N]."""
+
+    def __init__(self, blocks: Sequence[RowBlock]) -> None:
+        self._blocks = blocks
+        first = blocks[0].rows
+        self.dtype, self.shape = first.dtype, (*first.shape[1:], sum(map(len, blocks)))
+
+    def write(self, index: tuple[slice, ...], out: np.ndarray) -> None:
+        """See `Assembled.write`.
+
+        Copies in tiles of plain integers: numpy moves bfloat16 one call per element, and whole transposes miss the
+        cache.
+        """
+        words = f"u{self.dtype.itemsize}"
+        written, column = out.view(words), 0
+        for part in self._list_parts(index):
+            for start in range(0, len(part), _TILE):
+                tile = np.ascontiguousarray(part[start : start + _TILE]).view(words)
+                written[..., column : column + len(tile)] = tile.T
+                column += len(tile)
+
+    def _list_parts(self, index: tuple[slice, ...]) -> Iterator[np.ndarray]:
+        """Yields the parts of the blocks that `index` names, [n, d] or [n] each."""
+        start, stop, _ = index[-1].indices(self.shape[-1])
+        first = 0
+        for block in self._blocks:
+            begin, end = max(0, start - first), min(stop - first, len(block))
+            if begin < end:
+                yield block.read(begin, end)[:, *index[:-1]]
+            first += len(block)
+
+
+class StackedParts(Assembled):
+    """Parts of equal shapes [...] as one parameter [number of parts, ...]."""
+
+    def __init__(self, parts: Sequence[Assembled]) -> None:
+        self._parts = parts
+        self.dtype, self.shape = parts[0].dtype, (len(parts), *parts[0].shape)
+
+    def write(self, index: tuple[slice, ...], out: np.ndarray) -> None:
+        """See `Assembled.write`."""
+        for part, place in zip(self._parts[index[0]], out, strict=True):
+            part.write(index[1:], place)
+
+
 def count_rows(attention: AttentionConfig) -> dict[str, int]:
     """Returns the rows of the checkpoint's q, k and v projections."""
     kv_rows = attention.num_kv_heads // attention.kv_repeats * attention.head_dim
     return {"q": attention.num_heads * attention.head_dim, "k": kv_rows, "v": kv_rows}
-
-
-def split_stacked(attention: AttentionConfig, tensor: np.ndarray) -> list[np.ndarray]:
-    """Returns q, k and v of one tensor with all rows of q, then of k, then of v."""
-    rows = count_rows(attention)
-    return np.split(tensor, [rows["q"], rows["q"] + rows["k"]])
-
-
-def split_by_head(attention: AttentionConfig, tensor: np.ndarray) -> list[np.ndarray]:
-    """Returns q, k and v of one tensor with q, k and v of each head together; every head has its own k and v."""
-    heads = tensor.reshape(-1, 3, attention.head_dim, *tensor.shape[1:])
-    return [heads[:, part].reshape(-1, *tensor.shape[1:]) for part in range(3)]
 
 
 def order_halves(rotary_dim: int, head_dim: int) -> np.ndarray:
@@ -41,19 +118,32 @@ def order_halves(rotary_dim: int, head_dim: int) -> np.ndarray:
 
 def fuse_qkv(
     attention: AttentionConfig, order: np.ndarray | None, q: np.ndarray, k: np.ndarray, v: np.ndarray
-) -> np.ndarray:
+) -> JoinedRows:
     """Returns `qkv` [D, K * (G + 2) * H] of q [N * H, D], k and v [K * H, D]; biases have no D.
 
     `order` is the order of dimensions within the heads of q and k.
     """
     group, head_dim = attention.group_size, attention.head_dim
-    q, k = (_reorder(part, head_dim, order) for part in (q, k))
-    parts = []
+    group_order = None if order is None else np.concatenate([order + head * head_dim for head in range(group)])
+    blocks = []
     for head in range(attention.num_kv_heads):
-        source = head // attention.kv_repeats
-        parts.append(q[head * group * head_dim : (head + 1) * group * head_dim])
-        parts += [tensor[source * head_dim : (source + 1) * head_dim] for tensor in (k, v)]
-    return _join_rows(parts)
+        source = head // attention.kv_repeats * head_dim
+        blocks.append(RowBlock(q[head * group * head_dim : (head + 1) * group * head_dim], group_order))
+        blocks.append(RowBlock(k[source : source + head_dim], order))
+        blocks.append(RowBlock(v[source : source + head_dim]))
+    return JoinedRows(blocks)
+
+
+def fuse_stacked(attention: AttentionConfig, tensor: np.ndarray) -> JoinedRows:
+    """Returns `qkv` of one tensor with all rows of q, then of k, then of v."""
+    rows = count_rows(attention)
+    return fuse_qkv(attention, None, *np.split(tensor, [rows["q"], rows["q"] + rows["k"]]))
+
+
+def keep_heads(attention: AttentionConfig, tensor: np.ndarray) -> JoinedRows:
+    """Returns `qkv` of one tensor with q, k and v of each head together, if every head has its own k and v."""
+    assert attention.group_size == 1 and attention.kv_repeats == 1
+    return transpose(tensor)
 
 
 def spread_heads(head_dim: int, order: np.ndarray | None, shape: tuple[int, ...], tensor: np.ndarray) -> np.ndarray:
@@ -62,19 +152,14 @@ def spread_heads(head_dim: int, order: np.ndarray | None, shape: tuple[int, ...]
     return np.repeat(heads, int(np.prod(shape)) // tensor.size, axis=0).reshape(shape)
 
 
-def fuse_gate_up(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+def fuse_gate_up(gate: np.ndarray, up: np.ndarray) -> StackedParts:
     """Returns [2, D, F] from two of [F, D], or [2, F] from two biases [F]."""
-    if gate.ndim == 1:
-        return np.stack([gate, up])
-    out = np.empty((2, *gate.T.shape), gate.dtype)
-    for part, place in zip((gate, up), out, strict=True):
-        _join_rows([part], place)
-    return out
+    return StackedParts([transpose(part) for part in (gate, up)])
 
 
-def transpose(matrix: np.ndarray) -> np.ndarray:
+def transpose(matrix: np.ndarray) -> JoinedRows:
     """Returns [in, out] from [out, in]; a bias [out] unchanged."""
-    return _join_rows([matrix])
+    return JoinedRows([RowBlock(matrix)])
 
 
 def _reorder(rows: np.ndarray, head_dim: int, order: np.ndarray | None) -> np.ndarray:
@@ -82,23 +167,3 @@ def _reorder(rows: np.ndarray, head_dim: int, order: np.ndarray | None) -> np.nd
     if order is None:
         return rows
     return rows.reshape(-1, head_dim, *rows.shape[1:])[:, order].reshape(rows.shape)
-
-
-def _join_rows(parts: Sequence[np.ndarray], out: np.ndarray | None = None) -> np.ndarray:
-    """Returns the transpose of the concatenated parts, in `out` if given; one-dimensional parts are only concatenated.
-
-    Copies in tiles of plain integers: numpy moves bfloat16 one call per element, and whole transposes miss the cache.
-    """
-    dtype = parts[0].dtype
-    words = [np.ascontiguousarray(part).view(f"u{dtype.itemsize}") for part in parts]
-    if parts[0].ndim == 1:
-        return np.concatenate(words).view(dtype)
-    if out is None:
-        out = np.empty((parts[0].shape[1], sum(len(part) for part in parts)), dtype)
-    written, column = out.view(words[0].dtype), 0
-    for part in words:
-        for start in range(0, len(part), _TILE):
-            tile = part[start : start + _TILE]
-            written[:, column : column + len(tile)] = tile.T
-            column += len(tile)
-    return out

@@ -17,13 +17,23 @@ import numpy as np
 
 from jaxserve.errors import WeightsError
 from jaxserve.layers.attention import AttentionConfig
-from jaxserve.models.base import CheckpointLayer, DecoderConfig, Parameter, ParamSpec, Table, Trunk, WeightSource
+from jaxserve.models.base import (
+    CheckpointLayer,
+    DecoderConfig,
+    HostArray,
+    Parameter,
+    ParamSpec,
+    Table,
+    Trunk,
+    WeightSource,
+)
 from jaxserve.models.layouts import (
+    JoinedRows,
     count_rows,
     fuse_gate_up,
     fuse_qkv,
+    fuse_stacked,
     order_halves,
-    split_stacked,
     spread_heads,
     transpose,
 )
@@ -90,16 +100,12 @@ def fused_attention_params(
     *,
     qkv: str = "self_attn.qkv_proj",
     out: str = "self_attn.o_proj",
-    split: Callable[[AttentionConfig, np.ndarray], list[np.ndarray]] = split_stacked,
+    fuse: Callable[[AttentionConfig, np.ndarray], JoinedRows] = fuse_stacked,
 ) -> Table:
-    """Returns `qkv` and `o` where one module holds q, k and v; `split` separates its tensors."""
+    """Returns `qkv` and `o` where one module holds q, k and v; `fuse` says in which order."""
     config, attention = layer.config, layer.config.attention
-
-    def build(tensor: np.ndarray) -> np.ndarray:
-        return fuse_qkv(attention, None, *split(attention, tensor))
-
-    rows = sum(count_rows(attention).values())
-    return _qkv_params(config, {layer.tensor(qkv): rows}, build) | _output_params(config, layer.tensor(out))
+    modules = {layer.tensor(qkv): sum(count_rows(attention).values())}
+    return _qkv_params(config, modules, partial(fuse, attention)) | _output_params(config, layer.tensor(out))
 
 
 def mlp_params(layer: CheckpointLayer) -> Table:
@@ -147,7 +153,7 @@ def _linear_params(
     modules: Mapping[str, int],
     shape: tuple[int, ...],
     axes: Axes,
-    build: Callable[..., np.ndarray],
+    build: Callable[..., HostArray],
     *,
     bias: bool,
 ) -> Table:
@@ -166,7 +172,7 @@ def _linear_params(
 def _qkv_params(
     config: DecoderConfig,
     modules: Mapping[str, int],
-    build: Callable[..., np.ndarray],
+    build: Callable[..., HostArray],
     input_size: int | None = None,
 ) -> Table:
     attention = config.attention
@@ -181,7 +187,7 @@ def _output_params(config: DecoderConfig, module: str) -> Table:
     return _linear_params(config, "o", {module: hidden}, shape, ("heads", None), transpose, bias=attention.out_bias)
 
 
-def _gate_up_params(config: DecoderConfig, modules: Mapping[str, int], build: Callable[..., np.ndarray]) -> Table:
+def _gate_up_params(config: DecoderConfig, modules: Mapping[str, int], build: Callable[..., HostArray]) -> Table:
     shape = (2, config.hidden_size, config.mlp.intermediate_size)
     return _linear_params(config, "gate_up", modules, shape, (None, None, "ffn"), build, bias=config.mlp.bias)
 
@@ -235,7 +241,7 @@ def _plain_source(name: str, shape: tuple[int, ...]) -> WeightSource:
 
 
 def _source(
-    names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], build: Callable[..., np.ndarray]
+    names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], build: Callable[..., HostArray]
 ) -> WeightSource:
     return WeightSource(names, shapes, partial(_build_checked, names, shapes, build))
 
@@ -243,9 +249,9 @@ def _source(
 def _build_checked(
     names: tuple[str, ...],
     shapes: tuple[tuple[int, ...], ...],
-    build: Callable[..., np.ndarray],
+    build: Callable[..., HostArray],
     *tensors: np.ndarray,
-) -> np.ndarray:
+) -> HostArray:
     for name, shape, tensor in zip(names, shapes, tensors, strict=True):
         if tensor.shape != shape:
             raise WeightsError(f"has shape {tensor.shape}, the model's config needs {shape}", field=name)

@@ -10,14 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.errors import WeightsError
-from jaxserve.models.base import ParamSpec, WeightSource
+from jaxserve.models.base import HostArray, ParamSpec, WeightSource
 from jaxserve.sharding import AxisRules
 from jaxserve.weights.paths import count_bytes, flatten_specs, unflatten
-from jaxserve.weights.place import cast_host, place_host
+from jaxserve.weights.place import CastParameter, cast_host, place_host
 from jaxserve.weights.reader import LOADABLE_DTYPES, SafetensorsCheckpoint, list_names, open_checkpoint
 
 Progress = Callable[[int, int], None]  # (bytes done, total bytes), in the dtype of the parameters
@@ -38,8 +37,8 @@ def load_safetensors(
     `sources` maps each dotted path to the tensors that make the parameter; tensors whose whole name matches a pattern
     in `ignored` are not read. F32, BF16 and F16 tensors are cast to the dtype of the spec.
 
-    Host memory: files are mapped and read through the page cache. In addition there are buffers for one parameter at a
-    time, at most twice its bytes (three times where float32 is narrowed to 16 bits); JAX's transfer may stage one more
+    Host memory: files are mapped and read through the page cache, of several hosts only what their own shards need. In
+    addition there are buffers for one parameter at a time, at most twice its bytes; JAX's transfer may stage one more
     copy. On CPU the parameters themselves are in host memory too.
 
     Raises WeightsError, before anything is on a device, when a file is missing or corrupt, or when the checkpoint does
@@ -74,7 +73,7 @@ def stream_safetensors(
     names = list(flat)
     for name, following in zip(names, [*names[1:], None], strict=True):
         spec, source = flat[name], sources[name]
-        if following is not None:
+        if following is not None and not mesh.is_multi_process:  # a host of several needs parts of the tensors only
             _for_each(sources[following], checkpoint.prefetch)
         array = place_host(_build_host(checkpoint, name, spec, source), rules.sharding(mesh, spec.axes))
         array.block_until_ready()  # the transfer may still read the host buffers
@@ -129,12 +128,10 @@ def _check_tensor(checkpoint: SafetensorsCheckpoint, name: str, shape: tuple[int
         raise WeightsError(f"is stored as {dtype}; only {loadable} can be loaded", field=name, value=dtype)
 
 
-def _build_host(checkpoint: SafetensorsCheckpoint, name: str, spec: ParamSpec, source: WeightSource) -> np.ndarray:
-    """Returns one parameter in the shape and dtype of its spec, as a view of the mapped file if possible."""
+def _build_host(checkpoint: SafetensorsCheckpoint, name: str, spec: ParamSpec, source: WeightSource) -> HostArray:
+    """Returns one parameter in the shape and dtype of its spec, whose files are read where it is indexed."""
     tensors = [checkpoint.read(tensor) for tensor in source.names]
-    width = jnp.dtype(spec.dtype).itemsize
-    if len({tensor.dtype for tensor in tensors}) > 1 or tensors[0].dtype.itemsize > width:
-        # `build` needs one dtype, and narrowing first keeps its temporaries small
+    if len({tensor.dtype for tensor in tensors}) > 1:  # `build` needs one dtype
         tensors = [
             cast_host(tensor, spec.dtype, name=tensor_name)
             for tensor, tensor_name in zip(tensors, source.names, strict=True)
@@ -142,7 +139,7 @@ def _build_host(checkpoint: SafetensorsCheckpoint, name: str, spec: ParamSpec, s
     value = source.build(*tensors)
     if value.shape != spec.shape:
         raise WeightsError(f"built as {value.shape}, the model needs {spec.shape}", field=name, value=value.shape)
-    return cast_host(value, spec.dtype, name=source.names[0])
+    return CastParameter(value, jnp.dtype(spec.dtype), source.names[0])
 
 
 def _for_each(source: WeightSource, action: Callable[[str], None]) -> None:

@@ -8,12 +8,17 @@ step, the engine's copy is deleted with it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
 from jaxserve.errors import WeightsError
+from jaxserve.models.base import HostArray
+
+_CAST_PIECES = 16
 
 
 def cast_host(value: np.ndarray, dtype: str | np.dtype, *, name: str) -> np.ndarray:
@@ -35,16 +40,40 @@ def cast_host(value: np.ndarray, dtype: str | np.dtype, *, name: str) -> np.ndar
     return cast
 
 
-def place_host(value: np.ndarray, sharding: Sharding) -> jax.Array:
+@dataclass(frozen=True)
+class CastParameter:
+    """A parameter that is cast by `cast_host` where it is indexed; to fewer bits in small pieces."""
+
+    value: HostArray
+    dtype: np.dtype
+    name: str  # of a tensor, for errors
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the parameter."""
+        return self.value.shape
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        if self.value.dtype.itemsize <= self.dtype.itemsize or not index:
+            return cast_host(self.value[index], self.dtype, name=self.name)
+        out = np.empty([len(range(size)[each]) for size, each in zip(self.shape, index, strict=True)], self.dtype)
+        start, stop, _ = index[-1].indices(self.shape[-1])
+        step = max(1, -(-(stop - start) // _CAST_PIECES))
+        for first in range(start, stop, step):
+            piece = (*index[:-1], slice(first, min(stop, first + step)))
+            out[..., first - start : first - start + step] = cast_host(self.value[piece], self.dtype, name=self.name)
+        return out
+
+
+def place_host(value: HostArray, sharding: Sharding) -> jax.Array:
     """Returns a host array placed on the devices of `sharding`; each receives only its own shard.
 
     The caller must not change a writable `value` afterwards. A read-only array, such as a view of a mapped file, is
-    copied where JAX could keep it. Pass transposed views as they are: the transfer reorders them several times faster
-    than numpy does.
+    copied where JAX could keep it. Only the shards of this host's devices are read.
     """
 
     def take(index: tuple[slice, ...] | None) -> np.ndarray:
-        shard = value if index is None else value[index]
+        shard = value[(slice(None),) * len(value.shape) if index is None else index]
         return shard.copy() if shard.flags.c_contiguous and not shard.flags.writeable else shard
 
     return jax.make_array_from_callback(value.shape, sharding, take)

@@ -38,7 +38,7 @@ def build_params(config: DecoderConfig, tensors: Mapping[str, np.ndarray]) -> di
     specs = param_specs(config)
     params: dict[str, Any] = {"layers": [{} for _ in config.layers]}
     for path, source in weight_sources(config).items():
-        leaf = source.build(*(tensors[name] for name in source.names))
+        leaf = np.asarray(source.build(*(tensors[name] for name in source.names)))
         *parents, name = path.split(".")
         tree, spec_tree = params, specs
         for key in parents:

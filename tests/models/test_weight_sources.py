@@ -59,7 +59,7 @@ def test_qkv_holds_each_kv_head_with_its_queries():
     prefix = "model.layers.1.self_attn"
     for leaf, suffix in (("qkv.weight", "weight"), ("qkv.bias", "bias")):
         source = weight_sources(config)[f"layers.1.{leaf}"]
-        built = source.build(*(tensors[name] for name in source.names))
+        built = np.asarray(source.build(*(tensors[name] for name in source.names)))
         built = built.reshape(*built.shape[:-1], 3, 4, 4)
         q, k, v = (tensors[f"{prefix}.{part}_proj.{suffix}"] for part in "qkv")
         for kv_head in range(3):
@@ -78,8 +78,8 @@ def test_expansion_repeats_each_kv_head_beside_its_queries():
     tensors = make_tensors(config, seed=1)
     source, wide_source = (weight_sources(c)["layers.0.qkv.weight"] for c in (config, wide))
     assert source.names == wide_source.names and source.shapes == wide_source.shapes
-    narrow_qkv = source.build(*(tensors[name] for name in source.names)).reshape(8, 3, 4, 4)
-    wide_qkv = wide_source.build(*(tensors[name] for name in source.names)).reshape(8, 6, 3, 4)
+    narrow_qkv = np.asarray(source.build(*(tensors[name] for name in source.names))).reshape(8, 3, 4, 4)
+    wide_qkv = np.asarray(wide_source.build(*(tensors[name] for name in source.names))).reshape(8, 6, 3, 4)
     for head in range(6):
         np.testing.assert_array_equal(wide_qkv[:, head, 0], narrow_qkv[:, head // 2, head % 2])
         np.testing.assert_array_equal(wide_qkv[:, head, 1:], narrow_qkv[:, head // 2, 2:])
@@ -91,7 +91,8 @@ def test_other_layouts_are_plain_transposes():
     prefix = "model.layers.0"
 
     def build(leaf: str) -> np.ndarray:
-        return sources[f"layers.0.{leaf}"].build(*(tensors[name] for name in sources[f"layers.0.{leaf}"].names))
+        source = sources[f"layers.0.{leaf}"]
+        return np.asarray(source.build(*(tensors[name] for name in source.names)))
 
     np.testing.assert_array_equal(build("o.weight"), tensors[f"{prefix}.self_attn.o_proj.weight"].T)
     np.testing.assert_array_equal(build("down.weight"), tensors[f"{prefix}.mlp.down_proj.weight"].T)
@@ -142,7 +143,7 @@ def test_tensors_keep_their_dtype_and_bits(dtype: type):
     config = replace(parse_config(TINY | {"hidden_size": 40, "intermediate_size": 70}), dtype="bfloat16")
     source = weight_sources(config)["layers.0.down.weight"]
     tensor = np.random.default_rng(0).standard_normal((40, 70)).astype(dtype)
-    built = source.build(tensor)
+    built = np.asarray(source.build(tensor))
     assert built.dtype == dtype and built.flags.c_contiguous
     np.testing.assert_array_equal(built.view(np.uint8), np.ascontiguousarray(tensor.T).view(np.uint8))
 

@@ -18,10 +18,11 @@ from jaxserve.runtime.protocol import ParamUpdates, Runner, StartedStep, StepFut
 from jaxserve.scheduler.plan import StepPlan
 
 _AHEAD = 1  # steps dispatched behind the one that is waited for
+_ANSWER_SECONDS = 0.02  # between two answers: rank 0 wants to know that steps end, not each of them
 
 
 class Follower:
-    """Makes rank 0's calls, and answers each step once its results are on the device.
+    """Makes rank 0's calls, and says which steps have ended on this host's devices.
 
     A step is started when at most one is unanswered, so that a fault is told before more is built on it.
 
@@ -107,9 +108,15 @@ class Follower:
         self._runner.reset()
 
     def _answer(self) -> None:
-        """Waits for each step and answers it, on a thread of its own."""
+        """Waits for each step, and says that it and all before have ended; on a thread of its own."""
+        ended, answered = None, 0.0
         while True:
-            step, future = self._futures.get()
+            try:
+                step, future = self._futures.get(timeout=None if ended is None else _ANSWER_SECONDS)
+            except queue.Empty:
+                self._group.send({"done": ended})
+                ended, answered = None, time.monotonic()
+                continue
             try:
                 if future is not None:
                     future.wait()
@@ -117,4 +124,7 @@ class Follower:
                 self._group.lose_step(step, error)
                 return
             self._room.release()
-            self._group.send({"done": step})
+            ended = step
+            if time.monotonic() - answered > _ANSWER_SECONDS:
+                self._group.send({"done": ended})
+                ended, answered = None, time.monotonic()

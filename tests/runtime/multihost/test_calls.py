@@ -26,7 +26,7 @@ from jaxserve.runtime.tee import TeeRunner
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import Scheduler, SchedulerLimits
 from jaxserve.scheduler_options import SchedulerOptions
-from tests.fake_device import FakeDevice, FakeFuture
+from tests.fake_device import FakeFuture
 from tests.runtime.multihost.test_group import Losses, join
 from tests.runtime.test_recording import GROUPS, MAX_MODEL_LEN, PAGE_SIZE, VOCAB, draw_requests, make_device
 
@@ -171,7 +171,7 @@ def test_a_malformed_call_is_refused() -> None:
     with join(2) as (leader, (group,), _):
         follower = Follower(
             group,
-            FakeDevice(GROUPS, page_size=PAGE_SIZE, vocab_size=VOCAB),  # type: ignore[arg-type]
+            Journal(),  # type: ignore[arg-type]
             num_mask_words=1,
             open_update=lambda path: {},
             digest_params=lambda: None,
