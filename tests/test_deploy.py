@@ -42,7 +42,7 @@ SCRIPT = ROOT / "scripts" / "tpu_vm.sh"
 NOTEBOOK = ROOT / "scripts" / "colab.ipynb"
 PRESETS = {"demo.toml": "cpu", "cpu.toml": "cpu", "h200.toml": "gpu", "v5e-8.toml": "tpu"}
 DOCKERFILES = ("Dockerfile.cpu", "Dockerfile.cuda", "Dockerfile.tpu")
-FOREIGN_FLAGS = {"--gpus", "--from-literal", "--yes", "--zone", "--ntasks-per-node"}  # docker, kubectl, apt, gcloud, srun
+FOREIGN_FLAGS = {"--gpus", "--from-literal", "--yes", "--zone", "--ntasks-per-node"}  # of other commands
 REQUESTS = (
     ChatCompletionRequest,
     CompletionRequest,

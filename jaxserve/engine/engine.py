@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Ids
 from typing import TYPE_CHECKING, Any
@@ -118,14 +119,15 @@ class Engine:
         plan = self.scheduler.plan()
         if plan is None:
             return self._commit(ready)
+        if self._grammars.is_needed(plan, self.scheduler.batch):
+            plan = dataclasses.replace(plan, is_masked=True)
         try:
             started = self.runner.start(plan)
-            is_masked = self._grammars.is_needed(plan, self.scheduler.batch)
-            if not is_masked:
+            if not plan.is_masked:
                 self._in_flight = plan, started.sample()
         except Exception as error:
             return [*self._commit(ready), *self._recover(plan, error)]
-        if is_masked:
+        if plan.is_masked:
             return self._step_masked(plan, started, ready)
         if not self._overlap:
             ready, self._in_flight = self._in_flight, None

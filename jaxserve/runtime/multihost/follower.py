@@ -82,7 +82,7 @@ class Follower:
             case "start":
                 return partial(self._start, self._plans.decode(call["plan"]))
             case "sample":
-                mask = self._masks.decode(call["mask"]) if "mask" in call else None
+                mask = self._masks.decode(call["mask"])
                 return partial(self._sample, call["step"], self._started.pop(call["step"]), mask)
             case "weights":
                 return lambda: self._runner.write_params(self._open_update(call["path"]))
@@ -96,7 +96,11 @@ class Follower:
     def _start(self, plan: StepPlan) -> None:
         self._room.acquire()
         self.num_steps += 1
-        self._started[plan.step_id] = self._runner.start(plan)
+        started = self._runner.start(plan)
+        if plan.is_masked:
+            self._started[plan.step_id] = started
+        else:
+            self._sample(plan.step_id, started, None)
 
     def _sample(self, step: int, started: StartedStep, mask: np.ndarray | None) -> None:
         self._futures.put((step, started.sample(mask)))

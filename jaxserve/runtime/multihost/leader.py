@@ -39,7 +39,8 @@ class Followers:
 
     def sample(self, step_id: int, mask: Any) -> None:
         """See `CallSink`."""
-        self._group.send(self._calls.sample(step_id, mask))
+        if mask is not None:  # else the others have sampled the step, too, as its plan says
+            self._group.send(self._calls.sample(step_id, mask))
 
     def finish(self, step_id: int, outputs: StepOutputs) -> None:
         """See `CallSink`; the others have the same outputs."""
