@@ -120,11 +120,11 @@ class StepPlan:
     new_rows: tuple[NewRow, ...]
     page_updates: tuple[tuple[int, int, int, int], ...]  # (group, row, index in the row's page table, page id)
     width: int = 1  # the most tokens that a decoding row computes; 1 if there are chunks
-    is_masked: bool = False  # a mask follows before the rows are sampled; the engine knows
     num_drafts: int = 0  # drafts that the step makes for each row's next step
     finished_rows: tuple[FinishedRow, ...] = ()  # since the last plan; only if later drafts may come from their answers
     page_saves: tuple[PageCopy, ...] = ()
     page_loads: tuple[PageCopy, ...] = ()
+    is_masked: bool = False  # a mask follows before the rows are sampled; only the engine knows
 
     @property
     def tickets(self) -> tuple[Ticket, ...]:

@@ -136,7 +136,7 @@ def test_each_sampling_parameter_comes_back(name: str) -> None:
     check()
 
 
-EMPTY = StepPlan(**{name: 0 if hint is int else () for name, hint in get_type_hints(StepPlan).items()})
+EMPTY = StepPlan(**{name: hint() if hint in (int, bool) else () for name, hint in get_type_hints(StepPlan).items()})
 HISTORY = RowHistory((1, 2), 1, (3,), ((4, 5),), TokenAutomaton(((0, 1, 2), (2, 7, 0))))
 ORDERED = SamplingParams(logit_bias={5: 1.5}, extra_args={"b": 1.0, "a": 2.0})
 ROW = NewRow(

@@ -61,9 +61,10 @@ def parse_mtp(raw: Mapping[str, object], target: DecoderConfig) -> DrafterModel:
 
 
 def run_mtp_layer(
-    model: DrafterModel, leaves: Leaves, embeds: Stream, hidden: Stream, ctx: LayerContext
+    model: DrafterModel, index: int, leaves: Leaves, embeds: Stream, hidden: Stream, ctx: LayerContext
 ) -> tuple[Stream, jax.Array]:
     """Returns the states [T, D] that the next pass and the target's head read, and the pool."""
+    del index  # it has one layer
     config, norm = model.config, model.config.norm
     parts = [normalize(norm, leaves["hidden_norm"], hidden), normalize(norm, leaves["embed_norm"], embeds)]
     x = linear(ctx, leaves["input_proj"], jnp.concatenate(parts, axis=-1))

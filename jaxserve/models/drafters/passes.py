@@ -24,8 +24,7 @@ from jaxserve.layers.rope import rotary_table
 from jaxserve.models.base import DecoderConfig
 from jaxserve.models.decoder import CacheLayout, compute_logits, forward
 from jaxserve.models.drafters.base import DrafterModel
-from jaxserve.models.drafters.eagle3 import combine_states, finish_states, normalize_states, run_head_layer
-from jaxserve.models.drafters.mtp import run_mtp_layer
+from jaxserve.models.drafters.heads import HEADS
 from pallas_kernels.spec import BatchMeta
 
 Params = Mapping[str, Any]
@@ -49,9 +48,8 @@ def catch_up(
     `hidden` is what `decoder.forward` captured of `model.aux_layers`; a draft model does not read it. With
     `model.takes_next`, `token_ids` are shifted: beside the token at p lies the one at p + 1.
     """
-    if model.method == "eagle3":
-        hidden = combine_states(model, params, _require(hidden))
-    states = hidden
+    head = HEADS.get(model.method)
+    states = None if head is None else head.read_target(model, params, _require(hidden))
     return _run(
         model, params, target_params, target_config, states, token_ids, pages, batches, layout=layout, mesh=mesh
     )
@@ -88,9 +86,10 @@ def draft_logits(
     states: Float[Array, "S D"],
 ) -> Float[Array, "S Vd"]:
     """Returns float32 logits of the next draft over the draft vocabulary (`map_drafts` maps its ids)."""
-    if model.method == "draft_model":
+    head = HEADS.get(model.method)
+    if head is None:
         return compute_logits(model.config, params, states)
-    normed = normalize_states(model, params, states) if model.method == "eagle3" else states
+    normed = head.normalize(model, params, states)
     if model.has_head:
         return linear(StepContext(mesh=None), params["lm_head"], normed, transposed=True, dtype=jnp.float32)
     embedding = target_config.embedding
@@ -126,8 +125,8 @@ def _run(
     layout: CacheLayout,
     mesh: Mesh | None,
 ) -> tuple[Float[Array, "T D"], jax.Array]:
-    config = model.config
-    if model.method == "draft_model":
+    config, head = model.config, HEADS.get(model.method)
+    if head is None:
         states, pages, _ = forward(config, params, token_ids, pages, batches, layout=layout, mesh=mesh)
         return states, pages
     x = _require(states)
@@ -143,12 +142,8 @@ def _run(
             page_offset=layout.page_offsets[index],
             window=config.windows[index],
         )
-        leaves = params["layers"][index]
-        if model.method == "eagle3":
-            x, pages = run_head_layer(model, index, leaves, embeds, x, ctx)
-        else:
-            x, pages = run_mtp_layer(model, leaves, embeds, x, ctx)
-    return (finish_states(model, params, x) if model.method == "eagle3" else x), pages
+        x, pages = head.run_layer(model, index, params["layers"][index], embeds, x, ctx)
+    return head.finish(model, params, x), pages
 
 
 def _embed(

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from jaxserve.models import registry
 from jaxserve.models.base import ParamSpec, Table, WeightSource
 from jaxserve.models.drafters.base import DrafterModel
-from jaxserve.models.drafters.eagle3 import D2T, T2D, list_head_params
-from jaxserve.models.drafters.mtp import list_mtp_params
-
-# Tensors that speculators stores for training: the target's own norm and head.
-_TRAINING = (r"verifier_norm\..*", r"verifier_lm_head\..*", r".*\.rotary_emb\.inv_freq")
+from jaxserve.models.drafters.heads import HEADS
 
 
 def list_drafter_params(model: DrafterModel) -> Table:
     """Returns all parameters that are read as they are by dotted path; `d2t` is not among them."""
-    if model.method == "draft_model":
-        return registry.list_params(model.config)
-    return list_head_params(model) if model.method == "eagle3" else list_mtp_params(model)
+    head = HEADS.get(model.method)
+    return registry.list_params(model.config) if head is None else head.list_params(model)
 
 
 def drafter_param_specs(model: DrafterModel) -> dict[str, Any]:
@@ -36,12 +30,6 @@ def drafter_weight_sources(model: DrafterModel) -> dict[str, WeightSource]:
 
 
 def ignored_drafter_weights(model: DrafterModel) -> tuple[str, ...]:
-    """Returns patterns of tensors that a checkpoint of the drafter may hold and that are not parameters.
-
-    Of MiMo's checkpoint these are all tensors outside the layer; of a head `d2t` and `t2d`, which are read apart.
-    """
-    if model.method == "draft_model":
-        return registry.ignored_weights(model.config)
-    if model.method == "mtp":
-        return (rf"(?!{re.escape(model.first_layer)}\.).*",)
-    return (*_TRAINING, D2T, T2D)
+    """Returns patterns of tensors that a checkpoint of the drafter may hold and that are not parameters."""
+    head = HEADS.get(model.method)
+    return registry.ignored_weights(model.config) if head is None else head.ignored(model)
