@@ -12,8 +12,17 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers.context import LayerContext
 from jaxserve.models.base import Leaves, Stream, Table
-from jaxserve.models.drafters import eagle3, mtp
 from jaxserve.models.drafters.base import DrafterModel
+from jaxserve.models.drafters.eagle3 import (
+    D2T,
+    T2D,
+    combine_states,
+    finish_states,
+    list_head_params,
+    normalize_states,
+    run_head_layer,
+)
+from jaxserve.models.drafters.mtp import list_mtp_params, run_mtp_layer
 
 # A function of a head's own parameters and of states [T, D] before a pass, after it, or before the logits.
 MapStates = Callable[[DrafterModel, Mapping[str, Any], Float[Array, "T D"]], Float[Array, "T E"]]
@@ -45,16 +54,16 @@ class Head:
 
 HEADS: Mapping[str, Head] = {
     "eagle3": Head(
-        eagle3.run_head_layer,
-        eagle3.list_head_params,
-        lambda model: (*_TRAINING, eagle3.D2T, eagle3.T2D),  # the last two are read apart
-        read_target=eagle3.combine_states,
-        finish=eagle3.finish_states,
-        normalize=eagle3.normalize_states,
+        run_head_layer,
+        list_head_params,
+        lambda model: (*_TRAINING, D2T, T2D),  # the last two are read apart
+        read_target=combine_states,
+        finish=finish_states,
+        normalize=normalize_states,
     ),
     "mtp": Head(
-        mtp.run_mtp_layer,
-        mtp.list_mtp_params,
+        run_mtp_layer,
+        list_mtp_params,
         lambda model: (rf"(?!{re.escape(model.first_layer)}\.).*",),  # all of the target's
     ),
 }
