@@ -80,12 +80,21 @@ async def hold(thread: EngineThread) -> AsyncIterator[None]:
         gate.set()
 
 
-def brake(engine: Engine, num_steps: int) -> threading.Event:
-    """Lets the engine take some steps, and hold before the next one until the event is set."""
-    step, gate, left = engine.step, threading.Event(), iter(range(num_steps))
+class Gate(threading.Event):
+    """Where the engine's thread waits until this is set; `reached` is set once it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached = threading.Event()
+
+
+def brake(engine: Engine, num_steps: int) -> Gate:
+    """Lets the engine take some steps, and hold before the next one until the gate is set."""
+    step, gate, left = engine.step, Gate(), iter(range(num_steps))
 
     def wait() -> list[RequestOutput]:
         if next(left, None) is None:
+            gate.reached.set()
             gate.wait(20)
         return step()
 
@@ -375,9 +384,10 @@ def test_giving_up_tells_everybody_though_the_device_never_answers() -> None:
         inbox = OutputInbox([stream("a", range(10), 400)])
         thread.submit([stream("a", range(10), 400)], inbox)
         await inbox.get()
+        assert await asyncio.to_thread(gate.reached.wait, 20)
         waiting = asyncio.ensure_future(asyncio.wrap_future(thread.call(lambda engine: None)))
         await asyncio.sleep(0)
-        thread.give_up(lost)  # the engine's thread stands at the gate
+        thread.give_up(lost)
         for reading in (read(inbox), submit(thread, [greedy("late", range(10), 5)]), waiting):
             with pytest.raises(EngineStoppedError, match="the device is gone"):
                 await reading

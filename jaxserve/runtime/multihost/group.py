@@ -124,6 +124,12 @@ class _Members:
 class LeaderGroup(_Members):
     """Rank 0's: all other hosts. See `Hosts` for what they agree on."""
 
+    def __init__(self, options: HostOptions, links: Sequence[Link], on_loss: OnLoss) -> None:
+        super().__init__(options, links, on_loss)
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._sender = threading.Thread(target=self._send_all, name="jaxserve-send", daemon=True)
+        self._sender.start()
+
     @classmethod
     def open(cls, options: HostOptions, token: str | None, *, on_loss: OnLoss) -> LeaderGroup:
         """Listens at `master_addr` until every other rank has proved the token.
@@ -137,12 +143,6 @@ class LeaderGroup(_Members):
         """
         require_token(options, token)
         return cls(options, admit(options, token), on_loss)
-
-    def __init__(self, options: HostOptions, links: Sequence[Link], on_loss: OnLoss) -> None:
-        super().__init__(options, links, on_loss)
-        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._sender = threading.Thread(target=self._send_all, name="jaxserve-send", daemon=True)
-        self._sender.start()
 
     def share(self, value: Any) -> Any:
         """Gives all hosts a value of JSON, and returns it."""
