@@ -48,7 +48,7 @@ class RunningService:
         self.was_ready = False  # at any time
         self._show_name, self._clock = show_name, clock
         self._process: subprocess.Popen[str] | None = None
-        self._client = httpx.Client(timeout=_PROBE_TIMEOUT, trust_env=False, verify=False)  # of this machine only
+        self._client = httpx.Client(timeout=_PROBE_TIMEOUT, trust_env=False)  # of this machine: no proxy
         self._is_ready, self._failures = False, 0
         self._ready_since = self._next_probe = self._next_start = 0.0
 

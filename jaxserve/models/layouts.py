@@ -9,6 +9,7 @@ and so on. Their q and k are reordered here to rotate halves, as all others do; 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -37,7 +38,7 @@ class RowBlock:
         return self.rows[start:stop] if self.order is None else self.rows[self.order[start:stop]]
 
 
-class Assembled:
+class Assembled(ABC):
     """A parameter that is put together where it is indexed, by a tuple of one slice for each dimension."""
 
     shape: tuple[int, ...]
@@ -53,9 +54,9 @@ class Assembled:
         whole = self[(slice(None),) * len(self.shape)]
         return whole if dtype is None else whole.astype(dtype, copy=False)
 
+    @abstractmethod
     def write(self, index: tuple[slice, ...], out: np.ndarray) -> None:
         """Writes what `index` names into `out`."""
-        raise NotImplementedError
 
 
 class JoinedRows(Assembled):

@@ -16,6 +16,7 @@ import httpx
 import openai
 import pytest
 
+from tests.cluster.clients import stream_sum
 from tests.hosts.hosts import FLAGS, ROOT, find_ports
 from tests.programs import PROGRAMS
 
@@ -93,16 +94,7 @@ def ask(pair: Pair, text: str, **fields: Any) -> str:
 def test_openai_clients_see_one_server(pair: Pair) -> None:
     assert pair.client.models.list().data[0].id == "demo"
     assert ask(pair, "What is 123 + 45?").endswith("168")
-    chunks = pair.client.chat.completions.create(
-        model="demo",
-        messages=[{"role": "user", "content": "What is 123 + 45?"}],
-        max_tokens=40,
-        temperature=0,
-        stream=True,
-        stream_options={"include_usage": True},
-    )
-    found = list(chunks)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in found if chunk.choices).endswith("168")
+    found = stream_sum(pair.client)
     assert found[-1].usage is not None and found[-1].usage.completion_tokens == 38
     completion = pair.client.completions.create(model="demo", prompt="Once", max_tokens=5, n=2, seed=1, logprobs=1)
     assert len(completion.choices) == 2

@@ -33,6 +33,14 @@ from tests.fake_device import FakeDevice
 
 VOCAB, PAGE_SIZE, MAX_MODEL_LEN = 1009, 8, 64
 GROUPS = [PageGroup(24), PageGroup(24, 20)]
+LIMITS = SchedulerLimits(
+    max_num_seqs=5,
+    max_num_batched_tokens=48,
+    max_model_len=MAX_MODEL_LEN,
+    max_prefix_updates=30,
+    loop_rows=5,
+    options=SchedulerOptions(max_decode_steps=3),
+)
 HEADER = {"recording": 1}
 
 
@@ -49,15 +57,7 @@ def make_engine(path: Path) -> tuple[Engine, FakeDevice]:
     device = make_device()
     runner = TeeRunner(device, Recording(RecordingFile(path, HEADER), lambda: repr(device.weights)))
     pages = PageManager(GROUPS, page_size=PAGE_SIZE, max_chunk=48, enable_prefix_caching=True)
-    limits = SchedulerLimits(
-        max_num_seqs=5,
-        max_num_batched_tokens=48,
-        max_model_len=MAX_MODEL_LEN,
-        max_prefix_updates=30,
-        loop_rows=5,
-        options=SchedulerOptions(max_decode_steps=3),
-    )
-    engine = Engine(Scheduler(limits, pages), runner, vocab_size=VOCAB)
+    engine = Engine(Scheduler(LIMITS, pages), runner, vocab_size=VOCAB)
     engine._grammars._mask_timeout = 0.0  # some masks are late, by chance
     return engine, device
 

@@ -179,8 +179,11 @@ class LeaderGroup(_Members):
 
         A host that takes none is a loss.
         """
-        if self._outbox.qsize() < _BACKLOG:  # else the sender is about to tell who takes none
-            self._outbox.put(pack(message))
+        if self._outbox.qsize() >= _BACKLOG:
+            self.lose(
+                ClusterError(f"the other hosts have left {_BACKLOG} calls unread", field="nnodes", value=self.size)
+            )
+        self._outbox.put(pack(message))
 
     def stop(self, leave: Callable[[], None]) -> None:
         """Ends the other hosts in good order, and waits a moment for them. Further calls do nothing.

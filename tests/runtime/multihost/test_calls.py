@@ -24,20 +24,10 @@ from jaxserve.runtime.multihost.follower import Follower
 from jaxserve.runtime.multihost.leader import Followers
 from jaxserve.runtime.tee import TeeRunner
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.scheduler import Scheduler, SchedulerLimits
-from jaxserve.scheduler_options import SchedulerOptions
+from jaxserve.scheduler import Scheduler
 from tests.fake_device import FakeFuture
 from tests.runtime.multihost.test_group import Losses, join
-from tests.runtime.test_recording import GROUPS, MAX_MODEL_LEN, PAGE_SIZE, VOCAB, draw_requests, make_device
-
-LIMITS = SchedulerLimits(
-    max_num_seqs=5,
-    max_num_batched_tokens=48,
-    max_model_len=MAX_MODEL_LEN,
-    max_prefix_updates=30,
-    loop_rows=5,
-    options=SchedulerOptions(max_decode_steps=3),
-)
+from tests.runtime.test_recording import GROUPS, LIMITS, PAGE_SIZE, VOCAB, draw_requests, make_device
 
 
 class Journal:

@@ -16,6 +16,7 @@ import pytest
 
 from jaxserve.errors import ClusterError, ConfigError
 from jaxserve.parallel_options import HostOptions
+from jaxserve.runtime.multihost import group as multihost_group
 from jaxserve.runtime.multihost.group import FollowerGroup, LeaderGroup
 from jaxserve.runtime.multihost.wire import MAX_FRAME, Link, greet_leader, pack
 
@@ -305,3 +306,11 @@ def test_a_step_that_fails_alone_is_told_to_all() -> None:
             (1, "rank 1: step 7 failed: out of memory"),
             (0, "rank 1: failed: rank 1: step 7 failed: out of memory"),
         }
+
+
+def test_calls_that_pile_up_are_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multihost_group, "_BACKLOG", 0)
+    with join(2) as (leader, _, losses):
+        leader.send({"call": "reset"})
+        told = {losses.get(timeout=10) for _ in range(2)}
+        assert {(rank, str(error)) for rank, error in told} >= {(0, "nnodes: the other hosts have left 0 calls unread")}
