@@ -29,7 +29,7 @@ class UnitConfig(TileConfig):
 
     ctas_per_sm: int = 2  # blocks per SM that the tiles leave room for
     num_sms: int = 108
-    min_split_tokens: int = 256  # the shortest unit, unless its row is shorter
+    min_split_tokens: int = 128  # the shortest unit, unless its row is shorter
     unit_cost: int = 3  # estimated cost of a unit in tiles, beyond its own
 
     def _least(self) -> dict[str, int]:

@@ -32,7 +32,7 @@ class DecodeConfig:
     stages: int = 3  # tiles of keys, and of values, in flight
     ctas_per_sm: int = 2
     num_sms: int = 132
-    min_split_tokens: int = 512  # the shortest unit, unless its row is shorter
+    min_split_tokens: int = 128  # the shortest unit, unless its row is shorter
     unit_cost: int = 3  # estimated cost of a unit in tiles, beyond its own
 
     def __post_init__(self) -> None:

@@ -1,17 +1,20 @@
 """The shapes and batches on which every implementation is tested, and hostile inputs for them.
 
 `CASES` are short and many. `LONG_CASES` do what short ones never do at the block sizes that kernels choose themselves:
-a ring reuses its slots, and a row has several units, which are joined.
+a ring reuses its slots, and a row has several units, which are joined. A device with many cores would cut their rows
+into units too short for that, so `choose_config` has the work list made for one core.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.backends import find_backend
 from pallas_kernels.layout import pool_shape, read_format
 from pallas_kernels.spec import AttnParams, AttnShape, HeadParams, KVSpec
 from pallas_kernels.testing.compare import RELATIVE_TOLERANCE, relative_error
@@ -38,6 +41,7 @@ class Case:
     max_query_len: int | None = None
     query_dtype: str | None = None  # None: the pages' dtype if queries can have it, else bfloat16
     num_chunks: int = 0  # rows of the chunk class, after the one-token rows: they begin at multiples of 32
+    is_long: bool = False
 
     @property
     def params(self) -> AttnParams:
@@ -128,6 +132,15 @@ def make_inputs(case: Case, seed: int = 0, *, num_layers: int = 2) -> Inputs:
         num_pages=num_pages,
         num_layers=num_layers,
     )
+
+
+def choose_config(case: Case, impl: str) -> Any:
+    """The tuning that a case runs with, the `config` of `prepare_batch`: None for the device's own."""
+    backend = find_backend(impl)
+    if not case.is_long or not backend.splits_by_load:
+        return None
+    config = backend.module.default_config(case.shape)
+    return replace(config, decode=replace(config.decode, num_sms=1))
 
 
 def _store(values: np.ndarray, spec: KVSpec) -> np.ndarray:
@@ -245,7 +258,7 @@ def _long(name: str, rows: tuple[tuple[int, int], ...], num_heads: int, spec: KV
     """A case no larger than its rows: padding rows cost the interpreters a block each, and pages are compared."""
     pages = [-(-(computed + new) // spec.page_size) for computed, new in rows]
     sizes = {"max_rows": len(rows), "max_tokens": sum(new for _, new in rows)}
-    return Case(name, rows, num_heads, spec, table_width=max(pages), max_pages=sum(pages), **sizes)
+    return Case(name, rows, num_heads, spec, table_width=max(pages), max_pages=sum(pages), is_long=True, **sizes)
 
 
 # Few heads for the GPU kernels, whose tiles count tokens; many for the TPU kernels, whose blocks count bytes. The rows

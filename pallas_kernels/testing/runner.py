@@ -9,7 +9,7 @@ import jax
 
 from pallas_kernels import attend_with_update, prepare_batch
 from pallas_kernels.spec import AttnLayer, AttnShape
-from pallas_kernels.testing.cases import Case, Inputs
+from pallas_kernels.testing.cases import Case, Inputs, choose_config
 
 LAYER = 1  # the second of the pool's two layers: attention must find its pages behind another layer's
 
@@ -46,5 +46,5 @@ def run_case(case: Case, inputs: Inputs, *, impl: str = "xla", config: Any = Non
         shape=case.shape,
         max_query_len=case.max_query_len,
         impl=impl,
-        config=config,
+        config=choose_config(case, impl) if config is None else config,
     )

@@ -20,7 +20,7 @@ AXES: dict[str, Axes] = {  # fields and their values, largest expected gain firs
             *((4, 2, 64), (4, 1, 64), (6, 1, 64), (2, 2, 64), (3, 2, 64), (6, 2, 64)),
             *((3, 1, 128), (2, 1, 128), (2, 2, 128)),
         ),
-        ("min_split_tokens",): ((256,), (1024,), (512,)),
+        ("min_split_tokens",): ((256,), (512,), (128,), (1024,)),
     },
     "gpu_prefill": {
         ("keys", "stages"): ((128, 2), (64, 4), (128, 3), (64, 3), (64, 2), (128, 4)),
@@ -31,7 +31,7 @@ AXES: dict[str, Axes] = {  # fields and their values, largest expected gain firs
             *((3, 2, 32), (4, 2, 32), (2, 2, 32), (4, 1, 32)),
             *((2, 2, 64), (3, 1, 64), (2, 1, 64), (4, 1, 64)),
         ),
-        ("min_split_tokens",): ((128,), (512,), (256,)),
+        ("min_split_tokens",): ((256,), (512,), (128,)),
     },
     "ampere_prefill": {("stages", "tile_tokens"): ((2, 64), (3, 32), (2, 32), (3, 64), (4, 32), (4, 64))},
     "tpu_decode": {

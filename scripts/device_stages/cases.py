@@ -21,7 +21,7 @@ import numpy as np
 from device_stages.items import Context, Item, NotHereError
 from device_stages.results import Line
 from pallas_kernels import AttnLayer, attend_with_update, choose_layout, prepare_batch, resolve_impl
-from pallas_kernels.testing.cases import CASES, LONG_CASES, Case, largest_error, make_inputs
+from pallas_kernels.testing.cases import CASES, LONG_CASES, Case, choose_config, largest_error, make_inputs
 
 TINY_CASES = ("drafts verified, 3:1, window, sinks",)
 MAX_THREADS = 12
@@ -73,7 +73,12 @@ def prepare_case(context: Context, case: Case) -> list[Callable[[], jax.Array]]:
 
     def step(name: str, pool: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, *meta: jax.Array) -> Any:
         batch = prepare_batch(
-            *meta, num_tokens=case.max_tokens, shape=case.shape, max_query_len=case.max_query_len, impl=name
+            *meta,
+            num_tokens=case.max_tokens,
+            shape=case.shape,
+            max_query_len=case.max_query_len,
+            impl=name,
+            config=choose_config(case, name),
         )
         return attend_with_update(q, k, v, pool, batch, AttnLayer(case.params, inputs.heads))[0]
 

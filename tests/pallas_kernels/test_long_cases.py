@@ -18,7 +18,7 @@ from pallas_kernels.ampere import kernel as ampere
 from pallas_kernels.backends import choose_layout, find_backend
 from pallas_kernels.mosaic_gpu import splits
 from pallas_kernels.targets import TARGETS, trace_for
-from pallas_kernels.testing.cases import LONG_CASES, Case, make_inputs
+from pallas_kernels.testing.cases import LONG_CASES, Case, choose_config, make_inputs
 from pallas_kernels.tpu import prefill as tpu_prefill
 from pallas_kernels.tpu.config import clip_blocks
 from pallas_kernels.tpu.tiles import NUM_COLUMNS
@@ -49,12 +49,12 @@ def with_layout(impl: str, case: Case) -> Case:
 
 
 def list_configs(impl: str, case: Case) -> list[Any]:
-    """What the formula says here, and on the devices of the gate that run an implementation; equal ones once."""
+    """What the case runs with here, and on the devices of the gate that run an implementation; equal ones once."""
     targets = [target for target in TARGETS.values() if target.impl == impl]
     found = []
     for context in (nullcontext(), *map(trace_for, targets)):
         with context:
-            found.append(find_backend(impl).module.default_config(case.shape))
+            found.append(choose_config(case, impl) or find_backend(impl).module.default_config(case.shape))
     return list(dict.fromkeys(found))
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pallas_kernels.ampere.config import UnitConfig
+from pallas_kernels.hopper.decode import DecodeConfig
 from pallas_kernels.mosaic_gpu.splits import (
     FIRST_TILE,
     LENGTH,
@@ -103,6 +106,14 @@ def test_rows_without_queries_have_no_units() -> None:
 def test_one_long_row_fills_the_device() -> None:
     splits = make_splits([(64_000, 1)], num_kv_heads=2, num_blocks=264, min_split_tiles=4)
     assert 2 * int(splits.row_num_units[0]) in range(200, 265)
+
+
+@pytest.mark.parametrize("config", [DecodeConfig(), UnitConfig()])
+def test_one_row_of_a_chat_fills_the_device(config: DecodeConfig | UnitConfig) -> None:
+    """4,096 tokens of the 8B shape: 64 of 264 blocks worked while the shortest unit was 512 tokens long."""
+    shortest = -(-config.min_split_tokens // TILE)
+    splits = make_splits([(4096, 1)], num_kv_heads=8, num_blocks=264, min_split_tiles=shortest)
+    assert 8 * int(splits.row_num_units[0]) in range(200, 265)
 
 
 def test_rows_that_fill_the_device_are_not_cut() -> None:
