@@ -44,6 +44,11 @@ class StepRows:
         index = jnp.arange(self.query_lens.shape[0])
         return jnp.where((index >= begin) & (index < end), self.query_lens, 0)
 
+    def tokens_between(self, begin: int | jax.Array, end: int | jax.Array) -> jax.Array:
+        """Which of the step's tokens are of the rows in [begin, end): [T] bool. Padding tokens are of none."""
+        tokens = jnp.arange(self.num_tokens)
+        return (tokens >= self.query_start_loc[begin]) & (tokens < self.query_start_loc[end])
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -67,26 +72,31 @@ def list_token_tiles(rows: StepRows, query_lens: jax.Array, *, group: int) -> Ti
 
 
 def list_chunk_tiles(
-    rows: StepRows, query_lens: jax.Array, *, tile_tokens: int, group: int = 1, order: str = LONGEST
+    rows: StepRows, query_lens: jax.Array, *, tile_tokens: int, unit: int = 1, group: int = 1, order: str = LONGEST
 ) -> TileList:
     """Rows of any `query_lens` [S] cut every `tile_tokens` queries; 0 leaves a row out.
 
-    n non-empty rows need at most num_tokens // tile_tokens + n tiles, because a row of q tokens needs
-    (q - 1) // tile_tokens + 1 of them.
+    All tiles of a row but its first begin at a multiple of `unit` among the step's tokens; its first ends where it
+    would if it began at the multiple before. Of a row of q tokens at most q + unit - 1 lie in such tiles, which are
+    (q + unit - 2) // tile_tokens + 1. So n rows need at most (num_tokens + n * (unit - 1)) // tile_tokens + n of them.
     """
     num_rows = query_lens.shape[0]
-    num_tiles = rows.num_tokens // tile_tokens + min(num_rows, rows.num_tokens)
-    ends = jnp.cumsum((query_lens + tile_tokens - 1) // tile_tokens)  # [S], tiles up to and including the row's
+    max_rows = min(num_rows, rows.num_tokens)
+    num_tiles = (rows.num_tokens + max_rows * (unit - 1)) // tile_tokens + max_rows
+    skips = rows.query_start_loc[:-1] % unit  # [S], tokens of the row's first tile before its first query
+    taken = jnp.where(query_lens > 0, query_lens + skips, 0)
+    ends = jnp.cumsum((taken + tile_tokens - 1) // tile_tokens)  # [S], tiles up to and including the row's
     tiles = jnp.arange(num_tiles, dtype=jnp.int32)
     ids = jnp.sum(ends[None, :] <= tiles[:, None], axis=1, dtype=jnp.int32)
     used = ids < num_rows
     ids = jnp.minimum(ids, num_rows - 1)
     before = jnp.where(ids > 0, ends[ids - 1], 0)  # tiles of earlier rows
-    done = (tiles - before) * tile_tokens  # queries of the row in its earlier tiles
+    stop = (tiles - before + 1) * tile_tokens - skips[ids]  # queries of the row up to the end of the tile
+    done = jnp.maximum(stop - tile_tokens, 0)  # and in its earlier tiles
     columns = (
         ids,
         rows.query_start_loc[ids] + done,
-        jnp.where(used, jnp.clip(query_lens[ids] - done, 0, tile_tokens), 0),
+        jnp.where(used, jnp.minimum(query_lens[ids], stop) - done, 0),
         rows.seq_lens[ids] - query_lens[ids] + done,
     )
     return _finish(columns, tile_tokens=tile_tokens, group=group, order=order)

@@ -44,10 +44,12 @@ class HopperConfig:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class HopperWork:
-    """Every query of the step is in one of the two lists; None if the bucket has no queries of that kind."""
+    """Every query of the step is in one of the two lists."""
 
-    decode: SplitList | None
-    chunks: TileList | None
+    decode: SplitList
+    chunks: TileList | None  # None if the bucket has none
+    chunk_units: jax.Array | None  # [n, UNIT_COLUMNS] i32, `chunks` as the kernel reads it
+    is_chunk: jax.Array | None  # [T] bool, tokens whose query is in `chunks`
     config: HopperConfig = field(metadata=_STATIC)
 
 
@@ -72,12 +74,13 @@ def plan_work(rows: StepRows, shape: AttnShape, *, config: HopperConfig | None =
     longest = rows.max_query_len
     if longest is not None and fits(longest, shape.group_size):
         units = plan_splits(rows, rows.query_lens, shape, config.decode, max_query_len=longest)
-        return HopperWork(units, None, config)
+        return HopperWork(units, None, None, None, config)
     num_single, num_rows = rows.distribution[0], rows.query_lens.shape[0]
     singles = rows.lens_between(0, num_single)
     units = plan_splits(rows, singles, shape, config.decode, max_query_len=1)
     chunks = prefill.plan_tiles(rows, rows.lens_between(num_single, num_rows), shape)
-    return HopperWork(units, chunks, config)
+    chunk_units = prefill.list_units(chunks, rows.num_tokens, shape)
+    return HopperWork(units, chunks, chunk_units, rows.tokens_between(num_single, num_rows), config)
 
 
 def attend_with_update(
@@ -94,8 +97,8 @@ def attend_with_update(
     kv_pages = write(k, v, kv_pages, batch, layer)
     out = _attend_few(q, kv_pages, batch, layer)
     if work.chunks is not None:
-        many = prefill.attend_chunks(q, kv_pages, batch, work.chunks, work.config.prefill, layer)
-        out = jnp.where((batch.token_rows < batch.distribution[0])[:, None, None], out, many)
+        many = prefill.attend_chunks(q, kv_pages, batch, work.chunk_units, work.config.prefill, layer)
+        out = jnp.where(work.is_chunk[:, None, None], many, out)
     return out, kv_pages
 
 
@@ -106,17 +109,20 @@ def _attend_few(q: jax.Array, kv_pages: jax.Array, batch: BatchMeta, layer: Attn
     packed = pack_queries(q, batch, work.max_queries, width).astype(compute_dtype(batch.shape))
     outputs, logs = decode.attend_units(packed, kv_pages, batch, layer)
     num_kv_heads, num_rows = packed.shape[1:3]
+    num_used = batch.shape.group_size * work.max_queries
     found = combine.combine_units(
         outputs,
         logs,
         work.row_first_unit,
         work.row_num_units,
+        num_kv_heads=num_kv_heads,
+        num_rows=num_rows,
+        num_used=num_used,
         sinks=None if heads.sinks is None else _spread_sinks(heads.sinks, num_kv_heads, num_rows, work.max_queries),
         v_scale=None if heads.v_scale is None else _pad_columns(jnp.repeat(heads.v_scale, num_rows)),
         dtype=q.dtype,
         interpret=batch.interpret,
     )
-    found = found[:, : num_kv_heads * num_rows].reshape(found.shape[0], num_kv_heads, num_rows, width)
     return unpack_queries(found, batch, q.shape, work.max_queries)
 
 

@@ -1,4 +1,4 @@
-"""Joins the units of a row: the second launch of a decode step, small beside the first."""
+"""Joins the units of a row: the second launch of a decode step, small beside the first, whose end it overlaps."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.hopper.overlap import await_earlier_kernel
 from pallas_kernels.mosaic_gpu import compat
 from pallas_kernels.mosaic_gpu.key_tiles import MASKED
 from pallas_kernels.mosaic_gpu.splits import QUERY_ROWS
@@ -24,22 +25,34 @@ def combine_units(
     row_first_unit: jax.Array,  # [S] i32
     row_num_units: jax.Array,  # [S] i32
     *,
+    num_kv_heads: int,
+    num_rows: int,  # R, a power of two from 8: row h * R + r of the C is KV head h's row r
+    num_used: int,  # rows of a head that are wanted, its first ones
     sinks: jax.Array | None,  # [C] f32, base 2: a logit without a value
     v_scale: jax.Array | None,  # [C] f32
     dtype: jnp.dtype,
     interpret: bool,
 ) -> jax.Array:
-    """[S, C, width] of `dtype`: the average of a row's units by their weights; zeros for a row without any."""
+    """[S, num_kv_heads, num_used, width] of `dtype`: the average of a row's units by their weights; zeros for a row
+    without any."""
     num_columns, width = outputs.shape[1:]
     body = _CombineKernel(
-        num_slots=outputs.shape[0], has_sinks=sinks is not None, has_scale=v_scale is not None, dtype=jnp.dtype(dtype)
+        num_kv_heads=num_kv_heads,
+        num_rows=num_rows,
+        num_used=num_used,
+        has_sinks=sinks is not None,
+        has_scale=v_scale is not None,
+        dtype=jnp.dtype(dtype),
+        interpret=interpret,
     )
     run = compat.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((row_num_units.shape[0], num_columns, width), dtype),
+        out_type=jax.ShapeDtypeStruct((row_num_units.shape[0], num_kv_heads, num_used, width), dtype),
         grid=(row_num_units.shape[0], num_columns // QUERY_ROWS, width // _BLOCK_COLUMNS),
         grid_names=("row", "rows", "columns"),
-        scratch_types=[compat.tile_smem((QUERY_ROWS, _BLOCK_COLUMNS), dtype)],
+        scratch_types=[
+            compat.SMEM((QUERY_ROWS, _BLOCK_COLUMNS), dtype)
+        ],  # plain: copies of any number of rows leave it
         compiler_params=compat.compiler_params(),
         interpret=compat.interpret_params(interpret),
         kernel_name="combine_units",
@@ -52,10 +65,13 @@ def combine_units(
 class _CombineKernel:
     """The kernel's body and its static parameters: one warpgroup per row, 64 query rows and 64 columns."""
 
-    num_slots: int
+    num_kv_heads: int
+    num_rows: int
+    num_used: int
     has_sinks: bool
     has_scale: bool
     dtype: jnp.dtype
+    interpret: bool
 
     @property
     def __name__(self) -> str:
@@ -63,6 +79,7 @@ class _CombineKernel:
 
     def __call__(self, *refs: jax.Ref) -> None:
         outputs, logs, row_first_unit, row_num_units, *extra, out, staging = refs
+        await_earlier_kernel(interpret=self.interpret)
         row = lax.axis_index("row")
         first, count = row_first_unit[row], row_num_units[row]
         rows = pl.ds(pl.multiple_of(lax.axis_index("rows") * QUERY_ROWS, 8), QUERY_ROWS)
@@ -90,7 +107,15 @@ class _CombineKernel:
 
         # Stores of 16-bit tiles from registers would write half sectors.
         compat.commit_smem()
-        compat.copy_smem_to_gmem(staging, out.at[row, rows, columns])
+        num_heads = QUERY_ROWS // self.num_rows
+        for index in range(num_heads):
+            head = lax.axis_index("rows") * num_heads + index
+
+            @pl.when(head < self.num_kv_heads)
+            def _(index: int = index, head: jax.Array = head) -> None:
+                used = staging.at[pl.ds(index * self.num_rows, self.num_used)]
+                compat.copy_smem_to_gmem(used, out.at[row, head, :, columns])
+
         compat.wait_smem_to_gmem(0)
 
     def join(

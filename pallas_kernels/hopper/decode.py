@@ -65,7 +65,7 @@ def count_smem_bytes(shape: AttnShape, stages: int) -> int:
 
 
 def attend_units(
-    q: jax.Array,  # [S, K, R, width] of the compute dtype, R query rows of a KV head: a multiple of 8, at most 64
+    q: jax.Array,  # [S, K, R, width] of the compute dtype, R query rows of a KV head: a power of two from 8 to 64
     kv_pages: jax.Array,  # [num_pages, 2K, page_size, width]
     batch: BatchMeta,  # W unit slots in its work
     layer: AttnLayer,

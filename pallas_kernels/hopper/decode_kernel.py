@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper import wgmma
 from pallas_kernels.hopper.decode_memory import PART_COLUMNS, DecodeRing, Scratch, Unit
+from pallas_kernels.hopper.overlap import await_earlier_kernel, launch_next_kernel
 from pallas_kernels.mosaic_gpu import compat, splits
 from pallas_kernels.mosaic_gpu.key_tiles import MASKED
 from pallas_kernels.mosaic_gpu.splits import QUERY_ROWS
@@ -37,6 +38,8 @@ class DecodeKernel(DecodeRing):
         return "paged_decode"
 
     def __call__(self, *refs: jax.Ref, **scratch: jax.Ref) -> None:
+        await_earlier_kernel(interpret=self.interpret)
+        launch_next_kernel(interpret=self.interpret)
         q_ref, pages, table, units, offset, *k_scale, outputs, logs = refs
         scratch["keys"], scratch["logs"] = scratch.pop("keys_then_logs")
         slot = lax.axis_index("unit")

@@ -1,7 +1,7 @@
 """Attention of chunks of queries on Hopper: prompts, pieces of them behind a cached prefix, and long drafts.
 
-Queries are cut into tiles of 128 rows, one row per query and head of the group. A block of `prefill_kernel.py` attends
-one tile with one KV head. XLA packs queries into tiles and unpacks the answers, so that the kernel needs no alignment.
+Queries are cut into tiles of at most 128 rows, one row per query and head of the group. A block of `prefill_kernel.py`
+attends one tile with one KV head. It reads queries and writes answers where they lie among the step's tokens.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.hopper import wgmma
 from pallas_kernels.hopper.prefill_kernel import build_kernel
-from pallas_kernels.hopper.prefill_static import NUM_COMPUTE, TILE_ROWS, Static, count_bytes, list_scratch
+from pallas_kernels.hopper.prefill_static import NUM_COMPUTE, TILE_ROWS, UNIT_COLUMNS, Static, count_bytes, list_scratch
 from pallas_kernels.mosaic_gpu import compat
 from pallas_kernels.mosaic_gpu.key_tiles import LOG2_E
-from pallas_kernels.mosaic_gpu.packing import count_tile_tokens, pack_tiles, unpack_tiles
-from pallas_kernels.mosaic_gpu.shapes import is_narrow, stored_width
+from pallas_kernels.mosaic_gpu.shapes import is_narrow, round_up, stored_width
 from pallas_kernels.spec import AttnLayer, AttnShape, BatchMeta
 from pallas_kernels.worklist import StepRows, TileList, list_chunk_tiles
 
@@ -55,48 +54,68 @@ def default_config(shape: AttnShape) -> PrefillConfig:
 
 def plan_tiles(rows: StepRows, query_lens: jax.Array, shape: AttnShape) -> TileList:
     """Tiles of the rows with `query_lens` [S] > 0, longest first: blocks start in this order, so none ends late."""
-    return list_chunk_tiles(rows, query_lens, tile_tokens=count_tile_tokens(shape, TILE_ROWS))
+    return list_chunk_tiles(rows, query_lens, tile_tokens=count_tile_tokens(shape), unit=compat.SWIZZLE_ROWS)
+
+
+def list_units(tiles: TileList, num_tokens: int, shape: AttnShape) -> jax.Array:
+    """The tiles as the kernel reads them: [n, UNIT_COLUMNS] i32."""
+    last = _count_read_tokens(num_tokens, shape) - tiles.tile_tokens
+    firsts = jnp.minimum(tiles.starts // compat.SWIZZLE_ROWS * compat.SWIZZLE_ROWS, last)
+    skips = tiles.starts - firsts
+    columns = tiles.rows, firsts, skips, tiles.counts, tiles.positions, tiles.positions - skips
+    return jnp.pad(jnp.stack(columns, axis=1), ((0, 0), (0, UNIT_COLUMNS - len(columns))))
+
+
+def _count_read_tokens(num_tokens: int, shape: AttnShape) -> int:
+    """T with the padding that the kernel needs: a whole tile is read, and copies between global memory and swizzled
+    shared memory begin at multiples of its rows."""
+    return max(count_tile_tokens(shape), round_up(num_tokens, compat.SWIZZLE_ROWS))
+
+
+def count_tile_tokens(shape: AttnShape) -> int:
+    """Queries in a tile: a head's rows are whole rows of swizzled shared memory, so that one copy brings them."""
+    return TILE_ROWS // shape.group_size // compat.SWIZZLE_ROWS * compat.SWIZZLE_ROWS
 
 
 def attend_chunks(
     q: jax.Array,  # [T, N, H]
     kv_pages: jax.Array,  # [num_pages, 2K, page_size, stored H]
     batch: BatchMeta,
-    tiles: TileList,
+    units: jax.Array,  # [n, UNIT_COLUMNS] i32
     config: PrefillConfig,
     layer: AttnLayer,
 ) -> jax.Array:
-    """Attention [T, N, H] in q's dtype of the queries in `tiles`, over pages that hold their keys; 0 for others."""
+    """Attention [T, N, H] in q's dtype of the queries in `units`, over pages that hold their keys. Other tokens have
+    whatever the memory held."""
     heads = layer.heads
     static = _fix_static(q, kv_pages, batch, config, layer)
-    packed = pack_tiles(q.astype(static.dtype), tiles, batch.shape, TILE_ROWS, static.width)
+    num_tokens, _, head_dim = q.shape
+    missing = _count_read_tokens(num_tokens, batch.shape) - num_tokens
+    queries = jnp.pad(q.astype(static.dtype), ((0, missing), (0, 0), (0, static.width - head_dim)))
     operands = [
-        packed,
+        queries,
         kv_pages,
         batch.page_table,
         jnp.asarray(layer.page_offset, jnp.int32).reshape(1),
-        tiles.rows,
-        tiles.counts,
-        tiles.positions,
+        units,
         _scale_scores(layer, batch.shape),
     ]
     if heads.sinks is not None:
-        operands.append(_spread_sinks(heads.sinks, tiles, batch.shape))
-    num_tiles, num_kv_heads = packed.shape[:2]
+        operands.append(_spread_sinks(heads.sinks, batch.shape))
     # The last axis of the grid varies fastest. Tiles come longest first, and all heads of a tile take equally long. So
     # blocks start in the order of their length, and those that run together read neighbouring pages of few rows.
-    answers = compat.kernel(
+    found = compat.kernel(
         build_kernel(static),
-        out_type=jax.ShapeDtypeStruct(packed.shape, packed.dtype),
+        out_type=jax.ShapeDtypeStruct(queries.shape, queries.dtype),
         scratch_types=list_scratch(static),
-        grid=(num_tiles, num_kv_heads),
+        grid=(units.shape[0], batch.shape.spec.num_kv_heads),
         grid_names=("tile", "head"),
         num_threads=NUM_THREADS,
         thread_name="warpgroup",
         compiler_params=compat.compiler_params(),
         interpret=compat.interpret_params(batch.interpret),
     )(*operands)
-    found = unpack_tiles(answers, tiles, q.shape)
+    found = found[:num_tokens, :, :head_dim]
     if heads.v_scale is not None:
         found = found.astype(jnp.float32) * jnp.repeat(heads.v_scale, batch.shape.group_size)[:, None]
     return found.astype(q.dtype)
@@ -106,7 +125,8 @@ def _fix_static(q: jax.Array, kv_pages: jax.Array, batch: BatchMeta, config: Pre
     page_size, width = kv_pages.shape[2:]
     shape, params, narrow = batch.shape, layer.params, is_narrow(batch.shape)
     static = Static(
-        tile_tokens=count_tile_tokens(shape, TILE_ROWS),
+        tile_tokens=count_tile_tokens(shape),
+        group_size=shape.group_size,
         page_size=page_size,
         width=width,
         keys=config.keys,
@@ -146,8 +166,8 @@ def _scale_scores(layer: AttnLayer, shape: AttnShape) -> jax.Array:
     return scales if heads.k_scale is None else scales * heads.k_scale.astype(jnp.float32)
 
 
-def _spread_sinks(sinks: jax.Array, tiles: TileList, shape: AttnShape) -> jax.Array:
+def _spread_sinks(sinks: jax.Array, shape: AttnShape) -> jax.Array:
     """[N] -> [K, TILE_ROWS] f32 in base 2, in the order of a tile's rows; padding rows have 0."""
-    spread = jnp.repeat(sinks.astype(jnp.float32) * LOG2_E, tiles.tile_tokens)
-    spread = spread.reshape(shape.spec.num_kv_heads, shape.group_size * tiles.tile_tokens)
+    spread = jnp.repeat(sinks.astype(jnp.float32) * LOG2_E, count_tile_tokens(shape))
+    spread = spread.reshape(shape.spec.num_kv_heads, -1)
     return jnp.pad(spread, ((0, 0), (0, TILE_ROWS - spread.shape[1])))

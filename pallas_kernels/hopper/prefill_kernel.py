@@ -20,8 +20,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import wgmma
-from pallas_kernels.hopper.prefill_memory import load_narrow, load_plain
-from pallas_kernels.hopper.prefill_static import NUM_COMPUTE, ROWS, Operands, Scratch, Span, Static, find_span
+from pallas_kernels.hopper.prefill_memory import load_narrow, load_plain, load_queries
+from pallas_kernels.hopper.prefill_static import (
+    COUNT,
+    FIRST,
+    NUM_COMPUTE,
+    ROW,
+    ROWS,
+    SKIP,
+    Operands,
+    Scratch,
+    Span,
+    Static,
+    find_span,
+)
 from pallas_kernels.mosaic_gpu import compat
 from pallas_kernels.mosaic_gpu.key_tiles import LOG2_E, MASKED
 
@@ -32,22 +44,23 @@ def build_kernel(static: Static) -> Callable[..., None]:
     """The body, which takes `Operands`, without sinks if there are none, and `Scratch` by name."""
 
     def prefill_kernel(*refs: jax.Ref, **scratch: jax.Ref) -> None:
-        refs = refs if static.has_sinks else (*refs[:8], None, *refs[8:])
+        refs = refs if static.has_sinks else (*refs[:6], None, *refs[6:])
         operands = Operands(*refs)
+        scratch["q"], scratch["plain"] = scratch.pop("q_then_plain")
         buffers = Scratch(**{name: scratch.get(name) for name in Scratch._fields})
         tile, head = lax.axis_index("tile"), lax.axis_index("head")
         warpgroup = lax.axis_index("warpgroup")
-        count = operands.counts[tile]
 
-        @pl.when(count > 0)  # unused tiles come last in the grid: their blocks end here
+        @pl.when(operands.units[tile, COUNT] > 0)  # unused tiles come last in the grid: their blocks end here
         def _run() -> None:
-            span = find_span(static, operands.positions[tile], count)
+            span = find_span(static, operands, tile)
 
             @pl.when(warpgroup == NUM_COMPUTE)
             def _load() -> None:
                 compat.set_max_registers(static.registers[1], action="decrease")
+                load_queries(static, operands, buffers, tile, head)
                 load = load_narrow if static.is_narrow else load_plain
-                load(static, operands, buffers, span, operands.rows[tile], head)
+                load(static, operands, buffers, span, operands.units[tile, ROW], head)
 
             @pl.when(warpgroup < NUM_COMPUTE)
             def _compute() -> None:
@@ -68,8 +81,7 @@ def _attend(
 ) -> None:
     """Attention of one warpgroup's 64 query rows."""
     rows = pl.ds(pl.multiple_of(warpgroup * ROWS, ROWS), ROWS)
-    queries = buffers.q.at[warpgroup]
-    compat.copy_gmem_to_smem(operands.q.at[tile, head, rows], queries, buffers.q_full.at[warpgroup])
+    queries = buffers.q.at[rows]
     if static.has_sinks:  # a sink is a key that every query sees, without a value
         largest = compat.load_column(operands.sinks.at[head, rows])
         total = compat.full((ROWS,), 1.0)
@@ -77,7 +89,7 @@ def _attend(
         largest, total = compat.full((ROWS,), MASKED), compat.full((ROWS,), 0.0)
     carry = compat.full((ROWS, static.width), 0.0), largest, total
     scale = operands.scales[head]
-    compat.barrier_wait(buffers.q_full.at[warpgroup])
+    compat.barrier_wait(buffers.q_full)
 
     def take_turns() -> None:
         compat.barrier_arrive(buffers.turn)
@@ -120,10 +132,66 @@ def _attend(
     pl.when(warpgroup == 0)(take_turns)
 
     share = 1.0 / jnp.maximum(total, 1e-30)  # 0 stays 0 in a row that sees no key
-    queries[...] = (mixed * compat.spread(share, mixed.shape)).astype(static.dtype)
-    compat.commit_smem()
-    compat.copy_smem_to_gmem(queries, operands.out.at[tile, head, rows])
+    answers = (mixed * compat.spread(share, mixed.shape)).astype(static.dtype)
+    unit = operands.units.at[lax.optimization_barrier(tile)]
+    is_whole = unit[COUNT] == static.tile_tokens
+    pl.when(is_whole)(partial(_store_whole, static, operands, buffers, unit, answers))
+    pl.when(~is_whole)(partial(_store_cut, static, operands, buffers, unit, answers))
     compat.wait_smem_to_gmem(0)
+
+
+def _read_anew(axis: str) -> jax.Array:
+    """The block's or warpgroup's place on an axis, which would take a register if it were kept through the loops."""
+    return lax.optimization_barrier(lax.axis_index(axis))
+
+
+def _store_whole(static: Static, operands: Operands, buffers: Scratch, unit: jax.Ref, answers: jax.Array) -> None:
+    """Starts the copies of one warpgroup's answers [ROWS, H] to their tokens, head by head."""
+    warpgroup, head = _read_anew("warpgroup"), _read_anew("head")
+    start = pl.multiple_of(unit[FIRST], compat.SWIZZLE_ROWS)
+    buffers.q[pl.ds(pl.multiple_of(warpgroup * ROWS, ROWS), ROWS)] = answers
+    compat.commit_smem()
+    for number in range(NUM_COMPUTE):
+
+        @pl.when(warpgroup == number)
+        def _(begin: int = number * ROWS, end: int = (number + 1) * ROWS) -> None:
+            for member in range(static.group_size):
+                first = member * static.tile_tokens  # the head's first row
+                low, high = max(first, begin), min(first + static.tile_tokens, end)
+                if low < high:
+                    tokens = pl.ds(start + (low - first), high - low)
+                    target = operands.out.at[tokens, head * static.group_size + member]
+                    compat.copy_smem_to_gmem(buffers.q.at[pl.ds(low, high - low)], target)
+
+
+def _store_cut(static: Static, operands: Operands, buffers: Scratch, unit: jax.Ref, answers: jax.Array) -> None:
+    """The same for a tile with tokens of other rows, which other blocks answer.
+
+    A copy's size is static. So as many tokens as there are go in powers of two, the largest first.
+    """
+    warpgroup, head = _read_anew("warpgroup"), _read_anew("head")
+    start, skip, count = (unit[column] for column in (FIRST, SKIP, COUNT))
+    columns = range(0, static.width, static.panel)
+    for index, column in enumerate(columns):
+        buffers.plain[_read_anew("warpgroup"), index] = answers[:, column : column + static.panel]
+    compat.commit_smem()
+
+    @pl.loop(0, static.group_size)
+    def _(member: jax.Array) -> None:
+        first = member * static.tile_tokens
+        begin = jnp.maximum(first + skip, warpgroup * ROWS)
+        end = jnp.minimum(first + skip + count, (warpgroup + 1) * ROWS)
+        token = start + begin - first
+        for bit in reversed(range(min(static.tile_tokens, ROWS).bit_length())):
+            size, done = 1 << bit, (end - begin) >> (bit + 1) << (bit + 1)
+
+            @pl.when((end > begin) & ((end - begin) & size > 0))
+            def _(size: int = size, done: jax.Array = done) -> None:
+                rows = pl.ds(begin + done - warpgroup * ROWS, size)
+                target = operands.out.at[pl.ds(token + done, size), head * static.group_size + member]
+                for index, column in enumerate(columns):
+                    panel = buffers.plain.at[warpgroup, index, rows]
+                    compat.copy_smem_to_gmem(panel, target.at[:, pl.ds(column, static.panel)])
 
 
 def _weigh(
@@ -143,9 +211,9 @@ def _weigh(
         scale = static.softcap * LOG2_E
     if masked:
         rows = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=compat.WGMMA.reduce(1)) + warpgroup * ROWS
-        queries = (rows & (static.tile_tokens - 1)) + (span.position - block * static.keys)
-        # Distance from each query back to each key. Rows after the tile's last query may see anything: their answers
-        # are dropped.
+        tokens = lax.rem(rows.astype(jnp.uint32), jnp.uint32(static.tile_tokens)).astype(jnp.int32)
+        queries = tokens + (span.origin - block * static.keys)
+        # Distance from each query back to each key. Rows of other tokens may see anything: their answers are dropped.
         distances = compat.spread(queries, scores.shape) - compat.iota(scores.shape, 1)
         if static.window is None:
             seen = distances >= 0

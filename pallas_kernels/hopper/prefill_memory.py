@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import wgmma
-from pallas_kernels.hopper.prefill_static import PIECE, Operands, Scratch, Span, Static
+from pallas_kernels.hopper.prefill_static import FIRST, PIECE, Operands, Scratch, Span, Static
 from pallas_kernels.mosaic_gpu import compat
 
 
@@ -39,6 +39,15 @@ def _copy_pages(
             begin = pl.multiple_of(lax.rem(block * static.keys, static.page_size), static.keys)
             source = source.at[pl.ds(begin, static.keys)]
         compat.copy_gmem_to_smem(source, target.at[pl.ds(box * static.box, static.box)], barrier)
+
+
+def load_queries(static: Static, operands: Operands, buffers: Scratch, tile: jax.Array, head: jax.Array) -> None:
+    """Starts the copies of the tile's queries from where they lie, one for each head of the group."""
+    first = pl.multiple_of(operands.units[tile, FIRST], compat.SWIZZLE_ROWS)
+    for member in range(static.group_size):
+        source = operands.q.at[pl.ds(first, static.tile_tokens), head * static.group_size + member]
+        rows = pl.ds(member * static.tile_tokens, static.tile_tokens)
+        compat.copy_gmem_to_smem(source, buffers.q.at[rows], buffers.q_full)
 
 
 def load_plain(

@@ -15,6 +15,7 @@ from pallas_kernels.mosaic_gpu import compat
 NUM_COMPUTE = 2  # warpgroups with queries; one more moves memory
 ROWS = wgmma.ROWS  # query rows of each
 TILE_ROWS = NUM_COMPUTE * ROWS
+MAX_PANEL = 128
 PIECE = 64  # keys, and columns, that the memory warpgroup holds in registers at a time
 
 
@@ -22,7 +23,8 @@ PIECE = 64  # keys, and columns, that the memory warpgroup holds in registers at
 class Static:
     """The static parameters of the kernel."""
 
-    tile_tokens: int  # queries of a tile; a power of two
+    tile_tokens: int  # queries of a tile
+    group_size: int  # query heads of a KV head (G)
     page_size: int
     width: int  # elements of a stored head (H)
     keys: int  # per key tile
@@ -47,29 +49,40 @@ class Static:
         return self.keys // self.box
 
     @property
+    def panel(self) -> int:
+        """Columns of one copy out of shared memory that is not swizzled."""
+        return min(self.width, MAX_PANEL)
+
+    @property
     def is_narrow(self) -> bool:
         return self.raw_stages > 0
 
 
-class Operands(NamedTuple):
-    """Device memory. The arrays of length n describe the tiles."""
+# Columns of a unit: a tile of queries. A whole tile of tokens is read, never past the step's last one; `COUNT` of them
+# are its queries, after the first `SKIP`.
+ROW, FIRST, SKIP, COUNT, POSITION, ORIGIN = range(6)
+UNIT_COLUMNS = 8  # 32 bytes: a unit is read in one transaction
 
-    q: jax.Ref  # [n, K, TILE_ROWS, H], row g * tile_tokens + j is query j of the group's head g
+
+class Operands(NamedTuple):
+    """Device memory."""
+
+    q: jax.Ref  # [T, N, H]
     kv_pages: jax.Ref  # [num_pages, 2K, page_size, H]
     page_table: jax.Ref  # [S, M] i32
     page_offset: jax.Ref  # [1] i32
-    rows: jax.Ref  # [n] i32
-    counts: jax.Ref  # [n] i32
-    positions: jax.Ref  # [n] i32
+    units: jax.Ref  # [n, UNIT_COLUMNS] i32
     scales: jax.Ref  # [K] f32, factors of raw scores; they include log2(e) unless scores are capped
-    sinks: jax.Ref | None  # [K, TILE_ROWS] f32, in base 2, in the order of q's rows
-    out: jax.Ref  # like q
+    sinks: jax.Ref | None  # [K, TILE_ROWS] f32, in base 2, in the order of a tile's rows
+    out: jax.Ref  # [T, N, H]
 
 
 class Scratch(NamedTuple):
     """Shared memory and barriers of a block."""
 
-    q: jax.Ref  # [NUM_COMPUTE, ROWS, H]; the output leaves through it
+    q: jax.Ref  # [TILE_ROWS, H], row g * tile_tokens + j is token j of the tile, of the group's head g; then answers
+    plain: jax.Ref  # [NUM_COMPUTE, panels, ROWS, panel], answers of a cut tile, not swizzled; in q's memory, where the
+    # rows of a warpgroup have the same bytes
     k: jax.Ref  # [stages, keys, H]
     v: jax.Ref  # [stages, keys, H]
     raw_k: jax.Ref | None  # [raw_stages, keys, H]
@@ -88,7 +101,7 @@ class Scratch(NamedTuple):
 class Span(NamedTuple):
     """The keys of a tile, i32 scalars: [begin, end), in key tiles [first, last), without masks in [inner, outer)."""
 
-    position: jax.Array  # position of the first query
+    origin: jax.Array  # position of the first token that is read, as if it were of the same row
     begin: jax.Array
     end: jax.Array
     first: jax.Array
@@ -105,12 +118,15 @@ def list_scratch(static: Static) -> dict[str, object]:
     """Scratch types by the names in `Scratch`."""
     ring = (static.stages, static.keys, static.width)
     tiles = {
-        "q": compat.tile_smem((NUM_COMPUTE, ROWS, static.width), static.dtype),
+        "q_then_plain": compat.SmemUnion(
+            compat.tile_smem((TILE_ROWS, static.width), static.dtype),
+            compat.SMEM((NUM_COMPUTE, static.width // static.panel, ROWS, static.panel), static.dtype),
+        ),
         "k": compat.tile_smem(ring, static.dtype),
         "v": compat.tile_smem(ring, static.dtype),
     }
     barriers = {
-        "q_full": compat.Barrier(num_barriers=NUM_COMPUTE),
+        "q_full": compat.Barrier(num_arrivals=static.group_size),
         "k_free": compat.Barrier(num_arrivals=NUM_COMPUTE, num_barriers=static.stages),
         "v_free": compat.Barrier(num_arrivals=NUM_COMPUTE, num_barriers=static.stages),
         "turn": compat.Barrier(num_arrivals=NUM_COMPUTE),
@@ -136,17 +152,18 @@ def count_bytes(static: Static) -> int:
     return compat.smem_bytes((queries, static.dtype), (ring, static.dtype), (raw, static.page_dtype))
 
 
-def find_span(static: Static, position: jax.Array, count: jax.Array) -> Span:
+def find_span(static: Static, operands: Operands, tile: jax.Array) -> Span:
     """The keys that some query of the tile sees; key tiles that all queries see whole need no mask."""
     keys, window = static.keys, static.window
+    count, position, origin = (operands.units[tile, column] for column in (COUNT, POSITION, ORIGIN))
     end = position + count
     last = lax.div(end + keys - 1, keys)
     outer = lax.div(position + 1, keys)
     if window is None:
         zero = position * 0  # not a constant: the kernel's loops take none where they nest
-        return Span(position, zero, end, zero, zero, outer, last)
+        return Span(origin, zero, end, zero, zero, outer, last)
     begin = jnp.maximum(position - window + 1, 0)
     first = lax.div(begin, keys)
     # The last query's window begins at end - window, the latest of all.
     inner = jnp.minimum(lax.div(jnp.maximum(end - window, 0) + keys - 1, keys), last)
-    return Span(position, begin, end, first, inner, jnp.maximum(outer, inner), last)
+    return Span(origin, begin, end, first, inner, jnp.maximum(outer, inner), last)

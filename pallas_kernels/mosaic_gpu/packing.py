@@ -8,15 +8,20 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.mosaic_gpu.shapes import round_up
 from pallas_kernels.spec import AttnShape, BatchMeta
 from pallas_kernels.worklist import TileList
+
+
+def count_query_rows(group_size: int, max_queries: int) -> int:
+    """R: rows of a KV head's queries. A power of two, so that a product's rows hold whole heads; 8 at least, which is
+    what swizzled shared memory is copied by."""
+    return max(8, 1 << (group_size * max_queries - 1).bit_length())
 
 
 def pack_queries(q: jax.Array, batch: BatchMeta, max_queries: int, width: int) -> jax.Array:
     """[T, N, H] -> [S, K, R, width]: row r of a KV head is query r % Qp of its row, of query head r // Qp in the group.
 
-    R is G * Qp rounded up to a multiple of 8. Rows without a query are copies of some other, or 0.
+    R is `count_query_rows`. Rows without a query are copies of some other, or 0.
     """
     num_kv_heads, group_size = batch.shape.spec.num_kv_heads, batch.shape.group_size
     num_tokens, _, head_dim = q.shape
@@ -28,12 +33,15 @@ def pack_queries(q: jax.Array, batch: BatchMeta, max_queries: int, width: int) -
         found = q.at[tokens].get(mode="clip")
     found = found.reshape(num_rows, max_queries, num_kv_heads, group_size, head_dim).transpose(0, 2, 3, 1, 4)
     found = found.reshape(num_rows, num_kv_heads, group_size * max_queries, head_dim)
-    padding = round_up(group_size * max_queries, 8) - group_size * max_queries
+    padding = count_query_rows(group_size, max_queries) - group_size * max_queries
     return jnp.pad(found, ((0, 0), (0, 0), (0, padding), (0, width - head_dim)))
 
 
 def unpack_queries(found: jax.Array, batch: BatchMeta, shape: tuple[int, ...], max_queries: int) -> jax.Array:
-    """The reverse of `pack_queries`: [S, K, R, width] -> [T, N, H]; other tokens get something finite."""
+    """The reverse of `pack_queries`: [S, K, R, width] -> [T, N, H]; other tokens get something finite.
+
+    R may be G * Qp: then nothing is copied if T = S and Qp = 1.
+    """
     num_tokens, num_heads, head_dim = shape
     num_rows, num_kv_heads = found.shape[:2]
     group_size = num_heads // num_kv_heads
