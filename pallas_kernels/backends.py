@@ -4,6 +4,7 @@ An implementation is a module with
 
 - `choose_layout(head_dim) -> str`, the page layout that it wants (spec.LAYOUTS);
 - `find_obstacle(shape: AttnShape) -> str | None`, why it cannot do a shape, in words for users;
+- where its page table has a limit, `find_table_obstacle(num_rows, table_width) -> str | None`, likewise;
 - `plan_work(rows: StepRows, shape: AttnShape, *, config) -> pytree`, the step cut into units of work, by `config` (its
   own tuning dataclass), or if that is None by its table for the device, else by formula;
 - where it can be tuned, `default_config(shape: AttnShape)`, the configuration by formula;
@@ -30,6 +31,8 @@ _AMPERE = (
     *("NVIDIA L2", "NVIDIA L4"),  # and L20 and L40
     *("GeForce RTX 30", "GeForce RTX 40", "NVIDIA RTX A", "Ada Generation"),
 )
+# Compute capability 10.0, 10.3 and 12.0: the kernel for Ampere, with copies by TMA.
+_BLACKWELL = ("B100", "B200", "B300", "GeForce RTX 50", "Blackwell")
 _TPUS = ("TPU v5 lite", "TPU v5e", "TPU v5p", "TPU v5", "TPU v6 lite", "TPU v6e", "TPU7x", "TPU v7", "TPU v7x")
 
 
@@ -57,7 +60,7 @@ _BACKENDS = {
     "ampere": Backend(
         "pallas_kernels.ampere.attention",
         "gpu",
-        "Ampere or Ada (sm_80, sm_86 or sm_89)",
+        "Ampere, Ada or Blackwell (sm_80, sm_86, sm_89, sm_100, sm_103 or sm_120)",
         fused=True,
         splits_by_load=True,
     ),
@@ -88,13 +91,19 @@ def choose_impl(platform: str, device_kind: str = "") -> tuple[str, str]:
             return "tpu", f"Pallas kernels with fused KV update, compiled for {device_kind}"
         return "xla", f"portable attention: the TPU kernels are for v5e and later, this is {device_kind or 'unknown'}"
     if platform in ("gpu", "cuda", "rocm"):
-        if any(kind in device_kind for kind in _HOPPER):
-            return "gpu", f"Pallas kernels for Hopper, compiled for {device_kind}"
-        if any(kind in device_kind for kind in _AMPERE):
-            return "ampere", f"Pallas kernels for Ampere and Ada, compiled for {device_kind}"
-        needed = f"{_BACKENDS['gpu'].devices} or {_BACKENDS['ampere'].devices}"
-        return "xla", f"portable attention: the GPU kernels need {needed}, this is {device_kind or 'unknown'}"
+        return _choose_gpu_impl(device_kind)
     raise ValueError(f"platform must be cpu, gpu, cuda, rocm or tpu, got {platform!r}")
+
+
+def _choose_gpu_impl(device_kind: str) -> tuple[str, str]:
+    if any(kind in device_kind for kind in _HOPPER):
+        return "gpu", f"Pallas kernels for Hopper, compiled for {device_kind}"
+    if any(kind in device_kind for kind in _AMPERE):
+        return "ampere", f"Pallas kernels for Ampere and Ada, compiled for {device_kind}"
+    if any(kind in device_kind for kind in _BLACKWELL):
+        return "ampere", f"Pallas kernels for Ampere, compiled for {device_kind}; there are none for Blackwell alone"
+    needed = f"{_BACKENDS['gpu'].devices} or {_BACKENDS['ampere'].devices}"
+    return "xla", f"portable attention: the GPU kernels need {needed}, this is {device_kind or 'unknown'}"
 
 
 def resolve_impl(
@@ -136,3 +145,9 @@ def _find_obstacle(impl: str, shape: AttnShape) -> str | None:
 def choose_layout(impl: str, head_dim: int) -> str:
     """The page layout (spec.LAYOUTS) that an implementation wants."""
     return find_backend(impl).module.choose_layout(head_dim)
+
+
+def find_table_obstacle(impl: str, num_rows: int, table_width: int) -> str | None:
+    """Why an implementation cannot have a page table of this size, in words for users."""
+    find = getattr(find_backend(impl).module, "find_table_obstacle", None)
+    return None if find is None else find(num_rows, table_width)

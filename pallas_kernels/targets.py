@@ -65,6 +65,30 @@ _L4_LIMITS = {
     "memory_bandwidth": 300_000_000_000,
     "device_memory_size": 23_034 * MIB,
 }
+_B200_LIMITS = {
+    **_GPU_LIMITS,
+    "threads_per_core_limit": 2048,
+    "shared_memory_per_block_optin": 227 * 1024,
+    "shared_memory_per_core": 228 * 1024,
+    "core_count": 148,
+    "fpus_per_core": 128,
+    "clock_rate_ghz": 1.965,
+    "l2_cache_size": 126 * MIB,
+    "memory_bandwidth": 8_000_000_000_000,
+    "device_memory_size": 183_359 * MIB,
+}
+_RTX_5090_LIMITS = {
+    **_GPU_LIMITS,
+    "threads_per_core_limit": 1536,
+    "shared_memory_per_block_optin": 99 * 1024,
+    "shared_memory_per_core": 100 * 1024,
+    "core_count": 170,
+    "fpus_per_core": 128,
+    "clock_rate_ghz": 2.41,
+    "l2_cache_size": 96 * MIB,
+    "memory_bandwidth": 1_792_000_000_000,
+    "device_memory_size": 32_607 * MIB,
+}
 _GPU_TEXT = {
     "device_vendor": "NVIDIA Corporation",
     "driver_version": "13.0.0",
@@ -182,6 +206,8 @@ TARGETS = {
         _gpu("h200", "NVIDIA H200", (9, 0), _H200_LIMITS, impl="gpu"),
         _gpu("a100", "NVIDIA A100-SXM4-40GB", (8, 0), _A100_LIMITS, impl="ampere"),
         _gpu("l4", "NVIDIA L4", (8, 9), _L4_LIMITS, impl="ampere"),
+        _gpu("b200", "NVIDIA B200", (10, 0), _B200_LIMITS, impl="ampere"),
+        _gpu("rtx5090", "NVIDIA GeForce RTX 5090", (12, 0), _RTX_5090_LIMITS, impl="ampere"),
         _tpu("v5e", "TPU v5 lite", "v5e:2x4", memory_bytes=17_200_000_000, vmem_bytes=128 * MIB),
         _tpu("v6e", "TPU v6 lite", "v6e:2x4", memory_bytes=34_400_000_000, vmem_bytes=128 * MIB),
         _tpu("tpu7x", "TPU7x", "tpu7x:2x2x1", memory_bytes=103_000_000_000, vmem_bytes=64 * MIB),

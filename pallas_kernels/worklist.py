@@ -77,12 +77,13 @@ def list_chunk_tiles(
     """Rows of any `query_lens` [S] cut every `tile_tokens` queries; 0 leaves a row out.
 
     All tiles of a row but its first begin at a multiple of `unit` among the step's tokens; its first ends where it
-    would if it began at the multiple before. Of a row of q tokens at most q + unit - 1 lie in such tiles, which are
-    (q + unit - 2) // tile_tokens + 1. So n rows need at most (num_tokens + n * (unit - 1)) // tile_tokens + n of them.
+    would if it began at the multiple before. So a row of q tokens has at most 1 + (q + unit - 2) // tile_tokens tiles,
+    and for each but the first at least tile_tokens - (unit - 2) tokens, or tile_tokens if unit is 1.
     """
-    num_rows = query_lens.shape[0]
-    max_rows = min(num_rows, rows.num_tokens)
-    num_tiles = (rows.num_tokens + max_rows * (unit - 1)) // tile_tokens + max_rows
+    num_rows, num_tokens = query_lens.shape[0], rows.num_tokens
+    max_rows = min(num_rows, num_tokens)
+    spare = max(unit - 2, 0)
+    num_tiles = max_rows + min((num_tokens + max_rows * spare) // tile_tokens, num_tokens // (tile_tokens - spare))
     skips = rows.query_start_loc[:-1] % unit  # [S], tokens of the row's first tile before its first query
     taken = jnp.where(query_lens > 0, query_lens + skips, 0)
     ends = jnp.cumsum((taken + tile_tokens - 1) // tile_tokens)  # [S], tiles up to and including the row's

@@ -179,6 +179,7 @@ def make_table(title: str, reports: Iterable[ProgramReport]) -> Table:
         "compiler",
         "s",
         "temp MB",
+        "launches",
         "kernel",
         "registers",
         "spilled",
@@ -198,7 +199,14 @@ def make_table(title: str, reports: Iterable[ProgramReport]) -> Table:
         verdict = "[green]ok[/]" if not faults else "[red]FAILED[/]"
         temporaries = show(report.temp_bytes if report.is_compiled else None, 10**6)
         table.add_row(
-            report.name, report.target, report.compiler, f"{report.seconds:.1f}", temporaries, *lines, verdict
+            report.name,
+            report.target,
+            report.compiler,
+            f"{report.seconds:.1f}",
+            temporaries,
+            show(report.launches),
+            *lines,
+            verdict,
         )
     return table
 

@@ -19,7 +19,7 @@ from jaxserve.runtime.rows import SampleVariant, list_variants
 from jaxserve.runtime.step_model import Drafting
 from jaxserve.scheduler import SchedulerLimits
 from jaxserve.speculation import LOOKUP_METHODS, make_lookup_drafter
-from pallas_kernels.backends import choose_layout, find_backend, resolve_impl
+from pallas_kernels.backends import choose_layout, find_backend, find_table_obstacle, resolve_impl
 from pallas_kernels.spec import AttnShape, KVSpec
 
 _KV_DTYPES = {"fp8": "float8_e4m3fn"}  # by users' names
@@ -184,6 +184,9 @@ def make_shapes(
         max_page_updates=groups * (new_pages + pages_per_row),  # and for admitted prefixes
     )
     spec, impl, reason = _choose_attention(config, model, platform, device_kind)
+    obstacle = find_table_obstacle(impl, rows, pages_per_row)
+    if obstacle is not None:
+        raise ConfigError(f"{obstacle}; or use attention_impl='xla'", field="max_num_seqs", value=rows)
     fell_back = impl == "xla" and config.compile.attention_impl == "auto" and platform != "cpu"
     num_devices = config.parallel.tensor_parallel_size
     return Shapes(

@@ -1,8 +1,9 @@
-"""What only the kernels for Ampere and Ada take from Pallas Mosaic GPU.
+"""What only the kernels for Ampere, Ada and Blackwell take from Pallas Mosaic GPU.
 
-These are warp-level products (mma.sync) and asynchronous copies (cp.async), both older than Hopper's. The interpreter
-has neither. There, a copy is one of Hopper's and arrives at a barrier, a wait is for the barrier of the copies that the
-device would wait for, and a product is a dot. So the interpreter finds what is read or overwritten too early.
+These are warp-level products (mma.sync) and asynchronous copies (cp.async), both older than Hopper's. Blackwell has the
+former only, and the interpreter neither. There, a copy is one by TMA and arrives at a barrier, and a wait is for the
+barrier of the copies that cp.async would wait for. In the interpreter a product is a dot. So it finds what is read or
+overwritten too early.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def choose_swizzle(rows: int, width: int, dtype: jnp.dtype) -> int:
 def start_copy(source: jax.Ref, tile: jax.Ref, loaded: jax.Ref | None) -> None:
     """Starts a copy from global to shared memory, as a group of its own.
 
-    `loaded` is the barrier that the copy arrives at in the interpreter, None on the device.
+    `loaded` is the barrier that a copy by TMA arrives at, None for one by cp.async.
     """
     if loaded is None:
         plgpu.copy_gmem_to_smem(source, tile, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
@@ -47,9 +48,9 @@ def start_copy(source: jax.Ref, tile: jax.Ref, loaded: jax.Ref | None) -> None:
         plgpu.copy_gmem_to_smem(source, tile, loaded)
 
 
-def skip_copies(count: int, *, interpret: bool) -> None:
+def skip_copies(count: int, *, by_tma: bool) -> None:
     """Starts `count` empty copies, so that waits need not know how many copies there are."""
-    if not interpret:
+    if not by_tma:
 
         @plgpu.inline_mgpu()
         def commit(_: object) -> None:
@@ -63,7 +64,7 @@ def wait_copies(newer: int, loaded: jax.Ref | None) -> None:
     """Waits for all copies but the last `newer` ones, then for all threads of the block. Every thread then sees the
     copies of all, and none still reads the tile before.
 
-    `loaded` is the barrier of the awaited copies in the interpreter, None on the device.
+    `loaded` is the barrier of the awaited copies if they are by TMA, else None.
     """
     if loaded is None:
         plgpu.wait_gmem_to_smem(newer)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.ampere import compat as ampere
 from pallas_kernels.ampere.config import TileConfig
+from pallas_kernels.ampere.device import copies_by_tma
 from pallas_kernels.ampere.kernel import AttentionKernel
 from pallas_kernels.mosaic_gpu import compat
 from pallas_kernels.mosaic_gpu.shapes import compute_dtype, is_narrow, round_up, stored_width
@@ -73,5 +74,6 @@ def _make_body(
         page_dtype=jnp.dtype(ampere.NARROW) if is_narrow(shape) else dtype,
         has_k_scale=has_k_scale,
         interpret=interpret,
+        by_tma=interpret or copies_by_tma(),
         **tiling,
     )

@@ -10,21 +10,18 @@ import jax.numpy as jnp
 from pallas_kernels.ampere import kernel
 from pallas_kernels.ampere.compat import TILE_ROWS
 from pallas_kernels.ampere.config import AmpereConfig, TileConfig, UnitConfig
+from pallas_kernels.ampere.device import find_sm_bytes
 from pallas_kernels.ampere.launch import count_smem_bytes
 from pallas_kernels.mosaic_gpu import splits
 from pallas_kernels.mosaic_gpu.packing import count_tile_tokens
 from pallas_kernels.mosaic_gpu.shapes import stored_width
 from pallas_kernels.mosaic_gpu.splits import SplitList
-from pallas_kernels.platform import traced_core_count, traced_device_kind
+from pallas_kernels.platform import traced_core_count
 from pallas_kernels.spec import AttnShape
 from pallas_kernels.tune import tune
 from pallas_kernels.worklist import StepRows, TileList, list_chunk_tiles
 
-_KIB = 1024
-_LARGE_SMS = ("A100", "A800", "A30")  # compute capability 8.0
-# Shared memory per SM of these, and of compute capability 8.6 and 8.9; a block can have all but 1 KiB of it.
-_LARGE_SM_BYTES, _SM_BYTES = 164 * _KIB, 100 * _KIB
-_BLOCK_RESERVE = 1 * _KIB  # the SM's own, per block
+_BLOCK_RESERVE = 1024  # the SM's own, per block
 _MAX_STAGES = 4
 _WIDE = 256  # stored heads whose accumulators leave too few registers for the scores of 64 keys
 _STATIC = {"static": True}
@@ -70,11 +67,6 @@ def find_config(shape: AttnShape, rows: StepRows) -> AmpereConfig:
         tune("ampere_decode", formula.decode, shape, rows),
         tune("ampere_prefill", formula.prefill, shape, rows),
     )
-
-
-def find_sm_bytes() -> int:
-    """Shared memory of an SM of the device being traced for; the smaller size if that is not a GPU."""
-    return _LARGE_SM_BYTES if any(kind in traced_device_kind() for kind in _LARGE_SMS) else _SM_BYTES
 
 
 def plan_work(rows: StepRows, shape: AttnShape, config: AmpereConfig) -> AmpereWork:

@@ -33,7 +33,9 @@ class Unit:
 
 @dataclass(frozen=True)
 class TileRing(KeyTiles):
-    """A block's shared memory, and the copies that fill it."""
+    """A block's shared memory, and the copies that fill it: by cp.async, or by TMA, whose copies arrive at barriers."""
+
+    by_tma: bool
 
     @property
     def tile_copies(self) -> int:
@@ -56,10 +58,10 @@ class TileRing(KeyTiles):
         return compat.choose_swizzle(copied.get(name, self.tile_tokens), self.width, self.list_tiles()[name][1])
 
     def make_scratch(self) -> dict[str, object]:
-        """Shared memory of a block, and barriers if it is interpreted."""
+        """Shared memory of a block, and the barriers of TMA."""
         tiles = self.list_tiles().items()
         scratch = {name: tile_smem(shape, dtype, self.choose_swizzle(name)) for name, (shape, dtype) in tiles}
-        if self.interpret:
+        if self.by_tma:
             scratch["q_loaded"] = compat.Barrier()
             scratch["loaded"] = compat.Barrier(num_arrivals=self.tile_copies, num_barriers=self.stages)
         return scratch
@@ -73,7 +75,7 @@ class TileRing(KeyTiles):
             # A tile begins in the middle of a page only if pages are larger than tiles.
             is_part = self.page_size > self.tile_tokens
             start = lax.rem((unit.first_tile + index) * self.tile_tokens, self.page_size) if is_part else 0
-            loaded = scratch["loaded"].at[slot] if self.interpret else None
+            loaded = scratch["loaded"].at[slot] if self.by_tma else None
             for part, name in enumerate(("keys", "values")):
                 for box, page in enumerate(ids):
                     source = pages.at[page, 2 * unit.head + part, pl.ds(start, self.box)]
@@ -81,12 +83,12 @@ class TileRing(KeyTiles):
 
         @pl.when(index >= unit.num_tiles)
         def _() -> None:
-            compat.skip_copies(self.tile_copies, interpret=self.interpret)
+            compat.skip_copies(self.tile_copies, by_tma=self.by_tma)
 
     def start(self, unit: Unit, q_ref: jax.Ref, pages: jax.Ref, find_pages: partial[Ids], scratch: Scratch) -> Ids:
         """Starts the copies of the queries and of the first `stages - 1` tiles. Returns the next tile's page ids."""
         # Rows of the tile beyond R stay undefined. Rows do not affect each other, and these are not copied out.
-        q_loaded = scratch["q_loaded"] if self.interpret else None
+        q_loaded = scratch["q_loaded"] if self.by_tma else None
         compat.start_copy(q_ref.at[unit.queries, unit.head], scratch["q"].at[pl.ds(0, self.num_rows)], q_loaded)
         for index in range(self.stages - 1):
             self.fill(jnp.int32(index), find_pages(jnp.int32(index)), unit, pages, scratch)
@@ -95,10 +97,10 @@ class TileRing(KeyTiles):
     def wait_queries(self, scratch: Scratch) -> None:
         """Waits for the copy of the queries."""
         newer = (self.stages - 1) * self.tile_copies
-        compat.wait_copies(newer, scratch["q_loaded"] if self.interpret else None)
+        compat.wait_copies(newer, scratch["q_loaded"] if self.by_tma else None)
 
     def wait_tile(self, started: jax.Array, scratch: Scratch) -> None:
         """Waits for the oldest tile, with `started` tiles started so far and all slots but one taken."""
         newer = self.stages - 2
         slot = lax.rem(started - newer - 1, self.stages)
-        compat.wait_copies(newer * self.tile_copies, scratch["loaded"].at[slot] if self.interpret else None)
+        compat.wait_copies(newer * self.tile_copies, scratch["loaded"].at[slot] if self.by_tma else None)

@@ -32,6 +32,7 @@ from pallas_kernels.targets import TARGETS, Target, find_target, open_devices, t
 from pallas_kernels.testing.gate_report import (
     KernelUse,
     ProgramReport,
+    count_launches,
     list_complaints,
     list_copied_params,
     merge_uses,
@@ -142,12 +143,13 @@ class Gate:
             lowered = traced.lower(lowering_platforms=(PLATFORMS[self.target.platform],))
             return replace(report, kernels=tuple(list_launches(lowered)))
         lowered = traced.lower()
-        kernels, complaints = list_launches(lowered), []
+        kernels, complaints, launches = list_launches(lowered), [], None
         with capture_output() as read_output:
             compiled = lowered.compile()
         if self.target.platform == "gpu":
             kernels = merge_uses(kernels, parse_ptxas(read_output()), self.seen)
             complaints = list_complaints(read_output())
+            launches = count_launches(compiled.as_text())
         else:
             kernels = parse_tpu_kernels(compiled.as_text())
         memory = compiled.memory_analysis()
@@ -157,6 +159,7 @@ class Gate:
             argument_bytes=memory.argument_size_in_bytes,
             alias_bytes=memory.alias_size_in_bytes,
             temp_bytes=memory.temp_size_in_bytes,
+            launches=launches,
             kernels=tuple(kernels),
             complaints=tuple(complaints),
             copied_params=tuple(list_copied_params(compiled.as_text())),

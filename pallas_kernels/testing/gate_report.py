@@ -17,6 +17,8 @@ _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _TPU_CALL = re.compile(r'%([\w-]+?)(?:\.\d+)* = .*custom_call_target="tpu_custom_call"')
 _VMEM = re.compile(r'"used_scoped_memory_configs":\[([^\]]*)\]')
 _COPIED_PARAM = re.compile(r' copy\(.*op_name="(params\[[^"]*)"')
+# What XLA launches on a GPU, in the program's main computation. Bitcasts and the members of tuples cost nothing.
+_LAUNCH = re.compile(r" (?:fusion|custom-call|copy|sort|while|conditional|all-reduce(?:-start)?)\(")
 _VMEM_SIZE = re.compile(r'"memory_space":"1"[^}]*"size":"(\d+)"')
 
 
@@ -48,6 +50,7 @@ class ProgramReport:
     impl: str = ""  # the implementation that was compiled
     compiler: str = ""  # name and version, if known
     reason: str = ""  # why `impl` is the portable one, if the target's kernels do not do the shape
+    launches: int | None = None  # of the whole program; None if it is not a GPU's
     kernels: tuple[KernelUse, ...] = ()
     complaints: tuple[str, ...] = ()  # ptxas' own words
     copied_params: tuple[str, ...] = ()  # parameters that the program copies into another layout
@@ -102,6 +105,12 @@ def parse_tpu_kernels(hlo: str) -> list[KernelUse]:
 def list_copied_params(hlo: str) -> list[str]:
     """The parameters that a compiled program copies, by the names that they were traced with."""
     return sorted({found[1].replace("\\'", "'") for line in hlo.splitlines() if (found := _COPIED_PARAM.search(line))})
+
+
+def count_launches(hlo: str) -> int:
+    """The kernels that a compiled GPU program launches, its own and XLA's; a loop counts as one."""
+    main = hlo[hlo.index("\nENTRY ") :]
+    return len(_LAUNCH.findall(main))
 
 
 def merge_uses(

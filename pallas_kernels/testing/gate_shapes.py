@@ -89,6 +89,8 @@ SAMPLES = {
     "h200": (_BASE, _FP8, _OF_256, _OF_64),
     "a100": (_BASE, _FP8, _OF_256, _OF_64),
     "l4": (_FP8, _OF_256),
+    "b200": (_BASE, _OF_256),
+    "rtx5090": (_FP8,),
     "v5e": (_BASE, _FP8, "llama-7b, no groups", _OF_256, _OF_64),
     "v6e": (_BASE, _OF_256),
     "tpu7x": (_FP8, _OF_64),

@@ -68,6 +68,17 @@ def find_obstacle(shape: AttnShape) -> str | None:
     return find_overflow(shape)
 
 
+def find_table_obstacle(num_rows: int, table_width: int) -> str | None:
+    """Why the kernels cannot have a page table of this size, in words for users."""
+    if num_rows * table_width * 4 <= TABLE_LIMIT:
+        return None
+    return (
+        f"a page table of {num_rows:,} rows of {table_width:,} pages is too large for the scalar memory of a TPU, "
+        f"which takes {TABLE_LIMIT // 4 // table_width:,} rows of that width or {TABLE_LIMIT // 4 // num_rows:,} pages "
+        "in so many rows: lower max_num_seqs or max_model_len, or raise page_size"
+    )
+
+
 def find_config(shape: AttnShape, rows: StepRows) -> TpuConfig:
     """The configuration of the device's table, else by formula."""
     formula = default_config(shape, max_query_len=rows.max_query_len)
@@ -99,7 +110,9 @@ def attend_with_update(
     new = join_heads(k, v, kv_pages, heads)  # [T, rows of a page, width]
     num_tokens, num_heads, head_dim = q.shape
     num_rows, table_width = batch.page_table.shape
-    _check_table(num_rows, table_width)
+    obstacle = find_table_obstacle(num_rows, table_width)
+    if obstacle is not None:
+        raise ValueError(obstacle)
     form, shape, work = read_format(kv_pages.shape, head_dim), batch.shape, batch.work
     num_kv_heads, group = shape.spec.num_kv_heads, shape.group_size
     options = {"params": params, "paired": form.paired, "out_dtype": q.dtype, "interpret": batch.interpret}
@@ -147,15 +160,6 @@ def attend_with_update(
         out = jnp.where(is_tiled[:, None, None, None], found[:, :, :num_tokens].transpose(2, 0, 1, 3), out)
     values = out[..., form.width - head_dim :] if form.paired else out[..., :head_dim]
     return values.reshape(num_tokens, num_heads, head_dim), kv_pages
-
-
-def _check_table(num_rows: int, table_width: int) -> None:
-    if num_rows * table_width * 4 > TABLE_LIMIT:
-        raise ValueError(
-            f"page_table has {num_rows} rows of {table_width} pages; the kernels keep it in SMEM, which has room for "
-            f"{TABLE_LIMIT // 4 // table_width} rows of that width or {TABLE_LIMIT // 4 // num_rows} pages in so many "
-            f"rows: lower max_num_seqs or max_model_len, or raise page_size"
-        )
 
 
 def _make_factors(num_kv_heads: int, params: AttnParams, heads: HeadParams) -> jax.Array:

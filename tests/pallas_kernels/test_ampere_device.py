@@ -27,7 +27,7 @@ from pallas_kernels.worklist import StepRows
 
 BF16 = KVSpec(2, 128, 64, "bfloat16")
 SHAPE = AttnShape(8, BF16, "bfloat16")
-DEVICES = ("a100", "l4")
+DEVICES = ("a100", "l4", "b200", "rtx5090")
 
 
 @pytest.fixture
@@ -53,8 +53,11 @@ def fresh_traces() -> Iterator[None]:
         ("Tesla T4", "xla"),
         ("Tesla V100-SXM2-16GB", "xla"),
         ("Quadro RTX 4000", "xla"),
-        ("NVIDIA GeForce RTX 5090", "xla"),
-        ("NVIDIA B200", "xla"),
+        ("NVIDIA GeForce RTX 5090", "ampere"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "ampere"),
+        ("NVIDIA GB200", "ampere"),
+        ("NVIDIA B300 SXM6 AC", "ampere"),
+        ("NVIDIA GB10", "xla"),
         ("NVIDIA H200", "gpu"),
         ("NVIDIA GH200 480GB", "gpu"),
     ],
@@ -65,7 +68,9 @@ def test_choice_of_devices(kind: str, name: str) -> None:
 
 
 def test_by_name_on_another_gpu_it_says_what_it_needs() -> None:
-    with pytest.raises(ValueError, match=r"'ampere' cannot run: it needs Ampere or Ada .*, this is NVIDIA H200"):
+    with pytest.raises(
+        ValueError, match=r"'ampere' cannot run: it needs Ampere, Ada or Blackwell .*, this is NVIDIA H200"
+    ):
         resolve_impl("ampere", SHAPE, platform="gpu", device_kind="NVIDIA H200")
     with pytest.raises(ValueError, match=r"'ampere' cannot run: it runs on gpu, this is cpu"):
         resolve_impl("ampere", SHAPE, platform="cpu", device_kind="cpu")

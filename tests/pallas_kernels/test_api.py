@@ -52,7 +52,7 @@ def batch(inputs: Inputs) -> BatchMeta:
         ("gpu", "NVIDIA A100-SXM4-40GB", "ampere"),
         ("gpu", "NVIDIA L4", "ampere"),
         ("gpu", "Tesla T4", "xla"),
-        ("gpu", "NVIDIA B200", "xla"),
+        ("gpu", "NVIDIA B200", "ampere"),
         ("tpu", "TPU v5 lite", "tpu"),
         ("tpu", "TPU v6 lite", "tpu"),
         ("tpu", "TPU7x", "tpu"),

@@ -18,6 +18,7 @@ from pallas_kernels.testing.compile_gate import Gate, capture_output
 from pallas_kernels.testing.gate_report import (
     KernelUse,
     ProgramReport,
+    count_launches,
     find_faults,
     list_complaints,
     list_copied_params,
@@ -125,6 +126,21 @@ def test_copies_of_weights_are_found() -> None:
     assert list_copied_params(hlo.replace(" copy(", " slice(")) == []
 
 
+def test_launches_of_the_main_computation_are_counted() -> None:
+    lines = [
+        "%fused_copy {",
+        "  ROOT %copy.1 = bf16[4]{0} copy(%p)",
+        "}",
+        "ENTRY %main.7 (p: bf16[4]) -> bf16[4] {",
+        "  %fusion.1 = (bf16[4]{0}, bf16[4]{0}) fusion(%p), kind=kLoop, calls=%fused_copy",
+        "  %gte = bf16[4]{0} get-tuple-element(%fusion.1), index=0",
+        '  %call = (bf16[4]{0}) custom-call(%gte), custom_call_target="mosaic_gpu_v2"',
+        "  ROOT %bitcast.3 = bf16[4]{0} bitcast(%call)",
+        "}",
+    ]
+    assert count_launches("\n".join(lines)) == 2
+
+
 def test_reports_travel_as_a_line() -> None:
     report = replace(make_gpu_report(), copied_params=("params['layers']['qkv']",))
     assert "\n" not in report.to_json() and read_report(report.to_json()) == report
@@ -170,7 +186,7 @@ def test_output_of_compilers_is_captured() -> None:
 
 
 def test_targets_have_a_name() -> None:
-    with pytest.raises(ValueError, match=r"h200, a100, l4, v5e, v6e, tpu7x, got 'v7x'"):
+    with pytest.raises(ValueError, match=r"h200, a100, l4, b200, rtx5090, v5e, v6e, tpu7x, got 'v7x'"):
         find_target("v7x")
     assert "shared_memory_per_block_optin: 232448" in str(H200.target_config)
     assert H200.shared_memory_bytes == 232_448

@@ -80,7 +80,7 @@ def test_a_table_too_large_for_smem_is_refused() -> None:
         impl="tpu_interpret",
     )
     pool = jnp.zeros(pool_shape(shape.spec, 2), jnp.bfloat16)
-    with pytest.raises(ValueError, match=r"8 rows of 32768 pages.*4 rows of that width or 16384 pages"):
+    with pytest.raises(ValueError, match=r"8 rows of 32,768 pages.*4 rows of that width or 16,384 pages"):
         attention.attend_with_update(q, k, k, pool, batch, AttnLayer(AttnParams(1.0)))
 
 

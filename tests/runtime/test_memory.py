@@ -82,6 +82,15 @@ def test_deterministic_takes_attention_that_does_not_split_by_load() -> None:
             make_shapes(config, model, platform, device_kind)
 
 
+def test_a_page_table_too_large_for_a_tpu_is_refused_before_anything_is_traced() -> None:
+    model = load_model("llama-3.1-8b", 129 * 128)
+    config = EngineConfig.from_options(model="llama-3.1-8b", max_num_seqs=1024)
+    with pytest.raises(ConfigError, match=r"max_num_seqs: .*1,024 rows of 129 pages.* 1,016 rows .* 128 pages.*'xla'"):
+        make_shapes(config, model, "tpu", "TPU v5e")
+    assert make_shapes(config, model, "gpu", "NVIDIA H200").impl == "gpu"
+    assert make_shapes(config, load_model("llama-3.1-8b", 128 * 128), "tpu", "TPU v5e").impl == "tpu"
+
+
 def test_plan_of_a_device_that_is_not_here() -> None:
     model, config = load_model("llama-3.1-8b", 131072), EngineConfig()
     shapes = make_shapes(config, model, "gpu", "NVIDIA H200")
