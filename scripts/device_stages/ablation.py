@@ -1,9 +1,11 @@
-"""The parts of the decode kernel's time, and two choices outside the tuning tables: page size and the write of keys."""
+"""The parts of the decode kernel's time, and choices outside the tuning tables: page size, the write of keys, the early
+launch of the combine."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,6 +28,7 @@ from device_stages.measure import (
 )
 from device_stages.results import Line
 from pallas_kernels import AttnShape, choose_layout, prepare_batch
+from pallas_kernels.hopper import combine, decode_kernel
 from pallas_kernels.hopper.decode_kernel import DecodeKernel
 from pallas_kernels.mosaic_gpu import compat
 
@@ -34,7 +37,10 @@ PAGE_SIZES = (16, 32, 128, 64)
 
 def list_items(context: Context) -> Iterator[Item]:
     shape = decode_shape(context, 32, 4096)
-    yield Item("loads without compute", partial(measure_loads, context, shape))
+    yield Item("loads without compute", partial(measure_broken, context, shape, without_compute))
+    for few in (decode_shape(context, 1, 4096), shape):
+        name = f"no early launch, {name_shape(few)}"
+        yield Item(name, partial(measure_broken, context, few, without_early_launch))
     for page_size in () if context.tiny else PAGE_SIZES:
         sized = decode_shape(context, 32, 4096, page_size)
         yield Item(f"pages of {page_size}", slope_item(context, sized))
@@ -63,12 +69,28 @@ def without_compute() -> Iterator[None]:
     jax.clear_caches()
 
 
-def measure_loads(context: Context, shape: Shape) -> Line:
-    """Measures the kernel's time to read its pages, without computing."""
+@contextlib.contextmanager
+def without_early_launch() -> Iterator[None]:
+    """Launches every kernel of Hopper's when the one before it has ended, as is usual."""
+    jax.clear_caches()
+    with contextlib.ExitStack() as stack:
+        for module in (decode_kernel, combine):
+            stack.enter_context(mock.patch.object(module, "await_earlier_kernel", do_nothing))
+        stack.enter_context(mock.patch.object(decode_kernel, "launch_next_kernel", do_nothing))
+        yield
+    jax.clear_caches()
+
+
+def do_nothing(*, interpret: bool) -> None:
+    """In place of a function of `hopper/overlap.py`."""
+
+
+def measure_broken(context: Context, shape: Shape, change: Callable[[], AbstractContextManager[None]]) -> Line:
+    """Measures a layer with a changed decode kernel."""
     impl = find_impl(context, shape)
     if not impl.startswith("gpu"):
         raise NotHereError(f"only the Hopper kernels have it, this is {impl}")
-    with without_compute():
+    with change():
         if impl.endswith("_interpret"):
             run, arguments = make_program(shape, impl, 1)
             jax.block_until_ready(run(*arguments))

@@ -26,8 +26,11 @@ from kernel_timing import count_layers, summarize
 from pallas_kernels import AttnShape
 from pallas_kernels.hopper.attention import default_config
 from pallas_kernels.hopper.decode_kernel import DecodeKernel
+from pallas_kernels.targets import TARGETS
 from pallas_kernels.testing.cases import CASES, LONG_CASES
 from pallas_kernels.testing.compare import RELATIVE_TOLERANCE
+from pallas_kernels.testing.compile_gate import Gate, measure_attention
+from pallas_kernels.testing.gate_shapes import list_programs
 
 MIXED = Shape("tiny", (2, 1, 64), 1, 32, 24, "bfloat16", 32, beside=(0, 31, 50))
 DECODE = Shape("tiny", (2, 1, 64), 2, 63, 1, "bfloat16", 32)
@@ -139,8 +142,23 @@ def test_kernels_are_whole_again_behind_the_ablation(context: Context) -> None:
         assert DecodeKernel.attend_tile is ablation.load_only
         raise RuntimeError
     assert DecodeKernel.attend_tile is whole
-    with pytest.raises(NotHereError, match="xla"):
-        ablation.measure_loads(context, DECODE)
+    for change in (ablation.without_compute, ablation.without_early_launch):
+        with pytest.raises(NotHereError, match="xla"):
+            ablation.measure_broken(context, DECODE, change)
+
+
+def test_no_kernel_waits_for_another_without_the_early_launch() -> None:
+    target = TARGETS["h200"]
+    program = next(program for program in list_programs(target) if program.name == "decode: llama-8b")
+
+    def list_digests() -> list[str]:
+        return [kernel.digest for kernel in measure_attention(Gate(target), program, impl="gpu").kernels]
+
+    whole = list_digests()
+    with ablation.without_early_launch():
+        changed = list_digests()
+    assert len(whole) == len(changed) == 2 and not set(whole) & set(changed)
+    assert list_digests() == whole
 
 
 @pytest.mark.parametrize("shape", [MIXED, DECODE])
