@@ -138,6 +138,7 @@ class Target:
     compute_capability: str | None = None  # a GPU's, e.g. "8.0"
     shared_memory_bytes: int | None = None  # the most that one block can have
     target_config: str | None = None
+    spill_bytes: int = 0  # stores and loads of registers that a kernel may spill
     # Set by the parent before the compiler is loaded. Else several processes at once would wait for its lock.
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -165,7 +166,13 @@ _GPU_ENVIRONMENT = {**_ENVIRONMENT, "MOSAIC_GPU_DUMP_PTXAS": "1"}
 
 
 def _gpu(
-    name: str, device_kind: str, capability: tuple[int, int], limits: Mapping[str, int | float], *, impl: str
+    name: str,
+    device_kind: str,
+    capability: tuple[int, int],
+    limits: Mapping[str, int | float],
+    *,
+    impl: str,
+    spill_bytes: int = 0,
 ) -> Target:
     return Target(
         name,
@@ -180,6 +187,7 @@ def _gpu(
         compute_capability=f"{capability[0]}.{capability[1]}",
         shared_memory_bytes=int(limits["shared_memory_per_block_optin"]),
         target_config=describe_gpu(device_kind, capability, limits),
+        spill_bytes=spill_bytes,
         environment=_GPU_ENVIRONMENT,
     )
 
@@ -206,8 +214,9 @@ TARGETS = {
         _gpu("h200", "NVIDIA H200", (9, 0), _H200_LIMITS, impl="gpu"),
         _gpu("a100", "NVIDIA A100-SXM4-40GB", (8, 0), _A100_LIMITS, impl="ampere"),
         _gpu("l4", "NVIDIA L4", (8, 9), _L4_LIMITS, impl="ampere"),
-        _gpu("b200", "NVIDIA B200", (10, 0), _B200_LIMITS, impl="ampere"),
-        _gpu("rtx5090", "NVIDIA GeForce RTX 5090", (12, 0), _RTX_5090_LIMITS, impl="ampere"),
+        # Heads of 256 just fit the registers of the GPUs that the kernel was written for.
+        _gpu("b200", "NVIDIA B200", (10, 0), _B200_LIMITS, impl="ampere", spill_bytes=256),
+        _gpu("rtx5090", "NVIDIA GeForce RTX 5090", (12, 0), _RTX_5090_LIMITS, impl="ampere", spill_bytes=256),
         _tpu("v5e", "TPU v5 lite", "v5e:2x4", memory_bytes=17_200_000_000, vmem_bytes=128 * MIB),
         _tpu("v6e", "TPU v6 lite", "v6e:2x4", memory_bytes=34_400_000_000, vmem_bytes=128 * MIB),
         _tpu("tpu7x", "TPU7x", "tpu7x:2x2x1", memory_bytes=103_000_000_000, vmem_bytes=64 * MIB),

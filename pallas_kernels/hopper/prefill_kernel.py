@@ -65,7 +65,7 @@ def build_kernel(static: Static) -> Callable[..., None]:
             @pl.when(warpgroup < NUM_COMPUTE)
             def _compute() -> None:
                 compat.set_max_registers(static.registers[0], action="increase")
-                _attend(static, operands, buffers, span, tile, head, warpgroup)
+                _attend(static, operands, buffers, span, head, warpgroup)
 
     return prefill_kernel
 
@@ -75,7 +75,6 @@ def _attend(
     operands: Operands,
     buffers: Scratch,
     span: Span,
-    tile: jax.Array,
     head: jax.Array,
     warpgroup: jax.Array,
 ) -> None:
@@ -133,7 +132,7 @@ def _attend(
 
     share = 1.0 / jnp.maximum(total, 1e-30)  # 0 stays 0 in a row that sees no key
     answers = (mixed * compat.spread(share, mixed.shape)).astype(static.dtype)
-    unit = operands.units.at[lax.optimization_barrier(tile)]
+    unit = operands.units.at[_read_anew("tile")]
     is_whole = unit[COUNT] == static.tile_tokens
     pl.when(is_whole)(partial(_store_whole, static, operands, buffers, unit, answers))
     pl.when(~is_whole)(partial(_store_cut, static, operands, buffers, unit, answers))
@@ -172,7 +171,7 @@ def _store_cut(static: Static, operands: Operands, buffers: Scratch, unit: jax.R
     warpgroup, head = _read_anew("warpgroup"), _read_anew("head")
     start, skip, count = (unit[column] for column in (FIRST, SKIP, COUNT))
     columns = range(0, static.width, static.panel)
-    for index, column in enumerate(columns):
+    for index, column in enumerate(columns):  # it spills (heads of 256) unless it reads the warpgroup for itself
         buffers.plain[_read_anew("warpgroup"), index] = answers[:, column : column + static.panel]
     compat.commit_smem()
 

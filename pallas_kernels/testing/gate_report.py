@@ -12,6 +12,7 @@ from pallas_kernels.targets import Target
 _ENTRY = re.compile(r"Compiling entry function '([^']+)'")
 # ptxas reports some losses as warnings and others as notes: 'setmaxnreg' ignored, wgmma serialized.
 _COMPLAINT = re.compile(r"ptxas (?:warning|error)\b|Potential Performance Loss")
+_SPILL_WARNING = "Registers are spilled"
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _TPU_CALL = re.compile(r'%([\w-]+?)(?:\.\d+)* = .*custom_call_target="tpu_custom_call"')
@@ -143,7 +144,7 @@ def find_faults(report: ProgramReport, target: Target) -> list[str]:
         faults += _find_kernel_faults(kernel, target, is_compiled=report.is_compiled)
     if not report.is_compiled:
         return faults
-    faults += report.complaints
+    faults += [line for line in report.complaints if not (target.spill_bytes and _SPILL_WARNING in line)]
     if report.alias_bytes < report.donated_bytes:
         faults.append(
             f"the donated pool is copied: {report.donated_bytes:,} bytes, of which at most {report.alias_bytes:,} alias"
@@ -164,7 +165,7 @@ def _find_kernel_faults(kernel: KernelUse, target: Target, *, is_compiled: bool)
     if target.platform == "gpu":
         if is_compiled and (kernel.registers is None or kernel.spill_bytes is None):
             faults.append(f"{kernel.name}: ptxas said nothing of it (is MOSAIC_GPU_DUMP_PTXAS=1 set?)")
-        if kernel.spill_bytes:
+        if kernel.spill_bytes and kernel.spill_bytes > target.spill_bytes:
             faults.append(f"{kernel.name}: {kernel.spill_bytes} bytes of registers spill")
         if kernel.shared_memory_bytes is None:
             faults.append(f"{kernel.name}: its shared memory is unknown")
