@@ -77,8 +77,8 @@ def _build(header: Mapping[str, Any], config: EngineConfig) -> BuiltRunner:
     _refuse_other(header, describe_mesh(mesh) | describe_model(resolve_model(config, files)))
     announce, pages = choose_announce(True), header["num_pages"]
     built = build_runner(config, files, progress=show_progress, announce=announce, num_pages=pages)
-    params = built.runner.params
-    here = describe_engine(built.shapes, built.plan, built.mesh, params, digest_params(params))
+    all_params = built.runner.all_params
+    here = describe_engine(built.shapes, built.plan, built.mesh, all_params, digest_params(all_params))
     _refuse_other(header, {name: value for name, value in here.items() if name != "options"})
     return built
 
@@ -114,7 +114,7 @@ def _make_update(
         _refuse_other(header, describe_model(resolve_model(updated, files)))
         built.runner.params = None  # freed first: there may be no room for two
         built.runner.params = load_params(updated, files, built.shapes, built.mesh)
-        return digest_params(built.runner.params)
+        return digest_params(built.runner.all_params)
 
     return update
 

@@ -252,7 +252,10 @@ def build_runner(
     _log.log(level, "attention: %s, %s", shapes.impl, shapes.impl_reason)
     bundle = None if config.compile.bundle is None else Bundle(Path(config.compile.bundle), shapes, mesh)
     if hosts.size > 1:
-        facts = {"bundle": None if bundle is None else bundle.digest}
+        facts = {
+            "bundle": None if bundle is None else bundle.digest,
+            "drafter": None if drafter is None else drafter.fingerprint(),
+        }
         hosts.require_equal(describe_model_files(files, shapes) | facts)
     params = load_params(config, files, shapes, mesh, progress=progress)
     draft_params = None
@@ -311,9 +314,10 @@ def record_runner(built: BuiltRunner, runner: Runner, followers: Followers | Non
     def digest() -> str:
         if followers is not None:
             followers.digest_params()
-        return digest_params(built.runner.params)
+        return digest_params(built.runner.all_params)
 
-    file = RecordingFile(path, describe_engine(built.shapes, built.plan, built.mesh, built.runner.params, digest()))
+    all_params = built.runner.all_params
+    file = RecordingFile(path, describe_engine(built.shapes, built.plan, built.mesh, all_params, digest()))
     _log.warning("record_steps: %s gets the tokens of all prompts and answers", path)
     return TeeRunner(runner, Recording(file, digest))
 

@@ -26,6 +26,12 @@ class DraftFiles:
     model: DrafterModel
     path: Path | None
 
+    def fingerprint(self) -> str | None:
+        """Returns what tells its weights from others; None if they are random."""
+        from jaxserve.weights.fingerprint import fingerprint_weights
+
+        return None if self.path is None else fingerprint_weights(self.path)
+
     def load_params(self, shapes: Shapes, mesh: Mesh, *, seed: int, progress: ShowProgress = hide_progress) -> Any:
         """Returns the parameters as run-time arrays on the devices of `mesh`.
 

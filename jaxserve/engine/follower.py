@@ -47,7 +47,7 @@ def run_follower(
             built.runner,
             num_mask_words=built.runner.num_mask_words,
             open_update=lambda path: open_update(path, built.shapes, built.mesh),
-            digest_params=lambda: digest_params(built.runner.params),
+            digest_params=lambda: digest_params(built.runner.all_params),
             additions=_compile_rest(built) if only_largest else queue.SimpleQueue(),
         )
         on_ready(follower)

@@ -51,14 +51,14 @@ def describe_model(model: DecoderConfig) -> dict[str, Any]:
     return {"model": json.loads(json.dumps(dataclasses.asdict(model)))}
 
 
-def describe_engine(shapes: Shapes, plan: CachePlan, mesh: Mesh, params: Any, weights: str) -> dict[str, Any]:
+def describe_engine(shapes: Shapes, plan: CachePlan, mesh: Mesh, all_params: Any, weights: str) -> dict[str, Any]:
     """Returns the header of a recording of this engine.
 
     Args:
-        params: the runtime tree.
-        weights: `digest_params` of it.
+        all_params: the runtime trees of the model and of the drafter, if there is one.
+        weights: `digest_params` of both.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(params)
+    leaves = [leaf for params in all_params for leaf in jax.tree_util.tree_leaves_with_path(params)]
     names = [f"{jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves]
     return {
         **describe_host(),

@@ -95,6 +95,11 @@ class ModelRunner:
         self.reset()
 
     @property
+    def all_params(self) -> tuple[Any, Any]:
+        """The parameters of the model, and of the drafter or None."""
+        return self.params, self._draft_params
+
+    @property
     def num_programs(self) -> int:
         """Compiled programs that steps can use."""
         return len(self.programs)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxserve import LLM, SamplingParams, StructuredOutputsParams
 from jaxserve.cli import main
+from jaxserve.presets import demo_head_dir
 from jaxserve.request import RequestOutput
 from tests.e2e.drafters import Mode, Tally, compare, list_texts, make_scripted, run_scripted, teach
 from tests.e2e.helpers import PROGRAMS
@@ -162,3 +165,16 @@ def test_a_recording_is_replayed_equal(config: dict[str, Any], tmp_path: Path, c
     status = main(["replay", str(path), "--compilation-cache-dir", str(PROGRAMS)])
     shown = " ".join(capsys.readouterr().out.split())
     assert status == 0 and "Equal" in shown and "resets │ 1 │" in shown
+
+
+def test_a_recording_is_refused_with_another_head(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    path, head = tmp_path / "steps.jsonl", tmp_path / "head"
+    shutil.copytree(demo_head_dir(), head)
+    llm = make(speculative_config=DEMO_HEAD | ALWAYS | {"model": str(head)}, record_steps=str(path))
+    ask(llm, [SamplingParams(max_tokens=3)])
+    (weights,) = head.glob("*.safetensors")
+    tensors = load_file(weights)
+    name = next(name for name in tensors if name.endswith("norm.weight"))
+    save_file({**tensors, name: -tensors[name]}, weights)
+    assert main(["replay", str(path), "--compilation-cache-dir", str(PROGRAMS)]) == 2
+    assert "jaxserve: weights: the recording is of" in " ".join(capsys.readouterr().err.split())
