@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from types import ModuleType
 
+from pallas_kernels.ampere.device import BLACKWELL
 from pallas_kernels.mosaic_gpu.toolkit import find_compiler_obstacle
 from pallas_kernels.platform import traced_device_kind, traced_platform
 from pallas_kernels.spec import AttnShape
@@ -31,8 +32,6 @@ _AMPERE = (
     *("NVIDIA L2", "NVIDIA L4"),  # and L20 and L40
     *("GeForce RTX 30", "GeForce RTX 40", "NVIDIA RTX A", "Ada Generation"),
 )
-# Compute capability 10.0, 10.3 and 12.0: the kernel for Ampere, with copies by TMA.
-_BLACKWELL = ("B100", "B200", "B300", "GeForce RTX 50", "Blackwell")
 _TPUS = ("TPU v5 lite", "TPU v5e", "TPU v5p", "TPU v5", "TPU v6 lite", "TPU v6e", "TPU7x", "TPU v7", "TPU v7x")
 
 
@@ -100,7 +99,7 @@ def _choose_gpu_impl(device_kind: str) -> tuple[str, str]:
         return "gpu", f"Pallas kernels for Hopper, compiled for {device_kind}"
     if any(kind in device_kind for kind in _AMPERE):
         return "ampere", f"Pallas kernels for Ampere and Ada, compiled for {device_kind}"
-    if any(kind in device_kind for kind in _BLACKWELL):
+    if any(kind in device_kind for kind in BLACKWELL):
         return "ampere", f"Pallas kernels for Ampere, compiled for {device_kind}; there are none for Blackwell alone"
     needed = f"{_BACKENDS['gpu'].devices} or {_BACKENDS['ampere'].devices}"
     return "xla", f"portable attention: the GPU kernels need {needed}, this is {device_kind or 'unknown'}"

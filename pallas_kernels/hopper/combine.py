@@ -50,9 +50,8 @@ def combine_units(
         out_type=jax.ShapeDtypeStruct((row_num_units.shape[0], num_kv_heads, num_used, width), dtype),
         grid=(row_num_units.shape[0], num_columns // QUERY_ROWS, width // _BLOCK_COLUMNS),
         grid_names=("row", "rows", "columns"),
-        scratch_types=[
-            compat.SMEM((QUERY_ROWS, _BLOCK_COLUMNS), dtype)
-        ],  # plain: copies of any number of rows leave it
+        # Not swizzled: copies of any number of rows leave it.
+        scratch_types=[compat.SMEM((QUERY_ROWS, _BLOCK_COLUMNS), dtype)],
         compiler_params=compat.compiler_params(),
         interpret=compat.interpret_params(interpret),
         kernel_name="combine_units",

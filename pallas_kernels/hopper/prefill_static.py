@@ -15,7 +15,7 @@ from pallas_kernels.mosaic_gpu import compat
 NUM_COMPUTE = 2  # warpgroups with queries; one more moves memory
 ROWS = wgmma.ROWS  # query rows of each
 TILE_ROWS = NUM_COMPUTE * ROWS
-MAX_PANEL = 128
+MAX_PANEL = 128  # Pallas finds no layout for wider copies of shared memory that is not swizzled
 PIECE = 64  # keys, and columns, that the memory warpgroup holds in registers at a time
 
 

@@ -37,10 +37,10 @@ PAGE_SIZES = (16, 32, 128, 64)
 
 def list_items(context: Context) -> Iterator[Item]:
     shape = decode_shape(context, 32, 4096)
-    yield Item("loads without compute", partial(measure_broken, context, shape, without_compute))
+    yield Item("loads without compute", partial(measure_changed, context, shape, without_compute))
     for few in (decode_shape(context, 1, 4096), shape):
         name = f"no early launch, {name_shape(few)}"
-        yield Item(name, partial(measure_broken, context, few, without_early_launch))
+        yield Item(name, partial(measure_changed, context, few, without_early_launch))
     for page_size in () if context.tiny else PAGE_SIZES:
         sized = decode_shape(context, 32, 4096, page_size)
         yield Item(f"pages of {page_size}", slope_item(context, sized))
@@ -85,7 +85,7 @@ def do_nothing(*, interpret: bool) -> None:
     """In place of a function of `hopper/overlap.py`."""
 
 
-def measure_broken(context: Context, shape: Shape, change: Callable[[], AbstractContextManager[None]]) -> Line:
+def measure_changed(context: Context, shape: Shape, change: Callable[[], AbstractContextManager[None]]) -> Line:
     """Measures a layer with a changed decode kernel."""
     impl = find_impl(context, shape)
     if not impl.startswith("gpu"):

@@ -144,7 +144,7 @@ def test_kernels_are_whole_again_behind_the_ablation(context: Context) -> None:
     assert DecodeKernel.attend_tile is whole
     for change in (ablation.without_compute, ablation.without_early_launch):
         with pytest.raises(NotHereError, match="xla"):
-            ablation.measure_broken(context, DECODE, change)
+            ablation.measure_changed(context, DECODE, change)
 
 
 def test_no_kernel_waits_for_another_without_the_early_launch() -> None:

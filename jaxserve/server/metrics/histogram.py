@@ -47,7 +47,7 @@ class RecentHistogram(Histogram):
         """Returns the quantiles (0 to 1) of recent values, interpolated within buckets; None without values."""
         if self._clock() >= self._turns_at:
             self._turn()
-        recent = [now - before for now, before in zip(self.counts, self._previous, strict=True)]
+        recent = [count - before for count, before in zip(self.counts, self._previous, strict=True)]
         return [interpolate(self.bounds, recent, quantile) for quantile in quantiles]
 
     def _turn(self) -> None:
