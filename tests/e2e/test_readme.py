@@ -71,7 +71,7 @@ def test_make_targets_and_files_of_the_readme_exist() -> None:
 
 
 def test_the_size_that_it_names_is_the_size() -> None:
-    files = [file for name in CORE for file in (ROOT / "jaxserve" / name).glob("*.py")]
+    files = [file for name in CORE for file in (ROOT / "jaxserve" / name).rglob("*.py")]
     lines = sum(len(file.read_text().splitlines()) for file in files)
     named = re.search(r"are ([\d,]+) lines of Python, in files of (\d+) on average", " ".join(README.split()))
     assert named is not None
