@@ -17,6 +17,9 @@ class ParallelOptions:
     tensor_parallel_size: int = option(
         1, "devices, of all hosts together, over which heads, ffn and vocabulary are split", "tp"
     )
+    enable_expert_parallel: bool = option(
+        False, "give each device whole experts of a mixture of experts, not a slice of every one", "ep"
+    )
 
     def __post_init__(self) -> None:
         check_at_least(self, tensor_parallel_size=1)

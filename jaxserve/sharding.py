@@ -55,6 +55,7 @@ DEFAULT_RULES = AxisRules(
         ("heads", TENSOR_AXIS),
         ("kv_heads", TENSOR_AXIS),
         ("ffn", TENSOR_AXIS),
+        ("experts", TENSOR_AXIS),
         ("layers", None),
     )
 )

@@ -67,8 +67,7 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
         (True,), "prompts are always computed in chunks; max_num_batched_tokens bounds them"
     ),
     "enable_dbo": VllmOption((False,), "batches are not split into overlapping halves"),
-    "enable_eplb": VllmOption((False,), "mixtures of experts are not supported yet"),
-    "enable_expert_parallel": VllmOption((False,), "mixtures of experts are not supported yet"),
+    "enable_eplb": VllmOption((False,), "experts stay where they are; enable_expert_parallel spreads them evenly"),
     "enable_log_requests": VllmOption((False,), "texts of requests are never logged"),
     "enable_lora": VllmOption((False,), _NO_LORA),
     "enable_prompt_embeds": VllmOption((False,), "prompts are text or token ids"),

@@ -69,11 +69,11 @@ def convert(source: str, destination: Path, revision: str | None, dtype: str, te
 
 def parse_model(hf_config: dict[str, Any], tensor_parallel_size: int) -> DecoderConfig:
     """Returns the model on a mesh of this size; ConfigError when KV heads would have to be stored more than once."""
-    from jaxserve.models.decoder import expand_kv_heads
+    from jaxserve.models.decoder import fit_devices
     from jaxserve.models.registry import parse_config
 
     model = parse_config(hf_config)
-    expanded = expand_kv_heads(model, tensor_parallel_size)
+    expanded = fit_devices(model, tensor_parallel_size)
     if expanded.attention.num_kv_heads != model.attention.num_kv_heads:
         message = (
             f"{tensor_parallel_size} devices would store copies of {model.attention.num_kv_heads} KV heads; use fewer"

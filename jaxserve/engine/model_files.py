@@ -83,7 +83,7 @@ def resolve_model(config: EngineConfig, files: ModelFiles) -> DecoderConfig:
     Raises:
         ConfigError: names the option or the config.json key that cannot work.
     """
-    from jaxserve.models.decoder import expand_kv_heads
+    from jaxserve.models.decoder import fit_devices
     from jaxserve.models.registry import parse_config
 
     model = parse_config(files.hf_config)
@@ -93,7 +93,11 @@ def resolve_model(config: EngineConfig, files: ModelFiles) -> DecoderConfig:
     model = model.with_max_model_len(model.default_max_model_len if max_model_len is None else max_model_len)
     if config.cache.kv_cache_dtype == "fp8":
         model = _add_kv_scales(config, files, model)
-    return expand_kv_heads(model, config.parallel.tensor_parallel_size)
+    parallel = config.parallel
+    if parallel.enable_expert_parallel and not model.has_experts:
+        message = f"{model.family} has no experts; leave it out"
+        raise ConfigError(message, field="enable_expert_parallel", value=True)
+    return fit_devices(model, parallel.tensor_parallel_size, expert_parallel=parallel.enable_expert_parallel)
 
 
 def _add_kv_scales(config: EngineConfig, files: ModelFiles, model: DecoderConfig) -> DecoderConfig:

@@ -13,6 +13,7 @@ Either way `tree["layers"][i]` holds the leaves of layer i. The functions take t
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -22,8 +23,24 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+KEPT_WHOLE = frozenset({"experts"})
+"""Leaves of a layer that stay in their stack: kernels read them there, and a TPU would copy a slice for a kernel."""
+
 StackMode = Literal["unrolled", "stacked"]
 Tree = Mapping[str, Any]
+
+
+@flax.struct.dataclass
+class InStack:
+    """One layer's array, at `index` of a stack [L, ...]."""
+
+    stack: jax.Array
+    index: int = flax.struct.field(pytree_node=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the layer's array."""
+        return self.stack.shape[1:]
 
 
 @flax.struct.dataclass
@@ -34,9 +51,13 @@ class LayerStack:
     places: tuple[tuple[int, int], ...] = flax.struct.field(pytree_node=False)
 
     def __getitem__(self, layer: int) -> dict[str, Any]:
-        """Returns the leaves of one layer."""
+        """Returns the leaves of one layer; those of `KEPT_WHOLE` as `InStack`."""
         group, index = self.places[layer]
-        return jax.tree.map(lambda leaf: leaf[index], self.groups[group])
+        taken = {}
+        for name, leaf in self.groups[group].items():
+            take = partial(InStack, index=index) if name in KEPT_WHOLE else operator.itemgetter(index)
+            taken[name] = jax.tree.map(take, leaf)
+        return taken
 
 
 def stack_params(params: dict[str, Any], mode: StackMode) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from jaxserve.layers.attention import AttentionConfig
 from jaxserve.layers.context import LayerContext
 from jaxserve.layers.embedding import EmbeddingConfig
 from jaxserve.layers.mlp import MLPConfig
+from jaxserve.layers.moe import MoEConfig
 from jaxserve.layers.norm import NormConfig
 from jaxserve.layers.rope import RopeConfig
 from jaxserve.models.hf_config import HFConfig
@@ -54,12 +55,19 @@ class WeightSource:
 
     `build` takes the tensors as numpy arrays in the order of `names`, of shapes `shapes` and any one dtype, and
     returns the parameter in that dtype. It raises WeightsError, naming the tensor, when a shape differs. Where it can,
-    it reads nothing before its result is indexed, and then no more than that needs.
+    it reads nothing before its result is indexed, and then no more than that needs. `otherwise` is the form that other
+    files have.
     """
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     build: Callable[..., HostArray]
+    otherwise: WeightSource | None = None
+
+    def choose(self, names: Set[str]) -> WeightSource:
+        """Returns the form that a checkpoint with tensors of these names has; this one if it has neither."""
+        other = self.otherwise
+        return other if other is not None and names.isdisjoint(self.names) and other.names[0] in names else self
 
 
 @dataclass(frozen=True)
@@ -88,6 +96,7 @@ class LayerKind:
 
     window: int | None
     rope: RopeConfig | None
+    mlp: MLPConfig | MoEConfig
 
 
 @dataclass(frozen=True)
@@ -104,7 +113,6 @@ class DecoderConfig:
     hidden_size: int
     layers: tuple[LayerKind, ...]
     attention: AttentionConfig
-    mlp: MLPConfig
     norm: NormConfig
     embedding: EmbeddingConfig
     max_position_embeddings: int
@@ -123,6 +131,11 @@ class DecoderConfig:
     def num_layers(self) -> int:
         """L."""
         return len(self.layers)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether any layer is a mixture of experts."""
+        return any(isinstance(kind.mlp, MoEConfig) for kind in self.layers)
 
     @property
     def max_supported_len(self) -> int:
@@ -183,6 +196,17 @@ class CheckpointLayer:
         """The kind of this layer."""
         return self.config.layers[self.index]
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether this layer is a mixture of experts."""
+        return isinstance(self.kind.mlp, MoEConfig)
+
+    @property
+    def dense_mlp(self) -> MLPConfig:
+        """The feed-forward block of a layer without experts."""
+        assert isinstance(self.kind.mlp, MLPConfig)
+        return self.kind.mlp
+
     def tensor(self, name: str) -> str:
         """Returns the full name of a tensor of the layer."""
         return f"{self.prefix}.{name}"
@@ -208,7 +232,7 @@ Leaves = Mapping[str, Any]
 Stream = Float[Array, "T D"]
 """The residual stream: what a layer reads, and adds to."""
 
-Layer = Callable[[DecoderConfig, Leaves, Stream, LayerContext], tuple[Stream, jax.Array]]
+Layer = Callable[[DecoderConfig, LayerKind, Leaves, Stream, LayerContext], tuple[Stream, jax.Array]]
 """One layer; returns the residual stream and the KV pool."""
 
 

@@ -8,31 +8,34 @@ import jax
 
 from jaxserve.layers.attention import attend
 from jaxserve.layers.context import LayerContext
-from jaxserve.layers.mlp import gated_mlp
+from jaxserve.layers.moe import feed_forward
 from jaxserve.layers.norm import normalize
-from jaxserve.models.base import DecoderConfig, Leaves, Stream
+from jaxserve.models.base import DecoderConfig, LayerKind, Leaves, Stream
 
 
 def pre_norm_layer(
     config: DecoderConfig,
+    kind: LayerKind,
     leaves: Leaves,
     x: Stream,
     ctx: LayerContext,
     *,
-    feed_forward: Callable[..., Stream] = gated_mlp,
+    mlp: Callable[..., Stream] = feed_forward,
 ) -> tuple[Stream, jax.Array]:
     """A norm before each block, as in Llama. With `config.parallel` both blocks read the layer's input."""
     norm = config.norm
     attended, pages = attend(config.attention, norm, leaves, normalize(norm, leaves["attn_norm"], x), ctx)
     summed = x + attended
-    fed = feed_forward(config.mlp, leaves, normalize(norm, leaves["mlp_norm"], x if config.parallel else summed), ctx)
+    fed = mlp(kind.mlp, leaves, normalize(norm, leaves["mlp_norm"], x if config.parallel else summed), ctx)
     return summed + fed, pages
 
 
-def sandwich_layer(config: DecoderConfig, leaves: Leaves, x: Stream, ctx: LayerContext) -> tuple[Stream, jax.Array]:
+def sandwich_layer(
+    config: DecoderConfig, kind: LayerKind, leaves: Leaves, x: Stream, ctx: LayerContext
+) -> tuple[Stream, jax.Array]:
     """A norm before and one after each block, as in Gemma 2."""
     norm = config.norm
     attended, pages = attend(config.attention, norm, leaves, normalize(norm, leaves["attn_norm"], x), ctx)
     x = x + normalize(norm, leaves["attn_out_norm"], attended)
-    fed = gated_mlp(config.mlp, leaves, normalize(norm, leaves["mlp_norm"], x), ctx)
+    fed = feed_forward(kind.mlp, leaves, normalize(norm, leaves["mlp_norm"], x), ctx)
     return x + normalize(norm, leaves["mlp_out_norm"], fed), pages

@@ -16,6 +16,7 @@ from jaxserve.models.common import (
     build_config,
     omit,
     read_attention,
+    read_mlp,
     read_norm,
     read_num_layers,
     read_rope,
@@ -43,7 +44,7 @@ def parse(config: HFConfig) -> DecoderConfig:
     bias = config.flag("attention_bias")
     qk_norm = "per_head" if config.flag("use_qk_norm") else None
     attention = read_attention(config, qkv_bias=bias, out_bias=bias, qk_norm=qk_norm)
-    kind = LayerKind(window=None, rope=read_rope(config, attention.head_dim))
+    kind = LayerKind(window=None, rope=read_rope(config, attention.head_dim), mlp=read_mlp(config))
     norm = read_norm(config, "layer_norm_eps", centered=True, wide=True)
     decoder = build_config(
         config,
@@ -58,11 +59,13 @@ def parse(config: HFConfig) -> DecoderConfig:
     return replace(decoder, max_position_embeddings=length, max_model_len=length)
 
 
-def apply_layer(config: DecoderConfig, leaves: Leaves, x: Stream, ctx: LayerContext) -> tuple[Stream, jax.Array]:
+def apply_layer(
+    config: DecoderConfig, kind: LayerKind, leaves: Leaves, x: Stream, ctx: LayerContext
+) -> tuple[Stream, jax.Array]:
     """One norm for both blocks."""
     normed = normalize(config.norm, leaves["attn_norm"], x)
     attended, pages = attend(config.attention, config.norm, leaves, normed, ctx)
-    return x + attended + gated_mlp(config.mlp, leaves, normed, ctx), pages
+    return x + attended + gated_mlp(kind.mlp, leaves, normed, ctx), pages
 
 
 def list_layer_params(layer: CheckpointLayer) -> Table:

@@ -10,6 +10,7 @@ from jaxserve.models.common import (
     omit,
     read_attention,
     read_layer_types,
+    read_mlp,
     read_norm,
     read_num_layers,
     read_rope,
@@ -41,7 +42,7 @@ def parse(config: HFConfig) -> DecoderConfig:
     return build_config(
         config,
         "cohere2",
-        layers=window_layers(types, config.optional_integer("sliding_window"), None, rope),
+        layers=window_layers(types, config.optional_integer("sliding_window"), read_mlp(config), None, rope),
         attention=attention,
         norm=read_norm(config, "layer_norm_eps", centered=True, wide=True),
         logit_scale=config.number("logit_scale"),

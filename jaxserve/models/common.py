@@ -133,6 +133,17 @@ def read_attention(
     )
 
 
+def read_mlp(
+    config: HFConfig,
+    *,
+    size_key: str = "intermediate_size",
+    activation_key: str = "hidden_act",
+    bias: bool = False,
+) -> MLPConfig:
+    """Returns the feed-forward block."""
+    return MLPConfig(config.integer(size_key), config.choice(activation_key, ACTIVATIONS), bias)
+
+
 def read_layer_types(config: HFConfig, default: list[str]) -> list[str]:
     """Returns "full_attention" or "sliding_attention" per layer: the file's `layer_types`, else `default`."""
     types, num_layers = config.get("layer_types"), read_num_layers(config)
@@ -148,12 +159,16 @@ def read_layer_types(config: HFConfig, default: list[str]) -> list[str]:
 
 
 def window_layers(
-    types: list[str], window: int | None, rope: RopeConfig | None, sliding_rope: RopeConfig | None = None
+    types: list[str],
+    window: int | None,
+    mlp: MLPConfig,
+    rope: RopeConfig | None,
+    sliding_rope: RopeConfig | None = None,
 ) -> tuple[LayerKind, ...]:
     """Returns the layers; those of type "sliding_attention" have the window, and `sliding_rope` if given."""
     if window is None and _SLIDING in types:
         raise ConfigError("must be an integer when layer_types has sliding_attention", field="sliding_window")
-    kinds = {_FULL: LayerKind(None, rope), _SLIDING: LayerKind(window, sliding_rope or rope)}
+    kinds = {_FULL: LayerKind(None, rope, mlp), _SLIDING: LayerKind(window, sliding_rope or rope, mlp)}
     return tuple(kinds[kind] for kind in types)
 
 
@@ -169,8 +184,6 @@ def build_config(
     layers: tuple[LayerKind, ...],
     attention: AttentionConfig,
     norm: NormConfig | None = None,
-    activation_key: str = "hidden_act",
-    mlp_bias: bool = False,
     embed_scale: float | None = None,
     logit_scale: float | None = None,
     final_softcap: float | None = None,
@@ -182,11 +195,6 @@ def build_config(
         hidden_size=config.integer("hidden_size"),
         layers=layers,
         attention=attention,
-        mlp=MLPConfig(
-            intermediate_size=config.integer("intermediate_size"),
-            activation=config.choice(activation_key, ACTIVATIONS),
-            bias=mlp_bias,
-        ),
         norm=norm or read_norm(config),
         embedding=EmbeddingConfig(
             vocab_size=config.integer("vocab_size"),

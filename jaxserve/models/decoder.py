@@ -15,9 +15,10 @@ from jaxtyping import Array, Float, Int
 from jaxserve.errors import ConfigError
 from jaxserve.layers.context import LayerContext
 from jaxserve.layers.embedding import embed_tokens, project_to_vocab
+from jaxserve.layers.moe import MoEConfig
 from jaxserve.layers.norm import normalize
 from jaxserve.layers.rope import rotary_table
-from jaxserve.models.base import DecoderConfig
+from jaxserve.models.base import DecoderConfig, LayerKind
 from jaxserve.models.registry import FAMILIES
 from pallas_kernels.spec import BatchMeta
 
@@ -69,7 +70,7 @@ def forward(
             page_offset=layout.page_offsets[index],
             window=config.windows[index],
         )
-        x, kv_pages = layer(config, params["layers"][index], x, ctx)
+        x, kv_pages = layer(config, kind, params["layers"][index], x, ctx)
     if config.num_layers in aux_layers:
         captured.append(x)
     return x, kv_pages, jnp.concatenate(captured, axis=-1) if captured else None
@@ -83,18 +84,21 @@ def compute_logits(
     return project_to_vocab(config.embedding, params["embed" if config.embedding.tied else "lm_head"], normed)
 
 
-def expand_kv_heads(config: DecoderConfig, tensor_parallel_size: int) -> DecoderConfig:
+def fit_devices(config: DecoderConfig, tensor_parallel_size: int, *, expert_parallel: bool = False) -> DecoderConfig:
     """Returns the config whose specs and sources fit a mesh of this size.
 
     KV heads fewer than devices are repeated, so that each device holds one. If the vocabulary does not divide, the
-    embedding and the head are whole on every device. If anything else does not, ConfigError names sizes that work.
+    embedding and the head are whole on every device. With `expert_parallel` a device holds whole experts, else a slice
+    of each. If anything else does not divide, ConfigError names sizes that work.
     """
+    config = dataclasses.replace(config, layers=tuple(_place_experts(kind, expert_parallel) for kind in config.layers))
     if not _fits(config, tensor_parallel_size):
         sizes = [size for size in range(1, _MAX_DEVICES + 1) if _fits(config, size)]
         attention = config.attention
+        parts = [f"{attention.num_heads} query heads", f"{attention.num_kv_heads} KV heads"]
+        parts += [f"{count} {name}" for name, count in sorted(_list_divisible(config))]
         raise ConfigError(
-            f"{tensor_parallel_size} does not fit {attention.num_heads} query heads, {attention.num_kv_heads} KV heads "
-            f"and {config.mlp.intermediate_size} feed-forward columns; sizes that work: {sizes}",
+            f"{tensor_parallel_size} does not fit {', '.join(parts[:-1])} and {parts[-1]}; sizes that work: {sizes}",
             field="tensor_parallel_size",
             value=tensor_parallel_size,
         )
@@ -109,11 +113,30 @@ def expand_kv_heads(config: DecoderConfig, tensor_parallel_size: int) -> Decoder
     return dataclasses.replace(config, attention=attention, embedding=embedding)
 
 
+def _place_experts(kind: LayerKind, by_expert: bool) -> LayerKind:
+    if not isinstance(kind.mlp, MoEConfig):
+        return kind
+    return dataclasses.replace(kind, mlp=dataclasses.replace(kind.mlp, by_expert=by_expert))
+
+
 def _fits(config: DecoderConfig, size: int) -> bool:
     attention = config.attention
     heads_divide = size >= 1 and attention.num_heads % size == 0
     return (
         heads_divide
         and (attention.num_kv_heads % size == 0 or size % attention.num_kv_heads == 0)
-        and config.mlp.intermediate_size % size == 0
+        and all(count % size == 0 for _, count in _list_divisible(config))
     )
+
+
+def _list_divisible(config: DecoderConfig) -> set[tuple[str, int]]:
+    """Returns what devices share of the feed-forward blocks, in words for users, and how many there are."""
+    found = set()
+    for mlp in {kind.mlp for kind in config.layers}:
+        dense = mlp.shared if isinstance(mlp, MoEConfig) else mlp
+        if dense is not None:
+            found.add(("feed-forward columns", dense.intermediate_size))
+        if isinstance(mlp, MoEConfig):
+            columns = ("columns of an expert", mlp.expert.intermediate_size)
+            found.add(("experts", mlp.router.num_experts) if mlp.by_expert else columns)
+    return found

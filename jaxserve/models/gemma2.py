@@ -10,6 +10,7 @@ from jaxserve.models.common import (
     build_config,
     read_attention,
     read_layer_types,
+    read_mlp,
     read_norm,
     read_num_layers,
     read_rope,
@@ -52,14 +53,14 @@ def parse(config: HFConfig) -> DecoderConfig:
         qkv_bias=bias,
         out_bias=bias,
     )
+    mlp, rope = read_mlp(config, activation_key="hidden_activation"), read_rope(config, attention.head_dim)
     types = read_layer_types(config, alternate_layer_types(read_num_layers(config), 2))
     return build_config(
         config,
         "gemma2",
-        layers=window_layers(types, config.optional_integer("sliding_window"), read_rope(config, attention.head_dim)),
+        layers=window_layers(types, config.optional_integer("sliding_window"), mlp, rope),
         attention=attention,
         norm=read_norm(config, unit_offset=True, wide=True),
-        activation_key="hidden_activation",
         embed_scale=config.integer("hidden_size") ** 0.5,
         final_softcap=config.optional_number("final_logit_softcapping"),
     )

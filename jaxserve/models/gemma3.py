@@ -17,6 +17,7 @@ from jaxserve.models.common import (
     omit,
     read_attention,
     read_layer_types,
+    read_mlp,
     read_norm,
     read_num_layers,
     read_typed_ropes,
@@ -56,7 +57,6 @@ def parse(config: HFConfig) -> DecoderConfig:
         layers=_read_layers(config, attention.head_dim),
         attention=attention,
         norm=read_norm(config, unit_offset=True, wide=True),
-        activation_key="hidden_activation",
         embed_scale=config.integer("hidden_size") ** 0.5,
         final_softcap=config.optional_number("final_logit_softcapping"),
     )
@@ -76,7 +76,8 @@ def _read_layers(config: HFConfig, head_dim: int) -> tuple[LayerKind, ...]:
     ropes = read_typed_ropes(config, head_dim, sliding_theta="rope_local_base_freq")
     period = config.integer("sliding_window_pattern")
     types = read_layer_types(config, alternate_layer_types(read_num_layers(config), period))
-    return window_layers(types, config.optional_integer("sliding_window"), *ropes)
+    mlp = read_mlp(config, activation_key="hidden_activation")
+    return window_layers(types, config.optional_integer("sliding_window"), mlp, *ropes)
 
 
 FAMILY = Family(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxserve.models.base import CheckpointLayer, DecoderConfig, Family, LayerKind, Table
 from jaxserve.models.blocks import sandwich_layer
-from jaxserve.models.common import DECODER_KEYS, build_config, read_attention, read_num_layers, read_rope
+from jaxserve.models.common import DECODER_KEYS, build_config, read_attention, read_mlp, read_num_layers, read_rope
 from jaxserve.models.hf_config import HFConfig
 from jaxserve.models.parameters import attention_params, fused_mlp_params, norm_params
 
@@ -24,7 +24,7 @@ KEYS = DECODER_KEYS | {
 def parse(config: HFConfig) -> DecoderConfig:
     """Reads a GLM-4-0414 config.json."""
     attention = read_attention(config, qkv_bias=config.flag("attention_bias"))
-    kind = LayerKind(window=None, rope=read_rope(config, attention.head_dim, partial=True))
+    kind = LayerKind(window=None, rope=read_rope(config, attention.head_dim, partial=True), mlp=read_mlp(config))
     return build_config(config, "glm4", layers=(kind,) * read_num_layers(config), attention=attention)
 
 

@@ -10,7 +10,7 @@ from jaxserve.layers.attention import AttentionConfig
 from jaxserve.layers.mlp import plain_mlp
 from jaxserve.models.base import CheckpointLayer, DecoderConfig, Family, LayerKind, Table, Trunk
 from jaxserve.models.blocks import pre_norm_layer
-from jaxserve.models.common import DECODER_KEYS, build_config, omit, read_norm, read_num_layers
+from jaxserve.models.common import DECODER_KEYS, build_config, omit, read_mlp, read_norm, read_num_layers
 from jaxserve.models.hf_config import HFConfig
 from jaxserve.models.layouts import keep_heads
 from jaxserve.models.parameters import fused_attention_params, plain_mlp_params, pre_norm_params
@@ -42,10 +42,9 @@ def parse(config: HFConfig) -> DecoderConfig:
     decoder = build_config(
         config,
         "gpt_neox",
-        layers=(LayerKind(window=None, rope=rope),) * read_num_layers(config),
+        layers=(LayerKind(window=None, rope=rope, mlp=read_mlp(config, bias=True)),) * read_num_layers(config),
         attention=attention,
         norm=read_norm(config, "layer_norm_eps", centered=True, bias=True, wide=True),
-        mlp_bias=True,
     )
     return replace(decoder, parallel=config.flag("use_parallel_residual"))
 
@@ -70,7 +69,7 @@ FAMILY = Family(
     "GPTNeoXForCausalLM",
     KEYS,
     parse,
-    partial(pre_norm_layer, feed_forward=plain_mlp),
+    partial(pre_norm_layer, mlp=plain_mlp),
     list_layer_params,
     ignored_keys=(*_NOT_READ, "attention_probs_dropout_prob", "hidden_dropout_prob", "custom_pipelines"),
     trunk=Trunk("gpt_neox.embed_in", "gpt_neox.layers", "gpt_neox.final_layer_norm", "embed_out"),

@@ -13,7 +13,7 @@ from jaxserve.layers.mlp import gated_mlp
 from jaxserve.layers.norm import normalize
 from jaxserve.models import llama
 from jaxserve.models.base import DecoderConfig, Family, LayerKind, Leaves, Stream
-from jaxserve.models.common import build_config, read_attention, read_num_layers, read_rope
+from jaxserve.models.common import build_config, read_attention, read_mlp, read_num_layers, read_rope
 from jaxserve.models.hf_config import HFConfig
 
 KEYS = llama.KEYS | {
@@ -29,20 +29,22 @@ def parse(config: HFConfig) -> DecoderConfig:
     bias = config.flag("attention_bias")
     scale = config.number("attention_multiplier")
     attention = read_attention(config, scale=scale, qkv_bias=bias, out_bias=bias)
-    kind = LayerKind(window=None, rope=read_rope(config, attention.head_dim))
+    mlp = read_mlp(config, bias=config.flag("mlp_bias"))
+    kind = LayerKind(window=None, rope=read_rope(config, attention.head_dim), mlp=mlp)
     decoder = build_config(
         config,
         "granite",
         layers=(kind,) * read_num_layers(config),
         attention=attention,
-        mlp_bias=config.flag("mlp_bias"),
         embed_scale=config.number("embedding_multiplier"),
         logit_scale=1.0 / config.number("logits_scaling"),
     )
     return replace(decoder, residual_scale=config.number("residual_multiplier"))
 
 
-def apply_layer(config: DecoderConfig, leaves: Leaves, x: Stream, ctx: LayerContext) -> tuple[Stream, jax.Array]:
+def apply_layer(
+    config: DecoderConfig, kind: LayerKind, leaves: Leaves, x: Stream, ctx: LayerContext
+) -> tuple[Stream, jax.Array]:
     """A norm before each block; the output of each block is scaled."""
 
     def scale(block: Stream) -> Stream:
@@ -50,7 +52,7 @@ def apply_layer(config: DecoderConfig, leaves: Leaves, x: Stream, ctx: LayerCont
 
     attended, pages = attend(config.attention, config.norm, leaves, normalize(config.norm, leaves["attn_norm"], x), ctx)
     x = x + scale(attended)
-    fed = gated_mlp(config.mlp, leaves, normalize(config.norm, leaves["mlp_norm"], x), ctx)
+    fed = gated_mlp(kind.mlp, leaves, normalize(config.norm, leaves["mlp_norm"], x), ctx)
     return x + scale(fed), pages
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxserve.models.base import CheckpointLayer, DecoderConfig, Family, LayerKind, Table
 from jaxserve.models.blocks import pre_norm_layer
-from jaxserve.models.common import DECODER_KEYS, build_config, read_attention, read_num_layers, read_rope
+from jaxserve.models.common import DECODER_KEYS, build_config, read_attention, read_mlp, read_num_layers, read_rope
 from jaxserve.models.hf_config import HFConfig
 from jaxserve.models.parameters import attention_params, mlp_params, pre_norm_params
 
@@ -24,14 +24,9 @@ def parse(config: HFConfig) -> DecoderConfig:
     """Reads a Llama config.json."""
     bias = config.flag("attention_bias")
     attention = read_attention(config, qkv_bias=bias, out_bias=bias)
-    kind = LayerKind(window=None, rope=read_rope(config, attention.head_dim))
-    return build_config(
-        config,
-        "llama",
-        layers=(kind,) * read_num_layers(config),
-        attention=attention,
-        mlp_bias=config.flag("mlp_bias"),
-    )
+    mlp = read_mlp(config, bias=config.flag("mlp_bias"))
+    kind = LayerKind(window=None, rope=read_rope(config, attention.head_dim), mlp=mlp)
+    return build_config(config, "llama", layers=(kind,) * read_num_layers(config), attention=attention)
 
 
 def list_layer_params(layer: CheckpointLayer) -> Table:

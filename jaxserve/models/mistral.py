@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxserve.models import llama
 from jaxserve.models.base import DecoderConfig, Family, LayerKind
 from jaxserve.models.blocks import pre_norm_layer
-from jaxserve.models.common import DECODER_KEYS, build_config, read_attention, read_num_layers, read_rope
+from jaxserve.models.common import DECODER_KEYS, build_config, read_attention, read_mlp, read_num_layers, read_rope
 from jaxserve.models.hf_config import HFConfig
 
 KEYS = DECODER_KEYS | {
@@ -21,7 +21,8 @@ KEYS = DECODER_KEYS | {
 def parse(config: HFConfig) -> DecoderConfig:
     """Reads a Mistral config.json; a missing `sliding_window` means 4096, null means none."""
     attention = read_attention(config)
-    kind = LayerKind(window=config.optional_integer("sliding_window"), rope=read_rope(config, attention.head_dim))
+    rope, window = read_rope(config, attention.head_dim), config.optional_integer("sliding_window")
+    kind = LayerKind(window, rope, read_mlp(config))
     return build_config(config, "mistral", layers=(kind,) * read_num_layers(config), attention=attention)
 
 

@@ -9,7 +9,15 @@ from jaxserve.layers.context import LayerContext
 from jaxserve.layers.mlp import gated_mlp
 from jaxserve.layers.norm import normalize
 from jaxserve.models.base import CheckpointLayer, DecoderConfig, Family, LayerKind, Leaves, Stream, Table
-from jaxserve.models.common import DECODER_KEYS, build_config, read_attention, read_norm, read_num_layers, read_rope
+from jaxserve.models.common import (
+    DECODER_KEYS,
+    build_config,
+    read_attention,
+    read_mlp,
+    read_norm,
+    read_num_layers,
+    read_rope,
+)
 from jaxserve.models.hf_config import HFConfig
 from jaxserve.models.parameters import attention_params, mlp_params, norm_params
 
@@ -27,16 +35,18 @@ def parse(config: HFConfig) -> DecoderConfig:
     """Reads an OLMo 2 config.json."""
     bias = config.flag("attention_bias")
     attention = read_attention(config, qkv_bias=bias, out_bias=bias, qk_norm="projection")
-    kind = LayerKind(window=None, rope=read_rope(config, attention.head_dim))
+    kind = LayerKind(window=None, rope=read_rope(config, attention.head_dim), mlp=read_mlp(config))
     layers = (kind,) * read_num_layers(config)
     return build_config(config, "olmo2", layers=layers, attention=attention, norm=read_norm(config, wide=True))
 
 
-def apply_layer(config: DecoderConfig, leaves: Leaves, x: Stream, ctx: LayerContext) -> tuple[Stream, jax.Array]:
+def apply_layer(
+    config: DecoderConfig, kind: LayerKind, leaves: Leaves, x: Stream, ctx: LayerContext
+) -> tuple[Stream, jax.Array]:
     """A norm after each block."""
     attended, pages = attend(config.attention, config.norm, leaves, x, ctx)
     x = x + normalize(config.norm, leaves["attn_out_norm"], attended)
-    fed = gated_mlp(config.mlp, leaves, x, ctx)
+    fed = gated_mlp(kind.mlp, leaves, x, ctx)
     return x + normalize(config.norm, leaves["mlp_out_norm"], fed), pages
 
 

@@ -10,6 +10,7 @@ from jaxserve.models.common import (
     omit,
     read_attention,
     read_layer_types,
+    read_mlp,
     read_norm,
     read_num_layers,
     read_typed_ropes,
@@ -30,7 +31,7 @@ def parse(config: HFConfig) -> DecoderConfig:
     attention = read_attention(config, qkv_bias=bias, out_bias=bias, qk_norm="projection")
     ropes = read_typed_ropes(config, attention.head_dim, sliding_theta="rope_theta")
     types = read_layer_types(config, alternate_layer_types(read_num_layers(config), 4))
-    layers = window_layers(types, config.optional_integer("sliding_window"), *ropes)
+    layers = window_layers(types, config.optional_integer("sliding_window"), read_mlp(config), *ropes)
     return build_config(config, "olmo3", layers=layers, attention=attention, norm=read_norm(config, wide=True))
 
 

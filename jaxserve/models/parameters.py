@@ -5,7 +5,7 @@ then K, then V, so that tensor parallelism cuts it between KV heads and keeps K 
 `mlp_norm.weight` [D]; `gate_up.weight` [2, D, F] or, in a plain feed-forward block, `up.weight` [D, F]; `down.weight`
 [F, D]. Where the model has them: `q_norm.weight` and `k_norm.weight`, `attn_out_norm.weight` and `mlp_out_norm.weight`
 [D], a `bias` beside any weight and, always float32, the scales `k_scale` and `v_scale` [K] of 8-bit pages and the P
-parameters `act` [P] of an activation that has its own.
+parameters `act` [P] of an activation that has its own. The parameters of experts are in expert_parameters.py.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxserve.errors import WeightsError
 from jaxserve.layers.attention import AttentionConfig
+from jaxserve.layers.mlp import MLPConfig
 from jaxserve.models.base import (
     CheckpointLayer,
     DecoderConfig,
@@ -66,7 +67,7 @@ def wide_norm_params(config: DecoderConfig, leaf: str, module: str, size: int) -
 
 def projection_params(config: DecoderConfig, leaf: str, module: str, shape: tuple[int, int]) -> Table:
     """Returns a projection [in, out] without a bias, whole on every device."""
-    return _linear_params(config, leaf, {module: shape[1]}, shape, (None, None), transpose, bias=False)
+    return linear_params(config, leaf, {module: shape[1]}, shape, (None, None), transpose, bias=False)
 
 
 def norm_params(layer: CheckpointLayer, names: Mapping[str, str]) -> Table:
@@ -108,27 +109,29 @@ def fused_attention_params(
     return _qkv_params(config, modules, partial(fuse, attention)) | _output_params(config, layer.tensor(out))
 
 
-def mlp_params(layer: CheckpointLayer) -> Table:
-    """Returns `gate_up` and `down` from gate_proj, up_proj and down_proj."""
-    rows = layer.config.mlp.intermediate_size
-    modules = {layer.tensor(f"mlp.{part}_proj"): rows for part in ("gate", "up")}
-    return _gate_up_params(layer.config, modules, fuse_gate_up) | _down_params(layer, "mlp.down_proj", "mlp.act_fn")
+def mlp_params(layer: CheckpointLayer, mlp: MLPConfig | None = None, module: str = "mlp") -> Table:
+    """Returns `gate_up` and `down` from gate_proj, up_proj and down_proj; `mlp` is the layer's own by default."""
+    mlp = layer.dense_mlp if mlp is None else mlp
+    modules = {layer.tensor(f"{module}.{part}_proj"): mlp.intermediate_size for part in ("gate", "up")}
+    table = _gate_up_params(layer.config, mlp, modules, fuse_gate_up)
+    return table | _down_params(layer, mlp, f"{module}.down_proj", f"{module}.act_fn")
 
 
 def fused_mlp_params(layer: CheckpointLayer) -> Table:
     """Returns `gate_up` and `down` from gate_up_proj (all rows of gate, then of up) and down_proj."""
-    modules = {layer.tensor("mlp.gate_up_proj"): 2 * layer.config.mlp.intermediate_size}
-    table = _gate_up_params(layer.config, modules, lambda tensor: fuse_gate_up(*np.split(tensor, 2)))
-    return table | _down_params(layer, "mlp.down_proj", "mlp.activation_fn")
+    mlp = layer.dense_mlp
+    modules = {layer.tensor("mlp.gate_up_proj"): 2 * mlp.intermediate_size}
+    table = _gate_up_params(layer.config, mlp, modules, lambda tensor: fuse_gate_up(*np.split(tensor, 2)))
+    return table | _down_params(layer, mlp, "mlp.down_proj", "mlp.activation_fn")
 
 
 def plain_mlp_params(layer: CheckpointLayer, *, up: str, down: str) -> Table:
     """Returns `up` and `down` of a feed-forward block without a gate."""
-    config = layer.config
-    shape = (config.hidden_size, config.mlp.intermediate_size)
+    config, mlp = layer.config, layer.dense_mlp
+    shape = (config.hidden_size, mlp.intermediate_size)
     modules = {layer.tensor(up): shape[1]}
-    table = _linear_params(config, "up", modules, shape, (None, "ffn"), transpose, bias=config.mlp.bias)
-    return table | _down_params(layer, down, "mlp.act")
+    table = linear_params(config, "up", modules, shape, (None, "ffn"), transpose, bias=mlp.bias)
+    return table | _down_params(layer, mlp, down, "mlp.act")
 
 
 def kv_scale_params(layer: CheckpointLayer) -> Table:
@@ -144,10 +147,10 @@ def kv_scale_params(layer: CheckpointLayer) -> Table:
     spec = ParamSpec((attention.num_kv_heads,), "float32", ("kv_heads",), "ones")
     names = {part: layer.tensor(attention.kv_scales.name.format(part=part)) for part in ("k", "v")}
     shapes = (attention.kv_scales.shape,)
-    return {f"{part}_scale": Parameter(spec, _source((name,), shapes, spread)) for part, name in names.items()}
+    return {f"{part}_scale": Parameter(spec, make_source((name,), shapes, spread)) for part, name in names.items()}
 
 
-def _linear_params(
+def linear_params(
     config: DecoderConfig,
     leaf: str,
     modules: Mapping[str, int],
@@ -157,14 +160,17 @@ def _linear_params(
     *,
     bias: bool,
 ) -> Table:
-    """Returns a projection of `shape` [..., in, out] and its bias [..., out]; `modules` maps their names to rows."""
+    """Returns a projection of `shape` [..., in, out] and its bias [..., out]; `modules` maps their names to rows.
+
+    `build` makes weight and bias of the modules' tensors.
+    """
     forms = {"weight": (shape, axes, "normal", shape[-2:-1])}
     if bias:
         forms["bias"] = ((*shape[:-2], shape[-1]), (*axes[:-2], axes[-1]), "zeros", ())
     table: Table = {}
     for part, (form, form_axes, init, columns) in forms.items():
         names = tuple(f"{module}.{part}" for module in modules)
-        source = _source(names, tuple((rows, *columns) for rows in modules.values()), build)
+        source = make_source(names, tuple((rows, *columns) for rows in modules.values()), build)
         table[f"{leaf}.{part}"] = Parameter(ParamSpec(form, config.dtype, form_axes, init), source)
     return table
 
@@ -178,31 +184,37 @@ def _qkv_params(
     attention = config.attention
     columns = attention.num_kv_heads * (attention.group_size + 2) * attention.head_dim
     shape, axes = (input_size or config.hidden_size, columns), (None, "kv_heads")
-    return _linear_params(config, "qkv", modules, shape, axes, build, bias=attention.qkv_bias)
+    return linear_params(config, "qkv", modules, shape, axes, build, bias=attention.qkv_bias)
 
 
 def _output_params(config: DecoderConfig, module: str) -> Table:
     attention, hidden = config.attention, config.hidden_size
     shape = (attention.num_heads * attention.head_dim, hidden)
-    return _linear_params(config, "o", {module: hidden}, shape, ("heads", None), transpose, bias=attention.out_bias)
+    return linear_params(config, "o", {module: hidden}, shape, ("heads", None), transpose, bias=attention.out_bias)
 
 
-def _gate_up_params(config: DecoderConfig, modules: Mapping[str, int], build: Callable[..., HostArray]) -> Table:
-    shape = (2, config.hidden_size, config.mlp.intermediate_size)
-    return _linear_params(config, "gate_up", modules, shape, (None, None, "ffn"), build, bias=config.mlp.bias)
+def _gate_up_params(
+    config: DecoderConfig, mlp: MLPConfig, modules: Mapping[str, int], build: Callable[..., HostArray]
+) -> Table:
+    shape = (2, config.hidden_size, mlp.intermediate_size)
+    return linear_params(config, "gate_up", modules, shape, (None, None, "ffn"), build, bias=mlp.bias)
 
 
-def _down_params(layer: CheckpointLayer, module: str, activation: str) -> Table:
+def _down_params(layer: CheckpointLayer, mlp: MLPConfig, module: str, activation: str) -> Table:
     """Returns `down`, and `act` from the scalars of the module `activation`, if it has any."""
-    config, learned = layer.config, layer.config.mlp.learned
-    shape = (config.mlp.intermediate_size, config.hidden_size)
+    config, learned = layer.config, mlp.learned
+    shape = (mlp.intermediate_size, config.hidden_size)
     modules = {layer.tensor(module): config.hidden_size}
-    table = _linear_params(config, "down", modules, shape, ("ffn", None), transpose, bias=config.mlp.bias)
+    table = linear_params(config, "down", modules, shape, ("ffn", None), transpose, bias=mlp.bias)
     if learned:
         names = tuple(layer.tensor(f"{activation}.{scalar}") for scalar in learned)
-        source = _source(names, tuple(learned.values()), lambda *scalars: np.stack([s.reshape(()) for s in scalars]))
+        source = make_source(names, tuple(learned.values()), _join_scalars)
         table["act"] = Parameter(ParamSpec((len(learned),), "float32", (None,), "zeros"), source)
     return table
+
+
+def _join_scalars(*tensors: np.ndarray) -> np.ndarray:
+    return np.stack([tensor.reshape(()) for tensor in tensors])
 
 
 def _norm_params(config: DecoderConfig, leaf: str, module: str) -> Table:
@@ -224,7 +236,7 @@ def _qk_norm_params(layer: CheckpointLayer, order: np.ndarray | None) -> Table:
         }[attention.qk_norm]
         build = partial(spread_heads, head_dim, order, shape)
         for name, spec in _norm_specs(config, shape, axes).items():
-            source = _source((layer.tensor(f"self_attn.{part}_norm.{name}"),), (tensor_shape,), build)
+            source = make_source((layer.tensor(f"self_attn.{part}_norm.{name}"),), (tensor_shape,), build)
             table[f"{part}_norm.{name}"] = Parameter(spec, source)
     return table
 
@@ -237,12 +249,13 @@ def _norm_specs(config: DecoderConfig, shape: tuple[int, ...], axes: Axes) -> di
 
 def _plain_source(name: str, shape: tuple[int, ...]) -> WeightSource:
     """Returns the source of a parameter that is one tensor, unchanged."""
-    return _source((name,), (shape,), lambda tensor: tensor)
+    return make_source((name,), (shape,), lambda tensor: tensor)
 
 
-def _source(
+def make_source(
     names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], build: Callable[..., HostArray]
 ) -> WeightSource:
+    """Returns the source of a parameter that `build` makes of tensors with these names and shapes."""
     return WeightSource(names, shapes, partial(_build_checked, names, shapes, build))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxserve.errors import ConfigError
 from jaxserve.models.base import CheckpointLayer, DecoderConfig, Family, LayerKind, Table
 from jaxserve.models.blocks import pre_norm_layer
-from jaxserve.models.common import DECODER_KEYS, build_config, read_attention, read_num_layers
+from jaxserve.models.common import DECODER_KEYS, build_config, read_attention, read_mlp, read_num_layers
 from jaxserve.models.hf_config import HFConfig
 from jaxserve.models.parameters import fused_attention_params, fused_mlp_params, pre_norm_params
 from jaxserve.models.rope_config import parse_rope, rope_parameters
@@ -41,7 +41,7 @@ def parse(config: HFConfig) -> DecoderConfig:
         max_position_embeddings=config.integer("max_position_embeddings"),
         partial=True,
     )
-    layer = LayerKind(window=config.optional_integer("sliding_window"), rope=rope)
+    layer = LayerKind(config.optional_integer("sliding_window"), rope, read_mlp(config))
     return build_config(config, "phi3", layers=(layer,) * read_num_layers(config), attention=attention)
 
 

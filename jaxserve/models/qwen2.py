@@ -10,6 +10,7 @@ from jaxserve.models.common import (
     build_config,
     read_attention,
     read_layer_types,
+    read_mlp,
     read_num_layers,
     read_rope,
     window_layers,
@@ -36,7 +37,7 @@ def read_layers(config: HFConfig, head_dim: int) -> tuple[LayerKind, ...]:
         "sliding_attention" if window is not None and index >= first else "full_attention"
         for index in range(read_num_layers(config))
     ]
-    return window_layers(read_layer_types(config, default), window, read_rope(config, head_dim))
+    return window_layers(read_layer_types(config, default), window, read_mlp(config), read_rope(config, head_dim))
 
 
 def parse(config: HFConfig) -> DecoderConfig:

@@ -20,11 +20,15 @@ from jaxserve.models import (
     llama,
     mimo,
     mistral,
+    mixtral,
     olmo2,
     olmo3,
+    olmoe,
     phi3,
     qwen2,
+    qwen2_moe,
     qwen3,
+    qwen3_moe,
     smollm3,
     starcoder2,
 )
@@ -54,6 +58,10 @@ FAMILIES: dict[str, Family] = {
         starcoder2.FAMILY,
         gpt_neox.FAMILY,
         mimo.FAMILY,
+        mixtral.FAMILY,
+        qwen2_moe.FAMILY,
+        qwen3_moe.FAMILY,
+        olmoe.FAMILY,
     )
 }
 

@@ -6,7 +6,7 @@ from jaxserve.errors import ConfigError, shorten
 from jaxserve.models import llama
 from jaxserve.models.base import DecoderConfig, Family, LayerKind
 from jaxserve.models.blocks import pre_norm_layer
-from jaxserve.models.common import build_config, read_attention, read_layer_types, read_num_layers, read_rope
+from jaxserve.models.common import build_config, read_attention, read_layer_types, read_mlp, read_num_layers, read_rope
 from jaxserve.models.hf_config import HFConfig
 
 KEYS = llama.KEYS | {
@@ -32,7 +32,6 @@ def parse(config: HFConfig) -> DecoderConfig:
         "smollm3",
         layers=_read_layers(config, attention.head_dim),
         attention=attention,
-        mlp_bias=config.flag("mlp_bias"),
     )
 
 
@@ -45,9 +44,9 @@ def _read_layers(config: HFConfig, head_dim: int) -> tuple[LayerKind, ...]:
     if window is None and "sliding_attention" in types:
         message = "must be an integer, and use_sliding_window true, when layer_types has sliding_attention"
         raise ConfigError(message, field="sliding_window")
-    rope = read_rope(config, head_dim)
+    rope, mlp = read_rope(config, head_dim), read_mlp(config, bias=config.flag("mlp_bias"))
     return tuple(
-        LayerKind(window if kind == "sliding_attention" else None, rope if turns else None)
+        LayerKind(window if kind == "sliding_attention" else None, rope if turns else None, mlp)
         for kind, turns in zip(types, rotates, strict=True)
     )
 

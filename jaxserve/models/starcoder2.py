@@ -12,6 +12,7 @@ from jaxserve.models.common import (
     build_config,
     omit,
     read_attention,
+    read_mlp,
     read_norm,
     read_num_layers,
     read_rope,
@@ -40,14 +41,14 @@ def parse(config: HFConfig) -> DecoderConfig:
     config.require(mlp_type="default", norm_type="layer_norm", scale_attn_weights=True)
     bias = config.flag("use_bias")
     attention = read_attention(config, qkv_bias=bias, out_bias=bias)
-    kind = LayerKind(window=config.optional_integer("sliding_window"), rope=read_rope(config, attention.head_dim))
+    rope, window = read_rope(config, attention.head_dim), config.optional_integer("sliding_window")
+    kind = LayerKind(window, rope, read_mlp(config, bias=bias))
     return build_config(
         config,
         "starcoder2",
         layers=(kind,) * read_num_layers(config),
         attention=attention,
         norm=read_norm(config, "norm_epsilon", centered=True, bias=True, wide=True),
-        mlp_bias=bias,
     )
 
 
@@ -62,7 +63,7 @@ FAMILY = Family(
     "Starcoder2ForCausalLM",
     KEYS,
     parse,
-    partial(pre_norm_layer, feed_forward=plain_mlp),
+    partial(pre_norm_layer, mlp=plain_mlp),
     list_layer_params,
     ignored_keys=(
         "activation_function",

@@ -16,9 +16,10 @@ _NO_GENERATOR = "it does not generate text; architectures that do end in ForCaus
 _KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("vision_config", "audio_config", "vision_tower", "mm_vision_tower", "visual", "embd_layer"), _MULTIMODAL),
     (("is_encoder_decoder",), "an encoder-decoder; only decoders that generate text are served"),
+    (("index_topk", "index_n_heads"), "it attends sparsely, by an indexer, which is not served yet"),
     (
         ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok"),
-        "a mixture of experts, which is not served yet; give a dense model",
+        "a mixture of experts that is not served yet",
     ),
 )
 

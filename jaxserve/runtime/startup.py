@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxserve.errors import CapacityError
+from jaxserve.layers.mlp import MLPConfig
+from jaxserve.layers.moe import MoEConfig
 from jaxserve.layers.stack import stack_specs
 from jaxserve.models.base import ParamSpec
 from jaxserve.models.drafters import drafter_param_specs
@@ -190,11 +192,18 @@ def estimate_use(shapes: Shapes) -> DeviceUse:
     width = (
         2 * model.hidden_size
         + (model.attention.num_heads + 2 * model.attention.num_kv_heads) * (model.attention.head_dim)
-        + 2 * model.mlp.intermediate_size
+        + max(_count_columns(kind.mlp) for kind in model.layers)
     )
     temporaries = 2 * bucket.tokens * width * size + 2 * bucket.rows * model.vocab_size * 4
     num_programs = len(shapes.buckets.buckets) + len(shapes.sample_programs) * len(shapes.buckets.row_counts)
     return _sum_use(shapes, temporaries, num_programs * _CODE_PER_PROGRAM)
+
+
+def _count_columns(mlp: MLPConfig | MoEConfig) -> int:
+    """Returns the numbers per token that a feed-forward block holds between its products."""
+    if isinstance(mlp, MLPConfig):
+        return 2 * mlp.intermediate_size
+    return mlp.router.top_k * 2 * mlp.expert.intermediate_size + (_count_columns(mlp.shared) if mlp.shared else 0)
 
 
 def _sum_use(shapes: Shapes, temporaries: int, code: int) -> DeviceUse:

@@ -67,6 +67,7 @@ def stream_safetensors(
     flat, _ = flatten_specs(specs)
     checkpoint = open_checkpoint(path)
     check_tensors(checkpoint, flat, sources, ignored)
+    sources = {name: source.choose(checkpoint.names) for name, source in sources.items()}
     total, done = sum(map(count_bytes, flat.values())), 0
     if progress is not None:
         progress(done, total)
@@ -98,6 +99,7 @@ def check_tensors(
     if specs.keys() != sources.keys():
         odd = sorted(specs.keys() ^ sources.keys())
         raise WeightsError(f"parameters and their sources disagree: {list_names(odd)}", field="sources")
+    sources = {name: source.choose(checkpoint.names) for name, source in sources.items()}
     wanted = [name for source in sources.values() for name in source.names]
     doubled = sorted(name for name, count in Counter(wanted).items() if count > 1)
     if doubled:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .moe_cases import list_moe_cases
 from .newer_cases import (
     list_cohere_cases,
     list_glm_cases,
@@ -289,4 +290,5 @@ ALL_CASES: tuple[Case, ...] = (
     *list_granite_cases(),
     *list_cohere_cases(),
     *list_layer_norm_cases(),
+    *list_moe_cases(),
 )

@@ -94,7 +94,7 @@ def save_checkpoint(case: Case, model: Model, folder: Path) -> None:
         shutil.rmtree(folder)
     stored = copy.deepcopy(model).to(getattr(torch, case.dtype))
     options = {"max_shard_size": case.shard_size} if case.shard_size else {}
-    stored.save_pretrained(folder, **options)
+    stored.save_pretrained(folder, save_original_format=not case.packed, **options)
     if case.legacy_config:
         keys = json.loads((folder / "config.json").read_text())
         text = json.dumps(spell_config_old_style(keys), indent=2, sort_keys=True) + "\n"

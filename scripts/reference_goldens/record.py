@@ -14,6 +14,7 @@ from .spec import NEW_TOKENS, Case
 
 MIN_MARGIN = 1e-3  # in logits
 MIN_MARGIN_RATIO = 3e-4  # of the largest |logit|: three times the tolerance of the parity tests
+MIN_ROUTER_GAP = 1e-3  # between the last expert that a token goes to and the next, in router logits
 MAX_NOISE = 1e-5  # cached steps against one whole pass, as a share of the largest |logit|
 MIN_DISTINCT = 12.0  # different tokens among the 64 of a continuation, on average
 MIN_ABLATION = 0.02  # an option must move some logit by this share of the largest |logit|
@@ -39,6 +40,7 @@ class Recording:
     margins: np.ndarray
     largest_logit: float
     noise: float
+    router_gap: float
 
     @property
     def distinct(self) -> float:
@@ -89,6 +91,7 @@ def record(model: Any, prompts: list[np.ndarray]) -> Recording:
     """Continues every prompt greedily, then scores each whole sequence in a single pass."""
     positions, logits, tokens, margins = [], [], [], []
     largest = noise = 0.0
+    gaps = watch_routers(model)
     for prompt in prompts:
         continuation, margin, steps = decode_greedily(model, prompt)
         whole = score(model, np.concatenate([prompt, continuation[:-1]]))
@@ -98,7 +101,32 @@ def record(model: Any, prompts: list[np.ndarray]) -> Recording:
         logits.append(whole[positions[-1]].astype(np.float32))
         tokens.append(continuation)
         margins.append(margin)
-    return Recording(prompts, positions, logits, np.stack(tokens), np.stack(margins), largest, noise / largest)
+    return Recording(
+        prompts,
+        positions,
+        logits,
+        np.stack(tokens),
+        np.stack(margins),
+        largest,
+        noise / largest,
+        min(gaps, default=np.inf),
+    )
+
+
+def watch_routers(model: Any) -> list[float]:
+    """Returns a list to which every pass of a router adds the smallest gap between chosen and next experts."""
+    gaps: list[float] = []
+
+    def watch(_module: Any, _inputs: Any, outputs: Any) -> None:
+        logits, _, experts = outputs
+        ordered = logits.float().sort(dim=-1, descending=True).values
+        top_k = experts.shape[-1]
+        gaps.append(float((ordered[:, top_k - 1] - ordered[:, top_k]).min()))
+
+    for module in model.modules():
+        if type(module).__name__.endswith("TopKRouter"):
+            module.register_forward_hook(watch)
+    return gaps
 
 
 def check_recording(recording: Recording) -> None:
@@ -107,6 +135,8 @@ def check_recording(recording: Recording) -> None:
     needed = max(MIN_MARGIN, MIN_MARGIN_RATIO * recording.largest_logit)
     if margin < needed:
         raise UnsuitableSeed(f"smallest margin {margin:.2e} < {needed:.2e}")
+    if recording.router_gap < MIN_ROUTER_GAP:
+        raise UnsuitableSeed(f"smallest gap of a router {recording.router_gap:.2e} < {MIN_ROUTER_GAP:.2e}")
     if recording.noise > MAX_NOISE:
         raise UnsuitableSeed(f"cached and whole passes differ by {recording.noise:.1e} of the largest logit")
     if recording.distinct < MIN_DISTINCT:

@@ -37,7 +37,8 @@ class Case:
 
     `config` holds keyword arguments of the transformers config class on top of `SMALL`. `ablations` are config
     overrides that must each move the logits, or the case would not show that its option is implemented.
-    `shard_size` splits the safetensors file. `rope_seq_len` pins the length used by dynamic NTK scaling.
+    `shard_size` splits the safetensors file, `packed` stores all experts of a layer in one tensor. `rope_seq_len`
+    pins the length used by dynamic NTK scaling.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Case:
     embed_std: float = 0.5
     head_std: float = 1.0
     final_norm: float = 1.0
+    packed: bool = False
 
 
 def scale_rope(**parameters: Any) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from jaxserve import LLM, SamplingParams
 from tests.e2e.helpers import generate_ids, greedy, make_llm, run_on_devices
 from tests.golden_cases import load_case
 
-CASE = "llama_gqa"
-VOCAB = 331
+CASES = ("llama_gqa", "qwen2_moe")
+VOCAB = 83  # the least of the cases'
 ROOT = Path(__file__).parents[2]
 
 
@@ -48,9 +48,14 @@ PROMPTS = make_prompts()
 PARAMS = make_mixed_params(len(PROMPTS))
 
 
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    yield make_llm(CASE, max_num_seqs=4, max_num_batched_tokens=160, page_size=32)
+def llm(case: str) -> Iterator[LLM]:
+    yield make_llm(case, max_num_seqs=4, max_num_batched_tokens=160, page_size=32)
 
 
 @pytest.fixture(scope="module")
@@ -81,15 +86,15 @@ def test_order_of_requests_does_not_matter(llm: LLM, alone: list[list[int]]) -> 
     assert shuffled == [alone[i] for i in order]
 
 
-def test_chunked_plain_loop_equals_alone(alone: list[list[int]]) -> None:
-    chunked = make_llm(CASE, max_num_seqs=4, max_num_batched_tokens=64, async_scheduling=False)
+def test_chunked_plain_loop_equals_alone(case: str, alone: list[list[int]]) -> None:
+    chunked = make_llm(case, max_num_seqs=4, max_num_batched_tokens=64, async_scheduling=False)
     longest = max(len(prompt) for prompt in PROMPTS)
     assert longest > 64, "some prompt must be cut into chunks"
     assert generate_ids(chunked, PROMPTS, PARAMS) == alone
 
 
-def test_preempted_equals_not_preempted(alone: list[list[int]]) -> None:
-    tight = make_llm(CASE, max_num_seqs=4, num_kv_pages_override=7, enable_prefix_caching=False)
+def test_preempted_equals_not_preempted(case: str, alone: list[list[int]]) -> None:
+    tight = make_llm(case, max_num_seqs=4, num_kv_pages_override=7, enable_prefix_caching=False)
     outputs = tight.generate([{"prompt_token_ids": p} for p in PROMPTS], PARAMS, use_tqdm=False)
     assert sum(output.metrics.num_preemptions for output in outputs if output.metrics) > 0
     assert [output.outputs[0].token_ids for output in outputs] == alone
@@ -112,12 +117,15 @@ def test_windowed_groups_equal_with_and_without_pressure() -> None:
 _TP_SCRIPT = """
 import json, sys
 from tests.e2e.helpers import generate_ids, make_llm
-from tests.e2e.test_fast_equals_slow import CASE, PARAMS, PROMPTS
-llm = make_llm(CASE, max_num_seqs=4, max_num_batched_tokens=160, tensor_parallel_size=4)
+from tests.e2e.test_fast_equals_slow import PARAMS, PROMPTS
+by_expert = {"enable_expert_parallel": True} if sys.argv[2:] else {}
+llm = make_llm(sys.argv[1], max_num_seqs=4, max_num_batched_tokens=160, tensor_parallel_size=4, **by_expert)
 assert llm.ready.runner._cache[0].sharding.num_devices == 4
 print(json.dumps(generate_ids(llm, PROMPTS, PARAMS)))
 """
 
 
-def test_tensor_parallel_equals_one_device(alone: list[list[int]]) -> None:
-    assert run_on_devices(4, _TP_SCRIPT) == alone
+def test_tensor_parallel_equals_one_device(case: str, alone: list[list[int]]) -> None:
+    assert run_on_devices(4, _TP_SCRIPT, case) == alone
+    if case.endswith("moe"):
+        assert run_on_devices(4, _TP_SCRIPT, case, "by_expert") == alone

@@ -100,15 +100,15 @@ CASES: dict[str, tuple[Mapping[str, object], str, tuple[str, ...]]] = {
         "model_type",
         ("'t5'", "encoder-decoder", "known are llama"),
     ),
-    "mixtral": (
-        other("mixtral", "MixtralForCausalLM", num_local_experts=8),
+    "dbrx": (
+        other("dbrx", "DbrxForCausalLM", num_local_experts=16),
         "model_type",
-        ("'mixtral'", "mixture of experts", "give a dense model", "mistral is the nearest"),
+        ("'dbrx'", "mixture of experts that is not served yet"),
     ),
-    "qwen3 moe": (
-        other("qwen3_moe", "Qwen3MoeForCausalLM", num_experts=128),
+    "qwen3 next": (
+        other("qwen3_next", "Qwen3NextForCausalLM", num_experts=512),
         "model_type",
-        ("mixture of experts", "qwen3 is the nearest"),
+        ("mixture of experts", "qwen3_moe is the nearest"),
     ),
     "gpt-2": (other("gpt2", "GPT2LMHeadModel"), "model_type", ("'gpt2' is not supported; known are",)),
     "classifier": (

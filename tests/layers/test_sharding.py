@@ -22,8 +22,8 @@ def test_two_axes_on_one_mesh_axis_are_rejected():
 
 
 def test_unknown_axes_are_rejected():
-    with pytest.raises(ValueError, match="'experts'"):
-        DEFAULT_RULES.spec(("experts",))
+    with pytest.raises(ValueError, match="'lanes'"):
+        DEFAULT_RULES.spec(("lanes",))
 
 
 def test_other_rules_replicate():

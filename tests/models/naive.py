@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from safetensors import safe_open
 
 from jaxserve.layers.stack import StackMode, stack_params, stack_specs
-from jaxserve.models.base import DecoderConfig, ParamSpec
+from jaxserve.models.base import DecoderConfig, ParamSpec, WeightSource
 from jaxserve.models.decoder import CacheLayout, compute_logits, forward
 from jaxserve.models.registry import param_specs, weight_sources
 from jaxserve.sharding import DEFAULT_RULES, KV_POOL_AXES
@@ -37,7 +37,7 @@ def build_params(config: DecoderConfig, tensors: Mapping[str, np.ndarray]) -> di
     """The canonical tree, in `config.dtype`; fails on shapes that differ from the specs."""
     specs = param_specs(config)
     params: dict[str, Any] = {"layers": [{} for _ in config.layers]}
-    for path, source in weight_sources(config).items():
+    for path, source in _choose_sources(config, tensors).items():
         leaf = np.asarray(source.build(*(tensors[name] for name in source.names)))
         *parents, name = path.split(".")
         tree, spec_tree = params, specs
@@ -143,4 +143,8 @@ class NaiveRunner:
 
 def unused_tensors(config: DecoderConfig, tensors: Mapping[str, np.ndarray]) -> set[str]:
     """Names that no parameter is made of."""
-    return set(tensors) - {name for source in weight_sources(config).values() for name in source.names}
+    return set(tensors) - {name for source in _choose_sources(config, tensors).values() for name in source.names}
+
+
+def _choose_sources(config: DecoderConfig, tensors: Mapping[str, np.ndarray]) -> dict[str, WeightSource]:
+    return {path: source.choose(tensors.keys()) for path, source in weight_sources(config).items()}

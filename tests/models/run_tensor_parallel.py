@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.layers.stack import get_leaf
-from jaxserve.models.decoder import expand_kv_heads
+from jaxserve.models.decoder import fit_devices
 from jaxserve.models.registry import parse_config
 from jaxserve.sharding import make_mesh
 from tests.models.drafters import (
@@ -27,6 +27,7 @@ from tests.models.naive import NaiveRunner, build_params, make_tensors, shard_pa
 
 SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
 LLAMA = SIZES | {"model_type": "llama", "num_attention_heads": 8, "max_position_embeddings": 64}
+EXPERTS = LLAMA | {"num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 CASES = {
     "llama": (LLAMA | {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}, "unrolled"),
     "one_kv_head_odd_vocabulary": (
@@ -44,17 +45,35 @@ CASES = {
         | {"max_position_embeddings": 64, "query_pre_attn_scalar": 16},
         "stacked",
     ),
+    "slices_of_experts": (
+        EXPERTS | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 64, "mlp_only_layers": [1]},
+        "stacked",
+    ),
+    "whole_experts": (EXPERTS | {"model_type": "qwen3_moe", "norm_topk_prob": True}, "stacked"),
+    "whole_experts_unrolled": (
+        EXPERTS | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 64},
+        "unrolled",
+    ),
 }
+EXPERT_PARALLEL = ("whole_experts", "whole_experts_unrolled")
 
 
-def check_case(hf_config: dict[str, object], mode: str) -> None:
+def list_split_axes(leaves: object, *, by_expert: bool) -> dict[str, int]:
+    """The axis along which four devices share each large leaf of a layer."""
+    if "experts" not in leaves:
+        return {"qkv": -1, "o": -2, "gate_up": -1, "down": -2}
+    experts = {"gate_up": -3, "down": -3} if by_expert else {"gate_up": -1, "down": -2}
+    return {"qkv": -1, "o": -2} | {f"experts.{name}": axis for name, axis in experts.items()}
+
+
+def check_case(hf_config: dict[str, object], mode: str, *, by_expert: bool = False) -> None:
     """Greedy decoding of three ragged rows, on one device and on four."""
     config = parse_config(hf_config)
-    wide = expand_kv_heads(config, 4)
+    wide = fit_devices(config, 4, expert_parallel=by_expert)
     tensors = make_tensors(config, seed=3)
     mesh = make_mesh(4)
     params = shard_params(wide, build_params(wide, tensors), mesh, mode)
-    for name, axis in (("qkv", -1), ("o", -2), ("gate_up", -1), ("down", -2)):
+    for name, axis in list_split_axes(params["layers"][0], by_expert=by_expert).items():
         leaf, _ = get_leaf(params, f"layers.0.{name}.weight")
         assert leaf.addressable_shards[0].data.shape[axis] * 4 == leaf.shape[axis], name
     single = NaiveRunner(config, build_params(config, tensors), 3)
@@ -89,7 +108,7 @@ def check_head() -> None:
 def main() -> None:
     assert jax.device_count() == 4
     for name, case in CASES.items():
-        check_case(*case)
+        check_case(*case, by_expert=name in EXPERT_PARALLEL)
         print(name, flush=True)
     check_head()
     print("eagle3", flush=True)

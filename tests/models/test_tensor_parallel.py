@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.models.decoder import expand_kv_heads
+from jaxserve.models.decoder import fit_devices
 from jaxserve.models.registry import param_specs, parse_config
 from tests.models.run_tensor_parallel import CASES
 
@@ -31,23 +31,23 @@ LLAMA = {
 def test_sizes_that_do_not_fit_are_refused_with_those_that_do():
     config = parse_config(LLAMA)
     with pytest.raises(ConfigError, match=r"tensor_parallel_size: 4 .* sizes that work: \[1, 2, 3, 6, 12\]"):
-        expand_kv_heads(config, 4)
+        fit_devices(config, 4)
     for size in (0, -1, 24):
         with pytest.raises(ConfigError, match="tensor_parallel_size"):
-            expand_kv_heads(config, size)
+            fit_devices(config, size)
     for size in (1, 2, 3, 6, 12):
-        assert expand_kv_heads(config, size).attention.num_kv_heads % size == 0
+        assert fit_devices(config, size).attention.num_kv_heads % size == 0
 
 
 def test_an_odd_vocabulary_is_whole_on_every_device():
-    specs = param_specs(expand_kv_heads(parse_config(LLAMA | {"vocab_size": 331}), 3))
+    specs = param_specs(fit_devices(parse_config(LLAMA | {"vocab_size": 331}), 3))
     assert specs["embed"]["weight"].axes == specs["lm_head"]["weight"].axes == (None, None)
-    assert param_specs(expand_kv_heads(parse_config(LLAMA), 2))["embed"]["weight"].axes == ("vocab", None)
+    assert param_specs(fit_devices(parse_config(LLAMA), 2))["embed"]["weight"].axes == ("vocab", None)
 
 
 def test_one_device_changes_nothing():
     config = parse_config(LLAMA)
-    assert expand_kv_heads(config, 1) == config
+    assert fit_devices(config, 1) == config
 
 
 def test_four_devices_equal_one():

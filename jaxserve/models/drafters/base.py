@@ -8,7 +8,7 @@ from typing import Literal
 
 from jaxserve.errors import ConfigError
 from jaxserve.models.base import DecoderConfig
-from jaxserve.models.decoder import expand_kv_heads
+from jaxserve.models.decoder import fit_devices
 
 Method = Literal["eagle3", "mtp", "draft_model"]
 AuxNorm = Literal["joint", "each"]
@@ -61,12 +61,12 @@ class DrafterModel:
 
 
 def expand_drafter_heads(model: DrafterModel, tensor_parallel_size: int) -> DrafterModel:
-    """Returns the drafter for a mesh of this size, as `expand_kv_heads` does for a model.
+    """Returns the drafter for a mesh of this size, as `fit_devices` does for a model.
 
     Raises ConfigError (field "speculative_config.model") if its heads or feed-forward columns do not divide.
     """
     try:
-        config = expand_kv_heads(model.config, tensor_parallel_size)
+        config = fit_devices(model.config, tensor_parallel_size)
     except ConfigError as error:
         raise ConfigError(f"the drafter and {error}", field=FIELD, value=tensor_parallel_size) from error
     divides = model.draft_vocab_size % tensor_parallel_size == 0

@@ -49,13 +49,14 @@ def run_head_layer(
 ) -> tuple[Stream, jax.Array]:
     """Returns the residual stream [T, D] after a layer, and the pool; `qkv` of the first layer is [2 * D, ...]."""
     config, norm = model.config, model.config.norm
+    kind = config.layers[index]
     if index > 0:
-        return pre_norm_layer(config, leaves, x, ctx)
+        return pre_norm_layer(config, kind, leaves, x, ctx)
     hidden = normalize(norm, leaves["hidden_norm"], x)
     beside = jnp.concatenate([normalize(norm, leaves["embed_norm"], embeds), hidden], axis=-1)
     attended, pages = attend(config.attention, norm, leaves, beside, ctx)
     x = (hidden if model.norm_before_residual else x) + attended
-    return x + gated_mlp(config.mlp, leaves, normalize(norm, leaves["mlp_norm"], x), ctx), pages
+    return x + gated_mlp(kind.mlp, leaves, normalize(norm, leaves["mlp_norm"], x), ctx), pages
 
 
 def finish_states(model: DrafterModel, params: Leaves, x: Stream) -> Stream:

@@ -11,7 +11,7 @@ from jaxserve.layers.attention import AttentionConfig
 from jaxserve.layers.rope import RopeConfig
 from jaxserve.models import llama
 from jaxserve.models.base import DecoderConfig, LayerKind
-from jaxserve.models.common import build_config, read_attention, read_num_layers, read_rope
+from jaxserve.models.common import build_config, read_attention, read_mlp, read_num_layers, read_rope
 from jaxserve.models.drafters.base import AuxNorm, DrafterModel
 from jaxserve.models.drafters.eagle3 import D2T, EMBED, FC, HEAD
 from jaxserve.models.hf_config import HFConfig, check_integer, check_mapping
@@ -198,14 +198,9 @@ def _build_layers(config: HFConfig, attention: AttentionConfig, target: DecoderC
     types = config.get("layer_types")
     if types is not None and types != ["full_attention"] * num_layers:
         raise ConfigError(f"only full_attention is supported, not {shorten(types)}", field="layer_types", value=types)
-    kind = LayerKind(window=None, rope=_read_rope(config, attention.head_dim, target))
-    decoder = build_config(
-        config,
-        "llama",
-        layers=(kind,) * num_layers,
-        attention=attention,
-        mlp_bias=config.flag("mlp_bias"),
-    )
+    mlp = read_mlp(config, bias=config.flag("mlp_bias"))
+    kind = LayerKind(window=None, rope=_read_rope(config, attention.head_dim, target), mlp=mlp)
+    decoder = build_config(config, "llama", layers=(kind,) * num_layers, attention=attention)
     return dataclasses.replace(
         decoder,
         dtype=target.dtype,

@@ -18,7 +18,7 @@ from jaxserve.layers.context import LayerContext
 from jaxserve.layers.linear import linear
 from jaxserve.layers.norm import normalize
 from jaxserve.models import mimo
-from jaxserve.models.base import CheckpointLayer, DecoderConfig, LayerKind, Leaves, Stream, Table
+from jaxserve.models.base import CheckpointLayer, DecoderConfig, Leaves, Stream, Table
 from jaxserve.models.blocks import pre_norm_layer
 from jaxserve.models.drafters.base import DrafterModel
 from jaxserve.models.hf_config import check_integer
@@ -46,7 +46,7 @@ def parse_mtp(raw: Mapping[str, object], target: DecoderConfig) -> DrafterModel:
         )
     config = dataclasses.replace(
         target,
-        layers=(LayerKind(None, target.layers[-1].rope),),
+        layers=(dataclasses.replace(target.layers[-1], window=None),),
         attention=dataclasses.replace(target.attention, kv_scales=None),
     )
     return DrafterModel(
@@ -64,11 +64,10 @@ def run_mtp_layer(
     model: DrafterModel, index: int, leaves: Leaves, embeds: Stream, hidden: Stream, ctx: LayerContext
 ) -> tuple[Stream, jax.Array]:
     """Returns the states [T, D] that the next pass and the target's head read, and the pool."""
-    del index  # it has one layer
     config, norm = model.config, model.config.norm
     parts = [normalize(norm, leaves["hidden_norm"], hidden), normalize(norm, leaves["embed_norm"], embeds)]
     x = linear(ctx, leaves["input_proj"], jnp.concatenate(parts, axis=-1))
-    x, pages = pre_norm_layer(config, leaves, x, ctx)
+    x, pages = pre_norm_layer(config, config.layers[index], leaves, x, ctx)
     return normalize(norm, leaves["out_norm"], x), pages
 
 

@@ -1,0 +1,156 @@
+"""A mixture of experts: each token goes through a few of many feed-forward blocks (Shazeer et al. 2017)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from jaxserve.layers.activations import ACTIVATIONS
+from jaxserve.layers.context import LayerContext, StepContext
+from jaxserve.layers.linear import linear
+from jaxserve.layers.mlp import MLPConfig, gated_mlp
+from jaxserve.layers.router import RouterConfig, route
+from jaxserve.layers.stack import InStack
+from jaxserve.sharding import DEFAULT_RULES, TENSOR_AXIS, Axes
+from pallas_kernels.grouped.api import grouped_matmul
+
+EXPERTS = "experts"
+"""The leaf of all experts of a layer: `gate_up` [2, E, D, F] and `down` [E, F, D]."""
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """`expert` is each of the routed ones, `shared` a block that every token goes through beside them.
+
+    `gated_shared`: a sigmoid of the token weighs what the shared block gives. `by_expert`: on a mesh each device has
+    whole experts; else it has a slice of every one.
+    """
+
+    router: RouterConfig
+    expert: MLPConfig
+    shared: MLPConfig | None = None
+    gated_shared: bool = False
+    by_expert: bool = False
+
+    @property
+    def expert_axes(self) -> tuple[str | None, str | None]:
+        """The logical axes of E and F."""
+        return ("experts", None) if self.by_expert else (None, "ffn")
+
+
+def feed_forward(
+    config: MLPConfig | MoEConfig, leaves: Mapping[str, Any], x: Float[Array, "T D"], ctx: LayerContext
+) -> Float[Array, "T D"]:
+    """Returns the feed-forward block that the layer has: `mix_experts` or `gated_mlp`."""
+    return (mix_experts if isinstance(config, MoEConfig) else gated_mlp)(config, leaves, x, ctx)
+
+
+def mix_experts(
+    config: MoEConfig, leaves: Mapping[str, Any], x: Float[Array, "T D"], ctx: LayerContext
+) -> Float[Array, "T D"]:
+    """Returns the weighted sum of each token's experts, plus the shared block's answer.
+
+    Parameters: `router` (`route`), `experts` and, where there is a shared block, `shared` (`gated_mlp`) and
+    `shared_gate` [D, 1]. Padding tokens go to no expert. On a mesh, all devices route all tokens, each computes what
+    its parameters give, and one sum makes the answer.
+    """
+    num_tokens = ctx.batch.query_start_loc[-1]
+    if ctx.mesh is None:
+        return _mix(config, leaves, x, num_tokens)
+    read = {name: leaves[name] for name in ("router", EXPERTS, "shared", "shared_gate") if name in leaves}
+    sharded = jax.shard_map(
+        lambda *args: lax.psum(_mix(config, *args), TENSOR_AXIS),
+        mesh=ctx.mesh,
+        in_specs=({name: _split(config, name, leaf) for name, leaf in read.items()}, PartitionSpec(), PartitionSpec()),
+        out_specs=PartitionSpec(),
+        check_vma=False,  # kernels state no varying axes
+    )
+    return sharded(read, x, num_tokens)
+
+
+def _mix(
+    config: MoEConfig, leaves: Mapping[str, Any], x: Float[Array, "T D"], num_tokens: Int[Array, ""]
+) -> Float[Array, "T D"]:
+    """Returns what the parameters at hand give: all of the answer, or on a mesh this device's part of the sum."""
+    here = StepContext(mesh=None)
+    experts, weights = route(config.router, leaves["router"], x, here)
+    out = _run_experts(config, leaves[EXPERTS], x, _keep_local(config, leaves, experts, num_tokens), weights)
+    if config.shared is None:
+        return out
+    shared = gated_mlp(config.shared, leaves["shared"], x, here)
+    if config.gated_shared:
+        shared = jax.nn.sigmoid(linear(here, leaves["shared_gate"], x)) * shared
+    return out + shared
+
+
+def _keep_local(
+    config: MoEConfig, leaves: Mapping[str, Any], experts: Int[Array, "T k"], num_tokens: Int[Array, ""]
+) -> Int[Array, "T k"]:
+    """Returns the experts counted from the first that this device has; their number where it lacks one, for padding."""
+    count = _count_experts(leaves[EXPERTS])
+    local = experts - lax.axis_index(TENSOR_AXIS) * count if count < config.router.num_experts else experts
+    is_token = jnp.arange(experts.shape[0])[:, None] < num_tokens
+    return jnp.where(is_token & (local >= 0) & (local < count), local, count)
+
+
+def _run_experts(
+    config: MoEConfig,
+    leaves: Mapping[str, Any],
+    x: Float[Array, "T D"],
+    experts: Int[Array, "T k"],
+    weights: Float[Array, "T k"],
+) -> Float[Array, "T D"]:
+    """Returns the weighted sum over a token's experts, in the order of k; `experts` of no matrix give nothing.
+
+    Rows are sorted by expert, and the answers found again by their place: a scatter that adds would add in any order.
+    """
+    top_k, count = experts.shape[1], _count_experts(leaves)
+    flat = experts.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    sizes = jnp.sum(flat[:, None] == jnp.arange(count), axis=0, dtype=jnp.int32)
+    rows = x[order // top_k]
+    gate, up = (_multiply(leaves["gate_up"], rows, sizes, part) for part in (0, 1))
+    hidden = ACTIVATIONS[config.expert.activation](gate.astype(jnp.float32)).astype(x.dtype) * up
+    answers = _multiply(leaves["down"], hidden, sizes, 0)
+    places = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0]), unique_indices=True)
+    places = places.reshape(experts.shape)
+    total = jnp.zeros(x.shape, jnp.float32)
+    for choice in range(top_k):
+        total += weights[:, choice, None] * answers[places[:, choice]].astype(jnp.float32)
+    return total.astype(x.dtype)
+
+
+def _multiply(
+    leaf: Mapping[str, Any], rows: Float[Array, "M K"], sizes: Int[Array, " E"], part: int
+) -> Float[Array, "M N"]:
+    """Returns the grouped product with one part of a leaf [..., E, K, N], which may lie in a stack of layers."""
+    weight, first = leaf["weight"], 0
+    if isinstance(weight, InStack):
+        weight, first = weight.stack, weight.index * math.prod(weight.shape[:-2])
+    matrices = weight.reshape(-1, *weight.shape[-2:])
+    return grouped_matmul(rows, matrices, sizes, first + part * sizes.shape[0])
+
+
+def _count_experts(leaves: Mapping[str, Any]) -> int:
+    """Returns how many experts this device has."""
+    return leaves["down"]["weight"].shape[-3]
+
+
+def _split(config: MoEConfig, name: str, leaf: Any) -> Any:
+    """Returns how the leaf `name` of a layer lies on the mesh."""
+    expert, column = config.expert_axes if name == EXPERTS else (None, "ffn")
+    axes_of: dict[str, Axes] = {"gate_up": (expert, None, column), "down": (expert, column, None)}
+
+    def split(path: Any, array: jax.Array) -> PartitionSpec:
+        axes = axes_of.get(path[0].key, ())[-array.ndim :]
+        return DEFAULT_RULES.spec((*[None] * (array.ndim - len(axes)), *axes))
+
+    return jax.tree_util.tree_map_with_path(split, leaf)

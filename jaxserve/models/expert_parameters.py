@@ -1,0 +1,120 @@
+"""The parameters of a mixture of experts.
+
+Canonical names per layer: `router.weight` [D, E], `experts.gate_up.weight` [2, E, D, F], `experts.down.weight`
+[E, F, D] and, where the model has them, `router.bias` and `router.correction` [E], `shared.gate_up.weight`,
+`shared.down.weight` and `shared_gate.weight` [D, 1].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from jaxserve.layers.moe import MoEConfig
+from jaxserve.models.base import CheckpointLayer, HostArray, Parameter, ParamSpec, Table, WeightSource
+from jaxserve.models.layouts import Assembled, StackedParts, transpose
+from jaxserve.models.parameters import linear_params, make_source, mlp_params
+from jaxserve.sharding import Axes
+
+
+def moe_params(
+    layer: CheckpointLayer,
+    *,
+    module: str = "mlp",
+    packed_module: str = "mlp",
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    correction: str = "gate.e_score_correction_bias",
+    shared: str = "shared_experts",
+) -> Table:
+    """Returns the router, the experts and the shared block below `module`.
+
+    Experts are read one tensor each (`experts.7.gate_proj`), or all of a layer in one (`experts.gate_up_proj`
+    [E, 2F, D] and `experts.down_proj` [E, D, F]), as transformers 5 holds them.
+
+    Args:
+        packed_module: the module's name in files of the second form.
+        projections: names of gate, up and down.
+        correction: the name of the bias that takes part in the choice of experts.
+        shared: the name of the shared block.
+    """
+    config, moe = layer.config, layer.kind.mlp
+    assert isinstance(moe, MoEConfig)
+    count, hidden = moe.router.num_experts, config.hidden_size
+    table = _router_params(layer, moe, module, packed_module)
+    modules = layer.tensor(f"{module}.experts"), layer.tensor(f"{packed_module}.experts")
+    table |= _expert_params(layer, moe, *modules, projections)
+    if moe.router.correction:
+        source = make_source((layer.tensor(f"{module}.{correction}"),), ((count,),), lambda tensor: tensor)
+        table["router.correction"] = Parameter(ParamSpec((count,), "float32", (None,), "zeros"), source)
+    if moe.shared is not None:
+        inner = mlp_params(layer, moe.shared, f"{module}.{shared}")
+        table |= {f"shared.{name}": parameter for name, parameter in inner.items()}
+    if moe.gated_shared:
+        gate = {layer.tensor(f"{module}.{shared}_gate"): 1}
+        table |= linear_params(config, "shared_gate", gate, (hidden, 1), (None, None), transpose, bias=False)
+    return table
+
+
+def _router_params(layer: CheckpointLayer, moe: MoEConfig, module: str, packed: str) -> Table:
+    shape = (layer.config.hidden_size, moe.router.num_experts)
+
+    def list_params(module: str) -> Table:
+        modules = {layer.tensor(f"{module}.gate"): shape[1]}
+        return linear_params(layer.config, "router", modules, shape, (None, None), transpose, bias=moe.router.bias)
+
+    table, others = list_params(module), list_params(packed)
+    sources = {name: dataclasses.replace(table[name].source, otherwise=others[name].source) for name in table}
+    return {name: Parameter(table[name].spec, source) for name, source in sources.items()}
+
+
+def _expert_params(
+    layer: CheckpointLayer, moe: MoEConfig, module: str, packed: str, projections: tuple[str, str, str]
+) -> Table:
+    hidden, size, count = layer.config.hidden_size, moe.expert.intermediate_size, moe.router.num_experts
+    expert, column = moe.expert_axes
+    gate, up, down = projections
+    gate_up = dataclasses.replace(
+        _single_source(module, (gate, up), count, (size, hidden), _stack_pairs),
+        otherwise=make_source((f"{packed}.gate_up_proj",), ((count, 2 * size, hidden),), _split_pairs),
+    )
+    downs = dataclasses.replace(
+        _single_source(module, (down,), count, (hidden, size), _stack),
+        otherwise=make_source((f"{packed}.down_proj",), ((count, hidden, size),), lambda tensor: _stack(*tensor)),
+    )
+    return {
+        "experts.gate_up.weight": _expert_parameter(
+            layer, (2, count, hidden, size), (None, expert, None, column), gate_up
+        ),
+        "experts.down.weight": _expert_parameter(layer, (count, size, hidden), (expert, column, None), downs),
+    }
+
+
+def _expert_parameter(layer: CheckpointLayer, shape: tuple[int, ...], axes: Axes, source: WeightSource) -> Parameter:
+    return Parameter(ParamSpec(shape, layer.config.dtype, axes, "normal"), source)
+
+
+def _single_source(
+    module: str, parts: Sequence[str], count: int, shape: tuple[int, int], build: Callable[..., HostArray]
+) -> WeightSource:
+    """Returns the source of tensors [out, in] of one expert each, all experts of the first part first."""
+    names = tuple(f"{module}.{index}.{part}.weight" for part in parts for index in range(count))
+    return make_source(names, (shape,) * len(names), build)
+
+
+def _stack(*tensors: np.ndarray) -> StackedParts:
+    """Returns [E, in, out] of E tensors [out, in]."""
+    return StackedParts([transpose(tensor) for tensor in tensors])
+
+
+def _stack_pairs(*tensors: np.ndarray) -> Assembled:
+    """Returns [2, E, in, out] of all gates, then all ups."""
+    count = len(tensors) // 2
+    return StackedParts([_stack(*tensors[:count]), _stack(*tensors[count:])])
+
+
+def _split_pairs(packed: np.ndarray) -> Assembled:
+    """Returns [2, E, in, out] of one tensor [E, 2 * out, in], gate first."""
+    size = packed.shape[1] // 2
+    return StackedParts([_stack(*packed[:, :size]), _stack(*packed[:, size:])])

@@ -1,0 +1,86 @@
+"""Reads what config.json says about a mixture of experts."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jaxserve.errors import ConfigError, shorten
+from jaxserve.layers.moe import MoEConfig
+from jaxserve.layers.router import ExpertGroups, RouterConfig
+from jaxserve.models.base import LayerKind
+from jaxserve.models.common import read_mlp
+from jaxserve.models.hf_config import HFConfig
+
+MAX_EXPERTS = 4096  # bounds the table of a mistyped number
+
+COUNT_KEYS: dict[str, object] = {"num_experts": None, "num_local_experts": None}
+"""Two names for the number of experts: transformers 5 writes another than it reads."""
+
+# Keys that matter in training only.
+TRAINING_KEYS = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
+
+
+def read_experts(
+    config: HFConfig,
+    *,
+    default_count: int,
+    size_key: str = "moe_intermediate_size",
+    normalize: bool,
+    groups: ExpertGroups | None = None,
+    shared_size: int = 0,
+    gated_shared: bool = False,
+    **router: Any,
+) -> MoEConfig:
+    """Returns the mixture of experts.
+
+    Args:
+        default_count: experts where the file states no number.
+        shared_size: columns of the block that every token goes through, 0 for none.
+        router: further fields of RouterConfig.
+    """
+    count = _read_count(config, default_count)
+    top_k = config.integer("num_experts_per_tok")
+    if top_k > count:
+        raise ConfigError(f"{top_k} of {count} experts is not possible", field="num_experts_per_tok", value=top_k)
+    if groups is not None:
+        _check_groups(groups, count, top_k)
+    expert = read_mlp(config, size_key=size_key)
+    return MoEConfig(
+        router=RouterConfig(count, top_k, normalize=normalize, groups=groups, **router),
+        expert=expert,
+        shared=dataclasses.replace(expert, intermediate_size=shared_size) if shared_size else None,
+        gated_shared=gated_shared,
+    )
+
+
+def _read_count(config: HFConfig, default: int) -> int:
+    given = {key: config.integer(key, maximum=MAX_EXPERTS) for key in COUNT_KEYS if config.get(key) is not None}
+    if len(set(given.values())) > 1:
+        raise ConfigError(f"is not num_experts, {given['num_experts']}", field="num_local_experts", value=given)
+    return next(iter(given.values()), default)
+
+
+def _check_groups(groups: ExpertGroups, count: int, top_k: int) -> None:
+    if count % groups.count:
+        raise ConfigError(f"{groups.count} does not divide {count} experts", field="n_group", value=groups.count)
+    size = count // groups.count
+    if groups.chosen > groups.count or groups.chosen * size < top_k or size < groups.judges:
+        message = f"{groups.chosen} of {groups.count} groups of {size} experts cannot give {top_k} experts"
+        raise ConfigError(message, field="topk_group", value=groups.chosen)
+
+
+def read_sparse_layers(config: HFConfig, num_layers: int) -> list[bool]:
+    """Returns whether each layer has experts, by `decoder_sparse_step` and `mlp_only_layers`."""
+    step, dense = config.integer("decoder_sparse_step"), config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(type(index) is not int for index in dense):
+        raise ConfigError(f"must be a list of layers, not {shorten(dense)}", field="mlp_only_layers", value=dense)
+    return [(index + 1) % step == 0 and index not in dense for index in range(num_layers)]
+
+
+def give_experts(layers: tuple[LayerKind, ...], sparse: list[bool], moe: MoEConfig) -> tuple[LayerKind, ...]:
+    """Returns the layers, where those that `sparse` names have experts."""
+    return tuple(
+        dataclasses.replace(kind, mlp=moe) if has_experts else kind
+        for kind, has_experts in zip(layers, sparse, strict=True)
+    )

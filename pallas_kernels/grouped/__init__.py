@@ -1,0 +1,1 @@
+"""Products of rows with a matrix for each group of rows: the experts of a model."""

@@ -1,0 +1,113 @@
+"""Grouped products against their definition, for any sizes of groups."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.grouped.api import grouped_matmul
+from pallas_kernels.grouped.tiles import choose_rows, count_most_tiles, list_tiles
+
+DTYPES = {"float32": 1e-5, "bfloat16": 2e-2}
+
+
+def make(num_rows: int, sizes: list[int], width: int, columns: int, dtype: str, first: int, seed: int = 0):
+    """Rows and a stack of matrices; what must not be read is NaN."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((num_rows, width)).astype(np.float32)
+    w = rng.standard_normal((first + len(sizes) + 1, width, columns)).astype(np.float32) / np.sqrt(width)
+    x[sum(sizes) :] = np.nan
+    w[:first], w[first + len(sizes) :] = np.nan, np.nan
+    for group, size in enumerate(sizes):
+        if size == 0:
+            w[first + group] = np.nan
+    return jnp.asarray(x, dtype), jnp.asarray(w, dtype), jnp.asarray(sizes, jnp.int32)
+
+
+def multiply_rows(x: jax.Array, w: jax.Array, sizes: list[int], first: int) -> np.ndarray:
+    """The definition, a row at a time, in float64."""
+    out, row = np.zeros((x.shape[0], w.shape[2])), 0
+    wide_x, wide_w = np.asarray(x, np.float64), np.asarray(w, np.float64)
+    for group, size in enumerate(sizes):
+        out[row : row + size] = wide_x[row : row + size] @ wide_w[first + group]
+        row += size
+    return out
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[int, list[int], int]:
+    sizes = draw(st.lists(st.integers(0, 20), min_size=1, max_size=12))
+    spare = draw(st.integers(0, 5))
+    return max(1, sum(sizes) + spare), sizes, draw(st.integers(0, 3))
+
+
+@settings(max_examples=60, deadline=None)
+@given(problem=problems(), dtype=st.sampled_from(sorted(DTYPES)))
+def test_any_sizes(problem: tuple[int, list[int], int], dtype: str) -> None:
+    num_rows, sizes, first = problem
+    x, w, counts = make(num_rows, sizes, 16, 24, dtype, first)
+    got = np.asarray(grouped_matmul(x, w, counts, first, impl="xla"), np.float64)
+    np.testing.assert_allclose(got, multiply_rows(x, w, sizes, first), rtol=0, atol=DTYPES[dtype])
+    assert (got[sum(sizes) :] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "width", "columns"),
+    [
+        ([0, 0, 0, 0], 96, 96),  # nothing at all
+        ([300, 0, 0], 96, 32),  # all rows in one group
+        ([1], 2880, 96),
+        ([0, 7, 0, 130, 1, 64], 96, 2880),
+        ([2] * 24, 7168, 8),
+        ([1] * 5 + [0] * 123, 96, 96),  # few rows for many groups: the tiles of one row
+    ],
+)
+@pytest.mark.parametrize("impl", ["xla", "reference"])
+def test_shapes_of_models(sizes: list[int], width: int, columns: int, impl: str) -> None:
+    x, w, counts = make(max(1, sum(sizes)), sizes, width, columns, "float32", 0)
+    got = grouped_matmul(x, w, counts, impl=impl)
+    np.testing.assert_allclose(got, multiply_rows(x, w, sizes, 0), rtol=0, atol=2e-5)
+
+
+def test_a_stack_may_be_entered_anywhere_by_a_traced_number() -> None:
+    x, w, counts = make(9, [4, 0, 5], 16, 8, "float32", 6)
+    got = jax.jit(lambda first: grouped_matmul(x, w, counts, first))(jnp.int32(6))
+    np.testing.assert_allclose(got, multiply_rows(x, w, [4, 0, 5], 6), rtol=0, atol=1e-5)
+
+
+@settings(max_examples=100, deadline=None)
+@given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=20), rows=st.sampled_from([1, 2, 8, 16]))
+def test_tiles_cover_each_group_once(sizes: list[int], rows: int) -> None:
+    num_rows = max(1, sum(sizes))
+    tiles = list_tiles(jnp.asarray(sizes, jnp.int32), num_rows, rows)
+    count = int(tiles.count)
+    assert count == sum(-(-size // rows) for size in sizes) <= count_most_tiles(num_rows, len(sizes), rows)
+    covered = []
+    ends = np.cumsum(sizes)
+    for group, start in zip(tiles.groups[:count].tolist(), tiles.starts[:count].tolist(), strict=True):
+        covered += [(group, row) for row in range(start, min(start + rows, ends[group]))]
+    assert covered == [(group, row) for group, end in enumerate(ends) for row in range(end - sizes[group], end)]
+    assert len(set(tiles.starts[count:].tolist())) <= 1, "behind the last tile it is repeated"
+
+
+def test_rows_of_a_tile() -> None:
+    assert [choose_rows(rows, 128) for rows in (1, 128, 2000, 16384, 10**6)] == [8, 8, 16, 128, 128]
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "sizes", "impl", "said"),
+    [
+        ((4, 8), (2, 9, 3), (2,), None, "wants w"),
+        ((4, 8), (2, 8, 3), (3,), None, "wants w"),
+        ((4, 8), (2, 8, 3), (2,), "mxu", "impl must be one of"),
+    ],
+)
+def test_bad_calls(x: tuple[int, ...], w: tuple[int, ...], sizes: tuple[int, ...], impl: str | None, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        grouped_matmul(jnp.zeros(x), jnp.zeros(w), jnp.zeros(sizes, jnp.int32), impl=impl)
+    with pytest.raises(ValueError, match="one dtype"):
+        grouped_matmul(jnp.zeros((4, 8)), jnp.zeros((2, 8, 3), jnp.bfloat16), jnp.zeros(2, jnp.int32))
