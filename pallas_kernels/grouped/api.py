@@ -7,7 +7,15 @@ from importlib import import_module
 import jax
 import jax.numpy as jnp
 
-IMPLS = ("reference", "xla")
+from pallas_kernels.backends import choose_impl
+from pallas_kernels.platform import traced_device_kind, traced_platform
+
+_HOMES = {  # by name: a module and its function
+    "reference": ("reference", "multiply"),
+    "xla": ("xla", "multiply"),
+    "tpu": ("tpu", "multiply"),
+    "tpu_interpret": ("tpu", "multiply_interpreted"),
+}
 
 
 def grouped_matmul(
@@ -34,13 +42,21 @@ def grouped_matmul(
         raise ValueError(f"x {x.shape} wants w [>= G, {x.shape[-1]}, N] and sizes [G], got {w.shape} and {sizes.shape}")
     if x.dtype != w.dtype:
         raise ValueError(f"x is {x.dtype} and w is {w.dtype}; they must be of one dtype")
-    name = choose_grouped_impl() if impl is None else impl
-    if name not in IMPLS:
-        raise ValueError(f"impl must be one of {', '.join(IMPLS)} or None, got {impl!r}")
-    module = import_module(f"pallas_kernels.grouped.{name}")
-    return module.multiply(x, w, sizes.astype(jnp.int32), jnp.asarray(first, jnp.int32))
+    name = choose_grouped_impl(traced_platform(), traced_device_kind())[0] if impl is None else impl
+    if name not in _HOMES:
+        raise ValueError(f"impl must be one of {', '.join(_HOMES)} or None, got {impl!r}")
+    module, function = _HOMES[name]
+    multiply = getattr(import_module(f"pallas_kernels.grouped.{module}"), function)
+    return multiply(x, w, sizes.astype(jnp.int32), jnp.asarray(first, jnp.int32))
 
 
-def choose_grouped_impl() -> str:
-    """The implementation that `impl=None` means on the device that is traced for."""
-    return "xla"
+def choose_grouped_impl(platform: str, device_kind: str = "") -> tuple[str, str]:
+    """The implementation that `impl=None` means on a device, and the reason for users; arguments as `choose_impl`'s."""
+    if choose_impl(platform, device_kind)[0] == "tpu":
+        return "tpu", f"a Pallas kernel for grouped products, compiled for {device_kind}"
+    if platform == "cpu":
+        return "xla", "portable grouped products: a loop over tiles of rows"
+    return (
+        "xla",
+        f"portable grouped products, which are slow here: there is no kernel for {device_kind or platform} yet",
+    )

@@ -27,11 +27,41 @@ def list_tiles(sizes: jax.Array, num_rows: int, rows: int) -> Tiles:
     ends = jnp.cumsum(per_group)
     indices = jnp.arange(max(1, count_most_tiles(num_rows, sizes.shape[0], rows)), dtype=jnp.int32)
     indices = jnp.minimum(indices, jnp.maximum(ends[-1] - 1, 0))
-    groups = jnp.sum(ends[None, :] <= indices[:, None], axis=1, dtype=jnp.int32)
-    groups = jnp.minimum(groups, sizes.shape[0] - 1)
+    groups = _find_groups(ends, indices)
     first_rows = jnp.cumsum(sizes) - sizes
     starts = first_rows[groups] + (indices - (ends - per_group)[groups]) * rows
     return Tiles(groups, starts.astype(jnp.int32), ends[-1].astype(jnp.int32))
+
+
+class Visits(NamedTuple):
+    """Tiles on a grid of rows, each with the groups that have rows in it, one after the other."""
+
+    groups: jax.Array  # [max_visits] i32
+    tiles: jax.Array  # [max_visits] i32
+    starts: jax.Array  # [max_visits] i32, the group's first row
+    ends: jax.Array  # [max_visits] i32, the row behind its last
+    count: jax.Array  # [] i32; behind the last visit, entries repeat it
+
+
+def list_visits(sizes: jax.Array, num_rows: int, rows: int) -> Visits:
+    """The visits of tiles of `rows` rows by groups of `sizes` rows, `num_rows` at most in all."""
+    ends = jnp.cumsum(sizes)
+    starts = ends - sizes
+    first_tiles = starts // rows
+    per_group = jnp.where(sizes > 0, (ends - 1) // rows - first_tiles + 1, 0)
+    visit_ends = jnp.cumsum(per_group)
+    most = max(1, min(num_rows, -(-num_rows // rows) + sizes.shape[0] - 1))
+    indices = jnp.minimum(jnp.arange(most, dtype=jnp.int32), jnp.maximum(visit_ends[-1] - 1, 0))
+    groups = _find_groups(visit_ends, indices)
+    tiles = first_tiles[groups] + indices - (visit_ends - per_group)[groups]
+    fields = groups, tiles, starts[groups], ends[groups], visit_ends[-1]
+    return Visits(*(field.astype(jnp.int32) for field in fields))
+
+
+def _find_groups(ends: jax.Array, indices: jax.Array) -> jax.Array:
+    """The group of each entry, where group g's entries end at `ends[g]`."""
+    groups = jnp.sum(ends[None, :] <= indices[:, None], axis=1, dtype=jnp.int32)
+    return jnp.minimum(groups, ends.shape[0] - 1)
 
 
 def choose_rows(num_rows: int, num_groups: int, *, least: int = 8, most: int = 128) -> int:

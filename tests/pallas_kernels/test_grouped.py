@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.grouped.api import grouped_matmul
-from pallas_kernels.grouped.tiles import choose_rows, count_most_tiles, list_tiles
+from pallas_kernels.grouped.tiles import choose_rows, count_most_tiles, list_tiles, list_visits
 
 DTYPES = {"float32": 1e-5, "bfloat16": 2e-2}
 
@@ -45,12 +45,13 @@ def problems(draw: st.DrawFn) -> tuple[int, list[int], int]:
     return max(1, sum(sizes) + spare), sizes, draw(st.integers(0, 3))
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("impl", ["xla", "tpu_interpret"])
+@settings(max_examples=40, deadline=None)
 @given(problem=problems(), dtype=st.sampled_from(sorted(DTYPES)))
-def test_any_sizes(problem: tuple[int, list[int], int], dtype: str) -> None:
+def test_any_sizes(impl: str, problem: tuple[int, list[int], int], dtype: str) -> None:
     num_rows, sizes, first = problem
     x, w, counts = make(num_rows, sizes, 16, 24, dtype, first)
-    got = np.asarray(grouped_matmul(x, w, counts, first, impl="xla"), np.float64)
+    got = np.asarray(grouped_matmul(x, w, counts, first, impl=impl), np.float64)
     np.testing.assert_allclose(got, multiply_rows(x, w, sizes, first), rtol=0, atol=DTYPES[dtype])
     assert (got[sum(sizes) :] == 0).all()
 
@@ -66,7 +67,7 @@ def test_any_sizes(problem: tuple[int, list[int], int], dtype: str) -> None:
         ([1] * 5 + [0] * 123, 96, 96),  # few rows for many groups: the tiles of one row
     ],
 )
-@pytest.mark.parametrize("impl", ["xla", "reference"])
+@pytest.mark.parametrize("impl", ["xla", "reference", "tpu_interpret"])
 def test_shapes_of_models(sizes: list[int], width: int, columns: int, impl: str) -> None:
     x, w, counts = make(max(1, sum(sizes)), sizes, width, columns, "float32", 0)
     got = grouped_matmul(x, w, counts, impl=impl)
@@ -92,6 +93,21 @@ def test_tiles_cover_each_group_once(sizes: list[int], rows: int) -> None:
         covered += [(group, row) for row in range(start, min(start + rows, ends[group]))]
     assert covered == [(group, row) for group, end in enumerate(ends) for row in range(end - sizes[group], end)]
     assert len(set(tiles.starts[count:].tolist())) <= 1, "behind the last tile it is repeated"
+
+
+@settings(max_examples=100, deadline=None)
+@given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=20), rows=st.sampled_from([2, 8, 16]))
+def test_visits_cover_each_row_once_tile_by_tile(sizes: list[int], rows: int) -> None:
+    visits = list_visits(jnp.asarray(sizes, jnp.int32), max(1, sum(sizes)), rows)
+    count = int(visits.count)
+    assert count <= visits.tiles.shape[0]
+    lists = [field[:count].tolist() for field in visits[:4]]
+    covered = []
+    for group, tile, start, end in zip(*lists, strict=True):
+        covered += [(group, row) for row in range(max(start, tile * rows), min(end, (tile + 1) * rows))]
+    ends = np.cumsum(sizes)
+    assert covered == [(group, row) for group, end in enumerate(ends) for row in range(end - sizes[group], end)]
+    assert lists[1] == sorted(lists[1]), "a tile's visits are neighbours"
 
 
 def test_rows_of_a_tile() -> None:

@@ -1,0 +1,84 @@
+"""A grouped product for TPUs (Pallas): tiles of rows visit the matrices of the groups in them.
+
+Tiles lie on a fixed grid, as blocks of a TPU's pipeline must, and a tile with rows of several groups is visited once
+for each. The pipeline copies a block only where its index changes, so a decode step reads each matrix once. The scheme
+is that of megablox (Gale et al. 2022, as in jax's `ops.tpu.megablox`), without its loop over K: a visit has all of K.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.grouped.tiles import choose_rows, list_visits
+from pallas_kernels.tpu.config import VMEM_LIMIT
+
+_LANES = 128
+_BLOCK_BYTES = 4 * 2**20  # of a matrix; two are in memory at once
+
+
+def multiply(x: jax.Array, w: jax.Array, sizes: jax.Array, first: jax.Array, *, interpret: bool = False) -> jax.Array:
+    """See `grouped_matmul`."""
+    num_rows, width = x.shape
+    least = 32 // x.dtype.itemsize  # rows of a tile of the memory
+    rows = choose_rows(num_rows, sizes.shape[0], least=least)
+    padded = jnp.pad(x, ((0, -num_rows % rows), (0, 0)))
+    visits = list_visits(sizes, num_rows, rows)
+    columns = _choose_columns(width, w.shape[2], w.dtype.itemsize)
+    out = pl.pallas_call(
+        partial(_visit, rows=rows, precision=lax.Precision.HIGHEST if w.dtype == jnp.float32 else None),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=4,
+            grid=(pl.cdiv(w.shape[2], columns), jnp.maximum(visits.count, 1)),
+            in_specs=[
+                pl.BlockSpec((rows, width), lambda _, visit, groups, tiles, *__: (tiles[visit], 0)),
+                pl.BlockSpec((None, width, columns), lambda block, visit, groups, *_: (groups[visit], 0, block)),
+            ],
+            out_specs=pl.BlockSpec((rows, columns), lambda block, visit, groups, tiles, *_: (tiles[visit], block)),
+        ),
+        out_shape=jax.ShapeDtypeStruct((padded.shape[0], w.shape[2]), x.dtype),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
+        ),
+        interpret=interpret,
+        name="grouped_matmul",
+    )(first + visits.groups, visits.tiles, visits.starts, visits.ends, padded, w)
+    used = jnp.arange(num_rows)[:, None] < jnp.sum(sizes)
+    return jnp.where(used, out[:num_rows], 0)
+
+
+def _visit(
+    groups: jax.Ref,
+    tiles: jax.Ref,
+    starts: jax.Ref,
+    ends: jax.Ref,
+    x_ref: jax.Ref,  # [rows, K]
+    w_ref: jax.Ref,  # [K, columns]
+    out_ref: jax.Ref,  # [rows, columns]
+    *,
+    rows: int,
+    precision: lax.Precision | None,
+) -> None:
+    """Writes the rows of the visit's group; those of groups before it stay in the block."""
+    del groups
+    visit = pl.program_id(1)
+    product = jnp.dot(x_ref[...], w_ref[...], preferred_element_type=jnp.float32, precision=precision)
+    row = tiles[visit] * rows + lax.broadcasted_iota(jnp.int32, product.shape, 0)
+    is_own = (row >= starts[visit]) & (row < ends[visit])
+    out_ref[...] = jnp.where(is_own, product, out_ref[...].astype(jnp.float32)).astype(out_ref.dtype)
+
+
+def _choose_columns(width: int, columns: int, itemsize: int) -> int:
+    """The columns of a block: as many whole lanes as its bytes allow."""
+    fit = max(_LANES, _BLOCK_BYTES // (width * itemsize) // _LANES * _LANES)
+    return min(fit, -(-columns // _LANES) * _LANES)
+
+
+def multiply_interpreted(x: jax.Array, w: jax.Array, sizes: jax.Array, first: jax.Array) -> jax.Array:
+    """`multiply` in the interpreter, for tests."""
+    return multiply(x, w, sizes, first, interpret=True)
