@@ -36,6 +36,8 @@ CHILD_SECONDS = 1800
 LOG_COLUMNS = 180
 TEXT_COLUMNS = ("program", "device", "compiler", "kernel", "")
 KERNELS = ("-m", "pallas_kernels.testing.compile_gate")
+GROUPED = ("-m", "pallas_kernels.testing.grouped_gate")
+GROUPED_TARGETS = ("h200", "v5e", "v6e", "tpu7x")  # grouped products have no kernel for the others
 STEPS = ("scripts/compile_step.py",)
 STEP_TARGETS = ("h200", "v5e")
 FULL_STEP_TARGETS = ("v6e", "tpu7x")  # and these, where everything is asked for
@@ -241,6 +243,7 @@ def list_jobs(targets: Sequence[str], *, full: bool = False, lower_only: bool = 
     with_steps = STEP_TARGETS + FULL_STEP_TARGETS if full else STEP_TARGETS
     steps = [Job(STEPS, TARGETS[name]) for name in targets if name in with_steps]
     kernels = [Job(KERNELS, TARGETS[name]) for name in targets]
+    kernels += [Job(GROUPED, TARGETS[name]) for name in targets if name in GROUPED_TARGETS]
     if not full or lower_only:
         return [*steps, *kernels]
     return [*steps, *kernels, *(replace(job, release=OLDEST) for job in kernels if job.target.platform == "gpu")]

@@ -124,7 +124,8 @@ def _run_experts(
     places = places.reshape(experts.shape)
     total = jnp.zeros(x.shape, jnp.float32)
     for choice in range(top_k):
-        total += weights[:, choice, None] * answers[places[:, choice]].astype(jnp.float32)
+        part = weights[:, choice, None] * answers[places[:, choice]].astype(jnp.float32)
+        total += jnp.where(experts[:, choice, None] < count, part, 0.0)
     return total.astype(x.dtype)
 
 

@@ -1,4 +1,8 @@
-"""The public call, and which implementation answers it."""
+"""The public call, and which implementation answers it.
+
+An implementation is a module with `multiply(x, w, sizes, first)` and, where it cannot do everything,
+`find_obstacle(width, columns, dtype) -> str | None`, in words for users.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,18 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.backends import choose_impl
+from pallas_kernels.mosaic_gpu.toolkit import find_compiler_obstacle
 from pallas_kernels.platform import traced_device_kind, traced_platform
 
 _HOMES = {  # by name: a module and its function
     "reference": ("reference", "multiply"),
     "xla": ("xla", "multiply"),
+    "gpu": ("hopper", "multiply"),
+    "gpu_interpret": ("hopper", "multiply_interpreted"),
     "tpu": ("tpu", "multiply"),
     "tpu_interpret": ("tpu", "multiply_interpreted"),
 }
+_DEVICES = {"gpu": "Hopper", "tpu": "TPUs from v5e on"}  # of the kernels
 
 
 def grouped_matmul(
@@ -30,33 +38,45 @@ def grouped_matmul(
 
     Rows are sorted by group: the first `sizes[0]` belong to group 0, and so on. Group g has the matrix
     `w[first + g]`, so that `w` can be the stack of all layers, which would be copied if it were sliced. Rows behind the
-    last group's are zero in the result, whatever they hold, and matrices of empty groups are not read.
+    last group's may hold anything, and so does the result there. Matrices of empty groups are not read.
 
     Args:
         impl: the implementation; None for the best one on the device that is traced for.
 
     Raises:
-        ValueError: shapes or dtypes do not fit each other, or the implementation is unknown.
+        ValueError: shapes or dtypes do not fit each other, or the implementation is unknown or cannot do them.
     """
     if x.ndim != 2 or w.ndim != 3 or sizes.ndim != 1 or x.shape[1] != w.shape[1] or sizes.shape[0] > w.shape[0]:
         raise ValueError(f"x {x.shape} wants w [>= G, {x.shape[-1]}, N] and sizes [G], got {w.shape} and {sizes.shape}")
     if x.dtype != w.dtype:
         raise ValueError(f"x is {x.dtype} and w is {w.dtype}; they must be of one dtype")
-    name = choose_grouped_impl(traced_platform(), traced_device_kind())[0] if impl is None else impl
-    if name not in _HOMES:
+    if impl is None:
+        impl, _ = choose_grouped_impl(
+            *w.shape[1:], x.dtype, platform=traced_platform(), device_kind=traced_device_kind()
+        )
+    if impl not in _HOMES:
         raise ValueError(f"impl must be one of {', '.join(_HOMES)} or None, got {impl!r}")
-    module, function = _HOMES[name]
-    multiply = getattr(import_module(f"pallas_kernels.grouped.{module}"), function)
+    home, function = _HOMES[impl]
+    multiply = getattr(import_module(f"pallas_kernels.grouped.{home}"), function)
     return multiply(x, w, sizes.astype(jnp.int32), jnp.asarray(first, jnp.int32))
 
 
-def choose_grouped_impl(platform: str, device_kind: str = "") -> tuple[str, str]:
-    """The implementation that `impl=None` means on a device, and the reason for users; arguments as `choose_impl`'s."""
-    if choose_impl(platform, device_kind)[0] == "tpu":
-        return "tpu", f"a Pallas kernel for grouped products, compiled for {device_kind}"
+def choose_grouped_impl(
+    width: int, columns: int, dtype: jnp.dtype | str, *, platform: str, device_kind: str = ""
+) -> tuple[str, str]:
+    """The implementation that `impl=None` means for matrices [width, columns] on a device, and the reason for users.
+
+    `platform` and `device_kind` are those of `choose_impl`, and the kernels run where those of attention do.
+    """
+    name, _ = choose_impl(platform, device_kind)
+    if name in _DEVICES:
+        module = import_module(f"pallas_kernels.grouped.{_HOMES[name][0]}")
+        obstacle = module.find_obstacle(width, columns, dtype) if hasattr(module, "find_obstacle") else None
+        obstacle = find_compiler_obstacle() if obstacle is None and name == "gpu" else obstacle
+        if obstacle is None:
+            return name, f"a Pallas kernel for grouped products, compiled for {device_kind}"
+        return "xla", f"portable grouped products, which are slow here: {obstacle}"
     if platform == "cpu":
         return "xla", "portable grouped products: a loop over tiles of rows"
-    return (
-        "xla",
-        f"portable grouped products, which are slow here: there is no kernel for {device_kind or platform} yet",
-    )
+    kernels = " and ".join(_DEVICES.values())
+    return "xla", f"portable grouped products, which are slow here: the kernels are for {kernels}"

@@ -30,7 +30,7 @@ def multiply(x: jax.Array, w: jax.Array, sizes: jax.Array, first: jax.Array, *, 
     padded = jnp.pad(x, ((0, -num_rows % rows), (0, 0)))
     visits = list_visits(sizes, num_rows, rows)
     columns = _choose_columns(width, w.shape[2], w.dtype.itemsize)
-    out = pl.pallas_call(
+    return pl.pallas_call(
         partial(_visit, rows=rows, precision=lax.Precision.HIGHEST if w.dtype == jnp.float32 else None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
@@ -47,9 +47,7 @@ def multiply(x: jax.Array, w: jax.Array, sizes: jax.Array, first: jax.Array, *, 
         ),
         interpret=interpret,
         name="grouped_matmul",
-    )(first + visits.groups, visits.tiles, visits.starts, visits.ends, padded, w)
-    used = jnp.arange(num_rows)[:, None] < jnp.sum(sizes)
-    return jnp.where(used, out[:num_rows], 0)
+    )(first + visits.groups, visits.tiles, visits.starts, visits.ends, padded, w)[:num_rows]
 
 
 def _visit(

@@ -17,6 +17,7 @@ from pallas_kernels.targets import TARGETS
 from pallas_kernels.testing.gate_report import ProgramReport
 from scripts.compile_step import list_steps
 from scripts.test_kernels import (
+    GROUPED,
     KERNELS,
     NEWEST,
     OLDEST,
@@ -117,7 +118,8 @@ def test_everything_is_compiled_by_both_cuda_compilers(tmp_path: Path) -> None:
     gpus = [target for target in TARGETS.values() if target.platform == "gpu"]
     more = [job for job in everything if job not in normal]
     steps = [Job(STEPS, TARGETS[name]) for name in ("v6e", "tpu7x")]
-    assert more == [*steps, *(Job(KERNELS, target, OLDEST) for target in gpus)]
+    kernels = [Job(KERNELS, target, OLDEST) for target in gpus]
+    assert more == [*steps, *kernels, Job(GROUPED, TARGETS["h200"], OLDEST)]
     assert {job.release for job in list_jobs(list(TARGETS), full=True, lower_only=True)} == {NEWEST}
     assert "nvidia-cuda-nvcc==13.0.*" in list_requirements("gpu", OLDEST)
     assert find_folder("gpu", tmp_path, OLDEST) != find_folder("gpu", tmp_path)

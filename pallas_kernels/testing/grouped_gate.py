@@ -1,0 +1,94 @@
+"""Compiles the grouped products of real models for a device that is not attached, as `compile_gate` does attention.
+
+python -m pallas_kernels.testing.grouped_gate h200 --json
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.grouped.api import choose_grouped_impl, grouped_matmul
+from pallas_kernels.targets import find_target, open_devices
+from pallas_kernels.testing.compile_gate import Gate, make_parser, print_report
+from pallas_kernels.testing.gate_report import ProgramReport
+
+NUM_LAYERS = 4  # in the stack, so that a copy of it shows among temporaries
+DECODE_TOKENS, MIXED_TOKENS = 64, 2048
+
+
+@dataclass(frozen=True)
+class GroupedShape:
+    """The experts of one device: E matrices [K, N] each, of which a token has `top_k`."""
+
+    name: str
+    num_experts: int
+    top_k: int
+    width: int  # K
+    columns: int  # N
+
+
+SHAPES = (
+    GroupedShape("qwen3-30b-a3b, up", 128, 8, 2048, 768),
+    GroupedShape("qwen3-30b-a3b, down", 128, 8, 768, 2048),
+    GroupedShape("mixtral-8x7b, up", 8, 2, 4096, 14336),
+    GroupedShape("mixtral-8x7b, down", 8, 2, 14336, 4096),
+    GroupedShape("gpt-oss-20b", 32, 4, 2880, 2880),
+    GroupedShape("deepseek-v3, up, one of 8 devices", 256, 8, 7168, 256),
+    GroupedShape("deepseek-v3, down, one of 8 devices", 256, 8, 256, 7168),
+    GroupedShape("kimi-k2, up, experts on 8 devices", 48, 8, 7168, 2048),
+    GroupedShape("kimi-k2, down, experts on 8 devices", 48, 8, 2048, 7168),
+)
+SAMPLE = 2  # shapes that every run of the gate compiles
+
+
+def list_programs(*, full: bool) -> list[tuple[str, GroupedShape, int]]:
+    """Name, shape and tokens of each program."""
+    buckets = {"decode": DECODE_TOKENS, "mixed": MIXED_TOKENS}
+    shapes = SHAPES if full else SHAPES[:SAMPLE]
+    return [(f"{name}: {shape.name}", shape, tokens) for shape in shapes for name, tokens in buckets.items()]
+
+
+def measure_grouped(gate: Gate, name: str, shape: GroupedShape, num_tokens: int, *, impl: str) -> ProgramReport:
+    """Compiles one product with the matrices of the last layer in a stack."""
+    target = gate.target
+    chosen, reason = choose_grouped_impl(
+        shape.width, shape.columns, jnp.bfloat16, platform=target.platform, device_kind=target.device_kind
+    )
+    report = ProgramReport(name, target.name, impl=impl, reason=reason)
+    if impl == target.impl != chosen:
+        return replace(report, error=f"{chosen} is chosen: {reason}")
+    sharding = jax.sharding.SingleDeviceSharding(gate.devices[0]) if gate.devices else None
+
+    def describe(dims: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype), sharding=sharding)
+
+    first = (NUM_LAYERS - 1) * shape.num_experts
+    arrays = (
+        describe((num_tokens * shape.top_k, shape.width), "bfloat16"),
+        describe((NUM_LAYERS * shape.num_experts, shape.width, shape.columns), "bfloat16"),
+        describe((shape.num_experts,), "int32"),
+    )
+    jitted = jax.jit(lambda x, params, sizes: grouped_matmul(x, params, sizes, first, impl=impl))
+    return gate.measure(report, lambda: jitted.trace(*arrays))
+
+
+def main() -> None:
+    args = make_parser(__doc__ or "").parse_args()
+    target = find_target(args.target)
+    programs = list_programs(full=args.full)
+    if args.list:
+        print(*(name for name, _, _ in programs), sep="\n")
+        return
+    gate = Gate(target, [] if args.lower_only else open_devices(target))
+    for name, shape, num_tokens in programs:
+        if args.only is None or name in args.only:
+            print_report(
+                measure_grouped(gate, name, shape, num_tokens, impl=args.impl or target.impl), as_json=args.json
+            )
+
+
+if __name__ == "__main__":
+    main()
