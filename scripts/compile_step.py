@@ -1,4 +1,5 @@
-"""Compiles whole engine steps for devices that are not attached: the largest programs of an 8B model, one of each kind.
+"""Compiles whole engine steps for devices that are not attached: the largest programs of a dense model and of one with
+experts, one of each kind.
 
 A child process of `scripts/test_kernels.py`, like `pallas_kernels.testing.compile_gate`, which lists its requirements.
 The programs are the engine's own, with pools of the size that the engine would plan; the arguments are abstract.
@@ -6,6 +7,7 @@ The programs are the engine's own, with pools of the size that the engine would 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -25,7 +27,7 @@ from pallas_kernels.targets import Target, find_target, open_devices
 from pallas_kernels.testing.compile_gate import Gate, make_parser, print_report
 from pallas_kernels.testing.gate_report import ProgramReport
 
-PRESET = "llama-3.1-8b"
+DENSE, EXPERTS = "llama-3.1-8b", "qwen3-30b-a3b"
 DEVICE_COUNTS = {"gpu": (1, 2), "tpu": (8,)}  # the first always, the others in the full gate
 FEW_LAYERS = 4  # enough to show what is wrong in a step; the full gate compiles all layers
 MEMORY_SHARE = 0.9
@@ -33,16 +35,23 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 3}
 
 
 def make_step_shapes(
-    target: Target, *, num_devices: int, num_layers: int | None, impl: str, drafts: Mapping[str, Any] | None = None
+    target: Target,
+    preset: str = DENSE,
+    *,
+    num_devices: int,
+    num_layers: int | None,
+    impl: str,
+    drafts: Mapping[str, Any] | None = None,
 ) -> Shapes:
     """Returns the shapes with which the engine would serve the preset on the target, with all layers or fewer."""
-    hf_config = dict(load_preset(PRESET) or {})
+    hf_config = dict(load_preset(preset) or {})
     if num_layers is not None:
         hf_config["num_hidden_layers"] = num_layers
     config = EngineConfig.from_options(
-        model=PRESET,
+        model=preset,
         load_format="dummy",
         tensor_parallel_size=num_devices,
+        enable_expert_parallel=preset == EXPERTS and num_devices > 1,
         attention_impl=impl,
         speculative_config=drafts,
     )
@@ -75,16 +84,18 @@ def list_steps(target: Target, *, full: bool, impl: str) -> dict[str, tuple[Shap
     The full gate has the largest verify bucket, too.
     """
     steps = {}
-    for num_devices in DEVICE_COUNTS[target.platform][: None if full else 1]:
-        shapes = make_step_shapes(target, num_devices=num_devices, num_layers=None if full else FEW_LAYERS, impl=impl)
+    counts = DEVICE_COUNTS[target.platform][: None if full else 1]
+    for preset, num_devices in itertools.product((DENSE, EXPERTS), counts):
+        num_layers = None if full else FEW_LAYERS
+        shapes = make_step_shapes(target, preset, num_devices=num_devices, num_layers=num_layers, impl=impl)
         rows = max(shapes.buckets.row_counts)
         for bucket in (Bucket(rows, rows), shapes.buckets.largest):
-            name = f"step {bucket}: {PRESET}, {shapes.model.num_layers} layers, {num_devices} devices"
+            name = f"step {bucket}: {preset}, {shapes.model.num_layers} layers, {num_devices} devices"
             steps[name] = shapes, bucket
     if full:
         shapes = make_step_shapes(target, num_devices=1, num_layers=FEW_LAYERS, impl=impl, drafts=DRAFTS)
         bucket = shapes.buckets.find_verify(max(rows for rows, _ in shapes.buckets.verify_sizes), 2)
-        steps[f"step {bucket}: {PRESET}, {FEW_LAYERS} layers, 1 devices"] = shapes, bucket
+        steps[f"step {bucket}: {DENSE}, {FEW_LAYERS} layers, 1 devices"] = shapes, bucket
     return steps
 
 

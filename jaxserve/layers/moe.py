@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -117,9 +116,9 @@ def _run_experts(
     order = jnp.argsort(flat, stable=True)
     sizes = jnp.sum(flat[:, None] == jnp.arange(count), axis=0, dtype=jnp.int32)
     rows = x[order // top_k]
-    gate, up = (_multiply(leaves["gate_up"], rows, sizes, part) for part in (0, 1))
+    gate, up = _multiply(leaves["gate_up"], rows, sizes, parts=2)
     hidden = ACTIVATIONS[config.expert.activation](gate.astype(jnp.float32)).astype(x.dtype) * up
-    answers = _multiply(leaves["down"], hidden, sizes, 0)
+    (answers,) = _multiply(leaves["down"], hidden, sizes, parts=1)
     places = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0]), unique_indices=True)
     places = places.reshape(experts.shape)
     total = jnp.zeros(x.shape, jnp.float32)
@@ -130,14 +129,13 @@ def _run_experts(
 
 
 def _multiply(
-    leaf: Mapping[str, Any], rows: Float[Array, "M K"], sizes: Int[Array, " E"], part: int
-) -> Float[Array, "M N"]:
-    """Returns the grouped product with one part of a leaf [..., E, K, N], which may lie in a stack of layers."""
+    leaf: Mapping[str, Any], rows: Float[Array, "M K"], sizes: Int[Array, " E"], *, parts: int
+) -> Float[Array, "parts M N"]:
+    """Returns the grouped products with a leaf [parts, E, K, N] or [E, K, N], which may lie in a stack of layers."""
     weight, first = leaf["weight"], 0
     if isinstance(weight, InStack):
-        weight, first = weight.stack, weight.index * math.prod(weight.shape[:-2])
-    matrices = weight.reshape(-1, *weight.shape[-2:])
-    return grouped_matmul(rows, matrices, sizes, first + part * sizes.shape[0])
+        weight, first = weight.stack, weight.index * parts * sizes.shape[0]
+    return grouped_matmul(rows, weight.reshape(-1, *weight.shape[-2:]), sizes, first, parts=parts)
 
 
 def _count_experts(leaves: Mapping[str, Any]) -> int:

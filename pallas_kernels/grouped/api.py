@@ -1,6 +1,6 @@
 """The public call, and which implementation answers it.
 
-An implementation is a module with `multiply(x, w, sizes, first)` and, where it cannot do everything,
+An implementation is a module with `multiply(x, w, sizes, first, parts)` and, where it cannot do everything,
 `find_obstacle(width, columns, dtype) -> str | None`, in words for users.
 """
 
@@ -32,13 +32,15 @@ def grouped_matmul(
     sizes: jax.Array,  # [G] i32
     first: int | jax.Array = 0,
     *,
+    parts: int = 1,
     impl: str | None = None,
 ) -> jax.Array:
-    """Multiplies the rows of each group with the group's matrix; returns [M, N] in x's dtype.
+    """Multiplies the rows of each group with the group's matrix; returns [parts, M, N] in x's dtype.
 
-    Rows are sorted by group: the first `sizes[0]` belong to group 0, and so on. Group g has the matrix
-    `w[first + g]`, so that `w` can be the stack of all layers, which would be copied if it were sliced. Rows behind the
-    last group's may hold anything, and so does the result there. Matrices of empty groups are not read.
+    Rows are sorted by group: the first `sizes[0]` belong to group 0, and so on. Part p of group g has the matrix
+    `w[first + p * G + g]`; gate and up of an expert are two parts, computed in one launch. `w` can be the stack of all
+    layers, which would be copied if it were sliced. Rows behind the last group's may hold anything, and so does the
+    result there. Matrices of empty groups are not read.
 
     Args:
         impl: the implementation; None for the best one on the device that is traced for.
@@ -46,8 +48,10 @@ def grouped_matmul(
     Raises:
         ValueError: shapes or dtypes do not fit each other, or the implementation is unknown or cannot do them.
     """
-    if x.ndim != 2 or w.ndim != 3 or sizes.ndim != 1 or x.shape[1] != w.shape[1] or sizes.shape[0] > w.shape[0]:
-        raise ValueError(f"x {x.shape} wants w [>= G, {x.shape[-1]}, N] and sizes [G], got {w.shape} and {sizes.shape}")
+    if x.ndim != 2 or w.ndim != 3 or sizes.ndim != 1 or x.shape[1] != w.shape[1] or parts * sizes.shape[0] > w.shape[0]:
+        raise ValueError(
+            f"x {x.shape} wants w [>= {parts} * G, {x.shape[-1]}, N] and sizes [G], got {w.shape} and {sizes.shape}"
+        )
     if x.dtype != w.dtype:
         raise ValueError(f"x is {x.dtype} and w is {w.dtype}; they must be of one dtype")
     if impl is None:
@@ -58,7 +62,7 @@ def grouped_matmul(
         raise ValueError(f"impl must be one of {', '.join(_HOMES)} or None, got {impl!r}")
     home, function = _HOMES[impl]
     multiply = getattr(import_module(f"pallas_kernels.grouped.{home}"), function)
-    return multiply(x, w, sizes.astype(jnp.int32), jnp.asarray(first, jnp.int32))
+    return multiply(x, w, sizes.astype(jnp.int32), jnp.asarray(first, jnp.int32), parts)
 
 
 def choose_grouped_impl(

@@ -38,52 +38,55 @@ def find_obstacle(width: int, columns: int, dtype: jnp.dtype) -> str | None:
     return None
 
 
-def multiply(x: jax.Array, w: jax.Array, sizes: jax.Array, first: jax.Array, *, interpret: bool = False) -> jax.Array:
+def multiply(
+    x: jax.Array, w: jax.Array, sizes: jax.Array, first: jax.Array, parts: int, *, interpret: bool = False
+) -> jax.Array:
     """See `grouped_matmul`; raises ValueError for what `find_obstacle` names."""
     obstacle = find_obstacle(x.shape[1], w.shape[2], x.dtype)
     if obstacle is not None:
         raise ValueError(f"the grouped product for Hopper cannot run: {obstacle}")
     num_rows, columns = x.shape[0], w.shape[2]
     warpgroups = 2 if num_rows >= _LEAST_ROWS * sizes.shape[0] else 1
-    body = _Kernel(warpgroups, _COLUMNS if columns % _COLUMNS == 0 else _DEPTH, x.shape[1] // _DEPTH)
+    body = _Kernel(warpgroups, _COLUMNS if columns % _COLUMNS == 0 else _DEPTH, x.shape[1] // _DEPTH, sizes.shape[0])
     visits = list_visits(sizes, num_rows, body.rows)
     padded = jnp.pad(x, ((0, -num_rows % body.rows), (0, 0)))
     run = compat.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((padded.shape[0], columns), x.dtype),
-        grid=(visits.tiles.shape[0], columns // body.columns),  # blocks of a tile share its rows
-        grid_names=("visit", "block"),
+        out_type=jax.ShapeDtypeStruct((parts, padded.shape[0], columns), x.dtype),
+        grid=(visits.tiles.shape[0], parts, columns // body.columns),  # blocks of a tile share its rows
+        grid_names=("visit", "part", "block"),
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
         scratch_types=body.list_scratch(x.dtype),
         compiler_params=compat.compiler_params(),
         interpret=compat.interpret_params(interpret),
     )
-    return run(_join(visits, first), padded, w)[:num_rows]
+    return run(_join(visits), first.reshape(1), padded, w)[:, :num_rows]
 
 
-def multiply_interpreted(x: jax.Array, w: jax.Array, sizes: jax.Array, first: jax.Array) -> jax.Array:
+def multiply_interpreted(x: jax.Array, w: jax.Array, sizes: jax.Array, first: jax.Array, parts: int) -> jax.Array:
     """`multiply` in the interpreter, with race detection."""
-    return multiply(x, w, sizes, first, interpret=True)
+    return multiply(x, w, sizes, first, parts, interpret=True)
 
 
-_MATRIX, _TILE, _START, _END = range(4)  # columns of a visit; one behind the last has no rows
+_GROUP, _TILE, _START, _END = range(4)  # columns of a visit; one behind the last has no rows
 
 
-def _join(visits: Visits, first: jax.Array) -> jax.Array:
-    """The visits as the kernel reads them: [visits, 4] i32."""
+def _join(visits: Visits) -> jax.Array:
+    """The visits as the kernel reads them: [visits, 4] i32, the same for all products of a layer."""
     is_visit = jnp.arange(visits.tiles.shape[0]) < visits.count
     ends = jnp.where(is_visit, visits.ends, visits.starts)
-    return jnp.stack([first + visits.groups, visits.tiles, visits.starts, ends], axis=1)
+    return jnp.stack([visits.groups, visits.tiles, visits.starts, ends], axis=1)
 
 
 @dataclass(frozen=True)
 class _Kernel:
-    """The kernel's body. `depth` counts slices along K."""
+    """The kernel's body. `depth` counts slices along K, `num_groups` is G."""
 
     warpgroups: int
     columns: int
     depth: int
+    num_groups: int
 
     @property
     def __name__(self) -> str:
@@ -109,7 +112,9 @@ class _Kernel:
             "freed": compat.Barrier(num_arrivals=self.warpgroups, num_barriers=self.stages),
         }
 
-    def __call__(self, visits: jax.Ref, x: jax.Ref, w: jax.Ref, out: jax.Ref, **scratch: jax.Ref) -> None:
+    def __call__(
+        self, visits: jax.Ref, first: jax.Ref, x: jax.Ref, w: jax.Ref, out: jax.Ref, **scratch: jax.Ref
+    ) -> None:
         visit = visits.at[lax.axis_index("visit")]
         warpgroup = lax.axis_index("warpgroup")
         has_rows = visit[_END] > visit[_START]
@@ -117,18 +122,18 @@ class _Kernel:
         @pl.when((warpgroup == self.warpgroups) & has_rows)
         def _() -> None:
             compat.set_max_registers(_MEMORY_REGISTERS, action="decrease")
-            self.fetch(visit, x, w, scratch)
+            self.fetch(visit, first[0], x, w, scratch)
 
         @pl.when((warpgroup < self.warpgroups) & has_rows)
         def _() -> None:
             compat.set_max_registers(_REGISTERS[self.warpgroups], action="increase")
             self.compute(visit, warpgroup, out, scratch)
 
-    def fetch(self, visit: jax.Ref, x: jax.Ref, w: jax.Ref, scratch: dict[str, jax.Ref]) -> None:
+    def fetch(self, visit: jax.Ref, first: jax.Array, x: jax.Ref, w: jax.Ref, scratch: dict[str, jax.Ref]) -> None:
         """Fills the ring, slice after slice."""
         row = pl.multiple_of(visit[_TILE] * self.rows, self.rows)
         column = pl.multiple_of(lax.axis_index("block") * self.columns, self.columns)
-        matrix = visit[_MATRIX]
+        matrix = first + lax.axis_index("part") * self.num_groups + visit[_GROUP]
 
         @pl.loop(0, self.depth)
         def _(index: jax.Array) -> None:
@@ -176,5 +181,5 @@ class _Kernel:
 
             @pl.when((count > 0) & (count & size > 0))
             def _(size: int = size, done: jax.Array = done) -> None:
-                target = out.at[pl.ds(first + begin + done, size), columns]
+                target = out.at[lax.axis_index("part"), pl.ds(first + begin + done, size), columns]
                 compat.copy_smem_to_gmem(plain.at[pl.ds(begin + done, size)], target)

@@ -18,11 +18,24 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.grouped.tiles import choose_rows, list_visits
 from pallas_kernels.tpu.config import VMEM_LIMIT
 
+Index = jax.Array | int
+
 _LANES = 128
 _BLOCK_BYTES = 4 * 2**20  # of a matrix; two are in memory at once
 
 
-def multiply(x: jax.Array, w: jax.Array, sizes: jax.Array, first: jax.Array, *, interpret: bool = False) -> jax.Array:
+def find_obstacle(width: int, columns: int, dtype: jnp.dtype) -> str | None:
+    """Why the kernel should not multiply with matrices [width, columns], in words for users."""
+    del width, dtype
+    if columns % _LANES:
+        # XLA then lays the stack out in another order, and would copy all of it for the kernel.
+        return f"its matrices need columns in multiples of {_LANES}, these have {columns}"
+    return None
+
+
+def multiply(
+    x: jax.Array, w: jax.Array, sizes: jax.Array, first: jax.Array, parts: int, *, interpret: bool = False
+) -> jax.Array:
     """See `grouped_matmul`."""
     num_rows, width = x.shape
     least = 32 // x.dtype.itemsize  # rows of a tile of the memory
@@ -30,24 +43,31 @@ def multiply(x: jax.Array, w: jax.Array, sizes: jax.Array, first: jax.Array, *, 
     padded = jnp.pad(x, ((0, -num_rows % rows), (0, 0)))
     visits = list_visits(sizes, num_rows, rows)
     columns = _choose_columns(width, w.shape[2], w.dtype.itemsize)
+
+    def find_matrix(part: Index, block: Index, visit: Index, *scalars: jax.Ref) -> tuple[Index, Index, Index]:
+        groups, *_, first = scalars
+        return first[0] + part * sizes.shape[0] + groups[visit], 0, block
+
     return pl.pallas_call(
         partial(_visit, rows=rows, precision=lax.Precision.HIGHEST if w.dtype == jnp.float32 else None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
-            grid=(pl.cdiv(w.shape[2], columns), jnp.maximum(visits.count, 1)),
+            num_scalar_prefetch=5,
+            grid=(parts, pl.cdiv(w.shape[2], columns), jnp.maximum(visits.count, 1)),
             in_specs=[
-                pl.BlockSpec((rows, width), lambda _, visit, groups, tiles, *__: (tiles[visit], 0)),
-                pl.BlockSpec((None, width, columns), lambda block, visit, groups, *_: (groups[visit], 0, block)),
+                pl.BlockSpec((rows, width), lambda part, block, visit, *scalars: (scalars[1][visit], 0)),
+                pl.BlockSpec((None, width, columns), find_matrix),
             ],
-            out_specs=pl.BlockSpec((rows, columns), lambda block, visit, groups, tiles, *_: (tiles[visit], block)),
+            out_specs=pl.BlockSpec(
+                (None, rows, columns), lambda part, block, visit, *scalars: (part, scalars[1][visit], block)
+            ),
         ),
-        out_shape=jax.ShapeDtypeStruct((padded.shape[0], w.shape[2]), x.dtype),
+        out_shape=jax.ShapeDtypeStruct((parts, padded.shape[0], w.shape[2]), x.dtype),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
         ),
         interpret=interpret,
         name="grouped_matmul",
-    )(first + visits.groups, visits.tiles, visits.starts, visits.ends, padded, w)[:num_rows]
+    )(visits.groups, visits.tiles, visits.starts, visits.ends, first.reshape(1), padded, w)[:, :num_rows]
 
 
 def _visit(
@@ -55,6 +75,7 @@ def _visit(
     tiles: jax.Ref,
     starts: jax.Ref,
     ends: jax.Ref,
+    first: jax.Ref,
     x_ref: jax.Ref,  # [rows, K]
     w_ref: jax.Ref,  # [K, columns]
     out_ref: jax.Ref,  # [rows, columns]
@@ -63,8 +84,8 @@ def _visit(
     precision: lax.Precision | None,
 ) -> None:
     """Writes the rows of the visit's group; those of groups before it stay in the block."""
-    del groups
-    visit = pl.program_id(1)
+    del groups, first  # only the blocks' indices need them
+    visit = pl.program_id(2)
     product = jnp.dot(x_ref[...], w_ref[...], preferred_element_type=jnp.float32, precision=precision)
     row = tiles[visit] * rows + lax.broadcasted_iota(jnp.int32, product.shape, 0)
     is_own = (row >= starts[visit]) & (row < ends[visit])
@@ -77,6 +98,6 @@ def _choose_columns(width: int, columns: int, itemsize: int) -> int:
     return min(fit, -(-columns // _LANES) * _LANES)
 
 
-def multiply_interpreted(x: jax.Array, w: jax.Array, sizes: jax.Array, first: jax.Array) -> jax.Array:
+def multiply_interpreted(x: jax.Array, w: jax.Array, sizes: jax.Array, first: jax.Array, parts: int) -> jax.Array:
     """`multiply` in the interpreter, for tests."""
-    return multiply(x, w, sizes, first, interpret=True)
+    return multiply(x, w, sizes, first, parts, interpret=True)

@@ -14,7 +14,7 @@ from pallas_kernels.grouped.tiles import choose_rows, list_tiles
 from pallas_kernels.platform import traced_platform
 
 
-def multiply(x: jax.Array, w: jax.Array, sizes: jax.Array, first: jax.Array) -> jax.Array:
+def multiply(x: jax.Array, w: jax.Array, sizes: jax.Array, first: jax.Array, parts: int) -> jax.Array:
     """See `grouped_matmul`. A tile writes over the end of its group; the next group's tiles correct that."""
     num_rows, width = x.shape
     on_cpu = traced_platform() == "cpu"
@@ -26,12 +26,15 @@ def multiply(x: jax.Array, w: jax.Array, sizes: jax.Array, first: jax.Array) -> 
 
     def step(index: jax.Array, out: jax.Array) -> jax.Array:
         start = tiles.starts[index]
-        part = lax.dynamic_slice(padded, (start, 0), (rows, width))
-        matrix = lax.dynamic_index_in_dim(w, first + tiles.groups[index], keepdims=False)
-        product = lax.dot(part, matrix, precision=precision, preferred_element_type=x.dtype)
-        return lax.dynamic_update_slice(out, product, (start, 0))
+        tile = lax.dynamic_slice(padded, (start, 0), (rows, width))
+        for number in range(parts):
+            place = first + number * sizes.shape[0] + tiles.groups[index]
+            matrix = lax.dynamic_index_in_dim(w, place, keepdims=False)
+            product = lax.dot(tile, matrix, precision=precision, preferred_element_type=x.dtype)
+            out = lax.dynamic_update_slice(out, product[None], (number, start, 0))
+        return out
 
-    empty = jnp.zeros((num_rows + rows, w.shape[2]), x.dtype)
+    empty = jnp.zeros((parts, num_rows + rows, w.shape[2]), x.dtype)
     # On a GPU the host would be asked in every turn whether a loop of unknown length goes on.
     count = tiles.count if on_cpu else tiles.starts.shape[0]
-    return lax.fori_loop(0, count, step, empty)[:num_rows]
+    return lax.fori_loop(0, count, step, empty)[:, :num_rows]

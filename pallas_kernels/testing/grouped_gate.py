@@ -21,24 +21,29 @@ DECODE_TOKENS, MIXED_TOKENS = 64, 2048
 
 @dataclass(frozen=True)
 class GroupedShape:
-    """The experts of one device: E matrices [K, N] each, of which a token has `top_k`."""
+    """The experts of one device: `parts` * E matrices [K, N], of E experts of which a token has `top_k`.
+
+    `platforms` have a kernel for the shape; for the others `choose_grouped_impl` must name an obstacle.
+    """
 
     name: str
     num_experts: int
     top_k: int
     width: int  # K
     columns: int  # N
+    parts: int = 1
+    platforms: tuple[str, ...] = ("gpu", "tpu")
 
 
 SHAPES = (
-    GroupedShape("qwen3-30b-a3b, up", 128, 8, 2048, 768),
+    GroupedShape("qwen3-30b-a3b, up", 128, 8, 2048, 768, parts=2),
     GroupedShape("qwen3-30b-a3b, down", 128, 8, 768, 2048),
-    GroupedShape("mixtral-8x7b, up", 8, 2, 4096, 14336),
+    GroupedShape("mixtral-8x7b, up", 8, 2, 4096, 14336, parts=2),
     GroupedShape("mixtral-8x7b, down", 8, 2, 14336, 4096),
-    GroupedShape("gpt-oss-20b", 32, 4, 2880, 2880),
-    GroupedShape("deepseek-v3, up, one of 8 devices", 256, 8, 7168, 256),
+    GroupedShape("gpt-oss-20b", 32, 4, 2880, 2880, platforms=("gpu",)),
+    GroupedShape("deepseek-v3, up, one of 8 devices", 256, 8, 7168, 256, parts=2),
     GroupedShape("deepseek-v3, down, one of 8 devices", 256, 8, 256, 7168),
-    GroupedShape("kimi-k2, up, experts on 8 devices", 48, 8, 7168, 2048),
+    GroupedShape("kimi-k2, up, experts on 8 devices", 48, 8, 7168, 2048, parts=2),
     GroupedShape("kimi-k2, down, experts on 8 devices", 48, 8, 2048, 7168),
 )
 SAMPLE = 2  # shapes that every run of the gate compiles
@@ -58,20 +63,23 @@ def measure_grouped(gate: Gate, name: str, shape: GroupedShape, num_tokens: int,
         shape.width, shape.columns, jnp.bfloat16, platform=target.platform, device_kind=target.device_kind
     )
     report = ProgramReport(name, target.name, impl=impl, reason=reason)
+    if (chosen == target.impl) != (target.platform in shape.platforms):
+        return replace(report, error=f"GroupedShape.platforms says otherwise: {chosen} is chosen: {reason}")
     if impl == target.impl != chosen:
-        return replace(report, error=f"{chosen} is chosen: {reason}")
+        impl, report = chosen, replace(report, impl=chosen)
     sharding = jax.sharding.SingleDeviceSharding(gate.devices[0]) if gate.devices else None
 
     def describe(dims: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype), sharding=sharding)
 
-    first = (NUM_LAYERS - 1) * shape.num_experts
+    matrices = shape.parts * shape.num_experts
+    first = (NUM_LAYERS - 1) * matrices
     arrays = (
         describe((num_tokens * shape.top_k, shape.width), "bfloat16"),
-        describe((NUM_LAYERS * shape.num_experts, shape.width, shape.columns), "bfloat16"),
+        describe((NUM_LAYERS * matrices, shape.width, shape.columns), "bfloat16"),
         describe((shape.num_experts,), "int32"),
     )
-    jitted = jax.jit(lambda x, params, sizes: grouped_matmul(x, params, sizes, first, impl=impl))
+    jitted = jax.jit(lambda x, params, sizes: grouped_matmul(x, params, sizes, first, parts=shape.parts, impl=impl))
     return gate.measure(report, lambda: jitted.trace(*arrays))
 
 

@@ -52,7 +52,7 @@ def problems(draw: st.DrawFn) -> tuple[int, list[int], int]:
 def test_any_sizes(impl: str, problem: tuple[int, list[int], int], dtype: str) -> None:
     num_rows, sizes, first = problem
     x, w, counts = make(num_rows, sizes, 16, 24, dtype, first)
-    got = np.asarray(grouped_matmul(x, w, counts, first, impl=impl), np.float64)
+    got = np.asarray(grouped_matmul(x, w, counts, first, impl=impl)[0], np.float64)
     used = sum(sizes)
     assert got.shape == (num_rows, 24)
     np.testing.assert_allclose(got[:used], multiply_rows(x, w, sizes, first)[:used], rtol=0, atol=DTYPES[dtype])
@@ -73,7 +73,7 @@ def test_any_sizes(impl: str, problem: tuple[int, list[int], int], dtype: str) -
 def test_shapes_of_models(sizes: list[int], width: int, columns: int, impl: str) -> None:
     x, w, counts = make(max(1, sum(sizes)), sizes, width, columns, "float32", 0)
     used = sum(sizes)
-    got = grouped_matmul(x, w, counts, impl=impl)[:used]
+    got = grouped_matmul(x, w, counts, impl=impl)[0, :used]
     np.testing.assert_allclose(got, multiply_rows(x, w, sizes, 0)[:used], rtol=0, atol=2e-5)
 
 
@@ -90,7 +90,7 @@ def test_shapes_of_models(sizes: list[int], width: int, columns: int, impl: str)
 def test_hopper(sizes: list[int], width: int, columns: int) -> None:
     used, first = sum(sizes), 2
     x, w, counts = make(max(1, used + 3), sizes, width, columns, "bfloat16", first)
-    got = np.asarray(grouped_matmul(x, w, counts, first, impl="gpu_interpret"), np.float64)[:used]
+    got = np.asarray(grouped_matmul(x, w, counts, first, impl="gpu_interpret"), np.float64)[0, :used]
     assert not found_races()
     np.testing.assert_allclose(got, multiply_rows(x, w, sizes, first)[:used], rtol=0, atol=4e-2)
 
@@ -105,6 +105,8 @@ def test_what_the_hopper_kernel_cannot_do_is_named(width: int, columns: int, dty
         grouped_matmul(x, w, counts, impl="gpu_interpret")
     name, reason = choose_grouped_impl(width, columns, dtype, platform="gpu", device_kind="NVIDIA H200")
     assert name == "xla" and said in reason and "slow" in reason
+    name, reason = choose_grouped_impl(64, 96, dtype, platform="tpu", device_kind="TPU v6 lite")
+    assert name == "xla" and "multiples of 128, these have 96" in reason
 
 
 @pytest.mark.parametrize(
@@ -122,9 +124,19 @@ def test_which_implementation_a_device_gets(platform: str, kind: str, name: str,
     assert found == name and said in reason
 
 
+@pytest.mark.parametrize("impl", ["xla", "reference", "tpu_interpret", "gpu_interpret"])
+def test_two_parts_in_one_call(impl: str) -> None:
+    sizes = [5, 0, 3]
+    x, w, counts = make(8, sizes * 2, 64, 128, "bfloat16", 1)
+    x, w = x.at[:].set(1.5), jnp.nan_to_num(w)
+    got = np.asarray(grouped_matmul(x[:8], w, counts[:3], 1, parts=2, impl=impl), np.float64)
+    for part in (0, 1):
+        np.testing.assert_allclose(got[part], multiply_rows(x[:8], w, sizes, 1 + 3 * part), rtol=0, atol=5e-2)
+
+
 def test_a_stack_may_be_entered_anywhere_by_a_traced_number() -> None:
     x, w, counts = make(9, [4, 0, 5], 16, 8, "float32", 6)
-    got = jax.jit(lambda first: grouped_matmul(x, w, counts, first))(jnp.int32(6))
+    got = jax.jit(lambda first: grouped_matmul(x, w, counts, first))(jnp.int32(6))[0]
     np.testing.assert_allclose(got, multiply_rows(x, w, [4, 0, 5], 6), rtol=0, atol=1e-5)
 
 
