@@ -232,7 +232,7 @@ def build_runner(
     from jaxserve.runtime.memory import device_memory_bytes
     from jaxserve.runtime.multihost.hosts import ONE_HOST
     from jaxserve.runtime.program_cache import enable_persistent_cache
-    from jaxserve.runtime.self_test import confirm_attention
+    from jaxserve.runtime.self_test import confirm_kernels
     from jaxserve.runtime.shapes import make_shapes
     from jaxserve.runtime.startup import require_room, start_runner
     from jaxserve.sharding import make_mesh
@@ -247,9 +247,12 @@ def build_runner(
     shapes = dataclasses.replace(shapes, processor=processor)
     require_room(shapes, device_memory_bytes(device))
     enable_persistent_cache(config.compile.cache_dir)
-    shapes = confirm_attention(shapes, mesh.local_devices[0])
+    shapes = confirm_kernels(shapes, mesh.local_devices[0])
     level = logging.WARNING if shapes.fell_back else logging.INFO
     _log.log(level, "attention: %s, %s", shapes.impl, shapes.impl_reason)
+    if shapes.experts is not None:
+        level = logging.WARNING if shapes.experts.is_slow else logging.INFO
+        _log.log(level, "experts: %s, %s", shapes.experts.impl, shapes.experts.reason)
     bundle = None if config.compile.bundle is None else Bundle(Path(config.compile.bundle), shapes, mesh)
     if hosts.size > 1:
         facts = {

@@ -72,7 +72,7 @@ def build_bundle(
 
 
 def _choose_shapes(config: EngineConfig, files: ModelFiles, devices: BuildDevices) -> Shapes:
-    from jaxserve.runtime.self_test import confirm_attention
+    from jaxserve.runtime.self_test import confirm_kernels
     from jaxserve.runtime.shapes import make_shapes
 
     model, device = resolve_model(config, files), devices.first
@@ -81,4 +81,4 @@ def _choose_shapes(config: EngineConfig, files: ModelFiles, devices: BuildDevice
         shapes = make_shapes(
             config, model, device.platform, device.device_kind, None if drafter is None else drafter.model
         )
-    return confirm_attention(shapes, device) if devices.is_here else shapes
+    return confirm_kernels(shapes, device) if devices.is_here else shapes

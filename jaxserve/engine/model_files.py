@@ -133,8 +133,9 @@ def load_params(
     """Returns the parameters as run-time arrays on the devices of `mesh`, loaded or, with "dummy", random."""
     from jaxserve.layers.stack import stack_params, stack_specs
     from jaxserve.models.registry import ignored_weights, param_specs, weight_sources
+    from jaxserve.runtime.params import fill_params
     from jaxserve.sharding import DEFAULT_RULES
-    from jaxserve.weights import checkpoint_format, load_safetensors, make_dummy_params, restore_params
+    from jaxserve.weights import checkpoint_format, make_dummy_params, restore_params, stream_safetensors
 
     model = shapes.model
     specs = param_specs(model)
@@ -143,19 +144,18 @@ def load_params(
         return make_dummy_params(specs, mesh=mesh, rules=DEFAULT_RULES, seed=config.model.seed)
     path, load_format = files.find_weights(), config.model.load_format
     if (checkpoint_format(path) if load_format == "auto" else load_format) == "orbax":
-        params = restore_params(path, specs, mesh=mesh, rules=DEFAULT_RULES)
-    else:
-        with progress("Loading weights", unit="bytes") as report:
-            params = load_safetensors(
-                path,
-                specs,
-                weight_sources(model),
-                ignored_weights(model),
-                mesh=mesh,
-                rules=DEFAULT_RULES,
-                progress=report,
-            )
-    return stack_params(params, shapes.stack_mode)
+        return stack_params(restore_params(path, specs, mesh=mesh, rules=DEFAULT_RULES), shapes.stack_mode)
+    with progress("Loading weights", unit="bytes") as report:
+        stream = stream_safetensors(
+            path,
+            specs,
+            weight_sources(model),
+            ignored_weights(model),
+            mesh=mesh,
+            rules=DEFAULT_RULES,
+            progress=report,
+        )
+        return fill_params(stack_specs(specs, shapes.stack_mode), stream, mesh=mesh, rules=DEFAULT_RULES)
 
 
 def open_update(path: str | Path, shapes: Shapes, mesh: Mesh) -> CheckpointUpdate:

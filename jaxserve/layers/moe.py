@@ -30,7 +30,7 @@ class MoEConfig:
     """`expert` is each of the routed ones, `shared` a block that every token goes through beside them.
 
     `gated_shared`: a sigmoid of the token weighs what the shared block gives. `by_expert`: on a mesh each device has
-    whole experts; else it has a slice of every one.
+    whole experts; else it has a slice of every one. `impl`: of grouped products; None for the best on the device.
     """
 
     router: RouterConfig
@@ -38,6 +38,7 @@ class MoEConfig:
     shared: MLPConfig | None = None
     gated_shared: bool = False
     by_expert: bool = False
+    impl: str | None = None
 
     @property
     def expert_axes(self) -> tuple[str | None, str | None]:
@@ -116,9 +117,9 @@ def _run_experts(
     order = jnp.argsort(flat, stable=True)
     sizes = jnp.sum(flat[:, None] == jnp.arange(count), axis=0, dtype=jnp.int32)
     rows = x[order // top_k]
-    gate, up = _multiply(leaves["gate_up"], rows, sizes, parts=2)
+    gate, up = _multiply(config, leaves["gate_up"], rows, sizes, parts=2)
     hidden = ACTIVATIONS[config.expert.activation](gate.astype(jnp.float32)).astype(x.dtype) * up
-    (answers,) = _multiply(leaves["down"], hidden, sizes, parts=1)
+    (answers,) = _multiply(config, leaves["down"], hidden, sizes, parts=1)
     places = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0]), unique_indices=True)
     places = places.reshape(experts.shape)
     total = jnp.zeros(x.shape, jnp.float32)
@@ -129,13 +130,13 @@ def _run_experts(
 
 
 def _multiply(
-    leaf: Mapping[str, Any], rows: Float[Array, "M K"], sizes: Int[Array, " E"], *, parts: int
+    config: MoEConfig, leaf: Mapping[str, Any], rows: Float[Array, "M K"], sizes: Int[Array, " E"], *, parts: int
 ) -> Float[Array, "parts M N"]:
     """Returns the grouped products with a leaf [parts, E, K, N] or [E, K, N], which may lie in a stack of layers."""
     weight, first = leaf["weight"], 0
     if isinstance(weight, InStack):
         weight, first = weight.stack, weight.index * parts * sizes.shape[0]
-    return grouped_matmul(rows, weight.reshape(-1, *weight.shape[-2:]), sizes, first, parts=parts)
+    return grouped_matmul(rows, weight.reshape(-1, *weight.shape[-2:]), sizes, first, parts=parts, impl=config.impl)
 
 
 def _count_experts(leaves: Mapping[str, Any]) -> int:

@@ -171,14 +171,18 @@ def _look_at_model(find_model: Callable[[], DecoderConfig]) -> Seen:
 
 
 def _look_at_attention(config: EngineConfig, seen: dict[str, Any]) -> Seen:
-    from jaxserve.runtime.self_test import confirm_attention
+    from jaxserve.runtime.self_test import confirm_kernels
     from jaxserve.runtime.shapes import make_shapes
 
     device = seen["Devices"][0]
     shapes = make_shapes(config, seen["Model"], device.platform, device.device_kind)
-    shapes = confirm_attention(shapes, device)
-    advice = "steps will be slower than with kernels made for the device" if shapes.fell_back else ""
-    return Seen(f"{shapes.impl}: {shapes.impl_reason}", shapes, advice)
+    shapes = confirm_kernels(shapes, device)
+    lines, is_slow = [f"{shapes.impl}: {shapes.impl_reason}"], shapes.fell_back
+    if shapes.experts is not None:
+        lines.append(f"experts, {shapes.experts.impl}: {shapes.experts.reason}")
+        is_slow |= shapes.experts.is_slow
+    advice = "steps will be slower than with kernels made for the device" if is_slow else ""
+    return Seen("\n".join(lines), shapes, advice)
 
 
 def _list_forward_programs(seen: dict[str, Any]) -> Seen:

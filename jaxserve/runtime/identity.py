@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -100,8 +100,10 @@ def find_difference(recorded: Mapping[str, Any], here: Mapping[str, Any]) -> tup
 
     What only the recording has is not looked at: it may be compared later.
     """
-    for name, value in here.items():
-        other = recorded.get(name)
+    for name in here:
+        value, other = here[name], recorded.get(name)
+        if isinstance(value, Sequence) and isinstance(other, Sequence) and len(value) == len(other):
+            value, other = _number_entries(value), _number_entries(other)
         if isinstance(value, Mapping) and isinstance(other, Mapping):
             inner = find_difference(other, value)
             if inner is not None:
@@ -109,6 +111,21 @@ def find_difference(recorded: Mapping[str, Any], here: Mapping[str, Any]) -> tup
         elif other != value:
             return name, other, value
     return None
+
+
+def find_any_difference(recorded: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+    """Returns what `find_difference` does, also for what only `recorded` has."""
+    found = find_difference(recorded, here)
+    if found is not None or (reverse := find_difference(here, recorded)) is None:
+        return found
+    name, value, other = reverse
+    return name, other, value
+
+
+def _number_entries(entries: Sequence[Any]) -> Any:
+    """Returns a list of objects by number, and any other value as it is."""
+    is_list = not isinstance(entries, str) and any(isinstance(entry, Mapping) for entry in entries)
+    return {str(number): entry for number, entry in enumerate(entries)} if is_list else entries
 
 
 def digest_params(params: Any) -> str:

@@ -1,18 +1,20 @@
-"""Replaces parameters of the runtime tree without a compilation."""
+"""Fills the runtime tree of parameters, and replaces them without a compilation."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from jaxserve.layers.stack import get_leaf, list_stacked, set_leaf, write_layer
+from jaxserve.layers.stack import LayerStack, get_leaf, list_stacked, set_leaf, write_layer
 from jaxserve.runtime.protocol import ParamUpdates
-from jaxserve.sharding import send
-from jaxserve.weights import place_parameter
+from jaxserve.sharding import AxisRules, send
+from jaxserve.weights import make_dummy_params, place_parameter
 
 
 class WeightWriter:
@@ -37,12 +39,35 @@ class WeightWriter:
             if index is None:
                 new = place_parameter(value, old.dtype, old.sharding, name=name)
             else:
-                program = self._programs[_kind(old)]
-                value_sharding, index_sharding = program.input_shardings[0][1:]
-                place = send(np.int32(index), index_sharding)
-                new = program(old, place_parameter(value, old.dtype, value_sharding, name=name), place)
+                value_sharding = self._programs[_kind(old)].input_shardings[0][1]
+                new = self.write_layer(old, index, place_parameter(value, old.dtype, value_sharding, name=name))
             params = set_leaf(params, name, new)
         return params
+
+    def write_layer(self, stacked: jax.Array, index: int, value: jax.Array) -> jax.Array:
+        """Returns a stack [L, ...], which must not be used afterwards, with layer `index` replaced by `value` [...]."""
+        program = self._programs[_kind(stacked)]
+        return program(stacked, value, send(np.int32(index), program.input_shardings[0][2]))
+
+
+def fill_params(
+    specs: Mapping[str, Any], stream: Iterable[tuple[str, jax.Array]], *, mesh: Mesh, rules: AxisRules
+) -> dict[str, Any]:
+    """Returns the runtime tree of `specs` (stack_specs) with the arrays of `stream`: (canonical dotted name, array).
+
+    Stacks are made once and filled in place, so devices hold the model and one parameter of one layer at most. Stacking
+    afterwards would hold a leaf of all layers twice, and the experts are most of a model.
+    """
+    layers = specs["layers"]
+    if isinstance(layers, LayerStack):
+        empty = jax.tree.map(lambda spec: dataclasses.replace(spec, init="zeros"), layers)
+        layers = make_dummy_params(empty, mesh=mesh, rules=rules, seed=0)
+    params = {**specs, "layers": layers}
+    writer = WeightWriter(params)
+    for name, array in stream:
+        old, index = get_leaf(params, name)
+        params = set_leaf(params, name, array if index is None else writer.write_layer(old, index, array))
+    return params
 
 
 def _kind(leaf: jax.Array) -> tuple[tuple[int, ...], str, jax.sharding.Sharding]:

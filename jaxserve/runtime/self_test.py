@@ -10,10 +10,23 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.errors import ConfigError, DeviceError
+from jaxserve.runtime.experts import confirm_experts
 from jaxserve.runtime.shapes import Shapes
 from pallas_kernels.backends import choose_layout, find_backend
 
 _log = logging.getLogger(__name__)
+
+
+def confirm_kernels(shapes: Shapes, device: jax.Device) -> Shapes:
+    """Returns the shapes with implementations that work on the device: `confirm_attention`, and the experts' products.
+
+    Raises: as `confirm_attention`.
+    """
+    shapes = confirm_attention(shapes, device)
+    if shapes.experts is None:
+        return shapes
+    model, experts = confirm_experts(shapes.model, shapes.experts, device)
+    return replace(shapes, model=model, experts=experts)
 
 
 def confirm_attention(shapes: Shapes, device: jax.Device) -> Shapes:

@@ -12,6 +12,7 @@ from jaxserve.logits_processor import LogitsProcessor
 from jaxserve.models.base import DecoderConfig, KVGroup
 from jaxserve.models.drafters import DrafterModel, match_groups
 from jaxserve.runtime.buckets import BucketTable, choose_verify_sizes, make_buckets
+from jaxserve.runtime.experts import ExpertChoice, choose_experts
 from jaxserve.runtime.inputs import StateShape
 from jaxserve.runtime.memory import DrafterPages
 from jaxserve.runtime.page_copies import COPY_PAGES
@@ -50,6 +51,7 @@ class Shapes:
     processor: LogitsProcessor | None = None
     drafting: Drafting | None = None  # without the drafter's layout, which depends on the pools
     drafter: DrafterChoice | None = None
+    experts: ExpertChoice | None = None
 
     @property
     def attention(self) -> tuple[AttnShape, ...]:
@@ -189,6 +191,7 @@ def make_shapes(
         raise ConfigError(f"{obstacle}; or use attention_impl='xla'", field="max_num_seqs", value=rows)
     fell_back = impl == "xla" and config.compile.attention_impl == "auto" and platform != "cpu"
     num_devices = config.parallel.tensor_parallel_size
+    model, experts = choose_experts(model, num_devices, platform, device_kind)
     return Shapes(
         config,
         model,
@@ -202,6 +205,7 @@ def make_shapes(
         fell_back,
         drafting=drafting,
         drafter=_choose_drafter(config, drafter),
+        experts=experts,
     )
 
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jaxserve.errors import ConfigError, shorten
 from jaxserve.runtime.bundle.manifest import describe_target, identify, read_manifest, read_program
-from jaxserve.runtime.identity import find_difference
+from jaxserve.runtime.identity import find_any_difference
 from jaxserve.runtime.memory import DeviceUse
 from jaxserve.runtime.shapes import Shapes
 
@@ -59,20 +59,12 @@ class Bundle:
 
 
 def _require_same(stored: Mapping[str, Any], here: Mapping[str, Any], folder: Path) -> None:
-    found = find_difference(stored, here) or find_difference(here, stored)
+    found = find_any_difference(stored, here)
     if found is None:
         return
-    name = found[0]
-    there, this = (shorten(_look_up(facts, name)) for facts in (stored, here))
+    name, there, this = found
     message = (
-        f"{folder} was built with {name} {there}, and here it is {this}; "
+        f"{folder} was built with {name} {shorten(there)}, and here it is {shorten(this)}; "
         "build it again for this engine, or start with what it was built for"
     )
     raise ConfigError(message, field="bundle", value=str(folder))
-
-
-def _look_up(facts: Mapping[str, Any], name: str) -> Any:
-    value: Any = facts
-    for part in name.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value

@@ -276,13 +276,11 @@ class FollowerGroup(_Members):
 
 def _compare(own: Mapping[str, Any], theirs: Any, rank: int) -> ClusterError | None:
     """Returns an error for the first fact that differs."""
-    from jaxserve.runtime.identity import find_difference
+    from jaxserve.runtime.identity import find_any_difference
 
     if not isinstance(theirs, Mapping):
         return ClusterError(f"rank {rank} stated no facts", field="nnodes")
-    found = find_difference(own, theirs)
-    if found is None and (other := find_difference(theirs, own)) is not None:
-        found = other[0], other[2], other[1]
+    found = find_any_difference(own, theirs)
     if found is None:
         return None
     name, here, there = found

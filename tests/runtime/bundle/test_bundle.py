@@ -150,7 +150,9 @@ def test_another_option_is_named(model: Path, built: Path, change: dict[str, Any
 
 
 def test_another_model_is_named(built: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"was built with model\.mlp\.intermediate_size 64, and here it is 128"):
+    with pytest.raises(
+        ConfigError, match=r"was built with model\.layers\.0\.mlp\.intermediate_size 64, and here it is 128"
+    ):
         start(write_tiny_llama(tmp_path, intermediate_size=128), built)
 
 
