@@ -55,7 +55,7 @@ _FOREIGN: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "index_share_for_mtp_iteration": ((False,), "there is no sparse attention; leave it out"),
     "kv_cache_dtype": (("auto",), _TARGETS),
     "max_model_len": ((), "drafts are made up to the target's max_model_len; leave it out"),
-    "moe_backend": ((), "mixtures of experts are not supported yet"),
+    "moe_backend": ((), "a drafter with experts chooses its products as any model does"),
     "parallel_drafting": ((False,), _CHAINS),
     "quantization": ((), "quantized weights are not supported yet; use the unquantized repository"),
     "revision": ((), "give a directory as model"),
