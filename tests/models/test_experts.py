@@ -1,0 +1,108 @@
+"""What is wrong with a mixture of experts, named: in its config, on its devices, in its files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxserve import LLM
+from jaxserve.errors import ConfigError, WeightsError
+from jaxserve.layers.moe import MoEConfig
+from jaxserve.layers.router import ExpertGroups
+from jaxserve.models.decoder import fit_devices
+from jaxserve.models.hf_config import HFConfig
+from jaxserve.models.moe_config import COUNT_KEYS, read_experts
+from jaxserve.models.registry import parse_config
+from tests.golden_cases import GOLDENS
+
+QWEN = json.loads((GOLDENS / "qwen2_moe" / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok"),
+        ({"num_experts": 0}, "num_experts"),
+        ({"num_experts": 10**6}, "num_experts"),
+        ({"num_experts": 8, "num_local_experts": 4}, "num_local_experts"),
+        ({"moe_intermediate_size": "16"}, "moe_intermediate_size"),
+        ({"mlp_only_layers": 1}, "mlp_only_layers"),
+        ({"mlp_only_layers": [True]}, "mlp_only_layers"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step"),
+        ({"norm_topk_prob": "yes"}, "norm_topk_prob"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size"),
+        ({"n_group": 2}, "n_group"),
+    ],
+)
+def test_a_config_is_refused_by_its_key(change: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(QWEN | change)
+    assert caught.value.field == field
+
+
+def test_which_layers_have_experts() -> None:
+    layers = parse_config(QWEN | {"mlp_only_layers": [], "decoder_sparse_step": 2}).layers
+    assert [isinstance(kind.mlp, MoEConfig) for kind in layers] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("groups", "field"),
+    [(ExpertGroups(3, 1, 1), "n_group"), (ExpertGroups(4, 5, 1), "topk_group"), (ExpertGroups(4, 1, 1), "topk_group")],
+)
+def test_groups_that_cannot_give_a_token_its_experts(groups: ExpertGroups, field: str) -> None:
+    keys = COUNT_KEYS | {"num_experts_per_tok": 3, "moe_intermediate_size": 8, "hidden_act": "silu"}
+    with pytest.raises(ConfigError) as caught:
+        read_experts(HFConfig({}, keys), default_count=8, normalize=True, groups=groups)
+    assert caught.value.field == field
+
+
+def test_sizes_that_divide_are_named() -> None:
+    config = parse_config(QWEN)
+    with pytest.raises(ConfigError, match=r"3 does not fit .* 8 experts, .*sizes that work: \[1, 2, 4\]"):
+        fit_devices(config, 3, expert_parallel=True)
+    with pytest.raises(ConfigError, match=r"16 columns of an expert, 20 feed-forward columns"):
+        fit_devices(config, 3)
+
+
+def test_a_dense_model_has_no_experts_to_place() -> None:
+    with pytest.raises(ConfigError, match=r"enable_expert_parallel: .*llama has no experts"):
+        LLM(str(GOLDENS / "llama_gqa"), skip_tokenizer_init=True, enable_expert_parallel=True)
+
+
+def change_files(folder: Path, name: str, tensors: dict[str, np.ndarray | None]) -> Path:
+    """A golden checkpoint with other tensors; None takes one out."""
+    shutil.copytree(GOLDENS / name, folder, dirs_exist_ok=True)
+    file = folder / "model.safetensors"
+    stored = load_file(file) | tensors
+    save_file({key: value for key, value in stored.items() if value is not None}, file)
+    return folder
+
+
+EXPERT = "model.layers.2.mlp.experts.5.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    [
+        ({EXPERT: None}, f"lacks 1 of .*{EXPERT}"),
+        ({EXPERT: np.zeros((17, 24), np.float32)}, rf"{EXPERT}: has shape \(17, 24\)"),
+        ({EXPERT.replace("5", "8"): np.zeros((16, 24), np.float32)}, "has no place for: .*layers.2.mlp.experts.8"),
+        (
+            {"model.layers.2.mlp.experts.down_proj": np.zeros((8, 24, 16), np.float32)},
+            "has no place for: .*layers.2.mlp.experts.down_proj",
+        ),
+    ],
+)
+def test_an_expert_that_is_missing_odd_or_too_much_is_named(
+    tensors: dict[str, np.ndarray | None], said: str, tmp_path: Path
+) -> None:
+    folder = change_files(tmp_path, "qwen2_moe", tensors)
+    with pytest.raises(WeightsError, match=said):
+        LLM(str(folder), skip_tokenizer_init=True, max_model_len=64)

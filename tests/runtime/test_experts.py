@@ -1,0 +1,71 @@
+"""Which grouped products a model gets, and what happens when a kernel is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import pytest
+
+import pallas_kernels.grouped.tpu
+from jaxserve.models.decoder import fit_devices
+from jaxserve.models.registry import parse_config
+from jaxserve.runtime.experts import ExpertChoice, choose_experts, confirm_experts
+
+PRESETS = Path(__file__).parents[2] / "configs" / "models"
+
+
+def read(name: str, size: int = 1, *, by_expert: bool = False):
+    return fit_devices(
+        parse_config(json.loads((PRESETS / f"{name}.json").read_text())), size, expert_parallel=by_expert
+    )
+
+
+def test_a_dense_model_has_none() -> None:
+    model = read("qwen3-8b")
+    assert choose_experts(model, 1, "gpu", "NVIDIA H200") == (model, None)
+
+
+def test_a_kernel_is_chosen_for_both_products() -> None:
+    model, choice = choose_experts(read("qwen3-30b-a3b"), 1, "gpu", "NVIDIA H200")
+    assert choice is not None and (choice.impl, choice.is_slow) == ("gpu", False)
+    assert choice.matrices == ((2048, 768), (768, 2048))
+    assert {kind.mlp.impl for kind in model.layers} == {"gpu"}
+
+
+def test_narrow_slices_are_slow_and_whole_experts_are_not() -> None:
+    """A slice of 96 columns on each of 8 devices."""
+    _, choice = choose_experts(read("qwen3-30b-a3b", 8), 8, "tpu", "TPU v5 lite")
+    assert choice is not None and (choice.impl, choice.is_slow) == ("xla", True)
+    assert "multiples of 128, these have 96; with enable_expert_parallel" in choice.reason
+    _, choice = choose_experts(read("qwen3-30b-a3b", 8, by_expert=True), 8, "tpu", "TPU v5 lite")
+    assert choice is not None and (choice.impl, choice.is_slow) == ("tpu", False)
+
+
+def test_on_a_cpu_nothing_is_called_slow() -> None:
+    _, choice = choose_experts(read("mixtral-8x7b"), 1, "cpu", "cpu")
+    assert choice is not None and (choice.impl, choice.is_slow) == ("xla", False)
+
+
+CHOICE = ExpertChoice("tpu_interpret", "a test", ((64, 128), (128, 640)), "float32")
+
+
+def test_a_kernel_that_agrees_stays() -> None:
+    model = read("olmoe-1b-7b")
+    assert confirm_experts(model, CHOICE, jax.devices()[0]) == (model, CHOICE)
+
+
+@pytest.mark.parametrize(("fault", "said"), [("wrong", "differ by"), ("raises", "RuntimeError: no such core")])
+def test_a_kernel_that_fails_gives_way(fault: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply = pallas_kernels.grouped.tpu.multiply_interpreted
+
+    def fail(*arguments: object) -> jax.Array:
+        if fault == "raises":
+            raise RuntimeError("no such core")
+        return 1.1 * multiply(*arguments)
+
+    monkeypatch.setattr(pallas_kernels.grouped.tpu, "multiply_interpreted", fail)
+    model, choice = confirm_experts(read("olmoe-1b-7b"), CHOICE, jax.devices()[0])
+    assert (choice.impl, choice.is_slow) == ("xla", True) and said in choice.reason
+    assert {kind.mlp.impl for kind in model.layers} == {"xla"}
