@@ -46,6 +46,9 @@ def read_experts(
     if groups is not None:
         _check_groups(groups, count, top_k)
     expert = read_mlp(config, size_key=size_key)
+    if expert.learned:
+        message = "has parameters of its own, which experts do not have"
+        raise ConfigError(message, field="hidden_act", value=expert.activation)
     return MoEConfig(
         router=RouterConfig(count, top_k, normalize=normalize, groups=groups, **router),
         expert=expert,

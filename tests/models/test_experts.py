@@ -39,6 +39,7 @@ QWEN = json.loads((GOLDENS / "qwen2_moe" / "config.json").read_text())
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size"),
         ({"n_group": 2}, "n_group"),
+        ({"hidden_act": "xielu"}, "hidden_act"),
     ],
 )
 def test_a_config_is_refused_by_its_key(change: dict[str, Any], field: str) -> None:
