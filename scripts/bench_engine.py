@@ -2,8 +2,9 @@
 
 For each batch size B and context, B requests are prefilled. Once all decode, steps are timed while the engine runs as
 it does for users, planning the next step while one runs. The limit of a step is max(W / BW, F / P) + KV / BW: the
-weights W are streamed while F operations run on them, then the pages KV are read. BW and P are the rates of a copy and
-a matmul in the same run. `--dry-run` uses a tiny shape, to test the script.
+weights W are streamed while F operations run on them, then the pages KV are read. Of experts, W counts those that B
+tokens go to. BW and P are the rates of a copy and a matmul in the same run. `--dry-run` uses a tiny shape, to test the
+script.
 
 `--calibrate FILE` also times prompt steps, fits the rates and costs of `jaxserve simulate` to all steps, and writes
 them.
@@ -22,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from device_limits import DeviceLimits, measure_limits
 from rich.console import Console
 from rich.table import Table
@@ -31,12 +31,13 @@ from jaxserve import LLM, SamplingParams
 from jaxserve.presets import load_preset
 from jaxserve.request import Request
 from jaxserve.runtime.buckets import Bucket
-from jaxserve.simulation.calibration import StepWork, count_weights, fit, write_calibration
+from jaxserve.simulation.calibration import StepWork, count_weights, fit, idle_bytes, write_calibration
 from pallas_kernels.layout import page_bytes
 
 BATCHES = (1, 8, 32, 64, 128, 256)
 CONTEXTS = (1024, 4096)
 DRY_RUN = {"preset": "llama-30m", "batches": (1, 2), "contexts": (64, 128), "steps": 4}
+_MANY = 10**6  # tokens, which go to all experts
 _SETTLE = 4  # steps after the last prefill that are not counted
 
 
@@ -54,21 +55,22 @@ class Point:
         return self.limit / self.seconds
 
 
-def streamed_bytes(llm: LLM) -> int:
-    """Returns the bytes of weights that each step reads: all but an embedding table that is only looked up."""
+def streamed_bytes(llm: LLM, num_tokens: int) -> float:
+    """Returns the bytes of weights that a step reads: all but an embedding table that is only looked up, and experts
+    that none of its tokens goes to."""
     shapes, params = llm.ready.shapes, llm.ready.runner.params
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    return total if shapes.model.embedding.tied else total - params["embed"]["weight"].nbytes
+    total -= 0 if shapes.model.embedding.tied else params["embed"]["weight"].nbytes
+    return total - idle_bytes(shapes.model, num_tokens)
 
 
 def step_limit(llm: LLM, limits: DeviceLimits, batch: int, context: int) -> float:
     """Returns the least seconds of a step on one device, by the module's formula."""
-    weights = streamed_bytes(llm)
-    parameters = weights / jnp.dtype(llm.ready.shapes.model.dtype).itemsize
-    spec = llm.ready.plan.spec
+    weights = streamed_bytes(llm, batch)
+    model, spec = llm.ready.shapes.model, llm.ready.plan.spec
     token_bytes = page_bytes(spec) / spec.page_size
     keys = count_keys(llm, context)
-    matmuls = max(weights / limits.bytes_per_second, 2 * parameters * batch / limits.flops_per_second)
+    matmuls = max(weights / limits.bytes_per_second, 2 * sum(count_weights(model)) * batch / limits.flops_per_second)
     return matmuls + batch * keys * token_bytes / limits.bytes_per_second
 
 
@@ -135,7 +137,7 @@ def _describe(llm: LLM, bucket: Bucket, num_keys: int, num_pairs: int, seconds: 
     pair_operations = 4 * model.attention.num_heads * model.attention.head_dim * model.num_layers
     operations = 2 * (layers * bucket.tokens + head * bucket.rows) + pair_operations * num_pairs
     key_bytes = page_bytes(spec) / spec.page_size
-    return StepWork(streamed_bytes(llm), float(operations), num_keys * key_bytes, bucket.rows, seconds)
+    return StepWork(streamed_bytes(llm, bucket.tokens), float(operations), num_keys * key_bytes, bucket.rows, seconds)
 
 
 def count_keys(llm: LLM, context: int) -> int:
@@ -155,7 +157,8 @@ def print_points(console: Console, llm: LLM, limits: DeviceLimits, points: list[
     shapes = llm.ready.shapes
     spec = llm.ready.plan.spec
     title = (
-        f"{shapes.model.family} {streamed_bytes(llm) / 1e9:.2f} GB streamed, {shapes.model.dtype}, KV {spec.dtype}, "
+        f"{shapes.model.family} {streamed_bytes(llm, _MANY) / 1e9:.2f} GB of weights, {shapes.model.dtype}, "
+        f"KV {spec.dtype}, "
         f"{shapes.impl} on {limits.device}: {limits.bytes_per_second / 1e12:.2f} TB/s, "
         f"{limits.flops_per_second / 1e12:.1f} TFLOP/s"
     )

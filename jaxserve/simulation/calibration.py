@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.errors import ConfigError, shorten
+from jaxserve.layers.moe import MoEConfig
 from jaxserve.models.base import DecoderConfig, ParamSpec
 from jaxserve.models.registry import param_specs
 from jaxserve.runtime.memory import params_bytes
@@ -204,7 +205,7 @@ def streamed_bytes(model: DecoderConfig, num_devices: int) -> int:
 
 
 def count_weights(model: DecoderConfig) -> tuple[int, int]:
-    """Returns the parameters of all layers, which each token meets, and of the head, which each row meets."""
+    """Returns the parameters of the layers that each token meets, of experts its own, and of the head."""
     import jax
 
     specs = param_specs(model)
@@ -212,4 +213,23 @@ def count_weights(model: DecoderConfig) -> tuple[int, int]:
     count = lambda tree: sum(  # noqa: E731
         int(np.prod(spec.shape)) for spec in jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
     )
-    return count(specs["layers"]), count(head)
+    idle = sum(
+        count(specs["layers"][index]["experts"]) * (1 - kind.mlp.router.top_k / kind.mlp.router.num_experts)
+        for index, kind in enumerate(model.layers)
+        if isinstance(kind.mlp, MoEConfig)
+    )
+    return count(specs["layers"]) - round(idle), count(head)
+
+
+def idle_bytes(model: DecoderConfig, num_tokens: int) -> float:
+    """Returns the bytes of experts that a step of so many tokens does not read, if the router chooses evenly.
+
+    A token leaves each expert with the chance 1 - k / E, so of E experts E * (1 - k / E) ** tokens are left by all.
+    """
+    specs, total = param_specs(model), 0.0
+    for index, kind in enumerate(model.layers):
+        if isinstance(kind.mlp, MoEConfig):
+            router = kind.mlp.router
+            share = (1 - router.top_k / router.num_experts) ** num_tokens
+            total += share * params_bytes(specs["layers"][index]["experts"], 1)
+    return total

@@ -22,6 +22,7 @@ from jaxserve.simulation.calibration import (
     StepWork,
     count_weights,
     fit,
+    idle_bytes,
     read_calibration,
     write_calibration,
 )
@@ -108,6 +109,18 @@ def test_every_kind_of_device_has_rates() -> None:
 def test_devices_that_cannot_be_simulated(device: str | None, calibration: Calibration | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         choose_device(device, calibration)
+
+
+def test_experts_are_counted_by_the_tokens_that_meet_them() -> None:
+    """Qwen3-30B-A3B: 3.3B active parameters of 30.5B, embedding included; its experts have 58 GB."""
+    config = EngineConfig.from_options(model="qwen3-30b-a3b")
+    model = resolve_model(config, locate_model(config.model, need_weights=False))
+    embedding = model.vocab_size * model.hidden_size
+    assert sum(count_weights(model)) + embedding == pytest.approx(3.35e9, rel=0.01)
+    experts = 48 * 128 * 3 * 2048 * 768 * 2
+    assert idle_bytes(model, 0) == experts
+    assert idle_bytes(model, 1) == pytest.approx(experts * 120 / 128)
+    assert idle_bytes(model, 64) == pytest.approx(experts * (120 / 128) ** 64)
 
 
 def test_published_limits_of_an_8b_model_on_an_h200() -> None:
