@@ -5,7 +5,7 @@ Models name the axes of their parameters ("kv_heads", "ffn", ...); `AxisRules` i
 
 from __future__ import annotations
 
-import contextlib
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxserve.devices import find_devices
 from jaxserve.errors import ConfigError
+
+_log = logging.getLogger(__name__)
 
 TENSOR_AXIS = "tensor"
 
@@ -100,8 +102,9 @@ def make_mesh(tensor_parallel_size: int, devices: Sequence[jax.Device] | None = 
 def _order_devices(devices: list[jax.Device]) -> list[jax.Device]:
     """Returns the devices in the order of the interconnect, host by host."""
     if len(devices) > 1 and devices[0].platform == "tpu":
-        # A part of a slice that the interconnect has no order for keeps JAX's.
-        with contextlib.suppress(ValueError, NotImplementedError, AssertionError):
+        try:
             devices = list(mesh_utils.create_device_mesh((len(devices),), devices).flat)
+        except (ValueError, NotImplementedError, AssertionError) as error:  # as for parts of some slices
+            _log.warning("devices keep JAX's order, in which neighbours may be far apart: %s", error)
     hosts = list(dict.fromkeys(device.process_index for device in devices))
     return sorted(devices, key=lambda device: hosts.index(device.process_index))  # stable

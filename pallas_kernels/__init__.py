@@ -1,4 +1,4 @@
-"""Paged attention for JAX: one public call, several implementations, one page layout.
+"""Paged attention and grouped products for JAX: one public call for each, several implementations, one page layout.
 
 Stands alone (jax and numpy only). Names load on first use, so that importing the package costs nothing.
 """
@@ -10,6 +10,7 @@ from typing import Any
 
 _HOMES = {
     "api": ("attend_with_update",),
+    "grouped.api": ("choose_grouped_impl", "grouped_matmul"),
     "backends": ("choose_impl", "choose_layout", "resolve_impl"),
     "batch": ("prepare_batch",),
     "layout": ("gather_logical", "page_bytes", "pool_shape"),

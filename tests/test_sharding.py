@@ -22,9 +22,12 @@ def test_the_interconnect_decides_and_hosts_stay_together(monkeypatch: pytest.Mo
     assert [device.id for device in sharding._order_devices(devices)] == [3, 1, 2, 0]
 
 
-def test_hosts_stay_together_in_a_slice_without_an_order(monkeypatch: pytest.MonkeyPatch, devices: list[Any]) -> None:
+def test_hosts_stay_together_in_a_slice_without_an_order(
+    monkeypatch: pytest.MonkeyPatch, devices: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
     def refuse(*_: Any) -> Any:
         raise NotImplementedError("a part of a slice")
 
     monkeypatch.setattr(sharding.mesh_utils, "create_device_mesh", refuse)
     assert [device.id for device in sharding._order_devices(devices)] == [0, 2, 1, 3]
+    assert "far apart: a part of a slice" in caplog.text

@@ -19,7 +19,7 @@ from jaxserve.layers.mlp import MLPConfig, gated_mlp
 from jaxserve.layers.router import RouterConfig, route
 from jaxserve.layers.stack import InStack
 from jaxserve.sharding import DEFAULT_RULES, TENSOR_AXIS, Axes
-from pallas_kernels.grouped.api import grouped_matmul
+from pallas_kernels import grouped_matmul
 
 EXPERTS = "experts"
 """The leaf of all experts of a layer: `gate_up` [2, E, D, F] and `down` [E, F, D]."""

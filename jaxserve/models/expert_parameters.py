@@ -1,8 +1,8 @@
 """The parameters of a mixture of experts.
 
 Canonical names per layer: `router.weight` [D, E], `experts.gate_up.weight` [2, E, D, F], `experts.down.weight`
-[E, F, D] and, where the model has them, `router.bias` and `router.correction` [E], `shared.gate_up.weight`,
-`shared.down.weight` and `shared_gate.weight` [D, 1].
+[E, F, D] and, where the model has them, `router.bias` [E], `shared.gate_up.weight`, `shared.down.weight`
+and `shared_gate.weight` [D, 1].
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ def moe_params(
     module: str = "mlp",
     packed_module: str = "mlp",
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
-    correction: str = "gate.e_score_correction_bias",
-    shared: str = "shared_experts",
+    shared: str = "shared_expert",
 ) -> Table:
     """Returns the router, the experts and the shared block below `module`.
 
@@ -36,24 +35,21 @@ def moe_params(
     Args:
         packed_module: the module's name in files of the second form.
         projections: names of gate, up and down.
-        correction: the name of the bias that takes part in the choice of experts.
         shared: the name of the shared block.
     """
     config, moe = layer.config, layer.kind.mlp
     assert isinstance(moe, MoEConfig)
-    count, hidden = moe.router.num_experts, config.hidden_size
     table = _router_params(layer, moe, module, packed_module)
     modules = layer.tensor(f"{module}.experts"), layer.tensor(f"{packed_module}.experts")
     table |= _expert_params(layer, moe, *modules, projections)
-    if moe.router.correction:
-        source = make_source((layer.tensor(f"{module}.{correction}"),), ((count,),), lambda tensor: tensor)
-        table["router.correction"] = Parameter(ParamSpec((count,), "float32", (None,), "zeros"), source)
     if moe.shared is not None:
         inner = mlp_params(layer, moe.shared, f"{module}.{shared}")
         table |= {f"shared.{name}": parameter for name, parameter in inner.items()}
     if moe.gated_shared:
         gate = {layer.tensor(f"{module}.{shared}_gate"): 1}
-        table |= linear_params(config, "shared_gate", gate, (hidden, 1), (None, None), transpose, bias=False)
+        table |= linear_params(
+            config, "shared_gate", gate, (config.hidden_size, 1), (None, None), transpose, bias=False
+        )
     return table
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from jaxserve.errors import ConfigError, shorten
 from jaxserve.layers.moe import MoEConfig
-from jaxserve.layers.router import ExpertGroups, RouterConfig
+from jaxserve.layers.router import RouterConfig
 from jaxserve.models.base import LayerKind
 from jaxserve.models.common import read_mlp
 from jaxserve.models.hf_config import HFConfig
@@ -27,30 +26,28 @@ def read_experts(
     default_count: int,
     size_key: str = "moe_intermediate_size",
     normalize: bool,
-    groups: ExpertGroups | None = None,
     shared_size: int = 0,
     gated_shared: bool = False,
-    **router: Any,
 ) -> MoEConfig:
     """Returns the mixture of experts.
 
     Args:
         default_count: experts where the file states no number.
+        size_key: the key of an expert's columns.
+        normalize: whether the weights of a token's experts add up to 1.
         shared_size: columns of the block that every token goes through, 0 for none.
-        router: further fields of RouterConfig.
+        gated_shared: whether that block has a gate.
     """
     count = _read_count(config, default_count)
     top_k = config.integer("num_experts_per_tok")
     if top_k > count:
         raise ConfigError(f"{top_k} of {count} experts is not possible", field="num_experts_per_tok", value=top_k)
-    if groups is not None:
-        _check_groups(groups, count, top_k)
     expert = read_mlp(config, size_key=size_key)
     if expert.learned:
         message = "has parameters of its own, which experts do not have"
         raise ConfigError(message, field="hidden_act", value=expert.activation)
     return MoEConfig(
-        router=RouterConfig(count, top_k, normalize=normalize, groups=groups, **router),
+        router=RouterConfig(count, top_k, normalize=normalize),
         expert=expert,
         shared=dataclasses.replace(expert, intermediate_size=shared_size) if shared_size else None,
         gated_shared=gated_shared,
@@ -60,17 +57,10 @@ def read_experts(
 def _read_count(config: HFConfig, default: int) -> int:
     given = {key: config.integer(key, maximum=MAX_EXPERTS) for key in COUNT_KEYS if config.get(key) is not None}
     if len(set(given.values())) > 1:
-        raise ConfigError(f"is not num_experts, {given['num_experts']}", field="num_local_experts", value=given)
+        raise ConfigError(
+            f"is not num_experts, {given['num_experts']}", field="num_local_experts", value=given["num_local_experts"]
+        )
     return next(iter(given.values()), default)
-
-
-def _check_groups(groups: ExpertGroups, count: int, top_k: int) -> None:
-    if count % groups.count:
-        raise ConfigError(f"{groups.count} does not divide {count} experts", field="n_group", value=groups.count)
-    size = count // groups.count
-    if groups.chosen > groups.count or groups.chosen * size < top_k or size < groups.judges:
-        message = f"{groups.chosen} of {groups.count} groups of {size} experts cannot give {top_k} experts"
-        raise ConfigError(message, field="topk_group", value=groups.chosen)
 
 
 def read_sparse_layers(config: HFConfig, num_layers: int) -> list[bool]:

@@ -49,7 +49,7 @@ def list_layer_params(layer: CheckpointLayer) -> Table:
     """Separate projections, one norm before each block; experts or a dense block."""
     if not layer.has_experts:
         return llama.list_layer_params(layer)
-    return pre_norm_params(layer) | attention_params(layer) | moe_params(layer, shared="shared_expert")
+    return pre_norm_params(layer) | attention_params(layer) | moe_params(layer)
 
 
 FAMILY = Family(

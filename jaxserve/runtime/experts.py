@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxserve.layers.moe import MoEConfig
 from jaxserve.models.base import DecoderConfig
-from pallas_kernels.grouped.api import choose_grouped_impl, grouped_matmul
+from pallas_kernels import choose_grouped_impl, grouped_matmul
 
 _TEST_SIZES = ((40, 0, 17, 30), (1, 0, 3, 2))  # rows of each expert in the self-test: as in a prompt, and in decode
 _TEST_COLUMNS = 512  # most columns there: more would only take the host longer

@@ -18,8 +18,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped.tiles import Visits, list_visits
+from pallas_kernels.hopper import wgmma
 from pallas_kernels.hopper.wgmma import ROWS
 from pallas_kernels.mosaic_gpu import compat
+from pallas_kernels.mosaic_gpu.pieces import for_pieces
 
 _DEPTH = 64  # of a slice along K: a row of it is one swizzle of 128 bytes
 _COLUMNS = 128  # of a block at most: layouts of wider plain memory take minutes to infer
@@ -154,8 +156,7 @@ class _Kernel:
             def _(index: jax.Array) -> None:
                 slot = lax.rem(index, self.stages)
                 compat.barrier_wait(scratch["loaded"].at[slot])
-                plgpu.wgmma(acc, scratch["left"].at[slot, own], scratch["right"].at[slot])
-                plgpu.wgmma_wait(1)  # the product before this one has read its slices
+                wgmma.add_product(acc, scratch["left"].at[slot, own], scratch["right"].at[slot])
                 # A slot is given back where a later slice needs it: every completion must be awaited.
                 is_needed = (index > 0) & (index - 1 + self.stages < self.depth)
                 before = lax.rem(index + self.stages - 1, self.stages)
@@ -171,15 +172,14 @@ class _Kernel:
         compat.wait_smem_to_gmem(0)
 
     def store(self, visit: jax.Ref, warpgroup: jax.Array, plain: jax.Ref, out: jax.Ref) -> None:
-        """Copies the group's rows out. A copy's size is static, so they go in powers of two, the largest first."""
+        """Copies the group's rows out."""
         first = visit[_TILE] * self.rows + warpgroup * ROWS
         begin = jnp.maximum(visit[_START] - first, 0)
         count = jnp.minimum(visit[_END] - first, ROWS) - begin
         columns = pl.ds(pl.multiple_of(lax.axis_index("block") * self.columns, self.columns), self.columns)
-        for bit in reversed(range(ROWS.bit_length())):
-            size, done = 1 << bit, count >> (bit + 1) << (bit + 1)
 
-            @pl.when((count > 0) & (count & size > 0))
-            def _(size: int = size, done: jax.Array = done) -> None:
-                target = out.at[lax.axis_index("part"), pl.ds(first + begin + done, size), columns]
-                compat.copy_smem_to_gmem(plain.at[pl.ds(begin + done, size)], target)
+        def copy(start: jax.Array, size: int) -> None:
+            target = out.at[lax.axis_index("part"), pl.ds(first + begin + start, size), columns]
+            compat.copy_smem_to_gmem(plain.at[pl.ds(begin + start, size)], target)
+
+        for_pieces(count, ROWS, copy)

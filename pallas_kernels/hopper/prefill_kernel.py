@@ -36,6 +36,7 @@ from pallas_kernels.hopper.prefill_static import (
 )
 from pallas_kernels.mosaic_gpu import compat
 from pallas_kernels.mosaic_gpu.key_tiles import LOG2_E, MASKED
+from pallas_kernels.mosaic_gpu.pieces import for_pieces
 
 type Carry = tuple[jax.Array, jax.Array, jax.Array]  # mixed values [ROWS, H], largest score [ROWS], weight [ROWS]
 
@@ -164,10 +165,7 @@ def _store_whole(static: Static, operands: Operands, buffers: Scratch, unit: jax
 
 
 def _store_cut(static: Static, operands: Operands, buffers: Scratch, unit: jax.Ref, answers: jax.Array) -> None:
-    """The same for a tile with tokens of other rows, which other blocks answer.
-
-    A copy's size is static. So as many tokens as there are go in powers of two, the largest first.
-    """
+    """The same for a tile with tokens of other rows, which other blocks answer."""
     warpgroup, head = _read_anew("warpgroup"), _read_anew("head")
     start, skip, count = (unit[column] for column in (FIRST, SKIP, COUNT))
     columns = range(0, static.width, static.panel)
@@ -181,16 +179,15 @@ def _store_cut(static: Static, operands: Operands, buffers: Scratch, unit: jax.R
         begin = jnp.maximum(first + skip, warpgroup * ROWS)
         end = jnp.minimum(first + skip + count, (warpgroup + 1) * ROWS)
         token = start + begin - first
-        for bit in reversed(range(min(static.tile_tokens, ROWS).bit_length())):
-            size, done = 1 << bit, (end - begin) >> (bit + 1) << (bit + 1)
 
-            @pl.when((end > begin) & ((end - begin) & size > 0))
-            def _(size: int = size, done: jax.Array = done) -> None:
-                rows = pl.ds(begin + done - warpgroup * ROWS, size)
-                target = operands.out.at[pl.ds(token + done, size), head * static.group_size + member]
-                for index, column in enumerate(columns):
-                    panel = buffers.plain.at[warpgroup, index, rows]
-                    compat.copy_smem_to_gmem(panel, target.at[:, pl.ds(column, static.panel)])
+        def copy(done: jax.Array, size: int) -> None:
+            rows = pl.ds(begin + done - warpgroup * ROWS, size)
+            target = operands.out.at[pl.ds(token + done, size), head * static.group_size + member]
+            for index, column in enumerate(columns):
+                panel = buffers.plain.at[warpgroup, index, rows]
+                compat.copy_smem_to_gmem(panel, target.at[:, pl.ds(column, static.panel)])
+
+        for_pieces(end - begin, min(static.tile_tokens, ROWS), copy)
 
 
 def _weigh(

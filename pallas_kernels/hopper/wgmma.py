@@ -63,6 +63,13 @@ def multiply_pv(
     return pl.run_state(product)(plgpu.ACC.init(acc))
 
 
+def add_product(acc: jax.Ref, left: jax.Ref, right: jax.Ref) -> None:
+    """Begins acc [rows, N] f32 += left [rows, K] @ right [K, N], both in shared memory, and waits for the product begun
+    before: what that one read may be overwritten."""
+    plgpu.wgmma(acc, left, right)
+    plgpu.wgmma_wait(1)
+
+
 def load_narrow(tile: jax.Ref) -> jax.Array:
     """An 8-bit tile of shared memory in registers, in a layout that conversion to 16 bits makes WGMMA's."""
     return plgpu.load(tile, layout=plgpu.Layout.WGMMA_UPCAST_2X)

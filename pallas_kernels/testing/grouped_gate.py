@@ -1,6 +1,8 @@
 """Compiles the grouped products of real models for a device that is not attached, as `compile_gate` does attention.
 
-python -m pallas_kernels.testing.grouped_gate h200 --json
+    python -m pallas_kernels.testing.grouped_gate h200 --json
+
+The stack of matrices is a parameter of the program: the gate finds copies of it.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from pallas_kernels.targets import find_target, open_devices
 from pallas_kernels.testing.compile_gate import Gate, make_parser, print_report
 from pallas_kernels.testing.gate_report import ProgramReport
 
-NUM_LAYERS = 4  # in the stack, so that a copy of it shows among temporaries
+NUM_LAYERS = 4  # in the stack, which must not be copied
 DECODE_TOKENS, MIXED_TOKENS = 64, 2048
 
 
@@ -76,10 +78,14 @@ def measure_grouped(gate: Gate, name: str, shape: GroupedShape, num_tokens: int,
     first = (NUM_LAYERS - 1) * matrices
     arrays = (
         describe((num_tokens * shape.top_k, shape.width), "bfloat16"),
-        describe((NUM_LAYERS * matrices, shape.width, shape.columns), "bfloat16"),
+        {"weight": describe((NUM_LAYERS * matrices, shape.width, shape.columns), "bfloat16")},
         describe((shape.num_experts,), "int32"),
     )
-    jitted = jax.jit(lambda x, params, sizes: grouped_matmul(x, params, sizes, first, parts=shape.parts, impl=impl))
+
+    def multiply(x: jax.Array, params: dict[str, jax.Array], sizes: jax.Array) -> jax.Array:
+        return grouped_matmul(x, params["weight"], sizes, first, parts=shape.parts, impl=impl)
+
+    jitted = jax.jit(multiply)
     return gate.measure(report, lambda: jitted.trace(*arrays))
 
 

@@ -100,6 +100,11 @@ CASES: dict[str, tuple[Mapping[str, object], str, tuple[str, ...]]] = {
         "model_type",
         ("'t5'", "encoder-decoder", "known are llama"),
     ),
+    "sparse attention": (
+        other("deepseek_v32", "DeepseekV32ForCausalLM", n_routed_experts=256, index_topk=2048),
+        "model_type",
+        ("'deepseek_v32'", "attends sparsely, by an indexer"),
+    ),
     "dbrx": (
         other("dbrx", "DbrxForCausalLM", num_local_experts=16),
         "model_type",

@@ -14,10 +14,7 @@ from safetensors.numpy import load_file, save_file
 from jaxserve import LLM
 from jaxserve.errors import ConfigError, WeightsError
 from jaxserve.layers.moe import MoEConfig
-from jaxserve.layers.router import ExpertGroups
 from jaxserve.models.decoder import fit_devices
-from jaxserve.models.hf_config import HFConfig
-from jaxserve.models.moe_config import COUNT_KEYS, read_experts
 from jaxserve.models.registry import parse_config
 from tests.golden_cases import GOLDENS
 
@@ -51,17 +48,6 @@ def test_a_config_is_refused_by_its_key(change: dict[str, Any], field: str) -> N
 def test_which_layers_have_experts() -> None:
     layers = parse_config(QWEN | {"mlp_only_layers": [], "decoder_sparse_step": 2}).layers
     assert [isinstance(kind.mlp, MoEConfig) for kind in layers] == [False, True, False]
-
-
-@pytest.mark.parametrize(
-    ("groups", "field"),
-    [(ExpertGroups(3, 1, 1), "n_group"), (ExpertGroups(4, 5, 1), "topk_group"), (ExpertGroups(4, 1, 1), "topk_group")],
-)
-def test_groups_that_cannot_give_a_token_its_experts(groups: ExpertGroups, field: str) -> None:
-    keys = COUNT_KEYS | {"num_experts_per_tok": 3, "moe_intermediate_size": 8, "hidden_act": "silu"}
-    with pytest.raises(ConfigError) as caught:
-        read_experts(HFConfig({}, keys), default_count=8, normalize=True, groups=groups)
-    assert caught.value.field == field
 
 
 def test_sizes_that_divide_are_named() -> None:
