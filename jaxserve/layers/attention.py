@@ -18,6 +18,8 @@ from jaxserve.sharding import DEFAULT_RULES, KV_POOL_AXES
 from pallas_kernels.api import attend_with_update
 from pallas_kernels.spec import AttnLayer, AttnParams, BatchMeta, HeadParams
 
+_HEAD_AXES = {"sinks": "heads", "k_scale": "kv_heads", "v_scale": "kv_heads"}  # of HeadParams' arrays
+
 QKNorm = Literal["shared", "per_head", "projection"]
 """What a norm of q and k spans: each head, with one weight [H] for all heads ("shared") or one each, or all heads."""
 
@@ -34,7 +36,8 @@ class KVScales:
 class AttentionConfig:
     """`num_kv_heads` counts stored heads: each KV head of the checkpoint is stored `kv_repeats` times.
 
-    `qk_norm` applies before rotation. `scale` multiplies scores, `softcap` bounds them.
+    `qk_norm` applies before rotation. `scale` multiplies scores, `softcap` bounds them. `sinks`: every head has a
+    learned score without a value, which takes part in the softmax.
     """
 
     num_heads: int
@@ -45,6 +48,7 @@ class AttentionConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: QKNorm | None = None
+    sinks: bool = False
     kv_repeats: int = 1
     kv_scales: KVScales | None = None
 
@@ -60,7 +64,8 @@ def attend(
     """Returns the block's output and the pool with this step's K and V written.
 
     Parameters: `qkv` [D, K * (G + 2) * H] holds, per KV head, its G query heads, then K, then V; `o` is [N * H, D].
-    Optional: `q_norm` and `k_norm`, in the shapes of `config.qk_norm`; `k_scale` and `v_scale` [K] of 8-bit pages.
+    Optional: `q_norm` and `k_norm`, in the shapes of `config.qk_norm`; `sinks` [N]; `k_scale` and `v_scale` [K] of
+    8-bit pages.
     """
     tokens, group = x.shape[0], config.group_size
     qkv = linear(ctx, leaves["qkv"], x).reshape(tokens, config.num_kv_heads, group + 2, config.head_dim)
@@ -70,7 +75,7 @@ def attend(
         q, k = (_normalize_heads(config, norm, leaves[f"{n}_norm"], heads) for n, heads in (("q", q), ("k", k)))
     if ctx.rotary is not None:
         q, k = rotate(q, *ctx.rotary), rotate(k, *ctx.rotary)
-    heads = HeadParams(k_scale=leaves.get("k_scale"), v_scale=leaves.get("v_scale"))
+    heads = {name: leaves[name] for name in _HEAD_AXES if name in leaves}
     out, kv_pages = _attend_pages(config, ctx, q=q, k=k, v=v, heads=heads)
     return linear(ctx, leaves["o"], out.reshape(tokens, -1), reduce=True), kv_pages
 
@@ -90,26 +95,26 @@ def _attend_pages(
     q: Float[Array, "T N H"],
     k: Float[Array, "T K H"],
     v: Float[Array, "T K H"],
-    heads: HeadParams,
+    heads: Mapping[str, jax.Array],
 ) -> tuple[Float[Array, "T N H"], jax.Array]:
     """Paged attention; on a mesh every device attends with its own heads (kernels cannot be partitioned for us)."""
     params = AttnParams(scale=config.scale, window=ctx.window, softcap=config.softcap)
 
     def attend_here(
-        q: jax.Array, k: jax.Array, v: jax.Array, heads: HeadParams, kv_pages: jax.Array, batch: BatchMeta
+        q: jax.Array, k: jax.Array, v: jax.Array, heads: Mapping[str, jax.Array], kv_pages: jax.Array, batch: BatchMeta
     ) -> tuple[jax.Array, jax.Array]:
-        return attend_with_update(q, k, v, kv_pages, batch, AttnLayer(params, heads, ctx.page_offset))
+        return attend_with_update(q, k, v, kv_pages, batch, AttnLayer(params, HeadParams(**heads), ctx.page_offset))
 
     if ctx.mesh is None:
         return attend_here(q, k, v, heads, ctx.kv_pages, ctx.batch)
     by_head = DEFAULT_RULES.spec((None, "heads", None))
     by_kv_head = DEFAULT_RULES.spec((None, "kv_heads", None))
-    scales = jax.tree.map(lambda _: DEFAULT_RULES.spec(("kv_heads",)), heads)
+    each_head = {name: DEFAULT_RULES.spec((_HEAD_AXES[name],)) for name in heads}
     pool = DEFAULT_RULES.spec(KV_POOL_AXES)
     sharded = jax.shard_map(
         attend_here,
         mesh=ctx.mesh,
-        in_specs=(by_head, by_kv_head, by_kv_head, scales, pool, PartitionSpec()),
+        in_specs=(by_head, by_kv_head, by_kv_head, each_head, pool, PartitionSpec()),
         out_specs=(by_head, pool),
         check_vma=False,  # kernels state no varying axes
     )

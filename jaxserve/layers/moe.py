@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
+from jax.tree_util import DictKey
 from jaxtyping import Array, Float, Int
 
-from jaxserve.layers.activations import ACTIVATIONS
 from jaxserve.layers.context import LayerContext, StepContext
 from jaxserve.layers.linear import linear
-from jaxserve.layers.mlp import MLPConfig, gated_mlp
+from jaxserve.layers.mlp import MLPConfig, apply_gate, gated_mlp
 from jaxserve.layers.router import RouterConfig, route
-from jaxserve.layers.stack import InStack
+from jaxserve.layers.stack import InStack, unstack
 from jaxserve.sharding import DEFAULT_RULES, TENSOR_AXIS, Axes
 from pallas_kernels import grouped_matmul
 
 EXPERTS = "experts"
-"""The leaf of all experts of a layer: `gate_up` [2, E, D, F] and `down` [E, F, D]."""
+"""The leaf of all experts of a layer: `gate_up` [2, E, D, F] and `down` [E, F, D]; biases have no second last axis."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,13 @@ class MoEConfig:
         return ("experts", None) if self.by_expert else (None, "ffn")
 
 
+class _Groups(NamedTuple):
+    """Rows sorted by expert: how many each expert has, and the expert of each row."""
+
+    sizes: Int[Array, " E"]
+    owners: Int[Array, " M"]
+
+
 def feed_forward(
     config: MLPConfig | MoEConfig, leaves: Mapping[str, Any], x: Float[Array, "T D"], ctx: LayerContext
 ) -> Float[Array, "T D"]:
@@ -67,7 +74,7 @@ def mix_experts(
         return _mix(config, leaves, x, num_tokens)
     read = {name: leaves[name] for name in ("router", EXPERTS, "shared", "shared_gate") if name in leaves}
     sharded = jax.shard_map(
-        lambda *args: lax.psum(_mix(config, *args), TENSOR_AXIS),
+        lambda leaves, *args: lax.psum(_mix(config, _add_once(config, leaves), *args), TENSOR_AXIS),
         mesh=ctx.mesh,
         in_specs=({name: _split(config, name, leaf) for name, leaf in read.items()}, PartitionSpec(), PartitionSpec()),
         out_specs=PartitionSpec(),
@@ -116,10 +123,10 @@ def _run_experts(
     flat = experts.reshape(-1)
     order = jnp.argsort(flat, stable=True)
     sizes = jnp.sum(flat[:, None] == jnp.arange(count), axis=0, dtype=jnp.int32)
-    rows = x[order // top_k]
-    gate, up = _multiply(config, leaves["gate_up"], rows, sizes, parts=2)
-    hidden = ACTIVATIONS[config.expert.activation](gate.astype(jnp.float32)).astype(x.dtype) * up
-    (answers,) = _multiply(config, leaves["down"], hidden, sizes, parts=1)
+    groups = _Groups(sizes, flat[order])
+    gate, up = _multiply(config, leaves["gate_up"], x[order // top_k], groups, parts=2)
+    hidden = apply_gate(config.expert, leaves, gate, up)
+    (answers,) = _multiply(config, leaves["down"], hidden, groups, parts=1)
     places = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0]), unique_indices=True)
     places = places.reshape(experts.shape)
     total = jnp.zeros(x.shape, jnp.float32)
@@ -130,18 +137,32 @@ def _run_experts(
 
 
 def _multiply(
-    config: MoEConfig, leaf: Mapping[str, Any], rows: Float[Array, "M K"], sizes: Int[Array, " E"], *, parts: int
+    config: MoEConfig, leaf: Mapping[str, Any], rows: Float[Array, "M K"], groups: _Groups, *, parts: int
 ) -> Float[Array, "parts M N"]:
     """Returns the grouped products with a leaf [parts, E, K, N] or [E, K, N], which may lie in a stack of layers."""
     weight, first = leaf["weight"], 0
     if isinstance(weight, InStack):
-        weight, first = weight.stack, weight.index * parts * sizes.shape[0]
-    return grouped_matmul(rows, weight.reshape(-1, *weight.shape[-2:]), sizes, first, parts=parts, impl=config.impl)
+        weight, first = weight.stack, weight.index * parts * groups.sizes.shape[0]
+    stack = weight.reshape(-1, *weight.shape[-2:])
+    out = grouped_matmul(rows, stack, groups.sizes, first, parts=parts, impl=config.impl)
+    if "bias" not in leaf:
+        return out
+    bias = unstack(leaf["bias"]).reshape(parts, -1, out.shape[-1])
+    return out + bias.at[:, groups.owners].get(mode="clip")
 
 
 def _count_experts(leaves: Mapping[str, Any]) -> int:
     """Returns how many experts this device has."""
     return leaves["down"]["weight"].shape[-3]
+
+
+def _add_once(config: MoEConfig, leaves: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a device's leaves, where of equal biases of `down` only the first device's are not 0."""
+    down = leaves[EXPERTS]["down"]
+    if config.by_expert or "bias" not in down:
+        return leaves
+    bias = jnp.where(lax.axis_index(TENSOR_AXIS) == 0, unstack(down["bias"]), 0)
+    return {**leaves, EXPERTS: {**leaves[EXPERTS], "down": {**down, "bias": bias}}}
 
 
 def _split(config: MoEConfig, name: str, leaf: Any) -> Any:
@@ -150,7 +171,9 @@ def _split(config: MoEConfig, name: str, leaf: Any) -> Any:
     axes_of: dict[str, Axes] = {"gate_up": (expert, None, column), "down": (expert, column, None)}
 
     def split(path: Any, array: jax.Array) -> PartitionSpec:
-        axes = axes_of.get(path[0].key, ())[-array.ndim :]
+        axes = axes_of.get(path[0].key, ())
+        axes = (*axes[:-2], *axes[-1:]) if DictKey("bias") in path else axes
+        axes = axes[-array.ndim :]
         return DEFAULT_RULES.spec((*[None] * (array.ndim - len(axes)), *axes))
 
     return jax.tree_util.tree_map_with_path(split, leaf)

@@ -43,6 +43,11 @@ class InStack:
         return self.stack.shape[1:]
 
 
+def unstack(leaf: jax.Array | InStack) -> jax.Array:
+    """Returns one layer's array."""
+    return leaf.stack[leaf.index] if isinstance(leaf, InStack) else leaf
+
+
 @flax.struct.dataclass
 class LayerStack:
     """Groups of layers with equal leaves, each stacked [L, ...]; `places` has each layer's group and index there."""

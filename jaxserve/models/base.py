@@ -56,18 +56,22 @@ class WeightSource:
     `build` takes the tensors as numpy arrays in the order of `names`, of shapes `shapes` and any one dtype, and
     returns the parameter in that dtype. It raises WeightsError, naming the tensor, when a shape differs. Where it can,
     it reads nothing before its result is indexed, and then no more than that needs. `otherwise` is the form that other
-    files have.
+    files have. `dtype` is the stored dtype of tensors that hold no numbers of a floating type ("U8").
     """
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     build: Callable[..., HostArray]
     otherwise: WeightSource | None = None
+    dtype: str | None = None
 
     def choose(self, names: Set[str]) -> WeightSource:
-        """Returns the form that a checkpoint with tensors of these names has; this one if it has neither."""
+        """Returns the form that a checkpoint with tensors of these names has; this one if it has none of them."""
         other = self.otherwise
-        return other if other is not None and names.isdisjoint(self.names) and other.names[0] in names else self
+        if other is None or not names.isdisjoint(self.names):
+            return self
+        other = other.choose(names)
+        return self if names.isdisjoint(other.names) else other
 
 
 @dataclass(frozen=True)
@@ -242,7 +246,8 @@ class Family:
 
     `keys` holds every config.json key that the family knows, with the reference implementation's default for an absent
     one; `ignored_keys` are keys in files that the reference does not read. `table` returns the parameters of one layer.
-    `ignored_weights` are patterns of tensors that a decoder does not need.
+    `ignored_weights` are patterns of tensors that a decoder does not need. `quantizations` are the methods of quantized
+    files that it reads.
     """
 
     model_type: str
@@ -254,3 +259,4 @@ class Family:
     ignored_keys: tuple[str, ...] = ()
     trunk: Trunk = Trunk()
     ignored_weights: tuple[str, ...] = ()
+    quantizations: tuple[str, ...] = ()

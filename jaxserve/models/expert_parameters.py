@@ -1,8 +1,8 @@
 """The parameters of a mixture of experts.
 
 Canonical names per layer: `router.weight` [D, E], `experts.gate_up.weight` [2, E, D, F], `experts.down.weight`
-[E, F, D] and, where the model has them, `router.bias` [E], `shared.gate_up.weight`, `shared.down.weight`
-and `shared_gate.weight` [D, 1].
+[E, F, D] and, where the model has them, `router.bias` [E], `experts.gate_up.bias` [2, E, F], `experts.down.bias`
+[E, D], `shared.gate_up.weight`, `shared.down.weight` and `shared_gate.weight` [D, 1].
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxserve.layers.moe import MoEConfig
 from jaxserve.models.base import CheckpointLayer, HostArray, Parameter, ParamSpec, Table, WeightSource
-from jaxserve.models.layouts import Assembled, StackedParts, transpose
+from jaxserve.models.layouts import Assembled, StackedParts, stack_matrices, transpose
 from jaxserve.models.parameters import linear_params, make_source, mlp_params
 from jaxserve.sharding import Axes
 
@@ -39,7 +39,7 @@ def moe_params(
     """
     config, moe = layer.config, layer.kind.mlp
     assert isinstance(moe, MoEConfig)
-    table = _router_params(layer, moe, module, packed_module)
+    table = router_params(layer, moe, layer.tensor(f"{module}.gate"), layer.tensor(f"{packed_module}.gate"))
     modules = layer.tensor(f"{module}.experts"), layer.tensor(f"{packed_module}.experts")
     table |= _expert_params(layer, moe, *modules, projections)
     if moe.shared is not None:
@@ -53,14 +53,19 @@ def moe_params(
     return table
 
 
-def _router_params(layer: CheckpointLayer, moe: MoEConfig, module: str, packed: str) -> Table:
+def router_params(layer: CheckpointLayer, moe: MoEConfig, module: str, otherwise: str | None = None) -> Table:
+    """Returns `router`; `otherwise` is the module's name in other files."""
     shape = (layer.config.hidden_size, moe.router.num_experts)
 
     def list_params(module: str) -> Table:
-        modules = {layer.tensor(f"{module}.gate"): shape[1]}
-        return linear_params(layer.config, "router", modules, shape, (None, None), transpose, bias=moe.router.bias)
+        return linear_params(
+            layer.config, "router", {module: shape[1]}, shape, (None, None), transpose, bias=moe.router.bias
+        )
 
-    table, others = list_params(module), list_params(packed)
+    table = list_params(module)
+    if otherwise is None:
+        return table
+    others = list_params(otherwise)
     sources = {name: dataclasses.replace(table[name].source, otherwise=others[name].source) for name in table}
     return {name: Parameter(table[name].spec, source) for name, source in sources.items()}
 
@@ -76,19 +81,22 @@ def _expert_params(
         otherwise=make_source((f"{packed}.gate_up_proj",), ((count, 2 * size, hidden),), _split_pairs),
     )
     downs = dataclasses.replace(
-        _single_source(module, (down,), count, (hidden, size), _stack),
-        otherwise=make_source((f"{packed}.down_proj",), ((count, hidden, size),), lambda tensor: _stack(*tensor)),
+        _single_source(module, (down,), count, (hidden, size), lambda *each: stack_matrices(each)),
+        otherwise=make_source((f"{packed}.down_proj",), ((count, hidden, size),), stack_matrices),
     )
     return {
-        "experts.gate_up.weight": _expert_parameter(
+        "experts.gate_up.weight": expert_parameter(
             layer, (2, count, hidden, size), (None, expert, None, column), gate_up
         ),
-        "experts.down.weight": _expert_parameter(layer, (count, size, hidden), (expert, column, None), downs),
+        "experts.down.weight": expert_parameter(layer, (count, size, hidden), (expert, column, None), downs),
     }
 
 
-def _expert_parameter(layer: CheckpointLayer, shape: tuple[int, ...], axes: Axes, source: WeightSource) -> Parameter:
-    return Parameter(ParamSpec(shape, layer.config.dtype, axes, "normal"), source)
+def expert_parameter(
+    layer: CheckpointLayer, shape: tuple[int, ...], axes: Axes, source: WeightSource, *, init: str = "normal"
+) -> Parameter:
+    """Returns a parameter in the model's dtype."""
+    return Parameter(ParamSpec(shape, layer.config.dtype, axes, init), source)
 
 
 def _single_source(
@@ -99,18 +107,13 @@ def _single_source(
     return make_source(names, (shape,) * len(names), build)
 
 
-def _stack(*tensors: np.ndarray) -> StackedParts:
-    """Returns [E, in, out] of E tensors [out, in]."""
-    return StackedParts([transpose(tensor) for tensor in tensors])
-
-
 def _stack_pairs(*tensors: np.ndarray) -> Assembled:
     """Returns [2, E, in, out] of all gates, then all ups."""
     count = len(tensors) // 2
-    return StackedParts([_stack(*tensors[:count]), _stack(*tensors[count:])])
+    return StackedParts([stack_matrices(tensors[:count]), stack_matrices(tensors[count:])])
 
 
 def _split_pairs(packed: np.ndarray) -> Assembled:
     """Returns [2, E, in, out] of one tensor [E, 2 * out, in], gate first."""
     size = packed.shape[1] // 2
-    return StackedParts([_stack(*packed[:, :size]), _stack(*packed[:, size:])])
+    return StackedParts([stack_matrices(packed[:, :size]), stack_matrices(packed[:, size:])])

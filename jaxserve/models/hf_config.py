@@ -122,10 +122,10 @@ class HFConfig:
                 raise ConfigError(f"only {shorten(value)} is supported, not {shorten(found)}", field=key, value=found)
 
     def dtype(self) -> str:
-        """Returns the checkpoint's dtype, "float32" if the file names none."""
+        """Returns the checkpoint's dtype; if the file names none, the family's default, else "float32"."""
         key = "dtype" if self._raw.get("dtype") is not None else "torch_dtype"
-        value = self._raw.get(key)
-        name = "float32" if value is None else str(value).removeprefix("torch.")
+        value = self._raw.get(key) or self._keys["dtype"] or "float32"
+        name = str(value).removeprefix("torch.")
         if name not in _DTYPES:
             raise ConfigError(
                 f"{shorten(value)} is not supported; known are float32, bfloat16, float16", field=key, value=value

@@ -10,14 +10,29 @@ and so on. Their q and k are reordered here to rotate halves, as all others do; 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
 from jaxserve.layers.attention import AttentionConfig
 
 _TILE = 16  # rows per step of a transposed copy: 32 bytes of bfloat16, three times as fast as one whole copy
+
+
+class Rows(Protocol):
+    """Rows [n, D] or [n] of one dtype: an array, or what is expanded where it is indexed."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any, /) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
@@ -27,15 +42,16 @@ class RowBlock:
     `order` are the rows that are meant, in their order; None for all as they stand.
     """
 
-    rows: np.ndarray
+    rows: Rows
     order: np.ndarray | None = None
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.rows if self.order is None else self.order)
 
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """Returns some of the rows: a view if they stand in order."""
-        return self.rows[start:stop] if self.order is None else self.rows[self.order[start:stop]]
+    def read(self, start: int, stop: int, columns: tuple[slice, ...]) -> np.ndarray:
+        """Returns some columns of some of the rows: a view of the tensor if the rows stand in order."""
+        rows = slice(start, stop) if self.order is None else self.order[start:stop]
+        return self.rows[rows, *columns]
 
 
 class Assembled(ABC):
@@ -88,7 +104,7 @@ class JoinedRows(Assembled):
         for block in self._blocks:
             begin, end = max(0, start - first), min(stop - first, len(block))
             if begin < end:
-                yield block.read(begin, end)[:, *index[:-1]]
+                yield block.read(begin, end, index[:-1])
             first += len(block)
 
 
@@ -158,9 +174,14 @@ def fuse_gate_up(gate: np.ndarray, up: np.ndarray) -> StackedParts:
     return StackedParts([transpose(part) for part in (gate, up)])
 
 
-def transpose(matrix: np.ndarray) -> JoinedRows:
-    """Returns [in, out] from [out, in]; a bias [out] unchanged."""
-    return JoinedRows([RowBlock(matrix)])
+def transpose(matrix: Rows, order: np.ndarray | None = None) -> JoinedRows:
+    """Returns [in, out] from [out, in] with its rows in `order`; a bias [out] unchanged."""
+    return JoinedRows([RowBlock(matrix, order)])
+
+
+def stack_matrices(matrices: Iterable[Rows], order: np.ndarray | None = None) -> StackedParts:
+    """Returns [E, in, out] of E matrices [out, in], whose rows are taken in `order`."""
+    return StackedParts([transpose(matrix, order) for matrix in matrices])
 
 
 def _reorder(rows: np.ndarray, head_dim: int, order: np.ndarray | None) -> np.ndarray:

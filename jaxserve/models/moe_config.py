@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from jaxserve.errors import ConfigError, shorten
 from jaxserve.layers.moe import MoEConfig
@@ -25,18 +26,18 @@ def read_experts(
     *,
     default_count: int,
     size_key: str = "moe_intermediate_size",
-    normalize: bool,
     shared_size: int = 0,
     gated_shared: bool = False,
+    **router: Any,
 ) -> MoEConfig:
     """Returns the mixture of experts.
 
     Args:
         default_count: experts where the file states no number.
         size_key: the key of an expert's columns.
-        normalize: whether the weights of a token's experts add up to 1.
         shared_size: columns of the block that every token goes through, 0 for none.
         gated_shared: whether that block has a gate.
+        router: fields of RouterConfig.
     """
     count = _read_count(config, default_count)
     top_k = config.integer("num_experts_per_tok")
@@ -47,7 +48,7 @@ def read_experts(
         message = "has parameters of its own, which experts do not have"
         raise ConfigError(message, field="hidden_act", value=expert.activation)
     return MoEConfig(
-        router=RouterConfig(count, top_k, normalize=normalize),
+        router=RouterConfig(count, top_k, **router),
         expert=expert,
         shared=dataclasses.replace(expert, intermediate_size=shared_size) if shared_size else None,
         gated_shared=gated_shared,

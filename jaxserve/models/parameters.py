@@ -4,8 +4,9 @@ Canonical names per layer: `attn_norm.weight` [D]; `qkv.weight` [D, K * (G + 2) 
 then K, then V, so that tensor parallelism cuts it between KV heads and keeps K and V together); `o.weight` [N * H, D];
 `mlp_norm.weight` [D]; `gate_up.weight` [2, D, F] or, in a plain feed-forward block, `up.weight` [D, F]; `down.weight`
 [F, D]. Where the model has them: `q_norm.weight` and `k_norm.weight`, `attn_out_norm.weight` and `mlp_out_norm.weight`
-[D], a `bias` beside any weight and, always float32, the scales `k_scale` and `v_scale` [K] of 8-bit pages and the P
-parameters `act` [P] of an activation that has its own. The parameters of experts are in expert_parameters.py.
+[D], a `bias` beside any weight and, always float32, the attention's `sinks` [N], the scales `k_scale` and `v_scale` [K]
+of 8-bit pages and the P parameters `act` [P] of an activation that has its own. The parameters of experts are in
+expert_parameters.py.
 """
 
 from __future__ import annotations
@@ -132,6 +133,13 @@ def plain_mlp_params(layer: CheckpointLayer, *, up: str, down: str) -> Table:
     modules = {layer.tensor(up): shape[1]}
     table = linear_params(config, "up", modules, shape, (None, "ffn"), transpose, bias=mlp.bias)
     return table | _down_params(layer, mlp, down, "mlp.act")
+
+
+def sink_params(layer: CheckpointLayer) -> Table:
+    """Returns `sinks` [N] of the attention."""
+    shape = (layer.config.attention.num_heads,)
+    spec = ParamSpec(shape, "float32", ("heads",), "normal")
+    return {"sinks": Parameter(spec, _plain_source(layer.tensor("self_attn.sinks"), shape))}
 
 
 def kv_scale_params(layer: CheckpointLayer) -> Table:

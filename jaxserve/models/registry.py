@@ -16,6 +16,7 @@ from jaxserve.models import (
     gemma3,
     glm4,
     gpt_neox,
+    gpt_oss,
     granite,
     llama,
     mimo,
@@ -62,6 +63,7 @@ FAMILIES: dict[str, Family] = {
         qwen2_moe.FAMILY,
         qwen3_moe.FAMILY,
         olmoe.FAMILY,
+        gpt_oss.FAMILY,
     )
 }
 
@@ -109,7 +111,7 @@ def find_family(hf_config: Mapping[str, object]) -> Family:
         raise _unsupported(hf_config, field, value, known)
     if architectures and architectures != [found[0].architecture]:
         raise _unsupported(hf_config, "architectures", architectures, [found[0].architecture])
-    refuse_quantized(hf_config)
+    refuse_quantized(hf_config, known=found[0].quantizations)
     return found[0]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from jaxserve.errors import ConfigError, shorten
 
@@ -24,11 +24,11 @@ _KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
 )
 
 
-def refuse_quantized(hf_config: Mapping[str, object]) -> None:
-    """Raises ConfigError, naming the method, when a config.json says that its weights are quantized."""
+def refuse_quantized(hf_config: Mapping[str, object], *, known: Collection[str] = ()) -> None:
+    """Raises ConfigError, naming the method, when a config.json says that its weights are quantized otherwise."""
     for key in _QUANTIZATION_KEYS:
         settings = hf_config.get(key)
-        if settings:
+        if settings and _name_method(settings) not in known:
             raise quantized_error(_name_method(settings), field=key, value=settings)
 
 

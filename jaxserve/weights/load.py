@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -118,16 +118,18 @@ def check_tensors(
         raise WeightsError("the checkpoint " + ", and ".join(complaints), field=str(checkpoint.path))
     for source in sources.values():
         for name, shape in zip(source.names, source.shapes, strict=True):
-            _check_tensor(checkpoint, name, shape)
+            _check_tensor(checkpoint, name, shape, LOADABLE_DTYPES if source.dtype is None else (source.dtype,))
 
 
-def _check_tensor(checkpoint: SafetensorsCheckpoint, name: str, shape: tuple[int, ...]) -> None:
+def _check_tensor(
+    checkpoint: SafetensorsCheckpoint, name: str, shape: tuple[int, ...], loadable: Collection[str]
+) -> None:
     found, dtype = checkpoint.shape(name), checkpoint.dtype_name(name)
     if found != shape:
         raise WeightsError(f"has shape {found}, the model's config needs {shape}", field=name, value=found)
-    if dtype not in LOADABLE_DTYPES:
-        loadable = ", ".join(sorted(LOADABLE_DTYPES))
-        raise WeightsError(f"is stored as {dtype}; only {loadable} can be loaded", field=name, value=dtype)
+    if dtype not in loadable:
+        known = ", ".join(sorted(loadable))
+        raise WeightsError(f"is stored as {dtype}; only {known} can be loaded", field=name, value=dtype)
 
 
 def _build_host(checkpoint: SafetensorsCheckpoint, name: str, spec: ParamSpec, source: WeightSource) -> HostArray:

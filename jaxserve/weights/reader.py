@@ -28,7 +28,7 @@ INTEGER_DTYPES: Mapping[str, np.dtype] = {  # of tables of token ids, never of w
     "I32": np.dtype(np.int32),
     "BOOL": np.dtype(np.bool_),
 }
-_READABLE_DTYPES = {**LOADABLE_DTYPES, **INTEGER_DTYPES}
+_READABLE_DTYPES = {**LOADABLE_DTYPES, **INTEGER_DTYPES, "U8": np.dtype(np.uint8)}  # bytes hold packed weights
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,8 @@ class SafetensorsCheckpoint:
     def read(self, name: str) -> np.ndarray:
         """Returns the tensor as a read-only view of the mapped file, whose bytes are read when they are used.
 
-        The dtype must be one of LOADABLE_DTYPES or INTEGER_DTYPES (KeyError otherwise). The view may be unaligned.
+        The dtype must be one of LOADABLE_DTYPES or INTEGER_DTYPES, or U8 (KeyError otherwise). The view may be
+        unaligned.
         """
         location = self._locations[name]
         entry, dtype = location.entry, _READABLE_DTYPES[location.entry.dtype]

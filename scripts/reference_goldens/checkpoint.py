@@ -14,6 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from .mxfp4 import is_packed, pack_checkpoint, round_values
 from .spec import SMALL, Case
 
 Config = Any
@@ -67,8 +68,10 @@ def draw_weight(case: Case, name: str, shape: tuple[int, ...], seed: int) -> tor
     """Random values of one parameter, a function of (seed, name) only; rounded to the checkpoint's dtype."""
     rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
     values = rng.standard_normal(shape)
-    if name.endswith(".bias"):
+    if name.endswith("bias"):
         values = 0.3 * values
+    elif name.endswith("sinks"):
+        pass
     elif "norm" in name:
         values = choose_norm_centre(case, name) + 0.2 * values
     elif "embed_tokens" in name or "embed_in" in name:
@@ -78,7 +81,8 @@ def draw_weight(case: Case, name: str, shape: tuple[int, ...], seed: int) -> tor
     else:
         values = case.linear_std * values
     dtype = getattr(torch, case.dtype)
-    return torch.from_numpy(values.astype(np.float32)).to(dtype).to(torch.float32)
+    drawn = torch.from_numpy(values.astype(np.float32)).to(dtype).to(torch.float32)
+    return round_values(drawn) if case.experts == "mxfp4" and is_packed(name) else drawn
 
 
 def fill_weights(case: Case, model: Model, seed: int) -> None:
@@ -94,7 +98,9 @@ def save_checkpoint(case: Case, model: Model, folder: Path) -> None:
         shutil.rmtree(folder)
     stored = copy.deepcopy(model).to(getattr(torch, case.dtype))
     options = {"max_shard_size": case.shard_size} if case.shard_size else {}
-    stored.save_pretrained(folder, save_original_format=not case.packed, **options)
+    stored.save_pretrained(folder, save_original_format=case.experts != "joined", **options)
+    if case.experts == "mxfp4":
+        pack_checkpoint(folder)
     if case.legacy_config:
         keys = json.loads((folder / "config.json").read_text())
         text = json.dumps(spell_config_old_style(keys), indent=2, sort_keys=True) + "\n"

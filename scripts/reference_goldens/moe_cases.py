@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from .spec import WINDOW, Case
+from .spec import WINDOW, Case, scale_rope
 
 
 def list_moe_cases() -> list[Case]:
-    """Mixtral, Qwen 2 and 3 with experts, OLMoE: files with an expert per tensor and with all of them in one."""
+    """Mixtral, Qwen 2 and 3 with experts, OLMoE, gpt-oss: files with a tensor per expert, one for all, and packed."""
     small = {"hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     qwen = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    rope = {"rope_type": "yarn", "factor": 8.0, "truncate": False, "original_max_position_embeddings": 32}
+    gpt_oss = {"num_experts_per_tok": 2, "sliding_window": WINDOW, "rope_parameters": scale_rope(**rope)}
     return [
         Case(
             "mixtral",
@@ -23,7 +25,7 @@ def list_moe_cases() -> list[Case]:
             "mixtral",
             "3 experts in one tensor each for gate and up, and for down",
             {**small, "intermediate_size": 16, "num_local_experts": 3, "sliding_window": None},
-            packed=True,
+            experts="joined",
         ),
         Case(
             "qwen2_moe",
@@ -50,7 +52,7 @@ def list_moe_cases() -> list[Case]:
             "qwen3_moe",
             "experts in every layer and in one tensor, checkpoint in bfloat16",
             {**small, **qwen, "num_experts": 4, "norm_topk_prob": True},
-            packed=True,
+            experts="joined",
             dtype="bfloat16",
         ),
         Case(
@@ -66,5 +68,25 @@ def list_moe_cases() -> list[Case]:
                 "num_experts_per_tok": 3,
             },
             ablations=({"norm_topk_prob": True}, {"num_experts_per_tok": 2}),
+        ),
+        Case(
+            "gpt_oss",
+            "gpt_oss",
+            "sinks, window 16 on every other layer, 4 experts with biases and a clamped gate, yarn without truncation",
+            {**small, **gpt_oss, "intermediate_size": 20, "num_local_experts": 4, "swiglu_limit": 1.5},
+            ablations=(
+                {"num_experts_per_tok": 1},
+                {"sliding_window": 64},
+                {"swiglu_limit": 7.0},
+                {"swiglu_alpha": 1.0},
+            ),
+        ),
+        Case(
+            "gpt_oss_mxfp4",
+            "gpt_oss",
+            "3 experts packed in MXFP4, the rest of the checkpoint in bfloat16",
+            {**small, **gpt_oss, "hidden_size": 32, "intermediate_size": 32, "num_local_experts": 3},
+            experts="mxfp4",
+            dtype="bfloat16",
         ),
     ]

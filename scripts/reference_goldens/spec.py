@@ -7,7 +7,7 @@ the checkpoints live in the repository. Every case is meant to be served with `m
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 MAX_MODEL_LEN = 160
 NEW_TOKENS = 64
@@ -37,8 +37,8 @@ class Case:
 
     `config` holds keyword arguments of the transformers config class on top of `SMALL`. `ablations` are config
     overrides that must each move the logits, or the case would not show that its option is implemented.
-    `shard_size` splits the safetensors file, `packed` stores all experts of a layer in one tensor. `rope_seq_len`
-    pins the length used by dynamic NTK scaling.
+    `shard_size` splits the safetensors file; `experts` says how it stores them: a tensor each, all of a layer in one,
+    or packed in MXFP4. `rope_seq_len` pins the length used by dynamic NTK scaling.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Case:
     embed_std: float = 0.5
     head_std: float = 1.0
     final_norm: float = 1.0
-    packed: bool = False
+    experts: Literal["single", "joined", "mxfp4"] = "single"
 
 
 def scale_rope(**parameters: Any) -> dict[str, Any]:
