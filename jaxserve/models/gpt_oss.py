@@ -23,7 +23,7 @@ from jaxserve.models.common import (
 )
 from jaxserve.models.expert_parameters import expert_parameter, router_params
 from jaxserve.models.hf_config import HFConfig
-from jaxserve.models.layouts import Rows, StackedParts, stack_matrices
+from jaxserve.models.layouts import Rows, StackedParts, stack_matrices, transpose
 from jaxserve.models.moe_config import COUNT_KEYS, TRAINING_KEYS, read_experts
 from jaxserve.models.mxfp4 import BLOCK, Mxfp4Rows
 from jaxserve.models.parameters import attention_params, make_source, pre_norm_params, sink_params
@@ -131,18 +131,19 @@ def _matrix_source(
         ((count, rows, columns // BLOCK, BLOCK // 2), (count, rows, columns // BLOCK)),
         lambda *tensors: build([Mxfp4Rows(*pair, scales) for pair in zip(*tensors, strict=True)]),
     )
-    plain = make_source((name,), ((count, columns, rows),), lambda tensor: build([matrix.T for matrix in tensor]))
+    plain = make_source((name,), ((count, columns, rows),), lambda tensor: build(np.swapaxes(tensor, 1, 2)))
     return dataclasses.replace(plain, otherwise=dataclasses.replace(packed, dtype="U8"))
 
 
 def _split_interleaved(experts: Sequence[Rows]) -> HostArray:
     """Returns [2, E, in, out] of rows that alternate between gate and up."""
-    return StackedParts([stack_matrices(experts, order=np.arange(part, len(experts[0]), 2)) for part in range(2)])
+    return StackedParts([stack_matrices(experts, np.arange(part, len(experts[0]), 2)) for part in range(2)])
 
 
-def _split_bias(tensor: np.ndarray) -> np.ndarray:
+def _split_bias(tensor: np.ndarray) -> HostArray:
     """Returns [2, E, out] of [E, 2 * out], where gate and up alternate."""
-    return np.stack([tensor[:, part::2] for part in range(2)])
+    rows = np.swapaxes(tensor, 0, 1)
+    return StackedParts([transpose(rows, np.arange(part, len(rows), 2)) for part in range(2)])
 
 
 FAMILY = Family(

@@ -43,11 +43,11 @@ class Mxfp4Rows:
         rows, columns = index
         start, stop, _ = columns.indices(self.shape[1])
         blocks = slice(start // BLOCK, -(-stop // BLOCK))
-        scales = self.scales[rows, blocks]
+        scales, pairs = np.asarray(self.scales[rows, blocks]), np.asarray(self.blocks[rows, blocks])
         if (scales == _NAN).any():
             raise WeightsError("holds the scale 0xff, which is NaN; download the file again", field=self.name)
-        pairs = (scales.astype(np.uint16) << 8)[..., None] | self.blocks[rows, blocks]
-        values = _list_pairs()[pairs].view(self.dtype).reshape(len(pairs), -1)
+        values = _list_pairs()[(scales.astype(np.uint16) << 8)[..., None] | pairs]
+        values = values.view(self.dtype).reshape(len(scales), -1)
         return values[:, start % BLOCK : start % BLOCK + stop - start]
 
 

@@ -77,6 +77,7 @@ def _find_fault(shapes: Shapes, device: jax.Device) -> str | None:
             num_tokens=bucket.tokens,
             table_width=state.pages_per_row,
             softcap=shapes.model.attention.softcap,
+            sinks=shapes.model.attention.sinks,
             device=device,
         )
         if fault is not None:

@@ -35,6 +35,7 @@ def run_self_test(
     num_tokens: int,
     table_width: int,
     softcap: float | None = None,
+    sinks: bool = False,
     device: jax.Device | None = None,
 ) -> str | None:
     """The fault of an implementation on a device, in words for users; None if it agrees with XLA.
@@ -44,12 +45,13 @@ def run_self_test(
         num_rows: S of the decode bucket and the mixed one.
         num_tokens: T of the mixed bucket; more than MOST_TOKENS count as that.
         table_width: M, the most pages of a row.
+        sinks: heads have sinks.
         device: where to run (None: where JAX runs by default).
 
     Errors of XLA itself are not caught.
     """
     for case in list_cases(shape, num_rows=num_rows, num_tokens=num_tokens, table_width=table_width, softcap=softcap):
-        inputs = make_inputs(replace(case, max_pages=_count_pages(case)))
+        inputs = make_inputs(replace(case, max_pages=_count_pages(case), sinks=sinks))
         inputs = replace(inputs, **{name: jax.device_put(getattr(inputs, name), device) for name in _ARRAYS})
         # Loops end with the batch: bounds by the table's width would take seconds.
         expected = _fetch(run_case(case, inputs, impl="xla", config=XlaConfig(bounded=True)))

@@ -85,7 +85,7 @@ def list_moe_cases() -> list[Case]:
             "gpt_oss_mxfp4",
             "gpt_oss",
             "3 experts packed in MXFP4, the rest of the checkpoint in bfloat16",
-            {**small, **gpt_oss, "hidden_size": 32, "intermediate_size": 32, "num_local_experts": 3},
+            {**small, **gpt_oss, "hidden_size": 32, "intermediate_size": 64, "num_local_experts": 3},
             experts="mxfp4",
             dtype="bfloat16",
         ),

@@ -28,6 +28,8 @@ from tests.models.naive import NaiveRunner, build_params, make_tensors, shard_pa
 SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
 LLAMA = SIZES | {"model_type": "llama", "num_attention_heads": 8, "max_position_embeddings": 64}
 EXPERTS = LLAMA | {"num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+GPT_OSS = LLAMA | {"model_type": "gpt_oss", "num_key_value_heads": 2, "num_local_experts": 8, "sliding_window": 8}
+GPT_OSS |= {"dtype": "float32"}
 CASES = {
     "llama": (LLAMA | {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}, "unrolled"),
     "one_kv_head_odd_vocabulary": (
@@ -54,8 +56,11 @@ CASES = {
         EXPERTS | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 64},
         "unrolled",
     ),
+    "sinks_and_slices_with_biases": (GPT_OSS, "stacked"),
+    "sinks_and_whole_experts_with_biases": (GPT_OSS, "stacked"),
+    "sinks_and_biases_unrolled": (GPT_OSS, "unrolled"),
 }
-EXPERT_PARALLEL = ("whole_experts", "whole_experts_unrolled")
+EXPERT_PARALLEL = ("whole_experts", "whole_experts_unrolled", "sinks_and_whole_experts_with_biases")
 
 
 def list_split_axes(leaves: object, *, by_expert: bool) -> dict[str, int]:

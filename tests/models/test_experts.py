@@ -45,6 +45,30 @@ def test_a_config_is_refused_by_its_key(change: dict[str, Any], field: str) -> N
     assert caught.value.field == field
 
 
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"swiglu_limit": 0}, "swiglu_limit"),
+        ({"swiglu_alpha": "1.7"}, "swiglu_alpha"),
+        ({"sliding_window": None}, "sliding_window"),
+        ({"layer_types": ["full_attention"]}, "layer_types"),
+    ],
+)
+def test_a_config_of_gpt_oss_is_refused_by_its_key(change: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(json.loads((GOLDENS / "gpt_oss" / "config.json").read_text()) | change)
+    assert caught.value.field == field
+
+
+def test_a_gpt_oss_config_says_less_than_its_model() -> None:
+    """Published files name no dtype; older ones no rotation."""
+    given = json.loads((GOLDENS / "gpt_oss" / "config.json").read_text())
+    config = parse_config({key: value for key, value in given.items() if key not in ("dtype", "rope_parameters")})
+    assert config.dtype == "bfloat16" and config.layers[0].rope.scaling.factor == 32.0
+    assert [kind.window for kind in config.layers] == [16, None]
+
+
 def test_which_layers_have_experts() -> None:
     layers = parse_config(QWEN | {"mlp_only_layers": [], "decoder_sparse_step": 2}).layers
     assert [isinstance(kind.mlp, MoEConfig) for kind in layers] == [False, True, False]

@@ -42,7 +42,7 @@ def load(path: Path, dtype: str | None = None) -> dict[str, Any]:
     )
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if "mxfp4" not in name])
 def test_every_number_arrives_once(name: str) -> None:
     """Fusing and transposing only moves numbers: sorted, they are those of the files."""
     checkpoint = open_checkpoint(GOLDENS / name)

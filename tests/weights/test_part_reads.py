@@ -28,7 +28,7 @@ class Watched:
         return len(self.values)
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, np.ndarray):  # such an index copies
+        if any(isinstance(part, np.ndarray) for part in (index if isinstance(index, tuple) else (index,))):  # copies
             self.seen[index] = True
             return self.values[index]
         return Watched(self.values[index], self.seen[index])
