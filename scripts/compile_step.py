@@ -1,4 +1,4 @@
-"""Compiles whole engine steps for devices that are not attached: the largest programs of a dense model and of one with
+"""Compiles whole engine steps for devices that are not attached: the largest programs of a dense model and of two with
 experts, one of each kind.
 
 A child process of `scripts/test_kernels.py`, like `pallas_kernels.testing.compile_gate`, which lists its requirements.
@@ -27,7 +27,7 @@ from pallas_kernels.targets import Target, find_target, open_devices
 from pallas_kernels.testing.compile_gate import Gate, make_parser, print_report
 from pallas_kernels.testing.gate_report import ProgramReport
 
-DENSE, EXPERTS = "llama-3.1-8b", "qwen3-30b-a3b"
+DENSE, EXPERTS = "llama-3.1-8b", ("qwen3-30b-a3b", "gpt-oss-20b")
 DEVICE_COUNTS = {"gpu": (1, 2), "tpu": (8,)}  # the first always, the others in the full gate
 FEW_LAYERS = 4  # enough to show what is wrong in a step; the full gate compiles all layers
 MEMORY_SHARE = 0.9
@@ -47,11 +47,13 @@ def make_step_shapes(
     hf_config = dict(load_preset(preset) or {})
     if num_layers is not None:
         hf_config["num_hidden_layers"] = num_layers
+        if "layer_types" in hf_config:
+            hf_config["layer_types"] = hf_config["layer_types"][:num_layers]
     config = EngineConfig.from_options(
         model=preset,
         load_format="dummy",
         tensor_parallel_size=num_devices,
-        enable_expert_parallel=preset == EXPERTS and num_devices > 1,
+        enable_expert_parallel=preset in EXPERTS and num_devices > 1,
         attention_impl=impl,
         speculative_config=drafts,
     )
@@ -85,7 +87,7 @@ def list_steps(target: Target, *, full: bool, impl: str) -> dict[str, tuple[Shap
     """
     steps = {}
     counts = DEVICE_COUNTS[target.platform][: None if full else 1]
-    for preset, num_devices in itertools.product((DENSE, EXPERTS), counts):
+    for preset, num_devices in itertools.product((DENSE, *EXPERTS), counts):
         num_layers = None if full else FEW_LAYERS
         shapes = make_step_shapes(target, preset, num_devices=num_devices, num_layers=num_layers, impl=impl)
         rows = max(shapes.buckets.row_counts)

@@ -66,7 +66,7 @@ def read_conversation(body: ChatCompletionRequest, state: ServerState, options: 
     more["max_tokens"] = engine.defaults.limit_tokens(_read_max_tokens(body))
     if body.logprobs:
         more["logprobs"] = body.top_logprobs or 0
-    reasoning = state.config.serving.reasoning_parser
+    reasoning = state.reasoning_parser
     tool_parser = state.tool_parser if tools is not None else None
     if needs_special_tokens(reasoning) or (needs_special_tokens(tool_parser) and forced is None):
         more["skip_special_tokens"] = False

@@ -28,7 +28,7 @@ from jaxserve.server.metrics import ServerMetrics
 from jaxserve.server.options import ServerConfig
 from jaxserve.server.preparation import Preparation
 from jaxserve.server.single_flight import SingleFlight
-from jaxserve.server.tools import guess_tool_parser
+from jaxserve.server.tools import guess_reasoning_parser, guess_tool_parser
 from jaxserve.server.tracing import NullTracer, Tracer
 
 _log = logging.getLogger(__name__)
@@ -69,6 +69,7 @@ class ServerState:
     llm: AsyncLLM | None = None
     chat_template: str | None = None  # replaces the tokenizer's own
     tool_parser: str | None = None  # reads tool calls under tool_choice "auto"; None: not available
+    reasoning_parser: str | None = None  # reads what the model thinks apart from its answer
     token_texts: TokenTexts = field(default_factory=lambda: TokenTexts(None))
     template_variables: dict[str, Any] = field(default_factory=dict)  # defaults for requests that leave them out
     created: int = field(default_factory=lambda: int(time.time()))
@@ -116,6 +117,7 @@ class ServerState:
         tokenizer, parser = llm.tokenizer, self.config.serving.tool_call_parser
         template = self.chat_template or (tokenizer.chat_template if tokenizer is not None else None)
         self.tool_parser = guess_tool_parser(template) if parser == "auto" else None if parser == "none" else parser
+        self.reasoning_parser = self.config.serving.reasoning_parser or guess_reasoning_parser(template)
         if template is not None:
             self.preparation.start(template)
         self.token_texts = TokenTexts(tokenizer)

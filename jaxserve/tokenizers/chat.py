@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from jaxserve.errors import InvalidRequestError, TokenizerError, shorten
 from jaxserve.tokenizers.checks import require_text
-from jaxserve.tokenizers.messages import check_messages, check_tools
+from jaxserve.tokenizers.messages import check_messages, check_tools, rename_reasoning
 from jaxserve.tokenizers.template import render_template
 
 Renderer = Callable[..., str]  # with the arguments of `render_template`
@@ -71,6 +71,8 @@ def encode_chat(
             field="chat_template",
         )
     checked, described = check_messages(messages), check_tools(tools)
+    if "<|channel|>" in template:
+        checked = rename_reasoning(checked)
     _check_options(options)
     if continue_final_message:
         _require_continuable(checked, add_generation_prompt)

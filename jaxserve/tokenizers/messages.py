@@ -37,6 +37,20 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     return [_check_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
 
 
+def rename_reasoning(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the messages with reasoning as `thinking`, gpt-oss's name.
+
+    Its template refuses a message of calls that has both reasoning and content; the content stays then.
+    """
+    renamed = []
+    for message in messages:
+        others = {key: value for key, value in message.items() if key != "reasoning_content"}
+        if "reasoning_content" in message and not ("tool_calls" in message and message["content"]):
+            others["thinking"] = message["reasoning_content"]
+        renamed.append(others)
+    return renamed
+
+
 def check_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
     """Returns a copy of the tools, None if there are none: templates test `tools is not none`.
 

@@ -76,7 +76,7 @@ def _make_request(body: ResponseRequest, state: ServerState, options: dict[str, 
         form = body.structured_outputs.to_params()
     more: dict[str, Any] = {"structured_outputs": form, **list_limits(body)}
     more["max_tokens"] = engine.defaults.limit_tokens(body.max_output_tokens)
-    if needs_special_tokens(state.config.serving.reasoning_parser):
+    if needs_special_tokens(state.reasoning_parser):
         more["skip_special_tokens"] = False
     params = body.to_sampling_params(engine.defaults.params, **more)
     variables = read_variables(body.chat_template_kwargs, state)
@@ -184,7 +184,7 @@ class _Answer:
         self._generation = Generation(state, [request], http, operation="chat")
         self._parser = make_answer_parser(
             None,
-            state.config.serving.reasoning_parser,
+            state.reasoning_parser,
             prompt=request.prompt or "",
             is_constrained=request.grammar is not None,
         )

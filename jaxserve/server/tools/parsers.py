@@ -12,15 +12,21 @@ from collections.abc import Callable, Mapping
 from jaxserve.errors import ConfigError
 from jaxserve.server.tools.forced import make_forced_parser
 from jaxserve.server.tools.formats import HERMES, LLAMA3_JSON, MISTRAL, CallFormat, CallTextParser
+from jaxserve.server.tools.harmony import HarmonyParser
 from jaxserve.server.tools.pieces import CallArguments, CallStart, Content, Piece, ToolParser, make_call_id
 from jaxserve.server.tools.reasoning import ReasoningParser, find_inside
 from jaxserve.server.tools.spec import ToolSet
 
-TOOL_PARSERS: Mapping[str, CallFormat] = {"hermes": HERMES, "llama3_json": LLAMA3_JSON, "mistral": MISTRAL}
-REASONING_PARSERS: Mapping[str, bool] = {  # name -> whether text begins inside reasoning, unless the prompt says
+_CALL_FORMATS: Mapping[str, CallFormat] = {"hermes": HERMES, "llama3_json": LLAMA3_JSON, "mistral": MISTRAL}
+_BEGINS_INSIDE: Mapping[str, bool] = {  # whether text begins inside reasoning, unless the prompt says
     "deepseek_r1": True,
     "qwen3": False,
 }
+# vLLM's names for parsers of calls and of reasoning. In harmony either reads the whole answer.
+_HARMONY_TOOLS, _HARMONY_REASONING = "openai", "openai_gptoss"
+
+TOOL_PARSERS = (*_CALL_FORMATS, _HARMONY_TOOLS)
+REASONING_PARSERS = (*_BEGINS_INSIDE, _HARMONY_REASONING)
 
 
 class AnswerParser:
@@ -97,19 +103,30 @@ def make_answer_parser(
     Raises:
         ConfigError: there is no parser with that name.
     """
-    form = _find("tool_call_parser", TOOL_PARSERS, tool_parser)
-    starts_inside = _find("reasoning_parser", REASONING_PARSERS, reasoning_parser)
+    for option, name, known in (
+        ("tool_call_parser", tool_parser, TOOL_PARSERS),
+        ("reasoning_parser", reasoning_parser, REASONING_PARSERS),
+    ):
+        if name is not None and name not in known:
+            raise ConfigError(f"must be one of {', '.join(known)}, got {name!r}", field=option, value=name)
+    form = _CALL_FORMATS.get(tool_parser or "")
     max_calls = 1 if toolset is not None and not toolset.parallel else None
     if toolset is not None and toolset.is_forced:
         make_id: Callable[[], str] = form.make_id if form is not None else make_call_id
         tools = make_forced_parser(toolset.named, make_id)
         return AnswerParser(tools=tools, max_calls=max_calls, is_forced=True)
+    if is_constrained:
+        return AnswerParser()
+    names = toolset.names if tool_parser is not None and toolset is not None and toolset.choice == "auto" else None
+    if tool_parser == _HARMONY_TOOLS or reasoning_parser == _HARMONY_REASONING:
+        return AnswerParser(tools=HarmonyParser(names), max_calls=max_calls)
     reasoning, tools = None, None
-    if starts_inside is not None and not is_constrained:
+    if reasoning_parser is not None:
         found = find_inside(prompt)
-        reasoning = ReasoningParser(starts_inside=starts_inside if found is None else found)
-    if form is not None and toolset is not None and toolset.choice == "auto" and not is_constrained:
-        tools = CallTextParser(form, toolset.names)
+        starts_inside = _BEGINS_INSIDE[reasoning_parser] if found is None else found
+        reasoning = ReasoningParser(starts_inside=starts_inside)
+    if form is not None and names is not None:
+        tools = CallTextParser(form, names)
     return AnswerParser(reasoning, tools, max_calls=max_calls)
 
 
@@ -121,6 +138,8 @@ def needs_special_tokens(name: str | None) -> bool:
 def guess_tool_parser(chat_template: str | None) -> str | None:
     """Returns the parser for the calls in a chat template; None if it has none, or an unknown format."""
     template = chat_template or ""
+    if guess_reasoning_parser(template) == _HARMONY_REASONING:
+        return _HARMONY_TOOLS
     if "[TOOL_CALLS]" in template:
         return "mistral"
     if "<tool_call>" in template:  # some families put XML between the same marks
@@ -130,9 +149,6 @@ def guess_tool_parser(chat_template: str | None) -> str | None:
     return None
 
 
-def _find[T](option: str, known: Mapping[str, T], name: str | None) -> T | None:
-    if name is None:
-        return None
-    if name not in known:
-        raise ConfigError(f"must be one of {', '.join(known)}, got {name!r}", field=option, value=name)
-    return known[name]
+def guess_reasoning_parser(chat_template: str | None) -> str | None:
+    """Returns the parser for answers that mean nothing without one: those in channels; else None."""
+    return _HARMONY_REASONING if "<|channel|>" in (chat_template or "") else None

@@ -118,8 +118,8 @@ def test_a_grammar_of_the_request_leaves_no_room_for_marks() -> None:
 
 
 def test_names() -> None:
-    assert set(TOOL_PARSERS) == {"hermes", "llama3_json", "mistral"}
-    assert set(REASONING_PARSERS) == {"deepseek_r1", "qwen3"}
+    assert set(TOOL_PARSERS) == {"hermes", "llama3_json", "mistral", "openai"}
+    assert set(REASONING_PARSERS) == {"deepseek_r1", "qwen3", "openai_gptoss"}
     assert all(map(needs_special_tokens, [*TOOL_PARSERS, *REASONING_PARSERS])) and not needs_special_tokens(None)
     for arguments, field in ((("x", None), "tool_call_parser"), ((None, "x"), "reasoning_parser")):
         with pytest.raises(ConfigError) as caught:

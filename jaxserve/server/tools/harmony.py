@@ -1,0 +1,126 @@
+"""The answers of gpt-oss: messages with channels, in OpenAI's harmony format."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+
+from jaxserve.server.tools.marks import BLANKS
+from jaxserve.server.tools.pieces import CallArguments, CallStart, Content, Piece, Reasoning, make_call_id, merge_pieces
+
+_MESSAGE = "<|message|>"
+_ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>")  # the last two where a model omits the end
+_OPENERS = ("<|start|>", "<|channel|>", _MESSAGE, "to=")  # of a header
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(r"\bto=([\w.-]+)")
+_FUNCTIONS = "functions."
+_LONGEST_HEADER = 1000  # characters; what is longer is text
+
+
+class HarmonyParser:
+    """Separates the channels of an answer as its text comes, special tokens included.
+
+    The text continues `<|start|>assistant`. `analysis` is reasoning, and so is what is said to a tool other than a
+    function. What is said to a function is a call; `final` and other messages are content. Messages of a kind that
+    follow one another are joined by a line's end. Text without a header is content.
+
+    Args:
+        names: the known functions, None if calls are not read: they are content then.
+    """
+
+    def __init__(self, names: Collection[str] | None, make_id: Callable[[], str] = make_call_id) -> None:
+        self._names, self._make_id = names, make_id
+        self._header: str | None = ""  # what was read of one; None in a message
+        self._held = ""  # perhaps the beginning of a message's end
+        self._kind: type[Content | Reasoning | CallArguments] = Content
+        self._is_empty = True  # the message has no text yet
+        self._seen: set[type] = set()
+        self._num_calls = 0
+        self._out: list[Piece] = []
+
+    def push(self, text: str) -> list[Piece]:
+        """Reads more text; returns what is certain so far."""
+        while text:
+            text = self._read_message(text) if self._header is None else self._read_header(self._header + text)
+        return self._flush()
+
+    def finish(self) -> list[Piece]:
+        """Returns what was held back, at the end of the text; a header that was cut off is nothing."""
+        header = self._header
+        if header is None:
+            self._say(self._held)
+            self._end_message()
+        elif header.strip(BLANKS) and not any(mark in header for mark in _OPENERS):
+            self._begin_message("")
+            self._say(header)
+        return self._flush()
+
+    def _flush(self) -> list[Piece]:
+        pieces, self._out = merge_pieces(self._out), []
+        return pieces
+
+    def _read_header(self, text: str) -> str:
+        """Returns the text behind the header, which `text` begins with."""
+        start = text.lstrip(BLANKS)
+        begins = start.startswith(_OPENERS)
+        end = text.find(_MESSAGE, 0, _LONGEST_HEADER) if begins else -1
+        if end >= 0:
+            self._begin_message(text[:end])
+            return text[end + len(_MESSAGE) :]
+        if len(text) < _LONGEST_HEADER and (begins or any(mark.startswith(start) for mark in _OPENERS)):
+            self._header = text
+            return ""
+        self._begin_message("")
+        self._say(text[0])  # though a mark may begin with it
+        return text[1:]
+
+    def _begin_message(self, header: str) -> None:
+        self._header, self._held, self._is_empty = None, "", True
+        channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+        name = recipient[1] if recipient is not None else ""
+        function = name.removeprefix(_FUNCTIONS)
+        is_call = name.startswith(_FUNCTIONS) or function in (self._names or ())
+        if is_call and self._names is not None:
+            self._kind = CallArguments
+            self._out.append(CallStart(self._num_calls, self._make_id(), function))
+        elif (name and not is_call) or (channel is not None and channel[1] == "analysis"):
+            self._kind = Reasoning
+        else:
+            self._kind = Content
+
+    def _read_message(self, text: str) -> str:
+        """Returns the text behind the message, or behind what is certain of it."""
+        text, self._held, at = self._held + text, "", 0
+        while (found := text.find("<", at)) >= 0:
+            rest = text[found : found + max(map(len, _ENDS))]
+            mark = next((mark for mark in _ENDS if rest.startswith(mark)), None)
+            if mark is not None:
+                self._say(text[:found])
+                self._end_message()
+                self._header = ""
+                opens = mark in _OPENERS
+                return text[found if opens else found + len(mark) :]
+            if any(mark.startswith(rest) for mark in _ENDS):  # at the end of the text
+                self._say(text[:found])
+                self._held = rest
+                return ""
+            at = found + 1
+        self._say(text)
+        return ""
+
+    def _say(self, text: str) -> None:
+        if not text:
+            return
+        if self._kind is CallArguments:
+            self._out.append(CallArguments(self._num_calls, text))
+        else:
+            separator = "\n" if self._is_empty and self._kind in self._seen else ""
+            self._out.append(self._kind(separator + text))  # type: ignore[call-arg]
+            self._seen.add(self._kind)
+        self._is_empty = False
+
+    def _end_message(self) -> None:
+        if self._kind is CallArguments:
+            if self._is_empty:
+                self._say("{}")
+            self._num_calls += 1
