@@ -13,14 +13,18 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
+from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxserve.devices import find_devices
 from jaxserve.errors import ConfigError
+from pallas_kernels.grouped.tiles import pads_little
 
 _log = logging.getLogger(__name__)
 
 TENSOR_AXIS = "tensor"
+
+Placement = Sharding | Format
 
 Axes = tuple[str | None, ...]  # for each array axis a logical name, or None if it is never split
 
@@ -49,6 +53,22 @@ class AxisRules:
     def sharding(self, mesh: Mesh, axes: Axes) -> NamedSharding:
         """Returns `spec(axes)` on `mesh`."""
         return NamedSharding(mesh, self.spec(axes))
+
+    def placement(self, mesh: Mesh, axes: Axes, shape: tuple[int, ...]) -> Placement:
+        """Returns where a parameter lies: a stack of layers by `order_rows`, others by `sharding`."""
+        sharding = self.sharding(mesh, axes)
+        return order_rows(sharding, shape) if axes[:1] == ("layers",) else sharding
+
+
+def order_rows(sharding: Sharding, shape: tuple[int, ...]) -> Placement:
+    """Returns the sharding with rows that are contiguous on each device, unless a TPU would pad them much.
+
+    Kernels read stacks of layers so. Left alone, a TPU chooses another order for sizes that it would pad, and its
+    compiler then copies the stack in every step.
+    """
+    if not pads_little(sharding.shard_shape(shape)[-1]):
+        return sharding
+    return Format(Layout(tuple(range(len(shape)))), sharding)
 
 
 DEFAULT_RULES = AxisRules(

@@ -22,6 +22,9 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxserve.sharding import order_rows
 
 KEPT_WHOLE = frozenset({"experts"})
 """Leaves of a layer that stay in their stack: kernels read them there, and a TPU would copy a slice for a kernel."""
@@ -157,8 +160,17 @@ def _stack_leaves(members: Sequence[dict[str, Any]]) -> dict[str, Any]:
     stacked = {}
     for name in list(members[0]):
         leaves = [member.pop(name) for member in members]
-        stacked[name] = _stack_leaves(leaves) if isinstance(leaves[0], dict) else jnp.stack(leaves)
+        stacked[name] = _stack_leaves(leaves) if isinstance(leaves[0], dict) else _stack_arrays(leaves)
     return stacked
+
+
+def _stack_arrays(arrays: list[jax.Array]) -> jax.Array:
+    """Returns arrays as one, in the order of `AxisRules.placement`."""
+    sharding = arrays[0].sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
+    placement = order_rows(sharding, (len(arrays), *arrays[0].shape))
+    return jax.jit(jnp.stack, out_shardings=placement)(arrays)
 
 
 def _get(tree: Any, path: Sequence[str]) -> Any:

@@ -84,6 +84,6 @@ def _compile_write(leaf: jax.Array) -> Any:
         slice_sharding = replicated = sharding
     value = jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=slice_sharding)
     index = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
-    stacked = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-    jitted = jax.jit(write_layer, donate_argnums=0, out_shardings=sharding)
+    stacked = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.format)
+    jitted = jax.jit(write_layer, donate_argnums=0, out_shardings=leaf.format)
     return jitted.lower(stacked, value, index).compile()

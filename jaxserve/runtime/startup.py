@@ -75,8 +75,8 @@ def _abstract(canonical: Any, shapes: Shapes, mesh: Mesh) -> Any:
     specs = stack_specs(canonical, shapes.stack_mode)
 
     def abstract(spec: ParamSpec) -> jax.ShapeDtypeStruct:
-        sharding = DEFAULT_RULES.sharding(mesh, spec.axes)
-        return jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype), sharding=sharding)
+        placement = DEFAULT_RULES.placement(mesh, spec.axes, spec.shape)
+        return jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype), sharding=placement)
 
     return jax.tree.map(abstract, specs, is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
 

@@ -34,7 +34,9 @@ def make_dummy_params(specs: Any, *, mesh: Mesh, rules: AxisRules, seed: int) ->
     leaves = []
     for name, spec in flat.items():
         if spec not in programs:
-            programs[spec] = jax.jit(partial(_initialise, spec), out_shardings=rules.sharding(mesh, spec.axes))
+            programs[spec] = jax.jit(
+                partial(_initialise, spec), out_shardings=rules.placement(mesh, spec.axes, spec.shape)
+            )
         leaves.append(programs[spec](np.uint32(zlib.crc32(f"{seed}:{name}".encode()))))
     return treedef.unflatten(leaves)
 

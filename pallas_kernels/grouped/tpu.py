@@ -15,21 +15,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.grouped.tiles import choose_rows, list_visits
+from pallas_kernels.grouped.tiles import LANES, choose_rows, list_visits, pads_little
 from pallas_kernels.tpu.config import VMEM_LIMIT
 
 Index = jax.Array | int
 
-_LANES = 128
 _BLOCK_BYTES = 4 * 2**20  # of a matrix; two are in memory at once
 
 
 def find_obstacle(width: int, columns: int, dtype: jnp.dtype) -> str | None:
     """Why the kernel should not multiply with matrices [width, columns], in words for users."""
     del width, dtype
-    if columns % _LANES:
-        # XLA then lays the stack out in another order, and would copy all of it for the kernel.
-        return f"its matrices need columns in multiples of {_LANES}, these have {columns}"
+    if not pads_little(columns):
+        return f"rows of {columns} columns would be padded to {-(-columns // LANES) * LANES} in memory"
     return None
 
 
@@ -94,8 +92,8 @@ def _visit(
 
 def _choose_columns(width: int, columns: int, itemsize: int) -> int:
     """The columns of a block: as many whole lanes as its bytes allow."""
-    fit = max(_LANES, _BLOCK_BYTES // (width * itemsize) // _LANES * _LANES)
-    return min(fit, -(-columns // _LANES) * _LANES)
+    fit = max(LANES, _BLOCK_BYTES // (width * itemsize) // LANES * LANES)
+    return min(fit, -(-columns // LANES) * LANES)
 
 
 def multiply_interpreted(x: jax.Array, w: jax.Array, sizes: jax.Array, first: jax.Array, parts: int) -> jax.Array:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Format, Layout
 
 from pallas_kernels.grouped.api import choose_grouped_impl, grouped_matmul
 from pallas_kernels.targets import find_target, open_devices
@@ -42,7 +43,7 @@ SHAPES = (
     GroupedShape("qwen3-30b-a3b, down", 128, 8, 768, 2048),
     GroupedShape("mixtral-8x7b, up", 8, 2, 4096, 14336, parts=2),
     GroupedShape("mixtral-8x7b, down", 8, 2, 14336, 4096),
-    GroupedShape("gpt-oss-20b", 32, 4, 2880, 2880, platforms=("gpu",)),
+    GroupedShape("gpt-oss-20b, up", 32, 4, 2880, 2880, parts=2),
     GroupedShape("deepseek-v3, up, one of 8 devices", 256, 8, 7168, 256, parts=2),
     GroupedShape("deepseek-v3, down, one of 8 devices", 256, 8, 256, 7168),
     GroupedShape("kimi-k2, up, experts on 8 devices", 48, 8, 7168, 2048, parts=2),
@@ -76,9 +77,12 @@ def measure_grouped(gate: Gate, name: str, shape: GroupedShape, num_tokens: int,
 
     matrices = shape.parts * shape.num_experts
     first = (NUM_LAYERS - 1) * matrices
+    weight = describe((NUM_LAYERS * matrices, shape.width, shape.columns), "bfloat16")
+    if sharding is not None:  # as an engine places it
+        weight = weight.update(sharding=Format(Layout((0, 1, 2)), sharding))
     arrays = (
         describe((num_tokens * shape.top_k, shape.width), "bfloat16"),
-        {"weight": describe((NUM_LAYERS * matrices, shape.width, shape.columns), "bfloat16")},
+        {"weight": weight},
         describe((shape.num_experts,), "int32"),
     )
 
