@@ -1,8 +1,9 @@
 """The parameters of a mixture of experts.
 
 Canonical names per layer: `router.weight` [D, E], `experts.gate_up.weight` [2, E, D, F], `experts.down.weight`
-[E, F, D] and, where the model has them, `router.bias` [E], `experts.gate_up.bias` [2, E, F], `experts.down.bias`
-[E, D], `shared.gate_up.weight`, `shared.down.weight` and `shared_gate.weight` [D, 1].
+[E, F, D] and, where the model has them, `router.bias` [E], `router.correction` [E] (always float32),
+`experts.gate_up.bias` [2, E, F], `experts.down.bias` [E, D], `shared.gate_up.weight`, `shared.down.weight` and
+`shared_gate.weight` [D, 1].
 """
 
 from __future__ import annotations
@@ -40,6 +41,10 @@ def moe_params(
     config, moe = layer.config, layer.kind.mlp
     assert isinstance(moe, MoEConfig)
     table = router_params(layer, moe, layer.tensor(f"{module}.gate"), layer.tensor(f"{packed_module}.gate"))
+    if moe.router.correction:
+        shape = (moe.router.num_experts,)
+        source = make_source((layer.tensor(f"{module}.gate.e_score_correction_bias"),), (shape,), lambda tensor: tensor)
+        table["router.correction"] = Parameter(ParamSpec(shape, "float32", (None,), "zeros"), source)
     modules = layer.tensor(f"{module}.experts"), layer.tensor(f"{packed_module}.experts")
     table |= _expert_params(layer, moe, *modules, projections)
     if moe.shared is not None:

@@ -7,15 +7,25 @@ from typing import Any
 
 from jaxserve.errors import ConfigError, shorten
 from jaxserve.layers.moe import MoEConfig
-from jaxserve.layers.router import RouterConfig
+from jaxserve.layers.router import ExpertGroups, RouterConfig
 from jaxserve.models.base import LayerKind
 from jaxserve.models.common import read_mlp
 from jaxserve.models.hf_config import HFConfig
 
+_JUDGES = 2  # scores by which a group is judged
 MAX_EXPERTS = 4096  # bounds the table of a mistyped number
 
 COUNT_KEYS: dict[str, object] = {"num_experts": None, "num_local_experts": None}
 """Two names for the number of experts: transformers 5 writes another than it reads."""
+
+ROUTED_KEYS: dict[str, object] = {
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+}
+"""Keys of DeepSeek-V3's mixture, which other families share; its sizes are `n_routed_experts` and so on."""
 
 # Keys that matter in training only.
 TRAINING_KEYS = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
@@ -40,6 +50,40 @@ def read_experts(
         router: fields of RouterConfig.
     """
     count = _read_count(config, default_count)
+    return _build_experts(config, count, size_key, shared_size, gated_shared, router)
+
+
+def read_routed_experts(config: HFConfig) -> MoEConfig:
+    """Returns DeepSeek-V3's mixture: experts chosen by sigmoids with a correction, in groups if there are several."""
+    count = config.integer("n_routed_experts", maximum=MAX_EXPERTS)
+    router = {
+        "scoring": "sigmoid",
+        "correction": True,
+        "normalize": config.flag("norm_topk_prob"),
+        "scale": config.number("routed_scaling_factor"),
+        "groups": _read_groups(config, count),
+    }
+    shared_size = config.integer("n_shared_experts", minimum=0) * config.integer("moe_intermediate_size")
+    return _build_experts(config, count, "moe_intermediate_size", shared_size, False, router)
+
+
+def _read_groups(config: HFConfig, num_experts: int) -> ExpertGroups | None:
+    count, chosen = config.integer("n_group"), config.integer("topk_group")
+    if chosen > count:
+        raise ConfigError(f"{chosen} of {count} groups is not possible", field="topk_group", value=chosen)
+    if num_experts % count or num_experts // count < _JUDGES:
+        message = f"{num_experts} experts cannot be in {count} equal groups of at least {_JUDGES}"
+        raise ConfigError(message, field="n_group", value=count)
+    room = chosen * (num_experts // count)
+    if config.integer("num_experts_per_tok") > room:
+        message = f"{chosen} groups have only {room} experts"
+        raise ConfigError(message, field="num_experts_per_tok", value=config.integer("num_experts_per_tok"))
+    return ExpertGroups(count, chosen, _JUDGES) if chosen < count else None
+
+
+def _build_experts(
+    config: HFConfig, count: int, size_key: str, shared_size: int, gated_shared: bool, router: dict[str, Any]
+) -> MoEConfig:
     top_k = config.integer("num_experts_per_tok")
     if top_k > count:
         raise ConfigError(f"{top_k} of {count} experts is not possible", field="num_experts_per_tok", value=top_k)

@@ -15,6 +15,7 @@ from jaxserve.models import (
     gemma2,
     gemma3,
     glm4,
+    glm4_moe,
     gpt_neox,
     gpt_oss,
     granite,
@@ -64,6 +65,7 @@ FAMILIES: dict[str, Family] = {
         qwen3_moe.FAMILY,
         olmoe.FAMILY,
         gpt_oss.FAMILY,
+        glm4_moe.FAMILY,
     )
 }
 
@@ -164,7 +166,8 @@ def ignored_weights(config: DecoderConfig) -> tuple[str, ...]:
     tied head, and the scales of 8-bit keys and values if pages have more bits.
     """
     family = FAMILIES[config.family]
-    patterns = (r".*\.rotary_emb\.inv_freq", *family.ignored_weights)
+    own = (pattern.replace("{num_layers}", str(config.num_layers)) for pattern in family.ignored_weights)
+    patterns = (r".*\.rotary_emb\.inv_freq", *own)
     if config.attention.kv_scales is None:
         patterns += tuple(rf".*\.{re.escape(name).replace(r'\{part\}', '[kv]')}" for name in KV_SCALE_NAMES)
     return (*patterns, rf"{re.escape(family.trunk.head)}\.weight") if config.embedding.tied else patterns

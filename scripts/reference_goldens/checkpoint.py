@@ -88,7 +88,8 @@ def draw_weight(case: Case, name: str, shape: tuple[int, ...], seed: int) -> tor
 def fill_weights(case: Case, model: Model, seed: int) -> None:
     """Sets every parameter of `model` from `seed`."""
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        corrections = [each for each in model.named_buffers() if each[0].endswith("e_score_correction_bias")]
+        for name, parameter in [*model.named_parameters(), *corrections]:
             parameter.copy_(draw_weight(case, name, tuple(parameter.shape), seed))
 
 

@@ -11,6 +11,7 @@ def list_moe_cases() -> list[Case]:
     qwen = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     rope = {"rope_type": "yarn", "factor": 8.0, "truncate": False, "original_max_position_embeddings": 32}
     gpt_oss = {"num_experts_per_tok": 2, "sliding_window": WINDOW, "rope_parameters": scale_rope(**rope)}
+    glm = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
     return [
         Case(
             "mixtral",
@@ -68,6 +69,28 @@ def list_moe_cases() -> list[Case]:
                 "num_experts_per_tok": 3,
             },
             ablations=({"norm_topk_prob": True}, {"num_experts_per_tok": 2}),
+        ),
+        Case(
+            "glm4_moe",
+            "glm4_moe",
+            "8 experts in 4 groups, chosen by sigmoids and a correction; a shared block, a dense layer, half rotation",
+            {
+                **small,
+                **glm,
+                "attention_bias": True,
+                "n_group": 4,
+                "topk_group": 2,
+                "routed_scaling_factor": 1.5,
+            },
+            ablations=({"topk_group": 4}, {"norm_topk_prob": False}, {"routed_scaling_factor": 1.0}),
+        ),
+        Case(
+            "glm4_moe_qk_norm",
+            "glm4_moe",
+            "norms on heads, two shared experts, one group, experts in one tensor",
+            {**small, **glm, "use_qk_norm": True, "n_shared_experts": 2, "norm_topk_prob": False},
+            ablations=({"num_experts_per_tok": 1},),
+            experts="joined",
         ),
         Case(
             "gpt_oss",

@@ -117,16 +117,29 @@ def watch_routers(model: Any) -> list[float]:
     """Returns a list to which every pass of a router adds the smallest gap between chosen and next experts."""
     gaps: list[float] = []
 
-    def watch(_module: Any, _inputs: Any, outputs: Any) -> None:
+    def watch(module: Any, _inputs: Any, outputs: Any) -> None:
         logits, _, experts = outputs
-        ordered = logits.float().sort(dim=-1, descending=True).values
-        top_k = experts.shape[-1]
-        gaps.append(float((ordered[:, top_k - 1] - ordered[:, top_k]).min()))
+        scores, scale = logits.float(), 1.0
+        if hasattr(module, "e_score_correction_bias"):
+            scores, scale = scores.sigmoid() + module.e_score_correction_bias, 4.0  # a sigmoid's slope is 1/4 at most
+            if module.topk_group < module.num_group:
+                groups = scores.view(len(scores), module.num_group, -1)
+                judged = groups.topk(2, dim=-1).values.sum(-1)
+                gaps.append(scale * measure_gap(judged, module.topk_group))
+                is_best = judged >= judged.topk(module.topk_group).values[:, -1:]
+                scores = torch.where(is_best[:, :, None], groups, -1e9).flatten(1)
+        gaps.append(scale * measure_gap(scores, experts.shape[-1]))
 
     for module in model.modules():
         if type(module).__name__.endswith("TopKRouter"):
             module.register_forward_hook(watch)
     return gaps
+
+
+def measure_gap(scores: torch.Tensor, top_k: int) -> float:
+    """The smallest gap of any row between its last chosen score and the next."""
+    ordered = scores.sort(dim=-1, descending=True).values
+    return float((ordered[:, top_k - 1] - ordered[:, top_k]).min())
 
 
 def check_recording(recording: Recording) -> None:

@@ -30,6 +30,8 @@ LLAMA = SIZES | {"model_type": "llama", "num_attention_heads": 8, "max_position_
 EXPERTS = LLAMA | {"num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 GPT_OSS = LLAMA | {"model_type": "gpt_oss", "num_key_value_heads": 2, "num_local_experts": 8, "sliding_window": 8}
 GPT_OSS |= {"dtype": "float32"}
+GLM = LLAMA | {"model_type": "glm4_moe", "num_key_value_heads": 2, "n_routed_experts": 8, "num_experts_per_tok": 2}
+GLM |= {"moe_intermediate_size": 32, "n_group": 4, "topk_group": 2}
 CASES = {
     "llama": (LLAMA | {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}, "unrolled"),
     "one_kv_head_odd_vocabulary": (
@@ -59,6 +61,7 @@ CASES = {
     "sinks_and_slices_with_biases": (GPT_OSS, "stacked"),
     "sinks_and_whole_experts_with_biases": (GPT_OSS, "stacked"),
     "sinks_and_biases_unrolled": (GPT_OSS, "unrolled"),
+    "groups_of_experts": (GLM | {"first_k_dense_replace": 0}, "stacked"),
 }
 EXPERT_PARALLEL = ("whole_experts", "whole_experts_unrolled", "sinks_and_whole_experts_with_biases")
 

@@ -61,6 +61,38 @@ def test_a_config_of_gpt_oss_is_refused_by_its_key(change: dict[str, Any], field
     assert caught.value.field == field
 
 
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"n_routed_experts": 0}, "n_routed_experts"),
+        ({"n_group": 3}, "n_group"),
+        ({"n_group": 8, "topk_group": 8}, "n_group"),
+        ({"topk_group": 5}, "topk_group"),
+        ({"topk_group": 1, "num_experts_per_tok": 3}, "num_experts_per_tok"),
+        ({"num_experts_per_tok": 9, "topk_group": 4}, "num_experts_per_tok"),
+        ({"routed_scaling_factor": 0}, "routed_scaling_factor"),
+        ({"first_k_dense_replace": -1}, "first_k_dense_replace"),
+        ({"n_shared_experts": None}, "n_shared_experts"),
+        ({"scoring_func": "softmax"}, "scoring_func"),
+    ],
+)
+def test_a_config_of_glm_is_refused_by_its_key(change: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(json.loads((GOLDENS / "glm4_moe" / "config.json").read_text()) | change)
+    assert caught.value.field == field
+
+
+def test_the_layer_for_multi_token_prediction_is_left_out(tmp_path: Path) -> None:
+    name = "model.layers.2.eh_proj.weight"  # behind the last of two layers
+    LLM(str(change_files(tmp_path / "a", "glm4_moe", {name: np.zeros((24, 48), np.float32)})), skip_tokenizer_init=True)
+    other = name.replace("2", "3")
+    with pytest.raises(WeightsError, match=f"has no place for: .*{other}"):
+        LLM(
+            str(change_files(tmp_path / "b", "glm4_moe", {other: np.zeros((24, 48), np.float32)})),
+            skip_tokenizer_init=True,
+        )
+
+
 def test_a_gpt_oss_config_says_less_than_its_model() -> None:
     """Published files name no dtype; older ones no rotation."""
     given = json.loads((GOLDENS / "gpt_oss" / "config.json").read_text())

@@ -19,6 +19,7 @@ PARAMETERS = {
     "command-r7b": 8_028_033_024,
     "gemma-2-2b": 2_614_341_888,
     "gemma-3-1b": 999_885_952,
+    "glm-4.5-air": 106_852_251_264,  # and 3,616,573,568 of its layer for multi-token prediction
     "glm-4-32b-0414": 32_566_081_536,
     "glm-4-9b-0414": 9_400_279_040,
     "gpt-neox-20b": 20_554_567_680,

@@ -140,7 +140,7 @@ def test_misspelt_names_get_the_nearest() -> None:
         with pytest.raises(ConfigError, match=rf"no directory of that name \(did you mean '{nearest}'\?\)"):
             resolve_checkpoint(name)
     with pytest.raises(ConfigError, match="no directory of that name, and"):
-        resolve_checkpoint("openai/gpt-oss-20b")
+        resolve_checkpoint("openai/whisper-large-v3")
 
 
 def test_downloads_no_pickles_and_no_subfolders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
