@@ -12,7 +12,7 @@ from jaxserve import LLM, SamplingParams
 from tests.e2e.helpers import generate_ids, greedy, make_llm, run_on_devices
 from tests.golden_cases import load_case
 
-CASES = ("llama_gqa", "qwen2_moe", "gpt_oss")
+CASES = ("llama_gqa", "qwen2_moe", pytest.param("gpt_oss", marks=[pytest.mark.slow, pytest.mark.thorough]))
 VOCAB = 83  # the least of the cases'
 ROOT = Path(__file__).parents[2]
 
