@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.experimental.layout import Format, Layout
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxserve.devices import find_devices
 from jaxserve.errors import ConfigError
@@ -66,7 +66,8 @@ def order_rows(sharding: Sharding, shape: tuple[int, ...]) -> Placement:
     Kernels read stacks of layers so. Left alone, a TPU chooses another order for sizes that it would pad, and its
     compiler then copies the stack in every step.
     """
-    if not pads_little(sharding.shard_shape(shape)[-1]):
+    has_devices = not isinstance(getattr(sharding, "mesh", None), AbstractMesh)  # an order needs some
+    if not (has_devices and pads_little(sharding.shard_shape(shape)[-1])):
         return sharding
     return Format(Layout(tuple(range(len(shape)))), sharding)
 
