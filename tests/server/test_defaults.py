@@ -41,6 +41,7 @@ def ask(endpoint: str, factory: RequestFactory, *, is_limit: bool, asked: int | 
         engine=engine,
         config=config,
         tool_parser=None,
+        reasoning_parser=None,
         chat_template=None,
         template_variables={},
         preparation=preparation,
