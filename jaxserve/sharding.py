@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxserve.devices import find_devices
 from jaxserve.errors import ConfigError
-from pallas_kernels.grouped.tiles import pads_little
+from pallas_kernels.layout import pads_little
 
 _log = logging.getLogger(__name__)
 
@@ -125,7 +125,8 @@ def _order_devices(devices: list[jax.Device]) -> list[jax.Device]:
     if len(devices) > 1 and devices[0].platform == "tpu":
         try:
             devices = list(mesh_utils.create_device_mesh((len(devices),), devices).flat)
-        except (ValueError, NotImplementedError, AssertionError) as error:  # as for parts of some slices
+        except (ValueError, NotImplementedError, AssertionError) as error:
+            # It asserts, too, what holds of whole slices only.
             _log.warning("devices keep JAX's order, in which neighbours may be far apart: %s", error)
     hosts = list(dict.fromkeys(device.process_index for device in devices))
     return sorted(devices, key=lambda device: hosts.index(device.process_index))  # stable

@@ -19,7 +19,7 @@ import numpy as np
 
 from pallas_kernels.spec import PAIRED_HEAD_DIM, AttnLayer, BatchMeta, HeadParams, KVSpec
 
-LANES = 128  # padded heads are multiples of this
+LANES = 128  # of a TPU: rows in its memory are multiples of this
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,24 @@ class PageFormat:
     paired: bool
 
 
+def pad_row(size: int) -> int:
+    """The numbers that a row of `size` numbers takes in a TPU's memory."""
+    return -(-size // LANES) * LANES
+
+
+def pads_little(size: int) -> bool:
+    """Whether a row grows by at most a sixteenth there.
+
+    Stacks of such rows should lie there row by row: a kernel reads them so.
+    """
+    return 16 * (pad_row(size) - size) <= size
+
+
 def pool_shape(spec: KVSpec, num_pages: int) -> tuple[int, int, int, int]:
     """Shape of an array of `num_pages` pages."""
     if spec.layout == "paired":
         return (num_pages, spec.num_kv_heads, spec.page_size, 2 * spec.head_dim)
-    width = spec.head_dim if spec.layout == "plain" else -(-spec.head_dim // LANES) * LANES
+    width = spec.head_dim if spec.layout == "plain" else pad_row(spec.head_dim)
     return (num_pages, 2 * spec.num_kv_heads, spec.page_size, width)
 
 

@@ -1,14 +1,23 @@
-"""The order of a mesh's devices."""
+"""The order of a mesh's devices, and of a parameter's numbers on each."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.layout import Format
+from jax.sharding import AbstractMesh
 
 from jaxserve import sharding
+from jaxserve.layers.stack import stack_params
+from jaxserve.models.base import ParamSpec
+from jaxserve.runtime.memory import params_bytes
+from jaxserve.sharding import DEFAULT_RULES, TENSOR_AXIS, make_mesh
+from jaxserve.weights import make_dummy_params
 
 
 @pytest.fixture
@@ -31,3 +40,38 @@ def test_hosts_stay_together_in_a_slice_without_an_order(
     monkeypatch.setattr(sharding.mesh_utils, "create_device_mesh", refuse)
     assert [device.id for device in sharding._order_devices(devices)] == [0, 2, 1, 3]
     assert "far apart: a part of a slice" in caplog.text
+
+
+STACK = ("layers", None, None)
+
+
+@pytest.mark.parametrize(("columns", "is_ordered"), [(128, True), (2880, True), (96, False), (130, False), (1, False)])
+def test_stacks_lie_row_by_row_unless_a_tpu_would_pad_them_much(columns: int, is_ordered: bool) -> None:
+    placement = DEFAULT_RULES.placement(make_mesh(1), STACK, (4, 64, columns))
+    assert isinstance(placement, Format) is is_ordered
+    if is_ordered:
+        assert placement.layout.major_to_minor == (0, 1, 2)
+
+
+def test_other_parameters_and_meshes_without_devices_keep_xlas_order() -> None:
+    assert not isinstance(DEFAULT_RULES.placement(make_mesh(1), (None, None), (64, 128)), Format)
+    mesh = AbstractMesh((2,), (TENSOR_AXIS,))
+    assert not isinstance(DEFAULT_RULES.placement(mesh, STACK, (4, 64, 128)), Format)
+
+
+def test_stacks_are_made_in_the_order_that_programs_expect() -> None:
+    placement = DEFAULT_RULES.placement(make_mesh(1), STACK, (2, 8, 2880))
+    specs = {"stack": ParamSpec((2, 8, 2880), "float32", STACK, "normal")}
+    made = make_dummy_params(specs, mesh=make_mesh(1), rules=DEFAULT_RULES, seed=0)["stack"]
+    alone = jax.device_put(jnp.zeros((8, 2880)), DEFAULT_RULES.sharding(make_mesh(1), (None, None)))
+    joined = stack_params({"layers": [{"w": alone}, {"w": alone}]}, "stacked")["layers"].groups[0]["w"]
+    for array in (made, joined):
+        assert array.format.layout.major_to_minor == placement.layout.major_to_minor
+        jax.jit(lambda x: x.sum(), in_shardings=placement)(array)
+
+
+@pytest.mark.parametrize(("columns", "padded"), [(2880, 2944), (96, 96), (256, 256)])
+def test_rows_that_a_tpu_pads_are_counted(columns: int, padded: int) -> None:
+    specs = {"w": ParamSpec((8, 2 * columns), "bfloat16", (None, "ffn"), "normal")}
+    assert params_bytes(specs, 2, "tpu") == 8 * padded * 2
+    assert params_bytes(specs, 2, "gpu") == params_bytes(specs, 2) == 8 * columns * 2

@@ -24,11 +24,9 @@ from jaxserve.models.common import (
 from jaxserve.models.expert_parameters import expert_parameter, router_params
 from jaxserve.models.hf_config import HFConfig
 from jaxserve.models.layouts import Rows, StackedParts, stack_matrices, transpose
-from jaxserve.models.moe_config import COUNT_KEYS, TRAINING_KEYS, read_experts
+from jaxserve.models.moe_config import COUNT_KEYS, TRAINING_KEYS, read_count, read_experts
 from jaxserve.models.mxfp4 import BLOCK, Mxfp4Rows
 from jaxserve.models.parameters import attention_params, make_source, pre_norm_params, sink_params
-
-MODULE = "mlp.experts"
 
 KEYS = (
     DECODER_KEYS
@@ -66,7 +64,8 @@ def parse(config: HFConfig) -> DecoderConfig:
     attention = dataclasses.replace(attention, sinks=True)
     config.require(hidden_act="silu")
     gate = ClampedGate(config.number("swiglu_alpha"), config.number("swiglu_limit"))
-    moe = read_experts(config, default_count=128, size_key="intermediate_size", scoring="softmax_of_chosen", bias=True)
+    count = read_count(config, 128)
+    moe = read_experts(config, count, size_key="intermediate_size", scoring="softmax_of_chosen", bias=True)
     moe = dataclasses.replace(moe, expert=dataclasses.replace(moe.expert, bias=True, clamped=gate))
     types = ["full_attention" if index % 2 else "sliding_attention" for index in range(read_num_layers(config))]
     rope = read_rope(config, attention.head_dim)
@@ -88,7 +87,7 @@ def _moe_params(layer: CheckpointLayer) -> Table:
     assert isinstance(moe, MoEConfig)
     hidden, size, count = config.hidden_size, moe.expert.intermediate_size, moe.router.num_experts
     expert, column = moe.expert_axes
-    gate_up, down = (layer.tensor(f"{MODULE}.{part}_proj") for part in ("gate_up", "down"))
+    gate_up, down = (layer.tensor(f"mlp.experts.{part}_proj") for part in ("gate_up", "down"))
     parts = {
         "experts.gate_up.weight": expert_parameter(
             layer,

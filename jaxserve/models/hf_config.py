@@ -124,7 +124,9 @@ class HFConfig:
     def dtype(self) -> str:
         """Returns the checkpoint's dtype; if the file names none, the family's default, else "float32"."""
         key = "dtype" if self._raw.get("dtype") is not None else "torch_dtype"
-        value = self._raw.get(key) or self._keys["dtype"] or "float32"
+        value = self._raw.get(key)
+        if value is None:
+            value = self._keys["dtype"] or "float32"
         name = str(value).removeprefix("torch.")
         if name not in _DTYPES:
             raise ConfigError(

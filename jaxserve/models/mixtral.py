@@ -8,7 +8,7 @@ from jaxserve.models.common import build_config, omit, read_attention, read_num_
 from jaxserve.models.expert_parameters import moe_params
 from jaxserve.models.hf_config import HFConfig
 from jaxserve.models.mistral import KEYS as MISTRAL_KEYS
-from jaxserve.models.moe_config import COUNT_KEYS, TRAINING_KEYS, read_experts
+from jaxserve.models.moe_config import COUNT_KEYS, TRAINING_KEYS, read_count, read_experts
 from jaxserve.models.parameters import attention_params, pre_norm_params
 
 KEYS = (
@@ -27,7 +27,7 @@ def parse(config: HFConfig) -> DecoderConfig:
     """Reads a Mixtral config.json."""
     attention = read_attention(config)
     rope, window = read_rope(config, attention.head_dim), config.optional_integer("sliding_window")
-    moe = read_experts(config, default_count=8, size_key="intermediate_size", normalize=True)
+    moe = read_experts(config, read_count(config, 8), size_key="intermediate_size", normalize=True)
     layers = (LayerKind(window, rope, moe),) * read_num_layers(config)
     return build_config(config, "mixtral", layers=layers, attention=attention)
 

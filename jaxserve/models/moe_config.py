@@ -33,8 +33,8 @@ TRAINING_KEYS = ("output_router_logits", "router_aux_loss_coef", "router_jitter_
 
 def read_experts(
     config: HFConfig,
+    count: int,
     *,
-    default_count: int,
     size_key: str = "moe_intermediate_size",
     shared_size: int = 0,
     gated_shared: bool = False,
@@ -43,28 +43,40 @@ def read_experts(
     """Returns the mixture of experts.
 
     Args:
-        default_count: experts where the file states no number.
+        count: the number of experts.
         size_key: the key of an expert's columns.
         shared_size: columns of the block that every token goes through, 0 for none.
         gated_shared: whether that block has a gate.
         router: fields of RouterConfig.
     """
-    count = _read_count(config, default_count)
-    return _build_experts(config, count, size_key, shared_size, gated_shared, router)
+    top_k = config.integer("num_experts_per_tok")
+    if top_k > count:
+        raise ConfigError(f"{top_k} of {count} experts is not possible", field="num_experts_per_tok", value=top_k)
+    expert = read_mlp(config, size_key=size_key)
+    if expert.learned:
+        message = "has parameters of its own, which experts do not have"
+        raise ConfigError(message, field="hidden_act", value=expert.activation)
+    return MoEConfig(
+        router=RouterConfig(count, top_k, **router),
+        expert=expert,
+        shared=dataclasses.replace(expert, intermediate_size=shared_size) if shared_size else None,
+        gated_shared=gated_shared,
+    )
 
 
 def read_routed_experts(config: HFConfig) -> MoEConfig:
     """Returns DeepSeek-V3's mixture: experts chosen by sigmoids with a correction, in groups if there are several."""
     count = config.integer("n_routed_experts", maximum=MAX_EXPERTS)
-    router = {
-        "scoring": "sigmoid",
-        "correction": True,
-        "normalize": config.flag("norm_topk_prob"),
-        "scale": config.number("routed_scaling_factor"),
-        "groups": _read_groups(config, count),
-    }
-    shared_size = config.integer("n_shared_experts", minimum=0) * config.integer("moe_intermediate_size")
-    return _build_experts(config, count, "moe_intermediate_size", shared_size, False, router)
+    return read_experts(
+        config,
+        count,
+        shared_size=config.integer("n_shared_experts", minimum=0) * config.integer("moe_intermediate_size"),
+        scoring="sigmoid",
+        correction=True,
+        normalize=config.flag("norm_topk_prob"),
+        scale=config.number("routed_scaling_factor"),
+        groups=_read_groups(config, count),
+    )
 
 
 def _read_groups(config: HFConfig, num_experts: int) -> ExpertGroups | None:
@@ -81,25 +93,8 @@ def _read_groups(config: HFConfig, num_experts: int) -> ExpertGroups | None:
     return ExpertGroups(count, chosen, _JUDGES) if chosen < count else None
 
 
-def _build_experts(
-    config: HFConfig, count: int, size_key: str, shared_size: int, gated_shared: bool, router: dict[str, Any]
-) -> MoEConfig:
-    top_k = config.integer("num_experts_per_tok")
-    if top_k > count:
-        raise ConfigError(f"{top_k} of {count} experts is not possible", field="num_experts_per_tok", value=top_k)
-    expert = read_mlp(config, size_key=size_key)
-    if expert.learned:
-        message = "has parameters of its own, which experts do not have"
-        raise ConfigError(message, field="hidden_act", value=expert.activation)
-    return MoEConfig(
-        router=RouterConfig(count, top_k, **router),
-        expert=expert,
-        shared=dataclasses.replace(expert, intermediate_size=shared_size) if shared_size else None,
-        gated_shared=gated_shared,
-    )
-
-
-def _read_count(config: HFConfig, default: int) -> int:
+def read_count(config: HFConfig, default: int) -> int:
+    """Returns the number of experts, `default` where the file states none."""
     given = {key: config.integer(key, maximum=MAX_EXPERTS) for key in COUNT_KEYS if config.get(key) is not None}
     if len(set(given.values())) > 1:
         raise ConfigError(

@@ -7,7 +7,7 @@ from jaxserve.models.blocks import pre_norm_layer
 from jaxserve.models.common import DECODER_KEYS, build_config, read_attention, read_num_layers, read_rope
 from jaxserve.models.expert_parameters import moe_params
 from jaxserve.models.hf_config import HFConfig
-from jaxserve.models.moe_config import COUNT_KEYS, TRAINING_KEYS, read_experts
+from jaxserve.models.moe_config import COUNT_KEYS, TRAINING_KEYS, read_count, read_experts
 from jaxserve.models.parameters import attention_params, pre_norm_params
 
 KEYS = (
@@ -32,7 +32,9 @@ def parse(config: HFConfig) -> DecoderConfig:
     config.require_off("clip_qkv")
     bias = config.flag("attention_bias")
     attention = read_attention(config, qkv_bias=bias, out_bias=bias, qk_norm="projection")
-    moe = read_experts(config, default_count=64, size_key="intermediate_size", normalize=config.flag("norm_topk_prob"))
+    moe = read_experts(
+        config, read_count(config, 64), size_key="intermediate_size", normalize=config.flag("norm_topk_prob")
+    )
     layers = (LayerKind(None, read_rope(config, attention.head_dim), moe),) * read_num_layers(config)
     return build_config(config, "olmoe", layers=layers, attention=attention)
 

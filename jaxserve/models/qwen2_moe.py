@@ -8,7 +8,14 @@ from jaxserve.models.blocks import pre_norm_layer
 from jaxserve.models.common import build_config, read_attention
 from jaxserve.models.expert_parameters import moe_params
 from jaxserve.models.hf_config import HFConfig
-from jaxserve.models.moe_config import COUNT_KEYS, TRAINING_KEYS, give_experts, read_experts, read_sparse_layers
+from jaxserve.models.moe_config import (
+    COUNT_KEYS,
+    TRAINING_KEYS,
+    give_experts,
+    read_count,
+    read_experts,
+    read_sparse_layers,
+)
 from jaxserve.models.parameters import attention_params, pre_norm_params
 
 KEYS = (
@@ -35,7 +42,7 @@ def parse(config: HFConfig) -> DecoderConfig:
     attention = read_attention(config, qkv_bias=config.flag("qkv_bias"))
     moe = read_experts(
         config,
-        default_count=60,
+        read_count(config, 60),
         normalize=config.flag("norm_topk_prob"),
         shared_size=config.integer("shared_expert_intermediate_size"),
         gated_shared=True,

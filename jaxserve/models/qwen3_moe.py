@@ -7,7 +7,14 @@ from jaxserve.models.base import DecoderConfig, Family, LayerKind
 from jaxserve.models.blocks import pre_norm_layer
 from jaxserve.models.common import build_config, omit, read_attention, read_mlp, read_num_layers, read_rope
 from jaxserve.models.hf_config import HFConfig
-from jaxserve.models.moe_config import COUNT_KEYS, TRAINING_KEYS, give_experts, read_experts, read_sparse_layers
+from jaxserve.models.moe_config import (
+    COUNT_KEYS,
+    TRAINING_KEYS,
+    give_experts,
+    read_count,
+    read_experts,
+    read_sparse_layers,
+)
 from jaxserve.models.qwen2_moe import list_layer_params
 
 KEYS = (
@@ -32,7 +39,7 @@ def parse(config: HFConfig) -> DecoderConfig:
     window = config.optional_integer("sliding_window") if config.flag("use_sliding_window") else None
     kind = LayerKind(window, read_rope(config, attention.head_dim), read_mlp(config))
     layers = (kind,) * read_num_layers(config)
-    moe = read_experts(config, default_count=128, normalize=config.flag("norm_topk_prob"))
+    moe = read_experts(config, read_count(config, 128), normalize=config.flag("norm_topk_prob"))
     layers = give_experts(layers, read_sparse_layers(config, len(layers)), moe)
     return build_config(config, "qwen3_moe", layers=layers, attention=attention)
 

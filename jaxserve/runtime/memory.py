@@ -20,7 +20,7 @@ from jaxserve.models.base import DecoderConfig, KVGroup, ParamSpec
 from jaxserve.models.decoder import CacheLayout
 from jaxserve.runtime.host_memory import host_memory_bytes
 from jaxserve.sharding import DEFAULT_RULES
-from pallas_kernels.layout import page_bytes, pool_shape
+from pallas_kernels.layout import pad_row, pads_little, page_bytes, pool_shape
 from pallas_kernels.spec import KVSpec
 
 GIB = 2**30
@@ -202,13 +202,16 @@ def refuse_shortage(limit: int, parts: Mapping[str, int]) -> None:
         raise CapacityError(f"{message}; {_REMEDIES[field]}", field=field, value=parts[field])
 
 
-def params_bytes(specs: Any, num_devices: int) -> int:
-    """Returns the bytes that a tree of parameter specs takes on each device."""
+def params_bytes(specs: Any, num_devices: int, platform: str = "cpu") -> int:
+    """Returns the bytes that a tree of parameter specs takes on each device; a TPU pads rows (`order_rows`)."""
     total = 0
     for spec in jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, ParamSpec)):
-        is_sharded = any(axis is not None for axis in DEFAULT_RULES.spec(spec.axes))
+        axes = DEFAULT_RULES.spec(spec.axes)
         size = math.prod(spec.shape) * jnp.dtype(spec.dtype).itemsize
-        total += size // num_devices if is_sharded else size
+        row = spec.shape[-1] // (1 if axes[-1] is None else num_devices)
+        if platform == "tpu" and pads_little(row):
+            size = size // row * pad_row(row)
+        total += size // num_devices if any(axis is not None for axis in axes) else size
     return total
 
 

@@ -215,9 +215,9 @@ def _sum_use(shapes: Shapes, temporaries: int, code: int) -> DeviceUse:
     size = jnp.dtype(shapes.model.dtype).itemsize
     lines = max(shapes.buckets.largest.rows, *(rows * width for rows, width in shapes.buckets.verify_sizes), 0)
     selected = lines * (4 * shapes.model.vocab_size + size * shapes.model.hidden_size)
-    params = params_bytes(param_specs(shapes.model), shapes.num_devices)
+    params = params_bytes(param_specs(shapes.model), shapes.num_devices, shapes.platform)
     if shapes.drafter is not None:
-        params += params_bytes(drafter_param_specs(shapes.drafter.model), shapes.num_devices)
+        params += params_bytes(drafter_param_specs(shapes.drafter.model), shapes.num_devices, shapes.platform)
     return DeviceUse(
         params=params,
         temporaries=temporaries,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -18,6 +19,8 @@ from jaxserve.sharding import AxisRules
 from jaxserve.weights.paths import count_bytes, flatten_specs, unflatten
 from jaxserve.weights.place import CastParameter, cast_host, place_host
 from jaxserve.weights.reader import LOADABLE_DTYPES, SafetensorsCheckpoint, list_names, open_checkpoint
+
+_log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]  # (bytes done, total bytes), in the dtype of the parameters
 
@@ -68,6 +71,9 @@ def stream_safetensors(
     checkpoint = open_checkpoint(path)
     check_tensors(checkpoint, flat, sources, ignored)
     sources = {name: source.choose(checkpoint.names) for name, source in sources.items()}
+    left_out = sorted(checkpoint.names.difference(*(source.names for source in sources.values())))
+    if left_out:
+        _log.info("%d tensors of the checkpoint are not needed: %s", len(left_out), list_names(left_out))
     total, done = sum(map(count_bytes, flat.values())), 0
     if progress is not None:
         progress(done, total)

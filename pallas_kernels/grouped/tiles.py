@@ -7,16 +7,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-LANES = 128  # of a TPU: rows in its memory are padded to multiples of as many numbers
-
-
-def pads_little(columns: int) -> bool:
-    """Whether rows of so many numbers grow by at most a sixteenth in a TPU's memory.
-
-    Stacks of such matrices should lie there row by row: a kernel reads them so.
-    """
-    return 16 * (-columns % LANES) <= columns
-
 
 class Tiles(NamedTuple):
     """Tiles in the order of their rows. Behind the last one, entries repeat it."""

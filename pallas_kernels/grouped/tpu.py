@@ -15,7 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.grouped.tiles import LANES, choose_rows, list_visits, pads_little
+from pallas_kernels.grouped.tiles import choose_rows, list_visits
+from pallas_kernels.layout import pad_row, pads_little
 from pallas_kernels.tpu.config import VMEM_LIMIT
 
 Index = jax.Array | int
@@ -27,7 +28,7 @@ def find_obstacle(width: int, columns: int, dtype: jnp.dtype) -> str | None:
     """Why the kernel should not multiply with matrices [width, columns], in words for users."""
     del width, dtype
     if not pads_little(columns):
-        return f"rows of {columns} columns would be padded to {-(-columns // LANES) * LANES} in memory"
+        return f"rows of {columns} columns would be padded to {pad_row(columns)} in memory"
     return None
 
 

@@ -82,9 +82,12 @@ def test_a_config_of_glm_is_refused_by_its_key(change: dict[str, Any], field: st
     assert caught.value.field == field
 
 
-def test_the_layer_for_multi_token_prediction_is_left_out(tmp_path: Path) -> None:
+def test_the_layer_for_multi_token_prediction_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     name = "model.layers.2.eh_proj.weight"  # behind the last of two layers
-    LLM(str(change_files(tmp_path / "a", "glm4_moe", {name: np.zeros((24, 48), np.float32)})), skip_tokenizer_init=True)
+    with caplog.at_level("INFO", "jaxserve"):
+        folder = change_files(tmp_path / "a", "glm4_moe", {name: np.zeros((24, 48), np.float32)})
+        LLM(str(folder), skip_tokenizer_init=True, max_model_len=64)
+    assert f"1 tensors of the checkpoint are not needed: {name!r}" in caplog.text
     other = name.replace("2", "3")
     folder = change_files(tmp_path / "b", "glm4_moe", {other: np.zeros((24, 48), np.float32)})
     check_refused(folder, f"has no place for: .*{other}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 from jaxserve.server.tools.marks import BLANKS
 from jaxserve.server.tools.pieces import CallArguments, CallStart, Content, Piece, Reasoning, make_call_id, merge_pieces
@@ -28,8 +28,8 @@ class HarmonyParser:
         names: the known functions, None if calls are not read: they are content then.
     """
 
-    def __init__(self, names: Collection[str] | None, make_id: Callable[[], str] = make_call_id) -> None:
-        self._names, self._make_id = names, make_id
+    def __init__(self, names: Collection[str] | None) -> None:
+        self._names = names
         self._header: str | None = ""  # what was read of one; None in a message
         self._held = ""  # perhaps the beginning of a message's end
         self._kind: type[Content | Reasoning | CallArguments] = Content
@@ -82,7 +82,7 @@ class HarmonyParser:
         is_call = name.startswith(_FUNCTIONS) or function in (self._names or ())
         if is_call and self._names is not None:
             self._kind = CallArguments
-            self._out.append(CallStart(self._num_calls, self._make_id(), function))
+            self._out.append(CallStart(self._num_calls, make_call_id(), function))
         elif (name and not is_call) or (channel is not None and channel[1] == "analysis"):
             self._kind = Reasoning
         else:
