@@ -2,7 +2,7 @@
 
 An implementation is a module with
 
-- `choose_layout(head_dim) -> str`, the page layout that it wants (spec.LAYOUTS);
+- `choose_layout(spec: KVSpec) -> str`, the page layout that it wants (spec.LAYOUTS);
 - `find_obstacle(shape: AttnShape) -> str | None`, why it cannot do a shape, in words for users;
 - where its page table has a limit, `find_table_obstacle(num_rows, table_width) -> str | None`, likewise;
 - `plan_work(rows: StepRows, shape: AttnShape, *, config) -> pytree`, the step cut into units of work, by `config` (its
@@ -23,7 +23,7 @@ from types import ModuleType
 from pallas_kernels.ampere.device import BLACKWELL
 from pallas_kernels.mosaic_gpu.toolkit import find_compiler_obstacle
 from pallas_kernels.platform import traced_device_kind, traced_platform
-from pallas_kernels.spec import AttnShape
+from pallas_kernels.spec import AttnShape, KVSpec
 
 _HOPPER = ("H100", "H200", "H800", "H20", "GH200")  # compute capability 9.0, as device kinds name it
 # Compute capability 8.0, 8.6 and 8.9, as device kinds name them. "RTX 40" alone would also match Turing's Quadro.
@@ -136,14 +136,14 @@ def resolve_impl(
 
 def _find_obstacle(impl: str, shape: AttnShape) -> str | None:
     backend = find_backend(impl)
-    spec = replace(shape.spec, layout=choose_layout(impl, shape.spec.head_dim))
+    spec = replace(shape.spec, layout=choose_layout(impl, shape.spec))
     obstacle = backend.module.find_obstacle(replace(shape, spec=spec))
     return find_compiler_obstacle() if obstacle is None and backend.platform == "gpu" else obstacle
 
 
-def choose_layout(impl: str, head_dim: int) -> str:
-    """The page layout (spec.LAYOUTS) that an implementation wants."""
-    return find_backend(impl).module.choose_layout(head_dim)
+def choose_layout(impl: str, spec: KVSpec) -> str:
+    """The page layout (spec.LAYOUTS) that an implementation wants, whatever the spec's own."""
+    return find_backend(impl).module.choose_layout(spec)
 
 
 def find_table_obstacle(impl: str, num_rows: int, table_width: int) -> str | None:

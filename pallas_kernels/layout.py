@@ -6,30 +6,19 @@ where padding is written. Layers share a pool [L * num_pages, ...]; `page_offset
 
 That is the "plain" layout. Kernels want heads that fill their tiles. "padded" rounds H up to a multiple of 128 with
 zeros. "paired", for H = 64 on TPUs, puts keys and values of a head side by side: [num_pages, K, page_size, 128].
-`read_format` tells the three apart by shape.
+
+A latent has one row per head: [num_pages, K, page_size, H], "plain" or "padded".
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.spec import PAIRED_HEAD_DIM, AttnLayer, BatchMeta, HeadParams, KVSpec
+from pallas_kernels.spec import AttnLayer, BatchMeta, HeadParams, KVSpec
 
 LANES = 128  # of a TPU: rows in its memory are multiples of this
-
-
-@dataclass(frozen=True)
-class PageFormat:
-    """How a pool keeps its heads."""
-
-    num_kv_heads: int  # K
-    head_dim: int  # H
-    width: int  # elements of a stored row: H, H padded, or a pair
-    paired: bool
 
 
 def pad_row(size: int) -> int:
@@ -50,25 +39,13 @@ def pool_shape(spec: KVSpec, num_pages: int) -> tuple[int, int, int, int]:
     if spec.layout == "paired":
         return (num_pages, spec.num_kv_heads, spec.page_size, 2 * spec.head_dim)
     width = spec.head_dim if spec.layout == "plain" else pad_row(spec.head_dim)
-    return (num_pages, 2 * spec.num_kv_heads, spec.page_size, width)
+    return (num_pages, spec.num_kv_heads * (1 if spec.is_latent else 2), spec.page_size, width)
 
 
 def page_bytes(spec: KVSpec) -> int:
-    """Bytes of one page of one layer, keys and values."""
+    """Bytes of one page of one layer."""
     _, heads, page_size, width = pool_shape(spec, 1)
     return heads * page_size * width * jnp.dtype(spec.dtype).itemsize
-
-
-def read_format(shape: tuple[int, ...], head_dim: int) -> PageFormat:
-    """The format of a pool of this shape for heads of `head_dim`; ValueError if there is none."""
-    _, heads, _, width = shape
-    if head_dim == PAIRED_HEAD_DIM and width == 2 * head_dim:
-        return PageFormat(heads, head_dim, width, paired=True)
-    if heads % 2 or (width != head_dim and width != -(-head_dim // LANES) * LANES):
-        raise ValueError(
-            f"kv_pages {shape} hold no heads of {head_dim}: wanted [num_pages, 2K, page_size, {head_dim} or padded]"
-        )
-    return PageFormat(heads // 2, head_dim, width, paired=False)
 
 
 def saturate(values: jax.Array, dtype: jnp.dtype, scale: jax.Array | None = None) -> jax.Array:
@@ -81,25 +58,21 @@ def saturate(values: jax.Array, dtype: jnp.dtype, scale: jax.Array | None = None
     return values.astype(dtype)
 
 
-def join_heads(
-    k: jax.Array,
-    v: jax.Array,
-    kv_pages: jax.Array,
-    heads: HeadParams,
-) -> jax.Array:
+def join_heads(k: jax.Array, v: jax.Array | None, spec: KVSpec, heads: HeadParams) -> jax.Array:
     """New keys and values, [T, K, H] each, as the pool keeps tokens: [T, rows of a page, width] in its dtype."""
-    form = read_format(kv_pages.shape, k.shape[-1])
-    k = saturate(k, kv_pages.dtype, heads.k_scale)
-    v = saturate(v, kv_pages.dtype, heads.v_scale)
-    if form.paired:
-        return jnp.concatenate([k, v], axis=-1)
-    pairs = jnp.stack([k, v], axis=2).reshape(k.shape[0], 2 * form.num_kv_heads, form.head_dim)
-    return jnp.pad(pairs, ((0, 0), (0, 0), (0, form.width - form.head_dim)))
+    rows = saturate(k, spec.dtype, heads.k_scale)
+    _, page_rows, _, width = pool_shape(spec, 0)
+    if v is not None:
+        v = saturate(v, spec.dtype, heads.v_scale)
+        if spec.layout == "paired":
+            return jnp.concatenate([rows, v], axis=-1)
+        rows = jnp.stack([rows, v], axis=2).reshape(k.shape[0], page_rows, spec.head_dim)
+    return jnp.pad(rows, ((0, 0), (0, 0), (0, width - spec.head_dim)))
 
 
 def update_kv_pages(
     k: jax.Array,  # [T, K, H]
-    v: jax.Array,  # [T, K, H]
+    v: jax.Array | None,  # [T, K, H]; None for latents
     kv_pages: jax.Array,  # [num_pages, 2K, page_size, H]
     batch: BatchMeta,
     layer: AttnLayer,
@@ -108,43 +81,48 @@ def update_kv_pages(
 
     Padding tokens write to the null page.
     """
-    tokens = join_heads(k, v, kv_pages, layer.heads)
+    tokens = join_heads(k, v, batch.shape.spec, layer.heads)
     pages = (batch.write_pages + layer.page_offset)[:, None]
     rows = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     slots = kv_pages.at[pages, rows, batch.write_offsets[:, None]]
     return slots.set(tokens, mode="drop", wrap_negative_indices=False)
 
 
-def gather_heads(kv_pages: jax.Array, page_ids: jax.Array, head_dim: int, *, flat: bool) -> tuple[jax.Array, jax.Array]:
-    """Keys and values of C pages for each of W tiles, `page_ids` [W, C]: two arrays [W, K, C * page_size, H].
+def gather_heads(kv_pages: jax.Array, page_ids: jax.Array, spec: KVSpec, *, flat: bool) -> tuple[jax.Array, jax.Array]:
+    """Keys [W, K, C * page_size, H] and values [W, K, C * page_size, V] of C pages for each of W tiles, `page_ids`
+    [W, C].
 
     `flat` copies each head's part of a page as one run, and keeps the reshape that follows out of that loop. On a CPU a
     loop over H alone is unrolled into scalar moves, at half the speed. On other devices, merging tiled axes could copy
     the pool.
     """
-    form = read_format(kv_pages.shape, head_dim)
     page_rows, page_size, width = kv_pages.shape[1:]
     num_tiles, num_block_pages = page_ids.shape
-    firsts = jnp.arange(0, page_rows, 1 if form.paired else 2, dtype=jnp.int32)
+    rows_per_head = page_rows // spec.num_kv_heads
+    firsts = jnp.arange(0, page_rows, rows_per_head, dtype=jnp.int32)
     rows = page_ids[:, None, :] * page_rows + firsts[:, None]  # [W, K, C]
     head_rows = kv_pages.reshape((-1, page_size * width) if flat else (-1, page_size, width))
-    wanted = (rows,) if form.paired else (rows, rows + 1)
+    wanted = tuple(rows + index for index in range(rows_per_head))
     found = [head_rows.at[row].get(mode="clip", wrap_negative_indices=False) for row in wanted]
     if flat:
         found = jax.lax.optimization_barrier(found)
-    found = [run.reshape(num_tiles, form.num_kv_heads, num_block_pages * page_size, width) for run in found]
-    if form.paired:
-        return found[0][..., :head_dim], found[0][..., head_dim:]
-    return found[0][..., :head_dim], found[1][..., :head_dim]
+    found = [run.reshape(num_tiles, spec.num_kv_heads, num_block_pages * page_size, width) for run in found]
+    return _take_keys_values(found[0], found[-1], spec)
+
+
+def _take_keys_values[A: (jax.Array, np.ndarray)](first: A, last: A, spec: KVSpec) -> tuple[A, A]:
+    """Keys and values of the first and the last row [..., width] that a head has in a page."""
+    begin = spec.head_dim if spec.layout == "paired" else 0
+    return first[..., : spec.head_dim], last[..., begin : begin + spec.out_dim]
 
 
 def gather_logical(
     kv_pages: jax.Array, page_ids: np.ndarray, length: int, spec: KVSpec, *, page_offset: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Keys and values of one row's first `length` tokens, on the host: two arrays [length, K, H] in the pool's dtype.
+    """Keys [length, K, H] and values [length, K, V] of one row's first `length` tokens, on the host.
 
-    For tests and the self-test: it reads a pool of any layout. `page_ids` [M] is the row's line of the page table.
-    Scaled heads come as they are stored.
+    They have the dtype of the pool; scaled heads come as they are stored. For tests and the self-test: it reads any
+    layout. `page_ids` [M] is the row's line of the page table.
     """
     if kv_pages.shape[1:] != pool_shape(spec, 0)[1:]:
         raise ValueError(f"kv_pages of shape {kv_pages.shape} do not fit {spec}")
@@ -152,6 +130,6 @@ def gather_logical(
     tokens = pages.transpose(0, 2, 1, 3).reshape(-1, *pages.shape[1::2])
     if length > tokens.shape[0]:
         raise ValueError(f"length {length} is more than the {tokens.shape[0]} tokens of {len(page_ids)} pages")
-    if spec.layout == "paired":
-        return tokens[:length, :, : spec.head_dim], tokens[:length, :, spec.head_dim :]
-    return tokens[:length, 0::2, : spec.head_dim], tokens[:length, 1::2, : spec.head_dim]
+    rows_per_head = pages.shape[1] // spec.num_kv_heads
+    tokens = tokens[:length]
+    return _take_keys_values(tokens[:, ::rows_per_head], tokens[:, rows_per_head - 1 :: rows_per_head], spec)

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.layout import gather_heads
-from pallas_kernels.spec import AttnLayer, AttnShape, BatchMeta
+from pallas_kernels.spec import AttnLayer, AttnShape, BatchMeta, KVSpec
 from pallas_kernels.worklist import StepRows
 
 
-def choose_layout(head_dim: int) -> str:
+def choose_layout(spec: KVSpec) -> str:
     """Plain; every layout works."""
     return "plain"
 
@@ -34,24 +34,24 @@ def attend(
     batch: BatchMeta,
     layer: AttnLayer,
 ) -> jax.Array:
-    """Attention [T, N, H] in q's dtype over pages that already hold this step's keys and values; 0 for padding."""
-    num_tokens, num_heads, head_dim = q.shape
+    """Attention [T, N, V] in q's dtype over pages that already hold this step's keys and values; 0 for padding."""
+    num_tokens, num_heads, _ = q.shape
     num_rows, width = batch.page_table.shape
-    group_size = batch.shape.group_size
+    spec, group_size = batch.shape.spec, batch.shape.group_size
     params, heads = layer.params, layer.heads
-    tokens, key_positions = jnp.arange(num_tokens), jnp.arange(width * batch.shape.spec.page_size)
+    tokens, key_positions = jnp.arange(num_tokens), jnp.arange(width * spec.page_size)
 
     def attend_row(row: jax.Array) -> jax.Array:
         begin, end = batch.query_start_loc[row], batch.query_start_loc[row + 1]
         length = batch.seq_lens[row]
         oldest = 0 if params.window is None else length - (end - begin) - params.window + 1
         held = (key_positions >= oldest) & (key_positions < length)
-        pages = gather_heads(kv_pages, batch.page_table[row][None] + layer.page_offset, head_dim, flat=False)
+        pages = gather_heads(kv_pages, batch.page_table[row][None] + layer.page_offset, spec, flat=False)
         k, v = (
             _repeat(
                 jnp.where(held[:, None], half[0].astype(jnp.float32), 0), scale, group_size
             )  # [N, M * page_size, H]
-            for half, scale in zip(pages, (heads.k_scale, heads.v_scale), strict=True)
+            for half, scale in zip(pages, (heads.k_scale, heads.values_scale(spec)), strict=True)
         )
 
         # Every token of the step attends to the row; only the results of the row's own tokens are kept below.

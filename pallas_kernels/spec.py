@@ -17,13 +17,17 @@ _STATIC = {"static": True}
 @dataclass(frozen=True)
 class KVSpec:
     """Keys and values of one layer. `num_kv_heads` (K) counts the heads of the whole model, or of one device where the
-    caller shards them."""
+    caller shards them.
+
+    With `value_dim` a head stores one row a token, a latent: the key is the row, the value its first numbers.
+    """
 
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # H
     page_size: int  # tokens per page
     dtype: str
     layout: str = "plain"
+    value_dim: int | None = None  # of a latent
 
     def __post_init__(self) -> None:
         for name in ("num_kv_heads", "head_dim", "page_size"):
@@ -35,8 +39,22 @@ class KVSpec:
             raise ValueError(f"KVSpec.layout must be one of {', '.join(LAYOUTS)}, got {self.layout!r}")
         if self.layout == "paired" and self.head_dim != PAIRED_HEAD_DIM:
             raise ValueError(f"KVSpec.layout 'paired' is for head_dim {PAIRED_HEAD_DIM}, got {self.head_dim}")
-        if self.head_dim == PAIRED_HEAD_DIM and self.layout == "padded":
+        if self.head_dim == PAIRED_HEAD_DIM and self.layout == "padded" and not self.is_latent:
             raise ValueError(f"KVSpec.layout 'padded' is not for head_dim {PAIRED_HEAD_DIM}: use 'plain' or 'paired'")
+        if self.value_dim is not None and not 1 <= self.value_dim <= self.head_dim:
+            raise ValueError(f"KVSpec.value_dim must be 1 to head_dim {self.head_dim}, got {self.value_dim}")
+        if self.is_latent and self.layout == "paired":
+            raise ValueError("KVSpec.layout 'paired' is for keys beside values, a latent has one row")
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether a head stores one row for key and value."""
+        return self.value_dim is not None
+
+    @property
+    def out_dim(self) -> int:
+        """Numbers of a head's value, and of its answer (V)."""
+        return self.head_dim if self.value_dim is None else self.value_dim
 
 
 @dataclass(frozen=True)
@@ -80,12 +98,17 @@ class AttnParams:
 class HeadParams:
     """A layer's arrays per head; None for those that it lacks.
 
-    A page of scaled heads holds keys / k_scale and values / v_scale, saturated to the range of its dtype.
+    A page of scaled heads holds keys / k_scale and values / v_scale, saturated to the range of its dtype. A latent has
+    k_scale only.
     """
 
     sinks: jax.Array | None = None  # [N] f32, a logit that takes part in the softmax and has no value
     k_scale: jax.Array | None = None  # [K] f32
     v_scale: jax.Array | None = None  # [K] f32
+
+    def values_scale(self, spec: KVSpec) -> jax.Array | None:
+        """What the stored values are multiplied with: [K] f32."""
+        return self.k_scale if spec.is_latent else self.v_scale
 
 
 @jax.tree_util.register_dataclass

@@ -14,13 +14,14 @@ from jax import lax
 
 from pallas_kernels.layout import gather_heads
 from pallas_kernels.platform import traced_platform
-from pallas_kernels.spec import AttnLayer, AttnShape, BatchMeta, HeadParams
+from pallas_kernels.spec import AttnLayer, AttnShape, BatchMeta, HeadParams, KVSpec
 from pallas_kernels.worklist import StepRows, TileList, list_chunk_tiles, list_token_tiles
 
 # Keys per step of the online softmax. One-token rows are bound by memory and want few, long steps. A chunk's tile has
 # enough work in a short step, and shorter steps let short prompts skip more.
 TOKEN_BLOCK, CHUNK_BLOCK = 128, 64
 TILE_TOKENS = 32  # queries per tile of a chunk
+TILE_NUMBERS = 2**19  # of a tile's queries: 128 heads of 576 would take gigabytes
 # One-token rows, and tiles of chunks, attended together: few if loops end with the batch (each group then stops at its
 # own longest context), many if their length is fixed.
 BOUNDED_GROUPS = (8, 4)
@@ -45,7 +46,7 @@ class XlaWork:
     config: XlaConfig = field(metadata={"static": True})
 
 
-def choose_layout(head_dim: int) -> str:
+def choose_layout(spec: KVSpec) -> str:
     """Any head size as it is."""
     return "plain"
 
@@ -64,9 +65,9 @@ def plan_work(rows: StepRows, shape: AttnShape, *, config: XlaConfig | None = No
     num_rows, num_single = rows.query_lens.shape[0], rows.distribution[0]
     longest = rows.num_tokens if rows.max_query_len is None else min(rows.max_query_len, rows.num_tokens)
     singles = list_token_tiles(rows, rows.lens_between(0, num_single), group=groups[0])
-    chunks = list_chunk_tiles(
-        rows, rows.lens_between(num_single, num_rows), tile_tokens=min(TILE_TOKENS, longest), group=groups[1]
-    )
+    fitting = max(1, TILE_NUMBERS // (shape.num_heads * shape.spec.head_dim))
+    tile_tokens = min(TILE_TOKENS, longest, fitting)
+    chunks = list_chunk_tiles(rows, rows.lens_between(num_single, num_rows), tile_tokens=tile_tokens, group=groups[1])
     return XlaWork((singles, chunks), config)
 
 
@@ -76,8 +77,9 @@ def attend(
     batch: BatchMeta,
     layer: AttnLayer,
 ) -> jax.Array:
-    """Attention [T, N, H] in q's dtype over pages that already hold this step's keys and values."""
-    bounded, out = batch.work.config.bounded, _fill(q, q.shape, 0, q.dtype)
+    """Attention [T, N, V] in q's dtype over pages that already hold this step's keys and values."""
+    bounded = batch.work.config.bounded
+    out = _fill(q, (*q.shape[:2], batch.shape.spec.out_dim), 0, q.dtype)
     for tiles in batch.work.tiles:
         num_groups = tiles.rows.shape[0] // tiles.group
 
@@ -107,11 +109,12 @@ def _attend_group(
     group: TileList,  # W tiles of B queries
     layer: AttnLayer,
 ) -> jax.Array:
-    """Attention [W, B, N, H] of W tiles, each over its own keys, block by block from the first that it sees."""
+    """Attention [W, B, N, V] of W tiles, each over its own keys, block by block from the first that it sees."""
     width, tile_tokens, num_heads, head_dim = q.shape
-    bounded, page_size = batch.work.config.bounded, batch.shape.spec.page_size
+    bounded, spec = batch.work.config.bounded, batch.shape.spec
+    page_size = spec.page_size
     params, heads = layer.params, layer.heads
-    num_kv_heads, group_size = batch.shape.spec.num_kv_heads, batch.shape.group_size
+    num_kv_heads, group_size = spec.num_kv_heads, batch.shape.group_size
     block_pages = max(1, (TOKEN_BLOCK if tile_tokens == 1 else CHUNK_BLOCK) // page_size)
     block_tokens = block_pages * page_size
     is_narrow = kv_pages.dtype.itemsize == 1  # 8-bit pages are read in the query's dtype
@@ -130,7 +133,7 @@ def _attend_group(
     def run_block(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         columns = (blocks + index)[:, None] * block_pages + jnp.arange(block_pages, dtype=jnp.int32)  # [W, C]
         page_ids = jnp.take_along_axis(table, columns, axis=1, mode="clip") + layer.page_offset
-        k, v = gather_heads(kv_pages, page_ids, head_dim, flat=bounded)
+        k, v = gather_heads(kv_pages, page_ids, spec, flat=bounded)
         key_positions = columns[:, :1] * page_size + jnp.arange(block_tokens, dtype=jnp.int32)  # [W, E]
         is_key = (key_positions >= begins[:, None]) & (key_positions < ends[:, None])
         v = jnp.where(is_key[:, None, :, None], v, 0)  # a stale slot may hold NaN, which a weight of 0 does not remove
@@ -144,12 +147,13 @@ def _attend_group(
     limit = -(-table.shape[1] // block_pages)
     if params.window is not None:  # a tile's keys span window + B - 1 tokens, anywhere in a block
         limit = min(limit, (params.window + tile_tokens - 2) // block_tokens + 2)
-    carry = _begin(q, heads, tile_tokens)
+    carry = _begin(q, heads, tile_tokens, spec.out_dim)
     _, total, mixed = lax.fori_loop(0, num_blocks if bounded else limit, run_block, carry)
     out = mixed / jnp.maximum(total, 1e-30)[..., None]
-    out = out if heads.v_scale is None else out * heads.v_scale[:, None, None]
-    out = out.reshape(width, num_kv_heads, tile_tokens, group_size, head_dim).swapaxes(1, 2)
-    return out.reshape(width, tile_tokens, num_heads, head_dim)
+    v_scale = heads.values_scale(spec)
+    out = out if v_scale is None else out * v_scale[:, None, None]
+    out = out.reshape(width, num_kv_heads, tile_tokens, group_size, spec.out_dim).swapaxes(1, 2)
+    return out.reshape(width, tile_tokens, num_heads, spec.out_dim)
 
 
 def _score(q: jax.Array, k: jax.Array, layer: AttnLayer) -> jax.Array:
@@ -160,7 +164,7 @@ def _score(q: jax.Array, k: jax.Array, layer: AttnLayer) -> jax.Array:
     return scores if params.softcap is None else params.softcap * jnp.tanh(scores / params.softcap)
 
 
-def _begin(q: jax.Array, heads: HeadParams, tile_tokens: int) -> tuple[jax.Array, ...]:
+def _begin(q: jax.Array, heads: HeadParams, tile_tokens: int, out_dim: int) -> tuple[jax.Array, ...]:
     """The carry of the online softmax before the first key: largest score, total weight, weighted values."""
     _, num_kv_heads, num_queries, _ = q.shape
     if heads.sinks is None:
@@ -169,11 +173,11 @@ def _begin(q: jax.Array, heads: HeadParams, tile_tokens: int) -> tuple[jax.Array
         sinks = heads.sinks.astype(jnp.float32).reshape(num_kv_heads, 1, -1)
         sinks = jnp.tile(sinks, (1, tile_tokens, 1)).reshape(num_kv_heads, num_queries)
         largest, total = _fill(q, q.shape[:-1], 0) + sinks, _fill(q, q.shape[:-1], 1)
-    return largest, total, _fill(q, q.shape, 0)
+    return largest, total, _fill(q, (*q.shape[:-1], out_dim), 0)
 
 
 def _mix(carry: tuple[jax.Array, ...], scores: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
-    """One step of the online softmax, with scores [W, K, Q, E] of E more keys and their values [W, K, E, H]."""
+    """One step of the online softmax, with scores [W, K, Q, E] of E more keys and their values [W, K, E, V]."""
     largest, total, mixed = carry
     new_largest = jnp.maximum(largest, jnp.max(scores, axis=-1))
     weights = jnp.exp(scores - new_largest[..., None])

@@ -122,7 +122,7 @@ def make_program(
     shape: Shape, impl: str, layers: int, config: Any = None
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Returns `make_chain` and `make_arguments` of a shape."""
-    layout = choose_layout(impl, shape.heads[2])
+    layout = choose_layout(impl, shape.spec)
     return make_chain(shape, impl, layers, layout, config), make_arguments(shape, layers, layout)
 
 

@@ -29,7 +29,7 @@ from jaxserve.runtime.startup import describe_programs
 from jaxserve.runtime.step_model import HiddenStates, SampleInputs, StepModel
 from jaxserve.sharding import make_mesh
 from pallas_kernels import backends
-from pallas_kernels.spec import AttnShape
+from pallas_kernels.spec import AttnShape, KVSpec
 
 IMPL = "null"
 _MAX_MODEL_LEN = 1536  # keeps the unused pools small
@@ -38,9 +38,9 @@ _PAGES = 8
 StepState = tuple[KVCache, RowState]
 
 
-def choose_layout(head_dim: int) -> str:
+def choose_layout(spec: KVSpec) -> str:
     """See `pallas_kernels.backends`, as for the two below."""
-    del head_dim
+    del spec
     return "plain"
 
 

@@ -84,13 +84,12 @@ class Trials:
     def __init__(
         self, shape: Shape, impl: str, effort: Effort, budget: Budget, pool: ThreadPoolExecutor, console: Console
     ) -> None:
-        num_heads, _, head_dim = shape.heads
         self.shape, self.impl, self.effort, self.budget = shape, impl, effort, budget
         self.threads, self.console = pool, console
-        self.layout = choose_layout(impl, head_dim)
+        self.layout = choose_layout(impl, shape.spec)
         self.kernel = f"{impl.removesuffix('_interpret')}_{'decode' if shape.is_decode else 'prefill'}"
         self.backend = find_backend(impl)
-        self.attention = AttnShape(num_heads, replace(shape.spec, layout=self.layout), shape.dtype)
+        self.attention = AttnShape(shape.heads[0], replace(shape.spec, layout=self.layout), shape.dtype)
         self.whole = self.backend.module.default_config(self.attention)
         self.layers = max(1, min(effort.layers, POOL_BYTES // max(shape.bytes_read, 1)))
         self.arguments = jax.eval_shape(lambda: make_arguments(shape, self.layers, self.layout))

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.context import LayerContext
 from jaxserve.layers.linear import Leaf, linear
@@ -33,11 +34,36 @@ class KVScales:
 
 
 @dataclass(frozen=True)
+class LatentConfig:
+    """Latent attention: heads share one row per token, from which each makes its key and its value.
+
+    The row has `rank` numbers without position (R) and `rope_dim` that rotate (P), so `head_dim` is R + P. The query of
+    a head has `nope_dim` and P numbers, its value `value_dim`. Queries come from a latent of `query_rank` numbers, or,
+    if that is None, from the block's input. `interleaved`: in the checkpoint, pairs that rotate are neighbours.
+    """
+
+    rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    query_rank: int | None = None
+    interleaved: bool = True
+
+
+@dataclass(frozen=True)
+class QueryGrowth:
+    """Queries at position p are multiplied by 1 + beta * log(1 + p // length), as in Llama 4."""
+
+    beta: float
+    length: int
+
+
+@dataclass(frozen=True)
 class AttentionConfig:
     """`num_kv_heads` counts stored heads: each KV head of the checkpoint is stored `kv_repeats` times.
 
     `qk_norm` applies before rotation. `scale` multiplies scores, `softcap` bounds them. `sinks`: every head has a
-    learned score without a value, which takes part in the softmax.
+    learned score without a value, which takes part in the softmax. With `latent` there is one KV head.
     """
 
     num_heads: int
@@ -51,6 +77,13 @@ class AttentionConfig:
     sinks: bool = False
     kv_repeats: int = 1
     kv_scales: KVScales | None = None
+    latent: LatentConfig | None = None
+    query_growth: QueryGrowth | None = None
+
+    @property
+    def value_dim(self) -> int | None:
+        """The numbers of a stored row that are its value, if a row is key and value."""
+        return None if self.latent is None else self.latent.rank
 
     @property
     def group_size(self) -> int:
@@ -75,8 +108,7 @@ def attend(
         q, k = (_normalize_heads(config, norm, leaves[f"{n}_norm"], heads) for n, heads in (("q", q), ("k", k)))
     if ctx.rotary is not None:
         q, k = rotate(q, *ctx.rotary), rotate(k, *ctx.rotary)
-    heads = {name: leaves[name] for name in _HEAD_AXES if name in leaves}
-    out, kv_pages = _attend_pages(config, ctx, q=q, k=k, v=v, heads=heads)
+    out, kv_pages = attend_pages(config, leaves, ctx, q=q, k=k, v=v)
     return linear(ctx, leaves["o"], out.reshape(tokens, -1), reduce=True), kv_pages
 
 
@@ -88,20 +120,31 @@ def _normalize_heads(
     return normalize(norm, leaf, heads.reshape(heads.shape[0], -1)).reshape(heads.shape)
 
 
-def _attend_pages(
+def attend_pages(
     config: AttentionConfig,
+    leaves: Mapping[str, Any],
     ctx: LayerContext,
     *,
     q: Float[Array, "T N H"],
     k: Float[Array, "T K H"],
-    v: Float[Array, "T K H"],
-    heads: Mapping[str, jax.Array],
-) -> tuple[Float[Array, "T N H"], jax.Array]:
-    """Paged attention; on a mesh every device attends with its own heads (kernels cannot be partitioned for us)."""
+    v: Float[Array, "T K H"] | None,
+) -> tuple[Float[Array, "T N V"], jax.Array]:
+    """Paged attention; on a mesh every device attends with its own heads (kernels cannot be partitioned for us).
+
+    Of `leaves` it takes the sinks and the scales of 8-bit pages. `v` is None for latents.
+    """
     params = AttnParams(scale=config.scale, window=ctx.window, softcap=config.softcap)
+    heads = {name: leaves[name] for name in _HEAD_AXES if name in leaves}
+    if config.query_growth is not None:
+        q = _grow_queries(config.query_growth, q, ctx.batch.positions)
 
     def attend_here(
-        q: jax.Array, k: jax.Array, v: jax.Array, heads: Mapping[str, jax.Array], kv_pages: jax.Array, batch: BatchMeta
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array | None,
+        heads: Mapping[str, jax.Array],
+        kv_pages: jax.Array,
+        batch: BatchMeta,
     ) -> tuple[jax.Array, jax.Array]:
         return attend_with_update(q, k, v, kv_pages, batch, AttnLayer(params, HeadParams(**heads), ctx.page_offset))
 
@@ -119,3 +162,8 @@ def _attend_pages(
         check_vma=False,  # kernels state no varying axes
     )
     return sharded(q, k, v, heads, ctx.kv_pages, ctx.batch)
+
+
+def _grow_queries(growth: QueryGrowth, q: Float[Array, "T N H"], positions: Int[Array, " T"]) -> Float[Array, "T N H"]:
+    factors = 1 + growth.beta * jnp.log1p((positions // growth.length).astype(jnp.float32))
+    return q * factors[:, None, None].astype(q.dtype)

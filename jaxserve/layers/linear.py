@@ -55,6 +55,15 @@ def linear(
     return out if bias is None else out + (bias[:, None] if parts else bias)
 
 
+def linear_heads(leaf: Leaf, x: Float[Array, "T N in"]) -> Float[Array, "T N out"]:
+    """Returns each head of `x` times a weight of its own, [N, in, out], in the dtype of `x`."""
+    weight = leaf["weight"]
+    out = lax.dot_general(
+        x, weight, (((2,), (1,)), ((1,), (0,))), precision=_precision(weight.dtype), preferred_element_type=x.dtype
+    )
+    return out.swapaxes(0, 1)
+
+
 def _precision(dtype: jnp.dtype) -> lax.Precision:
     """Returns full precision for float32: the default on TPUs and recent GPUs drops most of the mantissa."""
     return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT

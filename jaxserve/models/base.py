@@ -56,7 +56,8 @@ class WeightSource:
     `build` takes the tensors as numpy arrays in the order of `names`, of shapes `shapes` and any one dtype, and
     returns the parameter in that dtype. It raises WeightsError, naming the tensor, when a shape differs. Where it can,
     it reads nothing before its result is indexed, and then no more than that needs. `otherwise` is the form that other
-    files have. `dtype` is the stored dtype of tensors that hold no numbers of a floating type ("U8").
+    files have. `dtype` is the stored dtype of tensors that hold no numbers of a floating type ("U8"). `part`: other
+    parameters are made of the same tensors.
     """
 
     names: tuple[str, ...]
@@ -64,6 +65,7 @@ class WeightSource:
     build: Callable[..., HostArray]
     otherwise: WeightSource | None = None
     dtype: str | None = None
+    part: bool = False
 
     def choose(self, names: Set[str]) -> WeightSource:
         """Returns the form that a checkpoint with tensors of these names has; this one if it has none of them."""
@@ -238,6 +240,10 @@ Stream = Float[Array, "T D"]
 
 Layer = Callable[[DecoderConfig, LayerKind, Leaves, Stream, LayerContext], tuple[Stream, jax.Array]]
 """One layer; returns the residual stream and the KV pool."""
+
+
+PREDICTION_LAYER = (r"model\.layers\.{num_layers}\..*",)
+"""`Family.ignored_weights` of families whose files have one more layer, which predicts several tokens."""
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 
 from jaxserve.layers.attention import attend
 from jaxserve.layers.context import LayerContext
+from jaxserve.layers.latent_attention import attend_latent
 from jaxserve.layers.moe import feed_forward
 from jaxserve.layers.norm import normalize
 from jaxserve.models.base import DecoderConfig, LayerKind, Leaves, Stream
@@ -20,6 +22,7 @@ def pre_norm_layer(
     x: Stream,
     ctx: LayerContext,
     *,
+    attend: Callable[..., tuple[Stream, jax.Array]] = attend,
     mlp: Callable[..., Stream] = feed_forward,
 ) -> tuple[Stream, jax.Array]:
     """A norm before each block, as in Llama. With `config.parallel` both blocks read the layer's input."""
@@ -28,6 +31,10 @@ def pre_norm_layer(
     summed = x + attended
     fed = mlp(kind.mlp, leaves, normalize(norm, leaves["mlp_norm"], x if config.parallel else summed), ctx)
     return summed + fed, pages
+
+
+latent_layer = partial(pre_norm_layer, attend=attend_latent)
+"""Latent attention, and a norm before each block, as in DeepSeek-V2."""
 
 
 def sandwich_layer(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from jaxserve.models import llama
-from jaxserve.models.base import CheckpointLayer, DecoderConfig, Family, LayerKind, Table
+from jaxserve.models.base import PREDICTION_LAYER, CheckpointLayer, DecoderConfig, Family, LayerKind, Table
 from jaxserve.models.blocks import pre_norm_layer
 from jaxserve.models.common import DECODER_KEYS, build_config, read_attention, read_mlp, read_num_layers, read_rope
 from jaxserve.models.expert_parameters import moe_params
 from jaxserve.models.hf_config import HFConfig
-from jaxserve.models.moe_config import ROUTED_KEYS, TRAINING_KEYS, give_experts, read_routed_experts
+from jaxserve.models.moe_config import ROUTED_KEYS, TRAINING_KEYS, give_experts, read_dense_first, read_routed_experts
 from jaxserve.models.parameters import attention_params, pre_norm_params
 
 KEYS = (
@@ -39,8 +39,7 @@ def parse(config: HFConfig) -> DecoderConfig:
     config.integer("num_nextn_predict_layers", minimum=0)
     num_layers = read_num_layers(config)
     kind = LayerKind(window=None, rope=read_rope(config, attention.head_dim, partial=True), mlp=read_mlp(config))
-    num_dense = config.integer("first_k_dense_replace", minimum=0)
-    sparse = [index >= num_dense for index in range(num_layers)]
+    sparse = read_dense_first(config, num_layers)
     layers = give_experts((kind,) * num_layers, sparse, read_routed_experts(config))
     return build_config(config, "glm4_moe", layers=layers, attention=attention)
 
@@ -60,5 +59,5 @@ FAMILY = Family(
     pre_norm_layer,
     list_layer_params,
     ignored_keys=TRAINING_KEYS,
-    ignored_weights=(r"model\.layers\.{num_layers}\..*",),  # of the layer for multi-token prediction
+    ignored_weights=PREDICTION_LAYER,
 )

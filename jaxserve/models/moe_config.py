@@ -12,7 +12,6 @@ from jaxserve.models.base import LayerKind
 from jaxserve.models.common import read_mlp
 from jaxserve.models.hf_config import HFConfig
 
-_JUDGES = 2  # scores by which a group is judged
 MAX_EXPERTS = 4096  # bounds the table of a mistyped number
 
 COUNT_KEYS: dict[str, object] = {"num_experts": None, "num_local_experts": None}
@@ -28,7 +27,15 @@ ROUTED_KEYS: dict[str, object] = {
 """Keys of DeepSeek-V3's mixture, which other families share; its sizes are `n_routed_experts` and so on."""
 
 # Keys that matter in training only.
-TRAINING_KEYS = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
+TRAINING_KEYS = (
+    "aux_loss_alpha",
+    "ep_size",
+    "num_mtp_layers",
+    "output_router_logits",
+    "router_aux_loss_coef",
+    "router_jitter_noise",
+    "seq_aux",
+)
 
 
 def read_experts(
@@ -64,33 +71,42 @@ def read_experts(
     )
 
 
-def read_routed_experts(config: HFConfig) -> MoEConfig:
-    """Returns DeepSeek-V3's mixture: experts chosen by sigmoids with a correction, in groups if there are several."""
+def read_routed_experts(config: HFConfig, *, judges: int = 2, **router: Any) -> MoEConfig:
+    """Returns DeepSeek's mixture, in groups if there are several; as in V3 unless `router` has other fields.
+
+    Args:
+        judges: the best scores whose sum judges a group; 0 where there are no groups, whatever the file says.
+    """
     count = config.integer("n_routed_experts", maximum=MAX_EXPERTS)
+    fields = {"scoring": "sigmoid", "correction": True, "normalize": config.flag("norm_topk_prob")} | router
     return read_experts(
         config,
         count,
         shared_size=config.integer("n_shared_experts", minimum=0) * config.integer("moe_intermediate_size"),
-        scoring="sigmoid",
-        correction=True,
-        normalize=config.flag("norm_topk_prob"),
         scale=config.number("routed_scaling_factor"),
-        groups=_read_groups(config, count),
+        groups=_read_groups(config, count, judges) if judges else None,
+        **fields,
     )
 
 
-def _read_groups(config: HFConfig, num_experts: int) -> ExpertGroups | None:
+def read_dense_first(config: HFConfig, num_layers: int) -> list[bool]:
+    """Returns whether each layer has experts: all behind the first `first_k_dense_replace`."""
+    num_dense = config.integer("first_k_dense_replace", minimum=0)
+    return [index >= num_dense for index in range(num_layers)]
+
+
+def _read_groups(config: HFConfig, num_experts: int, judges: int) -> ExpertGroups | None:
     count, chosen = config.integer("n_group"), config.integer("topk_group")
     if chosen > count:
         raise ConfigError(f"{chosen} of {count} groups is not possible", field="topk_group", value=chosen)
-    if num_experts % count or num_experts // count < _JUDGES:
-        message = f"{num_experts} experts cannot be in {count} equal groups of at least {_JUDGES}"
+    if num_experts % count or num_experts // count < judges:
+        message = f"{num_experts} experts cannot be in {count} equal groups of at least {judges}"
         raise ConfigError(message, field="n_group", value=count)
     room = chosen * (num_experts // count)
     if config.integer("num_experts_per_tok") > room:
         message = f"{chosen} groups have only {room} experts"
         raise ConfigError(message, field="num_experts_per_tok", value=config.integer("num_experts_per_tok"))
-    return ExpertGroups(count, chosen, _JUDGES) if chosen < count else None
+    return ExpertGroups(count, chosen, judges) if chosen < count else None
 
 
 def read_count(config: HFConfig, default: int) -> int:

@@ -143,7 +143,7 @@ def sink_params(layer: CheckpointLayer) -> Table:
 
 
 def kv_scale_params(layer: CheckpointLayer) -> Table:
-    """Returns `k_scale` and `v_scale`, if the checkpoint has them."""
+    """Returns `k_scale` and `v_scale`, if the checkpoint has them; of latents `k_scale` only."""
     attention = layer.config.attention
     if attention.kv_scales is None:
         return {}
@@ -153,7 +153,8 @@ def kv_scale_params(layer: CheckpointLayer) -> Table:
         return np.repeat(np.broadcast_to(tensor, (heads,)), attention.kv_repeats)
 
     spec = ParamSpec((attention.num_kv_heads,), "float32", ("kv_heads",), "ones")
-    names = {part: layer.tensor(attention.kv_scales.name.format(part=part)) for part in ("k", "v")}
+    parts = ("k", "v") if attention.latent is None else ("k",)
+    names = {part: layer.tensor(attention.kv_scales.name.format(part=part)) for part in parts}
     shapes = (attention.kv_scales.shape,)
     return {f"{part}_scale": Parameter(spec, make_source((name,), shapes, spread)) for part, name in names.items()}
 

@@ -12,16 +12,20 @@ from jaxserve.layers.attention import KVScales
 from jaxserve.models import (
     cohere,
     cohere2,
+    deepseek_v2,
+    deepseek_v3,
     gemma2,
     gemma3,
     glm4,
     glm4_moe,
+    glm4_moe_lite,
     gpt_neox,
     gpt_oss,
     granite,
     llama,
     mimo,
     mistral,
+    mistral4,
     mixtral,
     olmo2,
     olmo3,
@@ -66,6 +70,11 @@ FAMILIES: dict[str, Family] = {
         olmoe.FAMILY,
         gpt_oss.FAMILY,
         glm4_moe.FAMILY,
+        deepseek_v2.FAMILY,
+        deepseek_v3.FAMILY,
+        deepseek_v3.KIMI_FAMILY,
+        glm4_moe_lite.FAMILY,
+        mistral4.FAMILY,
     )
 }
 

@@ -61,7 +61,7 @@ def confirm_attention(shapes: Shapes, device: jax.Device) -> Shapes:
         impl="xla",
         impl_reason=f"portable attention: the {shapes.impl} kernels failed their self-test: {fault}",
         fell_back=True,
-        spec=replace(shapes.spec, layout=choose_layout("xla", shapes.spec.head_dim)),
+        spec=replace(shapes.spec, layout=choose_layout("xla", shapes.spec)),
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
+from jaxserve.layers.attention import AttentionConfig
 from jaxserve.layers.stack import StackMode
 from jaxserve.logits_processor import LogitsProcessor
 from jaxserve.models.base import DecoderConfig, KVGroup
@@ -84,9 +85,7 @@ class Shapes:
     def _make_drafter_spec(self, impl: str) -> KVSpec:
         assert self.drafter is not None
         config = self.drafter.model.config
-        attention, page_size = config.attention, self.spec.page_size
-        layout = choose_layout(impl, attention.head_dim)
-        return KVSpec(attention.num_kv_heads, attention.head_dim, page_size, config.dtype, layout)
+        return _make_spec(config.attention, self.spec.page_size, config.dtype, impl)
 
     def _list_drafter_shapes(self, impl: str) -> tuple[AttnShape, ...]:
         assert self.drafter is not None
@@ -148,6 +147,12 @@ class Shapes:
             pads_cheaply=self.platform != "cpu",
             options=scheduler,
         )
+
+
+def _make_spec(attention: AttentionConfig, page_size: int, dtype: str, impl: str | None = None) -> KVSpec:
+    """Returns the pages of the whole model, in the layout that `impl` wants."""
+    spec = KVSpec(attention.num_kv_heads, attention.head_dim, page_size, dtype, value_dim=attention.value_dim)
+    return spec if impl is None else replace(spec, layout=choose_layout(impl, spec))
 
 
 def _attention_shape(model: DecoderConfig, spec: KVSpec, group: KVGroup, num_devices: int) -> AttnShape:
@@ -247,7 +252,7 @@ def _choose_attention(
     assert config.cache.page_size is not None  # resolved
     dtype = _KV_DTYPES.get(config.cache.kv_cache_dtype, config.cache.kv_cache_dtype)
     dtype = model.dtype if dtype == "auto" else dtype
-    spec = KVSpec(attention.num_kv_heads, attention.head_dim, config.cache.page_size, dtype)
+    spec = _make_spec(attention, config.cache.page_size, dtype)
     shape = _attention_shape(model, spec, model.kv_groups[0], config.parallel.tensor_parallel_size)
     try:
         impl, reason = resolve_impl(
@@ -257,7 +262,7 @@ def _choose_attention(
         raise ConfigError(str(error), field="attention_impl", value=wanted) from error
     if config.scheduler.deterministic and find_backend(impl).splits_by_load:
         impl, reason = _replace_splitting(impl, by_name=wanted != "auto")
-    return replace(spec, layout=choose_layout(impl, attention.head_dim)), impl, reason
+    return replace(spec, layout=choose_layout(impl, spec)), impl, reason
 
 
 def _replace_splitting(impl: str, *, by_name: bool) -> tuple[str, str]:

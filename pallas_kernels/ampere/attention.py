@@ -16,7 +16,7 @@ from pallas_kernels.ampere.compat import TILE_ROWS
 from pallas_kernels.ampere.config import AmpereConfig
 from pallas_kernels.ampere.launch import attend_units
 from pallas_kernels.ampere.plan import AmpereWork, default_config
-from pallas_kernels.layout import read_format, update_kv_pages
+from pallas_kernels.layout import update_kv_pages
 from pallas_kernels.mosaic_gpu.key_tiles import LOG2_E
 from pallas_kernels.mosaic_gpu.packing import pack_queries, pack_tiles, unpack_queries, unpack_tiles
 from pallas_kernels.mosaic_gpu.shapes import choose_layout, compute_dtype, find_obstacle, round_up
@@ -53,7 +53,7 @@ def attend_with_update(
 def _attend_few(q: jax.Array, kv_pages: jax.Array, batch: BatchMeta, layer: AttnLayer) -> tuple[jax.Array, jax.Array]:
     """Attention [T, N, H] and logs [T, N, 1] of the rows in `batch.work.few`, something finite for other tokens."""
     work, few = batch.work, batch.work.few
-    width = read_format(kv_pages.shape, q.shape[2]).width
+    width = kv_pages.shape[-1]
     packed = pack_queries(q, batch, few.max_queries, width).astype(compute_dtype(batch.shape))
     num_kv_heads, num_rows = packed.shape[1:3]
     outputs, logs = attend_units(
@@ -74,7 +74,7 @@ def _attend_chunks(
 ) -> tuple[jax.Array, jax.Array]:
     """Attention [T, N, H] and logs [T, N, 1] of the rows in `batch.work.chunks`, 0 for other tokens."""
     work, tiles = batch.work, batch.work.chunks
-    width = read_format(kv_pages.shape, q.shape[2]).width
+    width = kv_pages.shape[-1]
     num_rows = round_up(batch.shape.group_size * tiles.tile_tokens, 8)
     packed = pack_tiles(q.astype(compute_dtype(batch.shape)), tiles, batch.shape, num_rows, width)
     outputs, logs = attend_units(

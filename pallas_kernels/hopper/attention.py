@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from pallas_kernels.hopper import combine, decode, prefill
 from pallas_kernels.hopper.decode import DecodeConfig
 from pallas_kernels.hopper.update import write_tokens
-from pallas_kernels.layout import read_format, update_kv_pages
+from pallas_kernels.layout import update_kv_pages
 from pallas_kernels.mosaic_gpu.key_tiles import LOG2_E
 from pallas_kernels.mosaic_gpu.packing import pack_queries, unpack_queries
 from pallas_kernels.mosaic_gpu.shapes import choose_layout, compute_dtype, find_obstacle
@@ -105,7 +105,7 @@ def attend_with_update(
 def _attend_few(q: jax.Array, kv_pages: jax.Array, batch: BatchMeta, layer: AttnLayer) -> jax.Array:
     """Attention [T, N, H] of the rows in `batch.work.decode`, something finite for other tokens."""
     work, heads = batch.work.decode, layer.heads
-    width = read_format(kv_pages.shape, q.shape[2]).width
+    width = kv_pages.shape[-1]
     packed = pack_queries(q, batch, work.max_queries, width).astype(compute_dtype(batch.shape))
     outputs, logs = decode.attend_units(packed, kv_pages, batch, layer)
     num_kv_heads, num_rows = packed.shape[1:3]

@@ -27,7 +27,7 @@ def write_tokens(
 
     Padding tokens, whose page is the null page, write nowhere.
     """
-    tokens = join_heads(k, v, kv_pages, layer.heads)  # [T, 2K, width]
+    tokens = join_heads(k, v, batch.shape.spec, layer.heads)  # [T, 2K, width]
     last_page = kv_pages.shape[0] - 1
 
     def write_token(

@@ -5,16 +5,16 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from pallas_kernels.layout import pool_shape
-from pallas_kernels.spec import AttnShape
+from pallas_kernels.spec import AttnShape, KVSpec
 
 WIDTHS = (64, 128, 256)  # elements of a stored head
 MAX_GROUP_SIZE = 16
 MIN_PAGE_SIZE = 16  # a TMA copy of fewer rows would cost more than it brings
 
 
-def choose_layout(head_dim: int) -> str:
+def choose_layout(spec: KVSpec) -> str:
     """Heads of 64, 128 or 256 as they are, others padded."""
-    return "plain" if head_dim in WIDTHS else "padded"
+    return "plain" if spec.head_dim in WIDTHS else "padded"
 
 
 def find_obstacle(shape: AttnShape) -> str | None:
@@ -25,6 +25,8 @@ def find_obstacle(shape: AttnShape) -> str | None:
         obstacle = f"its queries are bfloat16 or float16, these are {shape.dtype}"
     elif spec.dtype not in (shape.dtype, "float8_e4m3fn"):
         obstacle = f"with {shape.dtype} queries its pages are {shape.dtype} or float8_e4m3fn, these are {spec.dtype}"
+    elif spec.is_latent:
+        obstacle = "it has no kernel for latents"
     elif spec.layout == "paired":
         obstacle = "its pages are 'plain' or 'padded', these are 'paired'"
     elif width not in WIDTHS:

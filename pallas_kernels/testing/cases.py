@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.backends import find_backend
-from pallas_kernels.layout import pool_shape, read_format
+from pallas_kernels.layout import pool_shape
 from pallas_kernels.spec import AttnParams, AttnShape, HeadParams, KVSpec
 from pallas_kernels.testing.compare import RELATIVE_TOLERANCE, relative_error
 
@@ -69,7 +69,7 @@ class Inputs:
 
     q: np.ndarray  # [T, N, H]
     k: np.ndarray  # [T, K, H]
-    v: np.ndarray  # [T, K, H]
+    v: np.ndarray | None  # [T, K, H]; None for latents
     kv_pages: np.ndarray  # [num_layers * num_pages, 2K, page_size, H]
     page_table: np.ndarray  # [S, M]
     seq_lens: np.ndarray  # [S]
@@ -113,7 +113,7 @@ def make_inputs(case: Case, seed: int = 0, *, num_layers: int = 2) -> Inputs:
                 continue  # the page left the window: its entry stays stale
             page_table[row, index] = page
             filled = int(np.sum(slots < computed))
-            shape = (num_layers, 2 * spec.num_kv_heads, filled, spec.head_dim)
+            shape = (num_layers, spec.num_kv_heads * (1 if spec.is_latent else 2), filled, spec.head_dim)
             kv_pages[page::num_pages, :, :filled] = _store(rng.standard_normal(shape), spec)
 
     ends = np.cumsum(query_lens)
@@ -122,7 +122,7 @@ def make_inputs(case: Case, seed: int = 0, *, num_layers: int = 2) -> Inputs:
     return Inputs(
         q=rng.standard_normal((case.max_tokens, case.num_heads, spec.head_dim)).astype(dtype),
         k=rng.standard_normal(shape).astype(dtype),
-        v=rng.standard_normal(shape).astype(dtype),
+        v=None if spec.is_latent else rng.standard_normal(shape).astype(dtype),
         kv_pages=kv_pages.astype(jnp.dtype(spec.dtype)),
         page_table=page_table,
         seq_lens=seq_lens,
@@ -144,12 +144,11 @@ def choose_config(case: Case, impl: str) -> Any:
 
 
 def _store(values: np.ndarray, spec: KVSpec) -> np.ndarray:
-    """[..., 2K, tokens, H] as a page of the spec's layout keeps them."""
-    form = read_format(pool_shape(spec, 1), spec.head_dim)
-    if form.paired:
+    """[..., 2K or K, tokens, H] as a page of the spec's layout keeps them."""
+    if spec.layout == "paired":
         return np.concatenate([values[..., 0::2, :, :], values[..., 1::2, :, :]], axis=-1)
     padding = [(0, 0)] * (values.ndim - 1)
-    return np.pad(values, (*padding, (0, form.width - form.head_dim)))
+    return np.pad(values, (*padding, (0, pool_shape(spec, 1)[-1] - spec.head_dim)))
 
 
 def _make_heads(case: Case, rng: np.random.Generator) -> HeadParams:
@@ -158,7 +157,7 @@ def _make_heads(case: Case, rng: np.random.Generator) -> HeadParams:
     if case.spec.dtype in TOLERANCE:
         return HeadParams(sinks=sinks)
     k_scale, v_scale = rng.uniform(0.5, 1.5, (2, case.spec.num_kv_heads)).astype(np.float32)
-    return HeadParams(sinks, k_scale, v_scale)
+    return HeadParams(sinks, k_scale, None if case.spec.is_latent else v_scale)
 
 
 def largest_error(case: Case, out: jax.Array, expected: jax.Array, num_tokens: int) -> float:
@@ -173,12 +172,24 @@ _CHUNKS = ((40, 1), (130, 1), (0, 32), (64, 40), (96, 7))
 _FP8 = "float8_e4m3fn"
 
 
-def _shape(num_heads: int, num_kv_heads: int, head_dim: int, dtype: str = "float32", page_size: int = 16) -> dict:
+def _shape(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: str = "float32",
+    page_size: int = 16,
+    value_dim: int | None = None,
+) -> dict:
     return {
         "num_heads": num_heads,
-        "spec": KVSpec(num_kv_heads, head_dim, page_size, dtype),
+        "spec": KVSpec(num_kv_heads, head_dim, page_size, dtype, value_dim=value_dim),
         "table_width": -(-192 // page_size),
     }
+
+
+def _latents(num_heads: int, dtype: str, page_size: int) -> dict:
+    """DeepSeek's latents."""
+    return _shape(num_heads, 1, 576, dtype, page_size, 512)
 
 
 CASES = [
@@ -250,6 +261,25 @@ CASES = [
         max_tokens=96,
         **_shape(8, 2, 128, "bfloat16", 64),
     ),
+    Case("decode latents 16 of 576", _DECODE, max_tokens=8, max_query_len=1, **_latents(16, "bfloat16", 64)),
+    Case(
+        "decode latents 5 of 40, window, softcap, sinks",
+        _DECODE,
+        max_tokens=8,
+        max_query_len=1,
+        window=20,
+        softcap=3.0,
+        sinks=True,
+        **_shape(5, 1, 40, page_size=8, value_dim=32),
+    ),
+    Case("decode latents fp8", _DECODE, max_tokens=8, max_query_len=1, **_latents(16, _FP8, 32)),
+    Case("mixed latents 8 of 576", _MIXED, **_latents(8, "bfloat16", 32)),
+    Case("mixed latents 20 of 320, sinks", _MIXED, sinks=True, **_shape(20, 1, 320, "bfloat16", 16, 256)),
+    Case("mixed latents fp8", _MIXED, **_latents(8, _FP8, 64)),
+    Case(
+        "drafts verified, latents", ((60, 3), (0, 5), (33, 2), (9, 5)), max_query_len=5, **_latents(16, "bfloat16", 64)
+    ),
+    Case("chunks, latents", _CHUNKS, num_chunks=3, max_tokens=128, **_latents(16, "bfloat16", 64)),
     Case("pages of one token", ((0, 1), (9, 1), (3, 6)), **_shape(2, 1, 16, page_size=1)),
 ]
 

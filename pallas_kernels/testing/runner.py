@@ -18,7 +18,7 @@ LAYER = 1  # the second of the pool's two layers: attention must find its pages 
 def _run(
     q: jax.Array,
     k: jax.Array,
-    v: jax.Array,
+    v: jax.Array | None,
     kv_pages: jax.Array,
     meta: tuple[jax.Array, ...],
     layer: AttnLayer,

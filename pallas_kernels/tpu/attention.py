@@ -12,8 +12,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.layout import LANES, join_heads, read_format
-from pallas_kernels.spec import PAIRED_HEAD_DIM, AttnLayer, AttnParams, AttnShape, BatchMeta, HeadParams
+from pallas_kernels.layout import LANES, join_heads
+from pallas_kernels.spec import PAIRED_HEAD_DIM, AttnLayer, AttnParams, AttnShape, BatchMeta, HeadParams, KVSpec
 from pallas_kernels.tpu.config import (
     TABLE_LIMIT,
     TpuConfig,
@@ -44,28 +44,31 @@ class TpuWork:
     config: TpuConfig = field(metadata={"static": True})
 
 
-def choose_layout(head_dim: int) -> str:
+def choose_layout(spec: KVSpec) -> str:
     """The layout whose rows fill the 128 lanes."""
-    if head_dim == PAIRED_HEAD_DIM:
+    if spec.head_dim == PAIRED_HEAD_DIM and not spec.is_latent:
         return "paired"
-    return "padded" if head_dim % LANES else "plain"
+    return "padded" if spec.head_dim % LANES else "plain"
 
 
 def find_obstacle(shape: AttnShape) -> str | None:
     """Why the kernels cannot do a shape, in words for users."""
-    spec = shape.spec
+    spec, sublanes = shape.spec, count_sublanes(shape.spec.dtype)
     if shape.dtype not in _QUERY_DTYPES:
-        return f"queries are {shape.dtype}, the kernels take {' and '.join(_QUERY_DTYPES)}"
-    if spec.dtype not in _PAGE_DTYPES:
-        return f"pages are {spec.dtype}, the kernels take {', '.join(_PAGE_DTYPES)}"
-    if spec.layout != choose_layout(spec.head_dim):
-        return f"heads of {spec.head_dim} need the layout {choose_layout(spec.head_dim)!r}, got {spec.layout!r}"
-    sublanes = count_sublanes(spec.dtype)
-    if spec.page_size % sublanes:
-        return f"page_size of {spec.dtype} pages must be a multiple of {sublanes}, got {spec.page_size}"
-    if shape.group_size > _LARGEST_GROUP:
-        return f"at most {_LARGEST_GROUP} query heads may share a KV head, got {shape.group_size}"
-    return find_overflow(shape)
+        obstacle = f"queries are {shape.dtype}, the kernels take {' and '.join(_QUERY_DTYPES)}"
+    elif spec.dtype not in _PAGE_DTYPES:
+        obstacle = f"pages are {spec.dtype}, the kernels take {', '.join(_PAGE_DTYPES)}"
+    elif spec.layout != choose_layout(spec):
+        obstacle = f"heads of {spec.head_dim} need the layout {choose_layout(spec)!r}, got {spec.layout!r}"
+    elif spec.is_latent:
+        obstacle = "there is no kernel for latents"
+    elif spec.page_size % sublanes:
+        obstacle = f"page_size of {spec.dtype} pages must be a multiple of {sublanes}, got {spec.page_size}"
+    elif shape.group_size > _LARGEST_GROUP:
+        obstacle = f"at most {_LARGEST_GROUP} query heads may share a KV head, got {shape.group_size}"
+    else:
+        obstacle = find_overflow(shape)
+    return obstacle
 
 
 def find_table_obstacle(num_rows: int, table_width: int) -> str | None:
@@ -107,20 +110,21 @@ def attend_with_update(
     The null page is not written. Unused slots next to a written one may change.
     """
     params, heads = layer.params, layer.heads
-    new = join_heads(k, v, kv_pages, heads)  # [T, rows of a page, width]
+    new = join_heads(k, v, batch.shape.spec, heads)  # [T, rows of a page, width]
     num_tokens, num_heads, head_dim = q.shape
     num_rows, table_width = batch.page_table.shape
     obstacle = find_table_obstacle(num_rows, table_width)
     if obstacle is not None:
         raise ValueError(obstacle)
-    form, shape, work = read_format(kv_pages.shape, head_dim), batch.shape, batch.work
+    shape, work, width = batch.shape, batch.work, kv_pages.shape[-1]
+    paired = shape.spec.layout == "paired"
     num_kv_heads, group = shape.spec.num_kv_heads, shape.group_size
-    options = {"params": params, "paired": form.paired, "out_dtype": q.dtype, "interpret": batch.interpret}
+    options = {"params": params, "paired": paired, "out_dtype": q.dtype, "interpret": batch.interpret}
     factors = _make_factors(num_kv_heads, params, heads)
     page_offset = jnp.asarray(layer.page_offset, jnp.int32)
     # [T, K, G, width]: zeros in padding lanes, and in the lanes of paired values, add nothing to a product.
     grouped = q.reshape(num_tokens, num_kv_heads, group, head_dim).astype(compute_dtype(shape))
-    grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, 0), (0, form.width - head_dim)))
+    grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, 0), (0, width - head_dim)))
 
     num_single = jnp.minimum(batch.distribution[0], min(num_rows, num_tokens))
     by_rows = work.config.decode.rows_per_step
@@ -158,7 +162,7 @@ def attend_with_update(
         )
         is_tiled = (tokens >= num_single) & (tokens < batch.query_start_loc[-1])
         out = jnp.where(is_tiled[:, None, None, None], found[:, :, :num_tokens].transpose(2, 0, 1, 3), out)
-    values = out[..., form.width - head_dim :] if form.paired else out[..., :head_dim]
+    values = out[..., width - head_dim :] if paired else out[..., :head_dim]
     return values.reshape(num_tokens, num_heads, head_dim), kv_pages
 
 

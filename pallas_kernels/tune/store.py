@@ -79,7 +79,7 @@ def _find_formula(entry: Entry) -> Any:
     """The formula's configuration of the entry's kernel."""
     key, impl = entry.key, entry.kernel.split("_", maxsplit=1)[0]
     spec = KVSpec(key.num_kv_heads, key.head_dim, key.page_size, key.kv_dtype)
-    shape = AttnShape(key.num_heads, replace(spec, layout=choose_layout(impl, key.head_dim)), key.dtype)
+    shape = AttnShape(key.num_heads, replace(spec, layout=choose_layout(impl, spec)), key.dtype)
     return getattr(find_backend(impl).module.default_config(shape), PARTS[entry.kernel])
 
 

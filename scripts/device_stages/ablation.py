@@ -108,7 +108,7 @@ def measure_write(context: Context, shape: Shape) -> Line:
 
 def find_config(shape: Shape, impl: str) -> Any:
     """Returns the kernel configuration of a step of the shape, by table or formula."""
-    layout = choose_layout(impl, shape.heads[2])
+    layout = choose_layout(impl, shape.spec)
     attention = AttnShape(shape.heads[0], replace(shape.spec, layout=layout), shape.dtype)
     prepare = partial(prepare_batch, num_tokens=shape.num_tokens, shape=attention, impl=impl)
     meta = jax.eval_shape(lambda: make_arguments(shape, 1, layout))[4:]

@@ -67,7 +67,7 @@ def prepare_case(context: Context, case: Case) -> list[Callable[[], jax.Array]]:
         impl, _ = resolve_impl(context.impl, case.shape)
     except ValueError as problem:
         raise NotHereError(str(problem)) from problem
-    case = case.with_layout(choose_layout(impl, case.spec.head_dim))
+    case = case.with_layout(choose_layout(impl, case.spec))
     inputs = make_inputs(case)
     arrays = [jnp.asarray(array) for array in (inputs.kv_pages, inputs.q, inputs.k, inputs.v, *inputs.meta)]
 

@@ -43,11 +43,11 @@ def check_step(context: Context, shape: Shape) -> Line:
     impl = find_impl(context, shape)
     run, (pool, *rest) = make_program(shape, impl, 1)
     first, pool, _ = run(pool, *rest)
-    layout = choose_layout("xla", shape.heads[2])
+    layout = choose_layout("xla", shape.spec)
     expected, written = compute_exactly(shape, layout, *make_arguments(shape, 1, layout))
     error = relative_error(first, expected, shape.num_tokens)
     pages_equal = None
-    if choose_layout(impl, shape.heads[2]) == layout:
+    if choose_layout(impl, shape.spec) == layout:
         pages_equal = bool(_same_bits(pool[1:], written[1:]))
     del written
     changed, repeats = 0, TINY_REPEATS if context.tiny else REPEATS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .latent_cases import list_latent_cases
 from .moe_cases import list_moe_cases
 from .newer_cases import (
     list_cohere_cases,
@@ -291,4 +292,5 @@ ALL_CASES: tuple[Case, ...] = (
     *list_cohere_cases(),
     *list_layer_norm_cases(),
     *list_moe_cases(),
+    *list_latent_cases(),
 )

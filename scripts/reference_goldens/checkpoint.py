@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Mistral4ForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .mxfp4 import is_packed, pack_checkpoint, round_values
 from .spec import SMALL, Case
+
+_UNLISTED = {"mistral4": Mistral4ForCausalLM}  # published with an eye, so AutoModelForCausalLM does not know it
 
 Config = Any
 Model = Any
@@ -32,7 +34,9 @@ def build_config(case: Case, overrides: dict[str, Any] | None = None) -> Config:
 
 def build_model(config: Config) -> Model:
     """An eager-attention f32 model with unset weights."""
-    return AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    unlisted = _UNLISTED.get(config.model_type)
+    make = AutoModelForCausalLM.from_config if unlisted is None else unlisted._from_config
+    return make(config, attn_implementation="eager", dtype=torch.float32).eval()
 
 
 def fix_rope_length(model: Model, seq_len: int | None) -> None:
@@ -111,7 +115,7 @@ def save_checkpoint(case: Case, model: Model, folder: Path) -> None:
 def load_checkpoint(folder: Path, case: Case, config_name: str = "config.json") -> Model:
     """The f32 model of the files in `folder`; 16-bit weights are widened, nothing is computed in 16 bits."""
     config = AutoConfig.from_pretrained(folder / config_name)
-    model = AutoModelForCausalLM.from_pretrained(
+    model = _UNLISTED.get(config.model_type, AutoModelForCausalLM).from_pretrained(
         folder, config=config, attn_implementation="eager", dtype=torch.float32
     ).eval()
     fix_rope_length(model, case.rope_seq_len)

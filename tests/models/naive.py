@@ -93,7 +93,8 @@ class NaiveRunner:
         self.lengths = np.zeros(num_rows, np.int32)
         attention, num_layers = config.attention, config.num_layers
         devices = 1 if mesh is None else mesh.size
-        spec = KVSpec(attention.num_kv_heads // devices, attention.head_dim, PAGE_SIZE, config.dtype)
+        heads = attention.num_kv_heads // devices
+        spec = KVSpec(heads, attention.head_dim, PAGE_SIZE, config.dtype, value_dim=attention.value_dim)
         self.shape = AttnShape(attention.num_heads // devices, spec, config.dtype)
         whole = dataclasses.replace(spec, num_kv_heads=attention.num_kv_heads)
         pool = jnp.zeros(pool_shape(whole, num_layers * num_pages), config.dtype)

@@ -17,21 +17,26 @@ PARAMETERS = {
     "command-r-plus": 103_810_674_688,
     "command-r-v01": 34_980_831_232,
     "command-r7b": 8_028_033_024,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v3": 671_026_419_200,  # without its layer for multi-token prediction
     "gemma-2-2b": 2_614_341_888,
     "gemma-3-1b": 999_885_952,
     "glm-4.5-air": 106_852_251_264,  # and 3,616,573,568 of its layer for multi-token prediction
+    "glm-4.7-flash": 29_943_393_920,  # without its layer for multi-token prediction
     "glm-4-32b-0414": 32_566_081_536,
     "glm-4-9b-0414": 9_400_279_040,
     "gpt-neox-20b": 20_554_567_680,
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
     "granite-3.3-8b": 8_170_864_640,
+    "kimi-k2": 1_026_408_232_448,
     "llama-2-7b": 6_738_415_616,
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.2-1b": 1_235_814_400,
     "mimo-7b": 7_833_409_536 - 210_790_400,  # without its layer for multi-token prediction
     "mistral-7b-v0.1": 7_241_732_096,
     "mistral-7b-v0.3": 7_248_023_552,
+    "mistral-small-4": 118_972_826_624,  # without its eye
     "mixtral-8x7b": 46_702_792_704,
     "olmo-2-1b": 1_484_916_736,
     "olmo-3-7b": 7_298_011_136,
@@ -64,10 +69,12 @@ def test_every_file_is_listed_here():
 def test_parameter_count_is_the_published_one(name: str):
     config = read_config(name)
     assert sum(math.prod(spec.shape) for spec in jax.tree.leaves(param_specs(config))) == PARAMETERS[name]
-    assert (
-        sum(math.prod(shape) for source in weight_sources(config).values() for shape in source.shapes)
-        == (PARAMETERS[name])
-    )
+    shapes = {
+        tensor: shape
+        for source in weight_sources(config).values()
+        for tensor, shape in zip(source.names, source.shapes, strict=True)
+    }
+    assert sum(map(math.prod, shapes.values())) == PARAMETERS[name]
 
 
 def test_windows_make_kv_groups():

@@ -16,7 +16,7 @@ import pytest
 from pallas_kernels import backends, xla
 from pallas_kernels.backends import Backend
 from pallas_kernels.layout import update_kv_pages
-from pallas_kernels.spec import AttnLayer, AttnShape, BatchMeta
+from pallas_kernels.spec import AttnLayer, AttnShape, BatchMeta, KVSpec
 
 FAULTS = {  # and what the self-test says of them
     "wrong values": "wrong values: relative error",
@@ -30,7 +30,7 @@ FAULTS = {  # and what the self-test says of them
 _fault = ""
 
 
-def choose_layout(head_dim: int) -> str:
+def choose_layout(spec: KVSpec) -> str:
     return "padded"
 
 

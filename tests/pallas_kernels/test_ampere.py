@@ -47,7 +47,7 @@ OTHERS = (
 
 
 def with_layout(case: Case) -> Case:
-    return case.with_layout(choose_layout(IMPL, case.spec.head_dim))
+    return case.with_layout(choose_layout(IMPL, case.spec))
 
 
 def shrink(case: Case) -> Case:

@@ -98,7 +98,8 @@ def test_a_step_on_the_device_gets_it(device: str) -> None:
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 192, 256])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 def test_default_config_fits_shared_memory(device: str, head_dim: int, dtype: str) -> None:
-    shape = AttnShape(8, KVSpec(2, head_dim, 64, dtype, choose_layout("ampere", head_dim)), "bfloat16")
+    spec = KVSpec(2, head_dim, 64, dtype)
+    shape = AttnShape(8, replace(spec, layout=choose_layout("ampere", spec)), "bfloat16")
     target = TARGETS[device]
     with trace_for(target):
         whole, sm_bytes = plan.default_config(shape), plan.find_sm_bytes()

@@ -14,7 +14,7 @@ IMPL = "gpu_interpret"
 
 
 def with_layout(case: Case) -> Case:
-    return case.with_layout(choose_layout(IMPL, case.spec.head_dim))
+    return case.with_layout(choose_layout(IMPL, case.spec))
 
 
 ALLOWED = [with_layout(c) for c in CASES if find_backend(IMPL).module.find_obstacle(with_layout(c).shape) is None]

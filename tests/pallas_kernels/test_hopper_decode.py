@@ -178,7 +178,8 @@ def test_obstacles_say_what_works(shape: AttnShape, words: str) -> None:
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 192, 256])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 def test_default_config_fits_shared_memory(head_dim: int, dtype: str) -> None:
-    spec = KVSpec(2, head_dim, 64, dtype, attention.choose_layout(head_dim))
+    spec = KVSpec(2, head_dim, 64, dtype)
+    spec = replace(spec, layout=attention.choose_layout(spec))
     shape = AttnShape(8, spec, "bfloat16")
     assert attention.find_obstacle(shape) is None
     config = decode.default_config(shape)

@@ -20,7 +20,7 @@ from pallas_kernels import (
     pool_shape,
     prepare_batch,
 )
-from pallas_kernels.layout import read_format, saturate
+from pallas_kernels.layout import saturate
 from pallas_kernels.testing.cases import CASES, Case, make_inputs
 from pallas_kernels.testing.runner import LAYER, run_case
 from pallas_kernels.xla import XlaConfig
@@ -36,25 +36,23 @@ def test_sizes(dtype: str, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "layout", "rows", "width"),
+    ("head_dim", "layout", "value_dim", "rows", "width"),
     [
-        (64, "plain", 4, 64),
-        (64, "paired", 2, 128),
-        (80, "padded", 4, 128),
-        (128, "padded", 4, 128),
-        (96, "plain", 4, 96),
+        (64, "plain", None, 4, 64),
+        (64, "paired", None, 2, 128),
+        (80, "padded", None, 4, 128),
+        (128, "padded", None, 4, 128),
+        (96, "plain", None, 4, 96),
+        (576, "plain", 512, 2, 576),
+        (576, "padded", 512, 2, 640),
     ],
 )
-def test_formats_are_read_back_from_shapes(head_dim: int, layout: str, rows: int, width: int) -> None:
-    shape = pool_shape(KVSpec(2, head_dim, 16, "bfloat16", layout), 9)
-    assert shape == (9, rows, 16, width)
-    form = read_format(shape, head_dim)
-    assert (form.num_kv_heads, form.head_dim, form.width, form.paired) == (2, head_dim, width, layout == "paired")
+def test_pages_by_layout(head_dim: int, layout: str, value_dim: int | None, rows: int, width: int) -> None:
+    assert pool_shape(KVSpec(2, head_dim, 16, "bfloat16", layout, value_dim), 9) == (9, rows, 16, width)
 
 
-def test_a_pool_of_other_heads_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"\(9, 4, 16, 64\) hold no heads of 32"):
-        read_format((9, 4, 16, 64), 32)
+def test_a_latent_of_deepseek_takes_1152_bytes() -> None:
+    assert page_bytes(KVSpec(1, 576, 1, "bfloat16", value_dim=512)) == 1152
 
 
 def test_eight_bit_pages_saturate() -> None:
@@ -65,14 +63,16 @@ def test_eight_bit_pages_saturate() -> None:
     assert bool(jnp.isinf(saturate(values, jnp.float16)[0, 0, 0])), "wider floats are cast as ever"
 
 
-@pytest.mark.parametrize("name", ["mixed", "8:4 bfloat16", "decode", "mixed fp8 8:2 of 128"])
+@pytest.mark.parametrize(
+    "name", ["mixed", "8:4 bfloat16", "decode", "mixed fp8 8:2 of 128", "mixed latents 8 of 576", "decode latents fp8"]
+)
 def test_update_writes_its_slots_and_no_other(name: str) -> None:
     case = BY_NAME[name]
     inputs = make_inputs(case)
     _, kv_pages = run_case(case, inputs)
     expected, dtype, token = inputs.kv_pages.copy(), inputs.kv_pages.dtype, 0
     k = np.asarray(saturate(inputs.k, dtype, inputs.heads.k_scale))
-    v = np.asarray(saturate(inputs.v, dtype, inputs.heads.v_scale))
+    v = k if inputs.v is None else np.asarray(saturate(inputs.v, dtype, inputs.heads.v_scale))
     for row, (computed, new) in enumerate(case.rows):
         for position in range(computed, computed + new):
             page = LAYER * inputs.num_pages + inputs.page_table[row, position // case.spec.page_size]
@@ -84,19 +84,20 @@ def test_update_writes_its_slots_and_no_other(name: str) -> None:
     np.testing.assert_array_equal(np.delete(bits, null_page, 0), np.delete(expected_bits, null_page, 0))
 
 
-def test_gather_logical_reads_back_what_was_written() -> None:
-    case = Case("prompts", ((0, 17), (0, 40)))
+@pytest.mark.parametrize("value_dim", [None, 48])
+def test_gather_logical_reads_back_what_was_written(value_dim: int | None) -> None:
+    case = Case("prompts", ((0, 17), (0, 40)), spec=KVSpec(2, 64, 16, "float32", value_dim=value_dim))
     inputs = make_inputs(case)
     _, kv_pages = run_case(case, inputs)
     offset = LAYER * inputs.num_pages
     for row, (begin, end) in enumerate(zip(inputs.query_start_loc, inputs.query_start_loc[1:3], strict=False)):
         k, v = gather_logical(kv_pages, inputs.page_table[row], end - begin, case.spec, page_offset=offset)
         np.testing.assert_array_equal(k, inputs.k[begin:end])
-        np.testing.assert_array_equal(v, inputs.v[begin:end])
+        np.testing.assert_array_equal(v, (inputs.k if inputs.v is None else inputs.v)[begin:end, :, :value_dim])
     with pytest.raises(ValueError, match="length 193 is more than the 192"):
         gather_logical(kv_pages, inputs.page_table[0], 193, case.spec)
     with pytest.raises(ValueError, match="do not fit KVSpec"):
-        gather_logical(kv_pages, inputs.page_table[0], 1, KVSpec(1, 64, 16, "float32"))
+        gather_logical(kv_pages, inputs.page_table[0], 1, KVSpec(3, 64, 16, "float32"))
 
 
 @pytest.mark.parametrize("bounded", [True, False], ids=["bounded", "static"])

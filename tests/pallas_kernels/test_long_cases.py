@@ -45,7 +45,7 @@ class Loop:
 
 
 def with_layout(impl: str, case: Case) -> Case:
-    return case.with_layout(choose_layout(impl, case.spec.head_dim))
+    return case.with_layout(choose_layout(impl, case.spec))
 
 
 def list_configs(impl: str, case: Case) -> list[Any]:

@@ -11,9 +11,9 @@ from pallas_kernels.testing.runner import LAYER, run_case
 
 
 def attend_naively(case: Case, inputs: Inputs, keys: list[np.ndarray], values: list[np.ndarray]) -> np.ndarray:
-    """[T', N, H] over whole texts: `keys` and `values` hold [length, K, H] of each row."""
+    """[T', N, V] over whole texts: `keys` holds [length, K, H] of each row, `values` [length, K, V]."""
     group_size = case.num_heads // case.spec.num_kv_heads
-    out = np.zeros((inputs.num_tokens, case.num_heads, case.spec.head_dim))
+    out = np.zeros((inputs.num_tokens, case.num_heads, case.spec.out_dim))
     token = 0
     for (computed, new), k, v in zip(case.rows, keys, values, strict=True):
         for position in range(computed, computed + new):
@@ -30,6 +30,12 @@ def attend_naively(case: Case, inputs: Inputs, keys: list[np.ndarray], values: l
     return out
 
 
+def _list_scales(case: Case, inputs: Inputs) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Of keys and of values: a latent has one for both."""
+    keys, values = inputs.heads.k_scale, inputs.heads.v_scale
+    return keys, keys if case.spec.is_latent else values
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_reference_is_attention(case: Case) -> None:
     inputs = make_inputs(case)
@@ -39,7 +45,7 @@ def test_reference_is_attention(case: Case) -> None:
         k, v = gather_logical(
             kv_pages, inputs.page_table[row], computed + new, case.spec, page_offset=LAYER * inputs.num_pages
         )
-        scales = [1 if s is None else s[:, None] for s in (inputs.heads.k_scale, inputs.heads.v_scale)]
+        scales = [1 if s is None else s[:, None] for s in _list_scales(case, inputs)]
         keys.append(k.astype(np.float64) * scales[0])
         values.append(v.astype(np.float64) * scales[1])
     expected = attend_naively(case, inputs, keys, values)

@@ -17,7 +17,8 @@ SIZES = {"num_rows": 4, "num_tokens": 160, "table_width": 8}
 
 
 def make_shape(impl: str, head_dim: int = 32, *, dtype: str = "bfloat16", window: int | None = None) -> AttnShape:
-    return AttnShape(4, KVSpec(2, head_dim, 32, dtype, choose_layout(impl, head_dim)), "bfloat16", window)
+    spec = KVSpec(2, head_dim, 32, dtype)
+    return AttnShape(4, replace(spec, layout=choose_layout(impl, spec)), "bfloat16", window)
 
 
 @pytest.mark.parametrize(("dtype", "window"), [("bfloat16", None), ("float8_e4m3fn", 100)])

@@ -25,6 +25,8 @@ SHAPE = AttnShape(1, KVSpec(1, 16, PAGE_SIZE, "float32"), "float32")
         ("layout", lambda: KVSpec(1, 64, 16, "float32", "tiled")),
         ("'paired' is for head_dim 64", lambda: KVSpec(1, 128, 16, "float32", "paired")),
         ("'padded' is not for head_dim 64", lambda: KVSpec(1, 64, 16, "float32", "padded")),
+        ("'paired' is for keys beside values", lambda: KVSpec(1, 64, 16, "float32", "paired", value_dim=48)),
+        ("value_dim must be 1 to head_dim 64", lambda: KVSpec(1, 64, 16, "float32", value_dim=65)),
         ("num_heads", lambda: AttnShape(3, KVSpec(2, 64, 16, "float32"), "float32")),
         ("window", lambda: AttnParams(scale=1.0, window=0)),
         ("softcap", lambda: AttnParams(scale=1.0, softcap=-1.0)),

@@ -30,7 +30,7 @@ QUICK = {  # compiling takes the time: of each shape that must not break unseen,
     "heads of 96, window",
     "chunks",
 }
-TPU_CASES = [case.with_layout(choose_layout(case.spec.head_dim)) for case in CASES]
+TPU_CASES = [case.with_layout(choose_layout(case.spec)) for case in CASES]
 TPU_CASES = [case for case in TPU_CASES if find_obstacle(case.shape) is None]
 MORE = {"drafts verified, 3:1, window, sinks", "mixed fp8 4:2 of 64, window, softcap"}  # in CI, on the newest jax only
 THOROUGH = [pytest.mark.slow, pytest.mark.thorough]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,7 +39,8 @@ def make_shape(
     pages: str = BF16,
     window: int | None = None,
 ) -> AttnShape:
-    spec = KVSpec(num_kv_heads, head_dim, page_size, pages, choose_layout(head_dim))
+    spec = KVSpec(num_kv_heads, head_dim, page_size, pages)
+    spec = replace(spec, layout=choose_layout(spec))
     return AttnShape(num_heads, spec, dtype, window)
 
 

@@ -90,7 +90,8 @@ def test_a_search_ends_when_time_is_up(most: int) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 def test_every_kernel_has_candidates_of_its_own(kernel: str, dtype: str) -> None:
     impl = kernel.split("_", maxsplit=1)[0]
-    shape = AttnShape(8, KVSpec(2, 128, 128, dtype, layout=choose_layout(impl, 128)), "bfloat16")
+    spec = KVSpec(2, 128, 128, dtype)
+    shape = AttnShape(8, replace(spec, layout=choose_layout(impl, spec)), "bfloat16")
     whole = find_backend(impl).module.default_config(shape)
     formula = getattr(whole, PARTS[kernel])
     candidates = list(list_neighbours(formula, formula, AXES[kernel]))
