@@ -12,7 +12,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.layout import LANES, join_heads
+from pallas_kernels.layout import LANES, join_heads, pad_row
 from pallas_kernels.spec import PAIRED_HEAD_DIM, AttnLayer, AttnParams, AttnShape, BatchMeta, HeadParams, KVSpec
 from pallas_kernels.tpu.config import (
     TABLE_LIMIT,
@@ -30,7 +30,7 @@ from pallas_kernels.tpu.tiles import TilePlan, plan_tiles
 from pallas_kernels.tune import tune
 from pallas_kernels.worklist import StepRows
 
-_LARGEST_GROUP = 32
+_LARGEST_GROUP, _LARGEST_LATENT_GROUP = 32, 64
 _QUERY_DTYPES = ("bfloat16", "float32")
 _PAGE_DTYPES = ("bfloat16", "float32", "float8_e4m3fn")
 
@@ -54,18 +54,17 @@ def choose_layout(spec: KVSpec) -> str:
 def find_obstacle(shape: AttnShape) -> str | None:
     """Why the kernels cannot do a shape, in words for users."""
     spec, sublanes = shape.spec, count_sublanes(shape.spec.dtype)
+    largest = _LARGEST_LATENT_GROUP if spec.is_latent else _LARGEST_GROUP
     if shape.dtype not in _QUERY_DTYPES:
         obstacle = f"queries are {shape.dtype}, the kernels take {' and '.join(_QUERY_DTYPES)}"
     elif spec.dtype not in _PAGE_DTYPES:
         obstacle = f"pages are {spec.dtype}, the kernels take {', '.join(_PAGE_DTYPES)}"
     elif spec.layout != choose_layout(spec):
         obstacle = f"heads of {spec.head_dim} need the layout {choose_layout(spec)!r}, got {spec.layout!r}"
-    elif spec.is_latent:
-        obstacle = "there is no kernel for latents"
     elif spec.page_size % sublanes:
         obstacle = f"page_size of {spec.dtype} pages must be a multiple of {sublanes}, got {spec.page_size}"
-    elif shape.group_size > _LARGEST_GROUP:
-        obstacle = f"at most {_LARGEST_GROUP} query heads may share a KV head, got {shape.group_size}"
+    elif shape.group_size > largest:
+        obstacle = f"at most {largest} query heads may share a KV head, got {shape.group_size}"
     else:
         obstacle = find_overflow(shape)
     return obstacle
@@ -100,12 +99,12 @@ def plan_work(rows: StepRows, shape: AttnShape, *, config: TpuConfig | None = No
 def attend_with_update(
     q: jax.Array,  # [T, N, H]
     k: jax.Array,  # [T, K, H]
-    v: jax.Array,  # [T, K, H]
+    v: jax.Array | None,  # [T, K, H]; None for latents
     kv_pages: jax.Array,
     batch: BatchMeta,
     layer: AttnLayer,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention [T, N, H] in q's dtype and the pool with the step's keys and values, in place where it is donated.
+    """Attention [T, N, V] in q's dtype and the pool with the step's keys and values, in place where it is donated.
 
     The null page is not written. Unused slots next to a written one may change.
     """
@@ -119,8 +118,14 @@ def attend_with_update(
     shape, work, width = batch.shape, batch.work, kv_pages.shape[-1]
     paired = shape.spec.layout == "paired"
     num_kv_heads, group = shape.spec.num_kv_heads, shape.group_size
-    options = {"params": params, "paired": paired, "out_dtype": q.dtype, "interpret": batch.interpret}
-    factors = _make_factors(num_kv_heads, params, heads)
+    options = {
+        "params": params,
+        "joined": paired or shape.spec.is_latent,
+        "out_width": width if paired else pad_row(shape.spec.out_dim),
+        "out_dtype": q.dtype,
+        "interpret": batch.interpret,
+    }
+    factors = _make_factors(shape.spec, params, heads)
     page_offset = jnp.asarray(layer.page_offset, jnp.int32)
     # [T, K, G, width]: zeros in padding lanes, and in the lanes of paired values, add nothing to a product.
     grouped = q.reshape(num_tokens, num_kv_heads, group, head_dim).astype(compute_dtype(shape))
@@ -162,16 +167,16 @@ def attend_with_update(
         )
         is_tiled = (tokens >= num_single) & (tokens < batch.query_start_loc[-1])
         out = jnp.where(is_tiled[:, None, None, None], found[:, :, :num_tokens].transpose(2, 0, 1, 3), out)
-    values = out[..., width - head_dim :] if paired else out[..., :head_dim]
-    return values.reshape(num_tokens, num_heads, head_dim), kv_pages
+    values = out[..., width - head_dim :] if paired else out[..., : shape.spec.out_dim]
+    return values.reshape(num_tokens, num_heads, shape.spec.out_dim), kv_pages
 
 
-def _make_factors(num_kv_heads: int, params: AttnParams, heads: HeadParams) -> jax.Array:
+def _make_factors(spec: KVSpec, params: AttnParams, heads: HeadParams) -> jax.Array:
     """[2 * K] f32: factors of the scores, then of the outputs."""
-    scores = jnp.full((num_kv_heads,), find_factor(params.scale, params.softcap), jnp.float32)
-    outputs = jnp.ones((num_kv_heads,), jnp.float32)
+    scores = jnp.full((spec.num_kv_heads,), find_factor(params.scale, params.softcap), jnp.float32)
+    outputs, values_scale = jnp.ones((spec.num_kv_heads,), jnp.float32), heads.values_scale(spec)
     scores = scores if heads.k_scale is None else scores * heads.k_scale
-    return jnp.concatenate([scores, outputs if heads.v_scale is None else outputs * heads.v_scale])
+    return jnp.concatenate([scores, outputs if values_scale is None else outputs * values_scale])
 
 
 def _fit_first(array: jax.Array, size: int) -> jax.Array:

@@ -33,7 +33,7 @@ class _Static:
 
     config: DecodeConfig
     params: AttnParams
-    paired: bool
+    joined: bool
     table_width: int
 
 
@@ -50,11 +50,15 @@ def attend_rows(
     *,
     params: AttnParams,
     config: DecodeConfig,
-    paired: bool,
+    joined: bool,
+    out_width: int,
     out_dtype: jnp.dtype,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the weighted means [R, K, G padded, width] and the pool, updated in place."""
+    """Returns the weighted means [R, K, G padded, out_width] and the pool, updated in place.
+
+    `joined`: a row of a page holds a key and its value, which begins at the row's first number or has zeros before it.
+    """
     total_rows, num_kv_heads, group, width = q.shape
     _, page_rows, page_size, _ = kv_pages.shape
     table_width = page_table.shape[0] // total_rows
@@ -66,23 +70,24 @@ def attend_rows(
         return jnp.minimum(step, jnp.maximum(meta[0] - 1, 0) // by_rows)
 
     q_spec = pl.BlockSpec((by_rows, num_kv_heads, group, width), lambda *refs: (find_block(*refs), 0, 0, 0))
+    out_spec = pl.BlockSpec((by_rows, num_kv_heads, group, out_width), lambda *refs: (find_block(*refs), 0, 0, 0))
     new_spec = pl.BlockSpec((by_rows, page_rows, width), lambda *refs: (find_block(*refs), 0, 0))
     sinks_spec = pl.BlockSpec((num_kv_heads, group, LANES), lambda *_: (0, 0, 0))
     sublanes = count_sublanes(kv_pages.dtype)
     return launch(
-        partial(_run_step, static=_Static(config, params, paired, table_width)),
+        partial(_run_step, static=_Static(config, params, joined, table_width)),
         name="decode_attention",
         num_steps=(num_rows + by_rows - 1) // by_rows,
         scalars=[jnp.stack([num_rows, page_offset]), seq_lens, page_table],
         inputs=[(factors, pl.BlockSpec(memory_space=pltpu.SMEM)), (q, q_spec), (sinks, sinks_spec), (new, new_spec)],
         kv_pages=kv_pages,
-        out=(q.shape, out_dtype, q_spec),
+        out=((*q.shape[:-1], out_width), out_dtype, out_spec),
         scratch=[
             pltpu.VMEM((config.num_buffers, page_rows, config.pages_per_block * page_size, width), kv_pages.dtype),
             pltpu.SemaphoreType.DMA((config.num_buffers,)),
             pltpu.VMEM((num_kv_heads, group, LANES), jnp.float32),
             pltpu.VMEM((num_kv_heads, group, LANES), jnp.float32),
-            pltpu.VMEM((num_kv_heads, group, width), jnp.float32),
+            pltpu.VMEM((num_kv_heads, group, out_width), jnp.float32),
             pltpu.SMEM((4,), jnp.int32),
             pltpu.VMEM((2, page_rows, sublanes, width), kv_pages.dtype),
             pltpu.SemaphoreType.DMA((2,)),
@@ -174,16 +179,16 @@ def _run_step(  # noqa: PLR0915, a kernel
         tokens = first + lax.broadcasted_iota(jnp.int32, (group, config.compute_tokens), 1)
         is_seen = (tokens >= begin) & (tokens < end)
 
-        def load(row: Scalar) -> jax.Array:
-            return buffers[slot, row, pl.ds(first, config.compute_tokens), :].astype(q.dtype)
+        def load(row: Scalar, width: int) -> jax.Array:
+            return buffers[slot, row, pl.ds(first, config.compute_tokens), pl.ds(0, width)].astype(q.dtype)
 
         def score(head: Scalar) -> jax.Array:
-            key_row = head if static.paired else 2 * head
-            products = multiply(q[index, head], load(key_row), transpose=True)
+            key_row = head if static.joined else 2 * head
+            products = multiply(q[index, head], load(key_row, q.shape[3]), transpose=True)
             return jnp.where(is_seen, bend(products, factors[head], static.params.softcap), MASKED)
 
         def add(head: Scalar, scores: jax.Array) -> None:
-            accumulator.add(head, scores, load(head if static.paired else 2 * head + 1))
+            accumulator.add(head, scores, load(head if static.joined else 2 * head + 1, out.shape[3]))
 
         run_heads(num_kv_heads, _HEADS_TOGETHER, score, add)
 
@@ -211,7 +216,7 @@ def _run_step(  # noqa: PLR0915, a kernel
                 jnp.minimum(seq_lens[row] - block_begin, block_pages * page_size),
             )
             num_steps = pl.cdiv(count, step_pages)
-            blocks.clean(slot, *held, num_steps * step_pages, paired=static.paired)
+            blocks.clean(slot, *held, num_steps * step_pages, joined=static.joined)
 
             def run_keys(step: jax.Array, carry: int) -> int:
                 attend_keys(slot, index, step * config.compute_tokens, *held)

@@ -86,13 +86,13 @@ class PageBlocks:
         def _wait_for_each() -> None:
             repeat(count, lambda index: wait_copy(self._copy_page(slot, 0, index)))
 
-    def clean(self, slot: Scalar, begin: Scalar, end: Scalar, count: Scalar, *, paired: bool) -> None:
+    def clean(self, slot: Scalar, begin: Scalar, end: Scalar, count: Scalar, *, joined: bool) -> None:
         """Zeroes a buffer's values outside of its tokens [begin, end), up to `count` pages; `begin` is in the first.
 
         An unused slot may hold NaN, which a weight of 0 would not remove. Its key needs no cleaning: the score is
-        replaced.
+        replaced. `joined` rows hold keys and values.
         """
-        rows = range(self.buffers.shape[1]) if paired else range(1, self.buffers.shape[1], 2)
+        rows = range(self.buffers.shape[1]) if joined else range(1, self.buffers.shape[1], 2)
 
         def clean_page(index: Scalar) -> None:
             first = pl.multiple_of(index * self.page_size, self.page_size)

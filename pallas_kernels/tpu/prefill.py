@@ -40,7 +40,7 @@ class _Static:
 
     config: ChunkConfig
     params: AttnParams
-    paired: bool
+    joined: bool
     table_width: int
 
 
@@ -57,12 +57,14 @@ def attend_tiles(
     table_width: int,
     params: AttnParams,
     config: ChunkConfig,
-    paired: bool,
+    joined: bool,
+    out_width: int,
     out_dtype: jnp.dtype,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the weighted means [K, G, T padded, width], arbitrary for tokens without a tile, and the pool, updated
-    in place."""
+    """Returns the weighted means [K, G, T padded, out_width], arbitrary for tokens without a tile, and the pool,
+    updated in place. `joined` is that of `attend_rows`.
+    """
     num_kv_heads, group, _, width = q.shape
     _, page_rows, page_size, _ = kv_pages.shape
     num_tiles, size = tiles.columns.shape[0] // NUM_COLUMNS, tiles.tile_tokens
@@ -73,22 +75,23 @@ def attend_tiles(
         return columns[_BLOCK_COLUMN * num_tiles + jnp.minimum(step, jnp.maximum(meta[0] - 1, 0))]
 
     q_spec = pl.BlockSpec((num_kv_heads, group, size, width), lambda *refs: (0, 0, find_block(*refs), 0))
+    out_spec = pl.BlockSpec((num_kv_heads, group, size, out_width), lambda *refs: (0, 0, find_block(*refs), 0))
     new_spec = pl.BlockSpec((page_rows, size, width), lambda *refs: (0, find_block(*refs), 0))
     in_smem = pl.BlockSpec(memory_space=pltpu.SMEM)
     return launch(
-        partial(_run_tile, static=_Static(config, params, paired, table_width)),
+        partial(_run_tile, static=_Static(config, params, joined, table_width)),
         name="chunk_attention",
         num_steps=tiles.num_tiles,
         scalars=[jnp.stack([tiles.num_tiles, page_offset]), tiles.columns, page_table],
         inputs=[(factors, in_smem), (q, q_spec), (sinks, in_smem), (new, new_spec)],
         kv_pages=kv_pages,
-        out=(q.shape, out_dtype, q_spec),
+        out=((*q.shape[:-1], out_width), out_dtype, out_spec),
         scratch=[
             pltpu.VMEM((_NUM_BUFFERS, page_rows, config.pages_per_block * page_size, width), kv_pages.dtype),
             pltpu.SemaphoreType.DMA((_NUM_BUFFERS,)),
             pltpu.VMEM((num_kv_heads, group * size, LANES), jnp.float32),
             pltpu.VMEM((num_kv_heads, group * size, LANES), jnp.float32),
-            pltpu.VMEM((num_kv_heads, group * size, width), jnp.float32),
+            pltpu.VMEM((num_kv_heads, group * size, out_width), jnp.float32),
             pltpu.SMEM((1,), jnp.int32),
             pltpu.VMEM((page_rows, size + find_write_unit(page_size), width), kv_pages.dtype),
             pltpu.SemaphoreType.DMA,
@@ -131,6 +134,7 @@ def _attend_tile(  # noqa: PLR0915, a kernel
     accumulator = Accumulator(largest, total, mixed)
     page_size, block_pages = blocks.page_size, blocks.block_pages
     num_kv_heads, group, size, width = q.shape
+    out_width = out.shape[3]
     num_queries, num_tiles, unit = group * size, columns.shape[0] // NUM_COLUMNS, staged.shape[1] - size
     tile = pl.program_id(0)
 
@@ -220,10 +224,10 @@ def _attend_tile(  # noqa: PLR0915, a kernel
             repeat(num_units, lambda index: copy_unit(index, staged, 0).start())
 
     def key_row(head: Scalar) -> Scalar:
-        return head if static.paired else 2 * head
+        return head if static.joined else 2 * head
 
     def value_row(head: Scalar) -> Scalar:
-        return head if static.paired else 2 * head + 1
+        return head if static.joined else 2 * head + 1
 
     def spread_sinks(head: Scalar) -> jax.Array | None:
         """[queries, 128]"""
@@ -247,11 +251,11 @@ def _attend_tile(  # noqa: PLR0915, a kernel
         is_seen = (keys <= queries) & (keys >= begin)
         if window is not None:
             is_seen &= keys > queries - window
-        slots = lax.broadcasted_iota(jnp.int32, (size, width), 0)
+        slots = lax.broadcasted_iota(jnp.int32, (size, out_width), 0)
         is_own = (slots >= begin) & (slots < end)
 
         def add(head: Scalar, scores: jax.Array) -> None:
-            values = new[value_row(head)]
+            values = new[value_row(head), :, :out_width]
             values = jnp.where(is_own, values, jnp.zeros_like(values)).astype(q.dtype)
             accumulator.add_first(head, scores, values, spread_sinks(head))
 
@@ -268,14 +272,14 @@ def _attend_tile(  # noqa: PLR0915, a kernel
             all_seen &= oldest_here > position + end - 1 - window
 
         def attend_heads(is_seen: jax.Array | None) -> None:
-            def load(row: Scalar) -> jax.Array:
-                return buffers[slot, row, pl.ds(first, num_keys), :]
+            def load(row: Scalar, width: int) -> jax.Array:
+                return buffers[slot, row, pl.ds(first, num_keys), pl.ds(0, width)]
 
             run_heads(
                 num_kv_heads,
                 _HEADS_TOGETHER,
-                lambda head: score(head, load(key_row(head)), is_seen),
-                lambda head, scores: accumulator.add(head, scores, load(value_row(head)).astype(q.dtype)),
+                lambda head: score(head, load(key_row(head), width), is_seen),
+                lambda head, scores: accumulator.add(head, scores, load(value_row(head), out_width).astype(q.dtype)),
             )
 
         @pl.when(all_seen)
@@ -315,7 +319,7 @@ def _attend_tile(  # noqa: PLR0915, a kernel
 
         num_steps = pl.cdiv(count * page_size, config.compute_tokens)
         held = jnp.maximum(oldest - block_begin, 0), jnp.minimum(newest - block_begin, block_pages * page_size)
-        blocks.clean(slot, *held, num_steps * (config.compute_tokens // page_size), paired=static.paired)
+        blocks.clean(slot, *held, num_steps * (config.compute_tokens // page_size), joined=static.joined)
 
         def run_keys(step: jax.Array, carry: int) -> int:
             attend_pages(slot, step * config.compute_tokens, block_begin)
@@ -339,11 +343,11 @@ def _attend_tile(  # noqa: PLR0915, a kernel
         write_keys(0, position)
 
     is_first = (tile == 0) | (columns[_BLOCK_COLUMN * num_tiles + jnp.maximum(tile - 1, 0)] != token_block)
-    slots = lax.broadcasted_iota(jnp.int32, (group, size, width), 1)
+    slots = lax.broadcasted_iota(jnp.int32, (group, size, out_width), 1)
     is_own = (slots >= begin) & (slots < end)
 
     def finish_head(head: Scalar) -> None:
-        found = accumulator.finish(head, factors[num_kv_heads + head]).reshape(group, size, width)
+        found = accumulator.finish(head, factors[num_kv_heads + head]).reshape(group, size, out_width)
         others = jnp.where(is_first, 0.0, out[head].astype(jnp.float32))  # outputs of other rows in this block
         out[head] = jnp.where(is_own, found, others).astype(out.dtype)
 

@@ -115,9 +115,11 @@ def save_checkpoint(case: Case, model: Model, folder: Path) -> None:
 def load_checkpoint(folder: Path, case: Case, config_name: str = "config.json") -> Model:
     """The f32 model of the files in `folder`; 16-bit weights are widened, nothing is computed in 16 bits."""
     config = AutoConfig.from_pretrained(folder / config_name)
-    model = _UNLISTED.get(config.model_type, AutoModelForCausalLM).from_pretrained(
-        folder, config=config, attn_implementation="eager", dtype=torch.float32
-    ).eval()
+    model = (
+        _UNLISTED.get(config.model_type, AutoModelForCausalLM)
+        .from_pretrained(folder, config=config, attn_implementation="eager", dtype=torch.float32)
+        .eval()
+    )
     fix_rope_length(model, case.rope_seq_len)
     return model
 

@@ -30,7 +30,7 @@ def list_latent_cases() -> list[Case]:
         Case(
             "deepseek_v2",
             "deepseek_v2",
-            "queries without a latent, the best 2 of 4 groups by their best score, two shared experts, yarn in the scale",
+            "queries without a latent, the best 2 of 4 groups by one score, two shared experts, yarn in the scale",
             {
                 **SMALL_LATENTS,
                 **groups,

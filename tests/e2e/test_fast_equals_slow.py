@@ -13,7 +13,8 @@ from jaxserve.models.registry import parse_config
 from tests.e2e.helpers import generate_ids, greedy, make_llm, run_on_devices
 from tests.golden_cases import load_case
 
-CASES = ("llama_gqa", "qwen2_moe", pytest.param("gpt_oss", marks=[pytest.mark.slow, pytest.mark.thorough]))
+THOROUGH = [pytest.mark.slow, pytest.mark.thorough]
+CASES = ("llama_gqa", "qwen2_moe", *(pytest.param(name, marks=THOROUGH) for name in ("gpt_oss", "deepseek_v3")))
 VOCAB = 83  # the least of the cases'
 ROOT = Path(__file__).parents[2]
 

@@ -32,6 +32,9 @@ GPT_OSS = LLAMA | {"model_type": "gpt_oss", "num_key_value_heads": 2, "num_local
 GPT_OSS |= {"dtype": "float32"}
 GLM = LLAMA | {"model_type": "glm4_moe", "num_key_value_heads": 2, "n_routed_experts": 8, "num_experts_per_tok": 2}
 GLM |= {"moe_intermediate_size": 32, "n_group": 4, "topk_group": 2}
+DEEPSEEK = {key: value for key, value in GLM.items() if key not in ("head_dim", "num_key_value_heads")}
+DEEPSEEK |= {"model_type": "deepseek_v3", "q_lora_rank": 24, "kv_lora_rank": 32, "qk_rope_head_dim": 16}
+DEEPSEEK |= {"qk_nope_head_dim": 8, "v_head_dim": 16, "attention_bias": True, "first_k_dense_replace": 0}
 CASES = {
     "llama": (LLAMA | {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}, "unrolled"),
     "one_kv_head_odd_vocabulary": (
@@ -62,16 +65,19 @@ CASES = {
     "sinks_and_whole_experts_with_biases": (GPT_OSS, "stacked"),
     "sinks_and_biases_unrolled": (GPT_OSS, "unrolled"),
     "groups_of_experts": (GLM | {"first_k_dense_replace": 0}, "stacked"),
+    "latents": (DEEPSEEK, "stacked"),
+    "latents_of_keys_only_unrolled": (DEEPSEEK | {"q_lora_rank": None}, "unrolled"),
 }
 EXPERT_PARALLEL = ("whole_experts", "whole_experts_unrolled", "sinks_and_whole_experts_with_biases")
 
 
 def list_split_axes(leaves: object, *, by_expert: bool) -> dict[str, int]:
     """The axis along which four devices share each large leaf of a layer."""
+    attention = {"qkv": -1, "o": -2} if "qkv" in leaves else {"q_b": -1, "k_b": -3, "v_b": -3, "o": -2}
     if "experts" not in leaves:
-        return {"qkv": -1, "o": -2, "gate_up": -1, "down": -2}
+        return attention | {"gate_up": -1, "down": -2}
     experts = {"gate_up": -3, "down": -3} if by_expert else {"gate_up": -1, "down": -2}
-    return {"qkv": -1, "o": -2} | {f"experts.{name}": axis for name, axis in experts.items()}
+    return attention | {f"experts.{name}": axis for name, axis in experts.items()}
 
 
 def check_case(hf_config: dict[str, object], mode: str, *, by_expert: bool = False) -> None:

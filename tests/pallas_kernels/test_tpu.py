@@ -29,6 +29,8 @@ QUICK = {  # compiling takes the time: of each shape that must not break unseen,
     "mixed all padding",
     "heads of 96, window",
     "chunks",
+    "decode latents 16 of 576",
+    "mixed latents 20 of 320, sinks",
 }
 TPU_CASES = [case.with_layout(choose_layout(case.spec)) for case in CASES]
 TPU_CASES = [case for case in TPU_CASES if find_obstacle(case.shape) is None]
