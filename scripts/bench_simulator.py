@@ -30,6 +30,7 @@ from jaxserve.runtime.buckets import Bucket, BucketTable
 from jaxserve.runtime.rows import SampleVariant
 from jaxserve.runtime.runner import ModelRunner, StartedStep
 from jaxserve.scheduler import SchedulerLimits
+from jaxserve.scheduler.plan import StepPlan
 from jaxserve.simulation.calibration import StepWork, fit
 from jaxserve.simulation.device import StepFormula
 from jaxserve.simulation.replica import EngineSpec, TimedScheduler, Timeline, make_request, simulate

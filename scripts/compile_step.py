@@ -27,13 +27,15 @@ from pallas_kernels.targets import Target, find_target, open_devices
 from pallas_kernels.testing.compile_gate import Gate, make_parser, print_report
 from pallas_kernels.testing.gate_report import ProgramReport
 
-DENSE = "llama-3.1-8b"
+DENSE, LATENT = "llama-3.1-8b", "deepseek-v3"
 PRESETS = {  # the first two always, the others in the full gate
     "gpu": (DENSE, "gpt-oss-20b", "qwen3-30b-a3b"),
-    "tpu": (DENSE, "qwen3-30b-a3b"),  # a TPU copies gpt-oss's embedding, whose rows of 2,880 it would pad
+    # A TPU copies gpt-oss's embedding, whose rows of 2,880 it would pad.
+    "tpu": (DENSE, "qwen3-30b-a3b", LATENT),
 }
 DEVICE_COUNTS = {"gpu": (1, 2), "tpu": (8,)}  # the first always, the others in the full gate
-FEW_LAYERS = 4  # enough to show what is wrong in a step; the full gate compiles all layers
+FEW_LAYERS = 4  # enough to show what is wrong in a step; the full gate compiles all layers, if the devices hold them
+MAX_MODEL_LEN = {LATENT: 65536}  # its own would not fit the scalar memory of a TPU
 MEMORY_SHARE = 0.9
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3}
 
@@ -59,6 +61,7 @@ def make_step_shapes(
         tensor_parallel_size=num_devices,
         enable_expert_parallel=preset != DENSE and num_devices > 1,
         attention_impl=impl,
+        max_model_len=MAX_MODEL_LEN.get(preset),
         speculative_config=drafts,
     )
     model = resolve_model(config, ModelFiles(None, hf_config, {}))
@@ -92,7 +95,7 @@ def list_steps(target: Target, *, full: bool, impl: str) -> dict[str, tuple[Shap
     steps = {}
     counts = DEVICE_COUNTS[target.platform][: None if full else 1]
     for preset, num_devices in itertools.product(PRESETS[target.platform][: None if full else 2], counts):
-        num_layers = None if full else FEW_LAYERS
+        num_layers = None if full and preset != LATENT else FEW_LAYERS
         shapes = make_step_shapes(target, preset, num_devices=num_devices, num_layers=num_layers, impl=impl)
         rows = max(shapes.buckets.row_counts)
         for bucket in (Bucket(rows, rows), shapes.buckets.largest):

@@ -74,7 +74,8 @@ def parse_model(hf_config: dict[str, Any], tensor_parallel_size: int) -> Decoder
 
     model = parse_config(hf_config)
     expanded = fit_devices(model, tensor_parallel_size)
-    if expanded.attention.num_kv_heads != model.attention.num_kv_heads:
+    stores_heads = model.attention.latent is None
+    if stores_heads and expanded.attention.num_kv_heads != model.attention.num_kv_heads:
         message = (
             f"{tensor_parallel_size} devices would store copies of {model.attention.num_kv_heads} KV heads; use fewer"
         )

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxserve.errors import CapacityError
+from jaxserve.layers.attention import AttentionConfig
 from jaxserve.layers.mlp import MLPConfig
 from jaxserve.layers.moe import MoEConfig
 from jaxserve.layers.stack import stack_specs
@@ -191,12 +192,19 @@ def estimate_use(shapes: Shapes) -> DeviceUse:
     size = jnp.dtype(model.dtype).itemsize
     width = (
         2 * model.hidden_size
-        + (model.attention.num_heads + 2 * model.attention.num_kv_heads) * (model.attention.head_dim)
+        + _count_attention_columns(model.attention)
         + max(_count_columns(kind.mlp) for kind in model.layers)
     )
     temporaries = 2 * bucket.tokens * width * size + 2 * bucket.rows * model.vocab_size * 4
     num_programs = len(shapes.buckets.buckets) + len(shapes.sample_programs) * len(shapes.buckets.row_counts)
     return _sum_use(shapes, temporaries, num_programs * _CODE_PER_PROGRAM)
+
+
+def _count_attention_columns(attention: AttentionConfig) -> int:
+    """Returns the numbers per token that attention holds: queries, keys, values; of latents queries and answers."""
+    if attention.value_dim is not None:
+        return attention.num_heads * (attention.head_dim + attention.value_dim)
+    return (attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
 
 
 def _count_columns(mlp: MLPConfig | MoEConfig) -> int:

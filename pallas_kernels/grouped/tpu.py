@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.grouped.tiles import choose_rows, list_visits
-from pallas_kernels.layout import pad_row, pads_little
+from pallas_kernels.layout import LANES, pad_row, pads_little
 from pallas_kernels.tpu.config import VMEM_LIMIT
 
 Index = jax.Array | int

@@ -181,7 +181,9 @@ def measure_attention(gate: Gate, program: GateProgram, *, impl: str) -> Program
     arrays = _describe_arguments(program, shape, gate.devices, NUM_LAYERS * layer_pages)
     report = replace(report, donated_bytes=NUM_LAYERS * layer_pages * page_bytes(shape.spec))
 
-    def attend(kv_pages: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, heads: HeadParams, meta: Any) -> Any:
+    def attend(
+        kv_pages: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array | None, heads: HeadParams, meta: Any
+    ) -> Any:
         batch = prepare_batch(
             *meta, num_tokens=program.num_tokens, shape=shape, max_query_len=program.max_query_len, impl=report.impl
         )
@@ -208,8 +210,8 @@ def _describe_arguments(
         "kv_pages": describe(pool_shape(spec, num_pages), spec.dtype),
         "q": describe((num_tokens, shape.num_heads, spec.head_dim), shape.dtype),
         "k": new,
-        "v": new,
-        "heads": HeadParams(sinks, per_head, per_head),
+        "v": None if spec.is_latent else new,
+        "heads": HeadParams(sinks, per_head, None if spec.is_latent else per_head),
         "meta": (
             describe((num_rows, program.table_width)),
             describe((num_rows,)),

@@ -17,7 +17,8 @@ _REGISTERS = re.compile(r"Used (\d+) registers")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _TPU_CALL = re.compile(r'%([\w-]+?)(?:\.\d+)* = .*custom_call_target="tpu_custom_call"')
 _VMEM = re.compile(r'"used_scoped_memory_configs":\[([^\]]*)\]')
-_COPIED_PARAM = re.compile(r' copy\(.*op_name="(params\[[^"]*)"')
+# A copy into a TPU's VMEM, S(1), reads the parameter once, as its product would.
+_COPIED_PARAM = re.compile(r'(?<!S\(1\)\}) copy\(.*op_name="(params\[[^"]*)"')
 # What XLA launches on a GPU, in the program's main computation. Bitcasts and the members of tuples cost nothing.
 _LAUNCH = re.compile(r" (?:fusion|custom-call|copy|sort|while|conditional|all-reduce(?:-start)?)\(")
 _VMEM_SIZE = re.compile(r'"memory_space":"1"[^}]*"size":"(\d+)"')
@@ -104,7 +105,7 @@ def parse_tpu_kernels(hlo: str) -> list[KernelUse]:
 
 
 def list_copied_params(hlo: str) -> list[str]:
-    """The parameters that a compiled program copies, by the names that they were traced with."""
+    """The parameters that a compiled program copies in HBM, by the names that they were traced with."""
     return sorted({found[1].replace("\\'", "'") for line in hlo.splitlines() if (found := _COPIED_PARAM.search(line))})
 
 

@@ -32,6 +32,7 @@ class GateShape:
     dtype: str = "bfloat16"  # q's
     kv_dtype: str = "bfloat16"
     max_len: int = MAX_MODEL_LEN
+    value_dim: int | None = None  # of a latent
     portable: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -40,7 +41,7 @@ class GateShape:
 
     def attention(self, page_size: int) -> AttnShape:
         """The shape on pages of the plain layout; the implementation chooses its own."""
-        spec = KVSpec(self.num_kv_heads, self.head_dim, page_size, self.kv_dtype)
+        spec = KVSpec(self.num_kv_heads, self.head_dim, page_size, self.kv_dtype, value_dim=self.value_dim)
         return AttnShape(self.num_heads, spec, self.dtype, self.window)
 
 
@@ -61,6 +62,13 @@ class GateProgram:
         return -(-self.shape.max_len // self.page_size)
 
 
+_NO_LATENTS = tuple((impl, "it has no kernel for latents") for impl in ("gpu", "ampere"))
+
+
+def _latents(name: str, num_heads: int, rank: int = 512, kv_dtype: str = "bfloat16") -> GateShape:
+    return GateShape(name, num_heads, 1, rank + 64, value_dim=rank, kv_dtype=kv_dtype, portable=_NO_LATENTS)
+
+
 SHAPES = (
     GateShape("llama-8b", 32, 8, 128),
     GateShape("llama-8b, one of 8 devices", 4, 1, 128),
@@ -70,6 +78,11 @@ SHAPES = (
     GateShape("gemma, heads of 256, window, softcap", 8, 4, 256, window=4096, softcap=50.0),
     GateShape("heads of 64, window, sinks", 64, 8, 64, window=128, sinks=True),
     GateShape("llama-8b, long rows", 32, 8, 128, max_len=32768),
+    _latents("deepseek-v3, one of 8 devices", 16),
+    _latents("deepseek-v3, one of 8 devices, fp8 pages", 16, kv_dtype=FP8),
+    _latents("kimi-k2, all heads", 64),
+    _latents("glm-4.7-flash", 20),
+    _latents("mistral-small-4", 32, rank=256),
 )
 
 
@@ -84,6 +97,7 @@ TIGHT = (
 # What each target compiles without `--full`. For every implementation one target has each size of heads, 8-bit pages, a
 # window, a soft cap and sinks; the other targets have the same kernels with other tiles.
 _BASE, _FP8 = "llama-8b", "llama-8b, fp8 pages"
+_LATENT, _FP8_LATENT = "deepseek-v3, one of 8 devices", "deepseek-v3, one of 8 devices, fp8 pages"
 _OF_64, _OF_256 = "heads of 64, window, sinks", "gemma, heads of 256, window, softcap"
 SAMPLES = {
     "h200": (_BASE, _FP8, _OF_256, _OF_64),
@@ -91,9 +105,9 @@ SAMPLES = {
     "l4": (_FP8, _OF_256),
     "b200": (_BASE, _OF_256),
     "rtx5090": (_FP8,),
-    "v5e": (_BASE, _FP8, "llama-7b, no groups", _OF_256, _OF_64),
+    "v5e": (_BASE, _FP8, "llama-7b, no groups", _OF_256, _OF_64, _LATENT),
     "v6e": (_BASE, _OF_256),
-    "tpu7x": (_FP8, _OF_64),
+    "tpu7x": (_FP8, _OF_64, _FP8_LATENT),
 }
 
 

@@ -124,6 +124,7 @@ def test_copies_of_weights_are_found() -> None:
     hlo = "\n".join([line.format(1, name), line.format(2, name), line.format(3, "jit(f)/transpose"), "ROOT x"])
     assert list_copied_params(hlo) == ["params['layers']['qkv']"]
     assert list_copied_params(hlo.replace(" copy(", " slice(")) == []
+    assert list_copied_params(hlo.replace("{0,1} copy(", "{0,1:T(8,128)S(1)} copy(")) == [], "into VMEM"
 
 
 def test_launches_of_the_main_computation_are_counted() -> None:
