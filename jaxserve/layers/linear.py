@@ -1,4 +1,4 @@
-"""The one matrix product of every model.
+"""The one matrix product of every model, and that of heads with a weight each.
 
 Weights are used as they are stored. They have two axes, or three where several products share their input: with more,
 a compiler may choose another layout for them, and copy them in every step to get it.
@@ -42,13 +42,8 @@ def linear(
     weight, dtype = leaf["weight"], x.dtype if dtype is None else dtype
     parts = weight.shape[:-2]
     batch = tuple(range(len(parts)))
-    out = lax.dot_general(
-        jnp.broadcast_to(x, (*parts, *x.shape)),
-        weight,
-        (((x.ndim - 1 + len(parts),), (len(parts) + transposed,)), (batch, batch)),
-        precision=_precision(weight.dtype),
-        preferred_element_type=dtype,
-    )
+    numbers = ((x.ndim - 1 + len(parts),), (len(parts) + transposed,)), (batch, batch)
+    out = _multiply(jnp.broadcast_to(x, (*parts, *x.shape)), weight, numbers, dtype)
     if reduce and ctx.mesh is not None:
         out = jax.lax.with_sharding_constraint(out, DEFAULT_RULES.sharding(ctx.mesh, (None,) * out.ndim))
     bias = leaf.get("bias")
@@ -57,13 +52,10 @@ def linear(
 
 def linear_heads(leaf: Leaf, x: Float[Array, "T N in"]) -> Float[Array, "T N out"]:
     """Returns each head of `x` times a weight of its own, [N, in, out], in the dtype of `x`."""
-    weight = leaf["weight"]
-    out = lax.dot_general(
-        x, weight, (((2,), (1,)), ((1,), (0,))), precision=_precision(weight.dtype), preferred_element_type=x.dtype
-    )
-    return out.swapaxes(0, 1)
+    return _multiply(x, leaf["weight"], (((2,), (1,)), ((1,), (0,))), x.dtype).swapaxes(0, 1)
 
 
-def _precision(dtype: jnp.dtype) -> lax.Precision:
-    """Returns full precision for float32: the default on TPUs and recent GPUs drops most of the mantissa."""
-    return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
+def _multiply(x: Array, weight: Array, numbers: lax.DotDimensionNumbers, dtype: jnp.dtype) -> Array:
+    """Returns a product, exact for float32: the default of TPUs and recent GPUs drops most of the mantissa."""
+    precision = lax.Precision.HIGHEST if weight.dtype == jnp.float32 else lax.Precision.DEFAULT
+    return lax.dot_general(x, weight, numbers, precision=precision, preferred_element_type=dtype)

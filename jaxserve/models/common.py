@@ -149,7 +149,7 @@ def read_layer_types(config: HFConfig, default: list[str]) -> list[str]:
     types, num_layers = config.get("layer_types"), read_num_layers(config)
     if types is None:
         return default
-    if not isinstance(types, list) or len(types) != num_layers or set(types) - {_FULL, _SLIDING}:
+    if not isinstance(types, list) or len(types) != num_layers or any(kind not in (_FULL, _SLIDING) for kind in types):
         raise ConfigError(
             f"must be {num_layers} entries of {_FULL} or {_SLIDING}, not {shorten(types)}",
             field="layer_types",

@@ -10,7 +10,7 @@ from jaxserve.models.common import read_num_layers
 from jaxserve.models.hf_config import HFConfig
 from jaxserve.models.moe_config import read_dense_first
 
-_KINDS = {"dense", "sparse"}
+_KINDS = ("dense", "sparse")
 
 KEYS = deepseek_v3.KEYS | {
     "max_position_embeddings": 202752,

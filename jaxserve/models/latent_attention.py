@@ -52,6 +52,10 @@ def read_latent_attention(config: HFConfig) -> AttentionConfig:
         query_rank=config.optional_integer("q_lora_rank"),
         interleaved=config.flag("rope_interleave"),
     )
+    if latent.rope_dim % 2:
+        raise ConfigError(
+            f"rotation needs an even number of dimensions, not {latent.rope_dim}", field="qk_rope_head_dim"
+        )
     num_heads, stated = config.integer("num_attention_heads"), config.optional_integer("num_key_value_heads")
     if stated not in (None, num_heads):
         message = f"latent attention has keys for each of its {num_heads} heads, not {stated}"

@@ -172,11 +172,12 @@ def ignored_weights(config: DecoderConfig) -> tuple[str, ...]:
     """Returns patterns, to be matched in full, of tensors that a checkpoint may hold and the model does not need.
 
     These are rotary frequencies (old files), the parts of a multimodal model around its decoder, a stored copy of a
-    tied head, and the scales of 8-bit keys and values if pages have more bits.
+    tied head, and the scales of 8-bit keys and values if pages have more bits; those of values if these are latents.
     """
     family = FAMILIES[config.family]
     own = (pattern.replace("{num_layers}", str(config.num_layers)) for pattern in family.ignored_weights)
     patterns = (r".*\.rotary_emb\.inv_freq", *own)
-    if config.attention.kv_scales is None:
-        patterns += tuple(rf".*\.{re.escape(name).replace(r'\{part\}', '[kv]')}" for name in KV_SCALE_NAMES)
+    unread = "kv" if config.attention.kv_scales is None else "" if config.attention.latent is None else "v"
+    if unread:
+        patterns += tuple(rf".*\.{re.escape(name).replace(r'\{part\}', f'[{unread}]')}" for name in KV_SCALE_NAMES)
     return (*patterns, rf"{re.escape(family.trunk.head)}\.weight") if config.embedding.tied else patterns

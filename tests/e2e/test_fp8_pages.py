@@ -17,21 +17,21 @@ from jaxserve.errors import WeightsError
 from tests.e2e.helpers import MAX_MODEL_LEN, PROGRAMS, LogitsRecorder, greedy, make_llm
 from tests.golden_cases import load_case
 
-CASE = "llama_gqa"
+CASE, LATENT_CASE = "llama_gqa", "deepseek_v3"
 SCALES = {"k": 0.02, "v": 0.01}  # keys and values of the case are of order one: unscaled they use few of e4m3's steps
 
 
-def first_logits(llm: LLM) -> np.ndarray:
+def first_logits(llm: LLM, case: str = CASE) -> np.ndarray:
     """[prompts, V], of the first new token."""
     recorder = LogitsRecorder(llm)
-    prompts = load_case(CASE).prompts
+    prompts = load_case(case).prompts
     llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], greedy(2), use_tqdm=False)
     return np.stack([recorder.logits[tuple(prompt), len(prompt) - 1] for prompt in prompts])
 
 
-def add_scales(folder: Path, name: str, shape: tuple[int, ...], *, missing: str = "") -> Path:
+def add_scales(folder: Path, name: str, shape: tuple[int, ...], *, missing: str = "", case: str = CASE) -> Path:
     """A copy of the case's checkpoint with scales of every layer under `name`, but for the `missing` one."""
-    source = load_case(CASE).path
+    source = load_case(case).path
     folder.mkdir()
     shutil.copy(source / "config.json", folder)
     tensors = {key: tensor for file in source.glob("*.safetensors") for key, tensor in load_file(file).items()}
@@ -81,6 +81,14 @@ def test_fp8_pages_are_close_with_and_without_scales(tmp_path: Path, caplog: pyt
     assert np.asarray(layer["k_scale"]).tolist() == [np.float32(SCALES["k"])] * len(layer["k_scale"])
     error = relative_error(first_logits(scaled), exact)
     assert 1e-4 < error < 0.4, "scales that were lost would show as a factor of fifty"
+
+
+def test_latents_have_one_scale(tmp_path: Path) -> None:
+    exact = first_logits(make_llm(LATENT_CASE), LATENT_CASE)
+    scaled = make_fp8(add_scales(tmp_path / "latents", "{part}_scale", (), case=LATENT_CASE))
+    layer = scaled.ready.runner.params["layers"][0]
+    assert np.asarray(layer["k_scale"]).tolist() == [np.float32(SCALES["k"])] and "v_scale" not in layer
+    assert 1e-4 < relative_error(first_logits(scaled, LATENT_CASE), exact) < 0.4
 
 
 @pytest.mark.slow

@@ -119,6 +119,7 @@ def test_query_of_another_dtype_than_the_pool(inputs: Inputs) -> None:
         ({"v": np.zeros((63, 2, 64))}, r"v \(63, 2, 64\)"),
         ({"kv_pages": np.zeros((9, 4, 8, 64), np.float32)}, "page_size=16"),
         ({"kv_pages": np.zeros((9, 4, 16, 64), np.float16)}, "float16.*dtype='float32'"),
+        ({"v": None}, "and v None"),
         ({"kv_pages": np.zeros((9, 3, 16, 64), np.float32)}, r"wanted \[num_pages, 4, 16, 64\]"),
     ],
 )

@@ -27,6 +27,14 @@ def test_a_kernel_that_is_right_passes(dtype: str, window: int | None) -> None:
         assert run_self_test("gpu", make_shape("gpu", dtype=dtype, window=window), **SIZES) is None
 
 
+def test_latents_are_tested_too() -> None:
+    shape = AttnShape(16, KVSpec(1, 72, 32, "bfloat16", "padded", value_dim=64), "bfloat16")
+    with serve_kernel():
+        assert run_self_test("gpu", shape, **SIZES) is None
+    with serve_kernel("wrong keys"):
+        assert "wrong keys or values" in str(run_self_test("gpu", shape, **SIZES))
+
+
 @pytest.mark.parametrize(("fault", "message"), FAULTS.items())
 def test_faults_are_found(fault: str, message: str) -> None:
     with serve_kernel(fault):
