@@ -15,18 +15,18 @@ from pallas_kernels.ampere.combine import combine_units
 from pallas_kernels.ampere.compat import TILE_ROWS
 from pallas_kernels.ampere.config import AmpereConfig
 from pallas_kernels.ampere.launch import attend_units
-from pallas_kernels.ampere.plan import AmpereWork, default_config
+from pallas_kernels.ampere.plan import default_config
 from pallas_kernels.layout import update_kv_pages
-from pallas_kernels.mosaic_gpu.key_tiles import LOG2_E
-from pallas_kernels.mosaic_gpu.packing import pack_queries, pack_tiles, unpack_queries, unpack_tiles
+from pallas_kernels.mosaic_gpu.packing import apply_heads, pack_queries, pack_tiles, unpack_queries, unpack_tiles
 from pallas_kernels.mosaic_gpu.shapes import choose_layout, compute_dtype, find_obstacle, round_up
-from pallas_kernels.spec import AttnLayer, AttnShape, BatchMeta, HeadParams
+from pallas_kernels.mosaic_gpu.units import UnitPlan
+from pallas_kernels.spec import AttnLayer, AttnShape, BatchMeta
 from pallas_kernels.worklist import StepRows
 
 __all__ = ["attend_with_update", "choose_layout", "default_config", "find_obstacle", "plan_work"]
 
 
-def plan_work(rows: StepRows, shape: AttnShape, *, config: AmpereConfig | None = None) -> AmpereWork:
+def plan_work(rows: StepRows, shape: AttnShape, *, config: AmpereConfig | None = None) -> UnitPlan:
     """Splits of the rows with few queries, tiles of the others."""
     return plan.plan_work(rows, shape, config or plan.find_config(shape, rows))
 
@@ -40,14 +40,14 @@ def attend_with_update(
     layer: AttnLayer,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention [T, N, H] in q's dtype and the pool with the step's keys and values, in place where it is donated."""
-    work: AmpereWork = batch.work
+    work: UnitPlan = batch.work
     kv_pages = update_kv_pages(k, v, kv_pages, batch, layer)
     found, logs = _attend_few(q, kv_pages, batch, layer)
     if work.chunks is not None:
         is_few = (batch.token_rows < batch.distribution[0])[:, None, None]
         chunks = _attend_chunks(q, kv_pages, batch, layer)
         found, logs = jnp.where(is_few, found, chunks[0]), jnp.where(is_few, logs, chunks[1])
-    return _finish(found, logs, layer.heads).astype(q.dtype), kv_pages
+    return apply_heads(found, logs, layer.heads.sinks, layer.heads.v_scale).astype(q.dtype), kv_pages
 
 
 def _attend_few(q: jax.Array, kv_pages: jax.Array, batch: BatchMeta, layer: AttnLayer) -> tuple[jax.Array, jax.Array]:
@@ -83,13 +83,3 @@ def _attend_chunks(
     outputs = outputs[:, : packed.shape[1] * packed.shape[2]].reshape(packed.shape)
     logs = logs[:, :, : packed.shape[2], None]
     return unpack_tiles(outputs, tiles, q.shape), unpack_tiles(logs, tiles, (*q.shape[:2], 1))
-
-
-def _finish(found: jax.Array, logs: jax.Array, heads: HeadParams) -> jax.Array:
-    """Applies sinks, which take a share of each query's weights, and the values' scale."""
-    found = found.astype(jnp.float32)
-    if heads.sinks is not None:
-        found *= 1 / (1 + jnp.exp2(heads.sinks.astype(jnp.float32)[:, None] * LOG2_E - logs))
-    if heads.v_scale is not None:
-        found *= jnp.repeat(heads.v_scale, found.shape[1] // heads.v_scale.shape[0])[:, None]
-    return found

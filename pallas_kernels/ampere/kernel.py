@@ -18,10 +18,7 @@ from pallas_kernels.ampere import compat
 from pallas_kernels.ampere.ring import Scratch, TileRing, Unit
 from pallas_kernels.mosaic_gpu.compat import full, spread
 from pallas_kernels.mosaic_gpu.key_tiles import MASKED, Ids
-
-# Columns of a unit.
-QUERIES, ROW, FIRST_TILE, NUM_TILES, LENGTH, BEGIN = range(6)
-UNIT_COLUMNS = 8  # 32 bytes: a unit is read in one transaction
+from pallas_kernels.mosaic_gpu.units import BEGIN, FIRST_TILE, LENGTH, NUM_TILES, QUERIES, ROW
 
 Carry = tuple[list[jax.Array], jax.Array, jax.Array, Ids]
 

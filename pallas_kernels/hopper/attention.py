@@ -1,7 +1,7 @@
 """The implementation for Hopper GPUs: Pallas kernels on Mosaic GPU.
 
 The step's keys and values are written first. Rows with few queries (G * Qp <= 64) go to the decode kernel and its
-combine, all others to the prefill kernel. A mixed step launches both.
+combine, all others to the prefill kernel. A mixed step launches both. Latents have their own kernel (`latents.py`).
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from dataclasses import dataclass, field, replace
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.hopper import combine, decode, prefill
+from pallas_kernels.hopper import combine, decode, latents, prefill
 from pallas_kernels.hopper.decode import DecodeConfig
+from pallas_kernels.hopper.heads import spread_rows, spread_sinks
 from pallas_kernels.hopper.update import write_tokens
 from pallas_kernels.layout import update_kv_pages
-from pallas_kernels.mosaic_gpu.key_tiles import LOG2_E
+from pallas_kernels.mosaic_gpu import shapes
 from pallas_kernels.mosaic_gpu.packing import pack_queries, unpack_queries
-from pallas_kernels.mosaic_gpu.shapes import choose_layout, compute_dtype, find_obstacle
-from pallas_kernels.mosaic_gpu.splits import QUERY_ROWS, SplitList, fits, plan_splits
+from pallas_kernels.mosaic_gpu.shapes import choose_layout, compute_dtype
+from pallas_kernels.mosaic_gpu.splits import SplitList, fits, plan_splits
+from pallas_kernels.mosaic_gpu.units import UnitPlan
 from pallas_kernels.spec import AttnLayer, AttnShape, BatchMeta
 from pallas_kernels.tune import tune
 from pallas_kernels.worklist import StepRows, TileList
@@ -53,8 +55,15 @@ class HopperWork:
     config: HopperConfig = field(metadata=_STATIC)
 
 
+def find_obstacle(shape: AttnShape) -> str | None:
+    """Why the kernels cannot do a shape, in words for users."""
+    return latents.find_obstacle(shape) if shape.spec.is_latent else shapes.find_obstacle(shape)
+
+
 def default_config(shape: AttnShape) -> HopperConfig:
     """The configuration by formula."""
+    if shape.spec.is_latent:
+        return HopperConfig(latents.default_config(shape), prefill.PrefillConfig())
     return HopperConfig(decode.default_config(shape), prefill.default_config(shape))
 
 
@@ -68,8 +77,10 @@ def find_config(shape: AttnShape, rows: StepRows) -> HopperConfig:
     )
 
 
-def plan_work(rows: StepRows, shape: AttnShape, *, config: HopperConfig | None = None) -> HopperWork:
+def plan_work(rows: StepRows, shape: AttnShape, *, config: HopperConfig | None = None) -> HopperWork | UnitPlan:
     """Splits of the rows with few queries, tiles of the others."""
+    if shape.spec.is_latent:
+        return latents.plan_work(rows, shape, (config or default_config(shape)).decode)
     config = config or find_config(shape, rows)
     longest = rows.max_query_len
     if longest is not None and fits(longest, shape.group_size):
@@ -86,12 +97,15 @@ def plan_work(rows: StepRows, shape: AttnShape, *, config: HopperConfig | None =
 def attend_with_update(
     q: jax.Array,  # [T, N, H]
     k: jax.Array,  # [T, K, H]
-    v: jax.Array,  # [T, K, H]
+    v: jax.Array | None,  # [T, K, H]; None for latents
     kv_pages: jax.Array,  # [num_pages, 2K, page_size, H]
     batch: BatchMeta,
     layer: AttnLayer,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention [T, N, H] in q's dtype and the pool with the step's keys and values, in place where it is donated."""
+    """Attention [T, N, V] in q's dtype and the pool with the step's keys and values, in place where it is donated."""
+    if batch.shape.spec.is_latent:
+        kv_pages = update_kv_pages(k, v, kv_pages, batch, layer)
+        return latents.attend(q, kv_pages, batch, layer), kv_pages
     work: HopperWork = batch.work
     write = write_tokens if work.config.write == "kernel" else update_kv_pages
     kv_pages = write(k, v, kv_pages, batch, layer)
@@ -118,19 +132,9 @@ def _attend_few(q: jax.Array, kv_pages: jax.Array, batch: BatchMeta, layer: Attn
         num_kv_heads=num_kv_heads,
         num_rows=num_rows,
         num_used=num_used,
-        sinks=None if heads.sinks is None else _spread_sinks(heads.sinks, num_kv_heads, num_rows, work.max_queries),
-        v_scale=None if heads.v_scale is None else _pad_columns(jnp.repeat(heads.v_scale, num_rows)),
+        sinks=None if heads.sinks is None else spread_sinks(heads.sinks, num_kv_heads, num_rows, work.max_queries),
+        v_scale=None if heads.v_scale is None else spread_rows(heads.v_scale, num_rows),
         dtype=q.dtype,
         interpret=batch.interpret,
     )
     return unpack_queries(found, batch, q.shape, work.max_queries)
-
-
-def _spread_sinks(sinks: jax.Array, num_kv_heads: int, num_rows: int, max_queries: int) -> jax.Array:
-    """[N] -> [C] in base 2, in the order of a unit's rows."""
-    by_row = jnp.repeat(sinks.astype(jnp.float32).reshape(num_kv_heads, -1), max_queries, axis=1) * LOG2_E
-    return _pad_columns(jnp.pad(by_row, ((0, 0), (0, num_rows - by_row.shape[1]))).reshape(-1))
-
-
-def _pad_columns(columns: jax.Array) -> jax.Array:
-    return jnp.pad(columns.astype(jnp.float32), (0, -columns.shape[0] % QUERY_ROWS))

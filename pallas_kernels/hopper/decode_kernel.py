@@ -15,7 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper import wgmma
-from pallas_kernels.hopper.decode_memory import PART_COLUMNS, DecodeRing, Scratch, Unit
+from pallas_kernels.hopper.decode_memory import DecodeRing, Scratch, Unit
+from pallas_kernels.hopper.online_softmax import Carry, weigh
 from pallas_kernels.hopper.overlap import await_earlier_kernel, launch_next_kernel
 from pallas_kernels.mosaic_gpu import compat, splits
 from pallas_kernels.mosaic_gpu.key_tiles import MASKED
@@ -25,8 +26,6 @@ from pallas_kernels.mosaic_gpu.splits import QUERY_ROWS
 # the kernel asks for, so two blocks of 256 threads have 65536 / 512 = 128.
 _COMPUTE_REGISTERS = {1: 232, 2: 128}
 _MEMORY_REGISTERS = 40
-
-Carry = tuple[jax.Array, jax.Array, jax.Array]
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,6 @@ class DecodeKernel(DecodeRing):
         self, index: jax.Array, carry: Carry, *, unit: Unit, factor: float | jax.Array, scratch: Scratch
     ) -> Carry:
         """One step of the online softmax; the largest scores are in base 2."""
-        acc, largest, total = carry
         slot = lax.rem(index, self.num_slots)
         start = (unit.first_tile + index) * self.tile_tokens
         keys, values = scratch["keys"].at[slot], scratch["values"].at[slot]
@@ -126,20 +124,7 @@ class DecodeKernel(DecodeRing):
         compat.barrier_wait(scratch["keys_loaded"].at[slot])
         scores = wgmma.multiply_qk(scratch["q"], keys)
         pl.when(is_awaited)(partial(compat.barrier_arrive, scratch["keys_freed"].at[slot]))
-        scores = self.scale_scores(scores, factor)
-        mask = partial(self.mask, start, unit)
-        if self.params.softcap is None:
-            scores = lax.cond(self.is_edge(start, unit), mask, lambda scores: scores, scores)
-        else:  # a branch and the soft cap would together need more registers than there are
-            scores = mask(scores)
-
-        # All scores are computed before their maximum: interleaved, they would take more registers.
-        scores = lax.optimization_barrier(scores)
-        new_largest = jnp.maximum(largest, jnp.max(scores, axis=1))
-        shrink = jnp.exp2(largest - new_largest)
-        weights = jnp.exp2(scores - compat.spread(new_largest, scores.shape))
-        total = total * shrink + jnp.sum(weights, axis=1)
-        acc = acc * compat.spread(shrink, acc.shape)
+        weights, (acc, largest, total) = weigh(self.finish_scores(scores, factor, start, unit), carry)
         weights = weights.astype(self.dtype)
 
         @pl.when(~is_strange)
@@ -148,14 +133,4 @@ class DecodeKernel(DecodeRing):
 
         acc = wgmma.multiply_pv(acc, weights, values, interpret=self.interpret)
         pl.when(is_awaited)(partial(compat.barrier_arrive, scratch["values_freed"].at[slot]))
-        return acc, new_largest, total
-
-    def clean(self, values: jax.Ref, start: jax.Array, unit: Unit) -> None:
-        """Zeroes the values of slots that no query of the row sees."""
-        keys = compat.iota((self.tile_tokens, PART_COLUMNS), 0)
-        held = self.is_held(keys, start, unit)
-
-        @pl.loop(0, self.width // PART_COLUMNS)
-        def _(index: jax.Array) -> None:
-            part = values.at[:, pl.ds(pl.multiple_of(index * PART_COLUMNS, PART_COLUMNS), PART_COLUMNS)]
-            part[...] = jnp.where(held, part[...], jnp.zeros((), self.dtype))
+        return acc, largest, total

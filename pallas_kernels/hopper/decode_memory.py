@@ -45,6 +45,20 @@ class DecodeRing(KeyTiles):
     ctas_per_sm: int
 
     @property
+    def rings(self) -> tuple[str, ...]:
+        """What has a ring: the parts of a page."""
+        return ("keys", "values")
+
+    @property
+    def num_readers(self) -> int:
+        """Warpgroups that read a slot before it is free."""
+        return 1
+
+    def find_page_row(self, head: jax.Array, part: int) -> jax.Array | int:
+        """The row of a page that holds a part of a KV head."""
+        return 2 * head + part
+
+    @property
     def num_slots(self) -> int:
         """Slots of the ring that the compute warpgroup reads; one is enough where tiles are widened into it."""
         return 1 if self.is_narrow else self.stages
@@ -53,7 +67,7 @@ class DecodeRing(KeyTiles):
         """Shapes and dtypes of the tiles in shared memory, by name."""
         tile = (self.tile_tokens, self.width)
         tiles = {"q": ((QUERY_ROWS, self.width), self.dtype)}  # holds the output at the end
-        for name in ("keys", "values"):
+        for name in self.rings:
             tiles[name] = ((self.num_slots, *tile), self.dtype)
             if self.is_narrow:
                 tiles[f"narrow_{name}"] = ((self.stages, *tile), self.page_dtype)
@@ -62,7 +76,7 @@ class DecodeRing(KeyTiles):
     def make_scratch(self) -> dict[str, object]:
         """Shared memory and barriers of a block."""
         # Half a swizzle of 8-bit elements passes through registers at once.
-        swizzles = dict.fromkeys(("narrow_keys", "narrow_values"), PART_COLUMNS)
+        swizzles = dict.fromkeys((f"narrow_{name}" for name in self.rings), PART_COLUMNS)
         scratch = {
             name: compat.tile_smem(shape, dtype, swizzles.get(name))
             for name, (shape, dtype) in self.list_tiles().items()
@@ -71,11 +85,11 @@ class DecodeRing(KeyTiles):
         logs = compat.SMEM((QUERY_ROWS,), jnp.float32)
         scratch["keys_then_logs"] = compat.SmemUnion(scratch.pop("keys"), logs)
         copied = compat.Barrier(num_arrivals=self.tile_tokens // self.box, num_barriers=self.stages)
-        for name in ("keys", "values"):
+        for name in self.rings:
             if self.is_narrow:
                 scratch[f"narrow_{name}_loaded"] = copied
             scratch[f"{name}_loaded"] = compat.Barrier(num_barriers=1) if self.is_narrow else copied
-            scratch[f"{name}_freed"] = compat.Barrier(num_barriers=self.num_slots)
+            scratch[f"{name}_freed"] = compat.Barrier(num_arrivals=self.num_readers, num_barriers=self.num_slots)
         return scratch | {"q_loaded": compat.Barrier()}
 
     def copy_tile(
@@ -83,7 +97,7 @@ class DecodeRing(KeyTiles):
         index: jax.Array,
         ids: tuple[jax.Array, ...],
         unit: Unit,
-        sources: tuple[jax.Ref, jax.Array],  # the pool, and a row of its pages
+        sources: tuple[jax.Ref, jax.Array | int],  # the pool, and a row of its pages
         ring: jax.Ref,
         loaded: jax.Ref,
     ) -> None:
@@ -107,13 +121,13 @@ class DecodeRing(KeyTiles):
         def step(index: jax.Array, ids: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             # The next tile's ids are read a tile ahead: they arrive while this one waits for its slot.
             next_ids = find_pages(index + 1)
-            for part, name in enumerate(("keys", "values")):
+            for part, name in enumerate(self.rings):
 
                 @pl.when(index >= self.stages)
                 def _(name: str = name) -> None:
                     compat.barrier_wait(scratch[f"{name}_freed"].at[lax.rem(index, self.stages)])
 
-                source = (pages, 2 * unit.head + part)
+                source = (pages, self.find_page_row(unit.head, part))
                 self.copy_tile(index, ids, unit, source, scratch[name], scratch[f"{name}_loaded"])
             return next_ids
 
@@ -128,16 +142,17 @@ class DecodeRing(KeyTiles):
 
         def start(index: jax.Array, ids: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             next_ids = find_pages(index + 1)
-            for part, name in enumerate(("narrow_keys", "narrow_values")):
-                source = (pages, 2 * unit.head + part)
-                self.copy_tile(index, ids, unit, source, scratch[name], scratch[f"{name}_loaded"])
+            for part, name in enumerate(self.rings):
+                source = (pages, self.find_page_row(unit.head, part))
+                ring, loaded = scratch[f"narrow_{name}"], scratch[f"narrow_{name}_loaded"]
+                self.copy_tile(index, ids, unit, source, ring, loaded)
             return next_ids
 
         def step(index: jax.Array, ids: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             ahead = index + self.stages - 1
             ids = lax.cond(ahead < unit.num_tiles, start, lambda _, ids: ids, ahead, ids)
             slot = lax.rem(index, self.stages)
-            for name in ("keys", "values"):
+            for name in self.rings:
                 compat.barrier_wait(scratch[f"narrow_{name}_loaded"].at[slot])
 
                 @pl.when(index > 0)
@@ -160,3 +175,13 @@ class DecodeRing(KeyTiles):
         def _(index: jax.Array) -> None:
             columns = pl.ds(pl.multiple_of(index * PART_COLUMNS, PART_COLUMNS), PART_COLUMNS)
             wide[:, columns] = load_narrow(tile.at[:, columns]).astype(self.dtype)
+
+    def clean(self, values: jax.Ref, start: jax.Array, unit: Unit) -> None:
+        """Zeroes the values [keys, columns] of slots that no query of the row sees."""
+        keys = compat.iota((self.tile_tokens, PART_COLUMNS), 0)
+        held = self.is_held(keys, start, unit)
+
+        @pl.loop(0, values.shape[1] // PART_COLUMNS)
+        def _(index: jax.Array) -> None:
+            part = values.at[:, pl.ds(pl.multiple_of(index * PART_COLUMNS, PART_COLUMNS), PART_COLUMNS)]
+            part[...] = jnp.where(held, part[...], jnp.zeros((), self.dtype))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import jax
@@ -81,6 +82,16 @@ class KeyTiles:
         if self.params.softcap is None:
             return scores * (factor * LOG2_E)
         return jnp.tanh(scores * (factor / self.params.softcap)) * (self.params.softcap * LOG2_E)
+
+    def finish_scores(self, scores: jax.Array, factor: float | jax.Array, start: jax.Array, span: Span) -> jax.Array:
+        """Raw scores to base 2, those of keys that a query does not see to MASKED."""
+        scores = self.scale_scores(scores, factor)
+        mask = partial(self.mask, start, span)
+        if (
+            self.params.softcap is not None
+        ):  # a branch and the soft cap would together need more registers than there are
+            return mask(scores)
+        return lax.cond(self.is_edge(start, span), mask, lambda scores: scores, scores)
 
     def is_edge(self, start: jax.Array, span: Span) -> jax.Array:
         """Whether some query does not see all of the tile."""

@@ -13,19 +13,18 @@ MIN_PAGE_SIZE = 16  # a TMA copy of fewer rows would cost more than it brings
 
 
 def choose_layout(spec: KVSpec) -> str:
-    """Heads of 64, 128 or 256 as they are, others padded."""
-    return "plain" if spec.head_dim in WIDTHS else "padded"
+    """Heads of 64, 128 or 256 as they are, and latents of whole 64s, others padded."""
+    fits = spec.head_dim % WIDTHS[0] == 0 if spec.is_latent else spec.head_dim in WIDTHS
+    return "plain" if fits else "padded"
 
 
 def find_obstacle(shape: AttnShape) -> str | None:
-    """Why the kernels cannot do a shape, in words for users."""
-    spec, obstacle = shape.spec, None
+    """Why the kernels for keys and values cannot do a shape, in words for users."""
+    spec, obstacle = shape.spec, find_page_obstacle(shape)
     width = stored_width(shape)
-    if shape.dtype not in ("bfloat16", "float16"):
-        obstacle = f"its queries are bfloat16 or float16, these are {shape.dtype}"
-    elif spec.dtype not in (shape.dtype, "float8_e4m3fn"):
-        obstacle = f"with {shape.dtype} queries its pages are {shape.dtype} or float8_e4m3fn, these are {spec.dtype}"
-    elif spec.is_latent:
+    if obstacle is not None:
+        return obstacle
+    if spec.is_latent:
         obstacle = "it has no kernel for latents"
     elif spec.layout == "paired":
         obstacle = "its pages are 'plain' or 'padded', these are 'paired'"
@@ -34,9 +33,19 @@ def find_obstacle(shape: AttnShape) -> str | None:
         obstacle = f"its pages store heads as 64, 128 or 256 elements, these as {width}: {works}"
     elif shape.group_size > MAX_GROUP_SIZE:
         obstacle = f"it takes at most {MAX_GROUP_SIZE} query heads per KV head, these are {shape.group_size}"
-    elif spec.page_size < MIN_PAGE_SIZE or spec.page_size & (spec.page_size - 1):
-        obstacle = f"its page_size is a power of two from {MIN_PAGE_SIZE}, this is {spec.page_size}"
     return obstacle
+
+
+def find_page_obstacle(shape: AttnShape) -> str | None:
+    """Why no kernel can do pages of such a size and dtype with such queries, in words for users."""
+    spec = shape.spec
+    if shape.dtype not in ("bfloat16", "float16"):
+        return f"its queries are bfloat16 or float16, these are {shape.dtype}"
+    if spec.dtype not in (shape.dtype, "float8_e4m3fn"):
+        return f"with {shape.dtype} queries its pages are {shape.dtype} or float8_e4m3fn, these are {spec.dtype}"
+    if spec.page_size < MIN_PAGE_SIZE or spec.page_size & (spec.page_size - 1):
+        return f"its page_size is a power of two from {MIN_PAGE_SIZE}, this is {spec.page_size}"
+    return None
 
 
 def stored_width(shape: AttnShape) -> int:

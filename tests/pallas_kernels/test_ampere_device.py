@@ -15,7 +15,7 @@ from jax.experimental.mosaic.gpu import WGMMA_LAYOUT, MMALayouts, TiledLayout
 from jax.experimental.mosaic.gpu.fragmented_array import Replicated
 
 from pallas_kernels import AttnShape, KVSpec, choose_impl, prepare_batch, resolve_impl
-from pallas_kernels.ampere import compat, kernel, plan
+from pallas_kernels.ampere import compat, plan
 from pallas_kernels.ampere.config import AmpereConfig, TileConfig, UnitConfig
 from pallas_kernels.ampere.launch import count_smem_bytes
 from pallas_kernels.backends import choose_layout
@@ -126,7 +126,7 @@ def test_units_of_a_mixed_step() -> None:
     units = UnitConfig(tile_tokens=32, ctas_per_sm=1, num_sms=4, min_split_tokens=96, unit_cost=0)
     config = AmpereConfig(units, TileConfig(tile_tokens=32))
     work = plan.plan_work(rows, replace(SHAPE, window=40), config)
-    columns = [kernel.QUERIES, kernel.ROW, kernel.FIRST_TILE, kernel.NUM_TILES, kernel.LENGTH, kernel.BEGIN]
+    columns = [units.QUERIES, units.ROW, units.FIRST_TILE, units.NUM_TILES, units.LENGTH, units.BEGIN]
     few = np.asarray(work.few_units)[:, columns]
     assert few[few[:, 3] > 0].tolist() == [[0, 0, 8, 2, 300, 299]]  # keys 260 to 299
     chunks = np.asarray(work.chunk_units)[:, columns]

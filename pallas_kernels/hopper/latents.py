@@ -1,0 +1,189 @@
+"""Attention of latents on Hopper: one kernel for all rows, over blocks of 64 query rows.
+
+All heads share the one row that pages hold for a token, so a block takes up to 64 heads of a query, or fewer heads of
+several. Rows with few queries are split along their keys and joined by `combine.py`; the others are cut into tiles of
+queries, each over all its keys. A mixed step launches the kernel once for each kind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.hopper import combine, wgmma
+from pallas_kernels.hopper.decode import DecodeConfig
+from pallas_kernels.hopper.heads import spread_rows, spread_sinks
+from pallas_kernels.hopper.latent_kernel import NUM_COMPUTE, LatentKernel
+from pallas_kernels.mosaic_gpu import compat, shapes
+from pallas_kernels.mosaic_gpu.packing import apply_heads, pack_queries, pack_tiles, unpack_queries, unpack_tiles
+from pallas_kernels.mosaic_gpu.shapes import compute_dtype, round_up
+from pallas_kernels.mosaic_gpu.splits import QUERY_ROWS
+from pallas_kernels.mosaic_gpu.units import UnitPlan, plan_units
+from pallas_kernels.platform import traced_core_count
+from pallas_kernels.spec import AttnLayer, AttnParams, AttnShape, BatchMeta
+from pallas_kernels.worklist import StepRows
+
+_STAGES = 2  # tiles in flight: more do not fit beside the queries
+_VALUE_STEP = NUM_COMPUTE * compat.SWIZZLE_BYTES // 2  # columns of 16 bits that two warpgroups share in whole swizzles
+
+
+def find_obstacle(shape: AttnShape) -> str | None:
+    """Why the kernel cannot do a shape of latents, in words for users."""
+    spec = shape.spec
+    obstacle = shapes.find_page_obstacle(shape)
+    if obstacle is not None:
+        return obstacle
+    if spec.num_kv_heads != 1:
+        return f"a token has one latent for all heads of a device, these are {spec.num_kv_heads}"
+    if spec.layout != "plain" or spec.head_dim % 64 or spec.out_dim % _VALUE_STEP:
+        return (
+            f"its latents have a multiple of 64 numbers, values of {_VALUE_STEP}, these {spec.head_dim}, {spec.out_dim}"
+        )
+    if shape.num_heads % _count_blocks(shape):
+        return f"it takes heads in blocks of at most {QUERY_ROWS}, and {shape.num_heads} have no equal ones"
+    if _count_smem_bytes(shape) > wgmma.MAX_SMEM_BYTES:
+        return f"two tiles of latents of {spec.head_dim} do not fit the shared memory of a block"
+    return None
+
+
+def default_config(shape: AttnShape) -> DecodeConfig:
+    """One block per SM: a tile of latents takes a third of its shared memory."""
+    return DecodeConfig(stages=_STAGES, ctas_per_sm=1, num_sms=traced_core_count())
+
+
+def plan_work(rows: StepRows, shape: AttnShape, config: DecodeConfig) -> UnitPlan:
+    """Splits of the rows with few queries, tiles of the others."""
+    return plan_units(rows, _block_heads(shape), config, tuning=config, chunk_tile_tokens=config.tile_tokens)
+
+
+def attend(q: jax.Array, kv_pages: jax.Array, batch: BatchMeta, layer: AttnLayer) -> jax.Array:
+    """Attention [T, N, V] in q's dtype over pages that already hold this step's rows."""
+    work: UnitPlan = batch.work
+    blocks = replace(batch, shape=_block_heads(batch.shape))
+    out = _attend_few(q, kv_pages, blocks, layer)
+    if work.chunks is None:
+        return out
+    is_few = (batch.token_rows < batch.distribution[0])[:, None, None]
+    return jnp.where(is_few, out, _attend_chunks(q, kv_pages, blocks, layer))
+
+
+def _attend_few(q: jax.Array, kv_pages: jax.Array, batch: BatchMeta, layer: AttnLayer) -> jax.Array:
+    """Attention of the rows in `batch.work.few`, something finite for other tokens."""
+    few, heads, width = batch.work.few, layer.heads, kv_pages.shape[-1]
+    packed = pack_queries(q, batch, few.max_queries, width).astype(compute_dtype(batch.shape))
+    outputs, logs = _attend_units(packed, kv_pages, batch, layer, batch.work.few_units, few.max_queries)
+    num_blocks, num_rows = packed.shape[1:3]
+    found = combine.combine_units(
+        outputs,
+        logs,
+        few.row_first_unit,
+        few.row_num_units,
+        num_kv_heads=num_blocks,
+        num_rows=num_rows,
+        num_used=batch.shape.group_size * few.max_queries,
+        sinks=None if heads.sinks is None else spread_sinks(heads.sinks, num_blocks, num_rows, few.max_queries),
+        v_scale=None if heads.k_scale is None else spread_rows(jnp.repeat(heads.k_scale, num_blocks), num_rows),
+        dtype=q.dtype,
+        interpret=batch.interpret,
+    )
+    return unpack_queries(found, batch, (*q.shape[:2], outputs.shape[-1]), few.max_queries)
+
+
+def _attend_chunks(q: jax.Array, kv_pages: jax.Array, batch: BatchMeta, layer: AttnLayer) -> jax.Array:
+    """Attention of the rows in `batch.work.chunks`, 0 for other tokens."""
+    tiles, heads, width = batch.work.chunks, layer.heads, kv_pages.shape[-1]
+    num_rows = round_up(batch.shape.group_size * tiles.tile_tokens, 8)
+    packed = pack_tiles(q.astype(compute_dtype(batch.shape)), tiles, batch.shape, num_rows, width)
+    outputs, logs = _attend_units(packed, kv_pages, batch, layer, batch.work.chunk_units, tiles.tile_tokens)
+    by_block = (*packed.shape[:3], -1)
+    used = packed.shape[1] * num_rows
+    found = unpack_tiles(outputs[:, :used].reshape(by_block), tiles, (*q.shape[:2], outputs.shape[-1]))
+    if heads.sinks is None and heads.k_scale is None:
+        return found
+    logs = unpack_tiles(logs[:, :used].reshape(by_block), tiles, (*q.shape[:2], 1))
+    return apply_heads(found, logs, heads.sinks, heads.k_scale).astype(q.dtype)
+
+
+def _attend_units(
+    q: jax.Array,  # [P, B, R, width] of the compute dtype, R rows of a block of heads: a multiple of 8 up to 64
+    kv_pages: jax.Array,  # [num_pages, 1, page_size, width]
+    batch: BatchMeta,
+    layer: AttnLayer,
+    units: jax.Array,  # [W, UNIT_COLUMNS] i32
+    max_queries: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of every unit's keys alone, as of `decode.attend_units`: outputs [W, C, V], logarithms [W, C]."""
+    num_blocks, num_rows = q.shape[1:3]
+    k_scale = layer.heads.k_scale
+    body = _make_body(
+        batch.shape,
+        batch.work.config,
+        layer.params,
+        num_rows=num_rows,
+        max_queries=max_queries,
+        has_k_scale=k_scale is not None,
+        interpret=batch.interpret,
+    )
+    num_slots, columns = units.shape[0], round_up(num_blocks * num_rows, QUERY_ROWS)
+    run = compat.kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct((num_slots, columns, body.value_width), q.dtype),
+            jax.ShapeDtypeStruct((num_slots, columns), jnp.float32),
+        ),
+        grid=(num_slots, num_blocks),
+        grid_names=("unit", "head"),
+        num_threads=NUM_COMPUTE + 1,
+        thread_name="warpgroup",
+        scratch_types=body.make_scratch(),
+        compiler_params=compat.compiler_params(),
+        interpret=compat.interpret_params(batch.interpret),
+    )
+    offset = jnp.asarray(layer.page_offset, jnp.int32).reshape(1)
+    return run(q, kv_pages, batch.page_table, units, offset, *([] if k_scale is None else [k_scale]))
+
+
+def _make_body(
+    shape: AttnShape,
+    config: DecodeConfig,
+    params: AttnParams,
+    *,
+    num_rows: int,
+    max_queries: int,
+    has_k_scale: bool,
+    interpret: bool,
+) -> LatentKernel:
+    return LatentKernel(
+        params=params,
+        num_rows=num_rows,
+        width=shape.spec.head_dim,
+        page_size=shape.spec.page_size,
+        max_queries=max_queries,
+        dtype=compute_dtype(shape),
+        page_dtype=jnp.dtype(shape.spec.dtype),
+        has_k_scale=has_k_scale,
+        tile_tokens=config.tile_tokens,
+        stages=config.stages,
+        ctas_per_sm=config.ctas_per_sm,
+        interpret=interpret,
+        value_width=shape.spec.out_dim,
+    )
+
+
+def _count_smem_bytes(shape: AttnShape) -> int:
+    """Shared memory of a block, with room for its barriers."""
+    config = DecodeConfig(stages=_STAGES)
+    body = _make_body(shape, config, AttnParams(1.0), num_rows=8, max_queries=1, has_k_scale=False, interpret=False)
+    return compat.smem_bytes(*body.list_tiles().values()) + 1024
+
+
+def _count_blocks(shape: AttnShape) -> int:
+    """Blocks of at most 64 heads."""
+    return -(-shape.num_heads // QUERY_ROWS)
+
+
+def _block_heads(shape: AttnShape) -> AttnShape:
+    """The shape with a KV head for each block of query heads: they read the same rows."""
+    return replace(shape, spec=replace(shape.spec, num_kv_heads=_count_blocks(shape)))
