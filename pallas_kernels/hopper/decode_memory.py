@@ -169,11 +169,9 @@ class DecodeRing(KeyTiles):
         lax.fori_loop(0, unit.num_tiles, step, ids)
 
     def widen(self, tile: jax.Ref, wide: jax.Ref) -> None:
-        """Copies an 8-bit tile to one of the compute dtype."""
-
-        @pl.loop(0, self.width // PART_COLUMNS)
-        def _(index: jax.Array) -> None:
-            columns = pl.ds(pl.multiple_of(index * PART_COLUMNS, PART_COLUMNS), PART_COLUMNS)
+        """Copies an 8-bit tile to one of the compute dtype. Unrolled: a loop would need more registers."""
+        for start in range(0, self.width, PART_COLUMNS):
+            columns = pl.ds(start, PART_COLUMNS)
             wide[:, columns] = load_narrow(tile.at[:, columns]).astype(self.dtype)
 
     def clean(self, values: jax.Ref, start: jax.Array, unit: Unit) -> None:

@@ -50,14 +50,19 @@ class LatentKernel(DecodeRing):
         return 0
 
     def make_scratch(self) -> dict[str, object]:
-        """Shared memory and barriers of a block; `met` is for the compute warpgroups to wait for each other."""
-        return super().make_scratch() | {"met": compat.Barrier(num_arrivals=NUM_COMPUTE)}
+        """Shared memory and barriers of a block; at `met` the compute warpgroups wait for each other."""
+        scratch = super().make_scratch()
+        # Each warpgroup's answers lie in one piece, as copies want them, where the queries were.
+        answers = compat.tile_smem((NUM_COMPUTE, QUERY_ROWS, self.value_width // NUM_COMPUTE), self.dtype)
+        scratch["q_then_answers"] = compat.SmemUnion(scratch.pop("q"), answers)
+        return scratch | {"met": compat.Barrier(num_arrivals=NUM_COMPUTE)}
 
     def __call__(self, *refs: jax.Ref, **scratch: jax.Ref) -> None:
         await_earlier_kernel(interpret=self.interpret)
         launch_next_kernel(interpret=self.interpret)
         q_ref, pages, table, unit_columns, offset, *k_scale, outputs, logs = refs
         scratch["keys"], scratch["logs"] = scratch.pop("keys_then_logs")
+        scratch["q"], scratch["answers"] = scratch.pop("q_then_answers")
         slot, head = lax.axis_index("unit"), lax.axis_index("head")
         unit = Unit(
             slot=slot,
@@ -106,7 +111,8 @@ class LatentKernel(DecodeRing):
         step = partial(self.attend_tile, unit=unit, columns=columns, factor=factor, scratch=scratch)
         acc, largest, total = lax.fori_loop(0, unit.num_tiles, step, carry)
         self.meet(scratch)  # the answers take the queries' memory, the logarithms the keys'
-        scratch["q"].at[:, columns][...] = (acc / compat.spread(total, acc.shape)).astype(self.dtype)
+        answers = scratch["answers"].at[warpgroup]
+        answers[...] = (acc / compat.spread(total, acc.shape)).astype(self.dtype)
 
         @pl.when(warpgroup == 0)
         def _() -> None:
@@ -115,13 +121,17 @@ class LatentKernel(DecodeRing):
         compat.commit_smem()
         rows = pl.ds(0, self.num_rows)
         places = pl.ds(pl.multiple_of(unit.head * self.num_rows, 8), self.num_rows)
-        compat.copy_smem_to_gmem(scratch["q"].at[rows, columns], outputs.at[unit.slot, places, columns])
+        compat.copy_smem_to_gmem(answers.at[rows], outputs.at[unit.slot, places, columns])
 
         @pl.when(warpgroup == 0)
         def _() -> None:
             compat.copy_smem_to_gmem(scratch["logs"].at[rows], logs.at[unit.slot, places])
 
         compat.wait_smem_to_gmem(0)
+
+    def find_slot(self, index: jax.Array) -> jax.Array:
+        """The slot of a tile. That a ring of one has no other is hidden: compilers would keep all its addresses."""
+        return lax.rem(index, self.num_slots) if self.num_slots > 1 else lax.shift_right_logical(index, 30)
 
     def meet(self, scratch: Scratch) -> None:
         """Waits until the other compute warpgroup is here, too."""
@@ -139,7 +149,7 @@ class LatentKernel(DecodeRing):
         scratch: Scratch,
     ) -> Carry:
         """One step of the online softmax, with half of the values' columns."""
-        slot = lax.rem(index, self.num_slots)
+        slot = self.find_slot(index)
         start = (unit.first_tile + index) * self.tile_tokens
         keys = scratch["keys"].at[slot]
         values = keys.at[:, columns]

@@ -62,7 +62,7 @@ class GateProgram:
         return -(-self.shape.max_len // self.page_size)
 
 
-_NO_LATENTS = tuple((impl, "it has no kernel for latents") for impl in ("gpu", "ampere"))
+_NO_LATENTS = (("ampere", "it has no kernel for latents"),)
 
 
 def _latents(name: str, num_heads: int, rank: int = 512, kv_dtype: str = "bfloat16") -> GateShape:
@@ -100,7 +100,7 @@ _BASE, _FP8 = "llama-8b", "llama-8b, fp8 pages"
 _LATENT, _FP8_LATENT = "deepseek-v3, one of 8 devices", "deepseek-v3, one of 8 devices, fp8 pages"
 _OF_64, _OF_256 = "heads of 64, window, sinks", "gemma, heads of 256, window, softcap"
 SAMPLES = {
-    "h200": (_BASE, _FP8, _OF_256, _OF_64),
+    "h200": (_BASE, _FP8, _OF_256, _OF_64, _LATENT, _FP8_LATENT),
     "a100": (_BASE, _FP8, _OF_256, _OF_64),
     "l4": (_FP8, _OF_256),
     "b200": (_BASE, _OF_256),
