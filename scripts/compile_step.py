@@ -29,7 +29,7 @@ from pallas_kernels.testing.gate_report import ProgramReport
 
 DENSE, LATENT = "llama-3.1-8b", "deepseek-v3"
 PRESETS = {  # the first two always, the others in the full gate
-    "gpu": (DENSE, "gpt-oss-20b", "qwen3-30b-a3b"),
+    "gpu": (DENSE, "gpt-oss-20b", "qwen3-30b-a3b", LATENT),
     # A TPU copies gpt-oss's embedding, whose rows of 2,880 it would pad.
     "tpu": (DENSE, "qwen3-30b-a3b", LATENT),
 }
