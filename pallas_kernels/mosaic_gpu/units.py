@@ -18,7 +18,7 @@ from pallas_kernels.mosaic_gpu.splits import SplitList, SplitTuning
 from pallas_kernels.spec import AttnShape
 from pallas_kernels.worklist import StepRows, TileList, list_chunk_tiles
 
-# Columns of a unit.
+# Columns of a unit as kernels read it.
 QUERIES, ROW, FIRST_TILE, NUM_TILES, LENGTH, BEGIN = range(6)
 UNIT_COLUMNS = 8  # 32 bytes: a unit is read in one transaction
 

@@ -22,10 +22,16 @@ SMALL_LATENTS: dict[str, Any] = {
 }
 
 
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
+GROUPS: dict[str, Any] = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
+
+
 def list_latent_cases() -> list[Case]:
     """DeepSeek-V2 and V3, GLM-4.7-Flash, Mistral Small 4."""
-    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
-    groups = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
+    return [*_list_deepseek_cases(), *_list_other_cases()]
+
+
+def _list_deepseek_cases() -> list[Case]:
     return [
         Case(
             "deepseek_v2",
@@ -33,16 +39,16 @@ def list_latent_cases() -> list[Case]:
             "queries without a latent, the best 2 of 4 groups by one score, two shared experts, yarn in the scale",
             {
                 **SMALL_LATENTS,
-                **groups,
+                **GROUPS,
                 "q_lora_rank": None,
                 "num_experts_per_tok": 3,
                 "topk_method": "group_limited_greedy",
-                "rope_parameters": scale_rope(**yarn, mscale=0.7, mscale_all_dim=0.7),
+                "rope_parameters": scale_rope(**YARN, mscale=0.7, mscale_all_dim=0.7),
             },
             ablations=(
                 {"topk_group": 4},
                 {"routed_scaling_factor": 1.0},
-                {"rope_parameters": scale_rope(**yarn, mscale=0.7, mscale_all_dim=1.4)},
+                {"rope_parameters": scale_rope(**YARN, mscale=0.7, mscale_all_dim=1.4)},
             ),
             legacy_config=True,
         ),
@@ -60,15 +66,15 @@ def list_latent_cases() -> list[Case]:
             "8 experts in 4 groups, chosen by sigmoids and a correction, a dense layer, biases, yarn in the scale",
             {
                 **SMALL_LATENTS,
-                **groups,
+                **GROUPS,
                 "attention_bias": True,
-                "rope_parameters": scale_rope(**yarn, mscale=1.0, mscale_all_dim=1.0),
+                "rope_parameters": scale_rope(**YARN, mscale=1.0, mscale_all_dim=1.0),
             },
             ablations=(
                 {"topk_group": 4},
                 {"norm_topk_prob": False},
                 {"rope_interleave": False},
-                {"rope_parameters": scale_rope(**yarn)},
+                {"rope_parameters": scale_rope(**YARN)},
             ),
             legacy_config=True,
         ),
@@ -80,6 +86,11 @@ def list_latent_cases() -> list[Case]:
             ablations=({"rope_interleave": True},),
             dtype="bfloat16",
         ),
+    ]
+
+
+def _list_other_cases() -> list[Case]:
+    return [
         Case(
             "glm4_moe_lite",
             "glm4_moe_lite",
@@ -98,12 +109,12 @@ def list_latent_cases() -> list[Case]:
             "queries that grow every 32 tokens, experts chosen by a softmax, the best 2 of 4 groups",
             {
                 **SMALL_LATENTS,
-                **groups,
-                "rope_parameters": scale_rope(**yarn, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.4),
+                **GROUPS,
+                "rope_parameters": scale_rope(**YARN, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.4),
             },
             ablations=(
                 {"topk_group": 4},
-                {"rope_parameters": scale_rope(**yarn, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.0)},
+                {"rope_parameters": scale_rope(**YARN, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.0)},
             ),
         ),
     ]

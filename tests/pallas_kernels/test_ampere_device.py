@@ -18,6 +18,7 @@ from pallas_kernels import AttnShape, KVSpec, choose_impl, prepare_batch, resolv
 from pallas_kernels.ampere import compat, plan
 from pallas_kernels.ampere.config import AmpereConfig, TileConfig, UnitConfig
 from pallas_kernels.ampere.launch import count_smem_bytes
+from pallas_kernels.mosaic_gpu import units
 from pallas_kernels.backends import choose_layout
 from pallas_kernels.targets import TARGETS, trace_for
 from pallas_kernels.testing.compile_gate import Gate, measure_attention
@@ -123,8 +124,8 @@ def test_units_of_a_mixed_step() -> None:
     """A row of one token, split; one of 20 queries behind 100 tokens, in tiles of 16; and one without any."""
     query_lens, seq_lens = jnp.asarray([1, 20, 0]), jnp.asarray([300, 120, 0])
     rows = StepRows(jnp.asarray([0, 1, 21, 21]), query_lens, seq_lens, jnp.asarray([1, 1, 2]), 24, None, 512)
-    units = UnitConfig(tile_tokens=32, ctas_per_sm=1, num_sms=4, min_split_tokens=96, unit_cost=0)
-    config = AmpereConfig(units, TileConfig(tile_tokens=32))
+    tuning = UnitConfig(tile_tokens=32, ctas_per_sm=1, num_sms=4, min_split_tokens=96, unit_cost=0)
+    config = AmpereConfig(tuning, TileConfig(tile_tokens=32))
     work = plan.plan_work(rows, replace(SHAPE, window=40), config)
     columns = [units.QUERIES, units.ROW, units.FIRST_TILE, units.NUM_TILES, units.LENGTH, units.BEGIN]
     few = np.asarray(work.few_units)[:, columns]

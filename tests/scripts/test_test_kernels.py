@@ -141,11 +141,11 @@ def test_a_report_says_which_compiler_it_is_of(tmp_path: Path) -> None:
 def test_the_full_gate_has_steps_of_two_gpus_and_of_a_tpu7x() -> None:
     steps = list_steps(TARGETS["h200"], full=True, impl="gpu")
     *names, verify = steps
-    assert [name[-9:] for name in names] == ["1 devices", "1 devices", "2 devices", "2 devices"] * 3
-    assert ["32 layers" in name for name in names] == [True] * 4 + [False] * 8
+    assert [name[-9:] for name in names] == ["1 devices", "1 devices", "2 devices", "2 devices"] * 4
+    assert ["32 layers" in name for name in names] == [True] * 4 + [False] * 12
     assert verify.startswith("step verify 128x2")
     two = list(steps.values())[-2][0]
-    assert two.attention[0].num_heads == 16 and two.num_devices == 2
+    assert two.attention[0].num_heads == 64 and two.num_devices == 2
     assert len(list_steps(TARGETS["h200"], full=False, impl="gpu")) == 4
     (shapes, _), *_ = list_steps(TARGETS["tpu7x"], full=True, impl="tpu").values()
     assert shapes.num_devices == 8
