@@ -18,8 +18,8 @@ from pallas_kernels import AttnShape, KVSpec, choose_impl, prepare_batch, resolv
 from pallas_kernels.ampere import compat, plan
 from pallas_kernels.ampere.config import AmpereConfig, TileConfig, UnitConfig
 from pallas_kernels.ampere.launch import count_smem_bytes
-from pallas_kernels.mosaic_gpu import units
 from pallas_kernels.backends import choose_layout
+from pallas_kernels.mosaic_gpu import units
 from pallas_kernels.targets import TARGETS, trace_for
 from pallas_kernels.testing.compile_gate import Gate, measure_attention
 from pallas_kernels.testing.gate_report import find_faults
