@@ -38,9 +38,8 @@ def find_obstacle(shape: AttnShape) -> str | None:
     if spec.num_kv_heads != 1:
         return f"a token has one latent for all heads of a device, these are {spec.num_kv_heads}"
     if spec.layout != "plain" or spec.head_dim % 64 or spec.out_dim % _VALUE_STEP:
-        return (
-            f"its latents have a multiple of 64 numbers, values of {_VALUE_STEP}, these {spec.head_dim}, {spec.out_dim}"
-        )
+        found = f"these are {spec.head_dim} and {spec.out_dim}"
+        return f"its latents are multiples of 64 and their values of {_VALUE_STEP}, {found}"
     if shape.num_heads % _count_blocks(shape):
         return f"it takes heads in blocks of at most {QUERY_ROWS}, and {shape.num_heads} have no equal ones"
     if _count_smem_bytes(shape) > wgmma.MAX_SMEM_BYTES:
