@@ -113,25 +113,27 @@ def find_family(hf_config: Mapping[str, object]) -> Family:
     model_type, architectures = hf_config.get("model_type"), hf_config.get("architectures")
     if model_type is None:
         found = [family for family in FAMILIES.values() if architectures == [family.architecture]]
-        known = [family.architecture for family in FAMILIES.values()]
+        known = {family.architecture: family.model_type for family in FAMILIES.values()}
     else:
         found = [family for family in FAMILIES.values() if family.model_type == model_type]
-        known = list(FAMILIES)
+        known = {family.model_type: family.model_type for family in FAMILIES.values()}
     if not found:
         field, value = ("architectures", architectures) if model_type is None else ("model_type", model_type)
         raise _unsupported(hf_config, field, value, known)
     if architectures and architectures != [found[0].architecture]:
-        raise _unsupported(hf_config, "architectures", architectures, [found[0].architecture])
+        of_type = {found[0].architecture: found[0].architecture}
+        raise _unsupported(hf_config, "architectures", architectures, of_type)
     refuse_quantized(hf_config, known=found[0].quantizations)
     return found[0]
 
 
-def _unsupported(hf_config: Mapping[str, object], field: str, value: object, known: list[str]) -> ConfigError:
+def _unsupported(hf_config: Mapping[str, object], field: str, value: object, known: dict[str, str]) -> ConfigError:
+    """Returns the error for a value beside the `known` ones, each with the short name that the message lists."""
     kind = describe_kind(hf_config)
     name = value[0] if isinstance(value, list) and value else value
     nearest = difflib.get_close_matches(str(name)[:100], known, n=1) if len(known) > 1 else []
-    message = f"{shorten(value)} is not supported{f' ({kind})' if kind else ''}; known are {', '.join(known)}"
-    message += f", of which {nearest[0]} is the nearest" if nearest else ""
+    message = f"{shorten(value)} is not supported{f' ({kind})' if kind else ''}; known are {', '.join(known.values())}"
+    message += f", of which {known[nearest[0]]} is the nearest" if nearest else ""
     return ConfigError(message, field=field, value=value)
 
 

@@ -124,7 +124,7 @@ CASES: dict[str, tuple[Mapping[str, object], str, tuple[str, ...]]] = {
     "no model_type": (
         {"config.json": {"architectures": ["Qwen4ForCausalLM"]}},
         "architectures",
-        ("Qwen4ForCausalLM", "known are LlamaForCausalLM", "is the nearest"),
+        ("Qwen4ForCausalLM", "known are llama", "is the nearest"),
     ),
 }
 
