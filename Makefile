@@ -11,8 +11,8 @@ OLDEST_TESTS := $(addprefix tests/,test_devices.py test_transfers.py runtime)
 OLDEST_TESTS += $(addprefix tests/layers/,test_blocks.py test_sharding.py test_stack.py)
 OLDEST_TESTS += $(addprefix tests/models/,test_parity.py test_tensor_parallel.py)
 OLDEST_TESTS += $(addprefix tests/sampling/,test_draw.py test_sampler_state.py)
-OLDEST_TESTS += $(addprefix tests/weights/,test_four_devices.py test_load.py test_orbax.py test_place.py test_update.py)
-OLDEST_TESTS += $(addprefix tests/pallas_kernels/,test_api.py test_long_cases.py)
+OLDEST_TESTS += $(addprefix tests/weights/,test_four_devices.py test_load.py test_orbax.py test_place.py test_quantized_files.py test_update.py)
+OLDEST_TESTS += $(addprefix tests/pallas_kernels/,test_api.py test_long_cases.py test_quantized.py)
 OLDEST_TESTS += $(addprefix tests/e2e/,test_parity.py test_ready.py test_kernels_in_engine.py)
 PIP_FLAGS := --quiet --disable-pip-version-check
 # CI runs the targets without `-full`, which leave out the tests marked thorough; docs/testing.md says which those are.

@@ -18,6 +18,7 @@ from typing import Any
 from jaxserve.errors import ConfigError, shorten
 from jaxserve.options import build_config, check_at_least, check_choices, option
 from jaxserve.parallel_options import HostOptions, ParallelOptions, ReplicaOptions
+from jaxserve.quantization_config import CHOICES, SYNONYMS, QuantizationConfig, read_quantization_config
 from jaxserve.scheduler_options import MIN_CHUNK, SchedulerOptions
 from jaxserve.speculative_config import SpeculativeConfig, read_speculative_config
 from jaxserve.vllm_options import drop_harmless
@@ -57,6 +58,19 @@ class ModelOptions:
         "format of the weights; dummy: random weights, made on the device",
         choices=("auto", "safetensors", "orbax", "dummy"),
     )
+    quantization: str | None = option(
+        None,
+        "what weights of 16 or 32 bits become while they are read; default: they stay (docs/quantization.md). Of a "
+        "quantized checkpoint: its method, which is known without it",
+        choices=CHOICES,
+        synonyms=SYNONYMS,
+    )
+    quantization_config: QuantizationConfig | None = option(  # noqa: RUF009 - declares a field, as everywhere
+        None,
+        "the same for projections and experts apart, and modules that are left out: "
+        '{"linear": {"weight": SCHEME}, "moe": {"weight": SCHEME}, "ignore": [NAME]}',
+        read=read_quantization_config,
+    )
     max_model_len: int | None = option(
         None, "tokens of a prompt and its answer together; default: what the model supports"
     )
@@ -69,6 +83,8 @@ class ModelOptions:
     def __post_init__(self) -> None:
         check_choices(self)
         check_at_least(self, max_model_len=2, seed=0)
+        if self.quantization == "online" and self.quantization_config is None:
+            raise ConfigError("needs quantization_config, which says how", field="quantization", value="online")
 
     @property
     def names_generation_config(self) -> bool:

@@ -126,10 +126,10 @@ def read_options(path: str | Path, tables: Collection[str] = ()) -> dict[str, An
 
 
 def check_choices(options: Any) -> None:
-    """Raises ConfigError for a value that is not among its option's choices."""
+    """Raises ConfigError for a value that is neither its option's default nor among the choices."""
     for f in fields(options):
         value, choices = getattr(options, f.name), f.metadata["choices"]
-        if choices and value not in choices:
+        if choices and value not in (f.default, *choices):
             raise ConfigError(f"must be one of {', '.join(choices)}, got {shorten(value)}", field=f.name, value=value)
 
 

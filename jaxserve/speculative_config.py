@@ -57,7 +57,7 @@ _FOREIGN: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "max_model_len": ((), "drafts are made up to the target's max_model_len; leave it out"),
     "moe_backend": ((), "a drafter with experts chooses its products as any model does"),
     "parallel_drafting": ((False,), _CHAINS),
-    "quantization": ((), "quantized weights are not supported yet; use the unquantized repository"),
+    "quantization": ((), "quantized drafters are not read; use the unquantized repository"),
     "revision": ((), "give a directory as model"),
     "speculative_token_tree": ((), _CHAINS),
     "synthetic_acceptance_length": ((), _SYNTHETIC),

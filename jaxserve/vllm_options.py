@@ -100,7 +100,6 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
     "pipeline_parallel_size": VllmOption((1,), "layers are not split over devices; use tensor_parallel_size"),
     "pooler_config": VllmOption(({},), "an embedding is the last token's hidden state, normalised"),
     "prefix_caching_hash_algo": VllmOption(("builtin", "sha256"), "prefixes are hashed with SHA-256; leave it out"),
-    "quantization": VllmOption((), "quantized weights are not supported yet; use the unquantized repository"),
     "response_role": VllmOption(("assistant",), "answers always have the role assistant"),
     "runner": VllmOption(("auto", "generate", "pooling"), "any model embeds and generates"),
     "scheduler_cls": VllmOption((), "there is one scheduler, which follows priorities"),

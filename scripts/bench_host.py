@@ -37,6 +37,7 @@ from jaxserve.runtime.device_state import make_zeros, row_state_specs
 from jaxserve.runtime.inputs import StateShape
 from jaxserve.runtime.params import WeightWriter
 from jaxserve.runtime.programs import Programs
+from jaxserve.runtime.quantizer import WeightQuantizer
 from jaxserve.runtime.recording import Recording, RecordingFile
 from jaxserve.runtime.rows import SampleVariant, list_variants
 from jaxserve.runtime.runner import ModelRunner
@@ -47,6 +48,7 @@ from jaxserve.sampling_params import OutputKind, SamplingParams
 from jaxserve.scheduler import Scheduler, SchedulerLimits
 from jaxserve.scheduler.sequence import NOT_KEPT
 from jaxserve.scheduler_options import SchedulerOptions
+from jaxserve.sharding import DEFAULT_RULES, make_mesh
 
 PRESET = "llama-3.1-8b"
 PAGE_SIZE = 64
@@ -125,7 +127,7 @@ def make_null_runner(max_rows: int, buckets: BucketTable) -> ModelRunner:
         programs,
         buckets,
         params=params,
-        writer=WeightWriter(params),
+        writer=WeightWriter(params, WeightQuantizer(config, make_mesh(1), DEFAULT_RULES)),
         state_specs=state_specs,
         state_shape=state,
         input_sharding=sharding,

@@ -16,10 +16,11 @@ from jax.sharding import AbstractMesh, AxisType
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.model_files import ModelFiles, resolve_model
+from jaxserve.models.registry import param_specs
 from jaxserve.presets import load_preset
 from jaxserve.runtime.buckets import Bucket
 from jaxserve.runtime.compile import trace_forward
-from jaxserve.runtime.memory import cache_budget
+from jaxserve.runtime.memory import cache_budget, params_bytes
 from jaxserve.runtime.shapes import Shapes, make_shapes
 from jaxserve.runtime.startup import describe_programs, estimate_use, plan_pools
 from jaxserve.sharding import TENSOR_AXIS, make_mesh
@@ -32,6 +33,17 @@ PRESETS = {  # the first two always, the others in the full gate
     "gpu": (DENSE, "gpt-oss-20b", "qwen3-30b-a3b", LATENT),
     # A TPU copies gpt-oss's embedding, whose rows of 2,880 it would pad.
     "tpu": (DENSE, "qwen3-30b-a3b", LATENT),
+}
+CHANNELS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+QUANTIZED: dict[str, Mapping[str, Any]] = {  # of the dense model: the first always, the others in the full gate
+    "int8 channels": {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {"all": {"targets": ["Linear"], "weights": CHANNELS}},
+    },
+    "fp8 blocks": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128},
 }
 DEVICE_COUNTS = {"gpu": (1, 2), "tpu": (8,)}  # the first always, the others in the full gate
 FEW_LAYERS = 4  # enough to show what is wrong in a step; the full gate compiles all layers, if the devices hold them
@@ -48,9 +60,10 @@ def make_step_shapes(
     num_layers: int | None,
     impl: str,
     drafts: Mapping[str, Any] | None = None,
+    quantization: Mapping[str, Any] | None = None,
 ) -> Shapes:
     """Returns the shapes with which the engine would serve the preset on the target, with all layers or fewer."""
-    hf_config = dict(load_preset(preset) or {})
+    hf_config = dict(load_preset(preset) or {}) | {"quantization_config": quantization}
     if num_layers is not None:
         hf_config["num_hidden_layers"] = num_layers
         if "layer_types" in hf_config:
@@ -81,8 +94,16 @@ def measure_step(gate: Gate, name: str, shapes: Shapes, mesh: Any, bucket: Bucke
     budget = cache_budget(gate.target.memory_bytes, MEMORY_SHARE, estimate_use(shapes))
     plan = plan_pools(shapes, budget=budget)
     model, inputs = describe_programs(shapes, plan, mesh)
+    # A decode step that expanded more than a layer's matrices would have had them converted ahead of it.
+    is_bounded = shapes.model.quantization is not None and bucket.tokens == bucket.rows
+    layer = params_bytes(param_specs(shapes.model)["layers"][0], shapes.num_devices, shapes.platform)
     report = ProgramReport(
-        name, gate.target.name, impl=shapes.impl, reason=shapes.impl_reason, donated_bytes=plan.bytes_per_device
+        name,
+        gate.target.name,
+        impl=shapes.impl,
+        reason=shapes.impl_reason,
+        donated_bytes=plan.bytes_per_device,
+        most_temp_bytes=layer if is_bounded else None,
     )
     return gate.measure(report, partial(trace_forward, model, inputs, bucket))
 
@@ -90,7 +111,7 @@ def measure_step(gate: Gate, name: str, shapes: Shapes, mesh: Any, bucket: Bucke
 def list_steps(target: Target, *, full: bool, impl: str) -> dict[str, tuple[Shapes, Bucket]]:
     """Returns the target's programs by name: for each number of devices the largest decode and the largest bucket.
 
-    The full gate has the largest verify bucket, too.
+    Quantized weights are compiled for fewer devices, and the full gate has the largest verify bucket, too.
     """
     steps = {}
     counts = DEVICE_COUNTS[target.platform][: None if full else 1]
@@ -101,6 +122,13 @@ def list_steps(target: Target, *, full: bool, impl: str) -> dict[str, tuple[Shap
         for bucket in (Bucket(rows, rows), shapes.buckets.largest):
             name = f"step {bucket}: {preset}, {shapes.model.num_layers} layers, {num_devices} devices"
             steps[name] = shapes, bucket
+    for quantized in list(QUANTIZED)[: None if full else 1]:
+        shapes = make_step_shapes(
+            target, num_devices=counts[0], num_layers=FEW_LAYERS, impl=impl, quantization=QUANTIZED[quantized]
+        )
+        rows = max(shapes.buckets.row_counts)
+        for bucket in (Bucket(rows, rows), shapes.buckets.largest)[: None if full else 1]:
+            steps[f"step {bucket}: {DENSE}, {quantized}, {FEW_LAYERS} layers, {counts[0]} devices"] = shapes, bucket
     if full:
         shapes = make_step_shapes(target, num_devices=1, num_layers=FEW_LAYERS, impl=impl, drafts=DRAFTS)
         bucket = shapes.buckets.find_verify(max(rows for rows, _ in shapes.buckets.verify_sizes), 2)

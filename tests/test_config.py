@@ -21,7 +21,8 @@ def test_flat_options_find_their_section() -> None:
     ("options", "field", "message"),
     [
         ({"max_num_seq": 4}, "max_num_seq", "did you mean 'max_num_seqs'"),
-        ({"quantization": "int8"}, "quantization", "^quantization: quantized weights are not supported yet"),
+        ({"quantization": "fp6"}, "quantization", "^quantization: must be one of online, fp8_per_tensor, "),
+        ({"quantization_config": {"experts": {}}}, "quantization_config.experts", "known are linear, moe, ignore"),
         ({"page_size": 32, "block_size": 32}, "block_size", "given twice"),
         ({"page_size": 48}, "page_size", "power of two"),
         ({"page_size": 4}, "page_size", "at least 8"),

@@ -28,6 +28,7 @@ FLOORS = {
     "jaxserve.logits_processor": "F1.1",
     "jaxserve.presets": "F1.1",
     "jaxserve.speculative_config": "F1.1",
+    "jaxserve.quantization_config": "F1.1",
     "jaxserve.devices": "F1.1",
     "jaxserve.token_automaton": "F1.1",
     "jaxserve.request": "F1.3",

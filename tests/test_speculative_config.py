@@ -139,7 +139,7 @@ def test_keys_are_read(given: dict[str, Any], expected: SpeculativeConfig) -> No
         (EAGLE | {"rejection_sample_method": "block"}, "rejection_sample_method", "must be 'standard', got 'block'"),
         (EAGLE | {"parallel_drafting": True}, "parallel_drafting", "drafts are chains of single tokens"),
         (EAGLE | {"draft_tensor_parallel_size": 1}, "draft_tensor_parallel_size", "must be that of the target"),
-        (EAGLE | {"quantization": "fp8"}, "quantization", "quantized weights are not supported yet"),
+        (EAGLE | {"quantization": "fp8"}, "quantization", "quantized drafters are not read"),
         (EAGLE | {"enforce_eager": "yes"}, "enforce_eager", "must be true or false, got 'yes'"),
         (EAGLE | {"max_model_len": 2048}, "max_model_len", "up to the target's max_model_len"),
         (MTP | {"model": "head"}, "model", "whose head is in the target's own checkpoint"),

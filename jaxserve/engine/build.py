@@ -104,7 +104,7 @@ class ReadyEngine:
 
     def update_weights(self, tree: Any, running: RunningChoice) -> list[RequestOutput]:
         """Swaps the weights while the device is idle; see `LLM.update_weights`."""
-        from jaxserve.models.registry import param_specs
+        from jaxserve.models.registry import describe_files, param_specs
         from jaxserve.weights import CheckpointUpdate, check_update
 
         if running not in get_args(RunningChoice):
@@ -113,7 +113,7 @@ class ReadyEngine:
         if isinstance(tree, str | Path):
             updates = open_update(tree, self.shapes, self.mesh)
         elif self.shapes.config.hosts.nnodes == 1:
-            updates = check_update(param_specs(self.shapes.model), tree)
+            updates = check_update(param_specs(describe_files(self.shapes.model)), tree)
         else:
             message = "must be the path of a checkpoint, which all hosts of the engine can read"
             raise ConfigError(message, field="tree")
@@ -229,12 +229,13 @@ def build_runner(
         hosts: those that run this engine together, if there are several. Each calls this function.
     """
     from jaxserve.runtime.bundle.read import Bundle
-    from jaxserve.runtime.memory import device_memory_bytes
+    from jaxserve.runtime.memory import GIB, device_memory_bytes
     from jaxserve.runtime.multihost.hosts import ONE_HOST
     from jaxserve.runtime.program_cache import enable_persistent_cache
+    from jaxserve.runtime.quantization import describe_weights
     from jaxserve.runtime.self_test import confirm_kernels
     from jaxserve.runtime.shapes import make_shapes
-    from jaxserve.runtime.startup import require_room, start_runner
+    from jaxserve.runtime.startup import estimate_use, require_room, start_runner
     from jaxserve.sharding import make_mesh
 
     hosts = hosts or ONE_HOST
@@ -253,6 +254,9 @@ def build_runner(
     if shapes.experts is not None:
         level = logging.WARNING if shapes.experts.is_slow else logging.INFO
         _log.log(level, "experts: %s, %s", shapes.experts.impl, shapes.experts.reason)
+    weights = describe_weights(shapes.model)
+    if weights is not None:
+        _log.info("weights: %s, %.2f GiB on each device", weights, estimate_use(shapes).params / GIB)
     bundle = None if config.compile.bundle is None else Bundle(Path(config.compile.bundle), shapes, mesh)
     if hosts.size > 1:
         facts = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,9 +85,13 @@ def resolve_model(config: EngineConfig, files: ModelFiles) -> DecoderConfig:
         ConfigError: names the option or the config.json key that cannot work.
     """
     from jaxserve.models.decoder import fit_devices
-    from jaxserve.models.registry import parse_config
+    from jaxserve.models.quantization.schemes import choose_schemes, require_matches
+    from jaxserve.models.registry import describe_files, list_params, parse_config
 
-    model = parse_config(files.hf_config)
+    options = config.model
+    model = choose_schemes(parse_config(files.hf_config), options.quantization, options.quantization_config)
+    if options.quantization_config is not None:
+        require_matches(list_params(describe_files(model)), options.quantization_config.ignore)
     if config.model.dtype != "auto":
         model = dataclasses.replace(model, dtype=config.model.dtype)
     max_model_len = config.model.max_model_len
@@ -132,39 +137,45 @@ def load_params(
 ) -> Any:
     """Returns the parameters as run-time arrays on the devices of `mesh`, loaded or, with "dummy", random."""
     from jaxserve.layers.stack import stack_params, stack_specs
-    from jaxserve.models.registry import ignored_weights, param_specs, weight_sources
+    from jaxserve.models.registry import describe_files, ignored_weights, param_specs, weight_sources
     from jaxserve.runtime.params import fill_params
+    from jaxserve.runtime.quantizer import WeightQuantizer
     from jaxserve.sharding import DEFAULT_RULES
     from jaxserve.weights import checkpoint_format, make_dummy_params, restore_params, stream_safetensors
+    from jaxserve.weights.paths import flatten_specs
 
-    model = shapes.model
-    specs = param_specs(model)
+    specs = param_specs(shapes.model)
     if config.model.load_format == "dummy":
         specs = stack_specs(specs, shapes.stack_mode)
         return make_dummy_params(specs, mesh=mesh, rules=DEFAULT_RULES, seed=config.model.seed)
     path, load_format = files.find_weights(), config.model.load_format
+    stored, quantizer = describe_files(shapes.model), WeightQuantizer(shapes.model, mesh, DEFAULT_RULES)
+    fill = partial(fill_params, stack_specs(specs, shapes.stack_mode), mesh=mesh, rules=DEFAULT_RULES)
     if (checkpoint_format(path) if load_format == "auto" else load_format) == "orbax":
-        return stack_params(restore_params(path, specs, mesh=mesh, rules=DEFAULT_RULES), shapes.stack_mode)
+        restored = restore_params(path, param_specs(stored), mesh=mesh, rules=DEFAULT_RULES)
+        if stored == shapes.model:
+            return stack_params(restored, shapes.stack_mode)
+        return fill(flatten_specs(restored)[0].items(), quantizer)
     with progress("Loading weights", unit="bytes") as report:
         stream = stream_safetensors(
             path,
-            specs,
-            weight_sources(model),
-            ignored_weights(model),
+            param_specs(stored),
+            weight_sources(stored),
+            ignored_weights(stored),
             mesh=mesh,
             rules=DEFAULT_RULES,
             progress=report,
         )
-        return fill_params(stack_specs(specs, shapes.stack_mode), stream, mesh=mesh, rules=DEFAULT_RULES)
+        return fill(stream, quantizer)
 
 
 def open_update(path: str | Path, shapes: Shapes, mesh: Mesh) -> CheckpointUpdate:
     """Returns new weights for a model from the checkpoint directory `path`; WeightsError if it does not hold them."""
-    from jaxserve.models.registry import ignored_weights, param_specs, weight_sources
+    from jaxserve.models.registry import describe_files, ignored_weights, param_specs, weight_sources
     from jaxserve.sharding import DEFAULT_RULES
     from jaxserve.weights import CheckpointUpdate, resolve_checkpoint
 
-    model = shapes.model
+    model = describe_files(shapes.model)
     update = CheckpointUpdate(
         resolve_checkpoint(str(path), None),
         param_specs(model),

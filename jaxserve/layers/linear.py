@@ -6,7 +6,9 @@ a compiler may choose another layout for them, and copy them in every step to ge
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +17,13 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers.context import StepContext
 from jaxserve.sharding import DEFAULT_RULES
+from pallas_kernels import QuantizedArray, quantized_matmul
 
-Leaf = Mapping[str, Array]
-"""The arrays of one projection or norm: `weight`, and `bias` where the model has one."""
+Leaf = Mapping[str, Any]
+"""The arrays of one projection or norm: `weight`, and `bias` where the model has one.
+
+A quantized weight is the dictionary of a `QuantizedArray`'s fields.
+"""
 
 
 def linear(
@@ -40,10 +46,14 @@ def linear(
         dtype: the result's, if not that of `x`.
     """
     weight, dtype = leaf["weight"], x.dtype if dtype is None else dtype
+    weight = QuantizedArray(**weight) if isinstance(weight, Mapping) else weight
     parts = weight.shape[:-2]
-    batch = tuple(range(len(parts)))
-    numbers = ((x.ndim - 1 + len(parts),), (len(parts) + transposed,)), (batch, batch)
-    out = _multiply(jnp.broadcast_to(x, (*parts, *x.shape)), weight, numbers, dtype)
+    if isinstance(weight, QuantizedArray):
+        out = _multiply_quantized(x, weight, dtype, whole=ctx.mesh is not None)
+    else:
+        batch = tuple(range(len(parts)))
+        numbers = ((x.ndim - 1 + len(parts),), (len(parts) + transposed,)), (batch, batch)
+        out = _multiply(jnp.broadcast_to(x, (*parts, *x.shape)), weight, numbers, dtype)
     if reduce and ctx.mesh is not None:
         out = jax.lax.with_sharding_constraint(out, DEFAULT_RULES.sharding(ctx.mesh, (None,) * out.ndim))
     bias = leaf.get("bias")
@@ -53,6 +63,13 @@ def linear(
 def linear_heads(leaf: Leaf, x: Float[Array, "T N in"]) -> Float[Array, "T N out"]:
     """Returns each head of `x` times a weight of its own, [N, in, out], in the dtype of `x`."""
     return _multiply(x, leaf["weight"], (((2,), (1,)), ((1,), (0,))), x.dtype).swapaxes(0, 1)
+
+
+def _multiply_quantized(x: Array, weight: QuantizedArray, dtype: jnp.dtype, *, whole: bool) -> Array:
+    if weight.ndim == 2:
+        return quantized_matmul(x, weight, dtype, whole=whole)
+    parts = (weight.map(operator.itemgetter(index)) for index in range(weight.shape[0]))
+    return jnp.stack([quantized_matmul(x, part, dtype, whole=whole) for part in parts])
 
 
 def _multiply(x: Array, weight: Array, numbers: lax.DotDimensionNumbers, dtype: jnp.dtype) -> Array:

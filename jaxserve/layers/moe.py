@@ -19,7 +19,7 @@ from jaxserve.layers.mlp import MLPConfig, apply_gate, gated_mlp
 from jaxserve.layers.router import RouterConfig, route
 from jaxserve.layers.stack import InStack, unstack
 from jaxserve.sharding import DEFAULT_RULES, TENSOR_AXIS, Axes
-from pallas_kernels import grouped_matmul
+from pallas_kernels import QuantizedArray, grouped_matmul
 
 EXPERTS = "experts"
 """The leaf of all experts of a layer: `gate_up` [2, E, D, F] and `down` [E, F, D]; biases have no second last axis."""
@@ -140,20 +140,30 @@ def _multiply(
     config: MoEConfig, leaf: Mapping[str, Any], rows: Float[Array, "M K"], groups: _Groups, *, parts: int
 ) -> Float[Array, "parts M N"]:
     """Returns the grouped products with a leaf [parts, E, K, N] or [E, K, N], which may lie in a stack of layers."""
-    weight, first = leaf["weight"], 0
-    if isinstance(weight, InStack):
-        weight, first = weight.stack, weight.index * parts * groups.sizes.shape[0]
-    stack = weight.reshape(-1, *weight.shape[-2:])
-    out = grouped_matmul(rows, stack, groups.sizes, first, parts=parts, impl=config.impl)
+    weight = leaf["weight"]
+    if isinstance(weight, Mapping):
+        matrices = QuantizedArray(**{name: _list_matrices(array) for name, array in weight.items()})
+        weight = weight["values"]
+    else:
+        matrices = _list_matrices(weight)
+    first = weight.index * parts * groups.sizes.shape[0] if isinstance(weight, InStack) else 0
+    out = grouped_matmul(rows, matrices, groups.sizes, first, parts=parts, impl=config.impl)
     if "bias" not in leaf:
         return out
     bias = unstack(leaf["bias"]).reshape(parts, -1, out.shape[-1])
     return out + bias.at[:, groups.owners].get(mode="clip")
 
 
+def _list_matrices(array: jax.Array | InStack) -> jax.Array:
+    """Returns an array as one list [..., K, N] of matrices, all of its stack's if it lies in one."""
+    array = array.stack if isinstance(array, InStack) else array
+    return array.reshape(-1, *array.shape[-2:])
+
+
 def _count_experts(leaves: Mapping[str, Any]) -> int:
     """Returns how many experts this device has."""
-    return leaves["down"]["weight"].shape[-3]
+    weight = leaves["down"]["weight"]
+    return (weight["values"] if isinstance(weight, Mapping) else weight).shape[-3]
 
 
 def _add_once(config: MoEConfig, leaves: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -174,6 +184,9 @@ def _split(config: MoEConfig, name: str, leaf: Any) -> Any:
         axes = axes_of.get(path[0].key, ())
         axes = (*axes[:-2], *axes[-1:]) if DictKey("bias") in path else axes
         axes = axes[-array.ndim :]
-        return DEFAULT_RULES.spec((*[None] * (array.ndim - len(axes)), *axes))
+        axes = (*[None] * (array.ndim - len(axes)), *axes)
+        # one scale for all rows is whole on every device
+        axes = tuple(None if size == 1 else axis for size, axis in zip(array.shape, axes, strict=True))
+        return DEFAULT_RULES.spec(axes)
 
     return jax.tree_util.tree_map_with_path(split, leaf)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ from jaxserve.layers.moe import MoEConfig
 from jaxserve.layers.norm import NormConfig
 from jaxserve.layers.rope import RopeConfig
 from jaxserve.models.hf_config import HFConfig
+from jaxserve.models.quantization.formats import Quantization
 from jaxserve.sharding import Axes
 
 
@@ -28,13 +30,19 @@ from jaxserve.sharding import Axes
 class ParamSpec:
     """One parameter: everything needed to allocate, shard or initialise it.
 
-    `axes` are logical (sharding.py); `init` is "normal" (standard deviation 0.02), "zeros" or "ones".
+    `axes` are logical (sharding.py). `init` is "normal" (standard deviation 0.02), "zeros", "ones" or, for the parts of
+    a quantized matrix, "values", "scales" (together about normal) or "arange".
     """
 
     shape: tuple[int, ...]
     dtype: str
     axes: Axes
     init: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all shards together; two values of four bits share one."""
+        return math.prod(self.shape) * jax.dtypes.itemsize_bits(np.dtype(self.dtype)) // 8
 
 
 class HostArray(Protocol):
@@ -54,26 +62,30 @@ class WeightSource:
     """Which tensors of a checkpoint make one canonical parameter.
 
     `build` takes the tensors as numpy arrays in the order of `names`, of shapes `shapes` and any one dtype, and
-    returns the parameter in that dtype. It raises WeightsError, naming the tensor, when a shape differs. Where it can,
-    it reads nothing before its result is indexed, and then no more than that needs. `otherwise` is the form that other
-    files have. `dtype` is the stored dtype of tensors that hold no numbers of a floating type ("U8"). `part`: other
-    parameters are made of the same tensors.
+    returns the parameter in that dtype. Where it can, it reads nothing before its result is indexed, and then no more
+    than that needs. `otherwise` is the form that other
+    files have. `dtypes` are those that each tensor may be stored in, where they are not numbers of one floating type
+    each. `part`: other parameters are made of the same tensors.
     """
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     build: Callable[..., HostArray]
     otherwise: WeightSource | None = None
-    dtype: str | None = None
+    dtypes: tuple[tuple[str, ...], ...] | None = None
     part: bool = False
 
     def choose(self, names: Set[str]) -> WeightSource:
-        """Returns the form that a checkpoint with tensors of these names has; this one if it has none of them."""
-        other = self.otherwise
-        if other is None or not names.isdisjoint(self.names):
+        """Returns the form that a checkpoint with tensors of these names has: the first it has all of, else any of.
+
+        It is this one if the checkpoint has none.
+        """
+        if self.otherwise is None or names >= set(self.names):
             return self
-        other = other.choose(names)
-        return self if names.isdisjoint(other.names) else other
+        other = self.otherwise.choose(names)
+        if names >= set(other.names):
+            return other
+        return self if names.isdisjoint(other.names) or not names.isdisjoint(self.names) else other
 
 
 @dataclass(frozen=True)
@@ -113,6 +125,7 @@ class DecoderConfig:
     rotary frequencies (layers/rope.py) and turns off windows at least that long. Set it with `with_max_model_len`.
     `family` is the `model_type` whose file has the layer and names the weights.
     `residual_scale` multiplies the output of each block. `parallel`: both blocks of a layer read its input.
+    `quantization` says which matrices have few bits.
     """
 
     family: str
@@ -127,6 +140,7 @@ class DecoderConfig:
     dtype: str
     residual_scale: float = 1.0
     parallel: bool = False
+    quantization: Quantization | None = None
 
     @property
     def vocab_size(self) -> int:

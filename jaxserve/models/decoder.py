@@ -110,7 +110,10 @@ def fit_devices(config: DecoderConfig, tensor_parallel_size: int, *, expert_para
     )
     shard_vocab = config.vocab_size % tensor_parallel_size == 0
     embedding = dataclasses.replace(config.embedding, shard_vocab=shard_vocab)
-    return dataclasses.replace(config, attention=attention, embedding=embedding)
+    quantization = config.quantization
+    if quantization is not None:
+        quantization = dataclasses.replace(quantization, num_devices=tensor_parallel_size)
+    return dataclasses.replace(config, attention=attention, embedding=embedding, quantization=quantization)
 
 
 def _place_experts(kind: LayerKind, by_expert: bool) -> LayerKind:

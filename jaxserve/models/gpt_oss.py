@@ -131,7 +131,7 @@ def _matrix_source(
         lambda *tensors: build([Mxfp4Rows(*pair, scales) for pair in zip(*tensors, strict=True)]),
     )
     plain = make_source((name,), ((count, columns, rows),), lambda tensor: build(np.swapaxes(tensor, 1, 2)))
-    return dataclasses.replace(plain, otherwise=dataclasses.replace(packed, dtype="U8"))
+    return dataclasses.replace(plain, otherwise=dataclasses.replace(packed, dtypes=(("U8",),) * 2))
 
 
 def _split_interleaved(experts: Sequence[Rows]) -> HostArray:

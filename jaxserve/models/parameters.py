@@ -16,7 +16,6 @@ from functools import partial
 
 import numpy as np
 
-from jaxserve.errors import WeightsError
 from jaxserve.layers.attention import AttentionConfig
 from jaxserve.layers.mlp import MLPConfig
 from jaxserve.models.base import (
@@ -265,16 +264,4 @@ def make_source(
     names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], build: Callable[..., HostArray]
 ) -> WeightSource:
     """Returns the source of a parameter that `build` makes of tensors with these names and shapes."""
-    return WeightSource(names, shapes, partial(_build_checked, names, shapes, build))
-
-
-def _build_checked(
-    names: tuple[str, ...],
-    shapes: tuple[tuple[int, ...], ...],
-    build: Callable[..., HostArray],
-    *tensors: np.ndarray,
-) -> HostArray:
-    for name, shape, tensor in zip(names, shapes, tensors, strict=True):
-        if tensor.shape != shape:
-            raise WeightsError(f"has shape {tensor.shape}, the model's config needs {shape}", field=name)
-    return build(*tensors)
+    return WeightSource(names, shapes, build)

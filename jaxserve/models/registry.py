@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import re
 from collections.abc import Mapping
@@ -38,10 +39,14 @@ from jaxserve.models import (
     smollm3,
     starcoder2,
 )
-from jaxserve.models.base import CheckpointLayer, DecoderConfig, Family, Table, WeightSource
+from jaxserve.models.base import CheckpointLayer, DecoderConfig, Family, ParamSpec, Table, WeightSource
 from jaxserve.models.hf_config import HFConfig
 from jaxserve.models.parameters import kv_scale_params, trunk_params
-from jaxserve.models.unsupported import describe_kind, refuse_quantized
+from jaxserve.models.quantization.config import KEY as QUANTIZATION_KEY
+from jaxserve.models.quantization.config import read_quantization
+from jaxserve.models.quantization.formats import MatrixFormat
+from jaxserve.models.quantization.table import UNREAD, find_scheme, quantize_table
+from jaxserve.models.unsupported import describe_kind
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -100,13 +105,14 @@ def parse_config(hf_config: Mapping[str, object]) -> DecoderConfig:
     value that is malformed or not supported.
     """
     family = find_family(hf_config)
-    return family.parse(HFConfig(hf_config, family.keys, family.ignored_keys))
+    config = family.parse(HFConfig(hf_config, family.keys, (*family.ignored_keys, QUANTIZATION_KEY)))
+    return dataclasses.replace(config, quantization=read_quantization(hf_config, expanded=family.quantizations))
 
 
 def find_family(hf_config: Mapping[str, object]) -> Family:
     """Returns the family of a config.json, by its model type and architecture alone.
 
-    Raises ConfigError for an architecture that is not served, and for quantized weights.
+    Raises ConfigError for an architecture that is not served, and for a quantization that is not read.
     """
     if not isinstance(hf_config, Mapping):
         raise ConfigError(f"must be a JSON object, not {shorten(hf_config)}", field="config.json", value=hf_config)
@@ -123,7 +129,7 @@ def find_family(hf_config: Mapping[str, object]) -> Family:
     if architectures and architectures != [found[0].architecture]:
         of_type = {found[0].architecture: found[0].architecture}
         raise _unsupported(hf_config, "architectures", architectures, of_type)
-    refuse_quantized(hf_config, known=found[0].quantizations)
+    read_quantization(hf_config, expanded=found[0].quantizations)
     return found[0]
 
 
@@ -145,7 +151,23 @@ def list_params(config: DecoderConfig) -> Table:
         layer = CheckpointLayer(config, index, f"{family.trunk.layers}.{index}")
         params = family.table(layer) | kv_scale_params(layer)
         table |= {f"layers.{index}.{name}": parameter for name, parameter in params.items()}
-    return table
+    return table if config.quantization is None else quantize_table(table, config.quantization)
+
+
+def list_schemes(config: DecoderConfig) -> dict[str, tuple[ParamSpec, MatrixFormat]]:
+    """Returns the matrices that are quantized while they are read, as files have them, and their formats."""
+    quantization = config.quantization
+    if quantization is None or not quantization.while_loading:
+        return {}
+    table = list_params(describe_files(config))
+    found = ((name, each.spec, find_scheme(name, each, quantization)) for name, each in table.items())
+    return {name: (spec, form) for name, spec, form in found if form is not None}
+
+
+def describe_files(config: DecoderConfig) -> DecoderConfig:
+    """Returns the config whose parameters are those of the model's files."""
+    made = config.quantization is not None and config.quantization.while_loading
+    return dataclasses.replace(config, quantization=None) if made else config
 
 
 def param_specs(config: DecoderConfig) -> dict[str, Any]:
@@ -178,7 +200,7 @@ def ignored_weights(config: DecoderConfig) -> tuple[str, ...]:
     """
     family = FAMILIES[config.family]
     own = (pattern.replace("{num_layers}", str(config.num_layers)) for pattern in family.ignored_weights)
-    patterns = (r".*\.rotary_emb\.inv_freq", *own)
+    patterns = (r".*\.rotary_emb\.inv_freq", *own, *(() if config.quantization is None else UNREAD))
     unread = "kv" if config.attention.kv_scales is None else "" if config.attention.latent is None else "v"
     if unread:
         patterns += tuple(rf".*\.{re.escape(name).replace(r'\{part\}', f'[{unread}]')}" for name in KV_SCALE_NAMES)

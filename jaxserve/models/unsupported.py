@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-
-from jaxserve.errors import ConfigError, shorten
-
-# Keys that describe a quantization: of transformers and most tools, of older compressed-tensors, of MLX.
-_QUANTIZATION_KEYS = ("quantization_config", "compression_config", "quantization")
-_METHOD_KEYS = ("quant_method", "quant_algo")
+from collections.abc import Mapping
 
 _MULTIMODAL = "it reads images or sound; give a text-only checkpoint"
 _NO_GENERATOR = "it does not generate text; architectures that do end in ForCausalLM"
@@ -22,29 +16,6 @@ _KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
         "a mixture of experts that is not served yet",
     ),
 )
-
-
-def refuse_quantized(hf_config: Mapping[str, object], *, known: Collection[str] = ()) -> None:
-    """Raises ConfigError, naming the method, when a config.json says that its weights are quantized otherwise."""
-    for key in _QUANTIZATION_KEYS:
-        settings = hf_config.get(key)
-        if settings and _name_method(settings) not in known:
-            raise quantized_error(_name_method(settings), field=key, value=settings)
-
-
-def quantized_error(method: str, *, field: str, value: object = None) -> ConfigError:
-    """Returns the error for weights that are quantized with `method`, according to `field`."""
-    message = f"quantized checkpoints ({method}) are not read yet; use the unquantized repository"
-    return ConfigError(message, field=field, value=value)
-
-
-def _name_method(settings: object) -> str:
-    if not isinstance(settings, Mapping):
-        return shorten(settings)
-    named = [settings[key] for key in _METHOD_KEYS if isinstance(settings.get(key), str)]
-    if named:
-        return named[0][:40]
-    return f"{shorten(settings['bits'])} bits" if settings.get("bits") else "no method named"
 
 
 def describe_kind(hf_config: Mapping[str, object]) -> str | None:

@@ -171,6 +171,7 @@ def _look_at_model(find_model: Callable[[], DecoderConfig]) -> Seen:
 
 
 def _look_at_attention(config: EngineConfig, seen: dict[str, Any]) -> Seen:
+    from jaxserve.runtime.quantization import describe_weights
     from jaxserve.runtime.self_test import confirm_kernels
     from jaxserve.runtime.shapes import make_shapes
 
@@ -181,6 +182,9 @@ def _look_at_attention(config: EngineConfig, seen: dict[str, Any]) -> Seen:
     if shapes.experts is not None:
         lines.append(f"experts, {shapes.experts.impl}: {shapes.experts.reason}")
         is_slow |= shapes.experts.is_slow
+    weights = describe_weights(shapes.model)
+    if weights is not None:
+        lines.append(f"weights, {weights}: products with {shapes.model.dtype}, which is more exact than fewer bits")
     advice = "steps will be slower than with kernels made for the device" if is_slow else ""
     return Seen("\n".join(lines), shapes, advice)
 

@@ -40,7 +40,10 @@ def choose_experts(
         return model, None
     sizes = {mlp.expert.intermediate_size // (1 if mlp.by_expert else num_devices) for mlp in found}
     matrices = tuple(pair for size in sorted(sizes) for pair in ((model.hidden_size, size), (size, model.hidden_size)))
-    choices = [choose_grouped_impl(*pair, model.dtype, platform=platform, device_kind=device_kind) for pair in matrices]
+    choose = partial(
+        choose_grouped_impl, platform=platform, device_kind=device_kind, quantized=model.quantization is not None
+    )
+    choices = [choose(*pair, model.dtype) for pair in matrices]
     impl, reason = next((choice for choice in choices if choice[0] == "xla"), choices[0])
     if impl == "xla" and platform != "cpu" and num_devices > 1 and not any(mlp.by_expert for mlp in found):
         reason += "; with enable_expert_parallel each device has whole experts, whose sizes may fit"

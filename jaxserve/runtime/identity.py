@@ -144,6 +144,7 @@ def _fold(leaf: jax.Array) -> jax.Array:
 
     Such a sum does not depend on its order, so not on how the array is sharded either.
     """
+    leaf = leaf.astype(jnp.int8) if leaf.dtype == jnp.int4 else leaf
     bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")).astype(jnp.uint32)
     place, stride = jnp.zeros_like(bits), 1
     for axis in reversed(range(leaf.ndim)):

@@ -6,13 +6,11 @@ the pools exist, and the pools are made once.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.errors import CapacityError
@@ -207,7 +205,7 @@ def params_bytes(specs: Any, num_devices: int, platform: str = "cpu") -> int:
     total = 0
     for spec in jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, ParamSpec)):
         axes = DEFAULT_RULES.spec(spec.axes)
-        size = math.prod(spec.shape) * jnp.dtype(spec.dtype).itemsize
+        size = spec.num_bytes
         row = spec.shape[-1] // (1 if axes[-1] is None else num_devices)
         if platform == "tpu" and pads_little(row):
             size = size // row * pad_row(row)

@@ -21,6 +21,7 @@ from jaxserve.runtime.memory import (
     cache_budget,
     device_memory_bytes,
 )
+from jaxserve.runtime.quantization import describe_weights
 from jaxserve.runtime.shapes import Shapes, make_shapes
 from jaxserve.runtime.startup import estimate_use, measure_use, plan_pools, require_room
 from jaxserve.runtime.tier_start import count_slots
@@ -142,9 +143,11 @@ def _list_uses(shapes: Shapes, use: DeviceUse) -> list[tuple[str, int, str]]:
     """Returns (part, bytes, details) of everything but the KV pages."""
     model, largest = shapes.model, shapes.buckets.largest
     num_samples = len(shapes.sample_programs) * len(shapes.buckets.row_counts)
-    drafter = "" if shapes.drafter is None else f"; and {shapes.drafter.model.method}"
+    weights = describe_weights(model)
+    details = "" if weights is None else f"; weights: {weights}"
+    details += "" if shapes.drafter is None else f"; and {shapes.drafter.model.method}"
     return [
-        ("parameters", use.params, f"{model.family}, {model.num_layers} layers, {model.dtype}{drafter}"),
+        ("parameters", use.params, f"{model.family}, {model.num_layers} layers, {model.dtype}{details}"),
         ("temporaries", use.temporaries, f"of the largest program, {largest}"),
         ("programs", use.code, f"{len(shapes.buckets.buckets)} forward, {num_samples} sample"),
         ("state", use.state, f"rows, and inputs and outputs of two steps of {largest.rows} rows"),

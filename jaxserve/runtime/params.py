@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from jaxserve.layers.stack import LayerStack, get_leaf, list_stacked, set_leaf, write_layer
 from jaxserve.runtime.protocol import ParamUpdates
+from jaxserve.runtime.quantizer import WeightQuantizer
 from jaxserve.sharding import AxisRules, send
 from jaxserve.weights import make_dummy_params, place_parameter
 
@@ -20,10 +21,12 @@ from jaxserve.weights import make_dummy_params, place_parameter
 class WeightWriter:
     """Replaces leaves of a runtime tree, one at a time.
 
-    Stacked leaves are written in place by programs that are compiled here, so that no update compiles anything.
+    Stacked leaves are written in place by programs that are compiled here, so that no update compiles anything. What a
+    `quantizer` splits is written in its parts.
     """
 
-    def __init__(self, params: Mapping[str, Any]) -> None:
+    def __init__(self, params: Mapping[str, Any], quantizer: WeightQuantizer) -> None:
+        self._quantizer = quantizer
         self._programs: dict[tuple[tuple[int, ...], str, jax.sharding.Sharding], Any] = {}
         for leaf in list_stacked(params):
             self._programs.setdefault(_kind(leaf), _compile_write(leaf))
@@ -34,7 +37,7 @@ class WeightWriter:
         A value takes the dtype of the leaf it replaces. Values are copied: the caller may donate its arrays later, to a
         training step for example.
         """
-        for name, value in updates.items():
+        for name, value in self._list_parts(updates):
             old, index = get_leaf(params, name)
             if index is None:
                 new = place_parameter(value, old.dtype, old.sharding, name=name)
@@ -44,6 +47,10 @@ class WeightWriter:
             params = set_leaf(params, name, new)
         return params
 
+    def _list_parts(self, updates: ParamUpdates) -> Iterator[tuple[str, Any]]:
+        for name, value in updates.items():
+            yield from self._quantizer.split(name, value).items()
+
     def write_layer(self, stacked: jax.Array, index: int, value: jax.Array) -> jax.Array:
         """Returns a stack [L, ...], which must not be used afterwards, with layer `index` replaced by `value` [...]."""
         program = self._programs[_kind(stacked)]
@@ -51,7 +58,12 @@ class WeightWriter:
 
 
 def fill_params(
-    specs: Mapping[str, Any], stream: Iterable[tuple[str, jax.Array]], *, mesh: Mesh, rules: AxisRules
+    specs: Mapping[str, Any],
+    stream: Iterable[tuple[str, jax.Array]],
+    quantizer: WeightQuantizer,
+    *,
+    mesh: Mesh,
+    rules: AxisRules,
 ) -> dict[str, Any]:
     """Returns the runtime tree of `specs` (stack_specs) with the arrays of `stream`: (canonical dotted name, array).
 
@@ -63,10 +75,11 @@ def fill_params(
         empty = jax.tree.map(lambda spec: dataclasses.replace(spec, init="zeros"), layers)
         layers = make_dummy_params(empty, mesh=mesh, rules=rules, seed=0)
     params = {**specs, "layers": layers}
-    writer = WeightWriter(params)
-    for name, array in stream:
-        old, index = get_leaf(params, name)
-        params = set_leaf(params, name, array if index is None else writer.write_layer(old, index, array))
+    writer = WeightWriter(params, quantizer)
+    for whole, matrix in stream:
+        for name, array in quantizer.split(whole, matrix).items():
+            old, index = get_leaf(params, name)
+            params = set_leaf(params, name, array if index is None else writer.write_layer(old, index, array))
     return params
 
 

@@ -196,6 +196,8 @@ def make_shapes(
         raise ConfigError(f"{obstacle}; or use attention_impl='xla'", field="max_num_seqs", value=rows)
     fell_back = impl == "xla" and config.compile.attention_impl == "auto" and platform != "cpu"
     num_devices = config.parallel.tensor_parallel_size
+    if model.quantization is not None:
+        model = replace(model, quantization=replace(model.quantization, widened=platform == "cpu"))
     model, experts = choose_experts(model, num_devices, platform, device_kind)
     return Shapes(
         config,

@@ -51,6 +51,7 @@ from jaxserve.runtime.multihost.hosts import ONE_HOST, Hosts
 from jaxserve.runtime.params import WeightWriter
 from jaxserve.runtime.program_list import ProgramKey, list_copies, list_lookups, list_loops, list_programs
 from jaxserve.runtime.programs import Programs
+from jaxserve.runtime.quantizer import WeightQuantizer
 from jaxserve.runtime.runner import ModelRunner
 from jaxserve.runtime.shapes import Shapes
 from jaxserve.runtime.step_model import DraftHead, Drafting, StepModel
@@ -326,7 +327,7 @@ def start_runner(
         ),
         buckets,
         params=params,
-        writer=WeightWriter(params),
+        writer=WeightWriter(params, WeightQuantizer(shapes.model, mesh, DEFAULT_RULES)),
         state_specs=(inputs.cache, inputs.rows, inputs.sampler),
         state_shape=shapes.state,
         input_sharding=inputs.replicated,

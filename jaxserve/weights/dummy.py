@@ -20,6 +20,7 @@ from jaxserve.weights.paths import flatten_specs
 
 # The usual initial scale of published decoders: unit-variance inputs give logits of magnitude about 0.02 * sqrt(D).
 _STANDARD_DEVIATION = 0.02
+_VALUE_SCALE = _STANDARD_DEVIATION / 3  # quantized values then fill four bits
 
 
 def make_dummy_params(specs: Any, *, mesh: Mesh, rules: AxisRules, seed: int) -> Any:
@@ -49,8 +50,14 @@ def _initialise(spec: ParamSpec, stream: jax.Array) -> jax.Array:
             return jnp.ones(spec.shape, spec.dtype)
         case "normal":
             return _normal(spec.shape, stream).astype(spec.dtype)
+        case "values":
+            return jnp.clip(jnp.round(_normal(spec.shape, stream) / _VALUE_SCALE), -8, 7).astype(spec.dtype)
+        case "scales":
+            return jnp.full(spec.shape, _VALUE_SCALE, spec.dtype)
+        case "arange":
+            return jnp.arange(spec.shape[-1], dtype=spec.dtype) * jnp.ones(spec.shape, spec.dtype)
         case _:
-            raise ValueError(f"init: {spec.init!r} is not one of 'normal', 'zeros', 'ones'")
+            raise ValueError(f"init: {spec.init!r} is not one of ParamSpec's")
 
 
 def _normal(shape: tuple[int, ...], stream: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from jaxserve.errors import ConfigError, shorten
 from jaxserve.files import read_regular
-from jaxserve.models.unsupported import quantized_error
+from jaxserve.models.quantization.config import KEY as QUANTIZATION_KEY
 from jaxserve.weights.json_files import MAX_JSON_BYTES, parse_json_object
 
 SINGLE_FILE = "model.safetensors"
@@ -17,7 +17,7 @@ PARAMS_FOLDER = "params"  # in Orbax checkpoints
 
 ADAPTER_CONFIG = "adapter_config.json"
 ORIGINAL_CONFIG = "params.json"
-# Files that quantization tools write beside a config.json that does not mention them, and the tools' methods.
+# Files that quantization tools write, some of them beside a config.json that says nothing, and the tools' methods.
 QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 
 _GGUF = "GGUF files are not read; use the original repository, in safetensors"
@@ -48,8 +48,12 @@ def refuse_foreign_folder(path: Path, *, need_weights: bool) -> None:
     enough.
     """
     for name, method in QUANTIZATION_FILES.items():
-        if (path / name).is_file():
-            raise quantized_error(method, field=str(path / name))
+        if (path / name).is_file() and not _read_key(path / "config.json", QUANTIZATION_KEY):
+            message = (
+                f"says that the weights are quantized ({method}), and config.json has no {QUANTIZATION_KEY}; put the "
+                "settings there as transformers writes them"
+            )
+            raise ConfigError(message, field=str(path / name))
     if (path / "config.json").exists() and (not need_weights or has_weights(path)):
         return
     reason = describe_foreign(path)
@@ -76,12 +80,17 @@ def describe_foreign(path: Path) -> str | None:
 
 
 def _describe_adapter(file: Path) -> str:
-    try:
-        base = parse_json_object(read_regular(file, MAX_JSON_BYTES)).get("base_model_name_or_path")
-    except (OSError, ValueError):
-        base = None
+    base = _read_key(file, "base_model_name_or_path")
     of_base = f" of {shorten(base)}" if base else ""
     return (
         f"a LoRA adapter{of_base} is not read; merge it into its base model first (peft's merge_and_unload, then "
         "save_pretrained) and give that directory"
     )
+
+
+def _read_key(file: Path, key: str) -> object:
+    """Returns a value of a JSON file; None where it cannot be read, which later readers report."""
+    try:
+        return parse_json_object(read_regular(file, MAX_JSON_BYTES)).get(key)
+    except (OSError, ValueError):
+        return None

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxserve.errors import WeightsError
 from jaxserve.models.base import HostArray, ParamSpec, WeightSource
 from jaxserve.sharding import AxisRules
-from jaxserve.weights.paths import count_bytes, flatten_specs, unflatten
+from jaxserve.weights.paths import flatten_specs, unflatten
 from jaxserve.weights.place import CastParameter, cast_host, place_host
 from jaxserve.weights.reader import LOADABLE_DTYPES, SafetensorsCheckpoint, list_names, open_checkpoint
 
@@ -74,7 +74,7 @@ def stream_safetensors(
     left_out = sorted(checkpoint.names.difference(*(source.names for source in sources.values())))
     if left_out:
         _log.info("%d tensors of the checkpoint are not needed: %s", len(left_out), list_names(left_out))
-    total, done = sum(map(count_bytes, flat.values())), 0
+    total, done = sum(spec.num_bytes for spec in flat.values()), 0
     if progress is not None:
         progress(done, total)
     names = list(flat)
@@ -85,7 +85,7 @@ def stream_safetensors(
         array = place_host(_build_host(checkpoint, name, spec, source), rules.sharding(mesh, spec.axes))
         array.block_until_ready()  # the transfer may still read the host buffers
         _for_each(source, checkpoint.release)
-        done += count_bytes(spec)
+        done += spec.num_bytes
         if progress is not None:
             progress(done, total)
         yield name, array
@@ -124,25 +124,33 @@ def check_tensors(
     if complaints:
         raise WeightsError("the checkpoint " + ", and ".join(complaints), field=str(checkpoint.path))
     for source in sources.values():
-        for name, shape in zip(source.names, source.shapes, strict=True):
-            _check_tensor(checkpoint, name, shape, LOADABLE_DTYPES if source.dtype is None else (source.dtype,))
+        dtypes = source.dtypes or (tuple(LOADABLE_DTYPES),) * len(source.names)
+        for name, shape, loadable in zip(source.names, source.shapes, dtypes, strict=True):
+            _check_tensor(checkpoint, name, shape, loadable, exact=source.dtypes is None)
 
 
 def _check_tensor(
-    checkpoint: SafetensorsCheckpoint, name: str, shape: tuple[int, ...], loadable: Collection[str]
+    checkpoint: SafetensorsCheckpoint, name: str, shape: tuple[int, ...], loadable: Collection[str], *, exact: bool
 ) -> None:
+    """Raises WeightsError for another shape or dtype; unless `exact`, axes of one at the end do not count."""
     found, dtype = checkpoint.shape(name), checkpoint.dtype_name(name)
-    if found != shape:
+    if found != shape and (exact or _strip_ones(found) != _strip_ones(shape)):
         raise WeightsError(f"has shape {found}, the model's config needs {shape}", field=name, value=found)
     if dtype not in loadable:
         known = ", ".join(sorted(loadable))
         raise WeightsError(f"is stored as {dtype}; only {known} can be loaded", field=name, value=dtype)
 
 
+def _strip_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    while shape and shape[-1] == 1:
+        shape = shape[:-1]
+    return shape
+
+
 def _build_host(checkpoint: SafetensorsCheckpoint, name: str, spec: ParamSpec, source: WeightSource) -> HostArray:
     """Returns one parameter in the shape and dtype of its spec, whose files are read where it is indexed."""
     tensors = [checkpoint.read(tensor) for tensor in source.names]
-    if len({tensor.dtype for tensor in tensors}) > 1:  # `build` needs one dtype
+    if source.dtypes is None and len({tensor.dtype for tensor in tensors}) > 1:  # `build` needs one dtype
         tensors = [
             cast_host(tensor, spec.dtype, name=tensor_name)
             for tensor, tensor_name in zip(tensors, source.names, strict=True)

@@ -21,9 +21,8 @@ from jaxserve.files import require_regular
 from jaxserve.sharding import AxisRules
 from jaxserve.weights.formats import PARAMS_FOLDER
 from jaxserve.weights.paths import flatten_specs, unflatten
+from jaxserve.weights.place import list_castable
 from jaxserve.weights.reader import list_names
-
-_FLOATS = ("bfloat16", "float16", "float32")
 
 
 def save_params(path: Path, params: Any, hf_config: Mapping[str, Any]) -> None:
@@ -66,11 +65,32 @@ def restore_params(path: Path, specs: Any, *, mesh: Mesh, rules: AxisRules) -> A
         for name, spec in flat.items()
     }
     with ocp.StandardCheckpointer() as checkpointer:
-        _check_stored(_read_metadata(checkpointer, folder), targets, str(folder))
+        found = _read_metadata(checkpointer, folder)
+        wider = {name: target for name, target in targets.items() if _has_wider_groups(name, found, target)}
+        whole = {name: jax.ShapeDtypeStruct(found[name].shape, each.dtype) for name, each in wider.items()}
+        replicated = rules.sharding(mesh, ())
+        targets |= {name: each.update(sharding=replicated) for name, each in whole.items()}
+        _check_stored(found, targets, str(folder))
         try:
-            return checkpointer.restore(folder, unflatten(specs, targets))
+            restored = checkpointer.restore(folder, unflatten(specs, targets))
         except Exception as error:  # Orbax has no error type of its own: damaged files raise almost anything
             raise WeightsError(f"damaged checkpoint: {_reason(error)}", field=str(folder)) from error
+    values: dict[str, Any] = dict(flatten_specs(restored)[0])
+    values |= {name: _repeat_groups(values[name], target) for name, target in wider.items()}
+    return unflatten(specs, values)
+
+
+def _has_wider_groups(name: str, found: Mapping[str, Any], target: jax.ShapeDtypeStruct) -> bool:
+    """Whether scales or zero points are stored for groups that are cut between the devices of this mesh."""
+    if not name.endswith((".scales", ".zeros")) or name not in found:
+        return False
+    *lead, groups, columns = found[name].shape
+    return (*lead, columns) == (*target.shape[:-2], target.shape[-1]) and 1 < groups < target.shape[-2]
+
+
+def _repeat_groups(value: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
+    times = target.shape[-2] // value.shape[-2]
+    return jax.device_put(jnp.repeat(value, times, axis=-2), target.sharding)
 
 
 def _refuse_special_files(folder: Path) -> None:
@@ -110,10 +130,9 @@ def _check_stored(found: Mapping[str, Any], targets: Mapping[str, jax.ShapeDtype
         shape, dtype = tuple(found[name].shape), str(found[name].dtype)
         if shape != target.shape:
             raise WeightsError(f"has shape {shape}, the model's config needs {target.shape}", field=name, value=shape)
-        if dtype not in _FLOATS:
-            raise WeightsError(
-                f"is stored as {dtype}; only {', '.join(_FLOATS)} can be loaded", field=name, value=dtype
-            )
+        known = list_castable(str(target.dtype))
+        if dtype not in known:
+            raise WeightsError(f"is stored as {dtype}; only {', '.join(known)} can be loaded", field=name, value=dtype)
 
 
 def _reason(error: Exception) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxserve.models.base import ParamSpec
 
@@ -21,8 +20,3 @@ def unflatten(specs: Any, values: Mapping[str, Any]) -> Any:
     """Returns the tree of `specs` with each spec replaced by the value of its dotted path."""
     flat, treedef = flatten_specs(specs)
     return treedef.unflatten([values[name] for name in flat])
-
-
-def count_bytes(spec: ParamSpec) -> int:
-    """Returns the bytes of one parameter, all shards together."""
-    return int(np.prod(spec.shape, dtype=np.int64)) * jax.numpy.dtype(spec.dtype).itemsize

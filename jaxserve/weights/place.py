@@ -17,8 +17,16 @@ from jax.sharding import Sharding
 
 from jaxserve.errors import WeightsError
 from jaxserve.models.base import HostArray
+from jaxserve.models.quantization.formats import WIDER
 
 _CAST_PIECES = 16
+_FLOATS = ("bfloat16", "float16", "float32")
+
+
+def list_castable(dtype: str) -> tuple[str, ...]:
+    """Returns the dtypes that a parameter of `dtype` can be made of without another meaning of its numbers."""
+    narrow = tuple(name for name, wider in WIDER.items() if wider == dtype)
+    return (*(_FLOATS if dtype in _FLOATS else (dtype,)), *narrow)
 
 
 def cast_host(value: np.ndarray, dtype: str | np.dtype, *, name: str) -> np.ndarray:

@@ -28,7 +28,13 @@ INTEGER_DTYPES: Mapping[str, np.dtype] = {  # of tables of token ids, never of w
     "I32": np.dtype(np.int32),
     "BOOL": np.dtype(np.bool_),
 }
-_READABLE_DTYPES = {**LOADABLE_DTYPES, **INTEGER_DTYPES, "U8": np.dtype(np.uint8)}  # bytes hold packed weights
+_QUANTIZED_DTYPES: Mapping[str, np.dtype] = {  # of values, often packed, and of scales
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+}
+_READABLE_DTYPES = {**LOADABLE_DTYPES, **INTEGER_DTYPES, **_QUANTIZED_DTYPES}
 
 
 @dataclass(frozen=True)
@@ -61,8 +67,7 @@ class SafetensorsCheckpoint:
     def read(self, name: str) -> np.ndarray:
         """Returns the tensor as a read-only view of the mapped file, whose bytes are read when they are used.
 
-        The dtype must be one of LOADABLE_DTYPES or INTEGER_DTYPES, or U8 (KeyError otherwise). The view may be
-        unaligned.
+        The dtype must be one that weights, their parts or tables have (KeyError otherwise). The view may be unaligned.
         """
         location = self._locations[name]
         entry, dtype = location.entry, _READABLE_DTYPES[location.entry.dtype]

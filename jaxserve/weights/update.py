@@ -13,15 +13,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.errors import WeightsError, shorten
-from jaxserve.models.base import WeightSource
+from jaxserve.models.base import ParamSpec, WeightSource
 from jaxserve.sharding import AxisRules
 from jaxserve.weights.formats import checkpoint_format
 from jaxserve.weights.load import check_tensors, stream_safetensors
 from jaxserve.weights.orbax import restore_params
 from jaxserve.weights.paths import flatten_specs
+from jaxserve.weights.place import list_castable
 from jaxserve.weights.reader import list_names, open_checkpoint
-
-_FLOATS = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,8 @@ def check_update(specs: Any, new_params: Any) -> dict[str, np.ndarray | jax.Arra
 
     `new_params` is the canonical nested tree, a flat mapping of dotted paths ("layers.3.qkv.weight"), a mixture of the
     two, or an `nnx.State` with the canonical paths. Its leaves are numpy or JAX arrays in the shapes of `specs`, in
-    bfloat16, float16 or float32: `place_parameter` casts them to the dtype of the spec.
+    bfloat16, float16 or float32 or, for the parts of quantized matrices, as the engine has them: `place_parameter`
+    casts them to the dtype of the spec.
 
     Raises WeightsError naming the paths that are missing, unknown or given twice, or the first leaf that is not an
     array, was deleted (donated), or has another shape or dtype.
@@ -70,7 +70,7 @@ def check_update(specs: Any, new_params: Any) -> dict[str, np.ndarray | jax.Arra
         parts += [f"hold {len(unknown)} that the model does not have: {list_names(unknown)}"] * bool(unknown)
         raise WeightsError("the new weights " + ", and ".join(parts), field="new_params")
     for name, spec in flat.items():
-        _check_leaf(name, leaves[name], spec.shape)
+        _check_leaf(name, leaves[name], spec)
     return {name: leaves[name] for name in flat}
 
 
@@ -100,12 +100,13 @@ def _walk(prefix: str, node: Any) -> Iterator[tuple[str, Any]]:
         yield from _walk(f"{prefix}.{key}" if prefix else str(key), child)
 
 
-def _check_leaf(name: str, leaf: Any, shape: tuple[int, ...]) -> None:
+def _check_leaf(name: str, leaf: Any, spec: ParamSpec) -> None:
     if not isinstance(leaf, np.ndarray | jax.Array):
         raise WeightsError(f"must be a numpy or JAX array, not {type(leaf).__name__}", field=name)
     if isinstance(leaf, jax.Array) and leaf.is_deleted():
         raise WeightsError("is a deleted array; it was donated to another computation", field=name)
-    if leaf.shape != shape:
-        raise WeightsError(f"has shape {leaf.shape}, the model needs {shape}", field=name, value=leaf.shape)
-    if str(leaf.dtype) not in _FLOATS:
-        raise WeightsError(f"has dtype {leaf.dtype}; it must be one of {', '.join(_FLOATS)}", field=name)
+    if leaf.shape != spec.shape:
+        raise WeightsError(f"has shape {leaf.shape}, the model needs {spec.shape}", field=name, value=leaf.shape)
+    known = list_castable(spec.dtype)
+    if str(leaf.dtype) not in known:
+        raise WeightsError(f"has dtype {leaf.dtype}; it must be one of {', '.join(known)}", field=name)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from pallas_kernels.backends import choose_impl
 from pallas_kernels.mosaic_gpu.toolkit import find_compiler_obstacle
 from pallas_kernels.platform import traced_device_kind, traced_platform
+from pallas_kernels.quantized import QuantizedArray
 
 _HOMES = {  # by name: a module and its function
     "reference": ("reference", "multiply"),
@@ -23,12 +24,13 @@ _HOMES = {  # by name: a module and its function
     "tpu": ("tpu", "multiply"),
     "tpu_interpret": ("tpu", "multiply_interpreted"),
 }
+_QUANTIZED = ("reference", "xla")  # those that take a `QuantizedArray`
 _DEVICES = {"gpu": "Hopper", "tpu": "TPUs from v5e on"}  # of the kernels
 
 
 def grouped_matmul(
     x: jax.Array,  # [M, K]
-    w: jax.Array,  # [matrices, K, N]
+    w: jax.Array | QuantizedArray,  # [matrices, K, N]
     sizes: jax.Array,  # [G] i32
     first: int | jax.Array = 0,
     *,
@@ -52,7 +54,13 @@ def grouped_matmul(
         raise ValueError(
             f"x {x.shape} wants w [>= {parts} * G, {x.shape[-1]}, N] and sizes [G], got {w.shape} and {sizes.shape}"
         )
-    if x.dtype != w.dtype:
+    if isinstance(w, QuantizedArray):
+        impl = "xla" if impl is None else impl
+        if impl not in _QUANTIZED or w.order is not None:
+            raise ValueError(
+                f"impl must be one of {', '.join(_QUANTIZED)} for quantized w without an order, got {impl!r}"
+            )
+    elif x.dtype != w.dtype:
         raise ValueError(f"x is {x.dtype} and w is {w.dtype}; they must be of one dtype")
     if impl is None:
         impl, _ = choose_grouped_impl(
@@ -66,17 +74,25 @@ def grouped_matmul(
 
 
 def choose_grouped_impl(
-    width: int, columns: int, dtype: jnp.dtype | str, *, platform: str, device_kind: str = ""
+    width: int,
+    columns: int,
+    dtype: jnp.dtype | str,
+    *,
+    platform: str,
+    device_kind: str = "",
+    quantized: bool = False,
 ) -> tuple[str, str]:
     """The implementation that `impl=None` means for matrices [width, columns] on a device, and the reason for users.
 
     `platform` and `device_kind` are those of `choose_impl`, and the kernels run where those of attention do.
+    `quantized`: the matrices are `QuantizedArray`s.
     """
     name, _ = choose_impl(platform, device_kind)
     if name in _DEVICES:
         module = import_module(f"pallas_kernels.grouped.{_HOMES[name][0]}")
         obstacle = module.find_obstacle(width, columns, dtype) if hasattr(module, "find_obstacle") else None
         obstacle = find_compiler_obstacle() if obstacle is None and name == "gpu" else obstacle
+        obstacle = "the kernels do not read quantized experts" if quantized else obstacle
         if obstacle is None:
             return name, f"a Pallas kernel for grouped products, compiled for {device_kind}"
         return "xla", f"portable grouped products, which are slow here: {obstacle}"

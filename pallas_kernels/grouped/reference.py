@@ -6,9 +6,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.quantized import QuantizedArray, dequantize
 
-def multiply(x: jax.Array, w: jax.Array, sizes: jax.Array, first: jax.Array, parts: int) -> jax.Array:
+
+def multiply(x: jax.Array, w: jax.Array | QuantizedArray, sizes: jax.Array, first: jax.Array, parts: int) -> jax.Array:
     """See `grouped_matmul`. Takes memory for M * G * N numbers: for tests."""
+    w = dequantize(w, jnp.float32) if isinstance(w, QuantizedArray) else w
     num_rows, num_groups = x.shape[0], sizes.shape[0]
     ends = jnp.cumsum(sizes)
     groups = jnp.searchsorted(ends, jnp.arange(num_rows), side="right")  # G for rows of no group

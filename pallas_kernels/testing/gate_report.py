@@ -49,6 +49,7 @@ class ProgramReport:
     alias_bytes: int = 0
     temp_bytes: int = 0
     donated_bytes: int = 0  # the KV pool, which must be among the aliases
+    most_temp_bytes: int | None = None  # that may be temporaries, if the program has a limit of its own
     impl: str = ""  # the implementation that was compiled
     compiler: str = ""  # name and version, if known
     reason: str = ""  # why `impl` is the portable one, if the target's kernels do not do the shape
@@ -155,6 +156,8 @@ def find_faults(report: ProgramReport, target: Target) -> list[str]:
     needed = report.argument_bytes + report.temp_bytes
     if needed > target.memory_bytes:
         faults.append(f"{needed:,} bytes of arguments and temporaries, the {target.name} has {target.memory_bytes:,}")
+    if report.most_temp_bytes is not None and report.temp_bytes > report.most_temp_bytes:
+        faults.append(f"temporaries of {report.temp_bytes:,} bytes, at most {report.most_temp_bytes:,} are expected")
     if report.donated_bytes and report.temp_bytes >= report.donated_bytes:
         faults.append(f"temporaries of {report.temp_bytes:,} bytes: room for a second pool")
     return faults

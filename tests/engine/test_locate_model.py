@@ -18,7 +18,8 @@ from jaxserve.errors import ConfigError
 from jaxserve.presets import load_preset
 
 LLAMA = load_preset("llama-30m") or {}
-UNQUANTIZED = "are not read yet; use the unquantized repository"
+UNQUANTIZED = "are not read; known are fp8"
+CONFIG = "quantization_config"
 
 
 def quantized(**settings: object) -> dict[str, object]:
@@ -32,9 +33,9 @@ def other(model_type: str, architecture: str, **keys: object) -> dict[str, objec
 
 # Files of a folder, as JSON or bytes -> field, and words of the message in their order.
 CASES: dict[str, tuple[Mapping[str, object], str, tuple[str, ...]]] = {
-    "awq": (quantized(quant_method="awq", bits=4), "quantization_config", ("(awq)", UNQUANTIZED)),
-    "gptq": (quantized(quant_method="gptq", bits=4), "quantization_config", ("(gptq)", UNQUANTIZED)),
-    "fp8": (quantized(quant_method="fp8"), "quantization_config", ("(fp8)", UNQUANTIZED)),
+    "awq": (quantized(quant_method="awq", bits=4, version="gemv"), f"{CONFIG}.version", ("'gemv' is not read", "gemm")),
+    "gptq": (quantized(quant_method="gptq", bits=3), f"{CONFIG}.bits", ("3 is not read", "4 and 8")),
+    "fp8": (quantized(quant_method="fp8", fmt="e5m2"), f"{CONFIG}.fmt", ("'e5m2' is not read", "e4m3")),
     "bitsandbytes": (
         quantized(quant_method="bitsandbytes", load_in_4bit=True),
         "quantization_config",
@@ -42,8 +43,8 @@ CASES: dict[str, tuple[Mapping[str, object], str, tuple[str, ...]]] = {
     ),
     "compressed-tensors": (
         quantized(quant_method="compressed-tensors", format="pack-quantized"),
-        "quantization_config",
-        ("(compressed-tensors)", UNQUANTIZED),
+        f"{CONFIG}.config_groups",
+        ("None is not read", "at least one group"),
     ),
     "mxfp4": (quantized(quant_method="mxfp4"), "quantization_config", ("(mxfp4)", UNQUANTIZED)),
     "unheard-of": (quantized(quant_method="q17"), "quantization_config", ("(q17)", UNQUANTIZED)),
@@ -53,12 +54,12 @@ CASES: dict[str, tuple[Mapping[str, object], str, tuple[str, ...]]] = {
     "old gptq": (
         {"config.json": LLAMA, "quantize_config.json": {"bits": 4}, "model.safetensors": b""},
         "quantize_config.json",
-        ("(gptq)", UNQUANTIZED),
+        ("(gptq)", "config.json has no quantization_config"),
     ),
     "modelopt": (
         {"config.json": LLAMA, "hf_quant_config.json": {}, "model.safetensors": b""},
         "hf_quant_config.json",
-        ("(modelopt)", UNQUANTIZED),
+        ("(modelopt)", "config.json has no quantization_config"),
     ),
     "gguf": ({"llama-Q4_K_M.gguf": b"", "llama-Q8_0.gguf": b""}, "model", ("GGUF", "original repository, in safetens")),
     "gguf and config": ({"config.json": LLAMA, "llama.gguf": b""}, "model", ("GGUF", "original repository")),
@@ -197,7 +198,7 @@ def test_a_repository_is_refused_before_its_weights_are_fetched(
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     write(tmp_path, {"config.json": CASES["awq"][0]["config.json"]})
-    with pytest.raises(ConfigError, match="quantized checkpoints"):
+    with pytest.raises(ConfigError, match="gemv"):
         locate_model(ModelOptions(model="owner/llama-awq"))
     write(tmp_path, {"config.json": LLAMA})
     found = locate_model(ModelOptions(model="owner/llama"))

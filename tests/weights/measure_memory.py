@@ -21,7 +21,7 @@ import numpy as np
 from jaxserve.models.registry import param_specs, parse_config, weight_sources
 from jaxserve.sharding import DEFAULT_RULES, make_mesh
 from jaxserve.weights import load_safetensors, stream_safetensors
-from jaxserve.weights.paths import count_bytes, flatten_specs
+from jaxserve.weights.paths import flatten_specs
 from tests.weights.checkpoints import write_shards
 
 CONFIG = {
@@ -92,7 +92,7 @@ def measure(folder: Path, wanted: str, *, resident: bool) -> dict[str, int]:
         pass
     host = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    sizes = [count_bytes(spec) for spec in flatten_specs(specs)[0].values()]
+    sizes = [spec.num_bytes for spec in flatten_specs(specs)[0].values()]
     return {"total": sum(sizes), "largest": max(sizes), "host": host, **growth}
 
 

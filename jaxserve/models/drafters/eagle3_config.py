@@ -15,7 +15,7 @@ from jaxserve.models.common import build_config, read_attention, read_mlp, read_
 from jaxserve.models.drafters.base import AuxNorm, DrafterModel
 from jaxserve.models.drafters.eagle3 import D2T, EMBED, FC, HEAD
 from jaxserve.models.hf_config import HFConfig, check_integer, check_mapping
-from jaxserve.models.unsupported import refuse_quantized
+from jaxserve.models.quantization.config import refuse_quantized
 
 _log = logging.getLogger(__name__)
 

@@ -1,0 +1,283 @@
+"""Reads `quantization_config` of a config.json, one function for each method of quantization.
+
+Keys that say how the file was made (calibration, damping, backends) are not looked at; those that say what its numbers
+mean must have a value that is read here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+
+from jaxserve.errors import ConfigError, shorten
+from jaxserve.models.quantization.formats import EVERY_MODULE, MatrixFormat, Quantization, Targets
+
+KEY = "quantization_config"
+_OTHER_KEYS = ("compression_config", "quantization")  # of older compressed-tensors, of MLX
+_METHOD_KEYS = ("quant_method", "quant_algo")
+_FP8 = "float8_e4m3fn"
+
+Settings = Mapping[str, object]
+
+
+def read_quantization(hf_config: Mapping[str, object], *, expanded: Collection[str] = ()) -> Quantization | None:
+    """Returns what a config.json says about quantized weights; None if it says nothing.
+
+    Methods in `expanded` are the family's own to read. Raises ConfigError, naming key and value, for a method or a
+    format that is not read.
+    """
+    for key in _OTHER_KEYS:
+        if hf_config.get(key):
+            raise quantized_error(_name_method(hf_config[key]), field=key, value=hf_config[key])
+    settings = hf_config.get(KEY)
+    if not settings:
+        return None
+    method = _name_method(settings)
+    if method in expanded:
+        return None
+    if not isinstance(settings, Mapping) or method not in _METHODS:
+        raise quantized_error(method, field=KEY, value=settings)
+    return Quantization(method, tuple(_METHODS[method](settings)))
+
+
+def refuse_quantized(hf_config: Mapping[str, object]) -> None:
+    """Raises ConfigError, naming the method, when a config.json says that its weights are quantized."""
+    for key in (KEY, *_OTHER_KEYS):
+        if hf_config.get(key):
+            message = f"quantized weights ({_name_method(hf_config[key])}) are not read here; use the unquantized"
+            raise ConfigError(f"{message} repository", field=key, value=hf_config[key])
+
+
+def quantized_error(method: str, *, field: str, value: object = None) -> ConfigError:
+    """Returns the error for weights that are quantized with `method`, according to `field`."""
+    message = f"quantized checkpoints ({method}) are not read; known are {', '.join(_METHODS)}, or use the unquantized"
+    return ConfigError(f"{message} repository", field=field, value=value)
+
+
+def _name_method(settings: object) -> str:
+    if not isinstance(settings, Mapping):
+        return shorten(settings)
+    named = [settings[key] for key in _METHOD_KEYS if isinstance(settings.get(key), str)]
+    if named:
+        return named[0][:40]
+    return f"{shorten(settings['bits'])} bits" if settings.get("bits") else "no method named"
+
+
+def _read_fp8(settings: Settings) -> Iterator[tuple[Targets, MatrixFormat | None]]:
+    """Yields the rules of transformers' and DeepSeek's FP8."""
+    _require(settings, "fmt", "e4m3", None)
+    _require(settings, "activation_scheme", "dynamic", "static", None)
+    yield _list_names(settings, "modules_to_not_convert", "ignored_layers"), None
+    block = _read_block(settings, "weight_block_size")
+    yield (
+        EVERY_MODULE,
+        MatrixFormat("plain", _FP8, block or (None, None), "weight_scale_inv", other_scale="weight_scale"),
+    )
+
+
+def _read_gptq(settings: Settings) -> Iterator[tuple[Targets, MatrixFormat | None]]:
+    yield from _read_dynamic(settings)
+    yield from _read_words(settings)
+
+
+def _read_dynamic(settings: Settings) -> Iterator[tuple[Targets, MatrixFormat | None]]:
+    """Yields GPTQModel's rules for single modules, of which those that leave modules out are read."""
+    for pattern, rule in _as_mapping(settings, "dynamic").items():
+        if not pattern.startswith("-:"):
+            raise _refuse("dynamic", f"{shorten(pattern)}: {shorten(rule)}", "only rules that leave modules out (-:)")
+        yield Targets(patterns=(_check_pattern("dynamic", pattern[2:]),)), None
+
+
+def _read_words(settings: Settings) -> Iterator[tuple[Targets, MatrixFormat | None]]:
+    """Yields the rules of GPTQ's packing."""
+    bits, size = _read_bits(settings), _read_group_size(settings)
+    ordered = bool(settings.get("desc_act")) and size is not None
+    _require(settings, "checkpoint_format", "gptq", "gptq_v2", None)
+    offset = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1
+    yield _list_names(settings, "modules_to_not_convert"), None
+    form = MatrixFormat("gptq", f"int{bits}", (1, size), "scales", ordered=ordered)
+    # files have zero points in either case, which are the middle of all values if these are symmetric
+    form = dataclasses.replace(form, zeros=not settings.get("sym", True), zero_offset=offset)
+    yield _read_blocks_to_quantize(settings), form
+
+
+def _read_blocks_to_quantize(settings: Settings) -> Targets:
+    """Returns the modules of GPTQ's `modules_in_block_to_quantize`, a list of lists; all without it."""
+    listed = settings.get("modules_in_block_to_quantize")
+    if listed is None:
+        return EVERY_MODULE
+    if not isinstance(listed, list) or not all(isinstance(names, list) for names in listed):
+        raise _refuse("modules_in_block_to_quantize", listed, "a list of lists of names")
+    return Targets(names=frozenset(str(name) for names in listed for name in names))
+
+
+def _read_awq(settings: Settings) -> Iterator[tuple[Targets, MatrixFormat | None]]:
+    _require(settings, "version", "gemm", "GEMM", None)
+    _require(settings, "bits", 4)
+    yield _list_names(settings, "modules_to_not_convert"), None
+    block, symmetric = (1, _read_group_size(settings)), settings.get("sym", not settings.get("zero_point", True))
+    yield EVERY_MODULE, MatrixFormat("awq", "int4", block, "scales", zeros=not symmetric)
+
+
+def _read_auto_round(settings: Settings) -> Iterator[tuple[Targets, MatrixFormat | None]]:
+    """Yields the rules of auto-round's files, which are packed as GPTQ's or as AWQ's."""
+    _require(settings, "data_type", "int", None)
+    packing = settings.get("packing_format", "auto_round:auto_gptq")
+    for module, rule in _as_mapping(settings, "extra_config").items():
+        if not isinstance(rule, Mapping) or rule.get("bits") not in (16, 32):
+            raise _refuse("extra_config", f"{module}: {shorten(rule)}", "only modules of 16 bits")
+        yield Targets(names=frozenset([module])), None
+    if packing in ("auto_round:auto_awq", "auto_round:awq"):
+        yield from _read_awq({**settings, "version": None})
+    elif packing in ("auto_round:auto_gptq", "auto_round:gptq"):
+        yield from _read_words({**settings, "desc_act": False})
+    else:
+        raise _refuse("packing_format", packing, "auto_round:auto_gptq and auto_round:auto_awq")
+
+
+def _read_modelopt(settings: Settings) -> Iterator[tuple[Targets, MatrixFormat | None]]:
+    algorithm = settings.get("quant_algo")
+    if algorithm != "FP8":
+        raise _refuse("quant_algo", algorithm, "FP8")
+    for key in ("ignore", "exclude_modules"):
+        yield Targets(patterns=tuple(fnmatch.translate(name) for name in _as_names(settings, key))), None
+    yield EVERY_MODULE, MatrixFormat("plain", _FP8, (None, None), "weight_scale")
+
+
+def _read_compressed(settings: Settings) -> Iterator[tuple[Targets, MatrixFormat | None]]:
+    """Yields the rules of compressed-tensors: what is ignored, then each group by its targets."""
+    for key in ("sparsity_config", "transform_config"):
+        chosen = _as_mapping(settings, key)
+        if chosen and chosen.get("format", "given") != "dense":
+            raise _refuse(key, chosen, "none")
+    yield _find_targets(_as_names(settings, "ignore")), None
+    groups = _as_mapping(settings, "config_groups")
+    if not groups:
+        raise _refuse("config_groups", settings.get("config_groups"), "at least one group")
+    for name, group in groups.items():
+        field = f"config_groups.{name}"
+        if not isinstance(group, Mapping):
+            raise _refuse(field, group, "an object")
+        stored = group.get("format") or settings.get("format")
+        form = _read_group_format(field, stored, _as_mapping(group, "weights"))
+        yield _find_targets(_as_names(group, "targets")), form
+
+
+def _read_group_format(field: str, stored: object, weights: Settings) -> MatrixFormat:
+    """Returns the format of one group of modules."""
+    kind, bits = weights.get("type", "int"), weights.get("num_bits", 8)
+    dtypes = {("float", 8): _FP8, ("int", 8): "int8", ("int", 4): "int4"}
+    if (kind, bits) not in dtypes:
+        raise _refuse(f"{field}.weights", f"{kind} of {shorten(bits)} bits", "int of 4 or 8 and float of 8 bits")
+    dtype, symmetric = dtypes[kind, bits], weights.get("symmetric", True) is not False
+    formats = {"pack-quantized": ("int4", "int8"), "int-quantized": ("int8",), "float-quantized": (_FP8,)}
+    formats |= {"naive-quantized": ("int8", _FP8)}
+    if dtype not in formats.get(str(stored), ()):
+        raise _refuse("format", stored, " and ".join(name for name, types in formats.items() if dtype in types))
+    if dtype == _FP8 and not symmetric:
+        raise _refuse(f"{field}.weights.symmetric", False, "true, as 8-bit floats have no zero points")
+    block = _read_strategy(f"{field}.weights", weights)
+    ordered = weights.get("actorder") in ("group", True) and block[1] is not None
+    if stored != "pack-quantized":
+        if ordered:
+            raise _refuse(f"{field}.weights.actorder", weights["actorder"], "none, or the format pack-quantized")
+        return MatrixFormat("plain", dtype, block, "weight_scale", zeros=not symmetric)
+    return MatrixFormat("compressed", dtype, (1, block[1]), "weight_scale", zeros=not symmetric, ordered=ordered)
+
+
+def _read_strategy(field: str, weights: Settings) -> tuple[int | None, int | None]:
+    """Returns the rows and the columns that share a scale."""
+    strategy = weights.get("strategy") or ("tensor" if weights.get("group_size") is None else "group")
+    if strategy == "block":
+        block = _read_block(weights, "block_structure")
+        if block is not None:
+            return block
+    known = {"tensor": (None, None), "channel": (1, None)}
+    if strategy == "group":
+        known["group"] = (1, _read_group_size(weights))
+    if strategy not in known:
+        raise _refuse(f"{field}.strategy", strategy, "tensor, channel, group and block")
+    return known[strategy]
+
+
+def _read_block(settings: Settings, key: str) -> tuple[int, int] | None:
+    block = settings.get(key)
+    if block is None:
+        return None
+    if not (isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)):
+        raise _refuse(key, block, "two positive numbers")
+    return block[0], block[1]
+
+
+def _read_bits(settings: Settings) -> int:
+    bits = settings.get("bits", settings.get("w_bit"))
+    if bits not in (4, 8) or isinstance(bits, bool):
+        raise _refuse("bits", bits, "4 and 8")
+    return int(bits)
+
+
+def _read_group_size(settings: Settings) -> int | None:
+    """Returns the columns that share a scale; None for all of them."""
+    size = settings.get("group_size", settings.get("q_group_size", 128))
+    if size == -1:
+        return None
+    if type(size) is not int or size < 1:
+        raise _refuse("group_size", size, "-1 and positive numbers")
+    return size
+
+
+def _find_targets(names: Collection[str]) -> Targets:
+    """Returns the targets that names, patterns ("re:...") and the class of all projections ("Linear") mean."""
+    if "Linear" in names:
+        return EVERY_MODULE
+    patterns = tuple(_check_pattern("targets", name[3:]) for name in names if name.startswith("re:"))
+    return Targets(frozenset(name for name in names if not name.startswith("re:")), patterns)
+
+
+def _list_names(settings: Settings, *keys: str) -> Targets:
+    return Targets(frozenset(name for key in keys for name in _as_names(settings, key)))
+
+
+def _as_names(settings: Settings, key: str) -> list[str]:
+    names = settings.get(key)
+    if names is None:
+        return []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise _refuse(key, names, "a list of names")
+    return names
+
+
+def _as_mapping(settings: Settings, key: str) -> Mapping[str, object]:
+    value = settings.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        raise _refuse(key, value, "an object")
+    return value or {}
+
+
+def _check_pattern(key: str, pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise _refuse(key, pattern, "regular expressions") from error
+    return pattern
+
+
+def _require(settings: Settings, key: str, *known: object) -> None:
+    if settings.get(key) not in known:
+        raise _refuse(key, settings.get(key), " and ".join(str(value) for value in known if value is not None))
+
+
+def _refuse(key: str, value: object, known: str) -> ConfigError:
+    return ConfigError(f"{shorten(value)} is not read; {known} would be", field=f"{KEY}.{key}", value=value)
+
+
+_METHODS: Mapping[str, Callable[[Settings], Iterator[tuple[Targets, MatrixFormat | None]]]] = {
+    "fp8": _read_fp8,
+    "compressed-tensors": _read_compressed,
+    "gptq": _read_gptq,
+    "awq": _read_awq,
+    "auto-round": _read_auto_round,
+    "modelopt": _read_modelopt,
+}

@@ -1,0 +1,83 @@
+"""How a quantized checkpoint keeps its matrices, as data."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+WIDER = {"float8_e4m3fn": "bfloat16", "int4": "int8"}
+"""Types that a CPU multiplies slowly, and those that hold the same numbers there."""
+
+
+@dataclass(frozen=True)
+class MatrixFormat:
+    """How files keep a matrix [rows, columns] = [out, in].
+
+    `packing` is a key of PACKINGS (packings.py); `dtype` is that of the values on a device. `block`: the rows and the
+    columns that share a scale, None for all of them. `scale` is the name of the scales' tensor, `other_scale` that in
+    other files. `zeros`: values have zero points, and `zero_offset` is what files have subtracted from them. `ordered`:
+    columns were quantized in an order that files have. Without a packing files have the matrix itself.
+    """
+
+    packing: str | None
+    dtype: str
+    block: tuple[int | None, int | None]
+    scale: str = ""
+    other_scale: str | None = None
+    zeros: bool = False
+    zero_offset: int = 0
+    ordered: bool = False
+
+    @property
+    def bits(self) -> int:
+        """Bits of a value."""
+        return 4 if self.dtype == "int4" else 8
+
+    def count_groups(self, columns: int) -> int:
+        """Returns the groups of a row, the last of which may be short."""
+        return -(-columns // (self.block[1] or columns))
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Modules: those that a name is, or is above or below of, and those that a pattern matches from the start."""
+
+    names: frozenset[str] = frozenset()
+    patterns: tuple[str, ...] = ()
+
+    def match(self, module: str) -> bool:
+        """Whether a module is meant."""
+        if self.names:
+            parts = module.split(".")
+            runs = (
+                ".".join(parts[first:last]) for first in range(len(parts)) for last in range(first + 1, len(parts) + 1)
+            )
+            if not self.names.isdisjoint(runs):
+                return True
+        return any(re.match(pattern, module) for pattern in self.patterns)
+
+
+EVERY_MODULE = Targets(patterns=("",))
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """Which matrices of a model are quantized, and how, by `rules` of which the first match counts.
+
+    `while_loading`: files have them in 16 or 32 bits. `num_devices` share the model. `widened`: values are held in the
+    types of `WIDER`.
+    """
+
+    method: str
+    rules: tuple[tuple[Targets, MatrixFormat | None], ...]
+    while_loading: bool = False
+    num_devices: int = 1
+    widened: bool = False
+
+    def find_format(self, module: str) -> MatrixFormat | None:
+        """Returns how files keep a module's weight; None if it is not quantized."""
+        return next((form for targets, form in self.rules if targets.match(module)), None)
+
+    def hold(self, dtype: str) -> str:
+        """Returns the dtype in which devices hold values."""
+        return WIDER.get(dtype, dtype) if self.widened else dtype

@@ -1,0 +1,234 @@
+"""What config.json says about quantized weights, and the parameters that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from jaxserve.errors import ConfigError
+from jaxserve.models.decoder import fit_devices
+from jaxserve.models.quantization.config import read_quantization
+from jaxserve.models.quantization.formats import MatrixFormat, Targets
+from jaxserve.models.registry import list_params, parse_config
+from jaxserve.presets import load_preset
+
+LLAMA = load_preset("llama-30m") or {}
+FP8, GATE, PROJECTION = "float8_e4m3fn", "model.layers.3.mlp.gate", "model.layers.3.mlp.gate_proj"
+
+
+def read(settings: Mapping[str, Any], module: str = PROJECTION) -> MatrixFormat | None:
+    quantization = read_quantization({"quantization_config": settings})
+    assert quantization is not None
+    return quantization.find_format(module)
+
+
+def compressed(stored: str, ignore: tuple[str, ...] = ("lm_head",), **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    groups = {"group_0": group}
+    return {"quant_method": "compressed-tensors", "format": stored, "config_groups": groups, "ignore": list(ignore)}
+
+
+# What published repositories have in their config.json, shortened where lists repeat, and the format of a projection.
+PUBLISHED: dict[str, tuple[dict[str, Any], MatrixFormat]] = {
+    "Qwen3-30B-A3B-FP8": (
+        {
+            "activation_scheme": "dynamic",
+            "modules_to_not_convert": ["lm_head", "model.layers.3.input_layernorm", GATE],
+            "fmt": "e4m3",
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+        },
+        MatrixFormat("plain", FP8, (128, 128), "weight_scale_inv", "weight_scale"),
+    ),
+    "DeepSeek-V3": (
+        {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]},
+        MatrixFormat("plain", FP8, (128, 128), "weight_scale_inv", "weight_scale"),
+    ),
+    "Llama-3.1-8B-Instruct-FP8-dynamic": (
+        compressed(
+            "float-quantized",
+            actorder=None,
+            block_structure=None,
+            dynamic=False,
+            group_size=None,
+            num_bits=8,
+            observer="minmax",
+            observer_kwargs={},
+            strategy="channel",
+            symmetric=True,
+            type="float",
+        )
+        | {"kv_cache_scheme": None, "quantization_status": "compressed", "global_compression_ratio": 1.24},
+        MatrixFormat("plain", FP8, (1, None), "weight_scale"),
+    ),
+    "Llama-3.1-8B-Instruct-quantized.w4a16": (
+        compressed("pack-quantized", num_bits=4, type="int", symmetric=True, strategy="group", group_size=128),
+        MatrixFormat("compressed", "int4", (1, 128), "weight_scale"),
+    ),
+    "Qwen2.5-7B-Instruct-GPTQ-Int4": (
+        {
+            "bits": 4,
+            "damp_percent": 0.01,
+            "dataset": None,
+            "desc_act": False,
+            "group_size": 128,
+            "modules_in_block_to_quantize": None,
+            "quant_method": "gptq",
+            "sym": True,
+            "true_sequential": True,
+        },
+        MatrixFormat("gptq", "int4", (1, 128), "scales", zero_offset=1),
+    ),
+    "a GPTQ file in order": (
+        {"bits": 4, "desc_act": True, "group_size": 128, "quant_method": "gptq", "sym": False},
+        MatrixFormat("gptq", "int4", (1, 128), "scales", zeros=True, zero_offset=1, ordered=True),
+    ),
+    "Qwen2.5-7B-Instruct-AWQ": (
+        {
+            "bits": 4,
+            "group_size": 128,
+            "modules_to_not_convert": None,
+            "quant_method": "awq",
+            "version": "gemm",
+            "zero_point": True,
+        },
+        MatrixFormat("awq", "int4", (1, 128), "scales", zeros=True),
+    ),
+    "Llama-3.1-8B-Instruct-FP8 of ModelOpt": (
+        {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"], "producer": {"name": "modelopt"}},
+        MatrixFormat("plain", FP8, (None, None), "weight_scale"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_settings(name: str) -> None:
+    settings, expected = PUBLISHED[name]
+    assert read(settings) == expected
+    if "lm_head" in str(settings):
+        assert read(settings, "lm_head") is None
+
+
+def test_modules_that_are_left_out() -> None:
+    settings = PUBLISHED["Qwen3-30B-A3B-FP8"][0]
+    assert read(settings, GATE) is None and read(settings, f"{GATE}_proj") is not None
+    pattern = compressed("int-quantized", ("re:.*mlp.gate$",), num_bits=8)
+    assert read(pattern, GATE) is None and read(pattern, f"{GATE}_proj") is not None
+    wild = {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["model.layers.3.*"]}
+    assert read(wild) is None and read(wild, PROJECTION.replace("3", "4")) is not None
+    listed = {"quant_method": "gptq", "bits": 4, "modules_in_block_to_quantize": [["mlp.gate_proj"], ["mlp.up_proj"]]}
+    assert read(listed) is not None and read(listed, "model.layers.3.mlp.down_proj") is None
+    dynamic = {"quant_method": "gptq", "bits": 4, "dynamic": {r"-:.*\.3\..*": {}}}
+    assert read(dynamic) is None and read(dynamic, PROJECTION.replace("3", "4")) is not None
+    rounded = {"quant_method": "auto-round", "bits": 4, "extra_config": {PROJECTION: {"bits": 16}}}
+    assert read(rounded) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "field", "words"),
+    [
+        ({"quant_method": "gptq", "bits": 2}, "bits", "2 is not read; 4 and 8"),
+        ({"quant_method": "gptq", "bits": True}, "bits", "True is not read"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size", "0 is not read; -1 and positive"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format", "'marlin'"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:a": {"bits": 8}}}, "dynamic", "leave modules out"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:(": {}}}, "dynamic", "regular expressions"),
+        ({"quant_method": "awq", "bits": 8}, "bits", "8 is not read; 4"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size", "two positive numbers"),
+        ({"quant_method": "fp8", "modules_to_not_convert": "lm_head"}, "modules_to_not_convert", "a list of names"),
+        ({"quant_method": "auto-round", "bits": 4, "packing_format": "x"}, "packing_format", "'x' is not read"),
+        ({"quant_method": "auto-round", "bits": 4, "extra_config": {"a": {"bits": 8}}}, "extra_config", "16 bits"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo", "'NVFP4' is not read; FP8"),
+        (compressed("nvfp4-pack-quantized", num_bits=4, type="float"), "config_groups.group_0.weights", "float of 4"),
+        (compressed("marlin-24", num_bits=4), "format", "'marlin-24' is not read; pack-quantized"),
+        (compressed("pack-quantized", num_bits=3), "config_groups.group_0.weights", "int of 3 bits"),
+        (
+            compressed("float-quantized", num_bits=8, type="float", symmetric=False),
+            "config_groups.group_0.weights.symmetric",
+            "no zero points",
+        ),
+        (
+            compressed("int-quantized", num_bits=8, strategy="token"),
+            "config_groups.group_0.weights.strategy",
+            "'token' is not read",
+        ),
+        (
+            compressed("int-quantized", num_bits=8) | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+            "sparsity_config",
+            "none would be",
+        ),
+        (compressed("int-quantized", num_bits=8) | {"config_groups": {}}, "config_groups", "at least one group"),
+    ],
+)
+def test_what_is_not_read_is_named(settings: dict[str, Any], field: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        read_quantization({"quantization_config": settings})
+    assert caught.value.field == f"quantization_config.{field}"
+
+
+def test_parts_of_a_matrix() -> None:
+    table = list_params(parse_config(LLAMA | {"quantization_config": PUBLISHED["a GPTQ file in order"][0]}))
+    parts = {name.removeprefix("layers.0."): parameter.spec for name, parameter in table.items()}
+    assert parts["down.weight.values"].shape == (1536, 512) and parts["down.weight.values"].dtype == "int4"
+    assert parts["down.weight.scales"].shape == (12, 512) == parts["down.weight.zeros"].shape
+    assert parts["down.weight.order"].shape == (1536,) and "down.weight" not in parts
+    assert parts["gate_up.weight.scales"].shape == (2, 4, 1536)
+    assert parts["attn_norm.weight"].dtype == parts["embed.weight"].dtype == "float32"
+    assert parts["gate_up.weight.values"].num_bytes == 512 * 1536
+
+
+@pytest.mark.parametrize(("devices", "groups"), [(1, 12), (2, 12), (4, 12), (8, 24)])
+def test_groups_are_not_cut_between_devices(devices: int, groups: int) -> None:
+    """1,536 columns in groups of 128 are 12; eight devices have 192 each, so groups are of 64."""
+    config = LLAMA | {"quantization_config": PUBLISHED["DeepSeek-V3"][0]}
+    table = list_params(fit_devices(parse_config(config | {"num_key_value_heads": 8}), devices))
+    assert table["layers.0.down.weight.scales"].spec.shape == (groups, 512)
+
+
+def test_experts_in_an_order_are_refused() -> None:
+    config = dict(load_preset("qwen3-30b-a3b") or {})
+    config = parse_config(config | {"quantization_config": PUBLISHED["a GPTQ file in order"][0]})
+    with pytest.raises(ConfigError, match="experts whose columns have an order"):
+        list_params(config)
+
+
+def test_matrices_that_are_expanded() -> None:
+    """Routers are, and what latents are made of; both are read plainly from files that have no scales for them."""
+    config = dict(load_preset("deepseek-v3") or {}) | {"num_hidden_layers": 4}
+    table = list_params(parse_config(config | {"quantization_config": PUBLISHED["DeepSeek-V3"][0]}))
+    router = table["layers.3.router.weight"]
+    assert router.spec.dtype == "bfloat16" and router.source.otherwise is not None
+    plain = router.source.choose({"model.layers.3.mlp.gate.weight"})
+    assert plain.names == ("model.layers.3.mlp.gate.weight",) and plain.dtypes is None
+    keys = table["layers.3.k_b.weight"].source
+    assert keys.part and keys.names[1].endswith("kv_b_proj.weight_scale_inv")
+    assert table["layers.3.experts.down.weight.values"].spec.shape == (256, 2048, 7168)
+
+
+def test_parts_that_differ_are_expanded() -> None:
+    settings = compressed("int-quantized", ("re:.*k_proj",), num_bits=8, strategy="channel")
+    table = list_params(parse_config(LLAMA | {"quantization_config": settings}))
+    source = table["layers.0.qkv.weight"].source
+    assert [name.rsplit(".", 2)[1:] for name in source.names] == [
+        ["q_proj", "weight"],
+        ["q_proj", "weight_scale"],
+        ["k_proj", "weight"],
+        ["v_proj", "weight"],
+        ["v_proj", "weight_scale"],
+    ]
+    assert "layers.0.o.weight.values" in table
+
+
+def test_names_match_whole_parts_of_a_name() -> None:
+    targets = Targets(frozenset(["mlp.gate", "lm_head"]))
+    assert [
+        targets.match(name) for name in ("a.mlp.gate", "a.mlp.gate.b", "a.mlp.gate_proj", "lm_head", "a.lm_head.b")
+    ] == [
+        True,
+        True,
+        False,
+        True,
+        True,
+    ]

@@ -1,0 +1,140 @@
+"""Quantized files: every number arrives, and what is wrong with a file is named before it is served."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.errors import WeightsError
+from jaxserve.models.registry import ignored_weights, param_specs, parse_config, weight_sources
+from jaxserve.sharding import DEFAULT_RULES
+from jaxserve.weights import load_safetensors, read_hf_config, restore_params, save_params
+from jaxserve.weights.reader import open_checkpoint
+from pallas_kernels import QuantizedArray, dequantize
+from tests.golden_cases import load_case
+from tests.quantized_files import METHODS, write_file, write_quantized
+from tests.weights.checkpoints import flatten_arrays, one_device
+
+DOWN = "model.layers.1.mlp.down_proj"
+
+
+def load(path: Path, *, widened: bool = False) -> Any:
+    config = parse_config(read_hf_config(path))
+    if config.quantization is not None:
+        config = dataclasses.replace(config, quantization=dataclasses.replace(config.quantization, widened=widened))
+    specs = param_specs(config)
+    return load_safetensors(
+        path, specs, weight_sources(config), ignored_weights(config), mesh=one_device(), rules=DEFAULT_RULES
+    )
+
+
+def change(folder: Path, edit: Callable[[dict[str, np.ndarray]], object]) -> Path:
+    checkpoint = open_checkpoint(folder)
+    tensors = {name: np.array(checkpoint.read(name)) for name in checkpoint.names}
+    edit(tensors)
+    write_file(folder / "model.safetensors", tensors)
+    return folder
+
+
+@pytest.fixture
+def fp8(tmp_path: Path) -> Path:
+    return write_quantized(load_case("llama_gqa").path, tmp_path, METHODS["fp8 blocks"])[0]
+
+
+@pytest.fixture
+def gptq(tmp_path: Path) -> Path:
+    return write_quantized(load_case("llama_gqa").path, tmp_path, METHODS["gptq in order"])[0]
+
+
+@pytest.mark.parametrize("widened", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_matrix_is_the_one_that_was_written(method: str, widened: bool, tmp_path: Path) -> None:
+    quantized, expanded = write_quantized(load_case("llama_gqa").path, tmp_path, METHODS[method])
+    found, expected = load(quantized, widened=widened), load(expanded)
+    for layer, expected_layer in zip(found["layers"], expected["layers"], strict=True):
+        for name in ("qkv", "o", "gate_up", "down"):
+            parts = dict(layer[name]["weight"])
+            array = QuantizedArray(**parts)
+            matrix = np.asarray(dequantize(array, jnp.float32))
+            if array.order is not None:
+                matrix = matrix[..., np.argsort(array.order), :]
+            np.testing.assert_allclose(matrix, expected_layer[name]["weight"], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(("method", "bits"), [("fp8 blocks", 8), ("gptq", 4), ("compressed int8 channels", 8)])
+def test_devices_hold_what_files_hold(method: str, bits: int, tmp_path: Path) -> None:
+    quantized, _ = write_quantized(load_case("llama_gqa").path, tmp_path, METHODS[method])
+    values = load(quantized)["layers"][0]["down"]["weight"]["values"]
+    assert str(values.dtype) == {"fp8 blocks": "float8_e4m3fn", "gptq": "int4"}.get(method, "int8")
+    assert values.on_device_size_in_bytes() <= values.size  # XLA:CPU keeps four bits in eight
+    specs = param_specs(parse_config(read_hf_config(quantized)))
+    assert specs["layers"][0]["down"]["weight"]["values"].num_bytes == values.size * bits // 8
+
+
+@pytest.mark.parametrize("bad", [0.0, np.nan, np.inf])
+def test_scales_that_are_no_scales(fp8: Path, bad: float) -> None:
+    def edit(tensors: dict[str, np.ndarray]) -> None:
+        tensors[f"{DOWN}.weight_scale_inv"][1, 0] = bad
+
+    with pytest.raises(WeightsError, match="a scale that is 0, infinite or no number") as caught:
+        load(change(fp8, edit))
+    assert caught.value.field == f"{DOWN}.weight_scale_inv"
+
+
+def test_scales_that_are_missing_or_of_another_shape(fp8: Path) -> None:
+    with pytest.raises(WeightsError, match=rf"lacks 1 of \d+ tensors: '{DOWN}.weight_scale_inv'"):
+        load(change(fp8, lambda tensors: tensors.pop(f"{DOWN}.weight_scale_inv")))
+
+    def edit(tensors: dict[str, np.ndarray]) -> None:
+        tensors[f"{DOWN}.weight_scale_inv"] = np.ones((2, 2), np.float32)
+
+    with pytest.raises(WeightsError, match=r"has shape \(2, 2\), the model's config needs \(2, 3\)"):
+        load(change(fp8, edit))
+
+
+def test_a_matrix_that_is_not_quantized_after_all(fp8: Path) -> None:
+    def edit(tensors: dict[str, np.ndarray]) -> None:
+        tensors[f"{DOWN}.weight"] = tensors[f"{DOWN}.weight"].astype(np.float32)
+
+    with pytest.raises(WeightsError, match="is stored as F32; only F8_E4M3 can be loaded"):
+        load(change(fp8, edit))
+
+
+def test_an_orders_groups_have_the_stated_size(gptq: Path) -> None:
+    def edit(tensors: dict[str, np.ndarray]) -> None:
+        tensors[f"{DOWN}.g_idx"][:] = 0
+
+    with pytest.raises(WeightsError, match="has groups that are not of 8 columns each"):
+        load(change(gptq, edit))
+
+
+def test_matrices_in_one_have_one_order(gptq: Path) -> None:
+    def edit(tensors: dict[str, np.ndarray]) -> None:
+        name = "model.layers.0.self_attn.k_proj.g_idx"
+        tensors[name] = np.ascontiguousarray(tensors[name][::-1])
+
+    with pytest.raises(WeightsError, match="have columns in different orders"):
+        load(change(gptq, edit))
+
+
+@pytest.mark.parametrize("method", ["fp8 blocks", "awq", "gptq in order"])
+def test_orbax_and_back(method: str, tmp_path: Path) -> None:
+    quantized, _ = write_quantized(load_case("llama_gqa").path, tmp_path, METHODS[method])
+    params, hf_config = load(quantized), read_hf_config(quantized)
+    save_params(tmp_path / "orbax", params, hf_config)
+    for widened in (False, True):
+        expected = flatten_arrays(load(quantized, widened=widened))
+        config = parse_config(json.loads((tmp_path / "orbax" / "config.json").read_text()))
+        assert config.quantization is not None
+        config = dataclasses.replace(config, quantization=dataclasses.replace(config.quantization, widened=widened))
+        restored = restore_params(tmp_path / "orbax", param_specs(config), mesh=one_device(), rules=DEFAULT_RULES)
+        for name, value in flatten_arrays(restored).items():
+            assert value.dtype == expected[name].dtype, name
+            np.testing.assert_array_equal(value.astype(np.float32), expected[name].astype(np.float32), err_msg=name)
