@@ -13,6 +13,7 @@ SCHEMES = (
     "fp8_per_tensor",
     "fp8_per_channel",
     "fp8_per_block",
+    "mxfp4",
     "int8_per_channel_weight_only",
     "int4_per_group_weight_only",
 )

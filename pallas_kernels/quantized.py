@@ -8,6 +8,7 @@ each group's partial sums to memory, so there and on a CPU blocks of columns are
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from pallas_kernels.platform import traced_platform
 
@@ -27,9 +29,9 @@ _GPU_BLOCK_BYTES = 8 * 2**20  # of an expanded block, which then stays in the L2
 class QuantizedArray:
     """Matrices [..., K, N] of few bits.
 
-    `values` [..., K, N] are of any integer or floating type, `scales` [..., G, N] float32, and G divides K: consecutive
-    K / G rows share a scale. `zeros` [..., G, N] int8 are subtracted from values first. `order` [K] i32 says which
-    column of x each row is for.
+    `values` [..., K, N] are of any integer or floating type, `scales` [..., G, N] float32 or bfloat16, and G divides K:
+    consecutive K / G rows share a scale. `zeros` [..., G, N] int8 are subtracted from values first. `order` [K] i32
+    says which column of x each row is for.
     """
 
     values: jax.Array
@@ -53,19 +55,26 @@ class QuantizedArray:
         return QuantizedArray(function(self.values), function(self.scales), zeros, self.order)
 
 
-_LARGEST = {"float8_e4m3fn": 448.0, "int8": 127.0, "int4": 7.0}
+_LARGEST = {"float8_e4m3fn": 448.0, "float4_e2m1fn": 6.0, "int8": 127.0, "int4": 7.0}
 
 
 def quantize(
-    w: jax.Array, dtype: str, block: tuple[int | None, int | None], groups: int, held: str | None = None
+    w: jax.Array,
+    dtype: str,
+    block: tuple[int | None, int | None],
+    groups: int,
+    held: str | None = None,
+    scale_dtype: str = "float32",
 ) -> QuantizedArray:
     """Returns matrices [..., K, N] in few bits, with scales that make the largest number of each block just fit.
 
     Args:
-        dtype: of the values: float8_e4m3fn, int8 or int4.
+        dtype: of the values: float8_e4m3fn, float4_e2m1fn, int8 or int4.
         block: the columns of N and the rows of K that share a scale; None for all.
         groups: G of the scales; each group lies in one block.
         held: the dtype that the values are held in, if not their own.
+        scale_dtype: float32, or bfloat16 for powers of two, with which larger numbers become the type's largest (OCP
+            Microscaling Formats 1.0, section 6.3).
     """
     *lead, width, columns = w.shape
     most, (block_columns, block_rows) = _LARGEST[dtype], block
@@ -73,10 +82,12 @@ def quantize(
     largest = jnp.max(jnp.abs(wide).reshape(*lead, groups, width // groups, columns), axis=-2)
     largest = _share(largest, -2, block_rows, width // groups)
     largest = _share(largest, -1, block_columns, 1)
+    if scale_dtype == "bfloat16":
+        largest = most * jnp.exp2(jnp.floor(jnp.log2(largest)) - math.floor(math.log2(most)))
     scales = jnp.where(largest > 0, largest / most, 1.0)
-    scaled = wide.reshape(*lead, groups, width // groups, columns) / scales[..., None, :]
-    values = scaled.astype(dtype) if dtype.startswith("float") else jnp.round(jnp.clip(scaled, -most, most))
-    return QuantizedArray(values.reshape(w.shape).astype(held or dtype), scales)
+    scaled = jnp.clip(wide.reshape(*lead, groups, width // groups, columns) / scales[..., None, :], -most, most)
+    values = scaled.astype(dtype) if dtype.startswith("float") else jnp.round(scaled)
+    return QuantizedArray(values.reshape(w.shape).astype(held or dtype), scales.astype(scale_dtype))
 
 
 def _share(numbers: jax.Array, axis: int, block: int | None, size: int) -> jax.Array:
@@ -144,7 +155,11 @@ def _multiply_groups(x: jax.Array, w: QuantizedArray) -> jax.Array:
 
 
 def _expand(x: jax.Array, w: QuantizedArray) -> jax.Array:
-    return _dot(x, dequantize(w, x.dtype))
+    expanded = dequantize(w, x.dtype)
+    if traced_platform() == "gpu":
+        # XLA:GPU would transpose a whole matrix of four bits for this product, in every step (jax 0.12.0.1).
+        expanded = with_layout_constraint(expanded, Layout((0, 1)))
+    return _dot(x, expanded)
 
 
 def _multiply_blocks(

@@ -63,7 +63,9 @@ def make_step_shapes(
     quantization: Mapping[str, Any] | None = None,
 ) -> Shapes:
     """Returns the shapes with which the engine would serve the preset on the target, with all layers or fewer."""
-    hf_config = dict(load_preset(preset) or {}) | {"quantization_config": quantization}
+    hf_config = dict(load_preset(preset) or {})
+    if quantization is not None:
+        hf_config["quantization_config"] = quantization
     if num_layers is not None:
         hf_config["num_hidden_layers"] = num_layers
         if "layer_types" in hf_config:

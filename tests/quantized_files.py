@@ -23,6 +23,7 @@ _NAMES = {"float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0", "bfloat16": "
 _NAMES |= {"float32": "F32", "int8": "I8", "uint8": "U8", "int32": "I32", "int64": "I64"}
 _PROJECTION = re.compile(r".*\.(\w+_proj|w[123]|kv_a_proj_with_mqa|q_[ab]_proj|kv_b_proj|\d+\.w[123])\.weight")
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of 4-bit floats, by their lower three bits
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,34 @@ def words(layout: str, bits: int, size: int | None, *, zeros: bool, offset: int 
         values = np.clip(np.round(weight / spread) + shift, 0, most).astype(np.int64)
         meant = (values - shift).astype(np.float32) * spread
         return _pack(layout, bits, values, scales, points, group, offset, zeros, ordered), meant
+
+    return quantize
+
+
+def float4(size: int, scale: str, *, values: str = "weight_packed", factor: str | None = None) -> Any:
+    """Quantizes to 4-bit floats with a power of two for `size` columns, or with an 8-bit float times a `factor`."""
+
+    def quantize(weight: np.ndarray, rng: np.random.Generator) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        rows, columns = weight.shape
+        group = np.arange(columns) // size
+        largest = np.stack([np.abs(weight[:, group == each]).max(axis=1) for each in range(group[-1] + 1)], axis=1)
+        tensor, extra = np.float32(1), {}
+        if factor is None:
+            exponents = np.floor(np.log2(largest)) - 2
+            scales, stored = 2.0**exponents, (exponents + 127).astype(np.uint8)
+        else:
+            tensor = np.float32(largest.max() / (6 * 448))
+            scales = (largest / 6 / tensor).astype(ml_dtypes.float8_e4m3fn)
+            scales[0, 0] = 0  # as of a group of very small numbers
+            stored, scales = scales, scales.astype(np.float32)
+            extra = {factor: tensor if factor.endswith("_2") else np.array([1 / tensor], np.float32)}
+            tensor = tensor if factor.endswith("_2") else 1 / extra[factor][0]
+        spread = (scales * tensor).astype(np.float32)[:, group]
+        scaled = np.divide(weight, spread, out=rng.standard_normal((rows, columns)), where=spread > 0)
+        codes = np.abs(np.abs(scaled)[..., None] - np.array(_MAGNITUDES)).argmin(-1)
+        meant = (np.array(_MAGNITUDES)[codes] * np.sign(scaled)).astype(np.float32) * spread
+        codes = (codes + 8 * (scaled < 0)).astype(np.uint8)
+        return {values: codes[:, 0::2] | codes[:, 1::2] << 4, scale: stored} | extra, meant
 
     return quantize
 
@@ -260,5 +289,17 @@ METHODS: dict[str, Method] = {
     ),
     "auto-round as awq": Method(
         _AUTO | {"sym": False, "packing_format": "auto_round:auto_awq"}, words("awq", 4, 16, zeros=True)
+    ),
+    "compressed mxfp4": Method(
+        compressed("mxfp4-pack-quantized", _FLOATS | {"num_bits": 4, "strategy": "group", "group_size": 32}),
+        float4(32, "weight_scale"),
+    ),
+    "compressed nvfp4": Method(
+        compressed("nvfp4-pack-quantized", _FLOATS | {"num_bits": 4, "strategy": "tensor_group", "group_size": 16}),
+        float4(16, "weight_scale", factor="weight_global_scale"),
+    ),
+    "modelopt nvfp4": Method(
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": ["lm_head", "*.mlp.gate"]},
+        float4(16, "weight_scale", values="weight", factor="weight_scale_2"),
     ),
 }

@@ -267,7 +267,7 @@ class Family:
     `keys` holds every config.json key that the family knows, with the reference implementation's default for an absent
     one; `ignored_keys` are keys in files that the reference does not read. `table` returns the parameters of one layer.
     `ignored_weights` are patterns of tensors that a decoder does not need, in which {num_layers} stands for their
-    number. `quantizations` are the methods of quantized files that it reads.
+    number. `quantizations` are the methods that only its files are quantized with.
     """
 
     model_type: str

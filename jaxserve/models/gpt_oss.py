@@ -25,7 +25,6 @@ from jaxserve.models.expert_parameters import expert_parameter, router_params
 from jaxserve.models.hf_config import HFConfig
 from jaxserve.models.layouts import Rows, StackedParts, stack_matrices, transpose
 from jaxserve.models.moe_config import COUNT_KEYS, TRAINING_KEYS, read_count, read_experts
-from jaxserve.models.mxfp4 import BLOCK, Mxfp4Rows
 from jaxserve.models.parameters import attention_params, make_source, pre_norm_params, sink_params
 
 KEYS = (
@@ -122,16 +121,13 @@ def _moe_params(layer: CheckpointLayer) -> Table:
 def _matrix_source(
     name: str, shape: tuple[int, int, int], build: Callable[[Sequence[Rows]], HostArray]
 ) -> WeightSource:
-    """Returns the source of E matrices [out, in] = `shape`, in both forms; `build` takes the rows of each expert."""
+    """Returns the source of E matrices [out, in] = `shape`; `build` takes the rows of each expert.
+
+    Files of 16 bits have them as [in, out]. The other form is the one that quantized files have in parts.
+    """
     count, rows, columns = shape
-    blocks, scales = f"{name}_blocks", f"{name}_scales"
-    packed = make_source(
-        (blocks, scales),
-        ((count, rows, columns // BLOCK, BLOCK // 2), (count, rows, columns // BLOCK)),
-        lambda *tensors: build([Mxfp4Rows(*pair, scales) for pair in zip(*tensors, strict=True)]),
-    )
     plain = make_source((name,), ((count, columns, rows),), lambda tensor: build(np.swapaxes(tensor, 1, 2)))
-    return dataclasses.replace(plain, otherwise=dataclasses.replace(packed, dtypes=(("U8",),) * 2))
+    return dataclasses.replace(plain, otherwise=make_source((f"{name}.weight",), (shape,), build))
 
 
 def _split_interleaved(experts: Sequence[Rows]) -> HostArray:

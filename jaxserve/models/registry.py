@@ -106,7 +106,7 @@ def parse_config(hf_config: Mapping[str, object]) -> DecoderConfig:
     """
     family = find_family(hf_config)
     config = family.parse(HFConfig(hf_config, family.keys, (*family.ignored_keys, QUANTIZATION_KEY)))
-    return dataclasses.replace(config, quantization=read_quantization(hf_config, expanded=family.quantizations))
+    return dataclasses.replace(config, quantization=read_quantization(hf_config, own=family.quantizations))
 
 
 def find_family(hf_config: Mapping[str, object]) -> Family:
@@ -129,7 +129,7 @@ def find_family(hf_config: Mapping[str, object]) -> Family:
     if architectures and architectures != [found[0].architecture]:
         of_type = {found[0].architecture: found[0].architecture}
         raise _unsupported(hf_config, "architectures", architectures, of_type)
-    read_quantization(hf_config, expanded=found[0].quantizations)
+    read_quantization(hf_config, own=found[0].quantizations)
     return found[0]
 
 

@@ -53,7 +53,12 @@ def _compile(
 ) -> Any:
     places = QuantizedArray(*(rules.sharding(mesh, each.axes) for each in (values, scales)))  # type: ignore[arg-type]
     program = functools.partial(
-        quantize, dtype=form.dtype, block=form.block, groups=scales.shape[-2], held=values.dtype
+        quantize,
+        dtype=form.dtype,
+        block=form.block,
+        groups=scales.shape[-2],
+        held=values.dtype,
+        scale_dtype=scales.dtype,
     )
     matrix = jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=rules.sharding(mesh, spec.axes))
     return jax.jit(program, out_shardings=places).lower(matrix).compile()

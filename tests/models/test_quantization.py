@@ -15,7 +15,8 @@ from jaxserve.models.registry import list_params, parse_config
 from jaxserve.presets import load_preset
 
 LLAMA = load_preset("llama-30m") or {}
-FP8, GATE, PROJECTION = "float8_e4m3fn", "model.layers.3.mlp.gate", "model.layers.3.mlp.gate_proj"
+FP8, FP4 = "float8_e4m3fn", "float4_e2m1fn"
+GATE, PROJECTION = "model.layers.3.mlp.gate", "model.layers.3.mlp.gate_proj"
 
 
 def read(settings: Mapping[str, Any], module: str = PROJECTION) -> MatrixFormat | None:
@@ -100,6 +101,47 @@ PUBLISHED: dict[str, tuple[dict[str, Any], MatrixFormat]] = {
         {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"], "producer": {"name": "modelopt"}},
         MatrixFormat("plain", FP8, (None, None), "weight_scale"),
     ),
+    "Llama-3.1-8B-Instruct-NVFP4 of ModelOpt": (
+        {
+            "config_groups": {
+                "group_0": {
+                    "input_activations": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16},
+                    "weights": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16},
+                    "targets": ["Linear"],
+                }
+            },
+            "ignore": ["lm_head"],
+            "quant_algo": "NVFP4",
+            "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+            "producer": {"name": "modelopt", "version": "0.29.0"},
+            "quant_method": "modelopt",
+        },
+        MatrixFormat("modelopt nvfp4", FP4, (1, 16), "weight_scale", factor="weight_scale_2"),
+    ),
+    "Llama-3.3-70B-Instruct-NVFP4": (
+        compressed(
+            "nvfp4-pack-quantized",
+            dynamic=False,
+            group_size=16,
+            num_bits=4,
+            strategy="tensor_group",
+            symmetric=True,
+            type="float",
+        ),
+        MatrixFormat("nvfp4", FP4, (1, 16), "weight_scale", factor="weight_global_scale", divides=True),
+    ),
+    "Qwen3-8B-MXFP4": (
+        compressed(
+            "mxfp4-pack-quantized",
+            group_size=32,
+            num_bits=4,
+            scale_dtype="torch.uint8",
+            strategy="group",
+            symmetric=True,
+            type="float",
+        ),
+        MatrixFormat("mxfp4", FP4, (1, 32), "weight_scale", scale_dtype="bfloat16"),
+    ),
 }
 
 
@@ -122,6 +164,11 @@ def test_modules_that_are_left_out() -> None:
     assert read(listed) is not None and read(listed, "model.layers.3.mlp.down_proj") is None
     dynamic = {"quant_method": "gptq", "bits": 4, "dynamic": {r"-:.*\.3\..*": {}}}
     assert read(dynamic) is None and read(dynamic, PROJECTION.replace("3", "4")) is not None
+    mixed = {"model.layers.*.mlp": {"quant_algo": "NVFP4"}, "model.layers.3.self_attn": {"quant_algo": "FP8"}}
+    mixed = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": mixed}
+    form, other = read(mixed), read(mixed, "model.layers.3.self_attn.q_proj")
+    assert form is not None and other is not None and (form.dtype, other.dtype) == (FP4, FP8)
+    assert read(mixed, "lm_head") is None
     rounded = {"quant_method": "auto-round", "bits": 4, "extra_config": {PROJECTION: {"bits": 16}}}
     assert read(rounded) is None
 
@@ -140,8 +187,14 @@ def test_modules_that_are_left_out() -> None:
         ({"quant_method": "fp8", "modules_to_not_convert": "lm_head"}, "modules_to_not_convert", "a list of names"),
         ({"quant_method": "auto-round", "bits": 4, "packing_format": "x"}, "packing_format", "'x' is not read"),
         ({"quant_method": "auto-round", "bits": 4, "extra_config": {"a": {"bits": 8}}}, "extra_config", "16 bits"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo", "'NVFP4' is not read; FP8"),
-        (compressed("nvfp4-pack-quantized", num_bits=4, type="float"), "config_groups.group_0.weights", "float of 4"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo", "'W4A8_AWQ' is not read; FP8, NVFP4"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {}}},
+            "quantized_layers.a",
+            "FP8 and NVFP4",
+        ),
+        (compressed("nvfp4-pack-quantized", num_bits=4, type="float"), "group_size", "None is not read; 16"),
+        (compressed("float-quantized", num_bits=4, type="float"), "format", "read; nvfp4-pack-quantized and mxfp4"),
         (compressed("marlin-24", num_bits=4), "format", "'marlin-24' is not read; pack-quantized"),
         (compressed("pack-quantized", num_bits=3), "config_groups.group_0.weights", "int of 3 bits"),
         (
@@ -185,6 +238,17 @@ def test_groups_are_not_cut_between_devices(devices: int, groups: int) -> None:
     config = LLAMA | {"quantization_config": PUBLISHED["DeepSeek-V3"][0]}
     table = list_params(fit_devices(parse_config(config | {"num_key_value_heads": 8}), devices))
     assert table["layers.0.down.weight.scales"].spec.shape == (groups, 512)
+
+
+def test_experts_of_gpt_oss() -> None:
+    config = dict(load_preset("gpt-oss-20b") or {})
+    table = list_params(parse_config(config))
+    values, scales = (table[f"layers.1.experts.gate_up.weight.{part}"] for part in ("values", "scales"))
+    assert (values.spec.shape, values.spec.dtype) == ((2, 32, 2880, 2880), FP4)
+    assert (scales.spec.shape, scales.spec.dtype) == ((2, 32, 90, 2880), "bfloat16")
+    assert values.source.names == ("model.layers.1.mlp.experts.gate_up_proj_blocks",)
+    assert values.source.shapes == ((32, 5760, 90, 16),) and scales.source.shapes == ((32, 5760, 90),)
+    assert table["layers.1.qkv.weight"].spec.dtype == "bfloat16"
 
 
 def test_experts_in_an_order_are_refused() -> None:

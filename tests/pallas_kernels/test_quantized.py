@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import QuantizedArray, dequantize, grouped_matmul, quantize, quantized, quantized_matmul
+from tests.examples import scale_examples
 
-VALUES = ("int4", "int8", "float8_e4m3fn", "bfloat16")
+VALUES = ("int4", "int8", "float8_e4m3fn", "float4_e2m1fn", "bfloat16")
 PLATFORMS = ("cpu", "gpu", "tpu")
 
 
@@ -97,7 +99,7 @@ def test_the_ends_of_8_bit_floats(platform: str, value: float) -> None:
     np.testing.assert_allclose(found, np.full((1, 3), 16 * 3.0 * value), rtol=1e-6)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=scale_examples(25), deadline=None)
 @given(
     st.lists(st.integers(0, 9), min_size=1, max_size=6),
     st.sampled_from([1, 4]),
@@ -135,7 +137,7 @@ def test_dequantize_keeps_the_rows_as_they_stand() -> None:
     np.testing.assert_allclose(dequantize(array, jnp.float32), meant, rtol=1e-6)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=scale_examples(40), deadline=None)
 @given(
     st.sampled_from(["float8_e4m3fn", "int8", "int4"]),
     st.sampled_from([(None, None), (1, None), (1, 4), (8, 8), (5, 3)]),
@@ -150,7 +152,7 @@ def test_matrices_in_few_bits(
     matrix[..., :4, :3] = 0.0
     columns, rows = block
     width, size = shape[-2], shape[-2] if rows is None else int(np.gcd(rows, shape[-2]))
-    found = jax.jit(lambda w: quantize(w, dtype, block, width // size))(matrix)
+    found = jax.device_get(jax.jit(lambda w: quantize(w, dtype, block, width // size))(matrix))
     largest = {"float8_e4m3fn": 448.0, "int8": 127.0, "int4": 7.0}[dtype]
     row_block = np.arange(width) // (rows or width)
     column_block = np.arange(shape[-1]) // (columns or shape[-1])
@@ -160,9 +162,28 @@ def test_matrices_in_few_bits(
         scale = np.abs(inside).max() / largest or 1.0
         assert np.isclose(found.scales[(*lead, row // size, column)], scale, rtol=1e-6)
         step = abs(matrix[place]) / 8 + scale * 2.0**-9 if dtype.startswith("float") else scale
-        value = float(found.values[place].astype(np.float32)) * scale
+        value = float(found.values[place]) * scale
         assert abs(value - matrix[place]) <= 0.5 * step * 1.001
     assert str(found.values.dtype) == dtype
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from([(2, 64, 5), (96, 7)]), st.integers(-8, 8), st.integers(0, 2**16))
+def test_powers_of_two_as_scales(shape: tuple[int, ...], exponent: int, seed: int) -> None:
+    """The largest number of 32 becomes 4 to 6, and every other the nearest value."""
+    matrix = np.random.default_rng(seed).standard_normal(shape).astype(np.float32) * 2.0**exponent
+    matrix[..., :32, 0] = 0.0
+    groups = shape[-2] // 32
+    program = partial(quantize, dtype="float4_e2m1fn", block=(1, 32), groups=groups, scale_dtype="bfloat16")
+    found = jax.jit(program)(matrix)
+    assert found.scales.dtype == jnp.bfloat16 and found.values.dtype == jnp.float4_e2m1fn
+    magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    largest = np.abs(matrix).reshape(*shape[:-2], groups, 32, shape[-1]).max(axis=-2)
+    scales = np.where(largest > 0, 2.0 ** (np.floor(np.log2(np.maximum(largest, 1e-30))) - 2), 1.0)
+    np.testing.assert_array_equal(np.asarray(found.scales, np.float32), scales)
+    scaled = matrix / np.repeat(scales, 32, axis=-2)
+    nearest = np.abs(np.abs(scaled)[..., None] - magnitudes).min(axis=-1)
+    np.testing.assert_allclose(np.abs(np.asarray(found.values, np.float32) - scaled), nearest, atol=1e-6)
 
 
 def test_values_may_be_held_in_a_wider_type() -> None:

@@ -43,6 +43,15 @@ def change(folder: Path, edit: Callable[[dict[str, np.ndarray]], object]) -> Pat
     return folder
 
 
+def expand(weight: Any) -> np.ndarray:
+    """The numbers of a matrix, which may have been expanded already."""
+    if not isinstance(weight, dict):
+        return np.asarray(weight)
+    array = QuantizedArray(**weight)
+    matrix = np.asarray(dequantize(array, jnp.float32))
+    return matrix if array.order is None else matrix[..., np.argsort(array.order), :]
+
+
 @pytest.fixture
 def fp8(tmp_path: Path) -> Path:
     return write_quantized(load_case("llama_gqa").path, tmp_path, METHODS["fp8 blocks"])[0]
@@ -60,19 +69,23 @@ def test_every_matrix_is_the_one_that_was_written(method: str, widened: bool, tm
     found, expected = load(quantized, widened=widened), load(expanded)
     for layer, expected_layer in zip(found["layers"], expected["layers"], strict=True):
         for name in ("qkv", "o", "gate_up", "down"):
-            parts = dict(layer[name]["weight"])
-            array = QuantizedArray(**parts)
-            matrix = np.asarray(dequantize(array, jnp.float32))
-            if array.order is not None:
-                matrix = matrix[..., np.argsort(array.order), :]
+            matrix = expand(layer[name]["weight"])
             np.testing.assert_allclose(matrix, expected_layer[name]["weight"], rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize(("method", "bits"), [("fp8 blocks", 8), ("gptq", 4), ("compressed int8 channels", 8)])
-def test_devices_hold_what_files_hold(method: str, bits: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "dtype", "bits"),
+    [
+        ("fp8 blocks", "float8_e4m3fn", 8),
+        ("gptq", "int4", 4),
+        ("compressed int8 channels", "int8", 8),
+        ("modelopt nvfp4", "float4_e2m1fn", 4),
+    ],
+)
+def test_devices_hold_what_files_hold(method: str, dtype: str, bits: int, tmp_path: Path) -> None:
     quantized, _ = write_quantized(load_case("llama_gqa").path, tmp_path, METHODS[method])
     values = load(quantized)["layers"][0]["down"]["weight"]["values"]
-    assert str(values.dtype) == {"fp8 blocks": "float8_e4m3fn", "gptq": "int4"}.get(method, "int8")
+    assert str(values.dtype) == dtype
     assert values.on_device_size_in_bytes() <= values.size  # XLA:CPU keeps four bits in eight
     specs = param_specs(parse_config(read_hf_config(quantized)))
     assert specs["layers"][0]["down"]["weight"]["values"].num_bytes == values.size * bits // 8
@@ -86,6 +99,19 @@ def test_scales_that_are_no_scales(fp8: Path, bad: float) -> None:
     with pytest.raises(WeightsError, match="a scale that is 0, infinite or no number") as caught:
         load(change(fp8, edit))
     assert caught.value.field == f"{DOWN}.weight_scale_inv"
+
+
+@pytest.mark.parametrize(("tensor", "bad"), [("weight_scale", np.nan), ("weight_scale_2", 0.0)])
+def test_scales_and_factors_of_4_bit_floats(tensor: str, bad: float, tmp_path: Path) -> None:
+    """A scale of 0 is none of these: numbers of a group may be too small for an 8-bit float."""
+    folder, _ = write_quantized(load_case("llama_gqa").path, tmp_path, METHODS["modelopt nvfp4"])
+
+    def edit(tensors: dict[str, np.ndarray]) -> None:
+        tensors[f"{DOWN}.{tensor}"][...] = bad
+
+    with pytest.raises(WeightsError, match="a scale that is 0, infinite or no number") as caught:
+        load(change(folder, edit))
+    assert caught.value.field == f"{DOWN}.{tensor}"
 
 
 def test_scales_that_are_missing_or_of_another_shape(fp8: Path) -> None:
@@ -124,7 +150,7 @@ def test_matrices_in_one_have_one_order(gptq: Path) -> None:
         load(change(gptq, edit))
 
 
-@pytest.mark.parametrize("method", ["fp8 blocks", "awq", "gptq in order"])
+@pytest.mark.parametrize("method", ["fp8 blocks", "awq", "gptq in order", "modelopt nvfp4"])
 def test_orbax_and_back(method: str, tmp_path: Path) -> None:
     quantized, _ = write_quantized(load_case("llama_gqa").path, tmp_path, METHODS[method])
     params, hf_config = load(quantized), read_hf_config(quantized)

@@ -12,21 +12,35 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 from jaxserve.errors import ConfigError, shorten
+from jaxserve.models.quantization.float4 import MX_BLOCK, NV_BLOCK
 from jaxserve.models.quantization.formats import EVERY_MODULE, MatrixFormat, Quantization, Targets
 
 KEY = "quantization_config"
 _OTHER_KEYS = ("compression_config", "quantization")  # of older compressed-tensors, of MLX
 _METHOD_KEYS = ("quant_method", "quant_algo")
-_FP8 = "float8_e4m3fn"
+_FP8, _FP4 = "float8_e4m3fn", "float4_e2m1fn"
+_POWERS = "bfloat16"  # of scales that are powers of two
+_NVFP4 = MatrixFormat("nvfp4", _FP4, (1, NV_BLOCK), "weight_scale", factor="weight_global_scale", divides=True)
+_COMPRESSED_FP4 = {
+    "nvfp4-pack-quantized": _NVFP4,
+    "mxfp4-pack-quantized": MatrixFormat("mxfp4", _FP4, (1, MX_BLOCK), "weight_scale", scale_dtype=_POWERS),
+}
+_MODELOPT_NVFP4 = MatrixFormat("modelopt nvfp4", _FP4, (1, NV_BLOCK), "weight_scale", factor="weight_scale_2")
+_MODELOPT = {  # by `quant_algo`
+    "FP8": MatrixFormat("plain", _FP8, (None, None), "weight_scale"),
+    "NVFP4": _MODELOPT_NVFP4,
+    "W4A16_NVFP4": _MODELOPT_NVFP4,
+}
+_MIXED = "MIXED_PRECISION"
 
 Settings = Mapping[str, object]
 
 
-def read_quantization(hf_config: Mapping[str, object], *, expanded: Collection[str] = ()) -> Quantization | None:
+def read_quantization(hf_config: Mapping[str, object], *, own: Collection[str] = ()) -> Quantization | None:
     """Returns what a config.json says about quantized weights; None if it says nothing.
 
-    Methods in `expanded` are the family's own to read. Raises ConfigError, naming key and value, for a method or a
-    format that is not read.
+    `own` are the methods that files of this family alone are written with. Raises ConfigError, naming key and value,
+    for a method or a format that is not read.
     """
     for key in _OTHER_KEYS:
         if hf_config.get(key):
@@ -35,9 +49,7 @@ def read_quantization(hf_config: Mapping[str, object], *, expanded: Collection[s
     if not settings:
         return None
     method = _name_method(settings)
-    if method in expanded:
-        return None
-    if not isinstance(settings, Mapping) or method not in _METHODS:
+    if not isinstance(settings, Mapping) or method not in _METHODS or (method in _OWN and method not in own):
         raise quantized_error(method, field=KEY, value=settings)
     return Quantization(method, tuple(_METHODS[method](settings)))
 
@@ -52,8 +64,9 @@ def refuse_quantized(hf_config: Mapping[str, object]) -> None:
 
 def quantized_error(method: str, *, field: str, value: object = None) -> ConfigError:
     """Returns the error for weights that are quantized with `method`, according to `field`."""
-    message = f"quantized checkpoints ({method}) are not read; known are {', '.join(_METHODS)}, or use the unquantized"
-    return ConfigError(f"{message} repository", field=field, value=value)
+    known = ", ".join(name for name in _METHODS if name not in _OWN)
+    message = f"quantized checkpoints ({method}) are not read; known are {known}, or use the unquantized repository"
+    return ConfigError(message, field=field, value=value)
 
 
 def _name_method(settings: object) -> str:
@@ -138,12 +151,27 @@ def _read_auto_round(settings: Settings) -> Iterator[tuple[Targets, MatrixFormat
 
 
 def _read_modelopt(settings: Settings) -> Iterator[tuple[Targets, MatrixFormat | None]]:
+    """Yields the rules of ModelOpt's files, which may have different formats for named modules."""
     algorithm = settings.get("quant_algo")
-    if algorithm != "FP8":
-        raise _refuse("quant_algo", algorithm, "FP8")
+    if algorithm != _MIXED and algorithm not in _MODELOPT:
+        raise _refuse("quant_algo", algorithm, f"{', '.join(_MODELOPT)} and {_MIXED}")
     for key in ("ignore", "exclude_modules"):
-        yield Targets(patterns=tuple(fnmatch.translate(name) for name in _as_names(settings, key))), None
-    yield EVERY_MODULE, MatrixFormat("plain", _FP8, (None, None), "weight_scale")
+        yield _match_wildcards(_as_names(settings, key)), None
+    if algorithm != _MIXED:
+        yield EVERY_MODULE, _MODELOPT[str(algorithm)]
+        return
+    for module, chosen in _as_mapping(settings, "quantized_layers").items():
+        algorithm = chosen.get("quant_algo") if isinstance(chosen, Mapping) else chosen
+        if algorithm not in _MODELOPT:
+            raise _refuse(f"quantized_layers.{module}", chosen, " and ".join(_MODELOPT))
+        yield _match_wildcards([module]), _MODELOPT[str(algorithm)]
+
+
+def _read_mxfp4(settings: Settings) -> Iterator[tuple[Targets, MatrixFormat | None]]:
+    """Yields the rules of gpt-oss's files, whose experts alone are quantized."""
+    yield _match_wildcards(_as_names(settings, "modules_to_not_convert")), None
+    form = MatrixFormat("mxfp4 blocks", _FP4, (1, MX_BLOCK), scale_dtype=_POWERS)
+    yield Targets(patterns=(r".*\.experts\.",)), form
 
 
 def _read_compressed(settings: Settings) -> Iterator[tuple[Targets, MatrixFormat | None]]:
@@ -168,16 +196,20 @@ def _read_compressed(settings: Settings) -> Iterator[tuple[Targets, MatrixFormat
 def _read_group_format(field: str, stored: object, weights: Settings) -> MatrixFormat:
     """Returns the format of one group of modules."""
     kind, bits = weights.get("type", "int"), weights.get("num_bits", 8)
-    dtypes = {("float", 8): _FP8, ("int", 8): "int8", ("int", 4): "int4"}
+    dtypes = {("float", 8): _FP8, ("float", 4): _FP4, ("int", 8): "int8", ("int", 4): "int4"}
     if (kind, bits) not in dtypes:
-        raise _refuse(f"{field}.weights", f"{kind} of {shorten(bits)} bits", "int of 4 or 8 and float of 8 bits")
+        raise _refuse(f"{field}.weights", f"{kind} of {shorten(bits)} bits", "int and float of 4 and 8 bits")
     dtype, symmetric = dtypes[kind, bits], weights.get("symmetric", True) is not False
     formats = {"pack-quantized": ("int4", "int8"), "int-quantized": ("int8",), "float-quantized": (_FP8,)}
-    formats |= {"naive-quantized": ("int8", _FP8)}
+    formats |= {"naive-quantized": ("int8", _FP8)} | dict.fromkeys(_COMPRESSED_FP4, (_FP4,))
     if dtype not in formats.get(str(stored), ()):
         raise _refuse("format", stored, " and ".join(name for name, types in formats.items() if dtype in types))
-    if dtype == _FP8 and not symmetric:
-        raise _refuse(f"{field}.weights.symmetric", False, "true, as 8-bit floats have no zero points")
+    if kind == "float" and not symmetric:
+        raise _refuse(f"{field}.weights.symmetric", False, "true, as floats have no zero points")
+    if dtype == _FP4:
+        form = _COMPRESSED_FP4[str(stored)]
+        _require(weights, "group_size", form.block[1])
+        return form
     block = _read_strategy(f"{field}.weights", weights)
     ordered = weights.get("actorder") in ("group", True) and block[1] is not None
     if stored != "pack-quantized":
@@ -236,6 +268,11 @@ def _find_targets(names: Collection[str]) -> Targets:
     return Targets(frozenset(name for name in names if not name.startswith("re:")), patterns)
 
 
+def _match_wildcards(names: Collection[str]) -> Targets:
+    """Returns the targets that names with `*` mean, and what is below them."""
+    return Targets(patterns=tuple(fnmatch.translate(each) for name in names for each in (name, f"{name}.*")))
+
+
 def _list_names(settings: Settings, *keys: str) -> Targets:
     return Targets(frozenset(name for key in keys for name in _as_names(settings, key)))
 
@@ -280,4 +317,6 @@ _METHODS: Mapping[str, Callable[[Settings], Iterator[tuple[Targets, MatrixFormat
     "awq": _read_awq,
     "auto-round": _read_auto_round,
     "modelopt": _read_modelopt,
+    "mxfp4": _read_mxfp4,
 }
+_OWN = ("mxfp4",)  # methods of single families

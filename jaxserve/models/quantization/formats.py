@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-WIDER = {"float8_e4m3fn": "bfloat16", "int4": "int8"}
+WIDER = {"float8_e4m3fn": "bfloat16", "float4_e2m1fn": "bfloat16", "int4": "int8"}
 """Types that a CPU multiplies slowly, and those that hold the same numbers there."""
 
 
@@ -16,7 +16,9 @@ class MatrixFormat:
     `packing` is a key of PACKINGS (packings.py); `dtype` is that of the values on a device. `block`: the rows and the
     columns that share a scale, None for all of them. `scale` is the name of the scales' tensor, `other_scale` that in
     other files. `zeros`: values have zero points, and `zero_offset` is what files have subtracted from them. `ordered`:
-    columns were quantized in an order that files have. Without a packing files have the matrix itself.
+    columns were quantized in an order that files have. `scale_dtype` is that of the scales on a device: bfloat16 for
+    powers of two, of which files have the exponents. `factor` is the name of a tensor with one number that all scales
+    are multiplied by or, with `divides`, divided by. Without a packing files have the matrix itself.
     """
 
     packing: str | None
@@ -27,11 +29,19 @@ class MatrixFormat:
     zeros: bool = False
     zero_offset: int = 0
     ordered: bool = False
+    scale_dtype: str = "float32"
+    factor: str = ""
+    divides: bool = False
 
     @property
     def bits(self) -> int:
         """Bits of a value."""
-        return 4 if self.dtype == "int4" else 8
+        return 8 if self.dtype in ("int8", "float8_e4m3fn") else 4
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parameters that a matrix becomes."""
+        return ("values", "scales") + ("zeros",) * self.zeros + ("order",) * self.ordered
 
     def count_groups(self, columns: int) -> int:
         """Returns the groups of a row, the last of which may be short."""
@@ -77,6 +87,10 @@ class Quantization:
     def find_format(self, module: str) -> MatrixFormat | None:
         """Returns how files keep a module's weight; None if it is not quantized."""
         return next((form for targets, form in self.rules if targets.match(module)), None)
+
+    def expands(self, form: MatrixFormat) -> bool:
+        """Whether a matrix is expanded while it is read: its numbers fit the type in which values would be held."""
+        return self.widened and form.scale_dtype == "bfloat16" and not self.while_loading
 
     def hold(self, dtype: str) -> str:
         """Returns the dtype in which devices hold values."""

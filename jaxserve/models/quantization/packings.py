@@ -1,24 +1,28 @@
-"""How files pack the values, scales and zero points of a matrix [rows, columns] = [out, in], one class for each way.
+"""How files pack the values, scales and zero points of a matrix [rows, columns] = [out, in].
 
-Values are decoded to signed integers or 8-bit floats [rows, columns], scales to float32 and zero points to int8
-[rows, groups], where a zero point is counted as values are. What is packed into int32 words stands there lowest bits
-first.
+Values are decoded to signed integers or floats of 4 or 8 bits [rows, columns], scales to float32 or, if they are powers
+of two, bfloat16, and zero points to int8 [rows, groups], where a zero point is counted as values are. What is packed
+into int32 words stands there lowest bits first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxserve.errors import WeightsError
+from jaxserve.models.layouts import Rows
+from jaxserve.models.quantization.float4 import MX_BLOCK, Mxfp4Rows, as_bytes, list_powers, list_values
 from jaxserve.models.quantization.formats import MatrixFormat
 
 _SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of each column among the eight of a word; stored are 0 2 4 6 1 3 5 7
 _STORED_VALUES = {"float8_e4m3fn": "F8_E4M3", "int8": "I8"}
+_NO_SCALE = "holds a scale that is 0, infinite or no number"
 
 
 class Stored(NamedTuple):
@@ -28,47 +32,122 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
     dtypes: tuple[str, ...]
 
+    def name_in(self, module: str) -> str:
+        """Returns the tensor's whole name."""
+        return module + self.name if self.name.startswith("_") else f"{module}.{self.name}"
+
 
 @dataclass(frozen=True)
 class Packing:
     """Where each part of a matrix is stored, and what decodes it: `part(form, rows, columns)` and `part(form, array)`.
 
-    Parts are "values", "scales", "zeros" and "order" [columns], which says for each place of a row the column it is of.
+    Parts are "values", "scales", "factor", "zeros" and "order" [columns], which says for each place of a row the column
+    it is of. `expand(values, scales, name)` makes rows of stored values and scales, where that takes less than decoding
+    both.
     """
 
     tensors: Callable[[MatrixFormat, int, int], Mapping[str, Stored]]
-    decoders: Mapping[str, Callable[[MatrixFormat, np.ndarray], np.ndarray]]
+    decoders: Mapping[str, Callable[[MatrixFormat, np.ndarray], Rows]]
+    expand: Callable[[np.ndarray, np.ndarray, str], Rows] | None = None
 
 
-def decode(form: MatrixFormat, part: str, shape: tuple[int, int], array: np.ndarray, name: str) -> np.ndarray:
-    """Returns a part of a matrix of `shape` [rows, columns]; WeightsError for scales that no value can have.
+@dataclass(frozen=True)
+class StoredMatrix:
+    """A matrix [rows, columns] as files have it, or several, [n, rows, columns].
 
-    `name` is the tensor's, for errors.
+    `tensors` are the names and arrays of its parts, or of "weight" alone for one without a format.
     """
-    rows, columns = shape
-    decoded = PACKINGS[form.packing].decoders[part](form, array)
-    if part == "values":
-        return decoded[:rows, :columns]
-    if part == "order":
-        return _order_columns(form, decoded, name)
-    groups = form.count_groups(columns)
-    decoded = decoded.reshape(-1, 1) if groups == 1 else decoded
-    block = form.block[0] or rows
-    decoded = np.repeat(decoded, block, axis=0)[:rows] if len(decoded) < rows else decoded[:rows]
-    if part == "scales":
-        decoded = decoded.astype(np.float32)
-        if not np.isfinite(decoded).all() or not decoded.all():
-            raise WeightsError("holds a scale that is 0, infinite or no number; download the file again", field=name)
-    return decoded
 
+    form: MatrixFormat | None
+    shape: tuple[int, ...]
+    tensors: Mapping[str, tuple[str, np.ndarray]]
 
-def _order_columns(form: MatrixFormat, groups: np.ndarray, name: str) -> np.ndarray:
-    """Returns the columns sorted by their group [columns] i32; each group has as many as the format says."""
-    order = np.argsort(groups, kind="stable").astype(np.int32)
-    size = form.block[1] or len(groups)
-    if not np.array_equal(groups[order], np.arange(len(groups)) // size):
-        raise WeightsError(f"has groups that are not of {size} columns each", field=name)
-    return order
+    def map(self, function: Callable[[StoredMatrix], Rows]) -> Rows | list[Rows]:
+        """Returns what `function` makes of the matrix or, in a list, of each of several."""
+        if len(self.shape) == 2:
+            return function(self)
+        each = (
+            {part: (name, array[index]) for part, (name, array) in self.tensors.items()}
+            for index in range(self.shape[0])
+        )
+        return [function(replace(self, shape=self.shape[1:], tensors=tensors)) for tensors in each]
+
+    def list_values(self) -> Rows:
+        """Returns the values [rows, columns], in the matrix's order of columns if it has one."""
+        decoded = self._decode("values")
+        if decoded.shape != self.shape:  # filled up to whole words
+            decoded = decoded[: self.shape[0], : self.shape[1]]
+        return decoded[:, self.find_order()] if "order" in self.tensors else decoded
+
+    def list_scales(self, groups: int) -> Rows:
+        """Returns the scales [rows, groups], of groups that each lie in one of the files'.
+
+        Raises WeightsError, naming the tensor, for scales that no matrix can have.
+        """
+        form, (name, array) = self._get_form(), self.tensors["scales"]
+        if form.scale_dtype == "bfloat16":
+            return self._spread(list_powers(array, name), groups)
+        scales = self._spread(self._decode("scales"), groups).astype(np.float32)
+        if "factor" in self.tensors:
+            scales = scales / self._find_factor() if form.divides else scales * self._find_factor()
+        # An 8-bit float is 0 where the numbers of a group are all too small beside those of others.
+        if not np.isfinite(scales).all() or not (form.factor or scales.all()):
+            raise WeightsError(f"{_NO_SCALE}; download the file again", field=name)
+        return scales
+
+    def list_zeros(self, groups: int) -> Rows:
+        """Returns the zero points [rows, groups] int8."""
+        return self._spread(self._decode("zeros"), groups)
+
+    def find_order(self) -> np.ndarray:
+        """Returns the columns sorted by their group [columns] i32; each group has as many as the format says."""
+        form, (name, _) = self._get_form(), self.tensors["order"]
+        groups = np.asarray(self._decode("order"))
+        order = np.argsort(groups, kind="stable").astype(np.int32)
+        size = form.block[1] or len(groups)
+        if not np.array_equal(groups[order], np.arange(len(groups)) // size):
+            raise WeightsError(f"has groups that are not of {size} columns each", field=name)
+        return order
+
+    def expand(self) -> Rows:
+        """Returns the numbers [rows, columns] that are meant."""
+        if self.form is None:
+            return self.tensors["weight"][1].astype(np.float32)
+        expand, columns = PACKINGS[self.form.packing or ""].expand, self.shape[1]
+        if expand is not None and columns % MX_BLOCK == 0:
+            name, scales = self.tensors["scales"]
+            return expand(self.tensors["values"][1], scales, name)
+        values = np.asarray(self.list_values()).astype(np.float32)
+        values = values - self.list_zeros(columns) if "zeros" in self.tensors else values
+        values = values * self.list_scales(columns)
+        return values[:, np.argsort(self.find_order())] if "order" in self.tensors else values
+
+    def _get_form(self) -> MatrixFormat:
+        assert self.form is not None
+        return self.form
+
+    def _decode(self, part: str) -> Rows:
+        form = self._get_form()
+        return PACKINGS[form.packing or ""].decoders[part](form, self.tensors[part][1])
+
+    def _spread(self, per_group: Rows, groups: int) -> Rows:
+        """Returns numbers of the files' blocks for each row, and for each of `groups` groups of equal size."""
+        form, (rows, columns) = self._get_form(), self.shape
+        block = form.block[0] or rows
+        if len(per_group) < rows:
+            per_group = np.repeat(np.asarray(per_group), block, axis=0)
+        per_group = per_group[:rows]
+        if per_group.shape[1] == groups:
+            return per_group
+        size = form.block[1] or columns
+        return np.asarray(per_group)[:, np.arange(groups) * (columns // groups) // size]
+
+    def _find_factor(self) -> np.float32:
+        name, array = self.tensors["factor"]
+        factor = np.asarray(array, np.float32).reshape(())
+        if not np.isfinite(factor) or not factor:
+            raise WeightsError(f"{_NO_SCALE}; download the file again", field=name)
+        return np.float32(factor)
 
 
 def unpack(words: np.ndarray, bits: int) -> np.ndarray:
@@ -140,6 +219,34 @@ def _awq_values(form: MatrixFormat, array: np.ndarray) -> np.ndarray:
     return values.reshape(len(values), -1, 8)[..., _AWQ_PLACES].reshape(len(values), -1).T
 
 
+def _float4_tensors(values: str, form: MatrixFormat, rows: int, columns: int) -> dict[str, Stored]:
+    is_power = form.scale_dtype == "bfloat16"
+    stored = {
+        "values": Stored(values, (rows, -(-columns // 2)), ("U8",)),
+        "scales": Stored(
+            form.scale, (rows, form.count_groups(columns)), ("U8", "F8_E8M0") if is_power else ("F8_E4M3",)
+        ),
+    }
+    return stored | ({"factor": Stored(form.factor, (), ("F32",))} if form.factor else {})
+
+
+def _block_tensors(form: MatrixFormat, rows: int, columns: int) -> dict[str, Stored]:
+    """Returns gpt-oss's form of MXFP4."""
+    groups = form.count_groups(columns)
+    return {
+        "values": Stored("_blocks", (rows, groups, MX_BLOCK // 2), ("U8",)),
+        "scales": Stored("_scales", (rows, groups), ("U8",)),
+    }
+
+
+def _decode_float4(form: MatrixFormat, array: np.ndarray) -> Rows:
+    return list_values(array.reshape(len(array), -1))
+
+
+def _expand_mxfp4(values: np.ndarray, scales: np.ndarray, name: str) -> Rows:
+    return Mxfp4Rows(values.reshape(len(values), -1), as_bytes(scales), name)
+
+
 PACKINGS = {
     "plain": Packing(_plain_tensors, {"values": lambda form, array: array, "scales": _as_rows, "zeros": _as_rows}),
     "compressed": Packing(
@@ -164,4 +271,8 @@ PACKINGS = {
         _awq_tensors,
         {"values": _awq_values, "scales": lambda form, array: array.T, "zeros": _awq_values},
     ),
+    "mxfp4": Packing(partial(_float4_tensors, "weight_packed"), {"values": _decode_float4}, _expand_mxfp4),
+    "mxfp4 blocks": Packing(_block_tensors, {"values": _decode_float4}, _expand_mxfp4),
+    "nvfp4": Packing(partial(_float4_tensors, "weight_packed"), {"values": _decode_float4, "scales": _as_rows}),
+    "modelopt nvfp4": Packing(partial(_float4_tensors, "weight"), {"values": _decode_float4, "scales": _as_rows}),
 }

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from jaxserve.errors import ConfigError, shorten
 from jaxserve.models.base import DecoderConfig, Table
+from jaxserve.models.quantization.float4 import MX_BLOCK
 from jaxserve.models.quantization.formats import EVERY_MODULE, MatrixFormat, Quantization, Targets
 from jaxserve.quantization_config import SCHEMES, QuantizationConfig
 
@@ -15,6 +16,7 @@ _FORMATS: Mapping[str, MatrixFormat] = {
     "fp8_per_channel": MatrixFormat(None, "float8_e4m3fn", (1, None)),
     "fp8_per_block": MatrixFormat(None, "float8_e4m3fn", (128, 128)),
     "int8_per_channel_weight_only": MatrixFormat(None, "int8", (1, None)),
+    "mxfp4": MatrixFormat(None, "float4_e2m1fn", (1, MX_BLOCK), scale_dtype="bfloat16"),
     "int4_per_group_weight_only": MatrixFormat(None, "int4", (1, 32)),
 }
 assert _FORMATS.keys() == set(SCHEMES)

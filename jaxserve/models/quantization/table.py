@@ -14,21 +14,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
 
 from jaxserve.errors import ConfigError, WeightsError
 from jaxserve.models.base import HostArray, Parameter, ParamSpec, Table, WeightSource
+from jaxserve.models.layouts import Rows
 from jaxserve.models.quantization.formats import MatrixFormat, Quantization
-from jaxserve.models.quantization.packings import PACKINGS, Stored, decode
+from jaxserve.models.quantization.packings import PACKINGS, Stored, StoredMatrix
 from jaxserve.sharding import DEFAULT_RULES
 
 _EXPANDED = frozenset({"lm_head", "router", "shared_gate", "k_b", "v_b"})
 _WEIGHT = ".weight"
 
-UNREAD = (r".*\.(input_scale|activation_scale|weight_shape|g_idx|qzeros)",)
+UNREAD = (r".*\.(input_scale|input_global_scale|activation_scale|weight_shape|g_idx|qzeros)",)
 """Patterns of tensors beside quantized matrices that are read only where a format needs them: scales of activations,
 shapes, an order of columns that changes none, and zero points that are all the middle."""
 
@@ -66,7 +67,7 @@ def _list_stored(name: str, parameter: Parameter, quantization: Quantization) ->
     formats = [] if source is None else [quantization.find_format(module) for module in _list_modules(source)]
     if source is None or not any(formats):
         return {name: parameter}
-    if len(set(formats)) > 1 or _leaf(name) in _EXPANDED:
+    if len(set(formats)) > 1 or _leaf(name) in _EXPANDED or quantization.expands(formats[0]):
         return {name: Parameter(parameter.spec, _expand_source(source, formats))}
     return _list_parts(name, parameter.spec, source, formats[0], quantization)
 
@@ -81,10 +82,10 @@ def _leaf(name: str) -> str:
 
 
 def _find_matrices(source: WeightSource) -> WeightSource | None:
-    """Returns the form in which a source is made of matrices [out, in] of modules, if it has one."""
+    """Returns the form in which a source is made of matrices [out, in] of modules, or of stacks of them, if any."""
     form: WeightSource | None = source
     while form is not None:
-        if all(name.endswith(_WEIGHT) and len(shape) == 2 for name, shape in zip(form.names, form.shapes, strict=True)):
+        if all(name.endswith(_WEIGHT) for name in form.names) and min(map(len, form.shapes)) > 1:
             return dataclasses.replace(form, otherwise=None)
         form = form.otherwise
     return None
@@ -105,11 +106,11 @@ def _list_specs(name: str, spec: ParamSpec, form: MatrixFormat, quantization: Qu
     axes = (*spec.axes[:-2], row_axis if groups > 1 else None, column_axis)
     specs = {
         "values": ParamSpec(spec.shape, quantization.hold(form.dtype), spec.axes, "values"),
-        "scales": ParamSpec((*lead, groups, columns), "float32", axes, "scales"),
+        "scales": ParamSpec((*lead, groups, columns), form.scale_dtype, axes, "scales"),
         "zeros": ParamSpec((*lead, groups, columns), "int8", axes, "zeros"),
         "order": ParamSpec((width,), "int32", (None,), "arange"),
     }
-    return {f"{name}.{part}": specs[part] for part in _list_form_parts(form)}
+    return {f"{name}.{part}": specs[part] for part in form.parts}
 
 
 def _list_parts(
@@ -120,53 +121,43 @@ def _list_parts(
         message = "experts whose columns have an order of their own are not read; use files without one"
         raise ConfigError(message, field="quantization_config.desc_act", value=True)
     specs = _list_specs(name, spec, form, quantization)
-    width, groups = spec.shape[-2], specs[f"{name}.scales"].shape[-2]
-
-    def build_groups(*matrices: np.ndarray) -> HostArray:
-        return source.build(*(_regroup(form, width, groups, matrix) for matrix in matrices))
-
-    builds = {
-        "values": source.build,
-        "scales": build_groups,
-        "zeros": build_groups,
-        "order": partial(_merge_orders, _list_modules(source)[0]),
+    groups = specs[f"{name}.scales"].shape[-2]
+    readers: dict[str, Callable[[StoredMatrix], Rows]] = {
+        "values": StoredMatrix.list_values,
+        "scales": lambda matrix: matrix.list_scales(groups),
+        "zeros": lambda matrix: matrix.list_zeros(groups),
     }
+
+    def build(part: str, *matrices: StoredMatrix) -> HostArray:
+        if part == "order":
+            return _merge_orders(_list_modules(source)[0], matrices)
+        return source.build(*(matrix.map(readers[part]) for matrix in matrices))
+
     return {
-        f"{name}.{part}": Parameter(specs[f"{name}.{part}"], _part_source(source, form, part, builds[part]))
-        for part in _list_form_parts(form)
+        f"{name}.{part}": Parameter(specs[f"{name}.{part}"], _part_source(source, form, part, partial(build, part)))
+        for part in form.parts
     }
 
 
 def _part_source(source: WeightSource, form: MatrixFormat, part: str, build: Callable[..., HostArray]) -> WeightSource:
-    """Returns the source of one part of all matrices; of values in an order of their own, that order is a part, too."""
-    parts = ("values", "order") if part == "values" and form.ordered else (part,)
-    made = _source_of(source, [(form, parts)] * len(source.names), partial(_build_part, build), shared=form.ordered)
+    """Returns the source of one part of all matrices, with the tensors that it takes."""
+    needed = {"values": ("order",) * form.ordered, "scales": ("factor",) * bool(form.factor)}.get(part, ())
+    made = _source_of(source, [(form, (part, *needed))] * len(source.names), build, shared=form.ordered)
     if part != "scales" or form.other_scale is None:
         return made
     other = dataclasses.replace(form, scale=form.other_scale, other_scale=None)
     return dataclasses.replace(made, otherwise=_part_source(source, other, part, build))
 
 
-def _build_part(build: Callable[..., HostArray], *matrices: dict[str, np.ndarray]) -> HostArray:
-    return build(*(_take_ordered(matrix) if "values" in matrix else next(iter(matrix.values())) for matrix in matrices))
-
-
-def _take_ordered(matrix: dict[str, np.ndarray]) -> np.ndarray:
-    return matrix["values"][:, matrix["order"]] if "order" in matrix else matrix["values"]
-
-
 def _expand_source(source: WeightSource, formats: list[MatrixFormat | None]) -> WeightSource:
-    """Returns the source of a parameter that is expanded to float32, or read as it is where files have no scales."""
-    forms = [(form, () if form is None else _list_form_parts(form)) for form in formats]
+    """Returns the source of a parameter that is expanded, or read as it is where files have no scales."""
+    parts = [("weight",) if form is None else (*form.parts, *("factor",) * bool(form.factor)) for form in formats]
 
-    def build(*matrices: dict[str, np.ndarray]) -> HostArray:
-        return source.build(*(_expand(form, matrix) for (form, _), matrix in zip(forms, matrices, strict=True)))
+    def build(*matrices: StoredMatrix) -> HostArray:
+        return source.build(*(matrix.map(StoredMatrix.expand) for matrix in matrices))
 
-    return dataclasses.replace(_source_of(source, forms, build, shared=source.part), otherwise=source)
-
-
-def _list_form_parts(form: MatrixFormat) -> tuple[str, ...]:
-    return ("values", "scales") + ("zeros",) * form.zeros + ("order",) * form.ordered
+    expanded = _source_of(source, list(zip(formats, parts, strict=True)), build, shared=source.part)
+    return dataclasses.replace(expanded, otherwise=source)
 
 
 def _source_of(
@@ -176,55 +167,38 @@ def _source_of(
     *,
     shared: bool,
 ) -> WeightSource:
-    """Returns the source of some parts of the matrices of `source`; `build` takes each matrix as a dictionary."""
+    """Returns the source of some parts of the matrices of `source`; `build` takes them as `StoredMatrix`."""
     stored: list[tuple[int, str, str, Stored]] = []
     for index, (module, shape, (form, parts)) in enumerate(
         zip(_list_modules(source), source.shapes, forms, strict=True)
     ):
-        tensors = {} if form is None else PACKINGS[form.packing].tensors(form, *shape)
-        plain = Stored("weight", shape, ("F32", "BF16", "F16"))
-        for part in parts or ("weight",):
-            stored.append((index, part, module, tensors.get(part, plain)))
-    names = tuple(f"{module}.{tensor.name}" for _, _, module, tensor in stored)
+        *lead, rows, columns = shape
+        plain = {"weight": Stored("weight", (rows, columns), ("F32", "BF16", "F16"))}
+        tensors = plain if form is None else PACKINGS[form.packing or ""].tensors(form, rows, columns)
+        for part in parts:
+            found = tensors[part]
+            stored.append((index, part, found.name_in(module), found._replace(shape=(*lead, *found.shape))))
 
-    def build_decoded(*arrays: np.ndarray) -> HostArray:
-        matrices: list[dict[str, np.ndarray]] = [{} for _ in source.names]
-        for (index, part, _, _), name, array in zip(stored, names, arrays, strict=True):
-            form = forms[index][0]
-            decoded = array if form is None else decode(form, part, source.shapes[index], array, name)
-            matrices[index][part] = decoded
-        return build(*matrices)
+    def build_stored(*arrays: np.ndarray) -> HostArray:
+        tensors: list[dict[str, tuple[str, np.ndarray]]] = [{} for _ in source.names]
+        for (index, part, name, _), array in zip(stored, arrays, strict=True):
+            tensors[index][part] = name, array
+        matrices = zip(forms, source.shapes, tensors, strict=True)
+        return build(*(StoredMatrix(form, shape, found) for (form, _), shape, found in matrices))
 
     return dataclasses.replace(
         source,
-        names=names,
+        names=tuple(name for _, _, name, _ in stored),
         shapes=tuple(tensor.shape for *_, tensor in stored),
-        build=build_decoded,
+        build=build_stored,
         dtypes=tuple(tensor.dtypes for *_, tensor in stored),
         part=shared,
     )
 
 
-def _expand(form: MatrixFormat | None, matrix: dict[str, np.ndarray]) -> np.ndarray:
-    """Returns a matrix [out, in] in float32."""
-    if form is None:
-        return matrix["weight"].astype(np.float32)
-    values = _take_ordered(matrix).astype(np.float32)
-    spread = partial(_regroup, form, values.shape[1], values.shape[1])
-    values = (values - spread(matrix["zeros"]) if form.zeros else values) * spread(matrix["scales"])
-    return values[:, np.argsort(matrix["order"])] if form.ordered else values
-
-
-def _regroup(form: MatrixFormat, width: int, groups: int, per_group: np.ndarray) -> np.ndarray:
-    """Returns numbers of the files' groups [out, g] as those of `groups` groups of equal size, each inside of one."""
-    if per_group.shape[1] == groups:
-        return per_group
-    size = form.block[1] or width
-    return per_group[:, np.arange(groups) * (width // groups) // size]
-
-
-def _merge_orders(module: str, *orders: np.ndarray) -> np.ndarray:
+def _merge_orders(module: str, matrices: Sequence[StoredMatrix]) -> np.ndarray:
     """Returns the order of modules that are one matrix here, and so must have the same."""
-    if any(not np.array_equal(order, orders[0]) for order in orders):
+    first, *others = (matrix.find_order() for matrix in matrices)
+    if any(not np.array_equal(order, first) for order in others):
         raise WeightsError("and those it is joined with have columns in different orders", field=module)
-    return orders[0]
+    return first
