@@ -17,6 +17,7 @@ SCHEMES = (
     "int8_per_channel_weight_only",
     "int4_per_group_weight_only",
 )
+ACTIVATIONS = ("fp8_per_token", "int8_per_token")
 METHODS = ("fp8", "compressed-tensors", "gptq", "awq", "auto-round", "modelopt")
 """Those of quantized files. Of others, fp8 means fp8_per_tensor, as in vLLM."""
 
@@ -28,10 +29,14 @@ _KEYS = ("linear", "moe", "ignore")
 
 @dataclass(frozen=True, slots=True)
 class QuantizationConfig:
-    """The scheme of projections and of experts, None for that of `quantization`; and modules that are left out."""
+    """The scheme of projections and of experts, None for that of `quantization`; and modules that are left out.
+
+    `activation` is how the rows that projections multiply are quantized, None for not at all.
+    """
 
     linear: str | None = None
     moe: str | None = None
+    activation: str | None = None
     ignore: frozenset[str] = frozenset()
 
 
@@ -52,30 +57,25 @@ def read_quantization_config(value: Any) -> QuantizationConfig:
     ignore = value.get("ignore", ())
     if isinstance(ignore, str) or not all(isinstance(name, str) for name in ignore):
         raise ConfigError(f"must be a list of modules' names, got {shorten(ignore)}", field=f"{_FIELD}.ignore")
-    return QuantizationConfig(_read_part(value, "linear"), _read_part(value, "moe"), frozenset(ignore))
+    linear, moe = (_read_part(value, key) for key in ("linear", "moe"))
+    if moe.get("activation") is not None:
+        message = f"{shorten(moe['activation'])} is not possible: activations keep the model's bits; leave it out"
+        raise ConfigError(message, field=f"{_FIELD}.moe.activation", value=moe["activation"])
+    return QuantizationConfig(linear.get("weight"), moe.get("weight"), linear.get("activation"), frozenset(ignore))
 
 
-def _read_part(value: Mapping[str, Any], key: str) -> str | None:
-    """Returns the scheme of the weights of a part."""
+def _read_part(value: Mapping[str, Any], key: str) -> Mapping[str, str | None]:
+    """Returns the schemes of the weights and the activations of a part."""
     part = value.get(key)
-    if part is None:
-        return None
-    if isinstance(part, str):
-        part = {"weight": part}
+    part = {"weight": part} if part is None or isinstance(part, str) else part
     if not isinstance(part, Mapping) or not part.keys() <= {"weight", "activation"}:
         raise ConfigError(
             f"must be a scheme, or a table with weight and activation, got {shorten(part)}",
             field=f"{_FIELD}.{key}",
             value=part,
         )
-    if part.get("activation") is not None:
-        raise ConfigError(
-            f"{shorten(part['activation'])} is not possible: activations keep the model's bits; leave it out",
-            field=f"{_FIELD}.{key}.activation",
-            value=part["activation"],
-        )
-    weight = part.get("weight")
-    if weight is not None and weight not in SCHEMES:
-        message = f"{shorten(weight)} is not known; known are {', '.join(SCHEMES)}"
-        raise ConfigError(message, field=f"{_FIELD}.{key}.weight", value=weight)
-    return weight
+    for name, known in (("weight", SCHEMES), ("activation", ACTIVATIONS)):
+        if part.get(name) is not None and part[name] not in known:
+            message = f"{shorten(part[name])} is not known; known are {', '.join(known)}"
+            raise ConfigError(message, field=f"{_FIELD}.{key}.{name}", value=part[name])
+    return part

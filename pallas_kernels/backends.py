@@ -29,9 +29,9 @@ _HOPPER = ("H100", "H200", "H800", "H20", "GH200")  # compute capability 9.0, as
 # Compute capability 8.0, 8.6 and 8.9, as device kinds name them. "RTX 40" alone would also match Turing's Quadro.
 _AMPERE = (
     *("NVIDIA A10", "NVIDIA A16", "NVIDIA A2", "NVIDIA A30", "NVIDIA A40", "NVIDIA A800"),  # "A10" matches A100 too
-    *("NVIDIA L2", "NVIDIA L4"),  # and L20 and L40
-    *("GeForce RTX 30", "GeForce RTX 40", "NVIDIA RTX A", "Ada Generation"),
+    *("GeForce RTX 30", "NVIDIA RTX A"),
 )
+_ADA = ("NVIDIA L2", "NVIDIA L4", "GeForce RTX 40", "Ada Generation")  # 8.9; also L20 and L40
 _TPUS = ("TPU v5 lite", "TPU v5e", "TPU v5p", "TPU v5", "TPU v6 lite", "TPU v6e", "TPU7x", "TPU v7", "TPU v7x")
 
 
@@ -97,12 +97,17 @@ def choose_impl(platform: str, device_kind: str = "") -> tuple[str, str]:
 def _choose_gpu_impl(device_kind: str) -> tuple[str, str]:
     if any(kind in device_kind for kind in _HOPPER):
         return "gpu", f"Pallas kernels for Hopper, compiled for {device_kind}"
-    if any(kind in device_kind for kind in _AMPERE):
+    if any(kind in device_kind for kind in (*_AMPERE, *_ADA)):
         return "ampere", f"Pallas kernels for Ampere and Ada, compiled for {device_kind}"
     if any(kind in device_kind for kind in BLACKWELL):
         return "ampere", f"Pallas kernels for Ampere, compiled for {device_kind}; there are none for Blackwell alone"
     needed = f"{_BACKENDS['gpu'].devices} or {_BACKENDS['ampere'].devices}"
     return "xla", f"portable attention: the GPU kernels need {needed}, this is {device_kind or 'unknown'}"
+
+
+def multiplies_fp8(device_kind: str) -> bool:
+    """Whether the tensor cores of a GPU multiply 8-bit floats."""
+    return any(kind in device_kind for kind in (*_HOPPER, *_ADA, *BLACKWELL))
 
 
 def resolve_impl(

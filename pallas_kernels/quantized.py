@@ -1,9 +1,10 @@
 """Matrices of few bits with a scale for each group of rows, and products with them.
 
-A value is (value - zero) * scale, and only the matrix has few bits: rows of x keep theirs. Which form a product takes
-depends on the device, as their compilers differ (jax 0.12.0.1). Scales of whole columns are multiplied after the
-product. Otherwise a TPU makes one product per group and scales those, without a temporary; a GPU's compiler would write
-each group's partial sums to memory, so there and on a CPU blocks of columns are expanded, small enough for a cache.
+A value is (value - zero) * scale. Rows of x keep their bits, or become 8-bit numbers like the matrix's, with a scale
+each, where devices multiply these (`list_row_dtypes`). Which form a product takes depends on the device, as their
+compilers differ (jax 0.12.0.1). Scales of whole columns are multiplied after the product. Otherwise a TPU makes one
+product per group and scales those, without a temporary; a GPU's compiler would write each group's partial sums to
+memory, so there and on a CPU blocks of columns are expanded, small enough for a cache.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from pallas_kernels.backends import multiplies_fp8
 from pallas_kernels.platform import traced_platform
 
 _CPU_COLUMNS = 512  # of a block
+_FP8_TPUS = ("TPU7x", "TPU v7")
 _GPU_BLOCK_BYTES = 8 * 2**20  # of an expanded block, which then stays in the L2 cache
 
 
@@ -112,19 +115,37 @@ def dequantize(w: QuantizedArray, dtype: jnp.dtype) -> jax.Array:
     return (values * w.scales[..., None, :]).reshape(w.values.shape).astype(dtype)
 
 
+def list_row_dtypes(platform: str, device_kind: str = "") -> tuple[str, ...]:
+    """Returns the types of 8 bits in which a device multiplies faster than in 16, by its names as in `choose_impl`."""
+    if platform == "cpu":
+        return ("int8",)
+    if platform == "tpu":
+        return ("float8_e4m3fn",) if device_kind.startswith(_FP8_TPUS) else ("int8",)
+    return ("int8", "float8_e4m3fn") if multiplies_fp8(device_kind) else ("int8",)
+
+
 def quantized_matmul(
-    x: jax.Array, w: QuantizedArray, dtype: jnp.dtype | None = None, *, whole: bool = False
+    x: jax.Array,
+    w: QuantizedArray,
+    dtype: jnp.dtype | None = None,
+    *,
+    whole: bool = False,
+    row_dtypes: tuple[str, ...] = (),
 ) -> jax.Array:
     """Returns x [T, K] times a matrix [K, N], in `dtype` or that of x.
 
-    `whole`: the matrix is not cut into blocks of columns, because it is small, or because it is split over a mesh,
-    whose compiler would gather it first.
+    Args:
+        whole: the matrix is not cut into blocks of columns, because it is small, or because it is split over a mesh,
+            whose compiler would gather it first.
+        row_dtypes: matrices of these types whose columns have one scale are multiplied with rows of that type.
     """
     dtype = x.dtype if dtype is None else dtype
     if w.order is not None:
         x = x[:, w.order]
-    platform = traced_platform()
-    if w.scales.shape[0] == 1 and w.zeros is None:
+    platform, has_columns = traced_platform(), w.scales.shape[0] == 1 and w.zeros is None
+    if has_columns and w.values.dtype.name in row_dtypes:
+        multiply, cut = _multiply_rows, False
+    elif has_columns:
         multiply, cut = _scale_columns, platform == "cpu"
     elif platform == "tpu":
         multiply, cut = _multiply_groups, False
@@ -141,6 +162,13 @@ def _dot(x: jax.Array, w: jax.Array, numbers: lax.DotDimensionNumbers = (((1,), 
 
 def _scale_columns(x: jax.Array, w: QuantizedArray) -> jax.Array:
     return _dot(x, w.values.astype(x.dtype)) * w.scales
+
+
+def _multiply_rows(x: jax.Array, w: QuantizedArray) -> jax.Array:
+    rows = quantize(x.T, w.values.dtype.name, (1, None), 1)
+    kind = jnp.int32 if jnp.issubdtype(w.values.dtype, jnp.integer) else jnp.float32
+    product = lax.dot(rows.values.T, w.values, preferred_element_type=kind)
+    return product.astype(jnp.float32) * rows.scales.T * w.scales
 
 
 def _multiply_groups(x: jax.Array, w: QuantizedArray) -> jax.Array:

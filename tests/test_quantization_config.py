@@ -29,7 +29,8 @@ def test_methods_of_files_are_those_that_are_read() -> None:
         ({"liner": {}}, ".liner", "did you mean linear"),
         ({"linear": {"weight": "fp7"}}, ".linear.weight", "'fp7' is not known; known are fp8_per_tensor"),
         ({"linear": {"weights": "fp8"}}, ".linear", "a table with weight and activation"),
-        ({"moe": {"activation": "fp8"}}, ".moe.activation", "activations keep the model's bits"),
+        ({"linear": {"activation": "fp8"}}, ".linear.activation", "'fp8' is not known; known are fp8_per_token"),
+        ({"moe": {"activation": "fp8_per_token"}}, ".moe.activation", "activations keep the model's bits"),
         ({"ignore": "lm_head"}, ".ignore", "a list of modules' names"),
     ],
 )
@@ -67,6 +68,34 @@ def test_schemes_of_projections_and_experts(
     chosen = None if table is None else read_quantization_config(table)
     model = choose_schemes(parse_config(QWEN | {"num_hidden_layers": 1}), quantization, chosen)
     assert {f"{name.split('.')[2]} {form.dtype}" for name, (_, form) in list_schemes(model).items()} == expected
+
+
+INT8, FP8 = "int8_per_channel_weight_only", "fp8_per_channel"
+
+
+@pytest.mark.parametrize(
+    ("weight", "activation", "expected"),
+    [(INT8, "int8_per_token", {"int8"}), (FP8, "fp8_per_token", {"float8_e4m3fn"}), (INT8, None, set())],
+)
+def test_rows_that_are_quantized_too(weight: str, activation: str | None, expected: set[str]) -> None:
+    table = read_quantization_config({"linear": {"weight": weight, "activation": activation}})
+    model = choose_schemes(parse_config(LLAMA), None, table)
+    assert model.quantization is not None and model.quantization.wanted_row_dtypes == expected
+
+
+@pytest.mark.parametrize(
+    ("weight", "activation", "words"),
+    [
+        (INT8, "fp8_per_token", "goes with fp8_per_tensor and fp8_per_channel"),
+        ("fp8_per_block", "fp8_per_token", "fp8_per_token does not go with fp8_per_block"),
+        (None, "int8_per_token", "needs a scheme for the weights, too"),
+    ],
+)
+def test_rows_that_do_not_fit_a_matrix(weight: str | None, activation: str, words: str) -> None:
+    table = read_quantization_config({"linear": {"weight": weight, "activation": activation}})
+    with pytest.raises(ConfigError, match=words) as caught:
+        choose_schemes(parse_config(LLAMA), None, table)
+    assert caught.value.field == "quantization_config.linear.activation"
 
 
 def test_routers_embeddings_and_heads_stay() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -49,7 +50,7 @@ def linear(
     weight = QuantizedArray(**weight) if isinstance(weight, Mapping) else weight
     parts = weight.shape[:-2]
     if isinstance(weight, QuantizedArray):
-        out = _multiply_quantized(x, weight, dtype, whole=ctx.mesh is not None)
+        out = _multiply_quantized(ctx, x, weight, dtype)
     else:
         batch = tuple(range(len(parts)))
         numbers = ((x.ndim - 1 + len(parts),), (len(parts) + transposed,)), (batch, batch)
@@ -65,11 +66,12 @@ def linear_heads(leaf: Leaf, x: Float[Array, "T N in"]) -> Float[Array, "T N out
     return _multiply(x, leaf["weight"], (((2,), (1,)), ((1,), (0,))), x.dtype).swapaxes(0, 1)
 
 
-def _multiply_quantized(x: Array, weight: QuantizedArray, dtype: jnp.dtype, *, whole: bool) -> Array:
+def _multiply_quantized(ctx: StepContext, x: Array, weight: QuantizedArray, dtype: jnp.dtype) -> Array:
+    multiply = partial(quantized_matmul, whole=ctx.mesh is not None, row_dtypes=ctx.row_dtypes)
     if weight.ndim == 2:
-        return quantized_matmul(x, weight, dtype, whole=whole)
+        return multiply(x, weight, dtype)
     parts = (weight.map(operator.itemgetter(index)) for index in range(weight.shape[0]))
-    return jnp.stack([quantized_matmul(x, part, dtype, whole=whole) for part in parts])
+    return jnp.stack([multiply(x, part, dtype) for part in parts])
 
 
 def _multiply(x: Array, weight: Array, numbers: lax.DotDimensionNumbers, dtype: jnp.dtype) -> Array:

@@ -126,6 +126,21 @@ def test_quantized_while_loading_is_the_file_that_a_tool_would_write(tmp_path: P
         np.testing.assert_allclose(row, found[1][place], rtol=0, atol=RELATIVE * golden.largest_logit)
 
 
+def test_rows_in_8_bits_are_as_near_as_8_bits_are(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "jaxserve")
+    logits = []
+    for activation in (None, "int8_per_token"):
+        table = {"linear": {"weight": "int8_per_channel_weight_only", "activation": activation}}
+        llm = make_llm("llama_gqa", quantization_config=table)
+        recorder = LogitsRecorder(llm)
+        generate_ids(llm, load_case("llama_gqa").prompts[:1], greedy(2))
+        logits.append(recorder.logits)
+    place, plain = min(logits[0].items())
+    error = np.abs(logits[1][place] - plain).max() / np.abs(plain).max()
+    assert 1e-4 < error < 0.05
+    assert "bits each, products with activations in int8" in caplog.text
+
+
 @pytest.mark.parametrize("stored", [False, True])
 def test_new_weights_are_quantized_likewise_without_a_compilation(stored: bool, tmp_path: Path) -> None:
     golden = load_case("qwen3_moe")

@@ -25,8 +25,10 @@ def read(settings: Mapping[str, Any], module: str = PROJECTION) -> MatrixFormat 
     return quantization.find_format(module)
 
 
-def compressed(stored: str, ignore: tuple[str, ...] = ("lm_head",), **weights: Any) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+def compressed(
+    stored: str, ignore: tuple[str, ...] = ("lm_head",), *, inputs: dict[str, Any] | None = None, **weights: Any
+) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     groups = {"group_0": group}
     return {"quant_method": "compressed-tensors", "format": stored, "config_groups": groups, "ignore": list(ignore)}
 
@@ -64,6 +66,17 @@ PUBLISHED: dict[str, tuple[dict[str, Any], MatrixFormat]] = {
         | {"kv_cache_scheme": None, "quantization_status": "compressed", "global_compression_ratio": 1.24},
         MatrixFormat("plain", FP8, (1, None), "weight_scale"),
     ),
+    "Llama-3.1-8B-Instruct-quantized.w8a8": (
+        compressed(
+            "int-quantized",
+            inputs={"dynamic": True, "num_bits": 8, "strategy": "token", "symmetric": True, "type": "int"},
+            num_bits=8,
+            strategy="channel",
+            symmetric=True,
+            type="int",
+        ),
+        MatrixFormat("plain", "int8", (1, None), "weight_scale", quantizes_rows=True),
+    ),
     "Llama-3.1-8B-Instruct-quantized.w4a16": (
         compressed("pack-quantized", num_bits=4, type="int", symmetric=True, strategy="group", group_size=128),
         MatrixFormat("compressed", "int4", (1, 128), "weight_scale"),
@@ -99,7 +112,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], MatrixFormat]] = {
     ),
     "Llama-3.1-8B-Instruct-FP8 of ModelOpt": (
         {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"], "producer": {"name": "modelopt"}},
-        MatrixFormat("plain", FP8, (None, None), "weight_scale"),
+        MatrixFormat("plain", FP8, (None, None), "weight_scale", quantizes_rows=True),
     ),
     "Llama-3.1-8B-Instruct-NVFP4 of ModelOpt": (
         {
@@ -151,6 +164,16 @@ def test_published_settings(name: str) -> None:
     assert read(settings) == expected
     if "lm_head" in str(settings):
         assert read(settings, "lm_head") is None
+
+
+def test_rows_are_quantized_where_all_matrices_of_a_type_want_it() -> None:
+    settings = PUBLISHED["Llama-3.1-8B-Instruct-quantized.w8a8"][0]
+    found = read_quantization({"quantization_config": settings})
+    assert found is not None and found.wanted_row_dtypes == {"int8"}
+    plain = compressed("int-quantized", num_bits=8, strategy="channel")["config_groups"]["group_0"]
+    groups = {"first": plain | {"targets": ["re:.*o_proj"]}} | settings["config_groups"]
+    found = read_quantization({"quantization_config": settings | {"config_groups": groups}})
+    assert found is not None and not found.wanted_row_dtypes
 
 
 def test_modules_that_are_left_out() -> None:

@@ -13,7 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import QuantizedArray, dequantize, grouped_matmul, quantize, quantized, quantized_matmul
+from pallas_kernels import (
+    QuantizedArray,
+    dequantize,
+    grouped_matmul,
+    list_row_dtypes,
+    quantize,
+    quantized,
+    quantized_matmul,
+)
 from tests.examples import scale_examples
 
 VALUES = ("int4", "int8", "float8_e4m3fn", "float4_e2m1fn", "bfloat16")
@@ -90,6 +98,47 @@ def test_16_bits_round_as_a_dequantized_matrix_does(platform: str) -> None:
     wide = np.asarray(x, np.float64)
     assert np.abs(found - wide @ meant).max() <= 0.01 * (np.abs(wide) @ np.abs(meant)).max()
     assert quantized_matmul(x, array).dtype == jnp.bfloat16
+
+
+@settings(max_examples=scale_examples(25), deadline=None)
+@given(st.sampled_from(["int8", "float8_e4m3fn"]), st.sampled_from([1, 3, 40]), st.booleans(), st.integers(0, 2**16))
+def test_rows_in_the_type_of_the_matrix(dtype: str, num_rows: int, ordered: bool, seed: int) -> None:
+    """Each row is divided by its largest number, rounded as the matrix was, and scaled back after the product."""
+    array, meant = make(seed, (48, 20), 1, dtype, ordered=ordered)
+    x = np.random.default_rng(seed).standard_normal((num_rows, 48)).astype(np.float32)
+    x *= 2.0 ** np.arange(num_rows)[:, None]
+    x[0] = 0.0
+    found = jax.jit(partial(quantized_matmul, row_dtypes=(dtype,)))(x, array)
+    most = {"int8": np.float32(127), "float8_e4m3fn": np.float32(448)}[dtype]
+    scales = np.abs(x).max(axis=1, keepdims=True) / most
+    scaled = x / np.where(scales > 0, scales, 1)
+    rounded = np.round(scaled) if dtype == "int8" else scaled.astype(jnp.float8_e4m3fn).astype(np.float32)
+    expected = (rounded.astype(np.float64) * scales) @ meant
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+    plain = jax.jit(partial(quantized_matmul, row_dtypes=("int4",)))(x, array)
+    np.testing.assert_allclose(plain, x @ meant, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+
+
+def test_groups_keep_rows_as_they_are() -> None:
+    array, meant = make(0, (48, 20), 4, "int8")
+    x = np.random.default_rng(0).standard_normal((3, 48)).astype(np.float32)
+    found = quantized_matmul(jnp.asarray(x), array, row_dtypes=("int8",))
+    np.testing.assert_allclose(found, x @ meant, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "expected"),
+    [
+        ("cpu", "cpu", ("int8",)),
+        ("gpu", "NVIDIA H200", ("int8", "float8_e4m3fn")),
+        ("gpu", "NVIDIA L4", ("int8", "float8_e4m3fn")),
+        ("gpu", "NVIDIA A100-SXM4-40GB", ("int8",)),
+        ("tpu", "TPU v6 lite", ("int8",)),
+        ("tpu", "TPU7x", ("float8_e4m3fn",)),
+    ],
+)
+def test_types_that_devices_multiply(platform: str, kind: str, expected: tuple[str, ...]) -> None:
+    assert list_row_dtypes(platform, kind) == expected
 
 
 @pytest.mark.parametrize("value", [2.0**-9, 448.0, -448.0])

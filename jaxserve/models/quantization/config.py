@@ -19,6 +19,7 @@ KEY = "quantization_config"
 _OTHER_KEYS = ("compression_config", "quantization")  # of older compressed-tensors, of MLX
 _METHOD_KEYS = ("quant_method", "quant_algo")
 _FP8, _FP4 = "float8_e4m3fn", "float4_e2m1fn"
+_KINDS = {_FP8: ("float", 8), _FP4: ("float", 4), "int8": ("int", 8), "int4": ("int", 4)}  # of compressed-tensors
 _POWERS = "bfloat16"  # of scales that are powers of two
 _NVFP4 = MatrixFormat("nvfp4", _FP4, (1, NV_BLOCK), "weight_scale", factor="weight_global_scale", divides=True)
 _COMPRESSED_FP4 = {
@@ -27,7 +28,7 @@ _COMPRESSED_FP4 = {
 }
 _MODELOPT_NVFP4 = MatrixFormat("modelopt nvfp4", _FP4, (1, NV_BLOCK), "weight_scale", factor="weight_scale_2")
 _MODELOPT = {  # by `quant_algo`
-    "FP8": MatrixFormat("plain", _FP8, (None, None), "weight_scale"),
+    "FP8": MatrixFormat("plain", _FP8, (None, None), "weight_scale", quantizes_rows=True),
     "NVFP4": _MODELOPT_NVFP4,
     "W4A16_NVFP4": _MODELOPT_NVFP4,
 }
@@ -83,11 +84,9 @@ def _read_fp8(settings: Settings) -> Iterator[tuple[Targets, MatrixFormat | None
     _require(settings, "fmt", "e4m3", None)
     _require(settings, "activation_scheme", "dynamic", "static", None)
     yield _list_names(settings, "modules_to_not_convert", "ignored_layers"), None
-    block = _read_block(settings, "weight_block_size")
-    yield (
-        EVERY_MODULE,
-        MatrixFormat("plain", _FP8, block or (None, None), "weight_scale_inv", other_scale="weight_scale"),
-    )
+    block, rows = _read_block(settings, "weight_block_size"), settings.get("activation_scheme") is not None
+    form = MatrixFormat("plain", _FP8, block or (None, None), "weight_scale_inv", other_scale="weight_scale")
+    yield EVERY_MODULE, dataclasses.replace(form, quantizes_rows=rows and block is None)
 
 
 def _read_gptq(settings: Settings) -> Iterator[tuple[Targets, MatrixFormat | None]]:
@@ -190,13 +189,16 @@ def _read_compressed(settings: Settings) -> Iterator[tuple[Targets, MatrixFormat
             raise _refuse(field, group, "an object")
         stored = group.get("format") or settings.get("format")
         form = _read_group_format(field, stored, _as_mapping(group, "weights"))
+        inputs = _as_mapping(group, "input_activations")
+        rows = form.block[1] is None and (inputs.get("type"), inputs.get("num_bits")) == _KINDS.get(form.dtype)
+        form = dataclasses.replace(form, quantizes_rows=rows and not form.zeros)
         yield _find_targets(_as_names(group, "targets")), form
 
 
 def _read_group_format(field: str, stored: object, weights: Settings) -> MatrixFormat:
     """Returns the format of one group of modules."""
     kind, bits = weights.get("type", "int"), weights.get("num_bits", 8)
-    dtypes = {("float", 8): _FP8, ("float", 4): _FP4, ("int", 8): "int8", ("int", 4): "int4"}
+    dtypes = {named: dtype for dtype, named in _KINDS.items()}
     if (kind, bits) not in dtypes:
         raise _refuse(f"{field}.weights", f"{kind} of {shorten(bits)} bits", "int and float of 4 and 8 bits")
     dtype, symmetric = dtypes[kind, bits], weights.get("symmetric", True) is not False

@@ -18,7 +18,8 @@ class MatrixFormat:
     other files. `zeros`: values have zero points, and `zero_offset` is what files have subtracted from them. `ordered`:
     columns were quantized in an order that files have. `scale_dtype` is that of the scales on a device: bfloat16 for
     powers of two, of which files have the exponents. `factor` is the name of a tensor with one number that all scales
-    are multiplied by or, with `divides`, divided by. Without a packing files have the matrix itself.
+    are multiplied by or, with `divides`, divided by. `quantizes_rows`: the file is made for products with rows of the
+    same type. Without a packing files have the matrix itself.
     """
 
     packing: str | None
@@ -32,6 +33,7 @@ class MatrixFormat:
     scale_dtype: str = "float32"
     factor: str = ""
     divides: bool = False
+    quantizes_rows: bool = False
 
     @property
     def bits(self) -> int:
@@ -75,7 +77,7 @@ class Quantization:
     """Which matrices of a model are quantized, and how, by `rules` of which the first match counts.
 
     `while_loading`: files have them in 16 or 32 bits. `num_devices` share the model. `widened`: values are held in the
-    types of `WIDER`.
+    types of `WIDER`. `row_dtypes` are the types of matrices whose products quantize their rows, too.
     """
 
     method: str
@@ -83,6 +85,13 @@ class Quantization:
     while_loading: bool = False
     num_devices: int = 1
     widened: bool = False
+    row_dtypes: tuple[str, ...] = ()
+
+    @property
+    def wanted_row_dtypes(self) -> frozenset[str]:
+        """The types of matrices that are all made for rows of the same type."""
+        found = [form for _, form in self.rules if form is not None]
+        return frozenset(form.dtype for form in found) - {form.dtype for form in found if not form.quantizes_rows}
 
     def find_format(self, module: str) -> MatrixFormat | None:
         """Returns how files keep a module's weight; None if it is not quantized."""

@@ -9,7 +9,7 @@ from jaxserve.errors import ConfigError, shorten
 from jaxserve.models.base import DecoderConfig, Table
 from jaxserve.models.quantization.float4 import MX_BLOCK
 from jaxserve.models.quantization.formats import EVERY_MODULE, MatrixFormat, Quantization, Targets
-from jaxserve.quantization_config import SCHEMES, QuantizationConfig
+from jaxserve.quantization_config import ACTIVATIONS, SCHEMES, QuantizationConfig
 
 _FORMATS: Mapping[str, MatrixFormat] = {
     "fp8_per_tensor": MatrixFormat(None, "float8_e4m3fn", (None, None)),
@@ -19,7 +19,8 @@ _FORMATS: Mapping[str, MatrixFormat] = {
     "mxfp4": MatrixFormat(None, "float4_e2m1fn", (1, MX_BLOCK), scale_dtype="bfloat16"),
     "int4_per_group_weight_only": MatrixFormat(None, "int4", (1, 32)),
 }
-assert _FORMATS.keys() == set(SCHEMES)
+_ACTIVATIONS = {"fp8_per_token": "float8_e4m3fn", "int8_per_token": "int8"}
+assert _FORMATS.keys() == set(SCHEMES) and _ACTIVATIONS.keys() == set(ACTIVATIONS)
 _EXPERTS = Targets(patterns=(r".*\.experts\..*",))
 
 
@@ -41,15 +42,35 @@ def choose_schemes(model: DecoderConfig, quantization: str | None, chosen: Quant
     if default is not None and default not in SCHEMES:
         message = f"the checkpoint is not quantized with {default}; to quantize it: {', '.join(SCHEMES)}"
         raise ConfigError(message, field="quantization", value=quantization)
-    linear, moe = (default, default) if chosen is None else (chosen.linear or default, chosen.moe or default)
+    chosen = chosen or QuantizationConfig()
+    linear, moe = chosen.linear or default, chosen.moe or default
+    if chosen.activation is not None and linear is None:
+        message = f"{chosen.activation} needs a scheme for the weights, too: quantization_config.linear.weight"
+        raise ConfigError(message, field="quantization_config.linear.activation", value=chosen.activation)
     rules = (
-        (Targets(frozenset() if chosen is None else chosen.ignore), None),
+        (Targets(chosen.ignore), None),
         (_EXPERTS, None if moe is None else _FORMATS[moe]),
-        (EVERY_MODULE, None if linear is None else _FORMATS[linear]),
+        (EVERY_MODULE, None if linear is None else _with_rows(linear, chosen.activation)),
     )
     method = linear if linear == moe or not model.has_experts else f"linear {linear}, moe {moe}"
     found = Quantization(method or "online", rules, while_loading=True)
     return dataclasses.replace(model, quantization=found)
+
+
+def _with_rows(scheme: str, activation: str | None) -> MatrixFormat:
+    """Returns a scheme's format, for products with rows that are quantized as `activation` says.
+
+    Raises ConfigError if they would be of another type than the matrix, or its columns have several scales.
+    """
+    form = _FORMATS[scheme]
+    if activation is None:
+        return form
+    if form.block[1] is not None or _ACTIVATIONS[activation] != form.dtype:
+        fit = [name for name, each in _FORMATS.items() if each.block[1] is None]
+        fit = [name for name in fit if _FORMATS[name].dtype == _ACTIVATIONS[activation]]
+        message = f"{activation} does not go with {scheme}; it goes with {' and '.join(fit)}"
+        raise ConfigError(message, field="quantization_config.linear.activation", value=activation)
+    return dataclasses.replace(form, quantizes_rows=True)
 
 
 def require_matches(table: Table, ignore: frozenset[str]) -> None:
