@@ -7,10 +7,8 @@ source: `LLM("DESTINATION")`. Give --tensor-parallel-size if the model does not 
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 from collections.abc import Sequence
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +44,7 @@ def convert(source: str, destination: Path, revision: str | None, dtype: str, te
     from jaxserve.models.registry import ignored_weights, param_specs, weight_sources
     from jaxserve.sharding import DEFAULT_RULES, make_mesh
     from jaxserve.weights import load_safetensors, read_hf_config, resolve_checkpoint, save_params
+    from jaxserve.weights.checkpoint import copy_companions
 
     path = resolve_checkpoint(source, revision)
     hf_config = read_hf_config(path)
@@ -81,15 +80,6 @@ def parse_model(hf_config: dict[str, Any], tensor_parallel_size: int) -> Decoder
         )
         raise ConfigError(message, field="tensor_parallel_size", value=tensor_parallel_size)
     return expanded
-
-
-def copy_companions(source: Path, destination: Path) -> None:
-    """Copies the files of a checkpoint other than config.json and weights."""
-    from jaxserve.weights.checkpoint import COMPANION_FILES
-
-    for file in sorted(source.iterdir()):
-        if file.is_file() and any(fnmatch(file.name, pattern) for pattern in COMPANION_FILES):
-            shutil.copyfile(file, destination / file.name)
 
 
 def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxserve.cli import commands
 from jaxserve.cli.build import add_build_flags, build
+from jaxserve.cli.convert import add_convert_flags, convert
 from jaxserve.cli.flags import Parser, add_command_options, add_sampling_flags
 from jaxserve.cli.prompts import RULE
 from jaxserve.cli.replay import replay
@@ -64,6 +65,8 @@ def _make_parser() -> argparse.ArgumentParser:
     add_command_options(plan, (EngineConfig,))
     text = "compile all programs of a model, also for devices that are not here, for serve --bundle"
     add_build_flags(_add_command(group, "build", build, text, "[MODEL] -o DIR"))
+    text = "quantize a checkpoint as --quantization says, and write it in the format of compressed-tensors"
+    add_convert_flags(_add_command(group, "convert", convert, text, "[MODEL] -o DIR --quantization SCHEME"))
     text = "print versions, devices, kernels, programs and the compile cache, and what is broken"
     add_command_options(_add_command(group, "doctor", commands.doctor, text), (EngineConfig,))
     text = "run a trace of requests through the engine on a virtual clock: times, throughput, devices needed"

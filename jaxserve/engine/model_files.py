@@ -78,6 +78,17 @@ def locate_model(options: ModelOptions, *, need_weights: bool = True) -> ModelFi
     return ModelFiles(path, hf_config, find_generation_config(options, path), hub_id)
 
 
+def read_model(options: ModelOptions, files: ModelFiles) -> DecoderConfig:
+    """Returns the model's config in its final dtype and quantization; ConfigError as `resolve_model`."""
+    from jaxserve.models.quantization.schemes import choose_schemes, require_matches
+    from jaxserve.models.registry import describe_files, list_params, parse_config
+
+    model = choose_schemes(parse_config(files.hf_config), options.quantization, options.quantization_config)
+    if options.quantization_config is not None:
+        require_matches(list_params(describe_files(model)), options.quantization_config.ignore)
+    return model if options.dtype == "auto" else dataclasses.replace(model, dtype=options.dtype)
+
+
 def resolve_model(config: EngineConfig, files: ModelFiles) -> DecoderConfig:
     """Returns the model's config in its final dtype, length and head layout.
 
@@ -85,15 +96,8 @@ def resolve_model(config: EngineConfig, files: ModelFiles) -> DecoderConfig:
         ConfigError: names the option or the config.json key that cannot work.
     """
     from jaxserve.models.decoder import fit_devices
-    from jaxserve.models.quantization.schemes import choose_schemes, require_matches
-    from jaxserve.models.registry import describe_files, list_params, parse_config
 
-    options = config.model
-    model = choose_schemes(parse_config(files.hf_config), options.quantization, options.quantization_config)
-    if options.quantization_config is not None:
-        require_matches(list_params(describe_files(model)), options.quantization_config.ignore)
-    if config.model.dtype != "auto":
-        model = dataclasses.replace(model, dtype=config.model.dtype)
+    model = read_model(config.model, files)
     max_model_len = config.model.max_model_len
     model = model.with_max_model_len(model.default_max_model_len if max_model_len is None else max_model_len)
     if config.cache.kv_cache_dtype == "fp8":

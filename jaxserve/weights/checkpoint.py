@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import shutil
+from fnmatch import fnmatch
 from pathlib import Path
 
 from jaxserve.config import DEMO_MODEL
@@ -62,6 +64,13 @@ def resolve_checkpoint(model: str, revision: str | None = None, *, need_weights:
     if not model or model[0] in "/.~" or model.count("/") > 1:
         raise ConfigError(f"there is no directory {shorten(model)}. {_HOW_ELSE}", field="model", value=model)
     return _download(model, revision, (*_CONFIG_FILES, *(_WEIGHT_FILES if need_weights else ())))
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Copies the files of a checkpoint other than config.json and weights."""
+    for file in sorted(source.iterdir()):
+        if file.is_file() and any(fnmatch(file.name, pattern) for pattern in COMPANION_FILES):
+            shutil.copyfile(file, target / file.name)
 
 
 def download_weights(model: str, snapshot: Path) -> None:

@@ -60,6 +60,11 @@ class SafetensorsCheckpoint:
         """Returns the stored shape of a tensor; KeyError for an unknown name."""
         return self._locations[name].entry.shape
 
+    def count_bytes(self, name: str) -> int:
+        """Returns the bytes of a tensor."""
+        entry = self._locations[name].entry
+        return entry.end - entry.start
+
     def dtype_name(self, name: str) -> str:
         """Returns the format's name of the stored dtype, such as "BF16"."""
         return self._locations[name].entry.dtype

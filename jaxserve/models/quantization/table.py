@@ -95,14 +95,19 @@ def _list_modules(source: WeightSource) -> list[str]:
     return [name.removesuffix(_WEIGHT) for name in source.names]
 
 
+def count_groups(form: MatrixFormat, columns: int, num_devices: int = 1) -> int:
+    """Returns in how many groups of equal size the columns of a matrix share a scale, when no device cuts one."""
+    share = columns // num_devices
+    size = math.gcd(form.block[1] or share, share)
+    return 1 if form.count_groups(columns) == 1 else columns // size
+
+
 def _list_specs(name: str, spec: ParamSpec, form: MatrixFormat, quantization: Quantization) -> dict[str, ParamSpec]:
     """Returns the parameters of a quantized matrix by name."""
     *lead, width, columns = spec.shape
     *_, row_axis, column_axis = spec.axes
     is_split = DEFAULT_RULES.spec((row_axis,))[0] is not None
-    share = width // quantization.num_devices if is_split else width
-    group = math.gcd(form.block[1] or share, share)
-    groups = 1 if form.count_groups(width) == 1 else width // group
+    groups = count_groups(form, width, quantization.num_devices if is_split else 1)
     axes = (*spec.axes[:-2], row_axis if groups > 1 else None, column_axis)
     specs = {
         "values": ParamSpec(spec.shape, quantization.hold(form.dtype), spec.axes, "values"),

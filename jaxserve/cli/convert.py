@@ -1,0 +1,28 @@
+"""`jaxserve convert`: quantizes a checkpoint and writes it for jaxserve, vLLM and transformers."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from jaxserve.cli.flags import add_command_options, read_engine_options
+from jaxserve.config import EngineConfig
+
+
+def add_convert_flags(command: argparse.ArgumentParser) -> None:
+    """Adds the flags of `convert`."""
+    command.add_argument("-o", "--output", required=True, metavar="DIR", help="the new directory")
+    add_command_options(command, (EngineConfig,))
+
+
+def convert(args: argparse.Namespace) -> None:
+    """`jaxserve convert`."""
+    from jaxserve.engine.convert import quantize_checkpoint
+    from jaxserve.engine.model_files import locate_model
+    from jaxserve.engine.progress import show_progress
+    from jaxserve.runtime.memory import format_bytes
+
+    options = EngineConfig.from_options(**read_engine_options(args)).model
+    written = quantize_checkpoint(options, locate_model(options), Path(args.output), progress=show_progress)
+    before, after = format_bytes(written.num_bytes_read), format_bytes(written.num_bytes)
+    print(f"{args.output}: {written.num_matrices:,} matrices quantized; weights of {before} became {after}")
