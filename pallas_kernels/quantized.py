@@ -16,10 +16,26 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.layout import count_bits
 from pallas_kernels.platform import traced_platform
 
 _CPU_COLUMNS = 512  # of a block
 _GPU_BLOCK_BYTES = 8 * 2**20  # of an expanded block, which then stays in the L2 cache
+
+
+@dataclass(frozen=True)
+class QuantizedFormat:
+    """What decides which kernels can read matrices: the values' dtype, how many rows share a scale, and whether there
+    are zeros."""
+
+    dtype: str
+    group: int  # K / G
+    zeros: bool = False
+
+    @property
+    def bits(self) -> int:
+        """The bits of a value."""
+        return count_bits(self.dtype)
 
 
 @jax.tree_util.register_dataclass
@@ -46,6 +62,12 @@ class QuantizedArray:
     def ndim(self) -> int:
         """The number of axes of the matrices."""
         return self.values.ndim
+
+    @property
+    def format(self) -> QuantizedFormat:
+        """What kernels must know of it."""
+        group = self.values.shape[-2] // self.scales.shape[-2]
+        return QuantizedFormat(self.values.dtype.name, group, self.zeros is not None)
 
     def map(self, function: Callable[[jax.Array], jax.Array]) -> QuantizedArray:
         """Returns the same with what `function` makes of values, scales and zeros."""
