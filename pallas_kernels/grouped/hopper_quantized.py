@@ -1,9 +1,9 @@
 """The body of the grouped product for Hopper with matrices of few bits, which cross memory in their own width.
 
 wgmma takes 8-bit operands only with the summed axis contiguous, and it is not: matrices are [K, N]. Nor can they be its
-operand in registers, which would be their transpose. So two warpgroups fetch slices by TMA, widen them in registers to
-the 16 bits of x, and write them to the ring that the compute warpgroups multiply from; each takes every other slice.
-They are warpgroups of their own so that widening and multiplying overlap, and products have their registers alone.
+operand in registers, which would be their transpose. So one or two warpgroups, the fillers, fetch slices by TMA, widen them
+in registers to the 16 bits of x, and write them to the ring that the compute warpgroups multiply from; two take every
+other slice. They are warpgroups of their own so that widening and multiplying overlap, without sharing registers.
 
 A scale of a whole column is multiplied after the product, whose values are then exact. Scales of groups are multiplied
 while values are widened, in float32 and rounded once, as in `dequantize`.
@@ -27,11 +27,12 @@ from pallas_kernels.quantized import QuantizedFormat
 
 LEAST_GROUP = 32  # rows that share a scale: a slice has at most two such groups
 
-_FILLERS = 2
 _PART_COLUMNS = 64  # of a slice that pass through registers at once
-_WIDE = {1: 4, 2: 2}  # widened slices in memory, by compute warpgroups
-_NARROW = {1: 6, 2: 6}  # slices of few bits in memory
-_MORE_NARROW = 8  # of 4 bits, which need more of them in flight
+_WIDE = 2  # widened slices in memory
+_MOST_NARROW = 8  # slices of few bits in memory
+_FILLERS = {1: 1, 2: 2}  # by compute warpgroups
+_BLOCKS = {1: 2, 2: 1}  # per SM: where groups have few rows, one block starts or ends while the other reads
+_RESERVE = 2048  # bytes of a block that barriers and the SM itself need
 
 
 @dataclass(frozen=True)
@@ -42,23 +43,38 @@ class QuantizedKernel(GroupedKernel):
 
     @property
     def num_fillers(self) -> int:
-        return _FILLERS
+        return _FILLERS[self.warpgroups]
 
     @property
     def stages(self) -> int:
-        """The widened slices; slot and parity of a slice are of one filler, as it alone may wait for the slot."""
-        return _WIDE[self.warpgroups]
+        """The widened slices: a multiple of the fillers, as every slot is one filler's, which alone may wait for it."""
+        return _WIDE
 
     @property
     def narrow_slots(self) -> int:
-        """Slices of few bits in memory, as many of each filler."""
-        is_short = self.format.bits == 4 and self.warpgroups == 1
-        return _MORE_NARROW if is_short else _NARROW[self.warpgroups]
+        """Slices of few bits in memory: as many as fit."""
+        room = wgmma.SM_SMEM_BYTES // _BLOCKS[self.warpgroups] - _RESERVE
+        counts = range(2 * self.num_fillers, _MOST_NARROW + 1, self.num_fillers)
+        return max(count for count in counts if self.count_bytes(count) <= room or count == counts[0])
+
+    def count_bytes(self, narrow_slots: int) -> int:
+        """Bytes of shared memory with so many slices of few bits, for x of 16 bits."""
+        slice_size = DEPTH * self.columns
+        narrow = narrow_slots * slice_size * self.format.bits // 8
+        scales = narrow_slots * self.pieces * self.columns * (4 + self.format.zeros)
+        left = (narrow_slots - self.num_fillers + self.stages) * self.rows * DEPTH * 2
+        plain = 0 if self.shares_plain else self.rows * self.columns * 2
+        return narrow + scales + left + self.stages * slice_size * 2 + plain
+
+    @property
+    def shares_plain(self) -> bool:
+        """Whether products lie where widened slices were: the only warpgroup that reads these has done so by then."""
+        return self.warpgroups == 1
 
     @property
     def ahead(self) -> int:
         """How far ahead a filler fetches: to the slot of the slice that it widened last."""
-        return self.narrow_slots - _FILLERS
+        return self.narrow_slots - self.num_fillers
 
     @property
     def left_slots(self) -> int:
@@ -81,20 +97,29 @@ class QuantizedKernel(GroupedKernel):
         swizzle = _PART_COLUMNS * self.format.bits // 8
         scratch = {
             "left": compat.tile_smem((self.left_slots, self.rows, DEPTH), dtype),
-            "right": compat.tile_smem((self.stages, DEPTH, self.columns), dtype),
             "narrow": compat.tile_smem((self.narrow_slots, DEPTH, self.columns), self.format.dtype, swizzle),
             "scales": compat.SMEM((slots, self.pieces, self.columns), jnp.float32),
-            "plain": compat.SMEM((self.warpgroups, ROWS, self.columns), dtype),
             "left_loaded": compat.Barrier(num_barriers=self.left_slots),
             "narrow_loaded": compat.Barrier(num_arrivals=self.count_copies(), num_barriers=self.narrow_slots),
             "loaded": compat.Barrier(num_barriers=self.stages),
             "freed": compat.Barrier(num_arrivals=self.warpgroups, num_barriers=self.stages),
         }
+        right = compat.tile_smem((self.stages, DEPTH, self.columns), dtype)
+        plain = compat.SMEM((self.warpgroups, ROWS, self.columns), dtype)
+        if self.shares_plain:
+            scratch["right_then_plain"] = compat.SmemUnion(right, plain)
+        else:
+            scratch |= {"right": right, "plain": plain}
         if self.scales_columns:
             scratch["scaled"] = compat.Barrier()
         if self.format.zeros:
             scratch["zeros"] = compat.SMEM((slots, self.pieces, self.columns), jnp.int8)
         return scratch
+
+    def __call__(self, *refs: jax.Ref, **scratch: jax.Ref) -> None:
+        if self.shares_plain:
+            scratch["right"], scratch["plain"] = scratch.pop("right_then_plain")
+        super().__call__(*refs, **scratch)
 
     def count_copies(self) -> int:
         """The copies that fill a slot of few bits: values, and each piece's scales and zeros."""
@@ -105,8 +130,8 @@ class QuantizedKernel(GroupedKernel):
     ) -> None:
         """Fetches and widens every other slice."""
         fetch = partial(self.fetch, source=source, x=x, matrices=matrices, scratch=scratch)
-        count = lax.div(self.depth - filler + _FILLERS - 1, _FILLERS)
-        num_first = jnp.minimum(count, self.ahead // _FILLERS)
+        count = lax.div(self.depth - filler + self.num_fillers - 1, self.num_fillers)
+        num_first = jnp.minimum(count, self.ahead // self.num_fillers)
 
         if self.scales_columns:
 
@@ -117,16 +142,16 @@ class QuantizedKernel(GroupedKernel):
 
         @pl.loop(0, num_first)
         def _(step: jax.Array) -> None:
-            fetch(step * _FILLERS + filler)
+            fetch(step * self.num_fillers + filler)
 
         @pl.loop(0, count)
         def _(step: jax.Array) -> None:
-            index = step * _FILLERS + filler
+            index = step * self.num_fillers + filler
             slot, wide = lax.rem(index, self.narrow_slots), lax.rem(index, self.stages)
             pl.when(index >= self.stages)(lambda: compat.barrier_wait(scratch["freed"].at[wide]))
             pl.when(index + self.ahead < self.depth)(lambda: fetch(index + self.ahead))
             compat.barrier_wait(scratch["narrow_loaded"].at[slot])
-            self.widen(index, slot, scratch["right"].at[wide], scratch)
+            self.widen(slot, scratch["right"].at[wide], scratch)
             compat.commit_smem()
             compat.barrier_arrive(scratch["loaded"].at[wide])
 
@@ -148,9 +173,8 @@ class QuantizedKernel(GroupedKernel):
                 row = array.at[source.matrix, group, columns]
                 compat.copy_gmem_to_smem(row, scratch[name].at[slot, piece], loaded)
 
-    def widen(self, index: jax.Array, slot: jax.Array, wide: jax.Ref, scratch: Scratch) -> None:
+    def widen(self, slot: jax.Array, wide: jax.Ref, scratch: Scratch) -> None:
         """Writes what a slice [DEPTH, columns] of few bits stands for, in the dtype of x."""
-        del index
         for start in range(0, self.columns, _PART_COLUMNS):
             columns = pl.ds(start, _PART_COLUMNS)
             values = wgmma.load_narrow(scratch["narrow"].at[slot, :, columns])
