@@ -24,6 +24,7 @@ _HOMES = {  # by name: a module and its function
     "tpu": ("tpu", "multiply"),
     "tpu_interpret": ("tpu", "multiply_interpreted"),
 }
+_PORTABLE = ("reference", "xla")  # these take values of any type
 _VALUES = ("float8_e4m3fn", "int8", "int4")  # of quantized matrices that the kernels read
 _DEVICES = {"gpu": "Hopper", "tpu": "TPUs from v5e on"}  # of the kernels
 
@@ -69,6 +70,8 @@ def grouped_matmul(
         )
     if impl not in _HOMES:
         raise ValueError(f"impl must be one of {', '.join(_HOMES)} or None, got {impl!r}")
+    if isinstance(w, QuantizedArray) and impl not in _PORTABLE and (obstacle := _find_values_obstacle(w.format)):
+        raise ValueError(f"impl {impl!r} cannot run: {obstacle}")
     home, function = _HOMES[impl]
     multiply = getattr(import_module(f"pallas_kernels.grouped.{home}"), function)
     return multiply(x, w, sizes.astype(jnp.int32), jnp.asarray(first, jnp.int32), parts)
@@ -104,8 +107,14 @@ def _find_obstacle(
     name: str, width: int, columns: int, dtype: jnp.dtype | str, quantized: QuantizedFormat | None
 ) -> str | None:
     """Why a device's kernel cannot, or must not, multiply such matrices."""
-    if quantized is not None and quantized.dtype not in _VALUES:
-        return f"it reads weights of {', '.join(_VALUES)}, these are {quantized.dtype}"
     module = import_module(f"pallas_kernels.grouped.{_HOMES[name][0]}")
     obstacle = module.find_obstacle(width, columns, dtype, quantized)
+    if obstacle is None and quantized is not None:
+        obstacle = _find_values_obstacle(quantized)
     return find_compiler_obstacle() if obstacle is None and name == "gpu" else obstacle
+
+
+def _find_values_obstacle(quantized: QuantizedFormat) -> str | None:
+    if quantized.dtype in _VALUES:
+        return None
+    return f"it reads weights of {', '.join(_VALUES)}, these are {quantized.dtype}"
