@@ -13,7 +13,8 @@ _HOMES = {
     "grouped.api": ("choose_grouped_impl", "grouped_matmul"),
     "backends": ("choose_impl", "choose_layout", "resolve_impl"),
     "batch": ("prepare_batch",),
-    "quantized": ("QuantizedArray", "QuantizedFormat", "dequantize", "quantize", "quantized_matmul"),
+    "quantized": ("QuantizedArray", "QuantizedFormat", "dequantize", "quantize"),
+    "quantized_products": ("choose_quantized_impl", "quantized_matmul"),
     "layout": ("gather_logical", "page_bytes", "pool_shape"),
     "spec": ("AttnLayer", "AttnParams", "AttnShape", "BatchMeta", "HeadParams", "KVSpec"),
 }

@@ -1,10 +1,4 @@
-"""Matrices of few bits with a scale for each group of rows, and products with them.
-
-A value is (value - zero) * scale, and only the matrix has few bits: rows of x keep theirs. Which form a product takes
-depends on the device, as their compilers differ (jax 0.12.0.1). Scales of whole columns are multiplied after the
-product. Otherwise a TPU makes one product per group and scales those, without a temporary; a GPU's compiler would write
-each group's partial sums to memory, so there and on a CPU blocks of columns are expanded, small enough for a cache.
-"""
+"""Matrices of few bits with a scale for each group of rows. A value is (value - zero) * scale."""
 
 from __future__ import annotations
 
@@ -14,13 +8,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from pallas_kernels.layout import count_bits
-from pallas_kernels.platform import traced_platform
-
-_CPU_COLUMNS = 512  # of a block
-_GPU_BLOCK_BYTES = 8 * 2**20  # of an expanded block, which then stays in the L2 cache
 
 
 @dataclass(frozen=True)
@@ -121,75 +110,3 @@ def dequantize(w: QuantizedArray, dtype: jnp.dtype) -> jax.Array:
     if w.zeros is not None:
         values = values - w.zeros.astype(jnp.float32)[..., None, :]
     return (values * w.scales[..., None, :]).reshape(w.values.shape).astype(dtype)
-
-
-def quantized_matmul(
-    x: jax.Array, w: QuantizedArray, dtype: jnp.dtype | None = None, *, whole: bool = False
-) -> jax.Array:
-    """Returns x [T, K] times a matrix [K, N], in `dtype` or that of x.
-
-    `whole`: the matrix is not cut into blocks of columns, because it is small, or because it is split over a mesh,
-    whose compiler would gather it first.
-    """
-    dtype = x.dtype if dtype is None else dtype
-    if w.order is not None:
-        x = x[:, w.order]
-    platform = traced_platform()
-    if w.scales.shape[0] == 1 and w.zeros is None:
-        multiply, cut = _scale_columns, platform == "cpu"
-    elif platform == "tpu":
-        multiply, cut = _multiply_groups, False
-    else:
-        multiply, cut = _expand, True
-    return _multiply_blocks(x, w, multiply, dtype) if cut and not whole else multiply(x, w).astype(dtype)
-
-
-def _dot(x: jax.Array, w: jax.Array, numbers: lax.DotDimensionNumbers = (((1,), (0,)), ((), ()))) -> jax.Array:
-    """Returns a product in float32, exact where x is float32."""
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
-    return lax.dot_general(x, w, numbers, precision=precision, preferred_element_type=jnp.float32)
-
-
-def _scale_columns(x: jax.Array, w: QuantizedArray) -> jax.Array:
-    return _dot(x, w.values.astype(x.dtype)) * w.scales
-
-
-def _multiply_groups(x: jax.Array, w: QuantizedArray) -> jax.Array:
-    groups, columns = w.scales.shape
-    grouped = x.reshape(x.shape[0], groups, -1)
-    values = w.values.reshape(groups, -1, columns).astype(x.dtype)
-    partial_sums = _dot(grouped, values, (((2,), (1,)), ((1,), (0,))))  # [G, T, N]
-    if w.zeros is not None:
-        sums = jnp.sum(grouped, axis=2, dtype=jnp.float32).T
-        partial_sums = partial_sums - sums[:, :, None] * w.zeros.astype(jnp.float32)[:, None]
-    return jnp.sum(partial_sums * w.scales[:, None], axis=0)
-
-
-def _expand(x: jax.Array, w: QuantizedArray) -> jax.Array:
-    return _dot(x, dequantize(w, x.dtype))
-
-
-def _multiply_blocks(
-    x: jax.Array, w: QuantizedArray, multiply: Callable[[jax.Array, QuantizedArray], jax.Array], dtype: jnp.dtype
-) -> jax.Array:
-    """Returns x times the matrix, whose columns are expanded block by block."""
-    width, columns = w.shape
-    block = _CPU_COLUMNS
-    if traced_platform() != "cpu":
-        block = max(128, _GPU_BLOCK_BYTES // (width * x.dtype.itemsize) // 128 * 128)
-    if columns <= block:
-        return multiply(x, w).astype(dtype)
-
-    def take(start: jax.Array | int, size: int) -> jax.Array:
-        part = w.map(lambda array: lax.dynamic_slice_in_dim(array, start, size, axis=1))
-        return multiply(x, part).astype(dtype)
-
-    def step(index: jax.Array, out: jax.Array) -> jax.Array:
-        return lax.dynamic_update_slice(out, take(index * block, block), (0, index * block))
-
-    whole = columns // block
-    out = lax.fori_loop(0, whole, step, jnp.zeros((x.shape[0], columns), dtype))
-    if columns % block:
-        rest = take(whole * block, columns % block)
-        out = lax.dynamic_update_slice(out, rest, (0, whole * block))
-    return out

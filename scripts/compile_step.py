@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -101,9 +102,10 @@ def measure_step(gate: Gate, name: str, shapes: Shapes, mesh: Any, bucket: Bucke
     budget = cache_budget(gate.target.memory_bytes, MEMORY_SHARE, estimate_use(shapes))
     plan = plan_pools(shapes, budget=budget)
     model, inputs = describe_programs(shapes, plan, mesh)
-    # A decode step that expanded more than a layer's matrices would have had them converted ahead of it.
+    # A decode step that expanded more than a layer's matrices to 16 bits would have had them converted ahead of it.
     is_bounded = shapes.model.quantization is not None and bucket.tokens == bucket.rows
-    layer = params_bytes(param_specs(shapes.model)["layers"][0], shapes.num_devices, shapes.platform)
+    expanded = replace(shapes.model, quantization=None)
+    layer = params_bytes(param_specs(expanded)["layers"][0], shapes.num_devices, shapes.platform)
     report = ProgramReport(
         name,
         gate.target.name,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 from jax.sharding import Mesh
@@ -15,9 +15,13 @@ Rotary = tuple[Float[Array, "T half"], Float[Array, "T half"]]  # cosines and si
 
 @dataclass(frozen=True)
 class StepContext:
-    """The part that all layers share. `mesh` is None on a single device."""
+    """The part that all layers share.
+
+    `mesh` is None on a single device. `quantized_impl` multiplies quantized projections there (`quantized_matmul`).
+    """
 
     mesh: Mesh | None
+    quantized_impl: str = field(default="xla", kw_only=True)
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,7 @@ def forward(
             captured.append(x)
         ctx = LayerContext(
             mesh=mesh,
+            quantized_impl="xla" if config.quantization is None else config.quantization.impl,
             rotary=tables.get(kind.rope),
             batch=batches[layout.groups[index]],
             kv_pages=kv_pages,

@@ -95,9 +95,7 @@ class GroupedKernel:
         def _() -> None:
             self.compute(visit, warpgroup, out, scratch)
 
-    def fill(
-        self, filler: jax.Array, source: Source, x: jax.Ref, matrices: list[jax.Ref], scratch: Scratch
-    ) -> None:
+    def fill(self, filler: jax.Array, source: Source, x: jax.Ref, matrices: list[jax.Ref], scratch: Scratch) -> None:
         """Fills the ring, slice after slice."""
         del filler  # there is one
         compat.set_max_registers(_MEMORY_REGISTERS, action="decrease")

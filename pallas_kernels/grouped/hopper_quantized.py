@@ -1,9 +1,9 @@
 """The body of the grouped product for Hopper with matrices of few bits, which cross memory in their own width.
 
 wgmma takes 8-bit operands only with the summed axis contiguous, and it is not: matrices are [K, N]. Nor can they be its
-operand in registers, which would be their transpose. So one or two warpgroups, the fillers, fetch slices by TMA, widen them
-in registers to the 16 bits of x, and write them to the ring that the compute warpgroups multiply from; two take every
-other slice. They are warpgroups of their own so that widening and multiplying overlap, without sharing registers.
+operand in registers, which would be their transpose. So one or two warpgroups, the fillers, fetch slices by TMA, widen
+them in registers to the 16 bits of x, and write them to the ring that the compute warpgroups multiply from; two take
+every other slice. They are warpgroups of their own so that widening and multiplying overlap, without sharing registers.
 
 A scale of a whole column is multiplied after the product, whose values are then exact. Scales of groups are multiplied
 while values are widened, in float32 and rounded once, as in `dequantize`.
@@ -125,9 +125,7 @@ class QuantizedKernel(GroupedKernel):
         """The copies that fill a slot of few bits: values, and each piece's scales and zeros."""
         return 1 if self.scales_columns else 1 + self.pieces * (1 + self.format.zeros)
 
-    def fill(
-        self, filler: jax.Array, source: Source, x: jax.Ref, matrices: list[jax.Ref], scratch: Scratch
-    ) -> None:
+    def fill(self, filler: jax.Array, source: Source, x: jax.Ref, matrices: list[jax.Ref], scratch: Scratch) -> None:
         """Fetches and widens every other slice."""
         fetch = partial(self.fetch, source=source, x=x, matrices=matrices, scratch=scratch)
         count = lax.div(self.depth - filler + self.num_fillers - 1, self.num_fillers)
@@ -155,9 +153,7 @@ class QuantizedKernel(GroupedKernel):
             compat.commit_smem()
             compat.barrier_arrive(scratch["loaded"].at[wide])
 
-    def fetch(
-        self, index: jax.Array, *, source: Source, x: jax.Ref, matrices: list[jax.Ref], scratch: Scratch
-    ) -> None:
+    def fetch(self, index: jax.Array, *, source: Source, x: jax.Ref, matrices: list[jax.Ref], scratch: Scratch) -> None:
         """Starts the copies of a slice."""
         part, columns = find_part(index), pl.ds(source.column, self.columns)
         left, slot = lax.rem(index, self.left_slots), lax.rem(index, self.narrow_slots)

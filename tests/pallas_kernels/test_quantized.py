@@ -12,7 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import QuantizedArray, dequantize, grouped_matmul, quantize, quantized, quantized_matmul
+from pallas_kernels import (
+    QuantizedArray,
+    dequantize,
+    grouped_matmul,
+    quantize,
+    quantized_matmul,
+    quantized_products,
+)
 
 VALUES = ("int4", "int8", "float8_e4m3fn", "bfloat16")
 PLATFORMS = ("cpu", "gpu", "tpu")
@@ -20,14 +27,14 @@ PLATFORMS = ("cpu", "gpu", "tpu")
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantized, "_CPU_COLUMNS", 16)
-    monkeypatch.setattr(quantized, "_GPU_BLOCK_BYTES", 1)  # 128 columns
+    monkeypatch.setattr(quantized_products, "_CPU_COLUMNS", 16)
+    monkeypatch.setattr(quantized_products, "_GPU_BLOCK_BYTES", 1)  # 128 columns
 
 
 @pytest.fixture(params=PLATFORMS)
 def platform(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The form that a platform gets, run on this one."""
-    monkeypatch.setattr(quantized, "traced_platform", lambda: request.param)
+    monkeypatch.setattr(quantized_products, "traced_platform", lambda: request.param)
     yield request.param
 
 

@@ -11,7 +11,8 @@ import pytest
 import pallas_kernels.grouped.tpu
 from jaxserve.models.decoder import fit_devices
 from jaxserve.models.registry import parse_config
-from jaxserve.runtime.experts import ExpertChoice, ExpertMatrix, choose_experts, confirm_experts
+from jaxserve.runtime.experts import ExpertChoice, choose_experts, confirm_experts
+from jaxserve.runtime.grouped_test import Matrix
 from pallas_kernels import QuantizedFormat
 
 PRESETS = Path(__file__).parents[2] / "configs" / "models"
@@ -30,7 +31,7 @@ def test_a_dense_model_has_none() -> None:
 def test_a_kernel_is_chosen_for_both_products() -> None:
     model, choice = choose_experts(read("qwen3-30b-a3b"), 1, "gpu", "NVIDIA H200")
     assert choice is not None and (choice.impl, choice.is_slow) == ("gpu", False)
-    assert choice.matrices == (ExpertMatrix(2048, 768), ExpertMatrix(768, 2048))
+    assert choice.matrices == (Matrix(2048, 768), Matrix(768, 2048))
     assert {kind.mlp.impl for kind in model.layers} == {"gpu"}
 
 
@@ -85,7 +86,7 @@ def test_what_kernels_cannot_read_is_named() -> None:
 CHOICE = ExpertChoice(
     "tpu_interpret",
     "a test",
-    (ExpertMatrix(64, 128), ExpertMatrix(128, 640), ExpertMatrix(128, 128, QuantizedFormat("int4", 64, zeros=True))),
+    (Matrix(64, 128), Matrix(128, 640), Matrix(128, 128, QuantizedFormat("int4", 64, zeros=True))),
     "float32",
 )
 

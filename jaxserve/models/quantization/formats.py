@@ -65,7 +65,7 @@ class Quantization:
     """Which matrices of a model are quantized, and how, by `rules` of which the first match counts.
 
     `while_loading`: files have them in 16 or 32 bits. `num_devices` share the model. `widened`: values are held in the
-    types of `WIDER`.
+    types of `WIDER`. `impl`: of the projections' products on one device (`quantized_matmul`).
     """
 
     method: str
@@ -73,6 +73,7 @@ class Quantization:
     while_loading: bool = False
     num_devices: int = 1
     widened: bool = False
+    impl: str = "xla"
 
     def find_format(self, module: str) -> MatrixFormat | None:
         """Returns how files keep a module's weight; None if it is not quantized."""
