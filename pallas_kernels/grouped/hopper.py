@@ -14,7 +14,9 @@ import jax.numpy as jnp
 from pallas_kernels.grouped.hopper_kernel import DEPTH, GroupedKernel
 from pallas_kernels.grouped.hopper_quantized import LEAST_GROUP, QuantizedKernel
 from pallas_kernels.grouped.tiles import Visits, list_visits
+from pallas_kernels.hopper.wgmma import ROWS
 from pallas_kernels.mosaic_gpu import compat
+from pallas_kernels.platform import traced_core_count
 from pallas_kernels.quantized import QuantizedArray, QuantizedFormat
 
 _COLUMNS = 128  # of a block at most: layouts of wider plain memory take minutes to infer
@@ -49,11 +51,11 @@ def multiply(
     if obstacle is not None:
         raise ValueError(f"the grouped product for Hopper cannot run: {obstacle}")
     num_rows, columns = x.shape[0], w.shape[2]
-    warpgroups = 2 if num_rows >= _LEAST_ROWS * sizes.shape[0] else 1
-    block = _COLUMNS if columns % _COLUMNS == 0 else DEPTH
+    warpgroups = 2 if num_rows >= max(_LEAST_ROWS * sizes.shape[0], ROWS + 1) else 1
+    visits = list_visits(sizes, num_rows, ROWS * warpgroups)
+    block = _choose_columns(columns, visits.tiles.shape[0] * parts)
     common = (warpgroups, block, x.shape[1] // DEPTH, sizes.shape[0])
     body = GroupedKernel(*common) if quantized is None else QuantizedKernel(*common, quantized)
-    visits = list_visits(sizes, num_rows, body.rows)
     padded = jnp.pad(x, ((0, -num_rows % body.rows), (0, 0)))
     run = compat.kernel(
         body,
@@ -67,6 +69,12 @@ def multiply(
         interpret=compat.interpret_params(interpret),
     )
     return run(_join(visits), first.reshape(1), padded, *jax.tree.leaves(w))[:, :num_rows]
+
+
+def _choose_columns(columns: int, count: int) -> int:
+    """The columns of a block: fewer where `count` rows of wide blocks would leave multiprocessors without any."""
+    is_wide = columns % _COLUMNS == 0 and count * (columns // _COLUMNS) >= traced_core_count()
+    return _COLUMNS if is_wide else DEPTH
 
 
 def multiply_interpreted(

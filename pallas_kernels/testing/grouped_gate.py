@@ -63,6 +63,7 @@ SHAPES = (
     GroupedShape("deepseek-v3, down, one of 8 devices", 256, 8, 256, 7168),
     GroupedShape("deepseek-v3, fp8 blocks, up, one of 8 devices", 256, 8, 7168, 256, 2, _FP8_BLOCKS),
     GroupedShape("deepseek-v3, fp8 blocks, down, one of 8 devices", 256, 8, 256, 7168, 1, _FP8_BLOCKS),
+    GroupedShape("llama-3.1-8b, awq, a projection", 1, 1, 4096, 4096, quantized=_AWQ),
     GroupedShape("mixtral-8x7b, int8 channels, down", 8, 2, 14336, 4096, 1, QuantizedFormat("int8", 14336)),
     GroupedShape("kimi-k2, up, experts on 8 devices", 48, 8, 7168, 2048, parts=2),
     GroupedShape("kimi-k2, down, experts on 8 devices", 48, 8, 2048, 7168),
