@@ -13,7 +13,11 @@ _HOMES = {
     "grouped.api": ("choose_grouped_impl", "grouped_matmul"),
     "backends": ("choose_impl", "choose_layout", "resolve_impl"),
     "batch": ("prepare_batch",),
-    "quantized": ("QuantizedArray", "dequantize", "list_row_dtypes", "quantize", "quantized_matmul"),
+    "quantized": (
+        *("XLA_PRODUCTS", "QuantizedArray", "QuantizedFormat", "QuantizedProducts"),
+        *("dequantize", "quantize"),
+    ),
+    "quantized_products": ("choose_quantized_impl", "list_row_dtypes", "quantized_matmul"),
     "layout": ("gather_logical", "page_bytes", "pool_shape"),
     "spec": ("AttnLayer", "AttnParams", "AttnShape", "BatchMeta", "HeadParams", "KVSpec"),
 }

@@ -21,6 +21,12 @@ from pallas_kernels.spec import AttnLayer, BatchMeta, HeadParams, KVSpec
 LANES = 128  # of a TPU: rows in its memory are multiples of this
 
 
+def count_bits(dtype: jnp.dtype | str) -> int:
+    """The bits of a number in memory: numpy gives int4 a byte, devices half of one."""
+    dtype = jnp.dtype(dtype)
+    return (jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo)(dtype).bits
+
+
 def pad_row(size: int) -> int:
     """The numbers that a row of `size` numbers takes in a TPU's memory."""
     return -(-size // LANES) * LANES

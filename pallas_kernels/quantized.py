@@ -1,11 +1,4 @@
-"""Matrices of few bits with a scale for each group of rows, and products with them.
-
-A value is (value - zero) * scale. Rows of x keep their bits, or become 8-bit numbers like the matrix's, with a scale
-each, where devices multiply these (`list_row_dtypes`). Which form a product takes depends on the device, as their
-compilers differ (jax 0.12.0.1). Scales of whole columns are multiplied after the product. Otherwise a TPU makes one
-product per group and scales those, without a temporary; a GPU's compiler would write each group's partial sums to
-memory, so there and on a CPU blocks of columns are expanded, small enough for a cache.
-"""
+"""Matrices of few bits with a scale for each group of rows. A value is (value - zero) * scale."""
 
 from __future__ import annotations
 
@@ -16,15 +9,38 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
 
-from pallas_kernels.backends import multiplies_fp8
-from pallas_kernels.platform import traced_platform
+from pallas_kernels.layout import count_bits
 
-_CPU_COLUMNS = 512  # of a block
-_FP8_TPUS = ("TPU7x", "TPU v7")
-_GPU_BLOCK_BYTES = 8 * 2**20  # of an expanded block, which then stays in the L2 cache
+
+@dataclass(frozen=True)
+class QuantizedFormat:
+    """What decides which kernels can read matrices: the values' dtype, how many rows share a scale, and whether there
+    are zeros."""
+
+    dtype: str
+    group: int  # K / G
+    zeros: bool = False
+
+    @property
+    def bits(self) -> int:
+        """The bits of a value."""
+        return count_bits(self.dtype)
+
+
+@dataclass(frozen=True)
+class QuantizedProducts:
+    """How `quantized_matmul` multiplies.
+
+    `impl` is one of grouped products; "gpu" multiplies few rows, where that is faster than XLA. Matrices of the types
+    `row_dtypes` whose columns have one scale are multiplied with rows of that type.
+    """
+
+    impl: str = "xla"
+    row_dtypes: tuple[str, ...] = ()
+
+
+XLA_PRODUCTS = QuantizedProducts()
 
 
 @jax.tree_util.register_dataclass
@@ -51,6 +67,12 @@ class QuantizedArray:
     def ndim(self) -> int:
         """The number of axes of the matrices."""
         return self.values.ndim
+
+    @property
+    def format(self) -> QuantizedFormat:
+        """What kernels must know of it."""
+        group = self.values.shape[-2] // self.scales.shape[-2]
+        return QuantizedFormat(self.values.dtype.name, group, self.zeros is not None)
 
     def map(self, function: Callable[[jax.Array], jax.Array]) -> QuantizedArray:
         """Returns the same with what `function` makes of values, scales and zeros."""
@@ -113,104 +135,3 @@ def dequantize(w: QuantizedArray, dtype: jnp.dtype) -> jax.Array:
     if w.zeros is not None:
         values = values - w.zeros.astype(jnp.float32)[..., None, :]
     return (values * w.scales[..., None, :]).reshape(w.values.shape).astype(dtype)
-
-
-def list_row_dtypes(platform: str, device_kind: str = "") -> tuple[str, ...]:
-    """Returns the types of 8 bits in which a device multiplies faster than in 16, by its names as in `choose_impl`."""
-    if platform == "cpu":
-        return ("int8",)
-    if platform == "tpu":
-        return ("float8_e4m3fn",) if device_kind.startswith(_FP8_TPUS) else ("int8",)
-    return ("int8", "float8_e4m3fn") if multiplies_fp8(device_kind) else ("int8",)
-
-
-def quantized_matmul(
-    x: jax.Array,
-    w: QuantizedArray,
-    dtype: jnp.dtype | None = None,
-    *,
-    whole: bool = False,
-    row_dtypes: tuple[str, ...] = (),
-) -> jax.Array:
-    """Returns x [T, K] times a matrix [K, N], in `dtype` or that of x.
-
-    Args:
-        whole: the matrix is not cut into blocks of columns, because it is small, or because it is split over a mesh,
-            whose compiler would gather it first.
-        row_dtypes: matrices of these types whose columns have one scale are multiplied with rows of that type.
-    """
-    dtype = x.dtype if dtype is None else dtype
-    if w.order is not None:
-        x = x[:, w.order]
-    platform, has_columns = traced_platform(), w.scales.shape[0] == 1 and w.zeros is None
-    if has_columns and w.values.dtype.name in row_dtypes:
-        multiply, cut = _multiply_rows, False
-    elif has_columns:
-        multiply, cut = _scale_columns, platform == "cpu"
-    elif platform == "tpu":
-        multiply, cut = _multiply_groups, False
-    else:
-        multiply, cut = _expand, True
-    return _multiply_blocks(x, w, multiply, dtype) if cut and not whole else multiply(x, w).astype(dtype)
-
-
-def _dot(x: jax.Array, w: jax.Array, numbers: lax.DotDimensionNumbers = (((1,), (0,)), ((), ()))) -> jax.Array:
-    """Returns a product in float32, exact where x is float32."""
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
-    return lax.dot_general(x, w, numbers, precision=precision, preferred_element_type=jnp.float32)
-
-
-def _scale_columns(x: jax.Array, w: QuantizedArray) -> jax.Array:
-    return _dot(x, w.values.astype(x.dtype)) * w.scales
-
-
-def _multiply_rows(x: jax.Array, w: QuantizedArray) -> jax.Array:
-    rows = quantize(x.T, w.values.dtype.name, (1, None), 1)
-    kind = jnp.int32 if jnp.issubdtype(w.values.dtype, jnp.integer) else jnp.float32
-    product = lax.dot(rows.values.T, w.values, preferred_element_type=kind)
-    return product.astype(jnp.float32) * rows.scales.T * w.scales
-
-
-def _multiply_groups(x: jax.Array, w: QuantizedArray) -> jax.Array:
-    groups, columns = w.scales.shape
-    grouped = x.reshape(x.shape[0], groups, -1)
-    values = w.values.reshape(groups, -1, columns).astype(x.dtype)
-    partial_sums = _dot(grouped, values, (((2,), (1,)), ((1,), (0,))))  # [G, T, N]
-    if w.zeros is not None:
-        sums = jnp.sum(grouped, axis=2, dtype=jnp.float32).T
-        partial_sums = partial_sums - sums[:, :, None] * w.zeros.astype(jnp.float32)[:, None]
-    return jnp.sum(partial_sums * w.scales[:, None], axis=0)
-
-
-def _expand(x: jax.Array, w: QuantizedArray) -> jax.Array:
-    expanded = dequantize(w, x.dtype)
-    if traced_platform() == "gpu":
-        # XLA:GPU would transpose a whole matrix of four bits for this product, in every step (jax 0.12.0.1).
-        expanded = with_layout_constraint(expanded, Layout((0, 1)))
-    return _dot(x, expanded)
-
-
-def _multiply_blocks(
-    x: jax.Array, w: QuantizedArray, multiply: Callable[[jax.Array, QuantizedArray], jax.Array], dtype: jnp.dtype
-) -> jax.Array:
-    """Returns x times the matrix, whose columns are expanded block by block."""
-    width, columns = w.shape
-    block = _CPU_COLUMNS
-    if traced_platform() != "cpu":
-        block = max(128, _GPU_BLOCK_BYTES // (width * x.dtype.itemsize) // 128 * 128)
-    if columns <= block:
-        return multiply(x, w).astype(dtype)
-
-    def take(start: jax.Array | int, size: int) -> jax.Array:
-        part = w.map(lambda array: lax.dynamic_slice_in_dim(array, start, size, axis=1))
-        return multiply(x, part).astype(dtype)
-
-    def step(index: jax.Array, out: jax.Array) -> jax.Array:
-        return lax.dynamic_update_slice(out, take(index * block, block), (0, index * block))
-
-    whole = columns // block
-    out = lax.fori_loop(0, whole, step, jnp.zeros((x.shape[0], columns), dtype))
-    if columns % block:
-        rest = take(whole * block, columns % block)
-        out = lax.dynamic_update_slice(out, rest, (0, whole * block))
-    return out

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,14 +29,14 @@ from pallas_kernels.targets import Target, find_target, open_devices
 from pallas_kernels.testing.compile_gate import Gate, make_parser, print_report
 from pallas_kernels.testing.gate_report import ProgramReport
 
-DENSE, LATENT = "llama-3.1-8b", "deepseek-v3"
+DENSE, EXPERTS, LATENT = "llama-3.1-8b", "qwen3-30b-a3b", "deepseek-v3"
 PRESETS = {  # the first two always, the others in the full gate
-    "gpu": (DENSE, "gpt-oss-20b", "qwen3-30b-a3b", LATENT),
+    "gpu": (DENSE, "gpt-oss-20b", EXPERTS, LATENT),
     # A TPU copies gpt-oss's embedding, whose rows of 2,880 it would pad.
-    "tpu": (DENSE, "qwen3-30b-a3b", LATENT),
+    "tpu": (DENSE, EXPERTS, LATENT),
 }
 CHANNELS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
-QUANTIZED: dict[str, Mapping[str, Any]] = {  # of the dense model: the first always, the others in the full gate
+QUANTIZED: dict[str, Mapping[str, Any]] = {
     "int8 channels": {
         "quant_method": "compressed-tensors",
         "format": "int-quantized",
@@ -45,6 +46,13 @@ QUANTIZED: dict[str, Mapping[str, Any]] = {  # of the dense model: the first alw
     "fp8 blocks": {"quant_method": "fp8", "weight_block_size": [128, 128]},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128},
 }
+QUANTIZED_STEPS = (  # the first always, the others in the full gate
+    (DENSE, "int8 channels"),
+    (DENSE, "fp8 blocks"),
+    (DENSE, "awq"),
+    (EXPERTS, "fp8 blocks"),
+    (EXPERTS, "awq"),
+)
 DEVICE_COUNTS = {"gpu": (1, 2), "tpu": (8,)}  # the first always, the others in the full gate
 FEW_LAYERS = 4  # enough to show what is wrong in a step; the full gate compiles all layers, if the devices hold them
 MAX_MODEL_LEN = {LATENT: 65536}  # its own would not fit the scalar memory of a TPU
@@ -96,9 +104,10 @@ def measure_step(gate: Gate, name: str, shapes: Shapes, mesh: Any, bucket: Bucke
     budget = cache_budget(gate.target.memory_bytes, MEMORY_SHARE, estimate_use(shapes))
     plan = plan_pools(shapes, budget=budget)
     model, inputs = describe_programs(shapes, plan, mesh)
-    # A decode step that expanded more than a layer's matrices would have had them converted ahead of it.
+    # A decode step that expanded more than a layer's matrices to 16 bits would have had them converted ahead of it.
     is_bounded = shapes.model.quantization is not None and bucket.tokens == bucket.rows
-    layer = params_bytes(param_specs(shapes.model)["layers"][0], shapes.num_devices, shapes.platform)
+    expanded = replace(shapes.model, quantization=None)
+    layer = params_bytes(param_specs(expanded)["layers"][0], shapes.num_devices, shapes.platform)
     report = ProgramReport(
         name,
         gate.target.name,
@@ -124,13 +133,18 @@ def list_steps(target: Target, *, full: bool, impl: str) -> dict[str, tuple[Shap
         for bucket in (Bucket(rows, rows), shapes.buckets.largest):
             name = f"step {bucket}: {preset}, {shapes.model.num_layers} layers, {num_devices} devices"
             steps[name] = shapes, bucket
-    for quantized in list(QUANTIZED)[: None if full else 1]:
+    for preset, quantized in QUANTIZED_STEPS[: None if full else 1]:
         shapes = make_step_shapes(
-            target, num_devices=counts[0], num_layers=FEW_LAYERS, impl=impl, quantization=QUANTIZED[quantized]
+            target,
+            preset,
+            num_devices=counts[0],
+            num_layers=FEW_LAYERS,
+            impl=impl,
+            quantization=QUANTIZED[quantized],
         )
         rows = max(shapes.buckets.row_counts)
         for bucket in (Bucket(rows, rows), shapes.buckets.largest)[: None if full else 1]:
-            steps[f"step {bucket}: {DENSE}, {quantized}, {FEW_LAYERS} layers, {counts[0]} devices"] = shapes, bucket
+            steps[f"step {bucket}: {preset}, {quantized}, {FEW_LAYERS} layers, {counts[0]} devices"] = shapes, bucket
     if full:
         shapes = make_step_shapes(target, num_devices=1, num_layers=FEW_LAYERS, impl=impl, drafts=DRAFTS)
         bucket = shapes.buckets.find_verify(max(rows for rows, _ in shapes.buckets.verify_sizes), 2)

@@ -8,6 +8,7 @@ import jax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
+from pallas_kernels import XLA_PRODUCTS, QuantizedProducts
 from pallas_kernels.spec import BatchMeta
 
 Rotary = tuple[Float[Array, "T half"], Float[Array, "T half"]]  # cosines and sines of each token's angles
@@ -15,13 +16,13 @@ Rotary = tuple[Float[Array, "T half"], Float[Array, "T half"]]  # cosines and si
 
 @dataclass(frozen=True)
 class StepContext:
-    """The part that all layers share. `mesh` is None on a single device.
+    """The part that all layers share.
 
-    `row_dtypes` are the types of quantized matrices whose products quantize their rows, too.
+    `mesh` is None on a single device. `products` says how quantized projections are multiplied.
     """
 
     mesh: Mesh | None
-    row_dtypes: tuple[str, ...] = field(default=(), kw_only=True)
+    products: QuantizedProducts = field(default=XLA_PRODUCTS, kw_only=True)
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,7 @@ a compiler may choose another layout for them, and copy them in every step to ge
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import jax
@@ -50,7 +48,7 @@ def linear(
     weight = QuantizedArray(**weight) if isinstance(weight, Mapping) else weight
     parts = weight.shape[:-2]
     if isinstance(weight, QuantizedArray):
-        out = _multiply_quantized(ctx, x, weight, dtype)
+        out = quantized_matmul(x, weight, dtype, whole=ctx.mesh is not None, products=ctx.products)
     else:
         batch = tuple(range(len(parts)))
         numbers = ((x.ndim - 1 + len(parts),), (len(parts) + transposed,)), (batch, batch)
@@ -64,14 +62,6 @@ def linear(
 def linear_heads(leaf: Leaf, x: Float[Array, "T N in"]) -> Float[Array, "T N out"]:
     """Returns each head of `x` times a weight of its own, [N, in, out], in the dtype of `x`."""
     return _multiply(x, leaf["weight"], (((2,), (1,)), ((1,), (0,))), x.dtype).swapaxes(0, 1)
-
-
-def _multiply_quantized(ctx: StepContext, x: Array, weight: QuantizedArray, dtype: jnp.dtype) -> Array:
-    multiply = partial(quantized_matmul, whole=ctx.mesh is not None, row_dtypes=ctx.row_dtypes)
-    if weight.ndim == 2:
-        return multiply(x, weight, dtype)
-    parts = (weight.map(operator.itemgetter(index)) for index in range(weight.shape[0]))
-    return jnp.stack([multiply(x, part, dtype) for part in parts])
 
 
 def _multiply(x: Array, weight: Array, numbers: lax.DotDimensionNumbers, dtype: jnp.dtype) -> Array:

@@ -24,6 +24,7 @@ from jaxserve.layers.rope import RopeConfig
 from jaxserve.models.hf_config import HFConfig
 from jaxserve.models.quantization.formats import Quantization
 from jaxserve.sharding import Axes
+from pallas_kernels import XLA_PRODUCTS, QuantizedProducts
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,11 @@ class DecoderConfig:
     residual_scale: float = 1.0
     parallel: bool = False
     quantization: Quantization | None = None
+
+    @property
+    def products(self) -> QuantizedProducts:
+        """How quantized projections are multiplied."""
+        return XLA_PRODUCTS if self.quantization is None else self.quantization.products
 
     @property
     def vocab_size(self) -> int:

@@ -64,7 +64,7 @@ def forward(
             captured.append(x)
         ctx = LayerContext(
             mesh=mesh,
-            row_dtypes=() if config.quantization is None else config.quantization.row_dtypes,
+            products=config.products,
             rotary=tables.get(kind.rope),
             batch=batches[layout.groups[index]],
             kv_pages=kv_pages,

@@ -1,22 +1,12 @@
-"""What the weights of a quantized model take and how they are multiplied, as data and in words for users."""
+"""What the weights of a quantized model take and how they are multiplied, in words for users."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import replace
 
 from jaxserve.models.base import DecoderConfig
-from jaxserve.models.quantization.formats import Quantization
 from jaxserve.models.registry import list_params
-from pallas_kernels import list_row_dtypes
-
-
-def choose_products(quantization: Quantization, platform: str, device_kind: str) -> Quantization:
-    """Returns the quantization as a device holds its values and multiplies with them."""
-    wanted = quantization.wanted_row_dtypes
-    row_dtypes = tuple(dtype for dtype in list_row_dtypes(platform, device_kind) if dtype in wanted)
-    return replace(quantization, widened=platform == "cpu", row_dtypes=row_dtypes)
 
 
 def describe_weights(model: DecoderConfig) -> str | None:
@@ -37,6 +27,6 @@ def describe_weights(model: DecoderConfig) -> str | None:
     if not dtypes:
         return f"{model.quantization.method}, all expanded to {model.dtype}"
     bits = 8 * num_bytes / dtypes.total()
-    rows = f", products with activations in {' and '.join(model.quantization.row_dtypes)}"
-    rows = rows if model.quantization.row_dtypes else ""
+    row_dtypes = model.products.row_dtypes
+    rows = f", products with activations in {' and '.join(row_dtypes)}" if row_dtypes else ""
     return f"{model.quantization.method} as {' and '.join(sorted(dtypes))}, {bits:.2f} bits each{rows}"

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxserve.errors import ConfigError, DeviceError
 from jaxserve.runtime.experts import confirm_experts
+from jaxserve.runtime.products import confirm_products
 from jaxserve.runtime.shapes import Shapes
 from pallas_kernels.backends import choose_layout, find_backend
 
@@ -18,11 +19,13 @@ _log = logging.getLogger(__name__)
 
 
 def confirm_kernels(shapes: Shapes, device: jax.Device) -> Shapes:
-    """Returns the shapes with implementations that work on the device: `confirm_attention`, and the experts' products.
+    """Returns the shapes with implementations that work on the device: `confirm_attention`, and the products of
+    experts and of quantized projections.
 
     Raises: as `confirm_attention`.
     """
     shapes = confirm_attention(shapes, device)
+    shapes = replace(shapes, model=confirm_products(shapes.model, device))
     if shapes.experts is None:
         return shapes
     model, experts = confirm_experts(shapes.model, shapes.experts, device)

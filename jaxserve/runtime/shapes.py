@@ -17,7 +17,7 @@ from jaxserve.runtime.experts import ExpertChoice, choose_experts
 from jaxserve.runtime.inputs import StateShape
 from jaxserve.runtime.memory import DrafterPages
 from jaxserve.runtime.page_copies import COPY_PAGES
-from jaxserve.runtime.quantization import choose_products
+from jaxserve.runtime.products import choose_products
 from jaxserve.runtime.rows import SampleVariant, list_variants
 from jaxserve.runtime.step_model import Drafting
 from jaxserve.scheduler import SchedulerLimits
@@ -197,8 +197,7 @@ def make_shapes(
         raise ConfigError(f"{obstacle}; or use attention_impl='xla'", field="max_num_seqs", value=rows)
     fell_back = impl == "xla" and config.compile.attention_impl == "auto" and platform != "cpu"
     num_devices = config.parallel.tensor_parallel_size
-    if model.quantization is not None:
-        model = replace(model, quantization=choose_products(model.quantization, platform, device_kind))
+    model = choose_products(model, num_devices, platform, device_kind)
     model, experts = choose_experts(model, num_devices, platform, device_kind)
     return Shapes(
         config,

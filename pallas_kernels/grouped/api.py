@@ -1,7 +1,7 @@
 """The public call, and which implementation answers it.
 
 An implementation is a module with `multiply(x, w, sizes, first, parts)` and, where it cannot do everything,
-`find_obstacle(width, columns, dtype) -> str | None`, in words for users.
+`find_obstacle(width, columns, dtype, quantized) -> str | None`, in words for users.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from pallas_kernels.backends import choose_impl
 from pallas_kernels.mosaic_gpu.toolkit import find_compiler_obstacle
 from pallas_kernels.platform import traced_device_kind, traced_platform
-from pallas_kernels.quantized import QuantizedArray
+from pallas_kernels.quantized import QuantizedArray, QuantizedFormat
 
 _HOMES = {  # by name: a module and its function
     "reference": ("reference", "multiply"),
@@ -24,7 +24,8 @@ _HOMES = {  # by name: a module and its function
     "tpu": ("tpu", "multiply"),
     "tpu_interpret": ("tpu", "multiply_interpreted"),
 }
-_QUANTIZED = ("reference", "xla")  # those that take a `QuantizedArray`
+_PORTABLE = ("reference", "xla")  # these take values of any type
+_VALUES = ("float8_e4m3fn", "int8", "int4")  # of quantized matrices that the kernels read
 _DEVICES = {"gpu": "Hopper", "tpu": "TPUs from v5e on"}  # of the kernels
 
 
@@ -55,19 +56,22 @@ def grouped_matmul(
             f"x {x.shape} wants w [>= {parts} * G, {x.shape[-1]}, N] and sizes [G], got {w.shape} and {sizes.shape}"
         )
     if isinstance(w, QuantizedArray):
-        impl = "xla" if impl is None else impl
-        if impl not in _QUANTIZED or w.order is not None:
-            raise ValueError(
-                f"impl must be one of {', '.join(_QUANTIZED)} for quantized w without an order, got {impl!r}"
-            )
+        if w.order is not None:
+            raise ValueError("quantized w must have no order of its rows")
     elif x.dtype != w.dtype:
         raise ValueError(f"x is {x.dtype} and w is {w.dtype}; they must be of one dtype")
     if impl is None:
         impl, _ = choose_grouped_impl(
-            *w.shape[1:], x.dtype, platform=traced_platform(), device_kind=traced_device_kind()
+            *w.shape[1:],
+            x.dtype,
+            platform=traced_platform(),
+            device_kind=traced_device_kind(),
+            quantized=w.format if isinstance(w, QuantizedArray) else None,
         )
     if impl not in _HOMES:
         raise ValueError(f"impl must be one of {', '.join(_HOMES)} or None, got {impl!r}")
+    if isinstance(w, QuantizedArray) and impl not in _PORTABLE and (obstacle := _find_values_obstacle(w.format)):
+        raise ValueError(f"impl {impl!r} cannot run: {obstacle}")
     home, function = _HOMES[impl]
     multiply = getattr(import_module(f"pallas_kernels.grouped.{home}"), function)
     return multiply(x, w, sizes.astype(jnp.int32), jnp.asarray(first, jnp.int32), parts)
@@ -80,19 +84,16 @@ def choose_grouped_impl(
     *,
     platform: str,
     device_kind: str = "",
-    quantized: bool = False,
+    quantized: QuantizedFormat | None = None,
 ) -> tuple[str, str]:
     """The implementation that `impl=None` means for matrices [width, columns] on a device, and the reason for users.
 
-    `platform` and `device_kind` are those of `choose_impl`, and the kernels run where those of attention do.
-    `quantized`: the matrices are `QuantizedArray`s.
+    `platform` and `device_kind` are those of `choose_impl`, and the kernels run where those of attention do. `dtype` is
+    that of rows. `quantized`: how matrices are stored, if they are `QuantizedArray`s.
     """
     name, _ = choose_impl(platform, device_kind)
     if name in _DEVICES:
-        module = import_module(f"pallas_kernels.grouped.{_HOMES[name][0]}")
-        obstacle = module.find_obstacle(width, columns, dtype) if hasattr(module, "find_obstacle") else None
-        obstacle = find_compiler_obstacle() if obstacle is None and name == "gpu" else obstacle
-        obstacle = "the kernels do not read quantized experts" if quantized else obstacle
+        obstacle = _find_obstacle(name, width, columns, dtype, quantized)
         if obstacle is None:
             return name, f"a Pallas kernel for grouped products, compiled for {device_kind}"
         return "xla", f"portable grouped products, which are slow here: {obstacle}"
@@ -100,3 +101,20 @@ def choose_grouped_impl(
         return "xla", "portable grouped products: a loop over tiles of rows"
     kernels = " and ".join(_DEVICES.values())
     return "xla", f"portable grouped products, which are slow here: the kernels are for {kernels}"
+
+
+def _find_obstacle(
+    name: str, width: int, columns: int, dtype: jnp.dtype | str, quantized: QuantizedFormat | None
+) -> str | None:
+    """Why a device's kernel cannot, or must not, multiply such matrices."""
+    module = import_module(f"pallas_kernels.grouped.{_HOMES[name][0]}")
+    obstacle = module.find_obstacle(width, columns, dtype, quantized)
+    if obstacle is None and quantized is not None:
+        obstacle = _find_values_obstacle(quantized)
+    return find_compiler_obstacle() if obstacle is None and name == "gpu" else obstacle
+
+
+def _find_values_obstacle(quantized: QuantizedFormat) -> str | None:
+    if quantized.dtype in _VALUES:
+        return None
+    return f"it reads weights of {', '.join(_VALUES)}, these are {quantized.dtype}"

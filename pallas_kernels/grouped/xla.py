@@ -12,7 +12,8 @@ from jax import lax
 
 from pallas_kernels.grouped.tiles import choose_rows, list_tiles
 from pallas_kernels.platform import traced_platform
-from pallas_kernels.quantized import QuantizedArray, quantized_matmul
+from pallas_kernels.quantized import QuantizedArray
+from pallas_kernels.quantized_products import quantized_matmul
 
 
 def multiply(x: jax.Array, w: jax.Array | QuantizedArray, sizes: jax.Array, first: jax.Array, parts: int) -> jax.Array:

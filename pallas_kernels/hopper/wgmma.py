@@ -20,6 +20,8 @@ ROWS = 64  # rows of one wgmma; the first operand has this many
 MAX_SMEM_BYTES = 232_448  # limit of one block: 228 KiB less 1 KiB that the SM keeps per block
 SM_SMEM_BYTES = 233_472  # 228 KiB per SM, shared by its blocks
 
+_NARROW = plgpu.Layout.WGMMA_UPCAST_2X
+
 
 def _do_nothing() -> None: ...
 
@@ -71,5 +73,24 @@ def add_product(acc: jax.Ref, left: jax.Ref, right: jax.Ref) -> None:
 
 
 def load_narrow(tile: jax.Ref) -> jax.Array:
-    """An 8-bit tile of shared memory in registers, in a layout that conversion to 16 bits makes WGMMA's."""
-    return plgpu.load(tile, layout=plgpu.Layout.WGMMA_UPCAST_2X)
+    """An 8-bit or 4-bit tile of shared memory in registers, in a layout that conversion to 16 bits makes WGMMA's."""
+    return plgpu.load(tile, layout=_NARROW)
+
+
+def load_narrow_row(row: jax.Ref) -> jax.Array:
+    """A row [columns] of shared memory, int8 or f32, as f32 in the layout that goes with `load_narrow`'s."""
+    values = plgpu.load(row, layout=_NARROW.reduce(0))
+    return values if values.dtype == jnp.float32 else widen_exactly(values, jnp.float32)
+
+
+def narrow_iota(shape: tuple[int, int]) -> jax.Array:
+    """i32 indices of rows in the layout of `load_narrow`."""
+    return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_NARROW)
+
+
+def widen_exactly(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Values of few bits in 16 or 32, which hold them all. The steps are those that the compiler has instructions for:
+    integers become bfloat16 first, 8-bit floats float16."""
+    is_integer = jnp.issubdtype(values.dtype, jnp.integer)
+    wider = values.astype(jnp.bfloat16 if is_integer else jnp.float16)
+    return wider if wider.dtype == dtype else wider.astype(jnp.float32).astype(dtype)

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.layout import count_bits
+
 SMEM = plgpu.SMEM
 SmemUnion = plgpu.RefUnion  # unpacks into references that share memory, as their lifetimes do not meet
 Barrier = plgpu.Barrier
@@ -38,14 +40,14 @@ def tile_transforms(width: int, dtype: jnp.dtype | str, swizzle: int | None = No
     `swizzle` in bytes is by default the widest that fits a row: 128, or 64 for 64 elements of 8 bits. Slices of columns
     must be whole swizzles.
     """
-    itemsize = jnp.dtype(dtype).itemsize
+    bits = count_bits(dtype)
     if swizzle is None:
-        swizzle = SWIZZLE_BYTES if width * itemsize % SWIZZLE_BYTES == 0 else SWIZZLE_BYTES // 2
-    if width * itemsize % swizzle:
+        swizzle = SWIZZLE_BYTES if width * bits % (8 * SWIZZLE_BYTES) == 0 else SWIZZLE_BYTES // 2
+    if width * bits % (8 * swizzle):
         raise ValueError(
             f"a row of {width} {jnp.dtype(dtype).name} must be a multiple of the swizzle of {swizzle} bytes"
         )
-    return plgpu.TilingTransform((SWIZZLE_ROWS, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
+    return plgpu.TilingTransform((SWIZZLE_ROWS, 8 * swizzle // bits)), plgpu.SwizzleTransform(swizzle)
 
 
 def tile_smem(shape: tuple[int, ...], dtype: jnp.dtype | str, swizzle: int | None = None) -> object:
@@ -95,3 +97,8 @@ def load_tile(tile: jax.Ref) -> jax.Array:
 def load_column(column: jax.Ref) -> jax.Array:
     """A column [rows] of global memory in registers, in the layout that goes with a tile."""
     return plgpu.load(column, layout=WGMMA.reduce(1), optimized=False)
+
+
+def load_row(row: jax.Ref) -> jax.Array:
+    """A row [columns] of shared memory in registers, in the layout that goes with a tile."""
+    return plgpu.load(row, layout=WGMMA.reduce(0))

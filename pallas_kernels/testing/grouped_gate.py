@@ -8,12 +8,14 @@ The stack of matrices is a parameter of the program: the gate finds copies of it
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Format, Layout
 
 from pallas_kernels.grouped.api import choose_grouped_impl, grouped_matmul
+from pallas_kernels.quantized import QuantizedArray, QuantizedFormat
 from pallas_kernels.targets import find_target, open_devices
 from pallas_kernels.testing.compile_gate import Gate, make_parser, print_report
 from pallas_kernels.testing.gate_report import ProgramReport
@@ -26,7 +28,8 @@ DECODE_TOKENS, MIXED_TOKENS = 64, 2048
 class GroupedShape:
     """The experts of one device: `parts` * E matrices [K, N], of E experts of which a token has `top_k`.
 
-    `platforms` have a kernel for the shape; for the others `choose_grouped_impl` must name an obstacle.
+    `quantized`: how the matrices are stored, if not in 16 bits. `platforms` have a kernel for the shape; for the others
+    `choose_grouped_impl` must name an obstacle.
     """
 
     name: str
@@ -35,21 +38,37 @@ class GroupedShape:
     width: int  # K
     columns: int  # N
     parts: int = 1
+    quantized: QuantizedFormat | None = None
     platforms: tuple[str, ...] = ("gpu", "tpu")
 
+
+_FP8_BLOCKS = QuantizedFormat("float8_e4m3fn", 128)
+_AWQ = QuantizedFormat("int4", 128, zeros=True)
 
 SHAPES = (
     GroupedShape("qwen3-30b-a3b, up", 128, 8, 2048, 768, parts=2),
     GroupedShape("qwen3-30b-a3b, down", 128, 8, 768, 2048),
+    GroupedShape("qwen3-30b-a3b, fp8 blocks, up", 128, 8, 2048, 768, parts=2, quantized=_FP8_BLOCKS),
+    GroupedShape("qwen3-30b-a3b, fp8 blocks, down", 128, 8, 768, 2048, quantized=_FP8_BLOCKS),
+    GroupedShape("qwen3-30b-a3b, awq, up", 128, 8, 2048, 768, parts=2, quantized=_AWQ),
+    GroupedShape("qwen3-30b-a3b, awq, down", 128, 8, 768, 2048, quantized=_AWQ),
+    GroupedShape("qwen3-30b-a3b, int4 groups of 32, up", 128, 8, 2048, 768, 2, QuantizedFormat("int4", 32)),
+    GroupedShape("qwen3-30b-a3b, int4 groups of 32, down", 128, 8, 768, 2048, 1, QuantizedFormat("int4", 32)),
+    GroupedShape("qwen3-30b-a3b, int8 channels, up", 128, 8, 2048, 768, 2, QuantizedFormat("int8", 2048)),
+    GroupedShape("qwen3-30b-a3b, int8 channels, down", 128, 8, 768, 2048, 1, QuantizedFormat("int8", 768)),
     GroupedShape("mixtral-8x7b, up", 8, 2, 4096, 14336, parts=2),
     GroupedShape("mixtral-8x7b, down", 8, 2, 14336, 4096),
     GroupedShape("gpt-oss-20b, up", 32, 4, 2880, 2880, parts=2),
     GroupedShape("deepseek-v3, up, one of 8 devices", 256, 8, 7168, 256, parts=2),
     GroupedShape("deepseek-v3, down, one of 8 devices", 256, 8, 256, 7168),
+    GroupedShape("deepseek-v3, fp8 blocks, up, one of 8 devices", 256, 8, 7168, 256, 2, _FP8_BLOCKS),
+    GroupedShape("deepseek-v3, fp8 blocks, down, one of 8 devices", 256, 8, 256, 7168, 1, _FP8_BLOCKS),
+    GroupedShape("llama-3.1-8b, awq, a projection", 1, 1, 4096, 4096, quantized=_AWQ),
+    GroupedShape("mixtral-8x7b, int8 channels, down", 8, 2, 14336, 4096, 1, QuantizedFormat("int8", 14336)),
     GroupedShape("kimi-k2, up, experts on 8 devices", 48, 8, 7168, 2048, parts=2),
     GroupedShape("kimi-k2, down, experts on 8 devices", 48, 8, 2048, 7168),
 )
-SAMPLE = 2  # shapes that every run of the gate compiles
+SAMPLE = 3  # shapes that every run of the gate compiles
 
 
 def list_programs(*, full: bool) -> list[tuple[str, GroupedShape, int]]:
@@ -63,7 +82,12 @@ def measure_grouped(gate: Gate, name: str, shape: GroupedShape, num_tokens: int,
     """Compiles one product with the matrices of the last layer in a stack."""
     target = gate.target
     chosen, reason = choose_grouped_impl(
-        shape.width, shape.columns, jnp.bfloat16, platform=target.platform, device_kind=target.device_kind
+        shape.width,
+        shape.columns,
+        jnp.bfloat16,
+        platform=target.platform,
+        device_kind=target.device_kind,
+        quantized=shape.quantized,
     )
     report = ProgramReport(name, target.name, impl=impl, reason=reason)
     if (chosen == target.impl) != (target.platform in shape.platforms):
@@ -71,26 +95,33 @@ def measure_grouped(gate: Gate, name: str, shape: GroupedShape, num_tokens: int,
     if impl == target.impl != chosen:
         impl, report = chosen, replace(report, impl=chosen)
     sharding = jax.sharding.SingleDeviceSharding(gate.devices[0]) if gate.devices else None
-
-    def describe(dims: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype), sharding=sharding)
-
-    matrices = shape.parts * shape.num_experts
-    first = (NUM_LAYERS - 1) * matrices
-    weight = describe((NUM_LAYERS * matrices, shape.width, shape.columns), "bfloat16")
-    if sharding is not None:  # as an engine places it
-        weight = weight.update(sharding=Format(Layout((0, 1, 2)), sharding))
+    first = (NUM_LAYERS - 1) * shape.parts * shape.num_experts
     arrays = (
-        describe((num_tokens * shape.top_k, shape.width), "bfloat16"),
-        {"weight": weight},
-        describe((shape.num_experts,), "int32"),
+        jax.ShapeDtypeStruct((num_tokens * shape.top_k, shape.width), jnp.bfloat16, sharding=sharding),
+        {"weight": _describe_stack(shape, sharding)},
+        jax.ShapeDtypeStruct((shape.num_experts,), jnp.int32, sharding=sharding),
     )
 
-    def multiply(x: jax.Array, params: dict[str, jax.Array], sizes: jax.Array) -> jax.Array:
+    def multiply(x: jax.Array, params: dict[str, Any], sizes: jax.Array) -> jax.Array:
         return grouped_matmul(x, params["weight"], sizes, first, parts=shape.parts, impl=impl)
 
     jitted = jax.jit(multiply)
     return gate.measure(report, lambda: jitted.trace(*arrays))
+
+
+def _describe_stack(shape: GroupedShape, sharding: jax.sharding.Sharding | None) -> jax.ShapeDtypeStruct | Any:
+    """The matrices of all layers, in 16 bits or as a `QuantizedArray`, as an engine places them."""
+    count, form = NUM_LAYERS * shape.parts * shape.num_experts, shape.quantized
+
+    def describe(rows: int, dtype: str) -> jax.ShapeDtypeStruct:
+        array = jax.ShapeDtypeStruct((count, rows, shape.columns), jnp.dtype(dtype))
+        return array if sharding is None else array.update(sharding=Format(Layout((0, 1, 2)), sharding))
+
+    if form is None:
+        return describe(shape.width, "bfloat16")
+    groups = shape.width // form.group
+    zeros = describe(groups, "int8") if form.zeros else None
+    return QuantizedArray(describe(shape.width, form.dtype), describe(groups, "float32"), zeros)
 
 
 def main() -> None:

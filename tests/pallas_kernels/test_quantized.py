@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 
 from pallas_kernels import (
     QuantizedArray,
+    QuantizedProducts,
     dequantize,
     grouped_matmul,
     list_row_dtypes,
     quantize,
-    quantized,
     quantized_matmul,
+    quantized_products,
 )
 from tests.examples import scale_examples
 
@@ -30,14 +31,14 @@ PLATFORMS = ("cpu", "gpu", "tpu")
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantized, "_CPU_COLUMNS", 16)
-    monkeypatch.setattr(quantized, "_GPU_BLOCK_BYTES", 1)  # 128 columns
+    monkeypatch.setattr(quantized_products, "_CPU_COLUMNS", 16)
+    monkeypatch.setattr(quantized_products, "_GPU_BLOCK_BYTES", 1)  # 128 columns
 
 
 @pytest.fixture(params=PLATFORMS)
 def platform(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The form that a platform gets, run on this one."""
-    monkeypatch.setattr(quantized, "traced_platform", lambda: request.param)
+    monkeypatch.setattr(quantized_products, "traced_platform", lambda: request.param)
     yield request.param
 
 
@@ -108,21 +109,21 @@ def test_rows_in_the_type_of_the_matrix(dtype: str, num_rows: int, ordered: bool
     x = np.random.default_rng(seed).standard_normal((num_rows, 48)).astype(np.float32)
     x *= 2.0 ** np.arange(num_rows)[:, None]
     x[0] = 0.0
-    found = jax.jit(partial(quantized_matmul, row_dtypes=(dtype,)))(x, array)
+    found = jax.jit(partial(quantized_matmul, products=QuantizedProducts(row_dtypes=(dtype,))))(x, array)
     most = {"int8": np.float32(127), "float8_e4m3fn": np.float32(448)}[dtype]
     scales = np.abs(x).max(axis=1, keepdims=True) / most
     scaled = x / np.where(scales > 0, scales, 1)
     rounded = np.round(scaled) if dtype == "int8" else scaled.astype(jnp.float8_e4m3fn).astype(np.float32)
     expected = (rounded.astype(np.float64) * scales) @ meant
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
-    plain = jax.jit(partial(quantized_matmul, row_dtypes=("int4",)))(x, array)
+    plain = jax.jit(partial(quantized_matmul, products=QuantizedProducts(row_dtypes=("int4",))))(x, array)
     np.testing.assert_allclose(plain, x @ meant, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
 
 
 def test_groups_keep_rows_as_they_are() -> None:
     array, meant = make(0, (48, 20), 4, "int8")
     x = np.random.default_rng(0).standard_normal((3, 48)).astype(np.float32)
-    found = quantized_matmul(jnp.asarray(x), array, row_dtypes=("int8",))
+    found = quantized_matmul(jnp.asarray(x), array, products=QuantizedProducts(row_dtypes=("int8",)))
     np.testing.assert_allclose(found, x @ meant, rtol=1e-4, atol=1e-4)
 
 
@@ -173,11 +174,11 @@ def test_experts(sizes: list[int], groups: int, dtype: str, zeros: bool, first: 
 
 
 def test_experts_that_no_kernel_multiplies_are_refused() -> None:
-    array, _ = make(0, (2, 16, 24), 1, "int8")
     x, sizes = jnp.ones((2, 16)), jnp.asarray([1, 1])
-    with pytest.raises(ValueError, match="impl must be one of reference, xla for quantized w"):
+    array, _ = make(0, (2, 16, 24), 1, "bfloat16")
+    with pytest.raises(ValueError, match="reads weights of float8_e4m3fn, int8, int4, these are bfloat16"):
         grouped_matmul(x, array, sizes, impl="tpu_interpret")
-    with pytest.raises(ValueError, match="without an order"):
+    with pytest.raises(ValueError, match="no order of its rows"):
         grouped_matmul(x, replace(array, order=jnp.arange(16)), sizes)
 
 

@@ -12,14 +12,15 @@ import pallas_kernels.grouped.tpu
 from jaxserve.models.decoder import fit_devices
 from jaxserve.models.registry import parse_config
 from jaxserve.runtime.experts import ExpertChoice, choose_experts, confirm_experts
+from jaxserve.runtime.grouped_test import Matrix
+from pallas_kernels import QuantizedFormat
 
 PRESETS = Path(__file__).parents[2] / "configs" / "models"
 
 
-def read(name: str, size: int = 1, *, by_expert: bool = False):
-    return fit_devices(
-        parse_config(json.loads((PRESETS / f"{name}.json").read_text())), size, expert_parallel=by_expert
-    )
+def read(name: str, size: int = 1, *, by_expert: bool = False, quantization: dict[str, object] | None = None):
+    hf_config = json.loads((PRESETS / f"{name}.json").read_text()) | {"quantization_config": quantization}
+    return fit_devices(parse_config(hf_config), size, expert_parallel=by_expert)
 
 
 def test_a_dense_model_has_none() -> None:
@@ -30,7 +31,7 @@ def test_a_dense_model_has_none() -> None:
 def test_a_kernel_is_chosen_for_both_products() -> None:
     model, choice = choose_experts(read("qwen3-30b-a3b"), 1, "gpu", "NVIDIA H200")
     assert choice is not None and (choice.impl, choice.is_slow) == ("gpu", False)
-    assert choice.matrices == ((2048, 768), (768, 2048))
+    assert choice.matrices == (Matrix(2048, 768), Matrix(768, 2048))
     assert {kind.mlp.impl for kind in model.layers} == {"gpu"}
 
 
@@ -48,7 +49,46 @@ def test_on_a_cpu_nothing_is_called_slow() -> None:
     assert choice is not None and (choice.impl, choice.is_slow) == ("xla", False)
 
 
-CHOICE = ExpertChoice("tpu_interpret", "a test", ((64, 128), (128, 640)), "float32")
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "size", "forms"),
+    [
+        (BLOCKS, 1, (QuantizedFormat("float8_e4m3fn", 128),) * 2),
+        # A device has 192 rows of `down`: blocks of 64 repeat their scales.
+        (BLOCKS, 4, (QuantizedFormat("float8_e4m3fn", 128), QuantizedFormat("float8_e4m3fn", 64))),
+        (AWQ, 1, (QuantizedFormat("int4", 128, zeros=True),) * 2),
+    ],
+)
+def test_kernels_read_quantized_experts(
+    quantization: dict[str, object], size: int, forms: tuple[QuantizedFormat, ...]
+) -> None:
+    _, choice = choose_experts(read("qwen3-30b-a3b", size, quantization=quantization), size, "gpu", "NVIDIA H200")
+    assert choice is not None and (choice.impl, choice.is_slow) == ("gpu", False)
+    assert tuple(matrix.quantized for matrix in choice.matrices) == forms
+
+
+def test_whole_columns_are_whole_on_each_device_too() -> None:
+    tensors = {"quant_method": "fp8"}
+    _, choice = choose_experts(read("qwen3-30b-a3b", 4, quantization=tensors), 4, "gpu", "NVIDIA H200")
+    assert choice is not None and [matrix.quantized.group for matrix in choice.matrices] == [2048, 192]
+
+
+def test_what_kernels_cannot_read_is_named() -> None:
+    groups = AWQ | {"group_size": 16}
+    _, choice = choose_experts(read("qwen3-30b-a3b", quantization=groups), 1, "gpu", "NVIDIA H200")
+    assert choice is not None and (choice.impl, choice.is_slow) == ("xla", True)
+    assert "groups of a multiple of 32 weights, these are of 16" in choice.reason
+
+
+CHOICE = ExpertChoice(
+    "tpu_interpret",
+    "a test",
+    (Matrix(64, 128), Matrix(128, 640), Matrix(128, 128, QuantizedFormat("int4", 64, zeros=True))),
+    "float32",
+)
 
 
 def test_a_kernel_that_agrees_stays() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from pallas_kernels import XLA_PRODUCTS, QuantizedProducts
+
 WIDER = {"float8_e4m3fn": "bfloat16", "float4_e2m1fn": "bfloat16", "int4": "int8"}
 """Types that a CPU multiplies slowly, and those that hold the same numbers there."""
 
@@ -77,7 +79,7 @@ class Quantization:
     """Which matrices of a model are quantized, and how, by `rules` of which the first match counts.
 
     `while_loading`: files have them in 16 or 32 bits. `num_devices` share the model. `widened`: values are held in the
-    types of `WIDER`. `row_dtypes` are the types of matrices whose products quantize their rows, too.
+    types of `WIDER`. `products` says how projections are multiplied.
     """
 
     method: str
@@ -85,7 +87,7 @@ class Quantization:
     while_loading: bool = False
     num_devices: int = 1
     widened: bool = False
-    row_dtypes: tuple[str, ...] = ()
+    products: QuantizedProducts = XLA_PRODUCTS
 
     @property
     def wanted_row_dtypes(self) -> frozenset[str]:
