@@ -1,9 +1,11 @@
-"""A grouped product for Hopper (Pallas Mosaic GPU): tiles of rows visit the matrices of the groups in them.
+"""A grouped product for Hopper (Pallas Mosaic GPU): each tile of rows is of one group.
 
-A block multiplies one tile of rows with some columns of one group's matrix, and writes the rows that are the group's.
-Memory warpgroups fill a ring of slices along K by TMA, and one or two compute warpgroups multiply 64 rows each by
-wgmma. A decode step, where groups have a few rows, is bound by reading matrices: 64 rows are still a third of what the
-tensor cores could multiply meanwhile. The body is in `hopper_kernel.py`, that for few bits in `hopper_quantized.py`.
+A block multiplies one tile of rows with some columns of its group's matrix. Tiles begin where groups do, or up to seven
+rows before, so that a group of few rows reads its matrix once; rows of other groups are not written. Memory warpgroups
+fill a ring of slices along K by TMA, and one or two compute warpgroups multiply 64 rows each by wgmma. A decode step,
+where groups have a few rows, is bound by reading matrices: 64 rows are still a third of what the tensor cores could
+multiply meanwhile, but only those of the tile are fetched. The body is in `hopper_kernel.py`, that for few bits in
+`hopper_quantized.py`.
 """
 
 from __future__ import annotations
@@ -11,16 +13,17 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.grouped.hopper_kernel import DEPTH, GroupedKernel
+from pallas_kernels.grouped.hopper_kernel import ALIGNMENT, DEPTH, GroupedKernel
 from pallas_kernels.grouped.hopper_quantized import LEAST_GROUP, QuantizedKernel
-from pallas_kernels.grouped.tiles import Visits, list_visits
+from pallas_kernels.grouped.tiles import Spans, list_spans
 from pallas_kernels.hopper.wgmma import ROWS
 from pallas_kernels.mosaic_gpu import compat
 from pallas_kernels.platform import traced_core_count
 from pallas_kernels.quantized import QuantizedArray, QuantizedFormat
 
 _COLUMNS = 128  # of a block at most: layouts of wider plain memory take minutes to infer
-_LEAST_ROWS = 16  # of a group on average, from which two warpgroups share a tile
+_FEW_ROWS = 16  # of a tile where groups have a quarter of them on average
+_LEAST_ROWS = 48  # of a group on average, from which two warpgroups share a tile
 
 
 def find_obstacle(
@@ -51,24 +54,32 @@ def multiply(
     if obstacle is not None:
         raise ValueError(f"the grouped product for Hopper cannot run: {obstacle}")
     num_rows, columns = x.shape[0], w.shape[2]
-    warpgroups = 2 if num_rows >= max(_LEAST_ROWS * sizes.shape[0], ROWS + 1) else 1
-    visits = list_visits(sizes, num_rows, ROWS * warpgroups)
-    block = _choose_columns(columns, visits.tiles.shape[0] * parts)
-    common = (warpgroups, block, x.shape[1] // DEPTH, sizes.shape[0])
+    rows = _choose_rows(num_rows, sizes.shape[0])
+    tiles = list_spans(sizes, num_rows, rows, ALIGNMENT)
+    block = _choose_columns(columns, tiles.starts.shape[0] * parts)
+    warpgroups = -(-rows // ROWS)
+    common = (rows, warpgroups, block, x.shape[1] // DEPTH, sizes.shape[0])
     body = GroupedKernel(*common) if quantized is None else QuantizedKernel(*common, quantized)
-    padded = jnp.pad(x, ((0, -num_rows % body.rows), (0, 0)))
+    padded = jnp.pad(x, ((0, max(-num_rows % ALIGNMENT, rows - num_rows)), (0, 0)))
     run = compat.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((parts, padded.shape[0], columns), x.dtype),
-        grid=(visits.tiles.shape[0], parts, columns // block),  # blocks of a tile share its rows
-        grid_names=("visit", "part", "block"),
+        out_type=jax.ShapeDtypeStruct((parts, num_rows, columns), x.dtype),
+        grid=(tiles.starts.shape[0], parts, columns // block),  # blocks of a tile share its rows
+        grid_names=("tile", "part", "block"),
         num_threads=warpgroups + body.num_fillers,
         thread_name="warpgroup",
         scratch_types=body.list_scratch(x.dtype),
         compiler_params=compat.compiler_params(),
         interpret=compat.interpret_params(interpret),
     )
-    return run(_join(visits), first.reshape(1), padded, *jax.tree.leaves(w))[:, :num_rows]
+    return run(_join(tiles), first.reshape(1), padded, *jax.tree.leaves(w))
+
+
+def _choose_rows(num_rows: int, num_groups: int) -> int:
+    """The rows of a tile: few groups should need a second one, which reads the matrix again."""
+    if num_rows <= max(_FEW_ROWS, _FEW_ROWS // 4 * num_groups):
+        return _FEW_ROWS
+    return 2 * ROWS if num_rows >= max(_LEAST_ROWS * num_groups, ROWS + 1) else ROWS
 
 
 def _choose_columns(columns: int, count: int) -> int:
@@ -84,8 +95,8 @@ def multiply_interpreted(
     return multiply(x, w, sizes, first, parts, interpret=True)
 
 
-def _join(visits: Visits) -> jax.Array:
-    """The visits as the kernel reads them: [visits, 4] i32, the same for all products of a layer."""
-    is_visit = jnp.arange(visits.tiles.shape[0]) < visits.count
-    ends = jnp.where(is_visit, visits.ends, visits.starts)
-    return jnp.stack([visits.groups, visits.tiles, visits.starts, ends], axis=1)
+def _join(tiles: Spans) -> jax.Array:
+    """The tiles as the kernel reads them: [tiles, 4] i32, the same for all products of a layer."""
+    is_tile = jnp.arange(tiles.starts.shape[0]) < tiles.count
+    ends = jnp.where(is_tile, tiles.ends, tiles.starts)
+    return jnp.stack([tiles.groups, tiles.origins, tiles.starts, ends], axis=1)

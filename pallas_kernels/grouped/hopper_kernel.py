@@ -1,4 +1,4 @@
-"""The body of the grouped product for Hopper: what one block does with a visit, for matrices of 16 bits.
+"""The body of the grouped product for Hopper: what one block does with a tile, for matrices of 16 bits.
 
 `hopper_quantized.py` has other warpgroups fill the ring, and shares the rest.
 """
@@ -20,7 +20,8 @@ from pallas_kernels.mosaic_gpu import compat
 from pallas_kernels.mosaic_gpu.pieces import for_pieces
 
 DEPTH = 64  # of a slice along K: a row of it is one swizzle of 128 bytes
-GROUP, TILE, START, END = range(4)  # columns of a visit; one behind the last has no rows
+GROUP, ORIGIN, START, END = range(4)  # columns of a tile; one behind the last has no rows
+ALIGNMENT = compat.SWIZZLE_ROWS  # of a tile's first row
 
 _STAGES = {1: 6, 2: 4}  # slices in the ring, by compute warpgroups
 _REGISTERS = {1: 232, 2: 216}  # per thread of a compute warpgroup
@@ -40,8 +41,12 @@ class Source:
 
 @dataclass(frozen=True)
 class GroupedKernel:
-    """The kernel's body. `depth` counts slices along K, `num_groups` is G."""
+    """The kernel's body. `depth` counts slices along K, `num_groups` is G.
 
+    `rows` of a tile may be fewer than the warpgroups multiply: the others are not fetched, and hold anything.
+    """
+
+    rows: int
     warpgroups: int  # that multiply, 64 rows each
     columns: int
     depth: int
@@ -52,8 +57,8 @@ class GroupedKernel:
         return "grouped_matmul"
 
     @property
-    def rows(self) -> int:
-        """The rows of a tile."""
+    def left_rows(self) -> int:
+        """The rows of x in memory."""
         return ROWS * self.warpgroups
 
     @property
@@ -69,31 +74,31 @@ class GroupedKernel:
     def list_scratch(self, dtype: jnp.dtype) -> dict[str, object]:
         """Shared memory and barriers, for x of `dtype`."""
         return {
-            "left": compat.tile_smem((self.stages, self.rows, DEPTH), dtype),
+            "left": compat.tile_smem((self.stages, self.left_rows, DEPTH), dtype),
             "right": compat.tile_smem((self.stages, DEPTH, self.columns), dtype),
             "plain": compat.SMEM((self.warpgroups, ROWS, self.columns), dtype),
             "loaded": compat.Barrier(num_arrivals=2, num_barriers=self.stages),
             "freed": compat.Barrier(num_arrivals=self.warpgroups, num_barriers=self.stages),
         }
 
-    def __call__(self, visits: jax.Ref, first: jax.Ref, x: jax.Ref, *refs: jax.Ref, **scratch: jax.Ref) -> None:
+    def __call__(self, tiles: jax.Ref, first: jax.Ref, x: jax.Ref, *refs: jax.Ref, **scratch: jax.Ref) -> None:
         *matrices, out = refs
-        visit = visits.at[lax.axis_index("visit")]
+        tile = tiles.at[lax.axis_index("tile")]
         warpgroup = lax.axis_index("warpgroup")
-        has_rows = visit[END] > visit[START]
+        has_rows = tile[END] > tile[START]
 
         @pl.when((warpgroup >= self.warpgroups) & has_rows)
         def _() -> None:
             source = Source(
-                matrix=first[0] + lax.axis_index("part") * self.num_groups + visit[GROUP],
-                row=pl.multiple_of(visit[TILE] * self.rows, self.rows),
+                matrix=first[0] + lax.axis_index("part") * self.num_groups + tile[GROUP],
+                row=pl.multiple_of(tile[ORIGIN], ALIGNMENT),
                 column=pl.multiple_of(lax.axis_index("block") * self.columns, self.columns),
             )
             self.fill(warpgroup - self.warpgroups, source, x, matrices, scratch)
 
         @pl.when((warpgroup < self.warpgroups) & has_rows)
         def _() -> None:
-            self.compute(visit, warpgroup, out, scratch)
+            self.compute(tile, warpgroup, out, scratch)
 
     def fill(self, filler: jax.Array, source: Source, x: jax.Ref, matrices: list[jax.Ref], scratch: Scratch) -> None:
         """Fills the ring, slice after slice."""
@@ -106,16 +111,20 @@ class GroupedKernel:
             slot = lax.rem(index, self.stages)
             pl.when(index >= self.stages)(lambda: compat.barrier_wait(scratch["freed"].at[slot]))
             part, loaded = find_part(index), scratch["loaded"].at[slot]
-            compat.copy_gmem_to_smem(x.at[pl.ds(source.row, self.rows), part], scratch["left"].at[slot], loaded)
+            self.fetch_rows(source, part, x, scratch["left"].at[slot], loaded)
             columns = pl.ds(source.column, self.columns)
             compat.copy_gmem_to_smem(w.at[source.matrix, part, columns], scratch["right"].at[slot], loaded)
+
+    def fetch_rows(self, source: Source, part: pl.Slice, x: jax.Ref, left: jax.Ref, loaded: jax.Ref) -> None:
+        """Starts the copy of the tile's rows of a slice."""
+        compat.copy_gmem_to_smem(x.at[pl.ds(source.row, self.rows), part], left.at[pl.ds(0, self.rows)], loaded)
 
     def raise_registers(self) -> None:
         """Takes the registers for a compute warpgroup that the memory warpgroup leaves."""
         compat.set_max_registers(_REGISTERS[self.warpgroups], action="increase")
 
     def await_slice(self, index: jax.Array, scratch: Scratch) -> tuple[jax.Ref, jax.Ref]:
-        """Slices of x [rows, DEPTH] and the matrix [DEPTH, columns], when they are there."""
+        """Slices of x [left_rows, DEPTH] and the matrix [DEPTH, columns], when they are there."""
         slot = lax.rem(index, self.stages)
         compat.barrier_wait(scratch["loaded"].at[slot])
         return scratch["left"].at[slot], scratch["right"].at[slot]
@@ -125,7 +134,7 @@ class GroupedKernel:
         del scratch
         return product
 
-    def compute(self, visit: jax.Ref, warpgroup: jax.Array, out: jax.Ref, scratch: Scratch) -> None:
+    def compute(self, tile: jax.Ref, warpgroup: jax.Array, out: jax.Ref, scratch: Scratch) -> None:
         """Multiplies one warpgroup's rows, and writes those of the group."""
         self.raise_registers()
         own = pl.ds(pl.multiple_of(warpgroup * ROWS, ROWS), ROWS)
@@ -146,14 +155,14 @@ class GroupedKernel:
         plain = scratch["plain"].at[warpgroup]
         plain[...] = self.finish(product, scratch).astype(plain.dtype)
         compat.commit_smem()
-        self.store(visit, warpgroup, plain, out)
+        self.store(tile, warpgroup, plain, out)
         compat.wait_smem_to_gmem(0)
 
-    def store(self, visit: jax.Ref, warpgroup: jax.Array, plain: jax.Ref, out: jax.Ref) -> None:
+    def store(self, tile: jax.Ref, warpgroup: jax.Array, plain: jax.Ref, out: jax.Ref) -> None:
         """Copies the group's rows out."""
-        first = visit[TILE] * self.rows + warpgroup * ROWS
-        begin = jnp.maximum(visit[START] - first, 0)
-        count = jnp.minimum(visit[END] - first, ROWS) - begin
+        first = tile[ORIGIN] + warpgroup * ROWS
+        begin = jnp.maximum(tile[START] - first, 0)
+        count = jnp.minimum(tile[END] - first, ROWS) - begin
         columns = pl.ds(pl.multiple_of(lax.axis_index("block") * self.columns, self.columns), self.columns)
 
         def copy(start: jax.Array, size: int) -> None:

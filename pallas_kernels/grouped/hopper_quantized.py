@@ -62,8 +62,8 @@ class QuantizedKernel(GroupedKernel):
         slice_size = DEPTH * self.columns
         narrow = narrow_slots * slice_size * self.format.bits // 8
         scales = narrow_slots * self.pieces * self.columns * (4 + self.format.zeros)
-        left = (narrow_slots - self.num_fillers + self.stages) * self.rows * DEPTH * 2
-        plain = 0 if self.shares_plain else self.rows * self.columns * 2
+        left = (narrow_slots - self.num_fillers + self.stages) * self.left_rows * DEPTH * 2
+        plain = 0 if self.shares_plain else self.left_rows * self.columns * 2
         return narrow + scales + left + self.stages * slice_size * 2 + plain
 
     @property
@@ -96,7 +96,7 @@ class QuantizedKernel(GroupedKernel):
         slots = 1 if self.scales_columns else self.narrow_slots
         swizzle = _PART_COLUMNS * self.format.bits // 8
         scratch = {
-            "left": compat.tile_smem((self.left_slots, self.rows, DEPTH), dtype),
+            "left": compat.tile_smem((self.left_slots, self.left_rows, DEPTH), dtype),
             "narrow": compat.tile_smem((self.narrow_slots, DEPTH, self.columns), self.format.dtype, swizzle),
             "scales": compat.SMEM((slots, self.pieces, self.columns), jnp.float32),
             "left_loaded": compat.Barrier(num_barriers=self.left_slots),
@@ -157,8 +157,7 @@ class QuantizedKernel(GroupedKernel):
         """Starts the copies of a slice."""
         part, columns = find_part(index), pl.ds(source.column, self.columns)
         left, slot = lax.rem(index, self.left_slots), lax.rem(index, self.narrow_slots)
-        rows = pl.ds(source.row, self.rows)
-        compat.copy_gmem_to_smem(x.at[rows, part], scratch["left"].at[left], scratch["left_loaded"].at[left])
+        self.fetch_rows(source, part, x, scratch["left"].at[left], scratch["left_loaded"].at[left])
         loaded = scratch["narrow_loaded"].at[slot]
         compat.copy_gmem_to_smem(matrices[0].at[source.matrix, part, columns], scratch["narrow"].at[slot], loaded)
         if self.scales_columns:

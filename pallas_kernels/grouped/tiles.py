@@ -58,6 +58,41 @@ def list_visits(sizes: jax.Array, num_rows: int, rows: int) -> Visits:
     return Visits(*(field.astype(jnp.int32) for field in fields))
 
 
+class Spans(NamedTuple):
+    """Tiles of one group each, which begin at aligned rows. Behind the last one, entries repeat it."""
+
+    groups: jax.Array  # [max_tiles] i32
+    origins: jax.Array  # [max_tiles] i32, the tile's first row
+    starts: jax.Array  # [max_tiles] i32, the first row that is the group's
+    ends: jax.Array  # [max_tiles] i32, the row behind the last one
+    count: jax.Array  # [] i32
+
+
+def list_spans(sizes: jax.Array, num_rows: int, rows: int, alignment: int) -> Spans:
+    """The tiles of `rows` rows for groups of `sizes` rows, `num_rows` at most in all: the first tile of a group begins
+    at the last multiple of `alignment` before it, and no tile ends behind the next multiple after all rows, if that is
+    not before the end of the first."""
+    ends = jnp.cumsum(sizes)
+    starts = ends - sizes
+    origins = starts // alignment * alignment
+    per_group = jnp.where(sizes > 0, (ends - origins + rows - 1) // rows, 0)
+    tile_ends = jnp.cumsum(per_group)
+    used = min(sizes.shape[0], num_rows)
+    most = max(1, min(num_rows, used + (num_rows + used * (alignment - 1)) // rows))
+    indices = jnp.minimum(jnp.arange(most, dtype=jnp.int32), jnp.maximum(tile_ends[-1] - 1, 0))
+    groups = _find_groups(tile_ends, indices)
+    firsts = origins[groups] + (indices - (tile_ends - per_group)[groups]) * rows
+    last = max(0, -(-num_rows // alignment) * alignment - rows)
+    fields = (
+        groups,
+        jnp.minimum(firsts, last),
+        jnp.maximum(starts[groups], firsts),
+        jnp.minimum(ends[groups], firsts + rows),
+        tile_ends[-1],
+    )
+    return Spans(*(field.astype(jnp.int32) for field in fields))
+
+
 def _find_groups(ends: jax.Array, indices: jax.Array) -> jax.Array:
     """The group of each entry, where group g's entries end at `ends[g]`."""
     groups = jnp.sum(ends[None, :] <= indices[:, None], axis=1, dtype=jnp.int32)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.grouped.api import choose_grouped_impl, grouped_matmul
-from pallas_kernels.grouped.tiles import choose_rows, count_most_tiles, list_tiles, list_visits
+from pallas_kernels.grouped.tiles import choose_rows, count_most_tiles, list_spans, list_tiles, list_visits
 from tests.pallas_kernels.gpu_interpreter import found_races
 
 DTYPES = {"float32": 1e-5, "bfloat16": 2e-2}
@@ -168,6 +168,20 @@ def test_visits_cover_each_row_once_tile_by_tile(sizes: list[int], rows: int) ->
     ends = np.cumsum(sizes)
     assert covered == [(group, row) for group, end in enumerate(ends) for row in range(end - sizes[group], end)]
     assert lists[1] == sorted(lists[1]), "a tile's visits are neighbours"
+
+
+@settings(max_examples=40, deadline=None)
+@given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=20), rows=st.sampled_from([8, 16, 64]))
+def test_spans_cover_each_row_once(sizes: list[int], rows: int) -> None:
+    spans = list_spans(jnp.asarray(sizes, jnp.int32), max(1, sum(sizes)), rows, 8)
+    count = int(spans.count)
+    assert count <= spans.starts.shape[0]
+    covered = []
+    for group, origin, start, end in zip(*(field[:count].tolist() for field in spans[:4]), strict=True):
+        assert origin % 8 == 0 and origin <= start < end <= origin + rows
+        covered += [(group, row) for row in range(start, end)]
+    ends = np.cumsum(sizes)
+    assert covered == [(group, row) for group, end in enumerate(ends) for row in range(end - sizes[group], end)]
 
 
 def test_rows_of_a_tile() -> None:
