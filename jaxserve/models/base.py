@@ -259,6 +259,9 @@ Layer = Callable[[DecoderConfig, LayerKind, Leaves, Stream, LayerContext], tuple
 PREDICTION_LAYER = (r"model\.layers\.{num_layers}\..*",)
 """`Family.ignored_weights` of families whose files have one more layer, which predicts several tokens."""
 
+THREE_PREDICTION_LAYERS = tuple(rf"model\.layers\.{{num_layers+{index}}}\..*" for index in range(3))
+"""The same with three more layers."""
+
 
 @dataclass(frozen=True)
 class Family:
@@ -267,7 +270,7 @@ class Family:
     `keys` holds every config.json key that the family knows, with the reference implementation's default for an absent
     one; `ignored_keys` are keys in files that the reference does not read. `table` returns the parameters of one layer.
     `ignored_weights` are patterns of tensors that a decoder does not need, in which {num_layers} stands for their
-    number. `quantizations` are the methods of quantized files that it reads.
+    number, and {num_layers+1} for one more. `quantizations` are the methods of quantized files that it reads.
     """
 
     model_type: str

@@ -62,12 +62,15 @@ def read_norm(config: HFConfig, key: str = "rms_norm_eps", **form: bool) -> Norm
     return NormConfig(eps=eps, **form)
 
 
-def read_rope(config: HFConfig, head_dim: int, *, partial: bool = False) -> RopeConfig:
+def read_rope(config: HFConfig, head_dim: int, *, partial: bool = False, share: float | None = None) -> RopeConfig:
     """Returns the one rotary embedding of a model whose layers share it; `partial` as for `parse_rope`.
 
-    A top-level `original_max_position_embeddings` overrides the one inside the rope object, as in the reference.
+    `share` is the part of a head that rotates where no `partial_rotary_factor` says so. A top-level
+    `original_max_position_embeddings` overrides the one inside the rope object, as in the reference.
     """
     parameters = rope_parameters(config)
+    if parameters.get("partial_rotary_factor") is None:
+        parameters["partial_rotary_factor"] = share
     original = config.optional_integer("original_max_position_embeddings")
     scaled = (parameters.get("rope_type") or parameters.get("type")) in ("llama3", "yarn", "longrope")
     if original is not None and scaled:
