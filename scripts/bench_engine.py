@@ -134,7 +134,7 @@ def _describe(llm: LLM, bucket: Bucket, num_keys: int, num_pairs: int, seconds: 
     """Returns the work of a step that reads so many keys of a layer and computes so many pairs of query and key."""
     model, spec = llm.ready.shapes.model, llm.ready.plan.spec
     layers, head = count_weights(model)
-    pair_operations = 2 * model.attention.num_heads * (spec.head_dim + spec.out_dim) * model.num_layers
+    pair_operations = 2 * model.layers[0].attention.num_heads * (spec.head_dim + spec.out_dim) * model.num_layers
     operations = 2 * (layers * bucket.tokens + head * bucket.rows) + pair_operations * num_pairs
     key_bytes = page_bytes(spec) / spec.page_size
     return StepWork(streamed_bytes(llm, bucket.tokens), float(operations), num_keys * key_bytes, bucket.rows, seconds)

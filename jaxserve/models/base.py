@@ -112,6 +112,7 @@ class KVGroup:
 class LayerKind:
     """What may differ between the layers of one model. `rope` is None in a layer without rotation."""
 
+    attention: AttentionConfig
     window: int | None
     rope: RopeConfig | None
     mlp: MLPConfig | MoEConfig
@@ -131,7 +132,6 @@ class DecoderConfig:
     family: str
     hidden_size: int
     layers: tuple[LayerKind, ...]
-    attention: AttentionConfig
     norm: NormConfig
     embedding: EmbeddingConfig
     max_position_embeddings: int
@@ -151,6 +151,11 @@ class DecoderConfig:
     def num_layers(self) -> int:
         """L."""
         return len(self.layers)
+
+    @property
+    def attentions(self) -> tuple[AttentionConfig, ...]:
+        """The different forms of attention, in the order of the first layers that have them."""
+        return tuple(dict.fromkeys(kind.attention for kind in self.layers))
 
     @property
     def has_experts(self) -> bool:
@@ -191,6 +196,11 @@ class DecoderConfig:
             KVGroup(layers=tuple(i for i, w in enumerate(self.windows) if w == window), window=window)
             for window in ordered
         )
+
+    def change_attention(self, change: Callable[[AttentionConfig], AttentionConfig]) -> DecoderConfig:
+        """Returns the config with the attention of every layer replaced by what `change` makes of it."""
+        layers = (dataclasses.replace(kind, attention=change(kind.attention)) for kind in self.layers)
+        return dataclasses.replace(self, layers=tuple(layers))
 
     def with_max_model_len(self, max_model_len: int) -> DecoderConfig:
         """Returns the config for sequences of at most `max_model_len` tokens; ConfigError above `max_supported_len`."""

@@ -162,6 +162,7 @@ def read_layer_types(config: HFConfig, default: list[str]) -> list[str]:
 
 
 def window_layers(
+    attention: AttentionConfig,
     types: list[str],
     window: int | None,
     mlp: MLPConfig,
@@ -171,7 +172,10 @@ def window_layers(
     """Returns the layers; those of type "sliding_attention" have the window, and `sliding_rope` if given."""
     if window is None and _SLIDING in types:
         raise ConfigError("must be an integer when layer_types has sliding_attention", field="sliding_window")
-    kinds = {_FULL: LayerKind(None, rope, mlp), _SLIDING: LayerKind(window, sliding_rope or rope, mlp)}
+    kinds = {
+        _FULL: LayerKind(attention, None, rope, mlp),
+        _SLIDING: LayerKind(attention, window, sliding_rope or rope, mlp),
+    }
     return tuple(kinds[kind] for kind in types)
 
 
@@ -185,7 +189,6 @@ def build_config(
     family: str,
     *,
     layers: tuple[LayerKind, ...],
-    attention: AttentionConfig,
     norm: NormConfig | None = None,
     embed_scale: float | None = None,
     logit_scale: float | None = None,
@@ -197,7 +200,6 @@ def build_config(
         family=family,
         hidden_size=config.integer("hidden_size"),
         layers=layers,
-        attention=attention,
         norm=norm or read_norm(config),
         embedding=EmbeddingConfig(
             vocab_size=config.integer("vocab_size"),

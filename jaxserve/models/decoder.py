@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jaxserve.errors import ConfigError
+from jaxserve.layers.attention import AttentionConfig
 from jaxserve.layers.context import LayerContext
 from jaxserve.layers.embedding import embed_tokens, project_to_vocab
 from jaxserve.layers.moe import MoEConfig
@@ -94,26 +96,29 @@ def fit_devices(config: DecoderConfig, tensor_parallel_size: int, *, expert_para
     config = dataclasses.replace(config, layers=tuple(_place_experts(kind, expert_parallel) for kind in config.layers))
     if not _fits(config, tensor_parallel_size):
         sizes = [size for size in range(1, _MAX_DEVICES + 1) if _fits(config, size)]
-        attention = config.attention
-        parts = [f"{attention.num_heads} query heads", f"{attention.num_kv_heads} KV heads"]
-        parts += [f"{count} {name}" for name, count in sorted(_list_divisible(config))]
+        parts = []
+        for attention in config.attentions:
+            parts += [f"{attention.num_heads} query heads", f"{attention.num_kv_heads} KV heads"]
+        parts = [*dict.fromkeys(parts), *(f"{count} {name}" for name, count in sorted(_list_divisible(config)))]
         raise ConfigError(
             f"{tensor_parallel_size} does not fit {', '.join(parts[:-1])} and {parts[-1]}; sizes that work: {sizes}",
             field="tensor_parallel_size",
             value=tensor_parallel_size,
         )
-    repeats = max(tensor_parallel_size // config.attention.num_kv_heads, 1)
-    attention = dataclasses.replace(
-        config.attention,
-        num_kv_heads=config.attention.num_kv_heads * repeats,
-        kv_repeats=config.attention.kv_repeats * repeats,
-    )
+    config = config.change_attention(partial(_repeat_heads, tensor_parallel_size))
     shard_vocab = config.vocab_size % tensor_parallel_size == 0
     embedding = dataclasses.replace(config.embedding, shard_vocab=shard_vocab)
     quantization = config.quantization
     if quantization is not None:
         quantization = dataclasses.replace(quantization, num_devices=tensor_parallel_size)
-    return dataclasses.replace(config, attention=attention, embedding=embedding, quantization=quantization)
+    return dataclasses.replace(config, embedding=embedding, quantization=quantization)
+
+
+def _repeat_heads(num_devices: int, attention: AttentionConfig) -> AttentionConfig:
+    repeats = max(num_devices // attention.num_kv_heads, 1)
+    return dataclasses.replace(
+        attention, num_kv_heads=attention.num_kv_heads * repeats, kv_repeats=attention.kv_repeats * repeats
+    )
 
 
 def _place_experts(kind: LayerKind, by_expert: bool) -> LayerKind:
@@ -123,11 +128,12 @@ def _place_experts(kind: LayerKind, by_expert: bool) -> LayerKind:
 
 
 def _fits(config: DecoderConfig, size: int) -> bool:
-    attention = config.attention
-    heads_divide = size >= 1 and attention.num_heads % size == 0
     return (
-        heads_divide
-        and (attention.num_kv_heads % size == 0 or size % attention.num_kv_heads == 0)
+        size >= 1
+        and all(attention.num_heads % size == 0 for attention in config.attentions)
+        and all(
+            attention.num_kv_heads % size == 0 or size % attention.num_kv_heads == 0 for attention in config.attentions
+        )
         and all(count % size == 0 for _, count in _list_divisible(config))
     )
 

@@ -52,7 +52,7 @@ def parse(config: HFConfig) -> DecoderConfig:
         correction=True,
         normalize=True,
     )
-    return build_config(config, "minimax_m2", layers=(LayerKind(None, rope, moe),) * num_layers, attention=attention)
+    return build_config(config, "minimax_m2", layers=(LayerKind(attention, None, rope, moe),) * num_layers)
 
 
 def _check_attention(config: HFConfig, num_layers: int) -> None:

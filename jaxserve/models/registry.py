@@ -206,7 +206,8 @@ def ignored_weights(config: DecoderConfig) -> tuple[str, ...]:
         for pattern in family.ignored_weights
     )
     patterns = (r".*\.rotary_emb\.inv_freq", *own, *(() if config.quantization is None else UNREAD))
-    unread = "kv" if config.attention.kv_scales is None else "" if config.attention.latent is None else "v"
+    attention = config.layers[0].attention
+    unread = "kv" if attention.kv_scales is None else "" if attention.latent is None else "v"
     if unread:
         patterns += tuple(rf".*\.{re.escape(name).replace(r'\{part\}', f'[{unread}]')}" for name in KV_SCALE_NAMES)
     return (*patterns, rf"{re.escape(family.trunk.head)}\.weight") if config.embedding.tied else patterns

@@ -69,15 +69,16 @@ def _find_fault(shapes: Shapes, device: jax.Device) -> str | None:
     from pallas_kernels.testing.self_test import run_self_test
 
     bucket, state = shapes.buckets.largest, shapes.state
-    for attention in dict.fromkeys(shapes.attention):
+    layers = [shapes.model.layers[group.layers[0]].attention for group in shapes.model.kv_groups]
+    for shape, config in dict.fromkeys(zip(shapes.attention, layers, strict=True)):
         fault = run_self_test(
             shapes.impl,
-            attention,
+            shape,
             num_rows=bucket.rows,
             num_tokens=bucket.tokens,
             table_width=state.pages_per_row,
-            softcap=shapes.model.attention.softcap,
-            sinks=shapes.model.attention.sinks,
+            softcap=config.softcap,
+            sinks=config.sinks,
             device=device,
         )
         if fault is not None:

@@ -85,7 +85,7 @@ class Shapes:
     def _make_drafter_spec(self, impl: str) -> KVSpec:
         assert self.drafter is not None
         config = self.drafter.model.config
-        return _make_spec(config.attention, self.spec.page_size, config.dtype, impl)
+        return _make_spec(config.layers[0].attention, self.spec.page_size, config.dtype, impl)
 
     def _list_drafter_shapes(self, impl: str) -> tuple[AttnShape, ...]:
         assert self.drafter is not None
@@ -157,7 +157,7 @@ def _make_spec(attention: AttentionConfig, page_size: int, dtype: str, impl: str
 
 def _attention_shape(model: DecoderConfig, spec: KVSpec, group: KVGroup, num_devices: int) -> AttnShape:
     share = replace(spec, num_kv_heads=spec.num_kv_heads // num_devices)
-    return AttnShape(model.attention.num_heads // num_devices, share, model.dtype, group.window)
+    return AttnShape(model.layers[group.layers[0]].attention.num_heads // num_devices, share, model.dtype, group.window)
 
 
 def make_shapes(
@@ -250,7 +250,7 @@ def _choose_attention(
     config: EngineConfig, model: DecoderConfig, platform: str, device_kind: str
 ) -> tuple[KVSpec, str, str]:
     """Returns the page spec, the attention implementation and the reason for it."""
-    attention, wanted = model.attention, config.compile.attention_impl
+    attention, wanted = model.layers[0].attention, config.compile.attention_impl
     assert config.cache.page_size is not None  # resolved
     dtype = _KV_DTYPES.get(config.cache.kv_cache_dtype, config.cache.kv_cache_dtype)
     dtype = model.dtype if dtype == "auto" else dtype

@@ -191,10 +191,8 @@ def estimate_use(shapes: Shapes) -> DeviceUse:
     """Returns an estimate of `measure_use` by formula, for devices that are not attached."""
     model, bucket = shapes.model, shapes.buckets.largest
     size = jnp.dtype(model.dtype).itemsize
-    width = (
-        2 * model.hidden_size
-        + _count_attention_columns(model.attention)
-        + max(_count_columns(kind.mlp) for kind in model.layers)
+    width = 2 * model.hidden_size + max(
+        _count_attention_columns(kind.attention) + _count_columns(kind.mlp) for kind in model.layers
     )
     temporaries = 2 * bucket.tokens * width * size + 2 * bucket.rows * model.vocab_size * 4
     num_programs = len(shapes.buckets.buckets) + len(shapes.sample_programs) * len(shapes.buckets.row_counts)

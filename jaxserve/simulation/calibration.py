@@ -176,7 +176,7 @@ def make_formula(shapes: Shapes, calibration: Calibration) -> StepFormula:
     """Returns the formula of an engine's steps on one of its devices; they share weights and heads equally."""
     bandwidth, flops = calibration.bytes_per_second, calibration.flops_per_second
     layers, head = count_weights(shapes.model)
-    share, attention, spec = shapes.num_devices, shapes.model.attention, shapes.spec
+    share, attention, spec = shapes.num_devices, shapes.model.layers[0].attention, shapes.spec
     key_bytes = page_bytes(spec) / spec.page_size / share
     pair_operations = 4 * attention.num_heads * attention.head_dim / share  # scores, and sums of values
     return StepFormula(

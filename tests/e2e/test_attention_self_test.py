@@ -108,8 +108,9 @@ def test_every_kv_group_is_tested_once(tiny: Path, monkeypatch: pytest.MonkeyPat
     )
     with serve_kernel():
         shapes = make_tiny_shapes(tiny)
-        groups = tuple(dataclasses.replace(shapes.attention[0], window=window) for window in (None, 32, 32))
-        monkeypatch.setattr(Shapes, "attention", groups)
+        (kind,) = shapes.model.layers
+        kinds = tuple(dataclasses.replace(kind, window=window) for window in (32, None, 32))
+        shapes = dataclasses.replace(shapes, model=dataclasses.replace(shapes.model, layers=kinds))
         assert confirm_attention(shapes, jax.devices()[0]) is shapes
     assert seen == [None, 32]
 

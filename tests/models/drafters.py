@@ -219,7 +219,7 @@ class DrafterRunner:
         params = load_drafter(self.model, folder, mesh=mesh or make_mesh(1), rules=DEFAULT_RULES)
         self.params = stack_params(params, stack)
         self.target, self.target_params, self.length = target, target_params, 0
-        attention, config = self.model.config.attention, self.model.config
+        attention, config = self.model.config.layers[0].attention, self.model.config
         spec = KVSpec(attention.num_kv_heads, attention.head_dim, PAGE_SIZE, config.dtype)
         local = dataclasses.replace(spec, num_kv_heads=attention.num_kv_heads // devices)
         self.shape = AttnShape(attention.num_heads // devices, local, config.dtype)

@@ -91,7 +91,7 @@ class NaiveRunner:
         order = np.random.default_rng(0).permutation(num_rows * per_row) + 1  # page 0 is the null page
         self.page_table = jnp.asarray(order.reshape(num_rows, per_row), jnp.int32)
         self.lengths = np.zeros(num_rows, np.int32)
-        attention, num_layers = config.attention, config.num_layers
+        attention, num_layers = config.layers[0].attention, config.num_layers
         devices = 1 if mesh is None else mesh.size
         heads = attention.num_kv_heads // devices
         spec = KVSpec(heads, attention.head_dim, PAGE_SIZE, config.dtype, value_dim=attention.value_dim)

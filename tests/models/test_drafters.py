@@ -182,7 +182,7 @@ def test_forward_captures_the_inputs_of_layers():
     config = read_target(TARGET | {"num_hidden_layers": 3})
     params = build_params(config, make_tensors(config, seed=2))
     ids = jnp.asarray(np.random.default_rng(7).integers(0, V, TOKENS), jnp.int32)
-    attention = config.attention
+    attention = config.layers[0].attention
     spec = KVSpec(attention.num_kv_heads, attention.head_dim, TOKENS, "float32")
     batch = prepare_batch(
         jnp.ones((1, 1), jnp.int32),

@@ -23,7 +23,7 @@ def load_model(name: str, max_model_len: int) -> DecoderConfig:
 
 
 def plan(model: DecoderConfig, budget: int, **changes: int | None) -> object:
-    spec = KVSpec(model.attention.num_kv_heads, model.attention.head_dim, 64, "bfloat16")
+    spec = KVSpec(model.layers[0].attention.num_kv_heads, model.layers[0].attention.head_dim, 64, "bfloat16")
     options = {"spec": spec, "max_chunk": 2048, "num_devices": 1} | changes
     return plan_cache(model, budget=budget, **options)  # type: ignore[arg-type]
 
