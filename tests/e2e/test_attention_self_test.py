@@ -67,7 +67,7 @@ def test_a_kernel_that_fails_is_replaced_with_a_warning_and_a_metric(
 ) -> None:
     with serve_kernel(fault), caplog.at_level(logging.INFO, "jaxserve"):
         llm = make_llm(tiny)
-        assert llm.ready.shapes.spec.layout == "plain" and llm.ready.runner._cache[0].shape[-1] == 16
+        assert llm.ready.shapes.specs[0].layout == "plain" and llm.ready.runner._cache[0].shape[-1] == 16
         assert generate_ids(llm, PROMPTS, greedy(4)) == expected
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert warning.startswith("attention: xla, portable attention: the gpu kernels failed their self-test: " + message)
