@@ -73,11 +73,10 @@ def parse_model(hf_config: dict[str, Any], tensor_parallel_size: int) -> Decoder
 
     model = parse_config(hf_config)
     expanded = fit_devices(model, tensor_parallel_size)
-    stores_heads = model.attention.latent is None
-    if stores_heads and expanded.attention.num_kv_heads != model.attention.num_kv_heads:
-        message = (
-            f"{tensor_parallel_size} devices would store copies of {model.attention.num_kv_heads} KV heads; use fewer"
-        )
+    pairs = zip(model.layers, expanded.layers, strict=True)
+    heads = {one.attention.num_kv_heads for one, wide in pairs if one.attention.latent is None and one != wide}
+    if heads:
+        message = f"{tensor_parallel_size} devices would store copies of {min(heads)} KV heads; use fewer"
         raise ConfigError(message, field="tensor_parallel_size", value=tensor_parallel_size)
     return expanded
 

@@ -122,7 +122,7 @@ def _add_kv_scales(config: EngineConfig, files: ModelFiles, model: DecoderConfig
             "kv_cache_dtype is fp8 and the checkpoint has no scales for it: keys and values are stored unscaled, and "
             "those beyond 448 are cut off"
         )
-    return dataclasses.replace(model, attention=dataclasses.replace(model.attention, kv_scales=scales))
+    return model.change_attention(lambda attention: dataclasses.replace(attention, kv_scales=scales))
 
 
 def load_model_tokenizer(options: ModelOptions, files: ModelFiles) -> Tokenizer | None:

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxserve.errors import ConfigError
-from jaxserve.layers.attention import AttentionConfig
+from jaxserve.layers.attention import AttentionConfig, HeadShape
 from jaxserve.layers.context import LayerContext
 from jaxserve.layers.embedding import EmbeddingConfig
 from jaxserve.layers.mlp import MLPConfig
@@ -107,12 +107,14 @@ class KVGroup:
 
     layers: tuple[int, ...]
     window: int | None
+    heads: HeadShape
 
 
 @dataclass(frozen=True)
 class LayerKind:
     """What may differ between the layers of one model. `rope` is None in a layer without rotation."""
 
+    attention: AttentionConfig
     window: int | None
     rope: RopeConfig | None
     mlp: MLPConfig | MoEConfig
@@ -132,7 +134,6 @@ class DecoderConfig:
     family: str
     hidden_size: int
     layers: tuple[LayerKind, ...]
-    attention: AttentionConfig
     norm: NormConfig
     embedding: EmbeddingConfig
     max_position_embeddings: int
@@ -157,6 +158,11 @@ class DecoderConfig:
     def num_layers(self) -> int:
         """L."""
         return len(self.layers)
+
+    @property
+    def attentions(self) -> tuple[AttentionConfig, ...]:
+        """The different forms of attention, in the order of the first layers that have them."""
+        return tuple(dict.fromkeys(kind.attention for kind in self.layers))
 
     @property
     def has_experts(self) -> bool:
@@ -191,12 +197,23 @@ class DecoderConfig:
 
     @functools.cached_property
     def kv_groups(self) -> tuple[KVGroup, ...]:
-        """Groups of layers with equal windows, full attention first, then by growing window."""
-        ordered = sorted(set(self.windows), key=lambda window: 0 if window is None else window)
-        return tuple(
-            KVGroup(layers=tuple(i for i, w in enumerate(self.windows) if w == window), window=window)
-            for window in ordered
-        )
+        """Groups of layers with equal windows and heads, full attention first, then by growing window."""
+        found: dict[tuple[int | None, HeadShape], list[int]] = {}
+        for index, kind in enumerate(self.layers):
+            found.setdefault((self.windows[index], kind.attention.heads), []).append(index)
+        groups = [KVGroup(tuple(layers), window, heads) for (window, heads), layers in found.items()]
+        return tuple(sorted(groups, key=lambda group: 0 if group.window is None else group.window))
+
+    @functools.cached_property
+    def layer_groups(self) -> tuple[int, ...]:
+        """For each layer, the index of its KV group."""
+        index_of = {layer: index for index, group in enumerate(self.kv_groups) for layer in group.layers}
+        return tuple(index_of[layer] for layer in range(self.num_layers))
+
+    def change_attention(self, change: Callable[[AttentionConfig], AttentionConfig]) -> DecoderConfig:
+        """Returns the config with the attention of every layer replaced by what `change` makes of it."""
+        layers = (dataclasses.replace(kind, attention=change(kind.attention)) for kind in self.layers)
+        return dataclasses.replace(self, layers=tuple(layers))
 
     def with_max_model_len(self, max_model_len: int) -> DecoderConfig:
         """Returns the config for sequences of at most `max_model_len` tokens; ConfigError above `max_supported_len`."""
@@ -259,11 +276,14 @@ Stream = Float[Array, "T D"]
 """The residual stream: what a layer reads, and adds to."""
 
 Layer = Callable[[DecoderConfig, LayerKind, Leaves, Stream, LayerContext], tuple[Stream, jax.Array]]
-"""One layer; returns the residual stream and the KV pool."""
+"""One layer; returns the residual stream and the KV pool of its pages."""
 
 
 PREDICTION_LAYER = (r"model\.layers\.{num_layers}\..*",)
 """`Family.ignored_weights` of families whose files have one more layer, which predicts several tokens."""
+
+THREE_PREDICTION_LAYERS = tuple(rf"model\.layers\.{{num_layers+{index}}}\..*" for index in range(3))
+"""The same with three more layers."""
 
 
 @dataclass(frozen=True)
@@ -273,7 +293,7 @@ class Family:
     `keys` holds every config.json key that the family knows, with the reference implementation's default for an absent
     one; `ignored_keys` are keys in files that the reference does not read. `table` returns the parameters of one layer.
     `ignored_weights` are patterns of tensors that a decoder does not need, in which {num_layers} stands for their
-    number. `quantizations` are the methods that only its files are quantized with.
+    number, and {num_layers+1} for one more. `quantizations` are the methods that only its files are quantized with.
     """
 
     model_type: str

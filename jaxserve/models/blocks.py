@@ -27,7 +27,7 @@ def pre_norm_layer(
 ) -> tuple[Stream, jax.Array]:
     """A norm before each block, as in Llama. With `config.parallel` both blocks read the layer's input."""
     norm = config.norm
-    attended, pages = attend(config.attention, norm, leaves, normalize(norm, leaves["attn_norm"], x), ctx)
+    attended, pages = attend(kind.attention, norm, leaves, normalize(norm, leaves["attn_norm"], x), ctx)
     summed = x + attended
     fed = mlp(kind.mlp, leaves, normalize(norm, leaves["mlp_norm"], x if config.parallel else summed), ctx)
     return summed + fed, pages
@@ -42,7 +42,7 @@ def sandwich_layer(
 ) -> tuple[Stream, jax.Array]:
     """A norm before and one after each block, as in Gemma 2."""
     norm = config.norm
-    attended, pages = attend(config.attention, norm, leaves, normalize(norm, leaves["attn_norm"], x), ctx)
+    attended, pages = attend(kind.attention, norm, leaves, normalize(norm, leaves["attn_norm"], x), ctx)
     x = x + normalize(norm, leaves["attn_out_norm"], attended)
     fed = feed_forward(kind.mlp, leaves, normalize(norm, leaves["mlp_norm"], x), ctx)
     return x + normalize(norm, leaves["mlp_out_norm"], fed), pages

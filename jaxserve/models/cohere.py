@@ -44,13 +44,12 @@ def parse(config: HFConfig) -> DecoderConfig:
     bias = config.flag("attention_bias")
     qk_norm = "per_head" if config.flag("use_qk_norm") else None
     attention = read_attention(config, qkv_bias=bias, out_bias=bias, qk_norm=qk_norm)
-    kind = LayerKind(window=None, rope=read_rope(config, attention.head_dim), mlp=read_mlp(config))
+    kind = LayerKind(attention, window=None, rope=read_rope(config, attention.head_dim), mlp=read_mlp(config))
     norm = read_norm(config, "layer_norm_eps", centered=True, wide=True)
     decoder = build_config(
         config,
         "cohere",
         layers=(kind,) * read_num_layers(config),
-        attention=attention,
         norm=norm,
         logit_scale=config.number("logit_scale"),
     )
@@ -64,7 +63,7 @@ def apply_layer(
 ) -> tuple[Stream, jax.Array]:
     """One norm for both blocks."""
     normed = normalize(config.norm, leaves["attn_norm"], x)
-    attended, pages = attend(config.attention, config.norm, leaves, normed, ctx)
+    attended, pages = attend(kind.attention, config.norm, leaves, normed, ctx)
     return x + attended + gated_mlp(kind.mlp, leaves, normed, ctx), pages
 
 

@@ -42,8 +42,7 @@ def parse(config: HFConfig) -> DecoderConfig:
     return build_config(
         config,
         "cohere2",
-        layers=window_layers(types, config.optional_integer("sliding_window"), read_mlp(config), None, rope),
-        attention=attention,
+        layers=window_layers(attention, types, config.optional_integer("sliding_window"), read_mlp(config), None, rope),
         norm=read_norm(config, "layer_norm_eps", centered=True, wide=True),
         logit_scale=config.number("logit_scale"),
     )

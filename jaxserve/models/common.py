@@ -62,12 +62,15 @@ def read_norm(config: HFConfig, key: str = "rms_norm_eps", **form: bool) -> Norm
     return NormConfig(eps=eps, **form)
 
 
-def read_rope(config: HFConfig, head_dim: int, *, partial: bool = False) -> RopeConfig:
+def read_rope(config: HFConfig, head_dim: int, *, partial: bool = False, share: float | None = None) -> RopeConfig:
     """Returns the one rotary embedding of a model whose layers share it; `partial` as for `parse_rope`.
 
-    A top-level `original_max_position_embeddings` overrides the one inside the rope object, as in the reference.
+    `share` is the part of a head that rotates where no `partial_rotary_factor` says so. A top-level
+    `original_max_position_embeddings` overrides the one inside the rope object, as in the reference.
     """
     parameters = rope_parameters(config)
+    if parameters.get("partial_rotary_factor") is None:
+        parameters["partial_rotary_factor"] = share
     original = config.optional_integer("original_max_position_embeddings")
     scaled = (parameters.get("rope_type") or parameters.get("type")) in ("llama3", "yarn", "longrope")
     if original is not None and scaled:
@@ -159,6 +162,7 @@ def read_layer_types(config: HFConfig, default: list[str]) -> list[str]:
 
 
 def window_layers(
+    attention: AttentionConfig,
     types: list[str],
     window: int | None,
     mlp: MLPConfig,
@@ -168,7 +172,10 @@ def window_layers(
     """Returns the layers; those of type "sliding_attention" have the window, and `sliding_rope` if given."""
     if window is None and _SLIDING in types:
         raise ConfigError("must be an integer when layer_types has sliding_attention", field="sliding_window")
-    kinds = {_FULL: LayerKind(None, rope, mlp), _SLIDING: LayerKind(window, sliding_rope or rope, mlp)}
+    kinds = {
+        _FULL: LayerKind(attention, None, rope, mlp),
+        _SLIDING: LayerKind(attention, window, sliding_rope or rope, mlp),
+    }
     return tuple(kinds[kind] for kind in types)
 
 
@@ -182,7 +189,6 @@ def build_config(
     family: str,
     *,
     layers: tuple[LayerKind, ...],
-    attention: AttentionConfig,
     norm: NormConfig | None = None,
     embed_scale: float | None = None,
     logit_scale: float | None = None,
@@ -194,7 +200,6 @@ def build_config(
         family=family,
         hidden_size=config.integer("hidden_size"),
         layers=layers,
-        attention=attention,
         norm=norm or read_norm(config),
         embedding=EmbeddingConfig(
             vocab_size=config.integer("vocab_size"),

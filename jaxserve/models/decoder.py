@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jaxserve.errors import ConfigError
+from jaxserve.layers.attention import AttentionConfig
 from jaxserve.layers.context import LayerContext
 from jaxserve.layers.embedding import embed_tokens, project_to_vocab
 from jaxserve.layers.moe import MoEConfig
@@ -22,15 +24,24 @@ from jaxserve.models.base import DecoderConfig, LayerKind
 from jaxserve.models.registry import FAMILIES
 from pallas_kernels.spec import BatchMeta
 
+Pools = tuple[jax.Array, ...]
+"""The KV pools of a model, [num_pages, 2K, page_size, H] each."""
+
 _MAX_DEVICES = 64  # largest tensor parallel size that an error suggests
 
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """Per layer: its first page in the pool, and the index of its KV group."""
+    """Per layer: its first page in its pool, and the index of its KV group. Per KV group: the index of its pool."""
 
     page_offsets: tuple[int, ...]
     groups: tuple[int, ...]
+    pools: tuple[int, ...]
+
+    @property
+    def num_pools(self) -> int:
+        """Pools of the model."""
+        return max(self.pools) + 1
 
     def list_offsets(self, group: int) -> tuple[int, ...]:
         """Returns the first page of each layer of a KV group."""
@@ -41,40 +52,42 @@ def forward(
     config: DecoderConfig,
     params: Mapping[str, Any],
     token_ids: Int[Array, " T"],
-    kv_pages: jax.Array,  # [num_pages, 2K, page_size, H]
+    pools: Pools,
     batches: tuple[BatchMeta, ...],  # one per KV group
     *,
     layout: CacheLayout,
     mesh: Mesh | None,
     aux_layers: tuple[int, ...] = (),
-) -> tuple[Float[Array, "T D"], jax.Array, Float[Array, "T AD"] | None]:
-    """Runs all layers over one step's flat tokens, writing their K and V into the pool.
+) -> tuple[Float[Array, "T D"], Pools, Float[Array, "T AD"] | None]:
+    """Runs all layers over one step's flat tokens, writing their K and V into the pools.
 
     `params` is a runtime tree (layers/stack.py) of `config.dtype`, sharded by its specs if there is a mesh. Returns
-    the residual stream *before* the final norm, the pool and, for a drafter, the residual stream before each layer of
+    the residual stream *before* the final norm, the pools and, for a drafter, the residual stream before each layer of
     `aux_layers` (ascending; the number of layers means after the last), side by side: [T, A * D], None without any.
     """
     layer = FAMILIES[config.family].layer
     x = embed_tokens(config.embedding, params["embed"], token_ids)
-    captured = []
+    captured, written = [], list(pools)
     ropes = {kind.rope for kind in config.layers} - {None}
     tables = {rope: rotary_table(rope, batches[0].positions, config.max_model_len) for rope in ropes}
     for index, kind in enumerate(config.layers):
         if index in aux_layers:
             captured.append(x)
+        group = layout.groups[index]
+        pool = layout.pools[group]
         ctx = LayerContext(
             mesh=mesh,
             products=config.products,
             rotary=tables.get(kind.rope),
-            batch=batches[layout.groups[index]],
-            kv_pages=kv_pages,
+            batch=batches[group],
+            kv_pages=written[pool],
             page_offset=layout.page_offsets[index],
             window=config.windows[index],
         )
-        x, kv_pages = layer(config, kind, params["layers"][index], x, ctx)
+        x, written[pool] = layer(config, kind, params["layers"][index], x, ctx)
     if config.num_layers in aux_layers:
         captured.append(x)
-    return x, kv_pages, jnp.concatenate(captured, axis=-1) if captured else None
+    return x, tuple(written), jnp.concatenate(captured, axis=-1) if captured else None
 
 
 def compute_logits(
@@ -95,26 +108,29 @@ def fit_devices(config: DecoderConfig, tensor_parallel_size: int, *, expert_para
     config = dataclasses.replace(config, layers=tuple(_place_experts(kind, expert_parallel) for kind in config.layers))
     if not _fits(config, tensor_parallel_size):
         sizes = [size for size in range(1, _MAX_DEVICES + 1) if _fits(config, size)]
-        attention = config.attention
-        parts = [f"{attention.num_heads} query heads", f"{attention.num_kv_heads} KV heads"]
-        parts += [f"{count} {name}" for name, count in sorted(_list_divisible(config))]
+        parts = []
+        for attention in config.attentions:
+            parts += [f"{attention.num_heads} query heads", f"{attention.num_kv_heads} KV heads"]
+        parts = [*dict.fromkeys(parts), *(f"{count} {name}" for name, count in sorted(_list_divisible(config)))]
         raise ConfigError(
             f"{tensor_parallel_size} does not fit {', '.join(parts[:-1])} and {parts[-1]}; sizes that work: {sizes}",
             field="tensor_parallel_size",
             value=tensor_parallel_size,
         )
-    repeats = max(tensor_parallel_size // config.attention.num_kv_heads, 1)
-    attention = dataclasses.replace(
-        config.attention,
-        num_kv_heads=config.attention.num_kv_heads * repeats,
-        kv_repeats=config.attention.kv_repeats * repeats,
-    )
+    config = config.change_attention(partial(_repeat_heads, tensor_parallel_size))
     shard_vocab = config.vocab_size % tensor_parallel_size == 0
     embedding = dataclasses.replace(config.embedding, shard_vocab=shard_vocab)
     quantization = config.quantization
     if quantization is not None:
         quantization = dataclasses.replace(quantization, num_devices=tensor_parallel_size)
-    return dataclasses.replace(config, attention=attention, embedding=embedding, quantization=quantization)
+    return dataclasses.replace(config, embedding=embedding, quantization=quantization)
+
+
+def _repeat_heads(num_devices: int, attention: AttentionConfig) -> AttentionConfig:
+    repeats = max(num_devices // attention.num_kv_heads, 1)
+    return dataclasses.replace(
+        attention, num_kv_heads=attention.num_kv_heads * repeats, kv_repeats=attention.kv_repeats * repeats
+    )
 
 
 def _place_experts(kind: LayerKind, by_expert: bool) -> LayerKind:
@@ -124,11 +140,12 @@ def _place_experts(kind: LayerKind, by_expert: bool) -> LayerKind:
 
 
 def _fits(config: DecoderConfig, size: int) -> bool:
-    attention = config.attention
-    heads_divide = size >= 1 and attention.num_heads % size == 0
     return (
-        heads_divide
-        and (attention.num_kv_heads % size == 0 or size % attention.num_kv_heads == 0)
+        size >= 1
+        and all(attention.num_heads % size == 0 for attention in config.attentions)
+        and all(
+            attention.num_kv_heads % size == 0 or size % attention.num_kv_heads == 0 for attention in config.attentions
+        )
         and all(count % size == 0 for _, count in _list_divisible(config))
     )
 

@@ -57,9 +57,9 @@ def read_mixture(config: HFConfig) -> MoEConfig:
 def build_decoder(config: HFConfig, family: str, sparse: list[bool], moe: MoEConfig) -> DecoderConfig:
     """Returns a model with latent attention and with experts in the layers that `sparse` names."""
     attention = read_latent_attention(config)
-    kind = LayerKind(window=None, rope=read_latent_rope(config, attention.latent), mlp=read_mlp(config))
+    kind = LayerKind(attention, window=None, rope=read_latent_rope(config, attention.latent), mlp=read_mlp(config))
     layers = give_experts((kind,) * len(sparse), sparse, moe)
-    return build_config(config, family, layers=layers, attention=attention)
+    return build_config(config, family, layers=layers)
 
 
 def list_layer_params(layer: CheckpointLayer) -> Table:

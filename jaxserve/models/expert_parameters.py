@@ -27,6 +27,7 @@ def moe_params(
     packed_module: str = "mlp",
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     shared: str = "shared_expert",
+    correction: str = "gate.e_score_correction_bias",
 ) -> Table:
     """Returns the router, the experts and the shared block below `module`.
 
@@ -37,13 +38,18 @@ def moe_params(
         packed_module: the module's name in files of the second form.
         projections: names of gate, up and down.
         shared: the name of the shared block.
+        correction: the name of the router's correction.
     """
     config, moe = layer.config, layer.kind.mlp
     assert isinstance(moe, MoEConfig)
     table = router_params(layer, moe, layer.tensor(f"{module}.gate"), layer.tensor(f"{packed_module}.gate"))
     if moe.router.correction:
         shape = (moe.router.num_experts,)
-        source = make_source((layer.tensor(f"{module}.gate.e_score_correction_bias"),), (shape,), lambda tensor: tensor)
+        source, packed = (
+            make_source((layer.tensor(f"{name}.{correction}"),), (shape,), lambda tensor: tensor)
+            for name in (module, packed_module)
+        )
+        source = dataclasses.replace(source, otherwise=packed)
         table["router.correction"] = Parameter(ParamSpec(shape, "float32", (None,), "zeros"), source)
     modules = layer.tensor(f"{module}.experts"), layer.tensor(f"{packed_module}.experts")
     table |= _expert_params(layer, moe, *modules, projections)

@@ -58,8 +58,7 @@ def parse(config: HFConfig) -> DecoderConfig:
     return build_config(
         config,
         "gemma2",
-        layers=window_layers(types, config.optional_integer("sliding_window"), mlp, rope),
-        attention=attention,
+        layers=window_layers(attention, types, config.optional_integer("sliding_window"), mlp, rope),
         norm=read_norm(config, unit_offset=True, wide=True),
         embed_scale=config.integer("hidden_size") ** 0.5,
         final_softcap=config.optional_number("final_logit_softcapping"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxserve.errors import ConfigError
+from jaxserve.layers.attention import AttentionConfig
 from jaxserve.models import gemma2
 from jaxserve.models.base import DecoderConfig, Family, LayerKind, Trunk
 from jaxserve.models.blocks import sandwich_layer
@@ -54,8 +55,7 @@ def parse(config: HFConfig) -> DecoderConfig:
     return build_config(
         config,
         "gemma3_text",
-        layers=_read_layers(config, attention.head_dim),
-        attention=attention,
+        layers=_read_layers(config, attention),
         norm=read_norm(config, unit_offset=True, wide=True),
         embed_scale=config.integer("hidden_size") ** 0.5,
         final_softcap=config.optional_number("final_logit_softcapping"),
@@ -72,12 +72,12 @@ def parse_multimodal(config: HFConfig) -> DecoderConfig:
     return replace(parse(HFConfig(merged, KEYS, IGNORED_KEYS)), family="gemma3")
 
 
-def _read_layers(config: HFConfig, head_dim: int) -> tuple[LayerKind, ...]:
-    ropes = read_typed_ropes(config, head_dim, sliding_theta="rope_local_base_freq")
+def _read_layers(config: HFConfig, attention: AttentionConfig) -> tuple[LayerKind, ...]:
+    ropes = read_typed_ropes(config, attention.head_dim, sliding_theta="rope_local_base_freq")
     period = config.integer("sliding_window_pattern")
     types = read_layer_types(config, alternate_layer_types(read_num_layers(config), period))
     mlp = read_mlp(config, activation_key="hidden_activation")
-    return window_layers(types, config.optional_integer("sliding_window"), mlp, *ropes)
+    return window_layers(attention, types, config.optional_integer("sliding_window"), mlp, *ropes)
 
 
 FAMILY = Family(

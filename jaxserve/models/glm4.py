@@ -24,8 +24,9 @@ KEYS = DECODER_KEYS | {
 def parse(config: HFConfig) -> DecoderConfig:
     """Reads a GLM-4-0414 config.json."""
     attention = read_attention(config, qkv_bias=config.flag("attention_bias"))
-    kind = LayerKind(window=None, rope=read_rope(config, attention.head_dim, partial=True), mlp=read_mlp(config))
-    return build_config(config, "glm4", layers=(kind,) * read_num_layers(config), attention=attention)
+    rope = read_rope(config, attention.head_dim, partial=True)
+    kind = LayerKind(attention, window=None, rope=rope, mlp=read_mlp(config))
+    return build_config(config, "glm4", layers=(kind,) * read_num_layers(config))
 
 
 def list_layer_params(layer: CheckpointLayer) -> Table:

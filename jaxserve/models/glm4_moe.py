@@ -38,10 +38,11 @@ def parse(config: HFConfig) -> DecoderConfig:
     attention = read_attention(config, qkv_bias=config.flag("attention_bias"), qk_norm=qk_norm)
     config.integer("num_nextn_predict_layers", minimum=0)
     num_layers = read_num_layers(config)
-    kind = LayerKind(window=None, rope=read_rope(config, attention.head_dim, partial=True), mlp=read_mlp(config))
+    rope = read_rope(config, attention.head_dim, partial=True)
+    kind = LayerKind(attention, window=None, rope=rope, mlp=read_mlp(config))
     sparse = read_dense_first(config, num_layers)
     layers = give_experts((kind,) * num_layers, sparse, read_routed_experts(config))
-    return build_config(config, "glm4_moe", layers=layers, attention=attention)
+    return build_config(config, "glm4_moe", layers=layers)
 
 
 def list_layer_params(layer: CheckpointLayer) -> Table:

@@ -39,11 +39,11 @@ def parse(config: HFConfig) -> DecoderConfig:
     new = config.mapping("rope_scaling") or config.mapping("rope_parameters")
     parameters = old | {key: value for key, value in new.items() if value is not None}
     rope = parse_rope(parameters, head_dim=attention.head_dim, max_position_embeddings=length, partial=True)
+    kind = LayerKind(attention, window=None, rope=rope, mlp=read_mlp(config, bias=True))
     decoder = build_config(
         config,
         "gpt_neox",
-        layers=(LayerKind(window=None, rope=rope, mlp=read_mlp(config, bias=True)),) * read_num_layers(config),
-        attention=attention,
+        layers=(kind,) * read_num_layers(config),
         norm=read_norm(config, "layer_norm_eps", centered=True, bias=True, wide=True),
     )
     return replace(decoder, parallel=config.flag("use_parallel_residual"))

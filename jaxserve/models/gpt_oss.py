@@ -68,8 +68,9 @@ def parse(config: HFConfig) -> DecoderConfig:
     moe = dataclasses.replace(moe, expert=dataclasses.replace(moe.expert, bias=True, clamped=gate))
     types = ["full_attention" if index % 2 else "sliding_attention" for index in range(read_num_layers(config))]
     rope = read_rope(config, attention.head_dim)
-    layers = window_layers(read_layer_types(config, types), config.optional_integer("sliding_window"), moe, rope)
-    return build_config(config, "gpt_oss", layers=layers, attention=attention, norm=read_norm(config, wide=True))
+    types, window = read_layer_types(config, types), config.optional_integer("sliding_window")
+    layers = window_layers(attention, types, window, moe, rope)
+    return build_config(config, "gpt_oss", layers=layers, norm=read_norm(config, wide=True))
 
 
 def list_layer_params(layer: CheckpointLayer) -> Table:

@@ -30,12 +30,11 @@ def parse(config: HFConfig) -> DecoderConfig:
     scale = config.number("attention_multiplier")
     attention = read_attention(config, scale=scale, qkv_bias=bias, out_bias=bias)
     mlp = read_mlp(config, bias=config.flag("mlp_bias"))
-    kind = LayerKind(window=None, rope=read_rope(config, attention.head_dim), mlp=mlp)
+    kind = LayerKind(attention, window=None, rope=read_rope(config, attention.head_dim), mlp=mlp)
     decoder = build_config(
         config,
         "granite",
         layers=(kind,) * read_num_layers(config),
-        attention=attention,
         embed_scale=config.number("embedding_multiplier"),
         logit_scale=1.0 / config.number("logits_scaling"),
     )
@@ -50,7 +49,7 @@ def apply_layer(
     def scale(block: Stream) -> Stream:
         return (block.astype(jnp.float32) * config.residual_scale).astype(block.dtype)
 
-    attended, pages = attend(config.attention, config.norm, leaves, normalize(config.norm, leaves["attn_norm"], x), ctx)
+    attended, pages = attend(kind.attention, config.norm, leaves, normalize(config.norm, leaves["attn_norm"], x), ctx)
     x = x + scale(attended)
     fed = gated_mlp(kind.mlp, leaves, normalize(config.norm, leaves["mlp_norm"], x), ctx)
     return x + scale(fed), pages

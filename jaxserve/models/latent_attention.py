@@ -19,7 +19,7 @@ import numpy as np
 from jaxserve.errors import ConfigError
 from jaxserve.layers.attention import AttentionConfig, LatentConfig
 from jaxserve.layers.rope import RopeConfig
-from jaxserve.models.base import CheckpointLayer, DecoderConfig, HostArray, Parameter, ParamSpec, Table
+from jaxserve.models.base import CheckpointLayer, HostArray, Parameter, ParamSpec, Table
 from jaxserve.models.hf_config import HFConfig, check_number
 from jaxserve.models.layouts import JoinedRows, RowBlock, StackedParts, order_halves, stack_matrices, transpose
 from jaxserve.models.parameters import linear_params, make_source, wide_norm_params
@@ -93,7 +93,7 @@ def _read_temperature(config: HFConfig) -> float:
 
 def latent_attention_params(layer: CheckpointLayer) -> Table:
     """Returns the parameters from q_a_proj (or q_proj), q_b_proj, kv_a_proj_with_mqa, kv_b_proj and o_proj."""
-    config, attention = layer.config, layer.config.attention
+    config, attention = layer.config, layer.kind.attention
     latent, hidden = attention.latent, config.hidden_size
     assert latent is not None
     rank, query_rank, heads = latent.rank, latent.query_rank, attention.num_heads
@@ -116,12 +116,12 @@ def latent_attention_params(layer: CheckpointLayer) -> Table:
     shape = (heads * latent.value_dim, hidden)
     modules = {layer.tensor("self_attn.o_proj"): hidden}
     table |= linear_params(config, "o", modules, shape, ("heads", None), transpose, bias=attention.out_bias)
-    return table | _head_params(config, latent, layer.tensor("self_attn.kv_b_proj.weight"))
+    return table | _head_params(layer, latent, layer.tensor("self_attn.kv_b_proj.weight"))
 
 
-def _head_params(config: DecoderConfig, latent: LatentConfig, name: str) -> Table:
+def _head_params(layer: CheckpointLayer, latent: LatentConfig, name: str) -> Table:
     """Returns `k_b` and `v_b` from one tensor [N * (nope_dim + value_dim), R]."""
-    heads, rank = config.attention.num_heads, latent.rank
+    heads, rank = layer.kind.attention.num_heads, latent.rank
     shapes = (heads * (latent.nope_dim + latent.value_dim), rank)
 
     def take_keys(tensor: np.ndarray) -> np.ndarray:
@@ -131,7 +131,7 @@ def _head_params(config: DecoderConfig, latent: LatentConfig, name: str) -> Tabl
         return stack_matrices(tensor.reshape(heads, -1, rank)[:, latent.nope_dim :])
 
     def make(shape: tuple[int, ...], build: Callable[..., HostArray]) -> Parameter:
-        spec = ParamSpec(shape, config.dtype, ("heads", None, None), "normal")
+        spec = ParamSpec(shape, layer.config.dtype, ("heads", None, None), "normal")
         return Parameter(spec, dataclasses.replace(make_source((name,), (shapes,), build), part=True))
 
     return {

@@ -25,8 +25,8 @@ def parse(config: HFConfig) -> DecoderConfig:
     bias = config.flag("attention_bias")
     attention = read_attention(config, qkv_bias=bias, out_bias=bias)
     mlp = read_mlp(config, bias=config.flag("mlp_bias"))
-    kind = LayerKind(window=None, rope=read_rope(config, attention.head_dim), mlp=mlp)
-    return build_config(config, "llama", layers=(kind,) * read_num_layers(config), attention=attention)
+    kind = LayerKind(attention, window=None, rope=read_rope(config, attention.head_dim), mlp=mlp)
+    return build_config(config, "llama", layers=(kind,) * read_num_layers(config))
 
 
 def list_layer_params(layer: CheckpointLayer) -> Table:

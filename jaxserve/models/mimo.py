@@ -22,7 +22,7 @@ def parse(config: HFConfig) -> DecoderConfig:
     config.require(attention_bias=True)
     config.integer("num_nextn_predict_layers", minimum=0)
     attention = read_attention(config, qkv_bias=True)
-    return build_config(config, "mimo", layers=qwen2.read_layers(config, attention.head_dim), attention=attention)
+    return build_config(config, "mimo", layers=qwen2.read_layers(config, attention))
 
 
 FAMILY = Family(

@@ -22,8 +22,8 @@ def parse(config: HFConfig) -> DecoderConfig:
     """Reads a Mistral config.json; a missing `sliding_window` means 4096, null means none."""
     attention = read_attention(config)
     rope, window = read_rope(config, attention.head_dim), config.optional_integer("sliding_window")
-    kind = LayerKind(window, rope, read_mlp(config))
-    return build_config(config, "mistral", layers=(kind,) * read_num_layers(config), attention=attention)
+    kind = LayerKind(attention, window, rope, read_mlp(config))
+    return build_config(config, "mistral", layers=(kind,) * read_num_layers(config))
 
 
 FAMILY = Family("mistral", "MistralForCausalLM", KEYS, parse, pre_norm_layer, llama.list_layer_params)

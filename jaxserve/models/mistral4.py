@@ -38,9 +38,8 @@ def parse(config: HFConfig) -> DecoderConfig:
     sparse = read_dense_first(config, read_num_layers(config))
     moe = read_routed_experts(config, scoring="softmax", correction=False)
     decoder = deepseek_v3.build_decoder(config, "mistral4", sparse, moe)
-    return dataclasses.replace(
-        decoder, attention=dataclasses.replace(decoder.attention, query_growth=_read_growth(config))
-    )
+    growth = _read_growth(config)
+    return decoder.change_attention(lambda attention: dataclasses.replace(attention, query_growth=growth))
 
 
 def _read_growth(config: HFConfig) -> QueryGrowth | None:

@@ -28,8 +28,8 @@ def parse(config: HFConfig) -> DecoderConfig:
     attention = read_attention(config)
     rope, window = read_rope(config, attention.head_dim), config.optional_integer("sliding_window")
     moe = read_experts(config, read_count(config, 8), size_key="intermediate_size", normalize=True)
-    layers = (LayerKind(window, rope, moe),) * read_num_layers(config)
-    return build_config(config, "mixtral", layers=layers, attention=attention)
+    layers = (LayerKind(attention, window, rope, moe),) * read_num_layers(config)
+    return build_config(config, "mixtral", layers=layers)
 
 
 def list_layer_params(layer: CheckpointLayer) -> Table:

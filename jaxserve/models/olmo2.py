@@ -35,16 +35,16 @@ def parse(config: HFConfig) -> DecoderConfig:
     """Reads an OLMo 2 config.json."""
     bias = config.flag("attention_bias")
     attention = read_attention(config, qkv_bias=bias, out_bias=bias, qk_norm="projection")
-    kind = LayerKind(window=None, rope=read_rope(config, attention.head_dim), mlp=read_mlp(config))
+    kind = LayerKind(attention, window=None, rope=read_rope(config, attention.head_dim), mlp=read_mlp(config))
     layers = (kind,) * read_num_layers(config)
-    return build_config(config, "olmo2", layers=layers, attention=attention, norm=read_norm(config, wide=True))
+    return build_config(config, "olmo2", layers=layers, norm=read_norm(config, wide=True))
 
 
 def apply_layer(
     config: DecoderConfig, kind: LayerKind, leaves: Leaves, x: Stream, ctx: LayerContext
 ) -> tuple[Stream, jax.Array]:
     """A norm after each block."""
-    attended, pages = attend(config.attention, config.norm, leaves, x, ctx)
+    attended, pages = attend(kind.attention, config.norm, leaves, x, ctx)
     x = x + normalize(config.norm, leaves["attn_out_norm"], attended)
     fed = gated_mlp(kind.mlp, leaves, x, ctx)
     return x + normalize(config.norm, leaves["mlp_out_norm"], fed), pages

@@ -31,8 +31,8 @@ def parse(config: HFConfig) -> DecoderConfig:
     attention = read_attention(config, qkv_bias=bias, out_bias=bias, qk_norm="projection")
     ropes = read_typed_ropes(config, attention.head_dim, sliding_theta="rope_theta")
     types = read_layer_types(config, alternate_layer_types(read_num_layers(config), 4))
-    layers = window_layers(types, config.optional_integer("sliding_window"), read_mlp(config), *ropes)
-    return build_config(config, "olmo3", layers=layers, attention=attention, norm=read_norm(config, wide=True))
+    layers = window_layers(attention, types, config.optional_integer("sliding_window"), read_mlp(config), *ropes)
+    return build_config(config, "olmo3", layers=layers, norm=read_norm(config, wide=True))
 
 
 FAMILY = Family("olmo3", "Olmo3ForCausalLM", KEYS, parse, olmo2.apply_layer, olmo2.list_layer_params)

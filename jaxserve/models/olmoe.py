@@ -35,8 +35,8 @@ def parse(config: HFConfig) -> DecoderConfig:
     moe = read_experts(
         config, read_count(config, 64), size_key="intermediate_size", normalize=config.flag("norm_topk_prob")
     )
-    layers = (LayerKind(None, read_rope(config, attention.head_dim), moe),) * read_num_layers(config)
-    return build_config(config, "olmoe", layers=layers, attention=attention)
+    layers = (LayerKind(attention, None, read_rope(config, attention.head_dim), moe),) * read_num_layers(config)
+    return build_config(config, "olmoe", layers=layers)
 
 
 def list_layer_params(layer: CheckpointLayer) -> Table:

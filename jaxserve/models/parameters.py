@@ -87,12 +87,11 @@ def attention_params(layer: CheckpointLayer, *, interleaved: bool = False, input
     `interleaved`: the checkpoint's heads rotate interleaved pairs of dimensions. `input_size`: what q, k and v are
     projected from, if not D.
     """
-    config, rope = layer.config, layer.kind.rope
-    attention = config.attention
+    attention, rope = layer.kind.attention, layer.kind.rope
     order = order_halves(rope.rotary_dim, attention.head_dim) if interleaved and rope is not None else None
     modules = {layer.tensor(f"self_attn.{part}_proj"): rows for part, rows in count_rows(attention).items()}
-    table = _qkv_params(config, modules, partial(fuse_qkv, attention, order), input_size)
-    table |= _output_params(config, layer.tensor("self_attn.o_proj"))
+    table = _qkv_params(layer, modules, partial(fuse_qkv, attention, order), input_size)
+    table |= _output_params(layer, "self_attn.o_proj")
     return table | _qk_norm_params(layer, order) if attention.qk_norm is not None else table
 
 
@@ -104,9 +103,9 @@ def fused_attention_params(
     fuse: Callable[[AttentionConfig, np.ndarray], JoinedRows] = fuse_stacked,
 ) -> Table:
     """Returns `qkv` and `o` where one module holds q, k and v; `fuse` says in which order."""
-    config, attention = layer.config, layer.config.attention
+    attention = layer.kind.attention
     modules = {layer.tensor(qkv): sum(count_rows(attention).values())}
-    return _qkv_params(config, modules, partial(fuse, attention)) | _output_params(config, layer.tensor(out))
+    return _qkv_params(layer, modules, partial(fuse, attention)) | _output_params(layer, out)
 
 
 def mlp_params(layer: CheckpointLayer, mlp: MLPConfig | None = None, module: str = "mlp") -> Table:
@@ -136,14 +135,14 @@ def plain_mlp_params(layer: CheckpointLayer, *, up: str, down: str) -> Table:
 
 def sink_params(layer: CheckpointLayer) -> Table:
     """Returns `sinks` [N] of the attention."""
-    shape = (layer.config.attention.num_heads,)
+    shape = (layer.kind.attention.num_heads,)
     spec = ParamSpec(shape, "float32", ("heads",), "normal")
     return {"sinks": Parameter(spec, _plain_source(layer.tensor("self_attn.sinks"), shape))}
 
 
 def kv_scale_params(layer: CheckpointLayer) -> Table:
     """Returns `k_scale` and `v_scale`, if the checkpoint has them; of latents `k_scale` only."""
-    attention = layer.config.attention
+    attention = layer.kind.attention
     if attention.kv_scales is None:
         return {}
 
@@ -184,21 +183,22 @@ def linear_params(
 
 
 def _qkv_params(
-    config: DecoderConfig,
+    layer: CheckpointLayer,
     modules: Mapping[str, int],
     build: Callable[..., HostArray],
     input_size: int | None = None,
 ) -> Table:
-    attention = config.attention
+    config, attention = layer.config, layer.kind.attention
     columns = attention.num_kv_heads * (attention.group_size + 2) * attention.head_dim
     shape, axes = (input_size or config.hidden_size, columns), (None, "kv_heads")
     return linear_params(config, "qkv", modules, shape, axes, build, bias=attention.qkv_bias)
 
 
-def _output_params(config: DecoderConfig, module: str) -> Table:
-    attention, hidden = config.attention, config.hidden_size
-    shape = (attention.num_heads * attention.head_dim, hidden)
-    return linear_params(config, "o", {module: hidden}, shape, ("heads", None), transpose, bias=attention.out_bias)
+def _output_params(layer: CheckpointLayer, module: str) -> Table:
+    config, attention = layer.config, layer.kind.attention
+    shape = (attention.num_heads * attention.head_dim, config.hidden_size)
+    modules = {layer.tensor(module): shape[1]}
+    return linear_params(config, "o", modules, shape, ("heads", None), transpose, bias=attention.out_bias)
 
 
 def _gate_up_params(
@@ -230,7 +230,7 @@ def _norm_params(config: DecoderConfig, leaf: str, module: str) -> Table:
 
 
 def _qk_norm_params(layer: CheckpointLayer, order: np.ndarray | None) -> Table:
-    config, attention = layer.config, layer.config.attention
+    config, attention = layer.config, layer.kind.attention
     head_dim, repeats = attention.head_dim, attention.kv_repeats
     table: Table = {}
     for part, heads, stored, axis in (

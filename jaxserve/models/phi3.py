@@ -41,8 +41,8 @@ def parse(config: HFConfig) -> DecoderConfig:
         max_position_embeddings=config.integer("max_position_embeddings"),
         partial=True,
     )
-    layer = LayerKind(config.optional_integer("sliding_window"), rope, read_mlp(config))
-    return build_config(config, "phi3", layers=(layer,) * read_num_layers(config), attention=attention)
+    layer = LayerKind(attention, config.optional_integer("sliding_window"), rope, read_mlp(config))
+    return build_config(config, "phi3", layers=(layer,) * read_num_layers(config))
 
 
 def list_layer_params(layer: CheckpointLayer) -> Table:

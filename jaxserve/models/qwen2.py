@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jaxserve.layers.attention import AttentionConfig
 from jaxserve.models import llama
 from jaxserve.models.base import DecoderConfig, Family, LayerKind
 from jaxserve.models.blocks import pre_norm_layer
@@ -29,7 +30,7 @@ KEYS = DECODER_KEYS | {
 }
 
 
-def read_layers(config: HFConfig, head_dim: int) -> tuple[LayerKind, ...]:
+def read_layers(config: HFConfig, attention: AttentionConfig) -> tuple[LayerKind, ...]:
     """Returns the layers; with windows on, those from `max_window_layers` slide, or those that `layer_types` names."""
     window = config.optional_integer("sliding_window") if config.flag("use_sliding_window") else None
     first = config.integer("max_window_layers", minimum=0)
@@ -37,13 +38,14 @@ def read_layers(config: HFConfig, head_dim: int) -> tuple[LayerKind, ...]:
         "sliding_attention" if window is not None and index >= first else "full_attention"
         for index in range(read_num_layers(config))
     ]
-    return window_layers(read_layer_types(config, default), window, read_mlp(config), read_rope(config, head_dim))
+    rope = read_rope(config, attention.head_dim)
+    return window_layers(attention, read_layer_types(config, default), window, read_mlp(config), rope)
 
 
 def parse(config: HFConfig) -> DecoderConfig:
     """Reads a Qwen2 config.json."""
     attention = read_attention(config, qkv_bias=True)
-    return build_config(config, "qwen2", layers=read_layers(config, attention.head_dim), attention=attention)
+    return build_config(config, "qwen2", layers=read_layers(config, attention))
 
 
 FAMILY = Family("qwen2", "Qwen2ForCausalLM", KEYS, parse, pre_norm_layer, llama.list_layer_params)

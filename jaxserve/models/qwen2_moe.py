@@ -47,9 +47,9 @@ def parse(config: HFConfig) -> DecoderConfig:
         shared_size=config.integer("shared_expert_intermediate_size"),
         gated_shared=True,
     )
-    layers = qwen2.read_layers(config, attention.head_dim)
+    layers = qwen2.read_layers(config, attention)
     layers = give_experts(layers, read_sparse_layers(config, len(layers)), moe)
-    return build_config(config, "qwen2_moe", layers=layers, attention=attention)
+    return build_config(config, "qwen2_moe", layers=layers)
 
 
 def list_layer_params(layer: CheckpointLayer) -> Table:

@@ -15,7 +15,7 @@ def parse(config: HFConfig) -> DecoderConfig:
     """Reads a Qwen3 config.json."""
     bias = config.flag("attention_bias")
     attention = read_attention(config, qkv_bias=bias, out_bias=bias, qk_norm="shared")
-    return build_config(config, "qwen3", layers=qwen2.read_layers(config, attention.head_dim), attention=attention)
+    return build_config(config, "qwen3", layers=qwen2.read_layers(config, attention))
 
 
 FAMILY = Family("qwen3", "Qwen3ForCausalLM", KEYS, parse, pre_norm_layer, llama.list_layer_params)

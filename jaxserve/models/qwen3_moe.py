@@ -37,11 +37,11 @@ def parse(config: HFConfig) -> DecoderConfig:
     bias = config.flag("attention_bias")
     attention = read_attention(config, qkv_bias=bias, out_bias=bias, qk_norm="shared")
     window = config.optional_integer("sliding_window") if config.flag("use_sliding_window") else None
-    kind = LayerKind(window, read_rope(config, attention.head_dim), read_mlp(config))
+    kind = LayerKind(attention, window, read_rope(config, attention.head_dim), read_mlp(config))
     layers = (kind,) * read_num_layers(config)
     moe = read_experts(config, read_count(config, 128), normalize=config.flag("norm_topk_prob"))
     layers = give_experts(layers, read_sparse_layers(config, len(layers)), moe)
-    return build_config(config, "qwen3_moe", layers=layers, attention=attention)
+    return build_config(config, "qwen3_moe", layers=layers)
 
 
 FAMILY = Family(

@@ -25,6 +25,7 @@ from jaxserve.models import (
     granite,
     llama,
     mimo,
+    minimax_m2,
     mistral,
     mistral4,
     mixtral,
@@ -75,6 +76,7 @@ FAMILIES: dict[str, Family] = {
         olmoe.FAMILY,
         gpt_oss.FAMILY,
         glm4_moe.FAMILY,
+        minimax_m2.FAMILY,
         deepseek_v2.FAMILY,
         deepseek_v3.FAMILY,
         deepseek_v3.KIMI_FAMILY,
@@ -199,9 +201,13 @@ def ignored_weights(config: DecoderConfig) -> tuple[str, ...]:
     tied head, and the scales of 8-bit keys and values if pages have more bits; those of values if these are latents.
     """
     family = FAMILIES[config.family]
-    own = (pattern.replace("{num_layers}", str(config.num_layers)) for pattern in family.ignored_weights)
+    own = (
+        re.sub(r"\{num_layers\+?(\d*)\}", lambda more: str(config.num_layers + int(more[1] or 0)), pattern)
+        for pattern in family.ignored_weights
+    )
     patterns = (r".*\.rotary_emb\.inv_freq", *own, *(() if config.quantization is None else UNREAD))
-    unread = "kv" if config.attention.kv_scales is None else "" if config.attention.latent is None else "v"
+    attention = config.layers[0].attention
+    unread = "kv" if attention.kv_scales is None else "" if attention.latent is None else "v"
     if unread:
         patterns += tuple(rf".*\.{re.escape(name).replace(r'\{part\}', f'[{unread}]')}" for name in KV_SCALE_NAMES)
     return (*patterns, rf"{re.escape(family.trunk.head)}\.weight") if config.embedding.tied else patterns

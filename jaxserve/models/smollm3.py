@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jaxserve.errors import ConfigError, shorten
+from jaxserve.layers.attention import AttentionConfig
 from jaxserve.models import llama
 from jaxserve.models.base import DecoderConfig, Family, LayerKind
 from jaxserve.models.blocks import pre_norm_layer
@@ -30,12 +31,11 @@ def parse(config: HFConfig) -> DecoderConfig:
     return build_config(
         config,
         "smollm3",
-        layers=_read_layers(config, attention.head_dim),
-        attention=attention,
+        layers=_read_layers(config, attention),
     )
 
 
-def _read_layers(config: HFConfig, head_dim: int) -> tuple[LayerKind, ...]:
+def _read_layers(config: HFConfig, attention: AttentionConfig) -> tuple[LayerKind, ...]:
     """Returns the layers; with windows on, those without rotation slide, or those that `layer_types` names."""
     window = config.optional_integer("sliding_window") if config.flag("use_sliding_window") else None
     rotates = _read_rotation(config)
@@ -44,9 +44,9 @@ def _read_layers(config: HFConfig, head_dim: int) -> tuple[LayerKind, ...]:
     if window is None and "sliding_attention" in types:
         message = "must be an integer, and use_sliding_window true, when layer_types has sliding_attention"
         raise ConfigError(message, field="sliding_window")
-    rope, mlp = read_rope(config, head_dim), read_mlp(config, bias=config.flag("mlp_bias"))
+    rope, mlp = read_rope(config, attention.head_dim), read_mlp(config, bias=config.flag("mlp_bias"))
     return tuple(
-        LayerKind(window if kind == "sliding_attention" else None, rope if turns else None, mlp)
+        LayerKind(attention, window if kind == "sliding_attention" else None, rope if turns else None, mlp)
         for kind, turns in zip(types, rotates, strict=True)
     )
 

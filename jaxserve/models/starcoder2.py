@@ -42,12 +42,11 @@ def parse(config: HFConfig) -> DecoderConfig:
     bias = config.flag("use_bias")
     attention = read_attention(config, qkv_bias=bias, out_bias=bias)
     rope, window = read_rope(config, attention.head_dim), config.optional_integer("sliding_window")
-    kind = LayerKind(window, rope, read_mlp(config, bias=bias))
+    kind = LayerKind(attention, window, rope, read_mlp(config, bias=bias))
     return build_config(
         config,
         "starcoder2",
         layers=(kind,) * read_num_layers(config),
-        attention=attention,
         norm=read_norm(config, "norm_epsilon", centered=True, bias=True, wide=True),
     )
 

@@ -13,7 +13,7 @@ from jaxserve.errors import ConfigError, DeviceError
 from jaxserve.runtime.experts import confirm_experts
 from jaxserve.runtime.products import confirm_products
 from jaxserve.runtime.shapes import Shapes
-from pallas_kernels.backends import choose_layout, find_backend
+from pallas_kernels.backends import find_backend
 
 _log = logging.getLogger(__name__)
 
@@ -59,28 +59,24 @@ def confirm_attention(shapes: Shapes, device: jax.Device) -> Shapes:
             "then takes it"
         )
         raise ConfigError(message, field="attention_impl", value=shapes.impl)
-    return replace(
-        shapes,
-        impl="xla",
-        impl_reason=f"portable attention: the {shapes.impl} kernels failed their self-test: {fault}",
-        fell_back=True,
-        spec=replace(shapes.spec, layout=choose_layout("xla", shapes.spec)),
-    )
+    reason = f"portable attention: the {shapes.impl} kernels failed their self-test: {fault}"
+    return replace(shapes.with_impl("xla", reason), fell_back=True)
 
 
 def _find_fault(shapes: Shapes, device: jax.Device) -> str | None:
     from pallas_kernels.testing.self_test import run_self_test
 
     bucket, state = shapes.buckets.largest, shapes.state
-    for attention in dict.fromkeys(shapes.attention):
+    layers = [shapes.model.layers[group.layers[0]].attention for group in shapes.model.kv_groups]
+    for shape, config in dict.fromkeys(zip(shapes.attention, layers, strict=True)):
         fault = run_self_test(
             shapes.impl,
-            attention,
+            shape,
             num_rows=bucket.rows,
             num_tokens=bucket.tokens,
             table_width=state.pages_per_row,
-            softcap=shapes.model.attention.softcap,
-            sinks=shapes.model.attention.sinks,
+            softcap=config.softcap,
+            sinks=config.sinks,
             device=device,
         )
         if fault is not None:

@@ -8,7 +8,7 @@ SMALL_HEADS = {"hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads
 
 
 def list_moe_cases() -> list[Case]:
-    """Mixtral, Qwen 2 and 3 with experts, OLMoE, GLM-4.5, gpt-oss: a tensor per expert, one for all, and packed."""
+    """Mixtral, Qwen, OLMoE, GLM-4.5, gpt-oss, MiniMax-M2: a tensor per expert, one for all, and packed."""
     qwen = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     return [
         Case(
@@ -73,7 +73,7 @@ def list_moe_cases() -> list[Case]:
 
 
 def _list_newer_cases() -> list[Case]:
-    """GLM-4.5, gpt-oss."""
+    """GLM-4.5, gpt-oss, MiniMax-M2."""
     glm = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
     rope = {"rope_type": "yarn", "factor": 8.0, "truncate": False, "original_max_position_embeddings": 32}
     gpt_oss = {"num_experts_per_tok": 2, "sliding_window": WINDOW, "rope_parameters": scale_rope(**rope)}
@@ -119,5 +119,21 @@ def _list_newer_cases() -> list[Case]:
             {**SMALL_HEADS, **gpt_oss, "hidden_size": 32, "intermediate_size": 64, "num_local_experts": 3},
             experts="mxfp4",
             dtype="bfloat16",
+        ),
+        Case(
+            "minimax_m2",
+            "minimax_m2",
+            "8 experts by sigmoids and a correction, norms over the whole projections of q and k, rotation of 4 of 8",
+            {
+                **SMALL_HEADS,
+                "intermediate_size": 16,
+                "num_local_experts": 8,
+                "num_experts_per_tok": 2,
+                "rope_parameters": scale_rope(rope_type="default", partial_rotary_factor=0.5),
+            },
+            ablations=(
+                {"num_experts_per_tok": 1},
+                {"rope_parameters": scale_rope(rope_type="default", partial_rotary_factor=1.0)},
+            ),
         ),
     ]

@@ -117,12 +117,13 @@ def watch_routers(model: Any) -> list[float]:
     """Returns a list to which every pass of a router adds the smallest gap between chosen and next experts."""
     gaps: list[float] = []
 
-    def watch(module: Any, _inputs: Any, outputs: Any) -> None:
+    def watch(module: Any, inputs: Any, outputs: Any) -> None:
         logits, _, experts = outputs
         scores, scale = logits.float(), 1.0
-        if hasattr(module, "e_score_correction_bias"):
-            scores, scale = scores.sigmoid() + module.e_score_correction_bias, 4.0  # a sigmoid's slope is 1/4 at most
-            if module.topk_group < module.num_group:
+        correction = getattr(module, "e_score_correction_bias", inputs[1] if len(inputs) > 1 else None)
+        if correction is not None:
+            scores, scale = scores.sigmoid() + correction, 4.0  # a sigmoid's slope is 1/4 at most
+            if getattr(module, "topk_group", 1) < getattr(module, "num_group", 1):
                 groups = scores.view(len(scores), module.num_group, -1)
                 judged = groups.topk(2, dim=-1).values.sum(-1)
                 gaps.append(scale * measure_gap(judged, module.topk_group))

@@ -26,6 +26,7 @@ CASES = [(name, "llama_gqa") for name in METHODS]
 # A fused projection, experts, experts and latents, whose sizes are no multiples of eight.
 CASES += [("fp8 blocks", "phi3"), ("compressed words", "phi3"), ("fp8 blocks", "qwen3_moe"), ("awq", "qwen3_moe")]
 CASES += [("fp8 blocks", "deepseek_v3"), ("compressed int8 channels", "deepseek_v3"), ("fp8 tensors", "mixtral")]
+CASES += [("fp8 blocks", "minimax_m2")]
 MIXED = ("fp8 blocks", "deepseek_v3")
 
 

@@ -32,6 +32,7 @@ GPT_OSS = LLAMA | {"model_type": "gpt_oss", "num_key_value_heads": 2, "num_local
 GPT_OSS |= {"dtype": "float32"}
 GLM = LLAMA | {"model_type": "glm4_moe", "num_key_value_heads": 2, "n_routed_experts": 8, "num_experts_per_tok": 2}
 GLM |= {"moe_intermediate_size": 32, "n_group": 4, "topk_group": 2}
+MINIMAX = LLAMA | {"model_type": "minimax_m2", "num_key_value_heads": 2, "num_local_experts": 8, "rotary_dim": 8}
 DEEPSEEK = {key: value for key, value in GLM.items() if key not in ("head_dim", "num_key_value_heads")}
 DEEPSEEK |= {"model_type": "deepseek_v3", "q_lora_rank": 24, "kv_lora_rank": 32, "qk_rope_head_dim": 16}
 DEEPSEEK |= {"qk_nope_head_dim": 8, "v_head_dim": 16, "attention_bias": True, "first_k_dense_replace": 0}
@@ -65,10 +66,16 @@ CASES = {
     "sinks_and_whole_experts_with_biases": (GPT_OSS, "stacked"),
     "sinks_and_biases_unrolled": (GPT_OSS, "unrolled"),
     "groups_of_experts": (GLM | {"first_k_dense_replace": 0}, "stacked"),
+    "whole_experts_and_norms_of_projections": (MINIMAX | {"num_experts_per_tok": 3}, "stacked"),
     "latents": (DEEPSEEK, "stacked"),
     "latents_of_keys_only_unrolled": (DEEPSEEK | {"q_lora_rank": None}, "unrolled"),
 }
-EXPERT_PARALLEL = ("whole_experts", "whole_experts_unrolled", "sinks_and_whole_experts_with_biases")
+EXPERT_PARALLEL = (
+    "whole_experts",
+    "whole_experts_unrolled",
+    "sinks_and_whole_experts_with_biases",
+    "whole_experts_and_norms_of_projections",
+)
 
 
 def list_split_axes(leaves: object, *, by_expert: bool) -> dict[str, int]:

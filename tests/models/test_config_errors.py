@@ -248,7 +248,7 @@ def test_heads_need_not_fill_the_hidden_size():
     mistral = json.loads((FOLDER / "mistral-7b-v0.1.json").read_text())
     mistral = {key: value for key, value in mistral.items() if key != "head_dim"} | {"num_hidden_layers": 1}
     config = parse_config(mistral | {"hidden_size": 100, "num_attention_heads": 6, "num_key_value_heads": 2})
-    assert config.attention.head_dim == 16
+    assert config.layers[0].attention.head_dim == 16
     assert weight_sources(config)["layers.0.o.weight"].shapes == ((100, 96),)
     assert weight_sources(config)["layers.0.qkv.weight"].shapes[0] == (96, 100)
 
@@ -268,7 +268,7 @@ def test_multimodal_gemma3_is_read_for_its_decoder():
     text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
     outer = {"model_type": "gemma3", "text_config": text, "vision_config": {"x": 1}, "eos_token_id": [1, 106]}
     config = parse_config(outer | {"torch_dtype": "bfloat16"})
-    assert (config.num_layers, config.vocab_size, config.attention.num_kv_heads) == (34, 262208, 4)
+    assert (config.num_layers, config.vocab_size, config.layers[0].attention.num_kv_heads) == (34, 262208, 4)
     assert (config.eos_token_ids, config.dtype) == ((1, 106), "bfloat16")
     assert refused_field(outer | {"text_config": text | {"model_type": "llama"}}) == "text_config.model_type"
     assert refused_field(outer | {"text_config": text | {"experts": 2}}) == "experts"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from jaxserve import LLM
 from jaxserve.errors import ConfigError, WeightsError
 from jaxserve.layers.moe import MoEConfig
 from jaxserve.models.decoder import fit_devices
-from jaxserve.models.registry import parse_config
+from jaxserve.models.registry import ignored_weights, parse_config
 from tests.golden_cases import GOLDENS
 
 QWEN = json.loads((GOLDENS / "qwen2_moe" / "config.json").read_text())
@@ -80,6 +81,39 @@ def test_a_config_of_glm_is_refused_by_its_key(change: dict[str, Any], field: st
     with pytest.raises(ConfigError) as caught:
         parse_config(json.loads((GOLDENS / "glm4_moe" / "config.json").read_text()) | change)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"attn_type_list": [1, 0]}, "attn_type_list"),
+        ({"attn_type_list": [1]}, "attn_type_list"),
+        ({"rotary_dim": 16, "rope_parameters": None}, "partial_rotary_factor"),
+        ({"use_qk_norm": False}, "use_qk_norm"),
+        ({"qk_norm_type": "per_head"}, "qk_norm_type"),
+        ({"use_routing_bias": False}, "use_routing_bias"),
+        ({"scoring_func": "softmax"}, "scoring_func"),
+        ({"shared_intermediate_size": 16}, "shared_intermediate_size"),
+    ],
+)
+def test_a_config_of_minimax_is_refused_by_its_key(change: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(json.loads((GOLDENS / "minimax_m2" / "config.json").read_text()) | change)
+    assert caught.value.field == field
+
+
+def test_published_minimax_configs_spell_the_rotation_in_another_way() -> None:
+    given = json.loads((GOLDENS / "minimax_m2" / "config.json").read_text())
+    published = given | {"rope_parameters": None, "rope_theta": 10000, "rotary_dim": 4}
+    assert parse_config(published) == parse_config(given)
+    assert parse_config(given | {"rotary_dim": 8}) == parse_config(given)  # as in the reference
+
+
+def test_minimax_may_have_three_layers_for_multi_token_prediction() -> None:
+    config = parse_config(json.loads((GOLDENS / "minimax_m2" / "config.json").read_text()))
+    names = [f"model.layers.{index}.eh_proj.weight" for index in range(7)]
+    unread = [any(re.fullmatch(pattern, name) for pattern in ignored_weights(config)) for name in names]
+    assert unread == [False, False, True, True, True, False, False]
 
 
 def test_the_layer_for_multi_token_prediction_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -104,17 +104,17 @@ def test_which_layers_have_experts() -> None:
     ("preset", "size"), [("deepseek-v3", 1152), ("kimi-k2", 1152), ("glm-4.7-flash", 1152), ("mistral-small-4", 640)]
 )
 def test_a_token_takes_one_row_of_a_layer(preset: str, size: int) -> None:
-    attention = parse_config(load_preset(preset)).attention
+    attention = parse_config(load_preset(preset)).layers[0].attention
     spec = KVSpec(attention.num_kv_heads, attention.head_dim, 1, "bfloat16", value_dim=attention.value_dim)
     assert page_bytes(spec) == size
 
 
 def test_yarn_is_part_of_the_scale() -> None:
     plain = 192**-0.5
-    assert parse_config(load_preset("deepseek-v3")).attention.scale == pytest.approx(
+    assert parse_config(load_preset("deepseek-v3")).layers[0].attention.scale == pytest.approx(
         plain * (0.1 * math.log(40) + 1) ** 2
     )
-    assert parse_config(load_preset("glm-4.7-flash")).attention.scale == 256**-0.5
+    assert parse_config(load_preset("glm-4.7-flash")).layers[0].attention.scale == 256**-0.5
 
 
 def test_sizes_that_divide_are_named() -> None:

@@ -34,6 +34,7 @@ PARAMETERS = {
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.2-1b": 1_235_814_400,
     "mimo-7b": 7_833_409_536 - 210_790_400,  # without its layer for multi-token prediction
+    "minimax-m2": 228_703_644_928 - 13_880_064,  # without the scales of its files
     "mistral-7b-v0.1": 7_241_732_096,
     "mistral-7b-v0.3": 7_248_023_552,
     "mistral-small-4": 118_972_826_624,  # without its eye

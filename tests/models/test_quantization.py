@@ -49,6 +49,16 @@ PUBLISHED: dict[str, tuple[dict[str, Any], MatrixFormat]] = {
         {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]},
         MatrixFormat("plain", FP8, (128, 128), "weight_scale_inv", "weight_scale"),
     ),
+    "MiniMax-M2": (
+        {
+            "activation_scheme": "dynamic",
+            "fmt": "float8_e4m3fn",
+            "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+        },
+        MatrixFormat("plain", FP8, (128, 128), "weight_scale_inv", "weight_scale"),
+    ),
     "Llama-3.1-8B-Instruct-FP8-dynamic": (
         compressed(
             "float-quantized",

@@ -36,7 +36,7 @@ def test_sizes_that_do_not_fit_are_refused_with_those_that_do():
         with pytest.raises(ConfigError, match="tensor_parallel_size"):
             fit_devices(config, size)
     for size in (1, 2, 3, 6, 12):
-        assert fit_devices(config, size).attention.num_kv_heads % size == 0
+        assert fit_devices(config, size).layers[0].attention.num_kv_heads % size == 0
 
 
 def test_an_odd_vocabulary_is_whole_on_every_device():

@@ -72,7 +72,7 @@ def test_qkv_holds_each_kv_head_with_its_queries():
 def test_expansion_repeats_each_kv_head_beside_its_queries():
     config = parse_config(TINY)
     wide = fit_devices(config, 6)
-    assert wide.attention.num_kv_heads == 6 and wide.attention.group_size == 1
+    assert wide.layers[0].attention.num_kv_heads == 6 and wide.layers[0].attention.group_size == 1
     assert param_specs(wide)["layers"][0]["qkv"]["weight"].shape == (8, 6 * 3 * 4)
     tensors = make_tensors(config, seed=1)
     source, wide_source = (weight_sources(c)["layers.0.qkv.weight"] for c in (config, wide))

@@ -62,7 +62,7 @@ def _logits(step: NullStep) -> np.ndarray:
 
 def _changes(model: NullModel) -> Iterator[tuple[str, dict[str, Any], Callable[[jax.Array], jax.Array]]]:
     """Yields the name of each leaf, the leaf and a change of its weight; queries, keys and values apart."""
-    attention = model.decoder.attention
+    attention = model.decoder.layers[0].attention
     group, heads = attention.group_size, (-1, attention.num_kv_heads, attention.group_size + 2, attention.head_dim)
 
     def scale_slots(leaf: jax.Array, slots: slice) -> jax.Array:

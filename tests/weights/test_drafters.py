@@ -207,7 +207,7 @@ def test_a_head_may_share_the_targets_head_and_have_another_size(tmp_path: Path)
 def test_a_mesh_divides_what_it_can(tmp_path: Path):
     model = read_head(tmp_path / "head")
     expanded = expand_drafter_heads(model, 4)
-    assert expanded.config.attention.num_kv_heads == 4 and expanded.shard_draft_vocab
+    assert expanded.config.layers[0].attention.num_kv_heads == 4 and expanded.shard_draft_vocab
     assert not expand_drafter_heads(dataclasses.replace(model, draft_vocab_size=23), 4).shard_draft_vocab
     with pytest.raises(ConfigError) as caught:
         expand_drafter_heads(model, 3)

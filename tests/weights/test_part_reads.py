@@ -59,7 +59,7 @@ def test_a_shard_reads_its_own_values_only(name: str) -> None:
     case = load_case(name)
     config, tensors = parse_config(case.config), read_tensors(case.path)
     specs, _ = flatten_specs(param_specs(config))
-    attention = config.attention
+    attention = config.layers[0].attention
     num_heads = attention.num_heads if attention.latent else attention.num_kv_heads
     for leaf, stored in weight_sources(config).items():
         source = stored.choose(tensors.keys())

@@ -54,7 +54,7 @@ def run_head_layer(
         return pre_norm_layer(config, kind, leaves, x, ctx)
     hidden = normalize(norm, leaves["hidden_norm"], x)
     beside = jnp.concatenate([normalize(norm, leaves["embed_norm"], embeds), hidden], axis=-1)
-    attended, pages = attend(config.attention, norm, leaves, beside, ctx)
+    attended, pages = attend(kind.attention, norm, leaves, beside, ctx)
     x = (hidden if model.norm_before_residual else x) + attended
     return x + gated_mlp(kind.mlp, leaves, normalize(norm, leaves["mlp_norm"], x), ctx), pages
 

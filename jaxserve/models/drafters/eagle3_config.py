@@ -199,8 +199,8 @@ def _build_layers(config: HFConfig, attention: AttentionConfig, target: DecoderC
     if types is not None and types != ["full_attention"] * num_layers:
         raise ConfigError(f"only full_attention is supported, not {shorten(types)}", field="layer_types", value=types)
     mlp = read_mlp(config, bias=config.flag("mlp_bias"))
-    kind = LayerKind(window=None, rope=_read_rope(config, attention.head_dim, target), mlp=mlp)
-    decoder = build_config(config, "llama", layers=(kind,) * num_layers, attention=attention)
+    kind = LayerKind(attention, window=None, rope=_read_rope(config, attention.head_dim, target), mlp=mlp)
+    decoder = build_config(config, "llama", layers=(kind,) * num_layers)
     return dataclasses.replace(
         decoder,
         dtype=target.dtype,

@@ -44,11 +44,8 @@ def parse_mtp(raw: Mapping[str, object], target: DecoderConfig) -> DrafterModel:
         raise ConfigError(
             "the checkpoint states no layer for multi-token prediction", field=key, value=shorten(raw.get(key))
         )
-    config = dataclasses.replace(
-        target,
-        layers=(dataclasses.replace(target.layers[-1], window=None),),
-        attention=dataclasses.replace(target.attention, kv_scales=None),
-    )
+    config = dataclasses.replace(target, layers=(dataclasses.replace(target.layers[-1], window=None),))
+    config = config.change_attention(lambda attention: dataclasses.replace(attention, kv_scales=None))
     return DrafterModel(
         method="mtp",
         config=config,

@@ -81,7 +81,7 @@ def _name_method(settings: object) -> str:
 
 def _read_fp8(settings: Settings) -> Iterator[tuple[Targets, MatrixFormat | None]]:
     """Yields the rules of transformers' and DeepSeek's FP8."""
-    _require(settings, "fmt", "e4m3", None)
+    _require(settings, "fmt", "e4m3", _FP8, None)
     _require(settings, "activation_scheme", "dynamic", "static", None)
     yield _list_names(settings, "modules_to_not_convert", "ignored_layers"), None
     block, rows = _read_block(settings, "weight_block_size"), settings.get("activation_scheme") is not None
