@@ -210,8 +210,8 @@ def _to_words(values: np.ndarray, bits: int) -> np.ndarray:
     return joined.astype(np.uint32).view(np.int32)
 
 
-def compressed(form: str, weights: Mapping[str, Any]) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": dict(weights), "input_activations": None}
+def compressed(form: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": dict(weights), "input_activations": inputs}
     ignore = ["lm_head", "re:.*mlp.gate$"]
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}, "ignore": ignore}
 
@@ -226,6 +226,9 @@ _FLOATS = {"num_bits": 8, "type": "float", "symmetric": True}
 _GPTQ = {"quant_method": "gptq", "desc_act": False, "checkpoint_format": "gptq"}
 _AWQ = {"quant_method": "awq", "version": "gemm", "zero_point": True, "bits": 4, "group_size": 8}
 _AUTO = {"quant_method": "auto-round", "data_type": "int", "bits": 4, "group_size": 16}
+
+BOTH_SIDES = "compressed int8 channels and activations"
+"""The method whose products are not those of the matrix that its files stand for: rows are rounded, too."""
 
 METHODS: dict[str, Method] = {
     "fp8 blocks": Method(_FP8 | {"weight_block_size": [16, 16]}, fp8(16, 16, "weight_scale_inv")),
@@ -253,6 +256,9 @@ METHODS: dict[str, Method] = {
         compressed("naive-quantized", _FLOATS | {"strategy": "tensor"}), fp8(None, None, "weight_scale")
     ),
     "compressed int8 channels": Method(compressed("int-quantized", _ints(8, None)), int8(1)),
+    BOTH_SIDES: Method(
+        compressed("int-quantized", _ints(8, None), {"num_bits": 8, "type": "int", "strategy": "token"}), int8(1)
+    ),
     "compressed int8 tensors": Method(compressed("int-quantized", _ints(8, None, strategy="tensor")), int8(None)),
     "compressed int8 with zeros": Method(
         compressed("int-quantized", _ints(8, None, symmetric=False)), int8(1, zeros=True)

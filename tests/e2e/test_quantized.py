@@ -17,12 +17,12 @@ from jaxserve.sharding import DEFAULT_RULES, make_mesh
 from jaxserve.weights import load_safetensors
 from tests.e2e.helpers import ROOT, LogitsRecorder, generate_ids, greedy, make_llm, run_on_devices
 from tests.golden_cases import load_case
-from tests.quantized_files import METHODS, Method, compressed, fp8, write_quantized
+from tests.quantized_files import BOTH_SIDES, METHODS, Method, compressed, fp8, write_quantized
 
 RELATIVE = 1e-4  # of the largest logit
 THOROUGH = [pytest.mark.slow, pytest.mark.thorough]
 QUICK = ("fp8 blocks", "compressed int8 channels", "gptq in order", "awq")
-CASES = [(name, "llama_gqa") for name in METHODS]
+CASES = [(name, "llama_gqa") for name in METHODS if name != BOTH_SIDES]
 # A fused projection, experts, experts and latents, whose sizes are no multiples of eight.
 CASES += [("fp8 blocks", "phi3"), ("compressed words", "phi3"), ("fp8 blocks", "qwen3_moe"), ("awq", "qwen3_moe")]
 CASES += [("fp8 blocks", "deepseek_v3"), ("compressed int8 channels", "deepseek_v3"), ("fp8 tensors", "mixtral")]
@@ -67,6 +67,8 @@ def test_equal_to_the_numbers_that_files_stand_for(method: str, case: str, tmp_p
             [
                 ("gptq in order", "llama_mha"),
                 ("compressed words with zeros", "llama_gqa"),
+                ("modelopt nvfp4", "llama_gqa"),
+                (BOTH_SIDES, "llama_mha"),
                 ("compressed int8 channels", "qwen3_moe"),
                 ("awq", "qwen3_moe"),
                 ("fp8 blocks", "deepseek_v3"),
