@@ -110,7 +110,8 @@ def test_every_kv_group_is_tested_once(tiny: Path, monkeypatch: pytest.MonkeyPat
         shapes = make_tiny_shapes(tiny)
         (kind,) = shapes.model.layers
         kinds = tuple(dataclasses.replace(kind, window=window) for window in (32, None, 32))
-        shapes = dataclasses.replace(shapes, model=dataclasses.replace(shapes.model, layers=kinds))
+        model = dataclasses.replace(shapes.model, layers=kinds)
+        shapes = dataclasses.replace(shapes, model=model, specs=shapes.specs * 2)
         assert confirm_attention(shapes, jax.devices()[0]) is shapes
     assert seen == [None, 32]
 
