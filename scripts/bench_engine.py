@@ -67,11 +67,9 @@ def streamed_bytes(llm: LLM, num_tokens: int) -> float:
 def step_limit(llm: LLM, limits: DeviceLimits, batch: int, context: int) -> float:
     """Returns the least seconds of a step on one device, by the module's formula."""
     weights = streamed_bytes(llm, batch)
-    model, spec = llm.ready.shapes.model, llm.ready.plan.spec
-    token_bytes = page_bytes(spec) / spec.page_size
-    keys = count_keys(llm, context)
+    model = llm.ready.shapes.model
     matmuls = max(weights / limits.bytes_per_second, 2 * sum(count_weights(model)) * batch / limits.flops_per_second)
-    return matmuls + batch * keys * token_bytes / limits.bytes_per_second
+    return matmuls + batch * count_key_bytes(llm, context) / limits.bytes_per_second
 
 
 def make_requests(llm: LLM, batch: int, context: int, steps: int) -> Iterator[Request]:
@@ -107,7 +105,7 @@ def measure(llm: LLM, limits: DeviceLimits, batch: int, context: int, steps: int
 def describe_decode(llm: LLM, point: Point) -> StepWork:
     """Returns what a measured decode step had to do, padding included."""
     bucket = llm.ready.shapes.buckets.find(point.batch, point.batch)
-    return _describe(llm, bucket, point.batch * count_keys(llm, point.context), 0, point.seconds)
+    return _describe(llm, bucket, point.batch * count_key_bytes(llm, point.context), 0, point.seconds)
 
 
 def measure_prompts(llm: LLM, steps: int) -> StepWork:
@@ -127,38 +125,42 @@ def measure_prompts(llm: LLM, steps: int) -> StepWork:
         seconds = time.perf_counter() - start
     done = engine.runner.counts.steps - started
     assert set(done) == {bucket}, f"other steps than {bucket} ran: {done}"
-    return _describe(llm, bucket, count_keys(llm, length), length * (length + 1) // 2, seconds / done.total())
+    return _describe(llm, bucket, count_key_bytes(llm, length), length * (length + 1) // 2, seconds / done.total())
 
 
-def _describe(llm: LLM, bucket: Bucket, num_keys: int, num_pairs: int, seconds: float) -> StepWork:
-    """Returns the work of a step that reads so many keys of a layer and computes so many pairs of query and key."""
-    model, spec = llm.ready.shapes.model, llm.ready.plan.spec
+def _describe(llm: LLM, bucket: Bucket, key_bytes: float, num_pairs: int, seconds: float) -> StepWork:
+    """Returns the work of a step that reads so many bytes of pages and computes so many pairs of query and key."""
+    model = llm.ready.shapes.model
     layers, head = count_weights(model)
-    pair_operations = 2 * model.layers[0].attention.num_heads * (spec.head_dim + spec.out_dim) * model.num_layers
+    pair_operations = sum(
+        2 * len(group.layers) * group.heads.num_heads * (spec.head_dim + spec.out_dim)
+        for group, spec in zip(model.kv_groups, llm.ready.plan.specs, strict=True)
+    )
     operations = 2 * (layers * bucket.tokens + head * bucket.rows) + pair_operations * num_pairs
-    key_bytes = page_bytes(spec) / spec.page_size
-    return StepWork(streamed_bytes(llm, bucket.tokens), float(operations), num_keys * key_bytes, bucket.rows, seconds)
+    return StepWork(streamed_bytes(llm, bucket.tokens), float(operations), key_bytes, bucket.rows, seconds)
 
 
-def count_keys(llm: LLM, context: int) -> int:
-    """Returns the keys that a query at the end of `context` tokens sees, in all layers together."""
-    groups = llm.ready.shapes.model.kv_groups
-    return sum(len(group.layers) * min(context, group.window or context) for group in groups)
+def count_key_bytes(llm: LLM, context: int) -> float:
+    """Returns the bytes of what a query at the end of `context` tokens sees, in all layers together."""
+    groups = zip(llm.ready.shapes.model.kv_groups, llm.ready.plan.specs, strict=True)
+    return sum(
+        len(group.layers) * min(context, group.window or context) * page_bytes(spec) / spec.page_size
+        for group, spec in groups
+    )
 
 
 def can_hold(llm: LLM, batch: int, context: int, steps: int) -> bool:
     """Whether the pools hold the batch to the end of the measurement."""
-    spec, tokens = llm.ready.plan.spec, context + 2 * steps + 2 * _SETTLE + batch
-    pages = batch * (-(-tokens // spec.page_size) + 1)
+    tokens = context + 2 * steps + 2 * _SETTLE + batch
+    pages = batch * (-(-tokens // llm.ready.plan.page_size) + 1)
     return pages < min(llm.ready.plan.num_pages) and tokens <= llm.ready.shapes.model.max_model_len
 
 
 def print_points(console: Console, llm: LLM, limits: DeviceLimits, points: list[Point], skipped: list[str]) -> None:
     shapes = llm.ready.shapes
-    spec = llm.ready.plan.spec
     title = (
         f"{shapes.model.family} {streamed_bytes(llm, _MANY) / 1e9:.2f} GB of weights, {shapes.model.dtype}, "
-        f"KV {spec.dtype}, "
+        f"KV {llm.ready.plan.specs[0].dtype}, "
         f"{shapes.impl} on {limits.device}: {limits.bytes_per_second / 1e12:.2f} TB/s, "
         f"{limits.flops_per_second / 1e12:.1f} TFLOP/s"
     )

@@ -126,7 +126,7 @@ def measure_model(model: str, length: int, repeats: int, **options: Any) -> list
     for prompt in turns:
         first_token(prompt)
     loaded = [first_token(turns[index % 4]) for index in range(repeats)]
-    assert all(cached >= length - 2 * ready.plan.spec.page_size for _, cached in loaded), "the pool held a whole turn"
+    assert all(cached >= length - 2 * ready.plan.page_size for _, cached in loaded), "the pool held a whole turn"
     miss, hit = statistics.median(computed), statistics.median(seconds for seconds, _ in loaded)
     return [
         ("device to host", f"{figures.bytes_per_token / figures.save_seconds / 1e9:.2f} GB/s"),

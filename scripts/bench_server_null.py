@@ -95,7 +95,7 @@ def install(seconds: float, rows: int) -> None:
     def start_runner(shapes: Shapes, *_: Any, **__: Any) -> tuple[Any, Any]:
         pages = 1 + rows * shapes.state.pages_per_row
         plan = startup.plan_cache(
-            shapes.model, spec=shapes.spec, max_chunk=rows, num_devices=1, budget=0, override=pages
+            shapes.model, specs=shapes.specs, max_chunk=rows, num_devices=1, budget=0, override=pages
         )
         return SlowDevice(seconds), plan
 

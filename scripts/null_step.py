@@ -103,7 +103,7 @@ def make_step(model: NullModel, rows: int, position: int) -> NullStep:
     assert scheduler.max_num_batched_tokens is not None  # resolved
     plan = plan_cache(
         shapes.model,
-        spec=shapes.spec,
+        specs=shapes.specs,
         max_chunk=scheduler.max_num_batched_tokens,
         num_devices=1,
         budget=0,
@@ -129,7 +129,7 @@ def _make_shapes(options: dict[str, Any], max_num_seqs: int) -> Shapes:
     decoder = resolve_model(config, locate_model(config.model))
     decoder = decoder.with_max_model_len(min(_MAX_MODEL_LEN, decoder.max_supported_len))
     shapes = make_shapes(config, decoder, device.platform, device.device_kind)
-    return replace(shapes, impl=IMPL, spec=replace(shapes.spec, layout="plain"))
+    return replace(shapes, impl=IMPL, specs=tuple(replace(spec, layout="plain") for spec in shapes.specs))
 
 
 def _pack(layout: InputLayout, rows: int, position: int, vocab_size: int) -> np.ndarray:

@@ -32,7 +32,7 @@ class EngineView:
             "block_size": shapes.config.cache.page_size,
             "num_gpu_blocks": num_pages - 1,
             "num_host_pages": max(pool.num_slots for pool in self._ready.engine.scheduler.pages.host.pools),
-            "dtype": shapes.spec.dtype,
+            "dtype": shapes.specs[0].dtype,
             "enable_prefix_caching": shapes.config.cache.enable_prefix_caching,
         }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +58,15 @@ class QueryGrowth:
     length: int
 
 
+class HeadShape(NamedTuple):
+    """What layers have in common that share a page table, beside a window. `value_dim` is that of latents."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int | None
+
+
 @dataclass(frozen=True)
 class AttentionConfig:
     """`num_kv_heads` counts stored heads: each KV head of the checkpoint is stored `kv_repeats` times.
@@ -84,6 +93,11 @@ class AttentionConfig:
     def value_dim(self) -> int | None:
         """The numbers of a stored row that are its value, if a row is key and value."""
         return None if self.latent is None else self.latent.rank
+
+    @property
+    def heads(self) -> HeadShape:
+        """The numbers that its pages and kernels depend on."""
+        return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim)
 
     @property
     def group_size(self) -> int:

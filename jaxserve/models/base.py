@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxserve.errors import ConfigError
-from jaxserve.layers.attention import AttentionConfig
+from jaxserve.layers.attention import AttentionConfig, HeadShape
 from jaxserve.layers.context import LayerContext
 from jaxserve.layers.embedding import EmbeddingConfig
 from jaxserve.layers.mlp import MLPConfig
@@ -106,6 +106,7 @@ class KVGroup:
 
     layers: tuple[int, ...]
     window: int | None
+    heads: HeadShape
 
 
 @dataclass(frozen=True)
@@ -190,12 +191,18 @@ class DecoderConfig:
 
     @functools.cached_property
     def kv_groups(self) -> tuple[KVGroup, ...]:
-        """Groups of layers with equal windows, full attention first, then by growing window."""
-        ordered = sorted(set(self.windows), key=lambda window: 0 if window is None else window)
-        return tuple(
-            KVGroup(layers=tuple(i for i, w in enumerate(self.windows) if w == window), window=window)
-            for window in ordered
-        )
+        """Groups of layers with equal windows and heads, full attention first, then by growing window."""
+        found: dict[tuple[int | None, HeadShape], list[int]] = {}
+        for index, kind in enumerate(self.layers):
+            found.setdefault((self.windows[index], kind.attention.heads), []).append(index)
+        groups = [KVGroup(tuple(layers), window, heads) for (window, heads), layers in found.items()]
+        return tuple(sorted(groups, key=lambda group: 0 if group.window is None else group.window))
+
+    @functools.cached_property
+    def layer_groups(self) -> tuple[int, ...]:
+        """For each layer, the index of its KV group."""
+        index_of = {layer: index for index, group in enumerate(self.kv_groups) for layer in group.layers}
+        return tuple(index_of[layer] for layer in range(self.num_layers))
 
     def change_attention(self, change: Callable[[AttentionConfig], AttentionConfig]) -> DecoderConfig:
         """Returns the config with the attention of every layer replaced by what `change` makes of it."""
@@ -263,7 +270,7 @@ Stream = Float[Array, "T D"]
 """The residual stream: what a layer reads, and adds to."""
 
 Layer = Callable[[DecoderConfig, LayerKind, Leaves, Stream, LayerContext], tuple[Stream, jax.Array]]
-"""One layer; returns the residual stream and the KV pool."""
+"""One layer; returns the residual stream and the KV pool of its pages."""
 
 
 PREDICTION_LAYER = (r"model\.layers\.{num_layers}\..*",)

@@ -24,15 +24,24 @@ from jaxserve.models.base import DecoderConfig, LayerKind
 from jaxserve.models.registry import FAMILIES
 from pallas_kernels.spec import BatchMeta
 
+Pools = tuple[jax.Array, ...]
+"""The KV pools of a model, [num_pages, 2K, page_size, H] each."""
+
 _MAX_DEVICES = 64  # largest tensor parallel size that an error suggests
 
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """Per layer: its first page in the pool, and the index of its KV group."""
+    """Per layer: its first page in its pool, and the index of its KV group. Per KV group: the index of its pool."""
 
     page_offsets: tuple[int, ...]
     groups: tuple[int, ...]
+    pools: tuple[int, ...]
+
+    @property
+    def num_pools(self) -> int:
+        """Pools of the model."""
+        return max(self.pools) + 1
 
     def list_offsets(self, group: int) -> tuple[int, ...]:
         """Returns the first page of each layer of a KV group."""
@@ -43,39 +52,41 @@ def forward(
     config: DecoderConfig,
     params: Mapping[str, Any],
     token_ids: Int[Array, " T"],
-    kv_pages: jax.Array,  # [num_pages, 2K, page_size, H]
+    pools: Pools,
     batches: tuple[BatchMeta, ...],  # one per KV group
     *,
     layout: CacheLayout,
     mesh: Mesh | None,
     aux_layers: tuple[int, ...] = (),
-) -> tuple[Float[Array, "T D"], jax.Array, Float[Array, "T AD"] | None]:
-    """Runs all layers over one step's flat tokens, writing their K and V into the pool.
+) -> tuple[Float[Array, "T D"], Pools, Float[Array, "T AD"] | None]:
+    """Runs all layers over one step's flat tokens, writing their K and V into the pools.
 
     `params` is a runtime tree (layers/stack.py) of `config.dtype`, sharded by its specs if there is a mesh. Returns
-    the residual stream *before* the final norm, the pool and, for a drafter, the residual stream before each layer of
+    the residual stream *before* the final norm, the pools and, for a drafter, the residual stream before each layer of
     `aux_layers` (ascending; the number of layers means after the last), side by side: [T, A * D], None without any.
     """
     layer = FAMILIES[config.family].layer
     x = embed_tokens(config.embedding, params["embed"], token_ids)
-    captured = []
+    captured, written = [], list(pools)
     ropes = {kind.rope for kind in config.layers} - {None}
     tables = {rope: rotary_table(rope, batches[0].positions, config.max_model_len) for rope in ropes}
     for index, kind in enumerate(config.layers):
         if index in aux_layers:
             captured.append(x)
+        group = layout.groups[index]
+        pool = layout.pools[group]
         ctx = LayerContext(
             mesh=mesh,
             rotary=tables.get(kind.rope),
-            batch=batches[layout.groups[index]],
-            kv_pages=kv_pages,
+            batch=batches[group],
+            kv_pages=written[pool],
             page_offset=layout.page_offsets[index],
             window=config.windows[index],
         )
-        x, kv_pages = layer(config, kind, params["layers"][index], x, ctx)
+        x, written[pool] = layer(config, kind, params["layers"][index], x, ctx)
     if config.num_layers in aux_layers:
         captured.append(x)
-    return x, kv_pages, jnp.concatenate(captured, axis=-1) if captured else None
+    return x, tuple(written), jnp.concatenate(captured, axis=-1) if captured else None
 
 
 def compute_logits(

@@ -219,15 +219,14 @@ def compile_remember(model: StepModel, inputs: ProgramInputs) -> Any:
 def compile_read_pages(model: StepModel, inputs: ProgramInputs, group: int) -> Any:
     """Compiles the program that reads pages of a KV group, to be saved on the host."""
     page = inputs.host_memory.pages[group]
-    jitted = jax.jit(
-        functools.partial(read_pages, offsets=model.layout.list_offsets(group)), out_shardings=page.sharding
-    )
+    step = functools.partial(read_pages, pool=model.layout.pools[group], offsets=model.layout.list_offsets(group))
+    jitted = jax.jit(step, out_shardings=page.sharding)
     return jitted.lower(inputs.cache, inputs.spec((COPY_PAGES,), jnp.int32)).compile()
 
 
 def compile_write_pages(model: StepModel, inputs: ProgramInputs, group: int) -> Any:
     """Compiles the program that writes pages of a KV group, loaded from the host."""
-    step = functools.partial(write_pages, offsets=model.layout.list_offsets(group))
+    step = functools.partial(write_pages, pool=model.layout.pools[group], offsets=model.layout.list_offsets(group))
     jitted = jax.jit(step, donate_argnums=(0,), out_shardings=_shardings(inputs.cache))
     pages = (inputs.host_memory.pages[group],) * COPY_PAGES
     return jitted.lower(inputs.cache, inputs.spec((COPY_PAGES,), jnp.int32), pages).compile()

@@ -15,7 +15,7 @@ from jaxserve.speculation import LookupState
 if TYPE_CHECKING:
     from jax.sharding import Sharding
 
-KVCache = tuple[jax.Array, ...]  # pools [layers * num_pages, 2K, page_size, H]
+KVCache = tuple[jax.Array, ...]  # pools [pages of their layers, 2K, page_size, H]: the model's, then a drafter's
 
 
 @flax.struct.dataclass

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxserve.models.decoder import Pools
 from jaxserve.models.drafters.passes import catch_up, draft_logits, expand_logits, map_drafts, run_pass
 from jaxserve.runtime.batches import bound_pages, prepare_batches
 from jaxserve.runtime.buckets import Bucket
@@ -58,13 +58,14 @@ def draft_tokens(
         shapes=head.shapes,
         impl=head.impl,
     )
-    target, pool = (target_params, model.config), cache[1]
+    count = model.layout.num_pools
+    target, pools = (target_params, model.config), cache[count:]
     inputs = _shift(tokens, selected, ids) if drafter.takes_next else tokens.token_ids
-    states, pool = catch_up(
-        drafter, params, *target, tokens.aux, inputs, pool, batches, layout=head.layout, mesh=model.mesh
+    states, pools = catch_up(
+        drafter, params, *target, tokens.aux, inputs, pools, batches, layout=head.layout, mesh=model.mesh
     )
     if num_drafts == 0:
-        return (cache[0], pool), rows, None
+        return (*cache[:count], *pools), rows, None
 
     computed = rows.num_computed[selected.row_ids]
     last = tokens.query_start_loc[1:] - 1 + computed - tokens.seq_lens  # where the row's run ended
@@ -78,10 +79,10 @@ def draft_tokens(
         sampling=replace(selected, sampling=selected.sampling[few]),
     )
     first = states[jnp.maximum(last, 0)[few]]
-    drafts, pool = _draft_along(chain, first, pool, target_params, params, model=model, num_drafts=num_drafts)
+    drafts, pools = _draft_along(chain, first, pools, target_params, params, model=model, num_drafts=num_drafts)
     drafts = jnp.pad(drafts, ((0, 0), (0, most - num_drafts)), constant_values=NO_DRAFT)
     rows, drafts = set_drafts(rows, selected.row_ids, jnp.where(is_open[few, None], drafts, NO_DRAFT))
-    return (cache[0], pool), rows, drafts
+    return (*cache[:count], *pools), rows, drafts
 
 
 class _Chain(NamedTuple):
@@ -96,21 +97,21 @@ class _Chain(NamedTuple):
 def _draft_along(
     chain: _Chain,
     states: Float[Array, "P D"],
-    pool: jax.Array,
+    pools: Pools,
     target_params: Any,
     params: Any,
     *,
     model: StepModel,
     num_drafts: int,
-) -> tuple[Int[Array, "P K"], jax.Array]:
-    """Returns the drafts after `states`, those of each row's last computed token, and the pool."""
+) -> tuple[Int[Array, "P K"], Pools]:
+    """Returns the drafts after `states`, those of each row's last computed token, and the pools."""
     assert model.drafting is not None and model.drafting.head is not None
     head, count = model.drafting.head, len(chain.computed)
     drafter = head.model
     choose = _make_choice(params, target_params, chain.sampling, model)
 
-    def draft_next(carry: tuple[Array, Array, Array], index: Array) -> tuple[tuple[Array, Array, Array], Array]:
-        pool, state, token = carry
+    def draft_next(carry: tuple[Pools, Array, Array], index: Array) -> tuple[tuple[Pools, Array, Array], Array]:
+        pools, state, token = carry
         batches = prepare_batches(
             chain.tables,
             chain.computed + index,
@@ -122,18 +123,18 @@ def _draft_along(
             impl=head.impl,
         )
         target = target_params, model.config
-        state, pool = run_pass(
-            drafter, params, *target, state, token, pool, batches, layout=head.layout, mesh=model.mesh
+        state, pools = run_pass(
+            drafter, params, *target, state, token, pools, batches, layout=head.layout, mesh=model.mesh
         )
         token = choose(state, chain.computed + index + drafter.takes_next)
-        return (pool, state, token), token
+        return (pools, state, token), token
 
     # The catch-up pass of a head has drafted; a draft model has yet to compute the sampled token.
     first = [choose(states, chain.computed + 1)] if drafter.takes_next else []
     token = first[0] if first else chain.last_token
     passes = jnp.arange(1, drafter.count_passes(num_drafts) + 1, dtype=jnp.int32)
-    (pool, _, _), later = lax.scan(draft_next, (pool, states, token), passes)
-    return jnp.concatenate([*(each[:, None] for each in first), later.T], axis=1), pool
+    (pools, _, _), later = lax.scan(draft_next, (pools, states, token), passes)
+    return jnp.concatenate([*(each[:, None] for each in first), later.T], axis=1), pools
 
 
 def _shift(tokens: StepTokens, selected: SampleInputs, ids: Int[Array, "S W"]) -> Int[Array, " T"]:

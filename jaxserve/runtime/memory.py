@@ -11,7 +11,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxserve.errors import CapacityError
 from jaxserve.models.base import DecoderConfig, KVGroup, ParamSpec
@@ -48,22 +47,26 @@ class DeviceUse:
 
 @dataclass(frozen=True)
 class DrafterPages:
-    """The pages of a drafter's layers. They have the ids of the model's pages, in a pool of their own."""
+    """The pages of a drafter's layers. They have the ids of the model's pages, in pools of their own."""
 
-    spec: KVSpec  # K counts the whole drafter's heads
+    specs: tuple[KVSpec, ...]  # per KV group of the drafter; K counts the whole drafter's heads
     layer_groups: tuple[int, ...]  # per layer, its KV group among the drafter's
     sources: tuple[int, ...]  # per KV group of the drafter, the model's whose page table it reads
 
-    def count_layers(self, group: int) -> int:
-        """Returns how many layers use the page table of one of the model's KV groups."""
-        return sum(self.sources[each] == group for each in self.layer_groups)
+    def page_bytes(self, group: int) -> int:
+        """Returns the bytes of all layers beside a page of one of the model's KV groups."""
+        return sum(page_bytes(self.specs[each]) for each in self.layer_groups if self.sources[each] == group)
+
+    def count_pages(self, num_pages: Sequence[int]) -> list[int]:
+        """Returns the pages of each layer of its KV groups, where the model's have `num_pages`."""
+        return [num_pages[source] for source in self.sources]
 
 
 @dataclass(frozen=True)
 class CachePlan:
     """The layout of the KV pools. All devices have the same pages, each with its share of the KV heads."""
 
-    spec: KVSpec  # K counts the whole model's heads
+    specs: tuple[KVSpec, ...]  # per KV group; K counts the whole model's heads
     num_pages: tuple[int, ...]  # per KV group, the null page included
     layout: CacheLayout
     num_devices: int
@@ -71,12 +74,21 @@ class CachePlan:
 
     @property
     def pools(self) -> tuple[tuple[KVSpec, int], ...]:
-        """The spec and the pages of each pool: that of the model's layers, and a drafter's."""
-        pools = [(self.spec, sum(self.num_pages[group] for group in self.layout.groups))]
-        if self.drafter is not None:
-            sources = (self.drafter.sources[group] for group in self.drafter.layer_groups)
-            pools.append((self.drafter.spec, sum(self.num_pages[group] for group in sources)))
-        return tuple(pools)
+        """The spec and the pages of each pool: those of the model's layers, then a drafter's."""
+        return (*_sum_pools(self.specs, self.num_pages, self.layout.groups), *self.drafter_pools)
+
+    @property
+    def drafter_pools(self) -> tuple[tuple[KVSpec, int], ...]:
+        """The same of a drafter's pools alone."""
+        if self.drafter is None:
+            return ()
+        counts = self.drafter.count_pages(self.num_pages)
+        return _sum_pools(self.drafter.specs, counts, self.drafter.layer_groups)
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page, in every group."""
+        return self.specs[0].page_size
 
     @property
     def pool_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -91,13 +103,12 @@ class CachePlan:
     def drafter_layout(self) -> CacheLayout:
         """Where the pages of the drafter's layers lie."""
         assert self.drafter is not None
-        groups = self.drafter.layer_groups
-        return _lay_out([self.num_pages[self.drafter.sources[group]] for group in groups], groups)
+        return _lay_out(self.drafter.specs, self.drafter.count_pages(self.num_pages), self.drafter.layer_groups)
 
     def require_whole(self, config: DecoderConfig, max_chunk: int) -> None:
         """Raises CapacityError if a group has fewer pages than a sequence of `config.max_model_len` tokens needs."""
         for group, count in zip(config.kv_groups, self.num_pages, strict=True):
-            need = _pages_of_sequence(group, config.max_model_len, self.spec.page_size, max_chunk)
+            need = _pages_of_sequence(group, config.max_model_len, self.page_size, max_chunk)
             if count - 1 < need:
                 message = (
                     f"a request reserves all pages that it may need, which for max_model_len={config.max_model_len} "
@@ -109,7 +120,7 @@ class CachePlan:
 def plan_cache(
     config: DecoderConfig,
     *,
-    spec: KVSpec,
+    specs: Sequence[KVSpec],
     max_chunk: int,
     num_devices: int,
     budget: int,
@@ -121,7 +132,7 @@ def plan_cache(
     """Divides `budget` bytes per device among the KV groups, so that each holds the same number of full sequences.
 
     Args:
-        spec: pages of the whole model.
+        specs: pages of each group, for the whole model.
         max_sequences: the pools hold no more full sequences.
         override: pages of the group that needs most, whatever the budget; windowed groups hold at least one sequence.
         num_pages: pages of each group, whatever the other arguments.
@@ -130,11 +141,11 @@ def plan_cache(
     Raises:
         CapacityError: no sequence of `config.max_model_len` tokens fits; says which length would.
     """
-    needs = [_pages_of_sequence(group, config.max_model_len, spec.page_size, max_chunk) for group in config.kv_groups]
-    page_costs = [len(group.layers) * page_bytes(spec) // num_devices for group in config.kv_groups]
+    size, pairs = specs[0].page_size, list(zip(config.kv_groups, specs, strict=True))
+    needs = [_pages_of_sequence(group, config.max_model_len, size, max_chunk) for group in config.kv_groups]
+    page_costs = [len(group.layers) * page_bytes(spec) // num_devices for group, spec in pairs]
     if drafter is not None:
-        beside = page_bytes(drafter.spec) // num_devices
-        page_costs = [cost + drafter.count_layers(group) * beside for group, cost in enumerate(page_costs)]
+        page_costs = [cost + drafter.page_bytes(group) // num_devices for group, cost in enumerate(page_costs)]
     sequence_cost = sum(need * cost for need, cost in zip(needs, page_costs, strict=True))
     if num_pages is not None:
         counts = list(num_pages)
@@ -151,15 +162,28 @@ def plan_cache(
         if max_sequences is not None:
             sequences = min(sequences, float(max_sequences))
         counts = [max(need, _round_down(int(need * sequences))) + 1 for need in needs]
-    group_of = {layer: g for g, group in enumerate(config.kv_groups) for layer in group.layers}
-    groups = tuple(group_of[layer] for layer in range(config.num_layers))
-    layout = _lay_out([counts[group] for group in groups], groups)
-    return CachePlan(spec, tuple(counts), layout, num_devices, drafter)
+    layout = _lay_out(specs, counts, config.layer_groups)
+    return CachePlan(tuple(specs), tuple(counts), layout, num_devices, drafter)
 
 
-def _lay_out(num_pages: Sequence[int], groups: tuple[int, ...]) -> CacheLayout:
-    """Returns the layout of layers with so many pages, one behind the other."""
-    return CacheLayout(page_offsets=tuple(np.cumsum([0, *num_pages])[:-1].tolist()), groups=groups)
+def _lay_out(specs: Sequence[KVSpec], num_pages: Sequence[int], groups: tuple[int, ...]) -> CacheLayout:
+    """Returns the layout of layers of these groups, where groups of equal specs share a pool, layer behind layer."""
+    index_of = {spec: index for index, spec in enumerate(dict.fromkeys(specs))}
+    ends, offsets = dict.fromkeys(specs, 0), []
+    for group in groups:
+        offsets.append(ends[specs[group]])
+        ends[specs[group]] += num_pages[group]
+    return CacheLayout(tuple(offsets), groups, tuple(index_of[spec] for spec in specs))
+
+
+def _sum_pools(
+    specs: Sequence[KVSpec], num_pages: Sequence[int], groups: tuple[int, ...]
+) -> tuple[tuple[KVSpec, int], ...]:
+    """Returns the spec and the pages of each pool of `_lay_out`."""
+    totals = dict.fromkeys(specs, 0)
+    for group in groups:
+        totals[specs[group]] += num_pages[group]
+    return tuple(totals.items())
 
 
 def device_memory_bytes(device: jax.Device) -> int | None:

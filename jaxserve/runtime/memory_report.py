@@ -118,7 +118,7 @@ def _print_table(name: str, shapes: Shapes, memory: int, limit: int | None, use:
     Console(highlight=False).print(source)
     size = shapes.config.cache.kv_offloading_size
     if size is not None:
-        tokens = count_slots(size, shapes.spec, shapes.model.kv_groups) * shapes.spec.page_size
+        tokens = count_slots(size, shapes.specs, shapes.model.kv_groups) * shapes.page_size
         Console(highlight=False).print(f"Host KV tier: {size:g} GiB of host memory keep {tokens:,} tokens more.")
 
 
@@ -133,7 +133,7 @@ def _print_uses(name: str, shapes: Shapes, memory: int, use: DeviceUse, plan: Ca
     if plan is None:
         table.add_row("total", f"{use.total / GIB:.3f}", f"without the KV pages, which do not fit: {length} tokens")
     else:
-        tokens = (plan.num_pages[0] - 1) * plan.spec.page_size
+        tokens = (plan.num_pages[0] - 1) * plan.page_size
         total = use.total + plan.bytes_per_device
         table.add_row("total", f"{total / GIB:.3f}", f"{tokens:,} tokens of KV, {length}")
     Console(highlight=False).print(table)
@@ -158,14 +158,14 @@ def _list_uses(shapes: Shapes, use: DeviceUse) -> list[tuple[str, int, str]]:
 
 def _list_pages(shapes: Shapes, plan: CachePlan) -> list[tuple[str, int, str]]:
     """Returns (part, bytes, details) of each KV group's pages."""
-    rows, spec = [], plan.spec
-    for pages, group in zip(plan.num_pages, shapes.model.kv_groups, strict=True):
+    rows = []
+    for pages, group, spec in zip(plan.num_pages, shapes.model.kv_groups, plan.specs, strict=True):
         cost = pages * len(group.layers) * page_bytes(spec) // plan.num_devices
         window = "" if group.window is None else f", window {group.window}"
         what = f"{pages:,} pages of {spec.page_size} tokens, {len(group.layers)} layers{window}, {spec.dtype}"
         rows.append(("KV pages", cost, what))
     if plan.drafter is not None:
-        beside = plan.drafter.spec
-        cost = plan.pools[1][1] * page_bytes(beside) // plan.num_devices
-        rows.append(("KV pages", cost, f"of {len(plan.drafter.layer_groups)} drafter layers, {beside.dtype}"))
+        cost = sum(pages * page_bytes(spec) // plan.num_devices for spec, pages in plan.drafter_pools)
+        dtype = plan.drafter.specs[0].dtype
+        rows.append(("KV pages", cost, f"of {len(plan.drafter.layer_groups)} drafter layers, {dtype}"))
     return rows

@@ -33,18 +33,19 @@ Slot = tuple[int, int]  # (group, slot)
 GetProgram = Callable[[str, int], Any]  # (kind, KV group) -> the program
 
 
-def read_pages(cache: KVCache, page_ids: Int[jax.Array, " C"], *, offsets: tuple[int, ...]) -> Pages:
-    """Returns pages of a KV group whose layers begin at `offsets` in the pool."""
-    (pool,) = cache
+def read_pages(cache: KVCache, page_ids: Int[jax.Array, " C"], *, pool: int, offsets: tuple[int, ...]) -> Pages:
+    """Returns pages of a KV group whose layers begin at `offsets` in a pool."""
     first = jnp.array(offsets, jnp.int32)
-    return tuple(pool[page_ids[index] + first] for index in range(COPY_PAGES))
+    return tuple(cache[pool][page_ids[index] + first] for index in range(COPY_PAGES))
 
 
-def write_pages(cache: KVCache, page_ids: Int[jax.Array, " C"], pages: Pages, *, offsets: tuple[int, ...]) -> KVCache:
+def write_pages(
+    cache: KVCache, page_ids: Int[jax.Array, " C"], pages: Pages, *, pool: int, offsets: tuple[int, ...]
+) -> KVCache:
     """Writes pages of a KV group; `cache` is donated. A page may stand there twice with equal content."""
-    (pool,) = cache
     places = page_ids[:, None] + jnp.array(offsets, jnp.int32)
-    return (pool.at[places].set(jnp.stack(pages), mode="promise_in_bounds"),)
+    written = cache[pool].at[places].set(jnp.stack(pages), mode="promise_in_bounds")
+    return (*cache[:pool], written, *cache[pool + 1 :])
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxserve.errors import ConfigError, DeviceError
 from jaxserve.runtime.experts import confirm_experts
 from jaxserve.runtime.shapes import Shapes
-from pallas_kernels.backends import choose_layout, find_backend
+from pallas_kernels.backends import find_backend
 
 _log = logging.getLogger(__name__)
 
@@ -56,13 +56,8 @@ def confirm_attention(shapes: Shapes, device: jax.Device) -> Shapes:
             "then takes it"
         )
         raise ConfigError(message, field="attention_impl", value=shapes.impl)
-    return replace(
-        shapes,
-        impl="xla",
-        impl_reason=f"portable attention: the {shapes.impl} kernels failed their self-test: {fault}",
-        fell_back=True,
-        spec=replace(shapes.spec, layout=choose_layout("xla", shapes.spec)),
-    )
+    reason = f"portable attention: the {shapes.impl} kernels failed their self-test: {fault}"
+    return replace(shapes.with_impl("xla", reason), fell_back=True)
 
 
 def _find_fault(shapes: Shapes, device: jax.Device) -> str | None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
-from jaxserve.layers.attention import AttentionConfig
 from jaxserve.layers.stack import StackMode
 from jaxserve.logits_processor import LogitsProcessor
-from jaxserve.models.base import DecoderConfig, KVGroup
+from jaxserve.models.base import DecoderConfig
 from jaxserve.models.drafters import DrafterModel, match_groups
 from jaxserve.runtime.buckets import BucketTable, choose_verify_sizes, make_buckets
 from jaxserve.runtime.experts import ExpertChoice, choose_experts
@@ -45,7 +45,7 @@ class Shapes:
     num_devices: int
     buckets: BucketTable
     state: StateShape
-    spec: KVSpec  # pages of the whole model
+    specs: tuple[KVSpec, ...]  # pages of each KV group, for the whole model
     impl: str
     impl_reason: str  # for users
     fell_back: bool = False  # to portable attention on an accelerator, without being asked
@@ -57,14 +57,23 @@ class Shapes:
     @property
     def attention(self) -> tuple[AttnShape, ...]:
         """The attention shape of each KV group, on one device."""
-        return tuple(_attention_shape(self.model, self.spec, group, self.num_devices) for group in self.model.kv_groups)
+        return _attention_shapes(self.model, self.specs, self.num_devices)
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self.specs[0].page_size
+
+    def with_impl(self, impl: str, reason: str) -> Shapes:
+        """Returns the shapes with another attention implementation, and pages in the layout that it wants."""
+        return replace(self, impl=impl, impl_reason=reason, specs=_choose_layouts(impl, self.specs))
 
     @property
     def drafter_impl(self) -> str:
         """The attention of the drafter's layers: the model's, or portable attention if it cannot run their shape."""
         assert self.drafter is not None
-        shape = self._list_drafter_shapes(self.impl)[0]
-        return self.impl if find_backend(self.impl).module.find_obstacle(shape) is None else "xla"
+        find_obstacle = find_backend(self.impl).module.find_obstacle
+        return "xla" if any(map(find_obstacle, self._list_drafter_shapes(self.impl))) else self.impl
 
     @property
     def drafter_attention(self) -> tuple[AttnShape, ...]:
@@ -77,20 +86,17 @@ class Shapes:
         if self.drafter is None:
             return None
         config = self.drafter.model.config
-        groups = {layer: index for index, group in enumerate(config.kv_groups) for layer in group.layers}
-        layer_groups = tuple(groups[layer] for layer in range(config.num_layers))
-        spec = self._make_drafter_spec(self.drafter_impl)
-        return DrafterPages(spec, layer_groups, match_groups(self.drafter.model, self.model))
+        specs = self._make_drafter_specs(self.drafter_impl)
+        return DrafterPages(specs, config.layer_groups, match_groups(self.drafter.model, self.model))
 
-    def _make_drafter_spec(self, impl: str) -> KVSpec:
+    def _make_drafter_specs(self, impl: str) -> tuple[KVSpec, ...]:
         assert self.drafter is not None
         config = self.drafter.model.config
-        return _make_spec(config.layers[0].attention, self.spec.page_size, config.dtype, impl)
+        return _choose_layouts(impl, _make_specs(config, self.page_size, config.dtype))
 
     def _list_drafter_shapes(self, impl: str) -> tuple[AttnShape, ...]:
         assert self.drafter is not None
-        config, spec = self.drafter.model.config, self._make_drafter_spec(impl)
-        return tuple(_attention_shape(config, spec, group, self.num_devices) for group in config.kv_groups)
+        return _attention_shapes(self.drafter.model.config, self._make_drafter_specs(impl), self.num_devices)
 
     @property
     def stack_mode(self) -> StackMode:
@@ -112,7 +118,7 @@ class Shapes:
         """Pages that a step loads from the host at most: as many as it can compute."""
         scheduler = self.config.scheduler
         assert scheduler.max_num_batched_tokens is not None
-        return max(COPY_PAGES, -(-scheduler.max_num_batched_tokens // self.spec.page_size))
+        return max(COPY_PAGES, -(-scheduler.max_num_batched_tokens // self.page_size))
 
     @property
     def _draft_limits(self) -> dict[str, Any]:
@@ -149,15 +155,23 @@ class Shapes:
         )
 
 
-def _make_spec(attention: AttentionConfig, page_size: int, dtype: str, impl: str | None = None) -> KVSpec:
-    """Returns the pages of the whole model, in the layout that `impl` wants."""
-    spec = KVSpec(attention.num_kv_heads, attention.head_dim, page_size, dtype, value_dim=attention.value_dim)
-    return spec if impl is None else replace(spec, layout=choose_layout(impl, spec))
+def _make_specs(model: DecoderConfig, page_size: int, dtype: str) -> tuple[KVSpec, ...]:
+    """Returns the pages of each KV group, for the whole model, in the plain layout."""
+    heads = [group.heads for group in model.kv_groups]
+    return tuple(KVSpec(h.num_kv_heads, h.head_dim, page_size, dtype, value_dim=h.value_dim) for h in heads)
 
 
-def _attention_shape(model: DecoderConfig, spec: KVSpec, group: KVGroup, num_devices: int) -> AttnShape:
-    share = replace(spec, num_kv_heads=spec.num_kv_heads // num_devices)
-    return AttnShape(model.layers[group.layers[0]].attention.num_heads // num_devices, share, model.dtype, group.window)
+def _choose_layouts(impl: str, specs: Sequence[KVSpec]) -> tuple[KVSpec, ...]:
+    return tuple(replace(spec, layout=choose_layout(impl, spec)) for spec in specs)
+
+
+def _attention_shapes(model: DecoderConfig, specs: Sequence[KVSpec], num_devices: int) -> tuple[AttnShape, ...]:
+    """Returns the attention shape of each KV group, on one device."""
+    shares = (replace(spec, num_kv_heads=spec.num_kv_heads // num_devices) for spec in specs)
+    return tuple(
+        AttnShape(group.heads.num_heads // num_devices, share, model.dtype, group.window)
+        for group, share in zip(model.kv_groups, shares, strict=True)
+    )
 
 
 def make_shapes(
@@ -190,7 +204,7 @@ def make_shapes(
         pages_per_row=pages_per_row,
         max_page_updates=groups * (new_pages + pages_per_row),  # and for admitted prefixes
     )
-    spec, impl, reason = _choose_attention(config, model, platform, device_kind)
+    specs, impl, reason = _choose_attention(config, model, platform, device_kind)
     obstacle = find_table_obstacle(impl, rows, pages_per_row)
     if obstacle is not None:
         raise ConfigError(f"{obstacle}; or use attention_impl='xla'", field="max_num_seqs", value=rows)
@@ -206,7 +220,7 @@ def make_shapes(
         num_devices,
         buckets,
         state,
-        spec,
+        specs,
         impl,
         reason,
         fell_back,
@@ -248,23 +262,28 @@ def _choose_drafter(config: EngineConfig, drafter: DrafterModel | None) -> Draft
 
 def _choose_attention(
     config: EngineConfig, model: DecoderConfig, platform: str, device_kind: str
-) -> tuple[KVSpec, str, str]:
-    """Returns the page spec, the attention implementation and the reason for it."""
-    attention, wanted = model.layers[0].attention, config.compile.attention_impl
+) -> tuple[tuple[KVSpec, ...], str, str]:
+    """Returns the page specs, the attention implementation and the reason for it.
+
+    All layers have the same implementation: portable attention, if another cannot do the shape of one of them.
+    """
+    wanted = config.compile.attention_impl
     assert config.cache.page_size is not None  # resolved
     dtype = _KV_DTYPES.get(config.cache.kv_cache_dtype, config.cache.kv_cache_dtype)
     dtype = model.dtype if dtype == "auto" else dtype
-    spec = _make_spec(attention, config.cache.page_size, dtype)
-    shape = _attention_shape(model, spec, model.kv_groups[0], config.parallel.tensor_parallel_size)
+    specs = _make_specs(model, config.cache.page_size, dtype)
+    name = None if wanted == "auto" else wanted
     try:
-        impl, reason = resolve_impl(
-            None if wanted == "auto" else wanted, shape, platform=platform, device_kind=device_kind
-        )
+        found = [
+            resolve_impl(name, shape, platform=platform, device_kind=device_kind)
+            for shape in _attention_shapes(model, specs, config.parallel.tensor_parallel_size)
+        ]
     except ValueError as error:
         raise ConfigError(str(error), field="attention_impl", value=wanted) from error
+    impl, reason = next((each for each in found if each[0] == "xla"), found[0])
     if config.scheduler.deterministic and find_backend(impl).splits_by_load:
         impl, reason = _replace_splitting(impl, by_name=wanted != "auto")
-    return replace(spec, layout=choose_layout(impl, spec)), impl, reason
+    return _choose_layouts(impl, specs), impl, reason
 
 
 def _replace_splitting(impl: str, *, by_name: bool) -> tuple[str, str]:

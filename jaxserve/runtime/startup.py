@@ -104,7 +104,7 @@ def describe_programs(shapes: Shapes, plan: CachePlan, mesh: Mesh) -> tuple[Step
         state_shape=shapes.state,
         replicated=replicated,
         host_memory=plan_host_memory(
-            shapes.config.cache.kv_offloading_size, shapes.spec, shapes.model.kv_groups, pool_sharding
+            shapes.config.cache.kv_offloading_size, shapes.specs, shapes.model.kv_groups, pool_sharding
         ),
     )
     return model, inputs
@@ -148,7 +148,7 @@ def plan_pools(shapes: Shapes, *, budget: int, num_pages: Sequence[int] | None =
     assert scheduler.max_num_batched_tokens is not None
     plan = plan_cache(
         shapes.model,
-        spec=shapes.spec,
+        specs=shapes.specs,
         max_chunk=scheduler.max_num_batched_tokens,
         num_devices=shapes.num_devices,
         budget=budget if cache.kv_cache_memory_bytes is None else cache.kv_cache_memory_bytes,
@@ -168,7 +168,7 @@ def measure_use(shapes: Shapes, mesh: Mesh) -> DeviceUse:
     assert scheduler.max_num_batched_tokens is not None
     probe = plan_cache(
         shapes.model,
-        spec=shapes.spec,
+        specs=shapes.specs,
         max_chunk=scheduler.max_num_batched_tokens,
         num_devices=shapes.num_devices,
         budget=0,
@@ -232,7 +232,7 @@ def _sum_use(shapes: Shapes, temporaries: int, code: int) -> DeviceUse:
         state=rows + 2 * (packed + selected),
         copies=copy_bytes(
             shapes.config.cache.kv_offloading_size,
-            shapes.spec,
+            shapes.specs,
             shapes.model.kv_groups,
             num_devices=shapes.num_devices,
             max_copies=shapes.max_copies,
@@ -263,7 +263,7 @@ def require_room(shapes: Shapes, limit: int | None) -> None:
     parts = {name: count * size for name, size in parts.items()}
     refuse_shortage(limit, parts)
     size = shapes.config.cache.kv_offloading_size
-    count_slots(size, shapes.spec, shapes.model.kv_groups)
+    count_slots(size, shapes.specs, shapes.model.kv_groups)
     require_host_room(size, sum(parts.values()) if on_host else 0)
 
 

@@ -72,9 +72,16 @@ def run_forward(
     if bucket.is_mixed:
         row_ids, num_tokens = inputs.row_ids[batches[0].token_rows], inputs.query_start_loc[-1]
         rows = write_chunks(rows, row_ids, batches[0].positions, tokens, num_tokens, model=model)
-    pool, *drafters = cache
-    hidden, pool, aux = run_layers(
-        model.config, params, tokens, pool, batches, layout=model.layout, mesh=model.mesh, aux_layers=model.aux_layers
+    count = model.layout.num_pools
+    hidden, pools, aux = run_layers(
+        model.config,
+        params,
+        tokens,
+        cache[:count],
+        batches,
+        layout=model.layout,
+        mesh=model.mesh,
+        aux_layers=model.aux_layers,
     )
     last = hidden if bucket.width > 1 else hidden[jnp.maximum(inputs.query_start_loc[1:] - 1, 0)]
     logits = compute_logits(model.config, params, last)
@@ -83,7 +90,7 @@ def run_forward(
     if model.drafting is not None and model.drafting.head is not None:
         parts = inputs.next_ids, seq_lens, inputs.query_start_loc, inputs.distribution
         states = replace(states, tokens=StepTokens(aux, tokens, *parts))
-    return (pool, *drafters), replace(rows, page_table=page_table), selected, states
+    return (*pools, *cache[count:]), replace(rows, page_table=page_table), selected, states
 
 
 def compute_step_logprobs(

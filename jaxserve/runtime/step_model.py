@@ -22,7 +22,7 @@ from pallas_kernels.spec import AttnShape
 
 @dataclass(frozen=True)
 class DraftHead:
-    """The static arguments of a drafter with weights. Its layers have a pool of their own, under the same page ids."""
+    """The static arguments of a drafter with weights. Its layers have pools of their own, under the same page ids."""
 
     model: DrafterModel
     layout: CacheLayout

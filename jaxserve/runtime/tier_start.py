@@ -44,22 +44,27 @@ class TierFigures:
         )
 
 
-def count_slots(size: float | None, spec: KVSpec, groups: Sequence[KVGroup]) -> int:
+def count_slots(size: float | None, specs: Sequence[KVSpec], groups: Sequence[KVGroup]) -> int:
     """Returns how many pages of each group `size` GiB hold; 0 for None. ConfigError: they hold none."""
     if size is None:
         return 0
-    slot_bytes = sum(len(group.layers) for group in groups) * page_bytes(spec)
+    slot_bytes = sum(_list_slot_bytes(specs, groups))
     num_slots = int(size * GIB) // slot_bytes
     if num_slots < 1:
-        message = f"{size:g} GiB hold no page: {spec.page_size} tokens take {format_bytes(slot_bytes)}"
+        message = f"{size:g} GiB hold no page: {specs[0].page_size} tokens take {format_bytes(slot_bytes)}"
         raise ConfigError(message, field=_FIELD, value=size)
     return num_slots
 
 
+def _list_slot_bytes(specs: Sequence[KVSpec], groups: Sequence[KVGroup]) -> list[int]:
+    """Returns the bytes of a page of all layers of each group."""
+    return [len(group.layers) * page_bytes(spec) for group, spec in zip(groups, specs, strict=True)]
+
+
 def plan_host_memory(
-    size: float | None, spec: KVSpec, groups: Sequence[KVGroup], sharding: jax.sharding.NamedSharding
+    size: float | None, specs: Sequence[KVSpec], groups: Sequence[KVGroup], sharding: jax.sharding.NamedSharding
 ) -> HostMemory:
-    """Returns the slots that `size` GiB give; `spec` is that of the whole model's pages, `sharding` that of the pools.
+    """Returns the slots that `size` GiB give; `specs` are those of the whole model, `sharding` that of the pools.
 
     Every group has as many slots: each evicts a page for each page of tokens.
 
@@ -70,13 +75,15 @@ def plan_host_memory(
         return HostMemory()
     if not any(memory.kind == "pinned_host" for memory in sharding.mesh.local_devices[0].addressable_memories()):
         raise ConfigError("the devices have no pinned host memory; leave it out", field=_FIELD, value=size)
-    line = pool_shape(spec, 1)[1:]
-    pages = tuple(jax.ShapeDtypeStruct((len(group.layers), *line), spec.dtype, sharding=sharding) for group in groups)
-    return HostMemory(count_slots(size, spec, groups), pages)
+    pages = tuple(
+        jax.ShapeDtypeStruct(pool_shape(spec, len(group.layers)), spec.dtype, sharding=sharding)
+        for group, spec in zip(groups, specs, strict=True)
+    )
+    return HostMemory(count_slots(size, specs, groups), pages)
 
 
 def copy_bytes(
-    size: float | None, spec: KVSpec, groups: Sequence[KVGroup], *, num_devices: int, max_copies: int
+    size: float | None, specs: Sequence[KVSpec], groups: Sequence[KVGroup], *, num_devices: int, max_copies: int
 ) -> int:
     """Returns the bytes on each device of pages on their way; 0 if `size` is None.
 
@@ -84,7 +91,7 @@ def copy_bytes(
     """
     if size is None:
         return 0
-    page = max(len(group.layers) for group in groups) * page_bytes(spec) // num_devices
+    page = max(_list_slot_bytes(specs, groups)) // num_devices
     return (2 * 2 * max_copies + 3 * max_copies + COPY_PAGES) * page
 
 
@@ -128,7 +135,7 @@ def start_tier(
     if must_help:
         refuse_slow_tier(figures, size)
     num_slots = runner.host_slots.memory.num_slots
-    tokens, seconds = num_slots * plan.spec.page_size, time.perf_counter() - start
+    tokens, seconds = num_slots * plan.page_size, time.perf_counter() - start
     _log.info("host KV tier: room for %d tokens; %s (%.1f s)", tokens, figures, seconds)
 
 
@@ -141,7 +148,7 @@ def refuse_slow_tier(figures: TierFigures, size: float) -> None:
 
 def measure_tier(runner: ModelRunner, plan: CachePlan, max_model_len: int) -> TierFigures:
     """Measures both directions, and the prefill of one prompt that fills the largest compiled bucket."""
-    page_size = plan.spec.page_size
+    page_size = plan.page_size
     save = load = 0.0
     for group, num_pages in enumerate(plan.num_pages):
         count = min(COPY_PAGES, num_pages - 1, runner.host_slots.memory.num_slots)
@@ -149,13 +156,13 @@ def measure_tier(runner: ModelRunner, plan: CachePlan, max_model_len: int) -> Ti
         times = [runner.time_copies(copies) for _ in range(1 + _REPEATS)][1:]  # the first run is slower
         save += statistics.median(each[0] for each in times) / count
         load += statistics.median(each[1] for each in times) / count
-    bytes_per_token = len(plan.layout.groups) * page_bytes(plan.spec) // page_size
+    bytes_per_token = sum(page_bytes(plan.specs[group]) for group in plan.layout.groups) // page_size
     prefill = _measure_prefill(runner, plan, max_model_len)
     return TierFigures(bytes_per_token, save / page_size, load / page_size, prefill)
 
 
 def _measure_prefill(runner: ModelRunner, plan: CachePlan, max_model_len: int) -> float:
-    page_size = plan.spec.page_size
+    page_size = plan.page_size
     room = min(max_model_len - 1, page_size * (min(plan.num_pages) - 1))
     count = min(max(runner.programs.forward).tokens, room)
     updates = [(g, 0, i, i + 1) for g in range(len(plan.num_pages)) for i in range(-(-count // page_size))]

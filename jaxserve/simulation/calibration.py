@@ -12,13 +12,14 @@ import numpy as np
 
 from jaxserve.errors import ConfigError, shorten
 from jaxserve.layers.moe import MoEConfig
-from jaxserve.models.base import DecoderConfig, ParamSpec
+from jaxserve.models.base import DecoderConfig, KVGroup, ParamSpec
 from jaxserve.models.registry import param_specs
 from jaxserve.runtime.memory import params_bytes
 from jaxserve.runtime.memory_report import DeviceKind
 from jaxserve.runtime.shapes import Shapes
 from jaxserve.simulation.device import Attention, StepFormula
 from pallas_kernels.layout import page_bytes
+from pallas_kernels.spec import KVSpec
 
 # What a large copy and a large matrix product reach of the data sheet's rates on an H200 (4.3 TB/s, 788 TFLOP/s).
 _BANDWIDTH_SHARE, _FLOPS_SHARE = 0.9, 0.8
@@ -176,23 +177,30 @@ def make_formula(shapes: Shapes, calibration: Calibration) -> StepFormula:
     """Returns the formula of an engine's steps on one of its devices; they share weights and heads equally."""
     bandwidth, flops = calibration.bytes_per_second, calibration.flops_per_second
     layers, head = count_weights(shapes.model)
-    share, attention, spec = shapes.num_devices, shapes.model.layers[0].attention, shapes.spec
-    key_bytes = page_bytes(spec) / spec.page_size / share
-    pair_operations = 4 * attention.num_heads * attention.head_dim / share  # scores, and sums of values
+    share = shapes.num_devices
+    groups = list(zip(shapes.model.kv_groups, shapes.specs, strict=True))
     return StepFormula(
         weight_seconds=streamed_bytes(shapes.model, share) / bandwidth,
         token_seconds=2 * layers / share / flops,
         logit_seconds=2 * head / share / flops,
-        attention=tuple(
-            Attention(len(g.layers) * key_bytes / bandwidth, len(g.layers) * pair_operations / flops, g.window)
-            for g in shapes.model.kv_groups
-        ),
+        attention=tuple(_describe_attention(group, spec, share, calibration) for group, spec in groups),
         load_seconds=tuple(
-            len(group.layers) * page_bytes(spec) / share / calibration.host_bytes_per_second
-            for group in shapes.model.kv_groups
+            len(group.layers) * page_bytes(spec) / share / calibration.host_bytes_per_second for group, spec in groups
         ),
         step_seconds=calibration.step_seconds,
         row_seconds=calibration.row_seconds,
+    )
+
+
+def _describe_attention(group: KVGroup, spec: KVSpec, share: int, calibration: Calibration) -> Attention:
+    """Returns the times of a KV group's layers on one of `share` devices."""
+    key_bytes = page_bytes(spec) / spec.page_size / share
+    operations = 4 * group.heads.num_heads * group.heads.head_dim / share  # of a pair: scores, and sums of values
+    layers = len(group.layers)
+    return Attention(
+        layers * key_bytes / calibration.bytes_per_second,
+        layers * operations / calibration.flops_per_second,
+        group.window,
     )
 
 

@@ -49,7 +49,7 @@ def make_spec(shapes: Shapes, kind: DeviceKind, calibration: Calibration) -> Eng
     limit = None if kind.platform == "cpu" else kind.memory
     pools = plan_pools(shapes, budget=cache_budget(limit, cache.device_memory_utilization, estimate_use(shapes)))
     assert cache.page_size is not None  # resolved
-    num_slots = count_slots(cache.kv_offloading_size, shapes.spec, shapes.model.kv_groups)
+    num_slots = count_slots(cache.kv_offloading_size, shapes.specs, shapes.model.kv_groups)
     return EngineSpec(
         limits=shapes.limits,
         groups=page_groups(shapes, pools),

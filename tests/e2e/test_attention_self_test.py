@@ -67,7 +67,7 @@ def test_a_kernel_that_fails_is_replaced_with_a_warning_and_a_metric(
 ) -> None:
     with serve_kernel(fault), caplog.at_level(logging.INFO, "jaxserve"):
         llm = make_llm(tiny)
-        assert llm.ready.shapes.spec.layout == "plain" and llm.ready.runner._cache[0].shape[-1] == 16
+        assert llm.ready.shapes.specs[0].layout == "plain" and llm.ready.runner._cache[0].shape[-1] == 16
         assert generate_ids(llm, PROMPTS, greedy(4)) == expected
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert warning.startswith("attention: xla, portable attention: the gpu kernels failed their self-test: " + message)
@@ -110,7 +110,8 @@ def test_every_kv_group_is_tested_once(tiny: Path, monkeypatch: pytest.MonkeyPat
         shapes = make_tiny_shapes(tiny)
         (kind,) = shapes.model.layers
         kinds = tuple(dataclasses.replace(kind, window=window) for window in (32, None, 32))
-        shapes = dataclasses.replace(shapes, model=dataclasses.replace(shapes.model, layers=kinds))
+        model = dataclasses.replace(shapes.model, layers=kinds)
+        shapes = dataclasses.replace(shapes, model=model, specs=shapes.specs * 2)
         assert confirm_attention(shapes, jax.devices()[0]) is shapes
     assert seen == [None, 32]
 

@@ -225,11 +225,11 @@ class DrafterRunner:
         self.shape = AttnShape(attention.num_heads // devices, local, config.dtype)
         num_pages = config.max_model_len // PAGE_SIZE + 1
         self.page_table = jnp.asarray(np.random.default_rng(0).permutation(num_pages - 1)[None] + 1, jnp.int32)
-        self.pages = jnp.zeros(pool_shape(spec, config.num_layers * num_pages), config.dtype)
+        self.pages = (jnp.zeros(pool_shape(spec, config.num_layers * num_pages), config.dtype),)
         if mesh is not None:
             self.pages = jax.device_put(self.pages, DEFAULT_RULES.sharding(mesh, KV_POOL_AXES))
         offsets = tuple(index * num_pages for index in range(config.num_layers))
-        self.layout = CacheLayout(offsets, (0,) * config.num_layers)
+        self.layout = CacheLayout(offsets, (0,) * config.num_layers, (0,))
         self._programs = {function: jax.jit(partial(self._run, function)) for function in (catch_up, run_pass)}
 
     def catch_up(self, hidden: np.ndarray | None, token_ids: Sequence[int]) -> jax.Array:

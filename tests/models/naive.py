@@ -16,10 +16,11 @@ from safetensors import safe_open
 
 from jaxserve.layers.stack import StackMode, stack_params, stack_specs
 from jaxserve.models.base import DecoderConfig, ParamSpec, WeightSource
-from jaxserve.models.decoder import CacheLayout, compute_logits, forward
+from jaxserve.models.decoder import compute_logits, forward
 from jaxserve.models.registry import param_specs, weight_sources
+from jaxserve.runtime.memory import plan_cache
 from jaxserve.sharding import DEFAULT_RULES, KV_POOL_AXES
-from pallas_kernels import AttnShape, KVSpec, pool_shape, prepare_batch
+from pallas_kernels import AttnShape, KVSpec, prepare_batch
 
 PAGE_SIZE = 16
 
@@ -73,7 +74,7 @@ def shard_params(config: DecoderConfig, params: Mapping[str, Any], mesh: Mesh, m
 
 
 class NaiveRunner:
-    """Holds one pool and runs rows of tokens through a model, one jitted program per token count."""
+    """Holds the pools and runs rows of tokens through a model, one jitted program per token count."""
 
     def __init__(
         self,
@@ -91,21 +92,31 @@ class NaiveRunner:
         order = np.random.default_rng(0).permutation(num_rows * per_row) + 1  # page 0 is the null page
         self.page_table = jnp.asarray(order.reshape(num_rows, per_row), jnp.int32)
         self.lengths = np.zeros(num_rows, np.int32)
-        attention, num_layers = config.layers[0].attention, config.num_layers
         devices = 1 if mesh is None else mesh.size
-        heads = attention.num_kv_heads // devices
-        spec = KVSpec(heads, attention.head_dim, PAGE_SIZE, config.dtype, value_dim=attention.value_dim)
-        self.shape = AttnShape(attention.num_heads // devices, spec, config.dtype)
-        whole = dataclasses.replace(spec, num_kv_heads=attention.num_kv_heads)
-        pool = jnp.zeros(pool_shape(whole, num_layers * num_pages), config.dtype)
-        if mesh is not None:
-            pool = jax.device_put(pool, DEFAULT_RULES.sharding(mesh, KV_POOL_AXES))
-        self.cache = (pool,)
-        groups = {layer: index for index, group in enumerate(config.kv_groups) for layer in group.layers}
-        layout = CacheLayout(
-            page_offsets=tuple(layer * num_pages for layer in range(num_layers)),
-            groups=tuple(groups[layer] for layer in range(num_layers)),
+        specs = [
+            KVSpec(heads.num_kv_heads, heads.head_dim, PAGE_SIZE, config.dtype, value_dim=heads.value_dim)
+            for heads in (group.heads for group in config.kv_groups)
+        ]
+        plan = plan_cache(
+            config,
+            specs=specs,
+            max_chunk=config.max_model_len,
+            num_devices=devices,
+            budget=0,
+            num_pages=[num_pages] * len(specs),
         )
+        self.cache = tuple(jnp.zeros(shape, config.dtype) for shape in plan.pool_shapes)
+        if mesh is not None:
+            self.cache = jax.device_put(self.cache, DEFAULT_RULES.sharding(mesh, KV_POOL_AXES))
+        shapes = [
+            AttnShape(
+                group.heads.num_heads // devices,
+                dataclasses.replace(spec, num_kv_heads=spec.num_kv_heads // devices),
+                config.dtype,
+                group.window,
+            )
+            for group, spec in zip(config.kv_groups, specs, strict=True)
+        ]
 
         def step(params, token_ids, cache, seq_lens, query_start_loc):
             rows = {
@@ -117,12 +128,9 @@ class NaiveRunner:
                 "max_query_len": token_ids.shape[0],
                 "impl": impl,
             }
-            batches = tuple(
-                prepare_batch(shape=dataclasses.replace(self.shape, window=group.window), **rows)
-                for group in config.kv_groups
-            )
-            hidden, pool, _ = forward(config, params, token_ids, cache[0], batches, layout=layout, mesh=mesh)
-            return compute_logits(config, params, hidden), (pool,)
+            batches = tuple(prepare_batch(shape=shape, **rows) for shape in shapes)
+            hidden, cache, _ = forward(config, params, token_ids, cache, batches, layout=plan.layout, mesh=mesh)
+            return compute_logits(config, params, hidden), cache
 
         self.step = jax.jit(
             step, compiler_options={"xla_backend_optimization_level": 0}

@@ -197,8 +197,8 @@ def test_forward_captures_the_inputs_of_layers():
 
     def run(num_layers: int, aux_layers: tuple[int, ...] = ()) -> tuple[jnp.ndarray, jnp.ndarray | None]:
         part = dataclasses.replace(config, layers=config.layers[:num_layers])
-        layout = CacheLayout((0, 2, 4), (0, 0, 0))
-        pages = jnp.zeros(pool_shape(spec, 6), jnp.float32)
+        layout = CacheLayout((0, 2, 4), (0, 0, 0), (0,))
+        pages = (jnp.zeros(pool_shape(spec, 6), jnp.float32),)
         hidden, _, aux = forward(part, params, ids, pages, (batch,), layout=layout, mesh=None, aux_layers=aux_layers)
         return hidden, aux
 
@@ -240,7 +240,7 @@ def test_sixteen_bits_stay_near(tmp_path: Path):
         runner = DrafterRunner("eagle3", folder, dataclasses.replace(read_target(), dtype=dtype), params)
         states = runner.catch_up(hidden.astype(dtype), ids)
         states = jnp.concatenate([states, runner.run_pass(states[-1:], 3)])
-        assert states.dtype == runner.pages.dtype == dtype
+        assert states.dtype == runner.pages[0].dtype == dtype
         logits.append(runner.logits(states))
     assert logits[1].dtype == np.float32
     assert np.abs(logits[1] - logits[0]).mean() < 0.01 * np.abs(logits[0]).max()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
@@ -23,8 +24,8 @@ def load_model(name: str, max_model_len: int) -> DecoderConfig:
 
 
 def plan(model: DecoderConfig, budget: int, **changes: int | None) -> object:
-    spec = KVSpec(model.layers[0].attention.num_kv_heads, model.layers[0].attention.head_dim, 64, "bfloat16")
-    options = {"spec": spec, "max_chunk": 2048, "num_devices": 1} | changes
+    specs = [KVSpec(group.heads.num_kv_heads, group.heads.head_dim, 64, "bfloat16") for group in model.kv_groups]
+    options = {"specs": specs, "max_chunk": 2048, "num_devices": 1} | changes
     return plan_cache(model, budget=budget, **options)  # type: ignore[arg-type]
 
 
@@ -122,3 +123,19 @@ def test_sharded_parameters_count_once_over_the_devices() -> None:
     specs = param_specs(load_model("llama-3.1-8b", 8192))
     whole, quarter = params_bytes(specs, 1), params_bytes(specs, 4)
     assert whole / 4 < quarter < whole / 4 * 1.001  # norms are on every device
+
+
+def test_groups_of_other_heads_have_pools_of_their_own() -> None:
+    model = load_model("llama-3.2-1b", 8192)
+    wide = dataclasses.replace(model.layers[0].attention, num_kv_heads=4, head_dim=128)  # the same bytes a token
+    changed = {1: (wide, 1024), 3: (wide, None), 5: (model.layers[0].attention, 1024)}
+    kinds = list(model.layers)
+    for index, (attention, window) in changed.items():
+        kinds[index] = dataclasses.replace(kinds[index], attention=attention, window=window)
+    made = plan(dataclasses.replace(model, layers=tuple(kinds)), 4 * GIB)
+    narrow, broad, windowed_broad, windowed = made.num_pages
+    assert made.layout.groups[:6] == (0, 2, 0, 1, 0, 3)
+    assert made.layout.pools == (0, 1, 1, 0)
+    assert made.layout.page_offsets[:6] == (0, 0, narrow, windowed_broad, 2 * narrow, 3 * narrow)
+    assert [shape[0] for shape in made.pool_shapes] == [13 * narrow + windowed, broad + windowed_broad]
+    assert 0.9 * 4 * GIB < made.bytes_per_device <= 4 * GIB

@@ -34,7 +34,7 @@ def make_small_shapes(case: str) -> Shapes:
 @pytest.mark.parametrize("case", ["llama_gqa", "gemma2"])
 def test_pool_is_not_copied(case: str) -> None:
     shapes = make_small_shapes(case)
-    plan = plan_cache(shapes.model, spec=shapes.spec, max_chunk=64, num_devices=1, budget=0, override=4000)
+    plan = plan_cache(shapes.model, specs=shapes.specs, max_chunk=64, num_devices=1, budget=0, override=4000)
     model, inputs = describe_programs(shapes, plan, make_mesh(1))
     for bucket in (shapes.buckets.buckets[0], shapes.buckets.largest):
         analysis = compile_forward(model, inputs, bucket).memory_analysis()

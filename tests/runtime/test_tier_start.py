@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve import config
 from jaxserve.errors import CapacityError, ConfigError
+from jaxserve.layers.attention import HeadShape
 from jaxserve.models.base import KVGroup
 from jaxserve.runtime import tier_start
 from jaxserve.runtime.counts import StepCounts
@@ -32,9 +33,9 @@ def make_sharding() -> NamedSharding:
 def make_slots(num_slots: int = 6, **changes: Any) -> tuple[HostSlots, dict[tuple[str, int], Any]]:
     page = jax.ShapeDtypeStruct((len(OFFSETS), *LINE), jnp.bfloat16, sharding=make_sharding())
     programs = {
-        ("read_pages", 0): jax.jit(lambda cache, ids: read_pages(cache, ids, offsets=OFFSETS)),
+        ("read_pages", 0): jax.jit(lambda cache, ids: read_pages(cache, ids, pool=0, offsets=OFFSETS)),
         ("write_pages", 0): jax.jit(
-            lambda cache, ids, pages: write_pages(cache, ids, pages, offsets=OFFSETS), donate_argnums=0
+            lambda cache, ids, pages: write_pages(cache, ids, pages, pool=0, offsets=OFFSETS), donate_argnums=0
         ),
     }
     return HostSlots(HostMemory(num_slots, (page,)), StepCounts(), **changes), programs
@@ -102,13 +103,17 @@ def test_memory_that_cannot_be_taken_is_told() -> None:
 
 def test_every_group_has_as_many_slots() -> None:
     spec = KVSpec(num_kv_heads=2, head_dim=16, page_size=8, dtype="bfloat16")
-    groups = [KVGroup((0, 2, 3), 16), KVGroup((1,), None)]
-    page = 2 * 2 * 8 * 16 * 2
-    memory = plan_host_memory(10.5 * 4 * page / 2**30, spec, groups, make_sharding())
+    wide = KVSpec(num_kv_heads=1, head_dim=32, page_size=8, dtype="float32")
+    groups = [KVGroup((0, 2, 3), 16, HeadShape(2, 2, 16, None)), KVGroup((1,), None, HeadShape(2, 1, 32, None))]
+    page = 2 * 2 * 8 * 16 * 2  # one of the first group's layers; the other group's takes twice that
+    memory = plan_host_memory(10.5 * 5 * page / 2**30, [spec, wide], groups, make_sharding())
     assert memory.num_slots == 10
-    assert [shape.shape for shape in memory.pages] == [(3, 4, 8, 16), (1, 4, 8, 16)]
+    assert [(shape.shape, shape.dtype) for shape in memory.pages] == [
+        ((3, 4, 8, 16), jnp.bfloat16),
+        ((1, 2, 8, 32), jnp.float32),
+    ]
     assert memory.on_host(0).memory_kind == "pinned_host"
-    assert plan_host_memory(None, spec, groups, make_sharding()) == HostMemory()
+    assert plan_host_memory(None, [spec, wide], groups, make_sharding()) == HostMemory()
 
 
 def test_what_fits_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

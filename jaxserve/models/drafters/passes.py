@@ -2,7 +2,7 @@
 
 In each step a drafter first catches up: it computes the step's tokens from the target's true hidden states, so that its
 keys and values are never those of guesses (vLLM #14649). Then it drafts on its own states, one token a row and pass.
-Its layers have a pool of their own, under the page ids of the target's page tables. `batches` are for the heads of the
+Its layers have pools of their own, under the page ids of the target's page tables. `batches` are for the heads of the
 drafter (pallas_kernels.batch), one per KV group of its config; `match_groups` says whose page tables they have.
 """
 
@@ -12,7 +12,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
@@ -22,7 +21,7 @@ from jaxserve.layers.embedding import embed_tokens, project_to_vocab
 from jaxserve.layers.linear import linear
 from jaxserve.layers.rope import rotary_table
 from jaxserve.models.base import DecoderConfig
-from jaxserve.models.decoder import CacheLayout, compute_logits, forward
+from jaxserve.models.decoder import CacheLayout, Pools, compute_logits, forward
 from jaxserve.models.drafters.base import DrafterModel
 from jaxserve.models.drafters.heads import HEADS
 from pallas_kernels.spec import BatchMeta
@@ -37,13 +36,13 @@ def catch_up(
     target_config: DecoderConfig,
     hidden: Float[Array, "T AD"] | None,
     token_ids: Int[Array, " T"],
-    pages: jax.Array,  # [num_pages, 2K, page_size, H]
+    pools: Pools,
     batches: tuple[BatchMeta, ...],
     *,
     layout: CacheLayout,
     mesh: Mesh | None,
-) -> tuple[Float[Array, "T D"], jax.Array]:
-    """Returns the drafter's states at all tokens of a step, and its pool with their keys and values.
+) -> tuple[Float[Array, "T D"], Pools]:
+    """Returns the drafter's states at all tokens of a step, and its pools with their keys and values.
 
     `hidden` is what `decoder.forward` captured of `model.aux_layers`; a draft model does not read it. With
     `model.takes_next`, `token_ids` are shifted: beside the token at p lies the one at p + 1.
@@ -51,7 +50,7 @@ def catch_up(
     head = HEADS.get(model.method)
     states = None if head is None else head.read_target(model, params, _require(hidden))
     return _run(
-        model, params, target_params, target_config, states, token_ids, pages, batches, layout=layout, mesh=mesh
+        model, params, target_params, target_config, states, token_ids, pools, batches, layout=layout, mesh=mesh
     )
 
 
@@ -62,19 +61,19 @@ def run_pass(
     target_config: DecoderConfig,
     states: Float[Array, "S D"],
     token_ids: Int[Array, " S"],
-    pages: jax.Array,
+    pools: Pools,
     batches: tuple[BatchMeta, ...],
     *,
     layout: CacheLayout,
     mesh: Mesh | None,
-) -> tuple[Float[Array, "S D"], jax.Array]:
-    """Returns the states one position further, from the drafter's own and one token of each row, and the pool.
+) -> tuple[Float[Array, "S D"], Pools]:
+    """Returns the states one position further, from the drafter's own and one token of each row, and the pools.
 
     `token_ids` are the last drafts in the target's vocabulary. `batches` have one token a row, one position further
     than the pass before. A draft model does not read `states`.
     """
     return _run(
-        model, params, target_params, target_config, states, token_ids, pages, batches, layout=layout, mesh=mesh
+        model, params, target_params, target_config, states, token_ids, pools, batches, layout=layout, mesh=mesh
     )
 
 
@@ -119,20 +118,21 @@ def _run(
     target_config: DecoderConfig,
     states: Float[Array, "T D"] | None,
     token_ids: Int[Array, " T"],
-    pages: jax.Array,
+    pools: Pools,
     batches: tuple[BatchMeta, ...],
     *,
     layout: CacheLayout,
     mesh: Mesh | None,
-) -> tuple[Float[Array, "T D"], jax.Array]:
+) -> tuple[Float[Array, "T D"], Pools]:
     config, head = model.config, HEADS.get(model.method)
     if head is None:
-        states, pages, _ = forward(config, params, token_ids, pages, batches, layout=layout, mesh=mesh)
-        return states, pages
+        states, pools, _ = forward(config, params, token_ids, pools, batches, layout=layout, mesh=mesh)
+        return states, pools
     x = _require(states)
     embeds = _embed(model, params, target_params, target_config, token_ids)
     ropes = {kind.rope for kind in config.layers} - {None}
     tables = {rope: rotary_table(rope, batches[0].positions, config.max_model_len) for rope in ropes}
+    (pages,) = pools
     for index, kind in enumerate(config.layers):
         ctx = LayerContext(
             mesh=mesh,
@@ -143,7 +143,7 @@ def _run(
             window=config.windows[index],
         )
         x, pages = head.run_layer(model, index, params["layers"][index], embeds, x, ctx)
-    return head.finish(model, params, x), pages
+    return head.finish(model, params, x), (pages,)
 
 
 def _embed(
