@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.backends import find_backend
-from pallas_kernels.layout import pool_shape, update_kv_pages
+from pallas_kernels.layout import pool_shape, read_tokens, update_kv_pages
 from pallas_kernels.spec import AttnLayer, BatchMeta
 
 
@@ -41,6 +41,28 @@ def attend_with_update(
         return _attend_fused(q, k, v, kv_pages, batch, layer)
     kv_pages = update_kv_pages(k, v, kv_pages, batch, layer)
     return backend.module.attend(q, kv_pages, batch, layer), kv_pages
+
+
+def attend_stored(
+    q: jax.Array,  # [T, N, H]
+    kv_pages: jax.Array,  # [num_pages, 2K, page_size, H]
+    batch: BatchMeta,
+    layer: AttnLayer,
+) -> tuple[jax.Array, jax.Array]:
+    """Attends to pages that hold the step's keys and values already, because another layer wrote them.
+
+    `layer` has the page offset and the scales of that other layer. Returns as `attend_with_update`. An implementation
+    that writes itself reads the step's keys and values from the pages, and writes them again where they stand.
+
+    Raises:
+        ValueError: an array or the layer does not fit the batch; names both.
+    """
+    _check_shapes(q, kv_pages, batch, layer)
+    backend = find_backend(batch.impl)
+    if not backend.fused:
+        return backend.module.attend(q, kv_pages, batch, layer), kv_pages
+    k, v = read_tokens(kv_pages, batch, layer, q.dtype)
+    return attend_with_update(q, k, v, kv_pages, batch, layer)
 
 
 @jax.jit

@@ -88,6 +88,25 @@ def update_kv_pages(
     return slots.set(tokens, mode="drop", wrap_negative_indices=False)
 
 
+def read_tokens(
+    kv_pages: jax.Array,  # [num_pages, 2K, page_size, H]
+    batch: BatchMeta,
+    layer: AttnLayer,
+    dtype: jnp.dtype,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns what `update_kv_pages` has written of the step: keys and values [T, K, H], of latents keys alone."""
+    spec, heads = batch.shape.spec, layer.heads
+    rows = kv_pages[batch.write_pages + layer.page_offset, :, batch.write_offsets]  # [T, rows of a page, width]
+    rows_per_head = rows.shape[1] // spec.num_kv_heads
+    k, v = _take_keys_values(rows[:, ::rows_per_head], rows[:, rows_per_head - 1 :: rows_per_head], spec)
+
+    def restore(stored: jax.Array, scale: jax.Array | None) -> jax.Array:
+        wide = stored.astype(jnp.float32)
+        return (wide if scale is None else wide * scale[:, None]).astype(dtype)
+
+    return restore(k, heads.k_scale), None if spec.is_latent else restore(v, heads.v_scale)
+
+
 def gather_heads(kv_pages: jax.Array, page_ids: jax.Array, spec: KVSpec, *, flat: bool) -> tuple[jax.Array, jax.Array]:
     """Keys [W, K, C * page_size, H] and values [W, K, C * page_size, V] of C pages for each of W tiles, `page_ids`
     [W, C].

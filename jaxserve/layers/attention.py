@@ -13,16 +13,20 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.context import LayerContext
 from jaxserve.layers.linear import Leaf, linear
-from jaxserve.layers.norm import NormConfig, normalize
+from jaxserve.layers.norm import NormConfig, normalize, normalize_plainly
 from jaxserve.layers.rope import rotate
 from jaxserve.sharding import DEFAULT_RULES, KV_POOL_AXES
-from pallas_kernels.api import attend_with_update
+from pallas_kernels.api import attend_stored, attend_with_update
 from pallas_kernels.spec import AttnLayer, AttnParams, BatchMeta, HeadParams
 
 _HEAD_AXES = {"sinks": "heads", "k_scale": "kv_heads", "v_scale": "kv_heads"}  # of HeadParams' arrays
 
 QKNorm = Literal["shared", "per_head", "projection"]
 """What a norm of q and k spans: each head, with one weight [H] for all heads ("shared") or one each, or all heads."""
+
+
+Projections = Literal["qkv", "qk", "q"]
+"""What a layer projects: with "qk" keys are values, too; with "q" keys and values are those of another layer."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,8 @@ class AttentionConfig:
     """`num_kv_heads` counts stored heads: each KV head of the checkpoint is stored `kv_repeats` times.
 
     `qk_norm` applies before rotation. `scale` multiplies scores, `softcap` bounds them. `sinks`: every head has a
-    learned score without a value, which takes part in the softmax. With `latent` there is one KV head.
+    learned score without a value, which takes part in the softmax. With `latent` there is one KV head. `v_norm`: values
+    are normalised, without a weight. `projections`: `num_kv_heads` counts the heads that are read, whoever writes them.
     """
 
     num_heads: int
@@ -88,11 +93,18 @@ class AttentionConfig:
     kv_scales: KVScales | None = None
     latent: LatentConfig | None = None
     query_growth: QueryGrowth | None = None
+    v_norm: bool = False
+    projections: Projections = "qkv"
 
     @property
     def value_dim(self) -> int | None:
         """The numbers of a stored row that are its value, if a row is key and value."""
         return None if self.latent is None else self.latent.rank
+
+    @property
+    def columns(self) -> int:
+        """Columns of `qkv`."""
+        return self.num_kv_heads * (self.group_size + len(self.projections) - 1) * self.head_dim
 
     @property
     def heads(self) -> HeadShape:
@@ -110,20 +122,29 @@ def attend(
 ) -> tuple[Float[Array, "T D"], jax.Array]:
     """Returns the block's output and the pool with this step's K and V written.
 
-    Parameters: `qkv` [D, K * (G + 2) * H] holds, per KV head, its G query heads, then K, then V; `o` is [N * H, D].
-    Optional: `q_norm` and `k_norm`, in the shapes of `config.qk_norm`; `sinks` [N]; `k_scale` and `v_scale` [K] of
-    8-bit pages.
+    Parameters: `qkv` [D, K * (G + 2) * H] holds, per KV head, its G query heads, then K, then V, as far as there are
+    `projections`; `o` is [N * H, D]. Without a K nothing is written: the pages are another layer's. Optional: `q_norm`
+    and `k_norm`, in the shapes of `config.qk_norm`; `sinks` [N]; `k_scale` and `v_scale` [K] of 8-bit pages.
     """
     tokens, group = x.shape[0], config.group_size
-    qkv = linear(ctx, leaves["qkv"], x).reshape(tokens, config.num_kv_heads, group + 2, config.head_dim)
+    qkv = linear(ctx, leaves["qkv"], x).reshape(tokens, config.num_kv_heads, -1, config.head_dim)
     q = qkv[:, :, :group].reshape(tokens, config.num_heads, config.head_dim)
-    k, v = qkv[:, :, group], qkv[:, :, group + 1]
-    if config.qk_norm is not None:
-        q, k = (_normalize_heads(config, norm, leaves[f"{n}_norm"], heads) for n, heads in (("q", q), ("k", k)))
-    if ctx.rotary is not None:
-        q, k = rotate(q, *ctx.rotary), rotate(k, *ctx.rotary)
+    q = _prepare_heads(config, norm, leaves.get("q_norm"), q, ctx)
+    k = v = None
+    if config.projections != "q":
+        k, v = _prepare_heads(config, norm, leaves.get("k_norm"), qkv[:, :, group], ctx), qkv[:, :, -1]
+        v = normalize_plainly(norm, v) if config.v_norm else v
     out, kv_pages = attend_pages(config, leaves, ctx, q=q, k=k, v=v)
     return linear(ctx, leaves["o"], out.reshape(tokens, -1), reduce=True), kv_pages
+
+
+def _prepare_heads(
+    config: AttentionConfig, norm: NormConfig, leaf: Leaf | None, heads: Float[Array, "T n H"], ctx: LayerContext
+) -> Float[Array, "T n H"]:
+    """Returns queries or keys, normalised if the model has a norm for them, and rotated."""
+    if leaf is not None:
+        heads = _normalize_heads(config, norm, leaf, heads)
+    return heads if ctx.rotary is None else rotate(heads, *ctx.rotary)
 
 
 def _normalize_heads(
@@ -140,12 +161,13 @@ def attend_pages(
     ctx: LayerContext,
     *,
     q: Float[Array, "T N H"],
-    k: Float[Array, "T K H"],
+    k: Float[Array, "T K H"] | None,
     v: Float[Array, "T K H"] | None,
 ) -> tuple[Float[Array, "T N V"], jax.Array]:
     """Paged attention; on a mesh every device attends with its own heads (kernels cannot be partitioned for us).
 
-    Of `leaves` it takes the sinks and the scales of 8-bit pages. `v` is None for latents.
+    Of `leaves` it takes the sinks and the scales of 8-bit pages. `v` is None for latents. `k` is None where the pages
+    are another layer's, which has written the step's keys and values.
     """
     params = AttnParams(scale=config.scale, window=ctx.window, softcap=config.softcap)
     heads = {name: leaves[name] for name in _HEAD_AXES if name in leaves}
@@ -154,13 +176,16 @@ def attend_pages(
 
     def attend_here(
         q: jax.Array,
-        k: jax.Array,
+        k: jax.Array | None,
         v: jax.Array | None,
         heads: Mapping[str, jax.Array],
         kv_pages: jax.Array,
         batch: BatchMeta,
     ) -> tuple[jax.Array, jax.Array]:
-        return attend_with_update(q, k, v, kv_pages, batch, AttnLayer(params, HeadParams(**heads), ctx.page_offset))
+        layer = AttnLayer(params, HeadParams(**heads), ctx.page_offset)
+        if k is None:
+            return attend_stored(q, kv_pages, batch, layer)
+        return attend_with_update(q, k, v, kv_pages, batch, layer)
 
     if ctx.mesh is None:
         return attend_here(q, k, v, heads, ctx.kv_pages, ctx.batch)

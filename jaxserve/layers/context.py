@@ -25,7 +25,8 @@ class LayerContext(StepContext):
     """The step as one layer sees it.
 
     `rotary` is None in a layer without rotation. `kv_pages` is the pool that holds the layer's keys and values, from
-    page `page_offset` on; `window` counts the tokens that a query sees, itself included, None for all.
+    page `page_offset` on; `window` counts the tokens that a query sees, itself included, None for all. `layer_input` is
+    the layer's own input, in models that have one.
     """
 
     rotary: Rotary | None
@@ -33,3 +34,4 @@ class LayerContext(StepContext):
     kv_pages: jax.Array  # [num_pages, 2K, page_size, H]
     page_offset: int
     window: int | None
+    layer_input: Float[Array, "T P"] | None = None

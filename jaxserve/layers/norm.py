@@ -31,10 +31,7 @@ def normalize(config: NormConfig, leaf: Leaf, x: Float[Array, "*batch D"]) -> Fl
 
     The weight has the shape of the last axes of `x`: [D], or [n, D] where each of n heads has its own.
     """
-    wide = x.astype(jnp.float32)
-    if config.centered:
-        wide -= jnp.mean(wide, axis=-1, keepdims=True)
-    normed = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + config.eps)
+    normed = _normalize(config, x)
     weight, bias = leaf["weight"], leaf.get("bias")
     if config.wide:
         weight, bias = weight.astype(jnp.float32), None if bias is None else bias.astype(jnp.float32)
@@ -42,3 +39,15 @@ def normalize(config: NormConfig, leaf: Leaf, x: Float[Array, "*batch D"]) -> Fl
         normed = normed.astype(x.dtype)
     normed = (1.0 + weight if config.unit_offset else weight) * normed
     return (normed if bias is None else normed + bias).astype(x.dtype)
+
+
+def normalize_plainly(config: NormConfig, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+    """Returns `x` normalised over its last axis, without a weight."""
+    return _normalize(config, x).astype(x.dtype)
+
+
+def _normalize(config: NormConfig, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+    wide = x.astype(jnp.float32)
+    if config.centered:
+        wide -= jnp.mean(wide, axis=-1, keepdims=True)
+    return wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + config.eps)

@@ -69,7 +69,15 @@ class LongRopeScaling:
     long_factor: tuple[float, ...]
 
 
-Scaling = LinearScaling | DynamicScaling | YarnScaling | Llama3Scaling | LongRopeScaling
+@dataclass(frozen=True)
+class ProportionalScaling:
+    """Of the frequencies of a whole head the first `share` stay, divided by `factor`; the rest do not rotate."""
+
+    share: float
+    factor: float = 1.0
+
+
+Scaling = LinearScaling | DynamicScaling | YarnScaling | Llama3Scaling | LongRopeScaling | ProportionalScaling
 
 
 @dataclass(frozen=True)
@@ -158,12 +166,19 @@ def _longrope_frequencies(rope: RopeConfig, scaling: LongRopeScaling, max_model_
     return np.float32(1.0) / (np.asarray(factors, np.float32) * _powers(rope.theta, rope.rotary_dim))
 
 
+def _proportional_frequencies(rope: RopeConfig, scaling: ProportionalScaling, max_model_len: int) -> np.ndarray:
+    plain = _plain_frequencies(rope.theta, rope.rotary_dim) / np.float32(scaling.factor)
+    turning = int(scaling.share * rope.rotary_dim // 2)
+    return np.where(np.arange(len(plain)) < turning, plain, np.float32(0.0))
+
+
 _FORMULAS: dict[type, Callable[..., np.ndarray]] = {
     LinearScaling: _linear_frequencies,
     DynamicScaling: _dynamic_frequencies,
     YarnScaling: _yarn_frequencies,
     Llama3Scaling: _llama3_frequencies,
     LongRopeScaling: _longrope_frequencies,
+    ProportionalScaling: _proportional_frequencies,
 }
 
 

@@ -102,21 +102,34 @@ Table = dict[str, Parameter]
 
 @dataclass(frozen=True)
 class KVGroup:
-    """Layers that share one page table. `window`: tokens each query sees, itself included; None for all."""
+    """Layers that share one page table. `window`: tokens each query sees, itself included; None for all.
+
+    `borrowing` are those of the layers that read another's pages and have none of their own.
+    """
 
     layers: tuple[int, ...]
     window: int | None
     heads: HeadShape
+    borrowing: tuple[int, ...] = ()
+
+    @property
+    def num_owners(self) -> int:
+        """Layers that have pages."""
+        return len(self.layers) - len(self.borrowing)
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What may differ between the layers of one model. `rope` is None in a layer without rotation."""
+    """What may differ between the layers of one model. `rope` is None in a layer without rotation.
+
+    `page_owner` is the earlier layer whose pages it reads instead of writing its own; None where it has its own.
+    """
 
     attention: AttentionConfig
     window: int | None
     rope: RopeConfig | None
     mlp: MLPConfig | MoEConfig
+    page_owner: int | None = None
 
 
 @dataclass(frozen=True)
@@ -127,7 +140,8 @@ class DecoderConfig:
     rotary frequencies (layers/rope.py) and turns off windows at least that long. Set it with `with_max_model_len`.
     `family` is the `model_type` whose file has the layer and names the weights.
     `residual_scale` multiplies the output of each block. `parallel`: both blocks of a layer read its input.
-    `quantization` says which matrices have few bits.
+    `quantization` says which matrices have few bits. `layer_input_size` numbers of each token go to each layer, beside
+    the residual stream (layers/layer_inputs.py).
     """
 
     family: str
@@ -142,6 +156,7 @@ class DecoderConfig:
     residual_scale: float = 1.0
     parallel: bool = False
     quantization: Quantization | None = None
+    layer_input_size: int | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -195,8 +210,18 @@ class DecoderConfig:
         found: dict[tuple[int | None, HeadShape], list[int]] = {}
         for index, kind in enumerate(self.layers):
             found.setdefault((self.windows[index], kind.attention.heads), []).append(index)
-        groups = [KVGroup(tuple(layers), window, heads) for (window, heads), layers in found.items()]
+        borrowing = {index for index, owner in enumerate(self.page_owners) if owner != index}
+        groups = [
+            KVGroup(tuple(layers), window, heads, tuple(index for index in layers if index in borrowing))
+            for (window, heads), layers in found.items()
+        ]
         return tuple(sorted(groups, key=lambda group: 0 if group.window is None else group.window))
+
+    @functools.cached_property
+    def page_owners(self) -> tuple[int, ...]:
+        """For each layer, the one whose pages it reads, in the same KV group: itself, or an earlier one."""
+        owners = (kind.page_owner for kind in self.layers)
+        return tuple(index if owner is None else owner for index, owner in enumerate(owners))
 
     @functools.cached_property
     def layer_groups(self) -> tuple[int, ...]:
@@ -243,6 +268,12 @@ class CheckpointLayer:
         """The feed-forward block of a layer without experts."""
         assert isinstance(self.kind.mlp, MLPConfig)
         return self.kind.mlp
+
+    @property
+    def page_owner(self) -> CheckpointLayer:
+        """The layer whose pages this one reads."""
+        owner = self.config.page_owners[self.index]
+        return dataclasses.replace(self, index=owner, prefix=f"{self.prefix.removesuffix(str(self.index))}{owner}")
 
     def tensor(self, name: str) -> str:
         """Returns the full name of a tensor of the layer."""

@@ -17,6 +17,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.layers.attention import AttentionConfig
 from jaxserve.layers.context import LayerContext
 from jaxserve.layers.embedding import embed_tokens, project_to_vocab
+from jaxserve.layers.layer_inputs import make_layer_inputs
 from jaxserve.layers.moe import MoEConfig
 from jaxserve.layers.norm import normalize
 from jaxserve.layers.rope import rotary_table
@@ -44,8 +45,9 @@ class CacheLayout:
         return max(self.pools) + 1
 
     def list_offsets(self, group: int) -> tuple[int, ...]:
-        """Returns the first page of each layer of a KV group."""
-        return tuple(first for first, each in zip(self.page_offsets, self.groups, strict=True) if each == group)
+        """Returns the first page of each layer of a KV group that has pages of its own."""
+        pairs = zip(self.page_offsets, self.groups, strict=True)
+        return tuple(dict.fromkeys(first for first, each in pairs if each == group))
 
 
 def forward(
@@ -68,6 +70,7 @@ def forward(
     layer = FAMILIES[config.family].layer
     x = embed_tokens(config.embedding, params["embed"], token_ids)
     captured, written = [], list(pools)
+    inputs = make_layer_inputs(config.layer_input_size, config.norm, params.get("layer_inputs"), token_ids, x)
     ropes = {kind.rope for kind in config.layers} - {None}
     tables = {rope: rotary_table(rope, batches[0].positions, config.max_model_len) for rope in ropes}
     for index, kind in enumerate(config.layers):
@@ -82,6 +85,7 @@ def forward(
             kv_pages=written[pool],
             page_offset=layout.page_offsets[index],
             window=config.windows[index],
+            layer_input=None if inputs is None else inputs[:, index],
         )
         x, written[pool] = layer(config, kind, params["layers"][index], x, ctx)
     if config.num_layers in aux_layers:

@@ -63,13 +63,17 @@ def parse(config: HFConfig) -> DecoderConfig:
 
 
 def parse_multimodal(config: HFConfig) -> DecoderConfig:
-    """Reads `text_config`; keys that the outer object has as well override it."""
+    """Reads `text_config`."""
+    return replace(parse(HFConfig(read_text_config(config, "gemma3_text"), KEYS, IGNORED_KEYS)), family="gemma3")
+
+
+def read_text_config(config: HFConfig, model_type: str) -> dict[str, object]:
+    """Returns `text_config`; keys that the outer object has as well override it."""
     text = config.mapping("text_config")
-    if text.get("model_type", "gemma3_text") != "gemma3_text":
-        raise ConfigError("only gemma3_text is supported", field="text_config.model_type", value=text["model_type"])
+    if text.get("model_type", model_type) != model_type:
+        raise ConfigError(f"only {model_type} is supported", field="text_config.model_type", value=text["model_type"])
     outer = {key: config.get(key) for key in MULTIMODAL_KEYS if key != "text_config"}
-    merged = text | {key: value for key, value in outer.items() if value is not None}
-    return replace(parse(HFConfig(merged, KEYS, IGNORED_KEYS)), family="gemma3")
+    return text | {key: value for key, value in outer.items() if value is not None}
 
 
 def _read_layers(config: HFConfig, attention: AttentionConfig) -> tuple[LayerKind, ...]:

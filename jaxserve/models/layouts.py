@@ -122,9 +122,10 @@ class StackedParts(Assembled):
 
 
 def count_rows(attention: AttentionConfig) -> dict[str, int]:
-    """Returns the rows of the checkpoint's q, k and v projections."""
+    """Returns the rows of the checkpoint's projections: q, k and v, or those of them that there are."""
     kv_rows = attention.num_kv_heads // attention.kv_repeats * attention.head_dim
-    return {"q": attention.num_heads * attention.head_dim, "k": kv_rows, "v": kv_rows}
+    rows = {"q": attention.num_heads * attention.head_dim, "k": kv_rows, "v": kv_rows}
+    return {part: rows[part] for part in attention.projections}
 
 
 def order_halves(rotary_dim: int, head_dim: int) -> np.ndarray:
@@ -133,12 +134,10 @@ def order_halves(rotary_dim: int, head_dim: int) -> np.ndarray:
     return np.concatenate([turned[0::2], turned[1::2], np.arange(rotary_dim, head_dim)])
 
 
-def fuse_qkv(
-    attention: AttentionConfig, order: np.ndarray | None, q: np.ndarray, k: np.ndarray, v: np.ndarray
-) -> JoinedRows:
+def fuse_qkv(attention: AttentionConfig, order: np.ndarray | None, q: np.ndarray, *kv: np.ndarray) -> JoinedRows:
     """Returns `qkv` [D, K * (G + 2) * H] of q [N * H, D], k and v [K * H, D]; biases have no D.
 
-    `order` is the order of dimensions within the heads of q and k.
+    v, or k and v, may be missing. `order` is the order of dimensions within the heads of q and k.
     """
     group, head_dim = attention.group_size, attention.head_dim
     group_order = None if order is None else np.concatenate([order + head * head_dim for head in range(group)])
@@ -146,8 +145,8 @@ def fuse_qkv(
     for head in range(attention.num_kv_heads):
         source = head // attention.kv_repeats * head_dim
         blocks.append(RowBlock(q[head * group * head_dim : (head + 1) * group * head_dim], group_order))
-        blocks.append(RowBlock(k[source : source + head_dim], order))
-        blocks.append(RowBlock(v[source : source + head_dim]))
+        blocks += [RowBlock(k[source : source + head_dim], order) for k in kv[:1]]
+        blocks += [RowBlock(v[source : source + head_dim]) for v in kv[1:]]
     return JoinedRows(blocks)
 
 

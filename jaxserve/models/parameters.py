@@ -11,6 +11,7 @@ expert_parameters.py.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -46,9 +47,27 @@ def trunk_params(config: DecoderConfig, trunk: Trunk) -> Table:
     shape = (config.vocab_size, config.hidden_size)
     spec = ParamSpec(shape, config.dtype, ("vocab" if config.embedding.shard_vocab else None, None), "normal")
     table = {"embed.weight": Parameter(spec, _plain_source(f"{trunk.embed}.weight", shape))}
+    if config.layer_input_size is not None:
+        table |= _layer_input_params(config, trunk, config.layer_input_size)
     if not config.embedding.tied:
         table["lm_head.weight"] = Parameter(spec, _plain_source(f"{trunk.head}.weight", shape))
     return table | _norm_params(config, "final_norm", trunk.final_norm)
+
+
+def _layer_input_params(config: DecoderConfig, trunk: Trunk, size: int) -> Table:
+    """Returns the table, the projection and the norm of `layers/layer_inputs.py`."""
+    parent, columns = trunk.embed.removesuffix("embed_tokens"), config.num_layers * size
+    shape = (config.vocab_size, columns)
+    table = vocab_params(
+        config,
+        "layer_inputs.embed",
+        f"{trunk.embed}_per_layer",
+        shape,
+        shard_vocab=config.embedding.shard_vocab,
+    )
+    shape = (config.hidden_size, columns)
+    table |= projection_params(config, "layer_inputs.projection", f"{parent}per_layer_model_projection", shape)
+    return table | wide_norm_params(config, "layer_inputs.norm", f"{parent}per_layer_projection_norm", size)
 
 
 def vocab_params(config: DecoderConfig, leaf: str, module: str, shape: tuple[int, int], *, shard_vocab: bool) -> Table:
@@ -152,9 +171,12 @@ def kv_scale_params(layer: CheckpointLayer) -> Table:
 
     spec = ParamSpec((attention.num_kv_heads,), "float32", ("kv_heads",), "ones")
     parts = ("k", "v") if attention.latent is None else ("k",)
-    names = {part: layer.tensor(attention.kv_scales.name.format(part=part)) for part in parts}
-    shapes = (attention.kv_scales.shape,)
-    return {f"{part}_scale": Parameter(spec, make_source((name,), shapes, spread)) for part, name in names.items()}
+    owner, shapes = layer.page_owner, (attention.kv_scales.shape,)
+    names = {part: owner.tensor(attention.kv_scales.name.format(part=part)) for part in parts}
+    sources = {part: make_source((name,), shapes, spread) for part, name in names.items()}
+    if owner != layer:
+        sources = {part: dataclasses.replace(source, part=True) for part, source in sources.items()}
+    return {f"{part}_scale": Parameter(spec, source) for part, source in sources.items()}
 
 
 def linear_params(
@@ -189,8 +211,7 @@ def _qkv_params(
     input_size: int | None = None,
 ) -> Table:
     config, attention = layer.config, layer.kind.attention
-    columns = attention.num_kv_heads * (attention.group_size + 2) * attention.head_dim
-    shape, axes = (input_size or config.hidden_size, columns), (None, "kv_heads")
+    shape, axes = (input_size or config.hidden_size, attention.columns), (None, "kv_heads")
     return linear_params(config, "qkv", modules, shape, axes, build, bias=attention.qkv_bias)
 
 
@@ -237,6 +258,8 @@ def _qk_norm_params(layer: CheckpointLayer, order: np.ndarray | None) -> Table:
         ("q", attention.num_heads, attention.num_heads, "heads"),
         ("k", attention.num_kv_heads // repeats, attention.num_kv_heads, "kv_heads"),
     ):
+        if part not in attention.projections:
+            continue
         tensor_shape, shape, axes = {
             "shared": ((head_dim,), (head_dim,), (None,)),
             "per_head": ((heads, head_dim), (stored, head_dim), (axis, None)),

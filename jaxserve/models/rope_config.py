@@ -16,6 +16,7 @@ from jaxserve.layers.rope import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    ProportionalScaling,
     RopeConfig,
     Scaling,
     YarnScaling,
@@ -37,6 +38,7 @@ _TYPE_KEYS: dict[str, set[str]] = {
     "yarn": {"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
     "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
     "longrope": {"factor", "attention_factor", "short_factor", "long_factor"},
+    "proportional": {"factor"},
 }
 
 
@@ -64,9 +66,10 @@ def parse_rope(
     kind = _rope_type(parameters)
     _check_keys(parameters, kind)
     share = check_number("partial_rotary_factor", _value(parameters, "partial_rotary_factor", 1.0))
-    if share != 1.0 and (not partial or share > 1.0):
+    scales_share = kind == "proportional" and share <= 1.0
+    if share != 1.0 and not scales_share and (not partial or share > 1.0):
         raise ConfigError(f"{share} is not supported here, only 1", field="partial_rotary_factor", value=share)
-    rotary_dim = int(head_dim * share)
+    rotary_dim = head_dim if scales_share else int(head_dim * share)
     if rotary_dim % 2 or rotary_dim < 2:
         raise ConfigError(
             f"rotation needs an even number of dimensions, not {rotary_dim}", field="head_dim", value=head_dim
@@ -150,7 +153,11 @@ def _parse_scaling(
                 long_factor=_factors(parameters, "long_factor", rotary_dim // 2),
             )
         case _:
-            return None
+            return _parse_proportional(parameters) if kind == "proportional" else None
+
+
+def _parse_proportional(parameters: Mapping[str, object]) -> ProportionalScaling:
+    return ProportionalScaling(_number(parameters, "partial_rotary_factor", 1.0), _number(parameters, "factor", 1.0))
 
 
 def _yarn_attention_factor(parameters: Mapping[str, object], factor: float) -> float:

@@ -51,11 +51,13 @@ class DrafterPages:
 
     specs: tuple[KVSpec, ...]  # per KV group of the drafter; K counts the whole drafter's heads
     layer_groups: tuple[int, ...]  # per layer, its KV group among the drafter's
+    owners: tuple[int, ...]  # per layer, the one whose pages it reads
     sources: tuple[int, ...]  # per KV group of the drafter, the model's whose page table it reads
 
     def page_bytes(self, group: int) -> int:
         """Returns the bytes of all layers beside a page of one of the model's KV groups."""
-        return sum(page_bytes(self.specs[each]) for each in self.layer_groups if self.sources[each] == group)
+        owned = (each for layer, each in enumerate(self.layer_groups) if self.owners[layer] == layer)
+        return sum(page_bytes(self.specs[each]) for each in owned if self.sources[each] == group)
 
     def count_pages(self, num_pages: Sequence[int]) -> list[int]:
         """Returns the pages of each layer of its KV groups, where the model's have `num_pages`."""
@@ -75,7 +77,7 @@ class CachePlan:
     @property
     def pools(self) -> tuple[tuple[KVSpec, int], ...]:
         """The spec and the pages of each pool: those of the model's layers, then a drafter's."""
-        return (*_sum_pools(self.specs, self.num_pages, self.layout.groups), *self.drafter_pools)
+        return (*_sum_pools(self.specs, self.num_pages, self.layout), *self.drafter_pools)
 
     @property
     def drafter_pools(self) -> tuple[tuple[KVSpec, int], ...]:
@@ -83,7 +85,7 @@ class CachePlan:
         if self.drafter is None:
             return ()
         counts = self.drafter.count_pages(self.num_pages)
-        return _sum_pools(self.drafter.specs, counts, self.drafter.layer_groups)
+        return _sum_pools(self.drafter.specs, counts, self.drafter_layout)
 
     @property
     def page_size(self) -> int:
@@ -103,7 +105,8 @@ class CachePlan:
     def drafter_layout(self) -> CacheLayout:
         """Where the pages of the drafter's layers lie."""
         assert self.drafter is not None
-        return _lay_out(self.drafter.specs, self.drafter.count_pages(self.num_pages), self.drafter.layer_groups)
+        counts = self.drafter.count_pages(self.num_pages)
+        return _lay_out(self.drafter.specs, counts, self.drafter.layer_groups, self.drafter.owners)
 
     def require_whole(self, config: DecoderConfig, max_chunk: int) -> None:
         """Raises CapacityError if a group has fewer pages than a sequence of `config.max_model_len` tokens needs."""
@@ -143,7 +146,7 @@ def plan_cache(
     """
     size, pairs = specs[0].page_size, list(zip(config.kv_groups, specs, strict=True))
     needs = [_pages_of_sequence(group, config.max_model_len, size, max_chunk) for group in config.kv_groups]
-    page_costs = [len(group.layers) * page_bytes(spec) // num_devices for group, spec in pairs]
+    page_costs = [group.num_owners * page_bytes(spec) // num_devices for group, spec in pairs]
     if drafter is not None:
         page_costs = [cost + drafter.page_bytes(group) // num_devices for group, cost in enumerate(page_costs)]
     sequence_cost = sum(need * cost for need, cost in zip(needs, page_costs, strict=True))
@@ -162,27 +165,32 @@ def plan_cache(
         if max_sequences is not None:
             sequences = min(sequences, float(max_sequences))
         counts = [max(need, _round_down(int(need * sequences))) + 1 for need in needs]
-    layout = _lay_out(specs, counts, config.layer_groups)
+    layout = _lay_out(specs, counts, config.layer_groups, config.page_owners)
     return CachePlan(tuple(specs), tuple(counts), layout, num_devices, drafter)
 
 
-def _lay_out(specs: Sequence[KVSpec], num_pages: Sequence[int], groups: tuple[int, ...]) -> CacheLayout:
+def _lay_out(
+    specs: Sequence[KVSpec], num_pages: Sequence[int], groups: tuple[int, ...], owners: tuple[int, ...]
+) -> CacheLayout:
     """Returns the layout of layers of these groups, where groups of equal specs share a pool, layer behind layer."""
     index_of = {spec: index for index, spec in enumerate(dict.fromkeys(specs))}
     ends, offsets = dict.fromkeys(specs, 0), []
-    for group in groups:
+    for layer, group in enumerate(groups):
+        if owners[layer] != layer:
+            offsets.append(offsets[owners[layer]])
+            continue
         offsets.append(ends[specs[group]])
         ends[specs[group]] += num_pages[group]
     return CacheLayout(tuple(offsets), groups, tuple(index_of[spec] for spec in specs))
 
 
 def _sum_pools(
-    specs: Sequence[KVSpec], num_pages: Sequence[int], groups: tuple[int, ...]
+    specs: Sequence[KVSpec], num_pages: Sequence[int], layout: CacheLayout
 ) -> tuple[tuple[KVSpec, int], ...]:
     """Returns the spec and the pages of each pool of `_lay_out`."""
     totals = dict.fromkeys(specs, 0)
-    for group in groups:
-        totals[specs[group]] += num_pages[group]
+    for group, spec in enumerate(specs):
+        totals[spec] += num_pages[group] * len(layout.list_offsets(group))
     return tuple(totals.items())
 
 

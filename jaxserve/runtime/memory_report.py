@@ -160,9 +160,9 @@ def _list_pages(shapes: Shapes, plan: CachePlan) -> list[tuple[str, int, str]]:
     """Returns (part, bytes, details) of each KV group's pages."""
     rows = []
     for pages, group, spec in zip(plan.num_pages, shapes.model.kv_groups, plan.specs, strict=True):
-        cost = pages * len(group.layers) * page_bytes(spec) // plan.num_devices
+        cost = pages * group.num_owners * page_bytes(spec) // plan.num_devices
         window = "" if group.window is None else f", window {group.window}"
-        what = f"{pages:,} pages of {spec.page_size} tokens, {len(group.layers)} layers{window}, {spec.dtype}"
+        what = f"{pages:,} pages of {spec.page_size} tokens, {group.num_owners} layers{window}, {spec.dtype}"
         rows.append(("KV pages", cost, what))
     if plan.drafter is not None:
         cost = sum(pages * page_bytes(spec) // plan.num_devices for spec, pages in plan.drafter_pools)

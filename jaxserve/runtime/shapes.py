@@ -87,7 +87,9 @@ class Shapes:
             return None
         config = self.drafter.model.config
         specs = self._make_drafter_specs(self.drafter_impl)
-        return DrafterPages(specs, config.layer_groups, match_groups(self.drafter.model, self.model))
+        return DrafterPages(
+            specs, config.layer_groups, config.page_owners, match_groups(self.drafter.model, self.model)
+        )
 
     def _make_drafter_specs(self, impl: str) -> tuple[KVSpec, ...]:
         assert self.drafter is not None

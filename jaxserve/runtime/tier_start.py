@@ -58,7 +58,7 @@ def count_slots(size: float | None, specs: Sequence[KVSpec], groups: Sequence[KV
 
 def _list_slot_bytes(specs: Sequence[KVSpec], groups: Sequence[KVGroup]) -> list[int]:
     """Returns the bytes of a page of all layers of each group."""
-    return [len(group.layers) * page_bytes(spec) for group, spec in zip(groups, specs, strict=True)]
+    return [group.num_owners * page_bytes(spec) for group, spec in zip(groups, specs, strict=True)]
 
 
 def plan_host_memory(
@@ -76,7 +76,7 @@ def plan_host_memory(
     if not any(memory.kind == "pinned_host" for memory in sharding.mesh.local_devices[0].addressable_memories()):
         raise ConfigError("the devices have no pinned host memory; leave it out", field=_FIELD, value=size)
     pages = tuple(
-        jax.ShapeDtypeStruct(pool_shape(spec, len(group.layers)), spec.dtype, sharding=sharding)
+        jax.ShapeDtypeStruct(pool_shape(spec, group.num_owners), spec.dtype, sharding=sharding)
         for group, spec in zip(groups, specs, strict=True)
     )
     return HostMemory(count_slots(size, specs, groups), pages)
@@ -156,7 +156,10 @@ def measure_tier(runner: ModelRunner, plan: CachePlan, max_model_len: int) -> Ti
         times = [runner.time_copies(copies) for _ in range(1 + _REPEATS)][1:]  # the first run is slower
         save += statistics.median(each[0] for each in times) / count
         load += statistics.median(each[1] for each in times) / count
-    bytes_per_token = sum(page_bytes(plan.specs[group]) for group in plan.layout.groups) // page_size
+    bytes_per_token = (
+        sum(len(plan.layout.list_offsets(group)) * page_bytes(spec) for group, spec in enumerate(plan.specs))
+        // page_size
+    )
     prefill = _measure_prefill(runner, plan, max_model_len)
     return TierFigures(bytes_per_token, save / page_size, load / page_size, prefill)
 

@@ -185,7 +185,7 @@ def make_formula(shapes: Shapes, calibration: Calibration) -> StepFormula:
         logit_seconds=2 * head / share / flops,
         attention=tuple(_describe_attention(group, spec, share, calibration) for group, spec in groups),
         load_seconds=tuple(
-            len(group.layers) * page_bytes(spec) / share / calibration.host_bytes_per_second for group, spec in groups
+            group.num_owners * page_bytes(spec) / share / calibration.host_bytes_per_second for group, spec in groups
         ),
         step_seconds=calibration.step_seconds,
         row_seconds=calibration.row_seconds,
@@ -209,6 +209,8 @@ def streamed_bytes(model: DecoderConfig, num_devices: int) -> int:
     specs = param_specs(model)
     if not model.embedding.tied:
         del specs["embed"]
+    if model.layer_input_size is not None:
+        del specs["layer_inputs"]["embed"]
     return params_bytes(specs, num_devices)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .gemma4_cases import list_gemma4_cases
 from .latent_cases import list_latent_cases
 from .moe_cases import list_moe_cases
 from .newer_cases import (
@@ -284,6 +285,7 @@ ALL_CASES: tuple[Case, ...] = (
     *list_rope_cases(),
     *list_qwen_and_mistral_cases(),
     *list_gemma_cases(),
+    *list_gemma4_cases(),
     *list_phi_cases(),
     *list_olmo_cases(),
     *list_smollm_cases(),

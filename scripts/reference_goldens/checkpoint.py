@@ -57,15 +57,18 @@ def choose_norm_centre(case: Case, name: str) -> float:
     """The mean of a norm's stored weights.
 
     A tied head favours the token it just read, for ever, unless sublayers outweigh the embedding in the residual
-    stream: so tied cases have small embeddings, and large weights in Gemma's post norms and the final norm.
+    stream: so tied cases have small embeddings, and large weights in Gemma's post norms and the final norm. Gemma 4
+    does not divide scores by the root of a head's size: small norms of q and k keep its attention soft.
     """
-    is_gemma = case.family.startswith("gemma")
+    is_gemma, is_gemma4 = case.family.startswith("gemma"), case.family.startswith("gemma4")
     scale = 1.0
     if name == "model.norm.weight":
         scale = case.final_norm
     elif is_gemma and "post_" in name:
         scale = 3.0
-    return scale - 1.0 if is_gemma else scale  # Gemma adds one to what is stored
+    elif is_gemma4 and ("q_norm" in name or "k_norm" in name):
+        scale = 0.5
+    return scale - 1.0 if is_gemma and not is_gemma4 else scale  # older ones add one to what is stored
 
 
 def draw_weight(case: Case, name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -76,6 +79,8 @@ def draw_weight(case: Case, name: str, shape: tuple[int, ...], seed: int) -> tor
         values = 0.3 * values
     elif name.endswith("sinks"):
         pass
+    elif name.endswith("layer_scalar"):
+        values = 1.0 + 0.2 * values
     elif "norm" in name:
         values = choose_norm_centre(case, name) + 0.2 * values
     elif "embed_tokens" in name or "embed_in" in name:
@@ -92,8 +97,9 @@ def draw_weight(case: Case, name: str, shape: tuple[int, ...], seed: int) -> tor
 def fill_weights(case: Case, model: Model, seed: int) -> None:
     """Sets every parameter of `model` from `seed`."""
     with torch.no_grad():
-        corrections = [each for each in model.named_buffers() if each[0].endswith("e_score_correction_bias")]
-        for name, parameter in [*model.named_parameters(), *corrections]:
+        learned = ("e_score_correction_bias", "layer_scalar")
+        buffers = [each for each in model.named_buffers() if each[0].endswith(learned)]
+        for name, parameter in [*model.named_parameters(), *buffers]:
             parameter.copy_(draw_weight(case, name, tuple(parameter.shape), seed))
 
 

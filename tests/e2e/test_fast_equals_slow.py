@@ -14,7 +14,7 @@ from tests.e2e.helpers import generate_ids, greedy, make_llm, run_on_devices
 from tests.golden_cases import load_case
 
 THOROUGH = [pytest.mark.slow, pytest.mark.thorough]
-LONGER = ("gpt_oss", "minimax_m2", "deepseek_v3")
+LONGER = ("gpt_oss", "minimax_m2", "gemma4_text_shared", "deepseek_v3")
 CASES = ("llama_gqa", "qwen2_moe", *(pytest.param(name, marks=THOROUGH) for name in LONGER))
 VOCAB = 83  # the least of the cases'
 ROOT = Path(__file__).parents[2]

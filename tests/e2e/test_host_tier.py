@@ -16,6 +16,8 @@ from jaxserve.errors import CapacityError, ConfigError
 from jaxserve.runtime import tier_start
 from tests.e2e.helpers import MAX_MODEL_LEN, generate_ids, greedy, make_llm, run_on_devices
 
+THOROUGH = [pytest.mark.slow, pytest.mark.thorough]
+
 ROOT = Path(__file__).parents[2]
 VOCAB = 80
 SIZE = 0.002  # GiB
@@ -49,9 +51,9 @@ def make_tiny(case: str, **options: Any) -> LLM:
     return make_llm(case, page_size=8, **({"num_kv_pages_override": 30, "kv_offloading_size": SIZE} | options))
 
 
-@pytest.fixture(scope="module", params=["llama_gqa", "gemma2"])
+@pytest.fixture(scope="module", params=["llama_gqa", "gemma2", pytest.param("gemma4_text_shared", marks=THOROUGH)])
 def expected(request: pytest.FixtureRequest) -> Iterator[tuple[str, list[list[int]]]]:
-    """Tokens without a host tier, a prefix cache or a full pool; gemma2 has windows, and so two groups."""
+    """Tokens without a host tier, a prefix cache or a full pool; those of Gemma have windows, and so two groups."""
     llm = make_llm(request.param, page_size=8, enable_prefix_caching=False)
     yield request.param, run_turns(llm)
 
@@ -65,7 +67,7 @@ def test_tokens_equal_those_without_it(expected: tuple[str, list[list[int]]]) ->
     counts, pages = engine.scheduler.counts, engine.scheduler.pages
     assert counts.host_hits > 500 and counts.num_preemptions > 0 and pages.host.num_failures == 0
     assert engine.runner.counts.bytes_saved > 0 and engine.runner.counts.bytes_loaded > 0
-    assert len(pages.pools) == (2 if case == "gemma2" else 1)
+    assert len(pages.pools) == (1 if case == "llama_gqa" else 2)
     pages.check()
 
 

@@ -36,6 +36,10 @@ MINIMAX = LLAMA | {"model_type": "minimax_m2", "num_key_value_heads": 2, "num_lo
 DEEPSEEK = {key: value for key, value in GLM.items() if key not in ("head_dim", "num_key_value_heads")}
 DEEPSEEK |= {"model_type": "deepseek_v3", "q_lora_rank": 24, "kv_lora_rank": 32, "qk_rope_head_dim": 16}
 DEEPSEEK |= {"qk_nope_head_dim": 8, "v_head_dim": 16, "attention_bias": True, "first_k_dense_replace": 0}
+GEMMA4 = SIZES | {"model_type": "gemma4_text", "num_attention_heads": 8, "num_key_value_heads": 2, "sliding_window": 8}
+GEMMA4 |= {"max_position_embeddings": 64, "global_head_dim": 24, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
+GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "attention_k_eq_v": True}
+GEMMA4 |= {"num_global_key_value_heads": 1, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128}
 CASES = {
     "llama": (LLAMA | {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}, "unrolled"),
     "one_kv_head_odd_vocabulary": (
@@ -53,6 +57,7 @@ CASES = {
         | {"max_position_embeddings": 64, "query_pre_attn_scalar": 16},
         "stacked",
     ),
+    "heads_of_two_sizes_and_borrowed_pages": (GEMMA4, "stacked"),
     "slices_of_experts": (
         EXPERTS | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 64, "mlp_only_layers": [1]},
         "stacked",

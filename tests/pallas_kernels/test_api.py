@@ -19,13 +19,16 @@ from pallas_kernels import (
     AttnShape,
     HeadParams,
     KVSpec,
+    attend_stored,
     attend_with_update,
     choose_impl,
+    choose_layout,
     prepare_batch,
     resolve_impl,
 )
 from pallas_kernels.spec import BatchMeta
 from pallas_kernels.testing.cases import CASES, Inputs, largest_error, make_inputs
+from pallas_kernels.testing.runner import LAYER as LAYER_INDEX
 from pallas_kernels.testing.runner import run_case
 
 CASE = next(case for case in CASES if case.name == "mixed")
@@ -41,6 +44,20 @@ def inputs() -> Inputs:
 def batch(inputs: Inputs) -> BatchMeta:
     prepare = partial(prepare_batch, num_tokens=CASE.max_tokens, shape=CASE.shape, max_query_len=None)
     return jax.jit(prepare)(*inputs.meta)
+
+
+@pytest.mark.parametrize("impl", ["xla", "reference", "tpu_interpret"])
+def test_stored_keys_and_values_are_those_that_were_written(impl: str) -> None:
+    case = CASE.with_layout(choose_layout(impl, CASE.spec))
+    inputs = make_inputs(case)
+    out, pool = run_case(case, inputs, impl=impl)
+    layer = AttnLayer(case.params, inputs.heads, LAYER_INDEX * inputs.num_pages)
+    prepare = partial(prepare_batch, num_tokens=case.max_tokens, shape=case.shape, max_query_len=None, impl=impl)
+    run = jax.jit(lambda q, pool, *meta: attend_stored(q, pool, prepare(*meta), layer))
+    again, kept = run(inputs.q, pool, *inputs.meta)
+    count = int(inputs.meta[2][-1])
+    np.testing.assert_array_equal(np.asarray(kept[1:], np.float32), np.asarray(pool[1:], np.float32))
+    np.testing.assert_array_equal(np.asarray(again, np.float32)[:count], np.asarray(out, np.float32)[:count])
 
 
 @pytest.mark.parametrize(
