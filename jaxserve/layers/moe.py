@@ -61,34 +61,42 @@ def feed_forward(
 
 
 def mix_experts(
-    config: MoEConfig, leaves: Mapping[str, Any], x: Float[Array, "T D"], ctx: LayerContext
+    config: MoEConfig,
+    leaves: Mapping[str, Any],
+    x: Float[Array, "T D"],
+    ctx: LayerContext,
+    router_input: Float[Array, "T D"] | None = None,
 ) -> Float[Array, "T D"]:
     """Returns the weighted sum of each token's experts, plus the shared block's answer.
 
     Parameters: `router` (`route`), `experts` and, where there is a shared block, `shared` (`gated_mlp`) and
     `shared_gate` [D, 1]. Padding tokens go to no expert. On a mesh, all devices route all tokens, each computes what
-    its parameters give, and one sum makes the answer.
+    its parameters give, and one sum makes the answer. `router_input` is what the router reads, if not `x`.
     """
-    num_tokens = ctx.batch.query_start_loc[-1]
+    num_tokens, routed = ctx.batch.query_start_loc[-1], x if router_input is None else router_input
     if ctx.mesh is None:
-        return _mix(config, leaves, x, num_tokens)
+        return _mix(config, leaves, x, routed, num_tokens)
     read = {name: leaves[name] for name in ("router", EXPERTS, "shared", "shared_gate") if name in leaves}
     sharded = jax.shard_map(
         lambda leaves, *args: lax.psum(_mix(config, _add_once(config, leaves), *args), TENSOR_AXIS),
         mesh=ctx.mesh,
-        in_specs=({name: _split(config, name, leaf) for name, leaf in read.items()}, PartitionSpec(), PartitionSpec()),
+        in_specs=({name: _split(config, name, leaf) for name, leaf in read.items()}, *[PartitionSpec()] * 3),
         out_specs=PartitionSpec(),
         check_vma=False,  # kernels state no varying axes
     )
-    return sharded(read, x, num_tokens)
+    return sharded(read, x, routed, num_tokens)
 
 
 def _mix(
-    config: MoEConfig, leaves: Mapping[str, Any], x: Float[Array, "T D"], num_tokens: Int[Array, ""]
+    config: MoEConfig,
+    leaves: Mapping[str, Any],
+    x: Float[Array, "T D"],
+    routed: Float[Array, "T D"],
+    num_tokens: Int[Array, ""],
 ) -> Float[Array, "T D"]:
     """Returns what the parameters at hand give: all of the answer, or on a mesh this device's part of the sum."""
     here = StepContext(mesh=None)
-    experts, weights = route(config.router, leaves["router"], x, here)
+    experts, weights = route(config.router, leaves["router"], routed, here)
     out = _run_experts(config, leaves[EXPERTS], x, _keep_local(config, leaves, experts, num_tokens), weights)
     if config.shared is None:
         return out

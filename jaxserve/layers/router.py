@@ -35,8 +35,9 @@ class ExpertGroups:
 class RouterConfig:
     """`num_experts` is E, `top_k` the experts of a token.
 
-    `normalize`: the weights of a token are divided by their sum. `scale` multiplies them at last. `bias`: logits have a
-    bias. `correction`: a bias on scores takes part in the choice, not in the weights.
+    `normalize`: the weights of a token are divided by their sum. `scale` multiplies them at last, and with `scales` one
+    of each expert's own. `bias`: logits have a bias. `correction`: a bias on scores takes part in the choice, not in
+    the weights.
     """
 
     num_experts: int
@@ -46,6 +47,7 @@ class RouterConfig:
     scale: float = 1.0
     bias: bool = False
     correction: bool = False
+    scales: bool = False
     groups: ExpertGroups | None = None
 
 
@@ -54,7 +56,7 @@ def route(
 ) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
     """Returns the experts of each token, the best first and of equals the lower index, and their float32 weights.
 
-    `leaf` has `weight` [D, E] and, where the config says so, `bias` and `correction` [E].
+    `leaf` has `weight` [D, E] and, where the config says so, `bias`, `correction` and `scales` [E].
     """
     logits = linear(ctx, leaf, x, dtype=jnp.float32)
     scores = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid, "softmax_of_chosen": lambda x: x}[config.scoring](
@@ -69,6 +71,8 @@ def route(
         weights = jax.nn.softmax(weights)
     if config.normalize:
         weights /= jnp.sum(weights, axis=1, keepdims=True) + _LEAST_SUM
+    if config.scales:
+        weights *= leaf["scales"].astype(jnp.float32)[experts]
     return experts, weights * config.scale
 
 

@@ -37,12 +37,25 @@ latent_layer = partial(pre_norm_layer, attend=attend_latent)
 """Latent attention, and a norm before each block, as in DeepSeek-V2."""
 
 
+FeedForward = Callable[[DecoderConfig, LayerKind, Leaves, Stream, LayerContext], Stream]
+"""A feed-forward block behind its norm."""
+
+
+def feed_normalized(config: DecoderConfig, kind: LayerKind, leaves: Leaves, x: Stream, ctx: LayerContext) -> Stream:
+    """The layer's feed-forward block behind `mlp_norm`."""
+    return feed_forward(kind.mlp, leaves, normalize(config.norm, leaves["mlp_norm"], x), ctx)
+
+
 def sandwich_layer(
-    config: DecoderConfig, kind: LayerKind, leaves: Leaves, x: Stream, ctx: LayerContext
+    config: DecoderConfig,
+    kind: LayerKind,
+    leaves: Leaves,
+    x: Stream,
+    ctx: LayerContext,
+    feed: FeedForward = feed_normalized,
 ) -> tuple[Stream, jax.Array]:
     """A norm before and one after each block, as in Gemma 2."""
     norm = config.norm
     attended, pages = attend(kind.attention, norm, leaves, normalize(norm, leaves["attn_norm"], x), ctx)
     x = x + normalize(norm, leaves["attn_out_norm"], attended)
-    fed = feed_forward(kind.mlp, leaves, normalize(norm, leaves["mlp_norm"], x), ctx)
-    return x + normalize(norm, leaves["mlp_out_norm"], fed), pages
+    return x + normalize(norm, leaves["mlp_out_norm"], feed(config, kind, leaves, x, ctx)), pages

@@ -1,9 +1,9 @@
 """The parameters of a mixture of experts.
 
 Canonical names per layer: `router.weight` [D, E], `experts.gate_up.weight` [2, E, D, F], `experts.down.weight`
-[E, F, D] and, where the model has them, `router.bias` [E], `router.correction` [E] (always float32),
-`experts.gate_up.bias` [2, E, F], `experts.down.bias` [E, D], `shared.gate_up.weight`, `shared.down.weight` and
-`shared_gate.weight` [D, 1].
+[E, F, D] and, where the model has them, `router.bias` and `router.scales` [E], `router.correction` [E] (always
+float32), `experts.gate_up.bias` [2, E, F], `experts.down.bias` [E, D], `shared.gate_up.weight`, `shared.down.weight`
+and `shared_gate.weight` [D, 1].
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def moe_params(
         source = dataclasses.replace(source, otherwise=packed)
         table["router.correction"] = Parameter(ParamSpec(shape, "float32", (None,), "zeros"), source)
     modules = layer.tensor(f"{module}.experts"), layer.tensor(f"{packed_module}.experts")
-    table |= _expert_params(layer, moe, *modules, projections)
+    table |= expert_params(layer, moe, *modules, projections)
     if moe.shared is not None:
         inner = mlp_params(layer, moe.shared, f"{module}.{shared}")
         table |= {f"shared.{name}": parameter for name, parameter in inner.items()}
@@ -81,9 +81,14 @@ def router_params(layer: CheckpointLayer, moe: MoEConfig, module: str, otherwise
     return {name: Parameter(table[name].spec, source) for name, source in sources.items()}
 
 
-def _expert_params(
-    layer: CheckpointLayer, moe: MoEConfig, module: str, packed: str, projections: tuple[str, str, str]
+def expert_params(
+    layer: CheckpointLayer,
+    moe: MoEConfig,
+    module: str,
+    packed: str,
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> Table:
+    """Returns the experts alone, of a tensor each below `module`, or of one for all below `packed`."""
     hidden, size, count = layer.config.hidden_size, moe.expert.intermediate_size, moe.router.num_experts
     expert, column = moe.expert_axes
     gate, up, down = projections

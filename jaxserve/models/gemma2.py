@@ -65,15 +65,18 @@ def parse(config: HFConfig) -> DecoderConfig:
     )
 
 
+NORMS = {
+    "attn_norm": "input_layernorm",
+    "attn_out_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_out_norm": "post_feedforward_layernorm",
+}
+"""Names of norms, and the modules that they are in files."""
+
+
 def list_layer_params(layer: CheckpointLayer) -> Table:
     """Separate projections, a norm before and after each block."""
-    norms = {
-        "attn_norm": "input_layernorm",
-        "attn_out_norm": "post_attention_layernorm",
-        "mlp_norm": "pre_feedforward_layernorm",
-        "mlp_out_norm": "post_feedforward_layernorm",
-    }
-    return norm_params(layer, norms) | attention_params(layer) | mlp_params(layer)
+    return norm_params(layer, NORMS) | attention_params(layer) | mlp_params(layer)
 
 
 FAMILY = Family(

@@ -1,11 +1,12 @@
-"""Gemma 4 text: heads of two sizes, pages that later layers read again, inputs of each layer.
+"""Gemma 4 text: heads of two sizes, pages that later layers read again, inputs of each layer, experts beside the MLP.
 
-Of multimodal checkpoints ("gemma4") only the language model is read. Those with experts are refused.
+Of multimodal checkpoints ("gemma4") only the language model is read.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 
@@ -14,9 +15,11 @@ from jaxserve.layers.activations import ACTIVATIONS
 from jaxserve.layers.attention import AttentionConfig
 from jaxserve.layers.context import LayerContext
 from jaxserve.layers.linear import linear
-from jaxserve.layers.mlp import MLPConfig
+from jaxserve.layers.mlp import MLPConfig, gated_mlp
+from jaxserve.layers.moe import MoEConfig, mix_experts
 from jaxserve.layers.norm import normalize
 from jaxserve.layers.rope import RopeConfig
+from jaxserve.layers.router import RouterConfig
 from jaxserve.models import gemma2
 from jaxserve.models.base import (
     CheckpointLayer,
@@ -42,9 +45,11 @@ from jaxserve.models.common import (
     read_norm,
     read_num_layers,
 )
+from jaxserve.models.expert_parameters import expert_params, router_params
 from jaxserve.models.gemma3 import MULTIMODAL_KEYS, read_text_config
 from jaxserve.models.hf_config import HFConfig, check_integer, check_mapping
-from jaxserve.models.parameters import make_source, norm_params, projection_params
+from jaxserve.models.moe_config import MAX_EXPERTS
+from jaxserve.models.parameters import attention_params, make_source, mlp_params, norm_params, projection_params
 from jaxserve.models.rope_config import parse_rope
 
 KEYS = omit(DECODER_KEYS, "rope_theta", "rope_scaling", "partial_rotary_factor") | {
@@ -82,7 +87,6 @@ _ROPES: dict[str, dict[str, object]] = {
 
 def parse(config: HFConfig) -> DecoderConfig:
     """Reads the config.json of a Gemma 4 text model."""
-    config.require_off("enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size")
     config.require(use_bidirectional_attention="vision")  # among the tokens of an image
     size = config.integer("hidden_size_per_layer_input", minimum=0) or None
     if size is not None:
@@ -100,7 +104,7 @@ def parse(config: HFConfig) -> DecoderConfig:
 
 def _read_layers(config: HFConfig) -> tuple[LayerKind, ...]:
     """Returns the layers; of the last `num_kv_shared_layers` each reads the pages of the last of its type before."""
-    num_layers, mlp = read_num_layers(config), read_mlp(config, activation_key="hidden_activation")
+    num_layers, mlp = read_num_layers(config), _read_mlp(config)
     types = read_layer_types(config, [*alternate_layer_types(num_layers, 6)[:-1], _FULL])
     if types[-1] != _FULL:
         raise ConfigError("the last layer must have full_attention", field="layer_types", value=types[-1])
@@ -114,7 +118,7 @@ def _read_layers(config: HFConfig) -> tuple[LayerKind, ...]:
         name: replace(
             kind,
             attention=replace(kind.attention, projections="q"),
-            mlp=replace(mlp, intermediate_size=wide * mlp.intermediate_size),
+            mlp=_widen(mlp, wide),
             page_owner=last[name],
         )
         for name, kind in kinds.items()
@@ -122,7 +126,28 @@ def _read_layers(config: HFConfig) -> tuple[LayerKind, ...]:
     return (*(kinds[name] for name in types[:num_own]), *(borrowing[name] for name in types[num_own:]))
 
 
-def _read_kinds(config: HFConfig, types: list[str], mlp: MLPConfig) -> dict[str, LayerKind]:
+def _read_mlp(config: HFConfig) -> MLPConfig | MoEConfig:
+    """Returns the dense block, or the experts that stand beside it, with it as the shared one."""
+    dense = read_mlp(config, activation_key="hidden_activation")
+    if not config.flag("enable_moe_block"):
+        config.require_off("num_experts", "top_k_experts", "moe_intermediate_size")
+        return dense
+    count, top_k = config.integer("num_experts", maximum=MAX_EXPERTS), config.integer("top_k_experts")
+    if top_k > count:
+        raise ConfigError(f"{top_k} of {count} experts is not possible", field="top_k_experts", value=top_k)
+    expert = replace(dense, intermediate_size=config.integer("moe_intermediate_size"))
+    return MoEConfig(RouterConfig(count, top_k, normalize=True, scales=True), expert, shared=dense)
+
+
+def _widen(mlp: MLPConfig | MoEConfig, times: int) -> MLPConfig | MoEConfig:
+    """Returns the same with so many times the columns in the dense block."""
+    if isinstance(mlp, MoEConfig):
+        assert mlp.shared is not None
+        return replace(mlp, shared=replace(mlp.shared, intermediate_size=times * mlp.shared.intermediate_size))
+    return replace(mlp, intermediate_size=times * mlp.intermediate_size)
+
+
+def _read_kinds(config: HFConfig, types: list[str], mlp: MLPConfig | MoEConfig) -> dict[str, LayerKind]:
     """Returns the layers of each type that have keys and values of their own."""
     bias = config.flag("attention_bias")
     sliding = read_attention(config, scale=1.0, qkv_bias=bias, out_bias=bias, qk_norm="shared")
@@ -177,21 +202,46 @@ def apply_layer(
     config: DecoderConfig, kind: LayerKind, leaves: Leaves, x: Stream, ctx: LayerContext
 ) -> tuple[Stream, jax.Array]:
     """Gemma 2's layer, then the layer's own input through a gate, then a factor on everything."""
-    x, pages = sandwich_layer(config, kind, leaves, x, ctx)
+    x, pages = sandwich_layer(config, kind, leaves, x, ctx, _feed_forward)
     if ctx.layer_input is not None:
-        gate = ACTIVATIONS[kind.mlp.activation](linear(ctx, leaves["input_gate"], x))
+        gate = ACTIVATIONS[_find_dense(kind).activation](linear(ctx, leaves["input_gate"], x))
         fed = linear(ctx, leaves["input_proj"], gate * ctx.layer_input)
         x = x + normalize(config.norm, leaves["input_norm"], fed)
     return x * leaves["factor"], pages
 
 
+def _find_dense(kind: LayerKind) -> MLPConfig:
+    dense = kind.mlp.shared if isinstance(kind.mlp, MoEConfig) else kind.mlp
+    assert dense is not None
+    return dense
+
+
+def _feed_forward(config: DecoderConfig, kind: LayerKind, leaves: Leaves, x: Stream, ctx: LayerContext) -> Stream:
+    """The dense block, or the sum of it and of experts, each between norms of its own.
+
+    The router reads the residual stream through a norm of its own, too.
+    """
+    norm, dense = config.norm, partial(gated_mlp, _find_dense(kind))
+    inner = normalize(norm, leaves["mlp_norm"], x)
+    if not isinstance(kind.mlp, MoEConfig):
+        return dense(leaves, inner, ctx)
+    fed = normalize(norm, leaves["shared_out_norm"], dense(leaves["shared"], inner, ctx))
+    routed = normalize(norm, leaves["router_norm"], x) * config.hidden_size**-0.5
+    inner = normalize(norm, leaves["experts_norm"], x)
+    mixed = mix_experts(replace(kind.mlp, shared=None), leaves, inner, ctx, router_input=routed)
+    return fed + normalize(norm, leaves["experts_out_norm"], mixed)
+
+
 def list_layer_params(layer: CheckpointLayer) -> Table:
-    """Gemma 2's, a factor and, where the layer has an input, its gate, projection and norm."""
+    """Gemma 2's, experts beside the dense block, a factor and, where the layer has an input, what it goes through."""
     config, size = layer.config, layer.config.layer_input_size
     source = make_source((layer.tensor("layer_scalar"),), ((1,),), lambda tensor: tensor)
-    table = gemma2.list_layer_params(layer) | {
-        "factor": Parameter(ParamSpec((1,), config.dtype, (None,), "ones"), source)
-    }
+    table = (
+        norm_params(layer, gemma2.NORMS)
+        | attention_params(layer)
+        | {"factor": Parameter(ParamSpec((1,), config.dtype, (None,), "ones"), source)}
+    )
+    table |= _list_moe_params(layer, layer.kind.mlp) if isinstance(layer.kind.mlp, MoEConfig) else mlp_params(layer)
     if size is None:
         return table
     hidden = config.hidden_size
@@ -199,6 +249,28 @@ def list_layer_params(layer: CheckpointLayer) -> Table:
     table |= projection_params(config, "input_proj", layer.tensor("per_layer_projection"), (size, hidden))
     return table | norm_params(layer, {"input_norm": "post_per_layer_input_norm"})
 
+
+def _list_moe_params(layer: CheckpointLayer, moe: MoEConfig) -> Table:
+    """Returns the router, the experts, the dense block as `shared`, and the norms around them."""
+    vectors = {"router_norm.weight": ("router.scale", layer.config.hidden_size)}
+    vectors["router.scales"] = "router.per_expert_scale", moe.router.num_experts
+    table = {
+        name: Parameter(
+            ParamSpec((size,), layer.config.dtype, (None,), "ones"),
+            make_source((layer.tensor(tensor),), ((size,),), lambda array: array),
+        )
+        for name, (tensor, size) in vectors.items()
+    }
+    table |= norm_params(layer, _EXPERT_NORMS) | router_params(layer, moe, layer.tensor("router.proj"))
+    table |= expert_params(layer, moe, layer.tensor("experts"), layer.tensor("experts"))
+    return table | {f"shared.{name}": each for name, each in mlp_params(layer, moe.shared).items()}
+
+
+_EXPERT_NORMS = {
+    "shared_out_norm": "post_feedforward_layernorm_1",
+    "experts_norm": "pre_feedforward_layernorm_2",
+    "experts_out_norm": "post_feedforward_layernorm_2",
+}
 
 # Layers that read another's pages have keys and values in files, which nothing uses.
 _UNUSED = r".*layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm)\..*"

@@ -79,7 +79,9 @@ def draw_weight(case: Case, name: str, shape: tuple[int, ...], seed: int) -> tor
         values = 0.3 * values
     elif name.endswith("sinks"):
         pass
-    elif name.endswith("layer_scalar"):
+    elif name.endswith("router.scale"):
+        values = 10.0 + 2.0 * values  # its router divides by the root of D
+    elif name.endswith(("layer_scalar", "per_expert_scale")):
         values = 1.0 + 0.2 * values
     elif "norm" in name:
         values = choose_norm_centre(case, name) + 0.2 * values

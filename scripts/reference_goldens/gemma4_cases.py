@@ -8,7 +8,7 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
 def list_gemma4_cases() -> list[Case]:
-    """Gemma 4: heads of two sizes, without values of their own, with shared pages, with per-layer inputs."""
+    """Gemma 4: heads of two sizes, without values of their own, with shared pages, with per-layer inputs, with experts."""
     rope = {
         _SLIDING: scale_rope(rope_type="default"),
         _FULL: scale_rope(rope_type="proportional", partial_rotary_factor=0.5) | {"rope_theta": 30000.0},
@@ -56,6 +56,25 @@ def list_gemma4_cases() -> list[Case]:
                 "use_double_wide_mlp": True,
             },
             ablations=({"sliding_window": 1024}, {"rope_parameters": other}),
+            **tied,
+        ),
+        Case(
+            "gemma4_text_moe",
+            "gemma4_text",
+            "six experts beside the dense block, two to a token, each with a scale; no inputs of layers",
+            {
+                **sizes,
+                "num_hidden_layers": 3,
+                "layer_types": [_SLIDING, _SLIDING, _FULL],
+                "num_global_key_value_heads": 1,
+                "attention_k_eq_v": True,
+                "hidden_size_per_layer_input": 0,
+                "enable_moe_block": True,
+                "num_experts": 6,
+                "top_k_experts": 2,
+                "moe_intermediate_size": 16,
+            },
+            ablations=({"top_k_experts": 1},),
             **tied,
         ),
     ]

@@ -119,6 +119,8 @@ def watch_routers(model: Any) -> list[float]:
 
     def watch(module: Any, inputs: Any, outputs: Any) -> None:
         logits, _, experts = outputs
+        # Gemma 4's router gives probabilities, whose logarithms differ as logits do.
+        logits = logits.log() if hasattr(module, "per_expert_scale") else logits
         scores, scale = logits.float(), 1.0
         correction = getattr(module, "e_score_correction_bias", inputs[1] if len(inputs) > 1 else None)
         if correction is not None:
@@ -132,7 +134,7 @@ def watch_routers(model: Any) -> list[float]:
         gaps.append(scale * measure_gap(scores, experts.shape[-1]))
 
     for module in model.modules():
-        if type(module).__name__.endswith("TopKRouter"):
+        if type(module).__name__.endswith(("TopKRouter", "Gemma4TextRouter")):
             module.register_forward_hook(watch)
     return gaps
 

@@ -25,7 +25,8 @@ OWN_TYPES = ["sliding_attention", "full_attention"] * 2
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"enable_moe_block": True}, "enable_moe_block"),
+        ({"enable_moe_block": True}, "num_experts"),
+        ({"enable_moe_block": True, "num_experts": 4, "top_k_experts": 5}, "top_k_experts"),
         ({"num_experts": 8}, "num_experts"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
         ({"vocab_size_per_layer_input": 84}, "vocab_size_per_layer_input"),

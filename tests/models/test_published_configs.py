@@ -22,6 +22,7 @@ PARAMETERS = {
     "gemma-2-2b": 2_614_341_888,
     "gemma-3-1b": 999_885_952,
     "gemma-4-31b": 30_697_345_340,  # without its eye
+    "gemma-4-26b-a4b": 25_233_141_790,  # without its eye
     "gemma-4-e2b": 4_628_569_379,  # without its eye and its ear, and keys and values that nothing reads
     "glm-4.5-air": 106_852_251_264,  # and 3,616,573,568 of its layer for multi-token prediction
     "glm-4.7-flash": 29_943_393_920,  # without its layer for multi-token prediction
