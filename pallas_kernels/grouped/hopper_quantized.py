@@ -23,7 +23,7 @@ from pallas_kernels.grouped.hopper_kernel import DEPTH, GroupedKernel, Scratch, 
 from pallas_kernels.hopper import wgmma
 from pallas_kernels.hopper.wgmma import ROWS
 from pallas_kernels.mosaic_gpu import compat
-from pallas_kernels.quantized import QuantizedFormat
+from pallas_kernels.quantized import QuantizedFormat, decode_float4
 
 LEAST_GROUP = 32  # rows that share a scale: a slice has at most two such groups
 
@@ -61,7 +61,8 @@ class QuantizedKernel(GroupedKernel):
         """Bytes of shared memory with so many slices of few bits, for x of 16 bits."""
         slice_size = DEPTH * self.columns
         narrow = narrow_slots * slice_size * self.format.bits // 8
-        scales = narrow_slots * self.pieces * self.columns * (4 + self.format.zeros)
+        scale_bytes = jnp.dtype(self.format.scale_dtype).itemsize
+        scales = narrow_slots * self.pieces * self.columns * (scale_bytes + self.format.zeros)
         left = (narrow_slots - self.num_fillers + self.stages) * self.left_rows * DEPTH * 2
         plain = 0 if self.shares_plain else self.left_rows * self.columns * 2
         return narrow + scales + left + self.stages * slice_size * 2 + plain
@@ -94,11 +95,12 @@ class QuantizedKernel(GroupedKernel):
     def list_scratch(self, dtype: jnp.dtype) -> dict[str, object]:
         """Shared memory and barriers; at `scaled` the scales of whole columns are there."""
         slots = 1 if self.scales_columns else self.narrow_slots
+        values = "int4" if self.format.is_coded else self.format.dtype
         swizzle = _PART_COLUMNS * self.format.bits // 8
         scratch = {
             "left": compat.tile_smem((self.left_slots, self.left_rows, DEPTH), dtype),
-            "narrow": compat.tile_smem((self.narrow_slots, DEPTH, self.columns), self.format.dtype, swizzle),
-            "scales": compat.SMEM((slots, self.pieces, self.columns), jnp.float32),
+            "narrow": compat.tile_smem((self.narrow_slots, DEPTH, self.columns), values, swizzle),
+            "scales": compat.SMEM((slots, self.pieces, self.columns), jnp.dtype(self.format.scale_dtype)),
             "left_loaded": compat.Barrier(num_barriers=self.left_slots),
             "narrow_loaded": compat.Barrier(num_arrivals=self.count_copies(), num_barriers=self.narrow_slots),
             "loaded": compat.Barrier(num_barriers=self.stages),
@@ -173,6 +175,8 @@ class QuantizedKernel(GroupedKernel):
         for start in range(0, self.columns, _PART_COLUMNS):
             columns = pl.ds(start, _PART_COLUMNS)
             values = wgmma.load_narrow(scratch["narrow"].at[slot, :, columns])
+            if self.format.is_coded:
+                values = decode_float4(wgmma.widen_exactly(values, jnp.bfloat16))
             if not self.scales_columns:
                 values = wgmma.widen_exactly(values, jnp.float32)
                 if self.format.zeros:
@@ -204,5 +208,5 @@ class QuantizedKernel(GroupedKernel):
         if not self.scales_columns:
             return product
         compat.barrier_wait(scratch["scaled"])
-        scales = compat.load_row(scratch["scales"].at[0, 0])
+        scales = compat.load_row(scratch["scales"].at[0, 0]).astype(jnp.float32)
         return product * lax.broadcast_in_dim(scales, product.shape, (1,))
