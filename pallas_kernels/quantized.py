@@ -148,7 +148,7 @@ def decode_float4(codes: jax.Array) -> jax.Array:
     bits at once, as it does not compare and choose.
     """
     sign = jnp.clip(codes, -1, 0)  # -1 with the sign bit set, which is -8 in a code
-    rest = codes - 8 * sign  # 0 to 7
+    rest = codes + -8 * sign  # 0 to 7
     doubled = jnp.maximum(jnp.maximum(rest, 2 * rest - 4), 4 * rest - 16)  # 0, 1, 2, 3, 4, 6, 8, 12
     return doubled * (sign + 0.5)
 

@@ -178,17 +178,20 @@ class QuantizedKernel(GroupedKernel):
             if self.format.is_coded:
                 values = decode_float4(wgmma.widen_exactly(values, jnp.bfloat16))
             if not self.scales_columns:
-                values = wgmma.widen_exactly(values, jnp.float32)
+                # A product of two numbers of 16 bits is rounded once in any case.
+                is_narrow = self.format.scale_dtype == wide.dtype == jnp.bfloat16 and not self.format.zeros
+                dtype = jnp.bfloat16 if is_narrow else jnp.float32
+                values = wgmma.widen_exactly(values, dtype)
                 if self.format.zeros:
-                    values = values - self.spread(scratch["zeros"].at[slot, :, columns])
-                values = values * self.spread(scratch["scales"].at[slot, :, columns])
+                    values = values - self.spread(scratch["zeros"].at[slot, :, columns], dtype)
+                values = values * self.spread(scratch["scales"].at[slot, :, columns], dtype)
                 wide[:, columns] = values.astype(wide.dtype)
             else:
                 wide[:, columns] = wgmma.widen_exactly(values, wide.dtype)
 
-    def spread(self, per_group: jax.Ref) -> jax.Array:
-        """Numbers [pieces, columns] of groups as f32 [DEPTH, columns], each for the rows of its group."""
-        rows = [wgmma.load_narrow_row(per_group.at[piece]) for piece in range(self.pieces)]
+    def spread(self, per_group: jax.Ref, dtype: jnp.dtype) -> jax.Array:
+        """Numbers [pieces, columns] of groups as [DEPTH, columns] of `dtype`, each for the rows of its group."""
+        rows = [wgmma.load_narrow_row(per_group.at[piece], dtype) for piece in range(self.pieces)]
         shape = (DEPTH, per_group.shape[1])
         first, *others = (lax.broadcast_in_dim(row, shape, (1,)) for row in rows)
         for other in others:

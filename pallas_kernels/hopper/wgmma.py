@@ -77,9 +77,9 @@ def load_narrow(tile: jax.Ref) -> jax.Array:
     return plgpu.load(tile, layout=_NARROW)
 
 
-def load_narrow_row(row: jax.Ref) -> jax.Array:
-    """A row [columns] of shared memory, int8, bf16 or f32, as f32 in the layout that goes with `load_narrow`'s."""
-    return widen_exactly(plgpu.load(row, layout=_NARROW.reduce(0)), jnp.float32)
+def load_narrow_row(row: jax.Ref, dtype: jnp.dtype) -> jax.Array:
+    """A row [columns] of shared memory, int8, bf16 or f32, as `dtype` in the layout that goes with `load_narrow`'s."""
+    return widen_exactly(plgpu.load(row, layout=_NARROW.reduce(0)), dtype)
 
 
 def narrow_iota(shape: tuple[int, int]) -> jax.Array:
