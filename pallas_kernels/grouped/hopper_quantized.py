@@ -11,6 +11,7 @@ while values are widened, in float32 and rounded once, as in `dequantize`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,7 +26,7 @@ from pallas_kernels.hopper.wgmma import ROWS
 from pallas_kernels.mosaic_gpu import compat
 from pallas_kernels.quantized import QuantizedFormat, decode_float4
 
-LEAST_GROUP = 32  # rows that share a scale: a slice has at most two such groups
+LEAST_GROUP = 16  # rows that share a scale: a slice has at most four such groups
 
 _PART_COLUMNS = 64  # of a slice that pass through registers at once
 _WIDE = 2  # widened slices in memory
@@ -88,9 +89,14 @@ class QuantizedKernel(GroupedKernel):
         return self.format.group == self.depth * DEPTH and not self.format.zeros
 
     @property
+    def piece_rows(self) -> int:
+        """Rows of a slice that are surely of one group."""
+        return math.gcd(self.format.group, DEPTH)
+
+    @property
     def pieces(self) -> int:
         """The groups that a slice has rows of, at most."""
-        return 1 if self.format.group % DEPTH == 0 else DEPTH // LEAST_GROUP
+        return DEPTH // self.piece_rows
 
     def list_scratch(self, dtype: jnp.dtype) -> dict[str, object]:
         """Shared memory and barriers; at `scaled` the scales of whole columns are there."""
@@ -165,7 +171,7 @@ class QuantizedKernel(GroupedKernel):
         if self.scales_columns:
             return
         for piece in range(self.pieces):
-            group = lax.div(index * DEPTH + piece * LEAST_GROUP, self.format.group)
+            group = lax.div(index * DEPTH + piece * self.piece_rows, self.format.group)
             for name, array in zip(("scales", "zeros"), matrices[1:], strict=False):
                 row = array.at[source.matrix, group, columns]
                 compat.copy_gmem_to_smem(row, scratch[name].at[slot, piece], loaded)
@@ -193,10 +199,10 @@ class QuantizedKernel(GroupedKernel):
         """Numbers [pieces, columns] of groups as [DEPTH, columns] of `dtype`, each for the rows of its group."""
         rows = [wgmma.load_narrow_row(per_group.at[piece], dtype) for piece in range(self.pieces)]
         shape = (DEPTH, per_group.shape[1])
-        first, *others = (lax.broadcast_in_dim(row, shape, (1,)) for row in rows)
-        for other in others:
-            first = jnp.where(wgmma.narrow_iota(shape) < LEAST_GROUP, first, other)
-        return first
+        spread, *others = (lax.broadcast_in_dim(row, shape, (1,)) for row in rows)
+        for piece, other in enumerate(others, 1):
+            spread = jnp.where(wgmma.narrow_iota(shape) < piece * self.piece_rows, spread, other)
+        return spread
 
     def raise_registers(self) -> None:
         """All warpgroups have the same."""

@@ -20,6 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.layout import LANES
 from pallas_kernels.quantized import QuantizedFormat, decode_float4, encode_float4
 
+_SMALL_GROUPS = (16, 32)
 _STEP = 64  # rows that are expanded together at least: a tile of 4 bits in memory
 
 
@@ -95,7 +96,7 @@ class QuantizedBlock:
     def expand(self, w: Sequence[jax.Ref], expanded: jax.Ref) -> None:
         """Writes what the values stand for to memory, as many groups at once as a tile of memory has."""
         group = self.format.group
-        pieces = 1 if group % _STEP == 0 else 2
+        pieces = max(1, _STEP // group)
 
         @pl.loop(0, self.groups // pieces)
         def _(index: jax.Array) -> None:
@@ -113,6 +114,7 @@ class QuantizedBlock:
 def find_group_obstacle(width: int, quantized: QuantizedFormat) -> str | None:
     """Why matrices of `width` rows in this format cannot be multiplied, in words for users."""
     group = quantized.group
-    if group == width or group % _STEP == 0 or (group == _STEP // 2 and width % _STEP == 0):
+    if group == width or group % _STEP == 0 or (group in _SMALL_GROUPS and width % _STEP == 0):
         return None
-    return f"it scales groups of {_STEP // 2} weights or a multiple of {_STEP}, these are of {group}"
+    small = ", ".join(map(str, _SMALL_GROUPS))
+    return f"it scales groups of {small} weights or a multiple of {_STEP}, these are of {group}"

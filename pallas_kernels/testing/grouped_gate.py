@@ -50,6 +50,7 @@ class GroupedShape:
 
 _FP8_BLOCKS = QuantizedFormat("float8_e4m3fn", 128)
 _AWQ = QuantizedFormat("int4", 128, zeros=True)
+_NVFP4 = QuantizedFormat("float4_e2m1fn", 16)
 _MXFP4 = QuantizedFormat("float4_e2m1fn", 32, scale_dtype="bfloat16")
 
 SHAPES = (
@@ -63,6 +64,8 @@ SHAPES = (
     GroupedShape("qwen3-30b-a3b, int4 groups of 32, down", 128, 8, 768, 2048, 1, QuantizedFormat("int4", 32)),
     GroupedShape("qwen3-30b-a3b, int8 channels, up", 128, 8, 2048, 768, 2, QuantizedFormat("int8", 2048)),
     GroupedShape("qwen3-30b-a3b, int8 channels, down", 128, 8, 768, 2048, 1, QuantizedFormat("int8", 768)),
+    GroupedShape("qwen3-30b-a3b, nvfp4, up", 128, 8, 2048, 768, parts=2, quantized=_NVFP4),
+    GroupedShape("qwen3-30b-a3b, nvfp4, down", 128, 8, 768, 2048, quantized=_NVFP4),
     GroupedShape("mixtral-8x7b, up", 8, 2, 4096, 14336, parts=2),
     GroupedShape("mixtral-8x7b, down", 8, 2, 14336, 4096),
     GroupedShape("gpt-oss-20b, up", 32, 4, 2880, 2880, parts=2),

@@ -30,6 +30,7 @@ MXFP4 = QuantizedFormat("float4_e2m1fn", 32, scale_dtype="bfloat16")
 FORMS = [
     *(QuantizedFormat(dtype, group, zeros) for dtype in VALUES for group in (32, 64, 128) for zeros in (False, True)),
     MXFP4,
+    NVFP4,
     replace(MXFP4, group=128, zeros=True),
 ]
 H200 = {"platform": "gpu", "device_kind": "NVIDIA H200"}
@@ -135,6 +136,8 @@ CASES = [  # sizes, width, columns, format, parts
     ([0, 2, 1], 2880, 64, QuantizedFormat("float8_e4m3fn", 2880, zeros=True), 1),
     ([200, 3], 768, 128, QuantizedFormat("int4", 128, zeros=True), 1),
     ([90, 3], 2880, 64, MXFP4, 1),
+    ([3, 70, 1], 192, 128, NVFP4, 2),
+    ([2, 1], 192, 64, QuantizedFormat("int8", 48, zeros=True), 1),
     ([2, 5], 192, 64, replace(MXFP4, group=192), 1),
     ([2, 5], 192, 64, replace(MXFP4, group=96, scale_dtype="float32", zeros=True), 1),
 ]
@@ -175,12 +178,10 @@ def test_float16_rows_on_hopper(dtype: str) -> None:
     [
         (H200, 96, 64, QuantizedFormat("int8", 96), "multiples of 64, these are 96 and 64"),
         (H200, 128, 96, QuantizedFormat("int8", 128), "multiples of 64, these are 128 and 96"),
-        (H200, 128, 128, QuantizedFormat("int4", 16), "groups of a multiple of 32 weights, these are of 16"),
-        (H200, 128, 128, NVFP4, "groups of a multiple of 32 weights, these are of 16"),
+        (H200, 128, 128, QuantizedFormat("int4", 8), "groups of a multiple of 16 weights, these are of 8"),
         (H200, 128, 128, QuantizedFormat("bfloat16", 128), "int8, int4, float4_e2m1fn, these are bfloat16"),
         (V6E, 128, 96, QuantizedFormat("int8", 128), "96 columns would be padded to 128"),
-        (V6E, 192, 128, QuantizedFormat("int8", 96), "32 weights or a multiple of 64, these are of 96"),
-        (V6E, 128, 128, NVFP4, "32 weights or a multiple of 64, these are of 16"),
+        (V6E, 192, 128, QuantizedFormat("int8", 96), "16, 32 weights or a multiple of 64, these are of 96"),
         (V6E, 128, 128, QuantizedFormat("float8_e5m2", 128), "these are float8_e5m2"),
     ],
 )
