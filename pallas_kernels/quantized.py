@@ -9,23 +9,32 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from pallas_kernels.layout import count_bits
+
+_FLOAT4 = "float4_e2m1fn"
 
 
 @dataclass(frozen=True)
 class QuantizedFormat:
-    """What decides which kernels can read matrices: the values' dtype, how many rows share a scale, and whether there
-    are zeros."""
+    """What decides which kernels can read matrices: the values' dtype, how many rows share a scale, whether there are
+    zeros, and the scales' dtype."""
 
     dtype: str
     group: int  # K / G
     zeros: bool = False
+    scale_dtype: str = "float32"
 
     @property
     def bits(self) -> int:
         """The bits of a value."""
         return count_bits(self.dtype)
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether values are float4_e2m1fn, which kernels read by `encode_float4` and `decode_float4`."""
+        return self.dtype == _FLOAT4
 
 
 @dataclass(frozen=True)
@@ -72,7 +81,7 @@ class QuantizedArray:
     def format(self) -> QuantizedFormat:
         """What kernels must know of it."""
         group = self.values.shape[-2] // self.scales.shape[-2]
-        return QuantizedFormat(self.values.dtype.name, group, self.zeros is not None)
+        return QuantizedFormat(self.values.dtype.name, group, self.zeros is not None, self.scales.dtype.name)
 
     def map(self, function: Callable[[jax.Array], jax.Array]) -> QuantizedArray:
         """Returns the same with what `function` makes of values, scales and zeros."""
@@ -80,7 +89,7 @@ class QuantizedArray:
         return QuantizedArray(function(self.values), function(self.scales), zeros, self.order)
 
 
-_LARGEST = {"float8_e4m3fn": 448.0, "float4_e2m1fn": 6.0, "int8": 127.0, "int4": 7.0}
+_LARGEST = {"float8_e4m3fn": 448.0, _FLOAT4: 6.0, "int8": 127.0, "int4": 7.0}
 
 
 def quantize(
@@ -125,6 +134,23 @@ def _share(numbers: jax.Array, axis: int, block: int | None, size: int) -> jax.A
     first = jnp.moveaxis(numbers, axis, 0)
     shared = jax.ops.segment_max(first, blocks, num_segments=int(blocks[-1]) + 1, indices_are_sorted=True)
     return jnp.moveaxis(shared[blocks], 0, axis)
+
+
+def encode_float4(values: jax.Array) -> jax.Array:
+    """Returns the bits of float4_e2m1fn values, or of codes, as int4 codes: kernels' compilers lack the type."""
+    return lax.bitcast_convert_type(values, jnp.int4)
+
+
+def decode_float4(codes: jax.Array) -> jax.Array:
+    """Returns the float4_e2m1fn numbers whose bits are int4 `codes`, which come as any float type and stay in it.
+
+    The steps are sums, products and limits of small numbers. They are exact, and a GPU does them for two numbers of 16
+    bits at once, as it does not compare and choose.
+    """
+    sign = jnp.clip(codes, -1, 0)  # -1 with the sign bit set, which is -8 in a code
+    rest = codes + -8 * sign  # 0 to 7
+    doubled = jnp.maximum(jnp.maximum(rest, 2 * rest - 4), 4 * rest - 16)  # 0, 1, 2, 3, 4, 6, 8, 12
+    return doubled * (sign + 0.5)
 
 
 def dequantize(w: QuantizedArray, dtype: jnp.dtype) -> jax.Array:

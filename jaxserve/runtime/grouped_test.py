@@ -59,5 +59,6 @@ def _measure_error(impl: str, matrix: Matrix, dtype: str, sizes: tuple[int, ...]
 
 def _quantize(numbers: np.ndarray, form: QuantizedFormat, rng: np.random.Generator) -> QuantizedArray:
     """Returns matrices of few bits, with a few zero points around the middle where the format has them."""
-    w = quantize(jnp.asarray(numbers), form.dtype, (1, None), numbers.shape[1] // form.group)
+    groups = numbers.shape[1] // form.group
+    w = quantize(jnp.asarray(numbers), form.dtype, (1, form.group), groups, scale_dtype=form.scale_dtype)
     return replace(w, zeros=jnp.asarray(rng.integers(-3, 4, w.scales.shape), jnp.int8)) if form.zeros else w

@@ -28,9 +28,10 @@ def read_format(specs: Mapping[str, ParamSpec], path: str, width: int) -> Quanti
     values = specs.get(path + _VALUES)
     if values is None:
         return None
-    groups = specs[f"{path}.weight.scales"].shape[-2]
+    scales = specs[f"{path}.weight.scales"]
+    groups = scales.shape[-2]
     group = width if groups == 1 else values.shape[-2] // groups
-    return QuantizedFormat(values.dtype, group, f"{path}.weight.zeros" in specs)
+    return QuantizedFormat(values.dtype, group, f"{path}.weight.zeros" in specs, scales.dtype)
 
 
 def choose_products(model: DecoderConfig, num_devices: int, platform: str, device_kind: str) -> DecoderConfig:

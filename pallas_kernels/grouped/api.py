@@ -25,7 +25,7 @@ _HOMES = {  # by name: a module and its function
     "tpu_interpret": ("tpu", "multiply_interpreted"),
 }
 _PORTABLE = ("reference", "xla")  # these take values of any type
-_VALUES = ("float8_e4m3fn", "int8", "int4")  # of quantized matrices that the kernels read
+_VALUES = ("float8_e4m3fn", "int8", "int4", "float4_e2m1fn")  # of quantized matrices that the kernels read
 _DEVICES = {"gpu": "Hopper", "tpu": "TPUs from v5e on"}  # of the kernels
 
 

@@ -10,6 +10,8 @@ multiply meanwhile, but only those of the tile are fetched. The body is in `hopp
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 
@@ -19,7 +21,7 @@ from pallas_kernels.grouped.tiles import Spans, list_spans
 from pallas_kernels.hopper.wgmma import ROWS
 from pallas_kernels.mosaic_gpu import compat
 from pallas_kernels.platform import traced_core_count
-from pallas_kernels.quantized import QuantizedArray, QuantizedFormat
+from pallas_kernels.quantized import QuantizedArray, QuantizedFormat, encode_float4
 
 _COLUMNS = 128  # of a block at most: layouts of wider plain memory take minutes to infer
 _FEW_ROWS = 16  # of a tile where groups have a quarter of them on average
@@ -60,6 +62,8 @@ def multiply(
     warpgroups = -(-rows // ROWS)
     common = (rows, warpgroups, block, x.shape[1] // DEPTH, sizes.shape[0])
     body = GroupedKernel(*common) if quantized is None else QuantizedKernel(*common, quantized)
+    if quantized is not None and quantized.is_coded:
+        w = replace(w, values=encode_float4(w.values))
     padded = jnp.pad(x, ((0, max(-num_rows % ALIGNMENT, rows - num_rows)), (0, 0)))
     run = compat.kernel(
         body,

@@ -11,6 +11,7 @@ while values are widened, in float32 and rounded once, as in `dequantize`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,9 +24,9 @@ from pallas_kernels.grouped.hopper_kernel import DEPTH, GroupedKernel, Scratch, 
 from pallas_kernels.hopper import wgmma
 from pallas_kernels.hopper.wgmma import ROWS
 from pallas_kernels.mosaic_gpu import compat
-from pallas_kernels.quantized import QuantizedFormat
+from pallas_kernels.quantized import QuantizedFormat, decode_float4
 
-LEAST_GROUP = 32  # rows that share a scale: a slice has at most two such groups
+LEAST_GROUP = 16  # rows that share a scale: a slice has at most four such groups
 
 _PART_COLUMNS = 64  # of a slice that pass through registers at once
 _WIDE = 2  # widened slices in memory
@@ -61,7 +62,8 @@ class QuantizedKernel(GroupedKernel):
         """Bytes of shared memory with so many slices of few bits, for x of 16 bits."""
         slice_size = DEPTH * self.columns
         narrow = narrow_slots * slice_size * self.format.bits // 8
-        scales = narrow_slots * self.pieces * self.columns * (4 + self.format.zeros)
+        scale_bytes = jnp.dtype(self.format.scale_dtype).itemsize
+        scales = narrow_slots * self.pieces * self.columns * (scale_bytes + self.format.zeros)
         left = (narrow_slots - self.num_fillers + self.stages) * self.left_rows * DEPTH * 2
         plain = 0 if self.shares_plain else self.left_rows * self.columns * 2
         return narrow + scales + left + self.stages * slice_size * 2 + plain
@@ -87,18 +89,24 @@ class QuantizedKernel(GroupedKernel):
         return self.format.group == self.depth * DEPTH and not self.format.zeros
 
     @property
+    def piece_rows(self) -> int:
+        """Rows of a slice that are surely of one group."""
+        return math.gcd(self.format.group, DEPTH)
+
+    @property
     def pieces(self) -> int:
         """The groups that a slice has rows of, at most."""
-        return 1 if self.format.group % DEPTH == 0 else DEPTH // LEAST_GROUP
+        return DEPTH // self.piece_rows
 
     def list_scratch(self, dtype: jnp.dtype) -> dict[str, object]:
         """Shared memory and barriers; at `scaled` the scales of whole columns are there."""
         slots = 1 if self.scales_columns else self.narrow_slots
+        values = "int4" if self.format.is_coded else self.format.dtype
         swizzle = _PART_COLUMNS * self.format.bits // 8
         scratch = {
             "left": compat.tile_smem((self.left_slots, self.left_rows, DEPTH), dtype),
-            "narrow": compat.tile_smem((self.narrow_slots, DEPTH, self.columns), self.format.dtype, swizzle),
-            "scales": compat.SMEM((slots, self.pieces, self.columns), jnp.float32),
+            "narrow": compat.tile_smem((self.narrow_slots, DEPTH, self.columns), values, swizzle),
+            "scales": compat.SMEM((slots, self.pieces, self.columns), jnp.dtype(self.format.scale_dtype)),
             "left_loaded": compat.Barrier(num_barriers=self.left_slots),
             "narrow_loaded": compat.Barrier(num_arrivals=self.count_copies(), num_barriers=self.narrow_slots),
             "loaded": compat.Barrier(num_barriers=self.stages),
@@ -163,7 +171,7 @@ class QuantizedKernel(GroupedKernel):
         if self.scales_columns:
             return
         for piece in range(self.pieces):
-            group = lax.div(index * DEPTH + piece * LEAST_GROUP, self.format.group)
+            group = lax.div(index * DEPTH + piece * self.piece_rows, self.format.group)
             for name, array in zip(("scales", "zeros"), matrices[1:], strict=False):
                 row = array.at[source.matrix, group, columns]
                 compat.copy_gmem_to_smem(row, scratch[name].at[slot, piece], loaded)
@@ -173,23 +181,28 @@ class QuantizedKernel(GroupedKernel):
         for start in range(0, self.columns, _PART_COLUMNS):
             columns = pl.ds(start, _PART_COLUMNS)
             values = wgmma.load_narrow(scratch["narrow"].at[slot, :, columns])
+            if self.format.is_coded:
+                values = decode_float4(wgmma.widen_exactly(values, jnp.bfloat16))
             if not self.scales_columns:
-                values = wgmma.widen_exactly(values, jnp.float32)
+                # A product of two numbers of 16 bits is rounded once in any case.
+                is_narrow = self.format.scale_dtype == wide.dtype == jnp.bfloat16 and not self.format.zeros
+                dtype = jnp.bfloat16 if is_narrow else jnp.float32
+                values = wgmma.widen_exactly(values, dtype)
                 if self.format.zeros:
-                    values = values - self.spread(scratch["zeros"].at[slot, :, columns])
-                values = values * self.spread(scratch["scales"].at[slot, :, columns])
+                    values = values - self.spread(scratch["zeros"].at[slot, :, columns], dtype)
+                values = values * self.spread(scratch["scales"].at[slot, :, columns], dtype)
                 wide[:, columns] = values.astype(wide.dtype)
             else:
                 wide[:, columns] = wgmma.widen_exactly(values, wide.dtype)
 
-    def spread(self, per_group: jax.Ref) -> jax.Array:
-        """Numbers [pieces, columns] of groups as f32 [DEPTH, columns], each for the rows of its group."""
-        rows = [wgmma.load_narrow_row(per_group.at[piece]) for piece in range(self.pieces)]
+    def spread(self, per_group: jax.Ref, dtype: jnp.dtype) -> jax.Array:
+        """Numbers [pieces, columns] of groups as [DEPTH, columns] of `dtype`, each for the rows of its group."""
+        rows = [wgmma.load_narrow_row(per_group.at[piece], dtype) for piece in range(self.pieces)]
         shape = (DEPTH, per_group.shape[1])
-        first, *others = (lax.broadcast_in_dim(row, shape, (1,)) for row in rows)
-        for other in others:
-            first = jnp.where(wgmma.narrow_iota(shape) < LEAST_GROUP, first, other)
-        return first
+        spread, *others = (lax.broadcast_in_dim(row, shape, (1,)) for row in rows)
+        for piece, other in enumerate(others, 1):
+            spread = jnp.where(wgmma.narrow_iota(shape) < piece * self.piece_rows, spread, other)
+        return spread
 
     def raise_registers(self) -> None:
         """All warpgroups have the same."""
@@ -204,5 +217,5 @@ class QuantizedKernel(GroupedKernel):
         if not self.scales_columns:
             return product
         compat.barrier_wait(scratch["scaled"])
-        scales = compat.load_row(scratch["scales"].at[0, 0])
+        scales = compat.load_row(scratch["scales"].at[0, 0]).astype(jnp.float32)
         return product * lax.broadcast_in_dim(scales, product.shape, (1,))

@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.grouped.tiles import choose_rows, list_visits
 from pallas_kernels.grouped.tpu_quantized import QuantizedBlock, find_group_obstacle
 from pallas_kernels.layout import LANES, pad_row, pads_little
-from pallas_kernels.quantized import QuantizedArray, QuantizedFormat
+from pallas_kernels.quantized import QuantizedArray, QuantizedFormat, encode_float4
 from pallas_kernels.tpu.config import VMEM_LIMIT
 
 Index = jax.Array | int
@@ -58,6 +58,8 @@ def multiply(
         if (obstacle := find_group_obstacle(width, w.format)) is not None:
             raise ValueError(f"the grouped product for TPUs cannot run: {obstacle}")
         block = QuantizedBlock(w.format, width, columns, x.dtype)
+        if interpret and w.format.is_coded:
+            arrays[0] = encode_float4(w.values)  # XLA:CPU fails to compile it in the interpreter's loop (jax 0.12.0.1)
 
     def find_matrix(part: Index, block: Index, visit: Index, *scalars: jax.Ref) -> tuple[Index, Index, Index]:
         groups, *_, first = scalars
@@ -114,9 +116,9 @@ def _visit(
 
 
 def _choose_columns(width: int, columns: int, itemsize: int) -> int:
-    """The columns of a block: as many whole lanes as its bytes allow."""
+    """The columns of a block: as many whole lanes as its bytes allow, or fewer that fill the last block better."""
     fit = max(LANES, _BLOCK_BYTES // (width * itemsize) // LANES * LANES)
-    return min(fit, -(-columns // LANES) * LANES)
+    return pad_row(pl.cdiv(columns, pl.cdiv(pad_row(columns), fit)))
 
 
 def multiply_interpreted(

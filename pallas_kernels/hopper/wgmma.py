@@ -77,10 +77,9 @@ def load_narrow(tile: jax.Ref) -> jax.Array:
     return plgpu.load(tile, layout=_NARROW)
 
 
-def load_narrow_row(row: jax.Ref) -> jax.Array:
-    """A row [columns] of shared memory, int8 or f32, as f32 in the layout that goes with `load_narrow`'s."""
-    values = plgpu.load(row, layout=_NARROW.reduce(0))
-    return values if values.dtype == jnp.float32 else widen_exactly(values, jnp.float32)
+def load_narrow_row(row: jax.Ref, dtype: jnp.dtype) -> jax.Array:
+    """A row [columns] of shared memory, int8, bf16 or f32, as `dtype` in the layout that goes with `load_narrow`'s."""
+    return widen_exactly(plgpu.load(row, layout=_NARROW.reduce(0)), dtype)
 
 
 def narrow_iota(shape: tuple[int, int]) -> jax.Array:
@@ -89,8 +88,9 @@ def narrow_iota(shape: tuple[int, int]) -> jax.Array:
 
 
 def widen_exactly(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Values of few bits in 16 or 32, which hold them all. The steps are those that the compiler has instructions for:
+    """Values in 16 or 32 bits, which hold them all. The steps are those that the compiler has instructions for:
     integers become bfloat16 first, 8-bit floats float16."""
-    is_integer = jnp.issubdtype(values.dtype, jnp.integer)
-    wider = values.astype(jnp.bfloat16 if is_integer else jnp.float16)
-    return wider if wider.dtype == dtype else wider.astype(jnp.float32).astype(dtype)
+    if values.dtype.itemsize == 1:
+        is_integer = jnp.issubdtype(values.dtype, jnp.integer)
+        values = values.astype(jnp.bfloat16 if is_integer else jnp.float16)
+    return values if values.dtype == dtype else values.astype(jnp.float32).astype(dtype)

@@ -41,9 +41,17 @@ class GroupedShape:
     quantized: QuantizedFormat | None = None
     platforms: tuple[str, ...] = ("gpu", "tpu")
 
+    @property
+    def layer_bytes(self) -> int:
+        """The bytes of one layer's matrices, without scales."""
+        bits = 16 if self.quantized is None else self.quantized.bits
+        return self.parts * self.num_experts * self.width * self.columns * bits // 8
+
 
 _FP8_BLOCKS = QuantizedFormat("float8_e4m3fn", 128)
 _AWQ = QuantizedFormat("int4", 128, zeros=True)
+_NVFP4 = QuantizedFormat("float4_e2m1fn", 16)
+_MXFP4 = QuantizedFormat("float4_e2m1fn", 32, scale_dtype="bfloat16")
 
 SHAPES = (
     GroupedShape("qwen3-30b-a3b, up", 128, 8, 2048, 768, parts=2),
@@ -56,9 +64,13 @@ SHAPES = (
     GroupedShape("qwen3-30b-a3b, int4 groups of 32, down", 128, 8, 768, 2048, 1, QuantizedFormat("int4", 32)),
     GroupedShape("qwen3-30b-a3b, int8 channels, up", 128, 8, 2048, 768, 2, QuantizedFormat("int8", 2048)),
     GroupedShape("qwen3-30b-a3b, int8 channels, down", 128, 8, 768, 2048, 1, QuantizedFormat("int8", 768)),
+    GroupedShape("qwen3-30b-a3b, nvfp4, up", 128, 8, 2048, 768, parts=2, quantized=_NVFP4),
+    GroupedShape("qwen3-30b-a3b, nvfp4, down", 128, 8, 768, 2048, quantized=_NVFP4),
     GroupedShape("mixtral-8x7b, up", 8, 2, 4096, 14336, parts=2),
     GroupedShape("mixtral-8x7b, down", 8, 2, 14336, 4096),
     GroupedShape("gpt-oss-20b, up", 32, 4, 2880, 2880, parts=2),
+    GroupedShape("gpt-oss-20b, mxfp4, up", 32, 4, 2880, 2880, parts=2, quantized=_MXFP4),
+    GroupedShape("gpt-oss-20b, mxfp4, down", 32, 4, 2880, 2880, quantized=_MXFP4),
     GroupedShape("deepseek-v3, up, one of 8 devices", 256, 8, 7168, 256, parts=2),
     GroupedShape("deepseek-v3, down, one of 8 devices", 256, 8, 256, 7168),
     GroupedShape("deepseek-v3, fp8 blocks, up, one of 8 devices", 256, 8, 7168, 256, 2, _FP8_BLOCKS),
@@ -94,6 +106,9 @@ def measure_grouped(gate: Gate, name: str, shape: GroupedShape, num_tokens: int,
         return replace(report, error=f"GroupedShape.platforms says otherwise: {chosen} is chosen: {reason}")
     if impl == target.impl != chosen:
         impl, report = chosen, replace(report, impl=chosen)
+    if impl == target.impl and num_tokens == DECODE_TOKENS:
+        # More would hold a copy of the stack in another type, which is no copy of a parameter by name.
+        report = replace(report, most_temp_bytes=shape.layer_bytes)
     sharding = jax.sharding.SingleDeviceSharding(gate.devices[0]) if gate.devices else None
     first = (NUM_LAYERS - 1) * shape.parts * shape.num_experts
     arrays = (
@@ -121,7 +136,7 @@ def _describe_stack(shape: GroupedShape, sharding: jax.sharding.Sharding | None)
         return describe(shape.width, "bfloat16")
     groups = shape.width // form.group
     zeros = describe(groups, "int8") if form.zeros else None
-    return QuantizedArray(describe(shape.width, form.dtype), describe(groups, "float32"), zeros)
+    return QuantizedArray(describe(shape.width, form.dtype), describe(groups, form.scale_dtype), zeros)
 
 
 def main() -> None:

@@ -12,13 +12,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import QuantizedArray, QuantizedFormat, choose_grouped_impl, grouped_matmul, quantized_matmul
+from pallas_kernels import (
+    QuantizedArray,
+    QuantizedFormat,
+    QuantizedProducts,
+    choose_grouped_impl,
+    grouped_matmul,
+    quantized_matmul,
+)
 from tests.examples import scale_examples
 from tests.pallas_kernels.gpu_interpreter import found_races
 
 VALUES = ("float8_e4m3fn", "int4", "int8")
 GROUPS, ROWS = 5, 150  # of drawn problems, whose programs are then the same
-FORMS = [QuantizedFormat(dtype, group, zeros) for dtype in VALUES for group in (32, 64, 128) for zeros in (False, True)]
+NVFP4 = QuantizedFormat("float4_e2m1fn", 16)
+MXFP4 = QuantizedFormat("float4_e2m1fn", 32, scale_dtype="bfloat16")
+FORMS = [
+    *(QuantizedFormat(dtype, group, zeros) for dtype in VALUES for group in (32, 64, 128) for zeros in (False, True)),
+    MXFP4,
+    NVFP4,
+    replace(MXFP4, group=128, zeros=True),
+]
 H200 = {"platform": "gpu", "device_kind": "NVIDIA H200"}
 V6E = {"platform": "tpu", "device_kind": "TPU v6 lite"}
 
@@ -31,14 +45,19 @@ def make(
     x = rng.standard_normal((num_rows, width)).astype(np.float32)
     x[sum(sizes) :] = np.nan
     count = first + parts * len(sizes) + 1
-    values = rng.integers(-8, 8, (count, width, columns))
+    codes = rng.integers(-8, 8, (count, width, columns))
+    values = jnp.asarray(codes, "int4" if form.dtype == "float4_e2m1fn" else form.dtype)
     scales = rng.uniform(0.5, 2.0, (count, width // form.group, columns)).astype(np.float32) / 6 / np.sqrt(width)
     is_read = np.zeros(count, bool)
     for part in range(parts):
         is_read[first + part * len(sizes) :][: len(sizes)] = np.asarray(sizes) > 0
+    if form.scale_dtype == "bfloat16":
+        scales = np.exp2(np.round(np.log2(scales)))
     scales[~is_read] = np.nan
     zeros = jnp.asarray(rng.integers(-8, 8, scales.shape), jnp.int8) if form.zeros else None
-    array = QuantizedArray(jnp.asarray(values, form.dtype), jnp.asarray(scales), zeros)
+    if values.dtype != form.dtype:
+        values = jax.lax.bitcast_convert_type(values, form.dtype)
+    array = QuantizedArray(values, jnp.asarray(scales, form.scale_dtype), zeros)
     return x, array, jnp.asarray(sizes, jnp.int32)
 
 
@@ -105,26 +124,31 @@ def test_any_sizes_on_hopper(problem: dict[str, object], width: int) -> None:
     check("gpu_interpret", width=width, columns=64, num_rows=ROWS, **problem)
 
 
-CASES = [  # sizes, width, columns, values, group, zeros, parts
-    ([3, 0, 5], 640, 128, "int8", 640, False, 1),  # the ring goes round; a scale for a whole column
-    ([40, 0, 30], 512, 64, "float8_e4m3fn", 128, False, 2),  # two compute warpgroups; blocks of 128
-    ([1, 2], 576, 64, "int4", 32, True, 1),  # one row, two groups in a slice
-    ([0, 90, 0], 192, 192, "int4", 96, True, 1),  # all rows in one group; a slice with parts of two groups
-    ([0, 0], 64, 64, "int8", 64, True, 1),  # nothing at all
-    ([1] * 9, 128, 128, "int8", 64, True, 2),  # a tile for nine groups
-    ([64, 128, 63], 64, 128, "int4", 64, False, 1),  # groups that end where tiles do
-    ([0, 2, 1], 2880, 64, "float8_e4m3fn", 2880, True, 1),
-    ([200, 3], 768, 128, "int4", 128, True, 1),
+CASES = [  # sizes, width, columns, format, parts
+    ([3, 0, 5], 640, 128, QuantizedFormat("int8", 640), 1),  # the ring goes round; a scale for a whole column
+    ([40, 0, 30], 512, 64, QuantizedFormat("float8_e4m3fn", 128), 2),  # two compute warpgroups; blocks of 128
+    ([1, 2], 576, 64, QuantizedFormat("int4", 32, zeros=True), 1),  # one row, two groups in a slice
+    ([2, 0, 1], 320, 64, MXFP4, 2),
+    ([0, 90, 0], 192, 192, QuantizedFormat("int4", 96, zeros=True), 1),  # a slice with parts of two groups
+    ([0, 0], 64, 64, QuantizedFormat("int8", 64, zeros=True), 1),  # nothing at all
+    ([1] * 9, 128, 128, QuantizedFormat("int8", 64, zeros=True), 2),  # a tile for nine groups
+    ([64, 128, 63], 64, 128, QuantizedFormat("int4", 64), 1),  # groups that end where tiles do
+    ([0, 2, 1], 2880, 64, QuantizedFormat("float8_e4m3fn", 2880, zeros=True), 1),
+    ([200, 3], 768, 128, QuantizedFormat("int4", 128, zeros=True), 1),
+    ([90, 3], 2880, 64, MXFP4, 1),
+    ([3, 70, 1], 192, 128, NVFP4, 2),
+    ([2, 1], 192, 64, QuantizedFormat("int8", 48, zeros=True), 1),
+    ([2, 5], 192, 64, replace(MXFP4, group=192), 1),
+    ([2, 5], 192, 64, replace(MXFP4, group=96, scale_dtype="float32", zeros=True), 1),
 ]
-QUICK = 3  # of them run in CI
+QUICK = 4  # of them run in CI
 
 
 @pytest.mark.parametrize(
     "case", [*CASES[:QUICK], *(pytest.param(case, marks=pytest.mark.thorough) for case in CASES[QUICK:])]
 )
-def test_hopper(case: tuple[list[int], int, int, str, int, bool, int]) -> None:
-    sizes, width, columns, dtype, group, zeros, parts = case
-    form = QuantizedFormat(dtype, group, zeros)
+def test_hopper(case: tuple[list[int], int, int, QuantizedFormat, int]) -> None:
+    sizes, width, columns, form, parts = case
     check("gpu_interpret", sizes, width, columns, form, first=2, parts=parts, num_rows=sum(sizes) + 3)
 
 
@@ -133,6 +157,7 @@ def test_hopper(case: tuple[list[int], int, int, str, int, bool, int]) -> None:
     [
         ([0, 0, 0], 128, 128, QuantizedFormat("int8", 128)),
         ([1], 2880, 96, QuantizedFormat("int4", 32, zeros=True)),
+        ([3, 0, 2], 2880, 1536, MXFP4),  # blocks of few columns
         ([0, 7, 0, 130, 1], 768, 2048, QuantizedFormat("float8_e4m3fn", 128)),  # blocks of few columns
         pytest.param([2] * 9, 7168, 8, QuantizedFormat("int8", 7168, zeros=True), marks=pytest.mark.thorough),
     ],
@@ -153,10 +178,10 @@ def test_float16_rows_on_hopper(dtype: str) -> None:
     [
         (H200, 96, 64, QuantizedFormat("int8", 96), "multiples of 64, these are 96 and 64"),
         (H200, 128, 96, QuantizedFormat("int8", 128), "multiples of 64, these are 128 and 96"),
-        (H200, 128, 128, QuantizedFormat("int4", 16), "groups of a multiple of 32 weights, these are of 16"),
-        (H200, 128, 128, QuantizedFormat("bfloat16", 128), "float8_e4m3fn, int8, int4, these are bfloat16"),
+        (H200, 128, 128, QuantizedFormat("int4", 8), "groups of a multiple of 16 weights, these are of 8"),
+        (H200, 128, 128, QuantizedFormat("bfloat16", 128), "int8, int4, float4_e2m1fn, these are bfloat16"),
         (V6E, 128, 96, QuantizedFormat("int8", 128), "96 columns would be padded to 128"),
-        (V6E, 192, 128, QuantizedFormat("int8", 96), "32 weights or a multiple of 64, these are of 96"),
+        (V6E, 192, 128, QuantizedFormat("int8", 96), "16, 32 weights or a multiple of 64, these are of 96"),
         (V6E, 128, 128, QuantizedFormat("float8_e5m2", 128), "these are float8_e5m2"),
     ],
 )
@@ -172,6 +197,11 @@ def test_obstacles_are_named(
 
 
 @pytest.mark.parametrize("device", [H200, V6E])
+def test_the_experts_of_gpt_oss_have_a_kernel(device: dict[str, str]) -> None:
+    assert choose_grouped_impl(2880, 2880, "bfloat16", quantized=MXFP4, **device)[0] == device["platform"]
+
+
+@pytest.mark.parametrize("device", [H200, V6E])
 @pytest.mark.parametrize("form", [*FORMS, QuantizedFormat("int8", 2048), QuantizedFormat("int4", 2048, zeros=True)])
 def test_kernels_are_chosen_for_usual_groups(device: dict[str, str], form: QuantizedFormat) -> None:
     assert choose_grouped_impl(2048, 768, "bfloat16", quantized=form, **device)[0] == device["platform"]
@@ -184,7 +214,7 @@ def test_projections_of_few_rows_are_one_group(parts: int) -> None:
     x, w, _ = make(5, [5], 128, 64, form, 0, max(parts, 1), 0)
     w = replace(w.map(lambda array: array[:parts] if parts else array[0]), order=jnp.asarray(np.arange(128)[::-1]))
     rows = jnp.asarray(x, jnp.bfloat16)
-    found = np.asarray(quantized_matmul(rows, w, impl="gpu_interpret"), np.float32)
+    found = np.asarray(quantized_matmul(rows, w, products=QuantizedProducts("gpu_interpret")), np.float32)
     expected = np.asarray(quantized_matmul(rows, w), np.float32)
     assert found.shape == ((2, 5, 64) if parts else (5, 64))
     np.testing.assert_allclose(found, expected, rtol=1e-2, atol=3e-2)

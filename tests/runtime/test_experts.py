@@ -50,6 +50,7 @@ def test_on_a_cpu_nothing_is_called_slow() -> None:
 
 
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+MXFP4 = QuantizedFormat("float4_e2m1fn", 32, scale_dtype="bfloat16")
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
 
 
@@ -60,6 +61,7 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
         # A device has 192 rows of `down`: blocks of 64 repeat their scales.
         (BLOCKS, 4, (QuantizedFormat("float8_e4m3fn", 128), QuantizedFormat("float8_e4m3fn", 64))),
         (AWQ, 1, (QuantizedFormat("int4", 128, zeros=True),) * 2),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 1, (QuantizedFormat("float4_e2m1fn", 16),) * 2),
     ],
 )
 def test_kernels_read_quantized_experts(
@@ -70,6 +72,14 @@ def test_kernels_read_quantized_experts(
     assert tuple(matrix.quantized for matrix in choice.matrices) == forms
 
 
+@pytest.mark.parametrize(("platform", "kind"), [("gpu", "NVIDIA H200"), ("tpu", "TPU v5 lite")])
+def test_kernels_read_the_experts_of_gpt_oss(platform: str, kind: str) -> None:
+    model = read("gpt-oss-20b", quantization={"quant_method": "mxfp4"})
+    _, choice = choose_experts(model, 1, platform, kind)
+    assert choice is not None and (choice.impl, choice.is_slow) == (platform, False)
+    assert set(choice.matrices) == {Matrix(2880, 2880, MXFP4)}
+
+
 def test_whole_columns_are_whole_on_each_device_too() -> None:
     tensors = {"quant_method": "fp8"}
     _, choice = choose_experts(read("qwen3-30b-a3b", 4, quantization=tensors), 4, "gpu", "NVIDIA H200")
@@ -77,16 +87,21 @@ def test_whole_columns_are_whole_on_each_device_too() -> None:
 
 
 def test_what_kernels_cannot_read_is_named() -> None:
-    groups = AWQ | {"group_size": 16}
+    groups = AWQ | {"group_size": 8}
     _, choice = choose_experts(read("qwen3-30b-a3b", quantization=groups), 1, "gpu", "NVIDIA H200")
     assert choice is not None and (choice.impl, choice.is_slow) == ("xla", True)
-    assert "groups of a multiple of 32 weights, these are of 16" in choice.reason
+    assert "groups of a multiple of 16 weights, these are of 8" in choice.reason
 
 
 CHOICE = ExpertChoice(
     "tpu_interpret",
     "a test",
-    (Matrix(64, 128), Matrix(128, 640), Matrix(128, 128, QuantizedFormat("int4", 64, zeros=True))),
+    (
+        Matrix(64, 128),
+        Matrix(128, 640),
+        Matrix(128, 128, QuantizedFormat("int4", 64, zeros=True)),
+        Matrix(128, 128, MXFP4),
+    ),
     "float32",
 )
 
