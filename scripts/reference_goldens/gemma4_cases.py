@@ -8,7 +8,7 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
 def list_gemma4_cases() -> list[Case]:
-    """Gemma 4: heads of two sizes, without values of their own, with shared pages, with per-layer inputs, with experts."""
+    """Gemma 4: heads of two sizes, without values of their own, with shared pages, inputs of each layer, experts."""
     rope = {
         _SLIDING: scale_rope(rope_type="default"),
         _FULL: scale_rope(rope_type="proportional", partial_rotary_factor=0.5) | {"rope_theta": 30000.0},

@@ -40,6 +40,7 @@ GEMMA4 = SIZES | {"model_type": "gemma4_text", "num_attention_heads": 8, "num_ke
 GEMMA4 |= {"max_position_embeddings": 64, "global_head_dim": 24, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
 GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "attention_k_eq_v": True}
 GEMMA4 |= {"num_global_key_value_heads": 1, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128}
+GEMMA4_EXPERTS = GEMMA4 | {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 32}
 CASES = {
     "llama": (LLAMA | {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}, "unrolled"),
     "one_kv_head_odd_vocabulary": (
@@ -58,6 +59,7 @@ CASES = {
         "stacked",
     ),
     "heads_of_two_sizes_and_borrowed_pages": (GEMMA4, "stacked"),
+    "experts_beside_a_dense_block": (GEMMA4_EXPERTS, "stacked"),
     "slices_of_experts": (
         EXPERTS | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 64, "mlp_only_layers": [1]},
         "stacked",
