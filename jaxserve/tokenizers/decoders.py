@@ -125,17 +125,26 @@ def _replace(text: str, replacements: Iterable[tuple[str, str]]) -> str:
     return text
 
 
-def _make_byte_level_reader() -> Callable[[str], str | bytes]:
-    """Returns the inverse of GPT-2's alphabet, in which each byte is one printable character.
+def _list_byte_characters() -> str:
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return "".join(chr(byte if byte in printable else next(others)) for byte in range(256))
 
-    The bytes that are printable in Latin-1 stand for themselves; the others, in order, are the characters from U+0100.
+
+BYTE_CHARACTERS = _list_byte_characters()
+"""GPT-2's alphabet, in which each byte is one printable character.
+
+The bytes that are printable in Latin-1 stand for themselves; the others, in order, are the characters from U+0100.
+"""
+
+
+def _make_byte_level_reader() -> Callable[[str], str | bytes]:
+    """Returns the inverse of BYTE_CHARACTERS.
+
     A token with any other character is an added token, and its own text.
     """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    to_byte = dict.fromkeys(range(0x100 + len(others)), 0x100)  # U+0100 does not encode to Latin-1
-    to_byte |= {byte: byte for byte in printable}
-    to_byte |= {0x100 + n: byte for n, byte in enumerate(others)}
+    to_byte = dict.fromkeys(range(0x200), 0x100)  # U+0100 does not encode to Latin-1
+    to_byte |= {ord(character): byte for byte, character in enumerate(BYTE_CHARACTERS)}
 
     def to_piece(text: str) -> str | bytes:
         try:

@@ -54,9 +54,17 @@ def load_huggingface(path: Path) -> HuggingFaceTokenizer:
         library = Library.from_str(text)
         library.no_truncation()  # settings left from training, which transformers ignores as well
         library.no_padding()
-        metadata = read_metadata(path.parent)
-        _complete_added_tokens(library, content, metadata, path)
-        return HuggingFaceTokenizer(library, metadata, path)
+        return wrap_library(library, content, path)
+
+
+def wrap_library(library: tokenizers.Tokenizer, content: dict[str, Any], path: Path) -> HuggingFaceTokenizer:
+    """Returns the tokenizer of a library's, with what the files beside `path` say; `content` is its tokenizer.json.
+
+    Raises TokenizerError if files contradict each other.
+    """
+    metadata = read_metadata(path.parent)
+    _complete_added_tokens(library, content, metadata, path)
+    return HuggingFaceTokenizer(library, metadata, path)
 
 
 @contextmanager
@@ -193,7 +201,7 @@ def _complete_added_tokens(
 
     for entry in metadata.added_tokens:
         if library.token_to_id(entry.text) is None:
-            _add_token(library, entry)
+            add_token(library, entry)
     listed = {token["content"]: token["id"] for token in content.get("added_tokens") or []}
     for text, token_id in {**listed, **{e.text: e.token_id for e in metadata.added_tokens}}.items():
         actual = library.token_to_id(text)
@@ -215,7 +223,8 @@ def _complete_added_tokens(
             library.add_special_tokens([token])
 
 
-def _add_token(library: tokenizers.Tokenizer, entry: AddedTokenEntry) -> None:
+def add_token(library: tokenizers.Tokenizer, entry: AddedTokenEntry) -> None:
+    """Adds a token to a library's tokenizer; its id is the next one."""
     from tokenizers import AddedToken
 
     token = AddedToken(

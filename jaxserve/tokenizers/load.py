@@ -8,6 +8,7 @@ from jaxserve.errors import TokenizerError
 from jaxserve.tokenizers.tokenizer import Tokenizer
 
 _WHAT_WORKS = "a tokenizer.json, or one sentencepiece .model file (tokenizer.model)"
+_TIKTOKEN = "tiktoken.model"
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -15,7 +16,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
     Args:
         path: a checkpoint's directory (tokenizer.json is preferred, then tokenizer.model, then a single other .model
-            file), or one of these files. The JSON files beside it are read as well.
+            file, which may be Kimi's tiktoken.model), or one of these files. The JSON files beside it are read as well.
 
     Raises:
         TokenizerError: there is no tokenizer, or a file is truncated or malformed; the message names the file and
@@ -26,6 +27,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         from jaxserve.tokenizers.huggingface import load_huggingface
 
         return load_huggingface(file)
+    if file.name == _TIKTOKEN:
+        from jaxserve.tokenizers.tiktoken import load_tiktoken
+
+        return load_tiktoken(file)
     from jaxserve.tokenizers.sentencepiece import load_sentencepiece
 
     return load_sentencepiece(file)

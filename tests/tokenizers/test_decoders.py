@@ -91,7 +91,8 @@ def test_sequences_keep_their_order(
     steps = [decoders.Replace(*pair) for pair in before]
     steps += [decoders.ByteFallback(), *(decoders.Replace(*pair) for pair in after), *end]
     ids = data.draw(list_ids(len(words)))
-    if len(end) == 2 and tuple(ids[:3]) == SPELLED_MARK:
+    in_bytes = itertools.dropwhile(lambda token_id: token_id >= 256, ids)  # a word in front may be special, or empty
+    if len(end) == 2 and tuple(itertools.islice(in_bytes, 3)) == SPELLED_MARK:
         return  # a space that a text's first bytes spell only behind a Replace is not stripped
     check_equal(*load_both(words, decoders.Sequence(steps)), ids)
 
