@@ -13,7 +13,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +33,9 @@ from pallas_kernels.quantized import (
 
 _CPU_COLUMNS = 512  # of a block
 _GPU_BLOCK_BYTES = 8 * 2**20  # of an expanded block, which then stays in the L2 cache
+Form = Callable[[jax.Array, QuantizedArray], jax.Array]
+"""Multiplies x [T, K] with a matrix [K, N], in float32."""
+
 _FP8_TPUS = ("TPU7x", "TPU v7")
 _KERNEL_ROWS = 256  # at most: it reads the matrix for every 128 rows, and is no match for a library that need not
 
@@ -83,12 +85,17 @@ def quantized_matmul(
         sizes = jnp.full(1, x.shape[0], jnp.int32)
         out = grouped_matmul(x, matrices, sizes, parts=parts, impl=products.impl)
         return out if w.ndim == 3 else out[0]
-    rows = _is_scaled_after(w) and w.values.dtype.name in products.row_dtypes
-    multiply = _multiply_rows if rows else partial(_multiply, whole=whole)
+    if _is_scaled_after(w) and w.values.dtype.name in products.row_dtypes:
+        return _multiply_rows(x, w, dtype)
+    multiply, is_cut = _choose_form(w)
+    if is_cut and not whole:
+        matrices = w if w.ndim == 3 else w.map(lambda array: array[None])
+        out = _multiply_blocks(x, matrices, multiply, dtype)
+        return out if w.ndim == 3 else out[0]
     if w.ndim == 2:
-        return multiply(x, w, dtype)
+        return multiply(x, w).astype(dtype)
     parts = (w.map(operator.itemgetter(index)) for index in range(w.shape[0]))
-    return jnp.stack([multiply(x, part, dtype) for part in parts])
+    return jnp.stack([multiply(x, part).astype(dtype) for part in parts])
 
 
 def _is_scaled_after(w: QuantizedArray) -> bool:
@@ -96,22 +103,23 @@ def _is_scaled_after(w: QuantizedArray) -> bool:
 
 
 def _multiply_rows(x: jax.Array, w: QuantizedArray, dtype: jnp.dtype) -> jax.Array:
-    rows = quantize(x.T, w.values.dtype.name, (1, None), 1)
+    """Returns x [T, K] times [..., K, N], both of 8 bits, as [..., T, N]."""
+    lead = w.shape[:-2]
+    rows = quantize(x[..., None], w.values.dtype.name, (1, None), 1)  # each a matrix of one column
+    values = jnp.broadcast_to(rows.values[..., 0], (*lead, *x.shape))
+    axes = tuple(range(len(lead)))
+    numbers = ((len(lead) + 1,), (len(lead),)), (axes, axes)
     kind = jnp.int32 if jnp.issubdtype(w.values.dtype, jnp.integer) else jnp.float32
-    product = lax.dot(rows.values.T, w.values, preferred_element_type=kind)
-    return (product.astype(jnp.float32) * rows.scales.T * w.scales).astype(dtype)
+    product = lax.dot_general(values, w.values, numbers, preferred_element_type=kind)
+    return (product.astype(jnp.float32) * rows.scales[..., 0] * w.scales).astype(dtype)
 
 
-def _multiply(x: jax.Array, w: QuantizedArray, dtype: jnp.dtype, *, whole: bool) -> jax.Array:
-    """Returns a product in which rows keep their bits."""
+def _choose_form(w: QuantizedArray) -> tuple[Form, bool]:
+    """Returns how a matrix is multiplied with rows that keep their bits, and whether in blocks of its columns."""
     platform = traced_platform()
     if _is_scaled_after(w):
-        multiply, cut = _scale_columns, platform == "cpu"
-    elif platform == "tpu":
-        multiply, cut = _multiply_groups, False
-    else:
-        multiply, cut = _expand, True
-    return _multiply_blocks(x, w, multiply, dtype) if cut and not whole else multiply(x, w).astype(dtype)
+        return _scale_columns, platform == "cpu"
+    return (_multiply_groups, False) if platform == "tpu" else (_expand, True)
 
 
 def _dot(x: jax.Array, w: jax.Array, numbers: lax.DotDimensionNumbers = (((1,), (0,)), ((), ()))) -> jax.Array:
@@ -143,27 +151,26 @@ def _expand(x: jax.Array, w: QuantizedArray) -> jax.Array:
     return _dot(x, expanded)
 
 
-def _multiply_blocks(
-    x: jax.Array, w: QuantizedArray, multiply: Callable[[jax.Array, QuantizedArray], jax.Array], dtype: jnp.dtype
-) -> jax.Array:
-    """Returns x times the matrix, whose columns are expanded block by block."""
-    width, columns = w.shape
+def _multiply_blocks(x: jax.Array, w: QuantizedArray, multiply: Form, dtype: jnp.dtype) -> jax.Array:
+    """Returns x times matrices [parts, K, N], expanded block by block of their columns.
+
+    A block is cut out of all matrices at once: XLA:CPU would copy a whole one to cut it out first.
+    """
+    parts, width, columns = w.shape
     block = _CPU_COLUMNS
     if traced_platform() != "cpu":
         block = max(128, _GPU_BLOCK_BYTES // (width * x.dtype.itemsize) // 128 * 128)
-    if columns <= block:
-        return multiply(x, w).astype(dtype)
+    whole, rest = divmod(columns, block)
 
-    def take(start: jax.Array | int, size: int) -> jax.Array:
-        part = w.map(lambda array: lax.dynamic_slice_in_dim(array, start, size, axis=1))
-        return multiply(x, part).astype(dtype)
+    def write(out: jax.Array, part: jax.Array | int, start: jax.Array | int, size: int) -> jax.Array:
+        cut = w.map(lambda array: lax.dynamic_slice(array, (part, 0, start), (1, array.shape[1], size))[0])
+        return lax.dynamic_update_slice(out, multiply(x, cut).astype(dtype)[None], (part, 0, start))
 
-    def step(index: jax.Array, out: jax.Array) -> jax.Array:
-        return lax.dynamic_update_slice(out, take(index * block, block), (0, index * block))
-
-    whole = columns // block
-    out = lax.fori_loop(0, whole, step, jnp.zeros((x.shape[0], columns), dtype))
-    if columns % block:
-        rest = take(whole * block, columns % block)
-        out = lax.dynamic_update_slice(out, rest, (0, whole * block))
+    out = jnp.zeros((parts, x.shape[0], columns), dtype)
+    if whole:
+        out = lax.fori_loop(
+            0, parts * whole, lambda index, out: write(out, index // whole, index % whole * block, block), out
+        )
+    for part in range(parts if rest else 0):
+        out = write(out, part, whole * block, rest)
     return out

@@ -141,10 +141,10 @@ def test_a_report_says_which_compiler_it_is_of(tmp_path: Path) -> None:
 def test_the_full_gate_has_steps_of_two_gpus_and_of_a_tpu7x() -> None:
     steps = list_steps(TARGETS["h200"], full=True, impl="gpu")
     *names, verify = steps
-    names, quantized = names[:-6], names[-6:]
+    names, quantized = names[:-10], names[-10:]
     assert [name[-9:] for name in names] == ["1 devices", "1 devices", "2 devices", "2 devices"] * 4
     assert ["32 layers" in name for name in names] == [True] * 4 + [False] * 12
-    assert ["mixed 2048" in name for name in quantized] == [False, True] * 3 and "awq" in quantized[-1]
+    assert ["mixed 2048" in name for name in quantized] == [False, True] * 5 and "awq" in quantized[-1]
     assert verify.startswith("step verify 128x2")
     two = steps[names[-1]][0]
     assert two.attention[0].num_heads == 64 and two.num_devices == 2
