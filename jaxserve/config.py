@@ -68,7 +68,7 @@ class ModelOptions:
     quantization_config: QuantizationConfig | None = option(  # noqa: RUF009 - declares a field, as everywhere
         None,
         "the same for projections and experts apart, and modules that are left out: "
-        '{"linear": {"weight": SCHEME}, "moe": {"weight": SCHEME}, "ignore": [NAME]}',
+        '{"linear": {"weight": SCHEME, "activation": HOW}, "moe": {"weight": SCHEME}, "ignore": [NAME]}',
         read=read_quantization_config,
     )
     max_model_len: int | None = option(

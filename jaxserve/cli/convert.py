@@ -5,14 +5,21 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from jaxserve.cli.flags import add_command_options, read_engine_options
+from jaxserve.cli.flags import read_engine_options
 from jaxserve.config import EngineConfig
+from jaxserve.option_flags import add_flag
+from jaxserve.options import list_options
+
+_OPTIONS = ("model", "revision", "dtype", "quantization", "quantization_config")
 
 
 def add_convert_flags(command: argparse.ArgumentParser) -> None:
     """Adds the flags of `convert`."""
     command.add_argument("-o", "--output", required=True, metavar="DIR", help="the new directory")
-    add_command_options(command, (EngineConfig,))
+    command.set_defaults(config=None)  # the few options that matter have no file
+    for _, option in list_options(EngineConfig):
+        if option.name in _OPTIONS:
+            add_flag(command, option)
 
 
 def convert(args: argparse.Namespace) -> None:

@@ -134,6 +134,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "already exists; choose another directory" in capsys.readouterr().err
     assert main(["convert", "demo", "-o", str(tmp_path / "other")]) == 2
     assert "quantization: names no scheme" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*arguments, "--max-num-seqs", "4"])
+    assert "there is no flag --max-num-seqs" in capsys.readouterr().err
 
 
 def test_answers_are_those_of_the_engine_that_quantizes(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from jaxserve.errors import ConfigError
@@ -101,6 +100,3 @@ def _pack_words(values: np.ndarray) -> np.ndarray:
     """Returns int32 words of eight 4-bit values each, the first in the lowest bits; the last may lack some."""
     values = np.pad(values, ((0, 0), (0, -values.shape[1] % 8)))
     return np.ascontiguousarray(values[:, 0::2] | values[:, 1::2] << 4).view("<i4")
-
-
-assert np.dtype(ml_dtypes.float4_e2m1fn).itemsize == 1  # one value a byte on the host
