@@ -21,6 +21,7 @@ from importlib import import_module
 from types import ModuleType
 
 from pallas_kernels.ampere.device import BLACKWELL
+from pallas_kernels.cpu.library import find_obstacle as find_library_obstacle
 from pallas_kernels.mosaic_gpu.toolkit import find_compiler_obstacle
 from pallas_kernels.platform import traced_device_kind, traced_platform
 from pallas_kernels.spec import AttnShape, KVSpec
@@ -54,6 +55,7 @@ class Backend:
 _BACKENDS = {
     "reference": Backend("pallas_kernels.reference"),
     "xla": Backend("pallas_kernels.xla"),
+    "cpu": Backend("pallas_kernels.cpu.attention", "cpu", fused=True),
     "gpu": Backend("pallas_kernels.hopper.attention", "gpu", "Hopper (sm_90)", fused=True, splits_by_load=True),
     "gpu_interpret": Backend("pallas_kernels.hopper.attention", "cpu", interpret=True, fused=True, splits_by_load=True),
     "ampere": Backend(
@@ -84,7 +86,10 @@ def choose_impl(platform: str, device_kind: str = "") -> tuple[str, str]:
     `platform` is "cpu", "gpu" (or "cuda", "rocm") or "tpu"; `device_kind` as JAX names it.
     """
     if platform == "cpu":
-        return "xla", "portable attention; its loops end where the batch does"
+        obstacle = find_library_obstacle()
+        if obstacle is None:
+            return "cpu", "C++ kernel with fused KV update, compiled on this machine"
+        return "xla", f"portable attention: the CPU kernel cannot run: {obstacle}"
     if platform == "tpu":
         if any(device_kind.startswith(kind) for kind in _TPUS):
             return "tpu", f"Pallas kernels with fused KV update, compiled for {device_kind}"
@@ -130,7 +135,8 @@ def resolve_impl(
         elif backend.platform != platform:
             obstacle = f"it runs on {backend.platform}, this is {platform}"
         else:
-            obstacle = None if backend.interpret else f"it needs {backend.devices}, this is {device_kind or 'unknown'}"
+            anywhere = backend.interpret or not backend.devices
+            obstacle = None if anywhere else f"it needs {backend.devices}, this is {device_kind or 'unknown'}"
         obstacle = obstacle or _find_obstacle(impl, shape)
         if obstacle is not None:
             raise ValueError(f"impl {impl!r} cannot run: {obstacle}; use impl='xla' or None")

@@ -1,0 +1,1 @@
+"""Paged attention in C++ for CPUs, compiled where it runs."""

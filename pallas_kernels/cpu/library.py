@@ -1,0 +1,109 @@
+"""The compiled half of this room: `paged_attention.cc` as a shared library, made once for a machine and a jaxlib.
+
+jaxlib ships the headers of XLA's foreign functions. The library is made for the very processor that it runs on, so it
+is compiled at the first start and kept, not shipped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import threading
+from functools import lru_cache
+from pathlib import Path
+
+import jax
+import jaxlib
+
+SOURCE = Path(__file__).with_name("paged_attention.cc")
+COMPILERS = ("g++", "clang++", "c++")
+_FLAGS = ("-std=c++20", "-O3", "-march=native", "-shared", "-fPIC", "-w")
+_SYMBOL = "JaxservePagedAttention"
+_COMPILE_SECONDS = 120
+
+_lock = threading.Lock()
+_obstacle: str | None = "its library is not loaded"
+
+
+def find_obstacle() -> str | None:
+    """Returns why the library cannot be called in this process, in words for users; None: it can."""
+    return _obstacle
+
+
+def load(directory: Path | None) -> str | None:
+    """Loads the library, compiled first unless `directory` has it, and registers it with XLA once in a process.
+
+    Args:
+        directory: where compiled libraries are kept; None: nowhere.
+
+    Returns:
+        Why it cannot be called, in words for users; None if it can.
+    """
+    global _obstacle  # noqa: PLW0603: XLA's registry is as global
+    with _lock:
+        if _obstacle is not None:
+            try:
+                _register(_find_library(directory))
+                _obstacle = None
+            except (OSError, subprocess.SubprocessError, LookupError) as error:
+                _obstacle = f"its library cannot be built: {_explain(error)}"
+        return _obstacle
+
+
+@lru_cache
+def target_name() -> str:
+    """The name of the call in programs, which changes with the source: programs of another version are not reused."""
+    return f"jaxserve_paged_attention_{_digest()[:12]}"
+
+
+@lru_cache
+def _digest() -> str:
+    parts = (SOURCE.read_text(), jaxlib.__version__, " ".join(_FLAGS), platform.machine(), _describe_processor())
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _describe_processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def _find_library(directory: Path | None) -> Path:
+    """Returns the path of the library; it is compiled if it is not in `directory`."""
+    if directory is None:
+        with tempfile.TemporaryDirectory(delete=False) as folder:  # the process has it open to its end
+            return _compile(Path(folder) / "paged_attention.so")
+    path = directory / f"paged_attention-{_digest()[:16]}.so"
+    if not path.exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory) as folder:  # others may do the same now
+            os.replace(_compile(Path(folder) / path.name), path)
+    return path
+
+
+def _compile(output: Path) -> Path:
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise LookupError(f"there is no C++ compiler ({', '.join(COMPILERS)})")
+    command = [compiler, *_FLAGS, "-isystem", jax.ffi.include_dir(), str(SOURCE), "-o", str(output)]
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
+    return output
+
+
+def _register(path: Path) -> None:
+    handler = getattr(ctypes.CDLL(str(path)), _SYMBOL)
+    jax.ffi.register_ffi_target(target_name(), jax.ffi.pycapsule(handler), platform="cpu")
+
+
+def _explain(error: Exception) -> str:
+    if isinstance(error, subprocess.CalledProcessError):
+        lines = [line for line in error.stderr.splitlines() if "error" in line] or [f"status {error.returncode}"]
+        return f"{Path(error.cmd[0]).name}: {lines[0]}"
+    return str(error)

@@ -1,0 +1,547 @@
+// Paged attention on CPUs, as an XLA FFI call: writes a step's keys and values, then attends, in place in the pages.
+//
+// Online softmax (Milakov and Gimelshein, 2018) over one page at a time. Work is (tile of queries, KV head). A tile of
+// few queries, as decoding has, multiplies keys as they lie and is bound by memory. Larger tiles hold their queries and
+// sums transposed, a lane for each query: then no sum runs across lanes, and both products are the same small matrix
+// product. Keys that no query of a tile sees are not read.
+//
+// Vectors are those of GCC and Clang, which compile to what the machine has.
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <initializer_list>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+#include "xla/ffi/api/ffi.h"
+
+namespace {
+
+namespace ffi = xla::ffi;
+
+constexpr int kLanes = 16;
+constexpr int kKeys = 64;          // most keys of a page that are attended together
+constexpr int kFewQueries = 8;     // up to here a tile's queries are attended as rows
+constexpr float kMasked = -1e30f;  // finite, so that a query without a key stays finite
+#ifdef __AVX512F__
+constexpr int kColumns = 4;  // vectors of queries in registers, beside four keys or channels
+#else
+constexpr int kColumns = 1;
+#endif
+
+typedef float Vec __attribute__((vector_size(4 * kLanes), aligned(4)));
+typedef int32_t IntVec __attribute__((vector_size(4 * kLanes), aligned(4)));
+typedef uint32_t WordVec __attribute__((vector_size(4 * kLanes), aligned(4)));
+typedef uint16_t HalfVec __attribute__((vector_size(2 * kLanes), aligned(2)));
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+inline Vec Load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
+inline Vec Load(const BFloat16* p) {
+#ifdef __AVX512F__  // in one instruction, where compilers make two of half the width
+  WordVec words = (WordVec)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#else
+  WordVec words = __builtin_convertvector(*reinterpret_cast<const HalfVec*>(p), WordVec);
+#endif
+  return (Vec)(words << 16);
+}
+inline void Store(float* p, Vec x) { *reinterpret_cast<Vec*>(p) = x; }
+inline void Store(BFloat16* p, Vec x) {  // rounds to nearest, ties to even; NaN stays NaN
+  WordVec words = (WordVec)x;
+  WordVec rounded = (words + 0x7fff + ((words >> 16) & 1)) >> 16;
+  WordVec nan = (words >> 16) | 0x40;
+  IntVec is_nan = x != x;
+  rounded = is_nan ? nan : rounded;
+  *reinterpret_cast<HalfVec*>(p) = __builtin_convertvector(rounded, HalfVec);
+}
+inline Vec Fill(float x) { return x - Vec{}; }
+inline Vec Max(Vec a, Vec b) { return a > b ? a : b; }
+
+// The sums of vectors, in a tree: each step halves the lanes that belong to one of them.
+inline Vec Join8(Vec a, Vec b) {
+  return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+         __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+}
+inline Vec Join4(Vec a, Vec b) {
+  return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+         __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+}
+inline Vec Join2(Vec a, Vec b) {
+  return __builtin_shufflevector(a, b, 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
+         __builtin_shufflevector(a, b, 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
+}
+inline Vec Join1(Vec a, Vec b) {
+  return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+         __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+}
+inline void SumEach(const Vec (&x)[8], float* to) {
+  Vec sums = Join2(Join4(Join8(x[0], x[1]), Join8(x[2], x[3])), Join4(Join8(x[4], x[5]), Join8(x[6], x[7])));
+  sums = Join1(sums, sums);
+  std::memcpy(to, &sums, 8 * sizeof(float));
+}
+inline void SumEach(const Vec (&x)[4], float* to) {
+  Vec sums = Join4(Join8(x[0], x[1]), Join8(x[2], x[3]));
+  sums = Join1(Join2(sums, sums), sums);
+  std::memcpy(to, &sums, 4 * sizeof(float));
+}
+inline void SumEach(const Vec (&x)[1], float* to) {
+  Vec sums = Join4(Join8(x[0], x[0]), x[0]);
+  sums = Join1(Join2(sums, sums), sums);
+  *to = sums[0];
+}
+inline float Sum(Vec x) {
+  float sum;
+  SumEach({x}, &sum);
+  return sum;
+}
+
+// e^x for x <= 0, with a relative error of some 2^-23; 0 below the normal numbers; NaN stays NaN.
+inline Vec Exp(Vec x) {
+  Vec clamped = x < -87.0f ? Fill(-87.0f) : x;
+  Vec shifted = clamped * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the sum's low bits are the nearest whole number
+  Vec whole = shifted - 12582912.0f;
+  Vec rest = clamped - whole * 0.693359375f + whole * 2.12194440e-4f;
+  Vec y = Fill(1.9875691500e-4f);
+  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+    y = y * rest + c;
+  y = y * rest * rest + rest + 1.0f;
+  WordVec power = ((WordVec)shifted + 127) << 23;
+  y *= (Vec)power;
+  return x < -87.0f ? Vec{} : y;
+}
+
+inline Vec Cap(Vec scores, float softcap) {  // softcap * tanh(scores / softcap)
+  Vec x = scores * (2.0f / softcap);
+  Vec size = x < 0.0f ? x : -x;
+  Vec e = Exp(size);
+  Vec tanh = (1.0f - e) / (1.0f + e);
+  return softcap * (x < 0.0f ? -tanh : tanh);
+}
+
+struct Problem {
+  const void *q, *k, *v;  // [T, N, H], [T, K, H] twice
+  void *out, *pages;      // [T, N, V], [pages, rows, page_size, H]
+  bool wide_q;            // whether q, k, v and out are float32
+  const int32_t *table, *write_pages, *write_offsets;
+  const int32_t *rows, *starts, *counts, *positions;  // of the tiles
+  const float* sinks;                                 // [N], or null
+  int64_t num_tokens, num_heads, num_kv_heads, head_dim, value_dim, page_size, page_rows, table_width;
+  int64_t page_offset, window;  // window 0: none
+  float scale, softcap;         // softcap 0: none
+
+  int64_t group() const { return num_heads / num_kv_heads; }
+};
+
+// Where the queries of one tile and KV head are, and the keys that they see.
+struct Tile {
+  int64_t row, start, count, position, head;
+  int64_t begin, end;  // of keys: from the first that one query sees to the last
+};
+
+void LoadQuery(const Problem& p, int64_t token, int64_t head, float* to) {
+  int64_t at = (token * p.num_heads + head) * p.head_dim;
+  for (int64_t i = 0; i < p.head_dim; i += kLanes) {
+    Vec x = p.wide_q ? Load(static_cast<const float*>(p.q) + at + i) : Load(static_cast<const BFloat16*>(p.q) + at + i);
+    Store(to + i, x * p.scale);
+  }
+}
+
+void StoreAnswer(const Problem& p, int64_t token, int64_t head, const float* sums, float total) {
+  int64_t at = (token * p.num_heads + head) * p.value_dim;
+  float factor = 1.0f / std::max(total, 1e-30f);
+  for (int64_t i = 0; i < p.value_dim; i += kLanes) {
+    Vec x = Load(sums + i) * factor;
+    if (p.wide_q)
+      Store(static_cast<float*>(p.out) + at + i, x);
+    else
+      Store(static_cast<BFloat16*>(p.out) + at + i, x);
+  }
+}
+
+template <typename T>
+const T* FindPage(const Problem& p, const Tile& tile, int64_t page) {
+  int64_t id = p.table[tile.row * p.table_width + page] + p.page_offset;
+  int64_t rows_per_head = p.page_rows / p.num_kv_heads;
+  return static_cast<const T*>(p.pages) + (id * p.page_rows + tile.head * rows_per_head) * p.page_size * p.head_dim;
+}
+
+// A run of at most kKeys keys in one page. Its successor is `ahead` numbers away, for keys and values alike.
+template <typename T>
+struct Run {
+  const T *keys, *values;
+  int64_t first, count, ahead;
+};
+
+// Pages lie anywhere, so that the processor cannot know where to read on.
+template <typename T>
+inline void Prefetch(const T* row, int64_t dim) {
+  constexpr int64_t kLine = 64 / sizeof(T);
+  for (int64_t c = 0; c < dim; c += kLine) __builtin_prefetch(row + c);
+}
+
+// Calls f(run) for each run of the keys of a tile, in order.
+template <typename T, typename F>
+void ForEachRun(const Problem& p, const Tile& tile, F&& f) {
+  int64_t to_values = p.page_rows > p.num_kv_heads ? p.page_size * p.head_dim : 0;  // a latent is key and value
+  auto find = [&](int64_t at) { return FindPage<T>(p, tile, at / p.page_size) + at % p.page_size * p.head_dim; };
+  const T* keys = find(tile.begin);
+  for (int64_t at = tile.begin; at < tile.end;) {
+    int64_t count = std::min({p.page_size - at % p.page_size, tile.end - at, int64_t{kKeys}});
+    const T* next = at + count < tile.end ? find(at + count) : keys;
+    f(Run<T>{keys, keys + to_values, at, count, next - keys});
+    at += count;
+    keys = next;
+  }
+}
+
+// sums[g] = sums[g] * shrink[g] + the run's values by their weights[g], for G queries.
+template <int G, typename T>
+void MixRows(const Run<T>& keys, const float* weights, const float* shrink, int64_t dim, int64_t stride, float* sums) {
+  constexpr int S = G > 2 ? 2 : 4;  // vectors of channels in registers
+  int64_t c = 0;
+  auto run = [&]<int W>() {
+    Vec acc[G][W];
+    for (int g = 0; g < G; ++g)
+      for (int s = 0; s < W; ++s) acc[g][s] = Load(sums + g * dim + c + s * kLanes) * shrink[g];
+    for (int64_t e = 0; e < keys.count; ++e) {
+      const T* value = keys.values + e * stride + c;
+      Prefetch(value + keys.ahead, W * kLanes);
+      for (int s = 0; s < W; ++s) {
+        Vec x = Load(value + s * kLanes);
+        for (int g = 0; g < G; ++g) acc[g][s] += x * weights[g * kKeys + e];
+      }
+    }
+    for (int g = 0; g < G; ++g)
+      for (int s = 0; s < W; ++s) Store(sums + g * dim + c + s * kLanes, acc[g][s]);
+    c += W * kLanes;
+  };
+  while (c + S * kLanes <= dim) run.template operator()<S>();
+  while (c < dim) run.template operator()<1>();
+}
+
+template <int G, typename T>
+void ScoreRows(const Run<T>& keys, const float* q, int64_t dim, float* scores) {
+  constexpr int E = G > 2 ? 4 : 8;  // keys in registers
+  auto run = [&]<int W>(int64_t e) {
+    Vec acc[G][W] = {};
+    const T* rows = keys.keys + e * dim;
+    Prefetch(rows + keys.ahead, W * dim);
+    for (int64_t c = 0; c < dim; c += kLanes)
+      for (int i = 0; i < W; ++i) {
+        Vec key = Load(rows + i * dim + c);
+        for (int g = 0; g < G; ++g) acc[g][i] += key * Load(q + g * dim + c);
+      }
+    for (int g = 0; g < G; ++g) SumEach(acc[g], scores + g * kKeys + e);
+  };
+  int64_t e = 0;
+  for (; e + E <= keys.count; e += E) run.template operator()<E>(e);
+  for (; e + 4 <= keys.count; e += 4) run.template operator()<4>(e);
+  for (; e < keys.count; ++e) run.template operator()<1>(e);
+}
+
+// One token, G of the query heads of its KV head, the first of them `first`.
+template <int G, typename T>
+void AttendRow(const Problem& p, const Tile& tile, int64_t first, float* scratch) {
+  float *q = scratch, *sums = q + G * p.head_dim, *scores = sums + G * p.value_dim;  // scores [G, kKeys]
+  float largest[G], total[G], shrink[G];
+  for (int g = 0; g < G; ++g) {
+    LoadQuery(p, tile.start, first + g, q + g * p.head_dim);
+    largest[g] = p.sinks ? p.sinks[first + g] : kMasked;
+    total[g] = p.sinks ? 1.0f : 0.0f;
+  }
+  std::fill(sums, sums + G * p.value_dim, 0.0f);
+  ForEachRun<T>(p, tile, [&](const Run<T>& keys) {
+    int64_t count = keys.count;
+    ScoreRows<G>(keys, q, p.head_dim, scores);
+    for (int g = 0; g < G; ++g) {
+      float* line = scores + g * kKeys;
+      for (int64_t e = 0; p.softcap && e < count; e += kLanes) Store(line + e, Cap(Load(line + e), p.softcap));
+      for (int64_t e = count; e % kLanes; ++e) line[e] = kMasked;
+      Vec most = Fill(largest[g]);
+      for (int64_t e = 0; e < count; e += kLanes) most = Max(Load(line + e), most);
+      float now = most[0];
+      for (int i = 1; i < kLanes; ++i) now = std::max(now, most[i]);
+      Vec sum = {};
+      for (int64_t e = 0; e < count; e += kLanes) {
+        Vec weight = Exp(Load(line + e) - now);
+        Store(line + e, weight);
+        sum += weight;
+      }
+      shrink[g] = Exp(Fill(largest[g] - now))[0];
+      total[g] = total[g] * shrink[g] + Sum(sum);
+      largest[g] = now;
+    }
+    MixRows<G>(keys, scores, shrink, p.value_dim, p.head_dim, sums);
+  });
+  for (int g = 0; g < G; ++g) StoreAnswer(p, tile.start, first + g, sums + g * p.value_dim, total[g]);
+}
+
+template <typename T>
+void AttendRows(const Problem& p, const Tile& tile, float* scratch) {
+  int64_t head = tile.head * p.group(), end = head + p.group();
+  for (; head + 4 <= end; head += 4) AttendRow<4, T>(p, tile, head, scratch);
+  for (; head + 2 <= end; head += 2) AttendRow<2, T>(p, tile, head, scratch);
+  for (; head < end; ++head) AttendRow<1, T>(p, tile, head, scratch);
+}
+
+// c[i][m] = c[i][m] * shrink[m] + sum over j of a[i * ai + j * aj] * b[j][m], for `rows` i and `width` m, a multiple
+// of kLanes. Without `shrink`, c is new.
+void Multiply(const float* a, int64_t ai, int64_t aj, const float* b, const float* shrink, int64_t rows, int64_t depth,
+              int64_t width, float* c) {
+  auto run = [&]<int I, int J>(int64_t i, int64_t m) {
+    Vec acc[I][J];
+    for (int x = 0; x < I; ++x)
+      for (int y = 0; y < J; ++y) {
+        int64_t at = m + y * kLanes;
+        acc[x][y] = shrink ? Load(c + (i + x) * width + at) * Load(shrink + at) : Vec{};
+      }
+    for (int64_t j = 0; j < depth; ++j) {
+      Vec right[J];
+      for (int y = 0; y < J; ++y) right[y] = Load(b + j * width + m + y * kLanes);
+      for (int x = 0; x < I; ++x) {
+        float left = a[(i + x) * ai + j * aj];
+        for (int y = 0; y < J; ++y) acc[x][y] += left * right[y];
+      }
+    }
+    for (int x = 0; x < I; ++x)
+      for (int y = 0; y < J; ++y) Store(c + (i + x) * width + m + y * kLanes, acc[x][y]);
+  };
+  int64_t m = 0;
+  auto run_columns = [&]<int J>() {
+    int64_t i = 0;
+    for (; i + 4 <= rows; i += 4) run.template operator()<4, J>(i, m);
+    for (; i < rows; ++i) run.template operator()<1, J>(i, m);
+    m += J * kLanes;
+  };
+  while (m + kColumns * kLanes <= width) run_columns.template operator()<kColumns>();
+  while (m < width) run_columns.template operator()<1>();
+}
+
+inline const float* Widen(const float* rows, int64_t, int64_t, int64_t, float*) { return rows; }
+inline const float* Widen(const BFloat16* rows, int64_t count, int64_t dim, int64_t stride, float* to) {
+  for (int64_t e = 0; e < count; ++e)
+    for (int64_t c = 0; c < dim; c += kLanes) Store(to + e * stride + c, Load(rows + e * stride + c));
+  return to;
+}
+
+// All queries of a tile and KV head: lane m is query head m % group of token m / group.
+template <typename T>
+void AttendTile(const Problem& p, const Tile& tile, int64_t width, float* scratch) {
+  int64_t group = p.group(), used = tile.count * group;
+  float *q = scratch, *sums = q + p.head_dim * width, *scores = sums + p.value_dim * width;
+  float *largest = scores + kKeys * width, *total = largest + width, *shrink = total + width, *ends = shrink + width;
+  float *line = ends + width, *wide_keys = line + std::max(p.head_dim, p.value_dim);
+  float* wide_values = wide_keys + kKeys * p.head_dim;
+  std::fill(q, scores, 0.0f);
+  for (int64_t m = 0; m < width; ++m) {
+    int64_t token = std::min(m / group, tile.count - 1), head = tile.head * group + m % group;
+    largest[m] = p.sinks ? p.sinks[head] : kMasked;
+    total[m] = p.sinks ? 1.0f : 0.0f;
+    ends[m] = static_cast<float>(tile.position + token);  // the last key that it sees; exact up to 2^24
+    if (m >= used) continue;
+    LoadQuery(p, tile.start + token, head, line);
+    for (int64_t c = 0; c < p.head_dim; ++c) q[c * width + m] = line[c];
+  }
+  ForEachRun<T>(p, tile, [&](const Run<T>& keys) {
+    int64_t first = keys.first, count = keys.count;
+    const float* wide = Widen(keys.keys, count, p.head_dim, p.head_dim, wide_keys);
+    Multiply(wide, p.head_dim, 1, q, nullptr, count, p.head_dim, width, scores);
+    bool is_cut = first + count - 1 > tile.position ||  // some query does not see all of these keys
+                  (p.window && first <= tile.position + tile.count - 1 - p.window);
+    for (int64_t m = 0; m < width; m += kLanes) {
+      Vec before = Load(largest + m), most = before, end = Load(ends + m), sum = {};
+      for (int64_t e = 0; e < count; ++e) {
+        Vec x = Load(scores + e * width + m);
+        if (p.softcap) x = Cap(x, p.softcap);
+        if (is_cut) {
+          float key = static_cast<float>(first + e);
+          x = end < key ? Fill(kMasked) : x;
+          if (p.window) x = end - static_cast<float>(p.window) >= key ? Fill(kMasked) : x;
+        }
+        if (is_cut || p.softcap) Store(scores + e * width + m, x);
+        most = Max(x, most);
+      }
+      for (int64_t e = 0; e < count; ++e) {
+        Vec weight = Exp(Load(scores + e * width + m) - most);
+        Store(scores + e * width + m, weight);
+        sum += weight;
+      }
+      Vec factor = Exp(before - most);
+      Store(total + m, Load(total + m) * factor + sum);
+      Store(largest + m, most);
+      Store(shrink + m, factor);
+    }
+    if (keys.keys != keys.values)
+      wide = Widen(keys.values, count, p.value_dim, p.head_dim, wide_values);
+    Multiply(wide, 1, p.head_dim, scores, shrink, p.value_dim, count, width, sums);
+  });
+  for (int64_t m = 0; m < used; ++m) {
+    for (int64_t c = 0; c < p.value_dim; ++c) line[c] = sums[c * width + m];
+    StoreAnswer(p, tile.start + m / group, tile.head * group + m % group, line, total[m]);
+  }
+}
+
+int64_t TileWidth(const Problem& p, int64_t tile_tokens) {
+  return (tile_tokens * p.group() + kLanes - 1) / kLanes * kLanes;
+}
+
+int64_t ScratchSize(const Problem& p, int64_t width) {
+  int64_t dims = p.head_dim + p.value_dim;
+  return (dims + kKeys + 5) * std::max(width, int64_t{kLanes}) + 3 * dims + kKeys * dims;
+}
+
+template <typename T>
+void Attend(const Problem& p, int64_t index, int64_t tile_tokens, float* scratch) {
+  int64_t i = index / p.num_kv_heads;
+  Tile tile{p.rows[i], p.starts[i], p.counts[i], p.positions[i], index % p.num_kv_heads, 0, 0};
+  tile.begin = p.window ? std::max(int64_t{0}, tile.position - p.window + 1) : 0;
+  tile.end = tile.position + tile.count;
+  if (tile_tokens * p.group() <= kFewQueries && tile_tokens == 1)
+    AttendRows<T>(p, tile, scratch);
+  else
+    AttendTile<T>(p, tile, TileWidth(p, tile_tokens), scratch);
+}
+
+// Writes the keys and values of one token; tokens of the null page are padding.
+template <typename T, typename Q>
+void WriteToken(const Problem& p, int64_t token) {
+  if (p.write_pages[token] == 0) return;
+  int64_t parts = p.page_rows / p.num_kv_heads;
+  for (int64_t head = 0; head < p.num_kv_heads; ++head)
+    for (int64_t part = 0; part < parts; ++part) {
+      const Q* from = static_cast<const Q*>(part ? p.v : p.k) + (token * p.num_kv_heads + head) * p.head_dim;
+      int64_t row = (p.write_pages[token] + p.page_offset) * p.page_rows + head * parts + part;
+      T* to = static_cast<T*>(p.pages) + (row * p.page_size + p.write_offsets[token]) * p.head_dim;
+      for (int64_t c = 0; c < p.head_dim; c += kLanes) Store(to + c, Load(from + c));
+    }
+}
+
+// Runs f(index) for each index below count, on XLA's threads and on this one, which waits for the last.
+template <typename F>
+void ParallelFor(ffi::ThreadPool& pool, int64_t count, const F& f) {
+  struct State {
+    std::atomic<int64_t> next{0}, done{0};
+    std::mutex mutex;
+    std::condition_variable ended;
+  };
+  auto state = std::make_shared<State>();
+  const F* function = &f;  // alive until every index is done
+  auto work = [state, function, count] {
+    for (int64_t i; (i = state->next.fetch_add(1)) < count;) {
+      (*function)(i);
+      if (state->done.fetch_add(1) + 1 == count) {
+        std::lock_guard<std::mutex> lock(state->mutex);
+        state->ended.notify_one();
+      }
+    }
+  };
+  int64_t workers = std::min<int64_t>(std::max<int64_t>(pool.num_threads(), 1), count);
+  for (int64_t worker = 1; worker < workers; ++worker) pool.Schedule([work] { work(); });
+  work();
+  std::unique_lock<std::mutex> lock(state->mutex);
+  state->ended.wait(lock, [&] { return state->done.load() == count; });
+}
+
+constexpr int64_t kWriteTokens = 64;  // written by one task
+
+// A list of tiles of at most `tile_tokens` queries each, the used ones first.
+struct TileList {
+  int64_t first, size, tile_tokens;
+};
+
+template <typename T>
+void RunStep(ffi::ThreadPool& pool, const Problem& p, std::initializer_list<TileList> lists) {
+  ParallelFor(pool, (p.num_tokens + kWriteTokens - 1) / kWriteTokens, [&](int64_t block) {
+    int64_t end = std::min((block + 1) * kWriteTokens, p.num_tokens);
+    for (int64_t token = block * kWriteTokens; token < end; ++token)
+      p.wide_q ? WriteToken<T, float>(p, token) : WriteToken<T, BFloat16>(p, token);
+  });
+  std::vector<TileList> used;
+  int64_t num_items = 0, size = 0, num_tokens = 0;
+  for (TileList list : lists) {
+    int64_t count = 0;
+    for (; count < list.size && p.counts[list.first + count] > 0; ++count)
+      num_tokens = std::max<int64_t>(num_tokens, p.starts[list.first + count] + p.counts[list.first + count]);
+    used.push_back({list.first, count, list.tile_tokens});
+    num_items += count * p.num_kv_heads;
+    size = std::max(size, ScratchSize(p, TileWidth(p, list.tile_tokens)));
+  }
+  ParallelFor(pool, num_items, [&](int64_t item) {
+    thread_local std::vector<float> scratch;
+    if (static_cast<int64_t>(scratch.size()) < size) scratch.resize(size);
+    for (const TileList& list : used) {
+      int64_t count = list.size * p.num_kv_heads;
+      if (item < count) return Attend<T>(p, list.first * p.num_kv_heads + item, list.tile_tokens, scratch.data());
+      item -= count;
+    }
+  });
+  int64_t line = p.num_heads * p.value_dim * (p.wide_q ? 4 : 2);  // padding gets zeros
+  std::memset(static_cast<char*>(p.out) + num_tokens * line, 0, (p.num_tokens - num_tokens) * line);
+}
+
+ffi::Error PagedAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                          ffi::AnyBuffer pages, ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> writes,
+                          ffi::Buffer<ffi::S32> tiles, ffi::Buffer<ffi::S32> page_offset, ffi::Buffer<ffi::F32> sinks,
+                          ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> new_pages, float scale,
+                          int64_t window, float softcap, int64_t value_dim, int64_t num_singles, int64_t tile_tokens) {
+  auto is_float = [](ffi::DataType type) { return type == ffi::F32 || type == ffi::BF16; };
+  if (!is_float(q.element_type()) || !is_float(pages.element_type()) || k.element_type() != q.element_type() ||
+      v.element_type() != q.element_type() || out->element_type() != q.element_type())
+    return ffi::Error::InvalidArgument("queries and pages must be float32 or bfloat16");
+  if (new_pages->untyped_data() != pages.untyped_data())
+    return ffi::Error::InvalidArgument("the pages must be written in place");
+  int64_t num_tiles = tiles.dimensions()[1];
+  const int32_t* tile = tiles.typed_data();
+  Problem p{};
+  p.q = q.untyped_data(), p.k = k.untyped_data(), p.v = v.untyped_data();
+  p.out = out->untyped_data(), p.pages = pages.untyped_data();
+  p.wide_q = q.element_type() == ffi::F32;
+  p.table = table.typed_data(), p.write_pages = writes.typed_data();
+  p.rows = tile, p.starts = tile + num_tiles, p.counts = tile + 2 * num_tiles, p.positions = tile + 3 * num_tiles;
+  p.sinks = sinks.element_count() ? sinks.typed_data() : nullptr;
+  p.num_tokens = q.dimensions()[0], p.num_heads = q.dimensions()[1], p.head_dim = q.dimensions()[2];
+  p.num_kv_heads = k.dimensions()[1], p.value_dim = value_dim;
+  p.page_rows = pages.dimensions()[1], p.page_size = pages.dimensions()[2];
+  p.table_width = table.dimensions()[1], p.page_offset = page_offset.typed_data()[0];
+  p.write_offsets = p.write_pages + p.num_tokens;
+  p.window = window, p.scale = scale, p.softcap = softcap;
+  TileList singles{0, num_singles, 1}, chunks{num_singles, num_tiles - num_singles, tile_tokens};
+  if (pages.element_type() == ffi::F32)
+    RunStep<float>(pool, p, {chunks, singles});
+  else
+    RunStep<BFloat16>(pool, p, {chunks, singles});
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxservePagedAttention, PagedAttention,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()         // q [T, N, H]
+                                  .Arg<ffi::AnyBuffer>()         // k [T, K, H]
+                                  .Arg<ffi::AnyBuffer>()         // v [T, K, H]; of a latent anything
+                                  .Arg<ffi::AnyBuffer>()         // pages [pages, rows, page_size, H]
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // page table [S, M]
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // pages and slots to write, [2, T]
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // tiles [4, n]: rows, starts, counts, positions
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // page offset [1]
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // sinks [N] or [0]
+                                  .Ret<ffi::AnyBuffer>()         // out [T, N, V]
+                                  .Ret<ffi::AnyBuffer>()         // the pages again
+                                  .Attr<float>("scale")
+                                  .Attr<int64_t>("window")
+                                  .Attr<float>("softcap")
+                                  .Attr<int64_t>("value_dim")
+                                  .Attr<int64_t>("num_singles")
+                                  .Attr<int64_t>("tile_tokens"));
