@@ -23,6 +23,7 @@ from jaxserve.runtime.step_model import Drafting
 from jaxserve.scheduler import SchedulerLimits
 from jaxserve.speculation import LOOKUP_METHODS, make_lookup_drafter
 from pallas_kernels.backends import choose_layout, find_backend, find_table_obstacle, resolve_impl
+from pallas_kernels.cpu.library import load as load_cpu_kernel
 from pallas_kernels.spec import AttnShape, KVSpec
 
 _KV_DTYPES = {"fp8": "float8_e4m3fn"}  # by users' names
@@ -275,6 +276,8 @@ def _choose_attention(
     dtype = model.dtype if dtype == "auto" else dtype
     specs = _make_specs(model, config.cache.page_size, dtype)
     name = None if wanted == "auto" else wanted
+    if platform == "cpu" and name in (None, "cpu"):
+        load_cpu_kernel(config.compile.cache_dir)
     try:
         found = [
             resolve_impl(name, shape, platform=platform, device_kind=device_kind)

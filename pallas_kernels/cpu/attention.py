@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels.cpu import library
 from pallas_kernels.spec import AttnLayer, AttnShape, BatchMeta, KVSpec
@@ -88,6 +87,7 @@ def attend_with_update(
         jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype),
     )
     call = jax.ffi.ffi_call(library.target_name(), results, input_output_aliases={3: 1})
+    numbers = (params.window or 0, spec.out_dim, batch.work.num_singles, batch.work.tile_tokens)
     out, kv_pages = call(
         q,
         k,
@@ -96,14 +96,9 @@ def attend_with_update(
         batch.page_table,
         jnp.stack([batch.write_pages, batch.write_offsets]),
         batch.work.tiles,
-        jnp.reshape(layer.page_offset, 1),
+        jnp.stack([jnp.asarray(layer.page_offset, jnp.int32), *map(jnp.int32, numbers)]),
+        jnp.array([params.scale, params.softcap or 0], jnp.float32),
         jnp.zeros(0, jnp.float32) if heads.sinks is None else heads.sinks.astype(jnp.float32),
-        scale=np.float32(params.scale),
-        window=np.int64(params.window or 0),
-        softcap=np.float32(params.softcap or 0),
-        value_dim=np.int64(spec.out_dim),
-        num_singles=np.int64(batch.work.num_singles),
-        tile_tokens=np.int64(batch.work.tile_tokens),
     )
     return (out if v_scale is None else _scale(out, v_scale)), kv_pages
 

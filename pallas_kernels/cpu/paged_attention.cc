@@ -12,6 +12,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <initializer_list>
 #include <memory>
 #include <mutex>
@@ -21,11 +22,9 @@
 #include <immintrin.h>
 #endif
 
-#include "xla/ffi/api/ffi.h"
+#include "xla/ffi/api/c_api.h"
 
 namespace {
-
-namespace ffi = xla::ffi;
 
 constexpr int kLanes = 16;
 constexpr int kKeys = 64;          // most keys of a page that are attended together
@@ -426,17 +425,54 @@ void WriteToken(const Problem& p, int64_t token) {
     }
 }
 
+// The threads of XLA that a call may use.
+struct Threads {
+  const XLA_FFI_CallFrame* frame;
+
+  int64_t Count() const {
+    int64_t count = 1;
+    XLA_FFI_ThreadPool_NumThreads_Args args{};
+    args.struct_size = XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE;
+    args.ctx = frame->ctx;
+    args.num_threads = &count;
+    Drop(frame->api->XLA_FFI_ThreadPool_NumThreads(&args));
+    return count;
+  }
+
+  // Runs the task now or later, on any thread.
+  void Schedule(std::function<void()> task) const {
+    XLA_FFI_ThreadPool_Schedule_Args args{};
+    args.struct_size = XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE;
+    args.ctx = frame->ctx;
+    args.data = new std::function<void()>(std::move(task));
+    args.task = [](void* data) {
+      std::unique_ptr<std::function<void()>> task(static_cast<std::function<void()>*>(data));
+      (*task)();
+    };
+    XLA_FFI_Error* error = frame->api->XLA_FFI_ThreadPool_Schedule(&args);
+    if (error) args.task(args.data);
+    Drop(error);
+  }
+
+ private:
+  void Drop(XLA_FFI_Error* error) const {
+    if (!error) return;
+    XLA_FFI_Error_Destroy_Args args{};
+    args.struct_size = XLA_FFI_Error_Destroy_Args_STRUCT_SIZE;
+    args.error = error;
+    frame->api->XLA_FFI_Error_Destroy(&args);
+  }
+};
+
 // Runs f(index) for each index below count, on XLA's threads and on this one, which waits for the last.
-template <typename F>
-void ParallelFor(ffi::ThreadPool& pool, int64_t count, const F& f) {
+void ParallelFor(const Threads& threads, int64_t count, const std::function<void(int64_t)>& f) {
   struct State {
     std::atomic<int64_t> next{0}, done{0};
     std::mutex mutex;
     std::condition_variable ended;
   };
   auto state = std::make_shared<State>();
-  const F* function = &f;  // alive until every index is done
-  auto work = [state, function, count] {
+  auto work = [state, count, function = &f] {  // f is alive until every index is done
     for (int64_t i; (i = state->next.fetch_add(1)) < count;) {
       (*function)(i);
       if (state->done.fetch_add(1) + 1 == count) {
@@ -445,8 +481,7 @@ void ParallelFor(ffi::ThreadPool& pool, int64_t count, const F& f) {
       }
     }
   };
-  int64_t workers = std::min<int64_t>(std::max<int64_t>(pool.num_threads(), 1), count);
-  for (int64_t worker = 1; worker < workers; ++worker) pool.Schedule([work] { work(); });
+  for (int64_t helpers = std::min(threads.Count(), count) - 1; helpers > 0; --helpers) threads.Schedule(work);
   work();
   std::unique_lock<std::mutex> lock(state->mutex);
   state->ended.wait(lock, [&] { return state->done.load() == count; });
@@ -460,8 +495,8 @@ struct TileList {
 };
 
 template <typename T>
-void RunStep(ffi::ThreadPool& pool, const Problem& p, std::initializer_list<TileList> lists) {
-  ParallelFor(pool, (p.num_tokens + kWriteTokens - 1) / kWriteTokens, [&](int64_t block) {
+void RunStep(const Threads& threads, const Problem& p, std::initializer_list<TileList> lists) {
+  ParallelFor(threads, (p.num_tokens + kWriteTokens - 1) / kWriteTokens, [&](int64_t block) {
     int64_t end = std::min((block + 1) * kWriteTokens, p.num_tokens);
     for (int64_t token = block * kWriteTokens; token < end; ++token)
       p.wide_q ? WriteToken<T, float>(p, token) : WriteToken<T, BFloat16>(p, token);
@@ -476,7 +511,7 @@ void RunStep(ffi::ThreadPool& pool, const Problem& p, std::initializer_list<Tile
     num_items += count * p.num_kv_heads;
     size = std::max(size, ScratchSize(p, TileWidth(p, list.tile_tokens)));
   }
-  ParallelFor(pool, num_items, [&](int64_t item) {
+  ParallelFor(threads, num_items, [&](int64_t item) {
     thread_local std::vector<float> scratch;
     if (static_cast<int64_t>(scratch.size()) < size) scratch.resize(size);
     for (const TileList& list : used) {
@@ -489,59 +524,56 @@ void RunStep(ffi::ThreadPool& pool, const Problem& p, std::initializer_list<Tile
   std::memset(static_cast<char*>(p.out) + num_tokens * line, 0, (p.num_tokens - num_tokens) * line);
 }
 
-ffi::Error PagedAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
-                          ffi::AnyBuffer pages, ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> writes,
-                          ffi::Buffer<ffi::S32> tiles, ffi::Buffer<ffi::S32> page_offset, ffi::Buffer<ffi::F32> sinks,
-                          ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> new_pages, float scale,
-                          int64_t window, float softcap, int64_t value_dim, int64_t num_singles, int64_t tile_tokens) {
-  auto is_float = [](ffi::DataType type) { return type == ffi::F32 || type == ffi::BF16; };
-  if (!is_float(q.element_type()) || !is_float(pages.element_type()) || k.element_type() != q.element_type() ||
-      v.element_type() != q.element_type() || out->element_type() != q.element_type())
-    return ffi::Error::InvalidArgument("queries and pages must be float32 or bfloat16");
-  if (new_pages->untyped_data() != pages.untyped_data())
-    return ffi::Error::InvalidArgument("the pages must be written in place");
-  int64_t num_tiles = tiles.dimensions()[1];
-  const int32_t* tile = tiles.typed_data();
+const char* Call(const XLA_FFI_CallFrame* frame) {  // returns what is wrong, or null
+  enum { kQ, kK, kV, kPages, kTable, kWrites, kTiles, kSizes, kFactors, kSinks, kNumArgs };
+  if (frame->args.size != kNumArgs || frame->rets.size != 2) return "wrong number of arrays";
+  auto arg = [&](int i) { return *static_cast<const XLA_FFI_Buffer*>(frame->args.args[i]); };
+  auto ret = [&](int i) { return *static_cast<const XLA_FFI_Buffer*>(frame->rets.rets[i]); };
+  auto ints = [&](int i) { return static_cast<const int32_t*>(arg(i).data); };
+  XLA_FFI_Buffer q = arg(kQ), k = arg(kK), pages = arg(kPages);
+  for (XLA_FFI_Buffer buffer : {q, pages})
+    if (buffer.dtype != XLA_FFI_DataType_F32 && buffer.dtype != XLA_FFI_DataType_BF16)
+      return "queries and pages must be float32 or bfloat16";
+  if (k.dtype != q.dtype || arg(kV).dtype != q.dtype) return "queries, keys and values must have one type";
+  if (ret(1).data != pages.data) return "the pages must be written in place";
+
   Problem p{};
-  p.q = q.untyped_data(), p.k = k.untyped_data(), p.v = v.untyped_data();
-  p.out = out->untyped_data(), p.pages = pages.untyped_data();
-  p.wide_q = q.element_type() == ffi::F32;
-  p.table = table.typed_data(), p.write_pages = writes.typed_data();
-  p.rows = tile, p.starts = tile + num_tiles, p.counts = tile + 2 * num_tiles, p.positions = tile + 3 * num_tiles;
-  p.sinks = sinks.element_count() ? sinks.typed_data() : nullptr;
-  p.num_tokens = q.dimensions()[0], p.num_heads = q.dimensions()[1], p.head_dim = q.dimensions()[2];
-  p.num_kv_heads = k.dimensions()[1], p.value_dim = value_dim;
-  p.page_rows = pages.dimensions()[1], p.page_size = pages.dimensions()[2];
-  p.table_width = table.dimensions()[1], p.page_offset = page_offset.typed_data()[0];
-  p.write_offsets = p.write_pages + p.num_tokens;
-  p.window = window, p.scale = scale, p.softcap = softcap;
-  TileList singles{0, num_singles, 1}, chunks{num_singles, num_tiles - num_singles, tile_tokens};
-  if (pages.element_type() == ffi::F32)
-    RunStep<float>(pool, p, {chunks, singles});
-  else
-    RunStep<BFloat16>(pool, p, {chunks, singles});
-  return ffi::Error::Success();
+  p.q = q.data, p.k = k.data, p.v = arg(kV).data, p.out = ret(0).data, p.pages = pages.data;
+  p.wide_q = q.dtype == XLA_FFI_DataType_F32;
+  p.num_tokens = q.dims[0], p.num_heads = q.dims[1], p.head_dim = q.dims[2], p.num_kv_heads = k.dims[1];
+  p.page_rows = pages.dims[1], p.page_size = pages.dims[2];
+  p.table = ints(kTable), p.table_width = arg(kTable).dims[1];
+  p.write_pages = ints(kWrites), p.write_offsets = p.write_pages + p.num_tokens;
+  int64_t num_tiles = arg(kTiles).dims[1];
+  p.rows = ints(kTiles), p.starts = p.rows + num_tiles, p.counts = p.starts + num_tiles;
+  p.positions = p.counts + num_tiles;
+  const int32_t* sizes = ints(kSizes);
+  p.page_offset = sizes[0], p.window = sizes[1], p.value_dim = sizes[2];
+  const float* factors = static_cast<const float*>(arg(kFactors).data);
+  p.scale = factors[0], p.softcap = factors[1];
+  p.sinks = arg(kSinks).dims[0] ? static_cast<const float*>(arg(kSinks).data) : nullptr;
+
+  TileList singles{0, sizes[3], 1}, chunks{sizes[3], num_tiles - sizes[3], sizes[4]};
+  auto run = pages.dtype == XLA_FFI_DataType_F32 ? RunStep<float> : RunStep<BFloat16>;
+  run(Threads{frame}, p, {chunks, singles});
+  return nullptr;
 }
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxservePagedAttention, PagedAttention,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()         // q [T, N, H]
-                                  .Arg<ffi::AnyBuffer>()         // k [T, K, H]
-                                  .Arg<ffi::AnyBuffer>()         // v [T, K, H]; of a latent anything
-                                  .Arg<ffi::AnyBuffer>()         // pages [pages, rows, page_size, H]
-                                  .Arg<ffi::Buffer<ffi::S32>>()  // page table [S, M]
-                                  .Arg<ffi::Buffer<ffi::S32>>()  // pages and slots to write, [2, T]
-                                  .Arg<ffi::Buffer<ffi::S32>>()  // tiles [4, n]: rows, starts, counts, positions
-                                  .Arg<ffi::Buffer<ffi::S32>>()  // page offset [1]
-                                  .Arg<ffi::Buffer<ffi::F32>>()  // sinks [N] or [0]
-                                  .Ret<ffi::AnyBuffer>()         // out [T, N, V]
-                                  .Ret<ffi::AnyBuffer>()         // the pages again
-                                  .Attr<float>("scale")
-                                  .Attr<int64_t>("window")
-                                  .Attr<float>("softcap")
-                                  .Attr<int64_t>("value_dim")
-                                  .Attr<int64_t>("num_singles")
-                                  .Attr<int64_t>("tile_tokens"));
+extern "C" XLA_FFI_Error* JaxservePagedAttention(XLA_FFI_CallFrame* frame) {
+  if (frame->extension_start && frame->extension_start->type == XLA_FFI_Extension_Metadata) {  // XLA asks who we are
+    auto* metadata = reinterpret_cast<XLA_FFI_Metadata_Extension*>(frame->extension_start)->metadata;
+    metadata->api_version.major_version = XLA_FFI_API_MAJOR;
+    metadata->api_version.minor_version = XLA_FFI_API_MINOR;
+    metadata->traits = 0;
+    return nullptr;
+  }
+  const char* fault = Call(frame);
+  if (!fault) return nullptr;
+  XLA_FFI_Error_Create_Args args{};
+  args.struct_size = XLA_FFI_Error_Create_Args_STRUCT_SIZE;
+  args.message = fault;
+  args.errc = XLA_FFI_Error_Code_INVALID_ARGUMENT;
+  return frame->api->XLA_FFI_Error_Create(&args);
+}
