@@ -27,6 +27,7 @@ DEMO_MODEL = "demo"
 ATTENTION_IMPLS = (
     "auto",
     "xla",
+    "cpu",
     "reference",
     "gpu",
     "ampere",

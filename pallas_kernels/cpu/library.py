@@ -27,12 +27,12 @@ _SYMBOL = "JaxservePagedAttention"
 _COMPILE_SECONDS = 120
 
 _lock = threading.Lock()
-_obstacle: str | None = "its library is not loaded"
+_state: dict[str, str | None] = {"obstacle": "its library is not loaded"}  # of this process, as XLA's registry is
 
 
 def find_obstacle() -> str | None:
     """Returns why the library cannot be called in this process, in words for users; None: it can."""
-    return _obstacle
+    return _state["obstacle"]
 
 
 def load(directory: Path | None) -> str | None:
@@ -44,15 +44,23 @@ def load(directory: Path | None) -> str | None:
     Returns:
         Why it cannot be called, in words for users; None if it can.
     """
-    global _obstacle  # noqa: PLW0603: XLA's registry is as global
     with _lock:
-        if _obstacle is not None:
-            try:
-                _register(_find_library(directory))
-                _obstacle = None
-            except (OSError, subprocess.SubprocessError, LookupError) as error:
-                _obstacle = f"its library cannot be built: {_explain(error)}"
-        return _obstacle
+        if _state["obstacle"] is not None:
+            _state["obstacle"] = _try_to_register(directory)
+        return _state["obstacle"]
+
+
+def _try_to_register(directory: Path | None) -> str | None:
+    try:
+        path = _find_library(directory)
+    except (OSError, subprocess.SubprocessError, LookupError) as error:
+        return f"its library cannot be built: {_explain(error)}"
+    try:
+        handler = getattr(ctypes.CDLL(str(path)), _SYMBOL)
+    except (OSError, AttributeError) as error:
+        return f"its library cannot be loaded: {error}"
+    jax.ffi.register_ffi_target(target_name(), jax.ffi.pycapsule(handler), platform="cpu")
+    return None
 
 
 @lru_cache
@@ -95,11 +103,6 @@ def _compile(output: Path) -> Path:
     command = [compiler, *_FLAGS, "-isystem", jax.ffi.include_dir(), str(SOURCE), "-o", str(output)]
     subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
     return output
-
-
-def _register(path: Path) -> None:
-    handler = getattr(ctypes.CDLL(str(path)), _SYMBOL)
-    jax.ffi.register_ffi_target(target_name(), jax.ffi.pycapsule(handler), platform="cpu")
 
 
 def _explain(error: Exception) -> str:

@@ -26,10 +26,12 @@ from pallas_kernels import (
     prepare_batch,
     resolve_impl,
 )
+from pallas_kernels.cpu import library
 from pallas_kernels.spec import BatchMeta
 from pallas_kernels.testing.cases import CASES, Inputs, largest_error, make_inputs
 from pallas_kernels.testing.runner import LAYER as LAYER_INDEX
 from pallas_kernels.testing.runner import run_case
+from tests.pallas_kernels.cpu_library import needs_library
 
 CASE = next(case for case in CASES if case.name == "mixed")
 LAYER = AttnLayer(AttnParams(scale=1.0))
@@ -46,7 +48,7 @@ def batch(inputs: Inputs) -> BatchMeta:
     return jax.jit(prepare)(*inputs.meta)
 
 
-@pytest.mark.parametrize("impl", ["xla", "reference", "tpu_interpret"])
+@pytest.mark.parametrize("impl", ["xla", "reference", "tpu_interpret", needs_library("cpu")])
 def test_stored_keys_and_values_are_those_that_were_written(impl: str) -> None:
     case = CASE.with_layout(choose_layout(impl, CASE.spec))
     inputs = make_inputs(case)
@@ -63,7 +65,7 @@ def test_stored_keys_and_values_are_those_that_were_written(impl: str) -> None:
 @pytest.mark.parametrize(
     ("platform", "kind", "name"),
     [
-        ("cpu", "cpu", "xla"),
+        ("cpu", "cpu", "xla" if library.find_obstacle() else "cpu"),
         ("gpu", "NVIDIA H200", "gpu"),
         ("cuda", "NVIDIA H100 80GB HBM3", "gpu"),
         ("gpu", "NVIDIA A100-SXM4-40GB", "ampere"),
@@ -113,7 +115,7 @@ def test_a_shape_that_no_kernel_does_falls_back_with_the_reason() -> None:
 
 
 def test_unknown_impl_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"xla, gpu, .* or None, got 'cuda'"):
+    with pytest.raises(ValueError, match=r"xla, cpu, gpu, .* or None, got 'cuda'"):
         resolve_impl("cuda", CASE.shape)
 
 

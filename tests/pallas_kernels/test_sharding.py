@@ -13,7 +13,9 @@ PROGRAM = """
 import dataclasses, jax, numpy as np
 from jax.sharding import AxisType, PartitionSpec as P
 from pallas_kernels import AttnLayer, attend_with_update, prepare_batch
+from pallas_kernels.cpu import library
 from pallas_kernels.testing.cases import CASES, largest_error, make_inputs
+from tests.programs import PROGRAMS
 from pallas_kernels.xla import XlaConfig
 from pallas_kernels.testing.runner import run_case
 
@@ -22,7 +24,9 @@ mesh = jax.make_mesh((2,), ("heads",), axis_types=(AxisType.Auto,))
 by_head = P(None, "heads")
 for case in (case for case in CASES if case.name in ("mixed", "decode window softcap")):
     share = dataclasses.replace(case.shape, num_heads=2, spec=dataclasses.replace(case.spec, num_kv_heads=1))
-    for impl, config in (("xla", XlaConfig(True)), ("xla", XlaConfig(False)), ("reference", None)):
+    impls = [("xla", XlaConfig(True)), ("xla", XlaConfig(False)), ("reference", None)]
+    impls += [("cpu", None)] if library.load(PROGRAMS) is None else []
+    for impl, config in impls:
         inputs = make_inputs(case)
 
         def step(q, k, v, pool, *meta):

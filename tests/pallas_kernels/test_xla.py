@@ -15,6 +15,7 @@ from pallas_kernels.testing.cases import CASES, Case, largest_error, make_inputs
 from pallas_kernels.testing.runner import LAYER, run_case
 from pallas_kernels.xla import XlaConfig
 from tests.examples import scale_examples
+from tests.pallas_kernels.random_batches import draw_batches
 
 MODES = [True, False]
 
@@ -74,24 +75,8 @@ SHAPES = [
 ]
 
 
-@st.composite
-def batches(draw: st.DrawFn) -> Case:
-    """A shape with rows that fit it: one-token rows, then chunks, each somewhere in a text."""
-    shape = draw(st.sampled_from(SHAPES))
-    capacity = shape.table_width * shape.spec.page_size
-    num_rows = draw(st.integers(0, shape.max_rows))
-    num_single = num_rows if shape.max_query_len == 1 else draw(st.integers(0, num_rows))
-    left = shape.max_tokens - num_rows
-    rows = []
-    for row in range(num_rows):
-        extra = 0 if row < num_single else draw(st.integers(0, left))
-        left -= extra
-        rows.append((draw(st.integers(0, capacity - 1 - extra)), 1 + extra))
-    return replace(shape, rows=tuple(rows))
-
-
 @settings(max_examples=scale_examples(60), deadline=None)
-@given(case=batches(), bounded=st.sampled_from(MODES), seed=st.integers(0, 2**32 - 1))
+@given(case=draw_batches(SHAPES), bounded=st.sampled_from(MODES), seed=st.integers(0, 2**32 - 1))
 def test_random_batches(case: Case, bounded: bool, seed: int) -> None:
     inputs = make_inputs(case, seed)
     out, _ = run_case(case, inputs, config=XlaConfig(bounded))

@@ -1,0 +1,26 @@
+"""Batches for properties of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hypothesis import strategies as st
+
+from pallas_kernels.testing.cases import Case
+
+
+@st.composite
+def draw_batches(draw: st.DrawFn, shapes: Sequence[Case]) -> Case:
+    """A shape with rows that fit it: one-token rows, then chunks, each somewhere in a text."""
+    shape = draw(st.sampled_from(shapes))
+    capacity = shape.table_width * shape.spec.page_size
+    num_rows = draw(st.integers(0, shape.max_rows))
+    num_single = num_rows if shape.max_query_len == 1 else draw(st.integers(0, num_rows))
+    left = shape.max_tokens - num_rows
+    rows = []
+    for row in range(num_rows):
+        extra = 0 if row < num_single else draw(st.integers(0, left))
+        left -= extra
+        rows.append((draw(st.integers(0, capacity - 1 - extra)), 1 + extra))
+    return replace(shape, rows=tuple(rows))
