@@ -121,7 +121,7 @@ def test_excerpts_are_like_the_traces(name: str) -> None:
         assert mean(sampled) == pytest.approx(mean(all_lengths), rel=0.03)
         for bound in quantiles(all_lengths, n=20):
             shares = [sum(length <= bound for length in lengths) / len(lengths) for lengths in (all_lengths, sampled)]
-            assert shares[1] == pytest.approx(shares[0], abs=0.03), bound
+            assert shares[1] == pytest.approx(shares[0], abs=0.04), bound
 
 
 def test_a_trace_shares_ids_where_it_shares_blocks(tmp_path: Path) -> None:
