@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from jaxserve.errors import ConfigError, shorten
@@ -127,4 +128,7 @@ def read_dataset_options(args: argparse.Namespace) -> DatasetOptions:
         if args.dataset_name in DATASETS and args.dataset_name not in datasets:
             message = f"is for --dataset-name {', '.join(datasets)}; this is {args.dataset_name}"
             raise ConfigError(message, field=field, value=value)
+    if args.dataset_path is not None and not Path(args.dataset_path).is_file():  # known before anything slow
+        message = f"{args.dataset_path} cannot be read: there is no such file"
+        raise ConfigError(message, field="dataset_path", value=args.dataset_path)
     return DatasetOptions(args.dataset_name, num_prompts=args.num_prompts, seed=args.seed or 0, **given)

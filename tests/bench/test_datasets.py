@@ -209,7 +209,17 @@ def test_missing_and_empty_files_are_named(name: str, text: str | None, tmp_path
 
 def test_flags_become_options(tmp_path: Path) -> None:
     assert read() == DatasetOptions()
+    path = tmp_path / "x"
+    path.write_text("")
     found = read(
-        "--dataset-name", "custom", "--dataset-path", "x", "--custom-output-len", "3", "--seed", "4", "--ignore-eos"
+        "--dataset-name",
+        "custom",
+        "--dataset-path",
+        str(path),
+        "--custom-output-len",
+        "3",
+        "--seed",
+        "4",
+        "--ignore-eos",
     )
-    assert found == DatasetOptions("custom", dataset_path="x", custom_output_len=3, seed=4, ignore_eos=True)
+    assert found == DatasetOptions("custom", dataset_path=str(path), custom_output_len=3, seed=4, ignore_eos=True)
