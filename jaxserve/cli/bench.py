@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxserve.bench.datasets import add_dataset_flags, make_requests, read_dataset_options
-from jaxserve.bench.report import Report, add_report_flags, make_report, read_report_paths
+from jaxserve.bench.report import add_report_flags, make_report, read_report_paths
 from jaxserve.bench.setup import add_iteration_flags, check_counts, fill_dry_run
+from jaxserve.cli.bench_common import DRY_ENGINE, add_benchmark, add_defaults, finish, print_result
+from jaxserve.cli.bench_sweep import add_sweep
 from jaxserve.cli.flags import add_command, add_command_options, read_engine_options
 from jaxserve.config import EngineConfig
 
-if TYPE_CHECKING:
-    from jaxserve.bench.setup import Bench
-
-DRY_ENGINE = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 256, "compile": "used"}
 _DRY_THROUGHPUT = {"num_prompts": 6, "num_iters": 2, "random_input_len": 24, "random_output_len": 8}
 
 
@@ -29,49 +25,13 @@ def add_bench(group: Any) -> None:
     command.set_defaults(run=partial(_show_help, command))
     benchmarks = command.add_subparsers(title="benchmarks", metavar="COMMAND")
     _add_throughput(benchmarks)
+    add_sweep(benchmarks)
 
 
 def _show_help(command: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     del args
     command.print_help(sys.stderr)
     return 2
-
-
-def add_benchmark(
-    group: Any,
-    name: str,
-    run: Callable[[argparse.ArgumentParser, argparse.Namespace], int | None],
-    text: str,
-    words: str = "[MODEL]",
-) -> argparse.ArgumentParser:
-    """Adds one benchmark, whose function also gets its parser."""
-    command = add_command(group, name, None, text, words, prefix="bench ")
-    command.set_defaults(run=partial(run, command))
-    return command
-
-
-def finish(report: Report, paths: Sequence[Path]) -> int:
-    """Saves a report and names its files and failures; returns the exit status, 1 if something failed."""
-    report.save(paths)
-    for path in paths:
-        print(f"The report is in {path}.")
-    for failure in report.failures:
-        print(f"jaxserve bench: {failure}", file=sys.stderr)
-    return 1 if report.failures else 0
-
-
-def print_result(table: Any, bench: Bench) -> None:
-    """Prints a table, and the rates that it compares with."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    console.print(table)
-    console.print(f"Limits measured in this run: {bench.limits.describe()}.")
-
-
-def read_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the engine's options. All programs are compiled before the clock runs, unless the user says otherwise."""
-    return ({"compile": "all"} | (DRY_ENGINE if args.dry_run else {})) | read_engine_options(args)
 
 
 def _add_throughput(group: Any) -> None:
@@ -95,7 +55,7 @@ def _run_throughput(command: argparse.ArgumentParser, args: argparse.Namespace) 
     args = fill_dry_run(args, command, sizes)
     check_counts(args, num_iters=1, num_iters_warmup=0)
     paths, dataset = read_report_paths(args, "throughput"), read_dataset_options(args)
-    bench = Bench.open(read_options(args))
+    bench = Bench.open(add_defaults(args, read_engine_options(args), DRY_ENGINE if args.dry_run else {}))
     ready = bench.llm.ready
     requests = make_requests(
         dataset,

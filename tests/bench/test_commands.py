@@ -11,9 +11,15 @@ import pytest
 
 from jaxserve.bench.report import read_schema
 from jaxserve.cli import main
+from jaxserve.simulation.calibration import read_calibration
 from tests.programs import PROGRAMS
 
 CACHE = ("--compilation-cache-dir", str(PROGRAMS))
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
 
 
 def run(tmp_path: Path, name: str, *flags: str) -> dict[str, Any]:
@@ -40,6 +46,39 @@ def test_throughput(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "% of the limit of this device" in printed and "padding" in printed
 
 
+def test_sweep_of_batch_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    calibration = tmp_path / "calibration.json"
+    figures = run(tmp_path, "sweep", "--calibrate", str(calibration))["figures"]
+    points = figures["points"]
+    assert [(point["batch_size"], point["context"]) for point in points] == [
+        (batch, context) for context in (32, 48) for batch in (1, 2, 4)
+    ]
+    for point in points:
+        for name in ("step_seconds", "tokens_per_second", "tokens_per_second_per_user", "limit_share"):
+            check_spread(point[name])
+    assert [end["context"] for end in figures["ends"]] == [32, 48] and not figures["not_measured"]
+    found = read_calibration(calibration)
+    assert found.is_measured and found.platform == "cpu" and found.bytes_per_second > 0
+    steps = json.loads(calibration.read_text())["steps"]
+    assert [step["rows"] for step in steps] == [2, 2, 4, 2, 2, 4, 4], "padding included"
+    assert steps[-1]["operations"] > 10 * steps[0]["operations"]
+    assert "% of limit" in capsys.readouterr().out
+
+
+def test_sweep_of_ways_of_batching(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    files = "--plot", str(tmp_path / "x.svg"), "--html", str(tmp_path / "x.html")
+    ways = "one-at-a-time", "static", "dynamic"
+    rows = run(tmp_path, "sweep", "--batching", *ways, *files)["figures"]["ways"]
+    assert [(row["length_cv"], row["way"]) for row in rows] == [
+        (cv, way) for cv in (0, 1) for way in (*ways, "continuous")
+    ]
+    for row in rows:
+        check_spread(row["slower_by"])
+        assert row["useful_share"] <= 1 and row["latency"]["p99"] > 0
+    assert (tmp_path / "x.svg").exists() and (tmp_path / "x.html").read_text().count("<svg") == 2
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -47,6 +86,10 @@ def test_throughput(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (("throughput", "--dataset-name", "trace", "--dataset-path", "/none"), "/none cannot be read"),
         (("throughput", "--num-iters", "0"), "num_iters: must be at least 1, got 0"),
         (("throughput", "--output-json", "/none/x.json"), "output_json: /none is not a folder"),
+        (("sweep", "--batching", "some"), "batching: there is no way 'some'; there are one-at-a-time, static"),
+        (("sweep", "--batching", "static", "--batch-sizes", "4"), "batch_sizes: is for measuring batch sizes"),
+        (("sweep", "--length-cv", "1"), "length_cv: is for --batching"),
+        (("sweep", "--html", "/none/x.html"), "html: /none is not a folder"),
     ],
 )
 def test_bad_input_is_one_line(flags: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:
