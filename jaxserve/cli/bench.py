@@ -16,6 +16,7 @@ from jaxserve.cli.flags import add_command, add_command_options, read_engine_opt
 from jaxserve.config import EngineConfig
 
 _DRY_THROUGHPUT = {"num_prompts": 6, "num_iters": 2, "random_input_len": 24, "random_output_len": 8}
+_DRY_LATENCY = {"batch_size": 2, "input_len": 16, "output_len": 8, "num_iters": 3, "num_iters_warmup": 1}
 
 
 def add_bench(group: Any) -> None:
@@ -25,6 +26,7 @@ def add_bench(group: Any) -> None:
     command.set_defaults(run=partial(_show_help, command))
     benchmarks = command.add_subparsers(title="benchmarks", metavar="COMMAND")
     _add_throughput(benchmarks)
+    _add_latency(benchmarks)
     add_sweep(benchmarks)
 
 
@@ -69,4 +71,39 @@ def _run_throughput(command: argparse.ArgumentParser, args: argparse.Namespace) 
     figures = summarize_runs(bench, requests, runs)
     print_result(make_throughput_table(bench, figures), bench)
     report = make_report(args, "throughput", describe_environment(), figures, failures=list_failures(runs))
+    return finish(report, paths)
+
+
+def _add_latency(group: Any) -> None:
+    text = "time one batch of equal requests from the call to its last token"
+    command = add_benchmark(group, "latency", _run_latency, text)
+    batch = command.add_argument_group("batch")
+    for flag, default, help_text in (
+        ("--batch-size", 8, "rows"),
+        ("--input-len", 32, "tokens of a prompt"),
+        ("--output-len", 128, "tokens of an answer"),
+    ):
+        text = f"{help_text} (default: {default})"
+        batch.add_argument(flag, type=int, default=default, metavar="INT", help=text)
+    add_iteration_flags(command, num_iters=30, num_warmup=10)
+    add_report_flags(command)
+    add_command_options(command, (EngineConfig,))
+
+
+def _run_latency(command: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    from jaxserve.bench.environment import describe_environment
+    from jaxserve.bench.latency import make_batch, make_latency_table, measure_latency, summarize_latency
+    from jaxserve.bench.setup import Bench
+    from jaxserve.bench.throughput import list_failures
+
+    args = fill_dry_run(args, command, _DRY_LATENCY)
+    check_counts(args, batch_size=1, input_len=1, output_len=1, num_iters=1, num_iters_warmup=0)
+    paths = read_report_paths(args, "latency")
+    defaults = {"max_num_seqs": args.batch_size, "skip_tokenizer_init": True} | (DRY_ENGINE if args.dry_run else {})
+    bench = Bench.open(add_defaults(args, read_engine_options(args), defaults))
+    batch = make_batch(bench, args.batch_size, args.input_len, args.output_len, args.seed or 0)
+    runs = measure_latency(bench, batch, num_iters=args.num_iters, num_warmup=args.num_iters_warmup)
+    figures = summarize_latency(bench, runs)
+    print_result(make_latency_table(bench, figures, batch), bench)
+    report = make_report(args, "latency", describe_environment(), figures, failures=list_failures(runs))
     return finish(report, paths)

@@ -46,6 +46,14 @@ def test_throughput(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "% of the limit of this device" in printed and "padding" in printed
 
 
+def test_latency(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = run(tmp_path, "latency")["figures"]
+    assert list(figures["percentiles"]) == ["10", "25", "50", "75", "90", "99"] and len(figures["latencies"]) == 3
+    assert figures["percentiles"]["10"] <= figures["avg_latency"] <= figures["percentiles"]["99"]
+    check_spread(figures["limit_share"])
+    assert "% of the limit of this device" in capsys.readouterr().out
+
+
 def test_sweep_of_batch_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     calibration = tmp_path / "calibration.json"
     figures = run(tmp_path, "sweep", "--calibrate", str(calibration))["figures"]
