@@ -11,6 +11,7 @@ from jaxserve.bench.datasets import add_dataset_flags, make_requests, read_datas
 from jaxserve.bench.report import add_report_flags, make_report, read_report_paths
 from jaxserve.bench.setup import add_iteration_flags, check_counts, fill_dry_run
 from jaxserve.cli.bench_common import DRY_ENGINE, add_benchmark, add_defaults, finish, print_result
+from jaxserve.cli.bench_startup import add_startup
 from jaxserve.cli.bench_sweep import add_sweep
 from jaxserve.cli.flags import add_command, add_command_options, read_engine_options
 from jaxserve.config import EngineConfig
@@ -27,6 +28,7 @@ def add_bench(group: Any) -> None:
     benchmarks = command.add_subparsers(title="benchmarks", metavar="COMMAND")
     _add_throughput(benchmarks)
     _add_latency(benchmarks)
+    add_startup(benchmarks)
     add_sweep(benchmarks)
 
 

@@ -54,6 +54,33 @@ def test_latency(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "% of the limit of this device" in capsys.readouterr().out
 
 
+def measure_starts(tmp_path: Path, *flags: str) -> dict[str, Any]:
+    path = tmp_path / "report.json"
+    assert main(["bench", "startup", "--dry-run", "--output-json", str(path), *flags]) == 0
+    document = json.loads(path.read_text())
+    jsonschema.validate(document, read_schema())
+    for found in document["figures"]["starts"].values():
+        check_spread(found["seconds"])
+    return document["figures"]
+
+
+@pytest.mark.slow
+def test_startup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    starts = measure_starts(tmp_path)["starts"]
+    counts = [(found["num_compiled"] > 0, found["num_cached"] > 0) for found in starts.values()]
+    assert list(starts) == ["cold", "warm"] and counts == [(True, False), (False, True)]
+    assert "one run, no figure of its own" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_startup_from_a_bundle(tmp_path: Path) -> None:
+    figures = measure_starts(tmp_path, "--starts", "bundle")
+    found = figures["starts"]["bundle"]
+    assert (found["num_compiled"], found["num_cached"]) == (0, 0)
+    assert figures["bundle_bytes"] > 0 and figures["build_seconds"] > 0
+
+
 def test_sweep_of_batch_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     calibration = tmp_path / "calibration.json"
     figures = run(tmp_path, "sweep", "--calibrate", str(calibration))["figures"]
@@ -97,6 +124,7 @@ def test_sweep_of_ways_of_batching(tmp_path: Path) -> None:
         (("sweep", "--batching", "some"), "batching: there is no way 'some'; there are one-at-a-time, static"),
         (("sweep", "--batching", "static", "--batch-sizes", "4"), "batch_sizes: is for measuring batch sizes"),
         (("sweep", "--length-cv", "1"), "length_cv: is for --batching"),
+        (("startup", "--bundle", "x"), "bundle: each start gets one of its own"),
         (("sweep", "--html", "/none/x.html"), "html: /none is not a folder"),
     ],
 )
