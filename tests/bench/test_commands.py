@@ -22,12 +22,20 @@ def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "140")
 
 
+def read(path: Path) -> dict[str, Any]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    document: dict[str, Any] = json.loads(path.read_text(), parse_constant=refuse)
+    jsonschema.validate(document, read_schema())
+    return document
+
+
 def run(tmp_path: Path, name: str, *flags: str) -> dict[str, Any]:
     """Runs a benchmark and returns its report."""
     path = tmp_path / "report.json"
     assert main(["bench", name, "--dry-run", *CACHE, "--output-json", str(path), *flags]) == 0
-    document = json.loads(path.read_text())
-    jsonschema.validate(document, read_schema())
+    document = read(path)
     assert document["benchmark"] == name and not document["failures"] and document["settings"]["dry_run"]
     return document
 
@@ -57,8 +65,7 @@ def test_latency(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def measure_starts(tmp_path: Path, *flags: str) -> dict[str, Any]:
     path = tmp_path / "report.json"
     assert main(["bench", "startup", "--dry-run", "--output-json", str(path), *flags]) == 0
-    document = json.loads(path.read_text())
-    jsonschema.validate(document, read_schema())
+    document = read(path)
     for found in document["figures"]["starts"].values():
         check_spread(found["seconds"])
     return document["figures"]
