@@ -18,11 +18,13 @@ Rotary = tuple[Float[Array, "T half"], Float[Array, "T half"]]  # cosines and si
 class StepContext:
     """The part that all layers share.
 
-    `mesh` is None on a single device. `products` says how quantized projections are multiplied.
+    `mesh` is None on a single device. `products` says how quantized projections are multiplied. Up to `few_rows` rows
+    go through the CPU kernel's product.
     """
 
     mesh: Mesh | None
     products: QuantizedProducts = field(default=XLA_PRODUCTS, kw_only=True)
+    few_rows: int = field(default=0, kw_only=True)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 from jaxserve.layers.context import StepContext
 from jaxserve.sharding import DEFAULT_RULES
 from pallas_kernels import QuantizedArray, quantized_matmul
+from pallas_kernels.cpu.product import multiply_few_rows, suits
 
 Leaf = Mapping[str, Any]
 """The arrays of one projection or norm: `weight`, and `bias` where the model has one.
@@ -49,6 +50,8 @@ def linear(
     parts = weight.shape[:-2]
     if isinstance(weight, QuantizedArray):
         out = quantized_matmul(x, weight, dtype, whole=ctx.mesh is not None, products=ctx.products)
+    elif not transposed and x.shape[0] <= ctx.few_rows and suits(x, weight):
+        out = multiply_few_rows(x, weight, dtype)
     else:
         batch = tuple(range(len(parts)))
         numbers = ((x.ndim - 1 + len(parts),), (len(parts) + transposed,)), (batch, batch)

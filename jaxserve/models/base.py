@@ -142,7 +142,7 @@ class DecoderConfig:
     `family` is the `model_type` whose file has the layer and names the weights.
     `residual_scale` multiplies the output of each block. `parallel`: both blocks of a layer read its input.
     `quantization` says which matrices have few bits. `layer_input_size` numbers of each token go to each layer, beside
-    the residual stream (layers/layer_inputs.py).
+    the residual stream (layers/layer_inputs.py). `few_rows` is that of `StepContext`.
     """
 
     family: str
@@ -158,6 +158,7 @@ class DecoderConfig:
     parallel: bool = False
     quantization: Quantization | None = None
     layer_input_size: int | None = None
+    few_rows: int = 0
 
     @property
     def products(self) -> QuantizedProducts:

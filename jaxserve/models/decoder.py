@@ -81,6 +81,7 @@ def forward(
         ctx = LayerContext(
             mesh=mesh,
             products=config.products,
+            few_rows=config.few_rows,
             rotary=tables.get(kind.rope),
             batch=batches[group],
             kv_pages=written[pool],

@@ -16,6 +16,7 @@ from jaxserve.models.base import DecoderConfig, ParamSpec
 from jaxserve.models.registry import list_params
 from jaxserve.runtime.grouped_test import Matrix, find_fault
 from pallas_kernels import QuantizedFormat, QuantizedProducts, choose_quantized_impl, list_row_dtypes
+from pallas_kernels.cpu.product import find_fault as find_product_fault
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +50,10 @@ def choose_products(model: DecoderConfig, num_devices: int, platform: str, devic
 
 
 def confirm_products(model: DecoderConfig, device: jax.Device) -> DecoderConfig:
-    """Returns the model as it is if the kernel agrees with XLA on the device, else with XLA's products."""
+    """Returns the model as it is if its kernels agree with XLA on the device, else with XLA's products."""
+    if model.few_rows and (fault := find_product_fault(model.few_rows)) is not None:
+        _log.warning("products of few rows: XLA's, as the CPU kernel failed its self-test: %s", fault)
+        model = replace(model, few_rows=0)
     impl = model.products.impl
     if impl == "xla":
         return model

@@ -23,9 +23,11 @@ from jaxserve.runtime.step_model import Drafting
 from jaxserve.scheduler import SchedulerLimits
 from jaxserve.speculation import LOOKUP_METHODS, make_lookup_drafter
 from pallas_kernels.backends import choose_layout, find_backend, find_table_obstacle, resolve_impl
-from pallas_kernels.cpu.library import load as load_cpu_kernel
+from pallas_kernels.cpu.library import load as load_cpu_kernels
+from pallas_kernels.cpu.library import max_product_rows
 from pallas_kernels.spec import AttnShape, KVSpec
 
+_CPU_KERNELS = ("auto", "cpu")  # values of attention_impl with which the CPU's library is used
 _KV_DTYPES = {"fp8": "float8_e4m3fn"}  # by users' names
 
 
@@ -215,6 +217,8 @@ def make_shapes(
     fell_back = impl == "xla" and config.compile.attention_impl == "auto" and platform != "cpu"
     num_devices = config.parallel.tensor_parallel_size
     model = choose_products(model, num_devices, platform, device_kind)
+    if platform == "cpu" and num_devices == 1 and config.compile.attention_impl in _CPU_KERNELS:
+        model = replace(model, few_rows=max_product_rows())
     model, experts = choose_experts(model, num_devices, platform, device_kind)
     return Shapes(
         config,
@@ -276,8 +280,8 @@ def _choose_attention(
     dtype = model.dtype if dtype == "auto" else dtype
     specs = _make_specs(model, config.cache.page_size, dtype)
     name = None if wanted == "auto" else wanted
-    if platform == "cpu" and name in (None, "cpu"):
-        load_cpu_kernel(config.compile.cache_dir)
+    if platform == "cpu" and wanted in _CPU_KERNELS:
+        load_cpu_kernels(config.compile.cache_dir)
     try:
         found = [
             resolve_impl(name, shape, platform=platform, device_kind=device_kind)

@@ -1,1 +1,1 @@
-"""Paged attention in C++ for CPUs, compiled where it runs."""
+"""Kernels in C++ for CPUs, compiled where they run: paged attention, and products of few rows."""

@@ -86,7 +86,7 @@ def attend_with_update(
         jax.ShapeDtypeStruct((*q.shape[:2], spec.out_dim), q.dtype),
         jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype),
     )
-    call = jax.ffi.ffi_call(library.target_name(), results, input_output_aliases={3: 1})
+    call = jax.ffi.ffi_call(library.target_name(library.ATTENTION), results, input_output_aliases={3: 1})
     numbers = (params.window or 0, spec.out_dim, batch.work.num_singles, batch.work.tile_tokens)
     out, kv_pages = call(
         q,

@@ -1,4 +1,4 @@
-"""The compiled half of this room: `paged_attention.cc` as a shared library, made once for a machine and a jaxlib.
+"""The compiled half of this room: its C++ files as a shared library, made once for a machine and a jaxlib.
 
 jaxlib ships the headers of XLA's foreign functions. The library is made for the very processor that it runs on, so it
 is compiled at the first start and kept, not shipped.
@@ -16,23 +16,32 @@ import tempfile
 import threading
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import jax
 import jaxlib
 
-SOURCE = Path(__file__).with_name("paged_attention.cc")
+FOLDER = Path(__file__).parent
+SOURCES = tuple(FOLDER / name for name in ("paged_attention.cc", "product.cc"))
 COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = ("-std=c++20", "-O3", "-march=native", "-shared", "-fPIC", "-w")
-_SYMBOL = "JaxservePagedAttention"
+ATTENTION, PRODUCT = "JaxservePagedAttention", "JaxserveProduct"  # the calls
 _COMPILE_SECONDS = 120
 
 _lock = threading.Lock()
-_state: dict[str, str | None] = {"obstacle": "its library is not loaded"}  # of this process, as XLA's registry is
+_state: dict[str, Any] = {"obstacle": "its library is not loaded", "product_rows": 0}  # of this process
 
 
 def find_obstacle() -> str | None:
     """Returns why the library cannot be called in this process, in words for users; None: it can."""
-    return _state["obstacle"]
+    obstacle: str | None = _state["obstacle"]
+    return obstacle
+
+
+def max_product_rows() -> int:
+    """Returns the most rows with which the library's product is faster than XLA's here; 0 if it cannot be called."""
+    rows: int = _state["product_rows"]
+    return rows
 
 
 def load(directory: Path | None) -> str | None:
@@ -47,7 +56,7 @@ def load(directory: Path | None) -> str | None:
     with _lock:
         if _state["obstacle"] is not None:
             _state["obstacle"] = _try_to_register(directory)
-        return _state["obstacle"]
+        return find_obstacle()
 
 
 def _try_to_register(directory: Path | None) -> str | None:
@@ -56,22 +65,25 @@ def _try_to_register(directory: Path | None) -> str | None:
     except (OSError, subprocess.SubprocessError, LookupError) as error:
         return f"its library cannot be built: {_explain(error)}"
     try:
-        handler = getattr(ctypes.CDLL(str(path)), _SYMBOL)
-    except (OSError, AttributeError) as error:
+        library = ctypes.CDLL(str(path))
+        handlers = {call: getattr(library, call) for call in (ATTENTION, PRODUCT)}
+        _state["product_rows"] = ctypes.c_int.in_dll(library, "JaxserveProductRows").value
+    except (OSError, AttributeError, ValueError) as error:
         return f"its library cannot be loaded: {error}"
-    jax.ffi.register_ffi_target(target_name(), jax.ffi.pycapsule(handler), platform="cpu")
+    for call, handler in handlers.items():
+        jax.ffi.register_ffi_target(target_name(call), jax.ffi.pycapsule(handler), platform="cpu")
     return None
 
 
-@lru_cache
-def target_name() -> str:
-    """The name of the call in programs, which changes with the source: programs of another version are not reused."""
-    return f"jaxserve_paged_attention_{_digest()[:12]}"
+def target_name(call: str) -> str:
+    """Returns the name of a call in programs. It changes with the source: another version's programs are not reused."""
+    return f"{call}_{_digest()[:12]}"
 
 
 @lru_cache
 def _digest() -> str:
-    parts = (SOURCE.read_text(), jaxlib.__version__, " ".join(_FLAGS), platform.machine(), _describe_processor())
+    text = "\0".join(path.read_text() for path in sorted(FOLDER.glob("*.cc")) + sorted(FOLDER.glob("*.h")))
+    parts = (text, jaxlib.__version__, " ".join(_FLAGS), platform.machine(), _describe_processor())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
@@ -87,8 +99,8 @@ def _find_library(directory: Path | None) -> Path:
     """Returns the path of the library; it is compiled if it is not in `directory`."""
     if directory is None:
         with tempfile.TemporaryDirectory(delete=False) as folder:  # the process has it open to its end
-            return _compile(Path(folder) / "paged_attention.so")
-    path = directory / f"paged_attention-{_digest()[:16]}.so"
+            return _compile(Path(folder) / "cpu-kernels.so")
+    path = directory / f"cpu-kernels-{_digest()[:16]}.so"
     if not path.exists():
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory) as folder:  # others may do the same now
@@ -100,7 +112,7 @@ def _compile(output: Path) -> Path:
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise LookupError(f"there is no C++ compiler ({', '.join(COMPILERS)})")
-    command = [compiler, *_FLAGS, "-isystem", jax.ffi.include_dir(), str(SOURCE), "-o", str(output)]
+    command = [compiler, *_FLAGS, "-isystem", jax.ffi.include_dir(), *map(str, SOURCES), "-o", str(output)]
     subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
     return output
 

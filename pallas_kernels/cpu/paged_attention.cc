@@ -5,119 +5,28 @@
 // sums transposed, a lane for each query: then no sum runs across lanes, and both products are the same small matrix
 // product. Keys that no query of a tile sees are not read.
 //
-// Vectors are those of GCC and Clang, which compile to what the machine has.
 
 #include <algorithm>
-#include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <cstring>
-#include <functional>
 #include <initializer_list>
-#include <memory>
-#include <mutex>
 #include <vector>
 
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
-
-#include "xla/ffi/api/c_api.h"
+#include "call.h"
+#include "vectors.h"
 
 namespace {
 
-constexpr int kLanes = 16;
+using namespace jaxserve;
+
 constexpr int kKeys = 64;          // most keys of a page that are attended together
 constexpr int kFewQueries = 8;     // up to here a tile's queries are attended as rows
 constexpr float kMasked = -1e30f;  // finite, so that a query without a key stays finite
 #ifdef __AVX512F__
 constexpr int kColumns = 4;  // vectors of queries in registers, beside four keys or channels
 #else
-constexpr int kColumns = 1;
+constexpr int kColumns = 2;
 #endif
-
-typedef float Vec __attribute__((vector_size(4 * kLanes), aligned(4)));
-typedef int32_t IntVec __attribute__((vector_size(4 * kLanes), aligned(4)));
-typedef uint32_t WordVec __attribute__((vector_size(4 * kLanes), aligned(4)));
-typedef uint16_t HalfVec __attribute__((vector_size(2 * kLanes), aligned(2)));
-
-struct BFloat16 {
-  uint16_t bits;
-};
-
-inline Vec Load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
-inline Vec Load(const BFloat16* p) {
-#ifdef __AVX512F__  // in one instruction, where compilers make two of half the width
-  WordVec words = (WordVec)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-#else
-  WordVec words = __builtin_convertvector(*reinterpret_cast<const HalfVec*>(p), WordVec);
-#endif
-  return (Vec)(words << 16);
-}
-inline void Store(float* p, Vec x) { *reinterpret_cast<Vec*>(p) = x; }
-inline void Store(BFloat16* p, Vec x) {  // rounds to nearest, ties to even; NaN stays NaN
-  WordVec words = (WordVec)x;
-  WordVec rounded = (words + 0x7fff + ((words >> 16) & 1)) >> 16;
-  WordVec nan = (words >> 16) | 0x40;
-  IntVec is_nan = x != x;
-  rounded = is_nan ? nan : rounded;
-  *reinterpret_cast<HalfVec*>(p) = __builtin_convertvector(rounded, HalfVec);
-}
-inline Vec Fill(float x) { return x - Vec{}; }
-inline Vec Max(Vec a, Vec b) { return a > b ? a : b; }
-
-// The sums of vectors, in a tree: each step halves the lanes that belong to one of them.
-inline Vec Join8(Vec a, Vec b) {
-  return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-         __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-}
-inline Vec Join4(Vec a, Vec b) {
-  return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-         __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-}
-inline Vec Join2(Vec a, Vec b) {
-  return __builtin_shufflevector(a, b, 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
-         __builtin_shufflevector(a, b, 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
-}
-inline Vec Join1(Vec a, Vec b) {
-  return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-         __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-}
-inline void SumEach(const Vec (&x)[8], float* to) {
-  Vec sums = Join2(Join4(Join8(x[0], x[1]), Join8(x[2], x[3])), Join4(Join8(x[4], x[5]), Join8(x[6], x[7])));
-  sums = Join1(sums, sums);
-  std::memcpy(to, &sums, 8 * sizeof(float));
-}
-inline void SumEach(const Vec (&x)[4], float* to) {
-  Vec sums = Join4(Join8(x[0], x[1]), Join8(x[2], x[3]));
-  sums = Join1(Join2(sums, sums), sums);
-  std::memcpy(to, &sums, 4 * sizeof(float));
-}
-inline void SumEach(const Vec (&x)[1], float* to) {
-  Vec sums = Join4(Join8(x[0], x[0]), x[0]);
-  sums = Join1(Join2(sums, sums), sums);
-  *to = sums[0];
-}
-inline float Sum(Vec x) {
-  float sum;
-  SumEach({x}, &sum);
-  return sum;
-}
-
-// e^x for x <= 0, with a relative error of some 2^-23; 0 below the normal numbers; NaN stays NaN.
-inline Vec Exp(Vec x) {
-  Vec clamped = x < -87.0f ? Fill(-87.0f) : x;
-  Vec shifted = clamped * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the sum's low bits are the nearest whole number
-  Vec whole = shifted - 12582912.0f;
-  Vec rest = clamped - whole * 0.693359375f + whole * 2.12194440e-4f;
-  Vec y = Fill(1.9875691500e-4f);
-  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
-    y = y * rest + c;
-  y = y * rest * rest + rest + 1.0f;
-  WordVec power = ((WordVec)shifted + 127) << 23;
-  y *= (Vec)power;
-  return x < -87.0f ? Vec{} : y;
-}
 
 inline Vec Cap(Vec scores, float softcap) {  // softcap * tanh(scores / softcap)
   Vec x = scores * (2.0f / softcap);
@@ -180,13 +89,6 @@ struct Run {
   const T *keys, *values;
   int64_t first, count, ahead;
 };
-
-// Pages lie anywhere, so that the processor cannot know where to read on.
-template <typename T>
-inline void Prefetch(const T* row, int64_t dim) {
-  constexpr int64_t kLine = 64 / sizeof(T);
-  for (int64_t c = 0; c < dim; c += kLine) __builtin_prefetch(row + c);
-}
 
 // Calls f(run) for each run of the keys of a tile, in order.
 template <typename T, typename F>
@@ -425,68 +327,6 @@ void WriteToken(const Problem& p, int64_t token) {
     }
 }
 
-// The threads of XLA that a call may use.
-struct Threads {
-  const XLA_FFI_CallFrame* frame;
-
-  int64_t Count() const {
-    int64_t count = 1;
-    XLA_FFI_ThreadPool_NumThreads_Args args{};
-    args.struct_size = XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE;
-    args.ctx = frame->ctx;
-    args.num_threads = &count;
-    Drop(frame->api->XLA_FFI_ThreadPool_NumThreads(&args));
-    return count;
-  }
-
-  // Runs the task now or later, on any thread.
-  void Schedule(std::function<void()> task) const {
-    XLA_FFI_ThreadPool_Schedule_Args args{};
-    args.struct_size = XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE;
-    args.ctx = frame->ctx;
-    args.data = new std::function<void()>(std::move(task));
-    args.task = [](void* data) {
-      std::unique_ptr<std::function<void()>> task(static_cast<std::function<void()>*>(data));
-      (*task)();
-    };
-    XLA_FFI_Error* error = frame->api->XLA_FFI_ThreadPool_Schedule(&args);
-    if (error) args.task(args.data);
-    Drop(error);
-  }
-
- private:
-  void Drop(XLA_FFI_Error* error) const {
-    if (!error) return;
-    XLA_FFI_Error_Destroy_Args args{};
-    args.struct_size = XLA_FFI_Error_Destroy_Args_STRUCT_SIZE;
-    args.error = error;
-    frame->api->XLA_FFI_Error_Destroy(&args);
-  }
-};
-
-// Runs f(index) for each index below count, on XLA's threads and on this one, which waits for the last.
-void ParallelFor(const Threads& threads, int64_t count, const std::function<void(int64_t)>& f) {
-  struct State {
-    std::atomic<int64_t> next{0}, done{0};
-    std::mutex mutex;
-    std::condition_variable ended;
-  };
-  auto state = std::make_shared<State>();
-  auto work = [state, count, function = &f] {  // f is alive until every index is done
-    for (int64_t i; (i = state->next.fetch_add(1)) < count;) {
-      (*function)(i);
-      if (state->done.fetch_add(1) + 1 == count) {
-        std::lock_guard<std::mutex> lock(state->mutex);
-        state->ended.notify_one();
-      }
-    }
-  };
-  for (int64_t helpers = std::min(threads.Count(), count) - 1; helpers > 0; --helpers) threads.Schedule(work);
-  work();
-  std::unique_lock<std::mutex> lock(state->mutex);
-  state->ended.wait(lock, [&] { return state->done.load() == count; });
-}
-
 constexpr int64_t kWriteTokens = 64;  // written by one task
 
 // A list of tiles of at most `tile_tokens` queries each, the used ones first.
@@ -527,18 +367,17 @@ void RunStep(const Threads& threads, const Problem& p, std::initializer_list<Til
 const char* Call(const XLA_FFI_CallFrame* frame) {  // returns what is wrong, or null
   enum { kQ, kK, kV, kPages, kTable, kWrites, kTiles, kSizes, kFactors, kSinks, kNumArgs };
   if (frame->args.size != kNumArgs || frame->rets.size != 2) return "wrong number of arrays";
-  auto arg = [&](int i) { return *static_cast<const XLA_FFI_Buffer*>(frame->args.args[i]); };
-  auto ret = [&](int i) { return *static_cast<const XLA_FFI_Buffer*>(frame->rets.rets[i]); };
-  auto ints = [&](int i) { return static_cast<const int32_t*>(arg(i).data); };
+  auto arg = [&](int i) { return Argument(frame, i); };
+  auto ints = [&](int i) { return Ints(frame, i); };
   XLA_FFI_Buffer q = arg(kQ), k = arg(kK), pages = arg(kPages);
   for (XLA_FFI_Buffer buffer : {q, pages})
     if (buffer.dtype != XLA_FFI_DataType_F32 && buffer.dtype != XLA_FFI_DataType_BF16)
       return "queries and pages must be float32 or bfloat16";
   if (k.dtype != q.dtype || arg(kV).dtype != q.dtype) return "queries, keys and values must have one type";
-  if (ret(1).data != pages.data) return "the pages must be written in place";
+  if (Result(frame, 1).data != pages.data) return "the pages must be written in place";
 
   Problem p{};
-  p.q = q.data, p.k = k.data, p.v = arg(kV).data, p.out = ret(0).data, p.pages = pages.data;
+  p.q = q.data, p.k = k.data, p.v = arg(kV).data, p.out = Result(frame, 0).data, p.pages = pages.data;
   p.wide_q = q.dtype == XLA_FFI_DataType_F32;
   p.num_tokens = q.dims[0], p.num_heads = q.dims[1], p.head_dim = q.dims[2], p.num_kv_heads = k.dims[1];
   p.page_rows = pages.dims[1], p.page_size = pages.dims[2];
@@ -561,19 +400,4 @@ const char* Call(const XLA_FFI_CallFrame* frame) {  // returns what is wrong, or
 
 }  // namespace
 
-extern "C" XLA_FFI_Error* JaxservePagedAttention(XLA_FFI_CallFrame* frame) {
-  if (frame->extension_start && frame->extension_start->type == XLA_FFI_Extension_Metadata) {  // XLA asks who we are
-    auto* metadata = reinterpret_cast<XLA_FFI_Metadata_Extension*>(frame->extension_start)->metadata;
-    metadata->api_version.major_version = XLA_FFI_API_MAJOR;
-    metadata->api_version.minor_version = XLA_FFI_API_MINOR;
-    metadata->traits = 0;
-    return nullptr;
-  }
-  const char* fault = Call(frame);
-  if (!fault) return nullptr;
-  XLA_FFI_Error_Create_Args args{};
-  args.struct_size = XLA_FFI_Error_Create_Args_STRUCT_SIZE;
-  args.message = fault;
-  args.errc = XLA_FFI_Error_Code_INVALID_ARGUMENT;
-  return frame->api->XLA_FFI_Error_Create(&args);
-}
+extern "C" XLA_FFI_Error* JaxservePagedAttention(XLA_FFI_CallFrame* frame) { return Answer(frame, Call); }

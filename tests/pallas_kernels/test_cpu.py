@@ -143,7 +143,7 @@ def run_fresh(script: str, *args: Path | str) -> str:
     """Runs Python in a process that has not loaded the library, and returns what it prints."""
     head = "import sys; from pathlib import Path; from pallas_kernels.cpu import library; "
     command = [sys.executable, "-c", head + script, *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(library.SOURCE).parents[2])
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(library.FOLDER).parents[1])
     return done.stdout.strip()
 
 

@@ -1,0 +1,38 @@
+"""Products of few bfloat16 rows, by the library of this room.
+
+XLA's own product of few rows reads a matrix at a fraction of the memory's rate (jax 0.12.0.1), and one of a single row
+first converts the whole matrix.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.cpu import library
+
+_COLUMNS = 32  # whose sums a task holds in registers
+_TOLERANCE = 1e-5
+
+
+def suits(x: jax.Array, w: jax.Array) -> bool:
+    """Whether `multiply_few_rows` takes them, however many rows there are."""
+    return x.dtype == w.dtype == jnp.bfloat16 and w.shape[-2] % 2 == 0 and w.shape[-1] % _COLUMNS == 0
+
+
+def multiply_few_rows(x: jax.Array, w: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Returns x [T, K] times w [K, N] or [parts, K, N] as [T, N] or [parts, T, N] in `dtype`, float32 or bfloat16."""
+    shape = (*w.shape[:-2], x.shape[0], w.shape[-1])
+    call = jax.ffi.ffi_call(library.target_name(library.PRODUCT), jax.ShapeDtypeStruct(shape, dtype))
+    return call(x, w)
+
+
+def find_fault(rows: int) -> str | None:
+    """Returns how products of `rows` rows differ from XLA's, in words for users; None if they agree."""
+    keys = jax.random.split(jax.random.key(0))
+    x = jax.random.normal(keys[0], (rows, 66), jnp.bfloat16)
+    w = jax.random.normal(keys[1], (2, 66, 9 * _COLUMNS), jnp.bfloat16)
+    found = jax.jit(multiply_few_rows, static_argnames="dtype")(x, w, dtype=jnp.float32)
+    expected = jnp.einsum("tk,pkn->ptn", x.astype(jnp.float32), w.astype(jnp.float32), precision="highest")
+    error = float(jnp.max(jnp.abs(found - expected)) / jnp.max(jnp.abs(expected)))
+    return None if error < _TOLERANCE else f"they differ by {error:.3g} of the largest number"

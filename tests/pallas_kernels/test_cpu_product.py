@@ -1,0 +1,71 @@
+"""Products of few bfloat16 rows by the CPU's library, against NumPy."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.layers.context import StepContext
+from jaxserve.layers.linear import linear
+from pallas_kernels.cpu import library, product
+from tests.examples import scale_examples
+from tests.pallas_kernels.cpu_library import BUILT
+
+pytestmark = BUILT
+SHAPES = [(2, 32), (66, 288), (3, 130, 96), (1, 64, 256)]  # less and more than a strip of columns or a block of rows
+multiply = jax.jit(product.multiply_few_rows, static_argnames="dtype")
+
+
+def draw(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.bfloat16)
+
+
+@settings(max_examples=scale_examples(50), deadline=None)
+@given(rows=st.integers(1, 33), shape=st.sampled_from(SHAPES), wide=st.booleans(), seed=st.integers(0, 2**32 - 1))
+def test_products(rows: int, shape: tuple[int, ...], wide: bool, seed: int) -> None:
+    x, w = draw(seed, rows, shape[-2]), draw(seed + 1, *shape)
+    out = multiply(x, w, dtype=jnp.float32 if wide else jnp.bfloat16)
+    expected = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+    assert out.shape == expected.shape and out.dtype == (jnp.float32 if wide else jnp.bfloat16)
+    largest = np.abs(expected).max()
+    np.testing.assert_allclose(np.asarray(out, np.float64), expected, atol=(1e-5 if wide else 2**-8) * largest)
+
+
+def test_nan_stays_in_its_row_and_column() -> None:
+    x, w = draw(0, 5, 64).at[1, 3].set(jnp.nan), draw(1, 64, 64).at[7, 40].set(jnp.inf)
+    out = np.asarray(multiply(x, w, dtype=jnp.float32))
+    broken = ~np.isfinite(out)
+    assert broken[1].all() and broken[:, 40].all() and broken.sum() == 64 + 4
+
+
+def test_linear_takes_it_for_few_rows_of_what_it_suits() -> None:
+    def calls(rows: int, shape: tuple[int, ...], dtype: str = "bfloat16", few_rows: int = 8, **options: bool) -> bool:
+        context = StepContext(mesh=None, few_rows=few_rows)
+        x = jnp.ones((rows, shape[-1 if options else -2]), dtype)
+        program = jax.jit(lambda x, w: linear(context, {"weight": w}, x, **options))
+        return library.PRODUCT in program.lower(x, jnp.ones(shape, dtype)).as_text()
+
+    assert calls(8, (64, 96)) and calls(1, (3, 64, 96))
+    assert not calls(9, (64, 96)) and not calls(8, (64, 96), few_rows=0)
+    assert not calls(8, (64, 96), "float32") and not calls(8, (64, 96), transposed=True)
+    assert not calls(8, (63, 96)) and not calls(8, (64, 90))
+
+
+def test_a_fault_is_found() -> None:
+    assert product.find_fault(4) is None
+    with mock.patch.object(product, "multiply_few_rows", lambda x, w, dtype: (x @ w).astype(dtype) * 1.01):
+        assert "differ by 0.0" in (product.find_fault(4) or "")
+    assert library.max_product_rows() >= 2
+
+
+@pytest.mark.parametrize("rows", [2, 32])
+def test_an_answer_does_not_depend_on_other_rows(rows: int) -> None:
+    x, w = draw(2, rows, 66), draw(3, 66, 288)
+    alone = multiply(jnp.zeros_like(x).at[1].set(x[1]), w, dtype=jnp.float32)
+    np.testing.assert_array_equal(alone[1], multiply(x, w, dtype=jnp.float32)[1])
