@@ -217,8 +217,7 @@ def make_shapes(
     fell_back = impl == "xla" and config.compile.attention_impl == "auto" and platform != "cpu"
     num_devices = config.parallel.tensor_parallel_size
     model = choose_products(model, num_devices, platform, device_kind)
-    if platform == "cpu" and num_devices == 1 and config.compile.attention_impl in _CPU_KERNELS:
-        model = replace(model, few_rows=max_product_rows())
+    model = replace(model, few_rows=_choose_few_rows(config, model, platform))
     model, experts = choose_experts(model, num_devices, platform, device_kind)
     return Shapes(
         config,
@@ -265,6 +264,13 @@ def _choose_drafter(config: EngineConfig, drafter: DrafterModel | None) -> Draft
         message = "the host tier keeps no pages of a drafter with weights; leave one of the two out"
         raise ConfigError(message, field="kv_offloading_size", value=size)
     return DrafterChoice(drafter, chosen.draft_sample_method == "probabilistic")
+
+
+def _choose_few_rows(config: EngineConfig, model: DecoderConfig, platform: str) -> int:
+    """Returns the most rows of products that the CPU's library makes; compilers cannot split them over a mesh."""
+    is_used = platform == "cpu" and config.compile.attention_impl in _CPU_KERNELS
+    is_whole = config.parallel.tensor_parallel_size == 1
+    return max_product_rows() if is_used and is_whole and model.dtype == "bfloat16" else 0
 
 
 def _choose_attention(

@@ -77,11 +77,12 @@ def _try_to_register(directory: Path | None) -> str | None:
 
 def target_name(call: str) -> str:
     """Returns the name of a call in programs. It changes with the source: another version's programs are not reused."""
-    return f"{call}_{_digest()[:12]}"
+    return f"{call}_{digest()[:12]}"
 
 
 @lru_cache
-def _digest() -> str:
+def digest() -> str:
+    """Returns what the library depends on: its source, jaxlib, and the instructions of this processor."""
     text = "\0".join(path.read_text() for path in sorted(FOLDER.glob("*.cc")) + sorted(FOLDER.glob("*.h")))
     parts = (text, jaxlib.__version__, " ".join(_FLAGS), platform.machine(), _describe_processor())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
@@ -100,7 +101,7 @@ def _find_library(directory: Path | None) -> Path:
     if directory is None:
         with tempfile.TemporaryDirectory(delete=False) as folder:  # the process has it open to its end
             return _compile(Path(folder) / "cpu-kernels.so")
-    path = directory / f"cpu-kernels-{_digest()[:16]}.so"
+    path = directory / f"cpu-kernels-{digest()[:16]}.so"
     if not path.exists():
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory) as folder:  # others may do the same now

@@ -29,6 +29,7 @@ from jaxserve.files import read_regular
 from jaxserve.runtime.identity import describe_mesh, describe_model, list_chosen_options
 from jaxserve.runtime.program_list import ProgramKey
 from jaxserve.runtime.shapes import Shapes
+from pallas_kernels.cpu.library import digest as digest_kernels
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -130,7 +131,7 @@ def describe_target(shapes: Shapes, mesh: Mesh) -> dict[str, Any]:
         "platform": shapes.platform,
         "device": device.device_kind,
         **describe_mesh(mesh),
-        "cpu": _describe_cpu() if shapes.platform == "cpu" else None,
+        "cpu": digest_kernels() if shapes.platform == "cpu" else None,  # and of its instructions
         "flags": read_compiler_flags(),
         "attention": shapes.impl,
         "options": {name: value for name, value in options.items() if name not in _OTHER_OPTIONS},
@@ -139,13 +140,3 @@ def describe_target(shapes: Shapes, mesh: Mesh) -> dict[str, Any]:
         "drafter": None if shapes.drafter is None else dataclasses.asdict(shapes.drafter),
     }
     return dict(json.loads(json.dumps(facts)))
-
-
-def _describe_cpu() -> str:
-    """Returns a digest of the instructions that this CPU has: programs for it use them."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:  # not Linux
-        return ""
-    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return hashlib.sha256(" ".join(sorted(flags.split())).encode()).hexdigest()[:16]
