@@ -11,8 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from device_limits import sample_seconds
 from kernel_shapes import POOL_BYTES, Shape, make_program
+
+from jaxserve.bench.limits import sample_seconds
 
 
 @dataclass(frozen=True)

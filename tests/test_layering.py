@@ -47,6 +47,7 @@ FLOORS = {
     "jaxserve.engine": "F4",
     "jaxserve.simulation": "F4.1",
     "jaxserve.server": "F5",
+    "jaxserve.bench": "F5",
     "jaxserve.cluster": "F5.1",
     "jaxserve.cli": "F6",
     "jaxserve.__main__": "F7",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.cli import commands
+from jaxserve.cli.bench import add_bench
 from jaxserve.cli.build import add_build_flags, build
 from jaxserve.cli.convert import add_convert_flags, convert
-from jaxserve.cli.flags import Parser, add_command_options, add_sampling_flags
+from jaxserve.cli.flags import Parser, add_command, add_command_options, add_sampling_flags
 from jaxserve.cli.prompts import RULE
 from jaxserve.cli.replay import replay
 from jaxserve.cli.simulate import add_simulate_flags, add_tune_flags, simulate, tune_buckets
@@ -50,52 +51,42 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"jaxserve {__version__}")
     parser.set_defaults(run=None)
     group = parser.add_subparsers(title="commands", metavar="COMMAND")
-    serve = _add_command(group, "serve", commands.serve, "answer over HTTP as OpenAI's API does")
+    serve = add_command(group, "serve", commands.serve, "answer over HTTP as OpenAI's API does")
     add_command_options(serve, (EngineConfig, ServerConfig))
     generate = _add_generate(group)
-    chat = _add_command(group, "chat", commands.chat, "talk to a model; answers stream as they are generated")
+    chat = add_command(group, "chat", commands.chat, "talk to a model; answers stream as they are generated")
     chat.add_argument("--system", metavar="TEXT", help="the system message")
     for command, max_tokens in ((generate, 128), (chat, 256)):
         command.add_argument("--chat-template", metavar="FILE", help=_TEMPLATE_HELP)
         add_sampling_flags(command, max_tokens=max_tokens)
         add_command_options(command, (EngineConfig,))
     _add_run_batch(group, ServerConfig)
-    plan = _add_command(group, "plan", commands.plan, "print the memory plan of a model without loading a weight")
+    plan = add_command(group, "plan", commands.plan, "print the memory plan of a model without loading a weight")
     plan.add_argument("--device", metavar="KIND", help="plan for a device that is not here: h200, h100, v5e, ...")
     add_command_options(plan, (EngineConfig,))
     text = "compile all programs of a model, also for devices that are not here, for serve --bundle"
-    add_build_flags(_add_command(group, "build", build, text, "[MODEL] -o DIR"))
+    add_build_flags(add_command(group, "build", build, text, "[MODEL] -o DIR"))
     text = "quantize a checkpoint as --quantization says, and write it in the format of compressed-tensors"
-    add_convert_flags(_add_command(group, "convert", convert, text, "[MODEL] -o DIR --quantization SCHEME"))
+    add_convert_flags(add_command(group, "convert", convert, text, "[MODEL] -o DIR --quantization SCHEME"))
     text = "print versions, devices, kernels, programs and the compile cache, and what is broken"
-    add_command_options(_add_command(group, "doctor", commands.doctor, text), (EngineConfig,))
+    add_command_options(add_command(group, "doctor", commands.doctor, text), (EngineConfig,))
     text = "run a trace of requests through the engine on a virtual clock: times, throughput, devices needed"
-    add_simulate_flags(_add_command(group, "simulate", simulate, text, "[MODEL] --trace FILE --device KIND"))
+    add_simulate_flags(add_command(group, "simulate", simulate, text, "[MODEL] --trace FILE --device KIND"))
     text = "choose the padded sizes of steps that waste least on a trace, and print them as TOML"
-    add_tune_flags(_add_command(group, "tune-buckets", tune_buckets, text, "[MODEL] --trace FILE --device KIND"))
+    add_tune_flags(add_command(group, "tune-buckets", tune_buckets, text, "[MODEL] --trace FILE --device KIND"))
     _add_replay(group)
+    add_bench(group)
     text = "compare answers among random other requests with the same answers alone, bit for bit, on this device"
-    verify = _add_command(group, "verify-determinism", commands.verify_determinism, text)
+    verify = add_command(group, "verify-determinism", commands.verify_determinism, text)
     help_text = "how many sets of other requests to try (default: 50)"
     verify.add_argument("--neighbourhoods", type=int, default=50, metavar="INT", help=help_text)
     add_command_options(verify, (EngineConfig,))
     return parser
 
 
-def _add_command(
-    group: Any, name: str, run: Callable[[argparse.Namespace], int | None], text: str, words: str = "[MODEL]"
-) -> argparse.ArgumentParser:
-    usage = f"jaxserve {name} {words} [options]"  # argparse would list every flag above each error
-    command = group.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", usage=usage)
-    command.set_defaults(run=run)
-    if words.startswith("[MODEL]") and "PROMPT" not in words:
-        command.add_argument("served", nargs="?", metavar="MODEL", help="the same as --model")
-    return command
-
-
 def _add_generate(group: Any) -> argparse.ArgumentParser:
     text = "continue prompts and print the answers"
-    generate = _add_command(group, "generate", commands.generate, text, "[MODEL] [PROMPT ...]")
+    generate = add_command(group, "generate", commands.generate, text, "[MODEL] [PROMPT ...]")
     generate.description = f"{generate.description} {RULE}"
     help_text = "default: one prompt a line from standard input"
     generate.add_argument("words", nargs="*", metavar="[MODEL] PROMPT", help=help_text)
@@ -105,7 +96,7 @@ def _add_generate(group: Any) -> argparse.ArgumentParser:
 
 def _add_run_batch(group: Any, config: type) -> None:
     text = "answer a file of requests in OpenAI's batch format"
-    command = _add_command(group, "run-batch", commands.run_batch, text, "[MODEL] -i FILE -o FILE")
+    command = add_command(group, "run-batch", commands.run_batch, text, "[MODEL] -i FILE -o FILE")
     command.add_argument("-i", "--input-file", required=True, metavar="FILE", help="JSON lines to answer")
     command.add_argument(
         "-o",
@@ -126,7 +117,7 @@ def _add_run_batch(group: Any, config: type) -> None:
 
 def _add_replay(group: Any) -> None:
     text = "run the steps that an engine recorded with --record-steps, and compare every token id"
-    command = _add_command(group, "replay", replay, text, "FILE")
+    command = add_command(group, "replay", replay, text, "FILE")
     command.epilog = "Options are those of the recording. Status 1: a token id differs; 2: it cannot be replayed here."
     command.add_argument("recording", metavar="FILE", help="what --record-steps wrote")
     command.add_argument("--model", metavar="MODEL", help="where the recorded model is here (default: the same path)")

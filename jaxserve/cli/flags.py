@@ -51,6 +51,26 @@ class Parser(argparse.ArgumentParser):
         self.error(f"there is no flag {name}; {hint}")
 
 
+def add_command(
+    group: Any,
+    name: str,
+    run: Callable[[argparse.Namespace], int | None] | None,
+    text: str,
+    words: str = "[MODEL]",
+    *,
+    prefix: str = "",
+) -> argparse.ArgumentParser:
+    """Adds a command to a group of subparsers; `text` is its help, `words` its arguments, `prefix` what is above it."""
+    usage = f"jaxserve {prefix}{name} {words} [options]"  # argparse would list every flag above each error
+    command: argparse.ArgumentParser = group.add_parser(
+        name, help=text, description=f"{text[0].upper()}{text[1:]}.", usage=usage
+    )
+    command.set_defaults(run=run)
+    if words.startswith("[MODEL]") and "PROMPT" not in words:
+        command.add_argument("served", nargs="?", metavar="MODEL", help="the same as --model")
+    return command
+
+
 def add_command_options(command: argparse.ArgumentParser, configs: Iterable[type]) -> None:
     """Adds --config and the flags of all options of `configs` to a command."""
     command.add_argument("--config", metavar="FILE", help="TOML file of options; flags win over it")

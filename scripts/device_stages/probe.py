@@ -79,7 +79,7 @@ def describe_device() -> Line:
 
 
 def measure_rates(context: Context) -> Line:
-    from device_limits import measure_limits
+    from jaxserve.bench.limits import measure_limits
 
     with context.clocks.watch() as clocks:
         limits = measure_limits()
