@@ -49,9 +49,7 @@ class Client:
         except OSError as error:
             record.end, record.error = self._clock(), f"{type(error).__name__}: {error}"
 
-    async def _exchange(
-        self, connection: _Connection, request: bytes, record: RequestRecord, keeps_text: bool
-    ) -> None:
+    async def _exchange(self, connection: _Connection, request: bytes, record: RequestRecord, keeps_text: bool) -> None:
         try:
             await connection.exchange(request, record, AnswerReader(record, keeps_text=keeps_text))
         except BaseException:
@@ -119,7 +117,9 @@ class _Connection(asyncio.Protocol):
         if self._record is None or self._reader is None:
             return
         if self._record.status == 0:
-            self._fail(error if isinstance(error, OSError) else ClosedEarlyError("no answer: the connection was closed"))
+            self._fail(
+                error if isinstance(error, OSError) else ClosedEarlyError("no answer: the connection was closed")
+            )
         elif self._reader.is_done:
             self._end(self._clock())  # the end of the connection is the end of such an answer
         else:

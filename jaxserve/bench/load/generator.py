@@ -24,7 +24,8 @@ class LoadOutcome:
     """The records of all requests, in the order in which they were given, and what the client itself used."""
 
     records: list[RequestRecord]
-    seconds: float  # from the start to the end of the last request
+    start: float  # a time of the monotonic clock
+    seconds: float  # from there to the end of the last request
     worker_cores: tuple[float, ...]  # the share of a core that each process used
     cpu_seconds: float  # of all processes
 
@@ -35,8 +36,10 @@ class LoadOutcome:
 
     @property
     def lags(self) -> list[float]:
-        """Seconds by which the client sent requests late."""
-        return [max(0.0, record.sent - record.due) for record in self.records if record.sent]
+        """Seconds by which the client sent requests late; of those that were not due at the start."""
+        return [
+            max(0.0, record.sent - record.due) for record in self.records if record.sent and record.due > self.start
+        ]
 
 
 class LoadGenerator:
@@ -109,7 +112,7 @@ class LoadGenerator:
             records[at::count] = share.records
         end = max((record.end for record in records), default=start)
         cores = tuple(share.cpu_seconds / share.seconds if share.seconds else 0.0 for share in shares)
-        return LoadOutcome(records, end - start, cores, sum(share.cpu_seconds for share in shares))
+        return LoadOutcome(records, start, end - start, cores, sum(share.cpu_seconds for share in shares))
 
 
 def _share(total: int, count: int, at: int) -> int:

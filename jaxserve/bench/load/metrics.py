@@ -14,7 +14,7 @@ from jaxserve.errors import ConfigError
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 BUSY_CORES = 0.5  # above this a worker may be late, and its figures the client's own
-_LATE_MS = 10.0
+LATE_MS = 10.0  # of the highest percentile
 _NUM_ERRORS = 5  # kinds of errors that a report repeats
 
 
@@ -100,24 +100,27 @@ def describe_client(outcome: LoadOutcome, percentiles: Sequence[float]) -> dict[
 
     chunks, lags = outcome.num_chunks, outcome.lags
     per_chunk = outcome.cpu_seconds / chunks if chunks else None
-    most, last = max(outcome.worker_cores, default=0.0), max(percentiles, default=99.0)
-    lag_ms = 1e3 * float(np.percentile(lags, last)) if lags else 0.0
-    warnings = []
-    if most > BUSY_CORES:
-        text = f"a worker of the load generator used {most:.0%} of a core; its figures may be its own: add"
-        warnings.append(f"{text} processes with --num-processes")
-    if lag_ms > _LATE_MS:
-        warnings.append(f"p{last:g} of the load generator's own delay is {lag_ms:.0f} ms: the machine is too busy for it")
     return {
         "processes": len(outcome.worker_cores),
         "worker_cores": list(outcome.worker_cores),
         "chunks_per_second": chunks / max(outcome.seconds, 1e-9),
-        "cpu_us_per_chunk": None if per_chunk is None else 1e6 * per_chunk,
         "cores_per_1000_chunks_per_second": None if per_chunk is None else 1e3 * per_chunk,
-        "lag_ms": lag_ms,
+        "lag_ms": 1e3 * float(np.percentile(lags, max(percentiles))) if lags else 0.0,
         "max_lag_ms": 1e3 * max(lags, default=0.0),
-        "warnings": warnings,
     }
+
+
+def list_warnings(clients: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns what makes figures of the client's out of the server's, one line each; `clients` are of all runs."""
+    most = max((core for each in clients for core in each["worker_cores"]), default=0.0)
+    lag_ms = max((each["lag_ms"] for each in clients), default=0.0)
+    found = []
+    if most > BUSY_CORES:
+        text = f"a process of the load generator used {most:.0%} of a core, so times may be its own"
+        found.append(f"{text}; add processes with --num-processes")
+    if lag_ms > LATE_MS:
+        found.append(f"the load generator sent requests {lag_ms:.0f} ms late; the machine is too busy for this load")
+    return found
 
 
 def count_most_at_once(records: Sequence[RequestRecord]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 
 def _make_times() -> array[float]:
@@ -61,4 +62,4 @@ class RequestRecord:
     def itls(self) -> list[float]:
         """Seconds between two chunks."""
         times = self.chunk_times
-        return [after - before for before, after in zip(times, times[1:], strict=False)]
+        return [after - before for before, after in pairwise(times)]

@@ -23,7 +23,7 @@ def draw_arrivals(count: int, rate: float, *, burstiness: float = 1.0, seed: int
 
 
 def scale_arrivals(times: Sequence[float], rate_scale: float) -> list[float]:
-    """Returns the arrivals of a trace, begun at 0, at `rate_scale` times its rate; ConfigError where it has no times."""
+    """Returns the arrivals of a trace, begun at 0, `rate_scale` times as fast; ConfigError without times."""
     if not any(times):
         message = "the dataset has no arrival times; use a trace, or leave this out and give --request-rate"
         raise ConfigError(message, field="use_trace_arrivals", value=True)

@@ -1,7 +1,7 @@
 """OpenVINO GenAI's continuous batching, on a model that optimum-intel exported.
 
-Options: model (the exported model's directory), device, kv_cache_precision, cache_size (GB), and any of its scheduler's
-settings. Keys and values have the model's dtype unless kv_cache_precision says otherwise (OpenVINO's own default is u8).
+Options: model (the exported model's directory), device, kv_cache_precision, cache_size (GB), and any setting of its
+scheduler. Keys and values have the model's dtype unless kv_cache_precision says otherwise; OpenVINO's default is u8.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def load(job):
         prompts = [ov.Tensor(np.array([request["prompt_token_ids"]], dtype=np.int64)) for request in requests]
         results = pipeline.generate(prompts, [make_config(request) for request in requests])
         outputs = [list(map(int, result.m_generation_ids[0])) for result in results]
-        return [protocol.trim(output, request, eos_ids) for output, request in zip(outputs, requests)]
+        return [protocol.trim(output, request, eos_ids) for output, request in zip(outputs, requests, strict=True)]
 
     note = "" if kv_precision == precision else f", keys and values {kv_precision}"
     library = f"openvino-genai {genai.__version__.partition('-')[0]}"

@@ -48,7 +48,7 @@ def run_static(model, job, eos_ids):
             with torch.inference_mode():
                 found = model.generate(ids, attention_mask=mask, generation_config=config)
             rows = found[:, width:].tolist()
-            outputs += [protocol.trim(row, request, eos_ids) for row, request in zip(rows, batch)]
+            outputs += [protocol.trim(row, request, eos_ids) for row, request in zip(rows, batch, strict=True)]
         return outputs
 
     return run
@@ -84,7 +84,7 @@ def run_continuous(model, job, eos_ids):
                 raise RuntimeError(str(result.error))
             elif result.is_finished():
                 found[result.request_id] = list(result.generated_tokens)
-        return [protocol.trim(found[each], request, eos_ids) for each, request in zip(ids, requests)]
+        return [protocol.trim(found[each], request, eos_ids) for each, request in zip(ids, requests, strict=True)]
 
     return run
 
