@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jaxserve.bench.datasets import add_dataset_flags, make_requests, read_dataset_options
 from jaxserve.bench.report import Report, add_report_flags, make_report, read_report_paths
 from jaxserve.bench.setup import add_iteration_flags, check_counts, fill_dry_run
-from jaxserve.cli import bench_serve
+from jaxserve.cli import bench_compare, bench_serve
 from jaxserve.cli.flags import add_command, add_command_options, read_engine_options
 from jaxserve.config import EngineConfig
 
@@ -32,6 +32,8 @@ def add_bench(group: Any) -> None:
     _add_throughput(benchmarks)
     serve = add_benchmark(benchmarks, "serve", partial(bench_serve.run_serve, finish), bench_serve.TEXT, "")
     bench_serve.add_serve_flags(serve)
+    compare = add_benchmark(benchmarks, "compare", partial(bench_compare.run_compare, finish), bench_compare.TEXT)
+    bench_compare.add_compare_flags(compare)
 
 
 def _show_help(command: argparse.ArgumentParser, args: argparse.Namespace) -> int:

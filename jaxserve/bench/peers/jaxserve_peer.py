@@ -20,11 +20,16 @@ def load(job: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         "max_model_len": job["max_model_len"],
         "enable_prefix_caching": False,
         "compile": "all",
+        "skip_tokenizer_init": True,
+        "show_progress": False,
         **job["options"],
     }
     llm = LLM(job["model"], **options)
 
-    def run(requests: list[dict[str, Any]]) -> list[list[int]]:
+    runner = llm.ready.runner
+
+    def run(requests: list[dict[str, Any]]) -> dict[str, Any]:
+        before = runner.num_compiles
         prompts = [{"prompt_token_ids": request["prompt_token_ids"]} for request in requests]
         params = [
             SamplingParams(
@@ -33,7 +38,8 @@ def load(job: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             for request in requests
         ]
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        return [list(output.outputs[0].token_ids) for output in outputs]
+        ids = [list(output.outputs[0].token_ids) for output in outputs]
+        return {"outputs": ids, "num_compiled": runner.num_compiles - before}
 
     return run, {"library": f"jaxserve {__version__}, jax {jax.__version__}", "dtype": options["dtype"]}
 

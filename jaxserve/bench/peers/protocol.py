@@ -1,9 +1,10 @@
 """The peers' side of a comparison: JSON lines over stdin and stdout, with the standard library only.
 
-The first line is the job: model (a directory), dtype, rows, threads, max_model_len, ignore_eos, options, and requests,
-each with prompt_token_ids and max_tokens. It is answered by {"ready": true, ...}, with what the peer says of itself,
-once everything is loaded and all requests have been run once. Every further line asks for a run, which is answered by
-its seconds and token ids. Faults are answered by {"error": "..."}; the process ends with its stdin.
+The first line is the job: model (a directory), dtype, rows (how many requests may run at once), threads, max_model_len,
+ignore_eos, options, and requests, each with prompt_token_ids and max_tokens. It is answered by {"ready": true, ...},
+with what the peer says of itself, once everything is loaded and all requests have been run once. Every further line asks
+for a run, which is answered by its seconds and outputs. Faults are answered by {"error": "..."}. The process ends with
+its stdin. Who starts it sets the variables of its environment.
 """
 
 from __future__ import annotations
@@ -14,13 +15,12 @@ import sys
 import time
 import traceback
 
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-
 
 def main(load):
     """Runs a peer. `load(job)` returns a function that runs requests, and facts about the peer.
 
-    That function takes the requests and returns the token ids of each answer, or its text where the peer has no ids.
+    That function takes the requests and returns the token ids of each answer, or their number where it has no ids;
+    or a dictionary with these as "outputs" and further figures.
     """
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # libraries print
@@ -45,19 +45,19 @@ def main(load):
     for _ in sys.stdin:
         try:
             start, cpu = time.perf_counter(), time.process_time()
-            outputs = run(job["requests"])
+            found = run(job["requests"])
             seconds = time.perf_counter() - start
         except Exception as error:
             traceback.print_exc()
             reply(error=f"{type(error).__name__}: {error}")
             return
-        reply(seconds=seconds, cpu_seconds=time.process_time() - cpu, outputs=outputs)
+        more = found if isinstance(found, dict) else {"outputs": found}
+        reply(seconds=seconds, cpu_seconds=time.process_time() - cpu, **more)
+    os._exit(0)  # libraries leave threads that never end
 
 
 def limit_threads(count):
     """Lets this process use `count` cores; called before a library asks how many there are."""
-    for name in THREAD_VARIABLES:
-        os.environ[name] = str(count)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:count])
 

@@ -21,6 +21,7 @@ def load(job):
         job["model"], dtype=getattr(torch, job["dtype"]), attn_implementation=attention
     ).eval()
     eos_ids = protocol.read_eos_ids(job)
+    model.generation_config.eos_token_id = eos_ids or None  # the model's own would count where the job has none
     run = (run_continuous if is_continuous else run_static)(model, job, eos_ids)
     library = f"transformers {transformers.__version__}, torch {torch.__version__}"
     return run, {"library": library, "dtype": job["dtype"], "threads": torch.get_num_threads()}
@@ -61,8 +62,7 @@ def run_continuous(model, job, eos_ids):
 
     config = GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=eos_ids or None)
     batching = ContinuousBatchingConfig(
-        max_requests_per_batch=job["rows"], allow_block_sharing=False, num_blocks=job["rows"] * 8, page_size=128,
-        max_batch_tokens=max(512, job["rows"]),
+        max_requests_per_batch=job["rows"], allow_block_sharing=False,
     )  # fmt: skip
     manager = model.init_continuous_batching(generation_config=config, continuous_batching_config=batching)
     manager.start()

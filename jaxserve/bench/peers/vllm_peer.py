@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
 import protocol
 
 
 def load(job):
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     import vllm
     from vllm import LLM, SamplingParams
+    from vllm.platforms import current_platform
 
     options = {
         "dtype": job["dtype"],
@@ -22,6 +19,8 @@ def load(job):
         "disable_log_stats": True,
         **job["options"],
     }
+    if current_platform.is_cpu():  # what else is needed than VLLM_CPU_KVCACHE_SPACE; participants share the memory
+        options.setdefault("gpu_memory_utilization", 0.4)
     llm = LLM(job["model"], **options)
     eos_ids = protocol.read_eos_ids(job)
 
