@@ -53,15 +53,21 @@ class Participant:
     dtype: str | None = None
 
     @classmethod
-    def parse_variant(cls, text: str) -> Participant:
-        """Returns jaxserve with options, of a text like "name: max_decode_steps=4, dtype=bfloat16"."""
+    def of_jaxserve(cls, name: str, options: Mapping[str, Any]) -> Participant:
+        """Returns jaxserve with these options of its engine."""
+        rest = dict(options)
+        dtype = rest.pop("dtype", None)
+        return cls(name, (sys.executable, "-m", "jaxserve.bench.peers.jaxserve_peer"), rest, dtype)
+
+    @classmethod
+    def parse_variant(cls, text: str, options: Mapping[str, Any]) -> Participant:
+        """Returns jaxserve with options, of a text like "name: max_decode_steps=4, dtype=bfloat16"; it wins over
+        `options`."""
         name, colon, rest = text.partition(":")
         if not name.strip() or not colon or not rest.strip():
             message = f'must be like "name: max_decode_steps=4, dtype=bfloat16", got {shorten(text)}'
             raise ConfigError(message, field="with", value=text)
-        options = _parse_options(rest, "with")
-        dtype = options.pop("dtype", None)
-        return cls(name.strip(), (sys.executable, "-m", "jaxserve.bench.peers.jaxserve_peer"), options, dtype)
+        return cls.of_jaxserve(name.strip(), {**options, **_parse_options(rest, "with")})
 
     @classmethod
     def parse_peer(cls, text: str) -> Participant:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.bench.compare import Agreement, Comparison, Outcome
@@ -70,29 +71,42 @@ def list_failures(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def make_table(figures: dict[str, Any]) -> Table:
-    """Returns the table of all participants; those that were skipped say why."""
+    """Returns the table of all participants that ran."""
     from rich.table import Table
 
-    base = figures["compared_with"]
-    title = f"{figures['num_requests']} requests, {figures['rows']} at once, {figures['threads']} threads"
-    table = Table(title=f"{figures['model']}: {title}")
+    size = f"{figures['num_requests']} requests, {figures['rows']} at once, {figures['threads']} threads"
+    table = Table(title=f"{Path(figures['model']).name}: {size}")
     table.add_column("", overflow="fold")
-    for name in ("dtype", "output tok/s", "tok/s", f"of {base}", "equal answers"):
+    for name in ("dtype", "output tok/s", "least to most", "tok/s", f"of {figures['compared_with']}", "equal"):
         table.add_column(name, justify="right")
     for each in figures["participants"]:
-        if "ratio" not in each:
-            table.add_row(each["name"], each["dtype"], f"skipped: {each['skipped']}")
-            continue
-        rates = [each[name].show() for name in ("output_tokens_per_second", "tokens_per_second")]
-        cells = [*rates, each["ratio"].show(".2f")]
-        cells = [cell.removesuffix(" (one run, no figure of its own)") for cell in cells]
-        table.add_row(each["name"], str(each["dtype"]), *cells, _show_agreement(each["agreement"]))
+        if "ratio" in each:
+            rate = each["output_tokens_per_second"]
+            least, most = min(rate.values), max(rate.values)
+            cells = [f"{rate.median:,.0f}", f"{least:,.0f} to {most:,.0f}", f"{each['tokens_per_second'].median:,.0f}"]
+            equal = _show_agreement(each["agreement"])
+            table.add_row(each["name"], str(each["dtype"]), *cells, f"{each['ratio'].median:.2f}x", equal)
     return table
 
 
+def list_notes(figures: dict[str, Any]) -> list[str]:
+    """Returns one line for each participant: its versions, its ratio's spread, where its answers differ, or why it was
+    skipped."""
+    notes = []
+    for each in figures["participants"]:
+        if each["skipped"] is not None:
+            notes.append(f"{each['name']}: skipped: {each['skipped']}")
+            continue
+        ratio, agreement = each["ratio"], each["agreement"]
+        parts = [each["library"], f"{min(ratio.values):.2f} to {max(ratio.values):.2f}x"]
+        if agreement is not None and agreement["first_difference"] is not None:
+            first, middle = agreement["first_difference"], agreement["median_difference"]
+            parts.append(f"answers that differ do so from token {first} on, or later (median {middle})")
+        if not each["repeats_itself"]:
+            parts.append("its own answers change from run to run")
+        notes.append(f"{each['name']}: {'; '.join(filter(None, parts))}.")
+    return notes
+
+
 def _show_agreement(agreement: dict[str, Any] | None) -> str:
-    if agreement is None:
-        return "no ids"
-    text = f"{agreement['num_equal']} of {agreement['num_compared']}"
-    place = agreement["median_difference"]
-    return text if place is None else f"{text}, others from token {place} (median)"
+    return "no ids" if agreement is None else f"{agreement['num_equal']} of {agreement['num_compared']}"

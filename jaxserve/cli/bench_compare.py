@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
 TEXT = "run the same requests through jaxserve, its variants and other engines, which take turns"
 _DTYPES = ("float32", "bfloat16", "float16")
 _TEXTS = ("demo", "custom", "sharegpt")
+_DRY_ENGINE = {"max_num_batched_tokens": 64, "compile": "used"}
 _DRY_RUN = {"num_prompts": 4, "random_input_len": 12, "random_output_len": 6, "rows": 4, "num_iters": 2}
 
 
@@ -36,7 +36,7 @@ def add_compare_flags(command: argparse.ArgumentParser) -> None:
     group.add_argument("--threads", type=int, metavar="INT", help=text)
     text = "rounds in which each participant runs once (default: %(default)s)"
     group.add_argument("--num-iters", type=int, default=3, metavar="INT", help=text)
-    text = '"NAME: key=value, ...": jaxserve with options of the engine, as one more participant; repeatable'
+    text = f'"NAME: key=value, ...": jaxserve with options of the engine, as one more participant; named {JAXSERVE}: the first'
     group.add_argument("--with", dest="variants", action="append", default=[], metavar="TEXT", help=text)
     text = (
         f'"NAME[=PYTHON][: key=value, ...]": another engine, run by the interpreter that has it; repeatable. Names: '
@@ -58,7 +58,7 @@ def run_compare(
     from rich.console import Console
 
     from jaxserve.bench.compare import compare
-    from jaxserve.bench.compare_report import list_failures, make_table, summarize
+    from jaxserve.bench.compare_report import list_failures, list_notes, make_table, summarize
     from jaxserve.bench.environment import describe_environment
 
     is_random = args.dataset_name == "random"
@@ -69,9 +69,8 @@ def run_compare(
     figures = summarize(comparison, outcomes)
     console = Console(highlight=False)
     console.print(make_table(figures))
-    for each in figures["participants"]:
-        if each["library"] is not None:
-            console.print(f"{each['name']}: {each['library']}.", markup=False, soft_wrap=True)
+    for note in list_notes(figures):
+        console.print(note, markup=False, soft_wrap=True)
     report = make_report(
         args, "compare", describe_environment(has_devices=False), figures, failures=list_failures(outcomes)
     )
@@ -80,8 +79,12 @@ def run_compare(
 
 def read_participants(args: argparse.Namespace) -> list[Participant]:
     """Returns jaxserve, its variants and the peers; ConfigError about a malformed one, or two of one name."""
-    own = Participant(JAXSERVE, (sys.executable, "-m", "jaxserve.bench.peers.jaxserve_peer"))
-    found = [own, *map(Participant.parse_variant, args.variants), *map(Participant.parse_peer, args.peers)]
+    options = _DRY_ENGINE if args.dry_run else {}
+    variants = [Participant.parse_variant(text, options) for text in args.variants]
+    if all(each.name != JAXSERVE for each in variants):
+        variants.insert(0, Participant.of_jaxserve(JAXSERVE, options))
+    variants.sort(key=lambda each: each.name != JAXSERVE)
+    found = [*variants, *map(Participant.parse_peer, args.peers)]
     names = [each.name for each in found]
     for name in names:
         if names.count(name) > 1:

@@ -2,9 +2,9 @@
 
 The first line is the job: model (a directory), dtype, rows (how many requests may run at once), threads, max_model_len,
 ignore_eos, options, and requests, each with prompt_token_ids and max_tokens. It is answered by {"ready": true, ...},
-with what the peer says of itself, once everything is loaded and all requests have been run once. Every further line asks
-for a run, which is answered by its seconds and outputs. Faults are answered by {"error": "..."}. The process ends with
-its stdin. Who starts it sets the variables of its environment.
+with what the peer says of itself, once everything is loaded and all requests have been run once. Every further line
+asks for a run, which is answered by its seconds and outputs. Faults are answered by {"error": "..."}. The process ends
+with its stdin. Who starts it sets the variables of its environment.
 """
 
 from __future__ import annotations
