@@ -58,7 +58,7 @@ def make_table(found: PointFigures, metrics: Sequence[str], percentiles: Sequenc
     runs = len(found.runs)
     table = Table(title=f"{found.point.title}: {runs} run{'s' if runs > 1 else ''}")
     table.add_column("")
-    table.add_column("median (least to most)" if runs > 1 else "one run", justify="right")
+    table.add_column("median (least to most)" if runs > 1 else "one run, no figure of its own", justify="right")
     for name, value in list_rows(found, metrics, percentiles):
         table.add_row(name, value.removesuffix(" (one run, no figure of its own)"))
     return table

@@ -36,7 +36,7 @@ def add_compare_flags(command: argparse.ArgumentParser) -> None:
     group.add_argument("--threads", type=int, metavar="INT", help=text)
     text = "rounds in which each participant runs once (default: %(default)s)"
     group.add_argument("--num-iters", type=int, default=3, metavar="INT", help=text)
-    text = f'"NAME: key=value, ...": jaxserve with options of the engine, as one more participant; named {JAXSERVE}: the first'
+    text = '"NAME: key=value, ...": jaxserve with options of its engine, once more; NAME jaxserve: the first one'
     group.add_argument("--with", dest="variants", action="append", default=[], metavar="TEXT", help=text)
     text = (
         f'"NAME[=PYTHON][: key=value, ...]": another engine, run by the interpreter that has it; repeatable. Names: '

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from jaxserve.tokenizers import Tokenizer
 
 TEXT = "send requests to a running server as users would, and measure what they wait for"
-DRY_RUN = {"num_prompts": 6, "random_input_len": 24, "random_output_len": 8, "num_iters": 2}
+DRY_RUN = {"num_prompts": 6, "random_input_len": 24, "random_output_len": 8}
 _TEXTS = ("demo", "custom", "sharegpt")
 
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+DONE = b"data: [DONE]\n\n"
 MODELS = {"object": "list", "data": [{"id": "fake", "max_model_len": 1024}]}
 
 
@@ -36,7 +37,7 @@ def stream(num_tokens: int, *, delay: float = 0.0, usage: bool = True, chat: boo
     if usage:
         counts = {"prompt_tokens": 7, "completion_tokens": num_tokens, "total_tokens": 7 + num_tokens}
         events.append({"choices": [], "usage": counts | {"prompt_tokens_details": {"cached_tokens": cached}}})
-    return Script(events=(*events, b"data: [DONE]\n\n"), delay=delay)
+    return Script(events=(*events, DONE), delay=delay)
 
 
 @dataclass

@@ -77,19 +77,19 @@ class _Connection(asyncio.Protocol):
         self._reader: AnswerReader | None = None
         self._ended: asyncio.Future[None] | None = None
         self._now = 0.0
-        self._is_lost = False
+        self._is_lost = self._keeps_alive = False
 
     @property
     def can_be_used_again(self) -> bool:
         """Whether another request may be sent."""
-        return not self._is_lost and self._parser is not None and self._parser.should_keep_alive()
+        return self._keeps_alive and not self._is_lost
 
     async def exchange(self, request: bytes, record: RequestRecord, reader: AnswerReader) -> None:
         """Sends a request and waits for the end of its answer."""
         if self._transport is None or self._is_lost:
             raise ClosedEarlyError("the connection was closed")
         self._record, self._reader = record, reader
-        self._parser = httptools.HttpResponseParser(self)
+        self._parser, self._keeps_alive = httptools.HttpResponseParser(self), False
         self._ended = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         await self._ended
@@ -136,7 +136,9 @@ class _Connection(asyncio.Protocol):
         self._reader.feed(body, self._now)
 
     def on_message_complete(self) -> None:
-        """Is called by the parser."""
+        """Is called by the parser, which knows about the connection only now."""
+        assert self._parser is not None
+        self._keeps_alive = self._parser.should_keep_alive()
         self._end(self._now)
 
     def _end(self, now: float) -> None:

@@ -37,9 +37,7 @@ class LoadOutcome:
     @property
     def lags(self) -> list[float]:
         """Seconds by which the client sent requests late; of those that were not due at the start."""
-        return [
-            max(0.0, record.sent - record.due) for record in self.records if record.sent and record.due > self.start
-        ]
+        return [max(0.0, record.sent - record.due) for record in self.records if record.end and record.due > self.start]
 
 
 class LoadGenerator:

@@ -125,8 +125,8 @@ def list_warnings(clients: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def count_most_at_once(records: Sequence[RequestRecord]) -> int:
     """Returns how many requests were under way at once, at most."""
-    steps = [(record.sent, 1) for record in records if record.sent]
-    steps += [(record.end, -1) for record in records if record.sent]
+    steps = [(record.sent, 1) for record in records if record.end]
+    steps += [(record.end, -1) for record in records if record.end]
     most = now = 0
     for _, step in sorted(steps):  # an end comes before a start of the same time
         now += step

@@ -70,12 +70,11 @@ async def run_share(share: Share, start: float) -> ShareOutcome:
     await asyncio.sleep(max(0.0, start - time.monotonic()))
     cpu, began, tasks = time.process_time(), time.monotonic(), []
     for request, record in zip(share.requests, records, strict=True):
-        if (wait := record.scheduled - time.monotonic()) > 0:
-            await asyncio.sleep(wait)
-        before = time.monotonic()
+        while (wait := record.scheduled - time.monotonic()) > 0:
+            await asyncio.sleep(wait)  # a timer may be early by its resolution
         is_full = room.locked()
         await room.acquire()
-        record.due = time.monotonic() if is_full else min(before, record.scheduled)
+        record.due = time.monotonic() if is_full else record.scheduled
         tasks.append(asyncio.ensure_future(_send(client, request, record, share, room)))
     await asyncio.gather(*tasks)
     client.close()

@@ -32,7 +32,7 @@ class PeerProcess:
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], timeout: float) -> None:
-        self._timeout = timeout
+        self._timeout, self._is_faulty = timeout, False
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._log = tempfile.NamedTemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         try:
@@ -53,11 +53,11 @@ class PeerProcess:
 
     def load(self, job: Mapping[str, Any]) -> dict[str, Any]:
         """Sends the job and returns what the participant says of itself once it is loaded and warm."""
-        return self._ask(job, "loading")
+        return self._try(job, "loading")
 
     def run(self) -> dict[str, Any]:
         """Runs all requests once; returns seconds and outputs."""
-        return self._ask({}, "a run")
+        return self._try({}, "a run")
 
     def stop(self) -> None:
         """Stops all its processes until `resume`: an idle one may poll, or have threads that spin."""
@@ -72,15 +72,23 @@ class PeerProcess:
         return Path(self._log.name).read_text(encoding="utf-8", errors="replace")[-_LOG_SHOWN:]
 
     def close(self) -> None:
-        """Ends it, with all processes that it started."""
+        """Ends it, with all processes that it started; at once if it gave an error or no answer."""
         self.resume()
         with contextlib.suppress(OSError):
             self._stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_SECONDS)
+        if not self._is_faulty:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_SECONDS)
         self._signal("SIGKILL")
         self._process.wait()
         self._log.close()
+
+    def _try(self, message: Mapping[str, Any], what: str) -> dict[str, Any]:
+        try:
+            return self._ask(message, what)
+        except PeerError:
+            self._is_faulty = True
+            raise
 
     def _ask(self, message: Mapping[str, Any], what: str) -> dict[str, Any]:
         try:
