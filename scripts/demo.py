@@ -14,79 +14,27 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from pathlib import Path
 
-from demo_plot import Curve, draw_curves
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from jaxserve import LLM, RequestOutput, SamplingParams
+from jaxserve import LLM, RequestOutput
+from jaxserve.bench.batching import Served, serve
+from jaxserve.bench.demo_questions import Question, make_questions
+from jaxserve.bench.plots import Line, check_plot_target, draw_lines, save_figure
+from jaxserve.bench.prompts import BenchRequest
+from jaxserve.errors import ConfigError
 
 ROWS = 32
 ANSWERS_SHOWN = 2  # per skill
-NAMES = ("Ada", "Grace", "Alan", "Clara", "Emil", "Ida", "Nora", "Otto")
-QUESTIONS = (
-    "What is continuous batching?",
-    "What is a KV cache?",
-    "What does TTFT mean?",
-    "Why are KV caches divided into pages?",
-    "What is prefill?",
-    "What is preemption?",
-    "What is prefix caching?",
-    "What is jaxserve?",
-)
-
-
-@dataclass(frozen=True)
-class Job:
-    """One request of the compared workload."""
-
-    prompt: list[int]
-    num_output: int
-
-
-@dataclass
-class Result:
-    """The result of one way of serving."""
-
-    name: str
-    seconds: float
-    tokens: int
-    latencies: list[float]
-
-    @property
-    def rate(self) -> float:
-        return self.tokens / self.seconds
-
-
-@dataclass(frozen=True)
-class Question:
-    """One prompt of the live part."""
-
-    skill: str
-    text: str
-    params: SamplingParams
-
-
-def make_questions(count: int, rng: random.Random) -> list[Question]:
-    """Returns questions over every skill that the demo model has, in random order."""
-    makers: dict[str, Callable[[], str]] = {
-        "addition": lambda: f"What is {rng.randint(10, 999)} + {rng.randint(10, 999)}?",
-        "glossary": lambda: rng.choice(QUESTIONS),
-        "json": lambda: f"Turn this into JSON: name: {rng.choice(NAMES)}, age: {rng.randint(18, 90)}",
-        "story": lambda: "Tell me a story.",
-    }
-    skills = [list(makers)[index % len(makers)] for index in range(count)]
-    rng.shuffle(skills)
-    greedy = SamplingParams(temperature=0, max_tokens=96)
-    sampled = replace(greedy, temperature=0.8, top_p=0.9)
-    return [
-        Question(skill, makers[skill](), replace(sampled, seed=index) if skill == "story" else greedy)
-        for index, skill in enumerate(skills)
-    ]
+WAYS = {
+    "one-at-a-time": "one at a time",
+    "static": f"static batches of {ROWS}",
+    "continuous": "continuous batching",
+}
 
 
 class LiveView:
@@ -131,79 +79,46 @@ def answer_live(llm: LLM, questions: Sequence[Question], console: Console) -> li
     return [outputs[request.request_id] for request in requests]
 
 
-def make_load(count: int, vocab_size: int, rng: random.Random) -> list[Job]:
-    """Returns jobs with exponential prompt and output lengths."""
-    jobs = []
+def make_load(count: int, vocab_size: int, rng: random.Random) -> list[BenchRequest]:
+    """Returns requests with exponential prompt and output lengths."""
+    requests = []
     for _ in range(count):
         num_prompt = min(8 + int(rng.expovariate(1 / 48)), 384)
         num_output = min(4 + int(rng.expovariate(1 / 60)), 320)
-        jobs.append(Job([rng.randrange(10, vocab_size) for _ in range(num_prompt)], num_output))
-    return jobs
+        ids = tuple(rng.randrange(10, vocab_size) for _ in range(num_prompt))
+        requests.append(BenchRequest(ids, None, num_prompt, num_output))
+    return requests
 
 
-def serve_one_at_a_time(llm: LLM, jobs: Sequence[Job]) -> Result:
-    return _time("one at a time", jobs, [(llm, [job], [job.num_output]) for job in jobs])
-
-
-def serve_static_batches(llm: LLM, jobs: Sequence[Job]) -> Result:
-    groups = []
-    for start in range(0, len(jobs), ROWS):
-        batch = jobs[start : start + ROWS]
-        width, longest = max(len(job.prompt) for job in batch), max(job.num_output for job in batch)
-        padded = [Job([9] * (width - len(job.prompt)) + job.prompt, job.num_output) for job in batch]
-        groups.append((llm, padded, [longest] * len(batch)))
-    return _time(f"static batches of {ROWS}", jobs, groups, ends_together=True)
-
-
-def serve_continuously(llm: LLM, jobs: Sequence[Job]) -> Result:
-    return _time("continuous batching", jobs, [(llm, list(jobs), [job.num_output for job in jobs])])
-
-
-def _time(
-    name: str, jobs: Sequence[Job], groups: Sequence[tuple[LLM, list[Job], list[int]]], *, ends_together: bool = False
-) -> Result:
-    """Runs groups one after another; every request arrives at the beginning."""
-    start, latencies = time.perf_counter(), []
-    for llm, group, lengths in groups:
-        ends = _run_group(llm, group, lengths)
-        latencies += [(max(ends) if ends_together else end) - start for end in ends]
-    return Result(name, time.perf_counter() - start, sum(job.num_output for job in jobs), latencies)
-
-
-def _run_group(llm: LLM, jobs: Sequence[Job], lengths: Sequence[int]) -> list[float]:
-    ready, ends = llm.ready, {}
-    for job, length in zip(jobs, lengths, strict=True):
-        params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False)
-        request = ready.requests.make({"prompt_token_ids": job.prompt}, params)
-        ends[request.request_id] = 0.0
-        ready.engine.add_request(request)
-    while ready.engine.has_unfinished:
-        for output in ready.engine.step():
-            if output.finished:
-                ends[output.request_id] = time.perf_counter()
-    return list(ends.values())
-
-
-def compare(llm: LLM, jobs: Sequence[Job], console: Console) -> list[Result]:
+def compare(llm: LLM, requests: Sequence[BenchRequest], console: Console) -> list[Served]:
     """Serves the workload in three ways and prints one table."""
-    ways: list[Callable[[LLM, Sequence[Job]], Result]] = [serve_one_at_a_time, serve_static_batches, serve_continuously]
     results = []
-    for way in ways:
-        with console.status(way.__name__.replace("_", " ") + " ..."):
-            llm.ready.engine.scheduler.pages.drop_prefix_index()
-            results.append(way(llm, jobs))
+    for way, name in WAYS.items():
+        with console.status(f"serving {name} ..."):
+            results.append(serve(llm, requests, way, rows=ROWS))
     best = results[-1]
-    tokens = best.tokens
-    table = Table(title=f"{len(jobs)} requests, {tokens:,} output tokens, {ROWS} rows, measured just now")
+    table = Table(title=f"{len(requests)} requests, {best.num_tokens:,} output tokens, {ROWS} rows, measured just now")
     for column in ("", "seconds", "tokens/s", "p50 latency", "p99 latency", "slower by"):
         table.add_column(column, justify="right", no_wrap=column == "")
     for result in results:
         p50, p99 = (statistics.quantiles(result.latencies, n=100)[q] for q in (49, 98))
         factor = "" if result is best else f"{best.rate / result.rate:.1f}x"
         row = (f"{result.seconds:.1f}", f"{result.rate:,.0f}", f"{p50:.2f} s", f"{p99:.2f} s", factor)
-        table.add_row(result.name, *row)
+        table.add_row(WAYS[result.way], *row)
     console.print(table)
     return results
+
+
+def plot(results: Sequence[Served], path: Path) -> None:
+    """Draws the requests finished over time, one stepped line per way."""
+    count, tokens = len(results[0].ends), results[0].num_tokens
+    title = f"{count} requests, {tokens:,} output tokens, {ROWS} rows: the same programs, served three ways"
+    lines = [
+        Line(f"{WAYS[each.way]}: all after {max(each.ends):.1f} s", [0.0, *sorted(each.ends)], range(count + 1))
+        for each in results
+    ]
+    x_label = "seconds since all requests arrived"
+    save_figure(draw_lines(title, x_label, "requests finished", lines, steps=True), path)
 
 
 def main() -> None:
@@ -211,8 +126,13 @@ def main() -> None:
     parser.add_argument("--num-prompts", type=int, default=100, help="prompts answered live (default: 100)")
     parser.add_argument("--num-requests", type=int, default=128, help="requests of the compared load (default: 128)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the comparison as an SVG")
+    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the comparison as a .png or .svg")
     args = parser.parse_args()
+    if args.plot is not None:
+        try:
+            check_plot_target(str(args.plot))
+        except ConfigError as error:
+            parser.error(str(error))
     console, rng = Console(), random.Random(args.seed)
     start = time.perf_counter()
     llm = LLM(max_num_seqs=ROWS, enable_prefix_caching=True, compile="all")
@@ -226,9 +146,7 @@ def main() -> None:
             console.print(f"[bold]> {question.text}[/]\n{output.outputs[0].text.strip()}", highlight=False)
     results = compare(llm, make_load(args.num_requests, llm.ready.shapes.model.vocab_size, rng), console)
     if args.plot is not None:
-        tokens = f"{results[-1].tokens:,} output tokens"
-        title = f"{args.num_requests} requests, {tokens}, {ROWS} rows: the same programs, served three ways"
-        args.plot.write_text(draw_curves([Curve(result.name, result.latencies) for result in results], title))
+        plot(results, args.plot)
         console.print(f"The plot is in {args.plot}.")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import shlex
 from collections.abc import Sequence
@@ -102,7 +103,8 @@ def _to_json(value: Any) -> Any:
         return {str(name): _to_json(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
         return [_to_json(each) for each in value]
-    return str(value) if isinstance(value, Path) else value
+    is_text = isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value))
+    return str(value) if is_text else value  # JSON has no infinity
 
 
 @cache

@@ -21,9 +21,10 @@ class Bench:
     llm: LLM
     limits: DeviceLimits
     costs: ModelCosts
+    name: str | None = None  # of the model, where that is not what the engine was given
 
     @classmethod
-    def open(cls, options: Mapping[str, Any]) -> Bench:
+    def open(cls, options: Mapping[str, Any], name: str | None = None) -> Bench:
         """Builds the engine of these options and measures its device.
 
         Raises:
@@ -32,14 +33,14 @@ class Bench:
         from jaxserve import LLM
 
         llm = LLM(**options)
-        return cls(llm, measure_limits(llm.ready.shapes.model.dtype), ModelCosts.of(llm))
+        return cls(llm, measure_limits(llm.ready.shapes.model.dtype), ModelCosts.of(llm), name)
 
     def describe(self) -> dict[str, Any]:
         """Returns the figures `engine` and `limits` of a report: the choices made at the start, and rates."""
         ready = self.llm.ready
         shapes, plan = ready.shapes, ready.plan
         engine = {
-            "model": shapes.config.model.model,
+            "model": self.model_name,
             "family": shapes.model.family,
             "dtype": shapes.model.dtype,
             "kv_cache_dtype": plan.specs[0].dtype,
@@ -57,11 +58,15 @@ class Bench:
         return {"engine": engine, "limits": self.limits.asdict()}
 
     @property
+    def model_name(self) -> str:
+        return self.name or self.llm.ready.shapes.config.model.model
+
+    @property
     def title(self) -> str:
         """What is measured, for the title of a table."""
         shapes = self.llm.ready.shapes
         devices = f"{shapes.num_devices} x " if shapes.num_devices > 1 else ""
-        return f"{shapes.config.model.model}, {shapes.model.dtype}, {shapes.impl} on {devices}{self.limits.device}"
+        return f"{self.model_name}, {shapes.model.dtype}, {shapes.impl} on {devices}{self.limits.device}"
 
 
 def count_weight_bytes(llm: LLM) -> int:
@@ -87,13 +92,18 @@ def repeat[T](run: Callable[[], T], *, num_iters: int, num_warmup: int) -> list[
     return found
 
 
-def add_iteration_flags(command: argparse.ArgumentParser, *, num_iters: int, num_warmup: int) -> Any:
-    """Adds the flags that say how often a benchmark is run; returns their group."""
+def add_iteration_flags(command: argparse.ArgumentParser, *, num_iters: int, num_warmup: int | None = None) -> Any:
+    """Adds the flags that say how often a benchmark is run; returns their group.
+
+    Args:
+        num_warmup: default of the runs to warm up; None: the command warms up in a way of its own.
+    """
     group = command.add_argument_group("runs")
     text = "measured runs; the report has their median, least and most (default: %(default)s)"
     group.add_argument("--num-iters", type=int, default=num_iters, metavar="INT", help=text)
-    text = "runs before them, outside the clock (default: %(default)s)"
-    group.add_argument("--num-iters-warmup", type=int, default=num_warmup, metavar="INT", help=text)
+    if num_warmup is not None:
+        text = "runs before them, outside the clock (default: %(default)s)"
+        group.add_argument("--num-iters-warmup", type=int, default=num_warmup, metavar="INT", help=text)
     text = "tiny sizes in place of the flags' defaults: seconds with the demo model, to try the command"
     group.add_argument("--dry-run", action="store_true", help=text)
     return group

@@ -4,79 +4,42 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxserve.bench.datasets import add_dataset_flags, make_requests, read_dataset_options
-from jaxserve.bench.report import Report, add_report_flags, make_report, read_report_paths
+from jaxserve.bench.report import add_report_flags, make_report, read_report_paths
 from jaxserve.bench.setup import add_iteration_flags, check_counts, fill_dry_run
-from jaxserve.cli import bench_compare, bench_serve
+from jaxserve.cli.bench_common import DRY_ENGINE, add_benchmark, add_defaults, finish, print_result
+from jaxserve.cli.bench_compare import add_compare
+from jaxserve.cli.bench_serve import add_serve
+from jaxserve.cli.bench_startup import add_startup
+from jaxserve.cli.bench_sweep import add_sweep
 from jaxserve.cli.flags import add_command, add_command_options, read_engine_options
 from jaxserve.config import EngineConfig
 
-if TYPE_CHECKING:
-    from jaxserve.bench.setup import Bench
-
-DRY_ENGINE = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 256, "compile": "used"}
 _DRY_THROUGHPUT = {"num_prompts": 6, "num_iters": 2, "random_input_len": 24, "random_output_len": 8}
+_DRY_LATENCY = {"batch_size": 2, "input_len": 16, "output_len": 8, "num_iters": 3, "num_iters_warmup": 1}
 
 
 def add_bench(group: Any) -> None:
     """Adds `bench` with its subcommands to the commands."""
-    text = "measure: throughput, latency, starts, batch sizes and ways of batching"
+    text = "measure: throughput, latency, starts, batch sizes, ways of batching, servers and other engines"
     command = add_command(group, "bench", None, text, "COMMAND")
     command.set_defaults(run=partial(_show_help, command))
     benchmarks = command.add_subparsers(title="benchmarks", metavar="COMMAND")
     _add_throughput(benchmarks)
-    serve = add_benchmark(benchmarks, "serve", partial(bench_serve.run_serve, finish), bench_serve.TEXT, "")
-    bench_serve.add_serve_flags(serve)
-    compare = add_benchmark(benchmarks, "compare", partial(bench_compare.run_compare, finish), bench_compare.TEXT)
-    bench_compare.add_compare_flags(compare)
+    _add_latency(benchmarks)
+    add_startup(benchmarks)
+    add_sweep(benchmarks)
+    add_serve(benchmarks)
+    add_compare(benchmarks)
 
 
 def _show_help(command: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     del args
     command.print_help(sys.stderr)
     return 2
-
-
-def add_benchmark(
-    group: Any,
-    name: str,
-    run: Callable[[argparse.ArgumentParser, argparse.Namespace], int | None],
-    text: str,
-    words: str = "[MODEL]",
-) -> argparse.ArgumentParser:
-    """Adds one benchmark, whose function also gets its parser."""
-    command = add_command(group, name, None, text, words, prefix="bench ")
-    command.set_defaults(run=partial(run, command))
-    return command
-
-
-def finish(report: Report, paths: Sequence[Path]) -> int:
-    """Saves a report and names its files and failures; returns the exit status, 1 if something failed."""
-    report.save(paths)
-    for path in paths:
-        print(f"The report is in {path}.")
-    for failure in report.failures:
-        print(f"jaxserve bench: {failure}", file=sys.stderr)
-    return 1 if report.failures else 0
-
-
-def print_result(table: Any, bench: Bench) -> None:
-    """Prints a table, and the rates that it compares with."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    console.print(table)
-    console.print(f"Limits measured in this run: {bench.limits.describe()}.")
-
-
-def read_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the engine's options. All programs are compiled before the clock runs, unless the user says otherwise."""
-    return ({"compile": "all"} | (DRY_ENGINE if args.dry_run else {})) | read_engine_options(args)
 
 
 def _add_throughput(group: Any) -> None:
@@ -100,7 +63,7 @@ def _run_throughput(command: argparse.ArgumentParser, args: argparse.Namespace) 
     args = fill_dry_run(args, command, sizes)
     check_counts(args, num_iters=1, num_iters_warmup=0)
     paths, dataset = read_report_paths(args, "throughput"), read_dataset_options(args)
-    bench = Bench.open(read_options(args))
+    bench = Bench.open(add_defaults(args, read_engine_options(args), DRY_ENGINE if args.dry_run else {}))
     ready = bench.llm.ready
     requests = make_requests(
         dataset,
@@ -114,4 +77,39 @@ def _run_throughput(command: argparse.ArgumentParser, args: argparse.Namespace) 
     figures = summarize_runs(bench, requests, runs)
     print_result(make_throughput_table(bench, figures), bench)
     report = make_report(args, "throughput", describe_environment(), figures, failures=list_failures(runs))
+    return finish(report, paths)
+
+
+def _add_latency(group: Any) -> None:
+    text = "time one batch of equal requests from the call to its last token"
+    command = add_benchmark(group, "latency", _run_latency, text)
+    batch = command.add_argument_group("batch")
+    for flag, default, help_text in (
+        ("--batch-size", 8, "rows"),
+        ("--input-len", 32, "tokens of a prompt"),
+        ("--output-len", 128, "tokens of an answer"),
+    ):
+        text = f"{help_text} (default: {default})"
+        batch.add_argument(flag, type=int, default=default, metavar="INT", help=text)
+    add_iteration_flags(command, num_iters=30, num_warmup=10)
+    add_report_flags(command)
+    add_command_options(command, (EngineConfig,))
+
+
+def _run_latency(command: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    from jaxserve.bench.environment import describe_environment
+    from jaxserve.bench.latency import make_batch, make_latency_table, measure_latency, summarize_latency
+    from jaxserve.bench.setup import Bench
+    from jaxserve.bench.throughput import list_failures
+
+    args = fill_dry_run(args, command, _DRY_LATENCY)
+    check_counts(args, batch_size=1, input_len=1, output_len=1, num_iters=1, num_iters_warmup=0)
+    paths = read_report_paths(args, "latency")
+    defaults = {"max_num_seqs": args.batch_size, "skip_tokenizer_init": True} | (DRY_ENGINE if args.dry_run else {})
+    bench = Bench.open(add_defaults(args, read_engine_options(args), defaults))
+    batch = make_batch(bench, args.batch_size, args.input_len, args.output_len, args.seed or 0)
+    runs = measure_latency(bench, batch, num_iters=args.num_iters, num_warmup=args.num_iters_warmup)
+    figures = summarize_latency(bench, runs)
+    print_result(make_latency_table(bench, figures, batch), bench)
+    report = make_report(args, "latency", describe_environment(), figures, failures=list_failures(runs))
     return finish(report, paths)

@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxserve.bench.compare import JAXSERVE, PEERS, Comparison, Participant
 from jaxserve.bench.datasets import BenchRequest, add_dataset_flags, make_requests, read_dataset_options
 from jaxserve.bench.report import add_report_flags, make_report, read_report_paths
 from jaxserve.bench.setup import check_counts, fill_dry_run
+from jaxserve.cli.bench_common import add_benchmark, finish
 from jaxserve.errors import ConfigError
 
-if TYPE_CHECKING:
-    from jaxserve.bench.report import Report
-
-TEXT = "run the same requests through jaxserve, its variants and other engines, which take turns"
 _DTYPES = ("float32", "bfloat16", "float16")
 _TEXTS = ("demo", "custom", "sharegpt")
 _DRY_ENGINE = {"max_num_batched_tokens": 64, "compile": "used"}
 _DRY_RUN = {"num_prompts": 4, "random_input_len": 12, "random_output_len": 6, "rows": 4, "num_iters": 2}
 
 
-def add_compare_flags(command: argparse.ArgumentParser) -> None:
-    """Adds the flags of the command."""
+def add_compare(group: Any) -> None:
+    """Adds `bench compare`."""
+    text = "run the same requests through jaxserve, its variants and other engines, which take turns"
+    command = add_benchmark(group, "compare", _run_compare, text)
     group = command.add_argument_group("comparison")
     text = "a checkpoint's directory, or demo (default: demo)"
     group.add_argument("--model", metavar="DIR", help=text)
@@ -51,10 +49,8 @@ def add_compare_flags(command: argparse.ArgumentParser) -> None:
     add_report_flags(command)
 
 
-def run_compare(
-    finish: Callable[[Report, Sequence[Path]], int], command: argparse.ArgumentParser, args: argparse.Namespace
-) -> int:
-    """Runs the command; `finish` saves the report and says what failed. A participant that is skipped is no failure."""
+def _run_compare(command: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    """Runs the command. A participant that is skipped is no failure."""
     from rich.console import Console
 
     from jaxserve.bench.compare import compare

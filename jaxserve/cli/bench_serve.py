@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,23 +14,24 @@ from jaxserve.bench.load.target import ENDPOINTS, Target
 from jaxserve.bench.plots import check_plot_target, require_matplotlib
 from jaxserve.bench.report import add_report_flags, check_target, make_report, read_report_paths
 from jaxserve.bench.setup import check_counts, fill_dry_run
+from jaxserve.cli.bench_common import add_benchmark, finish
 from jaxserve.config import read_client_key
 from jaxserve.errors import ConfigError, JaxServeError
 from jaxserve.option_flags import read_object
 
 if TYPE_CHECKING:
     from jaxserve.bench.load.servers import ServedModel
-    from jaxserve.bench.report import Report
     from jaxserve.bench.serve import PointFigures, ServeOptions
     from jaxserve.tokenizers import Tokenizer
 
-TEXT = "send requests to a running server as users would, and measure what they wait for"
 DRY_RUN = {"num_prompts": 6, "random_input_len": 24, "random_output_len": 8}
 _TEXTS = ("demo", "custom", "sharegpt")
 
 
-def add_serve_flags(command: argparse.ArgumentParser) -> None:
-    """Adds the flags of the command; names and defaults are vLLM's where it has them."""
+def add_serve(group: Any) -> None:
+    """Adds `bench serve`; names and defaults of flags are vLLM's where it has them."""
+    text = "send requests to a running server as users would, and measure what they wait for"
+    command = add_benchmark(group, "serve", _run_serve, text, "")
     _add_server_flags(command.add_argument_group("server"))
     add_dataset_flags(command)
     _add_load_flags(command.add_argument_group("load"))
@@ -85,10 +85,8 @@ def _add_load_flags(group: Any) -> None:
     group.add_argument("--dry-run", action="store_true", help=text)
 
 
-def run_serve(
-    finish: Callable[[Report, Sequence[Path]], int], command: argparse.ArgumentParser, args: argparse.Namespace
-) -> int:
-    """Runs the command; `finish` saves the report. Returns 1 where no request at all succeeded."""
+def _run_serve(command: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    """Runs the command; returns 1 where no request at all succeeded."""
     from jaxserve.bench.environment import describe_environment
     from jaxserve.bench.load.generator import LoadGenerator
     from jaxserve.bench.serve import ServeBenchmark

@@ -67,7 +67,7 @@ def _add_trace_flags(command: argparse.ArgumentParser) -> Any:
         "--device", metavar="KIND", help="h200, h100, v5e, ...; default: that of the calibration, on CPU"
     )
     group.add_argument(
-        "--calibration", metavar="FILE", help="figures measured by scripts/bench_engine.py --calibrate FILE"
+        "--calibration", metavar="FILE", help="figures measured by jaxserve bench sweep --calibrate FILE"
     )
     group.add_argument(
         "--rate-scale", type=float, default=1.0, metavar="X", help="requests arrive X times as fast (default: 1)"

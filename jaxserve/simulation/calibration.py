@@ -81,7 +81,7 @@ class StepWork:
 
 
 def read_calibration(path: str | Path) -> Calibration:
-    """Returns the calibration in a file that `bench_engine.py --calibrate` wrote.
+    """Returns the calibration in a file that `jaxserve bench sweep --calibrate` wrote.
 
     Raises:
         ConfigError: the file cannot be read, or lacks a figure.
@@ -93,9 +93,7 @@ def read_calibration(path: str | Path) -> Calibration:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{name} cannot be read: {error}", field="calibration", value=name) from error
     except (KeyError, TypeError) as error:
-        message = (
-            f"{name} is not a calibration ({error} is missing); write one with scripts/bench_engine.py --calibrate"
-        )
+        message = f"{name} is not a calibration ({error} is missing); write one with jaxserve bench sweep --calibrate"
         raise ConfigError(message, field="calibration", value=name) from error
     for field in ("bytes_per_second", "flops_per_second", "step_seconds", "row_seconds", "host_bytes_per_second"):
         if not isinstance(figures[field], int | float) or not figures[field] >= 0:

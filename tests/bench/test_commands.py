@@ -11,17 +11,31 @@ import pytest
 
 from jaxserve.bench.report import read_schema
 from jaxserve.cli import main
+from jaxserve.simulation.calibration import read_calibration
 from tests.programs import PROGRAMS
 
 CACHE = ("--compilation-cache-dir", str(PROGRAMS))
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+
+
+def read(path: Path) -> dict[str, Any]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    document: dict[str, Any] = json.loads(path.read_text(), parse_constant=refuse)
+    jsonschema.validate(document, read_schema())
+    return document
 
 
 def run(tmp_path: Path, name: str, *flags: str) -> dict[str, Any]:
     """Runs a benchmark and returns its report."""
     path = tmp_path / "report.json"
     assert main(["bench", name, "--dry-run", *CACHE, "--output-json", str(path), *flags]) == 0
-    document = json.loads(path.read_text())
-    jsonschema.validate(document, read_schema())
+    document = read(path)
     assert document["benchmark"] == name and not document["failures"] and document["settings"]["dry_run"]
     return document
 
@@ -40,6 +54,73 @@ def test_throughput(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "% of the limit of this device" in printed and "padding" in printed
 
 
+def test_latency(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = run(tmp_path, "latency")["figures"]
+    assert list(figures["percentiles"]) == ["10", "25", "50", "75", "90", "99"] and len(figures["latencies"]) == 3
+    assert figures["percentiles"]["10"] <= figures["avg_latency"] <= figures["percentiles"]["99"]
+    check_spread(figures["limit_share"])
+    assert "% of the limit of this device" in capsys.readouterr().out
+
+
+def measure_starts(tmp_path: Path, *flags: str) -> dict[str, Any]:
+    path = tmp_path / "report.json"
+    assert main(["bench", "startup", "--dry-run", "--output-json", str(path), *flags]) == 0
+    document = read(path)
+    for found in document["figures"]["starts"].values():
+        check_spread(found["seconds"])
+    return document["figures"]
+
+
+@pytest.mark.slow
+def test_startup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    starts = measure_starts(tmp_path)["starts"]
+    counts = [(found["num_compiled"] > 0, found["num_cached"] > 0) for found in starts.values()]
+    assert list(starts) == ["cold", "warm"] and counts == [(True, False), (False, True)]
+    assert "one run, no figure of its own" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_startup_from_a_bundle(tmp_path: Path) -> None:
+    figures = measure_starts(tmp_path, "--starts", "bundle")
+    found = figures["starts"]["bundle"]
+    assert (found["num_compiled"], found["num_cached"]) == (0, 0)
+    assert figures["bundle_bytes"] > 0 and figures["build_seconds"] > 0
+
+
+def test_sweep_of_batch_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    calibration = tmp_path / "calibration.json"
+    figures = run(tmp_path, "sweep", "--calibrate", str(calibration))["figures"]
+    points = figures["points"]
+    assert [(point["batch_size"], point["context"]) for point in points] == [
+        (batch, context) for context in (32, 48) for batch in (1, 2, 4)
+    ]
+    for point in points:
+        for name in ("step_seconds", "tokens_per_second", "tokens_per_second_per_user", "limit_share"):
+            check_spread(point[name])
+    assert [end["context"] for end in figures["ends"]] == [32, 48] and not figures["not_measured"]
+    found = read_calibration(calibration)
+    assert found.is_measured and found.platform == "cpu" and found.bytes_per_second > 0
+    steps = json.loads(calibration.read_text())["steps"]
+    assert [step["rows"] for step in steps] == [2, 2, 4, 2, 2, 4, 4], "padding included"
+    assert steps[-1]["operations"] > 10 * steps[0]["operations"]
+    assert "% of limit" in capsys.readouterr().out
+
+
+def test_sweep_of_ways_of_batching(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    files = "--plot", str(tmp_path / "x.svg"), "--html", str(tmp_path / "x.html")
+    ways = "one-at-a-time", "static", "dynamic"
+    rows = run(tmp_path, "sweep", "--batching", *ways, *files)["figures"]["ways"]
+    assert [(row["length_cv"], row["way"]) for row in rows] == [
+        (cv, way) for cv in (0, 1) for way in (*ways, "continuous")
+    ]
+    for row in rows:
+        check_spread(row["slower_by"])
+        assert row["useful_share"] <= 1 and row["latency"]["p99"] > 0
+    assert (tmp_path / "x.svg").exists() and (tmp_path / "x.html").read_text().count("<svg") == 2
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -47,6 +128,11 @@ def test_throughput(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (("throughput", "--dataset-name", "trace", "--dataset-path", "/none"), "/none cannot be read"),
         (("throughput", "--num-iters", "0"), "num_iters: must be at least 1, got 0"),
         (("throughput", "--output-json", "/none/x.json"), "output_json: /none is not a folder"),
+        (("sweep", "--batching", "some"), "batching: there is no way 'some'; there are one-at-a-time, static"),
+        (("sweep", "--batching", "static", "--batch-sizes", "4"), "batch_sizes: is for measuring batch sizes"),
+        (("sweep", "--length-cv", "1"), "length_cv: is for --batching"),
+        (("startup", "--bundle", "x"), "bundle: each start gets one of its own"),
+        (("sweep", "--html", "/none/x.html"), "html: /none is not a folder"),
     ],
 )
 def test_bad_input_is_one_line(flags: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:

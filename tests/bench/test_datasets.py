@@ -91,17 +91,23 @@ def test_prompts_share_the_prefixes_in_turn() -> None:
     assert {len(ids(each)) for each in found} == {12} and {each.max_tokens for each in found} == {6}
 
 
+def list_lengths(requests: Sequence[BenchRequest]) -> list[tuple[int, int]]:
+    return [(each.num_prompt_tokens, each.max_tokens) for each in requests]
+
+
 @pytest.mark.parametrize("name", EXCERPTS)
 def test_excerpts_give_lengths_and_arrivals(name: str) -> None:
-    found = make(name, num_prompts=700, seed=3)
-    assert len(found) == 700 and found[0].arrival_time == 0
+    found, other = make(name, num_prompts=40, seed=3), make(name, num_prompts=40, seed=4)
+    assert found == make(name, num_prompts=40, seed=3) and list_lengths(found) != list_lengths(other)
+    assert found[0].arrival_time == 0
     assert [each.arrival_time for each in found] == sorted(each.arrival_time for each in found)
-    again, other = make(name, num_prompts=700, seed=3), make(name, num_prompts=700, seed=4)
-    lengths = [[(each.num_prompt_tokens, each.max_tokens) for each in group] for group in (found, again, other)]
-    assert lengths[0] == lengths[1] != lengths[2]
-    assert sorted(lengths[0][:500]) == sorted(lengths[2][:500]), "all rows come before one comes again"
-    in_order = make(name, num_prompts=500, disable_shuffle=True, seed=8)
-    assert [(each.num_prompt_tokens, each.max_tokens) for each in in_order] == read_excerpt(name)
+    in_order = make(name, num_prompts=40, disable_shuffle=True, seed=8)
+    assert list_lengths(in_order) == read_excerpt(name)[:40]
+
+
+def test_all_rows_of_an_excerpt_come_before_one_comes_again() -> None:
+    found = list_lengths(make("azure-chat", num_prompts=700))
+    assert sorted(found[:500]) == sorted(read_excerpt("azure-chat")) and len(found) == 700
 
 
 def read_excerpt(name: str) -> list[tuple[int, int]]:

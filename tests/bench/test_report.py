@@ -51,6 +51,8 @@ def test_a_report_is_valid_and_keeps_secrets() -> None:
     assert "hush" not in json.dumps(make_report(args, "b", {}, {}, secret=["api_key"]).to_document())
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(document | {"more": 1}, read_schema())
+    with pytest.raises(jsonschema.ValidationError):  # the figures of our own benchmarks are described, too
+        jsonschema.validate(document | {"benchmark": "throughput"}, read_schema())
 
 
 def test_an_environment_without_devices_takes_none() -> None:

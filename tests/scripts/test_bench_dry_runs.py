@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.simulation.calibration import read_calibration
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -40,21 +38,6 @@ def test_bench_kernels(tmp_path: Path, impl: str, options: tuple[str, ...], shap
     assert document["impl"] == impl and len(document["rows"]) == shapes
     for row in document["rows"]:
         assert row["share"] > 0 and all(isinstance(seconds, float) for seconds in row["seconds"].values()), row
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-def test_bench_engine(tmp_path: Path) -> None:
-    files = "--json", str(tmp_path / "found.json"), "--calibrate", str(tmp_path / "calibration.json")
-    output = run_script("bench_engine.py", *files)
-    assert "share of the limit" in output
-    document = json.loads((tmp_path / "found.json").read_text())
-    assert [point["batch"] for point in document["points"]] == [1, 2, 1, 2] and not document["not_measured"]
-    assert all(point["seconds"] > 0 and point["limit"] > 0 for point in document["points"])
-    found = read_calibration(tmp_path / "calibration.json")
-    assert found.is_measured and found.platform == "cpu" and found.bytes_per_second > 0
-    steps = json.loads((tmp_path / "calibration.json").read_text())["steps"]
-    assert [step["rows"] for step in steps] == [2] * 5 and steps[-1]["operations"] > 10 * steps[0]["operations"]
 
 
 @pytest.mark.slow

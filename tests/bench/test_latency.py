@@ -1,0 +1,40 @@
+"""A batch of the latency benchmark runs at once, or is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxserve import LLM
+from jaxserve.bench.latency import make_batch, measure_latency, summarize_latency
+from jaxserve.bench.limits import DeviceLimits, ModelCosts
+from jaxserve.bench.setup import Bench
+from jaxserve.errors import ConfigError
+from tests.programs import PROGRAMS
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    llm = LLM(
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        max_model_len=256,
+        compilation_cache_dir=str(PROGRAMS),
+        show_progress=False,
+    )
+    return Bench(llm, DeviceLimits("test", 1e9, 1e10), ModelCosts.of(llm))
+
+
+def test_all_rows_run_at_once(bench: Bench) -> None:
+    batch = make_batch(bench, 3, 10, 5, seed=1)
+    assert len({each.prompt_token_ids for each in batch}) == 3
+    runs = measure_latency(bench, batch, num_iters=2, num_warmup=1)
+    figures = summarize_latency(bench, runs)
+    assert figures["latencies"] == [run.seconds for run in runs] and figures["num_preemptions"] == 0
+    assert sum(figures["steps"].values()) <= 7, "rows share their steps"
+
+
+def test_what_cannot_run_at_once_is_refused(bench: Bench) -> None:
+    with pytest.raises(ConfigError, match="batch_size: 5 rows do not run at once with max_num_seqs=4"):
+        make_batch(bench, 5, 10, 5, seed=0)
+    with pytest.raises(ConfigError, match="input_len: 250 and output_len=7 exceed max_model_len=256"):
+        make_batch(bench, 1, 250, 7, seed=0)
