@@ -114,6 +114,8 @@ def _run_serve(command: argparse.ArgumentParser, args: argparse.Namespace) -> in
         "points": [found.asdict() for found in points],
     }
     environment = describe_environment(has_devices=False)
+    if args.request_rate is not None:
+        args.request_rate = ["inf" if math.isinf(rate) else rate for rate in args.request_rate]  # JSON has no infinity
     report = make_report(args, "serve", environment, figures, failures=list_failures(points), secret=("api_key",))
     finish(report, paths)
     return 0 if any(found.total("completed") for found in points) else 1

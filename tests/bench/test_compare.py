@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from pathlib import Path
 
+import jsonschema
 import pytest
 
 from jaxserve.bench.compare import (
@@ -19,7 +21,10 @@ from jaxserve.bench.compare import (
 )
 from jaxserve.bench.compare_report import list_failures, list_notes, make_table, summarize
 from jaxserve.bench.datasets import BenchRequest
+from jaxserve.bench.report import read_schema
+from jaxserve.cli import main
 from jaxserve.errors import ConfigError
+from tests.programs import PROGRAMS
 
 FAKE = Path(__file__).with_name("fake_peer.py")
 REQUESTS = [BenchRequest((1,) * length, None, length, output) for length, output in ((3, 4), (5, 2), (130, 6))]
@@ -158,3 +163,38 @@ def test_differences() -> None:
     agreement = Agreement.of([[1], [2, 2], [3, 4], 5], [[1], [2, 3], [9, 4], [5]])
     assert agreement == Agreement(1, 3, 0, 1)
     assert Agreement.of([1, 2], [[1], [2]]) is None
+
+
+def test_through_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The demo model, a variant of jaxserve that must answer the same, and peers that are skipped or differ."""
+    path, cache = tmp_path / "report.json", f"compilation_cache_dir={PROGRAMS}"
+    arguments = ["bench", "compare", "--dry-run", "--with", f"jaxserve: {cache}", "--output-json", str(path)]
+    arguments += ["--with", f"by twos: max_decode_steps=2, {cache}", "--peer", "vllm=/none/python"]
+    assert main([*arguments, "--peer", f"{FAKE}={sys.executable}"]) == 0
+    document = json.loads(path.read_text())
+    jsonschema.validate(document, read_schema())
+    first, second, vllm, other = document["figures"]["participants"]
+    assert [each["name"] for each in (first, second, vllm, other)] == ["jaxserve", "by twos", "vllm", "fake_peer"]
+    assert second["agreement"]["num_equal"] == second["agreement"]["num_compared"] == 4
+    assert other["agreement"]["num_equal"] == 0 and other["agreement"]["first_difference"] == 0
+    assert "cannot be started" in vllm["skipped"] and first["num_output_tokens"] == 24
+    assert len(first["output_tokens_per_second"]["values"]) == 2 and document["failures"] == []
+    printed = capsys.readouterr().out
+    assert "4 of 4" in printed and "vllm: skipped: cannot be started" in printed
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--model", "/none"), "model: /none has no config.json"),
+        (("--rows", "0"), "rows: must be at least 1, got 0"),
+        (("--threads", "9999"), "threads: this process may use"),
+        (("--peer", "tgi"), "peer: there is no peer 'tgi'"),
+        (("--with", "a: b=1", "--with", "a: b=2"), "with: two participants are named 'a'"),
+        (("--peer-timeout", "0"), "peer_timeout: must be above 0"),
+    ],
+)
+def test_bad_input_is_one_line(flags: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "compare", *flags]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith(f"jaxserve: {words}"), lines

@@ -25,6 +25,9 @@ def answer(body: dict[str, Any]) -> Script:
     return stream(body["max_completion_tokens" if is_chat else "max_tokens"], chat=is_chat, delay=0.001)
 
 
+TWO = ("--num-iters", "2")
+
+
 class Counting:
     """/metrics that grow by each scrape."""
 
