@@ -67,7 +67,8 @@ class SweepSizes:
         longest = max(sum(self.plan(batch, at, budget)) for batch in self.batches for at in self.contexts)
         if fills_steps:
             longest = max(longest, given.get("max_num_batched_tokens") or max(_MOST_BUDGET, 2 * rows))
-        return options | {"max_num_seqs": rows, "max_model_len": longest + 1, "enable_prefix_caching": False}
+        room = longest + longest // 8  # on CPU the pools follow it, and the number of pages is rounded
+        return options | {"max_num_seqs": rows, "max_model_len": room + 1, "enable_prefix_caching": False}
 
 
 @dataclass(frozen=True)

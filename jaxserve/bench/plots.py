@@ -9,6 +9,7 @@ from html import escape
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 from jaxserve.bench.report import check_target, write_text
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 SUFFIXES = (".png", ".svg")
 # Okabe and Ito's colors, which color-blind readers tell apart; markers and dashes do without any color.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+_TITLE_WIDTH = 70  # characters that fit above the axes
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
 _STYLE = {
@@ -135,7 +137,8 @@ def draw_lines(
                 drawstyle="steps-post" if steps else "default",
                 linewidth=2,
             )
-        axes.set(title=title, xlabel=x_label, ylabel=y_label)
+        wrapped = "\n".join(fill(part, _TITLE_WIDTH) for part in title.splitlines())
+        axes.set(title=wrapped, xlabel=x_label, ylabel=y_label)
         _scale(axes, lines, log_x=log_x, log_y=log_y)
         if mark is not None:
             axes.axvline(mark.x, color="#57606a", linewidth=1, linestyle=":")

@@ -234,7 +234,7 @@ def _draw(bench: Bench, points: Sequence[Point], ends: Sequence[End]) -> list[Fi
     """Returns the plots of tokens/s in all, per user, and of the share of the limit, by batch size."""
     contexts = list(dict.fromkeys(point.wanted_context for point in points))
     ended = next((end for end in ends if end.reason != "none"), None)
-    mark = None if ended is None else Mark(ended.batch, f"{ended.reason} ends it")
+    mark = None if ended is None else Mark(ended.batch, f"{ended.context} tokens: {ended.reason} ends it")
 
     def draw(title: str, y_label: str, value: Any, noted: Mark | None = None) -> Figure:
         lines = []

@@ -53,6 +53,13 @@ def test_a_figure_has_its_lines_in_different_styles(tmp_path: Path) -> None:
     assert render_svg(figure) == render_svg(figure), "equal figures make equal files"
 
 
+def test_long_titles_are_wrapped() -> None:
+    pytest.importorskip("matplotlib")
+    figure = draw_lines("word " * 30 + "\nsecond", "x", "y", [Line("", [0, 1], [0, 1])])
+    rows = figure.axes[0].get_title().splitlines()
+    assert max(map(len, rows)) <= 70 and rows[-1] == "second" and len(rows) == 4
+
+
 def test_a_step_line_changes_at_its_points() -> None:
     pytest.importorskip("matplotlib")
     figure = draw_lines("t", "x", "y", [Line("", [0, 1, 2], [0, 1, 2])], steps=True)
