@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxserve.bench.datasets import BenchRequest
 from jaxserve.bench.peers.process import PeerError, PeerProcess
-from jaxserve.config import read_environment
+from jaxserve.config import read_client_key, read_environment
 from jaxserve.engine.progress import show_progress
 from jaxserve.errors import ConfigError, shorten
 
@@ -84,8 +84,12 @@ class Participant:
             message = f"there is no peer {shorten(name)}; there are {', '.join(PEERS)}, and your own FILE.py"
             raise ConfigError(message, field="peer", value=text)
         given = _parse_options(rest, "peer")
+        if "api_key" in given:
+            raise ConfigError("set OPENAI_API_KEY: a key here would be in the report", field="peer")
+        if name == "openai":
+            options = {"api_key": read_client_key()}
         dtype = given.pop("dtype", None)
-        shown = ", ".join(f"{key}={value}" for key, value in given.items() if key not in ("model", "gguf", "api_key"))
+        shown = ", ".join(f"{key}={value}" for key, value in given.items() if key not in ("model", "gguf"))
         label = Path(name).stem if name.endswith(".py") else name
         label = label if not shown and dtype is None else f"{label} ({', '.join(filter(None, [dtype, shown]))})"
         return cls(label, (python, path), {**options, **given}, dtype)

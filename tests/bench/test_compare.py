@@ -144,7 +144,7 @@ def test_names_and_options() -> None:
     assert found.name == "openvino_genai (bfloat16, kv_cache_precision=u8)" and found.dtype == "bfloat16"
     assert found.command[0] == "/p/python" and found.command[1].endswith("openvino_peer.py")
     assert Participant.parse_peer("transformers_continuous").options == {"continuous": True}
-    assert Participant.parse_peer("openai: base_url=http://127.0.0.1:1").options == {"base_url": "http://127.0.0.1:1"}
+    assert Participant.parse_peer("openai: base_url=http://127.0.0.1:1").options["base_url"] == "http://127.0.0.1:1"
 
 
 @pytest.mark.parametrize("text", ["steps", "steps:", ": a=1", "steps: a"])
@@ -156,6 +156,17 @@ def test_malformed_variants(text: str) -> None:
 def test_an_unknown_peer_is_named() -> None:
     with pytest.raises(ConfigError, match=r"peer: there is no peer 'tgi'; there are transformers_static, .*FILE\.py"):
         Participant.parse_peer("tgi")
+
+
+def test_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    participant = Participant.parse_peer("openai: base_url=http://127.0.0.1:1")
+    assert participant.options["api_key"] == "secret" and "secret" not in participant.name
+    figures = summarize(make(), [Outcome(participant, skipped="away")])
+    assert "secret" not in json.dumps(figures)
+    with pytest.raises(ConfigError, match="set OPENAI_API_KEY") as caught:
+        Participant.parse_peer("openai: api_key=other")
+    assert "other" not in str(caught.value)
 
 
 def test_differences() -> None:

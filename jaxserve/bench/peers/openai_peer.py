@@ -1,4 +1,4 @@
-"""Any OpenAI server by URL. Options: base_url, server_model (default: its first), api_key.
+"""Any OpenAI server by URL. Options: base_url, server_model (default: its first). The key is OPENAI_API_KEY.
 
 It must serve the same model. Its token ids are compared where it returns them (`return_token_ids`).
 """
@@ -17,7 +17,7 @@ def load(job):
     base_url = options.pop("base_url", "http://127.0.0.1:8000").rstrip("/")
     name, key = options.pop("server_model", None), options.pop("api_key", "")
     if options:
-        raise ValueError(f"there are no options {sorted(options)}; there are base_url, server_model, api_key")
+        raise ValueError(f"there are no options {sorted(options)}; there are base_url, server_model")
     headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
 
     def ask(path, body=None):
