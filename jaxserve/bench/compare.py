@@ -91,7 +91,7 @@ class Participant:
         dtype = given.pop("dtype", None)
         shown = ", ".join(f"{key}={value}" for key, value in given.items() if key not in ("model", "gguf"))
         label = Path(name).stem if name.endswith(".py") else name
-        label = label if not shown and dtype is None else f"{label} ({', '.join(filter(None, [dtype, shown]))})"
+        label = " ".join(filter(None, [label, dtype, shown]))
         return cls(label, (python, path), {**options, **given}, dtype)
 
 

@@ -77,28 +77,28 @@ def make_table(figures: dict[str, Any]) -> Table:
     size = f"{figures['num_requests']} requests, {figures['rows']} at once, {figures['threads']} threads"
     table = Table(title=f"{Path(figures['model']).name}: {size}")
     table.add_column("", overflow="fold")
-    for name in ("dtype", "output tok/s", "least to most", "tok/s", f"of {figures['compared_with']}", "equal"):
+    for name in ("dtype", "output tok/s", "tok/s", f"of {figures['compared_with']}", "equal"):
         table.add_column(name, justify="right")
     for each in figures["participants"]:
         if "ratio" in each:
-            rate = each["output_tokens_per_second"]
-            least, most = min(rate.values), max(rate.values)
-            cells = [f"{rate.median:,.0f}", f"{least:,.0f} to {most:,.0f}", f"{each['tokens_per_second'].median:,.0f}"]
+            cells = [f"{each[name].median:,.0f}" for name in ("output_tokens_per_second", "tokens_per_second")]
             equal = _show_agreement(each["agreement"])
             table.add_row(each["name"], str(each["dtype"]), *cells, f"{each['ratio'].median:.2f}x", equal)
     return table
 
 
 def list_notes(figures: dict[str, Any]) -> list[str]:
-    """Returns one line for each participant: its versions, its ratio's spread, where its answers differ, or why it was
+    """Returns one line for each participant: its versions, spreads, where its answers differ, or why it was
     skipped."""
     notes = []
     for each in figures["participants"]:
         if each["skipped"] is not None:
             notes.append(f"{each['name']}: skipped: {each['skipped']}")
             continue
-        ratio, agreement = each["ratio"], each["agreement"]
-        parts = [each["library"], f"{min(ratio.values):.2f} to {max(ratio.values):.2f}x"]
+        rate, ratio, agreement = each["output_tokens_per_second"], each["ratio"], each["agreement"]
+        least, most = min(rate.values), max(rate.values)
+        parts = [each["library"], f"{least:,.0f} to {most:,.0f} output tok/s"]
+        parts.append(f"{min(ratio.values):.2f} to {max(ratio.values):.2f}x")
         if agreement is not None and agreement["first_difference"] is not None:
             first, middle = agreement["first_difference"], agreement["median_difference"]
             parts.append(f"answers that differ do so from token {first} on, or later (median {middle})")
