@@ -16,7 +16,7 @@ MODELS = {"object": "list", "data": [{"id": "fake", "max_model_len": 1024}]}
 
 @dataclass
 class Script:
-    """One answer. `cut` closes the connection instead of ending the answer."""
+    """One answer. `cut` closes the connection instead of ending the answer; status 0 is no answer at all."""
 
     status: int = 200
     body: Any = None  # sent as JSON instead of events
@@ -85,6 +85,8 @@ class FakeServer:
 
 
 async def _play(script: Script, writer: asyncio.StreamWriter) -> None:
+    if script.status == 0:
+        return  # nothing at all
     if script.body is not None:
         is_text = isinstance(script.body, str)
         content = script.body.encode() if is_text else json.dumps(script.body).encode()

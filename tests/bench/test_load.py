@@ -237,3 +237,23 @@ def test_a_dead_worker_is_no_hang(server: FakeServer) -> None:
         with pytest.raises(ClusterError, match="ended in the middle"):
             run(made, server, "plain")
         assert time.monotonic() - start < 60
+
+
+def test_a_connection_that_was_closed_while_idle_costs_no_request() -> None:
+    """The server closes it after an answer that promised to keep it."""
+    asked: list[int] = []
+
+    def once(body: dict[str, Any]) -> Script:
+        asked.append(1)
+        return stream(2) if len(asked) != 2 else Script(cut=True, status=0)
+
+    async def ask(target: Target) -> list[RequestRecord]:
+        client, records = Client(target), [RequestRecord() for _ in range(3)]
+        for record in records:
+            await client.send(target.encode({"prompt": "plain"}), record)
+        client.close()
+        return records
+
+    with run_fake_server(once) as short:
+        records = asyncio.run(ask(Target.parse(short.url, "/v1/completions")))
+    assert [record.error for record in records] == [None, None, None] and len(asked) == 4

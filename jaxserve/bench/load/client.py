@@ -117,9 +117,7 @@ class _Connection(asyncio.Protocol):
         if self._record is None or self._reader is None:
             return
         if self._record.status == 0:
-            self._fail(
-                error if isinstance(error, OSError) else ClosedEarlyError("no answer: the connection was closed")
-            )
+            self._fail(ClosedEarlyError(f"no answer: {error or 'the connection was closed'}"))
         elif self._reader.is_done:
             self._end(self._clock())  # the end of the connection is the end of such an answer
         else:
