@@ -81,7 +81,7 @@ def make_table(figures: dict[str, Any]) -> Table:
         table.add_column(name, justify="right")
     for each in figures["participants"]:
         if "ratio" in each:
-            cells = [f"{each[name].median:,.0f}" for name in ("output_tokens_per_second", "tokens_per_second")]
+            cells = [_show_rate(each[name].median) for name in ("output_tokens_per_second", "tokens_per_second")]
             equal = _show_agreement(each["agreement"])
             table.add_row(each["name"], str(each["dtype"]), *cells, f"{each['ratio'].median:.2f}x", equal)
     return table
@@ -97,7 +97,7 @@ def list_notes(figures: dict[str, Any]) -> list[str]:
             continue
         rate, ratio, agreement = each["output_tokens_per_second"], each["ratio"], each["agreement"]
         least, most = min(rate.values), max(rate.values)
-        parts = [each["library"], f"{least:,.0f} to {most:,.0f} output tok/s"]
+        parts = [each["library"], f"{_show_rate(least)} to {_show_rate(most)} output tok/s"]
         parts.append(f"{min(ratio.values):.2f} to {max(ratio.values):.2f}x")
         if agreement is not None and agreement["first_difference"] is not None:
             first, middle = agreement["first_difference"], agreement["median_difference"]
@@ -106,6 +106,10 @@ def list_notes(figures: dict[str, Any]) -> list[str]:
             parts.append("its own answers change from run to run")
         notes.append(f"{each['name']}: {'; '.join(filter(None, parts))}.")
     return notes
+
+
+def _show_rate(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}"
 
 
 def _show_agreement(agreement: dict[str, Any] | None) -> str:
