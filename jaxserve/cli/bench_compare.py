@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +65,8 @@ def _run_compare(command: argparse.ArgumentParser, args: argparse.Namespace) -> 
     sizes = {name: size for name, size in _DRY_RUN.items() if is_random or not name.startswith("random")}
     args = fill_dry_run(args, command, sizes)
     paths, participants, comparison = read_report_paths(args, "compare"), read_participants(args), read_comparison(args)
-    outcomes = compare(comparison, participants)
+    with end_by_signal():
+        outcomes = compare(comparison, participants)
     figures = summarize(comparison, outcomes)
     console = Console(highlight=False)
     console.print(make_table(figures))
@@ -71,6 +76,24 @@ def _run_compare(command: argparse.ArgumentParser, args: argparse.Namespace) -> 
         args, "compare", describe_environment(has_devices=False), figures, failures=list_failures(outcomes)
     )
     return finish(report, paths)
+
+
+@contextmanager
+def end_by_signal() -> Iterator[None]:
+    """Makes SIGTERM an exit, which ends the participants; those that are stopped would stay for ever."""
+
+    def leave(number: int, frame: object) -> None:
+        del frame
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def read_participants(args: argparse.Namespace) -> list[Participant]:

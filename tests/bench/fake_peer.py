@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import protocol
@@ -15,6 +16,9 @@ def load(job):
         raise ValueError("cannot read\nthe model")
     if how == "exit":
         raise SystemExit(3)
+    if "pids" in job["options"]:
+        with open(job["options"]["pids"], "a", encoding="utf-8") as file:
+            file.write(f"{os.getpid()}\n")
     turns = []
 
     def run(requests):

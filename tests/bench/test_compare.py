@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -26,6 +28,7 @@ from jaxserve.cli import main
 from jaxserve.errors import ConfigError
 from tests.programs import PROGRAMS
 
+ROOT = Path(__file__).parents[2]
 FAKE = Path(__file__).with_name("fake_peer.py")
 REQUESTS = [BenchRequest((1,) * length, None, length, output) for length, output in ((3, 4), (5, 2), (130, 6))]
 
@@ -92,6 +95,28 @@ def test_an_interpreter_that_is_not_there() -> None:
     (outcome,), figures = run(Participant.parse_peer("vllm=/none/python"))
     assert "cannot be started" in str(outcome.skipped) and figures["compared_with"] is None
     assert list_failures([outcome]) == ["no participant ran in every round"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what became of a process")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_comparison_that_is_ended_leaves_nobody_behind(tmp_path: Path, number: int) -> None:
+    """Nor a participant that is stopped, which would stay for ever."""
+    pids = tmp_path / "pids"
+    code = (
+        "import sys; from jaxserve.cli import main; main(['bench', 'compare', '--num-prompts', '2', '--num-iters', '1',"
+        f"'--with', 'jaxserve: dtype=nonsense', '--peer', '{FAKE}={sys.executable}: pids={pids}',"
+        f"'--peer', '{FAKE}={sys.executable}: pids={pids}, how=hang'])"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while (not pids.exists() or len(pids.read_text().split()) < 2) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    found = [int(pid) for pid in pids.read_text().split()]
+    process.send_signal(number)
+    process.wait(60)
+    while any(Path(f"/proc/{pid}").exists() for pid in found) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(found) == 2 and not [pid for pid in found if Path(f"/proc/{pid}").exists()]
 
 
 def test_a_program_compiled_inside_the_clock_is_a_failure() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -29,6 +30,7 @@ def main(load):
         replies.write(json.dumps(message) + "\n")
         replies.flush()
 
+    end_with_parent()
     job = json.loads(sys.stdin.readline())
     try:
         limit_threads(job["threads"])
@@ -54,6 +56,14 @@ def main(load):
         more = found if isinstance(found, dict) else {"outputs": found}
         reply(seconds=seconds, cpu_seconds=time.process_time() - cpu, **more)
     os._exit(0)  # libraries leave threads that never end
+
+
+def end_with_parent():
+    """Has Linux end this process when its parent is gone: one that is stopped does not see the end of its stdin."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
 
 
 def limit_threads(count):
