@@ -244,6 +244,11 @@ def read_api_keys() -> tuple[str, ...]:
     return tuple(key for key in os.environ.get("JAXSERVE_API_KEY", "").split(",") if key)
 
 
+def read_client_key() -> str:
+    """Returns the key that a client of an OpenAI server sends, from OPENAI_API_KEY; "": none."""
+    return os.environ.get("OPENAI_API_KEY", "")
+
+
 def read_compiler_flags() -> dict[str, str]:
     """Returns the variables by which users change what compilers make."""
     return {name: os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}

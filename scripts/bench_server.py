@@ -2,7 +2,7 @@
 
 The server runs in a process of its own on a device that takes a fixed time for each step and computes nothing
 (`bench_server_null.py`); tokenizer, scheduler, detokenizing, application and HTTP are real. The client is this process,
-as light as Python allows. Three things are measured:
+the load generator of `jaxserve bench serve`. Three things are measured:
 
 1. The server's CPU microseconds per chunk for each number of streams: of the whole process, less its idle CPU time, and
    of its event loop alone (the rest is mostly the engine's thread, which works without HTTP as well).
@@ -20,25 +20,23 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import uvloop
-from bench_server_load import (
-    PROGRAM,
-    ServerProcess,
-    Wave,
-    count_cores,
-    make_chat_request,
-    make_completion_request,
-    read_busy,
-    run_server,
-)
+from bench_server_process import PROGRAM, ServerProcess, count_cores, read_busy, run_server
 from rich.console import Console
 from rich.table import Table
 
+from jaxserve.bench.load.client import Client
+from jaxserve.bench.load.records import RequestRecord
+from jaxserve.bench.load.target import ENDPOINTS, Target
+
 CONTEXT = 1900  # tokens that an answer of the demo model can have
 SETTLE_SECONDS, IDLE_SECONDS = 1.0, 2.0
+BEGIN_SECONDS = 120.0  # in which all streams have to begin
 FIRST_SAMPLES = 64  # least number of measured times to the first event
 AIM_US, AIM_TAX = 20, 0.05
 QUANTILES = (0.5, 0.9, 0.99)
@@ -49,6 +47,69 @@ PROFILED = {"MainThread": "event loop", "jaxserve-engine": "engine's thread"}
 def make_prompt(index: int) -> str:
     """Returns a prompt of some dozens of tokens that shares no page with other prompts."""
     return f"{index}: Tell me a story about a cat, a dog and {index % 97} birds that live in the same old house."
+
+
+class Streams:
+    """Greedy answers that begin together, each on a connection of its own."""
+
+    def __init__(self, port: int, prompts: Sequence[str], max_tokens: int, *, is_chat: bool = True) -> None:
+        target = Target("127.0.0.1", port, ENDPOINTS["openai-chat" if is_chat else "openai"])
+        common = {"max_tokens": max_tokens, "stream": True, "ignore_eos": True, "temperature": 0}
+        self.records = [RequestRecord() for _ in prompts]
+        self._client = Client(target, clock=time.perf_counter)
+        self._requests = []
+        for prompt in prompts:
+            body = {"messages": [{"role": "user", "content": prompt}]} if is_chat else {"prompt": prompt}
+            self._requests.append(target.encode(body | common))
+        self._tasks: list[asyncio.Future[None]] = []
+
+    async def begin(self) -> None:
+        """Sends all requests and waits for the first chunk of each."""
+        pairs = zip(self._requests, self.records, strict=True)
+        self._tasks = [asyncio.ensure_future(self._client.send(*pair)) for pair in pairs]
+        deadline = time.perf_counter() + BEGIN_SECONDS
+        while not all(record.chunk_times for record in self.records):
+            self._check()
+            if time.perf_counter() > deadline:
+                raise RuntimeError(f"not all streams have begun after {BEGIN_SECONDS:g} s")
+            await asyncio.sleep(0.005)
+
+    async def finish(self) -> None:
+        """Waits until every answer has ended; RuntimeError when one was refused or cut short."""
+        await asyncio.wait_for(asyncio.gather(*self._tasks), 600)
+        self._check()
+        self._client.close()
+
+    async def close(self) -> None:
+        """Aborts all streams."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._client.close()
+
+    @property
+    def num_ended(self) -> int:
+        """Streams that have ended."""
+        return sum(task.done() for task in self._tasks)
+
+    def first_times(self) -> list[float]:
+        """Returns the seconds from each request to its first chunk."""
+        return [record.ttft for record in self.records]
+
+    def read_window(self, start: float, end: float) -> tuple[int, list[float]]:
+        """Returns the chunks between two times, and the seconds between those of one stream."""
+        gaps: list[float] = []
+        count = 0
+        for record in self.records:
+            times = [each for each in record.chunk_times if start <= each < end]
+            count += len(times)
+            gaps += [after - before for before, after in pairwise(times)]
+        return count, gaps
+
+    def _check(self) -> None:
+        failed = next((record.error for record in self.records if record.error is not None), None)
+        if failed is not None:
+            raise RuntimeError(f"a stream was refused or cut short: {failed}")
 
 
 async def measure_idle(server: ServerProcess) -> float:
@@ -63,8 +124,7 @@ async def measure_first(server: ServerProcess, streams: int, samples: int) -> li
     """Returns the seconds to first events in waves of streams, one wave after the other."""
     found: list[float] = []
     while len(found) < samples:
-        requests = [make_chat_request(at, 2, make_prompt(len(found) + at)) for at in range(streams)]
-        wave = Wave(server.port, requests)
+        wave = Streams(server.port, [make_prompt(len(found) + at) for at in range(streams)], 2)
         await wave.begin()
         await wave.finish()
         found += wave.first_times()
@@ -73,16 +133,14 @@ async def measure_first(server: ServerProcess, streams: int, samples: int) -> li
 
 async def measure_streams(server: ServerProcess, streams: int, seconds: float, idle: float) -> dict[str, Any]:
     """Returns the figures of a window in which all streams run and none begins or ends."""
-    wave = Wave(server.port, [make_chat_request(at, CONTEXT, make_prompt(at)) for at in range(streams)])
+    wave = Streams(server.port, [make_prompt(at) for at in range(streams)], CONTEXT)
     await wave.begin()
     await asyncio.sleep(SETTLE_SECONDS)
     tokens_before, tokens_start = await asyncio.to_thread(server.read_generated), time.perf_counter()
     if server.profile is not None:
         server.toggle_profile()
     before, client, busy, start = server.read_cpu(), time.process_time(), read_busy(), time.perf_counter()
-    wave.records = True
     await asyncio.sleep(seconds)
-    wave.records = False
     after, client, taken = server.read_cpu(), time.process_time() - client, time.perf_counter() - start
     busy = read_busy() - busy
     if server.profile is not None:
@@ -91,7 +149,7 @@ async def measure_streams(server: ServerProcess, streams: int, seconds: float, i
     tokens_rate = tokens / (time.perf_counter() - tokens_start)
     num_ended = wave.num_ended
     await wave.close()
-    used, chunks = after.process - before.process - idle * taken, wave.num_events
+    used, (chunks, gaps) = after.process - before.process - idle * taken, wave.read_window(start, start + taken)
     loop = after.event_loop - before.event_loop
     found = {
         "streams": streams,
@@ -107,7 +165,7 @@ async def measure_streams(server: ServerProcess, streams: int, seconds: float, i
         "client_cores": client / taken,
         "other_cores": (busy - client - after.process + before.process) / taken,
         "ttft": wave.first_times(),
-        "itl": find_quantiles(wave.gaps),
+        "itl": find_quantiles(gaps),
     }
     if server.profile is not None:
         found["profile"] = await asyncio.to_thread(server.read_profile)
@@ -147,8 +205,8 @@ async def measure_tax(args: argparse.Namespace) -> dict[str, Any]:
     with run_server(streams, args.ms) as server:
         await measure_first(server, 1, 4)
         for _ in range(args.repeats):
-            requests = [make_completion_request(at, tokens, make_prompt(at)) for at in range(streams)]
-            wave, start = Wave(server.port, requests), time.perf_counter()
+            prompts = [make_prompt(at) for at in range(streams)]
+            wave, start = Streams(server.port, prompts, tokens, is_chat=False), time.perf_counter()
             cpu = server.read_cpu().process
             await wave.begin()
             await wave.finish()

@@ -1,0 +1,116 @@
+"""The figures and the table of a comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxserve.bench.compare import Agreement, Comparison, Outcome
+from jaxserve.bench.report import Spread
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def find_base(outcomes: Sequence[Outcome]) -> Outcome | None:
+    """Returns the participant that others are compared with: the first that ran in every round."""
+    return next((each for each in outcomes if each.is_measured), None)
+
+
+def summarize(comparison: Comparison, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Returns the figures of a report. Ratios are of tokens/s within one round, so that a slow minute is in both."""
+    requests, base = comparison.requests, find_base(outcomes)
+    return {
+        "model": comparison.model,
+        "dtype": comparison.dtype,
+        "rows": comparison.rows,
+        "threads": comparison.threads,
+        "max_model_len": comparison.max_model_len,
+        "num_requests": len(requests),
+        "num_prompt_tokens": sum(request.num_prompt_tokens for request in requests),
+        "num_cut": sum(request.is_cut for request in requests),
+        "compared_with": None if base is None else base.participant.name,
+        "participants": [_describe(comparison, outcome, base) for outcome in outcomes],
+    }
+
+
+def _describe(comparison: Comparison, outcome: Outcome, base: Outcome | None) -> dict[str, Any]:
+    participant = outcome.participant
+    found: dict[str, Any] = {
+        "name": participant.name,
+        "options": {name: value for name, value in participant.options.items() if name != "api_key"},
+        "dtype": outcome.facts.get("dtype", participant.dtype or comparison.dtype),
+        "threads": outcome.facts.get("threads", comparison.threads),
+        "library": outcome.facts.get("library"),
+        "skipped": outcome.skipped,
+    }
+    if not outcome.is_measured or base is None:
+        return found
+    tokens, prompts = outcome.num_tokens, sum(request.num_prompt_tokens for request in comparison.requests)
+    agreement = Agreement.of(outcome.outputs[0], base.outputs[0])
+    pairs = zip(outcome.seconds, base.seconds, strict=True)
+    return found | {
+        "elapsed_time": Spread.of(outcome.seconds),
+        "num_output_tokens": tokens,
+        "output_tokens_per_second": Spread.of([tokens / each for each in outcome.seconds]),
+        "tokens_per_second": Spread.of([(tokens + prompts) / each for each in outcome.seconds]),
+        "ratio": Spread.of([tokens / mine * theirs / base.num_tokens for mine, theirs in pairs]),
+        "agreement": None if agreement is None else asdict(agreement),
+        "repeats_itself": all(each == outcome.outputs[0] for each in outcome.outputs),
+        "num_compiled": outcome.num_compiled,
+    }
+
+
+def list_failures(outcomes: Sequence[Outcome]) -> list[str]:
+    """Returns one line for each figure that is none: a program compiled inside the clock, no participant at all."""
+    text = "programs were compiled inside the clock; its time is not that of serving"
+    found = [f"{each.participant.name}: {each.num_compiled} {text}" for each in outcomes if each.num_compiled]
+    return found if find_base(outcomes) is not None else [*found, "no participant ran in every round"]
+
+
+def make_table(figures: dict[str, Any]) -> Table:
+    """Returns the table of all participants that ran."""
+    from rich.table import Table
+
+    size = f"{figures['num_requests']} requests, {figures['rows']} at once, {figures['threads']} threads"
+    table = Table(title=f"{Path(figures['model']).name}: {size}")
+    table.add_column("", overflow="fold")
+    for name in ("dtype", "output tok/s", "tok/s", f"of {figures['compared_with']}", "equal"):
+        table.add_column(name, justify="right")
+    for each in figures["participants"]:
+        if "ratio" in each:
+            cells = [_show_rate(each[name].median) for name in ("output_tokens_per_second", "tokens_per_second")]
+            equal = _show_agreement(each["agreement"])
+            table.add_row(each["name"], str(each["dtype"]), *cells, f"{each['ratio'].median:.2f}x", equal)
+    return table
+
+
+def list_notes(figures: dict[str, Any]) -> list[str]:
+    """Returns one line for each participant: its versions, spreads, where its answers differ, or why it was
+    skipped."""
+    notes = []
+    for each in figures["participants"]:
+        if each["skipped"] is not None:
+            notes.append(f"{each['name']}: skipped: {each['skipped']}")
+            continue
+        rate, ratio, agreement = each["output_tokens_per_second"], each["ratio"], each["agreement"]
+        least, most = min(rate.values), max(rate.values)
+        parts = [each["library"], f"{_show_rate(least)} to {_show_rate(most)} output tok/s"]
+        parts.append(f"{min(ratio.values):.2f} to {max(ratio.values):.2f}x")
+        if agreement is not None and agreement["first_difference"] is not None:
+            first, middle = agreement["first_difference"], agreement["median_difference"]
+            parts.append(f"answers that differ do so from token {first} on, or later (median {middle})")
+        if not each["repeats_itself"]:
+            parts.append("its own answers change from run to run")
+        notes.append(f"{each['name']}: {'; '.join(filter(None, parts))}.")
+    return notes
+
+
+def _show_rate(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}"
+
+
+def _show_agreement(agreement: dict[str, Any] | None) -> str:
+    return "no ids" if agreement is None else f"{agreement['num_equal']} of {agreement['num_compared']}"

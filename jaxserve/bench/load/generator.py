@@ -1,0 +1,118 @@
+"""The parent of the load generator's processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from types import TracebackType
+
+from jaxserve.bench.load.records import RequestRecord
+from jaxserve.bench.load.target import Target
+from jaxserve.bench.load.worker import Share, ShareOutcome, run_worker
+from jaxserve.errors import ClusterError
+
+_LEAD_SECONDS = 0.3  # between the order to start and the start
+_END_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class LoadOutcome:
+    """The records of all requests, in the order in which they were given, and what the client itself used."""
+
+    records: list[RequestRecord]
+    start: float  # a time of the monotonic clock
+    seconds: float  # from there to the end of the last request
+    worker_cores: tuple[float, ...]  # the share of a core that each process used
+    cpu_seconds: float  # of all processes
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks with output."""
+        return sum(len(record.chunk_times) for record in self.records)
+
+    @property
+    def lags(self) -> list[float]:
+        """Seconds by which the client sent requests late; of those that were not due at the start."""
+        return [max(0.0, record.sent - record.due) for record in self.records if record.end and record.due > self.start]
+
+
+class LoadGenerator:
+    """Processes that wait for work; a context manager. They are started once, so no start is inside a clock."""
+
+    def __init__(self, num_processes: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._workers: list[tuple[BaseProcess, Connection]] = []
+        for _ in range(num_processes):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=run_worker, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    def __enter__(self) -> LoadGenerator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process, pipe in self._workers:
+            pipe.close()
+            if kind is not None:
+                process.terminate()
+        for process, _ in self._workers:
+            process.join(_END_SECONDS)
+
+    def run(
+        self,
+        target: Target,
+        requests: Sequence[bytes],
+        arrivals: Sequence[float],
+        *,
+        max_concurrency: int | None = None,
+        timeout: float = 600.0,
+        keeps_text: bool = False,
+    ) -> LoadOutcome:
+        """Sends all requests, and returns when the last has ended.
+
+        Args:
+            target: the server.
+            requests: what `Target.encode` made.
+            arrivals: seconds after the start, in ascending order.
+            max_concurrency: requests under way, shared out among the processes.
+            timeout: seconds that one request may take.
+            keeps_text: whether records have the answers' texts.
+
+        Raises:
+            ClusterError: a process of the load generator ended.
+        """
+        active = self._workers[: max(1, min(len(self._workers), len(requests), max_concurrency or len(requests)))]
+        count = len(active)
+        limits = [None if max_concurrency is None else _share(max_concurrency, count, at) for at in range(count)]
+        try:
+            for at, (_, pipe) in enumerate(active):
+                mine = tuple(requests[at::count]), tuple(arrivals[at::count])
+                pipe.send(Share(target, *mine, limits[at], timeout, keeps_text))
+            for _, pipe in active:
+                pipe.recv()
+            start = time.monotonic() + _LEAD_SECONDS
+            for _, pipe in active:
+                pipe.send(start)
+            shares: list[ShareOutcome] = [pipe.recv() for _, pipe in active]
+        except (EOFError, OSError) as error:
+            message = "one of them ended in the middle of a run; is there enough memory?"
+            raise ClusterError(message, field="num_processes", value=len(self._workers)) from error
+        records = [RequestRecord()] * len(requests)
+        for at, share in enumerate(shares):
+            records[at::count] = share.records
+        end = max((record.end for record in records), default=start)
+        cores = tuple(share.cpu_seconds / share.seconds if share.seconds else 0.0 for share in shares)
+        return LoadOutcome(records, start, end - start, cores, sum(share.cpu_seconds for share in shares))
+
+
+def _share(total: int, count: int, at: int) -> int:
+    """Returns the part of `total` that the process number `at` of `count` gets."""
+    return total // count + (at < total % count)
