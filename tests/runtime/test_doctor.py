@@ -18,6 +18,7 @@ from jaxserve.models.registry import parse_config
 from jaxserve.presets import load_preset
 from jaxserve.runtime import doctor
 from jaxserve.runtime.doctor import Check, Finding, Seen, list_checks, print_report, run_checks
+from pallas_kernels.cpu import library
 from tests.test_devices import break_jax
 
 
@@ -41,8 +42,17 @@ def test_a_sound_machine(tmp_path: Path) -> None:
     findings = examine(tmp_path / "xla")
     assert list_by_status(findings).keys() <= {"ok", "note"}, findings
     assert "x cpu, " in findings["Devices"].text
-    assert findings["Attention"].text.startswith("xla: ") and "28 layers" in findings["Model"].text
+    impl = "xla" if library.find_obstacle() else "cpu"
+    assert findings["Attention"].text.startswith(f"{impl}: ") and "28 layers" in findings["Model"].text
     assert "0 files" in findings["Compile cache"].text and list((tmp_path / "xla").iterdir()) == []
+
+
+def test_a_cpu_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "COMPILERS", ("no-such-compiler",))
+    monkeypatch.setattr(library, "_state", {"obstacle": "not loaded", "product_rows": 0})
+    finding = examine(tmp_path)["Attention"]
+    assert finding.status == "note" and "there is no C++ compiler (no-such-compiler)" in finding.text
+    assert finding.advice.startswith("install a C++ compiler")
 
 
 def test_devices_that_cannot_be_had(
