@@ -51,7 +51,7 @@ def choose_products(model: DecoderConfig, num_devices: int, platform: str, devic
 
 def confirm_products(model: DecoderConfig, device: jax.Device) -> DecoderConfig:
     """Returns the model as it is if its kernels agree with XLA on the device, else with XLA's products."""
-    if model.few_rows and (fault := find_product_fault(model.few_rows)) is not None:
+    if model.few_rows and (fault := find_product_fault(model.few_rows, model.dtype)) is not None:
         _log.warning("products of few rows: XLA's, as the CPU kernel failed its self-test: %s", fault)
         model = replace(model, few_rows=0)
     impl = model.products.impl

@@ -270,7 +270,7 @@ def _choose_few_rows(config: EngineConfig, model: DecoderConfig, platform: str) 
     """Returns the most rows of products that the CPU's library makes; compilers cannot split them over a mesh."""
     is_used = platform == "cpu" and config.compile.attention_impl in _CPU_KERNELS
     is_whole = config.parallel.tensor_parallel_size == 1
-    return max_product_rows() if is_used and is_whole and model.dtype == "bfloat16" else 0
+    return max_product_rows(model.dtype) if is_used and is_whole else 0
 
 
 def _choose_attention(

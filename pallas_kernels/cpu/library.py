@@ -25,11 +25,12 @@ FOLDER = Path(__file__).parent
 SOURCES = tuple(FOLDER / name for name in ("paged_attention.cc", "product.cc"))
 COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = ("-std=c++20", "-O3", "-march=native", "-shared", "-fPIC", "-w")
+_PRODUCT_DTYPES = "float32", "bfloat16"
 ATTENTION, PRODUCT = "JaxservePagedAttention", "JaxserveProduct"  # the calls
 _COMPILE_SECONDS = 120
 
 _lock = threading.Lock()
-_state: dict[str, Any] = {"obstacle": "its library is not loaded", "product_rows": 0}  # of this process
+_state: dict[str, Any] = {"obstacle": "its library is not loaded", "product_rows": {}}  # of this process
 
 
 def find_obstacle() -> str | None:
@@ -38,9 +39,9 @@ def find_obstacle() -> str | None:
     return obstacle
 
 
-def max_product_rows() -> int:
+def max_product_rows(dtype: str) -> int:
     """Returns the most rows with which the library's product is faster than XLA's here; 0 if it cannot be called."""
-    rows: int = _state["product_rows"]
+    rows: int = _state["product_rows"].get(dtype, 0)
     return rows
 
 
@@ -67,7 +68,8 @@ def _try_to_register(directory: Path | None) -> str | None:
     try:
         library = ctypes.CDLL(str(path))
         handlers = {call: getattr(library, call) for call in (ATTENTION, PRODUCT)}
-        _state["product_rows"] = ctypes.c_int.in_dll(library, "JaxserveProductRows").value
+        rows = (ctypes.c_int * len(_PRODUCT_DTYPES)).in_dll(library, "JaxserveProductRows")
+        _state["product_rows"] = dict(zip(_PRODUCT_DTYPES, rows, strict=True))
     except (OSError, AttributeError, ValueError) as error:
         return f"its library cannot be loaded: {error}"
     for call, handler in handlers.items():

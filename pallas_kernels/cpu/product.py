@@ -1,7 +1,7 @@
-"""Products of few bfloat16 rows, by the library of this room.
+"""Products of few rows, by the library of this room.
 
-XLA's own product of few rows reads a matrix at a fraction of the memory's rate (jax 0.12.0.1), and one of a single row
-first converts the whole matrix.
+XLA's own product of few rows reads a matrix at a fraction of the memory's rate, and one of a single bfloat16 row first
+converts the whole matrix (jax 0.12.0.1).
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import jax.numpy as jnp
 
 from pallas_kernels.cpu import library
 
-_COLUMNS = 32  # whose sums a task holds in registers
+_COLUMNS = {"float32": 64, "bfloat16": 32}  # whose sums a task holds in registers
 _TOLERANCE = 1e-5
 
 
 def suits(x: jax.Array, w: jax.Array) -> bool:
     """Whether `multiply_few_rows` takes them, however many rows there are."""
-    return x.dtype == w.dtype == jnp.bfloat16 and w.shape[-2] % 2 == 0 and w.shape[-1] % _COLUMNS == 0
+    columns = _COLUMNS.get(x.dtype.name)
+    return columns is not None and w.dtype == x.dtype and w.shape[-2] % 2 == 0 and w.shape[-1] % columns == 0
 
 
 def multiply_few_rows(x: jax.Array, w: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -27,11 +28,11 @@ def multiply_few_rows(x: jax.Array, w: jax.Array, dtype: jnp.dtype) -> jax.Array
     return call(x, w)
 
 
-def find_fault(rows: int) -> str | None:
-    """Returns how products of `rows` rows differ from XLA's, in words for users; None if they agree."""
+def find_fault(rows: int, dtype: str) -> str | None:
+    """Returns how products of `rows` rows of a type differ from XLA's, in words for users; None if they agree."""
     keys = jax.random.split(jax.random.key(0))
-    x = jax.random.normal(keys[0], (rows, 66), jnp.bfloat16)
-    w = jax.random.normal(keys[1], (2, 66, 9 * _COLUMNS), jnp.bfloat16)
+    x = jax.random.normal(keys[0], (rows, 66), dtype)
+    w = jax.random.normal(keys[1], (2, 66, 9 * _COLUMNS[dtype]), dtype)
     found = jax.jit(multiply_few_rows, static_argnames="dtype")(x, w, dtype=jnp.float32)
     expected = jnp.einsum("tk,pkn->ptn", x.astype(jnp.float32), w.astype(jnp.float32), precision="highest")
     error = float(jnp.max(jnp.abs(found - expected)) / jnp.max(jnp.abs(expected)))

@@ -26,6 +26,7 @@ struct BFloat16 {
   uint16_t bits;
 };
 
+inline float ToFloat(float x) { return x; }
 inline float ToFloat(BFloat16 x) {
   uint32_t word = uint32_t{x.bits} << 16;
   float value;

@@ -1,4 +1,4 @@
-"""Products of few bfloat16 rows by the CPU's library, against NumPy."""
+"""Products of few rows by the CPU's library, against NumPy."""
 
 from __future__ import annotations
 
@@ -18,18 +18,24 @@ from tests.examples import scale_examples
 from tests.pallas_kernels.cpu_library import BUILT
 
 pytestmark = BUILT
-SHAPES = [(2, 32), (66, 288), (3, 130, 96), (1, 64, 256)]  # less and more than a strip of columns or a block of rows
+SHAPES = [(2, 64), (66, 576), (3, 130, 192), (1, 64, 512)]  # less and more than a strip of columns or a block of rows
 multiply = jax.jit(product.multiply_few_rows, static_argnames="dtype")
 
 
-def draw(seed: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.bfloat16)
+def draw(seed: int, *shape: int, dtype: str = "bfloat16") -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
 @settings(max_examples=scale_examples(50), deadline=None)
-@given(rows=st.integers(1, 33), shape=st.sampled_from(SHAPES), wide=st.booleans(), seed=st.integers(0, 2**32 - 1))
-def test_products(rows: int, shape: tuple[int, ...], wide: bool, seed: int) -> None:
-    x, w = draw(seed, rows, shape[-2]), draw(seed + 1, *shape)
+@given(
+    rows=st.integers(1, 33),
+    shape=st.sampled_from(SHAPES),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    wide=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_products(rows: int, shape: tuple[int, ...], dtype: str, wide: bool, seed: int) -> None:
+    x, w = draw(seed, rows, shape[-2], dtype=dtype), draw(seed + 1, *shape, dtype=dtype)
     out = multiply(x, w, dtype=jnp.float32 if wide else jnp.bfloat16)
     expected = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
     assert out.shape == expected.shape and out.dtype == (jnp.float32 if wide else jnp.bfloat16)
@@ -51,21 +57,23 @@ def test_linear_takes_it_for_few_rows_of_what_it_suits() -> None:
         program = jax.jit(lambda x, w: linear(context, {"weight": w}, x, **options))
         return library.PRODUCT in program.lower(x, jnp.ones(shape, dtype)).as_text()
 
-    assert calls(8, (64, 96)) and calls(1, (3, 64, 96))
-    assert not calls(9, (64, 96)) and not calls(8, (64, 96), few_rows=0)
-    assert not calls(8, (64, 96), "float32") and not calls(8, (64, 96), transposed=True)
-    assert not calls(8, (63, 96)) and not calls(8, (64, 90))
+    for dtype in ("float32", "bfloat16"):
+        assert calls(8, (64, 192), dtype) and calls(1, (3, 64, 192), dtype)
+        assert not calls(9, (64, 192), dtype) and not calls(8, (64, 192), dtype, few_rows=0)
+        assert not calls(8, (64, 192), dtype, transposed=True)
+        assert not calls(8, (63, 192), dtype) and not calls(8, (64, 90), dtype)
+    assert not calls(8, (64, 192), "float16")
 
 
 def test_a_fault_is_found() -> None:
-    assert product.find_fault(4) is None
+    assert product.find_fault(4, "float32") is None and product.find_fault(4, "bfloat16") is None
     with mock.patch.object(product, "multiply_few_rows", lambda x, w, dtype: (x @ w).astype(dtype) * 1.01):
-        assert "differ by 0.0" in (product.find_fault(4) or "")
-    assert library.max_product_rows() >= 2
+        assert "differ by 0.0" in (product.find_fault(4, "bfloat16") or "")
+    assert library.max_product_rows("bfloat16") >= 2 and not library.max_product_rows("float16")
 
 
 @pytest.mark.parametrize("rows", [2, 32])
 def test_an_answer_does_not_depend_on_other_rows(rows: int) -> None:
-    x, w = draw(2, rows, 66), draw(3, 66, 288)
+    x, w = draw(2, rows, 66), draw(3, 66, 576)
     alone = multiply(jnp.zeros_like(x).at[1].set(x[1]), w, dtype=jnp.float32)
     np.testing.assert_array_equal(alone[1], multiply(x, w, dtype=jnp.float32)[1])
