@@ -116,7 +116,7 @@ def add_dataset_flags(
             group.add_argument(spelled, type=kind, default=None, metavar=metavar, help=text + note)
 
 
-def read_dataset_options(args: argparse.Namespace) -> DatasetOptions:
+def read_options(args: argparse.Namespace) -> DatasetOptions:
     """Returns the options of the flags.
 
     Raises:

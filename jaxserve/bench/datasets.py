@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from jaxserve.bench.dataset_options import DATASETS, DatasetOptions, add_dataset_flags, read_dataset_options
+from jaxserve.bench.dataset_options import DATASETS, DatasetOptions, add_dataset_flags, read_options
 from jaxserve.bench.prompts import SOURCES, BenchRequest, PromptMaker
 
 if TYPE_CHECKING:
@@ -19,6 +20,18 @@ __all__ = [
     "make_requests",
     "read_dataset_options",
 ]
+
+
+def read_dataset_options(args: argparse.Namespace) -> DatasetOptions:
+    """Returns the options of the flags. A file is read once for its faults, before anything slow.
+
+    Raises:
+        ConfigError: a value is wrong, a flag is of another dataset, or the file is missing, empty or malformed.
+    """
+    options = read_options(args)
+    if options.dataset_path is not None:
+        make_requests(options, vocab_size=2)
+    return options
 
 
 def make_requests(
