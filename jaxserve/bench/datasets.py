@@ -23,13 +23,13 @@ __all__ = [
 
 
 def read_dataset_options(args: argparse.Namespace) -> DatasetOptions:
-    """Returns the options of the flags. A file is read once for its faults, before anything slow.
+    """Returns the options of the flags. A trace is read once for its faults, before anything slow.
 
     Raises:
-        ConfigError: a value is wrong, a flag is of another dataset, or the file is missing, empty or malformed.
+        ConfigError: a value is wrong, a flag is of another dataset, a file is missing, or a trace empty or malformed.
     """
     options = read_options(args)
-    if options.dataset_path is not None:
+    if options.name == "trace":
         make_requests(options, vocab_size=2)
     return options
 

