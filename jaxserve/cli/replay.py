@@ -15,6 +15,8 @@ from jaxserve.errors import RecordingError, shorten
 
 if TYPE_CHECKING:
     from jaxserve.engine.build import BuiltRunner
+    from jaxserve.engine.model_files import ModelFiles
+    from jaxserve.models.base import DecoderConfig
     from jaxserve.runtime.replay import Difference, RecordingReader, ReplaySummary
 
 _NO_TOKEN = {None: "none", -1: "none: logits not finite", -2: "none: all forbidden", -3: "none: mask late"}
@@ -66,7 +68,7 @@ def _read_config(header: Mapping[str, Any], args: argparse.Namespace) -> EngineC
 def _build(header: Mapping[str, Any], config: EngineConfig) -> BuiltRunner:
     """Returns a runner like the recorded one; RecordingError names what differs, early if it can."""
     from jaxserve.engine.build import build_runner, make_cache_dir
-    from jaxserve.engine.model_files import locate_model, resolve_model
+    from jaxserve.engine.model_files import locate_model
     from jaxserve.engine.progress import choose_announce, show_progress
     from jaxserve.runtime.identity import describe_engine, describe_mesh, describe_model, digest_params
     from jaxserve.sharding import make_mesh
@@ -74,13 +76,24 @@ def _build(header: Mapping[str, Any], config: EngineConfig) -> BuiltRunner:
     config = make_cache_dir(config)
     files = locate_model(config.model)
     mesh = make_mesh(config.parallel.tensor_parallel_size)
-    _refuse_other(header, describe_mesh(mesh) | describe_model(resolve_model(config, files)))
+    _refuse_other(header, describe_mesh(mesh) | describe_model(_shape_model(config, files)))
     announce, pages = choose_announce(True), header["num_pages"]
     built = build_runner(config, files, progress=show_progress, announce=announce, num_pages=pages)
     all_params = built.runner.all_params
     here = describe_engine(built.shapes, built.plan, built.mesh, all_params, digest_params(all_params))
     _refuse_other(header, {name: value for name, value in here.items() if name != "options"})
     return built
+
+
+def _shape_model(config: EngineConfig, files: ModelFiles) -> DecoderConfig:
+    """Returns the model with the choices for the device here, as a recording describes it."""
+    import jax
+
+    from jaxserve.engine.model_files import resolve_model
+    from jaxserve.runtime.shapes import make_shapes
+
+    device = jax.local_devices()[0]
+    return make_shapes(config, resolve_model(config, files), device.platform, device.device_kind).model
 
 
 def _refuse_other(header: Mapping[str, Any], here: Mapping[str, Any]) -> None:
@@ -97,7 +110,7 @@ def _make_update(
     header: Mapping[str, Any], config: EngineConfig, built: BuiltRunner, checkpoints: list[str]
 ) -> Callable[[int], str]:
     """Returns the function that puts the n-th checkpoint in place of the weights and returns their digest."""
-    from jaxserve.engine.model_files import load_params, locate_model, resolve_model
+    from jaxserve.engine.model_files import load_params, locate_model
     from jaxserve.runtime.identity import describe_model, digest_params
 
     def update(index: int) -> str:
@@ -111,7 +124,7 @@ def _make_update(
         model = dataclasses.replace(config.model, model=checkpoints[index], load_format=load_format)
         updated = dataclasses.replace(config, model=model)
         files = locate_model(model)
-        _refuse_other(header, describe_model(resolve_model(updated, files)))
+        _refuse_other(header, describe_model(_shape_model(updated, files)))
         built.runner.params = None  # freed first: there may be no room for two
         built.runner.params = load_params(updated, files, built.shapes, built.mesh)
         return digest_params(built.runner.all_params)

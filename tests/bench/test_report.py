@@ -41,7 +41,7 @@ def test_a_spread_has_a_median_and_one_run_is_no_figure() -> None:
 def test_a_report_is_valid_and_keeps_secrets() -> None:
     args = parse("--api-key", "hush", "--output-json", "x.json")
     figures = {"rate": Spread.of([1, 2]), "rows": [{"ms": Spread.of([3])}], "none": None}
-    report = make_report(args, "serve", describe_environment(), figures, failures=["one"], secret=["api_key"])
+    report = make_report(args, "host", describe_environment(), figures, failures=["one"], secret=["api_key"])
     document = json.loads(json.dumps(report.to_document()))
     jsonschema.validate(document, read_schema())
     assert document["figures"]["rows"][0]["ms"]["values"] == [3] and document["failures"] == ["one"]
