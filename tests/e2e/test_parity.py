@@ -39,3 +39,11 @@ def test_older_config_spelling_is_the_same_model(name: str) -> None:
     case = load_case(name)
     assert case.legacy_config is not None
     assert parse_config(case.legacy_config) == parse_config(case.config)
+
+
+def test_portable_attention_gives_the_same_tokens() -> None:
+    """A CPU has it where there is no C++ compiler."""
+    case = load_case("gemma2")
+    llm = make_llm(case, attention_impl="xla")
+    assert llm.ready.shapes.impl == "xla" and llm.ready.shapes.model.few_rows == 0
+    assert generate_ids(llm, case.prompts, greedy(64)) == [list(ids) for ids in case.greedy]
