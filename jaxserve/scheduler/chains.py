@@ -72,9 +72,10 @@ def _compare_verified(
         elif accepted > length:
             length = accepted
         num_tokens += len(run)
-        sequence.num_draft_tokens += length
-        sequence.num_accepted_tokens += accepted
-        chains.append((length, accepted))
+        chain = length, accepted
+        chains.append(chain)
+        if length:
+            sequence.verified.append(chain)
         if not ids or ids[-1] < 0:
             ids = _trim(ids)  # noqa: PLW2901
         sequence.drafts = ids
