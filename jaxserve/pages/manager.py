@@ -202,10 +202,10 @@ class PageManager:
         self._extend_keys(pages, token_ids, num_full)
         for index in range(pages.num_published, num_full):
             key = pages.keys[index]
-            for pool, slots, entries in zip(self.pools, self.host.pools, pages.page_ids, strict=True):
+            for g, entries in enumerate(pages.page_ids):
                 if entries[index] != NULL_PAGE:  # the window may have passed it before its step was committed
-                    pool.publish(entries[index], key)
-                    slots.mark_spare(key)
+                    self.pools[g].publish(entries[index], key)
+                    self.host.pools[g].mark_spare(key)
         pages.num_published = max(pages.num_published, num_full)
 
     def release(self, pages: SequencePages) -> None:
