@@ -184,25 +184,22 @@ class Engine:
         self, commit: Commit, logprobs: Any = None, lines: Mapping[int, int] | None = None
     ) -> list[RequestOutput]:
         """Returns the outputs of a commit. Line `lines[ticket]` of `logprobs` is that of the run's first id."""
-        outputs: list[RequestOutput | None] = []
+        outputs: list[RequestOutput] = []
         streams, has_grammars = self._streams, bool(self._grammars)
         self.counts.num_tokens += sum(map(len, commit.runs))
         for sequence, brought in zip(commit.sequences, commit.runs, strict=True):
             stream = streams[sequence]
             run = self._follow_grammar(sequence, brought) if has_grammars else brought
-            stop_string = stream.push(run)
-            if lines is not None:
-                num_dropped = len(sequence.token_ids) - stream.end_token  # what follows a stop string
-                stream.add_logprobs(logprobs, lines[sequence.ticket], run[: len(run) - num_dropped])
-            if stop_string is not None or sequence.finish_reason is not None:
-                stop_string = stop_string if stop_string is not None else stream.flush()
-                outputs.append(self._close(stream, stop_string))
-            elif stream.shows_progress:
-                outputs.append(stream.make_output())
+            output = stream.push(run) if lines is None else stream.push(run, logprobs, lines[sequence.ticket])
+            if output is None and stream.is_complete:
+                output = self._close(stream, stream.flush() if stream.stop_string is None else stream.stop_string)
+            if output is not None:
+                outputs.append(output)
         for sequence in commit.finished:  # sequences that ended without a token
-            if (stream := streams.get(sequence)) is not None:
-                outputs.append(self._close(stream, stream.flush()))
-        return [output for output in outputs if output is not None]
+            stream = streams.get(sequence)
+            if stream is not None and (output := self._close(stream, stream.flush())) is not None:
+                outputs.append(output)
+        return outputs
 
     def _follow_grammar(self, sequence: Sequence, run: Ids[int]) -> Ids[int]:
         """Returns the part of a run that the sequence's grammar accepts; ends the sequence where the grammar does."""
@@ -234,7 +231,7 @@ class Engine:
         if not self._requests[request_id]:
             del self._requests[request_id]
             self._deadlines.drop(request_id)
-        return stream.group.collect(stream.make_output(stop_string))
+        return stream.group.collect(stream.make_last_output(stop_string))
 
     def _recover(self, failed: StepPlan, error: Exception) -> list[RequestOutput]:
         """Ends the sequences of a failed step, requeues all others and resets the device; returns the new outputs.

@@ -81,7 +81,10 @@ class RequestStream:
 
 
 class OutputStream:
-    """The output of one sequence, as the user will read it."""
+    """The output of one sequence, as the user will read it.
+
+    `stop_string` is the one that was found, or None.
+    """
 
     def __init__(
         self,
@@ -106,45 +109,54 @@ class OutputStream:
             self._detokenizer = tokenizer.new_stream(
                 params.skip_special_tokens, prompt_ids, params.spaces_between_special_tokens
             )
-        self._push = self._detokenizer.push if self._detokenizer is not None else None
+        self._push = self._detokenizer.push if self._detokenizer is not None else _give_no_text
         self._hides_stop = not params.include_stop_str_in_output
         self._hidden = sequence.stop_ids if self._hides_stop else ()  # ids that give no text
-        self._request_id, self._prompt = sequence.request.request_id, sequence.request.prompt
+        self._index, self._request_id, self._prompt = (
+            sequence.index,
+            sequence.request.request_id,
+            sequence.request.prompt,
+        )
         self._pieces: list[str] = []
         self._first_token = sequence.num_prompt_tokens  # index of the first token in the next output
         self.end_token = sequence.num_prompt_tokens  # index after the last pushed token
         self._first_token_time: float | None = None
-        self._verified: list[tuple[int, int]] = []  # (drafts, accepted) of each step with drafts
-        self._num_drafts = self._num_accepted = 0  # their sums
+        self.stop_string: str | None = None
+        needs_more = params.stop or params.logprobs is not None or params.prompt_logprobs is not None
+        self._passes_on = self._is_delta and not needs_more  # each run is shown as it comes
 
-    def push(self, run: Ids[int]) -> str | None:
-        """Adds tokens, up to one that completes a stop string; returns that string, or None."""
-        if self.sequence.num_draft_tokens != self._num_drafts:
-            self._note_drafts()
+    @property
+    def is_complete(self) -> bool:
+        """Whether the sequence has ended, or ends here with a stop string."""
+        return self.stop_string is not None or self.sequence.finish_reason is not None
+
+    def push(self, run: Ids[int], logprobs: Any = None, first_line: int = 0) -> RequestOutput | None:
+        """Adds a run, up to the token that completes a stop string; returns what to show of it now, if anything.
+
+        Nothing is shown once the stream `is_complete`: `make_last_output` shows the rest.
+
+        Args:
+            logprobs: see `StepOutputs`; None if the step has none.
+            first_line: of `logprobs`, that of the run's first id.
+        """
         if self._first_token_time is None:
             self._first_token_time = self._clock()
-        if self._push is None:
-            self.end_token += len(run)
-            return None
+        if not self._passes_on or self.sequence.finish_reason is not None:
+            return self._collect(run, logprobs, first_line)
+        self._first_token = self.end_token = self.end_token + len(run)
+        text, group = "", self.group
         for token_id in run:
-            self.end_token += 1
-            if token_id in self._hidden:
-                continue
-            piece = self._push(token_id)
-            if self._stops is None:
-                self._pieces.append(piece)
-            elif piece and (stop := self._add(piece)) is not None:
-                return stop
-        return None
-
-    def add_logprobs(self, logprobs: Any, first_line: int, run: Ids[int]) -> None:
-        """Adds the log-probabilities of a run's tokens, if requested; their lines begin at `first_line`."""
-        if self.num_logprobs is None:
-            return
-        for line, token_id in enumerate(run, first_line):
-            found = self._reader.read(logprobs, line, token_id, self.num_logprobs)
-            self._logprobs.append(found)
-            self._cumulative_logprob += found[token_id].logprob
+            if token_id not in self._hidden:
+                text += self._push(token_id)
+        return _make_progress(
+            self._request_id,
+            self._prompt,
+            group.prompt_token_ids,
+            group.first.num_cached_tokens,
+            self._index,
+            text,
+            [*run],
+        )
 
     def flush(self) -> str | None:
         """Adds the text held back, at the sequence's end; returns the stop string that it completes, or None."""
@@ -155,17 +167,15 @@ class OutputStream:
             self._pieces.append(self._stops.flush())
         return stop
 
-    def make_output(self, stop_string: str | None = None) -> RequestOutput:
-        """Returns the sequence's output so far; with OutputKind.DELTA, the part since the last call."""
-        sequence = self.sequence
-        token_ids = sequence.token_ids[self._first_token : self.end_token]
-        completion = CompletionOutput(sequence.index, "".join(self._pieces), token_ids)
+    def make_output(self) -> RequestOutput:
+        """Returns the sequence's output so far; with OutputKind.DELTA, the part that was not shown yet."""
+        token_ids = self.sequence.token_ids[self._first_token : self.end_token]
+        completion = CompletionOutput(self._index, "".join(self._pieces), token_ids)
         if self.num_logprobs is not None:
             completion.cumulative_logprob, completion.logprobs = self._cumulative_logprob, self._logprobs.copy()
-            if self._is_delta:
-                self._logprobs.clear()
         if self._is_delta:
             self._pieces.clear()
+            self._logprobs.clear()
             self._first_token = self.end_token
         output = RequestOutput(
             self._request_id,
@@ -177,12 +187,34 @@ class OutputStream:
         )
         if self.group.prompt_logprobs is not None:
             output.prompt_logprobs = self.group.prompt_logprobs.found
-        if sequence.finish_reason is not None:
-            completion.finish_reason = str(sequence.finish_reason)
-            completion.stop_reason = sequence.stop_token_id if stop_string is None else stop_string
-            output.metrics, output.error = self._measure(), sequence.error
-            output.embedding = self.group.embedding if sequence.error is None else None
         return output
+
+    def make_last_output(self, stop_string: str | None) -> RequestOutput:
+        """Returns the output of a sequence that has ended, with the reason; see `make_output`."""
+        sequence, output = self.sequence, self.make_output()
+        (completion,) = output.outputs
+        completion.finish_reason = str(sequence.finish_reason)
+        completion.stop_reason = sequence.stop_token_id if stop_string is None else stop_string
+        output.metrics, output.error = self._measure(), sequence.error
+        output.embedding = self.group.embedding if sequence.error is None else None
+        return output
+
+    def _collect(self, run: Ids[int], logprobs: Any, first_line: int) -> RequestOutput | None:
+        """`push` of what must be looked at, or kept, before it is shown."""
+        before = self.end_token
+        for token_id in run:
+            self.end_token += 1
+            if token_id in self._hidden or not (piece := self._push(token_id)):
+                continue
+            self.stop_string = self._add(piece)
+            if self.stop_string is not None:
+                break
+        if logprobs is not None and self.num_logprobs is not None:
+            for line, token_id in enumerate(run[: self.end_token - before], first_line):
+                found = self._reader.read(logprobs, line, token_id, self.num_logprobs)
+                self._logprobs.append(found)
+                self._cumulative_logprob += found[token_id].logprob
+        return self.make_output() if self.shows_progress and not self.is_complete else None
 
     def _add(self, piece: str) -> str | None:
         if self._stops is None or self.end_token <= self._searched_from:
@@ -194,23 +226,43 @@ class OutputStream:
             self._pieces.append(stop)
         return stop
 
-    def _note_drafts(self) -> None:
-        """Adds a step's drafts: what the scheduler counted since the last one."""
-        drafts, accepted = self.sequence.num_draft_tokens, self.sequence.num_accepted_tokens
-        self._verified.append((drafts - self._num_drafts, accepted - self._num_accepted))
-        self._num_drafts, self._num_accepted = drafts, accepted
-
     def _measure(self) -> RequestMetrics:
         sequence = self.sequence
-        if sequence.num_draft_tokens != self._num_drafts:  # of a step whose run was dropped
-            self._note_drafts()
         return RequestMetrics(
             arrival_time=sequence.request.arrival_time,
             first_scheduled_time=sequence.first_scheduled_time,
             first_token_time=self._first_token_time,
             finished_time=self._clock(),
             num_preemptions=sequence.num_preemptions,
-            num_draft_tokens=sequence.num_draft_tokens,
-            num_accepted_tokens=sequence.num_accepted_tokens,
-            verified=tuple(self._verified),
+            num_draft_tokens=sum(drafts for drafts, _ in sequence.verified),
+            num_accepted_tokens=sum(accepted for _, accepted in sequence.verified),
+            verified=tuple(sequence.verified),
         )
+
+
+def _give_no_text(token_id: int) -> str:
+    """Stands in for a tokenizer's stream where there is no tokenizer, or no text is wanted."""
+    return ""
+
+
+def _make_progress(
+    request_id: str,
+    prompt: str | None,
+    prompt_token_ids: list[int],
+    num_cached_tokens: int,
+    index: int,
+    text: str,
+    token_ids: list[int],
+) -> RequestOutput:
+    """Returns the output of one completion that goes on.
+
+    Every row has one in every step, and to call the two classes takes half as long again as this.
+    """
+    completion = object.__new__(CompletionOutput)
+    completion.index, completion.text, completion.token_ids = index, text, token_ids
+    completion.finish_reason = completion.stop_reason = completion.cumulative_logprob = completion.logprobs = None
+    output = object.__new__(RequestOutput)
+    output.request_id, output.prompt, output.prompt_token_ids = request_id, prompt, prompt_token_ids
+    output.outputs, output.finished, output.num_cached_tokens = [completion], False, num_cached_tokens
+    output.metrics = output.error = output.prompt_logprobs = output.embedding = None
+    return output

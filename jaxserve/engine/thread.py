@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import queue
 import threading
 import time
@@ -224,3 +225,13 @@ def _explain(error: BaseException) -> EngineStoppedError:
 def _put_all(items: Sequence[tuple[OutputInbox, Item]]) -> None:
     for inbox, item in items:
         inbox.put(item)
+
+
+def tune_garbage_collector() -> None:
+    """Excludes the objects of startup from later collections, and collects less often. For a process that serves.
+
+    Each collection also runs a callback of JAX. With 256 streams that took 38 % of the engine thread's time.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)

@@ -70,6 +70,7 @@ class PageManager:
         self.pools = tuple(PagePool(group.num_pages) for group in groups)
         self.host = HostTier(len(self.groups), num_slots=num_host_slots, max_copies=max_copies)
         self._max_chunk = max_chunk
+        self._has_windows = any(group.window is not None for group in self.groups)
         self.enable_prefix_caching = enable_prefix_caching
         self._hit_grid = math.lcm(page_size, CHUNK_EDGE) // page_size  # pages
 
@@ -172,12 +173,15 @@ class PageManager:
 
         Pages behind the windows are freed first, in either case; None reserves nothing.
         """
-        self._trim(pages, num_computed)
+        if self._has_windows:
+            self._trim(pages, num_computed)
         count = self._pages_for(num_tokens)
-        if any(count - len(ids) > pool.num_available for ids, pool in zip(pages.page_ids, self.pools, strict=True)):
-            return None
+        for entries, pool in zip(pages.page_ids, self.pools, strict=True):
+            if count - len(entries) > pool.num_available:
+                return None
         updates: list[PageUpdate] = []
-        for g, (entries, pool) in enumerate(zip(pages.page_ids, self.pools, strict=True)):
+        for g, entries in enumerate(pages.page_ids):
+            pool = self.pools[g]
             for index in range(len(entries), count):
                 page, evicted = pool.allocate()
                 if evicted is not None:
@@ -198,10 +202,10 @@ class PageManager:
         self._extend_keys(pages, token_ids, num_full)
         for index in range(pages.num_published, num_full):
             key = pages.keys[index]
-            for pool, slots, entries in zip(self.pools, self.host.pools, pages.page_ids, strict=True):
+            for g, entries in enumerate(pages.page_ids):
                 if entries[index] != NULL_PAGE:  # the window may have passed it before its step was committed
-                    pool.publish(entries[index], key)
-                    slots.mark_spare(key)
+                    self.pools[g].publish(entries[index], key)
+                    self.host.pools[g].mark_spare(key)
         pages.num_published = max(pages.num_published, num_full)
 
     def release(self, pages: SequencePages) -> None:

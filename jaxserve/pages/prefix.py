@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from array import array
+import struct
 from collections.abc import Sequence
 
 # Random per process, so that clients cannot predict or precompute page keys.
@@ -23,6 +23,6 @@ def extend_keys(keys: list[bytes], token_ids: Sequence[int], *, page_size: int, 
     """
     parent = keys[-1] if keys else root_key(salt)
     for page in range(len(keys), num_pages):
-        tokens = array("q", token_ids[page * page_size : (page + 1) * page_size])
-        parent = hashlib.blake2b(parent + tokens.tobytes(), digest_size=32, key=_PROCESS_KEY).digest()
+        tokens = struct.pack(f"{page_size}q", *token_ids[page * page_size : (page + 1) * page_size])
+        parent = hashlib.blake2b(parent + tokens, digest_size=32, key=_PROCESS_KEY).digest()
         keys.append(parent)

@@ -8,7 +8,8 @@ decode the same rows send the same array.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -70,7 +71,7 @@ class InputLayout:
         )
         self.bucket, self.state = bucket, state
         ends = np.cumsum([0, *sizes]).tolist()
-        *self._flat, self._sampling = [slice(start, end) for start, end in itertools.pairwise(ends)]
+        self._where = StepInputs(*[slice(start, end) for start, end in itertools.pairwise(ends)])
         self._sampling_shape = rows, NUM_SAMPLING_FIELDS
         self.size = ends[-1]
         self._blank = np.zeros(self.size, np.int32)  # all padding
@@ -85,9 +86,17 @@ class InputLayout:
 
     def views(self, packed: Any) -> StepInputs:
         """Returns the fields of a packed array, numpy (as views) or traced."""
-        return StepInputs(
-            *[packed[where] for where in self._flat], packed[self._sampling].reshape(self._sampling_shape)
-        )
+        *flat, sampling = [packed[where] for where in self._where]
+        return StepInputs(*flat, sampling.reshape(self._sampling_shape))
+
+    def add_pages(self, packed: np.ndarray, updates: Sequence[tuple[int, int, int, int]]) -> np.ndarray:
+        """Returns a copy of a packed array that also has page-table updates: (group, row, index, page id)."""
+        added, rows, length = packed.copy(), self.state.rows, self.state.pages_per_row
+        entries = [(group * rows + row) * length + index for group, row, index, _ in updates]
+        added[self._where.page_entries][: len(entries)] = entries
+        added[self._where.page_ids][: len(entries)] = [page for *_, page in updates]
+        added.flags.writeable = False
+        return added
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +123,7 @@ class StepPacker:
         step = _pack_rows(plan, layout, self._mirror) if plan.chunks else self._pack_decodes(plan, layout)
         if not plan.page_updates:
             return step
-        return replace(step, inputs=_add_pages(step.inputs, plan, layout))
+        return PackedStep(layout.add_pages(step.inputs, plan.page_updates), step.variant, step.wants_logprobs)
 
     def _pack_decodes(self, plan: StepPlan, layout: InputLayout) -> PackedStep:
         key = layout, plan.decode_rows
@@ -144,18 +153,6 @@ def _pack_rows(plan: StepPlan, layout: InputLayout, mirror: RowMirror) -> Packed
     views.sampling[:num_rows] = mirror.sampling[row_ids]
     packed.flags.writeable = False
     return PackedStep(packed, *mirror.find_needs(row_ids))
-
-
-def _add_pages(inputs: np.ndarray, plan: StepPlan, layout: InputLayout) -> np.ndarray:
-    """Returns a copy that also has the plan's page-table updates."""
-    packed, state = inputs.copy(), layout.state
-    views = layout.views(packed)
-    updates = np.array(plan.page_updates, np.int32)
-    entries = (updates[:, 0] * state.rows + updates[:, 1]) * state.pages_per_row + updates[:, 2]
-    views.page_entries[: len(updates)] = entries
-    views.page_ids[: len(updates)] = updates[:, 3]
-    packed.flags.writeable = False
-    return packed
 
 
 def _pack_chunks(plan: StepPlan, views: StepInputs) -> None:

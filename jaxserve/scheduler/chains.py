@@ -59,22 +59,26 @@ def _compare_verified(
         sequence = by_ticket.get(ticket)
         if sequence is None:
             continue
-        length, accepted = len(sequence.drafts), len(run) - 1
-        length = min(length, most)
+        drafts, count = sequence.drafts, len(run)
+        length, accepted = len(drafts), count - 1
+        if length > most:  # noqa: PLR1730  `min` takes ten times as long
+            length = most
         if accepted < length:
             if run[0] == MASK_LATE:
                 sequence.drafts = ()
                 continue
-            # Drafts behind the sequence's last token count for nothing.
-            length = max(accepted, min(length, sequence.max_num_tokens - len(sequence.token_ids) - 1))
-            if accepted < length and run[accepted] == sequence.drafts[accepted]:
+            left = sequence.max_num_tokens - len(sequence.token_ids) - 1
+            if length > left:
+                length = max(accepted, left)  # drafts behind the sequence's last token count for nothing
+            if accepted < length and run[accepted] == drafts[accepted]:
                 accepted += 1  # no mask came for the position after it, so there is no token of the row's own
         elif accepted > length:
             length = accepted
-        num_tokens += len(run)
-        sequence.num_draft_tokens += length
-        sequence.num_accepted_tokens += accepted
-        chains.append((length, accepted))
+        num_tokens += count
+        chain = length, accepted
+        chains.append(chain)
+        if length:
+            sequence.verified.append(chain)
         if not ids or ids[-1] < 0:
             ids = _trim(ids)  # noqa: PLW2901
         sequence.drafts = ids

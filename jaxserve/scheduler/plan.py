@@ -98,10 +98,10 @@ class StepOutputs:
 
     def split_runs(self) -> list[Sequence[int]]:
         """Returns the runs, in row order."""
-        ids, counts = self.token_ids, self.counts
+        ids, counts = tuple(self.token_ids), self.counts
         if counts is None:
             return [*zip(ids)]  # tuples of one
-        return [tuple(ids[end - count : end]) for count, end in zip(counts, accumulate(counts), strict=True)]
+        return [ids[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ class PlanBuilder:
         return sum(self.work[row] > least_work for row, chunk in self.chunks.items() if not chunk.samples)
 
     def add_pages(self, row: int, updates: Iterable[PageUpdate]) -> None:
-        self.page_updates.extend((group, row, index, page) for group, index, page in updates)
+        self.page_updates += [(group, row, index, page) for group, index, page in updates]
 
     def remove(self, sequence: Sequence) -> None:
         """Removes the sequence's work, if any. Its page updates stay: the row's next owner overwrites them."""

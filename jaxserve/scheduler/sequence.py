@@ -55,8 +55,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     error: JaxServeError | None = None
-    num_draft_tokens: int = 0  # drafts that its steps verified
-    num_accepted_tokens: int = 0  # and those among them that were right
+    verified: list[tuple[int, int]] = field(default_factory=list)  # (drafts, right ones) of each step with drafts
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_token_ids)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import signal
@@ -20,6 +19,7 @@ from starlette.types import ASGIApp
 
 from jaxserve.config import EngineConfig, read_api_keys
 from jaxserve.engine.async_engine import AsyncLLM
+from jaxserve.engine.thread import tune_garbage_collector
 from jaxserve.errors import ConfigError, EngineStoppedError, JaxServeError
 from jaxserve.server.app import make_admin_app, make_app
 from jaxserve.server.http import LimitedHttp, make_protocol
@@ -135,7 +135,7 @@ class Server(uvicorn.Server):
             failure.__cause__ = error
             self.stop(failure)
             return
-        _tune_garbage_collector()
+        tune_garbage_collector()
         state.finish_warming()
         _log.info("ready: %s", ", ".join(state.names))
 
@@ -152,16 +152,6 @@ def start_engine(state: ServerState, on_stop: Callable[[JaxServeError], None]) -
     llm.requests.warm_up()  # its process needs file descriptors, which may run out later
     state.open(llm)
     return llm
-
-
-def _tune_garbage_collector() -> None:
-    """Excludes the objects of startup from later collections, and collects less often.
-
-    Each collection also runs a callback of JAX. With 256 streams that took 38 % of the engine thread's time.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 100)
 
 
 def make_state(engine: EngineConfig, config: ServerConfig) -> ServerState:

@@ -92,7 +92,7 @@ def test_counters_of_a_row_alone() -> None:
     assert [plan.width for plan in device.plans] == [1, 5, 5, 5, 5, 5], "one token of the prompt, then five a step"
     assert (counts.num_drafts, counts.num_draft_tokens, counts.num_accepted_tokens) == (5, 18, 18)
     assert counts.num_accepted_by_position == [5, 5, 4, 4]
-    assert [(each.num_draft_tokens, each.num_accepted_tokens) for each in sequences] == [(18, 18)]
+    assert [[sum(counts) for counts in zip(*each.verified, strict=True)] for each in sequences] == [[18, 18]]
 
 
 def test_rows_that_wait_for_room_do_not_stop_the_others_from_verifying() -> None:

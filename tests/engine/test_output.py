@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.output import StopMatcher
 from jaxserve.pages import PageGroup, PageManager
-from jaxserve.request import Request, RequestOutput
+from jaxserve.request import CompletionOutput, Request, RequestOutput
 from jaxserve.sampling_params import OutputKind, SamplingParams
 from jaxserve.scheduler import Commit, Scheduler, SchedulerLimits, StepOutputs, StepPlan
 from tests.fake_device import FakeDevice, continue_alone
@@ -93,6 +93,14 @@ def test_text_before_min_tokens_is_not_searched(least: int) -> None:
     shown = max(0, least - 1) if least < 40 else 40  # text appears one token late
     assert last.text == TEXT[:shown] and last.finish_reason == ("stop" if least < 40 else "length")
     assert len(last.token_ids) == max(2, least + 1) if least < 40 else 40
+
+
+def test_runs_that_are_passed_on_are_whole_outputs() -> None:
+    """They are made without calling their classes, so a field could be missing."""
+    outputs = run(SamplingParams(temperature=0, max_tokens=40, output_kind=OutputKind.DELTA))[:-1]
+    shown = [output.outputs[0] for output in outputs]
+    assert shown == [CompletionOutput(0, each.text, each.token_ids) for each in shown]
+    assert outputs == [RequestOutput("r", None, list(PROMPT), [each], False, 0) for each in shown]
 
 
 @pytest.mark.parametrize("include", [False, True])
@@ -185,8 +193,8 @@ def test_drafts_are_told_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
         made = commit(plan, outputs)
         for sequence in made.sequences:
             drafts, accepted = next(left)
-            sequence.num_draft_tokens += drafts
-            sequence.num_accepted_tokens += accepted
+            if drafts:
+                sequence.verified.append((drafts, accepted))
         return made
 
     monkeypatch.setattr(engine.scheduler, "commit", count)

@@ -58,8 +58,8 @@ def draft(served: Served) -> None:
         made = commit(*step)
         for sequence in made.sequences:
             drafts, accepted = next(left, (0, 0))
-            sequence.num_draft_tokens += drafts
-            sequence.num_accepted_tokens += accepted
+            if drafts:
+                sequence.verified.append((drafts, accepted))
         return made
 
     served.engine.scheduler.commit = count  # type: ignore[method-assign, assignment]

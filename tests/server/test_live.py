@@ -154,7 +154,7 @@ def test_a_server_bounds_its_queue_where_nobody_did(
         state = make_state()
         monkeypatch.setattr(AsyncLLM, "from_config", lambda *args, **options: served.llm)
         monkeypatch.setattr(ServerState, "open", lambda state, llm: setattr(state, "llm", llm))
-        monkeypatch.setattr(launch, "_tune_garbage_collector", lambda: None)
+        monkeypatch.setattr(launch, "tune_garbage_collector", lambda: None)
         launch.Server(uvicorn.Config(make_app(state)), state)._build()
         find_room = served.engine.scheduler.door.find_room
         params = SamplingParams(n=most + 2)

@@ -273,8 +273,6 @@ def test_requests_ask_for_it(tmp_path: Path, options: dict[str, Any], text: str)
         token_ids=[],
         finish_reason=None,
         stop_ids=frozenset(),
-        num_draft_tokens=0,
-        num_accepted_tokens=0,
     )
     group = SimpleNamespace(prompt_token_ids=[CAT, A], prompt_logprobs=None, first=sequence)
     output = OutputStream(sequence, group, load_tokenizer(tmp_path), None, lambda: 0.0)  # type: ignore[arg-type]
