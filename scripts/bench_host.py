@@ -7,11 +7,9 @@ users: scheduler, pages, packing, transfer, dispatch, commit, detokenizing, outp
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import gc
-import json
 import statistics
 import tempfile
 import time
@@ -22,8 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
-from rich.table import Table
+from instrument import make_parser, read_run
 
 from jaxserve.engine.engine import Engine
 from jaxserve.layers.stack import stack_specs
@@ -226,7 +223,7 @@ def record_in(path: Path) -> Tee:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128, 256, 512, 1024])
     parser.add_argument("--steps", type=int, default=200, help="steps measured per size (default: 200)")
     parser.add_argument(
@@ -234,20 +231,17 @@ def main() -> None:
     )
     parser.add_argument("--width", type=int, default=1, help="tokens that each row computes in a step (default: 1)")
     parser.add_argument("--record", action="store_true", help="record every step, in a temporary file")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     parser.add_argument("--tokenizer", metavar="DIR", help="detokenize with this one (default: a table look-up)")
-    args = parser.parse_args()
+    run = read_run(parser, {"rows": [1, 16], "steps": 20})
+    args = run.args
     tokenizer: Any = _Characters()
     if args.tokenizer:
         from jaxserve.tokenizers import load_tokenizer
 
         tokenizer = load_tokenizer(args.tokenizer)
     gc.freeze()
-    table = Table(title=f"Host time per step, microseconds (median of {args.steps} steps; argument tree: {PRESET})")
     shown = [part for part in PARTS if part != "tell" or args.record]
-    for column in ("rows", *shown, "loop", "aim", "loop / aim"):
-        table.add_column(column, justify="right")
-    figures = []
+    figures, lines = [], []
     for rows in args.rows:
         with tempfile.TemporaryDirectory() as folder:
             tee = record_in(Path(folder) / "steps.jsonl") if args.record else None
@@ -258,15 +252,12 @@ def main() -> None:
             | {f"{part}_us": value for part, value in parts.items()}
         )
         cells = (f"{parts[part]:.0f}" for part in shown)
-        table.add_row(str(rows), *cells, f"{loop:.0f}", f"{aim:.0f}", f"{loop / aim:.2f}")
-    console = Console()
-    console.print(table)
+        lines.append((str(rows), *cells, f"{loop:.0f}", f"{aim:.0f}", f"{loop / aim:.2f}"))
     whole = " + ".join(part for part in shown if part != "detokenize")
-    console.print(
-        f"loop = {whole}; aim = 100 us + {1.0 if args.width == 1 else 1.3} us x rows; detokenize: aim 2 us x rows"
-    )
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+    note = f"loop = {whole}; aim = 100 us + {1.0 if args.width == 1 else 1.3} us x rows; detokenize: aim 2 us x rows"
+    title = f"Host time per step, microseconds (median of {args.steps} steps; argument tree: {PRESET})"
+    run.show(title, ("rows", *shown, "loop", "aim", "loop / aim"), lines, [note], names=0)
+    run.save({"points": figures})
 
 
 if __name__ == "__main__":
