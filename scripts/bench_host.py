@@ -256,7 +256,7 @@ def main() -> None:
     whole = " + ".join(part for part in shown if part != "detokenize")
     note = f"loop = {whole}; aim = 100 us + {1.0 if args.width == 1 else 1.3} us x rows; detokenize: aim 2 us x rows"
     title = f"Host time per step, microseconds (median of {args.steps} steps; argument tree: {PRESET})"
-    run.show(title, ("rows", *shown, "loop", "aim", "loop / aim"), lines, [note], names=0)
+    run.show(title, ("rows", *shown, "loop", "aim", "loop / aim"), lines, [note], left=())
     run.save({"points": figures})
 
 

@@ -127,7 +127,7 @@ def main() -> None:
     os.sched_setaffinity(0, {first, *others})  # the report tells of all
     title = f"Rank 0's host time per step at {args.rows} rows, microseconds (median of {args.steps} steps)"
     header = "other hosts", "loop", "more than alone", "of it telling them", "aim", "more / aim"
-    run.show(title, header, lines, names=0)
+    run.show(title, header, lines, left=())
     run.save({"points": figures})
 
 

@@ -127,7 +127,7 @@ def show_loads(run: Instrument, figures: list[dict[str, Any]]) -> None:
         for each in figures
     ]
     title = f"Tokens/s of the demo model in {run.args.dtype}; medians"
-    run.show(title, (*names, *columns), lines, names=len(names))
+    run.show(title, (*names, *columns), lines, left=(0, 1))
 
 
 def show_programs(run: Instrument, figures: list[dict[str, Any]]) -> None:

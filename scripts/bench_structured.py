@@ -185,7 +185,7 @@ def main() -> None:
         lines.append((str(rows), *cells, f"{formed['tokens_per_step']:.1f}", str(formed["late_rows"])))
     header = "rows", "free, ms", "structured, ms", "cost", "tokens per step", "late or jumping rows"
     title = f"A step of {args.ms:g} ms, mean of {args.steps} steps, a JSON schema on every row"
-    run.show(title, header, lines, names=0)
+    run.show(title, header, lines, left=())
     answers = [compare_answers(rows, args.ms / 1e3, args.steps) for rows in args.rows]
     show_answers(run, answers)
     run.save({"schema": found, "answers": answers})
@@ -206,7 +206,7 @@ def show_answers(run: Instrument, answers: list[dict[str, Any]]) -> None:
         times = f"{masks['ms_per_answer']:.2f}", f"{automata['ms_per_answer']:.2f}"
         lines.append((str(each["rows"]), str(each["count"]), f"{automata['tokens_per_answer']:.1f}", *times))
     header = "rows", "answers", "tokens of each", "with masks, ms each", "with automata"
-    run.show("Answers that are one of a few texts", header, lines, names=0)
+    run.show("Answers that are one of a few texts", header, lines, left=())
 
 
 if __name__ == "__main__":

@@ -8,18 +8,18 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from jaxserve.bench.environment import describe_environment
 from jaxserve.bench.report import Report, add_report_flags, list_settings, read_report_paths
 from jaxserve.bench.setup import fill_dry_run
+from jaxserve.cli.bench_common import make_table
 from jaxserve.errors import ConfigError
 
 
@@ -46,20 +46,12 @@ class Instrument:
         header: Sequence[str],
         rows: Sequence[Sequence[str]],
         notes: Sequence[str] = (),
-        names: int = 1,
+        *,
+        left: Collection[int] = (0,),
     ) -> None:
-        """Prints a table and notes below it.
-
-        Args:
-            names: columns from the left that are names, not figures.
-        """
+        """Prints a table, whose columns in `left` are names, and notes below it."""
         device = f"{self.environment['device']}, {self.environment['cpu']}, jax {self.environment['jax']}"
-        table = Table(title=title, caption=device)
-        for index, column in enumerate(header):
-            table.add_column(column, justify="left" if index < names else "right")
-        for row in rows:
-            table.add_row(*row)
-        self.console.print(table)
+        self.console.print(make_table(title, header, rows, left=left, caption=device))
         for note in notes:
             self.console.print(note)
 
