@@ -28,6 +28,7 @@ DRY_BATCHING = {
     "output_len": 6,
     "num_iters": 2,
 }
+_TIMEOUT = 0.05
 _HEADER = ("cv", "way", "seconds", "tokens/s", "useful", "p50, s", "p99, s", "slower by")
 
 
@@ -41,7 +42,7 @@ def add_batching_flags(command: argparse.ArgumentParser) -> tuple[str, ...]:
         ("--input-len", int, 64, "tokens of a prompt"),
         ("--output-len", int, 48, "tokens of an answer, in the mean"),
         ("--request-rate", float, float("inf"), "requests per second, which arrive at random; inf: all at once"),
-        ("--batch-timeout", float, 0.05, "seconds after which a dynamic batch is closed"),
+        ("--batch-timeout", float, _TIMEOUT, "seconds after which a dynamic batch is closed"),
         ("--num-iters-warmup", int, 1, "runs before the measured ones"),
     ]
     for flag, kind, default, text in numbers:
@@ -81,9 +82,12 @@ def _check(args: argparse.Namespace) -> list[str]:
         if way not in WAYS:
             raise ConfigError(f"there is no way {way!r}; there are {', '.join(WAYS)}", field="batching", value=way)
     check_counts(args, num_prompts=1, input_len=1, output_len=1, num_iters_warmup=0)
-    for field, values in (("request_rate", [args.request_rate]), ("batch_timeout", [args.batch_timeout])):
-        if not min(values) > 0:
-            raise ConfigError(f"must be above 0, got {min(values)}", field=field, value=values)
+    for field in ("request_rate", "batch_timeout"):
+        if not (value := getattr(args, field)) > 0:
+            raise ConfigError(f"must be above 0, got {value}", field=field, value=value)
+    if args.batch_timeout != _TIMEOUT and "dynamic" not in args.batching:
+        message = f"is for --batching dynamic; this is {' '.join(args.batching)}"
+        raise ConfigError(message, field="batch_timeout", value=args.batch_timeout)
     if not all(0 <= cv < float("inf") for cv in args.length_cv):
         raise ConfigError(f"must be at least 0, got {args.length_cv}", field="length_cv", value=args.length_cv)
     return [way for way in WAYS if way in args.batching or way == "continuous"]
@@ -173,7 +177,7 @@ def _draw(bench: Bench, rows: Sequence[Mapping[str, Any]], *, arrives: bool) -> 
 
     speeds = (
         make_panel("tokens/s", lambda row: row["tokens_per_second"].median),
-        make_panel("continuous batching's tokens/s over its own", lambda row: row["slower_by"].median),
+        make_panel("times slower than continuous", lambda row: row["slower_by"].median),
     )
     latencies = (
         make_panel("p50 latency, s", lambda row: row["latency"]["p50"]),
