@@ -24,6 +24,7 @@ SUFFIXES = (".png", ".svg")
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 _TITLE_WIDTH = 70  # characters that fit above one pair of axes
 _HANDLE_WIDTH = 7  # in characters, of what stands beside a label of the legend
+_ROW_HEIGHT = 0.25  # inches of a row of the legend
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
 _STYLE = {
@@ -156,6 +157,7 @@ def draw_panels(title: str, panels: Sequence[Panel]) -> Figure:
         if len(panels[0].lines) > 1:
             handles, labels = figure.axes[0].get_legend_handles_labels()
             columns = max(1, min(len(labels), width // (max(map(len, labels)) + _HANDLE_WIDTH)))
+            figure.set_figheight(figure.get_figheight() + _ROW_HEIGHT * -(-len(labels) // columns))
             figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=columns)
     return figure
 
