@@ -115,7 +115,7 @@ def plot(results: Sequence[Served], path: Path) -> None:
     count, tokens = len(results[0].ends), results[0].num_tokens
     title = f"The same programs, served three ways\n{count} requests, {tokens:,} output tokens, {ROWS} rows"
     lines = [
-        Line(f"{WAYS[each.way]}: {max(each.ends):.1f} s", [0.0, *sorted(each.ends)], range(count + 1))
+        Line(f"{WAYS[each.way]}: all after {max(each.ends):.1f} s", [0.0, *sorted(each.ends)], range(count + 1))
         for each in results
     ]
     x_label = "seconds since all requests arrived"
