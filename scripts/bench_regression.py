@@ -7,6 +7,7 @@ are in bench_regression.toml. `--dry-run` leaves the times out.
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import time
@@ -166,7 +167,7 @@ def main() -> int:
     notes = [f"{name}: left out, {reason}" for name, reason in left_out.items()]
     run.show("Counts and ratios of the demo model", ("figure", "found", "bound"), lines, notes)
     run.save({"found": figures, "left_out": left_out})
-    breaches = find_breaches(figures, bounds, left_out, f"scripts/{run.args.bounds.name}")
+    breaches = find_breaches(figures, bounds, left_out, os.path.relpath(run.args.bounds))
     for breach in breaches:
         print(f"{'warning' if breach.only_warns else 'error'}: {breach.text}", file=sys.stderr)
     return 1 if any(not breach.only_warns for breach in breaches) else 0
@@ -174,7 +175,7 @@ def main() -> int:
 
 def show(value: Figure) -> str:
     """Returns a figure for people."""
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    return f"{value:,.4g}" if isinstance(value, float) else str(value)
 
 
 def show_bound(bound: Bound | None) -> str:

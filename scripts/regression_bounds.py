@@ -40,7 +40,7 @@ class Bound:
             if bound is not None and is_breach(found, bound):
                 assert not isinstance(bound, str)
                 away = abs(found - bound)
-                share = f" ({away / abs(bound):.1%} of it)" if bound else ""
+                share = f" ({away / abs(bound):,.1%} of it)" if bound else ""
                 return f"is {found:,.6g}, {side} its bound {bound:,.6g} by {away:,.6g}{share}"
         return None
 
