@@ -189,6 +189,7 @@ def _draw(axes: Axes, panel: Panel) -> None:
             rotation=90,
             fontsize=9,
             color="#57606a",
+            zorder=1,  # below the lines
             bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
         )
 
