@@ -21,7 +21,7 @@ CI := -m 'not thorough' --hypothesis-profile quick
 FAST := -m 'not slow and not thorough' --hypothesis-profile quick
 ENGINE_ROOMS := $(addprefix --ignore tests/,server pallas_kernels hosts)
 
-.PHONY: setup demo attack test test-full test-all lock audit test-fast test-oldest test-oldest-full test-kernels test-kernels-full test-server test-server-full test-cluster test-ray soak lint format bench-host reference-env goldens sampling-goldens clean help
+.PHONY: setup demo attack test test-full test-all lock audit test-fast test-oldest test-oldest-full test-kernels test-kernels-full test-server test-server-full test-cluster test-ray soak lint format bench-host bench-regression reference-env goldens sampling-goldens clean help
 
 help:
 	@echo "make demo            serve a hundred prompts three ways with the model that ships in the package"
@@ -42,6 +42,7 @@ help:
 	@echo "make test-ray        the demo model in Ray Serve, where Ray has packages"
 	@echo "make lint            ruff, as CI runs it"
 	@echo "make bench-host      host time per step on a device that does nothing"
+	@echo "make bench-regression   counts of the engine against committed bounds, as CI runs it"
 	@echo "make reference-env   the separate environment (Python 3.11, torch, transformers) that makes goldens"
 	@echo "make goldens         build the parity goldens anew in it"
 	@echo "make sampling-goldens   and what its logits processors make of random logits"
@@ -72,7 +73,7 @@ test-server-full: setup
 attack: setup
 	$(RUN) scripts/attack_server.py
 
-test-all: lint test-kernels-full test-full test-server-full test-oldest-full test-cluster test-ray attack
+test-all: lint bench-regression test-kernels-full test-full test-server-full test-oldest-full test-cluster test-ray attack
 
 lock: setup
 	$(RUN) scripts/lock.py
@@ -138,6 +139,9 @@ format: setup
 
 bench-host: setup
 	$(RUN) scripts/bench_host.py
+
+bench-regression: setup
+	$(RUN) scripts/bench_regression.py
 
 reference-env: .venv-reference/.ready
 

@@ -8,10 +8,8 @@ server sets it.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
-import json
 import statistics
 import tempfile
 import time
@@ -22,8 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
-from rich.table import Table
+from instrument import make_parser, read_run
 
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.thread import tune_garbage_collector
@@ -227,7 +224,7 @@ def record_in(path: Path) -> Tee:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128, 256, 512, 1024])
     parser.add_argument("--steps", type=int, default=200, help="steps measured per size (default: 200)")
     parser.add_argument(
@@ -235,21 +232,18 @@ def main() -> None:
     )
     parser.add_argument("--width", type=int, default=1, help="tokens that each row computes in a step (default: 1)")
     parser.add_argument("--record", action="store_true", help="record every step, in a temporary file")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     parser.add_argument("--tokenizer", metavar="DIR", help="detokenize with this one (default: a table look-up)")
-    args = parser.parse_args()
+    run = read_run(parser, {"rows": [1, 16], "steps": 20})
+    args = run.args
     tokenizer: Any = _Characters()
     if args.tokenizer:
         from jaxserve.tokenizers import load_tokenizer
 
         tokenizer = load_tokenizer(args.tokenizer)
     tune_garbage_collector()
-    table = Table(title=f"Host time per step, microseconds (median of {args.steps} steps; argument tree: {PRESET})")
-    shown = [part for part in PARTS if part != "tell" or args.record]
-    for column in ("rows", *shown, "loop", "aim", "loop / aim"):
-        table.add_column(column, justify="right")
     fixed, each = (60, 0.5) if args.width == 1 else (100, 1.3)
-    figures = []
+    shown = [part for part in PARTS if part != "tell" or args.record]
+    figures, lines = [], []
     for rows in args.rows:
         with tempfile.TemporaryDirectory() as folder:
             tee = record_in(Path(folder) / "steps.jsonl") if args.record else None
@@ -260,13 +254,12 @@ def main() -> None:
             | {f"{part}_us": value for part, value in parts.items()}
         )
         cells = (f"{parts[part]:.0f}" for part in shown)
-        table.add_row(str(rows), *cells, f"{loop:.0f}", f"{aim:.0f}", f"{loop / aim:.2f}")
-    console = Console()
-    console.print(table)
+        lines.append((str(rows), *cells, f"{loop:.0f}", f"{aim:.0f}", f"{loop / aim:.2f}"))
     whole = " + ".join(part for part in shown if part != "detokenize")
-    console.print(f"loop = {whole}; aim = {fixed} us + {each} us x rows; detokenize: aim 0.7 us x rows")
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+    note = f"loop = {whole}; aim = {fixed} us + {each} us x rows; detokenize: aim 0.7 us x rows"
+    title = f"Host time per step, microseconds (median of {args.steps} steps; argument tree: {PRESET})"
+    run.show(title, ("rows", *shown, "loop", "aim", "loop / aim"), lines, [note], left=())
+    run.save({"points": figures})
 
 
 if __name__ == "__main__":

@@ -10,22 +10,18 @@ On a device that has not run the kernels yet, run `device_day.py` first: it chec
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
-from device_limits import DeviceLimits, measure_limits
+from instrument import Instrument, make_parser, read_run
 from kernel_shapes import POOL_BYTES, Shape, list_shapes, platform_page_size, prepare_dry_run
 from kernel_timing import DRY, FULL, Effort, sample_dense, sample_torch, time_paged
-from rich.console import Console
-from rich.table import Table
 
+from jaxserve.bench.limits import DeviceLimits, measure_limits
 from pallas_kernels import AttnShape, KVSpec, resolve_impl
 
 
@@ -58,42 +54,37 @@ def measure(shape: Shape, impl: str, limits: DeviceLimits, effort: Effort, *, pe
     }
 
 
-def print_rows(rows: list[dict[str, Any]], impl: str, limits: DeviceLimits, console: Console) -> None:
+def print_rows(rows: list[dict[str, Any]], impl: str, limits: DeviceLimits, run: Instrument) -> None:
     title = (
         f"{impl} on {limits.device}: copy {limits.bytes_per_second / 1e12:.2f} TB/s, "
         f"matmul {limits.flops_per_second / 1e12:.0f} TFLOP/s"
     )
-    table, names = Table(title=title), list(dict.fromkeys(name for row in rows for name in row["seconds"]))
-    for column in ("", *(f"{name} us" for name in names), "rate", "of the limit"):
-        table.add_column(column, justify="right")
+    names, lines = list(dict.fromkeys(name for row in rows for name in row["seconds"])), []
     for row in rows:
         unit = "TB/s" if row["shape"]["new"] == 1 else "TFLOP/s"
         found = [row["seconds"].get(name) for name in names]
         times = [f"{1e6 * seconds:.1f}" if isinstance(seconds, float) else "-" for seconds in found]
         rate = "-" if row["rate"] is None else f"{row['rate'] / 1e12:.3g} {unit}"
-        table.add_row(row["label"], *times, rate, "-" if row["share"] is None else f"{row['share']:.0%}")
-    console.print(table)
-    problems = {f"{name}: {s}" for row in rows for name, s in row["seconds"].items() if isinstance(s, str)}
-    for text in sorted(problems):
-        console.print(f"- {text}")
+        lines.append((row["label"], *times, rate, "-" if row["share"] is None else f"{row['share']:.0%}"))
+    problems = {f"- {name}: {s}" for row in rows for name, s in row["seconds"].items() if isinstance(s, str)}
+    run.show(title, ("", *(f"{name} us" for name in names), "rate", "of the limit"), lines, sorted(problems))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--impl", help="gpu, tpu, xla, ...; default: what this device gets")
     parser.add_argument("--only", default="", help="only shapes whose label contains this text")
     parser.add_argument("--minutes", type=float, default=8, help="stop measuring after so long (default: %(default)s)")
-    parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    args = parser.parse_args()
+    run = read_run(parser, {})
+    args = run.args
     if args.dry_run:
         prepare_dry_run()
-    console, begun = Console(), time.perf_counter()
+    begun = time.perf_counter()
     platform = jax.default_backend()
     page_size = platform_page_size()
     probe = AttnShape(32, KVSpec(8, 128, page_size, "bfloat16"), "bfloat16")
     impl, reason = resolve_impl(args.impl, probe)
-    console.print(f"[bold]{impl}[/] on {jax.devices()[0].device_kind}, jax {jax.__version__}: {reason}")
+    run.console.print(f"[bold]{impl}[/]: {reason}")
     limits, rows, late = measure_limits(), [], 0
     for shape in list_shapes(page_size, dry_run=args.dry_run):
         if args.only not in shape.label or shape.bytes_read > POOL_BYTES:
@@ -102,14 +93,13 @@ def main() -> None:
             late += 1
             continue
         rows.append(measure(shape, impl, limits, DRY if args.dry_run else FULL, peers=platform == "gpu"))
-        console.print(f"{rows[-1]['label']}: {rows[-1]['seconds']}")
-        if args.json:  # after every shape: a run that is cut off keeps its lines
-            document = {"jax": jax.__version__, "impl": impl, "limits": limits.asdict(), "rows": rows}
-            args.json.write_text(json.dumps(document, indent=1) + "\n")
+        run.console.print(f"{rows[-1]['label']}: {rows[-1]['seconds']}")
+        # After every shape: a run that is cut off keeps its lines.
+        run.save({"impl": impl, "limits": limits.asdict(), "rows": rows})
     if rows:
-        print_rows(rows, impl, limits, console)
+        print_rows(rows, impl, limits, run)
     if late:
-        console.print(f"not measured for want of time: {late} shapes")
+        run.console.print(f"not measured for want of time: {late} shapes")
 
 
 if __name__ == "__main__":

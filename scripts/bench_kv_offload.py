@@ -8,7 +8,6 @@ of which none is found: what the tier takes away shows as lost throughput.
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import time
@@ -16,8 +15,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from rich.console import Console
-from rich.table import Table
+from bench_host import PAGE_SIZE, make_null_runner
+from instrument import make_parser, read_run
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.engine.engine import Engine
@@ -29,7 +28,6 @@ from jaxserve.runtime.page_copies import COPY_PAGES, HostMemory, HostSlots
 from jaxserve.runtime.tier_start import measure_tier
 from jaxserve.sampling_params import OutputKind
 from jaxserve.scheduler import Scheduler, SchedulerLimits, StepPlan
-from scripts.bench_host import PAGE_SIZE, make_null_runner
 
 _FLOPS, _BYTES, _RATE, _BANDWIDTH = 16e9, 16e9, 500e12, 3.8e12  # an 8B model in bf16: per token, weights; one H200
 _GIB = 2**30
@@ -102,8 +100,8 @@ def run_loop(num_slots: int, *, rows: int, prompts: int, paced: bool) -> tuple[f
     return seconds, saved
 
 
-def measure_model(model: str, length: int, repeats: int, **options: Any) -> list[tuple[str, str]]:
-    """Returns lines of (what, figure) for a model on this device."""
+def measure_model(model: str, length: int, repeats: int, **options: Any) -> dict[str, float]:
+    """Returns rates in bytes per second, seconds and bytes for a model on this device; "first" is a first token."""
     tier_start.refuse_slow_tier = lambda *_: None  # a tier that cannot help is measured, too
     llm = LLM(model, max_num_seqs=4, max_model_len=length + 64, **options)
     ready, rng = llm.ready, random.Random(0)
@@ -128,19 +126,54 @@ def measure_model(model: str, length: int, repeats: int, **options: Any) -> list
     loaded = [first_token(turns[index % 4]) for index in range(repeats)]
     assert all(cached >= length - 2 * ready.plan.page_size for _, cached in loaded), "the pool held a whole turn"
     miss, hit = statistics.median(computed), statistics.median(seconds for seconds, _ in loaded)
+    return {
+        "save_bytes_per_second": figures.bytes_per_token / figures.save_seconds,
+        "load_bytes_per_second": figures.bytes_per_token / figures.load_seconds,
+        "bytes_per_token": figures.bytes_per_token,
+        "load_seconds_per_token": figures.load_seconds,
+        "compute_seconds_per_token": figures.prefill_seconds,
+        "first_seconds_computed": miss,
+        "first_seconds_loaded": hit,
+    }
+
+
+def list_model_lines(found: dict[str, float], length: int) -> list[tuple[str, str]]:
+    """Returns (what, figure) for people."""
+    miss, hit = found["first_seconds_computed"], found["first_seconds_loaded"]
     return [
-        ("device to host", f"{figures.bytes_per_token / figures.save_seconds / 1e9:.2f} GB/s"),
-        ("host to device", f"{figures.bytes_per_token / figures.load_seconds / 1e9:.2f} GB/s"),
-        ("a token's KV", f"{figures.bytes_per_token / 1024:.1f} KiB"),
-        ("loading a token", f"{1e6 * figures.load_seconds:.2f} us"),
-        ("computing a token", f"{1e6 * figures.prefill_seconds:.2f} us"),
+        ("device to host", f"{found['save_bytes_per_second'] / 1e9:.2f} GB/s"),
+        ("host to device", f"{found['load_bytes_per_second'] / 1e9:.2f} GB/s"),
+        ("a token's KV", f"{found['bytes_per_token'] / 1024:.1f} KiB"),
+        ("loading a token", f"{1e6 * found['load_seconds_per_token']:.2f} us"),
+        ("computing a token", f"{1e6 * found['compute_seconds_per_token']:.2f} us"),
         (f"first token after {length} tokens, computed", f"{1e3 * miss:.1f} ms"),
         ("the same, loaded from the host", f"{1e3 * hit:.1f} ms ({hit / miss:.3f} of it)"),
     ]
 
 
+def measure_loop(prompts: int, repeats: int) -> dict[str, float]:
+    """Returns throughput with the tier over that without, and seconds of the host for a saved page."""
+    found: dict[str, float] = {}
+    for name, paced in (("paced_throughput_ratio", True), ("unpaced_throughput_ratio", False)):
+        runs = [[run_loop(slots, rows=32, prompts=prompts, paced=paced) for slots in (0, 4096)] for _ in range(repeats)]
+        plain, tier = (min(run[index][0] for run in runs) for index in (0, 1))
+        found[name] = plain / tier
+        found["seconds_per_saved_page"] = (tier - plain) / runs[0][1][1]
+    return found
+
+
+def list_loop_lines(found: dict[str, float]) -> list[tuple[str, str]]:
+    """Returns (what, figure) for people."""
+    ratio = "throughput with the tier / without"
+    return [
+        (f"at the pace of an 8B model: {ratio}", f"{found['paced_throughput_ratio']:.3f}"),
+        (f"with a device that takes no time: {ratio}", f"{found['unpaced_throughput_ratio']:.3f}"),
+        ("host time of a saved page", f"{1e6 * found['seconds_per_saved_page']:.0f} us"),
+    ]
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--model", default="demo", help="as for jaxserve serve (default: demo)")
     parser.add_argument("--load-format", default="auto", help="dummy: random weights")
     parser.add_argument("--prompt", type=int, default=1900, help="tokens of a prompt (default: 1900)")
@@ -148,25 +181,19 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--loop", action="store_true", help="measure the loop instead, without a model")
     parser.add_argument("--prompts", type=int, default=96, help="with --loop: how many (default: 96)")
-    args = parser.parse_args()
-    table = Table("what", "figure", title=f"Host KV tier, {jax.devices()[0].device_kind}, jax {jax.__version__}")
+    run = read_run(parser, {"prompt": 200, "size": 0.02, "repeats": 1, "prompts": 4})
+    args = run.args
     if args.loop:
-        for name, paced in (("at the pace of an 8B model", True), ("with a device that takes no time", False)):
-            runs = [
-                [run_loop(slots, rows=32, prompts=args.prompts, paced=paced) for slots in (0, 4096)]
-                for _ in range(args.repeats)
-            ]
-            plain, tier = (min(run[index][0] for run in runs) for index in (0, 1))
-            table.add_row(f"{name}: throughput with the tier / without", f"{plain / tier:.3f}")
-        table.add_row("host time of a saved page", f"{1e6 * (tier - plain) / runs[0][1][1]:.0f} us")
+        found = measure_loop(args.prompts, args.repeats)
+        lines = list_loop_lines(found)
     else:
         page_size = 32 if jax.devices()[0].platform == "cpu" else 64
         options = {"load_format": args.load_format, "kv_offloading_size": args.size}
         pages = 2 * -(-(args.prompt + 64) // page_size)
-        lines = measure_model(args.model, args.prompt, args.repeats, num_kv_pages_override=pages, **options)
-        for line in lines:
-            table.add_row(*line)
-    Console().print(table)
+        found = measure_model(args.model, args.prompt, args.repeats, num_kv_pages_override=pages, **options)
+        lines = list_model_lines(found, args.prompt)
+    run.show("Host KV tier", ("what", "figure"), lines)
+    run.save(found)
 
 
 if __name__ == "__main__":

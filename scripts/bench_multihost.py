@@ -7,20 +7,16 @@ the engine's thread: others send, and read what the hosts answer.
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from instrument import make_parser, read_run
 from rich.progress import track
-from rich.table import Table
 
 from jaxserve.parallel_options import HostOptions
 from jaxserve.runtime.multihost.group import FollowerGroup, LeaderGroup
@@ -110,18 +106,15 @@ def measure_with(count: int, rows: int, steps: int, processors: set[int]) -> dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--rows", type=int, default=64, help="rows that decode (default: 64)")
     parser.add_argument("--followers", type=int, nargs="+", default=[0, 1, 3, 7], help="other hosts (default: 0 1 3 7)")
     parser.add_argument("--steps", type=int, default=1000, help="steps measured for each (default: 1000)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
-    args = parser.parse_args()
-    table = Table(title=f"Rank 0's host time per step at {args.rows} rows, microseconds (median of {args.steps} steps)")
-    for column in ("other hosts", "loop", "more than alone", "of it telling them", "aim", "more / aim"):
-        table.add_column(column, justify="right")
+    run = read_run(parser, {"rows": 4, "followers": [0, 1], "steps": 20})
+    args = run.args
     first, *others = sorted(os.sched_getaffinity(0))  # rank 0 has a processor of its own if there are two
     os.sched_setaffinity(0, {first})
-    figures = []
+    figures, lines = [], []
     for count in track(args.followers, "Measuring", transient=True):
         parts = measure_with(count, args.rows, args.steps, set(others or [first]))
         loop, aim = sum(parts.values()) - parts["detokenize"], AIM + AIM_EACH * count
@@ -130,10 +123,12 @@ def main() -> None:
         )
         more = loop - figures[0]["loop_us"]
         shown = (f"{more:.0f}", f"{parts['tell']:.0f}", f"{aim:.0f}", f"{more / aim:.2f}") if count else ("",) * 4
-        table.add_row(str(count), f"{loop:.0f}", *shown)
-    Console().print(table)
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+        lines.append((str(count), f"{loop:.0f}", *shown))
+    os.sched_setaffinity(0, {first, *others})  # the report tells of all
+    title = f"Rank 0's host time per step at {args.rows} rows, microseconds (median of {args.steps} steps)"
+    header = "other hosts", "loop", "more than alone", "of it telling them", "aim", "more / aim"
+    run.show(title, header, lines, left=())
+    run.save({"points": figures})
 
 
 if __name__ == "__main__":

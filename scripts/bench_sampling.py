@@ -3,7 +3,7 @@
 The step is a decode step of a preset with random weights and without attention (`null_step.py`), up to the logits that
 the features then get. With attention it takes longer, so the printed shares of it are upper limits. Features of one
 program are turned on by its inputs alone, as in the engine, on every row but padding rows. Times are the best of
-several rounds, all of which are in the JSON.
+several rounds, all of which are in the report.
 
 On Linux `MALLOC_ARENA_MAX=1 MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=34359738368` keeps memory between calls. Without
 them glibc maps large buffers anew in each call; without the first alone, those of more than 32 MiB.
@@ -11,21 +11,17 @@ them glibc maps large buffers anew in each call; without the first alone, those 
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from instrument import Instrument, make_parser, read_run
 from null_step import NullModel, NullStep, load_model, make_step
-from rich.console import Console
-from rich.table import Table
 
 from jaxserve.runtime.step import compute_prompt_logprobs, head_params
 from jaxserve.sampling import (
@@ -230,51 +226,42 @@ def measure_point(rows: int, model: NullModel, repeats: int) -> dict[str, Any]:
     }
 
 
-def show(console: Console, point: dict[str, Any]) -> None:
+def show(run: Instrument, point: dict[str, Any]) -> None:
     rows, bucket_rows, seconds = point["rows"], point["bucket_rows"], point["seconds"]
     bucket = "" if bucket_rows == rows else f" in a bucket of {bucket_rows}"
-    table = Table(title=f"B = {rows}{bucket}, V = {point['vocab_size']}; the step is of {point['model']}")
-    for column in ("", "ms", "x greedy", "share of step"):
-        table.add_column(column, justify="right" if column else "left")
-    for name, taken in seconds.items():
-        share = f"{100 * taken / seconds['step']:.1f} %"
-        table.add_row(name, f"{1e3 * taken:.3f}", f"{taken / seconds['greedy']:.2f}", share)
-    console.print(table)
-    console.print(f"state: {point['state_bytes_per_row'] / 2**20:.2f} MiB per row")
+    lines = [
+        (name, f"{1e3 * t:.3f}", f"{t / seconds['greedy']:.2f}", f"{100 * t / seconds['step']:.1f} %")
+        for name, t in seconds.items()
+    ]
+    title = f"B = {rows}{bucket}, V = {point['vocab_size']}; the step is of {point['model']}"
+    state = f"state: {point['state_bytes_per_row'] / 2**20:.2f} MiB per row"
+    run.show(title, ("", "ms", "x greedy", "share of step"), lines, [state])
 
 
-def measure_preset(
-    console: Console, preset: str, dtype: str, rows: list[int], repeats: int
-) -> Iterator[dict[str, Any]]:
+def measure_preset(run: Instrument, preset: str, dtype: str, rows: list[int], repeats: int) -> Iterator[dict[str, Any]]:
     """Yields the points of one preset; one model is held at a time."""
     model = load_model(preset, dtype)
     for count in rows:
         point = measure_point(count, model, repeats)
-        show(console, point)
+        show(run, point)
         yield point
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument(
         "--presets", nargs="+", default=PRESETS, help="whose step and vocabulary it is (default: %(default)s)"
     )
     parser.add_argument("--dtype", default="auto", help="of the model (default: the preset's)")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: does it run?")
-    args = parser.parse_args()
-    if args.quick:
-        args.rows, args.presets, args.repeats = [1], ["llama-30m"], 2
-    console = Console()
-    console.print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
+    run = read_run(parser, {"rows": [1], "presets": ["llama-30m"], "repeats": 2})
+    args = run.args
     points: list[dict[str, Any]] = []
     for preset in args.presets:
-        points += measure_preset(console, preset, args.dtype, args.rows, args.repeats)
-    if args.json:
-        document = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "points": points}
-        args.json.write_text(json.dumps(document, indent=1) + "\n")
+        for point in measure_preset(run, preset, args.dtype, args.rows, args.repeats):
+            points.append(point)
+            run.save({"points": points})  # after each: a run that is cut off keeps its points
 
 
 if __name__ == "__main__":

@@ -8,20 +8,16 @@ machine do not count; with `--clock wall` it is the time on the wall.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import random
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from bench_host import CONTEXT, PAGE_SIZE, make_null_runner
-from rich.console import Console
-from rich.table import Table
+from instrument import make_parser, read_run
 
 from jaxserve.engine.engine import Engine
 from jaxserve.pages import PageGroup, PageManager
@@ -179,15 +175,15 @@ def compare(real: list[list[Timeline]], simulated: list[Timeline]) -> dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--budget", type=int, default=1024, help="tokens of a step (default: 1024)")
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--load", type=float, default=0.7, help="of what the null device can serve (default: 0.7)")
     parser.add_argument("--repeats", type=int, default=3, help="real runs (default: 3)")
     parser.add_argument("--clock", choices=sorted(CLOCKS), default="wall")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    args = parser.parse_args()
+    run = read_run(parser, {"rows": 8, "budget": 256, "requests": 60, "repeats": 1})
+    args = run.args
     spec, source = make_spec(args.rows, args.budget), CLOCKS[args.clock]
     runner = make_warm_runner(spec)
     gc.disable()  # its pauses are no part of the formula
@@ -200,20 +196,18 @@ def main() -> None:
     real = [run_real(spec, runner, requests, source)[0] for _ in range(args.repeats)]
     simulated = simulate(requests, EngineSpec(spec.limits, spec.groups, spec.buckets, formula, spec.page_size))
     found = compare(real, simulated)
-    table = Table(title=f"{args.requests} requests, {rate:.0f} a second, milliseconds ({args.clock} clock)")
-    for column in ("", "real", "simulated", "simulated / real"):
-        table.add_column(column, justify="right")
-    for name, quantiles in found.items():
-        for quantile, (first, second) in quantiles.items():
-            table.add_row(f"{name} {quantile}", f"{first:.3f}", f"{second:.3f}", f"{second / first:.3f}")
-    console = Console()
-    console.print(table)
-    console.print(
+    lines = [
+        (f"{name} {quantile}", f"{first:.3f}", f"{second:.3f}", f"{second / first:.3f}")
+        for name, quantiles in found.items()
+        for quantile, (first, second) in quantiles.items()
+    ]
+    fitted = (
         f"fitted: c0 {1e6 * formula.step_seconds:.0f} us, c1 {1e6 * formula.row_seconds:.2f} us a row, "
         f"{1e6 * formula.token_seconds:.3f} us a token"
     )
-    if args.json:
-        args.json.write_text(json.dumps({"formula": asdict(formula), "milliseconds": found}, indent=1) + "\n")
+    title = f"{args.requests} requests, {rate:.0f} a second, milliseconds ({args.clock} clock)"
+    run.show(title, ("", "real", "simulated", "simulated / real"), lines, [fitted])
+    run.save({"formula": asdict(formula), "milliseconds": found})
 
 
 if __name__ == "__main__":

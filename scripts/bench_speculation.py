@@ -8,23 +8,19 @@ differ. `--programs` times the compiled programs instead.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from instrument import Instrument, make_parser, read_run
 from speculation_loads import LOADS, MODEL, NUM_TOKENS, Chat, Load
-from speculation_programs import time_programs
+from speculation_programs import REPEATS, time_programs
 
 from jaxserve import LLM, SamplingParams
 
-_CPU = Path("/proc/cpuinfo")
+_DRY_TURNS = 2  # of programs, in a dry run
 
 
 @dataclass
@@ -110,33 +106,12 @@ def _answer(llm: LLM, chats: list[Chat]) -> list[str]:
     return [output.outputs[0].text for output in outputs]
 
 
-def find_cpu() -> str:
-    """Returns the CPU's name and number of cores."""
-    lines = _CPU.read_text().splitlines() if _CPU.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{len(names)} cores of {names[0]}" if names else "an unknown CPU"
-
-
-def show_loads(figures: list[dict[str, Any]], dtype: str) -> Table:
-    """Returns the table of the loads."""
-    table = Table(title=f"Tokens/s of the demo model in {dtype}, {find_cpu()}; medians")
-    columns = (
-        "drafter",
-        "load",
-        "plain",
-        "drafts",
-        "ratio",
-        "from .. to",
-        "aim",
-        "decoding",
-        "length",
-        "verify",
-        "equal",
-    )
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("drafter", "load") else "right")
-    for each in figures:
-        table.add_row(
+def show_loads(run: Instrument, figures: list[dict[str, Any]]) -> None:
+    """Prints the table of the loads."""
+    names = "drafter", "load"
+    columns = "plain", "drafts", "ratio", "from .. to", "aim", "decoding", "length", "verify", "equal"
+    lines = [
+        (
             each["drafter"],
             each["load"],
             f"{each['plain_tokens_per_second']:,.0f}",
@@ -149,53 +124,53 @@ def show_loads(figures: list[dict[str, Any]], dtype: str) -> Table:
             f"{each['verifying_steps']:.0%}",
             f"{each['equal_answers']:.0%}",
         )
-    return table
+        for each in figures
+    ]
+    title = f"Tokens/s of the demo model in {run.args.dtype}; medians"
+    run.show(title, (*names, *columns), lines, left=(0, 1))
 
 
-def show_programs(figures: list[dict[str, Any]], dtype: str) -> Table:
-    """Returns the table of the programs."""
-    table = Table(title=f"Microseconds of a program of the demo model in {dtype}, {find_cpu()}; medians")
+def show_programs(run: Instrument, figures: list[dict[str, Any]]) -> None:
+    """Prints the table of the programs."""
     kinds = ("forward", "sample", "catch up", "draft")
-    for column in ("bucket", *kinds, "forward / plain"):
-        table.add_column(column, justify="right")
-    for each in figures:
-        cells = (f"{each[kind]:,.0f}" if kind in each else "" for kind in kinds)
-        table.add_row(each["bucket"], *cells, f"{each['ratio']:.2f}")
-    return table
+    lines = [
+        (each["bucket"], *(f"{each[kind]:,.0f}" if kind in each else "" for kind in kinds), f"{each['ratio']:.2f}")
+        for each in figures
+    ]
+    title = f"Microseconds of a program of the demo model in {run.args.dtype}; medians"
+    run.show(title, ("bucket", *kinds, "forward / plain"), lines)
 
 
 def main() -> None:
     """Measures what was asked for, and prints it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=7, help="rounds of each load (default: 7)")
     parser.add_argument("--dtype", default="bfloat16", help="of weights and pages (default: bfloat16)")
     parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="loads with it in their drafter or name")
     parser.add_argument("--programs", action="store_true", help="time programs, not loads")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    args = parser.parse_args()
-    console = Console()
-    if args.programs:
-        figures = time_programs(args.dtype)
-        console.print(show_programs(figures, args.dtype))
+    run = read_run(parser, {"repeats": 1, "only": ["answers that copy"]})
+    if run.args.programs:
+        figures = time_programs(run.args.dtype, _DRY_TURNS if run.args.dry_run else REPEATS)
+        show_programs(run, figures)
+        run.save({"programs": figures})
     else:
-        figures = _measure_loads(args.dtype, args.only, args.repeats, console)
-        console.print(show_loads(figures, args.dtype))
-    if args.json:
-        args.json.write_text(json.dumps({"cpu": find_cpu(), "dtype": args.dtype, "figures": figures}, indent=1) + "\n")
+        show_loads(run, _measure_loads(run))
 
 
-def _measure_loads(dtype: str, only: list[str], repeats: int, console: Console) -> list[dict[str, Any]]:
+def _measure_loads(run: Instrument) -> list[dict[str, Any]]:
+    dtype, only, compiles = run.args.dtype, run.args.only, "used" if run.args.dry_run else "all"
     wanted = [load for load in LOADS if not only or any(text in f"{load.drafter} {load.name}" for text in only)]
-    plain = LLM(MODEL, dtype=dtype, compile="all")
+    plain = LLM(MODEL, dtype=dtype, compile=compiles)
     figures: list[dict[str, Any]] = []
     drafting: LLM | None = None
     for load in wanted:
         if not figures or figures[-1]["drafter"] != load.drafter:
             drafting = None  # freed first
-            drafting = LLM(MODEL, dtype=dtype, compile="all", speculative_config=load.config)
+            drafting = LLM(MODEL, dtype=dtype, compile=compiles, speculative_config=load.config)
         assert drafting is not None
-        figures.append(measure(load, plain, drafting, repeats))
-        console.print(f"{load.drafter}, {load.name}: {figures[-1]['ratio']:.2f}", highlight=False)
+        figures.append(measure(load, plain, drafting, run.args.repeats))
+        run.save({"loads": figures})  # after each: a run that is cut off keeps its loads
+        run.console.print(f"{load.drafter}, {load.name}: {figures[-1]['ratio']:.2f}")
     return figures
 
 

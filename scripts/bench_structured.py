@@ -3,22 +3,18 @@
 The device answers a step a fixed time after it was started, with random tokens that its masks and automata allow.
 Everything on the host is real: scheduler, masks in threads, matchers, detokenizing. Rows with a JSON schema are
 compared with the same rows without one. Requests whose answer is one of a few texts are served with automata and with
-masks. `--quick` is for the tests.
+masks.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
+from instrument import Instrument, make_parser, read_run
 
 from jaxserve import SamplingParams, StructuredOutputsParams
 from jaxserve.engine.engine import Engine
@@ -173,41 +169,44 @@ def measure(rows: int, seconds: float, steps: int, structured: StructuredOutputs
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--ms", type=float, default=20, help="what a step takes the device (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    args = parser.parse_args()
-    if args.quick:
-        args.rows, args.steps = [4], 10
-    table = Table(title=f"A step of {args.ms:g} ms, mean of {args.steps} steps, a JSON schema on every row")
-    for column in ("rows", "free, ms", "structured, ms", "cost", "tokens per step", "late or jumping rows"):
-        table.add_column(column, justify="right")
-    found = []
+    run = read_run(parser, {"rows": [4], "steps": 10})
+    args = run.args
+    found, lines = [], []
     structured = StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True)
     for rows in args.rows:
         free, formed = (measure(rows, args.ms / 1e3, args.steps, form) for form in (None, structured))
         cost = formed["ms_per_step"] / free["ms_per_step"] - 1
         found.append({"rows": rows, "free": free, "structured": formed, "cost": cost})
         cells = (f"{free['ms_per_step']:.2f}", f"{formed['ms_per_step']:.2f}", f"{cost:+.1%}")
-        table.add_row(str(rows), *cells, f"{formed['tokens_per_step']:.1f}", str(formed["late_rows"]))
-    Console().print(table)
+        lines.append((str(rows), *cells, f"{formed['tokens_per_step']:.1f}", str(formed["late_rows"])))
+    header = "rows", "free, ms", "structured, ms", "cost", "tokens per step", "late or jumping rows"
+    title = f"A step of {args.ms:g} ms, mean of {args.steps} steps, a JSON schema on every row"
+    run.show(title, header, lines, left=())
     answers = [compare_answers(rows, args.ms / 1e3, args.steps) for rows in args.rows]
-    if args.json:
-        args.json.write_text(json.dumps({"schema": found, "answers": answers}, indent=1) + "\n")
+    show_answers(run, answers)
+    run.save({"schema": found, "answers": answers})
 
 
 def compare_answers(rows: int, seconds: float, steps: int) -> dict[str, Any]:
-    """Measures short answers with automata and with masks, and prints and returns the figures."""
+    """Returns the figures of short answers with automata and with masks."""
     count = max(4, rows * steps // 10)
     masks, automata = (measure_answers(rows, seconds, count, has_automaton=has) for has in (False, True))
-    print(
-        f"{count} answers of {automata['tokens_per_answer']:.1f} tokens in {rows} rows: "
-        f"{masks['ms_per_answer']:.2f} ms each with masks, {automata['ms_per_answer']:.2f} ms with automata"
-    )
-    return {"rows": rows, "masks": masks, "automata": automata}
+    return {"rows": rows, "count": count, "masks": masks, "automata": automata}
+
+
+def show_answers(run: Instrument, answers: list[dict[str, Any]]) -> None:
+    """Prints the figures of short answers."""
+    lines = []
+    for each in answers:
+        masks, automata = each["masks"], each["automata"]
+        times = f"{masks['ms_per_answer']:.2f}", f"{automata['ms_per_answer']:.2f}"
+        lines.append((str(each["rows"]), str(each["count"]), f"{automata['tokens_per_answer']:.1f}", *times))
+    header = "rows", "answers", "tokens of each", "with masks, ms each", "with automata"
+    run.show("Answers that are one of a few texts", header, lines, left=())
 
 
 if __name__ == "__main__":

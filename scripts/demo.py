@@ -26,6 +26,7 @@ from jaxserve.bench.batching import Served, serve
 from jaxserve.bench.demo_questions import Question, make_questions
 from jaxserve.bench.plots import Line, check_plot_target, draw_lines, save_figure
 from jaxserve.bench.prompts import BenchRequest
+from jaxserve.cli.bench_common import make_table
 from jaxserve.errors import ConfigError
 
 ROWS = 32
@@ -97,22 +98,22 @@ def compare(llm: LLM, requests: Sequence[BenchRequest], console: Console) -> lis
         with console.status(f"serving {name} ..."):
             results.append(serve(llm, requests, way, rows=ROWS))
     best = results[-1]
-    table = Table(title=f"{len(requests)} requests, {best.num_tokens:,} output tokens, {ROWS} rows, measured just now")
-    for column in ("", "seconds", "tokens/s", "p50 latency", "p99 latency", "slower by"):
-        table.add_column(column, justify="right", no_wrap=column == "")
+    rows = []
     for result in results:
         p50, p99 = (statistics.quantiles(result.latencies, n=100)[q] for q in (49, 98))
         factor = "" if result is best else f"{best.rate / result.rate:.1f}x"
-        row = (f"{result.seconds:.1f}", f"{result.rate:,.0f}", f"{p50:.2f} s", f"{p99:.2f} s", factor)
-        table.add_row(WAYS[result.way], *row)
-    console.print(table)
+        times = f"{result.seconds:.1f}", f"{result.rate:,.0f}", f"{p50:.2f} s", f"{p99:.2f} s"
+        rows.append((WAYS[result.way], *times, factor))
+    title = f"{len(requests)} requests, {best.num_tokens:,} output tokens, {ROWS} rows, measured just now"
+    header = "", "seconds", "tokens/s", "p50 latency", "p99 latency", "slower by"
+    console.print(make_table(title, header, rows, left=(0,)))
     return results
 
 
 def plot(results: Sequence[Served], path: Path) -> None:
     """Draws the requests finished over time, one stepped line per way."""
     count, tokens = len(results[0].ends), results[0].num_tokens
-    title = f"{count} requests, {tokens:,} output tokens, {ROWS} rows: the same programs, served three ways"
+    title = f"The same programs, served three ways\n{count} requests, {tokens:,} output tokens, {ROWS} rows"
     lines = [
         Line(f"{WAYS[each.way]}: all after {max(each.ends):.1f} s", [0.0, *sorted(each.ends)], range(count + 1))
         for each in results

@@ -210,11 +210,10 @@ def find_end(points: Sequence[Point], misfits: Mapping[int, str], context: int) 
     first = next(point for point in points if point.tokens_per_second >= (1 - _LEAST_GAIN) * best.tokens_per_second)
     last = points[-1]
     if first is not last:
-        share = first.tokens_per_second / best.tokens_per_second
-        text = (
-            f"{first.batch} rows reach {share:.0%} of the most, {best.tokens_per_second:,.0f} tokens/s at {best.batch} "
-            f"rows; what takes longest in the limit there is {best.bound}"
-        )
+        most = f"the most, {best.tokens_per_second:,.0f} tokens/s"
+        if first is not best:
+            most = f"{first.tokens_per_second / best.tokens_per_second:.0%} of {most} at {best.batch} rows"
+        text = f"{first.batch} rows reach {most}; what takes longest in the limit there is {best.bound}"
         return End(context, first.batch, "memory" if "memory" in best.bound else "compute", text)
     if misfits:
         return End(context, last.batch, "memory", f"memory ends it after {last.batch} rows: {misfits[min(misfits)]}")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from jaxserve.bench.environment import read_cpu_model
 from jaxserve.bench.limits import DeviceLimits, ModelCosts, measure_limits
 from jaxserve.errors import ConfigError
 
@@ -66,7 +67,8 @@ class Bench:
         """What is measured, for the title of a table."""
         shapes = self.llm.ready.shapes
         devices = f"{shapes.num_devices} x " if shapes.num_devices > 1 else ""
-        return f"{self.model_name}, {shapes.model.dtype}, {shapes.impl} on {devices}{self.limits.device}"
+        device = read_cpu_model() if self.limits.device == "cpu" else self.limits.device
+        return f"{self.model_name}, {shapes.model.dtype}, {shapes.impl} attention on {devices}{device}"
 
 
 def count_weight_bytes(llm: LLM) -> int:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.bench.batching import WAYS, Served, Workload, measure_cv, serve
 from jaxserve.bench.environment import describe_environment
-from jaxserve.bench.plots import Line, PageTable, draw_lines, save_figure, write_page
-from jaxserve.bench.report import Spread, make_report
+from jaxserve.bench.plots import Line, PageTable, Panel, draw_panels, list_facts, save_figure, write_page
+from jaxserve.bench.report import Spread, make_report, show_command
 from jaxserve.bench.setup import Bench, check_counts, repeat
 from jaxserve.bench.throughput import summarize_times
-from jaxserve.cli.bench_common import DRY_ENGINE, add_defaults, finish, print_result
+from jaxserve.cli.bench_common import DRY_ENGINE, add_defaults, finish, make_table, print_result
 from jaxserve.cli.flags import read_engine_options
 from jaxserve.errors import ConfigError
 
@@ -28,7 +28,8 @@ DRY_BATCHING = {
     "output_len": 6,
     "num_iters": 2,
 }
-_HEADER = ("cv", "way", "seconds", "tokens/s", "useful", "p50 latency", "p99 latency", "slower by")
+_TIMEOUT = 0.05
+_HEADER = ("cv", "way", "seconds", "tokens/s", "useful", "p50, s", "p99, s", "slower by")
 
 
 def add_batching_flags(command: argparse.ArgumentParser) -> tuple[str, ...]:
@@ -41,7 +42,7 @@ def add_batching_flags(command: argparse.ArgumentParser) -> tuple[str, ...]:
         ("--input-len", int, 64, "tokens of a prompt"),
         ("--output-len", int, 48, "tokens of an answer, in the mean"),
         ("--request-rate", float, float("inf"), "requests per second, which arrive at random; inf: all at once"),
-        ("--batch-timeout", float, 0.05, "seconds after which a dynamic batch is closed"),
+        ("--batch-timeout", float, _TIMEOUT, "seconds after which a dynamic batch is closed"),
         ("--num-iters-warmup", int, 1, "runs before the measured ones"),
     ]
     for flag, kind, default, text in numbers:
@@ -81,9 +82,12 @@ def _check(args: argparse.Namespace) -> list[str]:
         if way not in WAYS:
             raise ConfigError(f"there is no way {way!r}; there are {', '.join(WAYS)}", field="batching", value=way)
     check_counts(args, num_prompts=1, input_len=1, output_len=1, num_iters_warmup=0)
-    for field, values in (("request_rate", [args.request_rate]), ("batch_timeout", [args.batch_timeout])):
-        if not min(values) > 0:
-            raise ConfigError(f"must be above 0, got {min(values)}", field=field, value=values)
+    for field in ("request_rate", "batch_timeout"):
+        if not (value := getattr(args, field)) > 0:
+            raise ConfigError(f"must be above 0, got {value}", field=field, value=value)
+    if args.batch_timeout != _TIMEOUT and "dynamic" not in args.batching:
+        message = f"is for --batching dynamic; this is {' '.join(args.batching)}"
+        raise ConfigError(message, field="batch_timeout", value=args.batch_timeout)
     if not all(0 <= cv < float("inf") for cv in args.length_cv):
         raise ConfigError(f"must be at least 0, got {args.length_cv}", field="length_cv", value=args.length_cv)
     return [way for way in WAYS if way in args.batching or way == "continuous"]
@@ -115,40 +119,41 @@ def _make_row(row: Mapping[str, Any]) -> tuple[str, ...]:
         f"{row['seconds'].median:.2f}",
         f"{row['tokens_per_second'].median:,.0f}",
         f"{row['useful_share']:.0%}",
-        f"{row['latency']['p50']:.2f} s",
-        f"{row['latency']['p99']:.2f} s",
+        f"{row['latency']['p50']:.2f}",
+        f"{row['latency']['p99']:.2f}",
         "" if row["way"] == "continuous" else row["slower_by"].show(".1f"),
     )
 
 
 def _show(args: argparse.Namespace, bench: Bench, rows: Sequence[Mapping[str, Any]]) -> None:
-    from rich.table import Table
-
     count = bench.llm.ready.shapes.limits.max_num_seqs
     title = f"Ways of batching, {args.num_prompts} requests, {count} rows: {bench.title}"
-    table = Table(title=title)
-    for name in _HEADER:
-        table.add_column(name, justify="left" if name == "way" else "right")
-    for row in rows:
-        table.add_row(*_make_row(row), end_section=row["way"] == "continuous")
-    notes = _list_notes(rows)
-    print_result(table, bench, notes)
+    shown = [_make_row(row) for row in rows]
+    notes = _list_notes(rows, arrives=args.request_rate < float("inf"))
+    print_result(make_table(title, _HEADER, shown, left=(1,)), bench, notes)
     if args.plot is None and args.html is None:
         return
-    figures = _draw(bench, rows)
+    figures = _draw(bench, rows, arrives=args.request_rate < float("inf"))
     if args.plot is not None:
         save_figure(figures[0], Path(args.plot))
         print(f"The plot is in {args.plot}.")
     if args.html is not None:
-        tables = [PageTable(title, _HEADER, [_make_row(row) for row in rows])]
-        facts = [f"{name}: {value}" for name, value in describe_environment().items()]
-        write_page(Path(args.html), title, tables, figures, [*notes, *facts])
+        table = PageTable("Ways of batching", _HEADER, shown)
+        facts = list_facts(show_command(args), describe_environment())
+        notes = [*notes, f"Limits measured in this run: {bench.limits.describe()}."]
+        write_page(Path(args.html), title, [table, facts], figures, notes)
         print(f"The page is in {args.html}.")
 
 
-def _list_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns, for each other way, by how much continuous batching is faster at the least and most variance."""
-    notes = []
+def _list_notes(rows: Sequence[Mapping[str, Any]], *, arrives: bool) -> list[str]:
+    """Returns, for each other way, by how much continuous batching is faster at the least and most variance.
+
+    Args:
+        arrives: requests arrive one after the other, so that latencies tell more than tokens/s.
+    """
+    notes = ["p50 and p99 are of the latency of a request, from its arrival to its last token."]
+    if arrives:
+        notes.append("No way can make more tokens/s than arrive, so latencies tell more here.")
     for way in dict.fromkeys(row["way"] for row in rows if row["way"] != "continuous"):
         found = sorted((row["slower_by"].median, row["length_cv"]) for row in rows if row["way"] == way)
         (least, at_least), (most, at_most) = found[0], found[-1]
@@ -159,19 +164,27 @@ def _list_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return notes
 
 
-def _draw(bench: Bench, rows: Sequence[Mapping[str, Any]]) -> list[Figure]:
-    x_label = "coefficient of variation of answers' lengths"
+def _draw(bench: Bench, rows: Sequence[Mapping[str, Any]], *, arrives: bool) -> list[Figure]:
+    """Returns the plots of tokens/s and of latencies, what tells more first."""
     ways = list(dict.fromkeys(row["way"] for row in rows))
 
-    def draw(title: str, y_label: str, figure: str, chosen: Sequence[str]) -> Figure:
+    def make_panel(y_label: str, value: Callable[[Mapping[str, Any]], float]) -> Panel:
         lines = []
-        for way in chosen:
+        for way in ways:
             found = [row for row in rows if row["way"] == way]
-            lines.append(Line(way, [row["length_cv"] for row in found], [row[figure].median for row in found]))
-        return draw_lines(f"{title}\n{bench.title}", x_label, y_label, lines)
+            lines.append(Line(way, [row["length_cv"] for row in found], [value(row) for row in found]))
+        return Panel("variation of answers' lengths (cv)", y_label, lines)
 
-    others = [way for way in ways if way != "continuous"] or ways
-    return [
-        draw("Continuous batching against other ways", "times their tokens/s", "slower_by", others),
-        draw("Tokens per second by way of batching", "tokens/s", "tokens_per_second", ways),
+    speeds = (
+        make_panel("tokens/s", lambda row: row["tokens_per_second"].median),
+        make_panel("times slower than continuous", lambda row: row["slower_by"].median),
+    )
+    latencies = (
+        make_panel("p50 latency, s", lambda row: row["latency"]["p50"]),
+        make_panel("p99 latency, s", lambda row: row["latency"]["p99"]),
+    )
+    figures = [
+        draw_panels(f"Tokens per second by way of batching\n{bench.title}", speeds),
+        draw_panels(f"Latency by way of batching\n{bench.title}", latencies),
     ]
+    return figures[::-1] if arrives else figures

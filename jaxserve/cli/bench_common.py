@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -14,6 +14,8 @@ from jaxserve.bench.report import Report
 from jaxserve.cli.flags import add_command
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from jaxserve.bench.setup import Bench
 
 
@@ -41,6 +43,25 @@ def finish(report: Report, paths: Sequence[Path]) -> int:
     for failure in report.failures:
         print(f"jaxserve bench: {failure}", file=sys.stderr)
     return 1 if report.failures else 0
+
+
+def make_table(
+    title: str, header: Sequence[str], rows: Iterable[Sequence[str]], *, left: Collection[int] = (), caption: str = ""
+) -> Table:
+    """Returns a table of figures, narrow enough for most terminals.
+
+    Args:
+        left: columns of names, by index.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(title=title, caption=caption or None, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for index, name in enumerate(header):
+        table.add_column(name, justify="left" if index in left else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def print_result(table: Any, bench: Bench, notes: Sequence[str] = ()) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,23 +15,24 @@ from jaxserve.bench.plots import (
     Line,
     Mark,
     PageTable,
+    Panel,
     check_plot_target,
-    draw_lines,
+    draw_panels,
+    list_facts,
     require_matplotlib,
     save_figure,
     write_page,
 )
-from jaxserve.bench.report import add_report_flags, check_target, make_report, read_report_paths
+from jaxserve.bench.report import add_report_flags, check_target, make_report, read_report_paths, show_command
 from jaxserve.bench.setup import Bench, add_iteration_flags, check_counts, fill_dry_run
 from jaxserve.cli.bench_batching import DRY_BATCHING, add_batching_flags, run_batching
-from jaxserve.cli.bench_common import DRY_ENGINE, add_benchmark, add_defaults, finish, print_result
+from jaxserve.cli.bench_common import DRY_ENGINE, add_benchmark, add_defaults, finish, make_table, print_result
 from jaxserve.cli.flags import add_command_options, read_engine_options
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from rich.table import Table
 
 _DRY = {"batch_sizes": [1, 2, 4], "contexts": [32, 48], "steps": 4, "num_iters": 2}
 _SIZE_FLAGS = ("batch_sizes", "contexts", "steps", "layers", "calibrate")
@@ -184,7 +185,10 @@ def _show(args: argparse.Namespace, bench: Bench, points: Sequence[Point], misfi
     notes = [f"Weights: {_show_bytes(points[0].weight_bytes)}."]
     notes += [f"Context {end.context}: {end.text}." for end in ends]
     notes += [f"Not measured: {text}." for found in misfits.values() for text in found.values()]
-    print_result(_make_table(bench, rows), bench, notes)
+    shown = [_HEADER, *rows]
+    at = _HEADER.index("limit ms")  # only the page has room for it
+    header, *lines = [(*row[:at], *row[at + 1 :]) for row in shown]
+    print_result(make_table(f"Batch sizes: {bench.title}", header, lines), bench, notes)
     if args.plot is None and args.html is None:
         return
     figures = _draw(bench, points, ends)
@@ -193,10 +197,9 @@ def _show(args: argparse.Namespace, bench: Bench, points: Sequence[Point], misfi
         print(f"The plot is in {args.plot}.")
     if args.html is not None:
         table = PageTable("Decode steps by batch size", _HEADER, rows)
-        facts = describe_environment()
+        facts = list_facts(show_command(args), describe_environment())
         notes += [f"Limits measured in this run: {bench.limits.describe()}."]
-        notes += [f"{name}: {value}" for name, value in facts.items()]
-        write_page(Path(args.html), f"Batch sizes: {bench.title}", [table], figures, notes)
+        write_page(Path(args.html), f"Batch sizes: {bench.title}", [table, facts], figures, notes)
         print(f"The page is in {args.html}.")
 
 
@@ -219,33 +222,28 @@ def _show_bytes(count: int) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.1f} MiB"
 
 
-def _make_table(bench: Bench, rows: Sequence[Sequence[str]]) -> Table:
-    from rich.table import Table
-
-    table = Table(title=f"Batch sizes: {bench.title}")
-    for name in _HEADER:
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
 def _draw(bench: Bench, points: Sequence[Point], ends: Sequence[End]) -> list[Figure]:
-    """Returns the plots of tokens/s in all, per user, and of the share of the limit, by batch size."""
+    """Returns plots by batch size: tokens/s in all and per user; then the share of the limit, and the memory."""
     contexts = list(dict.fromkeys(point.wanted_context for point in points))
     ended = next((end for end in ends if end.reason != "none"), None)
     mark = None if ended is None else Mark(ended.batch, f"{ended.context} tokens: {ended.reason} ends it")
 
-    def draw(title: str, y_label: str, value: Any, noted: Mark | None = None) -> Figure:
+    def make_panel(y_label: str, value: Callable[[Point], float], noted: Mark | None = None) -> Panel:
         lines = []
         for context in contexts:
             found = [point for point in points if point.wanted_context == context]
-            lines.append(Line(f"{context} tokens", [p.batch for p in found], [value(p) for p in found]))
-        return draw_lines(f"{title}\n{bench.title}", "batch size", y_label, lines, log_x=True, mark=noted)
+            lines.append(Line(f"context of {context}", [p.batch for p in found], [value(p) for p in found]))
+        return Panel("batch size", y_label, lines, log_x=True, mark=noted)
 
+    speeds = (
+        make_panel("tokens/s in all", lambda point: point.tokens_per_second, mark),
+        make_panel("tokens/s per user", lambda point: 1 / point.seconds.median),
+    )
+    costs = (
+        make_panel("% of the device's limit", lambda point: 100 * point.limit / point.seconds.median),
+        make_panel("keys and values, MiB", lambda point: point.kv_bytes / 2**20),
+    )
     return [
-        draw("Tokens per second by batch size", "tokens/s", lambda point: point.tokens_per_second, mark),
-        draw("Tokens per second of each user", "tokens/s per row", lambda point: 1 / point.seconds.median),
-        draw("Share of the device's limit", "% of the limit", lambda point: 100 * point.limit / point.seconds.median),
-        draw("Memory of keys and values", "MiB", lambda point: point.kv_bytes / 2**20),
+        draw_panels(f"Decoding by batch size\n{bench.title}", speeds),
+        draw_panels(f"Share of the limit, and memory\n{bench.title}", costs),
     ]

@@ -115,10 +115,24 @@ def test_sweep_of_ways_of_batching(tmp_path: Path) -> None:
     assert [(row["length_cv"], row["way"]) for row in rows] == [
         (cv, way) for cv in (0, 1) for way in (*ways, "continuous")
     ]
+    assert "Tokens per second by way of batching" in (tmp_path / "x.svg").read_text()
     for row in rows:
         check_spread(row["slower_by"])
         assert row["useful_share"] <= 1 and row["latency"]["p99"] > 0
     assert (tmp_path / "x.svg").exists() and (tmp_path / "x.html").read_text().count("<svg") == 2
+
+
+def test_ways_of_batching_under_arrivals_are_told_apart_by_latency(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    arrivals = "--request-rate", "100", "--batch-timeout", "0.03", "--length-cv", "1", "--num-iters", "1"
+    report = run(tmp_path, "sweep", "--batching", "dynamic", *arrivals, "--plot", str(tmp_path / "x.svg"))
+    dynamic, continuous = report["figures"]["ways"]
+    assert (dynamic["way"], continuous["way"]) == ("dynamic", "continuous")
+    assert dynamic["useful_share"] < 1 == continuous["useful_share"]
+    assert "latencies tell more here" in capsys.readouterr().out
+    assert "Latency by way of batching" in (tmp_path / "x.svg").read_text()
 
 
 @pytest.mark.parametrize(
@@ -130,6 +144,8 @@ def test_sweep_of_ways_of_batching(tmp_path: Path) -> None:
         (("throughput", "--output-json", "/none/x.json"), "output_json: /none is not a folder"),
         (("sweep", "--batching", "some"), "batching: there is no way 'some'; there are one-at-a-time, static"),
         (("sweep", "--batching", "static", "--batch-sizes", "4"), "batch_sizes: is for measuring batch sizes"),
+        (("sweep", "--batching", "static", "--batch-timeout", "1"), "batch_timeout: is for --batching dynamic"),
+        (("sweep", "--batching", "dynamic", "--request-rate", "0"), "request_rate: must be above 0, got 0.0"),
         (("sweep", "--length-cv", "1"), "length_cv: is for --batching"),
         (("startup", "--bundle", "x"), "bundle: each start gets one of its own"),
         (("sweep", "--html", "/none/x.html"), "html: /none is not a folder"),

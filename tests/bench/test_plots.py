@@ -13,8 +13,10 @@ from jaxserve.bench.plots import (
     Line,
     Mark,
     PageTable,
+    Panel,
     check_plot_target,
     draw_lines,
+    draw_panels,
     render_svg,
     save_figure,
     write_page,
@@ -56,15 +58,28 @@ def test_a_figure_has_its_lines_in_different_styles(tmp_path: Path) -> None:
 def test_long_titles_are_wrapped() -> None:
     pytest.importorskip("matplotlib")
     figure = draw_lines("word " * 30 + "\nsecond", "x", "y", [Line("", [0, 1], [0, 1])])
-    rows = figure.axes[0].get_title().splitlines()
+    rows = figure.get_suptitle().splitlines()
     assert max(map(len, rows)) <= 70 and rows[-1] == "second" and len(rows) == 4
+
+
+def test_panels_share_a_title_and_a_legend() -> None:
+    pytest.importorskip("matplotlib")
+    lines = [Line("a", [1, 2], [3, 4]), Line("b", [1, 2], [5, 6])]
+    figure = draw_panels("both", [Panel("x", "in all", lines, mark=Mark(2, "end")), Panel("x", "each", lines)])
+    left, right = figure.axes
+    assert (left.get_ylabel(), right.get_ylabel(), figure.get_suptitle()) == ("in all", "each", "both")
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["a", "b"]
+    colors = [[line.get_color() for line in axes.get_lines()[:2]] for axes in figure.axes]
+    assert colors[0] == colors[1] and len(set(colors[0])) == 2
+    assert [text.get_text() for text in left.texts] == ["end"] and not right.texts
 
 
 def test_a_step_line_changes_at_its_points() -> None:
     pytest.importorskip("matplotlib")
     figure = draw_lines("t", "x", "y", [Line("", [0, 1, 2], [0, 1, 2])], steps=True)
     (line,) = figure.axes[0].get_lines()
-    assert line.get_drawstyle() == "steps-post" and figure.axes[0].get_legend() is None
+    assert line.get_drawstyle() == "steps-post" and not figure.legends
 
 
 def test_a_page_needs_nothing_else(tmp_path: Path) -> None:
@@ -74,7 +89,7 @@ def test_a_page_needs_nothing_else(tmp_path: Path) -> None:
     write_page(tmp_path / "x.html", "Sweep & more", [table], figures, ["a note"])
     page = (tmp_path / "x.html").read_text()
     assert page.count("<svg") == 2 and "figure 1" in page and "Sweep &amp; more" in page
-    assert "<td>&lt;b&gt;</td><td>1,234</td>" in page and "<p>a note</p>" in page
+    assert '<td class="text">&lt;b&gt;</td><td>1,234</td>' in page and "<p>a note</p>" in page
     assert "<script" not in page and "<link" not in page and "<metadata" not in page
     targets = re.findall(r'(?:href|src)="([^"]*)"', page)
     assert all(target.startswith("#") for target in targets)

@@ -21,8 +21,8 @@ from tests.scripts.test_bench_dry_runs import ROOT, run_script
 @pytest.mark.thorough
 def test_bench_sampling_measures_every_feature_beside_the_step_of_a_model(tmp_path: Path) -> None:
     file = tmp_path / "sampling.json"
-    shown = run_script("bench_sampling.py", "--json", str(file), flag="--quick")
-    (point,) = json.loads(file.read_text())["points"]
+    shown = run_script("bench_sampling.py", "--output-json", str(file))
+    (point,) = json.loads(file.read_text())["figures"]["points"]
     assert (point["rows"], point["bucket_rows"], point["vocab_size"]) == (1, 2, 8192)
     assert "B = 1 in a bucket of 2" in shown and point["model"] == "llama-30m, 8 layers, 512 channels, float32"
     assert point["state_bytes_per_row"] > 4 * 8192
