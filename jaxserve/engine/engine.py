@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jaxserve.engine.counts import AttentionStats, EngineCounts
 from jaxserve.engine.grammars import MASK_TIMEOUT, GrammarRows
 from jaxserve.engine.logprobs import LogprobReader
-from jaxserve.engine.output import OutputStream, RequestStream
+from jaxserve.engine.output import OutputStream, RequestStream, open_stream
 from jaxserve.engine.prompt_outputs import hand_out_prompts
 from jaxserve.errors import DeadlineError, DeviceStepError, JaxServeError, QueueFullError
 from jaxserve.request import FinishReason, Request, RequestOutput
@@ -67,7 +67,7 @@ class Engine:
         if request.deadline is not None:
             self._deadlines.add(request.request_id, request.deadline)
         group = RequestStream(sequences[0], self._reader)
-        streams = [OutputStream(sequence, group, self._tokenizer, self._reader, self._clock) for sequence in sequences]
+        streams = [open_stream(sequence, group, self._tokenizer, self._reader, self._clock) for sequence in sequences]
         self._requests[request.request_id] = streams
         self._streams.update(zip(sequences, streams, strict=True))
         self._grammars.add(sequences)
@@ -191,7 +191,7 @@ class Engine:
             stream = streams[sequence]
             run = self._follow_grammar(sequence, brought) if has_grammars else brought
             output = stream.push(run) if lines is None else stream.push(run, logprobs, lines[sequence.ticket])
-            if output is None and stream.is_complete:
+            if output is None and (sequence.finish_reason is not None or stream.stop_string is not None):
                 output = self._close(stream, stream.flush() if stream.stop_string is None else stream.stop_string)
             if output is not None:
                 outputs.append(output)

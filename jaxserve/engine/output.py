@@ -112,28 +112,18 @@ class OutputStream:
         self._push = self._detokenizer.push if self._detokenizer is not None else _give_no_text
         self._hides_stop = not params.include_stop_str_in_output
         self._hidden = sequence.stop_ids if self._hides_stop else ()  # ids that give no text
-        self._index, self._request_id, self._prompt = (
-            sequence.index,
-            sequence.request.request_id,
-            sequence.request.prompt,
-        )
+        self._index = sequence.index
+        self._request_id, self._prompt = sequence.request.request_id, sequence.request.prompt
         self._pieces: list[str] = []
         self._first_token = sequence.num_prompt_tokens  # index of the first token in the next output
         self.end_token = sequence.num_prompt_tokens  # index after the last pushed token
         self._first_token_time: float | None = None
         self.stop_string: str | None = None
-        needs_more = params.stop or params.logprobs is not None or params.prompt_logprobs is not None
-        self._passes_on = self._is_delta and not needs_more  # each run is shown as it comes
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the sequence has ended, or ends here with a stop string."""
-        return self.stop_string is not None or self.sequence.finish_reason is not None
 
     def push(self, run: Ids[int], logprobs: Any = None, first_line: int = 0) -> RequestOutput | None:
         """Adds a run, up to the token that completes a stop string; returns what to show of it now, if anything.
 
-        Nothing is shown once the stream `is_complete`: `make_last_output` shows the rest.
+        Nothing is shown once the sequence has ended or a stop string was found: `make_last_output` shows the rest.
 
         Args:
             logprobs: see `StepOutputs`; None if the step has none.
@@ -141,22 +131,22 @@ class OutputStream:
         """
         if self._first_token_time is None:
             self._first_token_time = self._clock()
-        if not self._passes_on or self.sequence.finish_reason is not None:
-            return self._collect(run, logprobs, first_line)
-        self._first_token = self.end_token = self.end_token + len(run)
-        text, group = "", self.group
-        for token_id in run:
-            if token_id not in self._hidden:
-                text += self._push(token_id)
-        return _make_progress(
-            self._request_id,
-            self._prompt,
-            group.prompt_token_ids,
-            group.first.num_cached_tokens,
-            self._index,
-            text,
-            [*run],
-        )
+        before = self.end_token
+        if self._stops is None:
+            self.end_token = before + len(run)
+            for token_id in run:
+                if token_id not in self._hidden and (piece := self._push(token_id)):
+                    self._pieces.append(piece)
+        else:
+            self.stop_string = self._search(run)
+        if logprobs is not None and self.num_logprobs is not None:
+            for line, token_id in enumerate(run[: self.end_token - before], first_line):
+                found = self._reader.read(logprobs, line, token_id, self.num_logprobs)
+                self._logprobs.append(found)
+                self._cumulative_logprob += found[token_id].logprob
+        if not self.shows_progress or self.stop_string is not None or self.sequence.finish_reason is not None:
+            return None
+        return self.make_output()
 
     def flush(self) -> str | None:
         """Adds the text held back, at the sequence's end; returns the stop string that it completes, or None."""
@@ -199,22 +189,15 @@ class OutputStream:
         output.embedding = self.group.embedding if sequence.error is None else None
         return output
 
-    def _collect(self, run: Ids[int], logprobs: Any, first_line: int) -> RequestOutput | None:
-        """`push` of what must be looked at, or kept, before it is shown."""
-        before = self.end_token
+    def _search(self, run: Ids[int]) -> str | None:
+        """Adds tokens, up to one that completes a stop string; returns that string, or None."""
         for token_id in run:
             self.end_token += 1
-            if token_id in self._hidden or not (piece := self._push(token_id)):
-                continue
-            self.stop_string = self._add(piece)
-            if self.stop_string is not None:
-                break
-        if logprobs is not None and self.num_logprobs is not None:
-            for line, token_id in enumerate(run[: self.end_token - before], first_line):
-                found = self._reader.read(logprobs, line, token_id, self.num_logprobs)
-                self._logprobs.append(found)
-                self._cumulative_logprob += found[token_id].logprob
-        return self.make_output() if self.shows_progress and not self.is_complete else None
+            if token_id not in self._hidden and (piece := self._push(token_id)):
+                stop = self._add(piece)
+                if stop is not None:
+                    return stop
+        return None
 
     def _add(self, piece: str) -> str | None:
         if self._stops is None or self.end_token <= self._searched_from:
@@ -238,6 +221,43 @@ class OutputStream:
             num_accepted_tokens=sum(accepted for _, accepted in sequence.verified),
             verified=tuple(sequence.verified),
         )
+
+
+class PassingStream(OutputStream):
+    """A stream of deltas without stop strings and log-probabilities: there is nothing to keep of a run."""
+
+    def push(self, run: Ids[int], logprobs: Any = None, first_line: int = 0) -> RequestOutput | None:
+        """See `OutputStream.push`."""
+        if self._first_token_time is None or self.sequence.finish_reason is not None:
+            return super().push(run)
+        self._first_token = self.end_token = self.end_token + len(run)
+        text, group = "", self.group
+        for token_id in run:
+            if token_id not in self._hidden:
+                text += self._push(token_id)
+        return _make_progress(
+            self._request_id,
+            self._prompt,
+            group.prompt_token_ids,
+            group.first.num_cached_tokens,
+            self._index,
+            text,
+            [*run],
+        )
+
+
+def open_stream(
+    sequence: Sequence,
+    group: RequestStream,
+    tokenizer: Tokenizer | None,
+    reader: LogprobReader,
+    clock: Callable[[], float],
+) -> OutputStream:
+    """Returns the stream of a new sequence."""
+    params = sequence.request.params
+    keeps = params.stop or params.logprobs is not None or params.prompt_logprobs is not None
+    passes = params.output_kind is OutputKind.DELTA and not keeps
+    return (PassingStream if passes else OutputStream)(sequence, group, tokenizer, reader, clock)
 
 
 def _give_no_text(token_id: int) -> str:
