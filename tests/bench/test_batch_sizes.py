@@ -6,13 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from jaxserve import LLM
 from jaxserve.bench.batch_sizes import Point, SweepSizes, find_end, find_misfit, measure_point
-from jaxserve.bench.limits import DeviceLimits, ModelCosts
 from jaxserve.bench.report import Spread
 from jaxserve.bench.setup import Bench
 from jaxserve.errors import ConfigError
-from tests.programs import PROGRAMS
+from tests.bench.small_bench import make_bench
 
 POINT = Point(
     batch=1,
@@ -30,15 +28,7 @@ POINT = Point(
 
 @pytest.fixture(scope="module")
 def bench() -> Bench:
-    llm = LLM(
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
-        max_model_len=256,
-        enable_prefix_caching=False,
-        compilation_cache_dir=str(PROGRAMS),
-        show_progress=False,
-    )
-    return Bench(llm, DeviceLimits("test", 1e9, 1e10), ModelCosts.of(llm))
+    return make_bench(enable_prefix_caching=False)
 
 
 @pytest.mark.parametrize("batch", [1, 4])

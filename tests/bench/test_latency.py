@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from jaxserve import LLM
 from jaxserve.bench.latency import make_batch, measure_latency, summarize_latency
-from jaxserve.bench.limits import DeviceLimits, ModelCosts
 from jaxserve.bench.setup import Bench
 from jaxserve.errors import ConfigError
-from tests.programs import PROGRAMS
+from tests.bench.small_bench import make_bench
 
 
 @pytest.fixture(scope="module")
 def bench() -> Bench:
-    llm = LLM(
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
-        max_model_len=256,
-        compilation_cache_dir=str(PROGRAMS),
-        show_progress=False,
-    )
-    return Bench(llm, DeviceLimits("test", 1e9, 1e10), ModelCosts.of(llm))
+    return make_bench()
 
 
 def test_all_rows_run_at_once(bench: Bench) -> None:

@@ -6,27 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from jaxserve import LLM
-from jaxserve.bench.limits import DeviceLimits, ModelCosts
+from jaxserve.bench.limits import ModelCosts
 from jaxserve.bench.prompts import BenchRequest
 from jaxserve.bench.runs import Finished, Run, RunOptions, StepSize, run_requests
 from jaxserve.bench.setup import Bench
 from jaxserve.bench.throughput import list_failures, measure_throughput, summarize_runs, summarize_times
-from tests.programs import PROGRAMS
-
-LIMITS = DeviceLimits("test", 1e9, 1e10)
+from tests.bench.small_bench import LIMITS, make_bench
 
 
 @pytest.fixture(scope="module")
 def bench() -> Bench:
-    llm = LLM(
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
-        max_model_len=256,
-        compilation_cache_dir=str(PROGRAMS),
-        show_progress=False,
-    )
-    return Bench(llm, LIMITS, ModelCosts.of(llm))
+    return make_bench()
 
 
 def make(num_prompt: int, num_output: int, arrival: float = 0.0) -> BenchRequest:
