@@ -41,7 +41,7 @@ def test_bad_specs_are_refused_by_name(field: str, make) -> None:
 @jax.jit
 def prepare(page_table: np.ndarray, seq_lens: np.ndarray, query_start_loc: np.ndarray, dist: np.ndarray) -> BatchMeta:
     return prepare_batch(
-        page_table, seq_lens, query_start_loc, dist, num_tokens=TOKENS, shape=SHAPE, max_query_len=None
+        page_table, seq_lens, query_start_loc, dist, num_tokens=TOKENS, shape=SHAPE, max_query_len=None, impl="xla"
     )
 
 
