@@ -111,6 +111,7 @@ def test_every_flag_that_is_named_exists(name: str) -> None:
     if name.startswith("Dockerfile"):  # instructions have flags of their own
         foreign = {"--from", "--interval", "--timeout", "--start-period", "--retries", "--no-cache-dir"}
         foreign |= {"--uid", "--no-create-home", "--home-dir", "--require-hashes", "--no-deps", "--no-build-isolation"}
+        foreign |= {"--no-install-recommends"}  # of apt-get
     if name == "tpu_vm.sh":
         foreign |= {"--quiet", "--disable-pip-version-check"}
     assert named - foreign - FOREIGN_FLAGS <= list_flags()
