@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxserve.bench.plots import Line, PageTable, draw_lines, write_page
+from jaxserve.bench.plots import Line, PageTable, draw_lines
 from jaxserve.bench.serve import PointFigures
 
 if TYPE_CHECKING:
@@ -130,19 +129,6 @@ def _draw(points: Sequence[PointFigures], title: str, unit: str, series: Sequenc
         pairs = sorted((x.median, y.median) for x, y in at)
         lines.append(Line(label, [x for x, _ in pairs], [y for _, y in pairs]))
     return draw_lines(title, "requests answered per second", unit, lines, log_y=unit == "ms")
-
-
-def write_sweep_page(
-    path: Path,
-    title: str,
-    points: Sequence[PointFigures],
-    metrics: Sequence[str],
-    percentiles: Sequence[float],
-    notes: Sequence[str],
-) -> None:
-    """Writes the self-contained page of a sweep; ConfigError if it cannot be written."""
-    figures = [draw_latencies(points, percentiles), draw_throughput(points)]
-    write_page(path, title, list_tables(points, metrics, percentiles), figures, notes)
 
 
 def describe_client(points: Sequence[PointFigures]) -> str:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from jaxserve.bench.batching import WAYS, Served, Workload, measure_cv, serve
 from jaxserve.bench.environment import describe_environment
-from jaxserve.bench.plots import Line, PageTable, Panel, draw_panels, list_facts, save_figure, write_page
-from jaxserve.bench.report import Spread, make_report, show_command
+from jaxserve.bench.plots import Line, PageTable, Panel, draw_panels
+from jaxserve.bench.report import Spread, make_report
 from jaxserve.bench.setup import Bench, check_counts, repeat
 from jaxserve.bench.throughput import summarize_times
-from jaxserve.cli.bench_common import DRY_ENGINE, add_defaults, finish, make_table, print_result
+from jaxserve.cli.bench_common import DRY_ENGINE, add_defaults, finish, make_table, print_result, save_pictures
 from jaxserve.cli.flags import read_engine_options
 from jaxserve.errors import ConfigError
 
@@ -131,18 +131,14 @@ def _show(args: argparse.Namespace, bench: Bench, rows: Sequence[Mapping[str, An
     shown = [_make_row(row) for row in rows]
     notes = _list_notes(rows, arrives=args.request_rate < float("inf"))
     print_result(make_table(title, _HEADER, shown, left=(1,)), bench, notes)
-    if args.plot is None and args.html is None:
-        return
-    figures = _draw(bench, rows, arrives=args.request_rate < float("inf"))
-    if args.plot is not None:
-        save_figure(figures[0], Path(args.plot))
-        print(f"The plot is in {args.plot}.")
-    if args.html is not None:
-        table = PageTable("Ways of batching", _HEADER, shown)
-        facts = list_facts(show_command(args), describe_environment())
-        notes = [*notes, f"Limits measured in this run: {bench.limits.describe()}."]
-        write_page(Path(args.html), title, [table, facts], figures, notes)
-        print(f"The page is in {args.html}.")
+    save_pictures(
+        args,
+        title,
+        [PageTable("Ways of batching", _HEADER, shown)],
+        partial(_draw, bench, rows, arrives=args.request_rate < float("inf")),
+        notes=[*notes, f"Limits measured in this run: {bench.limits.describe()}."],
+        environment=describe_environment(),
+    )
 
 
 def _list_notes(rows: Sequence[Mapping[str, Any]], *, arrives: bool) -> list[str]:

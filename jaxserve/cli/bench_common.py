@@ -10,10 +10,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from jaxserve.bench.report import Report
+from jaxserve.bench.plots import PageTable, check_plot_target, list_facts, require_matplotlib, save_figure, write_page
+from jaxserve.bench.report import Report, check_target, show_command
 from jaxserve.cli.flags import add_command
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from rich.table import Table
 
     from jaxserve.bench.setup import Bench
@@ -73,6 +75,49 @@ def print_result(table: Any, bench: Bench, notes: Sequence[str] = ()) -> None:
     for note in notes:
         console.print(note)
     console.print(f"Limits measured in this run: {bench.limits.describe()}.")
+
+
+def add_plot_flags(group: Any) -> None:
+    """Adds the flags of plots and pages."""
+    group.add_argument("--plot", metavar="FILE", help="draw the curve as a .png or .svg")
+    group.add_argument("--html", metavar="FILE", help="write a page of its own with plots and tables")
+
+
+def check_plot_flags(args: argparse.Namespace) -> None:
+    """Raises ConfigError about a plot or page that could not be written."""
+    if args.plot is not None:
+        check_plot_target(args.plot)
+    if args.html is not None:
+        check_target(args.html, "html")
+        require_matplotlib("html")
+
+
+def save_pictures(
+    args: argparse.Namespace,
+    title: str,
+    tables: Sequence[PageTable],
+    draw: Callable[[], Sequence[Figure]],
+    *,
+    notes: Sequence[str],
+    environment: Mapping[str, Any],
+    secret: Sequence[str] = (),
+) -> None:
+    """Writes what --plot and --html ask for: the first figure, and a page of all figures, the tables and the notes.
+
+    Args:
+        draw: is called only if something was asked for.
+        secret: flags whose values the page does not show.
+    """
+    if args.plot is None and args.html is None:
+        return
+    figures = draw()
+    if args.plot is not None:
+        save_figure(figures[0], Path(args.plot))
+        print(f"The plot is in {args.plot}.")
+    if args.html is not None:
+        facts = list_facts(show_command(args, secret), environment)
+        write_page(Path(args.html), title, [*tables, facts], figures, notes)
+        print(f"The page is in {args.html}.")
 
 
 def add_defaults(

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.bench.datasets import DatasetOptions, add_dataset_flags, read_dataset_options
+from jaxserve.bench.environment import describe_environment
 from jaxserve.bench.load.metrics import METRICS, Slo, list_warnings
 from jaxserve.bench.load.target import ENDPOINTS, Target
-from jaxserve.bench.plots import check_plot_target, require_matplotlib
-from jaxserve.bench.report import add_report_flags, check_target, make_report, read_report_paths
+from jaxserve.bench.report import add_report_flags, make_report, read_report_paths
 from jaxserve.bench.setup import check_counts, fill_dry_run
-from jaxserve.cli.bench_common import add_benchmark, finish
+from jaxserve.cli.bench_common import add_benchmark, add_plot_flags, check_plot_flags, finish, save_pictures
 from jaxserve.config import read_client_key
 from jaxserve.errors import ConfigError, JaxServeError
 from jaxserve.option_flags import read_object
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 DRY_RUN = {"num_prompts": 6, "random_input_len": 24, "random_output_len": 8}
 _TEXTS = ("demo", "custom", "sharegpt")
+_SECRET = ("api_key",)  # flags whose values no report shows
 
 
 def add_serve(group: Any) -> None:
@@ -36,8 +37,7 @@ def add_serve(group: Any) -> None:
     add_dataset_flags(command)
     _add_load_flags(command.add_argument_group("load"))
     report = add_report_flags(command)
-    report.add_argument("--plot", metavar="FILE", help="draw the latency-throughput curve, .png or .svg")
-    report.add_argument("--html", metavar="FILE", help="write one page with the tables and curves")
+    add_plot_flags(report)
     text = "ttft:MS, tpot:MS, e2el:MS: what a good request keeps; counts goodput"
     report.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS", help=text)
     text = "latencies to print, of ttft,tpot,itl,e2el (default: all; the report has all)"
@@ -87,7 +87,6 @@ def _add_load_flags(group: Any) -> None:
 
 def _run_serve(command: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     """Runs the command; returns 1 where no request at all succeeded."""
-    from jaxserve.bench.environment import describe_environment
     from jaxserve.bench.load.generator import LoadGenerator
     from jaxserve.bench.serve import ServeBenchmark
     from jaxserve.bench.serve_report import list_clients, list_failures, show_saturation
@@ -96,11 +95,7 @@ def _run_serve(command: argparse.ArgumentParser, args: argparse.Namespace) -> in
     sizes = {name: size for name, size in DRY_RUN.items() if is_random or not name.startswith("random")}
     args = fill_dry_run(args, command, sizes)
     paths, metrics = read_report_paths(args, "serve"), _read_metrics(args)
-    for flag, check in (("plot", check_plot_target), ("html", check_target)):
-        if (name := getattr(args, flag)) is not None:
-            check(name, flag)
-    if args.html is not None:
-        require_matplotlib("html")
+    check_plot_flags(args)
     options = read_serve_options(args)
     with LoadGenerator(options.num_processes) as generator:
         points = ServeBenchmark(options, generator).measure()
@@ -113,10 +108,10 @@ def _run_serve(command: argparse.ArgumentParser, args: argparse.Namespace) -> in
         "saturation": show_saturation(points),
         "points": [found.asdict() for found in points],
     }
-    environment = describe_environment(has_devices=False)
     if args.request_rate is not None:
         args.request_rate = ["inf" if math.isinf(rate) else rate for rate in args.request_rate]  # JSON has no infinity
-    report = make_report(args, "serve", environment, figures, failures=list_failures(points), secret=("api_key",))
+    environment = describe_environment(has_devices=False)
+    report = make_report(args, "serve", environment, figures, failures=list_failures(points), secret=_SECRET)
     finish(report, paths)
     return 0 if any(found.total("completed") for found in points) else 1
 
@@ -249,7 +244,6 @@ def _show(args: argparse.Namespace, options: ServeOptions, points: list[PointFig
     from rich.console import Console
 
     from jaxserve.bench import serve_report
-    from jaxserve.bench.plots import save_figure
 
     console = Console(highlight=False)
     percentiles = options.percentiles
@@ -263,10 +257,12 @@ def _show(args: argparse.Namespace, options: ServeOptions, points: list[PointFig
     warnings = list_warnings(serve_report.list_clients(points))
     for note in (*notes, *(f"Warning: {warning}." for warning in warnings)):
         console.print(note, markup=False, soft_wrap=True)
-    if args.plot is not None:
-        save_figure(serve_report.draw_latencies(points, percentiles), Path(args.plot))
-        print(f"The curve is in {args.plot}.")
-    if args.html is not None:
-        title = f"{options.model.name} under load"
-        serve_report.write_sweep_page(Path(args.html), title, points, metrics, percentiles, notes + warnings)
-        print(f"The page is in {args.html}.")
+    save_pictures(
+        args,
+        f"{options.model.name} under load",
+        serve_report.list_tables(points, metrics, percentiles),
+        lambda: [serve_report.draw_latencies(points, percentiles), serve_report.draw_throughput(points)],
+        notes=notes + warnings,
+        environment=describe_environment(has_devices=False),
+        secret=_SECRET,
+    )

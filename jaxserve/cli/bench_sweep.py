@@ -6,27 +6,27 @@ import argparse
 import json
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.bench.batch_sizes import BATCHES, CONTEXTS, STEPS, End, Point, SweepSizes, find_end, find_misfit
 from jaxserve.bench.environment import describe_environment
-from jaxserve.bench.plots import (
-    Line,
-    Mark,
-    PageTable,
-    Panel,
-    check_plot_target,
-    draw_panels,
-    list_facts,
-    require_matplotlib,
-    save_figure,
-    write_page,
-)
-from jaxserve.bench.report import add_report_flags, check_target, make_report, read_report_paths, show_command
+from jaxserve.bench.plots import Line, Mark, PageTable, Panel, draw_panels
+from jaxserve.bench.report import add_report_flags, check_target, make_report, read_report_paths
 from jaxserve.bench.setup import Bench, add_iteration_flags, check_counts, fill_dry_run
 from jaxserve.cli.bench_batching import DRY_BATCHING, add_batching_flags, run_batching
-from jaxserve.cli.bench_common import DRY_ENGINE, add_benchmark, add_defaults, finish, make_table, print_result
+from jaxserve.cli.bench_common import (
+    DRY_ENGINE,
+    add_benchmark,
+    add_defaults,
+    add_plot_flags,
+    check_plot_flags,
+    finish,
+    make_table,
+    print_result,
+    save_pictures,
+)
 from jaxserve.cli.flags import add_command_options, read_engine_options
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
@@ -62,21 +62,6 @@ def add_sweep(group: Any) -> None:
     add_plot_flags(report)
     add_command_options(command, (EngineConfig,))
     command.set_defaults(batching_flags=batching)
-
-
-def add_plot_flags(group: Any) -> None:
-    """Adds the flags of plots and pages."""
-    group.add_argument("--plot", metavar="FILE", help="draw the curve as a .png or .svg")
-    group.add_argument("--html", metavar="FILE", help="write a page of its own with plots and tables")
-
-
-def check_plot_flags(args: argparse.Namespace) -> None:
-    """Raises ConfigError about a plot or page that could not be written."""
-    if args.plot is not None:
-        check_plot_target(args.plot)
-    if args.html is not None:
-        check_target(args.html, "html")
-        require_matplotlib("html")
 
 
 def _run(command: argparse.ArgumentParser, args: argparse.Namespace) -> int:
@@ -189,18 +174,14 @@ def _show(args: argparse.Namespace, bench: Bench, points: Sequence[Point], misfi
     at = _HEADER.index("limit ms")  # only the page has room for it
     header, *lines = [(*row[:at], *row[at + 1 :]) for row in shown]
     print_result(make_table(f"Batch sizes: {bench.title}", header, lines), bench, notes)
-    if args.plot is None and args.html is None:
-        return
-    figures = _draw(bench, points, ends)
-    if args.plot is not None:
-        save_figure(figures[0], Path(args.plot))
-        print(f"The plot is in {args.plot}.")
-    if args.html is not None:
-        table = PageTable("Decode steps by batch size", _HEADER, rows)
-        facts = list_facts(show_command(args), describe_environment())
-        notes += [f"Limits measured in this run: {bench.limits.describe()}."]
-        write_page(Path(args.html), f"Batch sizes: {bench.title}", [table, facts], figures, notes)
-        print(f"The page is in {args.html}.")
+    save_pictures(
+        args,
+        f"Batch sizes: {bench.title}",
+        [PageTable("Decode steps by batch size", _HEADER, rows)],
+        partial(_draw, bench, points, ends),
+        notes=[*notes, f"Limits measured in this run: {bench.limits.describe()}."],
+        environment=describe_environment(),
+    )
 
 
 def _make_row(point: Point) -> tuple[str, ...]:
