@@ -27,7 +27,6 @@ from pallas_kernels.cpu.library import load as load_cpu_kernels
 from pallas_kernels.cpu.library import max_product_rows
 from pallas_kernels.spec import AttnShape, KVSpec
 
-_CPU_KERNELS = ("auto", "cpu")  # values of attention_impl with which the CPU's library is used
 _KV_DTYPES = {"fp8": "float8_e4m3fn"}  # by users' names
 
 
@@ -268,9 +267,13 @@ def _choose_drafter(config: EngineConfig, drafter: DrafterModel | None) -> Draft
 
 def _choose_few_rows(config: EngineConfig, model: DecoderConfig, platform: str) -> int:
     """Returns the most rows of products that the CPU's library makes; compilers cannot split them over a mesh."""
-    is_used = platform == "cpu" and config.compile.attention_impl in _CPU_KERNELS
     is_whole = config.parallel.tensor_parallel_size == 1
-    return max_product_rows(model.dtype) if is_used and is_whole else 0
+    return max_product_rows(model.dtype) if is_whole and _uses_cpu_kernels(config, platform) else 0
+
+
+def _uses_cpu_kernels(config: EngineConfig, platform: str) -> bool:
+    """Whether the library of CPU kernels is asked for; it may still be impossible to build."""
+    return platform == "cpu" and config.compile.attention_impl in ("auto", "cpu")
 
 
 def _choose_attention(
@@ -278,7 +281,8 @@ def _choose_attention(
 ) -> tuple[tuple[KVSpec, ...], str, str]:
     """Returns the page specs, the attention implementation and the reason for it.
 
-    All layers have the same implementation: portable attention, if another cannot do the shape of one of them.
+    All layers have the same implementation: portable attention, if another cannot do the shape of one of them. For a
+    CPU, its library of kernels is loaded first, and compiled if the compile cache does not have it.
     """
     wanted = config.compile.attention_impl
     assert config.cache.page_size is not None  # resolved
@@ -286,7 +290,7 @@ def _choose_attention(
     dtype = model.dtype if dtype == "auto" else dtype
     specs = _make_specs(model, config.cache.page_size, dtype)
     name = None if wanted == "auto" else wanted
-    if platform == "cpu" and wanted in _CPU_KERNELS:
+    if _uses_cpu_kernels(config, platform):
         load_cpu_kernels(config.compile.cache_dir)
     try:
         found = [

@@ -1,7 +1,8 @@
 """The compiled half of this room: its C++ files as a shared library, made once for a machine and a jaxlib.
 
 jaxlib ships the headers of XLA's foreign functions. The library is made for the very processor that it runs on, so it
-is compiled at the first start and kept, not shipped.
+is compiled at the first start and kept, not shipped. Its file's name ends in the digest of its content: a file that was
+cut or altered is compiled again, because a process that loads one may die.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ import jax
 import jaxlib
 
 FOLDER = Path(__file__).parent
-SOURCES = tuple(FOLDER / name for name in ("paged_attention.cc", "product.cc"))
 COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = ("-std=c++20", "-O3", "-march=native", "-shared", "-fPIC", "-w")
 _PRODUCT_DTYPES = "float32", "bfloat16"
 ATTENTION, PRODUCT = "JaxservePagedAttention", "JaxserveProduct"  # the calls
 _COMPILE_SECONDS = 120
+_STEM = "cpu-kernels"  # of the file's name
 
 _lock = threading.Lock()
 _state: dict[str, Any] = {"obstacle": "its library is not loaded", "product_rows": {}}  # of this process
@@ -62,16 +63,22 @@ def load(directory: Path | None) -> str | None:
 
 def _try_to_register(directory: Path | None) -> str | None:
     try:
-        path = _find_library(directory)
+        if directory is not None:
+            return _register(_find_kept(directory) or _compile_into(directory))
+        with tempfile.TemporaryDirectory() as folder:  # once it is loaded, its file is not needed any more
+            return _register(_compile_into(Path(folder)))
     except (OSError, subprocess.SubprocessError, LookupError) as error:
         return f"its library cannot be built: {_explain(error)}"
+
+
+def _register(path: Path) -> str | None:
     try:
         library = ctypes.CDLL(str(path))
         handlers = {call: getattr(library, call) for call in (ATTENTION, PRODUCT)}
         rows = (ctypes.c_int * len(_PRODUCT_DTYPES)).in_dll(library, "JaxserveProductRows")
-        _state["product_rows"] = dict(zip(_PRODUCT_DTYPES, rows, strict=True))
     except (OSError, AttributeError, ValueError) as error:
         return f"its library cannot be loaded: {error}"
+    _state["product_rows"] = dict(zip(_PRODUCT_DTYPES, rows, strict=True))
     for call, handler in handlers.items():
         jax.ffi.register_ffi_target(target_name(call), jax.ffi.pycapsule(handler), platform="cpu")
     return None
@@ -85,7 +92,7 @@ def target_name(call: str) -> str:
 @lru_cache
 def digest() -> str:
     """Returns what the library depends on: its source, jaxlib, and the instructions of this processor."""
-    text = "\0".join(path.read_text() for path in sorted(FOLDER.glob("*.cc")) + sorted(FOLDER.glob("*.h")))
+    text = "\0".join(path.read_text() for path in (*_list_sources(), *sorted(FOLDER.glob("*.h"))))
     parts = (text, jaxlib.__version__, " ".join(_FLAGS), platform.machine(), _describe_processor())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
@@ -98,29 +105,41 @@ def _describe_processor() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
-def _find_library(directory: Path | None) -> Path:
-    """Returns the path of the library; it is compiled if it is not in `directory`."""
-    if directory is None:
-        with tempfile.TemporaryDirectory(delete=False) as folder:  # the process has it open to its end
-            return _compile(Path(folder) / "cpu-kernels.so")
-    path = directory / f"cpu-kernels-{digest()[:16]}.so"
-    if not path.exists():
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=directory) as folder:  # others may do the same now
-            os.replace(_compile(Path(folder) / path.name), path)
-    return path
+def _list_sources() -> list[Path]:
+    return sorted(FOLDER.glob("*.cc"))
 
 
-def _compile(output: Path) -> Path:
+def _find_kept(directory: Path) -> Path | None:
+    """Returns the library that the directory has; None if it has none that is whole. One that is not is removed."""
+    for path in directory.glob(f"{_STEM}-{digest()[:16]}-*.so"):
+        if path.stem.endswith(_digest_content(path)):
+            return path
+        path.unlink(missing_ok=True)
+    return None
+
+
+def _compile_into(directory: Path) -> Path:
+    """Returns the path of the new library in the directory, where it appears whole: others may look for it now."""
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise LookupError(f"there is no C++ compiler ({', '.join(COMPILERS)})")
-    command = [compiler, *_FLAGS, "-isystem", jax.ffi.include_dir(), *map(str, SOURCES), "-o", str(output)]
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
-    return output
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory) as folder:
+        made = Path(folder) / "new.so"
+        command = [compiler, *_FLAGS, "-isystem", jax.ffi.include_dir(), *map(str, _list_sources()), "-o", str(made)]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
+        path = directory / f"{_STEM}-{digest()[:16]}-{_digest_content(made)}.so"
+        os.replace(made, path)
+    return path
+
+
+def _digest_content(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def _explain(error: Exception) -> str:
+    if isinstance(error, subprocess.TimeoutExpired):
+        return f"compiling takes more than {_COMPILE_SECONDS} s"
     if isinstance(error, subprocess.CalledProcessError):
         lines = [line for line in error.stderr.splitlines() if "error" in line] or [f"status {error.returncode}"]
         return f"{Path(error.cmd[0]).name}: {lines[0]}"

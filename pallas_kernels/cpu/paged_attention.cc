@@ -1,10 +1,9 @@
-// Paged attention on CPUs, as an XLA FFI call: writes a step's keys and values, then attends, in place in the pages.
+// Paged attention on CPUs: writes a step's keys and values, then attends, in place in the pages.
 //
 // Online softmax (Milakov and Gimelshein, 2018) over one page at a time. Work is (tile of queries, KV head). A tile of
 // few queries, as decoding has, multiplies keys as they lie and is bound by memory. Larger tiles hold their queries and
 // sums transposed, a lane for each query: then no sum runs across lanes, and both products are the same small matrix
 // product. Keys that no query of a tile sees are not read.
-//
 
 #include <algorithm>
 #include <cstdint>
@@ -307,7 +306,7 @@ void Attend(const Problem& p, int64_t index, int64_t tile_tokens, float* scratch
   Tile tile{p.rows[i], p.starts[i], p.counts[i], p.positions[i], index % p.num_kv_heads, 0, 0};
   tile.begin = p.window ? std::max(int64_t{0}, tile.position - p.window + 1) : 0;
   tile.end = tile.position + tile.count;
-  if (tile_tokens * p.group() <= kFewQueries && tile_tokens == 1)
+  if (tile_tokens == 1 && p.group() <= kFewQueries)
     AttendRows<T>(p, tile, scratch);
   else
     AttendTile<T>(p, tile, TileWidth(p, tile_tokens), scratch);

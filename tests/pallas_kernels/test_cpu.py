@@ -159,6 +159,24 @@ def test_the_library_is_compiled_once_and_kept(tmp_path: Path) -> None:
     assert run_fresh(without, tmp_path / "new" / "folder") == "None"
 
 
+def test_a_kept_library_that_was_cut_is_compiled_again(tmp_path: Path) -> None:
+    """To load it could end the process by a signal."""
+    assert run_fresh(LOAD, tmp_path) == "None"
+    (kept,) = tmp_path.iterdir()
+    whole = kept.read_bytes()
+    kept.write_bytes(whole[: len(whole) // 2])
+    assert run_fresh(LOAD, tmp_path) == "None"
+    (made,) = tmp_path.iterdir()
+    assert made.stat().st_size > len(whole) // 2
+    without = "library.COMPILERS = ('no-such-compiler',); " + LOAD
+    assert run_fresh(without, tmp_path) == "None"
+
+
+def test_without_a_directory_nothing_is_left(tmp_path: Path) -> None:
+    script = "import tempfile; tempfile.tempdir = sys.argv[1]; print(library.load(None))"
+    assert run_fresh(script, tmp_path) == "None" and not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("script", "words"),
     [
