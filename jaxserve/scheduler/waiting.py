@@ -43,7 +43,8 @@ class WaitingQueue:
         self._lanes: dict[str, deque[Sequence]] = {}
 
     def __len__(self) -> int:
-        return sum(map(len, self._lanes.values()))
+        """Safe from any thread."""
+        return sum(map(len, list(self._lanes.values())))  # a list: another thread may add a lane meanwhile
 
     def __bool__(self) -> bool:
         return any(self._lanes.values())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from typing import Any
 
 from hypothesis import given
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from jaxserve.request import PRIORITIES, FinishReason, Rank, Request, ServiceTier, Tenant
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import Sequence, SequenceStatus
+from jaxserve.scheduler.fairness import FairOrder
 from jaxserve.scheduler.sequence import make_order
 from jaxserve.scheduler.waiting import TenantLoad, WaitingQueue
 from tests.scheduler.test_scheduler import make_scheduler
@@ -75,3 +78,30 @@ def test_requests_that_end_while_they_wait_make_room() -> None:
     scheduler.add(make_request("a", 10, n=3))
     scheduler.finish("a", FinishReason.ABORT)
     assert (scheduler.waiting.num_new, scheduler.waiting.num_new_tokens, len(scheduler.waiting)) == (0, 0, 0)
+
+
+def test_length_can_be_read_while_new_tenants_arrive() -> None:
+    scheduler, queue = make_scheduler(), WaitingQueue(FairOrder())
+    failures: list[BaseException] = []
+    done = threading.Event()
+
+    def read() -> None:
+        try:
+            while not done.is_set():
+                assert 0 <= len(queue) <= 3000
+        except BaseException as error:
+            failures.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # as many switches between threads as there can be
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        for i in range(3000):
+            request = make_request(f"r{i}", tenant=Tenant(f"tenant {i}"))
+            queue.enter([Sequence(request, scheduler.pages.new_sequence(""), 50, order=make_order((1, 0), i))])
+    finally:
+        done.set()
+        reader.join()
+        sys.setswitchinterval(interval)
+    assert failures == [] and len(queue) == 3000
