@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxserve.cli.flags import read_engine_options, read_flags, read_sampling_params
 from jaxserve.cli.prompts import split_words
 from jaxserve.config import EngineConfig
 from jaxserve.errors import TokenizerError
+
+if TYPE_CHECKING:
+    from jaxserve.models.base import DecoderConfig
+    from jaxserve.models.drafters import DrafterModel
 
 BATCH_OPTIONS = (  # the server's options that matter without a socket
     "served_model_name",
@@ -120,12 +124,20 @@ def plan(args: argparse.Namespace) -> None:
 
 def doctor(args: argparse.Namespace) -> int:
     """`jaxserve doctor`; returns 1 when something is broken."""
+    from jaxserve.engine.draft_files import locate_drafter
     from jaxserve.engine.model_files import locate_model, resolve_model
     from jaxserve.runtime.doctor import print_report
 
     config = EngineConfig.from_options(**read_engine_options(args))
-    is_well = print_report(config, lambda: resolve_model(config, locate_model(config.model, need_weights=False)))
-    return 0 if is_well else 1
+
+    def find_model() -> DecoderConfig:
+        return resolve_model(config, locate_model(config.model, need_weights=False))
+
+    def find_drafter(model: DecoderConfig) -> DrafterModel | None:
+        drafter = locate_drafter(config, locate_model(config.model, need_weights=False), model)
+        return None if drafter is None else drafter.model
+
+    return 0 if print_report(config, find_model, find_drafter) else 1
 
 
 def verify_determinism(args: argparse.Namespace) -> int:

@@ -24,6 +24,7 @@ from jaxserve.errors import DeviceError, JaxServeError
 if TYPE_CHECKING:
     from jaxserve.config import EngineConfig
     from jaxserve.models.base import DecoderConfig
+    from jaxserve.models.drafters import DrafterModel
 
 _PACKAGES = (
     "jaxserve",
@@ -46,6 +47,9 @@ _HARDWARE = (
 _LEAST_FREE = 2**30  # bytes on the compile cache's disk; a large model's programs take some hundred MiB
 _MIB = 2**20
 _PROBE_BYTES = 2**16
+
+FindModel = Callable[[], "DecoderConfig"]
+FindDrafter = Callable[["DecoderConfig"], "DrafterModel | None"]
 _STYLES = {"ok": "green", "note": "yellow", "broken": "bold red", "skipped": "dim"}
 
 
@@ -78,8 +82,12 @@ class Finding:
     advice: str = ""  # what to do, unless the text says it
 
 
-def list_checks(config: EngineConfig, find_model: Callable[[], DecoderConfig]) -> tuple[Check, ...]:
-    """Returns the sections of the report, in order."""
+def list_checks(config: EngineConfig, find_model: FindModel, find_drafter: FindDrafter) -> tuple[Check, ...]:
+    """Returns the sections of the report, in order.
+
+    Args:
+        find_drafter: returns the drafter with weights for the model, if the options name one.
+    """
     again = "install jaxserve again, in a fresh environment"
     spared = "set JAX_PLATFORMS=cpu to do without the accelerator"
     cache_dir = config.compile.cache_dir
@@ -89,7 +97,8 @@ def list_checks(config: EngineConfig, find_model: Callable[[], DecoderConfig]) -
         Check("Devices", lambda _: _look_at_devices(), spared, needs=("JAX",)),
         Check("Accelerators", _look_for_accelerators, spared, needs=("Devices",)),
         Check("Model", lambda _: _look_at_model(find_model), again, needs=("JAX",)),
-        Check("Attention", lambda seen: _look_at_attention(config, seen), again, needs=("Devices", "Model")),
+        Check("Drafts", lambda seen: _look_at_drafts(config, find_drafter, seen), again, needs=("Model",)),
+        Check("Attention", lambda seen: _look_at_attention(config, seen), again, needs=("Devices", "Model", "Drafts")),
         Check("Forward programs", _list_forward_programs, again, needs=("Attention",)),
         Check("Sample programs", _list_sample_programs, again, needs=("Attention",)),
         Check("Compile cache", lambda _: _look_at_cache(cache_dir), "set compilation_cache_dir to another directory"),
@@ -102,9 +111,9 @@ def run_checks(checks: Iterable[Check]) -> list[Finding]:
     return [_run_check(check, values) for check in checks]
 
 
-def print_report(config: EngineConfig, find_model: Callable[[], DecoderConfig]) -> bool:
-    """Prints versions, devices, kernels, programs and the compile cache; returns whether nothing is broken."""
-    findings = run_checks(list_checks(config, find_model))
+def print_report(config: EngineConfig, find_model: FindModel, find_drafter: FindDrafter) -> bool:
+    """Prints the report of `list_checks`; returns whether nothing is broken."""
+    findings = run_checks(list_checks(config, find_model, find_drafter))
     table = Table.grid(padding=(0, 2))
     for finding in findings:
         style = _STYLES[finding.status]
@@ -170,6 +179,17 @@ def _look_at_model(find_model: Callable[[], DecoderConfig]) -> Seen:
     return Seen(f"{model.family}, {model.num_layers} layers, {model.max_model_len:,} tokens, {model.dtype}", model)
 
 
+def _look_at_drafts(config: EngineConfig, find_drafter: FindDrafter, seen: dict[str, Any]) -> Seen:
+    chosen = config.speculation.speculative_config
+    if chosen is None:
+        return Seen("none")
+    drafter = find_drafter(seen["Model"])
+    what = f"{chosen.method}, up to {chosen.num_speculative_tokens} tokens a step"
+    if drafter is None:
+        return Seen(f"{what}, looked up in what was said before")
+    return Seen(f"{what}; layers of the drafter: {drafter.config.num_layers}, {drafter.config.dtype}", drafter)
+
+
 def _look_at_attention(config: EngineConfig, seen: dict[str, Any]) -> Seen:
     from jaxserve.runtime.quantization import describe_weights
     from jaxserve.runtime.self_test import confirm_kernels
@@ -177,7 +197,7 @@ def _look_at_attention(config: EngineConfig, seen: dict[str, Any]) -> Seen:
     from pallas_kernels.cpu.library import find_obstacle as find_library_obstacle
 
     device = seen["Devices"][0]
-    shapes = make_shapes(config, seen["Model"], device.platform, device.device_kind)
+    shapes = make_shapes(config, seen["Model"], device.platform, device.device_kind, seen["Drafts"])
     shapes = confirm_kernels(shapes, device)
     lines, is_slow = [f"{shapes.impl}: {shapes.impl_reason}"], shapes.fell_back
     if shapes.model.few_rows:

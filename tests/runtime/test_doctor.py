@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -14,6 +15,7 @@ import pytest
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.models.base import DecoderConfig
+from jaxserve.models.drafters import DrafterModel
 from jaxserve.models.registry import parse_config
 from jaxserve.presets import load_preset
 from jaxserve.runtime import doctor
@@ -21,17 +23,23 @@ from jaxserve.runtime.doctor import Check, Finding, Seen, list_checks, print_rep
 from pallas_kernels.cpu import library
 from tests.test_devices import break_jax
 
+Findings = dict[str, Finding]
+
 
 def find_model() -> DecoderConfig:
     return parse_config(load_preset("qwen3-0.6b") or {})
 
 
-def examine(cache_dir: Path | str, model: Any = find_model) -> dict[str, Finding]:
-    config = EngineConfig.from_options(compilation_cache_dir=str(cache_dir))
-    return {finding.title: finding for finding in run_checks(list_checks(config, model))}
+def find_drafter(model: DecoderConfig) -> DrafterModel | None:
+    return None
 
 
-def list_by_status(findings: dict[str, Finding]) -> dict[str, list[str]]:
+def examine(cache_dir: Path | str, model: Any = find_model, drafter: Any = find_drafter, **options: Any) -> Findings:
+    config = EngineConfig.from_options(compilation_cache_dir=str(cache_dir), **options)
+    return {finding.title: finding for finding in run_checks(list_checks(config, model, drafter))}
+
+
+def list_by_status(findings: Findings) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for title, finding in findings.items():
         found.setdefault(finding.status, []).append(title)
@@ -63,7 +71,7 @@ def test_devices_that_cannot_be_had(
     assert found["broken"] == ["Devices"] and {"JAX", "Model"} <= {*found["ok"]}
     assert found["skipped"] == ["Accelerators", "Attention", "Forward programs", "Sample programs"]
     assert findings["Attention"].text == "needs Devices" and "jaxserve[cuda13]" in findings["Devices"].advice
-    assert not print_report(EngineConfig(), find_model)
+    assert not print_report(EngineConfig(), find_model, find_drafter)
     shown = capsys.readouterr().out
     assert "-> unset JAX_PLATFORMS" in shown and "Broken: Devices" in shown and "Traceback" not in shown
 
@@ -93,6 +101,27 @@ def test_a_model_that_cannot_run(tmp_path: Path) -> None:
 
     findings = examine(tmp_path, refuse)
     assert list_by_status(findings)["broken"] == ["Model"] and "use another" in findings["Model"].text
+
+
+def test_drafts(tmp_path: Path) -> None:
+    def find(model: DecoderConfig) -> DrafterModel:
+        return DrafterModel("eagle3", replace(model, layers=model.layers[:1]), (2, 14, 25), True, 1000, 1024)
+
+    def refuse(model: DecoderConfig) -> NoReturn:
+        raise ConfigError(f"is no drafter for {model.family}", field="speculative_config.model")
+
+    assert examine(tmp_path)["Drafts"].text == "none"
+    chosen = {"method": "ngram", "num_speculative_tokens": 3}
+    assert examine(tmp_path, speculative_config=chosen)["Drafts"].text.startswith(
+        "ngram, up to 3 tokens a step, looked"
+    )
+    chosen = {"method": "eagle3", "model": "head", "num_speculative_tokens": 4}
+    findings = examine(tmp_path, drafter=find, speculative_config=chosen)
+    assert findings["Drafts"].text == "eagle3, up to 4 tokens a step; layers of the drafter: 1, bfloat16"
+    assert "verify 2x5" in findings["Forward programs"].text
+    findings = examine(tmp_path, drafter=refuse, speculative_config=chosen)
+    assert list_by_status(findings)["broken"] == ["Drafts"] and "no drafter for qwen3" in findings["Drafts"].text
+    assert "Attention" in list_by_status(findings)["skipped"]
 
 
 def test_a_cache_that_cannot_be_made(tmp_path: Path) -> None:
