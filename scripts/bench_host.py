@@ -125,7 +125,7 @@ def make_null_runner(max_rows: int, buckets: BucketTable) -> ModelRunner:
         programs,
         buckets,
         params=params,
-        writer=WeightWriter(params, WeightQuantizer(config, make_mesh(1), DEFAULT_RULES)),
+        writer=WeightWriter(WeightQuantizer(config, make_mesh(1), DEFAULT_RULES), params),
         state_specs=state_specs,
         state_shape=state,
         input_sharding=sharding,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 from dataclasses import dataclass
 from functools import partial
@@ -140,13 +141,12 @@ def load_params(
     config: EngineConfig, files: ModelFiles, shapes: Shapes, mesh: Mesh, *, progress: ShowProgress = hide_progress
 ) -> Any:
     """Returns the parameters as run-time arrays on the devices of `mesh`, loaded or, with "dummy", random."""
-    from jaxserve.layers.stack import stack_params, stack_specs
+    from jaxserve.layers.stack import stack_specs
     from jaxserve.models.registry import describe_files, ignored_weights, param_specs, weight_sources
     from jaxserve.runtime.params import fill_params
     from jaxserve.runtime.quantizer import WeightQuantizer
     from jaxserve.sharding import DEFAULT_RULES
-    from jaxserve.weights import checkpoint_format, make_dummy_params, restore_params, stream_safetensors
-    from jaxserve.weights.paths import flatten_specs
+    from jaxserve.weights import Piece, checkpoint_format, make_dummy_params, stream_params, stream_pieces
 
     specs = param_specs(shapes.model)
     if config.model.load_format == "dummy":
@@ -156,12 +156,10 @@ def load_params(
     stored, quantizer = describe_files(shapes.model), WeightQuantizer(shapes.model, mesh, DEFAULT_RULES)
     fill = partial(fill_params, stack_specs(specs, shapes.stack_mode), mesh=mesh, rules=DEFAULT_RULES)
     if (checkpoint_format(path) if load_format == "auto" else load_format) == "orbax":
-        restored = restore_params(path, param_specs(stored), mesh=mesh, rules=DEFAULT_RULES)
-        if stored == shapes.model:
-            return stack_params(restored, shapes.stack_mode)
-        return fill(flatten_specs(restored)[0].items(), quantizer)
+        restored = stream_params(path, param_specs(stored), mesh=mesh, rules=DEFAULT_RULES)
+        return fill(itertools.starmap(Piece, restored), quantizer)
     with progress("Loading weights", unit="bytes") as report:
-        stream = stream_safetensors(
+        pieces = stream_pieces(
             path,
             param_specs(stored),
             weight_sources(stored),
@@ -170,7 +168,7 @@ def load_params(
             rules=DEFAULT_RULES,
             progress=report,
         )
-        return fill(stream, quantizer)
+        return fill(pieces, quantizer)
 
 
 def open_update(path: str | Path, shapes: Shapes, mesh: Mesh) -> CheckpointUpdate:

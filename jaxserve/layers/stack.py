@@ -127,12 +127,16 @@ def list_stacked(params: Tree) -> list[Any]:
     return jax.tree.leaves(layers) if isinstance(layers, LayerStack) else []
 
 
-def write_layer(stacked: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
-    """Returns `stacked` [L, ...] with layer `index` replaced by `value` [...].
+def write_layer(
+    stacked: jax.Array, value: jax.Array, index: jax.Array, piece: jax.Array | int = 0, *, axis: int = 0
+) -> jax.Array:
+    """Returns `stacked` [L, ...] with layer `index` replaced by `value` [...], or one of its pieces along `axis`.
 
-    `index` may be traced: jitted with `stacked` donated, this is one program per leaf shape and runs in place.
+    All pieces have the size of `value`. `index` and `piece` may be traced: jitted with `stacked` donated, this is one
+    program per shape of leaf and value, and runs in place.
     """
-    return lax.dynamic_update_index_in_dim(stacked, value.astype(stacked.dtype), index, axis=0)
+    starts = [piece * value.shape[axis] if each == axis else 0 for each in range(value.ndim)]
+    return lax.dynamic_update_slice(stacked, value.astype(stacked.dtype)[None], (index, *starts))
 
 
 def _place_layers(layers: Sequence[Tree]) -> tuple[tuple[int, int], ...]:

@@ -102,17 +102,25 @@ def expert_params(
     )
     return {
         "experts.gate_up.weight": expert_parameter(
-            layer, (2, count, hidden, size), (None, expert, None, column), gate_up
+            layer, (2, count, hidden, size), (None, expert, None, column), gate_up, expert_axis=1
         ),
-        "experts.down.weight": expert_parameter(layer, (count, size, hidden), (expert, column, None), downs),
+        "experts.down.weight": expert_parameter(
+            layer, (count, size, hidden), (expert, column, None), downs, expert_axis=0
+        ),
     }
 
 
 def expert_parameter(
-    layer: CheckpointLayer, shape: tuple[int, ...], axes: Axes, source: WeightSource, *, init: str = "normal"
+    layer: CheckpointLayer,
+    shape: tuple[int, ...],
+    axes: Axes,
+    source: WeightSource,
+    *,
+    expert_axis: int,
+    init: str = "normal",
 ) -> Parameter:
-    """Returns a parameter in the model's dtype."""
-    return Parameter(ParamSpec(shape, layer.config.dtype, axes, init), source)
+    """Returns a parameter of all experts in the model's dtype."""
+    return Parameter(ParamSpec(shape, layer.config.dtype, axes, init, expert_axis), source)
 
 
 def _single_source(

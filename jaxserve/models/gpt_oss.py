@@ -94,12 +94,14 @@ def _moe_params(layer: CheckpointLayer) -> Table:
             (2, count, hidden, size),
             (None, expert, None, column),
             _matrix_source(gate_up, (count, 2 * size, hidden), _split_interleaved),
+            expert_axis=1,
         ),
         "experts.gate_up.bias": expert_parameter(
             layer,
             (2, count, size),
             (None, expert, column),
             make_source((f"{gate_up}_bias",), ((count, 2 * size),), _split_bias),
+            expert_axis=1,
             init="zeros",
         ),
         "experts.down.weight": expert_parameter(
@@ -107,12 +109,14 @@ def _moe_params(layer: CheckpointLayer) -> Table:
             (count, size, hidden),
             (expert, column, None),
             _matrix_source(down, (count, hidden, size), stack_matrices),
+            expert_axis=0,
         ),
         "experts.down.bias": expert_parameter(
             layer,
             (count, hidden),
             (expert, None),
             make_source((f"{down}_bias",), ((count, hidden),), lambda tensor: tensor),
+            expert_axis=0,
             init="zeros",
         ),
     }

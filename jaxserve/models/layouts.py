@@ -1,7 +1,7 @@
 """Turns a checkpoint's tensors into parameters: numpy arrays of any one dtype in, parameters of that dtype out.
 
 What is large is put together only where it is indexed (`JoinedRows`, `StackedParts`), so a host that needs a part of a
-parameter reads no more of the files.
+parameter, or takes it in pieces, reads no more of the files.
 
 Checkpoints hold projections as [out, in]. Some models rotate interleaved pairs of a head's dimensions: (0, 1), (2, 3)
 and so on. Their q and k are reordered here to rotate halves, as all others do; no product of q and k changes.

@@ -325,7 +325,7 @@ def start_runner(
         ),
         buckets,
         params=params,
-        writer=WeightWriter(params, WeightQuantizer(shapes.model, mesh, DEFAULT_RULES)),
+        writer=WeightWriter(WeightQuantizer(shapes.model, mesh, DEFAULT_RULES), params),
         state_specs=(inputs.cache, inputs.rows, inputs.sampler),
         state_shape=shapes.state,
         input_sharding=inputs.replicated,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import re
 from collections import Counter
@@ -17,6 +18,7 @@ from jaxserve.errors import WeightsError
 from jaxserve.models.base import HostArray, ParamSpec, WeightSource
 from jaxserve.sharding import AxisRules
 from jaxserve.weights.paths import flatten_specs, unflatten
+from jaxserve.weights.pieces import HostPiece, Piece, count_pieces
 from jaxserve.weights.place import CastParameter, cast_host, place_host
 from jaxserve.weights.reader import LOADABLE_DTYPES, SafetensorsCheckpoint, list_names, open_checkpoint
 
@@ -67,6 +69,25 @@ def stream_safetensors(
     For callers that build a tree other than the canonical one and must not hold the model twice. Files and tensors are
     checked when the first item is requested.
     """
+    whole = {name: dataclasses.replace(spec, piece_axis=None) for name, spec in flatten_specs(specs)[0].items()}
+    for piece in stream_pieces(path, whole, sources, ignored, mesh=mesh, rules=rules, progress=progress):
+        yield piece.name, piece.array
+
+
+def stream_pieces(
+    path: Path,
+    specs: Any,
+    sources: Mapping[str, WeightSource],
+    ignored: tuple[str, ...] = (),
+    *,
+    mesh: Mesh,
+    rules: AxisRules,
+    progress: Progress | None = None,
+) -> Iterator[Piece]:
+    """Yields what `stream_safetensors` does, but the parameters of many experts in pieces (`count_pieces`).
+
+    Devices hold one piece beside what the caller keeps, and buffers on the host are for one, at most twice its bytes.
+    """
     flat, _ = flatten_specs(specs)
     checkpoint = open_checkpoint(path)
     check_tensors(checkpoint, flat, sources, ignored)
@@ -82,13 +103,18 @@ def stream_safetensors(
         spec, source = flat[name], sources[name]
         if following is not None and not mesh.is_multi_process:  # a host of several needs parts of the tensors only
             _for_each(sources[following], checkpoint.prefetch)
-        array = place_host(_build_host(checkpoint, name, spec, source), rules.sharding(mesh, spec.axes))
-        array.block_until_ready()  # the transfer may still read the host buffers
-        _for_each(source, checkpoint.release)
-        done += spec.num_bytes
-        if progress is not None:
-            progress(done, total)
-        yield name, array
+        value, sharding = _build_host(checkpoint, name, spec, source), rules.sharding(mesh, spec.axes)
+        axis, count = spec.piece_axis or 0, count_pieces(spec, mesh=mesh, rules=rules)
+        for index in range(count):
+            array = place_host(value if count == 1 else HostPiece(value, axis, index, count), sharding)
+            array.block_until_ready()  # the transfer may still read the host buffers
+            if index == count - 1:
+                _for_each(source, checkpoint.release)
+            done += spec.num_bytes // count
+            if progress is not None:
+                progress(done, total)
+            yield Piece(name, array, axis, index, count)
+            del array  # before the next is made
 
 
 def check_tensors(

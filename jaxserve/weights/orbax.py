@@ -6,9 +6,10 @@ complete: Orbax writes elsewhere and renames.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,15 @@ def restore_params(path: Path, specs: Any, *, mesh: Mesh, rules: AxisRules) -> A
     spec on the way. Raises WeightsError when there is no checkpoint, when its parameters or shapes are not those of
     `specs` (the message names them), or when its data is damaged.
     """
+    return unflatten(specs, dict(stream_params(path, specs, mesh=mesh, rules=rules)))
+
+
+def stream_params(path: Path, specs: Any, *, mesh: Mesh, rules: AxisRules) -> Iterator[tuple[str, jax.Array]]:
+    """Yields (dotted path, array) for each parameter of `restore_params`, which are restored layer by layer.
+
+    For callers that build a tree other than the canonical one and must not hold the model twice. Raises what
+    `restore_params` does; names and shapes are checked when the first item is requested.
+    """
     import orbax.checkpoint as ocp
 
     folder = path.resolve() / PARAMS_FOLDER
@@ -64,20 +74,35 @@ def restore_params(path: Path, specs: Any, *, mesh: Mesh, rules: AxisRules) -> A
         name: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype), sharding=rules.sharding(mesh, spec.axes))
         for name, spec in flat.items()
     }
-    with ocp.StandardCheckpointer() as checkpointer:
+    with ocp.PyTreeCheckpointer() as checkpointer:
         found = _read_metadata(checkpointer, folder)
         wider = {name: target for name, target in targets.items() if _has_wider_groups(name, found, target)}
         whole = {name: jax.ShapeDtypeStruct(found[name].shape, each.dtype) for name, each in wider.items()}
         replicated = rules.sharding(mesh, ())
         targets |= {name: each.update(sharding=replicated) for name, each in whole.items()}
         _check_stored(found, targets, str(folder))
-        try:
-            restored = checkpointer.restore(folder, unflatten(specs, targets))
-        except Exception as error:  # Orbax has no error type of its own: damaged files raise almost anything
-            raise WeightsError(f"damaged checkpoint: {_reason(error)}", field=str(folder)) from error
-    values: dict[str, Any] = dict(flatten_specs(restored)[0])
-    values |= {name: _repeat_groups(values[name], target) for name, target in wider.items()}
-    return unflatten(specs, values)
+        for _, names in itertools.groupby(targets, key=lambda name: name.split(".")[:2]):
+            restored = _restore(checkpointer, folder, specs, {name: targets[name] for name in names})
+            while restored:
+                name, value = restored.popitem()
+                yield name, _repeat_groups(value, wider[name]) if name in wider else value
+                del value  # before more is restored
+
+
+def _restore(
+    checkpointer: Any, folder: Path, specs: Any, targets: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
+    """Returns some of the arrays by dotted path."""
+    import orbax.checkpoint as ocp
+
+    skipped = dict.fromkeys(flatten_specs(specs)[0], ocp.PLACEHOLDER)
+    wanted = unflatten(specs, skipped | targets)
+    args = ocp.args.PyTreeRestore(wanted, ocp.checkpoint_utils.construct_restore_args(wanted))
+    try:
+        restored = flatten_specs(checkpointer.restore(folder, args))[0]
+    except Exception as error:  # Orbax has no error type of its own: damaged files raise almost anything
+        raise WeightsError(f"damaged checkpoint: {_reason(error)}", field=str(folder)) from error
+    return {name: restored[name] for name in targets}
 
 
 def _has_wider_groups(name: str, found: Mapping[str, Any], target: jax.ShapeDtypeStruct) -> bool:

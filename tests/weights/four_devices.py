@@ -11,9 +11,24 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from jaxserve.layers.stack import StackMode, stack_params, stack_specs
+from jaxserve.models.decoder import fit_devices
+from jaxserve.models.registry import ignored_weights, param_specs, parse_config, weight_sources
+from jaxserve.runtime.params import fill_params
+from jaxserve.runtime.quantizer import WeightQuantizer
 from jaxserve.sharding import DEFAULT_RULES, make_mesh
-from jaxserve.weights import load_safetensors, make_dummy_params, place_parameter, restore_params, save_params
+from jaxserve.weights import (
+    load_safetensors,
+    make_dummy_params,
+    pieces,
+    place_parameter,
+    read_hf_config,
+    restore_params,
+    save_params,
+    stream_pieces,
+)
 from jaxserve.weights.paths import flatten_specs
+from tests.golden_cases import GOLDENS
 from tests.weights.checkpoints import (
     expected_params,
     flatten_arrays,
@@ -61,6 +76,24 @@ def test_load(tmp_path: Path, size: int) -> None:
     assert_placed(params, size)
     for name, value in expected_params(tensors, FLAT["embed"].dtype).items():
         np.testing.assert_array_equal(flatten_arrays(params)[name], value, err_msg=name)
+
+
+@pytest.mark.parametrize("mode", ["stacked", "unrolled"])
+@pytest.mark.parametrize("by_expert", [True, False])
+def test_experts_in_pieces(mode: StackMode, by_expert: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each device reads one of its own experts at a time, or its slice of one."""
+    monkeypatch.setattr(pieces, "MAX_PIECE_BYTES", 1)
+    folder = GOLDENS / "qwen2_moe"
+    config = fit_devices(parse_config(read_hf_config(folder)), 4, expert_parallel=by_expert)
+    specs, options = param_specs(config), {"mesh": mesh_of(4), "rules": DEFAULT_RULES}
+    arguments = folder, specs, weight_sources(config), ignored_weights(config)
+    expected = stack_params(load_safetensors(*arguments, **options), mode)
+    found = list(stream_pieces(*arguments, **options))
+    assert {piece.count for piece in found if ".experts." in piece.name} == {2 if by_expert else 8}
+    filled = fill_params(stack_specs(specs, mode), found, WeightQuantizer(config, **options), **options)
+    for leaf, wanted in zip(jax.tree.leaves(filled), jax.tree.leaves(expected), strict=True):
+        assert leaf.sharding.is_equivalent_to(wanted.sharding, wanted.ndim)
+        np.testing.assert_array_equal(leaf, wanted)
 
 
 @pytest.mark.parametrize(("saved", "restored"), [(1, 4), (4, 1), (2, 4), (4, 4)])

@@ -20,4 +20,4 @@ def test_four_devices() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr  # pytest fails when it finds no tests
-    assert "11 passed" in done.stdout
+    assert "15 passed" in done.stdout

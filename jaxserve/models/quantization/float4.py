@@ -7,8 +7,6 @@ times a factor for the matrix.
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -16,6 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxserve.errors import WeightsError
+from jaxserve.models.quantization.byte_rows import ByteRows, DecodedRows
 
 MX_BLOCK, NV_BLOCK = 32, 16
 """Columns that share a scale."""
@@ -23,62 +22,6 @@ MX_BLOCK, NV_BLOCK = 32, 16
 _PAIR = 2  # values in a byte
 _BIAS = 127  # of a scale's exponent
 _NAN = 0xFF
-
-
-class _ByteRows(ABC):
-    """Rows [n, D] that are made of bytes where they are indexed."""
-
-    @property
-    @abstractmethod
-    def shape(self) -> tuple[int, int]:
-        """The shape of all rows."""
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __getitem__(self, index: slice | tuple[slice | np.ndarray, slice]) -> Self | np.ndarray:
-        """Returns some columns of some rows as an array, or without columns the rows, still as bytes."""
-        if isinstance(index, slice):
-            return self.take(index)
-        rows, columns = index
-        start, stop, _ = columns.indices(self.shape[1])
-        return self.read(rows, start, stop)
-
-    def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
-        whole = self.read(slice(None), 0, self.shape[1])
-        return whole if dtype is None else whole.astype(dtype)
-
-    @abstractmethod
-    def take(self, rows: slice) -> Self:
-        """Returns some of the rows, without reading them."""
-
-    @abstractmethod
-    def read(self, rows: slice | np.ndarray, start: int, stop: int) -> np.ndarray:
-        """Returns the columns from `start` to `stop` of some rows."""
-
-
-@dataclass(frozen=True)
-class DecodedRows(_ByteRows):
-    """Rows [n, D] of `dtype`; `decode` makes numbers [m, k * width] of some of the bytes `stored` [n, D / width]."""
-
-    stored: np.ndarray
-    width: int
-    dtype: np.dtype
-    decode: Callable[[np.ndarray], np.ndarray]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """The shape of the decoded rows."""
-        return len(self.stored), self.stored.shape[1] * self.width
-
-    def take(self, rows: slice) -> Self:
-        """See `_ByteRows.take`."""
-        return replace(self, stored=self.stored[rows])
-
-    def read(self, rows: slice | np.ndarray, start: int, stop: int) -> np.ndarray:
-        """See `_ByteRows.read`."""
-        decoded = self.decode(np.asarray(self.stored[rows, start // self.width : -(-stop // self.width)]))
-        return decoded[:, start % self.width : start % self.width + stop - start]
 
 
 def list_values(packed: np.ndarray) -> DecodedRows:
@@ -97,7 +40,7 @@ def list_powers(exponents: np.ndarray, name: str) -> DecodedRows:
 
 
 @dataclass(frozen=True)
-class Mxfp4Rows(_ByteRows):
+class Mxfp4Rows(ByteRows):
     """Rows [n, D] of a matrix in MXFP4, expanded to bfloat16.
 
     `packed` [n, D / 2] and `scales` [n, D / 32] are bytes; `name` is the tensor of the scales, for errors.
@@ -115,11 +58,11 @@ class Mxfp4Rows(_ByteRows):
         return len(self.scales), self.scales.shape[1] * MX_BLOCK
 
     def take(self, rows: slice) -> Self:
-        """See `_ByteRows.take`."""
+        """See `ByteRows.take`."""
         return replace(self, packed=self.packed[rows], scales=self.scales[rows])
 
     def read(self, rows: slice | np.ndarray, start: int, stop: int) -> np.ndarray:
-        """See `_ByteRows.read`; WeightsError for a scale that is NaN."""
+        """See `ByteRows.read`; WeightsError for a scale that is NaN."""
         first, end = start // MX_BLOCK, -(-stop // MX_BLOCK)
         scales = np.asarray(self.scales[rows, first:end])
         pairs = np.asarray(self.packed[rows, first * MX_BLOCK // _PAIR : end * MX_BLOCK // _PAIR])

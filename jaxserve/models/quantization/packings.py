@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxserve.errors import WeightsError
 from jaxserve.models.layouts import Rows
+from jaxserve.models.quantization.byte_rows import DecodedRows, TransposedRows
 from jaxserve.models.quantization.float4 import MX_BLOCK, Mxfp4Rows, as_bytes, list_powers, list_values
 from jaxserve.models.quantization.formats import MatrixFormat
 
@@ -77,7 +78,7 @@ class StoredMatrix:
         decoded = self._decode("values")
         if decoded.shape != self.shape:  # filled up to whole words
             decoded = decoded[: self.shape[0], : self.shape[1]]
-        return decoded[:, self.find_order()] if "order" in self.tensors else decoded
+        return np.asarray(decoded)[:, self.find_order()] if "order" in self.tensors else decoded
 
     def list_scales(self, groups: int) -> Rows:
         """Returns the scales [rows, groups], of groups that each lie in one of the files'.
@@ -163,6 +164,13 @@ def _center(values: np.ndarray, bits: int) -> np.ndarray:
     return (values ^ np.uint8(1 << (bits - 1))).view(np.int8) if bits == 8 else values.view(np.int8) - np.int8(8)
 
 
+def _list_integers(form: MatrixFormat, words: np.ndarray) -> DecodedRows:
+    """Returns the values [n, D] int8 of words [n, D * bits / 32]."""
+    return DecodedRows(
+        words, 32 // form.bits, np.dtype(np.int8), lambda found: _center(unpack(found, form.bits), form.bits)
+    )
+
+
 def _plain_tensors(form: MatrixFormat, rows: int, columns: int) -> dict[str, Stored]:
     block = form.block[0]
     scale_rows = () if block is None else (-(-rows // block),)
@@ -214,9 +222,13 @@ def _awq_tensors(form: MatrixFormat, rows: int, columns: int) -> dict[str, Store
     }
 
 
-def _awq_values(form: MatrixFormat, array: np.ndarray) -> np.ndarray:
-    values = _center(unpack(array, form.bits), form.bits)
-    return values.reshape(len(values), -1, 8)[..., _AWQ_PLACES].reshape(len(values), -1).T
+def _awq_values(form: MatrixFormat, array: np.ndarray) -> TransposedRows:
+    def decode(words: np.ndarray) -> np.ndarray:
+        values = _center(unpack(words, form.bits), form.bits)
+        return values.reshape(len(values), -1, 8)[..., _AWQ_PLACES].reshape(len(values), -1)
+
+    matrix = DecodedRows(array, 32 // form.bits, np.dtype(np.int8), decode)
+    return TransposedRows(matrix, 0, matrix.shape[1])
 
 
 def _float4_tensors(values: str, form: MatrixFormat, rows: int, columns: int) -> dict[str, Stored]:
@@ -252,7 +264,7 @@ PACKINGS = {
     "compressed": Packing(
         _compressed_tensors,
         {
-            "values": lambda form, array: _center(unpack(array, form.bits), form.bits),
+            "values": _list_integers,
             "scales": _as_rows,
             "zeros": lambda form, array: _center(unpack(array.T, form.bits), form.bits).T,
             "order": lambda form, array: array,
@@ -261,7 +273,7 @@ PACKINGS = {
     "gptq": Packing(
         _gptq_tensors,
         {
-            "values": lambda form, array: _center(unpack(array.T, form.bits), form.bits),
+            "values": lambda form, array: _list_integers(form, array.T),
             "scales": lambda form, array: array.T,
             "zeros": _gptq_zeros,
             "order": lambda form, array: array,

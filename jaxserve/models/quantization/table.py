@@ -107,12 +107,12 @@ def _list_specs(name: str, spec: ParamSpec, form: MatrixFormat, quantization: Qu
     *lead, width, columns = spec.shape
     *_, row_axis, column_axis = spec.axes
     is_split = DEFAULT_RULES.spec((row_axis,))[0] is not None
-    groups = count_groups(form, width, quantization.num_devices if is_split else 1)
+    groups, piece = count_groups(form, width, quantization.num_devices if is_split else 1), spec.piece_axis
     axes = (*spec.axes[:-2], row_axis if groups > 1 else None, column_axis)
     specs = {
-        "values": ParamSpec(spec.shape, quantization.hold(form.dtype), spec.axes, "values"),
-        "scales": ParamSpec((*lead, groups, columns), form.scale_dtype, axes, "scales"),
-        "zeros": ParamSpec((*lead, groups, columns), "int8", axes, "zeros"),
+        "values": ParamSpec(spec.shape, quantization.hold(form.dtype), spec.axes, "values", piece),
+        "scales": ParamSpec((*lead, groups, columns), form.scale_dtype, axes, "scales", piece),
+        "zeros": ParamSpec((*lead, groups, columns), "int8", axes, "zeros", piece),
         "order": ParamSpec((width,), "int32", (None,), "arange"),
     }
     return {f"{name}.{part}": specs[part] for part in form.parts}
