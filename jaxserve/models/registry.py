@@ -47,7 +47,7 @@ from jaxserve.models.parameters import kv_scale_params, trunk_params
 from jaxserve.models.quantization.config import KEY as QUANTIZATION_KEY
 from jaxserve.models.quantization.config import read_quantization
 from jaxserve.models.quantization.formats import MatrixFormat
-from jaxserve.models.quantization.table import UNREAD, find_scheme, quantize_table
+from jaxserve.models.quantization.table import EMPTY_BIASES, UNREAD, find_scheme, quantize_table
 from jaxserve.models.unsupported import describe_kind
 
 FAMILIES: dict[str, Family] = {
@@ -202,13 +202,16 @@ def ignored_weights(config: DecoderConfig) -> tuple[str, ...]:
 
     These are rotary frequencies (old files), the parts of a multimodal model around its decoder, a stored copy of a
     tied head, and the scales of 8-bit keys and values if pages have more bits; those of values if these are latents.
+    Biases are among them where GPTQ's files may have some of zeros: loading tells them from others.
     """
     family = FAMILIES[config.family]
     own = (
         re.sub(r"\{num_layers\+?(\d*)\}", lambda more: str(config.num_layers + int(more[1] or 0)), pattern)
         for pattern in family.ignored_weights
     )
-    patterns = (r".*\.rotary_emb\.inv_freq", *own, *(() if config.quantization is None else UNREAD))
+    patterns = (r".*\.rotary_emb\.inv_freq", *own)
+    if config.quantization is not None:
+        patterns += UNREAD + (EMPTY_BIASES if config.quantization.has_empty_biases else ())
     attention = config.layers[0].attention
     unread = "kv" if attention.kv_scales is None else "" if attention.latent is None else "v"
     if unread:

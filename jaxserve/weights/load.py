@@ -47,8 +47,8 @@ def load_safetensors(
     copy. On CPU the parameters themselves are in host memory too.
 
     Raises WeightsError, before anything is on a device, when a file is missing or corrupt, or when the checkpoint does
-    not hold exactly the expected tensors in the expected shapes and loadable dtypes; while loading, when float16 cannot
-    represent a value.
+    not hold exactly the expected tensors in the expected shapes and loadable dtypes, or an ignored bias of a module
+    that is read is not zero; while loading, when float16 cannot represent a value.
     """
     stream = stream_safetensors(path, specs, sources, ignored, mesh=mesh, rules=rules, progress=progress)
     return unflatten(specs, dict(stream))
@@ -92,7 +92,9 @@ def stream_pieces(
     checkpoint = open_checkpoint(path)
     check_tensors(checkpoint, flat, sources, ignored)
     sources = {name: source.choose(checkpoint.names) for name, source in sources.items()}
-    left_out = sorted(checkpoint.names.difference(*(source.names for source in sources.values())))
+    used = {name for source in sources.values() for name in source.names}
+    left_out = sorted(checkpoint.names - used)
+    _require_empty_biases(checkpoint, used, left_out)
     if left_out:
         _log.info("%d tensors of the checkpoint are not needed: %s", len(left_out), list_names(left_out))
     total, done = sum(spec.num_bytes for spec in flat.values()), 0
@@ -153,6 +155,18 @@ def check_tensors(
         dtypes = source.dtypes or (tuple(LOADABLE_DTYPES),) * len(source.names)
         for name, shape, loadable in zip(source.names, source.shapes, dtypes, strict=True):
             _check_tensor(checkpoint, name, shape, loadable, exact=source.dtypes is None)
+
+
+def _require_empty_biases(checkpoint: SafetensorsCheckpoint, used: Collection[str], left_out: Collection[str]) -> None:
+    """Raises WeightsError for a bias that is not read, of a module that is, unless it is all zeros."""
+    modules = {name.rpartition(".")[0] for name in used}
+    for name in left_out:
+        module, _, end = name.rpartition(".")
+        if end != "bias" or module not in modules:
+            continue
+        _check_tensor(checkpoint, name, checkpoint.shape(name), LOADABLE_DTYPES, exact=True)
+        if checkpoint.read(name).any():
+            raise WeightsError("is not zero, and the model has no bias there", field=name)
 
 
 def _check_tensor(

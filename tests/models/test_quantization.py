@@ -124,6 +124,21 @@ PUBLISHED: dict[str, tuple[dict[str, Any], MatrixFormat]] = {
         {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"], "producer": {"name": "modelopt"}},
         MatrixFormat("plain", FP8, (None, None), "weight_scale", quantizes_rows=True),
     ),
+    "Qwen3-32B-FP8-Static-PerTensor, without a method": (
+        {
+            "config_groups": {
+                "group_0": {
+                    "input_activations": {"dynamic": False, "num_bits": 8, "type": "float"},
+                    "weights": {"dynamic": False, "num_bits": 8, "type": "float"},
+                }
+            },
+            "ignore": ["lm_head"],
+            "quant_algo": "FP8",
+            "kv_cache_scheme": "FP8",
+            "producer": {"name": "modelopt", "version": "0.31.0"},
+        },
+        MatrixFormat("plain", FP8, (None, None), "weight_scale", quantizes_rows=True),
+    ),
     "Llama-3.1-8B-Instruct-NVFP4 of ModelOpt": (
         {
             "config_groups": {

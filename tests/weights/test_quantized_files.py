@@ -150,6 +150,29 @@ def test_matrices_in_one_have_one_order(gptq: Path) -> None:
         load(change(gptq, edit))
 
 
+def test_biases_of_zeros_beside_matrices_without_one(gptq: Path) -> None:
+    """AutoGPTQ wrote them; what is no zero is a bias that the model cannot have."""
+    expected = flatten_arrays(load(gptq))
+    name = f"{DOWN}.bias"
+    found = flatten_arrays(load(change(gptq, lambda tensors: tensors.update({name: np.zeros(64, np.float16)}))))
+    for parameter, value in expected.items():
+        np.testing.assert_array_equal(found[parameter].astype(np.float32), value.astype(np.float32))
+
+    def edit(tensors: dict[str, np.ndarray]) -> None:
+        tensors[name] = np.arange(64).astype(np.float16)
+
+    with pytest.raises(WeightsError, match="is not zero, and the model has no bias there") as caught:
+        load(change(gptq, edit))
+    assert caught.value.field == name
+    with pytest.raises(WeightsError, match="is stored as I32"):
+        load(change(gptq, lambda tensors: tensors.update({name: np.zeros(64, np.int32)})))
+
+
+def test_other_files_have_no_place_for_them(fp8: Path) -> None:
+    with pytest.raises(WeightsError, match=rf"no place for: '{DOWN}.bias'"):
+        load(change(fp8, lambda tensors: tensors.update({f"{DOWN}.bias": np.zeros(64, np.float16)})))
+
+
 @pytest.mark.parametrize("method", ["fp8 blocks", "awq", "gptq in order", "modelopt nvfp4"])
 def test_orbax_and_back(method: str, tmp_path: Path) -> None:
     quantized, _ = write_quantized(load_case("llama_gqa").path, tmp_path, METHODS[method])

@@ -33,6 +33,7 @@ _MODELOPT = {  # by `quant_algo`
     "W4A16_NVFP4": _MODELOPT_NVFP4,
 }
 _MIXED = "MIXED_PRECISION"
+_MODELOPT_NAME = "modelopt"
 
 Settings = Mapping[str, object]
 
@@ -49,7 +50,7 @@ def read_quantization(hf_config: Mapping[str, object], *, own: Collection[str] =
     settings = hf_config.get(KEY)
     if not settings:
         return None
-    method = _name_method(settings)
+    method = _MODELOPT_NAME if _is_by_modelopt(settings) else _name_method(settings)
     if not isinstance(settings, Mapping) or method not in _METHODS or (method in _OWN and method not in own):
         raise quantized_error(method, field=KEY, value=settings)
     return Quantization(method, tuple(_METHODS[method](settings)))
@@ -68,6 +69,14 @@ def quantized_error(method: str, *, field: str, value: object = None) -> ConfigE
     known = ", ".join(name for name in _METHODS if name not in _OWN)
     message = f"quantized checkpoints ({method}) are not read; known are {known}, or use the unquantized repository"
     return ConfigError(message, field=field, value=value)
+
+
+def _is_by_modelopt(settings: object) -> bool:
+    """Whether ModelOpt wrote the settings, which early versions do not say as the method."""
+    if not isinstance(settings, Mapping) or settings.get("quant_method") is not None:
+        return False
+    producer = settings.get("producer")
+    return isinstance(producer, Mapping) and producer.get("name") == _MODELOPT_NAME
 
 
 def _name_method(settings: object) -> str:
@@ -318,7 +327,7 @@ _METHODS: Mapping[str, Callable[[Settings], Iterator[tuple[Targets, MatrixFormat
     "gptq": _read_gptq,
     "awq": _read_awq,
     "auto-round": _read_auto_round,
-    "modelopt": _read_modelopt,
+    _MODELOPT_NAME: _read_modelopt,
     "mxfp4": _read_mxfp4,
 }
 _OWN = ("mxfp4",)  # methods of single families

@@ -95,6 +95,11 @@ class Quantization:
         found = [form for _, form in self.rules if form is not None]
         return frozenset(form.dtype for form in found) - {form.dtype for form in found if not form.quantizes_rows}
 
+    @property
+    def has_empty_biases(self) -> bool:
+        """Whether files may have biases of zeros beside matrices that have none: GPTQ's tools wrote them."""
+        return any(form is not None and form.packing == "gptq" for _, form in self.rules)
+
     def find_format(self, module: str) -> MatrixFormat | None:
         """Returns how files keep a module's weight; None if it is not quantized."""
         return next((form for targets, form in self.rules if targets.match(module)), None)

@@ -33,6 +33,9 @@ UNREAD = (r".*\.(input_scale|input_global_scale|activation_scale|weight_shape|g_
 """Patterns of tensors beside quantized matrices that are read only where a format needs them: scales of activations,
 shapes, an order of columns that changes none, and zero points that are all the middle."""
 
+EMPTY_BIASES = (r".*\.bias",)
+"""Patterns of biases that GPTQ's files have beside matrices without one; they must be zeros."""
+
 
 def quantize_table(table: Table, quantization: Quantization) -> Table:
     """Returns the table of a quantized model. What is quantized while it is read has the source of the whole matrix."""
