@@ -31,6 +31,9 @@ KEYS = (
     }
 )
 
+# Qwen3-Coder's config.json has them; the reference reads none of them.
+_UNREAD_KEYS = ("qkv_bias", "shared_expert_intermediate_size", "use_qk_norm")
+
 
 def parse(config: HFConfig) -> DecoderConfig:
     """Reads a Qwen3-MoE config.json. With windows on, every layer has one."""
@@ -51,5 +54,5 @@ FAMILY = Family(
     parse,
     pre_norm_layer,
     list_layer_params,
-    ignored_keys=(*TRAINING_KEYS, "max_window_layers"),
+    ignored_keys=(*TRAINING_KEYS, "max_window_layers", *_UNREAD_KEYS),
 )

@@ -110,6 +110,12 @@ def test_harmless_keys_change_nothing(change: dict[str, object]):
     assert parse_config(LLAMA | change) == parse_config(LLAMA)
 
 
+def test_keys_of_qwen3_coder_change_nothing():
+    qwen3 = json.loads((FOLDER / "qwen3-30b-a3b.json").read_text())
+    coder = {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}
+    assert parse_config(qwen3 | coder) == parse_config(qwen3)
+
+
 def test_families_refuse_what_they_do_not_compute():
     gemma3 = json.loads((FOLDER / "gemma-3-1b.json").read_text())
     assert refused_field(gemma3 | {"attn_logit_softcapping": 50.0}) == "attn_logit_softcapping"
