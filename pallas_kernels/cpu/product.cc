@@ -1,5 +1,6 @@
 // Products of few rows with a matrix [in, out]: bound by the memory of the matrix, which is read once, as it is stored, in
-// strips of columns and blocks of rows. While a block is multiplied, the next one is fetched.
+// strips of columns and blocks of rows. While a block is multiplied, the next one is fetched. Rows may be sorted by groups,
+// each with a matrix of its own.
 
 #include <algorithm>
 #include <cstdint>
@@ -36,15 +37,18 @@ struct Cut<BFloat16> {
 #endif
 };
 
+constexpr int64_t kMostRows = 64;  // of a product of a group, whose sums then stay in cache
+
 template <typename T>
 struct Product {
-  const T *x, *w;  // [rows, depth] and [parts, depth, columns]; depth is even, columns a multiple of Cut's
-  void* out;       // [parts, rows, columns]
+  const T *x, *w;  // [rows, depth] and [depth, columns]; depth is even, columns a multiple of Cut's
+  void* out;       // [.., columns]
+  int64_t first;   // the row of `out` where [rows, columns] go
   bool wide_out;   // whether it is float32
-  int64_t rows, depth, columns, parts;
+  int64_t rows, depth, columns;
 
-  void Put(int64_t part, int64_t row, int64_t column, const float* from, int64_t count) const {
-    int64_t at = (part * rows + row) * columns + column;
+  void Put(int64_t row, int64_t column, const float* from, int64_t count) const {
+    int64_t at = (first + row) * columns + column;
     for (int64_t i = 0; i < count; i += kLanes)
       if (wide_out)
         Store(static_cast<float*>(out) + at + i, Load(from + i));
@@ -117,12 +121,12 @@ inline void Restore<BFloat16>(float* acc) {  // from columns 0-3, 8-11, 16-19, .
 }
 #endif
 
-// The columns of one part from `column` on, as far as a strip goes.
+// The columns from `column` on, as far as a strip goes.
 template <typename T>
-void RunStrip(const Product<T>& p, int64_t part, int64_t column, float* acc) {
+void RunStrip(const Product<T>& p, int64_t column, float* acc) {
   using Cut = Cut<T>;
   int64_t width = std::min(Cut::strip, p.columns - column);
-  const T* w = p.w + part * p.depth * p.columns + column;
+  const T* w = p.w + column;
   std::fill(acc, acc + p.rows * Cut::strip, 0.0f);
   for (int64_t k = 0; k < p.depth; k += Cut::block) {
     int64_t depth = std::min(Cut::block, p.depth - k);
@@ -139,38 +143,85 @@ void RunStrip(const Product<T>& p, int64_t part, int64_t column, float* acc) {
   }
   for (int64_t row = 0; row < p.rows; ++row) {
     Restore<T>(acc + row * Cut::strip);
-    p.Put(part, row, column, acc + row * Cut::strip, width);
+    p.Put(row, column, acc + row * Cut::strip, width);
   }
 }
 
 template <typename T>
-void Run(const XLA_FFI_CallFrame* frame) {
+void RunAll(const XLA_FFI_CallFrame* frame, const std::vector<Product<T>>& products) {
+  if (products.empty()) return;
+  constexpr int64_t strip = Cut<T>::strip;
+  int64_t strips = (products[0].columns + strip - 1) / strip;
+  ParallelFor(Threads{frame}, strips * static_cast<int64_t>(products.size()), [&](int64_t task) {
+    thread_local std::vector<float> acc;
+    const Product<T>& product = products[task / strips];
+    if (static_cast<int64_t>(acc.size()) < product.rows * strip) acc.resize(product.rows * strip);
+    RunStrip(product, task % strips * strip, acc.data());
+  });
+}
+
+// A product of the first two arguments, of all rows.
+template <typename T>
+Product<T> ReadProduct(const XLA_FFI_CallFrame* frame) {
   XLA_FFI_Buffer x = Argument(frame, 0), w = Argument(frame, 1), out = Result(frame, 0);
   Product<T> p{};
   p.x = static_cast<const T*>(x.data), p.w = static_cast<const T*>(w.data), p.out = out.data;
   p.wide_out = out.dtype == XLA_FFI_DataType_F32;
-  p.rows = x.dims[0], p.depth = x.dims[1];
-  p.columns = w.dims[w.rank - 1], p.parts = w.rank == 3 ? w.dims[0] : 1;
-  constexpr int64_t strip = Cut<T>::strip;
-  int64_t strips = (p.columns + strip - 1) / strip;
-  ParallelFor(Threads{frame}, strips * p.parts, [&](int64_t task) {
-    thread_local std::vector<float> acc;
-    if (static_cast<int64_t>(acc.size()) < p.rows * strip) acc.resize(p.rows * strip);
-    RunStrip(p, task / strips, task % strips * strip, acc.data());
-  });
+  p.rows = x.dims[0], p.depth = x.dims[1], p.columns = w.dims[w.rank - 1];
+  return p;
 }
 
-const char* Call(const XLA_FFI_CallFrame* frame) {
-  if (frame->args.size != 2 || frame->rets.size != 1) return "wrong number of arrays";
+// x [rows, depth] with w [depth, columns] or each of [parts, depth, columns].
+template <typename T>
+void Multiply(const XLA_FFI_CallFrame* frame) {
+  XLA_FFI_Buffer w = Argument(frame, 1);
+  int64_t parts = w.rank == 3 ? w.dims[0] : 1;
+  std::vector<Product<T>> products(parts, ReadProduct<T>(frame));
+  for (int64_t part = 0; part < parts; ++part) {
+    products[part].w += part * products[part].depth * products[part].columns;
+    products[part].first = part * products[part].rows;
+  }
+  RunAll(frame, products);
+}
+
+// Rows of x [rows, depth], `sizes` of each group, with the group's matrices: w[first + part * groups + group] of
+// w [matrices, depth, columns] gives a part of out [parts, rows, columns].
+template <typename T>
+void MultiplyGroups(const XLA_FFI_CallFrame* frame) {
+  const int32_t *sizes = Ints(frame, 2), first = *Ints(frame, 3);
+  int64_t groups = Argument(frame, 2).dims[0], parts = Result(frame, 0).dims[0];
+  const Product<T> all = ReadProduct<T>(frame);
+  std::vector<Product<T>> products;
+  for (int64_t group = 0, start = 0; group < groups; start += sizes[group++])
+    for (int64_t row = start, end = std::min<int64_t>(start + sizes[group], all.rows); row < end; row += kMostRows)
+      for (int64_t part = 0; part < parts; ++part) {
+        Product<T> p = all;
+        p.x += row * p.depth;
+        p.w += (first + part * groups + group) * p.depth * p.columns;
+        p.first = part * all.rows + row;
+        p.rows = std::min(kMostRows, end - row);
+        products.push_back(p);
+      }
+  RunAll(frame, products);
+}
+
+// What is wrong with a call of so many arguments, or null; `wide` and `narrow` answer it.
+const char* Call(const XLA_FFI_CallFrame* frame, int64_t arguments, void (*wide)(const XLA_FFI_CallFrame*),
+                 void (*narrow)(const XLA_FFI_CallFrame*)) {
+  if (frame->args.size != arguments || frame->rets.size != 1) return "wrong number of arrays";
   XLA_FFI_DataType type = Argument(frame, 0).dtype;
-  if (Argument(frame, 1).dtype != type) return "rows and matrix must have one type";
-  if (type == XLA_FFI_DataType_F32)
-    Run<float>(frame);
-  else if (type == XLA_FFI_DataType_BF16)
-    Run<BFloat16>(frame);
-  else
-    return "rows must be float32 or bfloat16";
+  if (Argument(frame, 1).dtype != type) return "rows and matrices must have one type";
+  if (type != XLA_FFI_DataType_F32 && type != XLA_FFI_DataType_BF16) return "rows must be float32 or bfloat16";
+  (type == XLA_FFI_DataType_F32 ? wide : narrow)(frame);
   return nullptr;
+}
+
+const char* CallProduct(const XLA_FFI_CallFrame* frame) {
+  return Call(frame, 2, Multiply<float>, Multiply<BFloat16>);
+}
+
+const char* CallGroupedProduct(const XLA_FFI_CallFrame* frame) {
+  return Call(frame, 4, MultiplyGroups<float>, MultiplyGroups<BFloat16>);
 }
 
 }  // namespace
@@ -185,4 +236,5 @@ extern "C" const int JaxserveProductRows[] = {8, 32};
 extern "C" const int JaxserveProductRows[] = {4, 2};
 #endif
 
-extern "C" XLA_FFI_Error* JaxserveProduct(XLA_FFI_CallFrame* frame) { return Answer(frame, Call); }
+extern "C" XLA_FFI_Error* JaxserveProduct(XLA_FFI_CallFrame* frame) { return Answer(frame, CallProduct); }
+extern "C" XLA_FFI_Error* JaxserveGroupedProduct(XLA_FFI_CallFrame* frame) { return Answer(frame, CallGroupedProduct); }

@@ -17,8 +17,17 @@ _TOLERANCE = 1e-5
 
 def suits(x: jax.Array, w: jax.Array) -> bool:
     """Whether `multiply_few_rows` takes them, however many rows there are."""
-    columns = _COLUMNS.get(x.dtype.name)
-    return columns is not None and w.dtype == x.dtype and w.shape[-2] % 2 == 0 and w.shape[-1] % columns == 0
+    return w.dtype == x.dtype and find_shape_obstacle(*w.shape[-2:], x.dtype) is None
+
+
+def find_shape_obstacle(width: int, columns: int, dtype: jnp.dtype | str) -> str | None:
+    """Returns why the library has no products with matrices [width, columns], in words for users; None: it has."""
+    name = jnp.dtype(dtype).name
+    if name not in _COLUMNS:
+        return f"the CPU kernel reads {' and '.join(_COLUMNS)}, these weights are {name}"
+    if width % 2 or columns % _COLUMNS[name]:
+        return f"the CPU kernel takes an even width and multiples of {_COLUMNS[name]} columns, not [{width}, {columns}]"
+    return None
 
 
 def multiply_few_rows(x: jax.Array, w: jax.Array, dtype: jnp.dtype) -> jax.Array:

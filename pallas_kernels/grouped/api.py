@@ -19,6 +19,7 @@ from pallas_kernels.quantized import QuantizedArray, QuantizedFormat
 _HOMES = {  # by name: a module and its function
     "reference": ("reference", "multiply"),
     "xla": ("xla", "multiply"),
+    "cpu": ("cpu", "multiply"),
     "gpu": ("hopper", "multiply"),
     "gpu_interpret": ("hopper", "multiply_interpreted"),
     "tpu": ("tpu", "multiply"),
@@ -98,7 +99,10 @@ def choose_grouped_impl(
             return name, f"a Pallas kernel for grouped products, compiled for {device_kind}"
         return "xla", f"portable grouped products, which are slow here: {obstacle}"
     if platform == "cpu":
-        return "xla", "portable grouped products: a loop over tiles of rows"
+        obstacle = _find_obstacle("cpu", width, columns, dtype, quantized)
+        if obstacle is None:
+            return "cpu", "C++ kernel for grouped products, compiled on this machine"
+        return "xla", f"portable grouped products, a loop over tiles of rows: {obstacle}"
     kernels = " and ".join(_DEVICES.values())
     return "xla", f"portable grouped products, which are slow here: the kernels are for {kernels}"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pallas_kernels import QuantizedFormat
+from pallas_kernels.cpu import library
 from pallas_kernels.grouped.api import choose_grouped_impl, grouped_matmul
 from pallas_kernels.grouped.tiles import choose_rows, count_most_tiles, list_spans, list_tiles, list_visits
+from tests.examples import scale_examples
+from tests.pallas_kernels.cpu_library import BUILT, needs_library
 from tests.pallas_kernels.gpu_interpreter import found_races
 
 DTYPES = {"float32": 1e-5, "bfloat16": 2e-2}
@@ -116,7 +122,7 @@ def test_what_the_hopper_kernel_cannot_do_is_named(width: int, columns: int, dty
         ("gpu", "NVIDIA A100-SXM4-40GB", "xla", "kernels are for Hopper and TPUs"),
         ("tpu", "TPU v5 lite", "tpu", "v5 lite"),
         ("tpu", "TPU v4", "xla", "kernels are for"),
-        ("cpu", "", "xla", "loop over tiles"),
+        needs_library("cpu", "", "cpu", "C++ kernel"),
     ],
 )
 def test_which_implementation_a_device_gets(platform: str, kind: str, name: str, said: str) -> None:
@@ -124,7 +130,7 @@ def test_which_implementation_a_device_gets(platform: str, kind: str, name: str,
     assert found == name and said in reason
 
 
-@pytest.mark.parametrize("impl", ["xla", "reference", "tpu_interpret", "gpu_interpret"])
+@pytest.mark.parametrize("impl", ["xla", "reference", "tpu_interpret", "gpu_interpret", needs_library("cpu")])
 def test_two_parts_in_one_call(impl: str) -> None:
     sizes = [5, 0, 3]
     x, w, counts = make(8, sizes * 2, 64, 128, "bfloat16", 1)
@@ -132,6 +138,42 @@ def test_two_parts_in_one_call(impl: str) -> None:
     got = np.asarray(grouped_matmul(x[:8], w, counts[:3], 1, parts=2, impl=impl), np.float64)
     for part in (0, 1):
         np.testing.assert_allclose(got[part], multiply_rows(x[:8], w, sizes, 1 + 3 * part), rtol=0, atol=5e-2)
+
+
+@BUILT
+@settings(max_examples=scale_examples(40), deadline=None)
+@given(problem=problems(), dtype=st.sampled_from(sorted(DTYPES)), columns=st.sampled_from([64, 320, 576]))
+def test_the_cpu_kernel(problem: tuple[int, list[int], int], dtype: str, columns: int) -> None:
+    num_rows, sizes, first = problem
+    sizes[0] += 130  # more than a product has
+    x, w, counts = make(num_rows + 130, sizes, 66, columns, dtype, first)
+    used = sum(sizes)
+    with mock.patch.object(library, "max_product_rows", lambda dtype: 1000):
+        got = np.asarray(grouped_matmul(x, w, counts, first, impl="cpu")[0, :used], np.float64)
+    np.testing.assert_allclose(got, multiply_rows(x, w, sizes, first)[:used], rtol=0, atol=DTYPES[dtype])
+
+
+@BUILT
+def test_many_rows_are_left_to_xla_on_a_cpu() -> None:
+    def calls(num_rows: int) -> bool:
+        x, w, counts = jnp.ones((num_rows, 64)), jnp.ones((2, 64, 64)), jnp.ones(2, jnp.int32)
+        return library.GROUPED in jax.jit(grouped_matmul).lower(x, w, counts).as_text()
+
+    most = 8 * library.max_product_rows("float32")
+    assert calls(most) and not calls(most + 1)
+
+
+@BUILT
+@pytest.mark.parametrize(
+    ("width", "columns", "dtype", "said"),
+    [(65, 64, "float32", "an even width"), (64, 96, "float32", "64 columns"), (64, 96, "float16", "are float16")],
+)
+def test_what_the_cpu_kernel_cannot_do_is_named(width: int, columns: int, dtype: str, said: str) -> None:
+    name, reason = choose_grouped_impl(width, columns, dtype, platform="cpu")
+    assert name == "xla" and "loop over tiles" in reason and said in reason
+    assert choose_grouped_impl(64, 96, "bfloat16", platform="cpu")[0] == "cpu"
+    name, reason = choose_grouped_impl(64, 96, "bfloat16", platform="cpu", quantized=QuantizedFormat("int8", 64))
+    assert name == "xla" and "these weights are int8" in reason
 
 
 def test_a_stack_may_be_entered_anywhere_by_a_traced_number() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import jax
 import pytest
@@ -14,6 +15,7 @@ from jaxserve.models.registry import parse_config
 from jaxserve.runtime.experts import ExpertChoice, choose_experts, confirm_experts
 from jaxserve.runtime.grouped_test import Matrix
 from pallas_kernels import QuantizedFormat
+from pallas_kernels.cpu import library
 
 PRESETS = Path(__file__).parents[2] / "configs" / "models"
 
@@ -45,8 +47,11 @@ def test_narrow_slices_are_slow_and_whole_experts_are_not() -> None:
 
 
 def test_on_a_cpu_nothing_is_called_slow() -> None:
-    _, choice = choose_experts(read("mixtral-8x7b"), 1, "cpu", "cpu")
-    assert choice is not None and (choice.impl, choice.is_slow) == ("xla", False)
+    for obstacle, impl in ((None, "cpu"), ("no compiler", "xla")):
+        with mock.patch.object(library, "find_obstacle", lambda obstacle=obstacle: obstacle):
+            _, choice = choose_experts(read("mixtral-8x7b"), 1, "cpu", "cpu")
+        assert choice is not None and (choice.impl, choice.is_slow) == (impl, False)
+        assert obstacle is None or obstacle in choice.reason
 
 
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
