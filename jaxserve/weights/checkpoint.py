@@ -19,6 +19,7 @@ from jaxserve.weights.formats import (
     has_weights,
     refuse_foreign_name,
 )
+from jaxserve.weights.json_files import MODELOPT_FILE
 
 # The files of a complete checkpoint beside its weights and config.json.
 COMPANION_FILES = (
@@ -30,7 +31,7 @@ COMPANION_FILES = (
     "*.model",
 )
 # Files that identify a model, or a checkpoint that cannot be read, before its weights are downloaded.
-_CONFIG_FILES = ("config.json", ADAPTER_CONFIG, ORIGINAL_CONFIG, *QUANTIZATION_FILES, *COMPANION_FILES)
+_CONFIG_FILES = ("config.json", ADAPTER_CONFIG, ORIGINAL_CONFIG, *QUANTIZATION_FILES, MODELOPT_FILE, *COMPANION_FILES)
 _WEIGHT_FILES = (SINGLE_FILE, "model-*.safetensors", INDEX_FILE)
 # Never downloaded: anything that can run code, and folders (original weights, other frameworks' exports).
 _UNWANTED = ("*/*", "*.bin", "*.pt", "*.pth", "*.pkl", "*.py")

@@ -18,7 +18,7 @@ PARAMS_FOLDER = "params"  # in Orbax checkpoints
 ADAPTER_CONFIG = "adapter_config.json"
 ORIGINAL_CONFIG = "params.json"
 # Files that quantization tools write, some of them beside a config.json that says nothing, and the tools' methods.
-QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
+QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
 _GGUF = "GGUF files are not read; use the original repository, in safetensors"
 _GGUF_NAME = re.compile(r"[.-]gguf(:[^/]*)?$", re.IGNORECASE)  # a file or repository, as llama.cpp's users name them

@@ -8,7 +8,10 @@ from typing import Any
 
 from jaxserve.errors import ConfigError, shorten
 from jaxserve.files import read_regular
+from jaxserve.models.quantization.config import KEY as QUANTIZATION_KEY
+from jaxserve.models.quantization.config import MODELOPT
 
+MODELOPT_FILE = "hf_quant_config.json"
 MAX_JSON_BYTES = 2**24  # per config file; published ones take some kilobytes
 _MAX_VALUES = 1_000_000  # per config file
 _MAX_DIGITS = 40  # per integer; Python itself stops at 4,300, with advice that does not apply here
@@ -39,12 +42,17 @@ def parse_json_object(data: bytes, max_values: int = _MAX_VALUES) -> dict[str, A
 def read_hf_config(path: Path) -> dict[str, Any]:
     """Returns the `config.json` in the directory `path`, checked only to be an object.
 
+    If it does not say how the weights are quantized, ModelOpt's file of its own does, where there is one.
+
     Raises ConfigError naming the file when it is absent, unreadable or malformed.
     """
     file = path / "config.json"
     if not file.exists():
         raise ConfigError(f"there is no config.json in {path}; it is part of every checkpoint", field=str(file))
-    return _read_config_file(file)
+    config, beside = _read_config_file(file), path / MODELOPT_FILE
+    if config.get(QUANTIZATION_KEY) or not beside.is_file():
+        return config
+    return config | {QUANTIZATION_KEY: _read_modelopt_file(beside)}
 
 
 def read_generation_config(path: Path) -> dict[str, Any]:
@@ -54,6 +62,14 @@ def read_generation_config(path: Path) -> dict[str, Any]:
     """
     file = path / "generation_config.json"
     return _read_config_file(file) if file.exists() else {}
+
+
+def _read_modelopt_file(file: Path) -> dict[str, Any]:
+    """Returns the settings as ModelOpt writes them into config.json since."""
+    found = _read_config_file(file).get("quantization")
+    if not isinstance(found, dict):
+        raise ConfigError("has no object `quantization`, which says how the weights are quantized", field=str(file))
+    return {"quant_method": MODELOPT, **found}
 
 
 def _read_config_file(file: Path) -> dict[str, Any]:

@@ -59,7 +59,7 @@ CASES: dict[str, tuple[Mapping[str, object], str, tuple[str, ...]]] = {
     "modelopt": (
         {"config.json": LLAMA, "hf_quant_config.json": {}, "model.safetensors": b""},
         "hf_quant_config.json",
-        ("(modelopt)", "config.json has no quantization_config"),
+        ("has no object `quantization`",),
     ),
     "gguf": ({"llama-Q4_K_M.gguf": b"", "llama-Q8_0.gguf": b""}, "model", ("GGUF", "original repository, in safetens")),
     "gguf and config": ({"config.json": LLAMA, "llama.gguf": b""}, "model", ("GGUF", "original repository")),

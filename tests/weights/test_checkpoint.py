@@ -158,6 +158,7 @@ def test_downloads_no_pickles_and_no_subfolders(monkeypatch: pytest.MonkeyPatch,
         "special_tokens_map.json",
         "chat_template.jinja",
         "spiece.model",
+        "hf_quant_config.json",
     ]
     unwanted = [
         "pytorch_model.bin",
@@ -214,6 +215,17 @@ def test_configs(tmp_path: Path) -> None:
         value = {"rope_scaling": {"factor": 2.0}, "text": "ÄΩ", "none": None}
         (tmp_path / name).write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")
         assert read(tmp_path) == value
+
+
+def test_modelopt_may_keep_its_settings_beside_config_json(tmp_path: Path) -> None:
+    stored = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    (tmp_path / "hf_quant_config.json").write_text(
+        json.dumps({"producer": {"name": "modelopt"}, "quantization": stored})
+    )
+    (tmp_path / "config.json").write_text("{}")
+    assert read_hf_config(tmp_path) == {"quantization_config": {"quant_method": "modelopt", **stored}}
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    assert read_hf_config(tmp_path)["quantization_config"] == {"quant_method": "fp8"}
 
 
 @pytest.mark.parametrize(

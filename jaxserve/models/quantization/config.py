@@ -16,6 +16,7 @@ from jaxserve.models.quantization.float4 import MX_BLOCK, NV_BLOCK
 from jaxserve.models.quantization.formats import EVERY_MODULE, MatrixFormat, Quantization, Targets
 
 KEY = "quantization_config"
+MODELOPT = "modelopt"  # a method
 _OTHER_KEYS = ("compression_config", "quantization")  # of older compressed-tensors, of MLX
 _METHOD_KEYS = ("quant_method", "quant_algo")
 _FP8, _FP4 = "float8_e4m3fn", "float4_e2m1fn"
@@ -33,7 +34,6 @@ _MODELOPT = {  # by `quant_algo`
     "W4A16_NVFP4": _MODELOPT_NVFP4,
 }
 _MIXED = "MIXED_PRECISION"
-_MODELOPT_NAME = "modelopt"
 
 Settings = Mapping[str, object]
 
@@ -50,7 +50,7 @@ def read_quantization(hf_config: Mapping[str, object], *, own: Collection[str] =
     settings = hf_config.get(KEY)
     if not settings:
         return None
-    method = _MODELOPT_NAME if _is_by_modelopt(settings) else _name_method(settings)
+    method = MODELOPT if _is_by_modelopt(settings) else _name_method(settings)
     if not isinstance(settings, Mapping) or method not in _METHODS or (method in _OWN and method not in own):
         raise quantized_error(method, field=KEY, value=settings)
     return Quantization(method, tuple(_METHODS[method](settings)))
@@ -76,7 +76,7 @@ def _is_by_modelopt(settings: object) -> bool:
     if not isinstance(settings, Mapping) or settings.get("quant_method") is not None:
         return False
     producer = settings.get("producer")
-    return isinstance(producer, Mapping) and producer.get("name") == _MODELOPT_NAME
+    return isinstance(producer, Mapping) and producer.get("name") == MODELOPT
 
 
 def _name_method(settings: object) -> str:
@@ -327,7 +327,7 @@ _METHODS: Mapping[str, Callable[[Settings], Iterator[tuple[Targets, MatrixFormat
     "gptq": _read_gptq,
     "awq": _read_awq,
     "auto-round": _read_auto_round,
-    _MODELOPT_NAME: _read_modelopt,
+    MODELOPT: _read_modelopt,
     "mxfp4": _read_mxfp4,
 }
 _OWN = ("mxfp4",)  # methods of single families
