@@ -244,11 +244,13 @@ def build_runner(
     device = mesh.local_devices[0]
     model = resolve_model(config, files)
     drafter = locate_drafter(config, files, model)
+    bundle = None if config.compile.bundle is None else Bundle(Path(config.compile.bundle), mesh)
     shapes = make_shapes(config, model, device.platform, device.device_kind, None if drafter is None else drafter.model)
     shapes = dataclasses.replace(shapes, processor=processor)
     require_room(shapes, device_memory_bytes(device))
     enable_persistent_cache(config.compile.cache_dir)
-    shapes = confirm_kernels(shapes, mesh.local_devices[0])
+    if bundle is None or not bundle.is_tested:
+        shapes = confirm_kernels(shapes, mesh.local_devices[0])
     level = logging.WARNING if shapes.fell_back else logging.INFO
     _log.log(level, "attention: %s, %s", shapes.impl, shapes.impl_reason)
     if shapes.experts is not None:
@@ -257,7 +259,8 @@ def build_runner(
     weights = describe_weights(shapes.model)
     if weights is not None:
         _log.info("weights: %s, %.2f GiB on each device", weights, estimate_use(shapes).params / GIB)
-    bundle = None if config.compile.bundle is None else Bundle(Path(config.compile.bundle), shapes, mesh)
+    if bundle is not None:
+        bundle.require(shapes)
     if hosts.size > 1:
         facts = {
             "bundle": None if bundle is None else bundle.digest,

@@ -41,12 +41,14 @@ def build_bundle(
     from jaxserve.runtime.bundle.write import refuse_target, write_bundle
     from jaxserve.runtime.memory import cache_budget
     from jaxserve.runtime.program_cache import disable_persistent_cache
+    from jaxserve.runtime.self_test import confirm_kernels
     from jaxserve.runtime.startup import list_all_programs, make_compiler, measure_use, plan_pools, require_room
 
     refuse_target(folder)
     disable_persistent_cache()
     devices = open_build_devices(device, config.parallel.tensor_parallel_size)
-    shapes = _choose_shapes(config, files, devices)
+    chosen = _choose_shapes(config, files, devices)
+    shapes = confirm_kernels(chosen, devices.first) if devices.is_here else chosen
     require_room(shapes, devices.memory)
     with devices.trace():
         use = None if devices.memory is None else measure_use(shapes, devices.mesh)
@@ -67,18 +69,17 @@ def build_bundle(
             use,
             compile_program,
             wanted,
+            tested=devices.is_here and shapes == chosen,
             progress=lambda name, done, total: report(done, total, name),
         )
 
 
 def _choose_shapes(config: EngineConfig, files: ModelFiles, devices: BuildDevices) -> Shapes:
-    from jaxserve.runtime.self_test import confirm_kernels
     from jaxserve.runtime.shapes import make_shapes
 
     model, device = resolve_model(config, files), devices.first
     drafter = locate_drafter(config, files, model)
     with devices.trace():
-        shapes = make_shapes(
+        return make_shapes(
             config, model, device.platform, device.device_kind, None if drafter is None else drafter.model
         )
-    return confirm_kernels(shapes, device) if devices.is_here else shapes

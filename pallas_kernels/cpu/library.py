@@ -31,7 +31,11 @@ _COMPILE_SECONDS = 120
 _STEM = "cpu-kernels"  # of the file's name
 
 _lock = threading.Lock()
-_state: dict[str, Any] = {"obstacle": "its library is not loaded", "product_rows": {}}  # of this process
+_state: dict[str, Any] = {
+    "obstacle": "its library is not loaded",
+    "product_rows": {},
+    "content": None,
+}  # of this process
 
 
 def find_obstacle() -> str | None:
@@ -44,6 +48,22 @@ def max_product_rows(dtype: str) -> int:
     """Returns the most rows with which the library's product is faster than XLA's here; 0 if it cannot be called."""
     rows: int = _state["product_rows"].get(dtype, 0)
     return rows
+
+
+def read_content() -> bytes | None:
+    """Returns the file of the library that this process has loaded; None if it has none."""
+    content: bytes | None = _state["content"]
+    return content
+
+
+def load_content(content: bytes) -> str | None:
+    """Loads a library of `read_content`, made for this `digest`, as `load` does."""
+    with _lock, tempfile.TemporaryDirectory() as folder:
+        if _state["obstacle"] is not None:
+            path = Path(folder) / f"{_STEM}.so"
+            path.write_bytes(content)
+            _state["obstacle"] = _register(path)
+        return find_obstacle()
 
 
 def load(directory: Path | None) -> str | None:
@@ -78,6 +98,7 @@ def _register(path: Path) -> str | None:
         rows = (ctypes.c_int * len(_PRODUCT_DTYPES)).in_dll(library, "JaxserveProductRows")
     except (OSError, AttributeError, ValueError) as error:
         return f"its library cannot be loaded: {error}"
+    _state["content"] = path.read_bytes()
     _state["product_rows"] = dict(zip(_PRODUCT_DTYPES, rows, strict=True))
     for call, handler in handlers.items():
         jax.ffi.register_ffi_target(target_name(call), jax.ffi.pycapsule(handler), platform="cpu")

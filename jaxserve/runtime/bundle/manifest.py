@@ -1,8 +1,8 @@
 """What a bundle is made of, and for which engine its programs are.
 
-A bundle is a directory: `manifest.json`, and a file for each program. It is code, like the package itself: whoever can
-write it can run anything where it is loaded. So it must belong to the user or to root, others must not be able to write
-it, and every file has its SHA-256 in the manifest.
+A bundle is a directory: `manifest.json`, a file for each program, and the library of CPU kernels. It is code, like the
+package itself: whoever can write it can run anything where it is loaded. So it must belong to the user or to root,
+others must not be able to write it, and every file has its SHA-256 in the manifest.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from jaxserve.runtime.shapes import Shapes
 from pallas_kernels.cpu.library import digest as digest_kernels
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 _MAX_MANIFEST = 16 * 2**20  # bytes
 _COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-plugin", "jax-cuda12-plugin")}
 # Options that no program depends on.
@@ -40,8 +40,8 @@ _OTHER_OPTIONS = ("model", "revision", "load_format", "seed", "skip_tokenizer_in
 
 
 @dataclass(frozen=True)
-class ProgramFile:
-    """A program's file: its name in the directory, its digest, and its bytes."""
+class BundleFile:
+    """A file of a bundle: its name in the directory, its digest, and its bytes."""
 
     file: str
     sha256: str
@@ -55,7 +55,9 @@ class Manifest:
     facts: Mapping[str, Any]  # what must be the same where the bundle is loaded
     num_pages: tuple[int, ...]  # of each KV group
     use: Mapping[str, int] | None  # the fields of `DeviceUse`; None on CPU
-    programs: Mapping[str, ProgramFile]  # by `identify`
+    programs: Mapping[str, BundleFile]  # by `identify`
+    library: BundleFile | None  # the CPU kernels that programs call
+    tested: bool  # the kernels passed their self-test where the bundle was built
 
     def to_json(self) -> str:
         """Returns the text of the file."""
@@ -76,8 +78,16 @@ def read_manifest(folder: Path) -> Manifest:
         if value["bundle"] != FORMAT:
             message = f"has format {shorten(value['bundle'])}, and this version reads {FORMAT}; build it again"
             raise ConfigError(message, field="bundle", value=str(folder))
-        programs = {name: ProgramFile(**file) for name, file in value["programs"].items()}
-        return Manifest(dict(value["facts"]), tuple(map(int, value["num_pages"])), value["use"], programs)
+        programs = {name: BundleFile(**file) for name, file in value["programs"].items()}
+        library = None if value["library"] is None else BundleFile(**value["library"])
+        return Manifest(
+            dict(value["facts"]),
+            tuple(map(int, value["num_pages"])),
+            value["use"],
+            programs,
+            library,
+            value["tested"] is True,
+        )
     except FileNotFoundError as error:
         message = f"{folder} is not a bundle: it has no {MANIFEST}; jaxserve build makes one"
         raise ConfigError(message, field="bundle", value=str(folder)) from error
@@ -105,8 +115,8 @@ def refuse_foreign(folder: Path) -> None:
             raise ConfigError(message, field="bundle", value=str(folder))
 
 
-def read_program(folder: Path, file: ProgramFile) -> bytes:
-    """Returns the bytes of a program's file; ConfigError, with its name, if they are not those of the manifest."""
+def read_file(folder: Path, file: BundleFile) -> bytes:
+    """Returns the bytes of a file; ConfigError, with its name, if they are not those of the manifest."""
     path = folder / file.file
     try:
         data = read_regular(path, file.size)

@@ -14,23 +14,37 @@ from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 
 from jaxserve.errors import ConfigError, shorten
-from jaxserve.runtime.bundle.manifest import describe_target, identify, read_manifest, read_program
+from jaxserve.runtime.bundle.manifest import describe_target, identify, read_file, read_manifest
 from jaxserve.runtime.identity import find_any_difference
 from jaxserve.runtime.memory import DeviceUse
 from jaxserve.runtime.shapes import Shapes
+from pallas_kernels.cpu.library import digest, load_content
 
 
 class Bundle:
-    """A bundle for this engine, on these devices."""
+    """A bundle on these devices."""
 
-    def __init__(self, folder: Path, shapes: Shapes, mesh: Mesh) -> None:
-        """Raises ConfigError if the directory is no bundle, or one for something else; the message names what."""
+    def __init__(self, folder: Path, mesh: Mesh) -> None:
+        """Loads the CPU kernels of the bundle, if they are for this processor.
+
+        Raises ConfigError if the directory is no bundle.
+        """
+        self._folder, self._manifest, self._mesh = folder, read_manifest(folder), mesh
+        library = self._manifest.library
+        if library is not None and self._manifest.facts.get("cpu") == digest():
+            load_content(read_file(folder, library))
+
+    @property
+    def is_tested(self) -> bool:
+        """Whether its kernels passed their self-test where it was built."""
+        return self._manifest.tested
+
+    def require(self, shapes: Shapes) -> None:
+        """Raises ConfigError if it is for something else than this engine; the message names what."""
         if shapes.processor is not None:
             message = "a bundle has no program with a logits processor; leave one of the two out"
-            raise ConfigError(message, field="bundle", value=str(folder))
-        self._folder, self._manifest = folder, read_manifest(folder)
-        self._devices = list(mesh.devices.flat)
-        _require_same(self._manifest.facts, describe_target(shapes, mesh), folder)
+            raise ConfigError(message, field="bundle", value=str(self._folder))
+        _require_same(self._manifest.facts, describe_target(shapes, self._mesh), self._folder)
 
     @property
     def digest(self) -> str:
@@ -53,9 +67,11 @@ class Bundle:
         if file is None:
             message = f"{self._folder} has no program {identify((kind, key))}; build it again"
             raise ConfigError(message, field="bundle", value=str(self._folder))
-        payload, skeletons = pickle.loads(zlib.decompress(read_program(self._folder, file)))
+        payload, skeletons = pickle.loads(zlib.decompress(read_file(self._folder, file)))
         trees = [jax.tree.structure(skeleton) for skeleton in skeletons]
-        return serialize_executable.deserialize_and_load(payload, *trees, execution_devices=self._devices)
+        return serialize_executable.deserialize_and_load(
+            payload, *trees, execution_devices=list(self._mesh.devices.flat)
+        )
 
 
 def _require_same(stored: Mapping[str, Any], here: Mapping[str, Any], folder: Path) -> None:

@@ -19,11 +19,14 @@ from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 
 from jaxserve.errors import ConfigError
-from jaxserve.runtime.bundle.manifest import MANIFEST, Manifest, ProgramFile, describe_target, identify
+from jaxserve.runtime.bundle.manifest import MANIFEST, BundleFile, Manifest, describe_target, identify
 from jaxserve.runtime.compile import Progress, compile_programs
 from jaxserve.runtime.memory import CachePlan, DeviceUse
 from jaxserve.runtime.program_list import ProgramKey
 from jaxserve.runtime.shapes import Shapes
+from pallas_kernels.cpu.library import read_content
+
+_LIBRARY = "cpu-kernels.so"
 
 
 def write_bundle(
@@ -35,19 +38,21 @@ def write_bundle(
     make: Callable[[str, Any], Any],
     wanted: Iterable[ProgramKey],
     *,
+    tested: bool,
     progress: Progress | None = None,
 ) -> Manifest:
     """Compiles `wanted` programs by `make` and writes them to a new directory; it is there whole, or not at all.
 
     Args:
         use: bytes of a device that the programs take; None on CPU.
+        tested: the kernels passed their self-test on a device of this kind.
 
     Raises:
         ConfigError: the directory exists, or cannot be made.
     """
     refuse_target(folder)
     scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    files: dict[str, ProgramFile] = {}
+    files: dict[str, BundleFile] = {}
     lock = threading.Lock()
 
     def write(kind: str, key: Any) -> None:
@@ -55,14 +60,23 @@ def write_bundle(
         data = serialize(make(kind, key))
         with lock:
             name = f"{len(files):03}-{kind}.bin"
-            files[identify((kind, key))] = ProgramFile(name, hashlib.sha256(data).hexdigest(), len(data))
+            files[identify((kind, key))] = _describe(name, data)
         (scratch / name).write_bytes(data)
 
     try:
         compile_programs(write, wanted, threads=shapes.config.compile.compile_threads, progress=progress)
         described = None if use is None else dataclasses.asdict(use)
-        facts, programs = describe_target(shapes, mesh), dict(sorted(files.items()))
-        manifest = Manifest(facts, tuple(plan.num_pages), described, programs)
+        library = read_content() if shapes.platform == "cpu" else None
+        if library is not None:
+            (scratch / _LIBRARY).write_bytes(library)
+        manifest = Manifest(
+            describe_target(shapes, mesh),
+            tuple(plan.num_pages),
+            described,
+            dict(sorted(files.items())),
+            None if library is None else _describe(_LIBRARY, library),
+            tested,
+        )
         (scratch / MANIFEST).write_text(manifest.to_json())
         for path in (scratch, *scratch.iterdir()):
             path.chmod(0o755 if path.is_dir() else 0o644)
@@ -71,6 +85,10 @@ def write_bundle(
         shutil.rmtree(scratch, ignore_errors=True)
         raise
     return manifest
+
+
+def _describe(name: str, data: bytes) -> BundleFile:
+    return BundleFile(name, hashlib.sha256(data).hexdigest(), len(data))
 
 
 def refuse_target(folder: Path) -> None:

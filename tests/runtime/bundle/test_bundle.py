@@ -19,6 +19,7 @@ from jaxserve import LLM, LogitsProcessor, SamplingParams
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.bundle.write import write_bundle
 from tests.e2e.helpers import run_on_devices, write_tiny_llama
+from tests.pallas_kernels.cpu_library import BUILT
 
 SIZES = {"max_num_seqs": 2, "max_num_batched_tokens": 64, "max_model_len": 64, "num_kv_pages_override": 16}
 FLAGS = ["--load-format", "dummy", "--skip-tokenizer-init"]
@@ -179,7 +180,7 @@ def test_programs_for_more_pages_than_fit_here_are_refused(model: Path, bundle: 
     assert type(caught.value).__name__ == "CapacityError"
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"bundle": 1}', '{"bundle": 1, "programs": 3}', "\xff{"])
+@pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"bundle": 2}', '{"bundle": 2, "programs": 3}', "\xff{"])
 def test_a_manifest_that_is_none_is_refused(model: Path, bundle: Path, text: str) -> None:
     (bundle / "manifest.json").write_text(text, encoding="latin-1")
     with pytest.raises(ConfigError, match=r"manifest\.json cannot be read .*build it again"):
@@ -188,7 +189,7 @@ def test_a_manifest_that_is_none_is_refused(model: Path, bundle: Path, text: str
 
 def test_a_manifest_of_another_format_is_refused(model: Path, bundle: Path) -> None:
     _change(bundle, lambda manifest: manifest.update(bundle=99))
-    with pytest.raises(ConfigError, match="has format 99, and this version reads 1"):
+    with pytest.raises(ConfigError, match="has format 99, and this version reads 2"):
         start(model, bundle)
 
 
@@ -223,7 +224,7 @@ def test_nothing_half_made_stays(model: Path, tmp_path: Path) -> None:
 
     wanted = [("pool", rows) for rows in range(20)]
     with pytest.raises(MemoryError):
-        write_bundle(tmp_path / "half", ready.shapes, ready.mesh, ready.plan, None, fail_at_third, wanted)
+        write_bundle(tmp_path / "half", ready.shapes, ready.mesh, ready.plan, None, fail_at_third, wanted, tested=True)
     assert not list(tmp_path.iterdir())
 
 
@@ -232,9 +233,52 @@ _NO_PROGRAM = jax.jit(lambda: 1)
 
 def test_the_manifest_has_every_file_and_its_digest(built: Path) -> None:
     manifest = json.loads((built / "manifest.json").read_text())
-    files = {entry["file"]: entry["sha256"] for entry in manifest["programs"].values()}
+    entries = [*manifest["programs"].values(), *filter(None, [manifest["library"]])]
+    files = {entry["file"]: entry["sha256"] for entry in entries}
     assert {path.name for path in built.iterdir()} == {"manifest.json", *files}
     assert all(hashlib.sha256((built / name).read_bytes()).hexdigest() == digest for name, digest in files.items())
+
+
+LONE_START = """
+import json, shutil, subprocess, sys
+import jax
+shutil.which = lambda name: None
+names = []
+jax.monitoring.register_event_duration_secs_listener(lambda event, seconds, **facts: names.append(
+    str(facts.get("fun_name")) if event == "/jax/core/compile/backend_compile_duration" else ""))
+from jaxserve import LLM
+llm = LLM(**json.loads(sys.argv[1]))
+print(json.dumps([llm.ready.shapes.impl, sorted({name for name in names if name} - {"jit(_initialise)"})]))
+"""
+
+
+@BUILT
+def test_the_kernels_of_a_cpu_are_in_it_and_tested(model: Path, bundle: Path, tmp_path: Path) -> None:
+    """A process with an empty compile cache and without a compiler compiles nothing, and has the kernels."""
+    options = {
+        "model": str(model),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "show_progress": False,
+        **SIZES,
+    }
+    options |= {"bundle": str(bundle), "compilation_cache_dir": str(tmp_path / "empty")}
+    assert json.loads((bundle / "manifest.json").read_text())["tested"]
+    assert start_alone(options) == ["cpu", []]
+    _change(bundle, lambda manifest: manifest.update(tested=False))
+    impl, compiled = start_alone(options)
+    assert impl == "cpu" and compiled  # the self-test
+    library = bundle / "cpu-kernels.so"
+    library.write_bytes(library.read_bytes() + b"x")
+    with pytest.raises(ConfigError, match=library.name):
+        start(model, bundle)
+
+
+def start_alone(options: dict[str, Any]) -> Any:
+    command = [sys.executable, "-c", LONE_START, json.dumps(options)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 FOUR_DEVICES = """
