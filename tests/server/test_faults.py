@@ -215,7 +215,7 @@ def count_open_sockets(server: RunningServer) -> int:
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_request_that_passes_its_deadline_ends(server: RunningServer, text: str, streams: bool) -> None:
-    body = {"max_tokens": 900, "ignore_eos": True, "timeout": 0.8, "n": 8, "logprobs": 20, "temperature": 1.0}
+    body = {"max_tokens": 900, "ignore_eos": True, "timeout": 0.4, "n": 8, "logprobs": 20, "temperature": 1.0}
     late = server.metric("jaxserve:request_success_total", finished_reason="timeout")
     if streams:
         events, is_whole = read_events(open_stream(server, **body))
@@ -229,12 +229,20 @@ def test_a_request_that_passes_its_deadline_ends(server: RunningServer, text: st
     check_idle(server, text)
 
 
+@pytest.mark.slow
+def test_a_server_has_a_deadline_for_requests_without_one() -> None:
+    with run_server(*SMALL, "--request-timeout", "0.4") as server:
+        response = complete(server, max_tokens=1000, ignore_eos=True, n=8, temperature=1.0, logprobs=20)
+        assert response.status_code == 504 and "x-should-retry" in response.headers, response.text
+        assert server.metric("jaxserve:request_success_total", finished_reason="timeout") == 1
+
+
 # Limits of the whole server
 
 
 @pytest.mark.slow
 def test_a_full_queue_refuses_at_once_and_loses_nothing() -> None:
-    with run_server(*SMALL, "--max-num-queued-reqs", "4", "--request-timeout", "3") as server:
+    with run_server(*SMALL, "--max-num-queued-reqs", "4") as server:
         text = probe(server)
 
         data = make_request(COMPLETIONS, {"prompt": "Once", "max_tokens": 120, "ignore_eos": True, "temperature": 0})
@@ -257,10 +265,6 @@ def test_a_full_queue_refuses_at_once_and_loses_nothing() -> None:
         print(f"refused {counts[429]} of 60, the slowest after {slowest:.3f} s")
         assert slowest < 5, "a refusal waits for nothing; generous, for machines that are busy"
         assert server.metric("jaxserve:queue_full_total") == counts[429]
-        check_idle(server, text)
-
-        response = complete(server, max_tokens=1000, ignore_eos=True, n=8, temperature=1.0, logprobs=20)
-        assert response.status_code == 504 and "x-should-retry" in response.headers, "--request-timeout"
         check_idle(server, text)
 
 
