@@ -135,8 +135,8 @@ def test_stop_strings_and_bad_words_inside_runs(plain: LLM, drafting: LLM) -> No
 @pytest.mark.parametrize(
     "config",
     [
-        pytest.param({"method": "suffix", "num_speculative_tokens": 4}, marks=pytest.mark.thorough),
-        DEMO_HEAD,
+        {"method": "suffix", "num_speculative_tokens": 4},
+        pytest.param(DEMO_HEAD, marks=pytest.mark.thorough),
     ],
     ids=["suffix", "eagle3"],
 )

@@ -301,6 +301,7 @@ def test_the_head_in_the_package_drafts_three_tokens_a_step() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_script_writes_a_checkpoint_and_says_that_it_is_too_poor(tmp_path: Path) -> None:
     sizes = ["--steps", "2", "--texts", "8", "--problems", "2", "--passes", "2", "--draft-vocab-size", "300"]
     done = subprocess.run(

@@ -292,6 +292,7 @@ print(json.dumps([list(out[0].outputs[0].token_ids), llm.ready.runner.num_compil
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_four_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write_tiny_llama(tmp_path, num_attention_heads=4, num_key_value_heads=4)
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
