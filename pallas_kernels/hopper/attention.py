@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.hopper import combine, decode, latents, prefill
+from pallas_kernels.hopper import combine, decode, latents, prefill, prefill_plan
 from pallas_kernels.hopper.decode import DecodeConfig
 from pallas_kernels.hopper.heads import spread_rows, spread_sinks
 from pallas_kernels.hopper.update import write_tokens
@@ -35,7 +35,7 @@ class HopperConfig:
     """Tuning of both kernels, and how keys and values are written: by XLA's "scatter" or by our "kernel"."""
 
     decode: DecodeConfig
-    prefill: prefill.PrefillConfig
+    prefill: prefill_plan.PrefillConfig
     write: str = "scatter"
 
     def __post_init__(self) -> None:
@@ -50,7 +50,7 @@ class HopperWork:
 
     decode: SplitList
     chunks: TileList | None  # None if the bucket has none
-    chunk_units: jax.Array | None  # [n, UNIT_COLUMNS] i32, `chunks` as the kernel reads it
+    chunk_units: prefill_plan.ChunkUnits | None  # `chunks` as the kernel reads it
     is_chunk: jax.Array | None  # [T] bool, tokens whose query is in `chunks`
     config: HopperConfig = field(metadata=_STATIC)
 
@@ -63,7 +63,7 @@ def find_obstacle(shape: AttnShape) -> str | None:
 def default_config(shape: AttnShape) -> HopperConfig:
     """The configuration by formula."""
     if shape.spec.is_latent:
-        return HopperConfig(latents.default_config(shape), prefill.PrefillConfig())
+        return HopperConfig(latents.default_config(shape), prefill_plan.PrefillConfig())
     return HopperConfig(decode.default_config(shape), prefill.default_config(shape))
 
 
@@ -89,8 +89,8 @@ def plan_work(rows: StepRows, shape: AttnShape, *, config: HopperConfig | None =
     num_single, num_rows = rows.distribution[0], rows.query_lens.shape[0]
     singles = rows.lens_between(0, num_single)
     units = plan_splits(rows, singles, shape, config.decode, max_query_len=1)
-    chunks = prefill.plan_tiles(rows, rows.lens_between(num_single, num_rows), shape)
-    chunk_units = prefill.list_units(chunks, rows.num_tokens, shape)
+    chunks = prefill_plan.plan_tiles(rows, rows.lens_between(num_single, num_rows), shape)
+    chunk_units = prefill_plan.list_units(chunks, rows, shape, config.prefill)
     return HopperWork(units, chunks, chunk_units, rows.tokens_between(num_single, num_rows), config)
 
 

@@ -15,7 +15,7 @@ from pallas_kernels.mosaic_gpu import compat
 from pallas_kernels.mosaic_gpu.key_tiles import MASKED
 from pallas_kernels.mosaic_gpu.splits import QUERY_ROWS
 
-_BLOCK_COLUMNS = 64  # columns of a head per block
+COMBINE_COLUMNS = 64  # columns of a head per block
 _UNROLL = 4  # units read at once, so that a row of many units does not wait for each
 
 
@@ -48,10 +48,10 @@ def combine_units(
     run = compat.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((row_num_units.shape[0], num_kv_heads, num_used, width), dtype),
-        grid=(row_num_units.shape[0], num_columns // QUERY_ROWS, width // _BLOCK_COLUMNS),
+        grid=(row_num_units.shape[0], num_columns // QUERY_ROWS, width // COMBINE_COLUMNS),
         grid_names=("row", "rows", "columns"),
         # Not swizzled: copies of any number of rows leave it.
-        scratch_types=[compat.SMEM((QUERY_ROWS, _BLOCK_COLUMNS), dtype)],
+        scratch_types=[compat.SMEM((QUERY_ROWS, COMBINE_COLUMNS), dtype)],
         compiler_params=compat.compiler_params(),
         interpret=compat.interpret_params(interpret),
         kernel_name="combine_units",
@@ -82,8 +82,8 @@ class _CombineKernel:
         row = lax.axis_index("row")
         first, count = row_first_unit[row], row_num_units[row]
         rows = pl.ds(pl.multiple_of(lax.axis_index("rows") * QUERY_ROWS, 8), QUERY_ROWS)
-        columns = pl.ds(pl.multiple_of(lax.axis_index("columns") * _BLOCK_COLUMNS, 8), _BLOCK_COLUMNS)
-        tile = (QUERY_ROWS, _BLOCK_COLUMNS)
+        columns = pl.ds(pl.multiple_of(lax.axis_index("columns") * COMBINE_COLUMNS, 8), COMBINE_COLUMNS)
+        tile = (QUERY_ROWS, COMBINE_COLUMNS)
 
         @pl.when(count == 0)
         def _() -> None:
@@ -96,9 +96,7 @@ class _CombineKernel:
                 largest, total = compat.load_column(extra_refs.pop(0).at[rows]), compat.full(tile[:1], 1.0)
             else:
                 largest, total = compat.full(tile[:1], MASKED), compat.full(tile[:1], 0.0)
-            step = partial(self.join, refs=(outputs, logs), place=(rows, columns), first=first, count=count)
-            num_steps = lax.div(count + _UNROLL - 1, _UNROLL)
-            acc, _, total = lax.fori_loop(0, num_steps, step, (compat.full(tile, 0.0), largest, total))
+            acc, total = join_units((outputs, logs), (rows, columns), first, count, largest, total)
             acc = acc / compat.spread(total, tile)
             if self.has_scale:
                 acc = acc * compat.spread(compat.load_column(extra_refs.pop(0).at[rows]), tile)
@@ -117,33 +115,52 @@ class _CombineKernel:
 
         compat.wait_smem_to_gmem(0)
 
-    def join(
-        self,
-        index: jax.Array,
-        carry: tuple[jax.Array, jax.Array, jax.Array],
-        *,
-        refs: tuple[jax.Ref, jax.Ref],
-        place: tuple[pl.Slice, pl.Slice],
-        first: jax.Array,
-        count: jax.Array,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Adds the next units. Past the row's last unit, that one counts again with weight 0."""
-        acc, largest, total = carry
-        (outputs, logs), (rows, columns) = refs, place
-        members = [index * _UNROLL + offset for offset in range(_UNROLL)]
-        slots = [first + jnp.minimum(member, count - 1) for member in members]
-        tiles = [compat.load_tile(outputs.at[slot, rows, columns]) for slot in slots]
-        weights = [
-            compat.load_column(logs.at[slot, rows]) + jnp.where(member < count, 0.0, 2 * MASKED)
-            for slot, member in zip(slots, members, strict=True)
-        ]
-        new_largest = largest
-        for weight in weights:
-            new_largest = jnp.maximum(new_largest, weight)
-        shrink = jnp.exp2(largest - new_largest)
-        acc, total = acc * compat.spread(shrink, acc.shape), total * shrink
-        for tile, weight in zip(tiles, weights, strict=True):
-            share = jnp.exp2(weight - new_largest)
-            acc = acc + tile.astype(jnp.float32) * compat.spread(share, acc.shape)
-            total = total + share
-        return acc, new_largest, total
+
+def join_units(
+    refs: tuple[jax.Ref, jax.Ref],  # outputs [W, C, width], each unit's attention, and logs [W, C] f32
+    place: tuple[pl.Slice, pl.Slice],  # QUERY_ROWS of the C, and COMBINE_COLUMNS of the width
+    first: jax.Array,
+    count: jax.Array,  # units from `first`, at least one
+    largest: jax.Array,  # [QUERY_ROWS] f32
+    total: jax.Array,  # [QUERY_ROWS] f32
+) -> tuple[jax.Array, jax.Array]:
+    """The weighted sum of a run of units [QUERY_ROWS, COMBINE_COLUMNS] and the sum of their weights [QUERY_ROWS], f32.
+
+    `total` is the sum of the weights before them, which have no values, and `largest` the largest one's logarithm.
+    """
+    step = partial(_join_next, refs=refs, place=place, first=first, count=count)
+    num_steps = lax.div(count + _UNROLL - 1, _UNROLL)
+    acc = compat.full((QUERY_ROWS, COMBINE_COLUMNS), 0.0)
+    acc, _, total = lax.fori_loop(0, num_steps, step, (acc, largest, total))
+    return acc, total
+
+
+def _join_next(
+    index: jax.Array,
+    carry: tuple[jax.Array, jax.Array, jax.Array],
+    *,
+    refs: tuple[jax.Ref, jax.Ref],
+    place: tuple[pl.Slice, pl.Slice],
+    first: jax.Array,
+    count: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Adds the next units. Past the last unit, that one counts again with weight 0."""
+    acc, largest, total = carry
+    (outputs, logs), (rows, columns) = refs, place
+    members = [index * _UNROLL + offset for offset in range(_UNROLL)]
+    slots = [first + jnp.minimum(member, count - 1) for member in members]
+    tiles = [compat.load_tile(outputs.at[slot, rows, columns]) for slot in slots]
+    weights = [
+        compat.load_column(logs.at[slot, rows]) + jnp.where(member < count, 0.0, 2 * MASKED)
+        for slot, member in zip(slots, members, strict=True)
+    ]
+    new_largest = largest
+    for weight in weights:
+        new_largest = jnp.maximum(new_largest, weight)
+    shrink = jnp.exp2(largest - new_largest)
+    acc, total = acc * compat.spread(shrink, acc.shape), total * shrink
+    for tile, weight in zip(tiles, weights, strict=True):
+        share = jnp.exp2(weight - new_largest)
+        acc = acc + tile.astype(jnp.float32) * compat.spread(share, acc.shape)
+        total = total + share
+    return acc, new_largest, total

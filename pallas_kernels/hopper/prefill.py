@@ -6,41 +6,22 @@ attends one tile with one KV head. It reads queries and writes answers where the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.hopper import wgmma
+from pallas_kernels.hopper.prefill_join import join_tiles
 from pallas_kernels.hopper.prefill_kernel import build_kernel
-from pallas_kernels.hopper.prefill_static import NUM_COMPUTE, TILE_ROWS, UNIT_COLUMNS, Static, count_bytes, list_scratch
+from pallas_kernels.hopper.prefill_plan import ChunkUnits, PrefillConfig, count_read_tokens, count_tile_tokens
+from pallas_kernels.hopper.prefill_static import NUM_COMPUTE, TILE_ROWS, Static, count_bytes, list_scratch
 from pallas_kernels.mosaic_gpu import compat
 from pallas_kernels.mosaic_gpu.key_tiles import LOG2_E
-from pallas_kernels.mosaic_gpu.shapes import is_narrow, round_up, stored_width
+from pallas_kernels.mosaic_gpu.shapes import is_narrow, stored_width
+from pallas_kernels.platform import traced_core_count
 from pallas_kernels.spec import AttnLayer, AttnShape, BatchMeta
-from pallas_kernels.worklist import StepRows, TileList, list_chunk_tiles
 
 NUM_THREADS = NUM_COMPUTE + 1
 BARRIER_BYTES = 1024  # more than the barriers take
-
-
-@dataclass(frozen=True)
-class PrefillConfig:
-    """Tuning of the prefill kernel. Its ring has `stages` key tiles of `keys` tokens; 8-bit pages pass through a ring
-    of `raw_stages` tiles first. `registers` are per thread, of a compute warpgroup and of the memory warpgroup."""
-
-    keys: int = 128
-    stages: int = 2
-    raw_stages: int = 0
-    registers: tuple[int, int] = (224, 56)
-
-    def __post_init__(self) -> None:
-        if self.keys % 64 or not 64 <= self.keys <= 256:
-            raise ValueError(f"PrefillConfig.keys must be 64, 128, 192 or 256, got {self.keys}")
-        if self.stages < 1 or self.raw_stages < 0:
-            raise ValueError(f"PrefillConfig.stages must be at least 1, got {self.stages} and {self.raw_stages} raw")
-        if any(count % 8 for count in self.registers):
-            raise ValueError(f"PrefillConfig.registers must be multiples of 8, got {self.registers}")
 
 
 def default_config(shape: AttnShape) -> PrefillConfig:
@@ -48,80 +29,65 @@ def default_config(shape: AttnShape) -> PrefillConfig:
     width = stored_width(shape)
     keys = 64 if width == 256 else 128
     if is_narrow(shape):
-        return PrefillConfig(keys=keys, stages=2, raw_stages=1 if width == 256 else 2)
-    return PrefillConfig(keys=keys, stages={64: 4, 128: 3, 256: 2}[width])
-
-
-def plan_tiles(rows: StepRows, query_lens: jax.Array, shape: AttnShape) -> TileList:
-    """Tiles of the rows with `query_lens` [S] > 0, longest first: blocks start in this order, so none ends late."""
-    return list_chunk_tiles(rows, query_lens, tile_tokens=count_tile_tokens(shape), unit=compat.SWIZZLE_ROWS)
-
-
-def list_units(tiles: TileList, num_tokens: int, shape: AttnShape) -> jax.Array:
-    """The tiles as the kernel reads them: [n, UNIT_COLUMNS] i32."""
-    last = _count_read_tokens(num_tokens, shape) - tiles.tile_tokens
-    firsts = jnp.minimum(tiles.starts // compat.SWIZZLE_ROWS * compat.SWIZZLE_ROWS, last)
-    skips = tiles.starts - firsts
-    columns = tiles.rows, firsts, skips, tiles.counts, tiles.positions, tiles.positions - skips
-    return jnp.pad(jnp.stack(columns, axis=1), ((0, 0), (0, UNIT_COLUMNS - len(columns))))
-
-
-def _count_read_tokens(num_tokens: int, shape: AttnShape) -> int:
-    """T with the padding that the kernel needs: a whole tile is read, and copies between global memory and swizzled
-    shared memory begin at multiples of its rows."""
-    return max(count_tile_tokens(shape), round_up(num_tokens, compat.SWIZZLE_ROWS))
-
-
-def count_tile_tokens(shape: AttnShape) -> int:
-    """Queries in a tile: a head's rows are whole rows of swizzled shared memory, so that one copy brings them."""
-    return TILE_ROWS // shape.group_size // compat.SWIZZLE_ROWS * compat.SWIZZLE_ROWS
+        ring = {"stages": 2, "raw_stages": 1 if width == 256 else 2}
+    else:
+        ring = {"stages": {64: 4, 128: 3, 256: 2}[width]}
+    return PrefillConfig(keys=keys, **ring, num_sms=traced_core_count())
 
 
 def attend_chunks(
     q: jax.Array,  # [T, N, H]
     kv_pages: jax.Array,  # [num_pages, 2K, page_size, stored H]
     batch: BatchMeta,
-    units: jax.Array,  # [n, UNIT_COLUMNS] i32
+    chunks: ChunkUnits,
     config: PrefillConfig,
     layer: AttnLayer,
 ) -> jax.Array:
-    """Attention [T, N, H] in q's dtype of the queries in `units`, over pages that hold their keys. Other tokens have
+    """Attention [T, N, H] in q's dtype of the queries in `chunks`, over pages that hold their keys. Other tokens have
     whatever the memory held."""
     heads = layer.heads
-    static = _fix_static(q, kv_pages, batch, config, layer)
+    static = _fix_static(q, kv_pages, batch, config, layer, splits=chunks.joins is not None)
     num_tokens, _, head_dim = q.shape
-    missing = _count_read_tokens(num_tokens, batch.shape) - num_tokens
+    missing = count_read_tokens(num_tokens, batch.shape) - num_tokens
     queries = jnp.pad(q.astype(static.dtype), ((0, missing), (0, 0), (0, static.width - head_dim)))
     operands = [
         queries,
         kv_pages,
         batch.page_table,
         jnp.asarray(layer.page_offset, jnp.int32).reshape(1),
-        units,
+        chunks.units,
         _scale_scores(layer, batch.shape),
     ]
     if heads.sinks is not None:
         operands.append(_spread_sinks(heads.sinks, batch.shape))
+    out_type = [jax.ShapeDtypeStruct(queries.shape, queries.dtype)]
+    if static.splits:
+        partial = (chunks.num_slots, batch.shape.spec.num_kv_heads * TILE_ROWS, static.width)
+        out_type += [jax.ShapeDtypeStruct(partial, jnp.float32), jax.ShapeDtypeStruct(partial[:2], jnp.float32)]
     # The last axis of the grid varies fastest. Tiles come longest first, and all heads of a tile take equally long. So
     # blocks start in the order of their length, and those that run together read neighbouring pages of few rows.
-    found = compat.kernel(
+    found, *partials = compat.kernel(
         build_kernel(static),
-        out_type=jax.ShapeDtypeStruct(queries.shape, queries.dtype),
+        out_type=tuple(out_type),
         scratch_types=list_scratch(static),
-        grid=(units.shape[0], batch.shape.spec.num_kv_heads),
+        grid=(chunks.units.shape[0], batch.shape.spec.num_kv_heads),
         grid_names=("tile", "head"),
         num_threads=NUM_THREADS,
         thread_name="warpgroup",
         compiler_params=compat.compiler_params(),
         interpret=compat.interpret_params(batch.interpret),
     )(*operands)
+    if chunks.joins is not None:
+        found = join_tiles(static, found, *partials, chunks.joins)
     found = found[:num_tokens, :, :head_dim]
     if heads.v_scale is not None:
         found = found.astype(jnp.float32) * jnp.repeat(heads.v_scale, batch.shape.group_size)[:, None]
     return found.astype(q.dtype)
 
 
-def _fix_static(q: jax.Array, kv_pages: jax.Array, batch: BatchMeta, config: PrefillConfig, layer: AttnLayer) -> Static:
+def _fix_static(
+    q: jax.Array, kv_pages: jax.Array, batch: BatchMeta, config: PrefillConfig, layer: AttnLayer, *, splits: bool
+) -> Static:
     page_size, width = kv_pages.shape[2:]
     shape, params, narrow = batch.shape, layer.params, is_narrow(batch.shape)
     static = Static(
@@ -138,6 +104,7 @@ def _fix_static(q: jax.Array, kv_pages: jax.Array, batch: BatchMeta, config: Pre
         window=params.window,
         softcap=params.softcap,
         has_sinks=layer.heads.sinks is not None,
+        splits=splits,
         interpret=batch.interpret,
     )
     _check(static)

@@ -36,6 +36,7 @@ class Static:
     window: int | None
     softcap: float | None
     has_sinks: bool
+    splits: bool  # whether a tile may have several units, which leave partial answers
     interpret: bool
 
     @property
@@ -58,10 +59,16 @@ class Static:
         return self.raw_stages > 0
 
 
-# Columns of a unit: a tile of queries. A whole tile of tokens is read, never past the step's last one; `COUNT` of them
-# are its queries, after the first `SKIP`.
-ROW, FIRST, SKIP, COUNT, POSITION, ORIGIN = range(6)
+# Columns of a unit: a tile of queries, and the key tiles [BEGIN, END) of its row, all that the queries see or a run of
+# them. A whole tile of tokens is read, never past the step's last one. `COUNT` of them are its queries, the first at
+# `POSITION` of the row's text; the first token that is read would be at `ORIGIN`. `SLOT` is the place of the unit's
+# partial answers, WHOLE if it has none, because it is its tile's only one.
+ROW, FIRST, COUNT, POSITION, ORIGIN, BEGIN, END, SLOT = range(8)
 UNIT_COLUMNS = 8  # 32 bytes: a unit is read in one transaction
+WHOLE = -1
+NUM_UNITS = (
+    ROW  # of a join: a tile of several units, with the first one's columns, but their number in place of the row
+)
 
 
 class Operands(NamedTuple):
@@ -75,6 +82,8 @@ class Operands(NamedTuple):
     scales: jax.Ref  # [K] f32, factors of raw scores; they include log2(e) unless scores are capped
     sinks: jax.Ref | None  # [K, TILE_ROWS] f32, in base 2, in the order of a tile's rows
     out: jax.Ref  # [T, N, H]
+    partials: jax.Ref | None = None  # [W, K * TILE_ROWS, H] f32, answers of units, if tiles are split
+    logs: jax.Ref | None = None  # [W, K * TILE_ROWS] f32, base-2 logarithms of the sums of their weights
 
 
 class Scratch(NamedTuple):
@@ -83,6 +92,8 @@ class Scratch(NamedTuple):
     q: jax.Ref  # [TILE_ROWS, H], row g * tile_tokens + j is token j of the tile, of the group's head g; then answers
     plain: jax.Ref  # [NUM_COMPUTE, panels, ROWS, panel], answers of a cut tile, not swizzled; in q's memory, where the
     # rows of a warpgroup have the same bytes
+    partial: jax.Ref | None  # [NUM_COMPUTE, ROWS, H / 2] f32, half of the columns of a unit's answers; there too
+    logs: jax.Ref | None  # [NUM_COMPUTE, ROWS] f32
     k: jax.Ref  # [stages, keys, H]
     v: jax.Ref  # [stages, keys, H]
     raw_k: jax.Ref | None  # [raw_stages, keys, H]
@@ -99,7 +110,7 @@ class Scratch(NamedTuple):
 
 
 class Span(NamedTuple):
-    """The keys of a tile, i32 scalars: [begin, end), in key tiles [first, last), without masks in [inner, outer)."""
+    """The keys of a unit, scalars: [begin, end), in key tiles [first, last), without masks in [inner, outer)."""
 
     origin: jax.Array  # position of the first token that is read, as if it were of the same row
     begin: jax.Array
@@ -108,6 +119,7 @@ class Span(NamedTuple):
     inner: jax.Array
     outer: jax.Array
     last: jax.Array
+    is_last: jax.Array  # bool, whether the unit is its tile's last one
 
     @property
     def steps(self) -> jax.Array:
@@ -117,11 +129,14 @@ class Span(NamedTuple):
 def list_scratch(static: Static) -> dict[str, object]:
     """Scratch types by the names in `Scratch`."""
     ring = (static.stages, static.keys, static.width)
+    queries = [
+        compat.tile_smem((TILE_ROWS, static.width), static.dtype),
+        compat.SMEM((NUM_COMPUTE, static.width // static.panel, ROWS, static.panel), static.dtype),
+    ]
+    if static.splits:
+        queries.append(compat.tile_smem((NUM_COMPUTE, ROWS, static.width // 2), jnp.float32))
     tiles = {
-        "q_then_plain": compat.SmemUnion(
-            compat.tile_smem((TILE_ROWS, static.width), static.dtype),
-            compat.SMEM((NUM_COMPUTE, static.width // static.panel, ROWS, static.panel), static.dtype),
-        ),
+        "q_then_answers": compat.SmemUnion(*queries),
         "k": compat.tile_smem(ring, static.dtype),
         "v": compat.tile_smem(ring, static.dtype),
     }
@@ -141,6 +156,8 @@ def list_scratch(static: Static) -> dict[str, object]:
             barriers[f"{name}_full"] = compat.Barrier(num_arrivals=static.boxes, num_barriers=static.raw_stages)
     else:
         barriers["v_edge"] = compat.Barrier(num_arrivals=static.boxes, num_barriers=2)
+    if static.splits:
+        tiles["logs"] = compat.SMEM((NUM_COMPUTE, ROWS), jnp.float32)
     return tiles | barriers
 
 
@@ -148,22 +165,27 @@ def count_bytes(static: Static) -> int:
     """Shared memory of the tiles."""
     ring = (2 * static.stages, static.keys, static.width)
     raw = (2 * static.raw_stages, static.keys, static.width)
-    queries = (TILE_ROWS, static.width)
-    return compat.smem_bytes((queries, static.dtype), (ring, static.dtype), (raw, static.page_dtype))
+    queries, logs = (TILE_ROWS, static.width), (NUM_COMPUTE if static.splits else 0, ROWS)
+    return compat.smem_bytes(
+        (queries, static.dtype), (logs, jnp.float32), (ring, static.dtype), (raw, static.page_dtype)
+    )
 
 
-def find_span(static: Static, operands: Operands, tile: jax.Array) -> Span:
-    """The keys that some query of the tile sees; key tiles that all queries see whole need no mask."""
+def find_span(static: Static, operands: Operands, unit: jax.Array) -> Span:
+    """The keys of the unit that some query of its tile sees; key tiles that all queries see whole need no mask."""
     keys, window = static.keys, static.window
-    count, position, origin = (operands.units[tile, column] for column in (COUNT, POSITION, ORIGIN))
+    columns = COUNT, POSITION, ORIGIN, BEGIN, END
+    count, position, origin, first, last = (operands.units[unit, column] for column in columns)
     end = position + count
-    last = lax.div(end + keys - 1, keys)
     outer = lax.div(position + 1, keys)
     if window is None:
-        zero = position * 0  # not a constant: the kernel's loops take none where they nest
-        return Span(origin, zero, end, zero, zero, outer, last)
-    begin = jnp.maximum(position - window + 1, 0)
-    first = lax.div(begin, keys)
-    # The last query's window begins at end - window, the latest of all.
-    inner = jnp.minimum(lax.div(jnp.maximum(end - window, 0) + keys - 1, keys), last)
-    return Span(origin, begin, end, first, inner, jnp.maximum(outer, inner), last)
+        begin, inner = first * keys, first
+    else:
+        begin = jnp.maximum(position - window + 1, 0)
+        # The last query's window begins at end - window, the latest of all.
+        inner = jnp.minimum(lax.div(jnp.maximum(end - window, 0) + keys - 1, keys), last)
+    is_last = end <= last * keys
+    if static.splits:
+        begin, end = jnp.maximum(begin, first * keys), jnp.minimum(end, last * keys)
+        inner, outer = jnp.maximum(inner, first), jnp.clip(outer, first, last)
+    return Span(origin, begin, end, first, inner, jnp.maximum(outer, inner), last, is_last)

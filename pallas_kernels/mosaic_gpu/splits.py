@@ -113,43 +113,62 @@ def list_splits(
     num_tiles = ends - firsts  # [S]
     split = _choose_split(num_tiles, num_slots - num_rows, num_kv_heads, num_blocks, min_split_tiles, unit_cost)
     row_units = (num_tiles + split - 1) // split  # [S]
-    row_ends = jnp.cumsum(row_units)
-    slots = jnp.arange(num_slots, dtype=jnp.int32)
-    rows = jnp.sum(row_ends[None, :] <= slots[:, None], axis=1, dtype=jnp.int32)  # [W]; S for unused slots
-    is_unit = rows < num_rows
-    rows = jnp.minimum(rows, num_rows - 1)
-    index = slots - (row_ends - row_units)[rows]  # the unit's place in its row
-    # The first `longer` units of a row have one tile more than the others.
-    parts = jnp.maximum(row_units, 1)[rows]
-    shorter, longer = num_tiles[rows] // parts, num_tiles[rows] % parts
-    first_tiles = firsts[rows] + index * shorter + jnp.minimum(index, longer)
-    columns = [rows, first_tiles, shorter + (index < longer), seq_lens[rows], query_lens[rows]]
-    units = jnp.stack([jnp.where(is_unit, column, 0).astype(jnp.int32) for column in columns], axis=1)
+    rows, first_tiles, unit_tiles = cut_runs(num_tiles, row_units, num_slots)
+    columns = [rows, firsts[rows] + first_tiles, unit_tiles, seq_lens[rows], query_lens[rows]]
+    units = jnp.stack([jnp.where(unit_tiles > 0, column, 0).astype(jnp.int32) for column in columns], axis=1)
     return SplitList(
         units=jnp.pad(units, ((0, 0), (0, UNIT_COLUMNS - len(columns)))),
-        row_first_unit=(row_ends - row_units).astype(jnp.int32),
+        row_first_unit=(jnp.cumsum(row_units) - row_units).astype(jnp.int32),
         row_num_units=row_units.astype(jnp.int32),
         tile_tokens=tile_tokens,
         max_queries=max_queries,
     )
 
 
+def cut_runs(num_tiles: jax.Array, num_units: jax.Array, num_slots: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Cuts runs of `num_tiles` [S] into `num_units` [S] units, in order: the run of each slot, its unit's first tile in
+    the run, and its tiles, [W] i32 each; no tiles in a slot without a unit."""
+    ends = jnp.cumsum(num_units)
+    slots = jnp.arange(num_slots, dtype=jnp.int32)
+    runs = jnp.sum(ends[None, :] <= slots[:, None], axis=1, dtype=jnp.int32)  # [W]; S for unused slots
+    is_unit = runs < num_units.shape[0]
+    runs = jnp.minimum(runs, num_units.shape[0] - 1)
+    index = slots - (ends - num_units)[runs]  # the unit's place in its run
+    # The first `longer` units of a run have one tile more than the others.
+    parts = jnp.maximum(num_units, 1)[runs]
+    shorter, longer = num_tiles[runs] // parts, num_tiles[runs] % parts
+    firsts = index * shorter + jnp.minimum(index, longer)
+    return runs, firsts.astype(jnp.int32), jnp.where(is_unit, shorter + (index < longer), 0).astype(jnp.int32)
+
+
 def _choose_split(
     num_tiles: jax.Array, spare_slots: int, num_kv_heads: int, num_blocks: int, min_split_tiles: int, unit_cost: int
 ) -> jax.Array:
-    """The split length in tiles: [] i32.
+    """The split length in tiles, the best of a few: [] i32."""
+    shortest = jnp.maximum(min_split_tiles, (jnp.sum(num_tiles) + spare_slots - 1) // spare_slots)
+    lengths = jnp.ceil(shortest * jnp.asarray(_GROWTH, jnp.float32)).astype(jnp.int32)  # [C]
+    times = estimate_times(num_tiles, lengths, num_kv_heads, num_blocks, unit_cost)
+    return lengths[jnp.argmin(times)]
+
+
+def count_units(num_tiles: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Units of each run of tiles [S] at each split length [C]: [C, S]."""
+    return (num_tiles[None, :] + lengths[:, None] - 1) // lengths[:, None]
+
+
+def estimate_times(
+    num_tiles: jax.Array, lengths: jax.Array, num_kv_heads: int, num_blocks: int, unit_cost: int
+) -> jax.Array:
+    """The time of a launch for runs of `num_tiles` [S] at split lengths [C], in tiles: [C] i32.
 
     A launch of equally long blocks takes whole waves of them. A launch of unequal ones takes at most the time of all
-    tiles shared by the device, plus the longest block. The smaller of the two is the estimate, and the best of a few
-    lengths is taken (FlashInfer weighs waves against merging in the same way).
+    tiles shared by the device, plus the longest block. The smaller of the two is the estimate (FlashInfer weighs waves
+    against merging in the same way).
     """
-    total = jnp.sum(num_tiles)
-    shortest = jnp.maximum(min_split_tiles, (total + spare_slots - 1) // spare_slots)
-    lengths = jnp.ceil(shortest * jnp.asarray(_GROWTH, jnp.float32)).astype(jnp.int32)  # [C]
-    row_units = (num_tiles[None, :] + lengths[:, None] - 1) // lengths[:, None]  # [C, S]
-    parts = jnp.maximum(row_units, 1)
+    units = count_units(num_tiles, lengths)
+    parts = jnp.maximum(units, 1)
     longest = jnp.max((num_tiles + parts - 1) // parts, axis=1) + unit_cost  # [C]
-    blocks = num_kv_heads * jnp.sum(row_units, axis=1)
+    blocks = num_kv_heads * jnp.sum(units, axis=1)
     waves = (blocks + num_blocks - 1) // num_blocks
-    shared = (num_kv_heads * total + blocks * unit_cost) // num_blocks + longest
-    return lengths[jnp.argmin(jnp.minimum(waves * longest, shared))]
+    shared = (num_kv_heads * jnp.sum(num_tiles) + blocks * unit_cost) // num_blocks + longest
+    return jnp.minimum(waves * longest, shared)

@@ -2,7 +2,8 @@
 
 `CASES` are short and many. `LONG_CASES` do what short ones never do at the block sizes that kernels choose themselves:
 a ring reuses its slots, and a row has several units, which are joined. A device with many cores would cut their rows
-into units too short for that, so `choose_config` has the work list made for one core.
+into units too short for that, so `choose_config` has the work list made for one core, and that of chunks for as many as
+the case says.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Case:
     query_dtype: str | None = None  # None: the pages' dtype if queries can have it, else bfloat16
     num_chunks: int = 0  # rows of the chunk class, after the one-token rows: they begin at multiples of 32
     is_long: bool = False
+    chunk_sms: int = 1  # multiprocessors of the device that a long case's chunks are cut for, where kernels cut them
 
     @property
     def params(self) -> AttnParams:
@@ -140,6 +142,8 @@ def choose_config(case: Case, impl: str) -> Any:
     if not case.is_long or not backend.splits_by_load:
         return None
     config = backend.module.default_config(case.shape)
+    if hasattr(config.prefill, "num_sms"):
+        config = replace(config, prefill=replace(config.prefill, num_sms=case.chunk_sms))
     return replace(config, decode=replace(config.decode, num_sms=1))
 
 
@@ -284,11 +288,13 @@ CASES = [
 ]
 
 
-def _long(name: str, rows: tuple[tuple[int, int], ...], num_heads: int, spec: KVSpec) -> Case:
+def _long(name: str, rows: tuple[tuple[int, int], ...], num_heads: int, spec: KVSpec, **options: Any) -> Case:
     """A case no larger than its rows: padding rows cost the interpreters a block each, and pages are compared."""
     pages = [-(-(computed + new) // spec.page_size) for computed, new in rows]
     sizes = {"max_rows": len(rows), "max_tokens": sum(new for _, new in rows)}
-    return Case(name, rows, num_heads, spec, table_width=max(pages), max_pages=sum(pages), is_long=True, **sizes)
+    return Case(
+        name, rows, num_heads, spec, table_width=max(pages), max_pages=sum(pages), is_long=True, **sizes, **options
+    )
 
 
 # Few heads for the GPU kernels, whose tiles count tokens; many for the TPU kernels, whose blocks count bytes. The rows
@@ -297,4 +303,15 @@ LONG_CASES = [
     _long("long 4:1 of 128", ((700, 1), (600, 40)), 4, KVSpec(1, 128, 64, "bfloat16")),
     _long("long fp8 4:1 of 128", ((700, 1), (600, 40)), 4, KVSpec(1, 128, 64, _FP8)),
     _long("long 64:8 of 256", ((400, 1), *[(40, 1)] * 8, (520, 70)), 64, KVSpec(8, 256, 64, "bfloat16")),
+    _long("turn 4:1 of 128", ((700, 1), (1100, 32)), 4, KVSpec(1, 128, 64, "bfloat16"), chunk_sms=4),
+    _long(
+        "turn fp8 4:1 of 128, window, softcap, sinks",
+        ((700, 1), (1200, 32)),
+        4,
+        KVSpec(1, 128, 64, _FP8),
+        window=1100,
+        softcap=3.0,
+        sinks=True,
+        chunk_sms=4,
+    ),
 ]

@@ -12,6 +12,7 @@ from pallas_kernels.tune.table import DATA, KERNELS, read_entries
 MIXED_TOKENS = 2048  # T of the mixed bucket
 DRAFT_LEN = 5  # most tokens of a row that verifies drafts: four drafts and the last sampled token
 DRAFT_ROWS = 64
+TURN_TOKENS, TURN_ROWS = 288, 256  # the smallest mixed bucket of 256 rows: a chat's turn beside rows that decode
 MAX_MODEL_LEN = 8192
 TUNED_WINDOW = 4096  # for tuning entries, which only say whether there is a window
 FP8 = "float8_e4m3fn"
@@ -92,6 +93,10 @@ TIGHT = (
     ("drafts", GateShape("heads of 128, window", 32, 8, 128, window=4096)),
     ("drafts", GateShape("heads of 128, window, softcap", 32, 8, 128, window=4096, softcap=50.0)),
     ("mixed", GateShape("heads of 256, window, fp8 pages", 16, 8, 256, window=4096, kv_dtype=FP8)),
+    ("turn", GateShape("heads of 256, window, fp8 pages", 16, 8, 256, window=4096, kv_dtype=FP8)),
+    ("turn", GateShape("heads of 256, window, softcap", 8, 4, 256, window=4096, softcap=50.0)),
+    ("turn", GateShape("heads of 64, window, sinks", 64, 8, 64, window=128, sinks=True)),
+    ("turn", GateShape("heads of 128", 32, 8, 128, max_len=32768)),
 )
 
 # What each target compiles without `--full`. For every implementation one target has each size of heads, 8-bit pages, a
@@ -124,6 +129,7 @@ def _fill_bucket(bucket: str, shape: GateShape, target: Target) -> GateProgram:
     num_tokens, num_rows, max_query_len = {
         "decode": (target.num_rows, target.num_rows, 1),
         "mixed": (MIXED_TOKENS, target.num_rows, None),
+        "turn": (TURN_TOKENS, TURN_ROWS, None),
         "drafts": (DRAFT_ROWS * DRAFT_LEN, DRAFT_ROWS, DRAFT_LEN),
     }[bucket]
     return GateProgram(f"{bucket}: {shape.name}", shape, num_tokens, num_rows, max_query_len, target.page_size)

@@ -14,7 +14,7 @@ import pytest
 from pallas_kernels.hopper import attention, combine, decode, wgmma
 from pallas_kernels.hopper.attention import HopperConfig
 from pallas_kernels.hopper.decode import DecodeConfig
-from pallas_kernels.hopper.prefill import PrefillConfig
+from pallas_kernels.hopper.prefill_plan import PrefillConfig
 from pallas_kernels.mosaic_gpu import compat
 from pallas_kernels.mosaic_gpu.splits import fits
 from pallas_kernels.spec import AttnShape, KVSpec

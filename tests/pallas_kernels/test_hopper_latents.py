@@ -13,7 +13,7 @@ from pallas_kernels.hopper import attention, latents, wgmma
 from pallas_kernels.hopper.attention import HopperConfig
 from pallas_kernels.hopper.decode import DecodeConfig
 from pallas_kernels.hopper.latent_kernel import LatentKernel
-from pallas_kernels.hopper.prefill import PrefillConfig
+from pallas_kernels.hopper.prefill_plan import PrefillConfig
 from pallas_kernels.mosaic_gpu import compat
 from pallas_kernels.spec import AttnShape, KVSpec
 from pallas_kernels.testing.cases import CASES, Case, largest_error, make_inputs

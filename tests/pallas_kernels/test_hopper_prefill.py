@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import prepare_batch, reference
-from pallas_kernels.hopper import prefill, prefill_kernel
-from pallas_kernels.hopper.prefill import PrefillConfig
+from pallas_kernels.hopper import prefill, prefill_answers, prefill_kernel, prefill_plan
+from pallas_kernels.hopper.prefill_plan import ChunkUnits, PrefillConfig
+from pallas_kernels.hopper.prefill_static import NUM_UNITS
 from pallas_kernels.layout import pool_shape, update_kv_pages
 from pallas_kernels.mosaic_gpu import compat
 from pallas_kernels.spec import AttnLayer, AttnShape, KVSpec
@@ -23,7 +24,9 @@ from pallas_kernels.worklist import StepRows
 from tests.pallas_kernels.gpu_interpreter import found_races, reset_interpreter
 
 FP8 = "float8_e4m3fn"
-SMALL = PrefillConfig(keys=64, stages=2)  # a short row then wraps around the ring and has all kinds of key tiles
+SMALL = PrefillConfig(
+    keys=64, stages=2, num_sms=1
+)  # a short row then wraps around the ring and has all kinds of key tiles
 
 
 def make_case(
@@ -41,16 +44,32 @@ def make_case(
     return Case(name, rows, num_heads, spec, max_rows=4, table_width=max(-(-192 // page_size), 2), **options)
 
 
+# A tile of 192 keys then has three units, some with masked key tiles only and some with none.
+SPLIT = PrefillConfig(keys=64, stages=2, num_sms=12, min_split_tiles=1, unit_cost=0)
+
 CASES = [
+    (make_case("split", ((150, 40), (0, 5)), heads=(8, 2, 128), page_size=32), SPLIT),
+    (
+        make_case(
+            "split, window, softcap, sinks",
+            ((33, 1), (140, 20), (9, 3)),
+            heads=(6, 2, 64),
+            window=130,
+            softcap=3.0,
+            sinks=True,
+        ),
+        SPLIT,
+    ),
+    (make_case("split fp8 of 256", ((150, 30),), heads=(2, 1, 256), page_size=64, dtype=FP8), SPLIT),
     (make_case("a prompt", ((0, 40),), page_size=64), None),
     (make_case("deep chunks of two heads", ((150, 40), (0, 5)), heads=(8, 2, 128)), SMALL),
-    (make_case("a chunk of many key tiles", ((150, 40),), page_size=32), PrefillConfig(keys=64, stages=1)),
+    (make_case("a chunk of many key tiles", ((150, 40),), page_size=32), PrefillConfig(keys=64, stages=1, num_sms=1)),
     (make_case("one-token rows left out", ((33, 1), (70, 1), (64, 33)), page_size=32), None),
     (make_case("window", ((150, 40),), page_size=32, window=100), SMALL),
     (make_case("window within a key tile", ((150, 20), (0, 9)), page_size=64, window=13), None),
     (
         make_case("window, softcap, sinks", ((140, 40),), heads=(6, 2, 128), window=70, softcap=3.0, sinks=True),
-        PrefillConfig(keys=64, stages=3),
+        PrefillConfig(keys=64, stages=3, num_sms=1),
     ),
     (make_case("sinks", ((31, 33),), heads=(4, 2, 64), sinks=True), None),
     (make_case("1:1", ((10, 60),), heads=(1, 1, 128), page_size=128), None),
@@ -65,13 +84,18 @@ CASES = [
         make_case(
             "fp8, window, softcap", ((150, 40),), heads=(3, 1, 64), page_size=32, dtype=FP8, window=70, softcap=2.0
         ),
-        PrefillConfig(keys=64, stages=2, raw_stages=1, registers=(216, 72)),
+        PrefillConfig(keys=64, stages=2, raw_stages=1, registers=(216, 72), num_sms=1),
     ),
     (make_case("fp8 of 256, sinks", ((90, 10),), heads=(2, 1, 256), page_size=64, dtype=FP8, sinks=True), None),
     (make_case("nothing", ()), None),
     (make_case("a tile cut by the end of the step", ((70, 1), (20, 39)), window=30, max_tokens=40), SMALL),
     (make_case("a step shorter than a tile", ((50, 20),), heads=(2, 2, 64), max_tokens=24), None),
 ]
+
+
+def list_units(case: Case, rows: StepRows, config: PrefillConfig) -> ChunkUnits:
+    wanted = rows.lens_between(rows.distribution[0], case.max_rows)
+    return prefill_plan.list_units(prefill_plan.plan_tiles(rows, wanted, case.shape), rows, case.shape, config)
 
 
 @partial(jax.jit, static_argnames=("case", "config", "call"))
@@ -92,8 +116,7 @@ def _attend(
     kv_pages = update_kv_pages(k, v, kv_pages, batch, layer)
     rows = StepRows(*meta[2:3], jnp.diff(meta[2]), batch.seq_lens, batch.distribution, q.shape[0], None, 192)
     config = config or prefill.default_config(case.shape)
-    wanted = rows.lens_between(batch.distribution[0], case.max_rows)
-    units = prefill.list_units(prefill.plan_tiles(rows, wanted, case.shape), q.shape[0], case.shape)
+    units = list_units(case, rows, config)
     found = prefill.attend_chunks(q, kv_pages, replace(batch, interpret=True), units, config, layer)
     return found, reference.attend(q, kv_pages, batch, layer)
 
@@ -138,13 +161,13 @@ def is_caught(case: Case, config: PrefillConfig) -> bool:
     return found_races()
 
 
-def without(name: str, function: Callable[..., None]) -> Callable[..., None]:
+def without(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` with one of compat's operations left out."""
 
-    def broken(*args: Any) -> None:
+    def broken(*args: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(compat, name, lambda *_: None)
-            function(*args)
+            return function(*args)
 
     return broken
 
@@ -164,7 +187,32 @@ def test_cleaning_before_arrival_is_caught(monkeypatch: pytest.MonkeyPatch) -> N
 def test_refilling_without_waiting_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case("no key tile is cut", ((128, 64),), page_size=64)
     monkeypatch.setattr(prefill_kernel, "load_plain", without("barrier_wait", prefill_kernel.load_plain))
-    assert is_caught(case, PrefillConfig(keys=64, stages=1))
+    assert is_caught(case, PrefillConfig(keys=64, stages=1, num_sms=1))
+
+
+def test_tiles_are_split_where_the_device_is_large() -> None:
+    for case, config in CASES:
+        inputs = make_inputs(case)
+        lens, starts = jnp.asarray(inputs.seq_lens), jnp.asarray(inputs.query_start_loc)
+        rows = StepRows(starts, jnp.diff(starts), lens, jnp.asarray(inputs.distribution), case.max_tokens, None, 192)
+        joins = list_units(case, rows, config or prefill.default_config(case.shape)).joins
+        assert (joins is not None) == (config is SPLIT)
+        assert joins is None or int(joins[:, NUM_UNITS].max()) > 1
+
+
+TURN = make_case("a turn", ((150, 20),), page_size=32)  # is split
+
+
+@pytest.mark.parametrize("name", ["commit_smem", "wait_smem_to_gmem"])
+def test_partial_answers_without_commit_or_wait_are_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the wait, the second half of the columns overwrites the first on its way out."""
+    monkeypatch.setattr(prefill_answers, "_store_partial", without(name, prefill_answers._store_partial))
+    assert is_caught(TURN, SPLIT)
+
+
+def test_join_without_commit_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill, "join_tiles", without("commit_smem", prefill.join_tiles))
+    assert is_caught(TURN, SPLIT)
 
 
 def lower(num_heads: int, spec: KVSpec, dtype: str = "bfloat16", *, config: PrefillConfig | None = None) -> str:
@@ -176,7 +224,8 @@ def lower(num_heads: int, spec: KVSpec, dtype: str = "bfloat16", *, config: Pref
     def call(q: jax.Array, kv_pages: jax.Array, *meta: jax.Array) -> jax.Array:
         batch = prepare_batch(*meta, num_tokens=num_tokens, shape=shape, max_query_len=None, impl="reference")
         rows = StepRows(meta[2], jnp.diff(meta[2]), meta[1], meta[3], num_tokens, None, 192)
-        units = prefill.list_units(prefill.plan_tiles(rows, rows.query_lens, shape), num_tokens, shape)
+        tiles = prefill_plan.plan_tiles(rows, rows.query_lens, shape)
+        units = prefill_plan.list_units(tiles, rows, shape, config)
         return prefill.attend_chunks(q, kv_pages, batch, units, config, AttnLayer(case.params))
 
     meta = [jax.ShapeDtypeStruct(size, jnp.int32) for size in ((num_rows, 4), (num_rows,), (num_rows + 1,), (3,))]
@@ -225,6 +274,6 @@ def test_tiles_are_nearly_full() -> None:
     found = {}
     for group_size in range(1, 17):
         shape = AttnShape(group_size, KVSpec(1, 64, 16, "bfloat16"), "bfloat16")
-        found[group_size] = prefill.count_tile_tokens(shape)
+        found[group_size] = prefill_plan.count_tile_tokens(shape)
         assert found[group_size] * group_size <= prefill.TILE_ROWS < (found[group_size] + 8) * group_size
     assert found[1] == 128 and found[3] == 40 and found[4] == 32 and found[5] == 24 and found[16] == 8

@@ -16,6 +16,7 @@ import pytest
 from pallas_kernels import AttnShape, prepare_batch
 from pallas_kernels.ampere import kernel as ampere
 from pallas_kernels.backends import choose_layout, find_backend
+from pallas_kernels.hopper.prefill_static import BEGIN, END, NUM_UNITS
 from pallas_kernels.mosaic_gpu import splits
 from pallas_kernels.targets import TARGETS, trace_for
 from pallas_kernels.testing.cases import LONG_CASES, Case, choose_config, make_inputs
@@ -25,13 +26,15 @@ from pallas_kernels.tpu.tiles import NUM_COLUMNS
 from tests.pallas_kernels import test_ampere, test_hopper_attention, test_tpu
 from tests.pallas_kernels.tpu_faults import quick_interpreter
 
-OF_128, FP8_OF_128, OF_256 = LONG_CASES
+OF_128, FP8_OF_128, OF_256, TURN, FP8_TURN = LONG_CASES
 PAIRS = [
     ("gpu", OF_128),
     ("gpu", FP8_OF_128),
     ("ampere", OF_128),
     ("ampere", FP8_OF_128),
     ("tpu", OF_256),
+    ("gpu", TURN),
+    ("gpu", FP8_TURN),
 ]
 
 
@@ -73,9 +76,11 @@ def list_gpu_loops(case: Case, config: Any) -> Iterator[Loop]:
     work = plan("gpu", case, config)
     units = np.asarray(work.decode.units)
     yield Loop(config.decode.stages, units[:, splits.NUM_TILES].max(), int(work.decode.row_num_units.max()))
-    keys = np.asarray(work.chunks.positions + work.chunks.counts).max()
+    chunk_units = np.asarray(work.chunk_units.units)
     slots = max(config.prefill.stages, config.prefill.raw_stages)
-    yield Loop(slots, -(-keys // config.prefill.keys), count_chunk_tiles(work.chunks))
+    joined = 0 if work.chunk_units.joins is None else np.asarray(work.chunk_units.joins)[:, NUM_UNITS].max()
+    assert (joined > 1) == (case.chunk_sms > 1), "tiles are split where the case wants it"
+    yield Loop(slots, (chunk_units[:, END] - chunk_units[:, BEGIN]).max(), joined or count_chunk_tiles(work.chunks))
 
 
 def list_ampere_loops(case: Case, config: Any) -> Iterator[Loop]:
@@ -120,7 +125,10 @@ def test_every_long_case_runs_somewhere() -> None:
 CASES = [pytest.param(OF_128, id=OF_128.name), pytest.param(FP8_OF_128, id=FP8_OF_128.name, marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize("case", CASES)
+TURNS = [pytest.param(TURN, id=TURN.name), pytest.param(FP8_TURN, id=FP8_TURN.name, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("case", CASES + TURNS)
 def test_gpu(case: Case, capfd: pytest.CaptureFixture[str]) -> None:
     test_hopper_attention.check(with_layout("gpu", case), capfd)
 
