@@ -1,7 +1,8 @@
 """Attention of chunks of queries on Hopper: prompts, pieces of them behind a cached prefix, and long drafts.
 
 Queries are cut into tiles of at most 128 rows, one row per query and head of the group. A block of `prefill_kernel.py`
-attends one tile with one KV head. It reads queries and writes answers where they lie among the step's tokens.
+attends one tile with one KV head, over all the keys that the tile sees or, where tiles are few, over a part of them
+(`prefill_plan.py`). It reads queries and writes answers where they lie among the step's tokens.
 """
 
 from __future__ import annotations

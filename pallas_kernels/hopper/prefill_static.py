@@ -66,9 +66,8 @@ class Static:
 ROW, FIRST, COUNT, POSITION, ORIGIN, BEGIN, END, SLOT = range(8)
 UNIT_COLUMNS = 8  # 32 bytes: a unit is read in one transaction
 WHOLE = -1
-NUM_UNITS = (
-    ROW  # of a join: a tile of several units, with the first one's columns, but their number in place of the row
-)
+# A join, a tile of several units, has the columns of the first one, but their number in place of the row.
+NUM_UNITS = ROW
 
 
 class Operands(NamedTuple):

@@ -23,6 +23,7 @@ def list_shapes(context: Context) -> list[Shape]:
         decode_shape(context, 256, 512),
         prefill_shape(context, 4096, among=True),
         prefill_shape(context, 1024),
+        prefill_shape(context, 64, 32_768),
         prefill_shape(context, 16_384),
         prefill_shape(context, 1024, among=True),
         prefill_shape(context, 16_384, among=True),
