@@ -69,9 +69,9 @@ def propose_suffix(
     if corpus is not None and salt is not None:
         found = find_in_corpus(corpus, query, salt, rule.num_drafts)
         is_longer = found.matched > matched
-        missing = found.starts.shape[0] - MAX_OCCURRENCES
-        starts = jnp.where(is_longer, found.starts, jnp.pad(starts, (0, missing), constant_values=-1))
-        ways = jnp.where(is_longer, found.ways, jnp.pad(ways, ((0, missing), (0, 0))))
+        size = max(len(starts), len(found.starts))
+        starts = jnp.where(is_longer, _pad(found.starts, size, -1), _pad(starts, size, -1))
+        ways = jnp.where(is_longer, _pad(found.ways, size, 0), _pad(ways, size, 0))
         matched = jnp.maximum(matched, found.matched)
     limit = jnp.asarray(rule.list_limits())[matched]
     needs = jnp.asarray(rule.list_needs(starts.shape[0]))
@@ -113,3 +113,7 @@ def _find_last(is_occurrence: Bool[Array, " L"], count: int) -> Int32[Array, " C
     padded = jnp.pad(positions, (0, max(0, count - size)), constant_values=-1)
     # On a CPU only floats are selected without a sort. All positions below 2**24 are exact.
     return lax.top_k(padded.astype(jnp.float32), count)[0].astype(jnp.int32)
+
+
+def _pad(values: Int[Array, "n *dims"], size: int, value: int) -> Int[Array, "m *dims"]:
+    return jnp.pad(values, [(0, size - len(values)), *[(0, 0)] * (values.ndim - 1)], constant_values=value)

@@ -133,6 +133,18 @@ def test_an_occurrence_has_one_vote() -> None:
     assert ask(table, [1, 2, 3])[:2] == [6, 6]  # of equally many the most recent
 
 
+@pytest.mark.parametrize("depth", [2, 3, 4, 6])
+def test_a_corpus_of_few_levels_has_fewer_occurrences_than_a_row(depth: int) -> None:
+    """Both lists have one size, whichever is longer: up to a depth of 3 a corpus gives 8, a row 16."""
+    table = Table(make_suffix_config(depth, 2.0, 0.3, 4, 64), max_len=64)
+    table.clear()
+    remember(table, [1, 2, 3, 4])
+    assert ask(table, [1, 2])[0] == 3
+    row = [5, 6] * 9 + [8, 5, 7] * 7 + [9, 5]  # 9 stands nowhere else: one token matches
+    expected = reference.propose_suffix(row, depth, 2.0, 0.3, K)
+    assert ask(table, row) == expected and expected[0] == 6  # nine of the last sixteen
+
+
 def test_older_answers_are_forgotten() -> None:
     table = TABLES[3, 256]
     table.clear()
