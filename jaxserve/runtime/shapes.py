@@ -23,6 +23,7 @@ from jaxserve.runtime.step_model import Drafting
 from jaxserve.scheduler import SchedulerLimits
 from jaxserve.speculation import LOOKUP_METHODS, make_lookup_drafter
 from pallas_kernels.backends import choose_layout, find_backend, find_table_obstacle, resolve_impl
+from pallas_kernels.cpu.library import find_obstacle as find_library_obstacle
 from pallas_kernels.cpu.library import load as load_cpu_kernels
 from pallas_kernels.cpu.library import max_product_rows
 from pallas_kernels.spec import AttnShape, KVSpec
@@ -197,6 +198,7 @@ def make_shapes(
     sizes = config.compile.precompile_bs_paddings, config.compile.precompile_token_paddings
     buckets = make_buckets(platform, scheduler.max_num_seqs, scheduler.max_num_batched_tokens, *sizes)
     buckets = buckets.take_largest() if scheduler.deterministic else buckets
+    specs, impl, reason = _choose_attention(config, model, platform, device_kind)
     buckets, drafting = _plan_drafting(config, model, buckets, platform)
     reach = 2 * drafting.max_drafts + 1 if drafting is not None else 1  # a row's drafts, and those behind them
     groups, pages_per_row = len(model.kv_groups), -(-model.max_model_len // page_size)
@@ -209,7 +211,6 @@ def make_shapes(
         pages_per_row=pages_per_row,
         max_page_updates=groups * (new_pages + pages_per_row),  # and for admitted prefixes
     )
-    specs, impl, reason = _choose_attention(config, model, platform, device_kind)
     obstacle = find_table_obstacle(impl, rows, pages_per_row)
     if obstacle is not None:
         raise ConfigError(f"{obstacle}; or use attention_impl='xla'", field="max_num_seqs", value=rows)
@@ -251,7 +252,9 @@ def _plan_drafting(
     fixed = chosen.num_speculative_tokens_per_batch_size
     sizes = choose_verify_sizes(platform, buckets.row_counts, budget, most_drafts, fixed)
     most_rows = max((rows for rows, _ in sizes), default=1)
-    lookup = make_lookup_drafter(chosen) if chosen.method in LOOKUP_METHODS else None
+    lookup = None
+    if chosen.method in LOOKUP_METHODS:
+        lookup = make_lookup_drafter(chosen, in_library=_calls_library(config, platform))
     return buckets.with_verify(sizes), Drafting(most_drafts, most_rows, lookup)
 
 
@@ -267,8 +270,13 @@ def _choose_drafter(config: EngineConfig, drafter: DrafterModel | None) -> Draft
 
 def _choose_few_rows(config: EngineConfig, model: DecoderConfig, platform: str) -> int:
     """Returns the most rows of products that the CPU's library makes; compilers cannot split them over a mesh."""
+    return max_product_rows(model.dtype) if _calls_library(config, platform) else 0
+
+
+def _calls_library(config: EngineConfig, platform: str) -> bool:
+    """Whether programs of one device may call the CPU's library, which is then loaded."""
     is_whole = config.parallel.tensor_parallel_size == 1
-    return max_product_rows(model.dtype) if is_whole and _uses_cpu_kernels(config, platform) else 0
+    return is_whole and _uses_cpu_kernels(config, platform) and find_library_obstacle() is None
 
 
 def _uses_cpu_kernels(config: EngineConfig, platform: str) -> bool:

@@ -7,17 +7,19 @@ from dataclasses import dataclass, replace
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int, Int32
 
 from jaxserve.errors import ConfigError
 from jaxserve.sampling import map_rows
-from jaxserve.speculation.corpus import Corpus, CorpusShape, corpus_specs, remember_answer
+from jaxserve.speculation.corpus import LEVELS, WAYS, Corpus, CorpusShape, corpus_specs, remember_answer
 from jaxserve.speculation.drafts import NO_DRAFT
 from jaxserve.speculation.history import write_tokens
 from jaxserve.speculation.ngram import propose_ngram
-from jaxserve.speculation.suffix import SuffixRule, propose_suffix
+from jaxserve.speculation.suffix import MAX_OCCURRENCES, SuffixRule, propose_suffix
 from jaxserve.speculative_config import SpeculativeConfig
+from pallas_kernels.cpu import lookup as cpu_lookup
 
 LOOKUP_METHODS = ("ngram", "suffix")
 MAX_HISTORY = 2**24  # positions are compared as float32
@@ -41,6 +43,7 @@ class LookupDrafter:
     max_match: int  # tokens that are compared
     rule: SuffixRule | None  # suffix; None: ngram
     corpus_shape: CorpusShape | None  # suffix; None: no corpus
+    in_library: bool = False  # `propose` is one call of the library of CPU kernels, which this process has loaded
 
     @property
     def remembers(self) -> bool:
@@ -119,6 +122,11 @@ class LookupDrafter:
             row_ids: the rows.
             lengths: how many tokens of each are known. A row of 0 has no drafts, and none has one at L or after.
         """
+        if self.in_library:
+            answers = None if state.corpus is None else _list_answers(state.corpus)
+            return cpu_lookup.look_up(
+                state.history, row_ids, lengths, self.num_drafts, self._make_library_rule(), answers
+            )
         max_len = state.history.shape[1]
 
         def propose_row(row: Int[Array, ""], length: Int[Array, ""]) -> Int32[Array, " K"]:
@@ -130,6 +138,17 @@ class LookupDrafter:
 
         drafts = map_rows(propose_row, row_ids, lengths)
         return jnp.where(lengths[:, None] + jnp.arange(self.num_drafts) < max_len, drafts, NO_DRAFT)
+
+    def _make_library_rule(self) -> cpu_lookup.Rule:
+        """`ngram` is a rule, too: the last occurrence alone, and all drafts from a match of `min_match` tokens on."""
+        rule = self.rule
+        if rule is None:
+            limits = np.where(np.arange(self.max_match + 1) >= self.min_match, self.num_drafts, 0)
+            return cpu_lookup.Rule(limits, np.ones(2), most_occurrences=1, no_draft=NO_DRAFT)
+        shape = self.corpus_shape
+        most = 0 if shape is None else len(shape.levels) * WAYS
+        needs = rule.list_needs(max(MAX_OCCURRENCES, most))
+        return cpu_lookup.Rule(rule.list_limits(), needs, MAX_OCCURRENCES, NO_DRAFT)
 
     def remember(
         self, state: LookupState, row: Int[Array, ""], start: Int[Array, ""], end: Int[Array, ""]
@@ -147,8 +166,11 @@ class LookupDrafter:
         return replace(state, corpus=remember_answer(state.corpus, tokens, salt, begin, end))
 
 
-def make_lookup_drafter(config: SpeculativeConfig) -> LookupDrafter:
+def make_lookup_drafter(config: SpeculativeConfig, *, in_library: bool = False) -> LookupDrafter:
     """Returns the drafter of the methods `ngram` and `suffix`.
+
+    Args:
+        in_library: see `LookupDrafter`.
 
     Raises:
         ConfigError: another method, or a corpus too small for two tokens.
@@ -160,6 +182,7 @@ def make_lookup_drafter(config: SpeculativeConfig) -> LookupDrafter:
             max_match=config.prompt_lookup_max,
             rule=None,
             corpus_shape=None,
+            in_library=in_library,
         )
     if config.method != "suffix":
         raise ConfigError(
@@ -174,7 +197,20 @@ def make_lookup_drafter(config: SpeculativeConfig) -> LookupDrafter:
         factor=config.suffix_decoding_max_spec_factor,
         min_share=config.suffix_decoding_min_token_prob,
     )
-    return LookupDrafter(config.num_speculative_tokens, 1, depth, rule, _make_corpus_shape(config))
+    return LookupDrafter(config.num_speculative_tokens, 1, depth, rule, _make_corpus_shape(config), in_library)
+
+
+def _list_answers(corpus: Corpus) -> cpu_lookup.Answers:
+    return cpu_lookup.Answers(
+        levels=LEVELS[: corpus.ends.shape[0]],
+        tokens=corpus.tokens,
+        salts=corpus.salts,
+        ends=corpus.ends,
+        begins=corpus.begins,
+        num_written=corpus.num_written,
+        num_answers=corpus.num_answers,
+        row_salts=corpus.row_salts,
+    )
 
 
 def _make_corpus_shape(config: SpeculativeConfig) -> CorpusShape | None:

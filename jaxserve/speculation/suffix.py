@@ -115,5 +115,5 @@ def _find_last(is_occurrence: Bool[Array, " L"], count: int) -> Int32[Array, " C
     return lax.top_k(padded.astype(jnp.float32), count)[0].astype(jnp.int32)
 
 
-def _pad(values: Int[Array, "n *dims"], size: int, value: int) -> Int[Array, "m *dims"]:
+def _pad(values: Int[Array, "n ..."], size: int, value: int) -> Int[Array, "m ..."]:
     return jnp.pad(values, [(0, size - len(values)), *[(0, 0)] * (values.ndim - 1)], constant_values=value)

@@ -26,7 +26,9 @@ FOLDER = Path(__file__).parent
 COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = ("-std=c++20", "-O3", "-march=native", "-shared", "-fPIC", "-w")
 _PRODUCT_DTYPES = "float32", "bfloat16"
-ATTENTION, PRODUCT, GROUPED = "JaxservePagedAttention", "JaxserveProduct", "JaxserveGroupedProduct"  # the calls
+ATTENTION, PRODUCT, GROUPED = "JaxservePagedAttention", "JaxserveProduct", "JaxserveGroupedProduct"
+LOOKUP = "JaxserveLookup"
+_CALLS = ATTENTION, PRODUCT, GROUPED, LOOKUP
 _COMPILE_SECONDS = 120
 _STEM = "cpu-kernels"  # of the file's name
 
@@ -94,7 +96,7 @@ def _try_to_register(directory: Path | None) -> str | None:
 def _register(path: Path) -> str | None:
     try:
         library = ctypes.CDLL(str(path))
-        handlers = {call: getattr(library, call) for call in (ATTENTION, PRODUCT, GROUPED)}
+        handlers = {call: getattr(library, call) for call in _CALLS}
         rows = (ctypes.c_int * len(_PRODUCT_DTYPES)).in_dll(library, "JaxserveProductRows")
     except (OSError, AttributeError, ValueError) as error:
         return f"its library cannot be loaded: {error}"

@@ -93,7 +93,8 @@ class ScriptedDrafter:
 def patch_drafter(patch: pytest.MonkeyPatch) -> None:
     """Puts a scripted drafter in the place of the one of the method `ngram`."""
     patch.setattr(
-        "jaxserve.runtime.shapes.make_lookup_drafter", lambda config: ScriptedDrafter(config.num_speculative_tokens)
+        "jaxserve.runtime.shapes.make_lookup_drafter",
+        lambda config, in_library: ScriptedDrafter(config.num_speculative_tokens),
     )
 
 

@@ -1,0 +1,59 @@
+"""Drafts looked up by the library of this room: one call for all rows of a step, some microseconds each.
+
+As XLA's operations a row is some hundred of them, and on a CPU each costs as much as the whole search does here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.cpu import library
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a match gives."""
+
+    limits: np.ndarray  # [D + 1] i32: the most drafts for a match of 0 to D tokens, the most that are compared
+    needs: np.ndarray  # [C + 1] i32: how many of 0 to C occurrences must go on alike for a draft
+    most_occurrences: int  # of the longest match in a row, the last ones
+    no_draft: int  # stands where there is no draft
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Finished answers: a ring of tokens, and tables of where n-grams of some lengths ended."""
+
+    levels: tuple[int, ...]  # the lengths, ascending, at most D
+    tokens: jax.Array  # [N] i32; below zero: between answers
+    salts: jax.Array  # [N, 2] u32
+    ends: jax.Array  # [levels, buckets, ways] i32
+    begins: jax.Array  # [A] i32
+    num_written: jax.Array  # [] i32
+    num_answers: jax.Array  # [] i32
+    row_salts: jax.Array  # [R, 2] u32
+
+
+def look_up(
+    history: jax.Array,  # [R, L] i32
+    row_ids: jax.Array,  # [S] i32
+    lengths: jax.Array,  # [S] i32
+    num_drafts: int,
+    rule: Rule,
+    answers: Answers | None,
+) -> jax.Array:
+    """Returns the drafts [S, K] i32 of rows of which `lengths` tokens are known, `no_draft` from the first missing one.
+
+    None lies at L or after. The library must be loaded.
+    """
+    arrays = [history, row_ids.astype(jnp.int32), lengths.astype(jnp.int32)]
+    arrays += [np.asarray(each, np.int32) for each in (rule.limits, rule.needs, (rule.most_occurrences, rule.no_draft))]
+    if answers is not None:
+        arrays += [np.asarray(answers.levels, np.int32), answers.tokens, answers.salts, answers.ends, answers.begins]
+        arrays += [answers.num_written, answers.num_answers, answers.row_salts]
+    shape = jax.ShapeDtypeStruct((row_ids.shape[0], num_drafts), jnp.int32)
+    return jax.ffi.ffi_call(library.target_name(library.LOOKUP), shape)(*arrays)

@@ -1,0 +1,211 @@
+"""Drafts looked up by the CPU's library are exactly those of XLA's operations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.config import EngineConfig
+from jaxserve.models.registry import parse_config
+from jaxserve.presets import load_preset
+from jaxserve.runtime.shapes import make_shapes
+from jaxserve.speculation import NO_DRAFT, LookupState, make_lookup_drafter
+from jaxserve.speculation.corpus import MAX_POSITION
+from jaxserve.speculative_config import SpeculativeConfig
+from pallas_kernels.cpu import library
+from tests.examples import scale_examples
+from tests.pallas_kernels.cpu_library import BUILT
+from tests.speculation.cases import Table
+
+pytestmark = BUILT
+R, L = 5, 150  # more than the library compares at once, and no multiple of it
+SALTS = [(0, 0), (7, 2**32 - 1)]
+
+
+def make_suffix(depth: int, count: int, factor: float, share: float, answers: int = 0, tokens: int = 64) -> Any:
+    return SpeculativeConfig(
+        "suffix",
+        count,
+        suffix_decoding_max_tree_depth=depth,
+        suffix_decoding_max_spec_factor=factor,
+        suffix_decoding_min_token_prob=share,
+        suffix_decoding_max_cached_requests=answers,
+        suffix_decoding_corpus_tokens=tokens,
+    )
+
+
+ROW_RULES = [(1, 1, 9.0, 1.0), (3, 8, 2.5, 0.5), (6, 2, 1.0, 0.1), (24, 8, 1.0, 0.1), (24, 5, 0.34, 0.0)]
+# A ring of 64 tokens is overwritten within an answer, one of 512 holds several; some keep fewer answers than fit.
+CORPUS_RULES = [
+    (2, 3, 3.0, 0.4, 100, 64),
+    (3, 8, 2.0, 0.3, 3, 512),
+    (8, 4, 1.5, 0.3, 100, 64),
+    (12, 1, 1.0, 0.1, 1, 512),
+    (24, 8, 1.0, 0.1, 10000, 512),
+]
+NGRAMS = [
+    SpeculativeConfig("ngram", 1 + 7 * (low % 2), None, low, high) for high in (1, 2, 5, 7) for low in {1, 2, high}
+]
+NGRAMS = [config for config in NGRAMS if config.prompt_lookup_min <= config.prompt_lookup_max]
+CONFIGS = {f"ngram {each.prompt_lookup_min} to {each.prompt_lookup_max}": each for each in NGRAMS}
+CONFIGS |= {f"suffix {rule}": make_suffix(*rule) for rule in (*ROW_RULES, *CORPUS_RULES)}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same drafter twice, with one state."""
+
+    table: Table
+    propose: Any  # by the library
+
+    def check(self, row_ids: list[int], lengths: list[int]) -> np.ndarray:
+        """Compares both; returns the drafts."""
+        columns = np.array(row_ids, np.int32), np.array(lengths, np.int32)
+        found = np.asarray(self.propose(self.table.state, *columns))
+        np.testing.assert_array_equal(found, self.table.propose(row_ids, lengths))
+        return found
+
+
+@lru_cache
+def make_pair(config: SpeculativeConfig) -> Pair:
+    drafter = make_lookup_drafter(config, in_library=True)
+    return Pair(Table(config, R, L), jax.jit(drafter.propose))
+
+
+def draw_text(rng: np.random.Generator, count: int) -> np.ndarray:
+    """Text of few tokens in which a piece often comes again."""
+    kinds = rng.integers(1, 7)
+    tokens = rng.integers(0, kinds, count)
+    for _ in range(rng.integers(0, 4)):
+        size = rng.integers(1, count)
+        begin, to = rng.integers(0, count - size, 2) if size < count else (0, 0)
+        tokens[to : to + size] = tokens[begin : begin + size].copy()
+    if rng.random() < 0.2:
+        tokens = np.resize(tokens[: rng.integers(1, 9)], count)
+    return tokens.astype(np.int32)
+
+
+def fill(pair: Pair, rng: np.random.Generator, num_answers: int) -> None:
+    """Rows and answers share pieces of text. What lies after a row's tokens is anything."""
+    table = pair.table
+    table.state = table.make_empty()
+    corpus = table.state.corpus
+    if corpus is not None and rng.random() < 0.3:  # so far that some answers move the positions down
+        start = MAX_POSITION - int(rng.integers(0, 300))
+        table.state = table.state.replace(corpus=replace(corpus, num_written=jnp.int32(start)))
+    texts = [draw_text(rng, L) for _ in range(3)]
+    for _ in range(num_answers if corpus is not None else 0):
+        begin, end = np.sort(rng.integers(0, L + 1, 2))
+        text = texts[rng.integers(3)].copy()
+        text[rng.integers(0, L)] = rng.integers(0, 9)
+        table.set_row(0, text.tolist(), SALTS[rng.integers(2)])
+        table.remember(0, int(begin), int(end))
+    for row in range(R):
+        begin = rng.integers(0, L)
+        text = np.roll(texts[rng.integers(3)], -begin)
+        table.set_row(row, text.tolist(), SALTS[rng.integers(2)])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@settings(max_examples=scale_examples(60), deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    num_answers=st.integers(0, 9),
+    rows=st.lists(
+        st.tuples(st.integers(0, R - 1), st.one_of(st.integers(0, 12), st.integers(0, L), st.integers(L - 9, L + 3))),
+        min_size=6,
+        max_size=6,
+    ),
+)
+def test_drafts_are_the_same(name: str, seed: int, num_answers: int, rows: list[tuple[int, int]]) -> None:
+    pair, rng = make_pair(CONFIGS[name]), np.random.default_rng(seed)
+    fill(pair, rng, num_answers)
+    row_ids, lengths = map(list, zip(*rows, strict=True))
+    history = np.array(pair.table.state.history)
+    for row, length in rows:
+        if row_ids.count(row) == 1:  # nothing after a row's tokens counts
+            history[row, length:] = rng.integers(-(2**31), 2**31, max(0, L - length))
+    pair.table.state = pair.table.state.replace(history=jnp.asarray(history))
+    pair.check(row_ids, lengths)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_there_are_drafts_to_compare(name: str) -> None:
+    """Of the row, and of the corpus where there is one, after it has wrapped."""
+    pair, rng = make_pair(CONFIGS[name]), np.random.default_rng(1)
+    fill(pair, rng, 12)
+    found = pair.check([0, 1, 2, 3, 4, 0], [60, 70, 80, 90, 100, 10])
+    assert (found != NO_DRAFT).any()
+    if pair.table.drafter.remembers:
+        text = (np.arange(40) + 100).tolist()
+        pair.table.set_row(1, text)
+        pair.table.remember(1, 0, 40)
+        pair.table.set_row(2, text[10:36])
+        pair.table.set_row(3, text[10:36], SALTS[1])
+        found = pair.check([2, 3] * 3, [26] * 6)
+        assert found[0, 0] == 136 and (found[1] == NO_DRAFT).all()
+
+
+@pytest.mark.parametrize("rule", CORPUS_RULES, ids=str)
+def test_nothing_is_read_outside_the_arrays(rule: tuple[Any, ...]) -> None:
+    """Whatever lies on the device: the same drafts where XLA's arithmetic does not overflow, and an end anyway."""
+    pair, rng = make_pair(make_suffix(*rule)), np.random.default_rng(2)
+    empty = pair.table.make_empty()
+    for most in (200, 2**28, 2**31 - 1):
+        for _ in range(30):
+            pair.table.state = draw_state(empty, rng, most)
+            row_ids, lengths = rng.integers(0, R, 6).tolist(), rng.integers(-3, L + 4, 6).tolist()
+            if most < 2**31 - 1:
+                pair.check(row_ids, lengths)
+            columns = [rng.integers(-most, most, 6).astype(np.int32) for _ in range(2)]
+            jax.block_until_ready(pair.propose(pair.table.state, *columns))
+
+
+def draw_state(empty: LookupState, rng: np.random.Generator, most: int) -> LookupState:
+    assert empty.corpus is not None
+
+    def draw(like: jax.Array, low: int, high: int) -> jax.Array:
+        return jnp.asarray(rng.integers(low, high, like.shape), like.dtype)
+
+    corpus = replace(
+        empty.corpus,
+        tokens=draw(empty.corpus.tokens, -1, 2),
+        salts=draw(empty.corpus.salts, 0, 2),
+        ends=draw(empty.corpus.ends, -most, most),
+        begins=draw(empty.corpus.begins, 0, most),
+        num_written=draw(empty.corpus.num_written, -most, most),
+        num_answers=draw(empty.corpus.num_answers, -most, most),
+    )
+    return LookupState(draw(empty.history, 0, 2), corpus)
+
+
+def find_drafter(platform: str = "cpu", device_kind: str = "cpu", **options: Any) -> Any:
+    model = parse_config(load_preset("llama-3.1-8b") or {}).with_max_model_len(L)
+    config = EngineConfig.from_options(model="llama-3.1-8b", speculative_config={"method": "suffix"}, **options)
+    drafting = make_shapes(config, model, platform, device_kind).drafting
+    assert drafting is not None and drafting.lookup is not None
+    return drafting.lookup
+
+
+def test_engines_on_one_cpu_call_the_library() -> None:
+    """Not where portable attention is asked for: then nothing of the library is used."""
+    plain = find_drafter(attention_impl="xla")
+    assert find_drafter() == replace(plain, in_library=True) != plain
+    for options in (
+        {"tensor_parallel_size": 2},
+        {"platform": "tpu", "device_kind": "TPU v5e"},
+        {"platform": "gpu", "device_kind": "NVIDIA H200"},
+    ):
+        assert find_drafter(**options) == plain
+    for drafter in (plain, find_drafter()):
+        columns = [jax.ShapeDtypeStruct((2,), jnp.int32)] * 2
+        text = jax.jit(drafter.propose).lower(drafter.state_specs(R, L), *columns).as_text()
+        assert (library.LOOKUP in text) == drafter.in_library
