@@ -51,10 +51,8 @@ CORPUS_RULES = [
     (12, 1, 1.0, 0.1, 1, 512),
     (24, 8, 1.0, 0.1, 10000, 512),
 ]
-NGRAMS = [
-    SpeculativeConfig("ngram", 1 + 7 * (low % 2), None, low, high) for high in (1, 2, 5, 7) for low in {1, 2, high}
-]
-NGRAMS = [config for config in NGRAMS if config.prompt_lookup_min <= config.prompt_lookup_max]
+BOUNDS = [(1, 1), (1, 2), (2, 2), (1, 5), (2, 5), (5, 5), (1, 7), (3, 7), (7, 7)]
+NGRAMS = [SpeculativeConfig("ngram", 1 + 7 * (low % 2), None, low, high) for low, high in BOUNDS]
 CONFIGS = {f"ngram {each.prompt_lookup_min} to {each.prompt_lookup_max}": each for each in NGRAMS}
 CONFIGS |= {f"suffix {rule}": make_suffix(*rule) for rule in (*ROW_RULES, *CORPUS_RULES)}
 
