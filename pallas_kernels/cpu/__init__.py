@@ -1,1 +1,1 @@
-"""Kernels in C++ for CPUs, compiled where they run: paged attention, and products of few rows."""
+"""Kernels in C++ for CPUs, compiled where they run: paged attention, products of few rows, and lookups of drafts."""
