@@ -13,7 +13,16 @@ from jaxtyping import Array, Bool, Int, Int32
 
 from jaxserve.errors import ConfigError
 from jaxserve.sampling import map_rows
-from jaxserve.speculation.corpus import LEVELS, WAYS, Corpus, CorpusShape, corpus_specs, remember_answer
+from jaxserve.speculation.corpus import (
+    LEVELS,
+    MAX_POSITION,
+    SEPARATOR,
+    WAYS,
+    Corpus,
+    CorpusShape,
+    corpus_specs,
+    remember_answer,
+)
 from jaxserve.speculation.drafts import NO_DRAFT
 from jaxserve.speculation.history import write_tokens
 from jaxserve.speculation.ngram import propose_ngram
@@ -43,7 +52,7 @@ class LookupDrafter:
     max_match: int  # tokens that are compared
     rule: SuffixRule | None  # suffix; None: ngram
     corpus_shape: CorpusShape | None  # suffix; None: no corpus
-    in_library: bool = False  # `propose` is one call of the library of CPU kernels, which this process has loaded
+    in_library: bool = False  # `propose` and `remember` call the library of CPU kernels, which this process has loaded
 
     @property
     def remembers(self) -> bool:
@@ -160,6 +169,8 @@ class LookupDrafter:
         """
         if state.corpus is None:
             return state
+        if self.in_library:
+            return replace(state, corpus=_remember_in_library(state.corpus, state.history, row, start, end))
         tokens = lax.dynamic_index_in_dim(state.history, row, keepdims=False)
         salt = state.corpus.row_salts[row]
         begin, end = jnp.maximum(start, 0), jnp.minimum(end, tokens.shape[0])
@@ -227,3 +238,19 @@ def _make_corpus_shape(config: SpeculativeConfig) -> CorpusShape | None:
         )
     most = num_tokens // 3 + 1  # an answer takes three places of the ring, or more
     return CorpusShape(num_tokens, min(num_answers, most), depth)
+
+
+def _remember_in_library(
+    corpus: Corpus, history: Int32[Array, "R L"], row: Int[Array, ""], start: Int[Array, ""], end: Int[Array, ""]
+) -> Corpus:
+    numbers = {"max_position": MAX_POSITION, "separator": SEPARATOR}
+    answers = cpu_lookup.remember(_list_answers(corpus), history, row, start, end, **numbers)
+    return Corpus(
+        tokens=answers.tokens,
+        salts=answers.salts,
+        ends=answers.ends,
+        begins=answers.begins,
+        num_written=answers.num_written,
+        num_answers=answers.num_answers,
+        row_salts=answers.row_salts,
+    )

@@ -27,8 +27,8 @@ COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = ("-std=c++20", "-O3", "-march=native", "-shared", "-fPIC", "-w")
 _PRODUCT_DTYPES = "float32", "bfloat16"
 ATTENTION, PRODUCT, GROUPED = "JaxservePagedAttention", "JaxserveProduct", "JaxserveGroupedProduct"
-LOOKUP = "JaxserveLookup"
-_CALLS = ATTENTION, PRODUCT, GROUPED, LOOKUP
+LOOKUP, REMEMBER = "JaxserveLookup", "JaxserveRemember"
+_CALLS = ATTENTION, PRODUCT, GROUPED, LOOKUP, REMEMBER
 _COMPILE_SECONDS = 120
 _STEM = "cpu-kernels"  # of the file's name
 

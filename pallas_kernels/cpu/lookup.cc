@@ -2,13 +2,14 @@
 // finished answers. Drafts are exactly those that jaxserve/speculation works out with XLA, where the rules and the
 // arrays are described. There a row is compared as a whole; here an occurrence ends at its first unequal token.
 //
-// Numbers in the arrays may be anything, as those of padding are: they never lead out of an array.
+// Numbers in the arrays may be anything: they never lead out of an array.
 
 #include <algorithm>
 #include <cstdint>
 #include <vector>
 
 #include "call.h"
+#include "corpus.h"
 
 namespace {
 
@@ -16,7 +17,6 @@ using namespace jaxserve;
 
 constexpr int64_t kBlock = 64;       // tokens of a row that are compared with one token at once
 constexpr int32_t kBeforeRow = -2;   // what lies before a row's first token: equal to nothing
-constexpr uint32_t kBase = 0x9E3779B1;  // of the polynomial that is an n-gram's hash
 
 // The known tokens of a row.
 struct Row {
@@ -38,20 +38,6 @@ struct Matches {
   int64_t size;     // of the list
   int64_t matched;  // tokens of the match
   std::vector<Occurrence> found;
-};
-
-// Finished answers: a ring of tokens, and tables of where their n-grams ended.
-struct Corpus {
-  const int32_t *levels, *tokens, *ends, *begins;
-  const uint32_t *salts, *row_salts;
-  int64_t num_levels, num_buckets, ways, ring, limit;
-  int64_t num_written, num_answers;
-
-  // The first position that counts: it still lies in the ring, and its answer is one of the last.
-  int64_t Oldest() const {
-    int64_t first = num_answers >= limit ? begins[num_answers % limit] : 0;
-    return std::max({first, num_written - ring, int64_t{0}});
-  }
 };
 
 struct Rule {
@@ -96,12 +82,6 @@ void FindInRow(const Row& row, const Rule& rule, Matches& matches) {
   }
 }
 
-inline uint32_t Mix(uint32_t state) {  // every bit counts: the finalizer of MurmurHash3
-  state = (state ^ (state >> 16)) * 0x85EBCA6B;
-  state = (state ^ (state >> 13)) * 0xC2B2AE35;
-  return state ^ (state >> 16);
-}
-
 // Finds the buckets of the row's last n-grams, and asks for their memory. Those longer than the row are nowhere.
 void FindBuckets(const Corpus& corpus, const Row& row, const uint32_t* salt, std::vector<const int32_t*>& buckets) {
   buckets.clear();
@@ -110,8 +90,7 @@ void FindBuckets(const Corpus& corpus, const Row& row, const uint32_t* salt, std
   for (int64_t level = 0; level < corpus.num_levels && corpus.levels[level] <= row.length; ++level) {
     for (; back < corpus.levels[level]; ++back, power *= kBase)
       state += power * (static_cast<uint32_t>(row.Back(back)) + kBase);
-    int64_t bucket = Mix(Mix(state ^ salt[0]) ^ salt[1]) & (corpus.num_buckets - 1);
-    buckets.push_back(corpus.ends + (level * corpus.num_buckets + bucket) * corpus.ways);
+    buckets.push_back(corpus.FindBucket(level, state, salt));
     __builtin_prefetch(buckets.back());
   }
 }
@@ -184,28 +163,12 @@ void LookUp(const Row& row, const Rule& rule, const Corpus* corpus, const uint32
 }
 
 enum { kHistory, kRowIds, kLengths, kLimits, kNeeds, kNumbers, kNumArgs };
-enum { kLevels = kNumArgs, kTokens, kSalts, kEnds, kBegins, kNumWritten, kNumAnswers, kRowSalts, kNumCorpusArgs };
-
-Corpus ReadCorpus(const XLA_FFI_CallFrame* frame) {
-  auto words = [&](int i) { return static_cast<const uint32_t*>(Argument(frame, i).data); };
-  Corpus corpus{};
-  corpus.levels = Ints(frame, kLevels), corpus.num_levels = Argument(frame, kLevels).dims[0];
-  corpus.tokens = Ints(frame, kTokens), corpus.ring = Argument(frame, kTokens).dims[0];
-  corpus.ends = Ints(frame, kEnds);
-  corpus.num_buckets = Argument(frame, kEnds).dims[1], corpus.ways = Argument(frame, kEnds).dims[2];
-  corpus.begins = Ints(frame, kBegins), corpus.limit = Argument(frame, kBegins).dims[0];
-  corpus.num_written = *Ints(frame, kNumWritten), corpus.num_answers = *Ints(frame, kNumAnswers);
-  corpus.salts = words(kSalts), corpus.row_salts = words(kRowSalts);
-  return corpus;
-}
 
 const char* Call(const XLA_FFI_CallFrame* frame) {  // returns what is wrong, or null
-  const bool has_corpus = frame->args.size == kNumCorpusArgs;
+  const bool has_corpus = frame->args.size == int{kNumArgs} + int{kNumCorpusArgs};
   if ((frame->args.size != kNumArgs && !has_corpus) || frame->rets.size != 1) return "wrong number of arrays";
-  for (int i = 0; i < frame->args.size; ++i) {
-    XLA_FFI_DataType wanted = i == kSalts || i == kRowSalts ? XLA_FFI_DataType_U32 : XLA_FFI_DataType_S32;
-    if (Argument(frame, i).dtype != wanted) return "salts must be uint32, and all else int32";
-  }
+  for (int i = 0; i < kNumArgs; ++i)
+    if (Argument(frame, i).dtype != XLA_FFI_DataType_S32) return "all arrays but salts must be int32";
   const int32_t *history = Ints(frame, kHistory), *row_ids = Ints(frame, kRowIds), *lengths = Ints(frame, kLengths);
   const int64_t num_rows = Argument(frame, kHistory).dims[0], max_len = Argument(frame, kHistory).dims[1];
   const int64_t count = Argument(frame, kRowIds).dims[0], num_drafts = Result(frame, 0).dims[1];
@@ -216,8 +179,8 @@ const char* Call(const XLA_FFI_CallFrame* frame) {  // returns what is wrong, or
   rule.most_occurrences = Ints(frame, kNumbers)[0];
   const int32_t no_draft = Ints(frame, kNumbers)[1];
   if (rule.depth < 1 || rule.most_needs < 1 || rule.most_occurrences < 1) return "the rule allows no match";
-  const Corpus corpus = has_corpus ? ReadCorpus(frame) : Corpus{};
-  if (has_corpus && std::min({corpus.ring, corpus.limit, corpus.num_buckets}) < 1) return "the corpus has no room";
+  Corpus corpus{};
+  if (const char* fault = has_corpus ? ReadCorpus(frame, kNumArgs, corpus) : nullptr) return fault;
 
   std::fill(drafts, drafts + count * num_drafts, no_draft);
   for (int64_t i = 0; i < count; ++i) {  // on this thread: to wake another takes as long as several rows

@@ -1,17 +1,19 @@
-"""Drafts looked up by the library of this room: one call for all rows of a step, some microseconds each.
+"""Drafts looked up by the library of this room, one call for all rows of a step, and answers kept for it.
 
-As XLA's operations a row is some hundred of them, and on a CPU each costs as much as the whole search does here.
+As XLA's operations a row is some hundred of them, and on a CPU a few cost as much as the whole search does here.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.cpu import library
+
+_WRITTEN = ("tokens", "salts", "ends", "begins", "num_written", "num_answers")  # by `remember`
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,36 @@ def look_up(
     arrays = [history, row_ids.astype(jnp.int32), lengths.astype(jnp.int32)]
     arrays += [np.asarray(each, np.int32) for each in (rule.limits, rule.needs, (rule.most_occurrences, rule.no_draft))]
     if answers is not None:
-        arrays += [np.asarray(answers.levels, np.int32), answers.tokens, answers.salts, answers.ends, answers.begins]
-        arrays += [answers.num_written, answers.num_answers, answers.row_salts]
+        arrays += _list_arrays(answers)
     shape = jax.ShapeDtypeStruct((row_ids.shape[0], num_drafts), jnp.int32)
     return jax.ffi.ffi_call(library.target_name(library.LOOKUP), shape)(*arrays)
+
+
+def remember(
+    answers: Answers,
+    history: jax.Array,  # [R, L] i32
+    row: jax.Array,  # [] i32
+    start: jax.Array,  # [] i32
+    end: jax.Array,  # [] i32
+    *,
+    max_position: int,
+    separator: int,
+) -> Answers:
+    """Returns the answers with a row's tokens [start, end), written in place if `answers` may be overwritten.
+
+    From `max_position` on positions move down, by a multiple of N. The library must be loaded.
+    """
+    written = [getattr(answers, name) for name in _WRITTEN]
+    call = jax.ffi.ffi_call(
+        library.target_name(library.REMEMBER),
+        [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in written],
+        input_output_aliases={place + 1: place for place in range(len(written))},  # behind the levels
+    )
+    places = [each.astype(jnp.int32) for each in (row, start, end)]
+    found = call(*_list_arrays(answers), history, *places, np.asarray((max_position, separator), np.int32))
+    return replace(answers, **dict(zip(_WRITTEN, found, strict=True)))
+
+
+def _list_arrays(answers: Answers) -> list[jax.Array | np.ndarray]:
+    written = [getattr(answers, name) for name in _WRITTEN]
+    return [np.asarray(answers.levels, np.int32), *written, answers.row_salts]

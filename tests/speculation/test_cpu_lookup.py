@@ -1,4 +1,4 @@
-"""Drafts looked up by the CPU's library are exactly those of XLA's operations."""
+"""The CPU's library looks up the same drafts as XLA's operations, and keeps the same answers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.speculation.cases import Table
 
 pytestmark = BUILT
 R, L = 5, 150  # more than the library compares at once, and no multiple of it
-SALTS = [(0, 0), (7, 2**32 - 1)]
+SALTS = [(0, 0), (7, 2**32 - 1), (7, 0)]
 
 
 def make_suffix(depth: int, count: int, factor: float, share: float, answers: int = 0, tokens: int = 64) -> Any:
@@ -63,6 +63,7 @@ class Pair:
 
     table: Table
     propose: Any  # by the library
+    remember: Any
 
     def check(self, row_ids: list[int], lengths: list[int]) -> np.ndarray:
         """Compares both; returns the drafts."""
@@ -75,7 +76,7 @@ class Pair:
 @lru_cache
 def make_pair(config: SpeculativeConfig) -> Pair:
     drafter = make_lookup_drafter(config, in_library=True)
-    return Pair(Table(config, R, L), jax.jit(drafter.propose))
+    return Pair(Table(config, R, L), jax.jit(drafter.propose), jax.jit(drafter.remember, donate_argnums=0))
 
 
 def draw_text(rng: np.random.Generator, count: int) -> np.ndarray:
@@ -91,25 +92,30 @@ def draw_text(rng: np.random.Generator, count: int) -> np.ndarray:
     return tokens.astype(np.int32)
 
 
+def put_far(state: LookupState, position: int) -> LookupState:
+    """Returns the state so far on that some answers move the positions down."""
+    if state.corpus is None:
+        return state
+    return LookupState(state.history, replace(state.corpus, num_written=jnp.int32(position)))
+
+
 def fill(pair: Pair, rng: np.random.Generator, num_answers: int) -> None:
     """Rows and answers share pieces of text. What lies after a row's tokens is anything."""
     table = pair.table
     table.state = table.make_empty()
-    corpus = table.state.corpus
-    if corpus is not None and rng.random() < 0.3:  # so far that some answers move the positions down
-        start = MAX_POSITION - int(rng.integers(0, 300))
-        table.state = table.state.replace(corpus=replace(corpus, num_written=jnp.int32(start)))
+    if rng.random() < 0.3:
+        table.state = put_far(table.state, MAX_POSITION - int(rng.integers(0, 300)))
     texts = [draw_text(rng, L) for _ in range(3)]
-    for _ in range(num_answers if corpus is not None else 0):
+    for _ in range(num_answers if table.drafter.remembers else 0):
         begin, end = np.sort(rng.integers(0, L + 1, 2))
         text = texts[rng.integers(3)].copy()
         text[rng.integers(0, L)] = rng.integers(0, 9)
-        table.set_row(0, text.tolist(), SALTS[rng.integers(2)])
+        table.set_row(0, text.tolist(), SALTS[rng.integers(len(SALTS))])
         table.remember(0, int(begin), int(end))
     for row in range(R):
         begin = rng.integers(0, L)
         text = np.roll(texts[rng.integers(3)], -begin)
-        table.set_row(row, text.tolist(), SALTS[rng.integers(2)])
+        table.set_row(row, text.tolist(), SALTS[rng.integers(len(SALTS))])
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -140,8 +146,9 @@ def test_there_are_drafts_to_compare(name: str) -> None:
     """Of the row, and of the corpus where there is one, after it has wrapped."""
     pair, rng = make_pair(CONFIGS[name]), np.random.default_rng(1)
     fill(pair, rng, 12)
-    found = pair.check([0, 1, 2, 3, 4, 0], [60, 70, 80, 90, 100, 10])
-    assert (found != NO_DRAFT).any()
+    pair.table.set_row(4, [5, 6, 7] * 30)
+    found = pair.check([0, 1, 2, 3, 4, 0], [60, 70, 80, 90, 84, 10])
+    assert found[4, 0] == 5
     if pair.table.drafter.remembers:
         text = (np.arange(40) + 100).tolist()
         pair.table.set_row(1, text)
@@ -150,6 +157,38 @@ def test_there_are_drafts_to_compare(name: str) -> None:
         pair.table.set_row(3, text[10:36], SALTS[1])
         found = pair.check([2, 3] * 3, [26] * 6)
         assert found[0, 0] == 136 and (found[1] == NO_DRAFT).all()
+
+
+@pytest.mark.parametrize("rule", CORPUS_RULES, ids=str)
+@settings(max_examples=scale_examples(30), deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    start=st.one_of(st.just(0), st.integers(0, 2**20), st.integers(MAX_POSITION - 300, 2**31 - 1)),
+    answers=st.lists(
+        st.tuples(st.integers(0, R - 1), st.integers(-3, L), st.integers(0, L + 5)), min_size=1, max_size=12
+    ),
+)
+def test_answers_are_kept_alike(
+    rule: tuple[Any, ...], seed: int, start: int, answers: list[tuple[int, int, int]]
+) -> None:
+    """Every number of the state is equal after each answer, also where positions move down."""
+    pair, rng = make_pair(make_suffix(*rule)), np.random.default_rng(seed)
+    fill(pair, rng, 0)
+    state = pair.table.state = put_far(pair.table.state, start)
+    state = jax.tree.map(jnp.array, state)  # both are donated
+    for row, begin, end in answers:
+        pair.table.remember(row, begin, end)
+        state = pair.remember(state, np.int32(row), np.int32(begin), np.int32(end))
+        jax.tree.map(np.testing.assert_array_equal, state, pair.table.state)
+
+
+def test_answers_are_kept_in_place() -> None:
+    pair = make_pair(make_suffix(*CORPUS_RULES[-1]))
+    state = pair.table.make_empty()
+    places = jax.tree.map(lambda leaf: leaf.unsafe_buffer_pointer(), state)
+    state = pair.remember(state, np.int32(1), np.int32(0), np.int32(9))
+    assert jax.tree.map(lambda leaf: leaf.unsafe_buffer_pointer(), state) == places
+    assert state.corpus.num_written == 11 and state.corpus.num_answers == 1
 
 
 @pytest.mark.parametrize("rule", CORPUS_RULES, ids=str)
