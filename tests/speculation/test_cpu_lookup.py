@@ -80,9 +80,8 @@ def make_pair(config: SpeculativeConfig) -> Pair:
 
 
 def draw_text(rng: np.random.Generator, count: int) -> np.ndarray:
-    """Text of few tokens in which a piece often comes again."""
-    kinds = rng.integers(1, 7)
-    tokens = rng.integers(0, kinds, count)
+    """Text, mostly of few tokens, in which a piece often comes again."""
+    tokens = rng.integers(0, rng.choice([1, 2, 3, 4, 6, 40, 400]), count)
     for _ in range(rng.integers(0, 4)):
         size = rng.integers(1, count)
         begin, to = rng.integers(0, count - size, 2) if size < count else (0, 0)
@@ -92,11 +91,12 @@ def draw_text(rng: np.random.Generator, count: int) -> np.ndarray:
     return tokens.astype(np.int32)
 
 
-def put_far(state: LookupState, position: int) -> LookupState:
-    """Returns the state so far on that some answers move the positions down."""
+def put_far(state: LookupState, position: int, number: int) -> LookupState:
+    """Returns an empty state as after `number` answers, so far on that some more may move the positions down."""
     if state.corpus is None:
         return state
-    return LookupState(state.history, replace(state.corpus, num_written=jnp.int32(position)))
+    corpus = replace(state.corpus, num_written=jnp.int32(position), num_answers=jnp.int32(number))
+    return LookupState(state.history, corpus)
 
 
 def fill(pair: Pair, rng: np.random.Generator, num_answers: int) -> None:
@@ -104,7 +104,7 @@ def fill(pair: Pair, rng: np.random.Generator, num_answers: int) -> None:
     table = pair.table
     table.state = table.make_empty()
     if rng.random() < 0.3:
-        table.state = put_far(table.state, MAX_POSITION - int(rng.integers(0, 300)))
+        table.state = put_far(table.state, MAX_POSITION - int(rng.integers(0, 300)), int(rng.integers(0, 20)))
     texts = [draw_text(rng, L) for _ in range(3)]
     for _ in range(num_answers if table.drafter.remembers else 0):
         begin, end = np.sort(rng.integers(0, L + 1, 2))
@@ -174,7 +174,7 @@ def test_answers_are_kept_alike(
     """Every number of the state is equal after each answer, also where positions move down."""
     pair, rng = make_pair(make_suffix(*rule)), np.random.default_rng(seed)
     fill(pair, rng, 0)
-    state = pair.table.state = put_far(pair.table.state, start)
+    state = pair.table.state = put_far(pair.table.state, start, int(rng.integers(0, 20)))
     state = jax.tree.map(jnp.array, state)  # both are donated
     for row, begin, end in answers:
         pair.table.remember(row, begin, end)
@@ -197,9 +197,10 @@ def test_nothing_is_read_outside_the_arrays(rule: tuple[Any, ...]) -> None:
     pair, rng = make_pair(make_suffix(*rule)), np.random.default_rng(2)
     empty = pair.table.make_empty()
     for most in (200, 2**28, 2**31 - 1):
-        for _ in range(30):
+        for _ in range(scale_examples(100)):
             pair.table.state = draw_state(empty, rng, most)
-            row_ids, lengths = rng.integers(0, R, 6).tolist(), rng.integers(-3, L + 4, 6).tolist()
+            row_ids = rng.integers(0, R, 6).tolist()
+            lengths = [*rng.integers(-3, L + 4, 2).tolist(), *rng.integers(2, 9, 4).tolist()]  # few: a corpus has more
             if most < 2**31 - 1:
                 pair.check(row_ids, lengths)
             columns = [rng.integers(-most, most, 6).astype(np.int32) for _ in range(2)]
@@ -220,6 +221,7 @@ def draw_state(empty: LookupState, rng: np.random.Generator, most: int) -> Looku
         begins=draw(empty.corpus.begins, 0, most),
         num_written=draw(empty.corpus.num_written, -most, most),
         num_answers=draw(empty.corpus.num_answers, -most, most),
+        row_salts=draw(empty.corpus.row_salts, 0, 2),
     )
     return LookupState(draw(empty.history, 0, 2), corpus)
 
