@@ -198,7 +198,7 @@ def make_shapes(
     sizes = config.compile.precompile_bs_paddings, config.compile.precompile_token_paddings
     buckets = make_buckets(platform, scheduler.max_num_seqs, scheduler.max_num_batched_tokens, *sizes)
     buckets = buckets.take_largest() if scheduler.deterministic else buckets
-    specs, impl, reason = _choose_attention(config, model, platform, device_kind)
+    specs, impl, reason = _choose_attention(config, model, platform, device_kind)  # loads what the others may call
     buckets, drafting = _plan_drafting(config, model, buckets, platform)
     reach = 2 * drafting.max_drafts + 1 if drafting is not None else 1  # a row's drafts, and those behind them
     groups, pages_per_row = len(model.kv_groups), -(-model.max_model_len // page_size)

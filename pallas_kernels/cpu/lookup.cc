@@ -15,8 +15,8 @@ namespace {
 
 using namespace jaxserve;
 
-constexpr int64_t kBlock = 64;       // tokens of a row that are compared with one token at once
-constexpr int32_t kBeforeRow = -2;   // what lies before a row's first token: equal to nothing
+constexpr int64_t kBlock = 64;      // tokens of a row that are compared with one token at once
+constexpr int32_t kBeforeRow = -2;  // what lies before a row's first token: equal to nothing
 
 // The known tokens of a row.
 struct Row {
