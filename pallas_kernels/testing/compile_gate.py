@@ -44,6 +44,7 @@ from pallas_kernels.testing.gate_shapes import GateProgram, list_programs, list_
 POOL_BYTES = 2**32  # too large for a copy of it to hide among temporaries
 NUM_LAYERS = 2
 PLATFORMS = {"gpu": "cuda", "tpu": "tpu"}  # the names that lowering has for them
+_DUMP_NAME = "mosaic_gpu.dump_basename"  # of a kernel's files, numbered anew by jax 0.11.2 each time it is lowered
 
 
 @contextlib.contextmanager
@@ -90,7 +91,6 @@ def _read_gpu_kernel(call: Any) -> list[KernelUse]:
     from jax.experimental.mosaic import gpu as mosaic_gpu
 
     code = ir.StringAttr(ir.DictAttr(call.attributes["mhlo.backend_config"])["module"]).value_bytes
-    digest = hashlib.sha256(code).hexdigest()[:16]
     found: list[KernelUse] = []
     context = mlir.make_ir_context()
     mosaic_gpu.dialect.register_dialect(context)
@@ -98,6 +98,9 @@ def _read_gpu_kernel(call: Any) -> list[KernelUse]:
     with context:
         module = ir.Module.parse(code)
         name = ir.StringAttr(module.operation.attributes["sym_name"]).value
+        if _DUMP_NAME in module.operation.attributes:
+            del module.operation.attributes[_DUMP_NAME]
+        digest = hashlib.sha256(module.operation.get_asm(enable_debug_info=False).encode()).hexdigest()[:16]
 
         def visit(operation: Any) -> Any:
             if operation.name.endswith("gpu.launch"):
