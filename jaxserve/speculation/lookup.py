@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import flax.struct
 import jax
@@ -213,14 +213,7 @@ def make_lookup_drafter(config: SpeculativeConfig, *, in_library: bool = False) 
 
 def _list_answers(corpus: Corpus) -> cpu_lookup.Answers:
     return cpu_lookup.Answers(
-        levels=LEVELS[: corpus.ends.shape[0]],
-        tokens=corpus.tokens,
-        salts=corpus.salts,
-        ends=corpus.ends,
-        begins=corpus.begins,
-        num_written=corpus.num_written,
-        num_answers=corpus.num_answers,
-        row_salts=corpus.row_salts,
+        LEVELS[: corpus.ends.shape[0]], **{each.name: getattr(corpus, each.name) for each in fields(corpus)}
     )
 
 
@@ -244,13 +237,4 @@ def _remember_in_library(
     corpus: Corpus, history: Int32[Array, "R L"], row: Int[Array, ""], start: Int[Array, ""], end: Int[Array, ""]
 ) -> Corpus:
     numbers = {"max_position": MAX_POSITION, "separator": SEPARATOR}
-    answers = cpu_lookup.remember(_list_answers(corpus), history, row, start, end, **numbers)
-    return Corpus(
-        tokens=answers.tokens,
-        salts=answers.salts,
-        ends=answers.ends,
-        begins=answers.begins,
-        num_written=answers.num_written,
-        num_answers=answers.num_answers,
-        row_salts=answers.row_salts,
-    )
+    return replace(corpus, **cpu_lookup.remember(_list_answers(corpus), history, row, start, end, **numbers))

@@ -4,7 +4,7 @@ from jaxserve.weights.checkpoint import download_weights, resolve_checkpoint
 from jaxserve.weights.dummy import make_dummy_params
 from jaxserve.weights.formats import checkpoint_format, refuse_foreign_folder
 from jaxserve.weights.json_files import read_generation_config, read_hf_config
-from jaxserve.weights.load import load_safetensors, stream_pieces, stream_safetensors
+from jaxserve.weights.load import load_safetensors, stream_pieces
 from jaxserve.weights.orbax import restore_params, save_params, stream_params
 from jaxserve.weights.pieces import Piece
 from jaxserve.weights.place import place_parameter
@@ -29,5 +29,4 @@ __all__ = [
     "save_params",
     "stream_params",
     "stream_pieces",
-    "stream_safetensors",
 ]

@@ -33,7 +33,7 @@ from jaxserve.sharding import AxisRules
 from jaxserve.weights.checkpoint import resolve_checkpoint
 from jaxserve.weights.formats import refuse_foreign_folder
 from jaxserve.weights.json_files import parse_json_object, read_hf_config
-from jaxserve.weights.load import Progress, check_tensors, stream_safetensors
+from jaxserve.weights.load import Progress, check_tensors, stream_pieces
 from jaxserve.weights.paths import unflatten
 from jaxserve.weights.place import place_host
 from jaxserve.weights.reader import INTEGER_DTYPES, SafetensorsCheckpoint, open_checkpoint, read_tensor_shapes
@@ -89,11 +89,12 @@ def load_drafter(
         _check_files(model, path)
         plain = {key: tree for key, tree in specs.items() if key != D2T}
         sources, ignored = drafter_weight_sources(model), ignored_drafter_weights(model)
-        for name, array in stream_safetensors(path, plain, sources, ignored, mesh=mesh, rules=rules, progress=progress):
-            if not bool(jnp.isfinite(array).all()):
-                tensors = " or ".join(table[name].source.names)
+        options: dict[str, Any] = {"mesh": mesh, "rules": rules, "progress": progress}
+        for piece in stream_pieces(path, plain, sources, ignored, whole=True, **options):
+            if not bool(jnp.isfinite(piece.array).all()):
+                tensors = " or ".join(table[piece.name].source.names)
                 raise WeightsError("holds NaN or infinite values; the file is damaged", field=tensors)
-            values[name] = array
+            values[piece.name] = piece.array
         if model.maps_vocab:
             offsets = _read_offsets(open_checkpoint(path), model)
             values[f"{D2T}.weight"] = place_host(offsets, rules.sharding(mesh, (None,)))

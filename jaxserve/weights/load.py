@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import re
 from collections import Counter
@@ -10,7 +9,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
@@ -50,28 +48,8 @@ def load_safetensors(
     not hold exactly the expected tensors in the expected shapes and loadable dtypes, or an ignored bias of a module
     that is read is not zero; while loading, when float16 cannot represent a value.
     """
-    stream = stream_safetensors(path, specs, sources, ignored, mesh=mesh, rules=rules, progress=progress)
-    return unflatten(specs, dict(stream))
-
-
-def stream_safetensors(
-    path: Path,
-    specs: Any,
-    sources: Mapping[str, WeightSource],
-    ignored: tuple[str, ...] = (),
-    *,
-    mesh: Mesh,
-    rules: AxisRules,
-    progress: Progress | None = None,
-) -> Iterator[tuple[str, jax.Array]]:
-    """Yields (dotted path, array) for each parameter of `load_safetensors`, ready on its devices.
-
-    For callers that build a tree other than the canonical one and must not hold the model twice. Files and tensors are
-    checked when the first item is requested.
-    """
-    whole = {name: dataclasses.replace(spec, piece_axis=None) for name, spec in flatten_specs(specs)[0].items()}
-    for piece in stream_pieces(path, whole, sources, ignored, mesh=mesh, rules=rules, progress=progress):
-        yield piece.name, piece.array
+    whole = stream_pieces(path, specs, sources, ignored, mesh=mesh, rules=rules, progress=progress, whole=True)
+    return unflatten(specs, {piece.name: piece.array for piece in whole})
 
 
 def stream_pieces(
@@ -83,10 +61,16 @@ def stream_pieces(
     mesh: Mesh,
     rules: AxisRules,
     progress: Progress | None = None,
+    whole: bool = False,
 ) -> Iterator[Piece]:
-    """Yields what `stream_safetensors` does, but the parameters of many experts in pieces (`count_pieces`).
+    """Yields each parameter of `load_safetensors`, ready on its devices; those of experts in pieces (`count_pieces`).
 
-    Devices hold one piece beside what the caller keeps, and buffers on the host are for one, at most twice its bytes.
+    For callers that build a tree other than the canonical one and must not hold the model twice: devices hold one piece
+    beside what the caller keeps, and buffers on the host are for one, at most twice its bytes. Files and tensors are
+    checked when the first item is requested.
+
+    Args:
+        whole: every parameter is one piece.
     """
     flat, _ = flatten_specs(specs)
     checkpoint = open_checkpoint(path)
@@ -106,7 +90,7 @@ def stream_pieces(
         if following is not None and not mesh.is_multi_process:  # a host of several needs parts of the tensors only
             _for_each(sources[following], checkpoint.prefetch)
         value, sharding = _build_host(checkpoint, name, spec, source), rules.sharding(mesh, spec.axes)
-        axis, count = spec.piece_axis or 0, count_pieces(spec, mesh=mesh, rules=rules)
+        axis, count = spec.piece_axis or 0, 1 if whole else count_pieces(spec, mesh=mesh, rules=rules)
         for index in range(count):
             array = place_host(value if count == 1 else HostPiece(value, axis, index, count), sharding)
             array.block_until_ready()  # the transfer may still read the host buffers

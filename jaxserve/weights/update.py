@@ -16,7 +16,7 @@ from jaxserve.errors import WeightsError, shorten
 from jaxserve.models.base import ParamSpec, WeightSource
 from jaxserve.sharding import AxisRules
 from jaxserve.weights.formats import checkpoint_format
-from jaxserve.weights.load import check_tensors, stream_safetensors
+from jaxserve.weights.load import check_tensors, stream_pieces
 from jaxserve.weights.orbax import restore_params
 from jaxserve.weights.paths import flatten_specs
 from jaxserve.weights.place import list_castable
@@ -44,7 +44,9 @@ class CheckpointUpdate:
         if checkpoint_format(self.path) == "orbax":
             restored = restore_params(self.path, self.specs, mesh=self.mesh, rules=self.rules)
             return iter(check_update(self.specs, restored).items())
-        return stream_safetensors(self.path, self.specs, self.sources, self.ignored, mesh=self.mesh, rules=self.rules)
+        arguments = self.path, self.specs, self.sources, self.ignored
+        pieces = stream_pieces(*arguments, mesh=self.mesh, rules=self.rules, whole=True)
+        return ((piece.name, piece.array) for piece in pieces)
 
 
 def check_update(specs: Any, new_params: Any) -> dict[str, np.ndarray | jax.Array]:

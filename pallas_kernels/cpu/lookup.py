@@ -5,7 +5,7 @@ As XLA's operations a row is some hundred of them, and on a CPU a few cost as mu
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -69,8 +69,8 @@ def remember(
     *,
     max_position: int,
     separator: int,
-) -> Answers:
-    """Returns the answers with a row's tokens [start, end), written in place if `answers` may be overwritten.
+) -> dict[str, jax.Array]:
+    """Returns, by name, the arrays that change with a row's tokens [start, end), written in place if they may be.
 
     From `max_position` on positions move down, by a multiple of N. The library must be loaded.
     """
@@ -82,7 +82,7 @@ def remember(
     )
     places = [each.astype(jnp.int32) for each in (row, start, end)]
     found = call(*_list_arrays(answers), history, *places, np.asarray((max_position, separator), np.int32))
-    return replace(answers, **dict(zip(_WRITTEN, found, strict=True)))
+    return dict(zip(_WRITTEN, found, strict=True))
 
 
 def _list_arrays(answers: Answers) -> list[jax.Array | np.ndarray]:

@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxserve.models.registry import param_specs, parse_config, weight_sources
 from jaxserve.sharding import DEFAULT_RULES, make_mesh
-from jaxserve.weights import load_safetensors, stream_safetensors
+from jaxserve.weights import load_safetensors, stream_pieces
 from jaxserve.weights.paths import flatten_specs
 from tests.weights.checkpoints import write_shards
 
@@ -88,7 +88,7 @@ def measure(folder: Path, wanted: str, *, resident: bool) -> dict[str, int]:
         del params
     tracemalloc.start()
     # dropped at once: on CPU an array may be the host buffer itself, by the chance of its alignment
-    for _ in stream_safetensors(folder, specs, sources, **options):
+    for _ in stream_pieces(folder, specs, sources, **options):
         pass
     host = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

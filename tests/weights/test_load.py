@@ -13,7 +13,7 @@ import pytest
 from jaxserve.errors import WeightsError
 from jaxserve.models.base import WeightSource
 from jaxserve.sharding import DEFAULT_RULES
-from jaxserve.weights import load_safetensors, stream_safetensors
+from jaxserve.weights import load_safetensors, stream_pieces
 from jaxserve.weights.load import check_tensors
 from jaxserve.weights.paths import flatten_specs
 from jaxserve.weights.reader import open_checkpoint
@@ -94,7 +94,7 @@ def test_parameters_do_not_share_memory_with_the_file(tmp_path: Path) -> None:
 def test_stream_yields_every_parameter_once(tmp_path: Path) -> None:
     tensors = make_tensors()
     seen: list[tuple[int, int]] = []
-    stream = stream_safetensors(
+    stream = stream_pieces(
         write_single(tmp_path, tensors),
         make_specs(),
         make_sources(),
@@ -103,7 +103,7 @@ def test_stream_yields_every_parameter_once(tmp_path: Path) -> None:
         progress=lambda done, total: seen.append((done, total)),
     )
     items = list(stream)
-    assert [name for name, _ in items] == list(flatten_specs(make_specs())[0])
+    assert [piece.name for piece in items] == list(flatten_specs(make_specs())[0])
     total = sum(tensor.nbytes for tensor in tensors.values())
     assert seen[0] == (0, total) and seen[-1] == (total, total) and len(seen) == len(items) + 1
     assert seen == sorted(seen)
