@@ -34,10 +34,14 @@ def embed_tokens(config: EmbeddingConfig, leaf: Leaf, token_ids: Int[Array, " T"
     return rows if config.scale is None else rows * jnp.asarray(config.scale, table.dtype)
 
 
-def project_to_vocab(config: EmbeddingConfig, leaf: Leaf, hidden: Float[Array, "S D"]) -> Float[Array, "S V"]:
-    """Returns float32 logits: `hidden` times the table [V, D] (head or tied embedding), scaled and soft-capped."""
-    # Each device computes whole logits of its share of the vocabulary, so nothing is reduced.
-    logits = linear(StepContext(mesh=None), leaf, hidden, transposed=True, dtype=jnp.float32)
+def project_to_vocab(
+    ctx: StepContext, config: EmbeddingConfig, leaf: Leaf, hidden: Float[Array, "S D"]
+) -> Float[Array, "S V"]:
+    """Returns float32 logits: `hidden` times the table [V, D] (head or tied embedding), scaled and soft-capped.
+
+    Each device computes whole logits of its share of the vocabulary, so nothing is reduced, and `ctx` has no mesh.
+    """
+    logits = linear(ctx, leaf, hidden, transposed=True, dtype=jnp.float32)
     if config.logit_scale is not None:
         logits = logits * config.logit_scale
     return logits if config.softcap is None else jnp.tanh(logits / config.softcap) * config.softcap

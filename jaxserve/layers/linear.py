@@ -50,8 +50,8 @@ def linear(
     parts = weight.shape[:-2]
     if isinstance(weight, QuantizedArray):
         out = quantized_matmul(x, weight, dtype, whole=ctx.mesh is not None, products=ctx.products)
-    elif not transposed and x.shape[0] <= ctx.few_rows and suits(x, weight):
-        out = multiply_few_rows(x, weight, dtype)
+    elif x.shape[0] <= ctx.few_rows and suits(x, weight, transposed=transposed):
+        out = multiply_few_rows(x, weight, dtype, transposed=transposed)
     else:
         batch = tuple(range(len(parts)))
         numbers = ((x.ndim - 1 + len(parts),), (len(parts) + transposed,)), (batch, batch)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from jaxserve.errors import ConfigError
 from jaxserve.layers.attention import AttentionConfig, HeadShape
-from jaxserve.layers.context import LayerContext
+from jaxserve.layers.context import LayerContext, StepContext
 from jaxserve.layers.embedding import EmbeddingConfig
 from jaxserve.layers.mlp import MLPConfig
 from jaxserve.layers.moe import MoEConfig
@@ -166,6 +166,11 @@ class DecoderConfig:
     def products(self) -> QuantizedProducts:
         """How quantized projections are multiplied."""
         return XLA_PRODUCTS if self.quantization is None else self.quantization.products
+
+    @property
+    def local(self) -> StepContext:
+        """How a device multiplies with what it holds of a matrix, where that needs no other device."""
+        return StepContext(mesh=None, few_rows=self.few_rows)
 
     @property
     def vocab_size(self) -> int:

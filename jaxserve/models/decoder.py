@@ -100,7 +100,8 @@ def compute_logits(
 ) -> Float[Array, "S V"]:
     """Returns float32 logits of rows of `forward`'s hidden states: final norm, head (tied or not), soft cap."""
     normed = normalize(config.norm, params["final_norm"], hidden)
-    return project_to_vocab(config.embedding, params["embed" if config.embedding.tied else "lm_head"], normed)
+    embedding = config.embedding
+    return project_to_vocab(config.local, embedding, params["embed" if embedding.tied else "lm_head"], normed)
 
 
 def fit_devices(config: DecoderConfig, tensor_parallel_size: int, *, expert_parallel: bool = False) -> DecoderConfig:

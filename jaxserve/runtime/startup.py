@@ -113,8 +113,10 @@ def describe_programs(shapes: Shapes, plan: CachePlan, mesh: Mesh) -> tuple[Step
 def _describe_drafting(shapes: Shapes, plan: CachePlan) -> Drafting | None:
     if shapes.drafting is None or shapes.drafter is None or plan.drafter is None:
         return shapes.drafting
+    drafter = shapes.drafter.model
     head = DraftHead(
-        shapes.drafter.model,
+        # Its products are those of the model, which have been tested by now.
+        replace(drafter, config=replace(drafter.config, few_rows=shapes.model.few_rows)),
         plan.drafter_layout,
         shapes.drafter_attention,
         plan.drafter.sources,

@@ -26,9 +26,10 @@ FOLDER = Path(__file__).parent
 COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = ("-std=c++20", "-O3", "-march=native", "-shared", "-fPIC", "-w")
 _PRODUCT_DTYPES = "float32", "bfloat16"
-ATTENTION, PRODUCT, GROUPED = "JaxservePagedAttention", "JaxserveProduct", "JaxserveGroupedProduct"
+ATTENTION = "JaxservePagedAttention"
+PRODUCT, TABLE_PRODUCT, GROUPED = "JaxserveProduct", "JaxserveTableProduct", "JaxserveGroupedProduct"
 LOOKUP, REMEMBER = "JaxserveLookup", "JaxserveRemember"
-_CALLS = ATTENTION, PRODUCT, GROUPED, LOOKUP, REMEMBER
+_CALLS = ATTENTION, PRODUCT, TABLE_PRODUCT, GROUPED, LOOKUP, REMEMBER
 _COMPILE_SECONDS = 120
 _STEM = "cpu-kernels"  # of the file's name
 

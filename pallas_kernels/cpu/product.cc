@@ -1,6 +1,6 @@
-// Products of few rows with a matrix [in, out]: bound by the memory of the matrix, which is read once, as it is stored, in
-// strips of columns and blocks of rows. While a block is multiplied, the next one is fetched. Rows may be sorted by groups,
-// each with a matrix of its own.
+// Products of few rows with a matrix: bound by the memory of the matrix, which is read once, as it is stored. One of
+// [in, out] is read in strips of columns and blocks of rows; while a block is multiplied, the next one is fetched. Rows may
+// be sorted by groups, each with a matrix of its own. One of [out, in], as a table of embeddings is, is read line by line.
 
 #include <algorithm>
 #include <cstdint>
@@ -37,11 +37,14 @@ struct Cut<BFloat16> {
 #endif
 };
 
-constexpr int64_t kMostRows = 64;  // of a product of a group, whose sums then stay in cache
+constexpr int64_t kMostRows = 64;   // of a product of a group, whose sums then stay in cache
+constexpr int kLines = 4;           // of a matrix [columns, depth] whose sums are in registers,
+constexpr int kLineRows = kLanes > 8 ? 6 : 2;  // of so many rows of x
+constexpr int64_t kLineStrip = 64;  // lines of a task
 
 template <typename T>
 struct Product {
-  const T *x, *w;  // [rows, depth] and [depth, columns]; depth is even, columns a multiple of Cut's
+  const T *x, *w;  // [rows, depth] and [depth, columns] or [columns, depth]; `find_shape_obstacle` says which sizes fit
   void* out;       // [.., columns]
   int64_t first;   // the row of `out` where [rows, columns] go
   bool wide_out;   // whether it is float32
@@ -56,6 +59,15 @@ struct Product {
         Store(static_cast<BFloat16*>(out) + at + i, Load(from + i));
   }
 };
+
+// Runs run<R>(row) for R rows from `row` on, until all have been: for `most` of them at a time, then for fewer.
+template <int most, typename Run>
+inline void ForRows(int64_t rows, const Run& run) {
+  int64_t row = 0;
+  for (; row + most <= rows; row += most) run.template operator()<most>(row);
+  for (; row + 2 <= rows; row += 2) run.template operator()<2>(row);
+  for (; row < rows; ++row) run.template operator()<1>(row);
+}
 
 // Adds R rows of x times some columns of a block of the matrix to `acc`.
 template <int R, typename T>
@@ -135,10 +147,7 @@ void RunStrip(const Product<T>& p, int64_t column, float* acc) {
         MultiplyBlock<R>(p.x + row * p.depth + k, p.depth, w + k * p.columns + c, p.columns, depth,
                          acc + row * Cut::strip + c);
       };
-      int64_t row = 0;
-      for (; row + Cut::rows <= p.rows; row += Cut::rows) run.template operator()<Cut::rows>(row);
-      for (; row + 2 <= p.rows; row += 2) run.template operator()<2>(row);
-      for (; row < p.rows; ++row) run.template operator()<1>(row);
+      ForRows<Cut::rows>(p.rows, run);
     }
   }
   for (int64_t row = 0; row < p.rows; ++row) {
@@ -147,16 +156,68 @@ void RunStrip(const Product<T>& p, int64_t column, float* acc) {
   }
 }
 
+// Writes the products of R rows of x with kLines lines of a matrix [columns, depth] to `acc`. The sums of a row are added
+// in the same order whatever R is.
+template <int R, typename T>
+inline void MultiplyLines(const T* x, const T* w, int64_t depth, float* acc) {
+  Vec sums[R][kLines]{};
+  for (int64_t k = 0; k < depth; k += kLanes) {
+    Vec right[kLines];
+    for (int line = 0; line < kLines; ++line) right[line] = Load(w + line * depth + k);
+    for (int r = 0; r < R; ++r) {
+      Vec left = Load(x + r * depth + k);
+      for (int line = 0; line < kLines; ++line) sums[r][line] += left * right[line];
+    }
+  }
+  for (int r = 0; r < R; ++r) SumEach(sums[r], acc + r * kLineStrip);
+}
+
+#ifdef __AVX512BF16__
+template <int R>
+inline void MultiplyLines(const BFloat16* x, const BFloat16* w, int64_t depth, float* acc) {
+  __m512 sums[R][kLines];
+  for (int r = 0; r < R; ++r)
+    for (int line = 0; line < kLines; ++line) sums[r][line] = _mm512_setzero_ps();
+  for (int64_t k = 0; k < depth; k += 2 * kLanes) {
+    __m512bh right[kLines];
+    for (int line = 0; line < kLines; ++line) right[line] = (__m512bh)_mm512_loadu_si512(w + line * depth + k);
+    for (int r = 0; r < R; ++r) {
+      __m512bh left = (__m512bh)_mm512_loadu_si512(x + r * depth + k);
+      for (int line = 0; line < kLines; ++line) sums[r][line] = _mm512_dpbf16_ps(sums[r][line], left, right[line]);
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    Vec each[kLines];
+    for (int line = 0; line < kLines; ++line) each[line] = (Vec)sums[r][line];
+    SumEach(each, acc + r * kLineStrip);
+  }
+}
+#endif
+
+// The same of a matrix [columns, depth]: some lines at a time, with all rows of x.
 template <typename T>
-void RunAll(const XLA_FFI_CallFrame* frame, const std::vector<Product<T>>& products) {
+void RunLines(const Product<T>& p, int64_t column, float* acc) {
+  int64_t width = std::min(kLineStrip, p.columns - column);
+  for (int64_t c = 0; c < width; c += kLines) {
+    const T* w = p.w + (column + c) * p.depth;
+    ForRows<kLineRows>(p.rows, [&]<int R>(int64_t row) {
+      MultiplyLines<R>(p.x + row * p.depth, w, p.depth, acc + row * kLineStrip + c);
+    });
+  }
+  for (int64_t row = 0; row < p.rows; ++row) p.Put(row, column, acc + row * kLineStrip, width);
+}
+
+// Runs all strips of the products, which have one number of columns; `run` is RunStrip or RunLines.
+template <typename T>
+void RunAll(const XLA_FFI_CallFrame* frame, const std::vector<Product<T>>& products, int64_t strip,
+            void (*run)(const Product<T>&, int64_t, float*)) {
   if (products.empty()) return;
-  constexpr int64_t strip = Cut<T>::strip;
   int64_t strips = (products[0].columns + strip - 1) / strip;
   ParallelFor(Threads{frame}, strips * static_cast<int64_t>(products.size()), [&](int64_t task) {
     thread_local std::vector<float> acc;
     const Product<T>& product = products[task / strips];
     if (static_cast<int64_t>(acc.size()) < product.rows * strip) acc.resize(product.rows * strip);
-    RunStrip(product, task % strips * strip, acc.data());
+    run(product, task % strips * strip, acc.data());
   });
 }
 
@@ -181,7 +242,15 @@ void Multiply(const XLA_FFI_CallFrame* frame) {
     products[part].w += part * products[part].depth * products[part].columns;
     products[part].first = part * products[part].rows;
   }
-  RunAll(frame, products);
+  RunAll(frame, products, Cut<T>::strip, RunStrip<T>);
+}
+
+// x [rows, depth] with w [columns, depth].
+template <typename T>
+void MultiplyTable(const XLA_FFI_CallFrame* frame) {
+  Product<T> p = ReadProduct<T>(frame);
+  p.columns = Argument(frame, 1).dims[0];
+  RunAll(frame, {p}, kLineStrip, RunLines<T>);
 }
 
 // Rows of x [rows, depth], `sizes` of each group, with the group's matrices: w[first + part * groups + group] of
@@ -202,7 +271,7 @@ void MultiplyGroups(const XLA_FFI_CallFrame* frame) {
         p.rows = std::min(kMostRows, end - row);
         products.push_back(p);
       }
-  RunAll(frame, products);
+  RunAll(frame, products, Cut<T>::strip, RunStrip<T>);
 }
 
 // What is wrong with a call of so many arguments, or null; `wide` and `narrow` answer it.
@@ -218,6 +287,10 @@ const char* Call(const XLA_FFI_CallFrame* frame, int64_t arguments, void (*wide)
 
 const char* CallProduct(const XLA_FFI_CallFrame* frame) {
   return Call(frame, 2, Multiply<float>, Multiply<BFloat16>);
+}
+
+const char* CallTableProduct(const XLA_FFI_CallFrame* frame) {
+  return Call(frame, 2, MultiplyTable<float>, MultiplyTable<BFloat16>);
 }
 
 const char* CallGroupedProduct(const XLA_FFI_CallFrame* frame) {
@@ -237,4 +310,5 @@ extern "C" const int JaxserveProductRows[] = {4, 2};
 #endif
 
 extern "C" XLA_FFI_Error* JaxserveProduct(XLA_FFI_CallFrame* frame) { return Answer(frame, CallProduct); }
+extern "C" XLA_FFI_Error* JaxserveTableProduct(XLA_FFI_CallFrame* frame) { return Answer(frame, CallTableProduct); }
 extern "C" XLA_FFI_Error* JaxserveGroupedProduct(XLA_FFI_CallFrame* frame) { return Answer(frame, CallGroupedProduct); }

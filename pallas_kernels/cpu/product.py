@@ -12,12 +12,18 @@ import jax.numpy as jnp
 from pallas_kernels.cpu import library
 
 _COLUMNS = {"float32": 64, "bfloat16": 32}  # whose sums a task holds in registers
+_LINE_WIDTH = 32  # numbers of a line [out, in] that are read at a time
+_MOST_TABLE_ROWS = 8  # with more, XLA's product with a matrix [out, in] is as fast
 _TOLERANCE = 1e-5
 
 
-def suits(x: jax.Array, w: jax.Array) -> bool:
-    """Whether `multiply_few_rows` takes them, however many rows there are."""
-    return w.dtype == x.dtype and find_shape_obstacle(*w.shape[-2:], x.dtype) is None
+def suits(x: jax.Array, w: jax.Array, *, transposed: bool = False) -> bool:
+    """Whether `multiply_few_rows` takes them; of a matrix that is not `transposed`, however many rows there are."""
+    if w.dtype != x.dtype:
+        return False
+    if transposed and (w.ndim > 2 or w.shape[1] % _LINE_WIDTH or x.shape[0] > _MOST_TABLE_ROWS):
+        return False
+    return find_shape_obstacle(*(w.shape[::-1] if transposed else w.shape[-2:]), x.dtype) is None
 
 
 def find_shape_obstacle(width: int, columns: int, dtype: jnp.dtype | str) -> str | None:
@@ -30,11 +36,14 @@ def find_shape_obstacle(width: int, columns: int, dtype: jnp.dtype | str) -> str
     return None
 
 
-def multiply_few_rows(x: jax.Array, w: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Returns x [T, K] times w [K, N] or [parts, K, N] as [T, N] or [parts, T, N] in `dtype`, float32 or bfloat16."""
-    shape = (*w.shape[:-2], x.shape[0], w.shape[-1])
-    call = jax.ffi.ffi_call(library.target_name(library.PRODUCT), jax.ShapeDtypeStruct(shape, dtype))
-    return call(x, w)
+def multiply_few_rows(x: jax.Array, w: jax.Array, dtype: jnp.dtype, *, transposed: bool = False) -> jax.Array:
+    """Returns x [T, K] times w [K, N] or [parts, K, N] as [T, N] or [parts, T, N] in `dtype`, float32 or bfloat16.
+
+    A `transposed` w is [N, K].
+    """
+    shape = (*w.shape[:-2], x.shape[0], w.shape[0 if transposed else -1])
+    name = library.TABLE_PRODUCT if transposed else library.PRODUCT
+    return jax.ffi.ffi_call(library.target_name(name), jax.ShapeDtypeStruct(shape, dtype))(x, w)
 
 
 def find_fault(rows: int, dtype: str) -> str | None:

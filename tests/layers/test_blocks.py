@@ -126,9 +126,9 @@ def test_ids_outside_the_vocabulary_give_finite_rows():
 
 def test_logits_are_float32_and_softly_capped():
     hidden, table = jnp.asarray(draw(3, 12), jnp.bfloat16), jnp.asarray(draw(7, 12), jnp.bfloat16)
-    plain = project_to_vocab(EmbeddingConfig(7, tied=True), {"weight": table}, hidden)
-    capped = project_to_vocab(EmbeddingConfig(7, tied=True, softcap=2.0), {"weight": table}, hidden)
-    scaled = project_to_vocab(EmbeddingConfig(7, tied=True, logit_scale=0.25), {"weight": table}, hidden)
+    plain = project_to_vocab(ALONE, EmbeddingConfig(7, tied=True), {"weight": table}, hidden)
+    capped = project_to_vocab(ALONE, EmbeddingConfig(7, tied=True, softcap=2.0), {"weight": table}, hidden)
+    scaled = project_to_vocab(ALONE, EmbeddingConfig(7, tied=True, logit_scale=0.25), {"weight": table}, hidden)
     expected = np.asarray(hidden, np.float64) @ np.asarray(table, np.float64).T
     assert plain.dtype == capped.dtype == jnp.float32
     np.testing.assert_allclose(plain, expected, atol=1e-5)

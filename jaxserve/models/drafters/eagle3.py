@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxserve.layers.attention import attend
-from jaxserve.layers.context import LayerContext, StepContext
+from jaxserve.layers.context import LayerContext
 from jaxserve.layers.linear import linear
 from jaxserve.layers.mlp import gated_mlp
 from jaxserve.layers.norm import normalize
@@ -41,7 +41,7 @@ def combine_states(model: DrafterModel, params: Leaves, hidden: Float[Array, "T 
         parts = jnp.split(hidden, len(model.aux_layers), axis=-1)
         normed = [normalize(norm, params[f"fc_norm_{index}"], part) for index, part in enumerate(parts)]
         hidden = jnp.concatenate(normed, axis=-1)
-    return linear(StepContext(mesh=None), params["fc"], hidden)
+    return linear(model.config.local, params["fc"], hidden)
 
 
 def run_head_layer(

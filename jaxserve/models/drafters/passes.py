@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from jaxserve.layers.context import LayerContext, StepContext
+from jaxserve.layers.context import LayerContext
 from jaxserve.layers.embedding import embed_tokens, project_to_vocab
 from jaxserve.layers.linear import linear
 from jaxserve.layers.rope import rotary_table
@@ -90,9 +90,10 @@ def draft_logits(
         return compute_logits(model.config, params, states)
     normed = head.normalize(model, params, states)
     if model.has_head:
-        return linear(StepContext(mesh=None), params["lm_head"], normed, transposed=True, dtype=jnp.float32)
+        return linear(model.config.local, params["lm_head"], normed, transposed=True, dtype=jnp.float32)
     embedding = target_config.embedding
-    return project_to_vocab(embedding, target_params["embed" if embedding.tied else "lm_head"], normed)
+    name = "embed" if embedding.tied else "lm_head"
+    return project_to_vocab(model.config.local, embedding, target_params[name], normed)
 
 
 def map_drafts(model: DrafterModel, params: Params, ids: Int[Array, " S"]) -> Int[Array, " S"]:
@@ -136,6 +137,7 @@ def _run(
     for index, kind in enumerate(config.layers):
         ctx = LayerContext(
             mesh=mesh,
+            few_rows=config.few_rows,
             rotary=tables.get(kind.rope),
             batch=batches[layout.groups[index]],
             kv_pages=pages,
