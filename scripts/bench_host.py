@@ -105,15 +105,15 @@ def make_null_runner(max_rows: int, buckets: BucketTable) -> ModelRunner:
         selected = SampleInputs(jnp.zeros((1, 1)), blank[:, 0], blank[:, 0], blank)
         return cache, rows, selected, HiddenStates(blank, None, None)
 
-    def null_sample(rows: Any, selected: SampleInputs, *, width: int) -> Any:
+    def null_sample(rows: Any, history: None, corpus: None, selected: SampleInputs, *, width: int) -> Any:
         """Accepts all drafts of every other row and none of the rest; drafts the same again."""
         ids = jnp.arange(selected.row_ids.shape[0], dtype=jnp.int32) % 97 + 32
         runs = jnp.tile(ids[:, None], width)
         is_kept = (jnp.arange(width) == 0) | (jnp.arange(len(ids)) % 2 == 0)[:, None]
         drafts = runs[:, 1:] if width > 1 else None
-        return rows, SampledTokens(jnp.where(is_kept, runs, NOT_KEPT), drafts)
+        return rows, history, SampledTokens(jnp.where(is_kept, runs, NOT_KEPT), drafts)
 
-    state_specs = cache, row_state_specs(state, sharding), sampler_state_specs(1, 1, sharding)
+    state_specs = cache, row_state_specs(state, sharding), sampler_state_specs(1, 1, sharding), None
     programs = Programs()
     programs.zeros[None] = functools.partial(make_zeros, state_specs)
     for bucket in buckets.buckets:
@@ -126,9 +126,8 @@ def make_null_runner(max_rows: int, buckets: BucketTable) -> ModelRunner:
         buckets,
         params=params,
         writer=WeightWriter(WeightQuantizer(config, make_mesh(1), DEFAULT_RULES), params),
-        state_specs=state_specs,
+        sampler_specs=state_specs[2],
         state_shape=state,
-        input_sharding=sharding,
         variants=list_variants(deterministic=False),
     )
     return runner

@@ -86,7 +86,7 @@ def _run_step(runner: ModelRunner, bucket: Bucket, clock: Clock) -> None:
 
 def _sample(runner: ModelRunner, bucket: Bucket, selected: Any) -> Any:
     program = runner.programs.get("sample", (bucket.rows, bucket.width, SampleVariant.GREEDY))
-    runner._rows, sampled = program(runner._rows, selected)
+    runner._rows, runner._history, sampled = program(runner._rows, runner._history, runner._corpus, selected)
     return sampled
 
 

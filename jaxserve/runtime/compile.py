@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Sharding
 
 from jaxserve.runtime.buckets import Bucket
 from jaxserve.runtime.device_state import KVCache, RowState, make_zeros
-from jaxserve.runtime.drafting import remember_answer, set_tokens
+from jaxserve.runtime.drafting import pack_tokens, remember_answer, set_tokens
 from jaxserve.runtime.heads import draft_tokens
 from jaxserve.runtime.inputs import InputLayout, StateShape
 from jaxserve.runtime.page_copies import COPY_PAGES, HostMemory, read_pages, write_pages
@@ -37,6 +37,7 @@ from jaxserve.runtime.step_model import SampleInputs, StepModel, StepTokens
 from jaxserve.sampling import SamplerState, make_row_setting, set_row
 from jaxserve.sampling.sampler_state import WORD_BITS
 from jaxserve.sampling_params import limit_prompt_logprobs
+from jaxserve.speculation import LookupState
 
 Progress = Callable[[str, int, int], None]  # (what was done, how many, of how many)
 
@@ -50,6 +51,7 @@ class ProgramInputs:
     cache: KVCache
     rows: RowState
     sampler: SamplerState
+    lookup: LookupState | None  # None: no drafts are looked up
     state_shape: StateShape
     replicated: Sharding
     host_memory: HostMemory
@@ -57,6 +59,16 @@ class ProgramInputs:
     def spec(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         """Returns the abstract value of an array that is replicated on all devices."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
+
+    @property
+    def history(self) -> Any:
+        """The tokens of the rows in which drafts are looked up."""
+        return None if self.lookup is None else self.lookup.history
+
+    @property
+    def corpus(self) -> Any:
+        """The finished answers in which drafts are looked up."""
+        return None if self.lookup is None else self.lookup.corpus
 
 
 _log = logging.getLogger(__name__)
@@ -111,16 +123,17 @@ def _list_options(model: StepModel, inputs: ProgramInputs) -> dict[str, str] | N
 def compile_sample(model: StepModel, inputs: ProgramInputs, rows: int, width: int, variant: SampleVariant) -> Any:
     """Compiles one sample program of rows of `width` tokens."""
     selected = _selected(model, inputs, rows, width)
+    kept = _shardings(inputs.rows), _shardings(inputs.history)
     if variant <= SampleVariant.RANDOM:
         step: Callable[..., Any] = functools.partial(sample_tokens, model=model, greedy=variant is SampleVariant.GREEDY)
-        jitted = jax.jit(step, donate_argnums=(0,), out_shardings=(_shardings(inputs.rows), inputs.replicated))
-        return jitted.lower(inputs.rows, selected).compile()
-    outputs = _shardings(inputs.rows), _shardings(inputs.sampler), inputs.replicated
+        jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=(*kept, inputs.replicated))
+        return jitted.lower(inputs.rows, inputs.history, inputs.corpus, selected).compile()
+    outputs = *kept, _shardings(inputs.sampler), inputs.replicated
     lines = rows * width, mask_words(model)
     masks = inputs.spec(lines, jnp.uint32) if variant is SampleVariant.MASKED else None
     step = functools.partial(sample_shaped_tokens, model=model)
-    jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=outputs)
-    return jitted.lower(inputs.rows, inputs.sampler, selected, masks).compile()
+    jitted = jax.jit(step, donate_argnums=(0, 1, 3), out_shardings=outputs)
+    return jitted.lower(inputs.rows, inputs.history, inputs.corpus, inputs.sampler, selected, masks).compile()
 
 
 def compile_draft(model: StepModel, inputs: ProgramInputs, bucket: Bucket, drafts: bool) -> Any:
@@ -194,26 +207,24 @@ def compile_set_row(model: StepModel, inputs: ProgramInputs) -> Any:
 
 def compile_zeros(inputs: ProgramInputs) -> Any:
     """Compiles the program that makes the state of an idle engine: empty pools, rows without work."""
-    specs = inputs.cache, inputs.rows, inputs.sampler
+    specs = inputs.cache, inputs.rows, inputs.sampler, inputs.lookup
     return jax.jit(functools.partial(make_zeros, specs), out_shardings=_shardings(specs)).lower().compile()
 
 
 def compile_set_tokens(model: StepModel, inputs: ProgramInputs) -> Any:
     """Compiles the program that writes a row's tokens to where drafts are looked up."""
-    assert inputs.rows.lookup is not None
-    tokens = inputs.spec(inputs.rows.lookup.history.shape[1:], jnp.int32)
-    jitted = jax.jit(
-        functools.partial(set_tokens, model=model), donate_argnums=(0,), out_shardings=_shardings(inputs.rows)
-    )
-    return jitted.lower(inputs.rows, inputs.spec((), jnp.int32), tokens, inputs.spec((2,), jnp.uint32)).compile()
+    assert inputs.lookup is not None
+    line = inputs.spec(pack_tokens(0, 0, (), "", inputs.history.shape[1]).shape, jnp.int32)
+    step = functools.partial(set_tokens, model=model)
+    jitted = jax.jit(step, donate_argnums=(0,), out_shardings=_shardings(inputs.lookup))
+    return jitted.lower(inputs.lookup, line).compile()
 
 
 def compile_remember(model: StepModel, inputs: ProgramInputs) -> Any:
     """Compiles the program that keeps a finished answer, for drafts of later requests."""
-    jitted = jax.jit(
-        functools.partial(remember_answer, model=model), donate_argnums=(0,), out_shardings=_shardings(inputs.rows)
-    )
-    return jitted.lower(inputs.rows, *[inputs.spec((), jnp.int32)] * 3).compile()
+    step = functools.partial(remember_answer, model=model)
+    jitted = jax.jit(step, donate_argnums=(0,), out_shardings=_shardings(inputs.corpus))
+    return jitted.lower(inputs.corpus, inputs.history, inputs.spec((3,), jnp.int32)).compile()
 
 
 def compile_read_pages(model: StepModel, inputs: ProgramInputs, group: int) -> Any:

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxserve.runtime.inputs import StateShape
-from jaxserve.speculation import LookupState
 
 if TYPE_CHECKING:
     from jax.sharding import Sharding
@@ -26,12 +25,9 @@ class RowState:
     num_computed: Int[Array, " R"]
     page_table: Int[Array, "G R M"]
     drafts: Int[Array, "R K"] | None = None  # of each row's next tokens, NO_DRAFT where there is none
-    lookup: LookupState | None = None  # the tokens in which drafts are looked up
 
 
-def row_state_specs(
-    shape: StateShape, sharding: Sharding | None, max_drafts: int = 0, lookup: LookupState | None = None
-) -> RowState:
+def row_state_specs(shape: StateShape, sharding: Sharding | None, max_drafts: int = 0) -> RowState:
     """Returns the abstract values of the rows; `max_drafts` 0: nothing is drafted."""
 
     def spec(*dims: int) -> jax.ShapeDtypeStruct:
@@ -42,7 +38,6 @@ def row_state_specs(
         num_computed=spec(shape.rows),
         page_table=spec(shape.groups, shape.rows, shape.pages_per_row),
         drafts=spec(shape.rows, max_drafts) if max_drafts else None,
-        lookup=lookup,
     )
 
 

@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import replace
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jaxtyping import Array, Int, UInt32
+from jaxtyping import Array, Int
 
 from jaxserve.runtime.device_state import RowState
 from jaxserve.runtime.step_model import StepModel
-from jaxserve.speculation import NO_DRAFT
+from jaxserve.speculation import NO_DRAFT, LookupState
+from jaxserve.speculation.corpus import Corpus
 
 
 def look_up_drafts(
-    rows: RowState, row_ids: Int[Array, " S"], runs: Int[Array, "S W"], counts: Int[Array, " S"], *, model: StepModel
-) -> tuple[RowState, Int[Array, "S K"] | None]:
+    rows: RowState,
+    lookup: LookupState | None,
+    row_ids: Int[Array, " S"],
+    runs: Int[Array, "S W"],
+    counts: Int[Array, " S"],
+    *,
+    model: StepModel,
+) -> tuple[RowState, LookupState | None, Int[Array, "S K"] | None]:
     """Adds the first `counts[s]` ids of each run to the row's tokens and looks up what may follow.
 
-    Returns the rows and the drafts; None if they are not looked up.
+    Returns the rows, the tokens and the drafts; None if they are not looked up.
     """
     drafting = model.drafting
     if drafting is None or drafting.lookup is None:
-        return rows, None
+        return rows, None, None
     lengths = rows.num_computed[row_ids] + (counts > 0)
-    lookup = drafting.lookup.append(rows.lookup, row_ids, lengths - counts, runs, counts)
+    lookup = drafting.lookup.append(lookup, row_ids, lengths - counts, runs, counts)
     few = slice(drafting.rows)
 
     def look_up() -> Int[Array, "P K"]:
@@ -37,42 +47,35 @@ def look_up_drafts(
     # With more rows than a step can verify, drafts are good for nothing. Only a CPU saves time by a branch.
     is_useful = jnp.sum(counts > 0) <= drafting.rows
     drafts = lax.platform_dependent(cpu=lambda: lax.cond(is_useful, look_up, skip), default=look_up)
-    return set_drafts(replace(rows, lookup=lookup), row_ids, drafts)
+    rows, drafts = set_drafts(rows, row_ids, drafts)
+    return rows, lookup, drafts
 
 
-def write_chunks(
-    rows: RowState,
-    row_ids: Int[Array, " T"],
-    positions: Int[Array, " T"],
-    tokens: Int[Array, " T"],
-    num_tokens: Int[Array, ""],
-    *,
-    model: StepModel,
-) -> RowState:
-    """Returns the rows after the tokens of a mixed step, which the lookup needs: some were sent by nobody else.
+def set_tokens(lookup: LookupState, line: Int[Array, " E"], *, model: StepModel) -> LookupState:
+    """Writes tokens of one row to where drafts are looked up; `line` is that of `pack_tokens`. `lookup` is donated."""
+    assert model.drafting is not None and model.drafting.lookup is not None
+    (row, start), salt, tokens = line[:2], lax.bitcast_convert_type(line[2:4], jnp.uint32), line[4:]
+    return model.drafting.lookup.set_row(lookup, row, start, tokens, salt)
 
-    Those after the first `num_tokens` are padding, whatever their rows.
+
+def pack_tokens(row: int, start: int, token_ids: Sequence[int], cache_salt: str, max_len: int) -> np.ndarray:
+    """Returns what `set_tokens` reads, int32 [4 + max_len]: the tokens of a row from `start` on; at 0 also its salt."""
+    line = np.zeros(4 + max_len, np.int32)
+    line[:2] = row, start
+    line[2:4] = np.frombuffer(hashlib.blake2b(cache_salt.encode(), digest_size=8).digest(), "<i4")
+    line[4 + start : 4 + start + len(token_ids)] = token_ids
+    return line
+
+
+def remember_answer(corpus: Corpus, history: Int[Array, "R L"], place: Int[Array, " 3"], *, model: StepModel) -> Corpus:
+    """Keeps tokens of a row, so that later requests find drafts in them. `corpus` is donated.
+
+    Args:
+        place: the row, the first token's position and the one after the last.
     """
-    if model.drafting is None or model.drafting.lookup is None:
-        return rows
-    is_token = jnp.arange(len(tokens)) < num_tokens
-    return replace(rows, lookup=model.drafting.lookup.write(rows.lookup, row_ids, positions, tokens, is_token))
-
-
-def set_tokens(
-    rows: RowState, row: Int[Array, ""], tokens: Int[Array, " L"], salt: UInt32[Array, " 2"], *, model: StepModel
-) -> RowState:
-    """Returns the rows with the tokens in which the drafts of one of them are looked up. `rows` is donated."""
     assert model.drafting is not None and model.drafting.lookup is not None
-    return replace(rows, lookup=model.drafting.lookup.set_row(rows.lookup, row, tokens, salt))
-
-
-def remember_answer(
-    rows: RowState, row: Int[Array, ""], start: Int[Array, ""], end: Int[Array, ""], *, model: StepModel
-) -> RowState:
-    """Keeps tokens [start, end) of a row, so that later requests find drafts in them. `rows` is donated."""
-    assert model.drafting is not None and model.drafting.lookup is not None
-    return replace(rows, lookup=model.drafting.lookup.remember(rows.lookup, row, start, end))
+    kept: Corpus = model.drafting.lookup.remember(LookupState(history, corpus), *place).corpus
+    return kept
 
 
 def set_drafts(

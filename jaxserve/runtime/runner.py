@@ -1,9 +1,8 @@
-"""Runs plans on the device. A step's transfers are all here: `_run` and `_send` to the device, `device_get` back."""
+"""Runs plans on the device. A step's transfers are all here: arguments of programs, and `device_get` back."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -14,7 +13,7 @@ import numpy as np
 from jaxserve.pages.host_tier import PageCopy
 from jaxserve.runtime.buckets import Bucket, BucketTable
 from jaxserve.runtime.counts import StepCounts
-from jaxserve.runtime.device_state import KVCache, RowState
+from jaxserve.runtime.drafting import pack_tokens
 from jaxserve.runtime.inputs import InputLayout, StateShape, StepPacker
 from jaxserve.runtime.page_copies import CopiesInFlight, HostMemory, HostSlots
 from jaxserve.runtime.params import WeightWriter
@@ -26,7 +25,7 @@ from jaxserve.runtime.step_future import StepFuture
 from jaxserve.runtime.step_model import HiddenStates, SampledTokens, SampleInputs, StepTokens
 from jaxserve.sampling import RowSetting, SamplerState, make_row_setting
 from jaxserve.scheduler.plan import FinishedRow, NewRow, StepPlan
-from jaxserve.sharding import send
+from jaxserve.speculation import LookupState
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,9 +71,8 @@ class ModelRunner:
         *,
         params: Any,
         writer: WeightWriter,
-        state_specs: tuple[KVCache, RowState, SamplerState],
+        sampler_specs: SamplerState,
         state_shape: StateShape,
-        input_sharding: jax.sharding.Sharding,
         variants: Mapping[SampleVariant, SampleVariant],
         count_compiles: Callable[[], int] = lambda: 0,
         host_memory: HostMemory | None = None,
@@ -89,9 +87,8 @@ class ModelRunner:
         self._layouts = {bucket: InputLayout(bucket, state_shape) for bucket in buckets.buckets}
         self._writer = writer
         self._state_shape = state_shape
-        self._input_sharding = input_sharding
-        self._vocab_size = state_specs[2].token_stats.shape[1]
-        self.num_mask_words = state_specs[2].allowed.shape[1]  # of 32 bits, for a line
+        self._vocab_size = sampler_specs.token_stats.shape[1]
+        self.num_mask_words = sampler_specs.allowed.shape[1]  # of 32 bits, for a line
         self.reset()
 
     @property
@@ -110,10 +107,13 @@ class ModelRunner:
         return self._count_compiles() - self._compiles_before
 
     def reset(self) -> None:
-        """Replaces pools, rows and the sampler's state by zeros, at the start and after a failed step."""
+        """Replaces all state on the device by zeros, at the start and after a failed step."""
         self._cache = self._rows = self._sampler = None  # freed first: there is no room for two
-        self._cache, self._rows, self._sampler = self.programs.get("zeros", None)()
+        self._keep_lookup(None)
+        self._cache, self._rows, self._sampler, lookup = self.programs.get("zeros", None)()
+        self._keep_lookup(lookup)
         self.host_slots.reset()
+        self._num_told = [0] * self._state_shape.rows  # tokens of each row that the host has written to `_history`
         self._mirror = RowMirror(self._state_shape.rows)
         self._packer = StepPacker(self._mirror)
 
@@ -125,7 +125,8 @@ class ModelRunner:
         """Runs every program once on padding, and waits for it."""
         padding = self._state_shape.padding_row
         self._set_row(padding, make_row_setting(self._vocab_size, (), ()))
-        self._set_tokens(padding, (), "")
+        if self._history is not None:
+            self._set_tokens(padding, 0, ())
         if self.programs.remember:
             self._remember(FinishedRow(padding, 0, 0))
         for bucket in self._buckets.buckets:
@@ -186,7 +187,10 @@ class ModelRunner:
         for finished in plan.finished_rows:
             self._remember(finished)
         for new_row in plan.new_rows:
-            self._admit(new_row)
+            if new_row.history is not None:
+                self._set_row(new_row.row, _make_setting(self._vocab_size, new_row))
+        if self._history is not None:
+            self._tell_tokens(plan)
         packed = self._packer.pack(plan, self._layouts[bucket])
         self._cache = self.host_slots.place(self.programs.get, self._cache)
         copies = self.host_slots.start(self.programs.get, self._cache, plan)
@@ -214,13 +218,15 @@ class ModelRunner:
         bucket, variant = step.bucket, self._variants[step.variant if mask is None else SampleVariant.MASKED]
         program = self.programs.get("sample", (bucket.rows, bucket.width, variant))
         if variant <= SampleVariant.RANDOM:
-            self._rows, sampled = program(self._rows, step.selected)
+            self._rows, self._history, sampled = program(self._rows, self._history, self._corpus, step.selected)
         else:
-            lines = bucket.rows * bucket.width
-            sent = self._send(self._pad_mask(mask, lines)) if variant is SampleVariant.MASKED else None
-            self._rows, self._sampler, sampled = program(self._rows, self._sampler, step.selected, sent)
+            sent = self._pad_mask(mask, bucket.rows * bucket.width) if variant is SampleVariant.MASKED else None
+            state = self._rows, self._history, self._corpus, self._sampler
+            self._rows, self._history, self._sampler, sampled = _call(program, *state, step.selected, sent)
         if step.tokens is not None:
             sampled = self._draft(step, step.tokens, sampled)
+        if not step.drafts:
+            sampled = SampledTokens(sampled.ids)  # the host does not read them
         if not step.wants_logprobs and step.prompt_logprobs is None and step.embeddings is None:
             return StepFuture(sampled, None, step.num_rows, step.copies)
         logprobs = None
@@ -243,45 +249,44 @@ class ModelRunner:
 
     def _run(self, bucket: Bucket, packed: np.ndarray) -> tuple[SampleInputs, HiddenStates]:
         forward = self.programs.get("forward", bucket)
-        # The step's one transfer: an argument costs the host a tenth of a `device_put`.
-        with jax.transfer_guard_host_to_device("allow"):
-            self._cache, self._rows, selected, hidden = forward(self.params, self._cache, self._rows, packed)
+        self._cache, self._rows, selected, hidden = _call(forward, self.params, self._cache, self._rows, packed)
         return selected, hidden
 
     def _run_loop(self, bucket: Bucket, variant: SampleVariant, packed: np.ndarray) -> SampledTokens:
         program = self.programs.get("loop", (bucket.rows, variant))
-        with jax.transfer_guard_host_to_device("allow"):
-            self._cache, self._rows, self._sampler, sampled = program(
-                self.params, self._cache, self._rows, self._sampler, packed
-            )
+        state = self._cache, self._rows, self._sampler
+        self._cache, self._rows, self._sampler, sampled = _call(program, self.params, *state, packed)
         return sampled
 
-    def _admit(self, new_row: NewRow) -> None:
-        """Writes what the programs must know of a row beside its packed inputs."""
-        if new_row.history is not None:
-            self._set_row(new_row.row, _make_setting(self._vocab_size, new_row))
-        self._set_tokens(new_row.row, new_row.token_ids, new_row.cache_salt)
+    def _tell_tokens(self, plan: StepPlan) -> None:
+        """Writes the tokens that only the host knows to where drafts are looked up: all that no step samples."""
+        for new_row in plan.new_rows:
+            self._set_tokens(new_row.row, 0, new_row.token_ids, new_row.cache_salt)
+        for chunk in plan.chunks:
+            if chunk.end > self._num_told[chunk.row]:  # a grammar forced them
+                self._set_tokens(chunk.row, chunk.start, chunk.token_ids)
 
-    def _set_tokens(self, row: int, token_ids: Sequence[int], cache_salt: str) -> None:
-        """Writes a row's tokens to where drafts are looked up, if they are."""
-        if self._rows.lookup is None:
-            return
-        tokens = np.zeros(self._rows.lookup.history.shape[1], np.int32)
-        tokens[: len(token_ids)] = token_ids
-        line = np.int32(row), tokens, _hash_salt(cache_salt)
-        self._rows = self.programs.get("set_tokens", None)(self._rows, *self._send(line))
+    def _set_tokens(self, row: int, start: int, token_ids: Sequence[int], cache_salt: str = "") -> None:
+        self._num_told[row] = start + len(token_ids)
+        line = pack_tokens(row, start, token_ids, cache_salt, self._history.shape[1])
+        program = self.programs.get("set_tokens", None)
+        self._keep_lookup(_call(program, LookupState(self._history, self._corpus), line))
+
+    def _keep_lookup(self, state: LookupState | None) -> None:
+        self._history, self._corpus = (None, None) if state is None else (state.history, state.corpus)
 
     def _remember(self, finished: FinishedRow) -> None:
-        place = np.int32(finished.row), np.int32(finished.start), np.int32(finished.end)
-        self._rows = self.programs.get("remember", None)(self._rows, *self._send(place))
+        place = np.array([finished.row, finished.start, finished.end], np.int32)
+        self._corpus = _call(self.programs.get("remember", None), self._corpus, self._history, place)
 
     def _set_row(self, row: int, setting: RowSetting) -> None:
-        self._sampler = self.programs.get("set_row", None)(self._sampler, *self._send((np.int32(row), setting)))
+        self._sampler = _call(self.programs.get("set_row", None), self._sampler, np.int32(row), setting)
 
     def _find_prompt_logprobs(self, bucket: Bucket, hidden: HiddenStates, targets: np.ndarray | None) -> Any:
         if targets is None:
             return None
-        return self.programs.get("prompt_logprobs", bucket)(head_params(self.params), hidden.every, self._send(targets))
+        program = self.programs.get("prompt_logprobs", bucket)
+        return _call(program, head_params(self.params), hidden.every, targets)
 
     def _pool(self, bucket: Bucket, hidden: HiddenStates) -> Any:
         return self.programs.get("pool", bucket.rows)(self.params["final_norm"], hidden.last)
@@ -309,13 +314,11 @@ class ModelRunner:
             padded[: len(mask)] = mask
         return padded
 
-    def _send(self, arrays: Any) -> Any:
-        return send(arrays, self._input_sharding)
 
-
-def _hash_salt(cache_salt: str) -> np.ndarray:
-    """Returns two words [2] uint32 that differ for different salts."""
-    return np.frombuffer(hashlib.blake2b(cache_salt.encode(), digest_size=8).digest(), "<u4").astype(np.uint32)
+def _call(program: Any, *arguments: Any) -> Any:
+    """Runs a program that has host arrays among its arguments: one costs the host a tenth of a `device_put`."""
+    with jax.transfer_guard_host_to_device("allow"):
+        return program(*arguments)
 
 
 def _make_setting(vocab_size: int, new_row: NewRow) -> RowSetting:

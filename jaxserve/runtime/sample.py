@@ -27,13 +27,22 @@ from jaxserve.sampling import (
     shape_logits,
 )
 from jaxserve.scheduler.sequence import MASK_LATE, NO_TOKEN_LEFT, NON_FINITE, NOT_KEPT
-from jaxserve.speculation import NO_DRAFT
+from jaxserve.speculation import NO_DRAFT, LookupState
+from jaxserve.speculation.corpus import Corpus
 
 
 def sample_tokens(
-    rows: RowState, selected: SampleInputs, *, model: StepModel, greedy: bool
-) -> tuple[RowState, SampledTokens]:
-    """Returns the rows after a step and what each brings. `rows` is donated.
+    rows: RowState,
+    history: Int[Array, "R L"] | None,
+    corpus: Corpus | None,
+    selected: SampleInputs,
+    *,
+    model: StepModel,
+    greedy: bool,
+) -> tuple[RowState, Int[Array, "R L"] | None, SampledTokens]:
+    """Returns the rows after a step, their tokens if drafts are looked up in them, and what each brings.
+
+    `rows` and `history` are donated.
 
     A row brings one id, or NON_FINITE if its logits are not finite; every sample program gives a greedy row the same.
 
@@ -47,18 +56,22 @@ def sample_tokens(
         parts = selected.row_ids, selected.samples, selected.sampling
         lines = SampleInputs(selected.logits, *(jnp.repeat(part, width, axis=0) for part in parts))
     ids = _draw(lines, _list_positions(rows, selected).reshape(-1), model=model, greedy=greedy)
-    return _end_runs(rows, selected, ids.reshape(-1, width), model=model)
+    lookup = _join(history, corpus)
+    rows, lookup, sampled = _end_runs(rows, lookup, selected, ids.reshape(-1, width), model=model)
+    return rows, None if lookup is None else lookup.history, sampled
 
 
 def sample_shaped_tokens(
     rows: RowState,
+    history: Int[Array, "R L"] | None,
+    corpus: Corpus | None,
     sampler: SamplerState,
     selected: SampleInputs,
     mask: UInt32[Array, "N M"] | None,
     *,
     model: StepModel,
-) -> tuple[RowState, SamplerState, SampledTokens]:
-    """`sample_tokens` on logits shaped by masks, biases and penalties. `rows` and `sampler` are donated.
+) -> tuple[RowState, Int[Array, "R L"] | None, SamplerState, SampledTokens]:
+    """`sample_tokens` on logits shaped by masks, biases and penalties. `rows`, `history` and `sampler` are donated.
 
     A row's id is NO_TOKEN_LEFT if its parameters forbid every token, and MASK_LATE if its first line of `mask` is 0: it
     then samples nothing and keeps its last token. A run ends in front of another line of 0.
@@ -79,8 +92,12 @@ def sample_shaped_tokens(
     masks = None if mask is None else by_position(mask)
     along = positions.T, by_position(selected.logits), masks, drafts.T
     (sampler, _), ids = lax.scan(draw_one, (sampler, jnp.ones(len(positions), bool)), along)
-    rows, sampled = _end_runs(rows, selected, ids.T, model=model)
-    return rows, sampler, sampled
+    rows, lookup, sampled = _end_runs(rows, _join(history, corpus), selected, ids.T, model=model)
+    return rows, None if lookup is None else lookup.history, sampler, sampled
+
+
+def _join(history: Int[Array, "R L"] | None, corpus: Corpus | None) -> LookupState | None:
+    return None if history is None else LookupState(history, corpus)
 
 
 def _list_positions(rows: RowState, selected: SampleInputs) -> Int[Array, "S W"]:
@@ -136,8 +153,8 @@ def _draw_shaped(
 
 
 def _end_runs(
-    rows: RowState, selected: SampleInputs, ids: Int[Array, "S W"], *, model: StepModel
-) -> tuple[RowState, SampledTokens]:
+    rows: RowState, lookup: LookupState | None, selected: SampleInputs, ids: Int[Array, "S W"], *, model: StepModel
+) -> tuple[RowState, LookupState | None, SampledTokens]:
     """Ends each row's run at the first id that is not its draft, and drafts what follows.
 
     The row goes on behind its run, whose last id is written to `last_token` if the row samples.
@@ -155,8 +172,8 @@ def _end_runs(
     last = jnp.take_along_axis(runs, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
     last = jnp.where(counts > 0, last, rows.last_token[selected.row_ids])
     rows = replace(rows, last_token=rows.last_token.at[selected.row_ids].set(last))
-    rows, later = look_up_drafts(rows, selected.row_ids, runs, counts, model=model)
-    return rows, SampledTokens(runs, later)
+    rows, lookup, later = look_up_drafts(rows, lookup, selected.row_ids, runs, counts, model=model)
+    return rows, lookup, SampledTokens(runs, later)
 
 
 def _process(logits: Float[Array, " V"], line: SampleInputs, processor: LogitsProcessor) -> Float[Array, " V"]:

@@ -58,6 +58,7 @@ from jaxserve.runtime.step_model import DraftHead, Drafting, StepModel
 from jaxserve.runtime.tier_start import copy_bytes, count_slots, plan_host_memory, require_host_room, start_tier
 from jaxserve.sampling import sampler_state_specs
 from jaxserve.sharding import DEFAULT_RULES, KV_POOL_AXES
+from jaxserve.speculation import LookupState
 
 _PROBE_PAGES = 8  # in the pool with which programs are measured before the real one is sized
 _CODE_PER_PROGRAM = 8 * 2**20  # bytes, for estimates
@@ -101,6 +102,7 @@ def describe_programs(shapes: Shapes, plan: CachePlan, mesh: Mesh) -> tuple[Step
         ),
         rows=_describe_rows(shapes, replicated),
         sampler=sampler_state_specs(shapes.state.rows, shapes.model.vocab_size, replicated),
+        lookup=_describe_lookup(shapes, replicated),
         state_shape=shapes.state,
         replicated=replicated,
         host_memory=plan_host_memory(
@@ -127,13 +129,12 @@ def _describe_drafting(shapes: Shapes, plan: CachePlan) -> Drafting | None:
 
 
 def _describe_rows(shapes: Shapes, sharding: Sharding | None) -> RowState:
-    drafting = shapes.drafting
-    if drafting is None:
-        return row_state_specs(shapes.state, sharding)
-    lookup = None
-    if drafting.lookup is not None:
-        lookup = drafting.lookup.state_specs(shapes.state.rows, shapes.model.max_model_len, sharding)
-    return row_state_specs(shapes.state, sharding, drafting.max_drafts, lookup)
+    return row_state_specs(shapes.state, sharding, 0 if shapes.drafting is None else shapes.drafting.max_drafts)
+
+
+def _describe_lookup(shapes: Shapes, sharding: Sharding | None) -> LookupState | None:
+    drafter = None if shapes.drafting is None else shapes.drafting.lookup
+    return None if drafter is None else drafter.state_specs(shapes.state.rows, shapes.model.max_model_len, sharding)
 
 
 def plan_pools(shapes: Shapes, *, budget: int, num_pages: Sequence[int] | None = None) -> CachePlan:
@@ -219,7 +220,7 @@ def _sum_use(shapes: Shapes, temporaries: int, code: int) -> DeviceUse:
     state = shapes.state
     sampler = sampler_state_specs(1, shapes.model.vocab_size)
     line = _count_bytes(sampler)
-    rows = state.rows * line + _count_bytes(_describe_rows(shapes, None))
+    rows = state.rows * line + _count_bytes((_describe_rows(shapes, None), _describe_lookup(shapes, None)))
     packed = 4 * InputLayout(shapes.buckets.largest, state).size
     size = jnp.dtype(shapes.model.dtype).itemsize
     lines = max(shapes.buckets.largest.rows, *(rows * width for rows, width in shapes.buckets.verify_sizes), 0)
@@ -328,9 +329,8 @@ def start_runner(
         buckets,
         params=params,
         writer=WeightWriter(WeightQuantizer(shapes.model, mesh, DEFAULT_RULES), params),
-        state_specs=(inputs.cache, inputs.rows, inputs.sampler),
+        sampler_specs=inputs.sampler,
         state_shape=shapes.state,
-        input_sharding=inputs.replicated,
         variants=shapes.variants,
         count_compiles=watch_compiles(),
         host_memory=inputs.host_memory,

@@ -22,7 +22,6 @@ from jaxserve.models.decoder import forward as run_layers
 from jaxserve.runtime.batches import bound_pages, prepare_batches
 from jaxserve.runtime.buckets import Bucket
 from jaxserve.runtime.device_state import KVCache, RowState
-from jaxserve.runtime.drafting import write_chunks
 from jaxserve.runtime.inputs import KEEP, ON_DEVICE, InputLayout, StepInputs
 from jaxserve.runtime.rows import SAMPLING_FIELDS, SampleVariant
 from jaxserve.runtime.sample import sample_shaped_tokens, sample_tokens
@@ -69,9 +68,6 @@ def run_forward(
         impl=model.impl,
     )
     tokens = _token_ids(rows, inputs, bucket)
-    if bucket.is_mixed:
-        row_ids, num_tokens = inputs.row_ids[batches[0].token_rows], inputs.query_start_loc[-1]
-        rows = write_chunks(rows, row_ids, batches[0].positions, tokens, num_tokens, model=model)
     count = model.layout.num_pools
     hidden, pools, aux = run_layers(
         model.config,
@@ -152,9 +148,10 @@ def decode_loop(
         rows = replace(rows, num_computed=rows.num_computed.at[padding].set(0))
         cache, rows, selected, _ = run_forward(params, cache, rows, open_inputs, model=model, layout=layout)
         if variant is SampleVariant.FULL:
-            rows, sampler, sampled = sample_shaped_tokens(rows, sampler, selected, None, model=model)
+            rows, _, sampler, sampled = sample_shaped_tokens(rows, None, None, sampler, selected, None, model=model)
         else:
-            rows, sampled = sample_tokens(rows, selected, model=model, greedy=variant is SampleVariant.GREEDY)
+            greedy = variant is SampleVariant.GREEDY
+            rows, _, sampled = sample_tokens(rows, None, None, selected, model=model, greedy=greedy)
         return (cache, rows, sampler), sampled.ids
 
     (cache, rows, sampler), ids = lax.scan(run_step, (cache, rows, sampler), length=num_steps)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Int, Int32
+from jaxtyping import Array, Int, Int32, UInt32
 
 from jaxserve.errors import ConfigError
 from jaxserve.sampling import map_rows
@@ -37,7 +37,7 @@ MIN_CORPUS_TOKENS, MAX_CORPUS_TOKENS = 64, 2**24  # at most some 2 GB
 
 @flax.struct.dataclass
 class LookupState:
-    """What the rows' tokens are, and what was answered before. It lies beside the rows and is always donated."""
+    """What the rows' tokens are, and what was answered before. It lies beside the rows."""
 
     history: Int32[Array, "R L"]  # tokens by position, of prompt and output; only those before the row's length count
     corpus: Corpus | None  # suffix with a corpus only
@@ -78,33 +78,31 @@ class LookupDrafter:
         return LookupState(history, corpus)
 
     def set_row(
-        self, state: LookupState, row: Int[Array, ""], tokens: Int32[Array, " L"], salt: Int[Array, " 2"]
+        self,
+        state: LookupState,
+        row: Int[Array, ""],
+        start: Int[Array, ""],
+        tokens: Int32[Array, " L"],
+        salt: UInt32[Array, " 2"],
     ) -> LookupState:
-        """Returns the state with a row's tokens replaced, for its admission.
+        """Returns the state with tokens of a row that no step has sampled: all at its admission, or some that follow.
 
         Args:
             state: donated.
             row: its number.
-            tokens: what is known of it by position; anything after that.
-            salt: two words of 32 bits, int32 or uint32. Rows find the answers of rows with equal words only.
+            start: the first position that is written; 0 at the admission.
+            tokens: the row's by position; anything after those that are known.
+            salt: at the admission, the row's. Rows find the answers of rows with equal words only.
         """
-        history = lax.dynamic_update_index_in_dim(state.history, tokens.astype(jnp.int32), row, axis=0)
+        before = lax.dynamic_index_in_dim(state.history, row, keepdims=False)
+        line = jnp.where(jnp.arange(len(tokens)) < start, before, tokens)
+        history = lax.dynamic_update_index_in_dim(state.history, line, row, axis=0)
         corpus = state.corpus
         if corpus is not None:
-            salts = lax.dynamic_update_index_in_dim(corpus.row_salts, salt.astype(jnp.uint32), row, axis=0)
+            salt = jnp.where(start == 0, salt, corpus.row_salts[row])
+            salts = lax.dynamic_update_index_in_dim(corpus.row_salts, salt, row, axis=0)
             corpus = replace(corpus, row_salts=salts)
         return LookupState(history, corpus)
-
-    def write(
-        self,
-        state: LookupState,
-        row_ids: Int[Array, " T"],
-        positions: Int[Array, " T"],
-        tokens: Int[Array, " T"],
-        keep: Bool[Array, " T"],
-    ) -> LookupState:
-        """Returns the state with the tokens of chunks, where `keep`. Positions outside [0, L) are dropped."""
-        return replace(state, history=write_tokens(state.history, row_ids, positions, tokens, keep))
 
     def append(
         self,

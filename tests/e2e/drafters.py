@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxtyping import Array, Bool, Int, Int32
+from jaxtyping import Array, Int, Int32
 
 from jaxserve import LLM
 from jaxserve.request import Request, RequestOutput
-from jaxserve.speculation import NO_DRAFT
+from jaxserve.speculation import NO_DRAFT, LookupState
 from jaxserve.speculation.history import write_tokens
 
 MAX_TEXTS = 48
@@ -32,14 +32,12 @@ class Mode(IntEnum):
 
 
 @flax.struct.dataclass
-class ScriptState:
-    """The rows' tokens, and the texts that are known. A test writes the latter."""
+class Script:
+    """The texts that are known, in the place of finished answers. A test writes them."""
 
-    history: Int32[Array, "R L"]
     texts: Int32[Array, "N L"]
     ends: Int32[Array, " N"]  # tokens of each text; 0: there is none
     mode: Int32[Array, ""]
-    corpus: None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,38 +52,40 @@ class ScriptedDrafter:
 
     def state_specs(
         self, num_rows: int, max_model_len: int, sharding: jax.sharding.Sharding | None = None
-    ) -> ScriptState:
-        shapes = (num_rows, max_model_len), (MAX_TEXTS, max_model_len), (MAX_TEXTS,), ()
-        return ScriptState(*(jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for shape in shapes))
+    ) -> LookupState:
+        history, *script = (
+            jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+            for shape in ((num_rows, max_model_len), (MAX_TEXTS, max_model_len), (MAX_TEXTS,), ())
+        )
+        return LookupState(history, Script(*script))
 
-    def set_row(self, state: ScriptState, row: Array, tokens: Int32[Array, " L"], salt: Array) -> ScriptState:
-        return replace(state, history=state.history.at[row].set(tokens))
-
-    def write(
-        self, state: ScriptState, row_ids: Array, positions: Array, tokens: Array, keep: Bool[Array, " T"]
-    ) -> ScriptState:
-        return replace(state, history=write_tokens(state.history, row_ids, positions, tokens, keep))
+    def set_row(
+        self, state: LookupState, row: Array, start: Array, tokens: Int32[Array, " L"], salt: Array
+    ) -> LookupState:
+        line = jnp.where(jnp.arange(len(tokens)) < start, state.history[row], tokens)
+        return replace(state, history=state.history.at[row].set(line))
 
     def append(
-        self, state: ScriptState, row_ids: Array, positions: Array, ids: Int[Array, "S W"], counts: Int[Array, " S"]
-    ) -> ScriptState:
+        self, state: LookupState, row_ids: Array, positions: Array, ids: Int[Array, "S W"], counts: Int[Array, " S"]
+    ) -> LookupState:
         index = jnp.arange(ids.shape[1])
         keep = (index < counts[:, None]) & (ids >= 0)
         rows = jnp.broadcast_to(row_ids[:, None], ids.shape)
-        return self.write(state, rows, positions[:, None] + index, ids, keep)
+        return replace(state, history=write_tokens(state.history, rows, positions[:, None] + index, ids, keep))
 
-    def propose(self, state: ScriptState, row_ids: Int[Array, " S"], lengths: Int[Array, " S"]) -> Int32[Array, "S K"]:
+    def propose(self, state: LookupState, row_ids: Int[Array, " S"], lengths: Int[Array, " S"]) -> Int32[Array, "S K"]:
+        script: Any = state.corpus
         known = jnp.arange(state.history.shape[1]) < lengths[:, None]
-        is_equal = ~known[:, None] | (state.history[row_ids][:, None] == state.texts)  # [S, N, L]
-        is_found = jnp.all(is_equal, axis=2) & (state.ends > lengths[:, None])
+        is_equal = ~known[:, None] | (state.history[row_ids][:, None] == script.texts)  # [S, N, L]
+        is_found = jnp.all(is_equal, axis=2) & (script.ends > lengths[:, None])
         text = jnp.argmax(is_found, axis=1)
         positions = lengths[:, None] + jnp.arange(self.num_drafts)
-        right = state.texts.at[text[:, None], positions].get(mode="fill", fill_value=0)
+        right = script.texts.at[text[:, None], positions].get(mode="fill", fill_value=0)
         wrong = jnp.where(right > 3, right - 1, right + 1)
         lot = (positions * 40503 + text[:, None] * 7919) % 65521 % 8
         mixed = jnp.where(lot == 0, NO_DRAFT, jnp.where(lot <= 2, wrong, right))
-        drafts = jnp.where(state.mode == Mode.RIGHT, right, jnp.where(state.mode == Mode.WRONG, wrong, mixed))
-        drafts = jnp.where((positions < state.ends[text][:, None]) & jnp.any(is_found, axis=1)[:, None], drafts, -1)
+        drafts = jnp.where(script.mode == Mode.RIGHT, right, jnp.where(script.mode == Mode.WRONG, wrong, mixed))
+        drafts = jnp.where((positions < script.ends[text][:, None]) & jnp.any(is_found, axis=1)[:, None], drafts, -1)
         is_draft = jnp.cumprod(drafts >= 0, axis=1) == 1
         return jnp.where(is_draft, drafts, NO_DRAFT)
 
@@ -116,13 +116,12 @@ def make_scripted(make: Callable[..., LLM], num_drafts: int, *, forced: bool = T
 def teach(llm: LLM, texts: Sequence[Sequence[int]], mode: Mode) -> None:
     """Tells a scripted drafter what the rows will become."""
     runner = llm.ready.runner
-    script: Any = runner._rows.lookup
+    script: Any = runner._corpus
     lines, ends = np.zeros(script.texts.shape, np.int32), np.zeros(MAX_TEXTS, np.int32)
     for index, text in enumerate(texts):
         lines[index, : len(text)], ends[index] = text, len(text)
     sent = jax.device_put((lines, ends, np.int32(mode)), script.mode.sharding)
-    known = replace(script, **dict(zip(("texts", "ends", "mode"), sent, strict=True)))
-    runner._rows = replace(runner._rows, lookup=known)
+    runner._corpus = Script(*sent)
 
 
 def list_texts(outputs: Sequence[RequestOutput]) -> list[list[int]]:

@@ -21,7 +21,6 @@ class Table:
         self.drafter = make_lookup_drafter(config)
         self.specs = self.drafter.state_specs(num_rows, max_len)
         self._set_row = jax.jit(self.drafter.set_row, donate_argnums=0)
-        self._write = jax.jit(self.drafter.write, donate_argnums=0)
         self._append = jax.jit(self.drafter.append, donate_argnums=0)
         self._remember = jax.jit(self.drafter.remember, donate_argnums=0)
         self._propose = jax.jit(self.drafter.propose)
@@ -40,15 +39,10 @@ class Table:
         stale = np.random.default_rng(0).integers(0, 3, self.specs.history.shape)
         self.state = self.state.replace(history=jnp.asarray(stale, jnp.int32))
 
-    def set_row(self, row: int, tokens: list[int], salt: tuple[int, int] = (0, 0)) -> None:
+    def set_row(self, row: int, tokens: list[int], salt: tuple[int, int] = (0, 0), *, start: int = 0) -> None:
         line = np.random.default_rng(1).integers(0, 3, self.max_len).astype(np.int32)
-        line[: len(tokens)] = tokens
-        self.state = self._set_row(self.state, np.int32(row), line, np.array(salt, np.uint32))
-
-    def write(self, row_ids: list[int], positions: list[int], tokens: list[int], keep: list[bool]) -> None:
-        self.state = self._write(
-            self.state, *[np.array(each, np.int32) for each in (row_ids, positions, tokens)], np.array(keep)
-        )
+        line[start : start + len(tokens)] = tokens
+        self.state = self._set_row(self.state, np.int32(row), np.int32(start), line, np.array(salt, np.uint32))
 
     def append(self, row_ids: list[int], positions: list[int], ids: list[list[int]], counts: list[int]) -> None:
         columns = [np.array(each, np.int32) for each in (row_ids, positions, ids, counts)]

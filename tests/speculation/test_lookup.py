@@ -110,14 +110,21 @@ def test_tokens_are_written_where_they_belong() -> None:
                     expected[row, position + offset] = token
         np.testing.assert_array_equal(table.history(), expected)
 
-        places = rng.sample([(row, position) for row in range(R) for position in range(-2, L + 3)], 12)
-        tokens = [rng.randrange(100) for _ in places]
-        keep = [rng.random() < 0.7 for _ in places]
-        table.write([row for row, _ in places], [position for _, position in places], tokens, keep)
-        for (row, position), token, kept in zip(places, tokens, keep, strict=True):
-            if kept and 0 <= position < L:
-                expected[row, position] = token
+        row, start = rng.randrange(R), rng.randrange(L)
+        tokens = [rng.randrange(100) for _ in range(rng.randint(0, L - start))]
+        table.set_row(row, tokens, start=start)
+        end = start + len(tokens)
+        expected[row, start:end] = tokens
+        expected[row, end:] = table.history()[row, end:]  # anything
         np.testing.assert_array_equal(table.history(), expected)
+
+
+def test_a_row_keeps_the_salt_of_its_admission() -> None:
+    table = Table(make_suffix_config(6, 1.0, 0.1, answers=4))
+    table.set_row(1, [1, 2], salt=(5, 2**32 - 1))
+    table.set_row(1, [3], salt=(7, 7), start=2)
+    assert np.asarray(table.state.corpus.row_salts[1]).tolist() == [5, 2**32 - 1]
+    assert table.history()[1, :3].tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize("table", [NGRAMS[1, 7], SUFFIXES[RULES[0]]])
@@ -134,7 +141,7 @@ def test_the_state_is_written_in_place() -> None:
     ends = table.state.corpus.ends.unsafe_buffer_pointer()
     table.set_row(1, [1, 2])
     table.append([1, 0], [2, 0], [[3, 4], [0, 0]], [2, 0])
-    table.write([2], [0], [5], [True])
+    table.set_row(2, [5], start=1)
     table.remember(1, 0, 4)
     assert table.state.history.unsafe_buffer_pointer() == place
     assert table.state.corpus.ends.unsafe_buffer_pointer() == ends
