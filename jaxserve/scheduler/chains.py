@@ -27,6 +27,9 @@ def take_drafts(
     """
     runs = outputs.split_runs()
     verifies, first = plan.width > 1, len(plan.decode_rows)
+    if outputs.drafts is None and not (verifies or widths.awaits_drafts):  # there is nothing to compare
+        widths.note_step(first, 1, plan.num_drafts, first)
+        return runs
     rows: Iterable[Ids[int]] = ((),) * len(runs) if outputs.drafts is None else outputs.drafts
     compare = _compare_verified if verifies else _compare_plain
     chains, lengths, num_tokens = compare(plan, runs, rows, by_ticket)
@@ -37,7 +40,7 @@ def take_drafts(
             lengths.append(len(sequence.drafts))
     counted = Counter(chains)
     widths.note_chains(counted, len(chains) if verifies else 0)
-    widths.note_drafts(lengths)
+    widths.note_drafts(None if outputs.drafts is None else lengths)
     widths.note_step(len(chains), plan.width, plan.num_drafts, num_tokens)
     if verifies:
         _count(counts, counted)

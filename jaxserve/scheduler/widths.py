@@ -29,6 +29,7 @@ _PROBE_CHAINS = 8  # chains that a probe sees
 _RENEWAL = 5  # plain steps that measure their time anew: all but one are known when the next width is chosen
 _FIRST_RENEWAL, _RENEWAL_EVERY = 16, 256  # steps after which it is due, at first and later
 _FRESH = 8  # steps for which it counts as new
+_LOOK_EVERY = 8  # plain steps; one of them shows how good lookups are, so that the others need not read any
 _FRUITLESS = 1000  # drafts of a head without an accepted one, after which it is switched off
 
 
@@ -51,6 +52,8 @@ class WidthChooser:
         self._size, self._age = 0, 0  # the place in `_sizes` that counts, and for how many steps rows were fewer
         self._fixed, self._fixed_age = -1, 0
         self._num_made = 0  # drafts that the last plan makes
+        self._look_age = _LOOK_EVERY  # plain steps since one made drafts
+        self.awaits_drafts = False  # whether the last committed step made drafts
         self._probe = 0  # chains that the probe under way has yet to see
         self._allowance = 1.0  # share of the usual one
         self._renewal = 0  # plain steps to plan yet, to measure them
@@ -68,28 +71,28 @@ class WidthChooser:
             step_limit: seconds that the step may take; None: any time.
         """
         limits, num_rows = self._limits, max(1, num_rows)
-        all_drafts = 0 if limits.draft_costs else limits.max_drafts
         place = bisect_left(self._sizes, num_rows)
         if place >= self._size or self._age >= _HOLD:
             self._size, self._age = place, 0
         else:
             self._age += 1
         if self.is_off or self._size == len(self._sizes):
-            return 1, all_drafts
+            return 1, 0
         widths = [width for width in self._widths[self._size] if self._may_run(num_rows, width, step_limit)]
         wanted = self._choose_measured(num_rows, widths) if limits.fixed_drafts is None else self._read_table(num_rows)
-        reach = min(wanted, self._num_made + 1 if limits.draft_costs else wanted)
-        width = max(width for width in widths if width <= reach)
         wanted = max(width for width in widths if width <= wanted)
-        return width, all_drafts or wanted - 1
+        width = max(width for width in widths if width <= min(wanted, self._num_made + 1))
+        return width, wanted - 1 if limits.draft_costs else self._count_lookups(wanted)
 
     def note_plan(self, num_drafts: int) -> None:
         """Notes how many drafts the step that was planned makes."""
         self._num_made = num_drafts
 
-    def note_drafts(self, lengths: list[int]) -> None:
-        """Notes how many drafts each row of a committed step has for its next one."""
-        self._acceptance.set_lengths(lengths)
+    def note_drafts(self, lengths: list[int] | None) -> None:
+        """Notes how many drafts each row of a committed step has for its next one; None: the step made none."""
+        self.awaits_drafts = lengths is not None
+        if lengths is not None:
+            self._acceptance.set_lengths(lengths)
 
     def note_chains(self, chains: Counter[tuple[int, int]], num_verified: int) -> None:
         """Notes what became of the drafts of a committed step.
@@ -100,6 +103,8 @@ class WidthChooser:
             num_verified: rows that verified; 0 in a step of width 1.
         """
         self._acceptance.add(chains)
+        if any(right for _, right in chains):
+            self._look_age = _LOOK_EVERY  # what was right once may be right again
         if self._probe and num_verified:
             self._probe = max(0, self._probe - num_verified)
             if not self._probe:
@@ -135,6 +140,14 @@ class WidthChooser:
             seconds = self._times.measure(num_rows, width, num_drafts if costs else 0) or 2 * plain
             self._account += plain * num_tokens / num_rows - seconds
         self._account = min(self._account, _MOST * plain)
+
+    def _count_lookups(self, width: int) -> int:
+        """Returns the drafts that a step with lookups makes: all for a step of `width` that follows, or for a look."""
+        self._look_age += 1
+        if width == 1 and (self._look_age < _LOOK_EVERY or self._limits.fixed_drafts is not None):
+            return 0
+        self._look_age = 0
+        return self._limits.max_drafts
 
     def _may_run(self, num_rows: int, width: int, step_limit: float | None) -> bool:
         if width == 1:

@@ -65,10 +65,9 @@ class Clock:
         self.seconds += seconds
         self.num_plain += rows * seconds / (0.01 * (1 + 0.05 * rows))  # tokens of plain steps in that time
         self.step_times.add_decode(rows, width, num_drafts if costs else 0, seconds)
-        lengths = self._lengths if len(self._lengths) == rows else [0] * rows
         chains: Counter[tuple[int, int]] = Counter()
         num_tokens = rows
-        for length in lengths:
+        for length in self._lengths if len(self._lengths) == rows else [0] * rows:
             seen = min(length, max(1, width - 1))
             right = next((i for i in range(seen) if self._random.random() >= shares[i]), seen)
             chains[seen, right] += 1
@@ -77,10 +76,9 @@ class Clock:
                 self._num_drafts += seen
                 self._num_accepted += right
         self.num_tokens += num_tokens
-        most = num_drafts if costs else MOST
-        self._lengths = [most if self._random.random() < drafting else 0 for _ in range(rows)]
+        self._lengths = [num_drafts if self._random.random() < drafting else 0 for _ in range(rows)]
         self.chooser.note_chains(chains, rows if width > 1 else 0)
-        self.chooser.note_drafts(self._lengths)
+        self.chooser.note_drafts(self._lengths if num_drafts else None)
         self.chooser.note_step(rows, width, num_drafts, num_tokens)
         if width > 1:
             self.chooser.check_head(self._num_drafts, self._num_accepted)
@@ -153,7 +151,7 @@ def test_rows_that_flip_do_not_flip_the_width(costs: bool) -> None:
     flips = Clock(draft_costs=costs).run(500, [0.9] * 4, 8)
     flips.run(300, [0.9] * 4, lambda step: 9 if step % 2 == 0 else 8)
     assert sum(before != after for before, after in zip(flips.widths[500:], flips.widths[501:], strict=False)) <= 1
-    assert set(flips.made[520:]) == {0 if costs else MOST}, "a head does not draft for steps that cannot verify"
+    assert set(flips.made[520:]) == {0}, "nobody drafts for steps that cannot verify"
     flips.run(30, [0.9] * 4, 8)
     assert 1 not in flips.widths[-8:], "the larger number has gone for good"
 
@@ -164,13 +162,13 @@ def test_the_table_fixes_the_drafts_and_does_not_thrash(costs: bool) -> None:
     clock = Clock(draft_costs=costs, fixed_drafts=table, verify_widths=((8, 5), (64, 3), (64, 5)))
     bad = [0.05] * 4
     clock.run(50, bad, 8)
-    assert set(clock.widths[1:]) == {5} and clock.widths[0] == (1 if costs else 5), "whatever is accepted"
+    assert set(clock.widths[1:]) == {5} and clock.widths[0] == 1, "whatever is accepted"
     clock.run(200, bad, lambda step: 9 if step % 2 == 0 else 8)
     assert sum(a != b for a, b in zip(clock.widths[50:], clock.widths[51:], strict=False)) <= 1
     clock.run(50, bad, 9)
     assert set(clock.widths[-20:]) == {3} and set(clock.made[-20:]) == {2 if costs else MOST}
     clock.run(50, bad, 40)
-    assert set(clock.widths[-20:]) == {1} and set(clock.made[-20:]) == {0 if costs else MOST}
+    assert set(clock.widths[-20:]) == {1} and set(clock.made[-20:]) == {0}
 
 
 @pytest.mark.parametrize("times", [SLOW, CHEAP], ids=["slow", "cheap"])
@@ -185,6 +183,12 @@ def test_lookups_come_back_when_the_text_changes(times: dict[int, float], rows: 
         clock.run(300, [0.0] * 4, rows)
         assert clock.num_plain - clock.num_tokens <= 22 * rows, "what it had gained bounds what it loses"
         assert times is CHEAP or clock.widths[-200:].count(1) >= 196
+
+
+def test_lookups_are_read_now_and_then_while_they_are_off() -> None:
+    clock = Clock().run(1000, [0.0] * 4)
+    assert 1000 / 9 <= clock.made.count(MOST) <= 1000 / 7
+    assert not clock.run(60, [1.0] * 4).made[-40:].count(0), "one that was right is followed by others"
 
 
 def test_a_head_that_is_off_runs_no_draft_passes_and_is_tried_again() -> None:
