@@ -3,7 +3,8 @@
 Drafting must never be slower than plain steps. Two things see to that. A prediction, from measured times and running
 acceptance, chooses the width. An account bounds what a wrong prediction costs: verify steps pay into it what they
 gain over plain steps and take out what they lose, every step pays in a small share of its time, and nothing is
-verified while the account is empty. Both need the time of plain steps, which changes with what else runs on the
+verified while the account is empty. Each number of rows that can verify has its own, so that what one row gains is not
+spent on tries with eight. Both need the time of plain steps, which changes with what else runs on the
 machine. So while drafts are verified a few plain steps are run now and then, and always before plain steps are chosen.
 """
 
@@ -29,7 +30,9 @@ _PROBE_CHAINS = 8  # chains that a probe sees
 _RENEWAL = 5  # plain steps that measure their time anew: all but one are known when the next width is chosen
 _FIRST_RENEWAL, _RENEWAL_EVERY = 16, 256  # steps after which it is due, at first and later
 _FRESH = 8  # steps for which it counts as new
-_LOOK_EVERY = 8  # plain steps; one of them shows how good lookups are, so that the others need not read any
+# Of so many plain steps some look drafts up, which shows how good lookups are; the others need not read any. One step's
+# drafts are known when the next is planned, so the one after that can verify if the next has drafts, too.
+_LOOK_EVERY, _LOOK_STEPS = 16, 2
 _FRUITLESS = 1000  # drafts of a head without an accepted one, after which it is switched off
 
 
@@ -52,14 +55,14 @@ class WidthChooser:
         self._size, self._age = 0, 0  # the place in `_sizes` that counts, and for how many steps rows were fewer
         self._fixed, self._fixed_age = -1, 0
         self._num_made = 0  # drafts that the last plan makes
-        self._look_age = _LOOK_EVERY  # plain steps since one made drafts
+        self._num_rows, self._look_age = 0, _LOOK_EVERY  # decoding rows of the last step; steps since a look began
         self.awaits_drafts = False  # whether the last committed step made drafts
         self._probe = 0  # chains that the probe under way has yet to see
         self._allowance = 1.0  # share of the usual one
         self._renewal = 0  # plain steps to plan yet, to measure them
         self._plain_age = 0  # steps since one was measured
         self._renewal_every = _FIRST_RENEWAL
-        self._account: float | None = None  # seconds
+        self._accounts: list[float | None] = [None] * len(self._sizes)  # seconds; None before plain steps are measured
         self._was_right = False  # whether any draft was ever accepted
         self.is_off = False  # for good
 
@@ -70,6 +73,8 @@ class WidthChooser:
             num_rows: decoding rows; without any, the step's chunks may bring some, which can verify in the next step.
             step_limit: seconds that the step may take; None: any time.
         """
+        if num_rows != self._num_rows:
+            self._num_rows, self._look_age = num_rows, _LOOK_EVERY  # other rows, other drafts
         limits, num_rows = self._limits, max(1, num_rows)
         place = bisect_left(self._sizes, num_rows)
         if place >= self._size or self._age >= _HOLD:
@@ -124,7 +129,8 @@ class WidthChooser:
 
     def note_step(self, num_rows: int, width: int, num_drafts: int, num_tokens: int) -> None:
         """Balances the account after a step of `num_rows` decoding rows that brought `num_tokens` tokens."""
-        if not num_rows:
+        place = bisect_left(self._sizes, num_rows)
+        if not num_rows or place == len(self._sizes):
             return
         costs = self._limits.draft_costs
         is_plain = width == 1 and not (costs and num_drafts)
@@ -132,22 +138,24 @@ class WidthChooser:
         plain = self._times.measure(num_rows, 1, 0)
         if not plain:
             return
-        if self._account is None:
-            self._account = _START * plain
+        account = self._accounts[place]
+        if account is None:
+            account = _START * plain
         share = _HEAD_ALLOWANCE if costs else _LOOKUP_ALLOWANCE
-        self._account += share * self._allowance * plain
+        account += share * self._allowance * plain
         if not is_plain:
             seconds = self._times.measure(num_rows, width, num_drafts if costs else 0) or 2 * plain
-            self._account += plain * num_tokens / num_rows - seconds
-        self._account = min(self._account, _MOST * plain)
+            account += plain * num_tokens / num_rows - seconds
+        self._accounts[place] = min(account, _MOST * plain)
 
     def _count_lookups(self, width: int) -> int:
         """Returns the drafts that a step with lookups makes: all for a step of `width` that follows, or for a look."""
         self._look_age += 1
-        if width == 1 and (self._look_age < _LOOK_EVERY or self._limits.fixed_drafts is not None):
+        if width > 1 or self._look_age >= _LOOK_EVERY:
+            self._look_age = 0
+        elif self._look_age >= _LOOK_STEPS:
             return 0
-        self._look_age = 0
-        return self._limits.max_drafts
+        return self._limits.max_drafts if width > 1 or self._limits.fixed_drafts is None else 0
 
     def _may_run(self, num_rows: int, width: int, step_limit: float | None) -> bool:
         if width == 1:
@@ -174,10 +182,11 @@ class WidthChooser:
 
     def _choose_measured(self, num_rows: int, widths: list[int]) -> int:
         """Returns the width with the most tokens a second, as far as is known and the account allows."""
-        if self._account is None or len(widths) == 1:
+        account = self._accounts[self._size]
+        if account is None or len(widths) == 1:
             return 1  # the time of plain steps must be known first
         current = self._current[self._size]
-        if self._account <= 0:
+        if account <= 0:
             if current > 1 or self._probe:
                 self._end_probe()
             self._current[self._size] = 1
@@ -193,13 +202,13 @@ class WidthChooser:
             return 1
         if speeds[best] > (_MARGIN if best > 1 else _LEAST_MARGIN) * speeds.get(current, 0):
             if best == 1 and self._limits.draft_costs:
-                self._account = min(self._account, 0)  # the next probe has to wait
+                account = self._accounts[self._size] = 0.0  # the next probe has to wait
             current = self._current[self._size] = best
         if current > 1:
             if not self._probe and speeds[current] > speeds[1]:
                 self._allowance = 1.0
             return current
-        return self._choose_probe(num_rows, widths, plain)
+        return self._choose_probe(num_rows, widths, plain, account)
 
     def _must_renew(self, current: int, *, is_worse: bool) -> bool:
         """Returns whether the next step is a plain one, to measure it, while `current` is the width."""
@@ -214,15 +223,14 @@ class WidthChooser:
         self._renewal -= 1
         return True
 
-    def _choose_probe(self, num_rows: int, widths: list[int], plain: float) -> int:
+    def _choose_probe(self, num_rows: int, widths: list[int], plain: float, account: float) -> int:
         """Returns the width of a probe while plain steps seem best; 1: not now."""
         width = widths[1]
         if self._probe:
             return width
-        assert self._account is not None
         seconds = self._estimate(num_rows, width) or 2 * plain
         cost = (max(2, _PROBE_CHAINS // num_rows) + 1) * (seconds - plain)
-        if self._account < min(cost, _MOST * plain * 0.9):
+        if account < min(cost, _MOST * plain * 0.9):
             return 1
         if not self._limits.draft_costs:  # plain steps show how good first drafts are
             tokens = self._acceptance.predict(always_drafts=False, hopes=True)
