@@ -2,8 +2,10 @@
 all keys that it sees or a run of them.
 
 The structure is FlashAttention-3's (Shah et al., 2024). A memory warpgroup walks the unit's keys and keeps a ring in
-shared memory full by TMA, page by page. Two compute warpgroups hold 64 query rows each and take turns, so that the
-softmax of one runs while the other uses the tensor cores.
+shared memory full by TMA, page by page. Two compute warpgroups hold 64 query rows each and take turns at beginning
+products: the scores of a key tile, and behind them the values of the tile before. So a warpgroup's softmax runs while
+the tensor cores work at its own values and at the other's products, and no turn waits for a product to end. Heads of
+256 have no registers for that: there, values are awaited before the scores begin.
 
 All three walk the same range of keys, in key tiles of `keys` tokens ("blocks" below, counted from the row's first
 token). So every barrier gets the same number of arrivals, whatever the masks are.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +42,9 @@ from pallas_kernels.hopper.prefill_static import (
 from pallas_kernels.mosaic_gpu import compat
 from pallas_kernels.mosaic_gpu.key_tiles import LOG2_E, MASKED
 
-type Carry = tuple[jax.Array, jax.Array, jax.Array]  # mixed values [ROWS, H], largest score [ROWS], weight [ROWS]
+type Sums = tuple[jax.Array, jax.Array]  # largest score [ROWS] in base 2, sum of the weights [ROWS]; f32
+type Weighed = tuple[jax.Array, jax.Array, Sums]  # weights [ROWS, keys], what sums before shrink by [ROWS], sums
+type Carry = tuple[jax.Array, jax.Array, Sums]  # mixed values [ROWS, H] f32, weights of the last key tile, sums
 
 
 def build_kernel(static: Static) -> Callable[..., None]:
@@ -58,94 +63,136 @@ def build_kernel(static: Static) -> Callable[..., None]:
 
         @pl.when(operands.units[tile, COUNT] > 0)  # unused tiles come last in the grid: their blocks end here
         def _run() -> None:
-            span = find_span(static, operands, tile)
-
-            @pl.when(warpgroup == NUM_COMPUTE)
+            # Each branch reads the span for itself, and the branches are those of one condition: what both kept from
+            # before it would spill.
             def _load() -> None:
+                span = find_span(static, operands, tile)
                 compat.set_max_registers(static.registers[1], action="decrease")
                 load_queries(static, operands, buffers, tile, head)
                 load = load_narrow if static.is_narrow else load_plain
                 load(static, operands, buffers, span, operands.units[tile, ROW], head)
 
-            @pl.when(warpgroup < NUM_COMPUTE)
             def _compute() -> None:
+                span = find_span(static, operands, read_anew("tile"))
                 compat.set_max_registers(static.registers[0], action="increase")
-                _attend(static, operands, buffers, span, head, warpgroup)
+                _attend(_Warpgroup(static, operands, buffers, span, head, warpgroup))
+
+            lax.cond(warpgroup == NUM_COMPUTE, _load, _compute)
 
     return prefill_kernel
 
 
-def _attend(
-    static: Static,
-    operands: Operands,
-    buffers: Scratch,
-    span: Span,
-    head: jax.Array,
-    warpgroup: jax.Array,
-) -> None:
+class _Warpgroup(NamedTuple):
+    """A compute warpgroup at work on its 64 query rows."""
+
+    static: Static
+    operands: Operands
+    buffers: Scratch
+    span: Span
+    head: jax.Array
+    index: jax.Array
+
+    @property
+    def rows(self) -> pl.Slice:
+        return pl.ds(pl.multiple_of(self.index * ROWS, ROWS), ROWS)
+
+    def await_turn(self) -> None:
+        """Until this warpgroup may begin products."""
+        compat.barrier_wait(self.buffers.turn.at[self.index])
+
+    def pass_turn(self) -> None:
+        compat.barrier_arrive(self.buffers.turn.at[1 - self.index])
+
+    def find_slot(self, block: jax.Array) -> jax.Array:
+        return lax.rem(block - self.span.first, self.static.stages)
+
+    def find_origin(self) -> jax.Array:
+        """Is called before each loop that needs it: kept from the start, it spills."""
+        return self.operands.units[read_anew("tile"), ORIGIN]
+
+    def free(self, barriers: jax.Ref, block: jax.Array) -> None:
+        """Gives back the block's slot, unless it is among the last: nobody awaits those, and the interpreter of JAX
+        0.11 wants every completion awaited."""
+        arrive = partial(compat.barrier_arrive, barriers.at[self.find_slot(block)])
+        pl.when(block + self.static.stages < self.span.last)(arrive)
+
+    def weigh(
+        self, block: jax.Array, origin: jax.Array | None, scale: jax.Array, sums: Sums, scores: jax.Array
+    ) -> Weighed:
+        """Weights of the block's keys. Ends when it is this warpgroup's turn again."""
+        self.free(self.buffers.k_free, block)
+        largest, total = sums
+        weights, shrink, largest = _weigh(self.static, scores, largest, scale, origin, block, self.index)
+        total = total * shrink + weights.sum(axis=1)
+        # The softmax ends before the turn begins: else the tensor cores would wait for it.
+        weighed = lax.optimization_barrier((weights, shrink, (largest, total)))
+        self.await_turn()
+        return weighed
+
+
+def _attend(work: _Warpgroup) -> None:
     """Attention of one warpgroup's 64 query rows over the unit's keys."""
-    rows = pl.ds(pl.multiple_of(warpgroup * ROWS, ROWS), ROWS)
-    queries = buffers.q.at[rows]
+    static, operands = work.static, work.operands
     if static.has_sinks:  # a sink is a key that every query sees, without a value
-        largest = compat.load_column(operands.sinks.at[head, rows])
+        largest = compat.load_column(operands.sinks.at[work.head, work.rows])
         total = compat.full((ROWS,), 1.0)
         if static.splits:  # the tile's last unit has it
-            share = jnp.where(span.is_last, 1.0, 0.0)
+            share = jnp.where(work.span.is_last, 1.0, 0.0)
             largest, total = largest + (1.0 - share) * MASKED, total * share
     else:
         largest, total = compat.full((ROWS,), MASKED), compat.full((ROWS,), 0.0)
-    carry = compat.full((ROWS, static.width), 0.0), largest, total
-    scale = operands.scales[head]
-    compat.barrier_wait(buffers.q_full)
+    mixed, (largest, total) = _walk_keys(work, (largest, total))
+    if static.splits:
+        store_logs(work.buffers, largest + jnp.log2(total))
+    share = 1.0 / jnp.maximum(total, 1e-30)  # 0 stays 0 in a row that sees no key
+    store_answers(static, operands, work.buffers, mixed * compat.spread(share, mixed.shape))
 
-    def take_turns() -> None:
-        compat.barrier_arrive(buffers.turn)
-        compat.barrier_wait(buffers.turn)
 
-    def await_keys(block: jax.Array) -> None:
-        compat.barrier_wait(buffers.k_full.at[lax.rem(block - span.first, static.stages)])
-
-    def free(barriers: jax.Ref, block: jax.Array, slot: jax.Array) -> None:
-        # Nobody awaits a slot after the last tiles, and the interpreter of JAX 0.11 wants every completion awaited.
-        pl.when(block + static.stages < span.last)(lambda: compat.barrier_arrive(barriers.at[slot]))
-
-    def find_origin() -> jax.Array:
-        # Read before the loop that needs it: kept from the start, it spills where tiles are split (heads of 256).
-        return operands.units[read_anew("tile"), ORIGIN] if static.splits else span.origin
+def _walk_keys(work: _Warpgroup, sums: Sums) -> tuple[jax.Array, Sums]:
+    """Mixed values [ROWS, H] f32, not yet divided by the sum of their weights, and the sums."""
+    static, buffers, span = work.static, work.buffers, work.span
+    queries, scale = buffers.q.at[work.rows], work.operands.scales[work.head]
 
     def attend_block(block: jax.Array, carry: Carry, *, origin: jax.Array | None = None) -> Carry:
-        mixed, largest, total = carry
-        slot = lax.rem(block - span.first, static.stages)
-        scores = wgmma.multiply_qk(queries, buffers.k.at[slot], take_turns)
-        free(buffers.k_free, block, slot)
-        weights, shrink, largest = _weigh(static, scores, largest, scale, origin, block, warpgroup)
-        mixed = mixed * compat.spread(shrink, mixed.shape)
-        total = total * shrink + weights.sum(axis=1)
-        weights = weights.astype(static.dtype)
-        # The softmax ends before the turn begins: else the tensor cores would wait for it.
-        mixed, largest, total, weights = lax.optimization_barrier((mixed, largest, total, weights))
-        compat.barrier_arrive(buffers.turn)
-        compat.barrier_wait(buffers.v_full.at[slot])
-        compat.barrier_wait(buffers.turn)
-        await_next = partial(pl.when(block + 1 < span.last), partial(await_keys, block + 1))
-        mixed = wgmma.multiply_pv(mixed, weights, buffers.v.at[slot], await_next, interpret=static.interpret)
-        free(buffers.v_free, block, slot)
-        return mixed, largest, total
+        """The weights of a key tile. Meanwhile the values of the tile before are mixed."""
+        mixed, weights, sums = carry
+        slot, before = work.find_slot(block), work.find_slot(block - 1)
+        query_keys, mix = (queries, buffers.k.at[slot]), (mixed, weights, buffers.v.at[before])
+        await_values = partial(compat.barrier_wait, buffers.v_full.at[before])
+        weigh = partial(work.weigh, block, origin, scale, sums)
+        compat.barrier_wait(buffers.k_full.at[slot])
+        if static.overlaps:
+            mixed, (weights, shrink, sums) = wgmma.multiply_both(
+                query_keys, mix, await_values, work.pass_turn, weigh, interpret=static.interpret
+            )
+            work.free(buffers.v_free, block - 1)
+        else:
+            await_values()
+            mixed = wgmma.multiply_pv(*mix, interpret=static.interpret)
+            work.free(buffers.v_free, block - 1)
+            weights, shrink, sums = weigh(wgmma.multiply_qk(*query_keys, work.pass_turn))
+        # Not before: the product still read the registers of the weights before these.
+        return mixed * compat.spread(shrink, mixed.shape), weights.astype(static.dtype), sums
 
-    await_keys(span.first)
-    # The second warpgroup is half a step behind; the first waits for it at the end.
-    pl.when(warpgroup == 1)(take_turns)
+    compat.barrier_wait(buffers.q_full)
+    pl.when(work.index == 1)(work.pass_turn)  # the first warpgroup begins
+    work.await_turn()
+    compat.barrier_wait(buffers.k_full.at[0])
+    scores = wgmma.multiply_qk(queries, buffers.k.at[0], work.pass_turn)
+    weights, _, sums = work.weigh(span.first, work.find_origin(), scale, sums, scores)
+    carry = compat.full((ROWS, static.width), 0.0), weights.astype(static.dtype), sums
+    inner = second = span.first + 1
     if static.window is not None:
-        carry = lax.fori_loop(span.first, span.inner, partial(attend_block, origin=find_origin()), carry)
-    carry = lax.fori_loop(span.inner, span.outer, attend_block, carry)
-    masked = partial(attend_block, origin=find_origin())
-    mixed, largest, total = lax.fori_loop(span.outer, span.last, masked, carry)
-    pl.when(warpgroup == 0)(take_turns)
-
-    if static.splits:
-        store_logs(buffers, largest + jnp.log2(total))
-    share = 1.0 / jnp.maximum(total, 1e-30)  # 0 stays 0 in a row that sees no key
-    store_answers(static, operands, buffers, mixed * compat.spread(share, mixed.shape))
+        inner = jnp.maximum(span.inner, second)
+        carry = lax.fori_loop(second, inner, partial(attend_block, origin=work.find_origin()), carry)
+    outer = jnp.maximum(span.outer, inner)
+    carry = lax.fori_loop(inner, outer, attend_block, carry)
+    carry = lax.fori_loop(outer, span.last, partial(attend_block, origin=work.find_origin()), carry)
+    mixed, weights, sums = carry
+    slot = work.find_slot(span.last - 1)
+    compat.barrier_wait(buffers.v_full.at[slot])
+    end_turn = partial(pl.when(work.index == 0), work.pass_turn)  # the second warpgroup is the last
+    return wgmma.multiply_pv(mixed, weights, buffers.v.at[slot], end_turn, interpret=static.interpret), sums
 
 
 def _weigh(

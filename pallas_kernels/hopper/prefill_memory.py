@@ -53,7 +53,7 @@ def load_queries(static: Static, operands: Operands, buffers: Scratch, tile: jax
 def load_plain(
     static: Static, operands: Operands, buffers: Scratch, span: Span, row: jax.Array, head: jax.Array
 ) -> None:
-    """Fills the ring from pages of q's dtype.
+    """Fills the ring from pages of q's dtype. Keys are a step ahead of values, as they are where they are used.
 
     Values that no query may see can be NaN, which a weight of 0 does not remove. Only the first and the last key tile
     have such values. This warpgroup overwrites them, as it alone has time: values are awaited late, after scores and
@@ -62,14 +62,15 @@ def load_plain(
     cut_first = lax.rem(span.begin, static.keys) > 0
     cut_last = lax.rem(span.end, static.keys) > 0
 
-    def issue(step: jax.Array, *, wait: bool) -> None:
+    def find_pages(step: jax.Array) -> list[jax.Array]:
+        return _find_pages(static, operands, row, span.first + step)
+
+    def issue_keys(step: jax.Array, pages: list[jax.Array]) -> None:
         block, slot = span.first + step, lax.rem(step, static.stages)
-        pages = _find_pages(static, operands, row, block)  # before the wait: it hides the latency of the reads
-        if wait:
-            compat.barrier_wait(buffers.k_free.at[slot])
         _copy_pages(static, operands, pages, block, 2 * head, buffers.k.at[slot], buffers.k_full.at[slot])
-        if wait:
-            compat.barrier_wait(buffers.v_free.at[slot])
+
+    def issue_values(step: jax.Array, pages: list[jax.Array]) -> None:
+        block, slot = span.first + step, lax.rem(step, static.stages)
         is_last = (step == span.steps - 1) & cut_last
         is_edge = is_last if static.window is None else is_last | ((step == 0) & cut_first)
 
@@ -83,6 +84,24 @@ def load_plain(
             full = buffers.v_full.at[slot]
             _copy_pages(static, operands, pages, block, 2 * head + 1, buffers.v.at[slot], full)
 
+    def fill(step: jax.Array, pages: list[jax.Array]) -> list[jax.Array]:
+        following = find_pages(step + 1)
+        issue_keys(step + 1, following)
+        issue_values(step, pages)
+        return following
+
+    def refill(step: jax.Array, pages: list[jax.Array]) -> list[jax.Array]:
+        following = find_pages(step + 1)  # before the waits: they hide the latency of the reads
+
+        @pl.when(step + 1 < span.steps)
+        def _() -> None:
+            compat.barrier_wait(buffers.k_free.at[lax.rem(step + 1, static.stages)])
+            issue_keys(step + 1, following)
+
+        pl.when(step >= static.stages)(lambda: compat.barrier_wait(buffers.v_free.at[lax.rem(step, static.stages)]))
+        issue_values(step, pages)
+        return following
+
     def clean(step: jax.Array, edge: int) -> None:
         slot = lax.rem(step, static.stages)
         compat.barrier_wait(buffers.v_edge.at[edge])
@@ -90,14 +109,17 @@ def load_plain(
         for _ in range(static.boxes):
             compat.barrier_arrive(buffers.v_full.at[slot])
 
-    ahead = jnp.minimum(span.steps, static.stages)
+    start = span.steps * 0
+    pages = find_pages(start)
+    issue_keys(start, pages)
+    ahead = jnp.minimum(span.steps, static.stages) - 1
+    pages = lax.fori_loop(0, ahead, fill, pages)
     clean_last = cut_last
-    pl.loop(0, ahead)(lambda step: issue(step, wait=False))
     if static.window is not None:
         is_only = span.steps == 1
-        pl.when(cut_first & ~is_only)(lambda: clean(span.steps * 0, 0))
+        pl.when(cut_first & ~is_only)(lambda: clean(start, 0))
         clean_last = cut_last | (cut_first & is_only)
-    pl.loop(ahead, span.steps)(lambda step: issue(step, wait=True))
+    lax.fori_loop(ahead, span.steps, refill, pages)
     pl.when(clean_last)(lambda: clean(span.steps - 1, 1))
 
 
@@ -153,9 +175,11 @@ def load_narrow(
         issue(step, 0)
         issue(step, 1)
 
+    widen(span.steps * 0, 0)
+
     @pl.loop(0, span.steps)
     def _(step: jax.Array) -> None:
-        widen(step, 0)
+        pl.when(step + 1 < span.steps)(lambda: widen(step + 1, 0))  # keys are a step ahead
         widen(step, 1)
 
 

@@ -40,8 +40,10 @@ class PrefillConfig:
     def __post_init__(self) -> None:
         if self.keys % 64 or not 64 <= self.keys <= 256:
             raise ValueError(f"PrefillConfig.keys must be 64, 128, 192 or 256, got {self.keys}")
-        if self.stages < 1 or self.raw_stages < 0:
-            raise ValueError(f"PrefillConfig.stages must be at least 1, got {self.stages} and {self.raw_stages} raw")
+        if self.stages < 2:  # the scores of a key tile are made while the values of the one before are mixed
+            raise ValueError(f"PrefillConfig.stages must be at least 2, got {self.stages}")
+        if self.raw_stages < 0:
+            raise ValueError(f"PrefillConfig.raw_stages must be at least 0, got {self.raw_stages}")
         if any(count % 8 for count in self.registers):
             raise ValueError(f"PrefillConfig.registers must be multiples of 8, got {self.registers}")
         for name, least in (("num_sms", 1), ("min_split_tiles", 1), ("unit_cost", 0)):

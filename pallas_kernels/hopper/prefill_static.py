@@ -16,6 +16,7 @@ NUM_COMPUTE = 2  # warpgroups with queries; one more moves memory
 ROWS = wgmma.ROWS  # query rows of each
 TILE_ROWS = NUM_COMPUTE * ROWS
 MAX_PANEL = 128  # Pallas finds no layout for wider copies of shared memory that is not swizzled
+MAX_OVERLAPPED = 128  # elements of a stored head
 PIECE = 64  # keys, and columns, that the memory warpgroup holds in registers at a time
 
 
@@ -53,6 +54,12 @@ class Static:
     def panel(self) -> int:
         """Columns of one copy out of shared memory that is not swizzled."""
         return min(self.width, MAX_PANEL)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the scores of a key tile are made while the values of the one before are mixed: heads of 256 have no
+        registers for both."""
+        return self.width <= MAX_OVERLAPPED
 
     @property
     def is_narrow(self) -> bool:
@@ -105,7 +112,7 @@ class Scratch(NamedTuple):
     v_edge: jax.Ref | None  # values of the first and the last key tile have arrived and are to be cleaned
     raw_k_full: jax.Ref | None
     raw_v_full: jax.Ref | None
-    turn: jax.Ref  # the compute warpgroups swap tensor cores and softmax
+    turn: jax.Ref  # it is a compute warpgroup's turn to begin products: the other one has begun its own
 
 
 class Span(NamedTuple):
@@ -143,7 +150,7 @@ def list_scratch(static: Static) -> dict[str, object]:
         "q_full": compat.Barrier(num_arrivals=static.group_size),
         "k_free": compat.Barrier(num_arrivals=NUM_COMPUTE, num_barriers=static.stages),
         "v_free": compat.Barrier(num_arrivals=NUM_COMPUTE, num_barriers=static.stages),
-        "turn": compat.Barrier(num_arrivals=NUM_COMPUTE),
+        "turn": compat.Barrier(num_barriers=NUM_COMPUTE),
     }
     arrivals = 1 if static.is_narrow else static.boxes
     barriers["k_full"] = compat.Barrier(num_arrivals=arrivals, num_barriers=static.stages)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -63,6 +64,40 @@ def multiply_pv(
         while_running()
 
     return pl.run_state(product)(plgpu.ACC.init(acc))
+
+
+def multiply_both[T](
+    scores: tuple[jax.Ref, jax.Ref],  # q [rows, H] and k [keys, H] in shared memory
+    values: tuple[jax.Array, jax.Array, jax.Ref],  # as in multiply_pv: acc, weights, v
+    between: Callable[[], None],
+    while_running: Callable[[], None],
+    use: Callable[[jax.Array], T],
+    *,
+    interpret: bool,
+) -> tuple[jax.Array, T]:
+    """Two products that run one behind the other: q @ k.T as in `multiply_qk`, then acc + weights @ v.
+
+    `between` is called when the first has begun, `while_running` when both have. `use` gets the first one's result
+    while the second runs. Returns the second's and what `use` returned.
+    """
+    (q, k), (acc, weights, v) = scores, values
+    if interpret:
+        found = multiply_qk(q, k)
+        between()
+        acc = multiply_pv(acc, weights, v, while_running, interpret=True)
+        return acc, use(found)
+
+    def products(first: jax.Ref, second: jax.Ref) -> tuple[jax.Array, T]:
+        plgpu.wgmma(first, q, k.T)
+        between()
+        second[...] = acc
+        plgpu.wgmma(second, weights, v)
+        while_running()
+        used = use(plgpu.wgmma_accumulator_load(first, wait_n=1))
+        return lax.optimization_barrier((plgpu.wgmma_accumulator_load(second, wait_n=0), used))
+
+    accumulators = [plgpu.ACC((q.shape[0], k.shape[0]), jnp.float32), plgpu.ACC(acc.shape, jnp.float32)]
+    return pl.run_scoped(products, *accumulators)
 
 
 def add_product(acc: jax.Ref, left: jax.Ref, right: jax.Ref) -> None:
