@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import prepare_batch, reference
-from pallas_kernels.hopper import prefill, prefill_answers, prefill_kernel, prefill_plan
+from pallas_kernels.hopper import prefill, prefill_answers, prefill_kernel, prefill_plan, wgmma
 from pallas_kernels.hopper.prefill_plan import ChunkUnits, PrefillConfig
 from pallas_kernels.hopper.prefill_static import NUM_UNITS
 from pallas_kernels.layout import pool_shape, update_kv_pages
@@ -185,9 +186,81 @@ def test_cleaning_before_arrival_is_caught(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_refilling_without_waiting_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = make_case("no key tile is cut", ((128, 64),), page_size=64)
     monkeypatch.setattr(prefill_kernel, "load_plain", without("barrier_wait", prefill_kernel.load_plain))
-    assert is_caught(case, SMALL)
+    assert is_caught(no_cut_tile(), SMALL)
+
+
+def no_cut_tile() -> Case:
+    return make_case("no key tile is cut", ((128, 64),), page_size=64)
+
+
+def test_values_not_awaited_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = wgmma.multiply_both
+
+    def broken(scores: Any, values: Any, _: Callable[[], None], *rest: Any, **options: Any) -> Any:
+        return whole(scores, values, lambda: None, *rest, **options)
+
+    monkeypatch.setattr(wgmma, "multiply_both", broken)
+    assert is_caught(no_cut_tile(), SMALL)
+
+
+def test_values_given_back_before_they_are_mixed_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if nothing awaited their product: their slot is filled anew while it is read."""
+    whole, free, find_slot = wgmma.multiply_both, prefill_kernel._Warpgroup.free, prefill_kernel._Warpgroup.find_slot
+    asked: list[tuple[Any, jax.Array]] = []  # whose slot: the last one before the products is that of their values
+
+    def remember(work: Any, block: jax.Array) -> jax.Array:
+        asked.append((work, block))
+        return find_slot(work, block)
+
+    def broken(scores: Any, values: Any, await_values: Callable[[], None], *rest: Any, **options: Any) -> Any:
+        work, block = asked[-1]
+
+        def await_and_free() -> None:
+            await_values()
+            free(work, work.buffers.v_free, block)
+
+        return whole(scores, values, await_and_free, *rest, **options)
+
+    def free_keys(work: Any, barriers: jax.Ref, block: jax.Array) -> None:
+        if barriers is not work.buffers.v_free:
+            free(work, barriers, block)
+
+    monkeypatch.setattr(prefill_kernel._Warpgroup, "find_slot", remember)
+    monkeypatch.setattr(prefill_kernel._Warpgroup, "free", free_keys)
+    monkeypatch.setattr(wgmma, "multiply_both", broken)
+    assert is_caught(no_cut_tile(), SMALL)
+
+
+def test_next_scores_begin_before_values_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs a product at once, so it cannot see what a wait leaves running. This reads it in the code:
+    scores, values, a wait that leaves the values running, then one for all."""
+    begin, step, end = ["product", "wait 0"], ["product", "product", "wait 1", "wait 0"], ["product"]
+    assert list_products(KVSpec(8, 128, 64, "bfloat16")) == [*begin, *step, *step, *end]
+    # Heads of 256 have no registers for two products: values are awaited first (by `run_state`, which names no number).
+    assert list_products(KVSpec(8, 256, 64, "bfloat16")) == [*begin, *["product", "product", "wait 0"] * 2, *end]
+    load = plgpu.wgmma_accumulator_load
+    monkeypatch.setattr(plgpu, "wgmma_accumulator_load", lambda acc, *, wait_n: load(acc, wait_n=wait_n + 1))
+    assert list_products(KVSpec(8, 128, 64, "bfloat16")) != [*begin, *step, *step, *end]
+
+
+def list_products(spec: KVSpec) -> list[str]:
+    """The products that the kernel begins, and its own waits for them, in the order of its code."""
+    found = []
+
+    def visit(jaxpr: Any) -> None:
+        for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+            name = equation.primitive.name.removesuffix("_p")
+            if name == "wgmma_ref":
+                found.append("product")
+            elif name == "wgmma_accumulator_deref":
+                found.append(f"wait {equation.params['wait_n']}")
+            for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")):
+                if hasattr(inner, "eqns"):
+                    visit(inner)
+
+    visit(trace(32, spec).jaxpr)
+    return found
 
 
 def test_tiles_are_split_where_the_device_is_large() -> None:
@@ -215,8 +288,14 @@ def test_join_without_commit_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_caught(TURN, SPLIT)
 
 
-def lower(num_heads: int, spec: KVSpec, dtype: str = "bfloat16", *, config: PrefillConfig | None = None) -> str:
+def lower(num_heads: int, spec: KVSpec, *, config: PrefillConfig | None = None) -> str:
     """The kernel's call as MLIR for CUDA: layouts, shared memory and the shapes of products are checked on the way."""
+    return trace(num_heads, spec, config=config).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def trace(num_heads: int, spec: KVSpec, *, config: PrefillConfig | None = None) -> Any:
+    """The kernel's call for a device."""
+    dtype = "bfloat16"
     shape, num_tokens, num_rows = AttnShape(num_heads, spec, dtype), 64, 4
     case = Case("lowered", (), num_heads, spec)
     config = config or prefill.default_config(shape)
@@ -231,7 +310,7 @@ def lower(num_heads: int, spec: KVSpec, dtype: str = "bfloat16", *, config: Pref
     meta = [jax.ShapeDtypeStruct(size, jnp.int32) for size in ((num_rows, 4), (num_rows,), (num_rows + 1,), (3,))]
     q = jax.ShapeDtypeStruct((num_tokens, num_heads, spec.head_dim), jnp.dtype(dtype))
     kv_pages = jax.ShapeDtypeStruct(pool_shape(spec, 16), jnp.dtype(spec.dtype))
-    return jax.jit(call).trace(q, kv_pages, *meta).lower(lowering_platforms=("cuda",)).as_text()
+    return jax.jit(call).trace(q, kv_pages, *meta)
 
 
 @pytest.mark.parametrize(
