@@ -6,6 +6,8 @@ converts the whole matrix (jax 0.12.0.1).
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -13,17 +15,24 @@ from pallas_kernels.cpu import library
 
 _COLUMNS = {"float32": 64, "bfloat16": 32}  # whose sums a task holds in registers
 _LINE_WIDTH = 32  # numbers of a line [out, in] that are read at a time
-_MOST_TABLE_ROWS = 8  # with more, XLA's product with a matrix [out, in] is as fast
+_MOST_TABLE_ROWS = 8  # with more, XLA's product with a matrix [out, in] is as fast,
+_LARGE, _MOST_ROWS_OF_LARGE = 2**22, 16  # as is that with one [in, out] of more numbers
 _TOLERANCE = 1e-5
 
 
 def suits(x: jax.Array, w: jax.Array, *, transposed: bool = False) -> bool:
-    """Whether `multiply_few_rows` takes them; of a matrix that is not `transposed`, however many rows there are."""
-    if w.dtype != x.dtype:
+    """Whether `multiply_few_rows` takes them, and is faster than XLA for a matrix of this form and size."""
+    if w.dtype != x.dtype or x.shape[0] > _limit_rows(w, transposed):
         return False
-    if transposed and (w.ndim > 2 or w.shape[1] % _LINE_WIDTH or x.shape[0] > _MOST_TABLE_ROWS):
+    if transposed and (w.ndim > 2 or w.shape[1] % _LINE_WIDTH):
         return False
     return find_shape_obstacle(*(w.shape[::-1] if transposed else w.shape[-2:]), x.dtype) is None
+
+
+def _limit_rows(w: jax.Array, transposed: bool) -> float:
+    if transposed:
+        return _MOST_TABLE_ROWS
+    return _MOST_ROWS_OF_LARGE if w.shape[-2] * w.shape[-1] > _LARGE else math.inf
 
 
 def find_shape_obstacle(width: int, columns: int, dtype: jnp.dtype | str) -> str | None:
@@ -48,10 +57,16 @@ def multiply_few_rows(x: jax.Array, w: jax.Array, dtype: jnp.dtype, *, transpose
 
 def find_fault(rows: int, dtype: str) -> str | None:
     """Returns how products of `rows` rows of a type differ from XLA's, in words for users; None if they agree."""
-    keys = jax.random.split(jax.random.key(0))
-    x = jax.random.normal(keys[0], (rows, 66), dtype)
-    w = jax.random.normal(keys[1], (2, 66, 9 * _COLUMNS[dtype]), dtype)
-    found = jax.jit(multiply_few_rows, static_argnames="dtype")(x, w, dtype=jnp.float32)
-    expected = jnp.einsum("tk,pkn->ptn", x.astype(jnp.float32), w.astype(jnp.float32), precision="highest")
-    error = float(jnp.max(jnp.abs(found - expected)) / jnp.max(jnp.abs(expected)))
-    return None if error < _TOLERANCE else f"they differ by {error:.3g} of the largest number"
+    columns = _COLUMNS[dtype]
+    for transposed, shape in ((False, (2, 66, 9 * columns)), (True, (5 * columns, 2 * _LINE_WIDTH))):
+        width = shape[1]
+        keys = jax.random.split(jax.random.key(width))
+        x, w = jax.random.normal(keys[0], (rows, width), dtype), jax.random.normal(keys[1], shape, dtype)
+        multiply = jax.jit(multiply_few_rows, static_argnames=("dtype", "transposed"))
+        found = multiply(x, w, dtype=jnp.float32, transposed=transposed)
+        matrix = jnp.swapaxes(w, -1, -2) if transposed else w
+        expected = jnp.matmul(x.astype(jnp.float32), matrix.astype(jnp.float32), precision="highest")
+        error = float(jnp.max(jnp.abs(found - expected)) / jnp.max(jnp.abs(expected)))
+        if not error < _TOLERANCE:
+            return f"they differ by {error:.3g} of the largest number"
+    return None
