@@ -86,7 +86,8 @@ def _run_step(runner: ModelRunner, bucket: Bucket, clock: Clock) -> None:
 
 def _sample(runner: ModelRunner, bucket: Bucket, selected: Any) -> Any:
     program = runner.programs.get("sample", (bucket.rows, bucket.width, SampleVariant.GREEDY))
-    runner._rows, runner._history, sampled = program(runner._rows, runner._history, runner._corpus, selected)
+    lookup = runner._lookup
+    runner._rows, lookup.history, sampled = program(runner._rows, lookup.history, lookup.corpus, selected)
     return sampled
 
 

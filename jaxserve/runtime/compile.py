@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Sharding
 
 from jaxserve.runtime.buckets import Bucket
 from jaxserve.runtime.device_state import KVCache, RowState, make_zeros
-from jaxserve.runtime.drafting import pack_tokens, remember_answer, set_tokens
+from jaxserve.runtime.drafting import pack_tokens, set_tokens
 from jaxserve.runtime.heads import draft_tokens
 from jaxserve.runtime.inputs import InputLayout, StateShape
 from jaxserve.runtime.page_copies import COPY_PAGES, HostMemory, read_pages, write_pages
@@ -212,19 +212,12 @@ def compile_zeros(inputs: ProgramInputs) -> Any:
 
 
 def compile_set_tokens(model: StepModel, inputs: ProgramInputs) -> Any:
-    """Compiles the program that writes a row's tokens to where drafts are looked up."""
+    """Compiles the program that keeps an answer and writes a row's tokens to where drafts are looked up."""
     assert inputs.lookup is not None
     line = inputs.spec(pack_tokens(0, 0, (), "", inputs.history.shape[1]).shape, jnp.int32)
     step = functools.partial(set_tokens, model=model)
     jitted = jax.jit(step, donate_argnums=(0,), out_shardings=_shardings(inputs.lookup))
     return jitted.lower(inputs.lookup, line).compile()
-
-
-def compile_remember(model: StepModel, inputs: ProgramInputs) -> Any:
-    """Compiles the program that keeps a finished answer, for drafts of later requests."""
-    step = functools.partial(remember_answer, model=model)
-    jitted = jax.jit(step, donate_argnums=(0,), out_shardings=_shardings(inputs.corpus))
-    return jitted.lower(inputs.corpus, inputs.history, inputs.spec((3,), jnp.int32)).compile()
 
 
 def compile_read_pages(model: StepModel, inputs: ProgramInputs, group: int) -> Any:
@@ -270,7 +263,6 @@ class ProgramCompiler:
             "zeros": lambda model, inputs, _: compile_zeros(inputs),
             "draft": lambda model, inputs, key: compile_draft(model, inputs, *key),
             "set_tokens": lambda model, inputs, _: compile_set_tokens(model, inputs),
-            "remember": lambda model, inputs, _: compile_remember(model, inputs),
             "read_pages": compile_read_pages,
             "write_pages": compile_write_pages,
         }

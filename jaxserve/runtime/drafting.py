@@ -14,7 +14,9 @@ from jaxtyping import Array, Int
 from jaxserve.runtime.device_state import RowState
 from jaxserve.runtime.step_model import StepModel
 from jaxserve.speculation import NO_DRAFT, LookupState
-from jaxserve.speculation.corpus import Corpus
+
+NO_ANSWER = (0, 0, 0)
+_HEADER = 7  # numbers in front of the tokens
 
 
 def look_up_drafts(
@@ -52,30 +54,41 @@ def look_up_drafts(
 
 
 def set_tokens(lookup: LookupState, line: Int[Array, " E"], *, model: StepModel) -> LookupState:
-    """Writes tokens of one row to where drafts are looked up; `line` is that of `pack_tokens`. `lookup` is donated."""
-    assert model.drafting is not None and model.drafting.lookup is not None
-    (row, start), salt, tokens = line[:2], lax.bitcast_convert_type(line[2:4], jnp.uint32), line[4:]
-    return model.drafting.lookup.set_row(lookup, row, start, tokens, salt)
+    """Keeps the answer of a row that has ended, then writes tokens of a row to where drafts are looked up.
 
-
-def pack_tokens(row: int, start: int, token_ids: Sequence[int], cache_salt: str, max_len: int) -> np.ndarray:
-    """Returns what `set_tokens` reads, int32 [4 + max_len]: the tokens of a row from `start` on; at 0 also its salt."""
-    line = np.zeros(4 + max_len, np.int32)
-    line[:2] = row, start
-    line[2:4] = np.frombuffer(hashlib.blake2b(cache_salt.encode(), digest_size=8).digest(), "<i4")
-    line[4 + start : 4 + start + len(token_ids)] = token_ids
-    return line
-
-
-def remember_answer(corpus: Corpus, history: Int[Array, "R L"], place: Int[Array, " 3"], *, model: StepModel) -> Corpus:
-    """Keeps tokens of a row, so that later requests find drafts in them. `corpus` is donated.
-
-    Args:
-        place: the row, the first token's position and the one after the last.
+    `line` is that of `pack_tokens`; `lookup` is donated. Both are one program because a row often begins where another
+    ends, and the call costs more than the work.
     """
     assert model.drafting is not None and model.drafting.lookup is not None
-    kept: Corpus = model.drafting.lookup.remember(LookupState(history, corpus), *place).corpus
-    return kept
+    drafter, answer, (row, start) = model.drafting.lookup, line[:3], line[3:5]
+    if drafter.remembers:
+        lookup = drafter.remember(lookup, *answer)
+    return drafter.set_row(lookup, row, start, line[_HEADER:], lax.bitcast_convert_type(line[5:7], jnp.uint32))
+
+
+def pack_tokens(
+    row: int,
+    start: int,
+    token_ids: Sequence[int],
+    cache_salt: str,
+    max_len: int,
+    answer: tuple[int, int, int] = NO_ANSWER,
+) -> np.ndarray:
+    """Returns what `set_tokens` reads, int32 [7 + max_len].
+
+    Args:
+        row: whose tokens are written.
+        start: the first one's position; at 0 the row gets its salt, too.
+        token_ids: from there on.
+        cache_salt: the row's.
+        max_len: L of the history.
+        answer: row, first position and the one after the last of an answer to keep.
+    """
+    line = np.zeros(_HEADER + max_len, np.int32)
+    line[:5] = *answer, row, start
+    line[5:7] = np.frombuffer(hashlib.blake2b(cache_salt.encode(), digest_size=8).digest(), "<i4")
+    line[_HEADER + start : _HEADER + start + len(token_ids)] = token_ids
+    return line
 
 
 def set_drafts(

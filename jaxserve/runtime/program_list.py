@@ -59,11 +59,9 @@ def list_programs(
 
 
 def list_lookups(drafting: Drafting | None) -> Iterator[ProgramKey]:
-    """Yields the programs that keep the tokens in which drafts are looked up."""
+    """Yields the program that keeps the tokens in which drafts are looked up."""
     if drafting is not None and drafting.lookup is not None:
         yield "set_tokens", None
-        if drafting.lookup.remembers:
-            yield "remember", None
 
 
 def list_copies(memory: HostMemory) -> Iterator[ProgramKey]:

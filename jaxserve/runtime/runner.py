@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,19 +13,18 @@ import numpy as np
 from jaxserve.pages.host_tier import PageCopy
 from jaxserve.runtime.buckets import Bucket, BucketTable
 from jaxserve.runtime.counts import StepCounts
-from jaxserve.runtime.drafting import pack_tokens
 from jaxserve.runtime.inputs import InputLayout, StateShape, StepPacker
+from jaxserve.runtime.lookup_tokens import LookupTokens
 from jaxserve.runtime.page_copies import CopiesInFlight, HostMemory, HostSlots
 from jaxserve.runtime.params import WeightWriter
-from jaxserve.runtime.programs import Programs
+from jaxserve.runtime.programs import Programs, call_program
 from jaxserve.runtime.protocol import ParamUpdates
 from jaxserve.runtime.rows import RowMirror, SampleVariant
 from jaxserve.runtime.step import head_params
 from jaxserve.runtime.step_future import StepFuture
 from jaxserve.runtime.step_model import HiddenStates, SampledTokens, SampleInputs, StepTokens
 from jaxserve.sampling import RowSetting, SamplerState, make_row_setting
-from jaxserve.scheduler.plan import FinishedRow, NewRow, StepPlan
-from jaxserve.speculation import LookupState
+from jaxserve.scheduler.plan import NewRow, StepPlan
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,11 +108,10 @@ class ModelRunner:
     def reset(self) -> None:
         """Replaces all state on the device by zeros, at the start and after a failed step."""
         self._cache = self._rows = self._sampler = None  # freed first: there is no room for two
-        self._keep_lookup(None)
+        self._lookup = LookupTokens(None, 0)
         self._cache, self._rows, self._sampler, lookup = self.programs.get("zeros", None)()
-        self._keep_lookup(lookup)
+        self._lookup = LookupTokens(lookup, self._state_shape.rows)
         self.host_slots.reset()
-        self._num_told = [0] * self._state_shape.rows  # tokens of each row that the host has written to `_history`
         self._mirror = RowMirror(self._state_shape.rows)
         self._packer = StepPacker(self._mirror)
 
@@ -125,10 +123,7 @@ class ModelRunner:
         """Runs every program once on padding, and waits for it."""
         padding = self._state_shape.padding_row
         self._set_row(padding, make_row_setting(self._vocab_size, (), ()))
-        if self._history is not None:
-            self._set_tokens(padding, 0, ())
-        if self.programs.remember:
-            self._remember(FinishedRow(padding, 0, 0))
+        self._lookup.warm_up(self.programs, padding)
         for bucket in self._buckets.buckets:
             self._warm_up(bucket)
         self._compiles_before = self._count_compiles()
@@ -184,13 +179,10 @@ class ModelRunner:
         """Dispatches the forward pass of a step, or a loop; MissingProgramError if no program holds it."""
         bucket = self._buckets.find(plan.num_tokens, plan.num_rows, plan.width)
         is_loop = bucket.width < plan.width
-        for finished in plan.finished_rows:
-            self._remember(finished)
         for new_row in plan.new_rows:
             if new_row.history is not None:
                 self._set_row(new_row.row, _make_setting(self._vocab_size, new_row))
-        if self._history is not None:
-            self._tell_tokens(plan)
+        self._lookup.tell(self.programs, plan)
         packed = self._packer.pack(plan, self._layouts[bucket])
         self._cache = self.host_slots.place(self.programs.get, self._cache)
         copies = self.host_slots.start(self.programs.get, self._cache, plan)
@@ -217,12 +209,14 @@ class ModelRunner:
         """See `StartedStep.sample`."""
         bucket, variant = step.bucket, self._variants[step.variant if mask is None else SampleVariant.MASKED]
         program = self.programs.get("sample", (bucket.rows, bucket.width, variant))
+        lookup = self._lookup
+        state = self._rows, lookup.history, lookup.corpus
         if variant <= SampleVariant.RANDOM:
-            self._rows, self._history, sampled = program(self._rows, self._history, self._corpus, step.selected)
+            self._rows, lookup.history, sampled = program(*state, step.selected)
         else:
             sent = self._pad_mask(mask, bucket.rows * bucket.width) if variant is SampleVariant.MASKED else None
-            state = self._rows, self._history, self._corpus, self._sampler
-            self._rows, self._history, self._sampler, sampled = _call(program, *state, step.selected, sent)
+            state = *state, self._sampler
+            self._rows, lookup.history, self._sampler, sampled = call_program(program, *state, step.selected, sent)
         if step.tokens is not None:
             sampled = self._draft(step, step.tokens, sampled)
         if not step.drafts:
@@ -249,44 +243,23 @@ class ModelRunner:
 
     def _run(self, bucket: Bucket, packed: np.ndarray) -> tuple[SampleInputs, HiddenStates]:
         forward = self.programs.get("forward", bucket)
-        self._cache, self._rows, selected, hidden = _call(forward, self.params, self._cache, self._rows, packed)
+        self._cache, self._rows, selected, hidden = call_program(forward, self.params, self._cache, self._rows, packed)
         return selected, hidden
 
     def _run_loop(self, bucket: Bucket, variant: SampleVariant, packed: np.ndarray) -> SampledTokens:
         program = self.programs.get("loop", (bucket.rows, variant))
         state = self._cache, self._rows, self._sampler
-        self._cache, self._rows, self._sampler, sampled = _call(program, self.params, *state, packed)
+        self._cache, self._rows, self._sampler, sampled = call_program(program, self.params, *state, packed)
         return sampled
 
-    def _tell_tokens(self, plan: StepPlan) -> None:
-        """Writes the tokens that only the host knows to where drafts are looked up: all that no step samples."""
-        for new_row in plan.new_rows:
-            self._set_tokens(new_row.row, 0, new_row.token_ids, new_row.cache_salt)
-        for chunk in plan.chunks:
-            if chunk.end > self._num_told[chunk.row]:  # a grammar forced them
-                self._set_tokens(chunk.row, chunk.start, chunk.token_ids)
-
-    def _set_tokens(self, row: int, start: int, token_ids: Sequence[int], cache_salt: str = "") -> None:
-        self._num_told[row] = start + len(token_ids)
-        line = pack_tokens(row, start, token_ids, cache_salt, self._history.shape[1])
-        program = self.programs.get("set_tokens", None)
-        self._keep_lookup(_call(program, LookupState(self._history, self._corpus), line))
-
-    def _keep_lookup(self, state: LookupState | None) -> None:
-        self._history, self._corpus = (None, None) if state is None else (state.history, state.corpus)
-
-    def _remember(self, finished: FinishedRow) -> None:
-        place = np.array([finished.row, finished.start, finished.end], np.int32)
-        self._corpus = _call(self.programs.get("remember", None), self._corpus, self._history, place)
-
     def _set_row(self, row: int, setting: RowSetting) -> None:
-        self._sampler = _call(self.programs.get("set_row", None), self._sampler, np.int32(row), setting)
+        self._sampler = call_program(self.programs.get("set_row", None), self._sampler, np.int32(row), setting)
 
     def _find_prompt_logprobs(self, bucket: Bucket, hidden: HiddenStates, targets: np.ndarray | None) -> Any:
         if targets is None:
             return None
         program = self.programs.get("prompt_logprobs", bucket)
-        return _call(program, head_params(self.params), hidden.every, targets)
+        return call_program(program, head_params(self.params), hidden.every, targets)
 
     def _pool(self, bucket: Bucket, hidden: HiddenStates) -> Any:
         return self.programs.get("pool", bucket.rows)(self.params["final_norm"], hidden.last)
@@ -313,12 +286,6 @@ class ModelRunner:
         if mask is not None:
             padded[: len(mask)] = mask
         return padded
-
-
-def _call(program: Any, *arguments: Any) -> Any:
-    """Runs a program that has host arrays among its arguments: one costs the host a tenth of a `device_put`."""
-    with jax.transfer_guard_host_to_device("allow"):
-        return program(*arguments)
 
 
 def _make_setting(vocab_size: int, new_row: NewRow) -> RowSetting:

@@ -116,12 +116,12 @@ def make_scripted(make: Callable[..., LLM], num_drafts: int, *, forced: bool = T
 def teach(llm: LLM, texts: Sequence[Sequence[int]], mode: Mode) -> None:
     """Tells a scripted drafter what the rows will become."""
     runner = llm.ready.runner
-    script: Any = runner._corpus
+    script: Any = runner._lookup.corpus
     lines, ends = np.zeros(script.texts.shape, np.int32), np.zeros(MAX_TEXTS, np.int32)
     for index, text in enumerate(texts):
         lines[index, : len(text)], ends[index] = text, len(text)
     sent = jax.device_put((lines, ends, np.int32(mode)), script.mode.sharding)
-    runner._corpus = Script(*sent)
+    runner._lookup.corpus = Script(*sent)
 
 
 def list_texts(outputs: Sequence[RequestOutput]) -> list[list[int]]:

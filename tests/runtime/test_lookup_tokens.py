@@ -1,0 +1,78 @@
+"""Which tokens are written to where drafts are looked up, and when answers are kept, with a program that takes notes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from jaxserve.runtime.lookup_tokens import LookupTokens
+from jaxserve.runtime.programs import Programs
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduler.plan import ChunkWork, FinishedRow, NewRow, StepPlan
+from jaxserve.speculation import LookupState
+
+R, L = 4, 8
+
+
+class Notes:
+    """A fake device: the answers that were kept, and the rows as they were written."""
+
+    def __init__(self) -> None:
+        self.rows = [[0] * L for _ in range(R)]
+        self.kept: list[list[int]] = []
+        self.num_calls = 0
+        self.programs = Programs(set_tokens={None: self.set_tokens})
+        self.tokens = LookupTokens(self.state, R)
+
+    @property
+    def state(self) -> LookupState:
+        return LookupState(np.zeros((R, L), np.int32), None)  # type: ignore[arg-type]
+
+    def set_tokens(self, state: LookupState, line: Any) -> LookupState:
+        self.num_calls += 1
+        ended, begin, end, row, start, *_ = line.tolist()
+        if end > begin:
+            self.kept.append(self.rows[ended][begin:end])
+        self.rows[row][start:] = line[7 + start :].tolist()
+        return state
+
+    def tell(
+        self, new: dict[int, tuple[int, ...]], chunks: list[tuple[int, int, tuple[int, ...]]], ended: list[FinishedRow]
+    ) -> None:
+        rows = tuple(NewRow(row, 0, SamplingParams(), 0, 0, L, token_ids=ids) for row, ids in new.items())
+        work = tuple(ChunkWork(row, row, start, ids, samples=True) for row, start, ids in chunks)
+        self.tokens.tell(self.programs, StepPlan(0, (), (), work, rows, (), finished_rows=tuple(ended)))
+
+
+def test_prompts_are_written_once_and_forced_tokens_when_they_come() -> None:
+    notes = Notes()
+    notes.tell({1: (5, 6, 7)}, [(1, 0, (5, 6))], [])
+    notes.tell({}, [(1, 2, (7,))], [])
+    assert notes.num_calls == 1 and notes.rows[1][:3] == [5, 6, 7]
+    notes.tell({}, [(1, 4, (8, 9))], [])  # the token at 3 was sampled
+    assert notes.num_calls == 2 and notes.rows[1][4:6] == [8, 9]
+    notes.tell({1: (3,)}, [(1, 0, (3,))], [])  # another sequence, of fewer tokens
+    notes.tell({}, [(1, 1, (4,))], [])
+    assert notes.rows[1][:2] == [3, 4]
+
+
+def test_an_answer_is_kept_before_its_row_is_written() -> None:
+    notes = Notes()
+    notes.tell({row: (row + 1,) * 4 for row in range(3)}, [], [])
+    before = notes.num_calls
+    notes.tell({2: (9,), 0: (8,), 3: (7,)}, [], [FinishedRow(1, 0, 2), FinishedRow(0, 1, 3), FinishedRow(2, 0, 1)])
+    assert sorted(notes.kept) == [[1, 1], [2, 2], [3]]
+    assert [notes.rows[row][0] for row in (0, 2, 3)] == [8, 9, 7]
+    assert notes.num_calls - before == 3, "each call keeps an answer and writes a row"
+
+
+def test_an_answer_is_kept_when_no_row_begins() -> None:
+    notes = Notes()
+    notes.tell({0: (4, 5, 6)}, [], [])
+    notes.tell({}, [], [FinishedRow(0, 1, 3)])
+    assert notes.kept == [[5, 6]]
+
+
+def test_without_lookups_nothing_is_told() -> None:
+    LookupTokens(None, 0).tell(Programs(), StepPlan(0, (), (), (ChunkWork(0, 0, 0, (1,), True),), (), ()))
