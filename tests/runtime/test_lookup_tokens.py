@@ -1,4 +1,4 @@
-"""Which tokens are written to where drafts are looked up, and when answers are kept, with a program that takes notes."""
+"""Which tokens are written to where drafts are looked up, and when answers are kept; the program takes notes."""
 
 from __future__ import annotations
 
