@@ -44,6 +44,12 @@ class _Size:
         self.recent.append(seconds)
         self.step = step
 
+    def amend(self, seconds: float) -> None:
+        """Adds seconds to the last sample."""
+        if self.recent:
+            self.samples[-1] += seconds
+            self.recent[-1] += seconds
+
 
 class StepTimes:
     """A moving median of the seconds of each padded size.
@@ -61,21 +67,34 @@ class StepTimes:
         self._widths: defaultdict[tuple[int, int, int], _Size] = defaultdict(_Size)
         self._sizes: defaultdict[tuple[bool, int], _Size] = defaultdict(_Size)
         self._num_steps = 0
+        self._drafted: _Size | None = None  # the last step's, if it verified or made drafts
+        self.last_seconds = 0.0  # of the last step
 
     def add(self, num_tokens: int, num_rows: int, seconds: float) -> None:
         """Adds the time of a step."""
+        self._drafted, self.last_seconds = None, seconds
         is_decode = num_tokens == num_rows
         key = is_decode, _round_up(self._rows if is_decode else self._tokens, num_tokens)
         self._num_steps += 1
         self._sizes[key].add(seconds, self._num_steps)
 
     def add_decode(self, num_rows: int, width: int, num_drafts: int, seconds: float) -> None:
-        """Adds the time of a step of decoding rows alone that verified or made drafts; see `estimate_width`."""
+        """Adds the time of a step of decoding rows alone that may have verified or made drafts; see `estimate_width`.
+
+        While a step runs, the host commits the one before. So a plain step behind one that verified pays for the tokens
+        that it brought: what it takes longer than others is that step's.
+        """
         if width == 1 and not num_drafts:
-            self.add(num_rows, num_rows, seconds)
+            plain, before = self.measure(num_rows, 1, 0), self._drafted
+            if before is None or not plain:
+                self.add(num_rows, num_rows, seconds)
+                return
+            before.amend(max(0.0, min(seconds, 2 * plain) - plain))
+            self._drafted, self.last_seconds = None, seconds
             return
         self._num_steps += 1
-        self._widths[self._pad(num_rows, width), width, num_drafts].add(seconds, self._num_steps)
+        self._drafted, self.last_seconds = self._widths[self._pad(num_rows, width), width, num_drafts], seconds
+        self._drafted.add(seconds, self._num_steps)
 
     def measure(self, num_rows: int, width: int, num_drafts: int) -> float:
         """Returns the seconds of a step of decoding rows alone; 0 if there were fewer than two of its size.

@@ -26,6 +26,7 @@ _HOLD = 16  # steps that fewer rows must last before they count: row counts that
 _LOOKUP_ALLOWANCE, _HEAD_ALLOWANCE = 0.01, 0.03  # share of the time that may be lost
 _LEAST_ALLOWANCE = 1 / 8  # of the allowance, after probes that failed
 _START, _MOST = 10.0, 16.0  # plain steps in the account, at the start and at most
+_MOST_OF_MEAN = 2.0  # times what such a step usually takes: more is not the drafts' fault
 _PROBE_CHAINS = 8  # chains that a probe sees
 _RENEWAL = 5  # plain steps that measure their time anew: all but one are known when the next width is chosen
 _FIRST_RENEWAL, _RENEWAL_EVERY = 16, 256  # steps after which it is due, at first and later
@@ -60,6 +61,7 @@ class WidthChooser:
         self._probe = 0  # chains that the probe under way has yet to see
         self._allowance = 1.0  # share of the usual one
         self._renewal = 0  # plain steps to plan yet, to measure them
+        self._was_plain = True  # the last step
         self._plain_age = 0  # steps since one was measured
         self._renewal_every = _FIRST_RENEWAL
         self._accounts: list[float | None] = [None] * len(self._sizes)  # seconds; None before plain steps are measured
@@ -143,9 +145,10 @@ class WidthChooser:
             account = _START * plain
         share = _HEAD_ALLOWANCE if costs else _LOOKUP_ALLOWANCE
         account += share * self._allowance * plain
-        if not is_plain:
-            seconds = self._times.measure(num_rows, width, num_drafts if costs else 0) or 2 * plain
-            account += plain * num_tokens / num_rows - seconds
+        if not (is_plain and self._was_plain):  # the first plain step pays for what the one before it brought
+            most = self._times.measure(num_rows, width, num_drafts if costs else 0) or 2 * plain
+            account += plain * num_tokens / num_rows - min(self._times.last_seconds, _MOST_OF_MEAN * most)
+        self._was_plain = is_plain
         self._accounts[place] = min(account, _MOST * plain)
 
     def _count_lookups(self, width: int) -> int:
