@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from collections.abc import Sequence as Ids
 from itertools import islice
 
@@ -48,7 +48,8 @@ def take_drafts(
     return runs
 
 
-_Compared = tuple[list[tuple[int, int]], list[int], int]  # (drafts, right ones), drafts of the next step, tokens
+# (drafts, right ones), drafts of the next step, and tokens that sequences keep, but for what their length limit cuts
+_Compared = tuple[list[tuple[int, int]], list[int], int]
 
 
 def _compare_verified(
@@ -77,7 +78,7 @@ def _compare_verified(
                 accepted += 1  # no mask came for the position after it, so there is no token of the row's own
         elif accepted > length:
             length = accepted
-        num_tokens += count
+        num_tokens += count if sequence.stop_ids.isdisjoint(run) else _count_kept(run, sequence.stop_ids)
         chain = length, accepted
         chains.append(chain)
         if length:
@@ -107,6 +108,11 @@ def _compare_plain(
         sequence.drafts = _trim(ids)
         lengths.append(len(sequence.drafts))
     return chains, lengths, len(chains)
+
+
+def _count_kept(run: Ids[int], stop_ids: Set[int]) -> int:
+    """Returns how many ids of a run the sequence keeps: up to the first that ends it."""
+    return next(place for place, token_id in enumerate(run, 1) if token_id in stop_ids)
 
 
 def _trim(ids: Ids[int]) -> Ids[int]:

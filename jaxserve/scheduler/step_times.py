@@ -67,13 +67,14 @@ class StepTimes:
         self._widths: defaultdict[tuple[int, int, int], _Size] = defaultdict(_Size)
         self._sizes: defaultdict[tuple[bool, int], _Size] = defaultdict(_Size)
         self._num_steps = 0
-        self._drafted: _Size | None = None  # the last step's, if it verified or made drafts
+        self._was_plain = False  # whether the last step had decoding rows alone, and no drafts
+        self._drafted: _Size | None = None  # the last step's size, if it had drafts
         self.last_seconds = 0.0  # of the last step
 
     def add(self, num_tokens: int, num_rows: int, seconds: float) -> None:
         """Adds the time of a step."""
         self._drafted, self.last_seconds = None, seconds
-        is_decode = num_tokens == num_rows
+        is_decode = self._was_plain = num_tokens == num_rows
         key = is_decode, _round_up(self._rows if is_decode else self._tokens, num_tokens)
         self._num_steps += 1
         self._sizes[key].add(seconds, self._num_steps)
@@ -81,18 +82,20 @@ class StepTimes:
     def add_decode(self, num_rows: int, width: int, num_drafts: int, seconds: float) -> None:
         """Adds the time of a step of decoding rows alone that may have verified or made drafts; see `estimate_width`.
 
-        While a step runs, the host commits the one before. So a plain step behind one that verified pays for the tokens
-        that it brought: what it takes longer than others is that step's.
+        While a step runs, the host commits the one before. So a plain step behind another kind of step says little of
+        plain steps: what it takes longer than others is due to the tokens that a step with drafts brought.
         """
         if width == 1 and not num_drafts:
-            plain, before = self.measure(num_rows, 1, 0), self._drafted
-            if before is None or not plain:
+            plain = self.measure(num_rows, 1, 0)
+            if self._was_plain or not plain:
                 self.add(num_rows, num_rows, seconds)
                 return
-            before.amend(max(0.0, min(seconds, 2 * plain) - plain))
-            self._drafted, self.last_seconds = None, seconds
+            if self._drafted is not None:
+                self._drafted.amend(max(0.0, min(seconds, 2 * plain) - plain))
+            self._was_plain, self._drafted, self.last_seconds = True, None, seconds
             return
         self._num_steps += 1
+        self._was_plain = False
         self._drafted, self.last_seconds = self._widths[self._pad(num_rows, width), width, num_drafts], seconds
         self._drafted.add(seconds, self._num_steps)
 

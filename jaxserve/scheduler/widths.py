@@ -26,6 +26,7 @@ _HOLD = 16  # steps that fewer rows must last before they count: row counts that
 _LOOKUP_ALLOWANCE, _HEAD_ALLOWANCE = 0.01, 0.03  # share of the time that may be lost
 _LEAST_ALLOWANCE = 1 / 8  # of the allowance, after probes that failed
 _START, _MOST = 10.0, 16.0  # plain steps in the account, at the start and at most
+_KEPT_MEMORY = 16  # verify steps of which the share of kept tokens is known
 _MOST_OF_MEAN = 2.0  # times what such a step usually takes: more is not the drafts' fault
 _PROBE_CHAINS = 8  # chains that a probe sees
 _RENEWAL = 5  # plain steps that measure their time anew: all but one are known when the next width is chosen
@@ -61,6 +62,7 @@ class WidthChooser:
         self._probe = 0  # chains that the probe under way has yet to see
         self._allowance = 1.0  # share of the usual one
         self._renewal = 0  # plain steps to plan yet, to measure them
+        self._num_accepted, self._kept = 0, 1.0  # tokens of the last verify step; share that sequences keep, an average
         self._was_plain = True  # the last step
         self._plain_age = 0  # steps since one was measured
         self._renewal_every = _FIRST_RENEWAL
@@ -110,6 +112,7 @@ class WidthChooser:
             num_verified: rows that verified; 0 in a step of width 1.
         """
         self._acceptance.add(chains)
+        self._num_accepted = sum((right + 1) * count for (_, right), count in chains.items())
         if any(right for _, right in chains):
             self._look_age = _LOOK_EVERY  # what was right once may be right again
         if self._probe and num_verified:
@@ -130,7 +133,12 @@ class WidthChooser:
         )
 
     def note_step(self, num_rows: int, width: int, num_drafts: int, num_tokens: int) -> None:
-        """Balances the account after a step of `num_rows` decoding rows that brought `num_tokens` tokens."""
+        """Balances the account after a step of `num_rows` decoding rows that brought `num_tokens` tokens.
+
+        Short answers often end within a run, whose other tokens were computed for nothing.
+        """
+        if width > 1 and self._num_accepted:
+            self._kept += (min(1.0, num_tokens / self._num_accepted) - self._kept) / _KEPT_MEMORY
         place = bisect_left(self._sizes, num_rows)
         if not num_rows or place == len(self._sizes):
             return
@@ -199,6 +207,7 @@ class WidthChooser:
             return 1
         tokens = self._acceptance.predict(always_drafts=self._limits.draft_costs)
         # A width without a time is taken for as fast as a plain step, so it is tried if its drafts are any good.
+        tokens = [tokens[0], *(count * self._kept for count in tokens[1:])]
         speeds = {width: tokens[width - 1] / (self._estimate(num_rows, width) or plain) for width in widths}
         best = max(speeds, key=speeds.__getitem__)
         if self._must_renew(current, is_worse=speeds[best] > speeds.get(current, 0) and best == 1):
