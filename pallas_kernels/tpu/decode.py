@@ -3,10 +3,15 @@
 The kernel loops over rows and over blocks of each row's pages. Copies run ahead through a ring of buffers, on into the
 next rows, so that memory is never idle. The new token goes into its place in the buffer, and the sublane tile around
 it, the least that can be written, goes back to its page.
+
+The keys of a short row take less work than what surrounds them. So the short rows among neighbours, a group, share a
+block and are attended side by side, like the heads of one row; the long ones follow. A row's length alone says whether
+it is short, and keys that it does not see add exactly nothing, so its neighbours do not change its bits.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,12 +24,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.layout import LANES
 from pallas_kernels.spec import AttnParams
-from pallas_kernels.tpu.config import DecodeConfig, clip_blocks, count_sublanes
+from pallas_kernels.tpu.config import HEADS_TOGETHER, DecodeConfig, clip_blocks, count_sublanes
 from pallas_kernels.tpu.launch import launch
-from pallas_kernels.tpu.pages import PageBlocks, Ref, Scalar, wait_copy
-from pallas_kernels.tpu.softmax import MASKED, Accumulator, bend, multiply, run_heads
-
-_HEADS_TOGETHER = 8  # KV heads of few query rows each
+from pallas_kernels.tpu.pages import PageBlocks, Ref, Scalar, divide, wait_copy
+from pallas_kernels.tpu.row_blocks import RowBlocks, count_state
+from pallas_kernels.tpu.softmax import MASKED, Accumulator, bend, keep_values, multiply, run_heads
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,17 @@ class _Static:
     params: AttnParams
     joined: bool
     table_width: int
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Keys of one row in a buffer, from token `first` on, of which [begin, end) are seen."""
+
+    index: Scalar  # of the row in the step of the grid
+    lane: int  # of the row's accumulators: in its group, 0 if it is long
+    first: Scalar
+    begin: Scalar
+    end: Scalar
 
 
 def attend_rows(
@@ -63,7 +78,7 @@ def attend_rows(
     _, page_rows, page_size, _ = kv_pages.shape
     table_width = page_table.shape[0] // total_rows
     config = clip_blocks(config, page_size, table_width)
-    by_rows = config.rows_per_step
+    by_rows, together = config.rows_per_step, config.rows_together
 
     def find_block(step: Scalar, meta: Ref, *_: Ref) -> Scalar:
         """The step's rows. A step after the last row keeps its block, and so copies nothing."""
@@ -85,12 +100,12 @@ def attend_rows(
         scratch=[
             pltpu.VMEM((config.num_buffers, page_rows, config.pages_per_block * page_size, width), kv_pages.dtype),
             pltpu.SemaphoreType.DMA((config.num_buffers,)),
-            pltpu.VMEM((num_kv_heads, group, LANES), jnp.float32),
-            pltpu.VMEM((num_kv_heads, group, LANES), jnp.float32),
-            pltpu.VMEM((num_kv_heads, group, out_width), jnp.float32),
-            pltpu.SMEM((4,), jnp.int32),
-            pltpu.VMEM((2, page_rows, sublanes, width), kv_pages.dtype),
-            pltpu.SemaphoreType.DMA((2,)),
+            pltpu.VMEM((together * num_kv_heads, group, LANES), jnp.float32),
+            pltpu.VMEM((together * num_kv_heads, group, LANES), jnp.float32),
+            pltpu.VMEM((together * num_kv_heads, group, out_width), jnp.float32),
+            pltpu.SMEM((count_state(together),), jnp.int32),
+            pltpu.VMEM((2 * together, page_rows, sublanes, width), kv_pages.dtype),
+            pltpu.SemaphoreType.DMA((2 * together,)),
         ],
         interpret=interpret,
     )
@@ -118,131 +133,181 @@ def _run_step(  # noqa: PLR0915, a kernel
     static: _Static,
 ) -> None:
     """One step of the grid: `rows_per_step` rows."""
-    config = static.config
-    num_rows = meta[0]
+    config, together = static.config, static.config.rows_together
+    num_rows, first_row = meta[0], pl.program_id(0) * static.config.rows_per_step
     blocks = PageBlocks(pool, table, static.table_width, meta[1], buffers, arrived)
+    share = config.count_share(blocks.page_size)
+    rows = RowBlocks(blocks, seq_lens, num_rows, state, static.params.window, together, share)
     accumulator = Accumulator(largest, total, mixed)
     num_kv_heads, group = q.shape[1:3]
-    page_size, block_pages, num_buffers = blocks.page_size, blocks.block_pages, config.num_buffers
-    step_pages = config.compute_tokens // page_size
-
-    def find_span(row: Scalar) -> tuple[Scalar, Scalar, Scalar]:
-        """First key that the row sees, the page it is in, and the number of pages from there on."""
-        length = seq_lens[row]
-        begin = 0 if static.params.window is None else jnp.maximum(length - static.params.window, 0)
-        first = begin // page_size
-        return begin, first, pl.cdiv(length, page_size) - first
-
-    def fetch_ahead() -> None:
-        """Starts the copies of the next block. `state` holds its row, its index in the row and its index among all."""
-        row, block, index = state[0], state[1], state[2]
-
-        @pl.when(row < num_rows)
-        def _fetch() -> None:
-            _, first, count = find_span(row)
-            done = block * block_pages
-            blocks.start(lax.rem(index, num_buffers), row, first + done, jnp.minimum(count - done, block_pages))
-            is_last = done + block_pages >= count
-            state[0] = jnp.where(is_last, row + 1, row)
-            state[1] = jnp.where(is_last, 0, block + 1)
-            state[2] = index + 1
+    page_size, block_pages = blocks.page_size, blocks.block_pages
+    step_pages, short_pages = config.compute_tokens // page_size, config.short_tokens // page_size
 
     def write_window(row: Scalar) -> Any:
         """The copy of the row's window to its page."""
         position = seq_lens[row] - 1
-        tokens = window.shape[2]
-        offset = pl.multiple_of(lax.rem(position, page_size) // tokens * tokens, tokens)
-        place = pool.at[blocks.find_page(row, position // page_size), :, pl.ds(offset, tokens), :]
-        slot = lax.rem(row, 2)
+        tokens, page = window.shape[2], divide(position, page_size)
+        offset = pl.multiple_of(divide(position - page * page_size, tokens) * tokens, tokens)
+        place = pool.at[blocks.find_page(row, page), :, pl.ds(offset, tokens), :]
+        slot = lax.rem(row, 2 * together)
         return pltpu.make_async_copy(window.at[slot], place, written.at[slot])
 
-    def insert(slot: Scalar, row: Scalar, index: Scalar, block_begin: Scalar) -> None:
-        """Puts the new token into the row's last block, and starts the copy of the tile around it to the page."""
+    def insert(slot: Scalar, row: Scalar, index: Scalar, offset: Scalar) -> None:
+        """Puts the new token into its place in the buffer, and starts the copy of the tile around it to the page."""
 
-        @pl.when(row >= 2)
+        @pl.when(row >= 2 * together)
         def _wait_for_buffer() -> None:
-            wait_copy(write_window(row - 2))
+            wait_copy(write_window(row - 2 * together))
 
         tokens = window.shape[2]
-        offset = seq_lens[row] - 1 - block_begin
-        begin = pl.multiple_of(offset // tokens * tokens, tokens)
+        begin = pl.multiple_of(divide(offset, tokens) * tokens, tokens)
         held = buffers[slot, :, pl.ds(begin, tokens), :]
         is_new = lax.broadcasted_iota(jnp.int32, held.shape, 1) == offset - begin
         merged = jnp.where(is_new, jnp.broadcast_to(new[index][:, None, :], held.shape), held)
         buffers[slot, :, pl.ds(begin, tokens), :] = merged
-        window[lax.rem(row, 2)] = merged
+        window[lax.rem(row, 2 * together)] = merged
         write_window(row).start()
 
-    def attend_keys(slot: Scalar, index: Scalar, first: Scalar, begin: Scalar, end: Scalar) -> None:
-        """Attends with all heads to the keys [first, first + compute_tokens) of a buffer; [begin, end) are seen."""
-        first = pl.multiple_of(first, config.compute_tokens)
-        tokens = first + lax.broadcasted_iota(jnp.int32, (group, config.compute_tokens), 1)
-        is_seen = (tokens >= begin) & (tokens < end)
+    def attend(slot: Scalar, parts: list[_Part], num_keys: int, *, all_seen: bool) -> None:
+        """Attends with all heads to `num_keys` keys of each part. Slots that are not seen may hold NaN, which a weight
+        of 0 would not remove: their values are replaced, too."""
 
-        def load(row: Scalar, width: int) -> jax.Array:
-            return buffers[slot, row, pl.ds(first, config.compute_tokens), pl.ds(0, width)].astype(q.dtype)
+        def is_seen(part: _Part, tokens: jax.Array) -> jax.Array:
+            """Tokens of a part count from its first. Only a window begins within a page."""
+            seen = tokens < part.end - part.first
+            return seen if static.params.window is None else seen & (tokens >= part.begin - part.first)
 
-        def score(head: Scalar) -> jax.Array:
-            key_row = head if static.joined else 2 * head
-            products = multiply(q[index, head], load(key_row, q.shape[3]), transpose=True)
-            return jnp.where(is_seen, bend(products, factors[head], static.params.softcap), MASKED)
+        tokens = lax.broadcasted_iota(jnp.int32, (group, num_keys), 1)
+        seen = [None if all_seen else is_seen(part, tokens) for part in parts]
 
-        def add(head: Scalar, scores: jax.Array) -> None:
-            accumulator.add(head, scores, load(head if static.joined else 2 * head + 1, out.shape[3]))
+        def split(item: Scalar) -> tuple[int, Scalar]:
+            """An item's part and head. Items of several parts are no tracers."""
+            return (0, item) if len(parts) == 1 else divmod(item, num_kv_heads)
 
-        run_heads(num_kv_heads, _HEADS_TOGETHER, score, add)
+        def load(part: _Part, row: Scalar, width: int) -> jax.Array:
+            place = pl.ds(pl.multiple_of(part.first, LANES), num_keys)
+            return buffers[slot, row, place, pl.ds(0, width)].astype(q.dtype)
 
-    def run_row(index: jax.Array, carry: int) -> int:
-        row = pl.program_id(0) * config.rows_per_step + index
-        begin, first_page, num_pages = find_span(row)
-        num_blocks = pl.cdiv(num_pages, block_pages)
+        def score(item: Scalar) -> jax.Array:
+            which, head = split(item)
+            keys = load(parts[which], head if static.joined else 2 * head, q.shape[3])
+            products = multiply(q[parts[which].index, head], keys, transpose=True)
+            scores = bend(products, factors[head], static.params.softcap)
+            return scores if all_seen else jnp.where(seen[which], scores, MASKED)
+
+        def add(item: Scalar, scores: jax.Array) -> None:
+            which, head = split(item)
+            part = parts[which]
+            values = load(part, head if static.joined else 2 * head + 1, out.shape[3])
+            if not all_seen:
+                values = keep_values(values, partial(is_seen, part))
+            accumulator.add(part.lane * num_kv_heads + head, scores, values)
+
+        items = len(parts) * num_kv_heads
+        run_heads(items, items if len(parts) > 1 else HEADS_TOGETHER, score, add)
+
+    def reset(lanes: int) -> None:
+        for lane in range(lanes):
+            for head in range(num_kv_heads):
+                accumulator.reset(lane * num_kv_heads + head, None if sinks is None else sinks[head])
+
+    def finish(lane: int, index: Scalar) -> None:
+        """Writes the output of a row."""
         for head in range(num_kv_heads):
-            accumulator.reset(head, None if sinks is None else sinks[head])
+            found = accumulator.finish(lane * num_kv_heads + head, factors[num_kv_heads + head])
+            out[index, head] = found.astype(out.dtype)
+
+    def run_short(first: Scalar) -> None:
+        """The short rows of a group, whose first row is `first` in the step of the grid."""
+        reset(together)
+        slot = rows.advance()
+        members = [first_row + first + lane for lane in range(together)]
+        pages = [jnp.where(rows.is_short(row), rows.find_span(row)[2], 0) for row in members]
+        blocks.wait(slot, sum(pages))
+
+        def find_shift(lane: Scalar) -> Scalar:
+            """From a position of a row to its place in the buffer."""
+            return (lane * share - rows.find_span(first_row + first + lane)[1]) * page_size
+
+        def insert_row(lane: jax.Array, carry: int) -> int:
+            row = first_row + first + lane
+
+            @pl.when(rows.is_short(row))
+            def _insert() -> None:
+                insert(slot, row, first + lane, seq_lens[row] - 1 + find_shift(lane))
+
+            return carry
+
+        lax.fori_loop(0, together, insert_row, 0)
+
+        def run_keys(step: jax.Array, carry: int) -> int:
+            parts = []
+            for lane, row in enumerate(members):
+                begin, shift = rows.find_span(row)[0], find_shift(lane)
+                end = jnp.where(pages[lane] > 0, seq_lens[row] + shift, 0)
+                done = lane * share * page_size + step * config.short_tokens
+                parts.append(_Part(first + lane, lane, done, begin + shift, end))
+            attend(slot, parts, config.short_tokens, all_seen=False)
+            return carry
+
+        lax.fori_loop(0, divide(functools.reduce(jnp.maximum, pages) + short_pages - 1, short_pages), run_keys, 0)
+        for lane in range(together):
+            finish(lane, first + lane)
+
+    def run_long(index: Scalar) -> None:
+        row = first_row + index
+        begin, first_page, num_pages = rows.find_span(row)
+        num_blocks = lax.div(num_pages + block_pages - 1, block_pages)
+        reset(1)
 
         def run_block(block: jax.Array, carry: int) -> int:
-            fetch_ahead()
-            slot = lax.rem(state[3], num_buffers)
+            slot = rows.advance()
             done = block * block_pages
             count = jnp.minimum(num_pages - done, block_pages)
             blocks.wait(slot, count)
-            block_begin = (first_page + done) * page_size
+            shift = (first_page + done) * page_size
 
             @pl.when(block == num_blocks - 1)
             def _insert() -> None:
-                insert(slot, row, index, block_begin)
-
-            held = (
-                jnp.maximum(begin - block_begin, 0),
-                jnp.minimum(seq_lens[row] - block_begin, block_pages * page_size),
-            )
-            num_steps = pl.cdiv(count, step_pages)
-            blocks.clean(slot, *held, num_steps * step_pages, joined=static.joined)
+                insert(slot, row, index, seq_lens[row] - 1 - shift)
 
             def run_keys(step: jax.Array, carry: int) -> int:
-                attend_keys(slot, index, step * config.compute_tokens, *held)
+                num_keys = config.compute_tokens
+                part = _Part(index, 0, step * num_keys, begin - shift, seq_lens[row] - shift)
+                all_seen = (part.begin <= part.first) & (part.end >= part.first + num_keys)
+                pl.when(all_seen)(lambda: attend(slot, [part], num_keys, all_seen=True))
+                pl.when(jnp.logical_not(all_seen))(lambda: attend(slot, [part], num_keys, all_seen=False))
                 return carry
 
-            lax.fori_loop(0, num_steps, run_keys, 0)
-            state[3] = state[3] + 1
+            lax.fori_loop(0, lax.div(count + step_pages - 1, step_pages), run_keys, 0)
             return carry
 
         lax.fori_loop(0, num_blocks, run_block, 0)
-        for head in range(num_kv_heads):
-            out[index, head] = accumulator.finish(head, factors[num_kv_heads + head]).astype(out.dtype)
+        finish(0, index)
+
+    def run_group(turn: jax.Array, carry: int) -> int:
+        """The rows of a group: the short ones together, then the long ones one after the other."""
+        first = turn * together
+        flags = rows.list_short(first_row + first)
+        pl.when(functools.reduce(jnp.logical_or, flags))(lambda: run_short(first))
+
+        def run_if_long(index: jax.Array, carry: int) -> int:
+            pl.when(jnp.logical_not(rows.is_short(first_row + index)))(lambda: run_long(index))
+            return carry
+
+        @pl.when(jnp.logical_not(functools.reduce(jnp.logical_and, flags)))
+        def _run_long() -> None:
+            lax.fori_loop(first, jnp.minimum(first + together, count), run_if_long, 0)
+
         return carry
 
-    @pl.when(pl.program_id(0) == 0)
-    def _fill_ring() -> None:
-        for index in range(4):
-            state[index] = 0
-        for _ in range(num_buffers - 1):
-            fetch_ahead()
-
-    lax.fori_loop(0, jnp.clip(num_rows - pl.program_id(0) * config.rows_per_step, 0, config.rows_per_step), run_row, 0)
+    pl.when(pl.program_id(0) == 0)(rows.begin)
+    count = jnp.clip(num_rows - first_row, 0, config.rows_per_step)
+    lax.fori_loop(0, lax.div(count + together - 1, together), run_group, 0)
 
     @pl.when(pl.program_id(0) == pl.num_programs(0) - 1)
     def _wait_for_writes() -> None:
-        for back in (2, 1):
+        for back in range(2 * together, 0, -1):
 
             @pl.when(num_rows >= back)
             def _wait(back: int = back) -> None:

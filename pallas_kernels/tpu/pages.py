@@ -30,11 +30,18 @@ def repeat(count: Scalar, act: Callable[[Scalar], None], *, unroll: int | None =
         act(index)
         return carry
 
-    whole = count // unroll
+    whole = divide(count, unroll)
     if not isinstance(count, int) or whole:
         lax.fori_loop(0, whole, act_on_group, 0)
     if not isinstance(count, int) or count % unroll:
         lax.fori_loop(whole * unroll, count, act_on_one, 0)
+
+
+def divide(value: Scalar, by: int) -> Scalar:
+    """value // by, of a value that is not negative: then a power of two needs one instruction and not six."""
+    if isinstance(value, int):
+        return value // by
+    return lax.shift_right_logical(value, by.bit_length() - 1) if by & (by - 1) == 0 else lax.div(value, by)
 
 
 def wait_copy(copy: Any) -> None:
@@ -70,9 +77,22 @@ class PageBlocks:
         place = self.buffers.at[slot, :, pl.ds(begin, self.page_size), :]
         return pltpu.make_async_copy(self.pool.at[page], place, self.arrived.at[slot])
 
-    def start(self, slot: Scalar, row: Scalar, first_page: Scalar, count: Scalar) -> None:
-        """Starts copying `count` pages of a row."""
-        repeat(count, lambda index: self._copy_page(slot, self.find_page(row, first_page + index), index).start())
+    def start(
+        self,
+        slot: Scalar,
+        row: Scalar,
+        first_page: Scalar,
+        count: Scalar,
+        *,
+        place: Scalar = 0,
+        unroll: int | None = None,
+    ) -> None:
+        """Starts copying `count` pages of a row to the pages of a buffer from `place` on."""
+
+        def start_page(index: Scalar) -> None:
+            self._copy_page(slot, self.find_page(row, first_page + index), place + index).start()
+
+        repeat(count, start_page, unroll=unroll)
 
     def wait(self, slot: Scalar, count: Scalar) -> None:
         """Waits for `count` pages."""

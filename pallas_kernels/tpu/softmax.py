@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.layout import LANES
 from pallas_kernels.tpu.pages import Ref, Scalar
@@ -90,6 +91,20 @@ def widen(lanes: jax.Array, width: int) -> jax.Array:
     if width < LANES:
         return lanes[:, :width]
     return lanes if width == LANES else jnp.concatenate([lanes] * (width // LANES), axis=1)
+
+
+def keep_values(values: jax.Array, is_kept: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Values [E, width] with zeros for tokens that are not kept, by their i32 indices. 16-bit values are two to a word:
+    a mask of words costs half as much as one of halves."""
+    shape = (values.shape[0] * values.dtype.itemsize // 4, values.shape[1])
+    words = pltpu.bitcast(values, jnp.int32)
+    tokens = lax.broadcasted_iota(jnp.int32, shape, 0) * (4 // values.dtype.itemsize)
+    if values.dtype.itemsize == 4:
+        words = jnp.where(is_kept(tokens), words, 0)
+    else:
+        low, high = (jnp.where(is_kept(tokens), 0xFFFF, 0), jnp.where(is_kept(tokens + 1), -0x10000, 0))
+        words &= low | high
+    return pltpu.bitcast(words, values.dtype)
 
 
 def multiply(left: jax.Array, right: jax.Array, *, transpose: bool) -> jax.Array:

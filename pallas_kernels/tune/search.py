@@ -37,6 +37,8 @@ AXES: dict[str, Axes] = {  # fields and their values, largest expected gain firs
     "tpu_decode": {
         ("pages_per_block", "compute_tokens"): ((8, 512), (4, 512), (16, 512), (8, 1024), (4, 256), (16, 1024)),
         ("num_buffers",): ((4,), (2,), (3,)),
+        ("rows_together",): ((8,), (4,), (2,), (1,)),
+        ("short_tokens",): ((256,), (128,), (512,)),
         ("rows_per_step",): ((4,), (16,), (8,)),
     },
     "tpu_prefill": {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -55,12 +56,102 @@ def small_config(case: Case) -> TpuConfig:
     """The least blocks: rows have several, and tiles too, so that every hand-over happens."""
     pages = count_step_pages(case.spec.page_size)
     tokens = pages * case.spec.page_size
-    return TpuConfig(DecodeConfig(pages, tokens, num_buffers=2, rows_per_step=2), ChunkConfig(pages, tokens, 32))
+    decode = DecodeConfig(pages, tokens, num_buffers=2, rows_per_step=2, short_tokens=tokens)
+    return TpuConfig(decode, ChunkConfig(pages, tokens, 32))
+
+
+def group_config(case: Case, together: int) -> TpuConfig:
+    """Rows of at most one step of keys are short, and as many stand together; a longer one has several steps."""
+    decode = small_config(case).decode
+    decode = replace(
+        decode,
+        pages_per_block=together * decode.pages_per_block,
+        rows_per_step=max(together, decode.rows_per_step),
+        rows_together=together,
+    )
+    return replace(small_config(case), decode=decode)
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=mark(case)) for case in TPU_CASES])
 def test_cases(case: Case) -> None:
     check_case(case, small_config(case))
+
+
+@pytest.mark.parametrize(
+    ("name", "together"),
+    [
+        ("decode", 2),
+        ("decode all padding", 4),
+        ("decode 8:1 of 128, window, softcap, sinks", 4),
+        ("mixed", 2),
+        pytest.param("decode fp8 4:4 of 64, window", 2, marks=THOROUGH),
+        pytest.param("decode latents fp8", 4, marks=THOROUGH),
+        pytest.param("drafts verified, 3:1, window, sinks", 8, marks=THOROUGH),
+        pytest.param("mixed fp8 8:2 of 128", 2, marks=THOROUGH),
+        pytest.param("pages wider than a block", 2, marks=THOROUGH),
+    ],
+)
+def test_groups(name: str, together: int) -> None:
+    """Short rows share blocks, also with long ones, with padding and with each other only."""
+    case = find_case(name)
+    config = group_config(case, together)
+    check_case(case, config)
+
+
+def take_rows(inputs: Inputs, rows: Sequence[int]) -> Inputs:
+    """A decode batch of these rows of another, in this order; padding has what other rows had."""
+    order = [*rows, *(row for row in range(len(inputs.seq_lens)) if row not in rows)]
+    starts = np.minimum(np.arange(len(order) + 1), len(rows)).astype(np.int32)
+    return replace(
+        inputs,
+        q=inputs.q[order],
+        k=inputs.k[order],
+        v=inputs.v[order],
+        page_table=inputs.page_table[order],
+        seq_lens=inputs.seq_lens[order],
+        query_start_loc=starts,
+        distribution=np.full(3, len(rows), np.int32),
+    )
+
+
+NEIGHBOURS = [
+    ("decode sinks", [(6, 5, 4, 3, 2, 1, 0), (3,), (4, 1), (0, 6, 2, 5)]),
+    ("decode 8:1 of 128, window, softcap, sinks", [(2, 6, 0, 1, 5), (5,)]),
+]
+
+
+@pytest.mark.parametrize(("name", "orders"), NEIGHBOURS, ids=[name for name, _ in NEIGHBOURS])
+def test_neighbours_change_no_bit_of_a_row(name: str, orders: list[tuple[int, ...]]) -> None:
+    """Alone, among others, and at other places of a group, which then has other rows to wait for."""
+    case = find_case(name)
+    inputs, config = make_inputs(case), group_config(case, 4)
+    lengths = [computed + new for computed, new in case.rows]
+    assert min(lengths) <= config.decode.short_tokens < max(lengths), "short rows and long ones"
+
+    def run(rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        out, pool = run_case(case, take_rows(inputs, rows), impl="tpu_interpret", config=config)
+        assert not find_race()
+        return np.asarray(out).view(np.uint16), np.asarray(pool).view(np.uint16)
+
+    out, pool = run(range(len(lengths)))
+    for rows in orders:
+        found, found_pool = run(rows)
+        for place, row in enumerate(rows):
+            np.testing.assert_array_equal(found[place], out[row])
+            last = inputs.page_table[row, (lengths[row] - 1) // case.spec.page_size] + LAYER * inputs.num_pages
+            np.testing.assert_array_equal(found_pool[last], pool[last])
+
+
+def test_nan_in_a_short_row_stays_in_it() -> None:
+    """Its keys and values lie in the block of its neighbours, and later in that of others."""
+    case = find_case("decode sinks")
+    inputs, config, row = make_inputs(case), group_config(case, 2), 2
+    pages = inputs.kv_pages.copy()
+    pages[LAYER * inputs.num_pages + inputs.page_table[row, 0]] = np.nan
+    clean, _ = run_case(case, inputs, impl="tpu_interpret", config=config)
+    out, _ = run_case(case, replace(inputs, kv_pages=pages), impl="tpu_interpret", config=config)
+    assert np.isnan(out[row]).all()
+    np.testing.assert_array_equal(np.delete(out, row, 0), np.delete(clean, row, 0))
 
 
 @pytest.mark.slow

@@ -111,14 +111,38 @@ def test_default_blocks_fit(
 
 def test_blocks_follow_the_window_and_the_drafts() -> None:
     assert default_config(make_shape()).decode.pages_per_block > 3
-    assert default_config(make_shape(window=128)).decode.pages_per_block == 3
+    assert default_config(make_shape(window=128)).decode.pages_per_block == 4
     assert default_config(make_shape(), max_query_len=5).chunk.tile_tokens == 32
     assert default_config(make_shape()).chunk.tile_tokens == 128
 
 
 @pytest.mark.parametrize(
+    ("num_kv_heads", "rows", "longest"), [(1, 8, 768), (2, 4, 768), (3, 2, 512), (4, 2, 512), (8, 1, 256)]
+)
+def test_short_rows_make_up_for_few_heads(num_kv_heads: int, rows: int, longest: int) -> None:
+    """All rows that a window leaves short are, and those of a narrow table."""
+    decode = default_config(make_shape(32 * num_kv_heads, num_kv_heads)).decode
+    assert (decode.rows_together, decode.short_tokens) == (rows, 256)
+    assert decode.count_share(128) * 128 == longest
+    assert clip_blocks(decode, 128, 2).count_share(128) >= 2
+    windowed = default_config(make_shape(32 * num_kv_heads, num_kv_heads, window=128)).decode
+    assert windowed.rows_together == rows and windowed.count_share(128) >= 2
+
+
+def test_blocks_have_long_steps_where_few_pages_fit() -> None:
+    """19 pages of these latents would: a prime, so that a step would have one."""
+    shape = AttnShape(16, KVSpec(1, 576, 128, BF16, "padded", value_dim=512), BF16)
+    decode = default_config(shape).decode
+    assert (decode.pages_per_block, decode.compute_tokens, decode.rows_together) == (18, 768, 8)
+
+
+@pytest.mark.parametrize(
     ("make", "words"),
     [
+        (lambda: DecodeConfig(8, 128, rows_together=3), "must divide rows_per_step 8, got 3"),
+        (lambda: DecodeConfig(8, 128, short_tokens=96), "multiple of 128, got 96"),
+        (lambda: clip_blocks(DecodeConfig(4, 512, short_tokens=384, rows_together=2), 128, 9), "for 2 rows"),
+        (lambda: clip_blocks(DecodeConfig(2, 512), 256, 9), "short_tokens 128 must be a multiple of the page size 256"),
         (lambda: DecodeConfig(0, 128), "pages_per_block"),
         (lambda: DecodeConfig(8, 96), "multiple of 128, got 96"),
         (lambda: DecodeConfig(8, 128, num_buffers=1), "num_buffers"),
