@@ -27,7 +27,7 @@ from pallas_kernels.spec import AttnParams
 from pallas_kernels.tpu.config import HEADS_TOGETHER, DecodeConfig, clip_blocks, count_sublanes
 from pallas_kernels.tpu.launch import launch
 from pallas_kernels.tpu.pages import PageBlocks, Ref, Scalar, divide, wait_copy
-from pallas_kernels.tpu.row_blocks import RowBlocks, count_state
+from pallas_kernels.tpu.row_blocks import NUM_STATES, RowBlocks, plan_groups
 from pallas_kernels.tpu.softmax import MASKED, Accumulator, bend, keep_values, multiply, run_heads
 
 
@@ -84,6 +84,14 @@ def attend_rows(
         """The step's rows. A step after the last row keeps its block, and so copies nothing."""
         return jnp.minimum(step, jnp.maximum(meta[0] - 1, 0) // by_rows)
 
+    groups = plan_groups(
+        seq_lens,
+        num_rows,
+        page_size=page_size,
+        window=params.window,
+        together=together,
+        share=config.count_share(page_size),
+    )
     q_spec = pl.BlockSpec((by_rows, num_kv_heads, group, width), lambda *refs: (find_block(*refs), 0, 0, 0))
     out_spec = pl.BlockSpec((by_rows, num_kv_heads, group, out_width), lambda *refs: (find_block(*refs), 0, 0, 0))
     new_spec = pl.BlockSpec((by_rows, page_rows, width), lambda *refs: (find_block(*refs), 0, 0))
@@ -93,7 +101,7 @@ def attend_rows(
         partial(_run_step, static=_Static(config, params, joined, table_width)),
         name="decode_attention",
         num_steps=(num_rows + by_rows - 1) // by_rows,
-        scalars=[jnp.stack([num_rows, page_offset]), seq_lens, page_table],
+        scalars=[jnp.stack([num_rows, page_offset]), seq_lens, groups, page_table],
         inputs=[(factors, pl.BlockSpec(memory_space=pltpu.SMEM)), (q, q_spec), (sinks, sinks_spec), (new, new_spec)],
         kv_pages=kv_pages,
         out=((*q.shape[:-1], out_width), out_dtype, out_spec),
@@ -103,7 +111,7 @@ def attend_rows(
             pltpu.VMEM((together * num_kv_heads, group, LANES), jnp.float32),
             pltpu.VMEM((together * num_kv_heads, group, LANES), jnp.float32),
             pltpu.VMEM((together * num_kv_heads, group, out_width), jnp.float32),
-            pltpu.SMEM((count_state(together),), jnp.int32),
+            pltpu.SMEM((NUM_STATES,), jnp.int32),
             pltpu.VMEM((2 * together, page_rows, sublanes, width), kv_pages.dtype),
             pltpu.SemaphoreType.DMA((2 * together,)),
         ],
@@ -114,6 +122,7 @@ def attend_rows(
 def _run_step(  # noqa: PLR0915, a kernel
     meta: Ref,
     seq_lens: Ref,
+    groups: Ref,
     table: Ref,
     factors: Ref,
     q: Ref,
@@ -137,7 +146,7 @@ def _run_step(  # noqa: PLR0915, a kernel
     num_rows, first_row = meta[0], pl.program_id(0) * static.config.rows_per_step
     blocks = PageBlocks(pool, table, static.table_width, meta[1], buffers, arrived)
     share = config.count_share(blocks.page_size)
-    rows = RowBlocks(blocks, seq_lens, num_rows, state, static.params.window, together, share)
+    rows = RowBlocks(blocks, seq_lens, num_rows, groups, state, static.params.window, together, share)
     accumulator = Accumulator(largest, total, mixed)
     num_kv_heads, group = q.shape[1:3]
     page_size, block_pages = blocks.page_size, blocks.block_pages
@@ -271,15 +280,18 @@ def _run_step(  # noqa: PLR0915, a kernel
             def _insert() -> None:
                 insert(slot, row, index, seq_lens[row] - 1 - shift)
 
-            def run_keys(step: jax.Array, carry: int) -> int:
-                num_keys = config.compute_tokens
-                part = _Part(index, 0, step * num_keys, begin - shift, seq_lens[row] - shift)
-                all_seen = (part.begin <= part.first) & (part.end >= part.first + num_keys)
-                pl.when(all_seen)(lambda: attend(slot, [part], num_keys, all_seen=True))
-                pl.when(jnp.logical_not(all_seen))(lambda: attend(slot, [part], num_keys, all_seen=False))
+            num_keys, end = config.compute_tokens, seq_lens[row] - shift
+
+            def run_keys(step: jax.Array, carry: int, *, all_seen: bool) -> int:
+                attend(slot, [_Part(index, 0, step * num_keys, begin - shift, end)], num_keys, all_seen=all_seen)
                 return carry
 
-            lax.fori_loop(0, lax.div(count + step_pages - 1, step_pages), run_keys, 0)
+            num_steps = lax.div(count + step_pages - 1, step_pages)
+            num_seen = 0  # steps at the block's begin whose keys are all seen
+            if static.params.window is None:
+                num_seen = jnp.minimum(lax.div(end, num_keys), num_steps)
+                lax.fori_loop(0, num_seen, partial(run_keys, all_seen=True), 0)
+            lax.fori_loop(num_seen, num_steps, partial(run_keys, all_seen=False), 0)
             return carry
 
         lax.fori_loop(0, num_blocks, run_block, 0)
@@ -288,17 +300,14 @@ def _run_step(  # noqa: PLR0915, a kernel
     def run_group(turn: jax.Array, carry: int) -> int:
         """The rows of a group: the short ones together, then the long ones one after the other."""
         first = turn * together
-        flags = rows.list_short(first_row + first)
-        pl.when(functools.reduce(jnp.logical_or, flags))(lambda: run_short(first))
+        pl.when(rows.has_short(first_row + first))(lambda: run_short(first))
 
         def run_if_long(index: jax.Array, carry: int) -> int:
             pl.when(jnp.logical_not(rows.is_short(first_row + index)))(lambda: run_long(index))
             return carry
 
-        @pl.when(jnp.logical_not(functools.reduce(jnp.logical_and, flags)))
-        def _run_long() -> None:
-            lax.fori_loop(first, jnp.minimum(first + together, count), run_if_long, 0)
-
+        first_long = rows.find_long(first_row + first) - first_row
+        lax.fori_loop(first_long, jnp.minimum(first + together, count), run_if_long, 0)
         return carry
 
     pl.when(pl.program_id(0) == 0)(rows.begin)

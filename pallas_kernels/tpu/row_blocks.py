@@ -6,7 +6,6 @@ has any, then the blocks of each long row.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import jax
@@ -16,13 +15,36 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.tpu.pages import PageBlocks, Ref, Scalar, divide
 
-# Places in `RowBlocks.state`. The first four describe the next block to copy.
-_ROW, _PART, _INDEX, _IS_SHORT, _ATTENDED, _NEXT_LONG = range(6)
+NUM_STATES = 5
+_ROW, _PART, _INDEX, _IS_SHORT, _ATTENDED = range(NUM_STATES)  # all but the last describe the next block to copy
 
 
-def count_state(together: int) -> int:
-    """Numbers that `RowBlocks` keeps for groups of `together` rows."""
-    return _NEXT_LONG + together + 1
+def plan_groups(
+    seq_lens: jax.Array,  # [R] i32
+    num_rows: jax.Array,  # [] i32
+    *,
+    page_size: int,
+    window: int | None,
+    together: int,  # rows of a group, which divide R
+    share: int,  # the most pages of a short row
+) -> jax.Array:
+    """[R + R / together] i32: for each row the first one of its group from there on that is not short, or the next
+    group; then for each group whether it has short rows. Rows that do not exist are not short.
+
+    It is the same for all layers, so XLA computes it once in a step.
+    """
+    rows = jnp.arange(seq_lens.shape[0], dtype=jnp.int32)
+    is_short = (rows < num_rows) & (_find_span(seq_lens, page_size, window)[2] <= share)
+    groups = (-1, together)
+    ends = rows - rows % together + together
+    following = lax.cummin(jnp.where(is_short, ends, rows).reshape(groups), axis=1, reverse=True)
+    return jnp.concatenate([following.reshape(-1), is_short.reshape(groups).any(axis=1).astype(jnp.int32)])
+
+
+def _find_span(length: jax.Array, page_size: int, window: int | None) -> tuple[Scalar, Scalar, Scalar]:
+    begin = 0 if window is None else jnp.maximum(length - window, 0)
+    first = divide(begin, page_size)
+    return begin, first, divide(length + page_size - 1, page_size) - first
 
 
 @dataclass(frozen=True)
@@ -30,33 +52,35 @@ class RowBlocks:
     """The blocks of the rows [0, num_rows)."""
 
     blocks: PageBlocks
-    seq_lens: Ref  # [R] i32, SMEM; R a multiple of `together`
+    seq_lens: Ref  # [R] i32, SMEM
     num_rows: Scalar
-    state: Ref  # [count_state(together)] i32, SMEM
+    groups: Ref  # of `plan_groups`, SMEM
+    state: Ref  # [NUM_STATES] i32, SMEM
     window: int | None
     together: int  # rows of a group
     share: int  # pages of a block for each of a group's short rows
 
     def find_span(self, row: Scalar) -> tuple[Scalar, Scalar, Scalar]:
         """First key that the row sees, the page it is in, and the number of pages from there on."""
-        length, page_size = self.seq_lens[row], self.blocks.page_size
-        begin = 0 if self.window is None else jnp.maximum(length - self.window, 0)
-        first = divide(begin, page_size)
-        return begin, first, divide(length + page_size - 1, page_size) - first
+        return _find_span(self.seq_lens[row], self.blocks.page_size, self.window)
 
     def is_short(self, row: Scalar) -> jax.Array:
         """Whether a row exists and is attended with others."""
-        return (row < self.num_rows) & (self.find_span(row)[2] <= self.share)
+        return self.groups[row] != row
 
-    def list_short(self, first: Scalar) -> list[jax.Array]:
-        """`is_short` of the rows of a group."""
-        return [self.is_short(first + lane) for lane in range(self.together)]
+    def has_short(self, first: Scalar) -> jax.Array:
+        """Whether the group that begins with a row has short ones."""
+        return self.groups[self.seq_lens.shape[0] + divide(first, self.together)] == 1
+
+    def find_long(self, row: Scalar) -> Scalar:
+        """The first row of the group from `row` on that is not short, or the next group's first."""
+        return self.groups[row]
 
     def begin(self) -> None:
         """Starts the copies of as many blocks as may run ahead."""
         for place in (_ROW, _PART, _INDEX, _ATTENDED):
             self.state[place] = 0
-        self._begin_group(0)
+        self.state[_IS_SHORT] = self.has_short(0).astype(jnp.int32)
         for _ in range(self.blocks.buffers.shape[0] - 1):
             self._fetch()
 
@@ -67,21 +91,13 @@ class RowBlocks:
         self.state[_ATTENDED] = index + 1
         return lax.rem(index, self.blocks.buffers.shape[0])
 
-    def _begin_group(self, first: Scalar) -> None:
-        """Keeps whether a group has short rows, and for each of its lanes, and behind the last, the next lane from
-        there on whose row is not short."""
-        flags, following = self.list_short(first), self.together
-        self.state[_IS_SHORT] = functools.reduce(jnp.logical_or, flags).astype(jnp.int32)
-        self.state[_NEXT_LONG + self.together] = self.together
-        for lane in reversed(range(self.together)):
-            following = jnp.where(flags[lane], following, lane)
-            self.state[_NEXT_LONG + lane] = following
-
-    def _go_on(self, first: Scalar, lane: Scalar) -> None:
-        """To the next long row of the group that begins at `first`, or else to the next group."""
-        row = first + self.state[_NEXT_LONG + lane]
-        self.state[_ROW], self.state[_PART], self.state[_IS_SHORT] = row, 0, 0
-        pl.when((row == first + self.together) & (row < self.num_rows))(lambda: self._begin_group(row))
+    def _go_on(self, row: Scalar, end: Scalar) -> None:
+        """To the next long row of a group from `row` on, or else to the next group, which begins at `end`."""
+        last = self.seq_lens.shape[0] - 1
+        following = jnp.where(row < end, self.find_long(jnp.minimum(row, last)), end)
+        self.state[_ROW], self.state[_PART] = following, 0
+        is_short = (following == end) & self.has_short(jnp.minimum(end, last))
+        self.state[_IS_SHORT] = is_short.astype(jnp.int32)
 
     def _fetch(self) -> None:
         """Starts the copies of the next block, if there is one."""
@@ -98,7 +114,7 @@ class RowBlocks:
                 return carry
 
             lax.fori_loop(0, self.together, fetch_row, 0)
-            self._go_on(row, 0)
+            self._go_on(row, row + self.together)
 
         def fetch_part() -> None:
             _, first, count = self.find_span(row)
@@ -106,8 +122,8 @@ class RowBlocks:
             done = part * block_pages
             self.blocks.start(slot, row, first + done, jnp.minimum(count - done, block_pages))
             self.state[_PART] = part + 1
-            group = divide(row, self.together) * self.together
-            pl.when(done + block_pages >= count)(lambda: self._go_on(group, row + 1 - group))
+            end = divide(row, self.together) * self.together + self.together
+            pl.when(done + block_pages >= count)(lambda: self._go_on(row + 1, end))
 
         @pl.when(row < self.num_rows)
         def _fetch() -> None:
