@@ -45,7 +45,7 @@ class Backend:
     devices: str = ""
     interpret: bool = False
     fused: bool = False  # writes keys and values itself
-    splits_by_load: bool = False  # a row's keys are cut, and its sums joined, in ways that depend on the other rows
+    splits_keys: bool = False  # a row's keys are cut and joined: by the step's load, or as AttnShape.fixed_splits says
 
     @property
     def module(self) -> ModuleType:
@@ -56,17 +56,17 @@ _BACKENDS = {
     "reference": Backend("pallas_kernels.reference"),
     "xla": Backend("pallas_kernels.xla"),
     "cpu": Backend("pallas_kernels.cpu.attention", "cpu", fused=True),
-    "gpu": Backend("pallas_kernels.hopper.attention", "gpu", "Hopper (sm_90)", fused=True, splits_by_load=True),
-    "gpu_interpret": Backend("pallas_kernels.hopper.attention", "cpu", interpret=True, fused=True, splits_by_load=True),
+    "gpu": Backend("pallas_kernels.hopper.attention", "gpu", "Hopper (sm_90)", fused=True, splits_keys=True),
+    "gpu_interpret": Backend("pallas_kernels.hopper.attention", "cpu", interpret=True, fused=True, splits_keys=True),
     "ampere": Backend(
         "pallas_kernels.ampere.attention",
         "gpu",
         "Ampere, Ada or Blackwell (sm_80, sm_86, sm_89, sm_100, sm_103 or sm_120)",
         fused=True,
-        splits_by_load=True,
+        splits_keys=True,
     ),
     "ampere_interpret": Backend(
-        "pallas_kernels.ampere.attention", "cpu", interpret=True, fused=True, splits_by_load=True
+        "pallas_kernels.ampere.attention", "cpu", interpret=True, fused=True, splits_keys=True
     ),
     "tpu": Backend("pallas_kernels.tpu.attention", "tpu", "v5e and later", fused=True),
     "tpu_interpret": Backend("pallas_kernels.tpu.attention", "cpu", interpret=True, fused=True),

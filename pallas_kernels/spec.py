@@ -65,6 +65,7 @@ class AttnShape:
     spec: KVSpec
     dtype: str  # q's
     window: int | None = None  # the same as in AttnParams
+    fixed_splits: bool = False  # a row's bits may not depend on the other rows: its keys are cut where its text says
 
     def __post_init__(self) -> None:
         if self.num_heads < 1 or self.num_heads % self.spec.num_kv_heads:

@@ -61,7 +61,8 @@ class Shapes:
     @property
     def attention(self) -> tuple[AttnShape, ...]:
         """The attention shape of each KV group, on one device."""
-        return _attention_shapes(self.model, self.specs, self.num_devices)
+        is_fixed = self.config.scheduler.deterministic
+        return _attention_shapes(self.model, self.specs, self.num_devices, fixed_splits=is_fixed)
 
     @property
     def page_size(self) -> int:
@@ -171,11 +172,13 @@ def _choose_layouts(impl: str, specs: Sequence[KVSpec]) -> tuple[KVSpec, ...]:
     return tuple(replace(spec, layout=choose_layout(impl, spec)) for spec in specs)
 
 
-def _attention_shapes(model: DecoderConfig, specs: Sequence[KVSpec], num_devices: int) -> tuple[AttnShape, ...]:
+def _attention_shapes(
+    model: DecoderConfig, specs: Sequence[KVSpec], num_devices: int, *, fixed_splits: bool = False
+) -> tuple[AttnShape, ...]:
     """Returns the attention shape of each KV group, on one device."""
     shares = (replace(spec, num_kv_heads=spec.num_kv_heads // num_devices) for spec in specs)
     return tuple(
-        AttnShape(group.heads.num_heads // num_devices, share, model.dtype, group.window)
+        AttnShape(group.heads.num_heads // num_devices, share, model.dtype, group.window, fixed_splits)
         for group, share in zip(model.kv_groups, shares, strict=True)
     )
 
@@ -308,17 +311,4 @@ def _choose_attention(
     except ValueError as error:
         raise ConfigError(str(error), field="attention_impl", value=wanted) from error
     impl, reason = next((each for each in found if each[0] == "xla"), found[0])
-    if config.scheduler.deterministic and find_backend(impl).splits_by_load:
-        impl, reason = _replace_splitting(impl, by_name=wanted != "auto")
     return _choose_layouts(impl, specs), impl, reason
-
-
-def _replace_splitting(impl: str, *, by_name: bool) -> tuple[str, str]:
-    """Returns the implementation in place of one that splits keys by load, and the reason; ConfigError if `by_name`."""
-    if by_name:
-        message = (
-            f"impl {impl!r} splits keys by the load of the step, so a row's bits depend on the rows beside it; with "
-            "deterministic use 'xla' or 'auto', which then takes it"
-        )
-        raise ConfigError(message, field="attention_impl", value=impl)
-    return "xla", f"portable attention: the {impl} kernels split keys by load, which deterministic excludes"

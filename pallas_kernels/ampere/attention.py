@@ -56,9 +56,8 @@ def _attend_few(q: jax.Array, kv_pages: jax.Array, batch: BatchMeta, layer: Attn
     width = kv_pages.shape[-1]
     packed = pack_queries(q, batch, few.max_queries, width).astype(compute_dtype(batch.shape))
     num_kv_heads, num_rows = packed.shape[1:3]
-    outputs, logs = attend_units(
-        packed, kv_pages, batch, layer, work.few_units, work.config.decode, max_queries=few.max_queries
-    )
+    sizes = {"max_queries": few.max_queries, "num_blocks": few.num_blocks}
+    outputs, logs = attend_units(packed, kv_pages, batch, layer, work.few_units, work.config.decode, **sizes)
     logs = logs[:, :, :num_rows].reshape(logs.shape[0], -1)
     logs = jnp.pad(logs, ((0, 0), (0, -logs.shape[1] % TILE_ROWS)))
     outputs, logs = combine_units(outputs, logs, few.row_first_unit, few.row_num_units, interpret=batch.interpret)

@@ -18,6 +18,7 @@ from pallas_kernels.ampere import compat
 from pallas_kernels.ampere.ring import Scratch, TileRing, Unit
 from pallas_kernels.mosaic_gpu.compat import full, spread
 from pallas_kernels.mosaic_gpu.key_tiles import MASKED, Ids
+from pallas_kernels.mosaic_gpu.splits import COUNT
 from pallas_kernels.mosaic_gpu.units import BEGIN, FIRST_TILE, LENGTH, NUM_TILES, QUERIES, ROW
 
 Carry = tuple[list[jax.Array], jax.Array, jax.Array, Ids]
@@ -33,20 +34,10 @@ class AttentionKernel(TileRing):
 
     def __call__(self, *refs: jax.Ref, **scratch: jax.Ref) -> None:
         q_ref, pages, table, units, offset, *k_scale, outputs, logs = refs
-        slot = lax.axis_index("unit")
-        unit = Unit(
-            slot=slot,
-            head=lax.axis_index("head"),
-            queries=units[slot, QUERIES],
-            row=units[slot, ROW],
-            first_tile=units[slot, FIRST_TILE],
-            num_tiles=units[slot, NUM_TILES],
-            length=units[slot, LENGTH],
-            begin=units[slot, BEGIN],
-        )
+        scratch["q"], scratch["outputs"] = scratch.pop("q_then_outputs")
+        first = self.read_unit(units, lax.axis_index("unit"))
 
-        @pl.when(unit.num_tiles > 0)
-        def _() -> None:
+        def run(unit: Unit) -> None:
             factor = self.params.scale * k_scale[0][unit.head] if self.has_k_scale else self.params.scale
             find_pages = partial(self.find_pages, span=unit, table=table, offset=offset[0], num_pages=pages.shape[0])
             ids = self.start(unit, q_ref, pages, find_pages, scratch)
@@ -58,15 +49,43 @@ class AttentionKernel(TileRing):
             carry = (parts, full((compat.TILE_ROWS,), MASKED), full((compat.TILE_ROWS,), 0.0), ids)
             self.finish(lax.fori_loop(0, unit.num_tiles, step, carry), unit, outputs, logs, scratch)
 
+        @pl.when(first.num_tiles > 0)
+        def _() -> None:
+            if self.num_blocks is None:
+                run(first)
+                return
+
+            @pl.loop(0, lax.div(units[0, COUNT] - first.slot + (self.num_blocks - 1), self.num_blocks))
+            def _(index: jax.Array) -> None:
+                run(self.read_unit(units, first.slot + index * self.num_blocks))
+                self.settle()
+
+    def read_unit(self, units: jax.Ref, slot: jax.Array) -> Unit:
+        """The unit in a slot of the list."""
+        return Unit(
+            slot=slot,
+            head=lax.axis_index("head"),
+            queries=units[slot, QUERIES],
+            row=units[slot, ROW],
+            first_tile=units[slot, FIRST_TILE],
+            num_tiles=units[slot, NUM_TILES],
+            length=units[slot, LENGTH],
+            begin=units[slot, BEGIN],
+        )
+
     def finish(self, carry: Carry, unit: Unit, outputs: jax.Ref, logs: jax.Ref, scratch: Scratch) -> None:
         """Writes the unit's outputs, through the queries' tile: registers hold them in pieces of four bytes."""
         parts, largest, total, _ = carry
-        for index, acc in enumerate(parts):
-            columns = pl.ds(index * compat.PART_COLUMNS, compat.PART_COLUMNS)
-            scratch["q"][:, columns] = (acc / spread(total, acc.shape)).astype(self.dtype)
         logs[unit.slot, unit.head] = largest + jnp.log2(total)
         rows = pl.ds(pl.multiple_of(unit.head * self.num_rows, 8), self.num_rows)
-        compat.store_rows(scratch["q"].at[pl.ds(0, self.num_rows)], outputs.at[unit.slot, rows])
+        part, size = compat.PART_COLUMNS, self.output_columns
+        for start in range(0, self.width, size):
+            for column in range(start, start + size, min(part, size)):
+                acc = parts[column // part][:, column % part : column % part + size]
+                columns = pl.ds(column - start, acc.shape[1])
+                scratch["outputs"][:, columns] = (acc / spread(total, acc.shape)).astype(self.partial_dtype)
+            staged = scratch["outputs"].at[pl.ds(0, self.num_rows)]
+            compat.store_rows(staged, outputs.at[unit.slot, rows, pl.ds(start, size)])
 
     def attend_tile(
         self,

@@ -16,7 +16,7 @@ from pallas_kernels.spec import AttnLayer, AttnParams, AttnShape, BatchMeta
 
 def count_smem_bytes(shape: AttnShape, tile_tokens: int, stages: int) -> int:
     """Shared memory of a block's tiles."""
-    tiling = {"tile_tokens": tile_tokens, "stages": stages, "num_rows": 8, "max_queries": 1}
+    tiling = {"tile_tokens": tile_tokens, "stages": stages, "num_rows": 8, "max_queries": 1, "num_blocks": None}
     body = _make_body(shape, AttnParams(1.0), has_k_scale=False, interpret=False, **tiling)
     return compat.smem_bytes(*body.list_tiles().values())
 
@@ -30,27 +30,28 @@ def attend_units(
     config: TileConfig,
     *,
     max_queries: int,
+    num_blocks: int | None = None,  # SplitList's
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of every unit's keys alone.
 
     Query row r of a KV head is query r % max_queries of its unit, of query head r // max_queries in the group. Returns
-    outputs [W, C, width] of the compute dtype, normalised, and the base-2 logarithms [W, K, 64] f32 of the sums of
-    their weights, very negative for a query that sees none of the unit's keys. Row h * R + r of the C rows is KV head
-    h's row r; C is a multiple of 64. Slots without a unit, and rows without a query, are not written.
+    outputs [W, C, width] of the compute dtype (f32 in a fixed list), normalised, and the base-2 logarithms [W, K, 64]
+    f32 of the sums of their weights, very negative for a query that sees none of the unit's keys. Row h * R + r of the
+    C rows is KV head h's row r; C is a multiple of 64. Slots without a unit, and rows without a query, are not written.
     """
     num_kv_heads, num_rows, width = q.shape[1:]
     tiling = {"tile_tokens": config.tile_tokens, "stages": config.stages}
-    tiling |= {"num_rows": num_rows, "max_queries": max_queries}
+    tiling |= {"num_rows": num_rows, "max_queries": max_queries, "num_blocks": num_blocks}
     k_scale = layer.heads.k_scale
     body = _make_body(batch.shape, layer.params, has_k_scale=k_scale is not None, interpret=batch.interpret, **tiling)
     num_units, columns = units.shape[0], round_up(num_kv_heads * num_rows, ampere.TILE_ROWS)
     run = compat.kernel(
         body,
         out_type=(
-            jax.ShapeDtypeStruct((num_units, columns, width), q.dtype),
+            jax.ShapeDtypeStruct((num_units, columns, width), body.partial_dtype),
             jax.ShapeDtypeStruct((num_units, num_kv_heads, ampere.TILE_ROWS), jnp.float32),
         ),
-        grid=(num_units, num_kv_heads),  # the last axis varies fastest: heads of a unit share pages
+        grid=(num_blocks or num_units, num_kv_heads),  # the last axis varies fastest: heads of a unit share pages
         grid_names=("unit", "head"),
         scratch_types=body.make_scratch(),
         compiler_params=compat.compiler_params(),
@@ -63,7 +64,7 @@ def attend_units(
 
 
 def _make_body(
-    shape: AttnShape, params: AttnParams, *, has_k_scale: bool, interpret: bool, **tiling: int
+    shape: AttnShape, params: AttnParams, *, has_k_scale: bool, interpret: bool, **tiling: int | None
 ) -> AttentionKernel:
     dtype = compute_dtype(shape)
     return AttentionKernel(

@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.ampere import compat
-from pallas_kernels.mosaic_gpu.compat import tile_smem
+from pallas_kernels.mosaic_gpu.compat import SmemUnion, commit_smem, tile_smem
 from pallas_kernels.mosaic_gpu.key_tiles import Ids, KeyTiles
 
 Scratch = dict[str, jax.Ref]
@@ -36,6 +36,17 @@ class TileRing(KeyTiles):
     """A block's shared memory, and the copies that fill it: by cp.async, or by TMA, whose copies arrive at barriers."""
 
     by_tma: bool
+    num_blocks: int | None  # SplitList's
+
+    @property
+    def partial_dtype(self) -> jnp.dtype:
+        """The dtype of the outputs."""
+        return self.dtype if self.num_blocks is None else jnp.dtype(jnp.float32)
+
+    @property
+    def output_columns(self) -> int:
+        """Columns of the outputs that fit the queries' memory."""
+        return self.width * jnp.dtype(self.dtype).itemsize // self.partial_dtype.itemsize
 
     @property
     def tile_copies(self) -> int:
@@ -45,7 +56,7 @@ class TileRing(KeyTiles):
     def list_tiles(self) -> dict[str, tuple[tuple[int, ...], jnp.dtype]]:
         """Shapes and dtypes of the tiles in shared memory, by name."""
         tile = (self.tile_tokens, self.width)
-        tiles = {"q": ((compat.TILE_ROWS, self.width), self.dtype)}  # holds the output at the end
+        tiles = {"q": ((compat.TILE_ROWS, self.width), self.dtype)}  # its memory holds the outputs at the end
         for name in ("keys", "values"):
             tiles[name] = ((self.stages, *tile), self.page_dtype)
             if self.is_narrow:
@@ -61,6 +72,9 @@ class TileRing(KeyTiles):
         """Shared memory of a block, and the barriers of TMA."""
         tiles = self.list_tiles().items()
         scratch = {name: tile_smem(shape, dtype, self.choose_swizzle(name)) for name, (shape, dtype) in tiles}
+        swizzle = compat.choose_swizzle(self.num_rows, self.output_columns, self.partial_dtype)
+        outputs = tile_smem((compat.TILE_ROWS, self.output_columns), self.partial_dtype, swizzle)
+        scratch["q_then_outputs"] = SmemUnion(scratch.pop("q"), outputs)
         if self.by_tma:
             scratch["q_loaded"] = compat.Barrier()
             scratch["loaded"] = compat.Barrier(num_arrivals=self.tile_copies, num_barriers=self.stages)
@@ -93,6 +107,13 @@ class TileRing(KeyTiles):
         for index in range(self.stages - 1):
             self.fill(jnp.int32(index), find_pages(jnp.int32(index)), unit, pages, scratch)
         return find_pages(jnp.int32(self.stages - 1))
+
+    def settle(self) -> None:
+        """Waits for all threads of the block, and for all copies: memory may then be filled for another unit."""
+        if self.by_tma:
+            commit_smem()
+        else:
+            compat.wait_copies(0, None)
 
     def wait_queries(self, scratch: Scratch) -> None:
         """Waits for the copy of the queries."""

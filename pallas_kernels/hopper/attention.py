@@ -82,6 +82,7 @@ def plan_work(rows: StepRows, shape: AttnShape, *, config: HopperConfig | None =
     if shape.spec.is_latent:
         return latents.plan_work(rows, shape, (config or default_config(shape)).decode)
     config = config or find_config(shape, rows)
+    config = replace(config, decode=decode.fit_units(config.decode, shape))
     longest = rows.max_query_len
     if longest is not None and fits(longest, shape.group_size):
         units = plan_splits(rows, rows.query_lens, shape, config.decode, max_query_len=longest)

@@ -7,7 +7,7 @@ kernel bound by memory. `mosaic_gpu/splits.py` cuts rows into units and `combine
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from pallas_kernels.spec import AttnLayer, AttnParams, AttnShape, BatchMeta
 
 _BLOCK_RESERVE = 1024 + 1024  # bytes: the SM's own per block, and room for barriers
 _MAX_STAGES = 6
+_WIDE = 128
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,14 @@ def default_config(shape: AttnShape) -> DecodeConfig:
     raise ValueError(f"no ring of two tiles of {shape.spec} fits the shared memory of a block")
 
 
+def fit_units(config: DecodeConfig, shape: AttnShape) -> DecodeConfig:
+    """The configuration for the shape's kind of units. The blocks of a fixed list go from unit to unit, for which heads
+    of 128 have too few registers with two blocks per SM: there a block takes the rings of both."""
+    if not shape.fixed_splits or config.ctas_per_sm == 1 or stored_width(shape) < _WIDE:
+        return config
+    return replace(config, ctas_per_sm=1, stages=2 * config.stages)
+
+
 def count_smem_bytes(shape: AttnShape, stages: int) -> int:
     """Shared memory of a block's tiles, which have 64 tokens by default."""
     config = DecodeConfig(stages=stages)
@@ -73,8 +82,8 @@ def attend_units(
     """Attention of every unit's keys alone.
 
     Query row r of a KV head is query r % Qp of its row, of query head r // Qp in the group. Returns outputs
-    [W, C, width] of the compute dtype, normalised, and the base-2 logarithms [W, C] f32 of the sums of their weights,
-    very negative for a query that sees none of the unit's keys. Row h * R + r of the C rows is KV head h's row r; C is
+    [W, C, width] of the compute dtype (f32 in a fixed list), normalised, and the base-2 logarithms [W, C] f32 of the
+    sums of their weights, very negative for a query that sees none of the unit's keys. Row h * R + r of the C rows is KV head h's row r; C is
     a multiple of 64. Slots without a unit, and rows without a KV head, are not written.
     """
     work: SplitList = batch.work.decode
@@ -87,16 +96,17 @@ def attend_units(
         num_rows=num_rows,
         max_queries=work.max_queries,
         has_k_scale=k_scale is not None,
+        num_blocks=work.num_blocks,
         interpret=batch.interpret,
     )
     num_slots, columns = work.units.shape[0], round_up(num_kv_heads * num_rows, QUERY_ROWS)
     run = compat.kernel(
         body,
         out_type=(
-            jax.ShapeDtypeStruct((num_slots, columns, width), q.dtype),
+            jax.ShapeDtypeStruct((num_slots, columns, width), body.partial_dtype),
             jax.ShapeDtypeStruct((num_slots, columns), jnp.float32),
         ),
-        grid=(num_slots, num_kv_heads),  # the last axis varies fastest: heads of a unit share pages
+        grid=(work.num_blocks or num_slots, num_kv_heads),  # the last axis varies fastest: heads of a unit share pages
         grid_names=("unit", "head"),
         num_threads=2,
         thread_name="warpgroup",
@@ -116,6 +126,7 @@ def _make_body(
     num_rows: int,
     max_queries: int,
     has_k_scale: bool,
+    num_blocks: int | None = None,
     interpret: bool,
 ) -> DecodeKernel:
     return DecodeKernel(
@@ -130,5 +141,6 @@ def _make_body(
         tile_tokens=config.tile_tokens,
         stages=config.stages,
         ctas_per_sm=config.ctas_per_sm,
+        num_blocks=num_blocks,
         interpret=interpret,
     )

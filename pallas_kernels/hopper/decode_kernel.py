@@ -41,9 +41,38 @@ class DecodeKernel(DecodeRing):
         launch_next_kernel(interpret=self.interpret)
         q_ref, pages, table, units, offset, *k_scale, outputs, logs = refs
         scratch["keys"], scratch["logs"] = scratch.pop("keys_then_logs")
-        slot = lax.axis_index("unit")
+        scratch["q"], scratch["answers"] = scratch.pop("q_then_answers")
+        unit = self.read_unit(units, lax.axis_index("unit"))
+        warpgroup = lax.axis_index("warpgroup")
+
+        @pl.when((warpgroup == 1) & (unit.num_tiles > 0))
+        def _() -> None:
+            if not self.is_narrow:
+                compat.set_max_registers(_MEMORY_REGISTERS, action="decrease")
+            fetch = self.fetch_narrow if self.is_narrow else self.fetch
+            run = partial(fetch, pages=pages, table=table, offset=offset[0], scratch=scratch)
+            self.for_units(unit, units, run, scratch, reads=False)
+
+        @pl.when((warpgroup == 0) & (unit.num_tiles > 0))
+        def _() -> None:
+            compat.set_max_registers(_COMPUTE_REGISTERS[self.ctas_per_sm], action="increase")
+
+
+            def run(unit: Unit) -> None:
+                self.compute(self.read_begin(unit, units), q_ref, k_scale, outputs, logs, scratch)
+
+            self.for_units(unit, units, run, scratch, reads=True)
+
+    def make_scratch(self) -> dict[str, object]:
+        """Shared memory and barriers of a block."""
+        scratch = super().make_scratch()
+        width = self.width * jnp.dtype(self.dtype).itemsize // self.partial_dtype.itemsize
+        answers = compat.tile_smem((QUERY_ROWS, width), self.partial_dtype)
+        return scratch | {"q_then_answers": compat.SmemUnion(scratch.pop("q"), answers)}
+
+    def read_unit(self, units: jax.Ref, slot: jax.Array) -> Unit:
         length = units[slot, splits.LENGTH]
-        unit = Unit(
+        return Unit(
             slot=slot,
             head=lax.axis_index("head"),
             row=units[slot, splits.ROW],
@@ -52,20 +81,6 @@ class DecodeKernel(DecodeRing):
             length=length,
             begin=length - 1,
         )
-        warpgroup = lax.axis_index("warpgroup")
-
-        @pl.when((warpgroup == 1) & (unit.num_tiles > 0))
-        def _() -> None:
-            if self.is_narrow:
-                self.fetch_narrow(unit, pages, table, offset[0], scratch)
-            else:
-                compat.set_max_registers(_MEMORY_REGISTERS, action="decrease")
-                self.fetch(unit, pages, table, offset[0], scratch)
-
-        @pl.when((warpgroup == 0) & (unit.num_tiles > 0))
-        def _() -> None:
-            compat.set_max_registers(_COMPUTE_REGISTERS[self.ctas_per_sm], action="increase")
-            self.compute(self.read_begin(unit, units), q_ref, k_scale, outputs, logs, scratch)
 
     def read_begin(self, unit: Unit, units: jax.Ref) -> Unit:
         """The unit with the position of its first query. Read only where it is used: kept from the start of the kernel,
@@ -96,12 +111,14 @@ class DecodeKernel(DecodeRing):
         )
         step = partial(self.attend_tile, unit=unit, factor=factor, scratch=scratch)
         acc, largest, total = lax.fori_loop(0, unit.num_tiles, step, carry)
-        scratch["q"][...] = (acc / compat.spread(total, acc.shape)).astype(self.dtype)
+        places = pl.ds(pl.multiple_of(unit.head * self.num_rows, 8), self.num_rows)
+
+        def target(start: int, size: int) -> jax.Ref:
+            return outputs.at[unit.slot, places, pl.ds(start, size)]
+
         scratch["logs"][...] = largest + jnp.log2(total)
-        compat.commit_smem()
-        columns = pl.ds(pl.multiple_of(unit.head * self.num_rows, 8), self.num_rows)
-        compat.copy_smem_to_gmem(scratch["q"].at[rows], outputs.at[unit.slot, columns])
-        compat.copy_smem_to_gmem(scratch["logs"].at[rows], logs.at[unit.slot, columns])
+        self.store_answers(acc / compat.spread(total, acc.shape), scratch["answers"], rows, target)
+        compat.copy_smem_to_gmem(scratch["logs"].at[rows], logs.at[unit.slot, places])
         compat.wait_smem_to_gmem(0)
 
     def attend_tile(

@@ -7,6 +7,7 @@ the summed axis contiguous, and the summed axis of values is not.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,7 +19,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.hopper.wgmma import load_narrow
 from pallas_kernels.mosaic_gpu import compat
 from pallas_kernels.mosaic_gpu.key_tiles import KeyTiles
-from pallas_kernels.mosaic_gpu.splits import QUERY_ROWS
+from pallas_kernels.mosaic_gpu.splits import COUNT, QUERY_ROWS
 
 PART_COLUMNS = 64  # columns of a tile that pass through registers at once
 
@@ -43,6 +44,12 @@ class DecodeRing(KeyTiles):
     """A block's shared memory, and the warpgroup that fills it."""
 
     ctas_per_sm: int
+    num_blocks: int | None  # SplitList's
+
+    @property
+    def partial_dtype(self) -> jnp.dtype:
+        """The dtype of the outputs."""
+        return self.dtype if self.num_blocks is None else jnp.dtype(jnp.float32)
 
     @property
     def rings(self) -> tuple[str, ...]:
@@ -90,7 +97,46 @@ class DecodeRing(KeyTiles):
                 scratch[f"narrow_{name}_loaded"] = copied
             scratch[f"{name}_loaded"] = compat.Barrier(num_barriers=1) if self.is_narrow else copied
             scratch[f"{name}_freed"] = compat.Barrier(num_arrivals=self.num_readers, num_barriers=self.num_slots)
+        if self.num_blocks is not None:
+            scratch["unit_done"] = compat.Barrier(num_arrivals=self.num_readers)
         return scratch | {"q_loaded": compat.Barrier()}
+
+    def read_unit(self, units: jax.Ref, slot: jax.Array) -> Unit:
+        """The unit in a slot of the list."""
+        raise NotImplementedError
+
+    def for_units(
+        self, unit: Unit, units: jax.Ref, run: Callable[[Unit], None], scratch: Scratch, *, reads: bool
+    ) -> None:
+        """Calls `run` with the block's first unit, and with its others where blocks share the list.
+
+        `reads` says which warpgroup calls: memory is filled anew when all readers are done with a unit.
+        """
+        if self.num_blocks is None:
+            run(unit)
+            return
+        rounds = lax.div(units[0, COUNT] - unit.slot + (self.num_blocks - 1), self.num_blocks)
+
+        @pl.loop(0, rounds)
+        def _(index: jax.Array) -> None:
+            if not reads:
+                pl.when(index > 0)(partial(compat.barrier_wait, scratch["unit_done"]))
+            run(self.read_unit(units, unit.slot + index * self.num_blocks))
+            if reads:
+                pl.when(index + 1 < rounds)(partial(compat.barrier_arrive, scratch["unit_done"]))
+
+    def store_answers(
+        self, answers: jax.Array, staging: jax.Ref, rows: pl.Slice, target: Callable[[int, int], jax.Ref]
+    ) -> None:
+        """Starts the copies of `rows` of answers [QUERY_ROWS, columns] to `target(start, size)`, some columns of the
+        outputs: as many at a time as `staging` holds."""
+        size = staging.shape[-1]
+        for start in range(0, answers.shape[1], size):
+            if start > 0:
+                compat.wait_smem_to_gmem(0)
+            staging[...] = answers[:, start : start + size].astype(self.partial_dtype)
+            compat.commit_smem()
+            compat.copy_smem_to_gmem(staging.at[rows], target(start, size))
 
     def copy_tile(
         self,

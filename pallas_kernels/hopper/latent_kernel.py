@@ -24,7 +24,8 @@ from pallas_kernels.mosaic_gpu.key_tiles import MASKED
 from pallas_kernels.mosaic_gpu.splits import QUERY_ROWS
 
 NUM_COMPUTE = 2  # warpgroups
-_COMPUTE_REGISTERS, _MEMORY_REGISTERS = 224, 56
+# Registers per thread of a compute warpgroup and of the memory warpgroup, by whether that one widens tiles.
+_REGISTERS = {False: (232, 40), True: (224, 56)}
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ class LatentKernel(DecodeRing):
         """Shared memory and barriers of a block; at `met` the compute warpgroups wait for each other."""
         scratch = super().make_scratch()
         # Each warpgroup's answers lie in one piece, as copies want them, where the queries were.
-        answers = compat.tile_smem((NUM_COMPUTE, QUERY_ROWS, self.value_width // NUM_COMPUTE), self.dtype)
+        width = self.value_width // NUM_COMPUTE * jnp.dtype(self.dtype).itemsize // self.partial_dtype.itemsize
+        answers = compat.tile_smem((NUM_COMPUTE, QUERY_ROWS, width), self.partial_dtype)
         scratch["q_then_answers"] = compat.SmemUnion(scratch.pop("q"), answers)
         return scratch | {"met": compat.Barrier(num_arrivals=NUM_COMPUTE)}
 
@@ -63,31 +65,40 @@ class LatentKernel(DecodeRing):
         q_ref, pages, table, unit_columns, offset, *k_scale, outputs, logs = refs
         scratch["keys"], scratch["logs"] = scratch.pop("keys_then_logs")
         scratch["q"], scratch["answers"] = scratch.pop("q_then_answers")
-        slot, head = lax.axis_index("unit"), lax.axis_index("head")
-        unit = Unit(
+        unit = self.read_unit(unit_columns, lax.axis_index("unit"))
+        warpgroup = lax.axis_index("warpgroup")
+
+        @pl.when((warpgroup == NUM_COMPUTE) & (unit.num_tiles > 0))
+        def _() -> None:
+            compat.set_max_registers(_REGISTERS[self.is_narrow][1], action="decrease")
+            fetch = self.fetch_narrow if self.is_narrow else self.fetch
+
+            def run(unit: Unit) -> None:
+                queries = q_ref.at[unit_columns[unit.slot, units.QUERIES], unit.head]
+                # Rows of the tile beyond R stay undefined. Rows do not affect each other, and these are not copied out.
+                compat.copy_gmem_to_smem(queries, scratch["q"].at[pl.ds(0, self.num_rows)], scratch["q_loaded"])
+                fetch(unit, pages, table, offset[0], scratch)
+
+            self.for_units(unit, unit_columns, run, scratch, reads=False)
+
+        @pl.when((warpgroup < NUM_COMPUTE) & (unit.num_tiles > 0))
+        def _() -> None:
+            compat.set_max_registers(_REGISTERS[self.is_narrow][0], action="increase")
+            run = partial(
+                self.compute, warpgroup=warpgroup, k_scale=k_scale, outputs=outputs, logs=logs, scratch=scratch
+            )
+            self.for_units(unit, unit_columns, run, scratch, reads=True)
+
+    def read_unit(self, unit_columns: jax.Ref, slot: jax.Array) -> Unit:
+        return Unit(
             slot=slot,
-            head=head,
+            head=lax.axis_index("head"),
             row=unit_columns[slot, units.ROW],
             first_tile=unit_columns[slot, units.FIRST_TILE],
             num_tiles=unit_columns[slot, units.NUM_TILES],
             length=unit_columns[slot, units.LENGTH],
             begin=unit_columns[slot, units.BEGIN],
         )
-        warpgroup = lax.axis_index("warpgroup")
-
-        @pl.when((warpgroup == NUM_COMPUTE) & (unit.num_tiles > 0))
-        def _() -> None:
-            compat.set_max_registers(_MEMORY_REGISTERS, action="decrease")
-            queries = q_ref.at[unit_columns[slot, units.QUERIES], head]
-            # Rows of the tile beyond R stay undefined. Rows do not affect each other, and these are not copied out.
-            compat.copy_gmem_to_smem(queries, scratch["q"].at[pl.ds(0, self.num_rows)], scratch["q_loaded"])
-            fetch = self.fetch_narrow if self.is_narrow else self.fetch
-            fetch(unit, pages, table, offset[0], scratch)
-
-        @pl.when((warpgroup < NUM_COMPUTE) & (unit.num_tiles > 0))
-        def _() -> None:
-            compat.set_max_registers(_COMPUTE_REGISTERS, action="increase")
-            self.compute(unit, warpgroup, k_scale, outputs, logs, scratch)
 
     def compute(
         self,
@@ -111,17 +122,18 @@ class LatentKernel(DecodeRing):
         step = partial(self.attend_tile, unit=unit, columns=columns, factor=factor, scratch=scratch)
         acc, largest, total = lax.fori_loop(0, unit.num_tiles, step, carry)
         self.meet(scratch)  # the answers take the queries' memory, the logarithms the keys'
-        answers = scratch["answers"].at[warpgroup]
-        answers[...] = (acc / compat.spread(total, acc.shape)).astype(self.dtype)
 
         @pl.when(warpgroup == 0)
         def _() -> None:
             scratch["logs"][...] = largest + jnp.log2(total)
 
-        compat.commit_smem()
         rows = pl.ds(0, self.num_rows)
         places = pl.ds(pl.multiple_of(unit.head * self.num_rows, 8), self.num_rows)
-        compat.copy_smem_to_gmem(answers.at[rows], outputs.at[unit.slot, places, columns])
+
+        def target(start: int, size: int) -> jax.Ref:
+            return outputs.at[unit.slot, places, pl.ds(pl.multiple_of(warpgroup * half + start, size), size)]
+
+        self.store_answers(acc / compat.spread(total, acc.shape), scratch["answers"].at[warpgroup], rows, target)
 
         @pl.when(warpgroup == 0)
         def _() -> None:

@@ -72,7 +72,7 @@ def _attend_few(q: jax.Array, kv_pages: jax.Array, batch: BatchMeta, layer: Attn
     """Attention of the rows in `batch.work.few`, something finite for other tokens."""
     few, heads, width = batch.work.few, layer.heads, kv_pages.shape[-1]
     packed = pack_queries(q, batch, few.max_queries, width).astype(compute_dtype(batch.shape))
-    outputs, logs = _attend_units(packed, kv_pages, batch, layer, batch.work.few_units, few.max_queries)
+    outputs, logs = _attend_units(packed, kv_pages, batch, layer, batch.work.few_units, few.max_queries, few.num_blocks)
     num_blocks, num_rows = packed.shape[1:3]
     found = combine.combine_units(
         outputs,
@@ -112,6 +112,7 @@ def _attend_units(
     layer: AttnLayer,
     units: jax.Array,  # [W, UNIT_COLUMNS] i32
     max_queries: int,
+    grid_blocks: int | None = None,  # SplitList.num_blocks
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of every unit's keys alone, as of `decode.attend_units`: outputs [W, C, V], logarithms [W, C]."""
     num_blocks, num_rows = q.shape[1:3]
@@ -123,16 +124,17 @@ def _attend_units(
         num_rows=num_rows,
         max_queries=max_queries,
         has_k_scale=k_scale is not None,
+        grid_blocks=grid_blocks,
         interpret=batch.interpret,
     )
     num_slots, columns = units.shape[0], round_up(num_blocks * num_rows, QUERY_ROWS)
     run = compat.kernel(
         body,
         out_type=(
-            jax.ShapeDtypeStruct((num_slots, columns, body.value_width), q.dtype),
+            jax.ShapeDtypeStruct((num_slots, columns, body.value_width), body.partial_dtype),
             jax.ShapeDtypeStruct((num_slots, columns), jnp.float32),
         ),
-        grid=(num_slots, num_blocks),
+        grid=(grid_blocks or num_slots, num_blocks),
         grid_names=("unit", "head"),
         num_threads=NUM_COMPUTE + 1,
         thread_name="warpgroup",
@@ -152,6 +154,7 @@ def _make_body(
     num_rows: int,
     max_queries: int,
     has_k_scale: bool,
+    grid_blocks: int | None = None,
     interpret: bool,
 ) -> LatentKernel:
     return LatentKernel(
@@ -166,6 +169,7 @@ def _make_body(
         tile_tokens=config.tile_tokens,
         stages=config.stages,
         ctas_per_sm=config.ctas_per_sm,
+        num_blocks=grid_blocks,
         interpret=interpret,
         value_width=shape.spec.out_dim,
     )

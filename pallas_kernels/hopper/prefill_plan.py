@@ -84,7 +84,12 @@ def list_units(tiles: TileList, rows: StepRows, shape: AttnShape, config: Prefil
 
 
 def splits_keys(rows: StepRows, shape: AttnShape, config: PrefillConfig) -> bool:
-    """Whether a bucket splits tiles: its chunk has too few of them where all other rows decode, as in a chat's turn."""
+    """Whether a bucket splits tiles: its chunk has too few of them where all other rows decode, as in a chat's turn.
+
+    Fixed splits are for decode: a tile's units would depend on which queries are in it, and need a slot for each.
+    """
+    if shape.fixed_splits:
+        return False
     chunk_tokens = rows.num_tokens - (rows.max_rows - 1)
     return -(-chunk_tokens // count_tile_tokens(shape)) * shape.spec.num_kv_heads < config.num_sms
 

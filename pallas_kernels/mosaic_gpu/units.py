@@ -19,7 +19,7 @@ from pallas_kernels.spec import AttnShape
 from pallas_kernels.worklist import StepRows, TileList, list_chunk_tiles
 
 # Columns of a unit as kernels read it.
-QUERIES, ROW, FIRST_TILE, NUM_TILES, LENGTH, BEGIN = range(6)
+QUERIES, ROW, FIRST_TILE, NUM_TILES, LENGTH, BEGIN = range(6)  # and in fixed lists splits.COUNT
 UNIT_COLUMNS = 8  # 32 bytes: a unit is read in one transaction
 
 
@@ -57,7 +57,8 @@ def _list_split_units(few: SplitList) -> jax.Array:
     """The units of split rows: a row's packed queries have the index of the row."""
     row, length = few.units[:, splits.ROW], few.units[:, splits.LENGTH]
     begin = length - few.units[:, splits.NUM_QUERIES]
-    return _join_columns(row, row, few.units[:, splits.FIRST_TILE], few.units[:, splits.NUM_TILES], length, begin)
+    units = _join_columns(row, row, few.units[:, splits.FIRST_TILE], few.units[:, splits.NUM_TILES], length, begin)
+    return units.at[:, splits.COUNT].set(few.units[:, splits.COUNT])
 
 
 def _list_chunk_units(chunks: TileList, shape: AttnShape, tile_tokens: int) -> jax.Array:

@@ -43,6 +43,7 @@ class Case:
     query_dtype: str | None = None  # None: the pages' dtype if queries can have it, else bfloat16
     num_chunks: int = 0  # rows of the chunk class, after the one-token rows: they begin at multiples of 32
     is_long: bool = False
+    fixed_splits: bool = False
     chunk_sms: int = 1  # multiprocessors of the device that a long case's chunks are cut for, where kernels cut them
 
     @property
@@ -58,7 +59,7 @@ class Case:
 
     @property
     def shape(self) -> AttnShape:
-        return AttnShape(self.num_heads, self.spec, self.dtype, self.window)
+        return AttnShape(self.num_heads, self.spec, self.dtype, self.window, self.fixed_splits)
 
     def with_layout(self, layout: str) -> Case:
         """The same case on pages of another layout."""
@@ -139,7 +140,7 @@ def make_inputs(case: Case, seed: int = 0, *, num_layers: int = 2) -> Inputs:
 def choose_config(case: Case, impl: str) -> Any:
     """The tuning that a case runs with, the `config` of `prepare_batch`: None for the device's own."""
     backend = find_backend(impl)
-    if not case.is_long or not backend.splits_by_load:
+    if not case.is_long or not backend.splits_keys:
         return None
     config = backend.module.default_config(case.shape)
     if hasattr(config.prefill, "num_sms"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pallas_kernels.spec import AttnParams, AttnShape, KVSpec
@@ -34,6 +34,7 @@ class GateShape:
     kv_dtype: str = "bfloat16"
     max_len: int = MAX_MODEL_LEN
     value_dim: int | None = None  # of a latent
+    fixed_splits: bool = False
     portable: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -43,7 +44,7 @@ class GateShape:
     def attention(self, page_size: int) -> AttnShape:
         """The shape on pages of the plain layout; the implementation chooses its own."""
         spec = KVSpec(self.num_kv_heads, self.head_dim, page_size, self.kv_dtype, value_dim=self.value_dim)
-        return AttnShape(self.num_heads, spec, self.dtype, self.window)
+        return AttnShape(self.num_heads, spec, self.dtype, self.window, self.fixed_splits)
 
 
 @dataclass(frozen=True)
@@ -116,21 +117,26 @@ SAMPLES = {
 
 
 def list_programs(target: Target, *, full: bool = True) -> list[GateProgram]:
-    """The gate's programs for a target: each shape in the decode and the mixed bucket, drafts for the first shape, and
-    the tight ones. Without `full`, those that every run of the gate compiles."""
+    """The gate's programs for a target: each shape in the decode and the mixed bucket (on GPUs with fixed splits,
+    too), drafts for the first shape, and the tight ones. Without `full`, those that every run of the gate compiles."""
     shapes = [shape for shape in SHAPES if full or shape.name in SAMPLES[target.name]]
     programs = [_fill_bucket(bucket, shape, target) for shape in shapes for bucket in ("decode", "mixed")]
     programs.append(_fill_bucket("drafts", SHAPES[0], target))
+    if target.platform == "gpu":  # with fixed splits a decode bucket has other kernels
+        own = [shape for shape in shapes if target.impl not in dict(shape.portable)]
+        programs += [_fill_bucket("fixed", shape, target) for shape in own]
     return programs + [_fill_bucket(bucket, shape, target) for bucket, shape in TIGHT if full or target.impl == "gpu"]
 
 
 def _fill_bucket(bucket: str, shape: GateShape, target: Target) -> GateProgram:
     num_tokens, num_rows, max_query_len = {
         "decode": (target.num_rows, target.num_rows, 1),
+        "fixed": (target.num_rows, target.num_rows, 1),
         "mixed": (MIXED_TOKENS, target.num_rows, None),
         "turn": (TURN_TOKENS, TURN_ROWS, None),
         "drafts": (DRAFT_ROWS * DRAFT_LEN, DRAFT_ROWS, DRAFT_LEN),
     }[bucket]
+    shape = replace(shape, fixed_splits=bucket == "fixed")
     return GateProgram(f"{bucket}: {shape.name}", shape, num_tokens, num_rows, max_query_len, target.page_size)
 
 

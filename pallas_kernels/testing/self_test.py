@@ -87,6 +87,7 @@ def list_cases(
         query_dtype=shape.dtype,
         window=shape.window,
         softcap=softcap,
+        fixed_splits=shape.fixed_splits,
         max_rows=num_rows,
         max_tokens=num_rows,
         table_width=table_width,
