@@ -65,9 +65,7 @@ _BACKENDS = {
         fused=True,
         splits_keys=True,
     ),
-    "ampere_interpret": Backend(
-        "pallas_kernels.ampere.attention", "cpu", interpret=True, fused=True, splits_keys=True
-    ),
+    "ampere_interpret": Backend("pallas_kernels.ampere.attention", "cpu", interpret=True, fused=True, splits_keys=True),
     "tpu": Backend("pallas_kernels.tpu.attention", "tpu", "v5e and later", fused=True),
     "tpu_interpret": Backend("pallas_kernels.tpu.attention", "cpu", interpret=True, fused=True),
 }

@@ -83,8 +83,8 @@ def attend_units(
 
     Query row r of a KV head is query r % Qp of its row, of query head r // Qp in the group. Returns outputs
     [W, C, width] of the compute dtype (f32 in a fixed list), normalised, and the base-2 logarithms [W, C] f32 of the
-    sums of their weights, very negative for a query that sees none of the unit's keys. Row h * R + r of the C rows is KV head h's row r; C is
-    a multiple of 64. Slots without a unit, and rows without a KV head, are not written.
+    sums of their weights, very negative for a query that sees none of the unit's keys. Row h * R + r of the C rows is
+    KV head h's row r; C is a multiple of 64. Slots without a unit, and rows without a KV head, are not written.
     """
     work: SplitList = batch.work.decode
     num_kv_heads, num_rows, width = q.shape[1:]

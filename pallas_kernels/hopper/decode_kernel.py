@@ -57,7 +57,6 @@ class DecodeKernel(DecodeRing):
         def _() -> None:
             compat.set_max_registers(_COMPUTE_REGISTERS[self.ctas_per_sm], action="increase")
 
-
             def run(unit: Unit) -> None:
                 self.compute(self.read_begin(unit, units), q_ref, k_scale, outputs, logs, scratch)
 

@@ -25,7 +25,7 @@ from pallas_kernels.worklist import StepRows
 _GROWTH = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0, 64.0)  # split lengths tried, as shares of the shortest
 
 QUERY_ROWS = 64  # rows of a block's products; G * Qp of them are used
-FIXED_TOKENS = 512  # keys of a fixed unit, a multiple of every kernel's tile; twice as many, or more, where
+FIXED_TOKENS = 1024  # keys of a fixed unit, a multiple of every kernel's tile; twice as many, or more, where
 FIXED_BYTES = 2**27  # the partial answers of the longest rows would take more memory than this
 
 # Columns of `SplitList.units`.

@@ -65,22 +65,22 @@ def test_override_fixes_the_pages() -> None:
     assert plan(load_model("llama-3.1-8b", 8192), 900 * GIB, max_sequences=3).num_pages == (380 + 1,)
 
 
-def test_deterministic_takes_attention_that_does_not_split_by_load() -> None:
-    model = load_model("llama-3.1-8b", 131072)
-    config = EngineConfig.from_options(model="llama-3.1-8b", deterministic=True)
-    for device_kind in ("NVIDIA H200", "NVIDIA A100"):
-        shapes = make_shapes(config, model, "gpu", device_kind)
-        assert shapes.impl == "xla" and "deterministic excludes" in shapes.impl_reason
-        assert [(bucket.tokens, bucket.rows) for bucket in shapes.buckets.buckets] == [(256, 256), (2048, 256)]
-    assert make_shapes(config, model, "tpu", "TPU v5e").impl == "tpu"
-    for impl, platform, device_kind in (
-        ("gpu", "gpu", "NVIDIA H200"),
-        ("ampere", "gpu", "NVIDIA A100"),
-        ("gpu_interpret", "cpu", "cpu"),
-    ):
-        config = EngineConfig.from_options(model="llama-3.1-8b", deterministic=True, attention_impl=impl)
-        with pytest.raises(ConfigError, match=rf"attention_impl: impl '{impl}' splits keys by the load"):
-            make_shapes(config, model, platform, device_kind)
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize(
+    ("platform", "device_kind", "impl"),
+    [("gpu", "NVIDIA H200", "gpu"), ("gpu", "NVIDIA A100", "ampere"), ("tpu", "TPU v5e", "tpu")],
+)
+def test_deterministic_takes_the_kernels_with_fixed_splits(
+    platform: str, device_kind: str, impl: str, by_name: bool
+) -> None:
+    model, options = load_model("llama-3.1-8b", 131072), {"attention_impl": impl} if by_name else {}
+    for deterministic in (True, False):
+        config = EngineConfig.from_options(model="llama-3.1-8b", deterministic=deterministic, **options)
+        shapes = make_shapes(config, model, platform, device_kind)
+        assert shapes.impl == impl
+        assert {shape.fixed_splits for shape in shapes.attention} == {deterministic}
+        if deterministic and platform == "gpu":
+            assert [(bucket.tokens, bucket.rows) for bucket in shapes.buckets.buckets] == [(256, 256), (2048, 256)]
 
 
 def test_a_page_table_too_large_for_a_tpu_is_refused_before_anything_is_traced() -> None:
