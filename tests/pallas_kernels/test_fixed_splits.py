@@ -147,6 +147,15 @@ CHUNKS = {
     "ampere": make_step("ampere", 4, OF_128),
     "ampere, window, softcap": make_step("ampere", 4, BF16, window=50, softcap=3.0),
 }
+
+
+def mark(steps: dict[str, Step]) -> list[Any]:
+    """Parameters; those beside an implementation's plain one are slow."""
+    return [
+        pytest.param(step, id=name, marks=[pytest.mark.slow] if "," in name else []) for name, step in steps.items()
+    ]
+
+
 LENGTHS = (1, 127, 128, 300)  # one unit, one that is whole, and three
 
 
@@ -156,7 +165,7 @@ def shrink_device(step: Step) -> Any:
     return replace(config, decode=replace(config.decode, num_sms=1))
 
 
-@pytest.mark.parametrize("step", DECODE.values(), ids=DECODE)
+@pytest.mark.parametrize("step", mark(DECODE))
 def test_decoding_rows_have_the_same_bits_alone_and_among_others(step: Step) -> None:
     config = shrink_device(step)
     alone = {length: attend(step, [decode(length, length)], is_decode=True, config=config)[0] for length in LENGTHS}
@@ -177,7 +186,7 @@ def test_splits_by_load_are_found(impl: str) -> None:
         )
 
 
-@pytest.mark.parametrize("step", CHUNKS.values(), ids=CHUNKS)
+@pytest.mark.parametrize("step", mark(CHUNKS))
 def test_prompts_have_the_same_bits_however_they_are_cut(step: Step) -> None:
     begin, end = 96, 300
     whole = attend(step, [Row(0, begin, end)], is_decode=False)[0]
@@ -192,6 +201,7 @@ def test_prompts_have_the_same_bits_however_they_are_cut(step: Step) -> None:
             np.testing.assert_array_equal(answers, whole[first - begin : last - begin], err_msg=f"{first}..{last}")
 
 
+@pytest.mark.slow
 def test_tiles_split_by_load_are_found() -> None:
     """The same test on a device that splits the tiles of this bucket, without fixed splits."""
     step = CHUNKS["gpu"]
