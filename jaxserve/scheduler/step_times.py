@@ -69,12 +69,12 @@ class StepTimes:
         self._num_steps = 0
         self._was_plain = False  # whether the last step had decoding rows alone, and no drafts
         self._drafted: _Size | None = None  # the last step's size, if it had drafts
-        self.last_seconds = 0.0  # of the last step
+        self.last_seconds = 0.0  # of the last step; 0 if it had chunks
 
     def add(self, num_tokens: int, num_rows: int, seconds: float) -> None:
         """Adds the time of a step."""
-        self._drafted, self.last_seconds = None, seconds
         is_decode = self._was_plain = num_tokens == num_rows
+        self._drafted, self.last_seconds = None, seconds if is_decode else 0.0
         key = is_decode, _round_up(self._rows if is_decode else self._tokens, num_tokens)
         self._num_steps += 1
         self._sizes[key].add(seconds, self._num_steps)

@@ -4,8 +4,8 @@ Drafting must never be slower than plain steps. Two things see to that. A predic
 acceptance, chooses the width. An account bounds what a wrong prediction costs: verify steps pay into it what they
 gain over plain steps and take out what they lose, every step pays in a small share of its time, and nothing is
 verified while the account is empty. Each number of rows that can verify has its own, so that what one row gains is not
-spent on tries with eight. Both need the time of plain steps, which changes with what else runs on the
-machine. So while drafts are verified a few plain steps are run now and then, and always before plain steps are chosen.
+spent on tries with eight. Both need the time of plain steps, which changes with what else runs on the machine. So while
+drafts are verified a few plain steps are run now and then, and always before plain steps are chosen.
 """
 
 from __future__ import annotations
@@ -153,9 +153,10 @@ class WidthChooser:
             account = _START * plain
         share = _HEAD_ALLOWANCE if costs else _LOOKUP_ALLOWANCE
         account += share * self._allowance * plain
-        if not (is_plain and self._was_plain):  # the first plain step pays for what the one before it brought
+        seconds = self._times.last_seconds
+        if seconds and not (is_plain and self._was_plain):  # the first plain step pays for what the one before brought
             most = self._times.measure(num_rows, width, num_drafts if costs else 0) or 2 * plain
-            account += plain * num_tokens / num_rows - min(self._times.last_seconds, _MOST_OF_MEAN * most)
+            account += plain * num_tokens / num_rows - min(seconds, _MOST_OF_MEAN * most)
         self._was_plain = is_plain
         self._accounts[place] = min(account, _MOST * plain)
 
