@@ -22,7 +22,7 @@ DRAFT = 0.15  # a draft of a head, in plain steps
 class Clock:
     """Decoding rows whose drafts are right with a probability; every step is planned before the last is committed."""
 
-    def __init__(self, *, seed: int = 0, times: dict[int, float] = SLOW, **options: Any) -> None:
+    def __init__(self, *, seed: int = 0, times: dict[int, float] = SLOW, kept: float = 1.0, **options: Any) -> None:
         given: dict[str, Any] = {
             "max_num_seqs": 64,
             "max_num_batched_tokens": 1024,
@@ -38,7 +38,7 @@ class Clock:
         self.seconds, self.num_tokens, self.num_plain = 0.0, 0, 0.0
         self.widths: list[int] = []
         self.made: list[int] = []
-        self._times, self._random = times, random.Random(seed)
+        self._times, self._random, self._kept = times, random.Random(seed), kept
         self._flight: deque[tuple[int, int, int]] = deque()
         self._lengths: list[int] = []
         self._num_drafts = self._num_accepted = 0
@@ -75,6 +75,8 @@ class Clock:
                 num_tokens += right
                 self._num_drafts += seen
                 self._num_accepted += right
+        if width > 1:
+            num_tokens = round(num_tokens * self._kept)  # answers end within runs
         self.num_tokens += num_tokens
         self._lengths = [num_drafts if self._random.random() < drafting else 0 for _ in range(rows)]
         self.chooser.note_chains(chains, rows if width > 1 else 0)
@@ -134,6 +136,12 @@ def test_good_drafts_gain_what_the_best_width_gains(
     for seed in range(2):
         clock = Clock(seed=seed, times=times, draft_costs=costs).run(2000, shares, rows)
         assert clock.speed >= 0.95 * find_best(shares, times, costs)
+
+
+def test_tokens_behind_an_end_are_no_gain() -> None:
+    clock = Clock(kept=0.4).run(3000, [0.9] * 4, 8)
+    assert find_best([0.9] * 4, SLOW, costs=False) > 2
+    assert clock.widths[-1000:].count(1) >= 900 and clock.speed >= 0.98
 
 
 def test_a_step_that_must_be_short_verifies_only_what_fits() -> None:
