@@ -139,9 +139,11 @@ def test_good_drafts_gain_what_the_best_width_gains(
 
 
 def test_tokens_behind_an_end_are_no_gain() -> None:
-    clock = Clock(kept=0.4).run(3000, [0.9] * 4, 8)
+    """All widths would gain if answers did not end within runs; so they lose a hundredth."""
     assert find_best([0.9] * 4, SLOW, costs=False) > 2
-    assert clock.widths[-1000:].count(1) >= 900 and clock.speed >= 0.98
+    for seed in range(4):
+        clock = Clock(kept=0.46, seed=seed).run(3000, [0.9] * 4, 8)
+        assert clock.widths[-1000:].count(1) >= 800 and clock.speed >= 0.98
 
 
 def test_a_step_that_must_be_short_verifies_only_what_fits() -> None:
