@@ -112,7 +112,7 @@ def test_ties_do_not_depend_on_the_file(tmp_path: Path, backwards: bool) -> None
 # For each kernel, a field of its configuration and two values.
 FIELDS = {
     "gpu_decode": ("min_split_tokens", 256, 1024),
-    "gpu_prefill": ("stages", 1, 2),
+    "gpu_prefill": ("stages", 2, 3),
     "ampere_decode": ("min_split_tokens", 128, 512),
     "ampere_prefill": ("stages", 3, 4),
     "tpu_decode": ("rows_per_step", 4, 16),
