@@ -93,9 +93,7 @@ def describe_programs(shapes: Shapes, plan: CachePlan, mesh: Mesh) -> tuple[Step
     model = StepModel(shapes.model, plan.layout, shapes.attention, step_mesh, shapes.impl, shapes.processor, drafting)
     inputs = ProgramInputs(
         params=abstract_params(shapes, mesh),
-        draft_params=None
-        if shapes.drafter is None
-        else _abstract(drafter_param_specs(shapes.drafter.model), shapes, mesh),
+        draft_params=_abstract_drafter(shapes, mesh),
         cache=tuple(
             jax.ShapeDtypeStruct(shape, jnp.dtype(spec.dtype), sharding=pool_sharding)
             for shape, (spec, _) in zip(plan.pool_shapes, plan.pools, strict=True)
@@ -180,13 +178,15 @@ def measure_use(shapes: Shapes, mesh: Mesh) -> DeviceUse:
     )
     model, inputs = describe_programs(shapes, probe, mesh)
     rows = max(shapes.buckets.row_counts)
-    forward = compile_forward(model, inputs, shapes.buckets.largest)
+    # With fixed splits decoding keeps partial answers of the longest rows, which prompts have not.
+    measured = shapes.buckets.buckets if scheduler.deterministic else (shapes.buckets.largest,)
+    forwards = [compile_forward(model, inputs, bucket) for bucket in measured]
     samples = [compile_sample(model, inputs, rows, 1, variant) for variant in shapes.sample_programs]
     drafts = [] if shapes.drafter is None else [compile_draft(model, inputs, shapes.buckets.largest, True)]
-    used = [program.memory_analysis() for program in (forward, *samples, *drafts)]
+    used = [program.memory_analysis() for program in (*forwards, *samples, *drafts)]
     num_rows = len(shapes.buckets.row_counts)
-    code = used[0].generated_code_size_in_bytes * len(shapes.buckets.buckets)
-    code += sum(use.generated_code_size_in_bytes for use in used[1:]) * num_rows
+    code = max(use.generated_code_size_in_bytes for use in used[: len(forwards)]) * len(shapes.buckets.buckets)
+    code += sum(use.generated_code_size_in_bytes for use in used[len(forwards) :]) * num_rows
     return _sum_use(shapes, max(use.temp_size_in_bytes for use in used), code)
 
 
