@@ -26,6 +26,11 @@ class EmbeddingConfig:
     softcap: float | None = None
     shard_vocab: bool = True
 
+    @property
+    def head(self) -> str:
+        """The name of the leaf that the head multiplies with."""
+        return "embed" if self.tied else "lm_head"
+
 
 def embed_tokens(config: EmbeddingConfig, leaf: Leaf, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
     """Returns rows of the table [V, D], scaled; ids outside the vocabulary (padding only) are clipped."""

@@ -100,8 +100,7 @@ def compute_logits(
 ) -> Float[Array, "S V"]:
     """Returns float32 logits of rows of `forward`'s hidden states: final norm, head (tied or not), soft cap."""
     normed = normalize(config.norm, params["final_norm"], hidden)
-    embedding = config.embedding
-    return project_to_vocab(config.local, embedding, params["embed" if embedding.tied else "lm_head"], normed)
+    return project_to_vocab(config.local, config.embedding, params[config.embedding.head], normed)
 
 
 def fit_devices(config: DecoderConfig, tensor_parallel_size: int, *, expert_parallel: bool = False) -> DecoderConfig:

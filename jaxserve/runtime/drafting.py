@@ -14,6 +14,7 @@ from jaxtyping import Array, Int
 from jaxserve.runtime.device_state import RowState
 from jaxserve.runtime.step_model import StepModel
 from jaxserve.speculation import NO_DRAFT, LookupState
+from jaxserve.speculation.corpus import Corpus
 
 NO_ANSWER = (0, 0, 0)
 _HEADER = 7  # numbers in front of the tokens
@@ -21,22 +22,23 @@ _HEADER = 7  # numbers in front of the tokens
 
 def look_up_drafts(
     rows: RowState,
-    lookup: LookupState | None,
+    history: Int[Array, "R L"] | None,
+    corpus: Corpus | None,
     row_ids: Int[Array, " S"],
     runs: Int[Array, "S W"],
     counts: Int[Array, " S"],
     *,
     model: StepModel,
-) -> tuple[RowState, LookupState | None, Int[Array, "S K"] | None]:
+) -> tuple[RowState, Int[Array, "R L"] | None, Int[Array, "S K"] | None]:
     """Adds the first `counts[s]` ids of each run to the row's tokens and looks up what may follow.
 
-    Returns the rows, the tokens and the drafts; None if they are not looked up.
+    Returns the rows, the history and the drafts; None if they are not looked up.
     """
     drafting = model.drafting
-    if drafting is None or drafting.lookup is None:
-        return rows, None, None
+    if drafting is None or drafting.lookup is None or history is None:
+        return rows, history, None
     lengths = rows.num_computed[row_ids] + (counts > 0)
-    lookup = drafting.lookup.append(lookup, row_ids, lengths - counts, runs, counts)
+    lookup = drafting.lookup.append(LookupState(history, corpus), row_ids, lengths - counts, runs, counts)
     few = slice(drafting.rows)
 
     def look_up() -> Int[Array, "P K"]:
@@ -50,7 +52,7 @@ def look_up_drafts(
     is_useful = jnp.sum(counts > 0) <= drafting.rows
     drafts = lax.platform_dependent(cpu=lambda: lax.cond(is_useful, look_up, skip), default=look_up)
     rows, drafts = set_drafts(rows, row_ids, drafts)
-    return rows, lookup, drafts
+    return rows, lookup.history, drafts
 
 
 def set_tokens(lookup: LookupState, line: Int[Array, " E"], *, model: StepModel) -> LookupState:

@@ -27,7 +27,7 @@ from jaxserve.sampling import (
     shape_logits,
 )
 from jaxserve.scheduler.sequence import MASK_LATE, NO_TOKEN_LEFT, NON_FINITE, NOT_KEPT
-from jaxserve.speculation import NO_DRAFT, LookupState
+from jaxserve.speculation import NO_DRAFT
 from jaxserve.speculation.corpus import Corpus
 
 
@@ -56,9 +56,7 @@ def sample_tokens(
         parts = selected.row_ids, selected.samples, selected.sampling
         lines = SampleInputs(selected.logits, *(jnp.repeat(part, width, axis=0) for part in parts))
     ids = _draw(lines, _list_positions(rows, selected).reshape(-1), model=model, greedy=greedy)
-    lookup = _join(history, corpus)
-    rows, lookup, sampled = _end_runs(rows, lookup, selected, ids.reshape(-1, width), model=model)
-    return rows, None if lookup is None else lookup.history, sampled
+    return _end_runs(rows, history, corpus, selected, ids.reshape(-1, width), model=model)
 
 
 def sample_shaped_tokens(
@@ -92,12 +90,8 @@ def sample_shaped_tokens(
     masks = None if mask is None else by_position(mask)
     along = positions.T, by_position(selected.logits), masks, drafts.T
     (sampler, _), ids = lax.scan(draw_one, (sampler, jnp.ones(len(positions), bool)), along)
-    rows, lookup, sampled = _end_runs(rows, _join(history, corpus), selected, ids.T, model=model)
-    return rows, None if lookup is None else lookup.history, sampler, sampled
-
-
-def _join(history: Int[Array, "R L"] | None, corpus: Corpus | None) -> LookupState | None:
-    return None if history is None else LookupState(history, corpus)
+    rows, history, sampled = _end_runs(rows, history, corpus, selected, ids.T, model=model)
+    return rows, history, sampler, sampled
 
 
 def _list_positions(rows: RowState, selected: SampleInputs) -> Int[Array, "S W"]:
@@ -153,8 +147,14 @@ def _draw_shaped(
 
 
 def _end_runs(
-    rows: RowState, lookup: LookupState | None, selected: SampleInputs, ids: Int[Array, "S W"], *, model: StepModel
-) -> tuple[RowState, LookupState | None, SampledTokens]:
+    rows: RowState,
+    history: Int[Array, "R L"] | None,
+    corpus: Corpus | None,
+    selected: SampleInputs,
+    ids: Int[Array, "S W"],
+    *,
+    model: StepModel,
+) -> tuple[RowState, Int[Array, "R L"] | None, SampledTokens]:
     """Ends each row's run at the first id that is not its draft, and drafts what follows.
 
     The row goes on behind its run, whose last id is written to `last_token` if the row samples.
@@ -172,8 +172,8 @@ def _end_runs(
     last = jnp.take_along_axis(runs, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
     last = jnp.where(counts > 0, last, rows.last_token[selected.row_ids])
     rows = replace(rows, last_token=rows.last_token.at[selected.row_ids].set(last))
-    rows, lookup, later = look_up_drafts(rows, lookup, selected.row_ids, runs, counts, model=model)
-    return rows, lookup, SampledTokens(runs, later)
+    rows, history, later = look_up_drafts(rows, history, corpus, selected.row_ids, runs, counts, model=model)
+    return rows, history, SampledTokens(runs, later)
 
 
 def _process(logits: Float[Array, " V"], line: SampleInputs, processor: LogitsProcessor) -> Float[Array, " V"]:

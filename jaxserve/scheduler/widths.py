@@ -62,7 +62,7 @@ class WidthChooser:
         self._probe = 0  # chains that the probe under way has yet to see
         self._allowance = 1.0  # share of the usual one
         self._renewal = 0  # plain steps to plan yet, to measure them
-        self._num_accepted, self._kept = 0, 1.0  # tokens of the last verify step; share that sequences keep, an average
+        self._num_brought, self._kept = 0, 1.0  # tokens of the last step's runs; share that sequences keep, a mean
         self._was_plain = True  # the last step
         self._plain_age = 0  # steps since one was measured
         self._renewal_every = _FIRST_RENEWAL
@@ -112,7 +112,7 @@ class WidthChooser:
             num_verified: rows that verified; 0 in a step of width 1.
         """
         self._acceptance.add(chains)
-        self._num_accepted = sum((right + 1) * count for (_, right), count in chains.items())
+        self._num_brought = sum((right + 1) * count for (_, right), count in chains.items())
         if any(right for _, right in chains):
             self._look_age = _LOOK_EVERY  # what was right once may be right again
         if self._probe and num_verified:
@@ -137,8 +137,8 @@ class WidthChooser:
 
         Short answers often end within a run, whose other tokens were computed for nothing.
         """
-        if width > 1 and self._num_accepted:
-            self._kept += (min(1.0, num_tokens / self._num_accepted) - self._kept) / _KEPT_MEMORY
+        if width > 1 and self._num_brought:
+            self._kept += (min(1.0, num_tokens / self._num_brought) - self._kept) / _KEPT_MEMORY
         place = bisect_left(self._sizes, num_rows)
         if not num_rows or place == len(self._sizes):
             return

@@ -217,7 +217,7 @@ def count_weights(model: DecoderConfig) -> tuple[int, int]:
     import jax
 
     specs = param_specs(model)
-    head = specs["embed" if model.embedding.tied else "lm_head"]
+    head = specs[model.embedding.head]
     count = lambda tree: sum(  # noqa: E731
         int(np.prod(spec.shape)) for spec in jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
     )

@@ -18,7 +18,6 @@ from pallas_kernels.ampere import compat
 from pallas_kernels.ampere.ring import Scratch, TileRing, Unit
 from pallas_kernels.mosaic_gpu.compat import full, spread
 from pallas_kernels.mosaic_gpu.key_tiles import MASKED, Ids
-from pallas_kernels.mosaic_gpu.splits import COUNT
 from pallas_kernels.mosaic_gpu.units import BEGIN, FIRST_TILE, LENGTH, NUM_TILES, QUERIES, ROW
 
 Carry = tuple[list[jax.Array], jax.Array, jax.Array, Ids]
@@ -55,7 +54,7 @@ class AttentionKernel(TileRing):
                 run(first)
                 return
 
-            @pl.loop(0, lax.div(units[0, COUNT] - first.slot + (self.num_blocks - 1), self.num_blocks))
+            @pl.loop(0, self.count_rounds(units, first.slot))
             def _(index: jax.Array) -> None:
                 run(self.read_unit(units, first.slot + index * self.num_blocks))
                 self.settle()
@@ -78,7 +77,7 @@ class AttentionKernel(TileRing):
         parts, largest, total, _ = carry
         logs[unit.slot, unit.head] = largest + jnp.log2(total)
         rows = pl.ds(pl.multiple_of(unit.head * self.num_rows, 8), self.num_rows)
-        part, size = compat.PART_COLUMNS, self.output_columns
+        part, size = compat.PART_COLUMNS, self.fit_partials(self.width)
         for start in range(0, self.width, size):
             for column in range(start, start + size, min(part, size)):
                 acc = parts[column // part][:, column % part : column % part + size]

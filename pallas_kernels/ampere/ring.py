@@ -36,17 +36,6 @@ class TileRing(KeyTiles):
     """A block's shared memory, and the copies that fill it: by cp.async, or by TMA, whose copies arrive at barriers."""
 
     by_tma: bool
-    num_blocks: int | None  # SplitList's
-
-    @property
-    def partial_dtype(self) -> jnp.dtype:
-        """The dtype of the outputs."""
-        return self.dtype if self.num_blocks is None else jnp.dtype(jnp.float32)
-
-    @property
-    def output_columns(self) -> int:
-        """Columns of the outputs that fit the queries' memory."""
-        return self.width * jnp.dtype(self.dtype).itemsize // self.partial_dtype.itemsize
 
     @property
     def tile_copies(self) -> int:
@@ -72,8 +61,9 @@ class TileRing(KeyTiles):
         """Shared memory of a block, and the barriers of TMA."""
         tiles = self.list_tiles().items()
         scratch = {name: tile_smem(shape, dtype, self.choose_swizzle(name)) for name, (shape, dtype) in tiles}
-        swizzle = compat.choose_swizzle(self.num_rows, self.output_columns, self.partial_dtype)
-        outputs = tile_smem((compat.TILE_ROWS, self.output_columns), self.partial_dtype, swizzle)
+        columns = self.fit_partials(self.width)
+        swizzle = compat.choose_swizzle(self.num_rows, columns, self.partial_dtype)
+        outputs = tile_smem((compat.TILE_ROWS, columns), self.partial_dtype, swizzle)
         scratch["q_then_outputs"] = SmemUnion(scratch.pop("q"), outputs)
         if self.by_tma:
             scratch["q_loaded"] = compat.Barrier()

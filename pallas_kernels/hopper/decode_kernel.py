@@ -51,7 +51,7 @@ class DecodeKernel(DecodeRing):
                 compat.set_max_registers(_MEMORY_REGISTERS, action="decrease")
             fetch = self.fetch_narrow if self.is_narrow else self.fetch
             run = partial(fetch, pages=pages, table=table, offset=offset[0], scratch=scratch)
-            self.for_units(unit, units, run, scratch, reads=False)
+            self.for_units(unit, units, self.read_unit, run, scratch, reads=False)
 
         @pl.when((warpgroup == 0) & (unit.num_tiles > 0))
         def _() -> None:
@@ -60,13 +60,12 @@ class DecodeKernel(DecodeRing):
             def run(unit: Unit) -> None:
                 self.compute(self.read_begin(unit, units), q_ref, k_scale, outputs, logs, scratch)
 
-            self.for_units(unit, units, run, scratch, reads=True)
+            self.for_units(unit, units, self.read_unit, run, scratch, reads=True)
 
     def make_scratch(self) -> dict[str, object]:
         """Shared memory and barriers of a block."""
         scratch = super().make_scratch()
-        width = self.width * jnp.dtype(self.dtype).itemsize // self.partial_dtype.itemsize
-        answers = compat.tile_smem((QUERY_ROWS, width), self.partial_dtype)
+        answers = compat.tile_smem((QUERY_ROWS, self.fit_partials(self.width)), self.partial_dtype)
         return scratch | {"q_then_answers": compat.SmemUnion(scratch.pop("q"), answers)}
 
     def read_unit(self, units: jax.Ref, slot: jax.Array) -> Unit:

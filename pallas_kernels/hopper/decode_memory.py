@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.hopper.wgmma import load_narrow
 from pallas_kernels.mosaic_gpu import compat
 from pallas_kernels.mosaic_gpu.key_tiles import KeyTiles
-from pallas_kernels.mosaic_gpu.splits import COUNT, QUERY_ROWS
+from pallas_kernels.mosaic_gpu.splits import QUERY_ROWS
 
 PART_COLUMNS = 64  # columns of a tile that pass through registers at once
 
@@ -44,12 +44,6 @@ class DecodeRing(KeyTiles):
     """A block's shared memory, and the warpgroup that fills it."""
 
     ctas_per_sm: int
-    num_blocks: int | None  # SplitList's
-
-    @property
-    def partial_dtype(self) -> jnp.dtype:
-        """The dtype of the outputs."""
-        return self.dtype if self.num_blocks is None else jnp.dtype(jnp.float32)
 
     @property
     def rings(self) -> tuple[str, ...]:
@@ -101,12 +95,15 @@ class DecodeRing(KeyTiles):
             scratch["unit_done"] = compat.Barrier(num_arrivals=self.num_readers)
         return scratch | {"q_loaded": compat.Barrier()}
 
-    def read_unit(self, units: jax.Ref, slot: jax.Array) -> Unit:
-        """The unit in a slot of the list."""
-        raise NotImplementedError
-
     def for_units(
-        self, unit: Unit, units: jax.Ref, run: Callable[[Unit], None], scratch: Scratch, *, reads: bool
+        self,
+        unit: Unit,
+        units: jax.Ref,
+        read: Callable[[jax.Ref, jax.Array], Unit],  # the unit in a slot of the list
+        run: Callable[[Unit], None],
+        scratch: Scratch,
+        *,
+        reads: bool,
     ) -> None:
         """Calls `run` with the block's first unit, and with its others where blocks share the list.
 
@@ -115,13 +112,13 @@ class DecodeRing(KeyTiles):
         if self.num_blocks is None:
             run(unit)
             return
-        rounds = lax.div(units[0, COUNT] - unit.slot + (self.num_blocks - 1), self.num_blocks)
+        rounds, step = self.count_rounds(units, unit.slot), self.num_blocks
 
         @pl.loop(0, rounds)
         def _(index: jax.Array) -> None:
             if not reads:
                 pl.when(index > 0)(partial(compat.barrier_wait, scratch["unit_done"]))
-            run(self.read_unit(units, unit.slot + index * self.num_blocks))
+            run(read(units, unit.slot + index * step))
             if reads:
                 pl.when(index + 1 < rounds)(partial(compat.barrier_arrive, scratch["unit_done"]))
 

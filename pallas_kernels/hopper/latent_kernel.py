@@ -54,7 +54,7 @@ class LatentKernel(DecodeRing):
         """Shared memory and barriers of a block; at `met` the compute warpgroups wait for each other."""
         scratch = super().make_scratch()
         # Each warpgroup's answers lie in one piece, as copies want them, where the queries were.
-        width = self.value_width // NUM_COMPUTE * jnp.dtype(self.dtype).itemsize // self.partial_dtype.itemsize
+        width = self.fit_partials(self.value_width // NUM_COMPUTE)
         answers = compat.tile_smem((NUM_COMPUTE, QUERY_ROWS, width), self.partial_dtype)
         scratch["q_then_answers"] = compat.SmemUnion(scratch.pop("q"), answers)
         return scratch | {"met": compat.Barrier(num_arrivals=NUM_COMPUTE)}
@@ -79,7 +79,7 @@ class LatentKernel(DecodeRing):
                 compat.copy_gmem_to_smem(queries, scratch["q"].at[pl.ds(0, self.num_rows)], scratch["q_loaded"])
                 fetch(unit, pages, table, offset[0], scratch)
 
-            self.for_units(unit, unit_columns, run, scratch, reads=False)
+            self.for_units(unit, unit_columns, self.read_unit, run, scratch, reads=False)
 
         @pl.when((warpgroup < NUM_COMPUTE) & (unit.num_tiles > 0))
         def _() -> None:
@@ -87,7 +87,7 @@ class LatentKernel(DecodeRing):
             run = partial(
                 self.compute, warpgroup=warpgroup, k_scale=k_scale, outputs=outputs, logs=logs, scratch=scratch
             )
-            self.for_units(unit, unit_columns, run, scratch, reads=True)
+            self.for_units(unit, unit_columns, self.read_unit, run, scratch, reads=True)
 
     def read_unit(self, unit_columns: jax.Ref, slot: jax.Array) -> Unit:
         return Unit(

@@ -16,6 +16,7 @@ from pallas_kernels.spec import AttnParams
 
 MASKED = -1e30  # finite, so that a query without keys stays finite
 LOG2_E = math.log2(math.e)
+COUNT = 7  # column of a fixed list's units: the number of all units, beside the columns of splits.py and units.py
 
 Ids = tuple[jax.Array, ...]
 
@@ -57,7 +58,22 @@ class KeyTiles:
     has_k_scale: bool
     tile_tokens: int
     stages: int
+    num_blocks: int | None  # of SplitList: blocks that share a fixed list of units; None: a block attends one unit
     interpret: bool
+
+    @property
+    def partial_dtype(self) -> jnp.dtype:
+        """The dtype of a unit's answers."""
+        return self.dtype if self.num_blocks is None else jnp.dtype(jnp.float32)
+
+    def fit_partials(self, columns: int) -> int:
+        """Columns of answers that fit the memory of so many columns of queries."""
+        return columns * jnp.dtype(self.dtype).itemsize // self.partial_dtype.itemsize
+
+    def count_rounds(self, units: jax.Ref, slot: jax.Array) -> jax.Array:
+        """How many units of a fixed list a block attends: those in `slot`, slot + num_blocks, and so on."""
+        assert self.num_blocks is not None
+        return lax.div(units[0, COUNT] - slot + (self.num_blocks - 1), self.num_blocks)
 
     @property
     def is_narrow(self) -> bool:

@@ -17,6 +17,7 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.mosaic_gpu.key_tiles import COUNT
 from pallas_kernels.mosaic_gpu.packing import count_query_rows
 from pallas_kernels.mosaic_gpu.shapes import round_up, stored_width
 from pallas_kernels.spec import AttnShape
@@ -30,7 +31,6 @@ FIXED_BYTES = 2**27  # the partial answers of the longest rows would take more m
 
 # Columns of `SplitList.units`.
 ROW, FIRST_TILE, NUM_TILES, LENGTH, NUM_QUERIES = range(5)
-COUNT = 7  # and in fixed lists the number of all units
 UNIT_COLUMNS = 8  # 32 bytes: a unit is read in one transaction
 
 

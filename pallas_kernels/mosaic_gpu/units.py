@@ -13,13 +13,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.mosaic_gpu import splits
+from pallas_kernels.mosaic_gpu.key_tiles import COUNT
 from pallas_kernels.mosaic_gpu.packing import count_tile_tokens
 from pallas_kernels.mosaic_gpu.splits import SplitList, SplitTuning
 from pallas_kernels.spec import AttnShape
 from pallas_kernels.worklist import StepRows, TileList, list_chunk_tiles
 
 # Columns of a unit as kernels read it.
-QUERIES, ROW, FIRST_TILE, NUM_TILES, LENGTH, BEGIN = range(6)  # and in fixed lists splits.COUNT
+QUERIES, ROW, FIRST_TILE, NUM_TILES, LENGTH, BEGIN = range(6)  # and in fixed lists COUNT
 UNIT_COLUMNS = 8  # 32 bytes: a unit is read in one transaction
 
 
@@ -58,7 +59,7 @@ def _list_split_units(few: SplitList) -> jax.Array:
     row, length = few.units[:, splits.ROW], few.units[:, splits.LENGTH]
     begin = length - few.units[:, splits.NUM_QUERIES]
     units = _join_columns(row, row, few.units[:, splits.FIRST_TILE], few.units[:, splits.NUM_TILES], length, begin)
-    return units.at[:, splits.COUNT].set(few.units[:, splits.COUNT])
+    return units.at[:, COUNT].set(few.units[:, COUNT])
 
 
 def _list_chunk_units(chunks: TileList, shape: AttnShape, tile_tokens: int) -> jax.Array:

@@ -34,7 +34,7 @@ class Notes:
         ended, begin, end, row, start, *_ = line.tolist()
         if end > begin:
             self.kept.append(self.rows[ended][begin:end])
-        self.rows[row][start:] = line[7 + start :].tolist()
+        self.rows[row][start:] = line[-L:][start:].tolist()
         return state
 
     def tell(

@@ -92,8 +92,7 @@ def draft_logits(
     if model.has_head:
         return linear(model.config.local, params["lm_head"], normed, transposed=True, dtype=jnp.float32)
     embedding = target_config.embedding
-    name = "embed" if embedding.tied else "lm_head"
-    return project_to_vocab(model.config.local, embedding, target_params[name], normed)
+    return project_to_vocab(model.config.local, embedding, target_params[embedding.head], normed)
 
 
 def map_drafts(model: DrafterModel, params: Params, ids: Int[Array, " S"]) -> Int[Array, " S"]:
