@@ -53,6 +53,16 @@ struct Threads {
   }
 };
 
+inline void Pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+constexpr int kTurns = 2000;  // some 30 us of waiting before a thread sleeps, from which it would take as long to wake
+
 // Runs f(index) for each index below count, on XLA's threads and on this one, which waits for the last.
 inline void ParallelFor(const Threads& threads, int64_t count, const std::function<void(int64_t)>& f) {
   struct State {
@@ -72,8 +82,11 @@ inline void ParallelFor(const Threads& threads, int64_t count, const std::functi
   };
   for (int64_t helpers = std::min(threads.Count(), count) - 1; helpers > 0; --helpers) threads.Schedule(work);
   work();
+  auto has_ended = [&] { return state->done.load() == count; };
+  for (int turn = 0; turn < kTurns && !has_ended(); ++turn) Pause();
+  if (has_ended()) return;
   std::unique_lock<std::mutex> lock(state->mutex);
-  state->ended.wait(lock, [&] { return state->done.load() == count; });
+  state->ended.wait(lock, has_ended);
 }
 
 inline XLA_FFI_Buffer Argument(const XLA_FFI_CallFrame* frame, int i) {

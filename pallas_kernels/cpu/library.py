@@ -37,6 +37,7 @@ _lock = threading.Lock()
 _state: dict[str, Any] = {
     "obstacle": "its library is not loaded",
     "product_rows": {},
+    "table_rows": {},
     "content": None,
 }  # of this process
 
@@ -50,6 +51,12 @@ def find_obstacle() -> str | None:
 def max_product_rows(dtype: str) -> int:
     """Returns the most rows with which the library's product is faster than XLA's here; 0 if it cannot be called."""
     rows: int = _state["product_rows"].get(dtype, 0)
+    return rows
+
+
+def max_table_rows(dtype: str) -> int:
+    """The same of its product with a matrix [out, in]."""
+    rows: int = _state["table_rows"].get(dtype, 0)
     return rows
 
 
@@ -98,11 +105,14 @@ def _register(path: Path) -> str | None:
     try:
         library = ctypes.CDLL(str(path))
         handlers = {call: getattr(library, call) for call in _CALLS}
-        rows = (ctypes.c_int * len(_PRODUCT_DTYPES)).in_dll(library, "JaxserveProductRows")
+        product_rows, table_rows = (
+            dict(zip(_PRODUCT_DTYPES, (ctypes.c_int * len(_PRODUCT_DTYPES)).in_dll(library, name), strict=True))
+            for name in ("JaxserveProductRows", "JaxserveTableRows")
+        )
     except (OSError, AttributeError, ValueError) as error:
         return f"its library cannot be loaded: {error}"
     _state["content"] = path.read_bytes()
-    _state["product_rows"] = dict(zip(_PRODUCT_DTYPES, rows, strict=True))
+    _state["product_rows"], _state["table_rows"] = product_rows, table_rows
     for call, handler in handlers.items():
         jax.ffi.register_ffi_target(target_name(call), jax.ffi.pycapsule(handler), platform="cpu")
     return None

@@ -218,8 +218,9 @@ void Multiply(const float* a, int64_t ai, int64_t aj, const float* b, const floa
   };
   int64_t m = 0;
   auto run_columns = [&]<int J>() {
+    constexpr int I = J > 1 ? 4 : 8;
     int64_t i = 0;
-    for (; i + 4 <= rows; i += 4) run.template operator()<4, J>(i, m);
+    for (; i + I <= rows; i += I) run.template operator()<I, J>(i, m);
     for (; i < rows; ++i) run.template operator()<1, J>(i, m);
     m += J * kLanes;
   };
@@ -309,7 +310,7 @@ void Attend(const Problem& p, int64_t index, int64_t tile_tokens, float* scratch
   if (tile_tokens == 1 && p.group() <= kFewQueries)
     AttendRows<T>(p, tile, scratch);
   else
-    AttendTile<T>(p, tile, TileWidth(p, tile_tokens), scratch);
+    AttendTile<T>(p, tile, TileWidth(p, tile.count), scratch);
 }
 
 // Writes the keys and values of one token; tokens of the null page are padding.

@@ -20,27 +20,34 @@ struct Cut;
 
 template <>
 struct Cut<float> {
-  static constexpr int64_t strip = 512;         // columns of a task
-  static constexpr int64_t block = 8;           // rows of the matrix in a block
-  static constexpr int columns = 4 * kLanes;    // whose sums are in registers,
-  static constexpr int rows = kLanes > 8 ? 4 : 2;  // of so many rows of x
+  using Factor = float;                            // what rows of x are multiplied as
+  static constexpr int64_t strip = 512;            // most columns of a task
+  static constexpr int64_t block = 8;              // rows of the matrix in a block
+  static constexpr int columns = 4 * kLanes;       // of a block that are multiplied together,
+  static constexpr int rows = kLanes > 8 ? 4 : 6;  // with so many rows of x
 };
 
 template <>
 struct Cut<BFloat16> {
-  static constexpr int64_t strip = 256, block = 64;
-  static constexpr int columns = 2 * kLanes;
+  static constexpr int64_t strip = 512;
+  static constexpr int columns = 32;
 #ifdef __AVX512BF16__
+  using Factor = BFloat16;
+  static constexpr int64_t block = 32;
   static constexpr int rows = 8;
 #else
-  static constexpr int rows = 2;
+  using Factor = float;
+  static constexpr int64_t block = 16;
+  static constexpr int rows = kLanes > 8 ? 8 : 6;
 #endif
 };
 
-constexpr int64_t kMostRows = 64;   // of a product of a group, whose sums then stay in cache
-constexpr int kLines = 4;           // of a matrix [columns, depth] whose sums are in registers,
+constexpr int64_t kLeastStrip = 64;  // columns of a task
+constexpr int64_t kTasks = 2;        // of each thread, at least, where there are columns for them
+constexpr int64_t kMostRows = 64;    // of a product of a group, whose sums then stay in cache
+constexpr int kLines = 4;            // of a matrix [columns, depth] whose sums are in registers,
 constexpr int kLineRows = kLanes > 8 ? 6 : 2;  // of so many rows of x
-constexpr int64_t kLineStrip = 64;  // lines of a task
+constexpr int64_t kLineStrip = 64;   // lines of a task
 
 template <typename T>
 struct Product {
@@ -69,23 +76,46 @@ inline void ForRows(int64_t rows, const Run& run) {
   for (; row < rows; ++row) run.template operator()<1>(row);
 }
 
-// Adds R rows of x times some columns of a block of the matrix to `acc`.
+// The even and the odd ones of some numbers: a word has one of each.
+inline void LoadWords(const BFloat16* p, Vec& even, Vec& odd) {
+  WordVec words = *reinterpret_cast<const WordVec*>(p);
+  even = (Vec)(words << 16);
+  odd = (Vec)(words & 0xffff0000);
+}
+
+// Columns of a line as vectors, those of BFloat16 in turns the even and the odd ones.
+template <int V>
+inline void LoadColumns(const float* p, Vec (&columns)[V]) {
+  for (int v = 0; v < V; ++v) columns[v] = Load(p + v * kLanes);
+}
+template <int V>
+inline void LoadColumns(const BFloat16* p, Vec (&columns)[V]) {
+  for (int v = 0; v < V; v += 2) LoadWords(p + v * kLanes, columns[v], columns[v + 1]);
+}
+
+// Adds R rows of x times some columns of a block of the matrix to `acc`. As many columns at a time as there are
+// registers for their sums.
 template <int R, typename T>
-inline void MultiplyBlock(const T* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t depth, float* acc) {
-  constexpr int V = Cut<T>::columns / kLanes;
-  Vec sums[R][V];
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < V; ++v) sums[r][v] = Load(acc + r * Cut<T>::strip + v * kLanes);
-  for (int64_t k = 0; k < depth; ++k) {
-    const T* line = w + k * w_stride;
-    Prefetch(line + Cut<T>::block * w_stride, V * kLanes);
-    for (int v = 0; v < V; ++v) {
-      Vec right = Load(line + v * kLanes);
-      for (int r = 0; r < R; ++r) sums[r][v] += ToFloat(x[r * x_stride + k]) * right;
+inline void MultiplyBlock(const float* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t depth, bool is_first,
+                          float* acc) {
+  constexpr int V = kLanes > 8 || R <= 2 ? Cut<T>::columns / kLanes : 2;
+  for (int c = 0; c < Cut<T>::columns; c += V * kLanes, w += V * kLanes, acc += V * kLanes) {
+    Vec sums[R][V];
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < V; ++v) sums[r][v] = Load(acc + r * Cut<T>::strip + v * kLanes);
+    for (int64_t k = 0; k < depth; ++k) {
+      const T* line = w + k * w_stride;
+      if (is_first) Prefetch(line + Cut<T>::block * w_stride, V * kLanes);
+      Vec right[V];
+      LoadColumns(line, right);
+      for (int r = 0; r < R; ++r) {
+        Vec left = Fill(x[r * x_stride + k]);
+        for (int v = 0; v < V; ++v) sums[r][v] += left * right[v];
+      }
     }
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < V; ++v) Store(acc + r * Cut<T>::strip + v * kLanes, sums[r][v]);
   }
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < V; ++v) Store(acc + r * Cut<T>::strip + v * kLanes, sums[r][v]);
 }
 
 // Puts the sums of a strip into the order of its columns.
@@ -97,15 +127,15 @@ inline void Restore(float*) {}
 // vectors of sums in another order.
 template <int R>
 inline void MultiplyBlock(const BFloat16* x, int64_t x_stride, const BFloat16* w, int64_t w_stride, int64_t depth,
-                          float* acc) {
+                          bool is_first, float* acc) {
   using Cut = Cut<BFloat16>;
   __m512 sums[R][2];
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < 2; ++v) sums[r][v] = _mm512_loadu_ps(acc + r * Cut::strip + v * kLanes);
   for (int64_t k = 0; k < depth; k += 2) {
     const BFloat16 *line = w + k * w_stride, *next = line + w_stride;
-    Prefetch(line + Cut::block * w_stride, Cut::columns);
-    Prefetch(next + Cut::block * w_stride, Cut::columns);
+    if (is_first) Prefetch(line + Cut::block * w_stride, Cut::columns);
+    if (is_first) Prefetch(next + Cut::block * w_stride, Cut::columns);
     __m512i first = _mm512_loadu_si512(line), second = _mm512_loadu_si512(next);
     __m512bh low = (__m512bh)_mm512_unpacklo_epi16(first, second);
     __m512bh high = (__m512bh)_mm512_unpackhi_epi16(first, second);
@@ -131,23 +161,51 @@ inline void Restore<BFloat16>(float* acc) {  // from columns 0-3, 8-11, 16-19, .
     _mm512_storeu_ps(acc + i + kLanes, _mm512_permutex2var_ps(a, high, b));
   }
 }
+#else
+template <>
+inline void Restore<BFloat16>(float* acc) {
+  for (int64_t i = 0; i < Cut<BFloat16>::strip; i += 2 * kLanes) {
+    Vec even = Load(acc + i), odd = Load(acc + i + kLanes), halves[2];
+    Interleave(even, odd, halves);
+    Store(acc + i, halves[0]);
+    Store(acc + i + kLanes, halves[1]);
+  }
+}
 #endif
 
-// The columns from `column` on, as far as a strip goes.
+// The numbers of x from `first` on that a block of the matrix is multiplied with, and how far its rows are apart.
 template <typename T>
-void RunStrip(const Product<T>& p, int64_t column, float* acc) {
+struct Factors {
+  const T* x;
+  int64_t stride;
+};
+template <typename T>
+inline Factors<T> ReadFactors(const Product<T>& p, int64_t first, int64_t, std::vector<T>&) {
+  return {p.x + first, p.depth};
+}
+inline Factors<float> ReadFactors(const Product<BFloat16>& p, int64_t first, int64_t depth, std::vector<float>& wide) {
+  constexpr int64_t stride = Cut<BFloat16>::block;
+  if (static_cast<int64_t>(wide.size()) < p.rows * stride) wide.resize(p.rows * stride);
+  for (int64_t row = 0; row < p.rows; ++row)
+    for (int64_t k = 0; k < depth; ++k) wide[row * stride + k] = ToFloat(p.x[row * p.depth + first + k]);
+  return {wide.data(), stride};
+}
+
+// `width` columns from `column` on, at most as many as a strip has.
+template <typename T>
+void RunStrip(const Product<T>& p, int64_t column, int64_t width, float* acc) {
   using Cut = Cut<T>;
-  int64_t width = std::min(Cut::strip, p.columns - column);
+  thread_local std::vector<typename Cut::Factor> factors;
   const T* w = p.w + column;
   std::fill(acc, acc + p.rows * Cut::strip, 0.0f);
   for (int64_t k = 0; k < p.depth; k += Cut::block) {
     int64_t depth = std::min(Cut::block, p.depth - k);
+    auto [x, stride] = ReadFactors(p, k, depth, factors);
     for (int64_t c = 0; c < width; c += Cut::columns) {
-      auto run = [&]<int R>(int64_t row) {
-        MultiplyBlock<R>(p.x + row * p.depth + k, p.depth, w + k * p.columns + c, p.columns, depth,
+      ForRows<Cut::rows>(p.rows, [&, x = x, stride = stride]<int R>(int64_t row) {
+        MultiplyBlock<R>(x + row * stride, stride, w + k * p.columns + c, p.columns, depth, row == 0,
                          acc + row * Cut::strip + c);
-      };
-      ForRows<Cut::rows>(p.rows, run);
+      });
     }
   }
   for (int64_t row = 0; row < p.rows; ++row) {
@@ -192,32 +250,72 @@ inline void MultiplyLines(const BFloat16* x, const BFloat16* w, int64_t depth, f
     SumEach(each, acc + r * kLineStrip);
   }
 }
+#else
+// Rows of x are floats, in turns a vector of even numbers and one of odd ones.
+template <int R>
+inline void MultiplyLines(const float* x, const BFloat16* w, int64_t depth, float* acc) {
+  Vec sums[R][kLines]{};
+  for (int64_t k = 0; k < depth; k += 2 * kLanes)
+    for (int line = 0; line < kLines; ++line) {
+      Vec even, odd;
+      LoadWords(w + line * depth + k, even, odd);
+      for (int r = 0; r < R; ++r) {
+        sums[r][line] += Load(x + r * depth + k) * even;
+        sums[r][line] += Load(x + r * depth + k + kLanes) * odd;
+      }
+    }
+  for (int r = 0; r < R; ++r) SumEach(sums[r], acc + r * kLineStrip);
+}
 #endif
+
+// The rows of x as MultiplyLines reads them.
+template <typename T>
+inline const T* ReadRows(const Product<T>& p, std::vector<T>&) {
+  return p.x;
+}
+inline const float* ReadRows(const Product<BFloat16>& p, std::vector<float>& wide) {
+  int64_t size = p.rows * p.depth;
+  if (static_cast<int64_t>(wide.size()) < size) wide.resize(size);
+  for (int64_t i = 0; i < size; i += 2 * kLanes) {
+    Vec even, odd;
+    LoadWords(p.x + i, even, odd);
+    Store(wide.data() + i, even);
+    Store(wide.data() + i + kLanes, odd);
+  }
+  return wide.data();
+}
 
 // The same of a matrix [columns, depth]: some lines at a time, with all rows of x.
 template <typename T>
-void RunLines(const Product<T>& p, int64_t column, float* acc) {
-  int64_t width = std::min(kLineStrip, p.columns - column);
+void RunLines(const Product<T>& p, int64_t column, int64_t width, float* acc) {
+  thread_local std::vector<typename Cut<T>::Factor> factors;
+  const auto* x = ReadRows(p, factors);
   for (int64_t c = 0; c < width; c += kLines) {
     const T* w = p.w + (column + c) * p.depth;
     ForRows<kLineRows>(p.rows, [&]<int R>(int64_t row) {
-      MultiplyLines<R>(p.x + row * p.depth, w, p.depth, acc + row * kLineStrip + c);
+      MultiplyLines<R>(x + row * p.depth, w, p.depth, acc + row * kLineStrip + c);
     });
   }
   for (int64_t row = 0; row < p.rows; ++row) p.Put(row, column, acc + row * kLineStrip, width);
 }
 
-// Runs all strips of the products, which have one number of columns; `run` is RunStrip or RunLines.
+// Runs all strips of the products, which have one number of columns; `run` is RunStrip or RunLines, for which sums have
+// `stride`. A strip has less than `strip` columns where threads would have nothing to do.
 template <typename T>
-void RunAll(const XLA_FFI_CallFrame* frame, const std::vector<Product<T>>& products, int64_t strip,
-            void (*run)(const Product<T>&, int64_t, float*)) {
+void RunAll(const XLA_FFI_CallFrame* frame, const std::vector<Product<T>>& products, int64_t stride,
+            void (*run)(const Product<T>&, int64_t, int64_t, float*)) {
   if (products.empty()) return;
-  int64_t strips = (products[0].columns + strip - 1) / strip;
-  ParallelFor(Threads{frame}, strips * static_cast<int64_t>(products.size()), [&](int64_t task) {
+  Threads threads{frame};
+  int64_t columns = products[0].columns, count = products.size(), wanted = kTasks * threads.Count(), strip = stride;
+  auto count_strips = [&] { return (columns + strip - 1) / strip; };
+  while (strip > kLeastStrip && count_strips() * count < wanted) strip /= 2;
+  int64_t strips = count_strips();
+  ParallelFor(threads, strips * count, [&](int64_t task) {
     thread_local std::vector<float> acc;
     const Product<T>& product = products[task / strips];
-    if (static_cast<int64_t>(acc.size()) < product.rows * strip) acc.resize(product.rows * strip);
-    run(product, task % strips * strip, acc.data());
+    if (static_cast<int64_t>(acc.size()) < product.rows * stride) acc.resize(product.rows * stride);
+    int64_t column = task % strips * strip;
+    run(product, column, std::min(strip, columns - column), acc.data());
   });
 }
 
@@ -299,14 +397,15 @@ const char* CallGroupedProduct(const XLA_FFI_CallFrame* frame) {
 
 }  // namespace
 
-// The most rows, of float32 and of bfloat16, with which this is faster than XLA's product, which serves bfloat16 well from
-// few rows on where it has tiles made for matrices (AMX).
+// The most rows, of float32 and of bfloat16, with which these are faster than XLA's products with a matrix [in, out], and
+// with one [out, in]. XLA serves bfloat16 well from few rows on where there are tiles made for matrices (AMX), and badly
+// where there are no instructions for it.
 #ifdef __AMX_BF16__
-extern "C" const int JaxserveProductRows[] = {8, 8};
-#elif defined(__AVX512BF16__)
-extern "C" const int JaxserveProductRows[] = {8, 32};
+extern "C" const int JaxserveProductRows[] = {8, 8}, JaxserveTableRows[] = {8, 8};
+#elif defined(__AVX512F__)
+extern "C" const int JaxserveProductRows[] = {8, 32}, JaxserveTableRows[] = {8, 8};
 #else
-extern "C" const int JaxserveProductRows[] = {4, 2};
+extern "C" const int JaxserveProductRows[] = {16, 64}, JaxserveTableRows[] = {16, 32};
 #endif
 
 extern "C" XLA_FFI_Error* JaxserveProduct(XLA_FFI_CallFrame* frame) { return Answer(frame, CallProduct); }

@@ -15,8 +15,7 @@ from pallas_kernels.cpu import library
 
 _COLUMNS = {"float32": 64, "bfloat16": 32}  # whose sums a task holds in registers
 _LINE_WIDTH = 32  # numbers of a line [out, in] that are read at a time
-_MOST_TABLE_ROWS = 8  # with more, XLA's product with a matrix [out, in] is as fast,
-_LARGE, _MOST_ROWS_OF_LARGE = 2**22, 16  # as is that with one [in, out] of more numbers
+_LARGE, _MOST_ROWS_OF_LARGE = 2**22, 16  # with more rows, XLA's product with a matrix of more numbers is as fast
 _TOLERANCE = 1e-5
 
 
@@ -31,7 +30,7 @@ def suits(x: jax.Array, w: jax.Array, *, transposed: bool = False) -> bool:
 
 def _limit_rows(w: jax.Array, transposed: bool) -> float:
     if transposed:
-        return _MOST_TABLE_ROWS
+        return library.max_table_rows(w.dtype.name)
     return _MOST_ROWS_OF_LARGE if w.shape[-2] * w.shape[-1] > _LARGE else math.inf
 
 

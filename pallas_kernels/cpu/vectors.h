@@ -55,6 +55,17 @@ inline void Store(BFloat16* p, Vec x) {  // rounds to nearest, ties to even; NaN
 inline Vec Fill(float x) { return x - Vec{}; }
 inline Vec Max(Vec a, Vec b) { return a > b ? a : b; }
 
+// a0 b0 a1 b1 ... as two vectors.
+inline void Interleave(Vec a, Vec b, Vec (&to)[2]) {
+#ifdef __AVX512F__
+  to[0] = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  to[1] = __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+#else
+  to[0] = __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+  to[1] = __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+#endif
+}
+
 // The sums of vectors, in a tree: each step halves the lanes that belong to one of them.
 typedef float Eight __attribute__((vector_size(32)));
 

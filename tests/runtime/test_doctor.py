@@ -57,7 +57,7 @@ def test_a_sound_machine(tmp_path: Path) -> None:
 
 def test_a_cpu_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "COMPILERS", ("no-such-compiler",))
-    monkeypatch.setattr(library, "_state", {"obstacle": "not loaded", "product_rows": {}})
+    monkeypatch.setattr(library, "_state", {"obstacle": "not loaded", "product_rows": {}, "table_rows": {}})
     finding = examine(tmp_path)["Attention"]
     assert finding.status == "note" and "there is no C++ compiler (no-such-compiler)" in finding.text
     assert finding.advice.startswith("install a C++ compiler")
