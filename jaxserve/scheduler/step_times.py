@@ -11,6 +11,7 @@ from jaxserve.scheduler.limits import SchedulerLimits
 _SAMPLES = 5
 _MANY_SAMPLES, _FEW_SAMPLES = 8, 4  # of a mean
 _PAUSE = 32  # steps without a size, after which its times are measured anew
+_WAKE = 3  # plain steps behind one with drafts that pay for what it brought
 _DECAY = 0.9997  # an estimate 10 % above a limit is tried again after 318 steps
 
 
@@ -67,37 +68,54 @@ class StepTimes:
         self._widths: defaultdict[tuple[int, int, int], _Size] = defaultdict(_Size)
         self._sizes: defaultdict[tuple[bool, int], _Size] = defaultdict(_Size)
         self._num_steps = 0
-        self._was_plain = False  # whether the last step had decoding rows alone, and no drafts
-        self._drafted: _Size | None = None  # the last step's size, if it had drafts
+        self._unlike_plain = 1  # plain steps to come that are not measured as such, for what came before them
+        self._drafted: _Size | None = None  # the size of the step with drafts in whose wake the last one was
         self.last_seconds = 0.0  # of the last step; 0 if it had chunks
 
     def add(self, num_tokens: int, num_rows: int, seconds: float) -> None:
         """Adds the time of a step."""
-        is_decode = self._was_plain = num_tokens == num_rows
-        self._drafted, self.last_seconds = None, seconds if is_decode else 0.0
+        is_decode = num_tokens == num_rows
+        self._unlike_plain, self._drafted = 0 if is_decode else 1, None
+        self.last_seconds = seconds if is_decode else 0.0
         key = is_decode, _round_up(self._rows if is_decode else self._tokens, num_tokens)
         self._num_steps += 1
         self._sizes[key].add(seconds, self._num_steps)
 
-    def add_decode(self, num_rows: int, width: int, num_drafts: int, seconds: float) -> None:
+    @property
+    def is_in_wake(self) -> bool:
+        """Whether the last step had drafts, or was one of the few behind it."""
+        return self._drafted is not None
+
+    def add_decode(self, num_rows: int, width: int, num_drafts: int, seconds: float, *, looks: bool = False) -> None:
         """Adds the time of a step of decoding rows alone that may have verified or made drafts; see `estimate_width`.
 
-        While a step runs, the host commits the one before. So a plain step behind another kind of step says little of
-        plain steps: what it takes longer than others is due to the tokens that a step with drafts brought.
+        While a step runs, the host commits the one before and packs the one after. So a plain step behind another kind
+        of step says little of plain steps: what it takes longer than others is due to the tokens that a step with
+        drafts brought.
+
+        Args:
+            looks: whether the host reads the drafts of a plain step. Such a step says little, too.
         """
-        if width == 1 and not num_drafts:
-            plain = self.measure(num_rows, 1, 0)
-            if self._was_plain or not plain:
-                self.add(num_rows, num_rows, seconds)
-                return
+        if width > 1 or num_drafts:
+            self._num_steps += 1
+            self._unlike_plain, self.last_seconds = _WAKE, seconds
+            self._drafted = self._widths[self._pad(num_rows, width), width, num_drafts]
+            self._drafted.add(seconds, self._num_steps)
+            return
+        size = self._find_width(num_rows, 1, 0)
+        plain = 0.0 if size is None else size.mean
+        if size is None or not plain:
+            self.add(num_rows, num_rows, seconds)
+        elif self._unlike_plain:
+            self._num_steps += 1
+            self._unlike_plain, self.last_seconds = self._unlike_plain - 1, seconds
             if self._drafted is not None:
                 self._drafted.amend(max(0.0, min(seconds, 2 * plain) - plain))
-            self._was_plain, self._drafted, self.last_seconds = True, None, seconds
-            return
-        self._num_steps += 1
-        self._was_plain = False
-        self._drafted, self.last_seconds = self._widths[self._pad(num_rows, width), width, num_drafts], seconds
-        self._drafted.add(seconds, self._num_steps)
+        elif looks and self._num_steps - size.step < _PAUSE:
+            self._num_steps += 1
+            self._drafted, self.last_seconds = None, seconds
+        else:
+            self.add(num_rows, num_rows, seconds)
 
     def measure(self, num_rows: int, width: int, num_drafts: int) -> float:
         """Returns the seconds of a step of decoding rows alone; 0 if there were fewer than two of its size.

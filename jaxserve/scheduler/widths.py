@@ -29,7 +29,7 @@ _START, _MOST = 10.0, 16.0  # plain steps in the account, at the start and at mo
 _KEPT_MEMORY = 16  # verify steps of which the share of kept tokens is known
 _MOST_OF_MEAN = 2.0  # times what such a step usually takes: more is not the drafts' fault
 _PROBE_CHAINS = 8  # chains that a probe sees
-_RENEWAL = 5  # plain steps that measure their time anew: all but one are known when the next width is chosen
+_RENEWAL = 8  # plain steps that measure their time anew: three say nothing yet, and the last is not known in time
 _FIRST_RENEWAL, _RENEWAL_EVERY = 16, 256  # steps after which it is due, at first and later
 _FRESH = 8  # steps for which it counts as new
 # Of so many plain steps some look drafts up, which shows how good lookups are; the others need not read any. One step's
@@ -58,12 +58,12 @@ class WidthChooser:
         self._fixed, self._fixed_age = -1, 0
         self._num_made = 0  # drafts that the last plan makes
         self._num_rows, self._look_age = 0, _LOOK_EVERY  # decoding rows of the last step; steps since a look began
+        self._probe_width, self._needed = 2, 0.0  # the width of a probe, and the tokens of a row with which it gains
         self.awaits_drafts = False  # whether the last committed step made drafts
         self._probe = 0  # chains that the probe under way has yet to see
         self._allowance = 1.0  # share of the usual one
         self._renewal = 0  # plain steps to plan yet, to measure them
         self._num_brought, self._kept = 0, 1.0  # tokens of the last step's runs; share that sequences keep, a mean
-        self._was_plain = True  # the last step
         self._plain_age = 0  # steps since one was measured
         self._renewal_every = _FIRST_RENEWAL
         self._accounts: list[float | None] = [None] * len(self._sizes)  # seconds; None before plain steps are measured
@@ -87,11 +87,16 @@ class WidthChooser:
             self._age += 1
         if self.is_off or self._size == len(self._sizes):
             return 1, 0
+        if self._rests:
+            self._look_age += 1
+            return 1, 0
         widths = [width for width in self._widths[self._size] if self._may_run(num_rows, width, step_limit)]
         wanted = self._choose_measured(num_rows, widths) if limits.fixed_drafts is None else self._read_table(num_rows)
         wanted = max(width for width in widths if width <= wanted)
         width = max(width for width in widths if width <= min(wanted, self._num_made + 1))
-        return width, wanted - 1 if limits.draft_costs else self._count_lookups(wanted)
+        if limits.draft_costs:
+            return width, wanted - 1
+        return width, 0 if self._renewal else self._count_lookups(wanted)
 
     def note_plan(self, num_drafts: int) -> None:
         """Notes how many drafts the step that was planned makes."""
@@ -113,12 +118,18 @@ class WidthChooser:
         """
         self._acceptance.add(chains)
         self._num_brought = sum((right + 1) * count for (_, right), count in chains.items())
-        if any(right for _, right in chains):
-            self._look_age = _LOOK_EVERY  # what was right once may be right again
+        if not num_verified and self._may_pay(chains):
+            self._look_age = _LOOK_EVERY  # what was right may be right again
         if self._probe and num_verified:
             self._probe = max(0, self._probe - num_verified)
             if not self._probe:
                 self._end_probe()
+
+    def _may_pay(self, chains: Counter[tuple[int, int]]) -> bool:
+        """Returns whether a verify step would gain if all its drafts were as good as these first ones."""
+        num_right = sum(count for (_, right), count in chains.items() if right)
+        share = num_right / max(1, chains.total())
+        return share > 0 and sum(share**position for position in range(self._probe_width)) >= self._needed
 
     def check_head(self, num_drafts: int, num_accepted: int) -> None:
         """Switches off a head of which no draft was ever accepted, if there were many."""
@@ -154,11 +165,21 @@ class WidthChooser:
         share = _HEAD_ALLOWANCE if costs else _LOOKUP_ALLOWANCE
         account += share * self._allowance * plain
         seconds = self._times.last_seconds
-        if seconds and not (is_plain and self._was_plain):  # the first plain step pays for what the one before brought
+        if seconds and self._times.is_in_wake:
             most = self._times.measure(num_rows, width, num_drafts if costs else 0) or 2 * plain
             account += plain * num_tokens / num_rows - min(seconds, _MOST_OF_MEAN * most)
-        self._was_plain = is_plain
         self._accounts[place] = min(account, _MOST * plain)
+
+    @property
+    def _rests(self) -> bool:
+        """Whether there is nothing to choose from before the next look: no step has or awaits drafts."""
+        return (
+            not self._limits.draft_costs
+            and self._limits.fixed_drafts is None
+            and _LOOK_STEPS <= self._look_age + 1 < _LOOK_EVERY
+            and not (self._num_made or self.awaits_drafts or self._probe)
+            and self._current[self._size] == 1
+        )
 
     def _count_lookups(self, width: int) -> int:
         """Returns the drafts that a step with lookups makes: all for a step of `width` that follows, or for a look."""
@@ -242,12 +263,13 @@ class WidthChooser:
         if self._probe:
             return width
         seconds = self._estimate(num_rows, width) or 2 * plain
+        self._probe_width, self._needed = width, _MARGIN * seconds / plain
         cost = (max(2, _PROBE_CHAINS // num_rows) + 1) * (seconds - plain)
         if account < min(cost, _MOST * plain * 0.9):
             return 1
         if not self._limits.draft_costs:  # plain steps show how good first drafts are
             tokens = self._acceptance.predict(always_drafts=False, hopes=True)
-            if tokens[width - 1] / seconds <= _MARGIN / plain:
+            if tokens[width - 1] <= self._needed:
                 return 1
         self._acceptance.forget()
         self._probe = max(_PROBE_CHAINS, 2 * num_rows)
