@@ -52,7 +52,8 @@ def attend_stored(
     """Attends to pages that hold the step's keys and values already, because another layer wrote them.
 
     `layer` has the page offset and the scales of that other layer. Returns as `attend_with_update`. An implementation
-    that writes itself reads the step's keys and values from the pages, and writes them again where they stand.
+    that writes itself reads the step's keys and values from the pages, and writes them again where they stand. Without
+    `AttnShape.causal` the batch's `seq_lens` count keys alone: this is cross attention.
 
     Raises:
         ValueError: an array or the layer does not fit the batch; names both.

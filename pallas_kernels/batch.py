@@ -30,6 +30,9 @@ def prepare_batch(
     multiple of 32. Rows [d1, d2) have one or more at any position. The rest are padding: `query_start_loc` is flat
     there, and their lengths and pages are ignored. Entries of the table beyond a row's tokens may be anything.
 
+    Without `shape.causal` the new tokens are still the last of their row's `seq_lens`, which `attend_with_update`
+    writes. `attend_stored` then only counts keys by `seq_lens`, at least one a row: queries may be fewer or more.
+
     Args:
         max_query_len: most tokens of any row (1: a decode bucket); None if unknown.
         impl: the implementation; None for the best one on the device that is traced for.
@@ -64,9 +67,12 @@ def prepare_batch(
     token_rows = jnp.minimum(token_rows, num_rows - 1)
     first = seq_lens - query_lens  # [S], position of the row's first new token
     positions = jnp.where(is_token, first[token_rows] + tokens - query_start_loc[token_rows], 0)
-    write_pages = jnp.where(is_token, page_table[token_rows, jnp.minimum(positions // page_size, width - 1)], 0)
+    is_held = is_token if shape.causal else is_token & (positions >= 0)  # queries may be more than keys
+    write_pages = jnp.where(is_held, page_table[token_rows, jnp.minimum(positions // page_size, width - 1)], 0)
     max_len = width * page_size
-    rows = StepRows(query_start_loc, query_lens, seq_lens, distribution, num_tokens, max_query_len, max_len)
+    rows = StepRows(
+        query_start_loc, query_lens, seq_lens, distribution, num_tokens, max_query_len, max_len, shape.causal
+    )
     return BatchMeta(
         page_table=page_table,
         seq_lens=seq_lens,

@@ -55,7 +55,7 @@ def attend(
         )
 
         # Every token of the step attends to the row; only the results of the row's own tokens are kept below.
-        positions = length - end + tokens
+        positions = length - end + tokens if batch.shape.causal else jnp.full_like(tokens, length - 1)
         seen = held & (key_positions <= positions[:, None])  # [T, M * page_size]
         if params.window is not None:
             seen &= key_positions > positions[:, None] - params.window

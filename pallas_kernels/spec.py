@@ -66,8 +66,15 @@ class AttnShape:
     dtype: str  # q's
     window: int | None = None  # the same as in AttnParams
     fixed_splits: bool = False  # a row's bits may not depend on the other rows: its keys are cut where its text says
+    # Whether a query sees the keys up to its own. If not, it sees all `seq_lens` keys of its row: an encoder, or, over
+    # stored pages, cross attention, whose rows may have more queries than keys.
+    causal: bool = True
 
     def __post_init__(self) -> None:
+        if self.window is not None and not self.causal:
+            raise ValueError(
+                f"AttnShape.window is for causal attention; without causal it must be None, got {self.window}"
+            )
         if self.num_heads < 1 or self.num_heads % self.spec.num_kv_heads:
             raise ValueError(
                 f"AttnShape.num_heads must be a multiple of {self.spec.num_kv_heads} KV heads, got {self.num_heads}"
@@ -132,7 +139,7 @@ class BatchMeta:
     query_start_loc: jax.Array  # [S + 1] i32, where each row's new tokens begin in the step's
     distribution: jax.Array  # [3] i32, cumulative ends of (one-token, chunk, mixed) rows
     # ------------------------------------------------------------------------------------------------------------
-    positions: jax.Array  # [T] i32, each token's position in its row's text; 0 for padding
+    positions: jax.Array  # [T] i32, each token's position in its row's text, if it is there; 0 for padding
     token_rows: jax.Array  # [T] i32, the token's row; the last one for padding
     write_pages: jax.Array  # [T] i32, the page for the token's K and V; the null page 0 for padding
     write_offsets: jax.Array  # [T] i32, and the slot in it

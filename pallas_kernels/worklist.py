@@ -28,6 +28,7 @@ class StepRows:
     num_tokens: int  # T
     max_query_len: int | None  # most new tokens of any row; None if unknown
     max_len: int  # tokens that a row of the page table holds
+    causal: bool = True  # else every query of a row sees all its `seq_lens` keys
 
     @property
     def is_decode(self) -> bool:
@@ -58,10 +59,22 @@ class TileList:
     rows: jax.Array  # [n] i32, the row of the tile
     starts: jax.Array  # [n] i32, index of its first query among the step's tokens
     counts: jax.Array  # [n] i32, queries in it; 0 for an unused tile
-    positions: jax.Array  # [n] i32, position of its first query in the row's text
+    positions: jax.Array  # [n] i32, the last key that its first query sees: where the query is in the row's text
     num_groups: jax.Array  # [] i32, groups with a used tile
     tile_tokens: int = field(metadata=_STATIC)
     group: int = field(metadata=_STATIC)
+    causal: bool = field(metadata=_STATIC, default=True)  # else all queries see what the first one does
+
+    @property
+    def ends(self) -> jax.Array:
+        """[n] i32, one past the last key that a query of the tile sees."""
+        return self.positions + (self.counts if self.causal else 1)
+
+    @property
+    def query_positions(self) -> jax.Array:
+        """[n, tile_tokens] i32, the last key that each query sees."""
+        steps = jnp.arange(self.tile_tokens, dtype=jnp.int32) if self.causal else jnp.zeros(self.tile_tokens, jnp.int32)
+        return self.positions[:, None] + steps
 
 
 def list_token_tiles(rows: StepRows, query_lens: jax.Array, *, group: int) -> TileList:
@@ -98,12 +111,14 @@ def list_chunk_tiles(
         ids,
         rows.query_start_loc[ids] + done,
         jnp.where(used, jnp.minimum(query_lens[ids], stop) - done, 0),
-        rows.seq_lens[ids] - query_lens[ids] + done,
+        rows.seq_lens[ids] - query_lens[ids] + done if rows.causal else rows.seq_lens[ids] - 1,
     )
-    return _finish(columns, tile_tokens=tile_tokens, group=group, order=order)
+    return _finish(columns, tile_tokens=tile_tokens, group=group, order=order, causal=rows.causal)
 
 
-def _finish(columns: tuple[jax.Array, ...], *, tile_tokens: int, group: int, order: str) -> TileList:
+def _finish(
+    columns: tuple[jax.Array, ...], *, tile_tokens: int, group: int, order: str, causal: bool = True
+) -> TileList:
     """Pads (rows, starts, counts, positions) to whole groups and sorts them, unused tiles last."""
     group = min(group, columns[0].shape[0])
     padding = -columns[0].shape[0] % group
@@ -112,4 +127,4 @@ def _finish(columns: tuple[jax.Array, ...], *, tile_tokens: int, group: int, ord
     rank = -(positions + counts) if order == LONGEST else 0
     ranks = jnp.argsort(jnp.where(counts > 0, rank, 1), stable=True)
     num_groups = (jnp.sum(counts > 0, dtype=jnp.int32) + group - 1) // group
-    return TileList(*(column[ranks] for column in padded), num_groups, tile_tokens, group)
+    return TileList(*(column[ranks] for column in padded), num_groups, tile_tokens, group, causal)

@@ -99,7 +99,7 @@ def _slice_group(tiles: TileList, index: jax.Array | int) -> TileList:
         lax.dynamic_slice_in_dim(column, index * tiles.group, tiles.group)
         for column in (tiles.rows, tiles.starts, tiles.counts, tiles.positions)
     )
-    return TileList(*columns, tiles.num_groups, tiles.tile_tokens, tiles.group)
+    return TileList(*columns, tiles.num_groups, tiles.tile_tokens, tiles.group, tiles.causal)
 
 
 def _attend_group(
@@ -124,11 +124,11 @@ def _attend_group(
     q = q.reshape(width, tile_tokens, num_kv_heads, group_size, head_dim).swapaxes(1, 2)
     q = q.reshape(width, num_kv_heads, tile_tokens * group_size, head_dim).astype(dtype)
     table = batch.page_table[group.rows]  # [W, M]
-    ends = jnp.where(group.counts > 0, group.positions + group.counts, 0)  # [W], one past the last key seen
+    ends = jnp.where(group.counts > 0, group.ends, 0)  # [W], one past the last key seen
     begins = jnp.zeros_like(ends) if params.window is None else jnp.maximum(group.positions - params.window + 1, 0)
     blocks = begins // block_tokens  # [W], first block of each tile
     num_blocks = jnp.max((ends + block_tokens - 1) // block_tokens - blocks)
-    query_positions = group.positions[:, None] + jnp.arange(tile_tokens, dtype=jnp.int32)  # [W, B]
+    query_positions = group.query_positions  # [W, B]
 
     def run_block(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         columns = (blocks + index)[:, None] * block_pages + jnp.arange(block_pages, dtype=jnp.int32)  # [W, C]

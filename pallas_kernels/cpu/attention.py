@@ -87,7 +87,8 @@ def attend_with_update(
         jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype),
     )
     call = jax.ffi.ffi_call(library.target_name(library.ATTENTION), results, input_output_aliases={3: 1})
-    numbers = (params.window or 0, spec.out_dim, batch.work.num_singles, batch.work.tile_tokens)
+    window = (params.window or 0) if batch.shape.causal else -1
+    numbers = (window, spec.out_dim, batch.work.num_singles, batch.work.tile_tokens)
     out, kv_pages = call(
         q,
         k,

@@ -44,6 +44,7 @@ struct Problem {
   const float* sinks;                                 // [N], or null
   int64_t num_tokens, num_heads, num_kv_heads, head_dim, value_dim, page_size, page_rows, table_width;
   int64_t page_offset, window;  // window 0: none
+  int64_t step;                 // of the last key seen, from one query to the next: 1, or 0 if all see the whole row
   float scale, softcap;         // softcap 0: none
 
   int64_t group() const { return num_heads / num_kv_heads; }
@@ -248,7 +249,7 @@ void AttendTile(const Problem& p, const Tile& tile, int64_t width, float* scratc
     int64_t token = std::min(m / group, tile.count - 1), head = tile.head * group + m % group;
     largest[m] = p.sinks ? p.sinks[head] : kMasked;
     total[m] = p.sinks ? 1.0f : 0.0f;
-    ends[m] = static_cast<float>(tile.position + token);  // the last key that it sees; exact up to 2^24
+    ends[m] = static_cast<float>(tile.position + token * p.step);  // the last key that it sees; exact up to 2^24
     if (m >= used) continue;
     LoadQuery(p, tile.start + token, head, line);
     for (int64_t c = 0; c < p.head_dim; ++c) q[c * width + m] = line[c];
@@ -306,7 +307,7 @@ void Attend(const Problem& p, int64_t index, int64_t tile_tokens, float* scratch
   int64_t i = index / p.num_kv_heads;
   Tile tile{p.rows[i], p.starts[i], p.counts[i], p.positions[i], index % p.num_kv_heads, 0, 0};
   tile.begin = p.window ? std::max(int64_t{0}, tile.position - p.window + 1) : 0;
-  tile.end = tile.position + tile.count;
+  tile.end = tile.position + (tile.count - 1) * p.step + 1;
   if (tile_tokens == 1 && p.group() <= kFewQueries)
     AttendRows<T>(p, tile, scratch);
   else
@@ -387,7 +388,8 @@ const char* Call(const XLA_FFI_CallFrame* frame) {  // returns what is wrong, or
   p.rows = ints(kTiles), p.starts = p.rows + num_tiles, p.counts = p.starts + num_tiles;
   p.positions = p.counts + num_tiles;
   const int32_t* sizes = ints(kSizes);
-  p.page_offset = sizes[0], p.window = sizes[1], p.value_dim = sizes[2];
+  p.page_offset = sizes[0], p.window = std::max(sizes[1], 0), p.value_dim = sizes[2];
+  p.step = sizes[1] >= 0;  // a window of -1: not causal
   const float* factors = static_cast<const float*>(arg(kFactors).data);
   p.scale = factors[0], p.softcap = factors[1];
   p.sinks = arg(kSinks).dims[0] ? static_cast<const float*>(arg(kSinks).data) : nullptr;

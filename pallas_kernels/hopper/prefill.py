@@ -107,6 +107,7 @@ def _fix_static(
         has_sinks=layer.heads.sinks is not None,
         splits=splits,
         interpret=batch.interpret,
+        causal=batch.shape.causal,
     )
     _check(static)
     return static

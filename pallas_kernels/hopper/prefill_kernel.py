@@ -30,7 +30,6 @@ from pallas_kernels.hopper.prefill_memory import load_narrow, load_plain, load_q
 from pallas_kernels.hopper.prefill_static import (
     COUNT,
     NUM_COMPUTE,
-    ORIGIN,
     ROW,
     ROWS,
     Operands,
@@ -108,7 +107,7 @@ class _Warpgroup(NamedTuple):
 
     def find_origin(self) -> jax.Array:
         """Is called before each loop that needs it: kept from the start, it spills."""
-        return self.operands.units[read_anew("tile"), ORIGIN]
+        return self.operands.units[read_anew("tile"), self.static.origin]
 
     def free(self, barriers: jax.Ref, block: jax.Array) -> None:
         """Gives back the block's slot, unless it is among the last: nobody awaits those, and the interpreter of JAX
@@ -209,11 +208,14 @@ def _weigh(
         scores = jnp.tanh(scores * scale)
         scale = static.softcap * LOG2_E
     if origin is not None:
-        rows = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=compat.WGMMA.reduce(1)) + warpgroup * ROWS
-        tokens = lax.rem(rows.astype(jnp.uint32), jnp.uint32(static.tile_tokens)).astype(jnp.int32)
-        queries = tokens + (origin - block * static.keys)
+        if static.causal:
+            rows = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=compat.WGMMA.reduce(1)) + warpgroup * ROWS
+            tokens = lax.rem(rows.astype(jnp.uint32), jnp.uint32(static.tile_tokens)).astype(jnp.int32)
+            queries = compat.spread(tokens + (origin - block * static.keys), scores.shape)
+        else:
+            queries = origin - block * static.keys
         # Distance from each query back to each key. Rows of other tokens may see anything: their answers are dropped.
-        distances = compat.spread(queries, scores.shape) - compat.iota(scores.shape, 1)
+        distances = queries - compat.iota(scores.shape, 1)
         if static.window is None:
             seen = distances >= 0
         else:

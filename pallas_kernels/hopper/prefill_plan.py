@@ -73,7 +73,7 @@ def list_units(tiles: TileList, rows: StepRows, shape: AttnShape, config: Prefil
     begins = jnp.zeros_like(firsts)
     if shape.window is not None:
         begins = jnp.maximum(tiles.positions - shape.window + 1, 0) // config.keys
-    ends = (tiles.positions + tiles.counts + config.keys - 1) // config.keys
+    ends = (tiles.ends + config.keys - 1) // config.keys
     wholes = jnp.full_like(firsts, WHOLE)
     origins = tiles.positions - (tiles.starts - firsts)
     columns = tiles.rows, firsts, tiles.counts, tiles.positions, origins, begins, ends, wholes

@@ -39,6 +39,12 @@ class Static:
     has_sinks: bool
     splits: bool  # whether a tile may have several units, which leave partial answers
     interpret: bool
+    causal: bool = True  # else all queries of a tile see what one at its position does
+
+    @property
+    def origin(self) -> int:
+        """The column with the position of a tile's first token that is read."""
+        return ORIGIN if self.causal else POSITION
 
     @property
     def box(self) -> int:
@@ -182,6 +188,8 @@ def find_span(static: Static, operands: Operands, unit: jax.Array) -> Span:
     keys, window = static.keys, static.window
     columns = COUNT, POSITION, ORIGIN, BEGIN, END
     count, position, origin, first, last = (operands.units[unit, column] for column in columns)
+    if not static.causal:
+        count = 1
     end = position + count
     outer = lax.div(position + 1, keys)
     if window is None:

@@ -64,7 +64,7 @@ def _list_split_units(few: SplitList) -> jax.Array:
 
 def _list_chunk_units(chunks: TileList, shape: AttnShape, tile_tokens: int) -> jax.Array:
     """The units of tiles: one per tile, over all the keys that it sees, since enough tiles fill a device."""
-    ends = chunks.positions + chunks.counts
+    ends = chunks.ends
     first = jnp.zeros_like(ends)
     if shape.window is not None:
         first = jnp.maximum(chunks.positions - shape.window + 1, 0) // tile_tokens

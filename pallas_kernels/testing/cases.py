@@ -44,6 +44,8 @@ class Case:
     num_chunks: int = 0  # rows of the chunk class, after the one-token rows: they begin at multiples of 32
     is_long: bool = False
     fixed_splits: bool = False
+    causal: bool = True
+    is_stored: bool = False  # cross attention: the first number of `rows` counts all keys, the second queries alone
     chunk_sms: int = 1  # multiprocessors of the device that a long case's chunks are cut for, where kernels cut them
 
     @property
@@ -59,7 +61,11 @@ class Case:
 
     @property
     def shape(self) -> AttnShape:
-        return AttnShape(self.num_heads, self.spec, self.dtype, self.window, self.fixed_splits)
+        return AttnShape(self.num_heads, self.spec, self.dtype, self.window, self.fixed_splits, self.causal)
+
+    def count_keys(self, row: tuple[int, int]) -> int:
+        """`seq_lens` of one of `rows`."""
+        return row[0] if self.is_stored else sum(row)
 
     def with_layout(self, layout: str) -> Case:
         """The same case on pages of another layout."""
@@ -107,9 +113,10 @@ def make_inputs(case: Case, seed: int = 0, *, num_layers: int = 2) -> Inputs:
     seq_lens = rng.integers(0, 99, case.max_rows).astype(np.int32)  # padding rows may have any length
     query_lens = np.zeros(case.max_rows, np.int32)
     for row, (computed, new) in enumerate(case.rows):
-        seq_lens[row], query_lens[row] = computed + new, new
+        length = case.count_keys((computed, new))
+        seq_lens[row], query_lens[row] = length, new
         oldest = 0 if case.window is None else max(0, computed - case.window + 1)  # oldest key that a query sees
-        for index in range(-(-(computed + new) // spec.page_size)):
+        for index in range(-(-length // spec.page_size)):
             page = free.pop()
             slots = np.arange(index * spec.page_size, (index + 1) * spec.page_size)
             if slots[-1] < oldest:
@@ -196,6 +203,10 @@ def _latents(num_heads: int, dtype: str, page_size: int) -> dict:
     """DeepSeek's latents."""
     return _shape(num_heads, 1, 576, dtype, page_size, 512)
 
+
+_ENCODER = ((0, 1), (0, 17), (16, 16), (0, 30))
+_CROSS = {"causal": False, "is_stored": True}
+_WIDE, _WIDE_FP8 = _shape(8, 2, 128, "bfloat16", 64), _shape(8, 2, 128, _FP8, 64)
 
 CASES = [
     Case("decode", _DECODE, max_tokens=8, max_query_len=1),
@@ -295,6 +306,23 @@ CASES = [
     ),
     Case("chunks, latents", _CHUNKS, num_chunks=3, max_tokens=128, **_latents(16, "bfloat16", 64)),
     Case("pages of one token", ((0, 1), (9, 1), (3, 6)), **_shape(2, 1, 16, page_size=1)),
+    Case("encoder", _MIXED, causal=False),
+    Case("encoder 4:4 of 64 bfloat16", _ENCODER, causal=False, **_shape(4, 4, 64, "bfloat16")),
+    Case("encoder fp8 8:2 of 128, softcap, sinks", _ENCODER, causal=False, softcap=3.0, sinks=True, **_WIDE_FP8),
+    Case("encoder of short rows", ((0, 1), (9, 1), (0, 4), (60, 3)), max_query_len=4, causal=False, **_WIDE),
+    Case("cross decode", ((150, 1), (3, 1), (64, 1)), max_query_len=1, **_CROSS, **_shape(4, 4, 64, "bfloat16")),
+    Case("cross, fewer keys than queries", ((3, 4), (150, 2)), max_query_len=4, **_CROSS, **_WIDE),
+    Case("cross mixed", ((40, 1), (5, 33), (130, 9)), **_CROSS, **_WIDE),
+    Case("cross mixed float32, sinks", ((40, 1), (5, 33), (130, 9)), sinks=True, **_CROSS),
+    Case(
+        "cross, fixed splits",
+        ((1299, 2), (7, 3)),
+        max_query_len=4,
+        fixed_splits=True,
+        **_CROSS,
+        **_WIDE | {"table_width": 21},
+    ),
+    Case("cross mixed latents", ((40, 1), (5, 33), (130, 9)), **_CROSS, **_latents(8, "bfloat16", 32)),
 ]
 
 
@@ -322,6 +350,14 @@ LONG_CASES = [
         window=1100,
         softcap=3.0,
         sinks=True,
+        chunk_sms=4,
+    ),
+    _long(
+        "turn 4:1 of 128, not causal",
+        ((700, 1), (1100, 32)),
+        4,
+        KVSpec(1, 128, 64, "bfloat16"),
+        causal=False,
         chunk_sms=4,
     ),
 ]

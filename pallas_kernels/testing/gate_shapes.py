@@ -35,6 +35,7 @@ class GateShape:
     max_len: int = MAX_MODEL_LEN
     value_dim: int | None = None  # of a latent
     fixed_splits: bool = False
+    causal: bool = True
     portable: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -44,7 +45,7 @@ class GateShape:
     def attention(self, page_size: int) -> AttnShape:
         """The shape on pages of the plain layout; the implementation chooses its own."""
         spec = KVSpec(self.num_kv_heads, self.head_dim, page_size, self.kv_dtype, value_dim=self.value_dim)
-        return AttnShape(self.num_heads, spec, self.dtype, self.window, self.fixed_splits)
+        return AttnShape(self.num_heads, spec, self.dtype, self.window, self.fixed_splits, self.causal)
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class GateProgram:
 
 
 _NO_LATENTS = (("ampere", "it has no kernel for latents"),)
+_CAUSAL_ONLY = (("tpu", "its kernels have causal masks only"),)
 
 
 def _latents(name: str, num_heads: int, rank: int = 512, kv_dtype: str = "bfloat16") -> GateShape:
@@ -85,6 +87,8 @@ SHAPES = (
     _latents("kimi-k2, all heads", 64),
     _latents("glm-4.7-flash", 20),
     _latents("mistral-small-4", 32, rank=256),
+    GateShape("whisper-large-v3, not causal", 20, 20, 64, causal=False, portable=_CAUSAL_ONLY),
+    GateShape("heads of 128, not causal", 16, 8, 128, causal=False, portable=_CAUSAL_ONLY),
 )
 
 
@@ -97,6 +101,7 @@ TIGHT = (
     ("turn", GateShape("heads of 256, window, fp8 pages", 16, 8, 256, window=4096, kv_dtype=FP8)),
     ("turn", GateShape("heads of 64, sinks", 64, 8, 64, sinks=True)),
     ("turn", GateShape("heads of 128", 32, 8, 128, max_len=32768)),
+    ("turn", GateShape("heads of 128, not causal, long rows", 32, 8, 128, causal=False, max_len=32768)),
 )
 
 # What each target compiles without `--full`. For every implementation one target has each size of heads, 8-bit pages, a
@@ -104,9 +109,10 @@ TIGHT = (
 _BASE, _FP8 = "llama-8b", "llama-8b, fp8 pages"
 _LATENT, _FP8_LATENT = "deepseek-v3, one of 8 devices", "deepseek-v3, one of 8 devices, fp8 pages"
 _OF_64, _OF_256 = "heads of 64, window, sinks", "gemma, heads of 256, window, softcap"
+_NOT_CAUSAL = "heads of 128, not causal"
 SAMPLES = {
-    "h200": (_BASE, _FP8, _OF_256, _OF_64, _LATENT, _FP8_LATENT),
-    "a100": (_BASE, _FP8, _OF_256, _OF_64),
+    "h200": (_BASE, _FP8, _OF_256, _OF_64, _LATENT, _FP8_LATENT, _NOT_CAUSAL),
+    "a100": (_BASE, _FP8, _OF_256, _OF_64, _NOT_CAUSAL),
     "l4": (_FP8, _OF_256),
     "b200": (_BASE, _OF_256),
     "rtx5090": (_FP8,),

@@ -7,14 +7,14 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import attend_with_update, prepare_batch
+from pallas_kernels import attend_stored, attend_with_update, prepare_batch
 from pallas_kernels.spec import AttnLayer, AttnShape
 from pallas_kernels.testing.cases import Case, Inputs, choose_config
 
 LAYER = 1  # the second of the pool's two layers: attention must find its pages behind another layer's
 
 
-@partial(jax.jit, static_argnames=("shape", "max_query_len", "impl", "config"))
+@partial(jax.jit, static_argnames=("shape", "max_query_len", "impl", "config", "is_stored"))
 def _run(
     q: jax.Array,
     k: jax.Array,
@@ -27,10 +27,13 @@ def _run(
     max_query_len: int | None,
     impl: str,
     config: Any,
+    is_stored: bool,
 ) -> tuple[jax.Array, jax.Array]:
     batch = prepare_batch(
         *meta, num_tokens=q.shape[0], shape=shape, max_query_len=max_query_len, impl=impl, config=config
     )
+    if is_stored:
+        return attend_stored(q, kv_pages, batch, layer)
     return attend_with_update(q, k, v, kv_pages, batch, layer)
 
 
@@ -47,4 +50,5 @@ def run_case(case: Case, inputs: Inputs, *, impl: str = "xla", config: Any = Non
         max_query_len=case.max_query_len,
         impl=impl,
         config=choose_config(case, impl) if config is None else config,
+        is_stored=case.is_stored,
     )

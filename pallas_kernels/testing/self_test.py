@@ -88,6 +88,7 @@ def list_cases(
         window=shape.window,
         softcap=softcap,
         fixed_splits=shape.fixed_splits,
+        causal=shape.causal,
         max_rows=num_rows,
         max_tokens=num_rows,
         table_width=table_width,

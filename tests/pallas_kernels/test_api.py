@@ -114,6 +114,14 @@ def test_a_shape_that_no_kernel_does_falls_back_with_the_reason() -> None:
         resolve_impl("gpu", shape, platform="gpu", device_kind="NVIDIA H200")
 
 
+def test_only_the_tpu_kernels_need_causal_masks() -> None:
+    shape = AttnShape(4, KVSpec(2, 128, 64, "bfloat16"), "bfloat16", causal=False)
+    name, reason = resolve_impl(None, shape, platform="tpu", device_kind="TPU v6 lite")
+    assert name == "xla" and "causal masks only" in reason
+    assert resolve_impl(None, shape, platform="gpu", device_kind="NVIDIA H200")[0] == "gpu"
+    assert resolve_impl(None, shape, platform="gpu", device_kind="NVIDIA A100-SXM4-40GB")[0] == "ampere"
+
+
 def test_unknown_impl_is_refused() -> None:
     with pytest.raises(ValueError, match=r"xla, cpu, gpu, .* or None, got 'cuda'"):
         resolve_impl("cuda", CASE.shape)

@@ -233,6 +233,7 @@ def test_the_samples_have_every_kind_of_shape_on_one_target(impl: str) -> None:
                 continue
             heads = shape.head_dim if shape.value_dim is None else "latents"
             found |= {heads, shape.kv_dtype, shape.window is None, shape.softcap is None, shape.sinks}
+            found.add("causal" if shape.causal else "not causal")
         return found
 
     kinds = describe(SHAPES)

@@ -26,7 +26,7 @@ from pallas_kernels.tpu.tiles import NUM_COLUMNS
 from tests.pallas_kernels import test_ampere, test_hopper_attention, test_tpu
 from tests.pallas_kernels.tpu_faults import quick_interpreter
 
-OF_128, FP8_OF_128, OF_256, TURN, FP8_TURN = LONG_CASES
+OF_128, FP8_OF_128, OF_256, TURN, FP8_TURN, OPEN_TURN = LONG_CASES
 PAIRS = [
     ("gpu", OF_128),
     ("gpu", FP8_OF_128),
@@ -35,6 +35,7 @@ PAIRS = [
     ("tpu", OF_256),
     ("gpu", TURN),
     ("gpu", FP8_TURN),
+    ("gpu", OPEN_TURN),
 ]
 
 
@@ -125,7 +126,8 @@ def test_every_long_case_runs_somewhere() -> None:
 CASES = [pytest.param(OF_128, id=OF_128.name), pytest.param(FP8_OF_128, id=FP8_OF_128.name, marks=pytest.mark.slow)]
 
 
-TURNS = [pytest.param(TURN, id=TURN.name), pytest.param(FP8_TURN, id=FP8_TURN.name, marks=pytest.mark.slow)]
+TURNS = [pytest.param(turn, id=turn.name) for turn in (TURN, OPEN_TURN)]
+TURNS.append(pytest.param(FP8_TURN, id=FP8_TURN.name, marks=pytest.mark.slow))
 
 
 @pytest.mark.parametrize("case", CASES + TURNS)

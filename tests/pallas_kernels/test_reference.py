@@ -16,7 +16,7 @@ def attend_naively(case: Case, inputs: Inputs, keys: list[np.ndarray], values: l
     out = np.zeros((inputs.num_tokens, case.num_heads, case.spec.out_dim))
     token = 0
     for (computed, new), k, v in zip(case.rows, keys, values, strict=True):
-        for position in range(computed, computed + new):
+        for position in range(computed, computed + new) if case.causal else [len(k) - 1] * new:
             oldest = 0 if case.window is None else max(0, position - case.window + 1)
             for head in range(case.num_heads):
                 seen = slice(oldest, position + 1)
@@ -41,10 +41,9 @@ def test_reference_is_attention(case: Case) -> None:
     inputs = make_inputs(case)
     out, kv_pages = run_case(case, inputs, impl="reference")
     keys, values = [], []
-    for row, (computed, new) in enumerate(case.rows):
-        k, v = gather_logical(
-            kv_pages, inputs.page_table[row], computed + new, case.spec, page_offset=LAYER * inputs.num_pages
-        )
+    for row, lens in enumerate(case.rows):
+        length, offset = case.count_keys(lens), LAYER * inputs.num_pages
+        k, v = gather_logical(kv_pages, inputs.page_table[row], length, case.spec, page_offset=offset)
         scales = [1 if s is None else s[:, None] for s in _list_scales(case, inputs)]
         keys.append(k.astype(np.float64) * scales[0])
         values.append(v.astype(np.float64) * scales[1])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -28,6 +30,7 @@ SHAPE = AttnShape(1, KVSpec(1, 16, PAGE_SIZE, "float32"), "float32")
         ("'paired' is for keys beside values", lambda: KVSpec(1, 64, 16, "float32", "paired", value_dim=48)),
         ("value_dim must be 1 to head_dim 64", lambda: KVSpec(1, 64, 16, "float32", value_dim=65)),
         ("num_heads", lambda: AttnShape(3, KVSpec(2, 64, 16, "float32"), "float32")),
+        ("window is for causal", lambda: AttnShape(1, KVSpec(1, 64, 16, "float32"), "float32", 9, causal=False)),
         ("window", lambda: AttnParams(scale=1.0, window=0)),
         ("softcap", lambda: AttnParams(scale=1.0, softcap=-1.0)),
         ("softcap", lambda: AttnParams(scale=1.0, softcap=float("nan"))),
@@ -89,6 +92,16 @@ def test_derived_fields(rows: tuple[list[int], list[int]], seed: int) -> None:
             assert count <= tiles.tile_tokens
             found += [(int(start) + index, int(row), int(position) + index) for index in range(count)]
     assert sorted(found) == [(token, *where) for token, where in enumerate(tokens)], "every query in exactly one tile"
+
+
+def test_queries_of_cross_attention_write_nowhere_before_their_row() -> None:
+    table, starts = np.asarray([[3, 4, 5]], np.int32), np.asarray([0, 6], np.int32)
+    shape = replace(SHAPE, causal=False)
+    options = {"num_tokens": 8, "shape": shape, "max_query_len": None, "impl": "xla"}
+    batch = prepare_batch(table, np.asarray([5], np.int32), starts, np.asarray([0, 0, 1], np.int32), **options)
+    assert batch.write_pages.tolist() == [0, 3, 3, 3, 3, 4, 0, 0], "six queries, five keys, pages of four"
+    (tiles,) = (tiles for tiles in batch.work.tiles if tiles.counts[0] > 1)
+    assert tiles.ends[0] == 5 and (tiles.query_positions[0] == 4).all(), "all see all keys"
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
