@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.layout import gather_heads
 from pallas_kernels.spec import AttnLayer, AttnShape, BatchMeta, KVSpec
+from pallas_kernels.trees import see_ancestors
 from pallas_kernels.worklist import StepRows
 
 
@@ -59,6 +60,8 @@ def attend(
         seen = held & (key_positions <= positions[:, None])  # [T, M * page_size]
         if params.window is not None:
             seen &= key_positions > positions[:, None] - params.window
+        if batch.ancestors is not None:
+            seen &= see_ancestors(batch.ancestors, key_positions - (length - (end - begin)))
         scores = _product("tnh,neh->tne", q.astype(jnp.float32), k) * params.scale
         if params.softcap is not None:
             scores = params.softcap * jnp.tanh(scores / params.softcap)

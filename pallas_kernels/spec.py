@@ -69,12 +69,15 @@ class AttnShape:
     # Whether a query sees the keys up to its own. If not, it sees all `seq_lens` keys of its row: an encoder, or, over
     # stored pages, cross attention, whose rows may have more queries than keys.
     causal: bool = True
+    tree: bool = False  # of its row's new tokens, one sees those that `prepare_batch`'s `ancestors` name
 
     def __post_init__(self) -> None:
-        if self.window is not None and not self.causal:
+        if self.window is not None and (self.tree or not self.causal):
             raise ValueError(
-                f"AttnShape.window is for causal attention; without causal it must be None, got {self.window}"
+                f"AttnShape.window is for causal attention without trees; else it must be None, got {self.window}"
             )
+        if self.tree and not self.causal:
+            raise ValueError("AttnShape.tree is for causal attention: tokens do not see later ones")
         if self.num_heads < 1 or self.num_heads % self.spec.num_kv_heads:
             raise ValueError(
                 f"AttnShape.num_heads must be a multiple of {self.spec.num_kv_heads} KV heads, got {self.num_heads}"
@@ -148,3 +151,4 @@ class BatchMeta:
     impl: str = field(metadata=_STATIC)
     interpret: bool = field(metadata=_STATIC)  # whether kernels run in their interpreter
     max_query_len: int | None = field(metadata=_STATIC)
+    ancestors: jax.Array | None = None  # [T, 2] u32, with AttnShape.tree: trees.py explains them

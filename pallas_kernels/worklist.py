@@ -73,8 +73,9 @@ class TileList:
     @property
     def query_positions(self) -> jax.Array:
         """[n, tile_tokens] i32, the last key that each query sees."""
-        steps = jnp.arange(self.tile_tokens, dtype=jnp.int32) if self.causal else jnp.zeros(self.tile_tokens, jnp.int32)
-        return self.positions[:, None] + steps
+        count = self.tile_tokens
+        first = self.positions[:, None]
+        return first + (jnp.arange(count, dtype=jnp.int32) if self.causal else jnp.zeros(count, jnp.int32))
 
 
 def list_token_tiles(rows: StepRows, query_lens: jax.Array, *, group: int) -> TileList:

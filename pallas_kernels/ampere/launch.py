@@ -10,13 +10,21 @@ from pallas_kernels.ampere.config import TileConfig
 from pallas_kernels.ampere.device import copies_by_tma
 from pallas_kernels.ampere.kernel import AttentionKernel
 from pallas_kernels.mosaic_gpu import compat
+from pallas_kernels.mosaic_gpu.packing import pack_ancestors
 from pallas_kernels.mosaic_gpu.shapes import compute_dtype, is_narrow, round_up, stored_width
 from pallas_kernels.spec import AttnLayer, AttnParams, AttnShape, BatchMeta
 
 
 def count_smem_bytes(shape: AttnShape, tile_tokens: int, stages: int) -> int:
     """Shared memory of a block's tiles."""
-    tiling = {"tile_tokens": tile_tokens, "stages": stages, "num_rows": 8, "max_queries": 1, "num_blocks": None}
+    tiling = {
+        "tile_tokens": tile_tokens,
+        "stages": stages,
+        "num_rows": 8,
+        "max_queries": 1,
+        "has_tree": False,
+        "num_blocks": None,
+    }
     body = _make_body(shape, AttnParams(1.0), has_k_scale=False, interpret=False, **tiling)
     return compat.smem_bytes(*body.list_tiles().values())
 
@@ -42,6 +50,7 @@ def attend_units(
     num_kv_heads, num_rows, width = q.shape[1:]
     tiling = {"tile_tokens": config.tile_tokens, "stages": config.stages}
     tiling |= {"num_rows": num_rows, "max_queries": max_queries, "num_blocks": num_blocks}
+    tiling["has_tree"] = batch.ancestors is not None and max_queries > 1
     k_scale = layer.heads.k_scale
     body = _make_body(batch.shape, layer.params, has_k_scale=k_scale is not None, interpret=batch.interpret, **tiling)
     num_units, columns = units.shape[0], round_up(num_kv_heads * num_rows, ampere.TILE_ROWS)
@@ -60,7 +69,10 @@ def attend_units(
     if body.is_narrow:
         kv_pages = jax.lax.bitcast_convert_type(kv_pages, ampere.NARROW)
     offset = jnp.asarray(layer.page_offset, jnp.int32).reshape(1)
-    return run(q, kv_pages, batch.page_table, units, offset, *([] if k_scale is None else [k_scale]))
+    extra = [] if k_scale is None else [k_scale]
+    if body.has_tree:
+        extra.insert(0, pack_ancestors(batch, max_queries, ampere.TILE_ROWS))
+    return run(q, kv_pages, batch.page_table, units, offset, *extra)
 
 
 def _make_body(

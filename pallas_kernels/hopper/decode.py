@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from pallas_kernels.hopper import wgmma
 from pallas_kernels.hopper.decode_kernel import DecodeKernel
 from pallas_kernels.mosaic_gpu import compat
+from pallas_kernels.mosaic_gpu.packing import pack_ancestors
 from pallas_kernels.mosaic_gpu.shapes import compute_dtype, round_up, stored_width
 from pallas_kernels.mosaic_gpu.splits import QUERY_ROWS, SplitList
 from pallas_kernels.platform import traced_core_count
@@ -96,6 +97,7 @@ def attend_units(
         num_rows=num_rows,
         max_queries=work.max_queries,
         has_k_scale=k_scale is not None,
+        has_tree=batch.ancestors is not None and work.max_queries > 1,
         num_blocks=work.num_blocks,
         interpret=batch.interpret,
     )
@@ -115,7 +117,10 @@ def attend_units(
         interpret=compat.interpret_params(batch.interpret),
     )
     offset = jnp.asarray(layer.page_offset, jnp.int32).reshape(1)
-    return run(q, kv_pages, batch.page_table, work.units, offset, *([] if k_scale is None else [k_scale]))
+    extra = [] if k_scale is None else [k_scale]
+    if body.has_tree:
+        extra.insert(0, pack_ancestors(batch, work.max_queries, QUERY_ROWS))
+    return run(q, kv_pages, batch.page_table, work.units, offset, *extra)
 
 
 def _make_body(
@@ -126,6 +131,7 @@ def _make_body(
     num_rows: int,
     max_queries: int,
     has_k_scale: bool,
+    has_tree: bool = False,
     num_blocks: int | None = None,
     interpret: bool,
 ) -> DecodeKernel:
@@ -138,6 +144,7 @@ def _make_body(
         dtype=compute_dtype(shape),
         page_dtype=jnp.dtype(shape.spec.dtype),
         has_k_scale=has_k_scale,
+        has_tree=has_tree,
         tile_tokens=config.tile_tokens,
         stages=config.stages,
         ctas_per_sm=config.ctas_per_sm,

@@ -46,6 +46,7 @@ class Case:
     fixed_splits: bool = False
     causal: bool = True
     is_stored: bool = False  # cross attention: the first number of `rows` counts all keys, the second queries alone
+    tree: bool = False  # each new token is a root, or the child of any one before it
     chunk_sms: int = 1  # multiprocessors of the device that a long case's chunks are cut for, where kernels cut them
 
     @property
@@ -61,7 +62,7 @@ class Case:
 
     @property
     def shape(self) -> AttnShape:
-        return AttnShape(self.num_heads, self.spec, self.dtype, self.window, self.fixed_splits, self.causal)
+        return AttnShape(self.num_heads, self.spec, self.dtype, self.window, self.fixed_splits, self.causal, self.tree)
 
     def count_keys(self, row: tuple[int, int]) -> int:
         """`seq_lens` of one of `rows`."""
@@ -87,6 +88,7 @@ class Inputs:
     heads: HeadParams
     num_pages: int  # pages of one layer
     num_layers: int
+    ancestors: np.ndarray | None = None  # [T, 2] u32, with AttnShape.tree
 
     @property
     def meta(self) -> tuple[np.ndarray, ...]:
@@ -141,7 +143,21 @@ def make_inputs(case: Case, seed: int = 0, *, num_layers: int = 2) -> Inputs:
         heads=_make_heads(case, rng),
         num_pages=num_pages,
         num_layers=num_layers,
+        ancestors=_grow_trees(case, np.random.default_rng(seed)) if case.tree else None,
     )
+
+
+def _grow_trees(case: Case, rng: np.random.Generator) -> np.ndarray:
+    """[T, 2] u32: random trees, several in a row; anything for padding."""
+    words = rng.integers(0, 2**63, case.max_tokens, np.uint64)
+    start = 0
+    for _, new in case.rows:
+        for index in range(new):
+            parent = rng.integers(-1, index) if index else -1
+            older = words[start + parent] if parent >= 0 else np.uint64(0)
+            words[start + index] = older | np.uint64(1) << np.uint64(index)
+        start += new
+    return np.stack([words & np.uint64(2**32 - 1), words >> np.uint64(32)], axis=1).astype(np.uint32)
 
 
 def choose_config(case: Case, impl: str) -> Any:
@@ -206,6 +222,7 @@ def _latents(num_heads: int, dtype: str, page_size: int) -> dict:
 
 _ENCODER = ((0, 1), (0, 17), (16, 16), (0, 30))
 _CROSS = {"causal": False, "is_stored": True}
+_TREE = {"tree": True}
 _WIDE, _WIDE_FP8 = _shape(8, 2, 128, "bfloat16", 64), _shape(8, 2, 128, _FP8, 64)
 
 CASES = [
@@ -322,6 +339,18 @@ CASES = [
         **_CROSS,
         **_WIDE | {"table_width": 21},
     ),
+    Case("tree 8:2 of 128", ((60, 3), (0, 5), (59, 5), (9, 8)), max_query_len=8, **_TREE, **_WIDE),
+    Case(
+        "tree fp8 8:2 of 128, softcap, sinks",
+        ((62, 6), (9, 7)),
+        max_query_len=8,
+        softcap=3.0,
+        sinks=True,
+        **_TREE,
+        **_WIDE_FP8,
+    ),
+    Case("tree of 64 tokens", ((30, 64),), max_query_len=64, **_TREE, **_shape(1, 1, 64, "bfloat16")),
+    Case("tree float32", ((130, 40), (3, 1), (0, 20)), max_query_len=40, **_TREE),
     Case("cross mixed latents", ((40, 1), (5, 33), (130, 9)), **_CROSS, **_latents(8, "bfloat16", 32)),
 ]
 

@@ -185,11 +185,16 @@ def measure_attention(gate: Gate, program: GateProgram, *, impl: str) -> Program
     report = replace(report, donated_bytes=NUM_LAYERS * layer_pages * page_bytes(shape.spec))
 
     def attend(
-        kv_pages: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array | None, heads: HeadParams, meta: Any
+        kv_pages: jax.Array,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array | None,
+        heads: HeadParams,
+        meta: Any,
+        **trees: jax.Array,
     ) -> Any:
-        batch = prepare_batch(
-            *meta, num_tokens=program.num_tokens, shape=shape, max_query_len=program.max_query_len, impl=report.impl
-        )
+        options = {"max_query_len": program.max_query_len, "impl": report.impl, **trees}
+        batch = prepare_batch(*meta, num_tokens=program.num_tokens, shape=shape, **options)
         return attend_with_update(q, k, v, kv_pages, batch, AttnLayer(program.shape.params, heads, layer_pages))
 
     jitted = jax.jit(attend, donate_argnames="kv_pages")
@@ -209,7 +214,8 @@ def _describe_arguments(
     per_head = describe((spec.num_kv_heads,), jnp.float32) if jnp.dtype(spec.dtype).itemsize == 1 else None
     sinks = describe((shape.num_heads,), jnp.float32) if program.shape.sinks else None
     new = describe((num_tokens, spec.num_kv_heads, spec.head_dim), shape.dtype)
-    return {
+    trees = {"ancestors": describe((num_tokens, 2), jnp.uint32)} if shape.tree else {}
+    return trees | {
         "kv_pages": describe(pool_shape(spec, num_pages), spec.dtype),
         "q": describe((num_tokens, shape.num_heads, spec.head_dim), shape.dtype),
         "k": new,

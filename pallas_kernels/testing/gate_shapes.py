@@ -36,6 +36,7 @@ class GateShape:
     value_dim: int | None = None  # of a latent
     fixed_splits: bool = False
     causal: bool = True
+    tree: bool = False
     portable: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -45,7 +46,7 @@ class GateShape:
     def attention(self, page_size: int) -> AttnShape:
         """The shape on pages of the plain layout; the implementation chooses its own."""
         spec = KVSpec(self.num_kv_heads, self.head_dim, page_size, self.kv_dtype, value_dim=self.value_dim)
-        return AttnShape(self.num_heads, spec, self.dtype, self.window, self.fixed_splits, self.causal)
+        return AttnShape(self.num_heads, spec, self.dtype, self.window, self.fixed_splits, self.causal, self.tree)
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,16 @@ TIGHT = (
     ("turn", GateShape("heads of 256, window, fp8 pages", 16, 8, 256, window=4096, kv_dtype=FP8)),
     ("turn", GateShape("heads of 64, sinks", 64, 8, 64, sinks=True)),
     ("turn", GateShape("heads of 128", 32, 8, 128, max_len=32768)),
-    ("turn", GateShape("heads of 128, not causal, long rows", 32, 8, 128, causal=False, max_len=32768)),
+    ("drafts", GateShape("trees, heads of 64", 32, 8, 64, tree=True, portable=_CAUSAL_ONLY)),
+    ("drafts", GateShape("trees, heads of 128", 32, 8, 128, tree=True, portable=_CAUSAL_ONLY)),
+    ("drafts", GateShape("trees, heads of 128, fp8 pages", 32, 8, 128, kv_dtype=FP8, tree=True, portable=_CAUSAL_ONLY)),
+    ("drafts", GateShape("trees, heads of 256", 16, 8, 256, tree=True, portable=_CAUSAL_ONLY)),
+    (
+        "turn",
+        GateShape(
+            "heads of 128, not causal, long rows", 32, 8, 128, causal=False, max_len=32768, portable=_CAUSAL_ONLY
+        ),
+    ),
 )
 
 # What each target compiles without `--full`. For every implementation one target has each size of heads, 8-bit pages, a

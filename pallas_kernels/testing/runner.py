@@ -21,6 +21,7 @@ def _run(
     v: jax.Array | None,
     kv_pages: jax.Array,
     meta: tuple[jax.Array, ...],
+    ancestors: jax.Array | None,
     layer: AttnLayer,
     *,
     shape: AttnShape,
@@ -29,9 +30,8 @@ def _run(
     config: Any,
     is_stored: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    batch = prepare_batch(
-        *meta, num_tokens=q.shape[0], shape=shape, max_query_len=max_query_len, impl=impl, config=config
-    )
+    options = {"max_query_len": max_query_len, "impl": impl, "config": config, "ancestors": ancestors}
+    batch = prepare_batch(*meta, num_tokens=q.shape[0], shape=shape, **options)
     if is_stored:
         return attend_stored(q, kv_pages, batch, layer)
     return attend_with_update(q, k, v, kv_pages, batch, layer)
@@ -45,6 +45,7 @@ def run_case(case: Case, inputs: Inputs, *, impl: str = "xla", config: Any = Non
         inputs.v,
         inputs.kv_pages,
         inputs.meta,
+        inputs.ancestors,
         AttnLayer(case.params, inputs.heads, LAYER * inputs.num_pages),
         shape=case.shape,
         max_query_len=case.max_query_len,

@@ -24,6 +24,7 @@ CI = (  # the others only show again what these do
     "mixed 4:1 of 256 bfloat16",
     "mixed fp8 4:2 of 64, window, softcap",
     "chunks and others, window",
+    "cross mixed",
 )
 PARAMS = [pytest.param(case, id=case.name, marks=[] if case.name in CI else pytest.mark.thorough) for case in MIXED]
 
