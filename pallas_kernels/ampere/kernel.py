@@ -6,6 +6,7 @@ meet once per tile, when it has arrived and the slot of the previous tile is fre
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -80,9 +81,10 @@ class AttentionKernel(TileRing):
         logs[unit.slot, unit.head] = largest + jnp.log2(total)
         rows = pl.ds(pl.multiple_of(unit.head * self.num_rows, 8), self.num_rows)
         part, size = compat.PART_COLUMNS, self.fit_partials(self.width)
+        step = math.gcd(part, size)
         for start in range(0, self.width, size):
-            for column in range(start, start + size, min(part, size)):
-                acc = parts[column // part][:, column % part : column % part + size]
+            for column in range(start, start + size, step):
+                acc = parts[column // part][:, column % part : column % part + step]
                 columns = pl.ds(column - start, acc.shape[1])
                 scratch["outputs"][:, columns] = (acc / spread(total, acc.shape)).astype(self.partial_dtype)
             staged = scratch["outputs"].at[pl.ds(0, self.num_rows)]

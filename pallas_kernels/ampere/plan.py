@@ -15,7 +15,7 @@ from pallas_kernels.worklist import StepRows
 
 _BLOCK_RESERVE = 1024  # the SM's own, per block
 _MAX_STAGES = 4
-_WIDE = 256  # stored heads whose accumulators leave too few registers for the scores of 64 keys
+_WIDE = 192  # stored heads whose accumulators leave too few registers for the scores of 64 keys
 
 
 def default_config(shape: AttnShape) -> AmpereConfig:

@@ -28,11 +28,13 @@ BARRIER_BYTES = 1024  # more than the barriers take
 def default_config(shape: AttnShape) -> PrefillConfig:
     """The longest ring that fits, with tiles that leave room for a warpgroup's accumulators in registers."""
     width = stored_width(shape)
-    keys = 64 if width == 256 else 128
+    keys = 128 if width <= 128 else 64
     if is_narrow(shape):
         ring = {"stages": 2, "raw_stages": 1 if width == 256 else 2}
     else:
-        ring = {"stages": {64: 4, 128: 3, 256: 2}[width]}
+        ring = {"stages": {64: 4, 128: 3, 192: 3, 256: 2}[width]}
+        if width == 192:  # with a window and splits, they would spill
+            ring["registers"] = (232, 40)
     return PrefillConfig(keys=keys, **ring, num_sms=traced_core_count())
 
 

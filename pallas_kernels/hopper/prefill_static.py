@@ -16,7 +16,7 @@ NUM_COMPUTE = 2  # warpgroups with queries; one more moves memory
 ROWS = wgmma.ROWS  # query rows of each
 TILE_ROWS = NUM_COMPUTE * ROWS
 MAX_PANEL = 128  # Pallas finds no layout for wider copies of shared memory that is not swizzled
-MAX_OVERLAPPED = 128  # elements of a stored head
+MAX_OVERLAPPED = 192  # elements of a stored head
 PIECE = 64  # keys, and columns, that the memory warpgroup holds in registers at a time
 
 
@@ -59,7 +59,7 @@ class Static:
     @property
     def panel(self) -> int:
         """Columns of one copy out of shared memory that is not swizzled."""
-        return min(self.width, MAX_PANEL)
+        return self.width if self.width <= MAX_PANEL else self.width // 2
 
     @property
     def overlaps(self) -> bool:

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 from pallas_kernels.layout import pool_shape
 from pallas_kernels.spec import AttnShape, KVSpec
 
-WIDTHS = (64, 128, 256)  # elements of a stored head
+WIDTHS = (64, 128, 192, 256)  # elements of a stored head
 MAX_GROUP_SIZE = 16
 MIN_PAGE_SIZE = 16  # a TMA copy of fewer rows would cost more than it brings
 
 
 def choose_layout(spec: KVSpec) -> str:
-    """Heads of 64, 128 or 256 as they are, and latents of whole 64s, others padded."""
+    """Heads of 64, 128, 192 or 256 as they are, and latents of whole 64s, others padded."""
     fits = spec.head_dim % WIDTHS[0] == 0 if spec.is_latent else spec.head_dim in WIDTHS
     return "plain" if fits else "padded"
 
@@ -30,7 +30,7 @@ def find_obstacle(shape: AttnShape) -> str | None:
         obstacle = "its pages are 'plain' or 'padded', these are 'paired'"
     elif width not in WIDTHS:
         works = "layout 'padded' would do" if spec.head_dim < WIDTHS[-1] else "larger heads do not fit"
-        obstacle = f"its pages store heads as 64, 128 or 256 elements, these as {width}: {works}"
+        obstacle = f"its pages store heads as 64, 128, 192 or 256 elements, these as {width}: {works}"
     elif shape.group_size > MAX_GROUP_SIZE:
         obstacle = f"it takes at most {MAX_GROUP_SIZE} query heads per KV head, these are {shape.group_size}"
     return obstacle

@@ -88,6 +88,8 @@ SHAPES = (
     _latents("kimi-k2, all heads", 64),
     _latents("glm-4.7-flash", 20),
     _latents("mistral-small-4", 32, rank=256),
+    GateShape("nemotron-4-340b, one of 4 devices, heads of 192", 24, 2, 192),
+    GateShape("heads of 192, window, softcap, fp8 pages", 32, 8, 192, window=4096, softcap=50.0, kv_dtype=FP8),
     GateShape("whisper-large-v3, not causal", 20, 20, 64, causal=False, portable=_CAUSAL_ONLY),
     GateShape("heads of 128, not causal", 16, 8, 128, causal=False, portable=_CAUSAL_ONLY),
 )
@@ -102,6 +104,10 @@ TIGHT = (
     ("turn", GateShape("heads of 256, window, fp8 pages", 16, 8, 256, window=4096, kv_dtype=FP8)),
     ("turn", GateShape("heads of 64, sinks", 64, 8, 64, sinks=True)),
     ("turn", GateShape("heads of 128", 32, 8, 128, max_len=32768)),
+    ("turn", GateShape("heads of 192, fp8 pages", 32, 8, 192, kv_dtype=FP8)),
+    ("turn", GateShape("heads of 192, window", 32, 8, 192, window=4096)),
+    ("turn", GateShape("heads of 192, window, softcap, sinks", 32, 8, 192, window=4096, softcap=50.0, sinks=True)),
+    ("drafts", GateShape("heads of 192, window", 32, 8, 192, window=4096)),
     ("drafts", GateShape("trees, heads of 64", 32, 8, 64, tree=True, portable=_CAUSAL_ONLY)),
     ("drafts", GateShape("trees, heads of 128", 32, 8, 128, tree=True, portable=_CAUSAL_ONLY)),
     ("drafts", GateShape("trees, heads of 128, fp8 pages", 32, 8, 128, kv_dtype=FP8, tree=True, portable=_CAUSAL_ONLY)),
@@ -120,13 +126,14 @@ _BASE, _FP8 = "llama-8b", "llama-8b, fp8 pages"
 _LATENT, _FP8_LATENT = "deepseek-v3, one of 8 devices", "deepseek-v3, one of 8 devices, fp8 pages"
 _OF_64, _OF_256 = "heads of 64, window, sinks", "gemma, heads of 256, window, softcap"
 _NOT_CAUSAL = "heads of 128, not causal"
+_OF_192 = "nemotron-4-340b, one of 4 devices, heads of 192"
 SAMPLES = {
-    "h200": (_BASE, _FP8, _OF_256, _OF_64, _LATENT, _FP8_LATENT, _NOT_CAUSAL),
-    "a100": (_BASE, _FP8, _OF_256, _OF_64, _NOT_CAUSAL),
+    "h200": (_BASE, _FP8, _OF_256, _OF_64, _LATENT, _FP8_LATENT, _NOT_CAUSAL, _OF_192),
+    "a100": (_BASE, _FP8, _OF_256, _OF_64, _NOT_CAUSAL, _OF_192),
     "l4": (_FP8, _OF_256),
     "b200": (_BASE, _OF_256),
     "rtx5090": (_FP8,),
-    "v5e": (_BASE, _FP8, "llama-7b, no groups", _OF_256, _OF_64, _LATENT),
+    "v5e": (_BASE, _FP8, "llama-7b, no groups", _OF_256, _OF_64, _LATENT, _OF_192),
     "v6e": (_BASE, _OF_256),
     "tpu7x": (_FP8, _OF_64, _FP8_LATENT),
 }

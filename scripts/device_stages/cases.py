@@ -20,7 +20,7 @@ import numpy as np
 
 from device_stages.items import Context, Item, NotHereError
 from device_stages.results import Line
-from pallas_kernels import AttnLayer, attend_with_update, choose_layout, prepare_batch, resolve_impl
+from pallas_kernels import AttnLayer, attend_stored, attend_with_update, choose_layout, prepare_batch, resolve_impl
 from pallas_kernels.testing.cases import CASES, LONG_CASES, Case, choose_config, largest_error, make_inputs
 
 TINY_CASES = ("drafts verified, 3:1, window, sinks",)
@@ -69,9 +69,11 @@ def prepare_case(context: Context, case: Case) -> list[Callable[[], jax.Array]]:
         raise NotHereError(str(problem)) from problem
     case = case.with_layout(choose_layout(impl, case.spec))
     inputs = make_inputs(case)
-    arrays = [jnp.asarray(array) for array in (inputs.kv_pages, inputs.q, inputs.k, inputs.v, *inputs.meta)]
+    new = inputs.k, inputs.v, inputs.ancestors  # the last two may be None
+    arrays = jax.tree.map(jnp.asarray, (inputs.kv_pages, inputs.q, new, inputs.meta))
 
-    def step(name: str, pool: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, *meta: jax.Array) -> Any:
+    def step(name: str, pool: jax.Array, q: jax.Array, new: tuple[Any, ...], meta: tuple[jax.Array, ...]) -> Any:
+        k, v, ancestors = new
         batch = prepare_batch(
             *meta,
             num_tokens=case.max_tokens,
@@ -79,8 +81,12 @@ def prepare_case(context: Context, case: Case) -> list[Callable[[], jax.Array]]:
             max_query_len=case.max_query_len,
             impl=name,
             config=choose_config(case, name),
+            ancestors=ancestors,
         )
-        return attend_with_update(q, k, v, pool, batch, AttnLayer(case.params, inputs.heads))[0]
+        layer = AttnLayer(case.params, inputs.heads)
+        if case.is_stored:
+            return attend_stored(q, pool, batch, layer)[0]
+        return attend_with_update(q, k, v, pool, batch, layer)[0]
 
     # GPUs round float32 operands to 10 bits by default, but not in the kernels' own products.
     with _LOWERING, jax.default_matmul_precision("highest"):

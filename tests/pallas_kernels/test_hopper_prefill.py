@@ -315,15 +315,20 @@ def trace(num_heads: int, spec: KVSpec, *, config: PrefillConfig | None = None) 
 
 @pytest.mark.parametrize(
     ("num_heads", "spec"),
-    [(32, KVSpec(8, 128, 64, "bfloat16")), (8, KVSpec(4, 256, 64, "bfloat16")), (4, KVSpec(1, 64, 16, FP8))],
-    ids=["heads of 128", "heads of 256", "fp8 heads of 64"],
+    [
+        (32, KVSpec(8, 128, 64, "bfloat16")),
+        (8, KVSpec(4, 192, 64, "bfloat16")),
+        (8, KVSpec(4, 256, 64, "bfloat16")),
+        (4, KVSpec(1, 64, 16, FP8)),
+    ],
+    ids=["heads of 128", "heads of 192", "heads of 256", "fp8 heads of 64"],
 )
 def test_lowers_for_cuda(num_heads: int, spec: KVSpec) -> None:
     assert "mosaic_gpu" in lower(num_heads, spec)
 
 
 def test_default_configs_fit_shared_memory() -> None:
-    for head_dim in (64, 128, 256):
+    for head_dim in (64, 128, 192, 256):
         for dtype in ("bfloat16", FP8):
             config = prefill.default_config(AttnShape(8, KVSpec(2, head_dim, 64, dtype), "bfloat16"))
             assert config.stages >= 2 and sum(config.registers) + config.registers[0] <= 3 * 168
