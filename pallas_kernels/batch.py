@@ -41,7 +41,7 @@ def prepare_batch(
         config: its tuning; None for the device's table, else the formula.
         ancestors: with `shape.tree`, which of its row's new tokens each token sees: bit j for the j-th, itself
             included, in two words, the low one first. A row has at most 64; the GPU kernels take as many as fit
-            decode, 64 per query head that shares a KV head. `positions` stay places in the row, not depths.
+            decode, 64 by the query heads that share a KV head. `positions` stay places in the row, not depths.
 
     Raises:
         ValueError: shapes do not fit each other, or the implementation cannot do `shape`.

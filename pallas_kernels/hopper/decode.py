@@ -16,7 +16,7 @@ from pallas_kernels.hopper import wgmma
 from pallas_kernels.hopper.decode_kernel import DecodeKernel
 from pallas_kernels.mosaic_gpu import compat
 from pallas_kernels.mosaic_gpu.packing import pack_ancestors
-from pallas_kernels.mosaic_gpu.shapes import compute_dtype, round_up, stored_width
+from pallas_kernels.mosaic_gpu.shapes import compute_dtype, is_narrow, round_up, stored_width
 from pallas_kernels.mosaic_gpu.splits import QUERY_ROWS, SplitList
 from pallas_kernels.platform import traced_core_count
 from pallas_kernels.spec import AttnLayer, AttnParams, AttnShape, BatchMeta
@@ -36,6 +36,7 @@ class DecodeConfig:
     num_sms: int = 132
     min_split_tokens: int = 128  # the shortest unit, unless its row is shorter
     unit_cost: int = 3  # estimated cost of a unit in tiles, beyond its own
+    fp8_scores: bool = False  # with 8-bit pages, keys are multiplied as they are, with queries as two 8-bit parts
 
     def __post_init__(self) -> None:
         if self.tile_tokens not in (64, 128):
@@ -120,7 +121,24 @@ def attend_units(
     extra = [] if k_scale is None else [k_scale]
     if body.has_tree:
         extra.insert(0, pack_ancestors(batch, work.max_queries, QUERY_ROWS))
+    if body.fp8_scores:
+        # Rows without a query are copies of another row's, which the scale must not depend on.
+        is_query = jnp.arange(num_rows) % work.max_queries < jnp.diff(batch.query_start_loc)[:, None]  # [S, R]
+        q, scales = split_queries(jnp.where(is_query[:, None, :, None], q, 0), kv_pages.dtype)
+        extra.insert(0, scales)
     return run(q, kv_pages, batch.page_table, work.units, offset, *extra)
+
+
+def split_queries(q: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    """q [S, K, R, H] as sums of two parts [S, K, 2, R, H] of 8 bits, and their scales [S, K] f32: a part alone is
+    off by 3 % of itself, the second one says by what."""
+    wide = q.astype(jnp.float32)
+    largest = float(jnp.finfo(dtype).max)
+    scales = jnp.maximum(jnp.max(jnp.abs(wide), axis=(2, 3)), 1e-30) / largest
+    wide = wide / scales[..., None, None]
+    first = jnp.clip(wide, -largest, largest).astype(dtype)
+    second = (wide - first.astype(jnp.float32)).astype(dtype)
+    return jnp.stack([first, second], axis=2), scales
 
 
 def _make_body(
@@ -148,6 +166,7 @@ def _make_body(
         tile_tokens=config.tile_tokens,
         stages=config.stages,
         ctas_per_sm=config.ctas_per_sm,
+        fp8_scores=config.fp8_scores and is_narrow(shape),
         num_blocks=num_blocks,
         interpret=interpret,
     )

@@ -40,6 +40,7 @@ class DecodeKernel(DecodeRing):
         await_earlier_kernel(interpret=self.interpret)
         launch_next_kernel(interpret=self.interpret)
         q_ref, pages, table, units, offset, *extra, outputs, logs = refs
+        q_scale = extra.pop(0) if self.fp8_scores else None
         tree, k_scale = (extra[0], extra[1:]) if self.has_tree else (None, extra)
         scratch["keys"], scratch["logs"] = scratch.pop("keys_then_logs")
         scratch["q"], scratch["answers"] = scratch.pop("q_then_answers")
@@ -59,7 +60,7 @@ class DecodeKernel(DecodeRing):
             compat.set_max_registers(_COMPUTE_REGISTERS[self.ctas_per_sm], action="increase")
 
             def run(unit: Unit) -> None:
-                self.compute(self.read_begin(unit, units, tree), q_ref, k_scale, outputs, logs, scratch)
+                self.compute(self.read_begin(unit, units, tree), (q_ref, q_scale), k_scale, outputs, logs, scratch)
 
             self.for_units(unit, units, self.read_unit, run, scratch, reads=True)
 
@@ -92,7 +93,7 @@ class DecodeKernel(DecodeRing):
     def compute(
         self,
         unit: Unit,
-        q_ref: jax.Ref,
+        queries: tuple[jax.Ref, jax.Ref | None],  # and their scales
         k_scale: list[jax.Ref],
         outputs: jax.Ref,
         logs: jax.Ref,
@@ -101,9 +102,17 @@ class DecodeKernel(DecodeRing):
         """The unit's attention, from query rows to its two outputs."""
         # Rows of the tile beyond R stay undefined. Rows do not affect each other, and these are not copied out.
         rows = pl.ds(0, self.num_rows)
-        compat.copy_gmem_to_smem(q_ref.at[unit.row, unit.head], scratch["q"].at[rows], scratch["q_loaded"])
+        q_ref, q_scale = queries
+        if q_scale is None:
+            compat.copy_gmem_to_smem(q_ref.at[unit.row, unit.head], scratch["q"].at[rows], scratch["q_loaded"])
+        else:
+            for part in range(2):
+                source, target = q_ref.at[unit.row, unit.head, part], scratch["q"].at[part, rows]
+                compat.copy_gmem_to_smem(source, target, scratch["q_loaded"])
         compat.barrier_wait(scratch["q_loaded"])
         factor = self.params.scale * k_scale[0][unit.head] if self.has_k_scale else self.params.scale
+        if q_scale is not None:
+            factor = factor * q_scale[unit.row, unit.head]
         carry = (
             compat.full((QUERY_ROWS, self.width), 0.0),
             compat.full((QUERY_ROWS,), MASKED),
@@ -125,10 +134,12 @@ class DecodeKernel(DecodeRing):
         self, index: jax.Array, carry: Carry, *, unit: Unit, factor: float | jax.Array, scratch: Scratch
     ) -> Carry:
         """One step of the online softmax; the largest scores are in base 2."""
-        slot = lax.rem(index, self.num_slots)
+        num_slots = self.count_slots("values")
+        slot = lax.rem(index, num_slots)
+        key_slot = lax.rem(index, self.stages) if self.fp8_scores else slot
         start = (unit.first_tile + index) * self.tile_tokens
-        keys, values = scratch["keys"].at[slot], scratch["values"].at[slot]
-        is_awaited = index + self.num_slots < unit.num_tiles  # a later tile needs the slot
+        keys, values = scratch["keys"].at[key_slot], scratch["values"].at[slot]
+        is_awaited = index + num_slots < unit.num_tiles  # a later tile needs the slot
         is_strange = self.holds_strangers(start, unit)
 
         # Clean before scores take registers: two blocks per SM leave 128 per thread.
@@ -138,9 +149,14 @@ class DecodeKernel(DecodeRing):
             self.clean(values, start, unit)
             compat.commit_smem()
 
-        compat.barrier_wait(scratch["keys_loaded"].at[slot])
-        scores = wgmma.multiply_qk(scratch["q"], keys)
-        pl.when(is_awaited)(partial(compat.barrier_arrive, scratch["keys_freed"].at[slot]))
+        compat.barrier_wait(scratch["keys_loaded"].at[key_slot])
+        if self.fp8_scores:
+            scores = wgmma.multiply_parts(scratch["q"], keys)
+            are_keys_awaited = index + self.stages < unit.num_tiles
+        else:
+            scores = wgmma.multiply_qk(scratch["q"], keys)
+            are_keys_awaited = is_awaited
+        pl.when(are_keys_awaited)(partial(compat.barrier_arrive, scratch["keys_freed"].at[key_slot]))
         weights, (acc, largest, total) = weigh(self.finish_scores(scores, factor, start, unit), carry)
         weights = weights.astype(self.dtype)
 

@@ -45,6 +45,7 @@ class DecodeRing(KeyTiles):
     """A block's shared memory, and the warpgroup that fills it."""
 
     ctas_per_sm: int
+    fp8_scores: bool  # keys of 8 bits are not widened: their products are those of two 8-bit parts of queries
 
     @property
     def rings(self) -> tuple[str, ...]:
@@ -61,17 +62,27 @@ class DecodeRing(KeyTiles):
         return 2 * head + part
 
     @property
-    def num_slots(self) -> int:
-        """Slots of the ring that the compute warpgroup reads; one is enough where tiles are widened into it."""
-        return 1 if self.is_narrow else self.stages
+    def widened(self) -> tuple[str, ...]:
+        """The rings that are filled from narrow ones."""
+        return self.rings[self.fp8_scores :] if self.is_narrow else ()
+
+    def count_slots(self, name: str) -> int:
+        """Slots of a ring that the compute warpgroup reads; one is enough where tiles are widened into it."""
+        return 1 if name in self.widened else self.stages
 
     def list_tiles(self) -> dict[str, tuple[tuple[int, ...], jnp.dtype]]:
         """Shapes and dtypes of the tiles in shared memory, by name."""
         tile = (self.tile_tokens, self.width)
-        tiles = {"q": ((QUERY_ROWS, self.width), self.dtype)}  # holds the output at the end
+        queries = (
+            ((2, QUERY_ROWS, self.width), self.page_dtype)
+            if self.fp8_scores
+            else ((QUERY_ROWS, self.width), self.dtype)
+        )
+        tiles = {"q": queries}  # holds the output at the end
         for name in self.rings:
-            tiles[name] = ((self.num_slots, *tile), self.dtype)
-            if self.is_narrow:
+            is_widened = name in self.widened
+            tiles[name] = ((self.count_slots(name), *tile), self.dtype if is_widened else self.page_dtype)
+            if is_widened:
                 tiles[f"narrow_{name}"] = ((self.stages, *tile), self.page_dtype)
         return tiles
 
@@ -88,13 +99,14 @@ class DecodeRing(KeyTiles):
         scratch["keys_then_logs"] = compat.SmemUnion(scratch.pop("keys"), logs)
         copied = compat.Barrier(num_arrivals=self.tile_tokens // self.box, num_barriers=self.stages)
         for name in self.rings:
-            if self.is_narrow:
+            num_slots, is_widened = self.count_slots(name), name in self.widened
+            if is_widened:
                 scratch[f"narrow_{name}_loaded"] = copied
-            scratch[f"{name}_loaded"] = compat.Barrier(num_barriers=1) if self.is_narrow else copied
-            scratch[f"{name}_freed"] = compat.Barrier(num_arrivals=self.num_readers, num_barriers=self.num_slots)
+            scratch[f"{name}_loaded"] = compat.Barrier(num_barriers=1) if is_widened else copied
+            scratch[f"{name}_freed"] = compat.Barrier(num_arrivals=self.num_readers, num_barriers=num_slots)
         if self.num_blocks is not None:
             scratch["unit_done"] = compat.Barrier(num_arrivals=self.num_readers)
-        return scratch | {"q_loaded": compat.Barrier()}
+        return scratch | {"q_loaded": compat.Barrier(num_arrivals=2 if self.fp8_scores else 1)}
 
     def for_units(
         self,
@@ -158,6 +170,25 @@ class DecodeRing(KeyTiles):
                 loaded.at[slot],
             )
 
+    def refill(
+        self,
+        index: jax.Array,
+        ids: tuple[jax.Array, ...],
+        unit: Unit,
+        pages: jax.Ref,
+        part: int,
+        name: str,
+        scratch: Scratch,
+    ) -> None:
+        """Starts the copies of a tile's part into a slot that the compute warpgroup reads, as soon as it is free."""
+
+        @pl.when(index >= self.stages)
+        def _() -> None:
+            compat.barrier_wait(scratch[f"{name}_freed"].at[lax.rem(index, self.stages)])
+
+        source = (pages, self.find_page_row(unit.head, part))
+        self.copy_tile(index, ids, unit, source, scratch[name], scratch[f"{name}_loaded"])
+
     def fetch(self, unit: Unit, pages: jax.Ref, table: jax.Ref, offset: jax.Array, scratch: Scratch) -> None:
         """Fills the rings, slot after slot as the compute warpgroup frees them."""
         find_pages = partial(self.find_pages, span=unit, table=table, offset=offset, num_pages=pages.shape[0])
@@ -166,13 +197,7 @@ class DecodeRing(KeyTiles):
             # The next tile's ids are read a tile ahead: they arrive while this one waits for its slot.
             next_ids = find_pages(index + 1)
             for part, name in enumerate(self.rings):
-
-                @pl.when(index >= self.stages)
-                def _(name: str = name) -> None:
-                    compat.barrier_wait(scratch[f"{name}_freed"].at[lax.rem(index, self.stages)])
-
-                source = (pages, self.find_page_row(unit.head, part))
-                self.copy_tile(index, ids, unit, source, scratch[name], scratch[f"{name}_loaded"])
+                self.refill(index, ids, unit, pages, part, name, scratch)
             return next_ids
 
         lax.fori_loop(0, unit.num_tiles, step, find_pages(jnp.int32(0)))
@@ -187,16 +212,19 @@ class DecodeRing(KeyTiles):
         def start(index: jax.Array, ids: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             next_ids = find_pages(index + 1)
             for part, name in enumerate(self.rings):
-                source = (pages, self.find_page_row(unit.head, part))
-                ring, loaded = scratch[f"narrow_{name}"], scratch[f"narrow_{name}_loaded"]
-                self.copy_tile(index, ids, unit, source, ring, loaded)
+                if name in self.widened:
+                    source = (pages, self.find_page_row(unit.head, part))
+                    ring, loaded = scratch[f"narrow_{name}"], scratch[f"narrow_{name}_loaded"]
+                    self.copy_tile(index, ids, unit, source, ring, loaded)
+                else:
+                    self.refill(index, ids, unit, pages, part, name, scratch)
             return next_ids
 
         def step(index: jax.Array, ids: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             ahead = index + self.stages - 1
             ids = lax.cond(ahead < unit.num_tiles, start, lambda _, ids: ids, ahead, ids)
             slot = lax.rem(index, self.stages)
-            for name in self.rings:
+            for name in self.widened:
                 compat.barrier_wait(scratch[f"narrow_{name}_loaded"].at[slot])
 
                 @pl.when(index > 0)

@@ -143,7 +143,11 @@ class LatentKernel(DecodeRing):
 
     def find_slot(self, index: jax.Array) -> jax.Array:
         """The slot of a tile. That a ring of one has no other is hidden: compilers would keep all its addresses."""
-        return lax.rem(index, self.num_slots) if self.num_slots > 1 else lax.shift_right_logical(index, 30)
+        return (
+            lax.rem(index, self.count_slots("keys"))
+            if self.count_slots("keys") > 1
+            else lax.shift_right_logical(index, 30)
+        )
 
     def meet(self, scratch: Scratch) -> None:
         """Waits until the other compute warpgroup is here, too."""
@@ -176,6 +180,6 @@ class LatentKernel(DecodeRing):
         scores = wgmma.multiply_qk(scratch["q"], keys)
         weights, (acc, largest, total) = weigh(self.finish_scores(scores, factor, start, unit), carry)
         acc = wgmma.multiply_pv(acc, weights.astype(self.dtype), values, interpret=self.interpret)
-        is_awaited = index + self.num_slots < unit.num_tiles  # a later tile needs the slot
+        is_awaited = index + self.count_slots("keys") < unit.num_tiles  # a later tile needs the slot
         pl.when(is_awaited)(partial(compat.barrier_arrive, scratch["keys_freed"].at[slot]))
         return acc, largest, total

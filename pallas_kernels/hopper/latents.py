@@ -170,6 +170,7 @@ def _make_body(
         has_k_scale=has_k_scale,
         tile_tokens=config.tile_tokens,
         stages=config.stages,
+        fp8_scores=False,
         ctas_per_sm=config.ctas_per_sm,
         num_blocks=grid_blocks,
         interpret=interpret,

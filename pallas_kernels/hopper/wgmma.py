@@ -41,6 +41,17 @@ def multiply_qk(q: jax.Ref, k: jax.Ref, while_running: Callable[[], None] = _do_
     return pl.run_scoped(product, plgpu.ACC((q.shape[0], k.shape[0]), jnp.float32))
 
 
+def multiply_parts(q: jax.Ref, k: jax.Ref) -> jax.Array:
+    """(q[0] + q[1]) @ k.T as in `multiply_qk`, for q [2, rows, H] and k of 8 bits."""
+
+    def product(acc: jax.Ref) -> jax.Array:
+        plgpu.wgmma(acc, q.at[0], k.T)
+        plgpu.wgmma(acc, q.at[1], k.T)
+        return acc[...]
+
+    return pl.run_scoped(product, plgpu.ACC((q.shape[1], k.shape[0]), jnp.float32))
+
+
 def multiply_pv(
     acc: jax.Array,
     weights: jax.Array,

@@ -27,6 +27,7 @@ from jax.interpreters import mlir
 from jaxlib.mlir import ir
 
 from pallas_kernels import attend_with_update, choose_layout, page_bytes, pool_shape, prepare_batch, resolve_impl
+from pallas_kernels.backends import find_backend
 from pallas_kernels.spec import AttnLayer, AttnShape, HeadParams
 from pallas_kernels.targets import TARGETS, Target, find_target, open_devices, trace_for
 from pallas_kernels.testing.gate_report import (
@@ -194,6 +195,9 @@ def measure_attention(gate: Gate, program: GateProgram, *, impl: str) -> Program
         **trees: jax.Array,
     ) -> Any:
         options = {"max_query_len": program.max_query_len, "impl": report.impl, **trees}
+        if program.shape.fp8_scores and report.impl == "gpu":
+            config = find_backend("gpu").module.default_config(shape)
+            options["config"] = replace(config, decode=replace(config.decode, fp8_scores=True))
         batch = prepare_batch(*meta, num_tokens=program.num_tokens, shape=shape, **options)
         return attend_with_update(q, k, v, kv_pages, batch, AttnLayer(program.shape.params, heads, layer_pages))
 

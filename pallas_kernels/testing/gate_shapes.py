@@ -37,6 +37,7 @@ class GateShape:
     fixed_splits: bool = False
     causal: bool = True
     tree: bool = False
+    fp8_scores: bool = False  # of Hopper's DecodeConfig
     portable: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -108,6 +109,8 @@ TIGHT = (
     ("turn", GateShape("heads of 192, window", 32, 8, 192, window=4096)),
     ("turn", GateShape("heads of 192, window, softcap, sinks", 32, 8, 192, window=4096, softcap=50.0, sinks=True)),
     ("drafts", GateShape("heads of 192, window", 32, 8, 192, window=4096)),
+    ("drafts", GateShape("fp8 scores, heads of 128", 32, 8, 128, kv_dtype=FP8, fp8_scores=True)),
+    ("drafts", GateShape("fp8 scores, heads of 64, window", 32, 8, 64, window=4096, kv_dtype=FP8, fp8_scores=True)),
     ("drafts", GateShape("trees, heads of 64", 32, 8, 64, tree=True, portable=_CAUSAL_ONLY)),
     ("drafts", GateShape("trees, heads of 128", 32, 8, 128, tree=True, portable=_CAUSAL_ONLY)),
     ("drafts", GateShape("trees, heads of 128, fp8 pages", 32, 8, 128, kv_dtype=FP8, tree=True, portable=_CAUSAL_ONLY)),

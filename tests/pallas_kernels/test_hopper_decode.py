@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import pytest
 from pallas_kernels.hopper import attention, combine, decode, wgmma
 from pallas_kernels.hopper.attention import HopperConfig
 from pallas_kernels.hopper.decode import DecodeConfig
+from pallas_kernels.hopper.decode_memory import DecodeRing
 from pallas_kernels.hopper.prefill_plan import PrefillConfig
 from pallas_kernels.mosaic_gpu import compat
 from pallas_kernels.mosaic_gpu.splits import fits
@@ -102,13 +104,52 @@ def test_a_unit_longer_than_the_ring(case: Case, capsys: pytest.CaptureFixture[s
     check(case, WHOLE, capsys)
 
 
+FP8_SCORES = replace(WHOLE, decode=replace(WHOLE.decode, fp8_scores=True))
+FP8_CASES = (
+    SMALL_FP8,
+    *(case for case in map(shrink, CASES) if case.spec.dtype == "float8_e4m3fn" and is_for_decode(case)),
+)
+assert len(FP8_CASES) > 3, "a case was renamed"
+
+
+@pytest.mark.parametrize("case", FP8_CASES, ids=lambda case: case.name)
+def test_keys_of_8_bits_need_no_widening(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    check(case, FP8_SCORES, capsys)
+
+
+def test_queries_of_other_rows_do_not_change_the_scale_of_a_row() -> None:
+    case = Case("", ((60, 3), (9, 5)), 4, KVSpec(1, 64, 64, "float8_e4m3fn"), max_rows=2, max_tokens=8, max_query_len=5)
+    inputs = make_inputs(case)
+    larger = inputs.q.copy()
+    larger[3:] *= 1000
+    found = [
+        run_case(case, replace(inputs, q=q), impl="gpu_interpret", config=FP8_SCORES)[0] for q in (inputs.q, larger)
+    ]
+    rows = [np.asarray(out[:3], np.float32) for out in found]
+    np.testing.assert_array_equal(*rows)
+
+
+def test_queries_are_the_sum_of_two_parts() -> None:
+    q = np.random.default_rng(0).standard_normal((2, 1, 8, 128)).astype(np.float16)
+    q[:, :, 3] /= 30  # heads of a group have one scale
+    parts, scales = decode.split_queries(jnp.asarray(q), jnp.dtype("float8_e4m3fn"))
+    found = np.asarray(parts, np.float32).sum(axis=2) * np.asarray(scales)[..., None, None]
+    assert parts.shape == (2, 1, 2, 8, 128) and scales.shape == (2, 1)
+    for head in (0, 3):
+        error = np.linalg.norm(found[:, :, head] - q[:, :, head])
+        assert error < 2e-3 * np.linalg.norm(q[:, :, head].astype(np.float32))
+    first = np.asarray(parts[:, :, 0], np.float32) * np.asarray(scales)[..., None, None]
+    assert np.linalg.norm(first - q) > 2e-2 * np.linalg.norm(q.astype(np.float32)), "why there are two"
+    assert not np.isnan(np.asarray(decode.split_queries(0 * jnp.asarray(q), parts.dtype)[0], np.float32)).any()
+
+
 # The interpreter's words for a race, and for a barrier completed twice before the other warpgroup saw it.
 FAULTS = ("RACE DETECTED", "no threads observed phase", "missed observing phase")
 
 
-def finds_fault(case: Case, capsys: pytest.CaptureFixture[str]) -> bool:
+def finds_fault(case: Case, capsys: pytest.CaptureFixture[str], config: HopperConfig = WHOLE) -> bool:
     try:
-        out, _ = run_case(case, make_inputs(case), impl="gpu_interpret", config=WHOLE)
+        out, _ = run_case(case, make_inputs(case), impl="gpu_interpret", config=config)
         jax.block_until_ready(out)
     except jax.errors.JaxRuntimeError as error:
         return any(fault in str(error) for fault in FAULTS)
@@ -125,6 +166,19 @@ def test_missing_wait_is_found(broken: pytest.MonkeyPatch, capsys: pytest.Captur
     """The first wait that is traced belongs to the memory warpgroup: for a slot to be free."""
     broken.setattr(compat, "barrier_wait", _skip_first(compat.barrier_wait))
     assert finds_fault(SMALL, capsys)
+
+
+def test_a_missing_wait_for_keys_that_are_not_widened_is_found(
+    broken: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refill(
+        ring: DecodeRing, index: Any, ids: Any, unit: Any, pages: Any, part: int, name: str, scratch: Any
+    ) -> None:
+        source = (pages, ring.find_page_row(unit.head, part))
+        ring.copy_tile(index, ids, unit, source, scratch[name], scratch[f"{name}_loaded"])
+
+    broken.setattr(DecodeRing, "refill", refill)
+    assert finds_fault(SMALL_FP8, capsys, FP8_SCORES)
 
 
 def _skip_first(operation: Callable[..., None]) -> Callable[..., None]:
