@@ -9,7 +9,7 @@ import jax
 
 from pallas_kernels import attend_stored, attend_with_update, prepare_batch
 from pallas_kernels.spec import AttnLayer, AttnShape
-from pallas_kernels.testing.cases import Case, Inputs, choose_config
+from pallas_kernels.testing.case import Case, Inputs, choose_config
 
 LAYER = 1  # the second of the pool's two layers: attention must find its pages behind another layer's
 

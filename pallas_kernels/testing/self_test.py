@@ -15,7 +15,7 @@ import numpy as np
 
 from pallas_kernels.layout import gather_logical
 from pallas_kernels.spec import AttnShape
-from pallas_kernels.testing.cases import Case, Inputs, make_inputs
+from pallas_kernels.testing.case import Case, Inputs, make_inputs
 from pallas_kernels.testing.compare import relative_error
 from pallas_kernels.testing.runner import LAYER, run_case
 from pallas_kernels.xla import XlaConfig

@@ -21,7 +21,8 @@ import numpy as np
 from device_stages.items import Context, Item, NotHereError
 from device_stages.results import Line
 from pallas_kernels import AttnLayer, attend_stored, attend_with_update, choose_layout, prepare_batch, resolve_impl
-from pallas_kernels.testing.cases import CASES, LONG_CASES, Case, choose_config, largest_error, make_inputs
+from pallas_kernels.testing.case import Case, choose_config, largest_error, make_inputs
+from pallas_kernels.testing.cases import CASES, LONG_CASES
 
 TINY_CASES = ("drafts verified, 3:1, window, sinks",)
 MAX_THREADS = 12

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from pallas_kernels.testing.cases import Case
+from pallas_kernels.testing.case import Case
 
 
 @st.composite

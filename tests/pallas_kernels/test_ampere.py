@@ -17,7 +17,8 @@ from pallas_kernels.ampere.ring import TileRing
 from pallas_kernels.backends import choose_layout
 from pallas_kernels.mosaic_gpu import compat as gpu
 from pallas_kernels.spec import KVSpec
-from pallas_kernels.testing.cases import CASES, Case, largest_error, make_inputs
+from pallas_kernels.testing.case import Case, largest_error, make_inputs
+from pallas_kernels.testing.cases import CASES
 from pallas_kernels.testing.runner import LAYER, run_case
 from tests.pallas_kernels.gpu_interpreter import reset_interpreter
 

@@ -28,7 +28,8 @@ from pallas_kernels import (
 )
 from pallas_kernels.cpu import library
 from pallas_kernels.spec import BatchMeta
-from pallas_kernels.testing.cases import CASES, Inputs, largest_error, make_inputs
+from pallas_kernels.testing.case import Inputs, largest_error, make_inputs
+from pallas_kernels.testing.cases import CASES
 from pallas_kernels.testing.runner import LAYER as LAYER_INDEX
 from pallas_kernels.testing.runner import run_case
 from tests.pallas_kernels.cpu_library import needs_library

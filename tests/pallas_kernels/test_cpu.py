@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from pallas_kernels import AttnLayer, AttnShape, HeadParams, KVSpec, attend_with_update, prepare_batch, resolve_impl
 from pallas_kernels.cpu import library
 from pallas_kernels.cpu.attention import find_obstacle
-from pallas_kernels.testing.cases import CASES, LONG_CASES, Case, largest_error, make_inputs
+from pallas_kernels.testing.case import Case, largest_error, make_inputs
+from pallas_kernels.testing.cases import CASES, LONG_CASES
 from pallas_kernels.testing.runner import LAYER, run_case
 from tests.examples import scale_examples
 from tests.pallas_kernels.cpu_library import BUILT

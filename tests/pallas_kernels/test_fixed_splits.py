@@ -22,7 +22,7 @@ from pallas_kernels.backends import find_backend
 from pallas_kernels.hopper import wgmma
 from pallas_kernels.mosaic_gpu import compat, splits
 from pallas_kernels.spec import AttnLayer, AttnParams, AttnShape, HeadParams, KVSpec
-from pallas_kernels.testing.cases import Case, largest_error, make_inputs
+from pallas_kernels.testing.case import Case, largest_error, make_inputs
 from pallas_kernels.testing.runner import run_case
 from tests.pallas_kernels.gpu_interpreter import reset_interpreter
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.backends import choose_layout, find_backend
-from pallas_kernels.testing.cases import CASES, Case, largest_error, make_inputs
+from pallas_kernels.testing.case import Case, largest_error, make_inputs
+from pallas_kernels.testing.cases import CASES
 from pallas_kernels.testing.runner import LAYER, run_case
 from tests.pallas_kernels.gpu_interpreter import reset_interpreter
 

@@ -16,7 +16,8 @@ from pallas_kernels.hopper.latent_kernel import LatentKernel
 from pallas_kernels.hopper.prefill_plan import PrefillConfig
 from pallas_kernels.mosaic_gpu import compat
 from pallas_kernels.spec import AttnShape, KVSpec
-from pallas_kernels.testing.cases import CASES, Case, largest_error, make_inputs
+from pallas_kernels.testing.case import Case, largest_error, make_inputs
+from pallas_kernels.testing.cases import CASES
 from pallas_kernels.testing.runner import run_case
 from tests.pallas_kernels.gpu_interpreter import reset_interpreter
 

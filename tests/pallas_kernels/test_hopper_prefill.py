@@ -20,7 +20,7 @@ from pallas_kernels.hopper.prefill_static import NUM_UNITS
 from pallas_kernels.layout import pool_shape, update_kv_pages
 from pallas_kernels.mosaic_gpu import compat
 from pallas_kernels.spec import AttnLayer, AttnShape, KVSpec
-from pallas_kernels.testing.cases import Case, Inputs, largest_error, make_inputs
+from pallas_kernels.testing.case import Case, Inputs, largest_error, make_inputs
 from pallas_kernels.worklist import StepRows
 from tests.pallas_kernels.gpu_interpreter import found_races, reset_interpreter
 

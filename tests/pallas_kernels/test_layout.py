@@ -21,7 +21,8 @@ from pallas_kernels import (
     prepare_batch,
 )
 from pallas_kernels.layout import saturate
-from pallas_kernels.testing.cases import CASES, Case, make_inputs
+from pallas_kernels.testing.case import Case, make_inputs
+from pallas_kernels.testing.cases import CASES
 from pallas_kernels.testing.runner import LAYER, run_case
 from pallas_kernels.xla import XlaConfig
 

@@ -19,7 +19,8 @@ from pallas_kernels.backends import choose_layout, find_backend
 from pallas_kernels.hopper.prefill_static import BEGIN, END, NUM_UNITS
 from pallas_kernels.mosaic_gpu import splits
 from pallas_kernels.targets import TARGETS, trace_for
-from pallas_kernels.testing.cases import LONG_CASES, Case, choose_config, make_inputs
+from pallas_kernels.testing.case import Case, choose_config, make_inputs
+from pallas_kernels.testing.cases import LONG_CASES
 from pallas_kernels.tpu import prefill as tpu_prefill
 from pallas_kernels.tpu.config import clip_blocks
 from pallas_kernels.tpu.tiles import NUM_COLUMNS

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.layout import gather_logical
-from pallas_kernels.testing.cases import CASES, Case, Inputs, largest_error, make_inputs
+from pallas_kernels.testing.case import Case, Inputs, largest_error, make_inputs
+from pallas_kernels.testing.cases import CASES
 from pallas_kernels.testing.runner import LAYER, run_case
 
 

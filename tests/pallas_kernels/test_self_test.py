@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels.backends import choose_layout
 from pallas_kernels.spec import AttnShape, KVSpec
-from pallas_kernels.testing.cases import make_inputs
+from pallas_kernels.testing.case import make_inputs
 from pallas_kernels.testing.self_test import LONGEST_WINDOW, list_cases, run_self_test
 from tests.pallas_kernels.cpu_kernel import FAULTS, serve_kernel
 

@@ -14,7 +14,8 @@ import dataclasses, jax, numpy as np
 from jax.sharding import AxisType, PartitionSpec as P
 from pallas_kernels import AttnLayer, attend_with_update, prepare_batch
 from pallas_kernels.cpu import library
-from pallas_kernels.testing.cases import CASES, largest_error, make_inputs
+from pallas_kernels.testing.case import largest_error, make_inputs
+from pallas_kernels.testing.cases import CASES
 from tests.programs import PROGRAMS
 from pallas_kernels.xla import XlaConfig
 from pallas_kernels.testing.runner import run_case

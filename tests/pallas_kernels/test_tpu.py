@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import gather_logical
-from pallas_kernels.testing.cases import CASES, Case, Inputs, largest_error, make_inputs
+from pallas_kernels.testing.case import Case, Inputs, largest_error, make_inputs
+from pallas_kernels.testing.cases import CASES
 from pallas_kernels.testing.runner import LAYER, run_case
 from pallas_kernels.tpu.attention import choose_layout, find_obstacle
 from pallas_kernels.tpu.config import ChunkConfig, DecodeConfig, TpuConfig, count_step_pages

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import pytest
 
-from pallas_kernels.testing.cases import Case
+from pallas_kernels.testing.case import Case
 from pallas_kernels.tpu import decode, pages, prefill
 from pallas_kernels.tpu.config import TpuConfig
 from tests.pallas_kernels.test_tpu import check_case, find_case, group_config, small_config

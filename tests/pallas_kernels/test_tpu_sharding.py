@@ -15,7 +15,7 @@ PROGRAM = """
 import dataclasses, jax, numpy as np
 from jax.sharding import AxisType, PartitionSpec as P
 from pallas_kernels import AttnLayer, attend_with_update, prepare_batch
-from pallas_kernels.testing.cases import largest_error, make_inputs
+from pallas_kernels.testing.case import largest_error, make_inputs
 from pallas_kernels.testing.runner import run_case
 from tests.pallas_kernels.test_tpu import find_case, small_config
 from tests.pallas_kernels.tpu_faults import quick_interpreter

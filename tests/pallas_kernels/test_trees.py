@@ -14,7 +14,7 @@ import pytest
 from pallas_kernels import AttnShape, KVSpec, choose_layout, prepare_batch, resolve_impl
 from pallas_kernels.backends import find_backend
 from pallas_kernels.mosaic_gpu.key_tiles import KeyTiles
-from pallas_kernels.testing.cases import Case, Inputs, largest_error, make_inputs
+from pallas_kernels.testing.case import Case, Inputs, largest_error, make_inputs
 from pallas_kernels.testing.runner import run_case
 from pallas_kernels.trees import see_ancestors
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.spec import KVSpec
-from pallas_kernels.testing.cases import CASES, Case, largest_error, make_inputs
+from pallas_kernels.testing.case import Case, largest_error, make_inputs
+from pallas_kernels.testing.cases import CASES
 from pallas_kernels.testing.runner import LAYER, run_case
 from pallas_kernels.xla import XlaConfig
 from tests.examples import scale_examples
