@@ -84,6 +84,7 @@ def prepare_batch(
         seq_lens=seq_lens,
         query_start_loc=query_start_loc,
         distribution=distribution,
+        ancestors=ancestors,
         positions=positions,
         token_rows=token_rows,
         write_pages=write_pages,
@@ -93,5 +94,4 @@ def prepare_batch(
         impl=name,
         interpret=backend.interpret,
         max_query_len=max_query_len,
-        ancestors=ancestors,
     )

@@ -141,6 +141,7 @@ class BatchMeta:
     seq_lens: jax.Array  # [S] i32, tokens of the row including this step's; 0 for padding rows
     query_start_loc: jax.Array  # [S + 1] i32, where each row's new tokens begin in the step's
     distribution: jax.Array  # [3] i32, cumulative ends of (one-token, chunk, mixed) rows
+    ancestors: jax.Array | None  # [T, 2] u32, with AttnShape.tree: trees.py explains them
     # ------------------------------------------------------------------------------------------------------------
     positions: jax.Array  # [T] i32, each token's position in its row's text, if it is there; 0 for padding
     token_rows: jax.Array  # [T] i32, the token's row; the last one for padding
@@ -151,4 +152,3 @@ class BatchMeta:
     impl: str = field(metadata=_STATIC)
     interpret: bool = field(metadata=_STATIC)  # whether kernels run in their interpreter
     max_query_len: int | None = field(metadata=_STATIC)
-    ancestors: jax.Array | None = None  # [T, 2] u32, with AttnShape.tree: trees.py explains them

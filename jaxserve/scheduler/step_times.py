@@ -11,6 +11,7 @@ from jaxserve.scheduler.limits import SchedulerLimits
 _SAMPLES = 5
 _MANY_SAMPLES, _FEW_SAMPLES = 8, 4  # of a mean
 _PAUSE = 32  # steps without a size, after which its times are measured anew
+_LOOKS = 8  # steps without another plain step, after which one counts although its drafts are read
 _WAKE = 3  # plain steps behind one with drafts that pay for what it brought
 _DECAY = 0.9997  # an estimate 10 % above a limit is tried again after 318 steps
 
@@ -94,7 +95,7 @@ class StepTimes:
         drafts brought.
 
         Args:
-            looks: whether the host reads the drafts of a plain step. Such a step says little, too.
+            looks: whether the host reads the drafts of a plain step. Such a step counts only for want of others.
         """
         if width > 1 or num_drafts:
             self._num_steps += 1
@@ -104,18 +105,18 @@ class StepTimes:
             return
         size = self._find_width(num_rows, 1, 0)
         plain = 0.0 if size is None else size.mean
-        if size is None or not plain:
+        looks = looks and size is not None and self._num_steps - size.step < _LOOKS
+        if not (plain and (self._unlike_plain or looks)):
             self.add(num_rows, num_rows, seconds)
-        elif self._unlike_plain:
-            self._num_steps += 1
-            self._unlike_plain, self.last_seconds = self._unlike_plain - 1, seconds
-            if self._drafted is not None:
-                self._drafted.amend(max(0.0, min(seconds, 2 * plain) - plain))
-        elif looks and self._num_steps - size.step < _PAUSE:
-            self._num_steps += 1
-            self._drafted, self.last_seconds = None, seconds
-        else:
-            self.add(num_rows, num_rows, seconds)
+            return
+        self._num_steps += 1
+        self.last_seconds = seconds
+        if not self._unlike_plain:
+            self._drafted = None
+            return
+        self._unlike_plain -= 1
+        if self._drafted is not None:
+            self._drafted.amend(max(0.0, min(seconds, 2 * plain) - plain))
 
     def measure(self, num_rows: int, width: int, num_drafts: int) -> float:
         """Returns the seconds of a step of decoding rows alone; 0 if there were fewer than two of its size.

@@ -89,8 +89,8 @@ def attend_with_update(
         jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype),
     )
     call = jax.ffi.ffi_call(library.target_name(library.ATTENTION), results, input_output_aliases={3: 1})
-    window = (params.window or 0) if batch.shape.causal else -1
-    numbers = (window, spec.out_dim, batch.work.num_singles, batch.work.tile_tokens)
+    work, causal = batch.work, batch.shape.causal
+    numbers = (params.window or 0, spec.out_dim, work.num_singles, work.tile_tokens, causal)
     out, kv_pages = call(
         q,
         k,
@@ -98,7 +98,7 @@ def attend_with_update(
         kv_pages,
         batch.page_table,
         jnp.stack([batch.write_pages, batch.write_offsets]),
-        batch.work.tiles,
+        work.tiles,
         jnp.stack([jnp.asarray(layer.page_offset, jnp.int32), *map(jnp.int32, numbers)]),
         jnp.array([params.scale, params.softcap or 0], jnp.float32),
         jnp.zeros(0, jnp.float32) if heads.sinks is None else heads.sinks.astype(jnp.float32),

@@ -388,8 +388,7 @@ const char* Call(const XLA_FFI_CallFrame* frame) {  // returns what is wrong, or
   p.rows = ints(kTiles), p.starts = p.rows + num_tiles, p.counts = p.starts + num_tiles;
   p.positions = p.counts + num_tiles;
   const int32_t* sizes = ints(kSizes);
-  p.page_offset = sizes[0], p.window = std::max(sizes[1], 0), p.value_dim = sizes[2];
-  p.step = sizes[1] >= 0;  // a window of -1: not causal
+  p.page_offset = sizes[0], p.window = sizes[1], p.value_dim = sizes[2], p.step = sizes[5];
   const float* factors = static_cast<const float*>(arg(kFactors).data);
   p.scale = factors[0], p.softcap = factors[1];
   p.sinks = arg(kSinks).dims[0] ? static_cast<const float*>(arg(kSinks).data) : nullptr;

@@ -79,6 +79,8 @@ def find_config(shape: AttnShape, rows: StepRows) -> HopperConfig:
 
 def plan_work(rows: StepRows, shape: AttnShape, *, config: HopperConfig | None = None) -> HopperWork | UnitPlan:
     """Splits of the rows with few queries, tiles of the others."""
+    if config is not None:
+        decode.check_scores(config.decode, shape)
     if shape.spec.is_latent:
         return latents.plan_work(rows, shape, (config or default_config(shape)).decode)
     check_tree(rows, shape)

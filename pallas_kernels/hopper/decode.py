@@ -60,6 +60,13 @@ def default_config(shape: AttnShape) -> DecodeConfig:
     raise ValueError(f"no ring of two tiles of {shape.spec} fits the shared memory of a block")
 
 
+def check_scores(config: DecodeConfig, shape: AttnShape) -> None:
+    """ValueError for `fp8_scores` with pages that have no keys of 8 bits beside their values."""
+    if config.fp8_scores and (shape.spec.is_latent or not is_narrow(shape)):
+        pages = "latents" if shape.spec.is_latent else shape.spec.dtype
+        raise ValueError(f"DecodeConfig.fp8_scores is for keys of 8 bits, these pages hold {pages}: use False")
+
+
 def fit_units(config: DecodeConfig, shape: AttnShape) -> DecodeConfig:
     """The configuration for the shape's kind of units. The blocks of a fixed list go from unit to unit, for which heads
     of 128 have too few registers with two blocks per SM: there a block takes the rings of both."""
@@ -166,7 +173,7 @@ def _make_body(
         tile_tokens=config.tile_tokens,
         stages=config.stages,
         ctas_per_sm=config.ctas_per_sm,
-        fp8_scores=config.fp8_scores and is_narrow(shape),
+        fp8_scores=config.fp8_scores,
         num_blocks=num_blocks,
         interpret=interpret,
     )

@@ -143,11 +143,8 @@ class LatentKernel(DecodeRing):
 
     def find_slot(self, index: jax.Array) -> jax.Array:
         """The slot of a tile. That a ring of one has no other is hidden: compilers would keep all its addresses."""
-        return (
-            lax.rem(index, self.count_slots("keys"))
-            if self.count_slots("keys") > 1
-            else lax.shift_right_logical(index, 30)
-        )
+        num_slots = self.count_slots("keys")
+        return lax.rem(index, num_slots) if num_slots > 1 else lax.shift_right_logical(index, 30)
 
     def meet(self, scratch: Scratch) -> None:
         """Waits until the other compute warpgroup is here, too."""

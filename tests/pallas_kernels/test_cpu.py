@@ -96,6 +96,18 @@ def test_an_answer_does_not_depend_on_other_rows() -> None:
         begin += new
 
 
+def test_an_answer_does_not_depend_on_the_other_queries_of_its_tile() -> None:
+    whole = Case("", ((70, 40),), 6, KVSpec(2, 64, 16, "bfloat16"), max_tokens=64, table_width=8)
+    inputs = make_inputs(whole)
+    out, _ = run_case(whole, inputs, impl="cpu")
+    for new in (1, 3, 9, 21):
+        start = inputs.query_start_loc.copy()
+        start[1:] = new
+        shorter = replace(inputs, query_start_loc=start, seq_lens=np.full_like(inputs.seq_lens, 70 + new))
+        found, _ = run_case(whole, shorter, impl="cpu")
+        np.testing.assert_array_equal(found[:new], out[:new])
+
+
 def test_scales_of_heads_apply_to_wide_pages() -> None:
     case = Case("scaled", ((40, 1), (9, 20)))
     inputs = make_inputs(case)

@@ -202,6 +202,13 @@ def test_lookups_are_read_now_and_then_while_they_are_off() -> None:
     assert rests < 8, "one that was right is followed by others, but while plain steps are measured anew"
 
 
+def test_lookups_rest_where_a_verify_step_cannot_pay_for_itself() -> None:
+    """Half of the first drafts are right, which would bring 1.9 tokens in a step that costs as much as 4."""
+    clock = Clock(times={1: 1.0, 3: 3.0, 5: 4.0}).run(2000, [0.5] * 4, 8)
+    assert 1000 / 9 <= clock.made[-1000:].count(MOST) <= 1000 / 4 and clock.speed >= 0.98
+    assert clock.run(400, [1.0] * 4, 8).widths[-50:].count(1) <= 10, "but come back with better drafts"
+
+
 def test_a_head_that_is_off_runs_no_draft_passes_and_is_tried_again() -> None:
     clock = Clock(draft_costs=True).run(1500, [0.1] * 4)
     assert clock.made[-1000:].count(0) >= 930 and clock.widths[-1000:].count(1) >= 950
