@@ -113,6 +113,11 @@ def make_null_runner(max_rows: int, buckets: BucketTable) -> ModelRunner:
         drafts = runs[:, 1:] if width > 1 else None
         return rows, history, SampledTokens(jnp.where(is_kept, runs, NOT_KEPT), drafts)
 
+    def null_look_up(rows: Any, lookup: Any, row_ids: Any, samples: Any, ids: Any) -> Any:
+        """Drafts what each row has just sampled."""
+        del lookup, row_ids, samples
+        return rows, jnp.tile(ids, max(width for _, width in buckets.verify_sizes) - 1)
+
     state_specs = cache, row_state_specs(state, sharding), sampler_state_specs(1, 1, sharding), None
     programs = Programs()
     programs.zeros[None] = functools.partial(make_zeros, state_specs)
@@ -121,6 +126,7 @@ def make_null_runner(max_rows: int, buckets: BucketTable) -> ModelRunner:
         programs.forward[bucket] = jax.jit(step, donate_argnums=(1, 2), keep_unused=True)
         sample = functools.partial(null_sample, width=bucket.width)
         programs.sample[bucket.rows, bucket.width, SampleVariant.GREEDY] = jax.jit(sample, donate_argnums=0)
+        programs.look_up[bucket.rows] = jax.jit(null_look_up, donate_argnums=0)
     runner = ModelRunner(
         programs,
         buckets,

@@ -87,7 +87,8 @@ def _run_step(runner: ModelRunner, bucket: Bucket, clock: Clock) -> None:
 def _sample(runner: ModelRunner, bucket: Bucket, selected: Any) -> Any:
     program = runner.programs.get("sample", (bucket.rows, bucket.width, SampleVariant.GREEDY))
     lookup = runner._lookup
-    runner._rows, lookup.history, sampled = program(runner._rows, lookup.history, lookup.corpus, selected)
+    corpus = lookup.corpus if bucket.width > 1 else None
+    runner._rows, lookup.history, sampled = program(runner._rows, lookup.history, corpus, selected)
     return sampled
 
 

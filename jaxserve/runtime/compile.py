@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Sharding
 
 from jaxserve.runtime.buckets import Bucket
 from jaxserve.runtime.device_state import KVCache, RowState, make_zeros
-from jaxserve.runtime.drafting import pack_tokens, set_tokens
+from jaxserve.runtime.drafting import look_up_drafts, pack_tokens, set_tokens
 from jaxserve.runtime.heads import draft_tokens
 from jaxserve.runtime.inputs import InputLayout, StateShape
 from jaxserve.runtime.page_copies import COPY_PAGES, HostMemory, read_pages, write_pages
@@ -122,18 +122,18 @@ def _list_options(model: StepModel, inputs: ProgramInputs) -> dict[str, str] | N
 
 def compile_sample(model: StepModel, inputs: ProgramInputs, rows: int, width: int, variant: SampleVariant) -> Any:
     """Compiles one sample program of rows of `width` tokens."""
-    selected = _selected(model, inputs, rows, width)
+    selected, corpus = _selected(model, inputs, rows, width), inputs.corpus if width > 1 else None
     kept = _shardings(inputs.rows), _shardings(inputs.history)
     if variant <= SampleVariant.RANDOM:
         step: Callable[..., Any] = functools.partial(sample_tokens, model=model, greedy=variant is SampleVariant.GREEDY)
         jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=(*kept, inputs.replicated))
-        return jitted.lower(inputs.rows, inputs.history, inputs.corpus, selected).compile()
+        return jitted.lower(inputs.rows, inputs.history, corpus, selected).compile()
     outputs = *kept, _shardings(inputs.sampler), inputs.replicated
     lines = rows * width, mask_words(model)
     masks = inputs.spec(lines, jnp.uint32) if variant is SampleVariant.MASKED else None
     step = functools.partial(sample_shaped_tokens, model=model)
     jitted = jax.jit(step, donate_argnums=(0, 1, 3), out_shardings=outputs)
-    return jitted.lower(inputs.rows, inputs.history, inputs.corpus, inputs.sampler, selected, masks).compile()
+    return jitted.lower(inputs.rows, inputs.history, corpus, inputs.sampler, selected, masks).compile()
 
 
 def compile_draft(model: StepModel, inputs: ProgramInputs, bucket: Bucket, drafts: bool) -> Any:
@@ -211,6 +211,15 @@ def compile_zeros(inputs: ProgramInputs) -> Any:
     return jax.jit(functools.partial(make_zeros, specs), out_shardings=_shardings(specs)).lower().compile()
 
 
+def compile_look_up(model: StepModel, inputs: ProgramInputs, rows: int) -> Any:
+    """Compiles the program that looks drafts up behind a step of width 1."""
+    assert inputs.lookup is not None
+    each, ids = inputs.spec((rows,), jnp.int32), inputs.spec((rows, 1), jnp.int32)
+    step = functools.partial(look_up_drafts, model=model)
+    jitted = jax.jit(step, donate_argnums=(0,), out_shardings=(_shardings(inputs.rows), inputs.replicated))
+    return jitted.lower(inputs.rows, inputs.lookup, each, each, ids).compile()
+
+
 def compile_set_tokens(model: StepModel, inputs: ProgramInputs) -> Any:
     """Compiles the program that keeps an answer and writes a row's tokens to where drafts are looked up."""
     assert inputs.lookup is not None
@@ -262,6 +271,7 @@ class ProgramCompiler:
             "set_row": lambda model, inputs, _: compile_set_row(model, inputs),
             "zeros": lambda model, inputs, _: compile_zeros(inputs),
             "draft": lambda model, inputs, key: compile_draft(model, inputs, *key),
+            "look_up": compile_look_up,
             "set_tokens": lambda model, inputs, _: compile_set_tokens(model, inputs),
             "read_pages": compile_read_pages,
             "write_pages": compile_write_pages,

@@ -14,45 +14,50 @@ from jaxtyping import Array, Int
 from jaxserve.runtime.device_state import RowState
 from jaxserve.runtime.step_model import StepModel
 from jaxserve.speculation import NO_DRAFT, LookupState
-from jaxserve.speculation.corpus import Corpus
 
 NO_ANSWER = (0, 0, 0)
 _HEADER = 7  # numbers in front of the tokens
 
 
-def look_up_drafts(
+def count_sampled(samples: Int[Array, " S"], runs: Int[Array, "S W"]) -> Int[Array, " S"]:
+    """Returns how many tokens each row got in a step; `runs` as in `SampledTokens.ids`."""
+    return jnp.where(samples == 1, jnp.sum(runs >= 0, axis=1), 0)
+
+
+def append_runs(
     rows: RowState,
-    history: Int[Array, "R L"] | None,
-    corpus: Corpus | None,
+    history: Int[Array, "R L"],
     row_ids: Int[Array, " S"],
+    samples: Int[Array, " S"],
     runs: Int[Array, "S W"],
-    counts: Int[Array, " S"],
     *,
     model: StepModel,
-) -> tuple[RowState, Int[Array, "R L"] | None, Int[Array, "S K"] | None]:
-    """Adds the first `counts[s]` ids of each run to the row's tokens and looks up what may follow.
+) -> Int[Array, "R L"]:
+    """Returns the history with the tokens that a step brought its rows, which have computed all but the last."""
+    assert model.drafting is not None and model.drafting.lookup is not None
+    counts = count_sampled(samples, runs)
+    positions = rows.num_computed[row_ids] + (counts > 0) - counts
+    return model.drafting.lookup.append(LookupState(history, None), row_ids, positions, runs, counts).history
 
-    Returns the rows, the history and the drafts; None if they are not looked up.
+
+def look_up_drafts(
+    rows: RowState,
+    lookup: LookupState,
+    row_ids: Int[Array, " S"],
+    samples: Int[Array, " S"],
+    runs: Int[Array, "S W"],
+    *,
+    model: StepModel,
+) -> tuple[RowState, Int[Array, "S K"]]:
+    """Looks up what may follow the tokens of a step's rows, `runs` included, which `lookup` has.
+
+    Returns the rows, with their drafts, and the drafts. `rows` is donated.
     """
     drafting = model.drafting
-    if drafting is None or drafting.lookup is None or history is None:
-        return rows, history, None
-    lengths = rows.num_computed[row_ids] + (counts > 0)
-    lookup = drafting.lookup.append(LookupState(history, corpus), row_ids, lengths - counts, runs, counts)
+    assert drafting is not None and drafting.lookup is not None
     few = slice(drafting.rows)
-
-    def look_up() -> Int[Array, "P K"]:
-        assert drafting.lookup is not None
-        return drafting.lookup.propose(lookup, row_ids[few], lengths[few])
-
-    def skip() -> Int[Array, "P K"]:
-        return jnp.full((len(row_ids[few]), drafting.max_drafts), NO_DRAFT, jnp.int32)
-
-    # With more rows than a step can verify, drafts are good for nothing. Only a CPU saves time by a branch.
-    is_useful = jnp.sum(counts > 0) <= drafting.rows
-    drafts = lax.platform_dependent(cpu=lambda: lax.cond(is_useful, look_up, skip), default=look_up)
-    rows, drafts = set_drafts(rows, row_ids, drafts)
-    return rows, lookup.history, drafts
+    lengths = rows.num_computed[row_ids] + (count_sampled(samples, runs) > 0)
+    return set_drafts(rows, row_ids, drafting.lookup.propose(lookup, row_ids[few], lengths[few]))
 
 
 def set_tokens(lookup: LookupState, line: Int[Array, " E"], *, model: StepModel) -> LookupState:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+from jaxserve.runtime.device_state import RowState
 from jaxserve.runtime.drafting import NO_ANSWER, pack_tokens
 from jaxserve.runtime.programs import Programs, call_program
+from jaxserve.runtime.step_model import SampledTokens, SampleInputs
 from jaxserve.scheduler.plan import StepPlan
 from jaxserve.speculation import LookupState
 
@@ -16,7 +19,8 @@ _NOTHING: tuple[int, Sequence[int], str] = 0, (), ""
 class LookupTokens:
     """The rows' tokens and the kept answers on the device; both None if no drafts are looked up.
 
-    Sample programs append what they sample to `history`, which they take and give back.
+    Sample programs append what they sample to `history`, which they take and give back. Those of verify steps look up
+    the next drafts, too; behind other steps `look_up` does, if there are to be any.
 
     Args:
         state: on the device, of zeros.
@@ -50,6 +54,15 @@ class LookupTokens:
             self._write(programs, written, *told.pop(written, _NOTHING), answer)
         for row, tokens in told.items():
             self._write(programs, row, *tokens)
+
+    def look_up(
+        self, programs: Programs, rows: RowState, selected: SampleInputs, sampled: SampledTokens
+    ) -> tuple[RowState, SampledTokens]:
+        """Looks drafts up behind a step of width 1; returns the rows with them, and what the step brings."""
+        program = programs.get("look_up", len(selected.row_ids))
+        lookup = LookupState(self.history, self.corpus)
+        rows, drafts = program(rows, lookup, selected.row_ids, selected.samples, sampled.ids)
+        return rows, replace(sampled, drafts=drafts)
 
     def _write(
         self,

@@ -58,9 +58,10 @@ def list_programs(
     yield "zeros", None
 
 
-def list_lookups(drafting: Drafting | None) -> Iterator[ProgramKey]:
-    """Yields the program that keeps the tokens in which drafts are looked up."""
+def list_lookups(buckets: BucketTable, drafting: Drafting | None) -> Iterator[ProgramKey]:
+    """Yields the programs that look drafts up, and the one that keeps the tokens in which they are looked up."""
     if drafting is not None and drafting.lookup is not None:
+        yield from (("look_up", rows) for rows in buckets.row_counts)
         yield "set_tokens", None
 
 

@@ -52,7 +52,7 @@ class StartedStep:
     prompt_logprobs: Any
     embeddings: Any
     tokens: StepTokens | None = None  # for a drafter with weights
-    drafts: bool = False  # whether it drafts, or only catches up
+    drafts: bool = False  # whether it drafts; a drafter with weights catches up in any case
     copies: CopiesInFlight | None = None
 
     def sample(self, mask: np.ndarray | None = None) -> StepFuture:
@@ -170,7 +170,7 @@ class ModelRunner:
             if bucket.is_decode and (bucket.rows, variant) in self.programs.loop:
                 self._run_loop(bucket, variant, layout.new())
             step = StartedStep(self, bucket, 0, variant, True, selected, prompt_logprobs, embeddings)
-            step.sample().result()
+            dataclasses.replace(step, drafts=self._lookup.history is not None).sample().result()
         for drafts in (False, True) if hidden.tokens is not None else ():
             greedy = SampleVariant.GREEDY
             StartedStep(self, bucket, 0, greedy, False, selected, None, None, hidden.tokens, drafts).sample().result()
@@ -210,7 +210,7 @@ class ModelRunner:
         bucket, variant = step.bucket, self._variants[step.variant if mask is None else SampleVariant.MASKED]
         program = self.programs.get("sample", (bucket.rows, bucket.width, variant))
         lookup = self._lookup
-        state = self._rows, lookup.history, lookup.corpus
+        state = self._rows, lookup.history, lookup.corpus if bucket.width > 1 else None
         if variant <= SampleVariant.RANDOM:
             self._rows, lookup.history, sampled = program(*state, step.selected)
         else:
@@ -219,6 +219,8 @@ class ModelRunner:
             self._rows, lookup.history, self._sampler, sampled = call_program(program, *state, step.selected, sent)
         if step.tokens is not None:
             sampled = self._draft(step, step.tokens, sampled)
+        elif step.drafts and bucket.width == 1:
+            self._rows, sampled = lookup.look_up(self.programs, self._rows, step.selected, sampled)
         if not step.drafts:
             sampled = SampledTokens(sampled.ids)  # the host does not read them
         if not step.wants_logprobs and step.prompt_logprobs is None and step.embeddings is None:

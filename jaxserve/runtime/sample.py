@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxserve.logits_processor import LogitsProcessor
 from jaxserve.runtime.device_state import RowState
-from jaxserve.runtime.drafting import look_up_drafts
+from jaxserve.runtime.drafting import append_runs, count_sampled, look_up_drafts
 from jaxserve.runtime.rows import EXTRA_FIELDS, SAMPLING_FIELDS
 from jaxserve.runtime.step_model import SampledTokens, SampleInputs, StepModel, unpack_sampling
 from jaxserve.sampling import (
@@ -27,8 +27,7 @@ from jaxserve.sampling import (
     shape_logits,
 )
 from jaxserve.scheduler.sequence import MASK_LATE, NO_TOKEN_LEFT, NON_FINITE, NOT_KEPT
-from jaxserve.speculation import NO_DRAFT
-from jaxserve.speculation.corpus import Corpus
+from jaxserve.speculation import NO_DRAFT, Corpus, LookupState
 
 
 def sample_tokens(
@@ -42,7 +41,7 @@ def sample_tokens(
 ) -> tuple[RowState, Int[Array, "R L"] | None, SampledTokens]:
     """Returns the rows after a step, their tokens if drafts are looked up in them, and what each brings.
 
-    `rows` and `history` are donated.
+    `rows` and `history` are donated. Only a verify step reads `corpus`.
 
     A row brings one id, or NON_FINITE if its logits are not finite; every sample program gives a greedy row the same.
 
@@ -155,9 +154,10 @@ def _end_runs(
     *,
     model: StepModel,
 ) -> tuple[RowState, Int[Array, "R L"] | None, SampledTokens]:
-    """Ends each row's run at the first id that is not its draft, and drafts what follows.
+    """Ends each row's run at the first id that is not its draft, and appends it to the row's tokens.
 
-    The row goes on behind its run, whose last id is written to `last_token` if the row samples.
+    The row goes on behind its run, whose last id is written to `last_token` if the row samples. A verify step looks up
+    what follows; plain steps leave that to a program of its own (`look_up_drafts`), as most do not need it.
     """
     drafts, width = _read_drafts(rows, selected), selected.width
     is_open = jnp.cumprod(jnp.pad(ids[:, :-1] == drafts[:, :-1], ((0, 0), (1, 0)), constant_values=True), axis=1) == 1
@@ -168,11 +168,17 @@ def _end_runs(
         dropped = width - jnp.sum(is_kept, axis=1, dtype=rows.num_computed.dtype)
         num_computed = rows.num_computed[selected.row_ids] - dropped
         rows = replace(rows, num_computed=rows.num_computed.at[selected.row_ids].set(num_computed))
-    counts = jnp.where(selected.samples == 1, jnp.sum(runs >= 0, axis=1), 0)
+    counts = count_sampled(selected.samples, runs)
     last = jnp.take_along_axis(runs, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
     last = jnp.where(counts > 0, last, rows.last_token[selected.row_ids])
     rows = replace(rows, last_token=rows.last_token.at[selected.row_ids].set(last))
-    rows, history, later = look_up_drafts(rows, history, corpus, selected.row_ids, runs, counts, model=model)
+    if history is None:
+        return rows, None, SampledTokens(runs)
+    brought = selected.row_ids, selected.samples, runs
+    history = append_runs(rows, history, *brought, model=model)
+    if width == 1:
+        return rows, history, SampledTokens(runs)
+    rows, later = look_up_drafts(rows, LookupState(history, corpus), *brought, model=model)
     return rows, history, SampledTokens(runs, later)
 
 

@@ -381,7 +381,7 @@ def list_all_programs(shapes: Shapes, compiler: ProgramCompiler) -> Iterator[Pro
 def _list_wanted(shapes: Shapes, buckets: BucketTable) -> Iterator[ProgramKey]:
     loops = list_loops(shapes.buckets) if shapes.config.scheduler.max_decode_steps > 1 else iter(())
     programs = list_programs(buckets, shapes.sample_programs, drafts=shapes.drafter is not None)
-    return itertools.chain(programs, loops, list_lookups(shapes.drafting))
+    return itertools.chain(programs, loops, list_lookups(buckets, shapes.drafting))
 
 
 def _require_budget(plan: CachePlan, budget: int) -> None:

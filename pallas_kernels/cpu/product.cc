@@ -56,7 +56,7 @@ inline Factors<T> ReadFactors(const Product<T>& p, int64_t first, int64_t, std::
   return {p.x + first, p.depth};
 }
 inline Factors<float> ReadFactors(const Product<BFloat16>& p, int64_t first, int64_t depth, std::vector<float>& wide) {
-  constexpr int64_t stride = Cut<BFloat16>::block;
+  constexpr int64_t stride = Cut<BFloat16>::deep_block;
   if (static_cast<int64_t>(wide.size()) < p.rows * stride) wide.resize(p.rows * stride);
   for (int64_t row = 0; row < p.rows; ++row)
     for (int64_t k = 0; k < depth; ++k) wide[row * stride + k] = ToFloat(p.x[row * p.depth + first + k]);
@@ -70,13 +70,14 @@ void RunStrip(const Product<T>& p, int64_t column, int64_t width, float* acc) {
   thread_local std::vector<typename Cut::Factor> factors;
   const T* w = p.w + column;
   std::fill(acc, acc + p.rows * Cut::strip, 0.0f);
-  for (int64_t k = 0; k < p.depth; k += Cut::block) {
-    int64_t depth = std::min(Cut::block, p.depth - k);
+  const int64_t block = p.rows > kFewRows ? Cut::deep_block : Cut::block;
+  for (int64_t k = 0; k < p.depth; k += block) {
+    int64_t depth = std::min(block, p.depth - k);
     auto [x, stride] = ReadFactors(p, k, depth, factors);
     for (int64_t c = 0; c < width; c += Cut::columns) {
       ForRows<Cut::rows>(p.rows, [&, x = x, stride = stride]<int R>(int64_t row) {
-        MultiplyBlock<R>(x + row * stride, stride, w + k * p.columns + c, p.columns, depth, row == 0,
-                         acc + row * Cut::strip + c);
+        MultiplyBlock<R>(x + row * stride, stride, w + k * p.columns + c, p.columns, depth,
+                         row == 0 ? block * p.columns : 0, acc + row * Cut::strip + c);
       });
     }
   }
@@ -220,6 +221,8 @@ const char* CallGroupedProduct(const XLA_FFI_CallFrame* frame) {
 // where there are no instructions for it.
 #ifdef __AMX_BF16__
 extern "C" const int JaxserveProductRows[] = {8, 8}, JaxserveTableRows[] = {8, 8};
+#elif defined(__AVX512BF16__)
+extern "C" const int JaxserveProductRows[] = {16, 64}, JaxserveTableRows[] = {8, 8};
 #elif defined(__AVX512F__)
 extern "C" const int JaxserveProductRows[] = {8, 32}, JaxserveTableRows[] = {8, 8};
 #else

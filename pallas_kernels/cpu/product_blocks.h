@@ -18,7 +18,8 @@ template <>
 struct Cut<float> {
   using Factor = float;                            // what rows of x are multiplied as
   static constexpr int64_t strip = 512;            // most columns of a task
-  static constexpr int64_t block = 8;              // rows of the matrix in a block
+  static constexpr int64_t block = 8;              // rows of the matrix in a block,
+  static constexpr int64_t deep_block = block;     // and where more than kFewRows rows of x are multiplied with it
   static constexpr int columns = 4 * kLanes;       // of a block that are multiplied together,
   static constexpr int rows = kLanes > 8 ? 4 : 6;  // with so many rows of x
 };
@@ -29,14 +30,18 @@ struct Cut<BFloat16> {
   static constexpr int columns = 32;
 #ifdef __AVX512BF16__
   using Factor = BFloat16;
-  static constexpr int64_t block = 32;
+  static constexpr int64_t block = 32, deep_block = 128;
   static constexpr int rows = 8;
 #else
   using Factor = float;
-  static constexpr int64_t block = 16;
+  static constexpr int64_t block = 16, deep_block = block;
   static constexpr int rows = kLanes > 8 ? 8 : 6;
 #endif
 };
+
+// Up to so many rows of x reading the matrix is the limit, which likes blocks that fit the first cache with the next one.
+// With more rows it is multiplying, which likes sums that seldom leave registers.
+constexpr int64_t kFewRows = 16;
 
 constexpr int kLines = 4;                      // of a matrix [columns, depth] whose sums are in registers,
 constexpr int kLineRows = kLanes > 8 ? 6 : 2;  // of so many rows of x
@@ -60,9 +65,9 @@ inline void LoadColumns(const BFloat16* p, Vec (&columns)[V]) {
 }
 
 // Adds R rows of x times some columns of a block of the matrix to `acc`. As many columns at a time as there are
-// registers for their sums.
+// registers for their sums. What lies `ahead` in the matrix is fetched meanwhile; 0: nothing.
 template <int R, typename T>
-inline void MultiplyBlock(const float* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t depth, bool is_first,
+inline void MultiplyBlock(const float* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t depth, int64_t ahead,
                           float* acc) {
   constexpr int V = kLanes > 8 || R <= 2 ? Cut<T>::columns / kLanes : 2;
   for (int c = 0; c < Cut<T>::columns; c += V * kLanes, w += V * kLanes, acc += V * kLanes) {
@@ -71,7 +76,7 @@ inline void MultiplyBlock(const float* x, int64_t x_stride, const T* w, int64_t 
       for (int v = 0; v < V; ++v) sums[r][v] = Load(acc + r * Cut<T>::strip + v * kLanes);
     for (int64_t k = 0; k < depth; ++k) {
       const T* line = w + k * w_stride;
-      if (is_first) Prefetch(line + Cut<T>::block * w_stride, V * kLanes);
+      if (ahead) Prefetch(line + ahead, V * kLanes);
       Vec right[V];
       LoadColumns(line, right);
       for (int r = 0; r < R; ++r) {
@@ -93,15 +98,15 @@ inline void Restore(float*) {}
 // vectors of sums in another order.
 template <int R>
 inline void MultiplyBlock(const BFloat16* x, int64_t x_stride, const BFloat16* w, int64_t w_stride, int64_t depth,
-                          bool is_first, float* acc) {
+                          int64_t ahead, float* acc) {
   using Cut = Cut<BFloat16>;
   __m512 sums[R][2];
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < 2; ++v) sums[r][v] = _mm512_loadu_ps(acc + r * Cut::strip + v * kLanes);
   for (int64_t k = 0; k < depth; k += 2) {
     const BFloat16 *line = w + k * w_stride, *next = line + w_stride;
-    if (is_first) Prefetch(line + Cut::block * w_stride, Cut::columns);
-    if (is_first) Prefetch(next + Cut::block * w_stride, Cut::columns);
+    if (ahead) Prefetch(line + ahead, Cut::columns);
+    if (ahead) Prefetch(next + ahead, Cut::columns);
     __m512i first = _mm512_loadu_si512(line), second = _mm512_loadu_si512(next);
     __m512bh low = (__m512bh)_mm512_unpacklo_epi16(first, second);
     __m512bh high = (__m512bh)_mm512_unpackhi_epi16(first, second);
