@@ -51,10 +51,11 @@ def list_items(context: Context) -> Iterator[Item]:
 def load_only(self: DecodeKernel, index: jax.Array, carry: Any, *, unit: Any, factor: Any, scratch: Any) -> Any:
     """`DecodeKernel.attend_tile` without the compute: waits for a tile and gives its slot back."""
     del factor
-    slot = lax.rem(index, self.num_slots)
+    num_slots = self.count_slots("values")
+    slot = lax.rem(index, num_slots)
     for name in ("keys", "values"):
         compat.barrier_wait(scratch[f"{name}_loaded"].at[slot])
-        is_awaited = index + self.num_slots < unit.num_tiles
+        is_awaited = index + num_slots < unit.num_tiles
         pl.when(is_awaited)(partial(compat.barrier_arrive, scratch[f"{name}_freed"].at[slot]))
     acc, largest, total = carry
     return acc, largest, total + 1.0  # the divisor of the output

@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxserve.runtime.lookup_tokens import LookupTokens
 from jaxserve.runtime.programs import Programs
+from jaxserve.runtime.step_model import SampledTokens, SampleInputs
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler.plan import ChunkWork, FinishedRow, NewRow, StepPlan
 from jaxserve.speculation import LookupState
@@ -76,3 +77,18 @@ def test_an_answer_is_kept_when_no_row_begins() -> None:
 
 def test_without_lookups_nothing_is_told() -> None:
     LookupTokens(None, 0).tell(Programs(), StepPlan(0, (), (), (ChunkWork(0, 0, 0, (1,), True),), (), ()))
+
+
+def test_a_plain_step_gets_its_drafts_from_a_program_for_its_rows() -> None:
+    notes = Notes()
+    selected = SampleInputs(np.zeros((2, 1)), np.array([3, 1]), np.ones(2), np.zeros((2, 1)))  # type: ignore[arg-type]
+    sampled = SampledTokens(np.array([[7], [8]]))  # type: ignore[arg-type]
+
+    def look_up(rows: str, state: LookupState, row_ids: Any, samples: Any, ids: Any) -> tuple[str, Any]:
+        assert state.history is notes.tokens.history and samples.all()
+        return rows + " with drafts", np.stack([row_ids, ids[:, 0]], axis=1)
+
+    programs = Programs(look_up={2: look_up})
+    rows, later = notes.tokens.look_up(programs, "rows", selected, sampled)  # type: ignore[arg-type]
+    assert rows == "rows with drafts" and later.ids is sampled.ids  # type: ignore[comparison-overlap]
+    assert later.drafts is not None and later.drafts.tolist() == [[3, 7], [1, 8]]
