@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import shutil
 from functools import partial
@@ -15,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxserve import LLM, SamplingParams, StructuredOutputsParams
 from jaxserve.cli import main
+from jaxserve.engine.grammars import StepMasks
 from jaxserve.presets import demo_head_dir
 from jaxserve.request import RequestOutput
 from tests.e2e.drafters import Mode, Tally, compare, list_texts, make_scripted, run_scripted, teach
@@ -94,7 +96,15 @@ def test_grammars(plain: LLM, drafting: LLM) -> None:
 
 
 def test_late_masks(plain: LLM, drafting: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafting.ready.engine._grammars, "_mask_timeout", 0.0)
+    grammars, rng = drafting.ready.engine._grammars, random.Random(1)
+    make_masks = grammars.make_masks
+
+    def make_late_masks(*arguments: Any) -> StepMasks:
+        grammars._mask_timeout = rng.choice((0.0, None))  # some masks are late by chance, but never all of them
+        return make_masks(*arguments)
+
+    monkeypatch.setattr(grammars, "_mask_timeout", grammars._mask_timeout)  # which restores it
+    monkeypatch.setattr(grammars, "make_masks", make_late_masks)
     tallies = check(plain, drafting, FORMS)
     assert tallies[Mode.RIGHT].accepted == tallies[Mode.RIGHT].drafts
 
