@@ -96,9 +96,8 @@ class Scheduler:
         elif plan.chunks:
             self.times.add(plan.num_tokens, plan.num_rows, seconds)
         else:
-            costs = self.limits.draft_costs
-            num_drafts, looks = (plan.num_drafts, False) if costs else (0, plan.num_drafts > 0)
-            self.times.add_decode(plan.num_rows, plan.width, num_drafts, seconds, looks=looks)
+            num_drafts = plan.num_drafts if self.limits.draft_costs or plan.width == 1 else 0
+            self.times.add_decode(plan.num_rows, plan.width, num_drafts, seconds)
         limit = self.limits.options.priority_itl_ms
         if limit is None or seconds <= limit / 1000 or not plan.decode_tickets:
             return

@@ -11,8 +11,8 @@ from jaxserve.scheduler.limits import SchedulerLimits
 _SAMPLES = 5
 _MANY_SAMPLES, _FEW_SAMPLES = 8, 4  # of a mean
 _PAUSE = 32  # steps without a size, after which its times are measured anew
-_LOOKS = 8  # steps without another plain step, after which one counts although its drafts are read
-_WAKE = 3  # plain steps behind one with drafts that pay for what it brought
+_WAKE = 3  # plain steps behind a step of chunks or a verify step that it slows down
+_LOOK_WAKE = 1  # the same behind a plain step that made drafts
 _DECAY = 0.9997  # an estimate 10 % above a limit is tried again after 318 steps
 
 
@@ -39,8 +39,9 @@ class _Size:
         return sum(middle) / len(middle)
 
     def add(self, seconds: float, step: int) -> None:
-        if step - self.step > _PAUSE and self.recent:
-            self.before = self.mean
+        if step - self.step > _PAUSE and len(self.recent) > 1:
+            few = len(self.recent) < _FEW_SAMPLES and self.before
+            self.before = (self.before + sum(self.recent) / len(self.recent)) / 2 if few else self.mean
             self.recent.clear()
         self.samples.append(seconds)
         self.recent.append(seconds)
@@ -54,10 +55,11 @@ class _Size:
 
 
 class StepTimes:
-    """A moving median of the seconds of each padded size.
+    """A moving median of the seconds of each padded size. Those of steps with drafts are kept in plain steps.
 
     The estimate of a size that no step uses shrinks with each step. So a size found too slow is tried again, the more
-    rarely the slower it was.
+    rarely the slower it was. What else runs on the machine slows steps with drafts down as it does plain ones, so their
+    ratio says more than a time of long ago.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
@@ -69,15 +71,16 @@ class StepTimes:
         self._widths: defaultdict[tuple[int, int, int], _Size] = defaultdict(_Size)
         self._sizes: defaultdict[tuple[bool, int], _Size] = defaultdict(_Size)
         self._num_steps = 0
-        self._unlike_plain = 1  # plain steps to come that are not measured as such, for what came before them
+        self._unlike_plain = _WAKE  # plain steps to come that are not measured as such, for what came before them
         self._drafted: _Size | None = None  # the size of the step with drafts in whose wake the last one was
         self.last_seconds = 0.0  # of the last step; 0 if it had chunks
+        self.was_plain = False  # whether the last step was measured as a plain one
 
     def add(self, num_tokens: int, num_rows: int, seconds: float) -> None:
         """Adds the time of a step."""
         is_decode = num_tokens == num_rows
-        self._unlike_plain, self._drafted = 0 if is_decode else 1, None
-        self.last_seconds = seconds if is_decode else 0.0
+        self._unlike_plain, self._drafted = 0 if is_decode else _WAKE, None
+        self.last_seconds, self.was_plain = seconds if is_decode else 0.0, is_decode
         key = is_decode, _round_up(self._rows if is_decode else self._tokens, num_tokens)
         self._num_steps += 1
         self._sizes[key].add(seconds, self._num_steps)
@@ -87,56 +90,50 @@ class StepTimes:
         """Whether the last step had drafts, or was one of the few behind it."""
         return self._drafted is not None
 
-    def add_decode(self, num_rows: int, width: int, num_drafts: int, seconds: float, *, looks: bool = False) -> None:
-        """Adds the time of a step of decoding rows alone that may have verified or made drafts; see `estimate_width`.
+    def add_decode(self, num_rows: int, width: int, num_drafts: int, seconds: float) -> None:
+        """Adds the time of a step of decoding rows alone that may have verified or made drafts; see `measure`.
 
         While a step runs, the host commits the one before and packs the one after. So a plain step behind another kind
-        of step says little of plain steps: what it takes longer than others is due to the tokens that a step with
-        drafts brought.
-
-        Args:
-            looks: whether the host reads the drafts of a plain step. Such a step counts only for want of others.
+        of step says little of plain steps: what it takes longer than others is due to the drafts.
         """
-        if width > 1 or num_drafts:
-            self._num_steps += 1
-            self._unlike_plain, self.last_seconds = _WAKE, seconds
-            self._drafted = self._widths[self._pad(num_rows, width), width, num_drafts]
-            self._drafted.add(seconds, self._num_steps)
-            return
-        size = self._find_width(num_rows, 1, 0)
-        plain = 0.0 if size is None else size.mean
-        looks = looks and size is not None and self._num_steps - size.step < _LOOKS
-        if not (plain and (self._unlike_plain or looks)):
+        has_drafts = width > 1 or num_drafts > 0
+        plain = self.measure(num_rows, 1, 0)
+        if not (has_drafts or (plain and self._unlike_plain)):
             self.add(num_rows, num_rows, seconds)
             return
         self._num_steps += 1
-        self.last_seconds = seconds
-        if not self._unlike_plain:
+        self.last_seconds, self.was_plain = seconds, False
+        if has_drafts:
+            self._unlike_plain = _WAKE if width > 1 else max(self._unlike_plain - 1, _LOOK_WAKE)
             self._drafted = None
+            if plain:
+                self._drafted = self._widths[self._pad(num_rows, width), width, num_drafts]
+                self._drafted.add(seconds / plain, self._num_steps)
             return
         self._unlike_plain -= 1
         if self._drafted is not None:
-            self._drafted.amend(max(0.0, min(seconds, 2 * plain) - plain))
+            self._drafted.amend(min(seconds / plain, 2.0) - 1)
 
     def measure(self, num_rows: int, width: int, num_drafts: int) -> float:
         """Returns the seconds of a step of decoding rows alone; 0 if there were fewer than two of its size.
 
         Args:
             width: tokens of each row.
-            num_drafts: those that the step makes at a cost.
+            num_drafts: those that the step makes and that add to its time: a head's, and those that are looked up
+                behind a step of width 1.
         """
-        size = self._find_width(num_rows, width, num_drafts)
-        return 0.0 if size is None else size.mean
+        return self._read_width(num_rows, width, num_drafts, decay=1.0)
 
     def estimate_width(self, num_rows: int, width: int, num_drafts: int) -> float:
         """Returns the same, but less the longer ago the last such step was."""
-        size = self._find_width(num_rows, width, num_drafts)
-        return 0.0 if size is None else size.mean * _DECAY ** (self._num_steps - size.step)
+        return self._read_width(num_rows, width, num_drafts, decay=_DECAY)
 
-    def _find_width(self, num_rows: int, width: int, num_drafts: int) -> _Size | None:
-        if width == 1 and not num_drafts:
-            return self._sizes.get((True, _round_up(self._rows, num_rows)))
-        return self._widths.get((self._pad(num_rows, width), width, num_drafts))
+    def _read_width(self, num_rows: int, width: int, num_drafts: int, decay: float) -> float:
+        plain = self._sizes.get((True, _round_up(self._rows, num_rows)))
+        if plain is None or (width == 1 and not num_drafts):
+            return 0.0 if plain is None else plain.mean * decay ** (self._num_steps - plain.step)
+        size = self._widths.get((self._pad(num_rows, width), width, num_drafts))
+        return 0.0 if size is None else plain.mean * size.mean * decay ** (self._num_steps - size.step)
 
     def _pad(self, num_rows: int, width: int) -> int:
         return _round_up(self._rows if width == 1 else self._verify_rows[width], num_rows)

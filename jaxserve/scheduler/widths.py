@@ -1,11 +1,11 @@
 """How many tokens each decoding row computes in a step: 1, or its last token and its drafts.
 
 Drafting must never be slower than plain steps. Two things see to that. A prediction, from measured times and running
-acceptance, chooses the width. An account bounds what a wrong prediction costs: verify steps pay into it what they
-gain over plain steps and take out what they lose, every step pays in a small share of its time, and nothing is
-verified while the account is empty. Each number of rows that can verify has its own, so that what one row gains is not
-spent on tries with eight. Both need the time of plain steps, which changes with what else runs on the machine. So while
-drafts are verified a few plain steps are run now and then, and always before plain steps are chosen.
+acceptance, chooses the width. An account bounds what a wrong prediction costs, and what it takes to learn how good
+drafts are (`draft_account.py`, `looks.py`): while it is empty nothing is verified, and lookups rest. Each number of
+rows that can verify has its own, so that what one row gains is not spent on tries with eight. Both need the time of
+plain steps, which changes with what else runs on the machine. So while drafts are verified a few plain steps are run
+now and then, and always before plain steps are chosen.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections import Counter
+from dataclasses import dataclass
 
 from jaxserve.scheduler.acceptance import Acceptance
+from jaxserve.scheduler.draft_account import DraftAccount
 from jaxserve.scheduler.limits import SchedulerLimits
+from jaxserve.scheduler.looks import Looks
 from jaxserve.scheduler.step_times import StepTimes
 
 _log = logging.getLogger(__name__)
@@ -23,19 +26,23 @@ _log = logging.getLogger(__name__)
 _MARGIN = 1.05  # a width replaces another if it is better by this factor
 _LEAST_MARGIN = 1.02  # the same for plain steps
 _HOLD = 16  # steps that fewer rows must last before they count: row counts that flip must not flip the width
-_LOOKUP_ALLOWANCE, _HEAD_ALLOWANCE = 0.01, 0.03  # share of the time that may be lost
-_LEAST_ALLOWANCE = 1 / 8  # of the allowance, after probes that failed
-_START, _MOST = 10.0, 16.0  # plain steps in the account, at the start and at most
+_LOOKUP_ALLOWANCE, _HEAD_ALLOWANCE = 0.01, 0.02  # share of the time that may be lost
 _KEPT_MEMORY = 16  # verify steps of which the share of kept tokens is known
 _MOST_OF_MEAN = 2.0  # times what such a step usually takes: more is not the drafts' fault
 _PROBE_CHAINS = 8  # chains that a probe sees
 _RENEWAL = 8  # plain steps that measure their time anew: three say nothing yet, and the last is not known in time
 _FIRST_RENEWAL, _RENEWAL_EVERY = 16, 256  # steps after which it is due, at first and later
 _FRESH = 8  # steps for which it counts as new
-# Of so many plain steps some look drafts up, which shows how good lookups are; the others need not read any. One step's
-# drafts are known when the next is planned, so the one after that can verify if the next has drafts, too.
-_LOOK_EVERY, _LOOK_STEPS = 16, 2
 _FRUITLESS = 1000  # drafts of a head without an accepted one, after which it is switched off
+
+
+@dataclass(frozen=True, slots=True)
+class _Price:
+    """What a probe costs, and when it pays."""
+
+    width: int = 2
+    needed: float = 0.0  # tokens of a row with which its steps gain
+    seconds: float = 0.0  # of all its steps, beyond plain ones, if no draft is right
 
 
 class WidthChooser:
@@ -57,17 +64,16 @@ class WidthChooser:
         self._size, self._age = 0, 0  # the place in `_sizes` that counts, and for how many steps rows were fewer
         self._fixed, self._fixed_age = -1, 0
         self._num_made = 0  # drafts that the last plan makes
-        self._num_rows, self._look_age = 0, _LOOK_EVERY  # decoding rows of the last step; steps since a look began
-        self._probe_width, self._needed = 2, 0.0  # the width of a probe, and the tokens of a row with which it gains
+        self._looks = Looks()
+        self._price = _Price()  # of the next probe
         self.awaits_drafts = False  # whether the last committed step made drafts
         self._probe = 0  # chains that the probe under way has yet to see
-        self._allowance = 1.0  # share of the usual one
         self._renewal = 0  # plain steps to plan yet, to measure them
         self._num_brought, self._kept = 0, 1.0  # tokens of the last step's runs; share that sequences keep, a mean
         self._plain_age = 0  # steps since one was measured
         self._renewal_every = _FIRST_RENEWAL
-        self._accounts: list[float | None] = [None] * len(self._sizes)  # seconds; None before plain steps are measured
-        self._was_right = False  # whether any draft was ever accepted
+        allowance = _HEAD_ALLOWANCE if limits.draft_costs else _LOOKUP_ALLOWANCE
+        self._accounts = [DraftAccount(allowance) for _ in self._sizes]
         self.is_off = False  # for good
 
     def choose(self, num_rows: int, step_limit: float | None = None) -> tuple[int, int]:
@@ -77,9 +83,7 @@ class WidthChooser:
             num_rows: decoding rows; without any, the step's chunks may bring some, which can verify in the next step.
             step_limit: seconds that the step may take; None: any time.
         """
-        if num_rows != self._num_rows:
-            self._num_rows, self._look_age = num_rows, _LOOK_EVERY  # other rows, other drafts
-        limits, num_rows = self._limits, max(1, num_rows)
+        limits, num_decoding, num_rows = self._limits, num_rows, max(1, num_rows)
         place = bisect_left(self._sizes, num_rows)
         if place >= self._size or self._age >= _HOLD:
             self._size, self._age = place, 0
@@ -87,8 +91,10 @@ class WidthChooser:
             self._age += 1
         if self.is_off or self._size == len(self._sizes):
             return 1, 0
+        account = self._accounts[self._size]
+        self._looks.note_rows(num_decoding, account)
         if self._rests:
-            self._look_age += 1
+            self._looks.pass_step()
             return 1, 0
         widths = [width for width in self._widths[self._size] if self._may_run(num_rows, width, step_limit)]
         wanted = self._choose_measured(num_rows, widths) if limits.fixed_drafts is None else self._read_table(num_rows)
@@ -96,7 +102,7 @@ class WidthChooser:
         width = max(width for width in widths if width <= min(wanted, self._num_made + 1))
         if limits.draft_costs:
             return width, wanted - 1
-        return width, 0 if self._renewal else self._count_lookups(wanted)
+        return width, 0 if self._renewal else self._count_lookups(num_rows, wanted)
 
     def note_plan(self, num_drafts: int) -> None:
         """Notes how many drafts the step that was planned makes."""
@@ -119,22 +125,21 @@ class WidthChooser:
         self._acceptance.add(chains)
         self._num_brought = sum((right + 1) * count for (_, right), count in chains.items())
         if not num_verified and self._may_pay(chains):
-            self._look_age = _LOOK_EVERY  # what was right may be right again
+            self._looks.hope()  # what was right may be right again
         if self._probe and num_verified:
             self._probe = max(0, self._probe - num_verified)
-            if not self._probe:
-                self._end_probe()
 
     def _may_pay(self, chains: Counter[tuple[int, int]]) -> bool:
-        """Returns whether a verify step would gain if all its drafts were as good as these first ones."""
-        num_right = sum(count for (_, right), count in chains.items() if right)
-        share = num_right / max(1, chains.total())
-        return share > 0 and sum(share**position for position in range(self._probe_width)) >= self._needed
+        """Returns whether a probe can be paid for and would gain if its drafts were as good as these first ones."""
+        num_right, price = sum(count for (_, right), count in chains.items() if right), self._price
+        if not num_right or self._size == len(self._sizes) or not self._accounts[self._size].affords(price.seconds):
+            return False
+        share = num_right / chains.total()
+        return sum(share**position for position in range(price.width)) >= price.needed
 
     def check_head(self, num_drafts: int, num_accepted: int) -> None:
         """Switches off a head of which no draft was ever accepted, if there were many."""
-        self._was_right = num_accepted > 0
-        if self._was_right or num_drafts < _FRUITLESS or self.is_off or not self._limits.draft_costs:
+        if num_accepted or num_drafts < _FRUITLESS or self.is_off or not self._limits.draft_costs:
             return
         self.is_off = True
         _log.warning(
@@ -153,22 +158,16 @@ class WidthChooser:
         place = bisect_left(self._sizes, num_rows)
         if not num_rows or place == len(self._sizes):
             return
-        costs = self._limits.draft_costs
-        is_plain = width == 1 and not (costs and num_drafts)
-        self._plain_age = 0 if is_plain else self._plain_age + 1
-        plain = self._times.measure(num_rows, 1, 0)
+        times = self._times
+        self._plain_age = 0 if times.was_plain else self._plain_age + 1
+        plain = times.measure(num_rows, 1, 0)
         if not plain:
             return
-        account = self._accounts[place]
-        if account is None:
-            account = _START * plain
-        share = _HEAD_ALLOWANCE if costs else _LOOKUP_ALLOWANCE
-        account += share * self._allowance * plain
-        seconds = self._times.last_seconds
-        if seconds and self._times.is_in_wake:
-            most = self._times.measure(num_rows, width, num_drafts if costs else 0) or 2 * plain
-            account += plain * num_tokens / num_rows - min(seconds, _MOST_OF_MEAN * most)
-        self._accounts[place] = min(account, _MOST * plain)
+        gain, seconds = 0.0, times.last_seconds
+        if seconds and times.is_in_wake:
+            most = times.measure(num_rows, width, self._count_costly(width, num_drafts)) or 2 * plain
+            gain = plain * num_tokens / num_rows - min(seconds, _MOST_OF_MEAN * most)
+        self._accounts[place].add(plain, gain)
 
     @property
     def _rests(self) -> bool:
@@ -176,19 +175,26 @@ class WidthChooser:
         return (
             not self._limits.draft_costs
             and self._limits.fixed_drafts is None
-            and _LOOK_STEPS <= self._look_age + 1 < _LOOK_EVERY
+            and not self._looks.is_due
             and not (self._num_made or self.awaits_drafts or self._probe)
             and self._current[self._size] == 1
         )
 
-    def _count_lookups(self, width: int) -> int:
+    def _count_lookups(self, num_rows: int, width: int) -> int:
         """Returns the drafts that a step with lookups makes: all for a step of `width` that follows, or for a look."""
-        self._look_age += 1
-        if width > 1 or self._look_age >= _LOOK_EVERY:
-            self._look_age = 0
-        elif self._look_age >= _LOOK_STEPS:
+        plain, account, most = self._times.measure(num_rows, 1, 0), self._accounts[self._size], self._limits.max_drafts
+        if width == 1 and (self._limits.fixed_drafts is not None or not plain):
             return 0
-        return self._limits.max_drafts if width > 1 or self._limits.fixed_drafts is None else 0
+        if width == 1 and not self._looks.is_due:
+            self._looks.pass_step()
+            return 0
+        if plain:
+            self._looks.begin(account, plain, self._times.measure(num_rows, 1, most))
+        return most if width > 1 or account.affords(0.0) else 0
+
+    def _count_costly(self, width: int, num_drafts: int) -> int:
+        """Returns the drafts of a step that add to its time; see `StepTimes.measure`."""
+        return num_drafts if self._limits.draft_costs or width == 1 else 0
 
     def _may_run(self, num_rows: int, width: int, step_limit: float | None) -> bool:
         if width == 1:
@@ -199,7 +205,7 @@ class WidthChooser:
 
     def _estimate(self, num_rows: int, width: int) -> float:
         """Returns the seconds of a step of this width in a row of such steps; 0 if there were too few."""
-        return self._times.estimate_width(num_rows, width, width - 1 if self._limits.draft_costs else 0)
+        return self._times.estimate_width(num_rows, width, self._count_costly(width, width - 1))
 
     def _read_table(self, num_rows: int) -> int:
         """Returns the width by the fixed table. A change of the table's line must last before it counts."""
@@ -216,12 +222,11 @@ class WidthChooser:
     def _choose_measured(self, num_rows: int, widths: list[int]) -> int:
         """Returns the width with the most tokens a second, as far as is known and the account allows."""
         account = self._accounts[self._size]
-        if account is None or len(widths) == 1:
+        if not account.is_open or len(widths) == 1:
             return 1  # the time of plain steps must be known first
         current = self._current[self._size]
-        if account <= 0:
-            if current > 1 or self._probe:
-                self._end_probe()
+        if not account.affords(0.0):
+            self._probe = 0
             self._current[self._size] = 1
             return 1
         plain = self._estimate(num_rows, 1)
@@ -236,11 +241,9 @@ class WidthChooser:
             return 1
         if speeds[best] > (_MARGIN if best > 1 else _LEAST_MARGIN) * speeds.get(current, 0):
             if best == 1 and self._limits.draft_costs:
-                account = self._accounts[self._size] = 0.0  # the next probe has to wait
+                account.clear()  # the next probe has to wait
             current = self._current[self._size] = best
         if current > 1:
-            if not self._probe and speeds[current] > speeds[1]:
-                self._allowance = 1.0
             return current
         return self._choose_probe(num_rows, widths, plain, account)
 
@@ -257,29 +260,20 @@ class WidthChooser:
         self._renewal -= 1
         return True
 
-    def _choose_probe(self, num_rows: int, widths: list[int], plain: float, account: float) -> int:
+    def _choose_probe(self, num_rows: int, widths: list[int], plain: float, account: DraftAccount) -> int:
         """Returns the width of a probe while plain steps seem best; 1: not now."""
         width = widths[1]
         if self._probe:
             return width
         seconds = self._estimate(num_rows, width) or 2 * plain
-        self._probe_width, self._needed = width, _MARGIN * seconds / plain
-        cost = (max(2, _PROBE_CHAINS // num_rows) + 1) * (seconds - plain)
-        if account < min(cost, _MOST * plain * 0.9):
+        num_steps = max(2, _PROBE_CHAINS // num_rows) + 1
+        self._price = _Price(width, _MARGIN * seconds / plain, num_steps * (seconds - plain))
+        if not account.affords(self._price.seconds):
             return 1
         if not self._limits.draft_costs:  # plain steps show how good first drafts are
             tokens = self._acceptance.predict(always_drafts=False, hopes=True)
-            if tokens[width - 1] <= self._needed:
+            if tokens[width - 1] <= self._price.needed:
                 return 1
         self._acceptance.forget()
         self._probe = max(_PROBE_CHAINS, 2 * num_rows)
         return width
-
-    def _end_probe(self) -> None:
-        """Makes the next probe rarer, for the case that this one found nothing.
-
-        But a head that was never right is soon to be known as such.
-        """
-        self._probe = 0
-        if self._was_right or not self._limits.draft_costs:
-            self._allowance = max(self._allowance / 2, _LEAST_ALLOWANCE)

@@ -50,28 +50,61 @@ def test_three_plain_steps_behind_drafts_pay_for_them() -> None:
     assert times.measure(1, 5, 0) == pytest.approx(4.0)
 
 
-def test_plain_steps_whose_drafts_are_read_count_only_for_want_of_others() -> None:
+def test_a_plain_step_that_looks_drafts_up_is_of_a_kind_of_its_own_and_so_is_the_one_behind_it() -> None:
     times = make_times()
     for _ in range(8):
         times.add_decode(1, 1, 0, 1.0)
-    for _ in range(50):
-        for looks in (True, True, False):
-            times.add_decode(1, 1, 0, 1.4 if looks else 1.0, looks=looks)
-            assert times.measure(1, 1, 0) == pytest.approx(1.0) and not times.is_in_wake
-    for _ in range(100):
-        times.add_decode(1, 1, 0, 1.4, looks=True)
-    assert times.measure(1, 1, 0) == pytest.approx(1.4)
+    assert times.was_plain and not times.is_in_wake
+    for _ in range(20):
+        for num_drafts, seconds in ((4, 1.3), (0, 1.2), (0, 1.0)):
+            times.add_decode(1, 1, num_drafts, seconds)
+            assert times.is_in_wake == (seconds > 1) != times.was_plain
+    assert times.measure(1, 1, 0) == pytest.approx(1.0)
+    assert times.measure(1, 1, 4) == pytest.approx(1.5)
 
 
-def test_drafts_do_not_pay_for_more_than_a_plain_step_nor_gain_by_a_short_one() -> None:
-    for following, expected in ((50.0, 4.0), (0.2, 3.0)):
-        times = make_times()
+def test_a_look_in_the_wake_of_a_verify_step_does_not_end_it() -> None:
+    times = make_times()
+    for _ in range(5):
         times.add_decode(1, 1, 0, 1.0)
+    for num_drafts in (0, 4, 0, 0):
+        times.add_decode(1, 5 if times.was_plain else 1, num_drafts, 1.5)
+    assert times.measure(1, 1, 0) == pytest.approx(1.0) and not times.was_plain
+    times.add_decode(1, 1, 0, 1.0)
+    assert times.was_plain
+
+
+def test_times_of_a_rare_kind_follow_what_changes() -> None:
+    times = make_times()
+    for seconds, expected in ((1.5, 1.5), (3.0, 3.0)):
+        for _ in range(12):
+            times.add_decode(1, 1, 4, seconds)
+            for _ in range(40):
+                times.add_decode(1, 1, 0, 1.0)
+        assert times.measure(1, 1, 4) == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize(("following", "expected"), [(50.0, 4.0), (0.2, 2.2)])
+def test_drafts_pay_for_no_more_than_a_plain_step_and_gain_by_a_short_one(following: float, expected: float) -> None:
+    """Steps that overlap take a long and a short time in turns."""
+    times = make_times()
+    for _ in range(3):
         times.add_decode(1, 1, 0, 1.0)
-        for _ in range(4):
-            times.add_decode(1, 5, 0, 3.0)
-            times.add_decode(1, 1, 0, following)
-        assert times.measure(1, 5, 0) == pytest.approx(expected)
+    for _ in range(4):
+        times.add_decode(1, 5, 0, 3.0)
+        times.add_decode(1, 1, 0, following)
+    assert times.measure(1, 5, 0) == pytest.approx(expected)
+
+
+def test_drafts_cost_more_on_a_machine_that_plain_steps_found_slow() -> None:
+    times = make_times()
+    for seconds in (1.0, 2.0):
+        for _ in range(12):
+            times.add_decode(1, 1, 0, seconds)
+        if seconds == 1:
+            for _ in range(4):
+                times.add_decode(1, 5, 0, 3.0)
+    assert times.measure(1, 5, 0) == pytest.approx(6.0)
 
 
 def test_a_plain_step_behind_chunks_says_nothing() -> None:

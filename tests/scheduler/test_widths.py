@@ -17,12 +17,21 @@ from jaxserve.scheduler.widths import WidthChooser
 MOST = 4
 SLOW, CHEAP = {1: 1.0, 3: 1.4, 5: 1.9}, {1: 1.0, 3: 1.02, 5: 1.1}
 DRAFT = 0.15  # a draft of a head, in plain steps
+LOOK = 0.25, 0.15  # what a plain step takes longer whose drafts are looked up, and the one behind it
 
 
 class Clock:
     """Decoding rows whose drafts are right with a probability; every step is planned before the last is committed."""
 
-    def __init__(self, *, seed: int = 0, times: dict[int, float] = SLOW, kept: float = 1.0, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        times: dict[int, float] = SLOW,
+        look: tuple[float, float] = LOOK,
+        kept: float = 1.0,
+        **options: Any,
+    ) -> None:
         given: dict[str, Any] = {
             "max_num_seqs": 64,
             "max_num_batched_tokens": 1024,
@@ -38,10 +47,11 @@ class Clock:
         self.seconds, self.num_tokens, self.num_plain = 0.0, 0, 0.0
         self.widths: list[int] = []
         self.made: list[int] = []
-        self._times, self._random, self._kept = times, random.Random(seed), kept
+        self._times, self._look, self._random, self._kept = times, look, random.Random(seed), kept
         self._flight: deque[tuple[int, int, int]] = deque()
         self._lengths: list[int] = []
         self._num_drafts = self._num_accepted = 0
+        self._looked = False
 
     def run(
         self, steps: int, shares: list[float], rows: Callable[[int], int] | int = 1, drafting: float = 1.0
@@ -61,10 +71,13 @@ class Clock:
     def _commit(self, rows: int, width: int, num_drafts: int, shares: list[float], drafting: float) -> None:
         costs = self.limits.draft_costs
         seconds = self._times[width] + (DRAFT * num_drafts if costs else 0)
+        looks = width == 1 and num_drafts > 0 and not costs
+        seconds += self._look[0] * looks + self._look[1] * (self._looked and width == 1)
+        self._looked = looks
         seconds *= self._random.gauss(1, 0.02) * (1 + 0.05 * rows) * 0.01
         self.seconds += seconds
         self.num_plain += rows * seconds / (0.01 * (1 + 0.05 * rows))  # tokens of plain steps in that time
-        self.step_times.add_decode(rows, width, num_drafts if costs else 0, seconds)
+        self.step_times.add_decode(rows, width, num_drafts if costs or looks else 0, seconds)
         chains: Counter[tuple[int, int]] = Counter()
         num_tokens = rows
         for length in self._lengths if len(self._lengths) == rows else [0] * rows:
@@ -184,8 +197,9 @@ def test_the_table_fixes_the_drafts_and_does_not_thrash(costs: bool) -> None:
 @pytest.mark.parametrize("times", [SLOW, CHEAP], ids=["slow", "cheap"])
 @pytest.mark.parametrize("rows", [1, 8])
 def test_lookups_come_back_when_the_text_changes(times: dict[int, float], rows: int) -> None:
+    """Within two waits for a look."""
     for seed in range(5):
-        clock = Clock(seed=seed, times=times).run(1000, [0.0] * 4, rows).run(40, [0.95] * 4, rows)
+        clock = Clock(seed=seed, times=times).run(1000, [0.0] * 4, rows).run(160, [0.95] * 4, rows)
         clock.restart()
         clock.run(100, [0.95] * 4, rows)
         assert clock.speed >= 0.8 * find_best([0.95] * 4, times, costs=False)
@@ -195,23 +209,32 @@ def test_lookups_come_back_when_the_text_changes(times: dict[int, float], rows: 
         assert times is CHEAP or clock.widths[-200:].count(1) >= 196
 
 
-def test_lookups_are_read_now_and_then_while_they_are_off() -> None:
-    clock = Clock().run(1000, [0.0] * 4)
-    assert 1000 / 9 <= clock.made.count(MOST) <= 1000 / 7
-    rests = clock.run(60, [1.0] * 4).made[-40:].count(0)
+@pytest.mark.parametrize(("look", "between"), [(LOOK, (55, 90)), ((0.02, 0.01), (15, 18))], ids=["slow", "cheap"])
+def test_lookups_are_read_as_often_as_their_time_allows(look: tuple[float, float], between: tuple[int, int]) -> None:
+    clock = Clock(look=look).run(3000, [0.0] * 4)
+    assert between[0] <= 2000 / clock.made[-2000:].count(MOST) <= between[1]
+    rests = clock.run(160, [1.0] * 4).made[-40:].count(0)
     assert rests < 8, "one that was right is followed by others, but while plain steps are measured anew"
+
+
+def test_other_rows_have_a_look_if_there_is_plenty_to_pay_it() -> None:
+    """With rows that come and go all the time, looks take what the account earns, and not more."""
+    clock = Clock().run(2000, [0.0] * 4, lambda step: 7 + step // 5 % 2)
+    assert clock.speed >= 0.985
+    looks = [step for step, made in enumerate(clock.made) if made][-20:]
+    assert sum(step % 5 == 0 for step in looks) >= 15 and 25 <= (looks[-1] - looks[0]) / 19 <= 60
 
 
 def test_lookups_rest_where_a_verify_step_cannot_pay_for_itself() -> None:
     """Half of the first drafts are right, which would bring 1.9 tokens in a step that costs as much as 4."""
     clock = Clock(times={1: 1.0, 3: 3.0, 5: 4.0}).run(2000, [0.5] * 4, 8)
-    assert 1000 / 9 <= clock.made[-1000:].count(MOST) <= 1000 / 4 and clock.speed >= 0.98
-    assert clock.run(400, [1.0] * 4, 8).widths[-50:].count(1) <= 10, "but come back with better drafts"
+    assert clock.made[-1000:].count(MOST) <= 1000 / 40 and clock.speed >= 0.98
+    assert clock.run(500, [1.0] * 4, 8).widths[-50:].count(1) <= 10, "but come back with better drafts"
 
 
 def test_a_head_that_is_off_runs_no_draft_passes_and_is_tried_again() -> None:
     clock = Clock(draft_costs=True).run(1500, [0.1] * 4)
-    assert clock.made[-1000:].count(0) >= 930 and clock.widths[-1000:].count(1) >= 950
+    assert clock.made[-1000:].count(0) >= 930 and clock.widths[-1000:].count(1) >= 940
     clock.run(3000, [0.95] * 4)
     assert clock.widths[-300:].count(1) <= 10
 
