@@ -1,4 +1,4 @@
-"""Runs plans on the device. A step's transfers are all here: arguments of programs, and `device_get` back."""
+"""Runs plans on the device. A step's transfers are all here: arguments of programs, and what `StepFuture` reads."""
 
 from __future__ import annotations
 

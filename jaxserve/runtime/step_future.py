@@ -36,13 +36,12 @@ class StepFuture:
 
     def result(self) -> StepOutputs:
         """Waits for the device and returns the outputs of the step's rows."""
-        sampled = jax.device_get(self._sampled)
-        ids, drafts = sampled.ids[: self._num_rows], sampled.drafts
-        drafts = None if drafts is None else drafts[: self._num_rows].tolist()
+        ids, drafts = _read((self._sampled.ids, self._sampled.drafts))
+        ids, drafts = ids[: self._num_rows], None if drafts is None else drafts[: self._num_rows].tolist()
         failed = frozenset() if self._copies is None else self._copies.wait()
         logprobs = prompt_logprobs = embeddings = counts = None
         if self._more is not None:
-            logprobs, prompt_logprobs, embeddings = jax.device_get(self._more)
+            logprobs, prompt_logprobs, embeddings = _read(self._more)
         if ids.shape[1] == 1:
             ids = ids[:, 0]
         else:
@@ -65,3 +64,9 @@ class StepFuture:
 def _is_reader() -> bool:
     """Whether this is the process that plans the steps: outputs are the same on all, and no other reads them."""
     return jax.process_index() == 0
+
+
+def _read(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Waits for arrays and returns them on the host. `jax.device_get` would take a CPU three times as long."""
+    with jax.transfer_guard_device_to_host("allow"):
+        return jax.tree.map(np.asarray, arrays)
