@@ -25,4 +25,5 @@ def traced_core_count() -> int:
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is not None:
         return device.num_cores or 1
-    return int(getattr(jax.local_devices()[0], "core_count", 1))
+    found = jax.local_devices()[0]
+    return int(getattr(found, "core_count", None) or getattr(found, "num_cores", None) or 1)

@@ -192,12 +192,14 @@ def _gpu(
     )
 
 
-def _tpu(name: str, device_kind: str, topology: str, *, memory_bytes: int, vmem_bytes: int) -> Target:
+def _tpu(
+    name: str, device_kind: str, topology: str, *, memory_bytes: int, vmem_bytes: int, num_cores: int = 1
+) -> Target:
     return Target(
         name,
         "tpu",
         device_kind,
-        num_cores=1,
+        num_cores=num_cores,
         topology=topology,
         page_size=128,
         num_rows=128,
@@ -218,6 +220,7 @@ TARGETS = {
         _gpu("b200", "NVIDIA B200", (10, 0), _B200_LIMITS, impl="ampere", spill_bytes=256),
         _gpu("rtx5090", "NVIDIA GeForce RTX 5090", (12, 0), _RTX_5090_LIMITS, impl="ampere", spill_bytes=256),
         _tpu("v5e", "TPU v5 lite", "v5e:2x4", memory_bytes=17_200_000_000, vmem_bytes=128 * MIB),
+        _tpu("v5p", "TPU v5", "v5p:2x2x2", memory_bytes=103_000_000_000, vmem_bytes=64 * MIB, num_cores=2),
         _tpu("v6e", "TPU v6 lite", "v6e:2x4", memory_bytes=34_400_000_000, vmem_bytes=128 * MIB),
         _tpu("tpu7x", "TPU7x", "tpu7x:2x2x1", memory_bytes=103_000_000_000, vmem_bytes=64 * MIB),
     )

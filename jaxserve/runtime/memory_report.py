@@ -49,6 +49,7 @@ DEVICE_KINDS = {
     "l4": DeviceKind("gpu", "NVIDIA L4", 24 * 10**9),
     "t4": DeviceKind("gpu", "Tesla T4", 16 * 10**9),
     "v5e": DeviceKind("tpu", "TPU v5 lite", 16 * GIB),
+    "v5p": DeviceKind("tpu", "TPU v5", 95 * GIB),
     "v6e": DeviceKind("tpu", "TPU v6 lite", 32 * GIB),
     "v7x": DeviceKind("tpu", "TPU7x", 96 * GIB),  # a chip is two devices
 }

@@ -137,6 +137,7 @@ SAMPLES = {
     "b200": (_BASE, _OF_256),
     "rtx5090": (_FP8,),
     "v5e": (_BASE, _FP8, "llama-7b, no groups", _OF_256, _OF_64, _LATENT, _OF_192),
+    "v5p": (_OF_64,),
     "v6e": (_BASE, _OF_256),
     "tpu7x": (_FP8, _OF_64, _FP8_LATENT),
 }

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.layout import LANES, join_heads, pad_row
+from pallas_kernels.platform import traced_core_count
 from pallas_kernels.spec import PAIRED_HEAD_DIM, AttnLayer, AttnParams, AttnShape, BatchMeta, HeadParams, KVSpec
 from pallas_kernels.tpu.config import (
     TABLE_LIMIT,
@@ -22,6 +23,7 @@ from pallas_kernels.tpu.config import (
     default_config,
     find_overflow,
     pad_group,
+    split_heads,
 )
 from pallas_kernels.tpu.decode import attend_rows
 from pallas_kernels.tpu.prefill import attend_tiles
@@ -85,10 +87,12 @@ def find_table_obstacle(num_rows: int, table_width: int) -> str | None:
 
 def find_config(shape: AttnShape, rows: StepRows) -> TpuConfig:
     """The configuration of the device's table, else by formula."""
-    formula = default_config(shape, max_query_len=rows.max_query_len)
+    part, num_cores = split_heads(shape, traced_core_count())
+    formula = default_config(part, max_query_len=rows.max_query_len)
     return TpuConfig(
         tune("tpu_decode", formula.decode, shape, rows),
         tune("tpu_prefill", formula.chunk, shape, rows),
+        num_cores,
     )
 
 
@@ -125,9 +129,10 @@ def attend_with_update(
         "joined": paired or shape.spec.is_latent,
         "out_width": width if paired else pad_row(shape.spec.out_dim),
         "out_dtype": q.dtype,
+        "num_cores": work.config.num_cores,
         "interpret": batch.interpret,
     }
-    factors = _make_factors(shape.spec, params, heads)
+    factors = _make_factors(shape.spec, params, heads, work.config.num_cores)
     page_offset = jnp.asarray(layer.page_offset, jnp.int32)
     # [T, K, G, width]: zeros in padding lanes, and in the lanes of paired values, add nothing to a product.
     grouped = q.reshape(num_tokens, num_kv_heads, group, head_dim).astype(compute_dtype(shape))
@@ -162,7 +167,7 @@ def attend_with_update(
             batch.page_table.reshape(-1),
             page_offset,
             factors,
-            None if heads.sinks is None else heads.sinks.astype(jnp.float32) * LOG2E,
+            None if heads.sinks is None else _split_by_core(heads.sinks, work.config.num_cores) * LOG2E,
             table_width=table_width,
             config=work.config.chunk,
             **options,
@@ -173,12 +178,18 @@ def attend_with_update(
     return values.reshape(num_tokens, num_heads, shape.spec.out_dim), kv_pages
 
 
-def _make_factors(spec: KVSpec, params: AttnParams, heads: HeadParams) -> jax.Array:
-    """[2 * K] f32: factors of the scores, then of the outputs."""
+def _split_by_core(by_head: jax.Array, num_cores: int) -> jax.Array:
+    """[heads] -> [cores, heads / cores] f32"""
+    return by_head.astype(jnp.float32).reshape(num_cores, -1)
+
+
+def _make_factors(spec: KVSpec, params: AttnParams, heads: HeadParams, num_cores: int) -> jax.Array:
+    """[cores, 2 * K / cores] f32: factors of the scores, then of the outputs."""
     scores = jnp.full((spec.num_kv_heads,), find_factor(params.scale, params.softcap), jnp.float32)
     outputs, values_scale = jnp.ones((spec.num_kv_heads,), jnp.float32), heads.values_scale(spec)
     scores = scores if heads.k_scale is None else scores * heads.k_scale
-    return jnp.concatenate([scores, outputs if values_scale is None else outputs * values_scale])
+    outputs = outputs if values_scale is None else outputs * values_scale
+    return jnp.concatenate([_split_by_core(each, num_cores) for each in (scores, outputs)], axis=1)
 
 
 def _fit_first(array: jax.Array, size: int) -> jax.Array:

@@ -79,6 +79,16 @@ class TpuConfig:
 
     decode: DecodeConfig
     chunk: ChunkConfig
+    num_cores: int = 1  # of a device; each has a part of the KV heads
+
+
+def split_heads(shape: AttnShape, num_cores: int) -> tuple[AttnShape, int]:
+    """The part of a shape's heads that a core attends, and the number of cores. If they cannot share, one has all."""
+    spec = shape.spec
+    if num_cores == 1 or spec.num_kv_heads % num_cores:
+        return shape, 1
+    part = replace(spec, num_kv_heads=spec.num_kv_heads // num_cores)
+    return replace(shape, num_heads=shape.num_heads // num_cores, spec=part), num_cores
 
 
 def _check_sizes(pages_per_block: int, compute_tokens: int) -> None:

@@ -25,7 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.layout import LANES
 from pallas_kernels.spec import AttnParams
 from pallas_kernels.tpu.config import HEADS_TOGETHER, DecodeConfig, clip_blocks, count_sublanes
-from pallas_kernels.tpu.launch import launch
+from pallas_kernels.tpu.launch import SMEM, launch
 from pallas_kernels.tpu.pages import PageBlocks, Ref, Scalar, divide, wait_copy
 from pallas_kernels.tpu.row_blocks import NUM_STATES, RowBlocks, plan_groups
 from pallas_kernels.tpu.softmax import MASKED, Accumulator, bend, keep_values, multiply, run_heads
@@ -60,11 +60,12 @@ def attend_rows(
     page_table: jax.Array,  # [R * M] i32
     num_rows: jax.Array,  # [] i32: rows [0, num_rows) are attended, the output of others is arbitrary
     page_offset: jax.Array,  # [] i32
-    factors: jax.Array,  # [2 * K] f32, of scores and of outputs
+    factors: jax.Array,  # [cores, 2 * K / cores] f32, of scores and of outputs
     sinks: jax.Array | None,  # [K, G padded, 128] f32, in base 2
     *,
     params: AttnParams,
     config: DecodeConfig,
+    num_cores: int,
     joined: bool,
     out_width: int,
     out_dtype: jnp.dtype,
@@ -76,6 +77,7 @@ def attend_rows(
     """
     total_rows, num_kv_heads, group, width = q.shape
     _, page_rows, page_size, _ = kv_pages.shape
+    num_kv_heads, page_rows = num_kv_heads // num_cores, page_rows // num_cores
     table_width = page_table.shape[0] // total_rows
     config = clip_blocks(config, page_size, table_width)
     by_rows, together = config.rows_per_step, config.rows_together
@@ -92,17 +94,23 @@ def attend_rows(
         together=together,
         share=config.count_share(page_size),
     )
-    q_spec = pl.BlockSpec((by_rows, num_kv_heads, group, width), lambda *refs: (find_block(*refs), 0, 0, 0))
-    out_spec = pl.BlockSpec((by_rows, num_kv_heads, group, out_width), lambda *refs: (find_block(*refs), 0, 0, 0))
-    new_spec = pl.BlockSpec((by_rows, page_rows, width), lambda *refs: (find_block(*refs), 0, 0))
-    sinks_spec = pl.BlockSpec((num_kv_heads, group, LANES), lambda *_: (0, 0, 0))
+
+    def find_heads(core: Scalar, *refs: Ref) -> tuple[Scalar, ...]:
+        return (find_block(*refs), core, 0, 0)
+
+    q_spec = pl.BlockSpec((by_rows, num_kv_heads, group, width), find_heads)
+    out_spec = pl.BlockSpec((by_rows, num_kv_heads, group, out_width), find_heads)
+    new = new.reshape(total_rows, num_cores, page_rows, width)  # a block of fewer rows than a tile must be whole
+    new_spec = pl.BlockSpec((by_rows, None, page_rows, width), find_heads)
+    sinks_spec = pl.BlockSpec((num_kv_heads, group, LANES), lambda core, *_: (core, 0, 0))
     sublanes = count_sublanes(kv_pages.dtype)
     return launch(
         partial(_run_step, static=_Static(config, params, joined, table_width)),
         name="decode_attention",
         num_steps=(num_rows + by_rows - 1) // by_rows,
+        num_cores=num_cores,
         scalars=[jnp.stack([num_rows, page_offset]), seq_lens, groups, page_table],
-        inputs=[(factors, pl.BlockSpec(memory_space=pltpu.SMEM)), (q, q_spec), (sinks, sinks_spec), (new, new_spec)],
+        inputs=[(factors, SMEM), (q, q_spec), (sinks, sinks_spec), (new, new_spec)],
         kv_pages=kv_pages,
         out=((*q.shape[:-1], out_width), out_dtype, out_spec),
         scratch=[
@@ -120,6 +128,8 @@ def attend_rows(
 
 
 def _run_step(  # noqa: PLR0915, a kernel
+    step: Scalar,
+    num_steps: Scalar,
     meta: Ref,
     seq_lens: Ref,
     groups: Ref,
@@ -143,7 +153,7 @@ def _run_step(  # noqa: PLR0915, a kernel
 ) -> None:
     """One step of the grid: `rows_per_step` rows."""
     config, together = static.config, static.config.rows_together
-    num_rows, first_row = meta[0], pl.program_id(0) * static.config.rows_per_step
+    num_rows, first_row = meta[0], step * static.config.rows_per_step
     blocks = PageBlocks(pool, table, static.table_width, meta[1], buffers, arrived)
     share = config.count_share(blocks.page_size)
     rows = RowBlocks(blocks, seq_lens, num_rows, groups, state, static.params.window, together, share)
@@ -310,11 +320,11 @@ def _run_step(  # noqa: PLR0915, a kernel
         lax.fori_loop(first_long, jnp.minimum(first + together, count), run_if_long, 0)
         return carry
 
-    pl.when(pl.program_id(0) == 0)(rows.begin)
+    pl.when(step == 0)(rows.begin)
     count = jnp.clip(num_rows - first_row, 0, config.rows_per_step)
     lax.fori_loop(0, lax.div(count + together - 1, together), run_group, 0)
 
-    @pl.when(pl.program_id(0) == pl.num_programs(0) - 1)
+    @pl.when(step == num_steps - 1)
     def _wait_for_writes() -> None:
         for back in range(2 * together, 0, -1):
 

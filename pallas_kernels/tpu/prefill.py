@@ -24,7 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.layout import LANES
 from pallas_kernels.spec import AttnParams
 from pallas_kernels.tpu.config import ChunkConfig, clip_blocks, find_write_unit
-from pallas_kernels.tpu.launch import launch
+from pallas_kernels.tpu.launch import SMEM, launch
 from pallas_kernels.tpu.pages import PageBlocks, Ref, Scalar, repeat, wait_copy
 from pallas_kernels.tpu.softmax import MASKED, Accumulator, bend, multiply, run_heads
 from pallas_kernels.tpu.tiles import NUM_COLUMNS, TilePlan
@@ -51,12 +51,13 @@ def attend_tiles(
     tiles: TilePlan,
     page_table: jax.Array,  # [S * M] i32
     page_offset: jax.Array,  # [] i32
-    factors: jax.Array,  # [2 * K] f32, of scores and of outputs
-    sinks: jax.Array | None,  # [N] f32, in base 2
+    factors: jax.Array,  # [cores, 2 * K / cores] f32, of scores and of outputs
+    sinks: jax.Array | None,  # [cores, N / cores] f32, in base 2
     *,
     table_width: int,
     params: AttnParams,
     config: ChunkConfig,
+    num_cores: int,
     joined: bool,
     out_width: int,
     out_dtype: jnp.dtype,
@@ -67,6 +68,7 @@ def attend_tiles(
     """
     num_kv_heads, group, _, width = q.shape
     _, page_rows, page_size, _ = kv_pages.shape
+    num_kv_heads, page_rows = num_kv_heads // num_cores, page_rows // num_cores
     num_tiles, size = tiles.columns.shape[0] // NUM_COLUMNS, tiles.tile_tokens
     config = clip_blocks(config, page_size, table_width)
 
@@ -74,16 +76,19 @@ def attend_tiles(
         """The tile's block of tokens. A step after the last tile keeps its block, and so copies nothing."""
         return columns[_BLOCK_COLUMN * num_tiles + jnp.minimum(step, jnp.maximum(meta[0] - 1, 0))]
 
-    q_spec = pl.BlockSpec((num_kv_heads, group, size, width), lambda *refs: (0, 0, find_block(*refs), 0))
-    out_spec = pl.BlockSpec((num_kv_heads, group, size, out_width), lambda *refs: (0, 0, find_block(*refs), 0))
-    new_spec = pl.BlockSpec((page_rows, size, width), lambda *refs: (0, find_block(*refs), 0))
-    in_smem = pl.BlockSpec(memory_space=pltpu.SMEM)
+    def find_heads(core: Scalar, *refs: Ref) -> tuple[Scalar, ...]:
+        return (core, 0, find_block(*refs), 0)
+
+    q_spec = pl.BlockSpec((num_kv_heads, group, size, width), find_heads)
+    out_spec = pl.BlockSpec((num_kv_heads, group, size, out_width), find_heads)
+    new_spec = pl.BlockSpec((page_rows, size, width), lambda core, *refs: (core, find_block(*refs), 0))
     return launch(
         partial(_run_tile, static=_Static(config, params, joined, table_width)),
         name="chunk_attention",
         num_steps=tiles.num_tiles,
+        num_cores=num_cores,
         scalars=[jnp.stack([tiles.num_tiles, page_offset]), tiles.columns, page_table],
-        inputs=[(factors, in_smem), (q, q_spec), (sinks, in_smem), (new, new_spec)],
+        inputs=[(factors, SMEM), (q, q_spec), (sinks, SMEM), (new, new_spec)],
         kv_pages=kv_pages,
         out=((*q.shape[:-1], out_width), out_dtype, out_spec),
         scratch=[
@@ -100,15 +105,16 @@ def attend_tiles(
     )
 
 
-def _run_tile(meta: Ref, *refs: Ref, static: _Static) -> None:
+def _run_tile(tile: Scalar, _: Scalar, meta: Ref, *refs: Ref, static: _Static) -> None:
     """One step of the grid: a tile, if there is one."""
 
-    @pl.when(pl.program_id(0) < meta[0])
+    @pl.when(tile < meta[0])
     def _run() -> None:
-        _attend_tile(meta, *refs, static=static)
+        _attend_tile(tile, meta, *refs, static=static)
 
 
 def _attend_tile(  # noqa: PLR0915, a kernel
+    tile: Scalar,
     meta: Ref,
     columns: Ref,
     table: Ref,
@@ -136,7 +142,6 @@ def _attend_tile(  # noqa: PLR0915, a kernel
     num_kv_heads, group, size, width = q.shape
     out_width = out.shape[3]
     num_queries, num_tiles, unit = group * size, columns.shape[0] // NUM_COLUMNS, staged.shape[1] - size
-    tile = pl.program_id(0)
 
     def read_columns(tile: Scalar) -> list[Scalar]:
         return [columns[index * num_tiles + tile] for index in range(NUM_COLUMNS)]

@@ -196,7 +196,7 @@ def test_output_of_compilers_is_captured() -> None:
 
 
 def test_targets_have_a_name() -> None:
-    with pytest.raises(ValueError, match=r"h200, a100, l4, b200, rtx5090, v5e, v6e, tpu7x, got 'v7x'"):
+    with pytest.raises(ValueError, match=r"h200, a100, l4, b200, rtx5090, v5e, v5p, v6e, tpu7x, got 'v7x'"):
         find_target("v7x")
     assert "shared_memory_per_block_optin: 232448" in str(H200.target_config)
     assert H200.shared_memory_bytes == 232_448

@@ -99,6 +99,25 @@ def test_groups(name: str, together: int) -> None:
     check_case(case, config)
 
 
+@pytest.mark.parametrize(
+    ("name", "together"),
+    [
+        ("decode fp8 8:2 of 128", 4),
+        ("mixed", 1),
+        pytest.param("decode", 2, marks=THOROUGH),
+        pytest.param("decode sinks", 4, marks=THOROUGH),
+        pytest.param("decode fp8 4:4 of 64, window", 2, marks=THOROUGH),
+        pytest.param("mixed fp8 4:2 of 64, window, softcap", 2, marks=THOROUGH),
+        pytest.param("mixed fp8 8:2 of 128", 1, marks=THOROUGH),
+        pytest.param("mixed 8:2 of 128 bfloat16, sinks", 1, marks=THOROUGH),
+    ],
+)
+def test_two_cores(name: str, together: int) -> None:
+    """Each has half of the KV heads, and neither waits for the other."""
+    case = find_case(name)
+    check_case(case, replace(group_config(case, together), num_cores=2))
+
+
 def take_rows(inputs: Inputs, rows: Sequence[int]) -> Inputs:
     """A decode batch of these rows of another, in this order; padding has what other rows had."""
     order = [*rows, *(row for row in range(len(inputs.seq_lens)) if row not in rows)]

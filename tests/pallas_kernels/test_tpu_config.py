@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from pallas_kernels import choose_impl, prepare_batch, resolve_impl
 from pallas_kernels.layout import page_bytes, pool_shape
 from pallas_kernels.spec import AttnLayer, AttnParams, AttnShape, KVSpec
+from pallas_kernels.targets import find_target, trace_for
 from pallas_kernels.tpu import attention
-from pallas_kernels.tpu.attention import choose_layout, find_obstacle
+from pallas_kernels.tpu.attention import choose_layout, find_config, find_obstacle
 from pallas_kernels.tpu.config import (
     VMEM_BUDGET,
     ChunkConfig,
@@ -107,6 +108,20 @@ def test_default_blocks_fit(
             assert clipped.pages_per_block <= part.pages_per_block
     assert config.decode.num_buffers * config.decode.pages_per_block * page_bytes(shape.spec) <= VMEM_BUDGET
     assert config.chunk.tile_tokens * group <= max(512, 32 * group)
+
+
+@pytest.mark.parametrize(("num_kv_heads", "num_cores"), [(8, 2), (2, 2), (1, 1), (3, 1)])
+def test_two_cores_share_the_heads_if_they_can(num_kv_heads: int, num_cores: int) -> None:
+    shape = make_shape(4 * num_kv_heads, num_kv_heads)
+    ones = jnp.ones(8, jnp.int32)
+    rows = StepRows(jnp.arange(9), ones, ones, 8 * ones[:3], num_tokens=8, max_query_len=1, max_len=4096)
+    with trace_for(find_target("v5p")):
+        config = find_config(shape, rows)
+    assert config.num_cores == num_cores
+    part = make_shape(4 * num_kv_heads // num_cores, num_kv_heads // num_cores)
+    assert config.decode == default_config(part, max_query_len=1).decode, "blocks are those of a core's heads"
+    with trace_for(find_target("v6e")):
+        assert find_config(shape, rows) == default_config(shape, max_query_len=1)
 
 
 def test_blocks_follow_the_window_and_the_drafts() -> None:

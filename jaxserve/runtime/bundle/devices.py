@@ -20,7 +20,8 @@ from pallas_kernels.targets import TARGETS, Target, open_devices, trace_for
 
 # Chips of each slice, and their arrangement as the compiler knows it. A host has four or eight of them.
 _SLICES = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
-_SLICED = ("v5e", "v6e")
+_CUBES = {1: "1x1x1", 4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8"}
+_SLICED = {"v5e": _SLICES, "v5p": _CUBES, "v6e": _SLICES}
 _GPUS_PER_HOST = 8
 _COMPILERS = {"tpu": ("libtpu", "jaxserve[tpu]"), "gpu": ("jax-cuda13-plugin", "jaxserve[cuda13]")}
 # Of a target's variables, those by which its compiler is loaded where there is no device.
@@ -71,11 +72,11 @@ def open_build_devices(name: str | None, tensor_parallel_size: int) -> BuildDevi
 def find_build_target(name: str, num_devices: int) -> Target:
     """Returns a kind of device, with a slice or hosts for that many; ConfigError if there is none."""
     kind, _, count = name.rpartition("-")
-    if kind in _SLICED and count.isdecimal() and int(count) in _SLICES:
+    if kind in _SLICED and count.isdecimal() and int(count) in _SLICED[kind]:
         return _take_slice(kind, int(count))
     if name in _SLICED:
-        fitting = [chips for chips in _SLICES if chips >= num_devices]
-        return _take_slice(name, fitting[0] if fitting else max(_SLICES))
+        slices = _SLICED[name]
+        return _take_slice(name, next((chips for chips in slices if chips >= num_devices), max(slices)))
     if name not in TARGETS:
         known = ", ".join(list_build_devices())
         raise ConfigError(f"{shorten(name)} is not known; known are {known}", field="device", value=name)
@@ -93,12 +94,12 @@ def list_build_devices() -> Iterator[str]:
     """Yields the names that `open_build_devices` knows."""
     yield "cpu"
     yield from TARGETS
-    for kind in _SLICED:
-        yield f"{kind}-{{{','.join(map(str, _SLICES))}}}"
+    for kind, slices in _SLICED.items():
+        yield f"{kind}-{{{','.join(map(str, slices))}}}"
 
 
 def _take_slice(kind: str, chips: int) -> Target:
-    return replace(TARGETS[kind], topology=f"{kind}:{_SLICES[chips]}")
+    return replace(TARGETS[kind], topology=f"{kind}:{_SLICED[kind][chips]}")
 
 
 def _count_memory(target: Target) -> int:
