@@ -48,5 +48,10 @@ class Looks:
             plain: seconds of a plain step; above 0.
             seconds: those of one that looks; 0: not known.
         """
-        cost = max(0.0, seconds - plain) if seconds else _FIRST_COST * plain
+        cost = estimate_cost(plain, seconds)
         self._wait = int(min(_MOST, max(_LEAST, cost / (_SHARE * account.share * plain))))
+
+
+def estimate_cost(plain: float, seconds: float) -> float:
+    """Returns what a look takes longer than a plain step; arguments as in `Looks.begin`."""
+    return max(0.0, seconds - plain) if seconds else _FIRST_COST * plain

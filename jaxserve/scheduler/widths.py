@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from jaxserve.scheduler.acceptance import Acceptance
 from jaxserve.scheduler.draft_account import DraftAccount
 from jaxserve.scheduler.limits import SchedulerLimits
-from jaxserve.scheduler.looks import Looks
+from jaxserve.scheduler.looks import Looks, estimate_cost
 from jaxserve.scheduler.step_times import StepTimes
 
 _log = logging.getLogger(__name__)
@@ -155,10 +155,10 @@ class WidthChooser:
         """
         if width > 1 and self._num_brought:
             self._kept += (min(1.0, num_tokens / self._num_brought) - self._kept) / _KEPT_MEMORY
+        times, num_rows = self._times, max(1, num_rows)
         place = bisect_left(self._sizes, num_rows)
-        if not num_rows or place == len(self._sizes):
+        if place == len(self._sizes):
             return
-        times = self._times
         self._plain_age = 0 if times.was_plain else self._plain_age + 1
         plain = times.measure(num_rows, 1, 0)
         if not plain:
@@ -167,6 +167,8 @@ class WidthChooser:
         if seconds and times.is_in_wake:
             most = times.measure(num_rows, width, self._count_costly(width, num_drafts)) or 2 * plain
             gain = plain * num_tokens / num_rows - min(seconds, _MOST_OF_MEAN * most)
+        elif not seconds and num_drafts and not self._limits.draft_costs:  # a step of chunks that looks drafts up
+            gain = -estimate_cost(plain, times.measure(num_rows, 1, num_drafts))
         self._accounts[place].add(plain, gain)
 
     @property
