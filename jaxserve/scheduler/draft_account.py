@@ -41,6 +41,6 @@ class DraftAccount:
     def has_plenty(self) -> bool:
         return self.affords(_PLENTY * self._most)
 
-    def clear(self) -> None:
-        """Takes out what there is, so that only new income pays for the next try."""
-        self._balance = min(self._balance, 0.0)
+    def halve(self) -> None:
+        """Takes out half of what there is, so that a try after one that found nothing has to wait longer."""
+        self._balance = min(self._balance, self._balance / 2)

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 _MARGIN = 1.05  # a width replaces another if it is better by this factor
 _LEAST_MARGIN = 1.02  # the same for plain steps
 _HOLD = 16  # steps that fewer rows must last before they count: row counts that flip must not flip the width
-_LOOKUP_ALLOWANCE, _HEAD_ALLOWANCE = 0.01, 0.02  # share of the time that may be lost
+_LOOKUP_ALLOWANCE, _HEAD_ALLOWANCE = 0.01, 0.03  # share of the time that may be lost
 _KEPT_MEMORY = 16  # verify steps of which the share of kept tokens is known
 _MOST_OF_MEAN = 2.0  # times what such a step usually takes: more is not the drafts' fault
 _PROBE_CHAINS = 8  # chains that a probe sees
@@ -243,7 +243,7 @@ class WidthChooser:
             return 1
         if speeds[best] > (_MARGIN if best > 1 else _LEAST_MARGIN) * speeds.get(current, 0):
             if best == 1 and self._limits.draft_costs:
-                account.clear()  # the next probe has to wait
+                account.halve()
             current = self._current[self._size] = best
         if current > 1:
             return current
