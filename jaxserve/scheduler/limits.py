@@ -21,7 +21,7 @@ class SchedulerLimits:
     loop_rows: int = 0  # the most rows that can decode several steps in one dispatch
     verify_widths: tuple[tuple[int, int], ...] = ()  # (most rows, width) of each program that verifies drafts
     max_drafts: int = 0  # of a row in a step; 0: nobody drafts
-    draft_costs: bool = False  # whether drafts cost time; otherwise every step makes them, whatever its plan says
+    draft_costs: bool = False  # whether drafts are made by passes of a model; otherwise they are looked up
     fixed_drafts: tuple[tuple[int, int, int], ...] | None = None  # (from, to, drafts) by decoding rows; None: measured
     num_lookahead_tokens: int = 0  # slots behind a step's tokens that the drafter writes
     looks_up: bool = False  # drafts are looked up in the rows' tokens, which the device must know
@@ -36,3 +36,10 @@ class SchedulerLimits:
         if threshold is None:
             threshold = min(self.max_model_len // 25, self.max_num_batched_tokens // 2)
         return max(threshold, CHUNK_EDGE) if threshold else self.max_num_batched_tokens
+
+    def count_costly(self, width: int, num_drafts: int) -> int:
+        """Returns how many of the drafts that a step makes add to its time.
+
+        A head's do, and so do those that are looked up behind a step of width 1; verify steps look theirs up inside.
+        """
+        return num_drafts if self.draft_costs or width == 1 else 0

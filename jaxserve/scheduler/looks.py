@@ -19,7 +19,6 @@ class Looks:
 
     def __init__(self) -> None:
         self._wait = self._num_rows = 0  # plain steps until the next look; decoding rows of the last step
-        self._has_hope = False
 
     @property
     def is_due(self) -> bool:

@@ -96,7 +96,7 @@ class Scheduler:
         elif plan.chunks:
             self.times.add(plan.num_tokens, plan.num_rows, seconds)
         else:
-            num_drafts = plan.num_drafts if self.limits.draft_costs or plan.width == 1 else 0
+            num_drafts = self.limits.count_costly(plan.width, plan.num_drafts)
             self.times.add_decode(plan.num_rows, plan.width, num_drafts, seconds)
         limit = self.limits.options.priority_itl_ms
         if limit is None or seconds <= limit / 1000 or not plan.decode_tickets:

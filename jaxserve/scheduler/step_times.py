@@ -119,8 +119,7 @@ class StepTimes:
 
         Args:
             width: tokens of each row.
-            num_drafts: those that the step makes and that add to its time: a head's, and those that are looked up
-                behind a step of width 1.
+            num_drafts: those that the step makes and that add to its time (`SchedulerLimits.count_costly`).
         """
         return self._read_width(num_rows, width, num_drafts, decay=1.0)
 

@@ -163,11 +163,11 @@ class WidthChooser:
         plain = times.measure(num_rows, 1, 0)
         if not plain:
             return
-        gain, seconds = 0.0, times.last_seconds
-        if seconds and times.is_in_wake:
-            most = times.measure(num_rows, width, self._count_costly(width, num_drafts)) or 2 * plain
-            gain = plain * num_tokens / num_rows - min(seconds, _MOST_OF_MEAN * most)
-        elif not seconds and num_drafts and not self._limits.draft_costs:  # a step of chunks that looks drafts up
+        gain = 0.0
+        if times.is_in_wake and num_tokens:
+            most = times.measure(num_rows, width, self._limits.count_costly(width, num_drafts)) or 2 * plain
+            gain = plain * num_tokens / num_rows - min(times.last_seconds, _MOST_OF_MEAN * most)
+        elif num_drafts and not (times.last_seconds or self._limits.draft_costs):  # lookups in a step of chunks
             gain = -estimate_cost(plain, times.measure(num_rows, 1, num_drafts))
         self._accounts[place].add(plain, gain)
 
@@ -194,10 +194,6 @@ class WidthChooser:
             self._looks.begin(account, plain, self._times.measure(num_rows, 1, most))
         return most if width > 1 or account.affords(0.0) else 0
 
-    def _count_costly(self, width: int, num_drafts: int) -> int:
-        """Returns the drafts of a step that add to its time; see `StepTimes.measure`."""
-        return num_drafts if self._limits.draft_costs or width == 1 else 0
-
     def _may_run(self, num_rows: int, width: int, step_limit: float | None) -> bool:
         if width == 1:
             return True
@@ -207,7 +203,7 @@ class WidthChooser:
 
     def _estimate(self, num_rows: int, width: int) -> float:
         """Returns the seconds of a step of this width in a row of such steps; 0 if there were too few."""
-        return self._times.estimate_width(num_rows, width, self._count_costly(width, width - 1))
+        return self._times.estimate_width(num_rows, width, self._limits.count_costly(width, width - 1))
 
     def _read_table(self, num_rows: int) -> int:
         """Returns the width by the fixed table. A change of the table's line must last before it counts."""

@@ -77,7 +77,7 @@ class Clock:
         seconds *= self._random.gauss(1, 0.02) * (1 + 0.05 * rows) * 0.01
         self.seconds += seconds
         self.num_plain += rows * seconds / (0.01 * (1 + 0.05 * rows))  # tokens of plain steps in that time
-        self.step_times.add_decode(rows, width, num_drafts if costs or looks else 0, seconds)
+        self.step_times.add_decode(rows, width, self.limits.count_costly(width, num_drafts), seconds)
         chains: Counter[tuple[int, int]] = Counter()
         num_tokens = rows
         for length in self._lengths if len(self._lengths) == rows else [0] * rows:
