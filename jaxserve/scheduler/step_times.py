@@ -115,7 +115,8 @@ class StepTimes:
             self._drafted.amend(min(seconds / plain, 2.0) - 1)
 
     def measure(self, num_rows: int, width: int, num_drafts: int) -> float:
-        """Returns the seconds of a step of decoding rows alone; 0 if there were fewer than two of its size.
+        """Returns the seconds of a step of decoding rows alone; 0 if there were fewer than two of its size, or of
+        plain ones.
 
         Args:
             width: tokens of each row.

@@ -132,7 +132,7 @@ def attend_with_update(
         "num_cores": work.config.num_cores,
         "interpret": batch.interpret,
     }
-    factors = _make_factors(shape.spec, params, heads, work.config.num_cores)
+    factors = _make_factors(shape.spec, params, heads)
     page_offset = jnp.asarray(layer.page_offset, jnp.int32)
     # [T, K, G, width]: zeros in padding lanes, and in the lanes of paired values, add nothing to a product.
     grouped = q.reshape(num_tokens, num_kv_heads, group, head_dim).astype(compute_dtype(shape))
@@ -167,7 +167,7 @@ def attend_with_update(
             batch.page_table.reshape(-1),
             page_offset,
             factors,
-            None if heads.sinks is None else _split_by_core(heads.sinks, work.config.num_cores) * LOG2E,
+            None if heads.sinks is None else heads.sinks.astype(jnp.float32) * LOG2E,
             table_width=table_width,
             config=work.config.chunk,
             **options,
@@ -178,18 +178,12 @@ def attend_with_update(
     return values.reshape(num_tokens, num_heads, shape.spec.out_dim), kv_pages
 
 
-def _split_by_core(by_head: jax.Array, num_cores: int) -> jax.Array:
-    """[heads] -> [cores, heads / cores] f32"""
-    return by_head.astype(jnp.float32).reshape(num_cores, -1)
-
-
-def _make_factors(spec: KVSpec, params: AttnParams, heads: HeadParams, num_cores: int) -> jax.Array:
-    """[cores, 2 * K / cores] f32: factors of the scores, then of the outputs."""
+def _make_factors(spec: KVSpec, params: AttnParams, heads: HeadParams) -> jax.Array:
+    """[2, K] f32: factors of the scores, then of the outputs."""
     scores = jnp.full((spec.num_kv_heads,), find_factor(params.scale, params.softcap), jnp.float32)
     outputs, values_scale = jnp.ones((spec.num_kv_heads,), jnp.float32), heads.values_scale(spec)
     scores = scores if heads.k_scale is None else scores * heads.k_scale
-    outputs = outputs if values_scale is None else outputs * values_scale
-    return jnp.concatenate([_split_by_core(each, num_cores) for each in (scores, outputs)], axis=1)
+    return jnp.stack([scores, outputs if values_scale is None else outputs * values_scale])
 
 
 def _fit_first(array: jax.Array, size: int) -> jax.Array:

@@ -25,7 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.layout import LANES
 from pallas_kernels.spec import AttnParams
 from pallas_kernels.tpu.config import HEADS_TOGETHER, DecodeConfig, clip_blocks, count_sublanes
-from pallas_kernels.tpu.launch import SMEM, launch
+from pallas_kernels.tpu.launch import by_core, launch
 from pallas_kernels.tpu.pages import PageBlocks, Ref, Scalar, divide, wait_copy
 from pallas_kernels.tpu.row_blocks import NUM_STATES, RowBlocks, plan_groups
 from pallas_kernels.tpu.softmax import MASKED, Accumulator, bend, keep_values, multiply, run_heads
@@ -60,7 +60,7 @@ def attend_rows(
     page_table: jax.Array,  # [R * M] i32
     num_rows: jax.Array,  # [] i32: rows [0, num_rows) are attended, the output of others is arbitrary
     page_offset: jax.Array,  # [] i32
-    factors: jax.Array,  # [cores, 2 * K / cores] f32, of scores and of outputs
+    factors: jax.Array,  # [2, K] f32, of scores and of outputs
     sinks: jax.Array | None,  # [K, G padded, 128] f32, in base 2
     *,
     params: AttnParams,
@@ -110,7 +110,7 @@ def attend_rows(
         num_steps=(num_rows + by_rows - 1) // by_rows,
         num_cores=num_cores,
         scalars=[jnp.stack([num_rows, page_offset]), seq_lens, groups, page_table],
-        inputs=[(factors, SMEM), (q, q_spec), (sinks, sinks_spec), (new, new_spec)],
+        inputs=[by_core(factors, num_cores), (q, q_spec), (sinks, sinks_spec), (new, new_spec)],
         kv_pages=kv_pages,
         out=((*q.shape[:-1], out_width), out_dtype, out_spec),
         scratch=[

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,6 @@ from pallas_kernels.tpu.config import VMEM_LIMIT
 from pallas_kernels.tpu.pages import Ref
 
 Operand = tuple[jax.Array | None, pl.BlockSpec]
-SMEM = pl.BlockSpec(memory_space=pltpu.SMEM)  # of an input with a line for each core
 
 
 def launch(
@@ -32,33 +30,24 @@ def launch(
 ) -> tuple[jax.Array, jax.Array]:
     """Runs `kernel(step, steps, *scalars, *inputs, pool, out, *scratch)` for each of `num_steps` steps, in their order.
 
-    `scalars` are i32 arrays in SMEM. An input that is None stays None; `SMEM` ones have a line for each core, and the
-    index maps of others take (core, step, *scalars). The pool stays in HBM, and the kernel writes to it in place. Only
-    the device knows the number of steps: steps that a bucket does not need cost nothing. Returns the output and the
-    pool.
+    `scalars` are i32 arrays in SMEM, which the block specs see behind (core, step). An input that is None stays None.
+    The pool stays in HBM, and the kernel writes to it in place. Only the device knows the number of steps: steps that a
+    bucket does not need cost nothing. Returns the output and the pool.
 
-    Each core runs all steps, with its part of the KV heads: its line, its rows of a page, its blocks. So cores need
-    nothing of each other, and have the same work.
+    Each core runs all steps, with its part of the KV heads: its rows of a page, and the blocks that the specs give it.
+    So cores need nothing of each other, and have the same work.
     """
     is_given = [array is not None for array, _ in inputs]
-    by_core = [spec is SMEM for _, spec in inputs]
-    given = [(_drop_cores(array, spec, num_cores), spec) for array, spec in inputs if array is not None]
-    operands = [*scalars, *(array for array, _ in given), kv_pages]
-    axis, page_rows = (1, kv_pages.shape[1] // num_cores) if num_cores > 1 else (0, 0)
+    operands = [*scalars, *(array for array, _ in inputs if array is not None), kv_pages]
+    page_rows = kv_pages.shape[1] // num_cores
 
     def run(*refs: Ref) -> None:
         rest = list(refs)
-        arguments = [rest.pop(0) for _ in scalars]
-        given = [rest.pop(0) if present else None for present in is_given]
+        given = [rest.pop(0) for _ in scalars]
+        given += [rest.pop(0) if present else None for present in is_given]
         _, found, pool, *buffers = rest  # the pool as an output: reads must see what was written
-        if num_cores > 1:
-            core = pl.program_id(0)
-            pool = pool.at[:, pl.ds(core * page_rows, page_rows)]
-            given = [
-                ref.at[core] if has_line and ref is not None else ref
-                for ref, has_line in zip(given, by_core, strict=True)
-            ]
-        kernel(pl.program_id(axis), pl.num_programs(axis), *arguments, *given, pool, found, *buffers)
+        own = pool.at[:, pl.ds(pl.program_id(0) * page_rows, page_rows)]
+        kernel(pl.program_id(1), pl.num_programs(1), *given, own, found, *buffers)
 
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     axes = jax.typeof(kv_pages).manual_axis_type  # under shard_map, the mesh axes over which the results vary
@@ -67,9 +56,9 @@ def launch(
         run,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
-            grid=(*(num_cores,) * axis, jnp.maximum(num_steps, 1)),
-            in_specs=[*(_fit_cores(spec, num_cores) for _, spec in given), in_hbm],
-            out_specs=(_fit_cores(out_spec, num_cores), in_hbm),
+            grid=(num_cores, jnp.maximum(num_steps, 1)),
+            in_specs=[*(spec for array, spec in inputs if array is not None), in_hbm],
+            out_specs=(out_spec, in_hbm),
             scratch_shapes=scratch,
         ),
         out_shape=(
@@ -79,22 +68,18 @@ def launch(
         input_output_aliases={len(operands) - 1: 1},
         # A bounds check takes more than twice as long as starting the copy that it checks.
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=(*("parallel",) * axis, "arbitrary"),
-            vmem_limit_bytes=VMEM_LIMIT,
-            disable_bounds_checks=True,
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT, disable_bounds_checks=True
         ),
         interpret=pltpu.InterpretParams(detect_races=True, num_cores_or_threads=num_cores) if interpret else False,
         name=name,
     )(*operands)
 
 
-def _drop_cores(array: jax.Array, spec: pl.BlockSpec, num_cores: int) -> jax.Array:
-    return array[0] if spec is SMEM and num_cores == 1 else array
-
-
-def _fit_cores(spec: pl.BlockSpec, num_cores: int) -> pl.BlockSpec:
-    """The spec for a grid without an axis of cores, if there is one core."""
-    find_block = spec.index_map
-    if find_block is None or num_cores > 1:
-        return spec
-    return replace(spec, index_map=lambda *indices: find_block(0, *indices))
+def by_core(array: jax.Array | None, num_cores: int) -> Operand:
+    """Numbers [..., heads] for SMEM: each core sees those of its heads, in one axis."""
+    if array is None:
+        return None, pl.BlockSpec()
+    parts = jnp.moveaxis(array.reshape(*array.shape[:-1], num_cores, -1), -2, 0)
+    lines = parts.reshape(num_cores, 1, -1)  # the last two axes of a block must be tiles, or whole
+    spec = pl.BlockSpec((None, None, lines.shape[2]), lambda core, *_: (core, 0, 0), memory_space=pltpu.SMEM)
+    return lines, spec

@@ -24,7 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.layout import LANES
 from pallas_kernels.spec import AttnParams
 from pallas_kernels.tpu.config import ChunkConfig, clip_blocks, find_write_unit
-from pallas_kernels.tpu.launch import SMEM, launch
+from pallas_kernels.tpu.launch import by_core, launch
 from pallas_kernels.tpu.pages import PageBlocks, Ref, Scalar, repeat, wait_copy
 from pallas_kernels.tpu.softmax import MASKED, Accumulator, bend, multiply, run_heads
 from pallas_kernels.tpu.tiles import NUM_COLUMNS, TilePlan
@@ -51,8 +51,8 @@ def attend_tiles(
     tiles: TilePlan,
     page_table: jax.Array,  # [S * M] i32
     page_offset: jax.Array,  # [] i32
-    factors: jax.Array,  # [cores, 2 * K / cores] f32, of scores and of outputs
-    sinks: jax.Array | None,  # [cores, N / cores] f32, in base 2
+    factors: jax.Array,  # [2, K] f32, of scores and of outputs
+    sinks: jax.Array | None,  # [N] f32, in base 2
     *,
     table_width: int,
     params: AttnParams,
@@ -88,7 +88,7 @@ def attend_tiles(
         num_steps=tiles.num_tiles,
         num_cores=num_cores,
         scalars=[jnp.stack([tiles.num_tiles, page_offset]), tiles.columns, page_table],
-        inputs=[(factors, SMEM), (q, q_spec), (sinks, SMEM), (new, new_spec)],
+        inputs=[by_core(factors, num_cores), (q, q_spec), by_core(sinks, num_cores), (new, new_spec)],
         kv_pages=kv_pages,
         out=((*q.shape[:-1], out_width), out_dtype, out_spec),
         scratch=[

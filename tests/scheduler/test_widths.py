@@ -225,6 +225,20 @@ def test_other_rows_have_a_look_if_there_is_plenty_to_pay_it() -> None:
     assert sum(step % 5 == 0 for step in looks) >= 15 and 25 <= (looks[-1] - looks[0]) / 19 <= 60
 
 
+def test_steps_of_chunks_pay_for_their_looks() -> None:
+    """Otherwise rows that come and go would be looked at each time, as the account would always have plenty."""
+    clock = Clock().run(2000, [0.0] * 4, 8)
+    chooser, made = clock.chooser, []
+    for step in range(400):
+        _, num_drafts = chooser.choose(7 + step % 2)
+        chooser.note_plan(num_drafts)
+        clock.step_times.add(40, 9, 0.05)
+        chooser.note_drafts([0] * 8 if num_drafts else None)
+        chooser.note_step(8, 1, num_drafts, 8)
+        made.append(num_drafts)
+    assert 1 <= made[-200:].count(MOST) <= 200 / 20
+
+
 def test_lookups_rest_where_a_verify_step_cannot_pay_for_itself() -> None:
     """Half of the first drafts are right, which would bring 1.9 tokens in a step that costs as much as 4."""
     clock = Clock(times={1: 1.0, 3: 3.0, 5: 4.0}).run(2000, [0.5] * 4, 8)
