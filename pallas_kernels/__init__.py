@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
-    "api": ("attend_stored", "attend_with_update"),
+    "api": ("attend_stored", "attend_with_update", "store"),
     "grouped.api": ("choose_grouped_impl", "grouped_matmul"),
     "backends": ("choose_impl", "choose_layout", "resolve_impl"),
     "batch": ("prepare_batch",),

@@ -31,16 +31,37 @@ def attend_with_update(
         ValueError: an array or the layer does not fit the batch; names both.
     """
     _check_shapes(q, kv_pages, batch, layer)
-    spec, found = batch.shape.spec, None if v is None else v.shape
-    wanted = (q.shape[0], spec.num_kv_heads, spec.head_dim)
-    if k.shape != wanted or found != (None if spec.is_latent else wanted):
-        raise ValueError(f"q {q.shape} and kv_pages {kv_pages.shape} do not fit k {k.shape} and v {found}")
+    _check_tokens(q, k, v, batch)
     backend = find_backend(batch.impl)
     if backend.fused:
         layer = replace(layer, page_offset=jnp.asarray(layer.page_offset, jnp.int32))
         return _attend_fused(q, k, v, kv_pages, batch, layer)
     kv_pages = update_kv_pages(k, v, kv_pages, batch, layer)
     return backend.module.attend(q, kv_pages, batch, layer), kv_pages
+
+
+def store(
+    k: jax.Array,  # [T, K, H]
+    v: jax.Array | None,  # [T, K, H]; None for latents
+    kv_pages: jax.Array,  # [num_pages, 2K, page_size, H]
+    batch: BatchMeta,
+    layer: AttnLayer,
+) -> jax.Array:
+    """Writes the step's keys and values as `attend_with_update` does, and returns the pool.
+
+    An implementation that writes while it attends, and has no other way, attends with queries of zeros.
+
+    Raises:
+        ValueError: an array or the layer does not fit the batch; names both.
+    """
+    shape, backend = batch.shape, find_backend(batch.impl)
+    q = jnp.zeros((k.shape[0], shape.num_heads, shape.spec.head_dim), shape.dtype)
+    if backend.fused and not hasattr(backend.module, "store"):
+        return attend_with_update(q, k, v, kv_pages, batch, layer)[1]
+    _check_shapes(q, kv_pages, batch, layer)
+    _check_tokens(q, k, v, batch)
+    write = backend.module.store if backend.fused else update_kv_pages
+    return write(k, v, kv_pages, batch, layer)
 
 
 def attend_stored(
@@ -72,6 +93,13 @@ def _attend_fused(
 ) -> tuple[jax.Array, jax.Array]:
     """Jitted by itself, so that a model's equal layers are traced and lowered once."""
     return find_backend(batch.impl).module.attend_with_update(q, k, v, kv_pages, batch, layer)
+
+
+def _check_tokens(q: jax.Array, k: jax.Array, v: jax.Array | None, batch: BatchMeta) -> None:
+    spec, found = batch.shape.spec, None if v is None else v.shape
+    wanted = (q.shape[0], spec.num_kv_heads, spec.head_dim)
+    if k.shape != wanted or found != (None if spec.is_latent else wanted):
+        raise ValueError(f"q {q.shape} wants k and v of {wanted}, of latents k alone; got k {k.shape} and v {found}")
 
 
 def _check_shapes(q: jax.Array, kv_pages: jax.Array, batch: BatchMeta, layer: AttnLayer) -> None:

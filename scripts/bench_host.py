@@ -39,7 +39,7 @@ from jaxserve.runtime.quantizer import WeightQuantizer
 from jaxserve.runtime.recording import Recording, RecordingFile
 from jaxserve.runtime.rows import SampleVariant, list_variants
 from jaxserve.runtime.runner import ModelRunner
-from jaxserve.runtime.step_model import HiddenStates, SampledTokens, SampleInputs
+from jaxserve.runtime.step_model import HiddenStates, RowLines, SampledTokens, SampleInputs
 from jaxserve.runtime.tee import TeeRunner
 from jaxserve.sampling import sampler_state_specs
 from jaxserve.sampling_params import OutputKind, SamplingParams
@@ -99,23 +99,23 @@ def make_null_runner(max_rows: int, buckets: BucketTable) -> ModelRunner:
     state = StateShape(1, max_rows + 1, pages_per_row, 2 * max_rows + pages_per_row)
     cache = (jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.bfloat16, sharding=sharding),)
 
-    def null_forward(params: Any, cache: Any, rows: Any, packed: Any, *, num_rows: int) -> Any:
-        del params, packed
+    def null_forward(params: Any, cache: Any, rows: Any, packed: Any, draft_params: None, *, num_rows: int) -> Any:
+        del params, packed, draft_params
         blank = jnp.zeros((num_rows, 1), jnp.int32)
-        selected = SampleInputs(jnp.zeros((1, 1)), blank[:, 0], blank[:, 0], blank)
-        return cache, rows, selected, HiddenStates(blank, None, None)
+        selected = SampleInputs(jnp.zeros((1, 1)), RowLines(jnp.zeros((num_rows, 3), jnp.int32)))
+        return cache, rows, selected, HiddenStates(blank, None)
 
     def null_sample(rows: Any, history: None, corpus: None, selected: SampleInputs, *, width: int) -> Any:
         """Accepts all drafts of every other row and none of the rest; drafts the same again."""
-        ids = jnp.arange(selected.row_ids.shape[0], dtype=jnp.int32) % 97 + 32
+        ids = jnp.arange(len(selected.lines), dtype=jnp.int32) % 97 + 32
         runs = jnp.tile(ids[:, None], width)
         is_kept = (jnp.arange(width) == 0) | (jnp.arange(len(ids)) % 2 == 0)[:, None]
         drafts = runs[:, 1:] if width > 1 else None
         return rows, history, SampledTokens(jnp.where(is_kept, runs, NOT_KEPT), drafts)
 
-    def null_look_up(rows: Any, lookup: Any, row_ids: Any, samples: Any, ids: Any) -> Any:
+    def null_look_up(rows: Any, lookup: Any, lines: Any, ids: Any) -> Any:
         """Drafts what each row has just sampled."""
-        del lookup, row_ids, samples
+        del lookup, lines
         return rows, jnp.tile(ids, max(width for _, width in buckets.verify_sizes) - 1)
 
     state_specs = cache, row_state_specs(state, sharding), sampler_state_specs(1, 1, sharding), None

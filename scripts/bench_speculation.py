@@ -132,7 +132,7 @@ def show_loads(run: Instrument, figures: list[dict[str, Any]]) -> None:
 
 def show_programs(run: Instrument, figures: list[dict[str, Any]]) -> None:
     """Prints the table of the programs."""
-    kinds = ("forward", "sample", "catch up", "draft")
+    kinds = ("forward", "sample", "draft")
     lines = [
         (each["bucket"], *(f"{each[kind]:,.0f}" if kind in each else "" for kind in kinds), f"{each['ratio']:.2f}")
         for each in figures

@@ -117,7 +117,7 @@ def make_step(model: NullModel, rows: int, position: int) -> NullStep:
     on_device = jax.device_put(packed, inputs.replicated)
 
     def run(state: StepState) -> tuple[StepState, SampleInputs, HiddenStates]:
-        cache, row_state, selected, hidden = program(model.params, *state, on_device)
+        cache, row_state, selected, hidden = program(model.params, *state, on_device, None)
         return (cache, row_state), selected, hidden
 
     return NullStep(step_model, bucket.rows, run, lambda: make_zeros((inputs.cache, inputs.rows)))

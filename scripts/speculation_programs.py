@@ -16,7 +16,6 @@ from jaxserve.runtime.buckets import Bucket
 from jaxserve.runtime.inputs import ON_DEVICE, InputLayout
 from jaxserve.runtime.rows import SAMPLING_FIELDS, SampleVariant
 from jaxserve.runtime.runner import ModelRunner
-from jaxserve.runtime.step import head_params
 
 POSITION = 150  # tokens that each row has computed
 REPEATS = 200
@@ -68,20 +67,10 @@ def _make_clock(seconds: dict[str, list[float]]) -> Clock:
 def _run_step(runner: ModelRunner, bucket: Bucket, clock: Clock) -> None:
     """Runs the programs of a greedy step of full rows, each to its end."""
     packed = _pack(runner, bucket)
-    selected, hidden = clock("forward", lambda: runner._run(bucket, packed))
+    selected, _ = clock("forward", lambda: runner._run(bucket, packed))
     sampled = clock("sample", lambda: _sample(runner, bucket, selected))
-    if hidden.tokens is None:
-        return
-    for kind, drafts in (("catch up", False), ("draft", True)):
-        program = runner.programs.get("draft", (bucket, drafts))
-        more = selected, hidden.tokens, sampled.ids
-
-        def draft(program: Any = program, more: Any = more) -> Any:
-            params = head_params(runner.params), runner._draft_params
-            runner._cache, runner._rows, found = program(*params, runner._cache, runner._rows, *more)
-            return found, runner._rows.last_token, runner._cache[1]
-
-        clock(kind, draft)
+    if runner._draft_params is not None:
+        clock("draft", lambda: (runner._draft(selected, sampled).drafts, runner._rows.last_token, runner._cache[1]))
 
 
 def _sample(runner: ModelRunner, bucket: Bucket, selected: Any) -> Any:

@@ -16,7 +16,7 @@ from jaxserve.layers.linear import Leaf, linear
 from jaxserve.layers.norm import NormConfig, normalize, normalize_plainly
 from jaxserve.layers.rope import rotate
 from jaxserve.sharding import DEFAULT_RULES, KV_POOL_AXES
-from pallas_kernels.api import attend_stored, attend_with_update
+from pallas_kernels.api import attend_stored, attend_with_update, store
 from pallas_kernels.spec import AttnLayer, AttnParams, BatchMeta, HeadParams
 
 _HEAD_AXES = {"sinks": "heads", "k_scale": "kv_heads", "v_scale": "kv_heads"}  # of HeadParams' arrays
@@ -167,7 +167,8 @@ def attend_pages(
     """Paged attention; on a mesh every device attends with its own heads (kernels cannot be partitioned for us).
 
     Of `leaves` it takes the sinks and the scales of 8-bit pages. `v` is None for latents. `k` is None where the pages
-    are another layer's, which has written the step's keys and values.
+    are another layer's, which has written the step's keys and values. In a context that only stores, the attention is
+    zeros.
     """
     params = AttnParams(scale=config.scale, window=ctx.window, softcap=config.softcap)
     heads = {name: leaves[name] for name in _HEAD_AXES if name in leaves}
@@ -185,6 +186,8 @@ def attend_pages(
         layer = AttnLayer(params, HeadParams(**heads), ctx.page_offset)
         if k is None:
             return attend_stored(q, kv_pages, batch, layer)
+        if ctx.only_stores:
+            return jnp.zeros((*q.shape[:2], batch.shape.spec.out_dim), q.dtype), store(k, v, kv_pages, batch, layer)
         return attend_with_update(q, k, v, kv_pages, batch, layer)
 
     if ctx.mesh is None:

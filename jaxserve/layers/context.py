@@ -33,7 +33,8 @@ class LayerContext(StepContext):
 
     `rotary` is None in a layer without rotation. `kv_pages` is the pool that holds the layer's keys and values, from
     page `page_offset` on; `window` counts the tokens that a query sees, itself included, None for all. `layer_input` is
-    the layer's own input, in models that have one.
+    the layer's own input, in models that have one. With `only_stores` nobody reads what the layer returns, only the
+    keys and values that it stores: attention then returns zeros.
     """
 
     rotary: Rotary | None
@@ -42,3 +43,4 @@ class LayerContext(StepContext):
     page_offset: int
     window: int | None
     layer_input: Float[Array, "T P"] | None = None
+    only_stores: bool = False

@@ -23,7 +23,7 @@ from jaxserve.runtime.inputs import InputLayout, StateShape
 from jaxserve.runtime.page_copies import COPY_PAGES, HostMemory, read_pages, write_pages
 from jaxserve.runtime.program_list import ProgramKey, name_program
 from jaxserve.runtime.programs import Programs
-from jaxserve.runtime.rows import SampleVariant
+from jaxserve.runtime.rows import NUM_SAMPLING_FIELDS, SampleVariant
 from jaxserve.runtime.sample import sample_shaped_tokens, sample_tokens
 from jaxserve.runtime.step import (
     compute_prompt_logprobs,
@@ -33,7 +33,7 @@ from jaxserve.runtime.step import (
     head_params,
     pool_last,
 )
-from jaxserve.runtime.step_model import SampleInputs, StepModel, StepTokens
+from jaxserve.runtime.step_model import RowLines, SampleInputs, StepModel
 from jaxserve.sampling import SamplerState, make_row_setting, set_row
 from jaxserve.sampling.sampler_state import WORD_BITS
 from jaxserve.sampling_params import limit_prompt_logprobs
@@ -104,7 +104,7 @@ def trace_forward(model: StepModel, inputs: ProgramInputs, bucket: Bucket) -> An
     outputs = (_shardings(inputs.cache), _shardings(inputs.rows), inputs.replicated, inputs.replicated)
     options = _list_options(model, inputs)
     jitted = jax.jit(step, donate_argnums=(1, 2), out_shardings=outputs, compiler_options=options)
-    return jitted.trace(inputs.params, inputs.cache, inputs.rows, packed)
+    return jitted.trace(inputs.params, inputs.cache, inputs.rows, packed, inputs.draft_params)
 
 
 def _list_options(model: StepModel, inputs: ProgramInputs) -> dict[str, str] | None:
@@ -136,28 +136,14 @@ def compile_sample(model: StepModel, inputs: ProgramInputs, rows: int, width: in
     return jitted.lower(inputs.rows, inputs.history, corpus, inputs.sampler, selected, masks).compile()
 
 
-def compile_draft(model: StepModel, inputs: ProgramInputs, bucket: Bucket, drafts: bool) -> Any:
-    """Compiles the drafter's program behind the steps of a bucket: with all drafts, or its catching up alone."""
-    assert model.drafting is not None
-    num_drafts = model.drafting.max_drafts if drafts else 0
-    step = functools.partial(draft_tokens, model=model, bucket=bucket, num_drafts=num_drafts)
-    size = len(model.aux_layers) * model.config.hidden_size
-    rows, tokens = inputs.spec((bucket.rows,), jnp.int32), inputs.spec((bucket.tokens,), jnp.int32)
-    work = StepTokens(
-        aux=inputs.spec((bucket.tokens, size), model.config.dtype) if size else None,
-        token_ids=tokens,
-        next_ids=rows,
-        seq_lens=rows,
-        query_start_loc=inputs.spec((bucket.rows + 1,), jnp.int32),
-        distribution=inputs.spec((3,), jnp.int32),
-    )
-    ids = inputs.spec((bucket.rows, bucket.width), jnp.int32)
-    selected = _selected(model, inputs, bucket.rows, bucket.width)
+def compile_draft(model: StepModel, inputs: ProgramInputs, rows: int) -> Any:
+    """Compiles the program with which a drafter with weights drafts behind a step of so many rows."""
+    step = functools.partial(draft_tokens, model=model)
     outputs = _shardings(inputs.cache), _shardings(inputs.rows), inputs.replicated
     options = _list_options(model, inputs)
     jitted = jax.jit(step, donate_argnums=(2, 3), out_shardings=outputs, compiler_options=options)
-    arguments = head_params(inputs.params), inputs.draft_params, inputs.cache, inputs.rows, selected, work, ids
-    return jitted.lower(*arguments).compile()
+    arguments = head_params(inputs.params), inputs.draft_params, inputs.cache, inputs.rows
+    return jitted.lower(*arguments, _lines(inputs, rows)).compile()
 
 
 def compile_loop(model: StepModel, inputs: ProgramInputs, rows: int, variant: SampleVariant, *, num_steps: int) -> Any:
@@ -214,10 +200,10 @@ def compile_zeros(inputs: ProgramInputs) -> Any:
 def compile_look_up(model: StepModel, inputs: ProgramInputs, rows: int) -> Any:
     """Compiles the program that looks drafts up behind a step of width 1."""
     assert inputs.lookup is not None
-    each, ids = inputs.spec((rows,), jnp.int32), inputs.spec((rows, 1), jnp.int32)
+    ids = inputs.spec((rows, 1), jnp.int32)
     step = functools.partial(look_up_drafts, model=model)
     jitted = jax.jit(step, donate_argnums=(0,), out_shardings=(_shardings(inputs.rows), inputs.replicated))
-    return jitted.lower(inputs.rows, inputs.lookup, each, each, ids).compile()
+    return jitted.lower(inputs.rows, inputs.lookup, _lines(inputs, rows), ids).compile()
 
 
 def compile_set_tokens(model: StepModel, inputs: ProgramInputs) -> Any:
@@ -270,7 +256,7 @@ class ProgramCompiler:
             "pool": compile_pool,
             "set_row": lambda model, inputs, _: compile_set_row(model, inputs),
             "zeros": lambda model, inputs, _: compile_zeros(inputs),
-            "draft": lambda model, inputs, key: compile_draft(model, inputs, *key),
+            "draft": compile_draft,
             "look_up": compile_look_up,
             "set_tokens": lambda model, inputs, _: compile_set_tokens(model, inputs),
             "read_pages": compile_read_pages,
@@ -328,13 +314,16 @@ def compile_late(compiler: ProgramCompiler, announce: Callable[[str], None]) -> 
 
 def _selected(model: StepModel, inputs: ProgramInputs, rows: int, width: int) -> SampleInputs:
     """Returns the abstract values that a forward program of `rows` rows hands to sampling."""
-    layout = InputLayout(Bucket(rows, rows), inputs.state_shape)
+    count, aux = rows * width, inputs.rows.aux
     return SampleInputs(
-        logits=inputs.spec((rows * width, model.config.vocab_size), jnp.float32),
-        row_ids=inputs.spec((rows,), jnp.int32),
-        samples=inputs.spec((rows,), jnp.int32),
-        sampling=inputs.spec(layout.views(layout.new()).sampling.shape, jnp.int32),
+        logits=inputs.spec((count, model.config.vocab_size), jnp.float32),
+        lines=_lines(inputs, rows),
+        aux=None if aux is None or width == 1 else inputs.spec((count, aux.shape[1]), aux.dtype),
     )
+
+
+def _lines(inputs: ProgramInputs, rows: int) -> RowLines:
+    return RowLines(inputs.spec((rows, 2 + NUM_SAMPLING_FIELDS), jnp.int32))
 
 
 def _shardings(specs: Any) -> Any:

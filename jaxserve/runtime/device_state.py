@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from jaxserve.runtime.inputs import StateShape
 
@@ -25,19 +25,28 @@ class RowState:
     num_computed: Int[Array, " R"]
     page_table: Int[Array, "G R M"]
     drafts: Int[Array, "R K"] | None = None  # of each row's next tokens, NO_DRAFT where there is none
+    aux: Float[Array, "R AD"] | None = None  # what a head reads of the model at each row's last computed token
 
 
-def row_state_specs(shape: StateShape, sharding: Sharding | None, max_drafts: int = 0) -> RowState:
-    """Returns the abstract values of the rows; `max_drafts` 0: nothing is drafted."""
+def row_state_specs(
+    shape: StateShape, sharding: Sharding | None, max_drafts: int = 0, aux_size: int = 0, dtype: str = "float32"
+) -> RowState:
+    """Returns the abstract values of the rows.
 
-    def spec(*dims: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(dims, jnp.int32, sharding=sharding)
+    Args:
+        max_drafts: of a row; 0: nothing is drafted.
+        aux_size: the numbers of `dtype` that a head reads of the model at each token; 0: no head drafts.
+    """
+
+    def spec(*dims: int, dtype: str = "int32") -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype), sharding=sharding)
 
     return RowState(
         last_token=spec(shape.rows),
         num_computed=spec(shape.rows),
         page_table=spec(shape.groups, shape.rows, shape.pages_per_row),
         drafts=spec(shape.rows, max_drafts) if max_drafts else None,
+        aux=spec(shape.rows, aux_size, dtype=dtype) if aux_size else None,
     )
 
 

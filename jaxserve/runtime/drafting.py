@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from jaxserve.runtime.device_state import RowState
-from jaxserve.runtime.step_model import StepModel
+from jaxserve.runtime.step_model import RowLines, StepModel
 from jaxserve.speculation import NO_DRAFT, LookupState
 
 NO_ANSWER = (0, 0, 0)
@@ -27,24 +27,22 @@ def count_sampled(samples: Int[Array, " S"], runs: Int[Array, "S W"]) -> Int[Arr
 def append_runs(
     rows: RowState,
     history: Int[Array, "R L"],
-    row_ids: Int[Array, " S"],
-    samples: Int[Array, " S"],
+    lines: RowLines,
     runs: Int[Array, "S W"],
     *,
     model: StepModel,
 ) -> Int[Array, "R L"]:
     """Returns the history with the tokens that a step brought its rows, which have computed all but the last."""
     assert model.drafting is not None and model.drafting.lookup is not None
-    counts = count_sampled(samples, runs)
-    positions = rows.num_computed[row_ids] + (counts > 0) - counts
-    return model.drafting.lookup.append(LookupState(history, None), row_ids, positions, runs, counts).history
+    counts = count_sampled(lines.samples, runs)
+    positions = rows.num_computed[lines.row_ids] + (counts > 0) - counts
+    return model.drafting.lookup.append(LookupState(history, None), lines.row_ids, positions, runs, counts).history
 
 
 def look_up_drafts(
     rows: RowState,
     lookup: LookupState,
-    row_ids: Int[Array, " S"],
-    samples: Int[Array, " S"],
+    lines: RowLines,
     runs: Int[Array, "S W"],
     *,
     model: StepModel,
@@ -56,8 +54,8 @@ def look_up_drafts(
     drafting = model.drafting
     assert drafting is not None and drafting.lookup is not None
     few = slice(drafting.rows)
-    lengths = rows.num_computed[row_ids] + (count_sampled(samples, runs) > 0)
-    return set_drafts(rows, row_ids, drafting.lookup.propose(lookup, row_ids[few], lengths[few]))
+    lengths = rows.num_computed[lines.row_ids] + (count_sampled(lines.samples, runs) > 0)
+    return set_drafts(rows, lines.row_ids, drafting.lookup.propose(lookup, lines.row_ids[few], lengths[few]))
 
 
 def set_tokens(lookup: LookupState, line: Int[Array, " E"], *, model: StepModel) -> LookupState:

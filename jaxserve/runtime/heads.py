@@ -1,9 +1,12 @@
-"""The draft programs: a drafter with weights catches up with a step, then drafts what may follow it."""
+"""A drafter with weights, which follows each step of the model and drafts what may come next.
+
+It follows inside the forward program: whatever the model computes, it computes too, from the model's true states, and
+so its pages have no holes. Most steps ask for no more, and a program of its own costs more than this work.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -11,15 +14,99 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxserve.models.decoder import Pools
-from jaxserve.models.drafters.passes import catch_up, draft_logits, expand_logits, map_drafts, run_pass
+from jaxserve.models.drafters.passes import draft_logits, expand_logits, map_drafts, read_target, run_pass
 from jaxserve.runtime.batches import bound_pages, prepare_batches
 from jaxserve.runtime.buckets import Bucket
 from jaxserve.runtime.device_state import KVCache, RowState
 from jaxserve.runtime.drafting import set_drafts
+from jaxserve.runtime.inputs import KEEP, StepInputs
 from jaxserve.runtime.rows import SAMPLING_FIELDS
-from jaxserve.runtime.step_model import SampleInputs, StepModel, StepTokens, unpack_sampling
+from jaxserve.runtime.step_model import RowLines, StepModel, unpack_sampling
 from jaxserve.sampling import draw_uniforms, map_rows, sample, sample_greedy
 from jaxserve.speculation import NO_DRAFT
+
+
+class ModelStep(NamedTuple):
+    """A step as the model has computed it."""
+
+    token_ids: Int[Array, " T"]
+    seq_lens: Int[Array, " S"]
+    tables: Int[Array, "G S M"]  # of the model's KV groups
+    aux: Float[Array, "T AD"] | None  # the inputs of the layers that the drafter reads, side by side
+
+
+def follow_step(
+    target_params: Any,
+    params: Any,
+    pools: Pools,
+    rows: RowState,
+    inputs: StepInputs,
+    step: ModelStep,
+    *,
+    model: StepModel,
+    bucket: Bucket,
+) -> Pools:
+    """Returns the drafter's pools with its keys and values of a step; `rows` are those before it.
+
+    What a head keeps at a position is made of the model's state there and the token behind it. So the entry of a row's
+    last token is written by the row's next step, from the state in `RowState.aux`.
+    """
+    assert model.drafting is not None and model.drafting.head is not None
+    head = model.drafting.head
+    drafter, lens, distribution = head.model, step.seq_lens, inputs.distribution
+    token_ids, aux = step.token_ids, step.aux
+    if drafter.takes_next:
+        token_ids, aux, lens = _pair_with_next(rows, inputs, step, bucket)
+        ends = inputs.distribution
+        distribution = jnp.stack([ends[0], ends[0], ends[2]])  # chunks begin a token before their edge
+    batches = prepare_batches(
+        step.tables[jnp.array(head.groups)],
+        lens,
+        inputs.query_start_loc,
+        distribution,
+        num_tokens=bucket.tokens,
+        max_query_len=bucket.max_query_len,
+        shapes=head.shapes,
+        impl=head.impl,
+    )
+    target = target_params, model.config
+    states = read_target(drafter, params, aux)
+    _, pools = run_pass(
+        drafter,
+        params,
+        *target,
+        states,
+        token_ids,
+        pools,
+        batches,
+        layout=head.layout,
+        mesh=model.mesh,
+        only_stores=True,
+    )
+    return pools
+
+
+def _pair_with_next(
+    rows: RowState, inputs: StepInputs, step: ModelStep, bucket: Bucket
+) -> tuple[Int[Array, " T"], Float[Array, "T AD"], Int[Array, " S"]]:
+    """Returns token ids and the states before them, and the length of each row's run of such pairs.
+
+    A row that goes on has the state before its first token: its pairs lie one position before its tokens. Any other
+    row's begin at its first token, so that its last one wants a token that nobody knows yet. Whatever is taken for it,
+    the row's next step writes that entry anew.
+    """
+    assert step.aux is not None and rows.aux is not None
+    before = rows.aux[inputs.row_ids]
+    goes_on = (inputs.starts == KEEP) | ((inputs.continues == 1) & (inputs.starts == rows.num_computed[inputs.row_ids]))
+    if bucket.is_decode:
+        shifted, each_goes_on = before, goes_on
+    else:
+        lens = jnp.diff(inputs.query_start_loc)
+        firsts = jnp.where(lens > 0, inputs.query_start_loc[:-1], bucket.tokens)
+        shifted = jnp.roll(step.aux, 1, axis=0).at[firsts].set(before, mode="drop")
+        each_goes_on = jnp.repeat(goes_on, lens, total_repeat_length=bucket.tokens)
+    token_ids = jnp.where(each_goes_on, step.token_ids, jnp.roll(step.token_ids, -1))
+    return token_ids, jnp.where(each_goes_on[:, None], shifted, step.aux), step.seq_lens - goes_on
 
 
 def draft_tokens(
@@ -27,94 +114,33 @@ def draft_tokens(
     params: Any,
     cache: KVCache,
     rows: RowState,
-    selected: SampleInputs,
-    tokens: StepTokens,
-    ids: Int[Array, "S W"],
+    lines: RowLines,
     *,
     model: StepModel,
-    bucket: Bucket,
-    num_drafts: int,
-) -> tuple[KVCache, RowState, Int[Array, "S K"] | None]:
-    """Runs the drafter behind a step that brought `ids`; returns the state after it and the drafts of each row.
+) -> tuple[KVCache, RowState, Int[Array, "S K"]]:
+    """Drafts what may follow the tokens of the step just sampled; returns the state after it and each row's drafts.
 
-    First it computes all tokens of the step, with the model's true states; then one token of each row that sampled, on
-    its own guesses, until there are `num_drafts` drafts. With 0 it only catches up: a hole in its pages would spoil
-    all later drafts. `cache` and `rows` are donated.
+    One token of each row that sampled is computed at a time, on the drafter's own guesses. `cache` and `rows` are
+    donated.
     """
-    assert model.drafting is not None and model.drafting.head is not None
-    head, most = model.drafting.head, model.drafting.max_drafts
-    drafter = head.model
-    limits = selected.sampling[:, SAMPLING_FIELDS.index("max_num_tokens")]
-    tables = rows.page_table[jnp.array(head.groups)][:, selected.row_ids]
-    tables = bound_pages(tables, limits, head.shapes[0].spec.page_size, bucket.width + most)
+    drafting = model.drafting
+    assert drafting is not None and drafting.head is not None
+    head, drafter, few = drafting.head, drafting.head.model, slice(drafting.rows)
+    is_open, row_ids, sampling = lines.samples[few] == 1, lines.row_ids[few], lines.sampling[few]
+    limits = sampling[:, SAMPLING_FIELDS.index("max_num_tokens")]
+    tables = rows.page_table[jnp.array(head.groups)][:, row_ids]
+    # Drafts lie behind those of the step before, of which more may have been accepted than the row may keep.
+    tables = bound_pages(tables, limits, head.shapes[0].spec.page_size, 2 * drafting.max_drafts + 1)
+    tables = jnp.where(is_open[:, None], tables, 0)  # a row that has not sampled computes tokens of the null page
+    computed = jnp.where(is_open, rows.num_computed[row_ids], 1)
+    target, count = (target_params, model.config), len(row_ids)
+    choose = _make_choice(params, target_params, sampling, model)
 
-    batches = prepare_batches(
-        tables,
-        tokens.seq_lens,
-        tokens.query_start_loc,
-        tokens.distribution,
-        num_tokens=bucket.tokens,
-        max_query_len=bucket.max_query_len,
-        shapes=head.shapes,
-        impl=head.impl,
-    )
-    count = model.layout.num_pools
-    target, pools = (target_params, model.config), cache[count:]
-    inputs = _shift(tokens, selected, ids) if drafter.takes_next else tokens.token_ids
-    states, pools = catch_up(
-        drafter, params, *target, tokens.aux, inputs, pools, batches, layout=head.layout, mesh=model.mesh
-    )
-    if num_drafts == 0:
-        return (*cache[:count], *pools), rows, None
-
-    computed = rows.num_computed[selected.row_ids]
-    last = tokens.query_start_loc[1:] - 1 + computed - tokens.seq_lens  # where the row's run ended
-    is_open = (selected.samples == 1) & (jnp.diff(tokens.query_start_loc) > 0)
-    few = slice(model.drafting.rows)
-    chain = _Chain(
-        # A row that has not sampled computes a token of the null page.
-        tables=jnp.where(is_open[few, None], tables[:, few], 0),
-        computed=jnp.where(is_open, computed, 0)[few],
-        last_token=rows.last_token[selected.row_ids][few],
-        sampling=replace(selected, sampling=selected.sampling[few]),
-    )
-    first = states[jnp.maximum(last, 0)[few]]
-    drafts, pools = _draft_along(chain, first, pools, target_params, params, model=model, num_drafts=num_drafts)
-    drafts = jnp.pad(drafts, ((0, 0), (0, most - num_drafts)), constant_values=NO_DRAFT)
-    rows, drafts = set_drafts(rows, selected.row_ids, jnp.where(is_open[few, None], drafts, NO_DRAFT))
-    return (*cache[:count], *pools), rows, drafts
-
-
-class _Chain(NamedTuple):
-    """The rows that draft."""
-
-    tables: Int[Array, "G P M"]
-    computed: Int[Array, " P"]  # tokens that are computed
-    last_token: Int[Array, " P"]
-    sampling: SampleInputs
-
-
-def _draft_along(
-    chain: _Chain,
-    states: Float[Array, "P D"],
-    pools: Pools,
-    target_params: Any,
-    params: Any,
-    *,
-    model: StepModel,
-    num_drafts: int,
-) -> tuple[Int[Array, "P K"], Pools]:
-    """Returns the drafts after `states`, those of each row's last computed token, and the pools."""
-    assert model.drafting is not None and model.drafting.head is not None
-    head, count = model.drafting.head, len(chain.computed)
-    drafter = head.model
-    choose = _make_choice(params, target_params, chain.sampling, model)
-
-    def draft_next(carry: tuple[Pools, Array, Array], index: Array) -> tuple[tuple[Pools, Array, Array], Array]:
-        pools, state, token = carry
+    def draft_next(carry: tuple[Pools, Array | None, Array], index: Array) -> tuple[tuple[Any, ...], Array]:
+        pools, states, token_ids = carry
         batches = prepare_batches(
-            chain.tables,
-            chain.computed + index,
+            tables,
+            computed + index + (not drafter.takes_next),
             jnp.arange(count + 1, dtype=jnp.int32),
             jnp.full(3, count, jnp.int32),
             num_tokens=count,
@@ -122,33 +148,22 @@ def _draft_along(
             shapes=head.shapes,
             impl=head.impl,
         )
-        target = target_params, model.config
-        state, pools = run_pass(
-            drafter, params, *target, state, token, pools, batches, layout=head.layout, mesh=model.mesh
+        states, pools = run_pass(
+            drafter, params, *target, states, token_ids, pools, batches, layout=head.layout, mesh=model.mesh
         )
-        token = choose(state, chain.computed + index + drafter.takes_next)
-        return (pools, state, token), token
+        token_ids = choose(states, computed + index + 1)
+        return (pools, states if drafter.takes_next else None, token_ids), token_ids
 
-    # The catch-up pass of a head has drafted; a draft model has yet to compute the sampled token.
-    first = [choose(states, chain.computed + 1)] if drafter.takes_next else []
-    token = first[0] if first else chain.last_token
-    passes = jnp.arange(1, drafter.count_passes(num_drafts) + 1, dtype=jnp.int32)
-    (pools, _, _), later = lax.scan(draft_next, (pools, states, token), passes)
-    return jnp.concatenate([*(each[:, None] for each in first), later.T], axis=1), pools
-
-
-def _shift(tokens: StepTokens, selected: SampleInputs, ids: Int[Array, "S W"]) -> Int[Array, " T"]:
-    """Returns the token after each token of the step: the one sampled there, or the one that the row has there."""
-    ids = jnp.maximum(ids, 0)  # after the end of a run any token will do
-    if ids.shape[1] > 1:
-        return ids.reshape(-1)
-    last = jnp.where(jnp.diff(tokens.query_start_loc) > 0, tokens.query_start_loc[1:] - 1, len(tokens.token_ids))
-    following = jnp.where(selected.samples == 1, ids[:, 0], tokens.next_ids)
-    return jnp.roll(tokens.token_ids, -1).at[last].set(following, mode="drop")
+    num_pools = model.layout.num_pools
+    aux = None if rows.aux is None else rows.aux[row_ids]
+    begin = cache[num_pools:], read_target(drafter, params, aux), rows.last_token[row_ids]
+    (pools, *_), drafts = lax.scan(draft_next, begin, jnp.arange(drafting.max_drafts, dtype=jnp.int32))
+    rows, drafts = set_drafts(rows, lines.row_ids, jnp.where(is_open[:, None], drafts.T, NO_DRAFT))
+    return (*cache[:num_pools], *pools), rows, drafts
 
 
 def _make_choice(
-    params: Any, target_params: Any, selected: SampleInputs, model: StepModel
+    params: Any, target_params: Any, sampling: Int[Array, "P F"], model: StepModel
 ) -> Callable[[Float[Array, "P D"], Int[Array, " P"]], Int[Array, " P"]]:
     """Returns the function that chooses drafts from states and the positions that they are for."""
     assert model.drafting is not None and model.drafting.head is not None
@@ -158,7 +173,7 @@ def _make_choice(
         logits = draft_logits(head.model, params, target_params, model.config, states)
         if not head.draws:
             return map_drafts(head.model, params, map_rows(sample_greedy, logits)[0])
-        inputs = unpack_sampling(selected, positions)
+        inputs = unpack_sampling(sampling, positions)
         whole = expand_logits(head.model, params, logits, vocab_size)
 
         def draw(logits: Array, inputs: Any, uniform: Array) -> Array:

@@ -46,7 +46,7 @@ class StepInputs(NamedTuple):
     query_start_loc: Any  # [S + 1]
     distribution: Any  # [3] cumulative ends of one-token, chunk and mixed rows
     token_ids: Any  # [T]
-    next_ids: Any  # [S] the token after a chunk, where the host has it
+    continues: Any  # [S] 1 where a chunk is not the first step of its row
     page_entries: Any  # [U] flat indices into the page tables [G, R, M]
     page_ids: Any  # [U]
     sampling: Any  # [S, NUM_SAMPLING_FIELDS] bits, see rows.py
@@ -64,7 +64,7 @@ class InputLayout:
             query_start_loc=rows + 1,
             distribution=3,
             token_ids=tokens,
-            next_ids=rows,
+            continues=rows,
             page_entries=updates,
             page_ids=updates,
             sampling=rows * NUM_SAMPLING_FIELDS,
@@ -156,12 +156,12 @@ def _pack_rows(plan: StepPlan, layout: InputLayout, mirror: RowMirror) -> Packed
 
 
 def _pack_chunks(plan: StepPlan, views: StepInputs) -> None:
-    at = len(plan.decode_rows)
+    at, new_rows = len(plan.decode_rows), {new_row.row for new_row in plan.new_rows}
     for index, chunk in enumerate(plan.chunks, at):
         views.row_ids[index] = chunk.row
         views.starts[index] = chunk.start
         views.samples[index] = chunk.samples
-        views.next_ids[index] = chunk.next_token
+        views.continues[index] = chunk.row not in new_rows
         views.token_ids[at : at + len(chunk.token_ids)] = chunk.token_ids
         at += len(chunk.token_ids)
         views.query_start_loc[index + 1] = at

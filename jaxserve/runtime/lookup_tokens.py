@@ -59,9 +59,9 @@ class LookupTokens:
         self, programs: Programs, rows: RowState, selected: SampleInputs, sampled: SampledTokens
     ) -> tuple[RowState, SampledTokens]:
         """Looks drafts up behind a step of width 1; returns the rows with them, and what the step brings."""
-        program = programs.get("look_up", len(selected.row_ids))
+        program = programs.get("look_up", len(selected.lines))
         lookup = LookupState(self.history, self.corpus)
-        rows, drafts = program(rows, lookup, selected.row_ids, selected.samples, sampled.ids)
+        rows, drafts = program(rows, lookup, selected.lines, sampled.ids)
         return rows, replace(sampled, drafts=drafts)
 
     def _write(

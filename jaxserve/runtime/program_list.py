@@ -23,8 +23,6 @@ def name_program(kind: str, key: Any) -> str:
             name += f" {rows if width == 1 else f'{rows}x{width}'} {variant.name.lower()}"
         case "loop", (rows, variant):
             name += f" {rows} {variant.name.lower()}"
-        case "draft", (bucket, drafts):
-            name = f"{'draft' if drafts else 'catch up'} {bucket}"
         case "logprobs", (rows, width):
             name += f" {rows * width}"
         case "prompt_logprobs", bucket:
@@ -44,14 +42,14 @@ def list_programs(
     """
     for bucket in sorted(buckets.buckets, reverse=True):
         yield "forward", bucket
-        if drafts:
-            yield from (("draft", (bucket, drafts_all)) for drafts_all in (True, False))
         if bucket.is_mixed:
             yield "prompt_logprobs", bucket
     for rows, width in (*((rows, 1) for rows in buckets.row_counts), *buckets.verify_sizes):
         for variant in variants:
             yield "sample", (rows, width, variant)
         yield "logprobs", (rows, width)
+    for rows in sorted({bucket.rows for bucket in buckets.buckets}) if drafts else ():
+        yield "draft", rows
     for rows in buckets.row_counts:
         yield "pool", rows
     yield "set_row", None

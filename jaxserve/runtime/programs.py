@@ -20,7 +20,7 @@ class Programs:
     forward: dict[Bucket, Any] = dataclasses.field(default_factory=dict)
     sample: dict[tuple[int, int, SampleVariant], Any] = dataclasses.field(default_factory=dict)  # by rows and width
     loop: dict[tuple[int, SampleVariant], Any] = dataclasses.field(default_factory=dict)
-    draft: dict[tuple[Bucket, bool], Any] = dataclasses.field(default_factory=dict)  # False: it only catches up
+    draft: dict[int, Any] = dataclasses.field(default_factory=dict)  # by rows
     logprobs: dict[tuple[int, int], Any] = dataclasses.field(default_factory=dict)  # by rows and width
     prompt_logprobs: dict[Bucket, Any] = dataclasses.field(default_factory=dict)
     pool: dict[int, Any] = dataclasses.field(default_factory=dict)  # by rows

@@ -22,7 +22,7 @@ from jaxserve.runtime.protocol import ParamUpdates
 from jaxserve.runtime.rows import RowMirror, SampleVariant
 from jaxserve.runtime.step import head_params
 from jaxserve.runtime.step_future import StepFuture
-from jaxserve.runtime.step_model import HiddenStates, SampledTokens, SampleInputs, StepTokens
+from jaxserve.runtime.step_model import HiddenStates, SampledTokens, SampleInputs
 from jaxserve.sampling import RowSetting, SamplerState, make_row_setting
 from jaxserve.scheduler.plan import NewRow, StepPlan
 
@@ -51,8 +51,7 @@ class StartedStep:
     selected: SampleInputs
     prompt_logprobs: Any
     embeddings: Any
-    tokens: StepTokens | None = None  # for a drafter with weights
-    drafts: bool = False  # whether it drafts; a drafter with weights catches up in any case
+    drafts: bool = False  # whether drafts follow its tokens
     copies: CopiesInFlight | None = None
 
     def sample(self, mask: np.ndarray | None = None) -> StepFuture:
@@ -169,11 +168,8 @@ class ModelRunner:
         for variant in sorted(set(self._variants.values())):
             if bucket.is_decode and (bucket.rows, variant) in self.programs.loop:
                 self._run_loop(bucket, variant, layout.new())
-            step = StartedStep(self, bucket, 0, variant, True, selected, prompt_logprobs, embeddings)
-            dataclasses.replace(step, drafts=self._lookup.history is not None).sample().result()
-        for drafts in (False, True) if hidden.tokens is not None else ():
-            greedy = SampleVariant.GREEDY
-            StartedStep(self, bucket, 0, greedy, False, selected, None, None, hidden.tokens, drafts).sample().result()
+            drafts = self._draft_params is not None or self._lookup.history is not None
+            StartedStep(self, bucket, 0, variant, True, selected, prompt_logprobs, embeddings, drafts).sample().result()
 
     def start(self, plan: StepPlan) -> StartedStep | StartedLoop:
         """Dispatches the forward pass of a step, or a loop; MissingProgramError if no program holds it."""
@@ -200,7 +196,6 @@ class ModelRunner:
             selected,
             self._find_prompt_logprobs(bucket, hidden, self._find_targets(plan, bucket)),
             self._pool(bucket, hidden) if self._wants_embeddings(plan) else None,
-            hidden.tokens,
             plan.num_drafts > 0,
             copies,
         )
@@ -217,12 +212,12 @@ class ModelRunner:
             sent = self._pad_mask(mask, bucket.rows * bucket.width) if variant is SampleVariant.MASKED else None
             state = *state, self._sampler
             self._rows, lookup.history, self._sampler, sampled = call_program(program, *state, step.selected, sent)
-        if step.tokens is not None:
-            sampled = self._draft(step, step.tokens, sampled)
-        elif step.drafts and bucket.width == 1:
-            self._rows, sampled = lookup.look_up(self.programs, self._rows, step.selected, sampled)
         if not step.drafts:
             sampled = SampledTokens(sampled.ids)  # the host does not read them
+        elif self._draft_params is not None:
+            sampled = self._draft(step.selected, sampled)
+        elif bucket.width == 1:
+            self._rows, sampled = lookup.look_up(self.programs, self._rows, step.selected, sampled)
         if not step.wants_logprobs and step.prompt_logprobs is None and step.embeddings is None:
             return StepFuture(sampled, None, step.num_rows, step.copies)
         logprobs = None
@@ -230,22 +225,18 @@ class ModelRunner:
             logprobs = self.programs.get("logprobs", (bucket.rows, bucket.width))(step.selected, sampled.ids)
         return StepFuture(sampled, (logprobs, step.prompt_logprobs, step.embeddings), step.num_rows, step.copies)
 
-    def _draft(self, step: StartedStep, tokens: StepTokens, sampled: SampledTokens) -> SampledTokens:
-        program = self.programs.get("draft", (step.bucket, step.drafts))
-        self._cache, self._rows, drafts = program(
-            head_params(self.params),
-            self._draft_params,
-            self._cache,
-            self._rows,
-            step.selected,
-            tokens,
-            sampled.ids,
+    def _draft(self, selected: SampleInputs, sampled: SampledTokens) -> SampledTokens:
+        program, params = (
+            self.programs.get("draft", len(selected.lines)),
+            (head_params(self.params), self._draft_params),
         )
+        self._cache, self._rows, drafts = program(*params, self._cache, self._rows, selected.lines)
         return dataclasses.replace(sampled, drafts=drafts)
 
     def _run(self, bucket: Bucket, packed: np.ndarray) -> tuple[SampleInputs, HiddenStates]:
         forward = self.programs.get("forward", bucket)
-        self._cache, self._rows, selected, hidden = call_program(forward, self.params, self._cache, self._rows, packed)
+        arguments = self.params, self._cache, self._rows, packed, self._draft_params
+        self._cache, self._rows, selected, hidden = call_program(forward, *arguments)
         return selected, hidden
 
     def _run_loop(self, bucket: Bucket, variant: SampleVariant, packed: np.ndarray) -> SampledTokens:

@@ -13,7 +13,7 @@ from jaxserve.logits_processor import LogitsProcessor
 from jaxserve.runtime.device_state import RowState
 from jaxserve.runtime.drafting import append_runs, count_sampled, look_up_drafts
 from jaxserve.runtime.rows import EXTRA_FIELDS, SAMPLING_FIELDS
-from jaxserve.runtime.step_model import SampledTokens, SampleInputs, StepModel, unpack_sampling
+from jaxserve.runtime.step_model import RowLines, SampledTokens, SampleInputs, StepModel, unpack_sampling
 from jaxserve.sampling import (
     SamplerState,
     SamplingInputs,
@@ -52,8 +52,7 @@ def sample_tokens(
     width = selected.width
     lines = selected
     if width > 1:
-        parts = selected.row_ids, selected.samples, selected.sampling
-        lines = SampleInputs(selected.logits, *(jnp.repeat(part, width, axis=0) for part in parts))
+        lines = SampleInputs(selected.logits, RowLines(jnp.repeat(selected.lines.array, width, axis=0)))
     ids = _draw(lines, _list_positions(rows, selected).reshape(-1), model=model, greedy=greedy)
     return _end_runs(rows, history, corpus, selected, ids.reshape(-1, width), model=model)
 
@@ -79,7 +78,7 @@ def sample_shaped_tokens(
     def draw_one(carry: tuple[SamplerState, Bool[Array, " S"]], at: tuple[Array, ...]) -> tuple[tuple, Array]:
         (sampler, is_open), (positions, logits, mask, draft) = carry, at
         # The sampler counts a row's tokens as long as its drafts are accepted.
-        line = replace(selected, logits=logits, samples=jnp.where(is_open, selected.samples, 0))
+        line = SampleInputs(logits, selected.lines.restrict(is_open))
         sampler, ids = _draw_shaped(sampler, line, positions, mask, model=model)
         return (sampler, is_open & (ids == draft)), ids
 
@@ -95,15 +94,15 @@ def sample_shaped_tokens(
 
 def _list_positions(rows: RowState, selected: SampleInputs) -> Int[Array, "S W"]:
     """Returns the positions of the tokens to be sampled."""
-    ends = rows.num_computed[selected.row_ids]
+    ends = rows.num_computed[selected.lines.row_ids]
     return ends[:, None] + jnp.arange(1 - selected.width, 1, dtype=ends.dtype)
 
 
 def _read_drafts(rows: RowState, selected: SampleInputs) -> Int[Array, "S W"]:
     """Returns the drafts that each sampled token is compared with; the last one has none."""
     if rows.drafts is None:
-        return jnp.full((len(selected.row_ids), selected.width), NO_DRAFT)
-    drafts = rows.drafts[selected.row_ids, : selected.width - 1]
+        return jnp.full((len(selected.lines), selected.width), NO_DRAFT)
+    drafts = rows.drafts[selected.lines.row_ids, : selected.width - 1]
     return jnp.pad(drafts, ((0, 0), (0, 1)), constant_values=NO_DRAFT)
 
 
@@ -112,7 +111,7 @@ def _draw(selected: SampleInputs, positions: Int[Array, " S"], *, model: StepMod
     if greedy:
         ids, are_finite = map_rows(partial(sample_greedy, vocab_size=vocab_size), selected.logits)
     else:
-        inputs = unpack_sampling(selected, positions)
+        inputs = unpack_sampling(selected.lines.sampling, positions)
         function = partial(sample, vocab_size=vocab_size)
         ids, are_finite = map_rows(function, selected.logits, inputs, draw_uniforms(inputs))
     return jnp.where(are_finite, ids, NON_FINITE)
@@ -127,11 +126,11 @@ def _draw_shaped(
     model: StepModel,
 ) -> tuple[SamplerState, Int[Array, " S"]]:
     vocab_size = model.config.vocab_size
-    inputs = unpack_sampling(selected, positions)
+    inputs = unpack_sampling(selected.lines.sampling, positions)
 
     def draw_row(line: SampleInputs, mask: Array | None, inputs: SamplingInputs, uniform: Array) -> tuple[Array, ...]:
         shaped = line.logits if mask is None else mask_logits(line.logits, mask)
-        shaped = shape_logits(shaped, inputs, sampler, line.row_ids, vocab_size=vocab_size)
+        shaped = shape_logits(shaped, inputs, sampler, line.lines.row_ids, vocab_size=vocab_size)
         if model.processor is not None:
             shaped = _process(shaped, line, model.processor)
         return *sample(shaped, inputs, uniform, vocab_size=vocab_size), is_finite(line.logits)
@@ -141,7 +140,7 @@ def _draw_shaped(
     if mask is not None:
         ids = jnp.where(jnp.any(mask != 0, axis=1), ids, MASK_LATE)
     # `record` ignores sentinels.
-    sampler = record(sampler, selected.row_ids, ids, (selected.samples == 1) & (inputs.has_edits == 1))
+    sampler = record(sampler, selected.lines.row_ids, ids, (selected.lines.samples == 1) & (inputs.has_edits == 1))
     return sampler, jnp.where(are_finite, ids, NON_FINITE)
 
 
@@ -164,17 +163,20 @@ def _end_runs(
     # A late mask ends a run before its position; if it is the first, the sentinel tells.
     is_kept = is_open & ((ids != MASK_LATE) | (jnp.arange(width) == 0))
     runs = jnp.where(is_kept, ids, NOT_KEPT)
+    num_kept = jnp.sum(is_kept, axis=1, dtype=rows.num_computed.dtype)
     if width > 1:
-        dropped = width - jnp.sum(is_kept, axis=1, dtype=rows.num_computed.dtype)
-        num_computed = rows.num_computed[selected.row_ids] - dropped
-        rows = replace(rows, num_computed=rows.num_computed.at[selected.row_ids].set(num_computed))
-    counts = count_sampled(selected.samples, runs)
+        num_computed = rows.num_computed[selected.lines.row_ids] - (width - num_kept)
+        rows = replace(rows, num_computed=rows.num_computed.at[selected.lines.row_ids].set(num_computed))
+    if selected.aux is not None:
+        of_last = selected.aux.reshape(*ids.shape, -1)[jnp.arange(len(ids)), num_kept - 1]
+        rows = replace(rows, aux=rows.aux.at[selected.lines.row_ids].set(of_last))
+    counts = count_sampled(selected.lines.samples, runs)
     last = jnp.take_along_axis(runs, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
-    last = jnp.where(counts > 0, last, rows.last_token[selected.row_ids])
-    rows = replace(rows, last_token=rows.last_token.at[selected.row_ids].set(last))
+    last = jnp.where(counts > 0, last, rows.last_token[selected.lines.row_ids])
+    rows = replace(rows, last_token=rows.last_token.at[selected.lines.row_ids].set(last))
     if history is None:
         return rows, None, SampledTokens(runs)
-    brought = selected.row_ids, selected.samples, runs
+    brought = selected.lines, runs
     history = append_runs(rows, history, *brought, model=model)
     if width == 1:
         return rows, history, SampledTokens(runs)
@@ -184,7 +186,7 @@ def _end_runs(
 
 def _process(logits: Float[Array, " V"], line: SampleInputs, processor: LogitsProcessor) -> Float[Array, " V"]:
     """Runs the engine's logits processor on a row that asks for it."""
-    fields = dict(zip(SAMPLING_FIELDS, line.sampling, strict=True))
+    fields = dict(zip(SAMPLING_FIELDS, line.lines.sampling, strict=True))
     columns = [lax.bitcast_convert_type(fields[name], jnp.float32) for name in EXTRA_FIELDS]
     arguments = dict(zip(processor.arguments, columns, strict=False))
     # No branch: under vmap a branch would copy the function's arrays for each row.

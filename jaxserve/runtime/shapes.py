@@ -74,6 +74,11 @@ class Shapes:
         return replace(self, impl=impl, impl_reason=reason, specs=_choose_layouts(impl, self.specs))
 
     @property
+    def aux_size(self) -> int:
+        """The numbers that a drafter reads of the model at each token."""
+        return 0 if self.drafter is None else len(self.drafter.model.aux_layers) * self.model.hidden_size
+
+    @property
     def drafter_impl(self) -> str:
         """The attention of the drafter's layers: the model's, or portable attention if it cannot run their shape."""
         assert self.drafter is not None
@@ -137,7 +142,7 @@ class Shapes:
             "max_drafts": drafting.max_drafts,
             "fixed_drafts": speculative.num_speculative_tokens_per_batch_size,
             "draft_costs": choice is not None,
-            "num_lookahead_tokens": 0 if choice is None else choice.model.count_passes(drafting.max_drafts),
+            "num_lookahead_tokens": 0 if choice is None else choice.model.count_ahead(drafting.max_drafts),
             "looks_up": lookup is not None,
             "remembers": lookup is not None and lookup.remembers,
         }

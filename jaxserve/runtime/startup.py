@@ -127,7 +127,8 @@ def _describe_drafting(shapes: Shapes, plan: CachePlan) -> Drafting | None:
 
 
 def _describe_rows(shapes: Shapes, sharding: Sharding | None) -> RowState:
-    return row_state_specs(shapes.state, sharding, 0 if shapes.drafting is None else shapes.drafting.max_drafts)
+    drafts = 0 if shapes.drafting is None else shapes.drafting.max_drafts
+    return row_state_specs(shapes.state, sharding, drafts, shapes.aux_size, shapes.model.dtype)
 
 
 def _describe_lookup(shapes: Shapes, sharding: Sharding | None) -> LookupState | None:
@@ -182,7 +183,7 @@ def measure_use(shapes: Shapes, mesh: Mesh) -> DeviceUse:
     measured = shapes.buckets.buckets if scheduler.deterministic else (shapes.buckets.largest,)
     forwards = [compile_forward(model, inputs, bucket) for bucket in measured]
     samples = [compile_sample(model, inputs, rows, 1, variant) for variant in shapes.sample_programs]
-    drafts = [] if shapes.drafter is None else [compile_draft(model, inputs, shapes.buckets.largest, True)]
+    drafts = [] if shapes.drafter is None else [compile_draft(model, inputs, rows)]
     used = [program.memory_analysis() for program in (*forwards, *samples, *drafts)]
     num_rows = len(shapes.buckets.row_counts)
     code = max(use.generated_code_size_in_bytes for use in used[: len(forwards)]) * len(shapes.buckets.buckets)
@@ -224,7 +225,7 @@ def _sum_use(shapes: Shapes, temporaries: int, code: int) -> DeviceUse:
     packed = 4 * InputLayout(shapes.buckets.largest, state).size
     size = jnp.dtype(shapes.model.dtype).itemsize
     lines = max(shapes.buckets.largest.rows, *(rows * width for rows, width in shapes.buckets.verify_sizes), 0)
-    selected = lines * (4 * shapes.model.vocab_size + size * shapes.model.hidden_size)
+    selected = lines * (4 * shapes.model.vocab_size + size * (shapes.model.hidden_size + shapes.aux_size))
     params = params_bytes(param_specs(shapes.model), shapes.num_devices, shapes.platform)
     if shapes.drafter is not None:
         params += params_bytes(drafter_param_specs(shapes.drafter.model), shapes.num_devices, shapes.platform)

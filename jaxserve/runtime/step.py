@@ -22,10 +22,11 @@ from jaxserve.models.decoder import forward as run_layers
 from jaxserve.runtime.batches import bound_pages, prepare_batches
 from jaxserve.runtime.buckets import Bucket
 from jaxserve.runtime.device_state import KVCache, RowState
+from jaxserve.runtime.heads import ModelStep, follow_step
 from jaxserve.runtime.inputs import KEEP, ON_DEVICE, InputLayout, StepInputs
 from jaxserve.runtime.rows import SAMPLING_FIELDS, SampleVariant
 from jaxserve.runtime.sample import sample_shaped_tokens, sample_tokens
-from jaxserve.runtime.step_model import HiddenStates, SampledTokens, SampleInputs, StepModel, StepTokens
+from jaxserve.runtime.step_model import HiddenStates, RowLines, SampledTokens, SampleInputs, StepModel
 from jaxserve.sampling import (
     LogprobArrays,
     SamplerState,
@@ -38,17 +39,31 @@ _LEAST_LENGTH = 1e-12  # an embedding is divided by at least this: zeros stay ze
 
 
 def forward(
-    params: Any, cache: KVCache, rows: RowState, packed: Int[Array, " I"], *, model: StepModel, layout: InputLayout
+    params: Any,
+    cache: KVCache,
+    rows: RowState,
+    packed: Int[Array, " I"],
+    draft_params: Any = None,
+    *,
+    model: StepModel,
+    layout: InputLayout,
 ) -> tuple[KVCache, RowState, SampleInputs, HiddenStates]:
     """Runs a step up to the logits; returns the cache and the rows after it. `cache` and `rows` are donated."""
-    return run_forward(params, cache, rows, layout.views(packed), model=model, layout=layout)
+    return run_forward(params, cache, rows, layout.views(packed), draft_params, model=model, layout=layout)
 
 
 def run_forward(
-    params: Any, cache: KVCache, rows: RowState, inputs: StepInputs, *, model: StepModel, layout: InputLayout
+    params: Any,
+    cache: KVCache,
+    rows: RowState,
+    inputs: StepInputs,
+    draft_params: Any = None,
+    *,
+    model: StepModel,
+    layout: InputLayout,
 ) -> tuple[KVCache, RowState, SampleInputs, HiddenStates]:
     """`forward` on unpacked inputs."""
-    bucket = layout.bucket
+    bucket, before = layout.bucket, rows
     rows, seq_lens = _advance(rows, inputs)
     groups, num_rows, width = rows.page_table.shape
     table = rows.page_table.reshape(-1).at[inputs.page_entries].set(inputs.page_ids)
@@ -79,14 +94,21 @@ def run_forward(
         mesh=model.mesh,
         aux_layers=model.aux_layers,
     )
-    last = hidden if bucket.width > 1 else hidden[jnp.maximum(inputs.query_start_loc[1:] - 1, 0)]
+    ends = jnp.maximum(inputs.query_start_loc[1:] - 1, 0)
+    last = hidden if bucket.width > 1 else hidden[ends]
     logits = compute_logits(model.config, params, last)
-    selected = SampleInputs(logits, inputs.row_ids, inputs.samples, inputs.sampling)
-    states = HiddenStates(last, hidden if bucket.is_mixed else None, None)
+    lines = RowLines.join(inputs.row_ids, inputs.samples, inputs.sampling)
+    selected = SampleInputs(logits, lines, aux if bucket.width > 1 else None)
+    if aux is not None and bucket.width == 1:
+        rows = replace(rows, aux=before.aux.at[inputs.row_ids].set(aux[ends]))
+    states = HiddenStates(last, hidden if bucket.is_mixed else None)
+    drafter_pools = cache[count:]
     if model.drafting is not None and model.drafting.head is not None:
-        parts = inputs.next_ids, seq_lens, inputs.query_start_loc, inputs.distribution
-        states = replace(states, tokens=StepTokens(aux, tokens, *parts))
-    return (*pools, *cache[count:]), replace(rows, page_table=page_table), selected, states
+        step = ModelStep(tokens, seq_lens, tables, aux)
+        drafter_pools = follow_step(
+            params, draft_params, drafter_pools, before, inputs, step, model=model, bucket=bucket
+        )
+    return (*pools, *drafter_pools), replace(rows, page_table=page_table), selected, states
 
 
 def compute_step_logprobs(

@@ -8,7 +8,7 @@ import flax.struct
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.logits_processor import LogitsProcessor
 from jaxserve.models.base import DecoderConfig
@@ -67,19 +67,41 @@ class HiddenStates:
 
     last: Float[Array, "N D"]  # of the tokens that logits were computed of
     every: Float[Array, "T D"] | None  # all tokens of a mixed bucket, for prompts' log-probabilities
-    tokens: StepTokens | None  # for a drafter with weights
 
 
 @flax.struct.dataclass
-class StepTokens:
-    """What a drafter computes of a step."""
+class RowLines:
+    """The rows of a step, one line each, for the programs behind `forward`.
 
-    aux: Float[Array, "T AD"] | None  # the inputs of the target's layers that it reads, side by side
-    token_ids: Int[Array, " T"]
-    next_ids: Int[Array, " S"]  # the token after a row's last, if the row has it
-    seq_lens: Int[Array, " S"]  # of each row, with all tokens of the step
-    query_start_loc: Int[Array, " E"]  # [S + 1]
-    distribution: Int[Array, " 3"]
+    They are one array, since every output of a program costs a CPU's host some ten microseconds.
+    """
+
+    array: Int[Array, "S C"]
+
+    @classmethod
+    def join(cls, row_ids: Int[Array, " S"], samples: Int[Array, " S"], sampling: Int[Array, "S F"]) -> RowLines:
+        return cls(jnp.concatenate([row_ids[:, None], samples[:, None], sampling], axis=1))
+
+    @property
+    def row_ids(self) -> Int[Array, " S"]:
+        return self.array[..., 0]
+
+    @property
+    def samples(self) -> Int[Array, " S"]:
+        """1 where the row samples after its last token."""
+        return self.array[..., 1]
+
+    @property
+    def sampling(self) -> Int[Array, "S F"]:
+        """The rows' parameters, see rows.py."""
+        return self.array[..., 2:]
+
+    def restrict(self, may_sample: Bool[Array, " S"]) -> RowLines:
+        """Returns the lines with which no other row samples."""
+        return RowLines(self.array.at[:, 1].multiply(may_sample))
+
+    def __len__(self) -> int:
+        return self.array.shape[0]
 
 
 @flax.struct.dataclass
@@ -90,14 +112,13 @@ class SampleInputs:
     """
 
     logits: Float[Array, "N V"]
-    row_ids: Int[Array, " S"]
-    samples: Int[Array, " S"]
-    sampling: Int[Array, "S F"]
+    lines: RowLines
+    aux: Float[Array, "N AD"] | None = None  # of a verify step: what a head reads of the model at those tokens
 
     @property
     def width(self) -> int:
         """W."""
-        return self.logits.shape[0] // self.row_ids.shape[0]
+        return self.logits.shape[0] // len(self.lines)
 
 
 @flax.struct.dataclass
@@ -108,9 +129,9 @@ class SampledTokens:
     drafts: Int[Array, "S K"] | None = None  # of the row's next tokens
 
 
-def unpack_sampling(selected: SampleInputs, positions: Int[Array, " S"]) -> SamplingInputs:
-    """Returns the parameters of the step's rows, whose next tokens get the `positions`."""
+def unpack_sampling(sampling: Int[Array, "S F"], positions: Int[Array, " S"]) -> SamplingInputs:
+    """Returns the parameters of rows whose next tokens get the `positions`; `sampling` as in `RowLines`."""
     names = [name for name in SAMPLING_FIELDS if name in SamplingInputs.__dataclass_fields__]
-    columns = {name: selected.sampling[:, SAMPLING_FIELDS.index(name)] for name in names}
+    columns = {name: sampling[:, SAMPLING_FIELDS.index(name)] for name in names}
     floats = {name: lax.bitcast_convert_type(columns[name], jnp.float32) for name in FLOAT_FIELDS}
     return SamplingInputs(**(columns | floats), positions=positions)

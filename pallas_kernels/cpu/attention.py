@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -104,6 +104,18 @@ def attend_with_update(
         jnp.zeros(0, jnp.float32) if heads.sinks is None else heads.sinks.astype(jnp.float32),
     )
     return (out if v_scale is None else _scale(out, v_scale)), kv_pages
+
+
+def store(
+    k: jax.Array,  # [T, K, H]
+    v: jax.Array | None,  # [T, K, H]; None for latents
+    kv_pages: jax.Array,  # [num_pages, 2K, page_size, H]
+    batch: BatchMeta,
+    layer: AttnLayer,
+) -> jax.Array:
+    """The pool with the step's keys and values: the same call with nothing to attend, so any queries will do."""
+    nothing = replace(batch.work, tiles=jnp.zeros((4, 0), jnp.int32), num_singles=0)
+    return attend_with_update(k, k, v, kv_pages, replace(batch, work=nothing), layer)[1]
 
 
 def _scale(values: jax.Array, scales: jax.Array) -> jax.Array:

@@ -27,7 +27,7 @@ from pallas_kernels.worklist import StepRows, TileList
 
 _STATIC = {"static": True}
 
-__all__ = ["attend_with_update", "choose_layout", "default_config", "find_obstacle", "plan_work"]
+__all__ = ["attend_with_update", "choose_layout", "default_config", "find_obstacle", "plan_work", "store"]
 
 
 @dataclass(frozen=True)
@@ -107,17 +107,27 @@ def attend_with_update(
     layer: AttnLayer,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention [T, N, V] in q's dtype and the pool with the step's keys and values, in place where it is donated."""
+    kv_pages = store(k, v, kv_pages, batch, layer)
     if batch.shape.spec.is_latent:
-        kv_pages = update_kv_pages(k, v, kv_pages, batch, layer)
         return latents.attend(q, kv_pages, batch, layer), kv_pages
     work: HopperWork = batch.work
-    write = write_tokens if work.config.write == "kernel" else update_kv_pages
-    kv_pages = write(k, v, kv_pages, batch, layer)
     out = _attend_few(q, kv_pages, batch, layer)
     if work.chunks is not None:
         many = prefill.attend_chunks(q, kv_pages, batch, work.chunk_units, work.config.prefill, layer)
         out = jnp.where(work.is_chunk[:, None, None], many, out)
     return out, kv_pages
+
+
+def store(
+    k: jax.Array,  # [T, K, H]
+    v: jax.Array | None,  # [T, K, H]; None for latents
+    kv_pages: jax.Array,  # [num_pages, 2K, page_size, H]
+    batch: BatchMeta,
+    layer: AttnLayer,
+) -> jax.Array:
+    """The pool with the step's keys and values, in place where it is donated."""
+    by_kernel = not batch.shape.spec.is_latent and batch.work.config.write == "kernel"
+    return (write_tokens if by_kernel else update_kv_pages)(k, v, kv_pages, batch, layer)
 
 
 def _attend_few(q: jax.Array, kv_pages: jax.Array, batch: BatchMeta, layer: AttnLayer) -> jax.Array:

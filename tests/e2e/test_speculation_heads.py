@@ -7,11 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.models.registry import parse_config
 from jaxserve.request import RequestOutput
+from jaxserve.runtime.startup import describe_programs
+from jaxserve.sharding import make_mesh
+from pallas_kernels import gather_logical
 from tests.e2e.drafters import Counter, Tally, compare
 from tests.e2e.helpers import PROGRAMS, greedy, make_llm, run_on_devices
 from tests.e2e.test_decode_steps import PROMPTS
@@ -100,6 +104,36 @@ def test_a_prefix_hit_keeps_acceptance(drafting: LLM) -> None:
         drafting.ready.engine.scheduler.pages.check()
     assert hits[0][0] == 0 and min(hits[1]) >= 64
     assert shares[1] >= 0.95 * shares[0] > 0.5
+
+
+def test_a_head_follows_steps_of_every_kind(plain: LLM, drafting: LLM) -> None:
+    """Chunks, plain steps and verify steps leave what one chunk of the whole text leaves: nothing missing, no guess."""
+    prompt = plain.get_tokenizer().encode("Once upon a time there was a king who had three sons. " * 4)[:70]
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    (output,) = plain.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    text = [*prompt, *output.outputs[0].token_ids]
+    whole = make(speculative_config=DEMO_HEAD, max_num_batched_tokens=128, precompile_token_paddings=[128])
+    expected = run_and_read(whole, text, 1)
+    resting = make(speculative_config=DEMO_HEAD | {"num_speculative_tokens_per_batch_size": [[1, 64, 0]]})
+    for llm in (resting, drafting):
+        found = run_and_read(llm, prompt, 40)
+        for part, whole_part in zip(found, expected, strict=True):
+            count = len(text) - 2  # the last token is not computed, and the entry before wants it
+            np.testing.assert_allclose(part[:count], whole_part[:count], atol=1e-4)
+            assert np.abs(part[:count]).max(axis=(1, 2)).min() > 0.1
+
+
+def run_and_read(llm: LLM, prompt: list[int], max_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns a head's keys and values [L, K, H] of the only row that an empty engine has computed."""
+    ready, params = llm.ready, SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    llm.reset_prefix_cache()
+    ready.runner.reset()
+    llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    head = describe_programs(ready.shapes, ready.plan, make_mesh(1))[0].drafting.head
+    rows, cache = ready.runner._rows, ready.runner._cache
+    row = int(np.argmax(rows.num_computed[: ready.shapes.state.padding_row]))
+    pages, length = np.asarray(rows.page_table[head.groups[0], row]), int(rows.num_computed[row])
+    return gather_logical(cache[-1], pages, length, head.shapes[0].spec, page_offset=head.layout.page_offsets[0])
 
 
 @pytest.mark.parametrize("name", ["llama_gqa", pytest.param("gemma2", marks=pytest.mark.thorough)])

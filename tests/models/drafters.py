@@ -18,8 +18,9 @@ from safetensors.numpy import save_file
 from jaxserve.layers.stack import StackMode, stack_params
 from jaxserve.models.base import DecoderConfig
 from jaxserve.models.decoder import CacheLayout
+from jaxserve.models.drafters import passes
 from jaxserve.models.drafters.base import DrafterModel, Method, expand_drafter_heads
-from jaxserve.models.drafters.passes import catch_up, draft_logits, run_pass
+from jaxserve.models.drafters.passes import draft_logits, run_pass
 from jaxserve.models.registry import parse_config
 from jaxserve.sharding import DEFAULT_RULES, KV_POOL_AXES, make_mesh
 from jaxserve.weights.drafters import load_drafter, read_drafter
@@ -230,32 +231,36 @@ class DrafterRunner:
             self.pages = jax.device_put(self.pages, DEFAULT_RULES.sharding(mesh, KV_POOL_AXES))
         offsets = tuple(index * num_pages for index in range(config.num_layers))
         self.layout = CacheLayout(offsets, (0,) * config.num_layers, (0,))
-        self._programs = {function: jax.jit(partial(self._run, function)) for function in (catch_up, run_pass)}
+        self._read = jax.jit(partial(passes.read_target, self.model))
+        self._programs = {stores: jax.jit(partial(self._run, only_stores=stores)) for stores in (False, True)}
 
-    def catch_up(self, hidden: np.ndarray | None, token_ids: Sequence[int]) -> jax.Array:
-        """Computes tokens of the row; returns the states at them."""
-        return self._step(catch_up, hidden, token_ids)
+    def follow(self, hidden: np.ndarray | None, token_ids: Sequence[int], *, only_stores: bool = False) -> jax.Array:
+        """Computes tokens of the row from the target's states; returns the states at them."""
+        states = self._read(self.params, None if hidden is None else jnp.asarray(hidden))
+        return self._step(states, token_ids, only_stores=only_stores)
 
     def run_pass(self, states: jax.Array, token_id: int) -> jax.Array:
         """Computes one token from the states before it; returns its states."""
-        return self._step(run_pass, states, [token_id])
+        return self._step(states, [token_id])
 
     def logits(self, states: jax.Array) -> np.ndarray:
         return np.asarray(draft_logits(self.model, self.params, self.target_params, self.target, states))
 
-    def _step(self, function: Any, states: Any, token_ids: Sequence[int]) -> jax.Array:
+    def _step(self, states: Any, token_ids: Sequence[int], *, only_stores: bool = False) -> jax.Array:
         self.length += len(token_ids)
-        states, self.pages = self._programs[function](
+        states, self.pages = self._programs[only_stores](
             self.params,
             self.target_params,
-            None if states is None else jnp.asarray(states),
+            states,
             jnp.asarray(token_ids, jnp.int32),
             self.pages,
             jnp.asarray([self.length], jnp.int32),
         )
         return states
 
-    def _run(self, function: Any, params: Any, target_params: Any, states: Any, ids: Any, pages: Any, lens: Any) -> Any:
+    def _run(
+        self, params: Any, target_params: Any, states: Any, ids: Any, pages: Any, lens: Any, *, only_stores: bool
+    ) -> Any:
         batch = prepare_batch(
             self.page_table,
             lens,
@@ -267,4 +272,4 @@ class DrafterRunner:
             impl="xla",
         )
         arguments = (self.model, params, target_params, self.target, states, ids, pages, (batch,))
-        return function(*arguments, layout=self.layout, mesh=self.mesh)
+        return run_pass(*arguments, layout=self.layout, mesh=self.mesh, only_stores=only_stores)

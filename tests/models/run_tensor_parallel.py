@@ -127,7 +127,7 @@ def check_head() -> None:
     hidden = np.random.default_rng(5).standard_normal((20, 3 * D)).astype(np.float32)
     logits = []
     for runner in runners:
-        states = runner.catch_up(hidden, range(20))
+        states = runner.follow(hidden, range(20))
         logits.append(runner.logits(jnp.concatenate([states, runner.run_pass(states[-1:], 3)])))
     np.testing.assert_allclose(logits[1], logits[0], rtol=0, atol=1e-4 * np.abs(logits[0]).max())
     assert runners[1].params["lm_head"]["weight"].addressable_shards[0].data.shape[0] * 4 == DRAFT_V

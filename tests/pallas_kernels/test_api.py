@@ -25,10 +25,12 @@ from pallas_kernels import (
     choose_layout,
     prepare_batch,
     resolve_impl,
+    store,
 )
+from pallas_kernels.backends import find_backend
 from pallas_kernels.cpu import library
 from pallas_kernels.spec import BatchMeta
-from pallas_kernels.testing.case import Inputs, largest_error, make_inputs
+from pallas_kernels.testing.case import Case, Inputs, largest_error, make_inputs
 from pallas_kernels.testing.cases import CASES
 from pallas_kernels.testing.runner import LAYER as LAYER_INDEX
 from pallas_kernels.testing.runner import run_case
@@ -61,6 +63,29 @@ def test_stored_keys_and_values_are_those_that_were_written(impl: str) -> None:
     count = int(inputs.meta[2][-1])
     np.testing.assert_array_equal(np.asarray(kept[1:], np.float32), np.asarray(pool[1:], np.float32))
     np.testing.assert_array_equal(np.asarray(again, np.float32)[:count], np.asarray(out, np.float32)[:count])
+
+
+STORED = ("mixed 8:2 of 128 bfloat16, sinks", "mixed fp8 8:2 of 128", "mixed latents 8 of 576")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in STORED], ids=lambda case: case.name)
+@pytest.mark.parametrize("impl", ["xla", "tpu_interpret", "gpu_interpret", "ampere_interpret", needs_library("cpu")])
+def test_storing_alone_writes_what_attention_writes(impl: str, case: Case) -> None:
+    case = case.with_layout(choose_layout(impl, case.spec))
+    obstacle = find_backend(impl).module.find_obstacle(case.shape)
+    if obstacle is not None:
+        pytest.skip(obstacle)
+    inputs = make_inputs(case)
+    layer = AttnLayer(case.params, inputs.heads, LAYER_INDEX * inputs.num_pages)
+    prepare = partial(prepare_batch, num_tokens=case.max_tokens, shape=case.shape, max_query_len=None, impl=impl)
+    run = jax.jit(lambda k, v, pool, *meta: store(k, v, pool, prepare(*meta), layer))
+    stored = run(inputs.k, inputs.v, inputs.kv_pages, *inputs.meta)
+    _, pool = run_case(case, inputs)
+    null = LAYER_INDEX * inputs.num_pages  # padding may be written to it
+    pages = np.delete(np.arange(len(pool)), [0, null])
+    stored, expected = (np.asarray(each[pages], np.float32) for each in (stored, pool))
+    is_used = ~np.isnan(expected)  # a kernel may clean the rest
+    np.testing.assert_array_equal(stored[is_used], expected[is_used])
 
 
 @pytest.mark.parametrize(

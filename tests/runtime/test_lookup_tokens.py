@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxserve.runtime.lookup_tokens import LookupTokens
 from jaxserve.runtime.programs import Programs
-from jaxserve.runtime.step_model import SampledTokens, SampleInputs
+from jaxserve.runtime.step_model import RowLines, SampledTokens, SampleInputs
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler.plan import ChunkWork, FinishedRow, NewRow, StepPlan
 from jaxserve.speculation import LookupState
@@ -81,12 +81,12 @@ def test_without_lookups_nothing_is_told() -> None:
 
 def test_a_plain_step_gets_its_drafts_from_a_program_for_its_rows() -> None:
     notes = Notes()
-    selected = SampleInputs(np.zeros((2, 1)), np.array([3, 1]), np.ones(2), np.zeros((2, 1)))  # type: ignore[arg-type]
+    selected = SampleInputs(np.zeros((2, 1)), RowLines(np.array([[3, 1, 0], [1, 1, 0]])))  # type: ignore[arg-type]
     sampled = SampledTokens(np.array([[7], [8]]))  # type: ignore[arg-type]
 
-    def look_up(rows: str, state: LookupState, row_ids: Any, samples: Any, ids: Any) -> tuple[str, Any]:
-        assert state.history is notes.tokens.history and samples.all()
-        return rows + " with drafts", np.stack([row_ids, ids[:, 0]], axis=1)
+    def look_up(rows: str, state: LookupState, lines: RowLines, ids: Any) -> tuple[str, Any]:
+        assert state.history is notes.tokens.history and np.all(lines.samples)
+        return rows + " with drafts", np.stack([lines.row_ids, ids[:, 0]], axis=1)
 
     programs = Programs(look_up={2: look_up})
     rows, later = notes.tokens.look_up(programs, "rows", selected, sampled)  # type: ignore[arg-type]

@@ -247,7 +247,7 @@ def test_a_draft_model_serves_the_targets_length(tmp_path: Path, caplog: pytest.
     with caplog.at_level(logging.WARNING):
         model = read_drafter("draft_model", folder, read_target())
     assert "16" in caplog.text and model.config.max_model_len == 64
-    assert model.aux_layers == () and not model.takes_next and model.count_passes(4) == 4
+    assert model.aux_layers == () and not model.takes_next and model.count_ahead(4) == 4
 
 
 def test_a_draft_model_that_cannot_work_is_refused(tmp_path: Path):

@@ -1,17 +1,17 @@
 """Drafters with weights: what they are, what they compute, and their parameters."""
 
 from jaxserve.models.drafters.base import DrafterModel, expand_drafter_heads, match_groups
-from jaxserve.models.drafters.passes import catch_up, draft_logits, expand_logits, map_drafts, run_pass
+from jaxserve.models.drafters.passes import draft_logits, expand_logits, map_drafts, read_target, run_pass
 from jaxserve.models.drafters.tables import drafter_param_specs
 
 __all__ = [
     "DrafterModel",
-    "catch_up",
     "draft_logits",
     "drafter_param_specs",
     "expand_drafter_heads",
     "expand_logits",
     "map_drafts",
     "match_groups",
+    "read_target",
     "run_pass",
 ]

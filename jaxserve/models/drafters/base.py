@@ -52,10 +52,10 @@ class DrafterModel:
         """D, of the drafter's states."""
         return self.config.hidden_size
 
-    def count_passes(self, num_drafts: int) -> int:
-        """Returns the one-token passes after the catch-up pass that `num_drafts` drafts take.
+    def count_ahead(self, num_drafts: int) -> int:
+        """Returns the positions behind a row's computed tokens at which `num_drafts` drafts are computed.
 
-        A head drafts the first in the catch-up pass; a draft model must compute the sampled token first.
+        A head begins at the last computed token, a draft model at the token that was sampled after it.
         """
         return max(num_drafts - 1, 0) if self.takes_next else num_drafts
 

@@ -1,9 +1,9 @@
 """The device side of every drafter with weights: its passes, its logits and its vocabulary.
 
-In each step a drafter first catches up: it computes the step's tokens from the target's true hidden states, so that its
-keys and values are never those of guesses (vLLM #14649). Then it drafts on its own states, one token a row and pass.
-Its layers have pools of their own, under the page ids of the target's page tables. `batches` are for the heads of the
-drafter (pallas_kernels.batch), one per KV group of its config; `match_groups` says whose page tables they have.
+With each step of the target a drafter computes the same tokens from the target's true hidden states, so that its keys
+and values are never those of guesses (vLLM #14649). It drafts on its own states, one token a row and pass. Its layers
+have pools of their own, under the page ids of the target's page tables. `batches` are for the heads of the drafter
+(pallas_kernels.batch), one per KV group of its config; `match_groups` says whose page tables they have.
 """
 
 from __future__ import annotations
@@ -29,29 +29,17 @@ from pallas_kernels.spec import BatchMeta
 Params = Mapping[str, Any]
 
 
-def catch_up(
-    model: DrafterModel,
-    params: Params,
-    target_params: Params,
-    target_config: DecoderConfig,
-    hidden: Float[Array, "T AD"] | None,
-    token_ids: Int[Array, " T"],
-    pools: Pools,
-    batches: tuple[BatchMeta, ...],
-    *,
-    layout: CacheLayout,
-    mesh: Mesh | None,
-) -> tuple[Float[Array, "T D"], Pools]:
-    """Returns the drafter's states at all tokens of a step, and its pools with their keys and values.
+def read_target(model: DrafterModel, params: Params, hidden: Float[Array, "T AD"] | None) -> Float[Array, "T D"] | None:
+    """Returns the states that a head's pass begins with; None for a draft model, which reads nothing of the target.
 
-    `hidden` is what `decoder.forward` captured of `model.aux_layers`; a draft model does not read it. With
-    `model.takes_next`, `token_ids` are shifted: beside the token at p lies the one at p + 1.
+    `hidden` is what `decoder.forward` captured of `model.aux_layers`.
     """
     head = HEADS.get(model.method)
-    states = None if head is None else head.read_target(model, params, _require(hidden))
-    return _run(
-        model, params, target_params, target_config, states, token_ids, pools, batches, layout=layout, mesh=mesh
-    )
+    if head is None:
+        return None
+    if hidden is None:
+        raise ValueError("hidden: a head reads the target's hidden states; forward captures them with aux_layers")
+    return head.read_target(model, params, hidden)
 
 
 def run_pass(
@@ -59,22 +47,45 @@ def run_pass(
     params: Params,
     target_params: Params,
     target_config: DecoderConfig,
-    states: Float[Array, "S D"],
-    token_ids: Int[Array, " S"],
+    states: Float[Array, "T D"] | None,
+    token_ids: Int[Array, " T"],
     pools: Pools,
     batches: tuple[BatchMeta, ...],
     *,
     layout: CacheLayout,
     mesh: Mesh | None,
-) -> tuple[Float[Array, "S D"], Pools]:
-    """Returns the states one position further, from the drafter's own and one token of each row, and the pools.
+    only_stores: bool = False,
+) -> tuple[Float[Array, "T D"], Pools]:
+    """Returns the drafter's states after its layers, and its pools with their keys and values.
 
-    `token_ids` are the last drafts in the target's vocabulary. `batches` have one token a row, one position further
-    than the pass before. A draft model does not read `states`.
+    With `model.takes_next`, the token at p + 1 goes with the state at p: the target's, of `read_target`, or that of a
+    pass before. A draft model reads no `states`. With `only_stores` the states mean nothing, and a head's last layer
+    computes no more than its keys and values. `token_ids` are of the target's vocabulary.
     """
-    return _run(
-        model, params, target_params, target_config, states, token_ids, pools, batches, layout=layout, mesh=mesh
-    )
+    config, head = model.config, HEADS.get(model.method)
+    if head is None:
+        states, pools, _ = forward(config, params, token_ids, pools, batches, layout=layout, mesh=mesh)
+        return states, pools
+    if states is None:
+        raise ValueError("states: a head begins with those of read_target")
+    x = states
+    embeds = _embed(model, params, target_params, target_config, token_ids)
+    ropes = {kind.rope for kind in config.layers} - {None}
+    tables = {rope: rotary_table(rope, batches[0].positions, config.max_model_len) for rope in ropes}
+    (pages,) = pools
+    for index, kind in enumerate(config.layers):
+        ctx = LayerContext(
+            mesh=mesh,
+            few_rows=config.few_rows,
+            rotary=tables.get(kind.rope),
+            batch=batches[layout.groups[index]],
+            kv_pages=pages,
+            page_offset=layout.page_offsets[index],
+            window=config.windows[index],
+            only_stores=only_stores and index == config.num_layers - 1,
+        )
+        x, pages = head.run_layer(model, index, params["layers"][index], embeds, x, ctx)
+    return head.finish(model, params, x), (pages,)
 
 
 def draft_logits(
@@ -111,42 +122,6 @@ def expand_logits(
     return empty.at[:, ids].set(logits, mode="drop", unique_indices=True)
 
 
-def _run(
-    model: DrafterModel,
-    params: Params,
-    target_params: Params,
-    target_config: DecoderConfig,
-    states: Float[Array, "T D"] | None,
-    token_ids: Int[Array, " T"],
-    pools: Pools,
-    batches: tuple[BatchMeta, ...],
-    *,
-    layout: CacheLayout,
-    mesh: Mesh | None,
-) -> tuple[Float[Array, "T D"], Pools]:
-    config, head = model.config, HEADS.get(model.method)
-    if head is None:
-        states, pools, _ = forward(config, params, token_ids, pools, batches, layout=layout, mesh=mesh)
-        return states, pools
-    x = _require(states)
-    embeds = _embed(model, params, target_params, target_config, token_ids)
-    ropes = {kind.rope for kind in config.layers} - {None}
-    tables = {rope: rotary_table(rope, batches[0].positions, config.max_model_len) for rope in ropes}
-    (pages,) = pools
-    for index, kind in enumerate(config.layers):
-        ctx = LayerContext(
-            mesh=mesh,
-            few_rows=config.few_rows,
-            rotary=tables.get(kind.rope),
-            batch=batches[layout.groups[index]],
-            kv_pages=pages,
-            page_offset=layout.page_offsets[index],
-            window=config.windows[index],
-        )
-        x, pages = head.run_layer(model, index, params["layers"][index], embeds, x, ctx)
-    return head.finish(model, params, x), (pages,)
-
-
 def _embed(
     model: DrafterModel,
     params: Params,
@@ -159,9 +134,3 @@ def _embed(
         return embed_tokens(model.config.embedding, params["embed"], token_ids)
     plain = dataclasses.replace(target_config.embedding, scale=None)
     return embed_tokens(plain, target_params["embed"], token_ids)
-
-
-def _require(hidden: Float[Array, "T D"] | None) -> Float[Array, "T D"]:
-    if hidden is None:
-        raise ValueError("hidden: a head reads the target's hidden states; forward captures them with aux_layers")
-    return hidden
