@@ -22,6 +22,8 @@ from jaxserve.bench.setup import fill_dry_run
 from jaxserve.cli.bench_common import make_table
 from jaxserve.errors import ConfigError
 
+_LOG_WIDTH = 160
+
 
 @dataclass(frozen=True)
 class Instrument:
@@ -33,7 +35,9 @@ class Instrument:
 
     @cached_property
     def console(self) -> Console:
-        return Console(highlight=False)
+        """Where tables go. A log has no width, so its tables keep their words whole."""
+        console = Console(highlight=False)
+        return console if console.is_terminal else Console(highlight=False, width=_LOG_WIDTH)
 
     @cached_property
     def environment(self) -> dict[str, Any]:

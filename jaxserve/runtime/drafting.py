@@ -16,7 +16,7 @@ from jaxserve.runtime.step_model import RowLines, StepModel
 from jaxserve.speculation import NO_DRAFT, LookupState
 
 NO_ANSWER = (0, 0, 0)
-_HEADER = 7  # numbers in front of the tokens
+_HEADER = 8  # numbers in front of the tokens
 
 
 def count_sampled(samples: Int[Array, " S"], runs: Int[Array, "S W"]) -> Int[Array, " S"]:
@@ -65,10 +65,10 @@ def set_tokens(lookup: LookupState, line: Int[Array, " E"], *, model: StepModel)
     ends, and the call costs more than the work.
     """
     assert model.drafting is not None and model.drafting.lookup is not None
-    drafter, answer, (row, start) = model.drafting.lookup, line[:3], line[3:5]
+    drafter, answer, row, span = model.drafting.lookup, line[:3], line[3], line[4:6]
     if drafter.remembers:
         lookup = drafter.remember(lookup, *answer)
-    return drafter.set_row(lookup, row, start, line[_HEADER:], lax.bitcast_convert_type(line[5:7], jnp.uint32))
+    return drafter.set_row(lookup, row, span, line[_HEADER:], lax.bitcast_convert_type(line[6:_HEADER], jnp.uint32))
 
 
 def pack_tokens(
@@ -79,7 +79,7 @@ def pack_tokens(
     max_len: int,
     answer: tuple[int, int, int] = NO_ANSWER,
 ) -> np.ndarray:
-    """Returns what `set_tokens` reads, int32 [7 + max_len].
+    """Returns what `set_tokens` reads, int32 [8 + max_len].
 
     Args:
         row: whose tokens are written.
@@ -90,8 +90,8 @@ def pack_tokens(
         answer: row, first position and the one after the last of an answer to keep.
     """
     line = np.zeros(_HEADER + max_len, np.int32)
-    line[:5] = *answer, row, start
-    line[5:7] = np.frombuffer(hashlib.blake2b(cache_salt.encode(), digest_size=8).digest(), "<i4")
+    line[:6] = *answer, row, start, start + len(token_ids)
+    line[6:_HEADER] = np.frombuffer(hashlib.blake2b(cache_salt.encode(), digest_size=8).digest(), "<i4")
     line[_HEADER + start : _HEADER + start + len(token_ids)] = token_ids
     return line
 

@@ -13,7 +13,9 @@ from jaxserve.runtime.step_model import SampledTokens, SampleInputs
 from jaxserve.scheduler.plan import StepPlan
 from jaxserve.speculation import LookupState
 
-_NOTHING: tuple[int, Sequence[int], str] = 0, (), ""
+_Written = tuple[int, Sequence[int], str]  # first position, token ids, and the row's salt if it is 0
+
+_NOTHING: _Written = 0, (), ""
 
 
 class LookupTokens:
@@ -29,7 +31,8 @@ class LookupTokens:
 
     def __init__(self, state: LookupState | None, num_rows: int) -> None:
         self.history, self.corpus = (None, None) if state is None else (state.history, state.corpus)
-        self._num_told = [0] * num_rows  # tokens of each row up to the last that the host has written
+        self._num_told = [0] * num_rows  # tokens of each row up to the last that the host knew before it was sampled
+        self._unwritten: dict[int, list[_Written]] = {}  # by row
 
     def warm_up(self, programs: Programs, padding_row: int) -> None:
         """Runs the program once."""
@@ -37,16 +40,35 @@ class LookupTokens:
             self._write(programs, padding_row, *_NOTHING)
 
     def tell(self, programs: Programs, plan: StepPlan) -> None:
-        """Keeps the answers of rows that have ended, and writes the tokens of new rows and those that a grammar forced.
+        """Takes the tokens of new rows and those that a grammar forced, and the answers of rows that have ended.
 
-        A call does one of each. An answer is kept before another row's tokens take its place.
+        Where answers are kept, tokens are written at once: a call keeps an answer, then writes another row's tokens in
+        its place. Else nobody reads them before drafts are looked up, and by then many rows have ended.
         """
-        if self.history is None:
+        is_read = plan.num_drafts > 0 or plan.width > 1
+        if self.history is None or not (plan.chunks or plan.new_rows or plan.finished_rows or is_read):
             return
-        told = {each.row: (0, each.token_ids, each.cache_salt) for each in plan.new_rows}
+        told = self._list_told(plan)
+        if self.corpus is not None:
+            self._keep_answers(programs, plan, told)
+            return
+        for row, written in told.items():
+            self._unwritten[row] = [*(self._unwritten.get(row, ()) if written[0] else ()), written]
+        if is_read:
+            for row in (*plan.decode_rows, *[chunk.row for chunk in plan.chunks]):
+                for written in self._unwritten.pop(row, ()):
+                    self._write(programs, row, *written)
+
+    def _list_told(self, plan: StepPlan) -> dict[int, _Written]:
+        told: dict[int, _Written] = {each.row: (0, each.token_ids, each.cache_salt) for each in plan.new_rows}
         for chunk in plan.chunks:
             if chunk.row not in told and chunk.end > self._num_told[chunk.row]:
                 told[chunk.row] = chunk.start, chunk.token_ids, ""
+        for row, (start, token_ids, _) in told.items():
+            self._num_told[row] = start + len(token_ids)
+        return told
+
+    def _keep_answers(self, programs: Programs, plan: StepPlan, told: dict[int, _Written]) -> None:
         ended = {each.row: (each.row, each.start, each.end) for each in plan.finished_rows}
         others = [row for row in told if row not in ended]
         for row, answer in ended.items():
@@ -73,7 +95,6 @@ class LookupTokens:
         cache_salt: str,
         answer: tuple[int, int, int] = NO_ANSWER,
     ) -> None:
-        self._num_told[row] = start + len(token_ids)
         history: Any = self.history
         line = pack_tokens(row, start, token_ids, cache_salt, history.shape[1], answer)
         state = call_program(programs.get("set_tokens", None), LookupState(history, self.corpus), line)

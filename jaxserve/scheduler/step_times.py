@@ -22,6 +22,7 @@ class _Size:
     step: int = 0  # at the last sample
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=_MANY_SAMPLES))  # none from before a pause
     before: float = 0.0  # the mean before it
+    _mean: float | None = 0.0  # of `mean`, which is asked for several times a step; None: not computed yet
 
     @property
     def median(self) -> float:
@@ -32,6 +33,11 @@ class _Size:
         """The mean without the largest and the smallest quarter: steps that overlap take a long and a short time in
         turns. Of few samples the smaller one in the middle, since the first may have compiled; 0 if there is only one.
         """
+        if self._mean is None:
+            self._mean = self._compute_mean()
+        return self._mean
+
+    def _compute_mean(self) -> float:
         count = len(self.recent)
         if count < _FEW_SAMPLES:
             return self.before or (sorted(self.recent)[(count - 1) // 2] if count > 1 else 0.0)
@@ -45,13 +51,14 @@ class _Size:
             self.recent.clear()
         self.samples.append(seconds)
         self.recent.append(seconds)
-        self.step = step
+        self.step, self._mean = step, None
 
     def amend(self, seconds: float) -> None:
         """Adds seconds to the last sample."""
         if self.recent:
             self.samples[-1] += seconds
             self.recent[-1] += seconds
+            self._mean = None
 
 
 class StepTimes:
@@ -97,8 +104,8 @@ class StepTimes:
         of step says little of plain steps: what it takes longer than others is due to the drafts.
         """
         has_drafts = width > 1 or num_drafts > 0
-        plain = self.measure(num_rows, 1, 0)
-        if not (has_drafts or (plain and self._unlike_plain)):
+        plain = self.measure(num_rows, 1, 0) if has_drafts or self._unlike_plain else 0.0
+        if not has_drafts and not plain:
             self.add(num_rows, num_rows, seconds)
             return
         self._num_steps += 1

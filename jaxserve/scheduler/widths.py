@@ -159,7 +159,11 @@ class WidthChooser:
         place = bisect_left(self._sizes, num_rows)
         if place == len(self._sizes):
             return
+        account = self._accounts[place]
         self._plain_age = 0 if times.was_plain else self._plain_age + 1
+        if times.was_plain and account.is_open:  # most steps: it costs the host little
+            account.add(times.last_seconds)
+            return
         plain = times.measure(num_rows, 1, 0)
         if not plain:
             return
@@ -169,7 +173,7 @@ class WidthChooser:
             gain = plain * num_tokens / num_rows - min(times.last_seconds, _MOST_OF_MEAN * most)
         elif num_drafts and not (times.last_seconds or self._limits.draft_costs):  # lookups in a step of chunks
             gain = -estimate_cost(plain, times.measure(num_rows, 1, num_drafts))
-        self._accounts[place].add(plain, gain)
+        account.add(plain, gain)
 
     @property
     def _rests(self) -> bool:

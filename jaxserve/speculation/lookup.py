@@ -81,21 +81,22 @@ class LookupDrafter:
         self,
         state: LookupState,
         row: Int[Array, ""],
-        start: Int[Array, ""],
+        span: Int[Array, " 2"],
         tokens: Int32[Array, " L"],
         salt: UInt32[Array, " 2"],
     ) -> LookupState:
-        """Returns the state with tokens of a row that no step has sampled: all at its admission, or some that follow.
+        """Returns the state with tokens of a row that no step has sampled: its first ones, or some that follow.
 
         Args:
             state: donated.
             row: its number.
-            start: the first position that is written; 0 at the admission.
-            tokens: the row's by position; anything after those that are known.
-            salt: at the admission, the row's. Rows find the answers of rows with equal words only.
+            span: the positions that are written, from the first to before the second; the first ones begin at 0.
+            tokens: the row's by position; anything outside the span.
+            salt: with the first ones, the row's. Rows find the answers of rows with equal words only.
         """
+        (start, end), positions = span, jnp.arange(len(tokens))
         before = lax.dynamic_index_in_dim(state.history, row, keepdims=False)
-        line = jnp.where(jnp.arange(len(tokens)) < start, before, tokens)
+        line = jnp.where((start <= positions) & (positions < end), tokens, before)
         history = lax.dynamic_update_index_in_dim(state.history, line, row, axis=0)
         corpus = state.corpus
         if corpus is not None:

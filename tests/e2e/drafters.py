@@ -60,9 +60,10 @@ class ScriptedDrafter:
         return LookupState(history, Script(*script))
 
     def set_row(
-        self, state: LookupState, row: Array, start: Array, tokens: Int32[Array, " L"], salt: Array
+        self, state: LookupState, row: Array, span: Array, tokens: Int32[Array, " L"], salt: Array
     ) -> LookupState:
-        line = jnp.where(jnp.arange(len(tokens)) < start, state.history[row], tokens)
+        positions = jnp.arange(len(tokens))
+        line = jnp.where((span[0] <= positions) & (positions < span[1]), tokens, state.history[row])
         return replace(state, history=state.history.at[row].set(line))
 
     def append(

@@ -149,11 +149,10 @@ CHUNKS = {
 }
 
 
-def mark(steps: dict[str, Step]) -> list[Any]:
-    """Parameters; those beside an implementation's plain one are slow."""
-    return [
-        pytest.param(step, id=name, marks=[pytest.mark.slow] if "," in name else []) for name, step in steps.items()
-    ]
+def mark(steps: dict[str, Step], *marks: pytest.MarkDecorator) -> list[Any]:
+    """Parameters; those beside an implementation's plain one are slow, and have `marks`."""
+    beside = pytest.mark.slow, *marks
+    return [pytest.param(step, id=name, marks=beside if "," in name else ()) for name, step in steps.items()]
 
 
 LENGTHS = (1, 127, 128, 300)  # one unit, one that is whole, and three
@@ -186,7 +185,7 @@ def test_splits_by_load_are_found(impl: str) -> None:
         )
 
 
-@pytest.mark.parametrize("step", mark(CHUNKS))
+@pytest.mark.parametrize("step", mark(CHUNKS, pytest.mark.thorough))
 def test_prompts_have_the_same_bits_however_they_are_cut(step: Step) -> None:
     begin, end = 96, 300
     whole = attend(step, [Row(0, begin, end)], is_decode=False)[0]
@@ -202,6 +201,7 @@ def test_prompts_have_the_same_bits_however_they_are_cut(step: Step) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_tiles_split_by_load_are_found() -> None:
     """The same test on a device that splits the tiles of this bucket, without fixed splits."""
     step = CHUNKS["gpu"]

@@ -53,7 +53,7 @@ def problems(draw: st.DrawFn) -> tuple[int, list[int], int]:
 
 
 @pytest.mark.parametrize("impl", ["xla", "tpu_interpret"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=scale_examples(40), deadline=None)
 @given(problem=problems(), dtype=st.sampled_from(sorted(DTYPES)))
 def test_any_sizes(impl: str, problem: tuple[int, list[int], int], dtype: str) -> None:
     num_rows, sizes, first = problem
@@ -182,7 +182,7 @@ def test_a_stack_may_be_entered_anywhere_by_a_traced_number() -> None:
     np.testing.assert_allclose(got, multiply_rows(x, w, [4, 0, 5], 6), rtol=0, atol=1e-5)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=scale_examples(40), deadline=None)
 @given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=20), rows=st.sampled_from([1, 2, 8, 16]))
 def test_tiles_cover_each_group_once(sizes: list[int], rows: int) -> None:
     num_rows = max(1, sum(sizes))
@@ -197,7 +197,7 @@ def test_tiles_cover_each_group_once(sizes: list[int], rows: int) -> None:
     assert len(set(tiles.starts[count:].tolist())) <= 1, "behind the last tile it is repeated"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=scale_examples(40), deadline=None)
 @given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=20), rows=st.sampled_from([2, 8, 16]))
 def test_visits_cover_each_row_once_tile_by_tile(sizes: list[int], rows: int) -> None:
     visits = list_visits(jnp.asarray(sizes, jnp.int32), max(1, sum(sizes)), rows)
@@ -212,7 +212,7 @@ def test_visits_cover_each_row_once_tile_by_tile(sizes: list[int], rows: int) ->
     assert lists[1] == sorted(lists[1]), "a tile's visits are neighbours"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=scale_examples(40), deadline=None)
 @given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=20), rows=st.sampled_from([8, 16, 64]))
 def test_spans_cover_each_row_once(sizes: list[int], rows: int) -> None:
     spans = list_spans(jnp.asarray(sizes, jnp.int32), max(1, sum(sizes)), rows, 8)

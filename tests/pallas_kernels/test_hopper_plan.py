@@ -23,6 +23,7 @@ from pallas_kernels.hopper.prefill_static import (
 )
 from pallas_kernels.spec import AttnShape, KVSpec
 from pallas_kernels.worklist import StepRows, TileList
+from tests.examples import scale_examples
 
 NUM_ROWS = 6
 DEVICE = PrefillConfig()
@@ -63,7 +64,7 @@ def count_key_tiles(tiles: TileList, window: int | None, keys: int) -> dict[tupl
 rows_of_a_step = st.lists(st.tuples(st.integers(0, 20_000), st.integers(0, 90)), max_size=NUM_ROWS)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=scale_examples(60), deadline=None)
 @given(
     rows=rows_of_a_step,
     window=st.sampled_from([None, 1, 128, 129, 5000]),

@@ -26,6 +26,7 @@ from pallas_kernels.mosaic_gpu.splits import (
 )
 from pallas_kernels.spec import AttnShape, KVSpec
 from pallas_kernels.worklist import StepRows
+from tests.examples import scale_examples
 
 NUM_ROWS, TILE = 5, 64
 
@@ -65,7 +66,7 @@ rows_of_a_step = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=scale_examples(40), deadline=None)
 @given(
     rows=rows_of_a_step,
     window=st.sampled_from([None, 1, 63, 64, 65, 1000]),
@@ -90,7 +91,7 @@ def test_every_visible_tile_is_in_exactly_one_unit(
         assert tuple(unit[[LENGTH, NUM_QUERIES]]) == rows[unit[ROW]]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=scale_examples(30), deadline=None)
 @given(rows=rows_of_a_step)
 def test_units_of_a_row_are_of_nearly_equal_length_and_not_too_short(rows: list[tuple[int, int]]) -> None:
     splits = make_splits(rows, min_split_tiles=8)
@@ -153,7 +154,7 @@ def units_of(splits: SplitList, row: int) -> list[list[int]]:
     return np.asarray(splits.units)[first : first + count, FIRST_TILE : NUM_QUERIES + 1].tolist()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=scale_examples(40), deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 20_000), min_size=NUM_ROWS, max_size=NUM_ROWS),
     window=WINDOWS,
@@ -179,7 +180,7 @@ def test_fixed_units_of_a_row_do_not_depend_on_the_others(lengths: list[int], wi
             assert units_of(alone, place) == mine
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=scale_examples(40), deadline=None)
 @given(
     num_rows=st.sampled_from([1, 8, 256]),
     max_len=st.sampled_from([64, 512, 8192, 131_072]),

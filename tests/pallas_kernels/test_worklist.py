@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.worklist import StepRows, TileList, list_chunk_tiles
+from tests.examples import scale_examples
 
 MAX_ROWS, MAX_TOKENS = 6, 96
 
@@ -35,7 +36,7 @@ def list_steps(draw: st.DrawFn) -> tuple[list[int], int]:
     return lens, skip
 
 
-@settings(max_examples=200)
+@settings(max_examples=scale_examples(200))
 @example(step=([65], 0), tile_tokens=32, unit=1)  # these need the longest list
 @example(step=([26], 7), tile_tokens=32, unit=8)
 @given(step=list_steps(), tile_tokens=st.sampled_from([8, 16, 24, 32, 40, 128]), unit=st.sampled_from([1, 8]))

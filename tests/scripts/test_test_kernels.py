@@ -143,12 +143,12 @@ def test_the_full_gate_has_steps_of_two_gpus_and_of_a_tpu7x() -> None:
     *names, verify = steps
     names, quantized = names[:-10], names[-10:]
     assert [name[-9:] for name in names] == ["1 devices", "1 devices", "2 devices", "2 devices"] * 4
-    assert ["32 layers" in name for name in names] == [True] * 4 + [False] * 12
+    assert ["32 layers" in name for name in names] == [False] * 4 + [True] * 4 + [False] * 8
     assert ["mixed 2048" in name for name in quantized] == [False, True] * 5 and "awq" in quantized[-1]
     assert verify.startswith("step verify 128x2")
     two = steps[names[-1]][0]
     assert two.attention[0].num_heads == 64 and two.num_devices == 2
-    assert len(list_steps(TARGETS["h200"], full=False, impl="gpu")) == 5
+    assert len(list_steps(TARGETS["h200"], full=False, impl="gpu")) == 3
     (shapes, _), *_ = list_steps(TARGETS["tpu7x"], full=True, impl="tpu").values()
     assert shapes.num_devices == 8
 

@@ -42,7 +42,8 @@ class Table:
     def set_row(self, row: int, tokens: list[int], salt: tuple[int, int] = (0, 0), *, start: int = 0) -> None:
         line = np.random.default_rng(1).integers(0, 3, self.max_len).astype(np.int32)
         line[start : start + len(tokens)] = tokens
-        self.state = self._set_row(self.state, np.int32(row), np.int32(start), line, np.array(salt, np.uint32))
+        span = np.array([start, start + len(tokens)], np.int32)
+        self.state = self._set_row(self.state, np.int32(row), span, line, np.array(salt, np.uint32))
 
     def append(self, row_ids: list[int], positions: list[int], ids: list[list[int]], counts: list[int]) -> None:
         columns = [np.array(each, np.int32) for each in (row_ids, positions, ids, counts)]
