@@ -16,6 +16,7 @@ from typing import Any
 from jax.sharding import AbstractMesh, AxisType
 
 from jaxserve.config import EngineConfig
+from jaxserve.engine.draft_files import locate_drafter
 from jaxserve.engine.model_files import ModelFiles, resolve_model
 from jaxserve.models.registry import param_specs
 from jaxserve.presets import load_preset
@@ -29,7 +30,7 @@ from pallas_kernels.targets import Target, find_target, open_devices
 from pallas_kernels.testing.compile_gate import Gate, make_parser, print_report
 from pallas_kernels.testing.gate_report import ProgramReport
 
-DENSE, EXPERTS, LATENT = "llama-3.1-8b", "qwen3-30b-a3b", "deepseek-v3"
+DENSE, EXPERTS, LATENT, HEAD = "llama-3.1-8b", "qwen3-30b-a3b", "deepseek-v3", "mimo-7b"
 PRESETS = {  # the first always, the others in the full gate
     "gpu": ("gpt-oss-20b", DENSE, EXPERTS, LATENT),
     # A TPU copies gpt-oss's embedding, whose rows of 2,880 it would pad.
@@ -57,7 +58,11 @@ DEVICE_COUNTS = {"gpu": (1, 2), "tpu": (8,)}  # the first always, the others in 
 FEW_LAYERS = 4  # enough to show what is wrong in a step; the full gate compiles all layers, if the devices hold them
 MAX_MODEL_LEN = {LATENT: 65536}  # its own would not fit the scalar memory of a TPU
 MEMORY_SHARE = 0.9
-DRAFTS = {"method": "ngram", "num_speculative_tokens": 3}
+LOOKUPS: tuple[str, Mapping[str, Any]] = DENSE, {"method": "ngram", "num_speculative_tokens": 3}
+DRAFTS = {
+    "gpu": (LOOKUPS, (HEAD, {"method": "mtp", "num_speculative_tokens": 3})),  # a head follows each step
+    "tpu": (LOOKUPS,),  # it copies MiMo's feed-forward matrices, whose slices of 1,376 columns it would pad
+}
 
 
 def make_step_shapes(
@@ -82,13 +87,15 @@ def make_step_shapes(
         model=preset,
         load_format="dummy",
         tensor_parallel_size=num_devices,
-        enable_expert_parallel=preset != DENSE and num_devices > 1,
+        enable_expert_parallel=preset not in (DENSE, HEAD) and num_devices > 1,
         attention_impl=impl,
         max_model_len=MAX_MODEL_LEN.get(preset),
         speculative_config=drafts,
     )
-    model = resolve_model(config, ModelFiles(None, hf_config, {}))
-    return make_shapes(config, model, target.platform, target.device_kind)
+    files = ModelFiles(None, hf_config, {})
+    model = resolve_model(config, files)
+    drafter = locate_drafter(config, files, model)
+    return make_shapes(config, model, target.platform, target.device_kind, None if drafter is None else drafter.model)
 
 
 def make_target_mesh(gate: Gate, num_devices: int) -> Any:
@@ -122,7 +129,8 @@ def measure_step(gate: Gate, name: str, shapes: Shapes, mesh: Any, bucket: Bucke
 def list_steps(target: Target, *, full: bool, impl: str) -> dict[str, tuple[Shapes, Bucket]]:
     """Returns the target's programs by name: for each number of devices the largest decode and the largest bucket.
 
-    Quantized weights are compiled for fewer devices, and the full gate has the largest verify bucket, too.
+    Quantized weights are compiled for fewer devices. The full gate has the largest verify bucket, too, and steps that a
+    head follows.
     """
     steps = {}
     counts = DEVICE_COUNTS[target.platform][: None if full else 1]
@@ -145,10 +153,15 @@ def list_steps(target: Target, *, full: bool, impl: str) -> dict[str, tuple[Shap
         rows = max(shapes.buckets.row_counts)
         for bucket in (Bucket(rows, rows), shapes.buckets.largest)[: None if full else 1]:
             steps[f"step {bucket}: {preset}, {quantized}, {FEW_LAYERS} layers, {counts[0]} devices"] = shapes, bucket
-    if full:
-        shapes = make_step_shapes(target, num_devices=1, num_layers=FEW_LAYERS, impl=impl, drafts=DRAFTS)
-        bucket = shapes.buckets.find_verify(max(rows for rows, _ in shapes.buckets.verify_sizes), 2)
-        steps[f"step {bucket}: {DENSE}, {FEW_LAYERS} layers, 1 devices"] = shapes, bucket
+    for preset, drafts in DRAFTS[target.platform] if full else ():
+        options = {"num_devices": counts[0], "num_layers": FEW_LAYERS, "impl": impl, "drafts": drafts}
+        shapes = make_step_shapes(target, preset, **options)
+        verify = shapes.buckets.find_verify(max(rows for rows, _ in shapes.buckets.verify_sizes), 2)
+        rows = max(shapes.buckets.row_counts)
+        others = () if shapes.drafter is None else (Bucket(rows, rows), shapes.buckets.largest)
+        for bucket in (verify, *others):
+            name = f"step {bucket}: {preset}, {drafts['method']}, {FEW_LAYERS} layers, {counts[0]} devices"
+            steps[name] = shapes, bucket
     return steps
 
 

@@ -1,8 +1,9 @@
 """The forward pass of a step, and the programs that only some steps need.
 
 forward: unpacks the inputs, advances the rows, runs the layers (writing and reading KV) and computes one line of logits
-per row, or one per token of a verify step. The sample programs (sample.py) then choose the tokens. Everything before
-and after them runs on the host. Log-probabilities of tokens and of prompts, and embeddings, are programs of their own.
+per row, or one per token of a verify step. A drafter with weights follows (heads.py). The sample programs (sample.py)
+then choose the tokens. Everything before and after them runs on the host. Log-probabilities of tokens and of prompts,
+and embeddings, are programs of their own.
 """
 
 from __future__ import annotations

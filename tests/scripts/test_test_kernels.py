@@ -140,12 +140,15 @@ def test_a_report_says_which_compiler_it_is_of(tmp_path: Path) -> None:
 
 def test_the_full_gate_has_steps_of_two_gpus_and_of_a_tpu7x() -> None:
     steps = list_steps(TARGETS["h200"], full=True, impl="gpu")
-    *names, verify = steps
+    *names, verify, _, _, _ = steps
     names, quantized = names[:-10], names[-10:]
     assert [name[-9:] for name in names] == ["1 devices", "1 devices", "2 devices", "2 devices"] * 4
     assert ["32 layers" in name for name in names] == [False] * 4 + [True] * 4 + [False] * 8
     assert ["mixed 2048" in name for name in quantized] == [False, True] * 5 and "awq" in quantized[-1]
     assert verify.startswith("step verify 128x2")
+    followed = list(steps)[-3:]
+    assert [name.split()[1] for name in followed] == ["verify", "decode", "mixed"] and "mtp" in followed[0]
+    assert all(steps[name][0].drafter is not None for name in followed)
     two = steps[names[-1]][0]
     assert two.attention[0].num_heads == 64 and two.num_devices == 2
     assert len(list_steps(TARGETS["h200"], full=False, impl="gpu")) == 3
