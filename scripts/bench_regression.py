@@ -91,8 +91,8 @@ def run_load(llm: LLM, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def measure_temporaries(llm: LLM) -> dict[str, float]:
     """Returns what the largest decode program needs beside its arguments, of the bytes of the pages, by attention."""
+    from jaxserve.runtime.arguments import describe_programs
     from jaxserve.runtime.compile import compile_forward
-    from jaxserve.runtime.startup import describe_programs
     from jaxserve.sharding import make_mesh
 
     ready = llm.ready

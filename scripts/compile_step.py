@@ -20,11 +20,12 @@ from jaxserve.engine.draft_files import locate_drafter
 from jaxserve.engine.model_files import ModelFiles, resolve_model
 from jaxserve.models.registry import param_specs
 from jaxserve.presets import load_preset
+from jaxserve.runtime.arguments import describe_programs
 from jaxserve.runtime.buckets import Bucket
 from jaxserve.runtime.compile import trace_forward
 from jaxserve.runtime.memory import cache_budget, params_bytes
 from jaxserve.runtime.shapes import Shapes, make_shapes
-from jaxserve.runtime.startup import describe_programs, estimate_use, plan_pools
+from jaxserve.runtime.startup import estimate_use, plan_pools
 from jaxserve.sharding import TENSOR_AXIS, make_mesh
 from pallas_kernels.targets import Target, find_target, open_devices
 from pallas_kernels.testing.compile_gate import Gate, make_parser, print_report

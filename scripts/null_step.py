@@ -20,12 +20,12 @@ from jax.sharding import Mesh
 from jaxserve.config import EngineConfig
 from jaxserve.engine.model_files import load_params, locate_model, resolve_model
 from jaxserve.models.base import DecoderConfig
+from jaxserve.runtime.arguments import describe_programs
 from jaxserve.runtime.compile import compile_forward
 from jaxserve.runtime.device_state import KVCache, RowState, make_zeros
 from jaxserve.runtime.inputs import InputLayout
 from jaxserve.runtime.memory import plan_cache
 from jaxserve.runtime.shapes import Shapes, make_shapes
-from jaxserve.runtime.startup import describe_programs
 from jaxserve.runtime.step_model import HiddenStates, SampleInputs, StepModel
 from jaxserve.sharding import make_mesh
 from pallas_kernels import backends

@@ -13,7 +13,7 @@ import pytest
 from jaxserve import LLM, SamplingParams
 from jaxserve.models.registry import parse_config
 from jaxserve.request import RequestOutput
-from jaxserve.runtime.startup import describe_programs
+from jaxserve.runtime.arguments import describe_programs
 from jaxserve.sharding import make_mesh
 from pallas_kernels import gather_logical
 from tests.e2e.drafters import Counter, Tally, compare

@@ -12,10 +12,11 @@ from jaxserve.config import EngineConfig
 from jaxserve.layers.stack import LayerStack, stack_params
 from jaxserve.models.registry import param_specs, parse_config
 from jaxserve.runtime import startup
+from jaxserve.runtime.arguments import describe_programs
 from jaxserve.runtime.compile import compile_forward
 from jaxserve.runtime.memory import DeviceUse, plan_cache
 from jaxserve.runtime.shapes import Shapes, make_shapes
-from jaxserve.runtime.startup import describe_programs, measure_use, start_runner
+from jaxserve.runtime.startup import measure_use, start_runner
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import ChunkWork, NewRow, StepPlan
 from jaxserve.sharding import DEFAULT_RULES, make_mesh
