@@ -42,7 +42,7 @@ class RunningServer:
     def metric(self, name: str, **labels: str) -> float:
         """Returns one number of /metrics, the sum over series that have these labels; 0 when there is none."""
         total = 0.0
-        for line in httpx.get(f"{self.url}/metrics").text.splitlines():
+        for line in httpx.get(f"{self.url}/metrics", timeout=30).text.splitlines():
             series, _, value = line.rpartition(" ")
             if re.match(rf"{re.escape(name)}(\{{|$)", series) and all(
                 f'{k}="{v}"' in series for k, v in labels.items()
