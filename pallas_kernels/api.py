@@ -30,8 +30,9 @@ def attend_with_update(
     Raises:
         ValueError: an array or the layer does not fit the batch; names both.
     """
-    _check_shapes(q, kv_pages, batch, layer)
-    _check_tokens(q, k, v, batch)
+    _check_queries(q, batch)
+    _check_pages(kv_pages, batch, layer)
+    _check_tokens(k, v, batch)
     backend = find_backend(batch.impl)
     if backend.fused:
         layer = replace(layer, page_offset=jnp.asarray(layer.page_offset, jnp.int32))
@@ -49,18 +50,12 @@ def store(
 ) -> jax.Array:
     """Writes the step's keys and values as `attend_with_update` does, and returns the pool.
 
-    An implementation that writes while it attends, and has no other way, attends with queries of zeros.
-
     Raises:
         ValueError: an array or the layer does not fit the batch; names both.
     """
-    shape, backend = batch.shape, find_backend(batch.impl)
-    q = jnp.zeros((k.shape[0], shape.num_heads, shape.spec.head_dim), shape.dtype)
-    if backend.fused and not hasattr(backend.module, "store"):
-        return attend_with_update(q, k, v, kv_pages, batch, layer)[1]
-    _check_shapes(q, kv_pages, batch, layer)
-    _check_tokens(q, k, v, batch)
-    write = backend.module.store if backend.fused else update_kv_pages
+    _check_pages(kv_pages, batch, layer)
+    _check_tokens(k, v, batch)
+    write = getattr(find_backend(batch.impl).module, "store", update_kv_pages)
     return write(k, v, kv_pages, batch, layer)
 
 
@@ -79,7 +74,8 @@ def attend_stored(
     Raises:
         ValueError: an array or the layer does not fit the batch; names both.
     """
-    _check_shapes(q, kv_pages, batch, layer)
+    _check_queries(q, batch)
+    _check_pages(kv_pages, batch, layer)
     backend = find_backend(batch.impl)
     if not backend.fused:
         return backend.module.attend(q, kv_pages, batch, layer), kv_pages
@@ -95,29 +91,33 @@ def _attend_fused(
     return find_backend(batch.impl).module.attend_with_update(q, k, v, kv_pages, batch, layer)
 
 
-def _check_tokens(q: jax.Array, k: jax.Array, v: jax.Array | None, batch: BatchMeta) -> None:
-    spec, found = batch.shape.spec, None if v is None else v.shape
-    wanted = (q.shape[0], spec.num_kv_heads, spec.head_dim)
-    if k.shape != wanted or found != (None if spec.is_latent else wanted):
-        raise ValueError(f"q {q.shape} wants k and v of {wanted}, of latents k alone; got k {k.shape} and v {found}")
-
-
-def _check_shapes(q: jax.Array, kv_pages: jax.Array, batch: BatchMeta, layer: AttnLayer) -> None:
+def _check_queries(q: jax.Array, batch: BatchMeta) -> None:
     num_tokens, num_heads, head_dim = q.shape
     shape, spec = batch.shape, batch.shape.spec
     if (num_heads, head_dim) != (shape.num_heads, spec.head_dim):
         raise ValueError(
             f"q has {num_heads} heads of {head_dim}, the batch is for {shape.num_heads} of {spec.head_dim}"
         )
+    if batch.positions.shape != (num_tokens,):
+        raise ValueError(f"q has {num_tokens} tokens, the batch {batch.positions.shape[0]}")
+
+
+def _check_tokens(k: jax.Array, v: jax.Array | None, batch: BatchMeta) -> None:
+    spec, found = batch.shape.spec, None if v is None else v.shape
+    wanted = (*batch.positions.shape, spec.num_kv_heads, spec.head_dim)
+    if k.shape != wanted or found != (None if spec.is_latent else wanted):
+        raise ValueError(f"the batch wants k and v of {wanted}, of latents k alone; got k {k.shape} and v {found}")
+
+
+def _check_pages(kv_pages: jax.Array, batch: BatchMeta, layer: AttnLayer) -> None:
+    shape, spec = batch.shape, batch.shape.spec
     page = pool_shape(spec, 0)[1:]
     if kv_pages.shape[1:] != page or kv_pages.dtype != spec.dtype:
         wanted = f"wanted [num_pages, {', '.join(map(str, page))}]"
         raise ValueError(f"kv_pages {kv_pages.dtype}{list(kv_pages.shape)} do not fit the batch's {spec}: {wanted}")
-    if batch.positions.shape != (num_tokens,):
-        raise ValueError(f"q has {num_tokens} tokens, the batch {batch.positions.shape[0]}")
     if layer.params.window != shape.window:
         raise ValueError(f"params.window is {layer.params.window}, the batch was prepared for {shape.window}")
-    sizes = {"sinks": num_heads, "k_scale": spec.num_kv_heads, "v_scale": spec.num_kv_heads}
+    sizes = {"sinks": shape.num_heads, "k_scale": spec.num_kv_heads, "v_scale": spec.num_kv_heads}
     for name, size in sizes.items():
         array = getattr(layer.heads, name)
         if array is not None and array.shape != (size,):

@@ -8,9 +8,9 @@ An implementation is a module with
 - `plan_work(rows: StepRows, shape: AttnShape, *, config) -> pytree`, the step cut into units of work, by `config` (its
   own tuning dataclass), or if that is None by its table for the device, else by formula;
 - where it can be tuned, `default_config(shape: AttnShape)`, the configuration by formula;
-- where `fused`, `attend_with_update(q, k, v, kv_pages, batch, layer) -> (out, kv_pages)`, and, unless writing and
-  attending are one kernel, `store(k, v, kv_pages, batch, layer) -> kv_pages`, which only writes; else
-  `attend(q, kv_pages, batch, layer) -> out`, over pages that already hold the step's keys and values.
+- where `fused`, `attend_with_update(q, k, v, kv_pages, batch, layer) -> (out, kv_pages)`; else
+  `attend(q, kv_pages, batch, layer) -> out`, over pages that already hold the step's keys and values;
+- where it writes otherwise than `layout.update_kv_pages`, `store(k, v, kv_pages, batch, layer) -> kv_pages`.
 
 `*_interpret` runs the kernels on a CPU in their interpreter, with race detection: for tests.
 """

@@ -60,12 +60,14 @@ def forward(
     layout: CacheLayout,
     mesh: Mesh | None,
     aux_layers: tuple[int, ...] = (),
+    only_stores: bool = False,
 ) -> tuple[Float[Array, "T D"], Pools, Float[Array, "T AD"] | None]:
     """Runs all layers over one step's flat tokens, writing their K and V into the pools.
 
     `params` is a runtime tree (layers/stack.py) of `config.dtype`, sharded by its specs if there is a mesh. Returns
     the residual stream *before* the final norm, the pools and, for a drafter, the residual stream before each layer of
     `aux_layers` (ascending; the number of layers means after the last), side by side: [T, A * D], None without any.
+    With `only_stores` the last layer computes no more than its keys and values, and the residual stream means nothing.
     """
     layer = FAMILIES[config.family].layer
     x = embed_tokens(config.embedding, params["embed"], token_ids)
@@ -88,6 +90,7 @@ def forward(
             page_offset=layout.page_offsets[index],
             window=config.windows[index],
             layer_input=None if inputs is None else inputs[:, index],
+            only_stores=only_stores and index == config.num_layers - 1,
         )
         x, written[pool] = layer(config, kind, params["layers"][index], x, ctx)
     if config.num_layers in aux_layers:

@@ -49,7 +49,8 @@ def follow_step(
     """Returns the drafter's pools with its keys and values of a step; `rows` are those before it.
 
     What a head keeps at a position is made of the model's state there and the token behind it. So the entry of a row's
-    last token is written by the row's next step, from the state in `RowState.aux`.
+    last token is written by the row's next step, from the state in `RowState.aux`. If the row ends there, nobody writes
+    it; whoever finds that page in the prefix cache reads one stale key, which can spoil drafts alone.
     """
     assert model.drafting is not None and model.drafting.head is not None
     head = model.drafting.head
@@ -57,8 +58,7 @@ def follow_step(
     token_ids, aux = step.token_ids, step.aux
     if drafter.takes_next:
         token_ids, aux, lens = _pair_with_next(rows, inputs, step, bucket)
-        ends = inputs.distribution
-        distribution = jnp.stack([ends[0], ends[0], ends[2]])  # chunks begin a token before their edge
+        distribution = distribution[jnp.array([0, 0, 2])]  # chunks begin a token before their edge
     batches = prepare_batches(
         step.tables[jnp.array(head.groups)],
         lens,

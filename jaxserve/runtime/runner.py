@@ -165,10 +165,10 @@ class ModelRunner:
         targets = np.zeros(bucket.tokens, np.int32) if bucket.is_mixed else None
         prompt_logprobs = self._find_prompt_logprobs(bucket, hidden, targets)
         embeddings = self._pool(bucket, hidden) if bucket.width == 1 else None
+        drafts = self._draft_params is not None or self._lookup.history is not None
         for variant in sorted(set(self._variants.values())):
             if bucket.is_decode and (bucket.rows, variant) in self.programs.loop:
                 self._run_loop(bucket, variant, layout.new())
-            drafts = self._draft_params is not None or self._lookup.history is not None
             StartedStep(self, bucket, 0, variant, True, selected, prompt_logprobs, embeddings, drafts).sample().result()
 
     def start(self, plan: StepPlan) -> StartedStep | StartedLoop:

@@ -80,10 +80,12 @@ class RowLines:
 
     @classmethod
     def join(cls, row_ids: Int[Array, " S"], samples: Int[Array, " S"], sampling: Int[Array, "S F"]) -> RowLines:
+        """Returns the lines of rows."""
         return cls(jnp.concatenate([row_ids[:, None], samples[:, None], sampling], axis=1))
 
     @property
     def row_ids(self) -> Int[Array, " S"]:
+        """Their places in `RowState`."""
         return self.array[..., 0]
 
     @property
@@ -97,7 +99,7 @@ class RowLines:
         return self.array[..., 2:]
 
     def restrict(self, may_sample: Bool[Array, " S"]) -> RowLines:
-        """Returns the lines with which no other row samples."""
+        """Returns the lines by which no other row samples."""
         return RowLines(self.array.at[:, 1].multiply(may_sample))
 
     def __len__(self) -> int:

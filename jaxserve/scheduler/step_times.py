@@ -22,7 +22,7 @@ class _Size:
     step: int = 0  # at the last sample
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=_MANY_SAMPLES))  # none from before a pause
     before: float = 0.0  # the mean before it
-    _mean: float | None = 0.0  # of `mean`, which is asked for several times a step; None: not computed yet
+    _mean: float | None = None  # `mean`, which is read several times a step; None: to be computed
 
     @property
     def median(self) -> float:

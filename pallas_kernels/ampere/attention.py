@@ -16,14 +16,14 @@ from pallas_kernels.ampere.compat import TILE_ROWS
 from pallas_kernels.ampere.config import AmpereConfig
 from pallas_kernels.ampere.launch import attend_units
 from pallas_kernels.ampere.plan import default_config
-from pallas_kernels.layout import update_kv_pages as store
+from pallas_kernels.layout import update_kv_pages
 from pallas_kernels.mosaic_gpu.packing import apply_heads, pack_queries, pack_tiles, unpack_queries, unpack_tiles
 from pallas_kernels.mosaic_gpu.shapes import choose_layout, compute_dtype, find_obstacle, round_up
 from pallas_kernels.mosaic_gpu.units import UnitPlan
 from pallas_kernels.spec import AttnLayer, AttnShape, BatchMeta
 from pallas_kernels.worklist import StepRows
 
-__all__ = ["attend_with_update", "choose_layout", "default_config", "find_obstacle", "plan_work", "store"]
+__all__ = ["attend_with_update", "choose_layout", "default_config", "find_obstacle", "plan_work"]
 
 
 def plan_work(rows: StepRows, shape: AttnShape, *, config: AmpereConfig | None = None) -> UnitPlan:
@@ -41,7 +41,7 @@ def attend_with_update(
 ) -> tuple[jax.Array, jax.Array]:
     """Attention [T, N, H] in q's dtype and the pool with the step's keys and values, in place where it is donated."""
     work: UnitPlan = batch.work
-    kv_pages = store(k, v, kv_pages, batch, layer)
+    kv_pages = update_kv_pages(k, v, kv_pages, batch, layer)
     found, logs = _attend_few(q, kv_pages, batch, layer)
     if work.chunks is not None:
         is_few = (batch.token_rows < batch.distribution[0])[:, None, None]

@@ -130,7 +130,8 @@ _LATENT, _FP8_LATENT = "deepseek-v3, one of 8 devices", "deepseek-v3, one of 8 d
 _OF_64, _OF_256 = "heads of 64, window, sinks", "gemma, heads of 256, window, softcap"
 _NOT_CAUSAL = "heads of 128, not causal"
 _OF_192 = "nemotron-4-340b, one of 4 devices, heads of 192"
-_TURNS = "heads of 256, window, fp8 pages", "heads of 192, window, softcap, sinks"  # of the tight ones
+_TURNS = "heads of 256, window, fp8 pages", "heads of 192, window, softcap, sinks"
+TIGHT_SAMPLES = tuple((bucket, shape) for bucket, shape in TIGHT if bucket != "turn" or shape.name in _TURNS)
 SAMPLES = {
     "h200": (_BASE, _FP8, _OF_256, _OF_64, _LATENT, _FP8_LATENT, _NOT_CAUSAL, _OF_192),
     "a100": (_BASE, _FP8, _OF_256, _OF_64, _NOT_CAUSAL, _OF_192),
@@ -153,8 +154,8 @@ def list_programs(target: Target, *, full: bool = True) -> list[GateProgram]:
     if target.platform == "gpu":  # with fixed splits a decode bucket has other kernels
         own = [shape for shape in shapes if target.impl not in dict(shape.portable)]
         programs += [_fill_bucket("fixed", shape, target) for shape in own]
-    tight = [pair for pair in TIGHT if full or (target.impl == "gpu" and (pair[0] != "turn" or pair[1].name in _TURNS))]
-    return programs + [_fill_bucket(bucket, shape, target) for bucket, shape in tight]
+    samples = TIGHT_SAMPLES if target.impl == "gpu" else ()
+    return programs + [_fill_bucket(bucket, shape, target) for bucket, shape in (TIGHT if full else samples)]
 
 
 def _fill_bucket(bucket: str, shape: GateShape, target: Target) -> GateProgram:

@@ -178,6 +178,18 @@ def attend_with_update(
     return values.reshape(num_tokens, num_heads, shape.spec.out_dim), kv_pages
 
 
+def store(
+    k: jax.Array,  # [T, K, H]
+    v: jax.Array | None,  # [T, K, H]; None for latents
+    kv_pages: jax.Array,
+    batch: BatchMeta,
+    layer: AttnLayer,
+) -> jax.Array:
+    """The pool with the step's keys and values. The kernels write while they attend, so queries of zeros do."""
+    q = jnp.zeros((k.shape[0], batch.shape.num_heads, k.shape[2]), batch.shape.dtype)
+    return attend_with_update(q, k, v, kv_pages, batch, layer)[1]
+
+
 def _make_factors(spec: KVSpec, params: AttnParams, heads: HeadParams) -> jax.Array:
     """[2, K] f32: factors of the scores, then of the outputs."""
     scores = jnp.full((spec.num_kv_heads,), find_factor(params.scale, params.softcap), jnp.float32)

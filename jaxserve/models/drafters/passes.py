@@ -59,12 +59,13 @@ def run_pass(
     """Returns the drafter's states after its layers, and its pools with their keys and values.
 
     With `model.takes_next`, the token at p + 1 goes with the state at p: the target's, of `read_target`, or that of a
-    pass before. A draft model reads no `states`. With `only_stores` the states mean nothing, and a head's last layer
-    computes no more than its keys and values. `token_ids` are of the target's vocabulary.
+    pass before. A draft model reads no `states`. `token_ids` are of the target's vocabulary. With `only_stores` the
+    states mean nothing, and the last layer computes no more than its keys and values.
     """
     config, head = model.config, HEADS.get(model.method)
     if head is None:
-        states, pools, _ = forward(config, params, token_ids, pools, batches, layout=layout, mesh=mesh)
+        where = {"layout": layout, "mesh": mesh}
+        states, pools, _ = forward(config, params, token_ids, pools, batches, only_stores=only_stores, **where)
         return states, pools
     if states is None:
         raise ValueError("states: a head begins with those of read_target")
