@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 _MARGIN = 1.05  # a width replaces another if it is better by this factor
 _LEAST_MARGIN = 1.02  # the same for plain steps
 _HOLD = 16  # steps that fewer rows must last before they count: row counts that flip must not flip the width
-_LOOKUP_ALLOWANCE, _HEAD_ALLOWANCE = 0.01, 0.03  # share of the time that may be lost
+_LOOKUP_ALLOWANCE, _HEAD_ALLOWANCE = 0.01, 0.02  # share of the time that may be lost
 _KEPT_MEMORY = 16  # verify steps of which the share of kept tokens is known
 _MOST_OF_MEAN = 2.0  # times what such a step usually takes: more is not the drafts' fault
 _PROBE_CHAINS = 8  # chains that a probe sees
@@ -86,6 +86,8 @@ class WidthChooser:
         limits, num_decoding, num_rows = self._limits, num_rows, max(1, num_rows)
         place = bisect_left(self._sizes, num_rows)
         if place >= self._size or self._age >= _HOLD:
+            if place != self._size:
+                self._price = _Price()  # that of a probe with other rows says nothing
             self._size, self._age = place, 0
         else:
             self._age += 1
@@ -177,14 +179,14 @@ class WidthChooser:
 
     @property
     def _rests(self) -> bool:
-        """Whether there is nothing to choose from before the next look: no step has or awaits drafts."""
-        return (
-            not self._limits.draft_costs
-            and self._limits.fixed_drafts is None
-            and not self._looks.is_due
-            and not (self._num_made or self.awaits_drafts or self._probe)
-            and self._current[self._size] == 1
-        )
+        """Whether there is nothing to choose from: no step has or awaits drafts, and none may try them yet."""
+        if self._limits.fixed_drafts is not None or self._current[self._size] > 1:
+            return False
+        if self._num_made or self.awaits_drafts or self._probe:
+            return False
+        if not self._limits.draft_costs:
+            return not self._looks.is_due
+        return not self._accounts[self._size].affords(self._price.seconds)
 
     def _count_lookups(self, num_rows: int, width: int) -> int:
         """Returns the drafts that a step with lookups makes: all for a step of `width` that follows, or for a look."""

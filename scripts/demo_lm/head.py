@@ -28,14 +28,16 @@ class HeadConfig:
     draft_vocab_size: int = 768
     hidden_size: int = 256
     intermediate_size: int = 448
+    # The head follows every step of the target, drafts or none: `fc`, keys and values are what that costs. These sizes
+    # take 5 % of the demo model's products. With three layers and twice the heads, of 64, which took 14 %, runs of
+    # drafts are no longer.
     num_attention_heads: int = 4
-    num_key_value_heads: int = 2
-    head_dim: int = 64
+    num_key_value_heads: int = 1
+    head_dim: int = 32
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-5
-    # The residual stream before these layers of the target; one that has 4 gives what layers 1, 2 and 3 leave.
-    # The first id is not 1: some engines take that as a sign that states after the layers are meant.
-    aux_layers: tuple[int, ...] = (2, 3, 4)
+    # The residual stream before these layers of the target: the one behind the last of 4.
+    aux_layers: tuple[int, ...] = (4,)
 
 
 @dataclass(frozen=True)

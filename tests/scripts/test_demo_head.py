@@ -78,6 +78,7 @@ def config() -> HeadConfig:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
+        aux_layers=(2, 3, 4),  # several, side by side; the head that ships has one
     )
 
 
@@ -323,7 +324,7 @@ def _check_checkpoint(directory: Path, config: HeadConfig) -> None:
     width, inner = config.hidden_size, config.intermediate_size
     query, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     expected = {
-        "fc.weight": (width, 3 * width),
+        "fc.weight": (width, len(config.aux_layers) * width),
         "midlayer.input_layernorm.weight": (width,),
         "midlayer.hidden_norm.weight": (width,),
         "midlayer.post_attention_layernorm.weight": (width,),
@@ -349,5 +350,5 @@ def _check_checkpoint(directory: Path, config: HeadConfig) -> None:
     described = json.loads((directory / "config.json").read_text())
     assert described["architectures"] == ["LlamaForCausalLMEagle3"]
     assert described["draft_vocab_size"] == config.draft_vocab_size
-    assert described["eagle_aux_hidden_state_layer_ids"] == [2, 3, 4]
+    assert described["eagle_aux_hidden_state_layer_ids"] == list(config.aux_layers)
     assert {path.name for path in directory.iterdir()} == {"config.json", "model.safetensors"}
