@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from jaxserve.scheduler.acceptance import Acceptance
 from jaxserve.scheduler.limits import SchedulerLimits
 from jaxserve.scheduler.step_times import StepTimes
 from jaxserve.scheduler.widths import WidthChooser
@@ -136,7 +137,7 @@ def test_useless_drafts_cost_next_to_nothing(name: str, costs: bool, times: dict
     shares, drafting = USELESS[name]
     for seed in range(2):
         clock = Clock(seed=seed, times=times, draft_costs=costs).run(2000, shares, rows, 1.0 if costs else drafting)
-        assert clock.speed >= (0.95 if costs else 0.98)
+        assert clock.speed >= (0.97 if costs else 0.98)
 
 
 @pytest.mark.parametrize("rows", [1, 8])
@@ -246,9 +247,19 @@ def test_lookups_rest_where_a_verify_step_cannot_pay_for_itself() -> None:
     assert clock.run(500, [1.0] * 4, 8).widths[-50:].count(1) <= 10, "but come back with better drafts"
 
 
-def test_a_head_that_is_off_runs_no_draft_passes_and_is_tried_again() -> None:
-    clock = Clock(draft_costs=True).run(1500, [0.1] * 4)
+def test_a_head_that_is_off_runs_no_draft_passes_and_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared, predict = [], Acceptance.predict
+
+    def count(self: Acceptance, **options: Any) -> list[float]:
+        compared.append(self)
+        return predict(self, **options)
+
+    monkeypatch.setattr(Acceptance, "predict", count)
+    clock = Clock(draft_costs=True).run(500, [0.1] * 4)
+    compared.clear()
+    clock.run(1000, [0.1] * 4)
     assert clock.made[-1000:].count(0) >= 930 and clock.widths[-1000:].count(1) >= 940
+    assert len(compared) <= 100, "widths are compared only when something could be tried"
     clock.run(3000, [0.95] * 4)
     assert clock.widths[-300:].count(1) <= 10
 
