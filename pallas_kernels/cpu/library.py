@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ import jaxlib
 
 FOLDER = Path(__file__).parent
 COMPILERS = ("g++", "clang++", "c++")
-_FLAGS = ("-std=c++20", "-O3", "-march=native", "-shared", "-fPIC", "-w")
+_FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-w")
 _PRODUCT_DTYPES = "float32", "bfloat16"
 ATTENTION = "JaxservePagedAttention"
 PRODUCT, TABLE_PRODUCT, GROUPED = "JaxserveProduct", "JaxserveTableProduct", "JaxserveGroupedProduct"
@@ -159,12 +160,29 @@ def _compile_into(directory: Path) -> Path:
         raise LookupError(f"there is no C++ compiler ({', '.join(COMPILERS)})")
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory) as folder:
-        made = Path(folder) / "new.so"
-        command = [compiler, *_FLAGS, "-isystem", jax.ffi.include_dir(), *map(str, _list_sources()), "-o", str(made)]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
+        made = _compile(compiler, Path(folder))
         path = directory / f"{_STEM}-{digest()[:16]}-{_digest_content(made)}.so"
         os.replace(made, path)
     return path
+
+
+def _compile(compiler: str, folder: Path) -> Path:
+    """Returns the path of the new library in the folder. All files are compiled at once: the user is waiting."""
+    sources = _list_sources()
+    objects = [folder / f"{source.stem}.o" for source in sources]
+
+    def compile_one(source: Path, made: Path) -> None:
+        _run_compiler(compiler, *_FLAGS, "-isystem", jax.ffi.include_dir(), "-c", source, "-o", made)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(compile_one, sources, objects))
+    library = folder / "new.so"
+    _run_compiler(compiler, "-shared", *objects, "-o", library)
+    return library
+
+
+def _run_compiler(*command: str | Path) -> None:
+    subprocess.run(list(map(str, command)), check=True, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
 
 
 def _digest_content(path: Path) -> str:
