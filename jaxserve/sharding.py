@@ -55,16 +55,16 @@ class AxisRules:
         return NamedSharding(mesh, self.spec(axes))
 
     def placement(self, mesh: Mesh, axes: Axes, shape: tuple[int, ...]) -> Placement:
-        """Returns where a parameter lies: a stack of layers by `order_rows`, others by `sharding`."""
+        """Returns where a parameter lies: a stack that kernels read whole by `order_rows`, others by `sharding`."""
         sharding = self.sharding(mesh, axes)
-        return order_rows(sharding, shape) if axes[:1] == ("layers",) else sharding
+        return order_rows(sharding, shape) if axes[:1] == ("whole_layers",) else sharding
 
 
 def order_rows(sharding: Sharding, shape: tuple[int, ...]) -> Placement:
     """Returns the sharding with rows that are contiguous on each device, unless a TPU would pad them much.
 
-    Kernels read stacks of layers so. Left alone, a TPU chooses another order for sizes that it would pad, and its
-    compiler then copies the stack in every step.
+    Kernels read stacks so. Left alone, a TPU chooses another order for sizes that it would pad, and its compiler then
+    copies the stack for the kernel in every step. Its own products want that order: for them it would copy this one.
     """
     has_devices = not isinstance(getattr(sharding, "mesh", None), AbstractMesh)  # an order needs some
     if not (has_devices and pads_little(sharding.shard_shape(shape)[-1])):
@@ -80,6 +80,7 @@ DEFAULT_RULES = AxisRules(
         ("ffn", TENSOR_AXIS),
         ("experts", TENSOR_AXIS),
         ("layers", None),
+        ("whole_layers", None),  # of a stack that kernels read whole
     )
 )
 

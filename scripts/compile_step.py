@@ -59,11 +59,11 @@ DEVICE_COUNTS = {"gpu": (1, 2), "tpu": (8,)}  # the first always, the others in 
 FEW_LAYERS = 4  # enough to show what is wrong in a step; the full gate compiles all layers, if the devices hold them
 MAX_MODEL_LEN = {LATENT: 65536}  # its own would not fit the scalar memory of a TPU
 MEMORY_SHARE = 0.9
-LOOKUPS: tuple[str, Mapping[str, Any]] = DENSE, {"method": "ngram", "num_speculative_tokens": 3}
-DRAFTS = {
-    "gpu": (LOOKUPS, (HEAD, {"method": "mtp", "num_speculative_tokens": 3})),  # a head follows each step
-    "tpu": (LOOKUPS,),  # it copies MiMo's feed-forward matrices, whose slices of 1,376 columns it would pad
-}
+DRAFTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
+    (DENSE, {"method": "ngram", "num_speculative_tokens": 3}),
+    # A head follows each step. Eight TPUs have 1,376 feed-forward columns each: rows that a TPU pads, if it must.
+    (HEAD, {"method": "mtp", "num_speculative_tokens": 3}),
+)
 
 
 def make_step_shapes(
@@ -154,7 +154,7 @@ def list_steps(target: Target, *, full: bool, impl: str) -> dict[str, tuple[Shap
         rows = max(shapes.buckets.row_counts)
         for bucket in (Bucket(rows, rows), shapes.buckets.largest)[: None if full else 1]:
             steps[f"step {bucket}: {preset}, {quantized}, {FEW_LAYERS} layers, {counts[0]} devices"] = shapes, bucket
-    for preset, drafts in DRAFTS[target.platform] if full else ():
+    for preset, drafts in DRAFTS if full else ():
         options = {"num_devices": counts[0], "num_layers": FEW_LAYERS, "impl": impl, "drafts": drafts}
         shapes = make_step_shapes(target, preset, **options)
         verify = shapes.buckets.find_verify(max(rows for rows, _ in shapes.buckets.verify_sizes), 2)

@@ -13,7 +13,7 @@ from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh
 
 from jaxserve import sharding
-from jaxserve.layers.stack import stack_params
+from jaxserve.layers.stack import stack_params, stack_specs
 from jaxserve.models.base import ParamSpec
 from jaxserve.runtime.memory import params_bytes
 from jaxserve.sharding import DEFAULT_RULES, TENSOR_AXIS, make_mesh
@@ -42,12 +42,12 @@ def test_hosts_stay_together_in_a_slice_without_an_order(
     assert "far apart: a part of a slice" in caplog.text
 
 
-STACK = ("layers", None, None)
+STACK, WHOLE = ("layers", None, None), ("whole_layers", None, None)
 
 
 @pytest.mark.parametrize(("columns", "is_ordered"), [(128, True), (2880, True), (96, False), (130, False), (1, False)])
-def test_stacks_lie_row_by_row_unless_a_tpu_would_pad_them_much(columns: int, is_ordered: bool) -> None:
-    placement = DEFAULT_RULES.placement(make_mesh(1), STACK, (4, 64, columns))
+def test_stacks_of_kernels_lie_row_by_row_unless_a_tpu_would_pad_them_much(columns: int, is_ordered: bool) -> None:
+    placement = DEFAULT_RULES.placement(make_mesh(1), WHOLE, (4, 64, columns))
     assert isinstance(placement, Format) is is_ordered
     if is_ordered:
         assert placement.layout.major_to_minor == (0, 1, 2)
@@ -55,16 +55,31 @@ def test_stacks_lie_row_by_row_unless_a_tpu_would_pad_them_much(columns: int, is
 
 def test_other_parameters_and_meshes_without_devices_keep_xlas_order() -> None:
     assert not isinstance(DEFAULT_RULES.placement(make_mesh(1), (None, None), (64, 128)), Format)
+    assert not isinstance(DEFAULT_RULES.placement(make_mesh(1), STACK, (4, 64, 2880)), Format)
     mesh = AbstractMesh((2,), (TENSOR_AXIS,))
-    assert not isinstance(DEFAULT_RULES.placement(mesh, STACK, (4, 64, 128)), Format)
+    assert not isinstance(DEFAULT_RULES.placement(mesh, WHOLE, (4, 64, 128)), Format)
+
+
+def test_only_stacks_that_kernels_read_whole_are_ordered() -> None:
+    """Products of XLA's would copy those of rows that a TPU pads: all layers, in every step."""
+    layer = {name: {"weight": ParamSpec((8, 2880), "float32", (None, None), "normal")} for name in ("experts", "o")}
+    (group,) = stack_specs({"layers": [layer, layer]}, "stacked")["layers"].groups
+    placed = {
+        name: DEFAULT_RULES.placement(make_mesh(1), leaf["weight"].axes, leaf["weight"].shape)
+        for name, leaf in group.items()
+    }
+    assert isinstance(placed["experts"], Format) and not isinstance(placed["o"], Format)
 
 
 def test_stacks_are_made_in_the_order_that_programs_expect() -> None:
-    placement = DEFAULT_RULES.placement(make_mesh(1), STACK, (2, 8, 2880))
-    specs = {"stack": ParamSpec((2, 8, 2880), "float32", STACK, "normal")}
+    placement = DEFAULT_RULES.placement(make_mesh(1), WHOLE, (2, 8, 2880))
+    specs = {"stack": ParamSpec((2, 8, 2880), "float32", WHOLE, "normal")}
     made = make_dummy_params(specs, mesh=make_mesh(1), rules=DEFAULT_RULES, seed=0)["stack"]
-    alone = jax.device_put(jnp.zeros((8, 2880)), DEFAULT_RULES.sharding(make_mesh(1), (None, None)))
-    joined = stack_params({"layers": [{"w": alone}, {"w": alone}]}, "stacked")["layers"].groups[0]["w"]
+    alone = [
+        {"experts": {"w": jax.device_put(jnp.zeros((8, 2880)), DEFAULT_RULES.sharding(make_mesh(1), (None, None)))}}
+        for _ in range(2)
+    ]
+    joined = stack_params({"layers": alone}, "stacked")["layers"].groups[0]["experts"]["w"]
     for array in (made, joined):
         assert array.format.layout.major_to_minor == placement.layout.major_to_minor
         jax.jit(lambda x: x.sum(), in_shardings=placement)(array)

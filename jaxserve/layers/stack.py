@@ -85,11 +85,15 @@ def stack_specs(specs: Tree, mode: StackMode) -> Tree:
     if mode == "unrolled":
         return dict(specs)
 
-    def stack(count: int, spec: Any) -> Any:
-        return dataclasses.replace(spec, shape=(count, *spec.shape), axes=("layers", *spec.axes))
+    def stack(count: int, axis: str, spec: Any) -> Any:
+        return dataclasses.replace(spec, shape=(count, *spec.shape), axes=(axis, *spec.axes))
+
+    def stack_layer(count: int, leaves: Tree) -> Tree:
+        axes = {name: "whole_layers" if name in KEPT_WHOLE else "layers" for name in leaves}
+        return {name: jax.tree.map(partial(stack, count, axes[name]), leaf) for name, leaf in leaves.items()}
 
     places = _place_layers(specs["layers"])
-    groups = (jax.tree.map(partial(stack, len(members)), members[0]) for members in _gather(specs["layers"], places))
+    groups = (stack_layer(len(members), members[0]) for members in _gather(specs["layers"], places))
     return {**specs, "layers": LayerStack(tuple(groups), places)}
 
 
@@ -159,21 +163,22 @@ def _gather(layers: Sequence[Any], places: Sequence[tuple[int, int]]) -> list[li
     return groups
 
 
-def _stack_leaves(members: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the stacked leaves of equal dictionaries, and removes them there."""
+def _stack_leaves(members: Sequence[dict[str, Any]], *, is_whole: bool = False) -> dict[str, Any]:
+    """Returns the stacked leaves of equal dictionaries, and removes them there; `is_whole`: those of `KEPT_WHOLE`."""
     stacked = {}
     for name in list(members[0]):
-        leaves = [member.pop(name) for member in members]
-        stacked[name] = _stack_leaves(leaves) if isinstance(leaves[0], dict) else _stack_arrays(leaves)
+        leaves, whole = [member.pop(name) for member in members], is_whole or name in KEPT_WHOLE
+        stack = _stack_leaves if isinstance(leaves[0], dict) else _stack_arrays
+        stacked[name] = stack(leaves, is_whole=whole)
     return stacked
 
 
-def _stack_arrays(arrays: list[jax.Array]) -> jax.Array:
+def _stack_arrays(arrays: list[jax.Array], *, is_whole: bool) -> jax.Array:
     """Returns arrays as one, in the order of `AxisRules.placement`."""
     sharding = arrays[0].sharding
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
-    placement = order_rows(sharding, (len(arrays), *arrays[0].shape))
+    placement = order_rows(sharding, (len(arrays), *arrays[0].shape)) if is_whole else sharding
     return jax.jit(jnp.stack, out_shardings=placement)(arrays)
 
 

@@ -233,7 +233,7 @@ def refuse_shortage(limit: int, parts: Mapping[str, int]) -> None:
 
 
 def params_bytes(specs: Any, num_devices: int, platform: str = "cpu") -> int:
-    """Returns the bytes that a tree of parameter specs takes on each device; a TPU pads rows (`order_rows`)."""
+    """Returns the bytes that a tree of parameter specs takes on each device, at most: a TPU may pad rows."""
     total = 0
     for spec in jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, ParamSpec)):
         axes = DEFAULT_RULES.spec(spec.axes)
