@@ -76,7 +76,7 @@ class WeightWriter:
         return program(leaf, value, *send(numbers, program.input_shardings[0][2]))
 
     def _find_program(self, leaf: jax.Array, shape: tuple[int, ...], axis: int = 0) -> Any:
-        kind = leaf.shape, str(leaf.dtype), leaf.sharding, shape, axis
+        kind = leaf.shape, str(leaf.dtype), leaf.format, shape, axis
         if kind not in self._programs:
             self._programs[kind] = _compile_write(leaf, shape, axis)
         return self._programs[kind]
