@@ -109,6 +109,7 @@ def test_random_calls_are_made_alike(seed: int) -> None:
                 engine.runner.write_params(SimpleNamespace(path=Path("/new") / str(chance)))  # type: ignore[arg-type]
                 engine.scheduler.requeue_running()
             engine.step()
+        engine.reset()  # once at least, whatever was drawn
         engine.abort_all()
         engine.drain()
         followers.add_programs(lambda: journals[0].calls.append("programs"))
