@@ -23,6 +23,7 @@ from pallas_kernels.layout import pads_little
 _log = logging.getLogger(__name__)
 
 TENSOR_AXIS = "tensor"
+WHOLE_STACK = "whole_layers"  # the logical axis of layers in a stack that kernels read whole
 
 Placement = Sharding | Format
 
@@ -57,7 +58,7 @@ class AxisRules:
     def placement(self, mesh: Mesh, axes: Axes, shape: tuple[int, ...]) -> Placement:
         """Returns where a parameter lies: a stack that kernels read whole by `order_rows`, others by `sharding`."""
         sharding = self.sharding(mesh, axes)
-        return order_rows(sharding, shape) if axes[:1] == ("whole_layers",) else sharding
+        return order_rows(sharding, shape) if axes[:1] == (WHOLE_STACK,) else sharding
 
 
 def order_rows(sharding: Sharding, shape: tuple[int, ...]) -> Placement:
@@ -80,7 +81,7 @@ DEFAULT_RULES = AxisRules(
         ("ffn", TENSOR_AXIS),
         ("experts", TENSOR_AXIS),
         ("layers", None),
-        ("whole_layers", None),  # of a stack that kernels read whole
+        (WHOLE_STACK, None),
     )
 )
 
@@ -127,7 +128,7 @@ def _order_devices(devices: list[jax.Device]) -> list[jax.Device]:
         try:
             devices = list(mesh_utils.create_device_mesh((len(devices),), devices).flat)
         except (ValueError, NotImplementedError, AssertionError) as error:
-            # It asserts, too, what holds of whole slices only.
+            # JAX refuses parts of a slice in these three ways; it asserts what holds of whole ones only.
             _log.warning("devices keep JAX's order, in which neighbours may be far apart: %s", error)
     hosts = list(dict.fromkeys(device.process_index for device in devices))
     return sorted(devices, key=lambda device: hosts.index(device.process_index))  # stable

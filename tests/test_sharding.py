@@ -16,7 +16,7 @@ from jaxserve import sharding
 from jaxserve.layers.stack import stack_params, stack_specs
 from jaxserve.models.base import ParamSpec
 from jaxserve.runtime.memory import params_bytes
-from jaxserve.sharding import DEFAULT_RULES, TENSOR_AXIS, make_mesh
+from jaxserve.sharding import DEFAULT_RULES, TENSOR_AXIS, WHOLE_STACK, make_mesh
 from jaxserve.weights import make_dummy_params
 
 
@@ -31,18 +31,19 @@ def test_the_interconnect_decides_and_hosts_stay_together(monkeypatch: pytest.Mo
     assert [device.id for device in sharding._order_devices(devices)] == [3, 1, 2, 0]
 
 
+@pytest.mark.parametrize("error", [ValueError, NotImplementedError, AssertionError])
 def test_hosts_stay_together_in_a_slice_without_an_order(
-    monkeypatch: pytest.MonkeyPatch, devices: list[Any], caplog: pytest.LogCaptureFixture
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch, devices: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: Any) -> Any:
-        raise NotImplementedError("a part of a slice")
+        raise error("a part of a slice")
 
     monkeypatch.setattr(sharding.mesh_utils, "create_device_mesh", refuse)
     assert [device.id for device in sharding._order_devices(devices)] == [0, 2, 1, 3]
     assert "far apart: a part of a slice" in caplog.text
 
 
-STACK, WHOLE = ("layers", None, None), ("whole_layers", None, None)
+STACK, WHOLE = ("layers", None, None), (WHOLE_STACK, None, None)
 
 
 @pytest.mark.parametrize(("columns", "is_ordered"), [(128, True), (2880, True), (96, False), (130, False), (1, False)])

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxserve.sharding import order_rows
+from jaxserve.sharding import WHOLE_STACK, order_rows
 
 KEPT_WHOLE = frozenset({"experts"})
 """Leaves of a layer that stay in their stack: kernels read them there, and a TPU would copy a slice for a kernel."""
@@ -76,8 +76,11 @@ def stack_params(params: dict[str, Any], mode: StackMode) -> dict[str, Any]:
     if mode == "unrolled":
         return params
     places = _place_layers(params["layers"])
-    groups = tuple(_stack_leaves(members) for members in _gather(params["layers"], places))
-    return {**params, "layers": LayerStack(groups, places)}
+    groups = []
+    for members in _gather(params["layers"], places):
+        names = list(members[0])
+        groups.append({name: _stack_leaf([each.pop(name) for each in members], name in KEPT_WHOLE) for name in names})
+    return {**params, "layers": LayerStack(tuple(groups), places)}
 
 
 def stack_specs(specs: Tree, mode: StackMode) -> Tree:
@@ -89,7 +92,7 @@ def stack_specs(specs: Tree, mode: StackMode) -> Tree:
         return dataclasses.replace(spec, shape=(count, *spec.shape), axes=(axis, *spec.axes))
 
     def stack_layer(count: int, leaves: Tree) -> Tree:
-        axes = {name: "whole_layers" if name in KEPT_WHOLE else "layers" for name in leaves}
+        axes = {name: WHOLE_STACK if name in KEPT_WHOLE else "layers" for name in leaves}
         return {name: jax.tree.map(partial(stack, count, axes[name]), leaf) for name, leaf in leaves.items()}
 
     places = _place_layers(specs["layers"])
@@ -163,23 +166,19 @@ def _gather(layers: Sequence[Any], places: Sequence[tuple[int, int]]) -> list[li
     return groups
 
 
-def _stack_leaves(members: Sequence[dict[str, Any]], *, is_whole: bool = False) -> dict[str, Any]:
-    """Returns the stacked leaves of equal dictionaries, and removes them there; `is_whole`: those of `KEPT_WHOLE`."""
-    stacked = {}
-    for name in list(members[0]):
-        leaves, whole = [member.pop(name) for member in members], is_whole or name in KEPT_WHOLE
-        stack = _stack_leaves if isinstance(leaves[0], dict) else _stack_arrays
-        stacked[name] = stack(leaves, is_whole=whole)
-    return stacked
+def _stack_leaf(members: list[Any], is_whole: bool) -> Any:
+    """Returns a leaf of several layers as one, in the order of `AxisRules.placement`; a dictionary is emptied.
 
-
-def _stack_arrays(arrays: list[jax.Array], *, is_whole: bool) -> jax.Array:
-    """Returns arrays as one, in the order of `AxisRules.placement`."""
-    sharding = arrays[0].sharding
+    `is_whole`: kernels read it in its stack.
+    """
+    if isinstance(members[0], dict):
+        names = list(members[0])
+        return {name: _stack_leaf([member.pop(name) for member in members], is_whole) for name in names}
+    sharding = members[0].sharding
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
-    placement = order_rows(sharding, (len(arrays), *arrays[0].shape)) if is_whole else sharding
-    return jax.jit(jnp.stack, out_shardings=placement)(arrays)
+    placement = order_rows(sharding, (len(members), *members[0].shape)) if is_whole else sharding
+    return jax.jit(jnp.stack, out_shardings=placement)(members)
 
 
 def _get(tree: Any, path: Sequence[str]) -> Any:

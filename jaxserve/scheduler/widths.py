@@ -230,7 +230,7 @@ class WidthChooser:
             return 1  # the time of plain steps must be known first
         current = self._current[self._size]
         if not account.affords(0.0):
-            self._probe, self._price = 0, _Price()  # the best width may be a wide one yet: no probe is waited for
+            self._probe = 0
             self._current[self._size] = 1
             return 1
         plain = self._estimate(num_rows, 1)

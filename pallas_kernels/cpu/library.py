@@ -182,7 +182,7 @@ def _compile(compiler: str, folder: Path) -> Path:
 
 
 def _run_compiler(*command: str | Path) -> None:
-    subprocess.run(list(map(str, command)), check=True, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
 
 
 def _digest_content(path: Path) -> str:
