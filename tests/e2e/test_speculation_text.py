@@ -106,7 +106,7 @@ def test_late_masks(plain: LLM, drafting: LLM, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(grammars, "_mask_timeout", grammars._mask_timeout)  # which restores it
     monkeypatch.setattr(grammars, "make_masks", make_late_masks)
     tallies = check(plain, drafting, FORMS)
-    assert tallies[Mode.RIGHT].accepted == tallies[Mode.RIGHT].drafts
+    assert tallies[Mode.RIGHT].accepted > 0  # a right draft is not taken where only the mask behind the first is late
 
 
 def test_small_grammars_are_followed_along_a_run(plain: LLM, drafting: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
