@@ -15,8 +15,10 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import distributions, requires, version
@@ -32,7 +34,7 @@ ROOT = Path(__file__).parents[1]
 WHEELS = ROOT / ".wheels"
 MARKER = ".complete"  # written last: a folder without it is not whole
 INSTALL_SECONDS = 900
-CHILD_SECONDS = 1800
+PROGRAM_SECONDS = 1800
 LOG_COLUMNS = 180
 TEXT_COLUMNS = ("program", "device", "compiler", "kernel", "")
 KERNELS = ("-m", "pallas_kernels.testing.compile_gate")
@@ -153,18 +155,46 @@ def run_job(job: Job, options: Sequence[str], wheels: Path | None, only: Sequenc
 
 def run_child(command: Sequence[str], environment: dict[str, str], expected: int) -> tuple[list[ProgramReport], str]:
     """Returns the reports that a child printed, and how it ended if it printed fewer than expected."""
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=CHILD_SECONDS
-        )
-        output, errors, how = done.stdout, done.stderr, f"the process ended with {done.returncode}"
-    except subprocess.TimeoutExpired as timeout:
-        output, errors = (
-            text.decode() if isinstance(text, bytes) else text or "" for text in (timeout.stdout, timeout.stderr)
-        )
-        how = f"no end after {CHILD_SECONDS} s"
-    reports = [read_report(line) for line in output.splitlines() if line.startswith("{")]
-    return reports[:expected], f"{how}: {tail(errors)}"
+    reports: list[ProgramReport] = []
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True) as child,
+    ):
+        try:
+            for line in read_lines(child, PROGRAM_SECONDS):
+                if line.startswith("{"):
+                    reports.append(read_report(line))
+            how = f"the process ended with {child.wait()}"
+        except TimeoutError:
+            how = f"no end after {PROGRAM_SECONDS} s"
+        errors.seek(0)
+        return reports[:expected], f"{how}: {tail(errors.read())}"
+
+
+def read_lines(child: subprocess.Popen[str], seconds: float) -> Iterator[str]:
+    """Yields what a child prints, line by line.
+
+    Raises:
+        TimeoutError: a line took longer than `seconds`; the child is killed.
+    """
+    assert child.stdout is not None
+    is_late = threading.Event()
+
+    def end() -> None:
+        is_late.set()
+        child.kill()
+
+    while True:
+        timer = threading.Timer(seconds, end)
+        timer.daemon = True  # whoever interrupts the script does not wait for it
+        timer.start()
+        line = child.stdout.readline()
+        timer.cancel()
+        if is_late.is_set():
+            raise TimeoutError
+        if not line:
+            return
+        yield line
 
 
 def tail(text: str, lines: int = 6) -> str:

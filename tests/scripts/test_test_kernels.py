@@ -30,6 +30,7 @@ from scripts.test_kernels import (
     list_requirements,
     main,
     make_table,
+    read_lines,
     run_job,
 )
 
@@ -69,6 +70,17 @@ def test_the_gate_goes_on_behind_a_program_that_aborts(tmp_path: Path) -> None:
     first, aborted, last = run_job(make_job(tmp_path, CHILD), (), None, None)
     assert (first.name, first.error, last.name, last.error) == ("first", "", "last", "")
     assert aborted.name == "aborts" and "ended with -6" in aborted.error and "LLVM ERROR" in aborted.error
+
+
+def test_each_line_of_a_child_has_its_own_time() -> None:
+    code = "import time\nfor i in range(3): time.sleep(2); print(i, flush=True)\ntime.sleep(600)"
+    lines = []
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child, pytest.raises(TimeoutError):
+        for line in read_lines(child, 5):
+            lines.append(line)
+    assert lines == ["0\n", "1\n", "2\n"]
+    assert child.returncode == -9
 
 
 def test_only_the_programs_asked_for_are_run(tmp_path: Path) -> None:
