@@ -39,18 +39,21 @@ class Looks:
         """Passes a plain step without a look."""
         self._wait -= 1
 
-    def begin(self, account: DraftAccount, plain: float, seconds: float) -> None:
+    def begin(self, account: DraftAccount, cost: float) -> None:
         """Begins to wait for the next look, or try of one.
 
         Args:
             account: that pays.
-            plain: seconds of a plain step; above 0.
-            seconds: those of one that looks; 0: not known.
+            cost: of a look, in plain steps.
         """
-        cost = estimate_cost(plain, seconds)
-        self._wait = int(min(_MOST, max(_LEAST, cost / (_SHARE * account.share * plain))))
+        self._wait = int(min(_MOST, max(_LEAST, cost / (_SHARE * account.share))))
 
 
 def estimate_cost(plain: float, seconds: float) -> float:
-    """Returns what a look takes longer than a plain step; arguments as in `Looks.begin`."""
-    return max(0.0, seconds - plain) if seconds else _FIRST_COST * plain
+    """Returns what a look takes longer than a plain step, in plain steps.
+
+    Args:
+        plain: seconds of a plain step; above 0.
+        seconds: those of one that looks; 0: not known.
+    """
+    return max(0.0, seconds / plain - 1) if seconds else _FIRST_COST

@@ -42,7 +42,7 @@ class _Price:
 
     width: int = 2
     needed: float = 0.0  # tokens of a row with which its steps gain
-    seconds: float = 0.0  # of all its steps, beyond plain ones, if no draft is right
+    cost: float = 0.0  # of all its steps if no draft is right, in plain steps
 
 
 class WidthChooser:
@@ -134,7 +134,7 @@ class WidthChooser:
     def _may_pay(self, chains: Counter[tuple[int, int]]) -> bool:
         """Returns whether a probe can be paid for and would gain if its drafts were as good as these first ones."""
         num_right, price = sum(count for (_, right), count in chains.items() if right), self._price
-        if not num_right or self._size == len(self._sizes) or not self._accounts[self._size].affords(price.seconds):
+        if not num_right or self._size == len(self._sizes) or not self._accounts[self._size].affords(price.cost):
             return False
         share = num_right / chains.total()
         return sum(share**position for position in range(price.width)) >= price.needed
@@ -164,7 +164,7 @@ class WidthChooser:
         account = self._accounts[place]
         self._plain_age = 0 if times.was_plain else self._plain_age + 1
         if times.was_plain and account.is_open:  # most steps: it costs the host little
-            account.add(times.last_seconds)
+            account.add()
             return
         plain = times.measure(num_rows, 1, 0)
         if not plain:
@@ -172,10 +172,10 @@ class WidthChooser:
         gain = 0.0
         if times.is_in_wake and num_tokens:
             most = times.measure(num_rows, width, self._limits.count_costly(width, num_drafts)) or 2 * plain
-            gain = plain * num_tokens / num_rows - min(times.last_seconds, _MOST_OF_MEAN * most)
+            gain = num_tokens / num_rows - min(times.last_seconds, _MOST_OF_MEAN * most) / plain
         elif num_drafts and not (times.last_seconds or self._limits.draft_costs):  # lookups in a step of chunks
             gain = -estimate_cost(plain, times.measure(num_rows, 1, num_drafts))
-        account.add(plain, gain)
+        account.add(gain)
 
     @property
     def _rests(self) -> bool:
@@ -186,7 +186,7 @@ class WidthChooser:
             return False
         if not self._limits.draft_costs:
             return not self._looks.is_due
-        return not self._accounts[self._size].affords(self._price.seconds)
+        return not self._accounts[self._size].affords(self._price.cost)
 
     def _count_lookups(self, num_rows: int, width: int) -> int:
         """Returns the drafts that a step with lookups makes: all for a step of `width` that follows, or for a look."""
@@ -197,7 +197,7 @@ class WidthChooser:
             self._looks.pass_step()
             return 0
         if plain:
-            self._looks.begin(account, plain, self._times.measure(num_rows, 1, most))
+            self._looks.begin(account, estimate_cost(plain, self._times.measure(num_rows, 1, most)))
         return most if width > 1 or account.affords(0.0) else 0
 
     def _may_run(self, num_rows: int, width: int, step_limit: float | None) -> bool:
@@ -269,10 +269,10 @@ class WidthChooser:
         width = widths[1]
         if self._probe:
             return width
-        seconds = self._estimate(num_rows, width) or 2 * plain
+        ratio = self._estimate(num_rows, width) / plain or 2.0
         num_steps = max(2, _PROBE_CHAINS // num_rows) + 1
-        self._price = _Price(width, _MARGIN * seconds / plain, num_steps * (seconds - plain))
-        if not account.affords(self._price.seconds):
+        self._price = _Price(width, _MARGIN * ratio, num_steps * (ratio - 1))
+        if not account.affords(self._price.cost):
             return 1
         if not self._limits.draft_costs:  # plain steps show how good first drafts are
             tokens = self._acceptance.predict(always_drafts=False, hopes=True)

@@ -22,7 +22,10 @@ LOOK = 0.25, 0.15  # what a plain step takes longer whose drafts are looked up, 
 
 
 class Clock:
-    """Decoding rows whose drafts are right with a probability; every step is planned before the last is committed."""
+    """Decoding rows whose drafts are right with a probability; every step is planned before the last is committed.
+
+    Steps are longer and shorter in turns by a share of `swing`, as those of a device that is ahead of the host.
+    """
 
     def __init__(
         self,
@@ -31,6 +34,7 @@ class Clock:
         times: dict[int, float] = SLOW,
         look: tuple[float, float] = LOOK,
         kept: float = 1.0,
+        swing: float = 0.0,
         **options: Any,
     ) -> None:
         given: dict[str, Any] = {
@@ -49,6 +53,7 @@ class Clock:
         self.widths: list[int] = []
         self.made: list[int] = []
         self._times, self._look, self._random, self._kept = times, look, random.Random(seed), kept
+        self._swing = swing
         self._flight: deque[tuple[int, int, int]] = deque()
         self._lengths: list[int] = []
         self._num_drafts = self._num_accepted = 0
@@ -75,7 +80,8 @@ class Clock:
         looks = width == 1 and num_drafts > 0 and not costs
         seconds += self._look[0] * looks + self._look[1] * (self._looked and width == 1)
         self._looked = looks
-        seconds *= self._random.gauss(1, 0.02) * (1 + 0.05 * rows) * 0.01
+        self._swing = -self._swing
+        seconds *= (self._random.gauss(1, 0.02) + self._swing) * (1 + 0.05 * rows) * 0.01
         self.seconds += seconds
         self.num_plain += rows * seconds / (0.01 * (1 + 0.05 * rows))  # tokens of plain steps in that time
         self.step_times.add_decode(rows, width, self.limits.count_costly(width, num_drafts), seconds)
@@ -218,12 +224,20 @@ def test_lookups_are_read_as_often_as_their_time_allows(look: tuple[float, float
     assert rests < 8, "one that was right is followed by others, but while plain steps are measured anew"
 
 
-def test_other_rows_have_a_look_if_there_is_plenty_to_pay_it() -> None:
+@pytest.mark.parametrize("swing", [0.0, 0.5])
+def test_other_rows_have_a_look_if_there_is_plenty_to_pay_it(swing: float) -> None:
     """With rows that come and go all the time, looks take what the account earns, and not more."""
-    clock = Clock().run(2000, [0.0] * 4, lambda step: 7 + step // 5 % 2)
+    clock = Clock(swing=swing).run(4000, [0.0] * 4, lambda step: 7 + step // 5 % 2)
     assert clock.speed >= 0.985
     looks = [step for step, made in enumerate(clock.made) if made][-20:]
     assert sum(step % 5 == 0 for step in looks) >= 15 and 25 <= (looks[-1] - looks[0]) / 19 <= 60
+
+
+@pytest.mark.parametrize("steps", [100, 101])
+def test_short_steps_do_not_take_what_drafts_gained(steps: int) -> None:
+    clock = Clock(swing=0.6).run(500, [0.95] * 4, 8).run(steps, [0.0] * 4, 8, drafting=0.0)
+    assert clock.widths[-50:].count(1) == 50 and not any(clock.made[-5:])
+    assert clock.run(1, [0.95] * 4, 7).made[-1] == MOST, "another row has a look at once"
 
 
 def test_steps_of_chunks_pay_for_their_looks() -> None:
