@@ -54,6 +54,7 @@ class Engine:
         self._streams: dict[Sequence, OutputStream] = {}
         self._requests: dict[str, list[OutputStream]] = {}  # unfinished ones
         self._in_flight: InFlight | None = None
+        self._num_compiles = runner.num_compiles  # at the last commit
 
     @property
     def has_unfinished(self) -> bool:
@@ -175,7 +176,8 @@ class Engine:
             outputs = self.counts.wait(future)
         except Exception as error:
             return self._recover(plan, error)
-        self.scheduler.add_time(plan, self.counts.step_seconds)
+        num_compiles, self._num_compiles = self._num_compiles, self.runner.num_compiles
+        self.scheduler.add_time(plan, self.counts.step_seconds, compiled=self._num_compiles != num_compiles)
         hand_out_prompts(plan, outputs, self.scheduler.batch.by_ticket, self._streams)
         lines = None if outputs.logprobs is None else outputs.find_lines(plan)
         return self._show(self.scheduler.commit(plan, outputs), outputs.logprobs, lines)

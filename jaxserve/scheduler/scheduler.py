@@ -89,9 +89,15 @@ class Scheduler:
         self.turns.charge_outputs(commit.sequences, commit.runs)
         return commit
 
-    def add_time(self, plan: StepPlan, seconds: float) -> None:
-        """Notes how long a step took. Call it before its commit."""
-        if self.widths is None:
+    def add_time(self, plan: StepPlan, seconds: float, *, compiled: bool = False) -> None:
+        """Notes how long a step took. Call it before its commit.
+
+        Args:
+            compiled: whether a program was compiled meanwhile; the time then says nothing of later steps.
+        """
+        if compiled:
+            self.times.skip()
+        elif self.widths is None:
             self.times.add(plan.num_tokens // plan.width, plan.num_rows, seconds / plan.width)
         elif plan.chunks:
             self.times.add(plan.num_tokens, plan.num_rows, seconds)

@@ -31,7 +31,7 @@ class _Size:
     @property
     def mean(self) -> float:
         """The mean without the largest and the smallest quarter: steps that overlap take a long and a short time in
-        turns. Of few samples the smaller one in the middle, since the first may have compiled; 0 if there is only one.
+        turns. Of few samples the smaller one in the middle, since the first may be slow; 0 if there is only one.
         """
         if self._mean is None:
             self._mean = self._compute_mean()
@@ -80,7 +80,7 @@ class StepTimes:
         self._num_steps = 0
         self._unlike_plain = _WAKE  # plain steps to come that are not measured as such, for what came before them
         self._drafted: _Size | None = None  # the size of the step with drafts in whose wake the last one was
-        self.last_seconds = 0.0  # of the last step; 0 if it had chunks
+        self.last_seconds = 0.0  # of the last step; 0 if it had chunks or was skipped
         self.was_plain = False  # whether the last step was measured as a plain one
 
     def add(self, num_tokens: int, num_rows: int, seconds: float) -> None:
@@ -91,6 +91,12 @@ class StepTimes:
         key = is_decode, _round_up(self._rows if is_decode else self._tokens, num_tokens)
         self._num_steps += 1
         self._sizes[key].add(seconds, self._num_steps)
+
+    def skip(self) -> None:
+        """Passes a step whose time says nothing of others."""
+        self._num_steps += 1
+        self._unlike_plain, self._drafted = _WAKE, None
+        self.last_seconds, self.was_plain = 0.0, False
 
     @property
     def is_in_wake(self) -> bool:

@@ -6,12 +6,15 @@ import dataclasses
 import itertools
 import threading
 
+import pytest
+
 from jaxserve.engine.counts import EngineCounts
 from jaxserve.engine.metrics import Counter, Vector, list_metrics
 from jaxserve.engine.stats import DraftStats, PoolStats, read_page_map, read_rows, read_stats
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.scheduler import StepOutputs
+from jaxserve.scheduler import StepOutputs, StepPlan
 from tests.engine.helpers import greedy, make_engine, run
+from tests.fake_device import FakeStep
 
 
 def test_steps_tokens_and_pools() -> None:
@@ -135,6 +138,25 @@ def test_waiting_and_working_share_the_time_that_there_is_work() -> None:
             now += 2.0
             counts.wait(Future())
     assert (counts.wait_seconds, counts.busy_seconds) == (2 * 3 * 5.0, 2 * 3 * 2.0)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_time_of_a_step_that_compiled_is_not_noted(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, seconds = [0.0], []
+    engine, device = make_engine(clock=lambda: now[0], overlap=overlap)
+    start = device.start
+
+    def compile_fourth(plan: StepPlan) -> FakeStep:
+        now[0] += 1.0
+        if len(device.plans) == 3:
+            now[0] += 100.0
+            device.num_compiles += 1
+        return start(plan)
+
+    monkeypatch.setattr(device, "start", compile_fourth)
+    monkeypatch.setattr(engine.scheduler.times, "add", lambda tokens, rows, taken: seconds.append(taken))
+    run(engine, [greedy("a", range(5), 10)])
+    assert len(seconds) == len(device.plans) - 1 and max(seconds) < 3
 
 
 def test_counters_can_be_read_while_steps_run() -> None:

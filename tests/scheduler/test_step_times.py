@@ -119,6 +119,18 @@ def test_a_plain_step_behind_chunks_says_nothing() -> None:
     assert times.estimate(40) > 8.9
 
 
+def test_a_step_that_is_skipped_changes_no_time() -> None:
+    times = make_times()
+    for _ in range(5):
+        times.add_decode(1, 1, 0, 1.0)
+        times.add_decode(1, 5, 0, 3.0)
+    times.skip()
+    assert times.last_seconds == 0 and not times.was_plain and not times.is_in_wake
+    times.add_decode(1, 1, 0, 1.9)  # what the step before brought takes time
+    assert not times.is_in_wake
+    assert (times.measure(1, 1, 0), times.measure(1, 5, 0)) == (pytest.approx(1.0), pytest.approx(3.0))
+
+
 def test_the_first_time_counts_whatever_came_before() -> None:
     times = make_times()
     for _ in range(2):
