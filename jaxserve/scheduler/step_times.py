@@ -22,6 +22,8 @@ class _Size:
     step: int = 0  # at the last sample
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=_MANY_SAMPLES))  # none from before a pause
     before: float = 0.0  # the mean before it
+    last_before: int = 0  # the step of the last sample before it
+    plain: _Size | None = None  # of a size with drafts: that of the plain steps in which its samples are counted
     _mean: float | None = None  # `mean`, which is read several times a step; None: to be computed
 
     @property
@@ -31,7 +33,8 @@ class _Size:
     @property
     def mean(self) -> float:
         """The mean without the largest and the smallest quarter: steps that overlap take a long and a short time in
-        turns. Of few samples the smaller one in the middle, since the first may be slow; 0 if there is only one.
+        turns. Of few samples the smaller one in the middle, since the first may be slow; 0 if there is only one. What
+        was measured before a pause counts as two beside them.
         """
         if self._mean is None:
             self._mean = self._compute_mean()
@@ -40,14 +43,15 @@ class _Size:
     def _compute_mean(self) -> float:
         count = len(self.recent)
         if count < _FEW_SAMPLES:
-            return self.before or (sorted(self.recent)[(count - 1) // 2] if count > 1 else 0.0)
+            if self.before:
+                return (2 * self.before + sum(self.recent)) / (2 + count)
+            return sorted(self.recent)[(count - 1) // 2] if count > 1 else 0.0
         middle = sorted(self.recent)[count // 4 : count - count // 4]
         return sum(middle) / len(middle)
 
     def add(self, seconds: float, step: int) -> None:
         if step - self.step > _PAUSE and len(self.recent) > 1:
-            few = len(self.recent) < _FEW_SAMPLES and self.before
-            self.before = (self.before + sum(self.recent) / len(self.recent)) / 2 if few else self.mean
+            self.before, self.last_before = self.mean, self.step
             self.recent.clear()
         self.samples.append(seconds)
         self.recent.append(seconds)
@@ -59,6 +63,16 @@ class _Size:
             self.samples[-1] += seconds
             self.recent[-1] += seconds
             self._mean = None
+
+    @property
+    def is_renewed(self) -> bool:
+        """Whether the last sample made enough of them to replace what was measured before a pause."""
+        return self.before > 0 and len(self.recent) == _FEW_SAMPLES
+
+    def scale(self, factor: float) -> None:
+        """Multiplies the samples since the last pause."""
+        self.recent = deque((sample * factor for sample in self.recent), self.recent.maxlen)
+        self._mean = None
 
 
 class StepTimes:
@@ -90,7 +104,17 @@ class StepTimes:
         self.last_seconds, self.was_plain = seconds if is_decode else 0.0, is_decode
         key = is_decode, _round_up(self._rows if is_decode else self._tokens, num_tokens)
         self._num_steps += 1
-        self._sizes[key].add(seconds, self._num_steps)
+        size = self._sizes[key]
+        size.add(seconds, self._num_steps)
+        if is_decode and size.is_renewed:
+            self._count_anew(size)
+
+    def _count_anew(self, plain: _Size) -> None:
+        """Counts what was measured while no plain step was in plain steps as they are now, not as they were before."""
+        factor = plain.before / plain.mean
+        for size in self._widths.values():
+            if size.plain is plain and size.step > plain.last_before:
+                size.scale(factor)
 
     def skip(self) -> None:
         """Passes a step whose time says nothing of others."""
@@ -121,6 +145,7 @@ class StepTimes:
             self._drafted = None
             if plain:
                 self._drafted = self._widths[self._pad(num_rows, width), width, num_drafts]
+                self._drafted.plain = self._sizes[True, _round_up(self._rows, num_rows)]
                 self._drafted.add(seconds / plain, self._num_steps)
             return
         self._unlike_plain -= 1

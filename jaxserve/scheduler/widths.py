@@ -5,7 +5,7 @@ acceptance, chooses the width. An account bounds what a wrong prediction costs, 
 drafts are (`draft_account.py`, `looks.py`): while it is empty nothing is verified, and lookups rest. Each number of
 rows that can verify has its own, so that what one row gains is not spent on tries with eight. Both need the time of
 plain steps, which changes with what else runs on the machine. So while drafts are verified a few plain steps are run
-now and then, and always before plain steps are chosen.
+now and then, and always before plain steps are chosen, or where verify steps suddenly take longer: most likely all do.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ _PROBE_CHAINS = 8  # chains that a probe sees
 _RENEWAL = 8  # plain steps that measure their time anew: three say nothing yet, and the last is not known in time
 _FIRST_RENEWAL, _RENEWAL_EVERY = 16, 256  # steps after which it is due, at first and later
 _FRESH = 8  # steps for which it counts as new
+_GROWN, _USUAL_MEMORY = 1.4, 64  # times what a width usually takes, after which plain steps are due; steps of its mean
+_STAKE = 2.0  # plain steps that an account must have before drafts are made: the first ones cost before they gain
 _FRUITLESS = 1000  # drafts of a head without an accepted one, after which it is switched off
 
 
@@ -72,6 +74,7 @@ class WidthChooser:
         self._num_brought, self._kept = 0, 1.0  # tokens of the last step's runs; share that sequences keep, a mean
         self._plain_age = 0  # steps since one was measured
         self._renewal_every = _FIRST_RENEWAL
+        self._usual = 0.0  # plain steps that one of the current width takes, a slow mean
         allowance = _HEAD_ALLOWANCE if limits.draft_costs else _LOOKUP_ALLOWANCE
         self._accounts = [DraftAccount(allowance) for _ in self._sizes]
         self.is_off = False  # for good
@@ -87,7 +90,7 @@ class WidthChooser:
         place = bisect_left(self._sizes, num_rows)
         if place >= self._size or self._age >= _HOLD:
             if place != self._size:
-                self._price = _Price()  # that of a probe with other rows says nothing
+                self._price, self._usual = _Price(), 0.0  # those of other rows say nothing
             self._size, self._age = place, 0
         else:
             self._age += 1
@@ -171,8 +174,10 @@ class WidthChooser:
             return
         gain = 0.0
         if times.is_in_wake and num_tokens:
-            most = times.measure(num_rows, width, self._limits.count_costly(width, num_drafts)) or 2 * plain
-            gain = num_tokens / num_rows - min(times.last_seconds, _MOST_OF_MEAN * most) / plain
+            most = times.measure(num_rows, width, self._limits.count_costly(width, num_drafts)) / plain or 2.0
+            if self._usual and (place, width) == (self._size, self._current[place]):
+                most = min(most, self._usual)
+            gain = num_tokens / num_rows - min(times.last_seconds / plain, _MOST_OF_MEAN * most)
         elif num_drafts and not (times.last_seconds or self._limits.draft_costs):  # lookups in a step of chunks
             gain = -estimate_cost(plain, times.measure(num_rows, 1, num_drafts))
         account.add(gain)
@@ -241,24 +246,35 @@ class WidthChooser:
         tokens = [tokens[0], *(count * self._kept for count in tokens[1:])]
         speeds = {width: tokens[width - 1] / (self._estimate(num_rows, width) or plain) for width in widths}
         best = max(speeds, key=speeds.__getitem__)
-        if self._must_renew(current, is_worse=speeds[best] > speeds.get(current, 0) and best == 1):
+        ratio = self._estimate(num_rows, current) / plain if current in speeds else 0.0
+        if self._must_renew(current, ratio, is_worse=speeds[best] > speeds.get(current, 0) and best == 1):
             return 1
-        if speeds[best] > (_MARGIN if best > 1 else _LEAST_MARGIN) * speeds.get(current, 0):
+        is_better = speeds[best] > (_MARGIN if best > 1 else _LEAST_MARGIN) * speeds.get(current, 0)
+        if is_better and (current > 1 or account.affords(_STAKE)):
             if best == 1 and self._limits.draft_costs:
                 account.halve()
             current = self._current[self._size] = best
+            self._usual = 0.0
         if current > 1:
             return current
         return self._choose_probe(num_rows, widths, plain, account)
 
-    def _must_renew(self, current: int, *, is_worse: bool) -> bool:
-        """Returns whether the next step is a plain one, to measure it, while `current` is the width."""
+    def _must_renew(self, current: int, ratio: float, *, is_worse: bool) -> bool:
+        """Returns whether the next step is a plain one, to measure it, while `current` is the width.
+
+        Args:
+            ratio: what a step of that width takes, in plain steps as they were; 0: not known. A sudden change is most
+                likely one of what else runs on the machine.
+            is_worse: whether plain steps seem better.
+        """
         if not self._renewal and current > 1 and not self._probe:
+            if ratio:
+                self._usual += (ratio - self._usual) / (_USUAL_MEMORY if self._usual else 1)
             is_due = self._plain_age >= self._renewal_every
             if is_due:
                 self._renewal_every = min(2 * self._renewal_every, _RENEWAL_EVERY)
-            if is_due or (is_worse and self._plain_age >= _FRESH):
-                self._renewal = _RENEWAL
+            if is_due or ((is_worse or ratio > _GROWN * self._usual) and self._plain_age >= _FRESH):
+                self._renewal, self._usual = _RENEWAL, 0.0
         if not self._renewal:
             return False
         self._renewal -= 1

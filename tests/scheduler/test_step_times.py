@@ -119,6 +119,34 @@ def test_a_plain_step_behind_chunks_says_nothing() -> None:
     assert times.estimate(40) > 8.9
 
 
+def test_drafts_are_counted_in_plain_steps_of_their_own_time() -> None:
+    times = make_times()
+    for _ in range(5):
+        times.add_decode(1, 1, 0, 1.0)
+    for _ in range(40):
+        times.add_decode(1, 5, 0, 6.0)  # meanwhile everything takes three times as long
+    assert times.measure(1, 5, 0) == pytest.approx(6.0)
+    for _ in range(8):
+        times.add_decode(1, 1, 0, 3.0)
+    assert times.measure(1, 1, 0) == pytest.approx(3.0)
+    assert times.measure(1, 5, 0) == pytest.approx(6.0, rel=0.1), "two plain steps, not six"
+
+
+def test_what_was_measured_before_a_pause_gives_way_to_new_times() -> None:
+    times = make_times()
+    for _ in range(8):
+        times.add_decode(1, 5, 0, 4.0)
+        times.add_decode(1, 1, 0, 1.0)
+    for _ in range(40):
+        times.add_decode(1, 1, 0, 1.0)
+    before = times.measure(1, 5, 0)
+    found = []
+    for _ in range(4):
+        times.add_decode(1, 5, 0, 2.0)
+        found.append(times.measure(1, 5, 0))
+    assert before > found[0] > found[1] > found[2] > found[3] == pytest.approx(2.0)
+
+
 def test_a_step_that_is_skipped_changes_no_time() -> None:
     times = make_times()
     for _ in range(5):

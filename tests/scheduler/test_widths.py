@@ -53,7 +53,7 @@ class Clock:
         self.widths: list[int] = []
         self.made: list[int] = []
         self._times, self._look, self._random, self._kept = times, look, random.Random(seed), kept
-        self._swing = swing
+        self._swing, self.pace = swing, 1.0
         self._flight: deque[tuple[int, int, int]] = deque()
         self._lengths: list[int] = []
         self._num_drafts = self._num_accepted = 0
@@ -81,9 +81,9 @@ class Clock:
         seconds += self._look[0] * looks + self._look[1] * (self._looked and width == 1)
         self._looked = looks
         self._swing = -self._swing
-        seconds *= (self._random.gauss(1, 0.02) + self._swing) * (1 + 0.05 * rows) * 0.01
+        seconds *= (self._random.gauss(1, 0.02) + self._swing) * (1 + 0.05 * rows) * 0.01 * self.pace
         self.seconds += seconds
-        self.num_plain += rows * seconds / (0.01 * (1 + 0.05 * rows))  # tokens of plain steps in that time
+        self.num_plain += rows * seconds / (0.01 * (1 + 0.05 * rows) * self.pace)  # tokens of plain steps in that time
         self.step_times.add_decode(rows, width, self.limits.count_costly(width, num_drafts), seconds)
         chains: Counter[tuple[int, int]] = Counter()
         num_tokens = rows
@@ -238,6 +238,17 @@ def test_short_steps_do_not_take_what_drafts_gained(steps: int) -> None:
     clock = Clock(swing=0.6).run(500, [0.95] * 4, 8).run(steps, [0.0] * 4, 8, drafting=0.0)
     assert clock.widths[-50:].count(1) == 50 and not any(clock.made[-5:])
     assert clock.run(1, [0.95] * 4, 7).made[-1] == MOST, "another row has a look at once"
+
+
+@pytest.mark.parametrize("swing", [0.0, 0.5])
+@pytest.mark.parametrize("pace", [0.4, 3.0])
+@pytest.mark.parametrize("costs", [False, True], ids=["lookups", "head"])
+def test_another_pace_of_the_machine_does_not_end_good_drafts(costs: bool, pace: float, swing: float) -> None:
+    """While drafts are verified, the time of a plain step is one of long ago."""
+    for seed in range(8):
+        clock = Clock(seed=seed, swing=swing, draft_costs=costs).run(2000, [0.9] * 4)
+        clock.pace = pace
+        assert clock.run(600, [0.9] * 4).widths[-600:].count(1) <= 60
 
 
 def test_steps_of_chunks_pay_for_their_looks() -> None:
