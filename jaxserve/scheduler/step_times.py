@@ -67,7 +67,7 @@ class _Size:
     @property
     def is_renewed(self) -> bool:
         """Whether the last sample made enough of them to replace what was measured before a pause."""
-        return self.before > 0 and len(self.recent) == _FEW_SAMPLES
+        return len(self.recent) == _FEW_SAMPLES and min(self.before, self.mean) > 0
 
     def scale(self, factor: float) -> None:
         """Multiplies the samples since the last pause."""
