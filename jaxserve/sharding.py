@@ -128,7 +128,8 @@ def _order_devices(devices: list[jax.Device]) -> list[jax.Device]:
         try:
             devices = list(mesh_utils.create_device_mesh((len(devices),), devices).flat)
         except (ValueError, NotImplementedError, AssertionError) as error:
-            # JAX refuses parts of a slice in these three ways; it asserts what holds of whole ones only.
+            # The order is a matter of speed alone. JAX promises no kind of error: devices with a hole among them, as
+            # three of four, fail an assertion; other parts of a slice may be refused in the other ways.
             _log.warning("devices keep JAX's order, in which neighbours may be far apart: %s", error)
     hosts = list(dict.fromkeys(device.process_index for device in devices))
     return sorted(devices, key=lambda device: hosts.index(device.process_index))  # stable

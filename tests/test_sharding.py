@@ -43,6 +43,16 @@ def test_hosts_stay_together_in_a_slice_without_an_order(
     assert "far apart: a part of a slice" in caplog.text
 
 
+@pytest.mark.parametrize(("count", "order"), [(6, [0, 2, 4, 1, 3, 5]), (5, [0, 1, 2, 3, 4])], ids=["box", "hole"])
+def test_what_jax_makes_of_a_part_of_a_slice(count: int, order: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    common = {"platform": "tpu", "device_kind": "TPU v5 lite", "process_index": 0, "core_on_chip": 0}
+    devices: list[Any] = [
+        SimpleNamespace(id=number, coords=(number % 2, number // 2, 0), **common) for number in range(count)
+    ]
+    assert [device.id for device in sharding._order_devices(devices)] == order
+    assert ("far apart" in caplog.text) == (count == 5)
+
+
 STACK, WHOLE = ("layers", None, None), (WHOLE_STACK, None, None)
 
 

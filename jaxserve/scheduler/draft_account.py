@@ -14,7 +14,7 @@ class DraftAccount:
     in seconds, because single steps are long and short in turns, and what the machine does changes them all.
 
     Args:
-        share: of the time of plain steps that drafts may cost.
+        share: of a plain step, which each step pays in.
     """
 
     def __init__(self, share: float) -> None:

@@ -33,7 +33,8 @@ _PROBE_CHAINS = 8  # chains that a probe sees
 _RENEWAL = 8  # plain steps that measure their time anew: three say nothing yet, and the last is not known in time
 _FIRST_RENEWAL, _RENEWAL_EVERY = 16, 256  # steps after which it is due, at first and later
 _FRESH = 8  # steps for which it counts as new
-_GROWN, _USUAL_MEMORY = 1.4, 64  # times what a width usually takes, after which plain steps are due; steps of its mean
+_GROWN = 1.4  # times what a width usually takes, from which on plain steps are due
+_USUAL_MEMORY = 64  # steps of the mean that is usual
 _STAKE = 2.0  # plain steps that an account must have before drafts are made: the first ones cost before they gain
 _FRUITLESS = 1000  # drafts of a head without an accepted one, after which it is switched off
 
@@ -176,7 +177,7 @@ class WidthChooser:
         if times.is_in_wake and num_tokens:
             most = times.measure(num_rows, width, self._limits.count_costly(width, num_drafts)) / plain or 2.0
             if self._usual and (place, width) == (self._size, self._current[place]):
-                most = min(most, self._usual)
+                most = min(most, self._usual)  # a sudden rise is most likely one of all steps
             gain = num_tokens / num_rows - min(times.last_seconds / plain, _MOST_OF_MEAN * most)
         elif num_drafts and not (times.last_seconds or self._limits.draft_costs):  # lookups in a step of chunks
             gain = -estimate_cost(plain, times.measure(num_rows, 1, num_drafts))
