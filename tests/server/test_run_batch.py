@@ -308,9 +308,9 @@ def test_killed_at_any_moment_no_line_is_lost_or_doubled(tmp_path: Path, num_kil
     command = [sys.executable, "-m", "jaxserve.cli", "run-batch", "-i", str(source), "-o", str(target), "demo", *FLAGS]
     sizes = []
     for _ in range(num_kills):
-        size = target.stat().st_size if target.exists() else 0
+        kill_at = rng.randrange(1_000, 20_000) + (target.stat().st_size if target.exists() else 0)
         process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
-        while process.poll() is None and not (target.exists() and target.stat().st_size > size + rng.randrange(30_000)):
+        while process.poll() is None and not (target.exists() and target.stat().st_size > kill_at):
             time.sleep(0.001)
         process.kill()
         process.wait()
