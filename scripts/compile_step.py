@@ -56,7 +56,7 @@ QUANTIZED_STEPS = (  # the first on GPUs always, the others in the full gate
     (EXPERTS, "awq"),
 )
 DEVICE_COUNTS = {"gpu": (1, 2), "tpu": (8,)}  # the first always, the others in the full gate
-FEW_LAYERS = 4  # enough to show what is wrong in a step; the full gate compiles all layers, if the devices hold them
+FEW_LAYERS = 4  # show what is wrong in a step; the full gate compiles all layers of one model, which takes minutes
 MAX_MODEL_LEN = {LATENT: 65536}  # its own would not fit the scalar memory of a TPU
 MEMORY_SHARE = 0.9
 DRAFTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
@@ -130,13 +130,13 @@ def measure_step(gate: Gate, name: str, shapes: Shapes, mesh: Any, bucket: Bucke
 def list_steps(target: Target, *, full: bool, impl: str) -> dict[str, tuple[Shapes, Bucket]]:
     """Returns the target's programs by name: for each number of devices the largest decode and the largest bucket.
 
-    Quantized weights are compiled for fewer devices. The full gate has the largest verify bucket, too, and steps that a
-    head follows.
+    Quantized weights, and all layers of a model, are compiled for fewer devices. The full gate has the largest verify
+    bucket, too, and steps that a head follows.
     """
     steps = {}
     counts = DEVICE_COUNTS[target.platform][: None if full else 1]
     for preset, num_devices in itertools.product(PRESETS[target.platform][: None if full else 1], counts):
-        num_layers = None if full and preset != LATENT else FEW_LAYERS
+        num_layers = None if full and (preset, num_devices) == (DENSE, counts[0]) else FEW_LAYERS
         shapes = make_step_shapes(target, preset, num_devices=num_devices, num_layers=num_layers, impl=impl)
         rows = max(shapes.buckets.row_counts)
         for bucket in (Bucket(rows, rows), shapes.buckets.largest):

@@ -4,8 +4,9 @@ two of them.
 The devices' own compilers come as wheels, which this script installs once into `.wheels/`. A program fails if its
 compiler refuses it or complains, if a kernel spills registers or exceeds a memory of the device, or if the donated KV
 pool is copied. It does not show results, hangs or speed. Each target compiles a sample of the shapes
-(`testing/gate_shapes.py`). `--full` compiles all shapes and tuning entries, also with the oldest CUDA 13 compilers, and
-adds steps of two GPUs, a TPU v6e and a TPU v7x, with all layers. `--lower-only` needs no compiler and finds less.
+(`testing/gate_shapes.py`). `--full` compiles all shapes and tuning entries and many more steps, and the samples also
+with the oldest CUDA 13 compilers; it adds steps of a TPU v6e and a TPU v7x. `--lower-only` needs no compiler and finds
+less.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ GROUPED = ("-m", "pallas_kernels.testing.grouped_gate")
 GROUPED_TARGETS = ("h200", "v5e", "v6e", "tpu7x")  # grouped products have no kernel for the others
 STEPS = ("scripts/compile_step.py",)
 STEP_TARGETS = ("h200", "v5e")
-FULL_STEP_TARGETS = ("v6e", "tpu7x")  # and these, where everything is asked for
+MORE_STEP_TARGETS = ("v6e", "tpu7x")  # a sample of steps for these, where everything is asked for
 NEWEST, OLDEST = "newest", "13.0"  # releases of the CUDA compilers, which are not tied to jax within a major version
 CUDA_PINS = {NEWEST: ">=13.0.48,<14", OLDEST: "==13.0.*"}
 CUDA_TOOLS = Path("nvidia", "cu13", "bin")  # in the wheels
@@ -55,11 +56,13 @@ class MissingWheelsError(Exception):
 
 @dataclass(frozen=True)
 class Job:
-    """One child program, its target, and the release of the compiler if there are several."""
+    """One child program, its target, the release of the compiler if there are several, and whether all its programs
+    are asked for or a sample."""
 
     command: tuple[str, ...]
     target: Target
     release: str = NEWEST
+    full: bool = False
 
 
 def list_requirements(platform: str, release: str = NEWEST) -> list[str]:
@@ -135,7 +138,7 @@ def run_job(job: Job, options: Sequence[str], wheels: Path | None, only: Sequenc
     """Runs one child over all its programs. A program that aborts its process is reported, and another process goes on
     after it."""
     environment = make_environment(job.target, wheels)
-    command = [sys.executable, *job.command, job.target.name, *options]
+    command = [sys.executable, *job.command, job.target.name, *options, *(["--full"] if job.full else [])]
     listed = subprocess.run(
         [*command, "--list"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
@@ -270,13 +273,14 @@ def make_console() -> Console:
 
 def list_jobs(targets: Sequence[str], *, full: bool = False, lower_only: bool = False) -> list[Job]:
     """The jobs, longest first. Only a compiler makes its releases differ, so lowering has one job per target."""
-    with_steps = STEP_TARGETS + FULL_STEP_TARGETS if full else STEP_TARGETS
-    steps = [Job(STEPS, TARGETS[name]) for name in targets if name in with_steps]
-    kernels = [Job(KERNELS, TARGETS[name]) for name in targets]
-    kernels += [Job(GROUPED, TARGETS[name]) for name in targets if name in GROUPED_TARGETS]
+    steps = [Job(STEPS, TARGETS[name], full=full) for name in targets if name in STEP_TARGETS]
+    steps += [Job(STEPS, TARGETS[name]) for name in targets if full and name in MORE_STEP_TARGETS]
+    kernels = [Job(KERNELS, TARGETS[name], full=full) for name in targets]
+    kernels += [Job(GROUPED, TARGETS[name], full=full) for name in targets if name in GROUPED_TARGETS]
     if not full or lower_only:
         return [*steps, *kernels]
-    return [*steps, *kernels, *(replace(job, release=OLDEST) for job in kernels if job.target.platform == "gpu")]
+    on_gpus = [job for job in kernels if job.target.platform == "gpu"]
+    return [*steps, *kernels, *(replace(job, release=OLDEST, full=False) for job in on_gpus)]
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -286,7 +290,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--full",
         action="store_true",
-        help="every shape, every entry of the tuning tables, every layer of the step, both CUDA compilers, more steps",
+        help="every shape, every entry of the tuning tables, more steps, one with all layers, both CUDA compilers",
     )
     parser.add_argument("--lower-only", action="store_true", help="without the devices' compilers")
     parser.add_argument("--impl", help="another implementation than the targets' own kernels, e.g. xla")
@@ -299,7 +303,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main() -> int:
     args = make_parser().parse_args()
     console, start = make_console(), time.perf_counter()
-    options = [flag for flag, wanted in (("--full", args.full), ("--lower-only", args.lower_only)) if wanted]
+    options = ["--lower-only"] if args.lower_only else []
     options += ["--impl", args.impl] if args.impl else []
     jobs = list_jobs(args.targets, full=args.full, lower_only=args.lower_only)
     wheels: dict[tuple[str, str], Path | None] = {}

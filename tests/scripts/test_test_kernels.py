@@ -124,14 +124,15 @@ def test_libtpu_is_the_one_that_this_jax_wants() -> None:
     assert all("=" in requirement for requirement in list_requirements("gpu"))
 
 
-def test_everything_is_compiled_by_both_cuda_compilers(tmp_path: Path) -> None:
+def test_the_full_gate_compiles_all_shapes_and_samples_with_the_oldest_compiler(tmp_path: Path) -> None:
     normal, everything = list_jobs(list(TARGETS)), list_jobs(list(TARGETS), full=True)
-    assert {job.release for job in normal} == {NEWEST} and all(job in everything for job in normal)
+    assert {job.release for job in normal} == {NEWEST} and not any(job.full for job in normal)
+    assert [job for job in everything if job.full] == [replace(job, full=True) for job in normal]
     gpus = [target for target in TARGETS.values() if target.platform == "gpu"]
-    more = [job for job in everything if job not in normal]
     steps = [Job(STEPS, TARGETS[name]) for name in ("v6e", "tpu7x")]
     kernels = [Job(KERNELS, target, OLDEST) for target in gpus]
-    assert more == [*steps, *kernels, Job(GROUPED, TARGETS["h200"], OLDEST)]
+    samples = [job for job in everything if not job.full]
+    assert samples == [*steps, *kernels, Job(GROUPED, TARGETS["h200"], OLDEST)]
     assert {job.release for job in list_jobs(list(TARGETS), full=True, lower_only=True)} == {NEWEST}
     assert "nvidia-cuda-nvcc==13.0.*" in list_requirements("gpu", OLDEST)
     assert find_folder("gpu", tmp_path, OLDEST) != find_folder("gpu", tmp_path)
@@ -150,12 +151,12 @@ def test_a_report_says_which_compiler_it_is_of(tmp_path: Path) -> None:
     assert text.getvalue().count("nvcc 13.0.88") == 2
 
 
-def test_the_full_gate_has_steps_of_two_gpus_and_of_a_tpu7x() -> None:
+def test_the_full_gate_has_steps_of_two_gpus_and_one_with_all_layers() -> None:
     steps = list_steps(TARGETS["h200"], full=True, impl="gpu")
     *names, verify, _, _, _ = steps
     names, quantized = names[:-10], names[-10:]
     assert [name[-9:] for name in names] == ["1 devices", "1 devices", "2 devices", "2 devices"] * 4
-    assert ["32 layers" in name for name in names] == [False] * 4 + [True] * 4 + [False] * 8
+    assert ["32 layers" in name for name in names] == [False] * 4 + [True] * 2 + [False] * 10
     assert ["mixed 2048" in name for name in quantized] == [False, True] * 5 and "awq" in quantized[-1]
     assert verify.startswith("step verify 128x2")
     followed = list(steps)[-3:]
