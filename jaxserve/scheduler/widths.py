@@ -5,7 +5,7 @@ acceptance, chooses the width. An account bounds what a wrong prediction costs, 
 drafts are (`draft_account.py`, `looks.py`): while it is empty nothing is verified, and lookups rest. Each number of
 rows that can verify has its own, so that what one row gains is not spent on tries with eight. Both need the time of
 plain steps, which changes with what else runs on the machine. So while drafts are verified a few plain steps are run
-now and then, and always before plain steps are chosen, or where verify steps suddenly take longer: most likely all do.
+now and then (`renewals.py`), and always before plain steps are chosen.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from jaxserve.scheduler.acceptance import Acceptance
 from jaxserve.scheduler.draft_account import DraftAccount
 from jaxserve.scheduler.limits import SchedulerLimits
 from jaxserve.scheduler.looks import Looks, estimate_cost
+from jaxserve.scheduler.renewals import Renewals
 from jaxserve.scheduler.step_times import StepTimes
 
 _log = logging.getLogger(__name__)
@@ -30,11 +31,6 @@ _LOOKUP_ALLOWANCE, _HEAD_ALLOWANCE = 0.01, 0.02  # share of the time that may be
 _KEPT_MEMORY = 16  # verify steps of which the share of kept tokens is known
 _MOST_OF_MEAN = 2.0  # times what such a step usually takes: more is not the drafts' fault
 _PROBE_CHAINS = 8  # chains that a probe sees
-_RENEWAL = 8  # plain steps that measure their time anew: three say nothing yet, and the last is not known in time
-_FIRST_RENEWAL, _RENEWAL_EVERY = 16, 256  # steps after which it is due, at first and later
-_FRESH = 8  # steps for which it counts as new
-_GROWN = 1.4  # times what a width usually takes, from which on plain steps are due
-_USUAL_MEMORY = 64  # steps of the mean that is usual
 _STAKE = 2.0  # plain steps that an account must have before drafts are made: the first ones cost before they gain
 _FRUITLESS = 1000  # drafts of a head without an accepted one, after which it is switched off
 
@@ -71,11 +67,8 @@ class WidthChooser:
         self._price = _Price()  # of the next probe
         self.awaits_drafts = False  # whether the last committed step made drafts
         self._probe = 0  # chains that the probe under way has yet to see
-        self._renewal = 0  # plain steps to plan yet, to measure them
+        self._renewals = Renewals()
         self._num_brought, self._kept = 0, 1.0  # tokens of the last step's runs; share that sequences keep, a mean
-        self._plain_age = 0  # steps since one was measured
-        self._renewal_every = _FIRST_RENEWAL
-        self._usual = 0.0  # plain steps that one of the current width takes, a slow mean
         allowance = _HEAD_ALLOWANCE if limits.draft_costs else _LOOKUP_ALLOWANCE
         self._accounts = [DraftAccount(allowance) for _ in self._sizes]
         self.is_off = False  # for good
@@ -91,7 +84,8 @@ class WidthChooser:
         place = bisect_left(self._sizes, num_rows)
         if place >= self._size or self._age >= _HOLD:
             if place != self._size:
-                self._price, self._usual = _Price(), 0.0  # those of other rows say nothing
+                self._price = _Price()  # that of other rows says nothing
+                self._renewals.forget_usual()
             self._size, self._age = place, 0
         else:
             self._age += 1
@@ -108,7 +102,7 @@ class WidthChooser:
         width = max(width for width in widths if width <= min(wanted, self._num_made + 1))
         if limits.draft_costs:
             return width, wanted - 1
-        return width, 0 if self._renewal else self._count_lookups(num_rows, wanted)
+        return width, 0 if self._renewals.is_under_way else self._count_lookups(num_rows, wanted)
 
     def note_plan(self, num_drafts: int) -> None:
         """Notes how many drafts the step that was planned makes."""
@@ -166,7 +160,7 @@ class WidthChooser:
         if place == len(self._sizes):
             return
         account = self._accounts[place]
-        self._plain_age = 0 if times.was_plain else self._plain_age + 1
+        self._renewals.note_step(times.was_plain)
         if times.was_plain and account.is_open:  # most steps: it costs the host little
             account.add()
             return
@@ -176,8 +170,8 @@ class WidthChooser:
         gain = 0.0
         if times.is_in_wake and num_tokens:
             most = times.measure(num_rows, width, self._limits.count_costly(width, num_drafts)) / plain or 2.0
-            if self._usual and (place, width) == (self._size, self._current[place]):
-                most = min(most, self._usual)  # a sudden rise is most likely one of all steps
+            if self._renewals.usual and (place, width) == (self._size, self._current[place]):
+                most = min(most, self._renewals.usual)  # a sudden rise is most likely one of all steps
             gain = num_tokens / num_rows - min(times.last_seconds / plain, _MOST_OF_MEAN * most)
         elif num_drafts and not (times.last_seconds or self._limits.draft_costs):  # lookups in a step of chunks
             gain = -estimate_cost(plain, times.measure(num_rows, 1, num_drafts))
@@ -247,39 +241,20 @@ class WidthChooser:
         tokens = [tokens[0], *(count * self._kept for count in tokens[1:])]
         speeds = {width: tokens[width - 1] / (self._estimate(num_rows, width) or plain) for width in widths}
         best = max(speeds, key=speeds.__getitem__)
-        ratio = self._estimate(num_rows, current) / plain if current in speeds else 0.0
-        if self._must_renew(current, ratio, is_worse=speeds[best] > speeds.get(current, 0) and best == 1):
+        if current > 1 and not self._probe:
+            ratio = self._estimate(num_rows, current) / plain if current in speeds else 0.0
+            self._renewals.consider(ratio, is_worse=speeds[best] > speeds.get(current, 0) and best == 1)
+        if self._renewals.take_step():
             return 1
         is_better = speeds[best] > (_MARGIN if best > 1 else _LEAST_MARGIN) * speeds.get(current, 0)
         if is_better and (current > 1 or account.affords(_STAKE)):
             if best == 1 and self._limits.draft_costs:
                 account.halve()
             current = self._current[self._size] = best
-            self._usual = 0.0
+            self._renewals.forget_usual()
         if current > 1:
             return current
         return self._choose_probe(num_rows, widths, plain, account)
-
-    def _must_renew(self, current: int, ratio: float, *, is_worse: bool) -> bool:
-        """Returns whether the next step is a plain one, to measure it, while `current` is the width.
-
-        Args:
-            ratio: what a step of that width takes, in plain steps as they were; 0: not known. A sudden change is most
-                likely one of what else runs on the machine.
-            is_worse: whether plain steps seem better.
-        """
-        if not self._renewal and current > 1 and not self._probe:
-            if ratio:
-                self._usual += (ratio - self._usual) / (_USUAL_MEMORY if self._usual else 1)
-            is_due = self._plain_age >= self._renewal_every
-            if is_due:
-                self._renewal_every = min(2 * self._renewal_every, _RENEWAL_EVERY)
-            if is_due or ((is_worse or ratio > _GROWN * self._usual) and self._plain_age >= _FRESH):
-                self._renewal, self._usual = _RENEWAL, 0.0
-        if not self._renewal:
-            return False
-        self._renewal -= 1
-        return True
 
     def _choose_probe(self, num_rows: int, widths: list[int], plain: float, account: DraftAccount) -> int:
         """Returns the width of a probe while plain steps seem best; 1: not now."""
