@@ -19,13 +19,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import distributions, requires, version
 from pathlib import Path
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from pallas_kernels.targets import TARGETS, Target
@@ -42,6 +43,7 @@ KERNELS = ("-m", "pallas_kernels.testing.compile_gate")
 GROUPED = ("-m", "pallas_kernels.testing.grouped_gate")
 GROUPED_TARGETS = ("h200", "v5e", "v6e", "tpu7x")  # grouped products have no kernel for the others
 STEPS = ("scripts/compile_step.py",)
+TITLES = {KERNELS: "attention", GROUPED: "grouped products", STEPS: "steps"}
 STEP_TARGETS = ("h200", "v5e")
 MORE_STEP_TARGETS = ("v6e", "tpu7x")  # a sample of steps for these, where everything is asked for
 NEWEST, OLDEST = "newest", "13.0"  # releases of the CUDA compilers, which are not tied to jax within a major version
@@ -63,6 +65,11 @@ class Job:
     target: Target
     release: str = NEWEST
     full: bool = False
+
+    @property
+    def title(self) -> str:
+        what = TITLES.get(self.command, " ".join(self.command))
+        return f"{what}, {self.target.name}" + ("" if self.release == NEWEST else f", CUDA {self.release}")
 
 
 def list_requirements(platform: str, release: str = NEWEST) -> list[str]:
@@ -134,7 +141,9 @@ def make_environment(target: Target, wheels: Path | None) -> dict[str, str]:
     return os.environ | dict(target.environment) | paths
 
 
-def run_job(job: Job, options: Sequence[str], wheels: Path | None, only: Sequence[str] | None) -> list[ProgramReport]:
+def run_job(
+    job: Job, options: Sequence[str], wheels: Path | None, only: Sequence[str] | None, progress: Progress
+) -> list[ProgramReport]:
     """Runs one child over all its programs. A program that aborts its process is reported, and another process goes on
     after it."""
     environment = make_environment(job.target, wheels)
@@ -143,21 +152,31 @@ def run_job(job: Job, options: Sequence[str], wheels: Path | None, only: Sequenc
         [*command, "--list"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
     if listed.returncode != 0:
-        return [ProgramReport(" ".join(job.command), job.target.name, error=tail(listed.stderr))]
+        return [ProgramReport(job.title, job.target.name, error=tail(listed.stderr))]
     names = [name for name in listed.stdout.splitlines() if only is None or name in only]
     compiler = "" if wheels is None else find_compiler(job.target.platform, wheels)
+    start, task = time.perf_counter(), progress.add_task(job.title, total=len(names))
     reports: list[ProgramReport] = []
     while len(reports) < len(names):
         rest = names[len(reports) :]
-        found, failure = run_child([*command, "--json", "--only", *rest], environment, len(rest))
+        command_of_rest = [*command, "--json", "--only", *rest]
+        found, failure = run_child(command_of_rest, environment, len(rest), lambda: progress.advance(task))
         reports += [replace(report, compiler=compiler) for report in found]
         if len(found) < len(rest):
             reports.append(ProgramReport(rest[len(found)], job.target.name, compiler=compiler, error=failure))
+    progress.remove_task(task)
+    if reports:
+        progress.console.print(f"{job.title}: {len(reports)} programs in {time.perf_counter() - start:.0f} s")
     return reports
 
 
-def run_child(command: Sequence[str], environment: dict[str, str], expected: int) -> tuple[list[ProgramReport], str]:
-    """Returns the reports that a child printed, and how it ended if it printed fewer than expected."""
+def run_child(
+    command: Sequence[str], environment: dict[str, str], expected: int, advance: Callable[[], None]
+) -> tuple[list[ProgramReport], str]:
+    """Returns the reports that a child printed, and how it ended if it printed fewer than expected.
+
+    Calls `advance` behind each report.
+    """
     reports: list[ProgramReport] = []
     with (
         tempfile.TemporaryFile("w+") as errors,
@@ -167,6 +186,7 @@ def run_child(command: Sequence[str], environment: dict[str, str], expected: int
             for line in read_lines(child, PROGRAM_SECONDS):
                 if line.startswith("{"):
                     reports.append(read_report(line))
+                    advance()
             how = f"the process ended with {child.wait()}"
         except TimeoutError:
             how = f"no end after {PROGRAM_SECONDS} s"
@@ -271,6 +291,12 @@ def make_console() -> Console:
     return console if console.is_terminal else Console(soft_wrap=True, width=LOG_COLUMNS)
 
 
+def make_progress(console: Console) -> Progress:
+    """A bar for each job that runs. In a log, which has no bars, only the line behind each job."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    return Progress(*columns, console=console, transient=True)
+
+
 def list_jobs(targets: Sequence[str], *, full: bool = False, lower_only: bool = False) -> list[Job]:
     """The jobs, longest first. Only a compiler makes its releases differ, so lowering has one job per target."""
     steps = [Job(STEPS, TARGETS[name], full=full) for name in targets if name in STEP_TARGETS]
@@ -316,9 +342,12 @@ def main() -> int:
         except MissingWheelsError as error:
             skipped.append(f"SKIPPED: nothing was compiled for {platform}: its compiler is not here: {error}")
     jobs = [job for job in jobs if (job.target.platform, job.release) in wheels]
-    with ThreadPoolExecutor(args.jobs) as pool:
-        found = pool.map(lambda job: run_job(job, options, wheels[job.target.platform, job.release], args.only), jobs)
-        reports = [report for batch in found for report in batch]
+    with make_progress(console) as progress, ThreadPoolExecutor(args.jobs) as pool:
+
+        def run(job: Job) -> list[ProgramReport]:
+            return run_job(job, options, wheels[job.target.platform, job.release], args.only, progress)
+
+        reports = [report for batch in pool.map(run, jobs) for report in batch]
     kind = "Lowered" if args.lower_only else "Compiled"
     title = f"{kind} with jax {version('jax')} in {time.perf_counter() - start:.0f} s"
     console.print(make_table(title, reports))

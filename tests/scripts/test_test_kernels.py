@@ -29,6 +29,7 @@ from scripts.test_kernels import (
     list_jobs,
     list_requirements,
     main,
+    make_progress,
     make_table,
     read_lines,
     run_job,
@@ -60,16 +61,19 @@ def run_script(*arguments: str, **environment: str) -> subprocess.CompletedProce
     return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=False)
 
 
-def make_job(tmp_path: Path, code: str) -> Job:
-    path = tmp_path / "child.py"
+def run_code(tmp_path: Path, code: str, only: list[str] | None = None) -> tuple[list[ProgramReport], str]:
+    """Returns the reports of a child with this code, and what a log says of it."""
+    path, log = tmp_path / "child.py", io.StringIO()
     path.write_text(code)
-    return Job((str(path),), TARGETS["v5e"])
+    with make_progress(Console(file=log, width=200)) as progress:
+        return run_job(Job((str(path),), TARGETS["v5e"]), (), None, only, progress), log.getvalue()
 
 
 def test_the_gate_goes_on_behind_a_program_that_aborts(tmp_path: Path) -> None:
-    first, aborted, last = run_job(make_job(tmp_path, CHILD), (), None, None)
+    (first, aborted, last), log = run_code(tmp_path, CHILD)
     assert (first.name, first.error, last.name, last.error) == ("first", "", "last", "")
     assert aborted.name == "aborts" and "ended with -6" in aborted.error and "LLVM ERROR" in aborted.error
+    assert f"{tmp_path / 'child.py'}, v5e: 3 programs in " in log and len(log.splitlines()) == 1
 
 
 def test_each_line_of_a_child_has_its_own_time() -> None:
@@ -84,12 +88,12 @@ def test_each_line_of_a_child_has_its_own_time() -> None:
 
 
 def test_only_the_programs_asked_for_are_run(tmp_path: Path) -> None:
-    (last,) = run_job(make_job(tmp_path, CHILD), (), None, ["last", "of another child"])
+    (last,), _ = run_code(tmp_path, CHILD, ["last", "of another child"])
     assert last.name == "last"
 
 
 def test_a_child_that_cannot_start_is_a_failure(tmp_path: Path) -> None:
-    (report,) = run_job(make_job(tmp_path, "raise ImportError('no kernels')"), (), None, None)
+    (report,), _ = run_code(tmp_path, "raise ImportError('no kernels')")
     assert "no kernels" in report.error
     assert judge([report], Console(file=io.StringIO())) == 1
 
