@@ -2,7 +2,8 @@
 
 An implementation is a module with
 
-- `choose_layout(spec: KVSpec) -> str`, the page layout that it wants (spec.LAYOUTS);
+- `choose_layout(spec: KVSpec) -> str`, the page layout that it wants (spec.LAYOUTS); one that runs on all platforms
+  takes every layout;
 - `find_obstacle(shape: AttnShape) -> str | None`, why it cannot do a shape, in words for users;
 - where its page table has a limit, `find_table_obstacle(num_rows, table_width) -> str | None`, likewise;
 - `plan_work(rows: StepRows, shape: AttnShape, *, config) -> pytree`, the step cut into units of work, by `config` (its
@@ -23,6 +24,7 @@ from types import ModuleType
 
 from pallas_kernels.ampere.device import BLACKWELL
 from pallas_kernels.cpu.library import find_obstacle as find_library_obstacle
+from pallas_kernels.layout import fill_lanes
 from pallas_kernels.mosaic_gpu.toolkit import find_compiler_obstacle
 from pallas_kernels.platform import traced_device_kind, traced_platform
 from pallas_kernels.spec import AttnShape, KVSpec
@@ -136,24 +138,31 @@ def resolve_impl(
         else:
             anywhere = backend.interpret or not backend.devices
             obstacle = None if anywhere else f"it needs {backend.devices}, this is {device_kind or 'unknown'}"
-        obstacle = obstacle or _find_obstacle(impl, shape)
+        obstacle = obstacle or _find_obstacle(impl, shape, platform)
         if obstacle is not None:
             raise ValueError(f"impl {impl!r} cannot run: {obstacle}; use impl='xla' or None")
         return impl, "asked for by name"
-    obstacle = _find_obstacle(name, shape)
+    obstacle = _find_obstacle(name, shape, platform)
     return (name, reason) if obstacle is None else ("xla", f"portable attention: {obstacle}")
 
 
-def _find_obstacle(impl: str, shape: AttnShape) -> str | None:
+def _find_obstacle(impl: str, shape: AttnShape, platform: str) -> str | None:
     backend = find_backend(impl)
-    spec = replace(shape.spec, layout=choose_layout(impl, shape.spec))
+    spec = replace(shape.spec, layout=choose_layout(impl, shape.spec, platform=platform))
     obstacle = backend.module.find_obstacle(replace(shape, spec=spec))
     return find_compiler_obstacle() if obstacle is None and backend.platform == "gpu" else obstacle
 
 
-def choose_layout(impl: str, spec: KVSpec) -> str:
-    """The page layout (spec.LAYOUTS) that an implementation wants, whatever the spec's own."""
-    return find_backend(impl).module.choose_layout(spec)
+def choose_layout(impl: str, spec: KVSpec, *, platform: str | None = None) -> str:
+    """The page layout (spec.LAYOUTS) for an implementation, whatever the spec's own.
+
+    It is the one that the implementation wants. One that runs on all platforms gets, on a TPU, one that XLA need not
+    copy. The default platform is the one being traced for.
+    """
+    backend = find_backend(impl)
+    if backend.platform is None and (platform or traced_platform()) == "tpu":
+        return fill_lanes(spec)
+    return backend.module.choose_layout(spec)
 
 
 def find_table_obstacle(impl: str, num_rows: int, table_width: int) -> str | None:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.spec import AttnLayer, BatchMeta, HeadParams, KVSpec
+from pallas_kernels.spec import PAIRED_HEAD_DIM, AttnLayer, BatchMeta, HeadParams, KVSpec
 
 LANES = 128  # of a TPU: rows in its memory are multiples of this
 
@@ -38,6 +38,13 @@ def pads_little(size: int) -> bool:
     Stacks of such rows should lie there row by row: a kernel reads them so.
     """
     return 16 * (pad_row(size) - size) <= size
+
+
+def fill_lanes(spec: KVSpec) -> str:
+    """The layout whose rows are as long as a TPU's memory has them. Of another, XLA copies the pool there."""
+    if spec.head_dim == PAIRED_HEAD_DIM and not spec.is_latent:
+        return "paired"
+    return "padded" if spec.head_dim % LANES else "plain"
 
 
 def pool_shape(spec: KVSpec, num_pages: int) -> tuple[int, int, int, int]:

@@ -71,7 +71,7 @@ class Shapes:
 
     def with_impl(self, impl: str, reason: str) -> Shapes:
         """Returns the shapes with another attention implementation, and pages in the layout that it wants."""
-        return replace(self, impl=impl, impl_reason=reason, specs=_choose_layouts(impl, self.specs))
+        return replace(self, impl=impl, impl_reason=reason, specs=_choose_layouts(impl, self.specs, self.platform))
 
     @property
     def aux_size(self) -> int:
@@ -104,7 +104,7 @@ class Shapes:
     def _make_drafter_specs(self, impl: str) -> tuple[KVSpec, ...]:
         assert self.drafter is not None
         config = self.drafter.model.config
-        return _choose_layouts(impl, _make_specs(config, self.page_size, config.dtype))
+        return _choose_layouts(impl, _make_specs(config, self.page_size, config.dtype), self.platform)
 
     def _list_drafter_shapes(self, impl: str) -> tuple[AttnShape, ...]:
         assert self.drafter is not None
@@ -173,8 +173,8 @@ def _make_specs(model: DecoderConfig, page_size: int, dtype: str) -> tuple[KVSpe
     return tuple(KVSpec(h.num_kv_heads, h.head_dim, page_size, dtype, value_dim=h.value_dim) for h in heads)
 
 
-def _choose_layouts(impl: str, specs: Sequence[KVSpec]) -> tuple[KVSpec, ...]:
-    return tuple(replace(spec, layout=choose_layout(impl, spec)) for spec in specs)
+def _choose_layouts(impl: str, specs: Sequence[KVSpec], platform: str) -> tuple[KVSpec, ...]:
+    return tuple(replace(spec, layout=choose_layout(impl, spec, platform=platform)) for spec in specs)
 
 
 def _attention_shapes(
@@ -316,4 +316,4 @@ def _choose_attention(
     except ValueError as error:
         raise ConfigError(str(error), field="attention_impl", value=wanted) from error
     impl, reason = next((each for each in found if each[0] == "xla"), found[0])
-    return _choose_layouts(impl, specs), impl, reason
+    return _choose_layouts(impl, specs, platform), impl, reason

@@ -180,7 +180,8 @@ def measure_attention(gate: Gate, program: GateProgram, *, impl: str) -> Program
         return replace(report, error=f"GateShape.portable says otherwise: {chosen} is chosen: {reason}")
     if impl == target.impl:
         report = replace(report, impl=chosen, reason=reason)
-    shape = replace(shape, spec=replace(shape.spec, layout=choose_layout(report.impl, shape.spec)))
+    layout = choose_layout(report.impl, shape.spec, platform=target.platform)
+    shape = replace(shape, spec=replace(shape.spec, layout=layout))
     layer_pages = POOL_BYTES // (NUM_LAYERS * page_bytes(shape.spec))
     arrays = _describe_arguments(program, shape, gate.devices, NUM_LAYERS * layer_pages)
     report = replace(report, donated_bytes=NUM_LAYERS * layer_pages * page_bytes(shape.spec))

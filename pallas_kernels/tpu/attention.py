@@ -12,9 +12,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.layout import LANES, join_heads, pad_row
+from pallas_kernels.layout import LANES, fill_lanes, join_heads, pad_row
 from pallas_kernels.platform import traced_core_count
-from pallas_kernels.spec import PAIRED_HEAD_DIM, AttnLayer, AttnParams, AttnShape, BatchMeta, HeadParams, KVSpec
+from pallas_kernels.spec import AttnLayer, AttnParams, AttnShape, BatchMeta, HeadParams, KVSpec
 from pallas_kernels.tpu.config import (
     TABLE_LIMIT,
     TpuConfig,
@@ -47,10 +47,8 @@ class TpuWork:
 
 
 def choose_layout(spec: KVSpec) -> str:
-    """The layout whose rows fill the 128 lanes."""
-    if spec.head_dim == PAIRED_HEAD_DIM and not spec.is_latent:
-        return "paired"
-    return "padded" if spec.head_dim % LANES else "plain"
+    """The layout whose rows fill the lanes."""
+    return fill_lanes(spec)
 
 
 def find_obstacle(shape: AttnShape) -> str | None:

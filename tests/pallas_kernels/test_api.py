@@ -114,6 +114,18 @@ def test_choice_says_why(platform: str, kind: str, name: str) -> None:
     assert chosen == name and len(reason) > 20 and (platform == "cpu" or kind in reason)
 
 
+@pytest.mark.parametrize("impl", ["xla", "reference"])
+def test_pages_of_portable_attention_fill_the_lanes_of_a_tpu(impl: str) -> None:
+    """XLA would copy a pool of shorter rows, in every step."""
+    layouts = {64: "paired", 80: "padded", 128: "plain", 192: "padded"}
+    for head_dim, layout in layouts.items():
+        spec = KVSpec(2, head_dim, 16, "bfloat16")
+        assert choose_layout(impl, spec, platform="tpu") == choose_layout("tpu", spec) == layout
+        assert choose_layout(impl, spec, platform="gpu") == choose_layout(impl, spec) == "plain"
+    latent = KVSpec(1, 576, 16, "bfloat16", value_dim=512)
+    assert choose_layout(impl, latent, platform="tpu") == "padded"
+
+
 def test_unknown_platform_is_refused() -> None:
     with pytest.raises(ValueError, match="'abacus'"):
         choose_impl("abacus")

@@ -92,6 +92,22 @@ def test_a_page_table_too_large_for_a_tpu_is_refused_before_anything_is_traced()
     assert make_shapes(config, load_model("llama-3.1-8b", 128 * 128), "tpu", "TPU v5e").impl == "tpu"
 
 
+def test_pages_of_a_tpu_fill_its_lanes_also_without_kernels() -> None:
+    """By name, and where the kernels failed their self-test. The engine may be planned on another device."""
+    model, config = load_model("gpt-oss-20b", 4096), EngineConfig.from_options(model="gpt-oss-20b")
+    shapes = make_shapes(config, model, "tpu", "TPU v5 lite")
+    by_name = EngineConfig.from_options(model="gpt-oss-20b", attention_impl="xla")
+    found = (
+        shapes,
+        shapes.with_impl("xla", "they failed"),
+        make_shapes(by_name, model, "tpu", "TPU v5 lite"),
+        make_shapes(by_name, model, "gpu", "NVIDIA H200"),
+    )
+    assert [each.impl for each in found] == ["tpu", "xla", "xla", "xla"]
+    layouts = [{spec.layout for spec in each.specs} for each in found]
+    assert layouts == [{"paired"}, {"paired"}, {"paired"}, {"plain"}]
+
+
 def test_plan_of_a_device_that_is_not_here() -> None:
     model, config = load_model("llama-3.1-8b", 131072), EngineConfig()
     shapes = make_shapes(config, model, "gpu", "NVIDIA H200")
