@@ -124,11 +124,12 @@ TIGHT = (
 )
 
 # What each target compiles without `--full`. For every implementation one target has each size of heads, 8-bit pages, a
-# window, a soft cap and sinks; the other targets have the same kernels with other tiles.
+# window, a soft cap and sinks; the other targets have the same kernels with other tiles. One TPU has portable attention
+# of heads that do not fill its lanes.
 _BASE, _FP8 = "llama-8b", "llama-8b, fp8 pages"
 _LATENT, _FP8_LATENT = "deepseek-v3, one of 8 devices", "deepseek-v3, one of 8 devices, fp8 pages"
 _OF_64, _OF_256 = "heads of 64, window, sinks", "gemma, heads of 256, window, softcap"
-_NOT_CAUSAL = "heads of 128, not causal"
+_NOT_CAUSAL, _PORTABLE_OF_64 = "heads of 128, not causal", "whisper-large-v3, not causal"
 _OF_192 = "nemotron-4-340b, one of 4 devices, heads of 192"
 _TURNS = "heads of 256, window, fp8 pages", "heads of 192, window, softcap, sinks"
 TIGHT_SAMPLES = tuple((bucket, shape) for bucket, shape in TIGHT if bucket != "turn" or shape.name in _TURNS)
@@ -140,7 +141,7 @@ SAMPLES = {
     "rtx5090": (_FP8,),
     "v5e": (_BASE, _FP8, "llama-7b, no groups", _OF_256, _OF_64, _LATENT, _OF_192),
     "v5p": (_OF_64,),
-    "v6e": (_BASE, _OF_256),
+    "v6e": (_BASE, _OF_256, _PORTABLE_OF_64),
     "tpu7x": (_FP8, _OF_64, _FP8_LATENT),
 }
 
