@@ -164,6 +164,7 @@ def run_job(
         reports += [replace(report, compiler=compiler) for report in found]
         if len(found) < len(rest):
             reports.append(ProgramReport(rest[len(found)], job.target.name, compiler=compiler, error=failure))
+            progress.advance(task)
     progress.remove_task(task)
     if reports:
         progress.console.print(f"{job.title}: {len(reports)} programs in {time.perf_counter() - start:.0f} s")
