@@ -37,7 +37,7 @@ from jaxserve.runtime.step_model import RowLines, SampleInputs, StepModel
 from jaxserve.sampling import SamplerState, make_row_setting, set_row
 from jaxserve.sampling.sampler_state import WORD_BITS
 from jaxserve.sampling_params import limit_prompt_logprobs
-from jaxserve.speculation import LookupState
+from jaxserve.speculation import LookupState, measure_block
 
 Progress = Callable[[str, int, int], None]  # (what was done, how many, of how many)
 
@@ -207,12 +207,22 @@ def compile_look_up(model: StepModel, inputs: ProgramInputs, rows: int) -> Any:
 
 
 def compile_set_tokens(model: StepModel, inputs: ProgramInputs) -> Any:
-    """Compiles the program that keeps an answer and writes a row's tokens to where drafts are looked up."""
+    """Compiles the program that writes a row's tokens to where drafts are looked up."""
     assert inputs.lookup is not None
     line = inputs.spec(pack_tokens(0, 0, (), "", inputs.history.shape[1]).shape, jnp.int32)
     step = functools.partial(set_tokens, model=model)
     jitted = jax.jit(step, donate_argnums=(0,), out_shardings=_shardings(inputs.lookup))
     return jitted.lower(inputs.lookup, line).compile()
+
+
+def compile_write_answers(model: StepModel, inputs: ProgramInputs) -> Any:
+    """Compiles the program that writes finished answers to where drafts are looked up."""
+    assert model.drafting is not None and model.drafting.lookup is not None and inputs.state_shape.corpus is not None
+    line = inputs.spec((measure_block(inputs.state_shape.corpus),), jnp.int32)
+    step = model.drafting.lookup.remember
+    return (
+        jax.jit(step, donate_argnums=(0,), out_shardings=_shardings(inputs.corpus)).lower(inputs.corpus, line).compile()
+    )
 
 
 def compile_read_pages(model: StepModel, inputs: ProgramInputs, group: int) -> Any:
@@ -259,6 +269,7 @@ class ProgramCompiler:
             "draft": compile_draft,
             "look_up": compile_look_up,
             "set_tokens": lambda model, inputs, _: compile_set_tokens(model, inputs),
+            "write_answers": lambda model, inputs, _: compile_write_answers(model, inputs),
             "read_pages": compile_read_pages,
             "write_pages": compile_write_pages,
         }

@@ -9,14 +9,13 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, UInt32
 
 from jaxserve.runtime.device_state import RowState
 from jaxserve.runtime.step_model import RowLines, StepModel
 from jaxserve.speculation import NO_DRAFT, LookupState
 
-NO_ANSWER = (0, 0, 0)
-_HEADER = 8  # numbers in front of the tokens
+_HEADER = 5  # numbers in front of the tokens
 
 
 def count_sampled(samples: Int[Array, " S"], runs: Int[Array, "S W"]) -> Int[Array, " S"]:
@@ -59,27 +58,14 @@ def look_up_drafts(
 
 
 def set_tokens(lookup: LookupState, line: Int[Array, " E"], *, model: StepModel) -> LookupState:
-    """Keeps the answer of a row that has ended, then writes tokens of a row to where drafts are looked up.
-
-    `line` is that of `pack_tokens`; `lookup` is donated. Both are one program because a row often begins where another
-    ends, and the call costs more than the work.
-    """
+    """Writes tokens of a row to where drafts are looked up; `line` is that of `pack_tokens`, `lookup` is donated."""
     assert model.drafting is not None and model.drafting.lookup is not None
-    drafter, answer, row, span = model.drafting.lookup, line[:3], line[3], line[4:6]
-    if drafter.remembers:
-        lookup = drafter.remember(lookup, *answer)
-    return drafter.set_row(lookup, row, span, line[_HEADER:], lax.bitcast_convert_type(line[6:_HEADER], jnp.uint32))
+    row, span, salt = line[0], line[1:3], lax.bitcast_convert_type(line[3:_HEADER], jnp.uint32)
+    return model.drafting.lookup.set_row(lookup, row, span, line[_HEADER:], salt)
 
 
-def pack_tokens(
-    row: int,
-    start: int,
-    token_ids: Sequence[int],
-    cache_salt: str,
-    max_len: int,
-    answer: tuple[int, int, int] = NO_ANSWER,
-) -> np.ndarray:
-    """Returns what `set_tokens` reads, int32 [8 + max_len].
+def pack_tokens(row: int, start: int, token_ids: Sequence[int], cache_salt: str, max_len: int) -> np.ndarray:
+    """Returns what `set_tokens` reads, int32 [5 + max_len].
 
     Args:
         row: whose tokens are written.
@@ -87,13 +73,17 @@ def pack_tokens(
         token_ids: from there on.
         cache_salt: the row's.
         max_len: L of the history.
-        answer: row, first position and the one after the last of an answer to keep.
     """
     line = np.zeros(_HEADER + max_len, np.int32)
-    line[:6] = *answer, row, start, start + len(token_ids)
-    line[6:_HEADER] = np.frombuffer(hashlib.blake2b(cache_salt.encode(), digest_size=8).digest(), "<i4")
+    line[:3] = row, start, start + len(token_ids)
+    line[3:_HEADER] = hash_salt(cache_salt).view(np.int32)
     line[_HEADER + start : _HEADER + start + len(token_ids)] = token_ids
     return line
+
+
+def hash_salt(cache_salt: str) -> UInt32[np.ndarray, " 2"]:
+    """Returns what stands for a salt on the device."""
+    return np.frombuffer(hashlib.blake2b(cache_salt.encode(), digest_size=8).digest(), "<u4").astype(np.uint32)
 
 
 def set_drafts(

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from jaxserve.runtime.device_state import RowState
-from jaxserve.runtime.drafting import NO_ANSWER, pack_tokens
+from jaxserve.runtime.drafting import hash_salt, pack_tokens
 from jaxserve.runtime.programs import Programs, call_program
 from jaxserve.runtime.step_model import SampledTokens, SampleInputs
 from jaxserve.scheduler.plan import StepPlan
-from jaxserve.speculation import LookupState
+from jaxserve.speculation import AnswerQueue, CorpusShape, LookupState
 
 _Written = tuple[int, Sequence[int], str]  # first position, token ids, and the row's salt if it is 0
 
@@ -27,37 +29,44 @@ class LookupTokens:
     Args:
         state: on the device, of zeros.
         num_rows: R.
+        corpus: the sizes of the corpus, if `state` has one.
     """
 
-    def __init__(self, state: LookupState | None, num_rows: int) -> None:
+    def __init__(self, state: LookupState | None, num_rows: int, corpus: CorpusShape | None) -> None:
         self.history, self.corpus = (None, None) if state is None else (state.history, state.corpus)
         self._num_told = [0] * num_rows  # tokens of each row up to the last that the host knew before it was sampled
         self._unwritten: dict[int, list[_Written]] = {}  # by row
+        self._answers = None if corpus is None else AnswerQueue(corpus)
 
     def warm_up(self, programs: Programs, padding_row: int) -> None:
-        """Runs the program once."""
+        """Runs each program once."""
         if self.history is not None:
             self._write(programs, padding_row, *_NOTHING)
+        if self._answers is not None:
+            self._write_answers(programs, self._answers.take_block())
 
     def tell(self, programs: Programs, plan: StepPlan) -> None:
         """Takes the tokens of new rows and those that a grammar forced, and the answers of rows that have ended.
 
-        Where answers are kept, tokens are written at once: a call keeps an answer, then writes another row's tokens in
-        its place. Else nobody reads them before drafts are looked up, and by then many rows have ended.
+        Nobody reads them before drafts are looked up. By then many rows have ended, and answers share a call.
         """
         is_read = plan.num_drafts > 0 or plan.width > 1
-        if self.history is None or not (plan.chunks or plan.new_rows or plan.finished_rows or is_read):
+        if self.history is None or not (plan.chunks or plan.new_rows or plan.finished_answers or is_read):
             return
-        told = self._list_told(plan)
-        if self.corpus is not None:
-            self._keep_answers(programs, plan, told)
-            return
-        for row, written in told.items():
+        for row, written in self._list_told(plan).items():
             self._unwritten[row] = [*(self._unwritten.get(row, ()) if written[0] else ()), written]
         if is_read:
             for row in (*plan.decode_rows, *[chunk.row for chunk in plan.chunks]):
                 for written in self._unwritten.pop(row, ()):
                     self._write(programs, row, *written)
+        if self._answers is not None:
+            self._keep_answers(programs, self._answers, plan, is_read)
+
+    def _keep_answers(self, programs: Programs, answers: AnswerQueue, plan: StepPlan, is_read: bool) -> None:
+        for answer in plan.finished_answers:
+            answers.add(answer.token_ids, hash_salt(answer.cache_salt))
+        while answers.fills_block or (is_read and not answers.is_empty):
+            self._write_answers(programs, answers.take_block())
 
     def _list_told(self, plan: StepPlan) -> dict[int, _Written]:
         told: dict[int, _Written] = {each.row: (0, each.token_ids, each.cache_salt) for each in plan.new_rows}
@@ -68,15 +77,6 @@ class LookupTokens:
             self._num_told[row] = start + len(token_ids)
         return told
 
-    def _keep_answers(self, programs: Programs, plan: StepPlan, told: dict[int, _Written]) -> None:
-        ended = {each.row: (each.row, each.start, each.end) for each in plan.finished_rows}
-        others = [row for row in told if row not in ended]
-        for row, answer in ended.items():
-            written = row if row in told or not others else others.pop()
-            self._write(programs, written, *told.pop(written, _NOTHING), answer)
-        for row, tokens in told.items():
-            self._write(programs, row, *tokens)
-
     def look_up(
         self, programs: Programs, rows: RowState, selected: SampleInputs, sampled: SampledTokens
     ) -> tuple[RowState, SampledTokens]:
@@ -86,16 +86,11 @@ class LookupTokens:
         rows, drafts = program(rows, lookup, selected.lines, sampled.ids)
         return rows, replace(sampled, drafts=drafts)
 
-    def _write(
-        self,
-        programs: Programs,
-        row: int,
-        start: int,
-        token_ids: Sequence[int],
-        cache_salt: str,
-        answer: tuple[int, int, int] = NO_ANSWER,
-    ) -> None:
+    def _write(self, programs: Programs, row: int, start: int, token_ids: Sequence[int], cache_salt: str) -> None:
         history: Any = self.history
-        line = pack_tokens(row, start, token_ids, cache_salt, history.shape[1], answer)
+        line = pack_tokens(row, start, token_ids, cache_salt, history.shape[1])
         state = call_program(programs.get("set_tokens", None), LookupState(history, self.corpus), line)
         self.history, self.corpus = state.history, state.corpus
+
+    def _write_answers(self, programs: Programs, block: np.ndarray) -> None:
+        self.corpus = call_program(programs.get("write_answers", None), self.corpus, block)

@@ -57,10 +57,12 @@ def list_programs(
 
 
 def list_lookups(buckets: BucketTable, drafting: Drafting | None) -> Iterator[ProgramKey]:
-    """Yields the programs that look drafts up, and the one that keeps the tokens in which they are looked up."""
+    """Yields the programs that look drafts up, and those that write the tokens in which they are looked up."""
     if drafting is not None and drafting.lookup is not None:
         yield from (("look_up", rows) for rows in buckets.row_counts)
         yield "set_tokens", None
+        if drafting.lookup.remembers:
+            yield "write_answers", None
 
 
 def list_copies(memory: HostMemory) -> Iterator[ProgramKey]:

@@ -28,6 +28,7 @@ class Programs:
     set_row: dict[None, Any] = dataclasses.field(default_factory=dict)
     look_up: dict[int, Any] = dataclasses.field(default_factory=dict)  # by rows
     set_tokens: dict[None, Any] = dataclasses.field(default_factory=dict)
+    write_answers: dict[None, Any] = dataclasses.field(default_factory=dict)
     read_pages: dict[int, Any] = dataclasses.field(default_factory=dict)  # by KV group
     write_pages: dict[int, Any] = dataclasses.field(default_factory=dict)
     compile_missing: Callable[[str, Any], Any] | None = None  # (kind, key) -> the program

@@ -107,9 +107,9 @@ class ModelRunner:
     def reset(self) -> None:
         """Replaces all state on the device by zeros, at the start and after a failed step."""
         self._cache = self._rows = self._sampler = None  # freed first: there is no room for two
-        self._lookup = LookupTokens(None, 0)
+        self._lookup = LookupTokens(None, 0, None)
         self._cache, self._rows, self._sampler, lookup = self.programs.get("zeros", None)()
-        self._lookup = LookupTokens(lookup, self._state_shape.rows)
+        self._lookup = LookupTokens(lookup, self._state_shape.rows, self._state_shape.corpus)
         self.host_slots.reset()
         self._mirror = RowMirror(self._state_shape.rows)
         self._packer = StepPacker(self._mirror)

@@ -218,6 +218,7 @@ def make_shapes(
         rows=rows + 1,
         pages_per_row=pages_per_row,
         max_page_updates=groups * (new_pages + pages_per_row),  # and for admitted prefixes
+        corpus=None if drafting is None or drafting.lookup is None else drafting.lookup.corpus_shape,
     )
     obstacle = find_table_obstacle(impl, rows, pages_per_row)
     if obstacle is not None:

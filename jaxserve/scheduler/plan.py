@@ -48,12 +48,11 @@ class NewRow:
 
 
 @dataclass(frozen=True, slots=True)
-class FinishedRow:
-    """A row whose sequence has ended, and where its answer lies among the row's tokens."""
+class FinishedAnswer:
+    """The answer of a sequence that has ended, with the last tokens of its prompt."""
 
-    row: int
-    start: int
-    end: int
+    token_ids: tuple[int, ...]
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +120,7 @@ class StepPlan:
     page_updates: tuple[tuple[int, int, int, int], ...]  # (group, row, index in the row's page table, page id)
     width: int = 1  # the most tokens that a decoding row computes; 1 if there are chunks
     num_drafts: int = 0  # drafts that the step makes for each row's next step
-    finished_rows: tuple[FinishedRow, ...] = ()  # since the last plan; only if later drafts may come from their answers
+    finished_answers: tuple[FinishedAnswer, ...] = ()  # since the last plan; only if later drafts may come from them
     page_saves: tuple[PageCopy, ...] = ()
     page_loads: tuple[PageCopy, ...] = ()
     is_masked: bool = False  # a mask follows before the rows are sampled; only the engine knows

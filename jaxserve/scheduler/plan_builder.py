@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from jaxserve.pages.host_tier import PageCopy
 from jaxserve.pages.manager import PageUpdate
-from jaxserve.scheduler.plan import ChunkWork, FinishedRow, NewRow, StepPlan
+from jaxserve.scheduler.plan import ChunkWork, FinishedAnswer, NewRow, StepPlan
 from jaxserve.scheduler.sequence import Sequence
 
 
@@ -80,7 +80,7 @@ class PlanBuilder:
         self,
         step_id: int,
         copies: tuple[tuple[PageCopy, ...], tuple[PageCopy, ...]],
-        finished_rows: tuple[FinishedRow, ...] = (),
+        finished_answers: tuple[FinishedAnswer, ...] = (),
     ) -> StepPlan:
         """Returns the finished plan, with the saves and loads of `copies`."""
         return StepPlan(
@@ -94,5 +94,5 @@ class PlanBuilder:
             page_loads=copies[1],
             width=self.width,
             num_drafts=self.num_drafts,
-            finished_rows=finished_rows,
+            finished_answers=finished_answers,
         )

@@ -110,7 +110,6 @@ class Planner:
 
     def requeue_running(self) -> None:
         """Puts all running sequences back into the queue; tokens in flight are lost, for waiting ones too."""
-        self._batch.take_finished()
         for sequence in (*self._batch.decoding, *self._batch.prefilling):
             self._batch.leave(sequence)
             self._requeue(sequence)

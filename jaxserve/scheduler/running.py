@@ -6,7 +6,7 @@ import itertools
 from bisect import bisect_left, insort
 
 from jaxserve.pages.manager import PageManager
-from jaxserve.scheduler.plan import FinishedRow
+from jaxserve.scheduler.plan import FinishedAnswer
 from jaxserve.scheduler.sequence import Sequence, SequenceStatus, age
 
 CONTEXT_TOKENS = 16  # of the prompt, which are remembered with its answer: so its first tokens are found, too
@@ -24,7 +24,7 @@ class Batch:
         self.decoding: list[Sequence] = []
         self.prefilling: list[Sequence] = []
         self.by_ticket: dict[int, Sequence] = {}
-        self._finished: list[FinishedRow] = []
+        self._finished: list[FinishedAnswer] = []
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._tickets = itertools.count()
 
@@ -76,18 +76,15 @@ class Batch:
         return was_decoding
 
     def finish(self, sequence: Sequence, *, remembers: bool) -> None:
-        """Lets a running sequence leave for good; `take_finished` names its row if its answer is to be remembered.
+        """Lets a running sequence leave for good; `take_finished` has its answer if that is to be remembered."""
+        self.leave(sequence)
+        num_prompt = sequence.num_prompt_tokens
+        if remembers and len(sequence.token_ids) > num_prompt:
+            token_ids = tuple(sequence.token_ids[max(0, num_prompt - CONTEXT_TOKENS) :])
+            self._finished.append(FinishedAnswer(token_ids, sequence.request.cache_salt))
 
-        Only tokens that the row has on the device count: others may be there of an earlier sequence.
-        """
-        row, num_prompt = sequence.row, sequence.num_prompt_tokens
-        was_decoding = self.leave(sequence)
-        end = len(sequence.token_ids) if was_decoding else min(sequence.num_computed_tokens, len(sequence.token_ids))
-        if remembers and end > num_prompt:
-            self._finished.append(FinishedRow(row, max(0, num_prompt - CONTEXT_TOKENS), end))
-
-    def take_finished(self) -> tuple[FinishedRow, ...]:
-        """Returns the rows of sequences that ended since the last call, whose tokens are still there."""
+    def take_finished(self) -> tuple[FinishedAnswer, ...]:
+        """Returns the answers of sequences that ended since the last call."""
         finished = tuple(self._finished)
         self._finished.clear()
         return finished

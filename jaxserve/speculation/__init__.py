@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
-from jaxserve.speculation.corpus import Corpus
+from jaxserve.speculation.answers import AnswerQueue, measure_block
+from jaxserve.speculation.corpus import Corpus, CorpusShape
 from jaxserve.speculation.drafts import NO_DRAFT
 from jaxserve.speculation.lookup import LOOKUP_METHODS, LookupDrafter, LookupState, make_lookup_drafter
 
-__all__ = ["LOOKUP_METHODS", "NO_DRAFT", "Corpus", "LookupDrafter", "LookupState", "make_lookup_drafter"]
+__all__ = [
+    "LOOKUP_METHODS",
+    "NO_DRAFT",
+    "AnswerQueue",
+    "Corpus",
+    "CorpusShape",
+    "LookupDrafter",
+    "LookupState",
+    "make_lookup_drafter",
+    "measure_block",
+]

@@ -13,16 +13,8 @@ from jaxtyping import Array, Int, Int32, UInt32
 
 from jaxserve.errors import ConfigError
 from jaxserve.sampling import map_rows
-from jaxserve.speculation.corpus import (
-    LEVELS,
-    MAX_POSITION,
-    SEPARATOR,
-    WAYS,
-    Corpus,
-    CorpusShape,
-    corpus_specs,
-    remember_answer,
-)
+from jaxserve.speculation.answers import unpack_block
+from jaxserve.speculation.corpus import LEVELS, WAYS, Corpus, CorpusShape, corpus_specs, write_block
 from jaxserve.speculation.drafts import NO_DRAFT
 from jaxserve.speculation.history import write_tokens
 from jaxserve.speculation.ngram import propose_ngram
@@ -56,7 +48,7 @@ class LookupDrafter:
 
     @property
     def remembers(self) -> bool:
-        """Whether finished answers are kept, so that `remember` has an effect."""
+        """Whether finished answers are kept."""
         return self.corpus_shape is not None
 
     def state_specs(
@@ -158,22 +150,15 @@ class LookupDrafter:
         needs = rule.list_needs(max(MAX_OCCURRENCES, most))
         return cpu_lookup.Rule(rule.list_limits(), needs, MAX_OCCURRENCES, NO_DRAFT)
 
-    def remember(
-        self, state: LookupState, row: Int[Array, ""], start: Int[Array, ""], end: Int[Array, ""]
-    ) -> LookupState:
-        """Returns the state with the row's tokens [start, end) in the corpus, if there is one.
-
-        Call it before the row is set again. The tokens just before an answer belong to its context: with a `start`
-        that is some tokens early, the answer's first tokens are found, too, when the same prompt comes again.
-        """
-        if state.corpus is None:
-            return state
-        if self.in_library:
-            return replace(state, corpus=_remember_in_library(state.corpus, state.history, row, start, end))
-        tokens = lax.dynamic_index_in_dim(state.history, row, keepdims=False)
-        salt = state.corpus.row_salts[row]
-        begin, end = jnp.maximum(start, 0), jnp.minimum(end, tokens.shape[0])
-        return replace(state, corpus=remember_answer(state.corpus, tokens, salt, begin, end))
+    def remember(self, corpus: Corpus, line: Int[Array, " E"]) -> Corpus:
+        """Returns the corpus with answers in it; `line` is that of `AnswerQueue.take_block`, `corpus` is donated."""
+        assert self.corpus_shape is not None
+        block = unpack_block(line, self.corpus_shape)
+        if not self.in_library:
+            return write_block(corpus, block)
+        numbers = block.first, block.position, block.shift
+        written = cpu_lookup.remember(_list_answers(corpus), numbers, *block[4:])
+        return replace(corpus, **written, oldest=block.oldest)
 
 
 def make_lookup_drafter(config: SpeculativeConfig, *, in_library: bool = False) -> LookupDrafter:
@@ -230,10 +215,3 @@ def _make_corpus_shape(config: SpeculativeConfig) -> CorpusShape | None:
         )
     most = num_tokens // 3 + 1  # an answer takes three places of the ring, or more
     return CorpusShape(num_tokens, min(num_answers, most), depth)
-
-
-def _remember_in_library(
-    corpus: Corpus, history: Int32[Array, "R L"], row: Int[Array, ""], start: Int[Array, ""], end: Int[Array, ""]
-) -> Corpus:
-    numbers = {"max_position": MAX_POSITION, "separator": SEPARATOR}
-    return replace(corpus, **cpu_lookup.remember(_list_answers(corpus), history, row, start, end, **numbers))

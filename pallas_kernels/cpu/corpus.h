@@ -20,15 +20,10 @@ inline uint32_t Mix(uint32_t state) {  // every bit counts: the finalizer of Mur
 // A ring of tokens, and tables of where their n-grams ended.
 struct Corpus {
   const int32_t* levels;  // lengths of n-grams, ascending
-  int32_t *tokens, *ends, *begins, *num_written, *num_answers;
+  int32_t *tokens, *ends;
   uint32_t *salts, *row_salts;
-  int64_t num_levels, num_buckets, ways, ring, limit;
-
-  // The first position that counts: it still lies in the ring, and its answer is one of the last.
-  int64_t Oldest() const {
-    int64_t first = *num_answers >= limit ? begins[*num_answers % limit] : 0;
-    return std::max({first, *num_written - ring, int64_t{0}});
-  }
+  int64_t num_levels, num_buckets, ways, ring;
+  int64_t oldest;  // the first position that counts
 
   // The ways of an n-gram's bucket, by its polynomial.
   int32_t* FindBucket(int64_t level, uint32_t polynomial, const uint32_t* salt) const {
@@ -37,7 +32,7 @@ struct Corpus {
   }
 };
 
-enum { kLevels, kTokens, kSalts, kEnds, kBegins, kNumWritten, kNumAnswers, kRowSalts, kNumCorpusArgs };
+enum { kLevels, kTokens, kSalts, kEnds, kOldest, kRowSalts, kNumCorpusArgs };
 
 // Reads the arrays of a corpus, the first of which is argument `first`; returns what is wrong, or null.
 inline const char* ReadCorpus(const XLA_FFI_CallFrame* frame, int first, Corpus& corpus) {
@@ -50,11 +45,10 @@ inline const char* ReadCorpus(const XLA_FFI_CallFrame* frame, int first, Corpus&
   corpus.levels = ints(kLevels), corpus.num_levels = size(kLevels, 0);
   corpus.tokens = ints(kTokens), corpus.ring = size(kTokens, 0);
   corpus.ends = ints(kEnds), corpus.num_buckets = size(kEnds, 1), corpus.ways = size(kEnds, 2);
-  corpus.begins = ints(kBegins), corpus.limit = size(kBegins, 0);
-  corpus.num_written = ints(kNumWritten), corpus.num_answers = ints(kNumAnswers);
+  corpus.oldest = std::max(*ints(kOldest), 0);
   corpus.salts = static_cast<uint32_t*>(Argument(frame, first + kSalts).data);
   corpus.row_salts = static_cast<uint32_t*>(Argument(frame, first + kRowSalts).data);
-  if (std::min({corpus.ring, corpus.limit, corpus.num_buckets, corpus.ways}) < 1) return "the corpus has no room";
+  if (std::min({corpus.ring, corpus.num_buckets, corpus.ways}) < 1) return "the corpus has no room";
   return nullptr;
 }
 

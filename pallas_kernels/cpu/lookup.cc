@@ -100,12 +100,11 @@ void FindInCorpus(const Corpus& corpus, const Row& row, const uint32_t* salt, in
                   const std::vector<const int32_t*>& buckets, Matches& matches) {
   matches.tokens = corpus.tokens, matches.size = corpus.ring;
   matches.found.clear();
-  const int64_t oldest = corpus.Oldest();
   for (size_t level = 0; level < buckets.size(); ++level)
     for (int64_t way = 0; way < corpus.ways; ++way) {
       const int64_t end = buckets[level][way];
-      if (end <= oldest) continue;
-      const int64_t last = (end - 1) % corpus.ring, most = std::min(depth, end - oldest);
+      if (end <= corpus.oldest) continue;
+      const int64_t last = (end - 1) % corpus.ring, most = std::min(depth, end - corpus.oldest);
       int64_t count = 0;
       for (int64_t slot = last; count < most && corpus.tokens[slot] == row.Back(count); ++count)
         slot = slot ? slot - 1 : corpus.ring - 1;

@@ -13,7 +13,7 @@ import numpy as np
 
 from pallas_kernels.cpu import library
 
-_WRITTEN = ("tokens", "salts", "ends", "begins", "num_written", "num_answers")  # by `remember`
+_WRITTEN = ("tokens", "salts", "ends")  # by `remember`
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,7 @@ class Answers:
     tokens: jax.Array  # [N] i32; below zero: between answers
     salts: jax.Array  # [N, 2] u32
     ends: jax.Array  # [levels, buckets, ways] i32
-    begins: jax.Array  # [A] i32
-    num_written: jax.Array  # [] i32
-    num_answers: jax.Array  # [] i32
+    oldest: jax.Array  # [] i32: the first position that counts
     row_salts: jax.Array  # [R, 2] u32
 
 
@@ -62,17 +60,15 @@ def look_up(
 
 def remember(
     answers: Answers,
-    history: jax.Array,  # [R, L] i32
-    row: jax.Array,  # [] i32
-    start: jax.Array,  # [] i32
-    end: jax.Array,  # [] i32
-    *,
-    max_position: int,
-    separator: int,
+    numbers: tuple[jax.Array, jax.Array, jax.Array],  # [] i32: first slot, its token's position, what positions lose
+    tokens: jax.Array,  # [D + M] i32: those before the block, then the block
+    reaches: jax.Array,  # [M] i32: tokens of an answer up to each; 0: nothing that is looked up ends here
+    ways: jax.Array,  # [M] i32; below zero: the slot keeps what it has
+    salts: jax.Array,  # [2, M] u32
 ) -> dict[str, jax.Array]:
-    """Returns, by name, the arrays that change with a row's tokens [start, end), written in place if they may be.
+    """Returns, by name, the arrays that change with a block of answers, written in place. The library must be loaded.
 
-    From `max_position` on positions move down, by a multiple of N. The library must be loaded.
+    D is at least the longest level.
     """
     written = [getattr(answers, name) for name in _WRITTEN]
     call = jax.ffi.ffi_call(
@@ -80,11 +76,10 @@ def remember(
         [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in written],
         input_output_aliases={place + 1: place for place in range(len(written))},  # behind the levels
     )
-    places = [each.astype(jnp.int32) for each in (row, start, end)]
-    found = call(*_list_arrays(answers), history, *places, np.asarray((max_position, separator), np.int32))
+    found = call(*_list_arrays(answers), jnp.stack(numbers), tokens, reaches, ways, salts)
     return dict(zip(_WRITTEN, found, strict=True))
 
 
 def _list_arrays(answers: Answers) -> list[jax.Array | np.ndarray]:
     written = [getattr(answers, name) for name in _WRITTEN]
-    return [np.asarray(answers.levels, np.int32), *written, answers.row_salts]
+    return [np.asarray(answers.levels, np.int32), *written, answers.oldest, answers.row_salts]

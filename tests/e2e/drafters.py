@@ -49,6 +49,7 @@ class ScriptedDrafter:
 
     num_drafts: int
     remembers: bool = False
+    corpus_shape: None = None
 
     def state_specs(
         self, num_rows: int, max_model_len: int, sharding: jax.sharding.Sharding | None = None

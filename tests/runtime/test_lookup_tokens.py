@@ -1,4 +1,4 @@
-"""Which tokens are written to where drafts are looked up, and when answers are kept; the program takes notes."""
+"""Which tokens are written to where drafts are looked up, and when; the programs take notes."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 
+from jaxserve.runtime.drafting import hash_salt
 from jaxserve.runtime.lookup_tokens import LookupTokens
 from jaxserve.runtime.programs import Programs
 from jaxserve.runtime.step_model import RowLines, SampledTokens, SampleInputs
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.scheduler.plan import ChunkWork, FinishedRow, NewRow, StepPlan
-from jaxserve.speculation import LookupState
+from jaxserve.scheduler.plan import ChunkWork, FinishedAnswer, NewRow, StepPlan
+from jaxserve.speculation import CorpusShape, LookupState
+from jaxserve.speculation.answers import unpack_block
 
 R, L = 4, 8
+SHAPE = CorpusShape(num_tokens=600, num_answers=9, depth=4)
 
 
 class Notes:
@@ -23,10 +27,11 @@ class Notes:
     def __init__(self, *, remembers: bool = True) -> None:
         self.corpus = "answers" if remembers else None
         self.rows = [[0] * L for _ in range(R)]
-        self.kept: list[list[int]] = []
+        self.kept: list[list[int]] = []  # by call
+        self.salts: list[list[int]] = []  # of each kept token
         self.num_calls = 0
-        self.programs = Programs(set_tokens={None: self.set_tokens})
-        self.tokens = LookupTokens(self.state, R)
+        self.programs = Programs(set_tokens={None: self.set_tokens}, write_answers={None: self.write_answers})
+        self.tokens = LookupTokens(self.state, R, SHAPE if remembers else None)
 
     @property
     def state(self) -> LookupState:
@@ -34,40 +39,35 @@ class Notes:
 
     def set_tokens(self, state: LookupState, line: Any) -> LookupState:
         self.num_calls += 1
-        ended, begin, end, row, start, stop, *_ = line.tolist()
-        if end > begin:
-            self.kept.append(self.rows[ended][begin:end])
+        row, start, stop, *_ = line.tolist()
         self.rows[row][start:stop] = line[-L:][start:stop].tolist()
         return state
+
+    def write_answers(self, corpus: str, line: Any) -> str:
+        block = unpack_block(line, SHAPE)
+        tokens = np.asarray(block.tokens)[-len(block.ways) :]
+        is_token = (np.asarray(block.ways) >= 0) & (tokens > 0)
+        self.kept.append(tokens[is_token].tolist())
+        self.salts += np.asarray(block.salts)[:, is_token].T.tolist()
+        return corpus
 
     def tell(
         self,
         new: dict[int, tuple[int, ...]],
         chunks: list[tuple[int, int, tuple[int, ...]]],
-        ended: Sequence[FinishedRow] = (),
+        ended: Sequence[FinishedAnswer] = (),
         **step: Any,
     ) -> None:
         rows = tuple(NewRow(row, 0, SamplingParams(), 0, 0, L, token_ids=ids) for row, ids in new.items())
         work = tuple(ChunkWork(row, row, start, ids, samples=True) for row, start, ids in chunks)
         step = {"decode_rows": (), "decode_tickets": ()} | step
-        plan = StepPlan(0, chunks=work, new_rows=rows, page_updates=(), finished_rows=tuple(ended), **step)
+        plan = StepPlan(0, chunks=work, new_rows=rows, page_updates=(), finished_answers=tuple(ended), **step)
         self.tokens.tell(self.programs, plan)
 
 
-def test_prompts_are_written_once_and_forced_tokens_when_they_come() -> None:
-    notes = Notes()
-    notes.tell({1: (5, 6, 7)}, [(1, 0, (5, 6))])
-    notes.tell({}, [(1, 2, (7,))])
-    assert notes.num_calls == 1 and notes.rows[1][:3] == [5, 6, 7]
-    notes.tell({}, [(1, 4, (8, 9))], [])  # the token at 3 was sampled
-    assert notes.num_calls == 2 and notes.rows[1][4:6] == [8, 9]
-    notes.tell({1: (3,)}, [(1, 0, (3,))], [])  # another sequence, of fewer tokens
-    notes.tell({}, [(1, 1, (4,))])
-    assert notes.rows[1][:2] == [3, 4]
-
-
-def test_where_no_answers_are_kept_tokens_wait_for_the_first_lookup() -> None:
-    notes = Notes(remembers=False)
+@pytest.mark.parametrize("remembers", [False, True])
+def test_tokens_wait_for_the_first_lookup(remembers: bool) -> None:
+    notes = Notes(remembers=remembers)
     notes.tell({0: (1, 2), 1: (3, 4), 2: (5,)}, [(0, 0, (1, 2)), (1, 0, (3, 4)), (2, 0, (5,))])
     notes.tell({}, [(1, 3, (6,))], decode_rows=(0,))  # the token at 2 was sampled, on the device
     notes.rows[1][2] = 9
@@ -81,25 +81,39 @@ def test_where_no_answers_are_kept_tokens_wait_for_the_first_lookup() -> None:
     assert notes.rows[2][4:6] == [2, 2] and notes.num_calls == 5
 
 
-def test_an_answer_is_kept_before_its_row_is_written() -> None:
+def test_answers_wait_for_the_first_lookup_and_share_a_call() -> None:
     notes = Notes()
-    notes.tell({row: (row + 1,) * 4 for row in range(3)}, [])
-    before = notes.num_calls
-    notes.tell({2: (9,), 0: (8,), 3: (7,)}, [], [FinishedRow(1, 0, 2), FinishedRow(0, 1, 3), FinishedRow(2, 0, 1)])
-    assert sorted(notes.kept) == [[1, 1], [2, 2], [3]]
-    assert [notes.rows[row][0] for row in (0, 2, 3)] == [8, 9, 7]
-    assert notes.num_calls - before == 3, "each call keeps an answer and writes a row"
+    notes.tell({0: (1, 2)}, [(0, 0, (1, 2))], [FinishedAnswer((3, 4, 5), "mine")])
+    notes.tell({}, [], [FinishedAnswer((6, 7))], decode_rows=(0,))
+    assert notes.kept == []
+    notes.tell({}, [], [FinishedAnswer((8,))], decode_rows=(0,), num_drafts=3)
+    assert notes.kept == [[3, 4, 5, 6, 7, 8]]
+    mine, others = hash_salt("mine").tolist(), hash_salt("").tolist()
+    assert notes.salts == [mine] * 3 + [others] * 3 and mine != others
+    notes.tell({}, [], decode_rows=(0,), width=4, num_drafts=3)
+    assert len(notes.kept) == 1, "nothing waits"
 
 
-def test_an_answer_is_kept_when_no_row_begins() -> None:
+def test_answers_are_written_once_they_fill_a_block() -> None:
     notes = Notes()
-    notes.tell({0: (4, 5, 6)}, [])
-    notes.tell({}, [], [FinishedRow(0, 1, 3)])
-    assert notes.kept == [[5, 6]]
+    notes.tell({}, [], [FinishedAnswer((1,) * 400)])
+    assert notes.kept == []
+    notes.tell({}, [], [FinishedAnswer((2,) * 150)])
+    assert notes.kept == [[1] * 400 + [2] * 109]  # with three separators
+    notes.tell({}, [], num_drafts=1)
+    assert notes.kept[1:] == [[2] * 41]
+
+
+def test_programs_are_warmed_up() -> None:
+    for remembers in (False, True):
+        notes = Notes(remembers=remembers)
+        notes.tokens.warm_up(notes.programs, R - 1)
+        assert notes.num_calls == 1 and notes.kept == [[]] * remembers
+        assert notes.rows == [[0] * L for _ in range(R)]
 
 
 def test_without_lookups_nothing_is_told() -> None:
-    LookupTokens(None, 0).tell(Programs(), StepPlan(0, (), (), (ChunkWork(0, 0, 0, (1,), True),), (), ()))
+    LookupTokens(None, 0, None).tell(Programs(), StepPlan(0, (), (), (ChunkWork(0, 0, 0, (1,), True),), (), ()))
 
 
 def test_a_plain_step_gets_its_drafts_from_a_program_for_its_rows() -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jaxserve.runtime import plan_codec
 from jaxserve.runtime.plan_codec import MaskDecoder, MaskEncoder, PlanDecoder, PlanEncoder, encode_object
 from jaxserve.sampling_params import OutputKind, SamplingParams
-from jaxserve.scheduler.plan import ChunkWork, FinishedRow, NewRow, RowHistory, StepPlan
+from jaxserve.scheduler.plan import ChunkWork, FinishedAnswer, NewRow, RowHistory, StepPlan
 from jaxserve.structured_params import StructuredOutputsParams
 from jaxserve.token_automaton import TokenAutomaton
 
@@ -173,7 +173,7 @@ def test_fields_are_described_with_their_types() -> None:
     kinds = (
         StepPlan,
         ChunkWork,
-        FinishedRow,
+        FinishedAnswer,
         NewRow,
         RowHistory,
         SamplingParams,

@@ -15,6 +15,7 @@ from jaxserve.pages import PageGroup, PageManager
 from jaxserve.request import FinishReason, Request
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import Scheduler, SchedulerLimits, Sequence, SequenceStatus, StepOutputs, StepPlan
+from jaxserve.scheduler.plan import FinishedAnswer
 from jaxserve.scheduler.policy import choose_budget, choose_chunk
 from jaxserve.scheduler.sequence import NON_FINITE
 from jaxserve.scheduler_options import SchedulerOptions
@@ -29,6 +30,7 @@ def make_scheduler(
     sizes: tuple[int, ...] = (),
     row_sizes: tuple[int, ...] = (),
     clock: Callable[[], float] = time.monotonic,
+    remembers: bool = False,
     **options: Any,
 ) -> Scheduler:
     pages = PageManager([PageGroup(num_pages)], page_size=32, max_chunk=budget, enable_prefix_caching=caching)
@@ -39,6 +41,7 @@ def make_scheduler(
         max_prefix_updates=16,
         row_sizes=row_sizes,
         token_sizes=sizes,
+        remembers=remembers,
         options=SchedulerOptions(max_num_queued_reqs=queue[0], max_num_queued_tokens=queue[1], **options),
     )
     return Scheduler(limits, pages, clock)
@@ -211,3 +214,24 @@ def test_tokens_of_an_ended_request_find_nobody() -> None:
     assert plan is not None and scheduler.commit(plan, StepOutputs([5])).sequences == []
     again = add(scheduler, "a", 10)
     assert again.token_ids == list(range(10))
+
+
+def test_plans_bring_finished_answers_with_the_end_of_their_prompts() -> None:
+    for remembers in (False, True):
+        scheduler = make_scheduler(remembers=remembers)
+        add(scheduler, "short", 3, max_tokens=2, cache_salt="mine")
+        add(scheduler, "aborted", 20)
+        add(scheduler, "no answer", 300)
+        plans = [scheduler.plan() for _ in range(2)]
+        for plan in plans:
+            assert plan is not None and plan.finished_answers == ()
+            commit(scheduler, plan)
+        for name in ("aborted", "no answer"):
+            scheduler.finish(name, FinishReason.ABORT)
+        add(scheduler, "next", 5)
+        plan = scheduler.plan()
+        assert plan is not None
+        expected = FinishedAnswer((0, 1, 2, 7, 7), "mine"), FinishedAnswer((*range(4, 20), 7, 7))
+        assert plan.finished_answers == (expected if remembers else ())
+        plan = scheduler.plan()
+        assert plan is not None and plan.finished_answers == ()

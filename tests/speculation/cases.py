@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.speculation import LookupState, make_lookup_drafter
+from jaxserve.speculation import AnswerQueue, LookupState, make_lookup_drafter
 from jaxserve.speculative_config import SpeculativeConfig
 
 R, L = 4, 24  # rows, the last of which is padding
@@ -24,7 +24,7 @@ class Table:
         self._append = jax.jit(self.drafter.append, donate_argnums=0)
         self._remember = jax.jit(self.drafter.remember, donate_argnums=0)
         self._propose = jax.jit(self.drafter.propose)
-        self.state = self.make_empty()
+        self.clear()
 
     def make_empty(self) -> LookupState:
         return jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), self.specs)
@@ -36,6 +36,8 @@ class Table:
     def clear(self) -> None:
         """Nothing is remembered, and the rows have stale tokens."""
         self.state = self.make_empty()
+        shape = self.drafter.corpus_shape
+        self.answers = None if shape is None else AnswerQueue(shape)
         stale = np.random.default_rng(0).integers(0, 3, self.specs.history.shape)
         self.state = self.state.replace(history=jnp.asarray(stale, jnp.int32))
 
@@ -49,11 +51,26 @@ class Table:
         columns = [np.array(each, np.int32) for each in (row_ids, positions, ids, counts)]
         self.state = self._append(self.state, *columns)
 
-    def remember(self, row: int, start: int, end: int) -> None:
-        self.state = self._remember(self.state, np.int32(row), np.int32(start), np.int32(end))
+    def remember(self, token_ids: list[int], salt: tuple[int, int] = (0, 0)) -> None:
+        for block in self.pack(token_ids, salt):
+            self.state = self.state.replace(corpus=self._remember(self.state.corpus, block))
+
+    def pack(self, token_ids: list[int], salt: tuple[int, int]) -> list[np.ndarray]:
+        """Returns the blocks of an answer."""
+        assert self.answers is not None
+        self.answers.add(token_ids, np.array(salt, np.uint32))
+        return pack_all(self.answers)
 
     def propose(self, row_ids: list[int], lengths: list[int]) -> list[list[int]]:
         return np.asarray(self._propose(self.state, np.array(row_ids, np.int32), np.array(lengths, np.int32))).tolist()
 
     def history(self) -> np.ndarray:
         return np.array(self.state.history)
+
+
+def pack_all(answers: AnswerQueue) -> list[np.ndarray]:
+    """Returns the blocks of all that waits."""
+    blocks = []
+    while not answers.is_empty:
+        blocks.append(answers.take_block())
+    return blocks

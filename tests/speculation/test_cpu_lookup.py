@@ -17,13 +17,13 @@ from jaxserve.config import EngineConfig
 from jaxserve.models.registry import parse_config
 from jaxserve.presets import load_preset
 from jaxserve.runtime.shapes import make_shapes
-from jaxserve.speculation import NO_DRAFT, LookupState, make_lookup_drafter
-from jaxserve.speculation.corpus import MAX_POSITION
+from jaxserve.speculation import NO_DRAFT, AnswerQueue, LookupState, make_lookup_drafter
+from jaxserve.speculation.answers import MAX_POSITION
 from jaxserve.speculative_config import SpeculativeConfig
 from pallas_kernels.cpu import library
 from tests.examples import scale_examples
 from tests.pallas_kernels.cpu_library import BUILT
-from tests.speculation.cases import Table
+from tests.speculation.cases import Table, pack_all
 
 pytestmark = BUILT
 R, L = 5, 150  # more than the library compares at once, and no multiple of it
@@ -43,12 +43,13 @@ def make_suffix(depth: int, count: int, factor: float, share: float, answers: in
 
 
 ROW_RULES = [(1, 1, 9.0, 1.0), (3, 8, 2.5, 0.5), (6, 2, 1.0, 0.1), (24, 8, 1.0, 0.1), (24, 5, 0.34, 0.0)]
-# A ring of 64 tokens is overwritten within an answer, one of 512 holds several; some keep fewer answers than fit.
+# A ring of 64 tokens is overwritten within an answer, larger ones hold several, of which some keep fewer than fit. One
+# is larger than a block.
 CORPUS_RULES = [
     (2, 3, 3.0, 0.4, 100, 64),
     (3, 8, 2.0, 0.3, 3, 512),
     (8, 4, 1.5, 0.3, 100, 64),
-    (12, 1, 1.0, 0.1, 1, 512),
+    (12, 1, 1.0, 0.1, 5, 700),
     (24, 8, 1.0, 0.1, 10000, 512),
 ]
 BOUNDS = [(1, 1), (1, 2), (2, 2), (1, 5), (2, 5), (5, 5), (1, 7), (3, 7), (7, 7)]
@@ -64,6 +65,7 @@ class Pair:
     table: Table
     propose: Any  # by the library
     remember: Any
+    remember_by_xla: Any
 
     def check(self, row_ids: list[int], lengths: list[int]) -> np.ndarray:
         """Compares both; returns the drafts."""
@@ -76,7 +78,8 @@ class Pair:
 @lru_cache
 def make_pair(config: SpeculativeConfig) -> Pair:
     drafter = make_lookup_drafter(config, in_library=True)
-    return Pair(Table(config, R, L), jax.jit(drafter.propose), jax.jit(drafter.remember, donate_argnums=0))
+    remember, by_xla = (jax.jit(each.remember, donate_argnums=0) for each in (drafter, make_lookup_drafter(config)))
+    return Pair(Table(config, R, L), jax.jit(drafter.propose), remember, by_xla)
 
 
 def draw_text(rng: np.random.Generator, count: int) -> np.ndarray:
@@ -91,27 +94,19 @@ def draw_text(rng: np.random.Generator, count: int) -> np.ndarray:
     return tokens.astype(np.int32)
 
 
-def put_far(state: LookupState, position: int, number: int) -> LookupState:
-    """Returns an empty state as after `number` answers, so far on that some more may move the positions down."""
-    if state.corpus is None:
-        return state
-    corpus = replace(state.corpus, num_written=jnp.int32(position), num_answers=jnp.int32(number))
-    return LookupState(state.history, corpus)
-
-
 def fill(pair: Pair, rng: np.random.Generator, num_answers: int) -> None:
     """Rows and answers share pieces of text. What lies after a row's tokens is anything."""
     table = pair.table
-    table.state = table.make_empty()
-    if rng.random() < 0.3:
-        table.state = put_far(table.state, MAX_POSITION - int(rng.integers(0, 300)), int(rng.integers(0, 20)))
+    table.clear()
+    if table.drafter.corpus_shape is not None and rng.random() < 0.3:
+        position = MAX_POSITION - int(rng.integers(0, 300))
+        table.answers = AnswerQueue(table.drafter.corpus_shape, position=position)
     texts = [draw_text(rng, L) for _ in range(3)]
     for _ in range(num_answers if table.drafter.remembers else 0):
         begin, end = np.sort(rng.integers(0, L + 1, 2))
         text = texts[rng.integers(3)].copy()
         text[rng.integers(0, L)] = rng.integers(0, 9)
-        table.set_row(0, text.tolist(), SALTS[rng.integers(len(SALTS))])
-        table.remember(0, int(begin), int(end))
+        table.remember(text[begin:end].tolist(), SALTS[rng.integers(len(SALTS))])
     for row in range(R):
         begin = rng.integers(0, L)
         text = np.roll(texts[rng.integers(3)], -begin)
@@ -151,8 +146,7 @@ def test_there_are_drafts_to_compare(name: str) -> None:
     assert found[4, 0] == 5
     if pair.table.drafter.remembers:
         text = (np.arange(40) + 100).tolist()
-        pair.table.set_row(1, text)
-        pair.table.remember(1, 0, 40)
+        pair.table.remember(text)
         pair.table.set_row(2, text[10:36])
         pair.table.set_row(3, text[10:36], SALTS[1])
         found = pair.check([2, 3] * 3, [26] * 6)
@@ -163,32 +157,38 @@ def test_there_are_drafts_to_compare(name: str) -> None:
 @settings(max_examples=scale_examples(30), deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
-    start=st.one_of(st.just(0), st.integers(0, 2**20), st.integers(MAX_POSITION - 300, 2**31 - 1)),
+    start=st.one_of(st.just(0), st.integers(0, 2**20), st.integers(MAX_POSITION - 300, MAX_POSITION + 300)),
     answers=st.lists(
-        st.tuples(st.integers(0, R - 1), st.integers(-3, L), st.integers(0, L + 5)), min_size=1, max_size=12
+        st.tuples(st.sampled_from(SALTS), st.one_of(st.just(0), st.integers(2, 3 * L)), st.booleans()),
+        min_size=1,
+        max_size=12,
     ),
 )
 def test_answers_are_kept_alike(
-    rule: tuple[Any, ...], seed: int, start: int, answers: list[tuple[int, int, int]]
+    rule: tuple[Any, ...], seed: int, start: int, answers: list[tuple[tuple[int, int], int, bool]]
 ) -> None:
-    """Every number of the state is equal after each answer, also where positions move down."""
+    """Every number is equal after each block, whether answers share one or not, also where positions move down."""
     pair, rng = make_pair(make_suffix(*rule)), np.random.default_rng(seed)
-    fill(pair, rng, 0)
-    state = pair.table.state = put_far(pair.table.state, start, int(rng.integers(0, 20)))
-    state = jax.tree.map(jnp.array, state)  # both are donated
-    for row, begin, end in answers:
-        pair.table.remember(row, begin, end)
-        state = pair.remember(state, np.int32(row), np.int32(begin), np.int32(end))
-        jax.tree.map(np.testing.assert_array_equal, state, pair.table.state)
+    queue = AnswerQueue(pair.table.drafter.corpus_shape, position=start)
+    states = [pair.table.make_empty().corpus for _ in range(2)]  # both are donated
+    for salt, count, waits in answers:
+        queue.add(draw_text(rng, count).tolist() if count else [], np.array(salt, np.uint32))
+        for block in () if waits else pack_all(queue):
+            writes = pair.remember, pair.remember_by_xla
+            states = [write(state, block) for write, state in zip(writes, states, strict=True)]
+            jax.tree.map(np.testing.assert_array_equal, *states)
 
 
 def test_answers_are_kept_in_place() -> None:
     pair = make_pair(make_suffix(*CORPUS_RULES[-1]))
-    state = pair.table.make_empty()
-    places = jax.tree.map(lambda leaf: leaf.unsafe_buffer_pointer(), state)
-    state = pair.remember(state, np.int32(1), np.int32(0), np.int32(9))
-    assert jax.tree.map(lambda leaf: leaf.unsafe_buffer_pointer(), state) == places
-    assert state.corpus.num_written == 11 and state.corpus.num_answers == 1
+    pair.table.clear()
+    corpus = pair.table.make_empty().corpus
+    places = jax.tree.map(lambda leaf: leaf.unsafe_buffer_pointer(), corpus)
+    (block,) = pair.table.pack(list(range(9)), (0, 0))
+    corpus = pair.remember(corpus, block)
+    found = jax.tree.map(lambda leaf: leaf.unsafe_buffer_pointer(), corpus)
+    assert found.replace(oldest=places.oldest) == places  # one number is new
+    assert corpus.tokens[:12].tolist() == [-1, *range(9), -1, 0]
 
 
 @pytest.mark.parametrize("rule", CORPUS_RULES, ids=str)
@@ -218,9 +218,7 @@ def draw_state(empty: LookupState, rng: np.random.Generator, most: int) -> Looku
         tokens=draw(empty.corpus.tokens, -1, 2),
         salts=draw(empty.corpus.salts, 0, 2),
         ends=draw(empty.corpus.ends, -most, most),
-        begins=draw(empty.corpus.begins, 0, most),
-        num_written=draw(empty.corpus.num_written, -most, most),
-        num_answers=draw(empty.corpus.num_answers, -most, most),
+        oldest=draw(empty.corpus.oldest, 0, most),
         row_salts=draw(empty.corpus.row_salts, 0, 2),
     )
     return LookupState(draw(empty.history, 0, 2), corpus)

@@ -140,7 +140,7 @@ def test_the_state_is_written_in_place() -> None:
     table.set_row(1, [1, 2])
     table.append([1, 0], [2, 0], [[3, 4], [0, 0]], [2, 0])
     table.set_row(2, [5], start=1)
-    table.remember(1, 0, 4)
+    table.remember([1, 2, 3, 4])
     assert table.state.history.unsafe_buffer_pointer() == place
     assert table.state.corpus.ends.unsafe_buffer_pointer() == ends
 
