@@ -63,14 +63,14 @@ def measure(load: Load, plain: LLM, drafting: LLM, repeats: int) -> dict[str, An
             for llm in (plain, drafting):
                 _answer(llm, [chat[:1] for chat in chats])
         sides = Round(), Round()
-        for at in range(0, len(chats), load.batch):
+        for turn, at in enumerate(range(0, len(chats), load.batch)):
             batch = chats[at : at + load.batch]
             params = [
                 SamplingParams(temperature=load.temperature, seed=1000 * index + at + row, max_tokens=NUM_TOKENS)
                 for row in range(len(batch))
             ]
             order = ((sides[0], plain), (sides[1], drafting))
-            for side, llm in order if (at + index) % 2 else order[::-1]:
+            for side, llm in order if (turn + index) % 2 else order[::-1]:
                 side.ask(llm, batch, params)
         rounds.append(sides)
         steps.append(count_steps(drafting))
