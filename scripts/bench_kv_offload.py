@@ -38,7 +38,7 @@ class PacedRunner:
 
     def __init__(self, runner: Any) -> None:
         self._runner, self._free_at = runner, 0.0
-        self.counts = runner.counts
+        self.counts, self.num_compiles = runner.counts, 0
 
     def start(self, plan: StepPlan) -> PacedStep:
         step = self._runner.start(plan)

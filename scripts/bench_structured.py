@@ -68,6 +68,8 @@ class SlowStep:
 class SlowDevice:
     """Implements `engine.Runner`."""
 
+    num_compiles = 0
+
     def __init__(self, seconds: float, vocab_size: int) -> None:
         self.seconds, self.busy_until, self.late = seconds, 0.0, 0
         self._vocab_size, self._rng = vocab_size, np.random.default_rng(0)

@@ -49,7 +49,17 @@ HOSTILE = {
 
 @pytest.fixture(scope="module")
 def renderer() -> Iterator[TemplateRenderer]:
-    made = TemplateRenderer(time_limit_s=LIMIT_S, max_processes=1)
+    yield from make_renderer(LIMIT_S)
+
+
+@pytest.fixture(scope="module")
+def patient() -> Iterator[TemplateRenderer]:
+    """Has time for what takes half a second by itself: other work may share the machine."""
+    yield from make_renderer(60.0)
+
+
+def make_renderer(time_limit_s: float) -> Iterator[TemplateRenderer]:
+    made = TemplateRenderer(time_limit_s=time_limit_s, max_processes=1)
     made.start(CHAT_TEMPLATE)
     yield made
     made.close()
@@ -64,14 +74,17 @@ def is_alive(process_id: int) -> bool:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_templates_cost_their_own_conversation(renderer: TemplateRenderer, name: str) -> None:
+def test_hostile_templates_cost_their_own_conversation(
+    renderer: TemplateRenderer, patient: TemplateRenderer, name: str
+) -> None:
     template, kind, message = HOSTILE[name]
+    used = renderer if kind is RenderTimeoutError else patient
     start = time.monotonic()
     with pytest.raises(kind, match=message) as caught:
-        renderer.render(template, HI, {})
+        used.render(template, HI, {})
     assert type(caught.value) is kind
-    assert time.monotonic() - start < LIMIT_S + 5
-    assert renderer.render("{{ messages[0].content }}", HI, {}) == "hi"
+    assert used is patient or time.monotonic() - start < LIMIT_S + 5
+    assert used.render("{{ messages[0].content }}", HI, {}) == "hi"
 
 
 @pytest.mark.parametrize(
@@ -113,11 +126,11 @@ def test_the_tests_of_templates_hold_in_a_process_of_its_own(
     test_chat.test_the_template_refuses_a_conversation()
 
 
-def test_the_longest_texts_fit(renderer: TemplateRenderer) -> None:
+def test_the_longest_texts_fit(patient: TemplateRenderer) -> None:
     text = "中" * (MAX_RENDERED_CHARS - 16)
-    assert renderer.render("{{ messages[0].content }}", [{"role": "user", "content": text}], {}) == text
+    assert patient.render("{{ messages[0].content }}", [{"role": "user", "content": text}], {}) == text
     with pytest.raises(InvalidRequestError, match=f"longer than {MAX_RENDERED_CHARS}"):
-        renderer.render("{{ messages[0].content }}!" + "x" * 20, [{"role": "user", "content": text}], {})
+        patient.render("{{ messages[0].content }}!" + "x" * 20, [{"role": "user", "content": text}], {})
 
 
 def test_what_json_cannot_hold_is_refused(renderer: TemplateRenderer) -> None:
