@@ -1,5 +1,5 @@
-// Writes tokens of a row to the tokens of all rows, in place. XLA would compute a whole row, and programs that compute
-// anything run on another thread on a CPU, which takes longer than this.
+// Writes tokens of a row to the tokens of all rows, in place. XLA would compute a whole row, and give the program to
+// another thread for that, which takes longer than this.
 
 #include <algorithm>
 #include <cstdint>

@@ -1,8 +1,8 @@
 """Drafts looked up by the library of this room, one call for all rows of a step, and what writes where they are found.
 
 As XLA's operations a row is some hundred of them, and on a CPU a few cost as much as the whole search does here. XLA
-runs a program on its caller's thread only if it computes next to nothing (1,000 operations in jaxlib 0.11 and 0.12);
-another thread takes 50 to 200 us, so the programs around the calls that write do not even convert an array.
+runs a program whose inputs are there on its caller's thread if it counts less than 1,000 operations in it, in which a
+call is none; another thread takes 50 to 200 us. So programs around the calls that write do not even convert an array.
 """
 
 from __future__ import annotations

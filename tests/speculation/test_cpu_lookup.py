@@ -203,7 +203,7 @@ def test_rows_are_written_alike_and_in_place(has_corpus: bool) -> None:
         np.testing.assert_array_equal(state.history, before)
 
 
-def test_programs_that_write_run_on_the_thread_of_their_caller() -> None:
+def test_programs_that_write_may_run_on_the_thread_of_their_caller() -> None:
     """XLA hands a program with 1,000 operations or more to another one, which costs more than what it does."""
     config = make_suffix(24, 8, 1.0, 0.1, 10000, 65536)
     drafter = make_lookup_drafter(config, in_library=True)
