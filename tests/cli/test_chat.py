@@ -133,7 +133,10 @@ class Slow(Echo):
     async def stream(self, requests):
         try:
             yield make_output(f"{'+'.join(requests[0].texts)}!")
-            await asyncio.sleep(0 if requests[0].texts[-1] == "hi" else 1000)
+            # Wakes up now and then, as further tokens would wake it: a signal that comes right before the loop waits
+            # does not end the wait.
+            for _ in range(0 if requests[0].texts[-1] == "hi" else 10_000):
+                await asyncio.sleep(0.1)
         finally:
             print("left")
 

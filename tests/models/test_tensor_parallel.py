@@ -50,6 +50,7 @@ def test_one_device_changes_nothing():
     assert fit_devices(config, 1) == config
 
 
+@pytest.mark.timeout(900)  # 36 programs of a whole model are compiled
 def test_four_devices_equal_one():
     env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
     script = Path(__file__).with_name("run_tensor_parallel.py")
