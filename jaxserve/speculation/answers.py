@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Int, Int32, UInt32
 
 from jaxserve.speculation.corpus import SEPARATOR, WAYS, Block, CorpusShape
@@ -119,4 +120,4 @@ def unpack_block(line: Int[Array, " E"], shape: CorpusShape) -> Block:
     """Returns the block that `AnswerQueue.take_block` packed."""
     sizes = _HEADER, shape.levels[-1] + shape.block_size, *[shape.block_size] * 4
     header, tokens, reaches, ways, *salts = jnp.split(line, np.cumsum(sizes)[:-1])
-    return Block(*header, tokens, reaches, ways, jnp.stack(salts))
+    return Block(*header, tokens, reaches, ways, lax.bitcast_convert_type(jnp.stack(salts), jnp.uint32))

@@ -77,7 +77,7 @@ class Block(NamedTuple):
     tokens: Int32[Array, " DM"]  # D tokens before the block, as many as the longest n-gram has, then the block
     reaches: Int32[Array, " M"]  # tokens of its answer up to each; 0: a separator, or the last one, which none follows
     ways: Int32[Array, " M"]  # of its answer; below zero: the slot keeps what it has
-    salts: Int32[Array, "2 M"]  # the bits of its answer's
+    salts: UInt32[Array, "2 M"]  # of its answer
 
 
 @flax.struct.dataclass
@@ -166,26 +166,23 @@ def write_block(corpus: Corpus, block: Block) -> Corpus:
     tokens = lax.dynamic_slice(corpus.tokens, [block.first], [size])
     salts = lax.dynamic_slice(corpus.salts, [block.first, 0], [size, 2])
     tokens = jnp.where(is_written, block.tokens[-size:], tokens)
-    own = lax.bitcast_convert_type(block.salts, jnp.uint32)
-    salts = jnp.where(is_written[:, None], own.T, salts)
+    salts = jnp.where(is_written[:, None], block.salts.T, salts)
     return replace(
         corpus,
         tokens=lax.dynamic_update_slice(corpus.tokens, tokens, [block.first]),
         salts=lax.dynamic_update_slice(corpus.salts, salts, [block.first, 0]),
-        ends=_write_ends(_move_down(corpus.ends, block.shift), block, own),
+        ends=_write_ends(_move_down(corpus.ends, block.shift), block),
         oldest=block.oldest,
     )
 
 
-def _write_ends(
-    ends: Int32[Array, "levels buckets ways"], block: Block, salts: UInt32[Array, "2 M"]
-) -> Int32[Array, "levels buckets ways"]:
+def _write_ends(ends: Int32[Array, "levels buckets ways"], block: Block) -> Int32[Array, "levels buckets ways"]:
     """Returns the tables with the n-grams that end in a block."""
     num_levels, num_buckets, _ = ends.shape
     levels, size = LEVELS[:num_levels], len(block.ways)
     tokens = lax.optimization_barrier(block.tokens)
     recent = [tokens[levels[-1] - back :][:size] for back in range(levels[-1])]
-    buckets = hash_ngrams(recent, salts, levels, num_buckets)
+    buckets = hash_ngrams(recent, block.salts, levels, num_buckets)
     is_whole = (block.reaches >= np.array(levels)[:, None]) & (block.ways >= 0)
     places = (np.arange(num_levels)[:, None] * num_buckets + buckets) * WAYS + block.ways
     places = jnp.where(is_whole, places, ends.size)  # out of range: dropped

@@ -44,7 +44,7 @@ class LookupDrafter:
     max_match: int  # tokens that are compared
     rule: SuffixRule | None  # suffix; None: ngram
     corpus_shape: CorpusShape | None  # suffix; None: no corpus
-    in_library: bool = False  # the library of CPU kernels, which this process has loaded, searches and writes
+    in_library: bool = False  # `propose` and `remember` call the library of CPU kernels, which this process has loaded
 
     @property
     def remembers(self) -> bool:
@@ -86,13 +86,13 @@ class LookupDrafter:
             tokens: the row's by position; anything outside the span.
             salt: with the first ones, the row's. Rows find the answers of rows with equal words only.
         """
-        if self.in_library:
-            history = cpu_lookup.write_tokens(state.history, row, span, tokens)
-        else:
-            history = _write_span(state.history, row, span, tokens)
+        (start, end), positions = span, jnp.arange(len(tokens))
+        before = lax.dynamic_index_in_dim(state.history, row, keepdims=False)
+        line = jnp.where((start <= positions) & (positions < end), tokens, before)
+        history = lax.dynamic_update_index_in_dim(state.history, line, row, axis=0)
         corpus = state.corpus
         if corpus is not None:
-            salt = jnp.where(span[0] == 0, salt, corpus.row_salts[row])
+            salt = jnp.where(start == 0, salt, corpus.row_salts[row])
             salts = lax.dynamic_update_index_in_dim(corpus.row_salts, salt, row, axis=0)
             corpus = replace(corpus, row_salts=salts)
         return LookupState(history, corpus)
@@ -193,15 +193,6 @@ def make_lookup_drafter(config: SpeculativeConfig, *, in_library: bool = False) 
         min_share=config.suffix_decoding_min_token_prob,
     )
     return LookupDrafter(config.num_speculative_tokens, 1, depth, rule, _make_corpus_shape(config), in_library)
-
-
-def _write_span(
-    history: Int32[Array, "R L"], row: Int[Array, ""], span: Int[Array, " 2"], tokens: Int32[Array, " L"]
-) -> Int32[Array, "R L"]:
-    (start, end), positions = span, jnp.arange(len(tokens))
-    before = lax.dynamic_index_in_dim(history, row, keepdims=False)
-    line = jnp.where((start <= positions) & (positions < end), tokens, before)
-    return lax.dynamic_update_index_in_dim(history, line, row, axis=0)
 
 
 def _list_answers(corpus: Corpus) -> cpu_lookup.Answers:

@@ -29,8 +29,8 @@ _FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-w")
 _PRODUCT_DTYPES = "float32", "bfloat16"
 ATTENTION = "JaxservePagedAttention"
 PRODUCT, TABLE_PRODUCT, GROUPED = "JaxserveProduct", "JaxserveTableProduct", "JaxserveGroupedProduct"
-LOOKUP, WRITE_TOKENS, REMEMBER = "JaxserveLookup", "JaxserveWriteTokens", "JaxserveRemember"
-_CALLS = ATTENTION, PRODUCT, TABLE_PRODUCT, GROUPED, LOOKUP, WRITE_TOKENS, REMEMBER
+LOOKUP, REMEMBER = "JaxserveLookup", "JaxserveRemember"
+_CALLS = ATTENTION, PRODUCT, TABLE_PRODUCT, GROUPED, LOOKUP, REMEMBER
 _COMPILE_SECONDS = 120
 _STEM = "cpu-kernels"  # of the file's name
 

@@ -1,8 +1,6 @@
-"""Drafts looked up by the library of this room, one call for all rows of a step, and what writes where they are found.
+"""Drafts looked up by the library of this room, one call for all rows of a step, and answers kept for it.
 
-As XLA's operations a row is some hundred of them, and on a CPU a few cost as much as the whole search does here. XLA
-runs a program whose inputs are there on its caller's thread if it counts less than 1,000 operations in it, in which a
-call is none; another thread takes 50 to 200 us. So programs around the calls that write do not even convert an array.
+As XLA's operations a row is some hundred of them, and on a CPU a few cost as much as the whole search does here.
 """
 
 from __future__ import annotations
@@ -60,28 +58,13 @@ def look_up(
     return jax.ffi.ffi_call(library.target_name(library.LOOKUP), shape)(*arrays)
 
 
-def write_tokens(
-    history: jax.Array,  # [R, L] i32
-    row: jax.Array,  # [] i32
-    span: jax.Array,  # [2] i32
-    tokens: jax.Array,  # [L] i32
-) -> jax.Array:
-    """Returns the history with a row's tokens in a span of positions, written in place. The library must be loaded."""
-    call = jax.ffi.ffi_call(
-        library.target_name(library.WRITE_TOKENS),
-        jax.ShapeDtypeStruct(history.shape, history.dtype),
-        input_output_aliases={0: 0},
-    )
-    return call(history, row, span, tokens)
-
-
 def remember(
     answers: Answers,
     numbers: tuple[jax.Array, jax.Array, jax.Array],  # [] i32: first slot, its token's position, what positions lose
     tokens: jax.Array,  # [D + M] i32: those before the block, then the block
     reaches: jax.Array,  # [M] i32: tokens of an answer up to each; 0: nothing that is looked up ends here
     ways: jax.Array,  # [M] i32; below zero: the slot keeps what it has
-    salts: jax.Array,  # [2, M] i32: the bits of the salts
+    salts: jax.Array,  # [2, M] u32
 ) -> dict[str, jax.Array]:
     """Returns, by name, the arrays that change with a block of answers, written in place. The library must be loaded.
 

@@ -3,8 +3,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <utility>
-#include <vector>
 
 #include "call.h"
 #include "corpus.h"
@@ -27,11 +25,9 @@ void MoveDown(Corpus& corpus, int64_t shift) {
   for (int32_t* end = corpus.ends; end != last; ++end) *end = std::max<int64_t>(*end - shift, 0);
 }
 
-using Ends = std::vector<std::pair<int32_t*, int32_t>>;  // where a position is written, and the position
-
-// Finds where n-grams of one length ended, but for those at the very end of an answer, which nothing follows, and asks
-// for the memory. A hash is that of the n-gram before, one power higher, with the next token and without the oldest.
-void FindEnds(const Corpus& corpus, const Block& block, int64_t level, Ends& ends) {
+// Writes where n-grams of one length ended, but for those at the very end of an answer, which nothing follows. A hash is
+// that of the n-gram before, one power higher, with the next token and without the oldest.
+void WriteEnds(Corpus& corpus, const Block& block, int64_t level) {
   const int64_t length = corpus.levels[level];
   uint32_t state = 0, highest = kBase;  // the power of the token before an n-gram
   for (int64_t i = 0; i < length; ++i) highest *= kBase;
@@ -42,9 +38,8 @@ void FindEnds(const Corpus& corpus, const Block& block, int64_t level, Ends& end
     state -= highest * (static_cast<uint32_t>(token[-length]) + kBase);
     if (block.reaches[i] < length || block.ways[i] < 0 || block.ways[i] >= corpus.ways) continue;
     const uint32_t salt[] = {block.salts[i], block.salts[block.size + i]};
-    int32_t* end = corpus.FindBucket(level, state, salt) + block.ways[i];
-    __builtin_prefetch(end, 1);
-    ends.emplace_back(end, static_cast<int32_t>(block.position + i + 1));
+    int32_t& end = corpus.FindBucket(level, state, salt)[block.ways[i]];
+    end = std::max<int32_t>(end, block.position + i + 1);
   }
 }
 
@@ -55,12 +50,7 @@ void Write(Corpus& corpus, const Block& block) {
     corpus.tokens[slot] = block.tokens[block.before + i];
     corpus.salts[2 * slot] = block.salts[i], corpus.salts[2 * slot + 1] = block.salts[block.size + i];
   }
-  thread_local Ends ends;
-  for (int64_t level = 0; level < corpus.num_levels; ++level) {
-    ends.clear();
-    FindEnds(corpus, block, level, ends);
-    for (auto [end, position] : ends) *end = std::max(*end, position);
-  }
+  for (int64_t level = 0; level < corpus.num_levels; ++level) WriteEnds(corpus, block, level);
 }
 
 const char* Call(const XLA_FFI_CallFrame* frame) {  // returns what is wrong, or null
@@ -71,8 +61,9 @@ const char* Call(const XLA_FFI_CallFrame* frame) {  // returns what is wrong, or
   if (const char* fault = ReadCorpus(frame, 0, corpus)) return fault;
   for (int i = 0; i < 3; ++i)
     if (Result(frame, i).data != Argument(frame, kWritten[i]).data) return "the corpus must be written in place";
-  for (int i = kNumbers; i < kNumArgs; ++i)
-    if (Argument(frame, i).dtype != XLA_FFI_DataType_S32) return "all arrays of a block must be int32";
+  for (int i = kNumbers; i < kBlockSalts; ++i)
+    if (Argument(frame, i).dtype != XLA_FFI_DataType_S32) return "all arrays but salts must be int32";
+  if (Argument(frame, kBlockSalts).dtype != XLA_FFI_DataType_U32) return "salts must be uint32";
 
   Block block{};
   block.size = Argument(frame, kWays).dims[0];
@@ -80,7 +71,7 @@ const char* Call(const XLA_FFI_CallFrame* frame) {  // returns what is wrong, or
   if (block.size > corpus.ring) return "the block is larger than the corpus";
   if (block.before < corpus.levels[corpus.num_levels - 1]) return "too few tokens before the block";
   block.tokens = Ints(frame, kBlockTokens), block.reaches = Ints(frame, kReaches), block.ways = Ints(frame, kWays);
-  block.salts = reinterpret_cast<const uint32_t*>(Ints(frame, kBlockSalts));
+  block.salts = static_cast<const uint32_t*>(Argument(frame, kBlockSalts).data);
   const int32_t* numbers = Ints(frame, kNumbers);
   block.first = std::clamp<int64_t>(numbers[0], 0, corpus.ring - block.size), block.position = numbers[1];
   block.end = block.size;

@@ -48,7 +48,7 @@ class Notes:
         tokens = np.asarray(block.tokens)[-len(block.ways) :]
         is_token = (np.asarray(block.ways) >= 0) & (tokens > 0)
         self.kept.append(tokens[is_token].tolist())
-        self.salts += np.asarray(block.salts).view(np.uint32)[:, is_token].T.tolist()
+        self.salts += np.asarray(block.salts)[:, is_token].T.tolist()
         return corpus
 
     def tell(

@@ -18,7 +18,7 @@ class Table:
     """A drafter and its state, as a step uses them: every function is compiled once and takes the state for good."""
 
     def __init__(self, config: SpeculativeConfig, num_rows: int = R, max_len: int = L) -> None:
-        self.config, self.drafter = config, make_lookup_drafter(config)
+        self.drafter = make_lookup_drafter(config)
         self.specs = self.drafter.state_specs(num_rows, max_len)
         self._set_row = jax.jit(self.drafter.set_row, donate_argnums=0)
         self._append = jax.jit(self.drafter.append, donate_argnums=0)

@@ -37,7 +37,7 @@ class Ring:
             self.tokens[block.first + index] = tokens[depth + index]
             number = self._num_seen // 2  # of the answer whose separators come before and behind it
             assert block.ways[index] == number % WAYS
-            np.testing.assert_array_equal(np.asarray(block.salts[:, index]).view(np.uint32), SALTS[number % 2])
+            np.testing.assert_array_equal(block.salts[:, index], SALTS[number % 2])
             begin, answer = self.answers[number]
             place = self.position - 1 - begin
             self._num_seen += place in (-1, len(answer))

@@ -17,7 +17,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.models.registry import parse_config
 from jaxserve.presets import load_preset
 from jaxserve.runtime.shapes import make_shapes
-from jaxserve.speculation import NO_DRAFT, AnswerQueue, LookupState, make_lookup_drafter, measure_block
+from jaxserve.speculation import NO_DRAFT, AnswerQueue, LookupState, make_lookup_drafter
 from jaxserve.speculation.answers import MAX_POSITION
 from jaxserve.speculative_config import SpeculativeConfig
 from pallas_kernels.cpu import library
@@ -177,45 +177,6 @@ def test_answers_are_kept_alike(
             writes = pair.remember, pair.remember_by_xla
             states = [write(state, block) for write, state in zip(writes, states, strict=True)]
             jax.tree.map(np.testing.assert_array_equal, *states)
-
-
-@pytest.mark.parametrize("has_corpus", [False, True])
-def test_rows_are_written_alike_and_in_place(has_corpus: bool) -> None:
-    """Also where a program of an engine's is given a span or a row that nobody has."""
-    pair, rng = make_pair(make_suffix(*CORPUS_RULES[-1]) if has_corpus else NGRAMS[0]), np.random.default_rng(4)
-    own = make_lookup_drafter(pair.table.config, in_library=True)
-    write = jax.jit(own.set_row, donate_argnums=0)
-    pair.table.clear()
-    state = jax.tree.map(jnp.array, pair.table.state)
-    place = state.history.unsafe_buffer_pointer()
-    for row, start, count in [(0, 0, L), (1, 0, 0), (4, 7, 30), (2, L - 1, 1), (2, 0, 9), (R, 0, 2)]:
-        tokens, salt = rng.integers(1, 9, count).tolist(), SALTS[rng.integers(len(SALTS))]
-        pair.table.set_row(row, tokens, salt, start=start)
-        line = np.zeros(L, np.int32)
-        line[start : start + count] = tokens
-        span = np.array([start, start + count], np.int32)
-        state = write(state, np.int32(row), span, line, np.array(salt, np.uint32))
-        jax.tree.map(np.testing.assert_array_equal, state, pair.table.state)
-    assert state.history.unsafe_buffer_pointer() == place
-    before = np.array(state.history)
-    for span in ([9, 3], [L, L + 9], [-5, 0]):
-        state = write(state, np.int32(1), np.array(span, np.int32), line, np.zeros(2, np.uint32))
-        np.testing.assert_array_equal(state.history, before)
-
-
-def test_programs_that_write_may_run_on_the_thread_of_their_caller() -> None:
-    """XLA hands a program with 1,000 operations or more to another one, which costs more than what it does."""
-    config = make_suffix(24, 8, 1.0, 0.1, 10000, 65536)
-    drafter = make_lookup_drafter(config, in_library=True)
-    state = drafter.state_specs(33, 2048)
-    block = jax.ShapeDtypeStruct((measure_block(drafter.corpus_shape),), jnp.int32)
-    row, span, tokens = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((), (2,), (2048,)))
-    salt = jax.ShapeDtypeStruct((2,), jnp.uint32)
-    for lowered in (
-        jax.jit(drafter.remember, donate_argnums=0).lower(state.corpus, block),
-        jax.jit(drafter.set_row, donate_argnums=0).lower(state, row, span, tokens, salt),
-    ):
-        assert lowered.compile().cost_analysis().get("flops", 0) < 1000
 
 
 def test_answers_are_kept_in_place() -> None:
