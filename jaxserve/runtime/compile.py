@@ -220,9 +220,8 @@ def compile_write_answers(model: StepModel, inputs: ProgramInputs) -> Any:
     assert model.drafting is not None and model.drafting.lookup is not None and inputs.state_shape.corpus is not None
     line = inputs.spec((measure_block(inputs.state_shape.corpus),), jnp.int32)
     step = model.drafting.lookup.remember
-    return (
-        jax.jit(step, donate_argnums=(0,), out_shardings=_shardings(inputs.corpus)).lower(inputs.corpus, line).compile()
-    )
+    jitted = jax.jit(step, donate_argnums=(0,), out_shardings=_shardings(inputs.corpus))
+    return jitted.lower(inputs.corpus, line).compile()
 
 
 def compile_read_pages(model: StepModel, inputs: ProgramInputs, group: int) -> Any:

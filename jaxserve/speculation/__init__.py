@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from jaxserve.speculation.answers import AnswerQueue, measure_block
-from jaxserve.speculation.corpus import Corpus, CorpusShape
+from jaxserve.speculation.answers import AnswerQueue
+from jaxserve.speculation.corpus import Corpus, CorpusShape, measure_block
 from jaxserve.speculation.drafts import NO_DRAFT
 from jaxserve.speculation.lookup import LOOKUP_METHODS, LookupDrafter, LookupState, make_lookup_drafter
 

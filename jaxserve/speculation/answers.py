@@ -8,15 +8,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jaxtyping import Array, Int, Int32, UInt32
+from jaxtyping import Int32, UInt32
 
-from jaxserve.speculation.corpus import SEPARATOR, WAYS, Block, CorpusShape
+from jaxserve.speculation.corpus import SEPARATOR, WAYS, Block, CorpusShape, pack_block
 
 MAX_POSITION = 2**30  # from which on positions move down
-_HEADER = 4  # numbers of a block
 _TOKENS, _REACHES, _WAYS, _SALTS = range(4)  # lines of what waits: int32 [5, n]
 
 
@@ -76,29 +73,37 @@ class AnswerQueue:
             self._move_down((self._position // ring - 1) * ring)  # what lies in the ring stays above zero
 
     def take_block(self) -> Int32[np.ndarray, " E"]:
-        """Returns the next tokens for `unpack_block`, as many as fit; a block of none if nothing waits."""
-        shape = self._shape
+        """Returns the next tokens, as many as fit in a packed block; one of none if nothing waits."""
+        size, depth = self._shape.block_size, len(self._before)
         position = self._waiting[0][0] if self._waiting else self._position
-        slot = position % shape.num_tokens
-        first = min(slot, shape.num_tokens - shape.block_size)
-        begin = end = slot - first  # in the block
-        lines = np.zeros((5, shape.block_size), np.int32)
+        slot = position % self._shape.num_tokens
+        first = min(slot, self._shape.num_tokens - size)
+        begin = slot - first  # in the block
+        taken = self._take_lines(position, size - begin)
+        end = begin + taken.shape[1]
+        lines = np.zeros((5, size), np.int32)
         lines[_WAYS] = -1
-        while self._waiting and self._waiting[0][0] == position + end - begin and end < shape.block_size:
-            at, waiting = self._waiting.popleft()
-            room = shape.block_size - end
-            lines[:, end : end + waiting.shape[1]] = waiting[:, :room]
-            end += min(room, waiting.shape[1])
-            if waiting.shape[1] > room:
-                self._waiting.appendleft((at + room, waiting[:, room:]))
-        self._num_waiting -= end - begin
-        tokens = np.zeros(len(self._before) + shape.block_size, np.int32)
-        tokens[begin : begin + len(self._before)] = self._before
-        tokens[len(self._before) :][begin:end] = lines[_TOKENS, begin:end]
-        self._before = tokens[end : end + len(self._before)].copy()
-        header = first, position - begin, self._find_oldest(position + end - begin), self._shift
+        lines[:, begin:end] = taken
+        tokens = np.zeros(depth + size, np.int32)
+        tokens[begin : depth + end] = np.concatenate([self._before, taken[_TOKENS]])
+        self._before = tokens[end : depth + end].copy()
+        oldest, shift = self._find_oldest(position + end - begin), self._shift
         self._shift = 0
-        return np.concatenate([np.array(header, np.int32), tokens, lines[_REACHES:].reshape(-1)])
+        header = np.array([first, position - begin, oldest, shift], np.int32)
+        return pack_block(Block(*header, tokens, lines[_REACHES], lines[_WAYS], lines[_SALTS:].view(np.uint32)))
+
+    def _take_lines(self, position: int, room: int) -> Int32[np.ndarray, "5 n"]:
+        """Takes what waits from `position` on, without a gap and at most `room` tokens."""
+        taken = [np.zeros((5, 0), np.int32)]
+        while room and self._waiting and self._waiting[0][0] == position:
+            _, lines = self._waiting.popleft()
+            taken.append(lines[:, :room])
+            size = taken[-1].shape[1]
+            position, room = position + size, room - size
+            if size < lines.shape[1]:
+                self._waiting.appendleft((position, lines[:, size:]))
+            self._num_waiting -= size
+        return np.concatenate(taken, axis=1)
 
     def _find_oldest(self, num_written: int) -> int:
         first = self._begins[0] if len(self._begins) == self._shape.num_answers else 0
@@ -109,15 +114,3 @@ class AnswerQueue:
         self._begins = deque([max(0, begin - shift) for begin in self._begins], self._shape.num_answers)
         self._waiting = deque([(position - shift, lines) for position, lines in self._waiting])
         self._shift += shift
-
-
-def measure_block(shape: CorpusShape) -> int:
-    """Returns E, the length of what `AnswerQueue.take_block` returns."""
-    return _HEADER + shape.levels[-1] + 5 * shape.block_size
-
-
-def unpack_block(line: Int[Array, " E"], shape: CorpusShape) -> Block:
-    """Returns the block that `AnswerQueue.take_block` packed."""
-    sizes = _HEADER, shape.levels[-1] + shape.block_size, *[shape.block_size] * 4
-    header, tokens, reaches, ways, *salts = jnp.split(line, np.cumsum(sizes)[:-1])
-    return Block(*header, tokens, reaches, ways, lax.bitcast_convert_type(jnp.stack(salts), jnp.uint32))

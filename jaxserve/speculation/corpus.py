@@ -68,7 +68,10 @@ class Corpus:
 
 
 class Block(NamedTuple):
-    """Tokens for neighbouring slots of the ring, with what the device needs to know of each."""
+    """Tokens for neighbouring slots of the ring, with what the device needs to know of each.
+
+    It comes packed from the host: one transfer.
+    """
 
     first: Int[Array, ""]  # slot
     position: Int[Array, ""]  # of the token in the first slot
@@ -102,6 +105,24 @@ def corpus_specs(shape: CorpusShape, num_rows: int, sharding: jax.sharding.Shard
         oldest=spec(),
         row_salts=spec(num_rows, 2, dtype=jnp.uint32),
     )
+
+
+def measure_block(shape: CorpusShape) -> int:
+    """Returns E, the length of a packed block."""
+    return sum(spec.size for spec in _block_specs(shape))
+
+
+def pack_block(block: Block) -> Int32[np.ndarray, " E"]:
+    """Returns the numbers of a block, one field behind the other."""
+    return np.concatenate([field.reshape(-1).view(np.int32) for field in block])
+
+
+def unpack_block(line: Int[Array, " E"], shape: CorpusShape) -> Block:
+    """Returns the block that `pack_block` packed."""
+    specs = _block_specs(shape)
+    fields = jnp.split(line, np.cumsum([spec.size for spec in specs])[:-1])
+    pairs = zip(fields, specs, strict=True)
+    return Block(*[lax.bitcast_convert_type(field.reshape(spec.shape), spec.dtype) for field, spec in pairs])
 
 
 def hash_ngrams(
@@ -174,6 +195,14 @@ def write_block(corpus: Corpus, block: Block) -> Corpus:
         ends=_write_ends(_move_down(corpus.ends, block.shift), block),
         oldest=block.oldest,
     )
+
+
+def _block_specs(shape: CorpusShape) -> Block:
+    number, size = jax.ShapeDtypeStruct((), jnp.int32), shape.block_size
+    tokens = jax.ShapeDtypeStruct((shape.levels[-1] + size,), jnp.int32)
+    each = jax.ShapeDtypeStruct((size,), jnp.int32)
+    salts = jax.ShapeDtypeStruct((2, size), jnp.uint32)
+    return Block(number, number, number, number, tokens, each, each, salts)
 
 
 def _write_ends(ends: Int32[Array, "levels buckets ways"], block: Block) -> Int32[Array, "levels buckets ways"]:

@@ -13,8 +13,7 @@ from jaxtyping import Array, Int, Int32, UInt32
 
 from jaxserve.errors import ConfigError
 from jaxserve.sampling import map_rows
-from jaxserve.speculation.answers import unpack_block
-from jaxserve.speculation.corpus import LEVELS, WAYS, Corpus, CorpusShape, corpus_specs, write_block
+from jaxserve.speculation.corpus import LEVELS, WAYS, Corpus, CorpusShape, corpus_specs, unpack_block, write_block
 from jaxserve.speculation.drafts import NO_DRAFT
 from jaxserve.speculation.history import write_tokens
 from jaxserve.speculation.ngram import propose_ngram
@@ -157,7 +156,8 @@ class LookupDrafter:
         if not self.in_library:
             return write_block(corpus, block)
         numbers = block.first, block.position, block.shift
-        written = cpu_lookup.remember(_list_answers(corpus), numbers, *block[4:])
+        answers = block.tokens, block.reaches, block.ways, block.salts
+        written = cpu_lookup.remember(_list_answers(corpus), numbers, *answers)
         return replace(corpus, **written, oldest=block.oldest)
 
 

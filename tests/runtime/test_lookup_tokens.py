@@ -15,7 +15,7 @@ from jaxserve.runtime.step_model import RowLines, SampledTokens, SampleInputs
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler.plan import ChunkWork, FinishedAnswer, NewRow, StepPlan
 from jaxserve.speculation import CorpusShape, LookupState
-from jaxserve.speculation.answers import unpack_block
+from jaxserve.speculation.corpus import unpack_block
 
 R, L = 4, 8
 SHAPE = CorpusShape(num_tokens=600, num_answers=9, depth=4)

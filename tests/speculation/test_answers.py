@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.speculation import AnswerQueue, CorpusShape, measure_block
-from jaxserve.speculation.answers import unpack_block
-from jaxserve.speculation.corpus import SEPARATOR, WAYS
+from jaxserve.speculation.corpus import SEPARATOR, WAYS, unpack_block
 from tests.examples import scale_examples
 from tests.speculation.cases import pack_all
 

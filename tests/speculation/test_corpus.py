@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.speculation import NO_DRAFT, AnswerQueue, CorpusShape
-from jaxserve.speculation.answers import unpack_block
-from jaxserve.speculation.corpus import corpus_specs, find_in_corpus, write_block
+from jaxserve.speculation.corpus import corpus_specs, find_in_corpus, unpack_block, write_block
 from jaxserve.speculation.suffix import propose_suffix
 from tests.examples import scale_examples
 from tests.speculation import reference
