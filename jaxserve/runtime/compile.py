@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Sharding
 
 from jaxserve.runtime.buckets import Bucket
 from jaxserve.runtime.device_state import KVCache, RowState, make_zeros
-from jaxserve.runtime.drafting import look_up_drafts, pack_tokens, set_tokens
+from jaxserve.runtime.drafting import look_up_drafts
 from jaxserve.runtime.heads import draft_tokens
 from jaxserve.runtime.inputs import InputLayout, StateShape
 from jaxserve.runtime.page_copies import COPY_PAGES, HostMemory, read_pages, write_pages
@@ -37,7 +37,7 @@ from jaxserve.runtime.step_model import RowLines, SampleInputs, StepModel
 from jaxserve.sampling import SamplerState, make_row_setting, set_row
 from jaxserve.sampling.sampler_state import WORD_BITS
 from jaxserve.sampling_params import limit_prompt_logprobs
-from jaxserve.speculation import LookupState, measure_block
+from jaxserve.speculation import LookupState, answer_block_specs, measure_block, row_block_specs
 
 Progress = Callable[[str, int, int], None]  # (what was done, how many, of how many)
 
@@ -206,20 +206,19 @@ def compile_look_up(model: StepModel, inputs: ProgramInputs, rows: int) -> Any:
     return jitted.lower(inputs.rows, inputs.lookup, _lines(inputs, rows), ids).compile()
 
 
-def compile_set_tokens(model: StepModel, inputs: ProgramInputs) -> Any:
-    """Compiles the program that writes a row's tokens to where drafts are looked up."""
-    assert inputs.lookup is not None
-    line = inputs.spec(pack_tokens(0, 0, (), "", inputs.history.shape[1]).shape, jnp.int32)
-    step = functools.partial(set_tokens, model=model)
-    jitted = jax.jit(step, donate_argnums=(0,), out_shardings=_shardings(inputs.lookup))
+def compile_write_rows(model: StepModel, inputs: ProgramInputs) -> Any:
+    """Compiles the program that writes tokens of rows to where drafts are looked up."""
+    assert model.drafting is not None and model.drafting.lookup is not None and inputs.lookup is not None
+    line = inputs.spec((measure_block(row_block_specs(inputs.history.shape[0])),), jnp.int32)
+    jitted = jax.jit(model.drafting.lookup.write_rows, donate_argnums=(0,), out_shardings=_shardings(inputs.lookup))
     return jitted.lower(inputs.lookup, line).compile()
 
 
 def compile_write_answers(model: StepModel, inputs: ProgramInputs) -> Any:
     """Compiles the program that writes finished answers to where drafts are looked up."""
     assert model.drafting is not None and model.drafting.lookup is not None and inputs.state_shape.corpus is not None
-    line = inputs.spec((measure_block(inputs.state_shape.corpus),), jnp.int32)
-    step = model.drafting.lookup.remember
+    line = inputs.spec((measure_block(answer_block_specs(inputs.state_shape.corpus)),), jnp.int32)
+    step = model.drafting.lookup.write_answers
     jitted = jax.jit(step, donate_argnums=(0,), out_shardings=_shardings(inputs.corpus))
     return jitted.lower(inputs.corpus, line).compile()
 
@@ -267,7 +266,7 @@ class ProgramCompiler:
             "zeros": lambda model, inputs, _: compile_zeros(inputs),
             "draft": compile_draft,
             "look_up": compile_look_up,
-            "set_tokens": lambda model, inputs, _: compile_set_tokens(model, inputs),
+            "write_rows": lambda model, inputs, _: compile_write_rows(model, inputs),
             "write_answers": lambda model, inputs, _: compile_write_answers(model, inputs),
             "read_pages": compile_read_pages,
             "write_pages": compile_write_pages,

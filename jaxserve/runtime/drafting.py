@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
 from dataclasses import replace
 
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
-from jaxtyping import Array, Int, UInt32
+from jaxtyping import Array, Int
 
 from jaxserve.runtime.device_state import RowState
 from jaxserve.runtime.step_model import RowLines, StepModel
 from jaxserve.speculation import NO_DRAFT, LookupState
-
-_HEADER = 5  # numbers in front of the tokens
 
 
 def count_sampled(samples: Int[Array, " S"], runs: Int[Array, "S W"]) -> Int[Array, " S"]:
@@ -55,35 +49,6 @@ def look_up_drafts(
     few = slice(drafting.rows)
     lengths = rows.num_computed[lines.row_ids] + (count_sampled(lines.samples, runs) > 0)
     return set_drafts(rows, lines.row_ids, drafting.lookup.propose(lookup, lines.row_ids[few], lengths[few]))
-
-
-def set_tokens(lookup: LookupState, line: Int[Array, " E"], *, model: StepModel) -> LookupState:
-    """Writes tokens of a row to where drafts are looked up; `line` is that of `pack_tokens`, `lookup` is donated."""
-    assert model.drafting is not None and model.drafting.lookup is not None
-    row, span, salt = line[0], line[1:3], lax.bitcast_convert_type(line[3:_HEADER], jnp.uint32)
-    return model.drafting.lookup.set_row(lookup, row, span, line[_HEADER:], salt)
-
-
-def pack_tokens(row: int, start: int, token_ids: Sequence[int], cache_salt: str, max_len: int) -> np.ndarray:
-    """Returns what `set_tokens` reads, int32 [5 + max_len].
-
-    Args:
-        row: whose tokens are written.
-        start: the first one's position; at 0 the row gets its salt, too.
-        token_ids: from there on.
-        cache_salt: the row's.
-        max_len: L of the history.
-    """
-    line = np.zeros(_HEADER + max_len, np.int32)
-    line[:3] = row, start, start + len(token_ids)
-    line[3:_HEADER] = hash_salt(cache_salt).view(np.int32)
-    line[_HEADER + start : _HEADER + start + len(token_ids)] = token_ids
-    return line
-
-
-def hash_salt(cache_salt: str) -> UInt32[np.ndarray, " 2"]:
-    """Returns what stands for a salt on the device."""
-    return np.frombuffer(hashlib.blake2b(cache_salt.encode(), digest_size=8).digest(), "<u4").astype(np.uint32)
 
 
 def set_drafts(

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
+from jaxtyping import UInt32
 
 from jaxserve.runtime.device_state import RowState
-from jaxserve.runtime.drafting import hash_salt, pack_tokens
 from jaxserve.runtime.programs import Programs, call_program
 from jaxserve.runtime.step_model import SampledTokens, SampleInputs
 from jaxserve.scheduler.plan import StepPlan
-from jaxserve.speculation import AnswerQueue, CorpusShape, LookupState
-
-_Written = tuple[int, Sequence[int], str]  # first position, token ids, and the row's salt if it is 0
-
-_NOTHING: _Written = 0, (), ""
+from jaxserve.speculation import AnswerQueue, CorpusShape, LookupState, Span, make_row_blocks, pack_block
 
 
 class LookupTokens:
@@ -28,37 +23,37 @@ class LookupTokens:
 
     Args:
         state: on the device, of zeros.
-        num_rows: R.
         corpus: the sizes of the corpus, if `state` has one.
     """
 
-    def __init__(self, state: LookupState | None, num_rows: int, corpus: CorpusShape | None) -> None:
+    def __init__(self, state: LookupState | None, corpus: CorpusShape | None) -> None:
         self.history, self.corpus = (None, None) if state is None else (state.history, state.corpus)
+        num_rows = 0 if state is None else len(state.history)
         self._num_told = [0] * num_rows  # tokens of each row up to the last that the host knew before it was sampled
-        self._unwritten: dict[int, list[_Written]] = {}  # by row
+        self._salts = np.zeros((num_rows, 2), np.uint32)  # of the rows
+        self._unwritten: dict[int, list[Span]] = {}  # by row
         self._answers = None if corpus is None else AnswerQueue(corpus)
 
-    def warm_up(self, programs: Programs, padding_row: int) -> None:
+    def warm_up(self, programs: Programs) -> None:
         """Runs each program once."""
         if self.history is not None:
-            self._write(programs, padding_row, *_NOTHING)
+            self._write_rows(programs, [])
         if self._answers is not None:
             self._write_answers(programs, self._answers.take_block())
 
     def tell(self, programs: Programs, plan: StepPlan) -> None:
         """Takes the tokens of new rows and those that a grammar forced, and the answers of rows that have ended.
 
-        Nobody reads them before drafts are looked up. By then many rows have ended, and answers share a call.
+        Nobody reads them before drafts are looked up. By then many rows have ended, and what is left shares calls.
         """
         is_read = plan.num_drafts > 0 or plan.width > 1
         if self.history is None or not (plan.chunks or plan.new_rows or plan.finished_answers or is_read):
             return
-        for row, written in self._list_told(plan).items():
-            self._unwritten[row] = [*(self._unwritten.get(row, ()) if written[0] else ()), written]
+        self._take_tokens(plan)
         if is_read:
-            for row in (*plan.decode_rows, *[chunk.row for chunk in plan.chunks]):
-                for written in self._unwritten.pop(row, ()):
-                    self._write(programs, row, *written)
+            rows = *plan.decode_rows, *[chunk.row for chunk in plan.chunks]
+            if spans := [span for row in rows for span in self._unwritten.pop(row, ())]:
+                self._write_rows(programs, spans)
         if self._answers is not None:
             self._keep_answers(programs, self._answers, plan, is_read)
 
@@ -68,14 +63,15 @@ class LookupTokens:
         while answers.fills_block or (is_read and not answers.is_empty):
             self._write_answers(programs, answers.take_block())
 
-    def _list_told(self, plan: StepPlan) -> dict[int, _Written]:
-        told: dict[int, _Written] = {each.row: (0, each.token_ids, each.cache_salt) for each in plan.new_rows}
+    def _take_tokens(self, plan: StepPlan) -> None:
+        for new in plan.new_rows:
+            self._num_told[new.row] = len(new.token_ids)
+            self._salts[new.row] = hash_salt(new.cache_salt)
+            self._unwritten[new.row] = [(new.row, 0, new.token_ids)]
         for chunk in plan.chunks:
-            if chunk.row not in told and chunk.end > self._num_told[chunk.row]:
-                told[chunk.row] = chunk.start, chunk.token_ids, ""
-        for row, (start, token_ids, _) in told.items():
-            self._num_told[row] = start + len(token_ids)
-        return told
+            if chunk.end > self._num_told[chunk.row]:
+                self._num_told[chunk.row] = chunk.end
+                self._unwritten.setdefault(chunk.row, []).append((chunk.row, chunk.start, chunk.token_ids))
 
     def look_up(
         self, programs: Programs, rows: RowState, selected: SampleInputs, sampled: SampledTokens
@@ -86,11 +82,16 @@ class LookupTokens:
         rows, drafts = program(rows, lookup, selected.lines, sampled.ids)
         return rows, replace(sampled, drafts=drafts)
 
-    def _write(self, programs: Programs, row: int, start: int, token_ids: Sequence[int], cache_salt: str) -> None:
-        history: Any = self.history
-        line = pack_tokens(row, start, token_ids, cache_salt, history.shape[1])
-        state = call_program(programs.get("set_tokens", None), LookupState(history, self.corpus), line)
-        self.history, self.corpus = state.history, state.corpus
+    def _write_rows(self, programs: Programs, spans: list[Span]) -> None:
+        for block in make_row_blocks(spans, self._salts):
+            state = LookupState(self.history, self.corpus)
+            state = call_program(programs.get("write_rows", None), state, pack_block(block))
+            self.history, self.corpus = state.history, state.corpus
 
     def _write_answers(self, programs: Programs, block: np.ndarray) -> None:
         self.corpus = call_program(programs.get("write_answers", None), self.corpus, block)
+
+
+def hash_salt(cache_salt: str) -> UInt32[np.ndarray, " 2"]:
+    """Returns what stands for a salt on the device."""
+    return np.frombuffer(hashlib.blake2b(cache_salt.encode(), digest_size=8).digest(), "<u4").astype(np.uint32)

@@ -60,7 +60,7 @@ def list_lookups(buckets: BucketTable, drafting: Drafting | None) -> Iterator[Pr
     """Yields the programs that look drafts up, and those that write the tokens in which they are looked up."""
     if drafting is not None and drafting.lookup is not None:
         yield from (("look_up", rows) for rows in buckets.row_counts)
-        yield "set_tokens", None
+        yield "write_rows", None
         if drafting.lookup.remembers:
             yield "write_answers", None
 

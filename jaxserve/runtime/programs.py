@@ -27,7 +27,7 @@ class Programs:
     zeros: dict[None, Any] = dataclasses.field(default_factory=dict)
     set_row: dict[None, Any] = dataclasses.field(default_factory=dict)
     look_up: dict[int, Any] = dataclasses.field(default_factory=dict)  # by rows
-    set_tokens: dict[None, Any] = dataclasses.field(default_factory=dict)
+    write_rows: dict[None, Any] = dataclasses.field(default_factory=dict)
     write_answers: dict[None, Any] = dataclasses.field(default_factory=dict)
     read_pages: dict[int, Any] = dataclasses.field(default_factory=dict)  # by KV group
     write_pages: dict[int, Any] = dataclasses.field(default_factory=dict)

@@ -107,9 +107,9 @@ class ModelRunner:
     def reset(self) -> None:
         """Replaces all state on the device by zeros, at the start and after a failed step."""
         self._cache = self._rows = self._sampler = None  # freed first: there is no room for two
-        self._lookup = LookupTokens(None, 0, None)
+        self._lookup = LookupTokens(None, None)
         self._cache, self._rows, self._sampler, lookup = self.programs.get("zeros", None)()
-        self._lookup = LookupTokens(lookup, self._state_shape.rows, self._state_shape.corpus)
+        self._lookup = LookupTokens(lookup, self._state_shape.corpus)
         self.host_slots.reset()
         self._mirror = RowMirror(self._state_shape.rows)
         self._packer = StepPacker(self._mirror)
@@ -122,7 +122,7 @@ class ModelRunner:
         """Runs every program once on padding, and waits for it."""
         padding = self._state_shape.padding_row
         self._set_row(padding, make_row_setting(self._vocab_size, (), ()))
-        self._lookup.warm_up(self.programs, padding)
+        self._lookup.warm_up(self.programs)
         for bucket in self._buckets.buckets:
             self._warm_up(bucket)
         self._compiles_before = self._count_compiles()

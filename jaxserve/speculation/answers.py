@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Int32, UInt32
 
-from jaxserve.speculation.corpus import SEPARATOR, WAYS, Block, CorpusShape, pack_block
+from jaxserve.speculation.blocks import pack_block
+from jaxserve.speculation.corpus import SEPARATOR, WAYS, AnswerBlock, CorpusShape
 
 MAX_POSITION = 2**30  # from which on positions move down
 _TOKENS, _REACHES, _WAYS, _SALTS = range(4)  # lines of what waits: int32 [5, n]
@@ -90,7 +91,7 @@ class AnswerQueue:
         oldest, shift = self._find_oldest(position + end - begin), self._shift
         self._shift = 0
         header = np.array([first, position - begin, oldest, shift], np.int32)
-        return pack_block(Block(*header, tokens, lines[_REACHES], lines[_WAYS], lines[_SALTS:].view(np.uint32)))
+        return pack_block(AnswerBlock(*header, tokens, lines[_REACHES], lines[_WAYS], lines[_SALTS:].view(np.uint32)))
 
     def _take_lines(self, position: int, room: int) -> Int32[np.ndarray, "5 n"]:
         """Takes what waits from `position` on, without a gap and at most `room` tokens."""

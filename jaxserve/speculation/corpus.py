@@ -67,11 +67,8 @@ class Corpus:
     row_salts: UInt32[Array, "R 2"]
 
 
-class Block(NamedTuple):
-    """Tokens for neighbouring slots of the ring, with what the device needs to know of each.
-
-    It comes packed from the host: one transfer.
-    """
+class AnswerBlock(NamedTuple):
+    """Tokens for neighbouring slots of the ring, with what the device needs to know of each."""
 
     first: Int[Array, ""]  # slot
     position: Int[Array, ""]  # of the token in the first slot
@@ -107,22 +104,13 @@ def corpus_specs(shape: CorpusShape, num_rows: int, sharding: jax.sharding.Shard
     )
 
 
-def measure_block(shape: CorpusShape) -> int:
-    """Returns E, the length of a packed block."""
-    return sum(spec.size for spec in _block_specs(shape))
-
-
-def pack_block(block: Block) -> Int32[np.ndarray, " E"]:
-    """Returns the numbers of a block, one field behind the other."""
-    return np.concatenate([field.reshape(-1).view(np.int32) for field in block])
-
-
-def unpack_block(line: Int[Array, " E"], shape: CorpusShape) -> Block:
-    """Returns the block that `pack_block` packed."""
-    specs = _block_specs(shape)
-    fields = jnp.split(line, np.cumsum([spec.size for spec in specs])[:-1])
-    pairs = zip(fields, specs, strict=True)
-    return Block(*[lax.bitcast_convert_type(field.reshape(spec.shape), spec.dtype) for field, spec in pairs])
+def answer_block_specs(shape: CorpusShape) -> AnswerBlock:
+    """Returns the abstract values of a block."""
+    number, size = jax.ShapeDtypeStruct((), jnp.int32), shape.block_size
+    tokens = jax.ShapeDtypeStruct((shape.levels[-1] + size,), jnp.int32)
+    each = jax.ShapeDtypeStruct((size,), jnp.int32)
+    salts = jax.ShapeDtypeStruct((2, size), jnp.uint32)
+    return AnswerBlock(number, number, number, number, tokens, each, each, salts)
 
 
 def hash_ngrams(
@@ -181,8 +169,8 @@ def find_in_corpus(corpus: Corpus, query: Int32[Array, " D"], salt: UInt32[Array
     return Found(matched, starts, lax.optimization_barrier(ways))
 
 
-def write_block(corpus: Corpus, block: Block) -> Corpus:
-    """Returns the corpus with the tokens of a block; `corpus` is donated, so that one block of the ring is written."""
+def write_answers(corpus: Corpus, block: AnswerBlock) -> Corpus:
+    """Returns the corpus with the tokens of a block; donate `corpus`, so that only one block of the ring is written."""
     size, is_written = len(block.ways), block.ways >= 0
     tokens = lax.dynamic_slice(corpus.tokens, [block.first], [size])
     salts = lax.dynamic_slice(corpus.salts, [block.first, 0], [size, 2])
@@ -197,15 +185,7 @@ def write_block(corpus: Corpus, block: Block) -> Corpus:
     )
 
 
-def _block_specs(shape: CorpusShape) -> Block:
-    number, size = jax.ShapeDtypeStruct((), jnp.int32), shape.block_size
-    tokens = jax.ShapeDtypeStruct((shape.levels[-1] + size,), jnp.int32)
-    each = jax.ShapeDtypeStruct((size,), jnp.int32)
-    salts = jax.ShapeDtypeStruct((2, size), jnp.uint32)
-    return Block(number, number, number, number, tokens, each, each, salts)
-
-
-def _write_ends(ends: Int32[Array, "levels buckets ways"], block: Block) -> Int32[Array, "levels buckets ways"]:
+def _write_ends(ends: Int32[Array, "levels buckets ways"], block: AnswerBlock) -> Int32[Array, "levels buckets ways"]:
     """Returns the tables with the n-grams that end in a block."""
     num_levels, num_buckets, _ = ends.shape
     levels, size = LEVELS[:num_levels], len(block.ways)

@@ -1,18 +1,55 @@
 """The tokens of each row by position, on the device, and where the row's last tokens occurred before.
 
 Drafts are looked up in the step that sampled the last token, so the history cannot come from the host, which learns
-tokens a step later.
+tokens a step later. The host writes only what no step samples.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Int, Int32
+from jaxtyping import Array, Bool, Int, Int32, UInt32
 
 # Neither equals a token, nor each other: what lies before the first token matches nothing.
 _BEFORE_ROW = -1
 _BEFORE_QUERY = -2
+_BLOCK = 1024  # M: tokens; on a CPU, writing as many takes as long as a few, less than a call
+
+Span = tuple[int, int, Sequence[int]]  # row, position of the first token, and the tokens
+
+
+class RowBlock(NamedTuple):
+    """Tokens of rows, each with its place, and the salts of all rows."""
+
+    rows: Int32[Array, " M"]  # below zero: no token
+    positions: Int32[Array, " M"]
+    tokens: Int32[Array, " M"]
+    salts: UInt32[Array, "R 2"]
+
+
+def row_block_specs(num_rows: int) -> RowBlock:
+    """Returns the abstract values of a block."""
+    each = jax.ShapeDtypeStruct((_BLOCK,), jnp.int32)
+    return RowBlock(each, each, each, jax.ShapeDtypeStruct((num_rows, 2), jnp.uint32))
+
+
+def make_row_blocks(spans: Sequence[Span], salts: UInt32[np.ndarray, "R 2"]) -> Iterator[RowBlock]:
+    """Yields the tokens of rows in blocks; one of none if there are none."""
+    count = sum(len(token_ids) for _, _, token_ids in spans)
+    lines = np.full((3, max(1, -(-count // _BLOCK)) * _BLOCK), -1, np.int32)
+    end = 0
+    for row, start, token_ids in spans:
+        begin, end = end, end + len(token_ids)
+        lines[0, begin:end] = row
+        lines[1, begin:end] = np.arange(start, start + len(token_ids))
+        lines[2, begin:end] = token_ids
+    for block in np.split(lines, lines.shape[1] // _BLOCK, axis=1):
+        yield RowBlock(*block, salts)
 
 
 def write_tokens(

@@ -9,13 +9,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Int, Int32, UInt32
+from jaxtyping import Array, Int, Int32
 
 from jaxserve.errors import ConfigError
 from jaxserve.sampling import map_rows
-from jaxserve.speculation.corpus import LEVELS, WAYS, Corpus, CorpusShape, corpus_specs, unpack_block, write_block
+from jaxserve.speculation.blocks import unpack_block
+from jaxserve.speculation.corpus import (
+    LEVELS,
+    WAYS,
+    Corpus,
+    CorpusShape,
+    answer_block_specs,
+    corpus_specs,
+    write_answers,
+)
 from jaxserve.speculation.drafts import NO_DRAFT
-from jaxserve.speculation.history import write_tokens
+from jaxserve.speculation.history import row_block_specs, write_tokens
 from jaxserve.speculation.ngram import propose_ngram
 from jaxserve.speculation.suffix import MAX_OCCURRENCES, SuffixRule, propose_suffix
 from jaxserve.speculative_config import SpeculativeConfig
@@ -43,7 +52,7 @@ class LookupDrafter:
     max_match: int  # tokens that are compared
     rule: SuffixRule | None  # suffix; None: ngram
     corpus_shape: CorpusShape | None  # suffix; None: no corpus
-    in_library: bool = False  # `propose` and `remember` call the library of CPU kernels, which this process has loaded
+    in_library: bool = False  # `propose` and `write_answers` call the CPU kernels' library, which is loaded
 
     @property
     def remembers(self) -> bool:
@@ -68,32 +77,11 @@ class LookupDrafter:
         corpus = None if self.corpus_shape is None else corpus_specs(self.corpus_shape, num_rows, sharding)
         return LookupState(history, corpus)
 
-    def set_row(
-        self,
-        state: LookupState,
-        row: Int[Array, ""],
-        span: Int[Array, " 2"],
-        tokens: Int32[Array, " L"],
-        salt: UInt32[Array, " 2"],
-    ) -> LookupState:
-        """Returns the state with tokens of a row that no step has sampled: its first ones, or some that follow.
-
-        Args:
-            state: donated.
-            row: its number.
-            span: the positions that are written, from the first to before the second; the first ones begin at 0.
-            tokens: the row's by position; anything outside the span.
-            salt: with the first ones, the row's. Rows find the answers of rows with equal words only.
-        """
-        (start, end), positions = span, jnp.arange(len(tokens))
-        before = lax.dynamic_index_in_dim(state.history, row, keepdims=False)
-        line = jnp.where((start <= positions) & (positions < end), tokens, before)
-        history = lax.dynamic_update_index_in_dim(state.history, line, row, axis=0)
-        corpus = state.corpus
-        if corpus is not None:
-            salt = jnp.where(start == 0, salt, corpus.row_salts[row])
-            salts = lax.dynamic_update_index_in_dim(corpus.row_salts, salt, row, axis=0)
-            corpus = replace(corpus, row_salts=salts)
+    def write_rows(self, state: LookupState, line: Int[Array, " E"]) -> LookupState:
+        """Returns the state with tokens that no step has sampled, of a packed `RowBlock`; donate `state`."""
+        block = unpack_block(line, row_block_specs(len(state.history)))
+        history = write_tokens(state.history, block.rows, block.positions, block.tokens, block.rows >= 0)
+        corpus = None if state.corpus is None else replace(state.corpus, row_salts=block.salts)
         return LookupState(history, corpus)
 
     def append(
@@ -149,12 +137,12 @@ class LookupDrafter:
         needs = rule.list_needs(max(MAX_OCCURRENCES, most))
         return cpu_lookup.Rule(rule.list_limits(), needs, MAX_OCCURRENCES, NO_DRAFT)
 
-    def remember(self, corpus: Corpus, line: Int[Array, " E"]) -> Corpus:
-        """Returns the corpus with answers in it; `line` is that of `AnswerQueue.take_block`, `corpus` is donated."""
+    def write_answers(self, corpus: Corpus, line: Int[Array, " E"]) -> Corpus:
+        """Returns the corpus with the answers of a packed `AnswerBlock`; donate `corpus`."""
         assert self.corpus_shape is not None
-        block = unpack_block(line, self.corpus_shape)
+        block = unpack_block(line, answer_block_specs(self.corpus_shape))
         if not self.in_library:
-            return write_block(corpus, block)
+            return write_answers(corpus, block)
         numbers = block.first, block.position, block.shift
         answers = block.tokens, block.reaches, block.ways, block.salts
         written = cpu_lookup.remember(_list_answers(corpus), numbers, *answers)

@@ -8,14 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.runtime.drafting import hash_salt
-from jaxserve.runtime.lookup_tokens import LookupTokens
+from jaxserve.runtime.lookup_tokens import LookupTokens, hash_salt
 from jaxserve.runtime.programs import Programs
 from jaxserve.runtime.step_model import RowLines, SampledTokens, SampleInputs
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler.plan import ChunkWork, FinishedAnswer, NewRow, StepPlan
-from jaxserve.speculation import CorpusShape, LookupState
-from jaxserve.speculation.corpus import unpack_block
+from jaxserve.speculation import CorpusShape, LookupState, answer_block_specs, row_block_specs, unpack_block
 
 R, L = 4, 8
 SHAPE = CorpusShape(num_tokens=600, num_answers=9, depth=4)
@@ -27,24 +25,27 @@ class Notes:
     def __init__(self, *, remembers: bool = True) -> None:
         self.corpus = "answers" if remembers else None
         self.rows = [[0] * L for _ in range(R)]
+        self.row_salts: list[list[int]] = []
         self.kept: list[list[int]] = []  # by call
         self.salts: list[list[int]] = []  # of each kept token
         self.num_calls = 0
-        self.programs = Programs(set_tokens={None: self.set_tokens}, write_answers={None: self.write_answers})
-        self.tokens = LookupTokens(self.state, R, SHAPE if remembers else None)
+        self.programs = Programs(write_rows={None: self.write_rows}, write_answers={None: self.write_answers})
+        self.tokens = LookupTokens(self.state, SHAPE if remembers else None)
 
     @property
     def state(self) -> LookupState:
         return LookupState(np.zeros((R, L), np.int32), self.corpus)  # type: ignore[arg-type]
 
-    def set_tokens(self, state: LookupState, line: Any) -> LookupState:
+    def write_rows(self, state: LookupState, line: Any) -> LookupState:
         self.num_calls += 1
-        row, start, stop, *_ = line.tolist()
-        self.rows[row][start:stop] = line[-L:][start:stop].tolist()
+        block = unpack_block(line, row_block_specs(R))
+        for index in np.flatnonzero(np.asarray(block.rows) >= 0):
+            self.rows[block.rows[index]][block.positions[index]] = int(block.tokens[index])
+        self.row_salts = np.asarray(block.salts).tolist()
         return state
 
     def write_answers(self, corpus: str, line: Any) -> str:
-        block = unpack_block(line, SHAPE)
+        block = unpack_block(line, answer_block_specs(SHAPE))
         tokens = np.asarray(block.tokens)[-len(block.ways) :]
         is_token = (np.asarray(block.ways) >= 0) & (tokens > 0)
         self.kept.append(tokens[is_token].tolist())
@@ -56,9 +57,11 @@ class Notes:
         new: dict[int, tuple[int, ...]],
         chunks: list[tuple[int, int, tuple[int, ...]]],
         ended: Sequence[FinishedAnswer] = (),
+        salt: str = "",
         **step: Any,
     ) -> None:
-        rows = tuple(NewRow(row, 0, SamplingParams(), 0, 0, L, token_ids=ids) for row, ids in new.items())
+        params = SamplingParams()
+        rows = tuple(NewRow(row, 0, params, 0, 0, L, token_ids=ids, cache_salt=salt) for row, ids in new.items())
         work = tuple(ChunkWork(row, row, start, ids, samples=True) for row, start, ids in chunks)
         step = {"decode_rows": (), "decode_tickets": ()} | step
         plan = StepPlan(0, chunks=work, new_rows=rows, page_updates=(), finished_answers=tuple(ended), **step)
@@ -74,11 +77,22 @@ def test_tokens_wait_for_the_first_lookup(remembers: bool) -> None:
     notes.tell({2: (7, 8)}, [(2, 0, (7, 8))])  # the row's first sequence has ended, and nobody has looked
     assert notes.num_calls == 0
     notes.tell({}, [], decode_rows=(1, 2), num_drafts=3)
-    assert notes.rows[1][:4] == [3, 4, 9, 6] and notes.rows[2][:2] == [7, 8] and notes.num_calls == 3
+    assert notes.rows[1][:4] == [3, 4, 9, 6] and notes.rows[2][:2] == [7, 8] and notes.num_calls == 1
     notes.tell({}, [], decode_rows=(0, 1, 2), width=4, num_drafts=3)
-    assert notes.rows[0][:2] == [1, 2] and notes.num_calls == 4
+    assert notes.rows[0][:2] == [1, 2] and notes.num_calls == 2
     notes.tell({}, [(2, 4, (2, 2))], num_drafts=3)
-    assert notes.rows[2][4:6] == [2, 2] and notes.num_calls == 5
+    assert notes.rows[2][4:6] == [2, 2] and notes.num_calls == 3
+    notes.tell({}, [], decode_rows=(0, 1, 2), num_drafts=3)
+    assert notes.num_calls == 3, "nothing waits"
+
+
+def test_a_row_keeps_the_salt_of_its_admission() -> None:
+    notes = Notes()
+    notes.tell({0: (1, 2)}, [(0, 0, (1, 2))], salt="mine")
+    notes.tell({1: (3,)}, [(1, 0, (3,))])
+    notes.tell({}, [(0, 2, (4,))], decode_rows=(1,), num_drafts=3)
+    assert notes.rows[0][:3] == [1, 2, 4]
+    assert notes.row_salts[:2] == [hash_salt("mine").tolist(), hash_salt("").tolist()]
 
 
 def test_answers_wait_for_the_first_lookup_and_share_a_call() -> None:
@@ -107,13 +121,13 @@ def test_answers_are_written_once_they_fill_a_block() -> None:
 def test_programs_are_warmed_up() -> None:
     for remembers in (False, True):
         notes = Notes(remembers=remembers)
-        notes.tokens.warm_up(notes.programs, R - 1)
+        notes.tokens.warm_up(notes.programs)
         assert notes.num_calls == 1 and notes.kept == [[]] * remembers
         assert notes.rows == [[0] * L for _ in range(R)]
 
 
 def test_without_lookups_nothing_is_told() -> None:
-    LookupTokens(None, 0, None).tell(Programs(), StepPlan(0, (), (), (ChunkWork(0, 0, 0, (1,), True),), (), ()))
+    LookupTokens(None, None).tell(Programs(), StepPlan(0, (), (), (ChunkWork(0, 0, 0, (1,), True),), (), ()))
 
 
 def test_a_plain_step_gets_its_drafts_from_a_program_for_its_rows() -> None:

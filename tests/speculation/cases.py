@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.speculation import AnswerQueue, LookupState, make_lookup_drafter
+from jaxserve.speculation import AnswerQueue, LookupState, Span, make_lookup_drafter, make_row_blocks, pack_block
 from jaxserve.speculative_config import SpeculativeConfig
 
 R, L = 4, 24  # rows, the last of which is padding
@@ -20,9 +20,9 @@ class Table:
     def __init__(self, config: SpeculativeConfig, num_rows: int = R, max_len: int = L) -> None:
         self.drafter = make_lookup_drafter(config)
         self.specs = self.drafter.state_specs(num_rows, max_len)
-        self._set_row = jax.jit(self.drafter.set_row, donate_argnums=0)
+        self._write_rows = jax.jit(self.drafter.write_rows, donate_argnums=0)
         self._append = jax.jit(self.drafter.append, donate_argnums=0)
-        self._remember = jax.jit(self.drafter.remember, donate_argnums=0)
+        self._write_answers = jax.jit(self.drafter.write_answers, donate_argnums=0)
         self._propose = jax.jit(self.drafter.propose)
         self.clear()
 
@@ -38,14 +38,17 @@ class Table:
         self.state = self.make_empty()
         shape = self.drafter.corpus_shape
         self.answers = None if shape is None else AnswerQueue(shape)
+        self.salts = np.zeros((self.specs.history.shape[0], 2), np.uint32)
         stale = np.random.default_rng(0).integers(0, 3, self.specs.history.shape)
         self.state = self.state.replace(history=jnp.asarray(stale, jnp.int32))
 
     def set_row(self, row: int, tokens: list[int], salt: tuple[int, int] = (0, 0), *, start: int = 0) -> None:
-        line = np.random.default_rng(1).integers(0, 3, self.max_len).astype(np.int32)
-        line[start : start + len(tokens)] = tokens
-        span = np.array([start, start + len(tokens)], np.int32)
-        self.state = self._set_row(self.state, np.int32(row), span, line, np.array(salt, np.uint32))
+        self.salts[row] = salt
+        self.write([(row, start, tokens)])
+
+    def write(self, spans: list[Span]) -> None:
+        for block in make_row_blocks(spans, self.salts):
+            self.state = self._write_rows(self.state, pack_block(block))
 
     def append(self, row_ids: list[int], positions: list[int], ids: list[list[int]], counts: list[int]) -> None:
         columns = [np.array(each, np.int32) for each in (row_ids, positions, ids, counts)]
@@ -53,7 +56,7 @@ class Table:
 
     def remember(self, token_ids: list[int], salt: tuple[int, int] = (0, 0)) -> None:
         for block in self.pack(token_ids, salt):
-            self.state = self.state.replace(corpus=self._remember(self.state.corpus, block))
+            self.state = self.state.replace(corpus=self._write_answers(self.state.corpus, block))
 
     def pack(self, token_ids: list[int], salt: tuple[int, int]) -> list[np.ndarray]:
         """Returns the blocks of an answer."""

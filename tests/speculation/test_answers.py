@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.speculation import AnswerQueue, CorpusShape, measure_block
-from jaxserve.speculation.corpus import SEPARATOR, WAYS, unpack_block
+from jaxserve.speculation import AnswerQueue, CorpusShape, answer_block_specs, measure_block, unpack_block
+from jaxserve.speculation.corpus import SEPARATOR, WAYS
 from tests.examples import scale_examples
 from tests.speculation.cases import pack_all
 
@@ -25,8 +25,8 @@ class Ring:
         self._num_seen = 0
 
     def write(self, line: np.ndarray) -> None:
-        assert line.shape == (measure_block(self.shape),) and line.dtype == np.int32
-        block = unpack_block(line, self.shape)
+        assert line.shape == (measure_block(answer_block_specs(self.shape)),) and line.dtype == np.int32
+        block = unpack_block(line, answer_block_specs(self.shape))
         tokens, depth = np.asarray(block.tokens), self.shape.levels[-1]
         assert 0 <= block.first <= self.shape.num_tokens - len(block.ways)
         for index in np.flatnonzero(np.asarray(block.ways) >= 0):
@@ -100,7 +100,7 @@ def test_short_answers_share_a_block() -> None:
 def test_a_block_of_nothing_writes_nothing() -> None:
     shape = CorpusShape(1000, 100, 24)
     queue = AnswerQueue(shape, position=990)
-    block = unpack_block(queue.take_block(), shape)
+    block = unpack_block(queue.take_block(), answer_block_specs(shape))
     assert (np.asarray(block.ways) < 0).all() and not np.asarray(block.reaches).any() and block.shift == 0
 
 
@@ -108,10 +108,10 @@ def test_positions_move_down_with_what_waits() -> None:
     shape = CorpusShape(100, 3, 8)
     queue = AnswerQueue(shape, max_position=1000, position=980)
     queue.add([1, 2, 3], SALTS[0])
-    first = unpack_block(queue.take_block(), shape)
+    first = unpack_block(queue.take_block(), answer_block_specs(shape))
     queue.add([4] * 10, SALTS[0])
     queue.add([5] * 10, SALTS[0])  # at 1000, where the ring begins
-    second, third = (unpack_block(line, shape) for line in pack_all(queue))
+    second, third = (unpack_block(line, answer_block_specs(shape)) for line in pack_all(queue))
     assert (first.shift, second.shift, third.shift) == (0, 900, 0)
     written = [block.position + np.flatnonzero(np.asarray(block.ways) >= 0)[0] for block in (first, second, third)]
     assert written == [980, 985 - 900, 1000 - 900]

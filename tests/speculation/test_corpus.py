@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.speculation import NO_DRAFT, AnswerQueue, CorpusShape
-from jaxserve.speculation.corpus import corpus_specs, find_in_corpus, unpack_block, write_block
+from jaxserve.speculation import NO_DRAFT, AnswerQueue, CorpusShape, answer_block_specs, unpack_block
+from jaxserve.speculation.corpus import corpus_specs, find_in_corpus, write_answers
 from jaxserve.speculation.suffix import propose_suffix
 from tests.examples import scale_examples
 from tests.speculation import reference
@@ -155,7 +155,7 @@ def test_positions_move_down_before_they_overflow() -> None:
     """The same answers with and without, over many moves."""
     shape = CorpusShape(num_tokens=64, num_answers=5, depth=6)
     state = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), corpus_specs(shape, 1))
-    write = jax.jit(lambda corpus, line: write_block(corpus, unpack_block(line, shape)))
+    write = jax.jit(lambda corpus, line: write_answers(corpus, unpack_block(line, answer_block_specs(shape))))
     find = jax.jit(partial(find_in_corpus, num_drafts=K))
     queues, states = (AnswerQueue(shape), AnswerQueue(shape, max_position=150)), [state, state]
 

@@ -64,8 +64,8 @@ class Pair:
 
     table: Table
     propose: Any  # by the library
-    remember: Any
-    remember_by_xla: Any
+    write_answers: Any
+    write_by_xla: Any
 
     def check(self, row_ids: list[int], lengths: list[int]) -> np.ndarray:
         """Compares both; returns the drafts."""
@@ -78,8 +78,9 @@ class Pair:
 @lru_cache
 def make_pair(config: SpeculativeConfig) -> Pair:
     drafter = make_lookup_drafter(config, in_library=True)
-    remember, by_xla = (jax.jit(each.remember, donate_argnums=0) for each in (drafter, make_lookup_drafter(config)))
-    return Pair(Table(config, R, L), jax.jit(drafter.propose), remember, by_xla)
+    both = drafter, make_lookup_drafter(config)
+    writes = (jax.jit(each.write_answers, donate_argnums=0) for each in both)
+    return Pair(Table(config, R, L), jax.jit(drafter.propose), *writes)
 
 
 def draw_text(rng: np.random.Generator, count: int) -> np.ndarray:
@@ -174,7 +175,7 @@ def test_answers_are_kept_alike(
     for salt, count, waits in answers:
         queue.add(draw_text(rng, count).tolist() if count else [], np.array(salt, np.uint32))
         for block in () if waits else pack_all(queue):
-            writes = pair.remember, pair.remember_by_xla
+            writes = pair.write_answers, pair.write_by_xla
             states = [write(state, block) for write, state in zip(writes, states, strict=True)]
             jax.tree.map(np.testing.assert_array_equal, *states)
 
@@ -185,7 +186,7 @@ def test_answers_are_kept_in_place() -> None:
     corpus = pair.table.make_empty().corpus
     places = jax.tree.map(lambda leaf: leaf.unsafe_buffer_pointer(), corpus)
     (block,) = pair.table.pack(list(range(9)), (0, 0))
-    corpus = pair.remember(corpus, block)
+    corpus = pair.write_answers(corpus, block)
     found = jax.tree.map(lambda leaf: leaf.unsafe_buffer_pointer(), corpus)
     assert found.replace(oldest=places.oldest) == places  # one number is new
     assert corpus.tokens[:12].tolist() == [-1, *range(9), -1, 0]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.errors import ConfigError
-from jaxserve.speculation import LOOKUP_METHODS, NO_DRAFT, make_lookup_drafter
+from jaxserve.speculation import LOOKUP_METHODS, NO_DRAFT, make_lookup_drafter, make_row_blocks
 from jaxserve.speculation.lookup import MAX_HISTORY
 from jaxserve.speculation.ngram import propose_ngram
 from jaxserve.speculation.suffix import SuffixRule, follow_most, propose_suffix
@@ -117,12 +117,18 @@ def test_tokens_are_written_where_they_belong() -> None:
         np.testing.assert_array_equal(table.history(), expected)
 
 
-def test_a_row_keeps_the_salt_of_its_admission() -> None:
-    table = Table(make_suffix_config(6, 1.0, 0.1, answers=4))
-    table.set_row(1, [1, 2], salt=(5, 2**32 - 1))
-    table.set_row(1, [3], salt=(7, 7), start=2)
-    assert np.asarray(table.state.corpus.row_salts[1]).tolist() == [5, 2**32 - 1]
-    assert table.history()[1, :3].tolist() == [1, 2, 3]
+@pytest.mark.parametrize(("rows", "num_blocks"), [((0, 1), 1), ((0, 2000), 2), ((900, 300, 5), 2), ((1024, 1), 2)])
+def test_rows_share_blocks(rows: tuple[int, ...], num_blocks: int) -> None:
+    table = Table(make_suffix_config(6, 1.0, 0.1, answers=4), max_len=2048)
+    table.salts[1] = 5, 2**32 - 1
+    spans = [(row, 7 * row, [100 + row] * count) for row, count in enumerate(rows)]
+    assert len(list(make_row_blocks(spans, table.salts))) == num_blocks
+    expected = table.history()
+    table.write(spans)
+    for row, start, tokens in spans:
+        expected[row, start : start + len(tokens)] = tokens
+    np.testing.assert_array_equal(table.history(), expected)
+    np.testing.assert_array_equal(table.state.corpus.row_salts, table.salts)
 
 
 @pytest.mark.parametrize("table", [NGRAMS[1, 7], SUFFIXES[RULES[0]]])
