@@ -16,7 +16,7 @@ from jaxtyping import Array, Int, Int32
 
 from jaxserve import LLM
 from jaxserve.request import Request, RequestOutput
-from jaxserve.speculation import NO_DRAFT, LookupState
+from jaxserve.speculation import NO_DRAFT, LookupState, row_block_specs, unpack_block
 from jaxserve.speculation.history import write_tokens
 
 MAX_TEXTS = 48
@@ -60,12 +60,10 @@ class ScriptedDrafter:
         )
         return LookupState(history, Script(*script))
 
-    def set_row(
-        self, state: LookupState, row: Array, span: Array, tokens: Int32[Array, " L"], salt: Array
-    ) -> LookupState:
-        positions = jnp.arange(len(tokens))
-        line = jnp.where((span[0] <= positions) & (positions < span[1]), tokens, state.history[row])
-        return replace(state, history=state.history.at[row].set(line))
+    def write_rows(self, state: LookupState, line: Int32[Array, " E"]) -> LookupState:
+        block = unpack_block(line, row_block_specs(len(state.history)))
+        history = state.history.at[jnp.where(block.rows >= 0, block.rows, len(state.history)), block.positions]
+        return replace(state, history=history.set(block.tokens, mode="drop"))
 
     def append(
         self, state: LookupState, row_ids: Array, positions: Array, ids: Int[Array, "S W"], counts: Int[Array, " S"]
