@@ -12,7 +12,7 @@ from jaxserve.runtime.device_state import RowState
 from jaxserve.runtime.programs import Programs, call_program
 from jaxserve.runtime.step_model import SampledTokens, SampleInputs
 from jaxserve.scheduler.plan import StepPlan
-from jaxserve.speculation import AnswerQueue, CorpusShape, LookupState, Span, make_row_blocks, pack_block
+from jaxserve.speculation import AnswerQueue, CorpusShape, LookupState, Span, pack_rows
 
 
 class LookupTokens:
@@ -83,9 +83,9 @@ class LookupTokens:
         return rows, replace(sampled, drafts=drafts)
 
     def _write_rows(self, programs: Programs, spans: list[Span]) -> None:
-        for block in make_row_blocks(spans, self._salts):
+        for block in pack_rows(spans, self._salts):
             state = LookupState(self.history, self.corpus)
-            state = call_program(programs.get("write_rows", None), state, pack_block(block))
+            state = call_program(programs.get("write_rows", None), state, block)
             self.history, self.corpus = state.history, state.corpus
 
     def _write_answers(self, programs: Programs, block: np.ndarray) -> None:

@@ -1,12 +1,15 @@
-"""Guesses the next tokens on the device: pure functions of arrays, without knowledge of plans."""
+"""Guesses the next tokens on the device: pure functions of arrays, without knowledge of plans.
+
+Of the host is only what packs tokens for it: `AnswerQueue` and `pack_rows`.
+"""
 
 from __future__ import annotations
 
 from jaxserve.speculation.answers import AnswerQueue
-from jaxserve.speculation.blocks import measure_block, pack_block, unpack_block
+from jaxserve.speculation.blocks import measure_block, unpack_block
 from jaxserve.speculation.corpus import Corpus, CorpusShape, answer_block_specs
 from jaxserve.speculation.drafts import NO_DRAFT
-from jaxserve.speculation.history import Span, make_row_blocks, row_block_specs
+from jaxserve.speculation.history import Span, pack_rows, row_block_specs
 from jaxserve.speculation.lookup import LOOKUP_METHODS, LookupDrafter, LookupState, make_lookup_drafter
 
 __all__ = [
@@ -20,9 +23,8 @@ __all__ = [
     "Span",
     "answer_block_specs",
     "make_lookup_drafter",
-    "make_row_blocks",
     "measure_block",
-    "pack_block",
+    "pack_rows",
     "row_block_specs",
     "unpack_block",
 ]

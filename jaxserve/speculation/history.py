@@ -15,10 +15,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int, Int32, UInt32
 
+from jaxserve.speculation.blocks import pack_block
+
 # Neither equals a token, nor each other: what lies before the first token matches nothing.
 _BEFORE_ROW = -1
 _BEFORE_QUERY = -2
-_BLOCK = 1024  # M: tokens; on a CPU, writing as many takes as long as a few, less than a call
+_BLOCK = 1024  # M: tokens; a CPU writes as many in a part of the time of a call
 
 Span = tuple[int, int, Sequence[int]]  # row, position of the first token, and the tokens
 
@@ -29,7 +31,7 @@ class RowBlock(NamedTuple):
     rows: Int32[Array, " M"]  # below zero: no token
     positions: Int32[Array, " M"]
     tokens: Int32[Array, " M"]
-    salts: UInt32[Array, "R 2"]
+    salts: UInt32[Array, "R 2"]  # a corpus is searched with them
 
 
 def row_block_specs(num_rows: int) -> RowBlock:
@@ -38,8 +40,8 @@ def row_block_specs(num_rows: int) -> RowBlock:
     return RowBlock(each, each, each, jax.ShapeDtypeStruct((num_rows, 2), jnp.uint32))
 
 
-def make_row_blocks(spans: Sequence[Span], salts: UInt32[np.ndarray, "R 2"]) -> Iterator[RowBlock]:
-    """Yields the tokens of rows in blocks; one of none if there are none."""
+def pack_rows(spans: Sequence[Span], salts: UInt32[np.ndarray, "R 2"]) -> Iterator[Int32[np.ndarray, " E"]]:
+    """Yields the tokens of rows in packed blocks; one of none if there are none."""
     count = sum(len(token_ids) for _, _, token_ids in spans)
     lines = np.full((3, max(1, -(-count // _BLOCK)) * _BLOCK), -1, np.int32)
     end = 0
@@ -49,7 +51,7 @@ def make_row_blocks(spans: Sequence[Span], salts: UInt32[np.ndarray, "R 2"]) -> 
         lines[1, begin:end] = np.arange(start, start + len(token_ids))
         lines[2, begin:end] = token_ids
     for block in np.split(lines, lines.shape[1] // _BLOCK, axis=1):
-        yield RowBlock(*block, salts)
+        yield pack_block(RowBlock(*block, salts))
 
 
 def write_tokens(

@@ -62,8 +62,8 @@ class ScriptedDrafter:
 
     def write_rows(self, state: LookupState, line: Int32[Array, " E"]) -> LookupState:
         block = unpack_block(line, row_block_specs(len(state.history)))
-        history = state.history.at[jnp.where(block.rows >= 0, block.rows, len(state.history)), block.positions]
-        return replace(state, history=history.set(block.tokens, mode="drop"))
+        history = write_tokens(state.history, block.rows, block.positions, block.tokens, block.rows >= 0)
+        return replace(state, history=history)
 
     def append(
         self, state: LookupState, row_ids: Array, positions: Array, ids: Int[Array, "S W"], counts: Int[Array, " S"]

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.speculation import AnswerQueue, LookupState, Span, make_lookup_drafter, make_row_blocks, pack_block
+from jaxserve.speculation import AnswerQueue, LookupState, Span, make_lookup_drafter, pack_rows
 from jaxserve.speculative_config import SpeculativeConfig
 
 R, L = 4, 24  # rows, the last of which is padding
@@ -47,8 +47,8 @@ class Table:
         self.write([(row, start, tokens)])
 
     def write(self, spans: list[Span]) -> None:
-        for block in make_row_blocks(spans, self.salts):
-            self.state = self._write_rows(self.state, pack_block(block))
+        for block in pack_rows(spans, self.salts):
+            self.state = self._write_rows(self.state, block)
 
     def append(self, row_ids: list[int], positions: list[int], ids: list[list[int]], counts: list[int]) -> None:
         columns = [np.array(each, np.int32) for each in (row_ids, positions, ids, counts)]

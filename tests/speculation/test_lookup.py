@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.errors import ConfigError
-from jaxserve.speculation import LOOKUP_METHODS, NO_DRAFT, make_lookup_drafter, make_row_blocks
+from jaxserve.speculation import LOOKUP_METHODS, NO_DRAFT, make_lookup_drafter, pack_rows
 from jaxserve.speculation.lookup import MAX_HISTORY
 from jaxserve.speculation.ngram import propose_ngram
 from jaxserve.speculation.suffix import SuffixRule, follow_most, propose_suffix
@@ -122,7 +122,7 @@ def test_rows_share_blocks(rows: tuple[int, ...], num_blocks: int) -> None:
     table = Table(make_suffix_config(6, 1.0, 0.1, answers=4), max_len=2048)
     table.salts[1] = 5, 2**32 - 1
     spans = [(row, 7 * row, [100 + row] * count) for row, count in enumerate(rows)]
-    assert len(list(make_row_blocks(spans, table.salts))) == num_blocks
+    assert len(list(pack_rows(spans, table.salts))) == num_blocks
     expected = table.history()
     table.write(spans)
     for row, start, tokens in spans:
