@@ -154,7 +154,7 @@ class DecodeKernel(DecodeRing):
             scores = wgmma.multiply_parts(scratch["q"], keys)
             are_keys_awaited = index + self.stages < unit.num_tiles
         else:
-            scores = wgmma.multiply_qk(scratch["q"], keys)
+            scores = wgmma.multiply_qk(self.read_queries(index, scratch), keys)
             are_keys_awaited = is_awaited
         pl.when(are_keys_awaited)(partial(compat.barrier_arrive, scratch["keys_freed"].at[key_slot]))
         weights, (acc, largest, total) = weigh(self.finish_scores(scores, factor, start, unit), carry)

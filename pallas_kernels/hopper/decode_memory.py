@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.hopper.wgmma import load_narrow
+from pallas_kernels.hopper import wgmma
 from pallas_kernels.mosaic_gpu import compat
 from pallas_kernels.mosaic_gpu.key_tiles import KeyTiles
 from pallas_kernels.mosaic_gpu.splits import QUERY_ROWS
@@ -135,6 +135,10 @@ class DecodeRing(KeyTiles):
             if reads:
                 pl.when(index + 1 < rounds)(partial(compat.barrier_arrive, scratch["unit_done"]))
 
+    def read_queries(self, index: jax.Array, scratch: Scratch) -> jax.Ref:
+        """The block's query rows, for the product with a tile."""
+        return scratch["q"].at[pl.ds(pl.multiple_of(wgmma.hide_zero(index) * QUERY_ROWS, QUERY_ROWS), QUERY_ROWS)]
+
     def store_answers(
         self, answers: jax.Array, staging: jax.Ref, rows: pl.Slice, target: Callable[[int, int], jax.Ref]
     ) -> None:
@@ -244,7 +248,7 @@ class DecodeRing(KeyTiles):
         """Copies an 8-bit tile to one of the compute dtype. Unrolled: a loop would need more registers."""
         for start in range(0, self.width, PART_COLUMNS):
             columns = pl.ds(start, PART_COLUMNS)
-            wide[:, columns] = load_narrow(tile.at[:, columns]).astype(self.dtype)
+            wide[:, columns] = wgmma.load_narrow(tile.at[:, columns]).astype(self.dtype)
 
     def clean(self, values: jax.Ref, start: jax.Array, unit: Unit) -> None:
         """Zeroes the values [keys, columns] of slots that no query of the row sees."""

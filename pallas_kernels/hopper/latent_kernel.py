@@ -142,9 +142,9 @@ class LatentKernel(DecodeRing):
         compat.wait_smem_to_gmem(0)
 
     def find_slot(self, index: jax.Array) -> jax.Array:
-        """The slot of a tile. That a ring of one has no other is hidden: compilers would keep all its addresses."""
+        """The slot of a tile."""
         num_slots = self.count_slots("keys")
-        return lax.rem(index, num_slots) if num_slots > 1 else lax.shift_right_logical(index, 30)
+        return lax.rem(index, num_slots) if num_slots > 1 else wgmma.hide_zero(index)
 
     def meet(self, scratch: Scratch) -> None:
         """Waits until the other compute warpgroup is here, too."""
@@ -174,7 +174,7 @@ class LatentKernel(DecodeRing):
             compat.commit_smem()
             self.meet(scratch)
 
-        scores = wgmma.multiply_qk(scratch["q"], keys)
+        scores = wgmma.multiply_qk(self.read_queries(index, scratch), keys)
         weights, (acc, largest, total) = weigh(self.finish_scores(scores, factor, start, unit), carry)
         acc = wgmma.multiply_pv(acc, weights.astype(self.dtype), values, interpret=self.interpret)
         is_awaited = index + self.count_slots("keys") < unit.num_tiles  # a later tile needs the slot

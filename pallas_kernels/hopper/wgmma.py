@@ -27,6 +27,12 @@ _NARROW = plgpu.Layout.WGMMA_UPCAST_2X
 def _do_nothing() -> None: ...
 
 
+def hide_zero(index: jax.Array) -> jax.Array:
+    """0, from a tile's number, in a way that compilers do not see through: of an operand that never moves they would
+    keep the addresses of all parts in registers, from tile to tile."""
+    return lax.shift_right_logical(index, 30)
+
+
 def multiply_qk(q: jax.Ref, k: jax.Ref, while_running: Callable[[], None] = _do_nothing) -> jax.Array:
     """q [rows, H] @ k [keys, H].T, both in shared memory: [rows, keys] f32 in registers, complete.
 
