@@ -72,6 +72,7 @@ def measure_starts(tmp_path: Path, *flags: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_startup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     starts = measure_starts(tmp_path)["starts"]
     counts = [(found["num_compiled"] > 0, found["num_cached"] > 0) for found in starts.values()]

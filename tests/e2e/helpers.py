@@ -22,6 +22,9 @@ MAX_MODEL_LEN = 160
 ROOT = Path(__file__).parents[2]
 
 
+FEW_PROGRAMS: dict[str, Any] = {"precompile_bs_paddings": [3], "precompile_token_paddings": [64]}  # for `compile="all"`
+
+
 def make_llm(case: str | GoldenCase, **options: Any) -> LLM:
     """A small engine: few buckets, so that it compiles in seconds, and chunks, so that prompts are cut."""
     case = load_case(case) if isinstance(case, str) else case

@@ -8,7 +8,7 @@ import pytest
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.errors import ConfigError
-from tests.e2e.helpers import MAX_MODEL_LEN, generate_ids, greedy, make_llm
+from tests.e2e.helpers import FEW_PROGRAMS, MAX_MODEL_LEN, generate_ids, greedy, make_llm
 from tests.e2e.test_fast_equals_slow import PARAMS, make_prompts
 
 PROMPTS = [[token % 80 for token in prompt] for prompt in make_prompts()]  # one of the models knows 83 tokens
@@ -86,7 +86,7 @@ def test_tight_pools_preempt_and_lose_nothing() -> None:
 
 
 def test_nothing_compiles_after_ready() -> None:
-    looping = make_llm("llama_gqa", max_decode_steps=3, compile="all", **(SIZES | {"max_num_seqs": 2}))
+    looping = make_llm("llama_gqa", max_decode_steps=3, compile="all", **FEW_PROGRAMS)
     widths = watch_widths(looping)
     generate_ids(looping, PROMPTS, PARAMS)
     assert 3 in widths and looping.ready.runner.num_compiles == 0

@@ -60,7 +60,9 @@ def expected(tiny: Path) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("impl", ["tpu_interpret", "gpu_interpret", "ampere_interpret"])
+@pytest.mark.parametrize(
+    "impl", ["tpu_interpret", "gpu_interpret", pytest.param("ampere_interpret", marks=pytest.mark.thorough)]
+)
 def test_kernels_compute_the_same_logits_in_sixteen_bits(tiny: Path, expected: np.ndarray, impl: str) -> None:
     logits = compute_logits(tiny, impl)
     assert np.abs(logits - expected).max() < 0.02 * np.abs(expected).max()

@@ -15,7 +15,7 @@ from jaxserve.models.registry import ignored_weights, param_specs, parse_config,
 from jaxserve.runtime.compile import watch_compiles
 from jaxserve.sharding import DEFAULT_RULES, make_mesh
 from jaxserve.weights import load_safetensors
-from tests.e2e.helpers import ROOT, LogitsRecorder, generate_ids, greedy, make_llm, run_on_devices
+from tests.e2e.helpers import FEW_PROGRAMS, ROOT, LogitsRecorder, generate_ids, greedy, make_llm, run_on_devices
 from tests.golden_cases import load_case
 from tests.quantized_files import BOTH_SIDES, METHODS, Method, compressed, fp8, write_quantized
 
@@ -147,7 +147,7 @@ def test_rows_in_8_bits_are_as_near_as_8_bits_are(caplog: pytest.LogCaptureFixtu
 @pytest.mark.parametrize("stored", [False, True])
 def test_new_weights_are_quantized_likewise_without_a_compilation(stored: bool, tmp_path: Path) -> None:
     golden = load_case("qwen3_moe")
-    options = {"quantization": "int4_per_group_weight_only", "compile": "all"}
+    options = {"quantization": "int4_per_group_weight_only", "compile": "all"} | FEW_PROGRAMS
     expected = generate_ids(make_llm(golden, **options), golden.prompts[:2], greedy(8))
     llm = make_llm(golden, load_format="dummy", **options)
     assert generate_ids(llm, golden.prompts[:2], greedy(8)) != expected

@@ -12,9 +12,17 @@ import pytest
 from jaxserve.errors import ConfigError
 from jaxserve.models.decoder import fit_devices
 from jaxserve.models.registry import param_specs, parse_config
-from tests.models.run_tensor_parallel import CASES
+from tests.models.run_tensor_parallel import CASES, DRAFTER
 
 ROOT = Path(__file__).resolve().parents[2]
+ALIKE = [  # split as others are, but for their norms, or without a stack
+    "olmo2",
+    "cohere",
+    "experts_beside_a_dense_block",
+    "whole_experts_unrolled",
+    "sinks_and_biases_unrolled",
+    "latents_of_keys_only_unrolled",
+]
 
 LLAMA = {
     "model_type": "llama",
@@ -50,16 +58,23 @@ def test_one_device_changes_nothing():
     assert fit_devices(config, 1) == config
 
 
-@pytest.mark.timeout(900)  # 36 programs of a whole model are compiled
-def test_four_devices_equal_one():
+@pytest.mark.timeout(900)  # two programs of a whole model are compiled for each
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param([name for name in (*CASES, DRAFTER) if name not in ALIKE], id="each kind"),
+        pytest.param(ALIKE, id="alike", marks=pytest.mark.thorough),
+    ],
+)
+def test_four_devices_equal_one(names: list[str]):
     env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
     script = Path(__file__).with_name("run_tensor_parallel.py")
     done = subprocess.run(
-        [sys.executable, str(script)],
+        [sys.executable, str(script), *names],
         env=env | {"PYTHONPATH": f"{ROOT}{os.pathsep}{env.get('PYTHONPATH', '')}"},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == [*CASES, "eagle3"]
+    assert done.stdout.split() == names

@@ -144,7 +144,7 @@ def test_sigterm_while_starting_ends_at_once(moment: str, tmp_path: Path) -> Non
     try:
         wait_until(lambda: server.url, 60)
         if moment == "compiling":
-            wait_until(lambda: httpx.get(server.url + "/health").json()["status"] == "warming", 60)
+            wait_until(lambda: httpx.get(server.url + "/health").json()["status"] == "warming", 200)
         assert get_status(server, "/health/live") == 200
         refused = complete(server, max_tokens=1)
         assert refused.status_code == 503 and refused.json()["error"]["code"] in ("server_starting", "server_warming")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,10 +27,10 @@ class Ring:
 
     def write(self, line: np.ndarray) -> None:
         assert line.shape == (measure_block(answer_block_specs(self.shape)),) and line.dtype == np.int32
-        block = unpack_block(line, answer_block_specs(self.shape))
-        tokens, depth = np.asarray(block.tokens), self.shape.levels[-1]
+        block = jax.tree.map(np.asarray, unpack_block(line, answer_block_specs(self.shape)))
+        tokens, depth = block.tokens, self.shape.levels[-1]
         assert 0 <= block.first <= self.shape.num_tokens - len(block.ways)
-        for index in np.flatnonzero(np.asarray(block.ways) >= 0):
+        for index in np.flatnonzero(block.ways >= 0):
             assert self.position <= block.position + index, "positions only grow"
             self.position = int(block.position) + int(index) + 1
             assert (self.position - 1) % self.shape.num_tokens == block.first + index
@@ -113,5 +114,5 @@ def test_positions_move_down_with_what_waits() -> None:
     queue.add([5] * 10, SALTS[0])  # at 1000, where the ring begins
     second, third = (unpack_block(line, answer_block_specs(shape)) for line in pack_all(queue))
     assert (first.shift, second.shift, third.shift) == (0, 900, 0)
-    written = [block.position + np.flatnonzero(np.asarray(block.ways) >= 0)[0] for block in (first, second, third)]
+    written = [block.position + np.flatnonzero(block.ways >= 0)[0] for block in (first, second, third)]
     assert written == [980, 985 - 900, 1000 - 900]
