@@ -101,7 +101,7 @@ test-oldest: $(OLDEST)/.ready
 	$(OLDEST)/bin/python $(PYTEST) $(FAST) $(OLDEST_TESTS)
 
 test-oldest-full: $(OLDEST)/.ready
-	$(OLDEST)/bin/python $(PYTEST) -m 'not slow' --ignore tests/server
+	$(OLDEST)/bin/python $(PYTEST) -m 'not slow' --hypothesis-profile quick --ignore tests/server
 
 $(CLUSTER)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(CLUSTER)
