@@ -17,7 +17,7 @@ from pallas_kernels.grouped.api import choose_grouped_impl, grouped_matmul
 from pallas_kernels.grouped.tiles import choose_rows, count_most_tiles, list_spans, list_tiles, list_visits
 from tests.examples import scale_examples
 from tests.pallas_kernels.cpu_library import BUILT, needs_library
-from tests.pallas_kernels.gpu_interpreter import found_races
+from tests.pallas_kernels.gpu_interpreter import watch_races
 
 DTYPES = {"float32": 1e-5, "bfloat16": 2e-2}
 
@@ -96,8 +96,9 @@ def test_shapes_of_models(sizes: list[int], width: int, columns: int, impl: str)
 def test_hopper(sizes: list[int], width: int, columns: int) -> None:
     used, first = sum(sizes), 2
     x, w, counts = make(max(1, used + 3), sizes, width, columns, "bfloat16", first)
-    got = np.asarray(grouped_matmul(x, w, counts, first, impl="gpu_interpret"), np.float64)[0, :used]
-    assert not found_races()
+    with watch_races() as found_races:
+        got = np.asarray(grouped_matmul(x, w, counts, first, impl="gpu_interpret"), np.float64)[0, :used]
+        assert not found_races()
     np.testing.assert_allclose(got, multiply_rows(x, w, sizes, first)[:used], rtol=0, atol=4e-2)
 
 

@@ -22,7 +22,7 @@ from pallas_kernels.mosaic_gpu import compat
 from pallas_kernels.spec import AttnLayer, AttnShape, KVSpec
 from pallas_kernels.testing.case import Case, Inputs, largest_error, make_inputs
 from pallas_kernels.worklist import StepRows
-from tests.pallas_kernels.gpu_interpreter import found_races, reset_interpreter
+from tests.pallas_kernels.gpu_interpreter import reset_interpreter, watch_races
 
 FP8 = "float8_e4m3fn"
 SMALL = PrefillConfig(
@@ -143,8 +143,9 @@ assert {case.name for case, _ in CASES} > THOROUGH, "a case was renamed"
 )
 def test_equals_reference(case: Case, config: PrefillConfig | None) -> None:
     inputs = make_inputs(case)
-    found, expected = run(case, inputs, config)
-    assert not found_races()
+    with watch_races() as found_races:
+        found, expected = run(case, inputs, config)
+        assert not found_races()
     num_single = int(inputs.distribution[0])
     answered = slice(num_single, inputs.num_tokens)
     assert largest_error(case, found[answered], expected[answered], inputs.num_tokens) < 1
@@ -154,12 +155,13 @@ def test_equals_reference(case: Case, config: PrefillConfig | None) -> None:
 
 def is_caught(case: Case, config: PrefillConfig) -> bool:
     """Whether the interpreter objects, or says what it would: JAX 0.11 goes on after a race."""
-    try:
-        run(case, make_inputs(case), config)
-    except Exception as error:
-        reset_interpreter()
-        return "race" in str(error).lower()
-    return found_races()
+    with watch_races() as found_races:
+        try:
+            run(case, make_inputs(case), config)
+        except Exception as error:
+            reset_interpreter()
+            return "race" in str(error).lower()
+        return found_races()
 
 
 def without(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
