@@ -20,9 +20,8 @@ from tests.programs import PROGRAMS
 
 MAX_MODEL_LEN = 160
 ROOT = Path(__file__).parents[2]
-
-
-FEW_PROGRAMS: dict[str, Any] = {"precompile_bs_paddings": [3], "precompile_token_paddings": [64]}  # for `compile="all"`
+# One bucket of each kind, for engines of `make_llm` that compile everything.
+FEW_PROGRAMS: dict[str, Any] = {"precompile_bs_paddings": [3], "precompile_token_paddings": [64]}
 
 
 def make_llm(case: str | GoldenCase, **options: Any) -> LLM:

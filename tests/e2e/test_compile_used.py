@@ -14,7 +14,7 @@ from jaxserve.runtime.buckets import Bucket
 from jaxserve.runtime.rows import SampleVariant
 from jaxserve.server.launch import make_state
 from jaxserve.server.options import ServerConfig
-from tests.e2e.helpers import FEW_PROGRAMS, generate_ids, greedy, make_llm
+from tests.e2e.helpers import generate_ids, greedy, make_llm
 
 # As test_ready.py has them, so that equal programs are compiled once.
 SIZES = {"max_num_seqs": 5, "max_num_batched_tokens": 96, "num_kv_pages_override": 16}
@@ -51,7 +51,7 @@ def test_tokens_are_those_of_an_engine_that_compiled_everything() -> None:
         )
         for index in range(10)
     ]
-    used, closed = (make_llm("llama_gqa", **FEW_PROGRAMS, compile=choice) for choice in ("used", "all"))
+    used, closed = (make_llm("llama_gqa", **SIZES, compile=choice) for choice in ("used", "all"))
     assert generate_ids(used, prompts, params) == generate_ids(closed, prompts, params)
     assert len(used.ready.runner.programs) < len(closed.ready.runner.programs)
 

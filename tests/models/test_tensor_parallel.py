@@ -15,7 +15,7 @@ from jaxserve.models.registry import param_specs, parse_config
 from tests.models.run_tensor_parallel import CASES, DRAFTER
 
 ROOT = Path(__file__).resolve().parents[2]
-ALIKE = [  # split as others are, but for their norms, or without a stack
+ALIKE = [  # their weights are split as those of others
     "olmo2",
     "cohere",
     "experts_beside_a_dense_block",
