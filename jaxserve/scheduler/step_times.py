@@ -10,7 +10,7 @@ from jaxserve.scheduler.limits import SchedulerLimits
 
 _SAMPLES = 5
 _MANY_SAMPLES, _FEW_SAMPLES = 8, 4  # of a mean
-_PAUSE = 32  # steps without a size, after which its times are measured anew
+_PAUSE = 6  # steps without a size, after which its times are measured anew: more than a look and its wake
 _WAKE = 3  # plain steps behind a step of chunks or a verify step that it slows down
 _LOOK_WAKE = 1  # the same behind a plain step that made drafts
 _DECAY = 0.9997  # an estimate 10 % above a limit is tried again after 318 steps
@@ -32,9 +32,9 @@ class _Size:
 
     @property
     def mean(self) -> float:
-        """The mean without the largest and the smallest quarter: steps that overlap take a long and a short time in
-        turns. Of few samples the smaller one in the middle, since the first may be slow; 0 if there is only one. What
-        was measured before a pause counts as two beside them.
+        """The mean without the largest and the smallest quarter. Steps that overlap take a long and a short time in
+        turns, so it is one of an even number of samples. Of few samples the smaller one in the middle, since the first
+        may be slow; 0 if there is only one. What was measured before a pause counts as two beside them.
         """
         if self._mean is None:
             self._mean = self._compute_mean()
@@ -46,7 +46,8 @@ class _Size:
             if self.before:
                 return (2 * self.before + sum(self.recent)) / (2 + count)
             return sorted(self.recent)[(count - 1) // 2] if count > 1 else 0.0
-        middle = sorted(self.recent)[count // 4 : count - count // 4]
+        newest = list(self.recent)[count % 2 :]
+        middle = sorted(newest)[count // 4 : len(newest) - count // 4]
         return sum(middle) / len(middle)
 
     def add(self, seconds: float, step: int) -> None:

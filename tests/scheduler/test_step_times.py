@@ -102,9 +102,29 @@ def test_drafts_cost_more_on_a_machine_that_plain_steps_found_slow() -> None:
         for _ in range(12):
             times.add_decode(1, 1, 0, seconds)
         if seconds == 1:
-            for _ in range(4):
+            for _ in range(2):
                 times.add_decode(1, 5, 0, 3.0)
     assert times.measure(1, 5, 0) == pytest.approx(6.0)
+
+
+def test_a_few_drafts_are_counted_in_the_plain_steps_behind_them() -> None:
+    """Those before them were of a fast moment."""
+    times = make_times()
+    for seconds in (1.0, 3.0):
+        for _ in range(12):
+            times.add_decode(1, 1, 0, seconds)
+        if seconds == 1:
+            for _ in range(4):
+                times.add_decode(1, 5, 0, 4.5)
+    assert times.measure(1, 5, 0) == pytest.approx(1.5 * 3.0)
+
+
+@pytest.mark.parametrize("count", range(4, 10))
+def test_steps_that_are_long_and_short_in_turns_have_their_mean(count: int) -> None:
+    times = make_times()
+    for turn in range(count):
+        times.add_decode(1, 1, 0, (0.5, 1.5)[turn % 2])
+        assert turn < 3 or times.measure(1, 1, 0) == pytest.approx(1.0)
 
 
 def test_a_plain_step_behind_chunks_says_nothing() -> None:

@@ -228,9 +228,9 @@ def test_lookups_are_read_as_often_as_their_time_allows(look: tuple[float, float
 def test_other_rows_have_a_look_if_there_is_plenty_to_pay_it(swing: float) -> None:
     """With rows that come and go all the time, looks take what the account earns, and not more."""
     clock = Clock(swing=swing).run(4000, [0.0] * 4, lambda step: 7 + step // 5 % 2)
-    assert clock.speed >= 0.985
+    assert clock.speed >= 0.984
     looks = [step for step, made in enumerate(clock.made) if made][-20:]
-    assert sum(step % 5 == 0 for step in looks) >= 15 and 25 <= (looks[-1] - looks[0]) / 19 <= 60
+    assert sum(step % 5 == 0 for step in looks) >= 12 and 25 <= (looks[-1] - looks[0]) / 19 <= 60
 
 
 @pytest.mark.parametrize("steps", [100, 101])
@@ -249,6 +249,20 @@ def test_another_pace_of_the_machine_does_not_end_good_drafts(costs: bool, pace:
         clock = Clock(seed=seed, swing=swing, draft_costs=costs).run(2000, [0.9] * 4)
         clock.pace = pace
         assert clock.run(600, [0.9] * 4).widths[-600:].count(1) <= 60
+
+
+@pytest.mark.parametrize(("costs", "share"), [(False, 0.85), (True, 0.7)], ids=["lookups", "head"])
+def test_a_machine_that_is_fast_in_bursts_does_not_end_good_drafts(costs: bool, share: float) -> None:
+    """Verify steps are soon counted in plain steps that were measured behind them, not before them alone."""
+    num_verified = num_steps = 0
+    for seed in range(12):
+        pace, clock = random.Random(seed), Clock(seed=seed, draft_costs=costs)
+        for _ in range(50):
+            clock.pace = pace.choice((0.3, 1.0))
+            clock.run(pace.randrange(10, 60), [0.9] * 4)
+        later = clock.widths[500:]
+        num_verified, num_steps = num_verified + len(later) - later.count(1), num_steps + len(later)
+    assert num_verified >= share * num_steps
 
 
 def test_steps_of_chunks_pay_for_their_looks() -> None:
