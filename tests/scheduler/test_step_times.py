@@ -96,27 +96,17 @@ def test_drafts_pay_for_no_more_than_a_plain_step_and_gain_by_a_short_one(follow
     assert times.measure(1, 5, 0) == pytest.approx(expected)
 
 
-def test_drafts_cost_more_on_a_machine_that_plain_steps_found_slow() -> None:
+@pytest.mark.parametrize(("count", "expected"), [(2, 6.0), (4, 3.0)])
+def test_a_few_drafts_are_counted_in_the_plain_steps_behind_them(count: int, expected: float) -> None:
+    """The machine is half as fast from some step on: from the first with drafts if they are a few, else later."""
     times = make_times()
     for seconds in (1.0, 2.0):
         for _ in range(12):
             times.add_decode(1, 1, 0, seconds)
         if seconds == 1:
-            for _ in range(2):
+            for _ in range(count):
                 times.add_decode(1, 5, 0, 3.0)
-    assert times.measure(1, 5, 0) == pytest.approx(6.0)
-
-
-def test_a_few_drafts_are_counted_in_the_plain_steps_behind_them() -> None:
-    """Those before them were of a fast moment."""
-    times = make_times()
-    for seconds in (1.0, 3.0):
-        for _ in range(12):
-            times.add_decode(1, 1, 0, seconds)
-        if seconds == 1:
-            for _ in range(4):
-                times.add_decode(1, 5, 0, 4.5)
-    assert times.measure(1, 5, 0) == pytest.approx(1.5 * 3.0)
+    assert times.measure(1, 5, 0) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("count", range(4, 10))
