@@ -10,7 +10,7 @@ from jaxserve.scheduler.limits import SchedulerLimits
 
 _SAMPLES = 5
 _MANY_SAMPLES, _FEW_SAMPLES = 8, 4  # of a mean
-_PAUSE = 6  # steps without a size, after which its times are measured anew: more than a look and its wake
+_PAUSE = 6  # steps without a size, after which its times are measured anew: two verify steps and a wake are fewer
 _WAKE = 3  # plain steps behind a step of chunks or a verify step that it slows down
 _LOOK_WAKE = 1  # the same behind a plain step that made drafts
 _DECAY = 0.9997  # an estimate 10 % above a limit is tried again after 318 steps

@@ -97,8 +97,8 @@ def test_drafts_pay_for_no_more_than_a_plain_step_and_gain_by_a_short_one(follow
 
 
 @pytest.mark.parametrize(("count", "expected"), [(2, 6.0), (4, 3.0)])
-def test_a_few_drafts_are_counted_in_the_plain_steps_behind_them(count: int, expected: float) -> None:
-    """The machine is half as fast from some step on: from the first with drafts if they are a few, else later."""
+def test_drafts_are_counted_in_the_plain_steps_behind_them_unless_they_are_two(count: int, expected: float) -> None:
+    """Plain steps take 1 s before those with drafts and 2 s behind them."""
     times = make_times()
     for seconds in (1.0, 2.0):
         for _ in range(12):
