@@ -49,7 +49,7 @@ def attend_chunks(
     """Attention [T, N, H] in q's dtype of the queries in `chunks`, over pages that hold their keys. Other tokens have
     whatever the memory held."""
     heads = layer.heads
-    static = _fix_static(q, kv_pages, batch, config, layer, splits=chunks.joins is not None)
+    static = _fix_static(q, kv_pages, batch, chunks, config, layer)
     num_tokens, _, head_dim = q.shape
     missing = count_read_tokens(num_tokens, batch.shape) - num_tokens
     queries = jnp.pad(q.astype(static.dtype), ((0, missing), (0, 0), (0, static.width - head_dim)))
@@ -73,8 +73,8 @@ def attend_chunks(
         build_kernel(static),
         out_type=tuple(out_type),
         scratch_types=list_scratch(static),
-        grid=(chunks.units.shape[0], batch.shape.spec.num_kv_heads),
-        grid_names=("tile", "head"),
+        grid=(chunks.units.shape[0], static.num_kv_heads) if static.num_blocks is None else (static.num_blocks,),
+        grid_names=("tile", "head") if static.num_blocks is None else ("block",),
         num_threads=NUM_THREADS,
         thread_name="warpgroup",
         compiler_params=compat.compiler_params(),
@@ -89,13 +89,23 @@ def attend_chunks(
 
 
 def _fix_static(
-    q: jax.Array, kv_pages: jax.Array, batch: BatchMeta, config: PrefillConfig, layer: AttnLayer, *, splits: bool
+    q: jax.Array,
+    kv_pages: jax.Array,
+    batch: BatchMeta,
+    chunks: ChunkUnits,
+    config: PrefillConfig,
+    layer: AttnLayer,
 ) -> Static:
+    splits, num_kv_heads = chunks.joins is not None, batch.shape.spec.num_kv_heads
+    num_blocks = None
+    if config.persistent and not splits:
+        num_blocks = min(config.num_sms, chunks.units.shape[0] * num_kv_heads)
     page_size, width = kv_pages.shape[2:]
     shape, params, narrow = batch.shape, layer.params, is_narrow(batch.shape)
     static = Static(
         tile_tokens=count_tile_tokens(shape),
         group_size=shape.group_size,
+        num_kv_heads=num_kv_heads,
         page_size=page_size,
         width=width,
         keys=config.keys,
@@ -108,6 +118,7 @@ def _fix_static(
         softcap=params.softcap,
         has_sinks=layer.heads.sinks is not None,
         splits=splits,
+        num_blocks=num_blocks,
         interpret=batch.interpret,
         causal=batch.shape.causal,
     )

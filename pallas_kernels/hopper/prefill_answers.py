@@ -1,7 +1,6 @@
 """The end of the prefill kernel: answers on their way to the step's tokens, or to where the units of a tile are joined.
 
-What a warpgroup needs here (its place on each axis of the grid, its tokens) is read anew: kept through the loops over
-keys, it would take registers that heads of 256 do not have.
+What a warpgroup needs here (its unit and head, its tokens) is read anew, as `prefill_place.py` says.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.hopper.prefill_place import Place, read_anew
 from pallas_kernels.hopper.prefill_static import (
     COUNT,
     FIRST,
@@ -31,26 +30,22 @@ from pallas_kernels.mosaic_gpu import compat
 from pallas_kernels.mosaic_gpu.pieces import for_pieces
 
 
-def read_anew(axis: str) -> jax.Array:
-    """The block's or warpgroup's place on an axis."""
-    return lax.optimization_barrier(lax.axis_index(axis))
-
-
 def store_logs(buffers: Scratch, logs: jax.Array) -> None:
     """Keeps one warpgroup's `logs` [ROWS] f32, the base-2 logarithms of the sums of weights, for `store_answers`."""
     buffers.logs[read_anew("warpgroup")] = logs
 
 
-def store_answers(static: Static, operands: Operands, buffers: Scratch, answers: jax.Array) -> None:
+def store_answers(static: Static, operands: Operands, buffers: Scratch, place: Place, answers: jax.Array) -> None:
     """Stores one warpgroup's answers [ROWS, H] f32, and returns when they are in memory."""
     if static.splits:
-        unit = operands.units.at[read_anew("tile")]
-        is_partial = unit[SLOT] >= 0
-        pl.when(is_partial)(partial(_store_partial, static, operands, buffers, unit, answers))
-        pl.when(~is_partial)(partial(_store_final, static, operands, buffers, answers))
+        is_partial = operands.units[place.read_tile(), SLOT] >= 0
+        pl.when(is_partial)(partial(_store_partial, static, operands, buffers, place, answers))
+        pl.when(~is_partial)(partial(_store_final, static, operands, buffers, place, answers))
     else:
-        _store_final(static, operands, buffers, answers)
+        _store_final(static, operands, buffers, place, answers)
     compat.wait_smem_to_gmem(0)
+    if static.num_blocks is not None:
+        compat.barrier_arrive(buffers.q_free)
 
 
 def for_answers(
@@ -76,19 +71,18 @@ def for_answers(
         for_pieces(end - begin, min(static.tile_tokens, ROWS), copy_piece)
 
 
-def _store_final(static: Static, operands: Operands, buffers: Scratch, answers: jax.Array) -> None:
+def _store_final(static: Static, operands: Operands, buffers: Scratch, place: Place, answers: jax.Array) -> None:
     """Starts the copies of one warpgroup's answers [ROWS, H] to their tokens."""
     answers = answers.astype(static.dtype)
-    unit = operands.units.at[read_anew("tile")]
-    is_whole = unit[COUNT] == static.tile_tokens
-    pl.when(is_whole)(partial(_store_whole, static, operands, buffers, unit, answers))
-    pl.when(~is_whole)(partial(_store_cut, static, operands, buffers, unit, answers))
+    is_whole = operands.units[place.read_tile(), COUNT] == static.tile_tokens
+    pl.when(is_whole)(partial(_store_whole, static, operands, buffers, place, answers))
+    pl.when(~is_whole)(partial(_store_cut, static, operands, buffers, place, answers))
 
 
-def _store_whole(static: Static, operands: Operands, buffers: Scratch, unit: jax.Ref, answers: jax.Array) -> None:
+def _store_whole(static: Static, operands: Operands, buffers: Scratch, place: Place, answers: jax.Array) -> None:
     """The copies of a tile whose tokens are all its own, head by head."""
-    warpgroup, head = read_anew("warpgroup"), read_anew("head")
-    start = pl.multiple_of(unit[FIRST], compat.SWIZZLE_ROWS)
+    warpgroup, head = read_anew("warpgroup"), place.read_head()
+    start = pl.multiple_of(operands.units[place.read_tile(), FIRST], compat.SWIZZLE_ROWS)
     buffers.q[pl.ds(pl.multiple_of(warpgroup * ROWS, ROWS), ROWS)] = answers
     compat.commit_smem()
     for number in range(NUM_COMPUTE):
@@ -104,9 +98,9 @@ def _store_whole(static: Static, operands: Operands, buffers: Scratch, unit: jax
                     compat.copy_smem_to_gmem(buffers.q.at[pl.ds(low, high - low)], target)
 
 
-def _store_cut(static: Static, operands: Operands, buffers: Scratch, unit: jax.Ref, answers: jax.Array) -> None:
+def _store_cut(static: Static, operands: Operands, buffers: Scratch, place: Place, answers: jax.Array) -> None:
     """The copies of a tile with tokens of other rows, which other blocks answer."""
-    warpgroup, head = read_anew("warpgroup"), read_anew("head")
+    warpgroup, head = read_anew("warpgroup"), place.read_head()
     columns = range(0, static.width, static.panel)
     for index, column in enumerate(columns):  # it spills (heads of 256) unless it reads the warpgroup for itself
         buffers.plain[read_anew("warpgroup"), index] = answers[:, column : column + static.panel]
@@ -118,14 +112,14 @@ def _store_cut(static: Static, operands: Operands, buffers: Scratch, unit: jax.R
             panel = buffers.plain.at[warpgroup, index, pl.ds(row, size)]
             compat.copy_smem_to_gmem(panel, target.at[:, pl.ds(column, static.panel)])
 
-    for_answers(static, unit, warpgroup, copy)
+    for_answers(static, operands.units.at[place.read_tile()], warpgroup, copy)
 
 
-def _store_partial(static: Static, operands: Operands, buffers: Scratch, unit: jax.Ref, answers: jax.Array) -> None:
+def _store_partial(static: Static, operands: Operands, buffers: Scratch, place: Place, answers: jax.Array) -> None:
     """The copies of one of several units of a tile to its slot: all rows, in float32, half of the columns at a time."""
     warpgroup = read_anew("warpgroup")
-    rows = pl.ds(pl.multiple_of(read_anew("head") * TILE_ROWS + warpgroup * ROWS, ROWS), ROWS)
-    slot, half = unit[SLOT], static.width // 2
+    rows = pl.ds(pl.multiple_of(place.read_head() * TILE_ROWS + warpgroup * ROWS, ROWS), ROWS)
+    slot, half = operands.units[place.read_tile(), SLOT], static.width // 2
     for column in (0, half):
         if column > 0:
             compat.wait_smem_to_gmem(0)

@@ -1,5 +1,5 @@
-"""The kernel behind `prefill.py`: one block of three warpgroups per (unit, KV head); a unit is a tile of queries, with
-all keys that it sees or a run of them.
+"""The kernel behind `prefill.py`: a block of three warpgroups attends a unit with one KV head, or several in turn
+(`prefill_place.py`); a unit is a tile of queries, with all keys that it sees or a run of them.
 
 The structure is FlashAttention-3's (Shah et al., 2024). A memory warpgroup walks the unit's keys and keeps a ring in
 shared memory full by TMA, page by page. Two compute warpgroups hold 64 query rows each and take turns at beginning
@@ -25,12 +25,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import wgmma
 from pallas_kernels.hopper.overlap import launch_next_kernel
-from pallas_kernels.hopper.prefill_answers import read_anew, store_answers, store_logs
-from pallas_kernels.hopper.prefill_memory import load_narrow, load_plain, load_queries
+from pallas_kernels.hopper.prefill_answers import store_answers, store_logs
+from pallas_kernels.hopper.prefill_memory import await_reads, load_unit
+from pallas_kernels.hopper.prefill_place import Place, for_places, number_keys, write_numbers
 from pallas_kernels.hopper.prefill_static import (
-    COUNT,
     NUM_COMPUTE,
-    ROW,
     ROWS,
     Operands,
     Scratch,
@@ -57,26 +56,27 @@ def build_kernel(static: Static) -> Callable[..., None]:
         answers = scratch.pop("q_then_answers")
         scratch |= dict(zip(("q", "plain", "partial"), answers, strict=False))
         buffers = Scratch(**{name: scratch.get(name) for name in Scratch._fields})
-        tile, head = lax.axis_index("tile"), lax.axis_index("head")
         warpgroup = lax.axis_index("warpgroup")
 
-        @pl.when(operands.units[tile, COUNT] > 0)  # unused tiles come last in the grid: their blocks end here
-        def _run() -> None:
-            # Each branch reads the span for itself, and the branches are those of one condition: what both kept from
-            # before it would spill.
-            def _load() -> None:
-                span = find_span(static, operands, tile)
-                compat.set_max_registers(static.registers[1], action="decrease")
-                load_queries(static, operands, buffers, tile, head)
-                load = load_narrow if static.is_narrow else load_plain
-                load(static, operands, buffers, span, operands.units[tile, ROW], head)
+        # Each branch reads the span for itself, and the branches are those of one condition: what both kept from before
+        # it would spill.
+        def _load() -> None:
+            compat.set_max_registers(static.registers[1], action="decrease")
+            write_numbers(buffers)
+            load = partial(load_unit, static, operands, buffers)
+            await_reads(static, buffers, for_places(static, operands, load, jnp.int32(0)))
 
-            def _compute() -> None:
-                span = find_span(static, operands, read_anew("tile"))
-                compat.set_max_registers(static.registers[0], action="increase")
-                _attend(_Warpgroup(static, operands, buffers, span, head, warpgroup))
+        def _compute() -> None:
+            compat.set_max_registers(static.registers[0], action="increase")
 
-            lax.cond(warpgroup == NUM_COMPUTE, _load, _compute)
+            def attend(place: Place, _: tuple[()]) -> tuple[()]:
+                span = find_span(static, operands, place.read_tile())
+                _attend(_Warpgroup(static, operands, buffers, span, place, warpgroup))
+                return ()
+
+            for_places(static, operands, attend, ())
+
+        lax.cond(warpgroup == NUM_COMPUTE, _load, _compute)
 
     return prefill_kernel
 
@@ -88,7 +88,7 @@ class _Warpgroup(NamedTuple):
     operands: Operands
     buffers: Scratch
     span: Span
-    head: jax.Array
+    place: Place
     index: jax.Array
 
     @property
@@ -107,33 +107,59 @@ class _Warpgroup(NamedTuple):
 
     def find_origin(self) -> jax.Array:
         """Is called before each loop that needs it: kept from the start, it spills."""
-        return self.operands.units[read_anew("tile"), self.static.origin]
+        return self.operands.units[self.place.read_tile(), self.static.origin]
 
     def free(self, barriers: jax.Ref, block: jax.Array) -> None:
-        """Gives back the block's slot, unless it is among the last: nobody awaits those, and the interpreter of JAX
-        0.11 wants every completion awaited."""
-        arrive = partial(compat.barrier_arrive, barriers.at[self.find_slot(block)])
-        pl.when(block + self.static.stages < self.span.last)(arrive)
+        """Gives back the block's slot."""
+        compat.barrier_arrive(barriers.at[self.find_slot(block)])
 
     def weigh(
-        self, block: jax.Array, origin: jax.Array | None, scale: jax.Array, sums: Sums, scores: jax.Array
+        self,
+        block: jax.Array,
+        origin: jax.Array | None,
+        scale: jax.Array,
+        sums: Sums,
+        scores: jax.Array,  # [ROWS, keys] f32, raw
     ) -> Weighed:
-        """Weights of the block's keys. Ends when it is this warpgroup's turn again."""
+        """Unnormalised weights of the block's keys. Ends when it is this warpgroup's turn again.
+
+        `origin` is the position of the tile's first token; None if all queries see all keys.
+        """
         self.free(self.buffers.k_free, block)
+        if self.static.softcap is not None:
+            scores, scale = jnp.tanh(scores * scale), self.static.softcap * LOG2_E
+        if origin is not None:
+            scores = jnp.where(self.see(origin, block, scores.shape), scores, -jnp.inf)
         largest, total = sums
-        weights, shrink, largest = _weigh(self.static, scores, largest, scale, origin, block, self.index)
+        new_largest = jnp.maximum(largest, scores.max(axis=1) * scale)
+        weights = jnp.exp2(scores * scale - compat.spread(new_largest, scores.shape))
+        shrink = jnp.exp2(largest - new_largest)
         total = total * shrink + weights.sum(axis=1)
         # The softmax ends before the turn begins: else the tensor cores would wait for it.
-        weighed = lax.optimization_barrier((weights, shrink, (largest, total)))
+        weighed = lax.optimization_barrier((weights, shrink, (new_largest, total)))
         self.await_turn()
         return weighed
+
+    def see(self, origin: jax.Array, block: jax.Array, shape: tuple[int, int]) -> jax.Array:
+        """Which of the block's keys each query sees: [ROWS, keys] bool."""
+        static = self.static
+        queries = origin - block * static.keys
+        if static.causal:
+            rows = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=compat.WGMMA.reduce(1)) + self.index * ROWS
+            tokens = lax.rem(rows.astype(jnp.uint32), jnp.uint32(static.tile_tokens)).astype(jnp.int32)
+            queries = compat.spread(tokens + queries, shape)
+        # Distance from each query back to each key. Rows of other tokens may see anything: their answers are dropped.
+        distances = queries - number_keys(self.buffers, shape)
+        if static.window is None:
+            return distances >= 0
+        return distances.astype(jnp.uint32) < static.window  # negative ones become large
 
 
 def _attend(work: _Warpgroup) -> None:
     """Attention of one warpgroup's 64 query rows over the unit's keys."""
     static, operands = work.static, work.operands
     if static.has_sinks:  # a sink is a key that every query sees, without a value
-        largest = compat.load_column(operands.sinks.at[work.head, work.rows])
+        largest = compat.load_column(operands.sinks.at[work.place.read_head(), work.rows])
         total = compat.full((ROWS,), 1.0)
         if static.splits:  # the tile's last unit has it
             share = jnp.where(work.span.is_last, 1.0, 0.0)
@@ -144,13 +170,13 @@ def _attend(work: _Warpgroup) -> None:
     if static.splits:
         store_logs(work.buffers, largest + jnp.log2(total))
     share = 1.0 / jnp.maximum(total, 1e-30)  # 0 stays 0 in a row that sees no key
-    store_answers(static, operands, work.buffers, mixed * compat.spread(share, mixed.shape))
+    store_answers(static, operands, work.buffers, work.place, mixed * compat.spread(share, mixed.shape))
 
 
 def _walk_keys(work: _Warpgroup, sums: Sums) -> tuple[jax.Array, Sums]:
     """Mixed values [ROWS, H] f32, not yet divided by the sum of their weights, and the sums."""
     static, buffers, span = work.static, work.buffers, work.span
-    queries, scale = buffers.q.at[work.rows], work.operands.scales[work.head]
+    queries, scale = buffers.q.at[work.rows], work.operands.scales[work.place.read_head()]
 
     def attend_block(block: jax.Array, carry: Carry, *, origin: jax.Array | None = None) -> Carry:
         """The weights of a key tile. Meanwhile the values of the tile before are mixed."""
@@ -176,9 +202,11 @@ def _walk_keys(work: _Warpgroup, sums: Sums) -> tuple[jax.Array, Sums]:
     compat.barrier_wait(buffers.q_full)
     pl.when(work.index == 1)(work.pass_turn)  # the first warpgroup begins
     work.await_turn()
-    compat.barrier_wait(buffers.k_full.at[0])
-    scores = wgmma.multiply_qk(queries, buffers.k.at[0], work.pass_turn)
-    weights, _, sums = work.weigh(span.first, work.find_origin(), scale, sums, scores)
+    first = span.first + wgmma.hide_zero(span.first)
+    slot = work.find_slot(first)
+    compat.barrier_wait(buffers.k_full.at[slot])
+    scores = wgmma.multiply_qk(queries, buffers.k.at[slot], work.pass_turn)
+    weights, _, sums = work.weigh(first, work.find_origin(), scale, sums, scores)
     carry = compat.full((ROWS, static.width), 0.0), weights.astype(static.dtype), sums
     inner = second = span.first + 1
     if static.window is not None:
@@ -191,36 +219,6 @@ def _walk_keys(work: _Warpgroup, sums: Sums) -> tuple[jax.Array, Sums]:
     slot = work.find_slot(span.last - 1)
     compat.barrier_wait(buffers.v_full.at[slot])
     end_turn = partial(pl.when(work.index == 0), work.pass_turn)  # the second warpgroup is the last
-    return wgmma.multiply_pv(mixed, weights, buffers.v.at[slot], end_turn, interpret=static.interpret), sums
-
-
-def _weigh(
-    static: Static,
-    scores: jax.Array,  # [ROWS, keys] f32, raw
-    largest: jax.Array,  # [ROWS] f32, in base 2
-    scale: jax.Array,
-    origin: jax.Array | None,  # position of the tile's first token; None if all queries see all keys
-    block: jax.Array,
-    warpgroup: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Unnormalised weights, what the sums before shrink by, and the new largest score."""
-    if static.softcap is not None:
-        scores = jnp.tanh(scores * scale)
-        scale = static.softcap * LOG2_E
-    if origin is not None:
-        if static.causal:
-            rows = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=compat.WGMMA.reduce(1)) + warpgroup * ROWS
-            tokens = lax.rem(rows.astype(jnp.uint32), jnp.uint32(static.tile_tokens)).astype(jnp.int32)
-            queries = compat.spread(tokens + (origin - block * static.keys), scores.shape)
-        else:
-            queries = origin - block * static.keys
-        # Distance from each query back to each key. Rows of other tokens may see anything: their answers are dropped.
-        distances = queries - compat.iota(scores.shape, 1)
-        if static.window is None:
-            seen = distances >= 0
-        else:
-            seen = distances.astype(jnp.uint32) < static.window  # negative ones become large
-        scores = jnp.where(seen, scores, -jnp.inf)
-    new_largest = jnp.maximum(largest, scores.max(axis=1) * scale)
-    weights = jnp.exp2(scores * scale - compat.spread(new_largest, scores.shape))
-    return weights, jnp.exp2(largest - new_largest), new_largest
+    mixed = wgmma.multiply_pv(mixed, weights, buffers.v.at[slot], end_turn, interpret=static.interpret)
+    work.free(buffers.v_free, span.last - 1)
+    return mixed, sums

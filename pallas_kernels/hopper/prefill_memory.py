@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -9,117 +11,169 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import wgmma
-from pallas_kernels.hopper.prefill_static import FIRST, PIECE, Operands, Scratch, Span, Static
+from pallas_kernels.hopper.prefill_place import Place
+from pallas_kernels.hopper.prefill_static import FIRST, PIECE, ROW, Operands, Scratch, Span, Static, find_span
 from pallas_kernels.mosaic_gpu import compat
 
-
-def _find_pages(static: Static, operands: Operands, row: jax.Array, block: jax.Array) -> list[jax.Array]:
-    """Pool indices of a key tile's pages. Past the row's tokens they may be any pages: those keys are masked."""
-    widest = operands.page_table.shape[1] - 1
-    if static.page_size > static.keys:
-        indices = [lax.div(block * static.keys, static.page_size)]
-    else:
-        indices = [block * static.boxes + box for box in range(static.boxes)]
-    offset = operands.page_offset[0]
-    return [operands.page_table[row, jnp.minimum(index, widest)] + offset for index in indices]
+KEYS, VALUES = 0, 1
 
 
-def _copy_pages(
-    static: Static,
-    operands: Operands,
-    pages: list[jax.Array],
-    block: jax.Array,
-    head_row: jax.Array,  # 2h for keys, 2h + 1 for values
-    target: jax.Ref,  # [keys, H]
-    barrier: jax.Ref,
-) -> None:
-    for box, page in enumerate(pages):
-        source = operands.kv_pages.at[page, head_row]
+class _Loader(NamedTuple):
+    """The memory warpgroup at work on a unit. Key tiles are counted in steps, from the unit's first."""
+
+    static: Static
+    operands: Operands
+    buffers: Scratch
+    span: Span
+    tile: jax.Array
+    head: jax.Array
+    row: jax.Array
+    used: jax.Array  # slots of the ring that held key tiles of earlier units; all, if it is more than there are
+
+    def find_pages(self, step: jax.Array) -> list[jax.Array]:
+        """Pool indices of a key tile's pages. Past the row's tokens they may be any pages: those keys are masked."""
+        static, table, block = self.static, self.operands.page_table, self.span.first + step
         if static.page_size > static.keys:
-            begin = pl.multiple_of(lax.rem(block * static.keys, static.page_size), static.keys)
-            source = source.at[pl.ds(begin, static.keys)]
-        compat.copy_gmem_to_smem(source, target.at[pl.ds(box * static.box, static.box)], barrier)
+            indices = [lax.div(block * static.keys, static.page_size)]
+        else:
+            indices = [block * static.boxes + box for box in range(static.boxes)]
+        offset, widest = self.operands.page_offset[0], table.shape[1] - 1
+        return [table[self.row, jnp.minimum(index, widest)] + offset for index in indices]
+
+    def copy_pages(
+        self,
+        pages: list[jax.Array],
+        step: jax.Array,
+        kind: int,
+        target: jax.Ref,  # [keys, H]
+        barrier: jax.Ref,
+    ) -> None:
+        """Starts the copies of a key tile's KEYS or VALUES."""
+        static = self.static
+        for box, page in enumerate(pages):
+            source = self.operands.kv_pages.at[page, 2 * self.head + kind]
+            if static.page_size > static.keys:
+                begin = pl.multiple_of(lax.rem((self.span.first + step) * static.keys, static.page_size), static.keys)
+                source = source.at[pl.ds(begin, static.keys)]
+            compat.copy_gmem_to_smem(source, target.at[pl.ds(box * static.box, static.box)], barrier)
+
+    def find_slot(self, step: jax.Array) -> jax.Array:
+        return lax.rem(step, self.static.stages)
+
+    def await_slot(self, free: jax.Ref, step: jax.Array) -> None:
+        """Until the step's slot is free, if it has held a key tile before."""
+        was_used = (step >= self.static.stages) | (step < self.used)
+        pl.when(was_used)(lambda: compat.barrier_wait(free.at[self.find_slot(step)]))
+
+    def fetch_queries(self) -> None:
+        """Starts the copies of the tile's queries from where they lie, one for each head of the group."""
+        static, buffers = self.static, self.buffers
+        first = pl.multiple_of(self.operands.units[self.tile, FIRST], compat.SWIZZLE_ROWS)
+        for member in range(static.group_size):
+            source = self.operands.q.at[pl.ds(first, static.tile_tokens), self.head * static.group_size + member]
+            rows = pl.ds(member * static.tile_tokens, static.tile_tokens)
+            compat.copy_gmem_to_smem(source, buffers.q.at[rows], buffers.q_full)
+
+    def fetch_first_queries(self) -> None:
+        """Before the ring is filled: the block's first queries."""
+        if self.static.num_blocks is None:
+            self.fetch_queries()
+        else:
+            pl.when(self.used == 0)(self.fetch_queries)
+
+    def fetch_next_queries(self) -> None:
+        """When the ring is full: queries of a later unit, whose memory has answers of the one before until now."""
+        if self.static.num_blocks is not None:
+
+            @pl.when(self.used > 0)
+            def _() -> None:
+                compat.barrier_wait(self.buffers.q_free)
+                self.fetch_queries()
 
 
-def load_queries(static: Static, operands: Operands, buffers: Scratch, tile: jax.Array, head: jax.Array) -> None:
-    """Starts the copies of the tile's queries from where they lie, one for each head of the group."""
-    first = pl.multiple_of(operands.units[tile, FIRST], compat.SWIZZLE_ROWS)
-    for member in range(static.group_size):
-        source = operands.q.at[pl.ds(first, static.tile_tokens), head * static.group_size + member]
-        rows = pl.ds(member * static.tile_tokens, static.tile_tokens)
-        compat.copy_gmem_to_smem(source, buffers.q.at[rows], buffers.q_full)
+def load_unit(static: Static, operands: Operands, buffers: Scratch, place: Place, used: jax.Array) -> jax.Array:
+    """Fetches a unit's queries, keys and values. Returns `used`, which `_Loader` has, for the next unit."""
+    tile = place.read_tile()
+    span = find_span(static, operands, tile)
+    work = _Loader(static, operands, buffers, span, tile, place.read_head(), operands.units[tile, ROW], used)
+    work.fetch_first_queries()
+    (_load_narrow if static.is_narrow else _load_plain)(work)
+    return jnp.maximum(used, span.steps)
 
 
-def load_plain(
-    static: Static, operands: Operands, buffers: Scratch, span: Span, row: jax.Array, head: jax.Array
-) -> None:
+def await_reads(static: Static, buffers: Scratch, used: jax.Array) -> None:
+    """Waits until nothing is read that was fetched: the interpreter of JAX 0.11 wants every completion awaited."""
+
+    @pl.loop(0, jnp.minimum(used, static.stages))
+    def _(slot: jax.Array) -> None:
+        compat.barrier_wait(buffers.k_free.at[slot])
+        compat.barrier_wait(buffers.v_free.at[slot])
+
+    if static.num_blocks is not None:
+        pl.when(used > 0)(lambda: compat.barrier_wait(buffers.q_free))
+
+
+def _load_plain(work: _Loader) -> None:
     """Fills the ring from pages of q's dtype. Keys are a step ahead of values, as they are where they are used.
 
     Values that no query may see can be NaN, which a weight of 0 does not remove. Only the first and the last key tile
     have such values. This warpgroup overwrites them, as it alone has time: values are awaited late, after scores and
     softmax. These two tiles arrive on barriers of their own, and arrive at v_full once they are clean.
     """
+    static, buffers, span = work.static, work.buffers, work.span
     cut_first = lax.rem(span.begin, static.keys) > 0
     cut_last = lax.rem(span.end, static.keys) > 0
 
-    def find_pages(step: jax.Array) -> list[jax.Array]:
-        return _find_pages(static, operands, row, span.first + step)
-
     def issue_keys(step: jax.Array, pages: list[jax.Array]) -> None:
-        block, slot = span.first + step, lax.rem(step, static.stages)
-        _copy_pages(static, operands, pages, block, 2 * head, buffers.k.at[slot], buffers.k_full.at[slot])
+        slot = work.find_slot(step)
+        work.copy_pages(pages, step, KEYS, buffers.k.at[slot], buffers.k_full.at[slot])
 
     def issue_values(step: jax.Array, pages: list[jax.Array]) -> None:
-        block, slot = span.first + step, lax.rem(step, static.stages)
+        values = buffers.v.at[work.find_slot(step)]
         is_last = (step == span.steps - 1) & cut_last
         is_edge = is_last if static.window is None else is_last | ((step == 0) & cut_first)
 
         @pl.when(is_edge)
         def _() -> None:
             edge = buffers.v_edge.at[jnp.where(step == span.steps - 1, 1, 0)]
-            _copy_pages(static, operands, pages, block, 2 * head + 1, buffers.v.at[slot], edge)
+            work.copy_pages(pages, step, VALUES, values, edge)
 
         @pl.when(~is_edge)
         def _() -> None:
-            full = buffers.v_full.at[slot]
-            _copy_pages(static, operands, pages, block, 2 * head + 1, buffers.v.at[slot], full)
+            work.copy_pages(pages, step, VALUES, values, buffers.v_full.at[work.find_slot(step)])
 
     def fill(step: jax.Array, pages: list[jax.Array]) -> list[jax.Array]:
-        following = find_pages(step + 1)
-        issue_keys(step + 1, following)
-        issue_values(step, pages)
-        return following
-
-    def refill(step: jax.Array, pages: list[jax.Array]) -> list[jax.Array]:
-        following = find_pages(step + 1)  # before the waits: they hide the latency of the reads
+        following = work.find_pages(step + 1)  # before the waits: they hide the latency of the reads
 
         @pl.when(step + 1 < span.steps)
         def _() -> None:
-            compat.barrier_wait(buffers.k_free.at[lax.rem(step + 1, static.stages)])
+            work.await_slot(buffers.k_free, step + 1)
             issue_keys(step + 1, following)
 
-        pl.when(step >= static.stages)(lambda: compat.barrier_wait(buffers.v_free.at[lax.rem(step, static.stages)]))
+        work.await_slot(buffers.v_free, step)
         issue_values(step, pages)
         return following
 
     def clean(step: jax.Array, edge: int) -> None:
-        slot = lax.rem(step, static.stages)
+        slot = work.find_slot(step)
         compat.barrier_wait(buffers.v_edge.at[edge])
         _clean_values(static, buffers.v.at[slot], span, span.first + step)
         for _ in range(static.boxes):
             compat.barrier_arrive(buffers.v_full.at[slot])
 
     start = span.steps * 0
-    pages = find_pages(start)
+    pages = work.find_pages(start)
+    work.await_slot(buffers.k_free, start)
     issue_keys(start, pages)
     ahead = jnp.minimum(span.steps, static.stages) - 1
     pages = lax.fori_loop(0, ahead, fill, pages)
+    work.fetch_next_queries()
     clean_last = cut_last
     if static.window is not None:
         is_only = span.steps == 1
         pl.when(cut_first & ~is_only)(lambda: clean(start, 0))
         clean_last = cut_last | (cut_first & is_only)
-    lax.fori_loop(ahead, span.steps, refill, pages)
+    lax.fori_loop(ahead, span.steps, fill, pages)
     pl.when(clean_last)(lambda: clean(span.steps - 1, 1))
 
 
@@ -142,45 +196,42 @@ def _clean_values(static: Static, values: jax.Ref, span: Span, block: jax.Array)
     compat.commit_smem()
 
 
-def load_narrow(
-    static: Static, operands: Operands, buffers: Scratch, span: Span, row: jax.Array, head: jax.Array
-) -> None:
+def _load_narrow(work: _Loader) -> None:
     """Fills the ring from 8-bit pages, through a ring of their own.
 
     Hopper's tensor cores take 8-bit values only with the keys contiguous, which they are not in pages. So this
     warpgroup widens keys and values, and drops the values that no query may see.
     """
+    static, buffers, span = work.static, work.buffers, work.span
+    raw_rings = (buffers.raw_k, buffers.raw_k_full), (buffers.raw_v, buffers.raw_v_full)
+    rings = (buffers.k, buffers.k_full, buffers.k_free), (buffers.v, buffers.v_full, buffers.v_free)
 
     def issue(step: jax.Array, kind: int) -> None:
-        block, slot = span.first + step, lax.rem(step, static.raw_stages)
-        pages = _find_pages(static, operands, row, block)
-        target, full = ((buffers.raw_k, buffers.raw_k_full), (buffers.raw_v, buffers.raw_v_full))[kind]
-        _copy_pages(static, operands, pages, block, 2 * head + kind, target.at[slot], full.at[slot])
+        slot, (target, full) = lax.rem(step, static.raw_stages), raw_rings[kind]
+        work.copy_pages(work.find_pages(step), step, kind, target.at[slot], full.at[slot])
 
     def widen(step: jax.Array, kind: int) -> None:
-        slot, raw_slot = lax.rem(step, static.stages), lax.rem(step, static.raw_stages)
-        raw, raw_full, ring, full, free = (
-            (buffers.raw_k, buffers.raw_k_full, buffers.k, buffers.k_full, buffers.k_free),
-            (buffers.raw_v, buffers.raw_v_full, buffers.v, buffers.v_full, buffers.v_free),
-        )[kind]
+        slot, raw_slot = work.find_slot(step), lax.rem(step, static.raw_stages)
+        (raw, raw_full), (ring, full, free) = raw_rings[kind], rings[kind]
         compat.barrier_wait(raw_full.at[raw_slot])
-        pl.when(step >= static.stages)(lambda: compat.barrier_wait(free.at[slot]))
-        _widen(static, raw.at[raw_slot], ring.at[slot], span, span.first + step, is_value=kind == 1)
+        work.await_slot(free, step)
+        _widen(static, raw.at[raw_slot], ring.at[slot], span, span.first + step, is_value=kind == VALUES)
         compat.commit_smem()  # all threads have read the raw slot: the copies below may refill it
         compat.barrier_arrive(full.at[slot])
         pl.when(step + static.raw_stages < span.steps)(lambda: issue(step + static.raw_stages, kind))
 
     @pl.loop(0, jnp.minimum(span.steps, static.raw_stages))
     def _(step: jax.Array) -> None:
-        issue(step, 0)
-        issue(step, 1)
+        issue(step, KEYS)
+        issue(step, VALUES)
 
-    widen(span.steps * 0, 0)
+    work.fetch_next_queries()
+    widen(span.steps * 0, KEYS)
 
     @pl.loop(0, span.steps)
     def _(step: jax.Array) -> None:
-        pl.when(step + 1 < span.steps)(lambda: widen(step + 1, 0))  # keys are a step ahead
-        widen(step, 1)
+        pl.when(step + 1 < span.steps)(lambda: widen(step + 1, KEYS))  # keys are a step ahead
+        widen(step, VALUES)
 
 
 def _widen(static: Static, raw: jax.Ref, wide: jax.Ref, span: Span, block: jax.Array, *, is_value: bool) -> None:

@@ -36,6 +36,7 @@ class PrefillConfig:
     num_sms: int = 132  # blocks at once: one per SM
     min_split_tiles: int = 4  # key tiles of the shortest unit, unless its tile sees fewer
     unit_cost: int = 3  # estimated cost of a unit in key tiles, beyond its own: start, end, its part of the join
+    persistent: bool = False  # a block per SM goes from unit to unit, where tiles are not split
 
     def __post_init__(self) -> None:
         if self.keys % 64 or not 64 <= self.keys <= 256:

@@ -26,6 +26,7 @@ class Static:
 
     tile_tokens: int  # queries of a tile
     group_size: int  # query heads of a KV head (G)
+    num_kv_heads: int  # K
     page_size: int
     width: int  # elements of a stored head (H)
     keys: int  # per key tile
@@ -38,6 +39,7 @@ class Static:
     softcap: float | None
     has_sinks: bool
     splits: bool  # whether a tile may have several units, which leave partial answers
+    num_blocks: int | None  # blocks that go from unit to unit; None: a block attends one unit
     interpret: bool
     causal: bool = True  # else all queries of a tile see what one at its position does
 
@@ -110,7 +112,9 @@ class Scratch(NamedTuple):
     v: jax.Ref  # [stages, keys, H]
     raw_k: jax.Ref | None  # [raw_stages, keys, H]
     raw_v: jax.Ref | None
+    numbers: jax.Ref | None  # [keys] i32, 0 to keys - 1, where blocks go from unit to unit
     q_full: jax.Ref
+    q_free: jax.Ref | None  # both compute warpgroups have written their answers, and another unit follows
     k_full: jax.Ref
     v_full: jax.Ref
     k_free: jax.Ref  # both compute warpgroups have read the slot
@@ -168,6 +172,9 @@ def list_scratch(static: Static) -> dict[str, object]:
             barriers[f"{name}_full"] = compat.Barrier(num_arrivals=static.boxes, num_barriers=static.raw_stages)
     else:
         barriers["v_edge"] = compat.Barrier(num_arrivals=static.boxes, num_barriers=2)
+    if static.num_blocks is not None:
+        barriers["q_free"] = compat.Barrier(num_arrivals=NUM_COMPUTE)
+        tiles["numbers"] = compat.SMEM((static.keys,), jnp.int32)
     if static.splits:
         tiles["logs"] = compat.SMEM((NUM_COMPUTE, ROWS), jnp.float32)
     return tiles | barriers
@@ -178,8 +185,10 @@ def count_bytes(static: Static) -> int:
     ring = (2 * static.stages, static.keys, static.width)
     raw = (2 * static.raw_stages, static.keys, static.width)
     queries, logs = (TILE_ROWS, static.width), (NUM_COMPUTE if static.splits else 0, ROWS)
+    numbers = (0 if static.num_blocks is None else static.keys,)
     return compat.smem_bytes(
-        (queries, static.dtype), (logs, jnp.float32), (ring, static.dtype), (raw, static.page_dtype)
+        *((queries, static.dtype), (ring, static.dtype), (raw, static.page_dtype)),
+        *((logs, jnp.float32), (numbers, jnp.int32)),
     )
 
 

@@ -196,9 +196,9 @@ def measure_attention(gate: Gate, program: GateProgram, *, impl: str) -> Program
         **trees: jax.Array,
     ) -> Any:
         options = {"max_query_len": program.max_query_len, "impl": report.impl, **trees}
-        if program.shape.fp8_scores and report.impl == "gpu":
-            config = find_backend("gpu").module.default_config(shape)
-            options["config"] = replace(config, decode=replace(config.decode, fp8_scores=True))
+        if program.shape.switch and report.impl == "gpu":
+            (part, name), config = program.shape.switch, find_backend("gpu").module.default_config(shape)
+            options["config"] = replace(config, **{part: replace(getattr(config, part), **{name: True})})
         batch = prepare_batch(*meta, num_tokens=program.num_tokens, shape=shape, **options)
         return attend_with_update(q, k, v, kv_pages, batch, AttnLayer(program.shape.params, heads, layer_pages))
 

@@ -16,6 +16,7 @@ TURN_TOKENS, TURN_ROWS = 288, 256  # the smallest mixed bucket of 256 rows: a ch
 MAX_MODEL_LEN = 8192
 TUNED_WINDOW = 4096  # for tuning entries, which only say whether there is a window
 FP8 = "float8_e4m3fn"
+FP8_SCORES, PERSISTENT = ("decode", "fp8_scores"), ("prefill", "persistent")
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class GateShape:
     fixed_splits: bool = False
     causal: bool = True
     tree: bool = False
-    fp8_scores: bool = False  # of Hopper's DecodeConfig
+    switch: tuple[str, str] | None = None  # what is on in Hopper's configuration: the kernel's part, and its field
     portable: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -109,12 +110,24 @@ TIGHT = (
     ("turn", GateShape("heads of 192, window", 32, 8, 192, window=4096)),
     ("turn", GateShape("heads of 192, window, softcap, sinks", 32, 8, 192, window=4096, softcap=50.0, sinks=True)),
     ("drafts", GateShape("heads of 192, window", 32, 8, 192, window=4096)),
-    ("drafts", GateShape("fp8 scores, heads of 128", 32, 8, 128, kv_dtype=FP8, fp8_scores=True)),
-    ("drafts", GateShape("fp8 scores, heads of 64, window", 32, 8, 64, window=4096, kv_dtype=FP8, fp8_scores=True)),
+    ("drafts", GateShape("fp8 scores, heads of 128", 32, 8, 128, kv_dtype=FP8, switch=FP8_SCORES)),
+    (
+        "drafts",
+        GateShape("fp8 scores, heads of 64, window", 32, 8, 64, window=4096, kv_dtype=FP8, switch=FP8_SCORES),
+    ),
     ("drafts", GateShape("trees, heads of 64", 32, 8, 64, tree=True, portable=_CAUSAL_ONLY)),
     ("drafts", GateShape("trees, heads of 128", 32, 8, 128, tree=True, portable=_CAUSAL_ONLY)),
     ("drafts", GateShape("trees, heads of 128, fp8 pages", 32, 8, 128, kv_dtype=FP8, tree=True, portable=_CAUSAL_ONLY)),
     ("drafts", GateShape("trees, heads of 256", 16, 8, 256, tree=True, portable=_CAUSAL_ONLY)),
+    ("mixed", GateShape("persistent, heads of 64, sinks", 64, 8, 64, sinks=True, switch=PERSISTENT)),
+    ("mixed", GateShape("persistent, heads of 128", 32, 8, 128, switch=PERSISTENT)),
+    (
+        "mixed",
+        GateShape("persistent, heads of 128, window, softcap, sinks", 32, 8, 128, 4096, 50.0, True, switch=PERSISTENT),
+    ),
+    ("mixed", GateShape("persistent, heads of 128, fp8 pages", 32, 8, 128, kv_dtype=FP8, switch=PERSISTENT)),
+    ("mixed", GateShape("persistent, heads of 192, window", 32, 8, 192, window=4096, switch=PERSISTENT)),
+    ("mixed", GateShape("persistent, heads of 256", 16, 8, 256, switch=PERSISTENT)),
     (
         "turn",
         GateShape(
@@ -131,8 +144,8 @@ _LATENT, _FP8_LATENT = "deepseek-v3, one of 8 devices", "deepseek-v3, one of 8 d
 _OF_64, _OF_256 = "heads of 64, window, sinks", "gemma, heads of 256, window, softcap"
 _NOT_CAUSAL, _PORTABLE_OF_64 = "heads of 128, not causal", "whisper-large-v3, not causal"
 _OF_192 = "nemotron-4-340b, one of 4 devices, heads of 192"
-_TURNS = "heads of 256, window, fp8 pages", "heads of 192, window, softcap, sinks"
-TIGHT_SAMPLES = tuple((bucket, shape) for bucket, shape in TIGHT if bucket != "turn" or shape.name in _TURNS)
+_CHUNKS = "heads of 256, window, fp8 pages", "heads of 192, window, softcap, sinks", "persistent, heads of 256"
+TIGHT_SAMPLES = tuple((bucket, shape) for bucket, shape in TIGHT if bucket == "drafts" or shape.name in _CHUNKS)
 SAMPLES = {
     "h200": (_BASE, _FP8, _OF_256, _OF_64, _LATENT, _FP8_LATENT, _NOT_CAUSAL, _OF_192),
     "a100": (_BASE, _FP8, _OF_256, _OF_64, _NOT_CAUSAL, _OF_192),
@@ -155,8 +168,10 @@ def list_programs(target: Target, *, full: bool = True) -> list[GateProgram]:
     if target.platform == "gpu":  # with fixed splits a decode bucket has other kernels
         own = [shape for shape in shapes if target.impl not in dict(shape.portable)]
         programs += [_fill_bucket("fixed", shape, target) for shape in own]
-    samples = TIGHT_SAMPLES if target.impl == "gpu" else ()
-    return programs + [_fill_bucket(bucket, shape, target) for bucket, shape in (TIGHT if full else samples)]
+    is_hopper = target.impl == "gpu"
+    tight = [(bucket, shape) for bucket, shape in TIGHT if is_hopper or shape.switch is None]
+    samples = TIGHT_SAMPLES if is_hopper else ()
+    return programs + [_fill_bucket(bucket, shape, target) for bucket, shape in (tight if full else samples)]
 
 
 def _fill_bucket(bucket: str, shape: GateShape, target: Target) -> GateProgram:

@@ -25,6 +25,7 @@ AXES: dict[str, Axes] = {  # fields and their values, largest expected gain firs
     "gpu_prefill": {
         ("keys", "stages"): ((128, 2), (64, 4), (128, 3), (64, 3), (64, 2), (128, 4)),
         ("registers",): (((232, 40),), ((240, 24),)),
+        ("persistent",): ((True,),),
     },
     "ampere_decode": {
         ("stages", "ctas_per_sm", "tile_tokens"): (

@@ -1,5 +1,5 @@
-"""The parts of the decode kernel's time, and choices outside the tuning tables: page size, the write of keys, the early
-launch of the combine."""
+"""The parts of the decode kernel's time, and choices that are off by default or outside the tuning tables: page size,
+the write of keys, the early launch of the combine, a persistent grid of prefill."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from device_stages.measure import (
 from device_stages.results import Line
 from pallas_kernels import AttnShape, choose_layout, prepare_batch
 from pallas_kernels.hopper import combine, decode_kernel
+from pallas_kernels.hopper.attention import HopperConfig
 from pallas_kernels.hopper.decode_kernel import DecodeKernel
 from pallas_kernels.mosaic_gpu import compat
 
@@ -41,11 +42,14 @@ def list_items(context: Context) -> Iterator[Item]:
     for few in (decode_shape(context, 1, 4096), shape):
         name = f"no early launch, {name_shape(few)}"
         yield Item(name, partial(measure_changed, context, few, without_early_launch))
+    for prompt in (prefill_shape(context, 4096), prefill_shape(context, 1024)):
+        yield Item(f"persistent, {name_shape(prompt)}", partial(measure_tuned, context, prompt, go_from_unit_to_unit))
     for page_size in () if context.tiny else PAGE_SIZES:
         sized = decode_shape(context, 32, 4096, page_size)
         yield Item(f"pages of {page_size}", slope_item(context, sized))
     for written in (shape, prefill_shape(context, 4096)):
-        yield Item(f"keys written by a kernel, {name_shape(written)}", partial(measure_write, context, written))
+        name = f"keys written by a kernel, {name_shape(written)}"
+        yield Item(name, partial(measure_tuned, context, written, write_by_kernel))
 
 
 def load_only(self: DecodeKernel, index: jax.Array, carry: Any, *, unit: Any, factor: Any, scratch: Any) -> Any:
@@ -99,12 +103,22 @@ def measure_changed(context: Context, shape: Shape, change: Callable[[], Abstrac
         return measure_slope(context, shape, impl)
 
 
-def measure_write(context: Context, shape: Shape) -> Line:
-    """Measures a layer whose keys our kernel writes; the timing stage measures it with XLA's scatter."""
+def write_by_kernel(config: HopperConfig) -> HopperConfig:
+    """Our kernel writes the keys, not XLA's scatter."""
+    return replace(config, write="kernel")
+
+
+def go_from_unit_to_unit(config: HopperConfig) -> HopperConfig:
+    """A block of prefill attends several units, not one."""
+    return replace(config, prefill=replace(config.prefill, persistent=True))
+
+
+def measure_tuned(context: Context, shape: Shape, change: Callable[[HopperConfig], HopperConfig]) -> Line:
+    """Measures a layer with a changed configuration; the timing stage measures it with the usual one."""
     impl = timed_impl(context, shape)
     if impl != "gpu":
         raise NotHereError(f"only the Hopper kernels have it, this is {impl}")
-    return measure_slope(context, shape, impl, replace(find_config(shape, impl), write="kernel"))
+    return measure_slope(context, shape, impl, change(find_config(shape, impl)))
 
 
 def find_config(shape: Shape, impl: str) -> Any:

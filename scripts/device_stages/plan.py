@@ -49,7 +49,9 @@ FIRST = (
         environment={"XLA_FLAGS": NO_COMMAND_BUFFERS},
         measures=True,
     ),
-    Stage("ablation", "loads without compute, sizes of pages, who writes keys", 60, 30, measures=True),
+    Stage(
+        "ablation", "loads without compute, a persistent grid, sizes of pages, who writes keys", 60, 30, measures=True
+    ),
     Stage(
         "peers",
         "dense attention of cuDNN and torch",

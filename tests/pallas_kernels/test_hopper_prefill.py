@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import prepare_batch, reference
 from pallas_kernels.hopper import prefill, prefill_answers, prefill_kernel, prefill_plan, wgmma
+from pallas_kernels.hopper.prefill_place import find_number
 from pallas_kernels.hopper.prefill_plan import ChunkUnits, PrefillConfig
 from pallas_kernels.hopper.prefill_static import NUM_UNITS
 from pallas_kernels.layout import pool_shape, update_kv_pages
@@ -47,6 +48,9 @@ def make_case(
 
 # A tile of 192 keys then has three units, some with masked key tiles only and some with none.
 SPLIT = PrefillConfig(keys=64, stages=2, num_sms=12, min_split_tiles=1, unit_cost=0)
+
+# Each of two blocks has several units, and ones that use fewer slots than the ring has.
+PERSISTENT = PrefillConfig(keys=64, stages=3, num_sms=2, persistent=True)
 
 CASES = [
     (make_case("split", ((150, 40), (0, 5)), heads=(8, 2, 128), page_size=32), SPLIT),
@@ -91,6 +95,26 @@ CASES = [
     (make_case("nothing", ()), None),
     (make_case("a tile cut by the end of the step", ((70, 1), (20, 39)), window=30, max_tokens=40), SMALL),
     (make_case("a step shorter than a tile", ((50, 20),), heads=(2, 2, 64), max_tokens=24), None),
+    (make_case("persistent", ((150, 40), (0, 5)), heads=(8, 2, 128)), PERSISTENT),
+    (make_case("persistent, few key tiles", ((20, 70), (150, 30)), heads=(4, 2, 64), max_tokens=120), PERSISTENT),
+    (
+        make_case(
+            "persistent, window, softcap, sinks",
+            ((33, 1), (140, 20), (9, 43)),
+            heads=(6, 2, 64),
+            window=70,
+            softcap=3.0,
+            sinks=True,
+        ),
+        PERSISTENT,
+    ),
+    (
+        make_case(
+            "persistent fp8 of 256", ((150, 30), (0, 20)), heads=(4, 2, 256), page_size=64, dtype=FP8, window=100
+        ),
+        replace(PERSISTENT, stages=2, raw_stages=1),
+    ),
+    (make_case("persistent, nothing", ()), PERSISTENT),
 ]
 
 
@@ -183,12 +207,12 @@ def test_answer_without_commit_is_caught(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_cleaning_before_arrival_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case("one key tile, cut", ((0, 40),), page_size=64)  # its memory warpgroup waits for nothing else
-    monkeypatch.setattr(prefill_kernel, "load_plain", without("barrier_wait", prefill_kernel.load_plain))
+    monkeypatch.setattr(prefill_kernel, "load_unit", without("barrier_wait", prefill_kernel.load_unit))
     assert is_caught(case, SMALL)
 
 
 def test_refilling_without_waiting_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill_kernel, "load_plain", without("barrier_wait", prefill_kernel.load_plain))
+    monkeypatch.setattr(prefill_kernel, "load_unit", without("barrier_wait", prefill_kernel.load_unit))
     assert is_caught(no_cut_tile(), SMALL)
 
 
@@ -263,6 +287,27 @@ def list_products(spec: KVSpec) -> list[str]:
 
     visit(trace(32, spec).jaxpr)
     return found
+
+
+def test_queries_fetched_over_answers_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the memory warpgroup did not wait until the answers before have left their memory."""
+    load, wait = prefill_kernel.load_unit, compat.barrier_wait
+
+    def broken(static: Any, operands: Any, buffers: Any, *rest: Any) -> jax.Array:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(compat, "barrier_wait", lambda barrier: None if barrier is buffers.q_free else wait(barrier))
+            return load(static, operands, buffers, *rest)
+
+    monkeypatch.setattr(prefill_kernel, "load_unit", broken)
+    assert is_caught(make_case("two units a block", ((128, 64),), heads=(8, 2, 64), page_size=64), PERSISTENT)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 132])
+def test_blocks_take_units_in_reverse_every_other_time(num_blocks: int) -> None:
+    found = np.array([[find_number(before, block, num_blocks) for block in range(num_blocks)] for before in range(4)])
+    assert np.sort(found, axis=1).ravel().tolist() == list(range(4 * num_blocks))
+    work = 1000 - found  # the longest units come first
+    assert np.ptp(work.sum(axis=0)) == 0
 
 
 def test_tiles_are_split_where_the_device_is_large() -> None:
