@@ -56,7 +56,8 @@ QUANTIZED_STEPS = (  # the first on GPUs always, the others in the full gate
     (EXPERTS, "awq"),
 )
 DEVICE_COUNTS = {"gpu": (1, 2), "tpu": (8,)}  # the first always, the others in the full gate
-FEW_LAYERS = 4  # show what is wrong in a step; the full gate compiles all layers of one model, which takes minutes
+# A few layers show what is wrong in a step; the full gate compiles all layers of one model, which takes minutes.
+FEW_LAYERS, FEWEST_LAYERS = 4, 2  # in the full gate, without it
 MAX_MODEL_LEN = {LATENT: 65536}  # its own would not fit the scalar memory of a TPU
 MEMORY_SHARE = 0.9
 DRAFTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
@@ -131,15 +132,16 @@ def list_steps(target: Target, *, full: bool, impl: str) -> dict[str, tuple[Shap
     """Returns the target's programs by name: for each number of devices the largest decode and the largest bucket.
 
     Quantized weights, and all layers of a model, are compiled for fewer devices. The full gate has the largest verify
-    bucket, too, and steps that a head follows.
+    bucket, too, and steps that a head follows. Without `full` there is no decode step where the largest one, which has
+    its kernels, is compiled.
     """
-    steps = {}
+    steps, few_layers = {}, FEW_LAYERS if full else FEWEST_LAYERS
     counts = DEVICE_COUNTS[target.platform][: None if full else 1]
     for preset, num_devices in itertools.product(PRESETS[target.platform][: None if full else 1], counts):
-        num_layers = None if full and (preset, num_devices) == (DENSE, counts[0]) else FEW_LAYERS
+        num_layers = None if full and (preset, num_devices) == (DENSE, counts[0]) else few_layers
         shapes = make_step_shapes(target, preset, num_devices=num_devices, num_layers=num_layers, impl=impl)
         rows = max(shapes.buckets.row_counts)
-        for bucket in (Bucket(rows, rows), shapes.buckets.largest):
+        for bucket in (Bucket(rows, rows), shapes.buckets.largest)[0 if full else 1 :]:
             name = f"step {bucket}: {preset}, {shapes.model.num_layers} layers, {num_devices} devices"
             steps[name] = shapes, bucket
     for preset, quantized in QUANTIZED_STEPS[: None if full else target.platform == "gpu"]:
@@ -147,13 +149,13 @@ def list_steps(target: Target, *, full: bool, impl: str) -> dict[str, tuple[Shap
             target,
             preset,
             num_devices=counts[0],
-            num_layers=FEW_LAYERS,
+            num_layers=few_layers,
             impl=impl,
             quantization=QUANTIZED[quantized],
         )
         rows = max(shapes.buckets.row_counts)
         for bucket in (Bucket(rows, rows), shapes.buckets.largest)[: None if full else 1]:
-            steps[f"step {bucket}: {preset}, {quantized}, {FEW_LAYERS} layers, {counts[0]} devices"] = shapes, bucket
+            steps[f"step {bucket}: {preset}, {quantized}, {few_layers} layers, {counts[0]} devices"] = shapes, bucket
     for preset, drafts in DRAFTS if full else ():
         options = {"num_devices": counts[0], "num_layers": FEW_LAYERS, "impl": impl, "drafts": drafts}
         shapes = make_step_shapes(target, preset, **options)

@@ -98,7 +98,7 @@ SHAPES = (
 
 
 # The buckets and shapes that need the most registers on Hopper without spilling, and buckets whose chunks it splits.
-# Other targets compile them only with `--full`.
+# Without `--full` only Hopper has some of them.
 TIGHT = (
     ("drafts", GateShape("heads of 128, window", 32, 8, 128, window=4096)),
     ("drafts", GateShape("heads of 128, window, softcap", 32, 8, 128, window=4096, softcap=50.0)),
@@ -136,42 +136,62 @@ TIGHT = (
     ),
 )
 
-# What each target compiles without `--full`. For every implementation one target has each size of heads, 8-bit pages, a
-# window, a soft cap and sinks; the other targets have the same kernels with other tiles. One TPU has portable attention
-# of heads that do not fill its lanes.
+# What each target compiles without `--full`: shapes by bucket. For every implementation one target has each size of
+# heads, 8-bit pages, a window, a soft cap and sinks; the other targets have the same kernels with other tiles. A mixed
+# bucket has the kernels of decoding rows, too. One TPU has portable attention of heads that do not fill its lanes.
 _BASE, _FP8 = "llama-8b", "llama-8b, fp8 pages"
 _LATENT, _FP8_LATENT = "deepseek-v3, one of 8 devices", "deepseek-v3, one of 8 devices, fp8 pages"
 _OF_64, _OF_256 = "heads of 64, window, sinks", "gemma, heads of 256, window, softcap"
 _NOT_CAUSAL, _PORTABLE_OF_64 = "heads of 128, not causal", "whisper-large-v3, not causal"
 _OF_192 = "nemotron-4-340b, one of 4 devices, heads of 192"
-_CHUNKS = "heads of 256, window, fp8 pages", "heads of 192, window, softcap, sinks", "persistent, heads of 256"
-TIGHT_SAMPLES = tuple((bucket, shape) for bucket, shape in TIGHT if bucket == "drafts" or shape.name in _CHUNKS)
-SAMPLES = {
-    "h200": (_BASE, _FP8, _OF_256, _OF_64, _LATENT, _FP8_LATENT, _NOT_CAUSAL, _OF_192),
-    "a100": (_BASE, _FP8, _OF_256, _OF_64, _NOT_CAUSAL, _OF_192),
-    "l4": (_FP8, _OF_256),
-    "b200": (_BASE, _OF_256),
-    "rtx5090": (_FP8,),
-    "v5e": (_BASE, _FP8, "llama-7b, no groups", _OF_256, _OF_64, _LATENT, _OF_192),
-    "v5p": (_OF_64,),
-    "v6e": (_BASE, _OF_256, _PORTABLE_OF_64),
-    "tpu7x": (_FP8, _OF_64, _FP8_LATENT),
+SAMPLES: dict[str, dict[str, tuple[str, ...]]] = {
+    "h200": {
+        "decode": (_BASE, _FP8_LATENT),
+        "mixed": (
+            _BASE,
+            _OF_64,
+            _FP8_LATENT,
+            _NOT_CAUSAL,
+            "heads of 256, window, fp8 pages",
+            "persistent, heads of 256",
+        ),
+        "turn": ("heads of 192, window, softcap, sinks",),
+        "drafts": (
+            "heads of 192, window",
+            "fp8 scores, heads of 64, window",
+            "trees, heads of 128, fp8 pages",
+        ),
+        "fixed": (_BASE, _FP8_LATENT),
+    },
+    "a100": {
+        "decode": (_FP8, _OF_256, _OF_192, _NOT_CAUSAL),
+        "mixed": (_OF_64,),
+        "drafts": (_BASE,),
+        "fixed": (_OF_64,),
+    },
+    "l4": {"mixed": (_FP8,)},
+    "b200": {"mixed": (_OF_256,)},
+    "rtx5090": {"mixed": (_FP8,)},
+    "v5e": {"decode": (_BASE, _FP8, _OF_192), "mixed": (_OF_256, _OF_64, _LATENT), "drafts": (_BASE,)},
+    "v5p": {"mixed": (_OF_64,)},
+    "v6e": {"decode": (_PORTABLE_OF_64,), "mixed": (_BASE,)},
+    "tpu7x": {"mixed": (_FP8_LATENT,)},
 }
 
 
 def list_programs(target: Target, *, full: bool = True) -> list[GateProgram]:
     """The gate's programs for a target: each shape in the decode and the mixed bucket (on GPUs with fixed splits,
     too), drafts for the first shape, and the tight ones. Without `full`, those that every run of the gate compiles."""
-    shapes = [shape for shape in SHAPES if full or shape.name in SAMPLES[target.name]]
-    programs = [_fill_bucket(bucket, shape, target) for shape in shapes for bucket in ("decode", "mixed")]
+    programs = [_fill_bucket(bucket, shape, target) for shape in SHAPES for bucket in ("decode", "mixed")]
     programs.append(_fill_bucket("drafts", SHAPES[0], target))
     if target.platform == "gpu":  # with fixed splits a decode bucket has other kernels
-        own = [shape for shape in shapes if target.impl not in dict(shape.portable)]
+        own = [shape for shape in SHAPES if target.impl not in dict(shape.portable)]
         programs += [_fill_bucket("fixed", shape, target) for shape in own]
     is_hopper = target.impl == "gpu"
     tight = [(bucket, shape) for bucket, shape in TIGHT if is_hopper or shape.switch is None]
-    samples = TIGHT_SAMPLES if is_hopper else ()
-    return programs + [_fill_bucket(bucket, shape, target) for bucket, shape in (tight if full else samples)]
+    programs += [_fill_bucket(bucket, shape, target) for bucket, shape in tight]
+    sample = {f"{bucket}: {name}" for bucket, names in SAMPLES[target.name].items() for name in names}
+    return programs if full else [program for program in programs if program.name in sample]
 
 
 def _fill_bucket(bucket: str, shape: GateShape, target: Target) -> GateProgram:

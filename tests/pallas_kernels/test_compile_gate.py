@@ -31,7 +31,6 @@ from pallas_kernels.testing.gate_shapes import (
     SAMPLES,
     SHAPES,
     TIGHT,
-    TIGHT_SAMPLES,
     GateShape,
     list_programs,
     list_tuned_programs,
@@ -224,13 +223,11 @@ def test_programs_have_different_names_and_every_bucket() -> None:
         assert {program.max_query_len for program in programs} == {1, None, 5}
         sample = list_programs(target, full=False)
         assert sample == [program for program in programs if program in sample]
-        assert {program.max_query_len for program in sample} == {1, None, 5}
-        fixed = [program for program in sample if program.shape.fixed_splits]
-        tight = [program for program in sample if program not in fixed and program.shape not in SHAPES]
-        assert len(tight) == (len(TIGHT_SAMPLES) if target.name == "h200" else 0), "the tight ones are Hopper's"
-        assert len(sample) == 2 * len(SAMPLES[target.name]) + 1 + len(tight) + len(fixed), (
-            "a sample names shapes that there are"
-        )
+        assert any(program.max_query_len is None for program in sample), "mixed steps have every kernel of a target"
+        named = [f"{bucket}: {name}" for bucket, names in SAMPLES[target.name].items() for name in names]
+        assert sorted(program.name for program in sample) == sorted(named), "a sample names programs that there are"
+        tight = [program for program in sample if replace(program.shape, fixed_splits=False) not in SHAPES]
+        assert bool(tight) == (target.name == "h200"), "the tight ones are Hopper's"
 
 
 @pytest.mark.parametrize("impl", ["gpu", "ampere", "tpu"])
@@ -247,11 +244,19 @@ def test_the_samples_have_every_kind_of_shape_on_one_target(impl: str) -> None:
 
     kinds = describe(SHAPES)
     targets = [target for target in TARGETS.values() if target.impl == impl]
-    assert any(describe(program.shape for program in list_programs(target, full=False)) == kinds for target in targets)
+    samples = [list_programs(target, full=False) for target in targets]
+    assert any(
+        describe(program.shape for program in sample) == kinds
+        and {program.max_query_len for program in sample} == {1, None, 5}
+        and (impl == "tpu" or any(program.shape.fixed_splits for program in sample))
+        for sample in samples
+    )
 
 
-def test_the_tight_samples_have_every_bucket() -> None:
-    assert {bucket for bucket, _ in TIGHT_SAMPLES} == {bucket for bucket, _ in TIGHT}
+def test_the_sample_of_tight_ones_has_every_bucket() -> None:
+    tight = {(bucket, shape.name) for bucket, shape in TIGHT}
+    sample = {(bucket, name) for bucket, names in SAMPLES["h200"].items() for name in names}
+    assert {bucket for bucket, _ in tight & sample} == {bucket for bucket, _ in TIGHT}
 
 
 def test_every_tuning_entry_is_a_program(tmp_path: Path) -> None:
