@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.config import CompileOptions
+from jaxserve.config import CompileOptions, EngineConfig
 from tests.e2e.helpers import PROGRAMS
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -30,9 +30,16 @@ def put_tables(page: str, tables: Mapping[str, str]) -> str:
     return page
 
 
+def compile_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that are made without options for it compile what they use, streaming ones too, and share programs."""
+    with_compile = EngineConfig.with_compile
+    monkeypatch.setattr(EngineConfig, "with_compile", lambda config, _: with_compile(config, "used"))
+    monkeypatch.setattr(CompileOptions, "cache_dir", PROGRAMS)
+
+
 def run_blocks(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs a page's Python blocks one after the other, in one namespace."""
-    monkeypatch.setattr(CompileOptions, "cache_dir", PROGRAMS)
+    compile_little(monkeypatch)
     space: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.S):
         exec(compile(block, str(page), "exec"), space)

@@ -108,6 +108,8 @@ def test_sweep_of_batch_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "% of limit" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+@pytest.mark.thorough
 def test_sweep_of_ways_of_batching(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     files = "--plot", str(tmp_path / "x.svg"), "--html", str(tmp_path / "x.html")

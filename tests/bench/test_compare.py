@@ -98,7 +98,7 @@ def test_an_interpreter_that_is_not_there() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what became of a process")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.thorough)])
 def test_a_comparison_that_is_ended_leaves_nobody_behind(tmp_path: Path, number: int) -> None:
     """Nor a participant that is stopped, which would stay for ever."""
     pids = tmp_path / "pids"
@@ -201,6 +201,8 @@ def test_differences() -> None:
     assert Agreement.of([1, 2], [[1], [2]]) is None
 
 
+@pytest.mark.slow
+@pytest.mark.thorough
 def test_through_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The demo model, a variant of jaxserve that must answer the same, and peers that are skipped or differ."""
     path, cache = tmp_path / "report.json", f"compilation_cache_dir={PROGRAMS}"

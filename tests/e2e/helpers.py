@@ -20,23 +20,24 @@ from tests.programs import PROGRAMS
 
 MAX_MODEL_LEN = 160
 ROOT = Path(__file__).parents[2]
-# One bucket of each kind, for engines of `make_llm` that compile everything.
-FEW_PROGRAMS: dict[str, Any] = {"precompile_bs_paddings": [3], "precompile_token_paddings": [64]}
+# For `make_llm`, which else gives an engine one bucket of each kind.
+ALL_BUCKETS: dict[str, Any] = {"precompile_bs_paddings": None, "precompile_token_paddings": None}
 
 
 def make_llm(case: str | GoldenCase, **options: Any) -> LLM:
-    """A small engine: few buckets, so that it compiles in seconds, and chunks, so that prompts are cut."""
+    """A small engine: two buckets, so that it compiles in seconds, and chunks, so that prompts are cut."""
     case = load_case(case) if isinstance(case, str) else case
+    sizes = {"max_num_seqs": 3, "max_num_batched_tokens": 64} | options
     defaults = {
         "dtype": "float32",
         "max_model_len": MAX_MODEL_LEN,
         "skip_tokenizer_init": True,
-        "max_num_seqs": 3,
-        "max_num_batched_tokens": 64,
+        "precompile_bs_paddings": [sizes["max_num_seqs"]],
+        "precompile_token_paddings": [sizes["max_num_batched_tokens"]],
         "compilation_cache_dir": str(PROGRAMS),
         "show_progress": False,
     }
-    return LLM(str(case.path), **(defaults | options))
+    return LLM(str(case.path), **(defaults | sizes))
 
 
 def write_tiny_llama(folder: Path, **changes: Any) -> Path:

@@ -14,7 +14,8 @@ from jaxserve.errors import EngineStoppedError, InvalidRequestError, WeightsErro
 from tests.e2e.helpers import PROGRAMS
 
 OPTIONS = {
-    "max_num_seqs": 4,
+    "max_num_seqs": 4,  # as tests/bench/small_bench.py has it
+    "max_num_batched_tokens": 64,
     "max_model_len": 256,
     "compile": "used",  # a server compiles all: tests/server
     "compilation_cache_dir": str(PROGRAMS),

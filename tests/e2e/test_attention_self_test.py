@@ -17,7 +17,7 @@ from jaxserve.errors import ConfigError, DeviceError
 from jaxserve.runtime.doctor import list_checks, run_checks
 from jaxserve.runtime.self_test import confirm_attention
 from jaxserve.runtime.shapes import Shapes, make_shapes
-from tests.e2e.helpers import generate_ids, greedy, write_tiny_llama
+from tests.e2e.helpers import PROGRAMS, generate_ids, greedy, write_tiny_llama
 from tests.pallas_kernels.cpu_kernel import serve_kernel
 
 PROMPTS = [[5, 9, 2], list(range(1, 41))]
@@ -27,7 +27,7 @@ OPTIONS = {
     "max_num_seqs": 2,
     "max_num_batched_tokens": 64,
     "page_size": 32,
-    "compilation_cache_dir": "",
+    "compilation_cache_dir": str(PROGRAMS),
 }
 
 
@@ -60,7 +60,10 @@ def find_gauge(llm: LLM) -> Gauge:
 
 @pytest.mark.parametrize(
     ("fault", "message"),
-    [("wrong values", "decode batch: it gave wrong values"), ("does not compile", "decode batch: NotImplementedError")],
+    [
+        pytest.param("wrong values", "decode batch: it gave wrong values", marks=pytest.mark.thorough),
+        ("does not compile", "decode batch: NotImplementedError"),
+    ],
 )
 def test_a_kernel_that_fails_is_replaced_with_a_warning_and_a_metric(
     tiny: Path, expected: list[list[int]], fault: str, message: str, caplog: pytest.LogCaptureFixture

@@ -6,14 +6,23 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jaxserve import LLM
 from jaxserve.errors import CapacityError, ConfigError, JaxServeError, TokenizerError, WeightsError
 from tests.golden_cases import load_case
+from tests.programs import PROGRAMS
 
 SHARDED, PLAIN = load_case("llama_gqa").path, load_case("llama_mha").path
+SIZES: dict[str, Any] = {  # an error waits for the program that is compiled meanwhile
+    "max_model_len": 64,
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 64,
+    "compilation_cache_dir": str(PROGRAMS),
+    "show_progress": False,
+}
 
 
 def truncate(path: Path) -> None:
@@ -76,7 +85,7 @@ def test_broken_checkpoints_are_named(
     shutil.copytree(source, path)
     damage(path)
     with pytest.raises(error, match=message):
-        LLM(str(path), skip_tokenizer_init=True, show_progress=False, max_model_len=64)
+        LLM(str(path), skip_tokenizer_init=True, **SIZES)
 
 
 def test_missing_and_broken_tokenizers_are_named(tmp_path: Path) -> None:

@@ -71,6 +71,7 @@ def test_errors_are_one_line_and_exit_2(arguments: list[str], message: str, caps
     assert message in error and error.startswith("jaxserve: ") and error.count("\n") == 1
 
 
+@pytest.mark.thorough
 def test_a_cache_that_cannot_be_made_is_done_without_unless_it_was_asked_for(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

@@ -14,10 +14,10 @@ from jaxserve.runtime.buckets import Bucket
 from jaxserve.runtime.rows import SampleVariant
 from jaxserve.server.launch import make_state
 from jaxserve.server.options import ServerConfig
-from tests.e2e.helpers import generate_ids, greedy, make_llm
+from tests.e2e.helpers import ALL_BUCKETS, generate_ids, greedy, make_llm
 
 # As test_ready.py has them, so that equal programs are compiled once.
-SIZES = {"max_num_seqs": 5, "max_num_batched_tokens": 96, "num_kv_pages_override": 16}
+SIZES = {"max_num_seqs": 5, "max_num_batched_tokens": 96, "num_kv_pages_override": 16, **ALL_BUCKETS}
 
 
 def test_only_what_a_prompt_needs_is_compiled_and_only_once() -> None:
@@ -38,6 +38,7 @@ def test_only_what_a_prompt_needs_is_compiled_and_only_once() -> None:
     )
 
 
+@pytest.mark.thorough
 def test_tokens_are_those_of_an_engine_that_compiled_everything() -> None:
     rng = random.Random(3)
     prompts = [[rng.randrange(331) for _ in range(rng.choice([1, 3, 32, 90]))] for _ in range(10)]

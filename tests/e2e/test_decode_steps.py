@@ -8,7 +8,7 @@ import pytest
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.errors import ConfigError
-from tests.e2e.helpers import FEW_PROGRAMS, MAX_MODEL_LEN, generate_ids, greedy, make_llm
+from tests.e2e.helpers import MAX_MODEL_LEN, generate_ids, greedy, make_llm
 from tests.e2e.test_fast_equals_slow import PARAMS, make_prompts
 
 PROMPTS = [[token % 80 for token in prompt] for prompt in make_prompts()]  # one of the models knows 83 tokens
@@ -75,6 +75,7 @@ def test_rows_that_the_host_must_see_decode_step_by_step(pair: tuple[LLM, LLM]) 
     assert set(widths) == {1}
 
 
+@pytest.mark.thorough
 def test_tight_pools_preempt_and_lose_nothing() -> None:
     sizes = SIZES | {"num_kv_pages_override": 34, "enable_prefix_caching": True}
     plain, looping = make_llm("llama_gqa", **sizes), make_llm("llama_gqa", max_decode_steps=16, **sizes)
@@ -85,8 +86,9 @@ def test_tight_pools_preempt_and_lose_nothing() -> None:
     looping.ready.engine.scheduler.pages.check()
 
 
+@pytest.mark.thorough
 def test_nothing_compiles_after_ready() -> None:
-    looping = make_llm("llama_gqa", max_decode_steps=3, compile="all", **FEW_PROGRAMS)
+    looping = make_llm("llama_gqa", max_decode_steps=3, compile="all")
     widths = watch_widths(looping)
     generate_ids(looping, PROMPTS, PARAMS)
     assert 3 in widths and looping.ready.runner.num_compiles == 0

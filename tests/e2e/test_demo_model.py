@@ -24,6 +24,7 @@ def test_it_is_small_and_complete() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_it_has_its_skills(tmp_path: Path) -> None:
     scores = tmp_path / "scores.json"
     command = [sys.executable, "scripts/eval_demo_model.py", "--json", str(scores)]

@@ -48,7 +48,7 @@ def recover_state(llm: LLM, case: GoldenCase, prompt: int) -> np.ndarray:
     return state / np.linalg.norm(state)
 
 
-@pytest.mark.parametrize("name", ["llama_gqa", "qwen3", "gemma2"])
+@pytest.mark.parametrize("name", ["llama_gqa", "gemma2", pytest.param("qwen3", marks=pytest.mark.thorough)])
 def test_equals_transformers(name: str, llm: LLM) -> None:
     case = load_case(name)
     served = llm if name == "llama_gqa" else make_llm(case)
@@ -167,6 +167,7 @@ print(json.dumps([output.embedding for output in llm.embed(prompts, use_tqdm=Fal
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_two_devices_equal_one(llm: LLM) -> None:
     prompts = [[5], LONG[:40], [7, 8, 9]]
     found = run_on_devices(2, TWO_DEVICES, str(PROGRAMS), json.dumps(prompts))

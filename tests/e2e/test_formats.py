@@ -29,6 +29,8 @@ def test_orbax_checkpoint_is_the_same_model(tmp_path: Path) -> None:
         max_model_len=160,
         max_num_seqs=3,
         max_num_batched_tokens=64,
+        precompile_bs_paddings=[3],
+        precompile_token_paddings=[64],
         compilation_cache_dir=str(PROGRAMS),
         show_progress=False,
     )
@@ -50,6 +52,7 @@ def test_sixteen_bit_models_follow_the_reference_for_a_while(dtype: str) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_kv_cache_may_be_narrower_than_the_model() -> None:
     case = load_case("llama_gqa")
     llm = make_llm(case, kv_cache_dtype="bfloat16")

@@ -53,6 +53,8 @@ def make_fp8(path: Path, **options: object) -> LLM:
             "skip_tokenizer_init": True,
             "max_num_seqs": 3,
             "max_num_batched_tokens": 64,
+            "precompile_bs_paddings": [3],
+            "precompile_token_paddings": [64],
             "compilation_cache_dir": str(PROGRAMS),
             "show_progress": False,
         }
@@ -83,6 +85,7 @@ def test_fp8_pages_are_close_with_and_without_scales(tmp_path: Path, caplog: pyt
     assert 1e-4 < error < 0.4, "scales that were lost would show as a factor of fifty"
 
 
+@pytest.mark.thorough
 def test_latents_have_one_scale(tmp_path: Path) -> None:
     exact = first_logits(make_llm(LATENT_CASE), LATENT_CASE)
     scaled = make_fp8(add_scales(tmp_path / "latents", "{part}_scale", (), case=LATENT_CASE))
@@ -92,6 +95,7 @@ def test_latents_have_one_scale(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_scales_are_found_by_their_other_name_per_head_and_ignored_without_fp8(tmp_path: Path) -> None:
     heads = json.loads((load_case(CASE).path / "config.json").read_text())["num_key_value_heads"]
     path = add_scales(tmp_path / "per-head", "{part}_proj.{part}_scale", (heads,))

@@ -22,6 +22,7 @@ def make_llm(directory: Path, given: dict[str, Any], **options: Any) -> LLM:
     shutil.copytree(CASE.path, directory)
     (directory / "generation_config.json").write_text(json.dumps(given))
     defaults = {"max_model_len": 160, "max_num_seqs": 3, "max_num_batched_tokens": 64, "show_progress": False}
+    defaults |= {"precompile_bs_paddings": [3], "precompile_token_paddings": [64]}
     return LLM(str(directory), **(defaults | {"compilation_cache_dir": str(PROGRAMS)} | options))
 
 

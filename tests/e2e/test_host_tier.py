@@ -111,6 +111,7 @@ def test_new_weights_and_a_lost_device_empty_both_tiers() -> None:
         assert run_turns(llm) == tokens
 
 
+@pytest.mark.thorough
 def test_a_recording_with_copies_is_replayed(tmp_path: Path) -> None:
     recording = tmp_path / "steps.jsonl"
     llm = make_tiny("llama_gqa", record_steps=str(recording))
@@ -156,6 +157,7 @@ print(json.dumps([tokens, llm.ready.engine.scheduler.counts.host_hits]))
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_tokens_are_equal_on_two_devices() -> None:
     found, hits = run_on_devices(2, TWO_DEVICES)
     tokens = run_turns(make_llm("llama_gqa", page_size=8, enable_prefix_caching=False))

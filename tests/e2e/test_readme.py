@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs import PROGRAMS
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```\n+```text\n(.*?)```", README, flags=re.S)
@@ -26,7 +28,10 @@ INSTALL_LINES = re.findall(r"^pip install [^#\n]*", README, flags=re.M)
 
 def run(command: list[str] | str, folder: Path, **options: object) -> str:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": path}
+    cache = folder / "cache" / "jaxserve"
+    cache.mkdir(parents=True)
+    (cache / "xla").symlink_to(PROGRAMS, target_is_directory=True)  # an example has no option for it
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": path, "XDG_CACHE_HOME": str(cache.parent)}
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, cwd=folder, env=environment, timeout=280, **options
     )

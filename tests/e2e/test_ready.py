@@ -17,7 +17,7 @@ from jaxserve.errors import ConfigError, InvalidRequestError, MissingProgramErro
 from jaxserve.request import Request
 from jaxserve.runtime.buckets import Bucket
 from jaxserve.scheduler import StepPlan
-from tests.e2e.helpers import generate_ids, greedy, make_llm
+from tests.e2e.helpers import ALL_BUCKETS, generate_ids, greedy, make_llm
 from tests.golden_cases import load_case
 
 VOCAB = 331
@@ -25,7 +25,9 @@ VOCAB = 331
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return make_llm("llama_gqa", max_num_seqs=5, max_num_batched_tokens=96, num_kv_pages_override=16, compile="all")
+    return make_llm(
+        "llama_gqa", max_num_seqs=5, max_num_batched_tokens=96, num_kv_pages_override=16, compile="all", **ALL_BUCKETS
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +68,7 @@ def test_nothing_compiles_after_ready(llm: LLM) -> None:
         jax.monitoring.unregister_event_duration_listener(listen)  # others listen as well
 
 
+@pytest.mark.thorough
 def test_padded_sizes_are_those_of_the_options(llm: LLM) -> None:
     sizes = {"precompile_bs_paddings": [5], "precompile_token_paddings": [96]}
     few = make_llm(

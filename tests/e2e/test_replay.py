@@ -227,6 +227,7 @@ def test_a_fault_and_an_interrupt_are_replayed(tmp_path: Path, capsys: pytest.Ca
     assert status == 0 and "steps that failed when recorded │ 2 │" in shown and "resets │ 2 │" in shown
 
 
+@pytest.mark.thorough
 def test_pools_of_several_groups_and_loops_of_steps_are_those_of_the_recording(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve.presets import demo_model_dir
 from jaxserve.request import CompletionOutput
 from jaxserve.structured import GrammarCompiler
-from tests.e2e.helpers import PROGRAMS
+from tests.e2e.test_structured import ENGINE
 from tests.examples import scale_examples
 from tests.structured.schemas import INTEGER, LEAVES, REALISTIC, SCHEMAS, STRING, Schema, make_nested, make_object
 from tests.structured.walks import walk
@@ -212,13 +212,6 @@ def test_formats_are_checked(name: str, good: str, bad: str) -> None:
 
 
 # --- models
-
-ENGINE: dict[str, Any] = {  # as other tests have it, so that its programs are compiled once
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 64,
-    "compilation_cache_dir": str(PROGRAMS),
-    "show_progress": False,
-}
 
 
 @pytest.fixture(scope="module")

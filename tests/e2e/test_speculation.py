@@ -205,6 +205,7 @@ def test_arrivals_aborts_and_embeddings_in_between(plain: LLM, drafting: LLM) ->
         np.testing.assert_allclose(done[embedding.request_id].embedding, vector.embedding, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_without_overlap(plain: LLM) -> None:
     check(plain, make_scripted(partial(make, async_scheduling=False), 3), INPUTS, [*SHAPED_PARAMS, *PARAMS[8:]])
 
@@ -258,6 +259,7 @@ print(json.dumps(True))
 """
 
 
+@pytest.mark.thorough
 def test_four_devices(plain: LLM) -> None:
     expected = [output.outputs[0].token_ids for output in ask(plain, INPUTS[:8], TP_PARAMS)]
     assert run_on_devices(4, _TP_SCRIPT, json.dumps(expected))

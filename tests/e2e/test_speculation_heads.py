@@ -106,6 +106,7 @@ def test_a_prefix_hit_keeps_acceptance(drafting: LLM) -> None:
     assert shares[1] >= 0.95 * shares[0] > 0.5
 
 
+@pytest.mark.thorough
 def test_a_head_follows_steps_of_every_kind(plain: LLM, drafting: LLM) -> None:
     """Chunks, plain steps and verify steps leave what one chunk of the whole text leaves: nothing missing, no guess."""
     prompt = plain.get_tokenizer().encode("Once upon a time there was a king who had three sons. " * 4)[:70]

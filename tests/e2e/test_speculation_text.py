@@ -177,6 +177,7 @@ def test_a_recording_is_replayed_equal(config: dict[str, Any], tmp_path: Path, c
     assert status == 0 and "Equal" in shown and "resets │ 1 │" in shown
 
 
+@pytest.mark.thorough
 def test_a_recording_is_refused_with_another_head(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     path, head = tmp_path / "steps.jsonl", tmp_path / "head"
     shutil.copytree(demo_head_dir(), head)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -24,9 +25,19 @@ SCHEMA = {
 }
 
 
+ENGINE: dict[str, Any] = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "precompile_bs_paddings": [4],
+    "precompile_token_paddings": [64],
+    "compilation_cache_dir": str(PROGRAMS),
+    "show_progress": False,
+}
+
+
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(max_num_seqs=4, max_num_batched_tokens=64, compilation_cache_dir=str(PROGRAMS), show_progress=False)
+    return LLM(**ENGINE)
 
 
 def ask(llm: LLM, params: list[SamplingParams]) -> list[str]:
@@ -80,13 +91,7 @@ def test_batched_equals_alone_and_overlap_changes_nothing(llm: LLM) -> None:
     params = [make(seed, json=SCHEMA, disable_any_whitespace=True) for seed in (5, 6, 7)]
     together = ask(llm, params)
     assert [ask(llm, [each])[0] for each in params] == together
-    plain_loop = LLM(
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
-        async_scheduling=False,
-        compilation_cache_dir=str(PROGRAMS),
-        show_progress=False,
-    )
+    plain_loop = LLM(**ENGINE, async_scheduling=False)
     assert ask(plain_loop, params) == together
 
 
@@ -175,17 +180,10 @@ def test_suppressed_tokens_leave_a_small_grammar_its_other_texts(llm: LLM) -> No
     assert set(ask(llm, [replace(each, suppress_tokens=suppressed) for each in free])) == {"no"}
 
 
+@pytest.mark.thorough
 def test_small_grammars_are_followed_on_the_device(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """No mask is made for them, also after a preemption, and a row can follow one after another."""
-    tight = LLM(
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
-        num_kv_pages_override=8,
-        page_size=8,
-        max_model_len=56,
-        compilation_cache_dir=str(PROGRAMS),
-        show_progress=False,
-    )
+    tight = LLM(**ENGINE, num_kv_pages_override=8, page_size=8, max_model_len=56)
     monkeypatch.setattr("jaxserve.engine.grammars.GrammarRows.make_masks", None)
     regex = "[a-c][0-2]([a-c][0-2]?)?"
     params = [make(seed, regex=regex) for seed in range(12)]

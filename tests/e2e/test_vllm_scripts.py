@@ -24,8 +24,7 @@ from jaxserve import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from jaxserve.config import CompileOptions
-from tests.e2e.helpers import PROGRAMS
+from tests.doc_pages import compile_little
 
 MODEL = "demo"
 PROMPTS = ["Hello, my name is", "Once upon a time", "The capital of France is", "The cat sat on"]
@@ -33,7 +32,7 @@ PROMPTS = ["Hello, my name is", "Once upon a time", "The capital of France is", 
 
 @pytest.fixture(autouse=True)
 def one_cache_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CompileOptions, "cache_dir", PROGRAMS)
+    compile_little(monkeypatch)
 
 
 def test_basic_and_metrics() -> None:

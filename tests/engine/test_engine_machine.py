@@ -27,6 +27,7 @@ from jaxserve.scheduler import Scheduler, SchedulerLimits, Sequence, SequenceSta
 from jaxserve.scheduler_options import SchedulerOptions
 from tests.engine.helpers import greedy, make_engine, run
 from tests.engine.late_masks import LateMasks
+from tests.examples import scale_examples
 from tests.fake_device import FakeDevice, continue_alone, embed_alone, make_drafter
 
 MAX_MODEL_LEN = 160
@@ -384,7 +385,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 EngineMachine.TestCase.settings = settings(
-    max_examples=300,
+    max_examples=scale_examples(300),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

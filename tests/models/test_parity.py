@@ -26,11 +26,32 @@ QUICK = {
     "gemma3_text",
     "phi3_longrope_long",
 }
+# Another option, size or type of a family whose other goldens CI has; ropes are in tests/layers/test_rope.py, too.
+MORE = {
+    *(
+        "llama_rope_dynamic",
+        "llama_rope_linear",
+        "llama_rope_llama3",
+        "llama_rope_yarn_factor",
+        "llama_rope_yarn_mscale",
+    ),
+    *("llama_head24", "llama_head80", "llama_head96", "llama_mha", "llama_tied", "llama_bf16", "llama_f16"),
+    *("gemma2_bf16", "gemma2_f16", "qwen3_moe_bf16", "deepseek_v3_bf16", "deepseek_v2_greedy", "cohere2_bias"),
+    *("cohere_qk_norm", "glm4_no_bias", "glm4_moe_qk_norm", "glm4_moe_lite", "gpt_neox_sequential", "granite_bias"),
+    *("mistral", "mixtral_packed", "olmo3_bias_ropes", "phi3", "phi3_longrope_short", "qwen2", "qwen3"),
+    *("smollm3_window", "starcoder2_window", "gemma4_text_moe", "gpt_oss_mxfp4"),
+}
+THOROUGH = [pytest.mark.slow, pytest.mark.thorough]
+assert {*CASES} >= QUICK | MORE, "a golden was renamed"
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
+def mark(name: str) -> list[pytest.MarkDecorator]:
+    if name in QUICK:
+        return []
+    return THOROUGH if name in MORE else THOROUGH[:1]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=mark(name)) for name in CASES])
 def test_logits_and_greedy_tokens_equal_the_reference(name: str):
     case = load_case(name)
     config = replace(parse_config(case.config), dtype="float32").with_max_model_len(case.max_model_len)

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from jaxserve.pages import PageGroup, PageManager
 from jaxserve.pages.host_pool import HostPool
 from jaxserve.pages.manager import SequencePages
+from tests.examples import scale_examples
 
 PAGE = 32
 Place = tuple[int, int]  # (group, page) or (group, slot)
@@ -212,7 +213,7 @@ class TierMachine(RuleBasedStateMachine):
 
 
 TierMachine.TestCase.settings = settings(
-    max_examples=200,
+    max_examples=scale_examples(200),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

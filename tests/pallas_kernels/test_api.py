@@ -68,7 +68,7 @@ def test_stored_keys_and_values_are_those_that_were_written(impl: str) -> None:
 STORED = ("mixed 8:2 of 128 bfloat16, sinks", "mixed fp8 8:2 of 128", "mixed latents 8 of 576")
 
 
-@pytest.mark.parametrize("name", STORED)
+@pytest.mark.parametrize("name", [STORED[0], *(pytest.param(name, marks=pytest.mark.thorough) for name in STORED[1:])])
 @pytest.mark.parametrize("impl", ["xla", "gpu_interpret", "ampere_interpret", needs_library("cpu")])
 def test_storing_alone_writes_what_attention_writes(impl: str, name: str) -> None:
     case = next(case for case in CASES if case.name == name)
@@ -89,6 +89,7 @@ def test_storing_alone_writes_what_attention_writes(impl: str, name: str) -> Non
     np.testing.assert_array_equal(stored[is_used], expected[is_used])
 
 
+@pytest.mark.thorough
 def test_what_writes_while_it_attends_stores_so() -> None:
     test_storing_alone_writes_what_attention_writes("tpu_interpret", STORED[0])
 

@@ -177,6 +177,7 @@ def test_the_library_is_compiled_once_and_kept(tmp_path: Path) -> None:
     assert run_fresh(without, tmp_path / "new" / "folder") == "None"
 
 
+@pytest.mark.thorough
 def test_a_kept_library_that_was_cut_is_compiled_again(tmp_path: Path) -> None:
     """To load it could end the process by a signal."""
     found = library._find_kept(PROGRAMS)  # compiled when the tests began
@@ -190,6 +191,7 @@ def test_a_kept_library_that_was_cut_is_compiled_again(tmp_path: Path) -> None:
     assert run_fresh(without, tmp_path) == "None"
 
 
+@pytest.mark.thorough
 def test_without_a_directory_nothing_is_left(tmp_path: Path) -> None:
     script = "import tempfile; tempfile.tempdir = sys.argv[1]; print(library.load(None))"
     assert run_fresh(script, tmp_path) == "None" and not list(tmp_path.iterdir())

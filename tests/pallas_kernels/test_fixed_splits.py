@@ -149,10 +149,13 @@ CHUNKS = {
 }
 
 
-def mark(steps: dict[str, Step], *marks: pytest.MarkDecorator) -> list[Any]:
-    """Parameters; those beside an implementation's plain one are slow, and have `marks`."""
-    beside = pytest.mark.slow, *marks
-    return [pytest.param(step, id=name, marks=beside if "," in name else ()) for name, step in steps.items()]
+THOROUGH = pytest.mark.slow, pytest.mark.thorough
+
+
+def mark(steps: dict[str, Step], *quick: str) -> list[Any]:
+    """Parameters, of which CI runs the `quick` ones."""
+    assert {*quick} <= {*steps}
+    return [pytest.param(step, id=name, marks=() if name in quick else THOROUGH) for name, step in steps.items()]
 
 
 LENGTHS = (1, 127, 128, 300)  # one unit, one that is whole, and three
@@ -164,7 +167,7 @@ def shrink_device(step: Step) -> Any:
     return replace(config, decode=replace(config.decode, num_sms=1))
 
 
-@pytest.mark.parametrize("step", mark(DECODE))
+@pytest.mark.parametrize("step", mark(DECODE, "gpu", "gpu, latents", "ampere, window, sinks"))
 def test_decoding_rows_have_the_same_bits_alone_and_among_others(step: Step) -> None:
     config = shrink_device(step)
     alone = {length: attend(step, [decode(length, length)], is_decode=True, config=config)[0] for length in LENGTHS}
@@ -175,6 +178,7 @@ def test_decoding_rows_have_the_same_bits_alone_and_among_others(step: Step) -> 
                 np.testing.assert_array_equal(answers, alone[length], err_msg=f"{length} among {others}")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("impl", ["gpu", "ampere"])
 def test_splits_by_load_are_found(impl: str) -> None:
     """The same test without fixed splits."""
@@ -185,7 +189,7 @@ def test_splits_by_load_are_found(impl: str) -> None:
         )
 
 
-@pytest.mark.parametrize("step", mark(CHUNKS, pytest.mark.thorough))
+@pytest.mark.parametrize("step", mark(CHUNKS, "gpu"))
 def test_prompts_have_the_same_bits_however_they_are_cut(step: Step) -> None:
     begin, end = 96, 300
     whole = attend(step, [Row(0, begin, end)], is_decode=False)[0]
@@ -225,8 +229,18 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("impl", ["gpu_interpret", "ampere_interpret"])
+# Of the kernels' parts for fixed splits CI runs each once.
+QUICK = {("gpu_interpret", "mixed"), ("gpu_interpret", "fp8 latents"), ("ampere_interpret", "fp8")}
+
+
+@pytest.mark.parametrize(
+    ("impl", "case"),
+    [
+        pytest.param(impl, case, id=f"{impl}-{case.name}", marks=() if (impl, case.name) in QUICK else THOROUGH)
+        for impl in ("gpu_interpret", "ampere_interpret")
+        for case in CASES
+    ],
+)
 def test_same_as_reference(impl: str, case: Case, capfd: pytest.CaptureFixture[str]) -> None:
     case = replace(case, table_width=WIDTH, max_rows=4, max_tokens=64, fixed_splits=True)
     case = case.with_layout(choose_layout(impl, case.spec))

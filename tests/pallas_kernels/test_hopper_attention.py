@@ -22,9 +22,7 @@ ALLOWED = [with_layout(c) for c in CASES if find_backend(IMPL).module.find_obsta
 MIXED = [case for case in ALLOWED if case.max_query_len is None]
 CI = (  # the others only show again what these do
     "mixed 8:2 of 128 bfloat16, sinks",
-    "mixed 4:1 of 256 bfloat16",
     "mixed fp8 4:2 of 64, window, softcap",
-    "chunks and others, window",
     "cross mixed",
 )
 PARAMS = [pytest.param(case, id=case.name, marks=[] if case.name in CI else pytest.mark.thorough) for case in MIXED]

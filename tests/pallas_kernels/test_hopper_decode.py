@@ -31,8 +31,17 @@ SPLIT = HopperConfig(
     DecodeConfig(stages=2, ctas_per_sm=1, num_sms=2, min_split_tokens=64, unit_cost=0), PrefillConfig()
 )
 WHOLE = replace(SPLIT, decode=replace(SPLIT.decode, num_sms=1, min_split_tokens=512))
-# Slow cases that show nothing which others do not.
-SLOW = ("decode 4:4 bfloat16", "decode 8:2 of 256 float16", "decode sinks", "decode fp8 8:2 of 128")
+# One of each kind of head, page and mask: the others show nothing which these do not.
+CI = (
+    "decode 8:1 of 128, window, softcap, sinks",
+    "decode fp8 4:4 of 64, window",
+    "decode 8:2 of 192",
+    "drafts verified, 3:1, window, sinks",
+    "cross decode",
+    "tree 8:2 of 128",
+    "padded heads, few pages per row",
+)
+THOROUGH = [pytest.mark.slow, pytest.mark.thorough]
 BF16 = KVSpec(2, 128, 64, "bfloat16")
 WIDE_PAGES = KVSpec(1, 128, 256, "bfloat16")
 OTHERS = (
@@ -53,9 +62,10 @@ def shrink(case: Case) -> Case:
 
 
 DECODE_CASES = [
-    pytest.param(case, id=case.name, marks=[pytest.mark.slow, pytest.mark.thorough] if case.name in SLOW else [])
+    pytest.param(case, id=case.name, marks=[] if case.name in CI else THOROUGH)
     for case in map(shrink, filter(is_for_decode, (*CASES, *OTHERS)))
 ]
+assert len([param for param in DECODE_CASES if not param.marks]) == len(CI), "a case was renamed"
 
 
 @pytest.fixture
@@ -117,7 +127,10 @@ FP8_CASES = (
 assert len(FP8_CASES) > 3, "a case was renamed"
 
 
-@pytest.mark.parametrize("case", FP8_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name or "small", marks=[] if case is SMALL_FP8 else THOROUGH) for case in FP8_CASES],
+)
 def test_keys_of_8_bits_need_no_widening(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
     check(case, FP8_SCORES, capsys)
 
@@ -171,18 +184,20 @@ def finds_fault(case: Case, capsys: pytest.CaptureFixture[str], config: HopperCo
     return "RACE DETECTED" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("case", [SMALL, SMALL_FP8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("case", [pytest.param(SMALL, id="bf16"), pytest.param(SMALL_FP8, id="fp8", marks=THOROUGH)])
 def test_missing_commit_is_found(case: Case, broken: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     broken.setattr(compat, "commit_smem", lambda: None)
     assert finds_fault(case, capsys)
 
 
+@pytest.mark.thorough
 def test_missing_wait_is_found(broken: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The first wait that is traced belongs to the memory warpgroup: for a slot to be free."""
     broken.setattr(compat, "barrier_wait", _skip_first(compat.barrier_wait))
     assert finds_fault(SMALL, capsys)
 
 
+@pytest.mark.thorough
 def test_a_missing_wait_for_keys_that_are_not_widened_is_found(
     broken: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

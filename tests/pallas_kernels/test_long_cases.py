@@ -123,24 +123,26 @@ def test_every_long_case_runs_somewhere() -> None:
     assert {case.name for _, case in PAIRS} == {case.name for case in LONG_CASES}
 
 
-# Both in CI; on the oldest jax one, for each kernel.
-CASES = [pytest.param(OF_128, id=OF_128.name), pytest.param(FP8_OF_128, id=FP8_OF_128.name, marks=pytest.mark.slow)]
+# In CI one for each kernel, on the oldest jax, too.
+THOROUGH = [pytest.mark.slow, pytest.mark.thorough]
 
 
-TURNS = [pytest.param(turn, id=turn.name) for turn in (TURN, OPEN_TURN)]
-TURNS.append(pytest.param(FP8_TURN, id=FP8_TURN.name, marks=pytest.mark.slow))
+def mark(case: Case, *others: Case) -> list[Any]:
+    return [pytest.param(case, id=case.name), *(pytest.param(each, id=each.name, marks=THOROUGH) for each in others)]
 
 
-@pytest.mark.parametrize("case", CASES + TURNS)
+@pytest.mark.parametrize("case", mark(TURN, FP8_OF_128, OF_128, FP8_TURN, OPEN_TURN))
 def test_gpu(case: Case, capfd: pytest.CaptureFixture[str]) -> None:
     test_hopper_attention.check(with_layout("gpu", case), capfd)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", mark(OF_128, FP8_OF_128))
 def test_ampere_kernels(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
     test_ampere.check(with_layout("ampere", case), None, capsys)
 
 
+@pytest.mark.slow
+@pytest.mark.thorough
 def test_tpu_kernels() -> None:
     with quick_interpreter():
         test_tpu.check_case(with_layout("tpu", OF_256), None)

@@ -21,7 +21,9 @@ def make_shape(impl: str, head_dim: int = 32, *, dtype: str = "bfloat16", window
     return AttnShape(4, replace(spec, layout=choose_layout(impl, spec)), "bfloat16", window)
 
 
-@pytest.mark.parametrize(("dtype", "window"), [("bfloat16", None), ("float8_e4m3fn", 100)])
+@pytest.mark.parametrize(
+    ("dtype", "window"), [pytest.param("bfloat16", None, marks=pytest.mark.thorough), ("float8_e4m3fn", 100)]
+)
 def test_a_kernel_that_is_right_passes(dtype: str, window: int | None) -> None:
     with serve_kernel():
         assert run_self_test("gpu", make_shape("gpu", dtype=dtype, window=window), **SIZES) is None

@@ -21,17 +21,12 @@ from tests.pallas_kernels.tpu_faults import find_race, quick_interpreter
 
 QUICK = {  # compiling takes the time: of each shape that must not break unseen, one
     "decode",
-    "decode one row of many",
     "decode all padding",
     "decode 8:1 of 128, window, softcap, sinks",
     "decode fp8 8:2 of 128",
     "mixed",
-    "mixed one prompt",
-    "mixed one chunk deep in its row",
     "mixed all padding",
     "heads of 96, window",
-    "chunks",
-    "decode latents 16 of 576",
     "mixed latents 20 of 320, sinks",
 }
 TPU_CASES = [case.with_layout(choose_layout(case.spec)) for case in CASES]
@@ -81,10 +76,10 @@ def test_cases(case: Case) -> None:
 @pytest.mark.parametrize(
     ("name", "together"),
     [
-        ("decode", 2),
-        ("decode all padding", 4),
         ("decode 8:1 of 128, window, softcap, sinks", 4),
         ("mixed", 2),
+        pytest.param("decode", 2, marks=THOROUGH),
+        pytest.param("decode all padding", 4, marks=THOROUGH),
         pytest.param("decode fp8 4:4 of 64, window", 2, marks=THOROUGH),
         pytest.param("decode latents fp8", 4, marks=THOROUGH),
         pytest.param("drafts verified, 3:1, window, sinks", 8, marks=THOROUGH),
@@ -103,7 +98,7 @@ def test_groups(name: str, together: int) -> None:
     ("name", "together"),
     [
         ("decode fp8 8:2 of 128", 4),
-        ("mixed", 1),
+        pytest.param("mixed", 1, marks=THOROUGH),
         pytest.param("decode", 2, marks=THOROUGH),
         pytest.param("decode sinks", 4, marks=THOROUGH),
         pytest.param("decode fp8 4:4 of 64, window", 2, marks=THOROUGH),
@@ -140,7 +135,13 @@ NEIGHBOURS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "orders"), NEIGHBOURS, ids=[name for name, _ in NEIGHBOURS])
+@pytest.mark.parametrize(
+    ("name", "orders"),
+    [
+        pytest.param(name, orders, id=name, marks=THOROUGH if name == "decode sinks" else [])
+        for name, orders in NEIGHBOURS
+    ],
+)
 def test_neighbours_change_no_bit_of_a_row(name: str, orders: list[tuple[int, ...]]) -> None:
     """Alone, among others, and at other places of a group, which then has other rows to wait for."""
     case = find_case(name)

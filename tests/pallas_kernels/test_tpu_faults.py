@@ -42,7 +42,11 @@ def test_kernels_without_a_fault_are_right() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "module"), [("decode one row of many", pages), ("mixed one chunk deep in its row", prefill)]
+    ("name", "module"),
+    [
+        ("decode one row of many", pages),
+        pytest.param("mixed one chunk deep in its row", prefill, marks=pytest.mark.thorough),
+    ],
 )
 def test_a_missing_wait_is_found(name: str, module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """In `pages` keys are read before they have arrived; in `prefill` before they were written."""
@@ -65,7 +69,13 @@ def test_other_missing_waits_are_found(name: str, module: ModuleType, monkeypatc
     ("name", "owner", "part", "broken"),
     [
         ("decode one row of many", decode, "keep_values", lambda values, _: values),
-        ("mixed one chunk deep in its row", pages.PageBlocks, "clean", lambda *_, **__: None),
+        pytest.param(
+            "mixed one chunk deep in its row",
+            pages.PageBlocks,
+            "clean",
+            lambda *_, **__: None,
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_values_that_are_nobodys_must_be_cleaned(
@@ -75,6 +85,7 @@ def test_values_that_are_nobodys_must_be_cleaned(
     assert not is_right(find_case(name))
 
 
+@pytest.mark.thorough
 def test_rows_of_a_group_need_places_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copied to the same place of the block, the last row's keys would be those of all."""
     start = pages.PageBlocks.start

@@ -30,7 +30,7 @@ def make_chains(inputs: Inputs) -> np.ndarray:
     return np.stack([2 ** (places + 1) - 1, 0 * places], axis=1).astype(np.uint32)
 
 
-@pytest.mark.parametrize("impl", ["xla", "gpu_interpret", "ampere_interpret"])
+@pytest.mark.parametrize("impl", ["xla", "gpu_interpret", pytest.param("ampere_interpret", marks=pytest.mark.thorough)])
 def test_a_chain_has_the_bits_of_a_causal_mask(impl: str, capsys: pytest.CaptureFixture[str]) -> None:
     inputs = make_inputs(CASE)
     chain, _ = run_case(CASE, replace(inputs, ancestors=make_chains(inputs)), impl=impl)
@@ -49,6 +49,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     jax.clear_caches()
 
 
+@pytest.mark.thorough
 def test_a_kernel_that_forgets_its_trees_is_found(broken: pytest.MonkeyPatch) -> None:
     broken.setattr(KeyTiles, "see_ancestors", lambda _, numbers, tree: numbers < 64)
     inputs = make_inputs(CASE)

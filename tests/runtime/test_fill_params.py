@@ -35,7 +35,7 @@ OPTIONS: dict[str, Any] = {"mesh": one_device(), "rules": DEFAULT_RULES}
 ONE_EXPERT = 1  # bytes, so no two share a piece
 
 
-@pytest.mark.parametrize("most_bytes", [ONE_EXPERT, pieces.MAX_PIECE_BYTES])
+@pytest.mark.parametrize("most_bytes", [ONE_EXPERT, pytest.param(pieces.MAX_PIECE_BYTES, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("mode", ["stacked", "unrolled"])
 @pytest.mark.parametrize("name", ["qwen2_moe", "mixtral_packed", "gpt_oss_mxfp4", "llama_tied"])
 def test_equals_stacking_afterwards(
@@ -72,7 +72,9 @@ def test_orbax(mode: StackMode, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["stacked", "unrolled"])
-@pytest.mark.parametrize("scheme", [None, "int8_per_channel_weight_only", "fp8_per_block"])
+@pytest.mark.parametrize(
+    "scheme", [None, "int8_per_channel_weight_only", pytest.param("fp8_per_block", marks=pytest.mark.thorough)]
+)
 def test_devices_hold_the_model_and_one_expert(
     scheme: str | None, mode: StackMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -129,6 +129,7 @@ def run_random(path: Path, *, num_steps: int, seed: int) -> tuple[Engine, FakeDe
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_ten_thousand_random_steps_are_replayed_equal(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     engine, _ = run_random(path, num_steps=10_000, seed=1)

@@ -67,6 +67,7 @@ def test_pools_take_what_the_programs_leave(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_stacked_parameters_give_the_same_step() -> None:
     """The accelerators' form of the parameters, on CPU: same canonical weights, same logits, same in-place update."""
     shapes, mesh = make_small_shapes("gemma2"), make_mesh(1)

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tests.server import faulty
-from tests.server.conftest import SMALL
+from tests.server.conftest import ALL_PROGRAMS, SMALL
 from tests.server.pressure import (
     COMPLETIONS,
     complete,
@@ -140,7 +140,7 @@ def test_a_stuck_device_does_not_keep_the_process() -> None:
 
 @pytest.mark.parametrize("moment", ["loading", "compiling"])
 def test_sigterm_while_starting_ends_at_once(moment: str, tmp_path: Path) -> None:
-    server = launch(*SMALL, "--compilation-cache-dir", str(tmp_path))  # an empty one: there is much to compile
+    server = launch(*ALL_PROGRAMS, "--compilation-cache-dir", str(tmp_path))  # an empty one: there is much to compile
     try:
         wait_until(lambda: server.url, 60)
         if moment == "compiling":
@@ -154,7 +154,7 @@ def test_sigterm_while_starting_ends_at_once(moment: str, tmp_path: Path) -> Non
 
 
 def test_sigterm_while_the_rest_is_compiled_drains(tmp_path: Path) -> None:
-    server = launch(*SMALL, "--serve-while-warming", "--compilation-cache-dir", str(tmp_path))
+    server = launch(*ALL_PROGRAMS, "--serve-while-warming", "--compilation-cache-dir", str(tmp_path))
     try:
         wait_until(lambda: any("largest programs only" in line for line in list(server.lines)), 200)
         stream = open_stream(server, max_tokens=30, temperature=0, ignore_eos=True)

@@ -20,6 +20,7 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance
 from jaxserve.server.app import make_api
 from tests.examples import scale_examples
 from tests.server.asgi import make_state
+from tests.server.conftest import FEW_PROGRAMS
 from tests.server.running import RunningServer, run_server
 
 EXAMPLES = scale_examples(100)  # of each operation, right and wrong ones
@@ -32,7 +33,7 @@ OPERATIONS = [
     ENDLESS,
 ]
 # Answers of 128 tokens at most, so that a valid body costs little.
-SMALL = ("--max-num-seqs", "8", "--max-num-batched-tokens", "128", "--max-model-len", "128")
+SMALL = ("--max-num-seqs", "8", "--max-num-batched-tokens", "128", "--max-model-len", "128", *FEW_PROGRAMS)
 EVENTS = TypeAdapter(responses.ResponseStreamEvent)
 CHAT = {"messages": [{"role": "user", "content": "What is two plus two?"}], "temperature": 0, "max_tokens": 40}
 STORY = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 12}

@@ -31,9 +31,11 @@ SMALL = {  # as the servers of the other tests have it, so that all programs are
     "max_num_seqs": 8,
     "max_num_batched_tokens": 128,
     "max_model_len": 1024,
+    "precompile_bs_paddings": [8],
+    "precompile_token_paddings": [128],
     "compilation_cache_dir": str(PROGRAMS),
 }
-FLAGS = [text for name, value in SMALL.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+FLAGS = [text for name, value in SMALL.items() for text in (f"--{name.replace('_', '-')}", str(value).strip("[]"))]
 
 
 def make_line(custom_id: str, url: str = "/v1/completions", method: str = "POST", **body: Any) -> dict[str, Any]:

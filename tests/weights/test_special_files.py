@@ -114,6 +114,7 @@ def test_shards_are_counted_together(tmp_path: Path, monkeypatch: pytest.MonkeyP
         open_checkpoint(tmp_path)
 
 
+@pytest.mark.thorough
 def test_a_model_larger_than_any_published_is_read(tmp_path: Path) -> None:
     count = 95_000
     assert count < MAX_TENSORS

@@ -22,9 +22,10 @@ from tests.e2e.helpers import run_on_devices, write_tiny_llama
 from tests.pallas_kernels.cpu_library import BUILT
 
 SIZES = {"max_num_seqs": 2, "max_num_batched_tokens": 64, "max_model_len": 64, "num_kv_pages_override": 16}
+SIZES |= {"precompile_bs_paddings": [2], "precompile_token_paddings": [64]}  # few programs: all are compiled
 FLAGS = ["--load-format", "dummy", "--skip-tokenizer-init"]
 for _name, _value in SIZES.items():
-    FLAGS += [f"--{_name.replace('_', '-')}", str(_value)]
+    FLAGS += [f"--{_name.replace('_', '-')}", str(_value).strip("[]")]
 PROMPTS = [{"prompt_token_ids": [1, 2, 3]}, {"prompt_token_ids": [7] * 30}]
 
 
@@ -66,7 +67,7 @@ def generate(llm: LLM) -> list[list[int]]:
 
 
 def test_tokens_are_those_of_programs_compiled_here_and_nothing_is_compiled(model: Path, built: Path) -> None:
-    expected = generate(start(model, None))
+    expected = generate(start(model, None, compile="used"))
     names: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(listener := _collect(names))
     try:
@@ -140,7 +141,7 @@ def test_a_link_is_refused(model: Path, bundle: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "name"),
     [
-        ({"max_num_seqs": 3}, "options.max_num_seqs"),
+        ({"max_num_seqs": 1}, "options.max_num_seqs"),
         ({"dtype": "bfloat16"}, "options.dtype"),
         ({"max_logprobs": 3}, "options.max_logprobs"),
     ],
@@ -205,6 +206,7 @@ def test_a_logits_processor_is_in_no_bundle(model: Path, built: Path) -> None:
         start(model, built, logits_processor=LogitsProcessor(lambda logits, _: logits))
 
 
+@pytest.mark.thorough
 def test_nothing_is_overwritten(model: Path, built: Path, tmp_path: Path) -> None:
     done = build(model, built)
     assert done.returncode == 2 and "no bundle is overwritten" in done.stderr
@@ -213,7 +215,7 @@ def test_nothing_is_overwritten(model: Path, built: Path, tmp_path: Path) -> Non
 
 
 def test_nothing_half_made_stays(model: Path, tmp_path: Path) -> None:
-    ready = start(model, None).ready
+    ready = start(model, None, compile="used").ready
     asked: list[str] = []
 
     def fail_at_third(kind: str, key: Any) -> Any:
@@ -253,6 +255,7 @@ print(json.dumps([llm.ready.shapes.impl, sorted({name for name in names if name}
 
 
 @BUILT
+@pytest.mark.thorough
 def test_the_kernels_of_a_cpu_are_in_it_and_tested(model: Path, bundle: Path, tmp_path: Path) -> None:
     """A process with an empty compile cache and without a compiler compiles nothing, and has the kernels."""
     options = {
