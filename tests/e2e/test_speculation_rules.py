@@ -186,7 +186,6 @@ def run_without_compiling(llm: LLM, inputs: Any, params: Any) -> None:
     assert llm.ready.runner.num_compiles == 0
 
 
-@pytest.mark.thorough
 def test_nothing_compiles_after_ready() -> None:
     """Neither what verifies, nor what looks drafts up or remembers answers."""
     config: dict[str, Any] = {"method": "suffix", "num_speculative_tokens": 3}

@@ -164,6 +164,7 @@ CI = {
     "fp8, window, softcap",
     "nothing",
     "a tile cut by the end of the step",
+    "persistent, window, softcap, sinks",
 }
 assert {case.name for case, _ in CASES} > CI, "a case was renamed"
 
