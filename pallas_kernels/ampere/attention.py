@@ -8,17 +8,15 @@ launches the kernel once for each kind.
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.ampere import plan
-from pallas_kernels.ampere.combine import combine_units
-from pallas_kernels.ampere.compat import TILE_ROWS
+from pallas_kernels.ampere.combine import AmpereCombine
 from pallas_kernels.ampere.config import AmpereConfig
 from pallas_kernels.ampere.launch import attend_units
 from pallas_kernels.ampere.plan import default_config
 from pallas_kernels.layout import update_kv_pages
-from pallas_kernels.mosaic_gpu.packing import apply_heads, pack_queries, pack_tiles, unpack_queries, unpack_tiles
-from pallas_kernels.mosaic_gpu.shapes import choose_layout, compute_dtype, find_obstacle, round_up
+from pallas_kernels.mosaic_gpu.attend import attend_plan
+from pallas_kernels.mosaic_gpu.shapes import choose_layout, find_obstacle
 from pallas_kernels.mosaic_gpu.units import UnitPlan
 from pallas_kernels.spec import AttnLayer, AttnShape, BatchMeta
 from pallas_kernels.worklist import StepRows
@@ -40,45 +38,16 @@ def attend_with_update(
     layer: AttnLayer,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention [T, N, H] in q's dtype and the pool with the step's keys and values, in place where it is donated."""
-    work: UnitPlan = batch.work
     kv_pages = update_kv_pages(k, v, kv_pages, batch, layer)
-    found, logs = _attend_few(q, kv_pages, batch, layer)
-    if work.chunks is not None:
-        is_few = (batch.token_rows < batch.distribution[0])[:, None, None]
-        chunks = _attend_chunks(q, kv_pages, batch, layer)
-        found, logs = jnp.where(is_few, found, chunks[0]), jnp.where(is_few, logs, chunks[1])
-    return apply_heads(found, logs, layer.heads.sinks, layer.heads.v_scale).astype(q.dtype), kv_pages
+    work, heads, width = batch.work, layer.heads, kv_pages.shape[-1]
 
+    def attend_few(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
+        sizes = {"max_queries": work.few.max_queries, "num_blocks": work.few.num_blocks}
+        return attend_units(packed, kv_pages, batch, layer, work.few_units, work.config.decode, **sizes)
 
-def _attend_few(q: jax.Array, kv_pages: jax.Array, batch: BatchMeta, layer: AttnLayer) -> tuple[jax.Array, jax.Array]:
-    """Attention [T, N, H] and logs [T, N, 1] of the rows in `batch.work.few`, something finite for other tokens."""
-    work, few = batch.work, batch.work.few
-    width = kv_pages.shape[-1]
-    packed = pack_queries(q, batch, few.max_queries, width).astype(compute_dtype(batch.shape))
-    num_kv_heads, num_rows = packed.shape[1:3]
-    sizes = {"max_queries": few.max_queries, "num_blocks": few.num_blocks}
-    outputs, logs = attend_units(packed, kv_pages, batch, layer, work.few_units, work.config.decode, **sizes)
-    logs = logs[:, :, :num_rows].reshape(logs.shape[0], -1)
-    logs = jnp.pad(logs, ((0, 0), (0, -logs.shape[1] % TILE_ROWS)))
-    outputs, logs = combine_units(outputs, logs, few.row_first_unit, few.row_num_units, interpret=batch.interpret)
-    by_head = (outputs.shape[0], num_kv_heads, num_rows, -1)
-    used = num_kv_heads * num_rows
-    found = unpack_queries(outputs[:, :used].reshape(by_head), batch, q.shape, few.max_queries)
-    logs = unpack_queries(logs[:, :used].reshape(by_head), batch, (*q.shape[:2], 1), few.max_queries)
-    return found, logs
+    def attend_chunks(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
+        sizes = {"max_queries": work.chunks.tile_tokens}
+        return attend_units(packed, kv_pages, batch, layer, work.chunk_units, work.config.prefill, **sizes)
 
-
-def _attend_chunks(
-    q: jax.Array, kv_pages: jax.Array, batch: BatchMeta, layer: AttnLayer
-) -> tuple[jax.Array, jax.Array]:
-    """Attention [T, N, H] and logs [T, N, 1] of the rows in `batch.work.chunks`, 0 for other tokens."""
-    work, tiles = batch.work, batch.work.chunks
-    width = kv_pages.shape[-1]
-    num_rows = round_up(batch.shape.group_size * tiles.tile_tokens, 8)
-    packed = pack_tiles(q.astype(compute_dtype(batch.shape)), tiles, batch.shape, num_rows, width)
-    outputs, logs = attend_units(
-        packed, kv_pages, batch, layer, work.chunk_units, work.config.prefill, max_queries=tiles.tile_tokens
-    )
-    outputs = outputs[:, : packed.shape[1] * packed.shape[2]].reshape(packed.shape)
-    logs = logs[:, :, : packed.shape[2], None]
-    return unpack_tiles(outputs, tiles, q.shape), unpack_tiles(logs, tiles, (*q.shape[:2], 1))
+    out = attend_plan(q, width, batch, attend_few, attend_chunks, AmpereCombine, heads.sinks, heads.v_scale)
+    return out[..., : q.shape[-1]], kv_pages

@@ -43,9 +43,9 @@ def attend_units(
     """Attention of every unit's keys alone.
 
     Query row r of a KV head is query r % max_queries of its unit, of query head r // max_queries in the group. Returns
-    outputs [W, C, width] of the compute dtype (f32 in a fixed list), normalised, and the base-2 logarithms [W, K, 64]
-    f32 of the sums of their weights, very negative for a query that sees none of the unit's keys. Row h * R + r of the
-    C rows is KV head h's row r; C is a multiple of 64. Slots without a unit, and rows without a query, are not written.
+    outputs [W, C, width] of the compute dtype (f32 in a fixed list), normalised, and the base-2 logarithms [W, C] f32
+    of the sums of their weights, very negative for a query that sees none of the unit's keys. Row h * R + r of the C
+    rows is KV head h's row r; C is a multiple of 64. Slots without a unit, and rows without a query, are not written.
     """
     num_kv_heads, num_rows, width = q.shape[1:]
     tiling = {"tile_tokens": config.tile_tokens, "stages": config.stages}
@@ -72,7 +72,9 @@ def attend_units(
     extra = [] if k_scale is None else [k_scale]
     if body.has_tree:
         extra.insert(0, pack_ancestors(batch, max_queries, ampere.TILE_ROWS))
-    return run(q, kv_pages, batch.page_table, units, offset, *extra)
+    outputs, logs = run(q, kv_pages, batch.page_table, units, offset, *extra)
+    logs = logs[:, :, :num_rows].reshape(num_units, -1)
+    return outputs, jnp.pad(logs, ((0, 0), (0, columns - logs.shape[1])))
 
 
 def _make_body(

@@ -11,14 +11,13 @@ from dataclasses import dataclass, field, replace
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.hopper import combine, decode, latents, prefill, prefill_plan
+from pallas_kernels.hopper import decode, latents, prefill, prefill_plan
+from pallas_kernels.hopper.combine import HopperCombine
 from pallas_kernels.hopper.decode import DecodeConfig
-from pallas_kernels.hopper.heads import spread_rows, spread_sinks
 from pallas_kernels.hopper.update import write_tokens
 from pallas_kernels.layout import update_kv_pages
-from pallas_kernels.mosaic_gpu import shapes
-from pallas_kernels.mosaic_gpu.packing import pack_queries, unpack_queries
-from pallas_kernels.mosaic_gpu.shapes import choose_layout, compute_dtype
+from pallas_kernels.mosaic_gpu import attend, shapes
+from pallas_kernels.mosaic_gpu.shapes import choose_layout
 from pallas_kernels.mosaic_gpu.splits import SplitList, check_tree, fits, plan_splits
 from pallas_kernels.mosaic_gpu.units import UnitPlan
 from pallas_kernels.spec import AttnLayer, AttnShape, BatchMeta
@@ -111,7 +110,13 @@ def attend_with_update(
     if batch.shape.spec.is_latent:
         return latents.attend(q, kv_pages, batch, layer), kv_pages
     work: HopperWork = batch.work
-    out = _attend_few(q, kv_pages, batch, layer)
+
+    def attend_few(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return decode.attend_units(packed, kv_pages, batch, layer)
+
+    heads, width = layer.heads, kv_pages.shape[-1]
+    out = attend.attend_few(q, width, batch, work.decode, attend_few, HopperCombine, heads.sinks, heads.v_scale)
+    out = out[..., : q.shape[-1]]
     if work.chunks is not None:
         many = prefill.attend_chunks(q, kv_pages, batch, work.chunk_units, work.config.prefill, layer)
         out = jnp.where(work.is_chunk[:, None, None], many, out)
@@ -128,27 +133,3 @@ def store(
     """The pool with the step's keys and values, in place where it is donated."""
     by_kernel = not batch.shape.spec.is_latent and batch.work.config.write == "kernel"
     return (write_tokens if by_kernel else update_kv_pages)(k, v, kv_pages, batch, layer)
-
-
-def _attend_few(q: jax.Array, kv_pages: jax.Array, batch: BatchMeta, layer: AttnLayer) -> jax.Array:
-    """Attention [T, N, H] of the rows in `batch.work.decode`, something finite for other tokens."""
-    work, heads = batch.work.decode, layer.heads
-    width = kv_pages.shape[-1]
-    packed = pack_queries(q, batch, work.max_queries, width).astype(compute_dtype(batch.shape))
-    outputs, logs = decode.attend_units(packed, kv_pages, batch, layer)
-    num_kv_heads, num_rows = packed.shape[1:3]
-    num_used = batch.shape.group_size * work.max_queries
-    found = combine.combine_units(
-        outputs,
-        logs,
-        work.row_first_unit,
-        work.row_num_units,
-        num_kv_heads=num_kv_heads,
-        num_rows=num_rows,
-        num_used=num_used,
-        sinks=None if heads.sinks is None else spread_sinks(heads.sinks, num_kv_heads, num_rows, work.max_queries),
-        v_scale=None if heads.v_scale is None else spread_rows(heads.v_scale, num_rows),
-        dtype=q.dtype,
-        interpret=batch.interpret,
-    )
-    return unpack_queries(found, batch, q.shape, work.max_queries)

@@ -1,109 +1,38 @@
-"""Joins the units of a row: the second launch of a decode step, small beside the first, whose end it overlaps."""
+"""The combine on Hopper: its launch overlaps the end of the kernel before, and it writes the rows that are wanted."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper.overlap import await_earlier_kernel
 from pallas_kernels.mosaic_gpu import compat
-from pallas_kernels.mosaic_gpu.key_tiles import MASKED
+from pallas_kernels.mosaic_gpu.combine import COMBINE_COLUMNS, Combine
 from pallas_kernels.mosaic_gpu.splits import QUERY_ROWS
-
-COMBINE_COLUMNS = 64  # columns of a head per block
-_UNROLL = 4  # units read at once, so that a row of many units does not wait for each
-
-
-def combine_units(
-    outputs: jax.Array,  # [W, C, width], each unit's attention, normalised
-    logs: jax.Array,  # [W, C] f32, base-2 logarithms of the sums of weights
-    row_first_unit: jax.Array,  # [S] i32
-    row_num_units: jax.Array,  # [S] i32
-    *,
-    num_kv_heads: int,
-    num_rows: int,  # R, a power of two from 8: row h * R + r of the C is KV head h's row r
-    num_used: int,  # rows of a head that are wanted, its first ones
-    sinks: jax.Array | None,  # [C] f32, base 2: a logit without a value
-    v_scale: jax.Array | None,  # [C] f32
-    dtype: jnp.dtype,
-    interpret: bool,
-) -> jax.Array:
-    """[S, num_kv_heads, num_used, width] of `dtype`: the average of a row's units by their weights; zeros for a row
-    without any."""
-    num_columns, width = outputs.shape[1:]
-    body = _CombineKernel(
-        num_kv_heads=num_kv_heads,
-        num_rows=num_rows,
-        num_used=num_used,
-        has_sinks=sinks is not None,
-        has_scale=v_scale is not None,
-        dtype=jnp.dtype(dtype),
-        interpret=interpret,
-    )
-    run = compat.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((row_num_units.shape[0], num_kv_heads, num_used, width), dtype),
-        grid=(row_num_units.shape[0], num_columns // QUERY_ROWS, width // COMBINE_COLUMNS),
-        grid_names=("row", "rows", "columns"),
-        # Not swizzled: copies of any number of rows leave it.
-        scratch_types=[compat.SMEM((QUERY_ROWS, COMBINE_COLUMNS), dtype)],
-        compiler_params=compat.compiler_params(),
-        interpret=compat.interpret_params(interpret),
-        kernel_name="combine_units",
-    )
-    extra = [array for array in (sinks, v_scale) if array is not None]
-    return run(outputs, logs, row_first_unit, row_num_units, *extra)
 
 
 @dataclass(frozen=True)
-class _CombineKernel:
-    """The kernel's body and its static parameters: one warpgroup per row, 64 query rows and 64 columns."""
-
-    num_kv_heads: int
-    num_rows: int
-    num_used: int
-    has_sinks: bool
-    has_scale: bool
-    dtype: jnp.dtype
-    interpret: bool
+class HopperCombine(Combine):
+    """Answers [K, used rows] leave by TMA."""
 
     @property
-    def __name__(self) -> str:
-        return "combine_units"
+    def staging(self) -> object:
+        return compat.SMEM((QUERY_ROWS, COMBINE_COLUMNS), self.dtype)  # not swizzled: copies of any rows leave it
 
-    def __call__(self, *refs: jax.Ref) -> None:
-        outputs, logs, row_first_unit, row_num_units, *extra, out, staging = refs
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        return self.num_kv_heads, self.num_used
+
+    def begin(self) -> None:
         await_earlier_kernel(interpret=self.interpret)
-        row = lax.axis_index("row")
-        first, count = row_first_unit[row], row_num_units[row]
-        rows = pl.ds(pl.multiple_of(lax.axis_index("rows") * QUERY_ROWS, 8), QUERY_ROWS)
-        columns = pl.ds(pl.multiple_of(lax.axis_index("columns") * COMBINE_COLUMNS, 8), COMBINE_COLUMNS)
-        tile = (QUERY_ROWS, COMBINE_COLUMNS)
 
-        @pl.when(count == 0)
-        def _() -> None:
-            staging[...] = compat.full(tile, 0.0, self.dtype)
-
-        @pl.when(count > 0)
-        def _() -> None:
-            extra_refs = list(extra)
-            if self.has_sinks:  # a sink is a unit of one key, before all others
-                largest, total = compat.load_column(extra_refs.pop(0).at[rows]), compat.full(tile[:1], 1.0)
-            else:
-                largest, total = compat.full(tile[:1], MASKED), compat.full(tile[:1], 0.0)
-            acc, total = join_units((outputs, logs), (rows, columns), first, count, largest, total)
-            acc = acc / compat.spread(total, tile)
-            if self.has_scale:
-                acc = acc * compat.spread(compat.load_column(extra_refs.pop(0).at[rows]), tile)
-            staging[...] = acc.astype(self.dtype)
-
+    def store(self, staging: jax.Ref, out: jax.Ref) -> None:
         # Stores of 16-bit tiles from registers would write half sectors.
         compat.commit_smem()
+        row, (_, columns) = lax.axis_index("row"), self.find_place()
         num_heads = QUERY_ROWS // self.num_rows
         for index in range(num_heads):
             head = lax.axis_index("rows") * num_heads + index
@@ -114,53 +43,3 @@ class _CombineKernel:
                 compat.copy_smem_to_gmem(used, out.at[row, head, :, columns])
 
         compat.wait_smem_to_gmem(0)
-
-
-def join_units(
-    refs: tuple[jax.Ref, jax.Ref],  # outputs [W, C, width], each unit's attention, and logs [W, C] f32
-    place: tuple[pl.Slice, pl.Slice],  # QUERY_ROWS of the C, and COMBINE_COLUMNS of the width
-    first: jax.Array,
-    count: jax.Array,  # units from `first`, at least one
-    largest: jax.Array,  # [QUERY_ROWS] f32
-    total: jax.Array,  # [QUERY_ROWS] f32
-) -> tuple[jax.Array, jax.Array]:
-    """The weighted sum of a run of units [QUERY_ROWS, COMBINE_COLUMNS] and the sum of their weights [QUERY_ROWS], f32.
-
-    `total` is the sum of the weights before them, which have no values, and `largest` the largest one's logarithm.
-    """
-    step = partial(_join_next, refs=refs, place=place, first=first, count=count)
-    num_steps = lax.div(count + _UNROLL - 1, _UNROLL)
-    acc = compat.full((QUERY_ROWS, COMBINE_COLUMNS), 0.0)
-    acc, _, total = lax.fori_loop(0, num_steps, step, (acc, largest, total))
-    return acc, total
-
-
-def _join_next(
-    index: jax.Array,
-    carry: tuple[jax.Array, jax.Array, jax.Array],
-    *,
-    refs: tuple[jax.Ref, jax.Ref],
-    place: tuple[pl.Slice, pl.Slice],
-    first: jax.Array,
-    count: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Adds the next units. Past the last unit, that one counts again with weight 0."""
-    acc, largest, total = carry
-    (outputs, logs), (rows, columns) = refs, place
-    members = [index * _UNROLL + offset for offset in range(_UNROLL)]
-    slots = [first + jnp.minimum(member, count - 1) for member in members]
-    tiles = [compat.load_tile(outputs.at[slot, rows, columns]) for slot in slots]
-    weights = [
-        compat.load_column(logs.at[slot, rows]) + jnp.where(member < count, 0.0, 2 * MASKED)
-        for slot, member in zip(slots, members, strict=True)
-    ]
-    new_largest = largest
-    for weight in weights:
-        new_largest = jnp.maximum(new_largest, weight)
-    shrink = jnp.exp2(largest - new_largest)
-    acc, total = acc * compat.spread(shrink, acc.shape), total * shrink
-    for tile, weight in zip(tiles, weights, strict=True):
-        share = jnp.exp2(weight - new_largest)
-        acc = acc + tile.astype(jnp.float32) * compat.spread(share, acc.shape)
-        total = total + share
-    return acc, new_largest, total

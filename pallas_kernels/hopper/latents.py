@@ -12,12 +12,12 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.hopper import combine, wgmma
+from pallas_kernels.hopper import wgmma
+from pallas_kernels.hopper.combine import HopperCombine
 from pallas_kernels.hopper.decode import DecodeConfig
-from pallas_kernels.hopper.heads import spread_rows, spread_sinks
 from pallas_kernels.hopper.latent_kernel import NUM_COMPUTE, LatentKernel
 from pallas_kernels.mosaic_gpu import compat, shapes
-from pallas_kernels.mosaic_gpu.packing import apply_heads, pack_queries, pack_tiles, unpack_queries, unpack_tiles
+from pallas_kernels.mosaic_gpu.attend import attend_plan
 from pallas_kernels.mosaic_gpu.shapes import compute_dtype, round_up
 from pallas_kernels.mosaic_gpu.splits import QUERY_ROWS
 from pallas_kernels.mosaic_gpu.units import UnitPlan, plan_units
@@ -61,49 +61,17 @@ def plan_work(rows: StepRows, shape: AttnShape, config: DecodeConfig) -> UnitPla
 def attend(q: jax.Array, kv_pages: jax.Array, batch: BatchMeta, layer: AttnLayer) -> jax.Array:
     """Attention [T, N, V] in q's dtype over pages that already hold this step's rows."""
     work: UnitPlan = batch.work
-    blocks = replace(batch, shape=_block_heads(batch.shape))
-    out = _attend_few(q, kv_pages, blocks, layer)
-    if work.chunks is None:
-        return out
-    is_few = (batch.token_rows < batch.distribution[0])[:, None, None]
-    return jnp.where(is_few, out, _attend_chunks(q, kv_pages, blocks, layer))
+    heads, blocks = layer.heads, replace(batch, shape=_block_heads(batch.shape))
 
+    def attend_few(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
+        few = work.few
+        return _attend_units(packed, kv_pages, blocks, layer, work.few_units, few.max_queries, few.num_blocks)
 
-def _attend_few(q: jax.Array, kv_pages: jax.Array, batch: BatchMeta, layer: AttnLayer) -> jax.Array:
-    """Attention of the rows in `batch.work.few`, something finite for other tokens."""
-    few, heads, width = batch.work.few, layer.heads, kv_pages.shape[-1]
-    packed = pack_queries(q, batch, few.max_queries, width).astype(compute_dtype(batch.shape))
-    outputs, logs = _attend_units(packed, kv_pages, batch, layer, batch.work.few_units, few.max_queries, few.num_blocks)
-    num_blocks, num_rows = packed.shape[1:3]
-    found = combine.combine_units(
-        outputs,
-        logs,
-        few.row_first_unit,
-        few.row_num_units,
-        num_kv_heads=num_blocks,
-        num_rows=num_rows,
-        num_used=batch.shape.group_size * few.max_queries,
-        sinks=None if heads.sinks is None else spread_sinks(heads.sinks, num_blocks, num_rows, few.max_queries),
-        v_scale=None if heads.k_scale is None else spread_rows(jnp.repeat(heads.k_scale, num_blocks), num_rows),
-        dtype=q.dtype,
-        interpret=batch.interpret,
-    )
-    return unpack_queries(found, batch, (*q.shape[:2], outputs.shape[-1]), few.max_queries)
+    def attend_chunks(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return _attend_units(packed, kv_pages, blocks, layer, work.chunk_units, work.chunks.tile_tokens)
 
-
-def _attend_chunks(q: jax.Array, kv_pages: jax.Array, batch: BatchMeta, layer: AttnLayer) -> jax.Array:
-    """Attention of the rows in `batch.work.chunks`, 0 for other tokens."""
-    tiles, heads, width = batch.work.chunks, layer.heads, kv_pages.shape[-1]
-    num_rows = round_up(batch.shape.group_size * tiles.tile_tokens, 8)
-    packed = pack_tiles(q.astype(compute_dtype(batch.shape)), tiles, batch.shape, num_rows, width)
-    outputs, logs = _attend_units(packed, kv_pages, batch, layer, batch.work.chunk_units, tiles.tile_tokens)
-    by_block = (*packed.shape[:3], -1)
-    used = packed.shape[1] * num_rows
-    found = unpack_tiles(outputs[:, :used].reshape(by_block), tiles, (*q.shape[:2], outputs.shape[-1]))
-    if heads.sinks is None and heads.k_scale is None:
-        return found
-    logs = unpack_tiles(logs[:, :used].reshape(by_block), tiles, (*q.shape[:2], 1))
-    return apply_heads(found, logs, heads.sinks, heads.k_scale).astype(q.dtype)
+    width = kv_pages.shape[-1]
+    return attend_plan(q, width, blocks, attend_few, attend_chunks, HopperCombine, heads.sinks, heads.k_scale)
 
 
 def _attend_units(

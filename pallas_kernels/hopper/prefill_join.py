@@ -9,11 +9,11 @@ import jax
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.hopper.combine import COMBINE_COLUMNS, join_units
 from pallas_kernels.hopper.overlap import await_earlier_kernel
 from pallas_kernels.hopper.prefill_answers import for_answers
 from pallas_kernels.hopper.prefill_static import NUM_COMPUTE, NUM_UNITS, ROWS, SLOT, TILE_ROWS, Static
 from pallas_kernels.mosaic_gpu import compat
+from pallas_kernels.mosaic_gpu.combine import COMBINE_COLUMNS, join_units
 from pallas_kernels.mosaic_gpu.key_tiles import MASKED
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.mosaic_gpu.key_tiles import LOG2_E
 from pallas_kernels.spec import AttnShape, BatchMeta
 from pallas_kernels.worklist import TileList
 
@@ -99,18 +98,3 @@ def unpack_tiles(found: jax.Array, tiles: TileList, shape: tuple[int, ...]) -> j
     found = found.reshape(num_tiles, num_kv_heads, group_size, tile_tokens, head_dim).transpose(0, 3, 1, 2, 4)
     found = found.reshape(num_tiles * tile_tokens, num_heads, head_dim)
     return jnp.where((places >= 0)[:, None, None], found.at[jnp.maximum(places, 0)].get(mode="clip"), 0)
-
-
-def apply_heads(
-    found: jax.Array,  # [T, N, V], weighted means
-    logs: jax.Array,  # [T, N, 1], base-2 logarithms of the sums of their weights
-    sinks: jax.Array | None,  # [N]
-    scale: jax.Array | None,  # [K], of values
-) -> jax.Array:
-    """Applies sinks, which take a share of each query's weights, and the values' scale: [T, N, V] f32."""
-    found = found.astype(jnp.float32)
-    if sinks is not None:
-        found *= 1 / (1 + jnp.exp2(sinks.astype(jnp.float32)[:, None] * LOG2_E - logs))
-    if scale is not None:
-        found *= jnp.repeat(scale, found.shape[1] // scale.shape[0])[:, None]
-    return found

@@ -6,12 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.ampere import attention, compat
-from pallas_kernels.ampere.combine import combine_units
 from pallas_kernels.ampere.config import AmpereConfig, TileConfig, UnitConfig
 from pallas_kernels.ampere.ring import TileRing
 from pallas_kernels.backends import choose_layout
@@ -173,18 +171,3 @@ def test_copies_are_counted_as_waits_count_them(broken: pytest.MonkeyPatch) -> N
     fills, copies = stages, 2 * 2  # traced: those before the loop, and the one in it; two pages of keys, two of values
     assert len(started) == 1 + fills * copies and skipped == [copies] * fills
     assert waited == [(stages - 1) * copies, (stages - 2) * copies]
-
-
-def test_combine_weighs_units() -> None:
-    rng = np.random.default_rng(0)
-    outputs = rng.standard_normal((6, 64, 64)).astype(np.float16)
-    logs = rng.standard_normal((6, 64)).astype(np.float32) * 3
-    logs[1, 3] = -1e30  # a unit whose keys the query does not see
-    outputs[5], logs[5] = np.nan, np.nan  # no row has this unit
-    out, joined = combine_units(outputs, logs, jnp.asarray([0, 5, 0]), jnp.asarray([5, 0, 1]), interpret=True)
-    shares = np.exp2(logs[:5])
-    wanted = (shares[..., None] * outputs[:5]).sum(0) / shares.sum(0)[:, None]
-    np.testing.assert_allclose(np.asarray(out[0], np.float32), wanted, atol=4e-3)
-    np.testing.assert_allclose(joined[0], np.log2(shares.sum(0)), atol=1e-5)
-    assert not np.asarray(out[1]).any() and (np.asarray(joined[1]) < -1e29).all()
-    np.testing.assert_array_equal(np.asarray(out[2]), outputs[0])

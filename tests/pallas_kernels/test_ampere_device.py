@@ -147,7 +147,7 @@ def test_lowered_for_the_device(device: str) -> None:
         report = measure_attention(Gate(target), program, impl="ampere")
         assert find_faults(report, target) == []
         names = {launch.name for launch in report.kernels}
-        assert names == {"ampere_attention", "ampere_combine"} and report.impl == "ampere"
+        assert names == {"ampere_attention", "combine_units"} and report.impl == "ampere"
 
 
 def place_elements(layout: TiledLayout, shape: tuple[int, int]) -> np.ndarray:

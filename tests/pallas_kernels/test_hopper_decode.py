@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.hopper import attention, combine, decode, wgmma
+from pallas_kernels.hopper import attention, decode, wgmma
 from pallas_kernels.hopper.attention import HopperConfig
 from pallas_kernels.hopper.decode import DecodeConfig
 from pallas_kernels.hopper.decode_memory import DecodeRing
@@ -220,27 +219,6 @@ def _skip_first(operation: Callable[..., None]) -> Callable[..., None]:
             operation(*args)
 
     return run
-
-
-def test_combine_weighs_units_and_sinks() -> None:
-    rng = np.random.default_rng(0)
-    outputs = rng.standard_normal((6, 64, 64)).astype(np.float32)
-    logs = rng.standard_normal((6, 64)).astype(np.float32) * 3
-    logs[1, 3] = -1e30  # a unit whose keys the query does not see
-    outputs[5], logs[5] = np.nan, np.nan  # no row has this unit
-    firsts, counts = np.array([0, 5, 0], np.int32), np.array([5, 0, 1], np.int32)
-    sinks, v_scale = rng.standard_normal(64).astype(np.float32), rng.uniform(0.5, 2, 64).astype(np.float32)
-    heads = {"num_kv_heads": 3, "num_rows": 16, "num_used": 5}  # the fourth head of a block's rows is none
-    join = partial(combine.combine_units, dtype=jnp.float16, interpret=True, **heads)
-    halves = outputs.astype(np.float16)
-    out = join(halves, logs, firsts, counts, sinks=sinks, v_scale=v_scale)
-    shares = np.exp2(logs[:5])
-    wanted = (shares[..., None] * outputs[:5]).sum(0) / (shares.sum(0) + np.exp2(sinks))[:, None] * v_scale[:, None]
-    used = np.arange(64).reshape(4, 16)[:3, :5]
-    np.testing.assert_allclose(np.asarray(out[0], np.float32), wanted[used], atol=4e-3)
-    assert not np.asarray(out[1]).any()
-    plain = join(halves, logs, firsts, counts, sinks=None, v_scale=None)
-    np.testing.assert_array_equal(np.asarray(plain[2]), halves[0][used])
 
 
 @pytest.mark.parametrize(

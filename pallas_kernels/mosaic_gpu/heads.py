@@ -1,4 +1,4 @@
-"""What heads have, in the order of the rows of a unit: [C], C a multiple of 64."""
+"""Sinks and scales of heads: in the order of the rows of a unit, [C] with C a multiple of 64, and applied by XLA."""
 
 from __future__ import annotations
 
@@ -22,3 +22,18 @@ def spread_rows(scales: jax.Array, num_rows: int) -> jax.Array:
 
 def _pad_columns(columns: jax.Array) -> jax.Array:
     return jnp.pad(columns.astype(jnp.float32), (0, -columns.shape[0] % QUERY_ROWS))
+
+
+def apply_heads(
+    found: jax.Array,  # [T, N, V], weighted means
+    logs: jax.Array,  # [T, N, 1], base-2 logarithms of the sums of their weights
+    sinks: jax.Array | None,  # [N]
+    scale: jax.Array | None,  # [K], of values
+) -> jax.Array:
+    """Applies sinks, which take a share of each query's weights, and the values' scale: [T, N, V] f32."""
+    found = found.astype(jnp.float32)
+    if sinks is not None:
+        found *= 1 / (1 + jnp.exp2(sinks.astype(jnp.float32)[:, None] * LOG2_E - logs))
+    if scale is not None:
+        found *= jnp.repeat(scale, found.shape[1] // scale.shape[0])[:, None]
+    return found
