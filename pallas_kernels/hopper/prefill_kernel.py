@@ -202,6 +202,7 @@ def _walk_keys(work: _Warpgroup, sums: Sums) -> tuple[jax.Array, Sums]:
     compat.barrier_wait(buffers.q_full)
     pl.when(work.index == 1)(work.pass_turn)  # the first warpgroup begins
     work.await_turn()
+    # Of a slot that is the first one, its barriers and descriptors would be kept from unit to unit.
     first = span.first + wgmma.hide_zero(span.first)
     slot = work.find_slot(first)
     compat.barrier_wait(buffers.k_full.at[slot])

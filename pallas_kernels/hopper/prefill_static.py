@@ -112,9 +112,9 @@ class Scratch(NamedTuple):
     v: jax.Ref  # [stages, keys, H]
     raw_k: jax.Ref | None  # [raw_stages, keys, H]
     raw_v: jax.Ref | None
-    numbers: jax.Ref | None  # [keys] i32, 0 to keys - 1, where blocks go from unit to unit
+    numbers: jax.Ref | None  # [keys] i32, 0 to keys - 1; None if a block has one unit
     q_full: jax.Ref
-    q_free: jax.Ref | None  # both compute warpgroups have written their answers, and another unit follows
+    q_free: jax.Ref | None  # both compute warpgroups have written their answers; likewise
     k_full: jax.Ref
     v_full: jax.Ref
     k_free: jax.Ref  # both compute warpgroups have read the slot
