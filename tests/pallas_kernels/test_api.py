@@ -51,7 +51,9 @@ def batch(inputs: Inputs) -> BatchMeta:
     return jax.jit(prepare)(*inputs.meta)
 
 
-@pytest.mark.parametrize("impl", ["xla", "reference", "tpu_interpret", needs_library("cpu")])
+@pytest.mark.parametrize(
+    "impl", ["xla", "reference", needs_library("cpu"), pytest.param("tpu_interpret", marks=pytest.mark.thorough)]
+)
 def test_stored_keys_and_values_are_those_that_were_written(impl: str) -> None:
     case = CASE.with_layout(choose_layout(impl, CASE.spec))
     inputs = make_inputs(case)
