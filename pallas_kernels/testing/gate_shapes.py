@@ -153,7 +153,7 @@ SAMPLES: dict[str, dict[str, tuple[str, ...]]] = {
             _FP8_LATENT,
             _NOT_CAUSAL,
             "heads of 256, window, fp8 pages",
-            "persistent, heads of 256",
+            "persistent, heads of 128",
         ),
         "turn": ("heads of 192, window, softcap, sinks",),
         "drafts": (
