@@ -39,15 +39,15 @@ def attend_with_update(
 ) -> tuple[jax.Array, jax.Array]:
     """Attention [T, N, H] in q's dtype and the pool with the step's keys and values, in place where it is donated."""
     kv_pages = update_kv_pages(k, v, kv_pages, batch, layer)
-    work, heads, width = batch.work, layer.heads, kv_pages.shape[-1]
+    work: UnitPlan = batch.work
 
-    def attend_few(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def launch_few(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
         sizes = {"max_queries": work.few.max_queries, "num_blocks": work.few.num_blocks}
         return attend_units(packed, kv_pages, batch, layer, work.few_units, work.config.decode, **sizes)
 
-    def attend_chunks(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def launch_chunks(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
         sizes = {"max_queries": work.chunks.tile_tokens}
         return attend_units(packed, kv_pages, batch, layer, work.chunk_units, work.config.prefill, **sizes)
 
-    out = attend_plan(q, width, batch, attend_few, attend_chunks, AmpereCombine, heads.sinks, heads.v_scale)
-    return out[..., : q.shape[-1]], kv_pages
+    launches = launch_few, launch_chunks
+    return attend_plan(q, kv_pages.shape[-1], batch, launches, AmpereCombine, layer.heads), kv_pages

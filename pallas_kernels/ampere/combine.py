@@ -26,5 +26,11 @@ class AmpereCombine(Combine):
     def out_shape(self) -> tuple[int, ...]:
         return (round_up(self.num_kv_heads * self.num_rows, QUERY_ROWS),)
 
+    def begin(self) -> None: ...
+
     def store(self, staging: jax.Ref, out: jax.Ref) -> None:
         store_rows(staging, out.at[lax.axis_index("row"), *self.find_place()])
+
+    def split_heads(self, found: jax.Array) -> jax.Array:
+        by_head = found.reshape(found.shape[0], -1, self.num_rows, found.shape[-1])
+        return by_head[:, : self.num_kv_heads]

@@ -16,7 +16,8 @@ from pallas_kernels.hopper.combine import HopperCombine
 from pallas_kernels.hopper.decode import DecodeConfig
 from pallas_kernels.hopper.update import write_tokens
 from pallas_kernels.layout import update_kv_pages
-from pallas_kernels.mosaic_gpu import attend, shapes
+from pallas_kernels.mosaic_gpu import shapes
+from pallas_kernels.mosaic_gpu.attend import attend_few
 from pallas_kernels.mosaic_gpu.shapes import choose_layout
 from pallas_kernels.mosaic_gpu.splits import SplitList, check_tree, fits, plan_splits
 from pallas_kernels.mosaic_gpu.units import UnitPlan
@@ -111,12 +112,10 @@ def attend_with_update(
         return latents.attend(q, kv_pages, batch, layer), kv_pages
     work: HopperWork = batch.work
 
-    def attend_few(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def launch(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
         return decode.attend_units(packed, kv_pages, batch, layer)
 
-    heads, width = layer.heads, kv_pages.shape[-1]
-    out = attend.attend_few(q, width, batch, work.decode, attend_few, HopperCombine, heads.sinks, heads.v_scale)
-    out = out[..., : q.shape[-1]]
+    out = attend_few(q, kv_pages.shape[-1], batch, work.decode, launch, HopperCombine, layer.heads)
     if work.chunks is not None:
         many = prefill.attend_chunks(q, kv_pages, batch, work.chunk_units, work.config.prefill, layer)
         out = jnp.where(work.is_chunk[:, None, None], many, out)

@@ -61,17 +61,16 @@ def plan_work(rows: StepRows, shape: AttnShape, config: DecodeConfig) -> UnitPla
 def attend(q: jax.Array, kv_pages: jax.Array, batch: BatchMeta, layer: AttnLayer) -> jax.Array:
     """Attention [T, N, V] in q's dtype over pages that already hold this step's rows."""
     work: UnitPlan = batch.work
-    heads, blocks = layer.heads, replace(batch, shape=_block_heads(batch.shape))
+    blocks = replace(batch, shape=_block_heads(batch.shape))
 
-    def attend_few(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def launch_few(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
         few = work.few
         return _attend_units(packed, kv_pages, blocks, layer, work.few_units, few.max_queries, few.num_blocks)
 
-    def attend_chunks(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def launch_chunks(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
         return _attend_units(packed, kv_pages, blocks, layer, work.chunk_units, work.chunks.tile_tokens)
 
-    width = kv_pages.shape[-1]
-    return attend_plan(q, width, blocks, attend_few, attend_chunks, HopperCombine, heads.sinks, heads.k_scale)
+    return attend_plan(q, kv_pages.shape[-1], blocks, (launch_few, launch_chunks), HopperCombine, layer.heads)
 
 
 def _attend_units(

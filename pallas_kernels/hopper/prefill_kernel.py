@@ -26,8 +26,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper import wgmma
 from pallas_kernels.hopper.overlap import launch_next_kernel
 from pallas_kernels.hopper.prefill_answers import store_answers, store_logs
-from pallas_kernels.hopper.prefill_memory import await_reads, load_unit
-from pallas_kernels.hopper.prefill_place import Place, for_places, number_keys, write_numbers
+from pallas_kernels.hopper.prefill_memory import await_reads, load_unit, write_numbers
+from pallas_kernels.hopper.prefill_place import Place, for_places
 from pallas_kernels.hopper.prefill_static import (
     NUM_COMPUTE,
     ROWS,
@@ -149,10 +149,17 @@ class _Warpgroup(NamedTuple):
             tokens = lax.rem(rows.astype(jnp.uint32), jnp.uint32(static.tile_tokens)).astype(jnp.int32)
             queries = compat.spread(tokens + queries, shape)
         # Distance from each query back to each key. Rows of other tokens may see anything: their answers are dropped.
-        distances = queries - number_keys(self.buffers, shape)
+        distances = queries - self.number_keys(shape)
         if static.window is None:
             return distances >= 0
         return distances.astype(jnp.uint32) < static.window  # negative ones become large
+
+    def number_keys(self, shape: tuple[int, int]) -> jax.Array:
+        """[ROWS, keys] i32, the number of each key in its tile. Blocks that go from unit to unit read it from memory:
+        compilers would keep what is computed in registers all the time."""
+        if self.buffers.numbers is None:
+            return compat.iota(shape, 1)
+        return lax.broadcast_in_dim(compat.load_row(self.buffers.numbers), shape, (1,))
 
 
 def _attend(work: _Warpgroup) -> None:

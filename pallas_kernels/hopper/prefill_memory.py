@@ -101,6 +101,14 @@ def load_unit(static: Static, operands: Operands, buffers: Scratch, place: Place
     return jnp.maximum(used, span.steps)
 
 
+def write_numbers(buffers: Scratch) -> None:
+    """Writes the numbers of a tile's keys, where masks read them from memory, before the queries arrive."""
+    if buffers.numbers is not None:
+        layout = compat.WGMMA.reduce(0)
+        buffers.numbers[...] = plgpu.broadcasted_iota(jnp.int32, buffers.numbers.shape, 0, layout=layout)
+        compat.commit_smem()
+
+
 def await_reads(static: Static, buffers: Scratch, used: jax.Array) -> None:
     """Waits until nothing is read that was fetched: the interpreter of JAX 0.11 wants every completion awaited."""
 

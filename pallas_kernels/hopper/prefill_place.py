@@ -13,10 +13,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.prefill_static import COUNT, Operands, Scratch, Static
-from pallas_kernels.mosaic_gpu import compat
+from pallas_kernels.hopper.prefill_static import COUNT, Operands, Static
 
 
 def read_anew(axis: str) -> jax.Array:
@@ -67,22 +65,3 @@ def for_places[T](static: Static, operands: Operands, attend: Callable[[Place, T
         return carry[0] + 1, attend(Place(static, carry[0]), carry[1])
 
     return lax.while_loop(is_used, run, (jnp.int32(0), start))[1]
-
-
-def write_numbers(buffers: Scratch) -> None:
-    """Writes what `number_keys` reads, before the queries arrive."""
-    if buffers.numbers is not None:
-        buffers.numbers[...] = plgpu.broadcasted_iota(
-            jnp.int32, buffers.numbers.shape, 0, layout=compat.WGMMA.reduce(0)
-        )
-        compat.commit_smem()
-
-
-def number_keys(buffers: Scratch, shape: tuple[int, int]) -> jax.Array:
-    """[ROWS, keys] i32, the number of each key in its tile.
-
-    A block that stays reads them from shared memory: compilers would keep computed ones in registers from unit to unit.
-    """
-    if buffers.numbers is None:
-        return compat.iota(shape, 1)
-    return lax.broadcast_in_dim(compat.load_row(buffers.numbers), shape, (1,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,9 +20,11 @@ _UNROLL = 4  # units read at once, so that a row of many units does not wait for
 
 
 @dataclass(frozen=True)
-class Combine:
-    """The kernel's body and its static parameters: a block joins 64 columns of 64 query rows. What the GPUs differ in,
-    they say themselves: how answers leave shared memory."""
+class Combine(ABC):
+    """The kernel's body and its static parameters: a block joins 64 columns of 64 query rows.
+
+    Each kind of GPU says how a block begins, and how its answers leave shared memory.
+    """
 
     num_kv_heads: int
     num_rows: int  # R, a power of two from 8: row h * R + r of the C is KV head h's row r
@@ -32,21 +35,26 @@ class Combine:
     has_scale: bool = False
 
     @property
+    @abstractmethod
     def staging(self) -> object:
         """Shared memory [QUERY_ROWS, COMBINE_COLUMNS] of the dtype."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def out_shape(self) -> tuple[int, ...]:
         """The answers of a row of the step, but for their columns."""
-        raise NotImplementedError
 
+    @abstractmethod
     def begin(self) -> None:
         """Is called before anything is read."""
 
+    @abstractmethod
     def store(self, staging: jax.Ref, out: jax.Ref) -> None:
         """Copies the block's answers to their places in `out` [S, *out_shape, width]."""
-        raise NotImplementedError
+
+    @abstractmethod
+    def split_heads(self, found: jax.Array) -> jax.Array:
+        """[S, *out_shape, width] -> [S, num_kv_heads, num_used or more, width]."""
 
     def __call__(self, *refs: jax.Ref) -> None:
         outputs, logs, row_first_unit, row_num_units, *extra, out, staging = refs
@@ -89,7 +97,8 @@ def combine_units(
     sinks: jax.Array | None,  # [C] f32, base 2: a logit without a value
     scale: jax.Array | None,  # [C] f32, of values
 ) -> jax.Array:
-    """[S, *out_shape, width]: the average of a row's units by their weights; zeros for a row without any."""
+    """[S, num_kv_heads, num_used or more, width]: the average of a row's units by their weights; zeros for a row
+    without any."""
     num_rows, (num_columns, width) = work.row_num_units.shape[0], outputs.shape[1:]
     run = compat.kernel(
         replace(body, has_sinks=sinks is not None, has_scale=scale is not None),
@@ -101,7 +110,8 @@ def combine_units(
         interpret=compat.interpret_params(body.interpret),
         kernel_name="combine_units",
     )
-    return run(outputs, logs, work.row_first_unit, work.row_num_units, *[a for a in (sinks, scale) if a is not None])
+    extra = [array for array in (sinks, scale) if array is not None]
+    return body.split_heads(run(outputs, logs, work.row_first_unit, work.row_num_units, *extra))
 
 
 def join_units(
