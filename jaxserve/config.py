@@ -28,7 +28,6 @@ ATTENTION_IMPLS = (
     "auto",
     "xla",
     "cpu",
-    "reference",
     "gpu",
     "ampere",
     "tpu",

@@ -56,7 +56,6 @@ class Backend:
 
 
 _BACKENDS = {
-    "reference": Backend("pallas_kernels.reference"),
     "xla": Backend("pallas_kernels.xla"),
     "cpu": Backend("pallas_kernels.cpu.attention", "cpu", fused=True),
     "gpu": Backend("pallas_kernels.hopper.attention", "gpu", "Hopper (sm_90)", fused=True, splits_keys=True),

@@ -149,7 +149,7 @@ def _take_keys_values[A: (jax.Array, np.ndarray)](first: A, last: A, spec: KVSpe
 
 
 def gather_logical(
-    kv_pages: jax.Array, page_ids: np.ndarray, length: int, spec: KVSpec, *, page_offset: int = 0
+    kv_pages: jax.Array | np.ndarray, page_ids: np.ndarray, length: int, spec: KVSpec, *, page_offset: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
     """Keys [length, K, H] and values [length, K, V] of one row's first `length` tokens, on the host.
 

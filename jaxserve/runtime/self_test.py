@@ -33,10 +33,10 @@ def confirm_kernels(shapes: Shapes, device: jax.Device) -> Shapes:
 
 
 def confirm_attention(shapes: Shapes, device: jax.Device) -> Shapes:
-    """Runs the chosen kernels once against XLA; returns `shapes`, with portable attention if the kernels failed.
+    """Runs the chosen kernels once; returns `shapes`, with portable attention if they gave wrong values or failed.
 
     Portable attention has another page layout, so call this before the pools are planned. One device of a mesh is
-    tested: the others do the same on other heads. Portable attention (as on every CPU) and interpreters are not tested.
+    tested: the others do the same on other heads. Portable attention and interpreters are not tested.
 
     Raises:
         ConfigError: the kernels failed and were asked for by name.
@@ -46,11 +46,11 @@ def confirm_attention(shapes: Shapes, device: jax.Device) -> Shapes:
     if backend.platform is None or backend.interpret:
         return shapes
     # Logged first: a kernel that hangs cannot be ended from here, and this is then the last line.
-    _log.info("attention: testing the %s kernels against XLA on %s", shapes.impl, device.device_kind)
+    _log.info("attention: testing the %s kernels on %s", shapes.impl, device.device_kind)
     start = time.perf_counter()
     fault = _find_fault(shapes, device)
     if fault is None:
-        _log.info("attention: they agree (%.1f s)", time.perf_counter() - start)
+        _log.info("attention: they passed (%.1f s)", time.perf_counter() - start)
         return shapes
     _require_device(device, shapes.impl, fault)
     if shapes.config.compile.attention_impl != "auto":

@@ -16,6 +16,7 @@ from pallas_kernels.testing.compare import RELATIVE_TOLERANCE, relative_error
 
 # Largest relative error of any token and head against the reference on the same rounded inputs, by q's dtype.
 TOLERANCE = {"float32": 2e-5, "bfloat16": RELATIVE_TOLERANCE, "float16": 2e-3}
+LAYER = 1  # the second of the pool's two layers: attention must find its pages behind another layer's
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def make_inputs(case: Case, seed: int = 0, *, num_layers: int = 2) -> Inputs:
             page_table[row, index] = page
             filled = int(np.sum(slots < computed))
             shape = (num_layers, spec.num_kv_heads * (1 if spec.is_latent else 2), filled, spec.head_dim)
-            kv_pages[page::num_pages, :, :filled] = _store(rng.standard_normal(shape), spec)
+            kv_pages[page::num_pages, :, :filled] = store_rows(rng.standard_normal(shape), spec)
 
     ends = np.cumsum(query_lens)
     num_single = next((row for row, (_, new) in enumerate(case.rows) if new > 1), num_rows)
@@ -165,7 +166,7 @@ def choose_config(case: Case, impl: str) -> Any:
     return replace(config, decode=replace(config.decode, num_sms=1))
 
 
-def _store(values: np.ndarray, spec: KVSpec) -> np.ndarray:
+def store_rows(values: np.ndarray, spec: KVSpec) -> np.ndarray:
     """[..., 2K or K, tokens, H] as a page of the spec's layout keeps them."""
     if spec.layout == "paired":
         return np.concatenate([values[..., 0::2, :, :], values[..., 1::2, :, :]], axis=-1)

@@ -9,9 +9,7 @@ import jax
 
 from pallas_kernels import attend_stored, attend_with_update, prepare_batch
 from pallas_kernels.spec import AttnLayer, AttnShape
-from pallas_kernels.testing.case import Case, Inputs, choose_config
-
-LAYER = 1  # the second of the pool's two layers: attention must find its pages behind another layer's
+from pallas_kernels.testing.case import LAYER, Case, Inputs, choose_config
 
 
 @partial(jax.jit, static_argnames=("shape", "max_query_len", "impl", "config", "is_stored"))

@@ -1,5 +1,5 @@
-"""Compares a kernel with XLA on the device that will serve with it: one small step of each kind, fast enough for a
-start.
+"""Compares a kernel with its formula on the device that will serve with it: one small step of each kind, fast enough
+for a start.
 
 The compiler and driver of a device may differ from those that the kernels were tested with, and may break them. The
 steps have the caller's own shape and buckets, so its own tuning, with few rows in use.
@@ -15,10 +15,10 @@ import numpy as np
 
 from pallas_kernels.layout import gather_logical
 from pallas_kernels.spec import AttnShape
-from pallas_kernels.testing.case import Case, Inputs, make_inputs
+from pallas_kernels.testing.case import LAYER, Case, Inputs, make_inputs
 from pallas_kernels.testing.compare import relative_error
-from pallas_kernels.testing.runner import LAYER, run_case
-from pallas_kernels.xla import XlaConfig
+from pallas_kernels.testing.reference import attend_by_formula
+from pallas_kernels.testing.runner import run_case
 
 # Relative error of a head's vector: rounding to 16 bits gives up to 0.004, losing one key of n about 1 / sqrt(n).
 ERROR_LIMIT = 0.02
@@ -38,7 +38,7 @@ def run_self_test(
     sinks: bool = False,
     device: jax.Device | None = None,
 ) -> str | None:
-    """The fault of an implementation on a device, in words for users; None if it agrees with XLA.
+    """The fault of an implementation on a device, in words for users; None if it is right.
 
     Args:
         shape: one device's share, on pages of the implementation's layout.
@@ -47,20 +47,16 @@ def run_self_test(
         table_width: M, the most pages of a row.
         sinks: heads have sinks.
         device: where to run (None: where JAX runs by default).
-
-    Errors of XLA itself are not caught.
     """
     for case in list_cases(shape, num_rows=num_rows, num_tokens=num_tokens, table_width=table_width, softcap=softcap):
         inputs = make_inputs(replace(case, max_pages=_count_pages(case), sinks=sinks))
-        inputs = replace(inputs, **{name: jax.device_put(getattr(inputs, name), device) for name in _ARRAYS})
-        # Loops end with the batch: bounds by the table's width would take seconds.
-        expected = _fetch(run_case(case, inputs, impl="xla", config=XlaConfig(bounded=True)))
+        placed = replace(inputs, **{name: jax.device_put(getattr(inputs, name), device) for name in _ARRAYS})
         try:
-            found = _fetch(run_case(case, inputs, impl=impl))
+            out, pool = map(np.asarray, run_case(case, placed, impl=impl))
         except Exception as error:  # whatever a compiler or a driver raises
             text = str(error).strip() or "without a word"
             return f"{case.name}: {type(error).__name__}: {text.splitlines()[0][:300]}"
-        fault = _find_fault(case, inputs, found, expected)
+        fault = _find_fault(case, inputs, out, pool)
         if fault is not None:
             return f"{case.name}: {fault}"
     return None
@@ -132,22 +128,15 @@ def _count_pages(case: Case) -> int:
     return sum(-(-(computed + new) // case.spec.page_size) for computed, new in case.rows)
 
 
-def _fetch(arrays: tuple[jax.Array, jax.Array]) -> tuple[np.ndarray, np.ndarray]:
-    out, pool = arrays
-    return np.asarray(out), np.asarray(pool)
-
-
-def _find_fault(
-    case: Case, inputs: Inputs, found: tuple[np.ndarray, np.ndarray], expected: tuple[np.ndarray, np.ndarray]
-) -> str | None:
-    """The first difference from XLA in the attention or the pool; None if there is none."""
-    (out, pool), (wanted, wanted_pool) = found, expected
+def _find_fault(case: Case, inputs: Inputs, out: np.ndarray, pool: np.ndarray) -> str | None:
+    """The first difference from the formula in the attention or the pool; None if there is none."""
+    wanted, wanted_pool = attend_by_formula(case, inputs)
     if not np.isfinite(out.astype(np.float32)).all():
         return "it gave NaN or infinite values"
     error = relative_error(out, wanted, inputs.num_tokens)
     if not error <= ERROR_LIMIT:
         return f"it gave wrong values: relative error {error:.2g}, at most {ERROR_LIMIT} is right"
-    table, offset, size = np.asarray(inputs.page_table), LAYER * inputs.num_pages, case.spec.page_size
+    table, offset, size = inputs.page_table, LAYER * inputs.num_pages, case.spec.page_size
     written = {offset}  # the null page: padding may write there
     for row, (computed, new) in enumerate(case.rows):
         pages = table[row, computed // size : -(-(computed + new) // size)]

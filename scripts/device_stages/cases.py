@@ -1,4 +1,4 @@
-"""All cases of the kernels' own tests on the device: hostile inputs, compared with the float32 reference.
+"""All cases of the kernels' own tests on the device: hostile inputs, compared with the formula.
 
 Programs are compiled ahead in threads. After a process of the stage died they are compiled one after the other, so that
 the case that was begun is the one to blame.
@@ -21,12 +21,14 @@ import numpy as np
 from device_stages.items import Context, Item, NotHereError
 from device_stages.results import Line
 from pallas_kernels import AttnLayer, attend_stored, attend_with_update, choose_layout, prepare_batch, resolve_impl
-from pallas_kernels.testing.case import Case, choose_config, largest_error, make_inputs
+from pallas_kernels.testing.case import LAYER, Case, choose_config, largest_error, make_inputs
 from pallas_kernels.testing.cases import CASES, LONG_CASES
+from pallas_kernels.testing.reference import attend_by_formula
 
 TINY_CASES = ("drafts verified, 3:1, window, sinks",)
 MAX_THREADS = 12
 _AHEAD = 2 * MAX_THREADS  # cases compiled while one runs
+Prepared = tuple[Callable[[], jax.Array], np.ndarray]
 _LOWERING = threading.Lock()  # lowering is Python: threads would only interleave it
 
 
@@ -58,8 +60,8 @@ def is_portable(context: Context, case: Case) -> bool:
         return True
 
 
-def prepare_case(context: Context, case: Case) -> list[Callable[[], jax.Array]]:
-    """Compiles a case's step for the implementation and for the reference; returns calls of both.
+def prepare_case(context: Context, case: Case) -> Prepared:
+    """Compiles a case's step; returns a call of it, and the attention that is right.
 
     Raises:
         NotHereError: the implementation does not support the case; says why.
@@ -73,35 +75,36 @@ def prepare_case(context: Context, case: Case) -> list[Callable[[], jax.Array]]:
     new = inputs.k, inputs.v, inputs.ancestors  # the last two may be None
     arrays = jax.tree.map(jnp.asarray, (inputs.kv_pages, inputs.q, new, inputs.meta))
 
-    def step(name: str, pool: jax.Array, q: jax.Array, new: tuple[Any, ...], meta: tuple[jax.Array, ...]) -> Any:
+    def step(pool: jax.Array, q: jax.Array, new: tuple[Any, ...], meta: tuple[jax.Array, ...]) -> Any:
         k, v, ancestors = new
         batch = prepare_batch(
             *meta,
             num_tokens=case.max_tokens,
             shape=case.shape,
             max_query_len=case.max_query_len,
-            impl=name,
-            config=choose_config(case, name),
+            impl=impl,
+            config=choose_config(case, impl),
             ancestors=ancestors,
         )
-        layer = AttnLayer(case.params, inputs.heads)
+        layer = AttnLayer(case.params, inputs.heads, LAYER * inputs.num_pages)
         if case.is_stored:
             return attend_stored(q, pool, batch, layer)[0]
         return attend_with_update(q, k, v, pool, batch, layer)[0]
 
     # GPUs round float32 operands to 10 bits by default, but not in the kernels' own products.
     with _LOWERING, jax.default_matmul_precision("highest"):
-        lowered = [jax.jit(partial(step, name)).lower(*arrays) for name in (impl, "reference")]
-    return [partial(program.compile(), *arrays) for program in lowered]
+        lowered = jax.jit(step).lower(*arrays)
+    return partial(lowered.compile(), *arrays), attend_by_formula(case, inputs)[0]
 
 
-def check_case(context: Context, case: Case, prepare: Callable[[], list[Callable[[], jax.Array]]]) -> Line:
+def check_case(context: Context, case: Case, prepare: Callable[[], Prepared]) -> Line:
     """Returns the error as a share of the case's tolerance."""
-    found, expected = (call() for call in prepare())
+    call, expected = prepare()
+    found = call()
     num_tokens = sum(new for _, new in case.rows)
     error = largest_error(case, found, expected, num_tokens)
     line = {"impl": resolve_impl(context.impl, case.shape)[0], "share_of_tolerance": error}
     if not error < 1:
-        largest = float(np.max(np.abs(np.asarray(expected, np.float32))[:num_tokens], initial=0))
+        largest = float(np.max(np.abs(expected[:num_tokens]), initial=0))
         line |= {"ok": False, "error": f"{error:.3g} times the tolerance; values up to {largest:.3g}"}
     return line

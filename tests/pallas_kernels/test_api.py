@@ -30,9 +30,10 @@ from pallas_kernels import (
 from pallas_kernels.backends import find_backend
 from pallas_kernels.cpu import library
 from pallas_kernels.spec import BatchMeta
+from pallas_kernels.testing.case import LAYER as LAYER_INDEX
 from pallas_kernels.testing.case import Inputs, largest_error, make_inputs
 from pallas_kernels.testing.cases import CASES
-from pallas_kernels.testing.runner import LAYER as LAYER_INDEX
+from pallas_kernels.testing.reference import attend_by_formula
 from pallas_kernels.testing.runner import run_case
 from tests.pallas_kernels.cpu_library import needs_library
 
@@ -52,7 +53,7 @@ def batch(inputs: Inputs) -> BatchMeta:
 
 
 @pytest.mark.parametrize(
-    "impl", ["xla", "reference", needs_library("cpu"), pytest.param("tpu_interpret", marks=pytest.mark.thorough)]
+    "impl", ["xla", needs_library("cpu"), pytest.param("tpu_interpret", marks=pytest.mark.thorough)]
 )
 def test_stored_keys_and_values_are_those_that_were_written(impl: str) -> None:
     case = CASE.with_layout(choose_layout(impl, CASE.spec))
@@ -117,16 +118,15 @@ def test_choice_says_why(platform: str, kind: str, name: str) -> None:
     assert chosen == name and len(reason) > 20 and (platform == "cpu" or kind in reason)
 
 
-@pytest.mark.parametrize("impl", ["xla", "reference"])
-def test_pages_of_portable_attention_fill_the_lanes_of_a_tpu(impl: str) -> None:
+def test_pages_of_portable_attention_fill_the_lanes_of_a_tpu() -> None:
     """XLA would copy a pool of shorter rows, in every step."""
     layouts = {64: "paired", 80: "padded", 128: "plain", 192: "padded"}
     for head_dim, layout in layouts.items():
         spec = KVSpec(2, head_dim, 16, "bfloat16")
-        assert choose_layout(impl, spec, platform="tpu") == choose_layout("tpu", spec) == layout
-        assert choose_layout(impl, spec, platform="gpu") == choose_layout(impl, spec) == "plain"
+        assert choose_layout("xla", spec, platform="tpu") == choose_layout("tpu", spec) == layout
+        assert choose_layout("xla", spec, platform="gpu") == choose_layout("xla", spec) == "plain"
     latent = KVSpec(1, 576, 16, "bfloat16", value_dim=512)
-    assert choose_layout(impl, latent, platform="tpu") == "padded"
+    assert choose_layout("xla", latent, platform="tpu") == "padded"
 
 
 def test_unknown_platform_is_refused() -> None:
@@ -177,7 +177,7 @@ def test_query_of_another_dtype_than_the_pool(inputs: Inputs) -> None:
     case = replace(CASE, spec=replace(CASE.spec, dtype="bfloat16"))
     rounded = replace(inputs, kv_pages=inputs.kv_pages.astype("bfloat16"))  # q stays float32
     out, kv_pages = run_case(case, rounded)
-    expected, _ = run_case(case, rounded, impl="reference")
+    expected, _ = attend_by_formula(case, rounded)
     assert out.dtype == np.float32 and kv_pages.dtype == "bfloat16"
     assert largest_error(CASE, out, expected, inputs.num_tokens) < 1, "matmuls in float32, though the pool is not"
 

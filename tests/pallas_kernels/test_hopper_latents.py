@@ -18,6 +18,7 @@ from pallas_kernels.mosaic_gpu import compat
 from pallas_kernels.spec import AttnShape, KVSpec
 from pallas_kernels.testing.case import Case, largest_error, make_inputs
 from pallas_kernels.testing.cases import CASES
+from pallas_kernels.testing.reference import attend_by_formula
 from pallas_kernels.testing.runner import run_case
 from tests.pallas_kernels.gpu_interpreter import reset_interpreter
 
@@ -62,7 +63,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 def test_same_as_reference(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
     inputs = make_inputs(case)
     out, _ = run_case(case, inputs, impl="gpu_interpret", config=SPLIT)
-    expected, _ = run_case(case, inputs, impl="reference")
+    expected, _ = attend_by_formula(case, inputs)
     assert largest_error(case, out, expected, inputs.num_tokens) < 1
     assert "RACE DETECTED" not in capsys.readouterr().out
 
@@ -75,7 +76,7 @@ SMALL_FP8 = replace(SMALL, spec=replace(SMALL_LATENT, dtype="float8_e4m3fn"))
 def test_a_unit_longer_than_the_ring(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
     inputs = make_inputs(case)
     out, _ = run_case(case, inputs, impl="gpu_interpret", config=WHOLE)
-    expected, _ = run_case(case, inputs, impl="reference")
+    expected, _ = attend_by_formula(case, inputs)
     assert largest_error(case, out, expected, inputs.num_tokens) < 1
     assert "RACE DETECTED" not in capsys.readouterr().out
 

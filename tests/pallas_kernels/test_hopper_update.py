@@ -13,8 +13,7 @@ from pallas_kernels import prepare_batch
 from pallas_kernels.hopper import update
 from pallas_kernels.layout import update_kv_pages
 from pallas_kernels.spec import AttnLayer, BatchMeta, KVSpec
-from pallas_kernels.testing.case import Case, make_inputs
-from pallas_kernels.testing.runner import LAYER
+from pallas_kernels.testing.case import LAYER, Case, make_inputs
 
 
 def prepare(case: Case, *meta: jax.Array) -> BatchMeta:

@@ -21,9 +21,9 @@ from pallas_kernels import (
     prepare_batch,
 )
 from pallas_kernels.layout import saturate
-from pallas_kernels.testing.case import Case, make_inputs
+from pallas_kernels.testing.case import LAYER, Case, make_inputs
 from pallas_kernels.testing.cases import CASES
-from pallas_kernels.testing.runner import LAYER, run_case
+from pallas_kernels.testing.runner import run_case
 from pallas_kernels.xla import XlaConfig
 
 BY_NAME = {case.name: case for case in CASES}

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels.layout import gather_logical
-from pallas_kernels.testing.case import Case, Inputs, largest_error, make_inputs
+from pallas_kernels.testing.case import LAYER, Case, Inputs, largest_error, make_inputs
 from pallas_kernels.testing.cases import CASES
-from pallas_kernels.testing.runner import LAYER, run_case
+from pallas_kernels.testing.reference import attend_by_formula
 
 
 def attend_naively(case: Case, inputs: Inputs, keys: list[np.ndarray], values: list[np.ndarray]) -> np.ndarray:
@@ -43,7 +43,7 @@ def _list_scales(case: Case, inputs: Inputs) -> tuple[np.ndarray | None, np.ndar
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_reference_is_attention(case: Case) -> None:
     inputs = make_inputs(case)
-    out, kv_pages = run_case(case, inputs, impl="reference")
+    out, kv_pages = attend_by_formula(case, inputs)
     keys, values = [], []
     for row, lens in enumerate(case.rows):
         length, offset = case.count_keys(lens), LAYER * inputs.num_pages

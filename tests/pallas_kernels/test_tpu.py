@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels import gather_logical
-from pallas_kernels.testing.case import Case, Inputs, largest_error, make_inputs
+from pallas_kernels.testing.case import LAYER, Case, Inputs, largest_error, make_inputs
 from pallas_kernels.testing.cases import CASES
-from pallas_kernels.testing.runner import LAYER, run_case
+from pallas_kernels.testing.reference import attend_by_formula
+from pallas_kernels.testing.runner import run_case
 from pallas_kernels.tpu.attention import choose_layout, find_obstacle
 from pallas_kernels.tpu.config import ChunkConfig, DecodeConfig, TpuConfig, count_step_pages
 from tests.pallas_kernels.tpu_faults import find_race, quick_interpreter
@@ -195,7 +195,7 @@ def test_more_buffers_than_blocks() -> None:
 def check_case(case: Case, config: TpuConfig | None) -> None:
     inputs = make_inputs(case)
     out, pool = run_case(case, inputs, impl="tpu_interpret", config=config)
-    expected, expected_pool = run_case(case, inputs, impl="reference")
+    expected, expected_pool = attend_by_formula(case, inputs)
     assert out.dtype == inputs.q.dtype and not find_race()
     assert largest_error(case, out, expected, inputs.num_tokens) < 1
     check_pool(case, inputs, pool, expected_pool)
@@ -248,11 +248,10 @@ def test_two_steps_follow_each_other() -> None:
     second = replace(find_case("decode"), name="token", rows=((77, 1),))
     inputs = make_inputs(first)
     following = make_inputs(second, seed=1)
-    pools = []
-    for impl in ("tpu_interpret", "reference"):
-        _, pool = run_case(first, inputs, impl=impl, config=small_config(first) if "tpu" in impl else None)
-        pool = jnp.asarray(pool)
-        step = replace(following, kv_pages=pool, page_table=inputs.page_table, num_pages=inputs.num_pages)
-        out, _ = run_case(second, step, impl=impl, config=small_config(second) if "tpu" in impl else None)
-        pools.append(out)
-    assert largest_error(second, *pools, 1) < 1
+    following = replace(following, page_table=inputs.page_table, num_pages=inputs.num_pages)
+    _, pool = run_case(first, inputs, impl="tpu_interpret", config=small_config(first))
+    following = replace(following, kv_pages=np.asarray(pool))
+    out, _ = run_case(second, following, impl="tpu_interpret", config=small_config(second))
+    expected_pool = attend_by_formula(first, inputs)[1]
+    expected, _ = attend_by_formula(second, replace(following, kv_pages=expected_pool))
+    assert largest_error(second, out, expected, 1) < 1

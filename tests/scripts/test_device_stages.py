@@ -101,7 +101,7 @@ def test_cases_are_right_wrong_or_refused(context: Context) -> None:
     right = cases.prepare_case(context, case)
     found = cases.check_case(context, case, lambda: right)
     assert found["impl"] == "xla" and found["share_of_tolerance"] < 1 and "ok" not in found
-    wrong = cases.check_case(context, case, lambda: [lambda: right[0]() * 1.01, right[1]])
+    wrong = cases.check_case(context, case, lambda: (lambda: right[0]() * 1.01, right[1]))
     assert wrong["ok"] is False and "times the tolerance" in wrong["error"]
     with pytest.raises(NotHereError, match="float32"):
         cases.prepare_case(replace(context, impl="gpu_interpret"), case)
