@@ -83,7 +83,9 @@ FORMS = [
 ]
 
 
-def test_grammars(plain: LLM, drafting: LLM) -> None:
+def test_grammars(plain: LLM, drafting: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A busy machine may have a mask late, which loses right drafts.
+    monkeypatch.setattr(drafting.ready.engine._grammars, "_mask_timeout", None)
     tallies = check(plain, drafting, FORMS)
     assert tallies[Mode.RIGHT].accepted == tallies[Mode.RIGHT].drafts > 100
     for output, params in zip(ask(drafting, FORMS), FORMS, strict=True):
