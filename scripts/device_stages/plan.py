@@ -34,7 +34,7 @@ FIRST = (
     Stage("smoke", "four steps against the XLA path, bit for bit the same when repeated", 60, 40, environment=_PTXAS),
     Stage(
         "cases",
-        "every case of the kernels' tests against the float32 reference",
+        "every case of the kernels' tests against the formula",
         90,
         30,
         environment=_PTXAS,

@@ -136,7 +136,7 @@ def _attend(
     case: Case,
     config: PrefillConfig | None,
     call: object,  # a new one compiles anew, as is needed where an operation was broken on purpose
-) -> tuple[jax.Array, jax.Array]:
+) -> jax.Array:
     """The kernel's answer for rows of more than one token."""
     batch = prepare_batch(*meta, num_tokens=q.shape[0], shape=case.shape, max_query_len=None, impl="xla")
     kv_pages = update_kv_pages(k, v, kv_pages, batch, layer)

@@ -16,9 +16,9 @@ from pallas_kernels import AttnLayer, attend_with_update, prepare_batch
 from pallas_kernels.cpu import library
 from pallas_kernels.testing.case import largest_error, make_inputs
 from pallas_kernels.testing.cases import CASES
-from tests.programs import PROGRAMS
 from pallas_kernels.testing.reference import attend_by_formula
 from pallas_kernels.xla import XlaConfig
+from tests.programs import PROGRAMS
 
 assert jax.device_count() == 2
 mesh = jax.make_mesh((2,), ("heads",), axis_types=(AxisType.Auto,))
