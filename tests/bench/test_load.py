@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from jaxserve.bench.load.client import Client
-from jaxserve.bench.load.generator import LoadGenerator, LoadOutcome
-from jaxserve.bench.load.records import RequestRecord
+from jaxserve.bench.load.generator import LoadGenerator
+from jaxserve.bench.load.records import LoadOutcome, RequestRecord
 from jaxserve.bench.load.schedule import draw_arrivals, scale_arrivals
 from jaxserve.bench.load.target import Target
 from jaxserve.errors import ConfigError

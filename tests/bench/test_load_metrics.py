@@ -7,9 +7,8 @@ from array import array
 import pytest
 
 from jaxserve.bench.load.counters import parse_counters, subtract
-from jaxserve.bench.load.generator import LoadOutcome
 from jaxserve.bench.load.metrics import Slo, count_most_at_once, list_warnings, summarize
-from jaxserve.bench.load.records import RequestRecord
+from jaxserve.bench.load.records import LoadOutcome, RequestRecord
 from jaxserve.errors import ConfigError
 
 

@@ -5,39 +5,17 @@ from __future__ import annotations
 import multiprocessing
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from types import TracebackType
 
-from jaxserve.bench.load.records import RequestRecord
+from jaxserve.bench.load.records import LoadOutcome, RequestRecord
 from jaxserve.bench.load.target import Target
 from jaxserve.bench.load.worker import Share, ShareOutcome, run_worker
 from jaxserve.errors import ClusterError
 
 _LEAD_SECONDS = 0.3  # between the order to start and the start
 _END_SECONDS = 5.0
-
-
-@dataclass(frozen=True)
-class LoadOutcome:
-    """The records of all requests, in the order in which they were given, and what the client itself used."""
-
-    records: list[RequestRecord]
-    start: float  # a time of the monotonic clock
-    seconds: float  # from there to the end of the last request
-    worker_cores: tuple[float, ...]  # the share of a core that each process used
-    cpu_seconds: float  # of all processes
-
-    @property
-    def num_chunks(self) -> int:
-        """Chunks with output."""
-        return sum(len(record.chunk_times) for record in self.records)
-
-    @property
-    def lags(self) -> list[float]:
-        """Seconds by which the client sent requests late; of those that were not due at the start."""
-        return [max(0.0, record.sent - record.due) for record in self.records if record.end and record.due > self.start]
 
 
 class LoadGenerator:

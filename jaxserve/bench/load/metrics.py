@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.bench.load.generator import LoadOutcome
-from jaxserve.bench.load.records import RequestRecord
+from jaxserve.bench.load.records import LoadOutcome, RequestRecord
 from jaxserve.errors import ConfigError
 
 METRICS = ("ttft", "tpot", "itl", "e2el")

@@ -1,4 +1,4 @@
-"""What is known of one request after it ended."""
+"""What is known after a request has ended, and after a whole run: plain values, whoever sent the requests."""
 
 from __future__ import annotations
 
@@ -63,3 +63,24 @@ class RequestRecord:
         """Seconds between two chunks."""
         times = self.chunk_times
         return [after - before for before, after in pairwise(times)]
+
+
+@dataclass(frozen=True)
+class LoadOutcome:
+    """The records of all requests, in the order in which they were given, and what the client itself used."""
+
+    records: list[RequestRecord]
+    start: float  # a time of the monotonic clock
+    seconds: float  # from there to the end of the last request
+    worker_cores: tuple[float, ...]  # the share of a core that each process used
+    cpu_seconds: float  # of all processes
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks with output."""
+        return sum(len(record.chunk_times) for record in self.records)
+
+    @property
+    def lags(self) -> list[float]:
+        """Seconds by which the client sent requests late; of those that were not due at the start."""
+        return [max(0.0, record.sent - record.due) for record in self.records if record.end and record.due > self.start]
