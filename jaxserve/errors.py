@@ -72,6 +72,10 @@ class ClusterError(_FieldError):
     """The hosts of one engine differ in what must be equal, or one of them is missing, silent or gone."""
 
 
+class MissingPackageError(JaxServeError, ImportError):
+    """A package that a command needs cannot be imported; the message says what to install."""
+
+
 class MissingProgramError(JaxServeError, RuntimeError):
     """A step needs a program that was not compiled at the start: a fault of jaxserve, never of the caller."""
 

@@ -11,6 +11,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from jaxserve.cli.packages import LOAD_PACKAGES, SERVER_PACKAGES
+
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
@@ -42,6 +44,10 @@ def test_a_package_is_asked_for_alike_everywhere() -> None:
     for requirement in REQUIREMENTS:
         asked.setdefault(requirement.name, set()).add(str(requirement.specifier))
     assert all(len(specifiers) == 1 for specifiers in asked.values()), asked
+
+
+def test_what_a_command_says_to_install_is_what_is_asked_for() -> None:
+    assert {*SERVER_PACKAGES.values(), *LOAD_PACKAGES.values()} <= set(PROJECT["dependencies"])
 
 
 def test_tokenizers_and_the_hub_agree_at_their_lower_bounds() -> None:

@@ -15,6 +15,7 @@ from jaxserve.bench.load.target import ENDPOINTS, Target
 from jaxserve.bench.report import add_report_flags, make_report, read_report_paths
 from jaxserve.bench.setup import check_counts, fill_dry_run
 from jaxserve.cli.bench_common import add_benchmark, add_plot_flags, check_plot_flags, finish, save_pictures
+from jaxserve.cli.packages import LOAD_PACKAGES, require_packages
 from jaxserve.config import read_client_key
 from jaxserve.errors import ConfigError, JaxServeError
 from jaxserve.option_flags import read_object
@@ -87,6 +88,7 @@ def _add_load_flags(group: Any) -> None:
 
 def _run_serve(command: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     """Runs the command; returns 1 where no request at all succeeded."""
+    require_packages("bench serve", LOAD_PACKAGES)
     from jaxserve.bench.load.generator import LoadGenerator
     from jaxserve.bench.serve import ServeBenchmark
     from jaxserve.bench.serve_report import list_clients, list_failures, show_saturation

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.cli.flags import read_engine_options, read_flags, read_sampling_params
+from jaxserve.cli.packages import SERVER_PACKAGES, require_packages
 from jaxserve.cli.prompts import split_words
 from jaxserve.config import EngineConfig
 from jaxserve.errors import TokenizerError
@@ -29,6 +30,7 @@ BATCH_OPTIONS = (  # the server's options that matter without a socket
 
 def serve(args: argparse.Namespace) -> int:
     """`jaxserve serve`; the log explains failures."""
+    require_packages("serve", SERVER_PACKAGES)
     from jaxserve.engine.hosts import find_hosts
     from jaxserve.server.headless import serve_headless
     from jaxserve.server.launch import serve as run
@@ -89,6 +91,7 @@ def chat(args: argparse.Namespace) -> None:
 
 def run_batch(args: argparse.Namespace) -> int:
     """`jaxserve run-batch`; returns 1 when a line failed."""
+    require_packages("run-batch", SERVER_PACKAGES)
     from jaxserve.server.options import ServerConfig
     from jaxserve.server.run_batch import run_batch as run
 
