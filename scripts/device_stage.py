@@ -40,6 +40,8 @@ def run_item(item: Item) -> Line:
     except Exception as problem:  # a kernel that does not compile must not hide the others
         traceback.print_exc()
         found = {"ok": False, "error": f"{type(problem).__name__}: {problem}"[:ERROR_CHARS]}
+    if item.predicted:
+        found["predicted"] = item.predicted
     return {**found, "seconds": round(time.monotonic() - start, 3)}
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,6 +148,48 @@ def find_misfit(bench: Bench, sizes: SweepSizes, batch: int, context: int) -> st
     return None
 
 
+@dataclass(frozen=True)
+class DecodingBatch:
+    """A batch whose rows all decode."""
+
+    bench: Bench
+    rows: int
+    context: int  # tokens of a row that are wanted
+    prompt_tokens: int  # of all rows
+    prefill_seconds: float
+
+    def require_whole(self) -> float:
+        """Returns the tokens of a row, in the mean; RuntimeError if a row was preempted or has ended."""
+        found = self.bench.llm.ready.engine.scheduler.batch.decoding
+        if len(found) != self.rows:
+            raise RuntimeError(f"{self.rows} rows of {self.context} tokens: a row was preempted while the clock ran")
+        return sum(len(row.token_ids) for row in found) / self.rows
+
+
+@contextmanager
+def hold_batch(bench: Bench, sizes: SweepSizes, batch: int, context: int) -> Iterator[DecodingBatch]:
+    """Prefills random prompts and yields once all rows decode and steps have settled; ends the requests afterwards."""
+    ready = bench.llm.ready
+    engine = ready.engine
+    length, longest = sizes.plan(batch, context, ready.shapes.limits.max_num_batched_tokens)
+    rng, vocab_size = random.Random(batch * 100_003 + context), ready.shapes.model.vocab_size
+    params = SamplingParams(temperature=0, max_tokens=longest, ignore_eos=True, detokenize=False)
+    for _ in range(batch):
+        ids = [rng.randrange(3, vocab_size) for _ in range(length)]
+        engine.add_request(ready.requests.make({"prompt_token_ids": ids}, params))
+    try:
+        start = time.perf_counter()
+        while len(engine.scheduler.batch.decoding) < batch and engine.has_unfinished:
+            engine.step()
+        seconds = time.perf_counter() - start
+        for _ in range(_SETTLE):
+            engine.step()
+        yield DecodingBatch(bench, batch, context, batch * length, seconds)
+    finally:
+        engine.abort_all()
+        engine.drain()
+
+
 def measure_point(bench: Bench, sizes: SweepSizes, batch: int, context: int) -> Point:
     """Prefills the batch, times its decode steps and ends the requests.
 
@@ -155,34 +198,17 @@ def measure_point(bench: Bench, sizes: SweepSizes, batch: int, context: int) -> 
     """
     from jaxserve.runtime.compile import watch_compiles
 
-    ready, count_compiles = bench.llm.ready, watch_compiles()
-    engine, num_iters = ready.engine, sizes.num_iters
-    length, longest = sizes.plan(batch, context, ready.shapes.limits.max_num_batched_tokens)
-    rng, vocab_size = random.Random(batch * 100_003 + context), ready.shapes.model.vocab_size
-    params = SamplingParams(temperature=0, max_tokens=longest, ignore_eos=True, detokenize=False)
-    for _ in range(batch):
-        ids = [rng.randrange(3, vocab_size) for _ in range(length)]
-        engine.add_request(ready.requests.make({"prompt_token_ids": ids}, params))
-    try:
-        while len(engine.scheduler.batch.decoding) < batch and engine.has_unfinished:
-            engine.step()
-        for _ in range(_SETTLE):
-            engine.step()
-        compiled, seconds = count_compiles(), []
-        for _ in range(num_iters):
+    engine, count_compiles, seconds = bench.llm.ready.engine, watch_compiles(), []
+    with hold_batch(bench, sizes, batch, context) as held:
+        compiled = count_compiles()
+        for _ in range(sizes.num_iters):
             start = time.perf_counter()
             for _ in range(sizes.num_steps):
                 engine.step()
             seconds.append((time.perf_counter() - start) / sizes.num_steps)
-        rows = engine.scheduler.batch.decoding
-        if len(rows) != batch or count_compiles() != compiled:
-            raise RuntimeError(
-                f"{batch} rows of {context} tokens: a row was preempted or a program compiled while the clock ran"
-            )
-        ended_at = sum(len(row.token_ids) for row in rows) / batch
-    finally:
-        engine.abort_all()
-        engine.drain()
+        if count_compiles() != compiled:
+            raise RuntimeError(f"{batch} rows of {context} tokens: a program compiled while the clock ran")
+        ended_at = held.require_whole()
     return _describe(bench, batch, context, ended_at - sizes.num_measured / 2, Spread.of(seconds))
 
 

@@ -21,6 +21,8 @@ MARGIN = 3.0  # seconds between an item's last chance to begin and the end of it
 POLL = 0.1
 TAIL_CHARS = 1500
 _KILL_WAIT = 10.0  # seconds for a process that hangs in the driver
+_ASKING = Stage("asking", "whether the device still answers", 30, 30)
+_ASK = "import jax; jax.block_until_ready(jax.numpy.ones(8) + 1)"
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Request:
     """How to run the stages."""
 
     results: Path
-    logs: Path  # folder of the processes' output
+    log: Path  # takes the output of all processes
     environment: Mapping[str, str]
     impl: str | None = None
     tiny: bool = False
@@ -68,7 +70,7 @@ def run_stage(stage: Stage, request: Request, seconds: float) -> str:
             how = f"{losses} items took their process with them"
         careful = True
     took = round(time.monotonic() - begun, 2)
-    tail = "" if how == "done" else read_tail(log_paths(request, stage)[1])
+    tail = "" if how == "done" else read_tail(request.log)
     append_line(request.results, {"stage": stage.name, "event": "end", "how": how, "seconds": took, "stderr": tail})
     return how
 
@@ -77,7 +79,7 @@ def _close(request: Request, stage: Stage, item: dict | None, event: str, how: s
     """Appends the closing line of the item that was being run, if any."""
     if item is not None:
         line = {"stage": stage.name, "item": item["item"], "event": event, "how": how}
-        append_line(request.results, {**line, "stderr": read_tail(log_paths(request, stage)[1])})
+        append_line(request.results, {**line, "stderr": read_tail(request.log)})
 
 
 def _run_process(stage: Stage, request: Request, end: float, closed: Sequence[str], *, careful: bool) -> Ending:
@@ -89,8 +91,7 @@ def _run_process(stage: Stage, request: Request, end: float, closed: Sequence[st
     command += ["--impl", request.impl] if request.impl else []
     command += [flag for flag, wanted in (("--tiny", request.tiny), ("--careful", careful)) if wanted]
     command += ["--skip", *closed]
-    out, err = log_paths(request, stage)
-    with out.open("ab") as stdout, err.open("ab") as stderr, _process(command, request, stage, stdout, stderr) as child:
+    with _process(command, request, stage) as child:
         seen, since = None, time.monotonic()
         while child.poll() is None:
             time.sleep(POLL)
@@ -105,14 +106,18 @@ def _run_process(stage: Stage, request: Request, end: float, closed: Sequence[st
 
 
 @contextlib.contextmanager
-def _process(command: list[str], request: Request, stage: Stage, stdout: object, stderr: object) -> Iterator:
+def _process(command: Sequence[str], request: Request, stage: Stage) -> Iterator[subprocess.Popen]:
     """Yields a process in a group of its own, and always kills the whole group at the end."""
     environment = dict(request.environment)
-    for name, value in stage.environment.items():  # flags are added to those of the user
+    for name, text in stage.environment.items():  # flags are added to those of the user
+        value = text.format(out=request.results.parent)
         environment[name] = f"{environment[name]} {value}" if name == "XLA_FLAGS" and name in environment else value
-    child = subprocess.Popen(
-        command, cwd=SCRIPTS.parent, env=environment, stdout=stdout, stderr=stderr, process_group=0
-    )
+    with request.log.open("ab") as log:
+        log.write(f"=== {stage.name}\n".encode())
+        log.flush()
+        child = subprocess.Popen(
+            command, cwd=SCRIPTS.parent, env=environment, stdout=log, stderr=subprocess.STDOUT, process_group=0
+        )
     try:
         yield child
     finally:
@@ -120,6 +125,15 @@ def _process(command: list[str], request: Request, stage: Stage, stdout: object,
             os.killpg(child.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(_KILL_WAIT)
+
+
+def device_answers(request: Request) -> bool:
+    """Whether a new process can still use the device."""
+    with _process([sys.executable, "-c", _ASK], request, _ASKING) as child:
+        try:
+            return child.wait(_ASKING.seconds) == 0
+        except subprocess.TimeoutExpired:
+            return False
 
 
 def describe_status(status: int) -> str | None:
@@ -131,11 +145,10 @@ def describe_status(status: int) -> str | None:
     return f"ended with {status}"
 
 
-def log_paths(request: Request, stage: Stage) -> tuple[Path, Path]:
-    """Returns the files of a stage's standard output and error."""
-    return request.logs / f"{stage.name}.out", request.logs / f"{stage.name}.err"
-
-
 def read_tail(path: Path) -> str:
     """Returns the end of a file, where a process says why it died."""
-    return path.read_text(errors="replace")[-TAIL_CHARS:].strip() if path.exists() else ""
+    if not path.exists():
+        return ""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_CHARS))
+        return file.read().decode(errors="replace").strip()

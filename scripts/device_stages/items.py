@@ -21,6 +21,7 @@ class Item:
 
     name: str
     run: Callable[[], Line]
+    predicted: str = ""  # what was expected, beside what is found
 
 
 def describe_fault(errors: str) -> str:

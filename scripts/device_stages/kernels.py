@@ -6,7 +6,6 @@ Command buffers are off, because the profiler does not see the kernels in them.
 from __future__ import annotations
 
 import tempfile
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -25,6 +24,7 @@ from device_stages.measure import (
     timed_impl,
 )
 from device_stages.results import Line
+from device_stages.traces import read_kernels
 
 CALLS = 3  # per trace
 MOST = 8  # kernels in a line, the slowest ones
@@ -72,20 +72,3 @@ def trace_kernels(call: Callable[[], jax.Array]) -> dict[str, tuple[float, int]]
             jax.block_until_ready(out)
         paths = sorted(Path(folder).rglob("*.xplane.pb"))
         return read_kernels(jax.profiler.ProfileData.from_file(str(paths[-1]))) if paths else {}
-
-
-def read_kernels(profile: jax.profiler.ProfileData) -> dict[str, tuple[float, int]]:
-    """Returns (seconds, launches) by name: of GPUs' kernels or TPUs' operations."""
-    found: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
-    for plane in profile.planes:
-        if not plane.name.startswith("/device:") or plane.name.startswith("/device:CUSTOM"):
-            continue
-        is_gpu = plane.name.startswith("/device:GPU")
-        for line in plane.lines:
-            # Other lines of a GPU's plane repeat its streams.
-            if not line.name.startswith("Stream" if is_gpu else "XLA Ops"):
-                continue
-            for event in line.events:
-                seconds, count = found[event.name]
-                found[event.name] = (seconds + event.duration_ns / 1e9, count + 1)
-    return dict(found)

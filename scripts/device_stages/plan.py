@@ -20,7 +20,7 @@ class Stage:
     seconds: float  # at most, for all its items
     item_seconds: float  # at most, for one: then its process is killed, and a new one continues after the item
     module: str = ""  # by default `device_stages.<name>`
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)  # "{out}" stands for the folder of the results
     prepares_ahead: bool = False  # items are compiled before they are begun, unless an earlier process died
     measures: bool = False  # measures kernels; the XLA path in their place after a failed smoke test
 
@@ -29,18 +29,38 @@ class Stage:
         return self.module or f"device_stages.{self.name}"
 
 
+# A limit of an item ends five seconds before its stage's, so that an item that hangs is named before the stage ends.
 FIRST = (
     Stage("probe", "what the machine is, and its copy and matmul rates", 30, 25),
-    Stage("smoke", "four steps against the XLA path, bit for bit the same when repeated", 60, 40, environment=_PTXAS),
+    Stage(
+        "smoke",
+        "steps against the XLA path, bit for bit the same when repeated, and where pages lie far apart",
+        60,
+        40,
+        environment=_PTXAS,
+    ),
+    Stage("demo", "the demo model's answers, against those that a CPU gave", 50, 45),
+    Stage("tokens", "greedy tokens of 4 layers of an 8B model by the kernels and by XLA", 50, 45, measures=True),
+    Stage(
+        "engine",
+        "steps of the engine with all 32 layers of an 8B model",
+        220,
+        150,
+        environment={"XLA_FLAGS": "--xla_gpu_dump_autotune_results_to={out}/autotune.txt"},
+        measures=True,
+    ),
+    Stage("engine_xla", "steps of 8 layers with portable attention", 50, 45, "device_stages.engine"),
     Stage(
         "cases",
         "every case of the kernels' tests against the formula",
-        90,
+        75,
         30,
         environment=_PTXAS,
         prepares_ahead=True,
     ),
-    Stage("timing", "seconds of a layer, by the slope between 4 and 20 layers", 115, 45, measures=True),
+    Stage("timing", "seconds of a layer, by the slope between 4 and 20 layers", 110, 45, measures=True),
+)
+SECOND = (
     Stage(
         "kernels",
         "the same without command buffers, and kernel by kernel",
@@ -52,6 +72,7 @@ FIRST = (
     Stage(
         "ablation", "loads without compute, a persistent grid, sizes of pages, who writes keys", 60, 30, measures=True
     ),
+    Stage("tuning", "block sizes; the winners are in tuning.json", 150, 145, measures=True),
     Stage(
         "peers",
         "dense attention of cuDNN and torch",
@@ -59,19 +80,7 @@ FIRST = (
         20,
         environment={"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
     ),
-    Stage("tuning", "block sizes; the winners are in tuning.json", 150, 150, measures=True),
-)
-SECOND = (
     Stage("sanitizer", "small steps under compute-sanitizer", 150, 60),
-    Stage(
-        "engine_4",
-        "the engine's decode steps with 4 layers of an 8B model",
-        120,
-        120,
-        "device_stages.engine",
-        measures=True,
-    ),
-    Stage("engine_32", "the same with all 32", 280, 280, "device_stages.engine", measures=True),
 )
 STAGES = {stage.name: stage for stage in (*FIRST, *SECOND)}
 GROUPS = {"first": FIRST, "second": SECOND}

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from device_stages.clocks import query_gpu
 from device_stages.items import Context, Item, NotHereError
+from device_stages.predictions import predict
 from device_stages.results import Line
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "libtpu", "numpy", "ml_dtypes", "flax")
@@ -29,7 +30,7 @@ def list_items(context: Context) -> Iterator[Item]:
     yield Item("versions", describe_versions)
     yield Item("tools", find_tools)
     yield Item("device", describe_device)
-    yield Item("rates", lambda: measure_rates(context))
+    yield Item("rates", lambda: measure_rates(context), predict("probe", "rates"))
 
 
 def describe_gpu() -> Line:

@@ -1,6 +1,7 @@
 """Whether the kernels work on this device at all: steps of real sizes against the XLA path.
 
-All empty slots are NaN. A repeated step must give the same bits: one that does not has a race.
+All empty slots are NaN. A repeated step must give the same bits: one that does not has a race. Nor may it matter where
+in a large pool the pages of a row lie.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from kernel_shapes import MODELS, Shape, compute_exactly, make_arguments, make_program, platform_page_size
 
 from device_stages.items import Context, Item
@@ -23,6 +25,7 @@ REPEATS, TINY_REPEATS = 20, 1
 # Tokens in the rows' pages. Units of the longer rows have more tiles than any ring has slots.
 RAGGED = (*(1, 63, 64, 65, 127, 500, 640, 1000, 1023, 1535, 2048, 3000), *(4095, 5000, 6400, 7777, 8191, 12_000))
 RAGGED_CHUNK = (320, 700)  # tokens in pages and new tokens of the row after them
+FAR_BYTES, TINY_FAR_BYTES = 40 * 10**9, 2 * 10**6  # of the pool in which pages lie far away: past 32 bits
 
 
 def list_items(context: Context) -> Iterator[Item]:
@@ -36,6 +39,8 @@ def list_items(context: Context) -> Iterator[Item]:
         shapes.append(prefill_shape(context, 64, 8192))
     for shape in shapes:
         yield Item(name_shape(shape), partial(check_step, context, shape))
+    for shape in (decode_shape(context, 1, 4096), prefill_shape(context, 256, 2048)):
+        yield Item(f"far pages, {name_shape(shape)}", partial(check_far_pages, context, shape))
 
 
 def check_step(context: Context, shape: Shape) -> Line:
@@ -62,6 +67,31 @@ def check_step(context: Context, shape: Shape) -> Line:
     problems = [text for text, is_so in faults.items() if is_so]
     line = {"ok": not problems, "impl": impl, "relative_error": error, "pages_equal": pages_equal, "repeats": repeats}
     return {**line, "error": "; ".join(problems)} if problems else line
+
+
+def check_far_pages(context: Context, shape: Shape) -> Line:
+    """Runs one layer with a row's pages at the beginning and at the end of a large pool; all bits must be equal."""
+    impl = find_impl(context, shape)
+    layout = choose_layout(impl, shape.spec)
+    run, (pool, q, k, v, table, *meta) = make_program(shape, impl, 1)
+    page = pool.nbytes // pool.shape[0]
+    num_pages, own = (TINY_FAR_BYTES if context.tiny else FAR_BYTES) // page, pool.shape[0]
+    place = jax.jit(
+        lambda near, start: lax.dynamic_update_slice_in_dim(
+            jnp.full((num_pages, *near.shape[1:]), jnp.nan, near.dtype), near, start, 0
+        )
+    )
+    take = jax.jit(lambda pool, start: lax.dynamic_slice_in_dim(pool, start, own))
+    found = []
+    for start in (0, num_pages - own):
+        out, large, _ = run(place(pool, start), q, k, v, table + start, *meta)
+        found.append((out, take(large, start)))
+        del large
+    equal = [bool(_same_bits(near, far)) for near, far in zip(*found, strict=True)]
+    line = {"ok": all(equal), "impl": impl, "layout": layout, "pool_gb": num_pages * page / 1e9}
+    names = ("answers", "written pages")
+    differ = [name for name, same in zip(names, equal, strict=True) if not same]
+    return line | {"error": f"{' and '.join(differ)} differ from those of the first pages"} if differ else line
 
 
 @jax.jit

@@ -63,11 +63,11 @@ def list_items(context):
 
 @pytest.fixture
 def day(tmp_path: Path) -> device_day.Day:
-    for folder in ("fakes", "logs", "out"):
+    for folder in ("fakes", "out"):
         (tmp_path / folder).mkdir()
     environment = device_day.make_environment(dry_run=False)
     environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path / "fakes"), environment["PYTHONPATH"]])
-    request = child.Request(tmp_path / "out" / "results.jsonl", tmp_path / "logs", environment)
+    request = child.Request(tmp_path / "out" / "results.jsonl", tmp_path / "out" / "log.txt", environment)
     return device_day.Day(request, time.monotonic() + LATER, tmp_path / "out")
 
 
@@ -108,7 +108,7 @@ def test_a_child_that_dies_or_hangs_loses_what_it_was_at_and_no_more(tmp_path: P
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     files = [path.name for path in day.folder.iterdir()]
-    assert sorted(files) == ["logs.tar.gz", "report.md", "results.jsonl"]
+    assert sorted(files) == ["log.txt", "report.md", "results.jsonl"]
 
 
 def test_errors_and_what_is_not_here_are_results(tmp_path: Path, day: device_day.Day) -> None:
@@ -245,7 +245,7 @@ def test_a_parent_that_is_ended_takes_its_children_along(tmp_path: Path, day: de
         "from device_stages.plan import Stage\n"
         "import os\n"
         f"stage = Stage({stage.name!r}, '', 600, 600, module={stage.module!r})\n"
-        f"run_stage(stage, Request(Path({str(day.request.results)!r}), Path({str(tmp_path)!r}), os.environ), 600)\n"
+        f"run_stage(stage, Request(Path({str(day.request.results)!r}), Path({str(tmp_path / 'log.txt')!r}), os.environ), 600)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=dict(day.request.environment))
     noted = tmp_path / "fakes" / f"{stage.module}.pid"
