@@ -34,6 +34,7 @@ from pallas_kernels.testing.gate_report import (
     KernelUse,
     ProgramReport,
     count_launches,
+    count_repeated,
     list_complaints,
     list_copied_params,
     merge_uses,
@@ -147,13 +148,13 @@ class Gate:
             lowered = traced.lower(lowering_platforms=(PLATFORMS[self.target.platform],))
             return replace(report, kernels=tuple(list_launches(lowered)))
         lowered = traced.lower()
-        kernels, complaints, launches = list_launches(lowered), [], None
+        kernels, complaints, launches, repeated = list_launches(lowered), [], None, 0
         with capture_output() as read_output:
             compiled = lowered.compile()
         if self.target.platform == "gpu":
             kernels = merge_uses(kernels, parse_ptxas(read_output()), self.seen)
             complaints = list_complaints(read_output())
-            launches = count_launches(compiled.as_text())
+            launches, repeated = count_launches(compiled.as_text()), count_repeated(compiled.as_text())
         else:
             kernels = parse_tpu_kernels(compiled.as_text())
         memory = compiled.memory_analysis()
@@ -164,6 +165,7 @@ class Gate:
             alias_bytes=memory.alias_size_in_bytes,
             temp_bytes=memory.temp_size_in_bytes,
             launches=launches,
+            repeated=repeated,
             kernels=tuple(kernels),
             complaints=tuple(complaints),
             copied_params=tuple(list_copied_params(compiled.as_text())),

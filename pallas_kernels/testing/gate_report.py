@@ -21,6 +21,8 @@ _VMEM = re.compile(r'"used_scoped_memory_configs":\[([^\]]*)\]')
 _COPIED_PARAM = re.compile(r'(?<!S\(1\)\}) copy\(.*op_name="(params\[[^"]*)"')
 # What XLA launches on a GPU, in the program's main computation. Bitcasts and the members of tuples cost nothing.
 _LAUNCH = re.compile(r" (?:fusion|custom-call|copy|sort|while|conditional|all-reduce(?:-start)?)\(")
+# XLA names what it computes again to save memory after the first.
+_REPEATED = re.compile(r"^ *(?:ROOT )?%[\w.-]+\.remat[\w.]* = ", re.MULTILINE)
 _VMEM_SIZE = re.compile(r'"memory_space":"1"[^}]*"size":"(\d+)"')
 
 
@@ -54,6 +56,7 @@ class ProgramReport:
     compiler: str = ""  # name and version, if known
     reason: str = ""  # why `impl` is the portable one, if the target's kernels do not do the shape
     launches: int | None = None  # of the whole program; None if it is not a GPU's
+    repeated: int = 0  # instructions of a GPU's program that are computed again to save memory
     kernels: tuple[KernelUse, ...] = ()
     complaints: tuple[str, ...] = ()  # ptxas' own words
     copied_params: tuple[str, ...] = ()  # parameters that the program copies into another layout
@@ -116,6 +119,11 @@ def count_launches(hlo: str) -> int:
     return len(_LAUNCH.findall(main))
 
 
+def count_repeated(hlo: str) -> int:
+    """The instructions that a compiled program computes again to save memory."""
+    return len(_REPEATED.findall(hlo))
+
+
 def merge_uses(
     launches: Iterable[KernelUse], compiled: Sequence[KernelUse], seen: dict[str, KernelUse]
 ) -> list[KernelUse]:
@@ -153,6 +161,8 @@ def find_faults(report: ProgramReport, target: Target) -> list[str]:
         )
     if report.copied_params:
         faults.append(f"weights are copied in every step: {', '.join(report.copied_params)}")
+    if report.repeated:
+        faults.append(f"{report.repeated} instructions are computed again to save memory")
     needed = report.argument_bytes + report.temp_bytes
     if needed > target.memory_bytes:
         faults.append(f"{needed:,} bytes of arguments and temporaries, the {target.name} has {target.memory_bytes:,}")

@@ -19,6 +19,7 @@ from pallas_kernels.testing.gate_report import (
     KernelUse,
     ProgramReport,
     count_launches,
+    count_repeated,
     find_faults,
     list_complaints,
     list_copied_params,
@@ -147,6 +148,17 @@ def test_launches_of_the_main_computation_are_counted() -> None:
         "}",
     ]
     assert count_launches("\n".join(lines)) == 2
+
+
+def test_what_is_computed_again_fails_a_program() -> None:
+    lines = [
+        "  %gemm_fusion_dot = f32[2,256,6144]{2,1,0} fusion(%bitcast.1, %param), kind=kCustom",
+        "  %gemm_fusion_dot.remat2 = f32[2,256,6144]{2,1,0} fusion(%bitcast.1, %param), kind=kCustom",
+        "  %gte.remat.11 = s32[] get-tuple-element(%input_fusion.remat3), index=0",
+    ]
+    assert [count_repeated("\n".join(lines[:count])) for count in (1, 2, 3)] == [0, 1, 2]
+    (fault,) = find_faults(replace(make_gpu_report(), repeated=2), H200)
+    assert fault == "2 instructions are computed again to save memory"
 
 
 def test_reports_travel_as_a_line() -> None:

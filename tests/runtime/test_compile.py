@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,3 +74,20 @@ def test_a_closed_set_has_no_more_programs_and_an_open_one_compiles_each_once(mo
     assert compiler.begun == [("pool", 4), ("logprobs", (4, 1))] and len(programs) == 2
     assert [line.split(" in ")[0] for line in told] == ["compiled pool 4", "compiled logprobs 4"]
     assert len(programs.copy()) == 2 and programs.copy().get("set_row", None) == "set row" and len(programs) == 2
+
+
+@pytest.mark.parametrize(
+    ("platform", "quantization", "passes"),
+    [
+        ("cpu", "int8", None),
+        ("tpu", None, None),
+        ("gpu", None, "rematerialization"),
+        ("cuda", "int8", "rematerialization,slice-sinker"),
+    ],
+)
+def test_steps_on_gpus_leave_out_passes_of_xla(platform: str, quantization: str | None, passes: str | None) -> None:
+    """Also for devices that are not here, which JAX calls cuda: the gate finds what these passes would do."""
+    model: Any = SimpleNamespace(config=SimpleNamespace(quantization=quantization))
+    inputs: Any = SimpleNamespace(replicated=SimpleNamespace(device_set=[SimpleNamespace(platform=platform)]))
+    options = room._list_options(model, inputs)
+    assert options == (None if passes is None else {"xla_disable_hlo_passes": passes})
