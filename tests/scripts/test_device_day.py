@@ -245,7 +245,8 @@ def test_a_parent_that_is_ended_takes_its_children_along(tmp_path: Path, day: de
         "from device_stages.plan import Stage\n"
         "import os\n"
         f"stage = Stage({stage.name!r}, '', 600, 600, module={stage.module!r})\n"
-        f"run_stage(stage, Request(Path({str(day.request.results)!r}), Path({str(tmp_path / 'log.txt')!r}), os.environ), 600)\n"
+        f"results, log = Path({str(day.request.results)!r}), Path({str(day.request.log)!r})\n"
+        "run_stage(stage, Request(results, log, os.environ), 600)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=dict(day.request.environment))
     noted = tmp_path / "fakes" / f"{stage.module}.pid"
@@ -265,7 +266,7 @@ def test_stages_are_chosen_by_name_and_group(
 ) -> None:
     assert device_day.choose_stages([], dry_run=False) == list(plan.FIRST)
     names = [stage.name for stage in device_day.choose_stages(["second", "probe"], dry_run=False)]
-    assert names == ["probe", "sanitizer", "engine_4", "engine_32"]
+    assert names == ["probe", "kernels", "ablation", "tuning", "peers", "sanitizer"]
     paths = {stage.path for stage in device_day.choose_stages([], dry_run=True)}
     assert paths == {stage.path for stage in plan.STAGES.values()}, "a dry run leaves no code out"
     monkeypatch.setattr(sys, "argv", ["device_day.py", "--stage", "nonsense"])
@@ -275,10 +276,9 @@ def test_stages_are_chosen_by_name_and_group(
 
 
 def test_the_first_call_fits_its_ten_minutes() -> None:
-    assert device_day.SECONDS < 580
-    assert sum(stage.seconds for stage in plan.FIRST) <= 580
+    assert device_day.SECONDS <= 580
     assert sum(stage.seconds for stage in plan.SECOND) <= device_day.SECONDS
-    assert all(stage.item_seconds <= stage.seconds for stage in plan.STAGES.values())
+    assert all(stage.item_seconds <= stage.seconds - 5 for stage in plan.STAGES.values())
 
 
 def test_clocks_are_those_of_the_time_that_was_measured() -> None:

@@ -91,9 +91,10 @@ def test_the_smoke_test_sees_a_fault(
 
 
 def test_small_steps_have_a_part_for_every_kernel(context: Context) -> None:
-    steps = [item.run.args[1] for item in smoke.list_items(context)]  # what compute-sanitizer runs
+    items = smoke.list_items(context)  # what compute-sanitizer runs
+    steps = [item.run.args[1] for item in items if not item.name.startswith("far")]
     assert [step.is_decode for step in steps] == [True, False] and all(step.beside for step in steps)
-    assert len(list(smoke.list_items(replace(context, impl="gpu_interpret")))) == 1
+    assert len(list(smoke.list_items(replace(context, impl="gpu_interpret")))) == 3
 
 
 def test_cases_are_right_wrong_or_refused(context: Context) -> None:
