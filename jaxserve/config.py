@@ -118,6 +118,11 @@ class CacheOptions:
         "native", "what keeps them; native: pinned memory of this process", choices=("native",)
     )
 
+    @property
+    def fixes_pages(self) -> bool:
+        """Whether the pools' size is given, so that no memory is planned for them."""
+        return self.num_kv_pages_override is not None or self.kv_cache_memory_bytes is not None
+
     def __post_init__(self) -> None:
         check_choices(self)
         check_at_least(self, num_kv_pages_override=2, kv_cache_memory_bytes=1)

@@ -50,15 +50,10 @@ def build_bundle(
     chosen = _choose_shapes(config, files, devices)
     shapes = confirm_kernels(chosen, devices.first) if devices.is_here else chosen
     require_room(shapes, devices.memory)
-    with devices.trace():
-        use = None if devices.memory is None else measure_use(shapes, devices.mesh)
+    # Also where the pools' size is given: a start compares it with what is left there.
+    use = None if devices.memory is None else measure_use(shapes, devices.mesh, devices.trace)
     plan = plan_pools(shapes, budget=cache_budget(devices.memory, config.cache.device_memory_utilization, use))
-    compiler = make_compiler(shapes, plan, devices.mesh)
-
-    def compile_program(kind: str, key: object) -> object:
-        with devices.trace():  # a context of this thread
-            return compiler.compile(kind, key)
-
+    compiler = make_compiler(shapes, plan, devices.mesh, devices.trace)
     wanted = list_all_programs(shapes, compiler)
     with progress("Compiling programs") as report:
         return write_bundle(
@@ -67,7 +62,7 @@ def build_bundle(
             devices.mesh,
             plan,
             use,
-            compile_program,
+            compiler.compile,
             wanted,
             tested=devices.is_here and shapes == chosen,
             progress=lambda name, done, total: report(done, total, name),

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -254,6 +255,7 @@ class ProgramCompiler:
     inputs: ProgramInputs
     max_logprobs: int
     max_decode_steps: int = 1
+    trace: Callable[[], AbstractContextManager[Any]] = nullcontext  # in which kernels see devices that are not here
 
     def compile(self, kind: str, key: Any) -> Any:
         """Returns the compiled program of a kind and key of `Programs`; ValueError for an unknown kind."""
@@ -275,7 +277,8 @@ class ProgramCompiler:
         }
         if kind not in compilers:
             raise ValueError(f"kind: there are no {kind!r} programs")
-        return compilers[kind](self.model, self.inputs, key)
+        with self.trace():  # entered anew: a context is its thread's
+            return compilers[kind](self.model, self.inputs, key)
 
 
 def compile_programs(

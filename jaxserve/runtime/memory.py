@@ -25,6 +25,7 @@ _REMEDIES = {  # by the option whose part is largest
     "model": "take a smaller dtype or model, or on accelerators raise tensor_parallel_size",
     "max_num_seqs": "lower it",
     "kv_cache_memory_bytes": "lower it, max_num_seqs or max_model_len",
+    "num_kv_pages_override": "lower it",
 }
 _CPU_SHARE = 0.25  # share of the memory this process may use
 

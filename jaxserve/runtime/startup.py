@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -24,11 +25,8 @@ from jaxserve.runtime.bundle.read import Bundle
 from jaxserve.runtime.compile import (
     ProgramCompiler,
     Progress,
-    compile_draft,
-    compile_forward,
     compile_late,
     compile_programs,
-    compile_sample,
     watch_compiles,
 )
 from jaxserve.runtime.host_memory import host_memory_bytes
@@ -87,8 +85,14 @@ def plan_pools(shapes: Shapes, *, budget: int, num_pages: Sequence[int] | None =
     return plan
 
 
-def measure_use(shapes: Shapes, mesh: Mesh) -> DeviceUse:
-    """Returns bytes per device, by the memory analysis of the largest programs, compiled with a small pool."""
+def measure_use(
+    shapes: Shapes, mesh: Mesh, trace: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> DeviceUse:
+    """Returns bytes per device, by the memory analysis of the largest programs, compiled at once with a small pool.
+
+    Args:
+        trace: a context in which kernels see the devices of the mesh, if they are not here.
+    """
     scheduler = shapes.config.scheduler
     assert scheduler.max_num_batched_tokens is not None
     probe = plan_cache(
@@ -100,18 +104,26 @@ def measure_use(shapes: Shapes, mesh: Mesh) -> DeviceUse:
         override=_PROBE_PAGES,
         drafter=shapes.drafter_pages,
     )
-    model, inputs = describe_programs(shapes, probe, mesh)
+    threads = shapes.config.compile.compile_threads
+    programs = compile_programs(
+        make_compiler(shapes, probe, mesh, trace).compile, _list_largest(shapes), threads=threads
+    )
+    forwards = [program.memory_analysis() for program in programs.forward.values()]
+    others = [program.memory_analysis() for program in (*programs.sample.values(), *programs.draft.values())]
+    code = max(use.generated_code_size_in_bytes for use in forwards) * len(shapes.buckets.buckets)
+    code += sum(use.generated_code_size_in_bytes for use in others) * len(shapes.buckets.row_counts)
+    return _sum_use(shapes, max(use.temp_size_in_bytes for use in (*forwards, *others)), code)
+
+
+def _list_largest(shapes: Shapes) -> Iterator[ProgramKey]:
+    """Yields the programs that take most memory."""
     rows = max(shapes.buckets.row_counts)
     # With fixed splits decoding keeps partial answers of the longest rows, which prompts have not.
-    measured = shapes.buckets.buckets if scheduler.deterministic else (shapes.buckets.largest,)
-    forwards = [compile_forward(model, inputs, bucket) for bucket in measured]
-    samples = [compile_sample(model, inputs, rows, 1, variant) for variant in shapes.sample_programs]
-    drafts = [] if shapes.drafter is None else [compile_draft(model, inputs, rows)]
-    used = [program.memory_analysis() for program in (*forwards, *samples, *drafts)]
-    num_rows = len(shapes.buckets.row_counts)
-    code = max(use.generated_code_size_in_bytes for use in used[: len(forwards)]) * len(shapes.buckets.buckets)
-    code += sum(use.generated_code_size_in_bytes for use in used[len(forwards) :]) * num_rows
-    return _sum_use(shapes, max(use.temp_size_in_bytes for use in used), code)
+    measured = shapes.buckets.buckets if shapes.config.scheduler.deterministic else (shapes.buckets.largest,)
+    yield from (("forward", bucket) for bucket in measured)
+    yield from (("sample", (rows, 1, variant)) for variant in shapes.sample_programs)
+    if shapes.drafter is not None:
+        yield "draft", rows
 
 
 def estimate_use(shapes: Shapes) -> DeviceUse:
@@ -182,14 +194,16 @@ def require_room(shapes: Shapes, limit: int | None) -> None:
         CapacityError: the parts exceed the limit, and says how much each takes; or the host tier exceeds the host.
         ConfigError: the host tier's size holds no page.
     """
-    use, count, cache, on_host = estimate_use(shapes), 1, 0, limit is None
+    use, count, pools, on_host, cache = estimate_use(shapes), 1, 0, limit is None, shapes.config.cache
+    if on_host or cache.fixes_pages:
+        pools = plan_pools(shapes, budget=cache_budget(None, 1.0, None) if on_host else 0).bytes_per_device
     if limit is None:
         limit, count = host_memory_bytes(), shapes.num_devices
-        cache = plan_pools(shapes, budget=cache_budget(None, 1.0, None)).bytes_per_device
-    parts = {"model": use.params, "max_num_seqs": use.state, "kv_cache_memory_bytes": cache}
+    of_pools = "kv_cache_memory_bytes" if cache.num_kv_pages_override is None else "num_kv_pages_override"
+    parts = {"model": use.params, "max_num_seqs": use.state, of_pools: pools}
     parts = {name: count * size for name, size in parts.items()}
     refuse_shortage(limit, parts)
-    size = shapes.config.cache.kv_offloading_size
+    size = cache.kv_offloading_size
     count_slots(size, shapes.specs, shapes.model.kv_groups)
     require_host_room(size, sum(parts.values()) if on_host else 0)
 
@@ -268,11 +282,16 @@ def start_runner(
 
 
 def _find_budget(shapes: Shapes, mesh: Mesh, bundle: Bundle | None) -> int:
-    """Returns the bytes per device for KV pools, by what the compiled programs take."""
-    limit, use = device_memory_bytes(mesh.local_devices[0]), None
+    """Returns the bytes per device for KV pools, by what the compiled programs take.
+
+    Where the pools' size is given, nothing is measured and it is 0; with a bundle it is what the pools must fit.
+    """
+    limit, use, cache = device_memory_bytes(mesh.local_devices[0]), None, shapes.config.cache
+    if bundle is None and cache.fixes_pages:
+        return 0
     if limit is not None:
         use = measure_use(shapes, mesh) if bundle is None else bundle.use
-    return cache_budget(limit, shapes.config.cache.device_memory_utilization, use)
+    return cache_budget(limit, cache.device_memory_utilization, use)
 
 
 def compile_rest(
@@ -289,12 +308,13 @@ def compile_rest(
     return runner.list_additions(programs, shapes.buckets)
 
 
-def make_compiler(shapes: Shapes, plan: CachePlan, mesh: Mesh) -> ProgramCompiler:
-    """Returns what compiles an engine's programs."""
+def make_compiler(
+    shapes: Shapes, plan: CachePlan, mesh: Mesh, trace: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> ProgramCompiler:
+    """Returns what compiles an engine's programs; see `measure_use` for `trace`."""
     options = shapes.config
-    return ProgramCompiler(
-        *describe_programs(shapes, plan, mesh), options.compile.max_logprobs, options.scheduler.max_decode_steps
-    )
+    model, inputs = describe_programs(shapes, plan, mesh)
+    return ProgramCompiler(model, inputs, options.compile.max_logprobs, options.scheduler.max_decode_steps, trace)
 
 
 def list_all_programs(shapes: Shapes, compiler: ProgramCompiler) -> Iterator[ProgramKey]:

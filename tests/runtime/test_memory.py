@@ -130,6 +130,10 @@ def test_what_cannot_fit_is_refused_before_anything_is_read(monkeypatch: pytest.
     monkeypatch.setattr("jaxserve.runtime.startup.host_memory_bytes", lambda: 16 * GIB)
     with pytest.raises(CapacityError, match=r"^model: .*, [\d.]+ GiB for kv_cache_memory_bytes\)"):
         require_room(make_shapes(config, model, "cpu", "cpu"), None)
+    for name, size in (("kv_cache_memory_bytes", 8 * GIB), ("num_kv_pages_override", 1024)):  # of 8 MiB
+        given = EngineConfig.from_options(**{name: size})
+        with pytest.raises(CapacityError, match=rf"^model: 23\.\d+ GiB .* [78]\.\d+ GiB for {name}\)"):
+            require_room(make_shapes(given, model, "gpu", "NVIDIA H200"), 20 * GIB)
     many = EngineConfig.from_options(max_num_seqs=10**6)
     with pytest.raises(CapacityError, match=r"^max_num_seqs: "):
         require_room(make_shapes(many, load_model("llama-30m", 512), "cpu", "cpu"), None)

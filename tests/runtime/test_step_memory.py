@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import jax
 import pytest
@@ -24,10 +27,10 @@ from jaxserve.weights import check_update, make_dummy_params
 from tests.golden_cases import load_case
 
 
-def make_small_shapes(case: str) -> Shapes:
+def make_small_shapes(case: str, **options: int) -> Shapes:
     """Programs are compiled when a step needs them: a runner of all of them takes a minute to build."""
     config = EngineConfig.from_options(
-        max_num_seqs=4, max_num_batched_tokens=64, compile="used", compilation_cache_dir=""
+        max_num_seqs=4, max_num_batched_tokens=64, compile="used", compilation_cache_dir="", **options
     )
     return make_shapes(config, parse_config(load_case(case).config).with_max_model_len(160), "cpu", "cpu")
 
@@ -42,6 +45,29 @@ def test_pool_is_not_copied(case: str) -> None:
         assert plan.bytes_per_device > 40 * 2**20
         assert analysis.alias_size_in_bytes >= plan.bytes_per_device
         assert analysis.temp_size_in_bytes < plan.bytes_per_device / 10
+
+
+def test_programs_are_measured_in_threads_that_see_the_devices() -> None:
+    shapes, names = make_small_shapes("llama_gqa", compile_threads=2), []
+
+    @contextmanager
+    def trace() -> Iterator[None]:
+        names.append(threading.current_thread().name)
+        yield
+
+    use = measure_use(shapes, make_mesh(1), trace)
+    assert use.temporaries > 0 and len(names) == 1 + len(shapes.sample_programs)
+    assert all(name.startswith("compile") for name in names) and len(set(names)) == 2
+
+
+@pytest.mark.parametrize("given", [{"num_kv_pages_override": 30}, {"kv_cache_memory_bytes": 8 * 2**20}])
+def test_nothing_is_measured_for_pools_of_a_given_size(given: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "measure_use", None)
+    monkeypatch.setattr(startup, "device_memory_bytes", lambda device: 2**30)
+    shapes = dataclasses.replace(make_small_shapes("llama_gqa", **given), platform="gpu")
+    budget = startup._find_budget(shapes, make_mesh(1), None)
+    plan = startup.plan_pools(shapes, budget=budget)
+    assert plan.num_pages == (30,) if "num_kv_pages_override" in given else 0 < plan.bytes_per_device <= 8 * 2**20
 
 
 @pytest.mark.slow
