@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.platform import traced_platform
 from pallas_kernels.spec import PAIRED_HEAD_DIM, AttnLayer, BatchMeta, HeadParams, KVSpec
 
 LANES = 128  # of a TPU: rows in its memory are multiples of this
@@ -120,14 +121,14 @@ def read_tokens(
     return restore(k, heads.k_scale), None if spec.is_latent else restore(v, heads.v_scale)
 
 
-def gather_heads(kv_pages: jax.Array, page_ids: jax.Array, spec: KVSpec, *, flat: bool) -> tuple[jax.Array, jax.Array]:
+def gather_heads(kv_pages: jax.Array, page_ids: jax.Array, spec: KVSpec) -> tuple[jax.Array, jax.Array]:
     """Keys [W, K, C * page_size, H] and values [W, K, C * page_size, V] of C pages for each of W tiles, `page_ids`
     [W, C].
 
-    `flat` copies each head's part of a page as one run, and keeps the reshape that follows out of that loop. On a CPU a
-    loop over H alone is unrolled into scalar moves, at half the speed. On other devices, merging tiled axes could copy
-    the pool.
+    A CPU copies each head's part of a page as one run, and keeps the reshape that follows out of that loop: a loop over
+    H alone is unrolled into scalar moves, at half the speed. On other devices, merging tiled axes could copy the pool.
     """
+    flat = traced_platform() == "cpu"
     page_rows, page_size, width = kv_pages.shape[1:]
     num_tiles, num_block_pages = page_ids.shape
     rows_per_head = page_rows // spec.num_kv_heads

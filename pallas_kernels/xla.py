@@ -1,50 +1,32 @@
 """The portable implementation: plain XLA, any device, any head size, any number of query heads per KV head.
 
 Online softmax (Milakov and Gimelshein, 2018; FlashAttention's recurrence) over blocks of pages, for groups of tiles
-of queries (`worklist.py`). Nothing of the size of a context is ever materialised.
+of queries (`worklist.py`). Loops end with the batch, whatever its page table could hold, and nothing of the size of a
+context is ever materialised.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.layout import gather_heads
+from pallas_kernels.layout import gather_heads, page_bytes
 from pallas_kernels.platform import traced_platform
 from pallas_kernels.spec import AttnLayer, AttnShape, BatchMeta, HeadParams, KVSpec
 from pallas_kernels.trees import see_ancestors
 from pallas_kernels.worklist import StepRows, TileList, list_chunk_tiles, list_token_tiles
 
-# Keys per step of the online softmax. One-token rows are bound by memory and want few, long steps. A chunk's tile has
-# enough work in a short step, and shorter steps let short prompts skip more.
-TOKEN_BLOCK, CHUNK_BLOCK = 128, 64
 TILE_TOKENS = 32  # queries per tile of a chunk
 TILE_NUMBERS = 2**19  # of a tile's queries: 128 heads of 576 would take gigabytes
-# One-token rows, and tiles of chunks, attended together: few if loops end with the batch (each group then stops at its
-# own longest context), many if their length is fixed.
-BOUNDED_GROUPS = (8, 4)
-STATIC_GROUPS = (64, 64)
+# On a CPU, of one-token rows and of tiles of chunks: how many are attended together, few, since each group stops at its
+# own longest context; and keys per step of the online softmax. One-token rows are bound by memory and want few, long
+# steps. A chunk's tile has enough work in a short step, and shorter steps let short prompts skip more.
+CPU_GROUPS, CPU_KEYS = (8, 4), (128, 64)
+# Elsewhere a step costs its launches, and on a GPU a wait for the host, which reads whether the loop goes on. So steps
+# are few, as long as what they gather, or the scores, fit STEP_BYTES.
+GROUP, MOST_KEYS, STEP_BYTES = 64, 2048, 2**26
 MASKED = -1e30  # finite, so that a row without keys stays finite
-
-
-@dataclass(frozen=True)
-class XlaConfig:
-    """`bounded`: loops have traced bounds and end with the batch. The default on CPUs only: a GPU would wait for the
-    host at each loop. With static bounds, what lies beyond the batch is masked."""
-
-    bounded: bool
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class XlaWork:
-    """All queries of the step, each in one tile of one list."""
-
-    tiles: tuple[TileList, ...]
-    config: XlaConfig = field(metadata={"static": True})
 
 
 def choose_layout(spec: KVSpec) -> str:
@@ -57,19 +39,21 @@ def find_obstacle(shape: AttnShape) -> str | None:
     return None
 
 
-def plan_work(rows: StepRows, shape: AttnShape, *, config: XlaConfig | None = None) -> XlaWork:
-    """One-token rows in one list, the others cut into chunk tiles in a second, which a decode bucket does not have."""
-    config = config or XlaConfig(bounded=traced_platform() == "cpu")
-    groups = BOUNDED_GROUPS if config.bounded else STATIC_GROUPS
+def plan_work(rows: StepRows, shape: AttnShape, *, config: None = None) -> tuple[TileList, ...]:
+    """One-token rows in one list, the others cut into chunk tiles in a second, which a decode bucket does not have.
+
+    All queries of the step are each in one tile of one list. There is nothing to tune: `config` is None.
+    """
+    groups = CPU_GROUPS if traced_platform() == "cpu" else (GROUP, GROUP)
     if rows.is_decode:
-        return XlaWork((list_token_tiles(rows, rows.query_lens, group=groups[0]),), config)
+        return (list_token_tiles(rows, rows.query_lens, group=groups[0]),)
     num_rows, num_single = rows.query_lens.shape[0], rows.distribution[0]
     longest = rows.num_tokens if rows.max_query_len is None else min(rows.max_query_len, rows.num_tokens)
     singles = list_token_tiles(rows, rows.lens_between(0, num_single), group=groups[0])
     fitting = max(1, TILE_NUMBERS // (shape.num_heads * shape.spec.head_dim))
     tile_tokens = min(TILE_TOKENS, longest, fitting)
     chunks = list_chunk_tiles(rows, rows.lens_between(num_single, num_rows), tile_tokens=tile_tokens, group=groups[1])
-    return XlaWork((singles, chunks), config)
+    return singles, chunks
 
 
 def attend(
@@ -79,23 +63,21 @@ def attend(
     layer: AttnLayer,
 ) -> jax.Array:
     """Attention [T, N, V] in q's dtype over pages that already hold this step's keys and values."""
-    bounded = batch.work.config.bounded
     out = _fill(q, (*q.shape[:2], batch.shape.spec.out_dim), 0, q.dtype)
-    for tiles in batch.work.tiles:
-        num_groups = tiles.rows.shape[0] // tiles.group
+    for tiles in batch.work:
 
-        def run_group(index: jax.Array | int, out: jax.Array, tiles: TileList = tiles) -> jax.Array:
+        def run_group(index: jax.Array, out: jax.Array, tiles: TileList = tiles) -> jax.Array:
             group = _slice_group(tiles, index)
             tokens = group.starts[:, None] + jnp.arange(tiles.tile_tokens, dtype=jnp.int32)  # [W, B]
             found = _attend_group(q.at[tokens].get(mode="clip"), kv_pages, batch, group, layer)
             is_query = jnp.arange(tiles.tile_tokens) < group.counts[:, None]
             return out.at[jnp.where(is_query, tokens, q.shape[0])].set(found.astype(out.dtype), mode="drop")
 
-        out = lax.fori_loop(0, tiles.num_groups if bounded else num_groups, run_group, out)
+        out = lax.fori_loop(0, tiles.num_groups, run_group, out)
     return out
 
 
-def _slice_group(tiles: TileList, index: jax.Array | int) -> TileList:
+def _slice_group(tiles: TileList, index: jax.Array) -> TileList:
     columns = (
         lax.dynamic_slice_in_dim(column, index * tiles.group, tiles.group)
         for column in (tiles.rows, tiles.starts, tiles.counts, tiles.positions)
@@ -112,11 +94,11 @@ def _attend_group(
 ) -> jax.Array:
     """Attention [W, B, N, V] of W tiles, each over its own keys, block by block from the first that it sees."""
     width, tile_tokens, num_heads, head_dim = q.shape
-    bounded, spec = batch.work.config.bounded, batch.shape.spec
+    spec = batch.shape.spec
     page_size = spec.page_size
     params, heads = layer.params, layer.heads
     num_kv_heads, group_size = spec.num_kv_heads, batch.shape.group_size
-    block_pages = max(1, (TOKEN_BLOCK if tile_tokens == 1 else CHUNK_BLOCK) // page_size)
+    block_pages = _choose_block(batch, width, tile_tokens)
     block_tokens = block_pages * page_size
     is_narrow = kv_pages.dtype.itemsize == 1  # 8-bit pages are read in the query's dtype
     dtype = q.dtype if is_narrow else jnp.promote_types(q.dtype, kv_pages.dtype)
@@ -137,7 +119,7 @@ def _attend_group(
     def run_block(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         columns = (blocks + index)[:, None] * block_pages + jnp.arange(block_pages, dtype=jnp.int32)  # [W, C]
         page_ids = jnp.take_along_axis(table, columns, axis=1, mode="clip") + layer.page_offset
-        k, v = gather_heads(kv_pages, page_ids, spec, flat=bounded)
+        k, v = gather_heads(kv_pages, page_ids, spec)
         key_positions = columns[:, :1] * page_size + jnp.arange(block_tokens, dtype=jnp.int32)  # [W, E]
         is_key = (key_positions >= begins[:, None]) & (key_positions < ends[:, None])
         v = jnp.where(is_key[:, None, :, None], v, 0)  # a stale slot may hold NaN, which a weight of 0 does not remove
@@ -150,16 +132,23 @@ def _attend_group(
         scores = jnp.where(seen, _score(q, k.astype(dtype), layer), MASKED)
         return _mix(carry, scores, v.astype(dtype))
 
-    limit = -(-table.shape[1] // block_pages)
-    if params.window is not None:  # a tile's keys span window + B - 1 tokens, anywhere in a block
-        limit = min(limit, (params.window + tile_tokens - 2) // block_tokens + 2)
     carry = _begin(q, heads, tile_tokens, spec.out_dim)
-    _, total, mixed = lax.fori_loop(0, num_blocks if bounded else limit, run_block, carry)
+    _, total, mixed = lax.fori_loop(0, num_blocks, run_block, carry)
     out = mixed / jnp.maximum(total, 1e-30)[..., None]
     v_scale = heads.values_scale(spec)
     out = out if v_scale is None else out * v_scale[:, None, None]
     out = out.reshape(width, num_kv_heads, tile_tokens, group_size, spec.out_dim).swapaxes(1, 2)
     return out.reshape(width, tile_tokens, num_heads, spec.out_dim)
+
+
+def _choose_block(batch: BatchMeta, num_tiles: int, tile_tokens: int) -> int:
+    """Pages of a step of the online softmax, for each of `num_tiles` tiles."""
+    spec = batch.shape.spec
+    if traced_platform() == "cpu":
+        return max(1, CPU_KEYS[tile_tokens > 1] // spec.page_size)
+    score_bytes = 4 * tile_tokens * batch.shape.num_heads * spec.page_size
+    fitting = STEP_BYTES // (num_tiles * max(page_bytes(spec), score_bytes))
+    return max(1, min(fitting, MOST_KEYS // spec.page_size, batch.page_table.shape[1]))
 
 
 def _score(q: jax.Array, k: jax.Array, layer: AttnLayer) -> jax.Array:

@@ -24,7 +24,7 @@ from pallas_kernels.layout import saturate
 from pallas_kernels.testing.case import LAYER, Case, make_inputs
 from pallas_kernels.testing.cases import CASES
 from pallas_kernels.testing.runner import run_case
-from pallas_kernels.xla import XlaConfig
+from tests.pallas_kernels.platforms import trace_for_platform
 
 BY_NAME = {case.name: case for case in CASES}
 
@@ -101,16 +101,16 @@ def test_gather_logical_reads_back_what_was_written(value_dim: int | None) -> No
         gather_logical(kv_pages, inputs.page_table[0], 1, KVSpec(3, 64, 16, "float32"))
 
 
-@pytest.mark.parametrize("bounded", [True, False], ids=["bounded", "static"])
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize("max_query_len", [1, None], ids=["decode", "mixed"])
-def test_layers_share_a_donated_pool_in_place(bounded: bool, max_query_len: int | None) -> None:
-    layers, num_pages, rows, width, tokens = 4, 257, 8, 32, 32
+def test_layers_share_a_donated_pool_in_place(platform: str, max_query_len: int | None) -> None:
+    layers, num_pages, rows, width, tokens = 4, 1025, 8, 32, 32
     spec = KVSpec(2, 64, 32, "float32")
 
     @partial(jax.jit, donate_argnums=1)
     def step(q: jax.Array, pool: jax.Array, *meta: jax.Array) -> tuple[jax.Array, jax.Array]:
-        shape, config = AttnShape(4, spec, "float32"), XlaConfig(bounded)
-        batch = prepare_batch(*meta, num_tokens=tokens, shape=shape, max_query_len=max_query_len, config=config)
+        shape = AttnShape(4, spec, "float32")
+        batch = prepare_batch(*meta, num_tokens=tokens, shape=shape, max_query_len=max_query_len, impl="xla")
         for layer in range(layers):  # as in a model, a layer's K and V come from the answer of the one before
             k, v = q[:, :2], q[:, 2:]
             q, pool = attend_with_update(
@@ -120,7 +120,8 @@ def test_layers_share_a_donated_pool_in_place(bounded: bool, max_query_len: int 
 
     shapes = [(tokens, 4, 64), pool_shape(spec, layers * num_pages), (rows, width), (rows,), (rows + 1,), (3,)]
     dtypes = [jnp.float32] * 2 + [jnp.int32] * 4
-    compiled = step.lower(*map(jax.ShapeDtypeStruct, shapes, dtypes)).compile()
+    with trace_for_platform(platform):
+        compiled = step.lower(*map(jax.ShapeDtypeStruct, shapes, dtypes)).compile()
     memory = compiled.memory_analysis()
     pool_bytes = layers * num_pages * page_bytes(spec)
     assert memory.alias_size_in_bytes >= pool_bytes, "the pool was not written in place"

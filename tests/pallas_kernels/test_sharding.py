@@ -12,12 +12,11 @@ import pallas_kernels
 PROGRAM = """
 import dataclasses, jax, numpy as np
 from jax.sharding import AxisType, PartitionSpec as P
-from pallas_kernels import AttnLayer, attend_with_update, prepare_batch
+from pallas_kernels import AttnLayer, attend_with_update, layout, prepare_batch, xla
 from pallas_kernels.cpu import library
 from pallas_kernels.testing.case import largest_error, make_inputs
 from pallas_kernels.testing.cases import CASES
 from pallas_kernels.testing.reference import attend_by_formula
-from pallas_kernels.xla import XlaConfig
 from tests.programs import PROGRAMS
 
 assert jax.device_count() == 2
@@ -25,14 +24,15 @@ mesh = jax.make_mesh((2,), ("heads",), axis_types=(AxisType.Auto,))
 by_head = P(None, "heads")
 for case in (case for case in CASES if case.name in ("mixed", "decode window softcap")):
     share = dataclasses.replace(case.shape, num_heads=2, spec=dataclasses.replace(case.spec, num_kv_heads=1))
-    impls = [("xla", XlaConfig(True)), ("xla", XlaConfig(False))]
-    impls += [("cpu", None)] if library.load(PROGRAMS) is None else []
-    for impl, config in impls:
+    impls = [("xla", "cpu"), ("xla", "gpu")]
+    impls += [("cpu", "cpu")] if library.load(PROGRAMS) is None else []
+    for impl, platform in impls:
+        xla.traced_platform = layout.traced_platform = lambda: platform
         inputs = make_inputs(case)
 
         def step(q, k, v, pool, *meta):
             batch = prepare_batch(
-                *meta, num_tokens=q.shape[0], shape=share, max_query_len=case.max_query_len, impl=impl, config=config
+                *meta, num_tokens=q.shape[0], shape=share, max_query_len=case.max_query_len, impl=impl
             )
             def attend(q, k, v, pool, batch):
                 return attend_with_update(q, k, v, pool, batch, AttnLayer(case.params, page_offset=inputs.num_pages))
@@ -43,7 +43,7 @@ for case in (case for case in CASES if case.name in ("mixed", "decode window sof
         arguments = (inputs.q, inputs.k, inputs.v, inputs.kv_pages, *inputs.meta)
         out, pool = jax.jit(step)(*arguments)
         expected, expected_pool = attend_by_formula(case, inputs)
-        assert largest_error(case, out, expected, inputs.num_tokens) < 1, (case.name, impl, config)
+        assert largest_error(case, out, expected, inputs.num_tokens) < 1, (case.name, impl, platform)
         null_page = inputs.num_pages
         pools = [np.delete(np.asarray(array), null_page, 0) for array in (pool, expected_pool)]
         np.testing.assert_array_equal(*pools)

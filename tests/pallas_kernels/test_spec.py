@@ -82,7 +82,7 @@ def test_derived_fields(rows: tuple[list[int], list[int]], seed: int) -> None:
     assert (batch.token_rows[padding] == ROWS - 1).all()
 
     found = []
-    for tiles in batch.work.tiles:
+    for tiles in batch.work:
         used = tiles.counts > 0
         assert tiles.rows.shape[0] % tiles.group == 0
         assert used.sum() <= tiles.num_groups * tiles.group < used.sum() + tiles.group, "no group is empty"
@@ -100,7 +100,7 @@ def test_queries_of_cross_attention_write_nowhere_before_their_row() -> None:
     options = {"num_tokens": 8, "shape": shape, "max_query_len": None, "impl": "xla"}
     batch = prepare_batch(table, np.asarray([5], np.int32), starts, np.asarray([0, 0, 1], np.int32), **options)
     assert batch.write_pages.tolist() == [0, 3, 3, 3, 3, 4, 0, 0], "six queries, five keys, pages of four"
-    (tiles,) = (tiles for tiles in batch.work.tiles if tiles.counts[0] > 1)
+    (tiles,) = (tiles for tiles in batch.work if tiles.counts[0] > 1)
     assert tiles.ends[0] == 5 and (tiles.query_positions[0] == 4).all(), "all see all keys"
 
 
@@ -110,14 +110,3 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         prepare_batch(table, lens, starts, dist, num_tokens=4, shape=SHAPE, max_query_len=1)
     with pytest.raises(ValueError, match="max_query_len"):
         prepare_batch(table, lens, np.zeros(5, int), dist, num_tokens=4, shape=SHAPE, max_query_len=0)
-
-
-@pytest.mark.parametrize(("platform", "bounded"), [("cpu", True), ("gpu", False), ("cuda", False), ("tpu", False)])
-def test_loops_are_traced_on_cpu_only(platform: str, bounded: bool) -> None:
-    device = jax.sharding.AbstractDevice(device_kind="any", num_cores=1, platform=platform)
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
-        shapes = [jax.ShapeDtypeStruct(shape, np.int32) for shape in ((4, 2), (4,), (5,), (3,))]
-        batch = jax.eval_shape(
-            lambda *meta: prepare_batch(*meta, num_tokens=4, shape=SHAPE, max_query_len=1, impl="xla"), *shapes
-        )
-    assert batch.work.config.bounded is bounded
