@@ -124,6 +124,7 @@ def measure_step(gate: Gate, name: str, shapes: Shapes, mesh: Any, bucket: Bucke
         reason=shapes.impl_reason,
         donated_bytes=plan.bytes_per_device,
         most_temp_bytes=layer if is_bounded else None,
+        loops_follow_batch=shapes.impl == "xla" and shapes.experts is None,  # portable products have loops of experts
     )
     return gate.measure(report, partial(trace_forward, model, inputs, bucket))
 
@@ -133,7 +134,7 @@ def list_steps(target: Target, *, full: bool, impl: str) -> dict[str, tuple[Shap
 
     Quantized weights, and all layers of a model, are compiled for fewer devices. The full gate has the largest verify
     bucket, too, and steps that a head follows. Without `full` there is no decode step where the largest one, which has
-    its kernels, is compiled.
+    its kernels, is compiled. The last step is what is left where the kernels give way.
     """
     steps, few_layers = {}, FEW_LAYERS if full else FEWEST_LAYERS
     counts = DEVICE_COUNTS[target.platform][: None if full else 1]
@@ -165,7 +166,10 @@ def list_steps(target: Target, *, full: bool, impl: str) -> dict[str, tuple[Shap
         for bucket in (verify, *others):
             name = f"step {bucket}: {preset}, {drafts['method']}, {FEW_LAYERS} layers, {counts[0]} devices"
             steps[name] = shapes, bucket
-    return steps
+    shapes = make_step_shapes(target, DENSE, num_devices=counts[0], num_layers=FEWEST_LAYERS, impl="xla")
+    bucket = Bucket(max(shapes.buckets.row_counts), max(shapes.buckets.row_counts))
+    name = f"step {bucket}: {DENSE}, portable attention, {FEWEST_LAYERS} layers, {counts[0]} devices"
+    return steps | {name: (shapes, bucket)}
 
 
 def main() -> None:

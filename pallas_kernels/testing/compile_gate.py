@@ -37,6 +37,7 @@ from pallas_kernels.testing.gate_report import (
     count_repeated,
     list_complaints,
     list_copied_params,
+    list_fixed_turns,
     merge_uses,
     parse_ptxas,
     parse_tpu_kernels,
@@ -151,12 +152,13 @@ class Gate:
         kernels, complaints, launches, repeated = list_launches(lowered), [], None, 0
         with capture_output() as read_output:
             compiled = lowered.compile()
+        text = compiled.as_text()
         if self.target.platform == "gpu":
             kernels = merge_uses(kernels, parse_ptxas(read_output()), self.seen)
             complaints = list_complaints(read_output())
-            launches, repeated = count_launches(compiled.as_text()), count_repeated(compiled.as_text())
+            launches, repeated = count_launches(text), count_repeated(text)
         else:
-            kernels = parse_tpu_kernels(compiled.as_text())
+            kernels = parse_tpu_kernels(text)
         memory = compiled.memory_analysis()
         return replace(
             report,
@@ -168,7 +170,8 @@ class Gate:
             repeated=repeated,
             kernels=tuple(kernels),
             complaints=tuple(complaints),
-            copied_params=tuple(list_copied_params(compiled.as_text())),
+            copied_params=tuple(list_copied_params(text)),
+            fixed_turns=tuple(list_fixed_turns(text)),
         )
 
 
@@ -182,6 +185,7 @@ def measure_attention(gate: Gate, program: GateProgram, *, impl: str) -> Program
         return replace(report, error=f"GateShape.portable says otherwise: {chosen} is chosen: {reason}")
     if impl == target.impl:
         report = replace(report, impl=chosen, reason=reason)
+    report = replace(report, loops_follow_batch=report.impl == "xla")
     layout = choose_layout(report.impl, shape.spec, platform=target.platform)
     shape = replace(shape, spec=replace(shape.spec, layout=layout))
     layer_pages = POOL_BYTES // (NUM_LAYERS * page_bytes(shape.spec))

@@ -23,6 +23,10 @@ _COPIED_PARAM = re.compile(r'(?<!S\(1\)\}) copy\(.*op_name="(params\[[^"]*)"')
 _LAUNCH = re.compile(r" (?:fusion|custom-call|copy|sort|while|conditional|all-reduce(?:-start)?)\(")
 # XLA names what it computes again to save memory after the first.
 _REPEATED = re.compile(r"^ *(?:ROOT )?%[\w.-]+\.remat[\w.]* = ", re.MULTILINE)
+_COMPUTATION = re.compile(r"^%([\w.-]+) .*\{\n((?:  .*\n)+)\}", re.MULTILINE)
+_CONDITION = re.compile(r" while\(.*?condition=%([\w.-]+)")
+_CALLED = re.compile(r" fusion\(.*?calls=%([\w.-]+)")
+_LIMIT = re.compile(r" = [su](?:32|64)\[\]\S* constant\((\d+)\)")
 _VMEM_SIZE = re.compile(r'"memory_space":"1"[^}]*"size":"(\d+)"')
 
 
@@ -52,6 +56,7 @@ class ProgramReport:
     temp_bytes: int = 0
     donated_bytes: int = 0  # the KV pool, which must be among the aliases
     most_temp_bytes: int | None = None  # that may be temporaries, if the program has a limit of its own
+    loops_follow_batch: bool = False  # no loop may have a fixed length: it would be that of the longest context
     impl: str = ""  # the implementation that was compiled
     compiler: str = ""  # name and version, if known
     reason: str = ""  # why `impl` is the portable one, if the target's kernels do not do the shape
@@ -60,6 +65,7 @@ class ProgramReport:
     kernels: tuple[KernelUse, ...] = ()
     complaints: tuple[str, ...] = ()  # ptxas' own words
     copied_params: tuple[str, ...] = ()  # parameters that the program copies into another layout
+    fixed_turns: tuple[int, ...] = ()  # of its loops of a fixed length
     error: str = ""
 
     def to_json(self) -> str:
@@ -73,6 +79,7 @@ def read_report(line: str) -> ProgramReport:
     values["kernels"] = tuple(KernelUse(**kernel) for kernel in values["kernels"])
     values["complaints"] = tuple(values["complaints"])
     values["copied_params"] = tuple(values["copied_params"])
+    values["fixed_turns"] = tuple(values["fixed_turns"])
     return ProgramReport(**values)
 
 
@@ -111,6 +118,21 @@ def parse_tpu_kernels(hlo: str) -> list[KernelUse]:
 def list_copied_params(hlo: str) -> list[str]:
     """The parameters that a compiled program copies in HBM, by the names that they were traced with."""
     return sorted({found[1].replace("\\'", "'") for line in hlo.splitlines() if (found := _COPIED_PARAM.search(line))})
+
+
+def list_fixed_turns(hlo: str) -> list[int]:
+    """The turns of the loops of a compiled program whose condition, or a fusion in it, has a constant to compare with.
+
+    XLA folds a bound that it knows into the condition, on GPUs and TPUs alike.
+    """
+    computations = dict(_COMPUTATION.findall(hlo))
+    turns = []
+    for name in _CONDITION.findall(hlo):
+        condition = computations[name]
+        called = (computations[fusion] for fusion in _CALLED.findall(condition))
+        limits = _LIMIT.findall("".join((condition, *called)))
+        turns += [max(map(int, limits))] if limits else []
+    return turns
 
 
 def count_launches(hlo: str) -> int:
@@ -163,6 +185,8 @@ def find_faults(report: ProgramReport, target: Target) -> list[str]:
         faults.append(f"weights are copied in every step: {', '.join(report.copied_params)}")
     if report.repeated:
         faults.append(f"{report.repeated} instructions are computed again to save memory")
+    if report.loops_follow_batch and report.fixed_turns:
+        faults.append(f"loops have {report.fixed_turns} turns, however short the contexts are")
     needed = report.argument_bytes + report.temp_bytes
     if needed > target.memory_bytes:
         faults.append(f"{needed:,} bytes of arguments and temporaries, the {target.name} has {target.memory_bytes:,}")

@@ -94,6 +94,12 @@ def write_slot(pool: jax.Array) -> jax.Array:
     return pool.at[3].set(1)
 
 
+def add_rows(pool: jax.Array, count: jax.Array | int) -> jax.Array:
+    """The sum of the pool's first `count` rows, in a loop."""
+    start = jnp.zeros_like(pool[0])
+    return jax.lax.fori_loop(0, count, lambda index, total: jnp.sin(total + pool[index]), start)
+
+
 KERNELS: dict[str, tuple[Callable[[jax.Array], jax.Array], int]] = {  # and columns of the argument
     "copy_through_smem": (copy_through_smem, COLUMNS),
     "too much shared memory": (copy_through_smem, 4 * COLUMNS),
@@ -101,6 +107,11 @@ KERNELS: dict[str, tuple[Callable[[jax.Array], jax.Array], int]] = {  # and colu
     "double_blocks": (double_blocks, COLUMNS),
     "slice_lanes": (slice_lanes, COLUMNS),
     "fill_vmem": (fill_vmem, COLUMNS),
+}
+
+LOOPS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "fixed loop": lambda pool: add_rows(pool, 1024),
+    "traced loop": lambda pool: add_rows(pool, pool[0, 0].astype(jnp.int32)),
 }
 
 
@@ -113,6 +124,9 @@ def measure(gate: Gate, name: str) -> ProgramReport:
         report = ProgramReport(name, gate.target.name, impl=gate.target.platform)
         return gate.measure(report, lambda: jax.jit(function).trace(x))
     pool = jax.ShapeDtypeStruct((1 << 12, 1 << 8), jnp.float32, sharding=sharding)
+    if name in LOOPS:
+        report = ProgramReport(name, gate.target.name, impl="xla", loops_follow_batch=True)
+        return gate.measure(report, lambda: jax.jit(LOOPS[name]).trace(pool))
     report = ProgramReport(name, gate.target.name, impl="xla", donated_bytes=4 << 20)
     jitted = jax.jit(write_slot, donate_argnums=(0,) if name == "donated pool" else ())
     return gate.measure(report, functools.partial(jitted.trace, pool))

@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from pallas_kernels.targets import TARGETS, find_target
+from pallas_kernels.targets import TARGETS, Target, find_target
 from pallas_kernels.testing.compile_gate import Gate, capture_output
 from pallas_kernels.testing.gate_report import (
     KernelUse,
@@ -23,6 +23,7 @@ from pallas_kernels.testing.gate_report import (
     find_faults,
     list_complaints,
     list_copied_params,
+    list_fixed_turns,
     merge_uses,
     parse_ptxas,
     parse_tpu_kernels,
@@ -135,6 +136,38 @@ def test_copies_of_weights_are_found() -> None:
     assert list_copied_params(hlo.replace("{0,1} copy(", "{0,1:T(8,128)S(1)} copy(")) == [], "into VMEM"
 
 
+def test_loops_of_a_fixed_length_are_found() -> None:
+    compare = "pred[] compare(%index, %{}), direction=LT"
+    lines = [
+        "%inner (x: s32[]) -> pred[] {",
+        "  %limit = s32[]{:T(128)} constant(1024), metadata={}",
+        f"  ROOT %less = {compare.format('limit')}",
+        "}",
+        "",
+        "%fused_compare.1 (x: s32[]) -> pred[] {",
+        "  %limit = s32[] constant(16)",
+        f"  ROOT %less = {compare.format('limit')}",
+        "}",
+        "",
+        "%outer (x: (s32[], s32[])) -> pred[] {",
+        "  ROOT %fusion = pred[] fusion(%index), kind=kLoop, calls=%fused_compare.1, metadata={}",
+        "}",
+        "",
+        "%traced (x: (s32[], s32[])) -> pred[] {",
+        "  %index = s32[] get-tuple-element(%x), index=0",
+        f"  ROOT %less = {compare.format('bound')}",
+        "}",
+        "",
+        "ENTRY %main.7 (p: s32[]) -> s32[] {",
+        *(
+            f"  %w.{name} = (s32[]) while(%tuple.1), condition=%{name}, body=%b"
+            for name in ("inner", "outer", "traced")
+        ),
+        "}",
+    ]
+    assert list_fixed_turns("\n".join(lines)) == [1024, 16]
+
+
 def test_launches_of_the_main_computation_are_counted() -> None:
     lines = [
         "%fused_copy {",
@@ -162,7 +195,7 @@ def test_what_is_computed_again_fails_a_program() -> None:
 
 
 def test_reports_travel_as_a_line() -> None:
-    report = replace(make_gpu_report(), copied_params=("params['layers']['qkv']",))
+    report = replace(make_gpu_report(), copied_params=("params['layers']['qkv']",), fixed_turns=(1024,))
     assert "\n" not in report.to_json() and read_report(report.to_json()) == report
 
 
@@ -190,6 +223,7 @@ def test_what_is_in_order_passes(report: ProgramReport) -> None:
         (replace(make_gpu_report(), kernels=()), "no Pallas kernel"),
         (replace(make_gpu_report(), alias_bytes=1999), "the donated pool is copied: 2,000 bytes"),
         (replace(make_tpu_report(), copied_params=("params['o']",)), "copied in every step: params['o']"),
+        (replace(make_gpu_report(), fixed_turns=(1024,), loops_follow_batch=True), "loops have (1024,) turns"),
         (replace(make_gpu_report(), temp_bytes=2000), "room for a second pool"),
         (replace(make_gpu_report(), argument_bytes=1 << 40), "bytes of arguments and temporaries, the h200 has"),
         (replace(make_gpu_report(), error="RuntimeError: refused"), "refused"),
@@ -350,3 +384,11 @@ def test_the_tpu_compiler_passes_a_good_kernel_and_refuses_bad_ones() -> None:
     assert "vmem" in large.error
     assert find_faults(kept, V5E) == []
     assert any("pool is copied" in fault for fault in find_faults(copied, V5E))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [H200, V5E], ids=lambda target: target.name)
+def test_the_compilers_tell_loops_of_a_fixed_length(target: Target) -> None:
+    fixed, traced = compile_in_child(target.name, "fixed loop", "traced loop")
+    assert find_faults(fixed, target) == ["loops have (1024,) turns, however short the contexts are"]
+    assert find_faults(traced, target) == []
