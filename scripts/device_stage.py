@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import importlib
+import logging
 import os
 import signal
 import sys
@@ -74,6 +75,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     die_with_parent()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     args, clocks = parse_args(), ClockLog()
     context = Context(
         stage=args.stage,

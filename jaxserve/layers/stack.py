@@ -3,8 +3,9 @@
 Canonical trees (files, checkpoints, `update_weights`) hold one dictionary per layer:
 `{"embed": ..., "layers": [{"qkv": {"weight": ...}, ...}, ...], ...}`. At run time they are either
 
-- "unrolled": the same tree. For CPUs, where a slice of a stacked array is copied each step.
-- "stacked": `layers` is a `LayerStack`, in which layers of equal leaves are stacked. For accelerators: slices at static
+- "unrolled": the same tree. For CPUs, where a slice of a stacked array is copied each step, and for GPUs, where it
+  makes a kernel of its own of each layer's product.
+- "stacked": `layers` is a `LayerStack`, in which layers of equal leaves are stacked. For TPUs: slices at static
   indices are free there, and a dispatch with few leaves takes a few microseconds instead of hundreds.
 
 Either way `tree["layers"][i]` holds the leaves of layer i. The functions take trees of arrays and of parameter specs.

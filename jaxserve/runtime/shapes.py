@@ -114,8 +114,8 @@ class Shapes:
     def stack_mode(self) -> StackMode:
         """Stacked on a TPU alone: few leaves take little to dispatch.
 
-        A CPU would copy slices of stacked arrays in each step. On a GPU the slice is part of a product's kernel, so each
-        layer's product would be a kernel of its own, to be tuned and compiled: a start of minutes in place of seconds.
+        A CPU would copy slices of stacked arrays in each step. On a GPU the slice is part of a product's kernel, so
+        each layer's product would be a kernel of its own, to be tuned and compiled: minutes of a start.
         """
         return "stacked" if self.platform == "tpu" else "unrolled"
 

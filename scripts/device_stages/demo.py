@@ -31,7 +31,7 @@ def list_items(context: Context) -> Iterator[Item]:
 def check_answers(context: Context, impl: str) -> Line:
     """Answers the golden file's questions, all at once; returns how many answers are the same."""
     golden = json.loads(GOLDEN.read_text())[: TINY_QUESTIONS if context.tiny else None]
-    llm = LLM(attention_impl=impl, show_progress=False)
+    llm = LLM(attention_impl=impl)
     found = answer(llm, [each["question"] for each in golden])
     wrong = [each["question"] for each, ids in zip(golden, found, strict=True) if ids != each["token_ids"]]
     shapes = llm.ready.shapes

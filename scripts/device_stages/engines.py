@@ -48,7 +48,7 @@ def make_engine(context: Context, layers: int, **options: Any) -> LLM:
         defaults["attention_impl"] = context.impl
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps({**preset, "num_hidden_layers": layers}))
-        return LLM(folder, show_progress=False, **defaults | options)
+        return LLM(folder, **defaults | options)
 
 
 def open_bench(context: Context, load: Load, **options: Any) -> Bench:
