@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+
 from device_stages.engines import make_engine
 from device_stages.items import Context, Item
 from device_stages.results import Line
@@ -85,7 +87,7 @@ def compare(found: Sequence[Answer], expected: Sequence[Answer]) -> Line:
                 break
             same += 1
             differences.append(abs(left.logprobs[at] - right.logprobs[at]))
-    most = max(differences)
+    most = float(np.max(differences))  # NaN if one is
     bound = max(LEAST_MARGIN, MARGIN_FACTOR * most)
     faults = [f"{where} has a margin of {margin:.3g}" for where, margin in first.items() if not margin <= bound]
     if not most <= MOST_DIFFERENCE:

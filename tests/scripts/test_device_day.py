@@ -206,6 +206,18 @@ def test_the_time_of_a_stage_and_of_the_day_are_kept(
     assert "Not measured: second (killed at the end of its time)." in page and "Not run: no time left." in page
 
 
+def test_a_lost_device_ends_the_day(
+    tmp_path: Path, day: device_day.Day, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(child, "_ASK", "import time; time.sleep(600)")
+    monkeypatch.setattr(child, "_ASKING", Stage("asking", "", 0.5, 0.5))
+    hurt, later = make_stage(tmp_path, "aborts"), make_stage(tmp_path, "works")
+    device_day.run_day([make_stage(tmp_path, "is missing"), hurt, later], day)
+    assert capsys.readouterr().out.splitlines()[-1] == "device lost"
+    assert results.read_lines(day.request.results)[-1]["why"] == "device lost"
+    assert list_runs(tmp_path, hurt) and not list_runs(tmp_path, later)
+
+
 def test_items_are_not_begun_behind_their_time(tmp_path: Path, day: device_day.Day) -> None:
     stage = make_stage(tmp_path, "works")
     command = [sys.executable, str(ROOT / "scripts" / "device_stage.py"), stage.name, "--module", stage.path]
