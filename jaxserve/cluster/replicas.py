@@ -76,11 +76,17 @@ def refuse_with_replicas(engine: EngineConfig, config: ServerConfig) -> None:
         ),
         ("uds", listen.uds, "several servers cannot listen on one path"),
         ("admin_port", listen.admin_port, "several servers cannot listen on one port"),
-        ("ssl_certfile", listen.ssl_certfile, "vllm-router speaks no TLS; put a proxy that does in front"),
+        ("ssl_certfile", listen.ssl_certfile, "vllm-router speaks no TLS; put configs/deploy/nginx.conf in front"),
         ("record_steps", engine.observability.record_steps, "several engines cannot write one file"),
     ):
         if value is not None:
             raise ConfigError(f"{text}; {hint}", field=field, value=value)
+    if has_router() and not config.is_local:
+        message = (
+            "vllm-router has control endpoints without a key, by which a stranger could take over all requests; leave "
+            "it at 127.0.0.1, and put configs/deploy/nginx.conf in front for other machines"
+        )
+        raise ConfigError(message, field="host", value=listen.host)
     if listen.port == 0:
         raise ConfigError(f"the address of {count} replicas must be known; give a port", field="port", value=0)
     if not has_router() and listen.port + count - 1 > 65535:

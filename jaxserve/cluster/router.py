@@ -1,4 +1,8 @@
-"""vllm-router in front of replicas (extra `router`): it sends a prompt where its prefix is likely to be cached."""
+"""vllm-router in front of replicas (extra `router`): it sends a prompt where its prefix is likely to be cached.
+
+Its control endpoints need no key: whoever reaches them can send all requests elsewhere. So it listens on this machine
+alone, and `configs/deploy/nginx.conf` lets other machines reach what clients need.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +26,7 @@ def make_router(host: str, port: int, urls: Sequence[str], *, metrics_port: int,
     """Returns the router as a process, listening on `host` and `port`.
 
     Args:
+        host: a loopback address or name.
         urls: the replicas, which must be ready.
         metrics_port: of 127.0.0.1, for the router's own metrics.
     """
@@ -42,7 +47,7 @@ def make_router(host: str, port: int, urls: Sequence[str], *, metrics_port: int,
     command = [sys.executable, "-m", f"{_MODULE}.launch_router", "--worker-urls", *urls]
     for name, value in flags.items():
         command += [f"--{name}", str(value)]
-    address = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    address = f"[{host}]" if ":" in host else host
     # Its flag for the level does not reach the part that writes most lines.
     quiet = {"RUST_LOG": "warn", "NO_COLOR": "1"}
     return Service("router", tuple(command), quiet, ready_url=f"http://{address}:{port}/health")

@@ -60,14 +60,14 @@ def test_behind_a_router_only_this_machine_reaches_them(
     planned: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(room, "has_router", lambda: True)
-    serve(host="0.0.0.0", port=9000, api_key=("a-secret-key",))
+    serve(host="localhost", port=9000, api_key=("a-secret-key",))
     urls = [service.ready_url.removesuffix("/health/ready") for service in planned["replicas"]]
     assert len(set(urls)) == 3 and all(url.startswith("http://127.0.0.1:") for url in urls)
     words = planned["front"].command
     first = words.index("--worker-urls") + 1
     assert list(words[first : first + 3]) == urls
-    assert words[words.index("--host") + 1] == "0.0.0.0" and words[words.index("--port") + 1] == "9000"
-    assert planned["front"].ready_url == "http://127.0.0.1:9000/health"
+    assert words[words.index("--host") + 1] == "localhost" and words[words.index("--port") + 1] == "9000"
+    assert planned["front"].ready_url == "http://localhost:9000/health"
     assert "a-secret-key" not in " ".join(words)
 
 
@@ -75,6 +75,18 @@ def test_a_public_address_needs_a_key_here_too(planned: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="needs an API key"):
         serve(host="0.0.0.0", port=9000)
     assert not planned
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
+def test_a_router_is_for_this_machine_alone(
+    planned: dict[str, Any], monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    monkeypatch.setattr(room, "has_router", lambda: True)
+    with pytest.raises(ConfigError, match=r"^host: .*nginx\.conf"):
+        serve(host=host, port=9000, api_key=("a-secret-key",))
+    assert not planned
+    monkeypatch.setattr(room, "has_router", lambda: False)  # each copy then checks keys itself
+    assert serve(host=host, port=9000, api_key=("a-secret-key",)) == 0
 
 
 @pytest.mark.parametrize(
@@ -106,7 +118,7 @@ def test_the_number_is_the_label_of_metrics() -> None:
 
 
 def test_the_router_asks_each_second_and_lets_answers_take_long() -> None:
-    service = make_router("::", 80, ["http://127.0.0.1:1"], metrics_port=2, max_body_bytes=5)
+    service = make_router("::1", 80, ["http://127.0.0.1:1"], metrics_port=2, max_body_bytes=5)
     words = list(service.command)
     assert words[words.index("--health-check-interval-secs") + 1] == "1"
     assert words[words.index("--max-payload-size") + 1] == "5"
