@@ -39,6 +39,14 @@ class QuantizationConfig:
     activation: str | None = None
     ignore: frozenset[str] = frozenset()
 
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the table that `read_quantization_config` makes this of, in values of JSON."""
+        return {
+            "linear": {"weight": self.linear, "activation": self.activation},
+            "moe": {"weight": self.moe},
+            "ignore": sorted(self.ignore),
+        }
+
 
 def read_quantization_config(value: Any) -> QuantizationConfig:
     """Returns the choice in a table like {"linear": {"weight": "fp8_per_block"}, "ignore": ["lm_head"]}.

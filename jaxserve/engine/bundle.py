@@ -38,6 +38,7 @@ def build_bundle(
         CapacityError: the device holds not even one sequence beside the model.
     """
     from jaxserve.runtime.bundle.devices import open_build_devices
+    from jaxserve.runtime.bundle.manifest import describe_target
     from jaxserve.runtime.bundle.write import refuse_target, write_bundle
     from jaxserve.runtime.memory import cache_budget
     from jaxserve.runtime.program_cache import disable_persistent_cache
@@ -50,6 +51,7 @@ def build_bundle(
     chosen = _choose_shapes(config, files, devices)
     shapes = confirm_kernels(chosen, devices.first) if devices.is_here else chosen
     require_room(shapes, devices.memory)
+    facts = describe_target(shapes, devices.mesh)  # before anything is compiled, so that a fault of it costs nothing
     # Also where the pools' size is given: a start compares it with what is left there.
     use = None if devices.memory is None else measure_use(shapes, devices.mesh, devices.trace)
     plan = plan_pools(shapes, budget=cache_budget(devices.memory, config.cache.device_memory_utilization, use))
@@ -58,8 +60,8 @@ def build_bundle(
     with progress("Compiling programs") as report:
         return write_bundle(
             folder,
+            facts,
             shapes,
-            devices.mesh,
             plan,
             use,
             compiler.compile,

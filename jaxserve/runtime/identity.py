@@ -18,6 +18,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.devices import find_devices
 from jaxserve.models.base import DecoderConfig
 from jaxserve.options import list_options
+from jaxserve.quantization_config import QuantizationConfig
 from jaxserve.runtime.memory import CachePlan
 from jaxserve.runtime.plan_codec import describe_fields
 from jaxserve.runtime.shapes import Shapes
@@ -26,6 +27,7 @@ from jaxserve.speculative_config import SpeculativeConfig
 FORMAT = 1  # of the lines; goes up when their meaning changes (the fields of plans are compared by name)
 # No step depends on these.
 _LOCAL_OPTIONS = ("record_steps", "compilation_cache_dir", "bundle", "tokenizer", "generation_config")
+_TABLES = (SpeculativeConfig, QuantizationConfig)  # values of options that are tables
 
 
 def describe_versions() -> dict[str, Any]:
@@ -48,7 +50,18 @@ def describe_mesh(mesh: Mesh) -> dict[str, Any]:
 
 def describe_model(model: DecoderConfig) -> dict[str, Any]:
     """Returns the model's config as it is run."""
-    return {"model": json.loads(json.dumps(dataclasses.asdict(model)))}
+    return {"model": describe_value(model)}
+
+
+def describe_value(value: Any) -> dict[str, Any]:
+    """Returns the fields of a dataclass as values of JSON: tuples and sets are lists, those of sets sorted."""
+    return dict(json.loads(json.dumps(dataclasses.asdict(value), default=_list_set)))
+
+
+def _list_set(value: object) -> list[Any]:
+    if isinstance(value, frozenset):
+        return sorted(value)  # two processes have the same set in two orders
+    raise TypeError(f"{value!r} cannot be described as JSON")
 
 
 def describe_engine(shapes: Shapes, plan: CachePlan, mesh: Mesh, all_params: Any, weights: str) -> dict[str, Any]:
@@ -91,7 +104,7 @@ def _list_given(config: EngineConfig) -> dict[str, Any]:
     for section, option in list_options(EngineConfig):
         value = getattr(getattr(config, section), option.name)
         if section not in ("hosts", "replicas") and value != option.default:
-            given[option.name] = value.to_dict() if isinstance(value, SpeculativeConfig) else value
+            given[option.name] = value.to_dict() if isinstance(value, _TABLES) else value
     return given
 
 

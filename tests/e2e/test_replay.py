@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -24,6 +25,7 @@ from jaxserve.runtime.identity import digest_params, find_difference
 from jaxserve.scheduler.sequence import MASK_LATE
 from tests.e2e.helpers import PROGRAMS, make_llm
 from tests.golden_cases import load_case
+from tests.quantized_files import METHODS, write_quantized
 
 CACHE = ("--compilation-cache-dir", str(PROGRAMS))
 SMALL = {"max_num_seqs": 2, "max_num_batched_tokens": 64, "max_model_len": 160, "num_kv_pages_override": 7}
@@ -241,6 +243,34 @@ def test_pools_of_several_groups_and_loops_of_steps_are_those_of_the_recording(
     monkeypatch.setattr("jaxserve.runtime.startup._find_budget", lambda *_: 0)  # with which nothing fits
     status, shown, _ = replay(path, capsys)
     assert status == 0 and "Equal" in shown
+
+
+def test_a_quantized_model_is_recorded_and_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "quantized.jsonl"
+    golden = load_case("llama_gqa")
+    folder, _ = write_quantized(golden.path, tmp_path / "files", METHODS["awq"])
+    llm = make_llm(dataclasses.replace(golden, path=folder), record_steps=str(path), compile="used")
+    llm.generate({"prompt_token_ids": [3, 4, 5]}, SamplingParams(seed=1, max_tokens=8), use_tqdm=False)
+    status, shown, told = replay(path, capsys)
+    assert status == 0 and "Equal" in shown, told
+
+
+def test_a_model_quantized_while_loading_is_replayed_with_its_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "schemes.jsonl"
+    table = {"linear": {"weight": "int8_per_channel_weight_only"}, "ignore": ["k_proj", "down_proj"]}
+    llm = make_llm("llama_gqa", record_steps=str(path), compile="used", quantization_config=table)
+    llm.generate({"prompt_token_ids": [3, 4, 5]}, SamplingParams(seed=1, max_tokens=8), use_tqdm=False)
+    status, shown, told = replay(path, capsys)
+    assert status == 0 and "Equal" in shown, told
+    path = write_header(path, tmp_path / "other.jsonl", _leave_nothing_out)
+    status, _, told = replay(path, capsys)
+    assert status == 2 and "jaxserve: model.quantization.rules" in told
+
+
+def _leave_nothing_out(header: dict[str, Any]) -> None:
+    del header["options"]["quantization_config"]["ignore"]
 
 
 def test_what_cannot_be_recorded_is_refused_before_anything_is_loaded(recording: Path, tmp_path: Path) -> None:

@@ -10,16 +10,15 @@ import shutil
 import tempfile
 import threading
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
-from jax.sharding import Mesh
 
 from jaxserve.errors import ConfigError
-from jaxserve.runtime.bundle.manifest import MANIFEST, BundleFile, Manifest, describe_target, identify
+from jaxserve.runtime.bundle.manifest import MANIFEST, BundleFile, Manifest, identify
 from jaxserve.runtime.compile import Progress, compile_programs
 from jaxserve.runtime.memory import CachePlan, DeviceUse
 from jaxserve.runtime.program_list import ProgramKey
@@ -31,8 +30,8 @@ _LIBRARY = "cpu-kernels.so"
 
 def write_bundle(
     folder: Path,
+    facts: Mapping[str, Any],
     shapes: Shapes,
-    mesh: Mesh,
     plan: CachePlan,
     use: DeviceUse | None,
     make: Callable[[str, Any], Any],
@@ -44,6 +43,7 @@ def write_bundle(
     """Compiles `wanted` programs by `make` and writes them to a new directory; it is there whole, or not at all.
 
     Args:
+        facts: `describe_target` of the engine.
         use: bytes of a device that the programs take; None on CPU.
         tested: the kernels passed their self-test on a device of this kind.
 
@@ -70,7 +70,7 @@ def write_bundle(
         if library is not None:
             (scratch / _LIBRARY).write_bytes(library)
         manifest = Manifest(
-            describe_target(shapes, mesh),
+            facts,
             tuple(plan.num_pages),
             described,
             dict(sorted(files.items())),

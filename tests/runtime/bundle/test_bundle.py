@@ -16,6 +16,9 @@ import jax
 import pytest
 
 from jaxserve import LLM, LogitsProcessor, SamplingParams
+from jaxserve.config import EngineConfig
+from jaxserve.engine.bundle import build_bundle
+from jaxserve.engine.model_files import locate_model
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.bundle.write import write_bundle
 from tests.e2e.helpers import run_on_devices, write_tiny_llama
@@ -26,6 +29,7 @@ SIZES |= {"precompile_bs_paddings": [2], "precompile_token_paddings": [64]}  # f
 FLAGS = ["--load-format", "dummy", "--skip-tokenizer-init"]
 for _name, _value in SIZES.items():
     FLAGS += [f"--{_name.replace('_', '-')}", str(_value).strip("[]")]
+AWQ = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32, "modules_to_not_convert": ["x"]}}
 PROMPTS = [{"prompt_token_ids": [1, 2, 3]}, {"prompt_token_ids": [7] * 30}]
 
 
@@ -36,7 +40,8 @@ def build(model: Path, folder: Path, *flags: str) -> subprocess.CompletedProcess
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("model"))
+    """A quantized one, whose description has all that others' have, and more."""
+    return write_tiny_llama(tmp_path_factory.mktemp("model"), **AWQ)
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +90,24 @@ def _collect(names: list[str]) -> Callable[..., None]:
             names.append(str(facts.get("fun_name")))
 
     return listen
+
+
+def test_what_cannot_be_described_is_told_before_anything_is_compiled(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise TypeError("cannot be described")
+
+    def compile_nothing(*_: Any, **__: Any) -> Any:
+        raise AssertionError("compiled first")
+
+    monkeypatch.setattr("jaxserve.runtime.bundle.manifest.describe_target", fail)
+    monkeypatch.setattr("jaxserve.runtime.bundle.write.compile_programs", compile_nothing)
+    monkeypatch.setattr("jaxserve.runtime.program_cache.disable_persistent_cache", lambda: None)  # of this process
+    monkeypatch.setattr("jaxserve.runtime.startup.measure_use", compile_nothing)
+    config = EngineConfig.from_options(model=str(model), load_format="dummy", skip_tokenizer_init=True, **SIZES)
+    with pytest.raises(TypeError, match="cannot be described"):
+        build_bundle(config, locate_model(config.model, need_weights=False), tmp_path / "bundle")
 
 
 def test_it_needs_no_compile_all_and_has_what_a_server_needs(model: Path, built: Path) -> None:
@@ -155,7 +178,13 @@ def test_another_model_is_named(built: Path, tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"was built with model\.layers\.0\.mlp\.intermediate_size 64, and here it is 128"
     ):
-        start(write_tiny_llama(tmp_path, intermediate_size=128), built)
+        start(write_tiny_llama(tmp_path, intermediate_size=128, **AWQ), built)
+
+
+def test_another_quantization_is_named(built: Path, tmp_path: Path) -> None:
+    settings = {"quantization_config": AWQ["quantization_config"] | {"group_size": 64}}
+    with pytest.raises(ConfigError, match=r"was built with model\.quantization\.rules .*32.*, and here it is .*64"):
+        start(write_tiny_llama(tmp_path, **settings), built)
 
 
 @pytest.mark.parametrize("name", ["jaxserve", "jax", "jaxlib", "device", "cpu", "platform"])
@@ -226,7 +255,7 @@ def test_nothing_half_made_stays(model: Path, tmp_path: Path) -> None:
 
     wanted = [("pool", rows) for rows in range(20)]
     with pytest.raises(MemoryError):
-        write_bundle(tmp_path / "half", ready.shapes, ready.mesh, ready.plan, None, fail_at_third, wanted, tested=True)
+        write_bundle(tmp_path / "half", {}, ready.shapes, ready.plan, None, fail_at_third, wanted, tested=True)
     assert not list(tmp_path.iterdir())
 
 
