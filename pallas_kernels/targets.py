@@ -137,6 +137,9 @@ class Target:
     vmem_bytes: int | None = None
     compute_capability: str | None = None  # a GPU's, e.g. "8.0"
     shared_memory_bytes: int | None = None  # the most that one block can have
+    sm_memory_bytes: int | None = None  # shared memory of a multiprocessor
+    sm_registers: int | None = None  # of a multiprocessor
+    sm_threads: int | None = None  # of a multiprocessor
     target_config: str | None = None
     spill_bytes: int = 0  # stores and loads of registers that a kernel may spill
     # Set by the parent before the compiler is loaded. Else several processes at once would wait for its lock.
@@ -162,7 +165,7 @@ _TPU_ENVIRONMENT = {
     "TPU_MIN_LOG_LEVEL": "3",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-_GPU_ENVIRONMENT = {**_ENVIRONMENT, "MOSAIC_GPU_DUMP_PTXAS": "1"}
+_GPU_ENVIRONMENT = {**_ENVIRONMENT, "MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_PTX": "1"}
 
 
 def _gpu(
@@ -186,6 +189,9 @@ def _gpu(
         impl=impl,
         compute_capability=f"{capability[0]}.{capability[1]}",
         shared_memory_bytes=int(limits["shared_memory_per_block_optin"]),
+        sm_memory_bytes=int(limits["shared_memory_per_core"]),
+        sm_registers=int(limits["registers_per_core_limit"]),
+        sm_threads=int(limits["threads_per_core_limit"]),
         target_config=describe_gpu(device_kind, capability, limits),
         spill_bytes=spill_bytes,
         environment=_GPU_ENVIRONMENT,

@@ -30,6 +30,8 @@ from pallas_kernels import attend_with_update, choose_layout, page_bytes, pool_s
 from pallas_kernels.backends import find_backend
 from pallas_kernels.spec import AttnLayer, AttnShape, HeadParams
 from pallas_kernels.targets import TARGETS, Target, find_target, open_devices, trace_for
+from pallas_kernels.testing.gate_descriptors import list_descriptors
+from pallas_kernels.testing.gate_offsets import list_short_indices, list_short_offsets
 from pallas_kernels.testing.gate_report import (
     KernelUse,
     ProgramReport,
@@ -44,7 +46,7 @@ from pallas_kernels.testing.gate_report import (
 )
 from pallas_kernels.testing.gate_shapes import GateProgram, list_programs, list_tuned_programs
 
-POOL_BYTES = 2**32  # too large for a copy of it to hide among temporaries
+POOL_SHARE = 0.5  # of a device's memory: no copy of it hides among temporaries, and its offsets are those of a server
 NUM_LAYERS = 2
 PLATFORMS = {"gpu": "cuda", "tpu": "tpu"}  # the names that lowering has for them
 _DUMP_NAME = "mosaic_gpu.dump_basename"  # of a kernel's files, numbered anew by jax 0.11.2 each time it is lowered
@@ -115,7 +117,9 @@ def _read_gpu_kernel(call: Any) -> list[KernelUse]:
             return ir.WalkResult.ADVANCE
 
         module.operation.walk(visit)
-    return found
+        copies = [f"{fault}: {made}" for made in list_descriptors(module) for fault in made.list_faults()]
+        faults = (*copies, *list_short_offsets(module))
+    return [replace(use, faults=faults) for use in found]
 
 
 def _read_constant(value: Any) -> int:
@@ -172,6 +176,7 @@ class Gate:
             complaints=tuple(complaints),
             copied_params=tuple(list_copied_params(text)),
             fixed_turns=tuple(list_fixed_turns(text)),
+            short_indices=tuple(list_short_indices(text)),
         )
 
 
@@ -188,7 +193,7 @@ def measure_attention(gate: Gate, program: GateProgram, *, impl: str) -> Program
     report = replace(report, loops_follow_batch=report.impl == "xla")
     layout = choose_layout(report.impl, shape.spec, platform=target.platform)
     shape = replace(shape, spec=replace(shape.spec, layout=layout))
-    layer_pages = POOL_BYTES // (NUM_LAYERS * page_bytes(shape.spec))
+    layer_pages = int(target.memory_bytes * POOL_SHARE) // (NUM_LAYERS * page_bytes(shape.spec))
     arrays = _describe_arguments(program, shape, gate.devices, NUM_LAYERS * layer_pages)
     report = replace(report, donated_bytes=NUM_LAYERS * layer_pages * page_bytes(shape.spec))
 
@@ -206,10 +211,15 @@ def measure_attention(gate: Gate, program: GateProgram, *, impl: str) -> Program
             (part, name), config = program.shape.switch, find_backend("gpu").module.default_config(shape)
             options["config"] = replace(config, **{part: replace(getattr(config, part), **{name: True})})
         batch = prepare_batch(*meta, num_tokens=program.num_tokens, shape=shape, **options)
+        if program.max_query_len is not None and report.impl == target.impl and target.platform == "gpu":
+            config = batch.work.config  # of latents it has one part
+            planned.append(getattr(config, "decode", config).ctas_per_sm)
         return attend_with_update(q, k, v, kv_pages, batch, AttnLayer(program.shape.params, heads, layer_pages))
 
+    planned: list[int] = []  # when it has been traced
     jitted = jax.jit(attend, donate_argnames="kv_pages")
-    return gate.measure(report, lambda: jitted.trace(**arrays))
+    report = gate.measure(report, lambda: jitted.trace(**arrays))
+    return replace(report, planned_blocks=planned[0] if planned else None)
 
 
 def _describe_arguments(

@@ -8,7 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from pallas_kernels.targets import Target
+from pallas_kernels.testing.gate_fences import list_unfenced
 
+BLOCK_RESERVE = 1024  # bytes of shared memory that a multiprocessor keeps for each block
 _ENTRY = re.compile(r"Compiling entry function '([^']+)'")
 # ptxas reports some losses as warnings and others as notes: 'setmaxnreg' ignored, wgmma serialized.
 _COMPLAINT = re.compile(r"ptxas (?:warning|error)\b|Potential Performance Loss")
@@ -28,6 +30,7 @@ _CONDITION = re.compile(r" while\(.*?condition=%([\w.-]+)")
 _CALLED = re.compile(r" fusion\(.*?calls=%([\w.-]+)")
 _LIMIT = re.compile(r" = [su](?:32|64)\[\]\S* constant\((\d+)\)")
 _VMEM_SIZE = re.compile(r'"memory_space":"1"[^}]*"size":"(\d+)"')
+_WARP = 32
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,19 @@ class KernelUse:
     threads: int | None = None  # per block
     shared_memory_bytes: int | None = None  # per block
     vmem_bytes: int | None = None
+    faults: tuple[str, ...] = ()  # in its code, which its compiler does not see
+
+    def count_blocks(self, target: Target) -> int | None:
+        """How many blocks of a GPU's kernel a multiprocessor can hold at once; None if a figure is missing."""
+        if None in (self.registers, self.threads, self.shared_memory_bytes, target.sm_memory_bytes):
+            return None
+        # Registers are given to the warps of a block four by four, to each warp in units of 256.
+        warps = _round_up(-(-self.threads // _WARP), 4)
+        registers = _round_up(self.registers * _WARP, 256) * warps
+        memory = _round_up(self.shared_memory_bytes + 1, 128) + BLOCK_RESERVE  # ptxas counts a byte of its own
+        return min(
+            target.sm_registers // registers, target.sm_threads // self.threads, target.sm_memory_bytes // memory
+        )
 
 
 @dataclass(frozen=True)
@@ -61,11 +77,13 @@ class ProgramReport:
     compiler: str = ""  # name and version, if known
     reason: str = ""  # why `impl` is the portable one, if the target's kernels do not do the shape
     launches: int | None = None  # of the whole program; None if it is not a GPU's
+    planned_blocks: int | None = None  # per multiprocessor: the plan of its work counts on so many at once
     repeated: int = 0  # instructions of a GPU's program that are computed again to save memory
     kernels: tuple[KernelUse, ...] = ()
     complaints: tuple[str, ...] = ()  # ptxas' own words
     copied_params: tuple[str, ...] = ()  # parameters that the program copies into another layout
     fixed_turns: tuple[int, ...] = ()  # of its loops of a fixed length
+    short_indices: tuple[str, ...] = ()  # of 32 bits, into longer axes
     error: str = ""
 
     def to_json(self) -> str:
@@ -76,19 +94,25 @@ class ProgramReport:
 def read_report(line: str) -> ProgramReport:
     """The report of a line of `to_json`."""
     values = json.loads(line)
-    values["kernels"] = tuple(KernelUse(**kernel) for kernel in values["kernels"])
+    kernels = (KernelUse(**kernel) for kernel in values["kernels"])
+    values["kernels"] = tuple(replace(kernel, faults=tuple(kernel.faults)) for kernel in kernels)
     values["complaints"] = tuple(values["complaints"])
     values["copied_params"] = tuple(values["copied_params"])
     values["fixed_turns"] = tuple(values["fixed_turns"])
+    values["short_indices"] = tuple(values["short_indices"])
     return ProgramReport(**values)
 
 
 def parse_ptxas(text: str) -> list[KernelUse]:
-    """The kernels in the output of a verbose ptxas, in the order of its entry functions."""
+    """The kernels in the output of a verbose ptxas, in the order of its entry functions, with the faults of their PTX,
+    which is printed before."""
     kernels: list[KernelUse] = []
+    unfenced = list_unfenced(text)
     for line in text.splitlines():
         if found := _ENTRY.search(line):
-            kernels.append(KernelUse(found[1]))
+            reads = unfenced.get(found[1])
+            faults = ["its PTX is unknown"] if reads is None else [f"{read} behind a store, no fence" for read in reads]
+            kernels.append(KernelUse(found[1], faults=tuple(faults)))
         elif kernels and (found := _SPILLS.search(line)):
             kernels[-1] = replace(kernels[-1], spill_bytes=sum(map(int, found.groups())))
         elif kernels and (found := _REGISTERS.search(line)):
@@ -160,7 +184,9 @@ def merge_uses(
         if launch.digest not in seen:
             matches = [use for use in compiled if use.name.startswith(f"{launch.name}_mosaic")]
             worst = max(matches, key=lambda use: (use.spill_bytes or 0, use.registers or 0), default=KernelUse(""))
-            seen[launch.digest] = replace(launch, registers=worst.registers, spill_bytes=worst.spill_bytes)
+            faults = (*launch.faults, *(fault for use in matches for fault in use.faults))
+            figures = {"registers": worst.registers, "spill_bytes": worst.spill_bytes}
+            seen[launch.digest] = replace(launch, **figures, faults=tuple(dict.fromkeys(faults)))
         merged.append(seen[launch.digest])
     return merged
 
@@ -174,6 +200,10 @@ def find_faults(report: ProgramReport, target: Target) -> list[str]:
         faults.append("there is no Pallas kernel in the program")
     for kernel in report.kernels:
         faults += _find_kernel_faults(kernel, target, is_compiled=report.is_compiled)
+        fitting = kernel.count_blocks(target)
+        if report.planned_blocks is not None and fitting is not None and fitting < report.planned_blocks:
+            faults.append(f"{kernel.name}: {fitting} blocks per multiprocessor, its plan has {report.planned_blocks}")
+    faults += report.short_indices
     if not report.is_compiled:
         return faults
     faults += [line for line in report.complaints if not (target.spill_bytes and _SPILL_WARNING in line)]
@@ -198,8 +228,9 @@ def find_faults(report: ProgramReport, target: Target) -> list[str]:
 
 
 def _find_kernel_faults(kernel: KernelUse, target: Target, *, is_compiled: bool) -> list[str]:
-    """The faults of one kernel: exceeded limits of the target, and figures that the compiler should have printed."""
-    faults = []
+    """The faults of one kernel: exceeded limits of the target, figures that the compiler should have printed, and what
+    its code has."""
+    faults = [f"{kernel.name}: {fault}" for fault in kernel.faults]
     if target.platform == "gpu":
         if is_compiled and (kernel.registers is None or kernel.spill_bytes is None):
             faults.append(f"{kernel.name}: ptxas said nothing of it (is MOSAIC_GPU_DUMP_PTXAS=1 set?)")
@@ -217,3 +248,7 @@ def _find_kernel_faults(kernel: KernelUse, target: Target, *, is_compiled: bool)
         if used is not None and limit is not None and used > limit:
             faults.append(f"{kernel.name}: {used:,} bytes of {what}, the {target.name} has {limit:,}")
     return faults
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import os
 import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from device_stages.clocks import query_gpu
 from device_stages.items import Context, Item, NotHereError
 from device_stages.predictions import predict
 from device_stages.results import Line
+from pallas_kernels.targets import TARGETS
+from pallas_kernels.testing.gate_report import BLOCK_RESERVE
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "libtpu", "numpy", "ml_dtypes", "flax")
 OTHERS = ("torch", "triton", "rich", "jaxtyping", "tokenizers", "safetensors", "llguidance", "nvidia-cuda-nvcc")
@@ -22,6 +25,9 @@ STATE = (
     *("name", "driver_version", "memory.total", "memory.used", "pstate", "clocks.sm", "clocks.mem", "clocks.max.sm"),
     *("clocks.max.mem", "power.draw", "power.limit", "temperature.gpu", "clocks_throttle_reasons.active"),
 )
+# CUDA's numbers of what `Target` knows of a device, which the gate compiles and counts blocks by.
+LIMITS = {"num_cores": 16, "sm_threads": 39, "sm_memory_bytes": 81, "sm_registers": 82, "shared_memory_bytes": 97}
+RESERVE = 111  # and of BLOCK_RESERVE
 TOOLS = ("ptxas", "nvcc", "compute-sanitizer", "ncu", "nvdisasm")
 
 
@@ -30,6 +36,7 @@ def list_items(context: Context) -> Iterator[Item]:
     yield Item("versions", describe_versions)
     yield Item("tools", find_tools)
     yield Item("device", describe_device)
+    yield Item("limits", compare_limits)
     yield Item("rates", lambda: measure_rates(context), predict("probe", "rates"))
 
 
@@ -77,6 +84,35 @@ def describe_device() -> Line:
         "runtime": device.client.platform_version,
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
+
+
+def compare_limits() -> Line:
+    """Returns the limits of the device as its driver tells them, which are wrong if the gate has others."""
+    import jax
+
+    kind = jax.devices()[0].device_kind
+    found = read_limits([*LIMITS.values(), RESERVE])
+    limits = dict(zip((*LIMITS, "block_reserve"), found, strict=True))
+    target = next((each for each in TARGETS.values() if each.device_kind == kind), None)
+    if target is None:
+        return limits
+    expected = {name: getattr(target, name) for name in LIMITS} | {"block_reserve": BLOCK_RESERVE}
+    wrong = [f"{name}: {expected[name]} in the gate" for name in limits if limits[name] != expected[name]]
+    return {**limits, "ok": not wrong, **({"error": ", ".join(wrong)} if wrong else {})}
+
+
+def read_limits(attributes: Iterable[int]) -> list[int]:
+    """Returns attributes of the first GPU by their numbers in CUDA's driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise NotHereError("no libcuda") from error
+    value, found = ctypes.c_int(), []
+    for attribute in attributes:
+        if driver.cuInit(0) or driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, 0):
+            raise NotHereError(f"CUDA's driver does not tell attribute {attribute}")
+        found.append(value.value)
+    return found
 
 
 def measure_rates(context: Context) -> Line:

@@ -17,16 +17,17 @@ from pallas_kernels.testing.compile_gate import Gate, print_report
 from pallas_kernels.testing.gate_report import ProgramReport
 
 ROWS, COLUMNS = 128, 128
+FAR = 1 << 32  # more elements than 32 bits number
 
 
-def copy_through_smem(x: jax.Array) -> jax.Array:
+def copy_through_smem(x: jax.Array, commit: Callable[[], None] = plgpu.commit_smem) -> jax.Array:
     """Double of x [ROWS, n], all of it in shared memory at once."""
 
     def copy_block(x_ref: jax.Ref, out_ref: jax.Ref, block: jax.Ref, barrier: jax.Ref) -> None:
         plgpu.copy_gmem_to_smem(x_ref, block, barrier)
         plgpu.barrier_wait(barrier)
         block[...] = block[...] * 2
-        plgpu.commit_smem()
+        commit()
         plgpu.copy_smem_to_gmem(block, out_ref)
         plgpu.wait_smem_to_gmem(0)
 
@@ -53,6 +54,35 @@ def hold_too_much(x: jax.Array) -> jax.Array:
     scratch = [plgpu.SMEM(shape, jnp.bfloat16), plgpu.Barrier()]
     x = jnp.tile(x, (1, 2)).astype(jnp.bfloat16)
     return plgpu.kernel(hold_block, out_type=out, scratch_types=scratch)(x)
+
+
+def copy_element(flat: jax.Array) -> jax.Array:
+    """COLUMNS times an element of a flat array, which is loaded by its number in 32 bits."""
+
+    def copy(flat_ref: jax.Ref, out_ref: jax.Ref, block: jax.Ref) -> None:
+        index = flat_ref[0].astype(jnp.int32) * COLUMNS
+        block[...] = jnp.full((COLUMNS,), flat_ref[index], flat.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(block, out_ref)
+        plgpu.wait_smem_to_gmem(0)
+
+    out = jax.ShapeDtypeStruct((COLUMNS,), flat.dtype)
+    return plgpu.kernel(copy, out_type=out, scratch_types=[plgpu.SMEM((COLUMNS,), flat.dtype)])(flat)
+
+
+def copy_elements(flat: jax.Array) -> jax.Array:
+    """COLUMNS elements of a flat array, which TMA copies from a place of 32 bits."""
+
+    def copy(flat_ref: jax.Ref, out_ref: jax.Ref, block: jax.Ref, barrier: jax.Ref) -> None:
+        start = flat_ref[0].astype(jnp.int32) * COLUMNS
+        plgpu.copy_gmem_to_smem(flat_ref.at[pl.ds(start, COLUMNS)], block, barrier)
+        plgpu.barrier_wait(barrier)
+        plgpu.copy_smem_to_gmem(block, out_ref)
+        plgpu.wait_smem_to_gmem(0)
+
+    scratch = [plgpu.SMEM((COLUMNS,), flat.dtype), plgpu.Barrier()]
+    out = jax.ShapeDtypeStruct((COLUMNS,), flat.dtype)
+    return plgpu.kernel(copy, out_type=out, scratch_types=scratch)(flat)
 
 
 def double_blocks(x: jax.Array) -> jax.Array:
@@ -102,11 +132,19 @@ def add_rows(pool: jax.Array, count: jax.Array | int) -> jax.Array:
 
 KERNELS: dict[str, tuple[Callable[[jax.Array], jax.Array], int]] = {  # and columns of the argument
     "copy_through_smem": (copy_through_smem, COLUMNS),
+    "no fence": (functools.partial(copy_through_smem, commit=lambda: None), COLUMNS),
     "too much shared memory": (copy_through_smem, 4 * COLUMNS),
     "hold_too_much": (hold_too_much, COLUMNS),
     "double_blocks": (double_blocks, COLUMNS),
     "slice_lanes": (slice_lanes, COLUMNS),
     "fill_vmem": (fill_vmem, COLUMNS),
+}
+
+FLAT: dict[str, tuple[Callable[[jax.Array], jax.Array], int]] = {  # and elements of the argument
+    "near element": (copy_element, FAR // 4),
+    "far element": (copy_element, FAR),
+    "near elements": (copy_elements, FAR // 4),
+    "far elements": (copy_elements, FAR),
 }
 
 LOOPS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -123,6 +161,11 @@ def measure(gate: Gate, name: str) -> ProgramReport:
         x = jax.ShapeDtypeStruct((ROWS, columns), jnp.float32, sharding=sharding)
         report = ProgramReport(name, gate.target.name, impl=gate.target.platform)
         return gate.measure(report, lambda: jax.jit(function).trace(x))
+    if name in FLAT:
+        function, size = FLAT[name]
+        flat = jax.ShapeDtypeStruct((size,), jnp.float32, sharding=sharding)
+        report = ProgramReport(name, gate.target.name, impl=gate.target.platform)
+        return gate.measure(report, lambda: jax.jit(function).trace(flat))
     pool = jax.ShapeDtypeStruct((1 << 12, 1 << 8), jnp.float32, sharding=sharding)
     if name in LOOPS:
         report = ProgramReport(name, gate.target.name, impl="xla", loops_follow_batch=True)

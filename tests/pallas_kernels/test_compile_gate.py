@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -57,6 +58,21 @@ ptxas info    : Used 40 registers, used 1 barriers, 1 bytes smem
 """
 
 
+PTX = """
+.visible .entry decode_mosaic_gpu_kernel(
+	.param .u64 decode_mosaic_gpu_kernel_param_0
+)
+{
+	ret;
+}
+.visible .entry combine_mosaic_gpu_kernel(
+)
+{
+	ret;
+}
+"""
+
+
 def make_call(name: str, size: int) -> str:
     config = f'{{"memory_space":"1","offset":"0","size":"{size}"}},{{"memory_space":"5","offset":"0","size":"7"}}'
     call = f'  %{name} = f32[8]{{0:T(8)S(1)}} custom-call(%x.1), custom_call_target="tpu_custom_call", backend_config='
@@ -82,15 +98,17 @@ def make_tpu_report() -> ProgramReport:
     return replace(make_gpu_report(), target="v5e", impl="tpu", kernels=(KernelUse("decode", vmem_bytes=1 << 20),))
 
 
-def with_kernel(**changes: int | None) -> ProgramReport:
+def with_kernel(**changes: Any) -> ProgramReport:
     report = make_gpu_report()
     return replace(report, kernels=(replace(report.kernels[0], **changes),))
 
 
 def test_ptxas_is_read() -> None:
-    decode, combine = parse_ptxas(PTXAS)
+    decode, combine = parse_ptxas(PTX + PTXAS)
     assert (decode.name, decode.registers, decode.spill_bytes) == ("decode_mosaic_gpu_kernel", 128, 60)
     assert (combine.registers, combine.spill_bytes) == (40, 0)
+    assert decode.faults == combine.faults == ()
+    assert [use.faults for use in parse_ptxas(PTXAS)] == [("its PTX is unknown",)] * 2
 
 
 @pytest.mark.parametrize(
@@ -115,7 +133,7 @@ def test_complaints_of_ptxas_fail_a_program(line: str) -> None:
 def test_figures_of_a_kernel_that_was_compiled_before_are_remembered() -> None:
     launches = [KernelUse("decode", "d1", shared_memory_bytes=9), KernelUse("combine", "c1", shared_memory_bytes=5)]
     seen: dict[str, KernelUse] = {}
-    first = merge_uses(launches, parse_ptxas(PTXAS), seen)
+    first = merge_uses(launches, parse_ptxas(PTX + PTXAS), seen)
     assert [(use.spill_bytes, use.registers, use.shared_memory_bytes) for use in first] == [(60, 128, 9), (0, 40, 5)]
     assert merge_uses(launches, [], seen) == first
     (unknown,) = merge_uses([KernelUse("decode", "d2")], [], seen)
@@ -219,6 +237,8 @@ def test_what_is_in_order_passes(report: ProgramReport) -> None:
         (with_kernel(spill_bytes=4), "decode: 4 bytes of registers spill"),
         (with_kernel(shared_memory_bytes=232_449), "232,449 bytes of shared memory, the h200 has 232,448"),
         (with_kernel(shared_memory_bytes=None), "shared memory is unknown"),
+        (with_kernel(faults=("a box of 512 entries",)), "decode: a box of 512 entries"),
+        (replace(make_gpu_report(), short_indices=("gather: short",)), "gather: short"),
         (with_kernel(registers=None, spill_bytes=None), "ptxas said nothing"),
         (replace(make_gpu_report(), kernels=()), "no Pallas kernel"),
         (replace(make_gpu_report(), alias_bytes=1999), "the donated pool is copied: 2,000 bytes"),
@@ -329,6 +349,33 @@ def fresh_traces() -> Iterator[None]:
     jax.clear_caches()
 
 
+@pytest.mark.parametrize(
+    ("changes", "fitting"),
+    [
+        ({"shared_memory_bytes": 114_792}, 2),  # of 233,472, less 1,024 for each block
+        ({"shared_memory_bytes": 115_583}, 2),
+        ({"shared_memory_bytes": 115_712}, 1),
+        ({"registers": 129}, 1),
+        ({"threads": 288}, 1),
+        ({"shared_memory_bytes": 0, "registers": 32, "threads": 512}, 4),
+        ({"shared_memory_bytes": 0, "registers": 16, "threads": 1024}, 2),
+    ],
+)
+def test_a_plan_has_no_more_blocks_than_a_multiprocessor(changes: dict[str, int], fitting: int) -> None:
+    report = replace(with_kernel(**changes), planned_blocks=2)
+    assert report.kernels[0].count_blocks(H200) == fitting
+    faults = find_faults(report, H200)
+    assert faults == ([] if fitting >= 2 else ["decode: 1 blocks per multiprocessor, its plan has 2"])
+
+
+@pytest.mark.usefixtures("fresh_traces")
+@pytest.mark.parametrize(("name", "fault"), [("element", "an offset of 32 bits"), ("elements", "an axis of")])
+def test_offsets_that_need_more_than_32_bits_are_found_without_a_compiler(name: str, fault: str) -> None:
+    assert find_faults(measure(Gate(H200), f"near {name}"), H200) == []
+    (found,) = find_faults(measure(Gate(H200), f"far {name}"), H200)
+    assert found.startswith(f"copy: {fault}") and "4,294,967,296" in found
+
+
 @pytest.mark.usefixtures("fresh_traces")
 def test_shared_memory_is_known_without_a_compiler() -> None:
     report = measure(Gate(H200), "copy_through_smem")
@@ -372,6 +419,14 @@ def test_the_gpu_compiler_passes_a_good_kernel_and_not_one_that_spills() -> None
     assert "registers spill" in fault and complaint.startswith("ptxas warning"), "what ptxas says reaches the gate"
     assert find_faults(kept, H200) == []
     assert any("pool is copied" in fault for fault in find_faults(copied, H200))
+
+
+@pytest.mark.slow
+def test_a_kernel_that_forgets_a_fence_fails() -> None:
+    good, forgetful = compile_in_child("h200", "copy_through_smem", "no fence")
+    assert find_faults(good, H200) == []
+    (fault,) = find_faults(forgetful, H200)
+    assert fault == "copy_block: cp.async.bulk.global.shared::cta behind a store, no fence"
 
 
 @pytest.mark.slow
