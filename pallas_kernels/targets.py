@@ -113,6 +113,16 @@ def describe_gpu(name: str, capability: tuple[int, int], limits: Mapping[str, in
     return "gpu_device_info {\n" + "\n".join(lines) + "\n}\n" + tail
 
 
+def describe_figures(capability: tuple[int, int], limits: Mapping[str, int | float]) -> str:
+    """The figures of a device by which XLA finds what it has tuned."""
+    major, minor = capability
+    return (
+        f"CUDA: {major}.{minor}, Cores: {limits['core_count']}, GPU clock: {limits['clock_rate_ghz']:g} GHz, "
+        f"Memory bandwidth: {limits['memory_bandwidth'] / 1e9:.0f} GB/s, "
+        f"L2 cache: {limits['l2_cache_size'] / MIB:g} MB, DNN version: {_GPU_TEXT['dnn_version']}"
+    )
+
+
 @dataclass(frozen=True)
 class GpuDevice(AbstractDevice):
     """A GPU with a compute capability, which Mosaic asks for; it takes a device without one for Hopper."""
@@ -141,6 +151,7 @@ class Target:
     sm_registers: int | None = None  # of a multiprocessor
     sm_threads: int | None = None  # of a multiprocessor
     target_config: str | None = None
+    tuning_key: str | None = None  # of a GPU in XLA's files of tuned products
     spill_bytes: int = 0  # stores and loads of registers that a kernel may spill
     # Set by the parent before the compiler is loaded. Else several processes at once would wait for its lock.
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -193,6 +204,7 @@ def _gpu(
         sm_registers=int(limits["registers_per_core_limit"]),
         sm_threads=int(limits["threads_per_core_limit"]),
         target_config=describe_gpu(device_kind, capability, limits),
+        tuning_key=describe_figures(capability, limits),
         spill_bytes=spill_bytes,
         environment=_GPU_ENVIRONMENT,
     )

@@ -20,12 +20,13 @@ from jaxserve.engine.draft_files import locate_drafter
 from jaxserve.engine.model_files import ModelFiles, resolve_model
 from jaxserve.models.registry import param_specs
 from jaxserve.presets import load_preset
-from jaxserve.runtime.arguments import describe_programs
+from jaxserve.runtime.arguments import count_layers, describe_programs
 from jaxserve.runtime.buckets import Bucket
 from jaxserve.runtime.compile import trace_forward
 from jaxserve.runtime.memory import cache_budget, params_bytes
 from jaxserve.runtime.shapes import Shapes, make_shapes
 from jaxserve.runtime.startup import estimate_use, plan_pools
+from jaxserve.runtime.tuned.options import tuned_options
 from jaxserve.sharding import TENSOR_AXIS, make_mesh
 from pallas_kernels.targets import Target, find_target, open_devices
 from pallas_kernels.testing.compile_gate import Gate, make_parser, print_report
@@ -108,11 +109,13 @@ def make_target_mesh(gate: Gate, num_devices: int) -> Any:
     return AbstractMesh((num_devices,), (TENSOR_AXIS,), axis_types=(AxisType.Auto,), abstract_device=device)
 
 
-def measure_step(gate: Gate, name: str, shapes: Shapes, mesh: Any, bucket: Bucket) -> ProgramReport:
-    """Compiles one forward program against pools that fill the device."""
+def measure_step(
+    gate: Gate, name: str, shapes: Shapes, mesh: Any, bucket: Bucket, options: Mapping[str, Any]
+) -> ProgramReport:
+    """Compiles one forward program against pools that fill the device, with what is known of its products."""
     budget = cache_budget(gate.target.memory_bytes, MEMORY_SHARE, estimate_use(shapes))
     plan = plan_pools(shapes, budget=budget)
-    model, inputs = describe_programs(shapes, plan, mesh)
+    model, inputs = describe_programs(shapes, plan, mesh, options)
     # A decode step that expanded more than a layer's matrices to 16 bits would have had them converted ahead of it.
     is_bounded = shapes.model.quantization is not None and bucket.tokens == bucket.rows
     expanded = replace(shapes.model, quantization=None)
@@ -125,6 +128,7 @@ def measure_step(gate: Gate, name: str, shapes: Shapes, mesh: Any, bucket: Bucke
         donated_bytes=plan.bytes_per_device,
         most_temp_bytes=layer if is_bounded else None,
         loops_follow_batch=shapes.impl == "xla" and shapes.experts is None,  # portable products have loops of experts
+        judges_tiles=True,
     )
     return gate.measure(report, partial(trace_forward, model, inputs, bucket))
 
@@ -180,10 +184,12 @@ def main() -> None:
         print(*steps, sep="\n")
         return
     gate = Gate(target, [] if args.lower_only else open_devices(target))
-    for name, (shapes, bucket) in steps.items():
-        if args.only is None or name in args.only:
-            mesh = make_target_mesh(gate, shapes.num_devices)
-            print_report(measure_step(gate, name, shapes, mesh, bucket), as_json=args.json)
+    counts = set[int]().union(*(count_layers(shapes) for shapes, _ in steps.values()))
+    with tuned_options(target, counts) as options:
+        for name, (shapes, bucket) in steps.items():
+            if args.only is None or name in args.only:
+                mesh = make_target_mesh(gate, shapes.num_devices)
+                print_report(measure_step(gate, name, shapes, mesh, bucket, options), as_json=args.json)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,11 @@ def add_build_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--device", metavar="KIND", help="h200, v5e-16, cpu, ...: it need not be here (default: this machine's devices)"
     )
+    command.add_argument(
+        "--allow-untuned",
+        action="store_true",
+        help="for a GPU that is not here: estimate products' tiles if none were measured on its kind",
+    )
     command.add_argument("-o", "--output", required=True, metavar="DIR", help="the new directory")
     add_command_options(command, (EngineConfig,))
 
@@ -33,7 +38,8 @@ def build(args: argparse.Namespace) -> None:
 
     config, start = EngineConfig.from_options(**read_engine_options(args)), time.monotonic()
     files = locate_model(config.model, need_weights=False)
-    manifest = build_bundle(config, files, Path(args.output), args.device, progress=show_progress)
+    options = {"allow_untuned": args.allow_untuned, "progress": show_progress}
+    manifest = build_bundle(config, files, Path(args.output), args.device, **options)
     _print_summary(manifest, args, time.monotonic() - start)
 
 

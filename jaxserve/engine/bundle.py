@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ def build_bundle(
     folder: Path,
     device: str | None = None,
     *,
+    allow_untuned: bool = False,
     progress: ShowProgress = hide_progress,
 ) -> Manifest:
     """Compiles every program of an engine and writes them to `folder`, with the number of KV pages that they are for.
@@ -31,33 +33,39 @@ def build_bundle(
 
     Args:
         device: the kind; None: the devices of this machine. See `open_build_devices`.
+        allow_untuned: estimate the tiles of products where nothing was measured on such a GPU.
 
     Raises:
-        ConfigError: the directory exists, or the device is not known or too few.
+        ConfigError: the directory exists, or the device is not known or too few, or untuned.
         DeviceError: the compiler for the device is not installed.
         CapacityError: the device holds not even one sequence beside the model.
     """
-    from jaxserve.runtime.bundle.devices import open_build_devices
+    from jaxserve.runtime.arguments import count_layers
+    from jaxserve.runtime.bundle.devices import open_build_devices, refuse_untuned
     from jaxserve.runtime.bundle.manifest import describe_target
     from jaxserve.runtime.bundle.write import refuse_target, write_bundle
     from jaxserve.runtime.memory import cache_budget
     from jaxserve.runtime.program_cache import disable_persistent_cache
     from jaxserve.runtime.self_test import confirm_kernels
     from jaxserve.runtime.startup import list_all_programs, make_compiler, measure_use, plan_pools, require_room
+    from jaxserve.runtime.tuned.options import tuned_options
 
     refuse_target(folder)
+    if not allow_untuned:
+        refuse_untuned(device, config.parallel.tensor_parallel_size)
     disable_persistent_cache()
     devices = open_build_devices(device, config.parallel.tensor_parallel_size)
     chosen = _choose_shapes(config, files, devices)
     shapes = confirm_kernels(chosen, devices.first) if devices.is_here else chosen
     require_room(shapes, devices.memory)
     facts = describe_target(shapes, devices.mesh)  # before anything is compiled, so that a fault of it costs nothing
-    # Also where the pools' size is given: a start compares it with what is left there.
-    use = None if devices.memory is None else measure_use(shapes, devices.mesh, devices.trace)
-    plan = plan_pools(shapes, budget=cache_budget(devices.memory, config.cache.device_memory_utilization, use))
-    compiler = make_compiler(shapes, plan, devices.mesh, devices.trace)
-    wanted = list_all_programs(shapes, compiler)
-    with progress("Compiling programs") as report:
+    tuned = nullcontext({}) if devices.target is None else tuned_options(devices.target, count_layers(shapes))
+    with tuned as options, progress("Compiling programs") as report:
+        elsewhere = devices.trace, options
+        # Also where the pools' size is given: a start compares it with what is left there.
+        use = None if devices.memory is None else measure_use(shapes, devices.mesh, *elsewhere)
+        plan = plan_pools(shapes, budget=cache_budget(devices.memory, config.cache.device_memory_utilization, use))
+        compiler = make_compiler(shapes, plan, devices.mesh, *elsewhere)
         return write_bundle(
             folder,
             facts,
@@ -65,7 +73,7 @@ def build_bundle(
             plan,
             use,
             compiler.compile,
-            wanted,
+            list_all_programs(shapes, compiler),
             tested=devices.is_here and shapes == chosen,
             progress=lambda name, done, total: report(done, total, name),
         )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -29,6 +32,14 @@ def abstract_params(shapes: Shapes, mesh: Mesh) -> Any:
     return _abstract(param_specs(shapes.model), shapes, mesh)
 
 
+def count_layers(shapes: Shapes) -> set[int]:
+    """Returns how many layers the stacks of the model's parameters have, and of a drafter's."""
+    drafter = shapes.drafter
+    trees = [param_specs(shapes.model), *([] if drafter is None else [drafter_param_specs(drafter.model)])]
+    stacks = (stack_specs(tree, "stacked")["layers"].places for tree in trees)
+    return {count for places in stacks for count in Counter(group for group, _ in places).values()}
+
+
 def _abstract_drafter(shapes: Shapes, mesh: Mesh) -> Any:
     return None if shapes.drafter is None else _abstract(drafter_param_specs(shapes.drafter.model), shapes, mesh)
 
@@ -43,8 +54,14 @@ def _abstract(canonical: Any, shapes: Shapes, mesh: Mesh) -> Any:
     return jax.tree.map(abstract, specs, is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
 
 
-def describe_programs(shapes: Shapes, plan: CachePlan, mesh: Mesh) -> tuple[StepModel, ProgramInputs]:
-    """Returns the static and the abstract arguments of all programs, for the pools of `plan`."""
+def describe_programs(
+    shapes: Shapes, plan: CachePlan, mesh: Mesh, options: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[StepModel, ProgramInputs]:
+    """Returns the static and the abstract arguments of all programs, for the pools of `plan`.
+
+    Args:
+        options: of the compiler, for devices that are not here.
+    """
     pool_sharding = DEFAULT_RULES.sharding(mesh, KV_POOL_AXES)
     replicated = NamedSharding(mesh, PartitionSpec())
     step_mesh = mesh if mesh.size > 1 else None
@@ -65,6 +82,7 @@ def describe_programs(shapes: Shapes, plan: CachePlan, mesh: Mesh) -> tuple[Step
         host_memory=plan_host_memory(
             shapes.config.cache.kv_offloading_size, shapes.specs, shapes.model.kv_groups, pool_sharding
         ),
+        options=options,
     )
     return model, inputs
 

@@ -6,10 +6,10 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -56,6 +56,7 @@ class ProgramInputs:
     state_shape: StateShape
     replicated: Sharding
     host_memory: HostMemory
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the compiler, for devices that are not here
 
     def spec(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         """Returns the abstract value of an array that is replicated on all devices."""
@@ -108,8 +109,8 @@ def trace_forward(model: StepModel, inputs: ProgramInputs, bucket: Bucket) -> An
     return jitted.trace(inputs.params, inputs.cache, inputs.rows, packed, inputs.draft_params)
 
 
-def _list_options(model: StepModel, inputs: ProgramInputs) -> dict[str, str] | None:
-    """Returns the compiler's options for a program that runs layers: on a GPU, passes of XLA that it must leave out.
+def _list_options(model: StepModel, inputs: ProgramInputs) -> dict[str, Any] | None:
+    """Returns the compiler's options for a program with products; for a GPU they name passes of XLA to leave out.
 
     Rematerialization counts each update of the donated pool as a copy. So every step seems not to fit, and it runs 36
     kernels of an 8B decode step again, the first layer's qkv product among them, to save 7 MB (jax 0.11.2 and
@@ -120,7 +121,7 @@ def _list_options(model: StepModel, inputs: ProgramInputs) -> dict[str, str] | N
     if isinstance(mesh, AbstractMesh) or next(iter(inputs.replicated.device_set)).platform not in ("gpu", "cuda"):
         return None
     passes = ["rematerialization", *(["slice-sinker"] if model.config.quantization is not None else [])]
-    return {"xla_disable_hlo_passes": ",".join(passes)}
+    return {"xla_disable_hlo_passes": ",".join(passes), **inputs.options}
 
 
 def compile_sample(model: StepModel, inputs: ProgramInputs, rows: int, width: int, variant: SampleVariant) -> Any:
@@ -175,7 +176,7 @@ def compile_prompt_logprobs(model: StepModel, inputs: ProgramInputs, bucket: Buc
     most = min(limit_prompt_logprobs(max_logprobs), model.config.vocab_size)
     step = functools.partial(compute_prompt_logprobs, model=model, max_logprobs=most)
     hidden = inputs.spec((bucket.tokens, model.config.hidden_size), model.config.dtype)
-    jitted = jax.jit(step, out_shardings=inputs.replicated)
+    jitted = jax.jit(step, out_shardings=inputs.replicated, compiler_options=_list_options(model, inputs))
     return jitted.lower(head_params(inputs.params), hidden, inputs.spec((bucket.tokens,), jnp.int32)).compile()
 
 

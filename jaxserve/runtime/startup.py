@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -86,12 +87,16 @@ def plan_pools(shapes: Shapes, *, budget: int, num_pages: Sequence[int] | None =
 
 
 def measure_use(
-    shapes: Shapes, mesh: Mesh, trace: Callable[[], AbstractContextManager[Any]] = nullcontext
+    shapes: Shapes,
+    mesh: Mesh,
+    trace: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> DeviceUse:
     """Returns bytes per device, by the memory analysis of the largest programs, compiled at once with a small pool.
 
     Args:
         trace: a context in which kernels see the devices of the mesh, if they are not here.
+        options: of the compiler, for such devices.
     """
     scheduler = shapes.config.scheduler
     assert scheduler.max_num_batched_tokens is not None
@@ -106,7 +111,7 @@ def measure_use(
     )
     threads = shapes.config.compile.compile_threads
     programs = compile_programs(
-        make_compiler(shapes, probe, mesh, trace).compile, _list_largest(shapes), threads=threads
+        make_compiler(shapes, probe, mesh, trace, options).compile, _list_largest(shapes), threads=threads
     )
     forwards = [program.memory_analysis() for program in programs.forward.values()]
     others = [program.memory_analysis() for program in (*programs.sample.values(), *programs.draft.values())]
@@ -309,12 +314,16 @@ def compile_rest(
 
 
 def make_compiler(
-    shapes: Shapes, plan: CachePlan, mesh: Mesh, trace: Callable[[], AbstractContextManager[Any]] = nullcontext
+    shapes: Shapes,
+    plan: CachePlan,
+    mesh: Mesh,
+    trace: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> ProgramCompiler:
-    """Returns what compiles an engine's programs; see `measure_use` for `trace`."""
-    options = shapes.config
-    model, inputs = describe_programs(shapes, plan, mesh)
-    return ProgramCompiler(model, inputs, options.compile.max_logprobs, options.scheduler.max_decode_steps, trace)
+    """Returns what compiles an engine's programs; see `measure_use` for `trace` and `options`."""
+    config = shapes.config
+    model, inputs = describe_programs(shapes, plan, mesh, options)
+    return ProgramCompiler(model, inputs, config.compile.max_logprobs, config.scheduler.max_decode_steps, trace)
 
 
 def list_all_programs(shapes: Shapes, compiler: ProgramCompiler) -> Iterator[ProgramKey]:

@@ -24,7 +24,14 @@ _COPIED_PARAM = re.compile(r'(?<!S\(1\)\}) copy\(.*op_name="(params\[[^"]*)"')
 # What XLA launches on a GPU, in the program's main computation. Bitcasts and the members of tuples cost nothing.
 _LAUNCH = re.compile(r" (?:fusion|custom-call|copy|sort|while|conditional|all-reduce(?:-start)?)\(")
 # XLA names what it computes again to save memory after the first.
-_REPEATED = re.compile(r"^ *(?:ROOT )?%[\w.-]+\.remat[\w.]* = ", re.MULTILINE)
+_REPEATED = re.compile(r"^ *(?:ROOT )?%[\w.-]+\.remat(?!erialized)[\w.]* = ", re.MULTILINE)
+# A product by Triton: the shape of its result, and the tile of it that a block computes.
+_PRODUCT = re.compile(
+    r"^ *(?:ROOT )?%(\S+) = \w+\[([\d,]+)\].*"
+    r'"kind":"__triton_(?:nested_)?gemm[^{]*\{[^}]*?"output_tiles":\[\{"sizes":\[([^\]]+)\]',
+    re.MULTILINE,
+)
+_SHORT, _LONG = 16, 64  # the least sides of such a tile, where the product has as much
 _COMPUTATION = re.compile(r"^%([\w.-]+) .*\{\n((?:  .*\n)+)\}", re.MULTILINE)
 _CONDITION = re.compile(r" while\(.*?condition=%([\w.-]+)")
 _CALLED = re.compile(r" fusion\(.*?calls=%([\w.-]+)")
@@ -78,6 +85,8 @@ class ProgramReport:
     reason: str = ""  # why `impl` is the portable one, if the target's kernels do not do the shape
     launches: int | None = None  # of the whole program; None if it is not a GPU's
     planned_blocks: int | None = None  # per multiprocessor: the plan of its work counts on so many at once
+    judges_tiles: bool = False  # whether products in small tiles are a fault
+    small_tiles: tuple[str, ...] = ()  # a GPU's products in small tiles
     repeated: int = 0  # instructions of a GPU's program that are computed again to save memory
     kernels: tuple[KernelUse, ...] = ()
     complaints: tuple[str, ...] = ()  # ptxas' own words
@@ -97,9 +106,8 @@ def read_report(line: str) -> ProgramReport:
     kernels = (KernelUse(**kernel) for kernel in values["kernels"])
     values["kernels"] = tuple(replace(kernel, faults=tuple(kernel.faults)) for kernel in kernels)
     values["complaints"] = tuple(values["complaints"])
-    values["copied_params"] = tuple(values["copied_params"])
-    values["fixed_turns"] = tuple(values["fixed_turns"])
-    values["short_indices"] = tuple(values["short_indices"])
+    for name in ("copied_params", "fixed_turns", "short_indices", "small_tiles"):
+        values[name] = tuple(values[name])
     return ProgramReport(**values)
 
 
@@ -170,6 +178,23 @@ def count_repeated(hlo: str) -> int:
     return len(_REPEATED.findall(hlo))
 
 
+def list_small_tiles(hlo: str) -> list[str]:
+    """The products that a compiled program computes in tiles so small that they wait for memory."""
+    found = []
+    for name, shape, tile in _PRODUCT.findall(hlo):
+        rows, columns = (int(size.strip('"')) for size in tile.split(",")[-2:])
+        most_rows, most_columns = (int(size) for size in shape.split(",")[-2:])
+        is_wide = _is_wide(rows, most_rows, columns, most_columns)
+        if not is_wide and not _is_wide(columns, most_columns, rows, most_rows):
+            found.append(f"{name} [{shape}] in tiles of {rows} x {columns}")
+    return found
+
+
+def _is_wide(short: int, most_short: int, long: int, most_long: int) -> bool:
+    """Whether the sides of a tile are long enough, one of them in a direction in which the product is not narrow."""
+    return most_long >= _SHORT and short >= min(_SHORT, most_short) and long >= min(_LONG, most_long)
+
+
 def merge_uses(
     launches: Iterable[KernelUse], compiled: Sequence[KernelUse], seen: dict[str, KernelUse]
 ) -> list[KernelUse]:
@@ -204,27 +229,39 @@ def find_faults(report: ProgramReport, target: Target) -> list[str]:
         if report.planned_blocks is not None and fitting is not None and fitting < report.planned_blocks:
             faults.append(f"{kernel.name}: {fitting} blocks per multiprocessor, its plan has {report.planned_blocks}")
     faults += report.short_indices
-    if not report.is_compiled:
-        return faults
-    faults += [line for line in report.complaints if not (target.spill_bytes and _SPILL_WARNING in line)]
-    if report.alias_bytes < report.donated_bytes:
-        faults.append(
-            f"the donated pool is copied: {report.donated_bytes:,} bytes, of which at most {report.alias_bytes:,} alias"
-        )
-    if report.copied_params:
-        faults.append(f"weights are copied in every step: {', '.join(report.copied_params)}")
-    if report.repeated:
-        faults.append(f"{report.repeated} instructions are computed again to save memory")
-    if report.loops_follow_batch and report.fixed_turns:
-        faults.append(f"loops have {report.fixed_turns} turns, however short the contexts are")
-    needed = report.argument_bytes + report.temp_bytes
-    if needed > target.memory_bytes:
-        faults.append(f"{needed:,} bytes of arguments and temporaries, the {target.name} has {target.memory_bytes:,}")
-    if report.most_temp_bytes is not None and report.temp_bytes > report.most_temp_bytes:
-        faults.append(f"temporaries of {report.temp_bytes:,} bytes, at most {report.most_temp_bytes:,} are expected")
-    if report.donated_bytes and report.temp_bytes >= report.donated_bytes:
-        faults.append(f"temporaries of {report.temp_bytes:,} bytes: room for a second pool")
+    if report.is_compiled:
+        faults += [line for line in report.complaints if not (target.spill_bytes and _SPILL_WARNING in line)]
+        faults += [*_find_program_faults(report), *_find_memory_faults(report, target)]
     return faults
+
+
+def _find_program_faults(report: ProgramReport) -> list[str]:
+    """The faults of what XLA made of a program."""
+    faults = {
+        f"weights are copied in every step: {', '.join(report.copied_params)}": report.copied_params,
+        f"{len(report.small_tiles)} products have small tiles: {report.small_tiles[:1]}": report.judges_tiles
+        and report.small_tiles,
+        f"{report.repeated} instructions are computed again to save memory": report.repeated,
+        f"loops have {report.fixed_turns} turns, however short the contexts are": report.loops_follow_batch
+        and report.fixed_turns,
+    }
+    return [text for text, is_so in faults.items() if is_so]
+
+
+def _find_memory_faults(report: ProgramReport, target: Target) -> list[str]:
+    """The faults of a program's arguments and temporaries."""
+    needed, temp, most = report.argument_bytes + report.temp_bytes, report.temp_bytes, report.most_temp_bytes
+    faults = {
+        f"the donated pool is copied: {report.donated_bytes:,} bytes, of which at most {report.alias_bytes:,} alias": (
+            report.alias_bytes < report.donated_bytes
+        ),
+        f"{needed:,} bytes of arguments and temporaries, the {target.name} has {target.memory_bytes:,}": (
+            needed > target.memory_bytes
+        ),
+        f"temporaries of {temp:,} bytes, at most {most or 0:,} are expected": most is not None and temp > most,
+        f"temporaries of {temp:,} bytes: room for a second pool": 0 < report.donated_bytes <= temp,
+    }
+    return [text for text, is_so in faults.items() if is_so]
 
 
 def _find_kernel_faults(kernel: KernelUse, target: Target, *, is_compiled: bool) -> list[str]:

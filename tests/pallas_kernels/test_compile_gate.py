@@ -25,6 +25,7 @@ from pallas_kernels.testing.gate_report import (
     list_complaints,
     list_copied_params,
     list_fixed_turns,
+    list_small_tiles,
     merge_uses,
     parse_ptxas,
     parse_tpu_kernels,
@@ -201,13 +202,42 @@ def test_launches_of_the_main_computation_are_counted() -> None:
     assert count_launches("\n".join(lines)) == 2
 
 
+@pytest.mark.parametrize(
+    ("shape", "tile", "is_small"),
+    [
+        ("2,256,6144", '"1","8","16"', True),
+        ("2,256,6144", '"1","64","128"', False),
+        ("256,128256", '"128","16"', False),
+        ("2048,4096", '"32","32"', True),
+        ("8,8,4096", '"1","8","64"', False),  # no more rows than that
+        ("8,8,4096", '"1","8","16"', True),
+        ("16,256,32", '"1","16","32"', False),  # a router's
+    ],
+)
+def test_products_in_small_tiles_fail_a_step(shape: str, tile: str, is_small: bool) -> None:
+    hlo = (
+        f"  %gemm_fusion_dot.1 = f32[{shape}]{{2,1,0}} fusion(%bitcast.2, %param), kind=kCustom, "
+        'backend_config={"operation_queue_id":"0","fusion_backend_config":{"kind":"__triton_nested_gemm_fusion",'
+        f'"block_level_fusion_config":{{"num_warps":"2","output_tiles":[{{"sizes":[{tile}]}}],"num_stages":1}}}}}}\n'
+        '  %fusion.1 = bf16[256,4096] fusion(%p), backend_config={"fusion_backend_config":{"kind":"__triton",'
+        '"block_level_fusion_config":{"output_tiles":[{"sizes":["2","16"]}]}}}'
+    )
+    found = list_small_tiles(hlo)
+    assert len(found) == is_small and all(text.startswith(f"gemm_fusion_dot.1 [{shape}] in tiles") for text in found)
+    report = replace(make_gpu_report(), small_tiles=tuple(found))
+    assert find_faults(report, H200) == [], "kernels are compiled without the options of steps"
+    faults = find_faults(read_report(replace(report, judges_tiles=True).to_json()), H200)
+    assert len(faults) == is_small and all("1 products have small tiles" in fault for fault in faults)
+
+
 def test_what_is_computed_again_fails_a_program() -> None:
     lines = [
         "  %gemm_fusion_dot = f32[2,256,6144]{2,1,0} fusion(%bitcast.1, %param), kind=kCustom",
         "  %gemm_fusion_dot.remat2 = f32[2,256,6144]{2,1,0} fusion(%bitcast.1, %param), kind=kCustom",
         "  %gte.remat.11 = s32[] get-tuple-element(%input_fusion.remat3), index=0",
+        "  %loop_broadcast_fusion.rematerialized.1 = bf16[1,2048,4096]{2,1,0} fusion(), kind=kLoop",  # a constant
     ]
-    assert [count_repeated("\n".join(lines[:count])) for count in (1, 2, 3)] == [0, 1, 2]
+    assert [count_repeated("\n".join(lines[:count])) for count in (1, 2, 3, 4)] == [0, 1, 2, 2]
     (fault,) = find_faults(replace(make_gpu_report(), repeated=2), H200)
     assert fault == "2 instructions are computed again to save memory"
 

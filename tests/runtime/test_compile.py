@@ -88,6 +88,7 @@ def test_a_closed_set_has_no_more_programs_and_an_open_one_compiles_each_once(mo
 def test_steps_on_gpus_leave_out_passes_of_xla(platform: str, quantization: str | None, passes: str | None) -> None:
     """Also for devices that are not here, which JAX calls cuda: the gate finds what these passes would do."""
     model: Any = SimpleNamespace(config=SimpleNamespace(quantization=quantization))
-    inputs: Any = SimpleNamespace(replicated=SimpleNamespace(device_set=[SimpleNamespace(platform=platform)]))
+    replicated, given = SimpleNamespace(device_set=[SimpleNamespace(platform=platform)]), {"xla_gpu_some": True}
+    inputs: Any = SimpleNamespace(replicated=replicated, options=given)
     options = room._list_options(model, inputs)
-    assert options == (None if passes is None else {"xla_disable_hlo_passes": passes})
+    assert options == (None if passes is None else {"xla_disable_hlo_passes": passes, **given})

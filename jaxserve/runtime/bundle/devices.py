@@ -15,6 +15,7 @@ from jaxserve.config import read_gpu_share, set_variables
 from jaxserve.devices import find_version
 from jaxserve.errors import ConfigError, DeviceError, shorten
 from jaxserve.runtime.memory import device_memory_bytes
+from jaxserve.runtime.tuned.options import find_results
 from jaxserve.sharding import make_mesh
 from pallas_kernels.targets import TARGETS, Target, open_devices, trace_for
 
@@ -36,6 +37,7 @@ class BuildDevices:
     memory: int | None  # bytes that one of them hands out; None on CPU
     is_here: bool
     trace: Callable[[], AbstractContextManager[Any]]  # a context in which kernels see these devices
+    target: Target | None = None  # that they are, if they are not here
 
     @property
     def first(self) -> jax.Device:
@@ -66,7 +68,21 @@ def open_build_devices(name: str | None, tensor_parallel_size: int) -> BuildDevi
     set_variables({name: text for name, text in target.environment.items() if name.startswith(_LOADING)})
     jax.config.update("jax_platforms", "cpu")
     mesh = make_mesh(tensor_parallel_size, open_devices(target))
-    return BuildDevices(mesh, _count_memory(target), False, partial(trace_for, target))
+    return BuildDevices(mesh, _count_memory(target), False, partial(trace_for, target), target)
+
+
+def refuse_untuned(name: str | None, tensor_parallel_size: int) -> None:
+    """Raises ConfigError for a GPU that is not here, if nothing was measured on one of its kind."""
+    if name in (None, "cpu"):
+        return
+    assert name is not None
+    target = find_build_target(name, tensor_parallel_size)
+    if target.platform == "gpu" and find_results(target.device_kind) is None:
+        message = (
+            f"XLA measures products on the device to choose their kernels, and nothing was kept of what it measures on "
+            f"{target.device_kind}; build on one of them without --device, or give --allow-untuned for estimates"
+        )
+        raise ConfigError(message, field="device", value=name)
 
 
 def find_build_target(name: str, num_devices: int) -> Target:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from jaxserve.config import read_gpu_share
@@ -60,6 +62,16 @@ def test_of_a_gpu_the_share_that_jax_hands_out_counts(monkeypatch: pytest.Monkey
         monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", wrong)
         with pytest.raises(ConfigError, match="XLA_CLIENT_MEM_FRACTION: must be above 0 and at most 1"):
             read_gpu_share()
+
+
+def test_a_gpu_on_which_nothing_was_measured_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(room, "find_results", lambda kind: None)
+    with pytest.raises(ConfigError, match=r"device: XLA measures .* on NVIDIA L4; build on one .* --allow-untuned"):
+        room.refuse_untuned("l4", 1)
+    for name in (None, "cpu", "v5e-16"):
+        room.refuse_untuned(name, 1)
+    monkeypatch.setattr(room, "find_results", lambda kind: tmp_path / f"{kind}.txtpb")
+    room.refuse_untuned("l4", 1)
 
 
 def test_this_machine_needs_no_name() -> None:
