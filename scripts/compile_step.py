@@ -20,7 +20,7 @@ from jaxserve.engine.draft_files import locate_drafter
 from jaxserve.engine.model_files import ModelFiles, resolve_model
 from jaxserve.models.registry import param_specs
 from jaxserve.presets import load_preset
-from jaxserve.runtime.arguments import count_layers, describe_programs
+from jaxserve.runtime.arguments import describe_programs
 from jaxserve.runtime.buckets import Bucket
 from jaxserve.runtime.compile import trace_forward
 from jaxserve.runtime.memory import cache_budget, params_bytes
@@ -184,8 +184,7 @@ def main() -> None:
         print(*steps, sep="\n")
         return
     gate = Gate(target, [] if args.lower_only else open_devices(target))
-    counts = set[int]().union(*(count_layers(shapes) for shapes, _ in steps.values()))
-    with tuned_options(target, counts) as options:
+    with tuned_options(target) as options:
         for name, (shapes, bucket) in steps.items():
             if args.only is None or name in args.only:
                 mesh = make_target_mesh(gate, shapes.num_devices)

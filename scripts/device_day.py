@@ -5,7 +5,7 @@ that were never run may abort a process or hang. Each result is on the disk, as 
 item begins, and beside each figure stands what was predicted. `--resume` runs what an earlier call did not reach;
 `--stage second` is for the second call. If the smoke test fails, the XLA path is measured in place of the kernels. If
 the device answers no more, the day ends. The folder holds at most eight small files; results.jsonl and report.md belong
-in docs/device/, autotune.txt where docs/bundles.md says.
+in docs/device/, tuned.txtpb where docs/bundles.md says.
 
 Needs jax, numpy, flax, jaxtyping, tokenizers, safetensors, sentencepiece, huggingface-hub, jinja2 and rich.
 `--dry-run` runs all of it on small shapes, with the kernels interpreted, on any machine.

@@ -40,7 +40,6 @@ def build_bundle(
         DeviceError: the compiler for the device is not installed.
         CapacityError: the device holds not even one sequence beside the model.
     """
-    from jaxserve.runtime.arguments import count_layers
     from jaxserve.runtime.bundle.devices import open_build_devices, refuse_untuned
     from jaxserve.runtime.bundle.manifest import describe_target
     from jaxserve.runtime.bundle.write import refuse_target, write_bundle
@@ -59,7 +58,7 @@ def build_bundle(
     shapes = confirm_kernels(chosen, devices.first) if devices.is_here else chosen
     require_room(shapes, devices.memory)
     facts = describe_target(shapes, devices.mesh)  # before anything is compiled, so that a fault of it costs nothing
-    tuned = nullcontext({}) if devices.target is None else tuned_options(devices.target, count_layers(shapes))
+    tuned = nullcontext({}) if devices.target is None else tuned_options(devices.target)
     with tuned as options, progress("Compiling programs") as report:
         elsewhere = devices.trace, options
         # Also where the pools' size is given: a start compares it with what is left there.

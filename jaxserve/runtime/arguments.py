@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -30,14 +29,6 @@ from jaxserve.speculation import LookupState
 def abstract_params(shapes: Shapes, mesh: Mesh) -> Any:
     """Returns the runtime parameter tree as abstract sharded arrays."""
     return _abstract(param_specs(shapes.model), shapes, mesh)
-
-
-def count_layers(shapes: Shapes) -> set[int]:
-    """Returns how many layers the stacks of the model's parameters have, and of a drafter's."""
-    drafter = shapes.drafter
-    trees = [param_specs(shapes.model), *([] if drafter is None else [drafter_param_specs(drafter.model)])]
-    stacks = (stack_specs(tree, "stacked")["layers"].places for tree in trees)
-    return {count for places in stacks for count in Counter(group for group, _ in places).values()}
 
 
 def _abstract_drafter(shapes: Shapes, mesh: Mesh) -> Any:

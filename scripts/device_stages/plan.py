@@ -13,6 +13,10 @@ NO_COMMAND_BUFFERS = "--xla_gpu_enable_command_buffer="  # XLA then launches eve
 _CHECKS = {"MOSAIC_GPU_DUMP_PTXAS": "1", "XLA_FLAGS": "--xla_gpu_autotune_level=0"}
 
 
+# In the format that `jaxserve.runtime.tuned` keeps, with the texts of computations.
+_KEEP_TUNED = "--xla_gpu_use_new_autotune_cache_format=false --xla_gpu_dump_autotune_results_to={out}/tuned.txtpb"
+
+
 @dataclass(frozen=True)
 class Stage:
     """One stage: a module that lists its items (`list_items(context)`), in a process of its own."""
@@ -48,7 +52,7 @@ FIRST = (
         "steps of the engine with all 32 layers of an 8B model",
         220,
         150,
-        environment={"XLA_FLAGS": "--xla_gpu_dump_autotune_results_to={out}/autotune.txt"},
+        environment={"XLA_FLAGS": _KEEP_TUNED},
         measures=True,
     ),
     Stage("engine_xla", "steps of 8 layers with portable attention", 50, 45, "device_stages.engine"),

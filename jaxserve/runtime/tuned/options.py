@@ -7,13 +7,13 @@ XLA's estimates.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jaxserve.runtime.tuned.results import read_results, repeat_layers, write_results
+from jaxserve.runtime.tuned.results import read_results, write_results
 from pallas_kernels.targets import Target
 
 DATA = Path(__file__).parent / "data"
@@ -28,14 +28,11 @@ def find_results(device_kind: str, directory: Path = DATA) -> Path | None:
 
 
 @contextmanager
-def tuned_options(target: Target, layer_counts: Iterable[int], directory: Path = DATA) -> Iterator[dict[str, Any]]:
+def tuned_options(target: Target, directory: Path = DATA) -> Iterator[dict[str, Any]]:
     """Yields options that every program for a target must be compiled with, inside the context; none for a TPU.
 
     What was measured counts for products of the same shapes, and XLA estimates the others. XLA loads results once in a
     process, when the first program is compiled: a second context adds none.
-
-    Args:
-        layer_counts: the layers of each stack of parameters in the programs.
 
     Raises:
         ValueError: the target's file cannot be read, or has results of a device of another kind.
@@ -46,13 +43,13 @@ def tuned_options(target: Target, layer_counts: Iterable[int], directory: Path =
         return
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, path.name)
-        file.write_text(adapt_results(path.read_text(), target, layer_counts))
+        file.write_text(adapt_results(path.read_text(), target))
         # XLA's newer format has the computations' hashes in place of their texts.
         loading = {"xla_gpu_load_autotune_results_from": str(file), "xla_gpu_use_new_autotune_cache_format": False}
         yield _ESTIMATE | loading
 
 
-def adapt_results(text: str, target: Target, layer_counts: Iterable[int]) -> str:
+def adapt_results(text: str, target: Target) -> str:
     """Returns the text of a file for a target's compiler.
 
     The figures of a device differ a little from those that the target is described by: in clocks, memory and the
@@ -66,4 +63,4 @@ def adapt_results(text: str, target: Target, layer_counts: Iterable[int]) -> str
     for each in results:
         if each.device.split(", ")[:2] != device.split(", ")[:2]:
             raise ValueError(f"results for {target.name} are of another device: {each.device}, not {device}")
-    return write_results(replace(each, device=device) for each in repeat_layers(results, layer_counts))
+    return write_results(replace(each, device=device) for each in results)

@@ -1,15 +1,14 @@
 """The file in which XLA keeps what it has measured: for each fused computation the kernel, or the tiles, to take.
 
-XLA finds a result by the device's figures and the computation's text. A layer's product reads a slice of a stack, so
-its text has the number of layers and the layer's index. Equal products of all layers, and of models of any depth, are
-one result in the files that are kept; `repeat_layers` writes it down for each of them.
+XLA finds a result by the device's figures and the computation's text. Equal products of all layers, and of models of
+any depth, have one text, since each layer's parameters are arrays of their own on GPUs.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 _VERSION = "version: 3"  # of the file's format
 _ENTRY = re.compile(r"^results \{\n(.*?)^\}$", re.MULTILINE | re.DOTALL)
@@ -17,8 +16,6 @@ _TEXT = r'^  {}: "((?:[^"\\]|\\.)*)"$'
 _DEVICE = re.compile(_TEXT.format("device"), re.MULTILINE)
 _HLO = re.compile(_TEXT.format("hlo"), re.MULTILINE)
 _CHOICE = re.compile(r"^  result \{\n.*?^  \}$", re.MULTILINE | re.DOTALL)
-# One layer of a stack: type, layers, the rest of the shape, its name, and the slice.
-_LAYER = re.compile(r"slice\((\w+)\[(\d+)(,[\d,]+\]\{[\d,]+\}) (\w+)\), slice=\{\[(\d+):(\d+)\]")
 
 
 @dataclass(frozen=True)
@@ -55,28 +52,9 @@ def write_results(results: Iterable[TunedResult]) -> str:
 
 
 def take_products(results: Iterable[TunedResult]) -> list[TunedResult]:
-    """Returns the results for products, without those that differ in the layer only."""
+    """Returns the results for products, the first of each."""
     kept: dict[str, TunedResult] = {}
     for each in results:
         if " dot(" in each.hlo or "custom-call(" in each.hlo:
-            kept.setdefault(_place_layer(each.hlo, 2, 0), each)
+            kept.setdefault(each.hlo, each)
     return list(kept.values())
-
-
-def repeat_layers(results: Iterable[TunedResult], counts: Iterable[int]) -> list[TunedResult]:
-    """Returns the results, and those of layers also for each layer of stacks of so many."""
-    found, counts = {each.hlo: each for each in results}, sorted(set(counts) - {1})  # of one layer nothing is sliced
-    for each in list(found.values()):
-        for hlo in (_place_layer(each.hlo, count, index) for count in counts for index in range(count)):
-            found.setdefault(hlo, replace(each, hlo=hlo))
-    return list(found.values())
-
-
-def _place_layer(hlo: str, count: int, index: int) -> str:
-    """Returns the text with its slices of stacks taken from layer `index` of `count`."""
-    for kind, layers, shape, name, start, end in set(_LAYER.findall(hlo)):
-        if int(layers) > 1 and int(end) - int(start) == 1:
-            operand = f"slice({kind}[{layers}{shape} {name}), slice={{[{start}:{end}]"
-            hlo = hlo.replace(operand, f"slice({kind}[{count}{shape} {name}), slice={{[{index}:{index + 1}]")
-            hlo = hlo.replace(f"{name} = {kind}[{layers}{shape} ", f"{name} = {kind}[{count}{shape} ")
-    return hlo

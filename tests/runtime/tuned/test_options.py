@@ -6,16 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.config import EngineConfig
-from jaxserve.models.registry import parse_config
-from jaxserve.presets import load_preset
-from jaxserve.runtime.arguments import count_layers
-from jaxserve.runtime.shapes import make_shapes
 from jaxserve.runtime.tuned.__main__ import keep_results
 from jaxserve.runtime.tuned.options import adapt_results, find_results, tuned_options
 from jaxserve.runtime.tuned.results import read_results
 from pallas_kernels.targets import TARGETS
-from tests.runtime.tuned.test_results import DUMP, H200, PRODUCT, place
+from tests.runtime.tuned.test_results import DUMP, H200, PRODUCT
 
 TARGET = TARGETS["h200"]
 LOADED = "xla_gpu_load_autotune_results_from"
@@ -40,25 +35,25 @@ def test_a_file_is_found_by_its_name_alone(directory: Path, tmp_path: Path) -> N
     assert find_results("NVIDIA L4", directory) is None and find_results("NVIDIA H200", tmp_path / "none") is None
 
 
-def test_results_are_written_for_the_target_and_its_layers(directory: Path) -> None:
-    with tuned_options(TARGET, {2}, directory) as options:
+def test_results_are_written_for_the_target(directory: Path) -> None:
+    with tuned_options(TARGET, directory) as options:
         results = read_results(Path(options[LOADED]).read_text())
-        assert {each.hlo for each in results} == {PRODUCT, place(2, 0), place(2, 1)}
+        assert {each.hlo for each in results} == {PRODUCT}
         assert {each.device for each in results} == {H200}
         assert options["xla_gpu_use_new_autotune_cache_format"] is False
     assert not Path(options[LOADED]).exists()
 
 
 def test_without_a_file_a_gpu_has_estimates_and_a_tpu_nothing(tmp_path: Path) -> None:
-    with tuned_options(TARGETS["l4"], {2}, tmp_path) as options:
+    with tuned_options(TARGETS["l4"], tmp_path) as options:
         assert options == {"xla_gpu_experimental_cost_model_gemm_tiling_default": True}
-    with tuned_options(TARGETS["v5e"], {2}, tmp_path) as options:
+    with tuned_options(TARGETS["v5e"], tmp_path) as options:
         assert options == {}
 
 
 def test_results_of_another_device_are_refused() -> None:
     with pytest.raises(ValueError, match=r"of another device: CUDA: 8\.0, Cores: 108"):
-        adapt_results(DUMP.replace("CUDA: 9.0, Cores: 132", "CUDA: 8.0, Cores: 108"), TARGET, {2})
+        adapt_results(DUMP.replace("CUDA: 9.0, Cores: 132", "CUDA: 8.0, Cores: 108"), TARGET)
 
 
 def test_newer_results_come_before_those_that_were_kept(directory: Path, tmp_path: Path) -> None:
@@ -71,8 +66,3 @@ def test_newer_results_come_before_those_that_were_kept(directory: Path, tmp_pat
     keep_results(newer, "NVIDIA H200", directory)
     kept = {each.hlo: each.choice for each in read_results(path.read_text())}
     assert "block_m: 16" in kept[PRODUCT] and len(kept) == 2
-
-
-def test_layers_are_counted_by_stack() -> None:
-    model = parse_config(load_preset("llama-3.1-8b") or {}).with_max_model_len(8192)
-    assert count_layers(make_shapes(EngineConfig(), model, "gpu", "NVIDIA H200")) == {32}
