@@ -98,7 +98,7 @@ def _attend_group(
     page_size = spec.page_size
     params, heads = layer.params, layer.heads
     num_kv_heads, group_size = spec.num_kv_heads, batch.shape.group_size
-    block_pages = _choose_block(batch, width, tile_tokens)
+    block_pages = _choose_block(batch, params.window, width, tile_tokens)
     block_tokens = block_pages * page_size
     is_narrow = kv_pages.dtype.itemsize == 1  # 8-bit pages are read in the query's dtype
     dtype = q.dtype if is_narrow else jnp.promote_types(q.dtype, kv_pages.dtype)
@@ -141,14 +141,15 @@ def _attend_group(
     return out.reshape(width, tile_tokens, num_heads, spec.out_dim)
 
 
-def _choose_block(batch: BatchMeta, num_tiles: int, tile_tokens: int) -> int:
+def _choose_block(batch: BatchMeta, window: int | None, num_tiles: int, tile_tokens: int) -> int:
     """Pages of a step of the online softmax, for each of `num_tiles` tiles."""
     spec = batch.shape.spec
     if traced_platform() == "cpu":
         return max(1, CPU_KEYS[tile_tokens > 1] // spec.page_size)
     score_bytes = 4 * tile_tokens * batch.shape.num_heads * spec.page_size
     fitting = STEP_BYTES // (num_tiles * max(page_bytes(spec), score_bytes))
-    return max(1, min(fitting, MOST_KEYS // spec.page_size, batch.page_table.shape[1]))
+    seen = MOST_KEYS if window is None else min(MOST_KEYS, window + tile_tokens - 1)  # by a tile
+    return max(1, min(fitting, -(-seen // spec.page_size), batch.page_table.shape[1]))
 
 
 def _score(q: jax.Array, k: jax.Array, layer: AttnLayer) -> jax.Array:
