@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -21,6 +22,7 @@ from jaxserve.engine.bundle import build_bundle
 from jaxserve.engine.model_files import locate_model
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.bundle.write import write_bundle
+from jaxserve.scheduler_options import SchedulerOptions
 from tests.e2e.helpers import run_on_devices, write_tiny_llama
 from tests.pallas_kernels.cpu_library import BUILT
 
@@ -172,6 +174,33 @@ def test_a_link_is_refused(model: Path, bundle: Path) -> None:
 def test_another_option_is_named(model: Path, built: Path, change: dict[str, Any], name: str) -> None:
     with pytest.raises(ConfigError, match=rf"was built with {name} .* and here it is"):
         start(model, built, **change)
+
+
+# Another value than the default of every option that plans steps and is part of no program.
+PLANNING: dict[str, Any] = {
+    "async_scheduling": False,
+    "enable_prefix_caching": False,
+    "long_prefill_token_threshold": 16,
+    "max_long_partial_prefills": 1,
+    "max_num_partial_prefills": 1,
+    "max_num_queued_reqs": 9,
+    "max_num_queued_tokens": 999,
+    "priority_itl_ms": 30.0,
+    "priority_scheduling_preemption_threshold": 2,
+    "scheduling_policy": "fair",
+}
+SHAPING = {"max_num_seqs", "max_num_batched_tokens", "max_decode_steps", "deterministic"}
+
+
+def test_an_option_that_only_plans_steps_may_be_another(model: Path, built: Path) -> None:
+    llm = start(model, built, **PLANNING)
+    found, num_compiles = generate(llm), llm.ready.runner.num_compiles
+    assert found == generate(start(model, built)) and num_compiles == 0
+
+
+def test_every_option_of_the_scheduler_either_shapes_programs_or_plans_steps() -> None:
+    names = {field.name for field in dataclasses.fields(SchedulerOptions)}
+    assert names == SHAPING | (PLANNING.keys() - {"enable_prefix_caching"})
 
 
 def test_another_model_is_named(built: Path, tmp_path: Path) -> None:
