@@ -49,7 +49,7 @@ class ModelOptions:
     revision: str | None = option(None, "branch, tag or commit of a Hugging Face model id")
     dtype: str = option(
         "auto",
-        "dtype of weights and activations",
+        "dtype of weights and activations; auto: the checkpoint's, or float16 on GPUs that emulate its bfloat16",
         choices=("auto", "float32", "bfloat16", "float16"),
         synonyms={"half": "float16", "float": "float32"},
     )

@@ -12,14 +12,22 @@ if TYPE_CHECKING:
     import jax
 
 _CUDA_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
-_PLUGINS = {"cuda": _CUDA_PLUGINS, "gpu": _CUDA_PLUGINS, "tpu": ("libtpu",)}  # the packages that serve a platform
+_PLUGINS = {  # the packages that serve a platform
+    "cuda": _CUDA_PLUGINS,
+    "gpu": _CUDA_PLUGINS,
+    "rocm": ("jax-rocm7-plugin", "jax-rocm60-plugin"),
+    "tpu": ("libtpu",),
+}
+_SUPPORTED = ("cpu", *_PLUGINS)
 _EXTRAS = {
     "cuda": "install jaxserve[cuda13] (driver 580 or newer) or jaxserve[cuda12]",
+    "rocm": "install jax[rocm7-local], for which jaxserve has no extra",
     "tpu": "install jaxserve[tpu]",
 }
 _EXTRAS["gpu"] = _EXTRAS["cuda"]
 _REPAIRS = {
     "cuda": "check whether nvidia-smi finds the GPU and its driver",
+    "rocm": "check whether rocm-smi finds the GPU and its driver",
     "tpu": "check whether another process holds the TPU",
 }
 _REPAIRS["gpu"] = _REPAIRS["cuda"]
@@ -40,14 +48,18 @@ def find_devices() -> list[jax.Device]:
     """Returns JAX's devices.
 
     Raises:
-        DeviceError: JAX finds none; the message says what to install, check or unset.
+        DeviceError: JAX finds none, or those of a platform that nothing here was written for, such as Apple's; the
+            message says what to install, check or set.
     """
     jax = load_jax()
     wanted = jax.config.jax_platforms
     try:
-        return jax.devices()
+        devices = jax.devices()
     except Exception as error:  # an AssertionError without a message where no plugin serves the platform
         raise _explain(wanted, error) from error
+    if devices[0].platform.lower() not in _SUPPORTED:
+        raise _refuse(devices[0].platform)
+    return devices
 
 
 def find_version(package: str) -> str | None:
@@ -64,17 +76,23 @@ def first_line(error: BaseException) -> str:
     return lines[0] if len(lines[0]) <= _MAX_REASON else lines[0][: _MAX_REASON - 3] + "..."
 
 
+def _refuse(platform: str) -> DeviceError:
+    return DeviceError(f"{platform.lower()} is not supported", "set JAX_PLATFORMS=cpu", field="devices")
+
+
 def _explain(wanted: str | None, error: Exception) -> DeviceError:
     reason = first_line(error).partition(" (set JAX_PLATFORMS=")[0]
     if not wanted:
         advice = "repair the driver, or set JAX_PLATFORMS=cpu to run without the accelerator"
         return DeviceError(f"JAX finds none ({reason})", advice, field="devices")
+    if "metal" in wanted.lower().split(","):
+        return _refuse("metal")
     missing = [name for name in wanted.split(",") if not any(map(find_version, _PLUGINS.get(name, ("jaxlib",))))]
-    unknown = [name for name in wanted.split(",") if name not in (*_PLUGINS, "cpu")]
+    unknown = [name for name in wanted.split(",") if name not in _SUPPORTED]
     if missing:
         reason, advice = "the plugin for it is not installed", _EXTRAS[missing[0]]
     elif unknown:
-        reason, advice = f"{shorten(unknown[0])} is not known", "set it to cpu, cuda or tpu"
+        reason, advice = f"{shorten(unknown[0])} is not known", "set it to cpu, cuda, rocm or tpu"
     else:
         advice = next((_REPAIRS[name] for name in wanted.split(",") if name in _REPAIRS), "set it to cpu")
     return DeviceError(

@@ -26,7 +26,7 @@ from pallas_kernels.ampere.device import BLACKWELL
 from pallas_kernels.cpu.library import find_obstacle as find_library_obstacle
 from pallas_kernels.layout import fill_lanes
 from pallas_kernels.mosaic_gpu.toolkit import find_compiler_obstacle
-from pallas_kernels.platform import traced_device_kind, traced_platform
+from pallas_kernels.platform import name_platform, traced_device_kind, traced_platform
 from pallas_kernels.spec import AttnShape, KVSpec
 
 _HOPPER = ("H100", "H200", "H800", "H20", "GH200")  # compute capability 9.0, as device kinds name it
@@ -36,6 +36,8 @@ _AMPERE = (
     *("GeForce RTX 30", "NVIDIA RTX A"),
 )
 _ADA = ("NVIDIA L2", "NVIDIA L4", "GeForce RTX 40", "Ada Generation")  # 8.9; also L20 and L40
+_VOLTA = ("V100", "TITAN V")  # 7.0
+_TURING = ("Tesla T4", "NVIDIA T4", "TITAN RTX", "Quadro RTX", "Quadro T", "GeForce RTX 20", "GeForce GTX 16")  # 7.5
 _TPUS = ("TPU v5 lite", "TPU v5e", "TPU v5p", "TPU v5", "TPU v6 lite", "TPU v6e", "TPU7x", "TPU v7", "TPU v7x")
 
 
@@ -94,7 +96,7 @@ def choose_impl(platform: str, device_kind: str = "") -> tuple[str, str]:
         if any(device_kind.startswith(kind) for kind in _TPUS):
             return "tpu", f"Pallas kernels with fused KV update, compiled for {device_kind}"
         return "xla", f"portable attention: the TPU kernels are for v5e and later, this is {device_kind or 'unknown'}"
-    if platform in ("gpu", "cuda", "rocm"):
+    if name_platform(platform) == "gpu":
         return _choose_gpu_impl(device_kind)
     raise ValueError(f"platform must be cpu, gpu, cuda, rocm or tpu, got {platform!r}")
 
@@ -113,6 +115,11 @@ def _choose_gpu_impl(device_kind: str) -> tuple[str, str]:
 def multiplies_fp8(device_kind: str) -> bool:
     """Whether the tensor cores of a GPU multiply 8-bit floats."""
     return any(kind in device_kind for kind in (*_HOPPER, *_ADA, *BLACKWELL))
+
+
+def emulates_bfloat16(device_kind: str) -> bool:
+    """Whether a GPU multiplies float16 but not bfloat16, which XLA then computes in float32."""
+    return any(kind in device_kind for kind in (*_VOLTA, *_TURING))
 
 
 def resolve_impl(

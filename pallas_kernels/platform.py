@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import jax
 
+_GPUS = ("cuda", "rocm")  # JAX's names for GPUs of one vendor
+
+
+def name_platform(platform: str) -> str:
+    """The platform by which defaults and kernels are chosen: "gpu" for GPUs of every vendor."""
+    return "gpu" if platform in _GPUS else platform
+
 
 def traced_platform() -> str:
     """One of "cpu", "gpu" and "tpu": that of the mesh in use, which may be abstract, else of the default backend."""
     device = jax.sharding.get_abstract_mesh().abstract_device
-    platform = jax.default_backend() if device is None else device.platform
-    return "gpu" if platform in ("cuda", "rocm") else platform
+    return name_platform(jax.default_backend() if device is None else device.platform)
 
 
 def traced_device_kind() -> str:

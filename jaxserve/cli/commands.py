@@ -11,6 +11,7 @@ from jaxserve.cli.flags import read_engine_options, read_flags, read_sampling_pa
 from jaxserve.cli.packages import SERVER_PACKAGES, require_packages
 from jaxserve.cli.prompts import split_words
 from jaxserve.config import EngineConfig
+from jaxserve.devices import find_devices
 from jaxserve.errors import TokenizerError
 
 if TYPE_CHECKING:
@@ -115,12 +116,14 @@ def plan(args: argparse.Namespace) -> None:
 
     config = EngineConfig.from_options(**read_engine_options(args))
     files = locate_model(config.model, need_weights=False)
-    model = resolve_model(config, files)
     from jaxserve.engine.draft_files import locate_drafter
     from jaxserve.runtime.memory_report import (
+        find_kind,
         print_plan,
     )  # imports JAX; `locate_model` explains a broken one
 
+    kind = find_devices()[0].device_kind if args.device is None else find_kind(args.device).name
+    model = resolve_model(config, files, kind)
     drafter = locate_drafter(config, files, model)
     print_plan(config, model, args.device, None if drafter is None else drafter.model)
 
@@ -133,8 +136,8 @@ def doctor(args: argparse.Namespace) -> int:
 
     config = EngineConfig.from_options(**read_engine_options(args))
 
-    def find_model() -> DecoderConfig:
-        return resolve_model(config, locate_model(config.model, need_weights=False))
+    def find_model(device_kind: str) -> DecoderConfig:
+        return resolve_model(config, locate_model(config.model, need_weights=False), device_kind)
 
     def find_drafter(model: DecoderConfig) -> DrafterModel | None:
         drafter = locate_drafter(config, locate_model(config.model, need_weights=False), model)

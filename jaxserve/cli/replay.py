@@ -93,7 +93,8 @@ def _shape_model(config: EngineConfig, files: ModelFiles) -> DecoderConfig:
     from jaxserve.runtime.shapes import make_shapes
 
     device = jax.local_devices()[0]
-    return make_shapes(config, resolve_model(config, files), device.platform, device.device_kind).model
+    model = resolve_model(config, files, device.device_kind)
+    return make_shapes(config, model, device.platform, device.device_kind).model
 
 
 def _refuse_other(header: Mapping[str, Any], here: Mapping[str, Any]) -> None:

@@ -242,7 +242,7 @@ def build_runner(
     allow_pinned_memory(config.cache.kv_offloading_size)
     mesh = make_mesh(config.parallel.tensor_parallel_size)
     device = mesh.local_devices[0]
-    model = resolve_model(config, files)
+    model = resolve_model(config, files, device.device_kind)
     drafter = locate_drafter(config, files, model)
     bundle = None if config.compile.bundle is None else Bundle(Path(config.compile.bundle), mesh)
     shapes = make_shapes(config, model, device.platform, device.device_kind, None if drafter is None else drafter.model)

@@ -81,7 +81,8 @@ def build_bundle(
 def _choose_shapes(config: EngineConfig, files: ModelFiles, devices: BuildDevices) -> Shapes:
     from jaxserve.runtime.shapes import make_shapes
 
-    model, device = resolve_model(config, files), devices.first
+    device = devices.first
+    model = resolve_model(config, files, device.device_kind)
     drafter = locate_drafter(config, files, model)
     with devices.trace():
         return make_shapes(

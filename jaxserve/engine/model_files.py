@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from jaxserve.weights import CheckpointUpdate
 
 _log = logging.getLogger(__name__)
+# Their activations leave float16's range.
+_WIDE_FAMILIES = ("gemma2", "gemma3", "gemma3_text", "gemma4", "gemma4_text", "glm4")
 
 
 @dataclass(frozen=True)
@@ -79,26 +81,43 @@ def locate_model(options: ModelOptions, *, need_weights: bool = True) -> ModelFi
     return ModelFiles(path, hf_config, find_generation_config(options, path), hub_id)
 
 
-def read_model(options: ModelOptions, files: ModelFiles) -> DecoderConfig:
-    """Returns the model's config in its final dtype and quantization; ConfigError as `resolve_model`."""
+def read_model(options: ModelOptions, files: ModelFiles, device_kind: str = "") -> DecoderConfig:
+    """Returns the model's config in its final dtype and quantization; arguments and ConfigError as `resolve_model`."""
     from jaxserve.models.quantization.schemes import choose_schemes, require_matches
     from jaxserve.models.registry import describe_files, list_params, parse_config
 
     model = choose_schemes(parse_config(files.hf_config), options.quantization, options.quantization_config)
     if options.quantization_config is not None:
         require_matches(list_params(describe_files(model)), options.quantization_config.ignore)
-    return model if options.dtype == "auto" else dataclasses.replace(model, dtype=options.dtype)
+    dtype = _choose_dtype(model, device_kind) if options.dtype == "auto" else options.dtype
+    return model if dtype == model.dtype else dataclasses.replace(model, dtype=dtype)
 
 
-def resolve_model(config: EngineConfig, files: ModelFiles) -> DecoderConfig:
+def _choose_dtype(model: DecoderConfig, device_kind: str) -> str:
+    """Returns the checkpoint's dtype, or on a GPU that would emulate it the one that the model can have there."""
+    from pallas_kernels.backends import emulates_bfloat16
+
+    if model.dtype != "bfloat16" or not emulates_bfloat16(device_kind):
+        return model.dtype
+    is_wide = model.family in _WIDE_FAMILIES
+    dtype = "float32" if is_wide else "float16"
+    reason = f"; {model.family} needs more range than float16 has" if is_wide else ""
+    _log.warning("dtype: %s in place of bfloat16, which %s emulates%s", dtype, device_kind, reason)
+    return dtype
+
+
+def resolve_model(config: EngineConfig, files: ModelFiles, device_kind: str = "") -> DecoderConfig:
     """Returns the model's config in its final dtype, length and head layout.
+
+    Args:
+        device_kind: JAX's name of the device that will run it, which may want another dtype than the checkpoint's.
 
     Raises:
         ConfigError: names the option or the config.json key that cannot work.
     """
     from jaxserve.models.decoder import fit_devices
 
-    model = read_model(config.model, files)
+    model = read_model(config.model, files, device_kind)
     max_model_len = config.model.max_model_len
     model = model.with_max_model_len(model.default_max_model_len if max_model_len is None else max_model_len)
     if config.cache.kv_cache_dtype == "fp8":

@@ -48,7 +48,7 @@ _LEAST_FREE = 2**30  # bytes on the compile cache's disk; a large model's progra
 _MIB = 2**20
 _PROBE_BYTES = 2**16
 
-FindModel = Callable[[], "DecoderConfig"]
+FindModel = Callable[[str], "DecoderConfig"]  # for a kind of device
 FindDrafter = Callable[["DecoderConfig"], "DrafterModel | None"]
 _STYLES = {"ok": "green", "note": "yellow", "broken": "bold red", "skipped": "dim"}
 
@@ -96,7 +96,7 @@ def list_checks(config: EngineConfig, find_model: FindModel, find_drafter: FindD
         Check("JAX", lambda _: Seen("can be imported", load_jax()), again),
         Check("Devices", lambda _: _look_at_devices(), spared, needs=("JAX",)),
         Check("Accelerators", _look_for_accelerators, spared, needs=("Devices",)),
-        Check("Model", lambda _: _look_at_model(find_model), again, needs=("JAX",)),
+        Check("Model", lambda seen: _look_at_model(find_model, seen), again, needs=("JAX",)),
         Check("Drafts", lambda seen: _look_at_drafts(config, find_drafter, seen), again, needs=("Model",)),
         Check("Attention", lambda seen: _look_at_attention(config, seen), again, needs=("Devices", "Model", "Drafts")),
         Check("Forward programs", _list_forward_programs, again, needs=("Attention",)),
@@ -174,8 +174,8 @@ def _look_for_accelerators(seen: dict[str, Any]) -> Seen:
     return Seen("none is left unused")
 
 
-def _look_at_model(find_model: Callable[[], DecoderConfig]) -> Seen:
-    model = find_model()
+def _look_at_model(find_model: FindModel, seen: dict[str, Any]) -> Seen:
+    model = find_model(seen["Devices"][0].device_kind if "Devices" in seen else "")
     return Seen(f"{model.family}, {model.num_layers} layers, {model.max_model_len:,} tokens, {model.dtype}", model)
 
 

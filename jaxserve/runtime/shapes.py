@@ -26,6 +26,7 @@ from pallas_kernels.backends import choose_layout, find_backend, find_table_obst
 from pallas_kernels.cpu.library import find_obstacle as find_library_obstacle
 from pallas_kernels.cpu.library import load as load_cpu_kernels
 from pallas_kernels.cpu.library import max_product_rows
+from pallas_kernels.platform import name_platform
 from pallas_kernels.spec import AttnShape, KVSpec
 
 _KV_DTYPES = {"fp8": "float8_e4m3fn"}  # by users' names
@@ -204,6 +205,7 @@ def make_shapes(
     Raises:
         ConfigError: the options do not fit together or the attention implementation cannot run here.
     """
+    platform = name_platform(platform)
     config = config.resolve(platform)
     scheduler, page_size = config.scheduler, config.cache.page_size
     assert scheduler.max_num_seqs and scheduler.max_num_batched_tokens and page_size

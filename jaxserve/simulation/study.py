@@ -68,8 +68,8 @@ class Study:
         if (drafts := config.speculation.speculative_config) is not None:
             message = "a simulation knows no text, so not which drafts are right; leave it out"
             raise ConfigError(message, field="speculative_config", value=drafts)
-        model = resolve_model(config, locate_model(config.model, need_weights=False))
         kind, calibration = choose_device(self.device, self.calibration)
+        model = resolve_model(config, locate_model(config.model, need_weights=False), kind.name)
         return plan_engine(config, model, kind, calibration), calibration, config.parallel.tensor_parallel_size
 
     def run(self, progress: ShowProgress = hide_progress) -> tuple[Summary, FleetRun]:

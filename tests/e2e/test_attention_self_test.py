@@ -132,7 +132,7 @@ def test_a_device_that_the_kernel_broke_is_no_fallback(tiny: Path, monkeypatch: 
 
 def test_the_doctor_notes_a_fallback(tiny: Path) -> None:
     config = EngineConfig.from_options(model=str(tiny), **OPTIONS)
-    checks = list_checks(config, lambda: resolve_model(config, locate_model(config.model)), lambda model: None)
+    checks = list_checks(config, lambda kind: resolve_model(config, locate_model(config.model)), lambda model: None)
     with serve_kernel("does not compile"):
         (finding,) = [finding for finding in run_checks(checks) if finding.title == "Attention"]
     assert finding.status == "note" and "the gpu kernels failed their self-test" in finding.text

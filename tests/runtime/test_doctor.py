@@ -26,7 +26,7 @@ from tests.test_devices import break_jax
 Findings = dict[str, Finding]
 
 
-def find_model() -> DecoderConfig:
+def find_model(device_kind: str = "") -> DecoderConfig:
     return parse_config(load_preset("qwen3-0.6b") or {})
 
 
@@ -96,7 +96,7 @@ def test_a_gpu_that_jax_does_not_use_is_noted(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_model_that_cannot_run(tmp_path: Path) -> None:
-    def refuse() -> NoReturn:
+    def refuse(device_kind: str) -> NoReturn:
         raise ConfigError("is not read here; use another", field="quantization_config")
 
     findings = examine(tmp_path, refuse)
