@@ -14,10 +14,11 @@ import pytest
 from jaxserve import cli
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "tpu_vm.sh"
+OWN = ("JAXSERVE_API_KEY", "JAXSERVE_CLUSTER_TOKEN", "PYTHON", "TPU_WORKER_ID")  # what the script reads
 
 
 def run_script(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    base = {name: value for name, value in os.environ.items() if name not in ("JAXSERVE_API_KEY", "PYTHON")}
+    base = {name: value for name, value in os.environ.items() if name not in OWN}
     base |= {"PYTHON": sys.executable, **environment}
     return subprocess.run(
         ["bash", str(SCRIPT), *arguments], capture_output=True, text=True, check=False, env=base, timeout=60
@@ -74,7 +75,7 @@ def test_says_which_python_is_missing(tmp_path: Path) -> None:
 def test_help_lists_every_option() -> None:
     done = run_script("--help")
     assert done.returncode == 0
-    for option in ("--venv", "--extra", "--install-only", "--dry-run"):
+    for option in ("--venv", "--extra", "--install-only", "--dry-run", "--workers", "--zone", "--chips"):
         assert option in done.stdout
 
 
@@ -82,3 +83,44 @@ def test_help_lists_every_option() -> None:
 def test_shellcheck_has_nothing_to_say() -> None:
     done = subprocess.run(["shellcheck", str(SCRIPT)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
+
+
+TOKEN = "a-token-of-some-length"
+CLUSTER = {"JAXSERVE_CLUSTER_TOKEN": TOKEN}
+SLICE = ("--workers", "pod", "--zone", "us-west4-a", "--chips", "16")
+
+
+def test_a_slice_gets_the_checkout_and_starts_every_worker() -> None:
+    archive, copy, start = list_commands(*SLICE, "some/model", "--", "--max-model-len", "4096", **CLUSTER)
+    everywhere = ["--zone", "us-west4-a", "--worker", "all"]
+    assert archive[0] == "tar" and archive[-3:] == ["-C", str(SCRIPT.parents[1]), "."]
+    assert copy[:5] == ["gcloud", "compute", "tpus", "tpu-vm", "scp"] and copy[-5:] == ["pod:", *everywhere]
+    assert start[4:7] == ["ssh", "pod", "--command"] and start[8:] == everywhere
+    words = shlex.split(shlex.split(start[7])[2])
+    assert words[-6:] == ["--of-slice", "16", "some/model", "--", "--max-model-len", "4096"]
+    assert TOKEN not in str([archive, copy, start])
+
+
+@pytest.mark.parametrize(
+    ("worker", "flags"), [("0", ["--host", "127.0.0.1", "--tensor-parallel-size", "16"]), ("3", [])]
+)
+def test_worker_0_of_a_slice_serves_and_others_follow(worker: str, flags: list[str], tmp_path: Path) -> None:
+    options = ("--venv", str(tmp_path), "--of-slice", "16", "some/model", "--", "--max-model-len", "4096")
+    *_, serve = list_commands(*options, TPU_WORKER_ID=worker)
+    own = ["--max-model-len", "4096"] if worker == "0" else []
+    assert serve[4:] == ["serve", "some/model", *flags, *own]
+    cli._make_parser().parse_args(serve[4:])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "named"),
+    [
+        (("--workers", "pod", "--chips", "16"), CLUSTER, "--zone"),
+        (("--workers", "pod", "--zone", "z"), CLUSTER, "--chips"),
+        (SLICE, {}, "openssl rand -hex 32"),
+        (("--zone", "z"), {}, "--workers"),
+    ],
+)
+def test_a_slice_says_what_is_missing(arguments: tuple[str, ...], environment: dict[str, str], named: str) -> None:
+    done = run_script("--dry-run", *arguments, **environment)
+    assert done.returncode == 2 and named in done.stderr
