@@ -202,7 +202,7 @@ def make_engine(built: BuiltRunner, runner: Runner, tokenizer: Tokenizer | None)
         max_copies=shapes.max_copies,
     )
     return Engine(
-        Scheduler(shapes.limits, pages),
+        Scheduler(shapes.limits, pages, costs=built.runner.step_costs),
         runner,
         vocab_size=shapes.model.vocab_size,
         tokenizer=tokenizer,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -25,6 +26,10 @@ from jaxserve.runtime.step_future import StepFuture
 from jaxserve.runtime.step_model import HiddenStates, SampledTokens, SampleInputs
 from jaxserve.sampling import RowSetting, SamplerState, make_row_setting
 from jaxserve.scheduler.plan import NewRow, StepPlan
+
+# How often a bucket is timed, and how many of its steps run behind each other each time. Fixed numbers, because all
+# hosts of an engine run the same programs in the same order.
+_ROUNDS, _STEPS_OF_ROUND = 3, 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,9 +80,12 @@ class ModelRunner:
         count_compiles: Callable[[], int] = lambda: 0,
         host_memory: HostMemory | None = None,
         draft_params: Any = None,
+        times_steps: bool = False,
     ) -> None:
         self.params, self._draft_params = params, draft_params
         self.counts = StepCounts()
+        self.step_costs: dict[tuple[int, int], float] = {}  # seconds of a step by (rows, width) of its bucket
+        self._times_steps = times_steps  # of decoding rows alone, each bucket before its first step
         self.host_slots = HostSlots(host_memory or HostMemory(), self.counts)
         self._count_compiles, self._compiles_before = count_compiles, count_compiles()
         self.programs = programs
@@ -170,6 +178,25 @@ class ModelRunner:
             if bucket.is_decode and (bucket.rows, variant) in self.programs.loop:
                 self._run_loop(bucket, variant, layout.new())
             StartedStep(self, bucket, 0, variant, True, selected, prompt_logprobs, embeddings, drafts).sample().result()
+        self._time_bucket(bucket, SampleVariant.GREEDY)
+
+    def _time_bucket(self, bucket: Bucket, variant: SampleVariant) -> None:
+        """Notes the seconds of a step on padding: the least, since whatever else runs only makes it longer.
+
+        Verify steps make drafts for the step behind them, others do not.
+        """
+        if not self._times_steps or bucket.is_mixed or (bucket.rows, bucket.width) in self.step_costs:
+            return
+        rounds = []
+        for _ in range(1 + _ROUNDS):
+            start = time.perf_counter()
+            for _ in range(_STEPS_OF_ROUND):
+                selected, _ = self._run(bucket, self._layouts[bucket].new())
+                step = StartedStep(self, bucket, 0, variant, False, selected, None, None, bucket.width > 1)
+                future = step.sample()
+            future.wait()
+            rounds.append((time.perf_counter() - start) / _STEPS_OF_ROUND)
+        self.step_costs[bucket.rows, bucket.width] = min(rounds[1:])  # what ran before is in the first
 
     def start(self, plan: StepPlan) -> StartedStep | StartedLoop:
         """Dispatches the forward pass of a step, or a loop; MissingProgramError if no program holds it."""
@@ -183,6 +210,7 @@ class ModelRunner:
         self._cache = self.host_slots.place(self.programs.get, self._cache)
         copies = self.host_slots.start(self.programs.get, self._cache, plan)
         self.counts.count(bucket, plan.num_tokens, plan.width if is_loop else 1)
+        self._time_bucket(bucket, packed.variant)  # if nothing did so when it was compiled
         if is_loop:
             sampled = self._run_loop(bucket, packed.variant, packed.inputs)
             return StartedLoop(StepFuture(sampled, None, plan.num_rows, copies))

@@ -138,6 +138,12 @@ class Shapes:
         return max(COPY_PAGES, -(-scheduler.max_num_batched_tokens // self.page_size))
 
     @property
+    def chooses_widths(self) -> bool:
+        """Whether the scheduler chooses how many drafts steps verify, for which it needs their costs."""
+        speculative = self.config.speculation.speculative_config
+        return speculative is not None and speculative.num_speculative_tokens_per_batch_size is None
+
+    @property
     def _draft_limits(self) -> dict[str, Any]:
         drafting, speculative = self.drafting, self.config.speculation.speculative_config
         if drafting is None or speculative is None:

@@ -278,6 +278,7 @@ def start_runner(
         count_compiles=watch_compiles(),
         host_memory=inputs.host_memory,
         draft_params=draft_params,
+        times_steps=shapes.chooses_widths,
     )
     size = shapes.config.cache.kv_offloading_size
     start_tier(runner, plan, size, shapes.model.max_model_len, must_help=not is_replay)

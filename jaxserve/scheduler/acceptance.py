@@ -1,71 +1,49 @@
-"""How often drafts are right, by their position in the chain."""
+"""How many drafts of a row are right, as a moving average by their position."""
 
 from __future__ import annotations
 
 from collections import Counter
 
-_MEMORY = 32  # observations; an older one counts less
-_SHORT_MEMORY = 5  # the same for first drafts, in hopes
-_LENGTHS_MEMORY = 3  # rows of which the number of drafts counts
-_FADE = 0.995  # of what is known about a position, per step without an observation
-_FIRST_GUESS = 0.5
-_PRIOR = 2.0  # observations that a guess stands for: later drafts are as good as those before them
+_MEMORY, _STEPS = 32, 8  # rows, or the rows of so many steps if they are more; an older one counts less
+_PRIOR = 2.0  # rows that a guess stands for: later drafts are as good as those before them
+_FADE = 0.995  # of what is known about a position, per step that did not verify it
 
 
 class Acceptance:
-    """The share of right drafts at each position among chains that were right before it; a moving average.
+    """The share of rows that gained the draft at each position, among those that gained the one before it.
+
+    A row without a draft, or one that ends before it, gains nothing there. So the tokens that are expected are those
+    that sequences really get.
 
     Args:
-        most: the most drafts in a chain.
+        most: the most drafts of a row in a step.
     """
 
     def __init__(self, most: int) -> None:
-        self.most = most
-        self._shares = [_FIRST_GUESS] * most
-        self._weights = [_PRIOR, *[0.0] * (most - 1)]  # observations that the share stands for
-        self._lately = _FIRST_GUESS  # the share of right first drafts, of the last few
-        self._lengths = [0.0] * most  # share of rows whose newest chains reach the position
+        self._shares, self._weights = [0.0] * most, [0.0] * most  # and the rows that each share stands for
 
-    def add(self, chains: Counter[tuple[int, int]]) -> None:
-        """Adds a step's chains: rows by (drafts that were compared, drafts that were right)."""
-        seen, right = [0] * self.most, [0] * self.most
-        for (length, accepted), count in chains.items():
-            for position in range(min(length, accepted + 1)):
-                seen[position] += count
-                right[position] += count if position < accepted else 0
-        if seen[0]:
-            self._lately += (right[0] / seen[0] - self._lately) * min(1.0, seen[0] / _SHORT_MEMORY)
-        for position, count in enumerate(seen):
-            if not count:
+    def hope(self) -> None:
+        """Forgets everything. Drafts are taken for right until some were verified."""
+        self._weights = [0.0] * len(self._weights)
+
+    def add(self, gains: Counter[int], num_drafts: int) -> None:
+        """Adds a step that verified `num_drafts` drafts of each row: rows by the drafts that they gained."""
+        reached = gains.total()
+        most = max(_MEMORY, _STEPS * reached)
+        for position, weight in enumerate(self._weights):
+            if position >= num_drafts or not reached:
                 self._weights[position] *= _FADE
                 continue
-            total = self._weights[position] + count
-            self._shares[position] += (right[position] / count - self._shares[position]) * count / total
-            self._weights[position] = min(total, _MEMORY)
+            gained = reached - gains[position]
+            self._shares[position] += (gained / reached - self._shares[position]) * reached / (weight + reached)
+            self._weights[position] = min(weight + reached, most)
+            reached = gained
 
-    def set_lengths(self, lengths: list[int]) -> None:
-        """Notes how many drafts each row has for its next step. Few rows say little of the step behind it."""
-        counts, rows = Counter(lengths), len(lengths)
-        beyond, part = rows, min(1.0, rows / _LENGTHS_MEMORY)
-        for position in range(self.most if rows else 0):
-            beyond -= counts[position]
-            self._lengths[position] += (beyond / rows - self._lengths[position]) * part
-
-    def forget(self) -> None:
-        """Lets the next few observations outweigh what was known."""
-        self._weights = [min(weight, _PRIOR) for weight in self._weights]
-
-    def predict(self, *, always_drafts: bool, hopes: bool = False) -> list[float]:
-        """Returns the tokens per row of a step of each width, from 1 to all drafts.
-
-        Args:
-            always_drafts: every row has all drafts; otherwise as many as it had lately.
-            hopes: all drafts are as good as first ones were lately, if none was known to be better.
-        """
-        tokens, reached, before = [1.0], 1.0, self._shares[0]
-        for position, (share, weight) in enumerate(zip(self._shares, self._weights, strict=True)):
-            guess = (weight * share + _PRIOR * before) / (weight + _PRIOR)
-            before = max(guess, before if position else self._lately) if hopes else guess
-            reached *= before
-            tokens.append(tokens[-1] + reached * (1.0 if always_drafts else self._lengths[position]))
+    def predict(self) -> list[float]:
+        """Returns the tokens that a row is expected to get in a step of each width, from 1 to all drafts."""
+        tokens, reached, guess = [1.0], 1.0, 1.0
+        for share, weight in zip(self._shares, self._weights, strict=True):
+            guess = (weight * share + _PRIOR * guess) / (weight + _PRIOR)
+            reached *= guess
+            tokens.append(tokens[-1] + reached)
         return tokens

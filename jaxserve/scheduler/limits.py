@@ -22,7 +22,7 @@ class SchedulerLimits:
     verify_widths: tuple[tuple[int, int], ...] = ()  # (most rows, width) of each program that verifies drafts
     max_drafts: int = 0  # of a row in a step; 0: nobody drafts
     draft_costs: bool = False  # whether drafts are made by passes of a model; otherwise they are looked up
-    fixed_drafts: tuple[tuple[int, int, int], ...] | None = None  # (from, to, drafts) by decoding rows; None: measured
+    fixed_drafts: tuple[tuple[int, int, int], ...] | None = None  # (from, to, drafts) by rows; None: chosen
     num_lookahead_tokens: int = 0  # slots behind a step's tokens that the drafter writes
     looks_up: bool = False  # drafts are looked up in the rows' tokens, which the device must know
     remembers: bool = False  # and in finished answers
@@ -36,10 +36,3 @@ class SchedulerLimits:
         if threshold is None:
             threshold = min(self.max_model_len // 25, self.max_num_batched_tokens // 2)
         return max(threshold, CHUNK_EDGE) if threshold else self.max_num_batched_tokens
-
-    def count_costly(self, width: int, num_drafts: int) -> int:
-        """Returns how many of the drafts that a step makes add to its time.
-
-        A head's do, and so do those that are looked up behind a step of width 1; verify steps look theirs up inside.
-        """
-        return num_drafts if self.draft_costs or width == 1 else 0

@@ -103,7 +103,7 @@ class Planner:
 
     def _freeze(self, builder: PlanBuilder) -> StepPlan:
         if self._widths is not None:
-            if self.limits.draft_costs and (builder.is_empty or self._batch.prefilling):
+            if builder.is_empty or self._batch.prefilling:
                 builder.num_drafts = 0  # the next step has chunks, so it would not verify them
             self._widths.note_plan(builder.num_drafts)
         return builder.freeze(next(self._steps), self._pages.host.take_copies(), self._batch.take_finished())

@@ -21,7 +21,7 @@ from jaxserve.scheduler.sequence import Sequence
 from jaxserve.scheduler.step_times import StepTimes
 from jaxserve.scheduler.unfinished import UnfinishedRequests
 from jaxserve.scheduler.waiting import WaitingQueue
-from jaxserve.scheduler.widths import WidthChooser
+from jaxserve.scheduler.widths import StepCosts, WidthChooser
 
 
 class Scheduler:
@@ -31,17 +31,22 @@ class Scheduler:
 
     Args:
         clock: the one clock of the engine, in seconds: arrivals, deadlines and step times are on it.
+        costs: what steps of each width cost, without which no drafts are made unless a table fixes them.
     """
 
     def __init__(
-        self, limits: SchedulerLimits, pages: PageManager, clock: Callable[[], float] = time.monotonic
+        self,
+        limits: SchedulerLimits,
+        pages: PageManager,
+        clock: Callable[[], float] = time.monotonic,
+        costs: StepCosts | None = None,
     ) -> None:
         self.limits = limits
         self.clock = clock
         self.pages = pages
         self.turns: TurnOrder = FairOrder() if limits.options.scheduling_policy == "fair" else ArrivalOrder()
         self.times = StepTimes(limits)
-        self.widths = WidthChooser(limits, self.times) if limits.max_drafts else None
+        self.widths = WidthChooser(limits, self.times, costs or {}) if limits.max_drafts else None
         self.waiting = WaitingQueue(self.turns, lambda sequence: not pages.is_loading(sequence.pages))
         self.batch = Batch(limits.max_num_seqs, pages)
         self.door = Door(limits, self.waiting, self.batch)
@@ -95,15 +100,10 @@ class Scheduler:
         Args:
             compiled: whether a program was compiled meanwhile; the time then says nothing of later steps.
         """
-        if compiled:
-            self.times.skip()
-        elif self.widths is None:
+        if not compiled and self.widths is None:
             self.times.add(plan.num_tokens // plan.width, plan.num_rows, seconds / plan.width)
-        elif plan.chunks:
-            self.times.add(plan.num_tokens, plan.num_rows, seconds)
-        else:
-            num_drafts = self.limits.count_costly(plan.width, plan.num_drafts)
-            self.times.add_decode(plan.num_rows, plan.width, num_drafts, seconds)
+        elif not compiled:
+            self.times.add(plan.num_tokens, plan.num_rows, seconds, plan.width)
         limit = self.limits.options.priority_itl_ms
         if limit is None or seconds <= limit / 1000 or not plan.decode_tickets:
             return

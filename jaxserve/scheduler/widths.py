@@ -1,76 +1,63 @@
-"""How many tokens each decoding row computes in a step: 1, or its last token and its drafts.
+"""The choice of a step's width: how many tokens each decoding row computes, 1 or its last token and its drafts.
 
-Drafting must never be slower than plain steps. Two things see to that. A prediction, from measured times and running
-acceptance, chooses the width. An account bounds what a wrong prediction costs, and what it takes to learn how good
-drafts are (`draft_account.py`, `looks.py`): while it is empty nothing is verified, and lookups rest. Each number of
-rows that can verify has its own, so that what one row gains is not spent on tries with eight. Both need the time of
-plain steps, which changes with what else runs on the machine. So while drafts are verified a few plain steps are run
-now and then (`renewals.py`), and always before plain steps are chosen.
+Drafts pause when they do not pay. What a step of each width costs was measured when the engine started, and stays as it
+is: a busy machine slows steps of all widths down. How many tokens it brings follows from the drafts that were right
+lately. vLLM, too, profiles costs at its start (since 0.32).
 """
 
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxserve.scheduler.acceptance import Acceptance
-from jaxserve.scheduler.draft_account import DraftAccount
 from jaxserve.scheduler.limits import SchedulerLimits
-from jaxserve.scheduler.looks import Looks, estimate_cost
-from jaxserve.scheduler.renewals import Renewals
-from jaxserve.scheduler.step_times import StepTimes
+from jaxserve.scheduler.step_times import StepTimes, round_up
 
 _log = logging.getLogger(__name__)
 
-_MARGIN = 1.05  # a width replaces another if it is better by this factor
-_LEAST_MARGIN = 1.02  # the same for plain steps
-_HOLD = 16  # steps that fewer rows must last before they count: row counts that flip must not flip the width
-_LOOKUP_ALLOWANCE, _HEAD_ALLOWANCE = 0.01, 0.02  # share of the time that may be lost
-_KEPT_MEMORY = 16  # verify steps of which the share of kept tokens is known
-_MOST_OF_MEAN = 2.0  # times what such a step usually takes: more is not the drafts' fault
-_PROBE_CHAINS = 8  # chains that a probe sees
-_STAKE = 2.0  # plain steps that an account must have before drafts are made: the first ones cost before they gain
+_MARGIN = 1.05  # a width wins if it brings this many times the tokens of plain steps, for the same cost
+_FIRST_PAUSE, _LONGEST_PAUSE = 16, 1024  # steps
+_PROVEN = 32  # verify steps since a pause that were no luck; then any gain wins, and the next pause is a first one
 _FRUITLESS = 1000  # drafts of a head without an accepted one, after which it is switched off
 
+type StepCosts = Mapping[tuple[int, int], float]  # seconds of a step that does nothing else, by (padded rows, width)
 
-@dataclass(frozen=True, slots=True)
-class _Price:
-    """What a probe costs, and when it pays."""
 
-    width: int = 2
-    needed: float = 0.0  # tokens of a row with which its steps gain
-    cost: float = 0.0  # of all its steps if no draft is right, in plain steps
+@dataclass(slots=True)
+class _Pause:
+    """Steps without drafts, for one padded number of rows. Each pause is twice as long as the one before it."""
+
+    left: int = 0
+    length: int = _FIRST_PAUSE // 2  # of the last one
+    num_verified: int = 0  # steps since then
+
+    def begin(self) -> None:
+        self.length = _FIRST_PAUSE if self.num_verified >= _PROVEN else min(2 * self.length, _LONGEST_PAUSE)
+        self.left, self.num_verified = self.length, 0
 
 
 class WidthChooser:
-    """Chooses widths and numbers of drafts. The planner asks, the committer tells what came of it.
+    """Chooses widths, and which steps make drafts. The planner asks, the committer tells what came of it.
 
     Args:
         limits: their `max_drafts` is at least 1.
-        times: the measured times of steps; it is read only.
+        times: the measured times of steps; for a limit of a step's time only.
+        costs: what the runner measured. It may grow: nothing is verified before the cost of plain steps is known, and a
+            width of unknown cost is taken for as cheap as a plain step, so it is tried.
     """
 
-    def __init__(self, limits: SchedulerLimits, times: StepTimes) -> None:
-        self._limits, self._times = limits, times
-        self._sizes = sorted({rows for rows, _ in limits.verify_widths})
-        self._widths = [
-            (1, *sorted({width for rows, width in limits.verify_widths if rows >= size})) for size in self._sizes
-        ]
+    def __init__(self, limits: SchedulerLimits, times: StepTimes, costs: StepCosts) -> None:
+        self._limits, self._times, self._costs = limits, times, costs
+        self._sizes = {
+            width: tuple(sorted(rows for rows, each in limits.verify_widths if each == width))
+            for width in sorted({width for _, width in limits.verify_widths})
+        }
         self._acceptance = Acceptance(limits.max_drafts)
-        self._current = [1] * len(self._sizes)
-        self._size, self._age = 0, 0  # the place in `_sizes` that counts, and for how many steps rows were fewer
-        self._fixed, self._fixed_age = -1, 0
-        self._num_made = 0  # drafts that the last plan makes
-        self._looks = Looks()
-        self._price = _Price()  # of the next probe
-        self.awaits_drafts = False  # whether the last committed step made drafts
-        self._probe = 0  # chains that the probe under way has yet to see
-        self._renewals = Renewals()
-        self._num_brought, self._kept = 0, 1.0  # tokens of the last step's runs; share that sequences keep, a mean
-        allowance = _HEAD_ALLOWANCE if limits.draft_costs else _LOOKUP_ALLOWANCE
-        self._accounts = [DraftAccount(allowance) for _ in self._sizes]
+        self._pauses: dict[int, _Pause] = {}
+        self._has_drafts = False  # the last plan makes some
         self.is_off = False  # for good
 
     def choose(self, num_rows: int, step_limit: float | None = None) -> tuple[int, int]:
@@ -80,62 +67,23 @@ class WidthChooser:
             num_rows: decoding rows; without any, the step's chunks may bring some, which can verify in the next step.
             step_limit: seconds that the step may take; None: any time.
         """
-        limits, num_decoding, num_rows = self._limits, num_rows, max(1, num_rows)
-        place = bisect_left(self._sizes, num_rows)
-        if place >= self._size or self._age >= _HOLD:
-            if place != self._size:
-                self._price = _Price()  # that of other rows says nothing
-                self._renewals.forget_usual()
-            self._size, self._age = place, 0
+        num_rows = max(1, num_rows)
+        widths = [width for width in self._sizes if self._may_run(num_rows, width, step_limit)]
+        if not widths or self.is_off:
+            return 1, 0
+        if self._limits.fixed_drafts is not None:
+            wanted = self._read_table(num_rows, widths)
         else:
-            self._age += 1
-        if self.is_off or self._size == len(self._sizes):
-            return 1, 0
-        account = self._accounts[self._size]
-        self._looks.note_rows(num_decoding, account)
-        if self._rests:
-            self._looks.pass_step()
-            return 1, 0
-        widths = [width for width in self._widths[self._size] if self._may_run(num_rows, width, step_limit)]
-        wanted = self._choose_measured(num_rows, widths) if limits.fixed_drafts is None else self._read_table(num_rows)
-        wanted = max(width for width in widths if width <= wanted)
-        width = max(width for width in widths if width <= min(wanted, self._num_made + 1))
-        if limits.draft_costs:
-            return width, wanted - 1
-        return width, 0 if self._renewals.is_under_way else self._count_lookups(num_rows, wanted)
+            wanted = self._choose_best(num_rows, widths)
+        return wanted if self._has_drafts else 1, self._limits.max_drafts if wanted > 1 else 0
 
     def note_plan(self, num_drafts: int) -> None:
         """Notes how many drafts the step that was planned makes."""
-        self._num_made = num_drafts
+        self._has_drafts = num_drafts > 0
 
-    def note_drafts(self, lengths: list[int] | None) -> None:
-        """Notes how many drafts each row of a committed step has for its next one; None: the step made none."""
-        self.awaits_drafts = lengths is not None
-        if lengths is not None:
-            self._acceptance.set_lengths(lengths)
-
-    def note_chains(self, chains: Counter[tuple[int, int]], num_verified: int) -> None:
-        """Notes what became of the drafts of a committed step.
-
-        Args:
-            chains: rows by (drafts compared, drafts that were right). In a step of width 1 the first draft of a row is
-                compared with the token that the row sampled.
-            num_verified: rows that verified; 0 in a step of width 1.
-        """
-        self._acceptance.add(chains)
-        self._num_brought = sum((right + 1) * count for (_, right), count in chains.items())
-        if not num_verified and self._may_pay(chains):
-            self._looks.hope()  # what was right may be right again
-        if self._probe and num_verified:
-            self._probe = max(0, self._probe - num_verified)
-
-    def _may_pay(self, chains: Counter[tuple[int, int]]) -> bool:
-        """Returns whether a probe can be paid for and would gain if its drafts were as good as these first ones."""
-        num_right, price = sum(count for (_, right), count in chains.items() if right), self._price
-        if not num_right or self._size == len(self._sizes) or not self._accounts[self._size].affords(price.cost):
-            return False
-        share = num_right / chains.total()
-        return sum(share**position for position in range(price.width)) >= price.needed
+    def note_gains(self, gains: Counter[int], num_drafts: int) -> None:
+        """Notes what a verify step brought: rows by the drafts that they gained, of at most `num_drafts`."""
+        self._acceptance.add(gains, num_drafts)
 
     def check_head(self, num_drafts: int, num_accepted: int) -> None:
         """Switches off a head of which no draft was ever accepted, if there were many."""
@@ -148,128 +96,39 @@ class WidthChooser:
             num_drafts,
         )
 
-    def note_step(self, num_rows: int, width: int, num_drafts: int, num_tokens: int) -> None:
-        """Balances the account after a step of `num_rows` decoding rows that brought `num_tokens` tokens.
-
-        Short answers often end within a run, whose other tokens were computed for nothing.
-        """
-        if width > 1 and self._num_brought:
-            self._kept += (min(1.0, num_tokens / self._num_brought) - self._kept) / _KEPT_MEMORY
-        times, num_rows = self._times, max(1, num_rows)
-        place = bisect_left(self._sizes, num_rows)
-        if place == len(self._sizes):
-            return
-        account = self._accounts[place]
-        self._renewals.note_step(times.was_plain)
-        if times.was_plain and account.is_open:  # most steps: it costs the host little
-            account.add()
-            return
-        plain = times.measure(num_rows, 1, 0)
-        if not plain:
-            return
-        gain = 0.0
-        if times.is_in_wake and num_tokens:
-            most = times.measure(num_rows, width, self._limits.count_costly(width, num_drafts)) / plain or 2.0
-            if self._renewals.usual and (place, width) == (self._size, self._current[place]):
-                most = min(most, self._renewals.usual)  # a sudden rise is most likely one of all steps
-            gain = num_tokens / num_rows - min(times.last_seconds / plain, _MOST_OF_MEAN * most)
-        elif num_drafts and not (times.last_seconds or self._limits.draft_costs):  # lookups in a step of chunks
-            gain = -estimate_cost(plain, times.measure(num_rows, 1, num_drafts))
-        account.add(gain)
-
-    @property
-    def _rests(self) -> bool:
-        """Whether there is nothing to choose from: no step has or awaits drafts, and none may try them yet."""
-        if self._limits.fixed_drafts is not None or self._current[self._size] > 1:
-            return False
-        if self._num_made or self.awaits_drafts or self._probe:
-            return False
-        if not self._limits.draft_costs:
-            return not self._looks.is_due
-        return not self._accounts[self._size].affords(self._price.cost)
-
-    def _count_lookups(self, num_rows: int, width: int) -> int:
-        """Returns the drafts that a step with lookups makes: all for a step of `width` that follows, or for a look."""
-        plain, account, most = self._times.measure(num_rows, 1, 0), self._accounts[self._size], self._limits.max_drafts
-        if width == 1 and (self._limits.fixed_drafts is not None or not plain):
-            return 0
-        if width == 1 and not self._looks.is_due:
-            self._looks.pass_step()
-            return 0
-        if plain:
-            self._looks.begin(account, estimate_cost(plain, self._times.measure(num_rows, 1, most)))
-        return most if width > 1 or account.affords(0.0) else 0
-
     def _may_run(self, num_rows: int, width: int, step_limit: float | None) -> bool:
-        if width == 1:
-            return True
-        if num_rows * width > self._limits.max_num_batched_tokens:
+        if num_rows > self._sizes[width][-1] or num_rows * width > self._limits.max_num_batched_tokens:
             return False
-        return step_limit is None or self._estimate(num_rows, width) <= step_limit
+        return step_limit is None or self._times.estimate_decode(num_rows, width) <= step_limit
 
-    def _estimate(self, num_rows: int, width: int) -> float:
-        """Returns the seconds of a step of this width in a row of such steps; 0 if there were too few."""
-        return self._times.estimate_width(num_rows, width, self._limits.count_costly(width, width - 1))
-
-    def _read_table(self, num_rows: int) -> int:
-        """Returns the width by the fixed table. A change of the table's line must last before it counts."""
+    def _read_table(self, num_rows: int, widths: list[int]) -> int:
+        """Returns the width by the fixed table."""
         table = self._limits.fixed_drafts or ()
-        fixed = next((drafts for first, last, drafts in table if first <= num_rows <= last), 0)
-        if fixed == self._fixed:
-            self._fixed_age = 0
-        elif self._fixed < 0 or self._fixed_age >= _HOLD:
-            self._fixed, self._fixed_age = fixed, 0
-        else:
-            self._fixed_age += 1
-        return self._fixed + 1
+        drafts = next((drafts for first, last, drafts in table if first <= num_rows <= last), 0)
+        return max((width for width in widths if width <= drafts + 1), default=1)
 
-    def _choose_measured(self, num_rows: int, widths: list[int]) -> int:
-        """Returns the width with the most tokens a second, as far as is known and the account allows."""
-        account = self._accounts[self._size]
-        if not account.is_open or len(widths) == 1:
-            return 1  # the time of plain steps must be known first
-        current = self._current[self._size]
-        if not account.affords(0.0):
-            self._probe = 0
-            self._current[self._size] = 1
+    def _choose_best(self, num_rows: int, widths: list[int]) -> int:
+        """Returns the width with the most expected tokens for its cost; 1 if none wins, or drafts pause."""
+        padded = round_up(self._limits.row_sizes, num_rows)
+        pause = self._pauses.setdefault(round_up(self._sizes[widths[0]], num_rows), _Pause())
+        if pause.left:
+            pause.left -= 1
+            if not pause.left:
+                self._acceptance.hope()
             return 1
-        plain = self._estimate(num_rows, 1)
+        cost = plain = self._costs.get((padded, 1), 0.0)
         if not plain:
             return 1
-        tokens = self._acceptance.predict(always_drafts=self._limits.draft_costs)
-        # A width without a time is taken for as fast as a plain step, so it is tried if its drafts are any good.
-        tokens = [tokens[0], *(count * self._kept for count in tokens[1:])]
-        speeds = {width: tokens[width - 1] / (self._estimate(num_rows, width) or plain) for width in widths}
-        best = max(speeds, key=speeds.__getitem__)
-        if current > 1 and not self._probe:
-            ratio = self._estimate(num_rows, current) / plain if current in speeds else 0.0
-            self._renewals.consider(ratio, is_worse=speeds[best] > speeds.get(current, 0) and best == 1)
-        if self._renewals.take_step():
-            return 1
-        is_better = speeds[best] > (_MARGIN if best > 1 else _LEAST_MARGIN) * speeds.get(current, 0)
-        if is_better and (current > 1 or account.affords(_STAKE)):
-            if best == 1 and self._limits.draft_costs:
-                account.halve()
-            current = self._current[self._size] = best
-            self._renewals.forget_usual()
-        if current > 1:
-            return current
-        return self._choose_probe(num_rows, widths, plain, account)
-
-    def _choose_probe(self, num_rows: int, widths: list[int], plain: float, account: DraftAccount) -> int:
-        """Returns the width of a probe while plain steps seem best; 1: not now."""
-        width = widths[1]
-        if self._probe:
-            return width
-        ratio = self._estimate(num_rows, width) / plain or 2.0
-        num_steps = max(2, _PROBE_CHAINS // num_rows) + 1
-        self._price = _Price(width, _MARGIN * ratio, num_steps * (ratio - 1))
-        if not account.affords(self._price.cost):
-            return 1
-        if not self._limits.draft_costs:  # plain steps show how good first drafts are
-            tokens = self._acceptance.predict(always_drafts=False, hopes=True)
-            if tokens[width - 1] <= self._price.needed:
-                return 1
-        self._acceptance.forget()
-        self._probe = max(_PROBE_CHAINS, 2 * num_rows)
-        return width
+        tokens = self._acceptance.predict()
+        best, most = 1, _MARGIN if pause.num_verified < _PROVEN else 1.0
+        for width in widths:
+            # Computing more tokens is never cheaper, whatever noise there was when they were measured.
+            cost = max(cost, self._costs.get((round_up(self._sizes[width], num_rows), width), 0.0))
+            gain = tokens[width - 1] * plain / cost
+            if gain > most:
+                best, most = width, gain
+        if best == 1:
+            pause.begin()
+        elif self._has_drafts:
+            pause.num_verified += 1
+        return best

@@ -103,7 +103,7 @@ def make_scripted(make: Callable[..., LLM], num_drafts: int, *, forced: bool = T
 
     Args:
         make: takes `speculative_config`.
-        forced: it verifies in each step without chunks; otherwise the clock chooses.
+        forced: it verifies in each step without chunks; otherwise the scheduler chooses.
     """
     config: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": num_drafts}
     if forced:

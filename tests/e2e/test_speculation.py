@@ -218,7 +218,7 @@ def test_any_number_of_drafts(plain: LLM, num_drafts: int) -> None:
     check(plain, drafting, INPUTS[: len(SHAPED_PARAMS)], SHAPED_PARAMS)
 
 
-def test_widths_that_follow_the_clock(plain: LLM) -> None:
+def test_widths_that_the_scheduler_chooses(plain: LLM) -> None:
     """Whatever it chooses; several widths are compiled."""
     drafting = make_scripted(make, 3, forced=False)
     for mode in Mode:

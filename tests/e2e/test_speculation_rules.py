@@ -168,8 +168,7 @@ def take_all_widths(llm: LLM) -> set[int]:
         turn += 1
         choose(num_rows, *rest)
         widths = sorted({1, *(width for rows, width in sizes if rows >= num_rows)})
-        reach = chooser._num_made + 1
-        return max(width for width in widths if width <= min(reach, widths[turn // 3 % len(widths)])), widths[-1] - 1
+        return widths[turn // 3 % len(widths)] if chooser._has_drafts else 1, widths[-1] - 1
 
     chooser.choose = choose_any  # type: ignore[method-assign]
     return {1, *(width for _, width in sizes)}

@@ -125,7 +125,10 @@ class EngineMachine(RuleBasedStateMachine):
             self.device.max_drafts, self.device.drafts_always = most, not costs
             self.device.num_lookahead_tokens = limits.num_lookahead_tokens
         self.now = 0.0
-        self.engine = Engine(Scheduler(limits, self.pages, lambda: self.now), self.device, overlap=overlap)
+        costs_of_steps = {(count, 1): 1.0 for count in range(1, rows + 1)}
+        costs_of_steps |= {(count, width): 1 + 0.1 * width for count, width in limits.verify_widths}
+        scheduler = Scheduler(limits, self.pages, lambda: self.now, costs_of_steps)
+        self.engine = Engine(scheduler, self.device, overlap=overlap)
         if masks is not None:
             self.engine._grammars = LateMasks(masks)
         self.requests: dict[str, Request] = {}
