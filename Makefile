@@ -18,19 +18,21 @@ OLDEST_TESTS += $(addprefix tests/e2e/,test_parity.py test_ready.py test_kernels
 OLDEST_TARGETS := h200 a100 v5e
 PIP_FLAGS := --quiet --disable-pip-version-check
 # CI runs the targets without `-full`, which leave out the tests marked thorough; docs/testing.md says which those are.
-PYTEST := -m pytest -n 2 --dist worksteal
-CI := -m 'not thorough' --hypothesis-profile quick
-FAST := -m 'not slow and not thorough' --hypothesis-profile quick
+# What the runner of CI sets: TESTS, the tests that are to run, and COSTS, where their CPU seconds are written.
+PYTEST = -m pytest -n 2 --dist worksteal $(if $(COSTS),--costs $(COSTS))
+CI := -m 'not thorough and not docs' --hypothesis-profile quick
+FAST := -m 'not slow and not thorough and not docs' --hypothesis-profile quick
+FULL := -m 'not docs'
 ENGINE_ROOMS := $(addprefix --ignore tests/,server pallas_kernels hosts)
 
-.PHONY: setup demo attack test test-full test-all lock audit test-fast test-oldest test-oldest-full test-kernels test-kernels-full test-server test-server-full test-cluster test-ray soak lint format bench-host bench-regression reference-env goldens sampling-goldens clean help
+.PHONY: setup demo attack ci test test-full test-docs test-docs-full test-all lock audit test-fast test-oldest test-oldest-full list-oldest-tests test-kernels test-kernels-full test-gate test-gate-full test-server test-server-full test-cluster test-ray soak lint format bench-host bench-regression reference-env goldens sampling-goldens clean help
 
 help:
 	@echo "make demo            serve a hundred prompts three ways with the model that ships in the package"
 	@echo "make test            the test suite; the server and the kernels have their own"
 	@echo "make test-server     the HTTP server's: real processes, OpenAI's clients, faults, the page in a browser"
 	@echo "make test-full, make test-server-full   these with what CI leaves out: dry runs, installs, each golden again"
-	@echo "make test-all        every test there is, and the attacks: what runs before an issue is called resolved"
+	@echo "make test-all        every test there is, and the attacks, but for what passed already: what runs before an issue is called resolved"
 	@echo "make attack          what strangers may try, on a server of its own, while a probe must be answered"
 	@echo "make lock            write anew what images install"
 	@echo "make audit           look for known vulnerabilities in it, where that service can be reached"
@@ -38,8 +40,11 @@ help:
 	@echo "make test-fast       without the tests marked slow"
 	@echo "make test-oldest     on the oldest supported jax ($(OLDEST_JAX)), fast tests of what can differ there"
 	@echo "make test-oldest-full    all fast tests on it but the server's"
-	@echo "make test-kernels    the kernels': values in interpreters, and samples compiled for each GPU and TPU, none of which needs to be here"
-	@echo "make test-kernels-full   all cases, shapes and tuning entries, more steps, samples with the oldest CUDA 13 compiler and the oldest jax"
+	@echo "make test-kernels    the kernels': values in interpreters"
+	@echo "make test-gate       samples compiled for each GPU and TPU, none of which needs to be here"
+	@echo "make test-kernels-full, make test-gate-full   all cases, shapes and tuning entries, more steps, older compilers"
+	@echo "make test-docs       what README and the pages say"
+	@echo "make ci              what runs before a change lands, but for what passed already"
 	@echo "make test-cluster    two hosts that run one engine, copies of it behind a router, and what is lost when one of them dies"
 	@echo "make test-ray        the demo model in Ray Serve, where Ray has packages"
 	@echo "make lint            ruff, as CI runs it"
@@ -61,21 +66,35 @@ demo: setup
 	$(RUN) scripts/demo.py
 
 test: setup
-	$(RUN) $(PYTEST) $(CI) $(ENGINE_ROOMS)
+	$(RUN) $(PYTEST) $(CI) $(or $(TESTS),$(ENGINE_ROOMS))
 
 test-full: setup
-	$(RUN) $(PYTEST) $(ENGINE_ROOMS)
+	$(RUN) $(PYTEST) $(FULL) $(or $(TESTS),$(ENGINE_ROOMS))
+
+# Tests of what pages say.
+DOCS_TESTS = $(shell grep -rl --include='test_*.py' pytest.mark.docs tests)
+
+test-docs: setup
+	$(RUN) $(PYTEST) -m 'docs and not thorough' $(DOCS_TESTS)
+
+test-docs-full: setup
+	$(RUN) $(PYTEST) -m docs $(DOCS_TESTS)
 
 test-server: setup
 	$(RUN) $(PYTEST) $(CI) tests/server
 
 test-server-full: setup
-	$(RUN) $(PYTEST) tests/server
+	$(RUN) $(PYTEST) $(FULL) tests/server
 
 attack: setup
 	$(RUN) scripts/attack_server.py
 
-test-all: lint bench-regression test-kernels-full test-full test-server-full test-oldest-full test-cluster test-ray attack
+# In parts: what has passed on this machine with all that it depends on as it is now is not run again.
+ci:
+	$(PYTHON) -m scripts.ci
+
+test-all:
+	$(PYTHON) -m scripts.ci --full
 
 lock: setup
 	$(RUN) scripts/lock.py
@@ -100,8 +119,12 @@ $(OLDEST)/.ready: pyproject.toml
 test-oldest: $(OLDEST)/.ready
 	$(OLDEST)/bin/python $(PYTEST) $(FAST) $(OLDEST_TESTS)
 
+# For the runner, to which they are inputs.
+list-oldest-tests:
+	@echo $(OLDEST_TESTS)
+
 test-oldest-full: $(OLDEST)/.ready
-	$(OLDEST)/bin/python $(PYTEST) -m 'not slow' --hypothesis-profile quick --ignore tests/server
+	$(OLDEST)/bin/python $(PYTEST) -m 'not slow and not docs' --hypothesis-profile quick --ignore tests/server
 
 $(CLUSTER)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(CLUSTER)
@@ -120,16 +143,24 @@ $(RAY)/.ready: pyproject.toml
 test-ray: $(RAY)/.ready
 	$(RAY)/bin/python -m pytest tests/cluster/test_ray_serve.py tests/cluster/test_ray_options.py
 
-# The script fetches the compilers that some of the tests use.
-test-kernels: setup $(OLDEST)/.ready
-	$(RUN) scripts/test_kernels.py
-	$(RUN) $(PYTEST) $(CI) tests/pallas_kernels
-	$(OLDEST)/bin/python scripts/test_kernels.py --lower-only --targets $(OLDEST_TARGETS)
+test-kernels: setup
+	$(RUN) $(PYTEST) $(CI) $(or $(TESTS),tests/pallas_kernels)
 
-test-kernels-full: setup $(OLDEST)/.ready
-	$(RUN) scripts/test_kernels.py --full
-	$(RUN) $(PYTEST) tests/pallas_kernels
-	$(OLDEST)/bin/python scripts/test_kernels.py
+test-kernels-full: setup
+	$(RUN) $(PYTEST) $(FULL) $(or $(TESTS),tests/pallas_kernels)
+
+test-gate: test-gate-kernels test-gate-steps
+
+test-gate-full: test-gate-kernels-full test-gate-steps-full
+
+# The script fetches the compilers that it uses.
+test-gate-%: setup $(OLDEST)/.ready
+	$(RUN) scripts/test_kernels.py --part $*
+	$(OLDEST)/bin/python scripts/test_kernels.py --part $* --lower-only --targets $(OLDEST_TARGETS)
+
+test-gate-%-full: setup $(OLDEST)/.ready
+	$(RUN) scripts/test_kernels.py --part $* --full
+	$(OLDEST)/bin/python scripts/test_kernels.py --part $*
 
 lint: setup
 	$(RUN) -m ruff check

@@ -314,6 +314,7 @@ def list_jobs(targets: Sequence[str], *, full: bool = False, lower_only: bool = 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
+    parser.add_argument("--part", choices=("kernels", "steps"), help="these alone (default: both)")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="programs of these names (default: all)")
     parser.add_argument(
         "--full",
@@ -334,6 +335,7 @@ def main() -> int:
     options = ["--lower-only"] if args.lower_only else []
     options += ["--impl", args.impl] if args.impl else []
     jobs = list_jobs(args.targets, full=args.full, lower_only=args.lower_only)
+    jobs = [job for job in jobs if args.part is None or (args.part == "steps") == (job.command == STEPS)]
     wheels: dict[tuple[str, str], Path | None] = {}
     skipped = []
     for platform, release in dict.fromkeys((job.target.platform, job.release) for job in jobs):

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
+import pytest
+
+from tests.cpu_seconds import CpuSeconds
 from tests.examples import register_profiles
 from tests.programs import PROGRAMS
 
@@ -21,3 +25,12 @@ def pytest_sessionstart() -> None:
 
     enable_persistent_cache(PROGRAMS)
     library.load(PROGRAMS)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--costs", type=Path, metavar="FILE", help="write what each test costs in CPU seconds there")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    is_worker = hasattr(config, "workerinput")
+    config.pluginmanager.register(CpuSeconds(None if is_worker else config.getoption("--costs")))

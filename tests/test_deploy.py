@@ -104,6 +104,7 @@ def check_flags(arguments: list[str]) -> None:
     ServerConfig.from_options(**read_flags(args, ServerConfig))
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_every_flag_that_is_named_exists(name: str) -> None:
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", DOCUMENTS[name]))
@@ -117,17 +118,20 @@ def test_every_flag_that_is_named_exists(name: str) -> None:
     assert named - foreign - FOREIGN_FLAGS <= list_flags()
 
 
+@pytest.mark.docs
 def test_every_flag_of_the_server_is_explained() -> None:
     for _, option in list_options(ServerConfig):
         flag = option.name.replace("_", "-")
         assert re.search(rf"--(no-)?{flag}(?![\w-])", DOC), flag
 
 
+@pytest.mark.docs
 def test_endpoints_of_the_table_are_those_of_the_server() -> None:
     table = DOC.partition("## Endpoints")[2].partition("\n## ")[0]
     assert set(re.findall(r"`(GET|POST) (/[^`]*)`", table)) == list_endpoints()
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_every_path_that_is_named_is_served(name: str) -> None:
     paths = {path for _, path in list_endpoints()}
@@ -136,12 +140,14 @@ def test_every_path_that_is_named_is_served(name: str) -> None:
     assert named <= paths
 
 
+@pytest.mark.docs
 def test_every_field_of_a_request_is_explained() -> None:
     for kind in REQUESTS:
         for name in kind.model_fields:
             assert f"`{name}`" in DOC, f"{kind.__name__}.{name}"
 
 
+@pytest.mark.docs
 def test_refused_fields_stand_in_the_table_of_refusals() -> None:
     table = DOC.partition("| Refused |")[2].partition("\n\n")[0]
     for kind in REQUESTS:
@@ -149,6 +155,7 @@ def test_refused_fields_stand_in_the_table_of_refusals() -> None:
             assert f"`{name}`" in table, f"{kind.__name__}.{name}"
 
 
+@pytest.mark.docs
 def test_codes_of_errors_are_those_of_the_source() -> None:
     rows = DOC.partition("## Errors")[2].partition("\n## ")[0].splitlines()
     named = {code for row in rows if row.startswith("|") for code in re.findall(r"`(\w+)`", row.split("|")[3])}
@@ -160,6 +167,7 @@ def test_codes_of_errors_are_those_of_the_source() -> None:
     assert named - {"code"} == known
 
 
+@pytest.mark.docs
 def test_metrics_of_the_table_are_those_that_are_rendered() -> None:
     table = DOC.partition("| Metric |")[2].partition("\n\n")[0]
     named = {name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.partition(" | ")[0])}
@@ -262,6 +270,7 @@ def test_health_check_follows_the_status(name: str, status: int, expected: int) 
     assert done.returncode == expected
 
 
+@pytest.mark.docs
 @pytest.mark.slow
 def test_examples_of_the_document_run_against_a_server() -> None:
     examples = re.findall(r"```python\n(.*?)```", DOC, flags=re.S)

@@ -174,6 +174,7 @@ def test_copies_follow_a_queue_that_is_measured() -> None:
     assert re.search(rf"^{metric}[ {{]", list_gauges(), flags=re.M)
 
 
+@pytest.mark.docs
 def test_every_manifest_is_explained() -> None:
     text = (ROOT / "docs" / "clusters.md").read_text()
     assert set(MANIFESTS) - {"kubernetes.yaml"} <= set(re.findall(r"configs/deploy/([\w-]+\.yaml)", text))

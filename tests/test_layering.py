@@ -7,57 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from scripts.ci.floors import FLOORS, HOST_ROOMS, find_room, is_allowed
 
 ROOT = Path(__file__).parents[1]
-
-# Room -> floor. Rooms of one floor do not import each other; F2a (host) and F2b (device) meet in runtime.
-FLOORS = {
-    "pallas_kernels": "F0",
-    "jaxserve.errors": "F1.0",
-    "jaxserve.files": "F1.0",
-    "jaxserve.structured_params": "F1.1",
-    "jaxserve.sampling_params": "F1.2",
-    "jaxserve.options": "F1.1",
-    "jaxserve.vllm_options": "F1.1",
-    "jaxserve.parallel_options": "F1.2",
-    "jaxserve.scheduler_options": "F1.2",
-    "jaxserve.config": "F1.3",
-    "jaxserve.option_flags": "F1.3",
-    "jaxserve.engine_args": "F1.4",
-    "jaxserve.logits_processor": "F1.1",
-    "jaxserve.presets": "F1.1",
-    "jaxserve.speculative_config": "F1.1",
-    "jaxserve.quantization_config": "F1.1",
-    "jaxserve.devices": "F1.1",
-    "jaxserve.token_automaton": "F1.1",
-    "jaxserve.request": "F1.3",
-    "jaxserve.workers": "F1.1",
-    "jaxserve.pages": "F2a.0",
-    "jaxserve.scheduler": "F2a.1",
-    "jaxserve.tokenizers": "F2a.0",
-    "jaxserve.structured": "F2a.1",
-    "jaxserve.sharding": "F2b.0",
-    "jaxserve.layers": "F2b.1",
-    "jaxserve.models": "F2b.2",
-    "jaxserve.weights": "F2b.3",
-    "jaxserve.sampling": "F2b.0",
-    "jaxserve.speculation": "F2b.1",
-    "jaxserve.runtime": "F3",
-    "jaxserve.engine": "F4",
-    "jaxserve.simulation": "F4.1",
-    "jaxserve.server": "F5",
-    "jaxserve.bench": "F5",
-    "jaxserve.cluster": "F5.1",
-    "jaxserve.cli": "F6",
-    "jaxserve.__main__": "F7",
-}
-HOST_ROOMS = [room for room, floor in FLOORS.items() if floor.startswith(("F1", "F2a"))]
-
-
-def find_room(module: str) -> str | None:
-    matches = [room for room in FLOORS if module == room or module.startswith(room + ".")]
-    return max(matches, key=len) if matches else None
 
 
 def list_modules() -> list[tuple[str, Path]]:
@@ -77,26 +29,20 @@ def list_imports(path: Path) -> list[str]:
     return names
 
 
-def is_allowed(importer: str, imported: str) -> bool:
-    if importer == imported:
-        return True
-    upper, lower = FLOORS[importer], FLOORS[imported]
-    if {upper[:3], lower[:3]} == {"F2a", "F2b"}:
-        return False
-    return lower < upper
-
-
-@pytest.mark.parametrize(("module", "path"), list_modules(), ids=lambda value: value if isinstance(value, str) else "")
-def test_imports_go_down(module: str, path: Path) -> None:
-    room = find_room(module)
-    if module in ("jaxserve", "jaxserve.demo"):
-        room = None  # the front door, which loads everything lazily, and the model's files
-    else:
-        assert room is not None, f"{module} is on no floor: add it to FLOORS"
-    for imported in list_imports(path):
-        target = find_room(imported)
-        if target is not None and room is not None:
-            assert is_allowed(room, target), f"{module} ({FLOORS[room]}) imports {imported} ({FLOORS[target]})"
+def test_imports_go_down() -> None:
+    wrong = []
+    for module, path in list_modules():
+        if module in ("jaxserve", "jaxserve.demo"):
+            continue  # the front door, which loads everything lazily, and the model's files
+        room = find_room(module)
+        assert room is not None, f"{module} is on no floor: add it to FLOORS in scripts/ci/floors.py"
+        targets = {imported: find_room(imported) for imported in list_imports(path)}
+        wrong += [
+            f"{module} ({FLOORS[room]}) imports {imported} ({FLOORS[target]})"
+            for imported, target in targets.items()
+            if target is not None and not is_allowed(room, target)
+        ]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_no_modules_import_each_other() -> None:

@@ -242,6 +242,7 @@ def test_a_recording_has_what_makes_the_same_config() -> None:
         assert isinstance(chosen["speculative_config"], dict)
 
 
+@pytest.mark.docs
 def test_the_page_has_every_key_and_method_and_its_examples_are_read(tmp_path: Path) -> None:
     page = (Path(__file__).parents[1] / "docs" / "speculation.md").read_text()
     tables = "\n".join(line for line in page.splitlines() if line.startswith("|"))

@@ -15,6 +15,8 @@ from jaxserve.server.protocol.fields import StreamOptions
 from jaxserve.vllm_options import OTHER_NAMES, VLLM_OPTIONS, VllmOption
 from tests.doc_pages import DOCS, make_table, put_tables, run_blocks
 
+pytestmark = pytest.mark.docs
+
 PATH = DOCS / "coming-from-vllm.md"
 PAGE = PATH.read_text()
 

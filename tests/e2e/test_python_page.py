@@ -17,6 +17,8 @@ from jaxserve.config import EngineConfig
 from jaxserve.options import list_options
 from tests.doc_pages import DOCS, make_table, put_tables, run_blocks
 
+pytestmark = pytest.mark.docs
+
 PATH = DOCS / "python.md"
 PAGE = PATH.read_text()
 

@@ -13,6 +13,8 @@ import pytest
 
 from tests.programs import PROGRAMS
 
+pytestmark = pytest.mark.docs
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```\n+```text\n(.*?)```", README, flags=re.S)

@@ -182,6 +182,7 @@ def test_a_better_priority_is_refused_for_the_key_or_for_everyone() -> None:
 # docs/tiers.md
 
 
+@pytest.mark.docs
 def test_the_example_of_the_page_is_a_tenants_file_and_its_table_has_every_field(path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "tiers.md").read_text()
     (example,) = re.findall(r"```toml\n(.*?)```", page, flags=re.S)

@@ -9,6 +9,8 @@ import pytest
 from jaxserve.cli import _make_parser
 from tests.doc_pages import DOCS, run_blocks
 
+pytestmark = pytest.mark.docs
+
 PATH = DOCS / "simulation.md"
 
 

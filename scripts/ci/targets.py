@@ -1,0 +1,101 @@
+"""The targets: what is run or skipped as a whole. Each has tests, or a command of the Makefile that has none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scripts.ci.floors import FLOORS
+
+# Read by tests alone: what they say about the docs is of no use to other targets.
+DOCS = ("docs/", "README.md")
+# The rules of the house read every file in milliseconds, so nothing is gained by keeping that they passed.
+HOUSE = (
+    "tests/test_layering.py",
+    "tests/test_size.py",
+    "tests/test_transfers.py",
+    "tests/test_dependencies.py",
+    "tests/test_testing_page.py",
+    "tests/test_ci.py",
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """`ci` and `full` are targets of the Makefile, for CI and for `make test-all`; None where it has no part in it.
+
+    Inputs are the tests, what they import, the rooms below that, and `files`: paths, or folders if they end in a slash.
+    Tests of a room that look above it are a target of their own (`inputs.split_target`), so that the others need not
+    run when what lies above changes. `is_closed` says that `files` are all, and what these import is none.
+    """
+
+    name: str
+    tests: tuple[str, ...] = ()
+    ci: str | None = "test"
+    full: str | None = "test-full"
+    files: tuple[str, ...] = ()
+    rooms: tuple[str, ...] = ()
+    is_closed: bool = False
+    is_kept: bool = True
+
+
+def _room(name: str, *more: str) -> Target:
+    return Target(name, (f"tests/{name}", *more), rooms=(f"jaxserve.{name}",))
+
+
+TARGETS = (
+    Target("lint", ci="lint", full="lint", is_kept=False),
+    Target(
+        "values",
+        tuple(
+            f"tests/test_{name}.py"
+            for name in (
+                *("config", "errors", "files", "quantization_config", "sampling_params", "speculative_config"),
+                *("vllm_options", "devices"),
+            )
+        ),
+        rooms=tuple(room for room, floor in FLOORS.items() if floor.startswith("F1")),
+    ),
+    *(_room(name) for name in ("workers", "pages", "scheduler", "tokenizers", "structured")),
+    _room("layers", "tests/test_sharding.py"),
+    _room("models", "tests/test_golden_cases.py"),
+    *(_room(name) for name in ("sampling", "speculation", "weights", "runtime", "engine", "simulation")),
+    Target("e2e", ("tests/e2e",)),
+    *(_room(name) for name in ("bench", "cluster", "cli")),
+    Target("scripts", ("tests/scripts",), ci=None),
+    Target("deploy", ("tests/test_deploy.py", "tests/test_kubernetes.py"), files=("configs/deploy/",)),
+    Target("docs", ci="test-docs", full="test-docs-full", files=(*DOCS, "configs/deploy/")),
+    Target("server", ("tests/server",), ci="test-server", full="test-server-full"),
+    # Before the kernels' tests, of which some use the compilers that it fetches.
+    Target(
+        "gate-kernels",
+        ci="test-gate-kernels",
+        full="test-gate-kernels-full",
+        files=("scripts/test_kernels.py", "pallas_kernels/"),
+        is_closed=True,
+    ),
+    Target(
+        "gate-steps",
+        ci="test-gate-steps",
+        full="test-gate-steps-full",
+        files=("scripts/test_kernels.py", "scripts/compile_step.py"),
+    ),
+    Target(
+        "kernels",
+        ("tests/pallas_kernels",),
+        ci="test-kernels",
+        full="test-kernels-full",
+        rooms=("pallas_kernels",),
+    ),
+    Target("oldest", ci="test-oldest", full="test-oldest-full"),
+    Target(
+        "bench-regression",
+        ci="bench-regression",
+        full="bench-regression",
+        files=("scripts/bench_regression.py", "scripts/bench_regression.toml"),
+    ),
+    Target("hosts", ("tests/hosts", "tests/cluster"), ci=None, full="test-cluster"),
+    Target("ray", ("tests/cluster/test_ray_serve.py", "tests/cluster/test_ray_options.py"), ci=None, full="test-ray"),
+    Target("attack", ci=None, full="attack", files=("scripts/attack_server.py",)),
+    # Last, because it always runs: the output of CI ends with pytest's own lines.
+    Target("house", HOUSE, is_kept=False),
+)
