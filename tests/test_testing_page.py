@@ -43,6 +43,6 @@ def test_what_the_oldest_jax_is_to_run_exists() -> None:
     lines = re.findall(
         r"^OLDEST_TESTS \+?:?= \$\(addprefix ([\w/]+),([^)]*)\)", (ROOT / "Makefile").read_text(), flags=re.M
     )
-    paths = [ROOT / folder / name for folder, names in lines for name in names.split()]
-    assert len(paths) > 10
+    paths = [ROOT / folder / name.partition("::")[0] for folder, names in lines for name in names.split()]
+    assert len(paths) >= 8
     assert not [path.name for path in paths if not path.exists()]

@@ -113,7 +113,7 @@ def list_docs_tests(repository: Repository) -> list[str]:
 
 def find_inputs(target: Target, repository: Repository, tests: Iterable[str] = ()) -> set[str]:
     """Returns the paths of a target's inputs. `tests` are what the Makefile gives it, beside its own."""
-    places = [*target.tests, *tests, *target.files]
+    places = [*target.tests, *(test.partition("::")[0] for test in tests), *target.files]
     files = {path for place in places for path in repository.list_under(place)}
     rooms: set[str] = set()
     if not target.is_closed:

@@ -61,7 +61,7 @@ TARGETS = (
     *(_room(name) for name in ("sampling", "speculation", "weights", "runtime", "engine", "simulation")),
     Target("e2e", ("tests/e2e",)),
     *(_room(name) for name in ("bench", "cluster", "cli")),
-    Target("scripts", ("tests/scripts",), ci=None),
+    Target("scripts", ("tests/scripts",)),
     Target("deploy", ("tests/test_deploy.py", "tests/test_kubernetes.py"), files=("configs/deploy/",)),
     Target("docs", ci="test-docs", full="test-docs-full", files=(*DOCS, "configs/deploy/")),
     Target("server", ("tests/server",), ci="test-server", full="test-server-full"),

@@ -12,6 +12,9 @@ from jaxserve.bench.setup import Bench
 from jaxserve.errors import ConfigError
 from tests.bench.small_bench import make_bench
 
+pytestmark = pytest.mark.thorough
+
+
 POINT = Point(
     batch=1,
     context=64.0,

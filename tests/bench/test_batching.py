@@ -12,6 +12,8 @@ from jaxserve.bench.prompts import BenchRequest
 from jaxserve.errors import ConfigError
 from tests.programs import PROGRAMS
 
+pytestmark = pytest.mark.thorough
+
 
 def make(num_prompt: int, num_output: int, arrival: float = 0.0) -> BenchRequest:
     return BenchRequest(tuple(range(20, 20 + num_prompt)), None, num_prompt, num_output, arrival)

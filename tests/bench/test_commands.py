@@ -14,6 +14,9 @@ from jaxserve.cli import main
 from jaxserve.simulation.calibration import read_calibration
 from tests.programs import PROGRAMS
 
+pytestmark = pytest.mark.thorough
+
+
 CACHE = ("--compilation-cache-dir", str(PROGRAMS))
 
 

@@ -28,6 +28,9 @@ from jaxserve.cli import main
 from jaxserve.errors import ConfigError
 from tests.programs import PROGRAMS
 
+pytestmark = pytest.mark.thorough
+
+
 ROOT = Path(__file__).parents[2]
 FAKE = Path(__file__).with_name("fake_peer.py")
 REQUESTS = [BenchRequest((1,) * length, None, length, output) for length, output in ((3, 4), (5, 2), (130, 6))]

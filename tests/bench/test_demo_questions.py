@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from jaxserve.bench.demo_questions import make_questions
+
+pytestmark = pytest.mark.thorough
 
 
 def test_no_story_is_told_twice() -> None:

@@ -9,6 +9,8 @@ from jaxserve.bench.setup import Bench
 from jaxserve.errors import ConfigError
 from tests.bench.small_bench import make_bench
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture(scope="module")
 def bench() -> Bench:

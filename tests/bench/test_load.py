@@ -18,6 +18,8 @@ from jaxserve.bench.load.target import Target
 from jaxserve.errors import ConfigError
 from tests.bench.fake_server import DONE, FakeServer, Script, run_fake_server, stream
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture(scope="module")
 def generator() -> Iterator[LoadGenerator]:

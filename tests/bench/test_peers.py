@@ -15,6 +15,9 @@ from jaxserve.bench.datasets import BenchRequest
 from jaxserve.bench.peers import protocol
 from tests.bench.fake_server import Script, run_fake_server
 
+pytestmark = pytest.mark.thorough
+
+
 REQUESTS = [BenchRequest((7,) * length, None, length, output) for length, output in ((3, 4), (5, 2))]
 LLAMA_SERVER = """#!%s
 import http.server, json, sys

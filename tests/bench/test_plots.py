@@ -23,6 +23,9 @@ from jaxserve.bench.plots import (
 )
 from jaxserve.errors import ConfigError
 
+pytestmark = pytest.mark.thorough
+
+
 SVG = "{http://www.w3.org/2000/svg}"
 
 

@@ -12,6 +12,9 @@ import pytest
 from jaxserve.bench import startup
 from jaxserve.bench.startup import Build, Start, StartError, list_faults, measure_starts, run_child, summarize_starts
 
+pytestmark = pytest.mark.thorough
+
+
 START = Start(2.0, 3.0, 2.5, 0, 4, (1, 2))
 
 

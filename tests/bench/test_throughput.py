@@ -13,6 +13,8 @@ from jaxserve.bench.setup import Bench
 from jaxserve.bench.throughput import list_failures, measure_throughput, summarize_runs, summarize_times
 from tests.bench.small_bench import LIMITS, make_bench
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture(scope="module")
 def bench() -> Bench:

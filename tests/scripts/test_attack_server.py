@@ -15,6 +15,8 @@ from attack_server import Look, Result, render
 from attacks import ATTACKS, SHUTDOWN_SECONDS, Notes
 from rich.console import Console
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parents[2]
 GOOD = Result(ATTACKS["bodies"], during=[Look(0.2, "yes")], after=Look(0.1, "yes"), ending=1.0, text="yes")
 

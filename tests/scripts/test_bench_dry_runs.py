@@ -15,6 +15,9 @@ import pytest
 from jaxserve.bench.report import read_schema
 from tests.programs import PROGRAMS
 
+pytestmark = pytest.mark.thorough
+
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.scripts.test_bench_dry_runs import read_figures
+
+pytestmark = pytest.mark.thorough
 
 
 def test_bench_host_writes_its_parts(tmp_path: Path) -> None:

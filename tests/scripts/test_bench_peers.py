@@ -9,6 +9,8 @@ from rich.console import Console
 
 from tests.scripts.test_bench_dry_runs import ROOT
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture
 def peers(monkeypatch: pytest.MonkeyPatch):

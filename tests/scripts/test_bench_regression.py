@@ -10,6 +10,9 @@ import pytest
 
 from tests.scripts.test_bench_dry_runs import ROOT
 
+pytestmark = pytest.mark.thorough
+
+
 FILE = "scripts/bench_regression.toml"
 
 

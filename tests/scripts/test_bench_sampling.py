@@ -16,6 +16,8 @@ from pallas_kernels.backends import find_backend
 from scripts.null_step import IMPL, NullModel, NullStep, load_model, make_step
 from tests.scripts.test_bench_dry_runs import ROOT, run_script
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.mark.slow
 @pytest.mark.thorough

@@ -25,6 +25,8 @@ from demo_lm.questions import (
     list_training_questions,
 )
 
+pytestmark = pytest.mark.thorough
+
 _LONGEST_TURN = 110  # tokens; `answering` reads 128 at once
 
 

@@ -32,6 +32,8 @@ from demo_lm.model import DemoConfig, DemoModel
 from demo_lm.packing import Shape
 from demo_lm.tokens import load_tokenizer
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "jaxserve" / "demo"
 LENGTH = 9

@@ -20,6 +20,8 @@ from demo_lm.export import export_checkpoint, load_checkpoint
 from demo_lm.model import DemoConfig, DemoModel, compute_loss
 from demo_lm.scoring import Problem
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture(scope="module")
 def model() -> DemoModel:

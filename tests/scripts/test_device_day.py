@@ -20,6 +20,8 @@ from device_stages.clocks import ClockLog
 from device_stages.plan import Stage
 from device_stages.report import make_report
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parents[2]
 LATER = 600.0  # seconds: never in a test
 MAX_FILES = 8  # that a call may leave

@@ -32,6 +32,8 @@ from pallas_kernels.testing.compare import RELATIVE_TOLERANCE
 from pallas_kernels.testing.compile_gate import Gate, measure_attention
 from pallas_kernels.testing.gate_shapes import list_programs
 
+pytestmark = pytest.mark.thorough
+
 MIXED = Shape("tiny", (2, 1, 64), 1, 32, 24, "bfloat16", 32, beside=(0, 31, 50))
 DECODE = Shape("tiny", (2, 1, 64), 2, 63, 1, "bfloat16", 32)
 

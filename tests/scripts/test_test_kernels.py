@@ -35,6 +35,9 @@ from scripts.test_kernels import (
     run_job,
 )
 
+pytestmark = pytest.mark.thorough
+
+
 ROOT = Path(__file__).parents[2]
 GOOD = ProgramReport("good", "v5e", impl="xla", is_compiled=True)
 

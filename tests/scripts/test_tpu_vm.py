@@ -13,6 +13,9 @@ import pytest
 
 from jaxserve import cli
 
+pytestmark = pytest.mark.thorough
+
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "tpu_vm.sh"
 OWN = ("JAXSERVE_API_KEY", "JAXSERVE_CLUSTER_TOKEN", "PYTHON", "TPU_WORKER_ID")  # what the script reads
 

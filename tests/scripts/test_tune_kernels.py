@@ -20,6 +20,9 @@ from pallas_kernels.testing.compare import RELATIVE_TOLERANCE, relative_error
 from pallas_kernels.tune.search import AXES, list_neighbours
 from tests.scripts.test_bench_dry_runs import ROOT, run_script
 
+pytestmark = pytest.mark.thorough
+
+
 HEADS = (4, 2, 128)
 PAGE_SIZE = 64
 

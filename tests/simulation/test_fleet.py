@@ -22,6 +22,8 @@ from jaxserve.simulation.traces import read_trace
 from tests.simulation.test_replica import ask, make_prompt, make_spec
 from tests.simulation.test_traces import TRACES
 
+pytestmark = pytest.mark.thorough
+
 
 def count_by_replica(requests: Sequence[Request], router: str, num_replicas: int) -> list[int]:
     run = run_fleet(requests, make_spec(), num_replicas=num_replicas, router=router)

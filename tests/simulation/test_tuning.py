@@ -17,6 +17,9 @@ from jaxserve.simulation.fleet import FleetRun, run_fleet
 from jaxserve.simulation.tuning import choose_sizes, count_programs, to_toml, tune
 from tests.simulation.test_replica import ask, make_spec
 
+pytestmark = pytest.mark.thorough
+
+
 FORMULA = StepFormula(token_seconds=1.0, logit_seconds=0.5, step_seconds=3.0, row_seconds=0.25)
 
 
