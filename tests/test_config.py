@@ -138,3 +138,8 @@ def test_padded_sizes_come_as_lists(tmp_path: Path) -> None:
     (tmp_path / "options.toml").write_text("precompile_bs_paddings = [8, 32]\nprecompile_token_paddings = [64, 512]\n")
     config = EngineConfig.from_options(**read_options(tmp_path / "options.toml")).resolve("cpu").compile
     assert (config.precompile_bs_paddings, config.precompile_token_paddings) == ((8, 32), (64, 512))
+
+
+def test_a_bucket_is_refused_as_compile_cache() -> None:
+    with pytest.raises(ConfigError, match=r"must be a directory, got 'gs://b/c'; mount a bucket \(gcsfuse"):
+        EngineConfig.from_options(compilation_cache_dir="gs://b/c")
