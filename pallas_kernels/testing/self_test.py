@@ -51,14 +51,17 @@ def run_self_test(
     for case in list_cases(shape, num_rows=num_rows, num_tokens=num_tokens, table_width=table_width, softcap=softcap):
         inputs = make_inputs(replace(case, max_pages=_count_pages(case), sinks=sinks))
         placed = replace(inputs, **{name: jax.device_put(getattr(inputs, name), device) for name in _ARRAYS})
-        try:
-            out, pool = map(np.asarray, run_case(case, placed, impl=impl))
-        except Exception as error:  # whatever a compiler or a driver raises
-            text = str(error).strip() or "without a word"
-            return f"{case.name}: {type(error).__name__}: {text.splitlines()[0][:300]}"
-        fault = _find_fault(case, inputs, out, pool)
-        if fault is not None:
-            return f"{case.name}: {fault}"
+        # On a TPU first with bounds checked, so that a copy out of bounds is an error here, and then as it will serve.
+        for checks_bounds in (True, False) if impl == "tpu" else (False,):
+            name = f"{case.name}, bounds checked" if checks_bounds else case.name
+            try:
+                out, pool = map(np.asarray, run_case(case, placed, impl=impl, checks_bounds=checks_bounds))
+            except Exception as error:  # whatever a compiler or a driver raises
+                text = str(error).strip() or "without a word"
+                return f"{name}: {type(error).__name__}: {text.splitlines()[0][:300]}"
+            fault = _find_fault(case, inputs, out, pool)
+            if fault is not None:
+                return f"{name}: {fault}"
     return None
 
 

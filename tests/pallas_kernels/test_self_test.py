@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import NoReturn
 
+import jax
 import pytest
 
 from pallas_kernels.backends import choose_layout
 from pallas_kernels.spec import AttnShape, KVSpec
-from pallas_kernels.testing.case import make_inputs
+from pallas_kernels.testing import self_test
+from pallas_kernels.testing.case import Case, Inputs, make_inputs
+from pallas_kernels.testing.runner import run_case
 from pallas_kernels.testing.self_test import LONGEST_WINDOW, list_cases, run_self_test
 from tests.pallas_kernels.cpu_kernel import FAULTS, serve_kernel
 
@@ -71,3 +75,24 @@ def test_rows_leave_the_window_and_the_null_page_is_nobodys() -> None:
     pages = sum(-(-(computed + new) // 32) for computed, new in mixed.rows)
     inputs = make_inputs(replace(mixed, max_pages=pages))
     assert inputs.kv_pages.shape[0] == 2 * (2 + pages)
+
+
+def test_a_tpu_runs_each_batch_with_bounds_checked_and_then_as_it_will_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def run(case: Case, inputs: Inputs, *, impl: str, checks_bounds: bool) -> tuple[jax.Array, jax.Array]:
+        seen.append((case.name, checks_bounds))
+        return run_case(case, inputs)
+
+    monkeypatch.setattr(self_test, "run_case", run)
+    assert run_self_test("tpu", make_shape("xla", 128), **SIZES) is None
+    assert seen == [(name, checked) for name in ("decode batch", "mixed batch") for checked in (True, False)]
+
+
+def test_a_copy_out_of_bounds_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(case: Case, inputs: Inputs, *, impl: str, checks_bounds: bool) -> NoReturn:
+        raise RuntimeError("out of bounds" if checks_bounds else "not reached")
+
+    monkeypatch.setattr(self_test, "run_case", run)
+    said = run_self_test("tpu", make_shape("xla", 128), **SIZES)
+    assert said == "decode batch, bounds checked: RuntimeError: out of bounds"
