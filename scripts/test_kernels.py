@@ -237,6 +237,7 @@ def make_table(title: str, reports: Iterable[ProgramReport]) -> Table:
         "s",
         "temp MB",
         "launches",
+        "async",
         "kernel",
         "registers",
         "spilled",
@@ -262,6 +263,7 @@ def make_table(title: str, reports: Iterable[ProgramReport]) -> Table:
             f"{report.seconds:.1f}",
             temporaries,
             show(report.launches),
+            f"{report.async_pairs} of {report.collectives}" if report.collectives else "-",
             *lines,
             verdict,
         )

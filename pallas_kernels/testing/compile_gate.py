@@ -35,6 +35,7 @@ from pallas_kernels.testing.gate_offsets import list_short_indices, list_short_o
 from pallas_kernels.testing.gate_report import (
     KernelUse,
     ProgramReport,
+    count_collectives,
     count_launches,
     count_repeated,
     list_complaints,
@@ -46,6 +47,7 @@ from pallas_kernels.testing.gate_report import (
     parse_tpu_kernels,
 )
 from pallas_kernels.testing.gate_shapes import GateProgram, list_programs, list_tuned_programs
+from pallas_kernels.testing.operands import list_unread_operands
 
 POOL_SHARE = 0.5  # of a device's memory: no copy of it hides among temporaries, and its offsets are those of a server
 NUM_LAYERS = 2
@@ -150,11 +152,13 @@ class Gate:
         return replace(report, seconds=time.perf_counter() - start)
 
     def _compile(self, report: ProgramReport, traced: Any) -> ProgramReport:
+        if self.target.platform == "tpu":
+            report = replace(report, unread_operands=tuple(list_unread_operands(traced.jaxpr.jaxpr)))
         if not self.devices:
             lowered = traced.lower(lowering_platforms=(PLATFORMS[self.target.platform],))
             return replace(report, kernels=tuple(list_launches(lowered)))
         lowered = traced.lower()
-        kernels, complaints, launches, repeated = list_launches(lowered), [], None, 0
+        kernels, complaints, launches, repeated, collectives = list_launches(lowered), [], None, 0, (0, 0)
         with capture_output() as read_output:
             compiled = lowered.compile()
         text = compiled.as_text()
@@ -163,7 +167,7 @@ class Gate:
             complaints = list_complaints(read_output())
             launches, repeated = count_launches(text), count_repeated(text)
         else:
-            kernels = parse_tpu_kernels(text)
+            kernels, collectives = parse_tpu_kernels(text), count_collectives(text)
         memory = compiled.memory_analysis()
         return replace(
             report,
@@ -174,6 +178,8 @@ class Gate:
             launches=launches,
             repeated=repeated,
             small_tiles=tuple(list_small_tiles(text)),
+            collectives=collectives[0],
+            async_pairs=collectives[1],
             kernels=tuple(kernels),
             complaints=tuple(complaints),
             copied_params=tuple(list_copied_params(text)),

@@ -32,6 +32,9 @@ _PRODUCT = re.compile(
     re.MULTILINE,
 )
 _SHORT, _LONG = 16, 64  # the least sides of such a tile, where the product has as much
+_COLLECTIVE = re.compile(r" (?:all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
+_SPLIT = re.compile(r"^ *%async-collective-start\S* = ", re.MULTILINE)  # a fusion, whose end is another
+_STARTED = re.compile(r" (?:all-reduce|all-gather|collective-permute)-start\(")
 _COMPUTATION = re.compile(r"^%([\w.-]+) .*\{\n((?:  .*\n)+)\}", re.MULTILINE)
 _CONDITION = re.compile(r" while\(.*?condition=%([\w.-]+)")
 _CALLED = re.compile(r" fusion\(.*?calls=%([\w.-]+)")
@@ -87,12 +90,15 @@ class ProgramReport:
     planned_blocks: int | None = None  # per multiprocessor: the plan of its work counts on so many at once
     judges_tiles: bool = False  # whether products in small tiles are a fault
     small_tiles: tuple[str, ...] = ()  # a GPU's products in small tiles
+    collectives: int = 0  # of a TPU's program, in its main computation
+    async_pairs: int = 0  # of these, split into a start and an end between which others run
     repeated: int = 0  # instructions of a GPU's program that are computed again to save memory
     kernels: tuple[KernelUse, ...] = ()
     complaints: tuple[str, ...] = ()  # ptxas' own words
     copied_params: tuple[str, ...] = ()  # parameters that the program copies into another layout
     fixed_turns: tuple[int, ...] = ()  # of its loops of a fixed length
     short_indices: tuple[str, ...] = ()  # of 32 bits, into longer axes
+    unread_operands: tuple[str, ...] = ()  # of a TPU's kernels
     error: str = ""
 
     def to_json(self) -> str:
@@ -106,7 +112,7 @@ def read_report(line: str) -> ProgramReport:
     kernels = (KernelUse(**kernel) for kernel in values["kernels"])
     values["kernels"] = tuple(replace(kernel, faults=tuple(kernel.faults)) for kernel in kernels)
     values["complaints"] = tuple(values["complaints"])
-    for name in ("copied_params", "fixed_turns", "short_indices", "small_tiles"):
+    for name in ("copied_params", "fixed_turns", "short_indices", "small_tiles", "unread_operands"):
         values[name] = tuple(values[name])
     return ProgramReport(**values)
 
@@ -173,6 +179,13 @@ def count_launches(hlo: str) -> int:
     return len(_LAUNCH.findall(main))
 
 
+def count_collectives(hlo: str) -> tuple[int, int]:
+    """The collectives of a compiled TPU program's main computation, and how many of them run beside other work."""
+    main = hlo[hlo.index("\nENTRY ") :]
+    split = len(_SPLIT.findall(main))
+    return split + len(_COLLECTIVE.findall(main)), split + len(_STARTED.findall(main))
+
+
 def count_repeated(hlo: str) -> int:
     """The instructions that a compiled program computes again to save memory."""
     return len(_REPEATED.findall(hlo))
@@ -229,6 +242,7 @@ def find_faults(report: ProgramReport, target: Target) -> list[str]:
         if report.planned_blocks is not None and fitting is not None and fitting < report.planned_blocks:
             faults.append(f"{kernel.name}: {fitting} blocks per multiprocessor, its plan has {report.planned_blocks}")
     faults += report.short_indices
+    faults += [f"a kernel never reads {operand}: others may read zeros" for operand in report.unread_operands]
     if report.is_compiled:
         faults += [line for line in report.complaints if not (target.spill_bytes and _SPILL_WARNING in line)]
         faults += [*_find_program_faults(report), *_find_memory_faults(report, target)]

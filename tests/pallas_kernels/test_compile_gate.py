@@ -19,6 +19,7 @@ from pallas_kernels.testing.compile_gate import Gate, capture_output
 from pallas_kernels.testing.gate_report import (
     KernelUse,
     ProgramReport,
+    count_collectives,
     count_launches,
     count_repeated,
     find_faults,
@@ -228,6 +229,24 @@ def test_products_in_small_tiles_fail_a_step(shape: str, tile: str, is_small: bo
     assert find_faults(report, H200) == [], "kernels are compiled without the options of steps"
     faults = find_faults(read_report(replace(report, judges_tiles=True).to_json()), H200)
     assert len(faults) == is_small and all("1 products have small tiles" in fault for fault in faults)
+
+
+def test_collectives_that_run_beside_other_work_are_counted() -> None:
+    """A TPU's fusions for the two ends of a collective, and a start and an end as other compilers write them."""
+    hlo = """
+%async_collective_fusion {
+  %all-gather.1 = bf16[8] all-gather(%param.1), channel_id=1
+}
+
+ENTRY %main {
+  %all-reduce.2 = bf16[8] all-reduce(%x), channel_id=4
+  %async-collective-start.3 = (bf16[8], bf16[8]) fusion(%y), kind=kCustom, calls=%async_collective_fusion
+  %async-collective-done.3 = bf16[8] fusion(%async-collective-start.3), kind=kCustom
+  %collective-permute-start = (bf16[8], bf16[8]) collective-permute-start(%y)
+  %collective-permute-done = bf16[8] collective-permute-done(%collective-permute-start)
+}
+"""
+    assert count_collectives(hlo) == (3, 2)
 
 
 def test_what_is_computed_again_fails_a_program() -> None:
