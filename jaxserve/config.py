@@ -178,7 +178,9 @@ class CompileOptions:
     def __post_init__(self) -> None:
         check_choices(self)
         check_at_least(self, compile_threads=0, max_logprobs=-1)
-        self._require_directory()
+        if "://" in (url := self.compilation_cache_dir or ""):
+            message = f"must be a directory, got {shorten(url)}; mount a bucket (gcsfuse BUCKET DIR) and give that"
+            raise ConfigError(message, field="compilation_cache_dir", value=url)
         for name in ("precompile_bs_paddings", "precompile_token_paddings"):
             sizes = getattr(self, name)
             if sizes is not None and (not sizes or sizes[0] < 1 or any(a >= b for a, b in pairwise(sizes))):
@@ -201,14 +203,6 @@ class CompileOptions:
         if tokens is not None and tokens[0] <= most_rows:
             message = f"each must be above {most_rows}, the rows that every such step has, got {tokens[0]}"
             raise ConfigError(message, field="precompile_token_paddings", value=tokens)
-
-    def _require_directory(self) -> None:
-        if self.compilation_cache_dir is not None and "://" in self.compilation_cache_dir:
-            message = (
-                f"must be a directory, got {shorten(self.compilation_cache_dir)}; mount a bucket (gcsfuse BUCKET DIR) "
-                "and give the directory"
-            )
-            raise ConfigError(message, field="compilation_cache_dir", value=self.compilation_cache_dir)
 
     @property
     def cache_dir(self) -> Path | None:
