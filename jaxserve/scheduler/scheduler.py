@@ -46,7 +46,7 @@ class Scheduler:
         self.pages = pages
         self.turns: TurnOrder = FairOrder() if limits.options.scheduling_policy == "fair" else ArrivalOrder()
         self.times = StepTimes(limits)
-        self.widths = WidthChooser(limits, self.times, costs or {}) if limits.max_drafts else None
+        self.widths = WidthChooser(limits, self.times, {} if costs is None else costs) if limits.max_drafts else None
         self.waiting = WaitingQueue(self.turns, lambda sequence: not pages.is_loading(sequence.pages))
         self.batch = Batch(limits.max_num_seqs, pages)
         self.door = Door(limits, self.waiting, self.batch)

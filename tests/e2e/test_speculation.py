@@ -219,14 +219,18 @@ def test_any_number_of_drafts(plain: LLM, num_drafts: int) -> None:
 
 
 def test_widths_that_the_scheduler_chooses(plain: LLM) -> None:
-    """Whatever it chooses; several widths are compiled."""
+    """Whatever it chooses; several widths can be compiled, and those that are were timed."""
     drafting = make_scripted(make, 3, forced=False)
     for mode in Mode:
         for params in (PARAMS, [*SHAPED_PARAMS, *PARAMS[8:]]):
             expected = ask(plain, INPUTS, params)
             teach(drafting, list_texts(expected), mode)
             compare(drafting.generate(INPUTS, params, use_tqdm=False), expected)
-    assert len({bucket.width for bucket in drafting.ready.runner._buckets.buckets}) == 3
+    runner, scheduler = drafting.ready.runner, drafting.ready.engine.scheduler
+    assert len({bucket.width for bucket in runner._buckets.buckets}) == 3
+    used = {(bucket.rows, bucket.width) for bucket in runner.counts.steps if not bucket.is_mixed}
+    assert runner.step_costs.keys() == used and scheduler.widths is not None
+    assert scheduler.widths._costs is runner.step_costs and max(width for _, width in used) > 1
 
 
 @pytest.mark.thorough

@@ -183,6 +183,9 @@ def run_without_compiling(llm: LLM, inputs: Any, params: Any) -> None:
             ask(llm, inputs, params)
     assert {bucket.width for bucket, count in llm.ready.runner.counts.steps.items() if count} == widths
     assert llm.ready.runner.num_compiles == 0
+    buckets = [bucket for bucket in llm.ready.runner._buckets.buckets if not bucket.is_mixed]
+    is_timed = llm.ready.shapes.chooses_widths
+    assert len(llm.ready.runner.step_costs) == (len(buckets) if is_timed else 0)
 
 
 def test_nothing_compiles_after_ready() -> None:
