@@ -22,7 +22,8 @@ def attend_by_formula(case: Case, inputs: Inputs) -> tuple[np.ndarray, np.ndarra
     out = np.zeros((*inputs.q.shape[:2], case.spec.out_dim), np.float32)
     for row, lens in enumerate(case.rows):
         tokens = slice(*inputs.query_start_loc[row : row + 2])
-        out[tokens] = _attend_row(case, inputs, pool, row, case.count_keys(lens), tokens)
+        if tokens.start < tokens.stop:
+            out[tokens] = _attend_row(case, inputs, pool, row, case.count_keys(lens), tokens)
     return out, pool
 
 
