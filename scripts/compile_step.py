@@ -61,6 +61,7 @@ DEVICE_COUNTS = {"gpu": (1, 2), "tpu": (8,)}  # the first always, the others in 
 FEW_LAYERS, FEWEST_LAYERS = 4, 2  # in the full gate, without it
 MAX_MODEL_LEN = {LATENT: 65536}  # its own would not fit the scalar memory of a TPU
 MEMORY_SHARE = 0.9
+LAYER_LAUNCHES = {"h200": {1: 13, 32: 13}}  # the most kernels of a layer of the dense model, by rows that decode
 DRAFTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     (DENSE, {"method": "ngram", "num_speculative_tokens": 3}),
     # A head follows each step. Eight TPUs have 1,376 feed-forward columns each: rows that a TPU pads, if it must.
@@ -110,7 +111,13 @@ def make_target_mesh(gate: Gate, num_devices: int) -> Any:
 
 
 def measure_step(
-    gate: Gate, name: str, shapes: Shapes, mesh: Any, bucket: Bucket, options: Mapping[str, Any]
+    gate: Gate,
+    name: str,
+    shapes: Shapes,
+    mesh: Any,
+    bucket: Bucket,
+    options: Mapping[str, Any],
+    most_layer_launches: int | None = None,
 ) -> ProgramReport:
     """Compiles one forward program against pools that fill the device, with what is known of its products."""
     budget = cache_budget(gate.target.memory_bytes, MEMORY_SHARE, estimate_use(shapes))
@@ -127,6 +134,7 @@ def measure_step(
         reason=shapes.impl_reason,
         donated_bytes=plan.bytes_per_device,
         most_temp_bytes=layer if is_bounded else None,
+        most_layer_launches=most_layer_launches,
         loops_follow_batch=shapes.impl == "xla" and shapes.experts is None,  # portable products have loops of experts
         judges_tiles=True,
     )
@@ -176,19 +184,33 @@ def list_steps(target: Target, *, full: bool, impl: str) -> dict[str, tuple[Shap
     return steps | {name: (shapes, bucket)}
 
 
+def list_counted(target: Target, *, impl: str) -> dict[str, tuple[Shapes, Bucket, int]]:
+    """Returns decode steps of few rows, whose small kernels take a good part of their time, and the most per layer."""
+    if impl != target.impl:
+        return {}
+    shapes = make_step_shapes(target, DENSE, num_devices=1, num_layers=FEWEST_LAYERS, impl=impl)
+    limits = {shapes.buckets.find(rows, rows): most for rows, most in LAYER_LAUNCHES.get(target.name, {}).items()}
+    return {
+        f"step {bucket}: {DENSE}, kernels counted, {FEWEST_LAYERS} layers, 1 devices": (shapes, bucket, most)
+        for bucket, most in limits.items()
+    }
+
+
 def main() -> None:
     args = make_parser(__doc__ or "").parse_args()
     target = find_target(args.target)
-    steps = list_steps(target, full=args.full, impl=args.impl or target.impl)
+    impl = args.impl or target.impl
+    counted = list_counted(target, impl=impl)
+    steps = {name: (*step, None) for name, step in list_steps(target, full=args.full, impl=impl).items()} | counted
     if args.list:
         print(*steps, sep="\n")
         return
     gate = Gate(target, [] if args.lower_only else open_devices(target))
     with tuned_options(target) as options:
-        for name, (shapes, bucket) in steps.items():
+        for name, (shapes, bucket, most) in steps.items():
             if args.only is None or name in args.only:
                 mesh = make_target_mesh(gate, shapes.num_devices)
-                print_report(measure_step(gate, name, shapes, mesh, bucket, options), as_json=args.json)
+                print_report(measure_step(gate, name, shapes, mesh, bucket, options, most), as_json=args.json)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,11 @@ two of them.
 The devices' own compilers come as wheels, which this script installs once into `.wheels/`. A program fails if its
 compiler refuses it or complains, if a kernel spills registers or exceeds a memory of the device, if the donated KV
 pool is copied, if a GPU computes something again to save memory, if products of its steps have small tiles, or if a
-loop of portable attention does not end with the batch. It does not show results, hangs or speed. Each target compiles a
-sample of the shapes (`testing/gate_shapes.py`). `--full` compiles all shapes and tuning entries and many more steps,
-and the samples also with the oldest CUDA 13 compilers; it adds steps of a TPU v6e and a TPU v7x. `--lower-only` needs
-no compiler and finds less.
+loop of portable attention does not end with the batch; also for faults that only a driver or a large pool would show
+(docs/kernels.md). It does not show results, hangs or speed. Each target compiles a sample of the shapes
+(`testing/gate_shapes.py`). `--full` compiles all shapes and tuning entries and many more steps, and the samples also
+with the oldest CUDA 13 compilers; it adds steps of a TPU v6e and a TPU v7x. `--lower-only` needs no compiler and finds
+less.
 """
 
 from __future__ import annotations

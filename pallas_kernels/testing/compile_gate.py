@@ -37,6 +37,7 @@ from pallas_kernels.testing.gate_report import (
     ProgramReport,
     count_collectives,
     count_launches,
+    count_layer_launches,
     count_repeated,
     list_complaints,
     list_copied_params,
@@ -158,7 +159,8 @@ class Gate:
             lowered = traced.lower(lowering_platforms=(PLATFORMS[self.target.platform],))
             return replace(report, kernels=tuple(list_launches(lowered)))
         lowered = traced.lower()
-        kernels, complaints, launches, repeated, collectives = list_launches(lowered), [], None, 0, (0, 0)
+        kernels, complaints, launches, layer_launches = list_launches(lowered), [], None, None
+        repeated, collectives = 0, (0, 0)
         with capture_output() as read_output:
             compiled = lowered.compile()
         text = compiled.as_text()
@@ -166,6 +168,7 @@ class Gate:
             kernels = merge_uses(kernels, parse_ptxas(read_output()), self.seen)
             complaints = list_complaints(read_output())
             launches, repeated = count_launches(text), count_repeated(text)
+            layer_launches = count_layer_launches(text)
         else:
             kernels, collectives = parse_tpu_kernels(text), count_collectives(text)
         memory = compiled.memory_analysis()
@@ -176,6 +179,7 @@ class Gate:
             alias_bytes=memory.alias_size_in_bytes,
             temp_bytes=memory.temp_size_in_bytes,
             launches=launches,
+            layer_launches=layer_launches,
             repeated=repeated,
             small_tiles=tuple(list_small_tiles(text)),
             collectives=collectives[0],

@@ -23,6 +23,7 @@ _VMEM = re.compile(r'"used_scoped_memory_configs":\[([^\]]*)\]')
 _COPIED_PARAM = re.compile(r'(?<!S\(1\)\}) copy\(.*op_name="(params\[[^"]*)"')
 # What XLA launches on a GPU, in the program's main computation. Bitcasts and the members of tuples cost nothing.
 _LAUNCH = re.compile(r" (?:fusion|custom-call|copy|sort|while|conditional|all-reduce(?:-start)?)\(")
+_MOSAIC_CALL = re.compile(r'custom_call_target="mosaic_gpu.*op_name="[^"]*?([^/"]+)/[^/"]+"')
 # XLA names what it computes again to save memory after the first.
 _REPEATED = re.compile(r"^ *(?:ROOT )?%[\w.-]+\.remat(?!erialized)[\w.]* = ", re.MULTILINE)
 # A product by Triton: the shape of its result, and the tile of it that a block computes.
@@ -92,6 +93,8 @@ class ProgramReport:
     small_tiles: tuple[str, ...] = ()  # a GPU's products in small tiles
     collectives: int = 0  # of a TPU's program, in its main computation
     async_pairs: int = 0  # of these, split into a start and an end between which others run
+    layer_launches: int | None = None  # of a layer, if there are several
+    most_layer_launches: int | None = None  # that a layer may have, if the program has a limit
     repeated: int = 0  # instructions of a GPU's program that are computed again to save memory
     kernels: tuple[KernelUse, ...] = ()
     complaints: tuple[str, ...] = ()  # ptxas' own words
@@ -186,6 +189,15 @@ def count_collectives(hlo: str) -> tuple[int, int]:
     return split + len(_COLLECTIVE.findall(main)), split + len(_STARTED.findall(main))
 
 
+def count_layer_launches(hlo: str) -> int | None:
+    """The kernels of a layer: those from one call of the first Pallas kernel to its next. None if there is no next."""
+    main = hlo[hlo.index("\nENTRY ") :]
+    launches = [line for line in main.splitlines() if _LAUNCH.search(line)]
+    calls = {index: found[1] for index, line in enumerate(launches) if (found := _MOSAIC_CALL.search(line))}
+    places = [index for index, name in calls.items() if name == next(iter(calls.values()))]
+    return places[1] - places[0] if len(places) > 1 else None
+
+
 def count_repeated(hlo: str) -> int:
     """The instructions that a compiled program computes again to save memory."""
     return len(_REPEATED.findall(hlo))
@@ -251,10 +263,14 @@ def find_faults(report: ProgramReport, target: Target) -> list[str]:
 
 def _find_program_faults(report: ProgramReport) -> list[str]:
     """The faults of what XLA made of a program."""
+    most = report.most_layer_launches
     faults = {
         f"weights are copied in every step: {', '.join(report.copied_params)}": report.copied_params,
         f"{len(report.small_tiles)} products have small tiles: {report.small_tiles[:1]}": report.judges_tiles
         and report.small_tiles,
+        f"{report.layer_launches} kernels a layer, at most {most} are expected": (
+            most is not None and (report.layer_launches is None or report.layer_launches > most)
+        ),
         f"{report.repeated} instructions are computed again to save memory": report.repeated,
         f"loops have {report.fixed_turns} turns, however short the contexts are": report.loops_follow_batch
         and report.fixed_turns,

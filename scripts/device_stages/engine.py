@@ -31,9 +31,11 @@ LOADS = {
         ),
     ),
     "engine_xla": Load(8, ((1, 512), (32, 512), (1, 4096), (32, 4096))),
+    "engine_8": Load(8, ((1, 512), (32, 512))),
+    "engine_early": Load(8, ((1, 512), (32, 512))),
 }
 TINY_LOAD = Load(2, ((1, 64), (2, 64)), num_steps=2, budget=64)
-OPTIONS = {"engine": {}, "engine_xla": {"attention_impl": "xla"}}
+OPTIONS = {"engine": {}, "engine_xla": {"attention_impl": "xla"}, "engine_8": {}, "engine_early": {}}
 TRACED = 32, 512  # the rows and context whose steps are traced
 TRACED_STEPS = 20
 PROMPTS, PROMPT_RUNS = 8, 3

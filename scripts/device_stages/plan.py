@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from device_stages.results import CLOSING, Line, results_of
 
+EARLY_LAUNCHES = "--xla_gpu_enable_pdl=true --xla_gpu_enable_pdl_launch=true"  # of XLA's kernels, as of our own
 NO_COMMAND_BUFFERS = "--xla_gpu_enable_command_buffer="  # XLA then launches every kernel by itself
 # Registers and spills of each kernel, to standard output. Where only values are checked, XLA's own kernels need not be
 # tuned, which takes most of the time that their programs compile.
@@ -77,6 +78,16 @@ SECOND = (
     ),
     Stage(
         "ablation", "loads without compute, a persistent grid, sizes of pages, who writes keys", 60, 30, measures=True
+    ),
+    Stage("engine_8", "steps of 8 layers", 50, 45, "device_stages.engine", measures=True),
+    Stage(
+        "engine_early",
+        "the same where XLA's kernels begin before the one ahead has ended",
+        50,
+        45,
+        "device_stages.engine",
+        environment={"XLA_FLAGS": EARLY_LAUNCHES},
+        measures=True,
     ),
     Stage("tuning", "block sizes; the winners are in tuning.json", 150, 145, measures=True),
     Stage(

@@ -21,6 +21,7 @@ from pallas_kernels.testing.gate_report import (
     ProgramReport,
     count_collectives,
     count_launches,
+    count_layer_launches,
     count_repeated,
     find_faults,
     list_complaints,
@@ -247,6 +248,19 @@ ENTRY %main {
 }
 """
     assert count_collectives(hlo) == (3, 2)
+
+
+def test_kernels_of_a_layer_are_counted_from_one_call_to_the_next() -> None:
+    call = '  %call.{} = bf16[4] custom-call(%x), custom_call_target="mosaic_gpu_v2", metadata={{op_name="f/{}/run"}}'
+    fusion = "  %fusion = bf16[4]{0} fusion(%p), kind=kLoop, calls=%fused_copy"
+    layer = [call.format(1, "decode"), call.format(2, "combine"), fusion, "  %gte = bf16[4] get-tuple-element(%fusion)"]
+    lines = ["%fused_copy {", "}", "ENTRY %main.7 (p: bf16[4]) -> bf16[4] {", fusion, *layer, fusion, *layer, "}"]
+    assert count_layer_launches("\n".join(lines)) == 4
+    assert count_layer_launches("\n".join([*lines[:8], "}"])) is None, "one layer"
+    report = replace(make_gpu_report(), layer_launches=4, most_layer_launches=4)
+    assert find_faults(report, H200) == []
+    assert find_faults(replace(report, most_layer_launches=3), H200) == ["4 kernels a layer, at most 3 are expected"]
+    assert find_faults(replace(report, layer_launches=None), H200) == ["None kernels a layer, at most 4 are expected"]
 
 
 def test_what_is_computed_again_fails_a_program() -> None:

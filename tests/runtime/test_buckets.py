@@ -33,9 +33,9 @@ def test_defaults_on_cpu() -> None:
     assert [b.tokens for b in table.buckets if not b.is_decode] == [64, 192, 512]
 
 
-def test_a_single_row_is_padded_to_two_on_cpu_only() -> None:
-    assert make_buckets("cpu", 1, 64).find(1, 1) == Bucket(2, 2)
-    assert make_buckets("gpu", 1, 64).find(1, 1) == Bucket(1, 1)
+def test_a_single_row_is_padded_to_two_but_on_tpus() -> None:
+    assert make_buckets("cpu", 1, 64).find(1, 1) == make_buckets("gpu", 1, 64).find(1, 1) == Bucket(2, 2)
+    assert make_buckets("tpu", 1, 64).find(1, 1) == Bucket(1, 1)
 
 
 def test_what_does_not_fit_is_an_error() -> None:

@@ -280,7 +280,7 @@ def test_stages_are_chosen_by_name_and_group(
 ) -> None:
     assert device_day.choose_stages([], dry_run=False) == list(plan.FIRST)
     names = [stage.name for stage in device_day.choose_stages(["second", "probe"], dry_run=False)]
-    assert names == ["probe", "kernels", "ablation", "tuning", "peers", "sanitizer"]
+    assert names == ["probe", "kernels", "ablation", "engine_8", "engine_early", "tuning", "peers", "sanitizer"]
     paths = {stage.path for stage in device_day.choose_stages([], dry_run=True)}
     assert paths == {stage.path for stage in plan.STAGES.values()}, "a dry run leaves no code out"
     monkeypatch.setattr(sys, "argv", ["device_day.py", "--stage", "nonsense"])
