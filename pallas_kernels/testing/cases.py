@@ -40,7 +40,7 @@ def _latents(num_heads: int, dtype: str, page_size: int) -> dict:
 
 
 _ENCODER = ((0, 1), (0, 17), (16, 16), (0, 30))
-_GAPS = ((150, 1), (0, 0), (16, 1), (0, 0), (191, 1))
+_GAPS = ((150, 3), (0, 0), (16, 1), (0, 0), (60, 4))  # of drafts: where all have one token, row s has token s
 _CROSS = {"causal": False, "is_stored": True}
 _TREE = {"tree": True}
 _WIDE, _WIDE_FP8 = _shape(8, 2, 128, "bfloat16", 64), _shape(8, 2, 128, _FP8, 64)
@@ -50,13 +50,13 @@ CASES = [
     Case("decode full bucket", (*_DECODE, (5, 1)), max_tokens=8, max_query_len=1),
     Case("decode one row of many", ((70, 1),), max_tokens=8, max_query_len=1),
     Case("decode all padding", (), max_tokens=8, max_query_len=1),
-    Case("decode empty rows between others", _GAPS, max_tokens=8, max_query_len=1),
-    Case("decode empty rows between others, 8:2 of 128", _GAPS, max_tokens=8, max_query_len=1, **_WIDE),
+    Case("empty rows between drafts", _GAPS, max_query_len=4),
+    Case("empty rows between drafts, 8:2 of 128", _GAPS, max_query_len=4, **_WIDE),
     Case("decode window softcap", _DECODE, max_tokens=8, max_query_len=1, window=20, softcap=2.0),
     Case("decode window of one", _DECODE, max_tokens=8, max_query_len=1, window=1),
     Case("decode 4:4 bfloat16", _DECODE, max_tokens=8, max_query_len=1, **_shape(4, 4, 64, "bfloat16")),
     Case("mixed", _MIXED),
-    Case("mixed empty rows between others, 8:2 of 128", ((150, 1), (0, 0), (0, 17), (0, 0), (31, 2)), **_WIDE),
+    Case("mixed empty rows between others, 8:2 of 128", ((150, 1), (0, 17), (0, 0), (31, 2)), **_WIDE),
     Case("mixed one prompt", ((0, 64),)),
     Case("mixed one chunk deep in its row", ((128, 64),)),
     Case("mixed all padding", ()),
