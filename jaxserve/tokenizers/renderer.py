@@ -1,28 +1,22 @@
-"""Renders chat templates of untrusted conversations: frugal ones here, others in processes that can be killed.
+"""Renders chat templates of untrusted conversations in processes that can be killed.
 
-The cost of a template depends on the messages, so no check beforehand can prove it harmless. The model's own template
-is rendered in this process while it stays within its budget (`frugal.py`); everything else goes to a process.
+The cost of a template depends on the messages, so no check beforehand can prove it harmless, the model's own no more
+than one that a request brings.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from jaxserve.errors import InvalidRequestError, JaxServeError, TokenizerError, shorten
 from jaxserve.tokenizers import template as template_program
 from jaxserve.tokenizers.template import read_reply
 from jaxserve.workers import Worker, WorkerEndedError, WorkerStartError, WorkerTimeoutError
-
-if TYPE_CHECKING:
-    from jaxserve.tokenizers.frugal import FrugalTemplate
-
-_log = logging.getLogger(__name__)
 
 MEMORY_BYTES = 256 << 20  # address space beyond what a process needs at rest; the longest text takes 150 MiB
 MAX_PROCESSES = 2
@@ -49,26 +43,18 @@ class TemplateRenderer:
         """
         self._time_limit_s = time_limit_s
         self._templates: Sequence[str] = ()
-        self._frugal: FrugalTemplate | None = None  # the first template, if it is frugal
         self._changed = threading.Condition()  # guards what follows
         self._workers = [self._make_worker() for _ in range(max_processes)]
         self._idle = list(self._workers)  # the last one runs if any does
         self._is_closed = False
 
-    def start(self, template: str | None) -> None:
-        """Starts one process; it and all later ones compile `template`, and so does this one if it is frugal.
+    def start(self, template: str) -> None:
+        """Starts one process; it and all later ones compile `template`.
 
         Raises:
             WorkerStartError: the process cannot be started.
         """
-        from jaxserve.tokenizers.frugal import CostlyTemplateError, FrugalTemplate
-
-        self._templates, self._frugal = () if template is None else (template,), None
-        if template is not None:
-            try:
-                self._frugal = FrugalTemplate(template)
-            except CostlyTemplateError as reason:
-                _log.info("the chat template is always rendered in a process of its own: %s", reason)
+        self._templates = (template,)
         worker = self._take(time.monotonic() + self._time_limit_s, needs_running=False)
         try:
             worker.start()
@@ -99,10 +85,6 @@ class TemplateRenderer:
             RendererClosedError: `close` was called.
             WorkerStartError: no process could be started.
         """
-        if self._frugal is not None and template == self._templates[0] and not self._is_closed:
-            text, _ = self._frugal.render(messages, variables, tools=tools)
-            if text is not None:
-                return text
         deadline = time.monotonic() + self._time_limit_s
         job = {"template": template, "messages": messages, "variables": variables, "tools": tools}
         worker = self._take(deadline, needs_running=not may_start)

@@ -43,7 +43,7 @@ def render_template(
     chunks: list[str] = []
     size = 0
     try:
-        for chunk in compiled.generate(list_variables(messages, variables, tools)):
+        for chunk in compiled.generate(dict(messages=messages, tools=tools, documents=None, **variables)):
             chunks.append(chunk)
             size += len(chunk)
             if size > MAX_RENDERED_CHARS:
@@ -60,13 +60,6 @@ def render_template(
             f"the rendered conversation is longer than {MAX_RENDERED_CHARS} characters", field="messages"
         )
     return "".join(chunks)
-
-
-def list_variables(
-    messages: list[dict[str, Any]], variables: Mapping[str, Any], tools: list[dict[str, Any]] | None
-) -> dict[str, Any]:
-    """Returns all variables of a template."""
-    return dict(messages=messages, tools=tools, documents=None, **variables)
 
 
 def prepare(options: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -123,7 +116,7 @@ def _compile(template: str) -> Template:
     from jinja2 import TemplateError
 
     try:
-        return make_environment().from_string(template)
+        return _make_environment().from_string(template)
     except (TemplateError, RecursionError, SyntaxError, ValueError) as error:
         raise TokenizerError(
             f"the template is not valid Jinja: {type(error).__name__}: {shorten(str(error))}", field="chat_template"
@@ -131,7 +124,7 @@ def _compile(template: str) -> Template:
 
 
 @functools.cache
-def make_environment() -> Environment:
+def _make_environment() -> Environment:
     """Returns the Jinja environment that chat templates expect, sandboxed and without a loader."""
     from jinja2 import ext, nodes
     from jinja2.exceptions import SecurityError

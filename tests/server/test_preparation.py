@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -16,9 +17,10 @@ from tests.server.running import RunningServer, launch, run_server
 
 HI = [{"role": "user", "content": "What is a KV cache?"}]
 LOOPS = "{% for a in range(9999) %}" * 4 + "{% endfor %}" * 4
-TRIGGER = "hang"  # what the model's own template of some tests hangs on
+TRIGGER, GLUTTON = "hang", "eat"  # what the model's own template of a test hangs on, and takes all memory on
+HUGE = "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}"
 SOON = 2.0  # seconds
-LIMIT = 20  # seconds for the model's own template that hangs
+LIMIT = 40  # seconds for the model's own template that hangs
 FLAGS = (*SMALL, "--allow-request-chat-template")
 
 
@@ -80,15 +82,20 @@ def test_a_request_with_a_bad_template_is_refused(server: RunningServer, templat
     assert ask(server, "{{ messages[0].content }}").status_code == 200
 
 
-def test_the_models_own_template_may_hang(tmp_path: Any, hung: list[threading.Thread]) -> None:
+def test_the_models_own_template_may_hang_or_take_all_memory(tmp_path: Any, hung: list[threading.Thread]) -> None:
     """On the event loop, where short messages are prepared, in threads, more than there are, and while it drains."""
     path = tmp_path / "template.jinja"
-    path.write_text(f"{{% if messages[0].content == '{TRIGGER}' %}}{LOOPS}{{% endif %}}{{{{ messages[0].content }}}}")
+    cases = f"{{% if said == '{TRIGGER}' %}}{LOOPS}{{% elif said == '{GLUTTON}' %}}{HUGE}{{% endif %}}"
+    path.write_text(f"{{% set said = messages[0].content %}}{cases}{{{{ said }}}}")
     flags = ("--chat-template", str(path), "--template-timeout", str(LIMIT), "--shutdown-timeout", "1")
     server = launch(*SMALL, *flags)
     try:
         server.wait_until_ready()
         text, statuses = probe(server), []
+        refused = ask(server, messages=[{"role": "user", "content": GLUTTON}])
+        assert refused.status_code == 400, refused.text
+        assert re.search("MemoryError|more than 256 MiB", refused.json()["error"]["message"])
+        assert probe(server) == text and ask(server).status_code == 200
         bad = [{"role": "user", "content": TRIGGER}]
         for _ in range(8):
             hung.append(threading.Thread(target=lambda: statuses.append(ask(server, messages=bad).status_code)))
@@ -97,7 +104,7 @@ def test_the_models_own_template_may_hang(tmp_path: Any, hung: list[threading.Th
             start = time.monotonic()
             assert probe(server) == text
             assert ask(server).status_code == 200
-            assert time.monotonic() - start < LIMIT / 2, "nobody waits for the limit of those that hang"
+            assert time.monotonic() - start < LIMIT / 4, "nobody waits for the limit of those that hang"
         start = time.monotonic()
         assert server.stop(1 + SOON + 1) == 0
         assert time.monotonic() - start < 1 + SOON

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxserve.errors import InvalidRequestError, TokenizerError
 from jaxserve.tokenizers.chat import encode_chat
@@ -19,8 +22,11 @@ from jaxserve.tokenizers.renderer import RendererClosedError, RenderTimeoutError
 from jaxserve.tokenizers.template import MAX_RENDERED_CHARS, render_template
 from tests.tokenizers import test_chat
 from tests.tokenizers.builders import CHAT_TEMPLATE
-from tests.tokenizers.test_chat import HI, TextTokenizer
+from tests.tokenizers.conversations import CONVERSATIONS, good_messages, odd_messages, tool_lists
+from tests.tokenizers.families import FAMILIES
+from tests.tokenizers.test_chat import HI, WEATHER, TextTokenizer
 
+VARIABLES = {"bos_token": "<s>", "eos_token": "</s>", "add_generation_prompt": True}
 LIMIT_S = 1.0
 LOOPS = "{% for a in range(9999) %}" * 4 + "{% endfor %}" * 4
 DEEP = "{% set ns = namespace(x=[]) %}{% for i in range(5000) %}{% set ns.x = [ns.x] %}{% endfor %}{{ ns.x | tojson }}"
@@ -124,6 +130,28 @@ def test_the_tests_of_templates_hold_in_a_process_of_its_own(
             test(*values) if isinstance(values, tuple) else test(values)
     test_chat.test_a_conversation_as_text()
     test_chat.test_the_template_refuses_a_conversation()
+
+
+def outcome(render: Callable[..., str], *args: Any, **options: Any) -> tuple[str, ...]:
+    try:
+        return ("text", render(*args, **options))
+    except (InvalidRequestError, TokenizerError) as error:
+        return (type(error).__name__, str(error), str(error.field))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_templates_of_families_say_the_same_in_a_process_of_its_own(patient: TemplateRenderer, name: str) -> None:
+    for messages, offered in itertools.product(CONVERSATIONS, (None, [WEATHER])):
+        expected = outcome(render_template, FAMILIES[name], messages, VARIABLES, tools=offered)
+        assert outcome(patient.render, FAMILIES[name], messages, VARIABLES, tools=offered) == expected
+
+    @settings(max_examples=20, deadline=None, database=None)
+    @given(messages=st.lists(odd_messages | good_messages, min_size=1, max_size=3), tools=tool_lists)
+    def compare(messages: Any, tools: Any) -> None:
+        expected = outcome(render_template, FAMILIES[name], messages, VARIABLES, tools=tools)
+        assert outcome(patient.render, FAMILIES[name], messages, VARIABLES, tools=tools) == expected
+
+    compare()
 
 
 def test_the_longest_texts_fit(patient: TemplateRenderer) -> None:
