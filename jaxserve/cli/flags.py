@@ -27,28 +27,53 @@ _SAMPLING_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose commands refuse unknown arguments under their own usage, and suggest the nearest flag."""
+    """A parser whose commands refuse unknown arguments under their own usage, and suggest the nearest flag.
+
+    Flags are spelled out: by an abbreviation one would reach hidden flags, and another with each new option.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, allow_abbrev=False, **kwargs)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parses like the base class, but unknown arguments are errors."""
+        """Parses like the base class, but words may also stand behind flags, and unknown arguments are errors."""
         found, unknown = super().parse_known_args(args, namespace)
-        if unknown:
+        if unknown and not self._take_words(found, unknown):
             self._refuse(unknown)
-        return found, unknown
+        return found, []
+
+    def _take_words(self, found: argparse.Namespace, unknown: Sequence[str]) -> bool:
+        """Adds words behind flags to those in front of them, which the base class alone takes.
+
+        Returns whether that was possible: all are words, and the command takes any number of them.
+        """
+        taker = next((action for action in self._actions if action.nargs == "*" and not action.option_strings), None)
+        end = unknown.index("--") if "--" in unknown else len(unknown)
+        if taker is None or any(self._parse_optional(each) is not None for each in unknown[:end]):
+            return False
+        setattr(found, taker.dest, [*getattr(found, taker.dest), *unknown[:end], *unknown[end + 1 :]])
+        return True
 
     def _refuse(self, unknown: Sequence[str]) -> NoReturn:
-        name = next((each for each in unknown if each.startswith("-")), None)
+        given = [each for each in unknown if each != "--"]
+        name = next((each for each in given if each.startswith("-")), None)
         if name is None:
-            self.error(f"{unknown[0]!r} is one argument too many")
+            self.error(f"{given[0]!r} is one argument too many")
         name = name.partition("=")[0]
         ours = [flag for flag, action in self._option_string_actions.items() if action.dest not in VLLM_OPTIONS]
         if (other := OTHER_NAMES.get(name.lstrip("-").replace("-", "_"))) is not None:
             hint = f"here it is {spell_flag(other)}"
-        elif near := difflib.get_close_matches(name, ours, n=1):
+        elif near := _find_whole(name, ours) or difflib.get_close_matches(name, ours, n=1):
             hint = f"did you mean {near[0]}?"
         else:
             hint = f"`{self.prog} --help` lists all flags"
         self.error(f"there is no flag {name}; {hint}")
+
+
+def _find_whole(name: str, flags: Sequence[str]) -> list[str]:
+    """Returns the flag of which `name` is the beginning, if there is one only."""
+    found = [flag for flag in flags if flag.startswith(name)]
+    return found if len(found) == 1 else []
 
 
 def add_command(

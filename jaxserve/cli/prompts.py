@@ -25,7 +25,10 @@ def looks_like_model(word: str) -> bool:
         return True
     if _HUB_ID.fullmatch(word) or _PATH.fullmatch(word):
         return True
-    return (Path(word) / "config.json").is_file()
+    try:
+        return (Path(word) / "config.json").is_file()
+    except OSError:  # too long for a name, as prompts may be, or in a folder that may not be read
+        return False
 
 
 def split_words(words: Sequence[str], model: str | None, stdin: TextIO) -> tuple[str | None, list[str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 
 import jaxserve
 from jaxserve import SamplingParams
-from jaxserve.cli import main
+from jaxserve.cli import _make_parser, main
 from jaxserve.cli.flags import add_sampling_flags, read_sampling_params
 from jaxserve.config import EngineConfig
 from jaxserve.engine.generation_config import GenerationDefaults
@@ -28,6 +29,11 @@ from tests.test_devices import break_jax
         (["serve", "--prot", "8000"], "jaxserve serve [MODEL]", "there is no flag --prot; did you mean --port?"),
         (["serve", "--prot=8000"], "jaxserve serve [MODEL]", "there is no flag --prot; did you mean --port?"),
         (["generate", "hi", "--tempratur", "0"], "jaxserve generate [MODEL] [PROMPT", "did you mean --temperature?"),
+        (["generate", "hi", "--logprobs", "3"], "jaxserve generate [MODEL] [PROMPT", "there is no flag --logprobs"),
+        (["generate", "hi", "--n", "3"], "jaxserve generate [MODEL] [PROMPT", "there is no flag --n;"),
+        (["bench", "latency", "--out", "3"], "jaxserve bench latency", "there is no flag --out;"),
+        (["generate", "hi", "--temp", "0", "you"], "jaxserve generate [MODEL]", "--temp; did you mean --temperature?"),
+        (["plan", "demo", "--seed", "1", "--", "more"], "jaxserve plan [MODEL]", "'more' is one argument too many"),
         (["chat", "--zzz"], "jaxserve chat [MODEL]", "there is no flag --zzz; `jaxserve chat --help` lists all"),
         (["plan", "demo", "more"], "jaxserve plan [MODEL]", "'more' is one argument too many"),
         (["run-batch", "demo"], "jaxserve run-batch [MODEL] -i FILE -o FILE", "required: -i"),
@@ -42,6 +48,36 @@ def test_refusals_stand_under_the_commands_own_usage(
     shown = capsys.readouterr().err
     assert caught.value.code == 2 and message in shown
     assert shown.startswith(f"usage: {usage}") and shown.count("\n") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("demo --temperature 0 hi", ["demo", "hi"]),
+        ("--temperature 0 demo hi", ["demo", "hi"]),
+        ("demo --temperature 0 hi --chat there", ["demo", "hi", "there"]),
+        ("demo hi --temperature 0", ["demo", "hi"]),
+        ("--temperature 0", []),
+        ("demo -- --temperature", ["demo", "--temperature"]),
+        ("demo --temperature 0 hi -- --chat", ["demo", "hi", "--chat"]),
+        ("demo --temperature 0 -5", ["demo", "-5"]),
+    ],
+)
+def test_words_may_stand_before_between_and_behind_flags(arguments: str, words: list[str]) -> None:
+    assert _make_parser().parse_args(["generate", *arguments.split()]).words == words
+
+
+def list_parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from list_parsers(command)
+
+
+def test_no_command_takes_abbreviated_flags() -> None:
+    parsers = list(list_parsers(_make_parser()))
+    assert len(parsers) > 15 and not any(parser.allow_abbrev for parser in parsers)
 
 
 def test_no_command_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,6 +26,20 @@ def test_words_that_cannot(word: str) -> None:
     assert not looks_like_model(word)
 
 
+@pytest.mark.parametrize("word", ["a" * 256, "word " * 1000, "a/" * 3000, "a\0b", "\ud800"])
+def test_a_prompt_that_no_path_can_be_is_a_prompt(word: str) -> None:
+    assert not looks_like_model(word)
+    assert split_words([word], None, io.StringIO()) == (None, [word])
+
+
+def test_a_folder_that_may_not_be_read_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(path)
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    assert not looks_like_model(str(tmp_path.name))
+
+
 def test_a_directory_is_a_model_where_it_holds_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("docs", "model"):
