@@ -20,9 +20,9 @@ _PLUGINS = {  # the packages that serve a platform
 }
 _SUPPORTED = ("cpu", *_PLUGINS)
 _EXTRAS = {
-    "cuda": "install jaxserve[cuda13] (driver 580 or newer) or jaxserve[cuda12]",
+    "cuda": "pip install '.[cuda13]' (driver 580 or newer) or '.[cuda12]', in a checkout",
     "rocm": "install jax[rocm7-local], for which jaxserve has no extra",
-    "tpu": "install jaxserve[tpu]",
+    "tpu": "pip install '.[tpu]' in a checkout",
 }
 _EXTRAS["gpu"] = _EXTRAS["cuda"]
 _REPAIRS = {

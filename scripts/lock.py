@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # The lock file of each image, and its extras.
 LOCKS = {"lock-cpu.txt": "otel", "lock-cuda.txt": "cuda13,otel", "lock-tpu.txt": "tpu,otel"}
 HEADER = """\
-# Written by scripts/lock.py for Python 3.12 on x86-64 Linux, from jaxserve[{extras}]. Do not edit.
+# Written by scripts/lock.py for Python 3.12 on x86-64 Linux, from .[{extras}]. Do not edit.
 """
 
 
@@ -31,7 +31,7 @@ def resolve(extras: str) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-"]
     done = subprocess.run([*command, f".[{extras}]", *builders], cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
-        sys.exit(f"pip could not resolve jaxserve[{extras}]:\n{done.stderr}")
+        sys.exit(f"pip could not resolve .[{extras}]:\n{done.stderr}")
     found: list[dict[str, Any]] = json.loads(done.stdout)["install"]
     return found
 
@@ -55,7 +55,7 @@ def write_lock(packages: list[dict[str, Any]], extras: str) -> str:
 def main() -> None:
     console = Console()
     for name, extras in LOCKS.items():
-        with console.status(f"resolving jaxserve[{extras}] ..."):
+        with console.status(f"resolving .[{extras}] ..."):
             text = write_lock(resolve(extras), extras)
         (ROOT / "configs" / "deploy" / name).write_text(text)
         console.print(f"configs/deploy/{name}: {text.count('==')} packages")

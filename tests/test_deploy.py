@@ -208,7 +208,7 @@ def read_dockerfile(name: str) -> list[tuple[str, str]]:
 def check_lock(lock: Path, project: dict[str, Any], builders: list[str]) -> None:
     """A lock file has all that the project and its build ask for, at versions that they take, each with a hash."""
     header, *lines = lock.read_text().splitlines()
-    extras = re.findall(r"from jaxserve\[([\w,]+)\]", header)[0].split(",")
+    extras = re.findall(r"from \.\[([\w,]+)\]", header)[0].split(",")
     locked = {}
     for line in lines:
         found = re.fullmatch(r"([a-z0-9.-]+)==(\S+) --hash=sha256:[0-9a-f]{64}", line)

@@ -26,8 +26,8 @@ def break_jax(monkeypatch: pytest.MonkeyPatch, platforms: str | None, error: Exc
 @pytest.mark.parametrize(
     ("platforms", "error", "installed", "words"),
     [
-        ("cuda", AssertionError(), (), ("JAX_PLATFORMS: ", "'cuda'", "not installed", "unset", "jaxserve[cuda13]")),
-        ("tpu", RuntimeError("no libtpu.so"), (), ("JAX_PLATFORMS: ", "'tpu'", "jaxserve[tpu]")),
+        ("cuda", AssertionError(), (), ("JAX_PLATFORMS: ", "'cuda'", "not installed", "unset", ".[cuda13]")),
+        ("tpu", RuntimeError("no libtpu.so"), (), ("JAX_PLATFORMS: ", "'tpu'", ".[tpu]")),
         ("cuda", RuntimeError("No visible GPU"), ("jax-cuda12-plugin",), ("No visible GPU", "nvidia-smi", "unset")),
         ("rocm", AssertionError(), (), ("'rocm'", "not installed", "jax[rocm7-local]")),
         ("rocm", RuntimeError("no agent"), ("jax-rocm7-plugin",), ("no agent", "rocm-smi", "unset")),

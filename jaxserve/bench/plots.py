@@ -121,7 +121,7 @@ def check_plot_target(name: str, flag: str = "plot") -> Path:
 def require_matplotlib(flag: str) -> None:
     """Raises ConfigError about the flag that asks for a plot if matplotlib is not installed."""
     if find_spec("matplotlib") is None:
-        raise ConfigError("plots need matplotlib: pip install 'jaxserve[bench]'", field=flag)
+        raise ConfigError("plots need matplotlib: pip install '.[bench]' in a checkout", field=flag)
 
 
 def draw_lines(

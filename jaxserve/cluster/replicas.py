@@ -54,7 +54,7 @@ def serve_replicas(argv: Sequence[str], engine: EngineConfig, config: ServerConf
         )
     else:
         _log.warning(
-            "vllm-router is not installed (pip install 'jaxserve[router]'): clients choose a replica themselves"
+            "vllm-router is not installed (pip install '.[router]' in a checkout): clients choose a replica themselves"
         )
 
     def tell() -> None:

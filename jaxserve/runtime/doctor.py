@@ -39,10 +39,10 @@ _PACKAGES = (
     "tokenizers",
     "sentencepiece",
 )
-# (platform, the file by which the kernel shows it, its name, the packages with which JAX uses it)
+# (platform, the file by which the kernel shows it, its name, what of a checkout makes JAX use it)
 _HARDWARE = (
-    ("gpu", Path("/proc/driver/nvidia/version"), "an NVIDIA GPU", "jaxserve[cuda13] or jaxserve[cuda12]"),
-    ("tpu", Path("/dev/accel0"), "a TPU", "jaxserve[tpu]"),
+    ("gpu", Path("/proc/driver/nvidia/version"), "an NVIDIA GPU", "'.[cuda13]' or '.[cuda12]'"),
+    ("tpu", Path("/dev/accel0"), "a TPU", "'.[tpu]'"),
 )
 _LEAST_FREE = 2**30  # bytes on the compile cache's disk; a large model's programs take some hundred MiB
 _MIB = 2**20
@@ -170,7 +170,7 @@ def _look_for_accelerators(seen: dict[str, Any]) -> Seen:
         return Seen(f"JAX_PLATFORMS is {seen['JAX'].config.jax_platforms}")
     for platform, trace, name, packages in _HARDWARE:
         if trace.exists() and platform not in platforms:
-            return Seen(f"there is {name}, which JAX does not use", advice=f"install {packages}")
+            return Seen(f"there is {name}, which JAX does not use", advice=f"pip install {packages} in a checkout")
     return Seen("none is left unused")
 
 

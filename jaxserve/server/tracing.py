@@ -126,7 +126,7 @@ def make_tracer(endpoint: str | None, service_name: str, *, model: str = "") -> 
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        message = "tracing needs the extra 'otel': pip install 'jaxserve[otel]'"
+        message = "tracing needs the extra 'otel': pip install '.[otel]' in a checkout"
         raise ConfigError(message, field=_FIELD, value=endpoint) from error
     exporter = OTLPSpanExporter(endpoint=address, timeout=_EXPORT_SECONDS)
     return OtelTracer(service_name, BatchSpanProcessor(exporter), model=model)

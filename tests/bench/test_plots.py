@@ -31,7 +31,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plots, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"plot: plots need matplotlib: pip install 'jaxserve\[bench\]'"):
+    with pytest.raises(ConfigError, match=r"plot: plots need matplotlib: pip install '\.\[bench\]' in a checkout"):
         check_plot_target(str(tmp_path / "x.svg"))
 
 

@@ -70,7 +70,7 @@ def test_devices_that_cannot_be_had(
     found = list_by_status(findings := examine(tmp_path))
     assert found["broken"] == ["Devices"] and {"JAX", "Model"} <= {*found["ok"]}
     assert found["skipped"] == ["Accelerators", "Attention", "Forward programs", "Sample programs"]
-    assert findings["Attention"].text == "needs Devices" and "jaxserve[cuda13]" in findings["Devices"].advice
+    assert findings["Attention"].text == "needs Devices" and "pip install '.[cuda13]'" in findings["Devices"].advice
     assert not print_report(EngineConfig(), find_model, find_drafter)
     shown = capsys.readouterr().out
     assert "-> unset JAX_PLATFORMS" in shown and "Broken: Devices" in shown and "Traceback" not in shown
@@ -85,11 +85,11 @@ def test_a_jax_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_gpu_that_jax_does_not_use_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "version").touch()
-    monkeypatch.setattr(doctor, "_HARDWARE", (("gpu", tmp_path / "version", "an NVIDIA GPU", "jaxserve[cuda13]"),))
+    monkeypatch.setattr(doctor, "_HARDWARE", (("gpu", tmp_path / "version", "an NVIDIA GPU", "'.[cuda13]'"),))
     jax = SimpleNamespace(config=SimpleNamespace(jax_platforms=None))
     seen = {"JAX": jax, "Devices": [SimpleNamespace(platform="cpu")]}
     assert doctor._look_for_accelerators(seen) == Seen(
-        "there is an NVIDIA GPU, which JAX does not use", advice="install jaxserve[cuda13]"
+        "there is an NVIDIA GPU, which JAX does not use", advice="pip install '.[cuda13]' in a checkout"
     )
     seen["Devices"] = [SimpleNamespace(platform="gpu")]
     assert doctor._look_for_accelerators(seen).advice == ""

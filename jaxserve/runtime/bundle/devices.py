@@ -24,7 +24,7 @@ _SLICES = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "
 _CUBES = {1: "1x1x1", 4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8"}
 _SLICED = {"v5e": _SLICES, "v5p": _CUBES, "v6e": _SLICES}
 _GPUS_PER_HOST = 8
-_COMPILERS = {"tpu": ("libtpu", "jaxserve[tpu]"), "gpu": ("jax-cuda13-plugin", "jaxserve[cuda13]")}
+_COMPILERS = {"tpu": ("libtpu", ".[tpu]"), "gpu": ("jax-cuda13-plugin", ".[cuda13]")}
 # Of a target's variables, those by which its compiler is loaded where there is no device.
 _LOADING = ("TPU_", "ALLOW_MULTIPLE_LIBTPU_LOAD")
 
@@ -64,7 +64,8 @@ def open_build_devices(name: str | None, tensor_parallel_size: int) -> BuildDevi
     package, extra = _COMPILERS[target.platform]
     if find_version(package) is None:
         message = f"the compiler for {name} is not installed ({package})"
-        raise DeviceError(message, f"pip install '{extra}'; no {target.platform.upper()} is needed", field="device")
+        advice = f"pip install '{extra}' in a checkout; no {target.platform.upper()} is needed"
+        raise DeviceError(message, advice, field="device")
     set_variables({name: text for name, text in target.environment.items() if name.startswith(_LOADING)})
     jax.config.update("jax_platforms", "cpu")
     mesh = make_mesh(tensor_parallel_size, open_devices(target))

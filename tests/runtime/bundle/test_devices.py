@@ -48,7 +48,7 @@ def test_without_its_compiler_the_error_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, name: str, extra: str
 ) -> None:
     monkeypatch.setattr(room, "find_version", lambda package: None)
-    with pytest.raises(DeviceError, match=rf"pip install 'jaxserve\[{extra}\]'; no [GT]PU is needed"):
+    with pytest.raises(DeviceError, match=rf"pip install '\.\[{extra}\]' in a checkout; no [GT]PU is needed"):
         room.open_build_devices(name, 16)
 
 
