@@ -64,7 +64,10 @@ def list_items(context):
 
 
 @pytest.fixture
-def day(tmp_path: Path) -> device_day.Day:
+def day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> device_day.Day:
+    """A call without end on a device that answers."""
+    monkeypatch.setattr(child, "_ASK", "")
+    monkeypatch.setattr(child, "_ASKING", Stage("asking", "", LATER, LATER))
     for folder in ("fakes", "out"):
         (tmp_path / folder).mkdir()
     environment = device_day.make_environment(dry_run=False)
