@@ -59,3 +59,16 @@ def test_one_kind_of_sizes_may_be_given() -> None:
     assert len(table.token_counts) <= LIMITS["gpu"] - 3
     table = make_buckets("gpu", 6, 500, mixed_tokens=(500,))
     assert table.token_counts == (500,) and table.row_counts[-1] == 6 and len(table.row_counts) > 1
+
+
+def test_a_verify_step_gets_the_smallest_bucket_of_its_width() -> None:
+    table = make_buckets("gpu", 8, 64).with_verify([(1, 4), (4, 4), (8, 2)])
+    found = {(rows, width): table.find(rows * width, rows, width) for rows, width in ((1, 4), (2, 4), (4, 4), (1, 2))}
+    assert {step: (bucket.rows, bucket.width) for step, bucket in found.items()} == {
+        (1, 4): (1, 4),
+        (2, 4): (4, 4),
+        (4, 4): (4, 4),
+        (1, 2): (8, 2),
+    }
+    with pytest.raises(MissingProgramError, match="verifies 5 rows"):
+        table.find(20, 5, 4)

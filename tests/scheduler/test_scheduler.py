@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from hypothesis import given
@@ -16,7 +17,7 @@ from jaxserve.request import FinishReason, Request
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import Scheduler, SchedulerLimits, Sequence, SequenceStatus, StepOutputs, StepPlan
 from jaxserve.scheduler.plan import FinishedAnswer
-from jaxserve.scheduler.policy import choose_budget, choose_chunk
+from jaxserve.scheduler.policy import choose_budget, choose_chunk, choose_victim
 from jaxserve.scheduler.sequence import NON_FINITE
 from jaxserve.scheduler_options import SchedulerOptions
 
@@ -190,6 +191,14 @@ def test_smaller_priorities_are_admitted_first() -> None:
         assert plan is not None
         order += scheduler.commit(plan, StepOutputs([1])).finished
     assert order == [urgent, usual, second, late]
+
+
+def test_the_victim_is_the_youngest_whether_it_decodes_or_not() -> None:
+    scheduler = make_scheduler()
+    old, young = add(scheduler, "old", 8), add(scheduler, "young", 8)
+    for decoding, prefilling in (([old], [young]), ([young], [old])):
+        batch = SimpleNamespace(decoding=decoding, prefilling=prefilling)
+        assert choose_victim(scheduler.limits, batch) is young
 
 
 def test_the_lowest_priority_is_preempted_though_it_is_the_oldest() -> None:
