@@ -55,6 +55,17 @@ def test_a_changed_token_ends_the_hit_at_its_page() -> None:
     assert manager.attach_prefix(manager.new_sequence(""), changed) == 64
 
 
+def test_a_page_is_given_back_when_its_last_token_leaves_the_window_and_no_step_sooner() -> None:
+    manager = make_manager(PageGroup(20, window=40), caching=False)
+    pages = manager.new_sequence("")
+    assert manager.reserve(pages, 0, 64) is not None
+    held = []
+    for position in (70, 71):  # which see tokens from 31 and from 32 on
+        assert manager.reserve(pages, position, position + 1) is not None
+        held.append(pages.page_ids[0][0] != NULL_PAGE)
+    assert held == [True, False]
+
+
 def test_window_gives_pages_back_and_hits_need_only_what_is_visible() -> None:
     manager = make_manager(PageGroup(20), PageGroup(20, window=40))
     pages = fill(manager, list(range(256)))
