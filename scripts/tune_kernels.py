@@ -238,7 +238,7 @@ def merge(path: Path, directory: Path, console: Console) -> None:
     results = read_results(path)
     for table in save_results(results, directory):
         console.print(f"kept in {table}")
-    console.print(f"{len(results)} entries; now run the compile gate: make test-kernels-full")
+    console.print(f"{len(results)} entries; now run the compile gate: make test-gate-full")
 
 
 def make_parser() -> argparse.ArgumentParser:

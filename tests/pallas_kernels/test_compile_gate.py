@@ -454,7 +454,7 @@ def compile_in_child(target: str, *names: str) -> list[ProgramReport]:
     platform = TARGETS[target].platform
     wheels = find_folder(platform, WHEELS)
     if not (wheels / MARKER).exists() or (wheels / MARKER).read_text().split("\n") != list_requirements(platform):
-        pytest.skip(f"the compiler for {platform} is not installed: `make test-kernels` does that")
+        pytest.skip(f"the compiler for {platform} is not installed: `make test-gate` does that")
     command = [sys.executable, "-m", "tests.pallas_kernels.gate_programs", target, *names]
     environment = make_environment(TARGETS[target], wheels)
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
