@@ -54,3 +54,9 @@ def test_the_longest_grammar_takes_no_minute() -> None:
     grammar = "\n".join(["root ::= r0", *rules, 'r280 ::= "x"'])
     begin = time.process_time()
     assert len(grammar) <= 4096 and "start" in to_lark(grammar) and time.process_time() - begin < 20
+
+
+@pytest.mark.parametrize("head", ["start: rule", "%llguidance {}\nstart: rule"])
+def test_lark_in_which_a_line_looks_like_gbnf_stays(head: str) -> None:
+    grammar = f"{head}\nrule: /(?x)\n  name ::= x/\n"
+    assert to_lark(grammar) == grammar
