@@ -141,10 +141,10 @@ FAULTS = (
     ),
     Fault(
         "tokenizers",
-        "jaxserve/tokenizers/frugal.py",
-        "        if self.left < 0:",
-        "        if self.left < -(10**12):",
-        "tests/tokenizers/test_frugal.py",
+        "jaxserve/tokenizers/stream.py",
+        "self._pending = data[consumed:]",
+        'self._pending = b""',
+        "tests/tokenizers/test_stream.py",
     ),
     Fault(
         "structured",
