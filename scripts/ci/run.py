@@ -152,6 +152,7 @@ def main(words: Sequence[str] | None = None) -> int:
             costs.print()  # before the last one, whose closing lines end the output
         print(f"RUN {' '.join(job.target.name for job in group)}", flush=True)
         if not run_group(group, passes, costs):
+            costs.print()
             print(f"FAILED make {group[0].command}", file=sys.stderr)
             return 1
     return 0

@@ -14,6 +14,7 @@ HOUSE = (
     "tests/test_size.py",
     "tests/test_transfers.py",
     "tests/test_dependencies.py",
+    "tests/test_install_lines.py",
     "tests/test_testing_page.py",
     "tests/test_ci.py",
 )
