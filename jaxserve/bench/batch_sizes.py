@@ -148,26 +148,8 @@ def find_misfit(bench: Bench, sizes: SweepSizes, batch: int, context: int) -> st
     return None
 
 
-@dataclass(frozen=True)
-class DecodingBatch:
-    """A batch whose rows all decode."""
-
-    bench: Bench
-    rows: int
-    context: int  # tokens of a row that are wanted
-    prompt_tokens: int  # of all rows
-    prefill_seconds: float
-
-    def require_whole(self) -> float:
-        """Returns the tokens of a row, in the mean; RuntimeError if a row was preempted or has ended."""
-        found = self.bench.llm.ready.engine.scheduler.batch.decoding
-        if len(found) != self.rows:
-            raise RuntimeError(f"{self.rows} rows of {self.context} tokens: a row was preempted while the clock ran")
-        return sum(len(row.token_ids) for row in found) / self.rows
-
-
 @contextmanager
-def hold_batch(bench: Bench, sizes: SweepSizes, batch: int, context: int) -> Iterator[DecodingBatch]:
+def hold_batch(bench: Bench, sizes: SweepSizes, batch: int, context: int) -> Iterator[None]:
     """Prefills random prompts and yields once all rows decode and steps have settled; ends the requests afterwards."""
     ready = bench.llm.ready
     engine = ready.engine
@@ -178,13 +160,11 @@ def hold_batch(bench: Bench, sizes: SweepSizes, batch: int, context: int) -> Ite
         ids = [rng.randrange(3, vocab_size) for _ in range(length)]
         engine.add_request(ready.requests.make({"prompt_token_ids": ids}, params))
     try:
-        start = time.perf_counter()
         while len(engine.scheduler.batch.decoding) < batch and engine.has_unfinished:
             engine.step()
-        seconds = time.perf_counter() - start
         for _ in range(_SETTLE):
             engine.step()
-        yield DecodingBatch(bench, batch, context, batch * length, seconds)
+        yield
     finally:
         engine.abort_all()
         engine.drain()
@@ -199,16 +179,19 @@ def measure_point(bench: Bench, sizes: SweepSizes, batch: int, context: int) -> 
     from jaxserve.runtime.compile import watch_compiles
 
     engine, count_compiles, seconds = bench.llm.ready.engine, watch_compiles(), []
-    with hold_batch(bench, sizes, batch, context) as held:
+    with hold_batch(bench, sizes, batch, context):
         compiled = count_compiles()
         for _ in range(sizes.num_iters):
             start = time.perf_counter()
             for _ in range(sizes.num_steps):
                 engine.step()
             seconds.append((time.perf_counter() - start) / sizes.num_steps)
-        if count_compiles() != compiled:
-            raise RuntimeError(f"{batch} rows of {context} tokens: a program compiled while the clock ran")
-        ended_at = held.require_whole()
+        rows = engine.scheduler.batch.decoding
+        if len(rows) != batch or count_compiles() != compiled:
+            raise RuntimeError(
+                f"{batch} rows of {context} tokens: a row was preempted or a program compiled while the clock ran"
+            )
+        ended_at = sum(len(row.token_ids) for row in rows) / batch
     return _describe(bench, batch, context, ended_at - sizes.num_measured / 2, Spread.of(seconds))
 
 
