@@ -42,8 +42,13 @@ def find_obstacle(shape: AttnShape) -> str | None:
 def plan_work(rows: StepRows, shape: AttnShape, *, config: None = None) -> tuple[TileList, ...]:
     """One-token rows in one list, the others cut into chunk tiles in a second, which a decode bucket does not have.
 
-    All queries of the step are each in one tile of one list. There is nothing to tune: `config` is None.
+    All queries of the step are each in one tile of one list.
+
+    Raises:
+        ValueError: a `config`, of which this implementation has none.
     """
+    if config is not None:
+        raise ValueError(f"config: portable attention has nothing to tune, got {config!r}")
     groups = CPU_GROUPS if traced_platform() == "cpu" else (GROUP, GROUP)
     if rows.is_decode:
         return (list_token_tiles(rows, rows.query_lens, group=groups[0]),)

@@ -61,9 +61,7 @@ DEVICE_COUNTS = {"gpu": (1, 2), "tpu": (8,)}  # the first always, the others in 
 FEW_LAYERS, FEWEST_LAYERS = 4, 2  # in the full gate, without it
 MAX_MODEL_LEN = {LATENT: 65536}  # its own would not fit the scalar memory of a TPU
 MEMORY_SHARE = 0.9
-# The most kernels of a layer of the dense model, by rows that decode. For 32 rows jax 0.12.0.1 places one of the step's
-# own among a layer's 13: the write of the rows' numbers of tokens.
-LAYER_LAUNCHES = {"h200": {1: 13, 32: 14}}
+LAYER_LAUNCHES = {"h200": {1: 13, 32: 13}}  # the most kernels of a layer of the dense model, by rows that decode
 DRAFTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     (DENSE, {"method": "ngram", "num_speculative_tokens": 3}),
     # A head follows each step. Eight TPUs have 1,376 feed-forward columns each: rows that a TPU pads, if it must.

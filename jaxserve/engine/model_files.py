@@ -14,7 +14,7 @@ from jaxserve.config import DEMO_MODEL, EngineConfig, ModelOptions
 from jaxserve.devices import load_jax
 from jaxserve.engine.generation_config import find_generation_config
 from jaxserve.engine.progress import ShowProgress, hide_progress
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, shorten
 from jaxserve.presets import demo_model_dir, load_preset
 
 if TYPE_CHECKING:
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from jaxserve.weights import CheckpointUpdate
 
 _log = logging.getLogger(__name__)
-# Their activations leave float16's range.
-_WIDE_FAMILIES = ("gemma2", "gemma3", "gemma3_text", "gemma4", "gemma4_text", "glm4")
 
 
 @dataclass(frozen=True)
@@ -64,6 +62,11 @@ def locate_model(options: ModelOptions, *, need_weights: bool = True) -> ModelFi
     from jaxserve.models.registry import find_family
     from jaxserve.weights import read_hf_config, refuse_foreign_folder, resolve_checkpoint
 
+    try:
+        Path(options.model).exists()
+    except OSError as error:  # longer than a name may be
+        message = f"is neither a path nor a model id ({error.strerror})"
+        raise ConfigError(message, field="model", value=shorten(options.model)) from error
     preset = load_preset(options.model)
     if preset is not None and not Path(options.model).is_dir():
         if need_weights and options.load_format != "dummy":
@@ -95,13 +98,14 @@ def read_model(options: ModelOptions, files: ModelFiles, device_kind: str = "") 
 
 def _choose_dtype(model: DecoderConfig, device_kind: str) -> str:
     """Returns the checkpoint's dtype, or on a GPU that would emulate it the one that the model can have there."""
+    from jaxserve.models.registry import FAMILIES
     from pallas_kernels.backends import emulates_bfloat16
 
     if model.dtype != "bfloat16" or not emulates_bfloat16(device_kind):
         return model.dtype
-    is_wide = model.family in _WIDE_FAMILIES
-    dtype = "float32" if is_wide else "float16"
-    reason = f"; {model.family} needs more range than float16 has" if is_wide else ""
+    fits = FAMILIES[model.family].fits_float16
+    dtype = "float16" if fits else "float32"
+    reason = "" if fits else f"; {model.family} needs more range than float16 has"
     _log.warning("dtype: %s in place of bfloat16, which %s emulates%s", dtype, device_kind, reason)
     return dtype
 

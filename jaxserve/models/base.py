@@ -333,6 +333,7 @@ class Family:
     one; `ignored_keys` are keys in files that the reference does not read. `table` returns the parameters of one layer.
     `ignored_weights` are patterns of tensors that a decoder does not need, in which {num_layers} stands for their
     number, and {num_layers+1} for one more. `quantizations` are the methods that only its files are quantized with.
+    `fits_float16`: its activations stay within float16's range.
     """
 
     model_type: str
@@ -345,3 +346,4 @@ class Family:
     trunk: Trunk = Trunk()
     ignored_weights: tuple[str, ...] = ()
     quantizations: tuple[str, ...] = ()
+    fits_float16: bool = True

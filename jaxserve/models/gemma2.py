@@ -80,5 +80,12 @@ def list_layer_params(layer: CheckpointLayer) -> Table:
 
 
 FAMILY = Family(
-    "gemma2", "Gemma2ForCausalLM", KEYS, parse, sandwich_layer, list_layer_params, ignored_keys=IGNORED_KEYS
+    "gemma2",
+    "Gemma2ForCausalLM",
+    KEYS,
+    parse,
+    sandwich_layer,
+    list_layer_params,
+    ignored_keys=IGNORED_KEYS,
+    fits_float16=False,
 )

@@ -85,7 +85,14 @@ def _read_layers(config: HFConfig, attention: AttentionConfig) -> tuple[LayerKin
 
 
 FAMILY = Family(
-    "gemma3_text", "Gemma3ForCausalLM", KEYS, parse, sandwich_layer, list_layer_params, ignored_keys=IGNORED_KEYS
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    KEYS,
+    parse,
+    sandwich_layer,
+    list_layer_params,
+    ignored_keys=IGNORED_KEYS,
+    fits_float16=False,
 )
 
 MULTIMODAL_FAMILY = Family(
@@ -104,4 +111,5 @@ MULTIMODAL_FAMILY = Family(
     ),
     trunk=Trunk().below("language_model"),
     ignored_weights=(r"vision_tower\..*", r"multi_modal_projector\..*"),
+    fits_float16=False,
 )

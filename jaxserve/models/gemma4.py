@@ -276,7 +276,14 @@ _EXPERT_NORMS = {
 _UNUSED = r".*layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm)\..*"
 
 FAMILY = Family(
-    "gemma4_text", "Gemma4ForCausalLM", KEYS, parse, apply_layer, list_layer_params, ignored_weights=(_UNUSED,)
+    "gemma4_text",
+    "Gemma4ForCausalLM",
+    KEYS,
+    parse,
+    apply_layer,
+    list_layer_params,
+    ignored_weights=(_UNUSED,),
+    fits_float16=False,
 )
 
 
@@ -309,4 +316,5 @@ MULTIMODAL_FAMILY = Family(
         "model.language_model.embed_tokens", "model.language_model.layers", "model.language_model.norm", "lm_head"
     ),
     ignored_weights=(_UNUSED, r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\..*"),
+    fits_float16=False,
 )

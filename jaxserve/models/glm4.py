@@ -40,4 +40,4 @@ def list_layer_params(layer: CheckpointLayer) -> Table:
     return norm_params(layer, norms) | attention_params(layer, interleaved=True) | fused_mlp_params(layer)
 
 
-FAMILY = Family("glm4", "Glm4ForCausalLM", KEYS, parse, sandwich_layer, list_layer_params)
+FAMILY = Family("glm4", "Glm4ForCausalLM", KEYS, parse, sandwich_layer, list_layer_params, fits_float16=False)

@@ -23,6 +23,7 @@ _VMEM = re.compile(r'"used_scoped_memory_configs":\[([^\]]*)\]')
 _COPIED_PARAM = re.compile(r'(?<!S\(1\)\}) copy\(.*op_name="(params\[[^"]*)"')
 # What XLA launches on a GPU, in the program's main computation. Bitcasts and the members of tuples cost nothing.
 _LAUNCH = re.compile(r" (?:fusion|custom-call|copy|sort|while|conditional|all-reduce(?:-start)?)\(")
+_WHOLE_NUMBERS = re.compile(r"^ *(?:ROOT )?%\S+ = [su]\d+\[")
 _MOSAIC_CALL = re.compile(r'custom_call_target="mosaic_gpu.*op_name="[^"]*?([^/"]+)/[^/"]+"')
 # XLA names what it computes again to save memory after the first.
 _REPEATED = re.compile(r"^ *(?:ROOT )?%[\w.-]+\.remat(?!erialized)[\w.]* = ", re.MULTILINE)
@@ -190,9 +191,12 @@ def count_collectives(hlo: str) -> tuple[int, int]:
 
 
 def count_layer_launches(hlo: str) -> int | None:
-    """The kernels of a layer: those from one call of the first Pallas kernel to its next. None if there is no next."""
+    """The kernels of a layer: those from one call of the first Pallas kernel to its next. None if there is no next.
+
+    Kernels whose result is whole numbers are the step's own, which the compiler may place anywhere.
+    """
     main = hlo[hlo.index("\nENTRY ") :]
-    launches = [line for line in main.splitlines() if _LAUNCH.search(line)]
+    launches = [line for line in main.splitlines() if _LAUNCH.search(line) and not _WHOLE_NUMBERS.search(line)]
     calls = {index: found[1] for index, line in enumerate(launches) if (found := _MOSAIC_CALL.search(line))}
     places = [index for index, name in calls.items() if name == next(iter(calls.values()))]
     return places[1] - places[0] if len(places) > 1 else None

@@ -119,7 +119,7 @@ def find_inputs(target: Target, repository: Repository, tests: Iterable[str] = (
     if not target.is_closed:
         files, rooms = follow(files, repository)
     files |= {path for path in COMMON if path in repository.files} | set(_list_data(repository))
-    if target.name != "docs":  # pages say much about the code, and would be tested with each change of it
+    if target.has_rooms:
         files |= {path for room in rooms for below in list_rooms_below(room) for path in repository.rooms[below]}
         files |= {FRONT_DOOR} if rooms else set()
     return files

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 KEPT_DAYS = 90
+OPTIONAL = ("nginx", "chromium")
 
 
 def find_folder(environment: Mapping[str, str]) -> Path:
@@ -22,7 +23,8 @@ def find_folder(environment: Mapping[str, str]) -> Path:
 
 
 def describe_machine(site: Path) -> str:
-    """What a pass depends on beside files: the Python, the packages installed in `site`, the compiler, the CPU.
+    """What a pass depends on beside files: the Python, the packages installed in `site`, the compiler, the CPU, and
+    programs without which some tests are skipped.
 
     The environment of the oldest jax is not looked at, since it may not be there yet: what pins it is in the Makefile,
     and everything else in it is as new as here.
@@ -32,7 +34,8 @@ def describe_machine(site: Path) -> str:
     version = ""
     if compiler:
         version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    return "\n".join([sys.version, platform.machine(), _describe_cpu(), version, *packages])
+    programs = [name for name in OPTIONAL if shutil.which(name)]
+    return "\n".join([sys.version, platform.machine(), _describe_cpu(), version, *programs, *packages])
 
 
 def _describe_cpu() -> str:

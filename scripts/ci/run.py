@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from scripts.ci.inputs import Repository, find_inputs, list_docs_tests, make_digest, split_target
@@ -65,7 +65,8 @@ def make_jobs(repository: Repository, machine: str, oldest_tests: Sequence[str],
             more = list_docs_tests(repository)
         elif whole.name == "oldest":
             more = ("tests",) if full else oldest_tests
-        for target in split_target(whole, repository, ("docs",) if full else ("docs", "thorough")):
+        for part in split_target(whole, repository, ("docs",) if full else ("docs", "thorough")):
+            target = replace(part, has_rooms=part.has_rooms or full)
             inputs = find_inputs(target, repository, more)
             jobs.append(Job(target, command, make_digest(target, command, inputs, repository, machine)))
     return jobs

@@ -8,7 +8,7 @@ from scripts.ci.floors import FLOORS
 
 # Read by tests alone: what they say about the docs is of no use to other targets.
 DOCS = ("docs/", "README.md")
-# The rules of the house read every file in milliseconds, so nothing is gained by keeping that they passed.
+# The rules of the house read every file, so any change would run them: nothing is gained by keeping that they passed.
 HOUSE = (
     "tests/test_layering.py",
     "tests/test_size.py",
@@ -27,6 +27,7 @@ class Target:
     Inputs are the tests, what they import, the rooms below that, and `files`: paths, or folders if they end in a slash.
     Tests of a room that look above it are a target of their own (`inputs.split_target`), so that the others need not
     run when what lies above changes. `is_closed` says that `files` are all, and what these import is none.
+    `has_rooms`: the rooms that the tests look into are inputs.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Target:
     files: tuple[str, ...] = ()
     rooms: tuple[str, ...] = ()
     is_closed: bool = False
+    has_rooms: bool = True
     is_kept: bool = True
 
 
@@ -64,7 +66,8 @@ TARGETS = (
     *(_room(name) for name in ("bench", "cluster", "cli")),
     Target("scripts", ("tests/scripts",)),
     Target("deploy", ("tests/test_deploy.py", "tests/test_kubernetes.py"), files=("configs/deploy/",)),
-    Target("docs", ci="test-docs", full="test-docs-full", files=(*DOCS, "configs/deploy/")),
+    # Pages say much about the code, and would be tested with each change of it: `make test-all` does so.
+    Target("docs", ci="test-docs", full="test-docs-full", files=(*DOCS, "configs/deploy/"), has_rooms=False),
     Target("server", ("tests/server",), ci="test-server", full="test-server-full"),
     # Before the kernels' tests, of which some use the compilers that it fetches.
     Target(

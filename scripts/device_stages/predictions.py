@@ -9,7 +9,7 @@ PREDICTIONS = {
     ("engine", "256 x 512"): "14 to 15 ms on an H200 (limit 9 to 10)",
     ("engine", "128 x 4096"): "does not fit an H100",
     ("engine", "prompts of 2048"): "60 ms a step",
-    ("engine", "trace"): "410 to 490 kernels a step, idle below 5 %",
+    ("engine", "trace"): "about 430 kernels a step",
 }
 
 

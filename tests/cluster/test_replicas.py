@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,6 +71,12 @@ def test_behind_a_router_only_this_machine_reaches_them(
     assert words[words.index("--host") + 1] == "localhost" and words[words.index("--port") + 1] == "9000"
     assert planned["front"].ready_url == "http://localhost:9000/health"
     assert "a-secret-key" not in " ".join(words)
+
+
+def test_nginx_takes_the_bodies_that_the_servers_take() -> None:
+    text = Path(__file__).parents[2].joinpath("configs", "deploy", "nginx.conf").read_text()
+    (megabytes,) = re.findall(r"client_max_body_size (\d+)m;", text)
+    assert int(megabytes) * 2**20 == ServerConfig().limits.max_body_bytes
 
 
 def test_a_public_address_needs_a_key_here_too(planned: dict[str, Any]) -> None:

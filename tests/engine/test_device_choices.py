@@ -33,6 +33,8 @@ def choose(platform: str, kind: str, preset: str = "qwen3-0.6b", **options: Any)
         (TURING, "qwen3-0.6b", {"dtype": "bfloat16"}, "bfloat16"),
         (TURING, "gemma-2-2b", {}, "float32"),
         (TURING, "gemma-2-2b", {"dtype": "float16"}, "float16"),
+        (TURING, "gemma-3-1b", {}, "float32"),
+        (TURING, "glm-4-9b-0414", {}, "float32"),
         (AMPERE, "qwen3-0.6b", {}, "bfloat16"),
         (AMD, "qwen3-0.6b", {}, "bfloat16"),
         ("", "qwen3-0.6b", {}, "bfloat16"),

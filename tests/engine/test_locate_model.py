@@ -181,6 +181,11 @@ def test_a_checkpoint_may_have_others_beside_it(files: Mapping[str, object], tmp
     assert files_found.path == tmp_path and files_found.find_weights() == tmp_path
 
 
+def test_a_name_that_no_file_can_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^model: is neither a path nor a model id"):
+        locate_model(ModelOptions(model="a" * 300))
+
+
 def test_dummy_weights_need_a_config_only(tmp_path: Path) -> None:
     folder = write(tmp_path, {"config.json": LLAMA, "pytorch_model.bin": b""})
     assert locate_model(ModelOptions(model=folder, load_format="dummy")).path == tmp_path

@@ -254,8 +254,10 @@ def test_kernels_of_a_layer_are_counted_from_one_call_to_the_next() -> None:
     call = '  %call.{} = bf16[4] custom-call(%x), custom_call_target="mosaic_gpu_v2", metadata={{op_name="f/{}/run"}}'
     fusion = "  %fusion = bf16[4]{0} fusion(%p), kind=kLoop, calls=%fused_copy"
     layer = [call.format(1, "decode"), call.format(2, "combine"), fusion, "  %gte = bf16[4] get-tuple-element(%fusion)"]
+    counts = "  %input_scatter_fusion = s32[257]{0} fusion(%rows), kind=kInput, calls=%fused_copy"  # of the step
     lines = ["%fused_copy {", "}", "ENTRY %main.7 (p: bf16[4]) -> bf16[4] {", fusion, *layer, fusion, *layer, "}"]
     assert count_layer_launches("\n".join(lines)) == 4
+    assert count_layer_launches("\n".join([*lines[:7], counts, *lines[7:]])) == 4
     assert count_layer_launches("\n".join([*lines[:8], "}"])) is None, "one layer"
     report = replace(make_gpu_report(), layer_launches=4, most_layer_launches=4)
     assert find_faults(report, H200) == []

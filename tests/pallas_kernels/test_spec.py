@@ -110,3 +110,6 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         prepare_batch(table, lens, starts, dist, num_tokens=4, shape=SHAPE, max_query_len=1)
     with pytest.raises(ValueError, match="max_query_len"):
         prepare_batch(table, lens, np.zeros(5, int), dist, num_tokens=4, shape=SHAPE, max_query_len=0)
+    options = {"num_tokens": 4, "shape": SHAPE, "max_query_len": 1, "impl": "xla", "config": "a tuning"}
+    with pytest.raises(ValueError, match=r"config: .*'a tuning'"):
+        prepare_batch(table, lens, np.zeros(5, int), dist, **options)
