@@ -78,10 +78,10 @@ test-docs-full: setup
 	$(RUN) $(PYTEST) -m docs $(DOCS_TESTS)
 
 test-server: setup
-	$(RUN) $(PYTEST) $(CI) tests/server
+	$(RUN) $(PYTEST) $(CI) $(or $(TESTS),tests/server)
 
 test-server-full: setup
-	$(RUN) $(PYTEST) $(FULL) tests/server
+	$(RUN) $(PYTEST) $(FULL) $(or $(TESTS),tests/server)
 
 attack: setup
 	$(RUN) scripts/attack_server.py

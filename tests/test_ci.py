@@ -71,6 +71,13 @@ def test_a_change_reaches_the_rooms_above_it_and_no_others(room: str) -> None:
             "models weights runtime e2e gate-steps oldest",
             "layers scheduler kernels gate-kernels",
         ),
+        (
+            "pallas_kernels/hopper/decode.py",
+            "kernels gate-kernels gate-steps e2e-devices runtime-devices",
+            "e2e runtime engine models layers server bench-regression docs",
+        ),
+        ("pallas_kernels/testing/gate_report.py", "kernels gate-kernels gate-steps", "e2e runtime server"),
+        ("pallas_kernels/xla.py", "kernels gate-kernels e2e runtime runtime-devices server bench-regression", "docs"),
         ("tests/pages/test_pool.py", "pages", "scheduler engine e2e server"),
         ("tests/golden_cases.py", "models-above e2e server", "pages scheduler kernels gate-kernels"),
         ("docs/serving.md", "docs", "e2e server deploy engine kernels"),
@@ -123,6 +130,7 @@ def small() -> Repository:
             "tests/pages/test_pool.py": b"from jaxserve.pages.pool import Pool\nfrom tests.helpers import help\n",
             "tests/pages/test_engine.py": b'"""See scripts/far.py."""\nfrom jaxserve import LLM\n',
             "tests/pages/test_all.py": b'command = ["-m", "jaxserve"]\nscript = ROOT / "scripts" / "near.py"\n',
+            "tests/pages/test_gpu.py": b'devices = ("gpu",)\n',
             "tests/pages/test_page.py": b"pytestmark = pytest.mark." + b"docs\n",
             "tests/helpers.py": b"",
             "scripts/near.py": b"import beside\n",
@@ -134,9 +142,10 @@ def small() -> Repository:
 
 def test_inputs_are_what_a_test_imports_names_or_starts() -> None:
     target = Target("pages", ("tests/pages",), rooms=("jaxserve.pages",))
-    pages, above = split_target(target, small(), ("docs",))
+    pages, above, devices = split_target(target, small(), ("docs",))
     assert (pages.name, pages.tests) == ("pages", ("tests/pages/test_pool.py",))
     assert (above.name, above.tests) == ("pages-above", ("tests/pages/test_all.py", "tests/pages/test_engine.py"))
+    assert (devices.name, devices.tests) == ("pages-devices", ("tests/pages/test_gpu.py",))
     inputs = find_inputs(pages, small())
     assert {"jaxserve/pages/pool.py", "tests/helpers.py", "pyproject.toml"} <= inputs
     assert "jaxserve/engine/llm.py" not in inputs and "tests/pages/test_engine.py" not in inputs

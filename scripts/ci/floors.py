@@ -43,6 +43,15 @@ FLOORS = {
     "jaxserve.cli": "F6",
     "jaxserve.__main__": "F7",
 }
+# Kernels for GPUs and TPUs, and the gate that reads what compilers make of them: files of `pallas_kernels` that run on a
+# CPU only where a test names such a device or an interpreter of its kernels.
+ACCELERATOR_FILES = tuple(
+    f"pallas_kernels/{name}"
+    for name in (
+        *("ampere/", "hopper/", "mosaic_gpu/", "tpu/", "tune/"),
+        *("grouped/hopper", "grouped/tpu", "testing/compile_gate", "testing/gate_", "testing/grouped_gate"),
+    )
+)
 HOST_ROOMS = [room for room, floor in FLOORS.items() if floor.startswith(("F1", "F2a"))]
 
 

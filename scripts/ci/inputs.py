@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
-from scripts.ci.floors import FLOORS, find_room, list_rooms_below
+from scripts.ci.floors import ACCELERATOR_FILES, FLOORS, find_room, list_rooms_below
 from scripts.ci.targets import Target
 
 # What every target depends on. conftest.py sets up JAX and keeps programs; what it imports for that is no input of all.
@@ -21,6 +21,11 @@ _MODULES = re.compile(r"\b(?:jaxserve|pallas_kernels|tests|scripts)(?:\.\w+)+")
 _FROM = re.compile(r"\bfrom (jaxserve|(?:jaxserve|pallas_kernels|tests|scripts)(?:\.\w+)*) import (\([^)]*\)|[^\n]*)")
 _EVERYTHING = re.compile(r"'-m', 'jaxserve'|\bimport jaxserve\b(?!\.)|/ 'jaxserve'\)\.rglob")
 _SCRIPTS = re.compile(r"'scripts'|\bscripts/")
+# How a test names a GPU, a TPU, or a kernel for one.
+_ACCELERATORS = re.compile(
+    r"_interpret|[hH][12]00|[aA]100|\bv[56][ep]\b|'(?:gpu|cuda|tpu)'|\bTARGETS\b|find_target|trace_for"
+    r"|\b(?:ampere|hopper|mosaic_gpu|tpu|tune|compile_gate|gate_(?:programs|report|shapes))\b"
+)
 _HOME = re.compile(r'^    "(\w+)": "(jaxserve[\w.]+)"', flags=re.M)
 _TOP_ROOM = max(FLOORS, key=FLOORS.__getitem__)
 
@@ -120,9 +125,18 @@ def find_inputs(target: Target, repository: Repository, tests: Iterable[str] = (
         files, rooms = follow(files, repository)
     files |= {path for path in COMMON if path in repository.files} | set(_list_data(repository))
     if target.has_rooms:
-        files |= {path for room in rooms for below in list_rooms_below(room) for path in repository.rooms[below]}
-        files |= {FRONT_DOOR} if rooms else set()
+        below = {path for room in rooms for below in list_rooms_below(room) for path in repository.rooms[below]}
+        if not names_accelerator(files, repository):
+            below = {path for path in below if not path.startswith(ACCELERATOR_FILES)}
+        files |= below | ({FRONT_DOOR} if rooms else set())
     return files
+
+
+def names_accelerator(files: Iterable[str], repository: Repository) -> bool:
+    """Whether one of these tests and scripts names a GPU, a TPU, or a kernel for one."""
+    read = (path for path in files if path.startswith(("tests/", "scripts/")) and path.endswith(".py"))
+    read = (path for path in read if not path.startswith("scripts/ci/"))
+    return any(_ACCELERATORS.search(repository.read_code(path)) for path in read)
 
 
 def follow(files: Iterable[str], repository: Repository) -> tuple[set[str], set[str]]:
@@ -141,7 +155,9 @@ def follow(files: Iterable[str], repository: Repository) -> tuple[set[str], set[
 
 
 def split_target(target: Target, repository: Repository, marks: Iterable[str]) -> list[Target]:
-    """Returns the target without files that are wholly of these marks; apart, its tests that look above its rooms."""
+    """Returns the target without files that are wholly of these marks; apart, its tests that look above its rooms, and
+    those that name an accelerator.
+    """
     if not target.tests or not target.is_kept:
         return [target]
     pattern = re.compile(rf"^pytestmark = .*\b({'|'.join(marks)})\b", flags=re.M)
@@ -149,8 +165,13 @@ def split_target(target: Target, repository: Repository, marks: Iterable[str]) -
     files = [path for path in files if Path(path).name.startswith("test_") and path.endswith(".py")]
     files = sorted(path for path in files if not pattern.search(repository.get_text(path)))
     below = {below for room in target.rooms for below in list_rooms_below(room)}
-    above = [path for path in files if target.rooms and not follow([path], repository)[1] <= below]
-    parts = {target.name: [path for path in files if path not in above], f"{target.name}-above": above}
+    parts: dict[str, list[str]] = {target.name: [], f"{target.name}-above": [], f"{target.name}-devices": []}
+    for path in files:
+        used, rooms = follow([path], repository)
+        if "pallas_kernels" not in target.rooms and names_accelerator(used, repository):
+            parts[f"{target.name}-devices"].append(path)
+        else:
+            parts[f"{target.name}-above" if target.rooms and not rooms <= below else target.name].append(path)
     return [replace(target, name=name, tests=tuple(tests)) for name, tests in parts.items() if tests]
 
 
