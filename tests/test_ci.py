@@ -63,7 +63,7 @@ def test_a_change_reaches_the_rooms_above_it_and_no_others(room: str) -> None:
         ("jaxserve/scheduler/planner.py", "engine-above", "gate-kernels kernels docs sampling structured weights"),
         (
             "jaxserve/server/app.py",
-            "server deploy cli",
+            "server deploy-devices cli",
             "engine runtime models scheduler kernels gate-steps docs",
         ),
         (
