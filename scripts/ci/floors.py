@@ -43,8 +43,8 @@ FLOORS = {
     "jaxserve.cli": "F6",
     "jaxserve.__main__": "F7",
 }
-# Kernels for GPUs and TPUs, and the gate that reads what compilers make of them. On a CPU these files of `pallas_kernels`
-# run only where a test names such a device or an interpreter of its kernels.
+# Kernels for GPUs and TPUs, and the gate that reads what compilers make of them. On a CPU these files run only where a
+# test names such a device or an interpreter of its kernels.
 ACCELERATOR_FILES = tuple(
     f"pallas_kernels/{name}"
     for name in (
