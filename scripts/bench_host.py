@@ -39,7 +39,7 @@ from jaxserve.runtime.quantizer import WeightQuantizer
 from jaxserve.runtime.recording import Recording, RecordingFile
 from jaxserve.runtime.rows import SampleVariant, list_variants
 from jaxserve.runtime.runner import ModelRunner
-from jaxserve.runtime.step_model import HiddenStates, RowLines, SampledTokens, SampleInputs
+from jaxserve.runtime.step_arrays import HiddenStates, RowLines, SampledTokens, SampleInputs
 from jaxserve.runtime.tee import TeeRunner
 from jaxserve.sampling import sampler_state_specs
 from jaxserve.sampling_params import OutputKind, SamplingParams
@@ -99,34 +99,37 @@ def make_null_runner(max_rows: int, buckets: BucketTable) -> ModelRunner:
     state = StateShape(1, max_rows + 1, pages_per_row, 2 * max_rows + pages_per_row)
     cache = (jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.bfloat16, sharding=sharding),)
 
-    def null_forward(params: Any, cache: Any, rows: Any, packed: Any, draft_params: None, *, num_rows: int) -> Any:
-        del params, packed, draft_params
+    def null_forward(params: Any, cache: Any, rows: Any, packed: Any, more: Any, *, num_rows: int) -> Any:
+        del params, packed, more
         blank = jnp.zeros((num_rows, 1), jnp.int32)
         selected = SampleInputs(jnp.zeros((1, 1)), RowLines(jnp.zeros((num_rows, 3), jnp.int32)))
         return cache, rows, selected, HiddenStates(blank, None)
 
-    def null_sample(rows: Any, history: None, corpus: None, selected: SampleInputs, *, width: int) -> Any:
+    def null_sample(
+        rows: Any, kept: Any, sampler: None, read: Any, selected: SampleInputs, mask: None, *, width: int
+    ) -> Any:
         """Accepts all drafts of every other row and none of the rest; drafts the same again."""
         ids = jnp.arange(len(selected.lines), dtype=jnp.int32) % 97 + 32
         runs = jnp.tile(ids[:, None], width)
         is_kept = (jnp.arange(width) == 0) | (jnp.arange(len(ids)) % 2 == 0)[:, None]
         drafts = runs[:, 1:] if width > 1 else None
-        return rows, history, SampledTokens(jnp.where(is_kept, runs, NOT_KEPT), drafts)
+        return rows, kept, sampler, SampledTokens(jnp.where(is_kept, runs, NOT_KEPT), drafts)
 
     def null_look_up(rows: Any, lookup: Any, lines: Any, ids: Any) -> Any:
         """Drafts what each row has just sampled."""
         del lookup, lines
         return rows, jnp.tile(ids, max(width for _, width in buckets.verify_sizes) - 1)
 
-    state_specs = cache, row_state_specs(state, sharding), sampler_state_specs(1, 1, sharding), None
+    state_specs = cache, row_state_specs(state, sharding), sampler_state_specs(1, 1, sharding), ()
     programs = Programs()
-    programs.zeros[None] = functools.partial(make_zeros, state_specs)
+    programs.add("zeros", None, functools.partial(make_zeros, state_specs))
     for bucket in buckets.buckets:
         step = functools.partial(null_forward, num_rows=bucket.rows)
-        programs.forward[bucket] = jax.jit(step, donate_argnums=(1, 2), keep_unused=True)
+        programs.add("forward", bucket, jax.jit(step, donate_argnums=(1, 2), keep_unused=True))
         sample = functools.partial(null_sample, width=bucket.width)
-        programs.sample[bucket.rows, bucket.width, SampleVariant.GREEDY] = jax.jit(sample, donate_argnums=0)
-        programs.look_up[bucket.rows] = jax.jit(null_look_up, donate_argnums=0)
+        key = bucket.rows, bucket.width, SampleVariant.GREEDY
+        programs.add("sample", key, jax.jit(sample, donate_argnums=(0, 1, 2)))
+        programs.add("look_up", bucket.rows, jax.jit(null_look_up, donate_argnums=0))
     runner = ModelRunner(
         programs,
         buckets,

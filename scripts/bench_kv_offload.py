@@ -20,12 +20,13 @@ from instrument import make_parser, read_run
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.engine.engine import Engine
+from jaxserve.features import tier_start
+from jaxserve.features.host_tier import HostTierCopies
+from jaxserve.features.page_copies import COPY_PAGES, HostMemory, HostSlots
+from jaxserve.features.tier_start import measure_tier
 from jaxserve.pages import PageGroup, PageManager
 from jaxserve.request import Request
-from jaxserve.runtime import tier_start
 from jaxserve.runtime.buckets import BucketTable
-from jaxserve.runtime.page_copies import COPY_PAGES, HostMemory, HostSlots
-from jaxserve.runtime.tier_start import measure_tier
 from jaxserve.sampling_params import OutputKind
 from jaxserve.scheduler import Scheduler, SchedulerLimits, StepPlan
 
@@ -66,9 +67,9 @@ def run_loop(num_slots: int, *, rows: int, prompts: int, paced: bool) -> tuple[f
     runner = make_null_runner(rows, BucketTable([rows], [rows + budget], rows))
     sharding = jax.sharding.NamedSharding(jax.make_mesh((1,), ("model",)), jax.sharding.PartitionSpec())
     memory = HostMemory(num_slots, (jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.bfloat16, sharding=sharding),))
-    runner.host_slots = HostSlots(memory, runner.counts)
+    runner.features = (HostTierCopies(HostSlots(memory, runner.counts), 0, 4096),)
     pages = tuple(jnp.zeros((1, 1, 1, 1), jnp.bfloat16, device=sharding) for _ in range(COPY_PAGES))
-    runner.programs.read_pages[0] = lambda cache, page_ids: pages
+    runner.device.programs.add("read_pages", 0, lambda cache, page_ids: pages)
     manager = PageManager(
         [PageGroup(rows * 40)],
         page_size=PAGE_SIZE,
@@ -105,7 +106,8 @@ def measure_model(model: str, length: int, repeats: int, **options: Any) -> dict
     tier_start.refuse_slow_tier = lambda *_: None  # a tier that cannot help is measured, too
     llm = LLM(model, max_num_seqs=4, max_model_len=length + 64, **options)
     ready, rng = llm.ready, random.Random(0)
-    figures = measure_tier(ready.runner, ready.plan, ready.shapes.model.max_model_len)
+    (tier,) = (each for each in ready.runner.features if isinstance(each, HostTierCopies))
+    figures = measure_tier(tier.slots, ready.runner, ready.runner.device, ready.plan, ready.shapes.model.max_model_len)
     llm.ready.engine.reset()
     params = SamplingParams(temperature=0, max_tokens=1)
 

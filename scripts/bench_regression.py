@@ -56,8 +56,8 @@ def count_programs() -> dict[str, int]:
 
     from jaxserve.config import EngineConfig
     from jaxserve.engine.model_files import locate_model, resolve_model
-    from jaxserve.runtime.program_list import list_programs
-    from jaxserve.runtime.shapes import make_shapes
+    from jaxserve.features import make_shapes
+    from jaxserve.runtime.step_programs import list_programs
 
     config = EngineConfig.from_options(model=MODEL)
     model = resolve_model(config, locate_model(config.model, need_weights=False))
@@ -91,16 +91,15 @@ def run_load(llm: LLM, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def measure_temporaries(llm: LLM) -> dict[str, float]:
     """Returns what the largest decode program needs beside its arguments, of the bytes of the pages, by attention."""
-    from jaxserve.runtime.arguments import describe_programs
-    from jaxserve.runtime.compile import compile_forward
+    from jaxserve.runtime.arguments import make_compiler
     from jaxserve.sharding import make_mesh
 
     ready = llm.ready
     bucket = ready.shapes.buckets.find(ENGINE["max_num_seqs"], ENGINE["max_num_seqs"])
-    programs = {ready.shapes.impl: ready.runner.programs.get("forward", bucket)}
+    programs = {ready.shapes.impl: ready.runner.device.programs.get("forward", bucket)}
     if "xla" not in programs:
-        model, inputs = describe_programs(ready.shapes.with_impl("xla", ""), ready.plan, make_mesh(1))
-        programs["xla"] = compile_forward(model, inputs, bucket)
+        compiler = make_compiler(ready.shapes.with_impl("xla", ""), ready.plan, make_mesh(1))
+        programs["xla"] = compiler.compile("forward", bucket)
     pages = ready.plan.bytes_per_device
     return {impl: program.memory_analysis().temp_size_in_bytes / pages for impl, program in programs.items()}
 

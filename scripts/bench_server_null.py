@@ -34,7 +34,6 @@ from jaxserve.presets import demo_model_dir
 from jaxserve.runtime import startup
 from jaxserve.runtime.buckets import Bucket
 from jaxserve.runtime.counts import StepCounts
-from jaxserve.runtime.page_copies import HostMemory, HostSlots
 from jaxserve.runtime.shapes import Shapes
 from jaxserve.scheduler import StepOutputs, StepPlan
 from jaxserve.tokenizers import load_tokenizer
@@ -67,7 +66,6 @@ class SlowDevice:
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.busy_until, self.counts = seconds, 0.0, StepCounts()
-        self.host_slots = HostSlots(HostMemory(), self.counts)  # none
         tokenizer = load_tokenizer(demo_model_dir())
         texts = {token: tokenizer.decode([token], True).strip() for token in range(tokenizer.vocab_size)}
         words = [token for token, text in texts.items() if text.isascii() and text.isalpha()]

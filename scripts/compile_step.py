@@ -18,13 +18,13 @@ from jax.sharding import AbstractMesh, AxisType
 from jaxserve.config import EngineConfig
 from jaxserve.engine.draft_files import locate_drafter
 from jaxserve.engine.model_files import ModelFiles, resolve_model
+from jaxserve.features import make_shapes
 from jaxserve.models.registry import param_specs
 from jaxserve.presets import load_preset
-from jaxserve.runtime.arguments import describe_programs
+from jaxserve.runtime.arguments import make_compiler
 from jaxserve.runtime.buckets import Bucket
-from jaxserve.runtime.compile import trace_forward
 from jaxserve.runtime.memory import cache_budget, params_bytes
-from jaxserve.runtime.shapes import Shapes, make_shapes
+from jaxserve.runtime.shapes import Shapes
 from jaxserve.runtime.startup import estimate_use, plan_pools
 from jaxserve.runtime.tuned.options import tuned_options
 from jaxserve.sharding import TENSOR_AXIS, make_mesh
@@ -122,7 +122,7 @@ def measure_step(
     """Compiles one forward program against pools that fill the device, with what is known of its products."""
     budget = cache_budget(gate.target.memory_bytes, MEMORY_SHARE, estimate_use(shapes))
     plan = plan_pools(shapes, budget=budget)
-    model, inputs = describe_programs(shapes, plan, mesh, options)
+    compiler = make_compiler(shapes, plan, mesh, options=options)
     # A decode step that expanded more than a layer's matrices to 16 bits would have had them converted ahead of it.
     is_bounded = shapes.model.quantization is not None and bucket.tokens == bucket.rows
     expanded = replace(shapes.model, quantization=None)
@@ -138,7 +138,7 @@ def measure_step(
         loops_follow_batch=shapes.impl == "xla" and shapes.experts is None,  # portable products have loops of experts
         judges_tiles=True,
     )
-    return gate.measure(report, partial(trace_forward, model, inputs, bucket))
+    return gate.measure(report, partial(compiler.trace_program, "forward", bucket))
 
 
 def list_steps(target: Target, *, full: bool, impl: str) -> dict[str, tuple[Shapes, Bucket]]:
@@ -174,7 +174,7 @@ def list_steps(target: Target, *, full: bool, impl: str) -> dict[str, tuple[Shap
         shapes = make_step_shapes(target, preset, **options)
         verify = shapes.buckets.find_verify(max(rows for rows, _ in shapes.buckets.verify_sizes), 2)
         rows = max(shapes.buckets.row_counts)
-        others = () if shapes.drafter is None else (Bucket(rows, rows), shapes.buckets.largest)
+        others = () if drafts["method"] == "ngram" else (Bucket(rows, rows), shapes.buckets.largest)
         for bucket in (verify, *others):
             name = f"step {bucket}: {preset}, {drafts['method']}, {FEW_LAYERS} layers, {counts[0]} devices"
             steps[name] = shapes, bucket

@@ -19,14 +19,15 @@ from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.model_files import load_params, locate_model, resolve_model
+from jaxserve.features import make_shapes
 from jaxserve.models.base import DecoderConfig
-from jaxserve.runtime.arguments import describe_programs
-from jaxserve.runtime.compile import compile_forward
+from jaxserve.runtime.arguments import make_compiler
 from jaxserve.runtime.device_state import KVCache, RowState, make_zeros
 from jaxserve.runtime.inputs import InputLayout
 from jaxserve.runtime.memory import plan_cache
-from jaxserve.runtime.shapes import Shapes, make_shapes
-from jaxserve.runtime.step_model import HiddenStates, SampleInputs, StepModel
+from jaxserve.runtime.shapes import Shapes
+from jaxserve.runtime.step_arrays import HiddenStates, SampleInputs
+from jaxserve.runtime.step_model import StepModel
 from jaxserve.sharding import make_mesh
 from pallas_kernels import backends
 from pallas_kernels.spec import AttnShape, KVSpec
@@ -109,18 +110,19 @@ def make_step(model: NullModel, rows: int, position: int) -> NullStep:
         budget=0,
         override=_PAGES,
     )
-    step_model, inputs = describe_programs(shapes, plan, model.mesh)
+    compiler = make_compiler(shapes, plan, model.mesh)
+    inputs = compiler.programs.inputs
     bucket = shapes.buckets.find(rows, rows)
     with mock.patch.dict(backends._BACKENDS, {IMPL: backends.Backend(__name__, fused=True)}):
-        program = compile_forward(step_model, inputs, bucket)
+        program = compiler.compile("forward", bucket)
     packed = _pack(InputLayout(bucket, inputs.state_shape), rows, position, shapes.model.vocab_size)
     on_device = jax.device_put(packed, inputs.replicated)
 
     def run(state: StepState) -> tuple[StepState, SampleInputs, HiddenStates]:
-        cache, row_state, selected, hidden = program(model.params, *state, on_device, None)
+        cache, row_state, selected, hidden = program(model.params, *state, on_device, ())
         return (cache, row_state), selected, hidden
 
-    return NullStep(step_model, bucket.rows, run, lambda: make_zeros((inputs.cache, inputs.rows)))
+    return NullStep(compiler.programs.model, bucket.rows, run, lambda: make_zeros((inputs.cache, inputs.rows)))
 
 
 def _make_shapes(options: dict[str, Any], max_num_seqs: int) -> Shapes:

@@ -6,12 +6,14 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxserve import LLM
+from jaxserve.features.drafter import DrafterHost
 from jaxserve.runtime.buckets import Bucket
 from jaxserve.runtime.inputs import ON_DEVICE, InputLayout
 from jaxserve.runtime.rows import SAMPLING_FIELDS, SampleVariant
@@ -69,15 +71,20 @@ def _run_step(runner: ModelRunner, bucket: Bucket, clock: Clock) -> None:
     packed = _pack(runner, bucket)
     selected, _ = clock("forward", lambda: runner._run(bucket, packed))
     sampled = clock("sample", lambda: _sample(runner, bucket, selected))
-    if runner._draft_params is not None:
-        clock("draft", lambda: (runner._draft(selected, sampled).drafts, runner._rows.last_token, runner._cache[1]))
+    device = runner.device
+    for drafter in (feature for feature in runner.features if isinstance(feature, DrafterHost)):
+        draft = partial(drafter.draft, device, runner.params, selected, sampled)
+        clock("draft", lambda draft=draft: (draft().drafts, device.rows.last_token, device.cache[1]))
 
 
 def _sample(runner: ModelRunner, bucket: Bucket, selected: Any) -> Any:
-    program = runner.programs.get("sample", (bucket.rows, bucket.width, SampleVariant.GREEDY))
-    lookup = runner._lookup
-    corpus = lookup.corpus if bucket.width > 1 else None
-    runner._rows, lookup.history, sampled = program(runner._rows, lookup.history, corpus, selected)
+    device = runner.device
+    program = device.programs.get("sample", (bucket.rows, bucket.width, SampleVariant.GREEDY))
+    states = [feature.sample_state(bucket.width) for feature in runner.features]
+    kept, read = (tuple(each) for each in zip(*states, strict=True))
+    device.rows, kept, _, sampled = program(device.rows, kept, None, read, selected, None)
+    for feature, own in zip(runner.features, kept, strict=True):
+        feature.keep(own)
     return sampled
 
 

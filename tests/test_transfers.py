@@ -8,7 +8,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1] / "jaxserve"
 STEP_PATH = [
     "runtime/runner.py",
-    "runtime/page_copies.py",
+    "features/page_copies.py",
+    "features/lookup_tokens.py",
+    "features/lookups.py",
+    "features/drafter.py",
+    "features/host_tier.py",
     "runtime/step.py",
     "runtime/device_state.py",
     "engine/engine.py",
@@ -19,9 +23,9 @@ ALLOWED = {
     ("runtime/runner.py", "result"),
     ("runtime/runner.py", "warm_up"),
     ("runtime/runner.py", "warm_thread"),
-    ("runtime/page_copies.py", "_is_ready"),  # of copies that ran beside a step, when its results are taken
-    ("runtime/page_copies.py", "allocate"),  # as the next, at the start of an engine
-    ("runtime/page_copies.py", "time_copies"),
+    ("features/page_copies.py", "_is_ready"),  # of copies that ran beside a step, when its results are taken
+    ("features/page_copies.py", "allocate"),  # as the next, at the start of an engine
+    ("features/page_copies.py", "time_copies"),
 }
 JNP = {"jnp"}  # jnp.asarray makes a device value, it does not fetch one
 

@@ -117,7 +117,7 @@ def plan(args: argparse.Namespace) -> None:
     config = EngineConfig.from_options(**read_engine_options(args))
     files = locate_model(config.model, need_weights=False)
     from jaxserve.engine.draft_files import locate_drafter
-    from jaxserve.runtime.memory_report import (
+    from jaxserve.engine.memory_report import (
         find_kind,
         print_plan,
     )  # imports JAX; `locate_model` explains a broken one
@@ -130,9 +130,9 @@ def plan(args: argparse.Namespace) -> None:
 
 def doctor(args: argparse.Namespace) -> int:
     """`jaxserve doctor`; returns 1 when something is broken."""
+    from jaxserve.engine.doctor import print_report
     from jaxserve.engine.draft_files import locate_drafter
     from jaxserve.engine.model_files import locate_model, resolve_model
-    from jaxserve.runtime.doctor import print_report
 
     config = EngineConfig.from_options(**read_engine_options(args))
 

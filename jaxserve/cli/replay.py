@@ -90,7 +90,7 @@ def _shape_model(config: EngineConfig, files: ModelFiles) -> DecoderConfig:
     import jax
 
     from jaxserve.engine.model_files import resolve_model
-    from jaxserve.runtime.shapes import make_shapes
+    from jaxserve.features import make_shapes
 
     device = jax.local_devices()[0]
     model = resolve_model(config, files, device.device_kind)

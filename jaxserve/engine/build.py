@@ -189,17 +189,19 @@ def build_engine(
 
 def make_engine(built: BuiltRunner, runner: Runner, tokenizer: Tokenizer | None) -> Engine:
     """Returns the engine whose scheduler plans for a built runner; its steps go to `runner`, which wraps that one."""
+    from jaxserve.features import count_host_pages
     from jaxserve.runtime.startup import page_groups
 
     shapes, options = built.shapes, built.shapes.config
     assert options.cache.page_size is not None and options.scheduler.max_num_batched_tokens is not None
+    host_pages, max_copies = count_host_pages(shapes)
     pages = PageManager(
         page_groups(shapes, built.plan),
         page_size=options.cache.page_size,
         max_chunk=options.scheduler.max_num_batched_tokens,
         enable_prefix_caching=options.cache.enable_prefix_caching,
-        num_host_slots=built.runner.host_slots.memory.num_slots,
-        max_copies=shapes.max_copies,
+        num_host_slots=host_pages,
+        max_copies=max_copies,
     )
     return Engine(
         Scheduler(shapes.limits, pages, costs=built.runner.step_costs),
@@ -228,13 +230,14 @@ def build_runner(
         num_pages: the pages of each KV group, in place of a memory plan.
         hosts: those that run this engine together, if there are several. Each calls this function.
     """
+    from jaxserve.features import make_shapes
+    from jaxserve.features.drafter import Drafter
     from jaxserve.runtime.bundle.read import Bundle
     from jaxserve.runtime.memory import GIB, device_memory_bytes
     from jaxserve.runtime.multihost.hosts import ONE_HOST
     from jaxserve.runtime.program_cache import enable_persistent_cache
     from jaxserve.runtime.quantization import describe_weights
     from jaxserve.runtime.self_test import confirm_kernels
-    from jaxserve.runtime.shapes import make_shapes
     from jaxserve.runtime.startup import estimate_use, require_room, start_runner
     from jaxserve.sharding import make_mesh
 
@@ -268,9 +271,9 @@ def build_runner(
         }
         hosts.require_equal(describe_model_files(files, shapes) | facts)
     params = load_params(config, files, shapes, mesh, progress=progress)
-    draft_params = None
+    of_drafter = None
     if drafter is not None:
-        draft_params = drafter.load_params(shapes, mesh, seed=config.model.seed, progress=progress)
+        of_drafter = drafter.load_params(shapes, mesh, seed=config.model.seed, progress=progress)
     with progress("Compiling programs") as report:
         note = lambda name, done, total: report(done, total, name)  # noqa: E731
         runner, plan = start_runner(
@@ -278,7 +281,7 @@ def build_runner(
             mesh,
             params,
             note,
-            draft_params=draft_params,
+            feature_params=[of_drafter if isinstance(each, Drafter) else None for each in shapes.features],
             only_largest=only_largest,
             announce=announce,
             num_pages=num_pages,

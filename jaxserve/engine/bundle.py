@@ -40,13 +40,14 @@ def build_bundle(
         DeviceError: the compiler for the device is not installed.
         CapacityError: the device holds not even one sequence beside the model.
     """
+    from jaxserve.runtime.arguments import make_compiler
     from jaxserve.runtime.bundle.devices import open_build_devices, refuse_untuned
     from jaxserve.runtime.bundle.manifest import describe_target
     from jaxserve.runtime.bundle.write import refuse_target, write_bundle
     from jaxserve.runtime.memory import cache_budget
     from jaxserve.runtime.program_cache import disable_persistent_cache
     from jaxserve.runtime.self_test import confirm_kernels
-    from jaxserve.runtime.startup import list_all_programs, make_compiler, measure_use, plan_pools, require_room
+    from jaxserve.runtime.startup import list_all_programs, measure_use, plan_pools, require_room
     from jaxserve.runtime.tuned.options import tuned_options
 
     refuse_target(folder)
@@ -72,14 +73,14 @@ def build_bundle(
             plan,
             use,
             compiler.compile,
-            list_all_programs(shapes, compiler),
+            list_all_programs(shapes),
             tested=devices.is_here and shapes == chosen,
             progress=lambda name, done, total: report(done, total, name),
         )
 
 
 def _choose_shapes(config: EngineConfig, files: ModelFiles, devices: BuildDevices) -> Shapes:
-    from jaxserve.runtime.shapes import make_shapes
+    from jaxserve.features import make_shapes
 
     device = devices.first
     model = resolve_model(config, files, device.device_kind)

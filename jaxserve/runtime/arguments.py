@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -13,30 +13,23 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxserve.layers.stack import stack_specs
 from jaxserve.models.base import ParamSpec
-from jaxserve.models.drafters import drafter_param_specs
 from jaxserve.models.registry import param_specs
-from jaxserve.runtime.compile import ProgramInputs
+from jaxserve.runtime.compile import ProgramCompiler
 from jaxserve.runtime.device_state import RowState, row_state_specs
+from jaxserve.runtime.feature import StepFeature
 from jaxserve.runtime.memory import CachePlan
+from jaxserve.runtime.program_inputs import ProgramInputs
 from jaxserve.runtime.shapes import Shapes
-from jaxserve.runtime.step_model import DraftHead, Drafting, StepModel
-from jaxserve.runtime.tier_start import plan_host_memory
+from jaxserve.runtime.sizes import Sizes
+from jaxserve.runtime.step_model import StepModel
+from jaxserve.runtime.step_programs import EnginePrograms
 from jaxserve.sampling import sampler_state_specs
 from jaxserve.sharding import DEFAULT_RULES, KV_POOL_AXES
-from jaxserve.speculation import LookupState
 
 
-def abstract_params(shapes: Shapes, mesh: Mesh) -> Any:
-    """Returns the runtime parameter tree as abstract sharded arrays."""
-    return _abstract(param_specs(shapes.model), shapes, mesh)
-
-
-def _abstract_drafter(shapes: Shapes, mesh: Mesh) -> Any:
-    return None if shapes.drafter is None else _abstract(drafter_param_specs(shapes.drafter.model), shapes, mesh)
-
-
-def _abstract(canonical: Any, shapes: Shapes, mesh: Mesh) -> Any:
-    specs = stack_specs(canonical, shapes.stack_mode)
+def abstract_params(canonical: Any, sizes: Sizes, mesh: Mesh) -> Any:
+    """Returns the runtime tree of canonical parameters as abstract sharded arrays."""
+    specs = stack_specs(canonical, sizes.stack_mode)
 
     def abstract(spec: ParamSpec) -> jax.ShapeDtypeStruct:
         placement = DEFAULT_RULES.placement(mesh, spec.axes, spec.shape)
@@ -45,62 +38,59 @@ def _abstract(canonical: Any, shapes: Shapes, mesh: Mesh) -> Any:
     return jax.tree.map(abstract, specs, is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
 
 
-def describe_programs(
-    shapes: Shapes, plan: CachePlan, mesh: Mesh, options: Mapping[str, Any] = MappingProxyType({})
-) -> tuple[StepModel, ProgramInputs]:
-    """Returns the static and the abstract arguments of all programs, for the pools of `plan`.
+def make_compiler(
+    shapes: Shapes,
+    plan: CachePlan,
+    mesh: Mesh,
+    trace: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> ProgramCompiler:
+    """Returns what compiles an engine's programs, for the pools of `plan`.
 
     Args:
-        options: of the compiler, for devices that are not here.
+        trace: a context in which kernels see the devices of the mesh, if they are not here.
+        options: of the compiler, for such devices.
     """
     pool_sharding = DEFAULT_RULES.sharding(mesh, KV_POOL_AXES)
     replicated = NamedSharding(mesh, PartitionSpec())
+    features = bind_features(shapes, plan, mesh)
     step_mesh = mesh if mesh.size > 1 else None
-    drafting = _describe_drafting(shapes, plan)
-    model = StepModel(shapes.model, plan.layout, shapes.attention, step_mesh, shapes.impl, shapes.processor, drafting)
+    model = StepModel(shapes.model, plan.layout, shapes.attention, step_mesh, shapes.impl, shapes.processor, features)
     inputs = ProgramInputs(
-        params=abstract_params(shapes, mesh),
-        draft_params=_abstract_drafter(shapes, mesh),
+        params=abstract_params(param_specs(shapes.model), shapes, mesh),
         cache=tuple(
             jax.ShapeDtypeStruct(shape, jnp.dtype(spec.dtype), sharding=pool_sharding)
             for shape, (spec, _) in zip(plan.pool_shapes, plan.pools, strict=True)
         ),
         rows=describe_rows(shapes, replicated),
         sampler=sampler_state_specs(shapes.state.rows, shapes.model.vocab_size, replicated),
-        lookup=describe_lookup(shapes, replicated),
+        feature_params=tuple(feature.params_specs(shapes, mesh) for feature in features),
+        feature_state=_share(tuple(feature.state_specs(shapes) for feature in features), replicated),
         state_shape=shapes.state,
         replicated=replicated,
-        host_memory=plan_host_memory(
-            shapes.config.cache.kv_offloading_size, shapes.specs, shapes.model.kv_groups, pool_sharding
-        ),
-        options=options,
     )
-    return model, inputs
+    config = shapes.config
+    programs = EnginePrograms(model, inputs, config.compile.max_logprobs, config.scheduler.max_decode_steps)
+    return ProgramCompiler(programs, trace, options)
 
 
-def _describe_drafting(shapes: Shapes, plan: CachePlan) -> Drafting | None:
-    if shapes.drafting is None or shapes.drafter is None or plan.drafter is None:
-        return shapes.drafting
-    drafter = shapes.drafter.model
-    head = DraftHead(
-        # Its products are those of the model, which have been tested by now.
-        replace(drafter, config=replace(drafter.config, few_rows=shapes.model.few_rows)),
-        plan.drafter_layout,
-        shapes.drafter_attention,
-        plan.drafter.sources,
-        shapes.drafter_impl,
-        shapes.drafter.draws,
-    )
-    return replace(shapes.drafting, head=head)
+def bind_features(shapes: Shapes, plan: CachePlan, mesh: Mesh) -> tuple[StepFeature, ...]:
+    """Returns the features for pools of a size: each has its own behind those of the features before it."""
+    bound, first_pool = [], plan.layout.num_pools
+    for feature in shapes.features:
+        bound.append(feature.bind(shapes, plan, mesh, first_pool))
+        first_pool += bound[-1].num_pools
+    return tuple(bound)
 
 
 def describe_rows(shapes: Shapes, sharding: Sharding | None) -> RowState:
     """Returns the abstract values of the rows."""
-    drafts = 0 if shapes.drafting is None else shapes.drafting.max_drafts
-    return row_state_specs(shapes.state, sharding, drafts, shapes.aux_size, shapes.model.dtype)
+    columns: dict[str, jax.ShapeDtypeStruct] = {}
+    for feature in shapes.features:
+        columns |= feature.column_specs(shapes.state.rows)
+    return row_state_specs(shapes.state, sharding, columns)
 
 
-def describe_lookup(shapes: Shapes, sharding: Sharding | None) -> LookupState | None:
-    """Returns those of what drafts are looked up in; None: nothing is looked up."""
-    drafter = None if shapes.drafting is None else shapes.drafting.lookup
-    return None if drafter is None else drafter.state_specs(shapes.state.rows, shapes.model.max_model_len, sharding)
+def _share(specs: Any, sharding: Sharding) -> Any:
+    """Returns abstract values with one sharding for all."""
+    return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=sharding), specs)

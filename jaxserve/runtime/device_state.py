@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from jaxserve.runtime.inputs import StateShape
 
 if TYPE_CHECKING:
     from jax.sharding import Sharding
 
-KVCache = tuple[jax.Array, ...]  # pools [pages of their layers, 2K, page_size, H]: the model's, then a drafter's
+KVCache = tuple[jax.Array, ...]  # pools [pages of their layers, 2K, page_size, H]: the model's, then those of features
 
 
 @flax.struct.dataclass
@@ -25,28 +27,23 @@ class RowState:
     num_computed: Int[Array, " R"]
     page_table: Int[Array, "G R M"]
     drafts: Int[Array, "R K"] | None = None  # of each row's next tokens, NO_DRAFT where there is none
-    aux: Float[Array, "R AD"] | None = None  # what a head reads of the model at each row's last computed token
+    columns: dict[str, Array] = flax.struct.field(default_factory=dict)  # of features, [R, ...]
 
 
 def row_state_specs(
-    shape: StateShape, sharding: Sharding | None, max_drafts: int = 0, aux_size: int = 0, dtype: str = "float32"
+    shape: StateShape, sharding: Sharding | None, columns: Mapping[str, jax.ShapeDtypeStruct] = MappingProxyType({})
 ) -> RowState:
-    """Returns the abstract values of the rows.
+    """Returns the abstract values of the rows; `columns` are those of features."""
 
-    Args:
-        max_drafts: of a row; 0: nothing is drafted.
-        aux_size: the numbers of `dtype` that a head reads of the model at each token; 0: no head drafts.
-    """
-
-    def spec(*dims: int, dtype: str = "int32") -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype), sharding=sharding)
+    def spec(*dims: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
 
     return RowState(
         last_token=spec(shape.rows),
         num_computed=spec(shape.rows),
         page_table=spec(shape.groups, shape.rows, shape.pages_per_row),
-        drafts=spec(shape.rows, max_drafts) if max_drafts else None,
-        aux=spec(shape.rows, aux_size, dtype=dtype) if aux_size else None,
+        drafts=spec(shape.rows, shape.max_drafts) if shape.max_drafts else None,
+        columns={name: spec(*column.shape, dtype=column.dtype) for name, column in columns.items()},
     )
 
 

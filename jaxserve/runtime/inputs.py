@@ -18,7 +18,6 @@ from jaxserve.pages.manager import CHUNK_EDGE
 from jaxserve.runtime.buckets import Bucket
 from jaxserve.runtime.rows import NUM_SAMPLING_FIELDS, RowMirror, SampleVariant
 from jaxserve.scheduler.plan import StepPlan
-from jaxserve.speculation import CorpusShape
 
 KEEP = -1  # in `starts`: `num_computed` stays
 ON_DEVICE = -1  # in `token_ids`: the row's last sampled token, or its next draft
@@ -32,7 +31,7 @@ class StateShape:
     rows: int  # R, the padding row included
     pages_per_row: int  # M
     max_page_updates: int  # U, page-table entries that one step can set
-    corpus: CorpusShape | None = None  # of the answers in which drafts are looked up
+    max_drafts: int = 0  # K, of a row; 0: no step verifies any
 
     @property
     def padding_row(self) -> int:

@@ -38,7 +38,7 @@ class DeviceUse:
     temporaries: int  # the largest of any program
     code: int  # all programs
     state: int  # rows, and two steps' inputs and outputs
-    copies: int  # pages on their way from and to the host
+    buffers: int  # of features, beside their state
     reserve: int  # for modules and command buffers, which appear at first execution
 
     @property
@@ -47,21 +47,29 @@ class DeviceUse:
 
 
 @dataclass(frozen=True)
-class DrafterPages:
-    """The pages of a drafter's layers. They have the ids of the model's pages, in pools of their own."""
+class AttachedPages:
+    """The pages of a feature's layers. They have the ids of the model's pages, in pools of their own."""
 
-    specs: tuple[KVSpec, ...]  # per KV group of the drafter; K counts the whole drafter's heads
-    layer_groups: tuple[int, ...]  # per layer, its KV group among the drafter's
+    specs: tuple[KVSpec, ...]  # per KV group of theirs; K counts the heads of all devices
+    layer_groups: tuple[int, ...]  # per layer, its KV group among these
     owners: tuple[int, ...]  # per layer, the one whose pages it reads
-    sources: tuple[int, ...]  # per KV group of the drafter, the model's whose page table it reads
+    sources: tuple[int, ...]  # per KV group of theirs, the model's whose page table it reads
+    user: str  # the feature, for users
 
     def page_bytes(self, group: int) -> int:
         """Returns the bytes of all layers beside a page of one of the model's KV groups."""
         owned = (each for layer, each in enumerate(self.layer_groups) if self.owners[layer] == layer)
         return sum(page_bytes(self.specs[each]) for each in owned if self.sources[each] == group)
 
-    def count_pages(self, num_pages: Sequence[int]) -> list[int]:
-        """Returns the pages of each layer of its KV groups, where the model's have `num_pages`."""
+    def lay_out(self, num_pages: Sequence[int]) -> CacheLayout:
+        """Returns where the pages of its layers lie, where the model's KV groups have `num_pages`."""
+        return _lay_out(self.specs, self._count_pages(num_pages), self.layer_groups, self.owners)
+
+    def sum_pools(self, num_pages: Sequence[int]) -> tuple[tuple[KVSpec, int], ...]:
+        """Returns the spec and the pages of each of its pools."""
+        return _sum_pools(self.specs, self._count_pages(num_pages), self.lay_out(num_pages))
+
+    def _count_pages(self, num_pages: Sequence[int]) -> list[int]:
         return [num_pages[source] for source in self.sources]
 
 
@@ -73,20 +81,13 @@ class CachePlan:
     num_pages: tuple[int, ...]  # per KV group, the null page included
     layout: CacheLayout
     num_devices: int
-    drafter: DrafterPages | None = None
+    attached: tuple[AttachedPages, ...] = ()
 
     @property
     def pools(self) -> tuple[tuple[KVSpec, int], ...]:
-        """The spec and the pages of each pool: those of the model's layers, then a drafter's."""
-        return (*_sum_pools(self.specs, self.num_pages, self.layout), *self.drafter_pools)
-
-    @property
-    def drafter_pools(self) -> tuple[tuple[KVSpec, int], ...]:
-        """The same of a drafter's pools alone."""
-        if self.drafter is None:
-            return ()
-        counts = self.drafter.count_pages(self.num_pages)
-        return _sum_pools(self.drafter.specs, counts, self.drafter_layout)
+        """The spec and the pages of each pool: those of the model's layers, then those of features."""
+        of_features = (pool for attached in self.attached for pool in attached.sum_pools(self.num_pages))
+        return (*_sum_pools(self.specs, self.num_pages, self.layout), *of_features)
 
     @property
     def page_size(self) -> int:
@@ -101,13 +102,6 @@ class CachePlan:
     @property
     def bytes_per_device(self) -> int:
         return sum(pages * page_bytes(spec) // self.num_devices for spec, pages in self.pools)
-
-    @property
-    def drafter_layout(self) -> CacheLayout:
-        """Where the pages of the drafter's layers lie."""
-        assert self.drafter is not None
-        counts = self.drafter.count_pages(self.num_pages)
-        return _lay_out(self.drafter.specs, counts, self.drafter.layer_groups, self.drafter.owners)
 
     def require_whole(self, config: DecoderConfig, max_chunk: int) -> None:
         """Raises CapacityError if a group has fewer pages than a sequence of `config.max_model_len` tokens needs."""
@@ -131,7 +125,7 @@ def plan_cache(
     max_sequences: int | None = None,
     override: int | None = None,
     num_pages: Sequence[int] | None = None,
-    drafter: DrafterPages | None = None,
+    attached: tuple[AttachedPages, ...] = (),
 ) -> CachePlan:
     """Divides `budget` bytes per device among the KV groups, so that each holds the same number of full sequences.
 
@@ -140,7 +134,7 @@ def plan_cache(
         max_sequences: the pools hold no more full sequences.
         override: pages of the group that needs most, whatever the budget; windowed groups hold at least one sequence.
         num_pages: pages of each group, whatever the other arguments.
-        drafter: whose pages the pools hold, too.
+        attached: the pages of features, of which the pools hold as many.
 
     Raises:
         CapacityError: no sequence of `config.max_model_len` tokens fits; says which length would.
@@ -148,8 +142,8 @@ def plan_cache(
     size, pairs = specs[0].page_size, list(zip(config.kv_groups, specs, strict=True))
     needs = [_pages_of_sequence(group, config.max_model_len, size, max_chunk) for group in config.kv_groups]
     page_costs = [group.num_owners * page_bytes(spec) // num_devices for group, spec in pairs]
-    if drafter is not None:
-        page_costs = [cost + drafter.page_bytes(group) // num_devices for group, cost in enumerate(page_costs)]
+    for pages in attached:
+        page_costs = [cost + pages.page_bytes(group) // num_devices for group, cost in enumerate(page_costs)]
     sequence_cost = sum(need * cost for need, cost in zip(needs, page_costs, strict=True))
     if num_pages is not None:
         counts = list(num_pages)
@@ -167,7 +161,7 @@ def plan_cache(
             sequences = min(sequences, float(max_sequences))
         counts = [max(need, _round_down(int(need * sequences))) + 1 for need in needs]
     layout = _lay_out(specs, counts, config.layer_groups, config.page_owners)
-    return CachePlan(tuple(specs), tuple(counts), layout, num_devices, drafter)
+    return CachePlan(tuple(specs), tuple(counts), layout, num_devices, attached)
 
 
 def _lay_out(

@@ -1,59 +1,90 @@
-"""The compiled programs of an engine."""
+"""Programs of an engine: one before it is compiled, and the compiled ones by kind and key."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from jaxserve.errors import MissingProgramError
-from jaxserve.runtime.buckets import Bucket
-from jaxserve.runtime.rows import SampleVariant
+
+type ProgramKey = tuple[str, Any]  # (kind, key), as `Programs.get` takes them
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
+class Program:
+    """A program to compile: a pure function, and the abstract values of its arguments.
+
+    The function returns its donated arguments first, in their order and with their shardings, then its results.
+    """
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    results: tuple[Any, ...] = ()  # the sharding of each result, or of each of its leaves
+    donated: tuple[int, ...] = ()  # which of the arguments
+    has_products: bool = False  # products with weights, for which compilers have options
+
+    def trace(self, options: Mapping[str, Any] | None = None) -> Any:
+        """Traces the program, for the caller to lower; `options` are those of the compiler."""
+        kept = (jax.tree.map(lambda spec: spec.sharding, self.arguments[index]) for index in self.donated)
+        outputs = (*kept, *self.results)
+        jitted = jax.jit(
+            self.function,
+            donate_argnums=self.donated,
+            out_shardings=outputs if len(outputs) > 1 else outputs[0],
+            compiler_options=None if options is None else dict(options),
+        )
+        return jitted.trace(*self.arguments)
+
+
 class Programs:
-    """The compiled programs, by kind. The set is closed unless there is a `compile_missing`."""
+    """Compiled programs by kind and key. The set is closed unless there is a `compile_missing`.
 
-    forward: dict[Bucket, Any] = dataclasses.field(default_factory=dict)
-    sample: dict[tuple[int, int, SampleVariant], Any] = dataclasses.field(default_factory=dict)  # by rows and width
-    loop: dict[tuple[int, SampleVariant], Any] = dataclasses.field(default_factory=dict)
-    draft: dict[int, Any] = dataclasses.field(default_factory=dict)  # by rows
-    logprobs: dict[tuple[int, int], Any] = dataclasses.field(default_factory=dict)  # by rows and width
-    prompt_logprobs: dict[Bucket, Any] = dataclasses.field(default_factory=dict)
-    pool: dict[int, Any] = dataclasses.field(default_factory=dict)  # by rows
-    zeros: dict[None, Any] = dataclasses.field(default_factory=dict)
-    set_row: dict[None, Any] = dataclasses.field(default_factory=dict)
-    look_up: dict[int, Any] = dataclasses.field(default_factory=dict)  # by rows
-    write_rows: dict[None, Any] = dataclasses.field(default_factory=dict)
-    write_answers: dict[None, Any] = dataclasses.field(default_factory=dict)
-    read_pages: dict[int, Any] = dataclasses.field(default_factory=dict)  # by KV group
-    write_pages: dict[int, Any] = dataclasses.field(default_factory=dict)
-    compile_missing: Callable[[str, Any], Any] | None = None  # (kind, key) -> the program
+    Args:
+        compile_missing: (kind, key) -> the program.
+    """
 
-    def get(self, kind: str, key: Any) -> Any:
+    def __init__(self, compile_missing: Callable[[str, Any], Any] | None = None) -> None:
+        self.compile_missing = compile_missing
+        self._by_kind: dict[str, dict[Any, Any]] = {}
+
+    def get(self, kind: str, key: Hashable) -> Any:
         """Returns a program, compiled now if the set is open; MissingProgramError if a closed set lacks it."""
-        programs = getattr(self, kind)
-        if key not in programs:
-            if self.compile_missing is None:
-                raise MissingProgramError(f"no {kind} program was compiled for {key}; there are {list(programs)}")
-            programs[key] = self.compile_missing(kind, key)
-        return programs[key]
+        try:
+            return self._by_kind[kind][key]
+        except KeyError:
+            pass
+        if self.compile_missing is None:
+            known = list(self.of_kind(kind))
+            raise MissingProgramError(f"no {kind} program was compiled for {key}; there are {known}")
+        program = self.compile_missing(kind, key)
+        self.add(kind, key, program)
+        return program
+
+    def add(self, kind: str, key: Hashable, program: Any) -> None:
+        """Adds a compiled program."""
+        self._by_kind.setdefault(kind, {})[key] = program
+
+    def of_kind(self, kind: str) -> Mapping[Any, Any]:
+        """Returns the programs of a kind by key, in the order in which they were added."""
+        return self._by_kind.get(kind, {})
 
     def copy(self) -> Programs:
-        """Returns a shallow copy, to which programs can be added."""
-        return dataclasses.replace(self, **{kind: dict(getattr(self, kind)) for kind in PROGRAM_KINDS})
+        """Returns a set of the same programs, to which others can be added."""
+        copied = Programs(self.compile_missing)
+        copied._by_kind = {kind: dict(programs) for kind, programs in self._by_kind.items()}
+        return copied
+
+    def __contains__(self, key: ProgramKey) -> bool:
+        return key[1] in self.of_kind(key[0])
 
     def __len__(self) -> int:
-        return sum(len(getattr(self, kind)) for kind in PROGRAM_KINDS)
+        return sum(map(len, self._by_kind.values()))
 
 
 def call_program(program: Any, *arguments: Any) -> Any:
     """Runs a program that has host arrays among its arguments: one costs the host a tenth of a `device_put`."""
     with jax.transfer_guard_host_to_device("allow"):
         return program(*arguments)
-
-
-PROGRAM_KINDS = tuple(each.name for each in dataclasses.fields(Programs) if each.name != "compile_missing")

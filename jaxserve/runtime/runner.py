@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxserve.pages.host_tier import PageCopy
 from jaxserve.runtime.buckets import Bucket, BucketTable
 from jaxserve.runtime.counts import StepCounts
+from jaxserve.runtime.feature import DeviceState, FeatureHost, InFlight
 from jaxserve.runtime.inputs import InputLayout, StateShape, StepPacker
-from jaxserve.runtime.lookup_tokens import LookupTokens
-from jaxserve.runtime.page_copies import CopiesInFlight, HostMemory, HostSlots
 from jaxserve.runtime.params import WeightWriter
 from jaxserve.runtime.programs import Programs, call_program
 from jaxserve.runtime.protocol import ParamUpdates
 from jaxserve.runtime.rows import RowMirror, SampleVariant
 from jaxserve.runtime.step import head_params
+from jaxserve.runtime.step_arrays import HiddenStates, SampledTokens, SampleInputs
 from jaxserve.runtime.step_future import StepFuture
-from jaxserve.runtime.step_model import HiddenStates, SampledTokens, SampleInputs
 from jaxserve.sampling import RowSetting, SamplerState, make_row_setting
 from jaxserve.scheduler.plan import NewRow, StepPlan
 
@@ -57,7 +55,7 @@ class StartedStep:
     prompt_logprobs: Any
     embeddings: Any
     drafts: bool = False  # whether drafts follow its tokens
-    copies: CopiesInFlight | None = None
+    beside: Sequence[InFlight] = ()
 
     def sample(self, mask: np.ndarray | None = None) -> StepFuture:
         """Dispatches sampling and returns its outputs; `mask` uint32 [num_rows * width, W] has the tokens' bits."""
@@ -78,17 +76,16 @@ class ModelRunner:
         state_shape: StateShape,
         variants: Mapping[SampleVariant, SampleVariant],
         count_compiles: Callable[[], int] = lambda: 0,
-        host_memory: HostMemory | None = None,
-        draft_params: Any = None,
+        features: Sequence[FeatureHost] = (),
+        counts: StepCounts | None = None,
         times_steps: bool = False,
     ) -> None:
-        self.params, self._draft_params = params, draft_params
-        self.counts = StepCounts()
+        self.params, self.features = params, tuple(features)
+        self.counts = counts or StepCounts()
         self.step_costs: dict[tuple[int, int], float] = {}  # seconds of a step by (rows, width) of its bucket
         self._times_steps = times_steps  # of decoding rows alone, each bucket before its first step
-        self.host_slots = HostSlots(host_memory or HostMemory(), self.counts)
         self._count_compiles, self._compiles_before = count_compiles, count_compiles()
-        self.programs = programs
+        self.device = DeviceState(programs)
         self._buckets, self._variants = buckets, variants
         self._layouts = {bucket: InputLayout(bucket, state_shape) for bucket in buckets.buckets}
         self._writer = writer
@@ -98,14 +95,18 @@ class ModelRunner:
         self.reset()
 
     @property
-    def all_params(self) -> tuple[Any, Any]:
-        """The parameters of the model, and of the drafter or None."""
-        return self.params, self._draft_params
+    def all_params(self) -> tuple[Any, ...]:
+        """The parameters of the model, and of each feature or None."""
+        return self.params, *self._feature_params
+
+    @property
+    def _feature_params(self) -> tuple[Any, ...]:
+        return tuple(feature.params for feature in self.features)
 
     @property
     def num_programs(self) -> int:
         """Compiled programs that steps can use."""
-        return len(self.programs)
+        return len(self.device.programs)
 
     @property
     def num_compiles(self) -> int:
@@ -114,11 +115,13 @@ class ModelRunner:
 
     def reset(self) -> None:
         """Replaces all state on the device by zeros, at the start and after a failed step."""
-        self._cache = self._rows = self._sampler = None  # freed first: there is no room for two
-        self._lookup = LookupTokens(None, None)
-        self._cache, self._rows, self._sampler, lookup = self.programs.get("zeros", None)()
-        self._lookup = LookupTokens(lookup, self._state_shape.corpus)
-        self.host_slots.reset()
+        device = self.device
+        device.cache, device.rows, device.sampler = (), None, None  # freed first: there is no room for two
+        for feature in self.features:
+            feature.state = None
+        device.cache, device.rows, device.sampler, states = device.programs.get("zeros", None)()
+        for feature, state in zip(self.features, states, strict=True):
+            feature.reset(state)
         self._mirror = RowMirror(self._state_shape.rows)
         self._packer = StepPacker(self._mirror)
 
@@ -130,7 +133,8 @@ class ModelRunner:
         """Runs every program once on padding, and waits for it."""
         padding = self._state_shape.padding_row
         self._set_row(padding, make_row_setting(self._vocab_size, (), ()))
-        self._lookup.warm_up(self.programs)
+        for feature in self.features:
+            feature.warm_up(self.device)
         for bucket in self._buckets.buckets:
             self._warm_up(bucket)
         self._compiles_before = self._count_compiles()
@@ -141,13 +145,8 @@ class ModelRunner:
         XLA opens the random device when a thread runs its first program; by the first step the process may be out of
         file descriptors.
         """
-        bucket = min(self.programs.forward)
+        bucket = min(self.device.programs.of_kind("forward"))
         jax.block_until_ready(self._run(bucket, self._layouts[bucket].new()))
-
-    def time_copies(self, copies: tuple[PageCopy, ...]) -> tuple[float, float]:
-        """Saves and loads pages while no step runs; returns the seconds of each direction."""
-        self._cache, save, load = self.host_slots.time_copies(self.programs.get, self._cache, copies)
-        return save, load
 
     def list_additions(self, programs: Programs, buckets: BucketTable) -> Iterator[Callable[[], None]]:
         """Yields functions to call in order, between steps; after the last one steps use the programs of `buckets`.
@@ -160,7 +159,7 @@ class ModelRunner:
             self._buckets = buckets
             self._compiles_before = self._count_compiles()
 
-        yield partial(setattr, self, "programs", programs)
+        yield partial(setattr, self.device, "programs", programs)
         for bucket in buckets.buckets:
             if bucket not in known:
                 yield partial(self._warm_up, bucket)
@@ -172,10 +171,10 @@ class ModelRunner:
         selected, hidden = self._run(bucket, layout.new())
         targets = np.zeros(bucket.tokens, np.int32) if bucket.is_mixed else None
         prompt_logprobs = self._find_prompt_logprobs(bucket, hidden, targets)
-        embeddings = self._pool(bucket, hidden) if bucket.width == 1 else None
-        drafts = self._draft_params is not None or self._lookup.history is not None
+        embeddings = self._embed(bucket, hidden) if bucket.width == 1 else None
+        drafts = self._state_shape.max_drafts > 0
         for variant in sorted(set(self._variants.values())):
-            if bucket.is_decode and (bucket.rows, variant) in self.programs.loop:
+            if bucket.is_decode and ("loop", (bucket.rows, variant)) in self.device.programs:
                 self._run_loop(bucket, variant, layout.new())
             StartedStep(self, bucket, 0, variant, True, selected, prompt_logprobs, embeddings, drafts).sample().result()
         self._time_bucket(bucket, SampleVariant.GREEDY)
@@ -205,15 +204,14 @@ class ModelRunner:
         for new_row in plan.new_rows:
             if new_row.history is not None:
                 self._set_row(new_row.row, _make_setting(self._vocab_size, new_row))
-        self._lookup.tell(self.programs, plan)
+        prepared = [feature.prepare(self.device, plan) for feature in self.features]
+        beside = [each for each in prepared if each is not None]
         packed = self._packer.pack(plan, self._layouts[bucket])
-        self._cache = self.host_slots.place(self.programs.get, self._cache)
-        copies = self.host_slots.start(self.programs.get, self._cache, plan)
         self.counts.count(bucket, plan.num_tokens, plan.width if is_loop else 1)
         self._time_bucket(bucket, packed.variant)  # if nothing did so when it was compiled
         if is_loop:
             sampled = self._run_loop(bucket, packed.variant, packed.inputs)
-            return StartedLoop(StepFuture(sampled, None, plan.num_rows, copies))
+            return StartedLoop(StepFuture(sampled, None, plan.num_rows, beside))
         selected, hidden = self._run(bucket, packed.inputs)
         return StartedStep(
             self,
@@ -223,67 +221,63 @@ class ModelRunner:
             packed.wants_logprobs,
             selected,
             self._find_prompt_logprobs(bucket, hidden, self._find_targets(plan, bucket)),
-            self._pool(bucket, hidden) if self._wants_embeddings(plan) else None,
+            self._embed(bucket, hidden) if self._wants_embeddings(plan) else None,
             plan.num_drafts > 0,
-            copies,
+            beside,
         )
 
     def sample(self, step: StartedStep, mask: np.ndarray | None) -> StepFuture:
         """See `StartedStep.sample`."""
         bucket, variant = step.bucket, self._variants[step.variant if mask is None else SampleVariant.MASKED]
-        program = self.programs.get("sample", (bucket.rows, bucket.width, variant))
-        lookup = self._lookup
-        state = self._rows, lookup.history, lookup.corpus if bucket.width > 1 else None
-        if variant <= SampleVariant.RANDOM:
-            self._rows, lookup.history, sampled = program(*state, step.selected)
-        else:
-            sent = self._pad_mask(mask, bucket.rows * bucket.width) if variant is SampleVariant.MASKED else None
-            state = *state, self._sampler
-            self._rows, lookup.history, self._sampler, sampled = call_program(program, *state, step.selected, sent)
+        device, is_shaped = self.device, variant > SampleVariant.RANDOM
+        states = [feature.sample_state(bucket.width) for feature in self.features]
+        kept, read = tuple([own for own, _ in states]), tuple([other for _, other in states])
+        sent = self._pad_mask(mask, bucket.rows * bucket.width) if variant is SampleVariant.MASKED else None
+        program = device.programs.get("sample", (bucket.rows, bucket.width, variant))
+        arguments = device.rows, kept, device.sampler if is_shaped else None, read, step.selected, sent
+        device.rows, kept, sampler, sampled = program(*arguments) if sent is None else call_program(program, *arguments)
+        if is_shaped:
+            device.sampler = sampler
+        for feature, own in zip(self.features, kept, strict=True):
+            feature.keep(own)
         if not step.drafts:
             sampled = SampledTokens(sampled.ids)  # the host does not read them
-        elif self._draft_params is not None:
-            sampled = self._draft(step.selected, sampled)
-        elif bucket.width == 1:
-            self._rows, sampled = lookup.look_up(self.programs, self._rows, step.selected, sampled)
+        else:
+            for feature in self.features:
+                sampled = feature.draft(device, self.params, step.selected, sampled)
         if not step.wants_logprobs and step.prompt_logprobs is None and step.embeddings is None:
-            return StepFuture(sampled, None, step.num_rows, step.copies)
+            return StepFuture(sampled, None, step.num_rows, step.beside)
         logprobs = None
         if step.wants_logprobs:
-            logprobs = self.programs.get("logprobs", (bucket.rows, bucket.width))(step.selected, sampled.ids)
-        return StepFuture(sampled, (logprobs, step.prompt_logprobs, step.embeddings), step.num_rows, step.copies)
-
-    def _draft(self, selected: SampleInputs, sampled: SampledTokens) -> SampledTokens:
-        program, params = (
-            self.programs.get("draft", len(selected.lines)),
-            (head_params(self.params), self._draft_params),
-        )
-        self._cache, self._rows, drafts = program(*params, self._cache, self._rows, selected.lines)
-        return dataclasses.replace(sampled, drafts=drafts)
+            logprobs = device.programs.get("logprobs", (bucket.rows, bucket.width))(step.selected, sampled.ids)
+        return StepFuture(sampled, (logprobs, step.prompt_logprobs, step.embeddings), step.num_rows, step.beside)
 
     def _run(self, bucket: Bucket, packed: np.ndarray) -> tuple[SampleInputs, HiddenStates]:
-        forward = self.programs.get("forward", bucket)
-        arguments = self.params, self._cache, self._rows, packed, self._draft_params
-        self._cache, self._rows, selected, hidden = call_program(forward, *arguments)
+        device = self.device
+        arguments = self.params, device.cache, device.rows, packed, self._feature_params
+        program = device.programs.get("forward", bucket)
+        device.cache, device.rows, selected, hidden = call_program(program, *arguments)
         return selected, hidden
 
     def _run_loop(self, bucket: Bucket, variant: SampleVariant, packed: np.ndarray) -> SampledTokens:
-        program = self.programs.get("loop", (bucket.rows, variant))
-        state = self._cache, self._rows, self._sampler
-        self._cache, self._rows, self._sampler, sampled = call_program(program, self.params, *state, packed)
+        device = self.device
+        arguments = self.params, device.cache, device.rows, device.sampler, packed
+        program = device.programs.get("loop", (bucket.rows, variant))
+        device.cache, device.rows, device.sampler, sampled = call_program(program, *arguments)
         return sampled
 
     def _set_row(self, row: int, setting: RowSetting) -> None:
-        self._sampler = call_program(self.programs.get("set_row", None), self._sampler, np.int32(row), setting)
+        program = self.device.programs.get("set_row", None)
+        self.device.sampler = call_program(program, self.device.sampler, np.int32(row), setting)
 
     def _find_prompt_logprobs(self, bucket: Bucket, hidden: HiddenStates, targets: np.ndarray | None) -> Any:
         if targets is None:
             return None
-        program = self.programs.get("prompt_logprobs", bucket)
+        program = self.device.programs.get("prompt_logprobs", bucket)
         return call_program(program, head_params(self.params), hidden.every, targets)
 
-    def _pool(self, bucket: Bucket, hidden: HiddenStates) -> Any:
-        return self.programs.get("pool", bucket.rows)(self.params["final_norm"], hidden.last)
+    def _embed(self, bucket: Bucket, hidden: HiddenStates) -> Any:
+        return self.device.programs.get("embed", bucket.rows)(self.params["final_norm"], hidden.last)
 
     def _wants_embeddings(self, plan: StepPlan) -> bool:
         return any(chunk.samples and self._mirror.embeds(chunk.row) for chunk in plan.chunks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -11,9 +12,10 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxserve.logits_processor import LogitsProcessor
 from jaxserve.runtime.device_state import RowState
-from jaxserve.runtime.drafting import append_runs, count_sampled, look_up_drafts
-from jaxserve.runtime.rows import EXTRA_FIELDS, SAMPLING_FIELDS
-from jaxserve.runtime.step_model import RowLines, SampledTokens, SampleInputs, StepModel, unpack_sampling
+from jaxserve.runtime.feature import SampledStep
+from jaxserve.runtime.rows import EXTRA_FIELDS, SAMPLING_FIELDS, SampleVariant
+from jaxserve.runtime.step_arrays import RowLines, SampledTokens, SampleInputs, unpack_sampling
+from jaxserve.runtime.step_model import StepModel
 from jaxserve.sampling import (
     SamplerState,
     SamplingInputs,
@@ -27,51 +29,64 @@ from jaxserve.sampling import (
     shape_logits,
 )
 from jaxserve.scheduler.sequence import MASK_LATE, NO_TOKEN_LEFT, NON_FINITE, NOT_KEPT
-from jaxserve.speculation import NO_DRAFT, Corpus, LookupState
+from jaxserve.speculation.drafts import NO_DRAFT
 
 
 def sample_tokens(
     rows: RowState,
-    history: Int[Array, "R L"] | None,
-    corpus: Corpus | None,
+    kept: tuple[Any, ...],
+    sampler: SamplerState | None,
+    read: tuple[Any, ...],
     selected: SampleInputs,
+    mask: UInt32[Array, "N M"] | None,
     *,
     model: StepModel,
-    greedy: bool,
-) -> tuple[RowState, Int[Array, "R L"] | None, SampledTokens]:
-    """Returns the rows after a step, their tokens if drafts are looked up in them, and what each brings.
+    variant: SampleVariant,
+) -> tuple[RowState, tuple[Any, ...], SamplerState | None, SampledTokens]:
+    """Returns the rows after a step, what features keep, the sampler's state, and what the step brings each row.
 
-    `rows` and `history` are donated. Only a verify step reads `corpus`.
+    `rows`, `kept` and `sampler` are donated.
 
     A row brings one id, or NON_FINITE if its logits are not finite; every sample program gives a greedy row the same.
+    With FULL and MASKED, logits are shaped by masks, biases and penalties. Then a row's id is NO_TOKEN_LEFT if its
+    parameters forbid every token, and MASK_LATE if its first line of `mask` is 0: it samples nothing and keeps its last
+    token. A run ends in front of another line of 0.
 
     A row of a verify step brings a run. At every position it draws what a step of one token would draw there: from its
     own parameters, uniforms and counts, whoever drafted. Drafts are accepted while they equal the draw, and the last
     draw stands. So the tokens are those of plain steps, and their distribution is the model's.
+
+    Args:
+        kept: of each feature, as `read` is; see `StepFeature.split_state`.
+        sampler: None for GREEDY and RANDOM.
+        mask: for MASKED only.
     """
+    if variant <= SampleVariant.RANDOM:
+        ids = _draw_lines(rows, selected, model=model, greedy=variant is SampleVariant.GREEDY)
+    else:
+        assert sampler is not None
+        sampler, ids = _draw_shaped_lines(rows, sampler, selected, mask, model=model)
+    rows, kept, sampled = _end_runs(rows, kept, read, selected, ids, model=model)
+    return rows, kept, sampler, sampled
+
+
+def _draw_lines(rows: RowState, selected: SampleInputs, *, model: StepModel, greedy: bool) -> Int[Array, "S W"]:
     width = selected.width
     lines = selected
     if width > 1:
         lines = SampleInputs(selected.logits, RowLines(jnp.repeat(selected.lines.array, width, axis=0)))
     ids = _draw(lines, _list_positions(rows, selected).reshape(-1), model=model, greedy=greedy)
-    return _end_runs(rows, history, corpus, selected, ids.reshape(-1, width), model=model)
+    return ids.reshape(-1, width)
 
 
-def sample_shaped_tokens(
+def _draw_shaped_lines(
     rows: RowState,
-    history: Int[Array, "R L"] | None,
-    corpus: Corpus | None,
     sampler: SamplerState,
     selected: SampleInputs,
     mask: UInt32[Array, "N M"] | None,
     *,
     model: StepModel,
-) -> tuple[RowState, Int[Array, "R L"] | None, SamplerState, SampledTokens]:
-    """`sample_tokens` on logits shaped by masks, biases and penalties. `rows`, `history` and `sampler` are donated.
-
-    A row's id is NO_TOKEN_LEFT if its parameters forbid every token, and MASK_LATE if its first line of `mask` is 0: it
-    then samples nothing and keeps its last token. A run ends in front of another line of 0.
-    """
+) -> tuple[SamplerState, Int[Array, "S W"]]:
     positions = _list_positions(rows, selected)
     drafts = _read_drafts(rows, selected)
 
@@ -88,8 +103,7 @@ def sample_shaped_tokens(
     masks = None if mask is None else by_position(mask)
     along = positions.T, by_position(selected.logits), masks, drafts.T
     (sampler, _), ids = lax.scan(draw_one, (sampler, jnp.ones(len(positions), bool)), along)
-    rows, history, sampled = _end_runs(rows, history, corpus, selected, ids.T, model=model)
-    return rows, history, sampler, sampled
+    return sampler, ids.T
 
 
 def _list_positions(rows: RowState, selected: SampleInputs) -> Int[Array, "S W"]:
@@ -146,17 +160,16 @@ def _draw_shaped(
 
 def _end_runs(
     rows: RowState,
-    history: Int[Array, "R L"] | None,
-    corpus: Corpus | None,
+    kept: tuple[Any, ...],
+    read: tuple[Any, ...],
     selected: SampleInputs,
     ids: Int[Array, "S W"],
     *,
     model: StepModel,
-) -> tuple[RowState, Int[Array, "R L"] | None, SampledTokens]:
-    """Ends each row's run at the first id that is not its draft, and appends it to the row's tokens.
+) -> tuple[RowState, tuple[Any, ...], SampledTokens]:
+    """Ends each row's run at the first id that is not its draft; then each feature follows.
 
-    The row goes on behind its run, whose last id is written to `last_token` if the row samples. A verify step looks up
-    what follows; plain steps leave that to a program of its own (`look_up_drafts`), as most do not need it.
+    The row goes on behind its run, whose last id is written to `last_token` if the row samples.
     """
     drafts, width = _read_drafts(rows, selected), selected.width
     is_open = jnp.cumprod(jnp.pad(ids[:, :-1] == drafts[:, :-1], ((0, 0), (1, 0)), constant_values=True), axis=1) == 1
@@ -167,21 +180,23 @@ def _end_runs(
     if width > 1:
         num_computed = rows.num_computed[selected.lines.row_ids] - (width - num_kept)
         rows = replace(rows, num_computed=rows.num_computed.at[selected.lines.row_ids].set(num_computed))
-    if selected.aux is not None:
-        of_last = selected.aux.reshape(*ids.shape, -1)[jnp.arange(len(ids)), num_kept - 1]
-        rows = replace(rows, aux=rows.aux.at[selected.lines.row_ids].set(of_last))
     counts = count_sampled(selected.lines.samples, runs)
     last = jnp.take_along_axis(runs, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
     last = jnp.where(counts > 0, last, rows.last_token[selected.lines.row_ids])
     rows = replace(rows, last_token=rows.last_token.at[selected.lines.row_ids].set(last))
-    if history is None:
-        return rows, None, SampledTokens(runs)
-    brought = selected.lines, runs
-    history = append_runs(rows, history, *brought, model=model)
-    if width == 1:
-        return rows, history, SampledTokens(runs)
-    rows, later = look_up_drafts(rows, LookupState(history, corpus), *brought, model=model)
-    return rows, history, SampledTokens(runs, later)
+    later, followed = None, []
+    handed = selected.handed or (None,) * len(model.features)
+    for feature, given, other, each in zip(model.features, kept, read, handed, strict=True):
+        step = SampledStep(selected.lines, runs, num_kept, each)
+        rows, own, drafted = feature.follow_sample(rows, given, other, step)
+        followed.append(own)
+        later = later if drafted is None else drafted
+    return rows, tuple(followed), SampledTokens(runs, later)
+
+
+def count_sampled(samples: Int[Array, " S"], runs: Int[Array, "S W"]) -> Int[Array, " S"]:
+    """Returns how many tokens each row got in a step; `runs` as in `SampledTokens.ids`."""
+    return jnp.where(samples == 1, jnp.sum(runs >= 0, axis=1), 0)
 
 
 def _process(logits: Float[Array, " V"], line: SampleInputs, processor: LogitsProcessor) -> Float[Array, " V"]:

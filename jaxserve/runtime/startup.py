@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,19 +16,13 @@ from jaxserve.errors import CapacityError
 from jaxserve.layers.attention import AttentionConfig
 from jaxserve.layers.mlp import MLPConfig
 from jaxserve.layers.moe import MoEConfig
-from jaxserve.models.drafters import drafter_param_specs
 from jaxserve.models.registry import param_specs
 from jaxserve.pages import PageGroup
-from jaxserve.runtime.arguments import describe_lookup, describe_programs, describe_rows
+from jaxserve.runtime.arguments import describe_rows, make_compiler
 from jaxserve.runtime.buckets import BucketTable
 from jaxserve.runtime.bundle.read import Bundle
-from jaxserve.runtime.compile import (
-    ProgramCompiler,
-    Progress,
-    compile_late,
-    compile_programs,
-    watch_compiles,
-)
+from jaxserve.runtime.compile import ProgramCompiler, Progress, compile_late, compile_programs, watch_compiles
+from jaxserve.runtime.counts import StepCounts
 from jaxserve.runtime.host_memory import host_memory_bytes
 from jaxserve.runtime.inputs import InputLayout
 from jaxserve.runtime.memory import (
@@ -44,12 +37,11 @@ from jaxserve.runtime.memory import (
 )
 from jaxserve.runtime.multihost.hosts import ONE_HOST, Hosts
 from jaxserve.runtime.params import WeightWriter
-from jaxserve.runtime.program_list import ProgramKey, list_copies, list_lookups, list_loops, list_programs
-from jaxserve.runtime.programs import Programs
+from jaxserve.runtime.programs import ProgramKey, Programs
 from jaxserve.runtime.quantizer import WeightQuantizer
 from jaxserve.runtime.runner import ModelRunner
 from jaxserve.runtime.shapes import Shapes
-from jaxserve.runtime.tier_start import copy_bytes, count_slots, require_host_room, start_tier
+from jaxserve.runtime.step_programs import list_loops, list_programs
 from jaxserve.sampling import sampler_state_specs
 from jaxserve.sharding import DEFAULT_RULES
 
@@ -79,7 +71,7 @@ def plan_pools(shapes: Shapes, *, budget: int, num_pages: Sequence[int] | None =
         max_sequences=scheduler.max_num_seqs if shapes.platform == "cpu" else None,
         override=cache.num_kv_pages_override,
         num_pages=num_pages,
-        drafter=shapes.drafter_pages,
+        attached=shapes.attached_pages,
     )
     if scheduler.deterministic:
         plan.require_whole(shapes.model, scheduler.max_num_batched_tokens)
@@ -107,14 +99,15 @@ def measure_use(
         num_devices=shapes.num_devices,
         budget=0,
         override=_PROBE_PAGES,
-        drafter=shapes.drafter_pages,
+        attached=shapes.attached_pages,
     )
     threads = shapes.config.compile.compile_threads
     programs = compile_programs(
         make_compiler(shapes, probe, mesh, trace, options).compile, _list_largest(shapes), threads=threads
     )
-    forwards = [program.memory_analysis() for program in programs.forward.values()]
-    others = [program.memory_analysis() for program in (*programs.sample.values(), *programs.draft.values())]
+    forwards = [program.memory_analysis() for program in programs.of_kind("forward").values()]
+    kinds = dict.fromkeys(kind for kind, _ in _list_largest(shapes) if kind != "forward")
+    others = [program.memory_analysis() for kind in kinds for program in programs.of_kind(kind).values()]
     code = max(use.generated_code_size_in_bytes for use in forwards) * len(shapes.buckets.buckets)
     code += sum(use.generated_code_size_in_bytes for use in others) * len(shapes.buckets.row_counts)
     return _sum_use(shapes, max(use.temp_size_in_bytes for use in (*forwards, *others)), code)
@@ -127,8 +120,8 @@ def _list_largest(shapes: Shapes) -> Iterator[ProgramKey]:
     measured = shapes.buckets.buckets if shapes.config.scheduler.deterministic else (shapes.buckets.largest,)
     yield from (("forward", bucket) for bucket in measured)
     yield from (("sample", (rows, 1, variant)) for variant in shapes.sample_programs)
-    if shapes.drafter is not None:
-        yield "draft", rows
+    for feature in shapes.features:
+        yield from feature.list_largest(shapes.buckets)
 
 
 def estimate_use(shapes: Shapes) -> DeviceUse:
@@ -161,26 +154,19 @@ def _sum_use(shapes: Shapes, temporaries: int, code: int) -> DeviceUse:
     state = shapes.state
     sampler = sampler_state_specs(1, shapes.model.vocab_size)
     line = _count_bytes(sampler)
-    rows = state.rows * line + _count_bytes((describe_rows(shapes, None), describe_lookup(shapes, None)))
+    kept = _count_bytes((describe_rows(shapes, None), [each.state_specs(shapes) for each in shapes.features]))
     packed = 4 * InputLayout(shapes.buckets.largest, state).size
     size = jnp.dtype(shapes.model.dtype).itemsize
     lines = max(shapes.buckets.largest.rows, *(rows * width for rows, width in shapes.buckets.verify_sizes), 0)
-    selected = lines * (4 * shapes.model.vocab_size + size * (shapes.model.hidden_size + shapes.aux_size))
+    selected = lines * (4 * shapes.model.vocab_size + size * shapes.model.hidden_size)
+    selected += _count_bytes([each.handed_specs(lines) for each in shapes.features])
     params = params_bytes(param_specs(shapes.model), shapes.num_devices, shapes.platform)
-    if shapes.drafter is not None:
-        params += params_bytes(drafter_param_specs(shapes.drafter.model), shapes.num_devices, shapes.platform)
     return DeviceUse(
-        params=params,
+        params=params + sum(each.params_bytes(shapes) for each in shapes.features),
         temporaries=temporaries,
         code=code,
-        state=rows + 2 * (packed + selected),
-        copies=copy_bytes(
-            shapes.config.cache.kv_offloading_size,
-            shapes.specs,
-            shapes.model.kv_groups,
-            num_devices=shapes.num_devices,
-            max_copies=shapes.max_copies,
-        ),
+        state=state.rows * line + kept + 2 * (packed + selected),
+        buffers=sum(each.buffer_bytes(shapes) for each in shapes.features),
         reserve=_RESERVE,
     )
 
@@ -196,8 +182,8 @@ def require_room(shapes: Shapes, limit: int | None) -> None:
         limit: bytes of a device; None on CPU, where all devices and their pools share the host's memory.
 
     Raises:
-        CapacityError: the parts exceed the limit, and says how much each takes; or the host tier exceeds the host.
-        ConfigError: the host tier's size holds no page.
+        CapacityError: the parts exceed the limit, and says how much each takes; or what a feature keeps elsewhere.
+        ConfigError: a feature's size is too small.
     """
     use, count, pools, on_host, cache = estimate_use(shapes), 1, 0, limit is None, shapes.config.cache
     if on_host or cache.fixes_pages:
@@ -208,9 +194,8 @@ def require_room(shapes: Shapes, limit: int | None) -> None:
     parts = {"model": use.params, "max_num_seqs": use.state, of_pools: pools}
     parts = {name: count * size for name, size in parts.items()}
     refuse_shortage(limit, parts)
-    size = cache.kv_offloading_size
-    count_slots(size, shapes.specs, shapes.model.kv_groups)
-    require_host_room(size, sum(parts.values()) if on_host else 0)
+    for feature in shapes.features:
+        feature.require_room(shapes, sum(parts.values()) if on_host else 0)
 
 
 def start_runner(
@@ -219,7 +204,7 @@ def start_runner(
     params: Mapping[str, Any],
     progress: Progress | None = None,
     *,
-    draft_params: Mapping[str, Any] | None = None,
+    feature_params: Sequence[Any] = (),
     only_largest: bool = False,
     announce: Callable[[str], None] = lambda text: None,
     num_pages: Sequence[int] | None = None,
@@ -232,7 +217,7 @@ def start_runner(
     when a step first needs it.
 
     Args:
-        draft_params: the drafter's runtime tree.
+        feature_params: the runtime tree of each feature, or None.
         only_largest: leave all programs but those of the largest buckets, which hold any step, to `compile_rest`.
         announce: told of each later compilation that takes noticeable time.
         num_pages: pages of each KV group; no memory is planned then.
@@ -240,8 +225,8 @@ def start_runner(
         bundle: has the programs, and the pages that they are for; none is compiled then.
 
     Raises:
-        CapacityError: the device cannot hold one sequence of `max_model_len` tokens, or the host not its KV tier.
-        ConfigError: the host tier cannot help.
+        CapacityError: the device cannot hold one sequence of `max_model_len` tokens, or a feature has no room.
+        ConfigError: a feature cannot help.
     """
     is_replay = num_pages is not None  # which need not be fast
     budget = hosts.take_least("bytes of KV pools", _find_budget(shapes, mesh, bundle)) if not is_replay else 0
@@ -253,38 +238,47 @@ def start_runner(
     compiler = make_compiler(shapes, plan, mesh)
     buckets = shapes.buckets.take_largest() if only_largest and bundle is None else shapes.buckets
     is_closed = shapes.config.compile.compile != "used" or bundle is not None
-    if is_closed:
-        wanted = _list_wanted(shapes, buckets)
-        known = Programs()
-    else:
-        known = Programs(compile_missing=compile_late(compiler, announce))
-        wanted = iter([("forward", buckets.smallest_mixed)])
-    inputs = compiler.inputs
-    wanted = itertools.chain(wanted, list_copies(inputs.host_memory))
-    runner = ModelRunner(
-        compile_programs(
-            compiler.compile if bundle is None else bundle.load,
-            wanted,
-            threads=shapes.config.compile.compile_threads,
-            progress=progress,
-            known=known,
-        ),
-        buckets,
-        params=params,
-        writer=WeightWriter(WeightQuantizer(shapes.model, mesh, DEFAULT_RULES), params),
-        sampler_specs=inputs.sampler,
-        state_shape=shapes.state,
-        variants=shapes.variants,
-        count_compiles=watch_compiles(),
-        host_memory=inputs.host_memory,
-        draft_params=draft_params,
-        times_steps=shapes.chooses_widths,
+    wanted = _list_wanted(shapes, buckets) if is_closed else [("forward", buckets.smallest_mixed)]
+    programs = compile_programs(
+        compiler.compile if bundle is None else bundle.load,
+        wanted,
+        threads=shapes.config.compile.compile_threads,
+        progress=progress,
+        known=Programs() if is_closed else Programs(compile_late(compiler, announce)),
     )
-    size = shapes.config.cache.kv_offloading_size
-    start_tier(runner, plan, size, shapes.model.max_model_len, must_help=not is_replay)
+    runner = _make_runner(shapes, mesh, params, feature_params, compiler, programs, buckets)
+    for feature in runner.features:
+        feature.start(runner, runner.device, plan, must_help=not is_replay)
     if is_closed:
         runner.warm_up()
     return runner, plan
+
+
+def _make_runner(
+    shapes: Shapes,
+    mesh: Mesh,
+    params: Mapping[str, Any],
+    feature_params: Sequence[Any],
+    compiler: ProgramCompiler,
+    programs: Programs,
+    buckets: BucketTable,
+) -> ModelRunner:
+    counts, features = StepCounts(), compiler.programs.model.features
+    each_params = feature_params or (None,) * len(features)
+    pairs = zip(features, each_params, strict=True)
+    return ModelRunner(
+        programs,
+        buckets,
+        params=params,
+        writer=WeightWriter(WeightQuantizer(shapes.model, mesh, DEFAULT_RULES), params),
+        sampler_specs=compiler.programs.inputs.sampler,
+        state_shape=shapes.state,
+        variants=shapes.variants,
+        count_compiles=watch_compiles(),
+        features=[feature.open(shapes, own, counts) for feature, own in pairs],
+        counts=counts,
+        times_steps=shapes.chooses_widths,
+    )
 
 
 def _find_budget(shapes: Shapes, mesh: Mesh, bundle: Bundle | None) -> int:
@@ -306,36 +300,25 @@ def compile_rest(
     """Compiles what `start_runner` left; returns functions to call between steps, see `ModelRunner.list_additions`."""
     programs = compile_programs(
         make_compiler(shapes, plan, mesh).compile,
-        list_programs(shapes.buckets, shapes.sample_programs, drafts=shapes.drafter is not None),
+        _list_wanted(shapes, shapes.buckets),
         threads=shapes.config.compile.compile_threads,
         progress=progress,
-        known=runner.programs,
+        known=runner.device.programs,
     )
     return runner.list_additions(programs, shapes.buckets)
 
 
-def make_compiler(
-    shapes: Shapes,
-    plan: CachePlan,
-    mesh: Mesh,
-    trace: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    options: Mapping[str, Any] = MappingProxyType({}),
-) -> ProgramCompiler:
-    """Returns what compiles an engine's programs; see `measure_use` for `trace` and `options`."""
-    config = shapes.config
-    model, inputs = describe_programs(shapes, plan, mesh, options)
-    return ProgramCompiler(model, inputs, config.compile.max_logprobs, config.scheduler.max_decode_steps, trace)
-
-
-def list_all_programs(shapes: Shapes, compiler: ProgramCompiler) -> Iterator[ProgramKey]:
+def list_all_programs(shapes: Shapes) -> Iterator[ProgramKey]:
     """Yields the (kind, key) of every program that an engine may need."""
-    return itertools.chain(_list_wanted(shapes, shapes.buckets), list_copies(compiler.inputs.host_memory))
+    return _list_wanted(shapes, shapes.buckets)
 
 
 def _list_wanted(shapes: Shapes, buckets: BucketTable) -> Iterator[ProgramKey]:
-    loops = list_loops(shapes.buckets) if shapes.config.scheduler.max_decode_steps > 1 else iter(())
-    programs = list_programs(buckets, shapes.sample_programs, drafts=shapes.drafter is not None)
-    return itertools.chain(programs, loops, list_lookups(buckets, shapes.drafting))
+    yield from list_programs(buckets, shapes.sample_programs)
+    if shapes.config.scheduler.max_decode_steps > 1:
+        yield from list_loops(shapes.buckets)
+    for feature in shapes.features:
+        yield from feature.list_programs(buckets)
 
 
 def _require_budget(plan: CachePlan, budget: int) -> None:

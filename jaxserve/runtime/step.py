@@ -1,13 +1,14 @@
 """The forward pass of a step, and the programs that only some steps need.
 
 forward: unpacks the inputs, advances the rows, runs the layers (writing and reading KV) and computes one line of logits
-per row, or one per token of a verify step. A drafter with weights follows (heads.py). The sample programs (sample.py)
-then choose the tokens. Everything before and after them runs on the host. Log-probabilities of tokens and of prompts,
+per row, or one per token of a verify step. Features may follow (feature.py). The sample programs (sample.py) then
+choose the tokens. Everything before and after them runs on the host. Log-probabilities of tokens and of prompts,
 and embeddings, are programs of their own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,11 +24,12 @@ from jaxserve.models.decoder import forward as run_layers
 from jaxserve.runtime.batches import bound_pages, prepare_batches
 from jaxserve.runtime.buckets import Bucket
 from jaxserve.runtime.device_state import KVCache, RowState
-from jaxserve.runtime.heads import ModelStep, follow_step
+from jaxserve.runtime.feature import ForwardedStep, StepFeature
 from jaxserve.runtime.inputs import KEEP, ON_DEVICE, InputLayout, StepInputs
 from jaxserve.runtime.rows import SAMPLING_FIELDS, SampleVariant
-from jaxserve.runtime.sample import sample_shaped_tokens, sample_tokens
-from jaxserve.runtime.step_model import HiddenStates, RowLines, SampledTokens, SampleInputs, StepModel
+from jaxserve.runtime.sample import sample_tokens
+from jaxserve.runtime.step_arrays import HiddenStates, RowLines, SampledTokens, SampleInputs
+from jaxserve.runtime.step_model import StepModel
 from jaxserve.sampling import (
     LogprobArrays,
     SamplerState,
@@ -44,13 +46,13 @@ def forward(
     cache: KVCache,
     rows: RowState,
     packed: Int[Array, " I"],
-    draft_params: Any = None,
+    feature_params: tuple[Any, ...],
     *,
     model: StepModel,
     layout: InputLayout,
 ) -> tuple[KVCache, RowState, SampleInputs, HiddenStates]:
     """Runs a step up to the logits; returns the cache and the rows after it. `cache` and `rows` are donated."""
-    return run_forward(params, cache, rows, layout.views(packed), draft_params, model=model, layout=layout)
+    return run_forward(params, cache, rows, layout.views(packed), feature_params, model=model, layout=layout)
 
 
 def run_forward(
@@ -58,7 +60,7 @@ def run_forward(
     cache: KVCache,
     rows: RowState,
     inputs: StepInputs,
-    draft_params: Any = None,
+    feature_params: tuple[Any, ...],
     *,
     model: StepModel,
     layout: InputLayout,
@@ -85,7 +87,7 @@ def run_forward(
     )
     tokens = _token_ids(rows, inputs, bucket)
     count = model.layout.num_pools
-    hidden, pools, aux = run_layers(
+    hidden, pools, captured = run_layers(
         model.config,
         params,
         tokens,
@@ -99,17 +101,26 @@ def run_forward(
     last = hidden if bucket.width > 1 else hidden[ends]
     logits = compute_logits(model.config, params, last)
     lines = RowLines.join(inputs.row_ids, inputs.samples, inputs.sampling)
-    selected = SampleInputs(logits, lines, aux if bucket.width > 1 else None)
-    if aux is not None and bucket.width == 1:
-        rows = replace(rows, aux=before.aux.at[inputs.row_ids].set(aux[ends]))
     states = HiddenStates(last, hidden if bucket.is_mixed else None)
-    drafter_pools = cache[count:]
-    if model.drafting is not None and model.drafting.head is not None:
-        step = ModelStep(tokens, seq_lens, tables, aux)
-        drafter_pools = follow_step(
-            params, draft_params, drafter_pools, before, inputs, step, model=model, bucket=bucket
-        )
-    return (*pools, *drafter_pools), replace(rows, page_table=page_table), selected, states
+    rows = replace(rows, page_table=page_table)
+    step = ForwardedStep(
+        model.config, params, model.mesh, bucket, before, inputs, tokens, seq_lens, tables, captured, ends
+    )
+    rows, feature_pools, handed = _follow(model.features, feature_params, cache[count:], rows, step)
+    return (*pools, *feature_pools), rows, SampleInputs(logits, lines, handed), states
+
+
+def _follow(
+    features: Sequence[StepFeature], params: tuple[Any, ...], pools: KVCache, rows: RowState, step: ForwardedStep
+) -> tuple[RowState, KVCache, tuple[Any, ...]]:
+    """Lets each feature follow the forward pass; returns the rows, the features' pools and what they hand over."""
+    followed, handed = [], []
+    for feature, own in zip(features, params, strict=True):
+        given, pools = pools[: feature.num_pools], pools[feature.num_pools :]
+        rows, its_pools, each = feature.follow_forward(own, given, rows, step)
+        followed += its_pools
+        handed.append(each)
+    return rows, tuple(followed), tuple(handed)
 
 
 def compute_step_logprobs(
@@ -161,6 +172,7 @@ def decode_loop(
     inputs = layout.views(packed)
     limits = inputs.sampling[:, SAMPLING_FIELDS.index("max_num_tokens")]
     padding = layout.state.padding_row
+    nothing = (None,) * len(model.features)  # none takes part: drafts are never in a loop
 
     def run_step(carry: tuple[KVCache, RowState, SamplerState], _: None) -> tuple[Any, Array]:
         cache, rows, sampler = carry
@@ -169,13 +181,11 @@ def decode_loop(
             row_ids=jnp.where(is_open, inputs.row_ids, padding), samples=jnp.where(is_open, inputs.samples, 0)
         )
         rows = replace(rows, num_computed=rows.num_computed.at[padding].set(0))
-        cache, rows, selected, _ = run_forward(params, cache, rows, open_inputs, model=model, layout=layout)
-        if variant is SampleVariant.FULL:
-            rows, _, sampler, sampled = sample_shaped_tokens(rows, None, None, sampler, selected, None, model=model)
-        else:
-            greedy = variant is SampleVariant.GREEDY
-            rows, _, sampled = sample_tokens(rows, None, None, selected, model=model, greedy=greedy)
-        return (cache, rows, sampler), sampled.ids
+        cache, rows, selected, _ = run_forward(params, cache, rows, open_inputs, nothing, model=model, layout=layout)
+        rows, _, after, sampled = sample_tokens(
+            rows, nothing, sampler, nothing, selected, None, model=model, variant=variant
+        )
+        return (cache, rows, after), sampled.ids
 
     (cache, rows, sampler), ids = lax.scan(run_step, (cache, rows, sampler), length=num_steps)
     return cache, rows, sampler, SampledTokens(ids[:, :, 0].T)

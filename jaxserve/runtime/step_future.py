@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxserve.runtime.page_copies import CopiesInFlight
-from jaxserve.runtime.step_model import SampledTokens
+from jaxserve.runtime.feature import InFlight
+from jaxserve.runtime.step_arrays import SampledTokens
 from jaxserve.scheduler.plan import StepOutputs
 from jaxserve.scheduler.sequence import NOT_KEPT
 
@@ -19,13 +20,17 @@ class StepFuture:
 
     Args:
         more: (log-probabilities of tokens, of prompts, embeddings), each None if no row asked; None if all are.
-        copies: those of the step's pages from and to the host; None: it has none.
+        beside: what features run beside the step.
     """
 
     def __init__(
-        self, sampled: SampledTokens, more: tuple[Any, Any, Any] | None, num_rows: int, copies: CopiesInFlight | None
+        self,
+        sampled: SampledTokens,
+        more: tuple[Any, Any, Any] | None,
+        num_rows: int,
+        beside: Sequence[InFlight] = (),
     ) -> None:
-        self._sampled, self._more, self._num_rows, self._copies = sampled, more, num_rows, copies
+        self._sampled, self._more, self._num_rows, self._beside = sampled, more, num_rows, beside
         if _is_reader():
             for array in jax.tree.leaves((sampled, more)):
                 array.copy_to_host_async()
@@ -38,7 +43,9 @@ class StepFuture:
         """Waits for the device and returns the outputs of the step's rows."""
         ids, drafts = _read((self._sampled.ids, self._sampled.drafts))
         ids, drafts = ids[: self._num_rows], None if drafts is None else drafts[: self._num_rows].tolist()
-        failed = frozenset() if self._copies is None else self._copies.wait()
+        of_features: dict[str, Any] = {}
+        for each in self._beside:
+            of_features |= each.wait()
         logprobs = prompt_logprobs = embeddings = counts = None
         if self._more is not None:
             logprobs, prompt_logprobs, embeddings = _read(self._more)
@@ -56,7 +63,7 @@ class StepFuture:
             prompt_logprobs=prompt_logprobs,
             embeddings=embeddings,
             drafts=drafts,
-            failed_copies=failed,
+            **of_features,
         )
 
 

@@ -1,50 +1,21 @@
-"""What the programs of a step share: their static arguments, and the arrays that one hands to the next."""
+"""The static arguments that the programs of a step share."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import flax.struct
-import jax.numpy as jnp
-from jax import lax
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.logits_processor import LogitsProcessor
 from jaxserve.models.base import DecoderConfig
 from jaxserve.models.decoder import CacheLayout
-from jaxserve.models.drafters.base import DrafterModel
-from jaxserve.runtime.rows import FLOAT_FIELDS, SAMPLING_FIELDS
-from jaxserve.sampling import SamplingInputs
-from jaxserve.speculation import LookupDrafter
+from jaxserve.runtime.feature import StepFeature
 from pallas_kernels.spec import AttnShape
 
 
 @dataclass(frozen=True)
-class DraftHead:
-    """The static arguments of a drafter with weights. Its layers have pools of their own, under the same page ids."""
-
-    model: DrafterModel
-    layout: CacheLayout
-    shapes: tuple[AttnShape, ...]  # per KV group of the drafter, on one device
-    groups: tuple[int, ...]  # per KV group of the drafter, the target's whose page table it reads
-    impl: str
-    draws: bool  # drafts are drawn as the row's tokens are, not the likeliest ones
-
-
-@dataclass(frozen=True)
-class Drafting:
-    """The static arguments of drafting."""
-
-    max_drafts: int  # K
-    rows: int  # of a step draft, the first ones: no program verifies more
-    lookup: LookupDrafter | None = None
-    head: DraftHead | None = None
-
-
-@dataclass(frozen=True)
 class StepModel:
-    """The static arguments of a step: the model, where its pages lie, the devices, the kernels, and who drafts."""
+    """The static arguments of a step: the model, where its pages lie, the devices, the kernels, and the features."""
 
     config: DecoderConfig
     layout: CacheLayout
@@ -52,88 +23,9 @@ class StepModel:
     mesh: Mesh | None  # None on a single device
     impl: str
     processor: LogitsProcessor | None = None
-    drafting: Drafting | None = None
+    features: tuple[StepFeature, ...] = ()
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """The layers whose inputs a drafter reads."""
-        head = None if self.drafting is None else self.drafting.head
-        return () if head is None else head.model.aux_layers
-
-
-@flax.struct.dataclass
-class HiddenStates:
-    """The residual stream before the final norm, for the programs that only some steps need."""
-
-    last: Float[Array, "N D"]  # of the tokens that logits were computed of
-    every: Float[Array, "T D"] | None  # all tokens of a mixed bucket, for prompts' log-probabilities
-
-
-@flax.struct.dataclass
-class RowLines:
-    """The rows of a step, one line each, for the programs behind `forward`.
-
-    They are one array, since every output of a program costs a CPU's host some ten microseconds.
-    """
-
-    array: Int[Array, "S C"]
-
-    @classmethod
-    def join(cls, row_ids: Int[Array, " S"], samples: Int[Array, " S"], sampling: Int[Array, "S F"]) -> RowLines:
-        """Returns the lines of rows."""
-        return cls(jnp.concatenate([row_ids[:, None], samples[:, None], sampling], axis=1))
-
-    @property
-    def row_ids(self) -> Int[Array, " S"]:
-        """Their places in `RowState`."""
-        return self.array[..., 0]
-
-    @property
-    def samples(self) -> Int[Array, " S"]:
-        """1 where the row samples after its last token."""
-        return self.array[..., 1]
-
-    @property
-    def sampling(self) -> Int[Array, "S F"]:
-        """The rows' parameters, see rows.py."""
-        return self.array[..., 2:]
-
-    def restrict(self, may_sample: Bool[Array, " S"]) -> RowLines:
-        """Returns the lines by which no other row samples."""
-        return RowLines(self.array.at[:, 1].multiply(may_sample))
-
-    def __len__(self) -> int:
-        return self.array.shape[0]
-
-
-@flax.struct.dataclass
-class SampleInputs:
-    """What `forward` hands to sampling. Shapes depend on rows only, so that the programs add up, not multiply.
-
-    N = S, one line of logits per row; in a verify step N = S * W, W in each row's order.
-    """
-
-    logits: Float[Array, "N V"]
-    lines: RowLines
-    aux: Float[Array, "N AD"] | None = None  # of a verify step: what a head reads of the model at those tokens
-
-    @property
-    def width(self) -> int:
-        """W."""
-        return self.logits.shape[0] // len(self.lines)
-
-
-@flax.struct.dataclass
-class SampledTokens:
-    """What a step brings each row."""
-
-    ids: Int[Array, "S W"]  # a sentinel where there is an error; NOT_KEPT after the end of a run
-    drafts: Int[Array, "S K"] | None = None  # of the row's next tokens
-
-
-def unpack_sampling(sampling: Int[Array, "S F"], positions: Int[Array, " S"]) -> SamplingInputs:
-    """Returns the parameters of rows whose next tokens get the `positions`; `sampling` as in `RowLines`."""
-    names = [name for name in SAMPLING_FIELDS if name in SamplingInputs.__dataclass_fields__]
-    columns = {name: sampling[:, SAMPLING_FIELDS.index(name)] for name in names}
-    floats = {name: lax.bitcast_convert_type(columns[name], jnp.float32) for name in FLOAT_FIELDS}
-    return SamplingInputs(**(columns | floats), positions=positions)
+        """The layers whose inputs a feature reads."""
+        return tuple(layer for feature in self.features for layer in feature.aux_layers)

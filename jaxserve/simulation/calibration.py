@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.engine.memory_report import DeviceKind
 from jaxserve.errors import ConfigError, shorten
 from jaxserve.layers.moe import MoEConfig
 from jaxserve.models.base import DecoderConfig, KVGroup, ParamSpec
 from jaxserve.models.registry import param_specs
 from jaxserve.runtime.memory import params_bytes
-from jaxserve.runtime.memory_report import DeviceKind
 from jaxserve.runtime.shapes import Shapes
 from jaxserve.simulation.device import Attention, StepFormula
 from pallas_kernels.layout import page_bytes

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from jaxserve.config import EngineConfig
+from jaxserve.engine.memory_report import DeviceKind, find_kind
 from jaxserve.errors import ConfigError
+from jaxserve.features import count_host_pages, make_shapes
 from jaxserve.models.base import DecoderConfig
 from jaxserve.runtime.memory import cache_budget
-from jaxserve.runtime.memory_report import DeviceKind, find_kind
-from jaxserve.runtime.shapes import Shapes, make_shapes
+from jaxserve.runtime.shapes import Shapes
 from jaxserve.runtime.startup import estimate_use, page_groups, plan_pools
-from jaxserve.runtime.tier_start import count_slots
 from jaxserve.simulation.calibration import Calibration, make_formula, take_from_data_sheet
 from jaxserve.simulation.replica import EngineSpec
 
@@ -49,7 +49,7 @@ def make_spec(shapes: Shapes, kind: DeviceKind, calibration: Calibration) -> Eng
     limit = None if kind.platform == "cpu" else kind.memory
     pools = plan_pools(shapes, budget=cache_budget(limit, cache.device_memory_utilization, estimate_use(shapes)))
     assert cache.page_size is not None  # resolved
-    num_slots = count_slots(cache.kv_offloading_size, shapes.specs, shapes.model.kv_groups)
+    num_slots, max_copies = count_host_pages(shapes)
     return EngineSpec(
         limits=shapes.limits,
         groups=page_groups(shapes, pools),
@@ -58,6 +58,6 @@ def make_spec(shapes: Shapes, kind: DeviceKind, calibration: Calibration) -> Eng
         page_size=cache.page_size,
         enable_prefix_caching=cache.enable_prefix_caching,
         num_host_slots=num_slots,
-        max_copies=shapes.max_copies,
+        max_copies=max_copies,
         overlap=scheduler.async_scheduling,
     )

@@ -35,6 +35,7 @@ FLOORS = {
     "jaxserve.sampling": "F2b.0",
     "jaxserve.speculation": "F2b.1",
     "jaxserve.runtime": "F3",
+    "jaxserve.features": "F3.1",
     "jaxserve.engine": "F4",
     "jaxserve.simulation": "F4.1",
     "jaxserve.server": "F5",

@@ -61,7 +61,7 @@ TARGETS = (
     *(_room(name) for name in ("workers", "pages", "scheduler", "tokenizers", "structured")),
     _room("layers", "tests/test_sharding.py"),
     _room("models", "tests/test_golden_cases.py"),
-    *(_room(name) for name in ("sampling", "speculation", "weights", "runtime", "engine", "simulation")),
+    *(_room(name) for name in ("sampling", "speculation", "weights", "runtime", "features", "engine", "simulation")),
     Target("e2e", ("tests/e2e",)),
     *(_room(name) for name in ("bench", "cluster", "cli")),
     Target("scripts", ("tests/scripts",)),

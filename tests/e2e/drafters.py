@@ -93,7 +93,7 @@ class ScriptedDrafter:
 def patch_drafter(patch: pytest.MonkeyPatch) -> None:
     """Puts a scripted drafter in the place of the one of the method `ngram`."""
     patch.setattr(
-        "jaxserve.runtime.shapes.make_lookup_drafter",
+        "jaxserve.features.choose.make_lookup_drafter",
         lambda config, in_library: ScriptedDrafter(config.num_speculative_tokens),
     )
 
@@ -116,12 +116,13 @@ def make_scripted(make: Callable[..., LLM], num_drafts: int, *, forced: bool = T
 def teach(llm: LLM, texts: Sequence[Sequence[int]], mode: Mode) -> None:
     """Tells a scripted drafter what the rows will become."""
     runner = llm.ready.runner
-    script: Any = runner._lookup.corpus
+    (lookup,) = runner.features
+    script: Any = lookup.state.corpus
     lines, ends = np.zeros(script.texts.shape, np.int32), np.zeros(MAX_TEXTS, np.int32)
     for index, text in enumerate(texts):
         lines[index, : len(text)], ends[index] = text, len(text)
     sent = jax.device_put((lines, ends, np.int32(mode)), script.mode.sharding)
-    runner._lookup.corpus = Script(*sent)
+    lookup.state = LookupState(lookup.state.history, Script(*sent))
 
 
 def list_texts(outputs: Sequence[RequestOutput]) -> list[list[int]]:

@@ -11,12 +11,13 @@ import pytest
 
 from jaxserve import LLM
 from jaxserve.config import EngineConfig
+from jaxserve.engine.doctor import list_checks, run_checks
 from jaxserve.engine.metrics import Gauge
 from jaxserve.engine.model_files import locate_model, resolve_model
 from jaxserve.errors import ConfigError, DeviceError
-from jaxserve.runtime.doctor import list_checks, run_checks
+from jaxserve.features import make_shapes
 from jaxserve.runtime.self_test import confirm_attention
-from jaxserve.runtime.shapes import Shapes, make_shapes
+from jaxserve.runtime.shapes import Shapes
 from tests.e2e.helpers import PROGRAMS, generate_ids, greedy, write_tiny_llama
 from tests.pallas_kernels.cpu_kernel import serve_kernel
 
@@ -70,7 +71,7 @@ def test_a_kernel_that_fails_is_replaced_with_a_warning_and_a_metric(
 ) -> None:
     with serve_kernel(fault), caplog.at_level(logging.INFO, "jaxserve"):
         llm = make_llm(tiny)
-        assert llm.ready.shapes.specs[0].layout == "plain" and llm.ready.runner._cache[0].shape[-1] == 16
+        assert llm.ready.shapes.specs[0].layout == "plain" and llm.ready.runner.device.cache[0].shape[-1] == 16
         assert generate_ids(llm, PROMPTS, greedy(4)) == expected
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert warning.startswith("attention: xla, portable attention: the gpu kernels failed their self-test: " + message)
@@ -82,7 +83,7 @@ def test_a_kernel_that_fails_is_replaced_with_a_warning_and_a_metric(
 def test_a_kernel_that_is_right_serves(tiny: Path, expected: list[list[int]], caplog: pytest.LogCaptureFixture) -> None:
     with serve_kernel(), caplog.at_level(logging.WARNING, "jaxserve"):
         llm = make_llm(tiny)
-        assert llm.ready.runner._cache[0].shape[-1] == 128, "its layout"
+        assert llm.ready.runner.device.cache[0].shape[-1] == 128, "its layout"
         assert generate_ids(llm, PROMPTS, greedy(4)) == expected
     gauge = find_gauge(llm)
     assert gauge.value == 0 and gauge.labels["impl"] == "gpu" and not caplog.records

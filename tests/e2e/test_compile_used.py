@@ -22,19 +22,22 @@ SIZES = {"max_num_seqs": 5, "max_num_batched_tokens": 96, "num_kv_pages_override
 
 def test_only_what_a_prompt_needs_is_compiled_and_only_once() -> None:
     llm = make_llm("llama_gqa", **SIZES)
-    programs = llm.ready.runner.programs
-    assert list(programs.forward) == [Bucket(64, 5)] and len(programs) == 2
+    programs = llm.ready.runner.device.programs
+    assert list(programs.of_kind("forward")) == [Bucket(64, 5)] and len(programs) == 2
     generate_ids(llm, [[5, 6, 7]], greedy(4))
-    assert list(programs.forward) == [Bucket(64, 5), Bucket(2, 2)]
-    assert list(programs.sample) == [(5, 1, SampleVariant.GREEDY), (2, 1, SampleVariant.GREEDY)] and len(programs) == 5
+    assert list(programs.of_kind("forward")) == [Bucket(64, 5), Bucket(2, 2)]
+    assert (
+        list(programs.of_kind("sample")) == [(5, 1, SampleVariant.GREEDY), (2, 1, SampleVariant.GREEDY)]
+        and len(programs) == 5
+    )
     before = llm.ready.runner.num_compiles
     generate_ids(llm, [[5, 6, 7]], greedy(4))
     assert len(programs) == 5 and llm.ready.runner.num_compiles == before
     llm.generate([{"prompt_token_ids": [5] * 80}], greedy(2, logprobs=1, bad_words=None), use_tqdm=False)
     assert (
-        Bucket(96, 5) in programs.forward
-        and set(programs.logprobs) == {(2, 1), (5, 1)}
-        and not programs.prompt_logprobs
+        Bucket(96, 5) in programs.of_kind("forward")
+        and set(programs.of_kind("logprobs")) == {(2, 1), (5, 1)}
+        and not programs.of_kind("prompt_logprobs")
     )
 
 
@@ -54,13 +57,13 @@ def test_tokens_are_those_of_an_engine_that_compiled_everything() -> None:
     ]
     used, closed = (make_llm("llama_gqa", **SIZES, compile=choice) for choice in ("used", "all"))
     assert generate_ids(used, prompts, params) == generate_ids(closed, prompts, params)
-    assert len(used.ready.runner.programs) < len(closed.ready.runner.programs)
+    assert len(used.ready.runner.device.programs) < len(closed.ready.runner.device.programs)
 
 
 def test_a_program_that_does_not_compile_fails_its_step_only(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = make_llm("llama_gqa")
     expected = generate_ids(llm, [[5, 6, 7]], greedy(4))
-    programs = llm.ready.runner.programs
+    programs = llm.ready.runner.device.programs
     compile_missing = programs.compile_missing
 
     def fail(kind: str, key: Any) -> Any:

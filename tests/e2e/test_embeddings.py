@@ -119,7 +119,7 @@ def test_nothing_is_compiled_and_nothing_stays_behind(llm: LLM) -> None:
     with jax.transfer_guard("disallow"):
         embed(llm, [5], LONG, [6, 7])
     assert read_stats(llm.ready.engine).num_compiles == before
-    assert len(llm.ready.runner.programs.pool) == len(llm.ready.shapes.buckets.row_counts)
+    assert len(llm.ready.runner.device.programs.of_kind("embed")) == len(llm.ready.shapes.buckets.row_counts)
     assert all(pool.num_referenced == 0 for pool in llm.ready.engine.scheduler.pages.pools)
 
 

@@ -43,7 +43,7 @@ def test_sixteen_bit_models_follow_the_reference_for_a_while(dtype: str) -> None
     case = load_case("llama_bf16" if dtype == "bfloat16" else "llama_f16")
     llm = make_llm(case, dtype=dtype)
     assert llm.ready.runner.params["embed"]["weight"].dtype == jnp.dtype(dtype)
-    assert llm.ready.runner._cache[0].dtype == jnp.dtype(dtype)
+    assert llm.ready.runner.device.cache[0].dtype == jnp.dtype(dtype)
     tokens = generate_ids(llm, case.prompts, greedy(8))
     agreed = sum(
         a == b for mine, theirs in zip(tokens, case.greedy, strict=True) for a, b in zip(mine, theirs, strict=False)
@@ -56,7 +56,7 @@ def test_sixteen_bit_models_follow_the_reference_for_a_while(dtype: str) -> None
 def test_kv_cache_may_be_narrower_than_the_model() -> None:
     case = load_case("llama_gqa")
     llm = make_llm(case, kv_cache_dtype="bfloat16")
-    assert llm.ready.runner._cache[0].dtype == jnp.bfloat16
+    assert llm.ready.runner.device.cache[0].dtype == jnp.bfloat16
     assert llm.ready.runner.params["embed"]["weight"].dtype == jnp.float32
     tokens = generate_ids(llm, case.prompts, greedy(8))
     assert [row[0] for row in tokens] == [ids[0] for ids in case.greedy]

@@ -72,7 +72,7 @@ def test_fp8_pages_are_close_with_and_without_scales(tmp_path: Path, caplog: pyt
     with caplog.at_level(logging.WARNING):
         plain = make_llm(CASE, kv_cache_dtype="fp8")
     assert "no scales" in caplog.text
-    assert plain.ready.runner._cache[0].dtype == jnp.float8_e4m3fn
+    assert plain.ready.runner.device.cache[0].dtype == jnp.float8_e4m3fn
     assert 1e-4 < relative_error(first_logits(plain), exact) < 0.4, "random weights amplify what rounding does"
 
     caplog.clear()

@@ -13,7 +13,7 @@ import pytest
 
 from jaxserve import LLM
 from jaxserve.errors import CapacityError, ConfigError
-from jaxserve.runtime import tier_start
+from jaxserve.features import tier_start
 from tests.e2e.helpers import MAX_MODEL_LEN, generate_ids, greedy, make_llm, run_on_devices
 
 THOROUGH = [pytest.mark.slow, pytest.mark.thorough]
@@ -74,7 +74,8 @@ def test_tokens_equal_those_without_it(expected: tuple[str, list[list[int]]]) ->
 def test_failed_copies_are_misses_and_three_end_the_tier() -> None:
     llm, plain = make_tiny("llama_gqa"), make_llm("llama_gqa", page_size=8, enable_prefix_caching=False)
     engine = llm.ready.engine
-    slots, tier, tokens = engine.runner.host_slots, engine.scheduler.pages.host, run_turns(plain)
+    (copies,) = engine.runner.features
+    slots, tier, tokens = copies.slots, engine.scheduler.pages.host, run_turns(plain)
     run_turns(llm)
     copy, lost = slots._copy, []
 
@@ -125,8 +126,8 @@ def test_a_recording_with_copies_is_replayed(tmp_path: Path) -> None:
 
 def test_all_programs_are_there_before_the_first_step() -> None:
     llm = make_tiny("gemma2")
-    programs = llm.ready.runner.programs
-    assert set(programs.read_pages) == set(programs.write_pages) == {0, 1}
+    programs = llm.ready.runner.device.programs
+    assert set(programs.of_kind("read_pages")) == set(programs.of_kind("write_pages")) == {0, 1}
     assert not llm.ready.runner.counts.steps and not llm.ready.runner.counts.bytes_saved, "the start is not counted"
 
 
@@ -147,7 +148,7 @@ def test_the_tier_needs_the_prefix_cache() -> None:
 
 TWO_DEVICES = """
 import json
-from jaxserve.runtime import tier_start
+from jaxserve.features import tier_start
 tier_start.refuse_slow_tier = lambda *_: None
 from tests.e2e.test_host_tier import make_tiny, run_turns
 llm = make_tiny("llama_gqa", tensor_parallel_size=2)

@@ -42,7 +42,7 @@ def make_tiny(folder: Path, **options: object) -> LLM:
 def test_tpu_kernels_serve_the_same_tokens(tiny: Path) -> None:
     expected = generate_ids(make_tiny(tiny, dtype="float32"), PROMPTS, greedy(4))
     llm = make_tiny(tiny, dtype="float32", attention_impl="tpu_interpret")
-    assert llm.ready.runner._cache[0].shape[1:] == (1, 32, 128), "keys and values side by side"
+    assert llm.ready.runner.device.cache[0].shape[1:] == (1, 32, 128), "keys and values side by side"
     assert generate_ids(llm, PROMPTS, greedy(4)) == expected
 
 

@@ -75,7 +75,11 @@ def test_padded_sizes_are_those_of_the_options(llm: LLM) -> None:
         "llama_gqa", max_num_seqs=5, max_num_batched_tokens=96, num_kv_pages_override=16, compile="all", **sizes
     )
     assert run_mixed_load(few) == run_mixed_load(llm)
-    assert set(few.ready.runner.counts.steps) == {Bucket(5, 5), Bucket(96, 5)} == set(few.ready.runner.programs.forward)
+    assert (
+        set(few.ready.runner.counts.steps)
+        == {Bucket(5, 5), Bucket(96, 5)}
+        == set(few.ready.runner.device.programs.of_kind("forward"))
+    )
     assert few.ready.runner.num_programs < llm.ready.runner.num_programs and few.ready.runner.num_compiles == 0
 
 
@@ -83,13 +87,18 @@ def test_only_the_explicit_transfer_is_made(llm: LLM) -> None:
     with jax.transfer_guard("disallow"):
         run_mixed_load(llm)
     runner = llm.ready.runner  # what else the call that sends the inputs is given lies on the device already
-    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves((runner.params, runner._cache, runner._rows)))
+    assert all(
+        isinstance(leaf, jax.Array)
+        for leaf in jax.tree.leaves((runner.params, runner.device.cache, runner.device.rows))
+    )
 
 
 def test_programs_are_few(llm: LLM) -> None:
-    programs = llm.ready.runner.programs
-    assert len(programs.forward) + 2 * len(programs.logprobs) <= 12, "of every step: forward, greedy and random"
-    assert len(programs.sample) == 4 * len(programs.logprobs) and len(programs) <= 30
+    programs = llm.ready.runner.device.programs
+    assert len(programs.of_kind("forward")) + 2 * len(programs.of_kind("logprobs")) <= 12, (
+        "of every step: forward, greedy and random"
+    )
+    assert len(programs.of_kind("sample")) == 4 * len(programs.of_kind("logprobs")) and len(programs) <= 30
 
 
 def test_a_step_without_a_program_is_an_error_not_a_compilation(llm: LLM) -> None:
@@ -100,13 +109,13 @@ def test_a_step_without_a_program_is_an_error_not_a_compilation(llm: LLM) -> Non
 
 def test_pool_is_updated_in_place(llm: LLM) -> None:
     runner = llm.ready.runner
-    pool_bytes = sum(pool.nbytes for pool in runner._cache)
-    for program in runner.programs.forward.values():
+    pool_bytes = sum(pool.nbytes for pool in runner.device.cache)
+    for program in runner.device.programs.of_kind("forward").values():
         analysis = program.memory_analysis()
         assert analysis.alias_size_in_bytes >= pool_bytes
-    before = runner._cache[0].unsafe_buffer_pointer()
+    before = runner.device.cache[0].unsafe_buffer_pointer()
     generate_ids(llm, [[1, 2, 3]], greedy(3))
-    assert runner._cache[0].unsafe_buffer_pointer() == before
+    assert runner.device.cache[0].unsafe_buffer_pointer() == before
 
 
 def test_bad_requests_name_the_field_and_harm_nobody(llm: LLM) -> None:
@@ -193,7 +202,7 @@ def test_new_weights_may_come_from_the_files_of_a_checkpoint(tmp_path: Path) -> 
 def test_an_interrupt_at_any_program_harms_no_later_call(llm: LLM) -> None:
     prompts, params = [[5, 6, 7, 8], [9] * 40], greedy(6, repetition_penalty=1.2, logprobs=1)
     expected = generate_ids(llm, prompts, params)
-    programs = llm.ready.runner.programs
+    programs = llm.ready.runner.device.programs
 
     def interrupt(program: Any, *args: Any) -> None:
         program(*args)  # it has taken the donated state, and what it gives back gets lost

@@ -251,7 +251,7 @@ import json, sys
 from tests.e2e.test_speculation import *
 expected = json.loads(sys.argv[1])
 drafting = make_scripted(partial(make, tensor_parallel_size=4), 3)
-assert drafting.ready.runner._cache[0].sharding.num_devices == 4
+assert drafting.ready.runner.device.cache[0].sharding.num_devices == 4
 for mode in Mode:
     teach(drafting, [[*prompt, *ids] for prompt, ids in zip(PROMPTS[:8], expected)], mode)
     counter = Counter(drafting)

@@ -13,7 +13,7 @@ import pytest
 from jaxserve import LLM, SamplingParams
 from jaxserve.models.registry import parse_config
 from jaxserve.request import RequestOutput
-from jaxserve.runtime.arguments import describe_programs
+from jaxserve.runtime.arguments import make_compiler
 from jaxserve.sharding import make_mesh
 from pallas_kernels import gather_logical
 from tests.e2e.drafters import Counter, Tally, compare
@@ -130,8 +130,8 @@ def run_and_read(llm: LLM, prompt: list[int], max_tokens: int) -> tuple[np.ndarr
     llm.reset_prefix_cache()
     ready.runner.reset()
     llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
-    head = describe_programs(ready.shapes, ready.plan, make_mesh(1))[0].drafting.head
-    rows, cache = ready.runner._rows, ready.runner._cache
+    (head,) = [each.passes for each in make_compiler(ready.shapes, ready.plan, make_mesh(1)).programs.model.features]
+    rows, cache = ready.runner.device.rows, ready.runner.device.cache
     row = int(np.argmax(rows.num_computed[: ready.shapes.state.padding_row]))
     pages, length = np.asarray(rows.page_table[head.groups[0], row]), int(rows.num_computed[row])
     return gather_logical(cache[-1], pages, length, head.shapes[0].spec, page_offset=head.layout.page_offsets[0])

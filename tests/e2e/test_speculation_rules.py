@@ -119,7 +119,7 @@ def test_after_a_fault_drafting_goes_on(plain: LLM, drafting: LLM, where: str, n
 
     def reset_and_teach() -> None:
         reset()
-        assert not np.asarray(drafting.ready.runner._rows.drafts).any(), "nothing stays of the drafts"
+        assert not np.asarray(drafting.ready.runner.device.rows.drafts).any(), "nothing stays of the drafts"
         teach(drafting, list_texts(expected), Mode.RIGHT)
 
     drafting.ready.runner.reset = reset_and_teach  # type: ignore[method-assign]

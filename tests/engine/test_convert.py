@@ -15,9 +15,9 @@ from jaxserve.config import DEMO_MODEL, EngineConfig, ModelOptions
 from jaxserve.engine.convert import quantize_checkpoint
 from jaxserve.engine.model_files import load_params, locate_model, resolve_model
 from jaxserve.errors import ConfigError, WeightsError
+from jaxserve.features import make_shapes
 from jaxserve.models.registry import parse_config
 from jaxserve.quantization_config import SCHEMES
-from jaxserve.runtime.shapes import make_shapes
 from jaxserve.sharding import make_mesh
 from jaxserve.weights import read_hf_config
 from jaxserve.weights.reader import open_checkpoint

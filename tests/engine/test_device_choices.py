@@ -9,8 +9,9 @@ import pytest
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.model_files import ModelFiles, resolve_model
+from jaxserve.features import make_shapes
 from jaxserve.presets import load_preset
-from jaxserve.runtime.shapes import Shapes, make_shapes
+from jaxserve.runtime.shapes import Shapes
 
 TURING, VOLTA, AMPERE, AMD = "Tesla T4", "Tesla V100-SXM2-16GB", "NVIDIA A10G", "AMD Instinct MI300X"
 

@@ -126,12 +126,12 @@ def test_sizes_that_divide_are_named() -> None:
 _SIZES = """
 import json
 from tests.e2e.helpers import make_llm
-pool = make_llm("deepseek_v3", tensor_parallel_size=4).ready.runner._cache[0]
+pool = make_llm("deepseek_v3", tensor_parallel_size=4).ready.runner.device.cache[0]
 print(json.dumps([pool.shape[1:], pool.addressable_shards[0].data.shape[1:]]))
 """
 
 
 def test_every_device_holds_the_rows() -> None:
-    _, page_size, width = make_llm("deepseek_v3").ready.runner._cache[0].shape[1:]
+    _, page_size, width = make_llm("deepseek_v3").ready.runner.device.cache[0].shape[1:]
     assert width == 12 + 8
     assert run_on_devices(4, _SIZES) == [[4, page_size, width], [1, page_size, width]]

@@ -11,8 +11,8 @@ import pytest
 from jaxserve.errors import MissingProgramError
 from jaxserve.runtime import compile as room
 from jaxserve.runtime.buckets import make_buckets
-from jaxserve.runtime.program_list import list_programs, name_program
 from jaxserve.runtime.programs import Programs
+from jaxserve.runtime.step_programs import list_programs, name_program
 
 
 class FakeCompiler:
@@ -44,7 +44,7 @@ def test_every_program_of_the_table_is_compiled_once_and_told() -> None:
         "prompt logprobs 128",
         "sample 8 greedy",
         "logprobs 2",
-        "pool 8",
+        "embed 8",
         "set row",
     } <= names
     assert len(names) == len(wanted)
@@ -53,26 +53,26 @@ def test_every_program_of_the_table_is_compiled_once_and_told() -> None:
 
 
 def test_a_program_that_does_not_compile_ends_the_others_that_have_not_begun() -> None:
-    wanted = [("pool", rows) for rows in range(200)]
-    compiler = FakeCompiler(fails=("pool", 0), seconds=0.1)
+    wanted = [("embed", rows) for rows in range(200)]
+    compiler = FakeCompiler(fails=("embed", 0), seconds=0.1)
     with pytest.raises(MemoryError, match="too large"):
         room.compile_programs(compiler.compile, wanted, threads=1)  # type: ignore[arg-type]
     assert len(compiler.begun) < 200
 
 
 def test_a_closed_set_has_no_more_programs_and_an_open_one_compiles_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(MissingProgramError, match="no pool program was compiled for 4"):
-        Programs().get("pool", 4)
+    with pytest.raises(MissingProgramError, match="no embed program was compiled for 4"):
+        Programs().get("embed", 4)
     compiler, told = FakeCompiler(), []
     monkeypatch.setattr(room, "_NOTICEABLE", 0.0)
     programs = Programs(compile_missing=room.compile_late(compiler, told.append))  # type: ignore[arg-type]
-    assert [programs.get("pool", 4), programs.get("pool", 4), programs.get("logprobs", (4, 1))] == [
-        "pool 4",
-        "pool 4",
+    assert [programs.get("embed", 4), programs.get("embed", 4), programs.get("logprobs", (4, 1))] == [
+        "embed 4",
+        "embed 4",
         "logprobs 4",
     ]
-    assert compiler.begun == [("pool", 4), ("logprobs", (4, 1))] and len(programs) == 2
-    assert [line.split(" in ")[0] for line in told] == ["compiled pool 4", "compiled logprobs 4"]
+    assert compiler.begun == [("embed", 4), ("logprobs", (4, 1))] and len(programs) == 2
+    assert [line.split(" in ")[0] for line in told] == ["compiled embed 4", "compiled logprobs 4"]
     assert len(programs.copy()) == 2 and programs.copy().get("set_row", None) == "set row" and len(programs) == 2
 
 
@@ -87,8 +87,7 @@ def test_a_closed_set_has_no_more_programs_and_an_open_one_compiles_each_once(mo
 )
 def test_steps_on_gpus_leave_out_passes_of_xla(platform: str, quantization: str | None, passes: str | None) -> None:
     """Also for devices that are not here, which JAX calls cuda: the gate finds what these passes would do."""
-    model: Any = SimpleNamespace(config=SimpleNamespace(quantization=quantization))
-    replicated, given = SimpleNamespace(device_set=[SimpleNamespace(platform=platform)]), {"xla_gpu_some": True}
-    inputs: Any = SimpleNamespace(replicated=replicated, options=given)
-    options = room._list_options(model, inputs)
+    replicated: Any = SimpleNamespace(device_set=[SimpleNamespace(platform=platform)])
+    given = {"xla_gpu_some": True}
+    options = room.list_compiler_options(replicated, given, is_quantized=quantization is not None)
     assert options == (None if passes is None else {"xla_disable_hlo_passes": passes, **given})

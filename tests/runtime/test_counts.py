@@ -6,11 +6,11 @@ import jax
 import numpy as np
 
 from jaxserve.config import EngineConfig
+from jaxserve.features import make_shapes
 from jaxserve.models.registry import parse_config
 from jaxserve.runtime.buckets import Bucket
 from jaxserve.runtime.compile import watch_compiles
 from jaxserve.runtime.counts import STEP_TOKEN_BOUNDS, StepCounts
-from jaxserve.runtime.shapes import make_shapes
 from tests.golden_cases import load_case
 
 

@@ -8,13 +8,13 @@ import re
 import pytest
 
 from jaxserve.config import EngineConfig
+from jaxserve.engine.memory_report import DEVICE_KINDS
 from jaxserve.errors import CapacityError, ConfigError
+from jaxserve.features import make_shapes
 from jaxserve.models.base import DecoderConfig
 from jaxserve.models.registry import param_specs, parse_config
 from jaxserve.presets import load_preset
 from jaxserve.runtime.memory import GIB, cache_budget, params_bytes, plan_cache
-from jaxserve.runtime.memory_report import DEVICE_KINDS
-from jaxserve.runtime.shapes import make_shapes
 from jaxserve.runtime.startup import estimate_use, plan_pools, require_room
 from pallas_kernels import KVSpec
 

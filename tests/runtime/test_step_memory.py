@@ -12,13 +12,13 @@ import pytest
 from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig
+from jaxserve.features import make_shapes
 from jaxserve.layers.stack import LayerStack, stack_params
 from jaxserve.models.registry import param_specs, parse_config
 from jaxserve.runtime import startup
-from jaxserve.runtime.arguments import describe_programs
-from jaxserve.runtime.compile import compile_forward
+from jaxserve.runtime.arguments import make_compiler
 from jaxserve.runtime.memory import DeviceUse, plan_cache
-from jaxserve.runtime.shapes import Shapes, make_shapes
+from jaxserve.runtime.shapes import Shapes
 from jaxserve.runtime.startup import measure_use, start_runner
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import ChunkWork, NewRow, StepPlan
@@ -39,9 +39,9 @@ def make_small_shapes(case: str, **options: int) -> Shapes:
 def test_pool_is_not_copied(case: str) -> None:
     shapes = make_small_shapes(case)
     plan = plan_cache(shapes.model, specs=shapes.specs, max_chunk=64, num_devices=1, budget=0, override=4000)
-    model, inputs = describe_programs(shapes, plan, make_mesh(1))
+    compiler = make_compiler(shapes, plan, make_mesh(1))
     for bucket in (shapes.buckets.buckets[0], shapes.buckets.largest):
-        analysis = compile_forward(model, inputs, bucket).memory_analysis()
+        analysis = compiler.compile("forward", bucket).memory_analysis()
         assert plan.bytes_per_device > 40 * 2**20
         assert analysis.alias_size_in_bytes >= plan.bytes_per_device
         assert analysis.temp_size_in_bytes < plan.bytes_per_device / 10
@@ -89,7 +89,7 @@ def test_pools_take_what_the_programs_leave(monkeypatch: pytest.MonkeyPatch) -> 
     assert use.total == use.params + use.temporaries + use.code + use.state + use.reserve
     used = use.total + plan.bytes_per_device
     assert 0.8 * limit < used <= 0.9 * limit
-    assert sum(pool.nbytes for pool in runner._cache) == plan.bytes_per_device
+    assert sum(pool.nbytes for pool in runner.device.cache) == plan.bytes_per_device
 
 
 @pytest.mark.slow

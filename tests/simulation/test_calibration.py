@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from jaxserve.config import EngineConfig
+from jaxserve.engine.memory_report import DEVICE_KINDS
 from jaxserve.engine.model_files import locate_model, resolve_model
 from jaxserve.errors import ConfigError
+from jaxserve.features import make_shapes
 from jaxserve.runtime.buckets import Bucket
-from jaxserve.runtime.memory_report import DEVICE_KINDS
-from jaxserve.runtime.shapes import make_shapes
 from jaxserve.simulation.calibration import (
     DATA_SHEET,
     Calibration,

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.config import EngineConfig
+from jaxserve.features import make_shapes
 from jaxserve.models.registry import parse_config
 from jaxserve.presets import load_preset
-from jaxserve.runtime.shapes import make_shapes
 from jaxserve.speculation import NO_DRAFT, AnswerQueue, LookupState, make_lookup_drafter
 from jaxserve.speculation.answers import MAX_POSITION
 from jaxserve.speculative_config import SpeculativeConfig
@@ -228,9 +228,8 @@ def draw_state(empty: LookupState, rng: np.random.Generator, most: int) -> Looku
 def find_drafter(platform: str = "cpu", device_kind: str = "cpu", **options: Any) -> Any:
     model = parse_config(load_preset("llama-3.1-8b") or {}).with_max_model_len(L)
     config = EngineConfig.from_options(model="llama-3.1-8b", speculative_config={"method": "suffix"}, **options)
-    drafting = make_shapes(config, model, platform, device_kind).drafting
-    assert drafting is not None and drafting.lookup is not None
-    return drafting.lookup
+    (lookups,) = make_shapes(config, model, platform, device_kind).features
+    return lookups.drafter
 
 
 def test_engines_on_one_cpu_call_the_library() -> None:

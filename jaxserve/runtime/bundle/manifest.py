@@ -26,9 +26,9 @@ from jaxserve.config import read_compiler_flags
 from jaxserve.devices import find_version
 from jaxserve.errors import ConfigError, shorten
 from jaxserve.files import read_regular
-from jaxserve.runtime.identity import describe_mesh, describe_model, describe_value, list_chosen_options
-from jaxserve.runtime.program_list import ProgramKey
+from jaxserve.runtime.identity import describe_mesh, describe_model, list_chosen_options
 from jaxserve.runtime.shapes import Shapes
+from jaxserve.runtime.step_programs import ProgramKey
 from pallas_kernels.cpu.library import digest as digest_kernels
 
 MANIFEST = "manifest.json"
@@ -152,6 +152,6 @@ def describe_target(shapes: Shapes, mesh: Mesh) -> dict[str, Any]:
         "options": {name: value for name, value in options.items() if name not in _OTHER_OPTIONS},
         "buckets": [str(bucket) for bucket in shapes.buckets.buckets],
         **describe_model(shapes.model),
-        "drafter": None if shapes.drafter is None else describe_value(shapes.drafter),
+        "features": [dict(feature.describe(shapes)) for feature in shapes.features],
     }
     return dict(json.loads(json.dumps(facts)))

@@ -21,8 +21,8 @@ from jaxserve.errors import ConfigError
 from jaxserve.runtime.bundle.manifest import MANIFEST, BundleFile, Manifest, identify
 from jaxserve.runtime.compile import Progress, compile_programs
 from jaxserve.runtime.memory import CachePlan, DeviceUse
-from jaxserve.runtime.program_list import ProgramKey
 from jaxserve.runtime.shapes import Shapes
+from jaxserve.runtime.step_programs import ProgramKey
 from pallas_kernels.cpu.library import read_content
 
 _LIBRARY = "cpu-kernels.so"

@@ -115,9 +115,9 @@ def test_what_cannot_be_described_is_told_before_anything_is_compiled(
 def test_it_needs_no_compile_all_and_has_what_a_server_needs(model: Path, built: Path) -> None:
     llm = start(model, built, compile="used")
     names = {name.partition(" ")[0] for name in json.loads((built / "manifest.json").read_text())["programs"]}
-    assert {"forward", "sample", "logprobs", "prompt_logprobs", "pool", "set_row", "zeros"} <= names
+    assert {"forward", "sample", "logprobs", "prompt_logprobs", "embed", "set_row", "zeros"} <= names
     manifest = json.loads((built / "manifest.json").read_text())
-    assert len(llm.ready.runner.programs) == len(manifest["programs"])
+    assert len(llm.ready.runner.device.programs) == len(manifest["programs"])
     assert tuple(manifest["num_pages"]) == tuple(llm.ready.plan.num_pages)
 
 
@@ -282,7 +282,7 @@ def test_nothing_half_made_stays(model: Path, tmp_path: Path) -> None:
             raise MemoryError("the compiler has none")
         return _NO_PROGRAM.lower().compile()
 
-    wanted = [("pool", rows) for rows in range(20)]
+    wanted = [("embed", rows) for rows in range(20)]
     with pytest.raises(MemoryError):
         write_bundle(tmp_path / "half", {}, ready.shapes, ready.plan, None, fail_at_third, wanted, tested=True)
     assert not list(tmp_path.iterdir())

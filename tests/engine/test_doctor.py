@@ -13,13 +13,13 @@ from typing import Any, NoReturn
 import pytest
 
 from jaxserve.config import EngineConfig
+from jaxserve.engine import doctor
+from jaxserve.engine.doctor import Check, Finding, Seen, list_checks, print_report, run_checks
 from jaxserve.errors import ConfigError
 from jaxserve.models.base import DecoderConfig
 from jaxserve.models.drafters import DrafterModel
 from jaxserve.models.registry import parse_config
 from jaxserve.presets import load_preset
-from jaxserve.runtime import doctor
-from jaxserve.runtime.doctor import Check, Finding, Seen, list_checks, print_report, run_checks
 from pallas_kernels.cpu import library
 from tests.test_devices import break_jax
 

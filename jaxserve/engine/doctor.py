@@ -191,9 +191,9 @@ def _look_at_drafts(config: EngineConfig, find_drafter: FindDrafter, seen: dict[
 
 
 def _look_at_attention(config: EngineConfig, seen: dict[str, Any]) -> Seen:
+    from jaxserve.features import make_shapes
     from jaxserve.runtime.quantization import describe_weights
     from jaxserve.runtime.self_test import confirm_kernels
-    from jaxserve.runtime.shapes import make_shapes
     from pallas_kernels.cpu.library import find_obstacle as find_library_obstacle
 
     device = seen["Devices"][0]

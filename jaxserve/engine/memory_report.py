@@ -11,6 +11,8 @@ from rich.table import Table
 
 from jaxserve.devices import find_devices
 from jaxserve.errors import CapacityError, ConfigError, shorten
+from jaxserve.features import make_shapes
+from jaxserve.features.tier_start import count_slots
 from jaxserve.models.base import DecoderConfig
 from jaxserve.models.drafters import DrafterModel
 from jaxserve.runtime.host_memory import host_memory_bytes
@@ -22,9 +24,8 @@ from jaxserve.runtime.memory import (
     device_memory_bytes,
 )
 from jaxserve.runtime.quantization import describe_weights
-from jaxserve.runtime.shapes import Shapes, make_shapes
+from jaxserve.runtime.shapes import Shapes
 from jaxserve.runtime.startup import estimate_use, measure_use, plan_pools, require_room
-from jaxserve.runtime.tier_start import count_slots
 from jaxserve.sharding import make_mesh
 from pallas_kernels.layout import page_bytes
 
@@ -146,13 +147,13 @@ def _list_uses(shapes: Shapes, use: DeviceUse) -> list[tuple[str, int, str]]:
     num_samples = len(shapes.sample_programs) * len(shapes.buckets.row_counts)
     weights = describe_weights(model)
     details = "" if weights is None else f"; weights: {weights}"
-    details += "" if shapes.drafter is None else f"; and {shapes.drafter.model.method}"
+    details += "".join(f"; and {feature.note}" for feature in shapes.features if feature.note)
     return [
         ("parameters", use.params, f"{model.family}, {model.num_layers} layers, {model.dtype}{details}"),
         ("temporaries", use.temporaries, f"of the largest program, {largest}"),
         ("programs", use.code, f"{len(shapes.buckets.buckets)} forward, {num_samples} sample"),
         ("state", use.state, f"rows, and inputs and outputs of two steps of {largest.rows} rows"),
-        *([("copies", use.copies, "pages on their way from and to the host")] if use.copies else []),
+        *([("copies", use.buffers, "pages on their way from and to the host")] if use.buffers else []),
         ("reserve", use.reserve, "modules and command buffers of the first execution"),
     ]
 
@@ -165,8 +166,8 @@ def _list_pages(shapes: Shapes, plan: CachePlan) -> list[tuple[str, int, str]]:
         window = "" if group.window is None else f", window {group.window}"
         what = f"{pages:,} pages of {spec.page_size} tokens, {group.num_owners} layers{window}, {spec.dtype}"
         rows.append(("KV pages", cost, what))
-    if plan.drafter is not None:
-        cost = sum(pages * page_bytes(spec) // plan.num_devices for spec, pages in plan.drafter_pools)
-        dtype = plan.drafter.specs[0].dtype
-        rows.append(("KV pages", cost, f"of {len(plan.drafter.layer_groups)} drafter layers, {dtype}"))
+    for attached in plan.attached:
+        cost = sum(pages * page_bytes(spec) // plan.num_devices for spec, pages in attached.sum_pools(plan.num_pages))
+        what = f"of {len(attached.layer_groups)} {attached.user} layers, {attached.specs[0].dtype}"
+        rows.append(("KV pages", cost, what))
     return rows

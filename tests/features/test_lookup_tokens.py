@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.runtime.lookup_tokens import LookupTokens, hash_salt
+from jaxserve.features.lookup_tokens import LookupTokens, hash_salt
+from jaxserve.runtime.feature import DeviceState
 from jaxserve.runtime.programs import Programs
-from jaxserve.runtime.step_model import RowLines, SampledTokens, SampleInputs
+from jaxserve.runtime.step_arrays import RowLines, SampledTokens, SampleInputs
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler.plan import ChunkWork, FinishedAnswer, NewRow, StepPlan
 from jaxserve.speculation import CorpusShape, LookupState, answer_block_specs, row_block_specs, unpack_block
@@ -29,8 +30,11 @@ class Notes:
         self.kept: list[list[int]] = []  # by call
         self.salts: list[list[int]] = []  # of each kept token
         self.num_calls = 0
-        self.programs = Programs(write_rows={None: self.write_rows}, write_answers={None: self.write_answers})
-        self.tokens = LookupTokens(self.state, SHAPE if remembers else None)
+        self.device = DeviceState(Programs())
+        self.device.programs.add("write_rows", None, self.write_rows)
+        self.device.programs.add("write_answers", None, self.write_answers)
+        self.tokens = LookupTokens(SHAPE if remembers else None)
+        self.tokens.reset(self.state)
 
     @property
     def state(self) -> LookupState:
@@ -65,7 +69,7 @@ class Notes:
         work = tuple(ChunkWork(row, row, start, ids, samples=True) for row, start, ids in chunks)
         step = {"decode_rows": (), "decode_tickets": ()} | step
         plan = StepPlan(0, chunks=work, new_rows=rows, page_updates=(), finished_answers=tuple(ended), **step)
-        self.tokens.tell(self.programs, plan)
+        self.tokens.prepare(self.device, plan)
 
 
 @pytest.mark.parametrize("remembers", [False, True])
@@ -121,13 +125,9 @@ def test_answers_are_written_once_they_fill_a_block() -> None:
 def test_programs_are_warmed_up() -> None:
     for remembers in (False, True):
         notes = Notes(remembers=remembers)
-        notes.tokens.warm_up(notes.programs)
+        notes.tokens.warm_up(notes.device)
         assert notes.num_calls == 1 and notes.kept == [[]] * remembers
         assert notes.rows == [[0] * L for _ in range(R)]
-
-
-def test_without_lookups_nothing_is_told() -> None:
-    LookupTokens(None, None).tell(Programs(), StepPlan(0, (), (), (ChunkWork(0, 0, 0, (1,), True),), (), ()))
 
 
 def test_a_plain_step_gets_its_drafts_from_a_program_for_its_rows() -> None:
@@ -136,10 +136,12 @@ def test_a_plain_step_gets_its_drafts_from_a_program_for_its_rows() -> None:
     sampled = SampledTokens(np.array([[7], [8]]))  # type: ignore[arg-type]
 
     def look_up(rows: str, state: LookupState, lines: RowLines, ids: Any) -> tuple[str, Any]:
-        assert state.history is notes.tokens.history and np.all(lines.samples)
+        assert state is notes.tokens.state and np.all(lines.samples)
         return rows + " with drafts", np.stack([lines.row_ids, ids[:, 0]], axis=1)
 
-    programs = Programs(look_up={2: look_up})
-    rows, later = notes.tokens.look_up(programs, "rows", selected, sampled)  # type: ignore[arg-type]
-    assert rows == "rows with drafts" and later.ids is sampled.ids  # type: ignore[comparison-overlap]
+    notes.device.programs.add("look_up", 2, look_up)
+    notes.device.rows = "rows"  # type: ignore[assignment]
+    later = notes.tokens.draft(notes.device, None, selected, sampled)
+    assert notes.device.rows == "rows with drafts" and later.ids is sampled.ids  # type: ignore[comparison-overlap]
     assert later.drafts is not None and later.drafts.tolist() == [[3, 7], [1, 8]]
+    assert notes.tokens.draft(notes.device, None, selected, later) is later, "a verify step has looked them up"

@@ -65,13 +65,13 @@ class CopiesInFlight:
     def __init__(self, slots: HostSlots, saves: dict[Slot, jax.Array | None], loads: list[_Loading]) -> None:
         self._slots, self._saves, self._loads = slots, saves, loads
 
-    def wait(self) -> frozenset[Slot]:
+    def wait(self) -> dict[str, frozenset[Slot]]:
         """Waits for the copies; returns the slots of those that failed. Loaded pages are written in the next step."""
         failed = {slot for slot, array in self._saves.items() if not _is_ready(array)}
         failed |= {each.slot for each in self._loads if not _is_ready(each.array)}
         arrived = [each for each in self._loads if each.slot not in failed]
         self._slots.finish([slot for slot in self._saves if slot not in failed], arrived, failed)
-        return frozenset(failed)
+        return {"failed_copies": frozenset(failed)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class HostSlots:
         for plan in (_copy_plan(saves=copies), _copy_plan(loads=copies)):
             flying = self.start(get_program, jax.block_until_ready(cache), plan)
             assert flying is not None
-            if flying.wait():
+            if flying.wait()["failed_copies"]:
                 raise RuntimeError("a copy between the device and pinned host memory failed")
             cache = jax.block_until_ready(self.place(get_program, cache))
             times.append(time.perf_counter())

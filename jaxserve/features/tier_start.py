@@ -11,11 +11,14 @@ from dataclasses import dataclass
 import jax
 
 from jaxserve.errors import CapacityError, ConfigError
+from jaxserve.features.page_copies import COPY_PAGES, HostMemory, HostSlots
 from jaxserve.models.base import KVGroup
+from jaxserve.pages.host_tier import PageCopy
+from jaxserve.runtime.feature import DeviceState
 from jaxserve.runtime.host_memory import host_memory_bytes
 from jaxserve.runtime.memory import GIB, CachePlan, format_bytes
-from jaxserve.runtime.page_copies import COPY_PAGES, HostMemory
-from jaxserve.runtime.runner import ModelRunner, StartedStep
+from jaxserve.runtime.protocol import Runner
+from jaxserve.runtime.runner import StartedStep
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler.plan import ChunkWork, NewRow, StepPlan
 from pallas_kernels.layout import page_bytes, pool_shape
@@ -44,10 +47,8 @@ class TierFigures:
         )
 
 
-def count_slots(size: float | None, specs: Sequence[KVSpec], groups: Sequence[KVGroup]) -> int:
-    """Returns how many pages of each group `size` GiB hold; 0 for None. ConfigError: they hold none."""
-    if size is None:
-        return 0
+def count_slots(size: float, specs: Sequence[KVSpec], groups: Sequence[KVGroup]) -> int:
+    """Returns how many pages of each group `size` GiB hold; ConfigError: they hold none."""
     slot_bytes = sum(_list_slot_bytes(specs, groups))
     num_slots = int(size * GIB) // slot_bytes
     if num_slots < 1:
@@ -62,7 +63,7 @@ def _list_slot_bytes(specs: Sequence[KVSpec], groups: Sequence[KVGroup]) -> list
 
 
 def plan_host_memory(
-    size: float | None, specs: Sequence[KVSpec], groups: Sequence[KVGroup], sharding: jax.sharding.NamedSharding
+    size: float, specs: Sequence[KVSpec], groups: Sequence[KVGroup], sharding: jax.sharding.NamedSharding
 ) -> HostMemory:
     """Returns the slots that `size` GiB give; `specs` are those of the whole model, `sharding` that of the pools.
 
@@ -71,8 +72,6 @@ def plan_host_memory(
     Raises:
         ConfigError: the size holds no page, or the devices have no pinned host memory.
     """
-    if size is None:
-        return HostMemory()
     if not any(memory.kind == "pinned_host" for memory in sharding.mesh.local_devices[0].addressable_memories()):
         raise ConfigError("the devices have no pinned host memory; leave it out", field=_FIELD, value=size)
     pages = tuple(
@@ -82,27 +81,17 @@ def plan_host_memory(
     return HostMemory(count_slots(size, specs, groups), pages)
 
 
-def copy_bytes(
-    size: float | None, specs: Sequence[KVSpec], groups: Sequence[KVGroup], *, num_devices: int, max_copies: int
-) -> int:
-    """Returns the bytes on each device of pages on their way; 0 if `size` is None.
+def copy_bytes(specs: Sequence[KVSpec], groups: Sequence[KVGroup], *, num_devices: int, max_copies: int) -> int:
+    """Returns the bytes on each device of pages on their way.
 
     With two steps in flight: twice the saves of a step, three times its loads, and one program's batch.
     """
-    if size is None:
-        return 0
     page = max(_list_slot_bytes(specs, groups)) // num_devices
     return (2 * 2 * max_copies + 3 * max_copies + COPY_PAGES) * page
 
 
-def require_host_room(size: float | None, others: int) -> None:
-    """Raises CapacityError, with the size that fits, if the tier and `others` bytes exceed the host's memory.
-
-    Args:
-        size: GiB of the tier; None: there is none.
-    """
-    if size is None:
-        return
+def require_host_room(size: float, others: int) -> None:
+    """Raises CapacityError, with the size that fits, if a tier of `size` GiB and `others` bytes exceed the host."""
     limit = host_memory_bytes()
     room = max(0.0, int(limit * _HOST_SHARE) - others) / GIB
     if size > room:
@@ -113,29 +102,33 @@ def require_host_room(size: float | None, others: int) -> None:
 
 
 def start_tier(
-    runner: ModelRunner, plan: CachePlan, size: float | None, max_model_len: int, *, must_help: bool = True
+    slots: HostSlots,
+    runner: Runner,
+    device: DeviceState,
+    plan: CachePlan,
+    size: float,
+    max_model_len: int,
+    *,
+    must_help: bool,
 ) -> None:
     """Takes the tier's memory, runs its programs and measures them; the runner's state is reset.
 
     Args:
-        size: GiB of the tier; None: there is none.
+        size: GiB of the tier.
         must_help: refuse a tier that loads slower than the model computes.
 
     Raises:
         CapacityError: the memory is not there.
         ConfigError: loading a token would take longer than computing it, and `must_help` is set.
     """
-    if size is None:
-        return
     start = time.perf_counter()
-    runner.host_slots.allocate()
-    figures = measure_tier(runner, plan, max_model_len)
+    slots.allocate()
+    figures = measure_tier(slots, runner, device, plan, max_model_len)
     runner.reset()
     runner.counts.clear()
     if must_help:
         refuse_slow_tier(figures, size)
-    num_slots = runner.host_slots.memory.num_slots
-    tokens, seconds = num_slots * plan.page_size, time.perf_counter() - start
+    tokens, seconds = slots.memory.num_slots * plan.page_size, time.perf_counter() - start
     _log.info("host KV tier: room for %d tokens; %s (%.1f s)", tokens, figures, seconds)
 
 
@@ -146,28 +139,36 @@ def refuse_slow_tier(figures: TierFigures, size: float) -> None:
         raise ConfigError(message, field=_FIELD, value=size)
 
 
-def measure_tier(runner: ModelRunner, plan: CachePlan, max_model_len: int) -> TierFigures:
+def measure_tier(
+    slots: HostSlots, runner: Runner, device: DeviceState, plan: CachePlan, max_model_len: int
+) -> TierFigures:
     """Measures both directions, and the prefill of one prompt that fills the largest compiled bucket."""
     page_size = plan.page_size
     save = load = 0.0
     for group, num_pages in enumerate(plan.num_pages):
-        count = min(COPY_PAGES, num_pages - 1, runner.host_slots.memory.num_slots)
+        count = min(COPY_PAGES, num_pages - 1, slots.memory.num_slots)
         copies = tuple((group, 1 + index, index) for index in range(count))
-        times = [runner.time_copies(copies) for _ in range(1 + _REPEATS)][1:]  # the first run is slower
+        times = [_time_copies(slots, device, copies) for _ in range(1 + _REPEATS)][1:]  # the first is slower
         save += statistics.median(each[0] for each in times) / count
         load += statistics.median(each[1] for each in times) / count
     bytes_per_token = (
         sum(len(plan.layout.list_offsets(group)) * page_bytes(spec) for group, spec in enumerate(plan.specs))
         // page_size
     )
-    prefill = _measure_prefill(runner, plan, max_model_len)
+    prefill = _measure_prefill(runner, device, plan, max_model_len)
     return TierFigures(bytes_per_token, save / page_size, load / page_size, prefill)
 
 
-def _measure_prefill(runner: ModelRunner, plan: CachePlan, max_model_len: int) -> float:
+def _time_copies(slots: HostSlots, device: DeviceState, copies: tuple[PageCopy, ...]) -> tuple[float, float]:
+    """Saves and loads pages while no step runs; returns the seconds of each direction."""
+    device.cache, save, load = slots.time_copies(device.programs.get, device.cache, copies)
+    return save, load
+
+
+def _measure_prefill(runner: Runner, device: DeviceState, plan: CachePlan, max_model_len: int) -> float:
     page_size = plan.page_size
     room = min(max_model_len - 1, page_size * (min(plan.num_pages) - 1))
-    count = min(max(runner.programs.forward).tokens, room)
+    count = min(max(device.programs.of_kind("forward")).tokens, room)
     updates = [(g, 0, i, i + 1) for g in range(len(plan.num_pages)) for i in range(-(-count // page_size))]
     step = StepPlan(
         step_id=0,

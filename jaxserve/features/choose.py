@@ -1,0 +1,57 @@
+"""The choice of an engine's features, by its options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jaxserve.config import EngineConfig
+from jaxserve.errors import ConfigError
+from jaxserve.features.drafter import Drafter
+from jaxserve.features.host_tier import HostTier
+from jaxserve.features.lookups import Lookups
+from jaxserve.models.base import DecoderConfig
+from jaxserve.models.drafters import DrafterModel
+from jaxserve.runtime.feature import StepFeature
+from jaxserve.runtime.shapes import Shapes
+from jaxserve.runtime.sizes import Sizes, make_sizes
+from jaxserve.speculation import LOOKUP_METHODS, make_lookup_drafter
+
+
+def make_shapes(
+    config: EngineConfig, model: DecoderConfig, platform: str, device_kind: str, drafter: DrafterModel | None = None
+) -> Shapes:
+    """Returns all static sizes of an engine, with its features.
+
+    Args:
+        model: expanded for the devices, with its final `max_model_len`.
+        drafter: expanded, too, if speculative_config names one with weights.
+
+    Raises:
+        ConfigError: the options do not fit together or the attention implementation cannot run here.
+    """
+    sizes = make_sizes(config, model, platform, device_kind)
+    return Shapes.join(sizes, tuple(_list_features(sizes, drafter)))
+
+
+def _list_features(sizes: Sizes, drafter: DrafterModel | None) -> Iterator[StepFeature]:
+    chosen, size = sizes.config.speculation.speculative_config, sizes.config.cache.kv_offloading_size
+    most_rows = max((rows for rows, _ in sizes.buckets.verify_sizes), default=1)
+    if chosen is not None and chosen.method in LOOKUP_METHODS:
+        yield Lookups(make_lookup_drafter(chosen, in_library=sizes.calls_library), most_rows)
+    elif chosen is not None and drafter is not None:
+        if size is not None:
+            message = "the host tier keeps no pages of a drafter with weights; leave one of the two out"
+            raise ConfigError(message, field="kv_offloading_size", value=size)
+        hidden = sizes.model.hidden_size, sizes.model.dtype
+        draws = chosen.draft_sample_method == "probabilistic"
+        yield Drafter(drafter, draws, sizes.state.max_drafts, most_rows, hidden)
+    if size is not None:
+        yield HostTier(size, len(sizes.model.kv_groups))
+
+
+def count_host_pages(shapes: Shapes) -> tuple[int, int]:
+    """Returns how many pages of each KV group the host holds, and how many a step loads at most; 0 without a tier."""
+    for feature in shapes.features:
+        if isinstance(feature, HostTier):
+            return feature.count_slots(shapes), feature.max_copies(shapes)
+    return 0, 0
