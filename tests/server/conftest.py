@@ -1,14 +1,17 @@
-"""One server with the demo model for all tests that only need one, and logs that are as they were after each module."""
+"""Two servers for all tests that need no other, and logs that are as they were after each module."""
 
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import httpx
 import pytest
 
 from jaxserve.server.logs import _LIBRARIES, LogWriter
+from tests.server.pressure import probe
 from tests.server.running import RunningServer, run_server
 
 # Many tests send more at once than the default queue of 8 rows would take.
@@ -19,11 +22,54 @@ ALL_PROGRAMS = (
 # Compiling takes most of the time of these tests: one bucket of each kind.
 FEW_PROGRAMS = ("--precompile-bs-paddings", "8", "--precompile-token-paddings", "128")
 SMALL = (*ALL_PROGRAMS, *FEW_PROGRAMS)
+MAX_BODY = 2**20  # bytes
+TEMPLATE = """{{ bos_token }}{% if tools %}<|system|>Answer with <tool_call>{"name": "f", "arguments": {}}</tool_call>
+{{ tools | tojson }}<|end|>{% endif %}{% for m in messages %}<|{{ 'user' if m.role == 'tool' else m.role }}|>
+{{- m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|end|>
+{%- endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[RunningServer]:
-    with run_server(*SMALL) as running:
+    """Has limits that tests can reach, and that no request reaches by accident."""
+    with run_server(*SMALL, "--max-body-bytes", str(MAX_BODY), "--slow-reader-timeout", "1") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def http(server: RunningServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=30) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def text(server: RunningServer) -> str:
+    """What `probe` gets from the server."""
+    return probe(server)
+
+
+@pytest.fixture
+def untouched(server: RunningServer, text: str) -> Iterator[None]:
+    """After the test the same request gets the same text."""
+    yield
+    assert probe(server) == text
+
+
+@pytest.fixture(scope="session")
+def admin_port() -> int:
+    """Of `narrow`."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def narrow(tmp_path_factory: pytest.TempPathFactory, admin_port: int) -> Iterator[RunningServer]:
+    """Bears three requests at once and one in its queue, has a template that knows tools, and an admin port."""
+    path = tmp_path_factory.mktemp("template") / "tools.jinja"
+    path.write_text(TEMPLATE)
+    flags = ("--max-streams", "3", "--max-num-queued-reqs", "1", "--chat-template", str(path))
+    with run_server(*SMALL, *flags, "--admin-port", str(admin_port)) as running:
         yield running
 
 

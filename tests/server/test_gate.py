@@ -22,6 +22,7 @@ from jaxserve.server.request_context import get_context
 from jaxserve.server.server_state import Phase, ServerState
 from tests.engine.helpers import greedy, make_engine
 from tests.server.asgi import Answer, Client, make_scope, make_state, wrap_engine
+from tests.server.refusals import KEYLESS
 
 KEYS = ("first-key-0123", "second-key-456", "third-key-789x")
 JSON = ("Content-Type", "application/json")
@@ -194,6 +195,7 @@ def test_every_key_lets_in(key: str) -> None:
         f"Bearer {KEYS[0][:-1]}",
         f"Bearer {KEYS[0]}x",
         f"Bearer {KEYS[0].upper()}",
+        f"Bearer {KEYS[0]},{KEYS[1]}",
         "Bearer \xff\xfe",
         "Bearer " + "x" * 10_000,
     ],
@@ -202,7 +204,7 @@ def test_nothing_else_lets_in(value: str | None) -> None:
     headers = [] if value is None else [("Authorization", value)]
     answer = ask(Guard(greet, make_state(), HASHES), "/v1/models", "GET", *headers)
     assert answer.status == 401 and answer.headers["www-authenticate"] == "Bearer"
-    assert answer.error["type"] == "authentication_error" and answer.error["code"] == "invalid_api_key"
+    assert answer.error.items() >= KEYLESS.error.items()
     assert value is None or len(value) < 8 or value.encode() not in answer.body
 
 
@@ -289,11 +291,7 @@ def test_paths_are_meant_without_the_proxys_own(root: str) -> None:
         ([], 200, None),  # nor is there a body
         ([("Content-Length", "2")], 415, "unsupported_media_type"),
         ([("Transfer-Encoding", "chunked")], 415, "unsupported_media_type"),
-        ([("Content-Length", "2"), ("Content-Type", "")], 415, "unsupported_media_type"),
         ([("Content-Type", "text/plain; application/json")], 415, "unsupported_media_type"),
-        ([("Content-Type", "text/plain")], 415, "unsupported_media_type"),
-        ([("Content-Type", "application/x-www-form-urlencoded")], 415, "unsupported_media_type"),
-        ([("Content-Encoding", "gzip")], 415, "unsupported_content_encoding"),
         ([("Content-Encoding", "identity")], 200, None),
         ([JSON, ("Content-Length", "1000")], 200, None),
         ([JSON, ("Content-Length", "1001")], 413, "body_too_large"),
@@ -302,6 +300,7 @@ def test_paths_are_meant_without_the_proxys_own(root: str) -> None:
     ],
 )
 def test_bodies_are_judged_by_their_headers(headers: list[tuple[str, str]], status: int, code: str | None) -> None:
+    """Other types and encodings are in the table of refusals."""
     answer = ask(Guard(greet, make_state(max_body_bytes=1000), {}), "/anything", "POST", *headers)
     assert answer.status == status
     if code is not None:

@@ -125,56 +125,6 @@ def test_sampling_and_labels(client: openai.OpenAI) -> None:
     assert respond(client, temperature=3.0, extra_body={"top_k": 1}).output_text == respond(client).output_text
 
 
-@pytest.mark.parametrize(
-    ("options", "param"),
-    [
-        ({"store": True}, "store"),
-        ({"background": True}, "background"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"conversation": "conv_1"}, "conversation"),
-        ({"prompt": {"id": "pmpt_1"}}, "prompt"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
-        ({"max_tool_calls": 3}, "max_tool_calls"),
-        ({"top_logprobs": 2}, "top_logprobs"),
-        ({"truncation": "auto"}, "truncation"),
-        ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity"),
-        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format"),
-        ({"service_tier": "scale"}, "service_tier"),
-        ({"extra_body": {"n": 2}}, "n"),
-        ({"extra_body": {"max_tokens": 2}}, "max_tokens"),
-        ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"input": []}, "input"),
-        ({"input": [{"type": "function_call_output", "call_id": "c", "output": "1"}]}, "input[0].type"),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://a.example"}]}]},
-            "input[0].content[0]",
-        ),
-        ({"input": [{"role": "robot", "content": "hi"}]}, "input[0].role"),
-        ({"instructions": "Be brief.", "input": [{"role": "robot", "content": "hi"}]}, "input[0].role"),
-        ({"input": [{"role": "user", "content": "hi", "color": "red"}]}, "input[0]"),
-        ({"extra_body": {"chat_template_kwargs": {"request_id": "a"}}}, "chat_template_kwargs.request_id"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_what_is_not_supported_is_refused_by_name(client: openai.OpenAI, options: Any, param: str) -> None:
-    for stream in (False, True):
-        with pytest.raises(openai.BadRequestError) as refused:
-            respond(client, stream=stream, **options)
-        assert refused.value.param == param
-
-
-def test_overlong_input_and_unknown_models(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="This model's maximum context length is") as refused:
-        respond(client, input="word " * 3000)
-    assert refused.value.code == "context_length_exceeded"
-    with pytest.raises(openai.NotFoundError):
-        respond(client, model="gpt-5")
-    with pytest.raises(openai.NotFoundError):
-        client.responses.retrieve("resp_1")
-
-
 def test_several_at_once(server: RunningServer) -> None:
     async def ask_all() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
