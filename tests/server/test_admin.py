@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import socket
 import tempfile
-import time
 from collections.abc import Awaitable
 from pathlib import Path
 
@@ -18,27 +16,7 @@ from starlette.types import ASGIApp
 from jaxserve.server.app import make_admin_app
 from jaxserve.server.routes import admin
 from tests.server.asgi import Answer, Client, make_scope, make_state
-from tests.server.conftest import SMALL
-from tests.server.running import launch, run_server
-
-
-def find_free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
-
-
-def test_an_admin_port_that_is_taken_ends_the_start_with_a_reason() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        refused = launch("--admin-port", str(taken.getsockname()[1]))
-        try:
-            assert refused.process.wait(60) == 2
-        finally:
-            refused.process.kill()
-    deadline = time.monotonic() + 5
-    while not any("admin_port" in line for line in refused.lines) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert len(refused.lines) == 1 and "admin_port" in refused.lines[0], refused.lines
+from tests.server.running import RunningServer
 
 
 @pytest.fixture
@@ -109,22 +87,19 @@ def test_profiles_have_a_bound_together(profiler: list[str], monkeypatch: pytest
     asyncio.run(run())
 
 
-@pytest.mark.slow
-def test_profiles_are_taken_on_the_admin_port_only() -> None:
-    port = find_free_port()
-    with run_server(*SMALL, "--admin-port", str(port)) as server:
-        url = f"http://127.0.0.1:{port}"
-        assert httpx.post(f"{server.url}/start_profile").status_code == 404
-        assert httpx.post(f"{url}/v1/completions").status_code == 404
-        page = httpx.post(f"{url}/start_profile", headers={"origin": "https://page.example"})
-        assert (page.status_code, page.json()["error"]["code"]) == (403, "origin_not_allowed")
-        early = httpx.post(f"{url}/stop_profile")
-        assert (early.status_code, early.json()["error"]["code"]) == (409, "profile_state")
-        folder = httpx.post(f"{url}/start_profile", timeout=60).json()["directory"]
-        assert httpx.post(f"{url}/start_profile", timeout=60).status_code == 409
-        body = {"prompt": "Once", "max_tokens": 8, "temperature": 0}
-        assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200
-        assert httpx.post(f"{url}/stop_profile", timeout=60).json() == {"directory": folder}
-        assert list(Path(folder).rglob("*.xplane.pb"))
-        assert httpx.get(f"{url}/health").json() == {"status": "ready"}
-        assert server.metric("jaxserve:compiles_total") == 0
+def test_profiles_are_taken_on_the_admin_port_only(narrow: RunningServer, admin_port: int) -> None:
+    url = f"http://127.0.0.1:{admin_port}"
+    assert httpx.post(f"{narrow.url}/start_profile").status_code == 404
+    assert httpx.post(f"{url}/v1/completions").status_code == 404
+    page = httpx.post(f"{url}/start_profile", headers={"origin": "https://page.example"})
+    assert (page.status_code, page.json()["error"]["code"]) == (403, "origin_not_allowed")
+    early = httpx.post(f"{url}/stop_profile")
+    assert (early.status_code, early.json()["error"]["code"]) == (409, "profile_state")
+    folder = httpx.post(f"{url}/start_profile", timeout=60).json()["directory"]
+    assert httpx.post(f"{url}/start_profile", timeout=60).status_code == 409
+    body = {"prompt": "Once", "max_tokens": 8, "temperature": 0}
+    assert httpx.post(f"{narrow.url}/v1/completions", json=body, timeout=60).status_code == 200
+    assert httpx.post(f"{url}/stop_profile", timeout=60).json() == {"directory": folder}
+    assert list(Path(folder).rglob("*.xplane.pb"))
+    assert httpx.get(f"{url}/health").json() == {"status": "ready"}
+    assert narrow.metric("jaxserve:compiles_total") == 0
