@@ -20,9 +20,9 @@ def test_flat_options_find_their_section() -> None:
 @pytest.mark.parametrize(
     ("options", "field", "message"),
     [
-        ({"max_num_seq": 4}, "max_num_seq", "did you mean 'max_num_seqs'"),
-        ({"quantization": "fp6"}, "quantization", "^quantization: must be one of online, fp8_per_tensor, "),
-        ({"quantization_config": {"experts": {}}}, "quantization_config.experts", "known are linear, moe, ignore"),
+        ({"max_num_seq": 4}, "max_num_seq", "'max_num_seqs'"),
+        ({"quantization": "fp6"}, "quantization", "^quantization: .*fp8_per_tensor, "),
+        ({"quantization_config": {"experts": {}}}, "quantization_config.experts", "linear, moe, ignore"),
         ({"page_size": 32, "block_size": 32}, "block_size", "given twice"),
         ({"page_size": 48}, "page_size", "power of two"),
         ({"page_size": 4}, "page_size", "at least 8"),
@@ -35,13 +35,13 @@ def test_flat_options_find_their_section() -> None:
         ({"device_memory_utilization": 1.5}, "device_memory_utilization", r"\(0, 1\]"),
         ({"device_memory_utilization": float("nan")}, "device_memory_utilization", r"\(0, 1\]"),
         ({"seed": -1}, "seed", "at least 0"),
-        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization", r"^gpu_memory_utilization: must be in \(0, 1\]"),
-        ({"block_size": 48}, "block_size", "^block_size: must be a power of two"),
-        ({"page_size": 32, "block_size": 32}, "block_size", "also as page_size"),
-        ({"precompile_bs_paddings": "8"}, "precompile_bs_paddings", "a list of integers, got '8'"),
-        ({"precompile_bs_paddings": [8, True]}, "precompile_bs_paddings", "a list of integers"),
-        ({"precompile_bs_paddings": []}, "precompile_bs_paddings", "ascending sizes of at least 1"),
-        ({"precompile_bs_paddings": [0, 8]}, "precompile_bs_paddings", "ascending sizes of at least 1"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization", r"^gpu_memory_utilization: .*\(0, 1\]"),
+        ({"block_size": 48}, "block_size", "^block_size: .*power of two"),
+        ({"page_size": 32, "block_size": 32}, "block_size", "page_size"),
+        ({"precompile_bs_paddings": "8"}, "precompile_bs_paddings", "integers, got '8'"),
+        ({"precompile_bs_paddings": [8, True]}, "precompile_bs_paddings", "integers"),
+        ({"precompile_bs_paddings": []}, "precompile_bs_paddings", "at least 1"),
+        ({"precompile_bs_paddings": [0, 8]}, "precompile_bs_paddings", "at least 1"),
         ({"precompile_token_paddings": [64, 64]}, "precompile_token_paddings", "ascending sizes"),
     ],
 )
@@ -88,7 +88,7 @@ def test_toml_flat_or_in_tables_and_flags_win(tmp_path: Path) -> None:
         read_options(tmp_path / "absent.toml")
     other = tmp_path / "engine.yaml"
     other.write_text("max_model_len: 512\n")
-    with pytest.raises(ConfigError, match=r"engine\.yaml cannot be read.*files of options are TOML"):
+    with pytest.raises(ConfigError, match=r"engine\.yaml.*TOML"):
         read_options(other)
 
 
@@ -117,15 +117,15 @@ def test_without_a_home_there_is_no_cache(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("options", "field", "message"),
     [
-        ({"precompile_bs_paddings": [4, 16]}, "precompile_bs_paddings", "the last must hold max_num_seqs=32, got 16"),
+        ({"precompile_bs_paddings": [4, 16]}, "precompile_bs_paddings", "max_num_seqs=32, got 16"),
         ({"precompile_token_paddings": [64, 256]}, "precompile_token_paddings", "max_num_batched_tokens=512, got 256"),
-        ({"precompile_token_paddings": [32, 512]}, "precompile_token_paddings", "each must be above 32, the rows"),
+        ({"precompile_token_paddings": [32, 512]}, "precompile_token_paddings", "above 32"),
         (
             {"precompile_bs_paddings": [8, 100], "precompile_token_paddings": [64, 512]},
             "precompile_token_paddings",
-            "each must be above 100",
+            "above 100",
         ),
-        ({"precompile_bs_paddings": [8, 32], "deterministic": True}, "precompile_bs_paddings", "one size with determ"),
+        ({"precompile_bs_paddings": [8, 32], "deterministic": True}, "precompile_bs_paddings", "determ"),
     ],
 )
 def test_padded_sizes_must_hold_every_step(options: dict[str, list[int]], field: str, message: str) -> None:
@@ -141,5 +141,5 @@ def test_padded_sizes_come_as_lists(tmp_path: Path) -> None:
 
 
 def test_a_bucket_is_refused_as_compile_cache() -> None:
-    with pytest.raises(ConfigError, match=r"must be a directory, got 'gs://b/c'; mount a bucket \(gcsfuse"):
+    with pytest.raises(ConfigError, match=r"directory, got 'gs://b/c'.*gcsfuse"):
         EngineConfig.from_options(compilation_cache_dir="gs://b/c")

@@ -39,7 +39,7 @@ def test_what_is_no_regular_file_is_never_opened(
         path = tmp_path / "link"
     with monkeypatch.context() as patched:
         patched.setattr(os, "open", lambda *args: pytest.fail("opened"))
-        with pytest.raises(OSError, match=f"it is a {kind}, and only regular files are read") as caught:
+        with pytest.raises(OSError, match=kind) as caught:
             open_regular(path)
     assert caught.value.filename == str(path)
 
@@ -48,7 +48,7 @@ def test_what_takes_a_files_place_in_between_does_not_block(tmp_path: Path, monk
     monkeypatch.setattr("jaxserve.files.require_regular", lambda path: None)
     os.mkfifo(tmp_path / "fifo")
     before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(OSError, match="it is a FIFO"):
+    with pytest.raises(OSError, match="FIFO"):
         open_regular(tmp_path / "fifo")
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -59,10 +59,10 @@ def test_reads_up_to_its_bound_also_through_links(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("blob")
     (tmp_path / "name").symlink_to(tmp_path / "link")  # as in Hugging Face's cache
     assert read_regular(tmp_path / "name", 8) == b"12345678"
-    with pytest.raises(OSError, match="it has 8 bytes, and at most 7 bytes are read"):
+    with pytest.raises(OSError, match=r"8 bytes.*at most 7 bytes"):
         read_regular(tmp_path / "name", 7)
     os.truncate(tmp_path / "blob", 2**30 + 1)
-    with pytest.raises(OSError, match=r"it has 1,073,741,825 bytes, and at most 1\.5 MiB are read"):
+    with pytest.raises(OSError, match=r"1,073,741,825 bytes.*at most 1\.5 MiB"):
         read_regular(tmp_path / "name", 3 * 2**19)
     tracemalloc.start()
     assert read_regular(tmp_path / "small", 2**30) == b"1"

@@ -26,10 +26,10 @@ def test_methods_of_files_are_those_that_are_read() -> None:
     ("value", "field", "words"),
     [
         ("fp8", "", "must be a table"),
-        ({"liner": {}}, ".liner", "did you mean linear"),
-        ({"linear": {"weight": "fp7"}}, ".linear.weight", "'fp7' is not known; known are fp8_per_tensor"),
-        ({"linear": {"weights": "fp8"}}, ".linear", "a table with weight and activation"),
-        ({"linear": {"activation": "fp8"}}, ".linear.activation", "'fp8' is not known; known are fp8_per_token"),
+        ({"liner": {}}, ".liner", "linear"),
+        ({"linear": {"weight": "fp7"}}, ".linear.weight", "'fp7'.*fp8_per_tensor"),
+        ({"linear": {"weights": "fp8"}}, ".linear", "weight and activation"),
+        ({"linear": {"activation": "fp8"}}, ".linear.activation", "'fp8'.*fp8_per_token"),
         ({"moe": {"activation": "fp8_per_token"}}, ".moe.activation", "activations keep the model's bits"),
         ({"ignore": "lm_head"}, ".ignore", "a list of modules' names"),
     ],
@@ -41,9 +41,9 @@ def test_tables_that_are_refused(value: Any, field: str, words: str) -> None:
 
 
 def test_options_that_are_refused() -> None:
-    with pytest.raises(ConfigError, match="must be one of online, fp8_per_tensor"):
+    with pytest.raises(ConfigError, match=r"^quantization: .*fp8_per_tensor"):
         EngineConfig.from_options(quantization="fp6")
-    with pytest.raises(ConfigError, match="needs quantization_config"):
+    with pytest.raises(ConfigError, match="quantization_config"):
         EngineConfig.from_options(quantization="online")
     assert EngineConfig.from_options(quantization="awq_marlin").model.quantization == "awq"
 
@@ -86,8 +86,8 @@ def test_rows_that_are_quantized_too(weight: str, activation: str | None, expect
 @pytest.mark.parametrize(
     ("weight", "activation", "words"),
     [
-        (INT8, "fp8_per_token", "goes with fp8_per_tensor and fp8_per_channel"),
-        ("fp8_per_block", "fp8_per_token", "fp8_per_token does not go with fp8_per_block"),
+        (INT8, "fp8_per_token", "fp8_per_tensor and fp8_per_channel"),
+        ("fp8_per_block", "fp8_per_token", "fp8_per_token.*fp8_per_block"),
         (None, "int8_per_token", "needs a scheme for the weights, too"),
     ],
 )
@@ -108,9 +108,9 @@ def test_routers_embeddings_and_heads_stay() -> None:
 def test_files_that_are_quantized_already() -> None:
     model = parse_config(LLAMA | {"quantization_config": AWQ})
     assert choose_schemes(model, "awq", None) is model
-    with pytest.raises(ConfigError, match="quantized already, with awq"):
+    with pytest.raises(ConfigError, match="awq"):
         choose_schemes(model, "fp8", None)
-    with pytest.raises(ConfigError, match="quantized already, with awq"):
+    with pytest.raises(ConfigError, match="awq"):
         choose_schemes(model, None, QuantizationConfig(linear="fp8_per_block"))
-    with pytest.raises(ConfigError, match="not quantized with gptq; to quantize it: fp8_per_tensor"):
+    with pytest.raises(ConfigError, match=r"gptq.*fp8_per_tensor"):
         choose_schemes(parse_config(LLAMA), "gptq", None)

@@ -104,7 +104,7 @@ def test_parameters_that_do_not_exist_are_refused_not_ignored(name: str) -> None
 
 
 def test_a_typo_gets_a_hint() -> None:
-    with pytest.raises(InvalidRequestError, match="did you mean 'temperature'"):
+    with pytest.raises(InvalidRequestError, match="'temperature'"):
         SamplingParams(temprature=0.5)  # type: ignore[call-arg]
 
 
@@ -167,11 +167,11 @@ def test_names_of_the_field() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"n": 2, "best_of": 3}, "best_of: must be n = 2, got 3: completions are not ranked"),
-        ({"guided_decoding": 1}, "guided_decoding: .*use structured_outputs=StructuredOutputsParams"),
+        ({"n": 2, "best_of": 3}, "best_of: .*n = 2, got 3"),
+        ({"guided_decoding": 1}, "guided_decoding: .*structured_outputs=StructuredOutputsParams"),
         ({"use_beam_search": True}, "use_beam_search: .*LLM.beam_search"),
-        ({"max_new_tokens": 5}, "max_new_tokens: .*use max_tokens"),
-        ({"seed": -1.0}, "seed: must be an integer"),
+        ({"max_new_tokens": 5}, "max_new_tokens: .*max_tokens"),
+        ({"seed": -1.0}, "seed: .*integer"),
     ],
 )
 def test_names_that_live_elsewhere_say_where(options: dict[str, Any], message: str) -> None:

@@ -90,7 +90,7 @@ def test_no_option_is_in_two_places() -> None:
     ],
 )
 def test_names_of_others_lead_to_ours(name: str, ours: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{name}: not an option; here it is '{ours}'$"):
+    with pytest.raises(ConfigError, match=f"^{name}: .*'{ours}'$"):
         EngineConfig.from_options(**{name: 4})
 
 

@@ -65,7 +65,7 @@ def test_options_hold_every_point() -> None:
     assert options["max_model_len"] > sum(sizes.plan(64, 512, 512))
     assert SweepSizes((600,), (8,)).engine_options({})["max_num_batched_tokens"] == 1200
     assert sizes.engine_options({}, fills_steps=True)["max_model_len"] > 2048
-    with pytest.raises(ConfigError, match="batch_sizes: must be at least 1, got 0"):
+    with pytest.raises(ConfigError, match=r"batch_sizes: .*at least 1, got 0"):
         SweepSizes((0, 1), (64,))
 
 

@@ -177,12 +177,12 @@ def test_names_and_options() -> None:
 
 @pytest.mark.parametrize("text", ["steps", "steps:", ": a=1", "steps: a"])
 def test_malformed_variants(text: str) -> None:
-    with pytest.raises(ConfigError, match="with: must be like"):
+    with pytest.raises(ConfigError, match=r"^with: "):
         Participant.parse_variant(text, {})
 
 
 def test_an_unknown_peer_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"peer: there is no peer 'tgi'; there are transformers_static, .*FILE\.py"):
+    with pytest.raises(ConfigError, match=r"^peer: .*'tgi'.*transformers_static, .*FILE\.py"):
         Participant.parse_peer("tgi")
 
 
@@ -192,7 +192,7 @@ def test_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
     assert participant.options["api_key"] == "secret" and "secret" not in participant.name
     figures = summarize(make(), [Outcome(participant, skipped="away")])
     assert "secret" not in json.dumps(figures)
-    with pytest.raises(ConfigError, match="set OPENAI_API_KEY") as caught:
+    with pytest.raises(ConfigError, match="OPENAI_API_KEY") as caught:
         Participant.parse_peer("openai: api_key=other")
     assert "other" not in str(caught.value)
 

@@ -27,7 +27,7 @@ def test_all_rows_run_at_once(bench: Bench) -> None:
 
 
 def test_what_cannot_run_at_once_is_refused(bench: Bench) -> None:
-    with pytest.raises(ConfigError, match="batch_size: 5 rows do not run at once with max_num_seqs=4"):
+    with pytest.raises(ConfigError, match=r"batch_size: 5 .*max_num_seqs=4"):
         make_batch(bench, 5, 10, 5, seed=0)
-    with pytest.raises(ConfigError, match="input_len: 250 and output_len=7 exceed max_model_len=256"):
+    with pytest.raises(ConfigError, match=r"input_len: 250 .*output_len=7 .*max_model_len=256"):
         make_batch(bench, 1, 250, 7, seed=0)

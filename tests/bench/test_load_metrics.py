@@ -103,7 +103,7 @@ def test_slo() -> None:
     slo = Slo.parse(["ttft:500", "tpot:50.5", "e2el:9e3"])
     assert slo.limits == {"ttft": 500.0, "tpot": 50.5, "e2el": 9000.0}
     for word in ("ttft", "itl:5", "ttft:0", "tpot:x"):
-        with pytest.raises(ConfigError, match="goodput: must be ttft:MS"):
+        with pytest.raises(ConfigError, match=r"^goodput: .*ttft:MS"):
             Slo.parse([word])
 
 

@@ -31,14 +31,14 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plots, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"plot: plots need matplotlib: pip install '\.\[bench\]' in a checkout"):
+    with pytest.raises(ConfigError, match=r"^plot: .*matplotlib.*pip install '\.\[bench\]'"):
         check_plot_target(str(tmp_path / "x.svg"))
 
 
 def test_suffixes_and_folders_are_checked(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"plot: must end in \.png or \.svg"):
+    with pytest.raises(ConfigError, match=r"^plot: .*\.png or \.svg"):
         check_plot_target(str(tmp_path / "x.pdf"))
-    with pytest.raises(ConfigError, match=r"plot: .* is not a folder"):
+    with pytest.raises(ConfigError, match=r"^plot: .*folder"):
         check_plot_target(str(tmp_path / "none" / "x.svg"))
 
 

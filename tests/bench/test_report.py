@@ -82,9 +82,9 @@ def test_reports_go_where_the_flags_say(tmp_path: Path) -> None:
 
 
 def test_bad_places_are_refused_before_the_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"result_dir: .* is not a folder"):
+    with pytest.raises(ConfigError, match=r"^result_dir: .*folder"):
         read_report_paths(parse("--save-result", "--result-dir", str(tmp_path / "none")), "latency")
-    with pytest.raises(ConfigError, match="result_filename: says where --save-result writes"):
+    with pytest.raises(ConfigError, match=r"^result_filename: .*--save-result"):
         read_report_paths(parse("--result-filename", "x.json"), "latency")
-    with pytest.raises(ConfigError, match=r"output_json: .* is a folder; name a file"):
+    with pytest.raises(ConfigError, match=r"^output_json: .*folder"):
         check_target(str(tmp_path), "output_json")

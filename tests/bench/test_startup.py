@@ -55,5 +55,5 @@ def test_random_weights_may_be_compiled() -> None:
 
 
 def test_a_start_that_fails_says_why() -> None:
-    with pytest.raises(StartError, match="a start failed: model: "):
+    with pytest.raises(StartError, match="model: "):
         run_child({"options": {"model": "/none"}})

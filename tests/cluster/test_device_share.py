@@ -53,13 +53,13 @@ def test_a_cpu_is_shared_by_all(tmp_path: Path) -> None:
 
 def test_too_few_devices_are_refused_with_what_fits(tmp_path: Path) -> None:
     root = make_devices(tmp_path, *(f"nvidia{index}" for index in range(4)))
-    with pytest.raises(ConfigError, match="3 replicas of 2 need 6 GPUs, and there are 4; use at most 2"):
+    with pytest.raises(ConfigError, match=r"3 replicas of 2 .*6 GPUs.* 4; .*at most 2"):
         share_devices(3, 2, {}, root=root)
-    with pytest.raises(ConfigError, match="lower tensor_parallel_size to 2"):
+    with pytest.raises(ConfigError, match="tensor_parallel_size to 2"):
         share_devices(2, 8, {}, root=root)
 
 
 def test_three_chips_are_no_part_of_a_host(tmp_path: Path) -> None:
     root = make_devices(tmp_path, *(f"accel{index}" for index in range(4)))
-    with pytest.raises(ConfigError, match="a host's TPU chips can be shared by 1, 2, 4, 8, got 3"):
+    with pytest.raises(ConfigError, match="1, 2, 4, 8, got 3"):
         share_devices(1, 3, {}, root=root)

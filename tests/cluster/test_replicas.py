@@ -117,7 +117,7 @@ def test_what_servers_cannot_share_is_refused(
 
 
 def test_one_engine_has_one_copy() -> None:
-    with pytest.raises(ConfigError, match="data_parallel_size: one engine holds one copy of a model; jaxserve serve"):
+    with pytest.raises(ConfigError, match=r"data_parallel_size: .*jaxserve serve"):
         LLM(data_parallel_size=2)
 
 

@@ -43,7 +43,7 @@ def test_one_value_is_for_all_and_several_are_one_for_each() -> None:
     assert spread(3, 2, "priority") == [3, 3]
     assert spread([3, 4], 2, "priority") == [3, 4]
     assert spread("flex", 2, "service_tier") == ["flex", "flex"]
-    with pytest.raises(InvalidRequestError, match="priority: one for all, or one for each of the 2 prompts; got 1"):
+    with pytest.raises(InvalidRequestError, match=r"priority: .* 2 prompts.*got 1"):
         spread([3], 2, "priority")
 
 
@@ -58,7 +58,7 @@ def test_prompts_become_requests_with_what_each_was_given() -> None:
     for request in found:
         assert request.service_tier is ServiceTier.FLEX and request.cache_salt == "s"
         assert request.params.output_kind is OutputKind.FINAL_ONLY
-    with pytest.raises(InvalidRequestError, match="service_tier: one for all"):
+    with pytest.raises(InvalidRequestError, match=r"^service_tier: "):
         make_requests(factory.make, [[5], [6]], params, {"service_tier": ["flex"]}, {})
 
 
@@ -71,7 +71,7 @@ def test_seconds_become_a_deadline() -> None:
 
 @pytest.mark.parametrize("timeout", [0, -1, math.inf, math.nan, True, "5"])
 def test_bad_timeouts_are_named(timeout: Any) -> None:
-    with pytest.raises(InvalidRequestError, match="timeout: must be a finite number of seconds above 0"):
+    with pytest.raises(InvalidRequestError, match=r"^timeout: .*above 0"):
         find_deadline(timeout)
 
 
@@ -85,5 +85,5 @@ def test_an_answer_begins_unless_one_goes_on() -> None:
 
 @pytest.mark.parametrize("name", ["request_id", "tools", "priority", "enable_thinkin"])
 def test_variables_cannot_be_arguments(name: str) -> None:
-    with pytest.raises(InvalidRequestError, match=rf"chat_template_kwargs\.{name}: not a variable.*enable_thinking"):
+    with pytest.raises(InvalidRequestError, match=rf"chat_template_kwargs\.{name}: .*enable_thinking"):
         read_chat_options(**NOTHING | {"chat_template_kwargs": {name: 1}})

@@ -113,10 +113,10 @@ def test_files_of_some_size_each(tmp_path: Path) -> None:
     ("case", "options", "words"),
     [
         ("llama_gqa", {}, "names no scheme"),
-        ("llama_gqa", {"quantization": "mxfp4"}, "mlp.down_proj has 40 columns, which are no multiple of the 32"),
-        ("llama_gqa", {"quantization": "awq"}, "not quantized with awq"),
-        ("gpt_oss", {"quantization": "fp8_per_channel"}, "experts.gate_up_proj holds several matrices"),
-        ("gpt_oss_mxfp4", {"quantization": "mxfp4"}, "quantized already, with mxfp4"),
+        ("llama_gqa", {"quantization": "mxfp4"}, "mlp.down_proj .*40 columns.* 32"),
+        ("llama_gqa", {"quantization": "awq"}, "awq"),
+        ("gpt_oss", {"quantization": "fp8_per_channel"}, "experts.gate_up_proj"),
+        ("gpt_oss_mxfp4", {"quantization": "mxfp4"}, "mxfp4"),
     ],
 )
 def test_what_cannot_be_converted(case: str, options: dict[str, Any], words: str, tmp_path: Path) -> None:

@@ -499,11 +499,11 @@ def test_failed_step_ends_its_requests_and_spares_the_waiting() -> None:
 
 def test_refusals_name_the_field() -> None:
     engine, _ = make_engine(num_pages=4)
-    with pytest.raises(InvalidRequestError, match="prompt: is empty"):
+    with pytest.raises(InvalidRequestError, match=r"^prompt: .*empty"):
         engine.add_request(greedy("a", [], 5))
     with pytest.raises(InvalidRequestError, match="maximum context length is 512 tokens"):
         engine.add_request(greedy("b", range(600), 5))
-    with pytest.raises(CapacityError, match=r"max_tokens: 300 tokens need 10 KV pages, and the whole pool has 3"):
+    with pytest.raises(CapacityError, match=r"max_tokens: 300 .*10 KV pages.* 3\b"):
         engine.add_request(greedy("c", range(40), 260))
     engine.add_request(greedy("d", range(4), 5))
     with pytest.raises(InvalidRequestError, match="request_id"):

@@ -117,5 +117,5 @@ def test_which_file_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["none", "", str(demo_model_dir() / "generation_config.json")])
 def test_a_directory_without_the_file_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"^generation_config: must be 'auto', 'vllm' or a directory with"):
+    with pytest.raises(ConfigError, match=r"^generation_config: .*'auto', 'vllm'"):
         locate(generation_config=name)

@@ -37,7 +37,7 @@ def test_options_come_before_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_variable_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     set_variables(monkeypatch, LWS_GROUP_SIZE="four")
-    with pytest.raises(ConfigError, match="LWS_GROUP_SIZE: must be a number, got 'four'"):
+    with pytest.raises(ConfigError, match=r"LWS_GROUP_SIZE: .*got 'four'"):
         find_hosts(EngineConfig())
 
 
@@ -58,9 +58,9 @@ def test_tasks_of_slurm_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"nnodes": 2, "node_rank": 2}, "node_rank: must be below nnodes=2, got 2"),
-        ({"headless": True}, "headless: rank 0 answers the requests"),
-        ({"nnodes": 2, "health_port": 8001}, "health_port: rank 0 answers"),
+        ({"nnodes": 2, "node_rank": 2}, "node_rank: .*nnodes=2, got 2"),
+        ({"headless": True}, "headless: rank 0"),
+        ({"nnodes": 2, "health_port": 8001}, "health_port: rank 0"),
     ],
 )
 def test_what_contradicts_is_refused(options: dict[str, int], text: str) -> None:
@@ -71,9 +71,9 @@ def test_what_contradicts_is_refused(options: dict[str, int], text: str) -> None
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"nnodes": 0}, "nnodes: must be an integer of at least 1"),
-        ({"master_port": 65535}, "master_port: must be at most 65534"),
-        ({"step_timeout": 0}, "step_timeout: must be above 0"),
+        ({"nnodes": 0}, "nnodes: .*at least 1"),
+        ({"master_port": 65535}, "master_port: .*65534"),
+        ({"step_timeout": 0}, "step_timeout: .*above 0"),
     ],
 )
 def test_values_out_of_range_are_refused(options: dict[str, int], text: str) -> None:
@@ -83,7 +83,7 @@ def test_values_out_of_range_are_refused(options: dict[str, int], text: str) -> 
 
 def test_the_host_tier_needs_one_host() -> None:
     config = find_hosts(EngineConfig.from_options(nnodes=2, kv_offloading_size=1.0))
-    with pytest.raises(ConfigError, match="leave it out with nnodes=2"):
+    with pytest.raises(ConfigError, match="nnodes=2"):
         refuse_with_hosts(config)
 
 

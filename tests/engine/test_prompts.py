@@ -46,19 +46,19 @@ def test_tiers_have_openais_names(given: Any, tier: ServiceTier) -> None:
 
 @pytest.mark.parametrize("tier", ["fast", "Flex", "", None, 0, True, ["flex"]])
 def test_other_tiers_are_refused_with_the_known_ones(tier: Any) -> None:
-    with pytest.raises(InvalidRequestError, match="service_tier: must be one of auto, priority, default, flex, got "):
+    with pytest.raises(InvalidRequestError, match=r"service_tier: .*auto, priority, default, flex, got "):
         make_factory().make(IDS, PARAMS, service_tier=tier)
 
 
 @pytest.mark.parametrize("priority", [2**31, -(2**31) - 1, 1.0, True, None, "1", math.nan])
 def test_bad_priorities_are_named(priority: Any) -> None:
-    with pytest.raises(InvalidRequestError, match=r"priority: must be an integer in \[-2147483648, 2147483648\)"):
+    with pytest.raises(InvalidRequestError, match=r"priority: .*\[-2147483648, 2147483648\)"):
         make_factory().make(IDS, PARAMS, priority=priority)
 
 
 @pytest.mark.parametrize("deadline", [math.nan, math.inf, -math.inf, "soon", True])
 def test_bad_deadlines_are_named(deadline: Any) -> None:
-    with pytest.raises(InvalidRequestError, match="deadline: must be a finite time"):
+    with pytest.raises(InvalidRequestError, match=r"^deadline: .*finite"):
         make_factory().make(IDS, PARAMS, deadline=deadline)
 
 
@@ -113,7 +113,7 @@ def test_bad_words_of_tokens_without_a_logit_cannot_come_anyway() -> None:
 def test_bad_words_may_be_lists_of_ids_and_need_no_tokenizer_then() -> None:
     words = [[3], [4, 5], [6, 50]]  # the last has no logit
     assert make_factory().make(IDS, SamplingParams(bad_words=words)).bad_words == ((3,), (4, 5))
-    with pytest.raises(InvalidRequestError, match=r"bad_words: bad words need a tokenizer.*give lists of token ids"):
+    with pytest.raises(InvalidRequestError, match=r"^bad_words: .*tokenizer.*token ids"):
         make_factory().make(IDS, SamplingParams(bad_words=[[3], "no"]))
 
 

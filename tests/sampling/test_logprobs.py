@@ -90,7 +90,7 @@ def test_a_faulty_row_has_no_logprobs_and_harms_no_other(fault) -> None:
 
 
 def test_more_tokens_than_there_are_is_refused() -> None:
-    with pytest.raises(ValueError, match="k: 332 likeliest tokens of a vocabulary of 331"):
+    with pytest.raises(ValueError, match=r"^k: 332 .* 331"):
         gather_logprobs(jnp.zeros((1, 384)), jnp.zeros(1, jnp.int32), 332, vocab_size=331)
 
 

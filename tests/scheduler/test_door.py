@@ -34,10 +34,10 @@ def find_names(scheduler: Scheduler, *requests: Request) -> list[str]:
 def test_a_full_queue_refuses_and_says_which_limit() -> None:
     scheduler = make_full()
     for priority in (0, 7):
-        with pytest.raises(QueueFullError, match=r"3 sequences wait.*max_num_queued_reqs=3; try again") as caught:
+        with pytest.raises(QueueFullError, match=r"3 sequences.*max_num_queued_reqs=3") as caught:
             scheduler.door.refuse_if_full((1, priority))
         assert (caught.value.limit, caught.value.queued) == (3, 3)
-        with pytest.raises(QueueFullError, match="3 sequences wait, and 2 more"):
+        with pytest.raises(QueueFullError, match=r"3 sequences.* 2 more"):
             scheduler.door.find_room([make_request("a"), make_request("b")])
     scheduler.add(make_request("a", 400, n=9))  # a batch is not limited
 
@@ -46,7 +46,7 @@ def test_tokens_are_a_limit_of_their_own() -> None:
     scheduler = make_full(queue=(None, 20))
     scheduler.add(make_request("a", 5))
     assert find_names(scheduler, make_request("b", 15)) == []
-    with pytest.raises(QueueFullError, match=r"5 prompt tokens wait, and 16 more .*max_num_queued_tokens=20") as caught:
+    with pytest.raises(QueueFullError, match=r"5 prompt tokens.* 16 more .*max_num_queued_tokens=20") as caught:
         scheduler.door.find_room([make_request("b", 16)])
     assert (caught.value.limit, caught.value.queued) == (20, 5)
 
@@ -68,7 +68,7 @@ def test_idle_rows_do_not_count_while_pages_are_missing() -> None:
     scheduler.add(make_request("b", 100))
     assert scheduler.plan() is not None
     assert (len(scheduler.batch), scheduler.door.idle_rows) == (1, 0)
-    with pytest.raises(QueueFullError, match="1 sequences wait"):
+    with pytest.raises(QueueFullError, match="1 sequences"):
         scheduler.door.find_room([make_request("c", 1)])
     scheduler.finish("b", FinishReason.ABORT)
     assert scheduler.door.idle_rows == 7
@@ -81,11 +81,11 @@ def test_idle_rows_do_not_count_while_pages_are_missing() -> None:
             (3, None),
             [make_request("a", n=6)],
             "n",
-            "asks for 6 sequences at once.*max_num_queued_reqs=3.*max_num_seqs=2",
+            "6 sequences.*max_num_queued_reqs=3.*max_num_seqs=2",
         ),
-        ((3, None), [make_request(str(i), n=2) for i in range(3)], "prompt", "asks for 6 sequences at once"),
+        ((3, None), [make_request(str(i), n=2) for i in range(3)], "prompt", "6 sequences"),
         ((None, 10), [make_request("a", 5, n=3)], None, ""),
-        ((None, 10), [make_request("a", 11, n=3)], "prompt", "asks for 11 prompt tokens.*max_num_queued_tokens=10"),
+        ((None, 10), [make_request("a", 11, n=3)], "prompt", "11 prompt tokens.*max_num_queued_tokens=10"),
     ],
 )
 @pytest.mark.parametrize("is_full", [False, True])
@@ -117,7 +117,7 @@ def test_nobody_makes_way_in_vain() -> None:
     scheduler.finish("w1", FinishReason.ABORT)
     scheduler.add(make_request("best", priority=-1))
     assert find_names(scheduler, make_request("b", n=3)) == ["w4", "w3", "w2"]
-    with pytest.raises(QueueFullError, match="4 sequences wait, and 4 more"):
+    with pytest.raises(QueueFullError, match=r"4 sequences.* 4 more"):
         scheduler.door.find_room([make_request("b", n=4)])
 
 
@@ -189,7 +189,7 @@ def test_a_tenant_fills_its_share_and_leaves_the_rest_to_others() -> None:
     wait(scheduler, "h1", tenant=Tenant("half"))
     scheduler.finish("w3", FinishReason.ABORT)
     wait(scheduler, "h2", tenant=HALF)
-    message = r"for tenant 'half': 2 sequences wait, and 1 more would pass queue_share=0\.5 of max_num_queued_reqs=4;"
+    message = r"tenant 'half': 2 sequences.* 1 more .*queue_share=0\.5 of max_num_queued_reqs=4;"
     with pytest.raises(QueueFullError, match=message) as caught:
         scheduler.door.find_room([make_request("h3", tenant=HALF)])
     assert (caught.value.limit, caught.value.queued) == (2, 2)
@@ -197,7 +197,7 @@ def test_a_tenant_fills_its_share_and_leaves_the_rest_to_others() -> None:
         scheduler.door.refuse_if_full((1, 0), HALF)
     scheduler.door.refuse_if_full((1, 0))
     wait(scheduler, "other", tenant=Tenant("other", queue_share=0.5))
-    with pytest.raises(QueueFullError, match=r"the queue is full: 4 sequences wait.*max_num_queued_reqs=4;"):
+    with pytest.raises(QueueFullError, match=r"4 sequences.*max_num_queued_reqs=4;"):
         scheduler.door.find_room([make_request("more", tenant=Tenant("other", queue_share=0.5))])
     scheduler.finish("h1", FinishReason.ABORT)
     wait(scheduler, "h3", tenant=HALF)
@@ -218,7 +218,7 @@ def test_a_small_share_is_one_sequence() -> None:
     tiny = Tenant("tiny", queue_share=0.001)
     wait(scheduler, "a", tenant=tiny)
     scheduler.finish("w2", FinishReason.ABORT)
-    with pytest.raises(QueueFullError, match="tenant 'tiny': 1 sequences wait"):
+    with pytest.raises(QueueFullError, match="tenant 'tiny': 1 sequences"):
         scheduler.door.find_room([make_request("b", tenant=tiny)])
 
 
@@ -240,7 +240,7 @@ def test_idle_rows_are_no_part_of_the_queue_but_others_may_take_them() -> None:
 def test_what_never_fits_a_share_is_told_so() -> None:
     scheduler = make_scheduler(rows=2, queue=(4, None))
     assert find_names(scheduler, make_request("a", n=4, tenant=HALF)) == []
-    message = r"n: asks for 5 sequences at once, which queue_share=0\.5 of max_num_queued_reqs=4 and max_num_seqs=2"
+    message = r"^n: .*5 sequences.*queue_share=0\.5 of max_num_queued_reqs=4 and max_num_seqs=2"
     with pytest.raises(InvalidRequestError, match=message):
         scheduler.door.find_room([make_request("a", n=5, tenant=HALF)])
 

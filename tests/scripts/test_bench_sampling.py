@@ -98,7 +98,7 @@ def test_null_step_rotates_and_leaves_pages_and_kernels_alone(model: NullModel, 
     (cache, rows), _, _ = step.run(step.make_state())
     assert rows.num_computed.tolist() == [901, 901, 0]
     assert not any(np.any(pool) for pool in cache)
-    with pytest.raises(ValueError, match="impl must be one of"):
+    with pytest.raises(ValueError, match="impl"):
         find_backend(IMPL)
 
 

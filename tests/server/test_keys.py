@@ -65,7 +65,7 @@ def test_keys_that_keep_nobody_out_are_refused_and_not_repeated(key: str) -> Non
 
 @pytest.mark.parametrize("name", ["api_key_file", "tenants"])
 def test_a_file_that_is_not_there_is_named(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"^{name}: .*cannot be read.*nowhere"):
+    with pytest.raises(ConfigError, match=f"^{name}: .*nowhere"):
         read_keys(AccessOptions(**{name: str(tmp_path / "nowhere")}), ())
 
 
@@ -81,7 +81,7 @@ def test_a_tenants_file_grants_what_it_says(path: Path) -> None:
 def test_a_tenants_file_that_others_may_write_is_refused(mode: int, path: Path) -> None:
     path.write_text(WHOLE)
     path.chmod(mode)
-    with pytest.raises(ConfigError, match=f"others than its owner may write .*0{mode:o}.*chmod go-w"):
+    with pytest.raises(ConfigError, match=f"0{mode:o}.*chmod go-w"):
         read_tenants(str(path))
     path.chmod(0o644)
     assert len(read_tenants(str(path))) == 2
@@ -91,24 +91,24 @@ def test_a_tenants_file_that_others_may_write_is_refused(mode: int, path: Path) 
     ("text", "message"),
     [
         ("[[tenants]", "cannot be read: .*line 1"),
-        ("", r"one table \[\[tenants\]\] or more"),
-        ("tenants = []", r"one table \[\[tenants\]\] or more"),
-        ("tenants = [1]", r"one table \[\[tenants\]\] or more"),
-        ("[tenants]\nname = 'a'", r"one table \[\[tenants\]\] or more"),
+        ("", r"\[\[tenants\]\]"),
+        ("tenants = []", r"\[\[tenants\]\]"),
+        ("tenants = [1]", r"\[\[tenants\]\]"),
+        ("[tenants]\nname = 'a'", r"\[\[tenants\]\]"),
         (f"port = 8000\n{tenant()}", "nothing else"),
-        (tenant(key='"secret-key-1"'), "tenant 1 .*'key' is not known; name, key_hash, weight,"),
+        (tenant(key='"secret-key-1"'), "tenant 1 .*'key'.*name, key_hash, weight,"),
         (tenant(key_hash=""), "key_hash is missing"),
         (tenant(name=""), "name is missing"),
         (tenant(name='"other"'), "not 'other', got 'other'"),
-        *((tenant(name=value), "name must be 1 to 64 letters") for value in ('""', '"a b"', f'"{"a" * 65}"', "7")),
-        (tenant(key_hash='"secret-key-1"'), "key_hash must be the SHA-256 of the key in 64 hexadecimal digits$"),
+        *((tenant(name=value), "name .*1 to 64") for value in ('""', '"a b"', f'"{"a" * 65}"', "7")),
+        (tenant(key_hash='"secret-key-1"'), "key_hash .*64 hexadecimal digits$"),
         (tenant(key_hash=f'"{hashlib.sha256().hexdigest()}"'), "key_hash is that of an empty key"),
-        *((tenant(weight=value), "weight must be a number from 0.001") for value in ("0", "-1", "inf", "nan", "true")),
-        *((tenant(queue_share=value), "queue_share must be") for value in ("0", "1.1", "nan", '"1"')),
-        *((tenant(best_priority=value), "best_priority must be an integer") for value in ("0.5", "true", str(2**31))),
-        *((tenant(tiers=value), "tiers must be a list of some") for value in ("[]", '"flex"', '["auto"]', "[[]]")),
-        (tenant() + tenant(key_hash=f'"{HASHES[1]}"'), "tenant 2 .*another one named 'a'"),
-        (tenant() + tenant(name='"b"'), "tenant 2 .*its key_hash is that of 'a', too"),
+        *((tenant(weight=value), "weight .*0.001") for value in ("0", "-1", "inf", "nan", "true")),
+        *((tenant(queue_share=value), "queue_share") for value in ("0", "1.1", "nan", '"1"')),
+        *((tenant(best_priority=value), "best_priority") for value in ("0.5", "true", str(2**31))),
+        *((tenant(tiers=value), "tiers") for value in ("[]", '"flex"', '["auto"]', "[[]]")),
+        (tenant() + tenant(key_hash=f'"{HASHES[1]}"'), "tenant 2 .*'a'"),
+        (tenant() + tenant(name='"b"'), "tenant 2 .*key_hash.*'a'"),
     ],
 )
 def test_a_malformed_tenants_file_is_refused_and_no_key_is_repeated(text: str, message: str, path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_malformed_tenants_file_is_refused_and_no_key_is_repeated(text: str, m
 
 def test_a_key_is_a_tenants_or_nobodys(path: Path) -> None:
     path.write_text(WHOLE)
-    with pytest.raises(ConfigError, match="the key of 'crawler' is also given without a tenant") as caught:
+    with pytest.raises(ConfigError, match="'crawler'") as caught:
         read_keys(AccessOptions(tenants=str(path)), (KEYS[1],))
     assert KEYS[1] not in str(caught.value)
 
@@ -172,10 +172,10 @@ def test_a_priority_is_at_most_the_best_of_the_key(
 
 
 def test_a_better_priority_is_refused_for_the_key_or_for_everyone() -> None:
-    with pytest.raises(ApiError, match="may not use priority 2: smaller runs first, and 3 is its best") as caught:
+    with pytest.raises(ApiError, match=r"priority 2\b.*\b3\b") as caught:
         KeyRights(best_priority=3).choose_priority(2, 0)
     assert (caught.value.status, caught.value.param, caught.value.code) == (403, "priority", "priority_not_allowed")
-    with pytest.raises(InvalidRequestError, match="at least 0 on this server"):
+    with pytest.raises(InvalidRequestError, match=r"^priority: .*at least 0"):
         KeyRights().choose_priority(-1, 0)
 
 

@@ -131,7 +131,7 @@ def test_viewers_are_counted_and_one_too_many_is_refused() -> None:
 
         async def test() -> None:
             pieces = [await begin_reading(live.stream_pictures(served.state)) for _ in range(64)]
-            with pytest.raises(ApiError, match="64 viewers already") as caught:
+            with pytest.raises(ApiError, match="64 viewers") as caught:
                 await begin_reading(live.stream_pictures(served.state))
             assert (caught.value.status, caught.value.code) == (429, "too_many_viewers")
             for each in pieces[:2]:
@@ -197,7 +197,7 @@ def test_a_probe_fails_when_no_token_comes() -> None:
 
         async def test() -> None:
             served.gate.clear()
-            with pytest.raises(DeadlineError, match=r"no token came within 0\.05 s"):
+            with pytest.raises(DeadlineError, match=r"0\.05 s"):
                 await served.llm.check_health(0.05)
             served.gate.set()
             await served.llm.check_health()

@@ -195,13 +195,13 @@ def test_torn_line_is_removed_and_asked_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (write_answer("z") + "\n", "answers 'z', which is not in the input"),
-        (write_answer("a") + "\n" + write_answer("a") + "\n", "answers 'a' a second time"),
-        (write_answer(None, answer_id="batch_req_line_9") + "\n", "answers 'batch_req_line_9', which is not"),
-        ("my diary\n", "line 1 is not a batch answer"),
-        ("my diary", "line 1 is not a batch answer"),
-        ('{"id":"batch_req_1","custom_id":"a","response":7}\n', "line 1 is not a batch answer"),
-        (write_answer("a")[:-3] + "\n" + write_answer("b") + "\n", "line 1 is not a batch answer"),
+        (write_answer("z") + "\n", "'z'"),
+        (write_answer("a") + "\n" + write_answer("a") + "\n", "'a' a second time"),
+        (write_answer(None, answer_id="batch_req_line_9") + "\n", "'batch_req_line_9'"),
+        ("my diary\n", "line 1"),
+        ("my diary", "line 1"),
+        ('{"id":"batch_req_1","custom_id":"a","response":7}\n', "line 1"),
+        (write_answer("a")[:-3] + "\n" + write_answer("b") + "\n", "line 1"),
     ],
 )
 def test_files_of_others_are_left_alone(tmp_path: Path, content: str, message: str) -> None:

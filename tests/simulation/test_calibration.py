@@ -82,8 +82,8 @@ def test_files_keep_every_figure(tmp_path: Path) -> None:
         ("no", "cannot be read"),
         ("{}", "'device' is missing"),
         ("[]", "is not a calibration"),
-        (json.dumps(asdict(TRUE) | {"step_seconds": -1}), "step_seconds must be a positive number, got -1"),
-        (json.dumps(asdict(TRUE) | {"bytes_per_second": "4e12"}), "bytes_per_second must be"),
+        (json.dumps(asdict(TRUE) | {"step_seconds": -1}), "step_seconds .*got -1"),
+        (json.dumps(asdict(TRUE) | {"bytes_per_second": "4e12"}), "bytes_per_second"),
     ],
 )
 def test_bad_files_are_named(tmp_path: Path, text: str, message: str) -> None:
@@ -102,8 +102,8 @@ def test_every_kind_of_device_has_rates() -> None:
     [
         (None, None, "say which device"),
         (None, TRUE, "say which device"),
-        ("h20", None, "did you mean h200"),
-        ("v5e", TRUE, "the calibration is of x, a gpu, not of v5e"),
+        ("h20", None, "h200"),
+        ("v5e", TRUE, "x, a gpu, .*v5e"),
     ],
 )
 def test_devices_that_cannot_be_simulated(device: str | None, calibration: Calibration | None, message: str) -> None:

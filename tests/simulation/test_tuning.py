@@ -87,9 +87,7 @@ def test_the_default_sizes_stay_if_nothing_is_better() -> None:
 
     found, before = tune(BucketTable([4], [128], 4), None, 1, run)
     assert found == before and found.padded_seconds == 0
-    with pytest.raises(
-        ConfigError, match="max_programs: must be at least 4, one size of rows and one of tokens, got 3"
-    ):
+    with pytest.raises(ConfigError, match=r"max_programs: .*at least 4.*got 3"):
         tune(BucketTable([4], [128], 4), 3, 1, run)
 
 

@@ -186,7 +186,7 @@ def test_what_cannot_be_looked_up_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"speculative_config.method: 'eagle3' .*ngram and suffix") as caught:
         make_lookup_drafter(SpeculativeConfig("eagle3", 3))
     assert (caught.value.field, caught.value.value) == ("speculative_config.method", "eagle3")
-    with pytest.raises(ConfigError, match=r"suffix_decoding_corpus_tokens: a corpus of 3 tokens; 64 to"):
+    with pytest.raises(ConfigError, match=r"suffix_decoding_corpus_tokens: .* 3 tokens; 64 to"):
         make_lookup_drafter(make_suffix_config(6, 1.0, 0.1, answers=4, tokens=3))
     with pytest.raises(ConfigError, match="max_model_len"):
         NGRAMS[1, 7].drafter.state_specs(2, MAX_HISTORY + 1)

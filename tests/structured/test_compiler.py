@@ -178,11 +178,11 @@ def is_alive(process_id: int) -> bool:
 def test_a_slow_worker_is_killed_and_replaced(played: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     compile_rule(played, "fine")
     first = get_worker(played)
-    with pytest.raises(InvalidRequestError, match=r"structured_outputs\.grammar: takes more than 3 s to compile"):
+    with pytest.raises(InvalidRequestError, match=r"structured_outputs\.grammar: .* 3 s\b"):
         compile_rule(played, "sleep")
     assert not is_alive(first)
     start = time.monotonic()
-    with pytest.raises(InvalidRequestError, match="takes more than 3 s"):
+    with pytest.raises(InvalidRequestError, match=r" 3 s\b"):
         compile_rule(played, "sleep")
     assert time.monotonic() - start < 3, "the refusal is kept"
     compile_rule(played, "fine too")
@@ -193,9 +193,9 @@ def test_a_slow_worker_is_killed_and_replaced(played: GrammarCompiler, monkeypat
 
 
 def test_a_worker_that_crashes_or_takes_memory(played: GrammarCompiler) -> None:
-    with pytest.raises(InvalidRequestError, match=r"more than 128 MiB or crashed .*\(exit status 3\)"):
+    with pytest.raises(InvalidRequestError, match=r"128 MiB .*\(exit status 3\)"):
         compile_rule(played, "crash")
-    with pytest.raises(InvalidRequestError, match="more than 128 MiB or crashed"):
+    with pytest.raises(InvalidRequestError, match="128 MiB"):
         compile_rule(played, "much")
     compile_rule(played, "print")
     before = get_worker(played)
@@ -305,7 +305,7 @@ def test_threads_wait_for_one_compilation(played: GrammarCompiler) -> None:
 
 def test_without_llguidance(demo: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(InvalidRequestError, match=r"needs the package llguidance.*pip install 'llguidance"):
+    with pytest.raises(InvalidRequestError, match=r"llguidance.*pip install 'llguidance"):
         GrammarCompiler(demo).compile(StructuredOutputsParams(json_object=True))
 
 

@@ -155,7 +155,7 @@ def test_a_walk_for_other_tokens_does_nothing(tiny_compiler: GrammarCompiler) ->
 
 def test_unfit_lines_are_refused(tiny_compiler: GrammarCompiler) -> None:
     matcher = tiny_compiler.compile(StructuredOutputsParams(regex="[ab]+")).new_matcher()
-    with pytest.raises(ValueError, match="lines: 2 drafts need 3, got 2"):
+    with pytest.raises(ValueError, match=r"lines: .*3, got 2"):
         matcher.fill_along([4, 4], np.zeros((2, 4), np.uint32), 0)
     with pytest.raises(ValueError, match="row: needs 1 contiguous uint32"):
         matcher.fill_along([4], np.zeros((2, 4), np.uint8), 0)

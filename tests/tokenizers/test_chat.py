@@ -142,7 +142,7 @@ def test_the_template_refuses_a_conversation() -> None:
 def test_output_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template, "MAX_RENDERED_CHARS", 1000)
     source = "{% for i in range(99999) %}{% for j in range(99999) %}0123456789{% endfor %}{% endfor %}"
-    with pytest.raises(InvalidRequestError, match="longer than 1000 characters"):
+    with pytest.raises(InvalidRequestError, match="1000 characters"):
         render_chat(source, HI)
     assert render_chat("{{ messages[0].content }}", [{"role": "user", "content": "x" * 1000}]) == "x" * 1000
 
@@ -365,7 +365,7 @@ def test_tools_and_calls_never_become_special_tokens(tokenizers: dict[str, Token
 
 
 def test_no_template(tokenizers: dict[str, Tokenizer]) -> None:
-    with pytest.raises(TokenizerError, match="chat_template= in Python or --chat-template on the command line"):
+    with pytest.raises(TokenizerError, match=r"chat_template=.*--chat-template"):
         encode_chat(tokenizers["llama2"], HI)
 
 

@@ -184,7 +184,7 @@ def test_ids_that_contradict_the_vocabulary_are_refused(tmp_path: Path, token_id
     builders.make_byte_level(tmp_path)
     config = {"added_tokens_decoder": {str(token_id): {"content": "<new>", "special": True}}}
     builders.write_json(tmp_path / "tokenizer_config.json", config)
-    with pytest.raises(TokenizerError, match=f"'<new>' the id {token_id}"):
+    with pytest.raises(TokenizerError, match=f"'<new>' .*{token_id}"):
         load_tokenizer(tmp_path)
 
 

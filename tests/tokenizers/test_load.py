@@ -38,7 +38,7 @@ def test_a_single_model_file_of_any_name(tmp_path: Path) -> None:
 
 
 def test_what_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(TokenizerError, match=r"it needs a tokenizer\.json"):
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
         load_tokenizer(tmp_path)
     with pytest.raises(TokenizerError, match="does not exist"):
         load_tokenizer(tmp_path / "nothing")
@@ -91,7 +91,7 @@ def mutate(value: Any, rng: random.Random) -> Any:
 
 def test_invalid_utf8(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(b'{"a": "\xff"}')
-    with pytest.raises(TokenizerError, match=r"cannot read .*tokenizer\.json"):
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
         load_tokenizer(tmp_path)
 
 
@@ -180,12 +180,12 @@ def test_fifos_and_large_files_are_refused_by_name(tmp_path: Path, name: str) ->
     builders.make_byte_level(tmp_path)
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
-    with pytest.raises(TokenizerError, match=f"cannot read {re.escape(str(tmp_path / name))}: it is a FIFO"):
+    with pytest.raises(TokenizerError, match=f"{re.escape(str(tmp_path / name))}: .*FIFO"):
         load_tokenizer(tmp_path)
     (tmp_path / name).unlink()
     with (tmp_path / name).open("wb") as file:
         file.truncate(2**27 + 1)
-    with pytest.raises(TokenizerError, match=r"it has 134,217,729 bytes, and at most (128|16) MiB are read") as caught:
+    with pytest.raises(TokenizerError, match=r"134,217,729 bytes.*at most (128|16) MiB") as caught:
         load_tokenizer(tmp_path)
     assert caught.value.field == name
 
@@ -193,7 +193,7 @@ def test_fifos_and_large_files_are_refused_by_name(tmp_path: Path, name: str) ->
 @pytest.mark.parametrize("given", ["the directory", "the file"])
 def test_a_sentencepiece_model_that_is_a_fifo_is_refused(tmp_path: Path, given: str) -> None:
     os.mkfifo(tmp_path / "tokenizer.model")
-    with pytest.raises(TokenizerError, match=r"tokenizer\.model: it is a FIFO"):
+    with pytest.raises(TokenizerError, match=r"tokenizer\.model: .*FIFO"):
         load_tokenizer(tmp_path if given == "the directory" else tmp_path / "tokenizer.model")
 
 

@@ -157,7 +157,7 @@ def test_templates_of_families_say_the_same_in_a_process_of_its_own(patient: Tem
 def test_the_longest_texts_fit(patient: TemplateRenderer) -> None:
     text = "中" * (MAX_RENDERED_CHARS - 16)
     assert patient.render("{{ messages[0].content }}", [{"role": "user", "content": text}], {}) == text
-    with pytest.raises(InvalidRequestError, match=f"longer than {MAX_RENDERED_CHARS}"):
+    with pytest.raises(InvalidRequestError, match=f"{MAX_RENDERED_CHARS}"):
         patient.render("{{ messages[0].content }}!" + "x" * 20, [{"role": "user", "content": text}], {})
 
 
@@ -165,7 +165,7 @@ def test_what_json_cannot_hold_is_refused(renderer: TemplateRenderer) -> None:
     deep: Any = []
     for _ in range(200_000):
         deep = [deep]
-    with pytest.raises(InvalidRequestError, match="messages: cannot be given to a chat template"):
+    with pytest.raises(InvalidRequestError, match=r"^messages: "):
         renderer.render("x", [{"role": "user", "content": deep}], {})
     assert renderer.render("x", HI, {}) == "x"
     while deep:  # else the interpreter's own stack ends when it is freed

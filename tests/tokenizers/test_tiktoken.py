@@ -108,11 +108,11 @@ LINE = f"{base64.b64encode(b'a').decode()} 0"
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        (["abc"], "line 1 is not a token in base64 and its rank"),
-        (["!!!! 0"], "line 1 is not a token in base64"),
-        ([LINE, LINE.replace(" 0", " 1")], "line 2 has a doubled token"),
-        ([LINE.replace(" 0", " 7")], "line 1 has .* another rank than 0"),
-        ([LINE], "a byte has no token; the file may be truncated"),
+        (["abc"], "line 1 .*base64"),
+        (["!!!! 0"], "line 1 .*base64"),
+        ([LINE, LINE.replace(" 0", " 1")], "line 2 .*doubled"),
+        ([LINE.replace(" 0", " 7")], "line 1 .*rank than 0"),
+        ([LINE], "byte.*truncated"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_named(lines: list[str], words: str, tmp_path: Path) -> None:
@@ -122,6 +122,6 @@ def test_what_is_wrong_with_a_file_is_named(lines: list[str], words: str, tmp_pa
 
 
 def test_other_classes_cut_texts_in_another_way(tmp_path: Path) -> None:
-    with pytest.raises(TokenizerError, match="tokenizer_class is TikTokenTokenizer, not 'QWenTokenizer'") as caught:
+    with pytest.raises(TokenizerError, match=r"tokenizer_class.*TikTokenTokenizer.*'QWenTokenizer'") as caught:
         load_tokenizer(write(tmp_path, tokenizer_class="QWenTokenizer"))
     assert caught.value.field == "tokenizer_class"

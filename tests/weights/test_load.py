@@ -112,7 +112,7 @@ def test_stream_yields_every_parameter_once(tmp_path: Path) -> None:
 def test_ignored_tensors(tmp_path: Path) -> None:
     tensors = make_tensors() | {"layers.0.rotary.inv_freq": np.ones(3, np.float64), "x.inv_freq.y": np.ones(1)}
     write_single(tmp_path, tensors)
-    with pytest.raises(WeightsError, match=r"holds 1 tensors the model has no place for: 'x\.inv_freq\.y'"):
+    with pytest.raises(WeightsError, match=r"1 tensors .*no place for: 'x\.inv_freq\.y'"):
         load(tmp_path, ignored=(r".*\.inv_freq",))
     load(tmp_path, ignored=(r".*\.inv_freq", r"x\..*"))
 
@@ -152,8 +152,8 @@ def test_sources_and_specs_disagree(tmp_path: Path) -> None:
         ("embed.weight", np.ones((V + 1, D), np.float32), r"embed\.weight: has shape \(17, 8\), .* needs \(16, 8\)"),
         ("layers.1.down.weight", np.ones((F, D), np.float32), r"layers\.1\.down\.weight: has shape \(12, 8\)"),
         ("norm.weight", np.ones((1, D), np.float32), r"norm\.weight: has shape \(1, 8\), .* needs \(8,\)"),
-        ("norm.weight", np.ones(D, np.float64), r"norm\.weight: is stored as F64; only BF16, F16, F32"),
-        ("norm.weight", np.ones(D, np.int8), r"norm\.weight: is stored as I8"),
+        ("norm.weight", np.ones(D, np.float64), r"norm\.weight: .*F64.*BF16, F16, F32"),
+        ("norm.weight", np.ones(D, np.int8), r"norm\.weight: .*I8"),
     ],
 )
 def test_wrong_shape_or_dtype(tmp_path: Path, name: str, value: np.ndarray, message: str) -> None:
@@ -166,7 +166,7 @@ def test_wrong_shape_or_dtype(tmp_path: Path, name: str, value: np.ndarray, mess
 def test_build_of_another_shape(tmp_path: Path) -> None:
     sources = make_sources()
     sources["layers.0.down"] = WeightSource(("layers.0.down.weight",), ((D, F),), lambda tensor: tensor)
-    with pytest.raises(WeightsError, match=r"layers\.0\.down: built as \(8, 12\), the model needs \(12, 8\)"):
+    with pytest.raises(WeightsError, match=r"layers\.0\.down: .*\(8, 12\).*\(12, 8\)"):
         load(write_single(tmp_path, make_tensors()), sources=sources)
 
 
@@ -175,7 +175,7 @@ def test_values_beyond_float16(tmp_path: Path, stored: Any) -> None:
     tensors = make_tensors(stored)
     tensors["layers.1.up.weight"][3, 5] = 70_000
     write_single(tmp_path, tensors)
-    with pytest.raises(WeightsError, match=r"layers\.1\.\S+: holds values beyond the range of float16"):
+    with pytest.raises(WeightsError, match=r"layers\.1\.\S+: .*range of float16"):
         load(tmp_path, make_specs("float16"))
     load(tmp_path, make_specs("bfloat16"))
 

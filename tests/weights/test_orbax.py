@@ -83,7 +83,7 @@ def test_other_parameters(saved: Path) -> None:
 def test_other_shape(saved: Path) -> None:
     specs = make_specs()
     specs["embed"] = dataclasses.replace(specs["embed"], shape=(32, 8))
-    with pytest.raises(WeightsError, match=r"embed: has shape \(16, 8\), the model's config needs \(32, 8\)"):
+    with pytest.raises(WeightsError, match=r"embed: .*\(16, 8\).*\(32, 8\)"):
         restore(saved, specs)
 
 
@@ -91,7 +91,7 @@ def test_other_kind_of_numbers(tmp_path: Path) -> None:
     params = make_params()
     params["embed"] = params["embed"].astype("int32")
     save_params(tmp_path, params, CONFIG)
-    with pytest.raises(WeightsError, match="embed: is stored as int32"):
+    with pytest.raises(WeightsError, match=r"embed: .*int32"):
         restore(tmp_path)
 
 
@@ -121,7 +121,7 @@ def test_what_is_no_regular_file_is_refused(saved: Path, tmp_path: Path, name: s
     file = tmp_path / "params" / name
     file.unlink(missing_ok=True)
     os.mkfifo(file)
-    with pytest.raises(WeightsError, match="cannot be read: it is a FIFO") as caught:
+    with pytest.raises(WeightsError, match="FIFO") as caught:
         restore(tmp_path)
     assert caught.value.field == str(file)
 
@@ -134,5 +134,5 @@ def test_links_to_directories_are_refused_and_links_to_files_are_read(saved: Pat
     jax.tree.map(np.testing.assert_array_equal, restore(tmp_path), make_params())
     data = (params / "d").rename(tmp_path / "data")
     (params / "d").symlink_to(data)
-    with pytest.raises(WeightsError, match="is a link to a directory"):
+    with pytest.raises(WeightsError, match="link to a directory"):
         restore(tmp_path)

@@ -72,5 +72,5 @@ def test_casts(make: type, stored: type, wanted: str) -> None:
 
 
 def test_out_of_range_is_refused() -> None:
-    with pytest.raises(WeightsError, match="w: holds values beyond the range of float16"):
+    with pytest.raises(WeightsError, match=r"w: .*range of float16"):
         place_parameter(np.full(4, 1e6, np.float32), "float16", sharding(), name="w")

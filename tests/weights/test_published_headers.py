@@ -183,11 +183,11 @@ def test_a_tensor_that_is_not_as_published_is_named(name: str, tmp_path: Path) -
         with pytest.raises(WeightsError) as caught:
             cut.check(tmp_path, others)
         assert tensor.rpartition(".")[0] in str(caught.value)  # the module, as it may be stored in several forms
-        with pytest.raises(WeightsError, match=f"the model has no place for: '{re.escape(tensor)}_renamed'"):
+        with pytest.raises(WeightsError, match=f"no place for: '{re.escape(tensor)}_renamed'"):
             cut.check(tmp_path, others | {f"{tensor}_renamed": (dtype, shape)})
         with pytest.raises(WeightsError, match="the model's config needs") as caught:
             cut.check(tmp_path, others | {tensor: (dtype, (*shape, 3))})
         assert caught.value.field == tensor
-        with pytest.raises(WeightsError, match="is stored as I64") as caught:
+        with pytest.raises(WeightsError, match="I64") as caught:
             cut.check(tmp_path, others | {tensor: ("I64", shape)})
         assert caught.value.field == tensor

@@ -96,7 +96,7 @@ def test_scales_that_are_no_scales(fp8: Path, bad: float) -> None:
     def edit(tensors: dict[str, np.ndarray]) -> None:
         tensors[f"{DOWN}.weight_scale_inv"][1, 0] = bad
 
-    with pytest.raises(WeightsError, match="a scale that is 0, infinite or no number") as caught:
+    with pytest.raises(WeightsError, match="scale that is 0, infinite") as caught:
         load(change(fp8, edit))
     assert caught.value.field == f"{DOWN}.weight_scale_inv"
 
@@ -109,7 +109,7 @@ def test_scales_and_factors_of_4_bit_floats(tensor: str, bad: float, tmp_path: P
     def edit(tensors: dict[str, np.ndarray]) -> None:
         tensors[f"{DOWN}.{tensor}"][...] = bad
 
-    with pytest.raises(WeightsError, match="a scale that is 0, infinite or no number") as caught:
+    with pytest.raises(WeightsError, match="scale that is 0, infinite") as caught:
         load(change(folder, edit))
     assert caught.value.field == f"{DOWN}.{tensor}"
 
@@ -121,7 +121,7 @@ def test_scales_that_are_missing_or_of_another_shape(fp8: Path) -> None:
     def edit(tensors: dict[str, np.ndarray]) -> None:
         tensors[f"{DOWN}.weight_scale_inv"] = np.ones((2, 2), np.float32)
 
-    with pytest.raises(WeightsError, match=r"has shape \(2, 2\), the model's config needs \(2, 3\)"):
+    with pytest.raises(WeightsError, match=r"\(2, 2\).*\(2, 3\)"):
         load(change(fp8, edit))
 
 
@@ -129,7 +129,7 @@ def test_a_matrix_that_is_not_quantized_after_all(fp8: Path) -> None:
     def edit(tensors: dict[str, np.ndarray]) -> None:
         tensors[f"{DOWN}.weight"] = tensors[f"{DOWN}.weight"].astype(np.float32)
 
-    with pytest.raises(WeightsError, match="is stored as F32; only F8_E4M3 can be loaded"):
+    with pytest.raises(WeightsError, match=r"F32.*F8_E4M3"):
         load(change(fp8, edit))
 
 
@@ -137,7 +137,7 @@ def test_an_orders_groups_have_the_stated_size(gptq: Path) -> None:
     def edit(tensors: dict[str, np.ndarray]) -> None:
         tensors[f"{DOWN}.g_idx"][:] = 0
 
-    with pytest.raises(WeightsError, match="has groups that are not of 8 columns each"):
+    with pytest.raises(WeightsError, match=r"groups.* 8 columns"):
         load(change(gptq, edit))
 
 
@@ -146,7 +146,7 @@ def test_matrices_in_one_have_one_order(gptq: Path) -> None:
         name = "model.layers.0.self_attn.k_proj.g_idx"
         tensors[name] = np.ascontiguousarray(tensors[name][::-1])
 
-    with pytest.raises(WeightsError, match="have columns in different orders"):
+    with pytest.raises(WeightsError, match="columns in different orders"):
         load(change(gptq, edit))
 
 
@@ -161,10 +161,10 @@ def test_biases_of_zeros_beside_matrices_without_one(gptq: Path) -> None:
     def edit(tensors: dict[str, np.ndarray]) -> None:
         tensors[name] = np.arange(64).astype(np.float16)
 
-    with pytest.raises(WeightsError, match="is not zero, and the model has no bias there") as caught:
+    with pytest.raises(WeightsError, match=r"not zero.*bias") as caught:
         load(change(gptq, edit))
     assert caught.value.field == name
-    with pytest.raises(WeightsError, match="is stored as I32"):
+    with pytest.raises(WeightsError, match="I32"):
         load(change(gptq, lambda tensors: tensors.update({name: np.zeros(64, np.int32)})))
 
 

@@ -70,7 +70,7 @@ def test_nnx_state() -> None:
     for name, value in flat.items():
         assert isinstance(checked[name], jax.Array)
         np.testing.assert_array_equal(checked[name], value, err_msg=name)
-    with pytest.raises(WeightsError, match=r"hold \d that the model does not have: 'dropout"):
+    with pytest.raises(WeightsError, match=r"hold \d .*'dropout"):
         check_update(SPECS, nnx.state(module))
     with pytest.raises(WeightsError, match=r"pass nnx\.state"):
         check_update(SPECS, module)
@@ -97,8 +97,8 @@ def deleted() -> jax.Array:
         (flat_params() | {"layers.2.norm": np.ones(D)}, r"hold 1 .*'layers\.2\.norm'"),
         (flat_params() | {"layers": []}, None),
         (without() | {"embed": [1.0]}, r"lack 1 .*'embed'"),
-        (without() | {"embed": 1.0}, r"embed: must be a numpy or JAX array, not float"),
-        (without() | {"embed": None}, r"embed: must be a numpy or JAX array, not NoneType"),
+        (without() | {"embed": 1.0}, r"embed: .*not float"),
+        (without() | {"embed": None}, r"embed: .*not NoneType"),
         (without() | {"final_norm": np.ones(D + 1, np.float32)}, r"final_norm: has shape \(9,\), .* needs \(8,\)"),
         (without() | {"final_norm": np.ones(D)}, r"final_norm: has dtype float64"),
         (without() | {"final_norm": np.ones(D, np.int32)}, r"final_norm: has dtype int32"),

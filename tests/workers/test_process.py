@@ -68,8 +68,8 @@ def test_jobs_and_replies_are_json(worker: Worker) -> None:
 @pytest.mark.parametrize(
     ("do", "value", "error", "message"),
     [
-        ("sleep", 60, WorkerTimeoutError, "the test took too long"),
-        ("exit", 3, WorkerEndedError, r"the test ended \(exit status 3\)"),
+        ("sleep", 60, WorkerTimeoutError, "the test .*too long"),
+        ("exit", 3, WorkerEndedError, r"the test .*\(exit status 3\)"),
         ("keep", 2 * MEMORY, WorkerEndedError, "the test ended"),
     ],
 )
@@ -108,5 +108,5 @@ def test_killing_from_outside(worker: Worker) -> None:
 def test_a_program_that_does_not_start(program: Path) -> None:
     worker = Worker(program, lambda: {"exit": 7}, name="the test", time_limit_s=10.0, memory_bytes=MEMORY)
     for _ in range(2):
-        with pytest.raises(WorkerStartError, match=r"the test did not start \(exit status 7\)"):
+        with pytest.raises(WorkerStartError, match=r"the test .*\(exit status 7\)"):
             ask(worker, "echo")
