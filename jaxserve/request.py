@@ -87,7 +87,7 @@ class Request:
     priority: int = 0  # smaller ones run first within a tier (as in vLLM); in PRIORITIES
     service_tier: ServiceTier = ServiceTier.DEFAULT
     tenant: Tenant = DEFAULT_TENANT
-    embeds: bool = False  # ends with its prompt and returns the last hidden state
+    wants_embedding: bool = False  # ends with its prompt and returns the last hidden state
     deadline: float | None = None  # monotonic seconds at which the request ends with what it has
 
     @property

@@ -140,7 +140,7 @@ def _pack(layout: InputLayout, rows: int, position: int, vocab_size: int) -> np.
     views = layout.views(packed)
     views.row_ids[:rows] = np.arange(rows)
     views.starts[:rows] = position
-    views.samples[:rows] = 1
+    views.is_sampled[:rows] = 1
     views.token_ids[:rows] = np.random.default_rng(0).integers(0, vocab_size, rows)
     views.query_start_loc[:] = np.minimum(np.arange(layout.bucket.rows + 1), rows)
     views.distribution[:] = rows

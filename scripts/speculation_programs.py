@@ -96,7 +96,7 @@ def _pack(runner: ModelRunner, bucket: Bucket) -> np.ndarray:
     num_single = bucket.rows if bucket.width == 1 else 0
     views.row_ids[:] = np.arange(bucket.rows)
     views.starts[:] = POSITION
-    views.samples[:] = 1
+    views.is_sampled[:] = 1
     views.token_ids[:] = ON_DEVICE
     views.query_start_loc[:] = np.arange(bucket.rows + 1) * bucket.width
     views.distribution[:] = num_single, num_single, bucket.rows

@@ -195,7 +195,7 @@ class FakeDevice:
         self._tables: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)  # (group, row) -> index -> page
         self._num_computed: dict[int, int] = {}
         self._last_token: dict[int, int] = {}
-        self._embeds: dict[int, bool] = {}
+        self._wants_embedding: dict[int, bool] = {}
         self._most: dict[int, int] = {}  # by row: prompt and output together
         self._drafts: dict[int, list[int]] = {}  # by row: for the next step
         self._verified: dict[int, list[int]] = {}  # by row: of the step under way
@@ -222,13 +222,13 @@ class FakeDevice:
         for new_row in plan.new_rows:
             self._num_computed[new_row.row] = new_row.num_computed_tokens
             self._last_token.pop(new_row.row, None)
-            self._embeds[new_row.row] = new_row.embeds
+            self._wants_embedding[new_row.row] = new_row.wants_embedding
             self._most[new_row.row] = new_row.max_num_tokens
             self.wants_logprobs[new_row.row] = new_row.params.logprobs is not None
         rows = [*plan.decode_rows, *(chunk.row for chunk in plan.chunks)]
         assert len(rows) == len(set(rows)), "one row works twice in a step"
         work = [(row, (self._last_token[row],), True) for row in plan.decode_rows]
-        work += [(chunk.row, chunk.token_ids, chunk.samples) for chunk in plan.chunks]
+        work += [(chunk.row, chunk.token_ids, chunk.is_last) for chunk in plan.chunks]
         for chunk in plan.chunks:
             if len(chunk.token_ids) == 1 and chunk.start == self._num_computed[chunk.row] - 1:
                 self._num_computed[chunk.row] -= 1  # computed again, because its mask was late
@@ -289,7 +289,7 @@ class FakeDevice:
     def embed(self, work: list[tuple[int, bool]]) -> np.ndarray | None:
         """One line per row of the step; NaN where nobody asked, None where nobody did at all."""
         lines = np.full((len(work), 2), np.nan, np.float32)
-        asked = [(index, row) for index, (row, samples) in enumerate(work) if samples and self._embeds[row]]
+        asked = [(index, row) for index, (row, samples) in enumerate(work) if samples and self._wants_embedding[row]]
         for index, row in asked:
             visible = [self._read(group, row) for group in range(len(self.groups))]
             lines[index] = _hash(visible, self._num_computed[row])

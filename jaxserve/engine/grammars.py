@@ -91,7 +91,7 @@ class GrammarRows:
         width, rows = plan.width, _find_rows(plan, batch)
         matchers = [None if row is None else self._masked.get(row) for row in rows]
         for index, chunk in enumerate(plan.chunks, len(plan.decode_rows)):
-            if not chunk.samples:
+            if not chunk.is_last:
                 matchers[index] = None
         jumps = {index: tokens for index, row in enumerate(rows) if (tokens := _find_jump(row, matchers[index]))}
         if self._pool is None:

@@ -142,7 +142,7 @@ class RequestFactory:
             truncate_prompt_tokens=truncate_prompt_tokens,
             output_kind=OutputKind.FINAL_ONLY,
         )
-        return replace(self.make(prompt, params, request_id=request_id, **schedule), embeds=True)
+        return replace(self.make(prompt, params, request_id=request_id, **schedule), wants_embedding=True)
 
     def _make(
         self, text: str | None, token_ids: tuple[int, ...], params: SamplingParams, request_id: str | None

@@ -63,7 +63,7 @@ class Drafter(StepFeature):
     """A method of speculative_config with weights. Its layers have pools of their own, under the model's page ids."""
 
     model: DrafterModel
-    draws: bool  # drafts are drawn as the row's tokens are, not the likeliest ones
+    samples_drafts: bool  # drafts are drawn as the row's tokens are, not the likeliest ones
     max_drafts: int  # K
     most_rows: int  # the first rows of a step draft, since no program verifies more
     hidden: tuple[int, str]  # the size and the dtype of the model's states
@@ -72,7 +72,7 @@ class Drafter(StepFeature):
     @property
     def limits(self) -> Mapping[str, Any]:
         """See `StepFeature.limits`."""
-        return {"draft_costs": True, "num_lookahead_tokens": self.model.count_ahead(self.max_drafts)}
+        return {"has_draft_passes": True, "num_lookahead_tokens": self.model.count_ahead(self.max_drafts)}
 
     @property
     def note(self) -> str:
@@ -145,7 +145,7 @@ class Drafter(StepFeature):
 
     def describe(self, sizes: Sizes) -> Mapping[str, Any]:
         """See `StepFeature.describe`."""
-        return {"drafter": describe_value(self.model), "draws": self.draws}
+        return {"drafter": describe_value(self.model), "draws": self.samples_drafts}
 
     def list_programs(self, buckets: BucketTable) -> Iterator[ProgramKey]:
         """See `StepFeature.list_programs`."""
@@ -238,7 +238,7 @@ class Drafter(StepFeature):
         donated.
         """
         passes, drafter, few = self._bound, self.model, slice(self.most_rows)
-        is_open, row_ids, sampling = lines.samples[few] == 1, lines.row_ids[few], lines.sampling[few]
+        is_open, row_ids, sampling = lines.is_sampled[few] == 1, lines.row_ids[few], lines.sampling[few]
         limits = sampling[:, SAMPLING_FIELDS.index("max_num_tokens")]
         tables = rows.page_table[jnp.array(passes.groups)][:, row_ids]
         # Drafts lie behind those of the step before, of which more may have been accepted than the row may keep.
@@ -281,7 +281,7 @@ class Drafter(StepFeature):
 
         def choose(states: Float[Array, "P D"], positions: Int[Array, " P"]) -> Int[Array, " P"]:
             logits = draft_logits(self.model, params, target_params, target, states)
-            if not self.draws:
+            if not self.samples_drafts:
                 return map_drafts(self.model, params, map_rows(sample_greedy, logits)[0])
             inputs = unpack_sampling(sampling, positions)
             whole = expand_logits(self.model, params, logits, vocab_size)

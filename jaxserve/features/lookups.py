@@ -38,7 +38,7 @@ class Lookups(StepFeature):
     @property
     def limits(self) -> Mapping[str, Any]:
         """See `StepFeature.limits`."""
-        return {"looks_up": True, "remembers": self.drafter.remembers}
+        return {"has_lookups": True, "keeps_answers": self.drafter.keeps_answers}
 
     def state_specs(self, sizes: Sizes) -> LookupState:
         """See `StepFeature.state_specs`."""
@@ -52,7 +52,7 @@ class Lookups(StepFeature):
         """See `StepFeature.list_programs`."""
         yield from (("look_up", rows) for rows in buckets.row_counts)
         yield "write_rows", None
-        if self.drafter.remembers:
+        if self.drafter.keeps_answers:
             yield "write_answers", None
 
     def make_program(self, kind: str, key: Any, inputs: ProgramInputs, state: Any, params: Any) -> Program | None:
@@ -83,7 +83,7 @@ class Lookups(StepFeature):
         self, rows: RowState, history: Int[Array, "R L"], lines: RowLines, runs: Int[Array, "S W"]
     ) -> Int[Array, "R L"]:
         """Returns the tokens of the rows, which have computed all but the last, with those of a step."""
-        counts = count_sampled(lines.samples, runs)
+        counts = count_sampled(lines.is_sampled, runs)
         positions = rows.num_computed[lines.row_ids] + (counts > 0) - counts
         return self.drafter.append(LookupState(history, None), lines.row_ids, positions, runs, counts).history
 
@@ -95,7 +95,7 @@ class Lookups(StepFeature):
         Returns the rows, with their drafts, and the drafts. `rows` is donated.
         """
         few = slice(self.most_rows)
-        lengths = rows.num_computed[lines.row_ids] + (count_sampled(lines.samples, runs) > 0)
+        lengths = rows.num_computed[lines.row_ids] + (count_sampled(lines.is_sampled, runs) > 0)
         return set_drafts(rows, lines.row_ids, self.drafter.propose(state, lines.row_ids[few], lengths[few]))
 
     def open(self, sizes: Sizes, params: Any, counts: StepCounts) -> LookupTokens:

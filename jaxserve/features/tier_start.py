@@ -174,7 +174,7 @@ def _measure_prefill(runner: Runner, device: DeviceState, plan: CachePlan, max_m
         step_id=0,
         decode_rows=(),
         decode_tickets=(),
-        chunks=(ChunkWork(row=0, ticket=0, start=0, token_ids=(0,) * count, samples=True),),
+        chunks=(ChunkWork(row=0, ticket=0, start=0, token_ids=(0,) * count, is_last=True),),
         new_rows=(NewRow(0, 0, SamplingParams(temperature=0), seed=0, sequence_index=0, max_num_tokens=max_model_len),),
         page_updates=tuple(updates),
     )

@@ -43,7 +43,7 @@ class StepInputs(NamedTuple):
 
     row_ids: Any  # [S]
     starts: Any  # [S] number of computed tokens to set, or KEEP
-    samples: Any  # [S] 1 where the row samples after its last token
+    is_sampled: Any  # [S] 1 where a token is sampled after the last of the row
     query_start_loc: Any  # [S + 1]
     distribution: Any  # [3] cumulative ends of one-token, chunk and mixed rows
     token_ids: Any  # [T]
@@ -61,7 +61,7 @@ class InputLayout:
         sizes = StepInputs(
             row_ids=rows,
             starts=rows,
-            samples=rows,
+            is_sampled=rows,
             query_start_loc=rows + 1,
             distribution=3,
             token_ids=tokens,
@@ -139,7 +139,7 @@ def _pack_rows(plan: StepPlan, layout: InputLayout, mirror: RowMirror) -> Packed
     views = layout.views(packed)
     num_decodes, num_rows = len(plan.decode_rows), plan.num_rows
     views.row_ids[:num_decodes] = plan.decode_rows
-    views.samples[:num_decodes] = 1
+    views.is_sampled[:num_decodes] = 1
     width = layout.bucket.width
     views.token_ids[: num_decodes * width] = ON_DEVICE
     ends = views.query_start_loc[1:]
@@ -161,7 +161,7 @@ def _pack_chunks(plan: StepPlan, views: StepInputs) -> None:
     for index, chunk in enumerate(plan.chunks, at):
         views.row_ids[index] = chunk.row
         views.starts[index] = chunk.start
-        views.samples[index] = chunk.samples
+        views.is_sampled[index] = chunk.is_last
         views.continues[index] = chunk.row not in new_rows
         views.token_ids[at : at + len(chunk.token_ids)] = chunk.token_ids
         at += len(chunk.token_ids)

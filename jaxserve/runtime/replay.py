@@ -191,7 +191,7 @@ def _attempt(step: _Step, function: Callable[..., Any], *arguments: Any) -> Any:
 
 def _find_difference(plan: StepPlan, recorded: StepOutputs, replayed: StepOutputs) -> Difference | None:
     """Returns the first difference that means something: of a row that does not sample, only sentinels do."""
-    rows = [*((row, True) for row in plan.decode_rows), *((chunk.row, chunk.samples) for chunk in plan.chunks)]
+    rows = [*((row, True) for row in plan.decode_rows), *((chunk.row, chunk.is_last) for chunk in plan.chunks)]
     runs = zip_longest(recorded.split_runs(), replayed.split_runs(), fillvalue=())
     different = []
     for (row, samples), ticket, pair in zip(rows, plan.tickets, runs, strict=True):

@@ -58,7 +58,7 @@ class RowMirror:
         self.sampling = np.zeros((num_rows, NUM_SAMPLING_FIELDS), np.int32)
         self._needs = np.zeros(num_rows, np.uint8)
         self._wants_prompt_logprobs = np.zeros(num_rows, bool)
-        self._embeds = np.zeros(num_rows, bool)
+        self._wants_embedding = np.zeros(num_rows, bool)
 
     def apply(self, new_rows: Iterable[NewRow]) -> None:
         """Records the parameters of newly admitted rows."""
@@ -85,7 +85,7 @@ class RowMirror:
             wants_logprobs = params.logprobs is not None
             self._needs[new_row.row] = _NEEDS[find_variant(new_row)] | (_LOGPROBS if wants_logprobs else 0)
             self._wants_prompt_logprobs[new_row.row] = params.prompt_logprobs is not None
-            self._embeds[new_row.row] = new_row.embeds
+            self._wants_embedding[new_row.row] = new_row.wants_embedding
 
     def find_needs(self, rows: np.ndarray) -> tuple[SampleVariant, bool]:
         """Returns the least sample program for `rows` [S], masks aside, and whether any row wants log-probabilities."""
@@ -97,9 +97,9 @@ class RowMirror:
         """Whether the row's request asks for the log-probabilities of its prompt."""
         return bool(self._wants_prompt_logprobs[row])
 
-    def embeds(self, row: int) -> bool:
+    def wants_embedding(self, row: int) -> bool:
         """Whether the row's last hidden state is what its request asks for."""
-        return bool(self._embeds[row])
+        return bool(self._wants_embedding[row])
 
 
 def find_variant(new_row: NewRow) -> SampleVariant:

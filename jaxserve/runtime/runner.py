@@ -280,7 +280,7 @@ class ModelRunner:
         return self.device.programs.get("embed", bucket.rows)(self.params["final_norm"], hidden.last)
 
     def _wants_embeddings(self, plan: StepPlan) -> bool:
-        return any(chunk.samples and self._mirror.embeds(chunk.row) for chunk in plan.chunks)
+        return any(chunk.is_last and self._mirror.wants_embedding(chunk.row) for chunk in plan.chunks)
 
     def _find_targets(self, plan: StepPlan, bucket: Bucket) -> np.ndarray | None:
         """Returns the token after each token of the step [T]; None if no row wants a prompt's log-probabilities.

@@ -154,7 +154,7 @@ def _draw_shaped(
     if mask is not None:
         ids = jnp.where(jnp.any(mask != 0, axis=1), ids, MASK_LATE)
     # `record` ignores sentinels.
-    sampler = record(sampler, selected.lines.row_ids, ids, (selected.lines.samples == 1) & (inputs.has_edits == 1))
+    sampler = record(sampler, selected.lines.row_ids, ids, (selected.lines.is_sampled == 1) & (inputs.has_edits == 1))
     return sampler, jnp.where(are_finite, ids, NON_FINITE)
 
 
@@ -180,7 +180,7 @@ def _end_runs(
     if width > 1:
         num_computed = rows.num_computed[selected.lines.row_ids] - (width - num_kept)
         rows = replace(rows, num_computed=rows.num_computed.at[selected.lines.row_ids].set(num_computed))
-    counts = count_sampled(selected.lines.samples, runs)
+    counts = count_sampled(selected.lines.is_sampled, runs)
     last = jnp.take_along_axis(runs, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
     last = jnp.where(counts > 0, last, rows.last_token[selected.lines.row_ids])
     rows = replace(rows, last_token=rows.last_token.at[selected.lines.row_ids].set(last))
@@ -194,9 +194,9 @@ def _end_runs(
     return rows, tuple(followed), SampledTokens(runs, later)
 
 
-def count_sampled(samples: Int[Array, " S"], runs: Int[Array, "S W"]) -> Int[Array, " S"]:
+def count_sampled(is_sampled: Int[Array, " S"], runs: Int[Array, "S W"]) -> Int[Array, " S"]:
     """Returns how many tokens each row got in a step; `runs` as in `SampledTokens.ids`."""
-    return jnp.where(samples == 1, jnp.sum(runs >= 0, axis=1), 0)
+    return jnp.where(is_sampled == 1, jnp.sum(runs >= 0, axis=1), 0)
 
 
 def _process(logits: Float[Array, " V"], line: SampleInputs, processor: LogitsProcessor) -> Float[Array, " V"]:

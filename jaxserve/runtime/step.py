@@ -100,7 +100,7 @@ def run_forward(
     ends = jnp.maximum(inputs.query_start_loc[1:] - 1, 0)
     last = hidden if bucket.width > 1 else hidden[ends]
     logits = compute_logits(model.config, params, last)
-    lines = RowLines.join(inputs.row_ids, inputs.samples, inputs.sampling)
+    lines = RowLines.join(inputs.row_ids, inputs.is_sampled, inputs.sampling)
     states = HiddenStates(last, hidden if bucket.is_mixed else None)
     rows = replace(rows, page_table=page_table)
     step = ForwardedStep(
@@ -178,7 +178,7 @@ def decode_loop(
         cache, rows, sampler = carry
         is_open = rows.num_computed[inputs.row_ids] + 1 < limits
         open_inputs = inputs._replace(
-            row_ids=jnp.where(is_open, inputs.row_ids, padding), samples=jnp.where(is_open, inputs.samples, 0)
+            row_ids=jnp.where(is_open, inputs.row_ids, padding), is_sampled=jnp.where(is_open, inputs.is_sampled, 0)
         )
         rows = replace(rows, num_computed=rows.num_computed.at[padding].set(0))
         cache, rows, selected, _ = run_forward(params, cache, rows, open_inputs, nothing, model=model, layout=layout)

@@ -31,9 +31,9 @@ class RowLines:
     array: Int[Array, "S C"]
 
     @classmethod
-    def join(cls, row_ids: Int[Array, " S"], samples: Int[Array, " S"], sampling: Int[Array, "S F"]) -> RowLines:
+    def join(cls, row_ids: Int[Array, " S"], is_sampled: Int[Array, " S"], sampling: Int[Array, "S F"]) -> RowLines:
         """Returns the lines of rows."""
-        return cls(jnp.concatenate([row_ids[:, None], samples[:, None], sampling], axis=1))
+        return cls(jnp.concatenate([row_ids[:, None], is_sampled[:, None], sampling], axis=1))
 
     @property
     def row_ids(self) -> Int[Array, " S"]:
@@ -41,7 +41,7 @@ class RowLines:
         return self.array[..., 0]
 
     @property
-    def samples(self) -> Int[Array, " S"]:
+    def is_sampled(self) -> Int[Array, " S"]:
         """1 where the row samples after its last token."""
         return self.array[..., 1]
 

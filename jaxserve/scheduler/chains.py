@@ -29,7 +29,7 @@ def take_drafts(
     if plan.width == 1 and outputs.drafts is None:
         return runs
     rows: Iterable[Ids[int]] = ((),) * len(runs) if outputs.drafts is None else outputs.drafts
-    sampling = [True] * len(plan.decode_rows) + [chunk.samples for chunk in plan.chunks]
+    sampling = [True] * len(plan.decode_rows) + [chunk.is_last for chunk in plan.chunks]
     for ticket, run, ids, samples in zip(plan.tickets, runs, rows, sampling, strict=True):
         sequence = by_ticket.get(ticket)
         if sequence is not None and samples:

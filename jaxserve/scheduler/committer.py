@@ -55,8 +55,8 @@ class Committer:
             sequence = self._batch.by_ticket.get(chunk.ticket)
             if sequence is None:
                 continue
-            ends = chunk.samples and sequence.request.embeds  # an embedding ends with its prompt
-            if run[-1] == NON_FINITE or (chunk.samples and not ends):
+            ends = chunk.is_last and sequence.request.wants_embedding  # an embedding ends with its prompt
+            if run[-1] == NON_FINITE or (chunk.is_last and not ends):
                 self._take((chunk.ticket,), (run,), 1, commit)
                 if len(sequence.token_ids) > sequence.num_prompt_tokens:
                     self._waiting.push_siblings(sequence)

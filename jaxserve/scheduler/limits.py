@@ -21,11 +21,11 @@ class SchedulerLimits:
     loop_rows: int = 0  # the most rows that can decode several steps in one dispatch
     verify_widths: tuple[tuple[int, int], ...] = ()  # (most rows, width) of each program that verifies drafts
     max_drafts: int = 0  # of a row in a step; 0: nobody drafts
-    draft_costs: bool = False  # whether drafts are made by passes of a model; otherwise they are looked up
+    has_draft_passes: bool = False  # whether drafts are made by passes of a model; otherwise they are looked up
     fixed_drafts: tuple[tuple[int, int, int], ...] | None = None  # (from, to, drafts) by rows; None: chosen
     num_lookahead_tokens: int = 0  # slots behind a step's tokens that the drafter writes
-    looks_up: bool = False  # drafts are looked up in the rows' tokens, which the device must know
-    remembers: bool = False  # and in finished answers
+    has_lookups: bool = False  # drafts are looked up in the rows' tokens, which the device must know
+    keeps_answers: bool = False  # and in finished answers
     pads_cheaply: bool = False  # whether a padded token costs next to nothing
     options: SchedulerOptions = field(default_factory=SchedulerOptions)
 

@@ -42,7 +42,7 @@ class NewRow:
     sequence_index: int  # among the request's sequences
     max_num_tokens: int  # prompt and output together
     history: RowHistory | None = None  # only if parameters or an automaton shape its logits
-    embeds: bool = False  # the request wants its last hidden state
+    wants_embedding: bool = False  # the request wants its last hidden state
     token_ids: tuple[int, ...] = ()  # prompt and output so far; only if drafts are looked up in them
     cache_salt: str = ""  # whose finished answers its drafts may come from
 
@@ -63,7 +63,7 @@ class ChunkWork:
     ticket: Ticket
     start: int  # position of the first token
     token_ids: tuple[int, ...]
-    samples: bool  # whether it reaches the row's last token
+    is_last: bool  # whether it reaches the row's last token, so that the next one is sampled
     next_token: int = 0  # the known token after the chunk, the target of its last position; 0 if there is none
 
     @property

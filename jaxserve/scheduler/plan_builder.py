@@ -55,7 +55,7 @@ class PlanBuilder:
 
     def count_partial(self, least_work: int = 0) -> int:
         """Returns how many rows with more than `least_work` tokens to compute have a chunk that leaves some."""
-        return sum(self.work[row] > least_work for row, chunk in self.chunks.items() if not chunk.samples)
+        return sum(self.work[row] > least_work for row, chunk in self.chunks.items() if not chunk.is_last)
 
     def add_pages(self, row: int, updates: Iterable[PageUpdate]) -> None:
         self.page_updates += [(group, row, index, page) for group, index, page in updates]

@@ -180,7 +180,7 @@ class Planner:
         chunk = builder.add_chunk(sequence, start, end)
         self._turns.charge_prompt(sequence, chunk)
         sequence.num_computed_tokens = end
-        if chunk.samples:
+        if chunk.is_last:
             self._batch.start_decoding(sequence)
 
     def _admit(self, builder: PlanBuilder, below: Rank | None = None) -> None:
@@ -213,7 +213,7 @@ class Planner:
             if sequence.first_scheduled_time is None:
                 sequence.first_scheduled_time, sequence.num_cached_tokens = self._clock(), num_cached
                 self._counts.count_admission(sequence, num_cached)
-            builder.new_rows.append(sequence.make_new_row(looks_up=self.limits.looks_up))
+            builder.new_rows.append(sequence.make_new_row(has_lookups=self.limits.has_lookups))
             builder.prefix_updates -= len(updates)
             builder.add_pages(sequence.row, updates)
             self._plan_chunk(builder, sequence)
@@ -243,7 +243,7 @@ class Planner:
 
     def _preempt(self, builder: PlanBuilder, sequence: Sequence) -> None:
         self._door.has_pages = False
-        sampling_chunk = sequence.row in builder.chunks and builder.chunks[sequence.row].samples
+        sampling_chunk = sequence.row in builder.chunks and builder.chunks[sequence.row].is_last
         builder.remove(sequence)
         is_in_flight = sequence.num_computed_tokens >= len(sequence.token_ids)  # in the one step that can be
         was_decoding = self._batch.leave(sequence) and not sampling_chunk

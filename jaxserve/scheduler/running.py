@@ -75,11 +75,11 @@ class Batch:
         sequence.row = -1
         return was_decoding
 
-    def finish(self, sequence: Sequence, *, remembers: bool) -> None:
+    def finish(self, sequence: Sequence, *, keeps_answers: bool) -> None:
         """Lets a running sequence leave for good; `take_finished` has its answer if that is to be remembered."""
         self.leave(sequence)
         num_prompt = sequence.num_prompt_tokens
-        if remembers and len(sequence.token_ids) > num_prompt:
+        if keeps_answers and len(sequence.token_ids) > num_prompt:
             token_ids = tuple(sequence.token_ids[max(0, num_prompt - CONTEXT_TOKENS) :])
             self._finished.append(FinishedAnswer(token_ids, sequence.request.cache_salt))
 

@@ -82,7 +82,7 @@ class Sequence:
         wants_all = self.request.params.prompt_logprobs is not None and len(self.token_ids) == self.num_prompt_tokens
         return [] if wants_all and self.index == 0 else self.token_ids
 
-    def make_new_row(self, *, looks_up: bool) -> NewRow:
+    def make_new_row(self, *, has_lookups: bool) -> NewRow:
         """Returns the sequence's `NewRow`, with its tokens if drafts are looked up in them. It must have a row."""
         request = self.request
         return NewRow(
@@ -93,9 +93,9 @@ class Sequence:
             self.index,
             self.max_num_tokens,
             self._make_history(),
-            request.embeds,
-            tuple(self.token_ids) if looks_up else (),
-            request.cache_salt if looks_up else "",
+            request.wants_embedding,
+            tuple(self.token_ids) if has_lookups else (),
+            request.cache_salt if has_lookups else "",
         )
 
     def _make_history(self) -> RowHistory | None:

@@ -50,7 +50,7 @@ class UnfinishedRequests:
         if sequence.status is SequenceStatus.FINISHED:
             return False
         if sequence.status is SequenceStatus.RUNNING:
-            self._batch.finish(sequence, remembers=self._limits.remembers)
+            self._batch.finish(sequence, keeps_answers=self._limits.keeps_answers)
         else:
             self._waiting.remove(sequence)
         self._batch.revoke_ticket(sequence)
@@ -80,7 +80,7 @@ class UnfinishedRequests:
         most = max_model_len if wanted is None else min(max_model_len, num_prompt + wanted)
         if (unfit := pages.first_unfit_group(most)) is not None:
             message = f"{most} tokens need {unfit[0]} KV pages, and the whole pool has {unfit[1]}"
-            raise CapacityError(message, field="prompt" if request.embeds else "max_tokens", value=wanted)
+            raise CapacityError(message, field="prompt" if request.wants_embedding else "max_tokens", value=wanted)
         count = request.params.n
         shares_alone = count > 1 and not pages.enable_prefix_caching
         salt = f"n of request {next(_shared_alone)}" if shares_alone else request.cache_salt

@@ -87,7 +87,7 @@ class WidthChooser:
 
     def check_head(self, num_drafts: int, num_accepted: int) -> None:
         """Switches off a head of which no draft was ever accepted, if there were many."""
-        if num_accepted or num_drafts < _FRUITLESS or self.is_off or not self._limits.draft_costs:
+        if num_accepted or num_drafts < _FRUITLESS or self.is_off or not self._limits.has_draft_passes:
             return
         self.is_off = True
         _log.warning(

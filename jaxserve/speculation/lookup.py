@@ -55,7 +55,7 @@ class LookupDrafter:
     in_library: bool = False  # `propose` and `write_answers` call the CPU kernels' library, which is loaded
 
     @property
-    def remembers(self) -> bool:
+    def keeps_answers(self) -> bool:
         """Whether finished answers are kept."""
         return self.corpus_shape is not None
 

@@ -48,7 +48,7 @@ class ScriptedDrafter:
     """
 
     num_drafts: int
-    remembers: bool = False
+    keeps_answers: bool = False
     corpus_shape: None = None
 
     def state_specs(

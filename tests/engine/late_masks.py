@@ -23,10 +23,15 @@ class LateMasks(GrammarRows):
     def make_masks(self, plan: StepPlan, batch: Batch) -> StepMasks:
         lines = np.full((plan.num_rows, plan.width, 1), 2**32 - 1, np.uint32)
         found = StepMasks(lines.reshape(-1, 1))
-        samples = [*[True] * len(plan.decode_rows), *(chunk.samples for chunk in plan.chunks)]
+        samples = [*[True] * len(plan.decode_rows), *(chunk.is_last for chunk in plan.chunks)]
         for index, ticket in enumerate(plan.tickets):
             sequence = batch.by_ticket.get(ticket)
-            if sequence is None or sequence.request.embeds or not samples[index] or self._random.random() < 0.5:
+            if (
+                sequence is None
+                or sequence.request.wants_embedding
+                or not samples[index]
+                or self._random.random() < 0.5
+            ):
                 continue
             place = self._random.randrange(plan.width)
             lines[index, place:] = 0

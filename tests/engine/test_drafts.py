@@ -36,7 +36,7 @@ def make_engine(kind: str, *, overlap: bool = True, num_pages: int = 80, **limit
     options |= limits
     device = FakeDevice(groups, page_size=8, vocab_size=VOCAB)
     device.drafter = make_drafter(kind)
-    device.max_drafts, device.drafts_always = 4, not options.get("draft_costs", False)
+    device.max_drafts, device.drafts_always = 4, not options.get("has_draft_passes", False)
     device.num_lookahead_tokens = options.get("num_lookahead_tokens", 0)
     device.wants_edges = False
     return Engine(Scheduler(SchedulerLimits(**options), pages), device, overlap=overlap), device
@@ -64,7 +64,7 @@ def test_answers_are_those_of_single_tokens(kind: str, overlap: bool, costs: boo
     lookahead = 3 if costs else 0
     for num_pages in (20, 80):
         engine, device = make_engine(
-            kind, overlap=overlap, num_pages=num_pages, draft_costs=costs, num_lookahead_tokens=lookahead
+            kind, overlap=overlap, num_pages=num_pages, has_draft_passes=costs, num_lookahead_tokens=lookahead
         )
         if masks:
             engine._grammars = LateMasks(1)
@@ -104,7 +104,7 @@ def test_rows_that_wait_for_room_do_not_stop_the_others_from_verifying() -> None
 
 
 def test_a_step_with_chunks_has_single_tokens_and_the_next_one_verifies_again() -> None:
-    engine, device = make_engine("right", draft_costs=True)
+    engine, device = make_engine("right", has_draft_passes=True)
     engine.add_request(Request("a", PROMPT, SamplingParams(max_tokens=100)))
     for _ in range(4):
         engine.step()

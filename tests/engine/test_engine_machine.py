@@ -112,7 +112,7 @@ class EngineMachine(RuleBasedStateMachine):
             loop_rows=rows,
             verify_widths=tuple(itertools.product({1, max(1, rows - 1)}, widths)),
             max_drafts=most,
-            draft_costs=costs,
+            has_draft_passes=costs,
             fixed_drafts=((1, 2, most), (3, rows, most // 2)) if lookahead % 2 else None,
             num_lookahead_tokens=lookahead if drafts is not None and costs else 0,
             options=SchedulerOptions(max_num_queued_reqs=queue[0], max_num_queued_tokens=queue[1], **policies),
@@ -181,7 +181,7 @@ class EngineMachine(RuleBasedStateMachine):
             service_tier=tier,
             tenant=tenant,
             deadline=None if patience is None else self.now + patience,
-            embeds=embeds,
+            wants_embedding=embeds,
         )
         displaced = self.ask_at_the_door(request) if asks else []
         if displaced is None:
@@ -363,7 +363,7 @@ class EngineMachine(RuleBasedStateMachine):
     def check_output(self, request: Request, output: RequestOutput) -> None:
         assert [completion.index for completion in output.outputs] == list(range(request.params.n))
         wanted = min(request.params.max_tokens or MAX_MODEL_LEN, MAX_MODEL_LEN - len(request.prompt_token_ids))
-        wanted = 0 if request.embeds else wanted
+        wanted = 0 if request.wants_embedding else wanted
         alone = continue_alone(request.prompt_token_ids, wanted, self.windows, VOCAB)
         stops = [i for i, token in enumerate(alone) if token in request.params.stop_token_ids]
         expected = alone[: stops[0] + 1] if stops else alone
@@ -382,9 +382,11 @@ class EngineMachine(RuleBasedStateMachine):
                 assert completion.token_ids == expected[: len(completion.token_ids)] and output.embedding is None
                 continue
             assert completion.token_ids == expected
-            assert completion.finish_reason == ("stop" if stops or request.embeds else "length")
+            assert completion.finish_reason == ("stop" if stops or request.wants_embedding else "length")
             assert completion.stop_reason == (alone[stops[0]] if stops else None)
-            assert output.embedding == (embed_alone(request.prompt_token_ids, self.windows) if request.embeds else None)
+            assert output.embedding == (
+                embed_alone(request.prompt_token_ids, self.windows) if request.wants_embedding else None
+            )
 
 
 EngineMachine.TestCase.settings = settings(

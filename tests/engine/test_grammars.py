@@ -169,7 +169,7 @@ def test_a_deadline_ends_a_request_while_its_mask_is_late(overlap: bool) -> None
 
 
 def test_embeddings_beside_grammars() -> None:
-    vector = dataclasses.replace(make("vector", None, 1), embeds=True)
+    vector = dataclasses.replace(make("vector", None, 1), wants_embedding=True)
     outputs = run(make_engine(), make("late", Grammar(slow={0, 1})), vector)
     assert outputs["vector"].embedding == embed_alone(PROMPT, [None])
     assert outputs["late"].outputs[0].token_ids == continue_alone(PROMPT, 12, [None], VOCAB)

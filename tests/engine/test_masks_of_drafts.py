@@ -52,7 +52,7 @@ def make_row(grammar: Any, drafts: Sequence[int] = (), automaton: Any = None, **
 def make_step(rows: list[Row | None], width: int, chunks: int = 0) -> tuple[StepPlan, Any]:
     """Returns a plan and the batch; the last `chunks` rows are chunks that do not sample."""
     count = len(rows) - chunks
-    works = [ChunkWork(row, row, 0, PROMPT, samples=False) for row in range(count, len(rows))]
+    works = [ChunkWork(row, row, 0, PROMPT, is_last=False) for row in range(count, len(rows))]
     decoding = tuple(range(count))
     plan = StepPlan(0, decoding, decoding, tuple(works), (), (), width=width, num_drafts=width - 1)
     return plan, SimpleNamespace(by_ticket={ticket: row for ticket, row in enumerate(rows) if row is not None})

@@ -23,8 +23,8 @@ SHAPE = CorpusShape(num_tokens=600, num_answers=9, depth=4)
 class Notes:
     """A fake device: the answers that were kept, and the rows as they were written."""
 
-    def __init__(self, *, remembers: bool = True) -> None:
-        self.corpus = "answers" if remembers else None
+    def __init__(self, *, keeps_answers: bool = True) -> None:
+        self.corpus = "answers" if keeps_answers else None
         self.rows = [[0] * L for _ in range(R)]
         self.row_salts: list[list[int]] = []
         self.kept: list[list[int]] = []  # by call
@@ -33,7 +33,7 @@ class Notes:
         self.device = DeviceState(Programs())
         self.device.programs.add("write_rows", None, self.write_rows)
         self.device.programs.add("write_answers", None, self.write_answers)
-        self.tokens = LookupTokens(SHAPE if remembers else None)
+        self.tokens = LookupTokens(SHAPE if keeps_answers else None)
         self.tokens.reset(self.state)
 
     @property
@@ -66,15 +66,15 @@ class Notes:
     ) -> None:
         params = SamplingParams()
         rows = tuple(NewRow(row, 0, params, 0, 0, L, token_ids=ids, cache_salt=salt) for row, ids in new.items())
-        work = tuple(ChunkWork(row, row, start, ids, samples=True) for row, start, ids in chunks)
+        work = tuple(ChunkWork(row, row, start, ids, is_last=True) for row, start, ids in chunks)
         step = {"decode_rows": (), "decode_tickets": ()} | step
         plan = StepPlan(0, chunks=work, new_rows=rows, page_updates=(), finished_answers=tuple(ended), **step)
         self.tokens.prepare(self.device, plan)
 
 
-@pytest.mark.parametrize("remembers", [False, True])
-def test_tokens_wait_for_the_first_lookup(remembers: bool) -> None:
-    notes = Notes(remembers=remembers)
+@pytest.mark.parametrize("keeps_answers", [False, True])
+def test_tokens_wait_for_the_first_lookup(keeps_answers: bool) -> None:
+    notes = Notes(keeps_answers=keeps_answers)
     notes.tell({0: (1, 2), 1: (3, 4), 2: (5,)}, [(0, 0, (1, 2)), (1, 0, (3, 4)), (2, 0, (5,))])
     notes.tell({}, [(1, 3, (6,))], decode_rows=(0,))  # the token at 2 was sampled, on the device
     notes.rows[1][2] = 9
@@ -123,10 +123,10 @@ def test_answers_are_written_once_they_fill_a_block() -> None:
 
 
 def test_programs_are_warmed_up() -> None:
-    for remembers in (False, True):
-        notes = Notes(remembers=remembers)
+    for keeps_answers in (False, True):
+        notes = Notes(keeps_answers=keeps_answers)
         notes.tokens.warm_up(notes.device)
-        assert notes.num_calls == 1 and notes.kept == [[]] * remembers
+        assert notes.num_calls == 1 and notes.kept == [[]] * keeps_answers
         assert notes.rows == [[0] * L for _ in range(R)]
 
 
@@ -136,7 +136,7 @@ def test_a_plain_step_gets_its_drafts_from_a_program_for_its_rows() -> None:
     sampled = SampledTokens(np.array([[7], [8]]))  # type: ignore[arg-type]
 
     def look_up(rows: str, state: LookupState, lines: RowLines, ids: Any) -> tuple[str, Any]:
-        assert state is notes.tokens.state and np.all(lines.samples)
+        assert state is notes.tokens.state and np.all(lines.is_sampled)
         return rows + " with drafts", np.stack([lines.row_ids, ids[:, 0]], axis=1)
 
     notes.device.programs.add("look_up", 2, look_up)

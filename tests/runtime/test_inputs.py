@@ -43,8 +43,8 @@ def test_round_trip(num_decodes: int, sizes: list[tuple[int, bool]], are_new: bo
     assert views.row_ids.tolist() == [*decodes, *(row for row, _, _ in chunks), *[8] * (8 - num_rows)]
     lengths = [1] * num_decodes + [n for _, n, _ in chunks]
     assert np.diff(views.query_start_loc).tolist() == lengths + [0] * (8 - num_rows)
-    assert views.samples.tolist()[:num_rows] == [1] * num_decodes + [int(samples) for _, _, samples in chunks]
-    assert not views.samples[num_rows:].any()
+    assert views.is_sampled.tolist()[:num_rows] == [1] * num_decodes + [int(samples) for _, _, samples in chunks]
+    assert not views.is_sampled[num_rows:].any()
     tokens = [ON_DEVICE] * num_decodes + [t for chunk in plan.chunks for t in chunk.token_ids]
     assert views.token_ids.tolist()[: len(tokens)] == tokens
     starts = [KEEP] * num_decodes + [32] * len(chunks)

@@ -147,7 +147,7 @@ ROW = NewRow(
     sequence_index=1,
     max_num_tokens=99,
     history=HISTORY,
-    embeds=True,
+    wants_embedding=True,
     token_ids=(8,),
     cache_salt="s",
 )

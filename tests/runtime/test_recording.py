@@ -99,7 +99,7 @@ def draw_requests(draw: random.Random) -> Iterator[Request]:
             logprobs=draw.choice([None, 1]) if kind == "plain" else None,
             seed=draw.randrange(2**63),
         )
-        options = {"grammar": grammar, "embeds": kind == "embeds", "priority": draw.choice([0, 0, 3])}
+        options = {"grammar": grammar, "wants_embedding": kind == "embeds", "priority": draw.choice([0, 0, 3])}
         yield Request(f"r{count}", tuple(prompt), params, **options)
 
 

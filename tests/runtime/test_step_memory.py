@@ -102,7 +102,7 @@ def test_stacked_parameters_give_the_same_step() -> None:
         0,
         (),
         (),
-        (ChunkWork(0, 0, 0, (5, 6, 7), samples=True),),
+        (ChunkWork(0, 0, 0, (5, 6, 7), is_last=True),),
         (NewRow(0, 0, params, 0, 0, 99),),
         ((0, 0, 0, 1), (1, 0, 0, 1)),
     )

@@ -31,7 +31,7 @@ def make_scheduler(
     sizes: tuple[int, ...] = (),
     row_sizes: tuple[int, ...] = (),
     clock: Callable[[], float] = time.monotonic,
-    remembers: bool = False,
+    keeps_answers: bool = False,
     **options: Any,
 ) -> Scheduler:
     pages = PageManager([PageGroup(num_pages)], page_size=32, max_chunk=budget, enable_prefix_caching=caching)
@@ -42,7 +42,7 @@ def make_scheduler(
         max_prefix_updates=16,
         row_sizes=row_sizes,
         token_sizes=sizes,
-        remembers=remembers,
+        keeps_answers=keeps_answers,
         options=SchedulerOptions(max_num_queued_reqs=queue[0], max_num_queued_tokens=queue[1], **options),
     )
     return Scheduler(limits, pages, clock)
@@ -106,7 +106,7 @@ def test_decodes_come_first_and_prompts_take_the_rest() -> None:
     second = scheduler.plan()
     assert second is not None
     assert second.decode_rows == (first.chunks[0].row,)
-    assert [(chunk.start, len(chunk.token_ids), chunk.samples) for chunk in second.chunks] == [(0, 32, False)]
+    assert [(chunk.start, len(chunk.token_ids), chunk.is_last) for chunk in second.chunks] == [(0, 32, False)]
     assert second.num_tokens == 33 <= scheduler.limits.max_num_batched_tokens
 
 
@@ -226,8 +226,8 @@ def test_tokens_of_an_ended_request_find_nobody() -> None:
 
 
 def test_plans_bring_finished_answers_with_the_end_of_their_prompts() -> None:
-    for remembers in (False, True):
-        scheduler = make_scheduler(remembers=remembers)
+    for keeps_answers in (False, True):
+        scheduler = make_scheduler(keeps_answers=keeps_answers)
         add(scheduler, "short", 3, max_tokens=2, cache_salt="mine")
         add(scheduler, "aborted", 20)
         add(scheduler, "no answer", 300)
@@ -241,6 +241,6 @@ def test_plans_bring_finished_answers_with_the_end_of_their_prompts() -> None:
         plan = scheduler.plan()
         assert plan is not None
         expected = FinishedAnswer((0, 1, 2, 7, 7), "mine"), FinishedAnswer((*range(4, 20), 7, 7))
-        assert plan.finished_answers == (expected if remembers else ())
+        assert plan.finished_answers == (expected if keeps_answers else ())
         plan = scheduler.plan()
         assert plan is not None and plan.finished_answers == ()

@@ -59,7 +59,7 @@ class Clock:
 
     def _count_plain(self, width: int, num_drafts: int, times: dict[int, float]) -> float:
         """Returns what a step takes, in plain steps."""
-        if self.limits.draft_costs:
+        if self.limits.has_draft_passes:
             return times[width] + PASSES * (num_drafts > 0)
         return times[width] + LOOK * (width == 1 and num_drafts > 0)
 
@@ -127,7 +127,7 @@ USELESS = {
 @pytest.mark.parametrize("name", USELESS)
 def test_useless_drafts_cost_next_to_nothing(name: str, costs: bool, times: dict[int, float], rows: int) -> None:
     shares, drafting = USELESS[name]
-    clock = Clock(times=times, draft_costs=costs).run(2000, shares, rows, drafting)
+    clock = Clock(times=times, has_draft_passes=costs).run(2000, shares, rows, drafting)
     assert clock.speed >= 0.97
 
 
@@ -139,7 +139,7 @@ def test_good_drafts_gain_what_the_best_width_gains(
     shares: list[float], costs: bool, times: dict[int, float], rows: int
 ) -> None:
     for seed in range(2):
-        clock = Clock(seed=seed, times=times, draft_costs=costs).run(2000, shares, rows)
+        clock = Clock(seed=seed, times=times, has_draft_passes=costs).run(2000, shares, rows)
         assert clock.speed >= 0.95 * find_best(shares, times, costs)
 
 
@@ -156,7 +156,7 @@ def test_the_pace_of_the_machine_changes_nothing() -> None:
 @pytest.mark.parametrize("costs", [False, True], ids=["lookups", "head"])
 def test_text_that_changes_is_followed(costs: bool, rows: int) -> None:
     good, bad = [0.95] * 4, [0.0] * 4
-    clock = Clock(draft_costs=costs).run(300, bad, rows)
+    clock = Clock(has_draft_passes=costs).run(300, bad, rows)
     assert clock.widths[-40:].count(1) > 30
     clock.run(300, good, rows)
     assert 1 not in clock.widths[-40:], "no pause is longer than the steps before it"
@@ -219,7 +219,7 @@ def test_a_step_that_must_be_short_verifies_only_what_fits() -> None:
 @pytest.mark.parametrize("costs", [False, True], ids=["lookups", "head"])
 def test_the_table_fixes_the_drafts(costs: bool) -> None:
     table = ((1, 8, 4), (9, 32, 2))
-    clock = Clock(draft_costs=costs, fixed_drafts=table, verify_widths=((8, 5), (64, 3), (64, 5)), costs={})
+    clock = Clock(has_draft_passes=costs, fixed_drafts=table, verify_widths=((8, 5), (64, 3), (64, 5)), costs={})
     bad = [0.05] * 4
     clock.run(50, bad, 8)
     assert set(clock.widths[1:]) == {5} and clock.widths[0] == 1, "whatever is accepted"
@@ -235,7 +235,7 @@ def test_rows_that_no_program_verifies_make_no_drafts() -> None:
 
 
 def test_a_head_that_is_never_right_is_switched_off(caplog: pytest.LogCaptureFixture) -> None:
-    clock, lookups = Clock(draft_costs=True), Clock()
+    clock, lookups = Clock(has_draft_passes=True), Clock()
     with caplog.at_level(logging.WARNING):
         for num_drafts, num_accepted in ((999, 0), (5000, 1), (1000, 0), (1500, 0)):
             clock.chooser.check_head(num_drafts, num_accepted)

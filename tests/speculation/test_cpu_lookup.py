@@ -103,7 +103,7 @@ def fill(pair: Pair, rng: np.random.Generator, num_answers: int) -> None:
         position = MAX_POSITION - int(rng.integers(0, 300))
         table.answers = AnswerQueue(table.drafter.corpus_shape, position=position)
     texts = [draw_text(rng, L) for _ in range(3)]
-    for _ in range(num_answers if table.drafter.remembers else 0):
+    for _ in range(num_answers if table.drafter.keeps_answers else 0):
         begin, end = np.sort(rng.integers(0, L + 1, 2))
         text = texts[rng.integers(3)].copy()
         text[rng.integers(0, L)] = rng.integers(0, 9)
@@ -145,7 +145,7 @@ def test_there_are_drafts_to_compare(name: str) -> None:
     pair.table.set_row(4, [5, 6, 7] * 30)
     found = pair.check([0, 1, 2, 3, 4, 0], [60, 70, 80, 90, 84, 10])
     assert found[4, 0] == 5
-    if pair.table.drafter.remembers:
+    if pair.table.drafter.keeps_answers:
         text = (np.arange(40) + 100).tolist()
         pair.table.remember(text)
         pair.table.set_row(2, text[10:36])

@@ -202,4 +202,4 @@ def test_drafters_are_static() -> None:
         drafter = make_lookup_drafter(config)
         assert hash(drafter) == hash(make_lookup_drafter(config)) and drafter == make_lookup_drafter(config)
         assert drafter.num_drafts == config.num_speculative_tokens
-        assert drafter.remembers == (config.method == "suffix" and config.suffix_decoding_max_tree_depth > 1)
+        assert drafter.keeps_answers == (config.method == "suffix" and config.suffix_decoding_max_tree_depth > 1)
