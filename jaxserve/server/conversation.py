@@ -1,82 +1,98 @@
-"""Makes an engine request of a chat request's body, and the parser of its answer."""
+"""A conversation to answer, whatever the protocol of its body; its engine request, and the parsers of the answer."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
+from jaxserve.engine.arguments import check_variables
 from jaxserve.errors import InvalidRequestError
 from jaxserve.request import Request
-from jaxserve.server.prompts import check_length, list_limits, read_form, template_options
-from jaxserve.server.protocol.chat import ChatCompletionRequest
+from jaxserve.server.prompts import make_params
 from jaxserve.server.server_state import ServerState
-from jaxserve.server.tools import AnswerParser, ToolSet, make_answer_parser, needs_special_tokens, read_tools
+from jaxserve.server.tools import AnswerParser, ToolSet, make_answer_parser, needs_special_tokens
+from jaxserve.structured_params import StructuredOutputsParams
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """A chat request, ready for the engine."""
+    """Everything that a body asks of the model."""
 
-    request: Request
-    tools: ToolSet | None
-    tool_parser: str | None
-    reasoning_parser: str | None
-
-    def make_parser(self) -> AnswerParser | None:
-        """Returns a parser for the text of one completion; None when all of it is content."""
-        if self.tools is None and self.reasoning_parser is None:
-            return None
-        is_constrained = self.request.grammar is not None
-        prompt = self.request.prompt or ""
-        return make_answer_parser(
-            self.tool_parser, self.reasoning_parser, self.tools, prompt=prompt, is_constrained=is_constrained
-        )
+    messages: Sequence[Mapping[str, Any]]  # as chat templates take them; `encode_chat` checks them
+    tools: ToolSet | None = None  # and how they may be called
+    form: StructuredOutputsParams | None = None  # of an answer that is not forced to be a call
+    params: Mapping[str, Any] = MappingProxyType({})  # sampling parameters by the names of `SamplingParams`
+    template: str | None = None  # the body's own; None: the server's
+    template_kwargs: Mapping[str, Any] | None = None  # variables of the template
+    reasoning_effort: str | None = None
+    shows_reasoning: bool = True
+    add_generation_prompt: bool | None = None  # None: unless the last message is continued
+    continue_final_message: bool = False
 
 
-def list_names(body: ChatCompletionRequest) -> dict[str, str]:
-    """Returns the body's names of the engine's fields."""
-    names = {name: f"chat_template_kwargs.{name}" for name in body.chat_template_kwargs or ()}
-    names |= {"logprobs": "top_logprobs", "prompt": "messages"}
-    if body.max_tokens is None:
-        names["max_tokens"] = "max_completion_tokens"
-    if body.response_format is not None:
-        names["structured_outputs.json"] = "response_format.json_schema.schema"
-    elif body.structured_outputs is None:
-        names["structured_outputs.json"] = "tools"  # their schemas constrain a forced call
-    return names
+def list_template_options(conversation: Conversation, state: ServerState) -> dict[str, Any]:
+    """Returns the options of `encode_chat`.
+
+    Raises:
+        InvalidRequestError: a variable is unknown, or the body has its own template and the server does not allow that.
+    """
+    template, begins = conversation.template, conversation.add_generation_prompt
+    options = {**state.template_variables, **check_variables(conversation.template_kwargs)}
+    if template is not None and not state.config.serving.allow_request_chat_template:
+        message = "this server does not render templates of requests (allow_request_chat_template)"
+        raise InvalidRequestError(message, field="chat_template", value=template)
+    if conversation.reasoning_effort is not None:
+        options["reasoning_effort"] = conversation.reasoning_effort
+    return options | {
+        "tools": conversation.tools.describe() if conversation.tools is not None else None,
+        "chat_template": state.chat_template if template is None else template,
+        "add_generation_prompt": not conversation.continue_final_message if begins is None else begins,
+        "continue_final_message": conversation.continue_final_message,
+        "render": state.preparation.choose_renderer(),
+    }
 
 
-def read_conversation(body: ChatCompletionRequest, state: ServerState, options: dict[str, Any]) -> Conversation:
-    """Returns the conversation with its prompt rendered and its parameters checked.
+def make_request(conversation: Conversation, state: ServerState, options: Mapping[str, Any]) -> Request:
+    """Returns the engine request, with the prompt rendered and the parameters checked.
+
+    Args:
+        options: of `make_request_options`.
 
     Raises:
         InvalidRequestError: names the field.
         TokenizerError: there is no template, or it fails on these messages.
     """
-    engine = state.engine
-    check_length([body.messages, body.tools], state, "messages", cuts=body.truncate_prompt_tokens is not None)
-    tools = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+    engine, tools = state.engine, conversation.tools
     if tools is not None and tools.choice == "auto":
-        _require_auto(body, state)
-    form = read_form(body)
+        _require_auto(state)
     forced = tools.structured_outputs() if tools is not None else None
-    if forced is not None and form is not None:
+    if forced is not None and conversation.form is not None:
         raise InvalidRequestError("conflicts with tool_choice; give only one", field="response_format", value=None)
-    more: dict[str, Any] = {"structured_outputs": forced or form, **list_limits(body)}
-    more["max_tokens"] = engine.defaults.limit_tokens(_read_max_tokens(body))
-    if body.logprobs:
-        more["logprobs"] = body.top_logprobs or 0
-    reasoning = state.reasoning_parser
-    tool_parser = state.tool_parser if tools is not None else None
-    if needs_special_tokens(reasoning) or (needs_special_tokens(tool_parser) and forced is None):
-        more["skip_special_tokens"] = False
-    params = body.to_sampling_params(engine.defaults.params, **more)
-    shown = tools.describe() if tools is not None else None
-    request = engine.requests.make_chat(body.messages, params, tools=shown, **template_options(body, state), **options)
-    return Conversation(request, tools, tool_parser, reasoning)
+    given = {**conversation.params, "structured_outputs": forced or conversation.form}
+    tool_parser, reasoning_parser = _choose_parsers(conversation, state)
+    if needs_special_tokens(reasoning_parser) or (needs_special_tokens(tool_parser) and forced is None):
+        given["skip_special_tokens"] = False
+    params = make_params(given, engine.defaults)
+    return engine.requests.make_chat(
+        conversation.messages, params, **list_template_options(conversation, state), **options
+    )
 
 
-def _require_auto(body: ChatCompletionRequest, state: ServerState) -> None:
+def make_parser(conversation: Conversation, request: Request, state: ServerState) -> AnswerParser:
+    """Returns a parser for the text of one completion."""
+    names, tools = _choose_parsers(conversation, state), conversation.tools
+    is_constrained = request.grammar is not None
+    return make_answer_parser(*names, tools, prompt=request.prompt or "", is_constrained=is_constrained)
+
+
+def _choose_parsers(conversation: Conversation, state: ServerState) -> tuple[str | None, str | None]:
+    """Returns the names of the parsers of calls and of reasoning."""
+    return state.tool_parser if conversation.tools is not None else None, state.reasoning_parser
+
+
+def _require_auto(state: ServerState) -> None:
     """Refuses tool_choice "auto" where it is disabled, or where the model cannot write calls."""
     if not state.config.serving.enable_auto_tool_choice:
         message = "'auto' is disabled here (enable_auto_tool_choice); use required, none or a function's name"
@@ -84,12 +100,4 @@ def _require_auto(body: ChatCompletionRequest, state: ServerState) -> None:
         message = "'auto' needs a model that can call tools, and this one's chat template shows no calls; use required"
     else:
         return
-    raise InvalidRequestError(message, field="tool_choice", value=body.tool_choice)
-
-
-def _read_max_tokens(body: ChatCompletionRequest) -> int | None:
-    both = body.max_tokens, body.max_completion_tokens
-    if None not in both and both[0] != both[1]:
-        message = f"conflicts with max_completion_tokens {both[1]}"
-        raise InvalidRequestError(message, field="max_tokens", value=both[0])
-    return both[0] if both[0] is not None else both[1]
+    raise InvalidRequestError(message, field="tool_choice", value="auto")

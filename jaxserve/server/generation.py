@@ -15,7 +15,7 @@ from jaxserve.sampling_params import OutputKind
 from jaxserve.server.acceptance import describe_acceptance
 from jaxserve.server.errors import to_api_error
 from jaxserve.server.metrics import Tally
-from jaxserve.server.protocol.fields import EngineFields, PromptTokensDetails, Usage
+from jaxserve.server.protocol.fields import EngineFields
 from jaxserve.server.request_context import get_context
 from jaxserve.server.server_state import Phase, ServerState, not_serving
 
@@ -28,16 +28,14 @@ class Account:
     cached_tokens: int = 0
     completion_tokens: int = 0
 
-    def to_usage(self) -> Usage:
-        """Returns the counts in OpenAI's format."""
-        total = self.prompt_tokens + self.completion_tokens
-        details = PromptTokensDetails(cached_tokens=self.cached_tokens)
-        return Usage(
-            prompt_tokens=self.prompt_tokens,
-            completion_tokens=self.completion_tokens,
-            total_tokens=total,
-            prompt_tokens_details=details,
-        )
+    def to_usage(self) -> dict[str, Any]:
+        """Returns the counts in OpenAI's format (`Usage`)."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
 
 
 @dataclass(slots=True)

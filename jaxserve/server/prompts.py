@@ -1,20 +1,19 @@
-"""Translates prompts, conversations and output formats of bodies into the engine's arguments."""
+"""Translates prompts and output formats of bodies into the engine's arguments, and its errors into their fields."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
-from jaxserve.engine.arguments import check_variables
+from jaxserve.engine.generation_config import GenerationDefaults
 from jaxserve.errors import InvalidRequestError
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.errors import ApiError
 from jaxserve.server.protocol.chat import ChatCompletionRequest
 from jaxserve.server.protocol.completions import CompletionRequest
-from jaxserve.server.protocol.fields import SamplingFields
-from jaxserve.server.protocol.tokens import TokenizeRequest
 from jaxserve.server.server_state import ServerState
-from jaxserve.server.tools import read_tools
 from jaxserve.structured_params import StructuredOutputsParams
 
 _MOST_CHARACTERS = 16  # that a prompt may have per token of context; text has 3 to 5
@@ -118,47 +117,14 @@ def read_form(body: Any) -> StructuredOutputsParams | None:
     return None if given is None else given.to_params()
 
 
-def list_limits(body: SamplingFields) -> dict[str, Any]:
-    """Returns the sampling parameters that `SamplingFields` does not name."""
-    return {} if body.truncate_prompt_tokens is None else {"truncate_prompt_tokens": body.truncate_prompt_tokens}
-
-
-def template_options(body: ChatCompletionRequest | TokenizeRequest, state: ServerState) -> dict[str, Any]:
-    """Returns the options of `encode_chat` beside the messages.
+def make_params(given: Mapping[str, Any], defaults: GenerationDefaults) -> SamplingParams:
+    """Returns the parameters of a request, with the model's defaults for those that it leaves out.
 
     Raises:
-        InvalidRequestError: the request has its own template, and the server does not allow that.
+        InvalidRequestError: names the field that is out of range.
     """
-    options = read_variables(body.chat_template_kwargs, state)
-    options["chat_template"] = state.chat_template
-    begins = body.add_generation_prompt
-    options["add_generation_prompt"] = not body.continue_final_message if begins is None else begins
-    options["continue_final_message"] = bool(body.continue_final_message)
-    own: str | None = getattr(body, "chat_template", None)
-    if own is not None:
-        if not state.config.serving.allow_request_chat_template:
-            message = "this server does not render templates of requests (allow_request_chat_template)"
-            raise InvalidRequestError(message, field="chat_template", value=own)
-        options["chat_template"] = own
-    options["render"] = state.preparation.choose_renderer()
-    if getattr(body, "reasoning_effort", None) is not None:
-        options["reasoning_effort"] = body.reasoning_effort  # type: ignore[union-attr]
-    return options
-
-
-def read_variables(given: Mapping[str, Any] | None, state: ServerState) -> dict[str, Any]:
-    """Returns the template's variables; InvalidRequestError names an unknown one."""
-    return {**state.template_variables, **check_variables(given)}
-
-
-def render_conversation(body: TokenizeRequest, state: ServerState) -> tuple[str, list[int]]:
-    """Returns a conversation as text and token ids, as a chat request with the same messages and tools has them."""
-    from jaxserve.tokenizers.chat import encode_chat
-
-    tokenizer = state.engine.tokenizer
-    assert tokenizer is not None and body.messages is not None
-    check_length([body.messages, body.tools], state, "messages")
-    messages: list[Mapping[str, Any]] = list(body.messages)
-    tools = read_tools(body.tools, "required" if body.tools else None)  # "auto" would refuse strict tools
-    shown = tools.describe() if tools is not None else None
-    return encode_chat(tokenizer, messages, tools=shown, **template_options(body, state))
+    most = defaults.limit_tokens(given.get("max_tokens"))
+    found = {**given, "max_tokens": most}
+    if most is not None:  # an answer may be shorter than the default min_tokens
+        found.setdefault("min_tokens", min(defaults.params.min_tokens, max(0, most)))
+    return replace(defaults.params, **found)

@@ -6,15 +6,19 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from jaxserve.request import Request as EngineRequest
 from jaxserve.server.errors import ApiError, to_api_error
+from jaxserve.server.generation import echo_tier
+from jaxserve.server.protocol.fields import SamplingFields
 from jaxserve.server.request_context import get_context
 from jaxserve.server.server_state import ServerState
 
@@ -34,11 +38,16 @@ def encode_event(value: Any, name: str | None = None) -> bytes:
     return f"{head}data: {to_json(value)}\n\n".encode()
 
 
+def render_error(error: ApiError) -> bytes:
+    """Returns the event that ends a failed stream."""
+    return encode_event(error.body)
+
+
 class ChunkWriter:
-    """Writes the chunks of one stream. Their common head and tail are encoded once."""
+    """Writes the chunks of one stream. Their common head and tail are encoded once; `values` are the head's."""
 
     def __init__(self, head: Mapping[str, Any], *, shows_usage: bool) -> None:
-        self._values = head
+        self.values, self._shows_usage = head, shows_usage
         self.head = f'data: {to_json(head)[:-1]},"choices":['
         self.tail = '],"usage":null}\n\n' if shows_usage else "]}\n\n"
 
@@ -47,9 +56,28 @@ class ChunkWriter:
         tail = self.tail if usage is None else f'],"usage":{to_json(usage)}}}\n\n'
         return f"{self.head}{to_json(choice)}{tail}".encode()
 
+    def end(self, usage: Mapping[str, Any], more: Mapping[str, Any]) -> Sequence[bytes]:
+        """Returns the chunks behind the last choice's end: `write_usage`, if usage is shown."""
+        return [self.write_usage(usage, more)] if self._shows_usage else []
+
     def write_usage(self, usage: Mapping[str, Any], more: Mapping[str, Any] = MappingProxyType({})) -> bytes:
         """Returns the last chunk, without choices; `more` are further keys of it."""
-        return encode_event({**self._values, "choices": [], "usage": usage, **more})
+        return encode_event({**self.values, "choices": [], "usage": usage, **more})
+
+
+def make_chunk_writer(
+    body: SamplingFields, model: str, state: ServerState, request: EngineRequest, *, prefix: str, kind: str
+) -> ChunkWriter:
+    """Returns the writer of a completion or a chat completion; `prefix` begins its id, and `kind` is its `object`."""
+    head = {
+        "id": f"{prefix}-{getattr(body, 'request_id', None) or request.request_id.partition('-')[0]}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+        "system_fingerprint": state.fingerprint,
+        **echo_tier(body, request),
+    }
+    return ChunkWriter(head, shows_usage=body.wants_usage or state.config.serving.enable_force_include_usage)
 
 
 class EventStream(Response):
@@ -65,7 +93,7 @@ class EventStream(Response):
         state: ServerState,
         *,
         end: bytes = DONE,
-        render_error: Callable[[ApiError], bytes] = lambda error: encode_event(error.body),
+        render_error: Callable[[ApiError], bytes] = render_error,
     ) -> None:
         super().__init__(None, 200, _HEADERS)
         self._pieces, self._state, self._end, self._render_error = pieces, state, end, render_error
@@ -137,27 +165,6 @@ class _StallWatch:
             return
         self._seen = self.num_sent
         self._timer = self._task.get_loop().call_later(self.limit, self._check)
-
-
-class Answer(Protocol):
-    """The answer to one HTTP request, to be collected or streamed."""
-
-    async def collect(self) -> dict[str, Any]:
-        """Returns the whole answer."""
-        ...
-
-    async def start_stream(self) -> AsyncGenerator[bytes]:
-        """Returns the answer's pieces; raises errors that occur before the first."""
-        ...
-
-
-async def respond(
-    http: Request, answer: Answer, state: ServerState, *, streams: bool | None, **options: Any
-) -> Response:
-    """Returns the response, streamed or whole; `options` are those of `EventStream`."""
-    if streams:
-        return EventStream(await run_while_connected(http, answer.start_stream(), state), state, **options)
-    return JSONResponse(await run_while_connected(http, answer.collect(), state))
 
 
 async def run_while_connected[T](request: Request, work: Coroutine[Any, Any, T], state: ServerState) -> T:

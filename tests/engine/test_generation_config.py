@@ -14,6 +14,7 @@ from jaxserve.engine.model_files import locate_model
 from jaxserve.errors import ConfigError
 from jaxserve.presets import demo_model_dir
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.server.prompts import make_params
 from jaxserve.server.protocol.chat import ChatCompletionRequest
 from tests.tokenizers.builders import write_json
 
@@ -93,9 +94,9 @@ def test_a_limit_holds_for_those_who_ask_for_more() -> None:
 
 def test_a_short_answer_is_no_contradiction_to_the_least_length() -> None:
     body = ChatCompletionRequest(messages=[{"role": "user", "content": "hi"}])
-    defaults = SamplingParams(min_tokens=30, max_tokens=60, suppress_tokens=[5])
-    assert body.to_sampling_params(defaults, max_tokens=None).min_tokens == 30
-    short = body.to_sampling_params(defaults, max_tokens=4)
+    defaults = GenerationDefaults(SamplingParams(min_tokens=30, max_tokens=60, suppress_tokens=[5]))
+    assert make_params(body.list_params(), defaults).min_tokens == 30
+    short = make_params(body.list_params(max_tokens=4), defaults)
     assert (short.min_tokens, short.max_tokens, short.suppress_tokens) == (4, 4, (5,))
 
 

@@ -11,12 +11,12 @@ from jaxserve.engine.generation_config import read_generation_defaults
 from jaxserve.engine.prompts import RequestFactory
 from jaxserve.presets import demo_model_dir
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.server.conversation import read_conversation
+from jaxserve.server.conversation import make_request
 from jaxserve.server.options import ServerConfig
 from jaxserve.server.protocol.chat import ChatCompletionRequest
 from jaxserve.server.protocol.completions import CompletionRequest
 from jaxserve.server.protocol.responses import ResponseRequest
-from jaxserve.server.routes import completions, responses
+from jaxserve.server.routes import chat, completions, responses
 from jaxserve.tokenizers import load_tokenizer
 from jaxserve.tokenizers.template import render_template
 
@@ -47,11 +47,11 @@ def ask(endpoint: str, factory: RequestFactory, *, is_limit: bool, asked: int | 
         preparation=preparation,
     )
     if endpoint == "chat":
-        return read_conversation(
-            ChatCompletionRequest(messages=HELLO, max_tokens=asked, **more), state, {}
-        ).request.params
+        body = ChatCompletionRequest(messages=HELLO, max_tokens=asked, **more)
+        return make_request(chat.read_conversation(body, state), state, {}).params
     if endpoint == "responses":
-        return responses._make_request(ResponseRequest(input="hi", max_output_tokens=asked, **more), state, {}).params
+        body = ResponseRequest(input="hi", max_output_tokens=asked, **more)
+        return make_request(responses.read_conversation(body, state), state, {}).params
     return completions.make_requests(CompletionRequest(prompt="hi", max_tokens=asked, **more), state, {})[0].params
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
@@ -205,41 +204,10 @@ class SamplingFields(EngineFields):
     return_token_ids: bool | None = None
     foreign: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = _FOREIGN_FIELDS
 
-    _SAMPLING: ClassVar[tuple[str, ...]] = (
-        "frequency_penalty",
-        "presence_penalty",
-        "logit_bias",
-        "n",
-        "seed",
-        "stop",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "repetition_penalty",
-        "min_tokens",
-        "ignore_eos",
-        "stop_token_ids",
-        "allowed_token_ids",
-        "bad_words",
-        "skip_special_tokens",
-        "spaces_between_special_tokens",
-        "include_stop_str_in_output",
-        "prompt_logprobs",
-        "extra_args",
-    )
-
-    def to_sampling_params(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
-        """Returns the parameters of a request, with the model's defaults for those it leaves out.
-
-        Raises:
-            InvalidRequestError: names the field that is out of range.
-        """
-        given = {name: value for name in self._SAMPLING if (value := getattr(self, name)) is not None}
-        more.setdefault("output_kind", OutputKind.DELTA if self.stream else OutputKind.FINAL_ONLY)
-        if more["max_tokens"] is not None:  # an answer may be shorter than the default min_tokens
-            given.setdefault("min_tokens", min(defaults.min_tokens, max(0, more["max_tokens"])))
-        return dataclasses.replace(defaults, **(given | more))
+    def list_params(self, **more: Any) -> dict[str, Any]:
+        """Returns the sampling parameters that the body gives, and `more`, by their names in `SamplingParams`."""
+        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        return {**given, "output_kind": OutputKind.DELTA if self.stream else OutputKind.FINAL_ONLY, **more}
 
     def check_stream(self) -> None:
         """Refuses stream options without a stream."""
@@ -258,6 +226,10 @@ class SamplingFields(EngineFields):
     def wants_usage_so_far(self) -> bool:
         """Whether every chunk of the stream has the usage so far."""
         return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+
+_SAMPLING = [name for name in SamplingFields.model_fields if name in SamplingParams.__dataclass_fields__]
+_SAMPLING.remove("structured_outputs")  # `read_form` reads it, with the field of OpenAI's
 
 
 class PromptTokensDetails(BaseModel):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from functools import partial
 from json.encoder import encode_basestring_ascii as quote
 from typing import Any
 
@@ -13,18 +11,29 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.request import CompletionOutput, RequestOutput
+from jaxserve.request import CompletionOutput
 from jaxserve.request import Request as EngineRequest
-from jaxserve.server.body import prepare, read_body
-from jaxserve.server.conversation import Conversation, list_names, read_conversation
-from jaxserve.server.generation import Generation, echo_tier, name_requests
+from jaxserve.server.answers import answer
+from jaxserve.server.body import read_body
+from jaxserve.server.conversation import Conversation
+from jaxserve.server.events import (
+    AnswerEnded,
+    ArgumentsDelta,
+    CallBegun,
+    Event,
+    ReasoningDelta,
+    TextDelta,
+    Update,
+    join_texts,
+)
+from jaxserve.server.generation import Account
 from jaxserve.server.logprobs import to_prompt_logprobs
 from jaxserve.server.openapi import document
-from jaxserve.server.prompts import check_count, name_fields
+from jaxserve.server.prompts import check_count, check_length, name_fields, read_form
 from jaxserve.server.protocol.chat import ChatCompletion, ChatCompletionRequest
 from jaxserve.server.server_state import ServerState, get_state
-from jaxserve.server.stream import ChunkWriter, respond
-from jaxserve.server.tools import AnswerParser, CallArguments, CallStart, Content, Piece, Reasoning
+from jaxserve.server.stream import DONE, make_chunk_writer, render_error
+from jaxserve.server.tools import read_tools
 
 router = APIRouter()
 
@@ -37,10 +46,7 @@ async def create_chat_completion(http: Request) -> Response:
     model = state.check_model(body.model)
     check_body(body, state)
     with name_fields(list_names(body)):
-        conversation = await prepare(http, body, state, read_conversation)
-        (request,) = name_requests([conversation.request], http)
-        answer = _Answer(body, model, state, replace(conversation, request=request), http)
-        return await respond(http, answer, state, streams=body.stream)
+        return await answer(http, body, state, read_conversation, partial(ChatWriter, body, model, state))
 
 
 def check_body(body: ChatCompletionRequest, state: ServerState) -> None:
@@ -61,125 +67,127 @@ def check_body(body: ChatCompletionRequest, state: ServerState) -> None:
         raise InvalidRequestError("answers are text only", field="modalities", value=body.modalities)
 
 
-@dataclass(slots=True)
-class _Choice:
-    """The state of one completion while it is written."""
+def list_names(body: ChatCompletionRequest) -> dict[str, str]:
+    """Returns the body's names of the engine's fields."""
+    names = {name: f"chat_template_kwargs.{name}" for name in body.chat_template_kwargs or ()}
+    names |= {"logprobs": "top_logprobs", "prompt": "messages"}
+    if body.max_tokens is None:
+        names["max_tokens"] = "max_completion_tokens"
+    if body.response_format is not None:
+        names["structured_outputs.json"] = "response_format.json_schema.schema"
+    elif body.structured_outputs is None:
+        names["structured_outputs.json"] = "tools"  # their schemas constrain a forced call
+    return names
 
-    parser: AnswerParser | None  # None: all text is content
-    has_begun: bool = False
+
+def read_conversation(body: ChatCompletionRequest, state: ServerState) -> Conversation:
+    """Returns the conversation of a body.
+
+    Raises:
+        InvalidRequestError: names the field.
+    """
+    check_length([body.messages, body.tools], state, "messages", cuts=body.truncate_prompt_tokens is not None)
+    logprobs = {"logprobs": body.top_logprobs or 0} if body.logprobs else {}
+    return Conversation(
+        messages=body.messages,
+        tools=read_tools(body.tools, body.tool_choice, body.parallel_tool_calls),
+        form=read_form(body),
+        params=body.list_params(max_tokens=_read_max_tokens(body), **logprobs),
+        template=body.chat_template,
+        template_kwargs=body.chat_template_kwargs,
+        reasoning_effort=body.reasoning_effort,
+        shows_reasoning=body.include_reasoning is not False,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=bool(body.continue_final_message),
+    )
 
 
-class _Answer:
-    """The completions of one HTTP request."""
+def _read_max_tokens(body: ChatCompletionRequest) -> int | None:
+    both = body.max_tokens, body.max_completion_tokens
+    if None not in both and both[0] != both[1]:
+        message = f"conflicts with max_completion_tokens {both[1]}"
+        raise InvalidRequestError(message, field="max_tokens", value=both[0])
+    return both[0] if both[0] is not None else both[1]
+
+
+class ChatWriter:
+    """Writes an answer as a chat completion."""
+
+    done, render_error = DONE, staticmethod(render_error)
 
     def __init__(
-        self, body: ChatCompletionRequest, model: str, state: ServerState, conversation: Conversation, http: Request
+        self,
+        body: ChatCompletionRequest,
+        model: str,
+        state: ServerState,
+        conversation: Conversation,
+        request: EngineRequest,
     ) -> None:
-        self._body, self._state, self._conversation = body, state, conversation
-        self._request: EngineRequest = conversation.request
-        self._params = conversation.request.params
-        self._generation = Generation(state, [conversation.request], http, operation="chat")
-        self._choices = [_Choice(conversation.make_parser()) for _ in range(self._params.n)]
-        self._head = {
-            "id": f"chatcmpl-{body.request_id or self._request.request_id.partition('-')[0]}",
-            "object": "chat.completion.chunk" if body.stream else "chat.completion",
-            "created": int(time.time()),
-            "model": model,
-            "system_fingerprint": state.fingerprint,
-            **echo_tier(body, self._request),
-        }
+        self._body, self._texts = body, state.token_texts
+        self._is_named = conversation.tools is not None and conversation.tools.choice == "named"
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        self._chunks = make_chunk_writer(body, model, state, request, prefix="chatcmpl", kind=kind)
+        self._is_plain = not (request.params.logprobs is not None or body.return_token_ids or body.wants_usage_so_far)
 
-    async def collect(self) -> dict[str, Any]:
+    def write(self, update: Update, usage: Account) -> list[bytes]:
+        """Returns the chunks of an update."""
+        events = update.events
+        if self._is_plain and not update.begins and len(events) == 1 and isinstance(events[0], TextDelta):
+            choice = f'{{"index":{update.choice},"delta":{{"content":{quote(events[0].text)}}}'  # the usual chunk
+            return [f'{self._chunks.head}{choice},"logprobs":null,"finish_reason":null}}{self._chunks.tail}'.encode()]
+        shown = usage.to_usage() if self._body.wants_usage_so_far else None
+        return [self._chunks.write(chunk, shown) for chunk in self._list_chunks(update)]
+
+    def end(self, usage: Account, metrics: Mapping[str, Any]) -> Sequence[bytes]:
+        """Returns the chunk with the usage, if it is shown."""
+        return self._chunks.end(usage.to_usage(), metrics)
+
+    def fold(self, updates: Sequence[Update], usage: Account, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the whole answer."""
         found: dict[str, Any] = {}
-        choices = []
-        async for _, output in self._generation.outputs():
-            choices = [self._render_whole(completion) for completion in output.outputs]
-            if self._body.prompt_logprobs is not None:
-                found["prompt_logprobs"] = to_prompt_logprobs(output.prompt_logprobs)
+        output = updates[-1].output
+        if self._body.prompt_logprobs is not None:
+            found["prompt_logprobs"] = to_prompt_logprobs(output.prompt_logprobs)
+        if self._body.return_token_ids:
+            found["prompt_token_ids"] = output.prompt_token_ids
+        choices = [self._render(update) for update in updates]
+        return {**self._chunks.values, "choices": choices, "usage": usage.to_usage(), **found, **metrics}
+
+    def _list_chunks(self, update: Update) -> list[dict[str, Any]]:
+        """Returns the chunks' choices."""
+        completion, chunks = update.completion, []
+        if update.begins:
+            first = _make_chunk(update.choice, {"role": "assistant", "content": ""})
             if self._body.return_token_ids:
-                found["prompt_token_ids"] = output.prompt_token_ids
-        found |= self._generation.describe_metrics()
-        return {**self._head, "choices": choices, "usage": self._usage(), **found}
-
-    async def start_stream(self) -> AsyncGenerator[bytes]:
-        """Returns the answer's pieces; raises errors that occur before the first."""
-        return self._stream(await self._generation.begin())
-
-    async def _stream(self, outputs: AsyncGenerator[tuple[int, RequestOutput]]) -> AsyncGenerator[bytes]:
-        shows_usage = self._body.wants_usage or self._state.config.serving.enable_force_include_usage
-        writer = ChunkWriter(self._head, shows_usage=shows_usage)
-        head, tail = writer.head, writer.tail
-        counts = self._body.wants_usage_so_far
-        is_plain = self._params.logprobs is None and not self._body.return_token_ids and not counts
-        async with aclosing(outputs):
-            async for _, output in outputs:
-                for completion in output.outputs:
-                    choice = self._choices[completion.index]
-                    if choice.has_begun and is_plain and choice.parser is None and completion.finish_reason is None:
-                        if completion.text:
-                            delta = f'{{"content":{quote(completion.text)}}}'
-                            rest = '"logprobs":null,"finish_reason":null}'
-                            yield f'{head}{{"index":{completion.index},"delta":{delta},{rest}{tail}'.encode()
-                    else:
-                        for each in self._render_pieces(choice, completion, output):
-                            yield writer.write(each, self._usage() if counts else None)
-            if shows_usage:
-                yield writer.write_usage(self._usage(), self._generation.describe_metrics())
-
-    def _render_pieces(
-        self, choice: _Choice, completion: CompletionOutput, output: RequestOutput
-    ) -> list[dict[str, Any]]:
-        """Returns the chunks with the new part of one choice."""
-        chunks = []
-        if not choice.has_begun:
-            choice.has_begun = True
-            first = self._make_chunk(completion.index, {"role": "assistant", "content": ""})
-            if self._body.return_token_ids:
-                first["prompt_token_ids"] = output.prompt_token_ids
+                first["prompt_token_ids"] = update.output.prompt_token_ids
             chunks.append(first)
-        is_last = completion.finish_reason is not None
-        deltas = [_to_delta(piece) for piece in self._read(choice, completion.text, is_last)]
+        deltas = [delta for event in update.events if (delta := _to_delta(event)) is not None]
         logprobs = self._read_logprobs(completion)
         if not deltas and (logprobs or (self._body.return_token_ids and completion.token_ids)):
             deltas = [{}]  # tokens without text of their own yet
         for at, delta in enumerate(deltas):
-            chunk = self._make_chunk(completion.index, delta)
+            chunk = _make_chunk(update.choice, delta)
             if at == 0:
                 chunk["logprobs"] = logprobs
                 if self._body.return_token_ids:
                     chunk["token_ids"] = completion.token_ids
             chunks.append(chunk)
-        if is_last:
-            chunk = self._make_chunk(completion.index, {})
-            chunk["finish_reason"] = self._find_reason(choice, completion)
-            chunk["stop_reason"] = completion.stop_reason
+        if (ended := update.ended) is not None:
+            chunk = _make_chunk(update.choice, {})
+            chunk |= {"finish_reason": self._name_reason(ended), "stop_reason": ended.stop_reason}
             chunks.append(chunk)
         return chunks
 
-    def _read(self, choice: _Choice, text: str, is_last: bool) -> Sequence[Piece]:
-        """Returns new text as content, calls and, if the body wants it, reasoning."""
-        if choice.parser is None:
-            return [Content(text)] if text else []
-        pieces = choice.parser.push(text) if text else []
-        if is_last:
-            pieces = [*pieces, *choice.parser.finish()]
-        if self._body.include_reasoning is False:
-            pieces = [piece for piece in pieces if not isinstance(piece, Reasoning)]
-        return pieces
-
-    def _make_chunk(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-
-    def _render_whole(self, completion: CompletionOutput) -> dict[str, Any]:
-        choice = self._choices[completion.index]
-        message = _collect_message(self._read(choice, completion.text, is_last=True))
+    def _render(self, update: Update) -> dict[str, Any]:
+        """Returns a whole choice."""
+        ended, completion = update.ended, update.completion
+        assert ended is not None
         found: dict[str, Any] = {
-            "index": completion.index,
-            "message": message,
+            "index": update.choice,
+            "message": _collect_message(update.events),
             "logprobs": self._read_logprobs(completion),
-            "finish_reason": self._find_reason(choice, completion),
-            "stop_reason": completion.stop_reason,
+            "finish_reason": self._name_reason(ended),
+            "stop_reason": ended.stop_reason,
         }
         if self._body.return_token_ids:
             found["token_ids"] = completion.token_ids
@@ -188,50 +196,47 @@ class _Answer:
     def _read_logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
         if completion.logprobs is None:
             return None
-        texts, count = self._state.token_texts, self._body.top_logprobs or 0
-        return {"content": texts.to_chat(completion.token_ids, completion.logprobs, count), "refusal": None}
+        count = self._body.top_logprobs or 0
+        return {"content": self._texts.to_chat(completion.token_ids, completion.logprobs, count), "refusal": None}
 
-    def _find_reason(self, choice: _Choice, completion: CompletionOutput) -> str | None:
-        if completion.finish_reason != "stop" or choice.parser is None or not choice.parser.saw_calls:
-            return completion.finish_reason
-        tools = self._conversation.tools
-        return "stop" if tools is not None and tools.choice == "named" else "tool_calls"  # as OpenAI does
-
-    def _usage(self) -> dict[str, Any]:
-        return self._generation.account.to_usage().model_dump()
+    def _name_reason(self, ended: AnswerEnded) -> str:
+        if ended.reason != "calls":
+            return ended.reason
+        return "stop" if self._is_named else "tool_calls"  # as OpenAI does
 
 
-def _to_delta(piece: Piece) -> dict[str, Any]:
-    match piece:
-        case Content(text):
+def _make_chunk(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _to_delta(event: Event) -> dict[str, Any] | None:
+    """Returns an event in OpenAI's format; None for an end, which is no delta."""
+    match event:
+        case TextDelta(text):
             return {"content": text}
-        case Reasoning(text):
+        case ReasoningDelta(text):
             return {"reasoning_content": text}
-        case CallStart(index, call_id, name):
+        case CallBegun(index, call_id, name):
             function = {"name": name, "arguments": ""}
             return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
-        case CallArguments(index, text):
+        case ArgumentsDelta(index, text):
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+        case _:
+            return None
 
 
-def _collect_message(pieces: Sequence[Piece]) -> dict[str, Any]:
-    """Returns the message that the pieces form together."""
-    content: list[str] = []
-    reasoning: list[str] = []
+def _collect_message(events: Sequence[Event]) -> dict[str, Any]:
+    """Returns the message that the events form together."""
     calls: list[dict[str, Any]] = []
-    for piece in pieces:
-        match piece:
-            case Content(text):
-                content.append(text)
-            case Reasoning(text):
-                reasoning.append(text)
-            case CallStart(_, call_id, name):
+    for event in events:
+        match event:
+            case CallBegun(_, call_id, name):
                 calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}})
-            case CallArguments(index, text):
+            case ArgumentsDelta(index, text):
                 calls[index]["function"]["arguments"] += text
-    message: dict[str, Any] = {"role": "assistant", "content": "".join(content), "refusal": None}
+    message: dict[str, Any] = {"role": "assistant", "content": join_texts(events, TextDelta), "refusal": None}
     if calls:
         message["tool_calls"], message["content"] = calls, message["content"] or None
-    if reasoning:
-        message["reasoning_content"] = "".join(reasoning)
+    if reasoning := join_texts(events, ReasoningDelta):
+        message["reasoning_content"] = reasoning
     return message

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from json.encoder import encode_basestring_ascii as quote
 from typing import Any
 
@@ -13,25 +11,26 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.request import CompletionOutput, RequestOutput
 from jaxserve.request import Request as EngineRequest
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.request import RequestOutput
+from jaxserve.server.answers import AnswerReader, respond
 from jaxserve.server.body import prepare, read_body
-from jaxserve.server.generation import Generation, echo_tier, name_requests
+from jaxserve.server.events import AnswerEnded, Update, join_texts
+from jaxserve.server.generation import Account, name_requests
 from jaxserve.server.logprobs import to_completion, to_prompt_logprobs
 from jaxserve.server.openapi import document
 from jaxserve.server.prompts import (
     check_count,
     check_length,
     count_prompts,
-    list_limits,
     list_prompts,
+    make_params,
     name_fields,
     read_form,
 )
 from jaxserve.server.protocol.completions import Completion, CompletionRequest
 from jaxserve.server.server_state import ServerState, get_state
-from jaxserve.server.stream import ChunkWriter, respond
+from jaxserve.server.stream import DONE, make_chunk_writer, render_error
 
 router = APIRouter()
 
@@ -48,8 +47,10 @@ async def create_completion(http: Request) -> Response:
         names["structured_outputs.json"] = "response_format.json_schema.schema"
     with name_fields(names):
         requests = await prepare(http, body, state, make_requests)
-        answer = _Answer(body, model, state, name_requests(requests, http), http)
-        return await respond(http, answer, state, streams=body.stream)
+        requests = name_requests(requests, http)
+        reader = AnswerReader(requests[0].params.n)
+        writer = CompletionWriter(body, model, state, requests[0])
+        return await respond(http, body, state, requests, reader, writer, operation="text_completion")
 
 
 def check_body(body: CompletionRequest, state: ServerState) -> None:
@@ -67,9 +68,9 @@ def check_body(body: CompletionRequest, state: ServerState) -> None:
 def make_requests(body: CompletionRequest, state: ServerState, options: dict[str, Any]) -> list[EngineRequest]:
     """Returns one engine request for each prompt."""
     engine = state.engine
-    more = {"logprobs": body.logprobs, "structured_outputs": read_form(body), **list_limits(body)}
-    more["max_tokens"] = 1 if body.max_tokens == 0 else engine.defaults.limit_tokens(body.max_tokens)
-    params = body.to_sampling_params(engine.defaults.params, **more)
+    most = 1 if body.max_tokens == 0 else body.max_tokens
+    given = body.list_params(logprobs=body.logprobs, structured_outputs=read_form(body), max_tokens=most)
+    params = make_params(given, engine.defaults)
     if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
         params = replace(params, prompt_logprobs=body.logprobs)
     prompts = list_prompts(body.prompt, state.config.limits.max_prompts, "prompt")
@@ -83,87 +84,53 @@ def make_requests(body: CompletionRequest, state: ServerState, options: dict[str
     return [engine.requests.make(prompt, params, **options) for prompt in prompts]
 
 
-@dataclass(slots=True)
-class _Choice:
-    """The state of one completion while it is written."""
+class CompletionWriter:
+    """Writes an answer as a completion, whose choices are numbered across its prompts."""
 
-    num_characters: int = 0
-    has_begun: bool = False
+    done, render_error = DONE, staticmethod(render_error)
 
-
-class _Answer:
-    """The completions of one HTTP request, numbered across its prompts."""
-
-    def __init__(
-        self,
-        body: CompletionRequest,
-        model: str,
-        state: ServerState,
-        requests: Sequence[EngineRequest],
-        http: Request,
-    ) -> None:
-        self._body, self._state, self._requests = body, state, requests
-        self._params: SamplingParams = requests[0].params
-        self._generation = Generation(state, requests, http)
-        self._choices = [_Choice() for _ in range(len(requests) * self._params.n)]
-        number = body.request_id or requests[0].request_id.partition("-")[0]
-        self._head = {
-            "id": f"cmpl-{number}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": model,
-            "system_fingerprint": state.fingerprint,
-            **echo_tier(body, requests[0]),
-        }
-        tokenizer = state.engine.tokenizer
-        hides = self._params.skip_special_tokens and tokenizer is not None
+    def __init__(self, body: CompletionRequest, model: str, state: ServerState, request: EngineRequest) -> None:
+        self._body, self._num_logprobs = body, request.params.logprobs
+        self._chunks = make_chunk_writer(body, model, state, request, prefix="cmpl", kind="text_completion")
+        self._num_characters: dict[int, int] = {}  # by choice
+        self._tokenizer = tokenizer = state.engine.tokenizer
+        hides = request.params.skip_special_tokens and tokenizer is not None
         self._hidden = tokenizer.special_ids if hides else frozenset()
         self._echoes_only = body.max_tokens == 0
+        self._is_plain = not (
+            body.wants_usage_so_far or self._num_logprobs is not None or body.echo or body.return_token_ids
+        )
 
-    async def collect(self) -> dict[str, Any]:
+    def write(self, update: Update, usage: Account) -> list[bytes]:
+        """Returns the chunk of an update, if it has one."""
+        if self._is_plain and update.ended is None:
+            if not (text := join_texts(update.events)):
+                return []
+            choice = f'{{"index":{update.choice},"text":{quote(text)},"logprobs":null,"finish_reason":null}}'
+            return [f"{self._chunks.head}{choice}{self._chunks.tail}".encode()]
+        shown = self._render_usage(usage) if self._body.wants_usage_so_far else None
+        return [self._chunks.write(self._render(update), shown)]
+
+    def end(self, usage: Account, metrics: Mapping[str, Any]) -> Sequence[bytes]:
+        """Returns the chunk with the usage, if it is shown."""
+        return self._chunks.end(self._render_usage(usage), metrics)
+
+    def fold(self, updates: Sequence[Update], usage: Account, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the whole answer."""
-        choices = []
-        async for position, output in self._generation.outputs():
-            choices += [self._render(position, output, completion) for completion in output.outputs]
-        choices.sort(key=lambda choice: choice["index"])
-        more = self._generation.describe_metrics()
-        return {**self._head, "choices": choices, "usage": self._usage(), **more}
+        choices = [self._render(update) for update in sorted(updates, key=lambda update: update.choice)]
+        return {**self._chunks.values, "choices": choices, "usage": self._render_usage(usage), **metrics}
 
-    async def start_stream(self) -> AsyncGenerator[bytes]:
-        """Returns the answer's pieces; raises errors that occur before the first."""
-        return self._stream(await self._generation.begin())
-
-    async def _stream(self, outputs: AsyncGenerator[tuple[int, RequestOutput]]) -> AsyncGenerator[bytes]:
-        shows_usage = self._body.wants_usage or self._state.config.serving.enable_force_include_usage
-        writer = ChunkWriter(self._head, shows_usage=shows_usage)
-        head, tail = writer.head, writer.tail
-        counts = self._body.wants_usage_so_far
-        is_plain = not (counts or self._params.logprobs is not None or self._body.echo or self._body.return_token_ids)
-        async with aclosing(outputs):
-            async for position, output in outputs:
-                for completion in output.outputs:
-                    if is_plain and completion.finish_reason is None:
-                        if completion.text:
-                            index = position * self._params.n + completion.index
-                            text = quote(completion.text)
-                            choice = f'{{"index":{index},"text":{text},"logprobs":null,"finish_reason":null}}'
-                            yield f"{head}{choice}{tail}".encode()
-                    else:
-                        usage = self._usage() if counts else None
-                        yield writer.write(self._render(position, output, completion), usage)
-            if shows_usage:
-                yield writer.write_usage(self._usage(), self._generation.describe_metrics())
-
-    def _render(self, position: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
+    def _render(self, update: Update) -> dict[str, Any]:
         """Returns the new part of one choice."""
-        index = position * self._params.n + completion.index
-        choice, begins = self._choices[index], not self._choices[index].has_begun
-        choice.has_begun = True
-        text, token_ids, logprobs = completion.text, completion.token_ids, completion.logprobs
+        completion, output, ended = update.completion, update.output, update.ended
+        text, token_ids, logprobs = join_texts(update.events), completion.token_ids, completion.logprobs
         if self._echoes_only:
             text, token_ids, logprobs = "", [], [] if logprobs is not None else None
-        found: dict[str, Any] = {"index": index, "text": text, "logprobs": None}
-        prompt = self._read_prompt(output) if begins and self._body.echo else ""
+            ended = AnswerEnded("length", None) if ended is not None else None
+        prompt = self._read_prompt(output) if update.begins and self._body.echo else ""
+        text = prompt + text
+        found: dict[str, Any] = {"index": update.choice, "text": text, "logprobs": None}
+        offset = self._num_characters.get(update.choice, 0)
         if logprobs is not None:
             ids: list[int] = list(token_ids)
             entries: list[Any] = list(logprobs)
@@ -171,17 +138,17 @@ class _Answer:
             if prompt:
                 ids, entries = [*output.prompt_token_ids, *ids], [*(output.prompt_logprobs or []), *entries]
                 first = self._decode(ids[:1])
-            count, offset = self._params.logprobs or 0, choice.num_characters
-            found["logprobs"] = to_completion(ids, entries, count, offset, first, self._hidden, prompt)
-        found["text"] = prompt + text
-        choice.num_characters += len(found["text"])
-        found["finish_reason"] = "length" if self._echoes_only else completion.finish_reason
-        if completion.finish_reason is not None:
-            found["stop_reason"] = None if self._echoes_only else completion.stop_reason
+            found["logprobs"] = to_completion(
+                ids, entries, self._num_logprobs or 0, offset, first, self._hidden, prompt
+            )
+        self._num_characters[update.choice] = offset + len(text)
+        found["finish_reason"] = ended.reason if ended is not None else None
+        if ended is not None:
+            found["stop_reason"] = ended.stop_reason
         if self._body.return_token_ids:
             found["token_ids"] = token_ids
-            found["prompt_token_ids"] = output.prompt_token_ids if begins else None
-        if self._body.prompt_logprobs is not None and completion.finish_reason is not None:
+            found["prompt_token_ids"] = output.prompt_token_ids if update.begins else None
+        if self._body.prompt_logprobs is not None and ended is not None:
             found["prompt_logprobs"] = to_prompt_logprobs(output.prompt_logprobs)
         return found
 
@@ -189,10 +156,7 @@ class _Answer:
         return output.prompt if output.prompt is not None else self._decode(output.prompt_token_ids)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        tokenizer = self._state.engine.tokenizer
-        return "" if tokenizer is None else tokenizer.decode(token_ids, skip_special_tokens=False)
+        return "" if self._tokenizer is None else self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
-    def _usage(self) -> dict[str, Any]:
-        if self._echoes_only:
-            self._generation.account.completion_tokens = 0
-        return self._generation.account.to_usage().model_dump()
+    def _render_usage(self, usage: Account) -> dict[str, Any]:
+        return (replace(usage, completion_tokens=0) if self._echoes_only else usage).to_usage()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -14,16 +14,17 @@ from starlette.responses import Response
 
 from jaxserve.errors import InvalidRequestError, shorten
 from jaxserve.request import Request as EngineRequest
-from jaxserve.request import RequestOutput
-from jaxserve.server.body import prepare, read_body
+from jaxserve.server.answers import answer
+from jaxserve.server.body import read_body
+from jaxserve.server.conversation import Conversation
 from jaxserve.server.errors import ApiError
-from jaxserve.server.generation import Generation, echo_tier, name_requests
+from jaxserve.server.events import AnswerEnded, ReasoningDelta, TextDelta, Update
+from jaxserve.server.generation import Account, echo_tier
 from jaxserve.server.openapi import document
-from jaxserve.server.prompts import check_length, list_limits, name_fields, read_variables
+from jaxserve.server.prompts import check_length, name_fields
 from jaxserve.server.protocol.responses import ResponseAnswer, ResponseRequest
 from jaxserve.server.server_state import ServerState, get_state
-from jaxserve.server.stream import encode_event, respond
-from jaxserve.server.tools import Content, Piece, Reasoning, make_answer_parser, needs_special_tokens
+from jaxserve.server.stream import encode_event
 from jaxserve.tokenizers.checks import require_text
 
 router = APIRouter()
@@ -42,11 +43,7 @@ async def create_response(http: Request) -> Response:
     model = state.check_model(body.model)
     check_body(body)
     with name_fields(_list_names(body)):
-        request = await prepare(http, body, state, _make_request)
-        (request,) = name_requests([request], http)
-        answer = _Answer(body, model, state, request, http)
-        options: dict[str, Any] = {"end": b"", "render_error": answer.render_error}
-        return await respond(http, answer, state, streams=body.stream, **options)
+        return await answer(http, body, state, read_conversation, partial(ResponseWriter, body, model))
 
 
 def check_body(body: ResponseRequest) -> None:
@@ -65,8 +62,12 @@ def check_body(body: ResponseRequest) -> None:
         raise InvalidRequestError(message, field="tool_choice", value=body.tool_choice)
 
 
-def _make_request(body: ResponseRequest, state: ServerState, options: dict[str, Any]) -> EngineRequest:
-    engine = state.engine
+def read_conversation(body: ResponseRequest, state: ServerState) -> Conversation:
+    """Returns the conversation of a body.
+
+    Raises:
+        InvalidRequestError: names the field.
+    """
     form = None
     if body.text is not None and body.text.format is not None:
         form = body.text.format.to_response_format().to_params()
@@ -74,18 +75,14 @@ def _make_request(body: ResponseRequest, state: ServerState, options: dict[str, 
         if form is not None:
             raise InvalidRequestError("conflicts with text.format; give only one", field="structured_outputs")
         form = body.structured_outputs.to_params()
-    more: dict[str, Any] = {"structured_outputs": form, **list_limits(body)}
-    more["max_tokens"] = engine.defaults.limit_tokens(body.max_output_tokens)
-    if needs_special_tokens(state.reasoning_parser):
-        more["skip_special_tokens"] = False
-    params = body.to_sampling_params(engine.defaults.params, **more)
-    variables = read_variables(body.chat_template_kwargs, state)
-    if body.reasoning is not None and body.reasoning.effort is not None:
-        variables["reasoning_effort"] = body.reasoning.effort
-    messages, render = _read_messages(body), state.preparation.choose_renderer()
+    messages = _read_messages(body)
     check_length(messages, state, "messages", cuts=body.truncate_prompt_tokens is not None)
-    return engine.requests.make_chat(
-        messages, params, chat_template=state.chat_template, render=render, **variables, **options
+    return Conversation(
+        messages=messages,
+        params=body.list_params(max_tokens=body.max_output_tokens),
+        form=form,
+        template_kwargs=body.chat_template_kwargs,
+        reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
     )
 
 
@@ -171,73 +168,63 @@ class _Item:
         return found | ({"annotations": [], "logprobs": []} if self.kind == "message" else {})
 
 
-class _Answer:
-    """The answer to one HTTP request, whole or as events."""
+class ResponseWriter:
+    """Writes an answer as a response: a list of items, each with one content part."""
 
-    def __init__(
-        self, body: ResponseRequest, model: str, state: ServerState, request: EngineRequest, http: Request
-    ) -> None:
+    done = b""
+
+    def __init__(self, body: ResponseRequest, model: str, conversation: Conversation, request: EngineRequest) -> None:
         self._body, self._model = body, model
         self._number = request.request_id.partition("-")[0]
         self._created = time.time()
         self._tier = echo_tier(body, request)
-        self._generation = Generation(state, [request], http, operation="chat")
-        self._parser = make_answer_parser(
-            None,
-            state.reasoning_parser,
-            prompt=request.prompt or "",
-            is_constrained=request.grammar is not None,
-        )
         self._items: list[_Item] = []
         self._sequence = itertools.count()
         self._reason: str | None = None
 
-    async def collect(self) -> dict[str, Any]:
-        """Returns the whole answer."""
-        async for _, output in self._generation.outputs():
-            for _event in self._read(output):
-                pass
-        return self._render(*self._find_status())
+    def write(self, update: Update, usage: Account) -> Iterator[bytes]:
+        """Yields the events of an update."""
+        if update.begins:
+            yield self._event("response.created", response=self._render("in_progress"))
+            yield self._event("response.in_progress", response=self._render("in_progress"))
+        if (ended := update.ended) is not None:
+            self._reason = ended.reason  # shown with all items that end in this update
+        for event in update.events:
+            match event:
+                case TextDelta(text):
+                    yield from self._add_text("message", text)
+                case ReasoningDelta(text):
+                    yield from self._add_text("reasoning", text)
+                case AnswerEnded():
+                    if not self._items:
+                        yield from self._open_item("message")
+                    yield from self._close_item()
 
-    async def start_stream(self) -> AsyncGenerator[bytes]:
-        """Returns the events; raises errors that occur before the first output."""
-        return self._stream(await self._generation.begin())
+    def end(self, usage: Account, metrics: Mapping[str, Any]) -> Iterator[bytes]:
+        """Yields the event with the whole answer."""
+        answer = self._render_whole(usage)
+        yield self._event(f"response.{answer['status']}", response=answer)
+
+    def fold(self, updates: Sequence[Update], usage: Account, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the whole answer."""
+        for update in updates:
+            for _ in self.write(update, usage):
+                pass
+        return self._render_whole(usage)
 
     def render_error(self, error: ApiError) -> bytes:
         """Returns the event that ends a failed stream."""
         return self._event("error", code=error.code, message=error.message, param=error.param)
 
-    async def _stream(self, outputs: AsyncGenerator[tuple[int, RequestOutput]]) -> AsyncGenerator[bytes]:
-        async with aclosing(outputs):
-            yield self._event("response.created", response=self._render("in_progress"))
-            yield self._event("response.in_progress", response=self._render("in_progress"))
-            async for _, output in outputs:
-                for event in self._read(output):
-                    yield event
-            status, details = self._find_status()
-            yield self._event(f"response.{status}", response=self._render(status, details))
-
-    def _read(self, output: RequestOutput) -> Iterator[bytes]:
-        """Adds an output to the items; yields events of the changes."""
-        completion = output.outputs[0]
-        pieces: Sequence[Piece] = self._parser.push(completion.text) if completion.text else ()
-        if completion.finish_reason is not None:
-            pieces = [*pieces, *self._parser.finish()]
-            self._reason = completion.finish_reason
-        for piece in pieces:
-            if isinstance(piece, Content | Reasoning):
-                kind = "message" if isinstance(piece, Content) else "reasoning"
-                if not self._items or self._items[-1].kind != kind:
-                    yield from self._close_item()
-                    yield from self._open_item(kind)
-                item = self._items[-1]
-                item.texts.append(piece.text)
-                extra = {"logprobs": []} if kind == "message" else {}
-                yield self._event(f"response.{item.part_kind}.delta", item, delta=piece.text, **extra)
-        if completion.finish_reason is not None:
-            if not self._items:
-                yield from self._open_item("message")
+    def _add_text(self, kind: str, text: str) -> Iterator[bytes]:
+        """Adds text to the last item, or to a new one if the last is of another kind."""
+        if not self._items or self._items[-1].kind != kind:
             yield from self._close_item()
+            yield from self._open_item(kind)
+        item = self._items[-1]
+        item.texts.append(text)
+        extra = {"logprobs": []} if kind == "message" else {}
+        yield self._event(f"response.{item.part_kind}.delta", item, delta=text, **extra)
 
     def _open_item(self, kind: str) -> Iterator[bytes]:
         prefix = "msg" if kind == "message" else "rs"
@@ -268,8 +255,21 @@ class _Answer:
             return "incomplete", {"reason": "max_output_tokens"}
         return "completed", None
 
-    def _render(self, status: str, details: dict[str, str] | None = None) -> dict[str, Any]:
-        body, ended = self._body, status != "in_progress"
+    def _render_whole(self, usage: Account) -> dict[str, Any]:
+        status, details = self._find_status()
+        counts = {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        }
+        output = [item.render(status) for item in self._items]
+        return self._render(status) | {"incomplete_details": details, "output": output, "usage": counts}
+
+    def _render(self, status: str) -> dict[str, Any]:
+        """Returns the answer without what is known at its end."""
+        body = self._body
         form = {"type": "text"}
         if body.text is not None and body.text.format is not None:
             form = body.text.format.model_dump(by_alias=True, exclude_none=True)
@@ -279,11 +279,11 @@ class _Answer:
             "created_at": self._created,
             "status": status,
             "error": None,
-            "incomplete_details": details,
+            "incomplete_details": None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "model": self._model,
-            "output": [item.render(status) for item in self._items] if ended else [],
+            "output": [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
@@ -295,17 +295,7 @@ class _Answer:
             "tools": [],
             "top_p": body.top_p,
             "truncation": "disabled",
-            "usage": self._usage() if ended else None,
+            "usage": None,
             "user": body.user,
             "metadata": body.metadata or {},
-        }
-
-    def _usage(self) -> dict[str, Any]:
-        account = self._generation.account
-        return {
-            "input_tokens": account.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": account.cached_tokens, "cache_write_tokens": 0},
-            "output_tokens": account.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": account.prompt_tokens + account.completion_tokens,
         }

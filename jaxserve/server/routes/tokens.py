@@ -12,10 +12,11 @@ from starlette.responses import JSONResponse
 from jaxserve.errors import InvalidRequestError, shorten
 from jaxserve.request import Request as EngineRequest
 from jaxserve.server.body import prepare, read_body
+from jaxserve.server.conversation import Conversation, list_template_options
 from jaxserve.server.errors import ApiError
 from jaxserve.server.generation import Generation, echo_tier, name_requests
 from jaxserve.server.openapi import document
-from jaxserve.server.prompts import check_length, list_prompts, name_fields, render_conversation
+from jaxserve.server.prompts import check_length, list_prompts, name_fields
 from jaxserve.server.protocol.tokens import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -28,6 +29,7 @@ from jaxserve.server.protocol.tokens import (
 )
 from jaxserve.server.server_state import ServerState, get_state
 from jaxserve.server.stream import run_while_connected
+from jaxserve.server.tools import read_tools
 from jaxserve.tokenizers import Tokenizer
 
 router = APIRouter()
@@ -83,7 +85,7 @@ def _tokenize(body: TokenizeRequest, state: ServerState) -> dict[str, Any]:
         adds = body.add_special_tokens is not False
         token_ids = tokenizer.encode(body.prompt, add_special_tokens=adds)
     else:
-        token_ids = render_conversation(body, state)[1]
+        token_ids = _encode_conversation(body, state, tokenizer)
     texts = None
     if body.return_token_strs:
         texts = [tokenizer.decode([each], skip_special_tokens=False) for each in token_ids]
@@ -93,6 +95,21 @@ def _tokenize(body: TokenizeRequest, state: ServerState) -> dict[str, Any]:
         "tokens": token_ids,
         "token_strs": texts,
     }
+
+
+def _encode_conversation(body: TokenizeRequest, state: ServerState, tokenizer: Tokenizer) -> list[int]:
+    """Returns the token ids that a chat request with the same messages and tools has."""
+    from jaxserve.tokenizers.chat import encode_chat
+
+    check_length([body.messages, body.tools], state, "messages")
+    conversation = Conversation(
+        messages=body.messages or (),
+        tools=read_tools(body.tools, "required" if body.tools else None),  # "auto" would refuse strict tools
+        template_kwargs=body.chat_template_kwargs,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=bool(body.continue_final_message),
+    )
+    return encode_chat(tokenizer, conversation.messages, **list_template_options(conversation, state))[1]
 
 
 @router.post("/detokenize", **document(DetokenizeRequest, DetokenizeResponse))

@@ -11,20 +11,12 @@ from jaxserve.server.tools.parsers import (
     make_answer_parser,
     needs_special_tokens,
 )
-from jaxserve.server.tools.pieces import CallArguments, CallStart, Content, Piece, Reasoning, ToolParser
-from jaxserve.server.tools.spec import Tool, ToolSet, read_tools
+from jaxserve.server.tools.spec import ToolSet, read_tools
 
 __all__ = [
     "REASONING_PARSERS",
     "TOOL_PARSERS",
     "AnswerParser",
-    "CallArguments",
-    "CallStart",
-    "Content",
-    "Piece",
-    "Reasoning",
-    "Tool",
-    "ToolParser",
     "ToolSet",
     "guess_reasoning_parser",
     "guess_tool_parser",

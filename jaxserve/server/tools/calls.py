@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable, Collection
 from typing import Protocol
 
+from jaxserve.server.events import ArgumentsDelta, CallBegun, ParserEvent
 from jaxserve.server.tools.json_scanner import JsonScanner, begins_value
-from jaxserve.server.tools.marks import BLANKS
-from jaxserve.server.tools.pieces import CallArguments, CallStart, Piece
+from jaxserve.server.tools.parsing import BLANKS
 
 _NAME, _OTHER = "name", "other"
 _ARGUMENTS = ("arguments", "parameters")  # model families differ; the first one in a call counts
@@ -33,7 +33,7 @@ class CallReader(Protocol):
     broken: bool  # it ended before its form was complete
     raw: list[str]  # all its text until it is started
 
-    def push(self, text: str, at: int, out: list[Piece]) -> int:
+    def push(self, text: str, at: int, out: list[ParserEvent]) -> int:
         """Adds what is certain to `out`; returns the index after the last character of the call."""
         ...
 
@@ -71,7 +71,7 @@ class JsonCallReader:
         self._arguments: str | None = None  # complete, if they ended before the name was known
         self._has_arguments = False
 
-    def push(self, text: str, at: int, out: list[Piece]) -> int:
+    def push(self, text: str, at: int, out: list[ParserEvent]) -> int:
         begin = at
         while at < len(text) and not self.ended:
             if self._scanner is not None:
@@ -87,7 +87,7 @@ class JsonCallReader:
             self.raw.append(text[begin:at])
         return at
 
-    def _step(self, character: str, out: list[Piece]) -> int:
+    def _step(self, character: str, out: list[ParserEvent]) -> int:
         """Reads one character between values; returns 0 if it was not consumed."""
         if character in BLANKS:
             return 1
@@ -106,7 +106,7 @@ class JsonCallReader:
         self._state = following
         return 1
 
-    def _begin_value(self, character: str, out: list[Piece]) -> None:
+    def _begin_value(self, character: str, out: list[ParserEvent]) -> None:
         is_arguments = self._role in _ARGUMENTS
         if (self._role == _NAME and character != '"') or (is_arguments and character not in '{"n'):
             self._break()
@@ -116,13 +116,13 @@ class JsonCallReader:
             self._start(out)
             self._role = "streamed"
 
-    def _take(self, part: str, out: list[Piece]) -> None:
+    def _take(self, part: str, out: list[ParserEvent]) -> None:
         if self._role == "streamed":
-            out.append(CallArguments(self._index, part))
+            out.append(ArgumentsDelta(self._index, part))
         elif self._role != _OTHER:
             self._value.append(part)
 
-    def _close_value(self, out: list[Piece]) -> None:
+    def _close_value(self, out: list[ParserEvent]) -> None:
         value, role = "".join(self._value), self._role
         self._value.clear()
         self._state = "colon" if role == _KEY else "after"
@@ -149,15 +149,15 @@ class JsonCallReader:
             return str(key)
         return _OTHER
 
-    def _start(self, out: list[Piece]) -> None:
+    def _start(self, out: list[ParserEvent]) -> None:
         assert self._name is not None
         self.started = True
         self.raw.clear()
-        out.append(CallStart(self._index, self._make_id(), self._name))
+        out.append(CallBegun(self._index, self._make_id(), self._name))
         if self._arguments is not None:
-            out.append(CallArguments(self._index, self._arguments))
+            out.append(ArgumentsDelta(self._index, self._arguments))
 
-    def _end(self, out: list[Piece]) -> None:
+    def _end(self, out: list[ParserEvent]) -> None:
         self.ended = True
         if self.started:
             return
@@ -183,12 +183,12 @@ class NamedCallReader:
         self._reads = "name"  # then perhaps "id", then "arguments"
         self._scanner: JsonScanner | None = None
 
-    def push(self, text: str, at: int, out: list[Piece]) -> int:
+    def push(self, text: str, at: int, out: list[ParserEvent]) -> int:
         begin = at
         while at < len(text) and not self.ended:
             if self._scanner is not None:
                 end = self._scanner.push(text, at)
-                out.append(CallArguments(self._index, text[at:end]))
+                out.append(ArgumentsDelta(self._index, text[at:end]))
                 at = end
                 self.ended = self._scanner.done
             else:
@@ -197,7 +197,7 @@ class NamedCallReader:
             self.raw.append(text[begin:at])
         return at
 
-    def _step(self, character: str, out: list[Piece]) -> int:
+    def _step(self, character: str, out: list[ParserEvent]) -> int:
         """Reads one character before the arguments; returns 0 if it was not consumed."""
         if self._tag or (character == "[" and self._reads != "arguments"):
             return self._step_in_tag(self._tag + character)
@@ -205,7 +205,7 @@ class NamedCallReader:
             self.started = True
             self.raw.clear()
             self._scanner = JsonScanner()
-            out.append(CallStart(self._index, self._make_id(), "".join(self._name)))
+            out.append(CallBegun(self._index, self._make_id(), "".join(self._name)))
             return 0
         if self._reads == "arguments":
             belongs = character in BLANKS

@@ -5,15 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+from jaxserve.server.events import ArgumentsDelta, CallBegun, ParserEvent, TextDelta
 from jaxserve.server.tools.calls import CallReader, JsonCallReader, NamedCallReader, begins_name
-from jaxserve.server.tools.marks import BLANKS, count_overlap
-from jaxserve.server.tools.pieces import (
-    Content,
-    Piece,
-    make_call_id,
-    make_short_call_id,
-    merge_pieces,
-)
+from jaxserve.server.tools.parsing import BLANKS, count_overlap, make_call_id, make_short_call_id, merge_events
 
 _TEXT, _CALL, _BARE = "text", "call", "bare call"  # a bare call has no opener
 _MARK = "mark"  # inside what may become the opener
@@ -96,9 +90,9 @@ class CallTextParser:
         self._blanks: list[str] = []  # at the end of the content; they belong to it only if more content follows
         self._after_call = False
         self._num_calls = 0
-        self._out: list[Piece] = []
+        self._out: list[ParserEvent] = []
 
-    def push(self, text: str) -> list[Piece]:
+    def push(self, text: str) -> list[ParserEvent]:
         at = 0
         while at < len(text):
             if self._reader is not None:
@@ -109,7 +103,7 @@ class CallTextParser:
                 at = self._read_lead(text, at)
         return self._flush()
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[ParserEvent]:
         if self._reader is not None:
             if self._reader.started:
                 self._after_call = True
@@ -118,19 +112,19 @@ class CallTextParser:
         elif self._state not in (_TEXT, "after", "next"):  # those two are an envelope that was cut off
             self._say("".join(self._raw) + self._partial)
         if self._blanks and not self._after_call:
-            self._out.append(Content("".join(self._blanks)))
+            self._out.append(TextDelta("".join(self._blanks)))
         self._reader, self._state, self._partial = None, _TEXT, ""
         self._raw, self._blanks = [], []
         return self._flush()
 
-    def _flush(self) -> list[Piece]:
-        pieces, self._out = merge_pieces(self._out), []
-        return pieces
+    def _flush(self) -> list[ParserEvent]:
+        events, self._out = merge_events(self._out), []
+        return events
 
     def _say(self, text: str) -> None:
         body = text.rstrip(BLANKS)
         if body:
-            self._out.append(Content("".join(self._blanks) + body if self._blanks else body))
+            self._out.append(TextDelta("".join(self._blanks) + body if self._blanks else body))
             self._blanks.clear()
             self._after_call = False
         if len(body) < len(text):
@@ -196,12 +190,12 @@ class CallTextParser:
 
     def _read_call(self, reader: CallReader, text: str, at: int) -> int:
         was_started = reader.started
-        pieces: list[Piece] = []
-        at = reader.push(text, at, pieces)
+        events: list[ParserEvent] = []
+        at = reader.push(text, at, events)
         if reader.started and not was_started:
             self._num_calls += 1
             self._blanks.clear()
-        self._out += pieces
+        self._out += events
         if reader.ended:
             self._reader, self._partial = None, ""
             if reader.started:
@@ -212,3 +206,23 @@ class CallTextParser:
                 self._say("".join(reader.raw))
                 self._state, self._raw = _TEXT, []
         return at
+
+
+class ForcedCall:
+    """Reads the whole answer as the arguments of one function."""
+
+    def __init__(self, name: str, make_id: Callable[[], str]) -> None:
+        self._name, self._make_id = name, make_id
+        self._started = False
+
+    def push(self, text: str) -> list[ParserEvent]:
+        if not text:
+            return []
+        arguments = ArgumentsDelta(0, text)
+        if self._started:
+            return [arguments]
+        self._started = True
+        return [CallBegun(0, self._make_id(), self._name), arguments]
+
+    def finish(self) -> list[ParserEvent]:
+        return []

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from jaxserve.server.tools.marks import BLANKS
-from jaxserve.server.tools.pieces import CallArguments, CallStart, Content, Piece, Reasoning, make_call_id, merge_pieces
+from jaxserve.server.events import ArgumentsDelta, CallBegun, ParserEvent, ReasoningDelta, TextDelta
+from jaxserve.server.tools.parsing import BLANKS, make_call_id, merge_events
 
 _MESSAGE = "<|message|>"
 _ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>")  # the last two where a model omits the end
@@ -32,19 +32,19 @@ class HarmonyParser:
         self._names = names
         self._header: str | None = ""  # what was read of one; None in a message
         self._held = ""  # perhaps the beginning of a message's end
-        self._kind: type[Content | Reasoning | CallArguments] = Content
+        self._kind: type[TextDelta | ReasoningDelta | ArgumentsDelta] = TextDelta
         self._is_empty = True  # the message has no text yet
         self._seen: set[type] = set()
         self._num_calls = 0
-        self._out: list[Piece] = []
+        self._out: list[ParserEvent] = []
 
-    def push(self, text: str) -> list[Piece]:
+    def push(self, text: str) -> list[ParserEvent]:
         """Reads more text; returns what is certain so far."""
         while text:
             text = self._read_message(text) if self._header is None else self._read_header(self._header + text)
         return self._flush()
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[ParserEvent]:
         """Returns what was held back, at the end of the text; a header that was cut off is nothing."""
         header = self._header
         if header is None:
@@ -55,9 +55,9 @@ class HarmonyParser:
             self._say(header)
         return self._flush()
 
-    def _flush(self) -> list[Piece]:
-        pieces, self._out = merge_pieces(self._out), []
-        return pieces
+    def _flush(self) -> list[ParserEvent]:
+        events, self._out = merge_events(self._out), []
+        return events
 
     def _read_header(self, text: str) -> str:
         """Returns the text behind the header, which `text` begins with."""
@@ -81,12 +81,12 @@ class HarmonyParser:
         function = name.removeprefix(_FUNCTIONS)
         is_call = name.startswith(_FUNCTIONS) or function in (self._names or ())
         if is_call and self._names is not None:
-            self._kind = CallArguments
-            self._out.append(CallStart(self._num_calls, make_call_id(), function))
+            self._kind = ArgumentsDelta
+            self._out.append(CallBegun(self._num_calls, make_call_id(), function))
         elif (name and not is_call) or (channel is not None and channel[1] == "analysis"):
-            self._kind = Reasoning
+            self._kind = ReasoningDelta
         else:
-            self._kind = Content
+            self._kind = TextDelta
 
     def _read_message(self, text: str) -> str:
         """Returns the text behind the message, or behind what is certain of it."""
@@ -111,8 +111,8 @@ class HarmonyParser:
     def _say(self, text: str) -> None:
         if not text:
             return
-        if self._kind is CallArguments:
-            self._out.append(CallArguments(self._num_calls, text))
+        if self._kind is ArgumentsDelta:
+            self._out.append(ArgumentsDelta(self._num_calls, text))
         else:
             separator = "\n" if self._is_empty and self._kind in self._seen else ""
             self._out.append(self._kind(separator + text))  # type: ignore[call-arg]
@@ -120,7 +120,7 @@ class HarmonyParser:
         self._is_empty = False
 
     def _end_message(self) -> None:
-        if self._kind is CallArguments:
+        if self._kind is ArgumentsDelta:
             if self._is_empty:
                 self._say("{}")
             self._num_calls += 1

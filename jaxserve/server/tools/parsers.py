@@ -8,12 +8,21 @@ token outside of calls is content.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from jaxserve.errors import ConfigError
-from jaxserve.server.tools.forced import make_forced_parser
-from jaxserve.server.tools.formats import HERMES, LLAMA3_JSON, MISTRAL, CallFormat, CallTextParser
+from jaxserve.server.events import ArgumentsDelta, CallBegun, CallEnded, Event, ParserEvent, TextDelta
+from jaxserve.server.tools.formats import (
+    FORCED_ARRAY,
+    HERMES,
+    LLAMA3_JSON,
+    MISTRAL,
+    CallFormat,
+    CallTextParser,
+    ForcedCall,
+)
 from jaxserve.server.tools.harmony import HarmonyParser
-from jaxserve.server.tools.pieces import CallArguments, CallStart, Content, Piece, ToolParser, make_call_id
+from jaxserve.server.tools.parsing import ToolParser, make_call_id
 from jaxserve.server.tools.reasoning import ReasoningParser, find_inside
 from jaxserve.server.tools.spec import ToolSet
 
@@ -41,43 +50,53 @@ class AnswerParser:
         is_forced: bool = False,
     ) -> None:
         self._reasoning, self._tools, self._max_calls, self._is_forced = reasoning, tools, max_calls, is_forced
-        self._saw_calls = False
+        self._open_call: int | None = None  # the call that has begun and not ended
+        self.saw_calls = False  # a call has begun
 
-    @property
-    def saw_calls(self) -> bool:
-        """Whether a call has begun."""
-        return self._saw_calls
-
-    def push(self, text: str) -> list[Piece]:
+    def push(self, text: str) -> list[Event]:
         """Reads more text; returns what is certain so far."""
         if self._reasoning is None:
             return self._read_content(text)
-        return self._read_pieces(self._reasoning.push(text))
+        return self._read_events(self._reasoning.push(text))
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[Event]:
         """Returns what was held back, at the end of the text."""
-        pieces = self._read_pieces(self._reasoning.finish()) if self._reasoning is not None else []
-        return pieces + self._keep(self._tools.finish()) if self._tools is not None else pieces
+        events = self._read_events(self._reasoning.finish()) if self._reasoning is not None else []
+        if self._tools is not None:
+            events += self._keep(self._tools.finish())
+        return events + self._end_call()
 
-    def _read_pieces(self, pieces: list[Piece]) -> list[Piece]:
-        read: list[Piece] = []
-        for piece in pieces:
-            read += self._read_content(piece.text) if isinstance(piece, Content) else [piece]
+    def _read_events(self, events: list[ParserEvent]) -> list[Event]:
+        read: list[Event] = []
+        for event in events:
+            read += self._read_content(event.text) if isinstance(event, TextDelta) else [event]
         return read
 
-    def _read_content(self, text: str) -> list[Piece]:
+    def _read_content(self, text: str) -> list[Event]:
         if self._tools is not None:
             return self._keep(self._tools.push(text))
-        return [Content(text)] if text else []
+        return [TextDelta(text)] if text else []
 
-    def _keep(self, pieces: list[Piece]) -> list[Piece]:
-        """Drops calls beyond the allowed number."""
-        most = self._max_calls
-        kept = [p for p in pieces if most is None or not isinstance(p, CallStart | CallArguments) or p.index < most]
-        if self._is_forced:  # other text is the cut-off beginning of a call
-            kept = [piece for piece in kept if not isinstance(piece, Content)]
-        self._saw_calls = self._saw_calls or any(isinstance(piece, CallStart) for piece in kept)
+    def _keep(self, events: list[ParserEvent]) -> list[Event]:
+        """Drops calls beyond the allowed number, and ends each of the others where something else follows."""
+        kept: list[Event] = []
+        for event in events:
+            if not isinstance(event, ArgumentsDelta):
+                kept += self._end_call()
+            if isinstance(event, CallBegun | ArgumentsDelta):
+                if self._max_calls is not None and event.index >= self._max_calls:
+                    continue
+            elif self._is_forced:  # other text is the cut-off beginning of a call
+                continue
+            if isinstance(event, CallBegun):
+                self.saw_calls, self._open_call = True, event.index
+            kept.append(event)
         return kept
+
+    def _end_call(self) -> list[Event]:
+        ended: list[Event] = [] if self._open_call is None else [CallEnded(self._open_call)]
+        self._open_call = None
+        return ended
 
 
 def make_answer_parser(
@@ -113,7 +132,8 @@ def make_answer_parser(
     max_calls = 1 if toolset is not None and not toolset.parallel else None
     if toolset is not None and toolset.is_forced:
         make_id: Callable[[], str] = form.make_id if form is not None else make_call_id
-        tools = make_forced_parser(toolset.named, make_id)
+        array = CallTextParser(replace(FORCED_ARRAY, make_id=make_id))
+        tools = ForcedCall(toolset.named, make_id) if toolset.named is not None else array
         return AnswerParser(tools=tools, max_calls=max_calls, is_forced=True)
     if is_constrained:
         return AnswerParser()

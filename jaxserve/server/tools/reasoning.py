@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from jaxserve.server.tools.marks import BLANKS, count_overlap
-from jaxserve.server.tools.pieces import Content, Piece, Reasoning, merge_pieces
+from jaxserve.server.events import ParserEvent, ReasoningDelta, TextDelta
+from jaxserve.server.tools.parsing import BLANKS, count_overlap, merge_events
 
 _OPEN, _CLOSE = "<think>", "</think>"
 
@@ -31,9 +31,9 @@ class ReasoningParser:
         self._state = "begin"  # then "gap" after the opening mark, "inside", "behind" the closing mark, "content"
         self._blanks: list[str] = []  # they may turn out to be next to a mark
         self._partial = ""  # the beginning of a mark
-        self._out: list[Piece] = []
+        self._out: list[ParserEvent] = []
 
-    def push(self, text: str) -> list[Piece]:
+    def push(self, text: str) -> list[ParserEvent]:
         """Reads more text; returns what is certain so far."""
         at = 0
         while at < len(text) and self._state != "content":
@@ -45,28 +45,28 @@ class ReasoningParser:
                 at += 1
             else:
                 self._state = "inside" if self._state == "gap" else "content"
-        self._add(Content, text[at:])
+        self._add(TextDelta, text[at:])
         return self._flush()
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[ParserEvent]:
         """Returns what was held back, at the end of the text."""
         held = "".join(self._blanks) + self._partial
         if self._state == "inside":
-            self._add(Reasoning, held)
+            self._add(ReasoningDelta, held)
         elif self._state == "begin" and self._starts_inside:
-            self._add(Reasoning, self._partial)
+            self._add(ReasoningDelta, self._partial)
         elif self._state == "begin":
-            self._add(Content, held)
+            self._add(TextDelta, held)
         self._blanks, self._partial, self._state = [], "", "content"
         return self._flush()
 
-    def _add(self, kind: type[Content | Reasoning], text: str) -> None:
+    def _add(self, kind: type[TextDelta | ReasoningDelta], text: str) -> None:
         if text:
             self._out.append(kind(text))
 
-    def _flush(self) -> list[Piece]:
-        pieces, self._out = merge_pieces(self._out), []
-        return pieces
+    def _flush(self) -> list[ParserEvent]:
+        events, self._out = merge_events(self._out), []
+        return events
 
     def _read_begin(self, text: str, at: int) -> int:
         character = text[at]
@@ -86,7 +86,7 @@ class ReasoningParser:
         """Handles a text that does not begin with the opening mark."""
         held, self._partial = self._partial, ""
         if not self._starts_inside:
-            self._add(Content, "".join(self._blanks) + held)
+            self._add(TextDelta, "".join(self._blanks) + held)
             self._state, self._blanks = "content", []
             return
         self._state, self._blanks = "inside", []
@@ -123,7 +123,7 @@ class ReasoningParser:
     def _say(self, text: str) -> None:
         body = text.rstrip(BLANKS)
         if body:
-            self._out.append(Reasoning("".join(self._blanks) + body if self._blanks else body))
+            self._out.append(ReasoningDelta("".join(self._blanks) + body if self._blanks else body))
             self._blanks.clear()
         if len(body) < len(text):
             self._blanks.append(text[len(body) :])

@@ -6,48 +6,51 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from jaxserve.server.tools import CallArguments, CallStart, Content, Piece, Reasoning
+from jaxserve.server.events import ArgumentsDelta, CallBegun, CallEnded, Event, ReasoningDelta, TextDelta
 
 
 class Parser(Protocol):
-    def push(self, text: str) -> list[Piece]: ...
+    def push(self, text: str) -> list[Event]: ...
 
-    def finish(self) -> list[Piece]: ...
+    def finish(self) -> list[Event]: ...
 
 
-def read(parser: Parser, parts: Iterable[str]) -> list[Piece]:
-    pieces: list[Piece] = []
+def read(parser: Parser, parts: Iterable[str]) -> list[Event]:
+    events: list[Event] = []
     for part in parts:
-        pieces += parser.push(part)
-    return pieces + parser.finish()
+        events += parser.push(part)
+    return events + parser.finish()
 
 
-def summarise(pieces: Sequence[Piece]) -> list[Any]:
+def summarise(events: Sequence[Event]) -> list[Any]:
     """Content and reasoning as joined text, calls as [name, arguments]: what does not depend on the cut."""
     found: list[Any] = []
     num_calls = 0
-    for piece in pieces:
-        if isinstance(piece, CallStart):
-            assert piece.index == num_calls, "calls are numbered in order"
+    for event in events:
+        if isinstance(event, CallBegun):
+            assert event.index == num_calls, "calls are numbered in order"
             num_calls += 1
-            found.append([piece.name, ""])
-        elif isinstance(piece, CallArguments):
-            assert piece.index == num_calls - 1 and isinstance(found[-1], list), "arguments follow their call"
-            found[-1][1] += piece.text
+            found.append([event.name, ""])
+        elif isinstance(event, CallEnded):
+            assert event.index == num_calls - 1 and isinstance(found[-1], list), "nothing comes before its end"
+            found[-1] = tuple(found[-1])
+        elif isinstance(event, ArgumentsDelta):
+            assert event.index == num_calls - 1 and isinstance(found[-1], list), "arguments follow their call"
+            found[-1][1] += event.text
         else:
-            assert piece.text, "no empty pieces"
-            kind = type(piece)
+            assert event.text, "no empty events"
+            kind = type(event)
             if found and isinstance(found[-1], kind):
-                found[-1] = kind(found[-1].text + piece.text)
+                found[-1] = kind(found[-1].text + event.text)
             else:
-                found.append(piece)
+                found.append(event)
     return [
-        tuple(item) if isinstance(item, list) else item.text if isinstance(item, Content) else item for item in found
+        tuple(item) if isinstance(item, list) else item.text if isinstance(item, TextDelta) else item for item in found
     ]
 
 
-def join_text(pieces: Sequence[Piece]) -> str:
-    return "".join(piece.text for piece in pieces if isinstance(piece, Content | Reasoning))
+def join_text(events: Sequence[Event]) -> str:
+    return "".join(event.text for event in events if isinstance(event, TextDelta | ReasoningDelta))
 
 
 def cut(text: str, places: Iterable[int]) -> list[str]:

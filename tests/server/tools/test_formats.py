@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.server.tools import CallArguments, CallStart, Content
+from jaxserve.server.events import ArgumentsDelta, CallBegun, TextDelta
 from jaxserve.server.tools.formats import FORCED_ARRAY, HERMES, LLAMA3_JSON, MISTRAL, CallFormat, CallTextParser
 from tests.examples import scale_examples
 from tests.server.tools.helpers import CountedText, cut, join_text, read, summarise
@@ -175,13 +175,13 @@ FRAGMENTS = [
 def test_no_text_is_lost_or_doubled(name: str, data: st.DataObject) -> None:
     text = "".join(data.draw(st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=30)))
     parts = cut(text, data.draw(st.lists(st.integers(0, 10_000), max_size=8)))
-    pieces = read(make(name), parts)
-    assert summarise(pieces) == summarise(read(make(name), [text]))
-    if not any(isinstance(piece, CallStart) for piece in pieces):
-        assert join_text(pieces) == text
+    events = read(make(name), parts)
+    assert summarise(events) == summarise(read(make(name), [text]))
+    if not any(isinstance(event, CallBegun) for event in events):
+        assert join_text(events) == text
     else:
         left = iter(text)  # what comes out stands in the text, in this order and at most once
-        shown = [piece.text for piece in pieces if isinstance(piece, Content | CallArguments) and piece.text != "{}"]
+        shown = [event.text for event in events if isinstance(event, TextDelta | ArgumentsDelta) and event.text != "{}"]
         assert all(character in left for character in "".join(shown))
 
 
@@ -219,14 +219,14 @@ def test_arguments_come_as_they_grow(name: str) -> None:
     text = next(text for text, expected in CALLS[name] if expected == [F])
     parser, seen, begin = make(name), "", text.index(ARGUMENTS)
     for at, character in enumerate(text):
-        seen += "".join(piece.text for piece in parser.push(character) if isinstance(piece, CallArguments))
+        seen += "".join(event.text for event in parser.push(character) if isinstance(event, ArgumentsDelta))
         assert seen == ARGUMENTS[: max(0, at + 1 - begin)]
 
 
 def test_content_comes_as_it_grows() -> None:
     parser = make("hermes")
     assert [parser.push(part) for part in ("Hel", "lo <", "b", "> \n", "x")] == [
-        [Content("Hel")], [Content("lo")], [Content(" <b")], [Content(">")], [Content(" \nx")],
+        [TextDelta("Hel")], [TextDelta("lo")], [TextDelta(" <b")], [TextDelta(">")], [TextDelta(" \nx")],
     ]  # fmt: skip
 
 
@@ -267,7 +267,7 @@ def test_what_follows_a_broken_mark_is_text(name: str, text: str, expected: list
 
 def test_ids() -> None:
     def list_ids(form: CallFormat, text: str) -> list[str]:
-        return [piece.call_id for piece in read(CallTextParser(form), [text]) if isinstance(piece, CallStart)]
+        return [event.call_id for event in read(CallTextParser(form), [text]) if isinstance(event, CallBegun)]
 
     one, two = list_ids(HERMES, f"<tool_call>{G}</tool_call>" * 2)
     assert one != two and one.startswith("call_") and len(one) == 29 and int(one[5:], 16) >= 0

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.server.tools import Content, Reasoning, guess_reasoning_parser, guess_tool_parser, make_answer_parser
+from jaxserve.server.events import ReasoningDelta, TextDelta
+from jaxserve.server.tools import guess_reasoning_parser, guess_tool_parser, make_answer_parser
 from jaxserve.server.tools.harmony import HarmonyParser
 from jaxserve.server.tools.spec import read_tools
 from tests.server.tools.helpers import cut, read, summarise
 
-R = Reasoning
+R = ReasoningDelta
 THINK, ANSWER = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
 SAY, NEXT = "<|channel|>commentary<|message|>", "<|end|><|start|>assistant"
 CALL = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
@@ -54,7 +55,7 @@ CASES: list[tuple[str, list[Any]]] = [
 def test_examples(text: str, expected: list[Any]) -> None:
     for parts in ([text], text):
         found = summarise(read(HarmonyParser({"f", "g"}), parts))
-        assert [R(item.text) if isinstance(item, Reasoning) else item for item in found] == expected
+        assert [R(item.text) if isinstance(item, ReasoningDelta) else item for item in found] == expected
 
 
 def test_calls_are_content_where_none_are_read() -> None:
@@ -79,7 +80,7 @@ def test_text_comes_as_it_grows() -> None:
     parser = HarmonyParser(())
     parts = ("<|channel|>", "analysis", "<|message|>", "a", " b <", "c", "<|end|>", "<|start|>assistant", ANSWER, "d")
     found = [parser.push(part) for part in parts]
-    assert found == [[], [], [], [R("a")], [R(" b ")], [R("<c")], [], [], [], [Content("d")]]
+    assert found == [[], [], [], [R("a")], [R(" b ")], [R("<c")], [], [], [], [TextDelta("d")]]
 
 
 TOOLS = [{"type": "function", "function": {"name": "f"}}, {"type": "function", "function": {"name": "g"}}]

@@ -7,13 +7,10 @@ from typing import Any
 import pytest
 
 from jaxserve.errors import ConfigError
+from jaxserve.server.events import ArgumentsDelta, CallBegun, ReasoningDelta, TextDelta
 from jaxserve.server.tools import (
     REASONING_PARSERS,
     TOOL_PARSERS,
-    CallArguments,
-    CallStart,
-    Content,
-    Reasoning,
     ToolSet,
     guess_tool_parser,
     make_answer_parser,
@@ -27,7 +24,7 @@ TOOLS = [{"type": "function", "function": {"name": name}} for name in "fg"]
 F, G = '{"name": "f", "arguments": {"a": 1}}', '{"name": "g", "arguments": {}}'
 HERMES_TEXT = f"Hm.\n<tool_call>\n{F}\n</tool_call>\n<tool_call>\n{G}\n</tool_call>"
 CALLS = [("f", '{"a": 1}'), ("g", "{}")]
-R = Reasoning
+R = ReasoningDelta
 
 
 def tools(choice: Any = "auto", parallel: bool = True) -> ToolSet | None:
@@ -37,9 +34,9 @@ def tools(choice: Any = "auto", parallel: bool = True) -> ToolSet | None:
 def test_without_parsers_text_is_content() -> None:
     parser = make_answer_parser()
     assert [parser.push(text) for text in ("", " a<think>", HERMES_TEXT)] == [
-        [], [Content(" a<think>")], [Content(HERMES_TEXT)],
+        [], [TextDelta(" a<think>")], [TextDelta(HERMES_TEXT)],
     ]  # fmt: skip
-    assert parser.finish() == [] and not parser.saw_calls
+    assert parser.finish() == []
 
 
 @pytest.mark.parametrize(
@@ -73,23 +70,22 @@ def test_answers(options: Any, text: str, expected: list[Any]) -> None:
     for parts in ([text], text):
         parser = make_answer_parser(*options)
         assert summarise(read(parser, parts)) == expected
-        assert parser.saw_calls is any(isinstance(item, tuple) for item in expected)
 
 
 def test_what_was_held_back_comes_in_order() -> None:
     parser = make_answer_parser("hermes", "qwen3", tools())
-    assert parser.push("<think>a</think>b <tool") == [R("a"), Content("b")]
-    assert parser.finish() == [Content(" <tool")]
+    assert parser.push("<think>a</think>b <tool") == [R("a"), TextDelta("b")]
+    assert parser.finish() == [TextDelta(" <tool")]
     parser = make_answer_parser("hermes", "qwen3", tools())
-    assert parser.push("<thi") == [] and parser.finish() == [Content("<thi")]
+    assert parser.push("<thi") == [] and parser.finish() == [TextDelta("<thi")]
 
 
 def test_forced_calls_come_as_they_grow() -> None:
     parser = make_answer_parser(None, None, tools("required"))
-    pieces = [parser.push(part) for part in ('[{"name":"', 'f","param', 'eters":{"a', '":1}', "}", "]")]
-    start = pieces[2][0]
-    assert isinstance(start, CallStart) and start.name == "f" and start.call_id.startswith("call_")
-    assert pieces == [[], [], [start, CallArguments(0, '{"a')], [CallArguments(0, '":1}')], [], []]
+    events = [parser.push(part) for part in ('[{"name":"', 'f","param', 'eters":{"a', '":1}', "}", "]")]
+    start = events[2][0]
+    assert isinstance(start, CallBegun) and start.name == "f" and start.call_id.startswith("call_")
+    assert events == [[], [], [start, ArgumentsDelta(0, '{"a')], [ArgumentsDelta(0, '":1}')], [], []]
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
@@ -97,7 +93,7 @@ def test_forced_calls_have_the_ids_of_their_family(choice: Any) -> None:
     text = f"[{F}]" if choice == "required" else "{}"
     for name, length in (("mistral", 9), ("hermes", 29), (None, 29)):
         start = make_answer_parser(name, None, tools(choice)).push(text)[0]
-        assert isinstance(start, CallStart) and len(start.call_id) == length
+        assert isinstance(start, CallBegun) and len(start.call_id) == length
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.server.tools import Content, Reasoning
+from jaxserve.server.events import ReasoningDelta, TextDelta
 from jaxserve.server.tools.reasoning import ReasoningParser, find_inside
 from tests.server.tools.helpers import CountedText, cut, join_text, read, summarise
 
-R = Reasoning
+R = ReasoningDelta
 CASES: list[tuple[bool, str, list[Any]]] = [
     (False, "<think>\na b\n</think>\n\nHi ", [R("a b"), "Hi "]),
     (False, " <think>a</think>b", [R("a"), "b"]),
@@ -55,22 +55,22 @@ def test_examples(starts_inside: bool, text: str, expected: list[Any]) -> None:
 )
 def test_any_cut_gives_the_same_and_nothing_is_lost(starts_inside: bool, texts: list[str], places: list[int]) -> None:
     text = "".join(texts)
-    pieces = read(ReasoningParser(starts_inside=starts_inside), cut(text, places))
-    assert summarise(pieces) == summarise(read(ReasoningParser(starts_inside=starts_inside), [text]))
+    events = read(ReasoningParser(starts_inside=starts_inside), cut(text, places))
+    assert summarise(events) == summarise(read(ReasoningParser(starts_inside=starts_inside), [text]))
     rest = text.lstrip(" \t\n\r")
     if not starts_inside and not rest.startswith("<think>"):
-        assert summarise(pieces) == ([text] if text else [])
+        assert summarise(events) == ([text] if text else [])
     elif "</think>" not in rest:
-        assert join_text(pieces) == rest.removeprefix("<think>").lstrip(" \t\n\r")
+        assert join_text(events) == rest.removeprefix("<think>").lstrip(" \t\n\r")
     else:
         begin, end = rest.removeprefix("<think>").split("</think>", 1)
-        assert join_text(pieces) == begin.strip(" \t\n\r") + end.lstrip(" \t\n\r")
+        assert join_text(events) == begin.strip(" \t\n\r") + end.lstrip(" \t\n\r")
 
 
 def test_reasoning_comes_as_it_grows() -> None:
     parser = ReasoningParser(starts_inside=True)
     assert [parser.push(part) for part in ("a", "b \n", "c</th", "ink>", "\n", "d ", "e")] == [
-        [R("a")], [R("b")], [R(" \nc")], [], [], [Content("d ")], [Content("e")],
+        [R("a")], [R("b")], [R(" \nc")], [], [], [TextDelta("d ")], [TextDelta("e")],
     ]  # fmt: skip
 
 

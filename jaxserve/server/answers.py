@@ -1,0 +1,145 @@
+"""Answers of the engine to one HTTP request: the reader of its outputs, and the response that a protocol writes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import Any, Protocol
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from jaxserve.request import Request, RequestOutput
+from jaxserve.server.body import prepare
+from jaxserve.server.conversation import Conversation, make_parser, make_request
+from jaxserve.server.errors import ApiError
+from jaxserve.server.events import AnswerEnded, ReasoningDelta, Update
+from jaxserve.server.generation import Account, Generation, name_requests
+from jaxserve.server.protocol.fields import SamplingFields
+from jaxserve.server.server_state import ServerState
+from jaxserve.server.stream import EventStream, run_while_connected
+from jaxserve.server.tools import AnswerParser
+
+
+class AnswerReader:
+    """Reads the outputs of one HTTP request's engine requests as events. Its choices are numbered across them.
+
+    Args:
+        n: completions of each request.
+        make_parser: makes the parser of a choice.
+        shows_reasoning: False drops it.
+    """
+
+    def __init__(
+        self, n: int, make_parser: Callable[[], AnswerParser] = AnswerParser, *, shows_reasoning: bool = True
+    ) -> None:
+        self._n, self._make_parser, self._shows_reasoning = n, make_parser, shows_reasoning
+        self._parsers: dict[int, AnswerParser] = {}  # by choice
+
+    def read(self, position: int, output: RequestOutput) -> Iterator[Update]:
+        """Yields what an output of the request at this position adds to each of its choices."""
+        for completion in output.outputs:
+            index = position * self._n + completion.index
+            parser, reason = self._parsers.get(index), completion.finish_reason
+            if begins := parser is None:
+                parser = self._parsers[index] = self._make_parser()
+            events = parser.push(completion.text)
+            if reason is not None:
+                events += parser.finish()
+                reason = "calls" if reason == "stop" and parser.saw_calls else reason
+                events.append(AnswerEnded(reason, completion.stop_reason))
+            if not self._shows_reasoning:
+                events = [event for event in events if not isinstance(event, ReasoningDelta)]
+            yield Update(index, begins, events, completion, output)
+
+
+class Writer(Protocol):
+    """A protocol's form of an answer, whole or as a stream.
+
+    `usage` counts the tokens of the HTTP request so far; `metrics` are what `Generation.describe_metrics` returns.
+    """
+
+    done: bytes  # behind the last event of every stream
+
+    def render_error(self, error: ApiError) -> bytes:
+        """Returns the event that ends a failed stream."""
+        ...
+
+    def write(self, update: Update, usage: Account) -> Iterable[bytes]:
+        """Returns the server-sent events that an update becomes."""
+        ...
+
+    def end(self, usage: Account, metrics: Mapping[str, Any]) -> Iterable[bytes]:
+        """Returns the server-sent events behind the last update."""
+        ...
+
+    def fold(self, updates: Sequence[Update], usage: Account, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the whole answer; there is one update for each choice, in any order."""
+        ...
+
+
+async def answer[B: SamplingFields](
+    http: HttpRequest,
+    body: B,
+    state: ServerState,
+    read: Callable[[B, ServerState], Conversation],
+    make_writer: Callable[[Conversation, Request], Writer],
+) -> Response:
+    """Returns the response to a body that `read` reads as a conversation.
+
+    Raises:
+        InvalidRequestError, TokenizerError: the conversation cannot be answered.
+        ApiError: as `respond`, and as `prepare`.
+    """
+
+    def make(body: B, state: ServerState, options: dict[str, Any]) -> tuple[Conversation, Request]:
+        conversation = read(body, state)
+        return conversation, make_request(conversation, state, options)
+
+    conversation, request = await prepare(http, body, state, make)
+    (request,) = name_requests([request], http)
+    parse = partial(make_parser, conversation, request, state)
+    reader = AnswerReader(request.params.n, parse, shows_reasoning=conversation.shows_reasoning)
+    return await respond(http, body, state, [request], reader, make_writer(conversation, request), operation="chat")
+
+
+async def respond(
+    http: HttpRequest,
+    body: SamplingFields,
+    state: ServerState,
+    requests: Sequence[Request],
+    reader: AnswerReader,
+    writer: Writer,
+    *,
+    operation: str,
+) -> Response:
+    """Runs the requests and returns the response, streamed or whole.
+
+    Raises:
+        ApiError: the engine refused a request, or failed on it before the first output.
+    """
+    generation = Generation(state, requests, http, operation=operation)
+    if not body.stream:
+        return JSONResponse(await run_while_connected(http, _collect(generation, reader, writer), state))
+    outputs = await run_while_connected(http, generation.begin(), state)
+    pieces = _stream(outputs, generation, reader, writer)
+    return EventStream(pieces, state, end=writer.done, render_error=writer.render_error)
+
+
+async def _collect(generation: Generation, reader: AnswerReader, writer: Writer) -> dict[str, Any]:
+    updates = [update async for numbered in generation.outputs() for update in reader.read(*numbered)]
+    return writer.fold(updates, generation.account, generation.describe_metrics())
+
+
+async def _stream(
+    outputs: AsyncGenerator[tuple[int, RequestOutput]], generation: Generation, reader: AnswerReader, writer: Writer
+) -> AsyncGenerator[bytes]:
+    usage = generation.account
+    async with aclosing(outputs):
+        async for position, output in outputs:
+            for update in reader.read(position, output):
+                for piece in writer.write(update, usage):
+                    yield piece
+        for piece in writer.end(usage, generation.describe_metrics()):
+            yield piece

@@ -1,0 +1,145 @@
+"""Outputs are read as events once, whatever the protocol; and bodies of all protocols as one kind of conversation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jaxserve.request import CompletionOutput, RequestOutput
+from jaxserve.sampling_params import OutputKind
+from jaxserve.server.answers import AnswerReader
+from jaxserve.server.events import (
+    AnswerEnded,
+    ArgumentsDelta,
+    CallBegun,
+    CallEnded,
+    Event,
+    ReasoningDelta,
+    TextDelta,
+    Update,
+)
+from jaxserve.server.generation import Account
+from jaxserve.server.options import ServerConfig
+from jaxserve.server.protocol.chat import ChatCompletionRequest
+from jaxserve.server.protocol.responses import ResponseRequest
+from jaxserve.server.routes import chat, responses
+from jaxserve.server.tools import make_answer_parser, read_tools
+
+TOOLS = [{"type": "function", "function": {"name": name}} for name in "fg"]
+CALL = '<tool_call>{{"name": "{}", "arguments": {{"a": 1}}}}</tool_call>'
+R = ReasoningDelta
+
+
+def give(text: str, reason: str | None = None, index: int = 0, **more: Any) -> RequestOutput:
+    completion = CompletionOutput(index, text, [1], reason, **more)
+    return RequestOutput("r-0", "hi", [7, 8], [completion], finished=reason is not None)
+
+
+def make_reader(n: int = 1, **options: Any) -> AnswerReader:
+    return AnswerReader(n, lambda: make_answer_parser("hermes", "qwen3", read_tools(TOOLS)), **options)
+
+
+def read(outputs: Sequence[RequestOutput], reader: AnswerReader | None = None) -> list[Update]:
+    reader = reader or make_reader()
+    return [update for output in outputs for update in reader.read(0, output)]
+
+
+def list_events(outputs: Sequence[RequestOutput], reader: AnswerReader | None = None) -> list[Event]:
+    return [event for update in read(outputs, reader) for event in update.events]
+
+
+def test_text_is_one_event_of_each_output() -> None:
+    updates = read([give("a"), give(""), give("b", "length")], AnswerReader(1))
+    assert [list(update.events) for update in updates] == [
+        [TextDelta("a")], [], [TextDelta("b"), AnswerEnded("length", None)],
+    ]  # fmt: skip
+    assert [update.begins for update in updates] == [True, False, False]
+    assert [update.ended for update in updates] == [None, None, AnswerEnded("length", None)]
+
+
+def test_a_call_ends_before_anything_else_comes() -> None:
+    text = f"<think>x</think>Hm.{CALL.format('f')}{CALL.format('g')} So."
+    for outputs in ([give(text, "stop")], [*(give(character) for character in text), give("", "stop")]):
+        events = list_events(outputs)
+        kinds = [event for event in events if not isinstance(event, ArgumentsDelta | TextDelta)]
+        ids = [event.call_id for event in kinds if isinstance(event, CallBegun)]
+        assert kinds == [
+            R("x"), CallBegun(0, ids[0], "f"), CallEnded(0), CallBegun(1, ids[1], "g"), CallEnded(1),
+            AnswerEnded("calls", None),
+        ]  # fmt: skip
+        for index in (0, 1):
+            parts = [event for event in events if isinstance(event, ArgumentsDelta) and event.index == index]
+            assert "".join(part.text for part in parts) == '{"a": 1}'
+            assert events.index(parts[-1]) < events.index(CallEnded(index))
+        assert "".join(event.text for event in events if isinstance(event, TextDelta)) == "Hm. So."
+
+
+def test_a_call_that_is_cut_off_ends_all_the_same() -> None:
+    events = list_events([give('<tool_call>{"name": "f", "arguments": {"a'), give("", "length")])
+    assert events[1:] == [ArgumentsDelta(0, '{"a'), CallEnded(0), AnswerEnded("length", None)]
+
+
+def test_a_call_ends_where_the_dropped_one_behind_it_begins() -> None:
+    reader = AnswerReader(1, lambda: make_answer_parser("hermes", None, read_tools(TOOLS, "auto", False)))
+    events = list_events([give(CALL.format("f") + CALL.format("g"))], reader)
+    assert [type(event) for event in events] == [CallBegun, ArgumentsDelta, CallEnded]
+
+
+def test_reasoning_is_dropped_where_it_is_not_shown() -> None:
+    outputs = [give("<think>x</think>"), give("y", "stop", stop_reason="END")]
+    assert list_events(outputs, make_reader(shows_reasoning=False)) == [TextDelta("y"), AnswerEnded("stop", "END")]
+
+
+def test_choices_are_numbered_across_the_prompts() -> None:
+    reader = AnswerReader(2)
+    given = [(1, give("a", index=1)), (0, give("b", index=1)), (1, give("c", "stop", index=1))]
+    found = [update for position, output in given for update in reader.read(position, output)]
+    assert [(update.choice, update.begins) for update in found] == [(3, True), (1, True), (3, False)]
+
+
+def make_state() -> Any:
+    return SimpleNamespace(
+        engine=SimpleNamespace(max_model_len=512), config=ServerConfig.from_options(), fingerprint="f", token_texts=None
+    )
+
+
+def test_bodies_of_two_protocols_are_the_same_conversation() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    more: dict[str, Any] = {"temperature": 0.5, "stop": ["x"], "seed": 3}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    one = ChatCompletionRequest(messages=messages, max_tokens=9, response_format=form, reasoning_effort="low", **more)
+    other = ResponseRequest(
+        input="hi",
+        instructions="Be brief.",
+        max_output_tokens=9,
+        text={"format": {"type": "json_schema", "name": "n", "schema": schema}},
+        reasoning={"effort": "low"},
+        **more,
+    )
+    found = chat.read_conversation(one, make_state())
+    assert found == responses.read_conversation(other, make_state())
+    assert found.messages == messages and found.reasoning_effort == "low" and found.form is not None
+    assert found.params == {**more, "max_tokens": 9, "output_kind": OutputKind.FINAL_ONLY}
+
+
+@pytest.mark.parametrize("text", ["<think>a</think>b", f"b{CALL.format('f')}", "b"])
+def test_the_chunks_of_a_chat_are_its_whole_answer(text: str) -> None:
+    body = ChatCompletionRequest(messages=[{"role": "user", "content": "hi"}], tools=TOOLS)
+    conversation = chat.read_conversation(body, make_state())
+    request: Any = SimpleNamespace(request_id="r-0", params=SimpleNamespace(logprobs=None))
+    writer = chat.ChatWriter(body, "m", make_state(), conversation, request)
+    whole = writer.fold(read([give(text, "stop")]), Account(), {})["choices"][0]
+    outputs = [*(give(character) for character in text), give("", "stop")]
+    pieces = [piece for update in read(outputs) for piece in writer.write(update, Account())]
+    chunks = [json.loads(piece.removeprefix(b"data: "))["choices"][0] for piece in pieces]
+    for name in ("content", "reasoning_content"):
+        joined = "".join(chunk["delta"].get(name) or "" for chunk in chunks)
+        assert joined == (whole["message"].get(name) or "")
+    arguments = [call["function"]["arguments"] for chunk in chunks for call in chunk["delta"].get("tool_calls", ())]
+    assert "".join(arguments) == "".join(c["function"]["arguments"] for c in whole["message"].get("tool_calls", ()))
+    assert chunks[-1]["finish_reason"] == whole["finish_reason"] == ("tool_calls" if arguments else "stop")
