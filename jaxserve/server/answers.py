@@ -75,7 +75,7 @@ class Writer(Protocol):
         ...
 
     def fold(self, updates: Sequence[Update], usage: Account, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the whole answer; there is one update for each choice, in any order."""
+        """Returns the whole answer, of one update for each choice. Its texts may come in several deltas each."""
         ...
 
 

@@ -50,7 +50,7 @@ class CallEnded:
 class AnswerEnded:
     """The last event of a choice."""
 
-    reason: str  # stop, calls (it stopped after one), length, or another of `FinishReason`
+    reason: str  # stop, length or another of `FinishReason`; calls: it stopped behind one
     stop_reason: int | str | None  # the stop token id or stop string that matched; None for EOS
 
 
