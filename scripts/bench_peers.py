@@ -1,4 +1,4 @@
-"""jaxserve beside other engines on this machine's CPU: makes their environments, then runs `jaxserve bench compare`.
+"""jaxserve beside other engines on this machine's CPU: makes their environments, then runs `bench_compare.py`.
 
 Each engine gets a virtual environment of its own in --folder, made once (gigabytes, minutes). One that cannot be
 installed is skipped by name. The model is a preset with random weights, written once as a Hugging Face checkpoint, or a
@@ -29,11 +29,12 @@ LOADS = {
     "prompts": "--num-prompts 8 --random-input-len 512 --random-output-len 1 --rows 8",
 }
 EXPORTER = "optimum"
+COMPARE = Path(__file__).with_name("bench_compare.py")
 
 
 @dataclass(frozen=True)
 class Peer:
-    """An engine: what pip installs for it, and its names in `bench compare`. TORCH stands for --torch."""
+    """An engine: what pip installs for it, and its names in `bench_compare.py`. TORCH stands for --torch."""
 
     packages: tuple[str, ...]
     names: tuple[str, ...]
@@ -75,7 +76,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--loads", nargs="+", choices=tuple(LOADS), default=list(LOADS), help="these loads")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--num-iters", type=int, default=3, help="rounds of each comparison (default: %(default)s)")
-    parser.add_argument("--with", dest="variants", action="append", default=[], help="as bench compare has it")
+    parser.add_argument("--with", dest="variants", action="append", default=[], help="as bench_compare.py has it")
     parser.add_argument("--install-python", default=sys.executable, metavar="PYTHON", help="makes the environments")
     parser.add_argument("--torch", default="torch", metavar="SPEC", help="what pip installs as torch")
     parser.add_argument("--no-install", action="store_true", help="use the environments that are there")
@@ -181,7 +182,7 @@ def make_command(
     args: argparse.Namespace, model: Path, load: str, dtype: str, installed: Sequence[str], exported: Path | None
 ) -> list[str]:
     """Returns the command that compares all engines under one load."""
-    command = [sys.executable, "-m", "jaxserve", "bench", "compare", "--model", str(model), "--dtype", dtype]
+    command = [sys.executable, str(COMPARE), "--model", str(model), "--dtype", dtype]
     command += [*LOADS[load].split(), "--num-iters", str(args.num_iters)]
     for text in args.variants:
         command += ["--with", text]

@@ -26,10 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
-from bench_server_process import PROGRAM, ServerProcess, count_cores, read_busy, run_server
+from bench_server_process import PROGRAM, ServerProcess, read_busy, run_server
 from rich.console import Console
 from rich.table import Table
 
+from jaxserve.bench.environment import count_cores
 from jaxserve.bench.load.client import Client
 from jaxserve.bench.load.records import RequestRecord
 from jaxserve.bench.load.target import ENDPOINTS, Target

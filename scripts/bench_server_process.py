@@ -125,8 +125,3 @@ def read_busy() -> float:
     first = Path("/proc/stat").read_text().partition("\n")[0].split()
     user, nice, system, _, _, irq, softirq = map(int, first[1:8])
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
-
-
-def count_cores() -> int:
-    """Returns the cores that server and client share."""
-    return len(os.sched_getaffinity(0))

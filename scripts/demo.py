@@ -17,12 +17,12 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from batching import Served, serve
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
 from jaxserve import LLM, RequestOutput
-from jaxserve.bench.batching import Served, serve
 from jaxserve.bench.demo_questions import Question, make_questions
 from jaxserve.bench.plots import Line, check_plot_target, draw_lines, save_figure
 from jaxserve.bench.prompts import BenchRequest

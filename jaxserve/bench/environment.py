@@ -54,12 +54,17 @@ def describe_environment(*, has_devices: bool = True) -> dict[str, Any]:
         numpy=metadata.version("numpy"),
         platform=f"{platform.system()} {platform.machine()}",
         cpu=read_cpu_model(),
-        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        num_cores=count_cores(),
         memory_bytes=host_memory_bytes(),
         device=device,
         num_devices=count,
     )
     return asdict(found)
+
+
+def count_cores() -> int:
+    """Returns the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def read_cpu_model(path: Path = Path("/proc/cpuinfo")) -> str:

@@ -11,9 +11,7 @@ from jaxserve.bench.datasets import add_dataset_flags, make_requests, read_datas
 from jaxserve.bench.report import add_report_flags, make_report, read_report_paths
 from jaxserve.bench.setup import add_iteration_flags, check_counts, fill_dry_run
 from jaxserve.cli.bench_common import DRY_ENGINE, add_benchmark, add_defaults, finish, print_result
-from jaxserve.cli.bench_compare import add_compare
 from jaxserve.cli.bench_serve import add_serve
-from jaxserve.cli.bench_startup import add_startup
 from jaxserve.cli.bench_sweep import add_sweep
 from jaxserve.cli.flags import add_command, add_command_options, read_engine_options
 from jaxserve.config import EngineConfig
@@ -24,16 +22,14 @@ _DRY_LATENCY = {"batch_size": 2, "input_len": 16, "output_len": 8, "num_iters": 
 
 def add_bench(group: Any) -> None:
     """Adds `bench` with its subcommands to the commands."""
-    text = "measure: throughput, latency, starts, batch sizes, ways of batching, servers and other engines"
+    text = "measure: throughput, latency, batch sizes, servers under load"
     command = add_command(group, "bench", None, text, "COMMAND")
     command.set_defaults(run=partial(_show_help, command))
     benchmarks = command.add_subparsers(title="benchmarks", metavar="COMMAND")
     _add_throughput(benchmarks)
     _add_latency(benchmarks)
-    add_startup(benchmarks)
     add_sweep(benchmarks)
     add_serve(benchmarks)
-    add_compare(benchmarks)
 
 
 def _show_help(command: argparse.ArgumentParser, args: argparse.Namespace) -> int:

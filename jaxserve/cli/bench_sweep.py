@@ -1,4 +1,4 @@
-"""`jaxserve bench sweep`: batch sizes, or ways of batching."""
+"""`jaxserve bench sweep`: decode steps by batch size and context."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from jaxserve.bench.environment import describe_environment
 from jaxserve.bench.plots import Line, Mark, PageTable, Panel, draw_panels
 from jaxserve.bench.report import add_report_flags, check_target, make_report, read_report_paths
 from jaxserve.bench.setup import Bench, add_iteration_flags, check_counts, fill_dry_run
-from jaxserve.cli.bench_batching import DRY_BATCHING, add_batching_flags, run_batching
 from jaxserve.cli.bench_common import (
     DRY_ENGINE,
     add_benchmark,
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _DRY = {"batch_sizes": [1, 2, 4], "contexts": [32, 48], "steps": 4, "num_iters": 2}
-_SIZE_FLAGS = ("batch_sizes", "contexts", "steps", "layers", "calibrate")
 _HEADER = ("batch", "context", "ms/step", "least, most", "limit ms", "% of limit", "tokens/s", "per user", "KV")
 
 
@@ -56,35 +54,21 @@ def add_sweep(group: Any) -> None:
     sizes.add_argument("--layers", type=int, metavar="INT", help="of a preset, fewer than it has; random weights")
     text = "also time prompt steps, and write the figures that jaxserve simulate takes"
     sizes.add_argument("--calibrate", metavar="FILE", help=text)
-    batching = add_batching_flags(command)
     add_iteration_flags(command, num_iters=3)
     report = add_report_flags(command)
     add_plot_flags(report)
     add_command_options(command, (EngineConfig,))
-    command.set_defaults(batching_flags=batching)
 
 
 def _run(command: argparse.ArgumentParser, args: argparse.Namespace) -> int:
-    foreign = _SIZE_FLAGS if args.batching else args.batching_flags
-    for name in foreign:
-        if (value := getattr(args, name)) != command.get_default(name):
-            where = "measuring batch sizes, not for --batching" if args.batching else "--batching"
-            raise ConfigError(f"is for {where}", field=name, value=value)
-    del args.batching_flags
-    args = fill_dry_run(args, command, DRY_BATCHING if args.batching else _DRY)
-    for name in foreign:
-        setattr(args, name, None)  # a report says only what was used
-    check_counts(args, num_iters=1)
-    paths = read_report_paths(args, "sweep")
-    check_plot_flags(args)
-    return run_batching(args, paths) if args.batching else _run_sizes(args, paths)
-
-
-def _run_sizes(args: argparse.Namespace, paths: Sequence[Path]) -> int:
     from jaxserve.bench.batch_sizes import measure_point
     from jaxserve.bench.calibrate import calibrate
     from jaxserve.engine.progress import show_progress
 
+    args = fill_dry_run(args, command, _DRY)
+    check_counts(args, num_iters=1)
+    paths = read_report_paths(args, "sweep")
+    check_plot_flags(args)
     calibration = None if args.calibrate is None else check_target(args.calibrate, "calibrate")
     sizes = SweepSizes(tuple(sorted(set(args.batch_sizes))), tuple(args.contexts), args.steps, args.num_iters)
     bench = _open(args, sizes)
@@ -165,9 +149,11 @@ def _list_ends(points: Sequence[Point], misfits: dict[int, dict[int, str]]) -> l
 
 
 def _show(args: argparse.Namespace, bench: Bench, points: Sequence[Point], misfits: dict[int, dict[int, str]]) -> None:
+    from jaxserve.runtime.memory import format_bytes
+
     rows = [_make_row(point) for point in points]
     ends = _list_ends(points, misfits)
-    notes = [f"Weights: {_show_bytes(points[0].weight_bytes)}."]
+    notes = [f"Weights: {format_bytes(points[0].weight_bytes)}."]
     notes += [f"Context {end.context}: {end.text}." for end in ends]
     notes += [f"Not measured: {text}." for found in misfits.values() for text in found.values()]
     shown = [_HEADER, *rows]
@@ -185,6 +171,8 @@ def _show(args: argparse.Namespace, bench: Bench, points: Sequence[Point], misfi
 
 
 def _make_row(point: Point) -> tuple[str, ...]:
+    from jaxserve.runtime.memory import format_bytes
+
     shown = point.seconds
     return (
         str(point.batch),
@@ -195,12 +183,8 @@ def _make_row(point: Point) -> tuple[str, ...]:
         f"{100 * point.limit / shown.median:.0f}",
         f"{point.tokens_per_second:,.0f}",
         f"{1 / shown.median:,.1f}",
-        _show_bytes(point.kv_bytes),
+        format_bytes(point.kv_bytes),
     )
-
-
-def _show_bytes(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.1f} MiB"
 
 
 def _draw(bench: Bench, points: Sequence[Point], ends: Sequence[End]) -> list[Figure]:

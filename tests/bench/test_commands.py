@@ -65,36 +65,11 @@ def test_latency(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "% of the limit of this device" in capsys.readouterr().out
 
 
-def measure_starts(tmp_path: Path, *flags: str) -> dict[str, Any]:
-    path = tmp_path / "report.json"
-    assert main(["bench", "startup", "--dry-run", "--output-json", str(path), *flags]) == 0
-    document = read(path)
-    for found in document["figures"]["starts"].values():
-        check_spread(found["seconds"])
-    return document["figures"]
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-def test_startup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    starts = measure_starts(tmp_path)["starts"]
-    counts = [(found["num_compiled"] > 0, found["num_cached"] > 0) for found in starts.values()]
-    assert list(starts) == ["cold", "warm"] and counts == [(True, False), (False, True)]
-    assert "one run, no figure of its own" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-def test_startup_from_a_bundle(tmp_path: Path) -> None:
-    figures = measure_starts(tmp_path, "--starts", "bundle")
-    found = figures["starts"]["bundle"]
-    assert (found["num_compiled"], found["num_cached"]) == (0, 0)
-    assert figures["bundle_bytes"] > 0 and figures["build_seconds"] > 0
-
-
 def test_sweep_of_batch_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
     calibration = tmp_path / "calibration.json"
-    figures = run(tmp_path, "sweep", "--calibrate", str(calibration))["figures"]
+    pictures = "--plot", str(tmp_path / "x.svg"), "--html", str(tmp_path / "x.html")
+    figures = run(tmp_path, "sweep", "--calibrate", str(calibration), *pictures)["figures"]
     points = figures["points"]
     assert [(point["batch_size"], point["context"]) for point in points] == [
         (batch, context) for context in (32, 48) for batch in (1, 2, 4)
@@ -109,36 +84,8 @@ def test_sweep_of_batch_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert [step["rows"] for step in steps] == [2, 2, 4, 2, 2, 4, 4], "padding included"
     assert steps[-1]["operations"] > 10 * steps[0]["operations"]
     assert "% of limit" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-def test_sweep_of_ways_of_batching(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    files = "--plot", str(tmp_path / "x.svg"), "--html", str(tmp_path / "x.html")
-    ways = "one-at-a-time", "static", "dynamic"
-    rows = run(tmp_path, "sweep", "--batching", *ways, *files)["figures"]["ways"]
-    assert [(row["length_cv"], row["way"]) for row in rows] == [
-        (cv, way) for cv in (0, 1) for way in (*ways, "continuous")
-    ]
-    assert "Tokens per second by way of batching" in (tmp_path / "x.svg").read_text()
-    for row in rows:
-        check_spread(row["slower_by"])
-        assert row["useful_share"] <= 1 and row["latency"]["p99"] > 0
-    assert (tmp_path / "x.svg").exists() and (tmp_path / "x.html").read_text().count("<svg") == 2
-
-
-def test_ways_of_batching_under_arrivals_are_told_apart_by_latency(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("matplotlib")
-    arrivals = "--request-rate", "100", "--batch-timeout", "0.03", "--length-cv", "1", "--num-iters", "1"
-    report = run(tmp_path, "sweep", "--batching", "dynamic", *arrivals, "--plot", str(tmp_path / "x.svg"))
-    dynamic, continuous = report["figures"]["ways"]
-    assert (dynamic["way"], continuous["way"]) == ("dynamic", "continuous")
-    assert dynamic["useful_share"] < 1 == continuous["useful_share"]
-    assert "latencies tell more here" in capsys.readouterr().out
-    assert "Latency by way of batching" in (tmp_path / "x.svg").read_text()
+    assert "Decoding by batch size" in (tmp_path / "x.svg").read_text()
+    assert (tmp_path / "x.html").read_text().count("<svg") == 2
 
 
 @pytest.mark.parametrize(
@@ -148,12 +95,6 @@ def test_ways_of_batching_under_arrivals_are_told_apart_by_latency(
         (("throughput", "--dataset-name", "trace", "--dataset-path", "/none"), "/none cannot be read"),
         (("throughput", "--num-iters", "0"), "num_iters: must be at least 1, got 0"),
         (("throughput", "--output-json", "/none/x.json"), "output_json: /none is not a folder"),
-        (("sweep", "--batching", "some"), "batching: there is no way 'some'; there are one-at-a-time, static"),
-        (("sweep", "--batching", "static", "--batch-sizes", "4"), "batch_sizes: is for measuring batch sizes"),
-        (("sweep", "--batching", "static", "--batch-timeout", "1"), "batch_timeout: is for --batching dynamic"),
-        (("sweep", "--batching", "dynamic", "--request-rate", "0"), "request_rate: must be above 0, got 0.0"),
-        (("sweep", "--length-cv", "1"), "length_cv: is for --batching"),
-        (("startup", "--bundle", "x"), "bundle: each start gets one of its own"),
         (("sweep", "--html", "/none/x.html"), "html: /none is not a folder"),
     ],
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -259,3 +261,9 @@ def test_a_connection_that_was_closed_while_idle_costs_no_request() -> None:
     with run_fake_server(once) as short:
         records = asyncio.run(ask(Target.parse(short.url, "/v1/completions")))
     assert [record.error for record in records] == [None, None, None] and len(asked) == 4
+
+
+def test_workers_of_the_load_generator_load_nothing_heavy() -> None:
+    code = "import sys, jaxserve.bench.load.worker; print(*{'jax', 'numpy', 'rich', 'httpx'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""

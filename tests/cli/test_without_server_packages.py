@@ -29,9 +29,8 @@ class Finder(PathFinder):
 
 sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
 """
-# Rooms that may need them. A peer of `bench compare` runs in the environment of its engine.
+# Rooms that may need them.
 SERVING = ("jaxserve.server.", "jaxserve.cluster.", "jaxserve.bench.load.", "jaxserve.bench.serve")
-PEERS = "jaxserve.bench.peers."
 IMPORT_ALL = """
 import importlib, sys
 for name in sys.argv[1:]:
@@ -57,8 +56,7 @@ def run_without(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[
 
 def list_modules() -> list[str]:
     paths = [path for path in sorted((ROOT / "jaxserve").rglob("*.py")) if path.stem != "__main__"]
-    names = [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths]
-    return [name for name in names if not name.startswith(PEERS)]
+    return [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths]
 
 
 def test_the_packages_are_hidden(tmp_path: Path) -> None:

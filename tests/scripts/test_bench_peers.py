@@ -54,6 +54,6 @@ def test_commands_name_what_is_installed(peers, tmp_path: Path) -> None:
     command = peers.make_command(args, Path("/m"), "mixed", "float32", ["vllm", "openvino"], Path("/x"))
     given = [command[at + 1] for at, word in enumerate(command) if word == "--peer"]
     assert given[0].endswith("vllm/bin/python: enforce_eager=true") and given[1].endswith(": model=/x")
-    from jaxserve.bench.compare import Participant
+    from comparison import Participant
 
     assert [Participant.parse_peer(text).name for text in given] == ["vllm enforce_eager=True", "openvino_genai"]

@@ -11,9 +11,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
+from batching import Served
 from demo import WAYS, plot
-
-from jaxserve.bench.batching import Served
 
 ROOT = Path(__file__).parents[2]
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from jaxserve.bench.compare import Agreement, Comparison, Outcome
+from comparison import Agreement, Comparison, Outcome
+
 from jaxserve.bench.report import Spread
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 
 def find_base(outcomes: Sequence[Outcome]) -> Outcome | None:
@@ -70,21 +68,26 @@ def list_failures(outcomes: Sequence[Outcome]) -> list[str]:
     return found if find_base(outcomes) is not None else [*found, "no participant ran in every round"]
 
 
-def make_table(figures: dict[str, Any]) -> Table:
-    """Returns the table of all participants that ran."""
-    from rich.table import Table
-
+def make_title(figures: dict[str, Any]) -> str:
+    """Returns the title of the table."""
     size = f"{figures['num_requests']} requests, {figures['rows']} at once, {figures['threads']} threads"
-    table = Table(title=f"{Path(figures['model']).name}: {size}")
-    table.add_column("", overflow="fold")
-    for name in ("dtype", "output tok/s", "tok/s", f"of {figures['compared_with']}", "equal"):
-        table.add_column(name, justify="right")
+    return f"{Path(figures['model']).name}: {size}"
+
+
+def make_header(figures: dict[str, Any]) -> tuple[str, ...]:
+    """Returns the names of the table's columns."""
+    return ("", "dtype", "output tok/s", "tok/s", f"of {figures['compared_with']}", "equal")
+
+
+def make_rows(figures: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Returns the table's lines, one for each participant that ran."""
+    rows = []
     for each in figures["participants"]:
         if "ratio" in each:
-            cells = [_show_rate(each[name].median) for name in ("output_tokens_per_second", "tokens_per_second")]
+            rates = [_show_rate(each[name].median) for name in ("output_tokens_per_second", "tokens_per_second")]
             equal = _show_agreement(each["agreement"])
-            table.add_row(each["name"], str(each["dtype"]), *cells, f"{each['ratio'].median:.2f}x", equal)
-    return table
+            rows.append((each["name"], str(each["dtype"]), *rates, f"{each['ratio'].median:.2f}x", equal))
+    return rows
 
 
 def list_notes(figures: dict[str, Any]) -> list[str]:

@@ -1,11 +1,10 @@
-"""jaxserve itself; job["options"] are options of the engine. Run as a module, by the interpreter that has jaxserve."""
+"""jaxserve itself; job["options"] are options of the engine. Run by the interpreter that compares."""
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
-from jaxserve.bench.peers import protocol
+import protocol
 
 
 def load(job: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -46,4 +45,3 @@ def load(job: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 if __name__ == "__main__":
     protocol.main(load)
-    sys.exit()

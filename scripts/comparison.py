@@ -1,4 +1,4 @@
-"""`jaxserve bench compare`: the same requests through several engines, which take turns."""
+"""The same requests through several engines, which take turns: what takes part, how it is run, what it did."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from peers.process import PeerError, PeerProcess
+
 from jaxserve.bench.datasets import BenchRequest
-from jaxserve.bench.peers.process import PeerError, PeerProcess
 from jaxserve.config import read_client_key, read_environment
 from jaxserve.engine.progress import show_progress
 from jaxserve.errors import ConfigError, shorten
 
 JAXSERVE = "jaxserve"
+_PROGRAMS = Path(__file__).with_name("peers")
+_OURS = str(_PROGRAMS / "jaxserve_peer.py")
 PEERS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> program and options
     "transformers_static": ("transformers_peer.py", {}),
     "transformers_continuous": ("transformers_peer.py", {"continuous": True}),
@@ -57,7 +59,7 @@ class Participant:
         """Returns jaxserve with these options of its engine."""
         rest = dict(options)
         dtype = rest.pop("dtype", None)
-        return cls(name, (sys.executable, "-m", "jaxserve.bench.peers.jaxserve_peer"), rest, dtype)
+        return cls(name, (sys.executable, _OURS), rest, dtype)
 
     @classmethod
     def parse_variant(cls, text: str, options: Mapping[str, Any]) -> Participant:
@@ -77,7 +79,7 @@ class Participant:
         name, python = name.strip(), python.strip() or sys.executable
         if name in PEERS:
             program, options = PEERS[name]
-            path = str(files("jaxserve.bench.peers").joinpath(program))
+            path = str(_PROGRAMS / program)
         elif name.endswith(".py") and Path(name).is_file():
             path, options = name, {}
         else:
@@ -265,9 +267,8 @@ def _close(participant: Participant, processes: dict[str, PeerProcess]) -> None:
 
 def make_environment(participant: Participant, threads: int) -> dict[str, str]:
     """Returns the variables of a participant's process. A peer's interpreter finds `protocol` and nothing of ours."""
-    mine = read_environment()
-    is_jaxserve = participant.command[1] == "-m"
-    paths = [str(files("jaxserve").joinpath(".."))] if is_jaxserve else [str(files("jaxserve.bench.peers"))]
-    paths += [mine["PYTHONPATH"]] if is_jaxserve and "PYTHONPATH" in mine else []
+    mine, paths = read_environment(), [str(_PROGRAMS)]
+    if participant.command[1] == _OURS and "PYTHONPATH" in mine:
+        paths.append(mine["PYTHONPATH"])
     own = {**dict.fromkeys(_THREAD_VARIABLES, str(threads)), "PYTHONPATH": os.pathsep.join(paths)}
     return _VARIABLES | mine | own

@@ -1,4 +1,4 @@
-"""One start of an engine, or one build of a bundle, in this process: `python -m jaxserve.bench.start_child TASK`.
+"""One start of an engine, or one build of a bundle, in this process: `python scripts/start_engine.py TASK`.
 
 TASK is a JSON object: `options` of the engine, and perhaps `bundle`, the directory to build instead. The last line on
 standard output is a JSON object of figures. Errors that a user can fix are one line, with status 2.

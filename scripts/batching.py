@@ -11,11 +11,9 @@ Only requested tokens count as output.
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import mean, pstdev
 from typing import TYPE_CHECKING
 
 from jaxserve.bench.prompts import BenchRequest
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
 WAYS = ("one-at-a-time", "static", "dynamic", "continuous")
 _PAD = 9  # token id in front of shorter prompts
 _OPTIONS = RunOptions(ignores_eos=True, detokenizes=False)
-_FIT_TURNS = 50
 
 
 @dataclass(frozen=True)
@@ -129,59 +126,3 @@ def pad(batch: Sequence[BenchRequest], max_model_len: int) -> list[BenchRequest]
         ids = (_PAD,) * (width - each.num_prompt_tokens) + each.prompt_token_ids
         found.append(replace(each, prompt_token_ids=ids, num_prompt_tokens=width, max_tokens=longest))
     return found
-
-
-@dataclass(frozen=True)
-class Workload:
-    """Requests whose answers vary in length by a wanted coefficient of variation, with the same mean.
-
-    Attributes:
-        request_rate: arrivals per second, at random; infinity: all at once.
-        most: times the mean that an answer is at most.
-    """
-
-    num_requests: int
-    input_len: int
-    output_len: int
-    request_rate: float = float("inf")
-    seed: int = 0
-    most: int = 12
-
-    @property
-    def max_model_len(self) -> int:
-        """What a model must take for these requests."""
-        return self.input_len + self.most * self.output_len + 1
-
-    def make(self, cv: float, vocab_size: int) -> list[BenchRequest]:
-        """Returns the requests. Prompts and arrivals are the same for every `cv`."""
-        rng, found, now = random.Random(self.seed), list[BenchRequest](), 0.0
-        lengths = make_lengths(self.num_requests, self.output_len, cv, self.most * self.output_len, self.seed)
-        for length in lengths:
-            ids = tuple(rng.randrange(min(10, vocab_size - 1), vocab_size) for _ in range(self.input_len))
-            found.append(BenchRequest(ids, None, self.input_len, length, now))
-            now += rng.expovariate(self.request_rate) if self.request_rate < float("inf") else 0.0
-        return found
-
-
-def make_lengths(count: int, wanted: float, cv: float, most: int, seed: int) -> list[int]:
-    """Returns gamma-distributed lengths in [1, most], scaled so that their mean is the wanted one.
-
-    A `cv` of 0 makes all equal, of 1 exponential.
-    """
-    if cv == 0:
-        return [round(wanted)] * count
-    rng, shape = random.Random(seed + 1), cv**-2
-    drawn, scale = [rng.gammavariate(shape, 1 / shape) for _ in range(count)], wanted
-    found = [round(wanted)] * count
-    for _ in range(_FIT_TURNS):
-        found = [min(most, max(1, round(scale * each))) for each in drawn]
-        if abs(mean(found) / wanted - 1) < 1e-3:
-            break
-        scale *= wanted / mean(found)
-    return found
-
-
-def measure_cv(requests: Sequence[BenchRequest]) -> float:
-    """Returns the coefficient of variation of the answers' lengths."""
-    lengths = [each.max_tokens for each in requests]
-    return pstdev(lengths) / mean(lengths)

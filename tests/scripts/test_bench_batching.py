@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from statistics import mean, pstdev
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+import bench_batching
+from batching import WAYS, find_closing, pad, serve
+from bench_batching import Workload, make_lengths, measure_cv
+
 from jaxserve import LLM
-from jaxserve.bench.batching import WAYS, Workload, find_closing, make_lengths, measure_cv, pad, serve
 from jaxserve.bench.prompts import BenchRequest
 from jaxserve.errors import ConfigError
 from tests.programs import PROGRAMS
+from tests.scripts.test_bench_dry_runs import read_figures
 
 pytestmark = pytest.mark.thorough
 
@@ -80,3 +88,39 @@ def test_a_workload_differs_by_its_variance_alone() -> None:
     assert even[-1].arrival_time == pytest.approx(30 / 50, rel=0.5) and even[0].arrival_time == 0
     assert all(each.num_prompt_tokens + each.max_tokens < workload.max_model_len for each in uneven)
     assert {each.arrival_time for each in Workload(5, 4, 4).make(0, 100)} == {0.0}
+
+
+@pytest.mark.slow
+def test_the_command_compares_all_ways(tmp_path: Path) -> None:
+    rows = read_figures(tmp_path, "bench_batching", shown="static")["ways"]
+    assert [(row["length_cv"], row["way"]) for row in rows] == [(cv, way) for cv in (0, 1) for way in WAYS]
+    for row in rows:
+        assert row["slower_by"]["least"] <= row["slower_by"]["median"] <= row["slower_by"]["most"]
+        assert row["useful_share"] <= 1 and row["latency"]["p99"] > 0
+
+
+@pytest.mark.slow
+def test_under_arrivals_ways_are_told_apart_by_latency(tmp_path: Path) -> None:
+    flags = "--ways", "dynamic", "--request-rate", "100", "--batch-timeout", "0.03", "--length-cv", "1"
+    rows = read_figures(tmp_path, "bench_batching", *flags, shown="latencies tell more here")["ways"]
+    assert [row["way"] for row in rows] == ["dynamic", "continuous"]
+    assert rows[0]["useful_share"] < 1 == rows[1]["useful_share"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--ways", "some"), "argument --ways: invalid choice: 'some'"),
+        (("--ways", "static", "--batch-timeout", "1"), "batch_timeout: is for --ways dynamic; this is static"),
+        (("--request-rate", "0"), "request_rate: must be above 0, got 0.0"),
+        (("--length-cv", "-1"), "length_cv: must be at least 0"),
+        (("--num-iters", "0"), "num_iters: must be at least 1, got 0"),
+    ],
+)
+def test_bad_input_is_named(
+    flags: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_batching.py", *flags])
+    with pytest.raises(SystemExit, match="2"):
+        bench_batching.main()
+    assert words in capsys.readouterr().err.splitlines()[-1]

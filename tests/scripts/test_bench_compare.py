@@ -9,24 +9,19 @@ import sys
 import time
 from pathlib import Path
 
-import jsonschema
 import pytest
 
-from jaxserve.bench.compare import (
-    Agreement,
-    Comparison,
-    Outcome,
-    Participant,
-    compare,
-    find_difference,
-    make_environment,
-)
-from jaxserve.bench.compare_report import list_failures, list_notes, make_table, summarize
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+import bench_compare
+from comparison import Agreement, Comparison, Outcome, Participant, compare, find_difference, make_environment
+from comparison_report import list_failures, list_notes, make_rows, summarize
+from peers.process import PeerError, PeerProcess
+
 from jaxserve.bench.datasets import BenchRequest
-from jaxserve.bench.report import read_schema
-from jaxserve.cli import main
 from jaxserve.errors import ConfigError
 from tests.programs import PROGRAMS
+from tests.scripts.test_bench_dry_runs import read_figures
 
 pytestmark = pytest.mark.thorough
 
@@ -65,7 +60,7 @@ def test_turns_ratios_and_agreement() -> None:
     }  # fmt: skip
     assert third["agreement"] is None and third["num_output_tokens"] == 12
     assert (first["dtype"], first["threads"], first["library"]) == ("float32", 1, "fake 1.0")
-    assert make_table(figures).row_count == 3
+    assert len(make_rows(figures)) == 3
     assert "differ do so from token 3" in list_notes(figures)[1]
 
 
@@ -105,12 +100,10 @@ def test_an_interpreter_that_is_not_there() -> None:
 def test_a_comparison_that_is_ended_leaves_nobody_behind(tmp_path: Path, number: int) -> None:
     """Nor a participant that is stopped, which would stay for ever."""
     pids = tmp_path / "pids"
-    code = (
-        "import sys; from jaxserve.cli import main; main(['bench', 'compare', '--num-prompts', '2', '--num-iters', '1',"
-        f"'--with', 'jaxserve: dtype=nonsense', '--peer', '{FAKE}={sys.executable}: pids={pids}',"
-        f"'--peer', '{FAKE}={sys.executable}: pids={pids}, how=hang'])"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL)
+    command = [sys.executable, "scripts/bench_compare.py", "--num-prompts", "2", "--num-iters", "1"]
+    command += ["--with", "jaxserve: dtype=nonsense", "--peer", f"{FAKE}={sys.executable}: pids={pids}"]
+    command += ["--peer", f"{FAKE}={sys.executable}: pids={pids}, how=hang"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while (not pids.exists() or len(pids.read_text().split()) < 2) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -131,8 +124,6 @@ def test_a_program_compiled_inside_the_clock_is_a_failure() -> None:
 
 def test_a_stopped_participant_does_not_run() -> None:
     """So that threads which spin or poll take nothing from the one whose turn it is."""
-    from jaxserve.bench.peers.process import PeerError, PeerProcess
-
     participant = fake()
     process = PeerProcess(participant.command, make_environment(participant, 1), 20.0)
     try:
@@ -206,22 +197,18 @@ def test_differences() -> None:
 
 @pytest.mark.slow
 @pytest.mark.thorough
-def test_through_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_through_the_command_line(tmp_path: Path) -> None:
     """The demo model, a variant of jaxserve that must answer the same, and peers that are skipped or differ."""
-    path, cache = tmp_path / "report.json", f"compilation_cache_dir={PROGRAMS}"
-    arguments = ["bench", "compare", "--dry-run", "--with", f"jaxserve: {cache}", "--output-json", str(path)]
-    arguments += ["--with", f"by twos: max_decode_steps=2, {cache}", "--peer", "vllm=/none/python"]
-    assert main([*arguments, "--peer", f"{FAKE}={sys.executable}"]) == 0
-    document = json.loads(path.read_text())
-    jsonschema.validate(document, read_schema())
-    first, second, vllm, other = document["figures"]["participants"]
+    cache = f"compilation_cache_dir={PROGRAMS}"
+    flags = ["--with", f"jaxserve: {cache}", "--with", f"by twos: max_decode_steps=2, {cache}"]
+    flags += ["--peer", "vllm=/none/python", "--peer", f"{FAKE}={sys.executable}"]
+    figures = read_figures(tmp_path, "bench_compare", *flags, shown="vllm: skipped: cannot be started")
+    first, second, vllm, other = figures["participants"]
     assert [each["name"] for each in (first, second, vllm, other)] == ["jaxserve", "by twos", "vllm", "fake_peer"]
     assert second["agreement"]["num_equal"] == second["agreement"]["num_compared"] == 4
     assert other["agreement"]["num_equal"] == 0 and other["agreement"]["first_difference"] == 0
     assert "cannot be started" in vllm["skipped"] and first["num_output_tokens"] == 24
-    assert len(first["output_tokens_per_second"]["values"]) == 2 and document["failures"] == []
-    printed = capsys.readouterr().out
-    assert "4 of 4" in printed and "vllm: skipped: cannot be started" in printed
+    assert len(first["output_tokens_per_second"]["values"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -235,7 +222,10 @@ def test_through_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[
         (("--peer-timeout", "0"), "peer_timeout: must be above 0"),
     ],
 )
-def test_bad_input_is_one_line(flags: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "compare", *flags]) == 2
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert len(lines) == 1 and lines[0].startswith(f"jaxserve: {words}"), lines
+def test_bad_input_is_named(
+    flags: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_compare.py", *flags])
+    with pytest.raises(SystemExit, match="2"):
+        bench_compare.main()
+    assert f"error: {words}" in capsys.readouterr().err.splitlines()[-1]
